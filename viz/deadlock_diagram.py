@@ -216,8 +216,8 @@ def _draw_arrow(
 ) -> str:
     """Return the SVG of an arrow from a waiting instruction to the awaited one.
 
-    `detour_height` is the y coordinate of an arrow below all columns, for columns that are not
-    adjacent. It is 0 for a direct arrow.
+    If the two columns are not adjacent, the arrow passes below all columns. `detour_height` is its
+    y coordinate there, and 0 for a direct arrow.
     """
     y, end = (
         from_column.find_middle(from_position.stream_index),

@@ -30,8 +30,8 @@ OPERATIONS_PER_PARAMETER: Final = 2 * (1 + 1 + 2)
 def count_parameters(layers: int, hidden: int) -> float:
     """Return the number of parameters, 12 nl hd^2 (equation 1).
 
-    Each block has weights of sizes (hd, 3hd) for queries, keys and values, (hd, hd), (hd, 4hd) and
-    (4hd, hd).
+    The weights of a block for queries, keys and values have the size (hd, 3hd) together. Its other
+    weights have the sizes (hd, hd), (hd, 4hd) and (4hd, hd).
 
     Args:
         layers: Number of blocks.

@@ -68,7 +68,7 @@ def wave(r: int, P: int, m: int, v: int) -> RankSchedule:
 
 
 def order_by_slot(slots: Iterable[tuple[int, RankSchedule]]) -> RankSchedule:
-    """Return the rank schedule of letters that are given with their slots.
+    """Sort rank schedules by their slots, and concatenate them.
 
     Args:
         slots: Pairs of a slot and the rank schedule that runs in it.

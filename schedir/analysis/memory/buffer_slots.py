@@ -193,9 +193,9 @@ def find_stages(program: Program, kind: Value, rank: int) -> NDArray[np.int64]:
 def count_slots(program: Program) -> NDArray[np.int64]:
     """Return the number of slots of each rank and kind.
 
-    If the program does not specify a number, each value has a separate slot. Values per stage have
-    one slot for each stage. Kinds that only compute fills and frees have the smallest possible
-    number.
+    If the program does not specify a number, each value has a separate slot. A kind whose values
+    belong to a stage and not to a microbatch has one slot for each stage. A kind that only compute
+    fills and frees has the smallest possible number of slots.
 
     Args:
         program: The program.
