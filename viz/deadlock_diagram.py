@@ -40,12 +40,12 @@ class _InstructionPosition(NamedTuple):
 
 
 def draw_deadlock(program: Program, error: SchedirError) -> str:
-    """Return an SVG of the instruction lists of the ranks, with the instructions of an error.
+    """Return an SVG of the instruction lists of the ranks, and mark the instructions of an error.
 
-    For a DeadlockError, ended instructions are grey and waiting ones are filled. An arrow leads
-    from each waiting instruction to the one that it needs. If messages cross, arrows lead from each
-    send to the receive that gets it. For other errors, the instructions that the error names are
-    filled.
+    For a DeadlockError, ended instructions are grey and waiting instructions are filled. An arrow
+    leads from each waiting instruction to the one that it needs. If messages cross, arrows lead
+    from each send to the receive that gets it. For other errors, the instructions that the error
+    names are filled.
 
     Args:
         program: The program.
@@ -99,8 +99,8 @@ def draw_deadlock(program: Program, error: SchedirError) -> str:
 def _find_ended(program: Program, error: DeadlockError) -> NDArray[np.bool_]:
     """Return a mask of the instructions that have ended.
 
-    If only blocking hosts cause the deadlock, it is a mask of the instructions that the hosts have
-    issued.
+    If only blocking hosts cause the deadlock, the mask is of the instructions that come before the
+    waiting instruction of each rank in the cycle.
     """
     graph = Graph.from_program(program, cast(ProgressModel, error.progress_model))
     ended = compute_earliest_times(graph).is_done
@@ -171,7 +171,8 @@ class _RankColumn:
     def draw(self, waiting: set[_InstructionPosition], awaited: set[_InstructionPosition]) -> str:
         """Return the SVG of the list.
 
-        Ended instructions are grey, waiting ones are filled, and awaited ones have a frame.
+        Ended instructions are grey. Waiting instructions have a dark background, and awaited ones a
+        light background.
         """
         parts = [f'<text x="{self.left + 7:.1f}" y="20" font-weight="bold">rank {self.rank}</text>']
         for index, line in self.lines.items():
@@ -213,8 +214,8 @@ def _draw_arrow(
 ) -> str:
     """Return the SVG of an arrow from a waiting instruction to the awaited one.
 
-    `detour_height` is the y coordinate of an arrow below all columns, for columns that are not
-    adjacent. It is 0 for a direct arrow.
+    If the two columns are not adjacent, the arrow passes below all columns. `detour_height` is its
+    y coordinate there, and 0 for a direct arrow.
     """
     y = from_column.find_middle(from_position.stream_index)
     end = to_column.find_middle(to_position.stream_index)

@@ -81,7 +81,7 @@ def describe_runs(runs: Sequence[Timeline], *, compression: int = 9) -> dict[str
 
 
 def describe_run(timeline: Timeline) -> str:
-    """Describe a run in a few sentences, for readers of a page that cannot see the picture.
+    """Describe a run in a few sentences, for people who cannot see the picture of the page.
 
     Args:
         timeline: The run.
@@ -156,7 +156,7 @@ def build_table(run: Timeline, label: str) -> dict[str, Any]:
 
 
 def label_runs(runs: Sequence[Timeline]) -> list[str]:
-    """Return labels that distinguish the runs: their kinds, else their names, else ordinals.
+    """Return labels that distinguish the runs: their kinds, or their names, or their numbers.
 
     Args:
         runs: The runs of a page.

@@ -25,8 +25,8 @@ from schedir.ir.isa.instructions import (
 _NON_MICROBATCH_OPS: Final = tuple(
     row.op for row in INSTRUCTIONS if row.scope is not Scope.MICROBATCH
 )
-# Each lane without messages has a separate queue under every model. All lanes with messages share
-# the last number, because the models divide them further.
+# Each lane without messages has a separate queue under every model. All lanes with messages have
+# the last number here. `assign_queues` then divides them into queues.
 _SEPARATE_LANES: Final = [row.lane for row in LANES if not row.has_messages]
 LINE_BY_LANE: Final = {
     row.lane: len(_SEPARATE_LANES) if row.has_messages else _SEPARATE_LANES.index(row.lane)
@@ -34,7 +34,7 @@ LINE_BY_LANE: Final = {
 }
 _LANE_BY_OPCODE: Final = np.array([row.lane for row in INSTRUCTIONS])
 LINE_BY_OPCODE: Final = np.array([LINE_BY_LANE[row.lane] for row in INSTRUCTIONS])
-# Replaces the opcode of a transfer in a batched group, which has both sends and receives.
+# The opcode that `assign_queues` uses for all transfers in groups with both sends and receives.
 _BATCH_OPCODE: Final = len(INSTRUCTIONS)
 _LINE_BY_CELL: Final = np.append(LINE_BY_OPCODE, len(_SEPARATE_LANES))
 
@@ -66,7 +66,7 @@ def assign_queues(
         index: The index of the program.
         rules: The row of the progress model.
         shared_numbers: True to give a queue the same number in all programs with the same number of
-            ranks. If False, the numbers can be replaced by consecutive numbers.
+            ranks. If False, consecutive numbers may replace large numbers.
 
     Returns:
         Queue numbers of shape (n,). Instructions with equal numbers run in the order of the Stream.
@@ -171,9 +171,9 @@ def find_communicators(
 ) -> tuple[Positions, NDArray[np.int64]]:
     """Return the transfers that have a partner, and the communicator of each.
 
-    If a rank has a queue for each peer, a communicator has two ranks. Otherwise it has all ranks,
-    and its number is negative. If kinds of messages or directions have separate queues, they also
-    have separate communicators.
+    If a rank has a queue for each peer, a communicator has two ranks. Otherwise a communicator has
+    all ranks, and a negative number. If kinds of messages or directions have separate queues, they
+    also have separate communicators.
 
     Args:
         index: The index of the program.

@@ -44,9 +44,9 @@ _DEVICE_SYNC_HINT = (
 def find_order_error(graph: Graph) -> OrderError | None:
     """Return the error for the first instruction that uses a value before its rank produces it.
 
-    The producer must come earlier in the Stream, and be in another group. Lanes run independently,
-    but the host issues a Stream in order. A lane cannot wait for an instruction that the host has
-    not issued yet.
+    The producer must come earlier in the Stream, and must be in another group. Lanes run
+    independently, but the host issues a Stream in order. A lane cannot wait for an instruction that
+    the host has not issued yet.
 
     Args:
         graph: The dependency graph of a program or a draft. In a draft, values from other ranks are
@@ -138,7 +138,7 @@ def _suggest_weight_delay(graph: Graph) -> str:
 def explain_deadlock(graph: Graph, earliest_times: EarliestTimes) -> SchedirError:
     """Return the error that shows the shortest cycle of waits.
 
-    The order of a draft has not been checked before, so its error can be an OrderError.
+    The order of a draft has not been checked before, so the error for a draft can be an OrderError.
 
     Args:
         graph: The dependency graph of a program that does not finish.
@@ -237,7 +237,7 @@ def _make_mismatch_error(graph: Graph) -> ChannelMismatchError:
 
 
 def _is_finished(graph: Graph, earliest_times: EarliestTimes) -> NDArray[np.bool_]:
-    """Return a mask of the instructions that end, together with all members of their group."""
+    """Return a mask of the instructions of groups whose members all end."""
     done = earliest_times.is_done
     if not graph.index.has_joined:
         return done
@@ -279,8 +279,7 @@ def _find_unmet_waits(
     The head of a queue is its first unfinished instruction. The needed instruction produces a
     missing value, or is the other end of a message or collective. All members of a group start
     together, when each member is the head of its queue and has its values. If both ends of a
-    message are heads, and one of them lacks something on its rank, this end does not wait for the
-    other end.
+    message are heads, an end that lacks something on its own rank does not wait for the other end.
     """
     heads = _find_queue_heads(graph, finished)
     together = {head: _find_group_members(graph, head) for head in heads.values()}
@@ -308,7 +307,7 @@ def _find_unmet_waits(
 
 
 def find_shortest_cycle(waits: nx.DiGraph) -> list[int]:  # type: ignore[name-defined] # noqa: F821
-    """Return the shortest cycle of a graph, and the first of several shortest cycles.
+    """Return the shortest cycle of a graph. If several cycles are shortest, return the first one.
 
     Args:
         waits: A directed graph of positions that has a cycle.
@@ -334,8 +333,8 @@ def find_shortest_cycle(waits: nx.DiGraph) -> list[int]:  # type: ignore[name-de
 def _make_window(graph: Graph, steps: list[CycleWait]) -> list[InstructionSite]:
     """Return instructions of the second rank in the cycle, as sites of the error.
 
-    They lead to the instruction that the first rank waits for. Only the begin and the end of a long
-    range are included.
+    They lead to the instruction that the first rank waits for. Only the first and the last
+    instructions of a long range are included.
     """
     first, second = steps[0], steps[1 % len(steps)]
     stream = graph.program.streams[first.needed_rank]

@@ -70,8 +70,8 @@ def find_known_ends(
     Args:
         program: The program.
         positions: Positions of the instructions.
-        count_drains: False to ignore that the host waits for empty lanes, for hosts that do not
-            block.
+        count_drains: True to include the waits of the host for empty lanes. Hosts that do not block
+            have no such waits.
 
     Returns:
         Positions, in the shape of `positions`.
@@ -101,7 +101,7 @@ def find_known_ends(
 
 
 def _find_device_waits(program: Program, entry_nodes: Positions) -> list[Positions]:
-    """Return rows of waits of a host that waits for its device at each launch.
+    """Return the rows for a host that waits for its device at each launch.
 
     A launch waits for the previous launch, and for each message since then. A message is issued
     after the waits of the last launch before it. Each row has one predecessor per instruction.

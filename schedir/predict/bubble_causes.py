@@ -48,15 +48,15 @@ class IdleCause(IntEnum):
         return self.name.lower()
 
 
-# Opcode -> cause of the idle time of a rank that waits while the instruction runs.
+# Opcode -> cause of the idle time of a rank that waits for a running instruction of this opcode.
 _CAUSE_OF_OP: Final = [
     IdleCause[(row.idle_cause or LANES[row.lane].idle_cause).upper()] for row in INSTRUCTIONS
 ]
 IDLE_DTYPE: Final = np.dtype(
     [("rank", "i4"), ("cause", "i4"), ("awaits", "i8"), ("start", "f8"), ("end", "f8")]
 )
-# A gap is the idle time between two instructions of a compute lane. A wait is a part of a gap with
-# one cause.
+# A gap is the idle time between two instructions of a compute lane. A wait is a part of a gap, and
+# has one cause.
 GAP_DTYPE: Final = np.dtype(
     [("rank", "i4"), ("before", "i8"), ("after", "i8"), ("start", "f8"), ("end", "f8")]
 )
@@ -75,7 +75,7 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
 
     - MESSAGE: The rank waits for a transfer or a gather that is in progress.
     - SUM: The rank waits for a collective between the segments of a stage (TPReduceAct,
-      TPReduceGrad). With sequence parallelism these include gathers.
+      TPReduceGrad). With sequence parallelism, these collectives include gathers.
     - ALL_TO_ALL: The rank waits for tokens, outputs of experts, or gradients of these (Dispatch,
       Combine, DispatchGrad, CombineGrad).
     - REDUCTION: The rank waits for a reduction in progress that all members have joined.
@@ -89,11 +89,12 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
       program with its transfers has no such interval.
     - WARMUP, PEER, COOLDOWN: The rank waits for an instruction of another rank's compute lane. This
       wait covers the rest of the gap. The cause is WARMUP until the first backward of the waiting
-      rank starts. It is COOLDOWN from the end of its last forward on, but not before its first
-      backward. Between these times, it is PEER.
-    - IMBALANCE: With any order, a rank is idle for the difference between its work and that of the
-      busiest rank. This part of its waits for other ranks has this cause. It is taken first from
-      PEER waits, then from waits after the rank's first instruction, then from waits before it.
+      rank starts. It is COOLDOWN from the end of the rank's last forward on, but not before its
+      first backward. Between these times, it is PEER.
+    - IMBALANCE: In any order of instructions, a rank is idle at least for the difference between
+      its work and that of the busiest rank. So this much of its waits for other ranks has the cause
+      IMBALANCE. It is taken first from PEER waits, then from waits after the rank's first
+      instruction, then from waits before its first instruction.
 
     Before the first instruction of a rank the causes are the same, but each wait for another rank
     is WARMUP. After its last instruction, the cause is COOLDOWN, and `awaits` is -1.
@@ -164,8 +165,8 @@ def find_ready_gaps(timeline: Timeline) -> Floats:
 def find_steady_phase(timeline: Timeline) -> tuple[Floats, Floats]:
     """Return the start and end of each rank's steady phase, between warmup and cooldown.
 
-    The phase starts at the start of the rank's first backward. It ends at the end of its last
-    forward. If this is earlier, the phase has no length.
+    The phase starts at the start of the rank's first backward. It ends at the end of the rank's
+    last forward. If this end comes before the start, the phase has length 0.
 
     Args:
         timeline: A predicted or measured run.
@@ -329,7 +330,8 @@ def _find_phase_causes(timeline: Timeline, gaps: NDArray[Any]) -> Ints:
 def _mark_imbalance(timeline: Timeline, gaps: NDArray[Any], idle: NDArray[Any]) -> NDArray[Any]:
     """Change the cause of some waits for other ranks to IMBALANCE.
 
-    The total time of these waits is the busy time of the busiest rank minus that of the rank.
+    For each rank, the total time of these waits is the busy time of the busiest rank minus the busy
+    time of this rank.
     """
     rank = idle["rank"]
     first_start = np.full(timeline.ranks, -np.inf)  # start of the first instruction

@@ -64,29 +64,30 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
 
     Costs of instructions on other lanes than compute, such as messages, gathers and reductions:
 
-    - The span of an instruction is the time from its recorded start to its recorded end. From it
-      follows an interval for the duration of the instruction.
+    - The span of an instruction is the time from its recorded start to its recorded end. The span
+      bounds the duration of the instruction from above, and sometimes from below.
     - If a rank waited for the instruction, its end is exact. Its duration is then at most its span.
       It is at least the part of the span after the previous instruction of the queue has ended.
     - If no rank waited for it, its end may be recorded late. Its duration is then between 0 and its
       span.
     - In a prediction, all durations are equal to the spans.
-    - The cost is the time with the smallest sum of distances to all intervals. If several times
-      have this sum, it is the smallest of them.
+    - So there is an interval of possible durations for each instruction. The cost is the time with
+      the smallest sum of distances to all intervals. If several times have this sum, the cost is
+      the smallest of them.
     - A wait counts if it is longer than usual gaps of the host and than the clock error. A gap of
       the host is the time between two computes in which the rank waits for nothing. A gap is usual
       if it is not above the quantile `HOST_GAP_QUANTILE` of all gaps.
 
     Costs of all other instructions are mean times:
 
-    - F, B, I, W, R and pairs have one cost for each stage. Instructions per rank, such as the step,
-      have one cost for each rank, because the step of one rank may run in parallel to a
-      neighbour's backwards. All other instructions have one cost.
+    - F, B, I, W, R and pairs have one cost for each stage. Instructions that belong to a rank, such
+      as the step, have one cost for each rank, because the step of one rank may run in parallel to
+      a neighbour's backwards. Each other opcode has one cost.
     - The time of an instruction is its span plus the unexplained delay before it. To find this
       delay, a simulation lets all computes end as in the run, and all messages take the costs
       above. The delay is the recorded start minus the simulated start. It comes from the host, slow
       messages and noise. It is negative after a message that was faster than its cost.
-    - A cost is never less than the shortest span.
+    - A cost is never less than the shortest span of its instructions.
     - The cost of a stage with several replicas is the mean over all replicas.
     - Means hide differences between microbatches. For example, the first microbatch may be slow
       because it uses new memory. A simulation is too short if other ranks waited for the slow
@@ -265,7 +266,8 @@ def _average_ranks(measured: Timeline, durations: Floats, mask: NDArray[np.bool_
 def _average_unpaired(name: str, durations: Floats, is_paired: NDArray[np.bool_]) -> float:
     """Return the mean duration of the instructions that are not in pairs.
 
-    If all are in pairs, the result is a third of the mean pair for F, and two thirds for backwards.
+    If all are in pairs, the result is a third of the mean time of a pair for F, and two thirds for
+    a backward.
     """
     if is_paired.all():
         return _bounded_mean(durations) * (1 / 3 if name == "F" else 2 / 3)
@@ -282,7 +284,7 @@ def _bound_durations(measured: Timeline) -> Floats:
     np.maximum.at(longest_wait, graph.node[idle["awaits"]], idle["end"] - idle["start"])
     gaps = find_ready_gaps(measured)
     usual_gap = float(np.quantile(gaps, HOST_GAP_QUANTILE)) if len(gaps) else 0.0
-    # An instruction may have begun only when the one before it in its queue ended.
+    # A recorded start may be too early: an instruction begins after the previous one in its queue.
     has_predecessor = (graph.queue_predecessor != NO_POSITION) & (
         graph.entry_exit_nodes[0][graph.queue_predecessor] != graph.entry_exit_nodes[0]
     )

@@ -102,7 +102,7 @@ def simulate(
     if sizes is not None:
         require_type(sizes, "sizes", Sizes, SIZES_EXAMPLE)
         sizes.validate(program.shape)
-    # A draft without backwards on one rank needs no other instructions.
+    # A draft of one rank without backwards needs no further instructions.
     if program.is_draft and (program.has_backward or program.shape.ranks > 1):
         program = lower(check_draft(program), costs, progress_model)
     graph = build_complete_graph(program, progress_model, blocking_hosts=blocking_hosts)

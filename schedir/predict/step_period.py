@@ -28,8 +28,8 @@ from schedir.ir.isa.instructions import (
 from schedir.ir.program import Program
 from schedir.verify.check import check
 
-# Instructions that read weights on another lane than compute, which has the update. No queue orders
-# them after the update.
+# Instructions that read weights on another lane than compute. The update is on the compute lane. So
+# no queue orders these instructions after the update.
 _WEIGHT_READS: Final = tuple(
     op for op in find_consumers(Value.PARAMS) if INSTRUCTIONS[op].lane is not Lane.COMPUTE
 )

@@ -39,8 +39,8 @@ Times = NDArray[np.float64]
 TimelineKind = Literal["predicted", "measured"]
 
 TIMELINE_KINDS: Final[tuple[TimelineKind, ...]] = get_args(TimelineKind)
-# Unit of a Timeline -> resolution of its clocks in this unit. "" is the unit of the costs. CUDA
-# events have a resolution of half a microsecond.
+# Unit of a Timeline -> resolution of its clocks in this unit. "" is the unit of the costs. For
+# seconds, the value is above the resolution of CUDA events, which is half a microsecond.
 TIME_UNITS: Final = {"": 0.0, "s": 1e-6}
 MAX_TIME: Final = 1e300  # The latest possible time. Sums of later times may overflow a float.
 
@@ -104,7 +104,7 @@ def require_timelines(timelines: object) -> None:
 
 
 class CausalityViolations(NamedTuple):
-    """The instructions whose times are before the times of one of their causes.
+    """The instructions that start or end before one of their causes.
 
     Attributes:
         amount: For each instruction, the time by which it comes before a cause, shape (n,); 0 for
@@ -123,7 +123,8 @@ class MemoryHistory(NamedTuple):
     Attributes:
         times: The times of changes, ascending.
         total: The memory from each of these times on.
-        by_kind: The same for each kind of memory. The kinds add up to `total`.
+        by_kind: Kind of memory -> the memory from each of these times on. The kinds add up to
+            `total`.
     """
 
     times: NDArray[np.float64]
@@ -138,8 +139,8 @@ class Timeline:
     Args:
         program: The program.
         spans: A structured array with one entry per instruction: rank, lane (a Lane), op (an
-            Opcode), stage, mb, start and end. The order is rank by rank, and each rank in the order
-            of its Stream.
+            Opcode), stage, mb, start and end. The entries are in order of rank. Those of one rank
+            are in the order of its Stream.
         kind: "predicted" or "measured".
         unit: The unit of times: "" for the unit of the costs, or "s" for seconds.
         progress_model: The progress model of the prediction, or of the transport of a measured run.
@@ -202,8 +203,9 @@ class Timeline:
 
         Returns:
             The columns rank, lane, op, stage, microbatch, start and end. The times are in `unit`.
-            The stage of an instruction per rank is 0. For an instruction that is not per
-            microbatch, `microbatch` is the number of the update or of the occurrence.
+            For an instruction that belongs to a rank and not to a stage, `stage` is 0. For an
+            instruction that does not belong to a microbatch, `microbatch` is the number of the
+            update or of the occurrence.
 
         Raises:
             MissingPackageError: pandas is not installed.
@@ -243,7 +245,7 @@ class Timeline:
     def busy(self) -> NDArray[np.float64]:
         """The time in which each rank's compute lane is busy, shape (ranks,).
 
-        A pair that runs together counts once.
+        The time of two instructions that run together counts once.
         """
         return self._sum_busy_time(self.spans["lane"] == Lane.COMPUTE)
 
@@ -257,7 +259,7 @@ class Timeline:
     def is_second_of_pair(self) -> NDArray[np.bool_]:
         """A mask of the second instruction of each pair that runs together, shape (n,).
 
-        The first instruction has the same start and end, so one of the two counts.
+        Both instructions have the same start and end. So sums of busy time leave out the second.
         """
         is_second: NDArray[np.bool_] = self.program.joined & np.isin(self.spans["op"], COMPUTE_OPS)
         return is_second
@@ -337,9 +339,10 @@ class Timeline:
 
     @cached_property
     def memory(self) -> tuple[MemoryHistory, ...]:
-        """The device memory of each rank over time, in bytes, or without sizes in activations.
+        """The device memory of each rank over time.
 
-        An activation is one (stage, microbatch) pair in flight.
+        With `sizes`, the unit is bytes. Without them, it is a number of activations: one for each
+        (stage, microbatch) pair in flight.
         """
         if self.sizes is None:
             curves = (self.count_in_flight(rank) for rank in range(self.ranks))
@@ -379,8 +382,8 @@ class Timeline:
         spans = self.spans[int(self.program.offsets[rank]) :][footprint.positions]
         times = np.where(footprint.is_at_start, spans["start"], spans["end"])
         times[0] = self.start_time
-        # Other lanes run in parallel to compute. So their changes can have another order in time
-        # than in the Stream.
+        # The other lanes run in parallel to compute. So the order of their changes in time can
+        # differ from the order in the Stream.
         if (spans["lane"][1:] != Lane.COMPUTE).any():
             footprint = footprint.order_by_time(times)
             times = np.unique(times)
@@ -392,7 +395,7 @@ class Timeline:
 
     @property
     def static_memory(self) -> dict[str, NDArray[np.float64]]:
-        """The bytes that each rank uses all the time, shape (ranks,), for each part of `sizes`.
+        """The bytes that each rank uses during the full step, shape (ranks,), by part of `sizes`.
 
         The keys are names of `Sizes`, or labels of sharded states. The dict is empty without sizes,
         or if `sizes` has only `model_states` and not its parts.

@@ -1,9 +1,9 @@
 """Simulate changes of a run, and report their effects.
 
-`_Table` yields each change as a `ChangeRow`. `iter_time_changes` yields changes that may take less
-time, and `iter_memory_changes` yields changes of the memory of ranks. A row describes the change in
-words. It changes the costs, the progress model, options of `compile`, or the draft. To try another
-change, add a row.
+`_Table` yields each change as a `ChangeRow`. `iter_time_changes` yields changes that may shorten
+the run, and `iter_memory_changes` yields changes of the memory of ranks. A row describes the change
+in words. It has other costs, another progress model, other options of `compile`, or another draft
+than the run. To try another change, add a row.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ _I: Final = BACKWARD_INPUT
 _COMPUTE_COSTS: Final = (*(COST_BY_OPCODE[op] for op in COMPUTE_OPS), "FB")
 _SEGMENT_SUMS: Final = "sums of segments"
 _ALL_TO_ALLS: Final = "all-to-alls of experts"
-# `program.sequence_parallel` -> the row of `_FREE_COSTS` that also sets `tp_gather` to 0. A gather
-# is a part of a sum with sequence parallelism, and a part of a message without it.
+# `program.sequence_parallel` -> the row of `_FREE_COSTS` that also sets `tp_gather` to 0. With
+# sequence parallelism, a gather is a part of a sum of segments. Without it, a gather is a part of a
+# message (scatter-gather).
 _FREE_GATHER_ROW: Final = {False: "messages", True: _SEGMENT_SUMS}
 _COPY_LANES: Final = (Lane.D2H, Lane.H2D, Lane.DISK)
 # Name in the description of a row -> the costs that the row sets to 0.
@@ -98,9 +99,9 @@ _FREE_COSTS: Final[dict[str, tuple[str, ...]]] = {
         if row.lane in _COPY_LANES and Value.SNAPSHOT not in row.gives
     ),
 }
-# Options of `compile` that change the memory of ranks: options of saved activations and of ZeRO.
-# If `compile` refuses a row, it is not reported. Examples are "fit" without a limit, and more
-# unsharded stages than a rank has.
+# Options of `compile` that change the memory of ranks: options for saved activations and for ZeRO.
+# A row that `compile` refuses is not reported. For example, `compile` refuses "fit" without a
+# memory limit, and more unsharded stages than a rank has.
 _MEMORY_OPTIONS: Final[tuple[dict[str, Any], ...]] = (
     {}, {"offload": "half"}, {"offload": "all"}, {"recompute": "all"},
     {"offload": "all", "recompute": "all"},
@@ -124,17 +125,19 @@ class ChangeRow(NamedTuple):
     """One change of the run.
 
     Args:
-        kind: The group of the row. Only the row of a group that saves most time is reported.
+        kind: The group of the row. From each group, only the row that saves the most time is
+            reported.
         description: The change in words.
-        costs: The costs at which the changed run is simulated.
+        costs: The costs with which the changed run is simulated.
         draft: The draft to compile, or None to keep the program.
-        transfer_costs: The costs for which `compile` orders the transfers of the draft.
+        transfer_costs: The costs from which `compile` computes the order of the draft's transfers.
         options: The options of `compile` that differ from those of the program.
         progress_model: The progress model, or None to keep that of the run.
         max_activations: The row is reported only if the changed run's `peak_activations` is at most
             this number.
-        baseline_kind: The kind of some earlier rows. This row is reported only if it takes less
-            time than the best of them. "" compares it with no other kind.
+        baseline_kind: The kind of earlier rows with which this row is compared. This row is
+            reported only if it takes less time than the best of those rows. With "", this row is
+            not compared with rows of another kind.
     """
 
     kind: str
@@ -150,7 +153,7 @@ class ChangeRow(NamedTuple):
 
 @dataclass(frozen=True)
 class SimulatedChange:
-    """A row that was simulated.
+    """The simulation of a row.
 
     Args:
         row: The row.
@@ -192,12 +195,12 @@ class Advice(NamedTuple):
 
     Args:
         baseline: The simulation without a change.
-        relative_error: The relative error of the span of `baseline` against the run; 0 for a
-            prediction. If its absolute value is above `MAX_PREDICTION_ERROR`, no change is
-            simulated.
+        relative_error: The relative error of the span of `baseline` compared with the span of the
+            run. It is 0 for a prediction. If its absolute value is above `MAX_PREDICTION_ERROR`, no
+            change is simulated.
         changes: The best change of each kind, in descending order of the saved share.
-        memory_changes: The changes of the memory of ranks that take less time or less device
-            memory, in ascending order of their time.
+        memory_changes: The changes of the memory of ranks that shorten the run or reduce its device
+            memory, in ascending order of the span of the changed run.
         fits_memory: True if the run without a change is within the memory limit.
     """
 
@@ -230,9 +233,9 @@ def advise(
         timeline: A predicted or measured run.
         costs: The costs from which a predicted run was computed. If None, `calibrate` computes the
             costs from the run.
-        schedule: The schedule from which the program was compiled. If None, a built-in schedule
-            that gives the same program takes its place. If there is none, more microbatches are not
-            tried.
+        schedule: The schedule from which the program was compiled. If None, `advise` searches for a
+            built-in schedule that gives the same program. If there is no such schedule, more
+            microbatches are not tried.
         memory_limit: The largest number of bytes that a rank may use on the device. A change of the
             memory of ranks is reported only if every rank is within this limit.
 
@@ -350,7 +353,7 @@ class _Table:
             yield ChangeRow("queues", description, self.costs, progress_model="per_edge")
 
     def _iter_other_programs(self) -> Iterator[ChangeRow]:
-        """Yield changes that need another program."""
+        """Yield changes for which another program is compiled."""
         for filler in ("W", "F", "all") if self.program.segment_boundaries else ():
             description = f"fill_collective_waits={filler}, in collectives between segments"
             yield self._make_draft_row(
@@ -420,7 +423,7 @@ class _Table:
             if row.draft is not None:
                 program = self.lowering.compile_draft(row.draft, row.transfer_costs, **row.options)
             costs = adjust_for_zero(row.costs, self.program, program.zero, sizes)
-            if program.shape != self.shape:  # `sizes` is for the shape of the run
+            if program.shape != self.shape:  # `sizes` applies only to the shape of the run.
                 sizes = None
             run = simulate(
                 program,
@@ -463,7 +466,7 @@ class _Table:
         return ChangeRow("memory", description, self.costs, draft, self.costs, {**options, **limit})
 
     def _iter_even_stages(self) -> Iterator[ChangeRow]:
-        """Yield a row in which every stage takes the mean time, if a stage takes longer now."""
+        """Yield a row in which every stage takes the mean time, if a stage now takes more."""
         table = self.costs.for_opcode(FORWARD, self.shape) + self.costs.for_opcode(
             BACKWARD, self.shape
         )
@@ -549,7 +552,7 @@ class _Table:
         )
 
     def _iter_greedy_orders(self) -> Iterator[ChangeRow]:
-        """Yield a greedy order with the run's activations in flight, and one with one more."""
+        """Yield two greedy orders: with the run's pairs in flight, and with one more per rank."""
         if not self.program.has_backward:
             return
         letters = "IFW" if _I in self.program.used_opcodes else "BF"

@@ -33,8 +33,8 @@ LetterIndices = NDArray[np.intp]
 def number_letters(words: list[Words], first_rank: int, shape: PipelineShape) -> Words:
     """Convert the letters of consecutive ranks to instructions, and number their microbatches.
 
-    The k-th forward of a local stage gets its k-th microbatch, and so does the k-th backward. B and
-    I are counted together. A W gets the microbatch of the I that it completes.
+    The k-th forward of a local stage gets the k-th microbatch of the stage, and so does the k-th
+    backward. B and I are counted together. A W gets the microbatch of the I that it completes.
 
     Args:
         words: The letters of each rank.
@@ -107,7 +107,7 @@ def _number_recomputes(
 
 
 def _resolve_local_stages(fields: NDArray[np.void], rank: Words, shape: PipelineShape) -> Words:
-    """Return the local stage of each letter, or OLDEST_STAGE for a plain W.
+    """Return the local stage of each letter, or OLDEST_STAGE for a plain W (without `[j]`).
 
     A plain W gets local stage 0 if its rank has only one stage. Raises ScheduleError for a stage
     that the rank does not have.
@@ -140,8 +140,9 @@ def _match_weight_grads(
 ) -> tuple[LetterIndices, LetterIndices]:
     """Return the indices of the W that complete an I, and the indices of these I.
 
-    The k-th W[j] completes the k-th I of local stage j. The k-th plain W completes the k-th I of
-    the rank. Raises ScheduleError if a rank uses both forms, or has more plain W than I.
+    The k-th W[j] completes the k-th I of local stage j. The k-th plain W (without `[j]`) completes
+    the k-th I of the rank. Raises ScheduleError if a rank uses both forms, or has more plain W than
+    I.
     """
     w = np.flatnonzero(op == BACKWARD_WEIGHT)
     i = np.flatnonzero(op == BACKWARD_INPUT)

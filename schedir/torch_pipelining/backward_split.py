@@ -9,9 +9,9 @@ inputs join. It silently computes no gradient for two kinds of weights:
 
 torch also detaches, in place, the tensors that a backward begins with. This fails for views.
 
-Both halves run the nodes where weights and inputs join. A `torch.autograd.Function` there may count
-its calls, add to a gradient, or write to its arguments. Such a function must run only once, so only
-a full backward is right.
+Both halves run the nodes where weights and inputs join. A `torch.autograd.Function` at such a node
+may count its calls, add to a gradient, or write to its arguments. It must run only once, so only a
+full backward is right.
 """
 
 from __future__ import annotations

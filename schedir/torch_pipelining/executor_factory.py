@@ -168,7 +168,7 @@ class CachedExecutor:
     receive_storages: frozenset[int]
 
     def matches_step(self, has_backward: bool, shapes: InputShapes, stages: Sequence[Any]) -> bool:
-        """Return whether the executor fits a step, as far as this rank can see.
+        """Return whether the executor fits this rank's part of a step.
 
         Args:
             has_backward: True if the step trains.

@@ -155,7 +155,7 @@ def draw_bound(axes: Axes, min_span: float) -> None:
 
 
 def draw_phases(axes: Axes, rectangles: ChartRectangles) -> None:
-    """Shade each rank before its first backward, and after its last forward.
+    """Shade the row of each rank before its first backward, and after its last forward.
 
     Args:
         axes: The axes.
@@ -198,7 +198,7 @@ def draw_curve(
     row_points: float,
     limit: float | None,
 ) -> None:
-    """Draw a memory curve below each rank, all in one scale, and the limit as a line.
+    """Draw a memory curve below each rank, with one scale for all ranks, and the limit as a line.
 
     The peak and the names of the layers are written if there is enough space.
 

@@ -46,15 +46,16 @@ def compute_value_lifetimes(
 ) -> ValueLifetimes:
     """Return the changes of the memory of one kind of value on a tier.
 
-    If a value changes its form and stays on the tier, its bytes change at the start of the
-    instruction if the value grows, and at its end otherwise.
+    If an instruction changes the form of a value that stays on the tier, the bytes of the value
+    change. They change at the start of the instruction if the value grows, and at its end
+    otherwise.
 
     Args:
         program: The program.
         kind: The kind of value.
         sizes: The sizes of values.
         tier: Index into `TIERS`.
-        worst_case: True for an upper bound for all durations of instructions. See
+        worst_case: True for an upper bound that is valid for all durations of instructions. See
             `compute_footprints`.
         moved: True for the values that are on another tier at some time, False for the others, None
             for all.
@@ -108,7 +109,10 @@ def compute_value_lifetimes(
 
 
 def _select_states(program: Program, kind: Value, moved: bool | None) -> ValueStates:
-    """Return the states of the values of a kind that leave the device, or of those that do not."""
+    """Return the states of values of a kind.
+
+    `moved` is True for the values that leave the device, False for the others, and None for all.
+    """
     states = Dataflow.from_program(program).find_states(kind)
     index = InstructionIndex.from_program(program)
     if moved is None:
@@ -196,10 +200,13 @@ def _find_earliest_starts(
 ) -> Positions:
     """Return the position from which each value can use memory at the earliest.
 
-    If an instruction of compute makes the value, this is the instruction. If an instruction of
-    another lane makes it, this is the instruction that frees its slot, or the first instruction of
-    the Stream if a slot is always free. A value with an initial tier can also use memory only after
-    the inputs of the instruction that moves it, and after the inputs of these inputs.
+    If a compute instruction makes the value, the position is that of this instruction. If an
+    instruction of another lane makes it, the position is that of the instruction that frees its
+    slot, or the first instruction of the Stream if a slot is always free.
+
+    A value with an initial tier cannot use memory before the instruction that moves it can start.
+    That instruction needs inputs, and the instructions that produce these inputs need inputs, too.
+    The position is not before the latter inputs are produced.
     """
     index = InstructionIndex.from_program(program)
     has_initial_tier = bool(VALUES[kind].initial_tier)
@@ -226,9 +233,9 @@ def _find_host_releases(
 ) -> Positions:
     """Return the positions at which hosts free device memory of values that have been moved.
 
-    The host waits for the move before an instruction that reuses the slot. With `worst_case`, the
-    memory is free when the move has ended, because the next value in the slot counts from that time
-    on.
+    Before an instruction that reuses the slot, the host waits until the value has been moved. With
+    `worst_case`, the memory is free when the move has ended, because the next value in the slot
+    counts from that time on.
     """
     heard, again = find_known_ends(program, end), {}
     if kind in (found := find_slot_reuses(program)):
