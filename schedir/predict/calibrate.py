@@ -253,9 +253,8 @@ def _average_ranks(measured: Timeline, durations: Floats, mask: NDArray[np.bool_
     If there are fewer stages than ranks, the last number is for all remaining ranks.
     """
     shape = measured.program.shape
-    column_of_span = np.minimum(
-        measured.spans["rank"], shape.stages - 1
-    )  # index of the number in `Costs`
+    # The index of the number in `Costs`.
+    column_of_span = np.minimum(measured.spans["rank"], shape.stages - 1)
     columns = range(min(shape.ranks, shape.stages)) if mask.any() else ()
     means = [_bounded_mean(durations[:, mask & (column_of_span == k)]) for k in columns]
     if not means or np.ptp(means) <= TIME_TOLERANCE * max(means):
