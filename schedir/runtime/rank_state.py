@@ -34,7 +34,7 @@ from schedir.transports.transport import Transport, describe_peer_error
 
 
 class Call(NamedTuple):
-    """A linked instruction.
+    """The functions with which a rank executes one instruction of its stream.
 
     Attributes:
         wait: Waits until the inputs of the instruction have arrived. None if it needs no wait.
