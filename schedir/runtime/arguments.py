@@ -368,8 +368,8 @@ def require_spill_dir(value: object, programs: Sequence[Program]) -> Path | None
         programs: The programs that a rank runs.
 
     Raises:
-        ModelError: `value` is not a path, or an empty string. Or it is None, and a program uses the
-            disk.
+        ModelError: `value` is an empty string or is not a path, or it is None although a program
+            uses the disk.
     """
     if isinstance(value, str | Path) and str(value):
         return Path(value)

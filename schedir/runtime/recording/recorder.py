@@ -33,7 +33,7 @@ from schedir.transports.transport import CompletedWork, Transport, TransportWrap
 
 FloatArray = NDArray[np.float64]
 
-ANCHOR_ROUNDS: Final = 16  # measurements of the GPU's clock offset; the shortest counts
+ANCHOR_ROUNDS: Final = 16  # measurements of the GPU's clock offset; the shortest one counts
 # The resolution of events in seconds (CUDA Runtime API, cudaEventElapsedTime).
 EVENT_RESOLUTION: Final = 0.5e-6
 
@@ -112,7 +112,7 @@ class Timestamps(WorkObserver, ABC):
 
     @abstractmethod
     def on_issued(self) -> None:
-        """Note that pending work has been issued. A group of transfers is issued together."""
+        """Follow the pending work, which has now been issued. A group is issued as a whole."""
 
     def make_lane_observer(self) -> LaneTimestamps | None:
         """Return an observer of the current instruction's work on a lane of the rank.
@@ -197,7 +197,7 @@ class HostTimestamps(Timestamps):
 
 
 class _ObservedWork:
-    """Work that records its end when a wait for it returns. A CPU has no better time."""
+    """Work that records its end when a wait for it returns. A CPU knows no earlier time."""
 
     def __init__(self, timestamps: HostTimestamps, k: int, work: Work) -> None:
         self.timestamps = timestamps
@@ -226,7 +226,7 @@ class TransportTimestamps(Protocol):
 class EventTimestamps(Timestamps):
     """A recorder that records CUDA events on the streams of a GPU.
 
-    The constructor creates all events. A step does not wait for them.
+    The constructor creates all events. The host does not wait for events during a step.
 
     Some transports, such as NCCL, return work without `record_end`. Then a side stream waits for
     the work and records its end. There is one side stream for each queue in which the rank
