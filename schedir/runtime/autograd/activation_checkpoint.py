@@ -113,7 +113,8 @@ class Checkpoints:
         """Run a forward so that autograd saves no tensors, and save the values for a second run.
 
         The first forward of a stage in each training mode finds the buffers and untrained
-        parameters whose values change, and records their names. Later forwards copy only these.
+        parameters whose values change, and records their names. Later forwards copy only these
+        tensors.
 
         Args:
             run: A function that runs the module and the loss on `inputs`.
@@ -216,7 +217,7 @@ class Checkpoints:
         traces = get_write_traces(real)
         states = self._get_generator_states()
         for table, name, was in checkpoint.buffers:
-            table[name] = was  # Replace it: autograd may have saved the present tensor.
+            table[name] = was  # Do not write to the present tensor: autograd may have saved it.
         self._set_generator_states(checkpoint.generator_states)
         try:
             yield
@@ -295,7 +296,7 @@ def _copy_tensors(requests: Sequence[tuple[Tensor, bool, bool]]) -> list[Tensor]
 
 
 def _match_tensor_type(saved: Tensor, current: Tensor) -> Tensor:
-    """Return `saved` as a Parameter on the device of `current` if `current` is a Parameter."""
+    """Return `saved` like `current`: as a Parameter on the same device, or as a detached buffer."""
     if isinstance(current, nn.Parameter):
         return nn.Parameter(saved.to(current.device), requires_grad=False)
     # Detach: offloading frees the memory of the result, and the module may still use `saved`.

@@ -67,7 +67,7 @@ class TokenCounts(ProgramService):
 
 
 def exchange_tokens(state: State, i: Instr) -> Call:
-    """Link an all-to-all of the first output tensor of a segment, or of its gradient."""
+    """Return the call of an all-to-all of a segment's first output tensor, or of its gradient."""
     boundary, letters = find_collective_boundary(state, i), state.program.segment_boundaries
     key = letters.rindex(DISPATCH, 0, boundary + 1), i.mb  # segment before the dispatch, microbatch
     tensors = state.boundaries[i.mb].get_value_tensors(Value.ACT_OUT, boundary).tensors

@@ -41,21 +41,21 @@ _WEIGHT_READERS: Final = tuple(
 
 
 def unshard(state: State, i: Instr) -> Call:
-    """Link Unshard: start to gather the weights of a stage."""
+    """Return the call of Unshard: start to gather the weights of a stage."""
     weights = state.stages[i.stage].sharded_parameters
     assert weights is not None, "a program without ZeRO gathers nothing"
     return Call(None, partial(weights.start_unshard, state.transport.start_collective))
 
 
 def reshard(state: State, i: Instr) -> Call:
-    """Link Reshard: release the full weights of a stage."""
+    """Return the call of Reshard: release the full weights of a stage."""
     weights = state.stages[i.stage].sharded_parameters
     assert weights is not None, "a program without ZeRO frees nothing"
     return Call(None, weights.reshard)
 
 
 def reduce_scatter(state: State, i: Instr) -> Call:
-    """Link ReduceScatter: reduce the gradients of a stage to the shards of the replicas.
+    """Return the call of ReduceScatter: reduce a stage's gradients to the replicas' shards.
 
     From ZeRO level 2 on, each occurrence adds its result to the shard, and releases the full
     buffers.

@@ -29,7 +29,7 @@ class StorageReferences:
         self.counts: list[int] = self._count()
 
     def find_increased(self) -> list[int]:
-        """Return the indices of tensors with more references to their storage than at first."""
+        """Return the indices of tensors whose storage has more references than at construction."""
         increased = self._compare()
         for _ in range(_MAX_WAITS):
             if not increased:

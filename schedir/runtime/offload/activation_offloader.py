@@ -401,7 +401,7 @@ class OffloadMoves(ProgramService):
         self.offloading = [value for value in self.offloading if value.offload_job is not None]
 
     def list_device_tensors(self) -> Iterable[Tensor]:
-        """Yield the tensors that use device memory. Lane threads may have allocated some of them."""
+        """Yield the tensors that use device memory. Lane threads may have allocated some."""
         for value in self.values.values():
             yield from value.list_device_tensors()
 

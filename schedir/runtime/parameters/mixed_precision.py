@@ -215,7 +215,7 @@ class MainOptimizer:
     """An optimizer that steps float32 copies of 16-bit parameters, and copies the result back.
 
     Args:
-        parameters: The parameters of the model. Frozen ones are left out.
+        parameters: The parameters of the model. Frozen parameters are left out.
         make_optimizer: Creates the optimizer from the list of main parameters, in the order of
             `parameters`.
 

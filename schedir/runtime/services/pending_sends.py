@@ -1,8 +1,9 @@
 """PendingSends: the sends of a step that may not have arrived.
 
 Gloo has no query for the completion of a send, only a wait. A wait that comes too early may delay
-work for which the receiver waits, so the rank waits later. If the receiver sends a message after it
-has used the first message, its arrival proves that the first message has arrived.
+work for which the receiver waits, so the rank waits later. The receiver may use a message and later
+send another message back. The arrival of this other message proves that the first message has
+arrived.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
 """Service: the state of one feature on a rank, and what the feature adds to each step.
 
-Before the first step, a handler links each instruction to a call. The handler gets a service by
+Before the first step, the handler of each instruction creates a call. The handler gets a service by
 `state.service(PendingReductions)`, for example. The first request creates the service, so a program
 that does not need the feature has no such service. Two base classes define the owner and the
 lifetime of a service:
