@@ -257,7 +257,7 @@ def _copy_as_message(value: Tensor) -> Tensor:
 
 
 def _list_forwards(program: Program | None, stage: int, microbatches: int) -> list[int]:
-    """Return the microbatches in the order of a stage's forwards, or ascending with replicas."""
+    """Return the microbatches in the order of a stage's forwards: ascending with stage replicas."""
     if program is None or program.shape.placement_rows > 1:
         return [*range(microbatches)]
     stream = program.streams[int(program.shape.first_rank_per_stage[stage])]

@@ -1,4 +1,4 @@
-"""Preserve state that a repeated step, a probe, a warm-up step or an evaluation must not change.
+"""Preserve state that a repeated step, a measurement or an evaluation must not change.
 
 A stage may count its calls in an attribute, keep hidden values of an earlier microbatch, or use a
 private random generator. A forward may write to buffers and to parameters, and an optimizer to its
@@ -165,7 +165,7 @@ class PreservedState(ExitStack):
 
 @contextmanager
 def preserve_module(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Preserve all state of a module that a probe with one microbatch must not change.
+    """Preserve all state of a module that a measurement with one microbatch must not change.
 
     It includes torch's generators. Within the context, parameters have no gradients.
 

@@ -4,10 +4,10 @@ The module may overwrite a received input. But it must not get this input as an 
 because autograd refuses a write to a leaf.
 
 The module must not overwrite an input from a stage of the same rank, because that stage may need it
-for its backward. It must not overwrite an input of the model, because this belongs to the caller.
-If a layer of the module has `inplace=True`, the module gets copies of these inputs in its first
-call. In later calls it gets copies only if the first call wrote to its inputs. Other modules get
-the tensor, or with `as_views` a view of it.
+for its backward. It must not overwrite an input of the model, because that input belongs to the
+caller. If a layer of the module has `inplace=True`, the module gets copies of these inputs in its
+first call. In later calls it gets copies only if the first call wrote to its inputs. Modules
+without such a layer get the input itself, or with `as_views` a view of it.
 """
 
 from __future__ import annotations

@@ -123,7 +123,7 @@ def _require_count_tensor(state: State, boundary: int, tensors: Sequence[Boundar
 
 
 def _gather_counts(state: State, counts: Tensor) -> Tensor:
-    """Gather the numbers of rows as a tensor (senders, receivers, experts of the receiver)."""
+    """Return all row counts, of shape (senders, receivers, experts of the receiver)."""
     ep = state.program.ep
     table = counts.new_empty(ep * len(counts))
     state.transport.start_collective("all_gather", "ep_counts", table, counts.contiguous()).wait()

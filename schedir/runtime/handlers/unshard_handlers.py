@@ -57,8 +57,8 @@ def reshard(state: State, i: Instr) -> Call:
 def reduce_scatter(state: State, i: Instr) -> Call:
     """Return the call of ReduceScatter: reduce a stage's gradients to the replicas' shards.
 
-    From ZeRO level 2 on, each occurrence adds its result to the shard, and releases the full
-    buffers.
+    From ZeRO level 2 on, each ReduceScatter of a stage adds its result to the shard of the
+    gradient, and releases the full buffers.
     """
     gradients = state.stages[i.stage].gradients
     start, at = state.transport.start_collective, state.index_of[i]
@@ -122,7 +122,7 @@ def _run_guarded_wgrad(
 def _run_guarded_forward(
     stage: StageState, weights: ShardedParameters, run: Callable[[], None]
 ) -> None:
-    """Run a Forward. Its first run in each mode must not read weights of another stage."""
+    """Run a Forward. The first run in each training mode must not read another stage's weights."""
     training = stage.module.training
     if training in stage.checked_read_modes:
         run()

@@ -28,7 +28,8 @@ from schedir.runtime.parameters.parameter_copies import make_parameter_like, req
 class WeightVersions:
     """Copies of a stage's trained weights for each weight version in use.
 
-    A weight version is the number of updates of the step that the weights contain.
+    The number of a weight version is the number of updates of the current step that the weights
+    contain.
 
     Args:
         module: The stage.
@@ -156,8 +157,8 @@ class WeightVersions:
         """Return, for each copy of a version, values that change if the copy is written to.
 
         These are its version counter, its address, and in the first step a checksum. Only the
-        checksum shows a write to `copy.data`. On a GPU it is 0, because the host would have to wait
-        for it.
+        checksum shows a write to `copy.data`. On a GPU the checksum is 0, because the host would
+        have to wait for it.
         """
         copies = self.copies_by_version[version].values()
         traces: list[tuple[int, ...]] = [(copy._version, copy.data_ptr()) for copy in copies]

@@ -82,7 +82,8 @@ class UpdateChecks(ProgramService):
         grad_norm: The global norm of the last update's gradients before clipping, 0-dim float64.
         finite_updates: For each update of the step, True if it was finite.
         squared_norms: Update -> sum of squares of all gradients, until the update is clipped. There
-            may be several entries, because a rank without gradients may reduce the next norm early.
+            may be several entries, because a rank without gradients may reduce the norm of the next
+            update early.
         is_finite: The result of the check of the current update, or None before the check.
         clip_factor: The clip factor of the current update for the CPU optimizer, or None.
         judge: Returns the `NormVerdict` of an update. Without clipping the factor is None.
@@ -130,7 +131,7 @@ class UpdateChecks(ProgramService):
         return self.is_finite
 
     def finish_update(self, update: int) -> Tensor:
-        """Record whether an update is finite, and return the same.
+        """Record whether an update is finite, and return the result.
 
         Args:
             update: The number of the update.
