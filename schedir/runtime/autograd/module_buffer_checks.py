@@ -1,4 +1,4 @@
-"""Check buffers of modules that forwards change, such as running statistics.
+"""Check the buffers that forwards change, such as running statistics.
 
 Buffers get the same values as in a plain training loop if one rank has the stage and runs its
 forwards in the order of the microbatches. Stage replicas and data-parallel replicas compute buffers

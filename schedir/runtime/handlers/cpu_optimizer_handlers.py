@@ -45,7 +45,7 @@ def _wait_for_host_grads(state: State) -> None:
 
 
 def _decide_update(state: State, update: int) -> None:
-    """Decide whether to make an update, and pass this and the clip factor to the CPU optimizer."""
+    """Decide whether to make an update, and pass the decision and clip factor to the optimizer."""
     checks = state.service(UpdateChecks)
     finite = checks.check_once(update)
     can_update = finite if state.service(OptimizerSteps).can_step else torch.zeros_like(finite)
@@ -59,7 +59,7 @@ def check_grads_finite(state: State, i: Instr) -> Call:
 
     def run() -> None:
         _decide_update(state, i.mb)
-        # The caller may read the gradients of the last update.
+        # Keep the gradients of the last update, because the caller may read them.
         if i.mb < state.shape.optimizer_steps - 1:
             state.begin_update()
 

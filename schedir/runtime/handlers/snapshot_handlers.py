@@ -1,4 +1,4 @@
-"""Handlers of Snapshot, and of the steps that wait for it.
+"""Handlers of Snapshot, and of the instructions that wait for its copies.
 
 See `handler_registry` for the arguments and the result of a handler.
 """
