@@ -212,8 +212,8 @@ class InProcessExecutor:
             grad_scale: See `Executor.step`.
             order_seed: The seed that selects a legal order. By default each rank runs its stream in
                 order, like a process. The ranks take turns, with one instruction each, and a rank
-                that must wait is skipped. If all ranks had to wait at the same time, the whole step
-                uses the order of seed 0 instead.
+                that must wait is skipped. If all ranks had to wait at the same time, the step uses
+                the order of seed 0 instead.
             keywords: See `Executor.step`.
             program: See `Executor.step`.
 

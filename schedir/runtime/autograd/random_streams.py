@@ -173,8 +173,8 @@ class RandomStreams:
         Args:
             purpose: A constant of this module, such as `FORWARD`.
             stage: The number of the stage.
-            index: The index of the microbatch on this rank. The index of an update begins after the
-                last microbatch.
+            index: The index of the microbatch on this rank. With m microbatches, the index of
+                update u is m + u.
             run: The function to call; the default does nothing.
 
         Returns:

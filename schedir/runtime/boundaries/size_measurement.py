@@ -474,7 +474,7 @@ class _PeakTape(DeferredGradients):
 
 
 class _PackedTensor:
-    """A wrapper of a tensor that autograd saves. It is freed with the graph, unlike the tensor."""
+    """A wrapper of a saved tensor. The wrapper, unlike the tensor, is freed with the graph."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

@@ -33,8 +33,10 @@ class FirstStepChecks:
             references to memory. On a GPU, they only compare version counters of outputs.
 
     Attributes:
-        buffers: The memory in which messages are received. No step may keep references to it.
-        weights: The weights of the stages that ZeRO shards. No step may keep references to them.
+        buffers: The memory in which messages are received. No stage may keep references to it after
+            the step.
+        weights: The weights of the stages that ZeRO shards. No stage may keep references to them
+            after the step.
     """
 
     def __init__(

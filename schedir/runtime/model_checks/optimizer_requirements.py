@@ -222,7 +222,7 @@ def require_placeable_state(
     optimizer: OptimizerLike | None,
     parameter_copies: Mapping[nn.Parameter, nn.Parameter],
 ) -> None:
-    """Check that the optimizer state can be where the first program places it.
+    """Check that the optimizer state can be kept where the first program places it.
 
     Args:
         programs: The programs of the executor. The check is needed only if one of them trains.

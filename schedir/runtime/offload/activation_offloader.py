@@ -269,7 +269,7 @@ class SavedActivations:
     def copy_to_block(
         self, block: ArenaBlock[Tensor], poison: bool, *, is_synchronous: bool
     ) -> None:
-        """Copy the storages to a block of host memory.
+        """Copy the storages of the offloaded tensors to a block of host memory.
 
         Args:
             block: The block.
@@ -311,7 +311,7 @@ class SavedActivations:
         ]
 
     def copy_from_block(self, block: ArenaBlock[Tensor], poison: bool) -> None:
-        """Copy the storages from a block of host memory to the device.
+        """Copy the storages of the offloaded tensors from a block of host memory to the device.
 
         Args:
             block: The block.

@@ -169,7 +169,7 @@ class _ThreadJob(LaneJob):
 
 
 def _run_jobs(queue: SimpleQueue[_ThreadJob | None]) -> None:
-    """Run the jobs of a lane in order, until the queue has None."""
+    """Run the jobs of a lane in order, until the queue returns None."""
     while (job := queue.get()) is not None:
         job.work()
         del job

@@ -41,7 +41,7 @@ from schedir.transports.transport import Work
 
 
 class OptimisticStep(ProgramService):
-    """The updates of a rank, of which all but the last are validated.
+    """The updates of a rank. All of them are validated, except for the last update.
 
     Instruction handlers call `step`, `track_norm` and `wait_for_previous_norm`. `needs_rerun`
     returns the same result on all ranks.

@@ -418,7 +418,7 @@ def require_sharded_state(optimizer: Any, shapes: Mapping[Any, torch.Size]) -> N
 
 @contextmanager
 def guard_shard_step(optimizer: object, zero: int) -> Iterator[None]:
-    """Return a context for the step of an optimizer, on shards if `zero` is not 0.
+    """Return a context for an optimizer step, which steps shards if `zero` is not 0.
 
     Hooks of the step would get shards. They are allowed only if the optimizer's attribute
     `elementwise` is True.

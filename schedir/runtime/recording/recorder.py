@@ -112,7 +112,7 @@ class Timestamps(WorkObserver, ABC):
 
     @abstractmethod
     def on_issued(self) -> None:
-        """Follow the pending work, which has now been issued. A group is issued as a whole."""
+        """Record the end of pending work, which has now been issued. A group is issued at once."""
 
     def make_lane_observer(self) -> LaneTimestamps | None:
         """Return an observer of the current instruction's work on a lane of the rank.

@@ -118,7 +118,7 @@ class UpdateChecks(ProgramService):
         return (self.state.service(OptimizerSteps).read_last_result or self.read_result)()
 
     def check_once(self, update: int) -> Tensor:
-        """Return whether an update is finite. The first call for an update checks and clips it.
+        """Return whether an update is finite. The first call checks the update and clips it.
 
         Args:
             update: The number of the update.
