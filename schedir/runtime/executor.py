@@ -53,18 +53,19 @@ class Executor:
     Finite updates: the executor makes an update only if its losses and gradients are finite.
     Otherwise the weights and the optimizer state stay unchanged. Buffers that a forward wrote, such
     as running statistics, keep their new values. `finite_updates` has the result for each update of
-    the last step. If the program clips gradients, all ranks decide by the global norm and decide
-    alike. Otherwise each rank decides by its local gradients, so some ranks may make an update that
-    others skip. The copies of a tied weight, or of a weight on several tensor-parallel ranks, then
-    differ. With `compile(..., clip_grad_norm=True)` and `GradientOptions(max_norm=math.inf)`, all
-    ranks decide alike and nothing is clipped. A fused optimizer of torch reads the decision on the
-    device. For any other optimizer, and for one with hooks on its step, the host reads the
-    decision. If the decision is on a GPU, the host waits for it.
+    the last step. If the program clips gradients, all ranks decide by the global norm, so they
+    decide alike. Otherwise each rank decides by its local gradients, so some ranks may make an
+    update that others skip. The copies of a tied weight, or of a weight on several tensor-parallel
+    ranks, then differ. With `compile(..., clip_grad_norm=True)` and
+    `GradientOptions(max_norm=math.inf)`, all ranks decide alike and nothing is clipped. A fused
+    optimizer of torch reads the decision on the device. For any other optimizer, and for one with
+    hooks on its step, the host reads the decision. If the decision is on a GPU, the host waits for
+    it.
 
     Post-validation: if the program has `norm_check="after_step"`, an update does not wait for the
-    global norm. If the norm is then too large or not finite, the executor makes the update again,
-    and runs the following step again. Call `validate_last_update` before you read weights. See
-    `schedir.runtime.parameters.optimistic_step`.
+    global norm. If the norm turns out to be too large or not finite, the executor makes the update
+    again, and runs the following step again. Call `validate_last_update` before you read weights.
+    See `schedir.runtime.parameters.optimistic_step`.
 
     Tied weights: each copy has its own gradient. A step adds these gradients in the order of
     stages, and gives the sum to all copies. The global norm counts the weight once. Several local
@@ -93,15 +94,16 @@ class Executor:
             executor takes the local ones. A stage is any module that can be called as
             `module(*tensors, **keywords)`. The first stage takes the inputs of the model.
         transport: The transport that sends and receives tensors.
-        loss: A function or module `loss(output, target)` of the last stage's output that returns a
-            floating-point tensor with one element.
+        loss: A function or module that is called as `loss(output, target)` with the output of the
+            last stage. It returns a floating-point tensor with one element.
         boundary: The tensors that pass between stages. If all stages pass tensors of the same
             shapes and dtypes, it is one `Boundary` or shape, or a sequence with a `Boundary` for
-            each of several tensors. If stages differ, it is a mapping from each stage but the last
-            to the boundary after it. The key of a skip connection is the pair of its stages. If
-            microbatches differ, it is a `PerMicrobatchBoundary`. `infer_boundaries` determines the
-            boundary from one microbatch. A tensor without a gradient is detached before it is
-            passed on. An input that a stage does not use gets a gradient of zeros.
+            each of several tensors. If the tensors differ between stages, it is a mapping from each
+            stage but the last to the boundary after it. The key of a skip connection is the pair of
+            its stages. If the tensors differ between microbatches, it is a `PerMicrobatchBoundary`.
+            `infer_boundaries` determines the boundary from one microbatch. A tensor without a
+            gradient is detached before it is passed on. An input that a stage does not use gets a
+            gradient of zeros.
         optimizer: The optimizer of the local parameters. Its `step` runs at OptimizerStep, after
             clipping. By default the weights do not change.
         gradients: The options of gradients: their clipping, their scale, and their accumulation. By

@@ -160,7 +160,7 @@ class ProgramOrder:
 
         Raises:
             ProgramSequenceError: A process runs another program next, or has run the current
-                program more or less often. All processes raise this error.
+                program another number of times. All processes raise this error.
             ExecutionError: The other processes did not switch within the timeout.
         """
         if program_number == self.current_number:

@@ -427,7 +427,7 @@ class ExecutionOrders:
 
 
 def _iterate_round_robin(graph: Graph) -> Iterator[tuple[int, int]]:
-    """Yield the rank and index of instructions in stream order, until all ranks would wait.
+    """Yield (rank, index) of instructions, one per rank in turn, until all ranks would wait.
 
     If an instruction waits for a message or a collective, all sides of the message or collective
     come before the instruction. The reason is that a host can make a CUDA stream wait only for work

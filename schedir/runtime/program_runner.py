@@ -241,8 +241,8 @@ class ProgramRunner:
     def needs_rerun(self) -> bool:
         """Return whether all ranks must run the step again, because its weights were wrong.
 
-        If it returns True, the weights are now right, and all other state is restored from before
-        the step. Call this once after each step.
+        If the result is True, the weights are right now, and the method has restored all other
+        state from before the step. Call this once after each step.
 
         Raises:
             ExecutionError: The validation of the update failed.

@@ -55,7 +55,7 @@ def undo_steps(state: State) -> Iterator[None]:
     - the loss scale and torch's generators,
     - gradients of Parameters that only the optimizer or only the loss has.
 
-    There are three cases of optimizers. A fused optimizer of torch runs, but the device skips its
+    There are three kinds of optimizers. A fused optimizer of torch runs, but the device skips its
     update. Its state is created if needed, and otherwise stays unchanged. Any other optimizer of
     torch makes its update, and the context restores its state from a copy on the host. If the
     optimizer is not torch's own, or has hooks on its step, it does not run, because its effects are
@@ -199,7 +199,7 @@ class UnsteppedParameters:
 
 
 class ProbedMicrobatches(MicrobatchView):
-    """Microbatches that preserve the tensors of each microbatch that is read.
+    """A view of microbatches that preserves the tensors of each microbatch that a step reads.
 
     Reading a microbatch raises `ModelError` if one of its tensors requires a gradient and is not a
     leaf. The caller's graph computed this tensor, and a second backward cannot use the graph again.
@@ -250,7 +250,7 @@ def find_unmanaged_parameters(state: State) -> set[nn.Parameter]:
 
 
 class ProbedCopies(MicrobatchView):
-    """Microbatches that return a copy at each read.
+    """A view of microbatches that returns a copy at each read.
 
     The reason is that a loss may write to its target, and a backward to the `grad` of the inputs.
     """

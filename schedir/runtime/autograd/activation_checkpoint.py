@@ -45,11 +45,12 @@ class Checkpoint(NamedTuple):
         buffers: Buffers and untrained parameters that the forward changed. Each entry has the
             `_buffers` or `_parameters` of a module, the name there, and the value before the
             forward.
-        generator_states: The states of torch's default generators before the forward. It is empty
-            if the executor has a seed.
-        output_checksums: A checksum of each output. On a GPU it is empty, except in debug mode.
-        input_versions: The version counters of the inputs. It is empty after the first step, and
-            after the inputs were offloaded.
+        generator_states: The states of torch's default generators before the forward. The sequence
+            is empty if the executor has a seed.
+        output_checksums: A checksum of each output. On a GPU the sequence is empty, except in debug
+            mode.
+        input_versions: The version counters of the inputs. The sequence is empty after the first
+            step, and after the inputs were offloaded.
     """
 
     inputs: Sequence[Tensor]
@@ -112,9 +113,9 @@ class Checkpoints:
     ) -> tuple[_ForwardResult, Checkpoint]:
         """Run a forward so that autograd saves no tensors, and save the values for a second run.
 
-        The first forward of a stage in each training mode finds the buffers and untrained
-        parameters whose values change, and records their names. Later forwards copy only these
-        tensors.
+        The first forward of a stage in training mode, and the first in evaluation mode, find the
+        buffers and untrained parameters whose values change, and record their names. Later forwards
+        copy only these tensors.
 
         Args:
             run: A function that runs the module and the loss on `inputs`.
@@ -186,8 +187,9 @@ class Checkpoints:
         Raises:
             ModelError: The inputs were written to, or the outputs differ from the first run. Or the
                 forward writes to a trained parameter, or to a buffer through another reference.
-                Outputs are compared on a CPU and in debug mode. Writes to trained parameters are
-                checked in the first recomputation of each training mode.
+                Outputs are compared on a CPU and in debug mode. Only the first recomputation in
+                training mode and the first in evaluation mode check for writes to trained
+                parameters.
         """
         checkpoint.require_unwritten(self.stage, self.mb)
         trained = self._list_unchecked_parameters()
@@ -243,9 +245,9 @@ class Checkpoints:
     def _list_unchecked_parameters(self) -> list[Tensor]:
         """Return the trained parameters whose values this recomputation must compare.
 
-        In the first recomputation of each training mode these are all trained parameters. Later
-        there are none. Values are compared, because a write may leave the version counter
-        unchanged.
+        In the first recomputation in training mode, and in the first in evaluation mode, these are
+        all trained parameters. Later there are none. Values are compared, because a write may leave
+        the version counter unchanged.
         """
         mode = self.module.training
         if mode in self.checked_modes:

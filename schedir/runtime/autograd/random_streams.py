@@ -1,4 +1,4 @@
-"""Random streams: random numbers depend on the stage and the microbatch, not on the schedule.
+"""Random streams: random numbers that depend on stage and microbatch, not on the schedule.
 
 A rank seeds torch's default generators before each call that may draw random numbers:
 

@@ -127,7 +127,7 @@ class DeferredGradients:
         return (job.weight for job in self._deferred)
 
     def run(self, on_accumulated: Callable[[Tensor], object] | None = None) -> None:
-        """Compute each deferred weight gradient, add it to `weight.grad`, and forget its inputs.
+        """Compute each deferred weight gradient, add it to `weight.grad`, and release its inputs.
 
         The addition to an existing `grad` is in place, so `grad` may be a view of a flat buffer. If
         a weight has several uses, such as a tied embedding, `run` first sums the gradients of these
@@ -511,7 +511,7 @@ def _compute_layer_gradient(
 def _require_shape(layer: nn.Module, name: str, shape: torch.Size, gradient: Tensor) -> Tensor:
     """Return a gradient, or raise ModelError if its shape is wrong.
 
-    Otherwise the addition of gradients could broadcast a gradient of a wrong shape.
+    Without this check, the addition of gradients could broadcast a gradient of a wrong shape.
     """
     if gradient.shape != shape:
         raise ModelError(

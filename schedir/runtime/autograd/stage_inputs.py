@@ -33,8 +33,8 @@ class StageInputAdapter:
     """Calls the module of a stage, with inputs that it may change in place.
 
     Attributes:
-        writes_inputs: Training mode -> True if the module wrote to its inputs in its first call in
-            this mode.
+        writes_inputs: Value of `module.training` -> True if the module wrote to its inputs in its
+            first call in this mode.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ def _find_possible_views(inputs: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return pairs of inputs, as indices, that may be views of one tensor in the previous stage.
 
     If a stage returns `y, y[:, 0]` or `y, y`, each tensor arrives in separate memory. So this
-    compares values: the larger input must contain the first elements of the smaller one.
+    function compares values: the larger input must contain the first elements of the smaller one.
     """
     pairs = combinations(range(len(inputs)), 2)
     return [

@@ -190,7 +190,8 @@ def measure_sizes(
         keywords: Keyword arguments of all stages for this microbatch.
         dp: The number of replicas.
         zero: The ZeRO level.
-        replica: The replica whose optimizer state counts. By default the largest one counts.
+        replica: The replica whose optimizer state counts. By default the largest optimizer state
+            counts.
 
     Returns:
         The sizes of each stage, in bytes.

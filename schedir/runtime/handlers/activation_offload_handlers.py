@@ -212,14 +212,14 @@ def _list_saved_changes(state: State, stage: int, mb: int) -> Iterator[tuple[int
 
 
 def _find_previous_change(state: State, k: int) -> Opcode | None:
-    """Return the opcode that last produced or moved the activations before instruction k."""
+    """Return the opcode of the last instruction before k that produced or moved the activations."""
     i = state.stream[k]
     ops = [op for at, op in _list_saved_changes(state, i.stage, i.mb) if at < k]
     return ops[-1] if ops else None
 
 
 def _find_next_change(state: State, k: int) -> Opcode | None:
-    """Return the opcode that next moves the activations after instruction k."""
+    """Return the opcode of the first instruction after k that moves the activations."""
     i = state.stream[k]
     return next((op for at, op in _list_saved_changes(state, i.stage, i.mb) if at > k), None)
 

@@ -292,7 +292,7 @@ def _make_output_writer(state: State, i: Instr) -> Callable[[Sequence[Tensor]], 
 def _make_input_wait(
     state: State, i: Instr, input_slots: Sequence[_InputSlot]
 ) -> Callable[[], None] | None:
-    """Return a function that waits for input messages, and for old sends of the output slots."""
+    """Return a function that waits for input messages, and for earlier sends of output slots."""
     waits = [make_message_wait(state, i, one.kind) for one in input_slots]
     sends = state.service(PendingSends)
     waits += [partial(sends.complete, k) for k in sends.before_reuse.get(state.index_of[i], ())]
@@ -303,7 +303,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def _get_backward_root(y: Tensor) -> BackwardRoot:
-    """Return the loss, or the gradient edge of another output, which keeps no memory alive."""
+    """Return the loss itself, or the gradient edge of another output, to keep no memory alive."""
     return y if not y.dim() else get_gradient_edge(y)
 
 

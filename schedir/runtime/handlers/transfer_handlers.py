@@ -41,7 +41,7 @@ FORM_LAYOUTS: Final[dict[Form, Callable[[Tensor], Tensor]]] = {}
 
 
 def send(state: State, i: Instr) -> Call:
-    """Return the call of a send: start to send the value of a slot to its peer."""
+    """Return the call of a send: start to send the value of a slot to the peer rank."""
     mb, row, k = i.mb, INSTRUCTIONS[i.op], state.index_of[i]
     kind = row.needs[0]
     out = state.find_slot(kind, i.stage, mb)

@@ -42,9 +42,9 @@ class Arena(Generic[Place]):
 
     With a limit on the number of blocks, the arena first allocates this number of blocks. Then a
     value gets, of the free blocks that are large enough, the block that was released first. If no
-    free block is large enough, the arena replaces the block that was released first by a larger
-    block, after all reads of the replaced block have ended. If no block is free, the arena
-    allocates one block more.
+    free block is large enough, the arena takes the block that was released first. It waits until
+    all reads of this block have ended, and replaces the memory of the block by larger memory. If no
+    block is free, the arena allocates one block more.
 
     Args:
         allocate: A function that allocates a number of bytes, and returns their location.

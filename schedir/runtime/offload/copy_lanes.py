@@ -41,8 +41,8 @@ class LaneJob:
     def wait(self) -> None:
         """Make the following computation wait for the job.
 
-        On a CPU the host waits. On a GPU the current stream waits. If the job failed, this raises
-        its error. The method may be called several times.
+        On a CPU the host waits. On a GPU the current stream waits. If the job failed, this method
+        raises the error of the job. The method may be called several times.
         """
         raise NotImplementedError
 

@@ -192,8 +192,8 @@ class CpuOptimizer(HostOptimizerState):
     def to_resting_state(self) -> None:
         """See `HostOptimizerState.to_resting_state`.
 
-        In the first call it also allocates the host memory of each stage. In later calls it finds
-        the weights on the device again.
+        The first call also allocates the host memory of each stage. Later calls find the weights on
+        the device again.
         """
         super().to_resting_state()
         parameter_of_main = {main: p for p, main in self.main_parameters.items()}
@@ -213,8 +213,8 @@ class CpuOptimizer(HostOptimizerState):
     ) -> None:
         """Start to copy the gradients of a stage to the host.
 
-        In the first update of a step it also copies the parameters, which may have changed since
-        the last step. With main parameters it does not copy parameters.
+        In the first update of a step the method also copies the parameters, because they may have
+        changed since the last step. It does not copy parameters if there are main parameters.
 
         Args:
             stage: The number of the stage.
@@ -318,7 +318,7 @@ class CpuOptimizer(HostOptimizerState):
     def reload_weights(
         self, stage: int, *, is_last_update: bool, observer: LaneObserver | None = None
     ) -> None:
-        """Start to copy the weights of a stage back to the device, after its step.
+        """Start to copy the weights of a stage back to the device, after the stage's step.
 
         On a CPU, the host copies are overwritten with NaN after the last update, to find wrong
         reads.

@@ -146,7 +146,8 @@ class HostOptimizerState:
     def list_state_tensors(self, stage: int) -> list[Tensor]:
         """Return the state tensors of a stage that are on the device or can move there.
 
-        This excludes step counts, which torch keeps on the host even if parameters are on a GPU.
+        The result excludes step counts, which torch keeps on the host even if parameters are on a
+        GPU.
 
         Args:
             stage: The number of the stage.

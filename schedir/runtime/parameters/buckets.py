@@ -70,8 +70,8 @@ UNSHARDED: Final = ShardSpec()
 def is_summed_over_tp(parameter: Tensor) -> bool:
     """Return whether tensor-parallel ranks must sum the gradients of a parameter.
 
-    Each of these ranks has the full parameter, but its gradient comes from a part of the sequence.
-    The attribute `summed_over_tp` of the parameter is then True.
+    Each of these ranks has the full parameter, but computes the gradient from its part of the
+    sequence. The attribute `summed_over_tp` of such a parameter is True.
 
     Args:
         parameter: The parameter.

@@ -254,7 +254,7 @@ class LossScale:
     """The factor of a float16 loss, which keeps small gradients from becoming zero.
 
     The rule and the default values are those of torch.amp.GradScaler. Each rank has a loss scale.
-    They stay equal, because all ranks change them by the same global norm.
+    The loss scales stay equal, because all ranks change them by the same global norm.
 
     Args:
         value: The first value.

@@ -174,8 +174,8 @@ class OptimisticStep(ProgramService):
     def needs_rerun(self) -> bool:
         """Return whether the step must be run again, because its weights were wrong.
 
-        If it returns True, it has corrected the weights and restored all other state from before
-        the step.
+        If the result is True, the method has corrected the weights and restored all other state
+        from before the step.
         """
         norm = self.norm
         assert norm is not None, "every step has a norm"

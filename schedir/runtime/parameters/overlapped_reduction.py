@@ -164,7 +164,7 @@ class GradientReduction:
             self._start_next_bucket()
 
     def _get_pending_grads(self) -> set[int]:
-        """Return the `id` of each gradient in the next bucket that is not final."""
+        """Return the ids of the gradients in the next bucket that are not final yet."""
         return self.pending_grads[self.bucket_order[len(self.started_buckets)]]
 
     def _start_next_bucket(self) -> None:

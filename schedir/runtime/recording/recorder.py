@@ -213,7 +213,7 @@ class _ObservedWork:
 
 @runtime_checkable
 class TransportTimestamps(Protocol):
-    """Work on a lane of the transport that can record an event there."""
+    """Work that can record an event on its lane of the transport."""
 
     def record_end(self, event: torch.cuda.Event) -> None:
         """Record an event at the end of the work, now or when it is issued.
@@ -412,7 +412,7 @@ class RecordedTransport(TransportWrapper):
 def read_step_times(
     timestamps: Sequence[Timestamps | None],
 ) -> tuple[list[InstructionTimes], float]:
-    """Return the recorded times of the last step of the ranks of this process.
+    """Return the times that the ranks of this process recorded in the last step.
 
     On a GPU this waits for all work on the device.
 

@@ -49,7 +49,7 @@ class Service:
         """
 
     def prepare_step(self, batch: StepInputs) -> StepInputs:
-        """Prepare a step or an evaluation, before it changes any other state.
+        """Prepare a step or an evaluation, before the executor changes any other state.
 
         Args:
             batch: The inputs of the step.
@@ -72,7 +72,7 @@ class Service:
         """End a step or an evaluation after its last instruction, before `restore`."""
 
     def restore(self) -> None:
-        """Restore the state of modules between steps, after a step or an error."""
+        """Restore the state that modules have between steps, after a step or an error."""
 
     def fail(self, *, has_begun: bool) -> None:
         """Clean up after an error in a step.
