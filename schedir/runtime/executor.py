@@ -156,7 +156,7 @@ class Executor:
     # The mapping is empty if each rank has a separate process.
     parameter_copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({})
 
-    if not TYPE_CHECKING:  # With this, a type checker would allow any attribute.
+    if not TYPE_CHECKING:  # With `__getattr__`, a type checker would allow any attribute.
         __getattr__ = raise_attribute_error
 
     def __init__(

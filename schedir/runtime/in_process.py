@@ -437,7 +437,8 @@ def _iterate_round_robin(graph: Graph) -> Iterator[tuple[int, int]]:
     sides: dict[int, list[int]] = defaultdict(list)  # node -> positions
     for position, one in enumerate(node):
         sides[one].append(position)
-    # Exit node -> positions that must be issued before the node is complete: all sides of a group.
+    # Exit node -> positions that must be issued before the node is complete: all sides of all
+    # transfers of a group.
     members: dict[int, list[int]] = defaultdict(list)
     for position, gate in enumerate(leave):
         members[gate] += sides[node[position]]

@@ -289,7 +289,8 @@ def _can_bypass_autograd(ctx: Any, input_index: int, weight: Tensor) -> bool:
     node = ctx.next_functions[input_index][0]
     if leaf_has_hooks(weight, node):
         return False
-    # A hook on this node expects all gradients. Nodes of torch.compile have no `registrations`.
+    # A hook on this node must get all gradients, including that of the weight. Nodes of
+    # torch.compile have no `registrations`.
     if getattr(ctx, "registrations", None) != count_registrations() and node_has_hooks(ctx):
         return False
     return _will_accumulate(node)

@@ -315,7 +315,7 @@ _SPLIT_TYPES: dict[type[nn.Module], type[nn.Module]] = {
 }
 _REGISTERED_LAYERS: dict[type[nn.Module], SplitLayer] = {}
 _OPT_IN_TYPES: set[type[nn.Module]] = {nn.LayerNorm}
-_UNSPLIT_LAYERS: WeakSet[nn.Module] = WeakSet()  # registered layers that last ran unsplit
+_UNSPLIT_LAYERS: WeakSet[nn.Module] = WeakSet()  # registered layers whose last run was unsplit
 # Type name -> forward. The keys are names, because the library of a type may not be installed.
 _FORWARDS_BY_TYPE_NAME: dict[str, LayerForward] = {"transformers.pytorch_utils.Conv1D": _run_conv1d}
 

@@ -226,7 +226,7 @@ def measure_sizes(
             hint="call measure_sizes for each microbatch, with its own boundary",
         )
     boundaries = ModelBoundaries.from_edges(boundary, len(stages), skips=skips)
-    zero_model_states(0, 0, 0, zero=zero, dp=dp)  # Raises UsageError if one is invalid.
+    zero_model_states(0, 0, 0, zero=zero, dp=dp)  # Raises UsageError if `zero` or `dp` is invalid.
     if replica is not None and replica not in range(dp):
         raise ModelError(f"replica must be from 0 to {dp - 1}, not {describe(replica)}")
     parts = range(dp) if replica is None else range(replica, replica + 1)

@@ -163,7 +163,7 @@ class StageRun:
             xs[k].requires_grad_()
         keywords = batch.get_keywords(mb)
         # Give the module views of the leaves, because an offload frees the memory of leaves. In the
-        # first step, `_finish_inputs` also frees it, after the backward.
+        # first step, `_finish_inputs` also frees this memory, after the backward.
         aliases = self.is_offloaded or (
             self.has_received_inputs and self.state.first_step_checks.is_active
         )
@@ -334,8 +334,8 @@ def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
         dys = (first_gradients.compute(mb),) if last else take()
         is_first_step = state.first_step_checks.is_active
         if is_first_step:
-            # If a hook keeps one of these detached gradients, its memory has one more reference.
-            # `FirstStepChecks` counts the references.
+            # If a hook keeps one of these detached gradients, the memory of the gradient has one
+            # more reference. `FirstStepChecks` counts the references.
             dys = [*map(Tensor.detach, dys)]
             if not state.first_step_checks.has_gradients_of_forward(i.stage, mb, xs):
                 raise _other_microbatch_error()

@@ -72,7 +72,7 @@ def exchange_tokens(state: State, i: Instr) -> Call:
     key = letters.rindex(DISPATCH, 0, boundary + 1), i.mb  # segment before the dispatch, microbatch
     tensors = state.boundaries[i.mb].get_value_tensors(Value.ACT_OUT, boundary).tensors
     is_gradient = i.op in (Opcode.CombineGrad, Opcode.DispatchGrad)
-    # A gradient gets the shape of the output before the all-to-all of the forward.
+    # A gradient gets the shape that the output had before the all-to-all of the forward.
     shape = tensors[0].shape if is_gradient else tensors[0].received.shape
     row_size, ep = torch.Size(shape[1:]).numel(), state.program.ep
     row_counts = state.service(TokenCounts).by_dispatch

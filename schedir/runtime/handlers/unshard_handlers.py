@@ -122,7 +122,7 @@ def _run_guarded_wgrad(
 def _run_guarded_forward(
     stage: StageState, weights: ShardedParameters, run: Callable[[], None]
 ) -> None:
-    """Run a Forward. In training and in evaluation, check that it reads no other stage's weights."""
+    """Run a Forward. Check once in each mode that it reads no weights of another stage."""
     training = stage.module.training
     if training in stage.checked_read_modes:
         run()

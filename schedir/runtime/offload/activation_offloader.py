@@ -30,7 +30,7 @@ from schedir.runtime.value_slots import find_freeing_instructions
 BLOCK_ALIGNMENT = 64  # bytes; each storage in a block begins at a multiple of it
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 _STRIDED = torch.strided
-POISON_BYTE = 0xFF  # a number with only such bytes is NaN
+POISON_BYTE = 0xFF  # a floating-point number of such bytes is NaN
 
 
 class StorageLayout(NamedTuple):
@@ -159,7 +159,7 @@ class SavedActivations:
         self.reload_targets: list[Tensor] = []
         self.offload_job: LaneJob | None = None
         self.reload_job: LaneJob | None = None
-        self.arrival_job: LaneJob | None = None  # the last copy between tiers
+        self.arrival_job: LaneJob | None = None  # the latest copy between tiers
         self.block: ArenaBlock[Any] | None = None
 
     # ------------------------------------------------------------ recording

@@ -58,7 +58,7 @@ def are_finite(tensors: Iterable[Tensor]) -> Tensor:
     Args:
         tensors: The tensors. If they have no elements, the result is True on the CPU.
     """
-    # Begin with None and not with a host tensor, because its copy to a GPU would block.
+    # Begin with None, because the copy of a host tensor to a GPU would block.
     finite: Tensor | None = None
     for flat in tensors:
         if flat.numel():

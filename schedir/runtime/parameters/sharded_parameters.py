@@ -37,7 +37,7 @@ from schedir.transports.collectives import CollectiveName, GroupKey
 from schedir.transports.transport import Work
 
 StartCollective = Callable[[CollectiveName, GroupKey, Tensor, Tensor], Work]
-_OWNER_ATTRIBUTE: Final = "_schedir_parts"  # the attribute of a parameter with its owner
+_OWNER_ATTRIBUTE: Final = "_schedir_parts"  # the parameter's attribute that refers to its owner
 _ALL_INSTANCES: Final = WeakSet["ShardedParameters"]()  # all instances of this process
 
 
