@@ -1,7 +1,7 @@
 """InProcessExecutor: run all ranks of a program in one process, in any legal order.
 
-This is for property tests, and to study a schedule on one machine. A seed selects one of the orders
-that the dependency graph allows.
+It is for property tests, and for the study of a schedule on one machine. A seed selects one of the
+orders that the dependency graph allows.
 """
 
 from __future__ import annotations
@@ -85,7 +85,7 @@ class InProcessExecutor:
 
     Raises:
         ModelError: As in `Executor`. Also if tp or dp is not 1, or if messages between two ranks
-            overtake each other. They may do so under the progress model "torch_lazy".
+            overtake each other. Messages may do so under the progress model "torch_lazy".
 
     Example:
         >>> import schedir, torch

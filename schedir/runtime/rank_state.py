@@ -311,7 +311,7 @@ class State:
         validated is undone. Otherwise the update stays guarded, and the step does not count.
 
         Args:
-            step_number: The number of the step. Its random numbers depend on it.
+            step_number: The number of the step, which determines the step's random numbers.
             has_begun: True if an instruction of the step had begun.
         """
         if not has_begun:

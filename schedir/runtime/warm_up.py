@@ -95,7 +95,8 @@ def preserve_step(
 ) -> tuple[PreservedState, StepInputs]:
     """Preserve the state before a step that may have to run again.
 
-    This excludes weights and optimizer state, which `OptimisticStep` restores. It includes:
+    The preserved state excludes weights and optimizer state, which `OptimisticStep` restores. It
+    includes:
 
     - buffers, including those of a loss that is a module,
     - Parameters that no optimizer steps, because a forward may write to them,

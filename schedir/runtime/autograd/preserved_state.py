@@ -120,9 +120,9 @@ class PreservedState(ExitStack):
     def add_attributes(self, module: nn.Module) -> None:
         """Preserve the plain attributes of a module.
 
-        This includes the content of lists, dicts, sets and deques, the values of tensors, and the
-        states of generators of torch, numpy and Python. Other objects are not restored. Attributes
-        that were added within the context stay.
+        The preserved state includes the content of lists, dicts, sets and deques, the values of
+        tensors, and the states of generators of torch, numpy and Python. Other objects are not
+        restored. Attributes that were added within the context stay.
 
         Args:
             module: A module; its submodules are included.
@@ -167,7 +167,7 @@ class PreservedState(ExitStack):
 def preserve_module(module: nn.Module, device: torch.device) -> Iterator[None]:
     """Preserve all state of a module that a measurement with one microbatch must not change.
 
-    It includes torch's generators. Within the context, parameters have no gradients.
+    This state includes torch's generators. Within the context, parameters have no gradients.
 
     Args:
         module: A module; its submodules are included.

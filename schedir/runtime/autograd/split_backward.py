@@ -3,8 +3,8 @@
 Zero-bubble schedules split the backward of a layer. The previous stage waits for the gradient of
 the input, but only the optimizer needs the gradient of the weights. This module has functions that
 replace torch's: `linear`, `matmul`, `embedding`, and `run_split_layer` for other layers. Within
-`defer_weight_gradients`, their backward computes only the gradient of the input. It saves the
-tensors for the gradient of the weight in a `DeferredGradients`, and `DeferredGradients.run`
+`defer_weight_gradients`, their backward computes only the gradient of the input. The backward saves
+the tensors for the gradient of the weight in a `DeferredGradients`, and `DeferredGradients.run`
 computes that gradient later:
 
     deferred = DeferredGradients()
@@ -236,9 +236,9 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def embedding(tokens: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """Return rows of a weight, with a backward that can be split.
 
-    An embedding has no input gradient, so the split saves no time. It is for a weight that is tied
-    to the output layer. W then adds the gradients of both layers in one addition, so the sum has
-    the same bits as that of an unsplit backward.
+    An embedding has no input gradient, so the split saves no time. The split is for a weight that
+    is tied to the output layer. W then adds the gradients of both layers in one addition, so the
+    sum has the same bits as that of an unsplit backward.
 
     Args:
         tokens: Row numbers, int64, of any shape (...).

@@ -27,8 +27,7 @@ from schedir.runtime.services.stage_weight_versions import find_weight_versions
 # A stage must not write to a trained weight that has copies: the write would not reach the copies.
 #
 # `torch.nn.functional.embedding(..., max_norm=...)` and `weight.clamp_()` write in place, and
-# `weight.data = other` replaces the memory. Stage replicas, and stages with a tied weight, have
-# copies.
+# `weight.data = other` replaces the memory. Weights of stage replicas and tied weights have copies.
 
 
 def add_weight_checks(

@@ -1,9 +1,9 @@
 """Refuse optimizers for which one step per stage differs from one step of all stages.
 
 If the optimizer state is on the host, the optimizer steps the stages of a rank one after the other.
-These steps are equal to one step of all stages if each changes only the parameters and the state of
-its stage. torch's own optimizers change nothing else. For other optimizers, this module checks the
-changes after each step.
+These steps are equal to one step of all stages if each step changes only the parameters and the
+state of its stage. torch's own optimizers change nothing else. For other optimizers, this module
+checks the changes after each step.
 """
 
 from __future__ import annotations

@@ -290,7 +290,7 @@ class CpuOptimizer(HostOptimizerState):
         )
 
     def step(self, stage: int, finite: Tensor) -> None:
-        """See `HostOptimizerState.step`. It runs on the host lane.
+        """See `HostOptimizerState.step`. The optimizer step runs on the host lane.
 
         Raises:
             ModelError: As in the base class. Also if the optimizer replaces the memory of a

@@ -207,7 +207,7 @@ class DiskOptimizerState(HostOptimizerState):
         self.spill(stage)
 
     def finish(self, *, is_last_update: bool = True) -> None:
-        """See `HostOptimizerState.finish`. It also waits for all writes to the file."""
+        """See `HostOptimizerState.finish`. This method also waits for all writes to the file."""
         super().finish()
         for stage in [*self.spilling_buffers]:
             self.spilling_buffers[stage].job.finish()

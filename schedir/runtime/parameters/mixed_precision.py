@@ -199,10 +199,10 @@ def describe_options(optimizer: object) -> dict[Tensor, str]:
 def use_float32_gradients(module: nn.Module) -> None:
     """Accumulate the gradients of all parameters in float32.
 
-    This sets torch's `grad_dtype` of each parameter. The executor reads only `grad_dtype`, so it
-    can also be set for single parameters. In splittable layers, the matrix product adds to the
-    float32 gradient directly (`schedir.kernels.weight_gradient`). For other parameters, autograd
-    first rounds the gradient of one microbatch to the dtype of the parameter.
+    The function sets torch's `grad_dtype` of each parameter. The executor reads only `grad_dtype`,
+    so it can also be set for single parameters. In splittable layers, the matrix product adds to
+    the float32 gradient directly (`schedir.kernels.weight_gradient`). For other parameters,
+    autograd first rounds the gradient of one microbatch to the dtype of the parameter.
 
     Args:
         module: The module with the parameters.

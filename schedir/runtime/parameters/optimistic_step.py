@@ -9,8 +9,8 @@ step again.
 The paper reverses an update by computation (appendix C). schedir restores copies instead, because a
 division in floating point cannot be reversed exactly.
 
-After a wrong update, the next update is likely to need clipping, too. So it waits for its norm at
-the end of its step. All later updates wait, too, until an update needs no clipping.
+After a wrong update, the next update is likely to need clipping, too. So the next update waits for
+its norm at the end of its step. All later updates wait, too, until an update needs no clipping.
 
 References:
     Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 4.
@@ -239,7 +239,7 @@ class OptimisticStep(ProgramService):
         return bool(finite & (shrink == 1.0))
 
     def read_result(self) -> tuple[Tensor, Tensor]:
-        """Wait for the norm of the last step's gradients before clipping, and return it.
+        """Wait for the norm that the last step's gradients had before clipping, and return it.
 
         Returns:
             The norm, a 0-dim float64 tensor, which is 0 before the first step. And a bool tensor of

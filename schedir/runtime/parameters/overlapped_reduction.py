@@ -67,9 +67,9 @@ class GradientReduction:
     Only the last instruction that adds to the gradients may call `overlap_backward` or
     `overlap_deferred_wgrad`. `end` starts the remaining buckets.
 
-    In a backward, autograd runs the node that accumulates a parameter's gradient once, after all
-    uses of the parameter. Then the gradient is final. Gradients of parameters that the backward
-    does not reach are final when the backward ends.
+    In a backward, the node that accumulates a parameter's gradient runs once, after all uses of the
+    parameter. Then the gradient is final. Gradients of parameters that the backward does not reach
+    are final when the backward ends.
 
     In two cases a gradient may still change later. The first is a backward within the backward,
     such as a checkpoint with use_reentrant=True. The second is a module with hooks. In both cases

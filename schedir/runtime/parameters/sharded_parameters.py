@@ -420,7 +420,7 @@ def require_sharded_state(optimizer: Any, shapes: Mapping[Any, torch.Size]) -> N
 def guard_shard_step(optimizer: object, zero: int) -> Iterator[None]:
     """Return a context for an optimizer step, which steps shards if `zero` is not 0.
 
-    Hooks of the step would get shards. They are allowed only if the optimizer's attribute
+    Hooks of the step would get shards. Such hooks are allowed only if the optimizer's attribute
     `elementwise` is True.
 
     Args:

@@ -84,8 +84,8 @@ class RankTies:
     """The tied weights of a rank, and the Parameters of the rank that share memory.
 
     Args:
-        weights: The tied weights with copies on the rank. Substitutes replace Parameters in their
-            `local_copies`.
+        weights: The tied weights with copies on the rank. The constructor sets substitutes in the
+            `local_copies` of these weights.
         parameter_copies: Parameter that virtual ranks of the process share -> the copy with which
             this rank computes.
         program: The first program of the rank.
@@ -148,7 +148,8 @@ def _make_substitutes(
     later stage gets a Parameter in the same memory, with a separate gradient.
 
     Args:
-        weights: The tied weights of the rank. Substitutes replace Parameters in `local_copies`.
+        weights: The tied weights of the rank. The function sets substitutes in the `local_copies`
+            of these weights.
         copies: Parameter that virtual ranks of the process share -> the copy of this rank.
 
     Returns:

@@ -1,7 +1,7 @@
 """Keep old versions of the weights of a stage for delayed updates (PipeDream-2BW).
 
-This is only for programs with several updates. The optimizer changes the parameters of the module
-in place. Computation uses copies, which accumulate gradients into the same tensors as these
+Only programs with several updates need old versions. The optimizer changes the parameters of the
+module in place. Computation uses copies, which accumulate gradients into the same tensors as these
 parameters.
 
 References:
@@ -61,7 +61,7 @@ class WeightVersions:
         # During a step: observers on the autograd nodes of the module's original parameters.
         self.hooks: list[tuple[Node, RemovableHandle]] = []
         self.traces: dict[int, list[tuple[int, ...]]] = {}  # version -> traces of its new copies
-        # True in the first step, which compares checksums. They show writes to `data`.
+        # True in the first step, which compares checksums. Checksums also show writes to `data`.
         self.compares_values = True
 
     def begin_step(self) -> None:

@@ -1,8 +1,8 @@
 """Measure the bytes of live tensors on a rank during a step.
 
 `schedir.analysis.memory.footprint` predicts the same bytes: weights, gradients, optimizer state,
-slots, and the values that instructions keep for later instructions. Both exclude the inputs of the
-step, and memory that an instruction needs only while it runs.
+slots, and the values that instructions keep for later instructions. The measured and the predicted
+bytes exclude the inputs of the step, and memory that an instruction needs only while it runs.
 """
 
 from __future__ import annotations

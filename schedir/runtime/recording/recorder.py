@@ -230,7 +230,8 @@ class EventTimestamps(Timestamps):
 
     Some transports, such as NCCL, return work without `record_end`. Then a side stream waits for
     the work and records its end. There is one side stream for each queue in which the rank
-    receives. This costs the host some microseconds per message, and the GPU a wait and an event.
+    receives. A side stream costs the host some microseconds per message, and the GPU a wait and an
+    event.
 
     Args:
         program: The program.
@@ -421,7 +422,7 @@ def read_step_times(
 
     Returns:
         The times of each rank in seconds of `perf_counter`, and their largest error in seconds. All
-        ranks on a GPU have the same error. It is 0 for the clock of the host.
+        ranks on a GPU have the same error. The error is 0 for the clock of the host.
 
     Raises:
         ModelError: A rank has recorded no step.

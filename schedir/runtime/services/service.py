@@ -9,7 +9,8 @@ lifetime of a service:
 - `RankService`: one for each rank, which all its programs share (`rank_resources.py`).
 
 The step loop, warm-up steps, evaluations, checkpoints and the count of live memory call the methods
-below for all services of a program and its rank. They do not depend on particular services.
+below for all services of a program and its rank. These callers do not depend on particular
+services.
 """
 
 from __future__ import annotations

@@ -146,8 +146,8 @@ class UpdateChecks(ProgramService):
     def check_and_clip(self, update: int) -> Tensor:
         """Return whether an update's gradients are finite, and prepare the optimizer step.
 
-        This clips the gradients if the program clips them. With ZeRO it sets the parameters to
-        their shards.
+        The method clips the gradients if the program has gradient clipping. With ZeRO it sets the
+        parameters to their shards.
 
         Args:
             update: The number of the update.
