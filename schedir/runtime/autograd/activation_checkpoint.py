@@ -285,9 +285,9 @@ def _may_be_written(tensor: Tensor) -> bool:
 def _copy_tensors(requests: Sequence[tuple[Tensor, bool, bool]]) -> list[Tensor]:
     """Return, for each request, the tensor itself or a copy of it.
 
-    A request is a tensor and two bools: copy it, and if it is a parameter, copy it to the host. The
-    host is for copies of all parameters, which may need much memory. Requests for the same tensor
-    share a copy.
+    A request is a tensor and two bools: copy it, and if it is a parameter, copy it to the host.
+    Copies of all parameters may need much memory, so they are on the host. Requests for the same
+    tensor share a copy.
     """
     made: dict[Tensor, Tensor] = {}
     for one, wanted, on_host in requests:

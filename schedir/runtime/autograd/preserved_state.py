@@ -1,8 +1,8 @@
 """Preserve state that a repeated step, a measurement or an evaluation must not change.
 
 A stage may count its calls in an attribute, keep hidden values of an earlier microbatch, or use a
-private random generator. A forward may write to buffers and to parameters, and an optimizer to its
-state.
+private random generator. A forward may write to buffers and to parameters, and an optimizer may
+write to its state.
 """
 
 from __future__ import annotations

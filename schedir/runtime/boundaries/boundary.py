@@ -221,7 +221,7 @@ class BoundaryTensors:
 
     @cached_property
     def is_single_tensor(self) -> bool:
-        """True if the message is one tensor without padding. Otherwise the message is uint8 bytes."""
+        """True if the message is one tensor without padding. Otherwise the message is bytes."""
         sizes = [torch.Size(one.shape).numel() for one in self.tensors]
         return len(sizes) == 1 and sizes[0] % self.num_parts == 0
 

@@ -70,8 +70,8 @@ def require_gradient_options(
         extra_programs: The other programs.
 
     Raises:
-        ModelError: There is a loss scale, but the program has no gradient norm or several updates.
-            Or gradients are to be accumulated, but the executor would change them.
+        ModelError: There is a loss scale, but the program computes no gradient norm, or makes
+            several updates. Or gradients are to be accumulated, but the executor would change them.
     """
     if gradients.loss_scale is not None:
         _require_scalable(program)

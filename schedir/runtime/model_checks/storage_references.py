@@ -10,7 +10,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-# The number of waits of 10 ms for threads of a transport that still have a reference.
+# The largest number of waits. Each wait gives the threads of a transport 10 ms to release a
+# reference.
 _MAX_WAITS: Final = 5
 
 
