@@ -200,10 +200,10 @@ def linear(
     """Return `x @ weight.T + bias`, with a backward that can be split.
 
     The gradient of the bias is cheap and is not deferred. With an `input_rule`, the weight is split
-    over tensor-parallel ranks, and `x` may be a shard of the input of the product. Only the shard
-    is saved. The full input is gathered again in the backward, or in W if the weight gradient is
-    deferred. If the weight gradient is not deferred, its computation overlaps with the reduction of
-    the gradient of `x`.
+    over tensor-parallel ranks, and `x` may be a shard of the full input. Only the shard is saved.
+    The full input is gathered again in the backward, or in W if the weight gradient is deferred. If
+    the weight gradient is not deferred, its computation overlaps with the reduction of the gradient
+    of `x`.
 
     Args:
         x: The input, of shape (..., n).

@@ -1,4 +1,4 @@
-"""Handlers of ReduceNormAfterStep, and of the optimizer steps that it validates.
+"""Handlers of ReduceNormAfterStep, and of optimizer steps that run before their norm is known.
 
 See `handler_registry` for the arguments and the result of a handler.
 """

@@ -192,8 +192,8 @@ class CpuOptimizer(HostOptimizerState):
     def to_resting_state(self) -> None:
         """See `HostOptimizerState.to_resting_state`.
 
-        The first call also allocates the host memory of each stage. Later calls find the weights on
-        the device again.
+        The first call also allocates the host memory of each stage. Later calls look up the weights
+        on the device again, because their memory may have changed.
         """
         super().to_resting_state()
         parameter_of_main = {main: p for p, main in self.main_parameters.items()}
