@@ -260,7 +260,10 @@ def _copy_as_message(value: Tensor) -> Tensor:
 
 
 def _list_forwards(program: Program | None, stage: int, microbatches: int) -> list[int]:
-    """Return the microbatches in the order of a stage's forwards, or ascending with replicas."""
+    """Return the microbatches in the order in which a program runs the forwards of a stage.
+
+    Without a program, or with stage replicas, the order is ascending.
+    """
     if program is None or program.shape.placement_rows > 1:
         return [*range(microbatches)]
     stream = program.streams[int(program.shape.first_rank_per_stage[stage])]
@@ -279,7 +282,7 @@ def _find_tied_places(
 def _list_backwards(
     program: Program | None, stage: int, microbatches: int
 ) -> Iterator[list[Instr]]:
-    """Yield, for each rank with the stage in rank order, the stage's backward instructions."""
+    """Yield the stage's backward instructions on each rank with the stage, in rank order."""
     if program is None:
         yield [Instr(FULL_BACKWARD_OPS[0], stage, mb) for mb in range(microbatches)]
         return

@@ -49,7 +49,7 @@ _TO_HOST_OPS: Final = (Opcode.Offload, Opcode.ReloadFromDisk)
 
 
 def offload(state: State, i: Instr) -> Call:
-    """Link Offload: copy the saved activations of a microbatch to the host."""
+    """Return the call of Offload: copy the saved activations of a microbatch to the host."""
     k, tiers = state.index_of[i], state.service(MemoryTiers)
     slot = state.find_slot(_SAVED, i.stage, i.mb, k)
     value = _get_saved_activations(state, i)
@@ -82,7 +82,7 @@ def offload(state: State, i: Instr) -> Call:
 
 
 def reload(state: State, i: Instr) -> Call:
-    """Link Reload: copy the saved activations of a microbatch from the host to the device."""
+    """Return the call of Reload: copy the saved activations of a microbatch to the device."""
     k, tiers = state.index_of[i], state.service(MemoryTiers)
     slot = state.find_slot(_SAVED, i.stage, i.mb, k)
     value = _get_saved_activations(state, i)
@@ -116,14 +116,14 @@ def reload(state: State, i: Instr) -> Call:
 
 
 def _allocate_on_device(occupants: Sequence[SavedActivations], value: SavedActivations) -> None:
-    """Release the device memory of the slot's earlier values, and allocate it for a reload."""
+    """Release the device memory of the slot's earlier values, and allocate memory for a reload."""
     for one in (*occupants, value):
         one.release_device_memory()
     value.allocate_reload_targets()
 
 
 def offload_to_disk(state: State, i: Instr) -> Call:
-    """Link OffloadToDisk: write the saved activations of a microbatch from the host to the disk."""
+    """Return the call of OffloadToDisk: write the saved activations on the host to the disk."""
     k = state.index_of[i]
     tiers = state.service(MemoryTiers)
     value = _get_saved_activations(state, i)
@@ -155,7 +155,7 @@ def offload_to_disk(state: State, i: Instr) -> Call:
 
 
 def reload_from_disk(state: State, i: Instr) -> Call:
-    """Link ReloadFromDisk: read the saved activations of a microbatch from the disk to the host."""
+    """Return the call of ReloadFromDisk: read saved activations from the disk to the host."""
     k = state.index_of[i]
     tiers = state.service(MemoryTiers)
     value = _get_saved_activations(state, i)
@@ -218,14 +218,14 @@ def _list_saved_changes(state: State, stage: int, mb: int) -> Iterator[tuple[int
 
 
 def _find_previous_change(state: State, k: int) -> Opcode | None:
-    """Return the opcode that last produced or moved the activations before instruction k."""
+    """Return the opcode of the last instruction before k that produced or moved the activations."""
     i = state.stream[k]
     ops = [op for at, op in _list_saved_changes(state, i.stage, i.mb) if at < k]
     return ops[-1] if ops else None
 
 
 def _find_next_change(state: State, k: int) -> Opcode | None:
-    """Return the opcode that next moves the activations after instruction k."""
+    """Return the opcode of the first instruction after k that moves the activations."""
     i = state.stream[k]
     return next((op for at, op in _list_saved_changes(state, i.stage, i.mb) if at > k), None)
 

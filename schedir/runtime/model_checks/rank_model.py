@@ -49,7 +49,7 @@ class RankModel:
 
     Args:
         programs: The programs of the executor, with their boundaries. If any program trains, the
-            first one does.
+            first program trains.
         rank: The pipeline rank.
         stages: The stages of the rank, by number.
         transport: The transport of the rank.
@@ -78,7 +78,7 @@ class RankModel:
 
         Raises:
             ModelError: The processes differ, or the model does not fit the programs.
-            SchedirError: A program is not proven for the transport, as `schedir.check` raises it.
+            SchedirError: `schedir.check` does not prove a program for the transport.
         """
         (program, boundaries), *extra_programs = self.programs
         stages, transport, optimizer = self.stages, self.transport, self.optimizer

@@ -1,7 +1,7 @@
 """The unnamed file to which a rank writes data that does not fit in host memory.
 
 The file is unlinked when it is created, so that it disappears even if the process is killed.
-Nothing reads its content after the process ends. So no write waits until the data is on the medium.
+Nothing reads its content after the process ends. So no write waits until the data is on the disk.
 """
 
 from __future__ import annotations
