@@ -2,10 +2,10 @@
 
 A bug in schedir raises another exception.
 
-An error has its facts as attributes, and builds its message from them.  So code can read the same
-facts as a person.  The first line of the message has the name of the program and the fact.  The
-instructions concerned follow (`rank R #I instr`), and for some errors a part of a Stream.  The last
-line is a hint, if a fix is certain.
+An error has its facts as attributes, and builds its message from them.  So a program can read the
+same facts as a person.  The first line of the message has the name of the program and the fact.
+Then follow the instructions concerned (`rank R #I instr`), and for some errors a part of a Stream.
+The last line is a hint, if a fix is certain.
 
 Example:
     >>> from schedir import PipelineShape, check, compile, errors, from_text, schedules, to_text
@@ -86,7 +86,7 @@ class InstructionSite:
 
 @dataclass(frozen=True)
 class CycleWait:
-    """One wait of a cycle: an instruction that is next in its queue and waits for another one.
+    """One wait of a cycle: the next instruction of a queue, and the instruction it waits for.
 
     Args:
         rank: Rank of the instruction that waits.
@@ -155,7 +155,7 @@ class SchedirError(Exception):
 class CommandHint(str):
     """A hint for Python, with the same hint for the command line.
 
-    It is the hint for Python.  The command line prints `command` instead.
+    The string itself is the hint for Python.  The command line prints `command` instead.
 
     Args:
         python: The hint with arguments of Python, such as "zero=3".
@@ -317,7 +317,7 @@ class ShapeError(SchedirError):
 
 
 class CostsError(SchedirError):
-    """Costs that are negative or not finite, do not fit the stages, or do not allow a search."""
+    """Costs that are negative, not finite, do not fit the stages, or that no search supports."""
 
 
 class ScheduleError(SchedirError):
@@ -529,12 +529,13 @@ class ChannelMismatchError(SchedirError):
     """A message that its receive cannot match.
 
     Under the progress model "torch_lazy" the send and the receive can be on different
-    communicators.  With eager messages, two messages of one channel can arrive in another order.
+    communicators.  With eager messages, two messages of one channel can arrive in another order
+    than their receives.
     """
 
 
 class ProgramSequenceError(SchedirError):
-    """A sequence of steps in which a step receives another's message, or ranks wait in a cycle.
+    """A sequence of steps in which a receive gets another step's message, or ranks deadlock.
 
     Each argument is also an attribute.
 
@@ -570,8 +571,8 @@ class NonFiniteError(ExecutionError):
         program: Name of the program.
         sites: The instruction that produced the first such value; empty if it was not found.  For a
             loss, it is a forward of the first stage with an infinite or NaN output.  For a
-            gradient, it is of the last stage with such a gradient, because backwards begin at the
-            last stage.
+            gradient, it is a backward or a reduction of the last stage with such a gradient,
+            because backwards begin at the last stage.
         hint: A fix, given only if it is certain.
         step: Number of the step, from 1.
         process: The process that runs this instruction; 0 if it was not found.

@@ -66,8 +66,8 @@ def require_package(package: str, feature: str, *, field: str = "", min_version:
         package: A package of `EXTRAS`.
         feature: The feature that needs the package, as the subject of the error's sentence.
         field: The setting that needs the package, if there is one.
-        min_version: The lowest version that works, if the feature needs a later one than the
-            `min_version` in `EXTRAS`.
+        min_version: The lowest version that works, if the feature needs a later version than the
+            one in `EXTRAS`.
 
     Raises:
         MissingPackageError: The package is not installed, or its version is too low.

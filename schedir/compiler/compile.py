@@ -88,8 +88,8 @@ def compile(
             program with compute instructions only, for example from `greedy_schedule` or a CSV
             file. It has its own shape. Its attributes apply unless you give other values here.
         shape: Shape of the pipeline. You can give its fields as keywords instead.
-        tp: Size of the tensor-parallel groups. The default is the draft's, or 1.
-        dp: Number of data-parallel replicas. The default is the draft's, or 1.
+        tp: Size of the tensor-parallel groups. The default is `tp` of the draft, or 1.
+        dp: Number of data-parallel replicas. The default is `dp` of the draft, or 1.
         progress_model: The progress model under which the program must finish. See `check`.
         costs: Times of instructions. They determine the order of messages. Options such as
             `buffer_sharing="latency_preserving"` and `recompute="fit"` use them, too.
@@ -104,19 +104,19 @@ def compile(
         sequence_chunks: Number of chunks of each sequence. Each chunk is a microbatch.
         tied_weights: The stages that have copies of one weight. Give the result of
             `schedir.find_tied_weights(stages)`, or tuples of stages such as `((0, 3), (1, 2))`.
-            True means the first and the last stage.
+            True means that the first and the last stage share a weight.
         clip_grad_norm: If True, gradients are clipped by their global norm.
         skips: Skip connections, as pairs of source and target stage: `((0, 5), (1, 4))`.
         boundary: Layout of the activations between stages on tensor-parallel ranks. A "replicated"
             activation is scattered before the send and gathered after it. A "sharded" activation is
             sent without a change. The default is "sharded" with `sequence_parallel=True`, and
             "replicated" without it.
-        overlap: If True, opposite transfers are grouped, and other receives and gathers start
-            early.
+        overlap: If True, opposite transfers of two ranks form one group, and other receives and
+            gathers start early.
         buffer_sharing: The way in which values share static buffers. "minimal" uses the fewest
             buffers. "latency_preserving" uses the fewest buffers that do not lengthen the step with
-            these costs. If messages have cost 0, it assumes that a message takes half a forward. By
-            default each value has a separate buffer.
+            `costs`. If messages have cost 0, this value assumes that a message takes half a
+            forward. By default each value has a separate buffer.
         sizes: Bytes of values. `memory_limit` needs them.
         memory_limit: Limit on the device memory of each rank, in bytes. None means no limit.
         blocking_hosts: If True, the host waits for the inputs of each compute, as on CPUs.
@@ -127,9 +127,9 @@ def compile(
 
             - `recompute` selects the forwards that save only their inputs and run again. It is
               "all", "half", "fit" (as few as `memory_limit` requires), stages, pairs of (stage,
-              microbatch), or a function of both.
+              microbatch), or a function of stage and microbatch.
             - `offload` selects the saved activations that move to the host, in the same forms.
-              `offload_to_disk` selects those that move on to the disk.
+              `offload_to_disk` selects the offloaded activations that move on to the disk.
             - `stage_segments` splits stages into segments, and `microbatch_chunks` splits
               microbatches into chunks. The program then has segments as its stages, and chunks as
               its microbatches. `costs` and `sizes` must be those of segments and chunks

@@ -18,7 +18,7 @@ from schedir.schedules.schedule_expansion import expand_schedule
 
 
 class Recognition(NamedTuple):
-    """The built-in schedule whose compute order equals or begins like that of a program.
+    """The built-in schedule with the compute order of a program, or with the same beginning.
 
     Attributes:
         schedule: The name of the schedule, or "" if no built-in schedule begins like the program.
@@ -67,7 +67,7 @@ def recognize(program: Program) -> Recognition:
 
     Returns:
         The schedule, and the first difference. This is the difference with the smallest
-        `compute_index`, and of several of these the one on the lowest rank.
+        `compute_index`. If several ranks have it, the lowest of these ranks is returned.
 
     Raises:
         UsageError: `program` is no Program.
@@ -90,9 +90,9 @@ def recognize(program: Program) -> Recognition:
     delays = bool(np.any(program.shape.weight_delay))
     for name, schedule in sorted(
         get_built_in_schedules().items(),
-        # If the program delays weights, schedules that delay weights come first, and otherwise the
-        # others. With one stage per rank, some schedules with a parameter v equal a schedule
-        # without it. The schedule without v comes first.
+        # If the program delays weights, schedules that delay weights come first. Otherwise, all
+        # other schedules come first. With one stage per rank, some schedules with a parameter v
+        # equal a schedule without v. The schedule without v comes first.
         key=lambda item: (
             delays != (get_weight_delay_mark(item[1]) is not None),
             has_free_v(item[1]),

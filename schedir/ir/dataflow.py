@@ -64,7 +64,7 @@ FREEING_OPS: Final[dict[Value, list[tuple[Opcode, PeerRule | None]]]] = {
 
 
 class StaleRead(NamedTuple):
-    """A read of a value after another instruction has freed it or moved it to another state.
+    """A read of a value after another instruction has freed the value or changed its state.
 
     Attributes:
         needer: Position of the instruction that reads the value.
@@ -183,8 +183,9 @@ class Dataflow:
         """Return the positions of the givers of each instruction, shape (rows, instructions).
 
         Row k is for the k-th kind of value in `Row.needs` that the program has.  An entry is -1 if
-        the value exists from the start.  The rows after these are used in two cases: a value has
-        givers on several lanes, or an instruction makes a value again after another one freed it.
+        no instruction gives the value, for example because it exists from the start.  More rows
+        follow in two cases: a value has givers on several lanes, or an instruction makes a value
+        again after another instruction freed it.
         """
         found: list[tuple[int, Positions, Positions]] = []
         for row, needer in self.index.iterate_rows():
@@ -210,10 +211,13 @@ class Dataflow:
         return needs
 
     def find_missing_giver(self) -> tuple[int, Value] | None:
-        """Return the first instruction that needs a value without a giver, and this value, or None.
+        """Return an instruction that needs a value without a giver, and the kind of this value.
 
         Values with chains are left out, because `stale_reads` covers these values. Instructions
         that run a stage are left out, because some of their values are optional.
+
+        Returns:
+            The position of the first such instruction and the kind of value, or None.
         """
         for row, needer in self.index.iterate_rows():
             if row.is_compute:
@@ -275,7 +279,7 @@ class Dataflow:
     def _find_single_givers(self, row: Row, value: Value, needer: Positions) -> Positions:
         """Return the givers of values that are made once.
 
-        The giver is the last instruction of the value's chain that the program has.
+        The giver is the first of `find_possible_givers` that the program contains for the value.
         """
         giver = self._find_first_present(
             find_possible_givers(row.op, value), self.index.key[needer]
@@ -354,8 +358,8 @@ class Dataflow:
     def _find_last_givers(self, row: Row, value: Value, needer: Positions) -> Iterator[Positions]:
         """Yield the last giver on each lane, for values that several instructions add to.
 
-        The givers are those of the needer's stage.  If the row or a giver is per rank, the givers
-        are those of all stages of the rank.
+        The givers are those of the needer's stage.  They are those of all stages of the rank if the
+        row or a giver is per rank, or if the row needs the values of all stages.
         """
         index = self.index
         ops = find_possible_givers(row.op, value)
@@ -395,10 +399,10 @@ class Dataflow:
             yield found
 
     def _find_tied_sums(self, ops: tuple[Opcode, ...], lane: Lane, needer: Positions) -> Positions:
-        """Return the last sum of tied weights on the rank of each instruction.
+        """Return the position of the last `reduce_tied` on the rank of each instruction.
 
-        One such instruction sums all tied weights of its rank.  The result is -1 if the rank has
-        no such sum, or if the instruction's stage has no tied weight.
+        One `reduce_tied` sums the gradients of all tied weights of its rank.  The result is -1 if
+        the rank has no `reduce_tied`, or if the instruction's stage has no tied weight.
         """
         index = self.index
         last = np.full(index.key_count[Scope.RANK], NO_POSITION, np.int32)
@@ -515,10 +519,10 @@ class Dataflow:
         )
 
     def find_lifetimes(self, value: Value, tier: int = 0) -> ValueLives:
-        """Return the positions that start and end the values of a kind on a memory tier.
+        """Return the lifetimes of the values of one kind on a memory tier.
 
         A value that is offloaded and reloaded has two lifetimes on the device.  If several
-        instructions add to a value, the first of them starts it.
+        instructions add to a value, its lifetime starts with the first of these instructions.
 
         Args:
             value: The kind of value.
@@ -545,7 +549,7 @@ class Dataflow:
         return ValueLives(fill, freed, np.sort(freed), first)
 
     def _find_frees(self, value: Value, fill: Positions) -> Positions:
-        """Return the position that frees each value, for values that are made once, or else -1."""
+        """Return the position that frees each value, or -1, for values that are made once."""
         index = self.index
         freed = np.full(len(fill), NO_POSITION, np.int32)
         for op, hop in FREEING_OPS[value]:

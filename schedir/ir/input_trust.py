@@ -3,8 +3,8 @@
 A shape of a few words may expand to billions of instructions.  A schedule that is given as
 `file.py:function` is Python code, which runs when schedir loads it.
 
-By default, programs from files and programs of commands have a limit of instructions.  A program
-that Python code builds has no limit by default.  `input_limits` sets one.
+By default, the number of instructions is limited for programs from files and programs of commands.
+It is not limited for programs that Python code builds.  `input_limits` sets another limit.
 """
 
 from __future__ import annotations

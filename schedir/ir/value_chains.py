@@ -1,9 +1,9 @@
 """Find the instructions that make, change and free each value, in the order of the Stream.
 
-This module is for kinds of values that are made again, or that change their state.  A state is a
-memory tier or a form (a field of `Sizes`).  A new value has the form that its first change needs.
-A reader needs the value on the first tier, in the form after the last change.  A reader that needs
-another state has a `Change` in its row.
+This module is for kinds of values that are made several times, or that change their state.  A state
+is a memory tier or a form.  A form is a field of `Sizes`.  A new value has the form that its first
+change of form needs.  A reader needs the value on the device, in the form after its last change of
+form.  An instruction that reads the value in another state has a `Change` in its row.
 """
 
 from __future__ import annotations
@@ -147,13 +147,13 @@ class ValueChains(NamedTuple):
         """Return the givers of values, and the events that leave a value in a wrong state.
 
         The giver is the nearest earlier event, if it leaves the value in the required state.
-        Otherwise the giver is the next event that does so.  If there is no such event, and no
-        earlier event, the giver is the first maker.
+        Otherwise the giver is the next later event that leaves the value in this state.  If there
+        is neither such a later event nor any earlier event, the giver is the first maker.
 
         Args:
             key: Key of the value that each instruction needs, shape (needers,).
             needer: Positions of the instructions that need the values, shape (needers,).
-            change: The change that the instructions make; None if they only read the value.
+            change: The change that the instructions make; None if they only read the values.
 
         Returns:
             The positions of the givers, shape (needers,), and a list of pairs of positions: an
@@ -204,9 +204,10 @@ class ValueChains(NamedTuple):
         return [int(at) for at in self.positions[end & self.is_giver]]
 
     def _find_intervals(self, events: Ints) -> tuple[Ints, Ints]:
-        """Return the events that make or change a value, and for each the next event of the value.
+        """Return the events that make or change a value, and the next event of each such value.
 
-        Events that are not in `events` are ignored. The next event does not make the value again.
+        Events that are not in `events` are ignored. Pairs whose next event makes the value again
+        are left out.
         """
         one, two = events[:-1], events[1:]
         same_life = self.is_giver[one] & (self.keys[one] == self.keys[two]) & ~self.is_producer[two]
@@ -221,8 +222,8 @@ class ValueChains(NamedTuple):
             tier: The memory tier, as an index into TIERS.
 
         Returns:
-            The positions at which a value comes to the tier, ascending, and the positions at which
-            it leaves the tier or is freed.
+            The positions at which values are made on the tier or move to it, ascending, and the
+            positions at which these values leave the tier or are freed.
         """
         one, two = self._find_intervals(
             np.flatnonzero(self.is_producer | self.changes_tier | ~self.is_giver)

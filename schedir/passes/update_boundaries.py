@@ -85,7 +85,7 @@ def find_joint_ends(graph: Graph) -> UpdateEnds:
 
     The ends are as early as possible, but no instruction before an end may need an instruction
     after an end. In a draft, an instruction needs the producers of its values on other ranks. In a
-    program, it needs the other ends of messages.
+    lowered program, a send or receive needs the other side of its message.
 
     Args:
         graph: The dependency graph of a program or a draft.

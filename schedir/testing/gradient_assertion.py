@@ -272,7 +272,7 @@ def _run_rank(
     """
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{ranks}"}
     model.zero_grad(set_to_none=True)
-    # Names are read before the step because it may wrap modules and replace their parameters.
+    # Names are read before the step, because the step may wrap modules and replace parameters.
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False)}
     before = {
         name: p.detach().clone()
@@ -331,7 +331,7 @@ def _find_stage_names(
     modules: Mapping[str, nn.Module],
     parameter_names: Mapping[nn.Parameter, tuple[str, ...]],
 ) -> dict[nn.Parameter, str | None]:
-    """Return the name in the model of each parameter of a stage, or None if it has none.
+    """Return the name that each parameter of a stage has in the model, or None without a name.
 
     A tied parameter has several names.  If the stage contains a module that has the parameter, the
     name within this module is returned.
@@ -405,7 +405,7 @@ def _find_step_line(stack: str) -> str:
     """Return the line of code of the step that a rank runs, or "" if it is not in a step.
 
     Args:
-        stack: The stacks of its threads from `faulthandler`, the innermost call first.
+        stack: The stacks of the rank's threads from `faulthandler`, the innermost call first.
     """
     for thread in stack.split("\nThread "):
         frames = re.findall(r'File "(.+)", line (\d+) in (.+)', thread)

@@ -18,8 +18,8 @@ from schedir.testing.unpipelined_model import (
     flatten_to_float64,
 )
 
-# Largest error of a correct gradient, relative to the sum of the norms of the gradients of single
-# microbatches.
+# Largest error of a correct gradient by data type.  The error is relative to the sum of the norms
+# of the gradients that the single microbatches give.
 TOLERANCES: Final = {torch.float32: 1e-6, torch.float64: 1e-12}
 MAX_NAMES: Final = 3  # parameter names in one line of the error; longer lines are hard to read
 MISSING: Final = "no gradient"
@@ -233,8 +233,7 @@ def _list_gradients(
 ) -> Iterator[tuple[StageLocation, str, Tensor | None]]:
     """Yield the location, name and gradient of each gradient that a rank has or should have.
 
-    A weight that no rank has, or fewer ranks than there are replicas, gets a location without a
-    rank.
+    A weight that fewer ranks have than there are replicas also gets a location without a rank.
     """
     result = []
     staged = {name for one in dumps for names in one.stages.values() for name in names}

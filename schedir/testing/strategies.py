@@ -299,7 +299,7 @@ def _draw_tied_and_frozen(draw: st.DrawFn, shape: PipelineShape) -> tuple[TiedSt
 
 
 def _draw_skips(draw: st.DrawFn, shape: PipelineShape) -> list[tuple[int, int]]:
-    """Draw skip connections.  A stage is the source of one at most, and the target of one."""
+    """Draw skip connections, at most one from each source stage and to each target stage."""
     stages = range(shape.stages)
     pairs = [(begin, end) for begin in stages for end in stages if begin + 1 < end]
     found: list[tuple[int, int]] = []

@@ -358,7 +358,7 @@ def _require_expected(inspector: Inspector, expected: ExpectedInstructions) -> N
     op, shape = expected.op, inspector.shape
     scope, present = INSTRUCTIONS[op].scope, inspector.is_present(op)
     required = np.asarray(expected.required, bool)
-    if len(required) != len(present):  # every update, or occurrence, requires the same
+    if len(required) != len(present):  # each update or occurrence requires the same instructions
         required = np.resize(required, len(present))
     if not (required != present).any():
         return

@@ -1,8 +1,9 @@
 """Check programs that ranks run one after the other.
 
 If all ranks run the same correct programs in one order, the sequence is correct. Each program
-receives as many messages as it sends in every channel, so each program starts in a consistent
-state. An instruction waits only for its own program or an earlier one, so waits form no cycle.
+receives as many messages as it sends in every channel, so no message is left for the next program.
+An instruction waits only for instructions of its own program or of an earlier program, so waits
+form no cycle.
 """
 
 from __future__ import annotations
@@ -183,7 +184,7 @@ class _ProgramSequence:
             ]
 
     def _find_channel_uses(self, graph: Graph) -> Iterator[tuple[int, dict[int, int]]]:
-        """Yield each channel of a program, with a dict from its ranks to their first positions."""
+        """Yield each channel of a program, with the first position of each rank that uses it."""
         index = graph.index
         got, channel = find_channels(index, graph.partner, graph.rules)
         sent = graph.partner[got]

@@ -13,10 +13,10 @@ TIERS: Final = ("device", "host", "disk")
 class Scope(Enum):
     """The unit for which an instruction or a value exists once.
 
-    The value of a member is the form of the numbers after the instruction's name in the text.  An
-    instruction per STAGE or RANK exists once in each update.  The text also contains the number of
-    the update if it is not 0.  An instruction per OCCURRENCE exists any number of times for a
-    stage.  These times are numbered from 0.
+    The value of a member shows which numbers follow the instruction's name in the text form.  An
+    instruction per STAGE or RANK exists once in each update.  The text form also contains the
+    number of the update if it is not 0.  An instruction per OCCURRENCE exists any number of times
+    for a stage.  Its occurrences are numbered from 0.
     """
 
     MICROBATCH = "stage.mb"
@@ -73,9 +73,9 @@ class ValueRow(NamedTuple):
         scope: The unit for which there is one value: a microbatch of a stage, a stage, or a rank.
         producer_rule: The rule that finds the instruction that gives the value.
         phrase: The name of the value in messages: "the activation".
-        size: The field of `Sizes` with its bytes; "" if its bytes do not count.  The bytes of
-            weights and gradients do not count either, because a stage has them all the time.  They
-            count if replicas have only parts of them.
+        size: The field of `Sizes` with the bytes of the value; "" if they do not count.  The bytes
+            of unsharded weights and gradients do not count, because a stage has this memory all the
+            time.
         peer: For a value that passes between stages, the rule that leads to the other stage.  The
             value exists only if there is such a stage.  `Sizes` lists its bytes under the earlier
             of the two stages.
@@ -87,9 +87,9 @@ class ValueRow(NamedTuple):
             attribute has one of `attribute_values`.  If these are empty, it exists in programs in
             which the attribute differs from its default.
         initial_tier: One of TIERS, for a value that exists from the start and that no instruction
-            makes or frees.  The value starts on this tier, or on the tier that is the value of
-            `program_attribute`.  It has memory there all the time.  Each replica has its part of
-            the value.
+            makes or frees.  If the attribute `program_attribute` is the name of a tier, the value
+            starts on that tier, and otherwise on `initial_tier`.  The value uses memory on its
+            first tier all the time.  Each replica has a part of the value.
         attribute_values: See `program_attribute`.
         reserved_memory: Additional memory that the value has all the time: one of TIERS, and the
             field of `Sizes` with the bytes.  A replica has a part of this memory if it has a part
@@ -170,10 +170,10 @@ class Change(NamedTuple):
     """A change of the state of a value by an instruction that needs and gives the value.
 
     A state is one of TIERS, or a field of `Sizes` with the bytes of the value.  A new value is on
-    the first of TIERS, with the size from which its first change of size starts.  An instruction
-    that only reads the value needs it on the first of TIERS, with the size after its last change.
-    An instruction that reads the value in another state has a `Change` from this state to the same
-    state.  Such an instruction need not give the value.
+    the first of TIERS.  Its size is the `before` of its first change of size.  An instruction that
+    only reads the value needs it on the first of TIERS, with the `after` of its last change of
+    size.  An instruction that reads the value in another state has a `Change` in which `before` and
+    `after` are this state.  Such an instruction need not give the value.
 
     Attributes:
         value: The value.
@@ -242,7 +242,7 @@ class Row(NamedTuple):
         op: The opcode.  Its number is the index of the row.
         text: The name of the instruction in the text form.
         lane: The queue that executes it.
-        scope: The unit for which there is one such instruction.
+        scope: The unit for which the instruction exists once.
         needs: Values that must exist before it starts.
         gives: Values that exist when it ends.  A row that only reads a value of a microbatch also
             gives it, so that it runs before the instruction that frees the value.
@@ -257,7 +257,7 @@ class Row(NamedTuple):
             ("tied_weights").  An instruction of the group "tied_weights" needs and gives the values
             of all stages with a tied weight together.
         host_sync: "always" if a blocking host waits for all earlier instructions of the lane;
-            "replicas" if it does so only with data-parallel replicas.
+            "replicas" if the host waits only in programs with dp > 1.
         changes: The changes of the states of values that it needs and gives.
         ring: For a collective, the bytes that it moves.  A collective of the processes of one
             pipeline rank, for example of its replicas, has no `partner`: programs do not list these

@@ -1,4 +1,4 @@
-"""Placement: the rank of each stage. Bidirectional placements have a row for each replica."""
+"""Placement: the rank of each stage. With stage replicas, it has a row of ranks per replica."""
 
 from __future__ import annotations
 

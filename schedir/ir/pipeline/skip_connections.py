@@ -1,8 +1,9 @@
 """Skip connections: values that a stage sends to a later stage that is not its neighbour.
 
 `Program.skips` has pairs of source and target stage. With `((0, 5), (1, 4))`, as in a U-Net, stage
-5 receives a value from stage 0, and stage 4 receives one from stage 1. A stage is the source of at
-most one skip, and the target of at most one skip. A stage that receives a value can pass it on.
+5 receives a value from stage 0, and stage 4 receives another value from stage 1. A stage is the
+source of at most one skip, and the target of at most one skip. A stage that receives a value can
+send it to a later stage.
 """
 
 from __future__ import annotations
@@ -119,7 +120,7 @@ SKIPS_TYPE: Final = FieldType(
 def find_neighbor_stages(peer_rule: PeerRule, stages: int, skips: Skips) -> NDArray[np.int32]:
     """Return, for each stage, the stage on the other side of a message.
 
-    The result is cached, and must not be changed.
+    The result is cached. Do not change it.
 
     Args:
         peer_rule: Direction of the message: next or previous stage, or along a skip.

@@ -3,7 +3,7 @@
 The grouping runs first, because it needs sends and receives that are neighbours. Posting receives
 early separates them. Then gathers move, and receives move last. A blocking host waits at a gather
 for its message, so the gather must stay after the position where the lowering put the receive. The
-passes keep the program legal under the given model. `check` verifies that.
+passes keep the program legal under the given progress model. `check` verifies that.
 """
 
 from __future__ import annotations
@@ -122,7 +122,7 @@ def group_opposite_transfers(program: Program) -> Program:
 
     Two messages between two ranks, one each way, are joined on both ranks if they are adjacent in
     both Streams. Then no path of the dependency graph leads from one message to the other through a
-    third instruction. So the pass adds no cycle, under any model.
+    third instruction. So the pass adds no cycle under any progress model.
 
     Args:
         program: A lowered program.

@@ -34,8 +34,8 @@ def insert_transfers(program: Program, costs: Costs | None = None) -> Program:
     its send is appended to the Stream of the producer, and its receive to the Stream of the
     consumer. So all Streams follow one global order. In this order, every edge of the dependency
     graph leads forward, even with blocking transfers in a single queue. So there is no cycle. If
-    ranks have a collective at the end of an update, everything that the update needs comes first in
-    the order.
+    ranks have a collective at the end of an update, all instructions that the update needs come
+    first in the order.
 
     Args:
         program: The draft.

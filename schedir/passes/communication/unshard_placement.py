@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-# Number of runs.  The weights of the next run are gathered while the current run computes.
+# The number of runs by which a stage is unsharded early: the weights of the next run are gathered
+# while the current run computes.
 DEFAULT_PREFETCH: Final = 1
 
 
@@ -64,7 +65,7 @@ def place_unshards(
     Args:
         uses: The stages that each entry uses; may be empty for an entry.
         max_unsharded: Largest number of stages that are unsharded at the same time. If an entry
-            uses more stages, its number applies instead.
+            uses more stages, the largest number of stages of an entry is the limit.
 
     Returns:
         A list of (stage, is_unshard) for each entry and one for the end. `is_unshard` is False for

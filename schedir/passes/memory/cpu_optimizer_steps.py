@@ -65,7 +65,7 @@ def insert_host_steps(program: Program) -> Program:
             is_local_sum = (index.op[at] == Opcode.ReduceGrads) & (program.dp == 1)
             is_local_sum &= ~np.isin(trained, tied)
             offloads, steps, reloads = (pack(op, trained, update) for op in _HOST_STEP_OPS)
-            # With several updates, the next one may add to the gradients after this check.
+            # With several updates, the next update may add to the gradients after this check.
             check_numbers = [update] if shape.optimizer_steps > 1 else []
             checks = pack(Opcode.CheckGradsFinite, 0, np.array(check_numbers, int))
             words += [offloads, checks, steps, reloads]
@@ -109,7 +109,7 @@ def delay_host_steps(program: Program) -> Program:
     group_start = np.append(np.maximum.accumulate(np.where(index.joined, 0, np.arange(n))), n)
     moves = index.find_all_positions((Opcode.ReloadWeights, *OPTIMIZER_STEP_OPS))
     target = deadline[key[moves]]
-    # Even numbers are the present positions. An odd number is right before a group.
+    # Even sort keys are the present positions. An odd sort key is a place right before a group.
     sort_key = 2 * np.arange(n)
     sort_key[moves] = np.where(target < n, 2 * group_start[target] - 1, sort_key[moves])
     order = np.argsort(sort_key, kind="stable")

@@ -209,8 +209,8 @@ def _insert_round_trip(
         """Return the program with reloads as late as possible.
 
         A reload must start so early that it ends at the start of its user. It is inserted before
-        the compute that runs at this time. `lead` moves each reload earlier by `lead` times the
-        duration of the reload.
+        the compute that runs when it must start. `lead` moves each reload earlier by `lead` times
+        the duration of the reload.
         """
         if reloads is not None:
             takes = compute_move_costs(program, HOST_TRIP.reload_op, reloads.address, options)
@@ -225,13 +225,14 @@ def _insert_round_trip(
             mine = np.arange(*program.offsets[one : one + 2])
             mine, here = mine[compute[mine]], rank == one
             first = np.searchsorted(end[mine], late[here], side="right")
-            place[here] = mine[np.minimum(first, len(mine) - 1)]  # the last one if none ends later
+            # If no compute ends later, this is the last compute.
+            place[here] = mine[np.minimum(first, len(mine) - 1)]
         place = groups[np.searchsorted(groups, place, side="right") - 1]
         return back_at(np.maximum.accumulate(np.clip(place, leaves, needed)))
 
     # Two predictions give the times of users: one with reloads right before their users, and one
-    # without moves. The second helps if moves wait for each other. If all resulting positions make
-    # the program longer, reloads stay right before their users.
+    # without moves. The second prediction helps if moves wait for each other. If all resulting
+    # positions make the step longer, reloads stay right before their users.
     last, ideal = times(back_at(needed)), times(program)
     best, least = last[2], float(last[1].max(initial=0.0)) * (1 + 1e-9)
     for lead, (start, end, _) in product(range(_MAX_LEADS), (last, ideal)):

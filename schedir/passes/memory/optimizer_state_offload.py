@@ -39,8 +39,8 @@ _DISK_OPS: Final = (Opcode.ReadStateFromDisk, Opcode.WriteStateToDisk)
 _DEVICE_SLOTS: Final = Value.STATE.name.lower()
 _HOST_SLOTS: Final = next(name for name, kind in HOST_SLOT_VALUES.items() if kind is Value.STATE)
 _BUFFER_COUNT_TYPE: Final = make_integer_type(1, MAX_STAGES)
-# Buffers on each tier. On the device, the step of one stage overlaps with the reload of the next.
-# On the host, the read of one stage overlaps with the write of the previous one.
+# Number of buffers on each tier. On the device, the step of one stage overlaps with the reload of
+# the next stage. On the host, the read of one stage overlaps with the write of the previous stage.
 DEFAULT_BUFFERS: Final = 2
 # Placements of states that come to the device stage by stage.
 _OFFLOAD_PLACEMENTS: Final = ("host", "disk")

@@ -59,7 +59,8 @@ _FILL_OPS: Final = {
     "F": (FORWARD_OPS,),
     "all": (COMPUTE_OPS, BACKWARD_WEIGHT_OPS, FORWARD_OPS),
 }
-# The number of later forwards or backwards of microbatches whose segments may run early.
+# Number of later pairs of direction (forward or backward) and microbatch whose segments may run
+# early.
 _LOOKAHEADS: Final = (1, 2)
 # The largest duration of a compute that fills a wait, as a multiple of the wait.  With None, the
 # compute with the longest remaining path always runs.
@@ -73,9 +74,9 @@ def fill_collective_waits(program: Program, options: Options) -> Program:
     """Reorder a draft so that compute runs during collectives between segments.
 
     Each stage adds to its gradients in the original order, so training results stay bitwise equal.
-    The simulated time of the result is not longer than that of the original, and the result is not
-    farther above a memory limit. Without a limit, no rank has more forwards without their backwards
-    at the same time than in the original.
+    The simulated time of the result is not longer than that of the original. The result does not
+    exceed a memory limit by more bytes than the original. Without a limit, no rank has more
+    forwards without their backwards at the same time than in the original.
 
     Args:
         program: A draft with segments.
@@ -84,8 +85,8 @@ def fill_collective_waits(program: Program, options: Options) -> Program:
             microbatches. "all": the shortest result of "W", "F", and all computes.
 
     Raises:
-        UsageError: The value is another one, there are no costs, the costs of the collectives are
-            0, the program has no segments, or some computes are joined.
+        UsageError: The option has another value, there are no costs, the costs of the collectives
+            are 0, the program has no segments, or some computes are joined.
     """
     which = options.extra_options["fill_collective_waits"]
     if which not in _FILL_OPS:
