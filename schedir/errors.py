@@ -86,7 +86,7 @@ class InstructionSite:
 
 @dataclass(frozen=True)
 class CycleWait:
-    """One wait of a cycle: the next instruction of a queue, and the instruction it waits for.
+    """One wait of a cycle: the next instruction of a queue and the instruction that it waits for.
 
     Args:
         rank: Rank of the instruction that waits.
@@ -249,7 +249,7 @@ def to_float(value: object) -> float | None:
 
 
 def require_bool(value: object, name: str) -> bool:
-    """Return a user's value of a boolean setting as a bool.
+    """Convert a user's value of a boolean setting to a bool.
 
     Args:
         value: A bool, a numpy bool, or the integer 0 or 1.
@@ -317,7 +317,7 @@ class ShapeError(SchedirError):
 
 
 class CostsError(SchedirError):
-    """Costs that are negative, not finite, do not fit the stages, or that no search supports."""
+    """Costs that are not valid numbers, do not fit the stages, or cannot be used in a search."""
 
 
 class ScheduleError(SchedirError):
@@ -382,7 +382,7 @@ class TraceError(SchedirError):
 class CsvCellError(ParseError):
     """A cell of a CSV file that is not an action, or does not fit the other cells.
 
-    `line` is the row of the cell and `column` its number in the row, both from 1.
+    `line` is the row of the cell, and `column` is the number of the cell in this row, both from 1.
     """
 
     location_format = "row {line}, column {column}"
@@ -393,7 +393,7 @@ class LoweringLevelError(SchedirError):
 
 
 class CompletenessError(SchedirError):
-    """Work that is missing, exists twice, is out of range, or is on the wrong rank."""
+    """An instruction that is missing, exists twice, is out of range, or is on the wrong rank."""
 
 
 class UnmatchedTransferError(CompletenessError):
@@ -481,8 +481,8 @@ class DeadlockError(SchedirError):
 
     Attributes:
         eager_limit: The smallest limit in bytes with which the program finishes, if messages of at
-            most this size do not wait for their receive.  `check` sets it if it gets `sizes` and
-            there is such a limit; otherwise it is None.
+            most this size do not wait for their receive.  `check` sets this limit if `sizes` are
+            given and such a limit exists.  Otherwise it is None.
     """
 
     def __init__(
@@ -505,7 +505,7 @@ class DeadlockError(SchedirError):
         self.eager_limit: float | None = None
 
     def format_lines(self) -> list[str]:
-        """Return a line for each wait of the cycle, and the instructions around it on one rank."""
+        """Return a line for each wait of the cycle, and the lines of `window`."""
         width = max(len(str(w.instr)) for w in self.cycle)
         chain = [
             f"rank {w.rank} #{w.index:<3} {w.instr!s:<{width}}  needs {w.needed_instr}, "
@@ -554,7 +554,7 @@ class ProgramSequenceError(SchedirError):
 
 
 class ModelError(SchedirError):
-    """A model that does not fit the program, or a transport that is too weak for it."""
+    """A model or a transport that does not fit the program."""
 
 
 class ExecutionError(SchedirError):

@@ -46,7 +46,7 @@ from schedir.schedules.schedule_algebra import Schedule, get_placement_mark, get
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.verify.check import check, check_draft
 
-SIZES_EXAMPLE = "Sizes(activation=16e6, saved=1.2e9)"  # Errors show it as a value that is valid.
+SIZES_EXAMPLE = "Sizes(activation=16e6, saved=1.2e9)"  # Errors show this valid value.
 
 
 @explain_wrong_calls("compile('one_f_one_b', PipelineShape(ranks=4, microbatches=8))")
@@ -86,7 +86,7 @@ def compile(
     Args:
         schedule: The name of a built-in schedule, a schedule function, or a draft. A draft is a
             program with compute instructions only, for example from `greedy_schedule` or a CSV
-            file. It has its own shape. Its attributes apply unless you give other values here.
+            file. A draft has its own shape. Its attributes apply unless you give other values here.
         shape: Shape of the pipeline. You can give its fields as keywords instead.
         tp: Size of the tensor-parallel groups. The default is `tp` of the draft, or 1.
         dp: Number of data-parallel replicas. The default is `dp` of the draft, or 1.
@@ -399,7 +399,7 @@ def check_memory(
                 f"with -O buffer_sharing=minimal {effect}",
             )
         elif program.used_opcodes.isdisjoint((*HOST_TRIP, RECOMPUTE)):
-            # One saved value of the list must stay on the device: an instruction uses it then.
+            # At the peak, an instruction uses one of the saved values, so this one cannot move.
             number, size = next(
                 (value[1:] for value in error.live_values if value[0] == "saved"),
                 (0, 0.0),
@@ -504,7 +504,8 @@ def finish_lowering(program: Program) -> Program:
             of weights already.
 
     Returns:
-        The program after the passes of the phases "ends" and "memory", with default options.
+        The program after the passes of the lowering phases "ends" and "memory", with default
+        options.
     """
     return _apply_passes(
         program, [p for p in LOWERING_PASSES if p.phase in ("ends", "memory")], Options()

@@ -71,7 +71,8 @@ def infer_options(
 def adapt_options(options: Mapping[str, Any], shape: PipelineShape) -> dict[str, Any]:
     """Adapt the options of a program to another shape.
 
-    `unsharded_stages` becomes at most the largest number of stages of a rank of the shape.
+    If `unsharded_stages` is larger than the number of stages of every rank of the other shape, it
+    is reduced to the largest of these numbers.
 
     Args:
         options: The options that `infer_options` returned.
@@ -161,8 +162,8 @@ class Lowering:
             The checked program.
 
         Raises:
-            ShapeError: The draft has another number of stages, and the reference has tied weights
-                (other than the first and the last stage), frozen stages or skip connections.
+            ShapeError: The draft has another number of stages, and the reference has frozen stages,
+                skip connections, or tied weights of other stages than the first and the last.
             SchedirError: See `compile`.
         """
         reference = self.reference

@@ -232,7 +232,7 @@ class Dataflow:
 
     @property
     def stale_reads(self) -> list[StaleRead]:
-        """Return the reads of values that were freed or changed before and are not made later."""
+        """Return the reads of values that were freed or changed before and are not made again."""
         return self._stale_reads if self.givers.size else []
 
     def find_value(self, needer: int, giver: int) -> Value | None:
@@ -431,7 +431,7 @@ class Dataflow:
         order = giver_keys * span + givers
         sort = np.argsort(order)
         event = np.searchsorted(order[sort], needer_keys * span + needers) - 1
-        near = np.append(sort, 0)[event]  # index -1, no event, reads the appended 0
+        near = np.append(sort, 0)[event]  # without an event, index -1 reads the appended 0
         if not len(givers):
             return np.full(len(needers), NO_POSITION, np.int32)
         fits = (event >= 0) & (giver_keys[near] == needer_keys)

@@ -1,10 +1,10 @@
 """Limits on untrusted input: the number of instructions, and whether code may run.
 
-A shape of a few words may expand to billions of instructions.  A schedule that is given as
+A shape in a short text may expand to billions of instructions.  A schedule that is given as
 `file.py:function` is Python code, which runs when schedir loads it.
 
-By default, the number of instructions is limited for programs from files and programs of commands.
-It is not limited for programs that Python code builds.  `input_limits` sets another limit.
+By default, schedir limits the number of instructions of a program from a file or a command.  It
+does not limit a program that Python code builds.  `input_limits` sets another limit.
 """
 
 from __future__ import annotations

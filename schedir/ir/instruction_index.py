@@ -50,7 +50,7 @@ class InstructionIndex:
         key: Key of each instruction, shape (instructions,).
         key_count: Scope -> number of possible keys.
         occurrences: Number of occurrences of a stage that have keys, at least 1.
-        positions: Opcode -> positions of its valid instructions, ascending.
+        positions: Opcode -> positions of the valid instructions, ascending.
         position_by_key: Opcode -> position of the instruction with each key; -1 if there is none.
         is_all_valid: True if all instructions are valid.
         has_no_duplicates: True if no valid instruction exists twice.

@@ -116,8 +116,8 @@ class Program:
             state from level 1 on, and a part of the gradients from level 2 on.  At level 3, each
             replica has a part of the weights, which Unshard gathers.
         reduce_scatter_at: When sharded gradients are reduced.  "update_end": once per update.
-            "each_backward": after each sequence of consecutive backwards of a stage, so that full
-            gradients use no memory between these sequences.
+            "each_backward": after each sequence of consecutive backwards of a stage, so that
+            unsharded gradients use no memory between these sequences.
         checkpoint_snapshots: True if the program can copy the weights and the optimizer state for
             a checkpoint during the forwards of the next step, before its OptimizerStep changes
             them.
@@ -490,8 +490,9 @@ class Program:
     def first_stage(self, op: int) -> int:
         """Return the first stage that can have instructions with an opcode.
 
-        For backwards, messages with gradients and reductions, this is the first trained stage. For
-        all other opcodes, it is stage 0.
+        For opcodes that only trained stages have (`TRAINED_STAGE_OPS`), this is the first trained
+        stage. Examples are backwards, messages with gradients, and reductions. For all other
+        opcodes, it is stage 0.
 
         Args:
             op: The opcode.
@@ -500,7 +501,7 @@ class Program:
 
     @property
     def trained_ties(self) -> TiedStages:
-        """Return the entries of `tied_weights` that are trained.
+        """Return the entries of `tied_weights` whose stages are trained.
 
         An entry is left out if its first stage is frozen.
         """
@@ -530,8 +531,8 @@ class Program:
 
         The name of the program is not included.
         """
-        # Fields without a `digest` function are newer.  They come last, and only if their value is
-        # not the default.  So the digests of older programs stay the same.
+        # Fields without a `digest` function are newer.  The digest contains them last, and only if
+        # their value is not the default.  So the digests of older programs stay the same.
         first = [
             item
             for f in HEADER_FIELDS

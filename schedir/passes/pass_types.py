@@ -90,7 +90,7 @@ def _read_no_options(program: Program, progress_model: ProgressModel) -> dict[st
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass from a program to a program.
+    """A pass: a function from a program to a program, its options, and its place in the lowering.
 
     Args:
         name: The name of the pass.

@@ -83,9 +83,9 @@ def assert_same_gradients(
             which their sum is divided.  The expected gradient is the gradient of the result.
         replicas: The number of data-parallel replicas.  The first replica gets the first
             microbatches.  The same gradient is expected on each replica.
-        tolerance: The largest relative difference.  The default is 1e-6 in float32, 1e-12 in
-            float64, and 8 times the `eps` of any other type, which hides small errors.  0 requires
-            the same bits.
+        tolerance: The largest difference relative to the size above.  The default is 1e-6 in
+            float32, 1e-12 in float64, and 8 times the `eps` of any other type, which hides small
+            errors.  0 requires equal bits.
         timeout: Seconds after which a rank that still runs the step counts as hung.
         start_method: "fork" or "spawn".  The default is described above.
 
@@ -331,7 +331,7 @@ def _find_stage_names(
     modules: Mapping[str, nn.Module],
     parameter_names: Mapping[nn.Parameter, tuple[str, ...]],
 ) -> dict[nn.Parameter, str | None]:
-    """Return the name that each parameter of a stage has in the model, or None without a name.
+    """Return the name of each parameter of a stage in the model; None if the model lacks it.
 
     A tied parameter has several names.  If the stage contains a module that has the parameter, the
     name within this module is returned.

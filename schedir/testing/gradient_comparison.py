@@ -145,7 +145,7 @@ class WrongGradients(AssertionError):
 def _suggest_first_stage(
     differences: Sequence[GradientDifference], correct_locations: Sequence[StageLocation]
 ) -> str:
-    """Return a hint with the stage in which the error begins, or "" if it is not clear.
+    """Return a hint with the stage in which the error begins, or "" if this stage is not clear.
 
     Backwards run from the last stage to the first, so an error spreads to the lower stages.  If
     stages 0 to k are wrong and the stages after k are correct, the error begins in stage k.

@@ -70,7 +70,7 @@ def assert_schedule(
 
     if isinstance(shapes, st.SearchStrategy):
         tried = given(shape=shapes, seed=st.integers(0, 2**32 - 1))(holds)
-        # The output of the explain phase does not help to find the error.
+        # The output of hypothesis's explain phase does not help to find the error.
         phases = [phase for phase in Phase if phase is not Phase.explain]
         # A database would replay the failures of one schedule for the next one.
         settings(max_examples=max_examples, deadline=None, phases=phases, database=None)(tried)()

@@ -30,10 +30,11 @@ PLACEMENT_KINDS = ("loop", "vee", "mirror", "given", "rows")
 def shapes_for(
     schedule: Schedule, ranks: int = 4, microbatches: int = 6, stages_per_rank: int = 3
 ) -> list[PipelineShape]:
-    """Return all shapes up to some sizes that a schedule can take, smaller ones first.
+    """Return all shapes that a schedule can have, up to some sizes, in ascending order.
 
-    The decorator `with_placement` gives the placement and the stages per rank.  A schedule without
-    it gets the placement "loop", and several stages per rank only if it has a parameter `v`.
+    The decorator `with_placement` gives a schedule its placement and its stages per rank.  A
+    schedule without this decorator gets the placement "loop", and several stages per rank only if
+    it has a parameter `v`.
 
     Args:
         schedule: The schedule.
@@ -310,7 +311,7 @@ def _draw_skips(draw: st.DrawFn, shape: PipelineShape) -> list[tuple[int, int]]:
 
 
 def _draw_state_placement(draw: st.DrawFn, shape: PipelineShape, clips: bool) -> dict[str, Any]:
-    """Draw where optimizer state and weights are, or a norm check after the step."""
+    """Draw the placement of the optimizer state, the ZeRO level, and the time of the norm check."""
     several_steps = shape.optimizer_steps > 1
     places = ["device", "cpu_step"] if several_steps else ["device", "host", "disk", "cpu_step"]
     options: dict[str, Any] = {"optimizer_placement": draw(st.sampled_from(places))}
@@ -361,8 +362,8 @@ def random_compute_program(
 ) -> Program:
     """Return a draft in the order of a random execution.
 
-    Each replica of a stage runs its backwards in ascending order of microbatches.  Before a forward
-    that needs the weights of an optimizer step, all backwards of this step have run.
+    Each replica of a stage runs its backwards in ascending order of microbatches.  A forward that
+    needs the weights after an optimizer step runs after all backwards of this step.
 
     Args:
         shape: The shape.

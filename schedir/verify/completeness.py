@@ -205,7 +205,7 @@ def _describe_excess(inspector: Inspector, at: int) -> str:
 
 
 def _require_owner_ranks(inspector: Inspector) -> None:
-    """Refuse an instruction of a stage on a rank that does not run it."""
+    """Refuse an instruction on a rank that does not run the instruction's stage."""
     ix, shape = inspector.index, inspector.shape
     wrong = shape.rank_of_stage(ix.stage, ix.mb) != ix.rank
     for row, at in ix.iterate_rows():

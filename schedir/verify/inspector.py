@@ -70,7 +70,7 @@ class Inspector:
         """Raise an error for the first instruction that a mask marks, if there is one.
 
         Args:
-            wrong: A mask over all instructions, shape (n,).
+            wrong: A mask over all instructions, shape (instructions,).
             fact: A function from the position of the instruction to the message of the error.
 
         Raises:

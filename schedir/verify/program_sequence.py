@@ -56,7 +56,8 @@ def check_program_sequence(
     The n-th run of a program on one rank belongs to the n-th run of the same program on every other
     rank. If all ranks run the same programs in one order, it is enough that each program is
     correct. Otherwise a message of one step can arrive in another step or never, and ranks can wait
-    for each other across steps. Between steps, hosts wait only for their messages.
+    for each other across steps. The check assumes no barrier between steps: each queue of a rank
+    continues with the next step.
 
     Args:
         runs: For each rank, the programs that it runs, in order.

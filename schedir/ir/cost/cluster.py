@@ -30,7 +30,7 @@ GroupProcesses = int | Sequence[int] | Processes
 )
 @dataclass(frozen=True)
 class Cluster:
-    """The number of equal machines (nodes), and the speeds and memory of their GPUs.
+    """Equal machines (nodes): their number, and the speeds and memory of their GPUs.
 
     Processes are numbered node by node: first all processes of node 0, then those of node 1. A
     group within one node communicates over NVLink. A ring across nodes is as fast as its slowest
@@ -51,7 +51,7 @@ class Cluster:
         gpus_per_node: Number of GPUs of each node.
         flops: Floating-point operations per second of a GPU, in the data type of the training.
         memory: Memory of a GPU, in bytes.
-        hbm_bandwidth: Bytes per second of the memory of a GPU.
+        hbm_bandwidth: Bytes per second that a GPU reads from or writes to its memory.
         nvlink_bandwidth: Bytes per second that a GPU sends to GPUs of its node, while it receives
             as many.
         network_bandwidth: Bytes per second that a GPU sends to other nodes, while it receives as
@@ -75,8 +75,8 @@ class Cluster:
             utilization (MFU) is a share of this number. The default is `flops`.
         fp8_peak: Floating-point operations per second in the data sheet for numbers of 8 bits.
             None for a GPU that cannot train in FP8.
-        num_sms: Number of multiprocessors of a GPU. The tiles of a matrix product are distributed
-            over them. If None, the work of a product is assumed to be divisible without limit.
+        num_sms: Number of multiprocessors of a GPU. They share the tiles of a matrix product. If
+            None, the work of a product is assumed to be divisible without limit.
         itemsize: Bytes of a number in the data type of the training.
         processors: Number of processors of a node without GPUs.
         host_memory: Bytes of the host's memory that the process of one GPU may use.
@@ -516,8 +516,8 @@ class Cluster:
           without main parameters also copies the weights to the host, together with the gradients.
           `offload_grads` does not include the bytes of the weights.
         - With `offload`: `offload` and `reload`, copies of the `saved` bytes of a microbatch
-          (`host_transfer_time`). A microbatch in `recomputed` has copies of its `recompute_inputs`
-          bytes instead.
+          (`host_transfer_time`). A pair of stage and microbatch in `recomputed` has copies of its
+          `recompute_inputs` bytes instead.
         - With `offload_to_disk`: `offload_to_disk` and `reload_from_disk`, copies of the same bytes
           to the disk and back (`disk_transfer_time`).
         - `I` and `W`: half of B each, if only B is given.

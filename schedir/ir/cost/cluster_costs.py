@@ -42,8 +42,8 @@ _ALL_TO_ALL_COSTS: Final = dict.fromkeys(INSTRUCTIONS[op].cost for op in EP_COLL
 _ZERO_COLLECTIVES: Final = {"reduce_scatter", "unshard"}
 # Costs of collectives that only programs without ZeRO have.
 _NON_ZERO_COLLECTIVES: Final = {"reduce_grads"}
-# Name of a cost -> names of the sizes of its messages between neighbouring stages.  A cluster
-# computes no costs of messages along skip connections.
+# Name of a cost -> names of the sizes of the messages that have this cost and pass between
+# neighbouring stages.  A cluster computes no costs of messages along skip connections.
 _SIZES_BY_MESSAGE: Final = {
     row.cost: {
         VALUES[kind].size
@@ -316,7 +316,7 @@ class _CostFiller:
     # ------------------------------------------------------------ messages
 
     def compute_send(self) -> Floats:
-        """Return the time in which a stage sends an activation or a gradient, the longer of both.
+        """Return, for each stage, the time of its activation or gradient message, the longer one.
 
         If a stage has replicas, the slowest of their links counts.
 
@@ -455,7 +455,7 @@ class _CostFiller:
             cost: Name of the cost.
 
         Returns:
-            Seconds, shape (stages, 1), or (1, 1) if the group has one member.
+            Seconds, shape (stages, 1), or (1, 1) if the collective has one member.
         """
         ring, rows = _RING_BY_COST[cost], self.shape.placement_rows
         members = {"tp": self.tp, "dp": self.dp, "stage_replicas": rows}[ring.members]
@@ -479,7 +479,7 @@ class _CostFiller:
         return ring.rounds * (members - 1) * message
 
     def _find_slowest_links(self, get_groups: GroupFunction) -> tuple[Floats, Floats]:
-        """Return the lowest bandwidth and the highest latency of the groups of each stage.
+        """Return the lowest bandwidth and the highest latency of each stage's process groups.
 
         Both arrays have shape (stages,).
         """

@@ -106,7 +106,8 @@ class Costs(CostFields):
         reduce_norm: Reduction of the gradient norm over all ranks.
         tp_scatter: Copy of a tensor-parallel rank's part of a boundary, before the rank sends it.
         tp_gather: All-gather of a received boundary in the tensor-parallel group.
-        reduce_norm_after_step: Reduction of the gradient norm after the step (post-validation).
+        reduce_norm_after_step: Reduction of the gradient norm after the optimizer step
+            (post-validation).
         unshard: All-gather of the weights of a stage.
         reduce_scatter: Reduce-scatter of the gradient of a stage.
         snapshot: Copy of a stage's weights and optimizer state to the host, for a checkpoint.
@@ -207,7 +208,7 @@ class Costs(CostFields):
             shape: Shape of the pipeline.
 
         Returns:
-            The cost `FB`, in the form of `for_opcode`, or None.
+            The cost `FB`, in the same shape as from `for_opcode`, or None.
 
         Raises:
             CostsError: See `for_opcode`.
@@ -241,7 +242,7 @@ class Costs(CostFields):
         """Return the cost of each instruction of a program.
 
         Args:
-            index: Index of the program.
+            index: The instruction index of the program.
 
         Returns:
             A table of costs, shape (entries,), and the index of each instruction's cost in this

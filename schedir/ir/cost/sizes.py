@@ -58,7 +58,7 @@ MICROBATCH_SIZES: Final = {
     "routed",
     "expert_buffer",
 }
-# Name of a size -> name of the size that is used if the first one is not given.
+# Name of a size -> name of the size that is used if the first size is not given.
 _FALLBACK_SIZES: Final = (
     {row.size: row.size_fallback for row in VALUES if row.size_fallback}
     | dict.fromkeys(_FORM_SIZES, "activation")
@@ -176,7 +176,7 @@ class Sizes:
 
     @property
     def static_sizes(self) -> tuple[str, ...]:
-        """The names of the sizes whose sum is the model states: the parts, or `model_states`."""
+        """The names of the sizes whose sum is `model_states`: its parts, or `model_states`."""
         return self.specified_parts or ("model_states",)
 
     def _require_joint_size(self) -> None:
@@ -321,7 +321,7 @@ class EagerMessages(NamedTuple):
 
 
 def _refuse_text(name: str, text: str) -> NoReturn:
-    """Raise the error for a size that is a text. The hint has the number if the text has bytes."""
+    """Raise the error for a size that is a text. If the text has a number, the hint shows it."""
     try:
         hint = f"Sizes({name}={parse_bytes(text):g})"
     except ValueError:

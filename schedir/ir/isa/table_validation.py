@@ -52,7 +52,8 @@ _LATEST_RULES: Final = (ProducerRule.LATEST, ProducerRule.LATEST_OR_START)
 _DEFAULTED_ATTRIBUTES: Final = {
     f.name for f in fields(Program) if f.metadata and f.default is not MISSING
 }
-# Producer rules of values that can have a size.  Their memory counts from the maker on.
+# Producer rules of values that can have a size.  The memory of such a value counts from the
+# instruction that makes the value.
 _LIFETIME_RULES: Final = (*_CHAINED_RULES, ProducerRule.ALL)
 _SKIP_PEERS: Final = (PeerRule.SKIP_TO, PeerRule.SKIP_FROM)
 _NEIGHBOR_SIZES: Final = {"activation", "activation_grad"}

@@ -4,7 +4,7 @@
 `Field` records from these declarations. `HEADER_FIELDS` in `schedir/ir/program.py` lists all
 records. These records define the header of a program's text, the digest, the command-line options
 and the settings of a configuration. They also define the error for an option that contradicts a
-file.
+program file.
 """
 
 from __future__ import annotations

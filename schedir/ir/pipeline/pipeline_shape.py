@@ -144,8 +144,9 @@ class PipelineShape:
             backward. Give one number, or one number per stage.
         sequence_chunks: Number of chunks of each sequence. Each chunk is a microbatch: chunk j of
             sequence n is microbatch n * sequence_chunks + j. A chunk attends to the earlier chunks
-            of its sequence, and its backward adds to their gradients. So each stage runs the chunks
-            of a sequence forward in ascending order, and backward in descending order.
+            of its sequence, and its backward adds to the gradients of these earlier chunks. So each
+            stage runs the chunks of a sequence forward in ascending order, and backward in
+            descending order.
 
     Raises:
         ShapeError: No pipeline can have this shape.
@@ -511,7 +512,7 @@ class PipelineShape:
 
     @cached_property
     def _local_stages(self) -> NDArray[np.int64]:
-        """Return the local stage numbers on the rank of each replica, shape (rows, stages)."""
+        """Return the local number of each stage replica on its rank, shape (rows, stages)."""
         result = np.empty_like(self.replica_ranks)
         for rank, local_stages in enumerate(self.stages_on_rank):
             result[self.replica_row_of_stage(local_stages, rank), local_stages] = np.arange(

@@ -51,9 +51,9 @@ def reduce_scatter(program: Program) -> Program:
     may be between them, except those that add to the gradient of another stage of the rank. A group
     that adds to two stages belongs to the runs of both stages. Late BackwardWeights form runs, too.
 
-    With `reduce_scatter_at` "each_backward", a reduce-scatter follows each run. So a rank has full
-    gradients only of the stages of its present run. With "update_end", one reduce-scatter follows
-    the last run of each stage.
+    With `reduce_scatter_at` "each_backward", a reduce-scatter follows each run. So a rank has
+    unsharded gradients only of the stages of its present run. With "update_end", one reduce-scatter
+    follows the last run of each stage.
 
     Args:
         program: A program with messages and without reductions.

@@ -56,7 +56,8 @@ def share_slots(
 
     "latency_preserving" uses the smallest numbers with which the predicted time stays as short as
     with a separate slot for each value. It computes a lower bound for each rank and kind. If the
-    lower bounds keep the time, they are the result. Otherwise a search reduces larger numbers.
+    lower bounds keep the predicted time, they are the result. Otherwise, a search starts from
+    larger numbers, and reduces them.
 
     Specified numbers of slots for values that do not pass between stages, such as unsharded
     weights, stay unchanged.
@@ -128,10 +129,10 @@ def reduce_slots(
     min_slots: NDArray[np.int64],
     keeps_time: Callable[[NDArray[np.int64]], bool],
 ) -> NDArray[np.int64]:
-    """Reduce numbers of slots as far as a search finds numbers that keep the time.
+    """Search for smaller numbers of slots that keep the predicted time.
 
-    The search sets a part of the numbers to their minimum. If this does not keep the time, it
-    divides the part in two and tries both halves.
+    The search sets a part of the numbers to their minimum. If this makes the predicted time longer,
+    the search divides the part in two and tries both halves.
 
     Args:
         best: Numbers of slots that keep the time, of any shape.

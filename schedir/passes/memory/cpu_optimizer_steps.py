@@ -40,10 +40,11 @@ def insert_host_steps(program: Program) -> Program:
     """Insert the copies of gradients, the steps on the host, and the copies of weights.
 
     Each trained stage has one instruction of each kind in every update. If the reduction of a
-    gradient is only a sum on the rank, the gradient is copied right after it, during backwards of
-    other stages. Otherwise it is copied at the end of the update, where the host waits for the sum
-    in any case. The steps are in the order in which the gradients are ready. With several updates,
-    the rank releases its gradients before the steps, so that the next update can add to them.
+    gradient is only a sum on the rank, the gradient is copied right after the reduction, during
+    backwards of other stages. Otherwise it is copied at the end of the update, where the host waits
+    for the reduction in any case. The steps are in the order in which the gradients are ready. With
+    several updates, a CheckGradsFinite comes before the steps. After it, the next update can add to
+    the gradients.
 
     Args:
         program: A program with gradient reductions.
@@ -79,7 +80,7 @@ def insert_host_steps(program: Program) -> Program:
 
 
 def delay_host_steps(program: Program) -> Program:
-    """Move OptimizerStep and ReloadWeights of each update right before the first use of the result.
+    """Move OptimizerStep and ReloadWeights of each update right before their result is first used.
 
     Until then, the host runs its steps, and the rank computes the next update with the older
     weights. The first use is a forward with the new weights, a gradient copy that reuses the

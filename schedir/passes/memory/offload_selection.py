@@ -53,7 +53,7 @@ from schedir.passes.selection import (
 Floats = NDArray[np.float64]
 Positions = NDArray[np.intp]
 MAX_LISTED: Final = 4  # number of selected addresses without effect that a warning lists
-# Shares of the values that could stay.  "fit" also tries to move these shares of such values.
+# "fit" also tries to move these shares of the values that need not move to keep the limit.
 _TRIED_SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 

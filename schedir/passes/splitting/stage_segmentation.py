@@ -372,8 +372,8 @@ def split_costs(
     value, and all tokens instead of one rank's tokens with sequence parallelism.
 
     A chunk has an equal part of all times and bytes of a microbatch. So the result assumes that
-    the time of products, messages and collectives is proportional to their rows. It does not
-    include the overhead of chunks.
+    the time of products, messages and collectives is proportional to the number of rows of their
+    tensors. It does not include the overhead of chunks.
 
     Args:
         values: The costs or sizes of the stages.
@@ -421,7 +421,8 @@ def split_costs(
     return replace(values, **found)
 
 
-# Costs and sizes per microbatch.  A chunk has this value divided by the number of chunks.
+# Costs and sizes per microbatch.  A chunk has the value of its microbatch, divided by the number of
+# chunks.
 PER_CHUNK_FIELDS: Final = {
     *MICROBATCH_SIZES,
     "FB",
