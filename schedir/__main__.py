@@ -4,8 +4,7 @@ Exit codes:
 
 - 0: success.
 - 1: a bug of schedir, or a rank that crashed or was killed.
-- 2: a refused program, no result within the limits, wrong usage, or a missing or broken optional
-  package.
+- 2: a refused program, no result within the limits, wrong usage, or a missing or broken package.
 - 130: interrupted.
 
 A command writes all its output when it ends.  Errors go to standard error.
