@@ -210,7 +210,7 @@ class _Parser(argparse.ArgumentParser):
                 if any(each.dest == "source" and each.nargs is None for each in parser._actions):
                     message = f"{parser.prog} takes one SCHEDULE, and {word!r} is one too many"
                     hint = suggest_source(word)
-                    if re.fullmatch(r"[kMGTP]?i?B", word):  # --memory-limit 40 GB
+                    if re.fullmatch(r"[kMGTP]?i?B", word):  # as in --memory-limit 40 GB
                         hint = f"write a number of bytes without a space: 40{word}"
                     hint = hint or f"schedir compare SCHEDULE {word} compares several schedules"
         raise UsageError(message, hint=hint)
@@ -220,7 +220,7 @@ class _Parser(argparse.ArgumentParser):
 
         `memory_limit` becomes `--memory-limit`.
         """
-        if isinstance(error, ConfigError) or hasattr(error, "__notes__"):  # The value is in a file.
+        if isinstance(error, ConfigError) or hasattr(error, "__notes__"):  # from a file
             return
         # Users recognise an option of one word also without its dashes.
         options = {name: f"--{name.replace('_', '-')}" for name in error.fields if "_" in name}

@@ -313,7 +313,7 @@ class CheckpointError(SchedirError):
 
 
 class ShapeError(SchedirError):
-    """A pipeline shape that is not possible, such as no ranks or a placement with gaps."""
+    """A pipeline shape that is not possible, such as no ranks, or a rank without a stage."""
 
 
 class CostsError(SchedirError):

@@ -74,7 +74,7 @@ def require_package(package: str, feature: str, *, field: str = "", min_version:
     """
     try:
         spec = find_spec(package)
-    except ModuleNotFoundError:  # the package that contains it is not installed
+    except ModuleNotFoundError:  # a parent is not installed, such as megatron for megatron.core
         spec = None
     if spec is None or spec.origin is None:  # without an origin, it is only a folder with this name
         raise _make_missing_error(

@@ -170,7 +170,8 @@ class Lowering:
         traits = {f.name: getattr(reference, f.name) for f in ATTRIBUTE_FIELDS}
         ops = reference.used_opcodes - draft.used_opcodes
         forced_options = {"recompute": "all"} if RECOMPUTE in ops else {}
-        # The selection of forwards that the reference offloads is valid only for its shape.
+        # The selection of forwards that the reference offloads is valid only for the reference's
+        # shape.
         if draft.shape != reference.shape:
             forced_options |= {
                 name: "all" for name in ("offload", "offload_to_disk") if self.options.get(name)

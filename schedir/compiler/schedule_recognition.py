@@ -22,7 +22,8 @@ class Recognition(NamedTuple):
 
     Attributes:
         schedule: The name of the schedule, or "" if no built-in schedule begins like the program.
-        agreeing: The number of compute instructions before the first difference, summed over ranks.
+        agreeing: The number of compute instructions before the first difference of each rank,
+            summed over the ranks.
         total: The number of compute instructions of the program.
         rank: The rank of the first difference, or -1 if there is none.
         compute_index: The index of this difference among the compute instructions of its rank, or
@@ -100,7 +101,7 @@ def recognize(program: Program) -> Recognition:
     ):
         try:
             draft = expand_schedule(schedule, program.shape)
-        except SchedirError:  # the schedule is for other shapes
+        except SchedirError:  # the schedule does not support this shape
             continue
         found = _compare(name, own, [_drop_recomputes(stream) for stream in draft.streams], total)
         if found.is_exact:

@@ -270,7 +270,7 @@ class Program:
 
     @property
     def slots_per_rank(self) -> Sequence[SlotCounts]:
-        """The numbers of static buffers of each rank, or `SlotCounts.unspecified()` without any."""
+        """The numbers of static buffers of each rank; `SlotCounts.unspecified()` if not given."""
         return self.slots or [SlotCounts.unspecified()] * self.shape.ranks
 
     def with_slots(self, slots: Sequence[SlotCounts]) -> Self:
@@ -331,7 +331,7 @@ class Program:
     def clear_cache(self) -> None:
         """Drop all derived objects, to free memory.
 
-        Call this for a program that is only the input of a pass.
+        Call this for a program that you need only as the input of a pass.
         """
         self._cache.clear()
 

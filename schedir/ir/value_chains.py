@@ -111,7 +111,7 @@ class ValueChains(NamedTuple):
         begins = np.flatnonzero(makes | first)
 
         def state(names: Sequence[str], rest: int) -> tuple[Ints, Ints, Mask]:
-            """Return the state after each event, the final state, and which events set a state."""
+            """Return the state after each event, its value's last state, and a mask of changes."""
             places = {name: k for k, name in enumerate(names)}
             ends = [_get_change_states(part.change) or ("", "") for part in members]
             before, after = (
@@ -207,8 +207,8 @@ class ValueChains(NamedTuple):
     def _find_intervals(self, events: Ints) -> tuple[Ints, Ints]:
         """Return the events that make or change a value, and the next event of each such value.
 
-        Events that are not in `events` are ignored. Pairs whose next event makes the value again
-        are left out.
+        Events that are not in `events` are ignored. A pair is left out if its second event makes
+        the value again.
         """
         one, two = events[:-1], events[1:]
         same_life = self.is_giver[one] & (self.keys[one] == self.keys[two]) & ~self.is_producer[two]

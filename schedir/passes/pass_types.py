@@ -95,7 +95,8 @@ class Pass:
     Args:
         name: The name of the pass.
         phase: The phase of the pass. See `schedir.passes`. A program is valid without the passes of
-            "memory" and "better", so `check` expects their instructions only if some are there.
+            "memory" and "better".  So `check` expects their instructions only if the program has
+            some of these instructions.
         lower: The function that runs the pass with the options of the lowering.
         should_run: A function that returns whether the pass runs for a program and options.
         list_expected: A function that yields the instructions that `check` must find. Its second

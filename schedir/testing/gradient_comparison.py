@@ -91,7 +91,7 @@ class GradientDifference(NamedTuple):
 
     @property
     def stages(self) -> tuple[int | None, ...]:
-        """The stages, in the order of `locations`, each one once."""
+        """The stages, in the order of `locations`. Each stage occurs once."""
         return tuple(dict.fromkeys(place.stage for place in self.locations))
 
     def __str__(self) -> str:
@@ -317,7 +317,11 @@ def _group_differences(
     wrong: Mapping[StageLocation, Mapping[str, _GradientError]],
     all_names: Mapping[StageLocation, Set[str]],
 ) -> list[GradientDifference]:
-    """Group the wrong gradients of each location by problem, and merge equal groups."""
+    """Group the wrong gradients of each location by problem.
+
+    Groups of several locations are merged if they have the same problem and the same parameters, or
+    the same problem and all parameters of their location.
+    """
     merged: dict[object, GradientDifference] = {}
     for place, errors in wrong.items():
         for problem in dict.fromkeys(measured.problem for measured in errors.values()):

@@ -453,7 +453,7 @@ def _follows_message_order(graph: Graph) -> bool:
     at = np.flatnonzero(number != NO_POSITION)
     least = most = number[at]
     rank = index.rank[at]
-    if index.has_joined:  # a group spans the numbers from its least to its largest
+    if index.has_joined:  # a group has message numbers from `least` to `most`
         group = number_groups(index)[at]
         first = np.flatnonzero(np.append(True, group[1:] != group[:-1])[: len(at)])
         least, most = np.minimum.reduceat(least, first), np.maximum.reduceat(most, first)

@@ -189,9 +189,10 @@ def _require_valid_ranges(inspector: Inspector) -> None:
 
 
 def _describe_excess(inspector: Inspector, at: int) -> str:
-    """Return a text if a stage has more instructions of this opcode than microbatches, or else "".
+    """Return a text if a stage has more instructions of one opcode than microbatches, or else "".
 
-    B and I of a stage are counted together.
+    The stage and the opcode are those of the instruction at position `at`. B and I of a stage are
+    counted together.
     """
     ix = inspector.index
     candidates = BACKWARD_OPS if ix.op[at] in BACKWARD_OPS else (ix.op[at],)

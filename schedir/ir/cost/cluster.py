@@ -34,7 +34,8 @@ class Cluster:
 
     Processes are numbered node by node: first all processes of node 0, then those of node 1. A
     group within one node communicates over NVLink. A ring across nodes is as fast as its slowest
-    link. Each member of the group has its own link to other nodes, with `network_bandwidth`.
+    link. A node has a separate link to other nodes for each group member on it. Each of these links
+    has `network_bandwidth`.
 
     Give the speeds that your programs reach, not those of a data sheet: predictions use them
     unchanged. Only `peak` and `fp8_peak` are numbers of the data sheet. Numbers can be texts with
@@ -345,7 +346,7 @@ class Cluster:
         """Return the time of an all-to-all by pairwise exchange, in seconds.
 
         Messages within the node and to other nodes use separate links at the same time. The slower
-        of the two links decides. Each process uses its own share of the network.
+        of the two transfers determines the time. Each process uses its own share of the network.
 
         Args:
             size: Bytes that each of g processes sends, 1/g of them to each process.

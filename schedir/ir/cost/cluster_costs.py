@@ -423,7 +423,9 @@ class _CostFiller:
             if (peer := VALUES[kind].peer) is not None
             for each in [grad if kind in TRAINING_VALUES else act]
         ]
-        return reduce(np.maximum, sizes)  # Shapes can be (stages, microbatches) and (stages, 1).
+        return reduce(
+            np.maximum, sizes
+        )  # Shapes may differ: (stages, microbatches) and (stages, 1).
 
     def _find_sent_bytes(self, cost: str) -> tuple[Floats, Floats]:
         """Return the bytes of each stage's activation and gradient; 0 if no rank sends them."""
@@ -578,7 +580,7 @@ class _CostFiller:
         return each if peer.is_downstream else _shift_to_next_stage(each)
 
     def _has_sizes(self, names: Iterable[str]) -> bool:
-        """Return whether all sizes with these names are given."""
+        """Return whether all sizes with these names are given and not 0."""
         return all(self.sizes.for_stages(name, self.shape.stages).any() for name in names)
 
     def _compute_form_change(self, cost: str, moves_per_byte: float) -> Floats:
@@ -632,7 +634,8 @@ class _CostFiller:
         moved = self._sum_sizes("step", OPTIMIZER_STEP_SIZES, self.dp if self.zero else 1)
         each = np.zeros(self.shape.stages)
         for rank, stages in enumerate(self.shape.stages_on_rank):
-            # Nothing reads the entries after that of the last rank, so each rank sets them, too.
+            # Nothing reads the entries after that of the last rank.  So each rank can set all
+            # entries from its own on.
             here = slice(min(rank, self.shape.stages - 1), None)
             last = each[here].max() if rank >= self.shape.stages else 0.0
             each[here] = max(last, moved[list(stages)].sum() / self.cluster.hbm_bandwidth)

@@ -83,7 +83,11 @@ def normalize_skips(value: object, shape: PipelineShape) -> Skips:
 
 
 def _describe_route(first: int, second: int, third: int) -> str:
-    """Return text with the skips of a value that passes through three stages, for a hint."""
+    """Return, for a hint, the `skips` that send a value from one stage through a second to a third.
+
+    A skip between neighbours is not possible, so the hint replaces it by a boundary of several
+    tensors.
+    """
     way = [pair for pair in pairwise((first, second, third)) if pair[1] > pair[0] + 1]
     neighbours = "" if len(way) == 2 else ", and a boundary of several tensors between neighbours"
     return f"skips={tuple(way)}{neighbours}"

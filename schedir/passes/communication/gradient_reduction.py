@@ -119,7 +119,7 @@ def reduce_replicated_stages(program: Program) -> Program:
     first_turn = np.zeros(len(reduced), np.int64)
     np.maximum.at(
         ready, index.compute_keys(Scope.STAGE, reduced, first_turn), reduced
-    )  # maximum.at keeps the last occurrence
+    )  # the position of the last instruction that makes the gradient of each stage replica
     ready = ready.reshape(shape.replica_ranks.shape)[:, trained]
     after = passed[ready].max(0)  # the number of the message that precedes the sum of each stage
     ready = ready - program.offsets[holders]

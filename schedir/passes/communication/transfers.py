@@ -165,7 +165,8 @@ def _compute_ordering_costs(costs: Costs, program: Program) -> Costs:
     """Return the costs that determine the order of messages. In a ring, no message has cost 0.
 
     Messages with cost 0 that can start at the same time are ordered by rank. If the ranks form a
-    line, this order is harmless. In a ring, each message would have to wait for the previous one.
+    line, this order delays no message. In a ring, each message would have to wait for the previous
+    message.
     So in a ring, each message gets a very small cost, and the order follows the times at which
     messages are needed.
     """

@@ -149,7 +149,7 @@ def _read_options(program: Program, progress_model: ProgressModel) -> dict[str, 
     """Return options with which the pass inserts the unshards and reshards of the program.
 
     `unsharded_stages` is the number of slots. `unshard_prefetch` is the first value that reproduces
-    the program. It is left out if this is the default, or if no value does.
+    the program. It is left out if this value is the default, or if no value reproduces the program.
     """
     rooms = [
         slots.unsharded_params

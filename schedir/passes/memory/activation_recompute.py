@@ -171,7 +171,7 @@ def _find_earlier_positions(
 
 
 def _move_earlier(program: Program, targets: dict[int, int]) -> Program:
-    """Move instructions: `targets` maps a position to the position before which it moves."""
+    """Move the instruction at each key of `targets` before the position that is its value."""
     key = np.arange(len(program), dtype=float)
     for at, to in targets.items():
         key[at] = to - 0.5
@@ -303,7 +303,7 @@ def _choose_for_rank(
 
 
 def _find_positions(address: Words, mask: NDArray[np.bool_], targets: Words) -> Positions:
-    """Return the index of the first instruction in `mask` with each target address, or else -1."""
+    """Return, for each target address, the index of its first instruction in `mask`, or -1."""
     at = np.flatnonzero(mask)
     order = at[np.argsort(address[at], kind="stable")]
     found = np.searchsorted(address[order], targets)

@@ -198,7 +198,7 @@ def _insert_round_trip(
         return insert_at_positions(program, at, ranks, np.concatenate(words))
 
     def times(found: Program) -> tuple[Floats, Floats, Program]:
-        """Return the starts and the ends of the instructions of `program` in `found`."""
+        """Return the start and end of each instruction of `program` in `found`, and `found`."""
         reached = compute_earliest_times(
             Graph.from_program(found, options.progress_model), options.costs
         )
@@ -249,7 +249,7 @@ def _find_ranks(program: Program, positions: Positions) -> Positions:
 def _compute_latest_starts(start: Floats, durations: Floats, rank: Positions) -> Floats:
     """Return the latest start of each move with which it ends before its user starts.
 
-    The moves of a rank run one after the other on its lane.
+    The moves of a rank run one after the other, because they are on one lane.
     """
     found = np.empty(len(start))
     for one in np.unique(rank).tolist():
@@ -337,9 +337,9 @@ class SlotRange(NamedTuple):
     def find_sufficient_slots(
         self, program: Program, options: Options, max_slots: Counts
     ) -> Counts:
-        """Return the smallest numbers of slots with which the program takes no more time.
+        """Return the smallest numbers of slots that do not increase the predicted time.
 
-        The predicted time is compared with that of `max_slots`.
+        The time is compared with the predicted time for `max_slots`.
 
         Args:
             program: The program.
