@@ -215,7 +215,7 @@ def require_type(value: object, name: str, kind: type, example: str) -> None:
         value: The value.
         name: Name of the argument, for the error message.
         kind: The required type.
-        example: An expression that gives a right value, for the hint.
+        example: An expression for a valid value, for the hint.
 
     Raises:
         UsageError: `value` is not an instance of `kind`.
@@ -270,7 +270,7 @@ class ConfigError(UsageError):
 
     Args:
         fact: One sentence with the reason.
-        location: The file of the setting, or the option that gave it.
+        location: The file of the setting, or the option that gave the setting.
         line: Line of the setting, from 1; 0 if it is unknown.
         column: Column of the setting, from 1; 0 if it is unknown.
         hint: A fix, given only if it is certain.
@@ -301,7 +301,7 @@ class CheckpointError(SchedirError):
 
     Args:
         fact: One sentence with the reason.
-        step: Step of the checkpoint; None if the error concerns no single checkpoint.
+        step: Training step of the checkpoint; None if the error concerns no single checkpoint.
         file: The file of the checkpoint that caused the error; "" if there is none.
         hint: A fix, given only if it is certain.
     """
@@ -574,7 +574,7 @@ class NonFiniteError(ExecutionError):
             gradient, it is a backward or a reduction of the last stage with such a gradient,
             because backwards begin at the last stage.
         hint: A fix, given only if it is certain.
-        step: Number of the step, from 1.
+        step: Number of the training step, from 1.
         process: The process that runs this instruction; 0 if it was not found.
     """
 

@@ -248,7 +248,7 @@ def resolve_shape(example: str, shape: PipelineShape | None, **fields: Any) -> P
         The shape, or None if nothing is given.
 
     Raises:
-        UsageError: Both are given, or `ranks` or `microbatches` is missing.
+        UsageError: Both a shape and fields are given, or `ranks` or `microbatches` is missing.
         ShapeError: A field is invalid.
     """
     fields = {name: value for name, value in fields.items() if value is not None}

@@ -32,7 +32,7 @@ def evaluation_program(
         buffer_sharing: See `compile`.
 
     Returns:
-        The lowered program. Its name is "forwards of ..." with the name of `program`.
+        The lowered program. Its name is "forwards of " plus the name of `program`.
 
     Raises:
         UsageError: `program` is not a program.

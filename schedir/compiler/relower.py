@@ -52,7 +52,7 @@ def infer_options(
 
     Args:
         program: A lowered program.
-        progress_model: The progress model for which it was lowered.
+        progress_model: The progress model for which the program was lowered.
         draft: The draft that you want to lower with the options. Options without an effect on this
             draft are left out. The default is `program`.
 

@@ -269,7 +269,7 @@ class _CostFiller:
     def get_cost_functions(
         self, attributes: Mapping[str, object]
     ) -> dict[str, Callable[[], Floats]]:
-        """Return the functions that compute the costs of programs with these attributes.
+        """Return the functions that compute the costs of programs with the given attributes.
 
         Args:
             attributes: The attributes `checkpoint_snapshots` and `optimizer_placement` of the

@@ -138,7 +138,7 @@ class PipelineShape:
               into one part per row, larger parts first. Each part passes through the replicas of
               its row.
         optimizer_steps: Number of optimizer steps of the program. The pipeline does not drain
-            between two steps. Each step has the same number of microbatches, in ascending order.
+            between two steps. Each step has the same number of consecutive microbatches.
         weight_delay: The age of the weights of a microbatch, in optimizer steps. A microbatch of
             step u uses the weights after max(u - weight_delay, 0) steps in its forward and its
             backward. Give one number, or one number per stage.

@@ -72,9 +72,9 @@ def parse_segment_letters(segments: SegmentSpec, shape: PipelineShape) -> tuple[
     """Return the letters between the segments of each stage (`ir/pipeline/stage_segments.py`).
 
     Args:
-        segments: The number of segments of each stage, or the letters between them. It can also be
-            a list with such an entry per stage, or the text of the option. For a number, the
-            letters f and g alternate, as in the layers of Megatron-LM: 5 gives "fgfg".
+        segments: The number of segments of each stage, or the letters between these segments. It
+            can also be a list with such an entry per stage, or the text of the option. For a
+            number, the letters f and g alternate, as in the layers of Megatron-LM: 5 gives "fgfg".
         shape: The pipeline shape.
 
     Returns:
