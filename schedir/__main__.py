@@ -216,11 +216,12 @@ class _Parser(argparse.ArgumentParser):
         raise UsageError(message, hint=hint)
 
     def use_option_name(self, error: SchedirError) -> None:
-        """Replace arguments by their options in an error that begins with an argument.
+        """Replace the names of arguments by options in an error that begins with such a name.
 
         `memory_limit` becomes `--memory-limit`.
         """
-        if isinstance(error, ConfigError) or hasattr(error, "__notes__"):  # from a file
+        # If the value is in a file, the error keeps the name of the setting.
+        if isinstance(error, ConfigError) or hasattr(error, "__notes__"):
             return
         # Users recognise an option of one word also without its dashes.
         options = {name: f"--{name.replace('_', '-')}" for name in error.fields if "_" in name}

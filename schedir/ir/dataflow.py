@@ -279,7 +279,8 @@ class Dataflow:
     def _find_single_givers(self, row: Row, value: Value, needer: Positions) -> Positions:
         """Return the givers of values that are made once.
 
-        The giver is the first of `find_possible_givers` that the program contains for the value.
+        `find_possible_givers` lists the opcodes of possible givers. The giver is the instruction
+        with the first of these opcodes that the program has for the value.
         """
         giver = self._find_first_present(
             find_possible_givers(row.op, value), self.index.key[needer]
@@ -292,7 +293,10 @@ class Dataflow:
         return giver
 
     def _find_first_present(self, ops: tuple[Opcode, ...], key: Positions) -> Positions:
-        """Return, for each key, the position of the first of `ops` that exists, or else -1."""
+        """Return, for each key, the position of its instruction, or -1 if there is none.
+
+        If several of `ops` have an instruction with the key, the first opcode of `ops` counts.
+        """
         tables = [op for op in ops if op in self.index.position_by_key]
         if not tables:
             return np.full(len(key), NO_POSITION, np.int32)

@@ -1,6 +1,6 @@
 """Limits on untrusted input: the number of instructions, and whether code may run.
 
-A shape in a short text may expand to billions of instructions.  A schedule that is given as
+A short text may contain a shape with billions of instructions.  A schedule that is given as
 `file.py:function` is Python code, which runs when schedir loads it.
 
 By default, schedir limits the number of instructions of a program from a file or a command.  It

@@ -187,7 +187,7 @@ class InstructionIndex:
         return update
 
     def find_neighbor_keys(self, peer_rule: PeerRule, positions: NDArray[Any]) -> Positions:
-        """Return the keys of the same microbatches at a neighbouring stage.
+        """Return the keys of the same microbatches at the stages to which a peer rule leads.
 
         Args:
             peer_rule: The rule that leads from the stage of an instruction to the other stage.

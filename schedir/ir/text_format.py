@@ -191,7 +191,7 @@ def _fold_repeats(words: Words, period: int) -> Iterator[tuple[int, Words, Words
 
 
 def _count_repeats(head: Words, mb: Words, i: int, k: int) -> int:
-    """Return how often the k instructions from index i on occur in a row.
+    """Return how often the k instructions from index i on are repeated without a gap.
 
     Each repetition must add the same numbers to the microbatches.
     """

@@ -111,7 +111,10 @@ class ValueChains(NamedTuple):
         begins = np.flatnonzero(makes | first)
 
         def state(names: Sequence[str], rest: int) -> tuple[Ints, Ints, Mask]:
-            """Return the state after each event, its value's last state, and a mask of changes."""
+            """Return the state after each event, and the last state of each event's value.
+
+            The third result is a mask of the events that set a state.
+            """
             places = {name: k for k, name in enumerate(names)}
             ends = [_get_change_states(part.change) or ("", "") for part in members]
             before, after = (

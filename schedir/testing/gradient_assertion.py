@@ -389,7 +389,7 @@ def _make_step_error(error: RankError, timeout: float) -> ExecutionError:
         )
     tracebacks = error.tracebacks
     dead = [rank for rank, text in tracebacks.items() if text.startswith(DIED_MESSAGE)]
-    rank = (dead or [*tracebacks])[0]  # if one died, the others only report lost connections
+    rank = (dead or [*tracebacks])[0]  # if a rank died, the others only report lost connections
     lines = tracebacks[rank].rstrip().splitlines()
     frames = [k for k, line in enumerate(lines) if line.startswith('  File "')]
     message = next((line for line in lines[max(frames, default=0) :] if line[:1] != " "), lines[-1])

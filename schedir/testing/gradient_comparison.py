@@ -233,7 +233,7 @@ def _list_gradients(
 ) -> Iterator[tuple[StageLocation, str, Tensor | None]]:
     """Yield the location, name and gradient of each gradient that a rank has or should have.
 
-    A weight that fewer ranks have than there are replicas also gets a location without a rank.
+    If fewer ranks than replicas have a weight, the weight also gets a location without a rank.
     """
     result = []
     staged = {name for one in dumps for names in one.stages.values() for name in names}

@@ -164,7 +164,8 @@ def compute_programs(
         split: The share of backwards that are split into I and W, from 0 to 1.
         placements: As for `shapes`.
         optimizer_steps: The largest number of optimizer steps.  A draft with several steps has no
-            stage replicas, up to `microbatches` microbatches per step, and any weight delays.
+            stage replicas, at most `microbatches` microbatches per step, and weight delays from 0
+            to 2.
 
     Returns:
         The draft.

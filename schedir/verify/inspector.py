@@ -81,7 +81,7 @@ class Inspector:
             self.refuse(fact(at), self.make_site(at))
 
     def is_present(self, op: Opcode) -> NDArray[np.bool_]:
-        """Return, for each key of an opcode, whether the program has its instruction.
+        """Return, for each key of an opcode, whether the program has the instruction with this key.
 
         Args:
             op: The opcode.

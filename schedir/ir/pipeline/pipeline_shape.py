@@ -94,7 +94,7 @@ _WEIGHT_DELAY = make_field_metadata(
 _SEQUENCE_CHUNKS = make_field_metadata(
     make_integer_type(1, MAX_MICROBATCHES),
     "number of chunks of each sequence; each chunk is a microbatch (1)",
-    in_config=False,  # The GPT of a training run cannot process sequence chunks.
+    in_config=False,  # The GPT model of `schedir train` cannot process sequence chunks.
 )
 
 

@@ -72,7 +72,7 @@ def insert_offloads(program: Program, options: Options) -> Program:
 
     An Offload comes right after its forward, so the copy starts as soon as its lane is free. A
     Reload comes as late as possible: it is predicted to end just before its value is used. Reloads
-    have the order of these uses. A Reload and a forward wait for a slot of saved activations, so
+    are in the order of these uses. A Reload and a forward wait for a slot of saved activations, so
     the number of slots limits how early a Reload can start. The pass chooses the smallest number of
     slots that does not increase the predicted time. If the cost of a move is 0, the pass assumes
     half a forward instead. With a memory limit, the pass chooses only as many slots as fit into the

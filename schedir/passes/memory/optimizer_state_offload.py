@@ -57,10 +57,10 @@ def insert_state_offload(
     """Append a reload, a step and an offload of each trained stage to the Streams of its ranks.
 
     Stages are in the order in which their gradients are reduced. A reload comes after the offload
-    that frees its buffer. With two or more buffers, the reload comes only after the step of the
-    stage that follows this offload. So a blocking host issues this step before it waits for the
-    offload. With the state on the disk, each stage has a read before its reload, and a write after
-    its offload. Reads leave one buffer on the host for offloads.
+    that frees its buffer. With two or more buffers, the step of the next stage comes between this
+    offload and the reload. So a blocking host issues the step before it waits for the offload. With
+    the state on the disk, each stage has a read before its reload, and a write after its offload.
+    Reads leave one buffer on the host for offloads.
 
     Args:
         program: A program with gradient reductions.

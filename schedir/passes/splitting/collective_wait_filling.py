@@ -401,7 +401,7 @@ class _ProgramSimulation:
         return bool(there < self.max_ahead[rank])
 
     def _update_ahead(self, rank: int, at: int) -> None:
-        """Update the numbers of forwards without their backwards for the next instruction."""
+        """Update the numbers of forwards without their backwards when an instruction starts."""
         self.ahead_profile[rank][self._find_passed(rank, at)] += self.ahead_change[at]
         self.num_ahead[rank] += self.ahead_change[at]
 
