@@ -259,7 +259,7 @@ class Dataflow:
     def _find_givers(self, row: Row, value: Value, needer: Positions) -> Iterator[Positions]:
         """Yield the givers of a value for the instructions of a row.
 
-        If givers are on several lanes, each lane yields one array, in the shape of `needer`.
+        If givers are on several lanes, there is one array per lane, in the shape of `needer`.
         """
         rule = VALUES[value].producer_rule
         if rule is ProducerRule.ALL:
@@ -553,7 +553,10 @@ class Dataflow:
         return ValueLives(fill, freed, np.sort(freed), first)
 
     def _find_frees(self, value: Value, fill: Positions) -> Positions:
-        """Return the position that frees each value, or -1, for values that are made once."""
+        """Return the position of the instruction that frees each value, or -1.
+
+        The values are made once.
+        """
         index = self.index
         freed = np.full(len(fill), NO_POSITION, np.int32)
         for op, hop in FREEING_OPS[value]:

@@ -77,8 +77,8 @@ class InstructionIndex:
             if begin < end
         ]
         numbers = [self.mb[at] for row, at in found if row.scope is Scope.OCCURRENCE]
-        # A wrong program may contain a very large occurrence number.  So the tables have no more
-        # occurrences than the program has instructions per occurrence.
+        # A wrong program may contain a very large occurrence number.  So the tables have at most as
+        # many occurrences as the program has instructions with the scope OCCURRENCE.
         most = max((int(mb.max()) + 1 for mb in numbers), default=0)
         self.occurrences: int = max(1, min(sum(map(len, numbers)), most))
         self.key_count: dict[Scope, int] = {

@@ -316,7 +316,7 @@ def _run_rank(
 def _find_current_names(
     modules: Mapping[str, nn.Module], known_names: Set[str]
 ) -> dict[nn.Parameter, tuple[str, ...]]:
-    """Return the current parameters of the modules, with their names in `known_names`."""
+    """Return the current parameters of the modules, each with its names that are known."""
     result: dict[nn.Parameter, tuple[str, ...]] = {}
     for inside, module in modules.items():
         for local_name, p in module.named_parameters(recurse=False):
@@ -370,7 +370,7 @@ def _record_torch_stages() -> Iterator[list[Any]]:
 
 
 def _to_full_gradient(gradient: Tensor | None) -> Tensor | None:
-    """Return a gradient that may be sharded (a DTensor) or sparse as one dense tensor."""
+    """Convert a gradient, which may be sharded (a DTensor) or sparse, to one dense tensor."""
     if gradient is None:
         return None
     full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
@@ -402,7 +402,7 @@ def _make_step_error(error: RankError, timeout: float) -> ExecutionError:
 
 
 def _find_step_line(stack: str) -> str:
-    """Return the line of code of the step that a rank runs, or "" if it is not in a step.
+    """Return the line of code of the step that a rank runs, or "" if the rank is not in the step.
 
     Args:
         stack: The stacks of the rank's threads from `faulthandler`, the innermost call first.

@@ -409,7 +409,9 @@ class _CostFiller:
         return np.array(rows)
 
     def _find_changed_bytes(self, cost: str) -> Floats:
-        """Return the bytes of each stage's value whose form an instruction with this cost changes.
+        """Return, for each stage, the bytes of the value whose form instructions change.
+
+        The instructions are those with the given cost.
 
         If instructions with this cost change several values, the largest value counts. `Sizes`
         lists the bytes of a boundary under the earlier of its two stages.

@@ -176,7 +176,7 @@ class Sizes:
 
     @property
     def static_sizes(self) -> tuple[str, ...]:
-        """The names of the sizes whose sum is `model_states`: its parts, or `model_states`."""
+        """The names of the given parts of the model states; `model_states` if none is given."""
         return self.specified_parts or ("model_states",)
 
     def _require_joint_size(self) -> None:
@@ -243,7 +243,7 @@ class Sizes:
             self.per_microbatch(f.name, shape)
 
     def add_expert_rows(self, shape: PipelineShape, segment_boundaries: str) -> Sizes:
-        """Add the rows that experts receive to the activations at the all-to-alls of experts.
+        """Add the bytes of the rows for experts to the activations at all-to-alls of experts.
 
         Args:
             shape: Shape of the pipeline.

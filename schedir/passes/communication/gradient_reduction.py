@@ -225,7 +225,7 @@ def append_to_updates(program: Program, op: Opcode, stages: Sequence[Sequence[in
 
 
 def _mask_required(program: Program, scope: Scope) -> Mask:
-    """Return a mask of the keys of trained stages, or of ranks.
+    """Return a mask of the keys of a scope: True for trained stages, or with RANK for all ranks.
 
     All entries are False for a program without a backward.
     """

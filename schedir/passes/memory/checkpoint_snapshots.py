@@ -56,7 +56,7 @@ def _mask_first_replicas(program: Program) -> Mask:
 
 
 def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
-    once = np.zeros(len(present(Opcode.Snapshot)), bool)  # a step has snapshots in update 0 only
+    once = np.zeros(len(present(Opcode.Snapshot)), bool)  # a program has snapshots in update 0 only
     once[: program.shape.replica_ranks.size] = _mask_first_replicas(program)
     yield ExpectedInstructions(
         Opcode.Snapshot,

@@ -110,7 +110,8 @@ def delay_host_steps(program: Program) -> Program:
     group_start = np.append(np.maximum.accumulate(np.where(index.joined, 0, np.arange(n))), n)
     moves = index.find_all_positions((Opcode.ReloadWeights, *OPTIMIZER_STEP_OPS))
     target = deadline[key[moves]]
-    # Even sort keys are the present positions. An odd sort key is a place right before a group.
+    # The sort key 2p keeps an instruction at position p. The sort key 2p - 1 puts it right before
+    # the group that starts at position p.
     sort_key = 2 * np.arange(n)
     sort_key[moves] = np.where(target < n, 2 * group_start[target] - 1, sort_key[moves])
     order = np.argsort(sort_key, kind="stable")

@@ -198,7 +198,10 @@ def _insert_round_trip(
         return insert_at_positions(program, at, ranks, np.concatenate(words))
 
     def times(found: Program) -> tuple[Floats, Floats, Program]:
-        """Return the start and end of each instruction of `program` in `found`, and `found`."""
+        """Return starts and ends in `found`, and `found`.
+
+        The starts and ends are those of the instructions that are also in `program`.
+        """
         reached = compute_earliest_times(
             Graph.from_program(found, options.progress_model), options.costs
         )

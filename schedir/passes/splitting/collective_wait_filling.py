@@ -145,7 +145,7 @@ def _search_order(
     fill_ops: tuple[Opcode, ...],
     max_ahead: list[int] | None,
 ) -> tuple[Program, tuple[float, float]]:
-    """Return the best order with `fill_ops` as fillers, and its evaluation.
+    """Return the program with the best order if `fill_ops` fill waits, and its evaluation.
 
     If no order is better than that of the program, the program itself is returned.
     """
@@ -184,7 +184,10 @@ def _find_max_ahead(op: NDArray[Any], trained: NDArray[Any]) -> int:
 
 
 def _evaluate_program(lowered: Program, options: Options) -> tuple[float, float]:
-    """Return the bytes above the memory limit, or 0 without a limit, and the predicted time."""
+    """Return the bytes above the memory limit, and the predicted time.
+
+    Without a limit, the number of bytes is 0.
+    """
     over = 0.0
     if options.sizes is not None and options.memory_limit is not None:
         most = max(
