@@ -7,7 +7,7 @@ Exit codes:
 - 2: a refused program, no result within the limits, wrong usage, or a missing or broken package.
 - 130: interrupted.
 
-A command writes all its output when it ends.  Errors go to standard error.
+A command prints its result when it ends.  Errors go to standard error.
 """
 
 from __future__ import annotations

@@ -246,9 +246,9 @@ def programs(
 def compile_options(draw: st.DrawFn, draft: Program) -> dict[str, Any]:
     """Draw options of `compile` that a draft allows.
 
-    The options are tied weights, frozen stages, skip connections, gradient clipping and overlap.
-    The others concern memory: ZeRO, the place of the optimizer state, snapshots, recomputation,
-    activation offload and buffer sharing.
+    The options are tied weights, frozen stages, skip connections, gradient clipping, the time of
+    the norm check, and overlap. All other options concern memory: ZeRO, the place of the optimizer
+    state, snapshots, recomputation, activation offload and buffer sharing.
 
     Args:
         draw: Passed by hypothesis.

@@ -185,7 +185,7 @@ class _ProgramSequence:
             ]
 
     def _find_channel_uses(self, graph: Graph) -> Iterator[tuple[int, dict[int, int]]]:
-        """Yield each channel of a program, with the first position of each rank that uses it."""
+        """Yield each channel of a program, and its first position on each of its ranks."""
         index = graph.index
         got, channel = find_channels(index, graph.partner, graph.rules)
         sent = graph.partner[got]

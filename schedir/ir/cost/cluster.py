@@ -524,8 +524,9 @@ class Cluster:
         - `I` and `W`: half of B each, if only B is given.
 
         You must give F, and either B or both I and W, in seconds. A cluster cannot derive these
-        costs without the model. A cluster also cannot derive `reduce_tied` and the extra cost of
-        skip connections; these costs stay unchanged.
+        costs without the model. The method does not compute `R`, `FB`, `tp_reduce`, `reduce_tied`,
+        `reduce_norm_after_step`, `reduce_sequence_parallel_grads` and `check_grads_finite`. `send`
+        does not include the messages of skip connections.
 
         Args:
             shape: Shape of the pipeline.

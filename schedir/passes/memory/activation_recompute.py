@@ -58,8 +58,8 @@ def insert_recomputes(program: Program, options: Options) -> Program:
             ("early", the default, or "late").
 
     Raises:
-        UsageError: The selection or `recompute_at` is not valid, or the selection is "fit" without
-            sizes and a memory limit.
+        UsageError: The selection or `recompute_at` is not valid, or the selection is "fit" and the
+            sizes or the memory limit is missing.
     """
     which, when = options.extra_options["recompute"], options.extra_options.get("recompute_at")
     if when not in (None, *_RECOMPUTE_TIMES):
@@ -303,7 +303,7 @@ def _choose_for_rank(
 
 
 def _find_positions(address: Words, mask: NDArray[np.bool_], targets: Words) -> Positions:
-    """Return, for each target address, the index of its first instruction in `mask`, or -1."""
+    """Return the index of the first instruction in `mask` that has each target address, or -1."""
     at = np.flatnonzero(mask)
     order = at[np.argsort(address[at], kind="stable")]
     found = np.searchsorted(address[order], targets)
