@@ -356,8 +356,8 @@ def check_memory(
 
     Raises:
         MemoryLimitError: A rank needs more than `limit`. The error contains the rank, the
-            instruction at the peak, and the values in memory at that time. Its hint names an option
-            that helps.
+            instruction at the peak, and the values in memory at that time. If an option helps, the
+            hint names it.
         UsageError: `sizes` is None, or `limit` is not a number of bytes.
     """
     name = "memory_limit" if tier == "device" else f"{tier}_memory_limit"

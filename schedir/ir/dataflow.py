@@ -213,8 +213,9 @@ class Dataflow:
     def find_missing_giver(self) -> tuple[int, Value] | None:
         """Return an instruction that needs a value without a giver, and the kind of this value.
 
-        Values with chains are left out, because `stale_reads` covers these values. Instructions
-        that run a stage are left out, because some of their values are optional.
+        Only values that are made once (`ProducerRule.ONCE`) and have no chains are searched.
+        `stale_reads` covers values with chains. Instructions that run a stage are left out, because
+        some of their values are optional.
 
         Returns:
             The position of the first such instruction and the kind of value, or None.
