@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 class StageRuns(NamedTuple):
     """The stages of each run, over all ranks.
 
-    If a run consists of groups of joined instructions, it has all stages of such a group.
+    If a run consists of groups of joined instructions, the run has all stages of such a group.
 
     Attributes:
         rank: The rank of each entry, shape (entries,).

@@ -131,9 +131,9 @@ def check(
 
     A correct program is complete: every stage runs every microbatch forward and backward once, and
     every message has a send and a receive. Each update reduces the gradients and has one optimizer
-    step per rank. Each rank produces a value before it uses it, and has a free slot for it. Ranks
-    do not wait for each other in a cycle under the progress model. Messages arrive in the order in
-    which they are sent.
+    step per rank. Each rank produces a value before it uses the value, and has a free slot for the
+    value. Ranks do not wait for each other in a cycle under the progress model. Messages arrive in
+    the order in which they are sent.
 
     The program stores each proof in `Program.proofs`, so a second check with the same arguments
     returns immediately.
@@ -146,8 +146,8 @@ def check(
             has ended. GPUs do this when memory is allocated or a kernel is loaded during a step.
             Implies `blocking_hosts`.
         lazy_communicators: True if no communicator exists at the start. The first use of a
-            communicator creates it. This blocks the hosts of all its ranks until each of them has
-            reached its first use of the communicator.
+            communicator creates it. The creation blocks the hosts of all ranks of the communicator
+            until each host has reached its first use of this communicator.
         eager_limit: Largest size in bytes of a message that does not wait for its receive, such as
             small messages of NCCL and MPI. The number of such messages in flight is not limited.
             None means that every message waits.
@@ -343,8 +343,9 @@ def prove(graph: Graph, earliest_times: EarliestTimes | None = None) -> None:
             raise explain_deadlock(graph, earliest_times)
     if crossing_error := find_crossed_messages(graph):
         raise crossing_error
-    # Streams that follow one global order of messages finish under every model and with every kind
-    # of host.  A program that finishes with blocking hosts also finishes with other hosts.
+    # Streams that follow one global order of messages finish under every progress model and with
+    # every kind of host.  A program that finishes with blocking hosts also finishes with other
+    # hosts.
     is_universal = follows_order and not index.has_joined
     models = MODELS if is_universal else (graph.progress_model,)
     hosts = (
@@ -442,11 +443,11 @@ def _require_releases(graph: Graph) -> None:
 def _follows_message_order(graph: Graph) -> bool:
     """Return whether all Streams agree with the message order that the lowering stored.
 
-    If they agree, the program finishes under every model, provided that values exist before their
-    use and slots are free. The proof: each edge of the graph leads forward within one Stream, or
-    connects instructions with the same message number. Along each Stream, the numbers ascend from
-    group to group. So no path forms a cycle. The proof does not cover progress models that split
-    groups over queues.
+    If they agree, the program finishes under every progress model, provided that values exist
+    before their use and slots are free. The proof: each edge of the graph leads forward within one
+    Stream, or connects instructions with the same message number. Along each Stream, the numbers
+    ascend from group to group. So no path forms a cycle. The proof does not cover progress models
+    that split groups over queues.
     """
     index = graph.index
     if graph.rules.has_batch_queues and index.has_joined:
@@ -464,7 +465,7 @@ def _follows_message_order(graph: Graph) -> bool:
     positions = np.flatnonzero(message_number != NO_POSITION)
     lowest = highest = message_number[positions]
     rank = index.rank[positions]
-    if index.has_joined:  # a group spans the numbers from its least to its largest
+    if index.has_joined:  # a group has message numbers from `least` to `most`
         group = number_groups(index)[positions]
         group_starts = np.flatnonzero(np.append(True, group[1:] != group[:-1])[: len(positions)])
         lowest = np.minimum.reduceat(lowest, group_starts)

@@ -197,9 +197,10 @@ def _require_valid_ranges(inspector: Inspector) -> None:
 
 
 def _describe_excess(inspector: Inspector, position: int) -> str:
-    """Return a text if a stage has more instructions of this opcode than microbatches, or else "".
+    """Return a text if a stage has more instructions of one opcode than microbatches, or else "".
 
-    B and I of a stage are counted together.
+    The stage and the opcode are those of the instruction at position `at`. B and I of a stage are
+    counted together.
     """
     ix = inspector.index
     candidates = BACKWARD_OPS if ix.op[position] in BACKWARD_OPS else (ix.op[position],)
@@ -213,7 +214,7 @@ def _describe_excess(inspector: Inspector, position: int) -> str:
 
 
 def _require_owner_ranks(inspector: Inspector) -> None:
-    """Refuse an instruction of a stage on a rank that does not run it."""
+    """Refuse an instruction on a rank that does not run the instruction's stage."""
     ix, shape = inspector.index, inspector.shape
     is_wrong = shape.rank_of_stage(ix.stage, ix.mb) != ix.rank
     for row, positions in ix.iterate_rows():
@@ -379,7 +380,7 @@ def _require_expected(inspector: Inspector, expected: ExpectedInstructions) -> N
     op, shape = expected.op, inspector.shape
     scope, present = INSTRUCTIONS[op].scope, inspector.is_present(op)
     required = np.asarray(expected.required, bool)
-    if len(required) != len(present):  # every update, or occurrence, requires the same
+    if len(required) != len(present):  # each update or occurrence requires the same instructions
         required = np.resize(required, len(present))
     if not (required != present).any():
         return

@@ -70,7 +70,7 @@ class Inspector:
         """Raise an error for the first instruction that a mask marks, if there is one.
 
         Args:
-            wrong: A mask over all instructions, shape (n,).
+            wrong: A mask over all instructions, shape (instructions,).
             fact: A function from the position of the instruction to the message of the error.
 
         Raises:
@@ -81,7 +81,7 @@ class Inspector:
             self.refuse(fact(position), self.make_site(position))
 
     def is_present(self, op: Opcode) -> NDArray[np.bool_]:
-        """Return, for each key of an opcode, whether the program has its instruction.
+        """Return, for each key of an opcode, whether the program has the instruction with this key.
 
         Args:
             op: The opcode.

@@ -1,8 +1,9 @@
 """Check programs that ranks run one after the other.
 
 If all ranks run the same correct programs in one order, the sequence is correct. Each program
-receives as many messages as it sends in every channel, so each program starts in a consistent
-state. An instruction waits only for its own program or an earlier one, so waits form no cycle.
+receives as many messages as it sends in every channel, so no message is left for the next program.
+An instruction waits only for instructions of its own program or of an earlier program, so waits
+form no cycle.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def check_program_sequence(
     The n-th run of a program on one rank belongs to the n-th run of the same program on every other
     rank. If all ranks run the same programs in one order, it is enough that each program is
     correct. Otherwise a message of one step can arrive in another step or never, and ranks can wait
-    for each other across steps. Between steps, hosts wait only for their messages.
+    for each other across steps. The check assumes no barrier between steps: each queue of a rank
+    continues with the next step.
 
     Args:
         runs: For each rank, the programs that it runs, in order.
@@ -187,7 +189,7 @@ class _ProgramSequence:
             ]
 
     def _find_channel_uses(self, graph: Graph) -> Iterator[tuple[int, dict[int, int]]]:
-        """Yield each channel of a program, with a dict from its ranks to their first positions."""
+        """Yield each channel of a program, and its first position on each of its ranks."""
         index = graph.index
         receives, channel = find_channels(index, graph.partner, graph.rules)
         sends = graph.partner[receives]

@@ -12,7 +12,7 @@ from schedir.ir.cost.sizes import parse_bytes
 
 
 class _Unit(NamedTuple):
-    """The text form of the numbers of a field: a parser, an example, and units for printing."""
+    """How a field's numbers are written: a parser, an example, and units for printing."""
 
     parse: Callable[[str], float]
     example: str
@@ -126,7 +126,7 @@ def format_cluster_field(name: str, number: float) -> str:
         number: The number.
 
     Returns:
-        A quoted text with a unit if that is short and exact, and otherwise the number.
+        A quoted text with a unit if such a text is short and exact, and otherwise the number.
 
     Example:
         >>> [format_cluster_field(*one) for one in (("hbm_bandwidth", 2e12), ("nodes", 8))]
