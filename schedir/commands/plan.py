@@ -14,6 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from schedir.commands.common.cluster_calibration import calibrate_cluster
 from schedir.commands.common.plan_report import (
     LAST_COLUMNS,
     collect_plan_facts,
@@ -30,8 +31,6 @@ from schedir.commands.common.plan_request import (
     list_all_plans,
     optimize_plan_divisions,
     parse_plan_request,
-    resolve_cluster,
-    resolve_model,
 )
 from schedir.commands.common.schedule_options import (
     parse_byte_option,
@@ -213,48 +212,6 @@ def measure_cluster(args: argparse.Namespace) -> str | None:
         save_cluster(measurement.cluster, temporary, comment=comment, notes=measurement.notes)
     warnings = [f"warning: {one}" for one in measurement.warnings]
     return "".join(f"{line}\n" for line in (*measurement.table, *warnings, f"wrote {args.output}"))
-
-
-# ---------------------------------------------------------------- --calibrate
-
-
-def calibrate_cluster(args: argparse.Namespace) -> str:
-    """Fit a cluster to measured runs, and write its file.
-
-    Args:
-        args: The parsed options of `plan`.
-
-    Returns:
-        A report of the fitted constants and the measured runs.
-
-    Raises:
-        UsageError: An option is missing or invalid, or the runs cannot be read.
-    """
-    from schedir.commands.common.calibration_report import format_calibration, read_runs
-    from schedir.io.cluster_file import save_cluster
-    from schedir.planner import calibrate, stack_preset
-
-    if args.output is None or Path(args.output).suffix != ".toml":
-        raise UsageError("--calibrate writes a cluster file, and needs -o FILE.toml",
-                         hint="-o my_cluster.toml", fields=["output"])  # fmt: skip
-    if args.stack is None:
-        raise UsageError("--calibrate needs --stack, the training software of the runs",
-                         hint="--stack megatron", fields=["stack"])  # fmt: skip
-    if args.memory_limit is not None:
-        raise UsageError("--calibrate does not plan, and cannot be combined with --memory-limit",
-                         fields=["memory_limit"])  # fmt: skip
-    model = resolve_model(args)
-    cluster = resolve_cluster(args)
-    runs = read_runs(args.calibrate, model)
-    with atomic_write(args.output) as temporary:  # Fail now if the path cannot be written.
-        temporary.touch()
-        found = calibrate(cluster, stack_preset(args.stack), runs)
-        notes = {
-            one.name: f"90 % interval: {one.low:.3g} to {one.high:.3g}" for one in found.constants
-        }
-        comment = f"Calibrated by schedir plan --calibrate with {len(runs)} runs of {args.stack}."
-        save_cluster(found.cluster, temporary, comment=comment, notes=notes)
-    return "".join(format_calibration(found)) + f"wrote {args.output}\n"
 
 
 # ---------------------------------------------------------------- options
