@@ -217,7 +217,8 @@ def plan(
             attach_relative_bottleneck(model, cluster, one, at, plan_table) for one, at in first
         ]
     simulated_plans: list[tuple[PlanEstimate, int]] = []
-    for at in ranked.tolist():  # Not all of these plans fit: a simulation may need more memory.
+    # A plan may need more memory in the simulation than in the closed form, and then not fit.
+    for at in ranked.tolist():
         if (
             len(simulated_plans) >= MAX_SIMULATED_PLANS
             and sum(one.fits for one, _ in simulated_plans) >= top

@@ -86,7 +86,8 @@ def simulate_plan(
     Raises:
         UsageError: The options of the plan are incompatible, or its schedule has stage replicas.
             See also `plan_program`.
-        MemoryLimitError: With `offload="fit"`, offloading all that can be offloaded is not enough.
+        MemoryLimitError: With `offload="fit"`, the plan exceeds the memory even if it offloads
+            everything that it can.
         SchedirError: See `plan_program`.
 
     Example:
@@ -168,7 +169,7 @@ def compile_plan(
     Raises:
         UsageError: The cluster has no host to offload to, or the schedule is a program that already
             contains offload. See also `plan_program`.
-        MemoryLimitError: Offloading all that can be offloaded is not enough.
+        MemoryLimitError: The plan exceeds the memory even if it offloads everything that it can.
         SchedirError: See `plan_program`.
     """
     if plan.offload == "none":
@@ -297,9 +298,10 @@ def simulate_on_cluster(
 def break_down_step(
     run: Timeline, stage_times: list[StageTimes], *, recompute_ahead: float = 0.0
 ) -> StepBreakdown:
-    """Divide the step time of the busiest rank into parts, from the first start to the last end.
+    """Divide the time from the first start to the last end of a step into parts.
 
-    `stage_times` divides compute into its parts. `idleness` gives the causes of idle time.
+    The parts are those of the busiest rank. `stage_times` divides its compute instructions into
+    compute, recomputation and collectives. `idleness` gives the causes of its idle time.
 
     Args:
         run: The timeline of the step.
@@ -316,7 +318,8 @@ def break_down_step(
     pair = np.cumsum(~second[work]) - 1  # The two instructions of a joined pair have one span.
     alone, collectives = np.bincount(pair, each.sum(0)), np.bincount(pair, each[2])
     pair_times = took[work][~second[work]]
-    # A joined pair is faster than its two instructions in sequence: compute hides all-to-alls.
+    # A joined pair is faster than its two instructions in sequence, because the compute of each
+    # instruction hides all-to-alls of the other.
     hidden = np.clip(alone - pair_times, 0, collectives)
     exposed = np.divide(
         collectives - hidden, collectives, where=collectives > 0, out=np.zeros_like(hidden)
