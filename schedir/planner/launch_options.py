@@ -93,8 +93,9 @@ def _format_megatron(
 def _format_end_options(plan: ParallelPlan, layers_per_stage: tuple[int, ...]) -> str | None:
     """Return Megatron-LM's options for the layers of the first and the last rank.
 
-    They work if the stages of each rank have equal numbers of layers, and so do all inner ranks.
-    The result is "" if all ranks are equal, and None if these options cannot express the division.
+    The options work if all stages of a rank have equal numbers of layers, and all inner ranks have
+    equal numbers of layers. The result is "" if all ranks are equal, and None if these options
+    cannot express the division.
     """
     ranks = [{*layers_per_stage[rank :: plan.pp]} for rank in range(plan.pp)]
     if any(len(layers_per_rank) > 1 for layers_per_rank in ranks):

@@ -220,7 +220,7 @@ class StepBreakdown(NamedTuple):
         layer_collectives: Tensor-, context- and expert-parallel collectives that compute does not
             hide.
         transfers: Messages between stages that compute does not hide.
-        bubble: Time that the rank waits for other stages.
+        bubble: Time for which the rank waits for the compute of other ranks.
         data_parallel: Reductions over replicas and gathers of ZeRO that compute does not hide.
         optimizer: The gradient norm and the update.
         host_copies: Copies to the host memory and back that compute does not hide.
@@ -313,7 +313,7 @@ class PlanEstimate(ParallelPlan):
         is_simulated: True if the program was simulated. Otherwise the step time is from the closed
             form.
         fits: True if the plan fits in the memory of the GPUs and their hosts.
-        host_memory: Peak bytes on the host of one process.
+        host_memory: Peak bytes of host memory of the process with the highest peak.
         offload_comparison: A sentence that compares the step time with another plan. A plan with
             offload is compared with the best plan without offload. The fastest plan, if it does
             not offload, is compared with the best plan with offload. "" for all other plans.

@@ -1,6 +1,6 @@
 """Prefer the simplest of the plans that are about as fast as the fastest plan.
 
-The error of a prediction is larger than a difference of 2 %. Each mechanism that a plan uses can
+A difference of 2 % is smaller than the error of a prediction. Each mechanism that a plan uses can
 fail, must be understood, and costs time that the prediction does not contain.
 """
 
@@ -46,13 +46,13 @@ def measure_complexity(plan: ParallelPlan, memory: float) -> tuple[int, int, flo
 
 
 def prefer_simplest(plans: Sequence[PlanEstimate]) -> list[PlanEstimate]:
-    """Move the simplest of the plans that are within 2 % of the fastest to the front.
+    """Move one plan to the front: the simplest of those that are within 2 % of the fastest.
 
     Args:
         plans: The plans, the fastest first.
 
     Returns:
-        The simplest of these plans, and then all other plans in their order.
+        This plan, and then all other plans in their order.
 
     Example:
         >>> from schedir import planner

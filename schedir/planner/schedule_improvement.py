@@ -34,7 +34,7 @@ class ImprovedPlan(NamedTuple):
 
     Attributes:
         estimate: The plan and its estimates. Its schedule is "search" if the search found a better
-            one.
+            schedule.
         program: The program of the plan.
         lower_bound: A lower bound of the step time of all schedules of the plan, in seconds,
             without reductions over replicas. It is the smaller of two bounds, one for full and one

@@ -218,8 +218,8 @@ def _compute_sequence_sums(
 ) -> tuple[float, ...]:
     """Return the seconds of each stage to sum gradients over sequence-parallel ranks.
 
-    These are the gradients of weights that each of the ranks has (arXiv 2205.05198, section 4.2.2).
-    With ZeRO each replica sums only its shard.
+    These are the gradients of weights that each of these ranks has in full (arXiv 2205.05198,
+    section 4.2.2). With ZeRO each replica sums only its shard.
     """
     replicas = plan.dp * plan.cp if plan.zero else 1
     group, replicated = find_slowest_group(cluster, 1, plan.tp), count_stage_replicated(model, plan)

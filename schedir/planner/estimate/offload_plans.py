@@ -176,8 +176,8 @@ def attach_offload_comparison(
 ) -> list[PlanEstimate]:
     """Return the plans with `offload_comparison` set: a sentence about the effect of offload.
 
-    A plan that offloads is compared with the best plan that does not. If the first plan does not
-    offload, it is compared with the best plan that does.
+    A plan with offload is compared with the best plan without offload. If the first plan has no
+    offload, it is compared with the best plan with offload.
 
     Args:
         plans: The plans, the fastest first.

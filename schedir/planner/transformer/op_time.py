@@ -47,8 +47,9 @@ class OpTimes:
     def time_gemm(self, gemm: Gemm) -> PhaseTimes:
         """Return the times of a matrix product and of its two gradients.
 
-        Flash attention reaches only a share of the flops of other products. It computes half of the
-        scores, and computes them again in its backward (arXiv 2307.08691, sections 3.1 and 4.1).
+        Flash attention reaches only a share of the FLOP/s of other products. It computes half of
+        the scores, and computes them again in its backward (arXiv 2307.08691, sections 3.1 and
+        4.1).
 
         Args:
             gemm: The product.
@@ -110,7 +111,7 @@ class OpTimes:
         )
 
     def time_memory_pass(self, memory_pass: MemoryPass) -> PhaseTimes:
-        """Return the times of kernels that depend only on the bytes that they read and write.
+        """Return the times of kernels that are limited by the bytes that they read and write.
 
         Args:
             memory_pass: The memory pass.

@@ -239,7 +239,7 @@ class MemoryConfig:
 
     @property
     def limit_bytes(self) -> float | None:
-        """Return `memory_limit` in bytes, None if there is no limit.
+        """Return `memory_limit` in bytes, or None if there is no limit.
 
         Raises:
             UsageError: `memory_limit` is not a number of bytes.
@@ -415,8 +415,8 @@ class Config:
                 for number in self.segmentation.segments_per_stage
             )
         }
-        # The snapshots of a compiled program in a file are not changed. If it has none,
-        # checkpoints are saved between steps.
+        # The snapshots of a compiled program in a file are not changed. If the program has no
+        # snapshots, checkpoints are saved between steps.
         if found is not None and (not isinstance(found, Program) or found.is_draft):
             said["checkpoint_snapshots"] = True
         return Request(
@@ -445,7 +445,7 @@ class Config:
         """Return how the stages and microbatches are split.
 
         Raises:
-            UsageError: They cannot be split in this way.
+            UsageError: The stages or microbatches cannot be split as the settings require.
         """
         pipeline, name, found = self.pipeline, get_model_kind(self.model), None
         if pipeline.schedule.endswith((".sched", ".timeline")):
