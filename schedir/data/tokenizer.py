@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
 
     Attributes:
         vocab_size: The largest token id plus 1.
-        end_token: The id of the token that ends a document. It is not in any text.
+        end_token: The id of the token that ends a document. `encode` never returns it.
         digest: An identifier of the tokenizer and its settings.
     """
 
@@ -89,8 +89,8 @@ class BPE:
             such as `<|endoftext|>`, in the vocabulary.
 
     Raises:
-        UsageError: The tokenizer is of another kind, which may lose text. Or it has no such end
-            token.
+        UsageError: The tokenizer is not a byte-level BPE, so it may lose text. Or it has no such
+            end token.
         MissingPackageError: The library `tokenizers` is not installed.
     """
 

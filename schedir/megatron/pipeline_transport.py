@@ -44,7 +44,7 @@ class PipelineGroupTransport:
         blocking_hosts: True if the host waits for each message, as on CPUs.
 
     Raises:
-        UsageError: The group has no backend for the device, or one that is not Gloo or NCCL.
+        UsageError: The group has no backend for the device, or a backend other than Gloo and NCCL.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:

@@ -50,7 +50,7 @@ def load_schedule(schedule: str | Schedule | Program) -> Schedule | Program:
             function, or a program.
 
     Raises:
-        UsageError: It is none of these, or the name or the file does not exist.
+        UsageError: `schedule` is none of these, or the name or the file does not exist.
     """
     if isinstance(schedule, str):
         return load_source(schedule)

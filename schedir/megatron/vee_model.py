@@ -34,10 +34,10 @@ def model_provider(
 ) -> Callable[..., Any]:
     """Return a model provider that builds the chunks of a schedule's placement.
 
-    Pass the result to Megatron instead of `build`. For each chunk it calls `build` once, as
+    Pass the result to Megatron instead of `build`. For each chunk the result calls `build` once, as
     Megatron does. In a looped placement the arguments are those that Megatron passes. In a vee,
-    `pre_process` and `post_process` are those of the chunk's stage, and its layers have the numbers
-    of the stage.
+    `pre_process` and `post_process` are those of the chunk's stage, and the layers of the chunk
+    have the numbers that they have in the stage.
 
     Args:
         build: Megatron's model provider. It takes `pre_process`, `post_process` and, with several

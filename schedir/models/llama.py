@@ -142,7 +142,7 @@ class Stage(nn.Module):
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
-        """This stage's copy of the embedding, if another stage has one too (`find_tied_weight`)."""
+        """This stage's copy of a weight that is tied across stages. See `find_tied_weight`."""
         return find_tied_weight(self.config, self.embedding, self.head)
 
     def forward(self, x: Tensor) -> Tensor:

@@ -104,8 +104,8 @@ def _list_windows(config: WindowedModelConfig) -> list[tuple[int, int]]:
     return [*zip(windows, strides, strict=True)]
 
 
-# Number of queries of a tile, and of keys. On CPUs a tile of this size fits in the caches and has
-# few masked pairs. On GPUs it is the block size of FlexAttention.
+# The number of queries of a tile, which is also the number of its keys. On CPUs a tile of this size
+# fits in the caches and has few masked pairs. On GPUs it is the block size of FlexAttention.
 TILE_SIZE: Final = {"cpu": 64, "cuda": 128}
 
 

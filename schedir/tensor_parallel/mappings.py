@@ -213,8 +213,9 @@ def select_local_tokens(
 def get_first_token(x: Tensor, group: ProcessGroup | None, *, sequence_parallel: bool) -> Tensor:
     """Return the first token, (b, n) of (b, s, n), on all ranks.
 
-    With sequence parallelism, all ranks receive it from rank 0. They must then compute the same
-    with it, so that each rank has the full gradient of the token. Only rank 0 uses this gradient.
+    With sequence parallelism, all ranks receive the token from rank 0. All ranks must then compute
+    the same values from it, so that each rank has the full gradient of the token. Only rank 0 uses
+    this gradient.
 
     Args:
         x: The tokens of this rank, or all tokens without sequence parallelism.
@@ -230,14 +231,14 @@ def get_first_token(x: Tensor, group: ProcessGroup | None, *, sequence_parallel:
 def all_gather(output: Tensor, shard: Tensor, group: ProcessGroup) -> None:
     """Gather the shards of all ranks into one tensor, in the order of ranks.
 
-    NCCL writes directly to `output`. With a list of outputs it would copy them.
+    NCCL writes directly to `output`. `dist.all_gather`, which takes a list of tensors, copies them.
 
     Args:
         output: The gathered tensor. It is contiguous, with t times the size of `shard`.
         shard: The shard of this rank, contiguous.
         group: The group.
     """
-    # torch 2.13 has a new name for it and warns of the old one.
+    # torch 2.13 renames this function, and warns of the old name.
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(output.view(-1), shard.view(-1), group=group)
 
@@ -256,7 +257,7 @@ def _start_all_gather(group: ProcessGroup, part: Tensor) -> PendingTensor:
     """Start to gather (..., s / t, n) of each rank to (..., s, n) on all ranks."""
     part = part.contiguous()
     parts = part.new_empty(group.size(), *part.shape)
-    # torch 2.13 has a new name for it and warns of the old one.
+    # torch 2.13 renames this function, and warns of the old name.
     start: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work = start(parts.view(-1), part.view(-1), group=group, async_op=True)
 

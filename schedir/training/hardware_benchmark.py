@@ -4,8 +4,8 @@ Several processes run the same measurements at the same time: one process on eac
 on the CPU. They measure matrix products, copies, layers of the trainer's GPT, and all-reduces.
 
 On a CPU, a compute time is the processor time of the thread, so the load of other programs does not
-count. It is multiplied by the number of processes that share a processor. On GPUs, a compute time
-is wall time.
+count. This processor time is multiplied by the number of processes that share a processor. On GPUs,
+a compute time is wall time.
 """
 
 from __future__ import annotations
@@ -58,15 +58,15 @@ BUSY_THRESHOLD: Final = 0.1
 
 
 class BenchmarkExtent(NamedTuple):
-    """The measurements that are made on a kind of device.
+    """The measurements that are made on a type of device.
 
-    A layer is (hidden, heads, sequence, samples of a microbatch).
+    A layer is (hidden, heads, sequence, samples per microbatch).
 
     Args:
         gemms: Matrix products (m, k) x (k, n), as (m, k, n).
         smallest_layers: Layers that are so small that only kernel launches take time.
         layers: Layers of usual sizes.
-        copy_bytes: Bytes of the tensor that is read and written.
+        copy_bytes: Bytes of the tensor that the copy reads and writes.
         all_reduce_bytes: Bytes of each all-reduce.
         sharded_layers: Layers that tensor-parallel ranks share. Each has `ALL_REDUCES_PER_LAYER`
             all-reduces.
@@ -262,7 +262,8 @@ class _Stopwatch:
     def time_rounds(self, run: Callable[[], object], *, wall: bool = False) -> list[float]:
         """Return the seconds per run in each round: wall time on GPUs, processor time on CPUs.
 
-        With `wall`, it is wall time on CPUs, too. All processes must call this with the same work.
+        With `wall`, the result is wall time on CPUs, too. All processes must call this with the
+        same work.
         """
         wall = wall or self.device == "cuda"
         return [one[not wall] for one in self.time_wall_and_processor(run)]
@@ -382,7 +383,7 @@ def _do_nothing() -> None:
 
 
 def _get_memory_bytes(device: str) -> float:
-    """Return the bytes of a process's GPU, or its share of the memory of the machine."""
+    """Return the bytes of memory of this process: its GPU, or its share of the machine."""
     if device == "cuda":
         return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")

@@ -137,7 +137,7 @@ class LossLog:
         return self.run.owns_directory(folder) and Path(folder, SUMMARY_FILE).exists()
 
     def read_last_loss(self) -> float:
-        """Return the last loss that an earlier start of this run wrote, NaN if there is none."""
+        """Return the last loss that an earlier start of this run wrote, or NaN without a loss."""
         path = Path(self.output.dir, LOSSES_FILE)
         rows = path.read_text().splitlines()[1:] if self.run.owns_directory(self.output.dir) else []
         return float(rows[-1].split(",")[1]) if rows else math.nan
@@ -191,7 +191,7 @@ def read_loss_lines(path: Path, step: int) -> list[str]:
         The lines without the header.
 
     Raises:
-        UsageError: The file has lines of earlier steps, but none of this step.
+        UsageError: The file has lines of earlier steps, but no line of this step.
     """
     kept = _read_lines_until(path, step)
     if kept and (had := kept[-1].partition(",")[0]) != str(step):
@@ -214,9 +214,9 @@ def _read_lines_until(path: Path, step: int) -> list[str]:
 
 @contextmanager
 def claim_directories(config: Config) -> Iterator[None]:
-    """Lock the directories of a run while the context is active, and create them if needed.
+    """Lock the directories of a run while the context is active, and create missing directories.
 
-    Nothing is removed here.
+    This function removes no files.
 
     Args:
         config: The configuration of the run.

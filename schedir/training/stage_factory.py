@@ -28,7 +28,7 @@ class ProgramStages:
 
     Attributes:
         model: The kind of model.
-        microbatch_size: Samples of a microbatch of the program.
+        microbatch_size: The number of samples in a microbatch of the program.
         dtype: The type of the weights and of the boundary.
         boundary: The boundary between two stages. If stages are segmented, the boundaries by
             program stage.

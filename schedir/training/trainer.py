@@ -68,7 +68,8 @@ def train(
         program: The program that all processes train.
         corpus: The data.
         losses: The loss log on global rank 0, None on the others.
-        watchdog: The watchdog of this process. The trainer reports its phases to it.
+        watchdog: The watchdog of this process. The trainer writes its phases to the black box of
+            the watchdog.
 
     Returns:
         The results on global rank 0, None on the others. Also None if the run was complete before,
@@ -262,7 +263,10 @@ class _Trainer:
         raise TerminationNotice(self.checkpoints.description)
 
     def _finish_completed_run(self, start_step: int) -> RunResult | None:
-        """Return the results of a run without remaining steps, None if its summary exists."""
+        """Return the results of a run without remaining steps.
+
+        Return None on processes other than 0, or if the summary of the run exists.
+        """
         if self.losses is None:
             return None
         steps = self.config.train.steps
@@ -325,7 +329,7 @@ class _Trainer:
         return replace(sizes, **dict(zip(measured, map(tuple, each.tolist()), strict=True)))
 
     def _fit_program(self) -> Program:
-        """Return the program, compiled again if there is a memory limit, so that it fits.
+        """Return the program. If there is a memory limit, compile it again so that it fits.
 
         Process 0 prints which forwards are recomputed. Raises MemoryLimitError if no program fits.
         """
@@ -380,7 +384,8 @@ class _Trainer:
     def _read_steps(self, remaining: int) -> None:
         """Read the losses of all pending steps except the last `remaining` ones.
 
-        Raises NonFiniteError if a step ends the run, after a report of the steps before it.
+        If a step has a loss or gradient that ends the run, this reports the steps before it and
+        raises NonFiniteError.
         """
         while len(self.step_queue.pending_steps) > remaining:
             step = self.step_queue.read_oldest_step()

@@ -27,7 +27,7 @@ class Batches:
     """The windows of a token stream, in an order that depends only on the seed.
 
     Sample k of a run is the same for any batch size and number of replicas. An epoch has each
-    window once. Each epoch has another order.
+    window once. The order of the windows differs from epoch to epoch.
 
     Args:
         tokens: The token stream.

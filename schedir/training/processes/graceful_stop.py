@@ -3,11 +3,11 @@
 The watchdog receives the signal, and requests the stop. After the last step, the trainer saves the
 state and raises `TerminationNotice`.
 
-This costs no time within a step. Each process has a thread that waits at the rendezvous store for a
-stop request. After a request, each process writes to the store the last step that it has begun.
-It then begins no other step until all processes have written theirs. All processes then finish the
-largest of these steps. A process within this step needs the other processes, which may not have
-begun it.
+The agreement costs no time within a step. Each process has a thread that waits at the rendezvous
+store for a stop request. After a request, each process writes to the store the last step that it
+has begun. It begins no other step until all processes have written their last steps. All processes
+then finish the largest of these steps, because a process within that step needs all other
+processes.
 """
 
 from __future__ import annotations

@@ -90,7 +90,7 @@ def join_process_group(
             store.set(_RESULTS_KEY, b"")
         # After the barrier, no process reads from a connection that another process may close. A
         # failure after the barrier does not affect other processes. This calls the method of the
-        # group, because torch's function refuses a group that has NCCL, too.
+        # group, because the function `dist.monitored_barrier` refuses a group that also has NCCL.
         world: Any = dist.group.WORLD
         world.monitored_barrier(timedelta(seconds=max(timeout, RESULTS_TIMEOUT)))
         done = True

@@ -1,8 +1,8 @@
 """Compare the settings of all processes before the first message.
 
-The processes compare them at the rendezvous store, before any group exists. All processes raise the
-same error with the first difference. Without this, torch would report a mismatch of shapes in a
-collective.
+The processes exchange their settings at the rendezvous store, before any process group exists. All
+processes raise the same error with the first difference. Without this comparison, torch could only
+report a mismatch of shapes in a collective.
 """
 
 from __future__ import annotations
@@ -90,7 +90,7 @@ def require_same_data(crcs: Sequence[int], step: int) -> None:
 
 
 def run_rendezvous(facts: Mapping[str, str], timeout: float) -> dict[str, Any]:
-    """Compare `facts` with all processes, and return the arguments of `init_process_group`.
+    """Compare the facts of all processes, and return the arguments of `init_process_group`.
 
     Args:
         facts: The facts of this process.
@@ -117,7 +117,7 @@ def run_rendezvous(facts: Mapping[str, str], timeout: float) -> dict[str, Any]:
 def compare_facts(
     store: Any, rank: int, world: int, facts: Mapping[str, str], timeout: float
 ) -> None:
-    """Compare `facts` with all processes at a store. Process 0 makes the comparison.
+    """Compare the facts of all processes at a store. Process 0 makes the comparison.
 
     Args:
         store: The store.
@@ -153,7 +153,7 @@ def compare_facts(
 
 
 def _find_difference(store: Any, world: int, deadline: float) -> str:
-    """Return the first difference between the facts of processes, "" if there is none."""
+    """Return the first difference between the facts of processes, or "" if there is none."""
     everyone: list[dict[str, str]] = []
     places: dict[object, int] = {}
     for k in range(world):
@@ -195,7 +195,7 @@ def _wait_for_key(store: Any, key: str, deadline: float, process: int) -> bytes:
 
 
 def _describe_machine() -> tuple[str, ...] | None:
-    """Return this machine and the local rank, None if there is no local rank.
+    """Return this machine and the local rank, or None if there is no local rank.
 
     With torchrun, several nodes on one machine each count their local ranks from 0, so the number
     of the node is included.
