@@ -151,7 +151,7 @@ class MegatronStep:
         return self.receives.pop((Lane.GRAD, stage, mb)).wait()
 
     def deallocate(self, output: Tensor) -> None:
-        """Free the data of a stage's output, but not its graph, if Megatron's config requires it."""
+        """Free a stage's output, but not its graph, if Megatron's config requires it."""
         if not self.call.forward_only:
             deallocates = self.call.config.deallocate_pipeline_outputs
             schedules.deallocate_output_tensor(output, deallocates)
