@@ -46,11 +46,11 @@ class Tiling(NamedTuple):
 
     Attributes:
         tiles: The number of tiles.
-        tile_width: Columns of a tile.
+        tile_width: The number of columns of a tile.
         padded_columns: `tile_width` rounded up to a power of 2.
         stages: Triton's `num_stages` for the loop over rows. With 3, the next row is loaded while
-            one is computed.
-        warps: Warps of a program.
+            a row is computed.
+        warps: The number of warps of a program.
     """
 
     tiles: int

@@ -135,7 +135,7 @@ class MegatronStep:
         """Return the input of a forward, or None for the first stage."""
         if stage == 0:
             return None
-        if stage - 1 in self.chunk_of:  # the stage before is on this rank
+        if stage - 1 in self.chunk_of:  # the previous stage is on this rank
             output = self.activations.pop((stage - 1, mb))
             received = output.detach().requires_grad_()
             self.deallocate(output)

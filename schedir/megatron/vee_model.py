@@ -37,7 +37,7 @@ def model_provider(
     Pass the result to Megatron instead of `build`. For each chunk the result calls `build` once, as
     Megatron does. In a looped placement the arguments are those that Megatron passes. In a vee,
     `pre_process` and `post_process` are those of the chunk's stage, and the layers of the chunk
-    have the numbers that they have in the stage.
+    have the numbers of the layers of this stage.
 
     Args:
         build: Megatron's model provider. It takes `pre_process`, `post_process` and, with several

@@ -6,8 +6,8 @@ one autograd function. `split_linear_backward` replaces this function during a s
 computes the input gradient in the backward. It stores the computation of the weight gradient, which
 `W` runs later.
 
-The weight is no input of the replaced function. Otherwise autograd would call the gradient hook of
-Megatron's DistributedDataParallel in `I`, when no gradient of the weight exists yet. With
+The weight is no autograd input of the replacement. Otherwise autograd would call the gradient hook
+of Megatron's DistributedDataParallel in `I`, when no gradient of the weight exists yet. With
 `overlap_grad_reduce` this hook raises an AssertionError. The stored computation adds the gradient
 to `weight.main_grad`, which is what the hook does.
 

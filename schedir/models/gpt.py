@@ -256,10 +256,11 @@ class AttentionLayer(nn.Module):
         return self.add_attention(attended, x)
 
     def use_dropout_stream(self) -> AbstractContextManager[None]:
-        """Return a context for dropout outside of the attention heads, with its random stream.
+        """Return a context in which dropout draws from the layer's random stream.
 
-        Both dropouts of the layer draw from this random stream. So the dropout after the attention
-        must come before the dropout after the feed-forward network.
+        This stream is for the two dropouts outside of the attention heads. The dropout after the
+        attention must come before the dropout after the feed-forward network, because both draw
+        from the same stream.
         """
         stream = self.tp_rank if self.sequence_parallel else None
         return fork_layer_rng(self.layer_number, stream) if self.dropout_rate else nullcontext()

@@ -23,8 +23,9 @@ def describe_plan(plan: ParallelPlan) -> str:
     """Return a short description of a plan.
 
     Args:
-        plan: The plan. The description has `cp`, `ep`, `stages_per_rank` and the memory options,
-            except for recomputation, only if they differ from the default.
+        plan: The plan. The description always has the recomputation. It has `cp`, `ep` and the
+            other memory options only if they differ from the default. It has `stages_per_rank` only
+            if the schedule allows several values.
 
     Example:
         >>> from schedir.planner import ParallelPlan

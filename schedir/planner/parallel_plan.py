@@ -44,7 +44,7 @@ class ParallelPlan:
             section 4.1). "flash" keeps them on chip, and computes them again in the backward (arXiv
             2307.08691).
         rank_order: The order in which processes are numbered, the innermost dimension first.
-            "tp-pp-dp" is the order of schedir, "tp-dp-pp" the default of Megatron-LM.
+            "tp-pp-dp" is the order of schedir. "tp-dp-pp" is the default of Megatron-LM.
             Context-parallel ranks are numbered directly after the tensor-parallel ranks.
         offload: "fit" offloads as few saved activations to the host as the memory of the GPUs
             requires. "none" offloads no activations.

@@ -151,7 +151,7 @@ def plan(
         ep: Allowed values of `ParallelPlan.ep`.
         recompute: Allowed values of `ParallelPlan.recompute`.
         zero: Allowed values of `ParallelPlan.zero`.
-        sequence_parallel: The value of `ParallelPlan.sequence_parallel`. None allows both.
+        sequence_parallel: The value of `ParallelPlan.sequence_parallel`. None allows both values.
         attention: The attention of all plans.
         rank_order: The rank order of all plans. See `ParallelPlan.rank_order`.
         offload: If True, also consider plans that fit only if they offload saved activations, the

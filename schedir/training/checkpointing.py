@@ -225,7 +225,7 @@ class TrainingCheckpoints:
                 self.wait()
 
     def _flush_losses(self) -> None:
-        """Flush the losses to the disk, before a checkpoint with their steps is complete."""
+        """Flush the losses to the disk before the checkpoint of their steps is complete."""
         if self.losses is not None:
             self.losses.sync_to_disk()
 
@@ -251,5 +251,5 @@ class TrainingCheckpoints:
 
 
 def _keep_name(stage: int, name: str) -> str:
-    """Return the name: a stage's parameters already have the names of the complete model."""
+    """Return the name unchanged: parameters of a stage have the names of the complete model."""
     return name

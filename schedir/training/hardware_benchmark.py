@@ -138,7 +138,7 @@ def measure(
 ) -> BenchmarkResult:
     """Measure this machine, and fit a Cluster to the measurements.
 
-    It takes about half a minute.
+    The measurements take about half a minute.
 
     Args:
         processes: The number of processes. By default one for each processor or GPU.
@@ -170,7 +170,7 @@ def measure(
 def count_processors() -> int:
     """Return the number of processors that this process may use at the same time.
 
-    It is the number in the CPU affinity, limited by the CPU quota of the cgroup.
+    The result is the number in the CPU affinity, limited by the CPU quota of the cgroup.
     """
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
@@ -203,7 +203,7 @@ class MeasuredSamples(NamedTuple):
         all_reduces: For each all-reduce, the number of processes in the group, the bytes, and the
             seconds in each round. There are no seconds if this process was in no group.
         memory_bytes: Bytes of memory of the process.
-        processor_share: Processor time per wall time during the products.
+        processor_share: Processor time divided by wall time, during the matrix products.
     """
 
     gemms: list[list[float]]
@@ -379,7 +379,7 @@ def _all_reduce(x: Tensor, group: Any) -> None:
 
 
 def _do_nothing() -> None:
-    """Take the place of a measurement in a process that is in no group."""
+    """Do nothing. A process that is in no group calls this instead of a measurement."""
 
 
 def _get_memory_bytes(device: str) -> float:

@@ -20,7 +20,7 @@ StageBoundaries = Boundary | dict[int, tuple[Boundary, ...]]
 
 
 class ProgramStages:
-    """The stages of a configuration's model in a program.
+    """Builds the stages of a configuration's model for a program.
 
     Args:
         config: The configuration of the run.

@@ -219,8 +219,9 @@ class StepQueue:
     def _compute_scale_offset(self, total: Tensor | None) -> Tensor:
         """Return NaN if the step ends the run, else 0, on the device.
 
-        The next step adds the result to its scale. NaN makes all its gradients NaN. If this occurs
-        on any rank, the global norm is NaN, and no rank makes an update.
+        The next step adds the result to its scale. If the result is NaN, all gradients of the next
+        step are NaN. If this occurs on any rank, the global norm is NaN, and no rank makes an
+        update.
         """
         fails = self.executor.finite_updates.logical_not().any()
         if self.loss_scale is not None:

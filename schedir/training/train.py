@@ -79,7 +79,8 @@ def run(path: str, overrides: Sequence[str] = ()) -> int:
     with locate_setting_errors(path, overrides):
         program = build_program(config)
     check_memory(config, config.world_size)
-    _require_data_files(config)  # Report missing data before results of an earlier run.
+    # Report missing data before `claim_directories` reports results of an earlier run.
+    _require_data_files(config)
     with interrupt_on_signals(), claim_directories(config):
         return _train_or_launch(path, overrides, config, program)
 
@@ -234,8 +235,8 @@ def _run_rank(path: str, overrides: Sequence[str]) -> int:
 def _import_modules(*modules: str) -> None:
     """Import modules without garbage collection, and exclude them from later collections.
 
-    The modules stay loaded. In a process with few steps, garbage collection took a fifth of the
-    time.
+    The modules stay loaded, so a collection would free none of them. In a process with few steps,
+    garbage collection took a fifth of the time.
     """
     if all(module in sys.modules for module in modules):
         return

@@ -178,7 +178,7 @@ class _Trainer:
         # The seconds of each step except the first, which also connects and warms up.
         self.step_seconds: list[float] = []
         self.data_crc = 0  # The CRC-32 of all samples that were read.
-        self.has_warned = False  # True after a warning about allocations after the first step.
+        self.has_warned = False  # True if it has warned about allocations after the first step.
         self.counted_memory: tuple[int, ...] = ()
 
     def run(self, watchdog: Watchdog) -> RunResult | None:
@@ -230,7 +230,7 @@ class _Trainer:
                     self.allocation_count = count_allocations(self.device)
                 # The losses of a step may be read after the next step is issued. There are two
                 # exceptions. The first step connects and warms up, and its time must not count for
-                # the second step. A step that is reported or saved needs its losses now.
+                # the second step. If a step is reported or saved, its losses are needed now.
                 late = self.step_queue.can_read_late and step > start_step and not (logs or saves)
                 self._read_steps(int(late))
                 if self.unreported_steps and (logs or saves or self.checkpoints.pending_step):
@@ -250,7 +250,7 @@ class _Trainer:
     def _end_on_termination(
         self, step: int, enter: Callable[[ProcessPhase, int], None]
     ) -> NoReturn:
-        """Save the state after the last step if it is not saved yet. Raise TerminationNotice."""
+        """Save the state after the last step, unless it is saved, and raise TerminationNotice."""
         enter(ProcessPhase.REPORT, step)
         self._read_steps(0)
         self.executor.record_timestamps = False
@@ -399,7 +399,7 @@ class _Trainer:
             raise self.step_queue.diagnose_failure()
 
     def _report(self, step: int) -> RunResult | None:
-        """Gather the losses and times of the unreported steps on rank 0, which prints them.
+        """Gather the losses of the unreported steps on rank 0, which reports these steps.
 
         Raises ModelError, in all processes, if the processes have not read the same data.
         """

@@ -252,8 +252,9 @@ def _apply_formulas(
 
     The first result is the time in seconds for which another rank waits for each rank group, of
     shape (plans, groups). The second result is the number of exposed messages of a step. The third
-    result is the number of exposed messages per microbatch. Both have the shape (plans,).
-    Recomputation that may run before the gradient arrives (`recompute_ahead`) adds no waiting time.
+    result is the number of exposed messages per microbatch. The second and the third result have
+    the shape (plans,). Recomputation that may run before the gradient arrives (`recompute_ahead`)
+    adds no waiting time.
     """
     waits = np.zeros(rank_times.F.shape)
     messages, each = np.zeros((2, len(plans)))

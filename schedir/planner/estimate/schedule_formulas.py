@@ -77,7 +77,8 @@ def _zb_h1_wait(F: Any, I: Any, W: Any) -> Any:
 def _zb_h2_wait(F: Any, I: Any, W: Any) -> Any:
     """Return the wait time of ZB-H2, as `schedules.zb_h2` builds it.
 
-    It includes the idle time at the end of the step, because all ranks wait for the gradient norm.
+    The wait time includes the idle time at the end of the step, in which all ranks wait for the
+    gradient norm.
     """
     return np.maximum.reduce([F, F + I - 2 * W, I - F, I - W])
 

@@ -387,7 +387,7 @@ _PHASES_OF_OP: Final[dict[Opcode, list[int]]] = {  # Indices of the fields of `P
 def measure_gpu_memory(run: Timeline, constants: SoftwareConstants) -> GpuMemory:
     """Return the memory at the peak of the rank with the highest peak, in bytes.
 
-    It includes the overheads of the allocator and the process.
+    The result includes the overheads of the allocator and the process.
 
     Args:
         run: The timeline, with sizes.

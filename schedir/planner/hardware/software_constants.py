@@ -43,8 +43,8 @@ class SoftwareConstants:
 
     Args:
         tile_rows: Rows of the tile of a matrix product that a multiprocessor computes.
-        tile_columns: Columns of this tile. Rows and columns are exchanged if that needs fewer
-            tiles.
+        tile_columns: Columns of this tile. Rows and columns are exchanged if the exchanged tiles
+            are fewer.
         max_splits: The largest number of splits of the inner dimension of a product.
         speed_share: The share of the cluster's compute speed that the software reaches: flops and
             bytes per second of all kernels.

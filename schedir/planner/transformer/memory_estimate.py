@@ -340,7 +340,8 @@ def _count_in_flight(plans: PlanColumns, shares: RankGroupShares) -> tuple[Float
 
     The first array has the number of (stage, microbatch) pairs in flight, of shape (plans, groups).
     The second array has the number of microbatches for which the loss keeps tensors. The third
-    array has the number of boundaries in buffers. Both have the shape (plans, 1).
+    array has the number of boundaries in buffers. The second and the third array have the shape
+    (plans, 1).
     """
     stages = np.zeros(shares.first_rank.shape)
     ends, waiting = np.ones((2, len(plans), 1))

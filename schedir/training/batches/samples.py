@@ -101,7 +101,7 @@ class Batches:
             are `IGNORE_INDEX`.
 
         Raises:
-            UsageError: A token is negative or not below `vocab`, or there are no such samples.
+            UsageError: A token is negative or not below `vocab`, or an argument is out of range.
         """
         if first_sample < 0 or sample_count < 1:
             raise UsageError(
@@ -153,7 +153,7 @@ class Batches:
             cursor: The result of `make_cursor`.
 
         Raises:
-            ModelError: The cursor is of other data or of another seed, or it is invalid.
+            ModelError: The cursor is from other data or from another seed, or it is invalid.
         """
         for name, ours in (("of", self.description), ("seed", self.seed)):
             if cursor.get(name) != ours:

@@ -155,7 +155,7 @@ class PipelineConfig:
         """Return the shape of the pipeline.
 
         Raises:
-            ShapeError: There is no such shape.
+            ShapeError: A pipeline cannot have this shape.
         """
         return PipelineShape(**{f.name: getattr(self, f.name) for f in SHAPE_FIELDS if f.in_config})
 

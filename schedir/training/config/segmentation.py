@@ -37,7 +37,7 @@ class StageSegmentation:
 
     @property
     def first_segments(self) -> list[int]:
-        """Return the program stage of each stage's first segment, and then the total number.
+        """Return the first program stage of each stage, and then the total number of segments.
 
         Example:
             >>> StageSegmentation((1, 2), (5, 9), 1).first_segments
@@ -66,8 +66,9 @@ def make_segmentation(
         layers: The number of layers of the model.
         shape: The pipeline shape. If `segment_boundaries` is set, its stages are segments.
             Otherwise they are unsegmented stages.
-        layers_per_stage: The number of layers of each stage. None divides the layers as
-            `segment_boundaries` shows, or else evenly.
+        layers_per_stage: The number of layers of each stage. None uses the division that
+            `segment_boundaries` implies. Without `segment_boundaries`, None divides the layers
+            evenly.
         microbatch_size: The number of samples in a microbatch before it is split into chunks.
         layer_boundaries: The collectives between the segments of a layer, as letters. "" if stages
             of this kind cannot be segmented.

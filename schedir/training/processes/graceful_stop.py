@@ -35,7 +35,7 @@ _FOREVER: Final = timedelta(days=3650)
 
 
 class TerminationNotice(Exception):
-    """The end of a run after SIGTERM.
+    """Raised to end a run after SIGTERM.
 
     Args:
         saved: A text with the step that is saved.
@@ -46,7 +46,7 @@ class TerminationNotice(Exception):
 
 
 class GracefulStop:
-    """The end of one process of a run, in agreement with the other processes.
+    """Ends one process of a run after SIGTERM, after the same step as all other processes.
 
     Args:
         process: The number of this process.
@@ -131,10 +131,10 @@ class GracefulStop:
 
 
 def exit_after_termination(reason: str) -> NoReturn:
-    """End this process after SIGTERM, when the last step is saved. Process 0 reports it.
+    """End this process after SIGTERM, when the last step is saved.
 
     Args:
-        reason: The report.
+        reason: The text that process 0 reports.
     """
     own = get_current_member()
     if own is not None and is_launched():

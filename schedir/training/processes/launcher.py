@@ -50,7 +50,7 @@ class FailedExit(NamedTuple):
     Args:
         process: The number of the process, or -1 if no process failed.
         code: Its exit code, negative for a signal.
-        black_boxes: The black boxes of all processes at that moment.
+        black_boxes: The black boxes of all processes when this process exited.
     """
 
     process: int
@@ -298,7 +298,7 @@ def _describe_failure(
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove the black boxes and other files that this run or an earlier one left."""
+    """Remove the black boxes and other files that this run or an earlier run left."""
     names = (PROGRAM_FILE, VERDICT_FILE, FORMER_VERDICT_FILE)
     for path in [*directory.glob("[0-9]*"), *(directory / name for name in names)]:
         path.unlink(missing_ok=True)

@@ -212,7 +212,7 @@ def stop_waiting() -> None:
 
 
 def exit_with_cause(member: RunMember, cause: StallCause, code: int = 1) -> NoReturn:
-    """Report that another process is the cause, and end this process.
+    """Report that another process is the cause of a failure, and end this process.
 
     Args:
         member: This process.
