@@ -27,7 +27,7 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 Floats = NDArray[np.float64]
 
 MAX_RUNS: Final = 20
-_RUN_NOISE: Final = 0.05  # Repeated runs of a grid on H100 differ by 3 to 5 % (planner-h100.md).
+_RUN_NOISE: Final = 0.05  # Repeated runs of one layout on H100 differ by 3 to 5 %.
 _MISFIT: Final = 2.0  # The scale of the Cauchy weights, in standard deviations of the noise.
 _ITERATIONS: Final = 8
 _STEP: Final = 0.05  # Derivatives use this change of the logarithm of a constant.
