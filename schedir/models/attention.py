@@ -226,7 +226,7 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def build_block_mask(length: int, window: int, stride: int, device: torch.device) -> Any:
     """Return the `BlockMask` of a window for FlexAttention.
 
-    It has the tiles of `compute_device_tiles`.
+    The mask has the tiles of `compute_device_tiles`.
 
     Args:
         length: Number of tokens of the sequence.

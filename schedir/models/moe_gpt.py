@@ -299,8 +299,8 @@ class Expert(nn.Module):
 def split_stage(stage: MoEStage) -> list[nn.Module]:
     """Split a stage into its segments at the all-to-alls of its layers, in order.
 
-    The segments are the stages of a program whose `stage_segments` has "dc" for each layer. They
-    share the parameters of the stage.
+    The segments are the stages of a program whose `stage_segments` has "dc" for each layer. All
+    segments share the parameters of the stage.
 
     Args:
         stage: The stage.

@@ -13,8 +13,8 @@ def require_positive(config: object, *names: str) -> None:
 
     Args:
         config: The configuration.
-        *names: The fields. A field with "layers" in its name is at most `MAX_LAYERS`, and any other
-            at most `MAX_WIDTH`.
+        *names: The fields. A field with "layers" in its name is at most `MAX_LAYERS`. All other
+            fields are at most `MAX_WIDTH`.
 
     Raises:
         UsageError: A field is no integer, or out of range.

@@ -81,8 +81,8 @@ def get_windows(config: WindowedModelConfig) -> tuple[tuple[int, int] | None, ..
         config: The configuration.
 
     Returns:
-        (window, stride) by layer. None is a layer without a window, or with one that is at least as
-        long as the context.
+        (window, stride) for each layer. None for a layer without a window, or with a window that is
+        at least as long as the context.
 
     Example:
         >>> from schedir.models.llama_config import LlamaConfig

@@ -168,9 +168,9 @@ def _format_torchtitan(
 def _count_removed_layers(layers_per_stage: tuple[int, ...]) -> tuple[int, int] | None:
     """Return by how many layers torchtitan shortens the first and the last stage.
 
-    torchtitan adds these two numbers to the number of layers, and divides the sum evenly. If it is
-    not divisible, the first stages get one more layer. The result is None if no two numbers give
-    this division.
+    torchtitan adds these two numbers to the number of layers, and divides the sum evenly. If the
+    sum is not divisible, the first stages get one more layer. The result is None if no two numbers
+    give this division.
     """
     stages = len(layers_per_stage)
     if stages < 2:

@@ -147,9 +147,9 @@ def fused_cross_entropy(
 ) -> Tensor:
     """Return the same as `vocab_parallel_cross_entropy`, from fused operations on any device.
 
-    On a GPU with Triton these are kernels, and otherwise the reference implementations of the
-    kernels. The backward overwrites the logits with the gradient. A second backward raises
-    RuntimeError.
+    On a GPU with Triton, the fused operations are kernels. Elsewhere they are the reference
+    implementations of the kernels. The backward overwrites the logits with the gradient. A second
+    backward raises RuntimeError.
 
     Args:
         logits: This rank's logits, of shape (..., k), in any floating type.

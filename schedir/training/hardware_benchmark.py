@@ -1,7 +1,8 @@
 """Measure the machine as a Cluster for the planner.
 
 Several processes run the same measurements at the same time: one process on each GPU, or any number
-on the CPU. They measure matrix products, copies, layers of the trainer's GPT, and all-reduces.
+of processes on the CPU. They measure matrix products, copies, layers of the trainer's GPT, and
+all-reduces.
 
 On a CPU, a compute time is the processor time of the thread, so the load of other programs does not
 count. This processor time is multiplied by the number of processes that share a processor. On GPUs,

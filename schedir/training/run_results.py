@@ -70,7 +70,7 @@ class RunResult:
 
 
 class LossLog:
-    """The file `loss.csv`, with a line for each step. It exists after `begin`.
+    """The file `loss.csv`, with a line for each step. `begin` creates the file.
 
     Args:
         config: The configuration of the run.
@@ -138,7 +138,7 @@ class LossLog:
         return self.run.owns_directory(folder) and Path(folder, SUMMARY_FILE).exists()
 
     def read_last_loss(self) -> float:
-        """Return the last loss that an earlier start of this run wrote, or NaN without a loss."""
+        """Return the last loss that an earlier start of this run wrote, or NaN if there is none."""
         path = Path(self.output.dir, LOSSES_FILE)
         rows = path.read_text().splitlines()[1:] if self.run.owns_directory(self.output.dir) else []
         return float(rows[-1].split(",")[1]) if rows else math.nan

@@ -87,7 +87,7 @@ class StepQueue:
         transport: The transport of this rank.
         microbatch_size: The number of samples in a microbatch.
         stops_on_nonfinite: If true, a loss or a gradient that is not finite ends the run.
-        loss_scale: The scale of a float16 loss. None for other types.
+        loss_scale: The scale of a float16 loss. None if the weights are not float16.
 
     Attributes:
         can_read_late: True if the numbers of a step can be read after the next step was issued.

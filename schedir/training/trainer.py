@@ -67,13 +67,13 @@ def train(
         config: The configuration of the run.
         program: The program that all processes train.
         corpus: The data.
-        losses: The loss log on global rank 0, None on the others.
+        losses: The loss log on global rank 0. None on all other ranks.
         watchdog: The watchdog of this process. The trainer writes its phases to the black box of
             the watchdog.
 
     Returns:
-        The results on global rank 0, None on the others. Also None if the run was complete before,
-        and its summary exists.
+        The results on global rank 0. None on all other ranks. Also None if the run was complete
+        before, and its summary exists.
 
     Raises:
         UsageError: The data cannot be used.

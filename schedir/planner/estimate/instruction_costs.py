@@ -151,8 +151,8 @@ def time_joined_pair(times: StageTimes, layers: int, alone: float) -> float:
     """Return the time of a forward that is joined with the backward of another microbatch.
 
     The segments of the two instructions alternate. Compute of one instruction hides all-to-alls of
-    the other one (arXiv 2412.19437, section 3.2.1). The estimate assumes that all segments of an
-    instruction take the same time.
+    the other instruction (arXiv 2412.19437, section 3.2.1). The estimate assumes that all segments
+    of an instruction take the same time.
 
     Args:
         times: The times of one microbatch in the stage.

@@ -385,7 +385,7 @@ _PHASES_OF_OP: Final[dict[Opcode, list[int]]] = {  # Indices of the fields of `P
 
 
 def measure_gpu_memory(run: Timeline, constants: SoftwareConstants) -> GpuMemory:
-    """Return the memory at the peak of the rank with the highest peak, in bytes.
+    """Return the memory of the rank with the highest peak at the time of this peak, in bytes.
 
     The result includes the overheads of the allocator and the process.
 
@@ -404,7 +404,7 @@ def measure_gpu_memory(run: Timeline, constants: SoftwareConstants) -> GpuMemory
 
 
 def measure_host_memory(run: Timeline) -> HostMemory:
-    """Return the host memory at the peak of the rank with the highest peak, in bytes.
+    """Return the host memory of the rank with the highest peak at the time of this peak, in bytes.
 
     Args:
         run: The timeline, with sizes.

@@ -201,7 +201,7 @@ class _DivisionSearch:
     def _measure_bytes(self) -> tuple[Floats, Floats]:
         """Return the bytes of each rank without layers, and the bytes that each layer adds.
 
-        Both have the shape (ranks,). Memory is linear in the number of layers, so two simulations
+        Both arrays have the shape (ranks,). Memory is linear in the layers, so two simulations
         are enough. The second simulation has twice as many layers in each stage.
         """
         peaks = []

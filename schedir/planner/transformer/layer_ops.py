@@ -156,7 +156,7 @@ def require_even_division(model: TransformerSpec, plan: ParallelPlan) -> None:
 def list_layer_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     """Return the operations of a layer: attention and a feed-forward network.
 
-    Each of the two has a norm before it, and a residual connection around it.
+    Each of these two parts has a norm before it, and a residual connection around it.
 
     Args:
         model: The model.

@@ -106,7 +106,7 @@ def count_replicated_params(model: TransformerSpec, e: Any = 1) -> tuple[Any, An
 
 
 def count_end_params(model: TransformerSpec, t: Any = 1) -> tuple[Any, Any, Any]:
-    """Return the numbers of parameters of embedding, last norm and head matrix on one GPU.
+    """Return the parameter counts of the embedding, the last norm and the head on one GPU.
 
     Args:
         model: The model.
@@ -336,7 +336,7 @@ def compute_saved_by_plan(
 
 
 def _count_in_flight(plans: PlanColumns, shares: RankGroupShares) -> tuple[Floats, Floats, Floats]:
-    """Return three peak numbers of the schedule of each plan.
+    """Return the peaks of three counts in the schedule of each plan.
 
     The first array has the number of (stage, microbatch) pairs in flight, of shape (plans, groups).
     The second array has the number of microbatches for which the loss keeps tensors. The third

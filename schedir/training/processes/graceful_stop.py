@@ -114,7 +114,8 @@ class GracefulStop:
 
     def _listen(self) -> None:
         with suppress(Exception):
-            # A separate connection, because other calls on it would block until `wait` returns.
+            # This thread needs a separate connection, because all other calls on its connection
+            # block until `wait` returns.
             store = connect_store(STORE_TIMEOUT)
             store.wait([make_store_key("stop request")], _FOREVER)
             with self.condition:

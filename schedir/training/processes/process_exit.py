@@ -5,9 +5,9 @@ black boxes of all processes show which process it is (`hang_diagnosis/stall_cau
 process prints the reason. Under `launch`, the launcher prints it. Otherwise the first process that
 fails prints it, and the rendezvous store decides which process is the first.
 
-A process that is stopped, or that never arrives, blocks the others. The process that reports this
-also kills the blocking process. So the launcher or torchrun receives the exit of the blocking
-process first.
+A process that is stopped, or that never arrives, blocks all other processes. The process that
+reports this also kills the blocking process. So the launcher or torchrun receives the exit of the
+blocking process first.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ class RunMember:
     Attributes:
         black_box: The black box of this process.
         program: The program of the run. None during the set-up.
-        has_lost_peers: True if the process failed because others did not arrive. The position in
-            its black box is then out of date.
+        has_lost_peers: True if this process failed because other processes did not arrive. The
+            position in its black box is then out of date.
         known_processes: The processes whose black boxes were read.
         is_single_machine: True if all processes run on this machine.
     """
@@ -233,7 +233,7 @@ def _describe_cause(member: RunMember, cause: StallCause) -> str | None:
 def report_and_exit(
     member: RunMember, text: str | None, code: int, cause: StallCause | None
 ) -> NoReturn:
-    """Print a text if no other process has, kill the process that is the cause, and exit.
+    """Print a text, if no other process has printed one, kill the cause, and exit.
 
     Args:
         member: This process.

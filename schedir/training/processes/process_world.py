@@ -55,7 +55,8 @@ def join_process_group(
         timeout: The seconds that the processes wait for each other.
         device: The device, which selects the backends of the group.
         black_box: The black box that records the phases of this process. None records nothing.
-        facts: Facts that must be the same on all processes. They are compared first.
+        facts: Facts that must be the same on all processes. The processes compare them before they
+            create the group.
 
     Raises:
         ExecutionError: A process does not arrive in time, or another process exits.
