@@ -16,7 +16,7 @@ def sum_rows(tokens: Tensor, dy: Tensor, padding_index: int = -1) -> tuple[Tenso
     The result has n entries for n tokens. So a GPU does not have to send the number of distinct
     rows to the host. Each row that tokens use has one entry. The remaining entries are zeros for
     row 0. So the order of later additions has no effect, and a GPU may use atomics. Each gradient
-    is bitwise equal to the same row of `embedding_dense_backward`.
+    is bitwise equal to the same row of the result of `embedding_dense_backward`.
 
     Args:
         tokens: int64 or int32, of any shape (...).

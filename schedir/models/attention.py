@@ -211,7 +211,7 @@ def _sum_shared_heads(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
 
 
 def _to_dense_rows(x: Tensor) -> Tensor:
-    """Return the tensor with a last stride of 1, as the flash attention operation requires."""
+    """Return the tensor with stride 1 in its last dimension, as the flash operation requires."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 

@@ -104,10 +104,10 @@ def build_stage(
 class Stage(nn.Module):
     """Consecutive layers of a GPT, with the embedding if first and the head if last.
 
-    The forward maps (b, T, hidden) to (b, T, hidden). With `sequence_parallel` both are (b, T/t,
-    hidden), the tokens of this rank. The first stage takes int64 tokens of shape (b, T). The last
-    stage returns the logits of this rank, of shape (b, T, ceil(V/t)). Parameters have the names
-    that they have in a model of one stage.
+    The forward maps (b, T, hidden) to (b, T, hidden). With `sequence_parallel`, its input and its
+    output have only the tokens of this rank, (b, T/t, hidden). The first stage takes int64 tokens
+    of shape (b, T). The last stage returns the logits of this rank, of shape (b, T, ceil(V/t)).
+    Parameters have the names that they have in a model of one stage.
 
     Args:
         config: The configuration of the model.

@@ -43,7 +43,8 @@ def split_layers(
             0 layers, because they have the embedding and the head. None divides the layers evenly.
 
     Raises:
-        UsageError: `layers_per_stage` does not fit, or the layers cannot be divided evenly.
+        UsageError: `layers_per_stage` does not fit the layers and the stages. Or it is None, and
+            the layers cannot be divided evenly.
 
     Example:
         >>> split_layers(8, 4)

@@ -39,7 +39,7 @@ class _ConstantRow(NamedTuple):
 
     Attributes:
         meaning: A description with the unit.
-        prior_deviation: The standard deviation of the logarithm in the prior.
+        prior_deviation: The standard deviation of the constant's logarithm in the prior.
         min_value: The lower bound of the fitted value.
         max_value: The upper bound of the fitted value.
         start: The value before the fit if the cluster lacks the constant.

@@ -237,7 +237,7 @@ def warn_cross_node_tp(t: int, cluster: Cluster, *, stacklevel: int) -> None:
 
 
 def _find_indivisible_field(model: TransformerSpec, t: int) -> str:
-    """Return the first field of a model that is not divisible by tp size `t`, or ""."""
+    """Return the name of the first size of the model that `t` ranks cannot share, or ""."""
     kv = model.kv_heads % t and t % model.kv_heads
     bad = [name for name in ("heads", "ffn") if getattr(model, name) % t]
     return (bad + ["kv_heads"] * bool(kv) + [""])[0]
@@ -367,7 +367,7 @@ def _factorize(number: int) -> list[int]:
 def _no_batch_error(
     model: TransformerSpec, batch: int, degrees: list[ParallelDegrees], field_filter: FieldFilter
 ) -> UsageError:
-    """Return the error for a batch without plans, with the nearest batches that work.
+    """Return the error for a batch that no plan can use, with the nearest batches that work.
 
     If the batch is not the reason, the error names stages_per_rank, schedules and zero.
     """

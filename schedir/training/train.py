@@ -153,9 +153,9 @@ def check_memory(config: Config, processes: int) -> None:
 
     The check uses a lower limit of the memory that a process needs. On CPUs, this is its share of
     the model and of the activations of one microbatch, and the tokens of a step. The model includes
-    gradients and AdamW's two moments, sharded as `pipeline.zero` requires. The model counts at
-    least as much as its unsharded weights, because the modules are built unsharded. On GPUs, only
-    the unsharded weights and the tokens count.
+    gradients and AdamW's two moments, sharded as `pipeline.zero` requires. A process needs at least
+    the memory of its unsharded weights, because the modules are built unsharded. On GPUs, only the
+    unsharded weights and the tokens count.
 
     Args:
         config: The configuration of the run.

@@ -372,7 +372,7 @@ class _Trainer:
         return peaks
 
     def _take_batch(self, prefetch: Prefetch, step: int) -> TrainingBatch:
-        """Return the batch of a step. If its read fails, first report failures of earlier steps."""
+        """Return the batch of a step. If reading fails, first report failures of earlier steps."""
         try:
             batch = prefetch.take(step)
             self.data_crc = batch.data_crc

@@ -216,7 +216,7 @@ def _compute_expert_costs(
 def _compute_sequence_sums(
     model: TransformerSpec, cluster: Cluster, plan: ParallelPlan, state_bytes: StateBytes
 ) -> tuple[float, ...]:
-    """Return the seconds of each stage to sum gradients over sequence-parallel ranks.
+    """Return, for each stage, the seconds to sum gradients over sequence-parallel ranks.
 
     These are the gradients of weights that each of these ranks has in full (arXiv 2205.05198,
     section 4.2.2). With ZeRO each replica sums only its shard.

@@ -162,7 +162,7 @@ def launch(
     if signal_forwarding.has_received_signal and failure.code in (
         TERMINATED_EXIT_CODE,
         -signal.SIGTERM,
-    ):  # A process that SIGTERM ended had nothing to save yet.
+    ):  # If SIGTERM killed a process, the process had nothing to save yet.
         _remove_leftovers(folder)
         return TERMINATED_EXIT_CODE
     if code == REFUSED_EXIT_CODE:  # The message is complete without the black boxes.

@@ -80,7 +80,7 @@ def require_same_data(crcs: Sequence[int], step: int) -> None:
         step: The step up to which the processes have read, from 1.
 
     Raises:
-        ModelError: Two processes differ.
+        ModelError: Two processes have read different samples.
     """
     fact = f"the data read up to step {step}"
     if found := find_difference([{fact: f"crc32 {one:08x}"} for one in crcs]):
