@@ -21,7 +21,7 @@ def sum_rows(tokens: Tensor, dy: Tensor, padding_index: int = -1) -> tuple[Tenso
     Args:
         tokens: int64 or int32, of any shape (...).
         dy: The gradient of the output, of shape (..., h).
-        padding_index: A row that gets no gradient. -1 is none.
+        padding_index: A row that gets no gradient. -1 means that there is no such row.
 
     Returns:
         The rows, int64 of shape (n,), and their gradients, of shape (n, h).
@@ -48,6 +48,6 @@ def accumulate_rows_(
         main_grad: The gradient buffer, of shape (rows, h).
         tokens: int64 or int32, of any shape (...).
         dy: The gradient of the output, of shape (..., h).
-        padding_index: A row that gets no gradient. -1 is none.
+        padding_index: A row that gets no gradient. -1 means that there is no such row.
     """
     return main_grad.index_add_(0, *sum_rows(tokens, dy.to(main_grad.dtype), padding_index))

@@ -58,7 +58,7 @@ def read_documents(
       end token.
 
     Args:
-        source: Paths and patterns, see `load_tokens`. None for the sources of Python's standard
+        source: Paths and patterns, see `load_tokens`. None reads the Python files of the standard
             library.
         tokenizer: The tokenizer for text.
         vocab: The vocabulary size of the model.

@@ -89,8 +89,8 @@ class BPE:
             such as `<|endoftext|>`, in the vocabulary.
 
     Raises:
-        UsageError: The tokenizer is not a byte-level BPE, so it may lose text. Or it has no such
-            end token.
+        UsageError: The tokenizer is not a byte-level BPE, so it may lose text. Or it does not have
+            the end token.
         MissingPackageError: The library `tokenizers` is not installed.
     """
 

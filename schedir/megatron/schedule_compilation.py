@@ -160,8 +160,9 @@ def require_runnable(
         supported_ops: The instructions that the step can run.
 
     Raises:
-        UsageError: The program has another shape, another parallelism, instructions that the step
-            cannot run, or forwards of a stage that are not in ascending order.
+        UsageError: The program has a different shape than the run, parallelism of its own,
+            instructions that the step cannot run, or forwards of a stage that are not in ascending
+            order of microbatches.
     """
     shape = program.shape
     found = (shape.ranks, shape.stages_per_rank, shape.microbatches)

@@ -38,7 +38,7 @@ class SegmentStep(NamedTuple):
 
     Attributes:
         parameter_names: The dotted names of parameters and submodules of the stage.
-        run: Called with the stage and the input tensors. It returns a tuple of tensors.
+        run: The function. It takes the stage and the input tensors, and returns a tuple of tensors.
     """
 
     parameter_names: list[str]
@@ -157,7 +157,7 @@ def build_boundaries(
         segments_per_stage: The number of segments of each stage.
         boundary: The boundary between stages, or its shape.
         frozen_stages: The number of frozen stages.
-        tp_size: The number of tensor-parallel ranks that divide the sequence. 1 is without sequence
+        tp_size: The number of tensor-parallel ranks that divide the sequence. 1 means no sequence
             parallelism.
 
     Returns:

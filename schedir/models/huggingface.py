@@ -138,9 +138,9 @@ def cut(model: Any, stages: int, layers_per_stage: Sequence[int] | None = None) 
             the layers evenly.
 
     Raises:
-        UsageError: The model is of another type, has no head for language modeling, or has
-            parameters or layers that no stage would use. Or its `forward` was replaced, or the
-            layers do not fit the stages.
+        UsageError: The type of the model is not supported, or the model has no head for language
+            modeling, or has parameters or layers that no stage would use. Or its `forward` was
+            replaced, or the layers do not fit the stages.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM

@@ -148,7 +148,7 @@ def measure(
         progress: Print each kind of measurement on standard error.
 
     Raises:
-        UsageError: The device is unknown or missing, or there is less than one process.
+        UsageError: The device is unknown or missing, or `processes` is less than 1.
     """
     if device not in DEVICES:
         raise UsageError(f"device {device!r} is not known", hint=" or ".join(DEVICES))

@@ -54,9 +54,9 @@ class RunResult:
         program: The program that was trained.
         loss: The mean loss per token of the last step, in nats.
         tokens_per_second: The mean speed of all steps but the first.
-        predicted_memory: The predicted peak of each rank, in bytes.
-        counted_memory: The peak of each rank in the second step, in bytes. Empty if it was not
-            counted.
+        predicted_memory: The predicted peak memory of each rank, in bytes.
+        counted_memory: The peak memory of each rank in the second step, in bytes. Empty if it was
+            not counted.
         timelines: The measured timeline of the last step, and a prediction from its mean times.
             None if nothing was recorded.
     """
@@ -268,7 +268,7 @@ def make_directory(directory: str, setting: str = "output.dir") -> None:
         setting: The setting that gives the path, for errors.
 
     Raises:
-        UsageError: The directory cannot be created, or nothing can be written there.
+        UsageError: The directory cannot be created, or files cannot be written there.
     """
     try:
         require_path(directory).mkdir(parents=True, exist_ok=True)

@@ -23,9 +23,9 @@ class MeasuredGemm(NamedTuple):
     """A measurement of a matrix product (m, k) x (k, n) with the two products of its backward.
 
     Attributes:
-        m: Rows of the first factor.
+        m: The number of rows of the first factor.
         k: The inner dimension.
-        n: Columns of the second factor.
+        n: The number of columns of the second factor.
         seconds: The total time of the three products.
     """
 

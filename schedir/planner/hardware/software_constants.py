@@ -42,9 +42,10 @@ class SoftwareConstants:
     """Constants of the training software. The constants of the machine are in `Cluster`.
 
     Args:
-        tile_rows: Rows of the tile of a matrix product that a multiprocessor computes.
-        tile_columns: Columns of this tile. Rows and columns are exchanged if the exchanged tiles
-            are fewer.
+        tile_rows: The number of rows of the tile of a matrix product that a multiprocessor
+            computes.
+        tile_columns: The number of columns of this tile. Rows and columns are exchanged if fewer
+            tiles are then needed.
         max_splits: The largest number of splits of the inner dimension of a product.
         speed_share: The share of the cluster's compute speed that the software reaches: flops and
             bytes per second of all kernels.

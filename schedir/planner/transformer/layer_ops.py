@@ -21,8 +21,8 @@ class Gemm(NamedTuple):
 
     Attributes:
         name: The name of the product.
-        m: Rows of the first factor.
-        n: Columns of the second factor.
+        m: The number of rows of the first factor.
+        n: The number of columns of the second factor.
         k: The inner dimension.
         batch: The number of products.
         has_weight: True if the second factor is a weight. The product for the weight gradient is
@@ -82,7 +82,7 @@ class CollectiveOp(NamedTuple):
     Attributes:
         name: The name of the collective.
         kind: The type of the collective. "exchange" is the exchange of keys and values among
-            context-parallel ranks, which overlaps with the core of attention.
+            context-parallel ranks. This exchange overlaps with the core of attention.
         size: Bytes of 16-bit elements, counted as the time methods of `Cluster` count them.
         group: The type of the group.
         phase: The phase that contains the collective: the forward or the backward of the inputs.

@@ -55,7 +55,7 @@ class Prefetch:
         device: The device of the batches.
         replica: The replica whose share of each batch is returned.
         replicas: The number of replicas.
-        count_tokens: Returns the number of targets that the loss includes.
+        count_tokens: A function that returns the number of targets that the loss includes.
         first_step: The first step, from 0.
         first_sample: The number of samples that were used before `first_step`.
     """

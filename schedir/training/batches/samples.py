@@ -39,7 +39,7 @@ class Batches:
         source: The name of the stream, for errors. By default, the name of its file.
 
     Raises:
-        UsageError: The stream is shorter than context + 1, or a number is out of range.
+        UsageError: The stream is shorter than context + 1, or an argument is out of range.
     """
 
     def __init__(

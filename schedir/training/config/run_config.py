@@ -346,7 +346,7 @@ class Config:
         output: The section [output]: the results.
 
     Raises:
-        SchedirError: A section does not fit the others.
+        SchedirError: A section does not fit the other sections.
     """
 
     model: ModelConfig = field(default_factory=GPTConfig)
@@ -398,8 +398,8 @@ class Config:
         """Return the request for the program that fits into the memory limit.
 
         Args:
-            sizes: The sizes of the stages. If None, the limit and all settings that need sizes are
-                ignored.
+            sizes: The sizes of the stages. If None, the memory limit and all settings that need
+                sizes are ignored.
         """
         pipeline, train = self.pipeline, self.train
         said = {
