@@ -143,7 +143,7 @@ def get_layers_per_stage(model: TransformerSpec, plan: ParallelPlan) -> tuple[in
 def compute_rank_shares(
     model: TransformerSpec, plan: ParallelPlan, *, merge_equal_ranks: bool = True
 ) -> tuple[RankGroupShare, ...]:
-    """Return the layers and the ends of the model on the rank groups of a plan.
+    """Return the layers, the embedding and the head on each rank group of a plan.
 
     Args:
         model: The model.

@@ -82,8 +82,9 @@ class OpTimes:
     ) -> float:
         """Return the seconds of `batch` products (m, k) x (k, n).
 
-        Each element of the result has `written_bytes` bytes. The time is that of the tiles or that
-        of the bytes, whichever is longer (roofline model: Williams, Waterman and Patterson 2009).
+        Each element of the result has `written_bytes` bytes. The time is the time to compute the
+        tiles or the time to move the bytes, whichever is longer (roofline model: Williams, Waterman
+        and Patterson 2009).
         Each multiprocessor computes one tile at a time, so the last wave of tiles takes as long as
         a full wave. If there are few tiles, the inner dimension is split. The partial sums are then
         written and read once more, in 32 bits (arXiv 2301.03598, sections 2 and 3.2).

@@ -401,8 +401,8 @@ def end_with_parent() -> None:
 def exit_cleanly() -> NoReturn:
     """End this process immediately, with exit code 0.
 
-    A normal exit tears down the interpreter. Threads of torch that still run sometimes abort it
-    ("terminate called without an active exception", in 1 of 62 runs).
+    A normal exit tears down the interpreter. Threads of torch that still run then sometimes abort
+    the process ("terminate called without an active exception", in 1 of 62 runs).
     """
     if (own := get_current_member()) is not None and own.is_current_process:
         own.finish()
