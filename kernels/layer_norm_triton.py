@@ -92,7 +92,7 @@ def count_shared_bytes(tiles: int, columns: int, itemsize: int) -> int:
 
 @cache
 def get_device_limits(device: torch.device) -> tuple[int, int]:
-    """Return the number of multiprocessors, and the largest shared memory of a block in bytes.
+    """Return the number of multiprocessors, and the most bytes of shared memory of a block.
 
     Args:
         device: The GPU.

@@ -48,8 +48,8 @@ def model_provider(
         A function with the parameters of `build`.
 
     Raises:
-        UsageError: The schedule does not exist. Or chunk k of a rank is not one of the stages
-            `k * ranks` to `(k + 1) * ranks - 1`, which Megatron can build as chunk k.
+        UsageError: The schedule does not exist. Or chunk k of a rank is none of the stages
+            `k * ranks` to `(k + 1) * ranks - 1`. Megatron can build only these as chunk k.
         ModelError: A model ties its embeddings, and the first and the last stage are on one rank.
     """
     source = load_schedule(schedule)

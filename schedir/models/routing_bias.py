@@ -54,7 +54,7 @@ def make_load_term(bias: Tensor, counts: Tensor) -> Tensor:
 def make_adamw_groups(
     parameters: Sequence[nn.Parameter], model_parameters: Sequence[nn.Parameter]
 ) -> tuple[list[nn.Parameter], list[dict[str, Any]]]:
-    """Return the parameters without routing biases, and the groups of AdamW for the biases.
+    """Separate the routing biases from the other parameters, and return AdamW groups for them.
 
     Without momentum, the step of AdamW is the sign of the gradient.
 

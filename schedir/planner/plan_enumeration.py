@@ -115,8 +115,9 @@ def enumerate_plans(
     - There are at most as many stages as layers, and every stage except the last has a layer. A
       rank has more than two stages only if the number of stages divides L or L + 2, where L is the
       number of layers and 2 counts the embedding and the head.
-    - From ZeRO level 2 on, ranks have more than two stages, and backwards are not split. Otherwise
-      all stages would stay unsharded, or gradients would be reduced after every microbatch.
+    - From ZeRO level 2 on, ranks have more than two stages, and backwards are not split. With two
+      stages per rank, both would stay unsharded. With split backwards, gradients would be reduced
+      after every microbatch.
     - A pipeline of one rank has several stages only with ZeRO level 2 or 3, or to offload optimizer
       states stage by stage (`FieldFilter.offload`).
 

@@ -148,8 +148,8 @@ def enter_tp_region(
 ) -> SharedInputRule | None:
     """Return the rule for the input of a sharded layer, the mapping f (1909.08053, section 3).
 
-    Its forward is the identity and its backward an all-reduce. With `sequence_parallel`, the
-    forward is an all-gather and the backward a reduce-scatter. Pass the rule to
+    The forward of f is the identity, and its backward is an all-reduce. With `sequence_parallel`,
+    the forward is an all-gather, and the backward is a reduce-scatter. Pass the rule to
     `split_backward.linear(x, weight, input_rule=...)`, which starts the reduction before it
     computes the weight gradient.
 
@@ -174,8 +174,9 @@ def leave_tp_region(
 ) -> Tensor:
     """Reduce the partial outputs of a sharded layer, the mapping g (1909.08053, section 3).
 
-    The forward is an all-reduce and the backward the identity. With `sequence_parallel`, the
-    forward is a reduce-scatter from (..., s, n) to (..., s / t, n), and the backward an all-gather.
+    The forward is an all-reduce, and the backward is the identity. With `sequence_parallel`, the
+    forward is a reduce-scatter from (..., s, n) to (..., s / t, n), and the backward is an
+    all-gather.
 
     Args:
         x: The partial output of this rank. The all-reduce overwrites it if it is contiguous, so no
@@ -231,7 +232,8 @@ def get_first_token(x: Tensor, group: ProcessGroup | None, *, sequence_parallel:
 def all_gather(output: Tensor, shard: Tensor, group: ProcessGroup) -> None:
     """Gather the shards of all ranks into one tensor, in the order of ranks.
 
-    NCCL writes directly to `output`. `dist.all_gather`, which takes a list of tensors, copies them.
+    NCCL writes directly to `output`. `dist.all_gather` takes a list of outputs, and would copy the
+    shards.
 
     Args:
         output: The gathered tensor. It is contiguous, with t times the size of `shard`.

@@ -292,8 +292,8 @@ def _estimate_data_parallel(
       section 7).
     - The share `reduction_overlap_share` of the reduction of a stage overlaps with the last
       backward of the stage. On a rank with several stages, all reductions but the last one also
-      overlap with later backwards. If the backward is not split, a rank after the first one ends
-      its backwards before the first rank. Reductions during this time are not exposed.
+      overlap with later backwards. If the backward is not split, the backwards of all other ranks
+      end before those of the first rank. Reductions during this time are not exposed.
     - Weights: with ZeRO they are gathered at the start of the step, while ranks wait for their
       first microbatch. With sharded weights they are gathered several times, in parallel with
       compute.

@@ -124,7 +124,7 @@ def count_end_params(model: TransformerSpec, t: Any = 1) -> tuple[Any, Any, Any]
 def compute_saved_bytes(
     model: TransformerSpec, plan: ParallelPlan, itemsize: float = 2, gathered_bytes: float = 0
 ) -> tuple[float, float]:
-    """Return the bytes that a layer saves of a microbatch, and the bytes that it recomputes.
+    """Return the bytes that a layer saves for a microbatch, and the bytes of its recomputation.
 
     The terms are those of `compute_layer_terms` with these changes:
 

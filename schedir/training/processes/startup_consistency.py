@@ -183,7 +183,7 @@ def _decode_facts(data: bytes, sender: str) -> tuple[dict[str, str], tuple[str, 
 def _wait_for_key(store: Any, key: str, deadline: float, process: int) -> bytes:
     """Wait until a process sets a key, and return the value.
 
-    Raises ModelError if two processes have the same number, ExecutionError after the deadline.
+    Raises ModelError if two processes have the same number, and ExecutionError after the deadline.
     """
     while not store.check([key]):
         if store.check(["twice"]):
