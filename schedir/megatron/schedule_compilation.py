@@ -160,8 +160,8 @@ def require_runnable(
         supported_ops: The instructions that the step can run.
 
     Raises:
-        UsageError: The program has a different shape than the run, parallelism of its own,
-            instructions that the step cannot run, or forwards of a stage that are not in ascending
+        UsageError: The program has a different shape or parallelism than the run. Or it has
+            instructions that the step cannot run, or a stage whose forwards are not in ascending
             order of microbatches.
     """
     shape = program.shape

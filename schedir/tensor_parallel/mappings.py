@@ -129,8 +129,8 @@ def mark_sequence_parallel(
         replicated: A parameter, or a module with parameters, that each rank has unsharded.
         group: The tensor-parallel group. None is a group of one rank.
         sequence_parallel: True if the ranks divide the tokens.
-        has_local_tokens: True if the parameter receives different tokens on each rank. If False,
-            the mark says that its gradient is the same on all ranks.
+        has_local_tokens: True if the parameter receives different tokens on each rank. False if
+            its gradient is the same on all ranks.
 
     Returns:
         `replicated`.

@@ -125,8 +125,8 @@ def estimate_breakdowns(
         each * mean_boundary_time, there(rank.total) - mean_rank_time
     )
     transfers = messages * mean_boundary_time - hidden
-    # In a vee placement the slowest rank has the first and the last stage. It therefore waits less
-    # for the other ranks than `waits` says.
+    # In a vee placement the slowest rank has the first and the last stage. Its waiting time for the
+    # other ranks is therefore shorter than in `waits`.
     slack = plans.microbatches * (there(rank.total) - mean_rank_time)
     bubble = (waits * shares.rank_count).sum(axis=1) - there(waits) - vee * slack
     bubble = np.maximum(bubble + is_breadth_first * plans.microbatches * rank.shorter_end, 0)

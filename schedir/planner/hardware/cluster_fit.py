@@ -117,8 +117,8 @@ def fit_cluster(measurements: MachineMeasurements) -> Cluster:
     """Fit a cluster of one node to measurements.
 
     - `flops` is the median over matrix products.
-    - `kernel_us` is the time of a tiny layer divided by the number of kernels that the planner
-      counts for it, as the median over tiny layers.
+    - `kernel_us` is the median over tiny layers of the time per kernel: the time of the layer
+      divided by the number of kernels that the planner counts.
     - `hbm_bandwidth` is the bandwidth at which the mean error of the other layers is 0. It is at
       most `copy_bandwidth`, and at least 1/100 of it.
     - `latency` and `nvlink_bandwidth` are fitted to the all-reduces, by least squares of relative

@@ -263,8 +263,8 @@ def report_and_exit(
 def _write_agent_error(text: str) -> None:
     """Write a text to the error file of torchrun, which prints it for the root cause.
 
-    This is needed if the cause is a process on another machine, because the torchrun agent of this
-    machine reads only the error files of processes on this machine.
+    This is needed if the cause is a process on another machine. The torchrun agent of this machine
+    reads only the error files of processes on this machine.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
