@@ -326,7 +326,7 @@ def _no_sync_functions(config: Any, chunks: list[Any]) -> list[Any]:
 
 
 def _per_chunk(function: Any, chunks: list[Any]) -> list[Any]:
-    """Return a list with an entry for each chunk. `function` is such a list, or one entry."""
+    """Return a list with a function or None for each chunk. `function` may be such a list."""
     return function if isinstance(function, list) else [function] * len(chunks)
 
 

@@ -245,7 +245,7 @@ def build_block_mask(length: int, window: int, stride: int, device: torch.device
         return (key <= query) & (key >= first[query])
 
     def listed(kind: int) -> tuple[Tensor, Tensor]:
-        """Return the number of key tiles of a kind for each query tile, and their indices."""
+        """Return, for each query tile, the count and the indices of key tiles of this `kind`."""
         chosen = grid == kind
         which = torch.argsort(chosen, dim=1, descending=True, stable=True)
         number, which = (x.to(device, torch.int32)[None, None] for x in (chosen.sum(1), which))

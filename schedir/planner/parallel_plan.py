@@ -185,8 +185,8 @@ class StageTimes(NamedTuple):
 
     Attributes:
         compute: The time of compute.
-        layer_collectives: The time of tensor-, context- and expert-parallel collectives that
-            compute of the same microbatch does not hide.
+        layer_collectives: The time of tensor-, context- and expert-parallel collectives that does
+            not overlap with compute of the same microbatch.
         all_to_alls: The part of `layer_collectives` in which the all-to-alls of experts run.
     """
 
