@@ -166,7 +166,7 @@ class ForwardBackward:
         shape_args: dict[str, Any],
         call_arguments: tuple[int, bool],
     ) -> _PreparedRun:
-        """Compile and check the program. If ranks fail, all ranks raise the error of the first."""
+        """Compile and check the program. All ranks raise the error of the first rank that fails."""
         made: list[_PreparedRun] = []
 
         def prepare_rank() -> tuple[dict[str, str], list[ChunkLayout]]:

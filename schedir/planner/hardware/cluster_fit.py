@@ -36,7 +36,7 @@ class MeasuredGemm(NamedTuple):
 
     @property
     def flops_per_second(self) -> float:
-        """Floating-point operations of the three products per second."""
+        """The floating-point operations per second of the three products."""
         return 6.0 * self.m * self.k * self.n / self.seconds
 
 
