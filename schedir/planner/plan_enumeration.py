@@ -109,14 +109,15 @@ def enumerate_plans(
     """Return all plans of a model that a filter allows on a cluster.
 
     The product pp * tp * dp * cp is the number of GPUs, and dp * microbatch_size * microbatches is
-    the batch. If the filter allows all values of a field, these rules apply:
+    the batch. For fields that the filter does not restrict, these rules apply:
 
     - `tp` divides the heads and is at most the number of GPUs of a node.
-    - There are at most as many stages as layers, and every stage except the last has a layer. The
-      number of stages divides the layers, or the layers plus embedding and head, or a rank has at
-      most two stages.
-    - From ZeRO level 2 on, ranks have more than two stages, and backwards are not split. Otherwise
-      all stages would stay unsharded, or gradients would be reduced after every microbatch.
+    - There are at most as many stages as layers, and every stage except the last has a layer. A
+      rank has more than two stages only if the total number of stages divides L or L + 2. Here L is
+      the number of layers, and 2 counts the embedding and the head.
+    - From ZeRO level 2 on, ranks have more than two stages, and backwards are not split. With two
+      stages per rank, both would stay unsharded. With split backwards, gradients would be reduced
+      after every microbatch.
     - A pipeline of one rank has several stages only with ZeRO level 2 or 3, or to offload optimizer
       states stage by stage (`FieldFilter.offload`).
 
@@ -128,8 +129,8 @@ def enumerate_plans(
 
     Raises:
         UsageError: No plan exists. For example, `tp` does not divide the heads, no product of
-            degrees is the number of GPUs, or the batch is not divisible. The hint has values that
-            work.
+            degrees is the number of GPUs, or the batch cannot be divided among the replicas. The
+            hint has values that work.
 
     Warns:
         A requested `tp` is more than the GPUs of a node.
@@ -197,7 +198,7 @@ def _enumerate_degrees(
             if left or p > model.layers or (field_filter.dp and d not in field_filter.dp):
                 continue
             if 0 in divide_layers(model, p, field_filter.division)[:-1]:
-                continue  # A rank without layers would be idle, but the last rank has the head.
+                continue  # A rank without layers would be idle. Only the last rank has the head.
             for e in field_filter.ep:
                 if d % e == 0 and model.experts % e == 0 and model.sequence % c == 0:
                     yield ParallelDegrees(p, t, d, c, e)
@@ -237,7 +238,7 @@ def warn_cross_node_tp(t: int, cluster: Cluster, *, stacklevel: int) -> None:
 
 
 def _find_indivisible_field(model: TransformerSpec, t: int) -> str:
-    """Return the first field of a model that is not divisible by tp size `t`, or ""."""
+    """Return the name of the first size of the model that `t` ranks cannot share, or ""."""
     kv = model.kv_heads % t and t % model.kv_heads
     bad = [name for name in ("heads", "ffn") if getattr(model, name) % t]
     return (bad + ["kv_heads"] * bool(kv) + [""])[0]
@@ -296,7 +297,7 @@ def _enumerate_rows(
 def _list_zero_levels(
     replicas: int, p: int, v: int, schedule: str, field_filter: FieldFilter
 ) -> Iterator[int]:
-    """Yield the ZeRO levels that make sense for these degrees and this schedule."""
+    """Yield the ZeRO levels that are useful with these degrees and this schedule."""
     for level in field_filter.zero or range(ZERO_LEVEL_COUNT):
         shards_gradients = level >= 2 and (
             field_filter.zero is not None
@@ -368,7 +369,7 @@ def _factorize(number: int) -> list[int]:
 def _no_batch_error(
     model: TransformerSpec, batch: int, degrees: list[ParallelDegrees], field_filter: FieldFilter
 ) -> UsageError:
-    """Return the error for a batch without plans, with the nearest batches that work.
+    """Return the error for a batch that no plan can use, with the nearest batches that work.
 
     If the batch is not the reason, the error names stages_per_rank, schedules and zero.
     """

@@ -149,7 +149,7 @@ def plan(
         ep: Allowed values of `ParallelPlan.ep`.
         recompute: Allowed values of `ParallelPlan.recompute`.
         zero: Allowed values of `ParallelPlan.zero`.
-        sequence_parallel: The value of `ParallelPlan.sequence_parallel`. None allows both.
+        sequence_parallel: The value of `ParallelPlan.sequence_parallel`. None allows both values.
         attention: The attention of all plans.
         rank_order: The rank order of all plans. See `ParallelPlan.rank_order`.
         offload: If True, also consider plans that fit only if they offload saved activations, the
@@ -213,7 +213,8 @@ def plan(
             attach_relative_bottleneck(model, cluster, one, at, plan_table) for one, at in first
         ]
     simulated_plans: list[tuple[PlanEstimate, int]] = []
-    for at in ranked.tolist():  # Not all of these plans fit: a simulation may need more memory.
+    # A plan may need more memory in the simulation than in the closed form, and then not fit.
+    for at in ranked.tolist():
         if (
             len(simulated_plans) >= MAX_SIMULATED_PLANS
             and sum(one.fits for one, _ in simulated_plans) >= top

@@ -23,7 +23,7 @@ class PlanTable(NamedTuple):
     Attributes:
         plans: The plans.
         breakdowns: Parts of the steps in seconds: a row for each field of `StepBreakdown`.
-        memory: Bytes on the rank that uses the most: a row for each field of `GpuMemory`.
+        memory: Bytes on the rank that uses the most memory: a row for each field of `GpuMemory`.
         step_times: Step times in seconds, the sums of `breakdowns`, of shape (plans,).
         total_memory: Bytes of each plan, the sums of `memory`, of shape (plans,).
     """

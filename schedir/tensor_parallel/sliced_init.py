@@ -5,8 +5,8 @@ block has a separate random generator. A value depends only on the seed, the nam
 so any number of ranks has slices of the same weight. A rank needs memory for its slice and one
 block.
 
-Blocks are generated on the CPU for all devices, because torch's generators of other devices return
-other numbers.
+Blocks are generated on the CPU for all devices, because the generators of other devices in torch
+return different numbers for the same seed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Numbers in a block: 16 MiB of float32. A block has at least one row or column.
+# The number of elements in a block: 16 MiB of float32. A block has at least one row or column.
 BLOCK_SIZE = 1 << 22
 
 
@@ -66,7 +66,7 @@ class SlicedInit:
 
     @property
     def _lines_per_block(self) -> int:
-        """Rows or columns of a block: as many as `BLOCK_SIZE` allows, and at least one."""
+        """The number of rows or columns of a block: as many as `BLOCK_SIZE` allows, at least 1."""
         return max(1, BLOCK_SIZE * self.shape[self.dim] // max(1, self.shape.numel()))
 
     def _draw_block(self, number: int) -> Tensor:

@@ -20,7 +20,7 @@ StageBoundaries = Boundary | dict[int, tuple[Boundary, ...]]
 
 
 class ProgramStages:
-    """The stages of a configuration's model in a program.
+    """Builds the stages of a configuration's model for a program.
 
     Args:
         config: The configuration of the run.
@@ -28,7 +28,7 @@ class ProgramStages:
 
     Attributes:
         model: The kind of model.
-        microbatch_size: Samples of a microbatch of the program.
+        microbatch_size: The number of samples in a microbatch of the program.
         dtype: The type of the weights and of the boundary.
         boundary: The boundary between two stages. If stages are segmented, the boundaries by
             program stage.

@@ -98,7 +98,7 @@ def estimate_breakdowns(
     at = busy.argmax(axis=1)
 
     def there(each: Any) -> Any:
-        """Return the value of each plan at its rank group with the most compute."""
+        """Return, for each plan, the value of the rank group with the most compute."""
         return each[rows, at]
 
     waits, messages, each = _apply_formulas(plans, shares, rank, constants)
@@ -125,7 +125,8 @@ def estimate_breakdowns(
         each * mean_boundary_time, there(rank.total) - mean_rank_time
     )
     transfers = messages * mean_boundary_time - hidden
-    # In a vee the slowest rank has the first and the last stage. It waits less for faster ranks.
+    # In a vee placement the slowest rank has the first and the last stage. Its waiting time for the
+    # other ranks is therefore shorter than in `waits`.
     slack = plans.microbatches * (there(rank.total) - mean_rank_time)
     bubble = (waits * shares.rank_count).sum(axis=1) - there(waits) - vee * slack
     bubble = np.maximum(bubble + is_breadth_first * plans.microbatches * rank.shorter_end, 0)
@@ -157,8 +158,8 @@ def _compute_idle_share(cluster: Cluster, plans: PlanColumns) -> Floats:
     """Return the share of the waiting time of ranks in which their CPU cores are idle.
 
     While the pipeline fills, only k of p ranks compute, so only the share k/p of all processes
-    needs cores. If there are fewer cores than processes, the cores of waiting processes work for
-    these processes. GPUs have the share 1.
+    needs cores. If there are fewer cores than processes, the cores of waiting processes run the
+    processes that compute. For GPUs, the share is 1.
     """
     if cluster.processors is None:
         return np.ones(len(plans))
@@ -222,7 +223,7 @@ def _compute_part_work(
 ) -> Iterator[GpuWork]:
     """Yield the work of a layer, the embedding and the head, as columns of shape (plans, 1).
 
-    Plans with equal values of the fields that change the work share one computation.
+    The work is computed once for all plans with equal values of the fields that it depends on.
     """
     split = np.array([SCHEDULE_FORMULAS[name].has_split_backward for name in SCHEDULE_NAMES])[
         plans.schedule
@@ -248,12 +249,13 @@ def _compute_part_work(
 def _apply_formulas(
     plans: PlanColumns, shares: RankGroupShares, rank_times: RankTimes, constants: SoftwareConstants
 ) -> tuple[Floats, Floats, Floats]:
-    """Return the waiting times, and the numbers of messages that nothing hides.
+    """Return waiting times, and numbers of messages that do not overlap with compute.
 
-    The first result is the time in seconds that another rank waits for each rank group, of shape
-    (plans, groups). The second is the number of exposed messages of a step, and the third the
-    number per microbatch, both of shape (plans,). Recomputation that may run before the gradient
-    arrives (`recompute_ahead`) adds no waiting time.
+    The first result is the time in seconds for which another rank waits for each rank group, of
+    shape (plans, groups). The second result is the number of exposed messages of a step. The third
+    result is the number of exposed messages per microbatch. The second and the third result have
+    the shape (plans,). Recomputation that may run before the gradient arrives (`recompute_ahead`)
+    adds no waiting time.
     """
     waits = np.zeros(rank_times.F.shape)
     messages, each = np.zeros((2, len(plans)))
@@ -287,15 +289,15 @@ def _estimate_data_parallel(
 
     - Gradients: without ZeRO, a ring all-reduce; with ZeRO, a reduce-scatter (arXiv 1910.02054,
       section 7).
-    - The share `reduction_overlap_share` of the reduction of a stage overlaps with its last
-      backward. On a rank with several stages, the reductions of all stages but the last one also
-      overlap with the backwards that follow. On a rank that ends before the first rank, reductions
-      have time until the first rank ends.
+    - The share `reduction_overlap_share` of the reduction of a stage overlaps with the last
+      backward of the stage. On a rank with several stages, all reductions but the last one also
+      overlap with later backwards. If the backward is not split, the backwards of all other ranks
+      end before those of the first rank. Reductions during this time are not exposed.
     - Weights: with ZeRO they are gathered at the start of the step, while ranks wait for their
       first microbatch. With sharded weights they are gathered several times, in parallel with
       compute.
-    - With sharded gradients and more than two stages per rank, a rank has one unsharded gradient
-      at a time. The next backward waits until this gradient is reduced.
+    - With sharded gradients and more than two stages per rank, a rank has the unsharded gradients
+      of one stage at a time. The backward of another stage waits until they are reduced.
     """
     zero, v, p, m = (
         getattr(plans, name)[:, None] for name in ("zero", "stages_per_rank", "pp", "microbatches")
@@ -361,8 +363,8 @@ def _count_reductions(plans: PlanColumns) -> Any:
     """Return how often each gradient is reduced in a step, for each plan.
 
     With sharded gradients and more than two stages per rank, a gradient is reduced after each group
-    of consecutive backwards of its stage. A breadth-first schedule has one such group. Other plans
-    reduce each gradient once.
+    of consecutive backwards of its stage. In a breadth-first schedule, each stage has one such
+    group. All other plans reduce each gradient once.
     """
     runs = np.where(
         plans.schedule == SCHEDULE_NAMES.index("looped_bfs"), 1, plans.microbatches // plans.pp

@@ -151,8 +151,8 @@ def time_joined_pair(times: StageTimes, layers: int, alone: float) -> float:
     """Return the time of a forward that is joined with the backward of another microbatch.
 
     The segments of the two instructions alternate. Compute of one instruction hides all-to-alls of
-    the other one (arXiv 2412.19437, section 3.2.1). The estimate assumes that all segments of an
-    instruction take the same time.
+    the other instruction (arXiv 2412.19437, section 3.2.1). The estimate assumes that all segments
+    of an instruction take the same time.
 
     Args:
         times: The times of one microbatch in the stage.
@@ -217,10 +217,10 @@ def _compute_expert_costs(
 def _compute_sequence_sums(
     model: TransformerSpec, cluster: Cluster, plan: ParallelPlan, state_bytes: StateBytes
 ) -> tuple[float, ...]:
-    """Return the seconds of each stage to sum gradients over sequence-parallel ranks.
+    """Return, for each stage, the seconds to sum gradients over sequence-parallel ranks.
 
-    These are the gradients of weights that each of the ranks has (arXiv 2205.05198, section 4.2.2).
-    With ZeRO each replica sums only its shard.
+    These are the gradients of weights that each of these ranks has in full (arXiv 2205.05198,
+    section 4.2.2). With ZeRO each replica sums only its shard.
     """
     replicas = plan.dp * plan.cp if plan.zero else 1
     group = find_slowest_group(cluster, 1, plan.tp)

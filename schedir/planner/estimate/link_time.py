@@ -18,8 +18,9 @@ class LinkTimes(NamedTuple):
     """Times of the messages of one boundary, in seconds, of shape (plans,).
 
     Attributes:
-        neighbors: The sum over all pairs of neighboring ranks.
-        wraparound: A message from the last rank to the first, if stages are placed in a loop.
+        neighbors: The sum of the times of a message between each pair of neighboring ranks.
+        wraparound: The time of a message from the last rank to the first, which a placement in a
+            loop needs.
     """
 
     neighbors: Floats
@@ -99,10 +100,10 @@ class NodePlacement(NamedTuple):
             least one replica.
         has_separate_ends: True if the first and the last rank are on different nodes in at least
             one replica.
-        replica_bandwidth: The slowest link between replicas, in bytes per second.
+        replica_bandwidth: The bandwidth of the slowest link between replicas, in bytes per second.
         replica_nodes: The largest number of nodes that a group of replicas spans.
-        expert_bandwidth: The slowest link between replicas with the same experts, in bytes per
-            second.
+        expert_bandwidth: The bandwidth of the slowest link between replicas with the same experts,
+            in bytes per second.
     """
 
     node_crossings: int
@@ -198,7 +199,7 @@ class ReplicaRing(NamedTuple):
 
     Attributes:
         size: The number of replicas, of shape (plans,).
-        bandwidth: The slowest link in bytes per second, of shape (plans,).
+        bandwidth: The bandwidth of the slowest link in bytes per second, of shape (plans,).
         latency: Seconds of an empty message, of shape (plans,).
         nodes: The number of nodes of the ring, of shape (plans,).
     """

@@ -117,8 +117,8 @@ def _guess_offload_plans(
     rough: they only decide which plans are simulated, and in which order. Offloaded activations add
     the time by which their copies are longer than the compute that hides them. If only one
     microbatch is in flight, only forwards hide the copies to the host, and only backwards hide the
-    copies back. Offloaded optimizer states add the time to load the states of all stages and to
-    store the states of one stage.
+    copies from the host. Offloaded optimizer states add the time to load the states of all stages
+    and to store the states of one stage.
     """
     plans, share = plan_table.plans, 1 + constants.allocator_share
     weights, gradients, optimizer, activations, _ = plan_table.memory
@@ -176,8 +176,8 @@ def attach_offload_comparison(
 ) -> list[PlanEstimate]:
     """Return the plans with `offload_comparison` set: a sentence about the effect of offload.
 
-    A plan that offloads is compared with the best plan that does not. If the first plan does not
-    offload, it is compared with the best plan that does.
+    A plan with offload is compared with the best plan without offload. If the first plan has no
+    offload, it is compared with the best plan with offload.
 
     Args:
         plans: The plans, the fastest first.

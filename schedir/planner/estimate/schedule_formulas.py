@@ -22,15 +22,15 @@ CountFormula = Callable[[Any, Any, Any], Any]  # A function of P, v and m.
 class ScheduleFormulas(NamedTuple):
     """The formulas of a schedule, for stages with equal times.
 
-    The bubble of a rank is (P-1) times `wait_time`, plus the exposed messages. With full backwards,
-    the error of the number of messages is at most 2. With split backwards, the error is at most P +
-    1, because their dependencies are more complex than the formula.
+    The bubble of a rank is (P-1) times `wait_time`, plus the time of the exposed messages. With
+    full backwards, the error of the number of messages is at most 2. With split backwards, the
+    error is at most P + 1, because their dependencies are more complex than the formula assumes.
 
     Attributes:
         name: The name of the schedule.
         wait_time: The time that a rank waits for each of the other ranks, a function of F, I and W.
-        exposed_messages: The number of messages in a step that nothing hides, a function of P, v
-            and m.
+        exposed_messages: The number of messages in a step that compute does not hide, a function of
+            P, v and m.
         live_activations: The largest number of (stage, microbatch) pairs in flight on rank r, a
             function of P, v, m and r.
         stages_per_rank: The number of stages per rank that the schedule supports.
@@ -41,7 +41,8 @@ class ScheduleFormulas(NamedTuple):
         loss_microbatches: The number of microbatches for which the last stage keeps the saved
             tensors of the loss, a function of P, v and m.
         messages_per_microbatch: The number of exposed messages of every microbatch, a function of
-            P. If stages differ, the time in which ranks wait for a slower rank hides them.
+            P. If stages have different times, ranks wait for a slower rank, and this waiting time
+            hides these messages.
         boundary_buffers: The number of boundaries that a rank has buffers for, a function of P, v
             and m.
         is_breadth_first: True if all microbatches pass one loop over the ranks before any of them
@@ -76,7 +77,8 @@ def _zb_h1_wait(F: Any, I: Any, W: Any) -> Any:
 def _zb_h2_wait(F: Any, I: Any, W: Any) -> Any:
     """Return the wait time of ZB-H2, as `schedules.zb_h2` builds it.
 
-    It includes the idle time at the end of the step, because all ranks wait for the gradient norm.
+    The wait time includes the idle time at the end of the step, in which all ranks wait for the
+    gradient norm.
     """
     return np.maximum.reduce([F, F + I - 2 * W, I - F, I - W])
 
@@ -148,7 +150,7 @@ DEFAULT_SCHEDULES: Final = ("gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_
 
 
 def describe_schedule_names() -> str:
-    """Return a text with the names of the schedules with formulas, and with the default names."""
+    """Return a text that lists the schedules with formulas, and the default schedules."""
     extra = [name for name in SCHEDULE_FORMULAS if name not in DEFAULT_SCHEDULES]
     return f"{', '.join(SCHEDULE_FORMULAS)}; the default is all but {', '.join(extra)}"
 
@@ -161,7 +163,7 @@ def get_formulas(name: object, argument: str = "schedule") -> ScheduleFormulas:
         argument: Name of the user's argument, for the error message.
 
     Raises:
-        UsageError: The planner has no formulas of this schedule.
+        UsageError: The planner has no formulas for this schedule.
 
     Example:
         >>> get_formulas("zb_h1").has_split_backward

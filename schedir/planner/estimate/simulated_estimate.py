@@ -86,7 +86,8 @@ def simulate_plan(
     Raises:
         UsageError: The options of the plan are incompatible, or its schedule has stage replicas.
             See also `plan_program`.
-        MemoryLimitError: With `offload="fit"`, offloading all that can be offloaded is not enough.
+        MemoryLimitError: With `offload="fit"`, the plan exceeds the memory even if it offloads
+            everything that it can.
         SchedirError: See `plan_program`.
 
     Example:
@@ -168,7 +169,7 @@ def compile_plan(
     Raises:
         UsageError: The cluster has no host to offload to, or the schedule is a program that already
             contains offload. See also `plan_program`.
-        MemoryLimitError: Offloading all that can be offloaded is not enough.
+        MemoryLimitError: The plan exceeds the memory even if it offloads everything that it can.
         SchedirError: See `plan_program`.
     """
     if plan.offload == "none":
@@ -297,9 +298,10 @@ def simulate_on_cluster(
 def break_down_step(
     run: Timeline, stage_times: list[StageTimes], *, recompute_ahead: float = 0.0
 ) -> StepBreakdown:
-    """Divide the step time of the busiest rank into parts, from the first start to the last end.
+    """Divide the time from the first start to the last end of a step into parts.
 
-    `stage_times` divides compute into its parts. `idleness` gives the causes of idle time.
+    The parts are those of the busiest rank. `stage_times` divides its compute instructions into
+    compute, recomputation and collectives. `idleness` gives the causes of its idle time.
 
     Args:
         run: The timeline of the step.
@@ -317,7 +319,8 @@ def break_down_step(
     alone = np.bincount(pair, each.sum(0))
     collectives = np.bincount(pair, each[2])
     pair_times = took[work][~second[work]]
-    # A joined pair is faster than its two instructions in sequence: compute hides all-to-alls.
+    # A joined pair is faster than its two instructions in sequence, because the compute of each
+    # instruction hides all-to-alls of the other.
     hidden = np.clip(alone - pair_times, 0, collectives)
     exposed = np.divide(
         collectives - hidden, collectives, where=collectives > 0, out=np.zeros_like(hidden)
@@ -383,9 +386,9 @@ _PHASES_OF_OP: Final[dict[Opcode, list[int]]] = {  # Indices of the fields of `P
 
 
 def measure_gpu_memory(run: Timeline, constants: SoftwareConstants) -> GpuMemory:
-    """Return the memory at the peak of the rank with the highest peak, in bytes.
+    """Return the memory of the rank with the highest peak at the time of this peak, in bytes.
 
-    It includes the overheads of the allocator and the process.
+    The result includes the overheads of the allocator and the process.
 
     Args:
         run: The timeline, with sizes.
@@ -402,7 +405,7 @@ def measure_gpu_memory(run: Timeline, constants: SoftwareConstants) -> GpuMemory
 
 
 def measure_host_memory(run: Timeline) -> HostMemory:
-    """Return the host memory at the peak of the rank with the highest peak, in bytes.
+    """Return the host memory of the rank with the highest peak at the time of this peak, in bytes.
 
     Args:
         run: The timeline, with sizes.

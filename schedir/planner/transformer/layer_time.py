@@ -45,7 +45,7 @@ class GpuWork(NamedTuple):
 
     @property
     def stage_times(self) -> StageTimes:
-        """The longer of GPU time and host time, in the forward, the backward and the recomputation.
+        """The longer of GPU time and host time, for the forward, the backward and recomputation.
 
         If the host takes longer, the GPU waits for the host, and this wait counts as compute. In
         the backward, the wait is divided between I and W in proportion to their host times. Values
@@ -232,7 +232,7 @@ def compute_work(
 
     Raises:
         UsageError: The degrees of the plan do not divide the layer evenly, or the FP8 peak of the
-            GPU is too low for `fp8_speedup`.
+            GPU is missing or too low for `fp8_speedup`.
     """
     has_full_backward = (
         plan.schedule not in SCHEDULE_FORMULAS

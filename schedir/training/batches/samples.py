@@ -25,7 +25,7 @@ class Batches:
     """The windows of a token stream, in an order that depends only on the seed.
 
     Sample k of a run is the same for any batch size and number of replicas. An epoch has each
-    window once. Each epoch has another order.
+    window once. The order of the windows differs from epoch to epoch.
 
     Args:
         tokens: The token stream.
@@ -37,7 +37,7 @@ class Batches:
         source: The name of the stream, for errors. By default, the name of its file.
 
     Raises:
-        UsageError: The stream is shorter than context + 1, or a number is out of range.
+        UsageError: The stream is shorter than context + 1, or an argument is out of range.
     """
 
     def __init__(
@@ -100,7 +100,7 @@ class Batches:
             are `IGNORE_INDEX`.
 
         Raises:
-            UsageError: A token is negative or not below `vocab`, or there are no such samples.
+            UsageError: A token is negative or not below `vocab`, or an argument is out of range.
         """
         if first_sample < 0 or sample_count < 1:
             raise UsageError(
@@ -150,7 +150,7 @@ class Batches:
             cursor: The result of `make_cursor`.
 
         Raises:
-            ModelError: The cursor is of other data or of another seed, or it is invalid.
+            ModelError: The cursor is from other data or from another seed, or it is invalid.
         """
         for name, ours in (("of", self.description), ("seed", self.seed)):
             if cursor.get(name) != ours:
