@@ -153,8 +153,8 @@ class SoftwareConstants:
         "(docs/how-to/fit-in-memory.md)",
     )  # fmt: skip
     reduction_overlap_share: float = _constant_field(
-        0.0, "share of a stage's last backward that hides the reduction of its gradients over "
-        "replicas", 0.0, 1.0,
+        0.0, "share of the reduction of a stage's gradients over replicas that the last backward "
+        "of the stage can hide", 0.0, 1.0,
         "0 in Megatron-LM as of arXiv 2104.04473; up to 1 if each bucket is reduced early "
         "(arXiv 2006.15704, section 3.2.3)",
     )  # fmt: skip
