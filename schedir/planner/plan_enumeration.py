@@ -194,8 +194,8 @@ def _enumerate_degrees(
     gpus = cluster.gpu_count
     for t in _list_tp_sizes(model, cluster, field_filter):
         for p, c in product(field_filter.pp or list_divisors(gpus), field_filter.cp):
-            d, left = divmod(gpus, p * t * c)
-            if left or p > model.layers or (field_filter.dp and d not in field_filter.dp):
+            d, remainder = divmod(gpus, p * t * c)
+            if remainder or p > model.layers or (field_filter.dp and d not in field_filter.dp):
                 continue
             if 0 in divide_layers(model, p, field_filter.division)[:-1]:
                 continue  # A rank without layers would be idle. Only the last rank has the head.
@@ -212,12 +212,14 @@ def _list_tp_sizes(
     sizes = [t for t in requested or list_divisors(cluster.gpu_count) if requested or t <= node]
     fits = [t for t in sizes if not _find_indivisible_field(model, t)]
     if requested and not fits:
-        wrong = _find_indivisible_field(model, requested[0])
+        indivisible_field = _find_indivisible_field(model, requested[0])
         valid = [str(t) for t in range(1, node + 1) if not _find_indivisible_field(model, t)]
+        size = getattr(model, indivisible_field)
         raise UsageError(
-            f"tp {requested[0]} does not divide {wrong} {getattr(model, wrong)}",
-            hint=f"tp = {' or '.join(valid)}", fields=["tp", wrong],
-        )  # fmt: skip
+            f"tp {requested[0]} does not divide {indivisible_field} {size}",
+            hint=f"tp = {' or '.join(valid)}",
+            fields=["tp", indivisible_field],
+        )
     return fits
 
 
@@ -240,8 +242,8 @@ def warn_cross_node_tp(t: int, cluster: Cluster, *, stacklevel: int) -> None:
 def _find_indivisible_field(model: TransformerSpec, t: int) -> str:
     """Return the name of the first size of the model that `t` ranks cannot share, or ""."""
     kv = model.kv_heads % t and t % model.kv_heads
-    bad = [name for name in ("heads", "ffn") if getattr(model, name) % t]
-    return (bad + ["kv_heads"] * bool(kv) + [""])[0]
+    indivisible = [name for name in ("heads", "ffn") if getattr(model, name) % t]
+    return (indivisible + ["kv_heads"] * bool(kv) + [""])[0]
 
 
 def _list_stages_per_rank(
@@ -284,13 +286,13 @@ def _enumerate_rows(
         formulas = SCHEDULE_FORMULAS[name]
         for v in _list_stages_per_rank(model, p, name, field_filter):
             levels = [*_list_zero_levels(d * c, p, v, name, field_filter)]
-            rest = [*product(levels, recomputes, sequence_parallel)]
+            combinations = [*product(levels, recomputes, sequence_parallel)]
             for b in sizes:
                 m = replica_batch // b
                 if m < formulas.min_microbatches(p) or (formulas.needs_multiple_of_ranks and m % p):
                     continue
                 number = SCHEDULE_NAMES.index(name)
-                for zero, recompute, cut in rest:
+                for zero, recompute, cut in combinations:
                     yield p, t, d, v, b, m, number, recompute, zero, int(cut), c, e
 
 
@@ -338,7 +340,7 @@ def _no_product_error(
     for name, total_field in (("ep", "experts"), ("cp", "sequence")):
         size = getattr(model, total_field)
         parts = getattr(field_filter, name)
-        if all(size % each for each in parts):
+        if all(size % part for part in parts):
             return UsageError(
                 f"{name} {_join_with_or(parts)} does not divide {total_field} {size}",
                 fields=[name, total_field],
@@ -373,7 +375,7 @@ def _no_batch_error(
 
     If the batch is not the reason, the error names stages_per_rank, schedules and zero.
     """
-    near = set[int]()
+    near_batches = set[int]()
     for degree in degrees:
         for name in field_filter.schedules:
             if not _list_stages_per_rank(model, degree.pp, name, field_filter):
@@ -381,14 +383,14 @@ def _no_batch_error(
             formulas = SCHEDULE_FORMULAS[name]
             for b in field_filter.microbatch_size or (1,):
                 unit = degree.dp * b * (degree.pp if formulas.needs_multiple_of_ranks else 1)
-                least = degree.dp * b * int(formulas.min_microbatches(degree.pp))
-                least = -(-least // unit) * unit
-                near |= {
-                    max(batch // unit * unit, least),
-                    max(-(-batch // unit) * unit, least),
+                min_batch = degree.dp * b * int(formulas.min_microbatches(degree.pp))
+                min_batch = -(-min_batch // unit) * unit
+                near_batches |= {
+                    max(batch // unit * unit, min_batch),
+                    max(-(-batch // unit) * unit, min_batch),
                 }
-    candidates = sorted(near - {batch})
-    if not candidates or batch in near:
+    candidates = sorted(near_batches - {batch})
+    if not candidates or batch in near_batches:
         return UsageError(
             f"no plan of {model.layers} layers has the requested stages_per_rank, schedules and "
             "zero", fields=["stages_per_rank", "schedules", "zero"],

@@ -54,7 +54,7 @@ class PlanTable(NamedTuple):
         Args:
             mask: The plans to keep, of shape (plans,).
         """
-        arrays = (each[..., mask] for each in self[1:])
+        arrays = (column[..., mask] for column in self[1:])
         return PlanTable(self.plans.select(mask), *arrays)
 
     def with_simulations(self, finalists: list[tuple[PlanEstimate, int]]) -> PlanTable:
@@ -65,8 +65,8 @@ class PlanTable(NamedTuple):
         """
         parts = self.breakdowns.copy()
         memory = self.memory.copy()
-        for one, at in finalists:
-            parts[:, at], memory[:, at] = one.breakdown, one.memory
+        for estimate, row in finalists:
+            parts[:, row], memory[:, row] = estimate.breakdown, estimate.memory
         return PlanTable(self.plans, parts, memory, parts.sum(axis=0), memory.sum(axis=0))
 
 

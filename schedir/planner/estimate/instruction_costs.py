@@ -83,7 +83,7 @@ def compute_costs(
         constants: Constants of the software.
         state_bytes: Bytes of weights, gradients and optimizer state per parameter.
     """
-    F, I, W, R = np.array([one.total for one in stage_times]).T
+    F, I, W, R = np.array([times.total for times in stage_times]).T
     recompute_costs = R * constants.recompute_ahead * (plan.recompute == "full")
     I = I + R - recompute_costs
     bytes_of = (state_bytes.params, state_bytes.grads, state_bytes.optimizer)
@@ -133,10 +133,10 @@ def compute_costs(
     )  # fmt: skip
     exposed_reductions = {
         name: from_grid(
-            whole - np.minimum(constants.reduction_overlap_share * whole, (I + W)[:, None])
+            full_cost - np.minimum(constants.reduction_overlap_share * full_cost, (I + W)[:, None])
         )
         for name in ("reduce_grads", "reduce_scatter")
-        for whole in [np.broadcast_to(to_grid(getattr(costs, name) or 0.0), (shape.stages, 1))]
+        for full_cost in [np.broadcast_to(to_grid(getattr(costs, name) or 0.0), (shape.stages, 1))]
     }
     if plan.zero and costs.unshard is not None and constants.gathers_per_layer:
         nodes = place_on_nodes(cluster, plan.layout).replica_nodes
@@ -160,13 +160,13 @@ def time_joined_pair(times: StageTimes, layers: int, alone: float) -> float:
         alone: Seconds of the forward and the backward, one after the other.
     """
     segments, a2a = 2 * layers + 1, times.all_to_alls
-    both = ((times.total.F, a2a.F), (alone - times.total.F, a2a.B))
+    halves = ((times.total.F, a2a.F), (alone - times.total.F, a2a.B))
     computed = exchanged = 0.0
     ready = [0.0, 0.0]
     for _ in range(segments):
-        for k, (total, sent) in enumerate(both):
-            computed = max(computed, ready[k]) + (total - sent) / segments
-            exchanged = ready[k] = max(exchanged, computed) + sent / (segments - 1 or 1)
+        for k, (total, a2a_time) in enumerate(halves):
+            computed = max(computed, ready[k]) + (total - a2a_time) / segments
+            exchanged = ready[k] = max(exchanged, computed) + a2a_time / (segments - 1 or 1)
     return computed
 
 
@@ -207,10 +207,10 @@ def _compute_expert_costs(
     for rank, stages in enumerate(shape.stages_on_rank):
         step[rank] = moved[list(stages)].sum() / cluster.hbm_bandwidth
         group = process_mesh[:, rank, 0]
-        for one in stages:
+        for times in stages:
             for name, (ring, size) in rings.items():
-                costs[name][one] = ring(size * parameters.common[one], group)
-                costs[name][one] += ring(size * parameters.experts[one], group[:: plan.ep])
+                costs[name][times] = ring(size * parameters.common[times], group)
+                costs[name][times] += ring(size * parameters.experts[times], group[:: plan.ep])
     return {name: _to_tuple(value) for name, value in costs.items()} | {"step": _to_tuple(step)}
 
 
@@ -225,10 +225,10 @@ def _compute_sequence_sums(
     replicas = plan.dp * plan.cp if plan.zero else 1
     group = find_slowest_group(cluster, 1, plan.tp)
     replicated = count_stage_replicated(model, plan)
-    each = state_bytes.grads * (
+    bytes_per_param = state_bytes.grads * (
         replicated.common / replicas + replicated.experts / max(replicas // plan.ep, 1)
     )
-    return tuple(time_all_reduce(cluster, size, group) for size in each.tolist())
+    return tuple(time_all_reduce(cluster, size, group) for size in bytes_per_param.tolist())
 
 
 def _compute_tied_reduction(
@@ -239,12 +239,12 @@ def _compute_tied_reduction(
     state_bytes: StateBytes,
 ) -> float:
     """Return the seconds to reduce the gradient of a tied embedding over its two ranks."""
-    first = int(shape.replica_ranks[0, 0])
-    last = int(shape.replica_ranks[0, -1])
-    if first == last or not model.tied:
+    first_rank = int(shape.replica_ranks[0, 0])
+    last_rank = int(shape.replica_ranks[0, -1])
+    if first_rank == last_rank or not model.tied:
         return 0.0
     size = state_bytes.grads * float(count_end_params(model, process_mesh.shape[2])[2])
-    pairs = process_mesh[:, [first, last], 0]
+    pairs = process_mesh[:, [first_rank, last_rank], 0]
     return max(cluster.all_reduce_time(size, pair) for pair in pairs)
 
 

@@ -91,61 +91,93 @@ def _zb_v_wait(F: Any, I: Any, W: Any) -> Any:
     return np.maximum.reduce([W, F, I, 2 * F - I, 2 * (F - W), 2 * (I - W)])
 
 
+# P is the number of ranks, v the stages per rank, m the microbatches, and r a rank.
 SCHEDULE_FORMULAS: Final = {
-    family.name: family
-    for family in (
+    formulas.name: formulas
+    for formulas in (
         ScheduleFormulas(
-            "gpipe", _flush_wait, lambda P, v, m: 2 * (P - 1), lambda P, v, m, r: m + 0 * r,
+            name="gpipe",
+            wait_time=_flush_wait,
+            exposed_messages=lambda P, v, m: 2 * (P - 1),
+            live_activations=lambda P, v, m, r: m + 0 * r,
             loss_microbatches=lambda P, v, m: m,
         ),
         ScheduleFormulas(
-            "one_f_one_b", _flush_wait,
-            lambda P, v, m: 2 * (P - 1) * np.maximum(m / P, 1) + 2 * (P - 2) * (m > P) * (P > 1),
-            lambda P, v, m, r: np.minimum(P - r, m),
+            name="one_f_one_b",
+            wait_time=_flush_wait,
+            exposed_messages=lambda P, v, m: (
+                2 * (P - 1) * np.maximum(m / P, 1) + 2 * (P - 2) * (m > P) * (P > 1)
+            ),
+            live_activations=lambda P, v, m, r: np.minimum(P - r, m),
             messages_per_microbatch=lambda P: 2 * (P - 1) / P,
         ),
         ScheduleFormulas(
-            "eager_1f1b", _flush_wait, lambda P, v, m: 2 * (P - 1),
-            lambda P, v, m, r: np.minimum(2 * (P - 1 - r) + 1, m),
+            name="eager_1f1b",
+            wait_time=_flush_wait,
+            exposed_messages=lambda P, v, m: 2 * (P - 1),
+            live_activations=lambda P, v, m, r: np.minimum(2 * (P - 1 - r) + 1, m),
         ),
         ScheduleFormulas(
-            "interleaved", _flush_wait, lambda P, v, m: 2 * (v * P - 1),
-            lambda P, v, m, r: np.minimum(2 * (P - 1 - r) + (v - 1) * P + 1, v * m),
-            stages_per_rank="many", needs_multiple_of_ranks=True,
+            name="interleaved",
+            wait_time=_flush_wait,
+            exposed_messages=lambda P, v, m: 2 * (v * P - 1),
+            live_activations=lambda P, v, m, r: np.minimum(
+                2 * (P - 1 - r) + (v - 1) * P + 1, v * m
+            ),
+            stages_per_rank="many",
+            needs_multiple_of_ranks=True,
         ),
         ScheduleFormulas(
-            "looped_bfs", _flush_wait, lambda P, v, m: 2 * (P - 1), lambda P, v, m,
-            r: v * m + 0 * r,
-            stages_per_rank="many", min_microbatches=lambda P: P, loss_microbatches=lambda P, v,
-            m: m,
-            boundary_buffers=lambda P, v, m: 4 + np.maximum(m - P, 0), is_breadth_first=True,
+            name="looped_bfs",
+            wait_time=_flush_wait,
+            exposed_messages=lambda P, v, m: 2 * (P - 1),
+            live_activations=lambda P, v, m, r: v * m + 0 * r,
+            stages_per_rank="many",
+            min_microbatches=lambda P: P,
+            loss_microbatches=lambda P, v, m: m,
+            boundary_buffers=lambda P, v, m: 4 + np.maximum(m - P, 0),
+            is_breadth_first=True,
         ),
         ScheduleFormulas(
-            "zb_h1", _zb_h1_wait, lambda P, v, m: 4 * (P - 1), lambda P, v, m,
-            r: np.minimum(P, m) + 0 * r,
-            min_microbatches=lambda P: P, has_split_backward=True, loss_microbatches=lambda P, v,
-            m: np.minimum(P, m),
-        ),
-        ScheduleFormulas(
-            "zb_h2", _zb_h2_wait, lambda P, v, m: P - 1,
-            lambda P, v, m, r: np.minimum(2 * P - 1, m) + 0 * r,
-            min_microbatches=lambda P: 2 * P - 1, has_split_backward=True,
-            loss_microbatches=lambda P, v, m: np.minimum(2 * P - 1, m),
-        ),
-        ScheduleFormulas(
-            "interleaved_zb", _zb_h1_wait, lambda P, v, m: (v + 3) * P - 4,
-            lambda P, v, m, r: v * P + 0 * r, stages_per_rank="many",
-            needs_multiple_of_ranks=True, has_split_backward=True,
+            name="zb_h1",
+            wait_time=_zb_h1_wait,
+            exposed_messages=lambda P, v, m: 4 * (P - 1),
+            live_activations=lambda P, v, m, r: np.minimum(P, m) + 0 * r,
+            min_microbatches=lambda P: P,
+            has_split_backward=True,
             loss_microbatches=lambda P, v, m: np.minimum(P, m),
         ),
         ScheduleFormulas(
-            "zb_v", _zb_v_wait, lambda P, v, m: np.maximum(6 * P - 9, 0),
-            lambda P, v, m, r: np.minimum(2 * P, 2 * m) + 0 * r,
-            stages_per_rank="two", is_vee=True, min_microbatches=lambda P: 2 * P - 1,
+            name="zb_h2",
+            wait_time=_zb_h2_wait,
+            exposed_messages=lambda P, v, m: P - 1,
+            live_activations=lambda P, v, m, r: np.minimum(2 * P - 1, m) + 0 * r,
+            min_microbatches=lambda P: 2 * P - 1,
+            has_split_backward=True,
+            loss_microbatches=lambda P, v, m: np.minimum(2 * P - 1, m),
+        ),
+        ScheduleFormulas(
+            name="interleaved_zb",
+            wait_time=_zb_h1_wait,
+            exposed_messages=lambda P, v, m: (v + 3) * P - 4,
+            live_activations=lambda P, v, m, r: v * P + 0 * r,
+            stages_per_rank="many",
+            needs_multiple_of_ranks=True,
+            has_split_backward=True,
+            loss_microbatches=lambda P, v, m: np.minimum(P, m),
+        ),
+        ScheduleFormulas(
+            name="zb_v",
+            wait_time=_zb_v_wait,
+            exposed_messages=lambda P, v, m: np.maximum(6 * P - 9, 0),
+            live_activations=lambda P, v, m, r: np.minimum(2 * P, 2 * m) + 0 * r,
+            stages_per_rank="two",
+            is_vee=True,
+            min_microbatches=lambda P: 2 * P - 1,
             has_split_backward=True,
         ),
     )
-}  # fmt: skip
+}
 DEFAULT_SCHEDULES: Final = ("gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "zb_v")
 
 
