@@ -89,12 +89,12 @@ def attach_bottleneck(cluster: Cluster, estimate: PlanEstimate) -> PlanEstimate:
         not fit. Otherwise it is the largest part of the step other than compute, or "compute" if
         all other parts are 0.
     """
-    over = estimate.memory.total - cluster.memory
-    if over > 0:
+    excess_bytes = estimate.memory.total - cluster.memory
+    if excess_bytes > 0:
         return replace(
             estimate,
             bottleneck="memory",
-            explanation=f"memory: the plan needs {format_bytes(over)} more than a GPU has",
+            explanation=f"memory: the plan needs {format_bytes(excess_bytes)} more than a GPU has",
         )
     largest = max(StepBreakdown._fields[1:], key=lambda name: getattr(estimate.breakdown, name))
     part = getattr(estimate.breakdown, largest)

@@ -156,8 +156,8 @@ class Calibration:
     def errors(self) -> tuple[float, ...]:
         """The relative error of each run: predicted step time / measured step time - 1."""
         return tuple(
-            found.step_time / run.step_time - 1
-            for found, run in zip(self.estimates, self.runs, strict=True)
+            estimate.step_time / run.step_time - 1
+            for estimate, run in zip(self.estimates, self.runs, strict=True)
         )
 
     def find_interval(self, model: TransformerSpec, plan: ParallelPlan) -> tuple[float, float]:
@@ -170,7 +170,8 @@ class Calibration:
             plan: The plan.
         """
         seconds, slopes = _differentiate(
-            self.cluster, lambda at: np.array([predict(at, self.stack, model, plan).step_time])
+            self.cluster,
+            lambda cluster: np.array([predict(cluster, self.stack, model, plan).step_time]),
         )
         spread = INTERVAL_QUANTILE * _compute_log_deviations(slopes, self.covariance, _RUN_NOISE)[0]
         return float(seconds[0] * np.exp(-spread)), float(seconds[0] * np.exp(spread))
@@ -181,15 +182,15 @@ class Calibration:
         Args:
             plan: The plan.
         """
-        found = []
+        extrapolations = []
         for name in ("gpus", "pp", "tp", "dp", "microbatch_size"):
             values = [getattr(run.plan, name) for run in self.runs]
             if not min(values) <= getattr(plan, name) <= max(values):
-                found.append(
+                extrapolations.append(
                     f"{name} {getattr(plan, name)} is outside of the runs, which have "
                     f"{min(values)} to {max(values)}"
                 )
-        return found
+        return extrapolations
 
     def suggest_run(self, max_gpus: int | None = None) -> ParallelPlan | None:
         """Return the plan whose measurement would make the constants most certain.
@@ -212,12 +213,12 @@ class Calibration:
         options = self.stack.options | {"recompute": largest.plan.recompute}
         options |= {"schedules": "one_f_one_b", "zero": (0, 1)}
 
-        def estimate(at: Cluster) -> Any:
-            return all_plans(largest.model, at, largest.plan.batch, **options)
+        def estimate(candidate: Cluster) -> Any:
+            return all_plans(largest.model, candidate, largest.plan.batch, **options)
 
         with warnings.catch_warnings(action="ignore", category=UserWarning):
             plan_table = estimate(cluster)
-            _, slopes = _differentiate(cluster, lambda at: estimate(at).step_times)
+            _, slopes = _differentiate(cluster, lambda candidate: estimate(candidate).step_times)
         fits = plan_table.total_memory <= cluster.memory
         for run in self.runs:
             names = ("pp", "tp", "dp", "microbatch_size", "zero")
@@ -288,9 +289,9 @@ def calibrate(cluster: Cluster, stack: Stack, runs: Sequence[MeasuredRun]) -> Ca
             )
     measured = np.log([run.step_time for run in runs])
 
-    def estimate(at: Cluster) -> Floats:
-        found = [predict(at, stack, run.model, run.plan).step_time for run in runs]
-        return np.array(found)
+    def estimate(candidate: Cluster) -> Floats:
+        step_times = [predict(candidate, stack, run.model, run.plan).step_time for run in runs]
+        return np.array(step_times)
 
     start = _fill_constants(cluster)
     fitted, covariance = fit_constants(start, estimate, measured)
@@ -335,16 +336,16 @@ def fit_constants(
     """
     rows = CONSTANTS.values()
     precision = np.diag([1 / row.prior_deviation**2 for row in rows])
-    prior = now = np.log(_get_constants(cluster))
+    prior = current = np.log(_get_constants(cluster))
     seconds, slopes = _differentiate(cluster, estimate)
     for _ in range(_ITERATIONS):
         error = measured - np.log(seconds)
         weights = 1 / (1 + (error / (_MISFIT * _RUN_NOISE)) ** 2) / _RUN_NOISE**2
         information = slopes.T @ (slopes * weights[:, None]) + precision
-        gradient = slopes.T @ (weights * error) - precision @ (now - prior)
+        gradient = slopes.T @ (weights * error) - precision @ (current - prior)
         step = np.clip(np.linalg.solve(information, gradient), -0.5, 0.5)
-        cluster = _set_constants(cluster, np.exp(now + step))
-        now = np.log(_get_constants(cluster))
+        cluster = _set_constants(cluster, np.exp(current + step))
+        current = np.log(_get_constants(cluster))
         largest = np.abs(step).max()
         if largest < 5e-3:  # A tenth of the noise of a run.
             break
@@ -368,8 +369,8 @@ def _differentiate(
     for k in range(len(values)):
         moved = values.copy()
         moved[k] *= np.exp(-_STEP)  # Downward, because `flops` cannot be above the peak.
-        other = estimate(_set_constants(cluster, moved))
-        slopes.append(np.log(seconds / other) / _STEP)
+        moved_values = estimate(_set_constants(cluster, moved))
+        slopes.append(np.log(seconds / moved_values) / _STEP)
     return seconds, np.stack(slopes, axis=-1)
 
 
@@ -404,7 +405,7 @@ def _set_constants(cluster: Cluster, values: Floats) -> Cluster:
     rows = CONSTANTS.values()
     low = np.array([row.min_value for row in rows])
     high = np.array([row.max_value for row in rows])
-    each = dict(zip(CONSTANTS, np.clip(values, low, high).tolist(), strict=True))
-    each["flops"] = min(each["flops"], cluster.peak or each["flops"])
-    each["hbm_bandwidth"] = cluster.hbm_bandwidth * each["flops"] / cluster.flops
-    return replace(cluster, **each)
+    clipped = dict(zip(CONSTANTS, np.clip(values, low, high).tolist(), strict=True))
+    clipped["flops"] = min(clipped["flops"], cluster.peak or clipped["flops"])
+    clipped["hbm_bandwidth"] = cluster.hbm_bandwidth * clipped["flops"] / cluster.flops
+    return replace(cluster, **clipped)

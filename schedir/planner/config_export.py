@@ -279,8 +279,8 @@ def train_config(
         tables["memory"]["offload"] = offload
     if plan.optimizer_placement != "device":
         tables["memory"]["optimizer_placement"] = plan.optimizer_placement
-    many = f"{plan.gpus} process{'es' * (plan.gpus > 1)}"
-    text = [f"# {many}: schedir train FILE"]
+    processes = f"{plan.gpus} process{'es' * (plan.gpus > 1)}"
+    text = [f"# {processes}: schedir train FILE"]
     for name, table in tables.items():
         if table:
             text += ["", f"[{name}]", *(f"{k} = {json.dumps(v)}" for k, v in table.items())]
@@ -294,7 +294,9 @@ def _format_offload(program: Program) -> str:
     """
     stage, mb = split_addresses(program.words[program.op == HOST_TRIP[0]])
     moved, m = [*zip(stage.tolist(), mb.tolist(), strict=True)], program.shape.microbatches
-    complete_stages = {s for s in {*stage.tolist()} if sum(s == one for one, _ in moved) == m}
+    complete_stages = {
+        s for s in {*stage.tolist()} if sum(s == moved_stage for moved_stage, _ in moved) == m
+    }
     return ",".join([*map(str, sorted(complete_stages)), *(f"{s}.{k}" for s, k in sorted(moved)
                                                  if s not in complete_stages)])  # fmt: skip
 
@@ -320,11 +322,11 @@ def _require_trainable(
         raise UsageError(
             f"tp {plan.tp} does not divide heads {model.heads}", fields=["tp", "heads"]
         )
-    for name, usual, why in _UNSUPPORTED_FIELDS:
+    for name, usual, reason in _UNSUPPORTED_FIELDS:
         value = getattr(model if hasattr(model, name) else plan, name)
         derived = {"heads": model.heads, "hidden / heads": model.hidden // model.heads}
         if value != derived.get(str(usual), usual):
-            raise _unsupported_error(name, value, why)
+            raise _unsupported_error(name, value, reason)
     if plan.rank_order != "tp-pp-dp" and min(plan.pp, plan.dp) > 1:
         raise _unsupported_error(
             "rank_order",

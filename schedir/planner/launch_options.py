@@ -87,8 +87,8 @@ def _format_megatron(
     if not short:
         return lines_
     lines = "2 lines" if virtual else "line"
-    other = f"# or, if your version has this option, in place of the last {lines}:"
-    return [*lines_, short, other, _format_layout(layers_per_stage)]
+    alternative = f"# or, if your version has this option, in place of the last {lines}:"
+    return [*lines_, short, alternative, _format_layout(layers_per_stage)]
 
 
 def _format_end_options(plan: ParallelPlan, layers_per_stage: tuple[int, ...]) -> str | None:
@@ -104,13 +104,13 @@ def _format_end_options(plan: ParallelPlan, layers_per_stage: tuple[int, ...]) -
     layers_per_rank = [layers_per_stage[rank] * plan.stages_per_rank for rank in range(plan.pp)]
     if not all(layers_per_rank):
         return None
-    for first, last in ((0, 0), (0, 1), (1, 0), (1, 1)):
-        inner = layers_per_rank[first : len(layers_per_rank) - last]
-        if first + last > plan.pp or len({*inner}) > 1:
+    for has_first, has_last in ((0, 0), (0, 1), (1, 0), (1, 1)):
+        inner = layers_per_rank[has_first : len(layers_per_rank) - has_last]
+        if has_first + has_last > plan.pp or len({*inner}) > 1:
             continue
-        first_option = [f"--decoder-first-pipeline-num-layers {layers_per_rank[0]}"] * first
+        first_option = [f"--decoder-first-pipeline-num-layers {layers_per_rank[0]}"] * has_first
         return " ".join(
-            first_option + [f"--decoder-last-pipeline-num-layers {layers_per_rank[-1]}"] * last
+            first_option + [f"--decoder-last-pipeline-num-layers {layers_per_rank[-1]}"] * has_last
         )
     return None
 
@@ -123,9 +123,13 @@ def _format_layout(layers_per_stage: tuple[int, ...]) -> str:
     inner = [_format_layer_letters(n) for n in layers_per_stage]
     inner[0], inner[-1] = "E" + inner[0], inner[-1] + "L"
     text = ""
-    for one, alike in groupby(inner[:-1]):
-        n = len([*alike])
-        text += f"({one}|)*{n}" if n >= _MIN_FOLDED_STAGES and one else f"{one}|" * n
+    for layer_count, equal_stages in groupby(inner[:-1]):
+        n = len([*equal_stages])
+        text += (
+            f"({layer_count}|)*{n}"
+            if n >= _MIN_FOLDED_STAGES and layer_count
+            else f"{layer_count}|" * n
+        )
     return f'--pipeline-model-parallel-layout "{text}{inner[-1]}"'
 
 
@@ -144,14 +148,14 @@ def _format_torchtitan(
             f"# torchtitan has only placements loop and vee, and {plan.schedule} has another one"
         ]
     options = [f"pipeline_parallel_degree = {plan.pp}"]
-    if (less := _count_removed_layers(layers_per_stage)) is not None:
-        layer_slots = sum(layers_per_stage) + sum(less)
-        each = -(-layer_slots // len(layers_per_stage))
-        if plan.stages_per_rank > 2 and -(-layer_slots // each) == len(layers_per_stage):
-            options.append(f"pipeline_parallel_layers_per_stage = {each}")
+    if (removed_layers := _count_removed_layers(layers_per_stage)) is not None:
+        layer_slots = sum(layers_per_stage) + sum(removed_layers)
+        layers_per_slot = -(-layer_slots // len(layers_per_stage))
+        if plan.stages_per_rank > 2 and -(-layer_slots // layers_per_slot) == len(layers_per_stage):
+            options.append(f"pipeline_parallel_layers_per_stage = {layers_per_slot}")
         if plan.stages_per_rank <= 2 or len(options) > 1:
-            options.append(f"pipeline_parallel_first_stage_less_layers = {less[0]}")
-            return [*options, f"pipeline_parallel_last_stage_less_layers = {less[1]}"]
+            options.append(f"pipeline_parallel_first_stage_less_layers = {removed_layers[0]}")
+            return [*options, f"pipeline_parallel_last_stage_less_layers = {removed_layers[1]}"]
     names, layer = [], 0
     for n in layers_per_stage:
         names.append([f"layers.{k}" for k in range(layer, layer + n)])
@@ -176,14 +180,14 @@ def _count_removed_layers(layers_per_stage: tuple[int, ...]) -> tuple[int, int] 
     stages = len(layers_per_stage)
     if stages < 2:
         return None
-    for each in sorted({n - k for n in layers_per_stage for k in (0, 1)}, reverse=True):
+    for size in sorted({n - k for n in layers_per_stage for k in (0, 1)}, reverse=True):
         for longer_stages in range(stages):
-            even = [each + (stage < longer_stages) for stage in range(stages)]
+            even = [size + (stage < longer_stages) for stage in range(stages)]
             first = even[0] - layers_per_stage[0]
             last = even[-1] - layers_per_stage[-1]
             if (
                 even[1:-1] == [*layers_per_stage[1:-1]]
-                and 0 <= min(first, last) <= max(first, last) <= each
+                and 0 <= min(first, last) <= max(first, last) <= size
             ):
                 return first, last
     return None

@@ -79,13 +79,13 @@ class ParallelPlan:
     optimizer_placement: StatePlacement = "device"
 
     def __post_init__(self) -> None:
-        words_of = {"recompute": Recompute, "attention": Attention, "rank_order": RankOrder,
+        literal_types = {"recompute": Recompute, "attention": Attention, "rank_order": RankOrder,
                     "offload": OffloadMode, "optimizer_placement": StatePlacement}  # fmt: skip
-        for name, words in ((name, get_args(kind)) for name, kind in words_of.items()):
-            if getattr(self, name) not in words:
+        for name, choices in ((name, get_args(kind)) for name, kind in literal_types.items()):
+            if getattr(self, name) not in choices:
                 value = getattr(self, name)
                 raise UsageError(
-                    f"plan: {name} must be {' or '.join(words)}, not {describe(value)}",
+                    f"plan: {name} must be {' or '.join(choices)}, not {describe(value)}",
                     hint=get_rename_hint(name, value),
                     fields=[name],
                 )
@@ -97,11 +97,11 @@ class ParallelPlan:
                         f"plan: {name} must be True or False, not {describe(value)}", fields=[name]
                     )
             elif isinstance(f.default, int):
-                least = 0 if name == "zero" else 1
-                most = ZERO_LEVEL_COUNT - 1 if name == "zero" else MAX_SEQUENCES
-                if not _is_integer(value, least) or value > most:
+                lower = 0 if name == "zero" else 1
+                upper = ZERO_LEVEL_COUNT - 1 if name == "zero" else MAX_SEQUENCES
+                if not _is_integer(value, lower) or value > upper:
                     raise UsageError(
-                        f"plan: {name} must be an integer from {least} to {most}, not "
+                        f"plan: {name} must be an integer from {lower} to {upper}, not "
                         f"{describe(value)}",
                         fields=[name],
                     )
@@ -109,7 +109,7 @@ class ParallelPlan:
             object.__setattr__(self, "layers_per_stage", tuple(self.layers_per_stage))
         parts = self.layers_per_stage
         if not isinstance(parts, tuple) or not all(
-            _is_integer(each, 0) and each <= MAX_LAYERS for each in parts
+            _is_integer(layers, 0) and layers <= MAX_LAYERS for layers in parts
         ):
             raise UsageError(
                 "plan: layers_per_stage must have the number of layers of each stage, not "

@@ -104,11 +104,11 @@ class PlanColumns:
         """
         if plan.has_offload:
             raise simulation_only_error()
-        each = {f.name: getattr(plan, f.name) for f in fields(cls) if f.name != "division"}
-        each["schedule"] = SCHEDULE_NAMES.index(plan.schedule)
-        each["recompute"] = RECOMPUTE_MODES.index(plan.recompute)
-        each |= {name: np.array([int(each[name])]) for name in COLUMN_NAMES}
-        return cls(**each)
+        columns = {f.name: getattr(plan, f.name) for f in fields(cls) if f.name != "division"}
+        columns["schedule"] = SCHEDULE_NAMES.index(plan.schedule)
+        columns["recompute"] = RECOMPUTE_MODES.index(plan.recompute)
+        columns |= {name: np.array([int(columns[name])]) for name in COLUMN_NAMES}
+        return cls(**columns)
 
     def select(self, selection: Any) -> PlanColumns:
         """Return a table of some of the plans.
@@ -129,15 +129,15 @@ class PlanColumns:
             The plan. It has explicit `layers_per_stage` if the rule does not give every stage
             the same number of layers.
         """
-        each: dict[str, Any] = {name: int(getattr(self, name)[index]) for name in COLUMN_NAMES}
-        each["schedule"] = SCHEDULE_NAMES[each["schedule"]]
-        each["recompute"] = RECOMPUTE_MODES[each["recompute"]]
-        each["sequence_parallel"] = bool(each["sequence_parallel"])
-        each |= {name: getattr(self, name) for name in SHARED_FIELDS}
-        stages = each["pp"] * each["stages_per_rank"]
+        values: dict[str, Any] = {name: int(getattr(self, name)[index]) for name in COLUMN_NAMES}
+        values["schedule"] = SCHEDULE_NAMES[values["schedule"]]
+        values["recompute"] = RECOMPUTE_MODES[values["recompute"]]
+        values["sequence_parallel"] = bool(values["sequence_parallel"])
+        values |= {name: getattr(self, name) for name in SHARED_FIELDS}
+        stages = values["pp"] * values["stages_per_rank"]
         if not self.layers_per_stage and (self.division != "even" or model.layers % stages):
-            each["layers_per_stage"] = divide_layers(model, stages, self.division)
-        return ParallelPlan(**each)
+            values["layers_per_stage"] = divide_layers(model, stages, self.division)
+        return ParallelPlan(**values)
 
     def find_distinct(self, *column_names: str) -> tuple[Ints, Ints]:
         """Find the distinct combinations of values in some columns.
@@ -153,8 +153,8 @@ class PlanColumns:
         for name in column_names:
             column = getattr(self, name)
             code = code * (int(column.max(initial=0)) + 1) + column
-        _, first, which = np.unique(code, return_index=True, return_inverse=True)
-        return first, which
+        _, first_rows, row_of_plan = np.unique(code, return_index=True, return_inverse=True)
+        return first_rows, row_of_plan
 
     def compute_shares(
         self, model: TransformerSpec, *, merge_equal_ranks: bool = True
@@ -172,15 +172,20 @@ class PlanColumns:
         _, combination = np.unique(
             (self.pp * 2**20 + self.stages_per_rank) * 2 + vee, return_inverse=True
         )
-        first = np.unique(combination, return_index=True)[1]
-        each = [
+        first_rows = np.unique(combination, return_index=True)[1]
+        groups_of_plans = [
             compute_rank_shares(model, self.plan_at(model, i), merge_equal_ranks=merge_equal_ranks)
-            for i in first.tolist()
+            for i in first_rows.tolist()
         ]
-        max_groups = max(map(len, each), default=0)
-        none = RankGroupShare(0, 0, 0, False, False)
-        table = np.array([[*own, *[none] * (max_groups - len(own))] for own in each], np.int64)
-        columns = [table.reshape(len(each), max_groups, -1)[combination, :, k] for k in range(5)]
+        max_groups = max(map(len, groups_of_plans), default=0)
+        no_group = RankGroupShare(0, 0, 0, False, False)
+        table = np.array(
+            [[*groups, *[no_group] * (max_groups - len(groups))] for groups in groups_of_plans],
+            np.int64,
+        )
+        columns = [
+            table.reshape(len(groups_of_plans), max_groups, -1)[combination, :, k] for k in range(5)
+        ]
         number, rank, layers, *ends = columns
         return RankGroupShares(number, rank, layers, *(end.astype(bool) for end in ends))
 

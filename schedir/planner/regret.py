@@ -36,8 +36,8 @@ def prediction_regret(predicted: Sequence[float], measured: Sequence[float]) -> 
             fields=["predicted", "measured"],
         )
     for name, seconds in (("predicted", predicted), ("measured", measured)):
-        if not all(0 < each < inf for each in seconds):
+        if not all(0 < time < inf for time in seconds):
             raise UsageError(f"regret: {name} must have times in seconds above 0", fields=[name])
-    least = min(predicted)
-    chosen = [real for guess, real in zip(predicted, measured, strict=True) if guess == least]
+    shortest = min(predicted)
+    chosen = [real for guess, real in zip(predicted, measured, strict=True) if guess == shortest]
     return max(chosen) / min(measured) - 1

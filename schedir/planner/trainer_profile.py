@@ -80,15 +80,15 @@ def compute_trainer_sizes(
     checkpoint = np.full(len(layers), boundary)
     checkpoint[0] = 0.0  # The input of the first stage is the tokens, which sizes do not include.
     params = count_stage_params(model, plan, shape).total
-    each = {name: size * params for name, size in state_bytes._asdict().items()}
-    each |= {
+    size_values = {name: size * params for name, size in state_bytes._asdict().items()}
+    size_values |= {
         "saved": saved,
         "deferred_wgrad": deferred,
         "saved_and_deferred": saved_and_deferred,
         "recompute_inputs": checkpoint,
     }
     return Sizes(
-        activation=boundary, **{name: tuple(value.tolist()) for name, value in each.items()}
+        activation=boundary, **{name: tuple(value.tolist()) for name, value in size_values.items()}
     )
 
 

@@ -154,7 +154,7 @@ def fit_cluster(measurements: MachineMeasurements) -> Cluster:
     cluster = Cluster(
         nodes=1,
         gpus_per_node=measurements.processes,
-        flops=_round_to_four_digits(median(one.flops_per_second for one in measurements.gemms)),
+        flops=_round_to_four_digits(median(gemm.flops_per_second for gemm in measurements.gemms)),
         memory=_round_to_four_digits(measurements.memory),
         hbm_bandwidth=_round_to_four_digits(measurements.copy_bandwidth),
         nvlink_bandwidth=_round_to_four_digits(nvlink),
@@ -180,31 +180,31 @@ def compare_measurements(cluster: Cluster, measurements: MachineMeasurements) ->
     """
     for m, k, n, seconds in measurements.gemms:
         yield FitRow(f"matrix products {m} x {k} x {n}", seconds, 6.0 * m * k * n / cluster.flops)
-    for model, choice, seconds in (*measurements.tiny_layers, *measurements.layers):
-        what = f"layer h {model.hidden}, s {model.sequence}, b {choice.microbatch_size}"
-        yield FitRow(what, seconds, _predict_layer_time(cluster, model, choice))
+    for model, plan, seconds in (*measurements.tiny_layers, *measurements.layers):
+        subject = f"layer h {model.hidden}, s {model.sequence}, b {plan.microbatch_size}"
+        yield FitRow(subject, seconds, _predict_layer_time(cluster, model, plan))
     for group, size, seconds in measurements.all_reduces:
-        what = f"all-reduce of {size / 1e3:g} kB over {group}"
-        yield FitRow(what, seconds, cluster.all_reduce_time(size, group))
+        subject = f"all-reduce of {size / 1e3:g} kB over {group}"
+        yield FitRow(subject, seconds, cluster.all_reduce_time(size, group))
 
 
 def _predict_layer_time(cluster: Cluster, model: TransformerSpec, plan: ParallelPlan) -> float:
-    found = layer_time(model, cluster, plan).total
-    return found.F + found.B
+    times = layer_time(model, cluster, plan).total
+    return times.F + times.B
 
 
 def _fit_kernel_us(cluster: Cluster, tiny_layers: Sequence[MeasuredLayer]) -> float:
     """Return the microseconds to issue a kernel, from layers with little other work."""
-    free = replace(
+    kernels_only = replace(
         cluster, flops=_INFINITE_RATE, peak=None, hbm_bandwidth=_INFINITE_RATE, kernel_us=1.0
     )
-    rest = replace(cluster, kernel_us=0.0)
+    without_kernels = replace(cluster, kernel_us=0.0)
     if cluster.processors is None:  # Issuing kernels hides the compute of a tiny layer on a GPU.
-        rest = replace(free, kernel_us=0.0)
+        without_kernels = replace(kernels_only, kernel_us=0.0)
     return median(
-        max(seconds - _predict_layer_time(rest, model, choice), 0.0)
-        / _predict_layer_time(free, model, choice)
-        for model, choice, seconds in tiny_layers
+        max(seconds - _predict_layer_time(without_kernels, model, plan), 0.0)
+        / _predict_layer_time(kernels_only, model, plan)
+        for model, plan, seconds in tiny_layers
     )
 
 
@@ -212,9 +212,10 @@ def _fit_hbm_bandwidth(cluster: Cluster, measurements: MachineMeasurements) -> f
     """Return the bandwidth at which the mean relative error of the layers is 0."""
 
     def mean_error(hbm: float) -> float:
-        at = replace(cluster, hbm_bandwidth=hbm)
+        candidate = replace(cluster, hbm_bandwidth=hbm)
         return sum(
-            _predict_layer_time(at, m, c) / seconds - 1 for m, c, seconds in measurements.layers
+            _predict_layer_time(candidate, m, c) / seconds - 1
+            for m, c, seconds in measurements.layers
         )
 
     low, high = measurements.copy_bandwidth / 100, measurements.copy_bandwidth
@@ -239,7 +240,7 @@ def _fit_link(all_reduces: Sequence[MeasuredAllReduce]) -> tuple[float, float]:
     if solution[0] < 0:
         solution = np.array([0.0, table[:, 1].sum() / (table[:, 1] ** 2).sum()])
     if solution[1] <= 0:
-        largest = max(all_reduces, key=lambda one: one.size)
+        largest = max(all_reduces, key=lambda measured: measured.size)
         return float(solution[0]), largest.size / largest.seconds
     return float(solution[0]), float(1 / solution[1])
 

@@ -49,11 +49,11 @@ def cluster_preset(name: str, nodes: int = 1) -> Cluster:
         3072
     """
     if (path := get_preset_path(name)) is None:
-        near = get_close_matches(str(name).lower(), cluster_presets(), 1)
+        matches = get_close_matches(str(name).lower(), cluster_presets(), 1)
         raise UsageError(
             f"there is no cluster preset {describe(name)}",
-            hint=f"did you mean {near[0]!r}?"
-            if near
+            hint=f"did you mean {matches[0]!r}?"
+            if matches
             else f"the presets are {', '.join(cluster_presets())}; load_cluster and --cluster "
             "FILE.toml read a file",
             fields=["cluster"],

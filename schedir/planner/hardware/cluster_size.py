@@ -18,13 +18,14 @@ def resize_cluster(cluster: Cluster, gpus: int) -> Cluster:
     Raises:
         UsageError: `gpus` is more than the GPUs of a node, and not a multiple of them.
     """
-    each = cluster.gpus_per_node
-    if gpus < each:
+    gpus_per_node = cluster.gpus_per_node
+    if gpus < gpus_per_node:
         return replace(cluster, nodes=1, gpus_per_node=gpus)
-    if gpus % each:
+    if gpus % gpus_per_node:
+        fewer = gpus // gpus_per_node * gpus_per_node
         raise UsageError(
-            f"{gpus} GPUs do not fill nodes: a node of the cluster has {each} GPUs",
-            hint=f"{gpus // each * each} or {(gpus // each + 1) * each} GPUs",
+            f"{gpus} GPUs do not fill nodes: a node of the cluster has {gpus_per_node} GPUs",
+            hint=f"{fewer} or {fewer + gpus_per_node} GPUs",
             fields=["gpus"],
         )
-    return replace(cluster, nodes=gpus // each)
+    return replace(cluster, nodes=gpus // gpus_per_node)

@@ -184,12 +184,12 @@ class SoftwareConstants:
 
     def __post_init__(self) -> None:
         for f in fields(self):
-            least, most = f.metadata["bounds"]
+            lower, upper = f.metadata["bounds"]
             value = to_float(getattr(self, f.name))
-            if value is None or not least <= value <= most:
+            if value is None or not lower <= value <= upper:
                 raise UsageError(
-                    f"constants: {f.name} ({f.metadata['meaning']}) must be from {least:g} to "
-                    f"{most:g}, not {describe(getattr(self, f.name))}",
+                    f"constants: {f.name} ({f.metadata['meaning']}) must be from {lower:g} to "
+                    f"{upper:g}, not {describe(getattr(self, f.name))}",
                     fields=[f.name],
                 )
             object.__setattr__(self, f.name, value)
@@ -203,6 +203,6 @@ class SoftwareConstants:
         """Yield all constants with their meanings, bounds and sources."""
         for f in fields(self):
             meta = f.metadata
-            least, most = meta["bounds"]
+            lower, upper = meta["bounds"]
             value = getattr(self, f.name)
-            yield SoftwareConstant(f.name, value, meta["meaning"], least, most, meta["source"])
+            yield SoftwareConstant(f.name, value, meta["meaning"], lower, upper, meta["source"])

@@ -125,11 +125,11 @@ def stack_preset(name: str) -> Stack:
         'compute'
     """
     if name not in _STACKS:
-        near = get_close_matches(str(name), _STACKS, 1)
+        matches = get_close_matches(str(name), _STACKS, 1)
         raise UsageError(
             f"there is no stack {describe(name)}",
-            hint=f"did you mean {near[0]!r}?"
-            if near
+            hint=f"did you mean {matches[0]!r}?"
+            if matches
             else f"the stacks are {', '.join(stack_presets())}",
             fields=["stack"],
         )

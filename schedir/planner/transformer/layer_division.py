@@ -45,9 +45,9 @@ def divide_evenly(layers: int, stages: int) -> tuple[int, ...]:
         >>> divide_evenly(8, 4), divide_evenly(10, 4), divide_evenly(7, 4)
         ((2, 2, 2, 2), (2, 3, 3, 2), (2, 2, 2, 1))
     """
-    each, more = divmod(layers, stages)
-    longer_stages = [*range(stages - 2, 0, -1), 0, stages - 1][:more]
-    return tuple(each + (stage in longer_stages) for stage in range(stages))
+    quotient, remainder = divmod(layers, stages)
+    longer_stages = [*range(stages - 2, 0, -1), 0, stages - 1][:remainder]
+    return tuple(quotient + (stage in longer_stages) for stage in range(stages))
 
 
 def divide_by_compute(model: TransformerSpec, stages: int) -> tuple[int, ...]:
@@ -118,8 +118,8 @@ def get_layers_per_stage(model: TransformerSpec, plan: ParallelPlan) -> tuple[in
         ...     ParallelPlan(pp=2, layers_per_stage=(2, 4)))
         ((2, 2, 2), (2, 4))
     """
-    stages, given = plan.stages, plan.layers_per_stage
-    if not given:
+    stages, layers = plan.stages, plan.layers_per_stage
+    if not layers:
         if model.layers % stages:
             raise UsageError(
                 f"{model.layers} layers cannot be divided evenly among pp {plan.pp} x "
@@ -130,14 +130,14 @@ def get_layers_per_stage(model: TransformerSpec, plan: ParallelPlan) -> tuple[in
                 fields=["layers_per_stage", "pp", "stages_per_rank"],
             )
         return divide_evenly(model.layers, stages)
-    if len(given) != stages or sum(given) != model.layers or min(given) < 0:
+    if len(layers) != stages or sum(layers) != model.layers or min(layers) < 0:
         raise UsageError(
-            f"layers_per_stage has {sum(given)} layers in {len(given)} stages: it must have "
+            f"layers_per_stage has {sum(layers)} layers in {len(layers)} stages: it must have "
             f"{model.layers} layers in pp {plan.pp} x stages_per_rank {plan.stages_per_rank} = "
             f"{stages} stages",
             fields=["layers_per_stage"],
         )
-    return given
+    return layers
 
 
 def compute_rank_shares(

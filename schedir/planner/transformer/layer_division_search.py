@@ -67,8 +67,8 @@ def balance_layers(rank_times: Floats) -> Division:
         )
     result, remaining = [], width - 1
     for rank in range(ranks):
-        each = np.maximum(rank_times[rank, : remaining + 1], best[rank + 1, remaining::-1])
-        result.append(int((each <= max(best[0, -1], each.min())).argmax()))
+        longest = np.maximum(rank_times[rank, : remaining + 1], best[rank + 1, remaining::-1])
+        result.append(int((longest <= max(best[0, -1], longest.min())).argmax()))
         remaining -= result[-1]
     return tuple(result)
 
@@ -145,27 +145,33 @@ class _DivisionSearch:
         self.even_division = divide_evenly(model.layers, self.shape.stages)
         self.step_times: dict[Division, float] = {}
         self.min_layers = np.array(
-            [sum(0 < s < self.shape.stages - 1 for s in own) for own in self.shape.stages_on_rank]
+            [
+                sum(0 < s < self.shape.stages - 1 for s in rank_stages)
+                for rank_stages in self.shape.stages_on_rank
+            ]
         )
         self.base_bytes, self.layer_bytes = self._measure_bytes()
 
     def find_shortest(self) -> Division:
         """Return the best division that the search finds."""
         seconds = self._compute_rank_times()
-        first = {
+        candidates = {
             self.even_division: self._fits_memory(self._sum_per_rank(self.even_division)),
-            **{self._spread_over_stages(own): True for own in self._iter_balanced(seconds)},
+            **{
+                self._spread_over_stages(balanced): True
+                for balanced in self._iter_balanced(seconds)
+            },
         }
-        allowed = [division for division, fits in first.items() if fits]
+        allowed = [division for division, fits in candidates.items() if fits]
         best = min(allowed, key=self._simulate_step)
         while len(self.step_times) < _MAX_SIMULATIONS:
             better = next(
                 (
-                    other
-                    for other in islice(
+                    neighbor
+                    for neighbor in islice(
                         self._iter_neighbors(best, seconds), _MAX_SIMULATIONS - len(self.step_times)
                     )
-                    if self._simulate_step(other) < self._simulate_step(best) * (1 - _TOLERANCE)
+                    if self._simulate_step(neighbor) < self._simulate_step(best) * (1 - _TOLERANCE)
                 ),
                 None,
             )
@@ -185,9 +191,16 @@ class _DivisionSearch:
         layers, last = self.model.layers, self.shape.stages - 1
         part = {
             ends: np.array([sum(self._compute_stage_time(n, *ends)) for n in range(layers + 1)])
-            for ends in {(0 in own, last in own) for own in self.shape.stages_on_rank}
+            for ends in {
+                (0 in rank_stages, last in rank_stages) for rank_stages in self.shape.stages_on_rank
+            }
         }
-        seconds = np.array([part[0 in own, last in own] for own in self.shape.stages_on_rank])
+        seconds = np.array(
+            [
+                part[0 in rank_stages, last in rank_stages]
+                for rank_stages in self.shape.stages_on_rank
+            ]
+        )
         number = np.arange(layers + 1)
         memory = self.base_bytes[:, None] + self.layer_bytes[:, None] * number
         seconds[(memory > self.cluster.memory) | (number < self.min_layers[:, None])] = np.inf
@@ -208,20 +221,22 @@ class _DivisionSearch:
         for times in (1, 2):
             division = tuple(times * n for n in self.even_division)
             model = replace(self.model, layers=times * self.model.layers)
-            choice = replace(self.plan, layers_per_stage=division)
+            candidate = replace(self.plan, layers_per_stage=division)
             size = self.trainer.compute_sizes(
-                model, choice, self.shape, self.constants, self.state_bytes
+                model, candidate, self.shape, self.constants, self.state_bytes
             )
             peak = simulate(self.program, sizes=size, progress_model="per_edge").peak_memory
             peaks.append(
                 peak * (1 + self.constants.allocator_share) + self.constants.reserved_bytes
             )
         number = np.maximum(self._sum_per_rank(self.even_division), 1)
-        each = (peaks[1] - peaks[0]) / number
-        return peaks[0] - each * number, each
+        bytes_per_layer = (peaks[1] - peaks[0]) / number
+        return peaks[0] - bytes_per_layer * number, bytes_per_layer
 
     def _sum_per_rank(self, division: Division) -> NDArray[np.int64]:
-        return np.array([sum(division[s] for s in own) for own in self.shape.stages_on_rank])
+        return np.array(
+            [sum(division[s] for s in rank_stages) for rank_stages in self.shape.stages_on_rank]
+        )
 
     def _fits_memory(self, layers_per_rank: NDArray[np.int64]) -> bool:
         return bool(
@@ -246,12 +261,14 @@ class _DivisionSearch:
         """
         result = [0] * self.shape.stages
         last = self.shape.stages - 1
-        for own, layers in zip(self.shape.stages_on_rank, layers_per_rank, strict=True):
-            for one in own:
-                result[one] = int(0 < one < last)
-            for _ in range(layers - sum(result[one] for one in own)):
-                least = min(own, key=lambda one: (result[one] + (one in (0, last)), one))
-                result[least] += 1
+        for rank_stages, layers in zip(self.shape.stages_on_rank, layers_per_rank, strict=True):
+            for stage in rank_stages:
+                result[stage] = int(0 < stage < last)
+            for _ in range(layers - sum(result[stage] for stage in rank_stages)):
+                emptiest = min(
+                    rank_stages, key=lambda stage: (result[stage] + (stage in (0, last)), stage)
+                )
+                result[emptiest] += 1
         return tuple(result)
 
     def _iter_neighbors(self, division: Division, rank_times: Floats) -> Iterator[Division]:
@@ -260,12 +277,12 @@ class _DivisionSearch:
         Divisions that move a layer from the slowest rank to the fastest ranks come first.
         Divisions that are already simulated or do not fit in memory are left out.
         """
-        own = self._sum_per_rank(division)
-        load = rank_times[np.arange(len(own)), own]
+        layers_per_rank = self._sum_per_rank(division)
+        load = rank_times[np.arange(len(layers_per_rank)), layers_per_rank]
         order = np.argsort(-load, kind="stable").tolist()
         for giver in order:
             for taker in reversed(order):
-                moved = own.copy()
+                moved = layers_per_rank.copy()
                 moved[giver] -= 1
                 moved[taker] += 1
                 if (
@@ -273,24 +290,24 @@ class _DivisionSearch:
                     and moved[giver] >= self.min_layers[giver]
                     and self._fits_memory(moved)
                 ):
-                    other = self._spread_over_stages(tuple(moved.tolist()))
-                    if other not in self.step_times:
-                        yield other
+                    neighbor = self._spread_over_stages(tuple(moved.tolist()))
+                    if neighbor not in self.step_times:
+                        yield neighbor
 
     def _simulate_step(self, division: Division) -> float:
         """Return the seconds of a step with this division, from a simulation or from the cache."""
         if division not in self.step_times:
-            choice = replace(self.plan, layers_per_stage=division)
-            times = compute_stage_times(self.model, self.cluster, choice, self.constants)
+            candidate = replace(self.plan, layers_per_stage=division)
+            times = compute_stage_times(self.model, self.cluster, candidate, self.constants)
             costs = compute_costs(
                 self.model,
                 self.cluster,
-                choice,
+                candidate,
                 self.shape,
                 times,
                 self.constants,
                 self.state_bytes,
             )
-            run = simulate_on_cluster(self.cluster, choice, self.program, costs)
+            run = simulate_on_cluster(self.cluster, candidate, self.program, costs)
             self.step_times[division] = run.span
         return self.step_times[division]

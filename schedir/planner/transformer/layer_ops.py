@@ -117,11 +117,11 @@ class LayerOps(NamedTuple):
         Args:
             *others: Objects with the operations to add.
         """
-        every = (self, *others)
+        all_ops = (self, *others)
         return LayerOps(
-            sum((x.gemms for x in every), ()),
-            sum((x.passes for x in every), ()),
-            sum((x.collectives for x in every), ()),
+            sum((x.gemms for x in all_ops), ()),
+            sum((x.passes for x in all_ops), ()),
+            sum((x.collectives for x in all_ops), ()),
         )
 
 
@@ -146,10 +146,11 @@ def require_even_division(model: TransformerSpec, plan: ParallelPlan) -> None:
     ]  # fmt: skip
     if kv % t and t % kv:
         rows.append(("kv_heads", kv, t, "tp"))
-    for name, size, parts, which in rows:
+    for name, size, parts, part_names in rows:
         if size % parts:
             raise UsageError(
-                f"{which} {parts} does not divide {name} {size}", fields=[name, *which.split(" x ")]
+                f"{part_names} {parts} does not divide {name} {size}",
+                fields=[name, *part_names.split(" x ")],
             )
 
 
@@ -218,8 +219,8 @@ def _make_norm_pass(name: str, model: TransformerSpec, plan: ParallelPlan) -> Me
     The forward reads x and writes y. I reads x and dy, writes dx, and adds dx to the gradient of
     the residual. W reads x and dy again for the gradients of gain and shift.
     """
-    wide = _count_activations(model, plan)
-    return MemoryPass(name, 4 * wide, (6 + 6) * wide, 4 * wide, (1, 2, 2))
+    elements = _count_activations(model, plan)
+    return MemoryPass(name, 4 * elements, (6 + 6) * elements, 4 * elements, (1, 2, 2))
 
 
 def _make_dropout_pass(name: str, model: TransformerSpec, plan: ParallelPlan) -> MemoryPass:
@@ -229,8 +230,8 @@ def _make_dropout_pass(name: str, model: TransformerSpec, plan: ParallelPlan) ->
     the gradient and the mask, and writes one tensor. W sums this tensor for the gradient of the
     bias.
     """
-    wide = _count_activations(model, plan)
-    return MemoryPass(name, 7 * wide, 5 * wide, 2 * wide, (1, 1, 2))
+    elements = _count_activations(model, plan)
+    return MemoryPass(name, 7 * elements, 5 * elements, 2 * elements, (1, 1, 2))
 
 
 def _list_attention_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
@@ -238,7 +239,7 @@ def _list_attention_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     rows, width = count_local_tokens(model, plan), model.head_dim
     heads = model.heads // t
     kv = max(model.kv_heads // t, 1)
-    many, mine = plan.microbatch_size * heads, s // plan.cp
+    products, query_rows = plan.microbatch_size * heads, s // plan.cp
     core = {
         "has_weight": False,
         "second_factor_uses": heads // kv if heads % kv == 0 else 1,
@@ -246,23 +247,23 @@ def _list_attention_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     }
     gemms = (
         Gemm("qkv", rows, (heads + 2 * kv) * width, model.hidden, may_use_fp8=True),
-        Gemm("scores", mine, s, width, many, is_flash=flash, **core),  # type: ignore[arg-type]
-        Gemm("values", mine, width, s, many, is_flash=flash, **core),  # type: ignore[arg-type]
+        Gemm("scores", query_rows, s, width, products, is_flash=flash, **core),  # type: ignore[arg-type]
+        Gemm("values", query_rows, width, s, products, is_flash=flash, **core),  # type: ignore[arg-type]
         Gemm("projection", rows, model.hidden, heads * width, may_use_fp8=True),
     )
-    square = float(many) * mine * s
-    own = float(rows) * heads * width
+    scores = float(products) * query_rows * s
+    head_elements = float(rows) * heads * width
     on_scores = (
-        MemoryPass("softmax", 4 * square, 6 * square, is_attention_core=True),
-        MemoryPass("dropout of weights", 5 * square, 5 * square, is_attention_core=True),
+        MemoryPass("softmax", 4 * scores, 6 * scores, is_attention_core=True),
+        MemoryPass("dropout of weights", 5 * scores, 5 * scores, is_attention_core=True),
     )
     passes = (
         _make_norm_pass("norm before attention", model, plan),
         MemoryPass(
             "split and merge of heads",
-            4 * own,
-            4 * own * (2 + 2 * kv / heads),
-            2 * own * (1 + 2 * kv / heads),
+            4 * head_elements,
+            4 * head_elements * (2 + 2 * kv / heads),
+            2 * head_elements * (1 + 2 * kv / heads),
             (1, 3, 2),
         ),
         *(() if flash else on_scores),
@@ -286,27 +287,28 @@ def _list_ffn_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     rows = count_local_tokens(model, plan)
     ffn = model.ffn // plan.tp
     into = 2 * ffn if model.gated else ffn
-    sent = rows * model.active
-    batch, each = 1, rows
+    sent_tokens = rows * model.active
+    batch, tokens_per_expert = 1, rows
     routing: tuple[MemoryPass, ...] = ()
     router: tuple[Gemm, ...] = ()
     exchange: tuple[CollectiveOp, ...] = ()
     if model.experts > 1:
         batch = model.experts // plan.ep
-        each = -(-sent // batch)  # Assume even load: a GPU receives as many tokens as it sends.
+        # Assume even load: a GPU receives as many tokens as it sends.
+        tokens_per_expert = -(-sent_tokens // batch)
         copies = _count_activations(model, plan) * model.active
         router = (Gemm("router", rows, model.experts, model.hidden),)
         routing = (MemoryPass("to experts and back", 8 * copies, 8 * copies, 0, (2, 2, 0)),)
         exchange = tuple(
-            CollectiveOp(what, "all_to_all", 2 * copies, "expert", phase)
-            for phase in ("F", "I") for what in ("to experts", "back from experts")
+            CollectiveOp(direction, "all_to_all", 2 * copies, "expert", phase)
+            for phase in ("F", "I") for direction in ("to experts", "back from experts")
         )  # fmt: skip
     gemms = (
         *router,
-        Gemm("ffn in", each, into, model.hidden, batch, may_use_fp8=True),
-        Gemm("ffn out", each, model.hidden, ffn, batch, may_use_fp8=True),
+        Gemm("ffn in", tokens_per_expert, into, model.hidden, batch, may_use_fp8=True),
+        Gemm("ffn out", tokens_per_expert, model.hidden, ffn, batch, may_use_fp8=True),
     )
-    inner = float(batch) * each * ffn
+    inner = float(batch) * tokens_per_expert * ffn
     gate = MemoryPass("gate", 6 * inner, 10 * inner)
     gelu = MemoryPass("bias and GELU", 4 * inner, 6 * inner, 2 * inner, (1, 1, 2))
     passes = (
@@ -333,19 +335,25 @@ def list_embedding_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
         model: The model.
         plan: The plan.
     """
-    wide = _count_activations(model, plan)
+    elements = _count_activations(model, plan)
     rows = count_local_tokens(model, plan)
-    whole = float(rows) * model.hidden
+    full_elements = float(rows) * model.hidden
     # The gradient of the token table is a dense tensor. A kernel adds it to the gradient buffer.
     table = model.vocab * model.hidden / plan.tp
-    size = 2 * whole
+    size = 2 * full_elements
     masks = 7 if plan.tp > 1 else 0  # Kernels that mask the rows of other ranks.
     passes = (
         MemoryPass("tokens, targets and masks", 0, 0, 0, (9, 0, 0)),
         MemoryPass(
-            "rows of the embedding", 4 * whole, 0, 4 * whole + 12 * table, (1 + masks, 0, 2)
+            "rows of the embedding",
+            4 * full_elements,
+            0,
+            4 * full_elements + 12 * table,
+            (1 + masks, 0, 2),
         ),
-        MemoryPass("positions and dropout", (6 + 5) * wide, 5 * wide, 2 * wide, (2, 1, 2)),
+        MemoryPass(
+            "positions and dropout", (6 + 5) * elements, 5 * elements, 2 * elements, (2, 1, 2)
+        ),
     )
     if plan.tp == 1:
         return LayerOps((), passes)
@@ -374,7 +382,7 @@ def list_head_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     """
     rows, vocab = count_local_tokens(model, plan), -(-model.vocab // plan.tp)
     logits = float(rows) * vocab
-    size, each = 2.0 * rows * model.hidden, 4.0 * rows
+    size, statistic_bytes = 2.0 * rows * model.hidden, 4.0 * rows
     passes = (
         _make_norm_pass("last norm", model, plan),
         MemoryPass("loss", (6 + 4 + 8 + 8 + 4 + 8) * logits, (8 + 6) * logits, 0, (27, 13, 0)),
@@ -386,7 +394,7 @@ def list_head_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
         collectives = (
             *([CollectiveOp("input of logits", "all_gather", size, "tensor", "F")] if cut else []),
             CollectiveOp("sum after logits", kind, size, "tensor", "I", "logits"),
-            *[CollectiveOp(f"{of} of the loss", "all_reduce", each, "tensor", "F")
-              for of in ("largest", "targets", "sum")],
+            *[CollectiveOp(f"{statistic} of the loss", "all_reduce", statistic_bytes, "tensor", "F")
+              for statistic in ("largest", "targets", "sum")],
         )  # fmt: skip
     return LayerOps((Gemm("logits", rows, vocab, model.hidden),), passes, collectives)

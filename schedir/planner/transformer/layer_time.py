@@ -52,11 +52,14 @@ class GpuWork(NamedTuple):
         are numbers or arrays.
         """
         gpu, tensor, host, all_to_alls = self
-        busy = gpu.plus(tensor)
-        most, halves = np.maximum, host.I + host.W
-        wait = most(0.0, halves - busy.I - busy.W) / np.where(halves > 0, halves, 1.0)
+        gpu_time = gpu.plus(tensor)
+        maximum, halves = np.maximum, host.I + host.W
+        wait = maximum(0.0, halves - gpu_time.I - gpu_time.W) / np.where(halves > 0, halves, 1.0)
         waits = PhaseTimes(
-            most(0.0, host.F - busy.F), host.I * wait, host.W * wait, most(0.0, host.R - busy.R)
+            maximum(0.0, host.F - gpu_time.F),
+            host.I * wait,
+            host.W * wait,
+            maximum(0.0, host.R - gpu_time.R),
         )
         return StageTimes(gpu.plus(waits), tensor, all_to_alls)
 
@@ -200,8 +203,8 @@ def stage_time(
         F 34.7  I 33.9  W 20.7  again 30.8 ms is_last
     """
     work = GpuWork().plus(compute_work("layer", model, cluster, plan, constants), layers)
-    for here, part in ((is_first, "embedding"), (is_last, "head")):
-        if here:
+    for is_present, part in ((is_first, "embedding"), (is_last, "head")):
+        if is_present:
             work = work.plus(compute_work(part, model, cluster, plan, constants))
     return _to_python_floats(work)
 
@@ -211,7 +214,7 @@ _LIST_OPS = {"layer": list_layer_ops, "embedding": list_embedding_ops, "head": l
 
 def _to_python_floats(work: GpuWork) -> StageTimes:
     """Return the stage times with Python floats instead of NumPy numbers."""
-    return StageTimes(*(PhaseTimes(*map(float, each)) for each in work.stage_times))
+    return StageTimes(*(PhaseTimes(*map(float, phases)) for phases in work.stage_times))
 
 
 def compute_work(
@@ -292,27 +295,32 @@ def _compute_work_cached(
     products = {gemm.name: op_times.time_gemm(gemm) for gemm in gemms}
     core = _sum_phases(products[gemm.name] for gemm in gemms if gemm.is_attention_core)
     core = core.plus(
-        _sum_phases(op_times.time_memory_pass(one) for one in passes if one.is_attention_core)
+        _sum_phases(op_times.time_memory_pass(op) for op in passes if op.is_attention_core)
     )
     gpu = _sum_phases([*products.values(), *map(op_times.time_memory_pass, passes)])
     gpu = PhaseTimes().plus(gpu, 1 / constants.speed_share)
-    host = _sum_phases(op_times.time_issue(one) for some in ops for one in some)
+    host = _sum_phases(op_times.time_issue(op) for ops_of_kind in ops for op in ops_of_kind)
     exposed = [
-        op_times.time_exposed_collective(one, products.get(one.overlapped_gemm, PhaseTimes()), core)
-        for one in collectives
+        op_times.time_exposed_collective(
+            collective, products.get(collective.overlapped_gemm, PhaseTimes()), core
+        )
+        for collective in collectives
     ]
     tensor = _sum_phases(exposed)
     all_to_alls = PhaseTimes()
-    for one, times in zip(collectives, exposed, strict=True):
-        if one.kind == "all_to_all":
+    for collective, times in zip(collectives, exposed, strict=True):
+        if collective.kind == "all_to_all":
             all_to_alls = all_to_alls.plus(times)
     if part == "layer" and plan.recompute == "full":
         gpu, tensor, host, all_to_alls = (
-            each._replace(R=each.F) for each in (gpu, tensor, host, all_to_alls)
+            phases._replace(R=phases.F) for phases in (gpu, tensor, host, all_to_alls)
         )
     elif part == "layer" and plan.recompute == "selective":
         issued = _sum_phases(
-            op_times.time_issue(one) for some in ops[:2] for one in some if one.is_attention_core
+            op_times.time_issue(op)
+            for ops_of_kind in ops[:2]
+            for op in ops_of_kind
+            if op.is_attention_core
         )
         gpu = gpu._replace(R=core.F)
         host = host._replace(R=issued.F)

@@ -76,10 +76,10 @@ def read_megatron_arguments(path: Path) -> dict[str, Any]:
             location=str(path),
             fields=["model"],
         )
-    for option, what in _UNSUPPORTED.items():
+    for option, reason in _UNSUPPORTED.items():
         if option in options:
             raise ConfigError(
-                f"the planner does not support {what}: --{option}",
+                f"the planner does not support {reason}: --{option}",
                 location=str(path),
                 fields=[option],
             )

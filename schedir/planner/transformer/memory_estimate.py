@@ -150,16 +150,16 @@ def compute_saved_bytes(
         arXiv 2205.05198: the terms.
         arXiv 2307.08691, section 3.1.2: the softmax sums of flash attention.
     """
-    none = _compute_saved_terms(model, plan, "none", itemsize)
-    kept = _compute_saved_terms(model, plan, plan.recompute, itemsize)
+    all_terms = _compute_saved_terms(model, plan, "none", itemsize)
+    kept_terms = _compute_saved_terms(model, plan, plan.recompute, itemsize)
     if plan.recompute == "full" and plan.sequence_parallel:
-        kept = {what: size / plan.tp for what, size in kept.items()}
-    saved = sum(kept.values())
-    again = sum(none.values()) - sum(kept.values())
+        kept_terms = {term: size / plan.tp for term, size in kept_terms.items()}
+    saved = sum(kept_terms.values())
+    recomputed = sum(all_terms.values()) - sum(kept_terms.values())
     if plan.sequence_parallel and plan.recompute != "full":
         tokens = plan.microbatch_size * (model.sequence // plan.cp)
         saved += gathered_bytes * (1 - 1 / plan.tp) * tokens * model.hidden
-    return saved, again
+    return saved, recomputed
 
 
 _SCORE_TERMS: Final = (
@@ -188,8 +188,8 @@ def _compute_saved_terms(
         **dict.fromkeys(_SCORE_TERMS, plan.cp * (plan.attention != "flash")),
     }
     result = {
-        what: size * scale.get(what, 1) * (1 if what.startswith("mask") else itemsize / 2)
-        for what, size in terms.items()
+        term: size * scale.get(term, 1) * (1 if term.startswith("mask") else itemsize / 2)
+        for term, size in terms.items()
     }
     if plan.attention == "flash" and recompute != "full":
         result["sums of the softmax"] = 4.0 * model.heads * tokens * plan.microbatch_size / plan.tp
@@ -244,12 +244,14 @@ def estimate_memory(
             "zero",
         )
     )
-    exists, first, last = shares.rank_count > 0, shares.has_first_stage, shares.has_last_stage
+    exists = shares.rank_count > 0
+    has_first = shares.has_first_stage
+    has_last = shares.has_last_stage
     common, network = count_layer_params(model, t, e)
     table, norm, matrix = count_end_params(model, t)
-    own_matrix = last & ~(first & model.tied)
-    embedding = first * table
-    head = last * norm + own_matrix * matrix
+    own_matrix = has_last & ~(has_first & model.tied)
+    embedding = has_first * table
+    head = has_last * norm + own_matrix * matrix
     common_params = (shares.layers * common + embedding + head) * exists
     expert_params = shares.layers * network * exists
     replicas = {"common": d * c, "experts": np.maximum(d * c // e, 1)}
@@ -259,22 +261,22 @@ def estimate_memory(
 
         The ZeRO level decides whether the replicas shard it.
         """
-        cut = zero >= SHARDED_FROM_LEVEL[name]
+        is_sharded = zero >= SHARDED_FROM_LEVEL[name]
         return size * sum(
-            unsharded / np.where(cut, replicas[of], 1)
-            for of, unsharded in (("common", common_params), ("experts", expert_params))
+            unsharded / np.where(is_sharded, replicas[kind], 1)
+            for kind, unsharded in (("common", common_params), ("experts", expert_params))
         )
 
     # If ZeRO shards weights, two stages are unsharded at the same time
     # (passes/communication/unshard_placement.py). If it shards gradients, the gradients of one
     # stage are unsharded until they are reduced. With at most two stages per rank, all stages are
     # unsharded.
-    inner = shares.layers / v * (common + network) * exists
-    few, end = v <= 2, np.maximum(embedding, head)
-    everything = common_params + expert_params
+    inner_params = shares.layers / v * (common + network) * exists
+    has_few_stages, end_params = v <= 2, np.maximum(embedding, head)
+    all_params = common_params + expert_params
     unsharded = {
-        "params": np.where(few, everything, (2 * inner + end) * exists),
-        "grads": np.where(few, everything, (inner + end) * exists),
+        "params": np.where(has_few_stages, all_params, (2 * inner_params + end_params) * exists),
+        "grads": np.where(has_few_stages, all_params, (inner_params + end_params) * exists),
     }
     weights, grads = (
         state(size, name) + (zero >= SHARDED_FROM_LEVEL[name]) * size * unsharded[name]
@@ -282,34 +284,42 @@ def estimate_memory(
     )
     optimizer = state(state_bytes.optimizer, "optimizer")
 
-    item = state_bytes.params  # Activations have the number type of weights.
-    kept, again = compute_saved_by_plan(model, plans, item, constants.gathered_bytes)
-    stages, loss, waiting = _count_in_flight(plans, shares)
-    split = np.array([SCHEDULE_FORMULAS[name].has_split_backward for name in SCHEDULE_NAMES])[
+    itemsize = state_bytes.params  # Activations have the number type of weights.
+    saved_per_layer, recomputed = compute_saved_by_plan(
+        model, plans, itemsize, constants.gathered_bytes
+    )
+    live_stages, loss_microbatches, boundary_buffers = _count_in_flight(plans, shares)
+    has_split = np.array([SCHEDULE_FORMULAS[name].has_split_backward for name in SCHEDULE_NAMES])[
         plans.schedule
     ][:, None]
     boundary_size = 1.0 * b * model.sequence / c * model.hidden
-    cut = np.where(plans.sequence_parallel[:, None] > 0, t, 1)
+    sequence_shards = np.where(plans.sequence_parallel[:, None] > 0, t, 1)
     logits = 1.0 * b * model.sequence / c * -(-model.vocab // t)
     # The first stage saves the mask of the dropout after the embedding. The last stage saves the
     # inputs of the last norm and of the logits, and the logits in 32 bits for the loss
     # (arXiv 2205.05198, section 4.3). With a split backward, I replaces the 32-bit logits by their
     # gradients in the number type of activations. These gradients remain until W.
-    activations = stages * shares.layers / v * kept + np.minimum(shares.layers, 1) * again
-    activations = activations + first * np.minimum(np.ceil(stages / v), m) * boundary_size / cut
-    activations = activations + last * (
-        loss * (2 * item * boundary_size / cut)
-        + constants.logit_bytes * logits
-        + (loss - 1) * np.where(split, np.minimum(item, 4), 4) * logits
+    activations = (
+        live_stages * shares.layers / v * saved_per_layer
+        + np.minimum(shares.layers, 1) * recomputed
     )
-    boundary = item * boundary_size / cut
-    buffers = np.where(p > 1, waiting * boundary, 0.0)
-    buffers = buffers + constants.unsharded_bytes * (zero == 1) * everything
+    activations = (
+        activations
+        + has_first * np.minimum(np.ceil(live_stages / v), m) * boundary_size / sequence_shards
+    )
+    activations = activations + has_last * (
+        loss_microbatches * (2 * itemsize * boundary_size / sequence_shards)
+        + constants.logit_bytes * logits
+        + (loss_microbatches - 1) * np.where(has_split, np.minimum(itemsize, 4), 4) * logits
+    )
+    boundary = itemsize * boundary_size / sequence_shards
+    buffers = np.where(p > 1, boundary_buffers * boundary, 0.0)
+    buffers = buffers + constants.unsharded_bytes * (zero == 1) * all_params
     used = weights + grads + optimizer + activations + buffers
     other = buffers + constants.allocator_share * used + constants.reserved_bytes
     memory = np.stack([x * exists for x in (weights, grads, optimizer, activations, other)])
     return MemoryTable(
-        memory, common_params, expert_params, inner + embedding + np.where(v > 1, 0, head)
+        memory, common_params, expert_params, inner_params + embedding + np.where(v > 1, 0, head)
     )
 
 
@@ -324,15 +334,15 @@ def compute_saved_by_plan(
         itemsize: Bytes of an element.
         gathered_bytes: See `SoftwareConstants`.
     """
-    first, which = plans.find_distinct(
+    first_rows, row_of_plan = plans.find_distinct(
         "tp", "microbatch_size", "recompute", "sequence_parallel", "cp"
     )
-    each = [
+    distinct_bytes = [
         compute_saved_bytes(model, plans.plan_at(model, i), itemsize, gathered_bytes)
-        for i in first.tolist()
+        for i in first_rows.tolist()
     ]
-    kept, again = np.array(each).reshape(-1, 2)[which].T
-    return kept[:, None], again[:, None]
+    saved, recomputed = np.array(distinct_bytes).reshape(-1, 2)[row_of_plan].T
+    return saved[:, None], recomputed[:, None]
 
 
 def _count_in_flight(plans: PlanColumns, shares: RankGroupShares) -> tuple[Floats, Floats, Floats]:
@@ -346,15 +356,15 @@ def _count_in_flight(plans: PlanColumns, shares: RankGroupShares) -> tuple[Float
     stages = np.zeros(shares.first_rank.shape)
     ends, waiting = np.ones((2, len(plans), 1))
     for number in np.unique(plans.schedule).tolist():
-        mine = plans.schedule == number
-        family = SCHEDULE_FORMULAS[SCHEDULE_NAMES[number]]
+        is_mine = plans.schedule == number
+        formulas = SCHEDULE_FORMULAS[SCHEDULE_NAMES[number]]
         P, v, m = (
-            getattr(plans, name)[mine][:, None]
+            getattr(plans, name)[is_mine][:, None]
             for name in ("pp", "stages_per_rank", "microbatches")
         )
-        stages[mine] = family.live_activations(P, v, m, shares.first_rank[mine])
-        ends[mine] = family.loss_microbatches(P, v, m)
-        waiting[mine] = family.boundary_buffers(P, v, m)
+        stages[is_mine] = formulas.live_activations(P, v, m, shares.first_rank[is_mine])
+        ends[is_mine] = formulas.loss_microbatches(P, v, m)
+        waiting[is_mine] = formulas.boundary_buffers(P, v, m)
     return stages, ends, waiting
 
 
@@ -429,7 +439,7 @@ def estimate_by_rank(
     state_bytes = state_bytes or get_state_bytes(cluster)
     plans = PlanColumns.from_plan(plan)
     shares = plans.compute_shares(model, merge_equal_ranks=False)
-    found = estimate_memory(
+    memory_table = estimate_memory(
         model, plans, shares, constants or SoftwareConstants(), state_bytes
     ).memory
-    return tuple(GpuMemory(*rank) for rank in found[:, 0].T.tolist())
+    return tuple(GpuMemory(*rank) for rank in memory_table[:, 0].T.tolist())

@@ -156,10 +156,10 @@ def load_model_fields(name: str | Path) -> dict[str, Any]:
     if path.suffix in _ARGUMENT_SUFFIXES:
         return read_megatron_arguments(path)
     if path.suffix != ".toml":
-        near = get_close_matches(str(name), MODEL_PRESETS, 3)
+        matches = get_close_matches(str(name), MODEL_PRESETS, 3)
         raise UsageError(
             f"there is no model preset {describe(str(name))}",
-            hint=(f"did you mean {' or '.join(near)}? " if near else "")
+            hint=(f"did you mean {' or '.join(matches)}? " if matches else "")
             + f"The presets are {', '.join(MODEL_PRESETS)}; FILE.toml, the config.json of a "
             "Hugging Face model, and a script.sh with arguments of Megatron-LM work, too",
             fields=["model"],
@@ -181,11 +181,11 @@ def load_model_fields(name: str | Path) -> dict[str, Any]:
                 fields=[key],
             )
         elif key not in _IGNORED_KEYS:
-            near = get_close_matches(key, SPEC_FIELDS, 1)
+            matches = get_close_matches(key, SPEC_FIELDS, 1)
             raise ConfigError(
                 f"a model has no field {describe(key)}", location=str(path), fields=[key],
-                hint=f"did you mean {near[0]!r}?"
-                if near else f"the fields are {', '.join(SPEC_FIELDS)}",
+                hint=f"did you mean {matches[0]!r}?"
+                if matches else f"the fields are {', '.join(SPEC_FIELDS)}",
             )  # fmt: skip
     return result
 

@@ -100,14 +100,16 @@ class OpTimes:
             return 2.0 * m * n * k * batch / cluster.flops + moved
         if cluster.num_sms is None:
             return max(2.0 * m * n * k * batch / cluster.flops, moved)
-        short, long = self.constants.tile_sides
-        tiles = batch * min(ceil(m / short) * ceil(n / long), ceil(m / long) * ceil(n / short))
+        short_side, long_side = self.constants.tile_sides
+        tiles = batch * min(
+            ceil(m / short_side) * ceil(n / long_side), ceil(m / long_side) * ceil(n / short_side)
+        )
         # Seconds of one step along the inner dimension of a tile.
-        column = 2.0 * short * long / (cluster.flops / cluster.num_sms)
-        again = 8.0 * m * n * batch / cluster.hbm_bandwidth
+        column = 2.0 * short_side * long_side / (cluster.flops / cluster.num_sms)
+        reload_time = 8.0 * m * n * batch / cluster.hbm_bandwidth
         return min(
             max(ceil(tiles * parts / cluster.num_sms) * ceil(k / parts) * column, moved)
-            + (parts * again if parts > 1 else 0.0)
+            + (parts * reload_time if parts > 1 else 0.0)
             for parts in range(1, int(self.constants.max_splits) + 1)
         )
 
@@ -144,18 +146,18 @@ class OpTimes:
         Args:
             layer_op: The operation.
         """
-        each = self.cluster.kernel_us / 1e6 * self.constants.kernels_per_op
+        kernel_time = self.cluster.kernel_us / 1e6 * self.constants.kernels_per_op
         if isinstance(layer_op, MemoryPass):
             kernels = layer_op.kernel_counts
         elif isinstance(layer_op, CollectiveOp):
             kernels = (1, 0, 0) if layer_op.phase == "F" else (0, 1, 0)
             if layer_op.group == "tensor" and self.crosses_nodes:
-                each += self.plan.tp * self.constants.crossing_us / 1e6
+                kernel_time += self.plan.tp * self.constants.crossing_us / 1e6
         elif layer_op.is_flash:
             kernels = (1, 1, 0) if layer_op.name == "scores" else (0, 0, 0)
         else:
             kernels = (1, 1, 2) if layer_op.has_weight else (1, 2, 0)
-        return PhaseTimes(*(each * number for number in kernels))
+        return PhaseTimes(*(kernel_time * number for number in kernels))
 
     # ------------------------------------------------------------ collectives
 
@@ -187,11 +189,11 @@ class OpTimes:
         Args:
             collective: The collective.
         """
-        choice, cluster = self.plan, self.cluster
-        t, c = choice.tp, choice.cp
-        ranks = choice.pp if choice.rank_order == "tp-pp-dp" else 1
+        plan, cluster = self.plan, self.cluster
+        t, c = plan.tp, plan.cp
+        ranks = plan.pp if plan.rank_order == "tp-pp-dp" else 1
         stride, size = {
-            "tensor": (1, t), "context": (t, c), "expert": (t * c * ranks, choice.ep),
+            "tensor": (1, t), "context": (t, c), "expert": (t * c * ranks, plan.ep),
         }[collective.group]  # fmt: skip
         group = find_slowest_group(cluster, stride, size)
         bytes_ = collective.size * self.byte_scale
@@ -235,7 +237,7 @@ def find_slowest_group(cluster: Cluster, stride: int, size: int) -> tuple[int, .
         (6, 7, 8, 9, 10, 11)
     """
     block = stride * size
-    last = min(lcm(block, cluster.gpus_per_node), cluster.gpu_count - block + 1)
-    starts = range(0, max(last, 1), block)
+    last_start = min(lcm(block, cluster.gpus_per_node), cluster.gpu_count - block + 1)
+    starts = range(0, max(last_start, 1), block)
     groups = [tuple(range(start, start + block, stride)) for start in starts]
     return min(groups, key=cluster.bandwidth)

@@ -55,7 +55,7 @@ def count_stage_params(
             one rank.
     """
     layers = np.array(get_layers_per_stage(model, plan), float)
-    common, experts = (layers * each for each in count_layer_params(model, plan.tp, plan.ep))
+    common, experts = (layers * params for params in count_layer_params(model, plan.tp, plan.ep))
     table, norm, matrix = count_end_params(model, plan.tp)
     shared = model.tied and shape.replica_ranks[0, 0] == shape.replica_ranks[0, -1]
     common[0] += table
@@ -74,7 +74,7 @@ def count_stage_replicated(model: TransformerSpec, plan: ParallelPlan) -> StageP
         plan: The plan.
     """
     layers = np.array(get_layers_per_stage(model, plan), float)
-    common, experts = (layers * each for each in count_replicated_params(model, plan.ep))
+    common, experts = (layers * params for params in count_replicated_params(model, plan.ep))
     common[0] += model.sequence * model.hidden
     common[-1] += count_end_params(model, plan.tp)[1]
     return StageParameters(common, experts)
@@ -121,22 +121,22 @@ def compute_sizes(
     deferred = saved.copy()
     deferred[-1] -= max(4 - item, 0) * logits
     buffers = np.zeros(len(layers))
-    for own in shape.stages_on_rank if not recomputes_ahead else ():
-        buffers[own[0]] = recompute_bytes * min(1.0, layers[list(own)].max())
+    for rank_stages in shape.stages_on_rank if not recomputes_ahead else ():
+        buffers[rank_stages[0]] = recompute_bytes * min(1.0, layers[list(rank_stages)].max())
     numbers = count_stage_params(model, plan, shape)
     buffers[-1] += (constants.logit_bytes - 4) * logits
     buffers += constants.unsharded_bytes * (plan.zero == 1) * numbers.total
-    each = {name: size * numbers.total for name, size in state_bytes._asdict().items()}
+    state_sizes = {name: size * numbers.total for name, size in state_bytes._asdict().items()}
     # ZeRO shards experts over fewer replicas than `Sizes` assumes, so each replica has more bytes
     # of them. The optimizer state is never gathered, so its field can simply be larger. For weights
     # and gradients the difference is a buffer.
-    every = plan.dp * plan.cp
-    extra = numbers.experts * (1 / max(every // plan.ep, 1) - 1 / every)
+    replicas = plan.dp * plan.cp
+    extra = numbers.experts * (1 / max(replicas // plan.ep, 1) - 1 / replicas)
     for name, size in state_bytes._asdict().items():
         if not is_sharded(name, plan.zero):
             continue
         if name == "optimizer":
-            each[name] += size * extra * every
+            state_sizes[name] += size * extra * replicas
         else:
             buffers += size * extra
     return Sizes(
@@ -145,7 +145,7 @@ def compute_sizes(
         deferred_wgrad=_to_tuple(deferred),
         recompute_inputs=None if recomputes_ahead or plan.recompute != "full" else _to_tuple(saved),
         buffers=_to_tuple(buffers),
-        **{name: _to_tuple(value) for name, value in each.items()},
+        **{name: _to_tuple(value) for name, value in state_sizes.items()},
     )
 
 

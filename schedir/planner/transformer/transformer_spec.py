@@ -78,19 +78,19 @@ class TransformerSpec:
                         fields=[f.name],
                     )
                 continue
-            most = MAX_LAYERS if f.name == "layers" else MAX_WIDTH
-            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= most:
+            upper = MAX_LAYERS if f.name == "layers" else MAX_WIDTH
+            if isinstance(value, bool) or not isinstance(value, int) or not 1 <= value <= upper:
                 raise UsageError(
-                    f"model: {f.name} must be an integer from 1 to {most}, not {describe(value)}",
+                    f"model: {f.name} must be an integer from 1 to {upper}, not {describe(value)}",
                     fields=[f.name],
                 )
-        for whole, part in divided:
-            if getattr(self, whole) % getattr(self, part):
+        for total, part in divided:
+            if getattr(self, total) % getattr(self, part):
                 raise UsageError(
-                    f"model: {whole} {getattr(self, whole)} is not a multiple of "
+                    f"model: {total} {getattr(self, total)} is not a multiple of "
                     f"{part} {getattr(self, part)}",
-                    hint="head_dim sets the size of a head" * (whole == "hidden"),
-                    fields=[whole, part],
+                    hint="head_dim sets the size of a head" * (total == "hidden"),
+                    fields=[total, part],
                 )  # fmt: skip
         if self.active > self.experts:
             raise UsageError(
