@@ -142,14 +142,16 @@ class TrainingCheckpoints:
         Raises:
             CheckpointError: This checkpoint or the previous one cannot be written.
         """
-        folder, began = self.train.checkpoint_dir, perf_counter()
+        folder, start_time = self.train.checkpoint_dir, perf_counter()
         assert folder is not None
         self.wait()
         self._flush_losses()
         extra = self._make_extra_state(step)
-        taken = plan_save(self.executor, step=step, name_map=_keep_name, extra_state=extra)
-        path = write_checkpoint(taken, folder, keep=self.train.checkpoint_keep, group=self.group)
-        self._report_saved(SavedCheckpoint(step, path, perf_counter() - began))
+        save_plan = plan_save(self.executor, step=step, name_map=_keep_name, extra_state=extra)
+        path = write_checkpoint(
+            save_plan, folder, keep=self.train.checkpoint_keep, group=self.group
+        )
+        self._report_saved(SavedCheckpoint(step, path, perf_counter() - start_time))
 
     def schedule_copy(self, step: int) -> None:
         """Request that the next step copies the current state.
@@ -230,8 +232,8 @@ class TrainingCheckpoints:
             self.losses.sync_to_disk()
 
     def _make_extra_state(self, step: int) -> dict[str, Any]:
-        taken = self.start_samples + (step - self.start_step) * self.batches.batch_size
-        return self.extra_state | {_CURSOR_KEY: self.batches.make_cursor(taken)}
+        samples = self.start_samples + (step - self.start_step) * self.batches.batch_size
+        return self.extra_state | {_CURSOR_KEY: self.batches.make_cursor(samples)}
 
     def _report_saved(self, saved: SavedCheckpoint) -> None:
         self.saved_step = saved.step

@@ -57,7 +57,7 @@ def convert_to_gpt2(
         CheckpointError: The checkpoint is not a GPT of `schedir train`, or a layer has an attention
             window that is shorter than the context.
     """
-    kinds = {one.name: one.meta.shape for one in tensors}
+    kinds = {tensor.name: tensor.meta.shape for tensor in tensors}
     heads = _read_setting(manifest, "heads", int)
     if (kind := _read_setting(manifest, "kind", str, "gpt")) != "gpt":
         raise _make_gpt_error(manifest, f"it is of kind {kind}")
@@ -83,7 +83,9 @@ def convert_to_gpt2(
     if heads < 1 or hidden % heads:
         raise _make_gpt_error(manifest, f"{heads} heads do not divide a hidden width of {hidden}")
     if windows := [
-        one for one in _read_setting(manifest, "window", _parse_integers, "0") if 0 < one < context
+        size
+        for size in _read_setting(manifest, "window", _parse_integers, "0")
+        if 0 < size < context
     ]:
         raise _make_gpt_error(
             manifest, f"a layer has an attention window of {max(windows)}, but GPT-2 has none"
@@ -103,16 +105,16 @@ def convert_to_gpt2(
         "tie_word_embeddings": tied,
         "bos_token_id": None,
         "eos_token_id": None,
-        "dtype": next(one.meta.dtype for one in tensors),
+        "dtype": next(tensor.meta.dtype for tensor in tensors),
     }
-    return config, [_rename_tensor(one, heads) for one in tensors]
+    return config, [_rename_tensor(tensor, heads) for tensor in tensors]
 
 
 def _get_expected_shapes(
     vocab: int, hidden: int, context: int, layers: int
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape of each parameter of a GPT of this size, by name."""
-    wide = {"qkv": (3, 1), "proj": (1, 1), "up": (4, 1), "down": (1, 4)}
+    size_factors = {"qkv": (3, 1), "proj": (1, 1), "up": (4, 1), "down": (1, 4)}
     shapes: dict[str, tuple[int, ...]] = {
         "embedding.weight": (vocab, hidden),
         "positions": (context, hidden),
@@ -122,7 +124,7 @@ def _get_expected_shapes(
     }
     for number in range(layers):
         for part in _LAYER_NAMES:
-            rows, columns = wide.get(part, (1, 0))
+            rows, columns = size_factors.get(part, (1, 0))
             weight = (rows * hidden, columns * hidden) if columns else (hidden,)
             shapes[f"layers.{number}.{part}.weight"] = weight
             shapes[f"layers.{number}.{part}.bias"] = (rows * hidden,)
@@ -135,15 +137,15 @@ def _rename_tensor(tensor: ExportedTensor, heads: int) -> ExportedTensor:
         return tensor._replace(name=_TOP_LEVEL_NAMES[tensor.name])
     match = _LAYER_PATTERN.fullmatch(tensor.name)
     assert match is not None
-    number, part, what = match.groups()
-    made: Callable[[Tensor], Tensor] = tensor.convert
+    number, part, parameter = match.groups()
+    convert: Callable[[Tensor], Tensor] = tensor.convert
     if part == "qkv":
-        made = partial(_convert_qkv, heads=heads)
-    elif what == "weight" and len(tensor.meta.shape) == 2:
-        made = _transpose
+        convert = partial(_convert_qkv, heads=heads)
+    elif parameter == "weight" and len(tensor.meta.shape) == 2:
+        convert = _transpose
     shape = tensor.meta.shape[::-1]
-    name = f"transformer.h.{number}.{_LAYER_NAMES[part]}.{what}"
-    return ExportedTensor(name, TensorMeta(shape, tensor.meta.dtype), tensor.stored_name, made)
+    name = f"transformer.h.{number}.{_LAYER_NAMES[part]}.{parameter}"
+    return ExportedTensor(name, TensorMeta(shape, tensor.meta.dtype), tensor.stored_name, convert)
 
 
 def _transpose(value: Tensor) -> Tensor:
@@ -159,7 +161,7 @@ def _convert_qkv(value: Tensor, heads: int) -> Tensor:
 
 def _parse_integers(text: str) -> list[int]:
     """Parse one integer, or a tuple of integers."""
-    return [int(one) for one in text.strip("()").split(",") if one.strip()]
+    return [int(item) for item in text.strip("()").split(",") if item.strip()]
 
 
 def _read_setting(
@@ -172,8 +174,8 @@ def _read_setting(
     try:
         return read(str(text))
     except ValueError:
-        why = "no" if text is None else f"an invalid value {str(text)!r:.40} of"
-        raise _make_gpt_error(manifest, f"its manifest has {why} model.{name}") from None
+        problem = "no" if text is None else f"an invalid value {str(text)!r:.40} of"
+        raise _make_gpt_error(manifest, f"its manifest has {problem} model.{name}") from None
 
 
 def _make_gpt_error(manifest: Manifest, reason: str) -> CheckpointError:

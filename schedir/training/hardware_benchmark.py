@@ -161,11 +161,11 @@ def measure(
     context = multiprocessing.get_context("spawn")
     seconds = 0.02 if quick else 0.3
     if progress:
-        where = f"{shared} processor{'s' * (shared > 1)}" if shared else "a GPU each"
-        _print_progress(f"{number} process{'es' * (number > 1)} on {where}")
-    asked = device, extent, seconds, progress
-    seen = run_processes(_measure_process, number, *asked, context=context, timeout=TIMEOUT)
-    return _combine_samples(seen, number, shared, device, extent)
+        processors_text = f"{shared} processor{'s' * (shared > 1)}" if shared else "a GPU each"
+        _print_progress(f"{number} process{'es' * (number > 1)} on {processors_text}")
+    arguments = device, extent, seconds, progress
+    samples = run_processes(_measure_process, number, *arguments, context=context, timeout=TIMEOUT)
+    return _combine_samples(samples, number, shared, device, extent)
 
 
 def count_processors() -> int:
@@ -173,12 +173,14 @@ def count_processors() -> int:
 
     The result is the number in the CPU affinity, limited by the CPU quota of the cgroup.
     """
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    available = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return min(own, max(1, math.ceil(int(quota) / int(period))))
+        return min(available, max(1, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError):  # The cgroup has no limit.
-        return own
+        return available
 
 
 def _compute_slowdown(processes: int, processor_count: int | None) -> float:
@@ -229,14 +231,14 @@ def _measure_process(
     watch = _Stopwatch(device, seconds)
     if device == "cuda":
         torch.cuda.set_device(rank)
-    where = {"device": torch.device(device), "dtype": watch.dtype}
-    began = time.perf_counter(), time.process_time()
-    products = [watch.time_rounds(_make_gemm(*shape, where)) for shape in extent.gemms]
-    share = (time.process_time() - began[1]) / (time.perf_counter() - began[0])
+    tensor_options = {"device": torch.device(device), "dtype": watch.dtype}
+    start_times = time.perf_counter(), time.process_time()
+    products = [watch.time_rounds(_make_gemm(*shape, tensor_options)) for shape in extent.gemms]
+    share = (time.process_time() - start_times[1]) / (time.perf_counter() - start_times[0])
     copied = watch.time_rounds(partial(torch.ones(extent.copy_bytes // 4, device=device).add_, 1.0))
     say(f"measuring {len(extent.smallest_layers) + len(extent.layers)} layers")
     smallest, layers = (
-        [watch.time_rounds(_make_layer_step(*shape, where)) for shape in shapes]
+        [watch.time_rounds(_make_layer_step(*shape, tensor_options)) for shape in shapes]
         for shapes in (extent.smallest_layers, extent.layers)
     )
     say("measuring all-reduces")
@@ -244,7 +246,9 @@ def _measure_process(
         dist.get_world_size(), count_processors() if device == "cpu" else None
     )
     sums = (
-        [*_measure_all_reduces(extent, watch, where, slower)] if dist.get_world_size() > 1 else []
+        [*_measure_all_reduces(extent, watch, tensor_options, slower)]
+        if dist.get_world_size() > 1
+        else []
     )
     memory = _get_memory_bytes(device)
     return MeasuredSamples(products, smallest, layers, copied, sums, memory, share)
@@ -267,30 +271,30 @@ class _Stopwatch:
         same work.
         """
         wall = wall or self.device == "cuda"
-        return [one[not wall] for one in self.time_wall_and_processor(run)]
+        return [round_times[not wall] for round_times in self.time_wall_and_processor(run)]
 
     def time_wall_and_processor(self, run: Callable[[], object]) -> list[tuple[float, float]]:
         """Return the seconds of wall time and of thread processor time per run, in each round."""
         for _ in range(3):
             run()
         self._synchronize()
-        began = time.perf_counter()
+        start_time = time.perf_counter()
         run()
         self._synchronize()
         # All processes must run the function equally often, because it may contain collectives.
-        run_count = torch.tensor(self.round_seconds / max(time.perf_counter() - began, 1e-7))
+        run_count = torch.tensor(self.round_seconds / max(time.perf_counter() - start_time, 1e-7))
         dist.all_reduce(run_count, dist.ReduceOp.MIN)
         times = min(max(int(run_count), 1), 10_000)
         rounds = []
         for _ in range(self.ROUNDS):
             dist.barrier()
-            began = time.perf_counter()
+            start_time = time.perf_counter()
             worked = time.thread_time()
             for _ in range(times):
                 run()
             self._synchronize()
             worked = time.thread_time() - worked
-            rounds.append(((time.perf_counter() - began) / times, worked / times))
+            rounds.append(((time.perf_counter() - start_time) / times, worked / times))
         return rounds
 
     def _synchronize(self) -> None:
@@ -355,8 +359,8 @@ def _measure_all_reduces(
         group = groups[group_number] if group_number < len(groups) else None
         for number in extent.all_reduce_bytes:
             x = torch.zeros(number // 4, device=watch.device)
-            found = watch.time_rounds(partial(_all_reduce, x, group), wall=True)
-            yield size, number, [] if group is None else found
+            round_times = watch.time_rounds(partial(_all_reduce, x, group), wall=True)
+            yield size, number, [] if group is None else round_times
         for hidden, heads, sequence, b in extent.sharded_layers:
             if heads % size or 4 * hidden % size:
                 continue
@@ -369,7 +373,7 @@ def _measure_all_reduces(
                 (wall - slowdown * worked) / ALL_REDUCES_PER_LAYER
                 for wall, worked in watch.time_wall_and_processor(block)
             ]
-            seconds = [] if group is None else [max(one, _MIN_SECONDS) for one in times]
+            seconds = [] if group is None else [max(value, _MIN_SECONDS) for value in times]
             yield size, 4 * b * sequence * hidden, seconds
         for group in groups:
             dist.destroy_process_group(group)
@@ -408,41 +412,43 @@ def _combine_samples(
     slower = _compute_slowdown(processes, processor_count)
 
     def middle(name: str, k: int) -> float:
-        found: float = median(x for one in samples for x in getattr(one, name)[k])
-        return slower * found
+        result: float = median(x for sample in samples for x in getattr(sample, name)[k])
+        return slower * result
 
     def blocks(name: str) -> list[MeasuredLayer]:
-        found = []
+        result = []
         for k, (hidden, heads, sequence, size) in enumerate(getattr(extent, name)):
             model = TransformerSpec(
                 layers=1, hidden=hidden, heads=heads, vocab=2, sequence=sequence
             )
-            found.append(
+            result.append(
                 MeasuredLayer(
                     model, ParallelPlan(microbatch_size=size, attention="flash"), middle(name, k)
                 )
             )
-        return found
+        return result
 
     sums = [
-        MeasuredAllReduce(group, size, median(x for one in samples for x in one.all_reduces[k][2]))
+        MeasuredAllReduce(
+            group, size, median(x for sample in samples for x in sample.all_reduces[k][2])
+        )
         for k, (group, size, _) in enumerate(samples[0].all_reduces)
     ]
     measured = MachineMeasurements(
         processes=processes,
         itemsize=4 if device == "cpu" else 2,
-        memory=min(one.memory_bytes for one in samples),
+        memory=min(sample.memory_bytes for sample in samples),
         gemms=[MeasuredGemm(*shape, middle("gemms", k))
                   for k, shape in enumerate(extent.gemms)],
         copy_bandwidth=2 * extent.copy_bytes
-        / (slower * median(x for one in samples for x in one.copy_seconds)),
+        / (slower * median(x for sample in samples for x in sample.copy_seconds)),
         tiny_layers=blocks("smallest_layers"),
         layers=blocks("layers"),
         all_reduces=sums,
         processors=processor_count,
     )  # fmt: skip
     cluster = fit_cluster(measured)
-    rates = sorted(one.flops_per_second for one in measured.gemms)
+    rates = sorted(gemm.flops_per_second for gemm in measured.gemms)
     notes = {
         "flops": f"the median of {len(rates)} products, from {rates[0] / 1e9:.4g} to "
         f"{rates[-1] / 1e9:.4g} GFLOP/s; per process, while all processes compute",
@@ -477,16 +483,16 @@ def _find_warnings(
 ) -> Iterator[str]:
     """Yield possible reasons why the measurements are wrong."""
     if processor_count is not None:
-        had = sum(one.processor_share for one in samples)
+        processor_share = sum(sample.processor_share for sample in samples)
         could = min(processes, processor_count)
-        if had < (1 - BUSY_THRESHOLD) * could:
+        if processor_share < (1 - BUSY_THRESHOLD) * could:
             yield (
-                f"the machine is busy: other programs used {1 - had / could:.0%} of {could} "
-                "processors; measured all-reduces are too slow by about as much"
+                f"the machine is busy: other programs used {1 - processor_share / could:.0%} of "
+                f"{could} processors; measured all-reduces are too slow by about as much"
             )
     spreads = [
         max(rounds) / min(rounds) - 1
-        for one in samples for rounds in (*one.gemms, *one.layers)
+        for sample in samples for rounds in (*sample.gemms, *sample.layers)
     ]  # fmt: skip
     if (spread := median(spreads)) > BUSY_THRESHOLD:
         yield f"repeated measurements differ by {spread:.0%} (median)"

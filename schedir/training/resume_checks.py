@@ -68,11 +68,11 @@ class RunIdentity:
             UsageError: The data or a fixed setting is not the same as in the resumed run.
         """
         settings = config.setting_texts | dict(data)
-        before = find_resumed_run(config)
-        if before is None:
+        previous_run = find_resumed_run(config)
+        if previous_run is None:
             return RunIdentity(token_hex(8), settings)
-        _require_same_settings(config, before, settings)
-        return RunIdentity(before.name or token_hex(8), settings, before.step)
+        _require_same_settings(config, previous_run, settings)
+        return RunIdentity(previous_run.name or token_hex(8), settings, previous_run.step)
 
     @property
     def extra_state(self) -> dict[str, Any]:
@@ -178,9 +178,9 @@ def require_resumable(config: Config) -> None:
             "elsewhere, --set output.overwrite=true removes them at the first step",
             fields=["checkpoint_dir", "resume", "overwrite"],
         )
-    before = find_resumed_run(config)
-    if before is not None:
-        _require_same_settings(config, before, config.setting_texts)
+    previous_run = find_resumed_run(config)
+    if previous_run is not None:
+        _require_same_settings(config, previous_run, config.setting_texts)
 
 
 def _require_same_settings(
@@ -201,10 +201,10 @@ def _require_same_settings(
             and data == settings.get(DATA_FACT, data)
         ):
             continue  # The tokenizer file has moved. Its tokens are the same.
-        what = f"the checkpoint of step {previous_run.step}" if previous_run.step else "the run"
+        source = f"the checkpoint of step {previous_run.step}" if previous_run.step else "the run"
         raise UsageError(
-            f"{what} in {config.train.checkpoint_dir} has {name} {had}, but the configuration has "
-            f"{value}",
+            f"{source} in {config.train.checkpoint_dir} has {name} {had}, but the configuration "
+            f"has {value}",
             hint="--set train.checkpoint_dir=... writes elsewhere",
             fields=[name.rpartition(".")[2], "checkpoint_dir"]
             if name != DATA_FACT

@@ -111,9 +111,9 @@ class LossLog:
             # If a run ended while it wrote a file, a temporary file remains.
             for part in file.parent.glob(f".{file.name}.*"):
                 part.unlink(missing_ok=True)
-        for old in _list_result_files(self.output):
-            if old != path and not (old == evaluations_path and evaluation_lines):
-                old.unlink(missing_ok=True)
+        for old_file in _list_result_files(self.output):
+            if old_file != path and not (old_file == evaluations_path and evaluation_lines):
+                old_file.unlink(missing_ok=True)
         if evaluation_lines:
             with atomic_write(evaluations_path) as temporary:
                 temporary.write_text("".join([EVALUATIONS_HEADER, *evaluation_lines]))
@@ -194,14 +194,14 @@ def read_loss_lines(path: Path, step: int) -> list[str]:
     Raises:
         UsageError: The file has lines of earlier steps, but no line of this step.
     """
-    kept = _read_lines_until(path, step)
-    if kept and (had := kept[-1].partition(",")[0]) != str(step):
+    lines = _read_lines_until(path, step)
+    if lines and (had := lines[-1].partition(",")[0]) != str(step):
         raise UsageError(
             f"{path} ends at step {had}, but the run resumes after step {step}",
             hint="--set output.dir=... writes elsewhere",
             fields=["dir"],
         )
-    return kept
+    return lines
 
 
 def _read_lines_until(path: Path, step: int) -> list[str]:
@@ -236,23 +236,23 @@ def claim_directories(config: Config) -> Iterator[None]:
                 continue
             make_directory(folder, name)
             # Two settings may name the same directory by different paths.
-            if not any(os.path.samestat(os.stat(folder), one) for one in locked):
+            if not any(os.path.samestat(os.stat(folder), locked_stat) for locked_stat in locked):
                 locked.append(os.stat(folder))
                 locks.enter_context(_lock_directory(folder, name))
         require_resumable(config)
-        before = find_resumed_run(config)
+        previous_run = find_resumed_run(config)
         for path in _list_result_files(output):
             if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
                 raise UsageError(f"cannot write {path}: it is not a writable file")
-        found = [p for p in _list_result_files(output) if _has_content(p)]
-        if before is not None and before.owns_directory(output.dir):
-            read_loss_lines(Path(output.dir, LOSSES_FILE), before.step)
-        elif found and not output.overwrite:
-            folder = str(found[0].parent)
-            name = "dir" if found[0].parent == Path(output.dir) else "trace"
+        result_files = [p for p in _list_result_files(output) if _has_content(p)]
+        if previous_run is not None and previous_run.owns_directory(output.dir):
+            read_loss_lines(Path(output.dir, LOSSES_FILE), previous_run.step)
+        elif result_files and not output.overwrite:
+            folder = str(result_files[0].parent)
+            name = "dir" if result_files[0].parent == Path(output.dir) else "trace"
             raise UsageError(
                 f"{folder} has results of an earlier run: "
-                f"{', '.join(p.name for p in found if str(p.parent) == folder)}",
+                f"{', '.join(p.name for p in result_files if str(p.parent) == folder)}",
                 hint=f"--set output.{name}=... writes elsewhere, "
                 "--set output.overwrite=true replaces them at the first step",
                 fields=[name, "overwrite"],
@@ -291,9 +291,11 @@ _DIRECTORY_KINDS: Final = {
 
 def _list_result_files(output: OutputConfig) -> list[Path]:
     """Return the paths of all results that runs with these settings may write."""
-    own = [Path(output.dir, name) for name in (*RESULT_FILES, EVALUATIONS_FILE, TRACE_FILE)]
+    paths = [Path(output.dir, name) for name in (*RESULT_FILES, EVALUATIONS_FILE, TRACE_FILE)]
     return (
-        own if output.trace is None else list(dict.fromkeys([*own, Path(output.trace, TRACE_FILE)]))
+        paths
+        if output.trace is None
+        else list(dict.fromkeys([*paths, Path(output.trace, TRACE_FILE)]))
     )
 
 
@@ -312,9 +314,9 @@ def _lock_directory(directory: str, setting: str) -> Iterator[None]:
     """Lock a directory against other processes while the context is active."""
     lock = DirectoryLock(Path(directory, LOCK_FILE))
     try:
-        if why := lock.acquire():
+        if problem := lock.acquire():
             print(
-                f"{directory} has no file locks ({why}): another run could use it, too",
+                f"{directory} has no file locks ({problem}): another run could use it, too",
                 file=sys.stderr,
                 flush=True,
             )

@@ -86,8 +86,8 @@ class ProgramStages:
             options["sequence_parallel"] = True
         if isinstance(self.config.model, MoEConfig):
             options = {"ep": self.program.ep, "ep_rank": replica % self.program.ep}
-        for stage, first in enumerate(self.segmentation.first_segments[:-1]):
-            if first not in local_stages:
+        for stage, first_segment in enumerate(self.segmentation.first_segments[:-1]):
+            if first_segment not in local_stages:
                 continue
             complete_stage = self.model.module.build_stage(
                 self.config.model, stage, len(division), layers_per_stage=division,
@@ -98,7 +98,7 @@ class ProgramStages:
             if self.segmentation.segments_per_stage[stage] > 1:
                 assert self.model.split_stage is not None
                 segments = self.model.split_stage(complete_stage)
-            modules.update(enumerate(segments, first))
+            modules.update(enumerate(segments, first_segment))
         for number, module in modules.items():
             use_float32_gradients(module)
             module.requires_grad_(number >= self.program.frozen_stages)

@@ -134,11 +134,11 @@ class StepQueue:
         """
         executor = self.executor
         self.last_issued_step += 1
-        mean = 1 / batch.tokens
+        mean_factor = 1 / batch.tokens
         inputs = batch.inputs.split(self.microbatch_size)
         targets = batch.targets.split(self.microbatch_size)
         # Each update has an equal share of the tokens.
-        scale = mean * executor.program.shape.optimizer_steps
+        scale = mean_factor * executor.program.shape.optimizer_steps
         step_inputs = (inputs, targets, scale)
         issued_scale = scale if self.scale_offset is None else self.scale_offset + scale
         total = executor.step(inputs, targets, issued_scale)
@@ -146,7 +146,7 @@ class StepQueue:
             self.scale_offset = self._compute_scale_offset(total)
         numbers = self.scalar_buffer.copy(self._stack_scalars(total))
         self.pending_steps.append(
-            _PendingStep(step_inputs, mean, learning_rate, start_time, numbers)
+            _PendingStep(step_inputs, mean_factor, learning_rate, start_time, numbers)
         )
 
     def read_oldest_step(self) -> IssuedStep | None:
@@ -262,6 +262,6 @@ class StepQueue:
 
 def _all_reduce_max(number: int) -> int:
     """Return the largest of the numbers of all processes, on all processes."""
-    most = torch.tensor(number, dtype=torch.int64)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return int(most)
+    maximum = torch.tensor(number, dtype=torch.int64)
+    dist.all_reduce(maximum, dist.ReduceOp.MAX)
+    return int(maximum)

@@ -171,15 +171,15 @@ def check_memory(config: Config, processes: int) -> None:
     shares, number = pipeline.ranks * pipeline.tp, model.num_parameters
     zero: int = vars(pipeline)["zero"]
     states = zero_model_states(4 * number, 4 * number, 8 * number, zero=zero, dp=pipeline.dp)
-    needs = {
+    needed_bytes = {
         "model": int(max(states.total * cpu, 4 * number)) // shares,
         "activations": 4 * cpu * tokens * (model.hidden * model.layers + model.vocab) // shares,
         "tokens": 8 * windows * (model.context + 1),
     }
     total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if processes * sum(needs.values()) > total:
+    if processes * sum(needed_bytes.values()) > total:
         sizes_text = ", ".join(
-            f"{name} {processes * size / 2**30:,.1f}" for name, size in needs.items()
+            f"{name} {processes * size / 2**30:,.1f}" for name, size in needed_bytes.items()
         )
         raise UsageError(
             f"{processes} processes need more memory than the {total / 2**30:,.1f} GiB of this "
@@ -216,8 +216,11 @@ def _run_rank(path: str, overrides: Sequence[str]) -> int:
     except ExecutionError as error:
         exit_with_error(str(error), is_peer_failure=_is_peer_failure(error))
     except SchedirError as error:
-        late = _is_peer_failure(error)  # For example, a save fails if another process has exited.
-        exit_with_error(format_error(error), 1 if late else 2, is_peer_failure=late)
+        # For example, a save fails if another process has exited.
+        is_consequence = _is_peer_failure(error)
+        exit_with_error(
+            format_error(error), 1 if is_consequence else 2, is_peer_failure=is_consequence
+        )
     except OSError as error:
         exit_with_error(_describe_os_error(error))
     except SystemExit as error:
@@ -261,16 +264,16 @@ def _is_peer_failure(error: BaseException) -> bool:
 
 def _describe_position() -> str:
     """Return the position of this process, as the end of an error message."""
-    own = get_current_member()
-    return "" if own is None else f", {own.describe_position()}"
+    member = get_current_member()
+    return "" if member is None else f", {member.describe_position()}"
 
 
 def _describe_os_error(error: OSError) -> str:
     """Return the reason for which an OSError ends a run, such as a closed pipe or a full disk."""
     if isinstance(error, BrokenPipeError):
         return "standard output was closed"
-    where = f" ({error.filename})" if error.filename else ""
-    return f"cannot continue: {describe_os_error(error)}{where}"
+    file_text = f" ({error.filename})" if error.filename else ""
+    return f"cannot continue: {describe_os_error(error)}{file_text}"
 
 
 def _check_environment() -> None:
@@ -315,19 +318,19 @@ def _train(config: Config, program: Program, corpus: Corpus) -> None:
     number = int(os.environ.get("RANK", "0"))
     has_checkpoints = config.train.checkpoint_dir is not None
     losses = LossLog(config, RunIdentity.from_config(config, data)) if number == 0 else None
-    own = get_current_member() or RunMember(
+    member = get_current_member() or RunMember(
         config.output.dir, ProcessLayout.from_program(program), 0
     )
     stop = GracefulStop(number, config.world_size) if has_checkpoints else None
     with (
-        ExitStack() as last,
-        Watchdog(own, config.train.timeout, stop, config.train.shutdown_grace) as watchdog,
-        join_process_group(config.train.timeout, config.train.device, own.black_box, facts),
+        ExitStack() as outer_stack,
+        Watchdog(member, config.train.timeout, stop, config.train.shutdown_grace) as watchdog,
+        join_process_group(config.train.timeout, config.train.device, member.black_box, facts),
         closing(losses) if losses is not None else nullcontext(),
     ):
         if get_current_member() is None:  # A single process reports errors without its black box.
-            last.callback(own.finish)
+            outer_stack.callback(member.finish)
         result = train(config, program, corpus, losses, watchdog)
-        own.black_box.enter_phase(ProcessPhase.RESULTS)
+        member.black_box.enter_phase(ProcessPhase.RESULTS)
         if result is not None:
             save_results(result, config.output)

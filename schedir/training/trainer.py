@@ -89,13 +89,13 @@ def train(
         return _Trainer(config, program, corpus, losses).run(watchdog)
     except RuntimeError as error:  # Errors within a step are already ExecutionErrors.
         if is_caused_by_peer(error) and not describe_peer_exit(error):
-            fact = f"another process has not answered for {config.train.timeout:g} s"
+            reason = f"another process has not answered for {config.train.timeout:g} s"
         elif isinstance(error, torch.OutOfMemoryError | dist.DistError):
-            fact = describe_peer_exit(error) or describe_exception(error)
+            reason = describe_peer_exit(error) or describe_exception(error)
         else:
             raise
         raise ExecutionError(
-            f"{fact.rstrip('.')}; this happened outside of a step", program=program.name
+            f"{reason.rstrip('.')}; this happened outside of a step", program=program.name
         ) from error
 
 
@@ -212,7 +212,7 @@ class _Trainer:
                 saves = self.checkpoints.should_save_now(step + 1)
                 logs = (step + 1) % train.log_every == 0 or step + 1 == train.steps
                 self.executor.record_timestamps = record and logs
-                began = perf_counter()
+                start_time = perf_counter()
                 rate = compute_learning_rate(train, step)
                 for group in self.optimizer.param_groups:
                     group["lr"] = group.get("balance_rate", rate)
@@ -220,18 +220,20 @@ class _Trainer:
                 enter(ProcessPhase.STEP, step + 1)
                 if self.config.output.memory and step == min(start_step + 1, train.steps - 1):
                     with LiveMemory(self.executor) as live_memory:
-                        self.step_queue.issue(batch, rate, began)
+                        self.step_queue.issue(batch, rate, start_time)
                     self.counted_memory = self._gather_counted_memory(live_memory.peak_bytes)
                 else:
-                    self.step_queue.issue(batch, rate, began)
+                    self.step_queue.issue(batch, rate, start_time)
                 enter(ProcessPhase.REPORT, step + 1)
                 if step == start_step:
                     self.allocation_count = count_allocations(self.device)
                 # The losses of a step may be read after the next step is issued. There are two
                 # exceptions. The first step connects and warms up, and its time must not count for
                 # the second step. If a step is reported or saved, its losses are needed now.
-                late = self.step_queue.can_read_late and step > start_step and not (logs or saves)
-                self._read_steps(int(late))
+                may_read_late = (
+                    self.step_queue.can_read_late and step > start_step and not (logs or saves)
+                )
+                self._read_steps(int(may_read_late))
                 if self.unreported_steps and (logs or saves or self.checkpoints.pending_step):
                     result = self._report(
                         self.step_queue.last_issued_step - len(self.step_queue.pending_steps)
@@ -297,7 +299,7 @@ class _Trainer:
         """Run one microbatch through the local stages, and return the sizes of all stages."""
         stages = range(self.program.shape.stages)
         inputs, targets = (
-            one.to(self.device) for one in self.batches.read_batch(0, self.microbatch_size)
+            tensor.to(self.device) for tensor in self.batches.read_batch(0, self.microbatch_size)
         )
         sizes = measure_sizes(
             [local_stages.get(s) for s in stages],
@@ -319,13 +321,13 @@ class _Trainer:
             *STATIC_SIZES,
             "version",
         )
-        each = torch.tensor(
+        max_sizes = torch.tensor(
             [sizes.for_stages(name, len(stages)).tolist() for name in measured],
             dtype=torch.float64,
             device=self.device,
         )
-        dist.all_reduce(each, dist.ReduceOp.MAX)
-        return replace(sizes, **dict(zip(measured, map(tuple, each.tolist()), strict=True)))
+        dist.all_reduce(max_sizes, dist.ReduceOp.MAX)
+        return replace(sizes, **dict(zip(measured, map(tuple, max_sizes.tolist()), strict=True)))
 
     def _fit_program(self) -> Program:
         """Return the program. If there is a memory limit, compile it again so that it fits.
@@ -336,9 +338,10 @@ class _Trainer:
             return self.program
         program = self.config.request_with_sizes(self.sizes).program
         if self.config.memory.is_fitted and not dist.get_rank():
-            what = describe_recompute(program) or "nothing"
+            recomputed = describe_recompute(program) or "nothing"
             print(
-                f"recomputed, to use at most {self.config.memory.memory_limit}: {what}", flush=True
+                f"recomputed, to use at most {self.config.memory.memory_limit}: {recomputed}",
+                flush=True,
             )
         return program
 
@@ -409,7 +412,7 @@ class _Trainer:
         )
         all_numbers = [torch.empty_like(local_numbers) for _ in range(dist.get_world_size())]
         dist.all_gather(all_numbers, local_numbers)
-        require_same_data([int(one[-1]) for one in all_numbers], step)
+        require_same_data([int(numbers[-1]) for numbers in all_numbers], step)
         runs = self._make_timelines() if self.executor.record_timestamps else None
         if dist.get_rank():
             return None
@@ -419,8 +422,8 @@ class _Trainer:
         if processes and not self.has_warned:
             self.has_warned = True
             print(describe_growth(int(processes), dist.get_world_size()), flush=True)
-        first = step - len(recent) + 1
-        for number, (s, loss) in enumerate(zip(recent, losses, strict=True), first):
+        first_step = step - len(recent) + 1
+        for number, (s, loss) in enumerate(zip(recent, losses, strict=True), first_step):
             if self.losses is not None:
                 norm = "" if s.gradient_norm is None else repr(s.gradient_norm)
                 self.losses.write(
@@ -429,19 +432,19 @@ class _Trainer:
 
         seconds = [s.seconds for s in recent]
         # The first step connects and warms up, so its time does not count.
-        timed = seconds[1:] if first == self.checkpoints.start_step + 1 else seconds
+        timed = seconds[1:] if first_step == self.checkpoints.start_step + 1 else seconds
         self.step_seconds += timed
-        last = recent[-1]
+        last_step = recent[-1]
         bubble = "" if runs is None else f"  {format_bubbles(*runs)}"
-        clipped = "" if last.gradient_norm is None else f"  norm {last.gradient_norm:.3f}"
+        clipped = "" if last_step.gradient_norm is None else f"  norm {last_step.gradient_norm:.3f}"
         scaled = "" if self.loss_scale is None else f"  scale {float(self.loss_scale.value):g}"
         skipped = sum(s.skipped_updates for s in recent)
         if skipped or self.config.train.on_nonfinite == "skip":
             scaled += f"  skipped {skipped}"
         print(
             f"step {step:>{len(str(self.config.train.steps))}}  loss {losses[-1]:.4f}"
-            f"  {self._compute_speed(timed or seconds):,.0f} tokens/s  lr {last.learning_rate:.2e}"
-            f"{clipped}{scaled}{bubble}",
+            f"  {self._compute_speed(timed or seconds):,.0f} tokens/s"
+            f"  lr {last_step.learning_rate:.2e}{clipped}{scaled}{bubble}",
             flush=True,
         )
         speed = self._compute_speed(self.step_seconds or seconds)

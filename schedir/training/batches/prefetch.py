@@ -164,8 +164,8 @@ class _Slot:
     def __init__(self, example: tuple[Tensor, Tensor], device: torch.device) -> None:
         pinned = device.type == "cuda"
 
-        def host(one: Tensor) -> Tensor:
-            return torch.zeros(one.shape, dtype=one.dtype, pin_memory=pinned)
+        def host(tensor: Tensor) -> Tensor:
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
 
         inputs, targets = example
         self.host_tensors = host(inputs), host(targets)

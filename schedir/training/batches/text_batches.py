@@ -80,7 +80,7 @@ class Corpus:
             return _CorpusSplit(*split_documents(trained, validation), tokenizer)
         for path in find_files(validation):
             if data.source is not None and any(
-                path.samefile(one) for one in find_files(data.source)
+                path.samefile(file) for file in find_files(data.source)
             ):
                 raise UsageError(
                     f"{path} is both in data.validation and in data.source: remove it from one of "

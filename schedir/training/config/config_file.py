@@ -68,14 +68,14 @@ def read_config(path: str, overrides: Sequence[str] = ()) -> Config:
         SchedirError: The file cannot be read, or the configuration is wrong for a reason other than
             a setting.
     """
-    given = _read_settings(path, overrides)
-    with _locate_errors(path, given):
+    settings = _read_settings(path, overrides)
+    with _locate_errors(path, settings):
         sections = get_section_classes(
-            given[_MODEL_KIND_KEY].value if _MODEL_KIND_KEY in given else "gpt"
+            settings[_MODEL_KIND_KEY].value if _MODEL_KIND_KEY in settings else "gpt"
         )
     types = {section: get_setting_types(kind) for section, kind in sections.items()}
     values: _Values = {}
-    for (section, name), setting in given.items():
+    for (section, name), setting in settings.items():
         _require_known_name(name, types[section], f"setting {section}", setting, types)
         kind = types[section][name]
         try:
@@ -95,15 +95,15 @@ def read_config(path: str, overrides: Sequence[str] = ()) -> Config:
                 else "",
             ) from None
     for name in ("checkpoint_every", "checkpoint_keep"):
-        if ("train", name) in given and ("train", "checkpoint_dir") not in given:
-            raise given["train", name].make_error(
+        if ("train", name) in settings and ("train", "checkpoint_dir") not in settings:
+            raise settings["train", name].make_error(
                 f"train.{name} needs train.checkpoint_dir: without it, no checkpoint is saved",
                 'train.checkpoint_dir = "checkpoints"',
                 [name, "checkpoint_dir"],
             )
     values.pop(_MODEL_KIND_KEY, None)
-    with _locate_errors(path, given):
-        values |= _read_source_settings(values, given)
+    with _locate_errors(path, settings):
+        values |= _read_source_settings(values, settings)
         config = Config(
             **{
                 section: kind(**{name: v for (s, name), v in values.items() if s == section})
@@ -141,10 +141,10 @@ def _read_file_settings(path: str) -> Iterator[tuple[tuple[str, str], _SettingVa
     text = read_text(path, MAX_TOML_BYTES)
     tables = parse_toml(text, path)
     for section, table in tables.items():
-        at = _SettingValue(table, path, *find_position(text, section))
-        _require_known_name(section, SECTION_CLASSES, "section", at)
+        location = _SettingValue(table, path, *find_position(text, section))
+        _require_known_name(section, SECTION_CLASSES, "section", location)
         if not isinstance(table, dict):
-            raise at.make_error(
+            raise location.make_error(
                 f"{section} must be a section, not {describe(table)}", f"[{section}]"
             )
         for name, value in table.items():
@@ -184,12 +184,16 @@ def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
         if not error.__cause__:  # The cause has the line of the user's file.
             error.fields = error.fields or ("schedule",)
         raise
-    given = {
+    given_settings = {
         f.name: values[f.section, f.name] for f in HEADER_FIELDS if (f.section, f.name) in values
     }
     defaults = {f.name: getattr(PipelineConfig, f.name) for f in SHAPE_FIELDS if f.is_required}
     request = Request(
-        source, given, defaults, lower_drafts=True, make_conflict_error=make_contradiction_error
+        source,
+        given_settings,
+        defaults,
+        lower_drafts=True,
+        make_conflict_error=make_contradiction_error,
     )
     decided = {f.name: getattr(request.shape, f.name) for f in SHAPE_FIELDS if f.in_config}
     if request.shape.sequence_chunks > 1:
@@ -209,17 +213,21 @@ def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
         }
     elif isinstance(source.schedule_or_program, Program):
         # The attributes of a draft apply if no setting replaces them.
-        own = [
+        program_settings = [
             f
             for f in ATTRIBUTE_FIELDS
             if f.in_config and not f.is_default(source.schedule_or_program)
         ]
         decided |= {
-            f.name: f.get_value(source.schedule_or_program) for f in own if f.name not in given
+            f.name: f.get_value(source.schedule_or_program)
+            for f in program_settings
+            if f.name not in given_settings
         }
-    home = {f.name: f.section for f in HEADER_FIELDS}
+    section_of_field = {f.name: f.section for f in HEADER_FIELDS}
     decided = {"schedule": source} | decided
-    return {(home.get(name, "pipeline"), name): value for name, value in decided.items()}
+    return {
+        (section_of_field.get(name, "pipeline"), name): value for name, value in decided.items()
+    }
 
 
 def _find_sections(name: str) -> list[str]:
@@ -239,20 +247,29 @@ def _require_known_name(
         return
     hint = suggest_name(name, known_names) or f"the names are {', '.join(known_names)}"
     setting_name = f"{subject} {name!r}"
-    if homes := _find_sections(name) if subject == "section" else []:
-        hint = f"it belongs into a section: [{homes[0]}]"
+    if full_names := _find_sections(name) if subject == "section" else []:
+        hint = f"it belongs into a section: [{full_names[0]}]"
     if "setting" in subject:
         setting_name = f"{subject}.{name}"
-        present = {name, *(find_present_name(name, own) for own in types.values())}
-        homes = [f"{section}.{one}" for section, own in types.items() for one in own
-                 if one in present and name not in known_names]  # fmt: skip
+        present = {
+            name,
+            *(find_present_name(name, section_types) for section_types in types.values()),
+        }
+        full_names = [
+            f"{section}.{setting_type}"
+            for section, section_types in types.items()
+            for setting_type in section_types
+            if setting_type in present and name not in known_names
+        ]
         kinds = [
-            kind for kind, one in MODEL_KINDS.items() if name in get_setting_types(one.config_class)
+            kind
+            for kind, model_kind in MODEL_KINDS.items()
+            if name in get_setting_types(model_kind.config_class)
         ]
         if name in SECTION_CLASSES:
             hint = suggest_section(name)
-        elif homes:
-            hint = f"did you mean {' or '.join(homes)}?"
+        elif full_names:
+            hint = f"did you mean {' or '.join(full_names)}?"
         elif subject == "setting model" and kinds:
             hint = f"it is a setting of kind = {' or '.join(kinds)}"
         hint = RETIRED_HINTS.get(setting_name.removeprefix("setting "), hint)
@@ -270,7 +287,7 @@ def _locate_errors(path: str, settings: _Settings) -> Iterator[None]:
         if not error.fields:
             raise
         named = {name: setting for (_, name), setting in settings.items()}
-        at = next(
+        location = next(
             (named[name] for name in error.fields if name in named), _SettingValue(None, path)
         )
-        raise at.make_error(error.fact, error.hint, error.fields) from error
+        raise location.make_error(error.fact, error.hint, error.fields) from error

@@ -227,11 +227,11 @@ class MemoryConfig:
                     hint='memory_limit = "1.5GB"',
                     fields=[name],
                 )
-        for name, asked in (
+        for name, is_set in (
             ("offload_to_disk", self.offload_to_disk),
             ("optimizer_placement", getattr(self, "optimizer_placement", "") == "disk" or None),
         ):
-            if asked is not None and self.spill_dir is None:
+            if is_set is not None and self.spill_dir is None:
                 raise UsageError(
                     f"{name} = {getattr(self, name)!r} needs spill_dir, which is not set",
                     hint='spill_dir = "/nvme"',
@@ -400,13 +400,15 @@ class Config:
                 sizes are ignored.
         """
         pipeline, train = self.pipeline, self.train
-        said = {
+        set_options = {
             f.name: getattr(getattr(self, f.section), f.name) for f in HEADER_FIELDS if f.in_config
         }
-        said |= {"tied_weights": self.model.tied, "clip_grad_norm": train.clip_grad_norm > 0}
-        said |= {"skips": (), "norm_check": "before_step"}
+        set_options |= {"tied_weights": self.model.tied, "clip_grad_norm": train.clip_grad_norm > 0}
+        set_options |= {"skips": (), "norm_check": "before_step"}
         source = Source(pipeline.schedule)
-        found = source.schedule_or_program if train.checkpoint_dir is not None else None
+        schedule_or_program = (
+            source.schedule_or_program if train.checkpoint_dir is not None else None
+        )
         layer = MODEL_KINDS[get_model_kind(self.model)].layer_boundaries
         segment_options = {
             "stage_segments": tuple(
@@ -416,20 +418,22 @@ class Config:
         }
         # The snapshots of a compiled program in a file are not changed. If the program has no
         # snapshots, checkpoints are saved between steps.
-        if found is not None and (not isinstance(found, Program) or found.is_draft):
-            said["checkpoint_snapshots"] = True
+        if schedule_or_program is not None and (
+            not isinstance(schedule_or_program, Program) or schedule_or_program.is_draft
+        ):
+            set_options["checkpoint_snapshots"] = True
         return Request(
             source,
-            said,
+            set_options,
             defaults={},
             progress_model=train.progress_model,
             blocking_hosts=True,
             overlap=pipeline.overlap,
             buffer_sharing=self.buffer_sharing,
             compile_options={
-                name: segment_options.get(name, said)
+                name: segment_options.get(name, set_options)
                 for name, (kind, _) in PASS_OPTIONS.items()
-                if (said := getattr(getattr(self, OPTION_SECTIONS[name]), name))
+                if (set_options := getattr(getattr(self, OPTION_SECTIONS[name]), name))
                 is not _get_option_default(kind)
                 and not (sizes is None and self.memory.needs_sizes(name))
             },
@@ -446,10 +450,14 @@ class Config:
         Raises:
             UsageError: The stages or microbatches cannot be split as the settings require.
         """
-        pipeline, name, found = self.pipeline, get_model_kind(self.model), None
+        pipeline, name, schedule_or_program = self.pipeline, get_model_kind(self.model), None
         if pipeline.schedule.endswith((".sched", ".timeline")):
-            found = Source(pipeline.schedule).schedule_or_program
-        boundaries = found.segment_boundaries if isinstance(found, Program) else ""
+            schedule_or_program = Source(pipeline.schedule).schedule_or_program
+        boundaries = (
+            schedule_or_program.segment_boundaries
+            if isinstance(schedule_or_program, Program)
+            else ""
+        )
         layer = MODEL_KINDS[name].layer_boundaries
         group_size = pipeline.ep if has_collectives(layer, EP_LETTERS) else pipeline.tp
         return make_segmentation(
@@ -471,20 +479,22 @@ class Config:
     @property
     def buffer_sharing(self) -> BufferSharing | None:
         """Return how values share buffers. None leaves the buffers of the program unchanged."""
-        choice = self.pipeline.buffer_sharing
-        if choice == AUTO:
-            found = Source(self.pipeline.schedule).schedule_or_program
-            has_own_sharing = isinstance(found, Program) and found.shares_slots
-            choice = "none" if has_own_sharing else DEVICES[self.train.device].buffer_sharing
-        return None if choice == "none" else cast(BufferSharing, choice)
+        sharing = self.pipeline.buffer_sharing
+        if sharing == AUTO:
+            schedule_or_program = Source(self.pipeline.schedule).schedule_or_program
+            has_own_sharing = (
+                isinstance(schedule_or_program, Program) and schedule_or_program.shares_slots
+            )
+            sharing = "none" if has_own_sharing else DEVICES[self.train.device].buffer_sharing
+        return None if sharing == "none" else cast(BufferSharing, sharing)
 
     @property
     def setting_texts(self) -> dict[str, str]:
         """Return all settings as text: "section.name" -> value."""
         texts = {
             f"{section}.{name}": str(value)
-            for section, own in vars(self).items()
-            for name, value in vars(own).items()
+            for section, section_config in vars(self).items()
+            for name, value in vars(section_config).items()
         }
         return {"model.kind": get_model_kind(self.model)} | texts
 

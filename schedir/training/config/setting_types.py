@@ -88,10 +88,10 @@ def coerce(value: Any, type_hint: Any) -> Any:
                 continue
         raise TypeError
     if get_origin(type_hint) is tuple and isinstance(value, list):
-        each = [parts[0]] * len(value) if ... in parts else parts
-        if len(each) != len(value):
+        item_types = [parts[0]] * len(value) if ... in parts else parts
+        if len(item_types) != len(value):
             raise TypeError
-        return tuple(map(coerce, value, each))
+        return tuple(map(coerce, value, item_types))
     if type(value) is int and not -(2**63) <= value < 2**63:
         raise TypeError  # TOML has 64-bit integers.
     if type_hint is float and type(value) is int:

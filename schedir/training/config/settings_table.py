@@ -40,7 +40,11 @@ def get_setting_types(section: type) -> dict[str, Any]:
     Args:
         section: The class of the section.
     """
-    kind = {"kind": str} if section in {one.config_class for one in MODEL_KINDS.values()} else {}
+    kind = (
+        {"kind": str}
+        if section in {model_kind.config_class for model_kind in MODEL_KINDS.values()}
+        else {}
+    )
     return kind | get_type_hints(section, include_extras=True)
 
 
@@ -78,8 +82,8 @@ def list_settings() -> dict[str, tuple[str, list[Setting]]]:
         The sections. The section "model" is for a GPT. Each other kind of model has a section
         "model of kind NAME".
     """
-    found = {section: _list_section_settings(kind) for section, kind in SECTION_CLASSES.items()}
-    found["model"][1].insert(
+    settings = {section: _list_section_settings(kind) for section, kind in SECTION_CLASSES.items()}
+    settings["model"][1].insert(
         0,
         Setting(
             "kind",
@@ -88,12 +92,12 @@ def list_settings() -> dict[str, tuple[str, list[Setting]]]:
             "The kind of the model.",
         ),
     )
-    others = {
+    other_settings = {
         f"model of kind {name}": _list_section_settings(kind.config_class)
         for name, kind in MODEL_KINDS.items()
     }
-    del others["model of kind gpt"]
-    return {"model": found["model"]} | others | found
+    del other_settings["model of kind gpt"]
+    return {"model": settings["model"]} | other_settings | settings
 
 
 def split_docstring(about: str) -> tuple[str, dict[str, str]]:
@@ -104,8 +108,8 @@ def split_docstring(about: str) -> tuple[str, dict[str, str]]:
     """
     prose, has_args, args = about.partition("\n\nArgs:\n")
     if has_args:
-        own = re.split(r"^\S", args, maxsplit=1, flags=re.MULTILINE)[0]
-        _, *items = re.split(r"^    (\w+): ", own, flags=re.MULTILINE)
+        args_text = re.split(r"^\S", args, maxsplit=1, flags=re.MULTILINE)[0]
+        _, *items = re.split(r"^    (\w+): ", args_text, flags=re.MULTILINE)
     else:
         prose, *items = re.split(r"^- `(\w+)`: ", about, flags=re.MULTILINE)
     return prose.strip(), dict(zip(items[::2], map(str.strip, items[1::2]), strict=True))

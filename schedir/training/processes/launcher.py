@@ -156,8 +156,8 @@ def launch(
         _remove_leftovers(folder)
         return 0
     run = compute_run_id(os.getpid(), environment)
-    after = read_black_boxes(folder, run)
-    message, code = _describe_failure(failure, after, layout, folder)
+    black_boxes = read_black_boxes(folder, run)
+    message, code = _describe_failure(failure, black_boxes, layout, folder)
     print(message, file=sys.stderr)
     if signal_forwarding.has_received_signal and failure.code in (
         TERMINATED_EXIT_CODE,
@@ -265,18 +265,20 @@ def _describe_failure(
     the message has its exit code or signal.
     """
     killers = [
-        one
-        for one in black_boxes.values()
-        if one[BlackBoxField.KILLED_PROCESS] == failure.process + 1
+        black_box
+        for black_box in black_boxes.values()
+        if black_box[BlackBoxField.KILLED_PROCESS] == failure.process + 1
     ]
     failed_box = black_boxes.get(failure.process)
     candidates = [*killers, *([failed_box] if failed_box is not None else [])]
     # If a failed process has no reason, another process is the cause.
     if failed_box is not None and failed_box.has_failed and not failed_box.reason:
-        candidates += sorted(black_boxes.values(), key=lambda one: one[BlackBoxField.FAILURE_TIME])
-    for one in candidates:
-        if one.has_failed and one.reason:
-            return one.reason, one[BlackBoxField.EXIT_CODE] or 1
+        candidates += sorted(
+            black_boxes.values(), key=lambda black_box: black_box[BlackBoxField.FAILURE_TIME]
+        )
+    for black_box in candidates:
+        if black_box.has_failed and black_box.reason:
+            return black_box.reason, black_box[BlackBoxField.EXIT_CODE] or 1
     exit_text = f"exited with code {failure.code}"
     if failure.code < 0:
         exit_text = f"was killed by signal {-failure.code} ({signal.strsignal(-failure.code)})"

@@ -347,8 +347,8 @@ def exchange_black_boxes(
         for process in absent:
             key = make_store_key(f"box of {process}")
             if process not in remote_boxes and store.check([key]):
-                other = BlackBoxSnapshot.from_bytes(store.get(key))
-                remote_boxes |= {} if other is None else {process: other}
+                peer_box = BlackBoxSnapshot.from_bytes(store.get(key))
+                remote_boxes |= {} if peer_box is None else {process: peer_box}
         time.sleep(0.02)
     return remote_boxes
 
@@ -369,9 +369,9 @@ def interrupt_on_signals() -> Iterator[None]:
 
     previous_handlers: dict[int, Any] = {}
     if current_thread() is main_thread():
-        for each in (signal.SIGHUP, signal.SIGQUIT):
-            if signal.getsignal(each) is signal.SIG_DFL:  # nohup ignores SIGHUP.
-                previous_handlers[each] = signal.signal(each, handle)
+        for signal_number in (signal.SIGHUP, signal.SIGQUIT):
+            if signal.getsignal(signal_number) is signal.SIG_DFL:  # nohup ignores SIGHUP.
+                previous_handlers[signal_number] = signal.signal(signal_number, handle)
     try:
         yield
     finally:
@@ -404,8 +404,8 @@ def exit_cleanly() -> NoReturn:
     A normal exit tears down the interpreter. Threads of torch that still run then sometimes abort
     the process ("terminate called without an active exception", in 1 of 62 runs).
     """
-    if (own := get_current_member()) is not None and own.is_current_process:
-        own.finish()
+    if (member := get_current_member()) is not None and member.is_current_process:
+        member.finish()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

@@ -77,7 +77,7 @@ def join_process_group(
             f"the processes did not connect in {timeout:g} s: "
             f"{str(error).strip().partition(chr(10))[0]}"
         ) from error
-    done = False
+    has_ended = False
     store: Any = dist.distributed_c10d._get_default_store()
     try:
         black_box.enter_phase(ProcessPhase.SET_UP)
@@ -94,25 +94,25 @@ def join_process_group(
         # group, because the function `dist.monitored_barrier` refuses a group that also has NCCL.
         world: Any = dist.group.WORLD
         world.monitored_barrier(timedelta(seconds=max(timeout, RESULTS_TIMEOUT)))
-        done = True
+        has_ended = True
     except (RuntimeError, OSError) as error:
-        if fact := describe_peer_exit(error):
-            raise ExecutionError(f"{fact}; this happened outside of a step") from error
+        if peer_exit := describe_peer_exit(error):
+            raise ExecutionError(f"{peer_exit}; this happened outside of a step") from error
         raise
     finally:
         # A rank that fails reports the reason before its connections close.
-        if done or alone:
+        if has_ended or alone:
             dist.destroy_process_group()
 
 
 @contextmanager
 def _send_heartbeats(store: Any) -> Iterator[None]:
     """Increment a counter in the store regularly while the context is active."""
-    over = Event()
+    has_ended = Event()
 
     def beat() -> None:
         try:
-            while not over.wait(HEARTBEAT_INTERVAL):
+            while not has_ended.wait(HEARTBEAT_INTERVAL):
                 store.add(_HEARTBEAT_KEY, 1)
         except RuntimeError:  # The store has closed. The other processes detect this, too.
             pass
@@ -122,7 +122,7 @@ def _send_heartbeats(store: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        over.set()
+        has_ended.set()
         thread.join(HEARTBEAT_INTERVAL)
 
 
@@ -138,8 +138,8 @@ def wait_for_results(store: Any, timeout: float) -> None:
     """
     beats, deadline = -1, monotonic() + timeout
     while not store.check([_RESULTS_KEY]):
-        if (now := store.add(_HEARTBEAT_KEY, 0)) != beats:
-            beats, deadline = now, monotonic() + timeout
+        if (heartbeats := store.add(_HEARTBEAT_KEY, 0)) != beats:
+            beats, deadline = heartbeats, monotonic() + timeout
         if monotonic() > deadline:
             raise ExecutionError(
                 f"process 0 sent no heartbeat for {timeout:g} s while the other processes waited "

@@ -83,9 +83,9 @@ def require_same_data(crcs: Sequence[int], step: int) -> None:
         ModelError: Two processes have read different samples.
     """
     fact = f"the data read up to step {step}"
-    if found := find_difference([{fact: f"crc32 {one:08x}"} for one in crcs]):
+    if difference := find_difference([{fact: f"crc32 {crc:08x}"} for crc in crcs]):
         raise ModelError(
-            found, hint="data.source must give every process the same bytes", fields=["source"]
+            difference, hint="data.source must give every process the same bytes", fields=["source"]
         )
 
 
@@ -165,10 +165,10 @@ def _find_difference(store: Any, world: int, deadline: float) -> str:
         except ModelError as error:
             return error.fact
         everyone.append(facts)
-        if fact := find_difference(everyone):
-            return fact
-        if place is not None and (other := places.setdefault(place, k)) != k:
-            return f"processes {other} and {k} of one machine both have LOCAL_RANK {place[-1]}"
+        if difference := find_difference(everyone):
+            return difference
+        if place is not None and (other_rank := places.setdefault(place, k)) != k:
+            return f"processes {other_rank} and {k} of one machine both have LOCAL_RANK {place[-1]}"
     return ""
 
 
@@ -176,7 +176,7 @@ def _decode_facts(data: bytes, sender: str) -> tuple[dict[str, str], tuple[str, 
     """Return the facts and the machine of a process. Raises ModelError if they are invalid."""
     match decode_value(data, sender):
         case (dict() as facts, (tuple() | None) as place):
-            if all(isinstance(one, str) for one in (*facts, *facts.values(), *(place or ()))):
+            if all(isinstance(text, str) for text in (*facts, *facts.values(), *(place or ()))):
                 return facts, place
     raise ModelError(f"{sender} sent invalid facts about its configuration: {data[:40]!r}")
 

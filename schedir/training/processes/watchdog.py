@@ -97,8 +97,8 @@ class Watchdog:
         if is_rank_main_thread() or (
             graceful_stop is not None and current_thread() is main_thread()
         ):
-            before = signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
-            self.previous_handlers = before, signal.signal(signal.SIGTERM, _ignore_signal)
+            previous_fd = signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
+            self.previous_handlers = previous_fd, signal.signal(signal.SIGTERM, _ignore_signal)
         self.thread = Thread(target=self._run, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -205,11 +205,11 @@ class Watchdog:
         """Monitor the exit of peers on this machine, and return whether peers are missing."""
         if not hasattr(os, "pidfd_open"):
             return False
-        for process, seen in self.member.collect_black_boxes().items():
+        for process, snapshot in self.member.collect_black_boxes().items():
             if process in self.peer_pidfds.values() or process == self.member.process:
                 continue
             try:
-                descriptor = os.pidfd_open(seen[BlackBoxField.PID])
+                descriptor = os.pidfd_open(snapshot[BlackBoxField.PID])
             except OSError:  # The process has exited.
                 continue
             self.peer_pidfds[descriptor] = process
@@ -224,11 +224,11 @@ class Watchdog:
         if is_launched():  # `launch` reports it, with the exit code.
             return
         standstill = self.member.inspect_stall()
-        seen = standstill.snapshots.get(process)
-        if seen is not None and seen.is_dead:
-            found = standstill.find_cause()
-            if found is not None and found.kind is StallKind.DIED:
-                self._start_exit(found)
+        snapshot = standstill.snapshots.get(process)
+        if snapshot is not None and snapshot.is_dead:
+            cause = standstill.find_cause()
+            if cause is not None and cause.kind is StallKind.DIED:
+                self._start_exit(cause)
 
     def _handle_termination(self) -> None:
         """Handle SIGTERM: request a stop after a saved step, or exit immediately.
@@ -237,8 +237,8 @@ class Watchdog:
         number of the failed process. So this method reports the failure before the exit.
         """
         code, standstill = TERMINATED_EXIT_CODE, self.member.inspect_stall()
-        found = standstill.find_cause()
-        failed = found is not None and found.kind in (
+        cause = standstill.find_cause()
+        failed = cause is not None and cause.kind in (
             StallKind.DIED,
             StallKind.FAILED,
             StallKind.MISSING,
@@ -253,13 +253,15 @@ class Watchdog:
         stop_waiting()
         if self._is_exiting():  # The exit thread no longer waits, and ends this process.
             return
-        why = f"received SIGTERM, {standstill.describe_location(self.member.process)}"
-        if found is not None and found.kind is StallKind.DIED:
-            exit_with_cause(self.member, found)
-        if found is not None and found.kind is StallKind.MISSING:
-            fact = f"{found.fact}; {self.member.name} {why}"
-            exit_with_cause(self.member, found._replace(fact=fact), code)
-        exit_with_error(None if found is not None and found.kind is StallKind.FAILED else why, code)
+        reason = f"received SIGTERM, {standstill.describe_location(self.member.process)}"
+        if cause is not None and cause.kind is StallKind.DIED:
+            exit_with_cause(self.member, cause)
+        if cause is not None and cause.kind is StallKind.MISSING:
+            fact = f"{cause.fact}; {self.member.name} {reason}"
+            exit_with_cause(self.member, cause._replace(fact=fact), code)
+        exit_with_error(
+            None if cause is not None and cause.kind is StallKind.FAILED else reason, code
+        )
 
     def _handle_stall(self, is_saving: bool = False) -> None:
         """Report the process for which this process waits, and exit.
@@ -269,31 +271,31 @@ class Watchdog:
         executor, device, stalled_run = self.executor, self.gpu, self.member.inspect_stall()
         name = "" if executor is None else f"{executor.program.name}: "
         fact = f"{name}no process has made progress for {self.timeout:g} s"
-        found = stalled_run.find_cause(fact)
-        if is_saving and found is not None:
-            stopped = found.kind is StallKind.STOPPED
-            found = (
-                found
-                if stopped and stalled_run.snapshots[found.process].heartbeat_age > self.timeout
+        cause = stalled_run.find_cause(fact)
+        if is_saving and cause is not None:
+            stopped = cause.kind is StallKind.STOPPED
+            cause = (
+                cause
+                if stopped and stalled_run.snapshots[cause.process].heartbeat_age > self.timeout
                 else None
             )
         elif executor is not None and not is_saving:
-            if found is not None and stalled_run.is_slow(found.process):
-                found = stalled_run.find_cause(
+            if cause is not None and stalled_run.is_slow(cause.process):
+                cause = stalled_run.find_cause(
                     f"{name}{self.member.name} has waited for {self.timeout:g} s"
                 )
             step = self.box_values[BlackBoxField.STEP]
             gpu_step = None if device is None else device.last_step
             progress = None if device is None else device.progress
             stall_error = make_stall_error(fact, executor, step, progress, gpu_step)
-            if found is None:
+            if cause is None:
                 exit_with_error(str(stall_error))
             if gpu_step is not None:  # Add the instructions that run on this GPU.
-                found = found._replace(
-                    lines=(*found.lines, "on its GPU:", *stall_error.format_lines())
+                cause = cause._replace(
+                    lines=(*cause.lines, "on its GPU:", *stall_error.format_lines())
                 )
-        if found is not None:
-            self._start_exit(found)
+        if cause is not None:
+            self._start_exit(cause)
 
     def _start_exit(self, cause: StallCause) -> None:
         """Report the cause and exit in another thread. This thread must still handle SIGTERM."""
@@ -447,6 +449,6 @@ class _Device:
         gpu_step, stream = self.query_step(), self.progress.executor.state.stream
         for lane in Lane:
             unfinished = () if gpu_step is None else gpu_step.unfinished
-            mine = (k for k in unfinished if INSTRUCTIONS[stream[k].op].lane is lane)
-            values[FIRST_LANE_FIELD + lane] = next(mine, len(stream))
+            lane_positions = (k for k in unfinished if INSTRUCTIONS[stream[k].op].lane is lane)
+            values[FIRST_LANE_FIELD + lane] = next(lane_positions, len(stream))
         values[BlackBoxField.DEVICE_STEP] = 0 if gpu_step is None else gpu_step.step
