@@ -35,8 +35,8 @@ MODULES = (
 GROUPS = {
     "Write schedules": (
         "A schedule is a function of (rank, ranks, microbatches) that returns a RankSchedule. "
-        "[The tutorial](../tutorials/first-schedule.md) writes one; "
-        "[the built-in schedules](schedules.md) have pictures.",
+        "[The tutorial](../tutorials/first-schedule.md) shows how to write one. "
+        "[Schedules](schedules.md) has pictures of the built-in ones.",
         ["PipelineShape", "F, B, I, W, R, EMPTY", "RankSchedule", "weave", "overlapped_pair",
          "concat",
          "schedule_algebra.with_placement", "schedule_algebra.with_weight_delay", "greedy_schedule",
@@ -98,7 +98,8 @@ GROUPS = {
          "viz.widget"],
     ),
     "Run": (
-        "[Train your own model](../how-to/train-your-own-model.md) uses one process and four. "
+        "[Train your own model](../how-to/train-your-own-model.md) runs a model in one process, "
+        "and in four. "
         "[Same bits](../explanation/same-bits.md) and "
         "[split backwards](../explanation/split-backward.md) explain the results.",
         ["runtime.InProcessExecutor", "runtime.Executor", "runtime.GradientOptions",

@@ -35,7 +35,7 @@ export default {{ render }};
 
 
 def html(timeline: Timeline, other: Timeline | None = None) -> str:
-    """Return the HTML page of a run, or of two runs between which it switches.
+    """Return the HTML page of a run, or of two runs, between which a reader can switch.
 
     The page opens offline and loads nothing from the network. Its Content-Security-Policy allows
     only its own style and script, by their hashes. Equal runs give equal pages.

@@ -20,7 +20,7 @@ class MoEConfig(GPTConfig):
     """The configuration of a GPT with experts as its feed-forward networks.
 
     A router sends each token to the `active` experts with the largest probabilities. Their outputs
-    are added with these probabilities, divided by their sum (Mixtral, arXiv 2401.04088).
+    are added with these probabilities, divided by the sum of these (Mixtral, arXiv 2401.04088).
 
     The auxiliary loss of a layer and microbatch is `aux_loss` * tokens * experts * sum(f * p)
     (arXiv 2101.03961, equation 4). The sum is over the experts: f is an expert's share of the

@@ -242,7 +242,7 @@ class StepBreakdown(NamedTuple):
 
 
 class GpuMemory(NamedTuple):
-    """Memory at the peak of the GPU with the highest peak, in bytes.
+    """The parts of the peak memory of the fullest GPU, in bytes.
 
     Attributes:
         weights: Weights.
@@ -271,7 +271,7 @@ class GpuMemory(NamedTuple):
 
 
 class HostMemory(NamedTuple):
-    """Host memory at the peak of the process with the highest peak, in bytes.
+    """The parts of the peak host memory of the process that uses the most, in bytes.
 
     Each GPU has one process.
 

@@ -46,7 +46,7 @@ def measure_complexity(plan: ParallelPlan, memory: float) -> tuple[int, int, flo
 
 
 def prefer_simplest(plans: Sequence[PlanEstimate]) -> list[PlanEstimate]:
-    """Move the simplest of the plans that are within 2 % of the fastest to the front.
+    """Move the simplest plan to the front, of the plans within 2 % of the fastest one.
 
     Args:
         plans: The plans, the fastest first.

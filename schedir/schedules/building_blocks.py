@@ -26,7 +26,7 @@ def wave(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run Hanayo's waves: v = 2w stages per rank, down the ranks and back w times.
 
     The order is derived from the idea of the paper, not from its code. P microbatches form a wave.
-    Further microbatches use the slots that the wave leaves free.
+    Further microbatches use the time in which the wave leaves a rank idle.
 
     If P divides m, each rank idles for (P-1)(2 min(F,B) + 2(m/P)|B-F|) for every v. At F = B, this
     is the bubble of `interleaved`. At other costs each wave adds to the bubble, so the schedule is
@@ -89,7 +89,8 @@ def v_half(r: int, P: int, m: int) -> RankSchedule:
     this memory idles less, for m = P up to 8.
 
     At other costs, each microbatch adds max(0, 2F-W-2I, 2I-W-2F) of idle time. The schedule has no
-    slack. So if all messages of a rank share a queue, give `compile` the costs of your model.
+    slack, so a late message lengthens the step. If all messages of a rank share a queue, give
+    `compile` the costs of your model.
 
     Args:
         r: Rank, 0 to P - 1.

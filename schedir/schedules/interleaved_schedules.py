@@ -21,9 +21,9 @@ from schedir.schedules.schedule_algebra import (
 def looped_bfs(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run breadth first: all microbatches through one local stage, then through the next.
 
-    The weights of a stage are used in one run of forwards and one run of backwards. So sharded
-    weights are gathered at most twice. Each rank idles for (P-1)(F+B), which is (P-1)/(v m) of
-    ideal time. If m < P, it idles for (v-1)(P-m)(F+B) more. There are m v stage activations in
+    The weights of a stage are used in one sequence of forwards and one sequence of backwards. So
+    sharded weights are gathered at most twice. Each rank idles for (P-1)(F+B), which is (P-1)/(v m)
+    of ideal time. If m < P, it idles for (v-1)(P-m)(F+B) more. There are m v stage activations in
     flight. PyTorch's LoopedBFS runs the backwards of each stage in descending order of
     microbatches, which takes the same time.
 
@@ -85,7 +85,8 @@ def looped_dfs(r: int, P: int, m: int, v: int) -> RankSchedule:
 def interleaved(r: int, P: int, m: int, v: int, group: int | None = None) -> RankSchedule:
     """Run interleaved 1F1B: v stages per rank, placed in a loop.
 
-    Microbatches pass in groups. Each group passes through all local stages before the next group.
+    Microbatches pass through the ranks in groups. Each group passes through all local stages before
+    the next group.
 
     If P divides m, the bubble is (P-1)/(v m) of ideal time. There are min(2(P-1-r) + (v-1)P + 1, v
     m) stage activations in flight. The number of messages is v times that of 1F1B.
@@ -126,8 +127,8 @@ def interleaved_zb(r: int, P: int, m: int, v: int) -> RankSchedule:
 
     The order is that of PyTorch's InterleavedZeroBubble, for all shapes that PyTorch can run.
     Groups are those of `interleaved`. If P divides m, each rank idles as long as with `zb_h1` at
-    the costs of one stage. With v stages per rank, this is 1/v of the idle time of `zb_h1`. There
-    are v P stage activations in flight on each rank.
+    the costs of one stage. With v stages per rank, this is 1/v of the idle time of `zb_h1` with one
+    stage per rank. There are v P stage activations in flight on each rank.
 
     Args:
         r: Rank, 0 to P - 1.
