@@ -19,11 +19,11 @@ def measure_complexity(plan: ParallelPlan, memory: float) -> tuple[int, int, flo
     """Return the complexity of a plan as a sort key. The simplest plan has the smallest key.
 
     The simplest plan uses the fewest mechanisms. Each dimension of parallelism (pp, tp, dp, cp, ep)
-    above 1 is a mechanism. Others are several stages per rank, a schedule other than GPipe and
-    1F1B, recomputation, ZeRO 2 and 3, sequence parallelism, and each offload. ZeRO 1 is not a
-    mechanism, because it divides the optimizer states among replicas without more communication.
-    If two plans have the same number of mechanisms, the plan with fewer stages per rank is simpler.
-    If these are equal too, the plan that needs less memory is simpler.
+    above 1 is a mechanism. Other mechanisms are several stages per rank, a schedule other than
+    GPipe and 1F1B, recomputation, ZeRO 2 and 3, sequence parallelism, and each offload. ZeRO 1 is
+    not a mechanism, because it divides the optimizer states among replicas without more
+    communication. If two plans have the same number of mechanisms, the plan with fewer stages per
+    rank is simpler. If these numbers are equal too, the plan that needs less memory is simpler.
 
     Args:
         plan: The plan.

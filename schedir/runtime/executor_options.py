@@ -65,7 +65,7 @@ class GradientOptions:
 @explain_wrong_calls("ExecutionOptions(spill_dir='/nvme')")
 @dataclass(frozen=True, kw_only=True)
 class ExecutionOptions:
-    """Options for the recording and the checks of steps, and the folder of files.
+    """Options for the recording and the checks of steps, and for the file of offloaded values.
 
     None of these options changes a result.
 

@@ -30,7 +30,7 @@ PLACEMENT_KINDS = ("loop", "vee", "mirror", "given", "rows")
 def shapes_for(
     schedule: Schedule, ranks: int = 4, microbatches: int = 6, stages_per_rank: int = 3
 ) -> list[PipelineShape]:
-    """Return all shapes up to some sizes that a schedule can take, smaller ones first.
+    """Return all shapes up to given sizes that a schedule can take, small shapes first.
 
     The decorator `with_placement` gives the placement and the stages per rank.  A schedule without
     it gets the placement "loop", and several stages per rank only if it has a parameter `v`.
