@@ -122,8 +122,8 @@ def v_min(r: int, P: int, m: int) -> RankSchedule:
     and m >= P >= 2. Each rank idles for (4P-7) F, or for (4P-5) F if P = 1 modulo 3. This is about
     two thirds of the 6(P-1) F of 1F1B.
 
-    The schedule needs similar costs. For P >= 3 and W <= max(F, I), each microbatch adds 6 max(F,
-    I) - 2(F+I+W) of idle time.
+    The schedule needs similar costs of F, I and W. For P >= 3 and W <= max(F, I), each microbatch
+    adds 6 max(F, I) - 2(F+I+W) of idle time.
 
     Args:
         r: Rank, 0 to P - 1.

@@ -156,7 +156,7 @@ def find_tied_weights(model: ModuleLike) -> ModelTies: ...
 def find_tied_weights(
     model: ModuleLike | Sequence[ModuleLike] | Mapping[int, ModuleLike],
 ) -> TiedWeights | ModelTies:
-    """Find trained weights that are one object with several names or in several stages.
+    """Find the trained weights that are used under several names or in several stages.
 
     Call this function before you copy the model or a stage.
 
