@@ -57,8 +57,8 @@ def looped_dfs(r: int, P: int, m: int, v: int) -> RankSchedule:
     orders, but alternate. arXiv 2211.05953 uses the name "depth-first" for the alternating order.
 
     If P divides m, each rank idles for (P-1)(F+B). There are m v stage activations in flight.
-    Boundary activations of at most P microbatches wait for the next local stage, instead of m with
-    `looped_bfs`.
+    Boundary activations of at most P microbatches wait for the next local stage, instead of those
+    of m microbatches with `looped_bfs`.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -125,10 +125,10 @@ def interleaved(r: int, P: int, m: int, v: int, group: int | None = None) -> Ran
 def interleaved_zb(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run interleaved 1F1B with split backwards: ZB-H1 on v stages per rank.
 
-    The order is that of PyTorch's InterleavedZeroBubble, for all shapes that PyTorch can run.
-    Groups are those of `interleaved`. If P divides m, each rank idles as long as with `zb_h1` at
-    the costs of one stage. With v stages per rank, this is 1/v of the idle time of `zb_h1` with one
-    stage per rank. There are v P stage activations in flight on each rank.
+    The order is that of PyTorch's InterleavedZeroBubble, for all shapes that PyTorch can run. The
+    groups of microbatches are those of `interleaved`. If P divides m, each rank idles as long as
+    with `zb_h1` at the costs of one stage. With v stages per rank, this is 1/v of the idle time of
+    `zb_h1` with one stage per rank. There are v P stage activations in flight on each rank.
 
     Args:
         r: Rank, 0 to P - 1.

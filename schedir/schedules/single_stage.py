@@ -94,10 +94,10 @@ def eager_1f1b(r: int, P: int, m: int) -> RankSchedule:
 def forward_only(r: int, P: int, m: int, v: int = 1) -> RankSchedule:
     """Run an evaluation: all microbatches through one local stage, then through the next.
 
-    It is legal under every placement, because all ranks run their stages in ascending order. Under
-    "loop", each rank idles for (P-1)F if m >= P. Under "vee" with two stages per rank, it idles for
-    2(P-1)F, which is the minimum there. Nothing is kept for a backward. Up to m boundary
-    activations wait between stages.
+    This schedule is legal under every placement, because all ranks run their stages in ascending
+    order. Under "loop", each rank idles for (P-1)F if m >= P. Under "vee" with two stages per rank,
+    it idles for 2(P-1)F, which is the minimum for this placement. Nothing is kept for a backward.
+    Up to m boundary activations wait between stages.
 
     Args:
         r: Rank, 0 to P - 1.
