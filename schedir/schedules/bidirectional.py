@@ -100,13 +100,14 @@ def chimera(r: int, P: int, m: int) -> RankSchedule:
 def bitpipe(r: int, P: int, m: int) -> RankSchedule:
     """Run BitPipe: two interleaved 1F1B pipelines, one vee in each direction.
 
-    The order is that of the drawing for P = m = 4 that is part of the authors' code. It follows the
+    The order is that of a drawing for P = m = 4 in the authors' code. It follows the
     rule of Chimera with twice as many stages, each half as long. More than P microbatches run as
-    units of P, one after the other. In the authors' drawing for m = 2P = 8, the second forward of a
-    unit starts earlier. Its step takes 53 F, and the step of this order 54 F.
+    units of P, one after the other. In the authors' drawing for m = 2P = 8, the second forward of
+    a unit starts earlier than here. The step of the drawing takes 53 F, and the step of this order
+    takes 54 F.
 
-    If P divides m, each rank idles for (P-2)(min(F,B) + (m/P)|B-F|). At B = 2F and m = P, this is
-    (P-2)/(3m+P-2) of the step. No message is sent where a vee reverses its direction.
+    If P divides m, each rank idles for (P-2)(min(F,B) + (m/P)|B-F|). At B = 2F and m = P, this
+    idle time is (P-2)/(3m+P-2) of the step. No message is sent where a vee reverses its direction.
 
     For m >= P, a rank has 3P/2 + 1 + min(r, P-1-r) stage activations in flight. It has twice the
     parameters of a rank of `interleaved`.
