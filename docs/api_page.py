@@ -91,15 +91,16 @@ GROUPS = {
         ["instrument"],
     ),
     "Draw": (
-        "[Draw pictures](../how-to/draw-pictures.md) has examples for the shell and for Python.",
+        "The page [Draw pictures](../how-to/draw-pictures.md) has examples for the shell and for "
+        "Python.",
         ["viz.gantt", "viz.compare", "viz.Style", "viz.idle_map", "viz.bubble_vs_memory",
          "viz.memory_frontier", "viz.plan_times", "viz.plan_memory", "viz.plan_scaling",
          "viz.window_tiles", "viz.save", "viz.text_chart", "viz.html", "viz.save_html",
          "viz.widget"],
     ),
     "Run": (
-        "[Train your own model](../how-to/train-your-own-model.md) runs a model in one process, "
-        "and in four. "
+        "The page [Train your own model](../how-to/train-your-own-model.md) runs a model in one "
+        "process, and in four. "
         "[Same bits](../explanation/same-bits.md) and "
         "[split backwards](../explanation/split-backward.md) explain the results.",
         ["runtime.InProcessExecutor", "runtime.Executor", "runtime.GradientOptions",
