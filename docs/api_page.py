@@ -67,8 +67,8 @@ GROUPS = {
         ["search_schedule", "lower_bound", "memory_frontier"],
     ),
     "Plan": (
-        "Find parallel plans for a model and a cluster, with the time and the memory of a step: "
-        "[plan a cluster](../how-to/plan-a-cluster.md).",
+        "Find parallel plans for a model and a cluster, with the time and the memory of a step. "
+        "The page [Plan a cluster](../how-to/plan-a-cluster.md) shows examples.",
         ["planner.plan", "planner.prefer_simplest", "planner.estimate_step",
          "planner.TransformerSpec", "planner.load_model",
          "planner.ParallelPlan",
@@ -86,8 +86,8 @@ GROUPS = {
          "planner.stack_preset", "planner.stack_presets", "planner.Stack"],
     ),
     "Instrument other trainers": (
-        "Record runs of torch.distributed.pipelining, Megatron-LM and DeepSpeed as Timelines: "
-        "[instrument a trainer](../how-to/instrument-a-trainer.md).",
+        "The page [Instrument a trainer](../how-to/instrument-a-trainer.md) shows how to record runs "
+        "of torch.distributed.pipelining, Megatron-LM and DeepSpeed as Timelines.",
         ["instrument"],
     ),
     "Draw": (
