@@ -86,8 +86,8 @@ GROUPS = {
          "planner.stack_preset", "planner.stack_presets", "planner.Stack"],
     ),
     "Instrument other trainers": (
-        "The page [Instrument a trainer](../how-to/instrument-a-trainer.md) shows how to record runs "
-        "of torch.distributed.pipelining, Megatron-LM and DeepSpeed as Timelines.",
+        "The page [Instrument a trainer](../how-to/instrument-a-trainer.md) shows how to record "
+        "runs of torch.distributed.pipelining, Megatron-LM and DeepSpeed as Timelines.",
         ["instrument"],
     ),
     "Draw": (
