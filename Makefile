@@ -2,7 +2,8 @@ PYTHON ?= python3.11
 BIN := .venv/bin
 READY := .venv/.ready
 
-# One thread per process: four ranks share few cores, and the same thread count gives the same bits.
+# Tests run four ranks on two cores, so each process has one thread. Results depend on the number of
+# threads, because it changes the order of sums.
 export OMP_NUM_THREADS ?= 1
 
 .PHONY: demo test pure cpu pages campaign versions types docs lint format clean gpu
@@ -10,7 +11,7 @@ export OMP_NUM_THREADS ?= 1
 demo: $(READY)
 	$(BIN)/python examples/demo.py
 
-# One after the other; .ci/run has some of them beside each other.
+# These run one after the other. In .ci/run some of them run in parallel.
 test: lint pure cpu pages
 
 pure: $(READY)
@@ -22,32 +23,33 @@ cpu: $(READY)
 pages: docs
 	SCHEDIR_SITE=build/site $(BIN)/pytest tests/gpu tests/browser
 
-# A site of all pages, in build/site; a dead link, or a page that is nowhere in its tree, is an error.
+# Build the site of all pages in build/site. A dead link is an error, and so is a page that no other
+# page lists.
 docs: $(READY)
 	rm -rf build/site
 	$(BIN)/sphinx-build -b html -c docs -E -W --keep-going -q . build/site
 	@echo "open build/site/index.html"
 
-# What `make pure` and `make cpu` have samples of: all examples of each property, all combinations,
-# every script of benchmarks/ on small sizes, all faults and kills of processes, and the tests of
-# NCCL on a CPU.
+# `make pure` and `make cpu` run samples. This runs everything: all examples of each property, all
+# combinations, each script of benchmarks/ on small sizes, all faults and kills of processes, and the
+# tests that emulate NCCL on a CPU.
 campaign: $(READY)
 	ALL_CASES=1 $(BIN)/pytest -n 3 --dist loadfile --no-loadscope-reorder --durations=10 tests/pure tests/cpu
 
-# Tests with the lowest and the newest supported torch, which are downloads of gigabytes, and a plain
-# install in each Python of this machine.
+# Test the lowest and the newest supported torch, and a plain install in each Python of this machine.
+# Both versions of torch are downloads of gigabytes.
 versions: $(READY)
 	$(BIN)/python -m tests.versions
 
-# Whether pyright knows the type of each public name. It downloads pyright and Node.js.
+# Check that pyright knows the type of each public name. This downloads pyright and Node.js.
 types: $(READY)
 	$(BIN)/python -m tests.public_types
 
-# What is run where there is a GPU: PYTHON is one whose torch has CUDA, ARGS as benchmarks/gpu_run.py takes.
+# Run the GPU checks. PYTHON must have a torch with CUDA. ARGS are arguments of benchmarks/gpu_run.py.
 gpu:
 	$(PYTHON) benchmarks/gpu_run.py $(ARGS)
 
-# ruff's cache keeps a verdict on the order of imports when a new module changes it.
+# ruff's cache would keep old results about the order of imports when a new module changes the order.
 lint: $(READY)
 	$(BIN)/ruff check --no-cache
 	$(BIN)/ruff format --check

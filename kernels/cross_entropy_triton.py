@@ -1,4 +1,4 @@
-"""The Triton kernels of `cross_entropy`: one pass reads the logits, and one overwrites them."""
+"""The Triton kernels of `cross_entropy`: one reads the logits, and the other overwrites them."""
 
 # mypy: allow-untyped-decorators, allow-untyped-defs, allow-incomplete-defs, allow-untyped-calls
 
@@ -18,7 +18,7 @@ def choose_block_size(k: int) -> int:
     """Return the number of columns that a program processes at once.
 
     Args:
-        k: Columns of the logits.
+        k: The number of columns of the logits.
     """
     return min(MAX_BLOCK_COLUMNS, launch_grid.next_power_of_2(k))
 

@@ -14,14 +14,14 @@ def sum_rows(tokens: Tensor, dy: Tensor, padding_index: int = -1) -> tuple[Tenso
     """Return the rows that tokens use, and the gradient of each of them.
 
     The result has n entries for n tokens. So a GPU does not have to send the number of distinct
-    rows to the host. Unused entries are zeros for row 0. Every other row occurs once. So the order
-    of later additions has no effect, and a GPU may use atomics. Each gradient is bitwise equal to
-    the row of `embedding_dense_backward`.
+    rows to the host. Each row that tokens use has one entry. The remaining entries are zeros for
+    row 0. So the order of later additions has no effect, and a GPU may use atomics. Each gradient
+    is bitwise equal to the same row of the result of `embedding_dense_backward`.
 
     Args:
         tokens: int64 or int32, of any shape (...).
         dy: The gradient of the output, of shape (..., h).
-        padding_index: A row that gets no gradient. -1 is none.
+        padding_index: A row that gets no gradient. -1 means that there is no such row.
 
     Returns:
         The rows, int64 of shape (n,), and their gradients, of shape (n, h).
@@ -48,6 +48,6 @@ def accumulate_rows_(
         main_grad: The gradient buffer, of shape (rows, h).
         tokens: int64 or int32, of any shape (...).
         dy: The gradient of the output, of shape (..., h).
-        padding_index: A row that gets no gradient. -1 is none.
+        padding_index: A row that gets no gradient. -1 means that there is no such row.
     """
     return main_grad.index_add_(0, *sum_rows(tokens, dy.to(main_grad.dtype), padding_index))

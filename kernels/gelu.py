@@ -43,7 +43,8 @@ def backward_reference(dy: Tensor, x: Tensor, bias: Tensor) -> tuple[Tensor, Ten
         bias: See `bias_gelu`.
     """
     with torch.enable_grad():
-        x, bias = x.detach().requires_grad_(), bias.detach().requires_grad_()
+        x = x.detach().requires_grad_()
+        bias = bias.detach().requires_grad_()
         dx, dbias = torch.autograd.grad(bias_gelu_reference(x, bias), (x, bias), dy)
     return dx, dbias
 

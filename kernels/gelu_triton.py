@@ -14,7 +14,8 @@ from schedir.kernels import launch_grid
 ROWS, COLUMNS, NUM_WARPS = 4, 512, 4  # Rows and columns of a program's tile, and its warps.
 # Registers of a thread in the backward, so that 8 programs fit on a multiprocessor.
 MAX_REGISTERS = 64
-# Programs of the backward: enough to fill a GPU, but few, because each writes a partial sum.
+# The number of programs of the backward: enough to fill a GPU, but few, because each program writes
+# a partial sum.
 MAX_PROGRAMS = 2048
 
 

@@ -8,7 +8,7 @@ def count_blocks(n: int, block_size: int) -> int:
 
     Args:
         n: The number of elements.
-        block_size: The elements of a block.
+        block_size: The number of elements in a block.
 
     Example:
         >>> [count_blocks(n, 4) for n in (1, 4, 5)]

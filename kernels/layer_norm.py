@@ -54,7 +54,7 @@ def backward_reference(
 
     Args:
         dh: The gradient of h.
-        dy: The gradient of the norm.
+        dy: The gradient of the LayerNorm output.
         h: The sum, from the forward.
         weight: See `add_layer_norm`.
         bias: See `add_layer_norm`.

@@ -35,8 +35,8 @@ def count_warps(columns: int, itemsize: int) -> int:
     """Return the number of warps of a program.
 
     Args:
-        columns: The count of numbers of a row that the program processes.
-        itemsize: Bytes of a number.
+        columns: The number of elements of a row that the program processes.
+        itemsize: Bytes of an element.
     """
     return max(1, min(32, columns * itemsize // (32 * LOAD_BYTES)))
 
@@ -46,11 +46,11 @@ class Tiling(NamedTuple):
 
     Attributes:
         tiles: The number of tiles.
-        tile_width: Columns of a tile.
+        tile_width: The number of columns of a tile.
         padded_columns: `tile_width` rounded up to a power of 2.
         stages: Triton's `num_stages` for the loop over rows. With 3, the next row is loaded while
-            one is computed.
-        warps: Warps of a program.
+            a row is computed.
+        warps: The number of warps of a program.
     """
 
     tiles: int
@@ -65,8 +65,8 @@ def choose_tiling(n: int, itemsize: int, max_shared_bytes: int) -> Tiling:
     """Return the division of a row in the backward.
 
     Args:
-        n: Numbers in a row.
-        itemsize: Bytes of a number.
+        n: The number of elements in a row.
+        itemsize: Bytes of an element.
         max_shared_bytes: Bytes of shared memory that a block can have.
     """
     count = launch_grid.count_blocks(n * itemsize, MAX_TILE_BYTES)
@@ -77,22 +77,22 @@ def choose_tiling(n: int, itemsize: int, max_shared_bytes: int) -> Tiling:
 
 
 def count_shared_bytes(tiles: int, columns: int, itemsize: int) -> int:
-    """Return the largest number of bytes of shared memory if the next row is loaded early.
+    """Return the most bytes of shared memory that a program uses if it loads the next row early.
 
     Shared memory has three tensors of each tile for two rows, and the memory of a reduction over a
     row.
 
     Args:
         tiles: The number of tiles.
-        columns: Padded columns of a tile.
-        itemsize: Bytes of a number.
+        columns: The number of padded columns of a tile.
+        itemsize: Bytes of an element.
     """
     return 2 * 3 * tiles * columns * itemsize + 1024
 
 
 @cache
 def get_device_limits(device: torch.device) -> tuple[int, int]:
-    """Return the number of multiprocessors, and the largest shared memory of a block in bytes.
+    """Return the number of multiprocessors, and the most bytes of shared memory of a block.
 
     Args:
         device: The GPU.
@@ -156,7 +156,7 @@ def backward_kernel(
 
     `parts` has the shape (2, programs, n). If a row has several tiles, a program computes one of
     them. It also reads the other tiles, for two sums over the row. Neighboring programs read the
-    same tiles, so these are in the cache.
+    same tiles, so the other tiles are in the cache.
     """
     tile = tl.program_id(1)
     c = tile * width + tl.arange(0, COLUMNS)
@@ -180,7 +180,7 @@ def backward_kernel(
             g *= tl.load(weight + o, mask=there, other=0.0).to(tl.float32)
             along += tl.sum(g * v, axis=0)
             total += tl.sum(g, axis=0)
-        # Outside of the row g is 0, so v has no effect.
+        # Outside of the row, g is 0, so v has no effect there.
         v = (tl.load(h + at + c, mask=inside, other=0.0).to(tl.float32) - mean) * rstd
         g = tl.load(dy + at + c, mask=inside, other=0.0).to(tl.float32)
         dweight += g * v
@@ -213,7 +213,9 @@ def forward(
         mean and the inverse standard deviation.
     """
     x, residual, n = x.contiguous(), residual.contiguous(), x.shape[-1]
-    h, y, rows = torch.empty_like(x), torch.empty_like(x), x.numel() // n
+    h = torch.empty_like(x)
+    y = torch.empty_like(x)
+    rows = x.numel() // n
     moments = torch.empty(2, rows, dtype=torch.float32, device=x.device)
     columns = launch_grid.next_power_of_2(n)
     forward_kernel[(rows,)](
@@ -252,7 +254,9 @@ def backward(
         limits: Multiprocessors and bytes of shared memory, as from `get_device_limits`. None uses
             those of the device.
     """
-    dh, dy, n = dh.contiguous(), dy.contiguous(), h.shape[-1]
+    dh = dh.contiguous()
+    dy = dy.contiguous()
+    n = h.shape[-1]
     dx, rows = torch.empty_like(h), h.numel() // n
     multiprocessors, shared = limits or get_device_limits(h.device)
     tiling = choose_tiling(n, h.element_size(), shared)

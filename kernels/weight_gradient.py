@@ -1,7 +1,7 @@
 """Accumulate weight gradients in float32 within the matrix product: main += dy.T @ x.
 
 With bfloat16 weights and float32 gradients, a separate addition would move 12 more bytes per weight
-and microbatch. On an H100 that is more than half of the time of the product at 2048 tokens.
+and microbatch. On an H100 this would add more than half of the time of the product at 2048 tokens.
 """
 
 from __future__ import annotations

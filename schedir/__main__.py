@@ -4,10 +4,10 @@ Exit codes:
 
 - 0: success.
 - 1: a bug of schedir, or a rank that crashed or was killed.
-- 2: a refused program, nothing that fits, bad usage, or a missing or broken optional package.
+- 2: a refused program, no result within the limits, wrong usage, or a missing or broken package.
 - 130: interrupted.
 
-A command writes all its output when it ends.  Errors go to standard error.
+A command prints its result when it ends.  Errors go to standard error.
 """
 
 from __future__ import annotations
@@ -65,8 +65,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     Returns:
         The exit code, as listed in this module's docstring.
     """
-    # Python sets a closed stream to None.  The next file that the process opens would get the
-    # stream's descriptor, and the output would go there.
+    # Python sets a closed stream to None.  Without a replacement, the next file that the process
+    # opens would get the descriptor of the stream, and the output would go into this file.
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115
@@ -99,7 +99,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SchedirError as error:
         from schedir.io.terminal_output import format_error
 
-        # `train` has settings with the names of Python's arguments instead of these options.
+        # `train` has no such options: its settings have the names of Python's arguments.
         is_command = not argv or argv[0] != "train"
         if is_command and parser is not None and parser.command_parser is not None:
             parser.command_parser.use_option_name(error)
@@ -210,19 +210,20 @@ class _Parser(argparse.ArgumentParser):
                 if any(each.dest == "source" and each.nargs is None for each in parser._actions):
                     message = f"{parser.prog} takes one SCHEDULE, and {word!r} is one too many"
                     hint = suggest_source(word)
-                    if re.fullmatch(r"[kMGTP]?i?B", word):  # --memory-limit 40 GB
+                    if re.fullmatch(r"[kMGTP]?i?B", word):  # as in --memory-limit 40 GB
                         hint = f"write a number of bytes without a space: 40{word}"
                     hint = hint or f"schedir compare SCHEDULE {word} compares several schedules"
         raise UsageError(message, hint=hint)
 
     def use_option_name(self, error: SchedirError) -> None:
-        """Replace arguments by their options in an error that begins with an argument.
+        """Replace the names of arguments by options in an error that begins with such a name.
 
         `memory_limit` becomes `--memory-limit`.
         """
-        if isinstance(error, ConfigError) or hasattr(error, "__notes__"):  # The value is in a file.
+        # If the value is in a file, the error keeps the name of the setting.
+        if isinstance(error, ConfigError) or hasattr(error, "__notes__"):
             return
-        # A name of one word is understood without its dashes.
+        # Users recognise an option of one word also without its dashes.
         options = {name: f"--{name.replace('_', '-')}" for name in error.fields if "_" in name}
         if not any(error.fact.startswith(f"{name} ") for name in options):
             return

@@ -2,10 +2,10 @@
 
 A bug in schedir raises another exception.
 
-An error has its facts as attributes, and builds its message from them.  So code can read the same
-facts as a person.  The first line of the message has the name of the program and the fact.  The
-instructions concerned follow (`rank R #I instr`), and for some errors a part of a Stream.  The last
-line is a hint, if a fix is certain.
+An error has its facts as attributes, and builds its message from them.  So a program can read the
+same facts as a person.  The first line of the message has the name of the program and the fact.
+Then follow the instructions concerned (`rank R #I instr`), and for some errors a part of a Stream.
+The last line is a hint, if a fix is certain.
 
 Example:
     >>> from schedir import PipelineShape, check, compile, errors, from_text, schedules, to_text
@@ -86,7 +86,7 @@ class InstructionSite:
 
 @dataclass(frozen=True)
 class CycleWait:
-    """One wait of a cycle: an instruction that is next in its queue and waits for another one.
+    """One wait of a cycle: the next instruction of a queue and the instruction that it waits for.
 
     Args:
         rank: Rank of the instruction that waits.
@@ -155,7 +155,7 @@ class SchedirError(Exception):
 class CommandHint(str):
     """A hint for Python, with the same hint for the command line.
 
-    It is the hint for Python.  The command line prints `command` instead.
+    The string itself is the hint for Python.  The command line prints `command` instead.
 
     Args:
         python: The hint with arguments of Python, such as "zero=3".
@@ -215,7 +215,7 @@ def require_type(value: object, name: str, kind: type, example: str) -> None:
         value: The value.
         name: Name of the argument, for the error message.
         kind: The required type.
-        example: An expression that gives a right value, for the hint.
+        example: An expression for a valid value, for the hint.
 
     Raises:
         UsageError: `value` is not an instance of `kind`.
@@ -249,7 +249,7 @@ def to_float(value: object) -> float | None:
 
 
 def require_bool(value: object, name: str) -> bool:
-    """Return a user's value of a boolean setting as a bool.
+    """Convert a user's value of a boolean setting to a bool.
 
     Args:
         value: A bool, a numpy bool, or the integer 0 or 1.
@@ -270,7 +270,7 @@ class ConfigError(UsageError):
 
     Args:
         fact: One sentence with the reason.
-        location: The file of the setting, or the option that gave it.
+        location: The file of the setting, or the option that gave the setting.
         line: Line of the setting, from 1; 0 if it is unknown.
         column: Column of the setting, from 1; 0 if it is unknown.
         hint: A fix, given only if it is certain.
@@ -301,7 +301,7 @@ class CheckpointError(SchedirError):
 
     Args:
         fact: One sentence with the reason.
-        step: Step of the checkpoint; None if the error concerns no single checkpoint.
+        step: Training step of the checkpoint; None if the error concerns no single checkpoint.
         file: The file of the checkpoint that caused the error; "" if there is none.
         hint: A fix, given only if it is certain.
     """
@@ -313,11 +313,11 @@ class CheckpointError(SchedirError):
 
 
 class ShapeError(SchedirError):
-    """A pipeline shape that is not possible, such as no ranks or a placement with gaps."""
+    """A pipeline shape that is not possible, such as no ranks, or a rank without a stage."""
 
 
 class CostsError(SchedirError):
-    """Costs that are negative or not finite, do not fit the stages, or do not allow a search."""
+    """Costs that are not valid numbers, do not fit the stages, or cannot be used in a search."""
 
 
 class ScheduleError(SchedirError):
@@ -382,7 +382,7 @@ class TraceError(SchedirError):
 class CsvCellError(ParseError):
     """A cell of a CSV file that is not an action, or does not fit the other cells.
 
-    `line` is the row of the cell and `column` its number in the row, both from 1.
+    `line` is the row of the cell, and `column` is the number of the cell in this row, both from 1.
     """
 
     location_format = "row {line}, column {column}"
@@ -393,7 +393,7 @@ class LoweringLevelError(SchedirError):
 
 
 class CompletenessError(SchedirError):
-    """Work that is missing, exists twice, is out of range, or is on the wrong rank."""
+    """An instruction that is missing, exists twice, is out of range, or is on the wrong rank."""
 
 
 class UnmatchedTransferError(CompletenessError):
@@ -481,8 +481,8 @@ class DeadlockError(SchedirError):
 
     Attributes:
         eager_limit: The smallest limit in bytes with which the program finishes, if messages of at
-            most this size do not wait for their receive.  `check` sets it if it gets `sizes` and
-            there is such a limit; otherwise it is None.
+            most this size do not wait for their receive.  `check` sets this limit if `sizes` are
+            given and such a limit exists.  Otherwise it is None.
     """
 
     def __init__(
@@ -505,7 +505,7 @@ class DeadlockError(SchedirError):
         self.eager_limit: float | None = None
 
     def format_lines(self) -> list[str]:
-        """Return a line for each wait of the cycle, and the instructions around it on one rank."""
+        """Return a line for each wait of the cycle, and the lines of `window`."""
         width = max(len(str(w.instr)) for w in self.cycle)
         chain = [
             f"rank {w.rank} #{w.index:<3} {w.instr!s:<{width}}  needs {w.needed_instr}, "
@@ -529,12 +529,13 @@ class ChannelMismatchError(SchedirError):
     """A message that its receive cannot match.
 
     Under the progress model "torch_lazy" the send and the receive can be on different
-    communicators.  With eager messages, two messages of one channel can arrive in another order.
+    communicators.  With eager messages, two messages of one channel can arrive in another order
+    than their receives.
     """
 
 
 class ProgramSequenceError(SchedirError):
-    """A sequence of steps in which a step receives another's message, or ranks wait in a cycle.
+    """A sequence of steps in which a receive gets another step's message, or ranks deadlock.
 
     Each argument is also an attribute.
 
@@ -553,7 +554,7 @@ class ProgramSequenceError(SchedirError):
 
 
 class ModelError(SchedirError):
-    """A model that does not fit the program, or a transport that is too weak for it."""
+    """A model or a transport that does not fit the program."""
 
 
 class ExecutionError(SchedirError):
@@ -570,10 +571,10 @@ class NonFiniteError(ExecutionError):
         program: Name of the program.
         sites: The instruction that produced the first such value; empty if it was not found.  For a
             loss, it is a forward of the first stage with an infinite or NaN output.  For a
-            gradient, it is of the last stage with such a gradient, because backwards begin at the
-            last stage.
+            gradient, it is a backward or a reduction of the last stage with such a gradient,
+            because backwards begin at the last stage.
         hint: A fix, given only if it is certain.
-        step: Number of the step, from 1.
+        step: Number of the training step, from 1.
         process: The process that runs this instruction; 0 if it was not found.
     """
 

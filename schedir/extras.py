@@ -66,15 +66,15 @@ def require_package(package: str, feature: str, *, field: str = "", min_version:
         package: A package of `EXTRAS`.
         feature: The feature that needs the package, as the subject of the error's sentence.
         field: The setting that needs the package, if there is one.
-        min_version: The lowest version that works, if the feature needs a later one than the
-            `min_version` in `EXTRAS`.
+        min_version: The lowest version that works, if the feature needs a later version than the
+            one in `EXTRAS`.
 
     Raises:
         MissingPackageError: The package is not installed, or its version is too low.
     """
     try:
         spec = find_spec(package)
-    except ModuleNotFoundError:  # the package that contains it is not installed
+    except ModuleNotFoundError:  # a parent is not installed, such as megatron for megatron.core
         spec = None
     if spec is None or spec.origin is None:  # without an origin, it is only a folder with this name
         raise _make_missing_error(

@@ -40,12 +40,12 @@ class _InstructionPosition(NamedTuple):
 
 
 def draw_deadlock(program: Program, error: SchedirError) -> str:
-    """Return an SVG of the instruction lists of the ranks, with the instructions of an error.
+    """Return an SVG of the instruction lists of the ranks, and mark the instructions of an error.
 
-    For a DeadlockError, ended instructions are grey and waiting ones are filled. An arrow leads
-    from each waiting instruction to the one that it needs. If messages cross, arrows lead from each
-    send to the receive that gets it. For other errors, the instructions that the error names are
-    filled.
+    For a DeadlockError, ended instructions are grey and waiting instructions are filled. An arrow
+    leads from each waiting instruction to the one that it needs. If messages cross, arrows lead
+    from each send to the receive that gets it. For other errors, the instructions that the error
+    names are filled.
 
     Args:
         program: The program.
@@ -55,10 +55,8 @@ def draw_deadlock(program: Program, error: SchedirError) -> str:
         The text of the SVG.
     """
     ended = np.zeros(len(program), bool)
-    at, to = (
-        [_InstructionPosition(site.rank, site.index) for site in error.sites],
-        list[_InstructionPosition](),
-    )
+    at = [_InstructionPosition(site.rank, site.index) for site in error.sites]
+    to = list[_InstructionPosition]()
     if isinstance(error, DeadlockError):
         at = [_InstructionPosition(wait.rank, wait.index) for wait in error.cycle]
         to = [_InstructionPosition(wait.needed_rank, wait.needed_index) for wait in error.cycle]
@@ -83,7 +81,8 @@ def draw_deadlock(program: Program, error: SchedirError) -> str:
         if one != other:
             lane = low + 8 + 9 * far.index(k) if k in far else 0.0
             parts.append(_draw_arrow(columns[one.rank], one, columns[other.rank], other, lane))
-    wide, high = left - _COLUMN_GAP + _MARGIN, low + 12 + 9 * len(far)
+    wide = left - _COLUMN_GAP + _MARGIN
+    high = low + 12 + 9 * len(far)
     fact = escape(f"{error.program}: {error.fact}")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:.0f} {high:.0f}" '
@@ -100,8 +99,8 @@ def draw_deadlock(program: Program, error: SchedirError) -> str:
 def _find_ended(program: Program, error: DeadlockError) -> NDArray[np.bool_]:
     """Return a mask of the instructions that have ended.
 
-    If only blocking hosts cause the deadlock, it is a mask of the instructions that the hosts have
-    issued.
+    If only blocking hosts cause the deadlock, the mask is of the instructions that come before the
+    waiting instruction of each rank in the cycle.
     """
     graph = Graph.from_program(program, cast(ProgressModel, error.progress_model))
     ended = compute_earliest_times(graph).is_done
@@ -172,15 +171,14 @@ class _RankColumn:
     def draw(self, waiting: set[_InstructionPosition], awaited: set[_InstructionPosition]) -> str:
         """Return the SVG of the list.
 
-        Ended instructions are grey, waiting ones are filled, and awaited ones have a frame.
+        Ended instructions are grey. Waiting instructions have a dark background, and awaited ones a
+        light background.
         """
         parts = [f'<text x="{self.left + 7:.1f}" y="20" font-weight="bold">rank {self.rank}</text>']
         for index, line in self.lines.items():
-            here, y, wide = (
-                _InstructionPosition(self.rank, index),
-                self.find_middle(index),
-                self.right - self.left,
-            )
+            here = _InstructionPosition(self.rank, index)
+            y = self.find_middle(index)
+            wide = self.right - self.left
             ink = _ENDED_COLOR if self.has_ended[index] else _TEXT_COLOR
             if here in waiting or here in awaited:
                 fill, ink = (
@@ -193,7 +191,8 @@ class _RankColumn:
             parts.append(
                 f'<text x="{self.left + 7:.1f}" y="{y + 4:.1f}" fill="{ink}">{escape(line)}</text>'
             )
-        above, below = self.find_middle(self.begin_index - 1), self.find_middle(self.end_index)
+        above = self.find_middle(self.begin_index - 1)
+        below = self.find_middle(self.end_index)
         for number, y, word in (
             (self.hidden_before, above, "before"),
             (self.hidden_after, below, "more"),
@@ -215,13 +214,11 @@ def _draw_arrow(
 ) -> str:
     """Return the SVG of an arrow from a waiting instruction to the awaited one.
 
-    `detour_height` is the y coordinate of an arrow below all columns, for columns that are not
-    adjacent. It is 0 for a direct arrow.
+    If the two columns are not adjacent, the arrow passes below all columns. `detour_height` is its
+    y coordinate there, and 0 for a direct arrow.
     """
-    y, end = (
-        from_column.find_middle(from_position.stream_index),
-        to_column.find_middle(to_position.stream_index),
-    )
+    y = from_column.find_middle(from_position.stream_index)
+    end = to_column.find_middle(to_position.stream_index)
     if from_column is to_column:
         x = from_column.right
         path = f"M{x:.1f} {y:.1f}C{x + 34:.1f} {y:.1f} {x + 34:.1f} {end:.1f} {x + 2:.1f} {end:.1f}"

@@ -18,8 +18,8 @@ def draw_timeline(timeline: Timeline, unit: float = 1.0) -> str:
     """Return a text chart of the compute lanes of a timeline.
 
     A cell has the letter and the microbatch of the instruction that starts in it. The number of '
-    after them is the local stage. `--` continues the instruction, and `..` is idle time. In a pair
-    that runs together, the second instruction begins in the middle.
+    characters after the microbatch is the local stage. `--` continues the instruction, and `..` is
+    idle time. If two instructions run together, the second one begins in the middle of their cells.
 
     Args:
         timeline: The timeline.

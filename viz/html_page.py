@@ -35,7 +35,7 @@ export default {{ render }};
 
 
 def html(timeline: Timeline, other: Timeline | None = None) -> str:
-    """Return the HTML page of a run, or of two runs, between which a reader can switch.
+    """Return the HTML page of a run, or of two runs between which a user can switch.
 
     The page opens offline and loads nothing from the network. Its Content-Security-Policy allows
     only its own style and script, by their hashes. Equal runs give equal pages.
@@ -81,12 +81,12 @@ def build_page(
     """Return the HTML page that shows the data of one or two runs.
 
     Args:
-        data: The data of `describe_runs`, and further keys for `script`.
+        data: The result of `describe_runs`, and further keys for `script`.
         title: The title, as plain text.
         summary: The run in words, as plain text.
-        tables: The tables of `build_table`.
+        tables: The tables, as `build_table` returns them.
         script: A script that runs in the scope of the page's own scripts.
-        style: Style sheets for the elements that `script` adds.
+        style: A style sheet for the elements that `script` adds.
         policy: Further directives of the Content-Security-Policy, each after a semicolon.
 
     Returns:

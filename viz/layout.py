@@ -168,14 +168,14 @@ class ChartRectangles:
 
     @property
     def short_box_width(self) -> float:
-        """The duration that 9 of 10 instructions F, B, I, W, R exceed, in the timeline's unit."""
+        """The duration that 90% of the F, B, I, W and R exceed, in the timeline's unit."""
         work = self.compute_indices[np.isin(self.op[self.compute_indices], COMPUTE_OPS)]
         width = self.right[work] - self.left[work]
         return float(np.quantile(width, 0.1)) if len(work) else max(self.timeline.span, 1.0)
 
     @property
     def label_width(self) -> float:
-        """The width of the widest label of F, B, I, W, as a multiple of the font size."""
+        """The width of the widest label of F, R, B, I and W, as a multiple of the font size."""
         letters = [INSTRUCTIONS[op].text for op in self.list_compute_ops() if op in COMPUTE_OPS]
         return (
             max((_LETTER_WIDTHS.get(letter, 1.0) for letter in letters), default=1.0)
@@ -192,8 +192,8 @@ class ChartRectangles:
 
         Args:
             index: The index of the span.
-            with_letter: True to include the letter. Without it, only the colour shows the kind of
-                the instruction.
+            with_letter: True to include the letter. Without the letter, only the colour shows the
+                opcode.
         """
         row = INSTRUCTIONS[self.op[index]]
         number = str(self.timeline.spans["mb"][index]) if row.op in COMPUTE_OPS else ""

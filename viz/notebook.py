@@ -16,7 +16,8 @@ from schedir.schedule_search.memory_frontier import MemoryFrontier
 from schedir.schedule_search.search_results import SearchResult
 from schedir.viz.svg_thumbnail import draw_thumbnail
 
-# Instructions. Larger runs have no picture, because notebooks draw it without being asked.
+# Number of instructions. A run with more has no picture, because a notebook draws the picture of
+# every result that it shows, and a large picture takes long.
 _MAX_INSTRUCTIONS = 400_000
 _MAX_TEXT_LENGTH = 20_000  # characters
 
@@ -40,7 +41,7 @@ def to_html(value: object) -> str:
 
 
 def search_to_html(result: SearchResult) -> str:
-    """Return the chart of the schedule that a search found, below its length and its bound.
+    """Return the chart of the schedule that a search found, below its span and lower bound.
 
     Args:
         result: The result.

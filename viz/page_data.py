@@ -81,7 +81,7 @@ def describe_runs(runs: Sequence[Timeline], *, compression: int = 9) -> dict[str
 
 
 def describe_run(timeline: Timeline) -> str:
-    """Describe a run in a few sentences, for readers of a page that cannot see the picture.
+    """Describe a run in a few sentences, for people who cannot see the picture of the page.
 
     Args:
         timeline: The run.
@@ -92,8 +92,10 @@ def describe_run(timeline: Timeline) -> str:
     shape, name = timeline.program.shape, timeline.program.name
     unit = timeline.unit or "units of cost"
     per_rank = timeline.idle / timeline.span if timeline.span else timeline.idle
-    idlest, busiest = int(per_rank.argmax()), int(per_rank.argmin())
-    least, most = float(per_rank[busiest]), float(per_rank[idlest])
+    idlest = int(per_rank.argmax())
+    busiest = int(per_rank.argmin())
+    least = float(per_rank[busiest])
+    most = float(per_rank[idlest])
     apart = f"from {least:.1%} on rank {busiest} to {most:.1%} on rank {idlest}"
     if most - least < 1e-3:
         apart = "the same on each rank"
@@ -154,7 +156,7 @@ def build_table(run: Timeline, label: str) -> dict[str, Any]:
 
 
 def label_runs(runs: Sequence[Timeline]) -> list[str]:
-    """Return labels that distinguish the runs: their kinds, else their names, else ordinals.
+    """Return labels that distinguish the runs: their kinds, or their names, or their numbers.
 
     Args:
         runs: The runs of a page.
@@ -253,7 +255,8 @@ def _collect_columns(
 ) -> tuple[dict[str, NDArray[Any]], list[dict[str, Any]]]:
     """Return columns of numbers by name, and descriptions of the curves."""
     spans, graph = run.spans, run.graph
-    starts, ends = _to_ticks(spans["start"], run, tick), _to_ticks(spans["end"], run, tick)
+    starts = _to_ticks(spans["start"], run, tick)
+    ends = _to_ticks(spans["end"], run, tick)
     half = np.zeros(len(run), np.uint8)
     second = run.is_second_of_pair
     half[second] = 2

@@ -1,8 +1,8 @@
-"""Colours that colour-blind readers can distinguish, and that differ in grey too.
+"""Colours that colour-blind readers can distinguish, also in a grey print.
 
-Letters differ first in lightness, so that a grey print keeps the difference, and second in hue.
-Each letter has its own range of lightness. The shades within this range distinguish the stages of a
-rank.
+The colours of F, R, I, W and B differ mainly in lightness, so that a grey print keeps the
+difference. They also differ in hue. Each letter has its own range of lightness. The shades within
+this range distinguish the stages of a rank.
 """
 
 from __future__ import annotations
@@ -79,7 +79,7 @@ DARK_PALETTE: Final = Palette(
     | {Lane.ACT: "#3d9bd1", Lane.GRAD: "#e8772e", Lane.DP: "#e6e6e6", Lane.PARAMS: "#d98fb9"}
     | {Lane.D2H: "#b8935a", Lane.H2D: "#e3cb98", Lane.DISK: "#7d5f49", Lane.HOST: "#93b84a"},
 )
-# The palettes of a chart. All except "bright" keep the ranges of lightness.
+# The palettes of a chart. All except "bright" have the ranges of lightness of `TONES`.
 PALETTES: Final = {
     "plain": LIGHT_PALETTE,
     "grey": Palette(
@@ -125,7 +125,7 @@ LANE_NAMES: Final = {row.lane: row.label or row.doc for row in LANES[1:]}
 TWO_WAY_LANES: Final = (Lane.ACT, Lane.GRAD, Lane.DISK)
 UNSHARDED_LABEL: Final = "unsharded weights"
 
-# Instructions and lanes that a user can give another colour, by their name in `Style`.
+# Name in `Style` -> the instruction or lane whose colour a user can set by this name.
 COLORED_KINDS: Final[dict[str, Opcode | Lane]] = {
     **{INSTRUCTIONS[op].text: op for op in COMPUTE_OPS},
     **{lane.name.lower(): lane for lane in LANE_COLORS},
@@ -158,7 +158,7 @@ def luminance(colour: str | RGB) -> float:
 def lightness(colour: str | RGB) -> float:
     """Return the CIE L* of a colour, from 0 (black) to 100 (white).
 
-    Equal steps of L* appear equal, in grey too.
+    Equal differences of L* look equally large, also in grey.
 
     Args:
         colour: "#rrggbb", or three numbers from 0 to 1.
@@ -174,7 +174,9 @@ def mix_to_lightness(hue: str, l_star: float) -> RGB:
         hue: The colour "#rrggbb".
         l_star: CIE L* of the result, from 0 to 100.
     """
-    want, base, y = ((l_star + 16) / 116) ** 3, to_linear_light(hue), luminance(hue)
+    want = ((l_star + 16) / 116) ** 3
+    base = to_linear_light(hue)
+    y = luminance(hue)
     mixed = base * want / y if want <= y else 1 - (1 - base) * (1 - want) / (1 - y)
     r, g, b = np.where(mixed <= 0.0031308, mixed * 12.92, 1.055 * mixed ** (1 / 2.4) - 0.055)
     return float(r), float(g), float(b)
@@ -275,7 +277,7 @@ def format_hex(colour: str | RGB) -> str:
     """Return a colour as "#rrggbb".
 
     Args:
-        colour: "#rrggbb", or three numbers that are clipped to 0 to 1.
+        colour: "#rrggbb", or three numbers, which are clipped to the range from 0 to 1.
     """
     if isinstance(colour, str):
         return colour

@@ -25,10 +25,11 @@ class Style(TypedDict, total=False):
     Attributes:
         width: The width of the axes in inches. "column" and "page" give a figure of 3.35 and 7
             inches, as in a paper. By default the labels decide the width, within limits.
-        show: The overlays, as names in a collection or in a text with commas. The default is
-            "lanes". `schedir.viz.figures.overlays.OVERLAYS` describes all: "lanes" for
-            communication lanes, "arrows" for messages, "path" for the critical path, "in_flight"
-            and "memory" for curves below each rank, "phases" for shaded warmup and cooldown.
+        show: The overlays, as a collection of names, or a text with names separated by commas. The
+            default is "lanes". `schedir.viz.figures.overlays.OVERLAYS` describes all overlays:
+            "lanes" for communication lanes, "arrows" for messages, "path" for the critical path,
+            "in_flight" and "memory" for curves below each rank, "phases" for shaded warmup and
+            cooldown.
         palette: A name in `schedir.viz.palette.PALETTES`. "plain" is for colour-blind readers and
             grey prints. "grey" has only shades of grey. "bright" has the colours of Okabe and Ito.
         colours: Other colours for some of F, B, I, W, R, step, and the communication lanes such as
@@ -68,8 +69,8 @@ class ResolvedStyle:
         palette: The palette, with the colours of the user.
         axis_label: The label of the time axis. None gives the unit of time, and "none" removes the
             axis.
-        time_range: The part to draw, as the user gave it. It is validated later, because it must
-            overlap the runs. None draws all.
+        time_range: The start and end of the part to draw, as the user gave them. They are validated
+            later, because the part must overlap the runs. None draws the complete runs.
         width: The width of the axes in inches. None derives it from the labels.
         memory_limits: The memory limit on each tier, in bytes.
     """
@@ -105,7 +106,7 @@ def resolve_style(style: Style) -> ResolvedStyle:
 
 
 def _resolve_overlays(show: str | Collection[str]) -> frozenset[str]:
-    """Return the names of the overlays, from a collection or a text with commas."""
+    """Return the names of the overlays, from a collection or a text separated by commas."""
     if isinstance(show, str):
         show = [mark.strip() for mark in show.split(",") if mark.strip()]
     require_type(show, "show", Collection, '"lanes,arrows"')
@@ -148,7 +149,9 @@ def _resolve_width(value: object) -> float | None:
 
 def _resolve_palette(style: Style) -> Palette:
     """Return the palette with the colours of the user."""
-    name, given, colours = style.get("palette", "plain"), {}, style.get("colours", {})
+    name = style.get("palette", "plain")
+    given = {}
+    colours = style.get("colours", {})
     if not isinstance(name, str) or name not in PALETTES:
         raise UsageError(f"palette must be {' or '.join(PALETTES)}, not {describe(name)}")
     require_type(colours, "colours", Mapping, '{"F": "skyblue"}')

@@ -71,11 +71,10 @@ def _draw_boxes(rectangles: ChartRectangles, row_height: float) -> str:
     stages = rectangles.timeline.program.shape.stages_per_rank
     shapes = [_draw_background(rectangles, row_height)]
     for k in rectangles.compute_indices.tolist():
-        left, right = rectangles.left[k] * scale, rectangles.right[k] * scale
-        top, high = (
-            rectangles.top[k] * row_height,
-            (rectangles.bottom[k] - rectangles.top[k]) * row_height,
-        )
+        left = rectangles.left[k] * scale
+        right = rectangles.right[k] * scale
+        top = rectangles.top[k] * row_height
+        high = (rectangles.bottom[k] - rectangles.top[k]) * row_height
         fill = choose_box_color(int(rectangles.op[k]), int(rectangles.local_stages[k]), stages)
         gap = 0.8 if right - left > 3 else 0.0
         shapes.append(_format_rectangle(left, right - gap, top, high, f'fill="{format_hex(fill)}"'))

@@ -28,10 +28,11 @@ _IDLE_CELL: Final = (".", "bright_black")
 def text_chart(timeline: Timeline, width: int = 80) -> list[StyledLine]:
     """Return a text chart of a run, for a terminal of a given width.
 
-    A box has the letter and the microbatch of its instruction. The number of ' after them is the
-    local stage. A run that is too long for one row continues in further rows below. For a run that
-    is too long for all rows, the chart is one row. Each column of it has the letter of the
-    instruction that takes most of its time, or a dot if it is mostly idle.
+    A box has the letter and the microbatch of its instruction. The number of ' characters after the
+    microbatch is the local stage. A run that is too long for one row continues in further rows
+    below. If there would be too many rows, the chart has only one row. Each column of this row has
+    the letter of the instruction that takes most of the column's time, or a dot if the rank is
+    mostly idle then.
 
     To the right of each rank are its idle share and its peak of activations in flight. If the
     program offloads, the peaks on the host and the disk follow.
@@ -138,7 +139,7 @@ def _measure_longest_label(timeline: Timeline) -> int:
 
 
 def _has_even_boxes(timeline: Timeline, short_box_width: float) -> bool:
-    """Return whether the times of all boxes and of the run are multiples of the shortest."""
+    """Return whether the times of all boxes and of the run are multiples of `short_box_width`."""
     spans = timeline.spans[timeline.spans["lane"] == Lane.COMPUTE]
     times = np.append(spans["end"] - spans["start"], timeline.span) / short_box_width
     return bool(np.abs(times - np.round(times)).max() < 1e-6)

@@ -1,4 +1,4 @@
-"""Compute curves and busy shares per column of time."""
+"""Compute the memory curves of a chart, and the busy share of each column of time."""
 
 from __future__ import annotations
 
@@ -30,8 +30,8 @@ class MemoryCurve(NamedTuple):
         unit: "B" for bytes, "" for a number of activations.
         steps: For each rank, times from the start of the timeline, and the memory from each time
             on.
-        static_layers: Memory that is used all the time. For each name, the top of its layer on each
-            rank. Layers are stacked from below.
+        static_layers: Memory that is used during the full step. For each name, the top of its layer
+            on each rank. The layers are stacked from the bottom.
     """
 
     name: str
@@ -91,7 +91,8 @@ def _sort_curve(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return a step curve in the order of time, without values that last no time."""
     order = np.argsort(times, kind="stable")
-    times, values = times[order] - timeline.start_time, values[order].astype(float)
+    times = times[order] - timeline.start_time
+    values = values[order].astype(float)
     lasts = np.ones(len(times), bool)
     lasts[:-1] = np.diff(times) > 0
     return times[lasts], values[lasts]
@@ -100,14 +101,15 @@ def _sort_curve(
 class UnshardedIntervals(NamedTuple):
     """The intervals in which stages are unsharded, from each Unshard to its Reshard.
 
-    It is empty if stages are not sharded. Each array has one entry per interval, by rank.
+    There are none if stages are not sharded. Each array has one entry per interval, in order of
+    rank.
 
     Args:
         rank: The rank.
         stage: The stage.
         local_stage: The local stage.
-        start: The start, from the start of the timeline.
-        end: The end, from the start of the timeline.
+        start: The start, as a time since the start of the timeline.
+        end: The end, as a time since the start of the timeline.
         row: The row of the interval in the chart, from 0. Intervals of a rank that overlap have
             different rows.
     """
@@ -155,7 +157,7 @@ def find_unsharded_intervals(timeline: Timeline) -> UnshardedIntervals:
 
 
 class BinnedRun(NamedTuple):
-    """A run in columns of time.
+    """A run that is divided into equal columns of time.
 
     Args:
         kinds: The kinds of boxes, as (opcode, local stage).
@@ -210,8 +212,7 @@ def compute_shares(
     busy, group = busy[order], group[order]
     for group_indices in np.split(busy, np.flatnonzero(np.diff(group)) + 1) if len(busy) else ():
         start, end = (spans[at][group_indices] - timeline.start_time for at in ("start", "end"))
-        # The busy time until t rises from the start to the end of each span, and is constant in
-        # between.
+        # The busy time up to a time t grows during each span, and is constant between spans.
         times = np.stack([start, end], 1).reshape(-1)
         spent = np.cumsum(
             np.stack([0 * start, weight[group_indices] * (end - start)], 1).reshape(-1)

@@ -25,8 +25,8 @@ from schedir.ir.isa.instructions import (
 _NON_MICROBATCH_OPS: Final = tuple(
     row.op for row in INSTRUCTIONS if row.scope is not Scope.MICROBATCH
 )
-# Each lane without messages has a separate queue under every model. All lanes with messages share
-# the last number, because the models divide them further.
+# Each lane without messages has a separate queue under every model. All lanes with messages have
+# the last number here. `assign_queues` then divides them into queues.
 _SEPARATE_LANES: Final = [row.lane for row in LANES if not row.has_messages]
 LINE_BY_LANE: Final = {
     row.lane: len(_SEPARATE_LANES) if row.has_messages else _SEPARATE_LANES.index(row.lane)
@@ -34,7 +34,7 @@ LINE_BY_LANE: Final = {
 }
 _LANE_BY_OPCODE: Final = np.array([row.lane for row in INSTRUCTIONS])
 LINE_BY_OPCODE: Final = np.array([LINE_BY_LANE[row.lane] for row in INSTRUCTIONS])
-# Replaces the opcode of a transfer in a batched group, which has both sends and receives.
+# The opcode that `assign_queues` uses for all transfers in groups with both sends and receives.
 _BATCH_OPCODE: Final = len(INSTRUCTIONS)
 _LINE_BY_CELL: Final = np.append(LINE_BY_OPCODE, len(_SEPARATE_LANES))
 
@@ -66,7 +66,7 @@ def assign_queues(
         index: The index of the program.
         rules: The row of the progress model.
         shared_numbers: True to give a queue the same number in all programs with the same number of
-            ranks. If False, the numbers can be replaced by consecutive numbers.
+            ranks. If False, consecutive numbers may replace large numbers.
 
     Returns:
         Queue numbers of shape (n,). Instructions with equal numbers run in the order of the Stream.
@@ -97,7 +97,8 @@ def assign_queues(
     of_late = index.rank[late] * lines + LINE_BY_OPCODE[index.op[late]]
     if held.max() >= 2**16 and not shared_numbers:  # consecutive numbers usually fit in 16 bits
         found, numbers = np.unique(held, return_inverse=True)
-        held, of_late = numbers.reshape(held.shape), np.searchsorted(found, of_late)
+        held = numbers.reshape(held.shape)
+        of_late = np.searchsorted(found, of_late)
     number = held.reshape(-1).astype(np.uint16 if held.max() < 2**16 else np.uint32)
     cell = index.op.astype(np.int32)
     if rules.has_batch_queues and index.has_joined:
@@ -170,9 +171,9 @@ def find_communicators(
 ) -> tuple[Positions, NDArray[np.int64]]:
     """Return the transfers that have a partner, and the communicator of each.
 
-    If a rank has a queue for each peer, a communicator has two ranks. Otherwise it has all ranks,
-    and its number is negative. If kinds of messages or directions have separate queues, they also
-    have separate communicators.
+    If a rank has a queue for each peer, a communicator has two ranks. Otherwise a communicator has
+    all ranks, and a negative number. If kinds of messages or directions have separate queues, they
+    also have separate communicators.
 
     Args:
         index: The index of the program.
@@ -190,7 +191,8 @@ def find_communicators(
     of_all = -1 - grad.astype(np.int64)
     if not rules.has_peer_queues:
         return at, of_all
-    own, peer = index.rank[at].astype(np.int64), index.rank[partner[at]].astype(np.int64)
+    own = index.rank[at].astype(np.int64)
+    peer = index.rank[partner[at]].astype(np.int64)
     turned = index.is_op(RECV_OPS)[at] if rules.has_direction_queues else own > peer
     own, peer = np.where(turned, peer, own), np.where(turned, own, peer)
     pair = (grad * ranks + own) * ranks + peer

@@ -44,9 +44,9 @@ _DEVICE_SYNC_HINT = (
 def find_order_error(graph: Graph) -> OrderError | None:
     """Return the error for the first instruction that uses a value before its rank produces it.
 
-    The producer must come earlier in the Stream, and be in another group. Lanes run independently,
-    but the host issues a Stream in order. A lane cannot wait for an instruction that the host has
-    not issued yet.
+    The producer must come earlier in the Stream, and must be in another group. Lanes run
+    independently, but the host issues a Stream in order. A lane cannot wait for an instruction that
+    the host has not issued yet.
 
     Args:
         graph: The dependency graph of a program or a draft. In a draft, values from other ranks are
@@ -77,7 +77,8 @@ def find_order_error(graph: Graph) -> OrderError | None:
         return _make_stale_error(
             graph, next(stale for stale in graph.flow.stale_reads if stale.needer == first)
         )
-    needer, gives = graph.index.locate(first), graph.index.locate(giver)
+    needer = graph.index.locate(first)
+    gives = graph.index.locate(giver)
     instr, given = needer[2], gives[2]
     kind = graph.flow.find_value(first, giver)
     value = VALUES[kind].phrase if kind is not None else "the value"
@@ -95,7 +96,8 @@ def find_order_error(graph: Graph) -> OrderError | None:
 
 def _make_stale_error(graph: Graph, stale: StaleRead) -> OrderError:
     """Return the error for a value that another instruction has freed, moved or changed."""
-    needer, culprit = graph.index.locate(stale.needer), graph.index.locate(stale.culprit)
+    needer = graph.index.locate(stale.needer)
+    culprit = graph.index.locate(stale.culprit)
     instr, last = needer[2], culprit[2]
     words, gone = VALUES[stale.value].phrase, stale.value in INSTRUCTIONS[last.op].frees
     change = find_change(last.op, stale.value)
@@ -136,7 +138,7 @@ def _suggest_weight_delay(graph: Graph) -> str:
 def explain_deadlock(graph: Graph, earliest_times: EarliestTimes) -> SchedirError:
     """Return the error that shows the shortest cycle of waits.
 
-    The order of a draft has not been checked before, so its error can be an OrderError.
+    The order of a draft has not been checked before, so the error for a draft can be an OrderError.
 
     Args:
         graph: The dependency graph of a program that does not finish.
@@ -213,8 +215,10 @@ def list_cycle_waits(graph: Graph, waits: nx.DiGraph, cycle: list[int]) -> list[
 
 def _make_mismatch_error(graph: Graph) -> ChannelMismatchError:
     """Return the error for the first message whose ends use different communicators."""
-    one, other = int(graph.mismatched_sends[0]), int(graph.partner[graph.mismatched_sends[0]])
-    sends, takes = graph.index.locate(one), graph.index.locate(other)
+    one = int(graph.mismatched_sends[0])
+    other = int(graph.partner[graph.mismatched_sends[0]])
+    sends = graph.index.locate(one)
+    takes = graph.index.locate(other)
     of_group = "is in a group with sends and receives: communicator of all ranks"
     of_pair = "is in no such group: communicator of the two ranks"
     if grouped := graph.entry_exit_nodes[0][one] != graph.node[one]:
@@ -233,7 +237,7 @@ def _make_mismatch_error(graph: Graph) -> ChannelMismatchError:
 
 
 def _is_finished(graph: Graph, earliest_times: EarliestTimes) -> NDArray[np.bool_]:
-    """Return a mask of the instructions that end, together with all members of their group."""
+    """Return a mask of the instructions of groups whose members all end."""
     done = earliest_times.is_done
     if not graph.index.has_joined:
         return done
@@ -275,8 +279,7 @@ def _find_unmet_waits(
     The head of a queue is its first unfinished instruction. The needed instruction produces a
     missing value, or is the other end of a message or collective. All members of a group start
     together, when each member is the head of its queue and has its values. If both ends of a
-    message are heads, and one of them lacks something on its rank, this end does not wait for the
-    other end.
+    message are heads, an end that lacks something on its own rank does not wait for the other end.
     """
     heads = _find_queue_heads(graph, finished)
     together = {head: _find_group_members(graph, head) for head in heads.values()}
@@ -304,7 +307,7 @@ def _find_unmet_waits(
 
 
 def find_shortest_cycle(waits: nx.DiGraph) -> list[int]:  # type: ignore[name-defined] # noqa: F821
-    """Return the shortest cycle of a graph, and the first of several shortest cycles.
+    """Return the shortest cycle of a graph. If several cycles are shortest, return the first one.
 
     Args:
         waits: A directed graph of positions that has a cycle.
@@ -330,8 +333,8 @@ def find_shortest_cycle(waits: nx.DiGraph) -> list[int]:  # type: ignore[name-de
 def _make_window(graph: Graph, steps: list[CycleWait]) -> list[InstructionSite]:
     """Return instructions of the second rank in the cycle, as sites of the error.
 
-    They lead to the instruction that the first rank waits for. Only the begin and the end of a long
-    range are included.
+    They lead to the instruction that the first rank waits for. Only the first and the last
+    instructions of a long range are included.
     """
     first, second = steps[0], steps[1 % len(steps)]
     stream = graph.program.streams[first.needed_rank]

@@ -1,8 +1,8 @@
 """The dependency graph of a program: the instructions that each instruction waits for.
 
-A program finishes under a progress model if and only if this graph has no cycle. The longest path
-is the predicted time, and any topological order is a legal execution. `check`, `simulate`, the
-lowering and the in-process executor all use this graph.
+A program finishes under a progress model if and only if this graph has no cycle. The length of the
+longest path is the predicted time, and any topological order is a legal execution. `check`,
+`simulate`, the lowering and the in-process executor all use this graph.
 
 An instruction waits for four kinds of predecessors:
 
@@ -156,12 +156,12 @@ class Graph:
 
     @cached_property
     def slot_reuses(self) -> dict[Value, tuple[Positions, Positions]]:
-        """The instructions that fill a slot again, and those that free it before, for each kind."""
+        """Kind of value -> instructions that fill a slot again, and those that free it before."""
         return find_slot_reuses(self.program)
 
     @cached_property
     def host_slot_reuses(self) -> dict[str, tuple[Positions, Positions]]:
-        """The same as `slot_reuses` for slots on the host, for each name of such slots."""
+        """The same as `slot_reuses` for slots on the host, by name in `HOST_SLOT_VALUES`."""
         return find_host_slot_reuses(self.program)
 
     @cached_property
@@ -171,7 +171,7 @@ class Graph:
 
     @cached_property
     def local_waits(self) -> NDArray[np.int32]:
-        """Positions that each instruction waits for on its rank, shape (k, n).
+        """Positions of the instructions that each instruction waits for on its rank, shape (k, n).
 
         The predecessors in the queues are not included.
         """

@@ -54,7 +54,7 @@ def find_min_eager_limit(graph: Graph, sizes: Sizes) -> float | None:
 
 
 def describe_eager_limit(limit: float) -> str:
-    """Return a hint that the program finishes with an eager limit, which is exact to the byte.
+    """Return a hint that the program finishes with an eager limit. The hint has the exact limit.
 
     Args:
         limit: The limit in bytes.

@@ -70,13 +70,14 @@ def find_known_ends(
     Args:
         program: The program.
         positions: Positions of the instructions.
-        count_drains: False to ignore that the host waits for empty lanes, for hosts that do not
-            block.
+        count_drains: True to include the waits of the host for empty lanes. Hosts that do not block
+            have no such waits.
 
     Returns:
         Positions, in the shape of `positions`.
     """
-    index, flow = InstructionIndex.from_program(program), Dataflow.from_program(program)
+    index = InstructionIndex.from_program(program)
+    flow = Dataflow.from_program(program)
     left = np.array([LANES[row.lane].host_action == "starts" for row in INSTRUCTIONS])[index.op]
     heard = positions.copy()
     if not left[positions].any():
@@ -100,7 +101,7 @@ def find_known_ends(
 
 
 def _find_device_waits(program: Program, entry_nodes: Positions) -> list[Positions]:
-    """Return rows of waits of a host that waits for its device at each launch.
+    """Return the rows for a host that waits for its device at each launch.
 
     A launch waits for the previous launch, and for each message since then. A message is issued
     after the waits of the last launch before it. Each row has one predecessor per instruction.
@@ -138,10 +139,8 @@ def _find_lane_waits(program: Program, lane: Lane, lines: NDArray[np.int64]) -> 
     waits for the lane.
     """
     index = InstructionIndex.from_program(program)
-    drains, waits = (
-        _find_drain_ops(program, lane),
-        [row.op for row in INSTRUCTIONS if lane in row.host_sync_lanes],
-    )
+    drains = _find_drain_ops(program, lane)
+    waits = [row.op for row in INSTRUCTIONS if lane in row.host_sync_lanes]
     if LANES[lane].host_action == "starts" and program.used_opcodes.isdisjoint((*drains, *waits)):
         return None
     waited = np.full(len(index), NO_POSITION, np.int32)

@@ -39,7 +39,7 @@ def add_uncompiled_time(seconds: float) -> None:
     """Add the time of a longest-path walk without compiled loops to the sum of this process.
 
     Args:
-        seconds: The time of the walk.
+        seconds: The time of the walk, in seconds.
     """
     _uncompiled_seconds[0] += seconds
 

@@ -1,9 +1,9 @@
 """Find one order of all instructions that every rank can follow.
 
-Each rank runs its instructions in this order, and starts an instruction after the previous one has
-ended. Then no rank can hang, even if other ranks are late: the first unfinished instruction of the
-order has no unfinished predecessor on any rank. So the order works with every progress model, and
-with hosts that wait for their device.
+If each rank runs its instructions in this order, one after the other, no rank can hang. The reason
+is that the first unfinished instruction of the order has no unfinished predecessor on any rank. So
+the order works even if some ranks are late, with every progress model, and with hosts that wait for
+their device.
 """
 
 from __future__ import annotations
@@ -26,7 +26,8 @@ def find_total_order(graph: Graph) -> tuple[Positions, ...]:
     Computes of a rank and messages of a queue keep their order, and a slot is freed before it is
     filled again. Transfers of a group become separate. A receive has the same place in the order as
     its send. All other instructions keep the order of the Stream, so that the memory is the same as
-    in a normal step. If there are too few slots for this, they can have another order.
+    in a normal step. If there are too few slots for this, the other instructions can also change
+    their order.
 
     Args:
         graph: The dependency graph of a program that is proven to finish.
@@ -47,7 +48,7 @@ def find_total_order(graph: Graph) -> tuple[Positions, ...]:
 
 
 def _make_stream_edges(graph: Graph) -> Iterator[tuple[Positions, Positions]]:
-    """Yield an edge from each instruction, except receives, to the next one of its rank."""
+    """Yield an edge from each instruction to the next one of its rank. Receives are left out."""
     at = np.flatnonzero(~graph.index.is_op(RECV_OPS))
     here = graph.index.rank[at[1:]] == graph.index.rank[at[:-1]]
     before, after = graph.node[at[:-1][here]], graph.node[at[1:][here]]

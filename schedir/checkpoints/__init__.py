@@ -1,4 +1,4 @@
-"""Save checkpoints, and load them with any other layout of ranks.
+"""Save checkpoints, and load them into any other layout of ranks.
 
     from schedir.checkpoints import load, save
 

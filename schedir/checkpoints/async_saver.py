@@ -65,7 +65,7 @@ class Saver:
         directory: The directory of the checkpoints. It is created if it does not exist.
         name_map: A function of the number of a stage and a name in it. It returns the name of this
             parameter or buffer in the full model.
-        keep: The number of newest checkpoints that are kept. By default all are kept.
+        keep: The number of newest checkpoints to keep. By default all are kept.
 
     Attributes:
         saved_checkpoint: The newest complete checkpoint that this Saver has written, or None.
@@ -92,7 +92,7 @@ class Saver:
         ...         loss = run.step(x, x)  # copies the state of a scheduled save
         ...         saver.write()  # writes this copy while later steps run
         ...         saver.schedule_save(step + 1)
-        ...     saver.cancel()  # no step copies the last one
+        ...     saver.cancel()  # no later step copies the state of the last scheduled save
         ...     saver.wait()
         ...     saver.saved_checkpoint.step
         3
@@ -133,7 +133,7 @@ class Saver:
             self.group = create_separate_group(peers.group)
             self.peers = CheckpointGroup(self.group)
         self._host_buffers: dict[tuple[str, tuple[int, ...]], Tensor] = {}
-        # The scheduled save that `write` does not write yet, or None.
+        # The scheduled save that `write` has not started to write yet, or None.
         self._save_plan: SavePlan | None = None
         self._immediate_copies: list[SnapshotCopy] = []
         self._writer_thread: Thread | None = None

@@ -1,6 +1,6 @@
 """Manage the directory of a run's checkpoints, which has one subdirectory per step.
 
-    step-00000120        complete: renamed to this after all files and the manifest were written
+    step-00000120        complete: gets this name after all files and the manifest were written
     step-00000130.tmp    incomplete: being written, or left by a run that ended while it wrote
     step-00000120.old    the replaced checkpoint, while a new one of the same step takes its name
     step-00000110.gone   being removed
@@ -66,7 +66,7 @@ class LatestCheckpoint(NamedTuple):
 
     Attributes:
         manifest: The manifest of this checkpoint, or None if no checkpoint is complete.
-        skip_reasons: Why each newer checkpoint was skipped, the newest first.
+        skip_reasons: For each newer checkpoint, the reason why it was skipped. The newest is first.
     """
 
     manifest: Manifest | None
@@ -121,7 +121,8 @@ class CheckpointDirectory:
         Args:
             step: The step.
         """
-        path, aside = self._make_path(step), self._make_path(step, _REPLACED_SUFFIX)
+        path = self._make_path(step)
+        aside = self._make_path(step, _REPLACED_SUFFIX)
         return aside if not path.exists() and aside.exists() else path
 
     def get_unfinished_path(self, step: int) -> Path:
@@ -140,7 +141,7 @@ class CheckpointDirectory:
 
         Args:
             step: The step.
-            include_tensors: True to read tensors and slices, too. Without them reading is fast.
+            include_tensors: True to read tensors and slices, too. False makes reading fast.
 
         Raises:
             IncompleteCheckpointError: The manifest is missing, damaged, or of another step.
@@ -189,7 +190,7 @@ class CheckpointDirectory:
     def check_sizes(self, manifest: Manifest) -> None:
         """Compare the sizes of all files with the manifest. Raises the errors of `check_files`.
 
-        A changed file may still have the same size, which only `check_files` detects.
+        Only `check_files` detects a changed file that has the same size.
 
         Args:
             manifest: The manifest.
@@ -211,10 +212,10 @@ class CheckpointDirectory:
 
         Args:
             select_files: Returns the files of a manifest that this process verifies, for example
-                those that it will read, or those of `Manifest.assign_files`. By default it verifies
-                all.
-            gather_texts: Takes the text of this process, and returns the texts of all processes by
-                rank. By default this process works alone.
+                the files that it will read, or those that `Manifest.assign_files` returns. By
+                default it verifies all files.
+            gather_texts: Takes the text of this process, and returns the texts of all processes in
+                order of rank. By default this process works alone.
             step: The step of the checkpoint. By default the newest complete one is found, and
                 incomplete newer ones are skipped.
 
@@ -262,7 +263,7 @@ class CheckpointDirectory:
         Args:
             step: The step.
             select_files: Returns the files of a manifest that this process verifies. By default
-                all.
+                this process verifies all files.
             gather_texts: Takes the text of this process, and returns the texts of all processes.
 
         Raises:
@@ -339,7 +340,7 @@ class CheckpointDirectory:
     def begin(self, step: int) -> Path:
         """Create the directory to which all processes write the checkpoint of a step.
 
-        One process calls it, and gets the lock of the directory. The call also removes the
+        Only one process calls this, and gets the lock of the directory. The call also removes the
         leftovers of interrupted saves.
 
         Args:
@@ -375,7 +376,9 @@ class CheckpointDirectory:
         self._remove(self.get_unfinished_path(step))
 
     def remove_all(self) -> None:
-        """Remove all checkpoints, the newest last. One process calls it, and gets the lock.
+        """Remove all checkpoints, the newest last.
+
+        Only one process calls this, and gets the lock of the directory.
 
         Raises:
             CheckpointError: Another run has the lock, or a checkpoint could not be removed.
@@ -391,26 +394,27 @@ class CheckpointDirectory:
     def finish(self, manifest: Manifest, keep: int | None = None) -> Path:
         """Complete the checkpoint of a step, after all processes have written their files.
 
-        One process calls it. All data is flushed to the disk before the directory gets its final
-        name. If this fails, only the unfinished checkpoint is removed.
+        Only one process calls this. All data is flushed to the disk before the directory gets its
+        final name. If `finish` fails, it removes only the unfinished checkpoint.
 
         Args:
             manifest: The manifest to write.
-            keep: The number of newest complete checkpoints to keep, up to this step. Older ones are
-                removed. By default all are kept.
+            keep: The number of checkpoints to keep: the newest complete ones up to this step. Older
+                checkpoints are removed. By default all checkpoints are kept.
 
         Returns:
             The directory of the checkpoint.
 
         Raises:
             UsageError: `keep` is not a positive integer.
-            CheckpointError: A file is missing or has another size, or the system could not write,
-                as on a full disk.
+            CheckpointError: A file is missing, its size differs from the manifest, or the system
+                could not write, for example because the disk is full.
         """
         step = manifest.step
         if keep is not None and (type(keep) is not int or keep < 1):
             raise UsageError(f"keep must be 1 or more, not {keep!r:.60}", fields=["keep"])
-        path, to = self.get_unfinished_path(step), self._make_path(step)
+        path = self.get_unfinished_path(step)
+        to = self._make_path(step)
         try:
             with self.translate_write_errors(step):
                 for name, file in manifest.files.items():
@@ -456,7 +460,8 @@ class CheckpointDirectory:
         for step, what in self._scan_entries():
             path = self._make_path(step, what)
             if what == _REPLACED_SUFFIX and not self._make_path(step).exists():
-                path.rename(self._make_path(step))  # The save ended before it used this name.
+                # The save ended before the new checkpoint got this name.
+                path.rename(self._make_path(step))
             elif what:
                 self._remove(path)
 
@@ -478,10 +483,10 @@ class CheckpointDirectory:
         return True
 
     def _remove(self, path: Path) -> None:
-        """Remove a directory. It is renamed before its first file is deleted.
+        """Rename a directory, and then remove it.
 
-        If this fails, a message is printed to stderr. A save must not fail because an old
-        checkpoint cannot be removed.
+        If the removal fails, this only prints a message to stderr. A save must not fail because an
+        old checkpoint cannot be removed.
         """
         removing_path = path.with_name(path.name.partition(".")[0] + _REMOVING_SUFFIX)
         try:
@@ -513,7 +518,7 @@ class CheckpointDirectory:
                 yield int(match[1]), match[2]
 
     def _require_size(self, path: Path, step: int, name: str, file: ManifestFile) -> None:
-        """Raise IncompleteCheckpointError if a file is missing or has another size."""
+        """Raise IncompleteCheckpointError if a file is missing or its size is not `file.size`."""
         with open_regular_file(path / name, step) as opened:
             size = os.fstat(opened.fileno()).st_size
         if size != file.size:
@@ -544,7 +549,7 @@ def _require_step(step: int) -> None:
 def _gather_outcomes(compute: Callable[[], _T], gather_texts: GatherTexts | None) -> list[_T]:
     """Call `compute` in each process, and return the results of all processes, as JSON values.
 
-    If it fails in one process, all processes raise the error. If several processes fail, a
+    If `compute` fails in one process, all processes raise the error. If several processes fail, a
     CheckpointError has precedence over an IncompleteCheckpointError.
     """
     if gather_texts is None:

@@ -22,7 +22,7 @@ def create_separate_group(group: Any = None) -> Any:
     """Create a new Gloo group with the same members, for a thread that saves checkpoints.
 
     All members call this. Messages of the thread in the new group do not mix with messages in other
-    groups. Its timeout is `DISK_TIMEOUT`.
+    groups. The timeout of the new group is `DISK_TIMEOUT`.
 
     Args:
         group: A group of torch.distributed. By default the group of all processes.
@@ -50,10 +50,10 @@ class CheckpointGroup:
         self.processes: int = 1 if is_single_process else dist.get_world_size(group)
 
     def gather_results(self, compute: Callable[[], _T], kinds: RecordTypes = ()) -> list[_T]:
-        """Return the results of all processes, by rank.
+        """Return the results of all processes, in order of rank.
 
         All processes call this. If `compute` fails in some processes, all processes raise the error
-        of the first of these. The error names this process.
+        of the first process in which it failed. The error names that process.
 
         Args:
             compute: Computes the result of this process: plain values, or records of `kinds`.

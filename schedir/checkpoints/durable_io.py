@@ -79,7 +79,8 @@ def compute_digests(sizes: Mapping[Path, int], step: int) -> Iterator[tuple[Path
     stop = Event()
 
     def digest(path: Path) -> tuple[Path, str]:
-        sha, buffer = sha256(), memoryview(bytearray(min(_READ_BYTES, sizes[path] + 1)))
+        sha = sha256()
+        buffer = memoryview(bytearray(min(_READ_BYTES, sizes[path] + 1)))
         with open_regular_file(path, step) as file:
             while not stop.is_set() and (size := file.readinto(buffer)):  # type: ignore[attr-defined]
                 sha.update(buffer[:size])

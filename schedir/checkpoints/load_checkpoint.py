@@ -41,15 +41,15 @@ def load(
     optimizer: Any = RUN_OPTIMIZER,
     name_map: NameMap = add_stage_prefix,
 ) -> Mapping[str, Any] | None:
-    """Load a checkpoint that `save` has written, with any layout of ranks.
+    """Load a checkpoint that `save` has written, into any layout of ranks.
 
     The run may have other ranks, stages, replicas and tensor-parallel sizes than the run that
     saved. All processes call this between two steps. A run without an optimizer loads only weights
     and buffers.
 
-    Nothing is changed before all files are verified and the checkpoint fits the run. If a file
-    cannot be read after that, some tensors are already overwritten. Then the run refuses further
-    steps and saves.
+    Before `load` changes a tensor, it verifies all files, and that the checkpoint fits the run. If
+    a file cannot be read after that, some tensors are already overwritten. Then the run refuses
+    further steps and saves.
 
     The call warns if a newer checkpoint is incomplete, if weights are read from another dtype, or
     if modules will use other random numbers.
@@ -67,9 +67,10 @@ def load(
 
     Raises:
         CheckpointError: The checkpoint is of another model, or cannot be read. Or there are
-            checkpoints, and none is complete. The error lists the first three differences. All
-            processes raise it.
-        UsageError: `run` is not a run, or `directory` or `step` is not valid.
+            checkpoints, but none is complete. The error lists the first three differences from the
+            model, or the first three reasons. All processes raise it.
+        UsageError: `run` has no state that checkpoints can load, or `directory` or `step` is not
+            valid.
 
     Example:
         >>> import schedir, tempfile, torch
@@ -158,7 +159,7 @@ def load(
 
 
 def _find_stages(names: Iterable[str]) -> set[str]:
-    """Return the numbers of the stages in names of weights, as the default name map makes them."""
+    """Return the numbers of the stages in names of weights that `add_stage_prefix` has made."""
     matches = (re.match(r"weights/stages\.(\d+)\.", name) for name in names)
     return {match[1] for match in matches if match}
 

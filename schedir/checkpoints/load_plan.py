@@ -1,4 +1,4 @@
-"""Plan which tensors of a checkpoint a process loads, and detect those that do not fit."""
+"""Plan which tensors of a checkpoint a process loads, and detect tensors that do not fit."""
 
 from __future__ import annotations
 
@@ -83,7 +83,7 @@ class LoadPlan:
         self.used_names.append(stored_weight)
         if weight.parameter.requires_grad:
             self.trained_names[weight.name] = name
-        # The float32 copy has the values before they were rounded.
+        # The float32 copy has the values before they were rounded to the dtype of the weight.
         exact = main if main in kinds else stored_weight
         exact_type = kinds[exact].dtype if exact in kinds else ""
         for part in weight.iterate_weight_shards():

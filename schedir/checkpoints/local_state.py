@@ -1,6 +1,6 @@
 """List the tensors of a process by their names in the full model, with their local shards.
 
-Nothing is copied or communicated here. Each element of a tensor is written by one process:
+Nothing is copied or communicated here. Exactly one process writes each element of a tensor:
 
 - Each data-parallel replica writes its range of every bucket, even if weights are not sharded.
 - The first tensor-parallel rank writes the tensors that are not sharded over these ranks.
@@ -51,8 +51,8 @@ class TensorShardSpec:
     """The shard of a tensor that a process has.
 
     The tensor-parallel slice is the part of the tensor along `dim` that the tensor-parallel rank
-    has. The local range is the part of this slice that the process has, as a replica. It has the
-    elements `low` to `high` of the flattened slice.
+    has. The local range is the share of this slice that belongs to this data-parallel replica. It
+    has the elements `low` to `high` of the flattened slice.
 
     Args:
         shape: The shape of the tensor-parallel slice.
@@ -216,7 +216,7 @@ class SliceableWeight:
 
 @dataclass
 class LocalState:
-    """The tensors of a rank. Iterating over it yields all of their shards.
+    """The tensors of a rank. Iteration yields the shards of these tensors.
 
     Args:
         weights: The weights.
@@ -235,7 +235,8 @@ class LocalState:
 def list_generator_shards(rank: RankCheckpointState, process: int) -> list[TensorShard]:
     """Return the states of torch's random number generators in a process.
 
-    They are saved if the run has no seed. They have the order of `rank.random_streams.generators`.
+    They are saved if the run has no seed. They are in the order of
+    `rank.random_streams.generators`.
 
     Args:
         rank: The state of a rank in this process.
@@ -293,10 +294,12 @@ def collect_local_state(
         CheckpointError: Two weights or buffers of a stage have the same name, or two optimizers
             step the same parameter.
     """
-    local_state, steppers = LocalState(), OptimizerOwners(rank.optimizer)
+    local_state = LocalState()
+    steppers = OptimizerOwners(rank.optimizer)
     first_name = {(s, n): (key[0][0], tied[key]) for key, s, n in _iterate_tied_weights(rank)}
     modules = [(s, stage, name_map, first_name) for s, stage in rank.stages.items()]
-    last, loss = rank.program.shape.stages - 1, getattr(rank.loss, "func", rank.loss)
+    last = rank.program.shape.stages - 1
+    loss = getattr(rank.loss, "func", rank.loss)
     if isinstance(loss, nn.Module) and last in rank.stages:
         modules.append((last, StageCheckpointState(loss, {}), lambda _, name: f"loss.{name}", {}))
     for s, stage, names_of, firsts in modules:
@@ -404,7 +407,8 @@ def _make_buffer_shard(
 ) -> TensorShard:
     """Return the shard of a buffer.
 
-    Only the first replica that has the buffer writes it, because replicas may differ.
+    Only the first replica that has the buffer writes it, because its values may differ between
+    replicas.
     """
     full_range = ShardRange(tuple(buffer.shape), 0, buffer.numel())
     spec = _make_shard_spec(buffer, full_range, rank, is_flat=False)
@@ -413,7 +417,7 @@ def _make_buffer_shard(
 
 
 def _make_equal_range(p: Tensor, rank: RankCheckpointState) -> ShardRange:
-    """Return the range of a parameter without a bucket that this replica writes: an equal share."""
+    """Return the equal share that this replica writes of a parameter without a bucket."""
     n, k, _ = rank.shard_spec.for_tensor(p)
     return ShardRange(tuple(p.shape), p.numel() * k // n, p.numel() * (k + 1) // n)
 

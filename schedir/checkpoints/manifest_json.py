@@ -37,14 +37,14 @@ from schedir.io.files import read_prefix
 
 FORMAT_VERSION: Final = 1
 MANIFEST_NAME: Final = "manifest.jsonl"
-MAX_BYTES: Final = 2**28  # the most bytes of a manifest
+MAX_BYTES: Final = 2**28  # the largest size of a manifest, without its last line
 MAX_LINE_BYTES: Final = 2**22
-# The most corners of all boxes of a tensor. A box in n dimensions has 2^n corners.
+# The largest total number of corners of a tensor's boxes. A box in n dimensions has 2^n corners.
 MAX_CORNERS: Final = 2**20
 MAX_DIMENSIONS: Final = 8
-_MAX_DEPTH = 50  # the most levels of nested lists and objects
-_MAX_INTEGER = 2**53  # the largest integer, and the most elements of a tensor
-_MAX_NAME_LENGTH = 1000  # the most characters of a tensor's name
+_MAX_DEPTH = 50  # the largest number of levels of nested lists and objects
+_MAX_INTEGER = 2**53  # the largest integer, and the largest number of elements of a tensor
+_MAX_NAME_LENGTH = 1000  # the largest number of characters of a tensor's name
 _DIGEST_LINE = b'{"sha256": "%s"}\n'
 _SHA256_PATTERN = re.compile(r"[0-9a-f]{64}")
 
@@ -99,7 +99,7 @@ def read_manifest(
     Args:
         file: The open file.
         checkpoint_name: The name of the checkpoint, for errors.
-        include_tensors: True to read tensors and slices, too. Without them reading is fast.
+        include_tensors: True to read tensors and slices, too. False makes reading fast.
 
     Raises:
         IncompleteCheckpointError: The manifest is truncated, damaged or not valid.
@@ -225,7 +225,8 @@ class _ManifestReader:
         kind = TensorMeta(tuple(shape), dtype)
         slices = [self._read_slice(name, kind, box) for box in boxes]
         if not _is_exact_cover(kind.shape, slices):
-            have, numel = sum(prod(box.size) for box in slices), prod(shape)
+            have = sum(prod(box.size) for box in slices)
+            numel = prod(shape)
             why = f"have {have} of its {numel} elements" if have != numel else "overlap"
             raise _InvalidManifest(f"the boxes of {describe(name)} {why}")
         self.tensors[name] = kind
@@ -310,7 +311,7 @@ def is_file_name(name: object) -> bool:
 def _parse_object(line: bytes) -> dict[str, Any]:
     """Return the JSON object of a line.
 
-    Unlike Python's reader, it refuses NaN and duplicate keys.
+    Unlike Python's `json.loads`, this refuses NaN and duplicate keys.
     """
     if len(line) > MAX_LINE_BYTES or not line.endswith(b"\n"):
         raise _InvalidManifest(f"it has more than {format_bytes(MAX_LINE_BYTES)}, or no line end")

@@ -56,8 +56,8 @@ def save(
     - the states of torch's random number generators, if the run has no seed
     - `extra_state` of the first process
 
-    Options of optimizers, such as the learning rate, are not restored by `load`. If the last update
-    is not validated yet (norm_check "after_step"), it is validated before the save.
+    `load` does not restore options of optimizers, such as the learning rate. If the last update is
+    not validated yet (norm_check "after_step"), `save` first validates it.
 
     Args:
         run: An Executor, an InProcessExecutor, or a `schedir.torch_pipelining.Schedule`.
@@ -67,9 +67,9 @@ def save(
             or None to save weights and buffers only. By default it is the optimizer of the
             executor.
         name_map: A function of the number of a stage and a name in it. It returns the name of this
-            parameter or buffer in the full model, by which a run with other stages finds it. By
-            default the name is `stages.STAGE.NAME`.
-        extra_state: More values, which must be JSON.
+            parameter or buffer in the full model. A run with other stages finds the tensor by this
+            name. By default the name is `stages.STAGE.NAME`.
+        extra_state: More values to save, which must be JSON values.
         keep: The number of newest complete checkpoints to keep. By default all are kept.
 
     Returns:
@@ -78,7 +78,7 @@ def save(
     Raises:
         CheckpointError: The state cannot be saved correctly, or a process failed. All processes
             raise it.
-        UsageError: `run` is not a run, or `directory` is not valid.
+        UsageError: `run` is none of these objects, or `directory` is not valid.
 
     Example:
         >>> import schedir, tempfile, torch
@@ -96,7 +96,7 @@ def save(
         ...     at = save(one, folder, step=1)
         ...     at.name, load(other, folder)
         ('step-00000001', {'step': 1, 'extra': {}})
-        >>> bool(one.step(x, x) == other.step(x, x))  # as without the save
+        >>> bool(one.step(x, x) == other.step(x, x))  # both runs continue with the same loss
         True
     """
     plan = plan_save(
@@ -115,8 +115,8 @@ class SavePlan:
         tensors: Name of a tensor -> its shape and dtype, and its local slices.
         state: See `Manifest`.
         facts: See `Manifest`.
-        stepped_tensors: Name of a tensor that a step changes -> the index of its rank in this
-            process, and its stage.
+        stepped_tensors: Name of a tensor that a step changes -> the index of its rank among the
+            ranks of this process, and its stage.
     """
 
     peers: CheckpointGroup
@@ -149,7 +149,7 @@ def plan_save(
 
     Raises:
         CheckpointError: See `save`.
-        UsageError: `run` is not a run.
+        UsageError: `run` has no state that checkpoints can save.
     """
     peers, checkpoint_state = get_checkpoint_state(run)
     plain = _require_json_extra(peers, step, extra_state)

@@ -27,7 +27,7 @@ def require_savable(rank: RankCheckpointState) -> None:
 
     Raises:
         CheckpointError: A module overrides `get_extra_state`, a parameter is a tensor subclass or
-            is on the meta device, or the optimizer may not be elementwise.
+            is on the meta device, or schedir cannot determine whether the optimizer is elementwise.
     """
     for s, stage in rank.stages.items():
         for name, module in stage.module.named_modules():
@@ -86,8 +86,8 @@ def require_sliceable_state(optimizer: Any, local_state: LocalState) -> None:
         local_state: The weights of the rank.
 
     Raises:
-        CheckpointError: A state has another form, its key is not a string or contains a "/", or the
-            optimizer steps a parameter of no stage.
+        CheckpointError: A state is none of these, its key is not a string or contains a "/", or the
+            optimizer steps a parameter that no stage has.
     """
     weight_of = {
         id(weight.optimized_tensor): weight

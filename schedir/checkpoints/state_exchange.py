@@ -23,7 +23,7 @@ from schedir.runtime.parameters.buckets import describe_slice, is_expert
 
 
 class RankManifest(NamedTuple):
-    """The description of its tensors that a process sends to the others.
+    """The description of the tensors of a process, which it sends to the other processes.
 
     Attributes:
         tensors: The weights and buffers: name in the full model, stage, shape and dtype.
@@ -99,9 +99,9 @@ def gather_checkpoint_states(
         are the same in all processes.
 
     Raises:
-        CheckpointError: A state cannot be saved, two tensors have the same name, or processes
-            disagree on a tensor. When saving, also if replicas differ, and code outside of schedir
-            reduces their gradients.
+        CheckpointError: A state cannot be saved, two tensors have the same name, or a tensor has
+            another stage, shape or dtype in another process. A save also raises it if code outside
+            of schedir reduces the gradients, and replicas differ.
     """
     ranks: list[RankCheckpointState] = []
 
@@ -220,7 +220,7 @@ def _require_complete_experts(manifests: Sequence[RankManifest]) -> None:
 def _find_differing_tensors(
     manifests: Sequence[RankManifest], prefix: str
 ) -> Iterator[tuple[str, int, int]]:
-    """Yield tensors with this prefix whose checksums differ, with the two processes."""
+    """Yield each tensor with this prefix that differs between two processes, and the processes."""
     first_checksums: dict[str, tuple[int, list[int]]] = {}
     for process, one in enumerate(manifests):
         for name, sums in one.checksums.items():

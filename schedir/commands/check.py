@@ -95,8 +95,8 @@ def run(args: argparse.Namespace) -> str:
         args: The parsed options of `check`.
 
     Returns:
-        A text, or JSON with `--json`. With `--explain-start` it is the chain of an instruction,
-        and with several programs it is the result of `check_sequence.run`.
+        A text, or JSON with `--json`. With `--explain-start`, the chain of instructions before an
+        instruction. With several programs, the result of `check_sequence.run`.
 
     Raises:
         UsageError: The options cannot be combined.
@@ -252,7 +252,7 @@ def _describe_eager_limit(
     error: DeadlockError,
     host_options: dict[str, bool],
 ) -> list[str]:
-    """Return a hint in a list if eager messages would resolve the deadlock, else []."""
+    """Return a list with a hint if eager messages would resolve the deadlock, else []."""
     from schedir.analysis.eager_limit import describe_eager_limit
     from schedir.ir.cost.sizes import Sizes
 
@@ -281,7 +281,7 @@ def _draw_deadlock(program: Program, error: SchedirError, output: str) -> None:
 def _draw_refused_draft(request: Request, error: SchedirError, output: str) -> None:
     """Write a picture of a draft in which `compile` found a deadlock before lowering it.
 
-    For other errors, add a note to the error that there is no picture.
+    For other errors, add a note to the error that no picture was written.
     """
     if isinstance(error, DeadlockError):
         draft = replace(request, draft=True).program

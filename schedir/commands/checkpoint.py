@@ -151,7 +151,7 @@ def _write_export(
 
     metadata = {"step": str(manifest.step)}
     also = manifest.state.get("also")
-    if config is None and isinstance(also, dict):  # `save_model` of safetensors does the same.
+    if config is None and isinstance(also, dict):  # As `save_model` of safetensors.
         metadata |= {str(name): str(of) for name, of in also.items()}
     made = config is not None and not targets[0].parent.exists()
     try:

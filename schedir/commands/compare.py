@@ -37,7 +37,7 @@ if TYPE_CHECKING:
     from schedir.io.program_request import Request
     from schedir.predict.timeline import Timeline
 
-MAX_DIFFERENCES = 8  # The number of printed differences of two runs. The others are small.
+MAX_DIFFERENCES = 8  # The number of printed differences of two runs. The others are smaller.
 
 EXAMPLES = """\
   schedir compare gpipe one_f_one_b zb_h1 --costs F=1,B=2
@@ -157,7 +157,7 @@ def _format_comparison(
             size["peak_memory"] = float(t.peak_memory.max())
             excess = over_limit.get(request.source)
             size["is_over_limit"] = excess is not None
-            if excess is not None:  # Limits apply to the worst case, which can exceed this run.
+            if excess is not None:  # The limit applies to the worst case: a run may need less.
                 size["peak_memory"] = excess.amount
         rows.append(facts | counts | size | collect_cost_facts(request) | sharding)
     if not as_table:
@@ -188,7 +188,7 @@ def _format_peak_memory(facts: dict[str, Any]) -> str:
 
 
 def _describe_differences(timelines: Sequence[Timeline]) -> str:
-    """Return a table of the largest differences of two runs of the same program, else ""."""
+    """Return a table of the largest differences of two runs, or "" if their programs differ."""
     from schedir.predict.timeline_diff import compare_timelines
 
     if len(timelines) != 2:

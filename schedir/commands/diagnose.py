@@ -115,8 +115,8 @@ def _diagnose_run(args: argparse.Namespace, post_mortem: PostMortem) -> str:
 def _load_program(args: argparse.Namespace, job: DistributedJob) -> Program:
     """Return the program of `--program`.
 
-    If it is a schedule and `--ranks` is not given, it is compiled for the number of ranks that
-    exchange messages.
+    If `--program` names a schedule and `--ranks` is not given, the schedule is compiled for the
+    number of ranks that exchange messages.
     """
     from schedir.hang_diagnosis.program_matching import find_communicating_ranks
     from schedir.io.source_loader import Source

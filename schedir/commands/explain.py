@@ -123,13 +123,15 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _drop_exceeded_limit(request: Request) -> tuple[Request, float | None]:
-    """Return the request, without its memory limit if the program exceeds it, and the limit.
+    """Return the request and its memory limit.
 
-    `explain` reports the changes with which the program fits. For this it needs a prediction of the
-    program that does not fit.
+    If the program exceeds the limit, the returned request has no limit.
+
+    `explain` reports the changes with which the program fits. For this report it needs a prediction
+    of the program that does not fit.
 
     Raises:
-        MemoryLimitError: An option is "fit", and the program does not fit into the limit.
+        MemoryLimitError: An option such as `recompute` is "fit", but cannot make the program fit.
     """
     from dataclasses import replace
 
@@ -231,7 +233,7 @@ def _describe_recipe(
     if args.buffer_sharing is not None:
         options += option_words("buffer_sharing", args.buffer_sharing)
     words = [args.source, *options] + option_words("overlap") * overlap
-    # A program file contains no progress model, so the command must contain it.
+    # A program file contains no progress model, so the command must name the model.
     default_model = (
         "per_device" if request.source_timeline is None else request.source_timeline.progress_model
     )
@@ -327,7 +329,8 @@ def _describe_longest_wait(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
     kinds, which = np.unique(awaited, return_inverse=True)
     waited = np.bincount(which, idle["end"] - idle["start"])
     rank, op, stage = kinds[waited.argmax()].tolist()
-    durations, pair = spans["end"] - spans["start"], timeline.is_second_of_pair.copy()
+    durations = spans["end"] - spans["start"]
+    pair = timeline.is_second_of_pair.copy()
     pair[:-1] |= pair[1:]
     is_same_op = (spans["op"] == op) & ~pair  # The instructions of a joined pair share one time.
     stage_times, comparison = durations[is_same_op & (spans["stage"] == stage)], ""

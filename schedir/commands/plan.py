@@ -1,7 +1,7 @@
-"""The command `plan`: find the parallel plans of a model on a cluster with the shortest steps.
+"""The command `plan`: find the parallel plans with the shortest steps for a model and a cluster.
 
-`--gpu-counts` plans for several numbers of GPUs. `--measure` and `--calibrate` write a cluster file
-instead of planning.
+With `--gpu-counts`, the command plans for several numbers of GPUs. With `--measure` or
+`--calibrate`, it does not plan, but writes a cluster file.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from math import inf
 from pathlib import Path
 from typing import TYPE_CHECKING, Any, Final
 
+from schedir.commands.common.cluster_calibration import calibrate_cluster
 from schedir.commands.common.plan_report import (
     LAST_COLUMNS,
     collect_plan_facts,
@@ -30,8 +31,6 @@ from schedir.commands.common.plan_request import (
     list_all_plans,
     optimize_plan_divisions,
     parse_plan_request,
-    resolve_cluster,
-    resolve_model,
 )
 from schedir.commands.common.schedule_options import (
     parse_byte_option,
@@ -52,12 +51,13 @@ if TYPE_CHECKING:
 
 # ---------------------------------------------------------------- plans for several numbers of GPUs
 
-# With strong scaling, the batch is the same for each number of GPUs. With weak scaling, it grows.
+# With strong scaling, the batch is the same for each number of GPUs. With weak scaling, the batch
+# is proportional to the number of GPUs.
 _SCALING_DESCRIPTIONS = {"strong": "the same batch", "weak": "a batch that grows with the GPUs"}
 
 
 def _plan_for_gpu_counts(args: argparse.Namespace) -> str:
-    """Return a table for strong scaling and a table for weak scaling, and write the picture."""
+    """Return the plans for strong scaling and for weak scaling as text, and write the picture."""
     excluded = (
         (args.output, "-o"), (args.tradeoff, "--tradeoff"),
         (args.improve_schedules, "--improve-schedules"), (args.gpus is not None, "--gpus"),
@@ -65,7 +65,8 @@ def _plan_for_gpu_counts(args: argparse.Namespace) -> str:
     for option, name in excluded:
         if option:
             raise UsageError(f"{name} cannot be combined with --gpu-counts")
-    request, refusals = parse_plan_request(args), list[str]()
+    request = parse_plan_request(args)
+    refusals = list[str]()
     plans_by_scaling = {
         way: _find_plan_per_gpu_count(request, args.gpu_counts, way, refusals)
         for way in _SCALING_DESCRIPTIONS
@@ -176,8 +177,8 @@ def measure_cluster(args: argparse.Namespace) -> str | None:
         args: The parsed options of `plan`.
 
     Returns:
-        A table of the measurements and of predictions with the cluster file. None without
-        `--measure`.
+        A table that compares the measurements with the predictions for the new cluster file. None
+        without `--measure`.
 
     Raises:
         UsageError: An option is missing or cannot be combined with `--measure`, or the machine
@@ -211,47 +212,6 @@ def measure_cluster(args: argparse.Namespace) -> str | None:
         save_cluster(measurement.cluster, temporary, comment=comment, notes=measurement.notes)
     warnings = [f"warning: {one}" for one in measurement.warnings]
     return "".join(f"{line}\n" for line in (*measurement.table, *warnings, f"wrote {args.output}"))
-
-
-# ---------------------------------------------------------------- --calibrate
-
-
-def calibrate_cluster(args: argparse.Namespace) -> str:
-    """Fit a cluster to measured runs, and write its file.
-
-    Args:
-        args: The parsed options of `plan`.
-
-    Returns:
-        A report of the constants and the runs.
-
-    Raises:
-        UsageError: An option is missing or invalid, or the runs cannot be read.
-    """
-    from schedir.commands.common.calibration_report import format_calibration, read_runs
-    from schedir.io.cluster_file import save_cluster
-    from schedir.planner import calibrate, stack_preset
-
-    if args.output is None or Path(args.output).suffix != ".toml":
-        raise UsageError("--calibrate writes a cluster file, and needs -o FILE.toml",
-                         hint="-o my_cluster.toml", fields=["output"])  # fmt: skip
-    if args.stack is None:
-        raise UsageError("--calibrate needs --stack, the training software of the runs",
-                         hint="--stack megatron", fields=["stack"])  # fmt: skip
-    if args.memory_limit is not None:
-        raise UsageError("--calibrate does not plan, and cannot be combined with --memory-limit",
-                         fields=["memory_limit"])  # fmt: skip
-    model, cluster = resolve_model(args), resolve_cluster(args)
-    runs = read_runs(args.calibrate, model)
-    with atomic_write(args.output) as temporary:  # Fail now if the path cannot be written.
-        temporary.touch()
-        found = calibrate(cluster, stack_preset(args.stack), runs)
-        notes = {
-            one.name: f"90 % interval: {one.low:.3g} to {one.high:.3g}" for one in found.constants
-        }
-        comment = f"Calibrated by schedir plan --calibrate with {len(runs)} runs of {args.stack}."
-        save_cluster(found.cluster, temporary, comment=comment, notes=notes)
-    return "".join(format_calibration(found)) + f"wrote {args.output}\n"
 
 
 # ---------------------------------------------------------------- options
@@ -398,7 +358,7 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
 
 
 def format_epilog() -> str:
-    """Return a text about the columns of the table and the names for `--model`, for `--help`."""
+    """Return the end of the `--help` text: the columns of the table, and names for `--model`."""
     from schedir.planner.transformer.model_presets import MODEL_PRESETS
 
     rows = "".join(f"  {name:10} {source}\n" for name, (_, source) in MODEL_PRESETS.items())
@@ -467,7 +427,8 @@ def run(args: argparse.Namespace) -> str:
     if args.picture is not None:
         require_writable(args.picture)
     with _open_output(args.output) as path:
-        # These options need the fastest plans, not the simplest.
+        # These options start from the fastest plans. Without them, the first plan may be a simpler
+        # plan that is almost as fast.
         if args.optimize_division or args.improve_schedules:
             best, fastest = find_plans(request, args.top), None
         else:
@@ -500,9 +461,9 @@ def run(args: argparse.Namespace) -> str:
 
 
 def _open_output(path: str | None) -> AbstractContextManager[Path | None]:
-    """Return a context that yields the file to write, or None if there is no output.
+    """Return a context manager that yields the file to write, or None without an output file.
 
-    The context raises an error before planning if the file cannot be written.
+    If the file cannot be written, the context manager raises an error before planning.
     """
     return nullcontext() if path is None else _touch_output(path)
 
@@ -561,14 +522,17 @@ def _format_plan_file(
 def _format_simulate_command(
     request: PlanRequest, plan: PlanEstimate, searched_program: Program | None
 ) -> str:
-    """Return a comment with the command that simulates the program at the costs of the plan."""
+    """Return a comment with the command that simulates the program at the costs of the plan.
+
+    Return "" if the ranks share CPU cores, because `simulate` does not model this.
+    """
     from schedir.planner.config_export import build_pipeline_shape
     from schedir.planner.estimate.instruction_costs import compute_costs, compute_stage_times
     from schedir.planner.trainer_profile import get_trainer
     from schedir.predict.calibrate import format_costs
 
     model, cluster = request.model, request.cluster
-    if cluster.processors is not None:  # `simulate` does not model ranks that share CPU cores.
+    if cluster.processors is not None:
         return ""
     trainer = get_trainer(cluster, **request.software)
     times = compute_stage_times(model, cluster, plan, trainer.constants)

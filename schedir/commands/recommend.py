@@ -76,7 +76,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def run(args: argparse.Namespace) -> tuple[str, int]:
-    """Return a table of the schedules that fit, and lines that say why others do not.
+    """Return a table of the schedules that fit, and lines with the reasons why others do not fit.
 
     Args:
         args: The parsed options of `recommend`.
@@ -158,9 +158,9 @@ def _list_candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:
     """Yield the name and the request of each candidate. Schedules without `v` come first.
 
     A schedule with a parameter `v` is a candidate for each value in `STAGES_PER_RANK_TRIED`. If
-    `--stages-per-rank` is given, it is one candidate with this value. If there are several
-    optimizer steps, the candidates are the built-in schedules with weight delay, otherwise those
-    without.
+    `--stages-per-rank` is given, the schedule is one candidate with this value. With several
+    optimizer steps, the candidates are the built-in schedules with weight delay. Otherwise they are
+    the built-in schedules without weight delay.
     """
     from schedir.schedules.schedule_algebra import get_placement_mark, has_free_v
 
@@ -188,7 +188,7 @@ def _collect_row(request: Request) -> dict[str, Any]:
     timeline = request.timeline
     shape, ops = timeline.program.unsegmented_shape, timeline.program.used_opcodes
     row = collect_timeline_facts(timeline, find_lower_bound(request)) | {
-        "stages_per_rank": shape.stages_per_rank,  # Before stages are divided into segments.
+        "stages_per_rank": shape.stages_per_rank,  # The number before division into segments.
         "peak_activations": timeline.peak_activations,
         "has_split_backward": BACKWARD_INPUT in ops,
         "parameter_copies": shape.placement_rows,

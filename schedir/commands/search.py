@@ -57,7 +57,7 @@ _STOP_REASONS = {
     "no better": "no change shortens the schedule",
     "interrupted": "interrupted, this is the best schedule so far",
 }
-MAX_COMPARED_SCHEDULES = 3  # The number of printed built-in schedules. The others are longer.
+MAX_COMPARED_SCHEDULES = 3  # The command prints this number of the shortest built-in schedules.
 
 EXAMPLES = """\
   schedir search --ranks 4 --microbatches 8 --costs F=2,I=2,W=1 --max-in-flight 4 -o found.sched
@@ -169,7 +169,7 @@ class _SearchRequest:
     notes: list[str] = field(default_factory=list)
 
     def find_excess(self, request: Request) -> Excess | None:
-        """Return the largest number in flight on a rank, or None if the run is within the limit."""
+        """Return the largest number in flight on a rank if it exceeds `max_in_flight`, or None."""
         peak = request.timeline.peak_in_flight
         if self.max_in_flight is None or not (peak > self.max_in_flight).any():
             return None
@@ -400,14 +400,12 @@ def _load_initial_schedules(
 def _rank_built_in_schedules(search_request: _SearchRequest) -> ScheduleRanking:
     """Return the ranking of the built-in schedules at the costs of the search.
 
-    If the costs are from a run, its program is ranked too, and its progress model is used.
+    If the costs are from a run with the shape of the search, the program of the run is ranked, too.
     """
     from schedir.io.source_loader import Source
 
-    candidates, ran = (
-        [*list_built_in_requests(search_request.request)],
-        search_request.costs_timeline,
-    )
+    candidates = [*list_built_in_requests(search_request.request)]
+    ran = search_request.costs_timeline
     if ran is not None and ran.program.shape == search_request.shape:
         name = ran.program.name
         candidates.append(
@@ -454,9 +452,10 @@ def _format_text(
 def _describe_least_memory(
     search_request: _SearchRequest, result: SearchResult, ranking: ScheduleRanking
 ) -> list[str]:
-    """Return a line about a built-in schedule that is as short as the result with less memory.
+    """Return a line about a built-in schedule that is as short as the result and needs less memory.
 
-    The result is [] if there is none, or if the result of the search is not proved shortest.
+    Return [] if there is no such schedule, if the result is not proved shortest, or if the search
+    minimizes the longest active span.
     """
     if result.gap_to_bound or search_request.minimizes_active_span:
         return []
@@ -466,7 +465,10 @@ def _describe_least_memory(
 
 
 def _describe_memory(timeline: Timeline) -> str:
-    """Return the largest peak memory of a rank as text."""
+    """Return the largest number in flight on a rank and the largest peak memory, as text.
+
+    The memory is omitted if the sizes are unknown.
+    """
     text = f"{int(timeline.peak_in_flight.max())} in flight"
     if timeline.sizes is not None:
         text += f", {format_bytes(float(timeline.peak_memory.max()))}"
@@ -476,7 +478,7 @@ def _describe_memory(timeline: Timeline) -> str:
 def _describe_comparison(
     search_request: _SearchRequest, result: SearchResult, ranking: ScheduleRanking
 ) -> list[str]:
-    """Return lines with the shortest built-in schedules, and with schedules over the limit."""
+    """Return a line with the shortest built-in schedules, and one with schedules over the limit."""
     unit = result.timeline.unit and f" {result.timeline.unit}"
     fit = [request.timeline for request in ranking.fitting]
     compared = [

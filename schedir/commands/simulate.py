@@ -38,7 +38,7 @@ from schedir.ir.program import Program
 if TYPE_CHECKING:
     from schedir.predict.timeline import Timeline
 
-# A share of the span. A difference of sums of times that is smaller is a rounding error.
+# A time that is a smaller share of the span than this is a rounding error.
 _ROUNDING_ERROR: Final = 1e-12
 
 
@@ -49,11 +49,11 @@ def count_sent_bytes(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.fl
     """Return the bytes that a process of each rank sends in a step, by lane.
 
     In a ring of g processes, each process sends n (g-1)/g bytes for an all-gather or a
-    reduce-scatter of n bytes. It sends twice as many for an all-reduce (Patarasuk and Yuan 2009,
-    section 3). With Psi bytes of weights and Psi bytes of gradients, data parallelism therefore
-    sends 2 Psi (dp-1)/dp. ZeRO-1 and ZeRO-2 send the same number. ZeRO-3 sends 3 Psi (dp-1)/dp if
-    each stage is gathered for its forwards and again for its backwards (arXiv 1910.02054, section
-    7).
+    reduce-scatter of n bytes. It sends twice as many bytes for an all-reduce (Patarasuk and Yuan
+    2009, section 3). With Psi bytes of weights and Psi bytes of gradients, data parallelism
+    therefore sends 2 Psi (dp-1)/dp bytes. ZeRO-1 and ZeRO-2 send as many bytes as data parallelism.
+    ZeRO-3 sends 3 Psi (dp-1)/dp bytes if each stage is gathered for its forwards and again for its
+    backwards (arXiv 1910.02054, section 7).
 
     Norms are left out because they have only a few bytes. Tied weights are left out because their
     sizes are not known. A residual stream between segments counts as a part of the tensor that is
@@ -84,7 +84,8 @@ def count_sent_bytes(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.fl
         2 DP 12 GB PARAMS 12 GB
         3 DP 12 GB PARAMS 21 GB
     """
-    index, sent = InstructionIndex.from_program(program), dict[Lane, NDArray[np.float64]]()
+    index = InstructionIndex.from_program(program)
+    sent = dict[Lane, NDArray[np.float64]]()
 
     def add(at: Positions, size: NDArray[np.float64]) -> None:
         if len(at) and size.any():
@@ -127,7 +128,7 @@ def _count_ring_bytes(
         full_bytes = full_bytes / program.dp
     rounds = ring.rounds
     if program.sequence_parallel and row.op in find_segment_collectives(sequence_parallel=True):
-        # The size includes all tokens, and the tokens of the rank a second time. The second copy is
+        # The size counts all tokens, and counts the tokens of the rank twice. Their second copy is
         # not sent. An all-gather or a reduce-scatter goes around the ring once.
         rounds, full_bytes = 1, full_bytes * members / (members + 1)
     return rounds * full_bytes * (members - 1) / members
@@ -193,7 +194,8 @@ def run(args: argparse.Namespace) -> str:
         columns |= {
             name.replace(" ", "_"): each for name, each in _list_static_memory(timeline).items()
         }
-    slots, sent = _count_slots(request), _count_lane_bytes(timeline)
+    slots = _count_slots(request)
+    sent = _count_lane_bytes(timeline)
     bound = find_lower_bound(request)
     if args.json:
         found = (
@@ -274,7 +276,7 @@ def _list_static_memory(timeline: Timeline) -> dict[str, list[float]]:
 
 
 def _count_slots(request: Request) -> dict[str, Any]:
-    """Return the slots of each rank, and the span that unshared slots would give, for JSON.
+    """Return the slots of each rank, and the span without slot sharing, for JSON.
 
     The result is {} if values do not share slots.
     """

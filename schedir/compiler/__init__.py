@@ -1,1 +1,1 @@
-"""Compile a schedule into a checked program."""
+"""Compile schedules into checked programs, lower programs again, and recognize their schedules."""

@@ -46,7 +46,7 @@ from schedir.schedules.schedule_algebra import Schedule, get_placement_mark, get
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.verify.check import check, check_draft
 
-SIZES_EXAMPLE = "Sizes(activation=16e6, saved=1.2e9)"  # Errors show it as a value that is valid.
+SIZES_EXAMPLE = "Sizes(activation=16e6, saved=1.2e9)"  # Errors show this valid value.
 
 
 @explain_wrong_calls("compile('one_f_one_b', PipelineShape(ranks=4, microbatches=8))")
@@ -86,10 +86,10 @@ def compile(
     Args:
         schedule: The name of a built-in schedule, a schedule function, or a draft. A draft is a
             program with compute instructions only, for example from `greedy_schedule` or a CSV
-            file. It has its own shape. Its attributes apply unless you give other values here.
+            file. A draft has its own shape. Its attributes apply unless you give other values here.
         shape: Shape of the pipeline. You can give its fields as keywords instead.
-        tp: Size of the tensor-parallel groups. The default is the draft's, or 1.
-        dp: Number of data-parallel replicas. The default is the draft's, or 1.
+        tp: Size of the tensor-parallel groups. The default is `tp` of the draft, or 1.
+        dp: Number of data-parallel replicas. The default is `dp` of the draft, or 1.
         progress_model: The progress model under which the program must finish. See `check`.
         costs: Times of instructions. They determine the order of messages. Options such as
             `buffer_sharing="latency_preserving"` and `recompute="fit"` use them, too.
@@ -104,19 +104,19 @@ def compile(
         sequence_chunks: Number of chunks of each sequence. Each chunk is a microbatch.
         tied_weights: The stages that have copies of one weight. Give the result of
             `schedir.find_tied_weights(stages)`, or tuples of stages such as `((0, 3), (1, 2))`.
-            True means the first and the last stage.
+            True means that the first and the last stage share a weight.
         clip_grad_norm: If True, gradients are clipped by their global norm.
         skips: Skip connections, as pairs of source and target stage: `((0, 5), (1, 4))`.
         boundary: Layout of the activations between stages on tensor-parallel ranks. A "replicated"
             activation is scattered before the send and gathered after it. A "sharded" activation is
             sent without a change. The default is "sharded" with `sequence_parallel=True`, and
             "replicated" without it.
-        overlap: If True, opposite transfers are grouped, and other receives and gathers start
-            early.
+        overlap: If True, opposite transfers of two ranks form one group, and other receives and
+            gathers start early.
         buffer_sharing: The way in which values share static buffers. "minimal" uses the fewest
             buffers. "latency_preserving" uses the fewest buffers that do not lengthen the step with
-            these costs. If messages have cost 0, it assumes that a message takes half a forward. By
-            default each value has a separate buffer.
+            `costs`. If messages have cost 0, this value assumes that a message takes half a
+            forward. By default each value has a separate buffer.
         sizes: Bytes of values. `memory_limit` needs them.
         memory_limit: Limit on the device memory of each rank, in bytes. None means no limit.
         blocking_hosts: If True, the host waits for the inputs of each compute, as on CPUs.
@@ -127,9 +127,9 @@ def compile(
 
             - `recompute` selects the forwards that save only their inputs and run again. It is
               "all", "half", "fit" (as few as `memory_limit` requires), stages, pairs of (stage,
-              microbatch), or a function of both.
+              microbatch), or a function of stage and microbatch.
             - `offload` selects the saved activations that move to the host, in the same forms.
-              `offload_to_disk` selects those that move on to the disk.
+              `offload_to_disk` selects the offloaded activations that move on to the disk.
             - `stage_segments` splits stages into segments, and `microbatch_chunks` splits
               microbatches into chunks. The program then has segments as its stages, and chunks as
               its microbatches. `costs` and `sizes` must be those of segments and chunks
@@ -173,7 +173,8 @@ def compile(
     """
     if boundary not in (None, "replicated", "sharded"):
         raise UsageError(f"boundary must be 'replicated' or 'sharded', not {boundary!r}")
-    overlap, debug = require_bool(overlap, "overlap"), require_bool(debug, "debug")
+    overlap = require_bool(overlap, "overlap")
+    debug = require_bool(debug, "debug")
     if costs is not None:
         require_type(costs, "costs", Costs, "Costs(F=1, B=2)")
     if sizes is not None:
@@ -248,7 +249,7 @@ def resolve_shape(example: str, shape: PipelineShape | None, **fields: Any) -> P
         The shape, or None if nothing is given.
 
     Raises:
-        UsageError: Both are given, or `ranks` or `microbatches` is missing.
+        UsageError: Both a shape and fields are given, or `ranks` or `microbatches` is missing.
         ShapeError: A field is invalid.
     """
     fields = {name: value for name, value in fields.items() if value is not None}
@@ -356,8 +357,8 @@ def check_memory(
 
     Raises:
         MemoryLimitError: A rank needs more than `limit`. The error contains the rank, the
-            instruction at the peak, and the values in memory at that time. Its hint names an option
-            that helps.
+            instruction at the peak, and the values in memory at that time. If an option helps, the
+            hint names it.
         UsageError: `sizes` is None, or `limit` is not a number of bytes.
     """
     name = "memory_limit" if tier == "device" else f"{tier}_memory_limit"
@@ -399,17 +400,15 @@ def check_memory(
                 f"with -O buffer_sharing=minimal {effect}",
             )
         elif program.used_opcodes.isdisjoint((*HOST_TRIP, RECOMPUTE)):
-            # One saved value of the list must stay on the device: an instruction uses it then.
+            # At the peak, an instruction uses one of the saved values, so this one cannot move.
             number, size = next(
                 (value[1:] for value in error.live_values if value[0] == "saved"),
                 (0, 0.0),
             )
             rest = size * (number - 1) / max(number, 1)
             if rest and error.required_bytes - rest <= add_tolerance(bytes_):
-                saved, moves = (
-                    f"{format_bytes(size)} are saved activations",
-                    "moves them to the host",
-                )
+                saved = f"{format_bytes(size)} are saved activations"
+                moves = "moves them to the host"
                 error.hint = CommandHint(
                     f'{saved}: offload="fit" {moves}, recompute="fit" computes them again',
                     f"{saved}: -O offload=fit {moves}, -O recompute=fit computes them again",
@@ -504,7 +503,8 @@ def finish_lowering(program: Program) -> Program:
             of weights already.
 
     Returns:
-        The program after the passes of the phases "ends" and "memory", with default options.
+        The program after the passes of the lowering phases "ends" and "memory", with default
+        options.
     """
     return _apply_passes(
         program, [p for p in LOWERING_PASSES if p.phase in ("ends", "memory")], Options()

@@ -22,8 +22,8 @@ def evaluation_program(
 ) -> Program:
     """Return a program that runs only the forwards of a training program, in the same order.
 
-    The new program has the ranks and the placement of `program`, and other transfers. To evaluate,
-    create the executor with the new program in `extra_programs`.
+    The new program has the ranks and the placement of `program`, but other transfers. To run an
+    evaluation, create the executor with the new program in `extra_programs`.
 
     Args:
         program: The training program.
@@ -32,7 +32,7 @@ def evaluation_program(
         buffer_sharing: See `compile`.
 
     Returns:
-        The lowered program. Its name is "forwards of ..." with the name of `program`.
+        The lowered program. Its name is "forwards of " plus the name of `program`.
 
     Raises:
         UsageError: `program` is not a program.

@@ -52,7 +52,7 @@ def infer_options(
 
     Args:
         program: A lowered program.
-        progress_model: The progress model for which it was lowered.
+        progress_model: The progress model for which the program was lowered.
         draft: The draft that you want to lower with the options. Options without an effect on this
             draft are left out. The default is `program`.
 
@@ -71,7 +71,8 @@ def infer_options(
 def adapt_options(options: Mapping[str, Any], shape: PipelineShape) -> dict[str, Any]:
     """Adapt the options of a program to another shape.
 
-    `unsharded_stages` becomes at most the largest number of stages of a rank of the shape.
+    If `unsharded_stages` is larger than the number of stages of every rank of the other shape, it
+    is reduced to the largest of these numbers.
 
     Args:
         options: The options that `infer_options` returned.
@@ -161,15 +162,16 @@ class Lowering:
             The checked program.
 
         Raises:
-            ShapeError: The draft has another number of stages, and the reference has tied weights
-                (other than the first and the last stage), frozen stages or skip connections.
+            ShapeError: The draft has another number of stages, and the reference has frozen stages,
+                skip connections, or tied weights of other stages than the first and the last.
             SchedirError: See `compile`.
         """
         reference = self.reference
         traits = {f.name: getattr(reference, f.name) for f in ATTRIBUTE_FIELDS}
         ops = reference.used_opcodes - draft.used_opcodes
         forced_options = {"recompute": "all"} if RECOMPUTE in ops else {}
-        # The selection of forwards that the reference offloads is valid only for its shape.
+        # The selection of forwards that the reference offloads is valid only for the reference's
+        # shape.
         if draft.shape != reference.shape:
             forced_options |= {
                 name: "all" for name in ("offload", "offload_to_disk") if self.options.get(name)

@@ -18,11 +18,12 @@ from schedir.schedules.schedule_expansion import expand_schedule
 
 
 class Recognition(NamedTuple):
-    """The built-in schedule whose compute order equals or begins like that of a program.
+    """The built-in schedule with the compute order of a program, or with the same beginning.
 
     Attributes:
         schedule: The name of the schedule, or "" if no built-in schedule begins like the program.
-        agreeing: The number of compute instructions before the first difference, summed over ranks.
+        agreeing: The number of compute instructions before the first difference of each rank,
+            summed over the ranks.
         total: The number of compute instructions of the program.
         rank: The rank of the first difference, or -1 if there is none.
         compute_index: The index of this difference among the compute instructions of its rank, or
@@ -67,7 +68,7 @@ def recognize(program: Program) -> Recognition:
 
     Returns:
         The schedule, and the first difference. This is the difference with the smallest
-        `compute_index`, and of several of these the one on the lowest rank.
+        `compute_index`. If several ranks have it, the lowest of these ranks is returned.
 
     Raises:
         UsageError: `program` is no Program.
@@ -90,9 +91,9 @@ def recognize(program: Program) -> Recognition:
     delays = bool(np.any(program.shape.weight_delay))
     for name, schedule in sorted(
         get_built_in_schedules().items(),
-        # If the program delays weights, schedules that delay weights come first, and otherwise the
-        # others. With one stage per rank, some schedules with a parameter v equal a schedule
-        # without it. The schedule without v comes first.
+        # If the program delays weights, schedules that delay weights come first. Otherwise, all
+        # other schedules come first. With one stage per rank, some schedules with a parameter v
+        # equal a schedule without v. The schedule without v comes first.
         key=lambda item: (
             delays != (get_weight_delay_mark(item[1]) is not None),
             has_free_v(item[1]),
@@ -100,7 +101,7 @@ def recognize(program: Program) -> Recognition:
     ):
         try:
             draft = expand_schedule(schedule, program.shape)
-        except SchedirError:  # the schedule is for other shapes
+        except SchedirError:  # the schedule does not support this shape
             continue
         found = _compare(name, own, [_drop_recomputes(stream) for stream in draft.streams], total)
         if found.is_exact:

@@ -58,15 +58,16 @@ def read_documents(
       end token.
 
     Args:
-        source: Paths and patterns, see `load_tokens`. None for the sources of Python's standard
+        source: Paths and patterns, see `load_tokens`. None reads the Python files of the standard
             library.
         tokenizer: The tokenizer for text.
         vocab: The vocabulary size of the model.
-        with_document_ends: True to add an end to each text file with the tokenizer "bytes".
+        with_document_ends: With the tokenizer "bytes", True makes each text file a document with an
+            end token. Other tokenizers always do this.
 
     Raises:
-        UsageError: The source cannot be read, or `vocab` has no token for the end of documents of
-            bytes.
+        UsageError: The source cannot be read, or `vocab` is too small for the end token of the
+            tokenizer "bytes". Also if the source has tokens already and `tokenizer` is not "bytes".
     """
     paths = find_files(source) if source is not None else []
     if any(path.suffix == ".bin" for path in paths):

@@ -73,7 +73,9 @@ def read_indexed_dataset(path: Path) -> Documents:
     if len(raw) < _HEADER.itemsize or raw[: len(_MAGIC)].tobytes() != _MAGIC:
         raise refuse("is not an index of an IndexedDataset: it does not begin with MMIDIDX")
     head = raw[: _HEADER.itemsize].view(_HEADER)[0]
-    sequences, bounds, code = int(head["sequences"]), int(head["bounds"]), int(head["type"])
+    sequences = int(head["sequences"])
+    bounds = int(head["bounds"])
+    code = int(head["type"])
     if head["version"] != 1:
         raise refuse(f"has version {head['version']}; it must have version 1")
     if code not in _TOKEN_DTYPES:

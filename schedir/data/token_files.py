@@ -85,7 +85,7 @@ def find_files(sources: str | Path | Sequence[str | Path]) -> list[Path]:
         sources: Paths, or patterns of `glob`.
 
     Raises:
-        UsageError: A path or pattern matches no file, or a `.jsonl`.
+        UsageError: A path or pattern matches no file, or matches a `.jsonl` file.
     """
     found: list[Path] = []
     for source in [sources] if isinstance(sources, str | Path) else sources:

@@ -48,7 +48,7 @@ class TokenWindows(Protocol):
 
 
 class ConcatenatedWindows:
-    """Windows at even distances in a stream, across documents.
+    """Windows at equal distances in a stream, across documents.
 
     Each token except the first is a target once. The tokens at the end that do not fill a window
     are left out.
@@ -92,10 +92,10 @@ class ConcatenatedWindows:
 class PackedWindows:
     """Complete documents of a stream, packed into few windows by best-fit decreasing.
 
-    From the longest to the shortest, each document goes into the window with the least remaining
-    space that is enough. A document longer than a window is divided: all parts except the last fill
-    a window each, and a part begins with the last token of the previous part. So each token of a
-    document except its first is a target once.
+    From the longest to the shortest, each document goes into the fullest window in which it fits. A
+    document longer than a window is divided: all parts except the last fill a window each, and a
+    part begins with the last token of the previous part. So each token of a document except its
+    first is a target once.
 
     The first token of each document is not a target, and neither is padding. Attention is not
     masked: it includes the earlier documents of the window.
@@ -136,7 +136,7 @@ class PackedWindows:
 
     @property
     def fill_ratio(self) -> float:
-        """The share of the windows that is not padding."""
+        """The share of all positions in windows that are not padding."""
         return float(self.lengths.sum() / (len(self) * (self.context + 1)))
 
     def __len__(self) -> int:
@@ -160,7 +160,7 @@ class PackedWindows:
 def _split_documents(
     ends: NDArray[np.int64], context: int
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the start and the length of each part of a document: at most context + 1 tokens."""
+    """Return the start and the length of each document part of at most context + 1 tokens."""
     begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(ends) else ends
     targets = ends - begins - 1
     num_parts = np.maximum(-(-targets // context), 0)  # a document of one token has no target

@@ -43,7 +43,7 @@ class Tokenizer(Protocol):
 
     Attributes:
         vocab_size: The largest token id plus 1.
-        end_token: The id of the token that ends a document. It is not in any text.
+        end_token: The id of the token that ends a document. `encode` never returns it.
         digest: An identifier of the tokenizer and its settings.
     """
 
@@ -89,8 +89,8 @@ class BPE:
             such as `<|endoftext|>`, in the vocabulary.
 
     Raises:
-        UsageError: The tokenizer is of another kind, which may lose text. Or it has no such end
-            token.
+        UsageError: The tokenizer is not a byte-level BPE, so it may lose text. Or it does not have
+            the end token.
         MissingPackageError: The library `tokenizers` is not installed.
     """
 
@@ -140,7 +140,7 @@ def require_library() -> Any:
     """Return the module `tokenizers`.
 
     Raises:
-        MissingPackageError: It is not installed.
+        MissingPackageError: The library `tokenizers` is not installed.
     """
     require_package("tokenizers", "a tokenizer other than bytes", field="tokenizer")
     import tokenizers
@@ -241,8 +241,8 @@ def _split_long_text(text: bytes) -> Iterator[bytes]:
 def _map_characters() -> dict[str, int]:
     """Return the byte of each character of a byte-level vocabulary.
 
-    As in GPT-2, a visible character of Latin-1 is for the byte with its code. The other bytes have
-    the characters from 256 on.
+    As in GPT-2, a visible character of Latin-1 represents the byte with its code. The characters
+    from 256 on represent the other bytes.
     """
     visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
     others = (byte for byte in range(256) if byte not in visible)

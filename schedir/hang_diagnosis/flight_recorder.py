@@ -1,15 +1,16 @@
 """Read the dumps of torch's flight recorder, one file per rank.
 
-The format is that of `FlightRecorder.hpp`; torch 2.13 writes version 2.10. This module interprets
-it as `torch.distributed.flight_recorder` does. `entries` are in the order in which the rank issued
-them, and `pg_config` has the ranks of each process group. Three properties are not obvious:
+The format is that of torch's `FlightRecorder.hpp`. Torch 2.13 writes version 2.10 of the format.
+This module interprets it as `torch.distributed.flight_recorder` does. The field `entries` lists the
+operations in the order in which the rank issued them. The field `pg_config` has the ranks of each
+process group. Three properties of the format are not obvious:
 
 - A batch has an entry per message. The state of these entries never changes. The next entry,
   `coalesced`, has the same sequence number, and the state of all messages of the batch.
 - ProcessGroupGloo records collectives, but no messages. It marks an ended entry as retired, and
   does not change its state.
-- A message names ranks of its process group, not of the job. This module converts them with the
-  ranks of the group.
+- A message names ranks of its process group, not of the job. This module converts them to ranks of
+  the job.
 """
 
 from __future__ import annotations
@@ -28,8 +29,8 @@ from schedir.errors import TraceError, UsageError
 from schedir.hang_diagnosis.safe_unpickler import loads
 from schedir.io.files import expand_paths, open_regular_file, read_prefix
 
-# The largest number of bytes of a dump, by format. The limit of JSON is lower, because its values
-# need more memory per byte.
+# The largest number of bytes of a dump, by format. The limit of JSON is lower, because values from
+# JSON need more memory per byte of the file.
 MAX_BYTES: Final = {"pickle": 2**27, "json": 2**25}
 _PREFIX_BYTES: Final = 2**12  # bytes that are read to detect the format
 MAX_ENTRIES: Final = 2**20
@@ -54,8 +55,7 @@ class RecordedGroup(NamedTuple):
         name: The name.
         description: The purpose of the group, such as `default_pg`.
         ranks: The ranks of the job that are in the group.
-        has_ranks: True if the dump has the ranks. Otherwise `ranks` are the ranks whose dumps
-            mention the group.
+        has_ranks: True if the dump has the ranks. Otherwise `_infer_group_ranks` sets `ranks`.
     """
 
     name: str
@@ -82,9 +82,10 @@ class RecordedOperation(NamedTuple):
         kind: `send`, `recv`, or the name of a collective.
         peer: The rank of the job that is the other end of a message, or -1 for a collective.
         sequence_number: For a collective, torch's number of the collective. For a message, torch's
-            number of the launch of messages. Both count from 1 in each process group.
-        logical_number: Torch's number among all messages and collectives of the process group, from
-            1.
+            number of its launch; all messages of a batch have one launch. Both numbers count from 1
+            in each process group.
+        logical_number: Torch's number of the operation among all messages and collectives of the
+            process group, from 1.
         collective_number: The number of collectives in the process group so far, as torch counts.
         batch: The same positive number for all operations of a batch, or 0 outside of a batch.
         state: `issued`, `started` or `ended`.
@@ -194,7 +195,7 @@ def read_dumps(sources: Iterable[str]) -> tuple[dict[int, FlightRecorderDump], l
         sources: The files, directories and patterns.
 
     Returns:
-        The dumps by rank, and the files of directories that were skipped.
+        The dumps by rank, and the skipped files of directories.
 
     Raises:
         TraceError: A file is not a dump.
@@ -298,7 +299,7 @@ def _replace_unprintable(text: str) -> str:
 
 
 def _infer_group_ranks(dumps: dict[int, FlightRecorderDump]) -> dict[int, FlightRecorderDump]:
-    """Set the ranks of groups without ranks to those of the dumps that mention the group.
+    """Set the ranks of each group without ranks to the ranks whose dumps mention the group.
 
     The default group gets the ranks of all dumps.
     """
@@ -321,7 +322,7 @@ def _infer_rank(
 ) -> int:
     """Return the rank of a dump from its file name, or else from its messages.
 
-    If both give a rank, it must be the same.
+    If the name and the messages give ranks, these must be equal.
     """
     message_counts = Counter[int]()
     for entry in entries:
@@ -440,14 +441,15 @@ def _build_operation(entry: dict[str, Any], group: RecordedGroup) -> RecordedOpe
     kind, peer = _clean_text(title), -1
     if found := _MESSAGE_NAME.match(title):
         kind, other = found[1], int(found[3])
-        # If the ranks of a group are unknown, its numbers are taken as ranks of the job.
+        # If the ranks of a group are unknown, the numbers in its messages count as ranks of the
+        # job.
         if group.has_ranks and other >= len(group.ranks):
             raise TraceError(
                 f"a message of {group} is for rank {other} of this group, but the group has only "
                 f"{len(group.ranks)} ranks"
             )
         peer = group.ranks[other] if group.has_ranks else other
-    dtypes = entry.get("input_dtypes")  # Torch writes it since version 2.1 of the format.
+    dtypes = entry.get("input_dtypes")  # This field exists since version 2.1 of the format.
     dtypes = dtypes[:64] if isinstance(dtypes, list | tuple) else ()
     return RecordedOperation(
         number=entry["record_id"],
@@ -468,16 +470,14 @@ def _build_operation(entry: dict[str, Any], group: RecordedGroup) -> RecordedOpe
 
 
 def _end_batch(ops: list[RecordedOperation], members: list[int], entry: dict[str, Any]) -> None:
-    """Set the state and the end of all operations of a batch to those of the batch.
+    """Set the state and the end of all operations of a batch to those of `entry`, its last entry.
 
-    These operations are the last ones that their group has issued. The list `members` has the
-    indices of all operations since the group's previous batch. The function clears this list.
+    The operations are the last ones before `entry` in their process group. The list `members` has
+    the indices of all operations since the group's previous batch. The function clears this list.
     """
-    state, over, batch = (
-        _STATE_OF_NAME[entry["state"]],
-        _read_ended_time(entry),
-        entry["record_id"] + 1,
-    )
+    state = _STATE_OF_NAME[entry["state"]]
+    over = _read_ended_time(entry)
+    batch = entry["record_id"] + 1
     numbers = entry["collective_seq_id"], entry["p2p_seq_id"]
     while members and ops[members[-1]].sequence_number == numbers[ops[members[-1]].is_message]:
         at = members.pop()
@@ -496,7 +496,8 @@ def _find_source_line(entry: dict[str, Any]) -> str:
     for frame in frames[:200] if isinstance(frames, list | tuple) else ():
         if not isinstance(frame, dict):
             continue
-        name, line = frame.get("filename"), frame.get("line")
+        name = frame.get("filename")
+        line = frame.get("line")
         if not isinstance(name, str) or len(name) > _MAX_NAME_LENGTH or type(line) is not int:
             continue
         if "/torch/" not in name and not name.startswith("<"):

@@ -28,7 +28,7 @@ MAX_SHOWN = 16  # A report lists at most this number of ranks, waits or copies o
 
 
 def describe_job(job: DistributedJob) -> list[str]:
-    """Report the likely cause, and then where each rank waits.
+    """Report the likely cause of the hang, and then where each rank waits.
 
     Args:
         job: The dumps of the job.
@@ -256,7 +256,10 @@ def _describe_peers(job: DistributedJob, waits: Sequence[PendingOperation]) -> s
 
 
 def _describe_age(job: DistributedJob, time: int) -> str:
-    """Return as text how long a time (in ns) is before the newest entry of all dumps."""
+    """Return, as text, how much earlier a time is than the newest entry of all dumps.
+
+    `time` is in nanoseconds.
+    """
     newest = max((dump.last_time for dump in job.dumps.values()), default=0)
     seconds = (newest - time) / 1e9
     return f", {seconds:.3g} s before the newest entry" if time and seconds >= 0.001 else ""
@@ -284,8 +287,9 @@ def describe_named_job(
 ) -> list[str]:
     """Report where each rank waits, if its transfers are in another order than the program's.
 
-    The report names messages after instructions of the program. It finds the instruction from the
-    number of a message between two ranks. It does not report deadlocks of the program.
+    The report names messages after instructions of the program. The messages between two ranks are
+    numbered, and the number of a message determines its instruction. Deadlocks of the program are
+    not reported.
 
     Args:
         job: The dumps of the job.
@@ -344,7 +348,7 @@ class _ProgramCopyReport:
         self.old_dump_ranks = sorted({*job.old_dump_ranks} & {*ranks} | old_ranks)
 
     def name_rank(self, program_rank: int) -> str:
-        """Name a rank of the program. If it has another number in the job, add that."""
+        """Name a rank of the program. Add its rank in the job if this is another number."""
         rank = self.matched.ranks[program_rank]
         return (
             f"rank {program_rank}"
@@ -393,11 +397,9 @@ class _ProgramCopyReport:
         return lines + [f"  there is no dump of {_name_ranks(silent)}"] * bool(silent)
 
     def _describe_position(self, rank_position: RankPosition) -> str:
-        rank, at, placed = (
-            self.name_rank(rank_position.rank),
-            rank_position.position,
-            self.positioned,
-        )
+        rank = self.name_rank(rank_position.rank)
+        at = rank_position.position
+        placed = self.positioned
         if at is None:
             return f"{rank}  has ended all its transfers of this step"
         stands = f"{rank} {self.name_instruction(at)} "

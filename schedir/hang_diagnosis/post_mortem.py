@@ -1,7 +1,8 @@
 """Read the black boxes of a run, while it runs or after it has ended.
 
-The report is the same that processes and the launcher print after a timeout. In two further cases,
-no process is the cause: the run makes progress, or all processes were stopped at the same time.
+The report is the same as the one that processes and the launcher print after a timeout. It also
+covers two cases in which no process is the cause: the run makes progress, or all processes were
+stopped at the same time.
 """
 
 from __future__ import annotations
@@ -31,8 +32,9 @@ from schedir.io.black_box import (
 from schedir.io.files import open_regular_file, read_text, require_path
 from schedir.ir.program import Program
 
-MAX_PROCESSES: Final = 2**20  # processes of a run
-PROGRESS_SECONDS: Final = 1.0  # A run makes progress if an instruction began less than this ago.
+MAX_PROCESSES: Final = 2**20  # the most processes of a run
+# A run makes progress if an instruction began less than this time ago.
+PROGRESS_SECONDS: Final = 1.0
 SAME_END_SECONDS: Final = 0.5  # Processes that end within this time were stopped together.
 
 
@@ -76,7 +78,7 @@ class PostMortem:
 
     @cached_property
     def cause(self) -> StallCause | None:
-        """The process that delays or has ended the other processes, or None.
+        """The process that delays the other processes or caused their end, or None.
 
         It is None if the run makes progress, or if all processes were stopped at the same time.
         """
@@ -269,7 +271,7 @@ def load_program(directory: Path) -> Program | None:
 def write_verdict(directory: Path, run: int, text: str) -> None:
     """Save the last message of a launcher for later reports.
 
-    It does nothing if the directory does not exist.
+    If the directory does not exist, nothing is saved.
 
     Args:
         directory: The directory of the black boxes.

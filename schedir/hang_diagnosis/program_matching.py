@@ -1,9 +1,9 @@
 """Match the messages that ranks recorded with the transfers of a program.
 
-In a process group, a rank sends and receives the transfers of its Stream that use this group. It
-does so in the order of the Stream, and repeats them in every step. So the number of a message
-determines its transfer. The direction and the peer of the message must be those of the transfer.
-Otherwise the dump is not of this program.
+In a process group, a rank executes the transfers of its Stream that use this group. It executes
+them in the order of the Stream, and repeats them in every step. So the number of a message in its
+group determines its transfer. The direction and the peer of the message must be those of the
+transfer. Otherwise the dump is not of this program.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from schedir.hang_diagnosis.wait_graph import DistributedJob
 from schedir.ir.isa.instructions import INSTRUCTIONS, SEND_OPS, TRANSFER_OPS, Lane
 from schedir.ir.program import Program
 
-# Messages of shapes, votes and Python objects have these dtypes. Activations never have them.
+# Messages that contain shapes, votes or Python objects have these dtypes. Activations never do.
 _INTEGER_DTYPES: Final = {"int", "long", "byte", "char", "short", "bool"}
 
 
@@ -65,10 +65,10 @@ class MatchedProgram:
         position_of_message: (rank of the job, number of a message in its dump) -> position of the
             transfer.
         counter_ranks: The ranks of the job whose place in the step is known only from torch's
-            counters. The place is wrong if a lost entry was a control message.
+            counters. The place is wrong if an overwritten entry was a control message.
         order_mismatch: The first message of a rank that is not in the order of its Stream, as text.
-            Empty if there is none. If not empty, only the sends of a rank, and its receives from
-            each other rank, have the order of the program.
+            Empty if all messages are in this order. If it is not empty, the sends of a rank still
+            have the order of the program, and so do its receives from any one rank.
     """
 
     ranks: tuple[int, ...]
@@ -118,7 +118,8 @@ def find_communicating_ranks(job: DistributedJob) -> list[tuple[int, ...]]:
 def _find_pipelines(job: DistributedJob, program: Program) -> list[tuple[int, ...]]:
     """Return the ranks of each copy of the program, in the order of the program's ranks.
 
-    If a process group has exactly the ranks of a copy, the order is that of the group.
+    If a process group has exactly the ranks of a copy, their order is that of the group. Otherwise
+    the ranks are in ascending order.
     """
     many, found = program.shape.ranks, find_communicating_ranks(job)
     if not found and many > 1:
@@ -216,7 +217,7 @@ class TransferSequence:
         ops: The messages.
         previous_steps: The number of complete steps before the first message, or None if it is
             unknown.
-        previous_transfers: The number of transfers before the first message in its step.
+        previous_transfers: The number of transfers before the first message, in the same step.
         is_unique_fit: True if the messages match the program at only one place in a step. If they
             match at several, the place comes from torch's counters.
     """
@@ -229,9 +230,9 @@ class TransferSequence:
     is_unique_fit: bool = True
 
     def list_positions(self) -> Iterator[tuple[int, int, int]]:
-        """Yield the number of each message, its step, and its position.
+        """Yield each message's number in the dump, its step, and the position of its transfer.
 
-        If `previous_steps` is None, the step of the first message is 0.
+        If `previous_steps` is None, steps are counted from 0 at the first message.
         """
         for number, op in zip(self.transfer_numbers, self.ops, strict=True):
             step, turn = divmod(number, len(self.transfers))
@@ -239,9 +240,10 @@ class TransferSequence:
 
     @property
     def open_step(self) -> int:
-        """The step of the first message that has not ended. The step of the first message is 0.
+        """The step that contains the first of the messages that have not ended.
 
-        If all messages have ended, this is the step of the next message.
+        Steps are counted from 0 at the first message. If all messages have ended, this is the step
+        of the next message.
         """
         open_ = [n for n, op in zip(self.transfer_numbers, self.ops, strict=True) if not op.is_done]
         return min(open_, default=self.previous_transfers + len(self.ops)) // len(self.transfers)
@@ -256,13 +258,13 @@ class TransferSequence:
         """Mark the transfers of a step that were issued, have started and have ended.
 
         Args:
-            step: The step. The step of the first message is 0.
+            step: The step. Steps are counted from 0 at the first message.
             issued_mask: The mask of issued transfers, by position. It is changed in place.
             started_mask: The mask of started transfers.
             ended_mask: The mask of ended transfers.
         """
-        # Transfers whose entries are lost have ended. In a step before step 0, these are all
-        # transfers. In step 0, these are the first ones.
+        # The entries of transfers before the first message were overwritten, so these transfers
+        # have ended. In a step before step 0, these are all transfers.
         older = self.transfers[
             : self.previous_transfers if step == 0 else len(self.transfers) * (step < 0)
         ]
@@ -271,15 +273,16 @@ class TransferSequence:
             of, turn = divmod(number, len(self.transfers))
             if of == step:
                 at = self.transfers[turn]
-                issued_mask[at], started_mask[at], ended_mask[at] = (
-                    True,
-                    op.state != "issued",
-                    op.is_done,
-                )
+                issued_mask[at] = True
+                started_mask[at] = op.state != "issued"
+                ended_mask[at] = op.is_done
 
 
 class _StepMismatch(Exception):
-    """The messages of a rank are in another order than its Stream. The text names the first one."""
+    """The messages of a rank are in another order than its Stream.
+
+    The text of the exception names the first message that is out of order.
+    """
 
 
 class _Direction(NamedTuple):
@@ -306,7 +309,8 @@ class _RecordedRank:
         position_of_message: The step and the position of each message, by its number in the dump.
 
     Raises:
-        UsageError: The messages do not match the program in either order.
+        UsageError: The messages do not match the program, not even in the weaker order that
+            `order_mismatch` describes.
     """
 
     def __init__(
@@ -351,15 +355,19 @@ class _RecordedRank:
 
     @property
     def has_unused_groups(self) -> bool:
-        """Return whether the rank has not used all of its process groups yet."""
+        """Return whether the rank has not used all of its process groups yet.
+
+        The result is False if entries were overwritten, because it is unknown which groups they
+        used.
+        """
         used = sum(len(run.transfers) for run in self.sequences)
         return not self.dump.num_lost and used < len(self.directions)
 
     def _split_sequences(self) -> list[TransferSequence]:
         """Match the messages of each process group with the transfers that use it.
 
-        Activations and gradients in the same direction may use two groups. Then the group that is
-        used first has the kind of messages that the Stream sends first.
+        Activations and gradients in the same direction may use two groups. Then the group that the
+        rank uses first is matched with the lane that comes first in its Stream.
         """
         ops: dict[tuple[RecordedGroup, _Direction | None], list[RecordedOperation]] = defaultdict(
             list
@@ -384,9 +392,9 @@ class _RecordedRank:
     def _queue_of(self, direction: _Direction) -> _Direction | None:
         """Return the queue of a message. The messages of a queue have the order of the Stream.
 
-        By default, all messages of a process group are in one queue, None. With an
-        `order_mismatch`, all sends are in one queue, with the peer -1. The receives from each rank
-        are in one queue.
+        Without an `order_mismatch`, all messages of a process group are in one queue, None. With
+        one, all sends are in a queue with the peer -1, and each peer has a queue for the receives
+        from it.
         """
         if not self.order_mismatch:
             return None
@@ -395,8 +403,8 @@ class _RecordedRank:
     def _find_groups(self, direction: _Direction) -> list[RecordedGroup]:
         """Return the process groups of the messages in a direction, in order of first use.
 
-        If these messages may be lost, return a group that contains both ranks. If several groups
-        contain both ranks, set `has_ambiguous_group`.
+        If the entries of these messages may be overwritten, return a group that contains both
+        ranks. If not exactly one group contains both ranks, set `has_ambiguous_group`.
         """
         rank, there = self.dump.rank, self.ranks[direction.peer]
         groups = self.carriers[(rank, there) if direction.kind == "send" else (there, rank)]
@@ -411,7 +419,8 @@ class _RecordedRank:
     def _require_step_order(self) -> None:
         """Raise UsageError if a step begins before the previous one was fully issued.
 
-        Such a rank has other messages than the program, or more of them.
+        The messages of such a rank are not those of the program, or the rank has more messages than
+        the program.
         """
         many = len(self.directions)
         for number, op in enumerate(self.messages):
@@ -447,7 +456,9 @@ class _RecordedRank:
     def _make_sequence(
         self, ops: list[RecordedOperation], transfers: list[int]
     ) -> TransferSequence:
-        positions, many, lost = np.array(transfers, np.int32), len(transfers), self.dump.num_lost
+        positions = np.array(transfers, np.int32)
+        many = len(transfers)
+        lost = self.dump.num_lost
         if not lost:
             numbers = self._number_messages(ops, transfers, 0)
             if len(numbers) < len(ops):
@@ -507,7 +518,7 @@ class _RecordedRank:
     def _has_usable_counters(self, group: RecordedGroup) -> bool:
         """Return whether the counters of a process group show the number of earlier transfers.
 
-        They do if torch counts each operation exactly once, and if all messages are transfers.
+        They show it if torch counts each operation exactly once, and if all messages are transfers.
         """
         ops = self._ops_by_group[group]
         steady = all(

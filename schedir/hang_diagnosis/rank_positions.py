@@ -5,8 +5,9 @@ have surely ended. An instruction may have ended if it does not wait for an open
 a transfer that has not ended.
 
 The position of a rank is the first instruction that cannot start yet, or that the host has not
-issued. From there, the analysis follows the waits across ranks. If it ends at a rank that does not
-wait for another rank, this rank is the cause. If it ends in a cycle, the ranks are in a deadlock.
+issued. From there, the analysis follows the chain of waits across ranks. If the chain ends at a
+rank that does not wait for another rank, this rank is the cause of the hang. If the chain ends in a
+cycle, the ranks are in a deadlock.
 """
 
 from __future__ import annotations
@@ -29,7 +30,8 @@ from schedir.ir.isa.instructions import RECV_OPS, SEND_OPS, TRANSFER_OPS
 from schedir.ir.program import Program
 from schedir.verify.check import build_complete_graph, check
 
-# The models to try, in this order: the usual one, then weaker ones if the dumps contradict it.
+# The progress models to try, in this order. A weaker model is tried if the dumps contradict the
+# stricter models before it.
 _DEFAULT_MODELS: Final = ("per_device", *reversed(MODELS[: MODELS.index("per_device")]))
 
 
@@ -59,7 +61,8 @@ class RankPosition(NamedTuple):
             the position of its next transfer. None if all its transfers have ended.
         is_late: True if the rank could issue its next transfer, but has not issued it.
         compute_range: The first and last position (exclusive) of the instructions since the last
-            issued transfer of the rank. The rank may be computing one of them. Empty if it waits.
+            issued transfer of the rank. The rank may be computing one of them. Empty if the next
+            instruction of the rank cannot start yet.
     """
 
     rank: int
@@ -69,11 +72,11 @@ class RankPosition(NamedTuple):
 
 
 class PendingTransfer(NamedTuple):
-    """A transfer that has not ended, and a transfer that it waits for.
+    """A transfer or collective that has not ended, and another one that it waits for.
 
     Attributes:
-        position: The position of the transfer.
-        needed_position: The position of the transfer or collective that it waits for.
+        position: The position of the transfer or collective that waits.
+        needed_position: The position of the transfer or collective for which it waits.
     """
 
     position: int
@@ -125,7 +128,7 @@ class PositionedRanks:
         return [*self.graph.index.joined.tolist(), False]
 
     def _list_group(self, position: int) -> list[int]:
-        """Return all instructions of the group of an instruction. A group is issued together."""
+        """Return all instructions that are issued in the same group as an instruction."""
         first, end = position, position + 1
         while self._is_joined[first]:
             first -= 1
@@ -153,7 +156,7 @@ class PositionedRanks:
         return found - {NO_POSITION, *self._collective_members.get(position, ())}
 
     def _list_blockers(self, position: int) -> list[int]:
-        """Return the predecessors of an instruction that cannot have ended."""
+        """Return those predecessors of an instruction that cannot have ended yet."""
         return sorted(
             one for one in self._list_predecessors(position) if not self.possibly_ended[one]
         )
@@ -199,8 +202,8 @@ class PositionedRanks:
     def contradiction(self) -> tuple[int, int] | None:
         """Two transfers whose recorded order contradicts the progress model, or None.
 
-        Either the first one has not ended, but a later one in its queue has ended. Or both were
-        issued in different process groups, but the model puts them in one queue.
+        Either the first transfer has not ended, but a later transfer in its queue has ended. Or the
+        two transfers use different process groups, but the model puts them in one queue.
         """
         wrong = np.flatnonzero(
             self.surely_ended & self.is_transfer & ~self.ended_mask & ~self.has_no_dump
@@ -261,7 +264,7 @@ class PositionedRanks:
         return RankPosition(rank, position, False, (last + 1, hi))
 
     def _find_blocking_transfer(self, blockers: list[int]) -> int:
-        """Return the nearest open transfer or collective for which these instructions wait.
+        """Return the nearest open transfer or collective that is a blocker or delays a blocker.
 
         If this is a transfer that waits in a queue, return the first open transfer of the queue.
         """
@@ -284,7 +287,7 @@ class PositionedRanks:
     # ------------------------------------------------------------ waits
 
     def find_next_wait(self, position: int) -> PendingTransfer | StallReason:
-        """Return the next wait of an open transfer, or the end of the chain.
+        """Return the next wait of an open transfer, or the end of the chain of waits.
 
         A batch ends when all of its messages have ended. So the search covers all messages that are
         issued together, on both sides.
@@ -344,7 +347,7 @@ class PositionedRanks:
         return bool((self.is_transfer[lo:position] | self.possibly_ended[lo:position]).all())
 
     def _find_blocker(self, position: int) -> int | StallReason | None:
-        """Return the transfer that a transfer waits for on its rank, or the end of the chain.
+        """Return the transfer that a transfer waits for on its rank, or the end of the waits.
 
         Return None if nothing on its rank delays the transfer.
         """
@@ -422,7 +425,7 @@ class ProgramVerdict:
 def diagnose_copies(
     program: Program, copies: Sequence[MatchedProgram], progress_model: ProgressModel | None = None
 ) -> list[ProgramVerdict]:
-    """Diagnose each copy of a program. Their dumps must not have an `order_mismatch`.
+    """Diagnose each copy of a program. The copies must not have an `order_mismatch`.
 
     Args:
         program: The program.

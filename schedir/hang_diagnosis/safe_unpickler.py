@@ -25,7 +25,7 @@ _ALLOWED_OPCODES: Final = frozenset({
     "SETITEMS", "BINPUT", "LONG_BINPUT", "MEMOIZE", "BINGET", "LONG_BINGET",
 })
 # fmt: on
-# The effects of the opcodes that pickles of other values most likely contain.
+# The effects of opcodes that pickles usually contain if their values are not plain.
 _OPCODE_EFFECTS: Final = {
     **dict.fromkeys(("GLOBAL", "INST", "STACK_GLOBAL"), "imports an object"),
     **dict.fromkeys(("REDUCE", "NEWOBJ", "NEWOBJ_EX", "OBJ"), "calls a function"),

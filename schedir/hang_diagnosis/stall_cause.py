@@ -1,14 +1,16 @@
 """Find the process that caused a hang, from the black boxes of the processes.
 
-Each process has begun its current instruction and all earlier ones of its rank. The process waits
-for another one if the instruction needs a message that was not sent yet, or a collective that
-another member has not reached. The analysis follows these waits along the dependency graph. They
-end at a process that does not wait for another one. This process has died, is stopped, or does not
-finish its current action. It does not matter which process detected the hang first.
+Each process has begun its current instruction and all earlier instructions of its rank. The process
+waits for another process if the instruction needs a message that was not sent yet, or a collective
+that another member has not reached. The analysis follows these waits along the dependency graph.
+The waits end at a process that does not wait for another process. This process has died, is
+stopped, or does not finish its current action. It does not matter which process detected the hang
+first.
 
-Outside of steps, all processes enter the same phases, and wait for those in an earlier phase.
-Tensor-parallel processes also wait for each other inside an instruction. The black box of a process
-shows whether it is in such a collective.
+Outside of steps, all processes enter the same phases in the same order. A process waits for the
+processes that are still in an earlier phase. Tensor-parallel processes also wait for each other in
+collectives inside an instruction. The black box of a process shows whether it is in such a
+collective.
 """
 
 from __future__ import annotations
@@ -34,8 +36,8 @@ from schedir.ir.pipeline.process_mesh import describe_process, make_process_mesh
 from schedir.ir.program import Program
 
 MAX_SHOWN: Final = 16  # A report lists at most this number of processes.
-# A process counts as slow instead of stuck if it reached its position a short time ago: less than
-# this share of the time for which other processes wait for it.
+# A process counts as slow instead of stuck if it reached its position a short time ago. This time
+# must be less than this share of the time for which other processes have waited for the process.
 SLOW_SHARE: Final = 0.5
 # After this number of seconds without a heartbeat, a process counts as running no Python code. The
 # watchdog writes ten heartbeats per second.
@@ -45,7 +47,8 @@ SILENT_SECONDS: Final = 1.5
 class StallKind(IntEnum):
     """The state of a process that does not wait for another one.
 
-    The first states are the most certain causes of a hang.
+    The states are in the order of certainty: a process that has failed is most certainly the cause
+    of a hang.
 
     - FAILED: The process failed with a message.
     - DIED: The process died without a message.
@@ -92,7 +95,8 @@ class ProcessLayout(NamedTuple):
         Args:
             snapshot: The contents of the black box of the process.
         """
-        tp, dp = max(snapshot[BlackBoxField.TP], 1), max(snapshot[BlackBoxField.DP], 1)
+        tp = max(snapshot[BlackBoxField.TP], 1)
+        dp = max(snapshot[BlackBoxField.DP], 1)
         return cls(max(snapshot[BlackBoxField.WORLD_SIZE] // (tp * dp), 1), tp, dp)
 
     def name_process(self, process: int) -> str:
@@ -124,7 +128,7 @@ class StallCause(NamedTuple):
     Attributes:
         process: The process.
         kind: The state of the process.
-        fact: A sentence that describes it.
+        fact: A sentence that describes the process and its state.
         is_certain: False if another process is an equally likely cause.
         lines: A line about each other process.
         message: The message with which the process failed, or "".
@@ -231,9 +235,11 @@ class StalledRun:
         return is_absent and bool(sender[BlackBoxField.IS_WAITING])
 
     def _find_participants(self, process: int, position: int) -> Iterator[tuple[int, int]]:
-        """Yield the processes that an instruction involves, each with its position there.
+        """Yield (process, position) for each process that takes part in an instruction.
 
-        The processes of a collective include `process`.
+        For a transfer, this is the process on the other side. For a collective, these are all
+        members, including `process`. The position is that of the instruction that this other
+        process or member runs.
         """
         graph = self.graph
         assert graph is not None
@@ -260,7 +266,10 @@ class StalledRun:
             yield from ((int(other), position) for other in self.mesh[:, rank, slice_])
 
     def _has_passed(self, process: int, position: int, occurrence: int) -> bool:
-        """Return whether a process has passed an instruction in the phase number `occurrence`."""
+        """Return whether a process has passed an instruction in a phase.
+
+        `occurrence` is the number of the phase, as in `BlackBoxField.PHASE_COUNT`.
+        """
         if (one := self.snapshots.get(process)) is None:
             return process not in (*self.missing, *self.unreachable)
         if one[BlackBoxField.PHASE_COUNT] != occurrence:
@@ -330,10 +339,10 @@ class StalledRun:
         return one.has_failed or bool(one[BlackBoxField.HAS_ENDED]) or one.state == "gone"
 
     def find_cause(self, reason: str = "") -> StallCause | None:
-        """Return the process that delays the others, or None if there is none.
+        """Return the process that delays the other processes, or None if there is none.
 
-        If there are several, return the process with the most certain state. Among processes with
-        the same state, return the one with the least progress.
+        If there are several such processes, return the one with the most certain state. Among
+        processes with the same state, return the one with the least progress.
 
         Args:
             reason: A text that the fact begins with, such as the reason for the diagnosis.
@@ -356,7 +365,8 @@ class StalledRun:
         return StallCause(first, kind, fact, sure, (*self.describe_processes(first),), message)
 
     def _sort_key(self, process: int) -> tuple[int, bool, int, int, float]:
-        one, kind = self.snapshots.get(process), self.classify(process)
+        one = self.snapshots.get(process)
+        kind = self.classify(process)
         if one is None:
             return kind, process not in self.awaited, 0, 0, 0.0
         if kind in (
@@ -443,11 +453,9 @@ class StalledRun:
         return lines + [f"... and {len(rest) - MAX_SHOWN} more processes"] * (len(rest) > MAX_SHOWN)
 
     def _describe_state(self, process: int) -> str:
-        text, kind, waits = (
-            self._describe_activity(process),
-            self.classify(process),
-            self.waits_of[process],
-        )
+        text = self._describe_activity(process)
+        kind = self.classify(process)
+        waits = self.waits_of[process]
         if kind is StallKind.DIED:
             return f"{text}, has died"
         if kind is StallKind.STOPPED:

@@ -1,9 +1,9 @@
 """Build the graph of the waits between ranks from recorded operations, without a program.
 
 A rank waits at its first operation that was issued and has not ended. The dumps of the other ranks
-show the ranks that it waits for. Messages from a rank to another rank in a process group are paired
-by their order: the k-th message in the dump of the sender with the k-th one in the dump of the
-receiver. Collectives are paired by their sequence number.
+show for which of them the rank waits. Messages from a rank to another rank in a process group are
+paired by their order: the k-th message in the dump of the sender with the k-th message in the dump
+of the receiver. Collectives are paired by their sequence number.
 """
 
 from __future__ import annotations
@@ -24,11 +24,11 @@ from schedir.hang_diagnosis.flight_recorder import (
     RecordedOperation,
 )
 
-# Collectives that can end on a rank only after all members have issued them.
+# Matches the names of collectives that can end on a rank only after all members have issued them.
 _find_synchronizing: Final = re.compile(
     r"all_?reduce|all_?gather|reduce_scatter|all_?to_?all|barrier"
 ).search
-# Suffixes of collectives whose members may have different sizes.
+# Suffixes of the names of collectives whose members may have tensors of different sizes.
 _UNEVEN_SUFFIXES: Final = (
     "gather",
     "scatter",
@@ -41,13 +41,15 @@ _UNEVEN_SUFFIXES: Final = (
 
 
 class WaitReason(Enum):
-    """The progress of another rank in an operation that has not ended. The values are texts.
+    """The progress of another rank in an operation that has not ended.
+
+    The values are parts of the sentences of a report.
 
     - NO_DUMP: The rank has no dump.
     - NOT_ISSUED: The rank has not issued its side.
     - QUEUED: The rank has issued its side after another operation that has not ended.
     - MISMATCH: The rank has issued an operation that does not match.
-    - ISSUED: The rank has issued its side, and waits for it, too.
+    - ISSUED: The rank has issued its side, and also waits for the operation.
     """
 
     NO_DUMP = "no dump"
@@ -193,7 +195,8 @@ class DistributedJob:
             return other, WaitReason.NO_DUMP, None
         part = self.find_counterpart(rank, op, other)
         if part is None:
-            # If the rank has issued later collectives, the entry of this one was overwritten.
+            # If the rank has issued later collectives, its entry for this collective was
+            # overwritten.
             later = (
                 not op.is_message
                 and self._last_collective_number(other, op.group) > op.sequence_number
@@ -212,8 +215,8 @@ class DistributedJob:
             if op.is_message:
                 found.append(PendingOperation(rank, op, *self._find_wait_reason(rank, op, op.peer)))
                 continue
-            # All ranks that have issued the same collective wait for the same ranks, so these are
-            # computed once.
+            # All ranks that have issued the same collective wait for the same ranks, so the awaited
+            # ranks are computed once.
             place = self._matching_collectives(rank, op).index(op)
             key = (op.group, op.sequence_number, place, op.kind, op.sizes, op.dtypes)
             if key not in self._cached_waits:
@@ -233,9 +236,10 @@ class DistributedJob:
 
     @property
     def cycle(self) -> tuple[PendingOperation, ...]:
-        """The waits around a cycle of ranks, each for the next one, or empty if there is no cycle.
+        """The waits around a cycle of ranks, or empty if there is no cycle.
 
-        The search starts at the lowest rank that reaches a cycle.
+        Each rank waits for the next rank. The search starts at the lowest rank that reaches a
+        cycle.
         """
         left = {
             rank: [w for w in own if w.reason in _BLOCKING_REASONS]
@@ -274,8 +278,8 @@ class DistributedJob:
     def old_dump_ranks(self) -> tuple[int, ...]:
         """The ranks whose dumps are older than others.
 
-        An operation has ended on another rank, but is not issued yet in such a dump. It cannot end
-        before all its ranks have issued it.
+        An operation has ended on another rank, but is not issued yet in such a dump. The operation
+        cannot end before all its ranks have issued it.
         """
         found: set[int] = set()
         ended: dict[RecordedGroup, int] = defaultdict(int)

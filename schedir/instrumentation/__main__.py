@@ -1,7 +1,7 @@
 """Run a program with its trainers instrumented: `python -m schedir.instrumentation train.py ARGS`.
 
-The program is a file, or a module after `-m`. A launcher takes it as one more option:
-`torchrun --nproc-per-node 2 -m schedir.instrumentation -m torchtitan.train ARGS`.
+The program is a file, or a module after `-m`. With a launcher, `-m schedir.instrumentation` comes
+before the program: `torchrun --nproc-per-node 2 -m schedir.instrumentation -m torchtitan.train`.
 """
 
 from __future__ import annotations

@@ -4,8 +4,8 @@ DeepSpeed's instructions have the number of a buffer, but not of a microbatch. E
 instruction runs in the order of microbatches (`TrainSchedule._step_to_micro_batch`). So the k-th
 instruction of a kind is that of microbatch k. Its buffer must be the buffer of microbatch k.
 
-Sends and receives block, so one range contains both post and wait. DualPipeV queues sends and
-receives. `CommitP2P` then issues all of them as a batch, and waits.
+Sends and receives block, so one range contains both post and wait. Only in DualPipeV, sends and
+receives are queued. `CommitP2P` then issues all queued messages as a batch, and waits.
 """
 
 from __future__ import annotations
@@ -109,7 +109,10 @@ class _DeepSpeedStep:
             return original(engine, **kwargs)
 
     def make_range(self, kind: str, arguments: dict[str, Any]) -> Any:
-        """Return the range of an instruction. Loads of data and queued messages have none."""
+        """Return the range of an instruction, or an empty context if it has no range.
+
+        Loads of data and queued messages have no range.
+        """
         if kind in _ACTIONS:
             action = self.name_next_action(kind, arguments["buffer_id"], arguments.get("phase", 0))
             if not self.queues_messages or not kind.startswith(("Send", "Recv")):

@@ -11,8 +11,8 @@ from typing import Any, Final
 from schedir.errors import UsageError, describe_exception
 
 # Trainer -> the module that marks it. The module imports the trainer only when it adds its patches.
-# Its PACKAGE is the package to install, ROOT_MODULE the module to import, and SUPPORTED_VERSION a
-# version that works.
+# Its constant PACKAGE names the package to install, and ROOT_MODULE the module to import.
+# SUPPORTED_VERSION is a version that works.
 _MARKERS: Final = {
     "torch": "schedir.instrumentation.torch_pipelining",
     "megatron": "schedir.instrumentation.megatron",
@@ -36,11 +36,11 @@ _INSTRUMENTED: dict[str, _InstrumentedTrainer] = {}
 class Instrumented:
     """The trainers that a call of `instrument` has marked.
 
-    Call `undo`, or use it as a context manager, to remove the marks.
+    Call `undo` to remove the marks, or use the object as a context manager.
 
     Args:
         trainers: The version of each marked package.
-        skipped: The reason why a trainer was not marked, by its name.
+        skipped: The reason why a trainer was not marked, by the name of the trainer.
     """
 
     trainers: dict[str, str] = field(default_factory=dict)
@@ -48,7 +48,10 @@ class Instrumented:
     _names: list[str] = field(default_factory=list)
 
     def undo(self) -> None:
-        """Remove the marks if no other call of `instrument` uses them. Later calls do nothing."""
+        """Remove the marks if no other call of `instrument` uses them.
+
+        A second call of `undo` does nothing.
+        """
         while self._names:
             name = self._names.pop()
             patches = _INSTRUMENTED[name].patches
@@ -87,10 +90,10 @@ def instrument(*trainers: str) -> Instrumented:
 
     Args:
         trainers: "torch" (torch.distributed.pipelining), "megatron" (Megatron-LM), or "deepspeed"
-            (its PipelineEngine). By default all installed ones are imported and marked.
+            (its PipelineEngine). By default all installed trainers are imported and marked.
 
     Returns:
-        The marked trainers, with the reasons why others were skipped.
+        The marked trainers, with the reasons why other trainers were skipped.
 
     Raises:
         UsageError: A name is unknown. Or a given trainer is not installed, cannot be imported, or

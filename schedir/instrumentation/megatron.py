@@ -82,8 +82,8 @@ class _MegatronStep:
     def name_message(self, direction: str, tensor: Any) -> str:
         """Return the name of a message, and tag a tensor that is received.
 
-        `direction` is that of the parameter `tensor_{direction}` of `_p2p_ops`, such as
-        `send_next`.
+        `direction`, such as `send_next`, is from the name of the parameter `tensor_{direction}` of
+        `_p2p_ops`.
         """
         if direction.startswith("recv"):
             at = next(self.activations if direction == "recv_prev" else self.gradients, None)
@@ -142,12 +142,13 @@ def _run_schedule(
         )
         return original(*args, **kwargs)
     rank, ranks = _pipeline_position(schedules, original, given)
-    chunks, table = len(model), [(mb, 0) for mb in range(given["num_microbatches"])]
+    chunks = len(model)
+    table = [(mb, 0) for mb in range(given["num_microbatches"])]
     if chunks > 1:
         group = config.microbatch_group_size_per_vp_stage
         table = schedules.get_schedule_table(given["num_microbatches"], chunks, group)
-    # A message from the last rank to the first one enters the next chunk. The ends of the model
-    # have no messages.
+    # A message from the last rank to the first rank enters the next chunk. The first stage receives
+    # no activations, and the last stage receives no gradients.
     forwards = [(chunk + (rank == 0), mb) for mb, chunk in table]
     backwards = [(chunks - 1 - chunk - (rank == ranks - 1), mb) for mb, chunk in table]
     step = _MegatronStep(

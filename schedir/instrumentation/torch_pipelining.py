@@ -1,9 +1,9 @@
 """Mark the actions of torch.distributed.pipelining 2.13 that its schedules do not mark.
 
-`_PipelineScheduleRuntime` and its subclasses mark each action. They do not mark the waits for
-messages, which are in the forward or backward that needs them. `ScheduleGPipe` marks a forward with
-its messages and waits as one range, and `Schedule1F1B` marks nothing. All of them call the same
-methods of a stage, and post messages with `_batch_p2p`.
+`_PipelineScheduleRuntime` and its subclasses mark each action, but not the wait for a message. This
+wait is inside the forward or backward that needs the message. `ScheduleGPipe` marks a forward with
+its messages and waits as one range, and `Schedule1F1B` marks nothing. All these schedules call the
+same methods of a stage, and post messages with `_batch_p2p`.
 """
 
 from __future__ import annotations
@@ -105,8 +105,8 @@ def _run_step(
 ) -> Any:
     if not is_profiling():
         return original(schedule, *args, **kwargs)
-    # A schedule may run inside a forward or a loss of another one, for example as a teacher. Such
-    # an inner schedule is not marked.
+    # A schedule may run inside a forward or a loss of another schedule, for example as a teacher.
+    # Such an inner schedule is not marked.
     inside = _CURRENT_STEP.get() is not None
     step = (
         None if inside else _TorchStep(isinstance(schedule, runtime), schedule._loss_fn is not None)

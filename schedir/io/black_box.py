@@ -9,8 +9,8 @@ of a failure. Each word is written by one thread only. Times are those of CLOCK_
 nanoseconds, which all processes of a machine share.
 
 For each instruction, the dispatch loop writes two words: the index of the instruction in the
-Stream, and its start time. A host runs its Stream in order, so this index is its position on every
-lane. Earlier instructions have ended, and later ones have not begun.
+Stream, and its start time. Without a GPU, a host runs its Stream in order. So this index is the
+position of every lane: earlier instructions have ended, and later ones have not begun.
 
 A GPU runs instructions later than its host issues them. The words from `FIRST_LANE_FIELD` on have,
 for each lane of a GPU, the index of the first instruction that has not ended.
@@ -45,7 +45,8 @@ FILE_FORMAT: Final = 0x5343_4845_4402  # identifies the format and its version
 NOTE_OFFSET: Final = 1024
 REASON_OFFSET: Final = 2048
 
-# Indices of words. The dispatch loop writes these two often, so they have their own cache line.
+# Indices of words. The dispatch loop writes the two POSITION words often, so they have their own
+# cache line.
 POSITION_FIELD: Final = 16
 POSITION_TIME_FIELD: Final = 17
 FIRST_LANE_FIELD: Final = 40
@@ -137,7 +138,7 @@ class ProcessPhase(IntEnum):
 
 
 class BlackBox:
-    """The black box of the current process, which writes it.
+    """The black box to which the current process writes.
 
     If the file cannot be created, the black box uses anonymous memory, which no other process can
     read.
@@ -168,16 +169,14 @@ class BlackBox:
         self.memory = _map_memory(path)
         self.values = memoryview(self.memory).cast("q")
         pid = os.getpid()
-        self.values[BlackBoxField.RUN_ID], self.values[BlackBoxField.NAMESPACE_ID] = (
-            compute_run_id(os.getppid()),
-            compute_namespace_id(),
-        )
-        self.values[BlackBoxField.PROCESS], self.values[BlackBoxField.WORLD_SIZE] = process, world
-        self.values[BlackBoxField.TP], self.values[BlackBoxField.DP] = tp, dp
-        self.values[BlackBoxField.PID], self.values[BlackBoxField.START_TIME] = (
-            pid,
-            _read_start_time(pid),
-        )
+        self.values[BlackBoxField.RUN_ID] = compute_run_id(os.getppid())
+        self.values[BlackBoxField.NAMESPACE_ID] = compute_namespace_id()
+        self.values[BlackBoxField.PROCESS] = process
+        self.values[BlackBoxField.WORLD_SIZE] = world
+        self.values[BlackBoxField.TP] = tp
+        self.values[BlackBoxField.DP] = dp
+        self.values[BlackBoxField.PID] = pid
+        self.values[BlackBoxField.START_TIME] = _read_start_time(pid)
         self.values[BlackBoxField.PHASE_TIME] = self.values[BlackBoxField.HEARTBEAT] = (
             monotonic_ns()
         )
@@ -191,11 +190,9 @@ class BlackBox:
             step: The step, from 1. 0 outside of steps.
         """
         words = self.values
-        words[BlackBoxField.STEP], words[BlackBoxField.PHASE], words[POSITION_FIELD] = (
-            step,
-            phase,
-            0,
-        )
+        words[BlackBoxField.STEP] = step
+        words[BlackBoxField.PHASE] = phase
+        words[POSITION_FIELD] = 0
         words[BlackBoxField.PHASE_TIME] = words[POSITION_TIME_FIELD] = monotonic_ns()
         words[BlackBoxField.PHASE_COUNT] += 1
 
@@ -250,8 +247,8 @@ def _map_memory(path: Path | None) -> mmap.mmap:
     except OSError:
         return mmap.mmap(-1, FILE_SIZE)
     try:
-        # Writing zeros allocates the disk space. Without it, a store to a page for which a full
-        # disk has no space kills the process (SIGBUS).
+        # Writing zeros allocates the disk space now. Otherwise, if the disk is full later, a store
+        # to a page without disk space kills the process (SIGBUS).
         if os.write(file, bytes(FILE_SIZE)) == FILE_SIZE:
             return mmap.mmap(file, FILE_SIZE)
     except OSError:
@@ -294,12 +291,12 @@ class BlackBoxSnapshot:
 
     @property
     def phase(self) -> ProcessPhase:
-        """The phase of the process. A number above the largest phase counts as that phase."""
+        """The phase of the process. A number above the largest phase gives the largest phase."""
         return ProcessPhase(min(max(self[BlackBoxField.PHASE], 0), max(ProcessPhase)))
 
     @property
     def note(self) -> str:
-        """The location in the code at which the process stayed, "" if it made progress."""
+        """The location in the code at which the process is stuck, "" if it makes progress."""
         return self._read_text(NOTE_OFFSET, REASON_OFFSET)
 
     @property
@@ -331,7 +328,7 @@ class BlackBoxSnapshot:
         return max(self.read_time - self[BlackBoxField.HEARTBEAT], 0) / 1e9
 
     def find_lane_position(self, lane: Lane) -> int:
-        """Return the index in the Stream of the first instruction of a lane that has not ended.
+        """Return the index in the Stream of a lane's first instruction that has not ended.
 
         Args:
             lane: The lane. Without a GPU, all lanes have the position of the host.

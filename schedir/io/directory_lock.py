@@ -28,8 +28,8 @@ class LockHeldError(Exception):
 class DirectoryLock:
     """A lock of the operating system on an open file.
 
-    The system releases the lock when the last process that has the file open closes it or dies. A
-    lock file that remains without a process does not lock anything.
+    The system releases the lock when the last process that has the file open closes it or dies. If
+    the file remains after that, it does not lock anything.
 
     Args:
         path: The lock file. It need not exist.
@@ -74,7 +74,7 @@ class DirectoryLock:
                     return error.strerror or "no locks"
                 self._close()
                 raise
-            # The previous owner removed the file after it was opened here. Try again.
+            # The previous owner removed the file after this process opened it. Try again.
             self._close()
 
     def release(self) -> None:

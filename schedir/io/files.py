@@ -14,7 +14,7 @@ from typing import BinaryIO, Final
 from schedir.errors import UsageError, describe, format_bytes
 
 MAX_TEXT_BYTES: Final = 2**28  # bytes of a text file: a larger one is probably a mistake
-_READ_SIZE: Final = 2**20  # bytes of one read: memory use grows with the bytes that were read
+_READ_SIZE: Final = 2**20  # bytes of one read, so that memory grows only with the bytes that exist
 _SPECIAL_FILE_KINDS: Final = (
     (stat.S_ISDIR, "a folder"),
     (stat.S_ISFIFO, "a pipe"),
@@ -44,7 +44,7 @@ def open_regular_file(path: str | Path) -> BinaryIO:
         mode = os.stat(require_path(path)).st_mode
         if kind := next((kind for is_a, kind in _SPECIAL_FILE_KINDS if is_a(mode)), ""):
             raise UsageError(f"cannot read {path}: it is {kind}, not a regular file")
-        # The file may have become a pipe since the check. O_NONBLOCK opens that without waiting.
+        # The file may have become a pipe since the check. O_NONBLOCK opens a pipe without waiting.
         return os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb")
     except OSError as error:
         raise UsageError(f"cannot read {path}: {error.strerror}") from None
@@ -190,7 +190,7 @@ _WRITING_COMMANDS: Final = {
 
 
 def require_suffix(output: str, subject: str, suffix: str) -> None:
-    """Raise UsageError if the file of the option `-o` does not have a suffix.
+    """Raise UsageError if the file of the option `-o` does not end in a given suffix.
 
     Args:
         output: The file.

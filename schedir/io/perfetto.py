@@ -41,7 +41,8 @@ def to_json(timeline: Timeline) -> str:
 
     Each rank is a process, and its lanes are threads: compute, idle, and the communication lanes.
     The idle thread shows the cause of every idle interval. A lane of transfers has separate threads
-    for incoming and outgoing ones. It has more threads if transfers overlap. A message is an arrow.
+    for incoming and outgoing transfers. It has more threads if transfers overlap. A message is an
+    arrow.
     Activations in flight, unsharded stages and memory are counters. A pair of instructions that run
     together is one slice.
 
@@ -101,12 +102,10 @@ class _Tracks:
     """The track of each span, and its start and end in integer nanoseconds."""
 
     def __init__(self, timeline: Timeline) -> None:
-        self.timeline, spans = timeline, timeline.spans
+        self.timeline = timeline
         self.idle = idleness(timeline)
-        self.start, self.end = (
-            self._to_nanoseconds(spans["start"]),
-            self._to_nanoseconds(spans["end"]),
-        )
+        self.start = self._to_nanoseconds(timeline.spans["start"])
+        self.end = self._to_nanoseconds(timeline.spans["end"])
         # The second instruction of a pair shares the slice of the first.
         self.second_of_pair = timeline.is_second_of_pair
         # (rank, track) -> thread id. Thread ids are unique over all ranks, and differ from the
@@ -135,7 +134,7 @@ class _Tracks:
         return self.thread_ids.setdefault((rank, name), self.timeline.ranks + len(self.thread_ids))
 
     def _assign_spans(self) -> list[int]:
-        """Return the first thread of the lane of each span that is free when the span starts."""
+        """Return a thread of its lane for each span: the first that is free at the span's start."""
         spans = self.timeline.spans
         # (rank, track) -> the time from which each thread is free.
         free: dict[tuple[int, str], list[int]] = defaultdict(list)

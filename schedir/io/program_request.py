@@ -63,7 +63,7 @@ def _make_conflict_error(source: str, field: Field, actual: str, specified: str)
 
 
 def _refuse_forms_with_sizes(program: Program, sizes: Sizes) -> None:
-    """Raise UsageError if the program changes messages to a size that a cluster ignores."""
+    """Raise UsageError if messages change to a form whose size `--cluster` does not use."""
     for op in program.used_opcodes & {*FORM_CHANGE_OPS}:
         size = FORMS[INSTRUCTIONS[op].form or 0].size
         if size and getattr(sizes, size) is not None:
@@ -80,16 +80,17 @@ def _refuse_forms_with_sizes(program: Program, sizes: Sizes) -> None:
 class Request:
     """A source and the options with which its program is compiled or predicted.
 
-    By default, a lowered program in a file is not changed. An option that contradicts it raises the
-    error of `make_conflict_error`. `lower_drafts` and `relower` change this.
+    By default, a lowered program in a file is not changed. For an option that contradicts this
+    program, the request raises the error that `make_conflict_error` returns. `lower_drafts` and
+    `relower` allow options that change the program.
 
     Args:
         source: The schedule, program or run.
         specified: The fields of the shape and of the program that the user set, by name.
         defaults: Values for the fields of a schedule's shape that are not in `specified`. `ranks`
-            and `microbatches` must be in one of the two.
+            and `microbatches` must be in `specified` or in `defaults`.
         costs: Costs of a prediction, per stage and microbatch. None uses the defaults of `Costs`.
-        cluster: Computes the costs that `costs` does not have, in seconds.
+        cluster: The cluster. It computes the costs that `costs` does not specify, in seconds.
         sizes: Sizes of a prediction, per stage and microbatch.
         progress_model: The progress model. None means that the user did not set it.
         blocking_hosts: As for `compile`.
@@ -101,12 +102,13 @@ class Request:
         lower_drafts: Lower a draft in a file, with the attributes in `specified`. A lowered program
             in a file shares buffers as `buffer_sharing` requires.
         relower: Extract the compute of any program in a file, and lower it again. Options that are
-            not set are inferred from the file, except `overlap`. The timeline of a run is then a
-            prediction. It uses `costs`, or else the mean times of the run.
+            not set are inferred from the file, except `overlap`. If the file has a run, `timeline`
+            is then a prediction with `costs`, or with the mean times of the run if `costs` is None.
         for_comparison: Compare schedules of one model that may have different numbers of stages.
-            `costs`, `sizes`, `frozen_stages` and `stage_segments` are then for one stage per rank.
-            `costs` and `sizes` may also be lists with any number of stages. All are converted to
-            the stages of the shape. `stages_per_rank` is ignored for a schedule that cannot use it.
+            `costs`, `sizes`, `frozen_stages` and `stage_segments` are then values for a model with
+            one stage per rank. `costs` and `sizes` may also be lists with one entry per stage, for
+            any number of stages. All these values are converted to the stages of the shape.
+            `stages_per_rank` is ignored for a schedule that cannot use it.
         unit: The unit of `costs`, as in `Timeline`.
         make_conflict_error: Called with the source, the field, the value in the file and the
             specified value. It returns the error to raise.
@@ -206,8 +208,8 @@ class Request:
         shape, loaded, options = self.shape, self.source.schedule_or_program, dict[str, Any]()
         if not isinstance(loaded, Program):
             if not self.draft:  # refuse a large shape before the schedule is expanded
-                # All built-in schedules except `forward_only` have a backward. It is unknown for
-                # the schedule of a user.
+                # All built-in schedules except `forward_only` have a backward. Whether a user's
+                # schedule has one is unknown here.
                 training = [
                     s for name, s in get_built_in_schedules().items() if name != "forward_only"
                 ]
@@ -238,7 +240,7 @@ class Request:
             self._require_compute_only()
             return loaded
         options |= {"overlap": self.overlap, **self.compile_options}
-        if self.for_comparison:  # The options must fit any number of stages.
+        if self.for_comparison:  # Adapt the options to the number of stages of this schedule.
             options = adapt_options(options | self._segment_options, loaded.shape)
         if self.buffer_sharing is not None:
             options["buffer_sharing"] = self.buffer_sharing
@@ -269,8 +271,8 @@ class Request:
     def timeline(self) -> Timeline:
         """The prediction for the program, or the run in a file.
 
-        If `prediction_costs` is not None, a run in a file is predicted with them, in the unit of
-        the run.
+        If `prediction_costs` is not None, a prediction with these costs replaces the run in a file.
+        The prediction has the unit of the run.
 
         Raises:
             UsageError: An option contradicts the run.
@@ -331,7 +333,7 @@ class Request:
 
     @property
     def _resolved_progress_model(self) -> ProgressModel:
-        """The progress model that the user set, or its default.
+        """The progress model that the user set, or else the default.
 
         With `relower`, the default is the model of the run in the file. Otherwise it is
         "per_device".
@@ -345,9 +347,10 @@ class Request:
 
     @property
     def proven_progress_model(self) -> ProgressModel:
-        """The specified progress model, or else one for which the program is already proven.
+        """The specified progress model, or else one without deadlock for this program.
 
-        This is "per_device", or another model if the program of a run is proven only for others.
+        Without a specified model this is "per_device". If the program of a run is proven free of
+        deadlock only for other models, this is one of those.
         """
         proven = (
             {proof.progress_model for proof in self.source_timeline.program.proofs}
@@ -383,10 +386,8 @@ class Request:
             split = self.for_comparison and f.name in ("stages_per_rank", "placement")
             if f.name not in self.specified or free or split:
                 continue
-            specified, actual = (
-                f.field_type.resolve(f.name, self.specified[f.name], program.shape),
-                f.get_value(program),
-            )
+            specified = f.field_type.resolve(f.name, self.specified[f.name], program.shape)
+            actual = f.get_value(program)
             # In a comparison, the user counts microbatches before their division into chunks.
             if self.for_comparison and f.name == "microbatches":
                 actual = program.unsegmented_shape.microbatches
@@ -451,8 +452,8 @@ class Request:
     def program_costs(self) -> Costs:
         """The costs of each stage for the compiled program.
 
-        An offload of a recomputed microbatch moves only the saved inputs. The cluster computes its
-        cost from their size.
+        An offload of a recomputed microbatch moves only the saved inputs. The cluster computes the
+        cost of this offload from the size of these inputs.
         """
         program = self.program
         if self.cluster is not None and "send" not in (self.costs or Costs()).specified:
@@ -515,15 +516,13 @@ class Request:
     def _split_over_stages(self, values: _CostsOrSizes) -> _CostsOrSizes:
         """Convert costs or sizes for one stage per rank to the stages and chunks of the program.
 
-        Without `for_comparison`, they are per stage already, and are returned unchanged.
+        Without `for_comparison`, the values are already per stage, and are returned unchanged.
         """
         if not self.for_comparison:
             return values
         shape, segments, chunks = self._unsegmented_shape
-        segments, chunks = (
-            self._segment_options.get("stage_segments", segments),
-            chunks * self.compile_options.get("microbatch_chunks", 1),
-        )
+        segments = self._segment_options.get("stage_segments", segments)
+        chunks = chunks * self.compile_options.get("microbatch_chunks", 1)
         shared = {k: c for k in SHARED_FIELDS if (c := getattr(values, k, None)) is not None}
         values = replace(
             values,
@@ -538,7 +537,8 @@ class Request:
     def _find_unsegmented_shape(self, shape: PipelineShape) -> UnsegmentedShape:
         """Return the shape before stages are split into segments and microbatches into chunks.
 
-        The segment boundaries and chunks are set by the user, or else by the program.
+        The segment boundaries and the number of chunks are those that the user set, or else those
+        of the program.
         """
         program = (
             self.source.schedule_or_program
@@ -556,7 +556,7 @@ class Request:
 
     @property
     def _segment_options(self) -> dict[str, Any]:
-        """The option `stage_segments` per stage, from the value per rank. Empty if not set."""
+        """The option `stage_segments`, converted to values per stage. Empty if it is not set."""
         segments, shape = self.compile_options.get("stage_segments"), self.shape
         if segments is not None and max(self._unsegmented_shape.segments_per_stage) > 1:
             raise UsageError(

@@ -139,7 +139,7 @@ def suggest_source(source: str) -> str:
 
 
 def suggest_separator(source: str) -> str:
-    """Return a hint for schedules with commas, or for a cost or a size after a space.
+    """Return a hint for commas between schedules, or for a space before a cost or a size.
 
     Args:
         source: The name of the source.

@@ -99,7 +99,8 @@ def format_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     wide = sum(_measure_columns(heads, rows)) + 3 * gaps
     if sys.stdout.isatty() and wide >= get_terminal_size().columns:
         gap, heads = "  ", [name.split() for name in headings]
-    widths, high = _measure_columns(heads, rows), max(map(len, heads))
+    widths = _measure_columns(heads, rows)
+    high = max(map(len, heads))
 
     def line(cells: Sequence[str]) -> str:
         padding = [

@@ -41,13 +41,11 @@ from schedir.verify.check import check
 FORMAT_VERSION: Final = 1
 TIMELINE_SUFFIX: Final = ".timeline"
 MAX_INSTRUCTIONS: Final = 2**24  # bounds the memory that a file can request
-_HEADER_FILE, _PROGRAM_FILE, _START_FILE, _END_FILE = (
-    "header.json",
-    "program.sched",
-    "start.npy",
-    "end.npy",
-)
-_EXTRA_PROGRAM_BYTES = 2**16  # the most bytes of a program's text without its instructions
+_HEADER_FILE = "header.json"
+_PROGRAM_FILE = "program.sched"
+_START_FILE = "start.npy"
+_END_FILE = "end.npy"
+_EXTRA_PROGRAM_BYTES = 2**16  # limit for a program's text, without the lines of its instructions
 _MAX_HEADER_BYTES = 2**23  # A header may have a size per stage and microbatch.
 
 
@@ -61,7 +59,8 @@ def save_timeline(timeline: Timeline, path: str | Path) -> None:
         path: The file.
 
     Raises:
-        UsageError: The file cannot be written, or the sizes are too many or not finite.
+        UsageError: The file cannot be written, `timeline.sizes` has too many numbers, or a size or
+            the clock error is not finite.
 
     Example:
         >>> from pathlib import Path
@@ -135,7 +134,7 @@ def load_timeline(path: str | Path) -> Timeline:
         The timeline, with a checked program.
 
     Raises:
-        TraceError: The file is not a Timeline.
+        TraceError: The file is not a Timeline, or an effect comes before its cause in a prediction.
         UsageError: The file cannot be read.
         SchedirError: `from_text` or `check` refuses the program.
 
@@ -193,9 +192,9 @@ class _TimelineReader:
     def read_timeline(self) -> Timeline:
         header = self._read_header()
         n = header["instructions"]
-        # The sizes of the times are checked first. They limit the number of instructions, because
-        # one line of a program's text can expand to millions. float32 times pass this check, but
-        # `_read_times` refuses them.
+        # The sizes of the two members with times are checked first. They limit the number of
+        # instructions, because one line of a program's text can expand to millions of instructions.
+        # float32 times pass this check, but `_read_times` refuses them.
         self._require_size(_START_FILE, 8 * n + 1024, 4 * n)
         self._require_size(_END_FILE, 8 * n + 1024, 4 * n)
         self._require_size(_PROGRAM_FILE, 32 * n + _EXTRA_PROGRAM_BYTES)
@@ -208,7 +207,8 @@ class _TimelineReader:
             raise TraceError("the digest of the program differs from the digest in the header")
         model, blocks = header["progress_model"], header["blocking_hosts"]
         program = check(program, model, blocking_hosts=blocks)
-        start, end = self._read_times(_START_FILE, n), self._read_times(_END_FILE, n)
+        start = self._read_times(_START_FILE, n)
+        end = self._read_times(_END_FILE, n)
         _require_valid_times(program, start, end)
         spans = build_spans(program, start, end)
         timeline = Timeline(
@@ -229,7 +229,9 @@ class _TimelineReader:
         model = header.get("progress_model", header.get("model"))  # older files have "model"
         model = header["progress_model"] = get_current_value("progress_model", str(model))
         header.setdefault("blocking_hosts", header.get("blocks", False))
-        n, unit, error = header.get("instructions"), header.get("unit"), header.get("clock_error")
+        n = header.get("instructions")
+        unit = header.get("unit")
+        error = header.get("clock_error")
         sound = {
             "instructions": type(n) is int and 0 <= n <= MAX_INSTRUCTIONS,
             "digest": isinstance(header.get("digest"), str),
@@ -254,7 +256,7 @@ class _TimelineReader:
         return header
 
     def _require_size(self, name: str, max_bytes: int, min_bytes: int = 0) -> None:
-        """Raise TraceError if a member states an invalid size, or is not deflated or stored."""
+        """Raise TraceError if the archive lists an invalid size or compression for a member."""
         info = self.archive.getinfo(name)
         if not min_bytes <= info.file_size <= max_bytes:
             raise TraceError(f"{name} has {info.file_size} bytes, not {min_bytes} to {max_bytes}")
@@ -264,7 +266,7 @@ class _TimelineReader:
     def _read_member(self, name: str) -> bytes:
         """Return the bytes of a member.
 
-        Because of zip bombs, this reads at most one byte more than the stated size.
+        This reads at most one byte more than the size that the archive lists, because of zip bombs.
         """
         info = self.archive.getinfo(name)
         with self.archive.open(info) as member:
@@ -308,7 +310,10 @@ def _parse_sizes(value: Any, shape: PipelineShape) -> Sizes | None:
 def _require_valid_times(
     program: Program, start: NDArray[np.float64], end: NDArray[np.float64]
 ) -> None:
-    """Raise TraceError if an instruction ends before it starts, or computes of a rank overlap."""
+    """Raise TraceError if an instruction ends too early, or compute instructions overlap.
+
+    An end must not come before its start. Compute instructions of one rank must not overlap.
+    """
     if (end < start).any():
         k = int((end < start).argmax())
         raise TraceError(f"instruction {k} has the end {end[k]:g} before its start {start[k]:g}")

@@ -1,4 +1,4 @@
-"""Read the tables of a TOML file, with errors of one sentence."""
+"""Parse TOML, and raise errors with the line and column of a problem."""
 
 from __future__ import annotations
 
@@ -9,7 +9,8 @@ from typing import Any, Final
 from schedir.errors import ConfigError
 
 MAX_TOML_BYTES: Final = 2**18  # bytes: a configuration that a user writes is shorter
-# For a key with n dots, tomllib creates n keys of up to n parts. The limit bounds their memory.
+# For a key with n dots, tomllib creates n keys of up to n parts. The limit bounds the memory of
+# these keys.
 MAX_DOTS_PER_LINE: Final = 1000
 
 
@@ -44,7 +45,7 @@ def parse_toml(text: str, location: str) -> dict[str, Any]:
 
 
 def _make_toml_error(text: str, location: str, message: str) -> ConfigError:
-    """Return a ConfigError for an error of tomllib, with the line and column of its message."""
+    """Return a ConfigError for an error of tomllib, with the line and column in `message`."""
     match = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", message, re.S)
     fact, line, column = match.groups() if match else (message, None, None)
     lines = text.split("\n")

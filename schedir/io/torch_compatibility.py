@@ -119,7 +119,8 @@ def require_torch_pair(program: Program, rank: int, index: int) -> None:
             instruction.
 
     Raises:
-        GroupError: The two are not a forward and a backward, or more than two are joined.
+        GroupError: The two instructions are not a forward and a backward, or more than two are
+            joined.
     """
     stream = program.streams[rank]
     both = [stream[k].op for k in range(max(index - 1, 0), index + 1)]

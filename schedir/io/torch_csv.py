@@ -59,10 +59,10 @@ from schedir.ir.program import (
 
 __all__ = ["from_csv", "to_csv"]
 
-# The first format, compute only, is the same in all versions of torch. The second has the name of a
-# version of torch, because its actions differ between versions. REDUCE_GRAD was added late in 2025
-# (pytorch PR 166449). Without it, torch does not scale gradients. Waits are being added (PRs
-# 194121, 196725).
+# The first format, compute only, is the same in all versions of torch. The second is named after a
+# version of torch, because the actions with transfers differ between versions. torch added
+# REDUCE_GRAD late in 2025 (pytorch PR 166449). Without REDUCE_GRAD in the file, torch does not
+# scale gradients. torch is adding waits (PRs 194121, 196725).
 CSV_FORMATS: Final = ("torch", "torch-2.13")
 
 _O = Opcode
@@ -90,8 +90,8 @@ IGNORED_ACTIONS: Final = {
     "WAIT_SEND_B": True,
     "WAIT_REDUCE_GRAD": False,
 }
-# Action -> its word without stage and microbatch (None if it is ignored), and True if it has a
-# microbatch.
+# Action -> the word of its instruction without stage and microbatch (None if the action is
+# ignored), and True if the action has a microbatch.
 _ACTION_WORDS: Final[dict[str, tuple[int | None, bool]]] = {
     **{
         action: (int(op) << OP_SHIFT, INSTRUCTIONS[op].scope is Scope.MICROBATCH)
@@ -114,11 +114,11 @@ def to_csv(program: Program, csv_format: str = "torch") -> str:
     the actions that FSDP needs. All versions of torch read this format.
 
     The format "torch-2.13" also has the transfers and reductions of the program. torch loads it
-    with format="compute_comms". A program with zero 3 is for stages with FSDP, other programs are
+    with format="compute_comms". A program with zero 3 is for stages with FSDP. Other programs are
     for stages without FSDP. With zero 3, the file has UNSHARD and RESHARD where the program has
     Unshard and Reshard. torch also needs an unsharded stage for W and REDUCE_GRAD. If the program
-    does not provide that, UNSHARD and RESHARD are placed again, with the same number of unsharded
-    stages.
+    has sharded the stage by then, `to_csv` places all UNSHARD and RESHARD again, with the same
+    number of unsharded stages.
 
     Instructions without an action are left out: scatters and gathers, because torch sends full
     activations; optimizer steps; and moves of a value between tiers.
@@ -245,7 +245,7 @@ def from_csv(
 
     Ranks, stages, microbatches and the placement are inferred. A file that was cut off after some
     rows may give a program of fewer ranks. An error is raised only if the transfers or the
-    placement show the cut. Give `ranks` to always detect it.
+    placement show that rows are missing. Set `ranks` to detect missing rows in all cases.
 
     A CSV without transfers gives a draft. Its reductions are left out, because `schedir.compile`
     adds all of them. Waits are ignored. The program is not checked: use `check` for that.
@@ -387,7 +387,8 @@ class _CsvReader:
             right = f"{match[1][:9]}{kind}{'0' * each}"
             why = "needs a microbatch" if each else "has no microbatch"
             raise location.make_error(f"{_shorten(text)}: {kind} {why}, as in {right}")
-        stage, mb = int(match[1][:10]), int(match[3][:10] or 0)
+        stage = int(match[1][:10])
+        mb = int(match[3][:10] or 0)
         if len(match[1]) > 9 or stage >= MAX_STAGES:
             raise location.make_error(f"{_shorten(text)}: at most {MAX_STAGES} stages are allowed")
         if len(match[3]) > 9 or mb >= MAX_MICROBATCHES:
@@ -414,7 +415,7 @@ class _CsvReader:
         return word | mb
 
     def infer_shape(self) -> PipelineShape:
-        """Return the smallest shape that contains all cells. Each of its stages needs a cell."""
+        """Return the smallest shape that contains all cells. Each stage must have a cell."""
         last = max(self.stage_cells)
         for stage in range(last):
             if stage not in self.stage_cells:

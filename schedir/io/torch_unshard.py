@@ -23,8 +23,8 @@ def fit_unshards_to_torch(row: list[str], unsharded_stages: int) -> list[str]:
         unsharded_stages: The largest number of stages that may be unsharded at the same time.
 
     Returns:
-        `row` itself if every stage is unsharded at each of its uses. Otherwise the cells with
-        UNSHARD and RESHARD placed again.
+        `row` itself if every stage is unsharded at each of its uses. Otherwise the cells with new
+        positions of UNSHARD and RESHARD.
 
     Example:
         >>> fit_unshards_to_torch(["0UNSHARD", "0F0", "0I0", "0RESHARD", "0W0", "0REDUCE_GRAD"], 1)

@@ -64,7 +64,7 @@ FREEING_OPS: Final[dict[Value, list[tuple[Opcode, PeerRule | None]]]] = {
 
 
 class StaleRead(NamedTuple):
-    """A read of a value after another instruction has freed it or moved it to another state.
+    """A read of a value after another instruction has freed the value or changed its state.
 
     Attributes:
         needer: Position of the instruction that reads the value.
@@ -183,8 +183,9 @@ class Dataflow:
         """Return the positions of the givers of each instruction, shape (rows, instructions).
 
         Row k is for the k-th kind of value in `Row.needs` that the program has.  An entry is -1 if
-        the value exists from the start.  The rows after these are used in two cases: a value has
-        givers on several lanes, or an instruction makes a value again after another one freed it.
+        no instruction gives the value, for example because it exists from the start.  More rows
+        follow in two cases: a value has givers on several lanes, or an instruction makes a value
+        again after another instruction freed it.
         """
         found: list[tuple[int, Positions, Positions]] = []
         for row, needer in self.index.iterate_rows():
@@ -210,10 +211,14 @@ class Dataflow:
         return needs
 
     def find_missing_giver(self) -> tuple[int, Value] | None:
-        """Return the first instruction that needs a value without a giver, and this value, or None.
+        """Return an instruction that needs a value without a giver, and the kind of this value.
 
-        Values with chains are left out, because `stale_reads` covers these values. Instructions
-        that run a stage are left out, because some of their values are optional.
+        Only values that are made once (`ProducerRule.ONCE`) and have no chains are searched.
+        `stale_reads` covers values with chains. Instructions that run a stage are left out, because
+        some of their values are optional.
+
+        Returns:
+            The position of the first such instruction and the kind of value, or None.
         """
         for row, needer in self.index.iterate_rows():
             if row.is_compute:
@@ -228,7 +233,7 @@ class Dataflow:
 
     @property
     def stale_reads(self) -> list[StaleRead]:
-        """Return the reads of values that were freed or changed before and are not made later."""
+        """Return the reads of values that were freed or changed before and are not made again."""
         return self._stale_reads if self.givers.size else []
 
     def find_value(self, needer: int, giver: int) -> Value | None:
@@ -255,7 +260,7 @@ class Dataflow:
     def _find_givers(self, row: Row, value: Value, needer: Positions) -> Iterator[Positions]:
         """Yield the givers of a value for the instructions of a row.
 
-        If givers are on several lanes, each lane yields one array, in the shape of `needer`.
+        If givers are on several lanes, there is one array per lane, in the shape of `needer`.
         """
         rule = VALUES[value].producer_rule
         if rule is ProducerRule.ALL:
@@ -275,7 +280,8 @@ class Dataflow:
     def _find_single_givers(self, row: Row, value: Value, needer: Positions) -> Positions:
         """Return the givers of values that are made once.
 
-        The giver is the last instruction of the value's chain that the program has.
+        `find_possible_givers` lists the opcodes of possible givers. The giver is the instruction
+        with the first of these opcodes that the program has for the value.
         """
         giver = self._find_first_present(
             find_possible_givers(row.op, value), self.index.key[needer]
@@ -288,7 +294,10 @@ class Dataflow:
         return giver
 
     def _find_first_present(self, ops: tuple[Opcode, ...], key: Positions) -> Positions:
-        """Return, for each key, the position of the first of `ops` that exists, or else -1."""
+        """Return, for each key, the position of its instruction, or -1 if there is none.
+
+        If several of `ops` have an instruction with the key, the first opcode of `ops` counts.
+        """
         tables = [op for op in ops if op in self.index.position_by_key]
         if not tables:
             return np.full(len(key), NO_POSITION, np.int32)
@@ -354,8 +363,8 @@ class Dataflow:
     def _find_last_givers(self, row: Row, value: Value, needer: Positions) -> Iterator[Positions]:
         """Yield the last giver on each lane, for values that several instructions add to.
 
-        The givers are those of the needer's stage.  If the row or a giver is per rank, the givers
-        are those of all stages of the rank.
+        The givers are those of the needer's stage.  They are those of all stages of the rank if the
+        row or a giver is per rank, or if the row needs the values of all stages.
         """
         index = self.index
         ops = find_possible_givers(row.op, value)
@@ -395,10 +404,10 @@ class Dataflow:
             yield found
 
     def _find_tied_sums(self, ops: tuple[Opcode, ...], lane: Lane, needer: Positions) -> Positions:
-        """Return the last sum of tied weights on the rank of each instruction.
+        """Return the position of the last `reduce_tied` on the rank of each instruction.
 
-        One such instruction sums all tied weights of its rank.  The result is -1 if the rank has
-        no such sum, or if the instruction's stage has no tied weight.
+        One `reduce_tied` sums the gradients of all tied weights of its rank.  The result is -1 if
+        the rank has no `reduce_tied`, or if the instruction's stage has no tied weight.
         """
         index = self.index
         last = np.full(index.key_count[Scope.RANK], NO_POSITION, np.int32)
@@ -427,7 +436,7 @@ class Dataflow:
         order = giver_keys * span + givers
         sort = np.argsort(order)
         event = np.searchsorted(order[sort], needer_keys * span + needers) - 1
-        near = np.append(sort, 0)[event]  # index -1, no event, reads the appended 0
+        near = np.append(sort, 0)[event]  # without an event, index -1 reads the appended 0
         if not len(givers):
             return np.full(len(needers), NO_POSITION, np.int32)
         fits = (event >= 0) & (giver_keys[near] == needer_keys)
@@ -515,10 +524,10 @@ class Dataflow:
         )
 
     def find_lifetimes(self, value: Value, tier: int = 0) -> ValueLives:
-        """Return the positions that start and end the values of a kind on a memory tier.
+        """Return the lifetimes of the values of one kind on a memory tier.
 
         A value that is offloaded and reloaded has two lifetimes on the device.  If several
-        instructions add to a value, the first of them starts it.
+        instructions add to a value, its lifetime starts with the first of these instructions.
 
         Args:
             value: The kind of value.
@@ -545,7 +554,10 @@ class Dataflow:
         return ValueLives(fill, freed, np.sort(freed), first)
 
     def _find_frees(self, value: Value, fill: Positions) -> Positions:
-        """Return the position that frees each value, for values that are made once, or else -1."""
+        """Return the position of the instruction that frees each value, or -1.
+
+        The values are made once.
+        """
         index = self.index
         freed = np.full(len(fill), NO_POSITION, np.int32)
         for op, hop in FREEING_OPS[value]:
@@ -566,5 +578,6 @@ class Dataflow:
             return ValueStates(*chains.find_state_intervals())
         lives = self.find_lifetimes(value)
         count = len(lives.filled_at)
-        true, zero = np.ones(count, bool), np.zeros(count, np.int64)
+        true = np.ones(count, bool)
+        zero = np.zeros(count, np.int64)
         return ValueStates(lives.filled_at, lives.freed_at, zero, zero + NO_FORM, true, true)

@@ -1,10 +1,10 @@
 """Limits on untrusted input: the number of instructions, and whether code may run.
 
-A shape of a few words may expand to billions of instructions.  A schedule that is given as
+A short text may contain a shape with billions of instructions.  A schedule that is given as
 `file.py:function` is Python code, which runs when schedir loads it.
 
-By default, programs from files and programs of commands have a limit of instructions.  A program
-that Python code builds has no limit by default.  `input_limits` sets one.
+By default, schedir limits the number of instructions of a program from a file or a command.  It
+does not limit a program that Python code builds.  `input_limits` sets another limit.
 """
 
 from __future__ import annotations

@@ -34,8 +34,8 @@ class InstructionIndex:
     For instructions per stage or per rank, the keys of update 0 come first, then those of update 1,
     and so on.  For instructions per occurrence, the occurrence replaces the update.
 
-    Programs that differ only in their slots share one index.  So the slots of `program` may be
-    those of another program.  Do not read them.
+    Programs that differ only in their slots share one index.  So `program` may have other slots
+    than the program that uses the index.  Do not read the slots of `program`.
 
     Args:
         program: The program.
@@ -50,7 +50,7 @@ class InstructionIndex:
         key: Key of each instruction, shape (instructions,).
         key_count: Scope -> number of possible keys.
         occurrences: Number of occurrences of a stage that have keys, at least 1.
-        positions: Opcode -> positions of its valid instructions, ascending.
+        positions: Opcode -> positions of the valid instructions, ascending.
         position_by_key: Opcode -> position of the instruction with each key; -1 if there is none.
         is_all_valid: True if all instructions are valid.
         has_no_duplicates: True if no valid instruction exists twice.
@@ -77,8 +77,8 @@ class InstructionIndex:
             if begin < end
         ]
         numbers = [self.mb[at] for row, at in found if row.scope is Scope.OCCURRENCE]
-        # A wrong program may contain a very large occurrence number.  So the number of instructions
-        # limits the size of the tables.
+        # A wrong program may contain a very large occurrence number.  So the tables have at most as
+        # many occurrences as the program has instructions with the scope OCCURRENCE.
         most = max((int(mb.max()) + 1 for mb in numbers), default=0)
         self.occurrences: int = max(1, min(sum(map(len, numbers)), most))
         self.key_count: dict[Scope, int] = {
@@ -147,7 +147,7 @@ class InstructionIndex:
     def compute_keys(
         self, scope: Scope, positions: NDArray[Any], number: NDArray[Any] | None = None
     ) -> NDArray[np.int64]:
-        """Return the keys per stage or per rank for some instructions.
+        """Return the keys that instructions would have if they were per stage or per rank.
 
         Args:
             scope: `Scope.RANK` for keys of ranks, any other scope for keys of stages.
@@ -187,7 +187,7 @@ class InstructionIndex:
         return update
 
     def find_neighbor_keys(self, peer_rule: PeerRule, positions: NDArray[Any]) -> Positions:
-        """Return the keys of the same microbatches at a neighbouring stage.
+        """Return the keys of the same microbatches at the stages to which a peer rule leads.
 
         Args:
             peer_rule: The rule that leads from the stage of an instruction to the other stage.
@@ -248,13 +248,11 @@ class InstructionIndex:
         return table.take(key + 1, mode="clip")
 
     def find_message_numbers(self) -> Positions:
-        """Return the number of the message that each transfer sends or receives.
-
-        The numbers are those of `Program.message_order`.
+        """Return the number in `Program.message_order` of the message of each transfer.
 
         Returns:
-            The numbers, shape (instructions,); -1 for an instruction that is not a transfer or has
-            no number.
+            The numbers, shape (instructions,); -1 for an instruction that is not a transfer, or
+            whose message has no number.
         """
         number = np.full(len(self), NO_POSITION, np.int32)
         for send, numbers in self.program.message_order.items():

@@ -102,10 +102,11 @@ class Program:
         tp: Size of the tensor-parallel groups that run each Stream.
         dp: Number of data-parallel replicas that run each Stream.
         tied_weights: One tuple for each tied weight, with the stages that have a copy of it,
-            ascending: `((0, 3),)`.  True means the first and the last stage.
+            ascending: `((0, 3),)`.  True means that the first and the last stage share a weight.
         clip_grad_norm: True if gradients are clipped by their global norm.
         frozen_stages: Number of first stages that are not trained.  These stages have no backward,
-            and no gradient is sent to them.  Stage `frozen_stages` has no gradient of its input.
+            and no rank sends a gradient to them.  The first trained stage computes no gradient of
+            its input.
         skips: The skip connections, each as (source stage, target stage): `((0, 5), (1, 4))`.
         norm_check: "before_step": an optimizer step that clips waits for the gradient norm.
             "after_step": the step runs before the norm is known, and does not clip.  If the norm
@@ -115,17 +116,19 @@ class Program:
             state from level 1 on, and a part of the gradients from level 2 on.  At level 3, each
             replica has a part of the weights, which Unshard gathers.
         reduce_scatter_at: When sharded gradients are reduced.  "update_end": once per update.
-            "each_backward": after each run of backwards of a stage, so that full gradients use no
-            memory between these runs.
+            "each_backward": after each sequence of consecutive backwards of a stage, so that
+            unsharded gradients use no memory between these sequences.
         checkpoint_snapshots: True if the program can copy the weights and the optimizer state for
-            a checkpoint while the forwards of a step run, before the step changes them.
+            a checkpoint during the forwards of the next step, before its OptimizerStep changes
+            them.
         optimizer_placement: Memory tier of the optimizer's state between steps.  With "host", each
-            update ends with a load, a step and a store of each trained stage.  With "disk", a read
-            comes before the load, and a write after the store.  With "cpu_step" the state stays on
-            the host, which runs the step: gradients are copied to the host, and weights are copied
-            back (ZeRO-Offload, arXiv 2101.06840).
-        segment_boundaries: "fgfg-fgfg": a letter for each boundary between two stages of the
-            program, if these are segments of the model's stages.  See
+            update ends with ReloadState, StageOptimizerStep and OffloadState for each trained
+            stage.  With "disk", ReadStateFromDisk comes before ReloadState, and WriteStateToDisk
+            after OffloadState.  With "cpu_step", the state stays on the host, which runs the
+            optimizer step.  Gradients are then copied to the host, and weights are copied back
+            (ZeRO-Offload, arXiv 2101.06840).
+        segment_boundaries: A letter for each boundary between two stages of the program, such as
+            "fgfg-fgfg", if the stages of the program are segments of the model's stages.  See
             `schedir/ir/pipeline/stage_segments.py`.
         chunks_per_microbatch: Number of chunks into which each microbatch is divided.  Each chunk
             is a microbatch of the program.
@@ -138,8 +141,8 @@ class Program:
             buffer.
         message_order: Opcode of a send -> the number of each message in the order in which the
             lowering added it, or -1 if there is no message.  The index of an entry is
-            `stage * microbatches + mb`.  This order makes `check` faster, and `check` verifies it.
-            A pass need not update it.
+            `stage * microbatches + mb`.  This order makes `check` faster, and `check` verifies the
+            order.  A pass need not update `message_order`.
 
     Attributes:
         words: The instructions of all Streams, one Stream after the other.
@@ -267,7 +270,7 @@ class Program:
 
     @property
     def slots_per_rank(self) -> Sequence[SlotCounts]:
-        """The numbers of static buffers of each rank, or `SlotCounts.unspecified()` without any."""
+        """The numbers of static buffers of each rank; `SlotCounts.unspecified()` if not given."""
         return self.slots or [SlotCounts.unspecified()] * self.shape.ranks
 
     def with_slots(self, slots: Sequence[SlotCounts]) -> Self:
@@ -328,7 +331,7 @@ class Program:
     def clear_cache(self) -> None:
         """Drop all derived objects, to free memory.
 
-        Call this for a program that is only the input of a pass.
+        Call this for a program that you need only as the input of a pass.
         """
         self._cache.clear()
 
@@ -434,8 +437,8 @@ class Program:
     def has_static_buffers(self, value: Value) -> bool:
         """Return whether `slots` can set the number of buffers for a kind of value.
 
-        It can for values that pass between stages, and for values that an instruction of another
-        lane than compute uses.
+        `slots` can set it for values that pass between stages, and for values that an instruction
+        on a lane other than compute uses.
 
         Args:
             value: The kind of value.
@@ -487,8 +490,9 @@ class Program:
     def first_stage(self, op: int) -> int:
         """Return the first stage that can have instructions with an opcode.
 
-        For backwards, messages with gradients and reductions, this is the first trained stage. For
-        all other opcodes, it is stage 0.
+        For opcodes that only trained stages have (`TRAINED_STAGE_OPS`), this is the first trained
+        stage. Examples are backwards, messages with gradients, and reductions. For all other
+        opcodes, it is stage 0.
 
         Args:
             op: The opcode.
@@ -497,7 +501,7 @@ class Program:
 
     @property
     def trained_ties(self) -> TiedStages:
-        """Return the entries of `tied_weights` that are trained.
+        """Return the entries of `tied_weights` whose stages are trained.
 
         An entry is left out if its first stage is frozen.
         """
@@ -508,7 +512,7 @@ class Program:
         """Return whether each stage adds to every gradient in ascending microbatch order.
 
         The result is False if stages have replicas. Each replica sums the gradients of its
-        microbatches, and adding these sums is another order.
+        microbatches, so that the sum over the replicas has another order.
         """
         if self.shape.placement_rows > 1:
             return False
@@ -527,8 +531,8 @@ class Program:
 
         The name of the program is not included.
         """
-        # Fields without a `digest` function are newer.  They come last, and only if their value is
-        # not the default.  So the digests of older programs stay the same.
+        # Fields without a `digest` function are newer.  The digest contains them last, and only if
+        # their value is not the default.  So the digests of older programs stay the same.
         first = [
             item
             for f in HEADER_FIELDS

@@ -19,6 +19,7 @@ if TYPE_CHECKING:
 Words = NDArray[np.int64]
 
 # The bits of a packed instruction: joined (56), op (48..55), stage (32..47), microbatch (0..31).
+# A joined instruction is issued together with the previous instruction.
 JOINED_BIT: Final = 1 << 56
 OP_SHIFT, STAGE_SHIFT = 48, 32
 _WORD_FIELDS = [("mb", "u4"), ("stage", "u2"), ("op", "u1"), ("joined", "u1")]
@@ -37,7 +38,7 @@ def pack(op: ArrayLike, stage: ArrayLike, mb: ArrayLike) -> Words:
         mb: The microbatches, updates or occurrences.
 
     Returns:
-        The words, shape (instructions,).  No instruction is joined.
+        The words, shape (instructions,).  No instruction is joined to the previous one.
     """
     o, s, m = (np.asarray(x, np.int64) for x in (op, stage, mb))
     return np.atleast_1d(o << OP_SHIFT | s << STAGE_SHIFT | m)
@@ -51,7 +52,7 @@ def replace_opcode(words: Words, op: Opcode) -> Words:
         op: The opcode of the result.
 
     Returns:
-        The words, in the shape of `words`.  No instruction is joined.
+        The words, in the shape of `words`.  No instruction is joined to the previous one.
     """
     return words & ADDRESS_MASK | int(op) << OP_SHIFT
 

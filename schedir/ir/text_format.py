@@ -19,7 +19,8 @@
   `rank 0  act_in 2  act_out 2  grad_in 1  grad_out 1`.
 - `tied_weights yes` means that the first and the last stage share weights. `tied_weights 0=2,1=3`
   lists other stages that share weights.
-- `skips 0=5,1=4` means that a second value passes from stage 0 to stage 5, and one from 1 to 4.
+- `skips 0=5,1=4` means that a skip connection leads from stage 0 to stage 5, and another skip
+  connection from stage 1 to stage 4.
 """
 
 from __future__ import annotations
@@ -58,7 +59,7 @@ from schedir.retired_names import (
 
 FORMAT_VERSION = 1
 _FIELD_BY_NAME = {f.name: f for f in HEADER_FIELDS}
-# A text may have four times the instructions of its shape, plus this number.
+# A text may contain four times as many instructions as its shape needs, plus this number.
 _EXTRA_INSTRUCTIONS = 1000
 
 # ---------------------------------------------------------------- program to text
@@ -149,8 +150,9 @@ def _format_instruction(word: int, step: int) -> str:
 def _fold_repeats(words: Words, period: int) -> Iterator[tuple[int, Words, Words]]:
     """Split a Stream into runs of repeated instructions.
 
-    The search is greedy: it takes the run that saves most instructions from the text, and among
-    equal runs the one with the fewest instructions per repetition.
+    The search is greedy: at each position it takes the run that removes the most instructions from
+    the text.  Among equally good runs, it takes the one with the fewest instructions per
+    repetition.
 
     Yields:
         The number of repetitions, the words of the first repetition, and the number that each
@@ -189,7 +191,7 @@ def _fold_repeats(words: Words, period: int) -> Iterator[tuple[int, Words, Words
 
 
 def _count_repeats(head: Words, mb: Words, i: int, k: int) -> int:
-    """Return how often the k instructions from index i on occur in a row.
+    """Return how often the k instructions from index i on are repeated without a gap.
 
     Each repetition must add the same numbers to the microbatches.
     """
@@ -202,7 +204,8 @@ def _count_repeats(head: Words, mb: Words, i: int, k: int) -> int:
         look = min(look * 2, (len(head) - at) // k)
         if look <= 0:
             return times
-        here, before = slice(at, at + look * k), slice(at - k, at + (look - 1) * k)
+        here = slice(at, at + look * k)
+        before = slice(at - k, at + (look - 1) * k)
         same = (head[here] == head[before]).reshape(look, k)
         same &= (mb[here] - mb[before]).reshape(look, k) == step
         good = same.all(1)

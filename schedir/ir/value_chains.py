@@ -1,9 +1,9 @@
 """Find the instructions that make, change and free each value, in the order of the Stream.
 
-This module is for kinds of values that are made again, or that change their state.  A state is a
-memory tier or a form (a field of `Sizes`).  A new value has the form that its first change needs.
-A reader needs the value on the first tier, in the form after the last change.  A reader that needs
-another state has a `Change` in its row.
+This module is for kinds of values that are made several times, or that change their state.  A state
+is a memory tier or a form.  A form is a field of `Sizes`.  A new value has the form that its first
+change of form needs.  A reader needs the value on the device, in the form after its last change of
+form.  An instruction that reads the value in another state has a `Change` in its row.
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ class ValueChains(NamedTuple):
         tier: Memory tier after each event, as an index into TIERS.
         form: Form after each event, as an index into `forms`; NO_FORM is the size in the value's
             row of `VALUES`.
-        final_form: Form of the value of each event after its last change, as an index into `forms`.
+        final_form: Form of each event's value after the last change of this value, as an index into
+            `forms`.
         forms: The forms of the values, as names of fields of `Sizes`.
         initial_tier: The memory tier on which the values exist from the start; "" if instructions
             make them.
@@ -110,7 +111,10 @@ class ValueChains(NamedTuple):
         begins = np.flatnonzero(makes | first)
 
         def state(names: Sequence[str], rest: int) -> tuple[Ints, Ints, Mask]:
-            """Return the state after each event, the final state, and which events set a state."""
+            """Return the state after each event, and the last state of each event's value.
+
+            The third result is a mask of the events that set a state.
+            """
             places = {name: k for k, name in enumerate(names)}
             ends = [_get_change_states(part.change) or ("", "") for part in members]
             before, after = (
@@ -147,13 +151,13 @@ class ValueChains(NamedTuple):
         """Return the givers of values, and the events that leave a value in a wrong state.
 
         The giver is the nearest earlier event, if it leaves the value in the required state.
-        Otherwise the giver is the next event that does so.  If there is no such event, and no
-        earlier event, the giver is the first maker.
+        Otherwise the giver is the next later event that leaves the value in this state.  If there
+        is neither such a later event nor any earlier event, the giver is the first maker.
 
         Args:
             key: Key of the value that each instruction needs, shape (needers,).
             needer: Positions of the instructions that need the values, shape (needers,).
-            change: The change that the instructions make; None if they only read the value.
+            change: The change that the instructions make; None if they only read the values.
 
         Returns:
             The positions of the givers, shape (needers,), and a list of pairs of positions: an
@@ -204,9 +208,10 @@ class ValueChains(NamedTuple):
         return [int(at) for at in self.positions[end & self.is_giver]]
 
     def _find_intervals(self, events: Ints) -> tuple[Ints, Ints]:
-        """Return the events that make or change a value, and for each the next event of the value.
+        """Return the events that make or change a value, and the next event of each such value.
 
-        Events that are not in `events` are ignored. The next event does not make the value again.
+        Events that are not in `events` are ignored. A pair is left out if its second event makes
+        the value again.
         """
         one, two = events[:-1], events[1:]
         same_life = self.is_giver[one] & (self.keys[one] == self.keys[two]) & ~self.is_producer[two]
@@ -221,8 +226,8 @@ class ValueChains(NamedTuple):
             tier: The memory tier, as an index into TIERS.
 
         Returns:
-            The positions at which a value comes to the tier, ascending, and the positions at which
-            it leaves the tier or is freed.
+            The positions at which values are made on the tier or move to it, ascending, and the
+            positions at which these values leave the tier or are freed.
         """
         one, two = self._find_intervals(
             np.flatnonzero(self.is_producer | self.changes_tier | ~self.is_giver)

@@ -92,12 +92,12 @@ class ForwardBackward:
         Args:
             forward_step_func: A function of a data iterator and a model chunk. It returns the
                 output and a loss function.
-            data_iterator: The data iterator, or a list with one for each model chunk.
+            data_iterator: The data iterator, or a list with an iterator for each model chunk.
             model: The model chunk of this rank, or the list of its chunks.
             num_microbatches: The number of microbatches.
             seq_length: The sequence length of a microbatch, in tokens.
             micro_batch_size: The number of sequences of a microbatch.
-            decoder_seq_length: The sequence length of the decoder, if it differs.
+            decoder_seq_length: The sequence length of the decoder, if it is not `seq_length`.
             forward_only: True to run forwards only, for evaluation.
             collect_non_loss_data: True to return the outputs of the loss function unchanged.
             first_val_step: True for the first validation step after training steps.
@@ -166,7 +166,7 @@ class ForwardBackward:
         shape_args: dict[str, Any],
         call_arguments: tuple[int, bool],
     ) -> _PreparedRun:
-        """Compile and check the program.  All ranks raise the error of the first rank with one."""
+        """Compile and check the program. All ranks raise the error of the first rank that fails."""
         made: list[_PreparedRun] = []
 
         def prepare_rank() -> tuple[dict[str, str], list[ChunkLayout]]:
@@ -197,8 +197,9 @@ class ForwardBackward:
             }
             return facts, [read_layout(chunk) for chunk in chunks]
 
-        # All processes compare, not only those of one pipeline: tensor-parallel and data-parallel
-        # peers issue their collectives in the order of the program.
+        # All processes compare their programs, not only the processes of one pipeline, because
+        # tensor-parallel and data-parallel peers issue their collectives in the order of the
+        # program.
         everyone = gather_or_raise(prepare_rank, dist.group.WORLD, (ChunkLayout,))
         for name in everyone[0][0]:
             require_same(name, [facts[name] for facts, _ in everyone], _SAME_HINT)
@@ -325,7 +326,7 @@ def _no_sync_functions(config: Any, chunks: list[Any]) -> list[Any]:
 
 
 def _per_chunk(function: Any, chunks: list[Any]) -> list[Any]:
-    """Return a list with a function for each chunk. Megatron's config has one, a list, or None."""
+    """Return a list with a function or None for each chunk. `function` may be such a list."""
     return function if isinstance(function, list) else [function] * len(chunks)
 
 

@@ -36,15 +36,15 @@ class PipelineGroupTransport:
         progress_model: The progress model under which programs are proven. It follows from the
             group's backend:
 
-            - Gloo: "per_edge". Messages match by their tag, and each lane has its tag. So each
-              direction of a pair of ranks has a queue for activations and one for gradients.
+            - Gloo: "per_edge". Messages match by their tag, and each lane has its own tag. So each
+              direction of a pair of ranks has a queue for activations and a queue for gradients.
             - NCCL: "per_device" if the group is bound to its device, because all messages then use
               one communicator. "torch_lazy" otherwise: torch creates a communicator for each pair
               of ranks at their first message.
         blocking_hosts: True if the host waits for each message, as on CPUs.
 
     Raises:
-        UsageError: The group has no backend for the device, or one that is not Gloo or NCCL.
+        UsageError: The group has no backend for the device, or a backend other than Gloo and NCCL.
     """
 
     def __init__(self, group: Any, device: torch.device) -> None:

@@ -88,8 +88,8 @@ def require_call_arguments(chunks: int, iterators: int, has_shapes_fn: bool) -> 
         has_shapes_fn: True if `adjust_tensor_shapes_fn` is given.
 
     Raises:
-        UsageError: There is not one data iterator for each chunk, or `adjust_tensor_shapes_fn` is
-            given.
+        UsageError: The number of data iterators is not the number of chunks, or
+            `adjust_tensor_shapes_fn` is given.
     """
     if iterators != chunks:
         raise UsageError(
@@ -112,7 +112,7 @@ def require_finished_reductions(chunks: Sequence[Any]) -> None:
         chunks: The model chunks of this rank.
 
     Raises:
-        ExecutionError: A reduction was not finished. Megatron would not start another one.
+        ExecutionError: A reduction was not finished. Megatron would not start another reduction.
     """
     for chunk in chunks:
         groups = getattr(chunk, "bucket_groups", []) + getattr(
@@ -224,7 +224,7 @@ def require_untied_embeddings(shape: PipelineShape, schedule: str) -> None:
         schedule: The name of the schedule, for the error.
 
     Raises:
-        ModelError: There are several ranks, and one of them has both stages.
+        ModelError: There are several ranks, and one rank has the first and the last stage.
     """
     first_rank, last_rank = (int(shape.first_rank_per_stage[stage]) for stage in (0, -1))
     if first_rank == last_rank and shape.ranks > 1:

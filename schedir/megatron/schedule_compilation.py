@@ -50,7 +50,7 @@ def load_schedule(schedule: str | Schedule | Program) -> Schedule | Program:
             function, or a program.
 
     Raises:
-        UsageError: It is none of these, or the name or the file does not exist.
+        UsageError: `schedule` is none of these, or the name or the file does not exist.
     """
     if isinstance(schedule, str):
         return load_source(schedule)
@@ -160,8 +160,9 @@ def require_runnable(
         supported_ops: The instructions that the step can run.
 
     Raises:
-        UsageError: The program has another shape, another parallelism, instructions that the step
-            cannot run, or forwards of a stage that are not in ascending order.
+        UsageError: The program has a different shape or parallelism than the run. Or it has
+            instructions that the step cannot run, or a stage whose forwards are not in ascending
+            order of microbatches.
     """
     shape = program.shape
     found = (shape.ranks, shape.stages_per_rank, shape.microbatches)

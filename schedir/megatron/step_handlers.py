@@ -76,7 +76,7 @@ class MegatronStep:
         call: The arguments of the call of `forward_backward_func` that runs the step.
         reduce_chunk: Starts the reduction of the gradients of a chunk.
         as_stage: Returns the context in which a stage must run. In a vee, Megatron's functions for
-            the pipeline rank return another rank there (see `vee_model`).
+            the pipeline rank return another rank in this context (see `vee_model`).
     """
 
     program: Program
@@ -135,7 +135,7 @@ class MegatronStep:
         """Return the input of a forward, or None for the first stage."""
         if stage == 0:
             return None
-        if stage - 1 in self.chunk_of:  # the stage before is on this rank
+        if stage - 1 in self.chunk_of:  # the previous stage is on this rank
             output = self.activations.pop((stage - 1, mb))
             received = output.detach().requires_grad_()
             self.deallocate(output)
@@ -151,7 +151,7 @@ class MegatronStep:
         return self.receives.pop((Lane.GRAD, stage, mb)).wait()
 
     def deallocate(self, output: Tensor) -> None:
-        """Free the data of a stage's output if Megatron's config requires it; keep its graph."""
+        """Free a stage's output, but not its graph, if Megatron's config requires it."""
         if not self.call.forward_only:
             deallocates = self.call.config.deallocate_pipeline_outputs
             schedules.deallocate_output_tensor(output, deallocates)

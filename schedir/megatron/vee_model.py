@@ -34,10 +34,10 @@ def model_provider(
 ) -> Callable[..., Any]:
     """Return a model provider that builds the chunks of a schedule's placement.
 
-    Pass the result to Megatron instead of `build`. For each chunk it calls `build` once, as
+    Pass the result to Megatron instead of `build`. For each chunk the result calls `build` once, as
     Megatron does. In a looped placement the arguments are those that Megatron passes. In a vee,
-    `pre_process` and `post_process` are those of the chunk's stage, and its layers have the numbers
-    of the stage.
+    `pre_process` and `post_process` are those of the chunk's stage, and the layers of the chunk
+    have the numbers of the layers of this stage.
 
     Args:
         build: Megatron's model provider. It takes `pre_process`, `post_process` and, with several
@@ -48,8 +48,8 @@ def model_provider(
         A function with the parameters of `build`.
 
     Raises:
-        UsageError: The schedule does not exist. Or chunk k of a rank is not one of the stages
-            `k * ranks` to `(k + 1) * ranks - 1`, which Megatron can build as chunk k.
+        UsageError: The schedule does not exist. Or chunk k of a rank is none of the stages
+            `k * ranks` to `(k + 1) * ranks - 1`. Megatron can build only these as chunk k.
         ModelError: A model ties its embeddings, and the first and the last stage are on one rank.
     """
     source = load_schedule(schedule)

@@ -6,8 +6,8 @@ one autograd function. `split_linear_backward` replaces this function during a s
 computes the input gradient in the backward. It stores the computation of the weight gradient, which
 `W` runs later.
 
-The weight is no input of the replaced function. Otherwise autograd would call the gradient hook of
-Megatron's DistributedDataParallel in `I`, when no gradient of the weight exists yet. With
+The weight is no autograd input of the replacement. Otherwise autograd would call the gradient hook
+of Megatron's DistributedDataParallel in `I`, when no gradient of the weight exists yet. With
 `overlap_grad_reduce` this hook raises an AssertionError. The stored computation adds the gradient
 to `weight.main_grad`, which is what the hook does.
 
@@ -35,7 +35,8 @@ from torch import Tensor
 
 WeightGradients = list[Callable[[], None]]
 
-# The list to which the current `I` defers weight gradients. None outside of `I`: no deferral.
+# The list to which the current `I` defers weight gradients. It is None outside of `I`, where weight
+# gradients are computed immediately.
 _deferred: WeightGradients | None = None
 
 
@@ -163,7 +164,7 @@ class _SplitLinear(torch.autograd.Function):
             _add_weight_gradient(settings, input, grad_output)
 
         if buffer is not None and (limit == 0 or len(buffer) < limit):
-            buffer.append(grad_output)  # Megatron computes it at the end of the step
+            buffer.append(grad_output)  # Megatron uses it at the end of the step
         elif _deferred is not None:
             _deferred.append(add_weight_gradient)
         else:

@@ -1,14 +1,14 @@
 """Causal attention, over all earlier tokens or over a window of them.
 
-A window is that of Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922), causal
-and with one dimension. Query i attends to keys j with leader - window < j <= i. The leader is the
-last query of the stride of i: i // stride * stride + stride - 1. `schedir.predict.window_tiles`
-computes the tiles that have such pairs. To which keys a query attends does not depend on the number
-of later tokens.
+A window is that of Generalized Neighborhood Attention (Hassani et al., arXiv 2504.16922), in its
+causal form with one dimension. Query i attends to keys j with leader - window < j <= i. The leader
+is the last query of the stride of i: i // stride * stride + stride - 1. The keys of a query do not
+depend on the number of later tokens. `schedir.predict.window_tiles` computes the tiles that have
+pairs of a query and its key.
 
-Tiles without visible pairs are skipped. On CPUs, torch's flash attention operation runs for one
-tile of queries at a time, with its keys. On GPUs, FlexAttention skips the tiles. Neither supports
-dropout, so with dropout attention is computed for all pairs and masked. The same happens on GPUs
+Tiles without such pairs are skipped. On CPUs, torch's flash attention operation runs for one tile
+of queries at a time, with its keys. On GPUs, FlexAttention skips the tiles. Neither supports
+dropout. With dropout, attention is computed for all pairs and then masked. The same happens on GPUs
 without Triton, and for heads that are too narrow for FlexAttention.
 """
 
@@ -129,8 +129,8 @@ def _build_query_tiles(
         range(0, length, tile), (axis.visited_ranges * axis.kv_tile).tolist(), strict=True
     ):
         ranges.append((range(first, min(first + tile, length)), range(low, min(high, length))))
-    # If all queries of a tile attend to all of its keys before the first query, the mask is zeros
-    # for these keys and causal after them. Such masks are slices of one tensor, `widest`.
+    # If all queries of a tile attend to all keys of the tile that precede its first query, the mask
+    # is zero for these keys and causal after them. Such masks are slices of one tensor, `widest`.
     uncut = [own.start - keys.start for own, keys in ranges if start[own[-1]] <= keys.start]
     causal = torch.full((tile, tile), -torch.inf, dtype=dtype).triu(1)
     widest = torch.cat(
@@ -158,9 +158,8 @@ class _TiledAttention(torch.autograd.Function):
     """Attention in tiles of queries, with torch's flash attention operation for CPUs.
 
     It saves the same tensors as that operation: q, k, v, the output, and the log-sum-exp of the
-    scores of each query.
-    Gradients of keys and values are summed over tiles in float32 or in the type of q, whichever is
-    wider.
+    scores of each query. Gradients of keys and values are summed over tiles in float32 or in the
+    type of q, whichever is wider.
     """
 
     @staticmethod
@@ -183,7 +182,8 @@ class _TiledAttention(torch.autograd.Function):
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
         q, k, v, out, sums = ctx.saved_tensors
         grad = _to_dense_rows(grad)
-        dq, long = torch.empty_like(q), _accumulation_dtype(q.dtype)
+        dq = torch.empty_like(q)
+        long = _accumulation_dtype(q.dtype)
         dk, dv = (torch.zeros_like(x, dtype=long) for x in (k, v))
         for queries, keys, mask in ctx.cuts:
             dq[:, :, queries], dk_part, dv_part = _FLASH_BACKWARD(
@@ -212,7 +212,7 @@ def _sum_shared_heads(x: Tensor, heads: int, dtype: torch.dtype) -> Tensor:
 
 
 def _to_dense_rows(x: Tensor) -> Tensor:
-    """Return the tensor with a last stride of 1, as the flash attention operation requires."""
+    """Return the tensor with stride 1 in its last dimension, as the flash operation requires."""
     return x if x.stride(-1) == 1 else x.contiguous()
 
 
@@ -227,7 +227,7 @@ def _accumulation_dtype(dtype: torch.dtype) -> torch.dtype:
 def build_block_mask(length: int, window: int, stride: int, device: torch.device) -> Any:
     """Return the `BlockMask` of a window for FlexAttention.
 
-    It has the tiles of `compute_device_tiles`.
+    The mask has the tiles of `compute_device_tiles`.
 
     Args:
         length: Number of tokens of the sequence.
@@ -246,7 +246,7 @@ def build_block_mask(length: int, window: int, stride: int, device: torch.device
         return (key <= query) & (key >= first[query])
 
     def listed(kind: int) -> tuple[Tensor, Tensor]:
-        """Return the number of key tiles of a kind for each query tile, and their indices."""
+        """Return, for each query tile, the count and the indices of key tiles of this `kind`."""
         chosen = grid == kind
         which = torch.argsort(chosen, dim=1, descending=True, stable=True)
         number, which = (x.to(device, torch.int32)[None, None] for x in (chosen.sum(1), which))

@@ -9,8 +9,8 @@ tensors that all of them have. They use different masks for different attention 
 Megatron-LM (appendix B.2), and for different tokens with sequence parallelism (arXiv 2205.05198,
 section 4.2.2).
 
-In shapes, b is the number of sequences of a microbatch, T their tokens, V the size of the
-vocabulary, and t the tensor-parallel size.
+In shapes, b is the number of sequences of a microbatch, T the number of tokens of a sequence, V the
+size of the vocabulary, and t the tensor-parallel size.
 """
 
 from __future__ import annotations
@@ -104,10 +104,10 @@ def build_stage(
 class Stage(nn.Module):
     """Consecutive layers of a GPT, with the embedding if first and the head if last.
 
-    The forward maps (b, T, hidden) to (b, T, hidden). With `sequence_parallel` both are (b, T/t,
-    hidden), the tokens of this rank. The first stage takes int64 tokens of shape (b, T). The last
-    stage returns the logits of this rank, of shape (b, T, ceil(V/t)). Parameters have the names
-    that they have in a model of one stage.
+    The forward maps (b, T, hidden) to (b, T, hidden). With `sequence_parallel`, its input and its
+    output have only the tokens of this rank, (b, T/t, hidden). The first stage takes int64 tokens
+    of shape (b, T). The last stage returns the logits of this rank, of shape (b, T, ceil(V/t)).
+    Parameters have the names that they have in a model of one stage.
 
     Args:
         config: The configuration of the model.
@@ -168,7 +168,7 @@ class Stage(nn.Module):
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
-        """This stage's copy of the embedding, if another stage has one too (`find_tied_weight`)."""
+        """This stage's copy of a weight that is tied across stages. See `find_tied_weight`."""
         return find_tied_weight(self.config, self.embedding, self.head)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -232,7 +232,7 @@ class AttentionLayer(nn.Module):
         self.dropout = config.dropout
         self.tp_rank = tp_rank(tp)
         # The random stream of this rank's heads. With sequence parallelism, the stream `tp_rank` is
-        # that of the rank's tokens, so the heads use another one.
+        # that of the rank's tokens, so the heads use another stream.
         self.head_stream = self.tp_rank + tp_size(tp) * sequence_parallel
         self.window = get_windows(config)[index]
         self.sequence_parallel = sequence_parallel
@@ -256,10 +256,11 @@ class AttentionLayer(nn.Module):
         return self.add_attention(attended, x)
 
     def use_dropout_stream(self) -> AbstractContextManager[None]:
-        """Return a context in which dropout outside of the attention heads uses the layer's stream.
+        """Return a context in which dropout draws from the layer's random stream.
 
-        Both dropouts of the layer draw from this stream. So the dropout after the attention must
-        come before the one after the feed-forward network.
+        This stream is for the two dropouts outside of the attention heads. The dropout after the
+        attention must come before the dropout after the feed-forward network, because both draw
+        from the same stream.
         """
         stream = self.tp_rank if self.sequence_parallel else None
         return fork_layer_rng(self.layer_number, stream) if self.dropout_rate else nullcontext()

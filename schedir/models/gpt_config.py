@@ -25,7 +25,7 @@ class GPTConfig:
         vocab: Size of the vocabulary.
         layers: Number of layers.
         hidden: Hidden size. The feed-forward network has 4 * hidden units.
-        heads: Attention heads of a layer.
+        heads: Number of attention heads of a layer.
         context: The longest sequence, in tokens.
         tied: True if the head uses the weight of the embedding.
         seed: The seed of the initial parameters.

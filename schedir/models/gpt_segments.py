@@ -5,10 +5,10 @@ collectives of Megatron-LM (arXiv 1909.08053, section 3):
 
     norm | f | attention | g | bias, residual, norm | f | feed-forward | g | bias, residual, ...
 
-The last segment of a layer is the first one of the next layer, so a stage of n layers has 4n + 1
-segments. All segments except the last return two tensors: the one that is reduced or gathered, and
-the residual stream. The program runs the collectives. The segments have the parameters of the
-stage, with the same names.
+The last segment of a layer is the first segment of the next layer, so a stage of n layers has 4n +
+1 segments. All segments of a stage except its last segment return two tensors: the tensor for the
+collective, and the residual stream. The program runs the collectives. The segments have the
+parameters of the stage, with the same names.
 
 With sequence parallelism (arXiv 2205.05198, section 4.2.2), the residual stream and the tensors
 between g and f have only the tokens of a rank. The segments between f and g have all tokens.
@@ -38,7 +38,7 @@ class SegmentStep(NamedTuple):
 
     Attributes:
         parameter_names: The dotted names of parameters and submodules of the stage.
-        run: Called with the stage and the input tensors. It returns a tuple of tensors.
+        run: The function. It takes the stage and the input tensors, and returns a tuple of tensors.
     """
 
     parameter_names: list[str]
@@ -71,9 +71,9 @@ class StageSegment(Stage):
 def split_stage(stage: Stage) -> list[nn.Module]:
     """Split a stage into its segments, in order.
 
-    A program with their number in `segments_per_stage` runs each segment as a stage. They share the
-    parameters of the stage, and use the same random streams for dropout. With one tensor-parallel
-    rank the collectives do nothing.
+    A program that is compiled with `stage_segments` runs each segment as a stage. The segments
+    share the parameters of the stage, and use the same random streams for dropout. With one
+    tensor-parallel rank the collectives do nothing.
 
     Args:
         stage: The stage.
@@ -147,17 +147,17 @@ def build_boundaries(
 ) -> dict[int, Any]:
     """Return the boundaries after each segment of split stages.
 
-    A boundary between stages is one tensor. A boundary within a stage is two tensors: the one for
-    the collective, and the residual stream. In the first stage after frozen ones, the residual
-    stream has no gradient before the attention adds to it, because it depends on no trained
-    parameter. With sequence parallelism, boundaries have the tokens of one rank. The collective
-    then changes the shape, so a segment sends or receives all tokens.
+    A boundary between stages is one tensor. A boundary within a stage is two tensors: the tensor
+    for the collective, and the residual stream. In the first stage after frozen stages, the
+    residual stream depends on no trained parameter until the attention adds its output. Until then
+    the residual stream has no gradient. With sequence parallelism, boundaries have the tokens of
+    one rank. The collective then changes the shape, so a segment sends or receives all tokens.
 
     Args:
         segments_per_stage: The number of segments of each stage.
         boundary: The boundary between stages, or its shape.
         frozen_stages: The number of frozen stages.
-        tp_size: The number of tensor-parallel ranks that divide the sequence. 1 is without sequence
+        tp_size: The number of tensor-parallel ranks that divide the sequence. 1 means no sequence
             parallelism.
 
     Returns:
@@ -173,7 +173,8 @@ def build_boundaries(
         >>> str(build_boundaries((5,), (8, 64), tp_size=2)[0][0])
         '[8, 64] of torch.float32, received as [16, 64]'
     """
-    stage_boundary, boundaries = Boundary.from_shape(boundary), list[Any]()
+    stage_boundary = Boundary.from_shape(boundary)
+    boundaries = list[Any]()
     token_dim = len(stage_boundary.shape) - 2
     all_tokens = tuple(
         tp_size * n if k == token_dim else n for k, n in enumerate(stage_boundary.shape)

@@ -25,8 +25,8 @@ class _Family(NamedTuple):
         norm: The norm after the last layer.
         embedding: The embedding of tokens.
         identity: Submodules of the first stage that the other stages replace by `nn.Identity`.
-        positions: The embedding of positions, which is added to the embedding of tokens. "" is
-            none.
+        positions: The embedding of positions, which is added to the embedding of tokens. "" if the
+            decoder has no such embedding.
     """
 
     layers: str = "layers"
@@ -58,7 +58,7 @@ class Stage(nn.Module):
 
     Args:
         model: The causal language model.
-        family: The names of the decoder's parts.
+        family: The names of the decoder's submodules.
         layers: The number of the stage's first layer, and its last layer's number plus 1.
     """
 
@@ -105,7 +105,8 @@ class Stage(nn.Module):
                 hint="the last stage returns all logits; give labels to the executor as targets",
             )
         decoder: Any = getattr(self, self._prefix)
-        # The layers read this setting from the model's config, so the decoder's copy must follow.
+        # Layers read this setting from the config of the model. The config of the decoder is a
+        # copy, so it must get the same value.
         attention = self._model_config._attn_implementation
         if decoder.config._attn_implementation != attention:
             decoder.config._attn_implementation = attention
@@ -115,7 +116,7 @@ class Stage(nn.Module):
 
 
 class _NoPositions(nn.Module):
-    """Replaces the position embedding by -0.0, which is added without changing any bit."""
+    """Replaces the position embedding by -0.0. Its addition changes no bit of the other term."""
 
     def forward(self, position_ids: Tensor) -> Tensor:
         return torch.tensor(-0.0, device=position_ids.device)  # x + -0.0 is x, also for x = -0.0.
@@ -125,9 +126,9 @@ def cut(model: Any, stages: int, layers_per_stage: Sequence[int] | None = None) 
     """Return the pipeline stages of a causal language model of Hugging Face.
 
     The stages share their parameters with the model. If they run one after the other, losses and
-    gradients are bitwise those of the model with `use_cache=False`. Tied weights are in the first
-    and in the last stage; `schedir.find_tied_weights` finds them. For a model with LoRA of peft,
-    use `cut(model.get_base_model(), stages)`.
+    gradients are bitwise equal to those of the model with `use_cache=False`. Tied weights are in
+    the first and in the last stage; `schedir.find_tied_weights` finds them. For a model with LoRA
+    of peft, use `cut(model.get_base_model(), stages)`.
 
     Args:
         model: A model such as `LlamaForCausalLM` or `GPT2LMHeadModel`, of the types gemma, gpt2,
@@ -137,9 +138,9 @@ def cut(model: Any, stages: int, layers_per_stage: Sequence[int] | None = None) 
             the layers evenly.
 
     Raises:
-        UsageError: The model is of another type, has no head for language modeling, or has
-            parameters or layers that no stage would use. Or its `forward` was replaced, or the
-            layers do not fit the stages.
+        UsageError: The type of the model is not supported, or the model has no head for language
+            modeling, or has parameters or layers that no stage would use. Or its `forward` was
+            replaced, or the layers do not fit the stages.
 
     Example:
         >>> from transformers import LlamaConfig, LlamaForCausalLM
@@ -159,7 +160,8 @@ def cut(model: Any, stages: int, layers_per_stage: Sequence[int] | None = None) 
             hint=f"cut supports {', '.join(_FAMILIES)}; write a Stage class for other models",
             fields=["model"],
         )
-    prefix, head = getattr(model, "base_model_prefix", ""), getattr(model, "lm_head", None)
+    prefix = getattr(model, "base_model_prefix", "")
+    head = getattr(model, "lm_head", None)
     if not isinstance(head, nn.Module) or not isinstance(getattr(model, prefix, None), nn.Module):
         raise UsageError(
             f"cut needs a causal language model, not {type(model).__name__}",

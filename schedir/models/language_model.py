@@ -101,8 +101,8 @@ class EmbeddingAndHead(NamedTuple):
     ) -> EmbeddingAndHead:
         """Build the embedding and the head that a stage has, with the shards of this rank.
 
-        If the weight is tied and one stage has both, they share one Parameter. On two stages, each
-        has a copy.
+        If the weight is tied and one stage has embedding and head, both use one Parameter. If two
+        stages have them, each stage has a copy.
 
         Args:
             config: The configuration of the model.
@@ -141,11 +141,11 @@ def find_tied_weight(
     embedding: VocabParallelEmbedding | None,
     head: VocabParallelHead | None,
 ) -> nn.Parameter | None:
-    """Return a stage's copy of a tied weight if another stage has one too.
+    """Return a stage's copy of a tied weight if another stage has a copy too.
 
-    The gradients of both copies are summed. The result is None if the weight is not tied, and on
-    stages without embedding and head. It is also None on a stage with both, because the head there
-    uses the parameter of the embedding.
+    The gradients of both copies are summed. The result is None if the weight is not tied, or if the
+    stage has neither embedding nor head. It is also None for a stage with both, because the head
+    there uses the parameter of the embedding.
 
     Args:
         config: The configuration of the model.
@@ -171,7 +171,7 @@ def loss(logits: Tensor, targets: Tensor, tp: ProcessGroup | None = None) -> Ten
 
 
 def count_tokens(targets: Tensor) -> int:
-    """Return the number of targets that count. The mean loss is the summed loss divided by it.
+    """Return the number of targets that count: the mean loss is the sum divided by this number.
 
     Args:
         targets: int64, of any shape.

@@ -90,10 +90,10 @@ def build_stage(
 class Stage(nn.Module):
     """Consecutive layers of a Llama model, with the embedding if first and the head if last.
 
-    The forward maps (b, T, hidden) to (b, T, hidden). With `sequence_parallel` both are (b, T/t,
-    hidden), the tokens of this rank. The first stage takes int64 tokens of shape (b, T). The last
-    stage returns the logits of this rank, of shape (b, T, ceil(V/t)). Parameters have the names
-    that they have in a model of one stage.
+    The forward maps (b, T, hidden) to (b, T, hidden). With `sequence_parallel`, its input and its
+    output have only the tokens of this rank, (b, T/t, hidden). The first stage takes int64 tokens
+    of shape (b, T). The last stage returns the logits of this rank, of shape (b, T, ceil(V/t)).
+    Parameters have the names that they have in a model of one stage.
 
     Args:
         config: The configuration of the model.
@@ -142,7 +142,7 @@ class Stage(nn.Module):
 
     @property
     def tied_weight(self) -> nn.Parameter | None:
-        """This stage's copy of the embedding, if another stage has one too (`find_tied_weight`)."""
+        """This stage's copy of a weight that is tied across stages. See `find_tied_weight`."""
         return find_tied_weight(self.config, self.embedding, self.head)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -231,7 +231,8 @@ class Layer(nn.Module):
             (self.queries_per_group, 1, 1), 3
         )  # Each has the shape (b, T, groups/t, heads per group, width).
         q, k, v = (one.flatten(2, 3).transpose(1, 2) for one in (q, k, v))
-        q, k = apply_rotations(q, rotary), apply_rotations(k, rotary)
+        q = apply_rotations(q, rotary)
+        k = apply_rotations(k, rotary)
         heads = attention(q, k, v, self.window)
         return heads.transpose(1, 2).reshape(b, length, -1)
 

@@ -17,8 +17,9 @@ class LlamaConfig:
         vocab: Size of the vocabulary.
         layers: Number of layers.
         hidden: Hidden size.
-        heads: Attention heads of a layer.
-        kv_heads: Heads of keys and values (grouped-query attention). The default is `heads`.
+        heads: Number of attention heads of a layer.
+        kv_heads: Number of heads of keys and values (grouped-query attention). The default is
+            `heads`.
         feed_forward: Width of the feed-forward network. The default is 8/3 of `hidden`, rounded up
             to a multiple of 8.
         context: The longest sequence, in tokens.

@@ -19,8 +19,9 @@ MOE_LAYER_BOUNDARIES: Final = DISPATCH + COMBINE
 class MoEConfig(GPTConfig):
     """The configuration of a GPT with experts as its feed-forward networks.
 
-    A router sends each token to the `active` experts with the largest probabilities. Their outputs
-    are added with these probabilities, divided by the sum of these (Mixtral, arXiv 2401.04088).
+    A router sends each token to the `active` experts with the largest probabilities. The outputs of
+    these experts are weighted by their probabilities and added. The weights are normalized so that
+    their sum is 1 (Mixtral, arXiv 2401.04088).
 
     The auxiliary loss of a layer and microbatch is `aux_loss` * tokens * experts * sum(f * p)
     (arXiv 2101.03961, equation 4). The sum is over the experts: f is an expert's share of the
@@ -31,7 +32,7 @@ class MoEConfig(GPTConfig):
         active: Number of experts that process each token.
         expert_hidden: Number of hidden units of an expert. 0 is 4 * hidden.
         shared_experts: Number of experts that process all tokens, in addition to the `active` ones
-            (DeepSeekMoE, arXiv 2401.06066). Each replica has them. 0 is none.
+            (DeepSeekMoE, arXiv 2401.06066). Each replica has all shared experts. 0 is none.
         aux_loss: The factor of the auxiliary loss.
         balance_rate: The step of the routing bias after an update, such as 0.001. The bias
             balances the experts without an auxiliary loss (arXiv 2412.19437, section 2.1.2). 0 is
@@ -88,7 +89,7 @@ class MoEConfig(GPTConfig):
         return super().num_parameters + self.layers * added_per_layer
 
     def compute_capacity(self, tokens: int, ep: int) -> int:
-        """Return the rows of a rank's buffer for the tokens of its experts.
+        """Return the number of rows of a rank's buffer for the tokens of its experts.
 
         Args:
             tokens: Number of tokens of a microbatch. Each is sent to `active` experts.

@@ -55,8 +55,8 @@ def build_stage(
         config: The configuration of the model.
         stage: The number of the stage.
         stages: The number of stages.
-        ep: The number of ranks among which the experts are divided. With more than one, run the
-            segments of the stage (`split_stage`).
+        ep: The number of ranks among which the experts are divided. With more than one rank, only
+            the segments of the stage can run (`split_stage`).
         ep_rank: The number of this rank in its group: the replica modulo `ep`.
         layers_per_stage: The number of layers of each stage (`split_layers`). None divides them
             evenly.
@@ -131,7 +131,7 @@ class MoEStage(gpt.Stage):
         self.has_all_experts = not layers or len(experts) == config.experts
 
     def forward(self, *inputs: Tensor) -> Any:
-        """Return the output of the stage, and the auxiliary loss up to it.
+        """Return the output of the stage, and the auxiliary loss of all layers up to this stage.
 
         Args:
             *inputs: The input of the stage, and the auxiliary loss. The first stage takes only its
@@ -277,7 +277,7 @@ class Expert(nn.Module):
     Args:
         weights: The factory of the layer's parameters.
         name: The name of the expert in the layer.
-        width: The number of units.
+        width: The number of hidden units.
     """
 
     def __init__(self, weights: LayerParameters, name: str, width: int) -> None:
@@ -299,8 +299,8 @@ class Expert(nn.Module):
 def split_stage(stage: MoEStage) -> list[nn.Module]:
     """Split a stage into its segments at the all-to-alls of its layers, in order.
 
-    The segments are the stages of a program whose `stage_segments` has "dc" for each layer. They
-    share the parameters of the stage.
+    The segments are the stages of a program whose `stage_segments` has "dc" for each layer. All
+    segments share the parameters of the stage.
 
     Args:
         stage: The stage.
@@ -351,7 +351,8 @@ def build_boundaries(
     """
     *batch, hidden = boundary.shape
     tokens = math.prod(batch)
-    rows, capacity = tokens * config.active, config.compute_capacity(tokens, ep)
+    rows = tokens * config.active
+    capacity = config.compute_capacity(tokens, ep)
     precise = torch.promote_types(boundary.dtype, torch.float32)
     stream = boundary, Boundary((1,), precise)
     kept = (

@@ -73,7 +73,7 @@ class LayerParameters(NamedTuple):
 
         Args:
             name: The name of the weight within the layer.
-            k: Output features of all ranks.
+            k: The number of output features of all ranks together.
             bias: True if the layer has a bias.
         """
         weight = make_normal_init(
@@ -91,7 +91,7 @@ class LayerParameters(NamedTuple):
 
         Args:
             name: The name of the weight within the layer.
-            n: Input features of all ranks.
+            n: The number of input features of all ranks together.
             bias: True if the layer has a bias.
         """
         name, std = f"{self.name}.{name}.weight", INIT_STD / math.sqrt(self.residual_adds)

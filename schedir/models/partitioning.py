@@ -13,8 +13,8 @@ def require_positive(config: object, *names: str) -> None:
 
     Args:
         config: The configuration.
-        *names: The fields. A field with "layers" in its name is at most `MAX_LAYERS`, and any other
-            at most `MAX_WIDTH`.
+        *names: The fields. A field with "layers" in its name is at most `MAX_LAYERS`. All other
+            fields are at most `MAX_WIDTH`.
 
     Raises:
         UsageError: A field is no integer, or out of range.
@@ -43,7 +43,8 @@ def split_layers(
             0 layers, because they have the embedding and the head. None divides the layers evenly.
 
     Raises:
-        UsageError: `layers_per_stage` does not fit, or the layers cannot be divided evenly.
+        UsageError: `layers_per_stage` does not fit the layers and the stages. Or it is None, and
+            the layers cannot be divided evenly.
 
     Example:
         >>> split_layers(8, 4)

@@ -2,7 +2,7 @@
 
 The router adds the bias to the probabilities only to choose experts (DeepSeek-V3, arXiv 2412.19437,
 section 2.1.2). After an update, the bias of an expert with more tokens than the mean decreases by a
-fixed rate, and that of an expert with fewer tokens increases.
+fixed rate. The bias of an expert with fewer tokens increases by this rate.
 
 The excess of tokens is used as the gradient of the bias. So a program sums it over microbatches and
 replicas like all other gradients, and the optimizer moves the bias by the sign of the sum.
@@ -54,7 +54,7 @@ def make_load_term(bias: Tensor, counts: Tensor) -> Tensor:
 def make_adamw_groups(
     parameters: Sequence[nn.Parameter], model_parameters: Sequence[nn.Parameter]
 ) -> tuple[list[nn.Parameter], list[dict[str, Any]]]:
-    """Return the parameters without routing biases, and the groups of AdamW for the biases.
+    """Separate the routing biases from the other parameters, and return AdamW groups for them.
 
     Without momentum, the step of AdamW is the sign of the gradient.
 

@@ -81,8 +81,8 @@ def get_windows(config: WindowedModelConfig) -> tuple[tuple[int, int] | None, ..
         config: The configuration.
 
     Returns:
-        (window, stride) by layer. None is a layer without a window, or with one that is at least as
-        long as the context.
+        (window, stride) for each layer. None for a layer without a window, or with a window that is
+        at least as long as the context.
 
     Example:
         >>> from schedir.models.llama_config import LlamaConfig
@@ -104,8 +104,8 @@ def _list_windows(config: WindowedModelConfig) -> list[tuple[int, int]]:
     return [*zip(windows, strides, strict=True)]
 
 
-# Number of queries of a tile, and of keys. On CPUs a tile of this size fits in the caches and has
-# few masked pairs. On GPUs it is the block size of FlexAttention.
+# The number of queries of a tile, which is also the number of its keys. On CPUs a tile of this size
+# fits in the caches and has few masked pairs. On GPUs it is the block size of FlexAttention.
 TILE_SIZE: Final = {"cpu": 64, "cuda": 128}
 
 

@@ -2,8 +2,8 @@
 
 `compile` runs the passes of `pass_registry.LOWERING_PASSES` in order. They belong to five phases:
 
-- "draft": change the compute of a draft (frozen stages, segments, recomputation).
-- "messages": add the sends, receives and tensor-parallel collectives.
+- "draft": change the compute of a draft (frozen stages, segments, recomputation, order).
+- "messages": add the sends and receives, and the collectives of values between stages or segments.
 - "ends": add the gradient reductions, the optimizer step, and other instructions at the end of an
   update.
 - "memory": add offloads, and limit the numbers of buffers of values that stay on a rank.

@@ -63,7 +63,8 @@ class ExpectedInstructions(NamedTuple):
         required: A mask over the keys of the opcode (`InstructionIndex.key`): True if the program
             must have the instruction with this key. A mask with only the keys of update 0, or of
             occurrence 0, applies to all updates or occurrences.
-        reason: The reason for the error if the program has another instruction of this opcode.
+        reason: The reason in the error if the program has an instruction of this opcode that is not
+            required.
         hint: The hint of the error if an instruction is missing.
         counterpart: The opcode of a related instruction with the same key. The error for a missing
             instruction shows this instruction.
@@ -89,12 +90,13 @@ def _read_no_options(program: Program, progress_model: ProgressModel) -> dict[st
 
 @dataclass(frozen=True)
 class Pass:
-    """A pass from a program to a program.
+    """A pass: a function from a program to a program, its options, and its place in the lowering.
 
     Args:
         name: The name of the pass.
         phase: The phase of the pass. See `schedir.passes`. A program is valid without the passes of
-            "memory" and "better", so `check` expects their instructions only if some are there.
+            "memory" and "better".  So `check` expects their instructions only if the program has
+            some of these instructions.
         lower: The function that runs the pass with the options of the lowering.
         should_run: A function that returns whether the pass runs for a program and options.
         list_expected: A function that yields the instructions that `check` must find. Its second
@@ -103,9 +105,9 @@ class Pass:
         read_options: A function that returns the options with which a program was lowered, as far
             as its instructions and slots show them.
         option_names: The names of the options in `Options.extra_options` that the pass uses.
-        opcodes: For a pass whose only option is yes or no, the instructions that no other pass
-            inserts. A program that has one of these instructions was lowered with the option. So
-            `--relower` sets the option, and errors name it.
+        opcodes: For a pass whose only option is yes or no, the opcodes that no other pass inserts.
+            A program that has one of these opcodes was lowered with the option. So `--relower` sets
+            the option, and errors name it.
         applies_to: A function that returns whether the options have an effect for a program.
         option_types: Name of an option -> its type. Options that are missing here are yes or no.
         description: The help text of the options in `--help`.

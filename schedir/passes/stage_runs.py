@@ -17,7 +17,7 @@ Ints = NDArray[np.int64]
 class StageRuns(NamedTuple):
     """The stages of each run, over all ranks.
 
-    If a run consists of groups of joined instructions, it has all stages of such a group.
+    If a run consists of groups of joined instructions, the run has all stages of such a group.
 
     Attributes:
         rank: The rank of each entry, shape (entries,).
@@ -80,7 +80,8 @@ def number_occurrences(keys: Ints) -> Ints:
     Returns:
         Counts from 0, shape (k,).
     """
-    order, turn = np.argsort(keys, kind="stable"), np.empty(len(keys), np.int64)
+    order = np.argsort(keys, kind="stable")
+    turn = np.empty(len(keys), np.int64)
     turn[order] = np.arange(len(keys)) - np.searchsorted(keys[order], keys[order])
     return turn
 

@@ -66,9 +66,9 @@ def find_separate_ends(program: Program) -> UpdateEnds:
     """Return the last position of each update except the last, for ends without collectives.
 
     A rank ends an update right before the first compute after its last work on the update. So sends
-    between this work and this compute come before the end: other ranks may need their values to end
-    the update. A rank with frozen stages only may finish a later update before an earlier one. Such
-    a rank still ends its updates in order, and within its Stream.
+    between this work and this compute come before the end: other ranks may need the sent values to
+    end the update. A rank with frozen stages only may finish a later update before an earlier one.
+    Such a rank still ends its updates in order, and not after the end of its Stream.
 
     Args:
         program: The program.
@@ -85,7 +85,7 @@ def find_joint_ends(graph: Graph) -> UpdateEnds:
 
     The ends are as early as possible, but no instruction before an end may need an instruction
     after an end. In a draft, an instruction needs the producers of its values on other ranks. In a
-    program, it needs the other ends of messages.
+    lowered program, a send or receive needs the other side of its message.
 
     Args:
         graph: The dependency graph of a program or a draft.

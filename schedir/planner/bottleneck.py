@@ -23,8 +23,9 @@ def describe_plan(plan: ParallelPlan) -> str:
     """Return a short description of a plan.
 
     Args:
-        plan: The plan. The description has `cp`, `ep`, `stages_per_rank` and the memory options,
-            except for recomputation, only if they differ from the default.
+        plan: The plan. The description always has the recomputation. It has `cp`, `ep` and the
+            other memory options only if they differ from the default. It has `stages_per_rank` only
+            if the schedule allows several values.
 
     Example:
         >>> from schedir.planner import ParallelPlan
@@ -119,8 +120,8 @@ def attach_relative_bottleneck(
 
     The first rule that applies sets `bottleneck`:
 
-    - If another plan that fits is faster, the bottleneck is the part of the step with the largest
-      difference to the fastest plan.
+    - If another plan that fits is faster, the bottleneck is the part of the step that exceeds the
+      same part of the fastest plan by the most seconds.
     - If faster plans exist but none of them fits, the bottleneck is "memory". `explanation` names
       the faster plan that uses the least memory.
     - Otherwise the bottleneck is the largest part that another plan reduces, or "compute" if no

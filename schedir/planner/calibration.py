@@ -1,9 +1,9 @@
 """Calibrate five constants of a cluster with a few measured runs of training software.
 
 The logarithms of the constants are fitted to the logarithms of step times. A normal prior keeps
-the constants near the values of the cluster. Cauchy weights reduce the influence of a bad run. The
-result is the mode of the posterior and the covariance at the mode (Laplace approximation), from
-which the intervals of the constants and of step times follow.
+the constants near the values of the cluster. Cauchy weights reduce the influence of runs with large
+errors. The result is the mode of the posterior and the covariance at the mode (Laplace
+approximation). The intervals of the constants and of step times follow from them.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ from schedir.planner.transformer.transformer_spec import TransformerSpec
 Floats = NDArray[np.float64]
 
 MAX_RUNS: Final = 20
-_RUN_NOISE: Final = 0.05  # Repeated runs of a grid on H100 differ by 3 to 5 % (planner-h100.md).
+_RUN_NOISE: Final = 0.05  # Repeated runs of one layout on H100 differ by 3 to 5 %.
 _MISFIT: Final = 2.0  # The scale of the Cauchy weights, in standard deviations of the noise.
 _ITERATIONS: Final = 8
 _STEP: Final = 0.05  # Derivatives use this change of the logarithm of a constant.
@@ -39,10 +39,10 @@ class _ConstantRow(NamedTuple):
 
     Attributes:
         meaning: A description with the unit.
-        prior_deviation: The standard deviation of the logarithm in the prior.
+        prior_deviation: The standard deviation of the constant's logarithm in the prior.
         min_value: The lower bound of the fitted value.
         max_value: The upper bound of the fitted value.
-        start: The value before the fit if the cluster has none.
+        start: The value before the fit if the cluster lacks the constant.
     """
 
     meaning: str
@@ -161,7 +161,7 @@ class Calibration:
         )
 
     def find_interval(self, model: TransformerSpec, plan: ParallelPlan) -> tuple[float, float]:
-        """Return the 90 % interval of the step time of a plan, as its ends in seconds.
+        """Return both ends of the 90 % interval of the step time of a plan, in seconds.
 
         The interval covers the uncertainty of the constants and the noise of a run.
 
@@ -194,13 +194,14 @@ class Calibration:
     def suggest_run(self, max_gpus: int | None = None) -> ParallelPlan | None:
         """Return the plan whose measurement would make the constants most certain.
 
-        The candidates have the model and the batch of the largest run, fit in memory, and have not
-        been measured. The result is the candidate whose predicted step time is the least certain:
-        measuring it gives the most information (D-optimality: Atkinson and Donev 1992, section
-        10.2).
+        The candidates have the model and the batch of the run with the most GPUs, fit in memory,
+        and have not been measured. The result is the candidate with the least certain prediction of
+        the step time. Its measurement gives the most information (D-optimality: Atkinson and Donev
+        1992, section 10.2).
 
         Args:
-            max_gpus: The number of GPUs of the plan. None means the number of the largest run.
+            max_gpus: The number of GPUs of the plan. None uses the number of GPUs of the run with
+                the most GPUs.
 
         Returns:
             The plan, or None if there is no candidate.
@@ -293,7 +294,8 @@ def calibrate(cluster: Cluster, stack: Stack, runs: Sequence[MeasuredRun]) -> Ca
 
     start = _fill_constants(cluster)
     fitted, covariance = fit_constants(start, estimate, measured)
-    values, priors = _get_constants(fitted), _get_constants(start)
+    values = _get_constants(fitted)
+    priors = _get_constants(start)
     spread = np.exp(INTERVAL_QUANTILE * np.sqrt(np.diag(covariance)))
     constants = tuple(
         CalibratedConstant(
@@ -342,7 +344,8 @@ def fit_constants(
         gradient = slopes.T @ (weights * error) - precision @ (now - prior)
         step = np.clip(np.linalg.solve(information, gradient), -0.5, 0.5)
         cluster = _set_constants(cluster, np.exp(now + step))
-        now, largest = np.log(_get_constants(cluster)), np.abs(step).max()
+        now = np.log(_get_constants(cluster))
+        largest = np.abs(step).max()
         if largest < 5e-3:  # A tenth of the noise of a run.
             break
         if largest > 0.1:
@@ -359,7 +362,8 @@ def _differentiate(
 
     The derivatives have the shape (step times, constants).
     """
-    values, seconds = _get_constants(_fill_constants(cluster)), estimate(cluster)
+    values = _get_constants(_fill_constants(cluster))
+    seconds = estimate(cluster)
     slopes = []
     for k in range(len(values)):
         moved = values.copy()
@@ -372,7 +376,7 @@ def _differentiate(
 def _compute_log_deviations(slopes: Floats, covariance: Floats, noise: float) -> Floats:
     """Return the standard deviation of the logarithm of each step time.
 
-    `noise` is the standard deviation that a run adds.
+    `noise` is the standard deviation that the noise of a run adds to the logarithm.
     """
     deviation: Floats = np.sqrt(np.einsum("ri,ij,rj->r", slopes, covariance, slopes) + noise**2)
     return deviation
@@ -398,7 +402,8 @@ def _set_constants(cluster: Cluster, values: Floats) -> Cluster:
     `hbm_bandwidth` changes by the same factor as `flops`.
     """
     rows = CONSTANTS.values()
-    low, high = np.array([row.min_value for row in rows]), np.array([row.max_value for row in rows])
+    low = np.array([row.min_value for row in rows])
+    high = np.array([row.max_value for row in rows])
     each = dict(zip(CONSTANTS, np.clip(values, low, high).tolist(), strict=True))
     each["flops"] = min(each["flops"], cluster.peak or each["flops"])
     each["hbm_bandwidth"] = cluster.hbm_bandwidth * each["flops"] / cluster.flops

@@ -188,8 +188,8 @@ def _reduces_each_backward(plan: ParallelPlan) -> bool:
 
 # ---------------------------------------------------------------- for `schedir train`
 
-# Fields of a model or a plan that `schedir train` cannot change: (field, the value that its GPT
-# has, reason). The values "heads" and "hidden / heads" are computed from the model.
+# Fields of a model or a plan that `schedir train` cannot change: (field, the value that the GPT of
+# `schedir train` has, reason). The values "heads" and "hidden / heads" are computed from the model.
 _UNSUPPORTED_FIELDS: Final = (
     ("kv_heads", "heads", "each head of its GPT has its own keys and values"),
     ("head_dim", "hidden / heads", "the heads of its GPT share the hidden size"),

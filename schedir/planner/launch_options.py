@@ -58,7 +58,8 @@ def launcher_options(model: TransformerSpec, plan: ParallelPlan) -> dict[str, st
         pipeline_parallel_first_stage_less_layers = 1
         pipeline_parallel_last_stage_less_layers = 1
     """
-    parts, shape = get_layers_per_stage(model, plan), build_pipeline_shape(plan)
+    parts = get_layers_per_stage(model, plan)
+    shape = build_pipeline_shape(plan)
     return {
         "megatron": "\n".join(_format_megatron(plan, parts, is_loop=shape.placement == "loop")),
         "torchtitan": "\n".join(
@@ -93,8 +94,9 @@ def _format_megatron(
 def _format_end_options(plan: ParallelPlan, layers_per_stage: tuple[int, ...]) -> str | None:
     """Return Megatron-LM's options for the layers of the first and the last rank.
 
-    They work if the stages of each rank have equal numbers of layers, and so do all inner ranks.
-    The result is "" if all ranks are equal, and None if these options cannot express the division.
+    The options work if all stages of a rank have equal numbers of layers, and all inner ranks have
+    equal numbers of layers. The result is "" if all ranks are equal, and None if these options
+    cannot express the division.
     """
     ranks = [{*layers_per_stage[rank :: plan.pp]} for rank in range(plan.pp)]
     if any(len(layers_per_rank) > 1 for layers_per_rank in ranks):
@@ -167,9 +169,9 @@ def _format_torchtitan(
 def _count_removed_layers(layers_per_stage: tuple[int, ...]) -> tuple[int, int] | None:
     """Return by how many layers torchtitan shortens the first and the last stage.
 
-    torchtitan adds these two numbers to the number of layers, and divides the sum evenly. If it is
-    not divisible, the first stages get one more layer. The result is None if no two numbers give
-    this division.
+    torchtitan adds these two numbers to the number of layers, and divides the sum evenly. If the
+    sum is not divisible, the first stages get one more layer. The result is None if no two numbers
+    give this division.
     """
     stages = len(layers_per_stage)
     if stages < 2:
@@ -177,7 +179,8 @@ def _count_removed_layers(layers_per_stage: tuple[int, ...]) -> tuple[int, int] 
     for each in sorted({n - k for n in layers_per_stage for k in (0, 1)}, reverse=True):
         for longer_stages in range(stages):
             even = [each + (stage < longer_stages) for stage in range(stages)]
-            first, last = even[0] - layers_per_stage[0], even[-1] - layers_per_stage[-1]
+            first = even[0] - layers_per_stage[0]
+            last = even[-1] - layers_per_stage[-1]
             if (
                 even[1:-1] == [*layers_per_stage[1:-1]]
                 and 0 <= min(first, last) <= max(first, last) <= each

@@ -44,7 +44,7 @@ class ParallelPlan:
             section 4.1). "flash" keeps them on chip, and computes them again in the backward (arXiv
             2307.08691).
         rank_order: The order in which processes are numbered, the innermost dimension first.
-            "tp-pp-dp" is the order of schedir, "tp-dp-pp" the default of Megatron-LM.
+            "tp-pp-dp" is the order of schedir. "tp-dp-pp" is the default of Megatron-LM.
             Context-parallel ranks are numbered directly after the tensor-parallel ranks.
         offload: "fit" offloads as few saved activations to the host as the memory of the GPUs
             requires. "none" offloads no activations.
@@ -185,8 +185,8 @@ class StageTimes(NamedTuple):
 
     Attributes:
         compute: The time of compute.
-        layer_collectives: The time of tensor-, context- and expert-parallel collectives that
-            compute of the same microbatch does not hide.
+        layer_collectives: The time of tensor-, context- and expert-parallel collectives that does
+            not overlap with compute of the same microbatch.
         all_to_alls: The part of `layer_collectives` in which the all-to-alls of experts run.
     """
 
@@ -220,7 +220,7 @@ class StepBreakdown(NamedTuple):
         layer_collectives: Tensor-, context- and expert-parallel collectives that compute does not
             hide.
         transfers: Messages between stages that compute does not hide.
-        bubble: Time that the rank waits for other stages.
+        bubble: Time for which the rank waits for the compute of other ranks.
         data_parallel: Reductions over replicas and gathers of ZeRO that compute does not hide.
         optimizer: The gradient norm and the update.
         host_copies: Copies to the host memory and back that compute does not hide.
@@ -242,7 +242,7 @@ class StepBreakdown(NamedTuple):
 
 
 class GpuMemory(NamedTuple):
-    """The parts of the peak memory of the fullest GPU, in bytes.
+    """Memory of the GPU with the highest peak, at the time of this peak, in bytes.
 
     Attributes:
         weights: Weights.
@@ -271,7 +271,7 @@ class GpuMemory(NamedTuple):
 
 
 class HostMemory(NamedTuple):
-    """The parts of the peak host memory of the process that uses the most, in bytes.
+    """Host memory of the process with the highest peak, at the time of this peak, in bytes.
 
     Each GPU has one process.
 
@@ -313,7 +313,7 @@ class PlanEstimate(ParallelPlan):
         is_simulated: True if the program was simulated. Otherwise the step time is from the closed
             form.
         fits: True if the plan fits in the memory of the GPUs and their hosts.
-        host_memory: Peak bytes on the host of one process.
+        host_memory: Peak bytes of host memory of the process with the highest peak.
         offload_comparison: A sentence that compares the step time with another plan. A plan with
             offload is compared with the best plan without offload. The fastest plan, if it does
             not offload, is compared with the best plan with offload. "" for all other plans.

@@ -28,7 +28,7 @@ RECOMPUTE_MODES: Final[tuple[Recompute, ...]] = get_args(Recompute)
 
 
 class RankGroupShares(NamedTuple):
-    """The layers and the ends of the model on each rank group of each plan.
+    """The layers, the embedding and the head on each rank group of each plan.
 
     A rank group is a group of ranks with equal shares of the model. The fields are those of
     `RankGroupShare`, as arrays of shape (plans, groups). A plan with fewer groups has entries with
@@ -159,7 +159,7 @@ class PlanColumns:
     def compute_shares(
         self, model: TransformerSpec, *, merge_equal_ranks: bool = True
     ) -> RankGroupShares:
-        """Return the layers and the ends of the model on the rank groups of each plan.
+        """Return the layers, the embedding and the head on each rank group of each plan.
 
         Args:
             model: The model of the plans.

@@ -109,14 +109,15 @@ def enumerate_plans(
     """Return all plans of a model that a filter allows on a cluster.
 
     The product pp * tp * dp * cp is the number of GPUs, and dp * microbatch_size * microbatches is
-    the batch. If the filter allows all values of a field, these rules apply:
+    the batch. For fields that the filter does not restrict, these rules apply:
 
     - `tp` divides the heads and is at most the number of GPUs of a node.
-    - There are at most as many stages as layers, and every stage except the last has a layer. The
-      number of stages divides the layers, or the layers plus embedding and head, or a rank has at
-      most two stages.
-    - From ZeRO level 2 on, ranks have more than two stages, and backwards are not split. Otherwise
-      all stages would stay unsharded, or gradients would be reduced after every microbatch.
+    - There are at most as many stages as layers, and every stage except the last has a layer. A
+      rank has more than two stages only if the total number of stages divides L or L + 2. Here L is
+      the number of layers, and 2 counts the embedding and the head.
+    - From ZeRO level 2 on, ranks have more than two stages, and backwards are not split. With two
+      stages per rank, both would stay unsharded. With split backwards, gradients would be reduced
+      after every microbatch.
     - A pipeline of one rank has several stages only with ZeRO level 2 or 3, or to offload optimizer
       states stage by stage (`FieldFilter.offload`).
 
@@ -128,8 +129,8 @@ def enumerate_plans(
 
     Raises:
         UsageError: No plan exists. For example, `tp` does not divide the heads, no product of
-            degrees is the number of GPUs, or the batch is not divisible. The hint has values that
-            work.
+            degrees is the number of GPUs, or the batch cannot be divided among the replicas. The
+            hint has values that work.
 
     Warns:
         A requested `tp` is more than the GPUs of a node.
@@ -193,11 +194,11 @@ def _enumerate_degrees(
     gpus = cluster.gpu_count
     for t in _list_tp_sizes(model, cluster, field_filter):
         for p, c in product(field_filter.pp or list_divisors(gpus), field_filter.cp):
-            d, left = divmod(gpus, p * t * c)
-            if left or p > model.layers or (field_filter.dp and d not in field_filter.dp):
+            d, remainder = divmod(gpus, p * t * c)
+            if remainder or p > model.layers or (field_filter.dp and d not in field_filter.dp):
                 continue
             if 0 in divide_layers(model, p, field_filter.division)[:-1]:
-                continue  # A rank without layers would be idle, but the last rank has the head.
+                continue  # A rank without layers would be idle. Only the last rank has the head.
             for e in field_filter.ep:
                 if d % e == 0 and model.experts % e == 0 and model.sequence % c == 0:
                     yield ParallelDegrees(p, t, d, c, e)
@@ -211,12 +212,14 @@ def _list_tp_sizes(
     sizes = [t for t in requested or list_divisors(cluster.gpu_count) if requested or t <= node]
     fits = [t for t in sizes if not _find_indivisible_field(model, t)]
     if requested and not fits:
-        wrong = _find_indivisible_field(model, requested[0])
+        indivisible_field = _find_indivisible_field(model, requested[0])
         valid = [str(t) for t in range(1, node + 1) if not _find_indivisible_field(model, t)]
+        size = getattr(model, indivisible_field)
         raise UsageError(
-            f"tp {requested[0]} does not divide {wrong} {getattr(model, wrong)}",
-            hint=f"tp = {' or '.join(valid)}", fields=["tp", wrong],
-        )  # fmt: skip
+            f"tp {requested[0]} does not divide {indivisible_field} {size}",
+            hint=f"tp = {' or '.join(valid)}",
+            fields=["tp", indivisible_field],
+        )
     return fits
 
 
@@ -237,10 +240,10 @@ def warn_cross_node_tp(t: int, cluster: Cluster, *, stacklevel: int) -> None:
 
 
 def _find_indivisible_field(model: TransformerSpec, t: int) -> str:
-    """Return the first field of a model that is not divisible by tp size `t`, or ""."""
+    """Return the name of the first size of the model that `t` ranks cannot share, or ""."""
     kv = model.kv_heads % t and t % model.kv_heads
-    bad = [name for name in ("heads", "ffn") if getattr(model, name) % t]
-    return (bad + ["kv_heads"] * bool(kv) + [""])[0]
+    indivisible = [name for name in ("heads", "ffn") if getattr(model, name) % t]
+    return (indivisible + ["kv_heads"] * bool(kv) + [""])[0]
 
 
 def _list_stages_per_rank(
@@ -283,20 +286,20 @@ def _enumerate_rows(
         formulas = SCHEDULE_FORMULAS[name]
         for v in _list_stages_per_rank(model, p, name, field_filter):
             levels = [*_list_zero_levels(d * c, p, v, name, field_filter)]
-            rest = [*product(levels, recomputes, sequence_parallel)]
+            combinations = [*product(levels, recomputes, sequence_parallel)]
             for b in sizes:
                 m = replica_batch // b
                 if m < formulas.min_microbatches(p) or (formulas.needs_multiple_of_ranks and m % p):
                     continue
                 number = SCHEDULE_NAMES.index(name)
-                for zero, recompute, cut in rest:
+                for zero, recompute, cut in combinations:
                     yield p, t, d, v, b, m, number, recompute, zero, int(cut), c, e
 
 
 def _list_zero_levels(
     replicas: int, p: int, v: int, schedule: str, field_filter: FieldFilter
 ) -> Iterator[int]:
-    """Yield the ZeRO levels that make sense for these degrees and this schedule."""
+    """Yield the ZeRO levels that are useful with these degrees and this schedule."""
     for level in field_filter.zero or range(ZERO_LEVEL_COUNT):
         shards_gradients = level >= 2 and (
             field_filter.zero is not None
@@ -335,8 +338,9 @@ def _no_product_error(
             fields=["pp"],
         )
     for name, total_field in (("ep", "experts"), ("cp", "sequence")):
-        size, parts = getattr(model, total_field), getattr(field_filter, name)
-        if all(size % each for each in parts):
+        size = getattr(model, total_field)
+        parts = getattr(field_filter, name)
+        if all(size % part for part in parts):
             return UsageError(
                 f"{name} {_join_with_or(parts)} does not divide {total_field} {size}",
                 fields=[name, total_field],
@@ -367,11 +371,11 @@ def _factorize(number: int) -> list[int]:
 def _no_batch_error(
     model: TransformerSpec, batch: int, degrees: list[ParallelDegrees], field_filter: FieldFilter
 ) -> UsageError:
-    """Return the error for a batch without plans, with the nearest batches that work.
+    """Return the error for a batch that no plan can use, with the nearest batches that work.
 
     If the batch is not the reason, the error names stages_per_rank, schedules and zero.
     """
-    near = set[int]()
+    near_batches = set[int]()
     for degree in degrees:
         for name in field_filter.schedules:
             if not _list_stages_per_rank(model, degree.pp, name, field_filter):
@@ -379,14 +383,14 @@ def _no_batch_error(
             formulas = SCHEDULE_FORMULAS[name]
             for b in field_filter.microbatch_size or (1,):
                 unit = degree.dp * b * (degree.pp if formulas.needs_multiple_of_ranks else 1)
-                least = degree.dp * b * int(formulas.min_microbatches(degree.pp))
-                least = -(-least // unit) * unit
-                near |= {
-                    max(batch // unit * unit, least),
-                    max(-(-batch // unit) * unit, least),
+                min_batch = degree.dp * b * int(formulas.min_microbatches(degree.pp))
+                min_batch = -(-min_batch // unit) * unit
+                near_batches |= {
+                    max(batch // unit * unit, min_batch),
+                    max(-(-batch // unit) * unit, min_batch),
                 }
-    candidates = sorted(near - {batch})
-    if not candidates or batch in near:
+    candidates = sorted(near_batches - {batch})
+    if not candidates or batch in near_batches:
         return UsageError(
             f"no plan of {model.layers} layers has the requested stages_per_rank, schedules and "
             "zero", fields=["stages_per_rank", "schedules", "zero"],

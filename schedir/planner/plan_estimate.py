@@ -44,7 +44,7 @@ def attach_estimates(
         breakdown: The parts of its step in seconds.
         memory: Peak bytes of the GPU with the highest peak.
         is_simulated: True if the estimates are from a simulation of the program.
-        host_memory: Peak bytes on the host of one process.
+        host_memory: Peak bytes of host memory of the process with the highest peak.
     """
     step = sum(breakdown)
     flops = model.count_flops(plan.batch) / step / plan.gpus

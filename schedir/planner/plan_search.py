@@ -89,18 +89,16 @@ def estimate_step(
         require_type(
             state_bytes, "state_bytes", StateBytes, "StateBytes(params=2, grads=4, optimizer=12)"
         )
-    constants, state_bytes = (
-        constants or SoftwareConstants(),
-        state_bytes or get_state_bytes(cluster),
-    )
+    constants = constants or SoftwareConstants()
+    state_bytes = state_bytes or get_state_bytes(cluster)
     if exact:
         return attach_bottleneck(
             cluster, simulated(model, cluster, plan, constants, state_bytes=state_bytes)
         )
-    found = estimate_closed_form(
+    plan_table = estimate_closed_form(
         model, cluster, PlanColumns.from_plan(plan), constants, state_bytes
     )
-    return attach_bottleneck(cluster, found.estimate_at(model, cluster, 0))
+    return attach_bottleneck(cluster, plan_table.estimate_at(model, cluster, 0))
 
 
 @explain_wrong_calls("plan(model, cluster, batch=1536)")
@@ -151,7 +149,7 @@ def plan(
         ep: Allowed values of `ParallelPlan.ep`.
         recompute: Allowed values of `ParallelPlan.recompute`.
         zero: Allowed values of `ParallelPlan.zero`.
-        sequence_parallel: The value of `ParallelPlan.sequence_parallel`. None allows both.
+        sequence_parallel: The value of `ParallelPlan.sequence_parallel`. None allows both values.
         attention: The attention of all plans.
         rank_order: The rank order of all plans. See `ParallelPlan.rank_order`.
         offload: If True, also consider plans that fit only if they offload saved activations, the
@@ -190,62 +188,61 @@ def plan(
         require_type(
             state_bytes, "state_bytes", StateBytes, "StateBytes(params=2, grads=4, optimizer=12)"
         )
-    constants, state_bytes = (
-        constants or SoftwareConstants(),
-        state_bytes or get_state_bytes(cluster),
-    )
+    constants = constants or SoftwareConstants()
+    state_bytes = state_bytes or get_state_bytes(cluster)
     plan_table = all_plans(
         model, cluster, batch, constants=constants, state_bytes=state_bytes, schedules=schedules,
-        pp=pp,
-        tp=tp,
-        dp=dp, stages_per_rank=stages_per_rank, microbatch_size=microbatch_size, cp=cp, ep=ep,
-        recompute=recompute, zero=zero,
-        sequence_parallel=sequence_parallel, attention=attention, rank_order=rank_order,
-        offload=offload, division=division,
+        pp=pp, tp=tp, dp=dp, stages_per_rank=stages_per_rank, microbatch_size=microbatch_size,
+        cp=cp, ep=ep, recompute=recompute, zero=zero, sequence_parallel=sequence_parallel,
+        attention=attention, rank_order=rank_order, offload=offload, division=division,
     )  # fmt: skip
-    usual = (
+    is_usual = (
         ~mask_state_offload_plans(plan_table) if offload else np.ones(len(plan_table.plans), bool)
     )
-    fits = usual & (plan_table.total_memory <= cluster.memory)
+    fits = is_usual & (plan_table.total_memory <= cluster.memory)
     if not fits.any() and not offload:
         raise no_fit_error(model, cluster, plan_table)
     ranked = np.lexsort((plan_table.total_memory, plan_table.step_times))
     ranked = ranked[fits[ranked]]
     if not exact:
-        first = [(plan_table.estimate_at(model, cluster, at), at) for at in ranked[:top].tolist()]
+        estimates = [
+            (plan_table.estimate_at(model, cluster, row), row) for row in ranked[:top].tolist()
+        ]
         return [
-            attach_relative_bottleneck(model, cluster, one, at, plan_table) for one, at in first
+            attach_relative_bottleneck(model, cluster, estimate, row, plan_table)
+            for estimate, row in estimates
         ]
     simulated_plans: list[tuple[PlanEstimate, int]] = []
-    for at in ranked.tolist():  # Not all of these plans fit: a simulation may need more memory.
+    # A plan may need more memory in the simulation than in the closed form, and then not fit.
+    for row in ranked.tolist():
         if (
             len(simulated_plans) >= MAX_SIMULATED_PLANS
-            and sum(one.fits for one, _ in simulated_plans) >= top
+            and sum(estimate.fits for estimate, _ in simulated_plans) >= top
         ):
             break
-        one = strip_estimates(plan_table.estimate_at(model, cluster, at))
+        estimate = strip_estimates(plan_table.estimate_at(model, cluster, row))
         simulated_plans.append(
-            (simulated(model, cluster, one, constants, state_bytes=state_bytes), at)
+            (simulated(model, cluster, estimate, constants, state_bytes=state_bytes), row)
         )
     plan_table = plan_table.with_simulations(simulated_plans)
     simulated_plans = sorted(
         (pair for pair in simulated_plans if pair[0].fits), key=lambda x: _sort_key(x[0])
     )
-    others = plan_table.select(usual)
-    place = np.cumsum(usual) - 1
+    other_plans = plan_table.select(is_usual)
+    row_among_usual = np.cumsum(is_usual) - 1
     best = [
-        attach_relative_bottleneck(model, cluster, one, int(place[at]), others)
-        for one, at in simulated_plans[:top]
+        attach_relative_bottleneck(model, cluster, estimate, int(row_among_usual[row]), other_plans)
+        for estimate, row in simulated_plans[:top]
     ]
     if offload:
-        steps = [one.step_time for one in best]
+        steps = [estimate.step_time for estimate in best]
         best += simulate_offload_plans(
             model, cluster, plan_table, max(top, MAX_SIMULATED_PLANS), constants, state_bytes, steps
         )
-        least = others.estimate_at(model, cluster, int(others.total_memory.argmin()))
-        best = attach_offload_comparison(sorted(best, key=_sort_key), least)
+        smallest = other_plans.estimate_at(model, cluster, int(other_plans.total_memory.argmin()))
+        best = attach_offload_comparison(sorted(best, key=_sort_key), smallest)
     if not best:
-        raise no_fit_error(model, cluster, others, offload=offload)
+        raise no_fit_error(model, cluster, other_plans, offload=offload)
     return best[:top]
 
 
@@ -255,10 +252,8 @@ def _sort_key(estimate: PlanEstimate) -> tuple[float, bool, int, int]:
     If step times are equal in six digits, the simpler plan comes first, because a prediction does
     not include the cost of issuing more instructions.
     """
-    schedule_index, recompute_index = (
-        [*SCHEDULE_FORMULAS].index(estimate.schedule),
-        get_args(Recompute).index(estimate.recompute),
-    )
+    schedule_index = [*SCHEDULE_FORMULAS].index(estimate.schedule)
+    recompute_index = get_args(Recompute).index(estimate.recompute)
     return float(f"{estimate.step_time:.6g}"), estimate.has_offload, schedule_index, recompute_index
 
 
@@ -326,19 +321,19 @@ def _require_valid_plan(model: TransformerSpec, cluster: Cluster, plan: Parallel
             f"{cluster.gpus_per_node})",
             fields=["pp", "tp", "dp", "cp"],
         )
-    least = int(formulas.min_microbatches(plan.pp))
-    if plan.microbatches < least or (
+    min_microbatches = int(formulas.min_microbatches(plan.pp))
+    if plan.microbatches < min_microbatches or (
         formulas.needs_multiple_of_ranks
         and plan.stages_per_rank > 1
         and plan.microbatches % plan.pp
     ):
-        takes = (
+        requirement = (
             f"a multiple of pp {plan.pp}"
             if formulas.needs_multiple_of_ranks
-            else f"at least {least}"
+            else f"at least {min_microbatches}"
         )
         raise UsageError(
-            f"schedule {plan.schedule} needs {takes} microbatches, not {plan.microbatches}",
+            f"schedule {plan.schedule} needs {requirement} microbatches, not {plan.microbatches}",
             fields=["microbatches", "schedule"],
         )
     get_layers_per_stage(model, plan)

@@ -1,6 +1,6 @@
 """Prefer the simplest of the plans that are about as fast as the fastest plan.
 
-The error of a prediction is larger than a difference of 2 %. Each mechanism that a plan uses can
+A difference of 2 % is smaller than the error of a prediction. Each mechanism that a plan uses can
 fail, must be understood, and costs time that the prediction does not contain.
 """
 
@@ -19,11 +19,12 @@ def measure_complexity(plan: ParallelPlan, memory: float) -> tuple[int, int, flo
     """Return the complexity of a plan as a sort key. The simplest plan has the smallest key.
 
     The simplest plan uses the fewest mechanisms. Each dimension of parallelism (pp, tp, dp, cp, ep)
-    above 1 is a mechanism. Other mechanisms are several stages per rank, a schedule other than
+    above 1 is a mechanism. Further mechanisms are several stages per rank, a schedule other than
     GPipe and 1F1B, recomputation, ZeRO 2 and 3, sequence parallelism, and each offload. ZeRO 1 is
     not a mechanism, because it divides the optimizer states among replicas without more
     communication. If two plans have the same number of mechanisms, the plan with fewer stages per
-    rank is simpler. If these numbers are equal too, the plan that needs less memory is simpler.
+    rank is simpler. If the stages per rank are equal too, the plan that needs less memory is
+    simpler.
 
     Args:
         plan: The plan.
@@ -46,13 +47,13 @@ def measure_complexity(plan: ParallelPlan, memory: float) -> tuple[int, int, flo
 
 
 def prefer_simplest(plans: Sequence[PlanEstimate]) -> list[PlanEstimate]:
-    """Move the simplest plan to the front, of the plans within 2 % of the fastest one.
+    """Move one plan to the front: the simplest of those that are within 2 % of the fastest.
 
     Args:
         plans: The plans, the fastest first.
 
     Returns:
-        The simplest of these plans, and then all other plans in their order.
+        The simplest plan, and then all other plans in their order.
 
     Example:
         >>> from schedir import planner

@@ -23,7 +23,7 @@ class PlanTable(NamedTuple):
     Attributes:
         plans: The plans.
         breakdowns: Parts of the steps in seconds: a row for each field of `StepBreakdown`.
-        memory: Bytes on the rank that uses the most: a row for each field of `GpuMemory`.
+        memory: Bytes on the rank that uses the most memory: a row for each field of `GpuMemory`.
         step_times: Step times in seconds, the sums of `breakdowns`, of shape (plans,).
         total_memory: Bytes of each plan, the sums of `memory`, of shape (plans,).
     """
@@ -54,7 +54,7 @@ class PlanTable(NamedTuple):
         Args:
             mask: The plans to keep, of shape (plans,).
         """
-        arrays = (each[..., mask] for each in self[1:])
+        arrays = (column[..., mask] for column in self[1:])
         return PlanTable(self.plans.select(mask), *arrays)
 
     def with_simulations(self, finalists: list[tuple[PlanEstimate, int]]) -> PlanTable:
@@ -63,9 +63,10 @@ class PlanTable(NamedTuple):
         Args:
             finalists: The simulated plans, each with its column.
         """
-        parts, memory = self.breakdowns.copy(), self.memory.copy()
-        for one, at in finalists:
-            parts[:, at], memory[:, at] = one.breakdown, one.memory
+        parts = self.breakdowns.copy()
+        memory = self.memory.copy()
+        for estimate, row in finalists:
+            parts[:, row], memory[:, row] = estimate.breakdown, estimate.memory
         return PlanTable(self.plans, parts, memory, parts.sum(axis=0), memory.sum(axis=0))
 
 

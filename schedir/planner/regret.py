@@ -1,4 +1,4 @@
-"""Compute the loss of time from running the plan with the best prediction."""
+"""Compute how much time is lost by running the plan with the best prediction."""
 
 from __future__ import annotations
 
@@ -11,8 +11,8 @@ from schedir.errors import UsageError
 def prediction_regret(predicted: Sequence[float], measured: Sequence[float]) -> float:
     """Return how much slower the predicted best plan is than the measured best plan.
 
-    If several plans have the shortest predicted time, the slowest of them counts. Prediction errors
-    matter only if they change which plan is predicted to be the best.
+    If several plans have the shortest predicted time, the longest of their measured times counts.
+    Prediction errors matter only if they change which plan is predicted to be the best.
 
     Args:
         predicted: Predicted seconds of each plan.

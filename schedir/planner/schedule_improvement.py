@@ -34,7 +34,7 @@ class ImprovedPlan(NamedTuple):
 
     Attributes:
         estimate: The plan and its estimates. Its schedule is "search" if the search found a better
-            one.
+            schedule.
         program: The program of the plan.
         lower_bound: A lower bound of the step time of all schedules of the plan, in seconds,
             without reductions over replicas. It is the smaller of two bounds, one for full and one
@@ -79,7 +79,7 @@ def improve_schedule(
             (`get_trainer`).
         state_bytes: The `StateBytes` of the training. None uses those of Adam in the number
             type of the cluster.
-        time_limit: Seconds of both searches together.
+        time_limit: The time limit of both searches together, in seconds.
         max_evaluations: The largest number of rank orders that each search evaluates, or None. If
             this limit ends the search before `time_limit`, the result depends only on `seed`.
         seed: The seed of the random numbers.
@@ -103,10 +103,8 @@ def improve_schedule(
     trainer = get_trainer(cluster, constants, state_bytes)
     plan = strip_estimates(plan)
     best = simulate_plan(model, cluster, plan, constants, state_bytes=state_bytes)
-    program, lower_bound = (
-        plan_program(plan, tied_weights=model.tied, **trainer.compile_options),
-        best.step_time,
-    )
+    program = plan_program(plan, tied_weights=model.tied, **trainer.compile_options)
+    lower_bound = best.step_time
     search_trainer = trainer._replace(constants=replace(trainer.constants, recompute_ahead=0.0))
     search_constants = search_trainer.constants
     memory_limit = (cluster.memory - search_constants.reserved_bytes) / (

@@ -17,12 +17,12 @@ Recompute = Literal["none", "selective", "full"]
 class Term(NamedTuple):
     """One tensor that a layer saves for its backward (arXiv 2205.05198, section 4.1).
 
-    With sequence s, microbatch size b, hidden size h and a heads, a tensor has s b h elements. A
-    quadratic tensor has a s^2 b elements.
+    With sequence length s, microbatch size b, hidden size h and a heads, a tensor has s b h
+    elements. A quadratic tensor has a s^2 b elements.
 
     Attributes:
         name: The tensor, in words.
-        bytes_per_element: Bytes for each element. A term can stand for several tensors, and then
+        bytes_per_element: Bytes for each element. A term can represent several tensors, and then
             has the sum of their bytes.
         is_tp_sharded: True if each of t tensor-parallel ranks saves 1/t of it. With sequence
             parallelism, the other terms are sharded, too (section 4.2).
@@ -66,10 +66,10 @@ def compute_layer_terms(
     """Return the bytes of each tensor in the sum of `activation_bytes_per_layer`.
 
     Args:
-        sequence: Tokens of a sequence.
-        microbatch_size: Sequences of a microbatch.
+        sequence: Number of tokens in a sequence.
+        microbatch_size: Number of sequences in a microbatch.
         hidden: Hidden size.
-        heads: Attention heads.
+        heads: Number of attention heads.
         tp: Tensor-parallel size.
         recompute: "none", "selective" or "full", see `activation_bytes_per_layer`.
         sequence_parallel: True if the tensor-parallel ranks use sequence parallelism.
@@ -139,10 +139,10 @@ def activation_bytes_per_layer(
     all tokens, without windows.
 
     Args:
-        sequence: Tokens of a sequence.
-        microbatch_size: Sequences of a microbatch.
+        sequence: Number of tokens in a sequence.
+        microbatch_size: Number of sequences in a microbatch.
         hidden: Hidden size.
-        heads: Attention heads.
+        heads: Number of attention heads.
         tp: Tensor-parallel size.
         recompute: "none" saves all terms. "selective" recomputes softmax and dropout of attention,
             and leaves out the terms with 5as (equation 6). "full" saves only the input of the

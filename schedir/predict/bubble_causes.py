@@ -48,15 +48,15 @@ class IdleCause(IntEnum):
         return self.name.lower()
 
 
-# Opcode -> cause of the idle time of a rank that waits while the instruction runs.
+# Opcode -> cause of the idle time of a rank that waits for a running instruction of this opcode.
 _CAUSE_OF_OP: Final = [
     IdleCause[(row.idle_cause or LANES[row.lane].idle_cause).upper()] for row in INSTRUCTIONS
 ]
 IDLE_DTYPE: Final = np.dtype(
     [("rank", "i4"), ("cause", "i4"), ("awaits", "i8"), ("start", "f8"), ("end", "f8")]
 )
-# A gap is the idle time between two instructions of a compute lane. A wait is a part of a gap with
-# one cause.
+# A gap is the idle time between two instructions of a compute lane. A wait is a part of a gap, and
+# has one cause.
 GAP_DTYPE: Final = np.dtype(
     [("rank", "i4"), ("before", "i8"), ("after", "i8"), ("start", "f8"), ("end", "f8")]
 )
@@ -75,7 +75,7 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
 
     - MESSAGE: The rank waits for a transfer or a gather that is in progress.
     - SUM: The rank waits for a collective between the segments of a stage (TPReduceAct,
-      TPReduceGrad). With sequence parallelism these include gathers.
+      TPReduceGrad). With sequence parallelism, these collectives include gathers.
     - ALL_TO_ALL: The rank waits for tokens, outputs of experts, or gradients of these (Dispatch,
       Combine, DispatchGrad, CombineGrad).
     - REDUCTION: The rank waits for a reduction in progress that all members have joined.
@@ -89,11 +89,12 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
       program with its transfers has no such interval.
     - WARMUP, PEER, COOLDOWN: The rank waits for an instruction of another rank's compute lane. This
       wait covers the rest of the gap. The cause is WARMUP until the first backward of the waiting
-      rank starts. It is COOLDOWN from the end of its last forward on, but not before its first
-      backward. Between these times, it is PEER.
-    - IMBALANCE: With any order, a rank is idle for the difference between its work and that of the
-      busiest rank. This part of its waits for other ranks has this cause. It is taken first from
-      PEER waits, then from waits after the rank's first instruction, then from waits before it.
+      rank starts. It is COOLDOWN from the end of the rank's last forward on, but not before its
+      first backward. Between these times, it is PEER.
+    - IMBALANCE: In any order of instructions, a rank is idle at least for the difference between
+      its work and that of the busiest rank. So this much of its waits for other ranks has the cause
+      IMBALANCE. It is taken first from PEER waits, then from waits after the rank's first
+      instruction, then from waits before its first instruction.
 
     Before the first instruction of a rank the causes are the same, but each wait for another rank
     is WARMUP. After its last instruction, the cause is COOLDOWN, and `awaits` is -1.
@@ -154,18 +155,18 @@ def find_ready_gaps(timeline: Timeline) -> Floats:
     """
     before, after = _find_followers(timeline)
     spans = timeline.spans
-    waited = timeline.critical_predecessor[after]
-    end = np.where(waited == NO_POSITION, -np.inf, spans["end"][waited])
-    ready = end <= spans["end"][before]
-    gaps: Floats = (spans["start"][after] - spans["end"][before])[ready]
+    predecessor = timeline.critical_predecessor[after]
+    predecessor_end = np.where(predecessor == NO_POSITION, -np.inf, spans["end"][predecessor])
+    is_ready = predecessor_end <= spans["end"][before]
+    gaps: Floats = (spans["start"][after] - spans["end"][before])[is_ready]
     return gaps
 
 
 def find_steady_phase(timeline: Timeline) -> tuple[Floats, Floats]:
     """Return the start and end of each rank's steady phase, between warmup and cooldown.
 
-    The phase starts at the start of the rank's first backward. It ends at the end of its last
-    forward. If this is earlier, the phase has no length.
+    The phase starts at the start of the rank's first backward. It ends at the end of the rank's
+    last forward. If this end comes before the start, the phase has length 0.
 
     Args:
         timeline: A predicted or measured run.
@@ -175,10 +176,11 @@ def find_steady_phase(timeline: Timeline) -> tuple[Floats, Floats]:
         infinite for a rank without a backward.
     """
     spans = timeline.spans
-    begins, ends = np.full(timeline.ranks, np.inf), np.full(timeline.ranks, -np.inf)
-    back, ahead = np.isin(spans["op"], BACKWARD_OPS), spans["op"] == FORWARD
-    np.minimum.at(begins, spans["rank"][back], spans["start"][back])
-    np.maximum.at(ends, spans["rank"][ahead], spans["end"][ahead])
+    begins = np.full(timeline.ranks, np.inf)
+    ends = np.full(timeline.ranks, -np.inf)
+    is_backward, is_forward = np.isin(spans["op"], BACKWARD_OPS), spans["op"] == FORWARD
+    np.minimum.at(begins, spans["rank"][is_backward], spans["start"][is_backward])
+    np.maximum.at(ends, spans["rank"][is_forward], spans["end"][is_forward])
     return begins, np.maximum(begins, ends)
 
 
@@ -204,9 +206,9 @@ def compute_exposed_share(timeline: Timeline) -> float:
 def _find_followers(timeline: Timeline) -> tuple[Ints, Ints]:
     """Return all pairs of consecutive instructions on the compute lane of a rank."""
     spans = timeline.spans
-    own = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & ~timeline.is_second_of_pair)
-    same = spans["rank"][own[1:]] == spans["rank"][own[:-1]]
-    return own[:-1][same], own[1:][same]
+    computes = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & ~timeline.is_second_of_pair)
+    is_same_rank = spans["rank"][computes[1:]] == spans["rank"][computes[:-1]]
+    return computes[:-1][is_same_rank], computes[1:][is_same_rank]
 
 
 def _find_gaps(timeline: Timeline) -> NDArray[Any]:
@@ -215,12 +217,12 @@ def _find_gaps(timeline: Timeline) -> NDArray[Any]:
     `before` and `after` are the indices of the instructions around a gap, or -1.
     """
     spans = timeline.spans
-    own = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & ~timeline.is_second_of_pair)
-    bounds = np.searchsorted(spans["rank"][own], np.arange(timeline.ranks + 1))
-    gaps = np.empty(len(own) + timeline.ranks, GAP_DTYPE)
-    gaps["rank"] = np.repeat(np.arange(timeline.ranks), np.diff(bounds) + 1)
-    gaps["after"] = after = np.insert(own, bounds[1:], NO_POSITION)
-    gaps["before"] = before = np.insert(own, bounds[:-1], NO_POSITION)
+    computes = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & ~timeline.is_second_of_pair)
+    rank_offsets = np.searchsorted(spans["rank"][computes], np.arange(timeline.ranks + 1))
+    gaps = np.empty(len(computes) + timeline.ranks, GAP_DTYPE)
+    gaps["rank"] = np.repeat(np.arange(timeline.ranks), np.diff(rank_offsets) + 1)
+    gaps["after"] = after = np.insert(computes, rank_offsets[1:], NO_POSITION)
+    gaps["before"] = before = np.insert(computes, rank_offsets[:-1], NO_POSITION)
     gaps["start"] = np.where(before == NO_POSITION, timeline.start_time, spans["end"][before])
     gaps["end"] = np.where(after == NO_POSITION, spans["end"].max(), spans["start"][after])
     return gaps[gaps["end"] > gaps["start"]]
@@ -230,34 +232,45 @@ def _find_waits(timeline: Timeline, gaps: NDArray[Any]) -> NDArray[Any]:
     """Return the waits of all gaps, in any order, with the fields of `WAIT_DTYPE`.
 
     The loop walks through all gaps in parallel, from their ends to their beginnings. At each step,
-    `now` is the instruction that waits, and the time before `time` has no cause yet. A step gives
-    causes to two intervals: from the end of the predecessor to `time`, and before that the time in
-    which the predecessor ran.
+    `waiting` is the instruction that waits, and the time before `time` has no cause yet. A step
+    gives causes to two intervals: from the end of the predecessor to `time`, and before that the
+    time in which the predecessor ran.
     """
     spans, latest = timeline.spans, _find_latest(timeline)
     nothing_follows = gaps["after"] == NO_POSITION
     tail = np.flatnonzero(nothing_follows)
-    none = np.full(len(tail), NO_POSITION)
-    found = [_make_waits(tail, IdleCause.COOLDOWN, none, gaps["start"][tail], gaps["end"][tail])]
+    no_instruction = np.full(len(tail), NO_POSITION)
+    waits_by_step = [
+        _make_waits(
+            tail, IdleCause.COOLDOWN, no_instruction, gaps["start"][tail], gaps["end"][tail]
+        )
+    ]
     gap = np.flatnonzero(~nothing_follows)
-    now, time = gaps["after"][gap], gaps["end"][gap]
+    waiting, time = gaps["after"][gap], gaps["end"][gap]
     while len(gap):
-        begin, awaited = gaps["start"][gap], latest[now]
-        some = awaited != NO_POSITION
-        ended = np.where(some, np.clip(spans["end"][awaited], begin, time), begin)
-        found.append(_make_waits(gap, *_explain_late_start(timeline, now, awaited), ended, time))
-        on = some & (ended > begin)
-        gap, begin, now, time = gap[on], begin[on], awaited[on], ended[on]
+        begin, awaited = gaps["start"][gap], latest[waiting]
+        has_predecessor = awaited != NO_POSITION
+        predecessor_end = np.where(
+            has_predecessor, np.clip(spans["end"][awaited], begin, time), begin
+        )
+        waits_by_step.append(
+            _make_waits(
+                gap, *_explain_late_start(timeline, waiting, awaited), predecessor_end, time
+            )
+        )
+        is_open = has_predecessor & (predecessor_end > begin)
+        gap, begin = gap[is_open], begin[is_open]
+        waiting, time = awaited[is_open], predecessor_end[is_open]
 
-        cause = _explain_running(timeline, now)
+        cause = _explain_running(timeline, waiting)
         # For a wait for another rank's compute, no earlier causes are searched. It covers the rest
         # of the gap.
-        began = np.where(cause == IdleCause.PEER, -np.inf, spans["start"][now])
-        began = np.clip(began, begin, time)
-        found.append(_make_waits(gap, cause, now, began, time))
-        on = began > begin
-        gap, now, time = gap[on], now[on], began[on]
-    waits = np.concatenate(found)
+        predecessor_start = np.where(cause == IdleCause.PEER, -np.inf, spans["start"][waiting])
+        predecessor_start = np.clip(predecessor_start, begin, time)
+        waits_by_step.append(_make_waits(gap, cause, waiting, predecessor_start, time))
+        is_open = predecessor_start > begin
+        gap, waiting, time = gap[is_open], waiting[is_open], predecessor_start[is_open]
+    waits = np.concatenate(waits_by_step)
     return waits[waits["end"] > waits["start"]]
 
 
@@ -298,17 +311,17 @@ def _find_latest(timeline: Timeline) -> Ints:
     """
     spans = timeline.spans
     order = np.lexsort((spans["lane"] == Lane.COMPUTE, spans["end"]))
-    place = np.full(len(spans) + 1, -1.0)  # the last entry is that of NO_POSITION
-    place[order] = np.arange(len(spans))
-    return timeline.graph.find_last_predecessors(place[:-1])
+    end_order = np.full(len(spans) + 1, -1.0)  # the last entry is that of NO_POSITION
+    end_order[order] = np.arange(len(spans))
+    return timeline.graph.find_last_predecessors(end_order[:-1])
 
 
 def _find_phase_causes(timeline: Timeline, gaps: NDArray[Any]) -> Ints:
     """Return the cause of a wait for another rank in each gap, by the phase of the waiting rank."""
     begins, ends = (times[gaps["rank"]] for times in find_steady_phase(timeline))
-    fills = np.isfinite(begins) & (gaps["end"] <= begins)
+    is_filling = np.isfinite(begins) & (gaps["end"] <= begins)
     return np.select(
-        [fills | (gaps["before"] == NO_POSITION), gaps["start"] >= ends],
+        [is_filling | (gaps["before"] == NO_POSITION), gaps["start"] >= ends],
         [IdleCause.WARMUP, IdleCause.COOLDOWN],
         IdleCause.PEER,
     )
@@ -317,25 +330,31 @@ def _find_phase_causes(timeline: Timeline, gaps: NDArray[Any]) -> Ints:
 def _mark_imbalance(timeline: Timeline, gaps: NDArray[Any], idle: NDArray[Any]) -> NDArray[Any]:
     """Change the cause of some waits for other ranks to IMBALANCE.
 
-    The total time of these waits is the busy time of the busiest rank minus that of the rank.
+    For each rank, the total time of these waits is the busy time of the busiest rank minus the busy
+    time of this rank.
     """
     rank = idle["rank"]
-    begins = np.full(timeline.ranks, -np.inf)  # start of the first instruction
-    first = gaps[gaps["before"] == NO_POSITION]
-    begins[first["rank"]] = first["end"]
-    at = np.flatnonzero(
+    first_start = np.full(timeline.ranks, -np.inf)  # start of the first instruction
+    first_gaps = gaps[gaps["before"] == NO_POSITION]
+    first_start[first_gaps["rank"]] = first_gaps["end"]
+    rank_waits = np.flatnonzero(
         np.isin(idle["cause"], (IdleCause.WARMUP, IdleCause.COOLDOWN, IdleCause.PEER))
     )
-    priority = (idle["cause"] != IdleCause.PEER).astype(int) + (idle["start"] < begins[rank])
-    at = at[np.lexsort((idle["start"][at], priority[at], rank[at]))]
-    long = idle["end"][at] - idle["start"][at]
-    total = np.concatenate([[0.0], np.cumsum(long)])
-    base = total[np.searchsorted(rank[at], rank[at])]
-    left = (timeline.busy.max() - timeline.busy)[rank[at]] - (total[:-1] - base)
-    complete, partial = at[left >= long], at[(left > 0) & (left < long)]
+    priority = (idle["cause"] != IdleCause.PEER).astype(int) + (idle["start"] < first_start[rank])
+    rank_waits = rank_waits[
+        np.lexsort((idle["start"][rank_waits], priority[rank_waits], rank[rank_waits]))
+    ]
+    lengths = idle["end"][rank_waits] - idle["start"][rank_waits]
+    total = np.concatenate([[0.0], np.cumsum(lengths)])
+    rank_base = total[np.searchsorted(rank[rank_waits], rank[rank_waits])]
+    imbalance_left = (timeline.busy.max() - timeline.busy)[rank[rank_waits]] - (
+        total[:-1] - rank_base
+    )
+    complete = rank_waits[imbalance_left >= lengths]
+    partial = rank_waits[(imbalance_left > 0) & (imbalance_left < lengths)]
     idle["cause"][complete] = IdleCause.IMBALANCE
-    rest = idle[partial].copy()
-    rest["start"] += left[(left > 0) & (left < long)]
-    idle["end"][partial] = rest["start"]
+    remainder = idle[partial].copy()
+    remainder["start"] += imbalance_left[(imbalance_left > 0) & (imbalance_left < lengths)]
+    idle["end"][partial] = remainder["start"]
     idle["cause"][partial] = IdleCause.IMBALANCE
-    return np.concatenate([idle, rest[rest["end"] > rest["start"]]])
+    return np.concatenate([idle, remainder[remainder["end"] > remainder["start"]]])

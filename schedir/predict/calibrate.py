@@ -64,29 +64,30 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
 
     Costs of instructions on other lanes than compute, such as messages, gathers and reductions:
 
-    - The span of an instruction is the time from its recorded start to its recorded end. From it
-      follows an interval for the duration of the instruction.
+    - The span of an instruction is the time from its recorded start to its recorded end. The span
+      bounds the duration of the instruction from above, and sometimes from below.
     - If a rank waited for the instruction, its end is exact. Its duration is then at most its span.
       It is at least the part of the span after the previous instruction of the queue has ended.
     - If no rank waited for it, its end may be recorded late. Its duration is then between 0 and its
       span.
     - In a prediction, all durations are equal to the spans.
-    - The cost is the time with the smallest sum of distances to all intervals. If several times
-      have this sum, it is the smallest of them.
+    - So there is an interval of possible durations for each instruction. The cost is the time with
+      the smallest sum of distances to all intervals. If several times have this sum, the cost is
+      the smallest of them.
     - A wait counts if it is longer than usual gaps of the host and than the clock error. A gap of
       the host is the time between two computes in which the rank waits for nothing. A gap is usual
       if it is not above the quantile `HOST_GAP_QUANTILE` of all gaps.
 
     Costs of all other instructions are mean times:
 
-    - F, B, I, W, R and pairs have one cost for each stage. Instructions per rank, such as the step,
-      have one cost for each rank, because the step of one rank may run in parallel to a
-      neighbour's backwards. All other instructions have one cost.
+    - F, B, I, W, R and pairs have one cost for each stage. Instructions that belong to a rank, such
+      as the step, have one cost for each rank, because the step of one rank may run in parallel to
+      a neighbour's backwards. Each other opcode has one cost.
     - The time of an instruction is its span plus the unexplained delay before it. To find this
       delay, a simulation lets all computes end as in the run, and all messages take the costs
       above. The delay is the recorded start minus the simulated start. It comes from the host, slow
       messages and noise. It is negative after a message that was faster than its cost.
-    - A cost is never less than the shortest span.
+    - A cost is never less than the shortest span of its instructions.
     - The cost of a stage with several replicas is the mean over all replicas.
     - Means hide differences between microbatches. For example, the first microbatch may be slow
       because it uses new memory. A simulation is too short if other ranks waited for the slow
@@ -112,29 +113,43 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
     costs: dict[str, Cost] = dict.fromkeys(COST_BY_OPCODE.values(), 0.0)
     bounds = _bound_durations(measured)
     # Messages and collectives are on several ranks, but count once.
-    once = measured.graph.node == np.arange(len(spans))
+    is_counted = measured.graph.node == np.arange(len(spans))
     for name in _ASYNC_COSTS:
-        costs[name] = _find_nearest_time(bounds[:, once & np.isin(spans["op"], _OPS_OF_COST[name])])
-    lasted = spans["end"] - spans["start"]
-    took = np.stack([lasted + _measure_unexplained(measured, Costs(**costs)), lasted])
-    second = measured.is_second_of_pair
-    paired = second | np.append(second[1:], False)
+        costs[name] = _find_nearest_time(
+            bounds[:, is_counted & np.isin(spans["op"], _OPS_OF_COST[name])]
+        )
+    duration = spans["end"] - spans["start"]
+    delayed_duration = np.stack(
+        [duration + _measure_unexplained(measured, Costs(**costs)), duration]
+    )
+    is_second = measured.is_second_of_pair
+    is_paired = is_second | np.append(is_second[1:], False)
     for name, ops in _OPS_OF_COST.items():
-        here = np.isin(spans["op"], ops)
-        if ops[0] in COMPUTE_OPS and here.any():
-            of = [here & (spans["stage"] == s) for s in stages]
-            costs[name] = tuple(_average_unpaired(name, took[:, w], paired[w]) for w in of)
+        is_of_cost = np.isin(spans["op"], ops)
+        if ops[0] in COMPUTE_OPS and is_of_cost.any():
+            is_of_stage = [is_of_cost & (spans["stage"] == s) for s in stages]
+            costs[name] = tuple(
+                _average_unpaired(name, delayed_duration[:, mask], is_paired[mask])
+                for mask in is_of_stage
+            )
             if per_microbatch:
-                costs[name] = _collect_microbatches(costs[name], measured, took, here & ~paired)
+                costs[name] = _collect_microbatches(
+                    costs[name], measured, delayed_duration, is_of_cost & ~is_paired
+                )
         elif INSTRUCTIONS[ops[0]].scope is Scope.RANK and name not in _ASYNC_COSTS:
-            costs[name] = _average_ranks(measured, took, here)
+            costs[name] = _average_ranks(measured, delayed_duration, is_of_cost)
         elif name not in _ASYNC_COSTS:
-            costs[name] = _bounded_mean(took[:, here])
-    if second.any():
-        ahead = paired & (spans["op"] == FORWARD)
-        costs["FB"] = tuple(_bounded_mean(took[:, ahead & (spans["stage"] == s)]) for s in stages)
+            costs[name] = _bounded_mean(delayed_duration[:, is_of_cost])
+    if is_second.any():
+        is_paired_forward = is_paired & (spans["op"] == FORWARD)
+        costs["FB"] = tuple(
+            _bounded_mean(delayed_duration[:, is_paired_forward & (spans["stage"] == s)])
+            for s in stages
+        )
         if per_microbatch:
-            costs["FB"] = _collect_microbatches(costs["FB"], measured, took, ahead)
+            costs["FB"] = _collect_microbatches(
+                costs["FB"], measured, delayed_duration, is_paired_forward
+            )
     if RECOMPUTE not in measured.program.used_opcodes:
         del costs[COST_BY_OPCODE[RECOMPUTE]]  # R takes the time of F by default.
     return Costs(**costs)
@@ -201,13 +216,13 @@ def format_bubbles(run: Timeline, predicted: Timeline) -> str:
         run: The measured run.
         predicted: The prediction at the calibrated costs of the run.
     """
-    more = compute_prediction_error(predicted, run)
-    if abs(more) > MAX_PREDICTION_ERROR:
-        than = f"{abs(more):.0%} {'more' if more > 0 else 'less'}"
-        return f"bubble {run.bubble:.1%}, not predicted: the simulation takes {than}"
-    lost = compute_unexplained_share(predicted, run)
-    also = f" and {lost:.1%} unexplained" if lost >= MIN_REPORTED_SHARE else ""
-    return f"bubble {run.bubble:.1%}, predicted {predicted.bubble:.1%}{also}"
+    error = compute_prediction_error(predicted, run)
+    if abs(error) > MAX_PREDICTION_ERROR:
+        difference = f"{abs(error):.0%} {'more' if error > 0 else 'less'}"
+        return f"bubble {run.bubble:.1%}, not predicted: the simulation takes {difference}"
+    unexplained = compute_unexplained_share(predicted, run)
+    suffix = f" and {unexplained:.1%} unexplained" if unexplained >= MIN_REPORTED_SHARE else ""
+    return f"bubble {run.bubble:.1%}, predicted {predicted.bubble:.1%}{suffix}"
 
 
 def _bounded_mean(durations: Floats) -> float:
@@ -215,8 +230,8 @@ def _bounded_mean(durations: Floats) -> float:
 
     `durations` has shape (2, n): row 0 has the times with delays, and row 1 the times without.
     """
-    times, lasted = durations
-    return max(float(lasted.min()), float(times.mean())) if len(times) else 0.0
+    delayed, undelayed = durations
+    return max(float(undelayed.min()), float(delayed.mean())) if len(delayed) else 0.0
 
 
 def _collect_microbatches(
@@ -227,9 +242,9 @@ def _collect_microbatches(
     A stage and microbatch without such an instruction gets the mean of the stage.
     """
     shape, spans = measured.program.shape, measured.spans[mask]
-    each = np.repeat(to_grid(mean), shape.microbatches, 1)
-    each[spans["stage"], spans["mb"]] = durations[:, mask].max(0)
-    return from_grid(each)
+    durations_by_stage = np.repeat(to_grid(mean), shape.microbatches, 1)
+    durations_by_stage[spans["stage"], spans["mb"]] = durations[:, mask].max(0)
+    return from_grid(durations_by_stage)
 
 
 def _average_ranks(measured: Timeline, durations: Floats, mask: NDArray[np.bool_]) -> Cost:
@@ -238,22 +253,24 @@ def _average_ranks(measured: Timeline, durations: Floats, mask: NDArray[np.bool_
     If there are fewer stages than ranks, the last number is for all remaining ranks.
     """
     shape = measured.program.shape
-    column = np.minimum(measured.spans["rank"], shape.stages - 1)  # index of the number in `Costs`
-    each = range(min(shape.ranks, shape.stages)) if mask.any() else ()
-    means = [_bounded_mean(durations[:, mask & (column == k)]) for k in each]
+    # The index of the number in `Costs`.
+    column_of_span = np.minimum(measured.spans["rank"], shape.stages - 1)
+    columns = range(min(shape.ranks, shape.stages)) if mask.any() else ()
+    means = [_bounded_mean(durations[:, mask & (column_of_span == k)]) for k in columns]
     if not means or np.ptp(means) <= TIME_TOLERANCE * max(means):
         return _bounded_mean(durations[:, mask])
     return tuple(means)
 
 
-def _average_unpaired(name: str, durations: Floats, paired: NDArray[np.bool_]) -> float:
+def _average_unpaired(name: str, durations: Floats, is_paired: NDArray[np.bool_]) -> float:
     """Return the mean duration of the instructions that are not in pairs.
 
-    If all are in pairs, the result is a third of the mean pair for F, and two thirds for backwards.
+    If all are in pairs, the result is a third of the mean time of a pair for F, and two thirds for
+    a backward.
     """
-    if paired.all():
+    if is_paired.all():
         return _bounded_mean(durations) * (1 / 3 if name == "F" else 2 / 3)
-    return _bounded_mean(durations[:, ~paired])
+    return _bounded_mean(durations[:, ~is_paired])
 
 
 def _bound_durations(measured: Timeline) -> Floats:
@@ -262,23 +279,23 @@ def _bound_durations(measured: Timeline) -> Floats:
     idle = idle[np.isin(idle["cause"], _LANE_CAUSES)]
     # If the awaited instruction ended after the wait, another instruction ended the wait.
     idle = idle[idle["end"] >= spans["end"][idle["awaits"]] - measured.clock_error]
-    waited = np.zeros(graph.node_id_limit)
-    np.maximum.at(waited, graph.node[idle["awaits"]], idle["end"] - idle["start"])
+    longest_wait = np.zeros(graph.node_id_limit)
+    np.maximum.at(longest_wait, graph.node[idle["awaits"]], idle["end"] - idle["start"])
     gaps = find_ready_gaps(measured)
-    usual = float(np.quantile(gaps, HOST_GAP_QUANTILE)) if len(gaps) else 0.0
-    # An instruction may have begun only when the one before it in its queue ended.
+    usual_gap = float(np.quantile(gaps, HOST_GAP_QUANTILE)) if len(gaps) else 0.0
+    # A recorded start may be too early: an instruction begins after the previous one in its queue.
     has_predecessor = (graph.queue_predecessor != NO_POSITION) & (
         graph.entry_exit_nodes[0][graph.queue_predecessor] != graph.entry_exit_nodes[0]
     )
-    freed = np.where(has_predecessor, spans["end"][graph.queue_predecessor], -np.inf)
-    begun = np.full(graph.node_id_limit, -np.inf)
-    np.maximum.at(begun, graph.node, np.maximum(spans["start"], freed))
-    least = np.maximum(spans["end"] - begun[graph.node], 0.0)
-    known = waited[graph.node] > max(usual, measured.clock_error)
-    lasted = spans["end"] - spans["start"]
+    queue_free_time = np.where(has_predecessor, spans["end"][graph.queue_predecessor], -np.inf)
+    latest_start = np.full(graph.node_id_limit, -np.inf)
+    np.maximum.at(latest_start, graph.node, np.maximum(spans["start"], queue_free_time))
+    shortest = np.maximum(spans["end"] - latest_start[graph.node], 0.0)
+    is_awaited = longest_wait[graph.node] > max(usual_gap, measured.clock_error)
+    longest = spans["end"] - spans["start"]
     if measured.kind == "predicted":
-        return np.stack([lasted, lasted])
-    return np.stack([np.where(known, least, 0.0), lasted])
+        return np.stack([longest, longest])
+    return np.stack([np.where(is_awaited, shortest, 0.0), longest])
 
 
 def _find_nearest_time(bounds: Floats) -> float:
@@ -296,10 +313,10 @@ def _measure_unexplained(measured: Timeline, costs: Costs) -> Floats:
     The delay is the recorded start minus the earliest possible start. The earliest start follows
     from the recorded ends of computes, and from `costs` for all other instructions.
     """
-    spans, compute = measured.spans, measured.spans["lane"] == Lane.COMPUTE
-    known = np.where(compute, spans["end"] - measured.start_time, np.nan)
-    earliest = compute_earliest_times(measured.graph, costs, known).start
-    return np.where(compute, spans["start"] - measured.start_time - earliest, 0.0)
+    spans, is_compute = measured.spans, measured.spans["lane"] == Lane.COMPUTE
+    recorded_ends = np.where(is_compute, spans["end"] - measured.start_time, np.nan)
+    earliest = compute_earliest_times(measured.graph, costs, recorded_ends).start
+    return np.where(is_compute, spans["start"] - measured.start_time - earliest, 0.0)
 
 
 def fill_missing_backwards(costs: Costs, program: Program) -> Costs:
@@ -311,12 +328,14 @@ def fill_missing_backwards(costs: Costs, program: Program) -> Costs:
         costs: The costs of a run.
         program: The program of the run.
     """
-    whole, first, late = (costs.for_opcode(op, program.shape) for op in (BACKWARD, *SPLIT_BACKWARD))
+    full_backward, backward_input, backward_weight = (
+        costs.for_opcode(op, program.shape) for op in (BACKWARD, *SPLIT_BACKWARD)
+    )
     if BACKWARD_INPUT not in program.used_opcodes:
-        half = from_grid(whole / 2)
-        return replace(costs, I=half, W=half, B=from_grid(whole))
+        half = from_grid(full_backward / 2)
+        return replace(costs, I=half, W=half, B=from_grid(full_backward))
     if BACKWARD not in program.used_opcodes:
-        costs = replace(costs, B=from_grid(first + late))
+        costs = replace(costs, B=from_grid(backward_input + backward_weight))
     return costs
 
 
@@ -358,8 +377,8 @@ def _params_per_gradient_byte(sizes: Sizes, stages: int) -> float | NDArray[np.f
     """Return bytes of weights / bytes of gradients for each stage; 1 if one of them is unknown."""
     params, grads = (sizes.for_stages(name, stages)[:, None] for name in ("params", "grads"))
     has_both = (params > 0) & (grads > 0)
-    each = np.where(has_both, params / np.where(has_both, grads, 1.0), 1.0)
-    return float(each[0, 0]) if (each == each[0]).all() else each
+    ratios = np.where(has_both, params / np.where(has_both, grads, 1.0), 1.0)
+    return float(ratios[0, 0]) if (ratios == ratios[0]).all() else ratios
 
 
 def round_costs(costs: Costs) -> Costs:
@@ -379,10 +398,12 @@ def round_costs(costs: Costs) -> Costs:
     """
 
     def round_cost(value: Cost) -> Cost:
-        each = np.array([[float(f"{cost:.6g}") for cost in row] for row in to_grid(value).tolist()])
-        if (each == each[:, :1]).all():
-            each = each[:, :1]
-        return from_grid(each[:1] if (each == each[:1]).all() else each)
+        rounded = np.array(
+            [[float(f"{cost:.6g}") for cost in row] for row in to_grid(value).tolist()]
+        )
+        if (rounded == rounded[:, :1]).all():
+            rounded = rounded[:, :1]
+        return from_grid(rounded[:1] if (rounded == rounded[:1]).all() else rounded)
 
     return Costs(**{name: round_cost(value) for name, value in costs.specified.items()})
 

@@ -100,7 +100,8 @@ def _share_processors(graph: Graph, costs: Costs, processors: float) -> tuple[Ti
             after[a].append(b)
             missing[b] += 1
     cost, shares = problem.cost.tolist(), computes.tolist()
-    start, end = np.zeros(graph.node_id_limit), np.zeros(graph.node_id_limit)
+    start = np.zeros(graph.node_id_limit)
+    end = np.zeros(graph.node_id_limit)
     # Heap of running instructions that use no processor: (end, node).
     waiting: list[tuple[float, int]] = []
     # Heap of running instructions that use a processor: (`progress` at the end, node).

@@ -95,16 +95,14 @@ def simulate(
         )  # fmt: skip
     require_type(program, "program", Program, 'simulate("zb_h1", ranks=4, microbatches=8)')
     assert isinstance(program, Program)
-    blocking_hosts, skip_checks = (
-        require_bool(blocking_hosts, "blocking_hosts"),
-        require_bool(skip_checks, "skip_checks"),
-    )
+    blocking_hosts = require_bool(blocking_hosts, "blocking_hosts")
+    skip_checks = require_bool(skip_checks, "skip_checks")
     if costs is not None:
         require_type(costs, "costs", Costs, "Costs(F=1, B=2)")
     if sizes is not None:
         require_type(sizes, "sizes", Sizes, SIZES_EXAMPLE)
         sizes.validate(program.shape)
-    # A draft without backwards on one rank needs no other instructions.
+    # A draft of one rank without backwards needs no further instructions.
     if program.is_draft and (program.has_backward or program.shape.ranks > 1):
         program = lower(check_draft(program), costs, progress_model)
     graph = build_complete_graph(program, progress_model, blocking_hosts=blocking_hosts)

@@ -28,8 +28,8 @@ from schedir.ir.isa.instructions import (
 from schedir.ir.program import Program
 from schedir.verify.check import check
 
-# Instructions that read weights on another lane than compute, which has the update. No queue orders
-# them after the update.
+# Instructions that read weights on another lane than compute. The update is on the compute lane. So
+# no queue orders these instructions after the update.
 _WEIGHT_READS: Final = tuple(
     op for op in find_consumers(Value.PARAMS) if INSTRUCTIONS[op].lane is not Lane.COMPUTE
 )
@@ -78,13 +78,17 @@ def compute_step_period(
     if steps < 2:
         raise UsageError(f"steps must be at least 2, not {steps}")
     graph = Graph.from_program(program, progress_model, blocking_hosts=blocking_hosts)
-    one = build_problem(graph, costs or Costs())
-    nodes, within, across = graph.node_id_limit, [*one.edges], [*_iter_step_edges(graph)]
-    edges = [(a + nodes * n, b + nodes * n) for n in range(steps) for a, b in within]
+    step_problem = build_problem(graph, costs or Costs())
+    nodes = graph.node_id_limit
+    step_edges = [*step_problem.edges]
+    next_step_edges = [*_iter_step_edges(graph)]
+    edges = [(a + nodes * n, b + nodes * n) for n in range(steps) for a, b in step_edges]
     for n in range(steps - 1):
-        edges += [(a + nodes * n, b + nodes * (n + 1)) for a, b in across]
-    problem = one._replace(
-        edges=edges, node_mask=np.tile(one.node_mask, steps), cost=np.tile(one.cost, steps)
+        edges += [(a + nodes * n, b + nodes * (n + 1)) for a, b in next_step_edges]
+    problem = step_problem._replace(
+        edges=edges,
+        node_mask=np.tile(step_problem.node_mask, steps),
+        cost=np.tile(step_problem.cost, steps),
     )
     start, _ = solve_longest_paths(problem)
     ends = (start + problem.cost).reshape(steps, nodes)[:, graph.node].max(1)
@@ -96,21 +100,26 @@ def _iter_step_edges(graph: Graph) -> Iterator[tuple[Positions, Positions]]:
     """Yield edges from the nodes of a step to the nodes of the next step."""
     index, (enter, leave) = graph.index, graph.entry_exit_nodes
     _, first = np.unique(graph.queue, return_index=True)
-    _, back = np.unique(graph.queue[::-1], return_index=True)
-    last = len(index) - 1 - back
+    _, last_from_end = np.unique(graph.queue[::-1], return_index=True)
+    last = len(index) - 1 - last_from_end
     yield leave[last], enter[first]
     updates, reads = (
         np.flatnonzero(index.is_op(ops)) for ops in (OPTIMIZER_STEP_OPS, _WEIGHT_READS)
     )
     for update in updates.tolist():
-        own = reads[index.rank[reads] == index.rank[update]]
-        yield np.repeat(leave[update], len(own)), enter[own]
-    validates = index.is_op(find_consumers(Value.LOCAL_NORM))
+        rank_reads = reads[index.rank[reads] == index.rank[update]]
+        yield np.repeat(leave[update], len(rank_reads)), enter[rank_reads]
+    is_validation = index.is_op(find_consumers(Value.LOCAL_NORM))
     if graph.blocking_hosts:
-        waited = last[~validates[last]]
+        awaited_last = last[~is_validation[last]]
         for rank in range(graph.program.shape.ranks):
-            mine, next_ones = (at[index.rank[at] == rank] for at in (waited, first))
-            yield np.repeat(leave[mine], len(next_ones)), np.tile(enter[next_ones], len(mine))
-    validations = np.flatnonzero(validates)
+            rank_last, rank_first = (
+                positions[index.rank[positions] == rank] for positions in (awaited_last, first)
+            )
+            yield (
+                np.repeat(leave[rank_last], len(rank_first)),
+                np.tile(enter[rank_first], len(rank_last)),
+            )
+    validations = np.flatnonzero(is_validation)
     if len(validations):  # each rank has one validation and one update
         yield leave[validations], enter[updates]

@@ -39,8 +39,8 @@ Times = NDArray[np.float64]
 TimelineKind = Literal["predicted", "measured"]
 
 TIMELINE_KINDS: Final[tuple[TimelineKind, ...]] = get_args(TimelineKind)
-# Unit of a Timeline -> resolution of its clocks in this unit. "" is the unit of the costs. CUDA
-# events have a resolution of half a microsecond.
+# Unit of a Timeline -> resolution of its clocks in this unit. "" is the unit of the costs. For
+# seconds, the value is above the resolution of CUDA events, which is half a microsecond.
 TIME_UNITS: Final = {"": 0.0, "s": 1e-6}
 MAX_TIME: Final = 1e300  # The latest possible time. Sums of later times may overflow a float.
 
@@ -61,10 +61,8 @@ def build_spans(program: Program, start: NDArray[np.float64], end: NDArray[np.fl
     Returns:
         A structured array with the fields of `SPAN_DTYPE`.
     """
-    fields, lanes = (
-        program.words.view(WORD_DTYPE),
-        np.array([row.lane for row in INSTRUCTIONS], np.int16),
-    )
+    fields = program.words.view(WORD_DTYPE)
+    lanes = np.array([row.lane for row in INSTRUCTIONS], np.int16)
     spans = np.empty(len(fields), SPAN_DTYPE)
     for rank, (lo, hi) in enumerate(pairwise(program.offsets.tolist())):
         own, given = spans[lo:hi], fields[lo:hi]
@@ -106,7 +104,7 @@ def require_timelines(timelines: object) -> None:
 
 
 class CausalityViolations(NamedTuple):
-    """The instructions whose times are before the times of one of their causes.
+    """The instructions that start or end before one of their causes.
 
     Attributes:
         amount: For each instruction, the time by which it comes before a cause, shape (n,); 0 for
@@ -125,7 +123,8 @@ class MemoryHistory(NamedTuple):
     Attributes:
         times: The times of changes, ascending.
         total: The memory from each of these times on.
-        by_kind: The same for each kind of memory. The kinds add up to `total`.
+        by_kind: Kind of memory -> the memory from each of these times on. The kinds add up to
+            `total`.
     """
 
     times: NDArray[np.float64]
@@ -140,8 +139,8 @@ class Timeline:
     Args:
         program: The program.
         spans: A structured array with one entry per instruction: rank, lane (a Lane), op (an
-            Opcode), stage, mb, start and end. The order is rank by rank, and each rank in the order
-            of its Stream.
+            Opcode), stage, mb, start and end. The entries are in order of rank. Those of one rank
+            are in the order of its Stream.
         kind: "predicted" or "measured".
         unit: The unit of times: "" for the unit of the costs, or "s" for seconds.
         progress_model: The progress model of the prediction, or of the transport of a measured run.
@@ -204,8 +203,9 @@ class Timeline:
 
         Returns:
             The columns rank, lane, op, stage, microbatch, start and end. The times are in `unit`.
-            The stage of an instruction per rank is 0. For an instruction that is not per
-            microbatch, `microbatch` is the number of the update or of the occurrence.
+            For an instruction that belongs to a rank and not to a stage, `stage` is 0. For an
+            instruction that does not belong to a microbatch, `microbatch` is the number of the
+            update or of the occurrence.
 
         Raises:
             MissingPackageError: pandas is not installed.
@@ -245,7 +245,7 @@ class Timeline:
     def busy(self) -> NDArray[np.float64]:
         """The time in which each rank's compute lane is busy, shape (ranks,).
 
-        A pair that runs together counts once.
+        The time of two instructions that run together counts once.
         """
         return self._sum_busy_time(self.spans["lane"] == Lane.COMPUTE)
 
@@ -259,10 +259,10 @@ class Timeline:
     def is_second_of_pair(self) -> NDArray[np.bool_]:
         """A mask of the second instruction of each pair that runs together, shape (n,).
 
-        The first instruction has the same start and end, so one of the two counts.
+        Both instructions have the same start and end. So sums of busy time leave out the second.
         """
-        second: NDArray[np.bool_] = self.program.joined & np.isin(self.spans["op"], COMPUTE_OPS)
-        return second
+        is_second: NDArray[np.bool_] = self.program.joined & np.isin(self.spans["op"], COMPUTE_OPS)
+        return is_second
 
     @cached_property
     def idle(self) -> NDArray[np.float64]:
@@ -290,10 +290,11 @@ class Timeline:
 
         Compute is F, B, I, W and R.
         """
-        work = np.isin(self.spans["op"], COMPUTE_OPS)
-        first, last = np.full(self.ranks, np.inf), np.full(self.ranks, -np.inf)
-        np.minimum.at(first, self.spans["rank"][work], self.spans["start"][work])
-        np.maximum.at(last, self.spans["rank"][work], self.spans["end"][work])
+        is_compute = np.isin(self.spans["op"], COMPUTE_OPS)
+        first = np.full(self.ranks, np.inf)
+        last = np.full(self.ranks, -np.inf)
+        np.minimum.at(first, self.spans["rank"][is_compute], self.spans["start"][is_compute])
+        np.maximum.at(last, self.spans["rank"][is_compute], self.spans["end"][is_compute])
         return np.where(last >= first, last - first, 0.0)
 
     @cached_property
@@ -315,9 +316,13 @@ class Timeline:
         program = self.program
         segments, peak = program.segments_per_stage, self.peak_in_flight
         if (common := lcm(*segments)) > 1:
-            peak = peak_in_flight(program, np.repeat([common // one for one in segments], segments))
-        of_a_rank = program.chunks_per_microbatch * common * len(segments) / program.shape.ranks
-        return int(peak.max(initial=0)) / of_a_rank
+            peak = peak_in_flight(
+                program, np.repeat([common // count for count in segments], segments)
+            )
+        units_per_rank = (
+            program.chunks_per_microbatch * common * len(segments) / program.shape.ranks
+        )
+        return int(peak.max(initial=0)) / units_per_rank
 
     @cached_property
     def peak_in_flight(self) -> NDArray[np.int64]:
@@ -334,15 +339,20 @@ class Timeline:
 
     @cached_property
     def memory(self) -> tuple[MemoryHistory, ...]:
-        """The device memory of each rank over time, in bytes, or without sizes in activations.
+        """The device memory of each rank over time.
 
-        An activation is one (stage, microbatch) pair in flight.
+        With `sizes`, the unit is bytes. Without them, it is a number of activations: one for each
+        (stage, microbatch) pair in flight.
         """
         if self.sizes is None:
             curves = (self.count_in_flight(rank) for rank in range(self.ranks))
-            alive = np.float64(self.program.has_backward)
+            value_of_activation = np.float64(self.program.has_backward)
             return tuple(
-                MemoryHistory(times, counts * alive, {"activations": counts * alive})
+                MemoryHistory(
+                    times,
+                    counts * value_of_activation,
+                    {"activations": counts * value_of_activation},
+                )
                 for times, counts in curves
             )
         return self.memory_on("device")
@@ -364,18 +374,19 @@ class Timeline:
                 hint="simulate(program, sizes=Sizes(...))",
             )
         return tuple(
-            self._build_memory_history(rank, own)
-            for rank, own in enumerate(compute_footprints(self.program, self.sizes, tier))
+            self._build_memory_history(rank, footprint)
+            for rank, footprint in enumerate(compute_footprints(self.program, self.sizes, tier))
         )
 
     def _build_memory_history(self, rank: int, footprint: Footprint) -> MemoryHistory:
         spans = self.spans[int(self.program.offsets[rank]) :][footprint.positions]
         times = np.where(footprint.is_at_start, spans["start"], spans["end"])
         times[0] = self.start_time
-        # Other lanes run in parallel to compute. So their changes can have another order in time
-        # than in the Stream.
+        # The other lanes run in parallel to compute. So the order of their changes in time can
+        # differ from the order in the Stream.
         if (spans["lane"][1:] != Lane.COMPUTE).any():
-            footprint, times = footprint.order_by_time(times), np.unique(times)
+            footprint = footprint.order_by_time(times)
+            times = np.unique(times)
         parts = {
             name: np.full(len(times), size) for name, (_, size) in footprint.static_memory.items()
         }
@@ -384,7 +395,7 @@ class Timeline:
 
     @property
     def static_memory(self) -> dict[str, NDArray[np.float64]]:
-        """The bytes that each rank uses all the time, shape (ranks,), for each part of `sizes`.
+        """The bytes that each rank uses during the full step, shape (ranks,), by part of `sizes`.
 
         The keys are names of `Sizes`, or labels of sharded states. The dict is empty without sizes,
         or if `sizes` has only `model_states` and not its parts.
@@ -402,8 +413,10 @@ class Timeline:
     def peak_over_all_ranks(self) -> float:
         """The peak of the sum of all ranks' memory, for virtual ranks that share one device."""
         changes = [np.diff(curve.total, prepend=0.0) for curve in self.memory]
-        at = np.argsort(np.concatenate([curve.times for curve in self.memory]), kind="stable")
-        return float(np.cumsum(np.concatenate(changes)[at]).max(initial=0.0))
+        time_order = np.argsort(
+            np.concatenate([curve.times for curve in self.memory]), kind="stable"
+        )
+        return float(np.cumsum(np.concatenate(changes)[time_order]).max(initial=0.0))
 
     def count_in_flight(self, rank: int) -> tuple[NDArray[np.float64], NDArray[np.int64]]:
         """Return the number of (stage, microbatch) pairs in flight on a rank over time.
@@ -414,9 +427,9 @@ class Timeline:
         Returns:
             The times of changes, and the count from each of these times on.
         """
-        lo, hi = self.program.offsets[rank : rank + 2]
-        at, count = count_in_flight(self.program.streams[rank], self.program.frozen_stages)
-        changes = self.spans[lo:hi][at]
+        begin, end = self.program.offsets[rank : rank + 2]
+        positions, count = count_in_flight(self.program.streams[rank], self.program.frozen_stages)
+        changes = self.spans[begin:end][positions]
         grows = np.diff(count, prepend=0) > 0
         return np.where(grows, changes["start"], changes["end"]), count
 
@@ -464,35 +477,43 @@ class Timeline:
         The clocks of two ranks may differ by `clock_error`. Differences below the clock's
         resolution do not count.
         """
-        spans, graph, seen = self.spans, self.graph, self.kind == "measured"
+        spans, graph, is_measured = self.spans, self.graph, self.kind == "measured"
         start, end, rank = spans["start"], spans["end"], spans["rank"]
-        given = np.where(seen & (spans["lane"] != Lane.COMPUTE), start, end)
-        pair = self.is_second_of_pair & seen
-        pair[:-1] |= pair[1:]
-        taken = np.where(pair, end, start)
-        by, cause = np.zeros(len(self)), np.full(len(self), NO_POSITION, np.int64)
-        fine = max(TIME_UNITS[self.unit], 1e-9 * self.span)
-        error = self.clock_error if seen else 0.0
+        output_time = np.where(is_measured & (spans["lane"] != Lane.COMPUTE), start, end)
+        is_in_pair = self.is_second_of_pair & is_measured
+        is_in_pair[:-1] |= is_in_pair[1:]
+        input_time = np.where(is_in_pair, end, start)
+        amount = np.zeros(len(self))
+        cause = np.full(len(self), NO_POSITION, np.int64)
+        resolution = max(TIME_UNITS[self.unit], 1e-9 * self.span)
+        error = self.clock_error if is_measured else 0.0
 
-        def wait(time: Times, effect: Positions, source: Positions, since: Times) -> None:
-            late = since[source] - time[effect] - error * (rank[source] != rank[effect])
-            more = late > np.maximum(by[effect], fine)
-            by[effect[more]], cause[effect[more]] = late[more], source[more]
+        def record_violations(
+            effect_time: Times, effect: Positions, source: Positions, cause_time: Times
+        ) -> None:
+            delay = (
+                cause_time[source] - effect_time[effect] - error * (rank[source] != rank[effect])
+            )
+            is_larger = delay > np.maximum(amount[effect], resolution)
+            amount[effect[is_larger]] = delay[is_larger]
+            cause[effect[is_larger]] = source[is_larger]
 
         for giver in graph.needs:
             needer = np.flatnonzero(giver != NO_POSITION).astype(np.int32)
-            wait(taken, needer, giver[needer], given)
-            sent = graph.partner[giver[needer]]
-            far = sent != NO_POSITION
-            wait(taken, needer[far], sent[far], start)
-        got = np.flatnonzero(graph.index.is_op(RECV_OPS) & (graph.partner != NO_POSITION)).astype(
-            np.int32
-        )
-        wait(end, got, graph.partner[got], start)
+            record_violations(input_time, needer, giver[needer], output_time)
+            sends = graph.partner[giver[needer]]
+            has_partner = sends != NO_POSITION
+            record_violations(input_time, needer[has_partner], sends[has_partner], start)
+        receives = np.flatnonzero(
+            graph.index.is_op(RECV_OPS) & (graph.partner != NO_POSITION)
+        ).astype(np.int32)
+        record_violations(end, receives, graph.partner[receives], start)
         for members in graph.collective_groups:
             last = members[start[members].argmax()]
-            wait(end, members.astype(np.int32), np.full(len(members), last, np.int32), start)
-        return CausalityViolations(by, cause)
+            record_violations(
+                end, members.astype(np.int32), np.full(len(members), last, np.int32), start
+            )
+        return CausalityViolations(amount, cause)
 
     @property
     def causality_warning(self) -> str:
@@ -525,6 +546,6 @@ class Timeline:
             rank: The rank.
             index: The index in the Stream of the rank.
         """
-        s = self.spans[int(self.program.offsets[rank]) + index]
-        instr = Instr(OPCODES[int(s["op"])], int(s["stage"]), int(s["mb"]))
-        return instr, float(s["start"]), float(s["end"])
+        span = self.spans[int(self.program.offsets[rank]) + index]
+        instr = Instr(OPCODES[int(span["op"])], int(span["stage"]), int(span["mb"]))
+        return instr, float(span["start"]), float(span["end"])

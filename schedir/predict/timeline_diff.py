@@ -30,7 +30,7 @@ class TimeDifference(NamedTuple):
 
     @property
     def increase(self) -> float:
-        """The second time minus the first. The increases of a rank add up to that of the span."""
+        """The second time minus the first. The sum for a rank is the increase of the span."""
         return self.second_time - self.first_time
 
 

@@ -1,9 +1,9 @@
 """Simulate changes of a run, and report their effects.
 
-`_Table` yields each change as a `ChangeRow`. `iter_time_changes` yields changes that may take less
-time, and `iter_memory_changes` yields changes of the memory of ranks. A row describes the change in
-words. It changes the costs, the progress model, options of `compile`, or the draft. To try another
-change, add a row.
+`_Table` yields each change as a `ChangeRow`. `iter_time_changes` yields changes that may shorten
+the run, and `iter_memory_changes` yields changes of the memory of ranks. A row describes the change
+in words. It has other costs, another progress model, other options of `compile`, or another draft
+than the run. To try another change, add a row.
 """
 
 from __future__ import annotations
@@ -72,8 +72,9 @@ _I: Final = BACKWARD_INPUT
 _COMPUTE_COSTS: Final = (*(COST_BY_OPCODE[op] for op in COMPUTE_OPS), "FB")
 _SEGMENT_SUMS: Final = "sums of segments"
 _ALL_TO_ALLS: Final = "all-to-alls of experts"
-# `program.sequence_parallel` -> the row of `_FREE_COSTS` that also sets `tp_gather` to 0. A gather
-# is a part of a sum with sequence parallelism, and a part of a message without it.
+# `program.sequence_parallel` -> the row of `_FREE_COSTS` that also sets `tp_gather` to 0. With
+# sequence parallelism, a gather is a part of a sum of segments. Without it, a gather is a part of a
+# message (scatter-gather).
 _FREE_GATHER_ROW: Final = {False: "messages", True: _SEGMENT_SUMS}
 _COPY_LANES: Final = (Lane.D2H, Lane.H2D, Lane.DISK)
 # Name in the description of a row -> the costs that the row sets to 0.
@@ -98,9 +99,9 @@ _FREE_COSTS: Final[dict[str, tuple[str, ...]]] = {
         if row.lane in _COPY_LANES and Value.SNAPSHOT not in row.gives
     ),
 }
-# Options of `compile` that change the memory of ranks: options of saved activations and of ZeRO.
-# If `compile` refuses a row, it is not reported. Examples are "fit" without a limit, and more
-# unsharded stages than a rank has.
+# Options of `compile` that change the memory of ranks: options for saved activations and for ZeRO.
+# A row that `compile` refuses is not reported. For example, `compile` refuses "fit" without a
+# memory limit, and more unsharded stages than a rank has.
 _MEMORY_OPTIONS: Final[tuple[dict[str, Any], ...]] = (
     {}, {"offload": "half"}, {"offload": "all"}, {"recompute": "all"},
     {"offload": "all", "recompute": "all"},
@@ -124,17 +125,19 @@ class ChangeRow(NamedTuple):
     """One change of the run.
 
     Args:
-        kind: The group of the row. Only the row of a group that saves most time is reported.
+        kind: The group of the row. From each group, only the row that saves the most time is
+            reported.
         description: The change in words.
-        costs: The costs at which the changed run is simulated.
+        costs: The costs with which the changed run is simulated.
         draft: The draft to compile, or None to keep the program.
-        transfer_costs: The costs for which `compile` orders the transfers of the draft.
+        transfer_costs: The costs from which `compile` computes the order of the draft's transfers.
         options: The options of `compile` that differ from those of the program.
         progress_model: The progress model, or None to keep that of the run.
         max_activations: The row is reported only if the changed run's `peak_activations` is at most
             this number.
-        baseline_kind: The kind of some earlier rows. This row is reported only if it takes less
-            time than the best of them. "" compares it with no other kind.
+        baseline_kind: The kind of earlier rows with which this row is compared. This row is
+            reported only if it takes less time than the best of those rows. With "", this row is
+            not compared with rows of another kind.
     """
 
     kind: str
@@ -150,7 +153,7 @@ class ChangeRow(NamedTuple):
 
 @dataclass(frozen=True)
 class SimulatedChange:
-    """A row that was simulated.
+    """The simulation of a row.
 
     Args:
         row: The row.
@@ -182,8 +185,8 @@ class SimulatedChange:
         """Return span, bubble and peak memory in words."""
         unit = self.run.unit and f" {self.run.unit}"
         words = [f"span {self.run.span:.4g}{unit}", f"bubble {self.run.bubble:.1%}"]
-        for tier, most in self.memory.items():
-            words.append(f"{format_bytes(most)} on the fullest {tier}")
+        for tier, peak_bytes in self.memory.items():
+            words.append(f"{format_bytes(peak_bytes)} on the fullest {tier}")
         return ", ".join(words)
 
 
@@ -192,12 +195,12 @@ class Advice(NamedTuple):
 
     Args:
         baseline: The simulation without a change.
-        relative_error: The relative error of the span of `baseline` against the run; 0 for a
-            prediction. If its absolute value is above `MAX_PREDICTION_ERROR`, no change is
-            simulated.
+        relative_error: The relative error of the span of `baseline` compared with the span of the
+            run. It is 0 for a prediction. If its absolute value is above `MAX_PREDICTION_ERROR`, no
+            change is simulated.
         changes: The best change of each kind, in descending order of the saved share.
-        memory_changes: The changes of the memory of ranks that take less time or less device
-            memory, in ascending order of their time.
+        memory_changes: The changes of the memory of ranks that shorten the run or reduce its device
+            memory, in ascending order of the span of the changed run.
         fits_memory: True if the run without a change is within the memory limit.
     """
 
@@ -230,9 +233,9 @@ def advise(
         timeline: A predicted or measured run.
         costs: The costs from which a predicted run was computed. If None, `calibrate` computes the
             costs from the run.
-        schedule: The schedule from which the program was compiled. If None, a built-in schedule
-            that gives the same program takes its place. If there is none, more microbatches are not
-            tried.
+        schedule: The schedule from which the program was compiled. If None, `advise` searches for a
+            built-in schedule that gives the same program. If there is no such schedule, more
+            microbatches are not tried.
         memory_limit: The largest number of bytes that a rank may use on the device. A change of the
             memory of ranks is reported only if every rank is within this limit.
 
@@ -242,15 +245,15 @@ def advise(
     require_timeline(timeline, "timeline")
     program, sizes = timeline.program, timeline.sizes
     costs = fill_missing_backwards(costs or calibrate(timeline), program)
-    base = simulate(
+    baseline = simulate(
         program,
         costs,
         progress_model=timeline.progress_model,
         blocking_hosts=timeline.blocking_hosts,
         sizes=sizes,
     )
-    base = replace(base, unit=timeline.unit)
-    advice = Advice(base, compute_prediction_error(base, timeline), [], [])
+    baseline = replace(baseline, unit=timeline.unit)
+    advice = Advice(baseline, compute_prediction_error(baseline, timeline), [], [])
     if not advice.is_reliable:
         return advice
     if memory_limit is not None and sizes is not None:
@@ -258,20 +261,21 @@ def advise(
             require_memory_limit(program, sizes, memory_limit)
         except MemoryLimitError:
             advice = advice._replace(fits_memory=False)
-    table = _Table(base, costs, schedule or find_matching_schedule(program), memory_limit)
+    table = _Table(baseline, costs, schedule or find_matching_schedule(program), memory_limit)
     best: dict[str, SimulatedChange] = {}
     for row in table.iter_time_changes():
         change = table.simulate_row(row)
         if change is None or change.run.peak_activations > row.max_activations:
             continue
-        before, other = best.get(row.kind), best.get(row.baseline_kind)
-        if other is not None and change.run.span > other.run.span * (1 - MIN_SAVING):
+        best_of_kind = best.get(row.kind)
+        rival = best.get(row.baseline_kind)
+        if rival is not None and change.run.span > rival.run.span * (1 - MIN_SAVING):
             continue
-        if before is None or change.saved_share > before.saved_share + 1e-9:
+        if best_of_kind is None or change.saved_share > best_of_kind.saved_share + 1e-9:
             best[row.kind] = change
-    found = sorted(best.values(), key=lambda change: -change.saved_share)
+    changes = sorted(best.values(), key=lambda change: -change.saved_share)
     return advice._replace(
-        changes=found,
+        changes=changes,
         memory_changes=_find_unbeaten(advice.current, table, fits_memory=advice.fits_memory),
     )
 
@@ -284,24 +288,26 @@ def _find_unbeaten(
     The result is in ascending order of time, and so in descending order of device memory. If
     several changes take the same time, the one with the least memory on other tiers comes first.
     """
-    seen, tried = {current.run.program.digest}, []
+    seen_digests, candidates = {current.run.program.digest}, []
     for row in table.iter_memory_changes():
         change = table.simulate_row(row)
-        if change is not None and change.run.program.digest not in seen:
-            seen.add(change.run.program.digest)
-            tried.append(change)
+        if change is not None and change.run.program.digest not in seen_digests:
+            seen_digests.add(change.run.program.digest)
+            candidates.append(change)
 
     def by_time(change: SimulatedChange) -> tuple[float, float, float]:
-        device, *elsewhere = change.memory.values() or (0.0,)
-        return float(f"{change.run.span:.9g}"), sum(elsewhere), device
+        device, *other_tiers = change.memory.values() or (0.0,)
+        return float(f"{change.run.span:.9g}"), sum(other_tiers), device
 
     unbeaten: list[SimulatedChange] = []
     current_memory = current.memory.get("device", 0.0)
-    for change in sorted(tried, key=by_time):
-        most = change.memory.get("device", 0.0)
+    for change in sorted(candidates, key=by_time):
+        device_memory = change.memory.get("device", 0.0)
         is_shorter = change.run.span <= current.run.span * (1 - MIN_SAVING)
-        is_better = is_shorter or most < current_memory * (1 - MIN_SAVING) or not fits_memory
-        if is_better and all(most < other.memory.get("device", 0.0) for other in unbeaten):
+        is_better = (
+            is_shorter or device_memory < current_memory * (1 - MIN_SAVING) or not fits_memory
+        )
+        if is_better and all(device_memory < other.memory.get("device", 0.0) for other in unbeaten):
             unbeaten.append(change)
     return unbeaten
 
@@ -328,31 +334,40 @@ class _Table:
     def iter_time_changes(self) -> Iterator[ChangeRow]:
         """Yield the changes that `Advice.changes` may contain."""
         yield from self._iter_even_stages()
-        for what, names in _FREE_COSTS.items():
-            if what not in (_SEGMENT_SUMS, _ALL_TO_ALLS) or self.program.segment_boundaries:
-                free = (
+        for description, names in _FREE_COSTS.items():
+            if description not in (_SEGMENT_SUMS, _ALL_TO_ALLS) or self.program.segment_boundaries:
+                free_costs = (
                     *names,
-                    *["tp_gather"] * (what == _FREE_GATHER_ROW[self.program.sequence_parallel]),
+                    *["tp_gather"]
+                    * (description == _FREE_GATHER_ROW[self.program.sequence_parallel]),
                 )
                 yield self._make_cost_row(
-                    what, f"{what} that take no time", **dict.fromkeys(free, 0.0)
+                    description,
+                    f"{description} that take no time",
+                    **dict.fromkeys(free_costs, 0.0),
                 )
         if len(self.program) <= MAX_COMPILED_INSTRUCTIONS:
             yield from self._iter_other_programs()
         if self.baseline.progress_model != "per_edge":
-            what = "the same program with a communicator per edge"
-            yield ChangeRow("queues", what, self.costs, progress_model="per_edge")
+            description = "the same program with a communicator per edge"
+            yield ChangeRow("queues", description, self.costs, progress_model="per_edge")
 
     def _iter_other_programs(self) -> Iterator[ChangeRow]:
-        """Yield changes that need another program."""
-        for which in ("W", "F", "all") if self.program.segment_boundaries else ():
-            what = f"fill_collective_waits={which}, in collectives between segments"
-            yield self._make_draft_row("fill", what, self.compute, fill_collective_waits=which)
-        what = "the same compute with other transfers"
+        """Yield changes for which another program is compiled."""
+        for filler in ("W", "F", "all") if self.program.segment_boundaries else ():
+            description = f"fill_collective_waits={filler}, in collectives between segments"
+            yield self._make_draft_row(
+                "fill", description, self.compute, fill_collective_waits=filler
+            )
+        description = "the same compute with other transfers"
         orders = None, round_costs(self.costs)
         for order in orders:
-            yield ChangeRow("transfers", what, self.costs, self.compute, order, {"overlap": False})
-        grouped = ChangeRow("grouped", f"{what}, opposite ones grouped", self.costs, self.compute)
+            yield ChangeRow(
+                "transfers", description, self.costs, self.compute, order, {"overlap": False}
+            )
+        grouped = ChangeRow(
+            "grouped", f"{description}, opposite ones grouped", self.costs, self.compute
+        )
         for order in orders:
             yield grouped._replace(
                 transfer_costs=order, options={"overlap": True}, baseline_kind="transfers"
@@ -366,27 +381,35 @@ class _Table:
         if len(self.program) > MAX_COMPILED_INSTRUCTIONS:
             return
         sizes, zero = self.baseline.sizes, self.program.zero
-        has_saved = sizes is not None and self.program.has_backward
+        has_activation_sizes = sizes is not None and self.program.has_backward
         has_copies = {COST_BY_OPCODE[op] for op in HOST_TRIP} <= {*self.costs.specified}
-        tells_states = sizes is not None and not {*sizes.specified_parts}.isdisjoint(
+        has_state_sizes = sizes is not None and not {*sizes.specified_parts}.isdisjoint(
             SHARDED_FROM_LEVEL
         )
-        has_parts = self.program.dp > 1 and (zero > 0 or tells_states)
-        kept = remove_recompute(self.compute)
-        keeps_saved = self.program.used_opcodes.isdisjoint((RECOMPUTE, HOST_TRIP[0]))
+        is_sharded_run = self.program.dp > 1 and (zero > 0 or has_state_sizes)
+        compute_without_recompute = remove_recompute(self.compute)
+        keeps_activations = self.program.used_opcodes.isdisjoint((RECOMPUTE, HOST_TRIP[0]))
         for options in _MEMORY_OPTIONS:
-            what = ", ".join(f"{name}={json.dumps(value)}" for name, value in options.items())
-            is_of_saved = options.keys() <= _NO_ACTIVATION_OPTIONS.keys()
-            if not options and keeps_saved:
+            description = ", ".join(
+                f"{name}={json.dumps(value)}" for name, value in options.items()
+            )
+            is_for_activations = options.keys() <= _NO_ACTIVATION_OPTIONS.keys()
+            if not options and keeps_activations:
                 continue
-            if is_of_saved and has_saved and (has_copies or "offload" not in options):
+            if (
+                is_for_activations
+                and has_activation_sizes
+                and (has_copies or "offload" not in options)
+            ):
                 yield self._make_memory_row(
-                    what or "all saved activations kept", kept, _NO_ACTIVATION_OPTIONS | options
+                    description or "all saved activations kept",
+                    compute_without_recompute,
+                    _NO_ACTIVATION_OPTIONS | options,
                 )
-            if not is_of_saved and has_parts:
-                others = _NO_ZERO_3_OPTIONS if "zero" in options else {}
-                yield self._make_memory_row(what, self.compute, others | options)
-        if has_parts and is_sharded("params", zero):
+            if not is_for_activations and is_sharded_run:
+                reset_options = _NO_ZERO_3_OPTIONS if "zero" in options else {}
+                yield self._make_memory_row(description, self.compute, reset_options | options)
+        if is_sharded_run and is_sharded("params", zero):
             with suppress(SchedirError):
                 yield self._make_memory_row(
                     "looped_bfs, breadth-first", expand_schedule(looped_bfs, self.shape), {}
@@ -400,7 +423,7 @@ class _Table:
             if row.draft is not None:
                 program = self.lowering.compile_draft(row.draft, row.transfer_costs, **row.options)
             costs = adjust_for_zero(row.costs, self.program, program.zero, sizes)
-            if program.shape != self.shape:  # `sizes` is for the shape of the run
+            if program.shape != self.shape:  # `sizes` applies only to the shape of the run.
                 sizes = None
             run = simulate(
                 program,
@@ -411,11 +434,13 @@ class _Table:
             )
         except SchedirError:
             return None
-        now = self.baseline.span / self.shape.microbatches
-        took = run.span / program.shape.microbatches
+        current_time = self.baseline.span / self.shape.microbatches
+        changed_time = run.span / program.shape.microbatches
         return (
-            SimulatedChange(row, replace(run, unit=self.baseline.unit), 1 - took / now)
-            if now
+            SimulatedChange(
+                row, replace(run, unit=self.baseline.unit), 1 - changed_time / current_time
+            )
+            if current_time
             else None
         )
 
@@ -441,25 +466,30 @@ class _Table:
         return ChangeRow("memory", description, self.costs, draft, self.costs, {**options, **limit})
 
     def _iter_even_stages(self) -> Iterator[ChangeRow]:
-        """Yield a row in which every stage takes the mean time, if a stage takes longer now."""
+        """Yield a row in which every stage takes the mean time, if a stage now takes more."""
         table = self.costs.for_opcode(FORWARD, self.shape) + self.costs.for_opcode(
             BACKWARD, self.shape
         )
         segments = self.program.segments_per_stage
-        each = sum_segments(table, segments).mean(1)
-        worst, mean = int(each.argmax()), float(each.mean())
-        if not mean or each[worst] <= 1.01 * mean:
+        stage_times = sum_segments(table, segments).mean(1)
+        slowest, mean = int(stage_times.argmax()), float(stage_times.mean())
+        if not mean or stage_times[slowest] <= 1.01 * mean:
             return
-        even = {
+        even_costs = {
             name: average_stages(c, segments)
             for name, c in self.costs.specified.items()
             if name in _COMPUTE_COSTS
         }
-        first, last = sum(segments[:worst]), sum(segments[: worst + 1]) - 1
+        first = sum(segments[:slowest])
+        last = sum(segments[: slowest + 1]) - 1
         replicas = " and ".join(map(str, self.shape.replica_ranks[:, first].tolist()))
-        which = f"stage {first}" if first == last else f"the stage of segments {first} to {last}"
-        longer = f"(F and B of {which} on rank {replicas} take {each[worst] / mean:.2f}x)"
-        yield self._make_cost_row("even", f"stages that all take the mean {longer}", **even)
+        slow_stage = (
+            f"stage {first}" if first == last else f"the stage of segments {first} to {last}"
+        )
+        reason = (
+            f"(F and B of {slow_stage} on rank {replicas} take {stage_times[slowest] / mean:.2f}x)"
+        )
+        yield self._make_cost_row("even", f"stages that all take the mean {reason}", **even_costs)
 
     def _iter_more_microbatches(self) -> Iterator[ChangeRow]:
         """Yield a row with twice as many microbatches, if there is a schedule."""
@@ -467,25 +497,23 @@ class _Table:
             return
         unsegmented, costs = self.program.unsegmented_shape, _double_microbatches(self.costs)
         with suppress(SchedirError):
-            drafted = expand_schedule(
+            draft = expand_schedule(
                 self.schedule, replace(unsegmented, microbatches=2 * unsegmented.microbatches)
             )
-            drafted = split_like(drafted, self.program)
-            what = "twice as many microbatches of this size"
-            yield ChangeRow("microbatches", what, costs, drafted, costs)
+            draft = split_like(draft, self.program)
+            description = "twice as many microbatches of this size"
+            yield ChangeRow("microbatches", description, costs, draft, costs)
 
     def _iter_other_schedules(self) -> Iterator[ChangeRow]:
         """Yield rows for the built-in schedules.
 
         A row is reported only if the schedule needs no more activation memory than the run.
         """
-        unsegmented, max_activations = (
-            self.program.unsegmented_shape,
-            self.baseline.peak_activations,
-        )
+        unsegmented = self.program.unsegmented_shape
+        max_activations = self.baseline.peak_activations
         for name, schedule in get_built_in_schedules().items():
-            placement, fixed = get_placement_mark(schedule)
-            for v in {fixed} if fixed else {1, unsegmented.stages_per_rank}:
+            placement, fixed_stages = get_placement_mark(schedule)
+            for v in {fixed_stages} if fixed_stages else {1, unsegmented.stages_per_rank}:
                 with suppress(SchedirError):
                     shape = PipelineShape(
                         self.shape.ranks, unsegmented.microbatches, v, placement or "loop",
@@ -493,57 +521,62 @@ class _Table:
                         weight_delay=get_weight_delay_mark(schedule) or 0,
                         sequence_chunks=self.shape.sequence_chunks,
                     )  # fmt: skip
-                    drafted = split_like(expand_schedule(schedule, shape), self.program)
-                    same = (
-                        name == self.program.name
-                        or drafted.has_backward != self.program.has_backward
+                    draft = split_like(expand_schedule(schedule, shape), self.program)
+                    is_excluded = (
+                        name == self.program.name or draft.has_backward != self.program.has_backward
                     )
                     # A placement with another number of rows has another number of stage replicas.
-                    if same or shape.placement_rows != self.shape.placement_rows:
+                    if is_excluded or shape.placement_rows != self.shape.placement_rows:
                         continue
-                    costs = self._split_costs_into(drafted.shape.stages)
-                    what = f"{name} with {v} stage{'s' * (v > 1)} per rank"
-                    what += ", with no more activations"
-                    if _I in drafted.used_opcodes and _I not in self.program.used_opcodes:
-                        what += "; I and W each half of B"
+                    costs = self._split_costs_into(draft.shape.stages)
+                    description = f"{name} with {v} stage{'s' * (v > 1)} per rank"
+                    description += ", with no more activations"
+                    if _I in draft.used_opcodes and _I not in self.program.used_opcodes:
+                        description += "; I and W each half of B"
                     yield ChangeRow(
-                        "schedule", what, costs, drafted, costs, max_activations=max_activations
+                        "schedule",
+                        description,
+                        costs,
+                        draft,
+                        costs,
+                        max_activations=max_activations,
                     )
 
     def _split_costs_into(self, stages: int) -> Costs:
         """Return costs of the same model divided into another number of stages."""
-        now = {name: c for name, c in self.costs.specified.items() if name in STAGE_COSTS}
-        own = self.shape.stages
+        stage_costs = {name: c for name, c in self.costs.specified.items() if name in STAGE_COSTS}
+        own_stages = self.shape.stages
         return replace(
-            self.costs, **{k: redistribute_stages(c, own, stages) for k, c in now.items()}
+            self.costs,
+            **{k: redistribute_stages(c, own_stages, stages) for k, c in stage_costs.items()},
         )
 
     def _iter_greedy_orders(self) -> Iterator[ChangeRow]:
-        """Yield a greedy order with the run's activations in flight, and one with one more."""
+        """Yield two greedy orders: with the run's pairs in flight, and with one more per rank."""
         if not self.program.has_backward:
             return
         letters = "IFW" if _I in self.program.used_opcodes else "BF"
         peak = self.baseline.peak_in_flight
-        most = [np.count_nonzero(s.op == FORWARD) for s in self.program.streams]
-        for more, what in (
+        forward_counts = [np.count_nonzero(s.op == FORWARD) for s in self.program.streams]
+        for extra, description in (
             (0, "a greedy order, with no more activations"),
             (1, "one more activation in flight on each rank, in greedy order"),
         ):
-            if more and (peak == most).all():
+            if extra and (peak == forward_counts).all():
                 return
-            limits, frozen = (peak + more).tolist(), self.program.frozen_stages
+            limits, frozen = (peak + extra).tolist(), self.program.frozen_stages
             with suppress(SchedirError):
-                drafted = greedy_schedule(
+                draft = greedy_schedule(
                     self.shape, letters, limits.__getitem__, self.costs, frozen_stages=frozen
                 )
-                yield self._make_draft_row("greedy", what, drafted)
+                yield self._make_draft_row("greedy", description, draft)
 
 
 def _double_microbatches(costs: Costs) -> Costs:
     """Return the costs for twice as many microbatches. Costs per microbatch are repeated."""
-    again = {
+    repeated = {
         name: from_grid(np.tile(to_grid(c), 2))
         for name, c in costs.specified.items()
         if is_per_microbatch(c)
     }
-    return replace(costs, **again)
+    return replace(costs, **repeated)

@@ -27,23 +27,23 @@ PerDimension = int | Sequence[int]
 class Axis:
     """The keys that each query attends to along one dimension.
 
-    One query of each stride is the leader. All queries of the stride share the window of the
-    leader.
+    Each group of `stride` consecutive queries has a leader. All queries of the group share the
+    window of the leader.
 
-    - Not causal: the leader is the middle query of the stride, or the right one of two in the
+    - Not causal: the leader is the middle query of the group, or the right one of two in the
       middle. `window // 2` keys of the window come before the leader. At both ends of the dimension
       the window is shifted inwards, so that each query attends to the same number of keys. This is
-      section 3.1 of the paper. The paper does not define even strides and windows. This class
-      follows NATTEN, the paper's implementation.
-    - Causal: the leader is the last query of the stride, and the window ends with it. A query i
+      section 3.1 of the paper. The paper does not define even strides and windows. For these, this
+      class follows NATTEN, the paper's implementation.
+    - Causal: the leader is the last query of the group, and the window ends with it. A query i
       attends to the keys j of this window up to itself: j <= i and j > leader - window. The paper
-      does not define this case. NATTEN does the same, except in a last stride that is not full. In
-      such a stride, NATTEN's leader is the last query of the sequence, so the keys of a query
-      depend on the number of queries after it.
+      does not define this case. NATTEN does the same, except in a last group that is not full. In
+      such a group, NATTEN's leader is the last query of the sequence, so the keys of a query depend
+      on the number of queries after it.
 
-    NATTEN refuses a window longer than `length`. In this class, such a window has all keys if it is
-    not causal. A causal window has all earlier keys if it is at least as long as `length`, rounded
-    up to a multiple of the stride.
+    NATTEN refuses a window longer than `length`. This class allows it. If the window is not causal,
+    it then contains all keys. A causal window contains all earlier keys if it is at least as long
+    as `length`, rounded up to a multiple of the stride.
 
     Args:
         length: The number of queries and of keys.
@@ -104,8 +104,8 @@ class AxisTiles:
 
     Args:
         axis: The dimension.
-        q_tile: Queries of a tile.
-        kv_tile: Keys of a tile.
+        q_tile: Number of queries in a tile.
+        kv_tile: Number of keys in a tile.
 
     Raises:
         UsageError: A number is not an integer of at least 1.
@@ -142,7 +142,7 @@ class AxisTiles:
 
     @cached_property
     def full_ranges(self) -> Ints:
-        """The same ranges for the key tiles in which each query attends to each key."""
+        """The same as `visited_ranges`, for the key tiles without a masked (query, key) pair."""
         _, _, first, last = self._key_bounds
         first = -(-first // self.kv_tile)
         last = np.where(last == self.axis.length, -(-last // self.kv_tile), last // self.kv_tile)
@@ -150,7 +150,7 @@ class AxisTiles:
 
     @property
     def is_aligned(self) -> bool:
-        """Return whether windows begin between tiles and, if not causal, also end between tiles."""
+        """Return whether windows begin, and if not causal also end, at a boundary of tiles."""
         if not self.axis.causal:
             return bool(np.array_equal(self.visited_ranges, self.full_ranges))
         return bool((self._key_bounds[2] <= self.visited_ranges[:, 0] * self.kv_tile).all())
@@ -189,7 +189,7 @@ class Tiles:
 
     @property
     def partial_count(self) -> int:
-        """The number of computed tiles in which a pair is masked, by a window or by causality."""
+        """The number of computed tiles in which a (query, key) pair is masked."""
         return self.visited_count - prod(
             int(_compute_sizes(a.full_ranges).sum()) for a in self.axes
         )
@@ -230,7 +230,7 @@ class Tiles:
 
     @property
     def is_aligned(self) -> bool:
-        """Return whether all windows begin and end between tiles.
+        """Return whether all windows begin and end at boundaries of tiles.
 
         A causal dimension may be masked at the diagonal. It is aligned if `q_tile` and `kv_tile`
         divide the stride, and `kv_tile` divides the window. For a dimension that is not causal,
@@ -244,7 +244,7 @@ class Tiles:
 
     @property
     def computed_pairs(self) -> int:
-        """The number of (query, key) pairs in computed tiles, with masked pairs.
+        """The number of (query, key) pairs in computed tiles, including masked pairs.
 
         Incomplete tiles count as complete tiles.
         """
@@ -262,9 +262,10 @@ class Tiles:
 
     @property
     def grid(self) -> NDArray[np.int8]:
-        """The state of each pair of tiles: 2 for full, 1 for masked, 0 for skipped.
+        """The state of each query tile and key tile: 2 for full, 1 for masked, 0 for skipped.
 
-        A full tile has no masked pair, and a masked tile has some. A skipped tile is not computed.
+        In a full tile, no (query, key) pair is masked. In a masked tile, some pairs are. A skipped
+        tile is not computed.
         The shape is (query tiles, key tiles), each in row-major order over the dimensions. The
         array may be very large.
         """
@@ -275,7 +276,8 @@ class Tiles:
                 ((tile >= ends[:, :1]) & (tile < ends[:, 1:])).astype(np.int8)
                 for ends in (a.visited_ranges, a.full_ranges)
             )
-            visited, full = np.kron(visited, visited_axis), np.kron(full, full_axis)
+            visited = np.kron(visited, visited_axis)
+            full = np.kron(full, full_axis)
         return visited + full
 
 
@@ -298,8 +300,8 @@ def compute_tiles(
         length: The number of queries and of keys. It has one number for each dimension.
         window: The number of keys in a window.
         stride: The number of consecutive queries that share a window.
-        q_tile: Queries of a tile.
-        kv_tile: Keys of a tile.
+        q_tile: Number of queries in a tile.
+        kv_tile: Number of keys in a tile.
         causal: True if a query attends only to itself and earlier keys.
 
     Raises:
@@ -347,7 +349,7 @@ def count_layer_flops(attention_tiles: Tiles, hidden: int, microbatch_size: int 
     Args:
         attention_tiles: The tiles of the attention.
         hidden: Hidden size.
-        microbatch_size: Sequences of a microbatch.
+        microbatch_size: Number of sequences in a microbatch.
 
     Example:
         >>> gpt = compute_tiles(4096, 256, 64, q_tile=64, kv_tile=64, causal=True)

@@ -30,8 +30,8 @@ OPERATIONS_PER_PARAMETER: Final = 2 * (1 + 1 + 2)
 def count_parameters(layers: int, hidden: int) -> float:
     """Return the number of parameters, 12 nl hd^2 (equation 1).
 
-    Each block has weights of sizes (hd, 3hd) for queries, keys and values, (hd, hd), (hd, 4hd) and
-    (4hd, hd).
+    The weights of a block for queries, keys and values have the size (hd, 3hd) together. Its other
+    weights have the sizes (hd, hd), (hd, 4hd) and (4hd, hd).
 
     Args:
         layers: Number of blocks.
@@ -74,9 +74,9 @@ def checkpoint_bytes(
     Args:
         layers: Number of blocks.
         hidden: Width of a block.
-        sequence: Tokens of a sequence.
-        batch: Sequences of a batch.
-        checkpoint_interval: Blocks per checkpoint.
+        sequence: Number of tokens in a sequence.
+        batch: Number of sequences in a batch.
+        checkpoint_interval: Number of blocks per checkpoint.
 
     Raises:
         UsageError: A size is not an integer of at least 1.
@@ -124,10 +124,10 @@ def activation_working_bytes(
 
     Args:
         hidden: Width of a block.
-        heads: Attention heads.
-        sequence: Tokens of a sequence.
-        batch: Sequences of a batch.
-        checkpoint_interval: Blocks per checkpoint.
+        heads: Number of attention heads.
+        sequence: Number of tokens in a sequence.
+        batch: Number of sequences in a batch.
+        checkpoint_interval: Number of blocks per checkpoint.
 
     Raises:
         UsageError: A size is not an integer of at least 1.
@@ -149,7 +149,7 @@ def activation_working_bytes(
 def compute_efficiency(
     intensity: float, bandwidth: float, peak: float, *, overlapped: bool = False
 ) -> float:
-    """Return the share of time that a device computes, ait bw / (ait bw + peak) (equation 6).
+    """Return the share of time in which a device computes, ait bw / (ait bw + peak) (equation 6).
 
     The equation is for transfers that do not overlap with compute. If all of them overlap, the
     share is min(1, ait bw / peak). The programs of schedir have both kinds of transfers;
@@ -211,8 +211,8 @@ def count_operations(layers: int, hidden: int, sequence: int, batch: int) -> flo
     Args:
         layers: Number of blocks.
         hidden: Width of a block.
-        sequence: Tokens of a sequence.
-        batch: Sequences of a batch.
+        sequence: Number of tokens in a sequence.
+        batch: Number of sequences in a batch.
 
     Raises:
         UsageError: A size is not an integer of at least 1.
@@ -222,14 +222,14 @@ def count_operations(layers: int, hidden: int, sequence: int, batch: int) -> flo
 
 
 def intensity_of_parameters(sequence: int, batch: int) -> float:
-    """Return the operations per byte moved of parameters and gradients, seq bsz (equation 9).
+    """Return the arithmetic intensity of moving parameters and gradients, seq bsz (equation 9).
 
     Parameters are loaded for the forward, the recomputed forward and the backward, and gradients
     are stored once. This moves 4 times 2 bytes per parameter.
 
     Args:
-        sequence: Tokens of a sequence.
-        batch: Sequences of a batch.
+        sequence: Number of tokens in a sequence.
+        batch: Number of sequences in a batch.
 
     Raises:
         UsageError: A size is not an integer of at least 1.
@@ -239,13 +239,13 @@ def intensity_of_parameters(sequence: int, batch: int) -> float:
 
 
 def intensity_of_optimizer(sequence: int, batch: int) -> float:
-    """Return the operations per byte moved of the optimizer state, seq bsz / 4 (equation 10).
+    """Return the arithmetic intensity of moving the optimizer state, seq bsz / 4 (equation 10).
 
     The state is loaded and stored once. This moves twice 16 bytes per parameter.
 
     Args:
-        sequence: Tokens of a sequence.
-        batch: Sequences of a batch.
+        sequence: Number of tokens in a sequence.
+        batch: Number of sequences in a batch.
 
     Raises:
         UsageError: A size is not an integer of at least 1.
@@ -255,14 +255,14 @@ def intensity_of_optimizer(sequence: int, batch: int) -> float:
 
 
 def intensity_of_checkpoints(hidden: int, checkpoint_interval: int = 1) -> float:
-    """Return the operations per byte moved of activation checkpoints, 24 hd ci (equation 11).
+    """Return the arithmetic intensity of moving activation checkpoints, 24 hd ci (equation 11).
 
     The checkpoints are stored and loaded once. The result depends on neither batch nor sequence,
     because both operations and bytes grow with them.
 
     Args:
         hidden: Width of a block.
-        checkpoint_interval: Blocks per checkpoint.
+        checkpoint_interval: Number of blocks per checkpoint.
 
     Raises:
         UsageError: A size is not an integer of at least 1.

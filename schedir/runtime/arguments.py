@@ -120,7 +120,7 @@ def require_stages(
 
 
 def require_model_stages(value: object, *, allow_missing: bool = False) -> list[Any]:
-    """Return all stages of a model as a list, if there is no program to compare them with.
+    """Return all stages of a model as a list, for functions that have no program.
 
     Args:
         value: The stages, in order.
@@ -368,8 +368,8 @@ def require_spill_dir(value: object, programs: Sequence[Program]) -> Path | None
         programs: The programs that a rank runs.
 
     Raises:
-        ModelError: `value` is not a path, or an empty string. Or it is None, and a program uses the
-            disk.
+        ModelError: `value` is an empty string or is not a path, or it is None although a program
+            uses the disk.
     """
     if isinstance(value, str | Path) and str(value):
         return Path(value)
@@ -392,10 +392,10 @@ def require_spill_dir(value: object, programs: Sequence[Program]) -> Path | None
 
 
 def require_loss_input(output: object, stage: int) -> None:
-    """Refuse an output of the last stage that is None.
+    """Raise ModelError if the last stage returned None.
 
     Args:
-        output: What the last stage returned.
+        output: The output of the last stage.
         stage: Number of the stage.
 
     Raises:

@@ -109,8 +109,8 @@ class CheckpointState:
             after a step or a load that failed.
         validate_last_update: A function that all processes must call before any of them reads
             weights.
-        group: The process group of torch.distributed that saves and loads together. None means the
-            default group.
+        group: The process group of torch.distributed whose processes save and load together. None
+            means the default group.
         is_single_process: True if the process saves and loads alone, without torch.distributed.
     """
 

@@ -53,18 +53,19 @@ class Executor:
     Finite updates: the executor makes an update only if its losses and gradients are finite.
     Otherwise the weights and the optimizer state stay unchanged. Buffers that a forward wrote, such
     as running statistics, keep their new values. `finite_updates` has the result for each update of
-    the last step. If the program clips gradients, all ranks decide by the global norm and decide
-    alike. Otherwise each rank decides by its local gradients, so some ranks may make an update that
-    others skip. The copies of a tied weight, or of a weight on several tensor-parallel ranks, then
-    differ. With `compile(..., clip_grad_norm=True)` and `GradientOptions(max_norm=math.inf)`, all
-    ranks decide alike and nothing is clipped. A fused optimizer of torch reads the decision on the
-    device. For any other optimizer, and for one with hooks on its step, the host reads the
-    decision. If the decision is on a GPU, the host waits for it.
+    the last step. If the program clips gradients, all ranks decide by the global norm, so they
+    decide alike. Otherwise each rank decides by its local gradients, so some ranks may make an
+    update that others skip. The copies of a tied weight, or of a weight on several tensor-parallel
+    ranks, then differ. With `compile(..., clip_grad_norm=True)` and
+    `GradientOptions(max_norm=math.inf)`, all ranks decide alike and nothing is clipped. A fused
+    optimizer of torch reads the decision on the device. For any other optimizer, and for one with
+    hooks on its step, the host reads the decision. If the decision is on a GPU, the host waits for
+    it.
 
     Post-validation: if the program has `norm_check="after_step"`, an update does not wait for the
-    global norm. If the norm is then too large or not finite, the executor makes the update again,
-    and runs the following step again. Call `validate_last_update` before you read weights. See
-    `schedir.runtime.parameters.optimistic_step`.
+    global norm. If the norm turns out to be too large or not finite, the executor makes the update
+    again, and runs the following step again. Call `validate_last_update` before you read weights.
+    See `schedir.runtime.parameters.optimistic_step`.
 
     Tied weights: each copy has its own gradient. A step adds these gradients in the order of
     stages, and gives the sum to all copies. The global norm counts the weight once. Several local
@@ -86,21 +87,23 @@ class Executor:
     the action, the range has this name, such as `PP:0F3`, `PP:1REDUCE_GRAD` or `PP:step`.
 
     Args:
-        program: The program to run. It must be proven for the progress model of the transport.
+        program: The program to run. `schedir.check` must prove it for the progress model of the
+            transport.
         rank: The pipeline rank of this process.
         stages: The local stages by number, or all stages of the model in order, from which the
-            executor takes the local ones. A stage is any module that is called as
+            executor takes the local ones. A stage is any module that can be called as
             `module(*tensors, **keywords)`. The first stage takes the inputs of the model.
         transport: The transport that sends and receives tensors.
-        loss: A function or module `loss(output, target)` of the last stage's output that returns a
-            floating-point tensor with one element.
-        boundary: The tensors that pass between stages. If all stages pass the same, it is one
-            `Boundary` or shape, or a sequence with a `Boundary` for each of several tensors. If
-            stages differ, it is a mapping from each stage but the last to the boundary after it.
-            The key of a skip connection is the pair of its stages. If microbatches differ, it is a
-            `PerMicrobatchBoundary`. `infer_boundaries` determines the boundary from one microbatch.
-            A tensor without a gradient is detached before it is passed on. An input that a stage
-            does not use gets a gradient of zeros.
+        loss: A function or module that is called as `loss(output, target)` with the output of the
+            last stage. It returns a floating-point tensor with one element.
+        boundary: The tensors that pass between stages. If all stages pass tensors of the same
+            shapes and dtypes, it is one `Boundary` or shape, or a sequence with a `Boundary` for
+            each of several tensors. If the tensors differ between stages, it is a mapping from each
+            stage but the last to the boundary after it. The key of a skip connection is the pair of
+            its stages. If the tensors differ between microbatches, it is a `PerMicrobatchBoundary`.
+            `infer_boundaries` determines the boundary from one microbatch. A tensor without a
+            gradient is detached before it is passed on. An input that a stage does not use gets a
+            gradient of zeros.
         optimizer: The optimizer of the local parameters. Its `step` runs at OptimizerStep, after
             clipping. By default the weights do not change.
         gradients: The options of gradients: their clipping, their scale, and their accumulation. By
@@ -115,7 +118,7 @@ class Executor:
             its copy as an attribute `tied_weight`.
         extra_programs: Other programs for the same stages, such as one for evaluation or one with
             another number of microbatches. An entry is a program, or a pair of a program and its
-            boundary if that differs. The transport must be created for these programs, too.
+            boundary if its boundary differs. The transport must be created for these programs, too.
         execution: The options of the execution: recording, checks, and the folder of spilled files.
             They change no result.
 
@@ -123,7 +126,7 @@ class Executor:
         ModelError: Processes passed different arguments, or stages, transport, options and program
             do not fit together.
         UsageError: An argument has a wrong type.
-        SchedirError: The program is not proven for the transport, as `schedir.check` raises it.
+        SchedirError: `schedir.check` does not prove the program for the transport.
 
     Example:
         >>> import schedir, torch
@@ -150,10 +153,10 @@ class Executor:
     """
 
     # Parameter that virtual ranks of one process share -> the copy with which this rank computes.
-    # It is empty if each rank has a process.
+    # The mapping is empty if each rank has a separate process.
     parameter_copies: Mapping[nn.Parameter, nn.Parameter] = MappingProxyType({})
 
-    if not TYPE_CHECKING:  # A type checker would allow any attribute.
+    if not TYPE_CHECKING:  # With `__getattr__`, a type checker would allow any attribute.
         __getattr__ = raise_attribute_error
 
     def __init__(
@@ -256,9 +259,9 @@ class Executor:
 
     @property
     def grad_norm(self) -> Tensor:
-        """The global norm of the gradients of the last update before clipping.
+        """The global norm of the last update's gradients, before clipping.
 
-        It is a 0-dimensional float64 tensor on the rank's device. It is 0 if the program does not
+        It is a 0-dimensional float64 tensor on the rank's device, and 0 if the program does not
         clip.
         """
         return self.state.service(UpdateChecks).read_last_result()[0]
@@ -298,10 +301,10 @@ class Executor:
 
         Some transports, such as NCCL, use CUDA streams. Before the first step over such a
         transport, the executor runs warm-up steps on the same data. Loading a kernel, allocating
-        memory or connecting to a peer may wait for all work on the GPU. While a receive waits for
-        its peer, this would be a deadlock. So warm-up steps run one instruction at a time. The
-        executor undoes their changes to Parameters and buffers, but not to other state of modules,
-        losses and hooks, such as a counter.
+        memory or connecting to a peer may wait for all work on the GPU. If that happened while a
+        receive waits for its peer, the ranks could deadlock. So warm-up steps run one instruction
+        at a time. The executor undoes their changes to Parameters and buffers, but not to other
+        state of modules, losses and hooks, such as a counter.
 
         Args:
             inputs: The input of the first stage for each microbatch: a tensor or a tuple of
@@ -322,8 +325,8 @@ class Executor:
         Raises:
             ExecutionError: An instruction failed, inputs or targets are missing, or an earlier step
                 failed.
-            ModelError: The trained parameters have changed, or the executor was not created with
-                `program`.
+            ModelError: The set of trainable parameters has changed, or the executor was not created
+                with `program`.
             ProgramSequenceError: Ranks run different programs.
         """
         runner = self.runner if program is None else self.find_runner(program, has_backward=True)
@@ -374,7 +377,7 @@ class Executor:
             has_backward: True for a program that trains, False for one that only evaluates.
 
         Raises:
-            ModelError: The executor has no such program, or several and `program` is None.
+            ModelError: The executor has no such program, or it has several and `program` is None.
         """
         if program is not None:
             arguments.require_program(program)

@@ -20,13 +20,13 @@ class GradientOptions:
 
     Args:
         max_norm: The largest global norm of the gradients. None means 1.0 if the program clips
-            gradients. If it does not, only None is allowed.
+            gradients. If the program does not clip, only None is allowed.
         loss_scale: The loss scale of float16 training. The gradients have this scale until their
             reduction, which removes it. By default the loss is not scaled. Each virtual rank of an
             `InProcessExecutor` has a copy.
         accumulate_grads: True to add gradients to the existing ones, as autograd does. Then the
             executor steps no optimizer, computes no norm, sums over no replicas, and does not check
-            gradients for inf and NaN. The caller does this.
+            gradients for inf and NaN. The caller must do all of this.
 
     Example:
         >>> from schedir.runtime import GradientOptions
@@ -65,7 +65,7 @@ class GradientOptions:
 @explain_wrong_calls("ExecutionOptions(spill_dir='/nvme')")
 @dataclass(frozen=True, kw_only=True)
 class ExecutionOptions:
-    """Options for the recording and the checks of steps, and for the file of offloaded values.
+    """Options for the recording and the checks of steps, and for the folder of spilled values.
 
     None of these options changes a result.
 

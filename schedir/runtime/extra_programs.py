@@ -42,8 +42,8 @@ def resolve_extra_programs(
     Args:
         extra_programs: Programs, or pairs of a program and its boundary.
         program: The first program of the executor.
-        boundaries: The boundaries of the first program. An extra program that is given without a
-            boundary uses them.
+        boundaries: The boundaries of the first program. An entry of `extra_programs` without a
+            boundary uses these boundaries.
 
     Raises:
         UsageError: An entry is not a program.
@@ -160,7 +160,7 @@ class ProgramOrder:
 
         Raises:
             ProgramSequenceError: A process runs another program next, or has run the current
-                program more or less often. All processes raise this error.
+                program another number of times. All processes raise this error.
             ExecutionError: The other processes did not switch within the timeout.
         """
         if program_number == self.current_number:
@@ -171,7 +171,7 @@ class ProgramOrder:
             told = own.check_agreement(
                 {}, (own.dp_rank, own.tp_rank, self.rank, self.run_count, program_number)
             )
-        except RuntimeError as error:  # of torch: a timeout, or a lost connection
+        except RuntimeError as error:  # torch raises it after a timeout or a lost connection
             before, now = self.programs[self.current_number], self.programs[program_number]
             raise ExecutionError(
                 f"this process runs {now.name} after {before.name}, but the other processes did "

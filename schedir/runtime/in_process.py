@@ -1,7 +1,7 @@
 """InProcessExecutor: run all ranks of a program in one process, in any legal order.
 
-This is for property tests, and to study a schedule on one machine. A seed selects one of the orders
-that the dependency graph allows.
+It is for property tests, and for the study of a schedule on one machine. A seed selects one of the
+orders that the dependency graph allows.
 """
 
 from __future__ import annotations
@@ -56,7 +56,7 @@ class InProcessExecutor:
     """An executor that runs all ranks of a program as virtual ranks of one process.
 
     Each virtual rank has an `Executor`, and on a GPU also separate CUDA streams. All legal orders
-    of the instructions give the same bits.
+    of the instructions give results with the same bits.
 
     Stage replicas: if several ranks have a stage, the first of them computes with the given module,
     and the others with copies of it. At the start of each step, a copy gets the state of the given
@@ -74,7 +74,7 @@ class InProcessExecutor:
             module.
         loss: See `Executor`.
         boundary: See `Executor`.
-        progress_model: The progress model for which the program must be proven.
+        progress_model: The progress model for which `schedir.check` must prove the program.
         optimizer: A function that creates the optimizer of a rank from its parameters. By default
             the weights do not change.
         gradients: See `Executor`.
@@ -85,7 +85,7 @@ class InProcessExecutor:
 
     Raises:
         ModelError: As in `Executor`. Also if tp or dp is not 1, or if messages between two ranks
-            overtake each other. They may do so under the progress model "torch_lazy".
+            overtake each other. Messages may do so under the progress model "torch_lazy".
 
     Example:
         >>> import schedir, torch
@@ -212,8 +212,8 @@ class InProcessExecutor:
             grad_scale: See `Executor.step`.
             order_seed: The seed that selects a legal order. By default each rank runs its stream in
                 order, like a process. The ranks take turns, with one instruction each, and a rank
-                that must wait is skipped. If all ranks had to wait, the order of seed 0 is used
-                instead.
+                that must wait is skipped. If all ranks had to wait at the same time, the step uses
+                the order of seed 0 instead.
             keywords: See `Executor.step`.
             program: See `Executor.step`.
 
@@ -223,7 +223,7 @@ class InProcessExecutor:
         Raises:
             ExecutionError: As in `Executor.step`.
             ModelError: As in `Executor.step`. Also if a module with stage replicas has changed in a
-                way that cannot be copied to them.
+                way that cannot be copied to the replicas.
         """
         ranks = [
             one.runner if program is None else one.find_runner(program, has_backward=True)
@@ -421,22 +421,26 @@ class ExecutionOrders:
 
     @cached_property
     def round_robin_order(self) -> list[tuple[int, int]]:
-        """The rank and index of every instruction, in the order of a step without a seed."""
+        """The rank and index of every instruction, in the order of a step without `order_seed`."""
         order = list(_iterate_round_robin(self.graph))
         return order if len(order) == len(self.graph.program) else list(self.random_order(0))
 
 
 def _iterate_round_robin(graph: Graph) -> Iterator[tuple[int, int]]:
-    """Yield the rank and index of instructions in stream order, until all ranks would wait.
+    """Yield (rank, index) of instructions, one per rank in turn, until all ranks would wait.
 
-    If an instruction waits for a message or a collective, all its sides come before the
-    instruction. The reason is that a host can make a CUDA stream wait only for issued work.
+    If an instruction waits for a message or a collective, all sides of the message or collective
+    come before the instruction. The reason is that a host can make a CUDA stream wait only for work
+    that was issued before.
     """
-    program, node, leave = graph.program, graph.node.tolist(), graph.entry_exit_nodes[1].tolist()
+    program = graph.program
+    node = graph.node.tolist()
+    leave = graph.entry_exit_nodes[1].tolist()
     sides: dict[int, list[int]] = defaultdict(list)  # node -> positions
     for position, one in enumerate(node):
         sides[one].append(position)
-    # Exit node -> positions that must be issued before it is complete: all sides of a group.
+    # Exit node -> positions that must be issued before the node is complete: all sides of all
+    # transfers of a group.
     members: dict[int, list[int]] = defaultdict(list)
     for position, gate in enumerate(leave):
         members[gate] += sides[node[position]]
@@ -451,7 +455,8 @@ def _iterate_round_robin(graph: Graph) -> Iterator[tuple[int, int]]:
     waits = [
         {*one} - {NO_POSITION} for one in np.concatenate([graph.local_waits, before]).T.tolist()
     ]
-    issued, next_of = [False] * len(node), program.offsets[:-1].tolist()
+    issued = [False] * len(node)
+    next_of = program.offsets[:-1].tolist()
     moved = True
     while moved:
         moved = False

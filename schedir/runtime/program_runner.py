@@ -1,8 +1,8 @@
-"""ProgramRunner: one program of a rank, linked and ready to run steps.
+"""ProgramRunner: one program of a rank, with the calls of its instructions.
 
-The instructions of the stream are linked once to a list of calls, and a step is a loop over these
-calls. A process runs them in the order of the stream. `InProcessExecutor` may choose another legal
-order.
+The handlers create one call for each instruction of the stream, and a step is a loop over these
+calls. A process runs the calls in the order of the stream. `InProcessExecutor` may choose another
+legal order.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ from schedir.transports.serialized_transport import SerializedTransport
 
 
 class ProgramRunner:
-    """A program of a rank, linked to the resources of the rank.
+    """A program of a rank, with a call for each instruction.
 
     Args:
         program: The program.
@@ -46,7 +46,7 @@ class ProgramRunner:
 
     Attributes:
         state: The state of the program.
-        calls: The linked calls of the stream.
+        calls: The calls of the instructions, in the order of the stream.
         timestamps: The recorder of the times of instructions, or None if `record_timestamps` was
             False.
         is_warm: True if the next step needs no warm-up steps.
@@ -225,7 +225,7 @@ class ProgramRunner:
 
         Raises:
             ExecutionError: An earlier step failed, or an input is missing.
-            ModelError: The trained parameters have changed.
+            ModelError: The set of trainable parameters has changed.
         """
         state = self.state
         state.require_no_failed_step()
@@ -241,8 +241,8 @@ class ProgramRunner:
     def needs_rerun(self) -> bool:
         """Return whether all ranks must run the step again, because its weights were wrong.
 
-        If it returns True, the weights are now right, and all other state is restored from before
-        the step. Call this once after each step.
+        If the result is True, the weights are right now, and the method has restored all other
+        state from before the step. Call this once after each step.
 
         Raises:
             ExecutionError: The validation of the update failed.

@@ -57,8 +57,8 @@ class RankOptions:
 class RankResources:
     """The stages of a rank with their gradients, its optimizer, random streams and transport.
 
-    All programs of the rank share these. The values of a step are in the `State` of its program.
-    The state of a single feature is in a service.
+    All programs of the rank share these objects. The values of a step are in the `State` of the
+    program that runs. The state of a single feature is in a service.
 
     Args:
         program: The first program. Its attributes determine sharding, frozen stages and offload.

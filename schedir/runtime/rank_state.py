@@ -1,4 +1,4 @@
-"""State: the values, messages and linked calls of one program on one rank."""
+"""State: the values, messages and step inputs of one program on one rank."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from schedir.transports.transport import Transport, describe_peer_error
 
 
 class Call(NamedTuple):
-    """A linked instruction.
+    """The functions with which a rank executes one instruction of its stream.
 
     Attributes:
         wait: Waits until the inputs of the instruction have arrived. None if it needs no wait.
@@ -45,7 +45,7 @@ class Call(NamedTuple):
     run: Callable[[], None]
 
 
-Handler = Callable[["State", Instr], Call]  # links an instruction
+Handler = Callable[["State", Instr], Call]  # returns the call of an instruction
 
 
 Callback = Callable[[], None]
@@ -104,8 +104,9 @@ class WorkObserver:
 class State:
     """The state of one program on a rank: its slots, pending messages and step inputs.
 
-    Handlers link instructions to this state. `resources` has the state that all programs of the
-    rank share. `index_of` maps an instruction (op, stage, mb) to its index in the stream.
+    Handlers read this state when they create the calls of instructions. `resources` has the state
+    that all programs of the rank share. `index_of` maps an instruction (op, stage, mb) to its index
+    in the stream.
 
     Args:
         program: The program.
@@ -267,8 +268,8 @@ class State:
             stage: The number of the stage.
             mb: The microbatch.
             index: The index in the stream of the instruction that reads or fills the slot. It
-                matters if the value is in several slots, one after the other. The default is the
-                last slot.
+                matters if the value is in several slots, one after the other. By default the method
+                returns the last of these slots.
         """
         if (kind, stage, mb) not in self.slot_assignment and kind in LOCAL_HANDOVER:
             stage = self.program.peer_stage(kind, stage)
@@ -310,7 +311,7 @@ class State:
         validated is undone. Otherwise the update stays guarded, and the step does not count.
 
         Args:
-            step_number: The number of the step. Its random numbers depend on it.
+            step_number: The number of the step, which determines the step's random numbers.
             has_begun: True if an instruction of the step had begun.
         """
         if not has_begun:
@@ -332,8 +333,8 @@ class State:
     def wrap_error(self, index: int, error: Exception) -> ExecutionError:
         """Convert an error to an `ExecutionError` that names an instruction.
 
-        An error that already names an instruction keeps this instruction. It comes from earlier
-        work that failed on its lane.
+        An error that already names an instruction keeps this instruction. Such an error comes from
+        earlier work that failed on its lane.
 
         Args:
             index: The index of the current instruction in the stream.

@@ -131,7 +131,9 @@ def run_sequential(
         >>> torch.equal(stages[0].weight.grad, plain[0].weight.grad)
         True
     """
-    stages, loss, seed = require_model_stages(stages), require_loss(loss), require_seed(seed)
+    stages = require_model_stages(stages)
+    loss = require_loss(loss)
+    seed = require_seed(seed)
     program = require_program(program) if program is not None else None
     for s, stage in enumerate(stages):
         for name, p in stage.named_parameters():
@@ -170,7 +172,8 @@ def _run_step(
     frozen = program.frozen_stages if program else 0
     saved: list[dict[int, tuple[list[Tensor], list[Tensor]]]] = [{} for _ in stages]
     skips = program.skips if program is not None else ()
-    ends, begins = dict(skips), {end: begin for begin, end in skips}
+    ends = dict(skips)
+    begins = {end: begin for begin, end in skips}
     # (Source stage, microbatch) -> the tensors of a skip connection, and their gradients.
     skipped: dict[tuple[int, int], tuple[Tensor, ...]] = {}
     back: dict[tuple[int, int], list[Tensor]] = {}
@@ -257,7 +260,10 @@ def _copy_as_message(value: Tensor) -> Tensor:
 
 
 def _list_forwards(program: Program | None, stage: int, microbatches: int) -> list[int]:
-    """Return the microbatches in the order of a stage's forwards, or ascending with replicas."""
+    """Return the microbatches in the order in which a program runs the forwards of a stage.
+
+    Without a program, or with stage replicas, the order is ascending.
+    """
     if program is None or program.shape.placement_rows > 1:
         return [*range(microbatches)]
     stream = program.streams[int(program.shape.first_rank_per_stage[stage])]
@@ -276,7 +282,7 @@ def _find_tied_places(
 def _list_backwards(
     program: Program | None, stage: int, microbatches: int
 ) -> Iterator[list[Instr]]:
-    """Yield, for each rank with the stage in rank order, the stage's backward instructions."""
+    """Yield the stage's backward instructions on each rank with the stage, in rank order."""
     if program is None:
         yield [Instr(FULL_BACKWARD_OPS[0], stage, mb) for mb in range(microbatches)]
         return

@@ -66,7 +66,8 @@ class StageState:
         self.has_warned_of_buffers = False
         # (Opcode, mode) in which the values of buffers were compared.
         self.checked_buffer_modes: set[tuple[Opcode, bool]] = set()
-        # (Module path, name) of buffers that a call wrote with equal values, such as caches.
+        # (Module path, name) of buffers to which a call wrote the values that they already had,
+        # such as caches.
         self.rewritten_buffers: set[tuple[str, str]] = set()
         # Mode -> names of buffers and frozen Parameters to which recomputed forwards write.
         self.written_buffers: dict[bool, set[str]] = {}

@@ -43,7 +43,7 @@ class SlotTable:
 
 
 class Slot:
-    """A reference to one slot. A handler creates it when it links an instruction.
+    """A reference to one slot. A handler creates it together with the call of an instruction.
 
     Args:
         slots: All slots for this kind of value.

@@ -55,7 +55,7 @@ def undo_steps(state: State) -> Iterator[None]:
     - the loss scale and torch's generators,
     - gradients of Parameters that only the optimizer or only the loss has.
 
-    There are three cases of optimizers. A fused optimizer of torch runs, but the device skips its
+    There are three kinds of optimizers. A fused optimizer of torch runs, but the device skips its
     update. Its state is created if needed, and otherwise stays unchanged. Any other optimizer of
     torch makes its update, and the context restores its state from a copy on the host. If the
     optimizer is not torch's own, or has hooks on its step, it does not run, because its effects are
@@ -95,7 +95,8 @@ def preserve_step(
 ) -> tuple[PreservedState, StepInputs]:
     """Preserve the state before a step that may have to run again.
 
-    This excludes weights and optimizer state, which `OptimisticStep` restores. It includes:
+    The preserved state excludes weights and optimizer state, which `OptimisticStep` restores. It
+    includes:
 
     - buffers, including those of a loss that is a module,
     - Parameters that no optimizer steps, because a forward may write to them,
@@ -199,7 +200,7 @@ class UnsteppedParameters:
 
 
 class ProbedMicrobatches(MicrobatchView):
-    """Microbatches that preserve the tensors of each microbatch that is read.
+    """A view of microbatches that preserves the tensors of each microbatch that a step reads.
 
     Reading a microbatch raises `ModelError` if one of its tensors requires a gradient and is not a
     leaf. The caller's graph computed this tensor, and a second backward cannot use the graph again.
@@ -250,7 +251,7 @@ def find_unmanaged_parameters(state: State) -> set[nn.Parameter]:
 
 
 class ProbedCopies(MicrobatchView):
-    """Microbatches that return a copy at each read.
+    """A view of microbatches that returns a copy at each read.
 
     The reason is that a loss may write to its target, and a backward to the `grad` of the inputs.
     """

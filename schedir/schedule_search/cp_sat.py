@@ -1,8 +1,8 @@
 """Solve scheduling problems and prove bounds with OR-Tools CP-SAT (`schedir[solver]`).
 
 CP-SAT solves and proves problems of up to about 130 (stage, microbatch) pairs in seconds. In larger
-problems it rarely finds a shorter order than the search. So a search runs first, and CP-SAT starts
-from its best order. No other module of schedir needs OR-Tools.
+problems it rarely finds a shorter order than the heuristic search. So the heuristic search runs
+first, and CP-SAT starts from its best order. No other module of schedir needs OR-Tools.
 """
 
 from __future__ import annotations
@@ -79,16 +79,16 @@ def solve(
         problem: The problem to solve.
         seconds: The time limit of the solver.
         hint: The order from which the solver starts. It must not deadlock, and must fit into
-            memory. The result is never longer.
+            memory. The result is never longer than this order.
         shorter_than: Search only for orders shorter than this. By default any order.
         known_bound: A lower bound that is already proved.
         workers: The number of threads. By default the number of processors.
         seed: The random seed of the solver.
         report: A function of the length of the shortest order and the bound. The calling thread
-            calls it when one of the two has improved, at most once in 0.1 seconds.
+            calls it when the length or the bound has improved, at most once in 0.1 seconds.
 
     Returns:
-        The shortest order, the bound, and whether they are proved.
+        The shortest order, the bound, and whether the order is proved shortest.
 
     Raises:
         MissingPackageError: OR-Tools is not installed.
@@ -235,7 +235,7 @@ class _CpSatModel:
         return self.start_vars[stage, kind][mb] + self.durations[kind][stage]
 
     def _add_dependencies(self) -> None:
-        """Constrain tasks of a stage and kind to the order of microbatches, and to their inputs."""
+        """Constrain each task to start after its inputs, and in the order of microbatches."""
         problem, add = self.problem, self.model.add
         for (s, kind), starts in self.start_vars.items():
             for k, start in enumerate(starts):
@@ -289,7 +289,8 @@ class _CpSatModel:
         )
         terms = []
         for s in stages:
-            saved, deferred = int(problem.saved[s]), int(problem.deferred_wgrad[s])
+            saved = int(problem.saved[s])
+            deferred = int(problem.deferred_wgrad[s])
             for kind, more in zip(
                 self.task_kinds, (saved, deferred - saved, -deferred), strict=False
             ):
@@ -406,8 +407,8 @@ class _CpSatModel:
     def extract_order(self, value_of: Callable[[Any], int]) -> Order:
         """Return the order of the tasks by the starts that the solver found.
 
-        Tasks of a rank with the same start are sorted by microbatch. Such tasks exist if all but
-        the last of them take no time.
+        Tasks of a rank with the same start are sorted by their end, and then by microbatch. Tasks
+        can have the same start if all of them but the last take no time.
 
         Args:
             value_of: The function that returns the solver's value of a variable.

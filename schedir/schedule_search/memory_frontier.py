@@ -34,7 +34,7 @@ from schedir.schedules import get_built_in_schedules
 from schedir.schedules.schedule_algebra import Schedule, has_free_v
 
 _BOUND_SAMPLES: Final = 60  # The number of limits with a bound: enough for a smooth curve.
-_BISECTION_STEPS: Final = 30  # Halvings of the range of limits: exact to about 1e-9 of the range.
+_BISECTION_STEPS: Final = 30  # Each step halves a range of limits: 30 steps divide it by 1e9.
 
 
 class FrontierLevel(NamedTuple):
@@ -131,13 +131,13 @@ def memory_frontier(
         split_backward: True to split backwards into I and W.
         levels: The approximate number of limits to search.
         time_limit: The time of all searches together, in seconds.
-        max_evaluations: The number of evaluated orders of all searches together. By default there
-            is no limit.
+        max_evaluations: The largest number of evaluated orders of all searches together. By default
+            there is no limit.
         seed: The random seed.
         initial_schedules: Schedule functions or programs from which the searches start, in addition
             to the built-in schedules.
-        report: A function of the limit and of the arguments of `report` of `search_schedule`. The
-            search calls it for each shorter schedule.
+        report: A function of the limit, of a `SearchStep` and of the bound. The search calls it as
+            `search_schedule` calls its `report`.
 
     Returns:
         The frontier. It is incomplete if Ctrl-C ended the search.
@@ -155,7 +155,8 @@ def memory_frontier(
     """
     if isinstance(levels, bool) or not isinstance(levels, int) or levels < 1:
         raise UsageError(f"levels must be an integer, 1 or more, not {describe(levels)}")
-    time_limit, max_evaluations = require_seconds(time_limit), require_evaluations(max_evaluations)
+    time_limit = require_seconds(time_limit)
+    max_evaluations = require_evaluations(max_evaluations)
     began, costs = perf_counter(), Costs() if costs is None else costs
     free = _make_problem(shape, costs, sizes, None, split_backward=split_backward)
     runs = tuple(_simulate_schedules(free, costs, sizes, initial_schedules))
@@ -168,7 +169,7 @@ def memory_frontier(
         rest = len(limits) - k
         part = (time_limit - (perf_counter() - began)) / rest
         if max_evaluations is not None:
-            part = time_limit / len(limits)  # The clock must not change how much is proved.
+            part = time_limit / len(limits)  # The bounds must not depend on the clock.
         try:
             last = _search_at_limit(
                 shape, costs, sizes, limit,
@@ -208,7 +209,8 @@ def memory_frontier(
 def _tighten_level(level: FrontierLevel, bound: float) -> FrontierLevel:
     """Return the level with a bound that is at most its span.
 
-    Rounding can make a bound larger than the span: both are sums of floats in a different order.
+    Rounding can make a bound larger than the span, because they are sums of floats in different
+    orders.
     """
     span = level.timeline.span
     return level._replace(bound=span if span <= bound * (1 + RELATIVE_TOLERANCE) else bound)

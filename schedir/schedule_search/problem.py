@@ -55,24 +55,25 @@ class SchedulingProblem:
         split_backward: True if backwards are split into I and W.
         objective: The length to minimize. "span": the time of the run from start to end.
             "active_span": the longest time of a rank from the start of its first compute to the end
-            of its last.
+            of its last compute.
         F: The time of the forward of a microbatch, by stage.
         I: The time of the BackwardInput of a microbatch, by stage. If backwards are not split, the
             time of a full backward.
         W: The time of the BackwardWeight of a microbatch, by stage. If backwards are not split, 0.
-        act_delay: The time from the end of a stage's F until the next stage has its output, by
-            stage. 0 if both stages are on one rank.
-        grad_delay: The time from the end of a stage's I until the previous stage has its gradient,
+        act_delay: The time from the end of a stage's F until the next stage has the output of the
+            F, by stage. 0 if both stages are on one rank.
+        grad_delay: The time from the end of a stage's I until the previous stage has the gradient,
             by stage. 0 if both stages are on one rank.
         tail_time: The least time from the last compute of a rank to the end of its optimizer step,
             by rank. In this time the rank reduces the gradients of one stage, and runs the
             optimizer step.
         saved: The memory of a microbatch from the start of its F to the start of its I, by stage.
-            If backwards are not split, to the end of I.
+            If backwards are not split, it is in use until the end of the I.
         deferred_wgrad: The memory of a microbatch from the end of its I to the end of its W, by
             stage.
         saved_and_deferred: The memory of a microbatch during its I, by stage.
-        capacity: The memory for these values, by rank, in the same unit. Infinite means no limit.
+        capacity: The memory for saved activations and deferred weight gradients, by rank, in the
+            unit of `saved`. Infinite means no limit.
     """
 
     shape: PipelineShape
@@ -212,11 +213,9 @@ def make_problem(
             "but a search does not support pairs",
             hint="leave out FB to search schedules without pairs",
         )
-    F, I, W = (
-        _stage_costs(FORWARD, costs, shape),
-        _stage_costs(BACKWARD_INPUT, costs, shape),
-        _zeros(shape),
-    )
+    F = _stage_costs(FORWARD, costs, shape)
+    I = _stage_costs(BACKWARD_INPUT, costs, shape)
+    W = _zeros(shape)
     if split_backward:
         W = _stage_costs(BACKWARD_WEIGHT, costs, shape)
     else:

@@ -3,7 +3,7 @@
 A task is one F, I or W of a microbatch on a stage. All microbatches have equal times and sizes. So
 a rank loses no time if it runs each kind of task of a stage in ascending order of microbatches.
 After sorting, the k-th task still follows the k-th tasks that it needs. The memory stays the same,
-because it depends only on the numbers of tasks (docs/explanation/lower-bounds.md).
+because it depends only on how many tasks of each kind have run (docs/explanation/lower-bounds.md).
 """
 
 from __future__ import annotations

@@ -66,12 +66,12 @@ def search_schedule(
     """Search for the shortest schedule within a memory limit, and compute a lower bound.
 
     The search first evaluates the built-in and the initial schedules that fit. The result is never
-    longer than these. Then list scheduling builds schedules by dispatch policies, and varies the
-    best policies. Finally, simulated annealing moves tasks in the best schedules.
+    longer than any of these. Then list scheduling builds schedules by dispatch policies, and varies
+    the best policies. Finally, simulated annealing moves tasks in the best schedules.
 
     The search ends with a proof, after `time_limit`, after `max_evaluations`, or after many failed
-    attempts. Ctrl-C also ends it, and the function returns the best schedule so far. Each forward
-    runs once: with little memory, a schedule with activation recomputation may be shorter.
+    attempts. Ctrl-C also ends it, and the function returns the best schedule so far. The search
+    finds no schedules with activation recomputation, which may be shorter with little memory.
 
     Args:
         shape: The pipeline shape. You can give its fields as keywords instead.
@@ -98,7 +98,7 @@ def search_schedule(
             requires.
         prove: "closed" computes the bound from formulas. "solver" searches for 30 % of the time,
             and then runs CP-SAT (`pip install 'schedir[solver]'`). CP-SAT can prove small cases
-            that the formulas cannot. Its result depends on time, not only on `seed`.
+            that the formulas cannot. The result of CP-SAT depends on time, not only on `seed`.
         report: A function of a `SearchStep` and of the bound. The search calls it for each shorter
             schedule. While CP-SAT runs, the search also calls it for each larger bound.
 
@@ -191,18 +191,18 @@ def search_schedule(
     tried = heuristic_search.num_evaluated
     try:
         made = builder.build_shortest(heuristic_search.shortest_orders[:1], made)
-        # A program of an initial order may be shorter, because its messages may wait less.
+        # The program of an initial order may be shorter than that of the shortest order, because
+        # its messages may wait less.
         made = builder.build_shortest(heuristic_search.initial_orders, made)
         made = builder.build_shortest(heuristic_search.list_finalists(), made, begin + time_limit)
     except KeyboardInterrupt:
-        stopped, made = (
-            "interrupted",
-            made or builder.build_shortest(heuristic_search.shortest_orders, deadline=begin),
-        )
+        stopped = "interrupted"
+        made = made or builder.build_shortest(heuristic_search.shortest_orders, deadline=begin)
     length, timeline = made or builder.build_smallest()
     assert least.value <= length * (1 + 1e-6), "a bug: the schedule is shorter than the lower bound"
     bound = least.value
-    # The tolerance is for rounding: both are sums of floats in a different order.
+    # The length and the bound are sums of floats in different orders, so they may be rounded
+    # differently.
     if length <= bound * (1 + RELATIVE_TOLERANCE):
         stopped, bound = "proved", length
     return SearchResult(
@@ -253,7 +253,7 @@ def _solve_with_cp_sat(
     seed: int,
     report: Callable[[SearchStep, float], None] | None,
 ) -> SolverResult:
-    """Run CP-SAT for the remaining time. It starts from the best order of the heuristic search."""
+    """Run CP-SAT for the remaining time, from the best order of the heuristic search."""
 
     def report_progress(value: float, bound: float) -> None:
         if report is not None:

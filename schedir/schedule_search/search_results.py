@@ -86,7 +86,7 @@ class SearchResult:
 def combine_numba(results: Iterable[NumbaStatus]) -> NumbaStatus:
     """Return one Numba status for several searches.
 
-    If a search ran without Numba although it needed it, the result is the reason.
+    If a search needed Numba but ran without it, the result is the reason.
 
     Args:
         results: The status of each search.

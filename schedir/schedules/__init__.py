@@ -4,14 +4,14 @@ A schedule is a function of the rank r, the number of ranks P and the number of 
 Schedules with several stages per rank also have the parameter `v`, the number of stages per rank.
 The docstrings use these terms:
 
-- F, I, W and B = I + W are the costs of one stage for one microbatch. So a rank with v stages
-  computes for v m (F + B). Papers on zero-bubble schedules call our I "B".
+- F, I, W and B = I + W are the costs of one stage for one microbatch. So the compute of a rank with
+  v stages takes v m (F + B). Papers on zero-bubble schedules call our I "B".
 - Idle time is the time in which a rank does not compute, between the first start and the last end
   of all ranks (`Timeline.idle`). In the active span, it is counted between the first start and the
   last end of the rank (`Timeline.idle_in_active_span`).
 - Ideal time is the compute time of a rank.
-- Timelines have F = I = W = 1. A letter is one unit of time, a dot is idle time, and a ' marks the
-  second stage of the rank.
+- Timelines have F = I = W = 1, unless an example sets `costs`. A letter begins an instruction, `--`
+  continues it, and dots are idle time. The number of ' characters is the local stage.
 
 Example:
     >>> from schedir import PipelineShape, compile, schedules, simulate

@@ -2,7 +2,7 @@
 
 Each stage has two replicas. One half of the microbatches enters at rank 0, and the other half
 enters at the last rank. A rank has an early stage, `F[0]`, and a late stage, `F[1]`. Microbatches
-that enter at the nearer end of the ranks use its early stage, and the others use its late stage.
+that enter at the end that is nearer to the rank use its early stage. The others use its late stage.
 With "mirror-vee", microbatches return through two more stages of the rank.
 """
 
@@ -33,7 +33,7 @@ def dualpipe(r: int, P: int, m: int) -> RankSchedule:
         m: Number of microbatches.
 
     Returns:
-        The order of the rank.
+        The rank schedule of rank `r`.
 
     Raises:
         ScheduleError: `m` is odd, or less than 2P.
@@ -63,8 +63,8 @@ def dualpipe(r: int, P: int, m: int) -> RankSchedule:
 def chimera(r: int, P: int, m: int) -> RankSchedule:
     """Run Chimera: two 1F1B pipelines in opposite directions, which fill each other's bubbles.
 
-    More than P microbatches run as units of P, one after the other. The order is derived from the
-    paper, not from its code. Forward doubling is not implemented.
+    More than P microbatches run in units of P, one unit after the other. The order is derived from
+    the paper, not from its code. The paper's forward doubling is not implemented.
 
     If P divides m, each rank idles for (P-2)(min(F,B) + (m/P)|B-F|). At F = B, this is half of the
     bubble of 1F1B. At B = 2F and m = P, it is the paper's value.
@@ -78,7 +78,7 @@ def chimera(r: int, P: int, m: int) -> RankSchedule:
         m: Number of microbatches.
 
     Returns:
-        The order of the rank.
+        The rank schedule of rank `r`.
 
     References:
         Li and Hoefler, arXiv 2107.06925, section 3.
@@ -100,10 +100,10 @@ def chimera(r: int, P: int, m: int) -> RankSchedule:
 def bitpipe(r: int, P: int, m: int) -> RankSchedule:
     """Run BitPipe: two interleaved 1F1B pipelines, one vee in each direction.
 
-    The order is that of a drawing for P = m = 4 in the authors' code. It follows the
-    rule of Chimera with twice as many stages, each half as long. More than P microbatches run as
-    units of P, one after the other. In the authors' drawing for m = 2P = 8, the second forward of
-    a unit starts earlier than here. The step of the drawing takes 53 F, and the step of this order
+    The order is that of the drawing for P = m = 4 in the authors' code. It follows the rule of
+    Chimera with twice as many stages, each half as long. More than P microbatches run in units of
+    P, one unit after the other. In the authors' drawing for m = 2P = 8, the second forward of a
+    unit starts earlier than here. The step in that drawing takes 53 F. With the order here, it
     takes 54 F.
 
     If P divides m, each rank idles for (P-2)(min(F,B) + (m/P)|B-F|). At B = 2F and m = P, this
@@ -118,7 +118,7 @@ def bitpipe(r: int, P: int, m: int) -> RankSchedule:
         m: Number of microbatches.
 
     Returns:
-        The order of the rank.
+        The rank schedule of rank `r`.
 
     References:
         Wu, Chen and Yu, arXiv 2410.19367.

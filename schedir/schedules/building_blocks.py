@@ -41,7 +41,7 @@ def wave(r: int, P: int, m: int, v: int) -> RankSchedule:
         v: Number of stages on each rank. It must be even.
 
     Returns:
-        The order of the rank.
+        The rank schedule of rank `r`.
 
     Raises:
         ScheduleError: `v` is odd.
@@ -68,13 +68,13 @@ def wave(r: int, P: int, m: int, v: int) -> RankSchedule:
 
 
 def order_by_slot(slots: Iterable[tuple[int, RankSchedule]]) -> RankSchedule:
-    """Return the order of a rank, sorted by slot.
+    """Sort rank schedules by their slots, and concatenate them.
 
     Args:
         slots: Pairs of a slot and the rank schedule that runs in it.
 
     Returns:
-        The order of the rank.
+        All these rank schedules, in ascending order of their slots.
     """
     return RankSchedule(np.concatenate([w.letters for _, w in sorted(slots, key=lambda s: s[0])]))
 
@@ -88,9 +88,9 @@ def v_half(r: int, P: int, m: int) -> RankSchedule:
     1F1B idles for 6(P-1) F, more than twice as long. A constraint solver found that no order with
     this memory has less idle time, for m = P up to 8.
 
-    At other costs, each microbatch adds max(0, 2F-W-2I, 2I-W-2F) of idle time. The schedule has no
-    slack, so a late message lengthens the step. If all messages of a rank share a queue, give
-    `compile` the costs of your model.
+    At other costs, each microbatch adds max(0, 2F-W-2I, 2I-W-2F) of idle time. The schedule leaves
+    no time for late messages. So if all messages of a rank share a queue, give `compile` the costs
+    of your model.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -98,7 +98,7 @@ def v_half(r: int, P: int, m: int) -> RankSchedule:
         m: Number of microbatches.
 
     Returns:
-        The order of the rank.
+        The rank schedule of rank `r`.
 
     References:
         arXiv 2405.15362, "V-shape building blocks".
@@ -122,8 +122,8 @@ def v_min(r: int, P: int, m: int) -> RankSchedule:
     and m >= P >= 2. Each rank idles for (4P-7) F, or for (4P-5) F if P = 1 modulo 3. This is about
     two thirds of the 6(P-1) F of 1F1B.
 
-    The schedule needs similar costs of F, I and W. For P >= 3 and W <= max(F, I), each microbatch
-    adds 6 max(F, I) - 2(F+I+W) of idle time.
+    The schedule is efficient only if F, I and W are similar. For P >= 3 and W <= max(F, I), each
+    microbatch adds 6 max(F, I) - 2(F+I+W) of idle time.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -131,7 +131,7 @@ def v_min(r: int, P: int, m: int) -> RankSchedule:
         m: Number of microbatches.
 
     Returns:
-        The order of the rank.
+        The rank schedule of rank `r`.
 
     References:
         arXiv 2405.15362, "V-shape building blocks".
@@ -164,13 +164,13 @@ def _repeat_block(
 
     The order of a microbatch on a rank is F0, F1, I1, I0. Microbatches follow each other at a
     distance of six slots. In each slot, a rank runs the ready instruction that is first in the
-    block, or else its oldest W. At most `capacity` stage activations are in flight, and F0 leaves
-    one of them for F1.
+    block, or else its oldest W. At most `capacity` stage activations are in flight. F0 cannot use
+    the last one, so that F1 can always run.
 
-    This shortens the warmup and the end. Between them, an instruction starts at most `max_lead`
-    slots before its slot in the block. So the distances of the block, which tolerate unequal costs,
-    change little. The part between them begins at slot 3P of the block. It ends 2P slots after the
-    first slot of the last microbatch.
+    Instructions that run before their slots shorten the warmup and the end. Between the warmup and
+    the end, an instruction starts at most `max_lead` slots before its slot in the block. So the
+    distances of the block, which tolerate unequal costs, change little there. This middle part
+    begins at slot 3P of the block. It ends 2P slots after the first slot of the last microbatch.
     """
     cool = 6 * (m - 1) + 2 * P
     begin = [block(r, P) for r in range(P)]

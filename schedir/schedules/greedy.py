@@ -52,8 +52,8 @@ def greedy_schedule(
             the rank that returns it. A pair is in flight from its F to its B or W.
         costs: Times of instructions. The default is `Costs()`.
         name: Name of the draft.
-        frozen_stages: Number of first stages that are not trained. They have no backward, and their
-            forwards do not count as in flight.
+        frozen_stages: Number of frozen stages, which are the first stages. They have no backward,
+            and their forwards do not count as in flight.
 
     Returns:
         The draft. `compile` and `simulate` accept it.

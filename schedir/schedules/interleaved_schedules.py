@@ -21,9 +21,9 @@ from schedir.schedules.schedule_algebra import (
 def looped_bfs(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run breadth first: all microbatches through one local stage, then through the next.
 
-    The weights of a stage are used in one sequence of forwards and one sequence of backwards. So
-    sharded weights are gathered at most twice. Each rank idles for (P-1)(F+B), which is (P-1)/(v m)
-    of ideal time. If m < P, it idles for (v-1)(P-m)(F+B) more. There are m v stage activations in
+    All forwards of a stage follow each other, and so do all its backwards. So sharded weights of a
+    stage are gathered at most twice. Each rank idles for (P-1)(F+B), which is (P-1)/(v m) of
+    ideal time. If m < P, it idles for (v-1)(P-m)(F+B) more. There are m v stage activations in
     flight. PyTorch's LoopedBFS runs the backwards of each stage in descending order of
     microbatches, which takes the same time.
 
@@ -34,7 +34,7 @@ def looped_bfs(r: int, P: int, m: int, v: int) -> RankSchedule:
         v: Number of stages on each rank.
 
     Returns:
-        The order of the rank.
+        The rank schedule of rank `r`.
 
     References:
         Lamy-Poirier, arXiv 2211.05953.
@@ -58,8 +58,8 @@ def looped_dfs(r: int, P: int, m: int, v: int) -> RankSchedule:
     "depth-first" for the alternating order.
 
     If P divides m, each rank idles for (P-1)(F+B). There are m v stage activations in flight.
-    Boundary activations of at most P microbatches wait for the next local stage, instead of those
-    of m microbatches with `looped_bfs`.
+    Boundary activations of at most P microbatches wait for the next local stage. With `looped_bfs`,
+    those of m microbatches wait.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -68,7 +68,7 @@ def looped_dfs(r: int, P: int, m: int, v: int) -> RankSchedule:
         v: Number of stages on each rank.
 
     Returns:
-        The order of the rank.
+        The rank schedule of rank `r`.
 
     Example:
         >>> from schedir.schedules import looped_dfs
@@ -86,8 +86,8 @@ def looped_dfs(r: int, P: int, m: int, v: int) -> RankSchedule:
 def interleaved(r: int, P: int, m: int, v: int, group: int | None = None) -> RankSchedule:
     """Run interleaved 1F1B: v stages per rank, placed in a loop.
 
-    Microbatches pass through the ranks in groups. Each group passes through all local stages before
-    the next group.
+    The microbatches are divided into groups. Each group passes through all local stages before the
+    next group.
 
     If P divides m, the bubble is (P-1)/(v m) of ideal time. There are min(2(P-1-r) + (v-1)P + 1, v
     m) stage activations in flight. The number of messages is v times that of 1F1B.
@@ -97,12 +97,13 @@ def interleaved(r: int, P: int, m: int, v: int, group: int | None = None) -> Ran
         P: Number of ranks.
         m: Number of microbatches.
         v: Number of stages on each rank.
-        group: Number of microbatches in a group, from P to m. The last group must have P or more.
-            It is the same as microbatch_group_size_per_vp_stage of Megatron-Core. The default is P
-            if P divides m. Otherwise there are m // P groups of sizes that differ by at most one.
+        group: Number of microbatches in a group, from P to m. The last group may be smaller, but
+            must have at least P microbatches. `group` is the same as
+            microbatch_group_size_per_vp_stage of Megatron-Core. The default is P if P divides m.
+            Otherwise there are m // P groups, whose sizes differ by at most one.
 
     Returns:
-        The order of the rank.
+        The rank schedule of rank `r`.
 
     Raises:
         ScheduleError: `group` does not divide the microbatches into valid groups.
@@ -126,10 +127,10 @@ def interleaved(r: int, P: int, m: int, v: int, group: int | None = None) -> Ran
 def interleaved_zb(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run interleaved 1F1B with split backwards: ZB-H1 on v stages per rank.
 
-    The order is that of PyTorch's InterleavedZeroBubble, for all shapes that PyTorch can run. The
-    groups of microbatches are those of `interleaved`. If P divides m, each rank idles as long as
-    with `zb_h1` at the costs of one stage. With v stages per rank, this is 1/v of the idle time of
-    `zb_h1` with one stage per rank. There are v P stage activations in flight on each rank.
+    The order is that of PyTorch's InterleavedZeroBubble, for all shapes that PyTorch can run.
+    Groups are those of `interleaved`. If P divides m, the idle time of each rank is that of `zb_h1`
+    with the costs of one of the v stages. So it is 1/v of the idle time of `zb_h1` for the same
+    model. There are v P stage activations in flight on each rank.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -138,7 +139,7 @@ def interleaved_zb(r: int, P: int, m: int, v: int) -> RankSchedule:
         v: Number of stages on each rank.
 
     Returns:
-        The order of the rank.
+        The rank schedule of rank `r`.
 
     Example:
         >>> from schedir.schedules import interleaved_zb

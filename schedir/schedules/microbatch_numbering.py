@@ -33,8 +33,8 @@ LetterIndices = NDArray[np.intp]
 def number_letters(words: list[Words], first_rank: int, shape: PipelineShape) -> Words:
     """Convert the letters of consecutive ranks to instructions, and number their microbatches.
 
-    The k-th forward of a local stage gets its k-th microbatch, and so does the k-th backward. B and
-    I are counted together. A W gets the microbatch of the I that it completes.
+    The k-th forward of a local stage gets the k-th microbatch of the stage, and so does the k-th
+    backward. B and I are counted together. A W gets the microbatch of the I that it completes.
 
     Args:
         words: The letters of each rank.
@@ -107,7 +107,7 @@ def _number_recomputes(
 
 
 def _resolve_local_stages(fields: NDArray[np.void], rank: Words, shape: PipelineShape) -> Words:
-    """Return the local stage of each letter, or OLDEST_STAGE for a plain W.
+    """Return the local stage of each letter, or OLDEST_STAGE for a plain W (without `[j]`).
 
     A plain W gets local stage 0 if its rank has only one stage. Raises ScheduleError for a stage
     that the rank does not have.
@@ -140,10 +140,12 @@ def _match_weight_grads(
 ) -> tuple[LetterIndices, LetterIndices]:
     """Return the indices of the W that complete an I, and the indices of these I.
 
-    The k-th W[j] completes the k-th I of local stage j. The k-th plain W completes the k-th I of
-    the rank. Raises ScheduleError if a rank uses both forms, or has more plain W than I.
+    The k-th W[j] completes the k-th I of local stage j. The k-th plain W (without `[j]`) completes
+    the k-th I of the rank. Raises ScheduleError if a rank uses both forms, or has more plain W than
+    I.
     """
-    w, i = np.flatnonzero(op == BACKWARD_WEIGHT), np.flatnonzero(op == BACKWARD_INPUT)
+    w = np.flatnonzero(op == BACKWARD_WEIGHT)
+    i = np.flatnonzero(op == BACKWARD_INPUT)
     if not len(w):
         return w, w
     stage_of_i = local[i]
@@ -160,7 +162,8 @@ def _match_weight_grads(
             one = int(more.argmax())
             raise ScheduleError(f"rank {one} has {number[one]} W, but only {inputs[one]} I")
         stage_of_i = np.where(number[rank[i]] > 0, OLDEST_STAGE, stage_of_i)
-    w_cells, of = rank[w] << 16 | local[w], rank[i] << 16 | stage_of_i
+    w_cells = rank[w] << 16 | local[w]
+    of = rank[i] << 16 | stage_of_i
     w, i = w[np.argsort(w_cells, kind="stable")], i[np.argsort(of, kind="stable")]
     w_cells, of = np.sort(w_cells), np.sort(of)
     at = np.searchsorted(of, w_cells) + np.arange(len(w)) - np.searchsorted(w_cells, w_cells)

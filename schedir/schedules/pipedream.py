@@ -15,10 +15,10 @@ def pipedream_2bw(r: int, P: int, m: int) -> RankSchedule:
 
     Each rank idles for (P-1)(F+B) once, for any number of updates. Rank r has min(P-r, m)
     activations in flight, and two versions of the weights. Each update needs at least P-1
-    microbatches, so that the weights are ready in time. The paper requires at least P microbatches.
+    microbatches, so that the weights are ready in time. The paper requires at least P.
 
     PipeDream itself (arXiv 1806.03377) is `one_f_one_b` with an update per microbatch and a weight
-    delay of P-1-s for stage s. It keeps P-r versions of the weights.
+    delay of P-1-s for stage s. Rank r then keeps P-r versions of the weights.
 
     Args:
         r: Rank, 0 to P - 1.
@@ -26,7 +26,7 @@ def pipedream_2bw(r: int, P: int, m: int) -> RankSchedule:
         m: Number of microbatches.
 
     Returns:
-        The order of the rank.
+        The rank schedule of rank `r`.
 
     References:
         arXiv 2006.09503.

@@ -58,7 +58,7 @@ __all__ = [
 ]
 
 # Placeholders in a letter: AUTO_MICROBATCH for a microbatch that is numbered later, and
-# OLDEST_STAGE for the local stage of a plain W.
+# OLDEST_STAGE for the local stage of a W without `[j]`.
 AUTO_MICROBATCH, OLDEST_STAGE = 0xFFFFFFFF, 0xFFFF
 
 
@@ -162,7 +162,7 @@ F = RankSchedule(pack(FORWARD, 0, AUTO_MICROBATCH))
 B = RankSchedule(pack(BACKWARD, 0, AUTO_MICROBATCH))
 #: The part of a backward that computes the gradient of the stage's input.
 I = RankSchedule(pack(BACKWARD_INPUT, 0, AUTO_MICROBATCH))
-#: The part of a backward that computes the weight gradients, for the oldest I without its W.
+#: The part of a backward that computes the weight gradients, for the oldest I that has no W yet.
 W = RankSchedule(pack(BACKWARD_WEIGHT, OLDEST_STAGE, AUTO_MICROBATCH))
 #: A forward that runs again, for the next backward of its stage that has no R yet.
 R = RankSchedule(pack(RECOMPUTE, 0, AUTO_MICROBATCH))
@@ -220,17 +220,18 @@ def weave(
     """Return a warmup of forwards, then alternate forwards and backwards, then all other letters.
 
     With split backwards, each round of a forward and a backward ends with one letter of `weights`.
-    The first `defer_weights` rounds have none. The remaining letters of `weights` come last.
+    The first `defer_weights` rounds have no such letter. The remaining letters of `weights` come
+    last.
 
     Args:
         forwards: The forwards, in order.
         backwards: The backwards, in order.
         warmup: Number of forwards before the first round. A negative number means 0.
-        weights: The weight gradients, in order. They are empty with full backwards.
+        weights: The weight gradients, in order. Leave them out if `backwards` are full backwards.
         defer_weights: Number of rounds without a weight gradient. A negative number means 0.
 
     Returns:
-        The order of the rank.
+        The rank schedule.
 
     Raises:
         TypeError: An argument is not a RankSchedule or not an integer.
@@ -242,10 +243,8 @@ def weave(
     """
     orders = {"forwards": forwards, "backwards": backwards, "weights": weights}
     words = [_require_letters(f"{name} of weave", order) for name, order in orders.items()]
-    warmup, defer_weights = (
-        _require_integer("warmup of weave", warmup),
-        _require_integer("defer_weights of weave", defer_weights),
-    )
+    warmup = _require_integer("warmup of weave", warmup)
+    defer_weights = _require_integer("defer_weights of weave", defer_weights)
     starts = [-max(warmup, 0), 0, max(defer_weights, 0)]
     turn = np.concatenate([np.arange(len(w)) + s for w, s in zip(words, starts, strict=True)])
     return RankSchedule(np.concatenate(words)[np.argsort(turn, kind="stable")])
@@ -276,10 +275,8 @@ def overlapped_pair(first: RankSchedule, second: RankSchedule) -> RankSchedule:
           3 x  F 0.1+ & B 0.0+
           B 0.3
     """
-    one, other = (
-        _require_letters("first of overlapped_pair", first),
-        _require_letters("second of overlapped_pair", second),
-    )
+    one = _require_letters("first of overlapped_pair", first)
+    other = _require_letters("second of overlapped_pair", second)
     if len(one) != len(other):
         raise ValueError(
             f"overlapped_pair needs two schedules of equal length, not of {len(one)} and "
@@ -339,7 +336,8 @@ def with_weight_delay(delay: int | Iterable[int]) -> Callable[[_S], _S]:
     """Return a decorator that restricts a schedule to a weight delay.
 
     The decorator sets the attribute `weight_delay` of the function. `expand_schedule` reads this
-    mark for shapes with several optimizer steps, and raises ScheduleError if their delay differs.
+    mark for shapes with several optimizer steps. If a shape has another weight delay, it raises
+    ScheduleError.
 
     Args:
         delay: One number, or one per stage, as in `PipelineShape`.
@@ -348,7 +346,7 @@ def with_weight_delay(delay: int | Iterable[int]) -> Callable[[_S], _S]:
         The decorator.
 
     Raises:
-        TypeError: `delay` is not an integer or several integers.
+        TypeError: `delay` is neither an integer nor several integers.
 
     Example:
         >>> from schedir import B, F, PipelineShape, expand_schedule
@@ -410,7 +408,7 @@ def has_free_parameter(
         signature: Signature of the schedule. If None, the function inspects `schedule`.
 
     Returns:
-        True if it has. The result is False if `schedule` is not a function.
+        True if it has such a parameter. The result is False if `schedule` is not a function.
     """
     bound = schedule.keywords if isinstance(schedule, partial) else {}
     try:
@@ -461,7 +459,7 @@ def get_placement_mark(schedule: Schedule) -> tuple[Placement | None, int | None
         schedule: A schedule function or a `functools.partial`.
 
     Returns:
-        Both arguments of `with_placement`. They are None for a schedule without a restriction.
+        The two arguments of `with_placement`. Both are None for a schedule without a restriction.
     """
     mark: tuple[Placement | None, int | None] = getattr(
         _unwrap_partial(schedule), "placed", (None, None)

@@ -16,7 +16,7 @@ def gpipe(r: int, P: int, m: int) -> RankSchedule:
         m: Number of microbatches.
 
     Returns:
-        The order of the rank.
+        The rank schedule of rank `r`.
 
     References:
         Huang et al., arXiv 1811.06965.
@@ -44,7 +44,7 @@ def one_f_one_b(r: int, P: int, m: int) -> RankSchedule:
         m: Number of microbatches.
 
     Returns:
-        The order of the rank.
+        The rank schedule of rank `r`.
 
     References:
         PipeDream-flush, arXiv 2006.09503; DAPPLE, arXiv 2007.01045.
@@ -74,7 +74,7 @@ def eager_1f1b(r: int, P: int, m: int) -> RankSchedule:
         m: Number of microbatches.
 
     Returns:
-        The order of the rank.
+        The rank schedule of rank `r`.
 
     References:
         Zhuang et al., arXiv 2211.05322.
@@ -94,9 +94,9 @@ def eager_1f1b(r: int, P: int, m: int) -> RankSchedule:
 def forward_only(r: int, P: int, m: int, v: int = 1) -> RankSchedule:
     """Run an evaluation: all microbatches through one local stage, then through the next.
 
-    This schedule is legal under every placement, because all ranks run their stages in ascending
-    order. Under "loop", each rank idles for (P-1)F if m >= P. Under "vee" with two stages per rank,
-    it idles for 2(P-1)F, which is the minimum for this placement. Nothing is kept for a backward.
+    The order is legal under every placement, because all ranks run their stages in ascending order.
+    Under "loop", each rank idles for (P-1)F if m >= P. Under "vee" with two stages per rank, each
+    rank idles for 2(P-1)F, which is the minimum for this placement. Nothing is kept for a backward.
     Up to m boundary activations wait between stages.
 
     Args:
@@ -106,7 +106,7 @@ def forward_only(r: int, P: int, m: int, v: int = 1) -> RankSchedule:
         v: Number of stages on each rank.
 
     Returns:
-        The order of the rank.
+        The rank schedule of rank `r`.
 
     Example:
         >>> from schedir.schedules import forward_only

@@ -31,7 +31,7 @@ def zb_v(r: int, P: int, m: int) -> RankSchedule:
         m: Number of microbatches.
 
     Returns:
-        The order of the rank.
+        The rank schedule of rank `r`.
 
     Raises:
         ScheduleError: `m` is less than 2P-1.
@@ -63,10 +63,10 @@ def zb_v(r: int, P: int, m: int) -> RankSchedule:
 
 @with_placement("vee", 2)
 def dualpipe_v(r: int, P: int, m: int) -> RankSchedule:
-    """Run DualPipeV: forwards down the vee together with backwards up it, and the reverse.
+    """Run DualPipeV: pairs of a forward on one local stage and a backward on the other.
 
-    It is one half of DeepSeek's DualPipe, in the order of github.com/deepseek-ai/DualPipe. A pair
-    hides the messages of one of its two instructions during the compute of the other.
+    It is one half of DeepSeek's DualPipe, in the order of github.com/deepseek-ai/DualPipe. The
+    messages of one instruction of a pair overlap with the compute of the other instruction.
 
     Let FB be the cost of a pair. If F = I >= W, the rank with the most idle time idles for (P-1)(FB
     + B - 3W). If W <= F < I, it idles for at most this time. There are 2P+1 stage activations in
@@ -82,7 +82,7 @@ def dualpipe_v(r: int, P: int, m: int) -> RankSchedule:
         m: Number of microbatches.
 
     Returns:
-        The order of the rank.
+        The rank schedule of rank `r`.
 
     Raises:
         ScheduleError: `m` is less than 2P.
@@ -107,7 +107,8 @@ def dualpipe_v(r: int, P: int, m: int) -> RankSchedule:
     """
     _require_microbatches(m, 2 * P)
     left, n, even = P - 1 - r, r + 1, 1 - r % 2
-    down, up = overlapped_pair(F[0], B[1]), overlapped_pair(F[1], B[0])
+    down = overlapped_pair(F[0], B[1])
+    up = overlapped_pair(F[1], B[0])
     # As in DeepSeek's code, the last rank does not overlap its first pair.  This shortens the
     # bubble.
     first = down if left else F[0] + B[1]

@@ -9,8 +9,8 @@ def zb_h1(r: int, P: int, m: int) -> RankSchedule:
     """Run ZB-H1: 1F1B with split backwards. Rank r defers W by r rounds.
 
     A round is a forward and a backward. Let x = I + max(F-W, 0). For m >= P, each rank idles for
-    (P-1) max(F, x). In its active span, rank r idles for (P-1-r) x. If W takes at most as long as F
-    and as I, this is the paper's (P-1)(F+I-W). A longer W does not fill more of the bubble.
+    (P-1) max(F, x). If W <= F and W <= I, this is the paper's (P-1)(F+I-W). A longer W does not
+    shorten the idle time further. In its active span, rank r idles for (P-1-r) x.
 
     There are min(P, m) activations in flight on each rank, as on the first rank of 1F1B.
 
@@ -20,7 +20,7 @@ def zb_h1(r: int, P: int, m: int) -> RankSchedule:
         m: Number of microbatches.
 
     Returns:
-        The order of the rank.
+        The rank schedule of rank `r`.
 
     References:
         arXiv 2401.10241, section 2.
@@ -52,7 +52,7 @@ def zb_h2(r: int, P: int, m: int) -> RankSchedule:
         m: Number of microbatches.
 
     Returns:
-        The order of the rank.
+        The rank schedule of rank `r`.
 
     References:
         arXiv 2401.10241, section 2.

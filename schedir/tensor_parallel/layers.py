@@ -6,8 +6,8 @@ does not depend on the number of ranks.
 With `sequence_parallel` the ranks also divide the tokens (2205.05198, section 4.2.2). A tensor that
 is otherwise the same on all ranks then has only the tokens of this rank, (..., s / t, n).
 
-In shapes, s is the number of tokens and t the number of ranks. n and k are the input and the output
-features of the full weight.
+In shapes, s is the number of tokens and t the number of ranks. n and k are the numbers of input and
+output features of the full weight.
 """
 
 from __future__ import annotations

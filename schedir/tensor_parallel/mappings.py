@@ -129,8 +129,8 @@ def mark_sequence_parallel(
         replicated: A parameter, or a module with parameters, that each rank has unsharded.
         group: The tensor-parallel group. None is a group of one rank.
         sequence_parallel: True if the ranks divide the tokens.
-        has_local_tokens: True if the parameter receives different tokens on each rank. If False, it
-            is marked as one whose gradient is the same on all ranks.
+        has_local_tokens: True if the parameter receives different tokens on each rank. False if
+            its gradient is the same on all ranks.
 
     Returns:
         `replicated`.
@@ -148,8 +148,8 @@ def enter_tp_region(
 ) -> SharedInputRule | None:
     """Return the rule for the input of a sharded layer, the mapping f (1909.08053, section 3).
 
-    Its forward is the identity and its backward an all-reduce. With `sequence_parallel`, the
-    forward is an all-gather and the backward a reduce-scatter. Pass the rule to
+    The forward of f is the identity, and its backward is an all-reduce. With `sequence_parallel`,
+    the forward is an all-gather, and the backward is a reduce-scatter. Pass the rule to
     `split_backward.linear(x, weight, input_rule=...)`, which starts the reduction before it
     computes the weight gradient.
 
@@ -174,8 +174,9 @@ def leave_tp_region(
 ) -> Tensor:
     """Reduce the partial outputs of a sharded layer, the mapping g (1909.08053, section 3).
 
-    The forward is an all-reduce and the backward the identity. With `sequence_parallel`, the
-    forward is a reduce-scatter from (..., s, n) to (..., s / t, n), and the backward an all-gather.
+    The forward is an all-reduce, and the backward is the identity. With `sequence_parallel`, the
+    forward is a reduce-scatter from (..., s, n) to (..., s / t, n), and the backward is an
+    all-gather.
 
     Args:
         x: The partial output of this rank. The all-reduce overwrites it if it is contiguous, so no
@@ -213,8 +214,9 @@ def select_local_tokens(
 def get_first_token(x: Tensor, group: ProcessGroup | None, *, sequence_parallel: bool) -> Tensor:
     """Return the first token, (b, n) of (b, s, n), on all ranks.
 
-    With sequence parallelism, all ranks receive it from rank 0. They must then compute the same
-    with it, so that each rank has the full gradient of the token. Only rank 0 uses this gradient.
+    With sequence parallelism, all ranks receive the token from rank 0. All ranks must then compute
+    the same values from it, so that each rank has the full gradient of the token. Only rank 0 uses
+    this gradient.
 
     Args:
         x: The tokens of this rank, or all tokens without sequence parallelism.
@@ -230,14 +232,15 @@ def get_first_token(x: Tensor, group: ProcessGroup | None, *, sequence_parallel:
 def all_gather(output: Tensor, shard: Tensor, group: ProcessGroup) -> None:
     """Gather the shards of all ranks into one tensor, in the order of ranks.
 
-    NCCL writes directly to `output`. With a list of outputs it would copy them.
+    NCCL writes directly to `output`. `dist.all_gather` takes a list of outputs, and would copy the
+    shards.
 
     Args:
         output: The gathered tensor. It is contiguous, with t times the size of `shard`.
         shard: The shard of this rank, contiguous.
         group: The group.
     """
-    # torch 2.13 has a new name for it and warns of the old one.
+    # torch 2.13 renames this function, and warns of the old name.
     gather: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     gather(output.view(-1), shard.view(-1), group=group)
 
@@ -256,7 +259,7 @@ def _start_all_gather(group: ProcessGroup, part: Tensor) -> PendingTensor:
     """Start to gather (..., s / t, n) of each rank to (..., s, n) on all ranks."""
     part = part.contiguous()
     parts = part.new_empty(group.size(), *part.shape)
-    # torch 2.13 has a new name for it and warns of the old one.
+    # torch 2.13 renames this function, and warns of the old name.
     start: Any = getattr(dist, "all_gather_single", None) or dist.all_gather_into_tensor
     work = start(parts.view(-1), part.view(-1), group=group, async_op=True)
 

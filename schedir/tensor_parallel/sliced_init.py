@@ -5,8 +5,8 @@ block has a separate random generator. A value depends only on the seed, the nam
 so any number of ranks has slices of the same weight. A rank needs memory for its slice and one
 block.
 
-Blocks are generated on the CPU for all devices, because torch's generators of other devices return
-other numbers.
+Blocks are generated on the CPU for all devices, because the generators of other devices in torch
+return different numbers for the same seed.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-# Numbers in a block: 16 MiB of float32. A block has at least one row or column.
+# The number of elements in a block: 16 MiB of float32. A block has at least one row or column.
 BLOCK_SIZE = 1 << 22
 
 
@@ -55,8 +55,10 @@ class SlicedInit:
         result = torch.empty(sizes, device=self.device, dtype=self.dtype)
         lines, end = self._lines_per_block, start + length
         for block in range(start // lines, -(-end // lines)):
-            values, first = self._draw_block(block), block * lines
-            low, high = max(start, first), min(end, first + lines)
+            values = self._draw_block(block)
+            first = block * lines
+            low = max(start, first)
+            high = min(end, first + lines)
             result.narrow(dim, low - start, high - low).copy_(
                 values.narrow(dim, low - first, high - low)
             )
@@ -64,7 +66,7 @@ class SlicedInit:
 
     @property
     def _lines_per_block(self) -> int:
-        """Rows or columns of a block: as many as `BLOCK_SIZE` allows, and at least one."""
+        """The number of rows or columns of a block: as many as `BLOCK_SIZE` allows, at least 1."""
         return max(1, BLOCK_SIZE * self.shape[self.dim] // max(1, self.shape.numel()))
 
     def _draw_block(self, number: int) -> Tensor:
@@ -73,7 +75,8 @@ class SlicedInit:
         key = f"{self.key} {number}" if number else self.key
         digest = hashlib.sha256(key.encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
-        sizes, first = list(self.shape), number * self._lines_per_block
+        sizes = list(self.shape)
+        first = number * self._lines_per_block
         sizes[self.dim] = min(self._lines_per_block, sizes[self.dim] - first)
         values = torch.randn(sizes, generator=generator, dtype=torch.float32, device="cpu")
         return values.mul_(self.std)

@@ -5,8 +5,8 @@ padding: they are zero, no token uses them, and their logits are -inf.
 
 The loss (1909.08053, section 3) needs one MAX and one SUM reduction of a few numbers per token. A
 gather of the logits would send the full vocabulary. On a GPU the loss needs one gather of three
-numbers per token and rank, and does not copy the logits (`schedir.kernels.cross_entropy`). If some
-logits are padding, their gradient is copied once.
+numbers per token and rank, and does not copy the logits (`schedir.kernels.cross_entropy`). On ranks
+with padding, the gradient of the logits is copied once.
 """
 
 from __future__ import annotations
@@ -147,9 +147,9 @@ def fused_cross_entropy(
 ) -> Tensor:
     """Return the same as `vocab_parallel_cross_entropy`, from fused operations on any device.
 
-    On a GPU with Triton these are kernels, and otherwise the reference implementations of the
-    kernels. The backward overwrites the logits with the gradient. A second backward raises
-    RuntimeError.
+    On a GPU with Triton, the fused operations are kernels. Elsewhere they are the reference
+    implementations of the kernels. The backward overwrites the logits with the gradient. A second
+    backward raises RuntimeError.
 
     Args:
         logits: This rank's logits, of shape (..., k), in any floating type.
@@ -213,7 +213,8 @@ class _FusedCrossEntropy(torch.autograd.Function):
         ctx: Any, logits: Tensor, targets: Tensor, group: ProcessGroup | None, ignore_index: int
     ) -> Tensor:
         k, t = logits.shape[-1], tp_size(group)
-        logits, flat = logits.contiguous(), targets.reshape(-1)
+        logits = logits.contiguous()
+        flat = targets.reshape(-1)
         first = tp_rank(group) * k
         mine = cross_entropy.compute_statistics(logits.view(-1, k), flat, first)
         parts = mine.unsqueeze(0)

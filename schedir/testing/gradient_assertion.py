@@ -83,9 +83,9 @@ def assert_same_gradients(
             which their sum is divided.  The expected gradient is the gradient of the result.
         replicas: The number of data-parallel replicas.  The first replica gets the first
             microbatches.  The same gradient is expected on each replica.
-        tolerance: The largest relative difference.  The default is 1e-6 in float32, 1e-12 in
-            float64, and 8 times the `eps` of any other type, which hides small errors.  0 requires
-            the same bits.
+        tolerance: The largest difference relative to the size above.  The default is 1e-6 in
+            float32, 1e-12 in float64, and 8 times the `eps` of any other type, which hides small
+            errors.  0 requires equal bits.
         timeout: Seconds after which a rank that still runs the step counts as hung.
         start_method: "fork" or "spawn".  The default is described above.
 
@@ -272,7 +272,7 @@ def _run_rank(
     """
     os.environ |= {"RANK": f"{rank}", "LOCAL_RANK": f"{rank}", "WORLD_SIZE": f"{ranks}"}
     model.zero_grad(set_to_none=True)
-    # Names are read before the step because it may wrap modules and replace their parameters.
+    # Names are read before the step, because the step may wrap modules and replace parameters.
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False)}
     before = {
         name: p.detach().clone()
@@ -316,7 +316,7 @@ def _run_rank(
 def _find_current_names(
     modules: Mapping[str, nn.Module], known_names: Set[str]
 ) -> dict[nn.Parameter, tuple[str, ...]]:
-    """Return the current parameters of the modules, with their names in `known_names`."""
+    """Return the current parameters of the modules, each with its names that are known."""
     result: dict[nn.Parameter, tuple[str, ...]] = {}
     for inside, module in modules.items():
         for local_name, p in module.named_parameters(recurse=False):
@@ -331,7 +331,7 @@ def _find_stage_names(
     modules: Mapping[str, nn.Module],
     parameter_names: Mapping[nn.Parameter, tuple[str, ...]],
 ) -> dict[nn.Parameter, str | None]:
-    """Return the name in the model of each parameter of a stage, or None if it has none.
+    """Return the name of each parameter of a stage in the model; None if the model lacks it.
 
     A tied parameter has several names.  If the stage contains a module that has the parameter, the
     name within this module is returned.
@@ -370,7 +370,7 @@ def _record_torch_stages() -> Iterator[list[Any]]:
 
 
 def _to_full_gradient(gradient: Tensor | None) -> Tensor | None:
-    """Return a gradient that may be sharded (a DTensor) or sparse as one dense tensor."""
+    """Convert a gradient, which may be sharded (a DTensor) or sparse, to one dense tensor."""
     if gradient is None:
         return None
     full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
@@ -389,7 +389,7 @@ def _make_step_error(error: RankError, timeout: float) -> ExecutionError:
         )
     tracebacks = error.tracebacks
     dead = [rank for rank, text in tracebacks.items() if text.startswith(DIED_MESSAGE)]
-    rank = (dead or [*tracebacks])[0]  # if one died, the others only report lost connections
+    rank = (dead or [*tracebacks])[0]  # if a rank died, the others only report lost connections
     lines = tracebacks[rank].rstrip().splitlines()
     frames = [k for k, line in enumerate(lines) if line.startswith('  File "')]
     message = next((line for line in lines[max(frames, default=0) :] if line[:1] != " "), lines[-1])
@@ -402,10 +402,10 @@ def _make_step_error(error: RankError, timeout: float) -> ExecutionError:
 
 
 def _find_step_line(stack: str) -> str:
-    """Return the line of code of the step that a rank runs, or "" if it is not in a step.
+    """Return the line of code of the step that a rank runs, or "" if the rank is not in the step.
 
     Args:
-        stack: The stacks of its threads from `faulthandler`, the innermost call first.
+        stack: The stacks of the rank's threads from `faulthandler`, the innermost call first.
     """
     for thread in stack.split("\nThread "):
         frames = re.findall(r'File "(.+)", line (\d+) in (.+)', thread)

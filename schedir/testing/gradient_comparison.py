@@ -18,8 +18,8 @@ from schedir.testing.unpipelined_model import (
     flatten_to_float64,
 )
 
-# Largest error of a correct gradient, relative to the sum of the norms of the gradients of single
-# microbatches.
+# Largest error of a correct gradient by data type.  The error is relative to the sum of the norms
+# of the gradients that the single microbatches give.
 TOLERANCES: Final = {torch.float32: 1e-6, torch.float64: 1e-12}
 MAX_NAMES: Final = 3  # parameter names in one line of the error; longer lines are hard to read
 MISSING: Final = "no gradient"
@@ -91,7 +91,7 @@ class GradientDifference(NamedTuple):
 
     @property
     def stages(self) -> tuple[int | None, ...]:
-        """The stages, in the order of `locations`, each one once."""
+        """The stages, in the order of `locations`. Each stage occurs once."""
         return tuple(dict.fromkeys(place.stage for place in self.locations))
 
     def __str__(self) -> str:
@@ -145,7 +145,7 @@ class WrongGradients(AssertionError):
 def _suggest_first_stage(
     differences: Sequence[GradientDifference], correct_locations: Sequence[StageLocation]
 ) -> str:
-    """Return a hint with the stage in which the error begins, or "" if it is not clear.
+    """Return a hint with the stage in which the error begins, or "" if this stage is not clear.
 
     Backwards run from the last stage to the first, so an error spreads to the lower stages.  If
     stages 0 to k are wrong and the stages after k are correct, the error begins in stage k.
@@ -233,8 +233,7 @@ def _list_gradients(
 ) -> Iterator[tuple[StageLocation, str, Tensor | None]]:
     """Yield the location, name and gradient of each gradient that a rank has or should have.
 
-    A weight that no rank has, or fewer ranks than there are replicas, gets a location without a
-    rank.
+    If fewer ranks than replicas have a weight, the weight also gets a location without a rank.
     """
     result = []
     staged = {name for one in dumps for names in one.stages.values() for name in names}
@@ -318,7 +317,11 @@ def _group_differences(
     wrong: Mapping[StageLocation, Mapping[str, _GradientError]],
     all_names: Mapping[StageLocation, Set[str]],
 ) -> list[GradientDifference]:
-    """Group the wrong gradients of each location by problem, and merge equal groups."""
+    """Group the wrong gradients of each location by problem.
+
+    Groups of several locations are merged if they have the same problem and the same parameters, or
+    the same problem and all parameters of their location.
+    """
     merged: dict[object, GradientDifference] = {}
     for place, errors in wrong.items():
         for problem in dict.fromkeys(measured.problem for measured in errors.values()):

@@ -37,8 +37,8 @@ def assert_schedule(
     - A tiny model has the same loss and gradients as without a pipeline.  The program runs in this
       process, in a random legal order of its instructions.
 
-    If a program has several optimizer steps, the gradients of the last one are compared.  The steps
-    do not change the weights.
+    If a program has several optimizer steps, the gradients of the last step are compared.  The
+    steps do not change the weights.
 
     Args:
         schedule: The schedule.
@@ -52,7 +52,7 @@ def assert_schedule(
 
     Raises:
         AssertionError: The schedule is wrong on a shape.  The message contains the problem and the
-            shape: the first wrong one, or the smallest that hypothesis found.
+            first wrong shape, or the smallest wrong shape that hypothesis found.
         UsageError: There is no shape to try, or a shape or a progress model is invalid.
 
     Example:
@@ -70,7 +70,7 @@ def assert_schedule(
 
     if isinstance(shapes, st.SearchStrategy):
         tried = given(shape=shapes, seed=st.integers(0, 2**32 - 1))(holds)
-        # The output of the explain phase does not help to find the error.
+        # The output of hypothesis's explain phase does not help to find the error.
         phases = [phase for phase in Phase if phase is not Phase.explain]
         # A database would replay the failures of one schedule for the next one.
         settings(max_examples=max_examples, deadline=None, phases=phases, database=None)(tried)()

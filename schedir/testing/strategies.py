@@ -30,10 +30,11 @@ PLACEMENT_KINDS = ("loop", "vee", "mirror", "given", "rows")
 def shapes_for(
     schedule: Schedule, ranks: int = 4, microbatches: int = 6, stages_per_rank: int = 3
 ) -> list[PipelineShape]:
-    """Return all shapes up to given sizes that a schedule can take, small shapes first.
+    """Return all shapes that a schedule can have, up to some sizes, in ascending order.
 
-    The decorator `with_placement` gives the placement and the stages per rank.  A schedule without
-    it gets the placement "loop", and several stages per rank only if it has a parameter `v`.
+    The decorator `with_placement` gives a schedule its placement and its stages per rank.  A
+    schedule without this decorator gets the placement "loop", and several stages per rank only if
+    it has a parameter `v`.
 
     Args:
         schedule: The schedule.
@@ -163,7 +164,8 @@ def compute_programs(
         split: The share of backwards that are split into I and W, from 0 to 1.
         placements: As for `shapes`.
         optimizer_steps: The largest number of optimizer steps.  A draft with several steps has no
-            stage replicas, up to `microbatches` microbatches per step, and any weight delays.
+            stage replicas, at most `microbatches` microbatches per step, and weight delays from 0
+            to 2.
 
     Returns:
         The draft.
@@ -230,7 +232,8 @@ def programs(
     """
     draft = draw(compute_programs(ranks, microbatches, stages_per_rank))
     clip, grouped = draw(st.booleans()), draw(st.booleans())
-    tied, frozen = draw(tied_weights(draft.shape)), draw(st.integers(0, draft.shape.stages - 1))
+    tied = draw(tied_weights(draft.shape))
+    frozen = draw(st.integers(0, draft.shape.stages - 1))
     if any(stages[0] < frozen <= stages[-1] for stages in tied):
         frozen = 0
     tp = draw(st.integers(1, 2))
@@ -244,9 +247,9 @@ def programs(
 def compile_options(draw: st.DrawFn, draft: Program) -> dict[str, Any]:
     """Generate options of `compile` that a draft allows (a hypothesis strategy).
 
-    The options are tied weights, frozen stages, skip connections, gradient clipping and overlap.
-    The others concern memory: ZeRO, the place of the optimizer state, snapshots, recomputation,
-    activation offload and buffer sharing.
+    The options are tied weights, frozen stages, skip connections, gradient clipping, the time of
+    the norm check, and overlap. All other options concern memory: ZeRO, the place of the optimizer
+    state, snapshots, recomputation, activation offload and buffer sharing.
 
     Args:
         draw: Passed by hypothesis.
@@ -299,7 +302,7 @@ def _draw_tied_and_frozen(draw: st.DrawFn, shape: PipelineShape) -> tuple[TiedSt
 
 
 def _draw_skips(draw: st.DrawFn, shape: PipelineShape) -> list[tuple[int, int]]:
-    """Draw skip connections.  A stage is the source of one at most, and the target of one."""
+    """Draw skip connections, at most one from each source stage and to each target stage."""
     stages = range(shape.stages)
     pairs = [(begin, end) for begin in stages for end in stages if begin + 1 < end]
     found: list[tuple[int, int]] = []
@@ -310,7 +313,7 @@ def _draw_skips(draw: st.DrawFn, shape: PipelineShape) -> list[tuple[int, int]]:
 
 
 def _draw_state_placement(draw: st.DrawFn, shape: PipelineShape, clips: bool) -> dict[str, Any]:
-    """Draw where optimizer state and weights are, or a norm check after the step."""
+    """Draw the placement of the optimizer state, the ZeRO level, and the time of the norm check."""
     several_steps = shape.optimizer_steps > 1
     places = ["device", "cpu_step"] if several_steps else ["device", "host", "disk", "cpu_step"]
     options: dict[str, Any] = {"optimizer_placement": draw(st.sampled_from(places))}
@@ -361,8 +364,8 @@ def random_compute_program(
 ) -> Program:
     """Return a draft in the order of a random execution.
 
-    Each replica of a stage runs its backwards in ascending order of microbatches.  Before a forward
-    that needs the weights of an optimizer step, all backwards of this step have run.
+    Each replica of a stage runs its backwards in ascending order of microbatches.  A forward that
+    needs the weights after an optimizer step runs after all backwards of this step.
 
     Args:
         shape: The shape.

@@ -23,8 +23,8 @@ class ExpectedGradient(NamedTuple):
 
     Args:
         value: The gradient.
-        size: The sum of the norms of the gradients of the single microbatches, over the same
-            divisor as the gradient.  Rounding errors are proportional to it.
+        size: The sum of the norms of the gradients that the single microbatches give, divided by
+            the same divisor as the gradient.  Rounding errors are proportional to this size.
     """
 
     value: Tensor
@@ -183,7 +183,7 @@ def split_batch(batch: Batch, microbatches: int | None, loss_fn: LossFunction) -
         batch: Tensors, or tuples and dicts of tensors.  Each tensor is split along its first
             dimension.  A list counts as a list of microbatches.
         microbatches: The number of microbatches.  It may be None if `batch` is a list.
-        loss_fn: If there is one, each microbatch must be a pair of inputs and targets.
+        loss_fn: If it is not None, each microbatch must be a pair of inputs and targets.
 
     Returns:
         One batch per microbatch.
@@ -256,7 +256,7 @@ def copy_model(model: nn.Module) -> nn.Module:
 
     Raises:
         UsageError: The model cannot be copied, or a parameter has a post-accumulate hook.  Such a
-            hook would get the gradient of one microbatch instead of their sum.
+            hook would get the gradient of one microbatch instead of the sum over all microbatches.
     """
     for name, p in model.named_parameters():
         if p._post_accumulate_grad_hooks:

@@ -9,9 +9,9 @@ inputs join. It silently computes no gradient for two kinds of weights:
 
 torch also detaches, in place, the tensors that a backward begins with. This fails for views.
 
-Both halves run the nodes where weights and inputs join. A `torch.autograd.Function` there may count
-its calls, add to a gradient, or write to its arguments. Such a function must run only once, so only
-a full backward is right.
+Both halves run the nodes where weights and inputs join. A `torch.autograd.Function` at such a node
+may count its calls, add to a gradient, or write to its arguments. It must run only once, so only a
+full backward is right.
 """
 
 from __future__ import annotations
@@ -37,7 +37,8 @@ def split_loses_gradients(stage: Any, backward_inputs: Sequence[object], mb: int
         backward_inputs: The tensors that the backward begins with: outputs, or a loss.
         mb: The microbatch.
     """
-    inputs, roots = _gradient_nodes(stage.fwd_cache[mb][1]), _gradient_nodes(backward_inputs)
+    inputs = _gradient_nodes(stage.fwd_cache[mb][1])
+    roots = _gradient_nodes(backward_inputs)
     weights = _gradient_nodes([p for p in stage.submod.parameters() if p.requires_grad])
     reverse_graph = theirs.construct_reverse_graph(roots)
     if _has_reentrant_checkpoint((*reverse_graph, *roots)):

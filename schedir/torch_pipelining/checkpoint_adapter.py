@@ -48,7 +48,7 @@ class TorchCheckpointState:
         loss_fn: The loss function, or None.
 
     Attributes:
-        is_load_incomplete: True during a load, and after a failed one.
+        is_load_incomplete: True during a load, and after a failed load.
     """
 
     def __init__(
@@ -119,8 +119,9 @@ class TorchCheckpointState:
     def _rank_state(self, optimizer: Any, mesh: Sequence[tuple[int, ...]]) -> RankCheckpointState:
         shape, flat = self.program.shape, [process for members in mesh for process in members]
         world = [shape.ranks, 1, len(mesh), shape.stages]
-        # Executors number processes in this order and do not save it. It is left out here too, so
-        # that a Schedule and an Executor can load each other's random state.
+        # Executors always number processes in ascending order, and do not save the order. A
+        # Schedule does not save an ascending order either, so that a Schedule and an Executor can
+        # load each other's random state.
         world += [] if flat == [*range(len(flat))] else flat
 
         def set_incomplete(begins: bool) -> None:

@@ -69,7 +69,8 @@ def infer_stage_boundaries(
     Raises:
         ModelError: On all ranks, if a stage fails or returns anything but tensors.
     """
-    rank, boundaries = dist.get_rank(group), dict[int, tuple[Boundary, ...]]()
+    rank = dist.get_rank(group)
+    boundaries = dict[int, tuple[Boundary, ...]]()
     for s in range(shape.stages - 1):
         owner = int(shape.first_rank_per_stage[s])
         result: Any = None
@@ -167,7 +168,7 @@ class CachedExecutor:
     receive_storages: frozenset[int]
 
     def matches_step(self, has_backward: bool, shapes: InputShapes, stages: Sequence[Any]) -> bool:
-        """Return whether the executor fits a step, as far as this rank can see.
+        """Return whether the executor fits this rank's part of a step.
 
         Args:
             has_backward: True if the step trains.

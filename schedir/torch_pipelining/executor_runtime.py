@@ -35,10 +35,10 @@ MAX_EXECUTORS: Final = 4
 class ExecutorRuntime:
     """Runs the steps of a `schedir.torch_pipelining.Schedule` with schedir's Executor.
 
-    The first step builds the executor, for the stages' `submod` and the shapes of its first
-    microbatch. Before each step the ranks exchange one number, which is 0 if the executor still
-    fits on all ranks. If shapes, dtypes, autocast, modules or trained parameters changed on a rank,
-    all ranks build another executor. So a change never causes a hang. The newest `MAX_EXECUTORS`
+    The first step builds the executor, for the stages' `submod` and the shapes of the first
+    microbatch. Before each step, the ranks reduce one number, which is 0 if the executor still fits
+    on all ranks. If shapes, dtypes, autocast, modules or trained parameters changed on a rank, all
+    ranks build another executor. So a change never causes a hang. The newest `MAX_EXECUTORS`
     executors are kept.
 
     A rank whose step fails disconnects, and the ranks that wait for it raise an ExecutionError. The
@@ -163,11 +163,11 @@ class ExecutorRuntime:
         """Raise an error on all ranks about the arguments of this rank.
 
         Args:
-            reason: What is wrong.
+            reason: The text of the error.
             trains: True if the step has backwards.
 
         Raises:
-            UsageError: On all ranks.
+            UsageError: Always, on all ranks.
         """
         self._get_executor(trains, [], [], reason)
 

@@ -117,7 +117,7 @@ class CheckedRuntime(MicrobatchLossRuntime):
     def _can_split_backward(self, stage: Any) -> bool:
         """Return whether torch splits the backwards of a stage.
 
-        For the first stage torch does not: it runs the full backward at W.
+        torch does not split the backwards of the first stage: at W, it runs the full backward.
         """
         splits = self._has_backward and stage.stage_index in self._split_stages
         return splits and not stage.is_first and stage.dw_builder is None
@@ -127,8 +127,9 @@ class CheckedRuntime(MicrobatchLossRuntime):
     def _initialize_stages(self, *given: Any, **named: Any) -> None:
         """Let torch infer shapes with a forward and a backward of each stage, without side effects.
 
-        These run on copies of the inputs. The state and the gradients of stages are restored. Each
-        step receives into new tensor objects, which have no hooks of the last step.
+        These passes run on copies of the inputs. The state and the gradients of stages are restored
+        afterwards. Each step receives into new tensor objects, which have no hooks from the last
+        step.
         """
         given, named = tree_map_only(Tensor, torch.clone, (given, named))
         checkpoints_before = checkpoint_count()
@@ -152,7 +153,7 @@ class CheckedRuntime(MicrobatchLossRuntime):
                         info.buffer = info.buffer.detach().contiguous()
 
     def _warn_of_checkpoints(self, count_before: int) -> None:
-        """Warn once if forwards ran activation checkpoints, because I then runs full backwards.
+        """Warn once if forwards ran activation checkpoints, because I then runs the full backward.
 
         `count_before` is `checkpoint_count()` before these forwards.
         """
@@ -264,5 +265,5 @@ def _replace_method(stage: Any, name: str, run: Callable[..., Any]) -> Iterator[
 
 
 def _make_contiguous(value: Any) -> Any:
-    """Return a contiguous tensor, which Gloo can send, and anything else as it is."""
+    """Return a tensor in contiguous memory, as Gloo needs it, and any other value unchanged."""
     return value.contiguous() if isinstance(value, Tensor) else value

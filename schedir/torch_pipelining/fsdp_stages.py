@@ -1,7 +1,8 @@
 """Decide when stages under `fully_shard` are unsharded.
 
-torch's runtime gathers the parameters of a stage at UNSHARD, and frees them at RESHARD. Actions
-that compute with them must be in between. `insert_unshards` adds both actions to a rank's list.
+torch's runtime gathers the parameters of a stage at UNSHARD, and frees them at RESHARD. The actions
+that use these parameters must come between the two. `insert_unshards` adds UNSHARD and RESHARD to
+the actions of a rank.
 
 With schedir's executor, `unshard_stages` gathers the parameters of all stages before a step. It
 reduces the gradients and frees the parameters after the step.
@@ -123,8 +124,8 @@ def require_unsharded(actions: Sequence[Any], unsharded_stages: int) -> None:
 def accumulate_gradients(module: Any) -> None:
     """Add the gradients of a `fully_shard` module to its accumulators in `reduce_dtype`.
 
-    FSDP does this after each full backward. The half that computes the gradients of weights calls
-    no hook of FSDP. Without this function, the gradients of all microbatches would add up in the
+    FSDP does this after each full backward. But W, the second half of a split backward, calls no
+    hook of FSDP. Without this function, the gradients of all microbatches would add up in the
     parameters' dtype.
 
     Args:

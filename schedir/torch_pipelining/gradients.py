@@ -197,5 +197,5 @@ def _contiguous_gradient(p: nn.Parameter, seen: set[nn.Parameter]) -> Tensor:
 
 
 def _to_local(tensor: Tensor) -> Tensor:
-    """Return a rank's shard of a sharded tensor, and any other tensor as it is."""
+    """Return the local shard of a sharded tensor, and any other tensor unchanged."""
     return tensor.to_local() if hasattr(tensor, "to_local") else tensor

@@ -20,7 +20,7 @@ OutputKey = tuple[int, int]  # stage and microbatch
 
 
 class _Output(NamedTuple):
-    """An output of a forward, and its state then. `checksum` is None if values are not compared.
+    """An output, and its state when it was recorded. `checksum` is None if values are not compared.
 
     `number` is the index of the output among all outputs of the forward.
     """
@@ -69,8 +69,9 @@ class PendingOutputs:
     def note_read(self, stage: int, mb: int) -> None:
         """Record that the next stage, on the same rank, has read the outputs of a forward.
 
-        Only outputs with a gradient are still needed, until their backward. Later checks compare
-        them with their state now, because the next stage may have written to its inputs.
+        From now on, only outputs with a gradient are needed, until their backward. Later checks
+        compare them with their present state, because the next stage may have written to its
+        inputs.
 
         Args:
             stage: The stage of the outputs.

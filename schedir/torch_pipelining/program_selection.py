@@ -39,8 +39,8 @@ def load_schedule_or_program(
         program: A Program, or the path of a .sched or .csv file, or None.
 
     Raises:
-        UsageError: Neither or both are given, or one has the wrong type.
-        SchedirError: The file is wrong.
+        UsageError: Both arguments are None, neither is None, or one has the wrong type.
+        SchedirError: The file does not contain a valid program.
     """
     if (schedule is None) == (program is None):
         both = "both are" if schedule is not None else "none is"
@@ -82,7 +82,8 @@ def compile_for_stages(
     Args:
         source: A schedule or a Program.
         shape: The shape of the stages of all ranks.
-        tied_weights: The stages of each tied weight. If a Program has tied weights, those are used.
+        tied_weights: The stages of each tied weight. It is ignored if `source` is a Program with
+            tied weights.
 
     Raises:
         UsageError: The Program is for other stages, has a ZeRO level, or has collectives between
@@ -91,10 +92,8 @@ def compile_for_stages(
     """
     if not isinstance(source, Program):
         return compile(source, shape, tied_weights=tied_weights)
-    own, has = (
-        source.shape,
-        (source.shape.ranks, source.shape.microbatches, source.shape.replica_ranks.tolist()),
-    )
+    own = source.shape
+    has = (source.shape.ranks, source.shape.microbatches, source.shape.replica_ranks.tolist())
     if has != (shape.ranks, shape.microbatches, shape.replica_ranks.tolist()):
         raise UsageError(
             f"the program is for {_describe_shape(own)}, but the ranks have "

@@ -64,19 +64,21 @@ class Schedule(CheckedRuntime):
         args_chunk_spec: The dimensions along which arguments of a complete batch are split.
         kwargs_chunk_spec: The same for keyword arguments.
         output_merge_spec: The dimensions along which outputs are merged.
-        scale_grads: True to divide the gradients of a step by the number of microbatches, once.
-            They are then added to the gradients from before the step.
+        scale_grads: True to divide the gradients of a step once by the number of microbatches. The
+            result is added to the gradients that exist before the step.
         schedule: A schedule, its name, or a function of the user. It is compiled for the shape that
             follows from the stages of all ranks.
-        program: A Program, a draft, or the path of a .sched or .csv file, for exactly these stages.
+        program: A Program, a draft, or the path of a .sched or .csv file. It must be for exactly
+            the stages of these ranks.
         runtime: "torch" runs the program and its transfers with torch's runtime. "schedir" runs it
             with schedir's Executor.
         tied_weights: The parameters that are copies of one weight, as
-            `schedir.find_tied_weights(stages)` returns them for all stages, the same on every rank.
-            It is not needed if the stages of a rank share one Parameter, or if modules have an
-            attribute `tied_weight`.
+            `schedir.find_tied_weights(stages)` returns them for the stages of all ranks. Each rank
+            passes the same value. It is not needed if the stages of a rank share one Parameter, or
+            if modules have an attribute `tied_weight`.
         allow_identical_stages: True to allow equal trained parameters in different stages. By
-            default they are refused, except for tied and for constant ones, such as all zeros.
+            default, equal parameters are refused if they are neither tied nor constant (such as all
+            zeros).
         unsharded_stages: The largest number of stages of a rank that are unsharded at once, if
             `fully_shard` wraps them.
         backward_requires_autograd: Passed on to torch's schedule class.
@@ -281,7 +283,7 @@ class Schedule(CheckedRuntime):
         target_mbs: list[Any] | None = None,
         **kwargs: Any,
     ) -> Any:
-        """Run one step of a complete batch or of microbatches.
+        """Run one step on a complete batch or on microbatches.
 
         A complete batch is given as `args`, `kwargs` and `target`, and microbatches as `arg_mbs`,
         `kwarg_mbs` and `target_mbs`.
@@ -347,7 +349,8 @@ class Schedule(CheckedRuntime):
     def _require_equal_microbatches(self, args: Any, kwargs: Any, target: Any) -> None:
         """Refuse a complete batch that cannot be split into equal microbatches.
 
-        A user's own chunk spec may split along another dimension, and is not checked.
+        Arguments with a user's own chunk spec are not checked: they may be split along another
+        dimension.
         """
         values: dict[str, Any] = {"target": target}
         if self._kwargs_chunk_spec is None:

@@ -29,7 +29,7 @@ EXAMPLE = "[PipelineStage(module, stage_index, num_stages, device)]"
 
 
 def require_stages(stages: object) -> list[Any]:
-    """Return the stages of a rank in ascending order.
+    """Return the stages of a rank in ascending order of their numbers.
 
     Args:
         stages: A sequence of torch's PipelineStages, or a single one.
@@ -68,7 +68,8 @@ def require_runnable(
     """
     for stage in stages[1:]:
         for what in ("num_stages", "group", "device"):
-            one, other = getattr(stages[0], what), getattr(stage, what)
+            one = getattr(stages[0], what)
+            other = getattr(stage, what)
             if one != other:
                 raise UsageError(
                     f"stage {stages[0].stage_index} has {what} {describe(one)}, but stage "
@@ -147,10 +148,10 @@ def require_frozen_stages(stages: Sequence[Any], program: Program) -> None:
 
 
 def require_declared_output(stage: Any, output: object, *, is_sent: bool) -> None:
-    """Refuse an output that differs from the declared output, or from the one of the first step.
+    """Refuse an output that differs from the declared output, or from that of the first step.
 
-    torch would not raise an error. It would send the output into a buffer of another shape, or not
-    send its gradient back.
+    torch would not raise an error. It would send the output into a buffer of another shape, or
+    would not send the gradient of the output back.
 
     Args:
         stage: A stage of torch.
@@ -158,8 +159,8 @@ def require_declared_output(stage: Any, output: object, *, is_sent: bool) -> Non
         is_sent: True if the next stage is on another rank.
 
     Raises:
-        ModelError: A sent output has another shape or dtype. Or an output needs a gradient, and the
-            declared one does not.
+        ModelError: A sent output has another shape or dtype. Or an output needs a gradient, but the
+            declared output does not.
     """
     declared = stage._stage_meta.outputs or ()
     outputs = output if isinstance(output, tuple | list) else (output,)
@@ -198,7 +199,7 @@ def unwrap_module(module: nn.Module) -> nn.Module:
 
 
 class SharedWeights:
-    """Finds the tied weights of the stages, which several stages share.
+    """Finds the tied weights of a rank: the weights that several stages share.
 
     All ranks of the group must create it together.
 

@@ -2,10 +2,10 @@
 
 No message arrives before it is sent. Host a posts a message at `sent`, host b receives it at `got`,
 each by its own clock. Then offset(b) - offset(a) <= got - sent. Messages from b to a give a lower
-bound of the same difference.
+bound of offset(b) - offset(a).
 
 Shortest paths combine these bounds over several hosts, as in NTP. The result is the middle of the
-allowed range. The distance from the bounds is its largest error.
+allowed range. Its largest error is its distance from the bounds.
 """
 
 from __future__ import annotations

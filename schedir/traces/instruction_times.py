@@ -41,10 +41,10 @@ class ExecutedSpan(NamedTuple):
         actions: The instructions.
         start: The start, in nanoseconds.
         end: The end, in nanoseconds. None for a posted message whose arrival is not recorded.
-        wait_time: The time in its range that was a wait for messages, in nanoseconds. This time is
-            not between `start` and `end`.
-        is_joined: True if it is in one group with the previous span (`&` in the text form).
-        has_operators: True if an operator ran in its range.
+        wait_time: The time in their profiler range that was a wait for messages, in nanoseconds.
+            This time is not between `start` and `end`.
+        is_joined: True if they are in one group with the previous span (`&` in the text form).
+        has_operators: True if an operator ran in their profiler range.
     """
 
     actions: tuple[NamedInstruction, ...]
@@ -273,8 +273,8 @@ def _make_gpu_timer(items: list[_RangeItem], trace: Trace) -> Callable[[_RangeIt
         indices = order[lo[k] : hi[k]]
         of_nccl = kernels.is_nccl[indices]
         # Collectives of tensor-parallel ranks run between the other kernels of an instruction, so
-        # its time includes them. Copies on other streams are left out: they may run while the
-        # instruction waits.
+        # the time of the instruction includes them. Copies on other streams are left out, because
+        # they may run while the instruction waits.
         wanted = ~of_nccl if item.is_compute else of_nccl
         indices = indices[wanted] if wanted.any() else indices
         if item.is_compute and on_stream[indices].any():
@@ -283,7 +283,8 @@ def _make_gpu_timer(items: list[_RangeItem], trace: Trace) -> Callable[[_RangeIt
             time = free or item.range.start
             message = item.actions[0].op in TRANSFER_OPS
             return ExecutedSpan(item.actions, time, None if message else time)
-        start, end = int(kernels.start[indices].min()), int(kernels.end[indices].max())
+        start = int(kernels.start[indices].min())
+        end = int(kernels.end[indices].max())
         if item.is_compute:
             start, end = max(start, free), max(end, free)
             free = end

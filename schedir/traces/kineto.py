@@ -38,7 +38,7 @@ _MESSAGE_OPS: Final = {
     "c10d::recv_": "recv",
     "c10d::recv_any_source_": "recv",
 }
-# Such a range starts when a receive is posted, and ends when a waiting thread sees the message.
+# Ranges that start when a receive is posted, and end when a waiting thread sees the message.
 _WAIT_RANGES: Final = ("gloo:recv",)
 _AUTOGRAD_PREFIX: Final = "autograd::engine::"
 # Suffixes of the categories of launches: cuda_runtime, cuda_driver, and those of other vendors.
@@ -72,8 +72,8 @@ class GpuKernels(NamedTuple):
     """Kernels and copies that ran on the GPU, as arrays of shape (n,).
 
     Attributes:
-        start: The start of each, in nanoseconds.
-        end: The end of each, in nanoseconds.
+        start: The start of each kernel or copy, in nanoseconds.
+        end: Its end, in nanoseconds.
         launch_time: The time when the host launched it, in nanoseconds.
         launch_thread: The thread of the host that launched it.
         stream: The stream on which it ran.
@@ -248,17 +248,19 @@ class _TraceReader:
     def __init__(self, path: str, header: dict[str, Any]) -> None:
         world = header.get("distributedInfo")
         world = world if isinstance(world, dict) else {}
-        rank, base = world.get("rank"), header.get("baseTimeNanoseconds", 0)
+        rank = world.get("rank")
+        base = header.get("baseTimeNanoseconds", 0)
         named = _RANK_IN_NAME.search(Path(path).name)
         if type(rank) is not int:
             rank = int(named[1]) if named else None
         self.base_time = int(base) if isinstance(base, int | float) and 0 <= base < 2**62 else 0
-        host, backend = str(header.get("host_name", "")), str(world.get("backend", "")).lower()
+        host = str(header.get("host_name", ""))
+        backend = str(world.get("backend", "")).lower()
         self.trace = Trace(path, rank, host, backend, _parse_groups(world.get("pg_config")))
         self.op_end_times: dict[int, array[int]] = defaultdict(lambda: array("q"))
         self.thread_numbers: dict[str, int] = {}
-        # Flat rows. A launch: correlation, time, thread. A kernel: correlation, start, end, stream,
-        # and whether it is of NCCL.
+        # Concatenated rows of integers. A launch has the columns correlation, time and thread. A
+        # kernel has the columns correlation, start, end, stream, and 1 if it is of NCCL.
         self.launch_rows = array("q")
         self.kernel_rows = array("q")
 
@@ -272,8 +274,9 @@ class _TraceReader:
                 self._read_event(event)
         for ranges in (trace.instruction_ranges, trace.messages, trace.receive_waits):
             ranges.sort(key=lambda each: (each.start, -each.end))
-        # A GPipe may also have ranges with other names, which contain messages and waits. Ranges
-        # with torch's names (`PP:...`) are preferred, because they do not.
+        # A run of GPipe may also have ranges with other names. These contain messages and waits.
+        # Ranges with torch's names (`PP:...`) are preferred, because each of them contains only one
+        # instruction.
         trace.instruction_ranges = [
             e for e in trace.instruction_ranges if is_torch_range(e.name)
         ] or trace.instruction_ranges

@@ -37,7 +37,7 @@ class ScheduleRun(NamedTuple):
     def has_only_forwards(self) -> bool:
         """Return whether operators ran in forwards, and none in backwards.
 
-        Torch's runtime also marks the backwards of an evaluation.
+        In an evaluation, torch's runtime also marks backwards, but these contain no operators.
         """
         ran: dict[bool, bool] = {}
         for seen in self.spans:
@@ -78,8 +78,8 @@ class ScheduleExecution(NamedTuple):
 class TracedProcesses:
     """The traces of a run, grouped by process and by step.
 
-    A process may have several files, each of a different time. If a file does not contain its rank,
-    each file is assumed to be a separate process.
+    A process may have several files, each of a different time. If the rank of any file is unknown,
+    each file is assumed to be of a separate process.
 
     Args:
         traces: The traces.
@@ -123,9 +123,10 @@ class TracedProcesses:
     def _infer_stages(self) -> dict[int, int]:
         """Return the stage of each process, for ranges that do not name one.
 
-        The stage is the position in a process group whose first process receives nothing in
-        forwards, and whose last process sends nothing. Without such a group, the stages follow the
-        order of processes.
+        The stage is the position of the process in a process group. In forwards, the first process
+        of this group only sends, the last process only receives, and the others do both. Without
+        such a group, the stages are numbered in the order of processes. If the traces have
+        operators but no messages, all stages are 0.
         """
         ends = {
             number: _has_receives_and_sends(own) for number, own in self.traces_by_process.items()
@@ -167,7 +168,8 @@ class TracedProcesses:
             TraceError: Ranks ran the schedule a different number of times. Or two traces of one
                 process contain the step, or a process computed nothing in it.
         """
-        stages, each = self._infer_stages(), dict[int, list[ScheduleRun]]()
+        stages = self._infer_stages()
+        each = dict[int, list[ScheduleRun]]()
         stages_of_process: dict[int, tuple[int, ...]] = {}
         for number, own in self.traces_by_process.items():
             parts = [ScheduleRun(*part) for part in self._split_runs(own, step, stages[number])]

@@ -62,7 +62,7 @@ def sum_file_sizes(files: Iterable[Path]) -> int:
 def read_traces(
     files: Sequence[Path], on_read: Callable[[Path], object] | None = None
 ) -> list[Trace]:
-    """Read trace files. Large ones are read by as many processes as there are cores.
+    """Read trace files, with one process per core if the files are large.
 
     Args:
         files: The files to read.
@@ -92,7 +92,7 @@ def read_traces(
 
 
 def _count_cores() -> int:
-    """Return the number of cores that this process may use, or of all if that is not known."""
+    """Return the number of cores that this process may use, or of all cores if it is unknown."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
 
 
@@ -101,7 +101,7 @@ def _read_each(files: Sequence[Path]) -> Iterator[Trace]:
     if workers < 2 or sum_file_sizes(files) < PARALLEL_READ_BYTES:
         yield from map(read_trace, files)
         return
-    # At Ctrl-C the workers must end without a traceback, because this process reports it.
+    # At Ctrl-C the workers must end without a traceback, because this process reports the error.
     end_quietly = signal.SIGINT, signal.SIG_DFL
     with ProcessPoolExecutor(
         workers, get_context("forkserver"), initializer=signal.signal, initargs=end_quietly

@@ -64,7 +64,7 @@ class ImportedRun:
         timeline: The recorded timeline, with its program.
         step: The step that was read, in words.
         steps: The ProfilerSteps that could be read instead.
-        notes: Facts that limit the accuracy or completeness, in words.
+        notes: Facts that limit the accuracy or completeness of the timeline, in words.
 
     Example:
         >>> from schedir import PipelineShape, compile, schedules, simulate
@@ -94,14 +94,14 @@ def read_run(
 ) -> ImportedRun:
     """Read the run of a pipeline from the traces of its ranks.
 
-    If there are replicas, which have the same stages, only the pipeline with the smallest rank is
-    read. A run of the schedule without operators in backwards is an evaluation, not a step. An
-    evaluation that marks no backwards is read if nothing else can be read.
+    If there are replicas, which have the same stages, only the replica that contains the smallest
+    rank is read. A run of the schedule without operators in backwards is an evaluation, not a step.
+    An evaluation that marks no backwards is read if nothing else can be read.
 
     Args:
         sources: Files, directories and patterns of traces of torch.profiler, in any order.
-        step: The number of the ProfilerStep. By default the last complete one. If a step ran its
-            schedule several times, the last time is read.
+        step: The number of the ProfilerStep. By default the last complete step. If a step ran its
+            schedule several times, the last of these runs is read.
         progress_model: The progress model of the transport. By default the strictest one under
             which the program finishes.
         name: The name of the program.
@@ -166,7 +166,7 @@ def read_run(
             timeline, timeline_notes = _build_timeline(
                 once.ranks, name, program_attributes or {}, progress_model
             )
-        except (CompletenessError, OrderError, ShapeError) as error:  # it may have been cut off
+        except (CompletenessError, OrderError, ShapeError) as error:  # Traces may be cut off.
             failed = failed or error
             skipped.append(f"skipped {once.description}: it is not complete")
             if isinstance(error, ReductionError) and not program_attributes:
@@ -334,14 +334,15 @@ def _align_host_clocks(program: Program, hosts: list[str], start: Floats, end: F
     names = [*dict.fromkeys(hosts)]
     if len(names) == 1:
         return 0.0
-    index, graph = InstructionIndex.from_program(program), Graph.from_program(program, "per_edge")
+    index = InstructionIndex.from_program(program)
+    graph = Graph.from_program(program, "per_edge")
     host = np.array([names.index(name) for name in hosts])[index.rank]
     sends = np.flatnonzero(index.is_op(SEND_OPS))
     sends = sends[graph.partner[sends] != NO_POSITION]
     got = graph.partner[sends]
     start_of, end_of = start.copy(), end.copy()
-    # A message without times was sent after the instruction that produces its value had started. It
-    # arrived before the instruction that uses the value ended.
+    # A message without times was sent after the instruction that produces its value had started.
+    # The message arrived before the instruction that uses the value ended.
     for giver in Dataflow.from_program(program).givers:
         taker = np.flatnonzero(giver != NO_POSITION)
         sent = taker[np.isnan(start[taker]) & index.is_op(SEND_OPS)[taker]]
@@ -362,7 +363,8 @@ def _fill_missing_times(program: Program, start: Floats, end: Floats) -> None:
     An instruction without a mark starts when all instructions before it on its rank have ended, and
     takes no time. A message without a recorded arrival is assumed to arrive when its value is used.
     """
-    index, flow = InstructionIndex.from_program(program), Dataflow.from_program(program)
+    index = InstructionIndex.from_program(program)
+    flow = Dataflow.from_program(program)
     lacking = np.isnan(start)
     for lo, hi in pairwise(program.offsets.tolist()):
         own, compute = lacking[lo:hi], index.is_op(COMPUTE_OPS)[lo:hi]

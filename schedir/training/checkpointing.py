@@ -28,21 +28,21 @@ class TrainingCheckpoints:
     """The checkpoints of one rank of a training run, in `train.checkpoint_dir`.
 
     Without `train.checkpoint_dir` no checkpoint is read or written. If the program has checkpoint
-    snapshots, the next step copies the state after a step, and a thread writes the files during
-    later steps. Otherwise `save` writes them between two steps. Process 0 prints each checkpoint
+    snapshots, step n + 1 copies the state after step n, and a thread writes the files during later
+    steps. Otherwise `save` writes the files between two steps. Process 0 prints each checkpoint
     that is loaded or saved. All processes must create this object together.
 
     Args:
         executor: The executor of this rank.
         train: The section [train] of the configuration.
-        batches: The training samples. A checkpoint stores how many of them were used.
-        losses: The loss log of the run on process 0, None on the others.
+        batches: The training samples. A checkpoint stores the number of samples that were used.
+        losses: The loss log of the run on process 0. None on all other processes.
 
     Attributes:
         start_step: The number of steps that were complete when this process began.
         start_samples: The number of samples that these steps used, summed over all replicas.
-        saved_step: The step of the newest complete checkpoint, 0 if there is none.
-        pending_step: The step whose state is copied but not yet written, 0 if there is none.
+        saved_step: The step of the newest complete checkpoint, or 0 if there is none.
+        pending_step: The step whose state is copied but not yet written, or 0 if there is none.
         extra_state: The name and the settings of the run, which each checkpoint stores.
     """
 
@@ -74,11 +74,11 @@ class TrainingCheckpoints:
         the settings that changed since the checkpoint.
 
         Returns:
-            The number of complete steps, 0 if there is no checkpoint.
+            The number of complete steps, or 0 if there is no checkpoint.
 
         Raises:
             CheckpointError: There are checkpoints, but none of them is complete.
-            ModelError: The checkpoint was trained on other samples.
+            ModelError: The checkpoint is from a run on other samples.
         """
         train, folder = self.train, self.train.checkpoint_dir
         if folder is None:
@@ -170,7 +170,7 @@ class TrainingCheckpoints:
     def write(self) -> None:
         """Begin to write a copied state, if there is one.
 
-        If there is none, report the previous checkpoint if it became complete. Call this after it
+        Without a copied state, report the previous checkpoint if it is complete. Call this after it
         is certain that the losses and gradients of the copied step are finite. The losses are
         flushed to the disk before the checkpoint is written.
 
@@ -216,16 +216,16 @@ class TrainingCheckpoints:
                 self._report_saved(self.saver.saved_checkpoint)
 
     def close(self) -> None:
-        """Complete the checkpoint that is being written, after any end of the run.
+        """Complete the checkpoint that is being written, for whatever reason the run ends.
 
-        With several processes this does nothing, because the others may have exited.
+        With several processes this does nothing, because other processes may have exited.
         """
         if self.saver is not None and dist.get_world_size() == 1:
             with suppress(CheckpointError, ModelError):  # The run has ended for another reason.
                 self.wait()
 
     def _flush_losses(self) -> None:
-        """Flush the losses to the disk, before a checkpoint with their steps is complete."""
+        """Flush the losses to the disk before the checkpoint of their steps is complete."""
         if self.losses is not None:
             self.losses.sync_to_disk()
 
@@ -251,5 +251,5 @@ class TrainingCheckpoints:
 
 
 def _keep_name(stage: int, name: str) -> str:
-    """Return the name: a stage's parameters already have the names of the complete model."""
+    """Return the name unchanged: parameters of a stage have the names of the complete model."""
     return name

@@ -24,7 +24,7 @@ class EvaluationResult(NamedTuple):
     Args:
         step: The step, from 1.
         loss: The mean loss per token, in nats.
-        tokens: The number of tokens of the mean.
+        tokens: The number of tokens in the mean.
     """
 
     step: int

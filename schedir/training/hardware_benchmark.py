@@ -1,11 +1,12 @@
 """Measure the machine as a Cluster for the planner.
 
 Several processes run the same measurements at the same time: one process on each GPU, or any number
-on the CPU. They measure matrix products, copies, layers of the trainer's GPT, and all-reduces.
+of processes on the CPU. They measure matrix products, copies, layers of the trainer's GPT, and
+all-reduces.
 
 On a CPU, a compute time is the processor time of the thread, so the load of other programs does not
-count. It is multiplied by the number of processes that share a processor. On GPUs, a compute time
-is wall time.
+count. This processor time is multiplied by the number of processes that share a processor. On GPUs,
+a compute time is wall time.
 """
 
 from __future__ import annotations
@@ -58,15 +59,15 @@ BUSY_THRESHOLD: Final = 0.1
 
 
 class BenchmarkExtent(NamedTuple):
-    """The measurements that are made on a kind of device.
+    """The measurements that are made on a type of device.
 
-    A layer is (hidden, heads, sequence, samples of a microbatch).
+    A layer is (hidden, heads, sequence, samples per microbatch).
 
     Args:
         gemms: Matrix products (m, k) x (k, n), as (m, k, n).
         smallest_layers: Layers that are so small that only kernel launches take time.
         layers: Layers of usual sizes.
-        copy_bytes: Bytes of the tensor that is read and written.
+        copy_bytes: Bytes of the tensor that the copy reads and writes.
         all_reduce_bytes: Bytes of each all-reduce.
         sharded_layers: Layers that tensor-parallel ranks share. Each has `ALL_REDUCES_PER_LAYER`
             all-reduces.
@@ -138,7 +139,7 @@ def measure(
 ) -> BenchmarkResult:
     """Measure this machine, and fit a Cluster to the measurements.
 
-    It takes about half a minute.
+    The measurements take about half a minute.
 
     Args:
         processes: The number of processes. By default one for each processor or GPU.
@@ -147,7 +148,7 @@ def measure(
         progress: Print each kind of measurement on standard error.
 
     Raises:
-        UsageError: The device is unknown or missing, or there is less than one process.
+        UsageError: The device is unknown or missing, or `processes` is less than 1.
     """
     if device not in DEVICES:
         raise UsageError(f"device {device!r} is not known", hint=" or ".join(DEVICES))
@@ -170,7 +171,7 @@ def measure(
 def count_processors() -> int:
     """Return the number of processors that this process may use at the same time.
 
-    It is the number in the CPU affinity, limited by the CPU quota of the cgroup.
+    The result is the number in the CPU affinity, limited by the CPU quota of the cgroup.
     """
     own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
     try:
@@ -203,7 +204,7 @@ class MeasuredSamples(NamedTuple):
         all_reduces: For each all-reduce, the number of processes in the group, the bytes, and the
             seconds in each round. There are no seconds if this process was in no group.
         memory_bytes: Bytes of memory of the process.
-        processor_share: Processor time per wall time during the products.
+        processor_share: Processor time divided by wall time, during the matrix products.
     """
 
     gemms: list[list[float]]
@@ -262,7 +263,8 @@ class _Stopwatch:
     def time_rounds(self, run: Callable[[], object], *, wall: bool = False) -> list[float]:
         """Return the seconds per run in each round: wall time on GPUs, processor time on CPUs.
 
-        With `wall`, it is wall time on CPUs, too. All processes must call this with the same work.
+        With `wall`, the result is wall time on CPUs, too. All processes must call this with the
+        same work.
         """
         wall = wall or self.device == "cuda"
         return [one[not wall] for one in self.time_wall_and_processor(run)]
@@ -282,7 +284,8 @@ class _Stopwatch:
         rounds = []
         for _ in range(self.ROUNDS):
             dist.barrier()
-            began, worked = time.perf_counter(), time.thread_time()
+            began = time.perf_counter()
+            worked = time.thread_time()
             for _ in range(times):
                 run()
             self._synchronize()
@@ -378,11 +381,11 @@ def _all_reduce(x: Tensor, group: Any) -> None:
 
 
 def _do_nothing() -> None:
-    """Take the place of a measurement in a process that is in no group."""
+    """Do nothing. A process that is in no group calls this instead of a measurement."""
 
 
 def _get_memory_bytes(device: str) -> float:
-    """Return the bytes of a process's GPU, or its share of the memory of the machine."""
+    """Return the bytes of memory of this process: its GPU, or its share of the machine."""
     if device == "cuda":
         return float(torch.cuda.get_device_properties(torch.cuda.current_device()).total_memory)
     machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
@@ -474,7 +477,8 @@ def _find_warnings(
 ) -> Iterator[str]:
     """Yield possible reasons why the measurements are wrong."""
     if processor_count is not None:
-        had, could = sum(one.processor_share for one in samples), min(processes, processor_count)
+        had = sum(one.processor_share for one in samples)
+        could = min(processes, processor_count)
         if had < (1 - BUSY_THRESHOLD) * could:
             yield (
                 f"the machine is busy: other programs used {1 - had / could:.0%} of {could} "

@@ -46,9 +46,9 @@ class TrainedModel(NamedTuple):
         module: The Python module of the kind.
         split_stage: Splits a stage into its segments. None if the kind has no segments.
         make_boundaries: Returns the boundaries between segments, by program stage. Its arguments
-            are the segments of each stage, the boundary between unsegmented stages, the number of
-            frozen stages, and the number of ranks that share the tokens. None if the kind has no
-            segments.
+            are the number of segments of each stage, the boundary between unsegmented stages, the
+            number of frozen stages, and the number of ranks that share the tokens. None if the
+            kind has no segments.
     """
 
     module: ModelModule

@@ -30,8 +30,8 @@ DATA_FACT: Final = "the data"
 # Prefixes of settings. A run cannot resume if one of these settings has changed.
 _FIXED_SETTINGS: Final = ("model.", "data.", DATA_FACT, "train.precision")
 _TOKENIZER_SETTING: Final = "data.tokenizer"  # A path, or "bytes".
-# These settings may change, although `_FIXED_SETTINGS` has their prefix. DATA_FACT has a digest of
-# the data, which may not change.
+# These settings may change, although `_FIXED_SETTINGS` has their prefix. The data itself may not
+# change: DATA_FACT has its digest.
 _CHANGEABLE_SETTINGS: Final = ("data.source", "data.validation", "data.microbatch_size")
 # Prefixes of settings. A resumed run does not print their changes.
 _UNREPORTED_SETTINGS: Final = ("output.", "data.source", "data.validation", "train.checkpoint_dir",
@@ -49,7 +49,7 @@ class RunIdentity:
         name: The random name. "" if the checkpoint has no name.
         settings: The settings as text, by "section.name", and `Corpus.facts`, which describe the
             data.
-        step: The step of the newest checkpoint, 0 if there is none.
+        step: The step of the newest checkpoint, or 0 if there is none.
     """
 
     name: str = ""
@@ -119,7 +119,7 @@ class RunIdentity:
 
 
 def read_run_name(directory: str | Path) -> str:
-    """Return the name of the run to which a directory belongs, "" if there is none.
+    """Return the name of the run to which a directory belongs, or "" if there is none.
 
     Args:
         directory: The checkpoint directory or the output directory.
@@ -224,7 +224,7 @@ def _parse_settings(state: Mapping[str, Any]) -> dict[str, str]:
 
 
 def _read_run_file(path: Path) -> dict[str, Any]:
-    """Return the contents of a `run.json`, {} if it is missing or invalid."""
+    """Return the contents of a `run.json`, or {} if it is missing or invalid."""
     try:
         contents = json.loads(path.read_text())
     except (OSError, ValueError):

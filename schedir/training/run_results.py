@@ -1,7 +1,8 @@
 """Write the output files of a run.
 
-All results in an output directory belong to the `loss.csv` there. A new run removes the results of
-an earlier run before it writes its own. Each file has a temporary name until it is complete.
+All results in an output directory are from the run that wrote the `loss.csv` there. A new run
+removes the results of an earlier run before it writes its own results. Each file has a temporary
+name until it is complete.
 """
 
 from __future__ import annotations
@@ -53,9 +54,9 @@ class RunResult:
         program: The program that was trained.
         loss: The mean loss per token of the last step, in nats.
         tokens_per_second: The mean speed of all steps but the first.
-        predicted_memory: The predicted peak of each rank, in bytes.
-        counted_memory: The peak of each rank in the second step, in bytes. Empty if it was not
-            counted.
+        predicted_memory: The predicted peak memory of each rank, in bytes.
+        counted_memory: The peak memory of each rank in the second step, in bytes. Empty if it was
+            not counted.
         timelines: The measured timeline of the last step, and a prediction from its mean times.
             None if nothing was recorded.
     """
@@ -69,7 +70,7 @@ class RunResult:
 
 
 class LossLog:
-    """The file `loss.csv`, with a line for each step. It exists after `begin`.
+    """The file `loss.csv`, with a line for each step. `begin` creates the file.
 
     Args:
         config: The configuration of the run.
@@ -137,7 +138,7 @@ class LossLog:
         return self.run.owns_directory(folder) and Path(folder, SUMMARY_FILE).exists()
 
     def read_last_loss(self) -> float:
-        """Return the last loss that an earlier start of this run wrote, NaN if there is none."""
+        """Return the last loss that an earlier start of this run wrote, or NaN if there is none."""
         path = Path(self.output.dir, LOSSES_FILE)
         rows = path.read_text().splitlines()[1:] if self.run.owns_directory(self.output.dir) else []
         return float(rows[-1].split(",")[1]) if rows else math.nan
@@ -191,7 +192,7 @@ def read_loss_lines(path: Path, step: int) -> list[str]:
         The lines without the header.
 
     Raises:
-        UsageError: The file has lines of earlier steps, but none of this step.
+        UsageError: The file has lines of earlier steps, but no line of this step.
     """
     kept = _read_lines_until(path, step)
     if kept and (had := kept[-1].partition(",")[0]) != str(step):
@@ -214,9 +215,9 @@ def _read_lines_until(path: Path, step: int) -> list[str]:
 
 @contextmanager
 def claim_directories(config: Config) -> Iterator[None]:
-    """Lock the directories of a run while the context is active, and create them if needed.
+    """Lock the directories of a run while the context is active, and create missing directories.
 
-    Nothing is removed here.
+    This function removes no files.
 
     Args:
         config: The configuration of the run.
@@ -267,7 +268,7 @@ def make_directory(directory: str, setting: str = "output.dir") -> None:
         setting: The setting that gives the path, for errors.
 
     Raises:
-        UsageError: The directory cannot be created, or nothing can be written there.
+        UsageError: The directory cannot be created, or files cannot be written there.
     """
     try:
         require_path(directory).mkdir(parents=True, exist_ok=True)

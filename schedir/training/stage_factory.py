@@ -20,7 +20,7 @@ StageBoundaries = Boundary | dict[int, tuple[Boundary, ...]]
 
 
 class ProgramStages:
-    """The stages of a configuration's model in a program.
+    """Builds the stages of a configuration's model for a program.
 
     Args:
         config: The configuration of the run.
@@ -28,7 +28,7 @@ class ProgramStages:
 
     Attributes:
         model: The kind of model.
-        microbatch_size: Samples of a microbatch of the program.
+        microbatch_size: The number of samples in a microbatch of the program.
         dtype: The type of the weights and of the boundary.
         boundary: The boundary between two stages. If stages are segmented, the boundaries by
             program stage.
@@ -79,10 +79,8 @@ class ProgramStages:
             replica: The replica of this rank.
         """
         modules: dict[int, nn.Module] = {}
-        division, local_stages = (
-            self.segmentation.layers_per_stage,
-            {*self.program.shape.stages_on_rank[rank]},
-        )
+        division = self.segmentation.layers_per_stage
+        local_stages = {*self.program.shape.stages_on_rank[rank]}
         options: dict[str, Any] = {"tp": tp}
         if self.program.sequence_parallel:
             options["sequence_parallel"] = True

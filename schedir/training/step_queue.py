@@ -1,8 +1,9 @@
 """Issue steps to the device, and read their losses one step later.
 
-If the loss or a gradient of a step is not finite, the run may have to end. The host reads this only
-after it has issued the next step. So the device skips the update of the next step without the host.
-The weights and the optimizer state remain those of the failed step, so this step can run again.
+If the loss or a gradient of a step is not finite, the run may have to end. The host reads the loss
+and the gradient norm only after it has issued the next step. So the device skips the update of the
+next step without the host. The weights and the optimizer state then do not change after the failed
+step, so the failed step can run again.
 """
 
 from __future__ import annotations
@@ -84,9 +85,9 @@ class StepQueue:
     Args:
         executor: The executor of this rank.
         transport: The transport of this rank.
-        microbatch_size: Samples of a microbatch.
+        microbatch_size: The number of samples in a microbatch.
         stops_on_nonfinite: If true, a loss or a gradient that is not finite ends the run.
-        loss_scale: The scale of a float16 loss. None for other types.
+        loss_scale: The scale of a float16 loss. None if the weights are not float16.
 
     Attributes:
         can_read_late: True if the numbers of a step can be read after the next step was issued.
@@ -118,7 +119,8 @@ class StepQueue:
         count = len(_StepNumbers._fields) + stops_on_nonfinite * len(self.residue)
         self.scalar_buffer = AsyncScalarBuffer(device, count, 2)
         self.zero = torch.zeros((), dtype=torch.float64, device=device)
-        # The next step adds this to its scale. If it is NaN, the step makes no update.
+        # The next step adds this offset to its scale. If the offset is NaN, that step makes no
+        # update.
         self.scale_offset = self.zero.float() if stops_on_nonfinite and self.can_read_late else None
 
     def issue(self, batch: TrainingBatch, learning_rate: float, start_time: float) -> None:
@@ -133,10 +135,8 @@ class StepQueue:
         executor = self.executor
         self.last_issued_step += 1
         mean = 1 / batch.tokens
-        inputs, targets = (
-            batch.inputs.split(self.microbatch_size),
-            batch.targets.split(self.microbatch_size),
-        )
+        inputs = batch.inputs.split(self.microbatch_size)
+        targets = batch.targets.split(self.microbatch_size)
         # Each update has an equal share of the tokens.
         scale = mean * executor.program.shape.optimizer_steps
         step_inputs = (inputs, targets, scale)
@@ -158,7 +158,8 @@ class StepQueue:
             The numbers. None if the step ends the run; then `diagnose_failure` returns the reason.
         """
         step = self.pending_steps.popleft()
-        read, count = step.scalars.read(), len(_StepNumbers._fields)
+        read = step.scalars.read()
+        count = len(_StepNumbers._fields)
         numbers, residue_flags = _StepNumbers(*read[:count]), read[count:]
         if self._should_stop(numbers):
             self._roll_back(numbers)
@@ -217,8 +218,9 @@ class StepQueue:
     def _compute_scale_offset(self, total: Tensor | None) -> Tensor:
         """Return NaN if the step ends the run, else 0, on the device.
 
-        The next step adds the result to its scale. NaN makes all its gradients NaN. If this occurs
-        on any rank, the global norm is NaN, and no rank makes an update.
+        The next step adds the result to its scale. If the result is NaN, all gradients of the next
+        step are NaN. If this occurs on any rank, the global norm is NaN, and no rank makes an
+        update.
         """
         fails = self.executor.finite_updates.logical_not().any()
         if self.loss_scale is not None:
@@ -243,7 +245,8 @@ class StepQueue:
         if not skipped or self.loss_scale is None:
             return skipped > 0
         # Gradients may overflow because the scale is too large. This is normal, and the scale is
-        # then halved. It is not the reason if the loss is not finite, or if the scale is at most 1.
+        # then halved. If the loss is not finite, or the scale is at most 1, the scale is not the
+        # reason, and the run ends.
         return bool(
             _all_reduce_max(numbers.inverse_scale >= 1.0 or not math.isfinite(numbers.loss_sum))
         )

@@ -57,8 +57,9 @@ _LAUNCHER_HINT = "start it with torchrun, or unset RANK"
 def run(path: str, overrides: Sequence[str] = ()) -> int:
     """Train as a configuration file describes.
 
-    Under torchrun, this process is one rank, and it exits at the end. Otherwise it starts all
-    processes on this machine, and returns when they have ended.
+    Under torchrun, this process is one rank, and it exits at the end. Otherwise this function
+    trains in this process, or starts several processes on this machine and returns when they have
+    ended.
 
     Args:
         path: The path of the configuration, a TOML file.
@@ -66,7 +67,7 @@ def run(path: str, overrides: Sequence[str] = ()) -> int:
 
     Returns:
         The exit code: 0, 1 after a crash, 2 if a rank refuses the configuration, 130 after Ctrl-C,
-        or 143 after SIGTERM, when a step is saved.
+        or 143 after SIGTERM.
 
     Raises:
         SchedirError: The configuration, the program, the memory or a directory is refused, before
@@ -78,7 +79,8 @@ def run(path: str, overrides: Sequence[str] = ()) -> int:
     with locate_setting_errors(path, overrides):
         program = build_program(config)
     check_memory(config, config.world_size)
-    _require_data_files(config)  # Report missing data before results of an earlier run.
+    # Report missing data before `claim_directories` reports results of an earlier run.
+    _require_data_files(config)
     with interrupt_on_signals(), claim_directories(config):
         return _train_or_launch(path, overrides, config, program)
 
@@ -102,7 +104,7 @@ def _train_or_launch(path: str, overrides: Sequence[str], config: Config, progra
         for samples in filter(None, (corpus.batches, corpus.held_out_batches)):
             samples.read_batch(0, samples.batch_size)
         if config.world_size > 1:
-            # This raises an error if the checkpoints were trained on other data.
+            # This raises an error if the checkpoints are from a run with other data.
             RunIdentity.from_config(config, corpus.facts)
             arguments = [
                 "train",
@@ -151,8 +153,8 @@ def check_memory(config: Config, processes: int) -> None:
 
     The check uses a lower limit of the memory that a process needs. On CPUs, this is its share of
     the model and of the activations of one microbatch, and the tokens of a step. The model includes
-    gradients and AdamW's two moments, sharded as `pipeline.zero` requires. It counts at least as
-    much as the unsharded weights, because the modules are built unsharded. On GPUs, only the
+    gradients and AdamW's two moments, sharded as `pipeline.zero` requires. A process needs at least
+    the memory of its unsharded weights, because the modules are built unsharded. On GPUs, only the
     unsharded weights and the tokens count.
 
     Args:
@@ -233,8 +235,8 @@ def _run_rank(path: str, overrides: Sequence[str]) -> int:
 def _import_modules(*modules: str) -> None:
     """Import modules without garbage collection, and exclude them from later collections.
 
-    The modules stay loaded. In a process with few steps, garbage collection took a fifth of the
-    time.
+    The modules stay loaded, so a collection would free none of them. In a process with few steps,
+    garbage collection took a fifth of the time.
     """
     if all(module in sys.modules for module in modules):
         return
@@ -264,7 +266,7 @@ def _describe_position() -> str:
 
 
 def _describe_os_error(error: OSError) -> str:
-    """Return why the operating system ends a run, such as a closed pipe or a full disk."""
+    """Return the reason for which an OSError ends a run, such as a closed pipe or a full disk."""
     if isinstance(error, BrokenPipeError):
         return "standard output was closed"
     where = f" ({error.filename})" if error.filename else ""
@@ -310,10 +312,8 @@ def _train(config: Config, program: Program, corpus: Corpus) -> None:
 
     data = corpus.facts
     facts = collect_run_facts(config, program, data)
-    number, has_checkpoints = (
-        int(os.environ.get("RANK", "0")),
-        config.train.checkpoint_dir is not None,
-    )
+    number = int(os.environ.get("RANK", "0"))
+    has_checkpoints = config.train.checkpoint_dir is not None
     losses = LossLog(config, RunIdentity.from_config(config, data)) if number == 0 else None
     own = get_current_member() or RunMember(
         config.output.dir, ProcessLayout.from_program(program), 0

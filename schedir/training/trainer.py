@@ -67,12 +67,13 @@ def train(
         config: The configuration of the run.
         program: The program that all processes train.
         corpus: The data.
-        losses: The loss log on global rank 0, None on the others.
-        watchdog: The watchdog of this process. The trainer reports its phases to it.
+        losses: The loss log on global rank 0. None on all other ranks.
+        watchdog: The watchdog of this process. The trainer writes its phases to the black box of
+            the watchdog.
 
     Returns:
-        The results on global rank 0, None on the others. Also None if the run was complete before,
-        and its summary exists.
+        The results on global rank 0. None on all other ranks. Also None if the run was complete
+        before, and its summary exists.
 
     Raises:
         UsageError: The data cannot be used.
@@ -110,11 +111,9 @@ class _Trainer:
         if self.device.type == "cuda":
             self.device = torch.device("cuda", torch.cuda.current_device())
         program_stages = ProgramStages(config, program)
-        self.module, self.microbatch_size, boundary = (
-            program_stages.model.module,
-            program_stages.microbatch_size,
-            program_stages.boundary,
-        )
+        self.module = program_stages.model.module
+        self.microbatch_size = program_stages.microbatch_size
+        boundary = program_stages.boundary
         make_extra_programs = partial(make_evaluation_programs, config)
         connect = partial(
             choose_transport(
@@ -177,7 +176,7 @@ class _Trainer:
         # The seconds of each step except the first, which also connects and warms up.
         self.step_seconds: list[float] = []
         self.data_crc = 0  # The CRC-32 of all samples that were read.
-        self.has_warned = False  # True after a warning about allocations after the first step.
+        self.has_warned = False  # True if it has warned about allocations after the first step.
         self.counted_memory: tuple[int, ...] = ()
 
     def run(self, watchdog: Watchdog) -> RunResult | None:
@@ -213,7 +212,8 @@ class _Trainer:
                 saves = self.checkpoints.should_save_now(step + 1)
                 logs = (step + 1) % train.log_every == 0 or step + 1 == train.steps
                 self.executor.record_timestamps = record and logs
-                began, rate = perf_counter(), compute_learning_rate(train, step)
+                began = perf_counter()
+                rate = compute_learning_rate(train, step)
                 for group in self.optimizer.param_groups:
                     group["lr"] = group.get("balance_rate", rate)
                 batch = self._take_batch(prefetch, step)
@@ -229,7 +229,7 @@ class _Trainer:
                     self.allocation_count = count_allocations(self.device)
                 # The losses of a step may be read after the next step is issued. There are two
                 # exceptions. The first step connects and warms up, and its time must not count for
-                # the second step. A step that is reported or saved needs its losses now.
+                # the second step. If a step is reported or saved, its losses are needed now.
                 late = self.step_queue.can_read_late and step > start_step and not (logs or saves)
                 self._read_steps(int(late))
                 if self.unreported_steps and (logs or saves or self.checkpoints.pending_step):
@@ -249,7 +249,7 @@ class _Trainer:
     def _end_on_termination(
         self, step: int, enter: Callable[[ProcessPhase, int], None]
     ) -> NoReturn:
-        """Save the state after the last step if it is not saved yet. Raise TerminationNotice."""
+        """Save the state after the last step, unless it is saved, and raise TerminationNotice."""
         enter(ProcessPhase.REPORT, step)
         self._read_steps(0)
         self.executor.record_timestamps = False
@@ -262,7 +262,10 @@ class _Trainer:
         raise TerminationNotice(self.checkpoints.description)
 
     def _finish_completed_run(self, start_step: int) -> RunResult | None:
-        """Return the results of a run without remaining steps, None if its summary exists."""
+        """Return the results of a run without remaining steps.
+
+        Return None on processes other than 0, or if the summary of the run exists.
+        """
         if self.losses is None:
             return None
         steps = self.config.train.steps
@@ -325,7 +328,7 @@ class _Trainer:
         return replace(sizes, **dict(zip(measured, map(tuple, each.tolist()), strict=True)))
 
     def _fit_program(self) -> Program:
-        """Return the program, compiled again if there is a memory limit, so that it fits.
+        """Return the program. If there is a memory limit, compile it again so that it fits.
 
         Process 0 prints which forwards are recomputed. Raises MemoryLimitError if no program fits.
         """
@@ -368,7 +371,7 @@ class _Trainer:
         return peaks
 
     def _take_batch(self, prefetch: Prefetch, step: int) -> TrainingBatch:
-        """Return the batch of a step. If its read fails, first report failures of earlier steps."""
+        """Return the batch of a step. If reading fails, first report failures of earlier steps."""
         try:
             batch = prefetch.take(step)
             self.data_crc = batch.data_crc
@@ -380,7 +383,8 @@ class _Trainer:
     def _read_steps(self, remaining: int) -> None:
         """Read the losses of all pending steps except the last `remaining` ones.
 
-        Raises NonFiniteError if a step ends the run, after a report of the steps before it.
+        If a step has a loss or gradient that ends the run, this reports the steps before it and
+        raises NonFiniteError.
         """
         while len(self.step_queue.pending_steps) > remaining:
             step = self.step_queue.read_oldest_step()
@@ -394,7 +398,7 @@ class _Trainer:
             raise self.step_queue.diagnose_failure()
 
     def _report(self, step: int) -> RunResult | None:
-        """Gather the losses and times of the unreported steps on rank 0, which prints them.
+        """Gather the losses of the unreported steps on rank 0, which reports these steps.
 
         Raises ModelError, in all processes, if the processes have not read the same data.
         """

@@ -12,7 +12,7 @@ import torch.distributed as dist
 
 from schedir.transports.json_collectives import gather
 
-# Other traffic delays the shortest of 16 requests only little. 16 requests take few milliseconds.
+# With 16 requests, other traffic hardly delays the shortest one. They take a few milliseconds.
 ROUNDS: Final = 16
 
 
@@ -45,7 +45,8 @@ def measure_clock_offset(rounds: int = ROUNDS) -> tuple[float, float]:
 
 def _identify_machine() -> tuple[str, ...]:
     """Return a value that is equal for all processes that read the same clock."""
-    boot, spaces = Path("/proc/sys/kernel/random/boot_id"), Path("/proc/self/ns/time")
+    boot = Path("/proc/sys/kernel/random/boot_id")
+    spaces = Path("/proc/self/ns/time")
     return (
         socket.gethostname(),
         boot.read_text().strip() if boot.exists() else "",

@@ -29,8 +29,8 @@ class AllToAll(NamedTuple):
     """The all-to-all of one rank: how many elements it exchanges with each member of the group.
 
     Attributes:
-        sent: The elements of the input that each member receives, in the order of ranks.
-        received: The elements of the output that each member sends, in the order of ranks.
+        sent: The number of elements that this rank sends to each member, in the order of ranks.
+        received: The number of elements that it receives from each member, in the order of ranks.
     """
 
     sent: tuple[int, ...]
@@ -49,8 +49,8 @@ class CollectiveKind(NamedTuple):
             in the order of ranks. Virtual ranks of one process use it.
         start: Starts the collective in a process group of torch.distributed. Its arguments are the
             group, the output tensor, the input tensor, and whether the collective is asynchronous.
-            If it is, `start` returns a Work. Otherwise NCCL issues it to the current stream, and
-            there is no Work.
+            For an asynchronous collective, `start` returns a Work. Otherwise NCCL issues the
+            collective to the current stream, and there is no Work.
     """
 
     compute_outputs: Callable[[Sequence[Tensor]], Sequence[Tensor]]
@@ -58,7 +58,7 @@ class CollectiveKind(NamedTuple):
 
 
 def _sum_in_rank_order(tensors: Sequence[Tensor]) -> Tensor:
-    """Return the sum of tensors, added in their order, so that it is the same in each run."""
+    """Return the sum of tensors, added in their order, so that the sum is the same in each run."""
     total = tensors[0].clone()
     for other in tensors[1:]:
         total += other
@@ -116,7 +116,7 @@ def start_in_group(
         is_async: See `CollectiveKind.start`.
 
     Returns:
-        A Work if it is asynchronous.
+        A Work if the collective is asynchronous.
     """
     if not isinstance(kind, AllToAll):
         return COLLECTIVES[kind].start(group, output_tensor, input_tensor, is_async)

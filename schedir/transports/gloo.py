@@ -60,7 +60,7 @@ _LANE_OF_GROUP: Final[dict[GroupKey, Lane]] = {
 
 
 def _describe_program(program: Program) -> str:
-    """Return the facts in which programs of processes may differ."""
+    """Return a text that differs between processes if their programs differ."""
     return f"{program.name} ({program.shape}, digest {program.digest[:12]})"
 
 
@@ -70,11 +70,11 @@ class ProcessTransport:
     Subclasses add messages: `send` and `recv`. To let `schedir train` choose a subclass, add a row
     to `registry`.
 
-    The processes form a mesh (dp, pp, tp). tp is the innermost dimension, so tensor-parallel groups
-    are adjacent processes. Groups for tensors on a GPU use NCCL.
+    The processes form a mesh (dp, pp, tp). tp is the innermost dimension, so the processes of a
+    tensor-parallel group are adjacent. Groups for tensors on a GPU use NCCL.
 
-    Instructions of the program and layers use separate tensor-parallel groups, and separate CUDA
-    streams. So a gather that waits for its message does not delay a layer.
+    The instructions of the program and the layers of the model use separate tensor-parallel groups
+    and separate CUDA streams. So a gather that waits for its message does not delay a layer.
 
     `torch.distributed` must be initialised with pp * tp * dp processes, or `group` must have that
     number of processes. With `group`, only its members create this transport, and all of them must.

@@ -16,7 +16,8 @@ import torch
 from schedir.errors import ModelError, UsageError
 from schedir.transports.process_groups import MAX_CTAS
 
-# NCCL refuses two ranks on one GPU of one host. With this variable each process counts as a host.
+# NCCL refuses two ranks on one GPU of one host. If this variable has a different value in each
+# process, NCCL treats each process as a separate host.
 HOST_ID_VARIABLE = "NCCL_HOSTID"
 SHARED_GPU_VARIABLES = {"NCCL_P2P_DISABLE": "1", "NCCL_SHM_DISABLE": "1"}
 # The variable sets the number of hardware queues of a GPU. Streams that share a queue wait for each
@@ -26,7 +27,7 @@ _SHARED_GPU_KEY = "schedir: processes of one GPU"
 
 
 class _RefusedVariable(NamedTuple):
-    """Environment variables, and the values of them that are refused.
+    """Environment variables, and their refused values.
 
     Attributes:
         names: The names of the variables.
@@ -99,7 +100,7 @@ def require_gpus(
 ) -> None:
     """Refuse a machine or an environment that cannot run the given number of ranks over NCCL.
 
-    More processes than GPUs may share GPUs in a test, if each sets NCCL_HOSTID to a different name.
+    In a test, processes may share GPUs if each process sets NCCL_HOSTID to a different name.
 
     Args:
         processes: The number of processes on this machine.
@@ -194,11 +195,11 @@ def take_gpu(
 
 
 def require_distinct_gpus(store: Any, rank: int, processes: int, gpu: str, host: str) -> None:
-    """Refuse two processes on the same GPU of the same host, as NCCL would.
+    """Refuse two processes on the same GPU of the same host, which NCCL would also refuse.
 
-    All processes must call this before they create NCCL communicators, because the error of NCCL
-    does not name the processes. Process 0 compares the GPUs, and the others read its result from
-    the store.
+    All processes must call this function before they create NCCL communicators, because the error
+    of NCCL does not name the processes. Process 0 compares the GPUs, and the other processes read
+    the result from the store.
 
     Args:
         store: The store of the process group.

@@ -43,7 +43,7 @@ class SharedQueuePair(NamedTuple):
 
     Attributes:
         rank: The rank.
-        edge: A directed edge. If both queues are edges, this is the first in sorted order.
+        edge: A directed edge. If both queues are edges, this is the first of them in sorted order.
         other_queue: Another edge, or a lane.
     """
 
@@ -68,8 +68,8 @@ def require_safe_queues(
     Args:
         program: The program that will run.
         transport: The transport, after its edges were created.
-        probe: Issues a short operation, see `LaneProbe`. It must have run before, because the first
-            run of an operation may take longer.
+        probe: Issues a short operation, see `LaneProbe`. The operation must have run before,
+            because its first run may take longer.
         timeout: Seconds after which an operation counts as blocked.
 
     Returns:
@@ -135,7 +135,8 @@ def find_shared_queues(
     def transfer(edge: DirectedEdge, *, sends: bool) -> Any:
         return transport.start_transfer(edge, numbers[edge], is_send=sends)
 
-    # The first use of each direction of an edge may take longer than the probe allows.
+    # Use each direction of each edge once now, because the first use may take longer than the probe
+    # allows.
     for edge in transport.edges:
         for source in (edge.source, edge.target):
             if edge in numbers:
@@ -219,7 +220,7 @@ def _describe_queue(queue: Queue) -> str:
 def make_cuda_probe(transport: EdgeGroups, device: torch.device | str) -> LaneProbe:
     """Return a probe that runs a small kernel on the CUDA stream of a lane.
 
-    The kernel has run once on each stream before this returns.
+    The kernel has run once on each stream before this function returns.
 
     Args:
         transport: The transport with the streams.

@@ -37,8 +37,8 @@ def gather(value: object, group: Any = None, record_types: RecordTypes = ()) -> 
         record_types: NamedTuples, dataclasses and Enums that values may contain.
 
     Raises:
-        ModelError: A peer sent more than `MAX_BYTES`, or data that are not such a value.
-        TypeError: `value` is not such a value.
+        ModelError: A peer sent more than `MAX_BYTES`, or data that cannot be decoded.
+        TypeError: `value` contains an object of another type.
     """
     encoded = gather_bytes(encode_value(value, record_types), group)
     return [decode_value(data, f"process {k}", record_types) for k, data in enumerate(encoded)]
@@ -56,7 +56,8 @@ def gather_bytes(data: bytes, group: Any = None) -> list[bytes]:
     Raises:
         ModelError: A process sends more than `MAX_BYTES`.
     """
-    device, processes = select_exchange_device(group), dist.get_world_size(group)
+    device = select_exchange_device(group)
+    processes = dist.get_world_size(group)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(processes)]
     dist.all_gather(sizes, torch.tensor([len(data)], device=device), group)
     byte_counts = [int(size) for size in sizes]
@@ -84,8 +85,8 @@ def broadcast(value: object, source: int, group: Any = None, record_types: Recor
         record_types: NamedTuples, dataclasses and Enums that the value may contain.
 
     Raises:
-        ModelError: The source sent more than `MAX_BYTES`, or data that are not such a value.
-        TypeError: `value` is not such a value, on the source.
+        ModelError: The source sent more than `MAX_BYTES`, or data that cannot be decoded.
+        TypeError: On the source, `value` contains an object that cannot be encoded.
     """
     device, encoded = select_exchange_device(group), b""
     if dist.get_rank(group) == source:
@@ -142,7 +143,7 @@ def find_difference(facts_per_process: Sequence[Mapping[str, str]]) -> str:
 
 
 def _cut_around_difference(one: str, other: str) -> tuple[str, str]:
-    """Cut two long texts to the characters around the first one that differs."""
+    """Cut two long texts to the characters around the first character that differs."""
     if max(len(one), len(other)) <= _MAX_FACT_LENGTH:
         return one, other
     pairs = enumerate(zip(one, other, strict=False))

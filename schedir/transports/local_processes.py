@@ -45,7 +45,8 @@ class RankError(Exception):
     """Ranks failed, died or hung.
 
     Args:
-        tracebacks: The traceback or other cause of each rank, in the order in which ranks failed.
+        tracebacks: The traceback of each failed rank, or another description of its failure, in the
+            order in which ranks failed.
         hung_ranks: The ranks that still ran at the time limit. Their tracebacks are their stacks.
     """
 
@@ -183,7 +184,8 @@ def _run_child(
 ) -> None:
     """Run the function of `run_processes` in a child process, and send its report."""
     set_up_child()
-    # All processes of a machine share the clock. The start of this process may take seconds.
+    # The start of this process may have taken seconds. All processes of a machine share the clock,
+    # so the remaining time follows from the deadline.
     timeout = max(deadline - time.monotonic(), 0.1)
     call_in_group(rank, world_size, directory, timeout, pipe, pickled_call)
 
@@ -233,8 +235,8 @@ def call_in_group(
             report = pickle.dumps((time.monotonic(), result, ""))
         except BaseException:
             report = pickle.dumps((time.monotonic(), None, traceback.format_exc()))
-        # The report is sent before connections close. Closed connections make other ranks fail, so
-        # the parent receives the first failure first.
+        # The report is sent before connections close, because closed connections make other ranks
+        # fail. So the parent receives the first failure before the failures that it causes.
         pipe.send_bytes(report)
         faulthandler.cancel_dump_traceback_later()
         sys.stdout.flush()

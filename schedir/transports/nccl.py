@@ -48,20 +48,21 @@ def count_streams(
 ) -> dict[str, int]:
     """Return the number of CUDA streams that a rank uses in a step over NCCL, by purpose.
 
-    A communicator uses two streams: a stream of NCCL, and the stream on which its kernels are
-    launched. Each group with messages, the layers' group and the gathers have such a pair. The
-    communicators of all reductions share one launch stream. All-to-alls have a pair, and a second
-    communicator for the numbers of tokens, which is launched on the stream of reductions.
+    A communicator uses two streams: a stream of NCCL, and the launch stream of its kernels. Each
+    group with messages, the group of the layers and the gathers have such a pair. All reductions
+    share one launch stream. All-to-alls have a pair, and a second communicator for the numbers of
+    tokens, whose launch stream is that of the reductions.
 
-    A step that is recorded uses one more stream for each queue of receives. These streams are
-    always counted. Communicators that no step uses are not counted.
+    If the timeline of a step is recorded, the step uses one more stream for each queue of receives.
+    These streams are always counted. Communicators that no step uses are not counted.
 
     Args:
         program: The program that runs.
         rank: The pipeline rank.
         progress_model: The progress model of the transport. `per_edge` has a communicator for each
-            directed edge. Others have one communicator for all messages.
-        extra_programs: Other programs that run on the same transport. Their communicators count.
+            directed edge. Other models have one communicator for all messages.
+        extra_programs: Other programs that run on the same transport. Their communicators are
+            counted, too.
 
     Returns:
         The numbers for "computation", "layers", "gathers", "all_to_alls", "reductions", "messages"
@@ -142,11 +143,11 @@ BACKENDS = "cpu:gloo,cuda:nccl"  # Gloo exchanges the values that processes comp
 # environment has none of the names.
 DEFAULT_VARIABLES: Final[dict[tuple[str, ...], str]] = {
     (QUEUES_VARIABLE,): "32",
-    # Without it the Gloo group connects all pairs of processes, which takes n x n reads of the
-    # store.
+    # Without this variable, the Gloo group connects all pairs of n processes, which takes n x n
+    # reads of the store.
     ("TORCH_GLOO_LAZY_INIT",): "1",
-    # Otherwise torch warns that messages of one communicator run in order. This is intended for an
-    # edge.
+    # Otherwise torch warns that messages of one communicator run in order. This order is intended
+    # for an edge.
     ("TORCH_NCCL_SHOW_EAGER_INIT_P2P_SERIALIZATION_WARNING",): "false",
     # With expandable segments the allocator does not free and reallocate memory, which would
     # synchronise with the device.
@@ -210,14 +211,14 @@ def join_rendezvous(
 
     Args:
         timeout: The timeout of the store, in seconds.
-        store: The store. By default it is found by `init_method`.
+        store: The store. By default, the function connects to the store of `init_method`.
         rank: The number of this process, or -1 if the environment has it.
         world_size: The number of processes, or -1 if the environment has it.
         **init_args: Other arguments of `init_process_group`. `init_method` is env:// by default.
 
     Returns:
-        `init_args` with the store, the rank and the world size, without `init_method` if the store
-        was found by it.
+        `init_args` with the store, the rank and the world size. `init_method` is omitted if it
+        determined the store.
     """
     if store is None:
         patience = timedelta(seconds=timeout)

@@ -5,8 +5,8 @@ choice of communicators therefore determines which messages can delay each other
 the progress model.
 
 - `EdgeGroups`, model `per_edge`: a group of two ranks for each directed edge and lane.
-- `GroupedMessages`, model `per_device`: one group for the pipeline. The transfers of a group of the
-  program are issued as one batch.
+- `GroupedMessages`, model `per_device`: one process group for the pipeline. Transfers that the
+  program groups are issued as one batch.
 
 Both work over any backend. All processes create groups, and send the first message of each edge, in
 one global order before the first step. The first message creates the connection. A connection that
@@ -118,8 +118,8 @@ class EdgeGroups(ProcessTransport):
         super().__init__(program, timeout, device=device, extra_programs=extra_programs)
         self.edges: list[DirectedEdge] = directed_edges(*self.programs)
         self.device: torch.device | str = device
-        # The processes with the same replica and tensor-parallel rank as this one. The index is the
-        # pipeline rank.
+        # The processes with the same replica and tensor-parallel rank as this process. The index is
+        # the pipeline rank.
         self.peer_processes: list[int] = self.mesh[self.dp_rank, :, self.tp_rank].tolist()
         self.edge_groups: dict[DirectedEdge, Any] = {}
         for some in partition_disjoint_edges(self.edges):
@@ -138,7 +138,7 @@ class EdgeGroups(ProcessTransport):
         )
 
     def _list_edge_ends(self, edge: DirectedEdge) -> list[list[int]]:
-        """Return pairs of processes at the ends of an edge, by replica and tensor-parallel rank."""
+        """Return the two processes of an edge for each replica and tensor-parallel rank."""
         ends = self.mesh[:, [edge.source, edge.target]]
         return [sorted(map(int, pair)) for pair in ends.swapaxes(1, 2).reshape(-1, 2)]
 
@@ -183,10 +183,11 @@ class _GroupedTransfer:
 
 
 class GroupedMessages(ProcessTransport):
-    """A transport with one group for all messages of a pipeline. Its model is `per_device`.
+    """A transport with one process group for all messages of a pipeline.
 
-    A group of the program is one `batch_isend_irecv`, and a single transfer is a batch of one. NCCL
-    fuses a batch, so both ends of a message must be in batches with the same transfers.
+    Its progress model is `per_device`. Transfers that the program groups are issued as one
+    `batch_isend_irecv`, and a single transfer is a batch of one. NCCL fuses a batch, so both ends
+    of a message must be in batches with the same transfers.
 
     Args:
         program: The program that the transport runs.
@@ -252,7 +253,7 @@ class GroupedMessages(ProcessTransport):
         assert self.deferred_transfers is not None
         members, self.deferred_transfers = self.deferred_transfers, None
         works = dist.batch_isend_irecv([transfer for transfer, _ in members])
-        # NCCL returns one Work for the batch, Gloo one Work for each transfer.
+        # NCCL returns one Work for the batch, and Gloo returns one Work for each transfer.
         each = works if len(works) == len(members) else works * len(members)
         for (_, deferred), work in zip(members, each, strict=True):
             deferred.work = cast(Work, work)

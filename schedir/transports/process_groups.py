@@ -8,8 +8,9 @@ processes call `make_group` with the same rows in the same order.
 Over NCCL a call is one ncclCommSplit of the communicator of the default group. torch computes the
 color from the row. The default group must be connected and bound to its device.
 
-torch has two alternatives. `dist.split_group` does the same in one call. But up to torch 2.13 it is
-experimental, and passes NCCL options to Gloo if the default group has both backends.
+torch has two alternatives. `dist.split_group` also creates a set of disjoint groups in one call.
+But up to torch 2.13 it is experimental, and passes NCCL options to Gloo if the default group has
+both backends.
 `dist.new_group` for all rows, one after the other, splits the communicator once for each row.
 """
 
@@ -29,8 +30,8 @@ from schedir.analysis.progress_models import ProgressModel
 GroupRow = Sequence[int]
 _T = TypeVar("_T")
 
-# The seconds by which NCCL's watchdog waits longer than schedir's. It is torch's default timeout of
-# NCCL.
+# The seconds by which NCCL's watchdog waits longer than schedir's watchdog. The value is torch's
+# default timeout for NCCL.
 WATCHDOG_MARGIN: Final = 600.0
 BYTES_PER_CTA: Final = 2 << 20  # bytes of a message per multiprocessor, see choose_max_ctas
 DEFAULT_CTAS: Final = 4  # multiprocessors of an edge if the size of its messages is unknown
@@ -44,8 +45,8 @@ def partition_disjoint(
 ) -> list[list[_T]]:
     """Partition items into lists in which no two items have a member in common.
 
-    It is a first-fit colouring. If each item has two members, and the most frequent member is in n
-    items, there are at least n and at most 2n - 1 lists.
+    The algorithm is a first-fit colouring. If each item has two members, and the most frequent
+    member is in n items, there are at least n and at most 2n - 1 lists.
 
     Args:
         items: The items.
@@ -112,7 +113,7 @@ def get_backend_name(group: Any, device: torch.device) -> str:
 
 
 def get_nccl_progress_model(group: Any) -> ProgressModel:
-    """Return the progress model of messages that are sent alone in an NCCL group.
+    """Return the progress model of unbatched messages in an NCCL group.
 
     If the group is bound to a device, the messages use its communicator ("per_device"). Otherwise
     torch creates a communicator for each pair of ranks at their first message ("torch_lazy").
@@ -164,7 +165,7 @@ def _use_group_name(name: str) -> Iterator[None]:
 def _gloo_options(timeout: float | None) -> dict[str, Any]:
     options: dict[str, Any] = {"timeout": None if timeout is None else timedelta(seconds=timeout)}
     if getattr(dist.group.WORLD, "bound_device_id", None) is not None:
-        options["backend"] = "gloo"  # Otherwise it would have NCCL, too, as the default group.
+        options["backend"] = "gloo"  # The default group also has NCCL, and new groups inherit it.
     return options
 
 
@@ -179,9 +180,8 @@ def _nccl_options(timeout: float | None, max_ctas: int) -> dict[str, Any]:
     if max_ctas:
         options.config.min_ctas = 1
         options.config.max_ctas = max_ctas
-    # NCCL's watchdog ends the process. It counts from the time when a message is issued, and a
-    # receive may be issued a step early. With the margin, schedir's watchdog reports the cause
-    # first.
+    # NCCL's watchdog ends the process. Its timeout begins when a message is issued, and a receive
+    # may be issued a step early. With the margin, schedir's watchdog reports the cause before that.
     arguments = _gloo_options(None if timeout is None else timeout + WATCHDOG_MARGIN)
     if arguments["timeout"] is not None:
         # torch warns if the two timeouts differ.
@@ -194,9 +194,9 @@ def choose_max_ctas(message_bytes: int) -> int:
 
     NCCL gives a message at least half of the channels that a communicator of two ranks may use,
     however small the message is (NCCL 2.30, scheduleP2pTasksToPlan). A channel occupies a
-    multiprocessor, which compute kernels cannot use while a receive waits. One channel moves about
-    as much as an NVLink, 20.6 GB/s on an H100 (SM90_NVLINK_BW in NCCL's topo.h). So a message gets
-    one channel for each 2 MiB. A channel sends 2 MiB in 0.1 ms. These numbers are not measured yet.
+    multiprocessor, which compute kernels cannot use while a receive waits. One channel has about
+    the bandwidth of an NVLink, 20.6 GB/s on an H100 (SM90_NVLINK_BW in NCCL's topo.h), so it sends
+    2 MiB in 0.1 ms. A message gets one channel for each 2 MiB. These numbers are not measured yet.
 
     Args:
         message_bytes: The size of the largest message, in bytes, or 0 if it is unknown.
@@ -227,7 +227,7 @@ def _partition_by_color(rows: Iterable[GroupRow]) -> list[list[GroupRow]]:
 def _split_without_color(device: torch.device | str) -> None:
     """Take part in a split as a process that is in no row, because all processes must take part.
 
-    It also creates an unused group. torch names the groups that a user creates by the number of
+    The process also creates an unused group. torch names each new group after the number of earlier
     groups, so all processes must create the same number.
     """
     world: Any = dist.group.WORLD
@@ -242,7 +242,7 @@ def count_created_groups() -> int:
 
 
 def align_group_count(counts: Iterable[int]) -> None:
-    """Set this process's number of created groups to the largest of all processes.
+    """Set this process's number of created groups to the largest number of all processes.
 
     The numbers may differ after errors in some processes.
 

@@ -22,7 +22,8 @@ def gather_or_raise(
     the group must call this.
 
     Args:
-        make_value: Returns the value of this process: a plain value, or one of `record_types`.
+        make_value: Returns the value of this process: a plain value, or an instance of one of
+            `record_types`.
         group: The process group.
         record_types: The record types that values may have.
 
@@ -75,8 +76,8 @@ def _has_plain_fields(error_type: Any) -> bool:
 def _error_from_values(values: tuple[Any, ...]) -> SchedirError:
     """Return the error that another process sent.
 
-    It has the class of the original error. If that class has more fields than SchedirError, it is a
-    SchedirError.
+    The returned error has the class of the original error, or SchedirError if that class has more
+    fields than SchedirError.
     """
     name, fact, program, sites, hint, fields = values
     error_type: Any = getattr(errors, str(name), None)

@@ -17,19 +17,19 @@ if TYPE_CHECKING:
     from schedir.transports.gloo import ProcessTransport
 
 Device = Literal["cpu", "cuda"]
-AUTO: Final = "auto"  # selects the first transport of a device that supports the programs
+AUTO: Final = "auto"  # selects the first of a device's transports that supports the programs
 
 
 class DeviceRow(NamedTuple):
     """A kind of device.
 
-    The paths name a module of this package and a function in it, as "module:function".
+    A path names a module of this package and a function in it, as "module:function".
 
     Attributes:
         device: The name of the device.
-        require_path: A function of the number of processes. It raises UsageError if this machine
-            lacks devices for that number of processes.
-        initialise_path: A function `initialise(timeout, **init_args)` that initialises
+        require_path: The path of a function whose argument is a number of processes. The function
+            raises UsageError if this machine lacks devices for that number of processes.
+        initialise_path: The path of a function `initialise(timeout, **init_args)` that initialises
             torch.distributed.
         buffer_sharing: The default of `buffer_sharing` for programs. On a CPU it is "none", because
             messages through shared memory have a slot each.
@@ -93,13 +93,13 @@ TRANSPORTS: Final[dict[str, TransportRow]] = {row.name: row for row in _TRANSPOR
 
 
 def list_transports(device: str, name: str = AUTO) -> list[TransportRow]:
-    """Return the transports of a device with a given name, the fastest first.
+    """Return those transports of a device that have a given name, the fastest first.
 
     Args:
         device: The name of the device.
         name: The name of the transport. "auto" selects all transports of the device that have the
-            progress model of its first one. The program is compiled for that model before the
-            transport is chosen.
+            progress model of the device's first transport. The program is compiled for that model
+            before the transport is chosen.
     """
     device_rows = [row for row in _TRANSPORTS if row.device == device]
     return [

@@ -16,7 +16,7 @@ class SerializedTransport(TransportWrapper):
     """A transport that forwards all calls to another one, and can serialize them.
 
     Within `serialize`, each operation has completed for the current stream when its call returns.
-    Groups are not formed, and the side stream is not used.
+    Transfers are not grouped, and the side stream is not used.
 
     Args:
         inner: The transport that moves the tensors.

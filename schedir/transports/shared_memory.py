@@ -1,9 +1,9 @@
 """The transport between processes of one machine through shared memory.
 
-The slots in which a rank receives messages are mapped into the memory of its neighbours. A send
-copies the message into the receiver's slot, increments a counter, and writes a byte to a socket,
-which wakes a receiver that sleeps. This transport needs no threads. Gloo's threads compete with the
-ranks for the cores.
+A rank receives messages in slots of shared memory, which its neighbours also map. A send copies the
+message into the receiver's slot, increments a counter, and writes a byte to a socket. The byte
+wakes the receiver if it sleeps. Unlike Gloo, this transport has no threads that compete with the
+ranks for CPU cores.
 """
 
 from __future__ import annotations
@@ -58,7 +58,7 @@ from schedir.transports.transport import (
 # ---------------------------------------------------------------- shared memory and its messages
 
 
-CACHE_LINE_BYTES: Final = 64  # Slots begin on cache lines, so that no two slots share one.
+CACHE_LINE_BYTES: Final = 64  # No two slots share a cache line.
 
 
 class SharedSegment:
@@ -126,8 +126,9 @@ class OutgoingMessages:
         segment: The receiver's memory.
         counter_index: The index of the counter of these messages in the segment.
         connection: The socket that wakes the receiver.
-        slots_per_program: For each program, the slots of a step's messages, in order. The flag is
-            True if a message is one tensor-parallel shard of the slot's value.
+        slots_per_program: For each program, a slot and a flag for each message of a step, in the
+            order of the messages. The flag is True if the message is one tensor-parallel shard of
+            the slot's value.
         place_in_slot: Returns a view of a slot with the dtype and shape of a message. Its arguments
             are the slot, the flag, and the message.
     """
@@ -179,10 +180,10 @@ class OutgoingMessages:
         try:
             self.connection.send(b"\0", socket.MSG_DONTWAIT)
         except BlockingIOError:
-            pass  # The socket is full of unread bytes, which wake the receiver, too.
+            pass  # The socket is full. The unread bytes in it also wake the receiver.
         except OSError as error:
-            # A receiver that has ended more steps than this rank has received this message. It may
-            # have exited after that.
+            # If the receiver has ended more steps than this rank, it has received this message. A
+            # receiver may exit after its last step, so its closed connection is no error.
             if self.counters[0] <= ended_steps:
                 raise _make_peer_left_error(self.rank) from error
 
@@ -196,16 +197,17 @@ class OutgoingMessages:
             timeout: The timeout in seconds.
 
         Raises:
-            PeerLate: The receiver has not ended the steps in time.
-            PeerLeft: The receiver has ended.
+            PeerLate: The receiver has not ended the steps within the timeout.
+            PeerLeft: The process of the receiver has ended.
         """
         deadline = monotonic() + timeout
         while self.counters[0] < ended_steps:
             if monotonic() > deadline:
                 raise PeerLate(f"rank {self.rank} has not ended its step in {timeout:g} s")
             sleep(1e-4)
-            # This raises PeerLeft if the receiver has ended. It may also read wake-up bytes for
-            # messages from the receiver. No wait needs them, because waits read counters first.
+            # The call raises PeerLeft if the receiver has ended. It may also read wake-up bytes for
+            # messages from the receiver. No wait needs these bytes, because each wait first reads a
+            # counter.
             _receive_wakeup(self.connection, self.rank, socket.MSG_DONTWAIT)
 
 
@@ -236,7 +238,7 @@ class IncomingMessages:
 
         Raises:
             PeerLate: No message arrived within the timeout of the socket.
-            PeerLeft: The sender has ended.
+            PeerLeft: The process of the sender has ended.
         """
         while self.counters[self.counter_index] < target_count:
             if not _receive_wakeup(self.connection, self.rank):
@@ -260,7 +262,7 @@ class MessageArrival(NamedTuple):
 
 
 def _receive_wakeup(connection: socket.socket, rank: int, flags: int = 0) -> bool:
-    """Wait for wake-up bytes and read them. Return False if none came within the timeout.
+    """Wait for wake-up bytes and read them. Return False if no byte came within the timeout.
 
     With the flag MSG_DONTWAIT, return immediately. Raises PeerLeft if the peer has ended.
     """
@@ -315,7 +317,7 @@ def receive_memory(connection: socket.socket, rank: int) -> int:
 
     Raises:
         PeerLate: The neighbour has sent nothing within the timeout.
-        PeerLeft: The neighbour has ended.
+        PeerLeft: The process of the neighbour has ended.
     """
     try:
         _, descriptors, _, _ = socket.recv_fds(connection, 1, 1)
@@ -335,7 +337,7 @@ def connect_neighbours(
 ) -> dict[int, socket.socket]:
     """Connect this rank to its neighbours.
 
-    All ranks listen. The lower rank of two neighbours connects to the higher one.
+    All ranks listen. The lower rank of two neighbours connects to the higher rank.
 
     Args:
         listener: The listening socket of this rank.
@@ -349,7 +351,7 @@ def connect_neighbours(
 
     Raises:
         PeerLate: A neighbour has not connected within the timeout.
-        PeerLeft: A neighbour has ended while it connected.
+        PeerLeft: The process of a neighbour has ended while it connected.
         OSError: A connection fails, or a socket belongs to another user.
     """
     with ExitStack() as made:
@@ -405,10 +407,11 @@ def close_connections(connections: Iterable[socket.socket]) -> None:
 # ---------------------------------------------------------------- the transport
 
 
-# On these machines, other processes see the stores of a process in program order. On others, a
-# receiver might see a new counter before it sees the message.
+# On machines of these types, other processes see the memory writes of a process in program order.
+# On other machines, a receiver might see a new counter before it sees the message.
 STORE_ORDERED_MACHINES: Final = ("x86_64",)
-# Files in the first directory are in memory. Files in the second one are on a disk and cached.
+# Files in the first directory are in memory. Files in the second directory are on a disk, and the
+# kernel caches them in memory.
 MEMORY_DIRECTORIES: tuple[str, ...] = ("/dev/shm", tempfile.gettempdir())
 NETWORK_NAMESPACE = "/proc/self/ns/net"  # Abstract sockets connect only within one namespace.
 # Opcode of a receive -> the kind of its value, and the opcodes of the instructions that gather the
@@ -424,8 +427,8 @@ _COMPLETED: Final = CompletedWork()
 def can_share_memory(group: dist.ProcessGroup | None = None) -> bool:
     """Return whether all processes can share memory.
 
-    They must run on one Linux machine that makes stores visible in order. All processes must call
-    this.
+    The processes must run on one Linux machine, whose type must be in `STORE_ORDERED_MACHINES`. All
+    processes must call this function.
 
     Args:
         group: The process group. By default all processes.
@@ -452,8 +455,8 @@ class SharedMemoryTransport(ProcessTransport):
     """The transport between processes of one machine that write into each other's memory.
 
     Its progress model is `per_edge`. Each message of a step has a separate slot. So a send waits
-    only until the receiver has ended the previous step. The end of that step does not depend on
-    messages of this step. Collectives use Gloo.
+    only until the receiver has ended the previous step. The receiver can end that step without
+    messages of the current step. Collectives use Gloo.
 
     Args:
         program: The program that the transport runs.
@@ -489,7 +492,7 @@ class SharedMemoryTransport(ProcessTransport):
     def supports(cls, program: Program, group: dist.ProcessGroup | None = None) -> bool:
         """Return whether the program shares no slots and the processes can share memory.
 
-        All processes must call this.
+        All processes must call this method.
 
         Args:
             program: The program.
@@ -547,7 +550,8 @@ class SharedMemoryTransport(ProcessTransport):
     ) -> dict[SlotKey, Tensor]:
         """Allocate the memory that messages are received in, and share it with the neighbours.
 
-        All processes call this once for each executor. It may block.
+        All processes call this method once for each executor. The method waits until all processes
+        have called it.
 
         Args:
             buffer_sizes: The bytes of each slot, by kind (`schedir.ir.isa.instructions.Value`):
@@ -559,8 +563,8 @@ class SharedMemoryTransport(ProcessTransport):
             A flat uint8 tensor for each slot, by kind and number: `(Value.ACT_IN, 0)`.
 
         Raises:
-            ModelError: A process has not enough memory, or cannot connect to a neighbour. Or the
-                transport was not created for one of the programs.
+            ModelError: A process has not enough memory, or cannot connect to a neighbour. Or one of
+                the programs is not among those that the transport was created for.
         """
         self.require_supported(programs)
         self.ended_steps = 0  # The counters in new memory begin at 0, too.
@@ -589,7 +593,8 @@ class SharedMemoryTransport(ProcessTransport):
             peers = [by_process[int(p)] for p in self.mesh[self.dp_rank, :, self.tp_rank]]
             self.segment = SharedSegment(memory, ranks, buffer_sizes)
             try:
-                names, sizes_of_peers = [n for n, *_ in peers], [r for *_, r in peers]
+                names = [n for n, *_ in peers]
+                sizes_of_peers = [r for *_, r in peers]
                 self._connect_and_map(listener, memory, names, sizes_of_peers, programs)
             except OSError as error:
                 raise ModelError(
@@ -651,7 +656,8 @@ class SharedMemoryTransport(ProcessTransport):
     def _place_in_slot(self, slot: Tensor, is_shard: bool, tensor: Tensor) -> Tensor:
         """Return a view of a slot with the dtype and shape of a message.
 
-        The slot may be larger. If `is_shard`, the view is the shard of this tensor-parallel rank.
+        The slot may be larger than the message. If `is_shard`, the view is the shard of this
+        tensor-parallel rank.
         """
         size = tensor.nbytes
         view = view_tp_shard(self, slot[: size * self.tp]) if is_shard else slot[:size]
@@ -669,7 +675,8 @@ class SharedMemoryTransport(ProcessTransport):
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """Write a message into the receiver's memory.
 
-        It blocks until the receiver has ended the previous step. Also see `Transport.send`.
+        This method blocks until the receiver has ended the previous step. Also see
+        `Transport.send`.
 
         Args:
             tensor: The tensor.
@@ -681,7 +688,7 @@ class SharedMemoryTransport(ProcessTransport):
 
         Raises:
             PeerLate: The receiver has not ended its previous step within the timeout.
-            PeerLeft: The receiver has ended.
+            PeerLeft: The process of the receiver has ended.
         """
         messages = self.outgoing[lane, peer]
         if messages.counters[0] < self.ended_steps:
@@ -693,7 +700,7 @@ class SharedMemoryTransport(ProcessTransport):
         """Return the Work of the next message of a sender.
 
         Args:
-            tensor: Not used. The sender writes the message into the slot of `allocate_buffers`, and
+            tensor: Not used. The sender writes the message into a slot from `allocate_buffers`, and
                 this tensor is a view of that slot.
             peer: The pipeline rank that sends.
             lane: The lane of the message.
@@ -716,9 +723,10 @@ class SharedMemoryTransport(ProcessTransport):
 def _list_received_slots(
     index: InstructionIndex, rank: int, sender: int
 ) -> dict[Lane, list[tuple[SlotKey, bool]]]:
-    """Return, by lane, the slots of the messages that a sender sends to a rank in a step, in order.
+    """Return, by lane, the slots of the messages that a sender sends to a rank in a step.
 
-    The flag of a slot is True if the message is a tensor-parallel shard that the rank gathers.
+    The slots are in the order of the messages. The flag of a slot is True if its message is a
+    tensor-parallel shard that the rank gathers.
     """
     program = index.program
     stream, assigned = program.streams[rank], assign_slots(program, rank)

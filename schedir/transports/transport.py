@@ -39,11 +39,11 @@ class Transport(Protocol):
         blocking_hosts: True if all instructions after a compute instruction in a stream wait for
             the end of the compute. On a CPU, the host waits. Over NCCL, torch makes a message wait
             for all earlier computation. Programs must be proven for this, too.
-        is_grouped: True if the transfers of a group of the program are called between `start_group`
-            and `end_group`, and are issued together.
-        uses_static_buffers: True if sent tensors are copied to memory that is allocated once.
-            Otherwise a library that uses other streams would keep a sent tensor for an unknown
-            time.
+        is_grouped: True if the executor must start the transfers of a group of the program between
+            `start_group` and `end_group`. `end_group` issues them together.
+        uses_static_buffers: True if the executor must copy sent tensors to memory that is allocated
+            once. Without the copy, a library that sends on other streams would keep the tensor for
+            an unknown time.
         tp: The tensor-parallel size.
         dp: The number of replicas.
         tp_rank: The index of this process in its tensor-parallel group.
@@ -64,11 +64,12 @@ class Transport(Protocol):
     ) -> list[Any]:
         """Compare facts of all processes, and return their payloads.
 
-        It blocks. A difference that is not found here would cause a hang or a wrong result later.
+        This method blocks. A difference that it does not find would cause a hang or a wrong result
+        later.
 
         Args:
-            facts: The facts of this process: values by name. Only processes that have a fact are
-                compared.
+            facts: The facts of this process: values by name. Each fact is compared among the
+                processes that have it.
             payload: A plain value for the other processes, see `json_collectives.gather`.
             record_types: NamedTuples, dataclasses and Enums that payloads may contain.
 
@@ -84,8 +85,8 @@ class Transport(Protocol):
     ) -> dict[SlotKey, Tensor]:
         """Allocate the memory that messages of programs are received in.
 
-        All processes call this once for each executor. It may block. Earlier executors on this
-        transport cannot be used afterwards.
+        All processes call this method once for each executor. It may block. Afterwards, earlier
+        executors of this transport cannot be used.
 
         Args:
             buffer_sizes: The bytes of each slot, by kind.
@@ -209,7 +210,7 @@ _GLOO_TIMEOUT_PHRASE = "application timeout caused pair closure"
 
 
 def describe_peer_exit(error: BaseException) -> str:
-    """Return a description of an error that was caused by the end of a peer, or "".
+    """Return a description of an error that the end of a peer caused, or "" for other errors.
 
     A `ConnectionError` of a socket that the model opened does not count.
 
@@ -225,7 +226,9 @@ def describe_peer_exit(error: BaseException) -> str:
 
 
 def describe_peer_error(error: BaseException) -> str:
-    """Return a description of an error that was caused by the end or a timeout of a peer, or "".
+    """Return a description of an error that the end or a timeout of a peer caused.
+
+    Return "" for other errors.
 
     Args:
         error: The error.
@@ -239,9 +242,10 @@ def describe_peer_error(error: BaseException) -> str:
 
 
 def is_caused_by_peer(error: BaseException | None) -> bool:
-    """Return whether an error or one of its causes is the end or a timeout of a peer.
+    """Return whether the end or a timeout of a peer caused an error, directly or indirectly.
 
-    Such errors come from Gloo, from torch's store, or from a transport.
+    Gloo, torch's store and transports raise such errors. An indirect error has one of them in its
+    chain of causes.
 
     Args:
         error: The error.
@@ -264,15 +268,17 @@ def _is_peer_timeout(error: BaseException) -> bool:
 
 
 class PeerLate(TimeoutError):
-    """Error of a transport: a peer sent nothing within the timeout."""
+    """Error of a transport: a peer did not respond within the timeout."""
 
 
 class PeerLeft(ConnectionError):
-    """Error of a transport: a peer has ended."""
+    """Error of a transport: the process of a peer has ended."""
 
 
 def view_tp_shard(transport: Transport, boundary: Tensor) -> Tensor:
-    """Return a flat view of the 1/t of a boundary that belongs to this tensor-parallel rank.
+    """Return a flat view of the shard of a boundary that belongs to this tensor-parallel rank.
+
+    Each of t tensor-parallel ranks has 1/t of the boundary.
 
     Args:
         transport: The transport with the size t and the rank.

@@ -77,31 +77,35 @@ def require_segment_order(index: InstructionIndex) -> None:
     shape = index.program.shape
     if shape.sequence_chunks == 1:
         return
-    found = []
-    for ops, turn in ((FORWARD_OPS, 1), (BACKWARD_OPS, -1)):
-        at = np.flatnonzero(index.is_op(ops))
-        sequence, segment = np.divmod(index.mb[at].astype(np.int64), shape.sequence_chunks)
-        order = np.lexsort((sequence, index.stage[at]))  # a stable sort keeps the Stream order
-        at, segment = at[order], turn * segment[order]
-        alike = (sequence[order][1:] == sequence[order][:-1]) & (np.diff(index.stage[at]) == 0)
-        late = np.flatnonzero(alike & (np.diff(segment) < 0))
-        if len(late):
-            k = late[at[late + 1].argmin()]
-            found.append((int(at[k + 1]), int(at[k]), turn))
-    if not found:
+    violations = []
+    for ops, direction in ((FORWARD_OPS, 1), (BACKWARD_OPS, -1)):
+        positions = np.flatnonzero(index.is_op(ops))
+        sequence, chunk = np.divmod(index.mb[positions].astype(np.int64), shape.sequence_chunks)
+        # A stable sort keeps the Stream order.
+        order = np.lexsort((sequence, index.stage[positions]))
+        positions, chunk = positions[order], direction * chunk[order]
+        is_same_sequence = (sequence[order][1:] == sequence[order][:-1]) & (
+            np.diff(index.stage[positions]) == 0
+        )
+        violation_indices = np.flatnonzero(is_same_sequence & (np.diff(chunk) < 0))
+        if len(violation_indices):
+            k = violation_indices[positions[violation_indices + 1].argmin()]
+            violations.append((int(positions[k + 1]), int(positions[k]), direction))
+    if not violations:
         return
-    late_at, early_at, turn = min(found)
-    early, later = index.locate(early_at), index.locate(late_at)
-    if turn > 0:
+    late_at, early_at, direction = min(violations)
+    early = index.locate(early_at)
+    later = index.locate(late_at)
+    if direction > 0:
         fact = f"{early[2]} runs before {later[2]}, whose keys and values it needs"
-        needs = "needs the keys and values of the other"
+        note = "needs the keys and values of the other"
     else:
         fact = f"{early[2]} runs before {later[2]}, which gives gradients to its keys and values"
-        needs = "needs the gradients that the other gives"
+        note = "needs the gradients that the other gives"
     raise OrderError(
         f"{fact}: both are chunks of sequence {later[2].mb // shape.sequence_chunks}",
         program=index.program.name,
-        sites=[InstructionSite(*early, needs), InstructionSite(*later, "comes too late")],
+        sites=[InstructionSite(*early, note), InstructionSite(*later, "comes too late")],
         hint=f"run the {shape.sequence_chunks} chunks of a sequence forward from first to last, "
         "and backward from last to first",
     )
@@ -127,9 +131,9 @@ def check(
 
     A correct program is complete: every stage runs every microbatch forward and backward once, and
     every message has a send and a receive. Each update reduces the gradients and has one optimizer
-    step per rank. Each rank produces a value before it uses it, and has a free slot for it. Ranks
-    do not wait for each other in a cycle under the progress model. Messages arrive in the order in
-    which they are sent.
+    step per rank. Each rank produces a value before it uses the value, and has a free slot for the
+    value. Ranks do not wait for each other in a cycle under the progress model. Messages arrive in
+    the order in which they are sent.
 
     The program stores each proof in `Program.proofs`, so a second check with the same arguments
     returns immediately.
@@ -142,8 +146,8 @@ def check(
             has ended. GPUs do this when memory is allocated or a kernel is loaded during a step.
             Implies `blocking_hosts`.
         lazy_communicators: True if no communicator exists at the start. The first use of a
-            communicator creates it. This blocks the hosts of all its ranks until each of them has
-            reached its first use of the communicator.
+            communicator creates it. The creation blocks the hosts of all ranks of the communicator
+            until each host has reached its first use of this communicator.
         eager_limit: Largest size in bytes of a message that does not wait for its receive, such as
             small messages of NCCL and MPI. The number of such messages in flight is not limited.
             None means that every message waits.
@@ -183,39 +187,43 @@ def check(
     host_device_sync = require_bool(host_device_sync, "host_device_sync")
     blocking_hosts = require_bool(blocking_hosts, "blocking_hosts") or host_device_sync
     lazy_communicators = require_bool(lazy_communicators, "lazy_communicators")
-    small = parse_eager_limit(eager_limit, sizes, program)
+    eager_messages = parse_eager_limit(eager_limit, sizes, program)
     if sizes is not None:
         sizes.validate(program.shape)
     if lazy_communicators and blocking_hosts:
-        other = "host_device_sync" if host_device_sync else "blocking_hosts"
+        blocking_option = "host_device_sync" if host_device_sync else "blocking_hosts"
         raise UsageError(
-            f"lazy_communicators and {other} cannot both be given: lazy communicators are checked "
-            "only for hosts that do not block, such as those of GPUs",
-            fields=["lazy_communicators", other],
+            f"lazy_communicators and {blocking_option} cannot both be given: lazy communicators "
+            "are checked only for hosts that do not block, such as those of GPUs",
+            fields=["lazy_communicators", blocking_option],
         )
-    wanted = Proof(
-        require_model(progress_model), blocking_hosts, host_device_sync, lazy_communicators, small
+    proof = Proof(
+        require_model(progress_model),
+        blocking_hosts,
+        host_device_sync,
+        lazy_communicators,
+        eager_messages,
     )
-    if wanted in program.proofs:
+    if proof in program.proofs:
         return program
     graph = build_complete_graph(
         program,
         progress_model,
         blocking_hosts=blocking_hosts,
         host_device_sync=host_device_sync,
-        eager_messages=small,
+        eager_messages=eager_messages,
     )
     try:
         prove(graph)
     except DeadlockError as error:
-        if sizes is not None and (least := _find_proven_limit(graph, sizes)) is not None:
-            error.eager_limit = least
-            error.hint += "; " * bool(error.hint) + describe_eager_limit(least)
+        if sizes is not None and (min_limit := _find_proven_limit(graph, sizes)) is not None:
+            error.eager_limit = min_limit
+            error.hint += "; " * bool(error.hint) + describe_eager_limit(min_limit)
         raise
     if lazy_communicators:
-        if never := find_first_use_error(graph):
-            raise never
-        program.proofs.add(wanted)
+        if use_error := find_first_use_error(graph):
+            raise use_error
+        program.proofs.add(proof)
     return program
 
 
@@ -223,11 +231,13 @@ def _find_proven_limit(graph: Graph, sizes: Sizes) -> float | None:
     """Return the smallest eager limit with which a hanging program is correct, or None."""
     if (
         not _has_message_sizes(graph.program, sizes)
-        or (least := find_min_eager_limit(graph, sizes)) is None
+        or (min_limit := find_min_eager_limit(graph, sizes)) is None
     ):
         return None
-    eager = Graph(graph.program, graph.progress_model, eager_messages=EagerMessages(least, sizes))
-    return None if find_crossed_messages(eager) else least
+    eager = Graph(
+        graph.program, graph.progress_model, eager_messages=EagerMessages(min_limit, sizes)
+    )
+    return None if find_crossed_messages(eager) else min_limit
 
 
 def parse_eager_limit(limit: object, sizes: Sizes | None, program: Program) -> EagerMessages | None:
@@ -252,12 +262,12 @@ def parse_eager_limit(limit: object, sizes: Sizes | None, program: Program) -> E
             fields=["eager_limit"],
         )
     if sizes is None or not _has_message_sizes(program, sizes):
-        named = ["activation", *["skip"] * bool(program.skips)]
+        size_names = ["activation", *["skip"] * bool(program.skips)]
         raise UsageError(
             "eager_limit needs the sizes of messages",
             hint=CommandHint(
-                f"sizes=Sizes({', '.join(f'{name}=16e6' for name in named)})",
-                "--sizes " + ",".join(f"{name}=16MB" for name in named),
+                f"sizes=Sizes({', '.join(f'{name}=16e6' for name in size_names)})",
+                "--sizes " + ",".join(f"{name}=16MB" for name in size_names),
             ),
             fields=["sizes"],
         )
@@ -319,26 +329,29 @@ def prove(graph: Graph, earliest_times: EarliestTimes | None = None) -> None:
     program, index = graph.program, graph.index
     if graph.proof in program.proofs:
         return
-    ordered = earliest_times is None and _follows_message_order(graph)
+    follows_order = earliest_times is None and _follows_message_order(graph)
     _require_update_order(graph)
     _require_update_end_order(graph)
     require_segment_order(graph.index)
-    if early := find_order_error(graph):
-        raise early
+    if order_error := find_order_error(graph):
+        raise order_error
     _require_releases(graph)
     _require_free_slots(graph)
-    if not ordered:
+    if not follows_order:
         earliest_times = earliest_times or compute_earliest_times(graph)
         if not earliest_times.is_done.all():
             raise explain_deadlock(graph, earliest_times)
-    if cross := find_crossed_messages(graph):
-        raise cross
-    # Streams that follow one global order of messages finish under every model and with every kind
-    # of host.  A program that finishes with blocking hosts also finishes with other hosts.
-    every = ordered and not index.has_joined
-    models = MODELS if every else (graph.progress_model,)
+    if crossing_error := find_crossed_messages(graph):
+        raise crossing_error
+    # Streams that follow one global order of messages finish under every progress model and with
+    # every kind of host.  A program that finishes with blocking hosts also finishes with other
+    # hosts.
+    is_universal = follows_order and not index.has_joined
+    models = MODELS if is_universal else (graph.progress_model,)
     hosts = (
-        _HOST_KINDS if every else _HOST_KINDS[: 1 + graph.blocking_hosts + graph.host_device_sync]
+        _HOST_KINDS
+        if is_universal
+        else _HOST_KINDS[: 1 + graph.blocking_hosts + graph.host_device_sync]
     )
     program.proofs.update(
         Proof(model, *host, eager_messages=graph.eager_messages)
@@ -371,31 +384,31 @@ def _require_free_slots(graph: Graph) -> None:
         return
     group, index, program = number_groups(graph.index), graph.index, graph.program
     names = [kind.name.lower() for kind in graph.slot_reuses]
-    wrong = [
-        (int(fill[late.argmax()]), int(free[late.argmax()]), name)
+    violations = [
+        (int(fill[is_late.argmax()]), int(free[is_late.argmax()]), name)
         for name, (fill, free) in zip(
             [*names, *graph.host_slot_reuses], graph.all_slot_reuses, strict=True
         )
-        if (late := group[free] >= group[fill]).any()
+        if (is_late := group[free] >= group[fill]).any()
     ]
-    if not wrong:
+    if not violations:
         return
-    fill, free, name = min(wrong)
-    rank, at, instr = index.locate(fill)
-    _, freed_at, frees = index.locate(free)
+    fill, free, name = min(violations)
+    rank, fill_index, instr = index.locate(fill)
+    _, free_index, free_instr = index.locate(free)
     count = getattr(program.slots[rank], name)
     if name in HOST_SLOT_VALUES:
-        least = int(find_host_values(program, name).count_peak(group)[rank])
+        min_slots = int(find_host_values(program, name).count_peak(group)[rank])
     else:
-        least = int(count_min_slots(program)[rank, SLOT_VALUES.index(Value[name.upper()])])
+        min_slots = int(count_min_slots(program)[rank, SLOT_VALUES.index(Value[name.upper()])])
     raise SlotError(
         f"rank {rank} has {count} {name} slot{'s' * (count != 1)}, but {instr} needs one more",
         program=program.name,
         sites=[
-            InstructionSite(rank, at, instr, "needs a slot"),
-            InstructionSite(rank, freed_at, frees, "frees the next slot"),
+            InstructionSite(rank, fill_index, instr, "needs a slot"),
+            InstructionSite(rank, free_index, free_instr, "frees the next slot"),
         ],
-        hint=f"the Stream needs {least} {name} slot{'s' * (least != 1)}",
+        hint=f"the Stream needs {min_slots} {name} slot{'s' * (min_slots != 1)}",
     )
 
 
@@ -404,60 +417,61 @@ def _require_releases(graph: Graph) -> None:
 
     Only values that a Stream produces repeatedly (`ProducerRule.LATEST`) are checked.
     """
-    flow, place = graph.flow, graph.index.locate
+    flow, locate = graph.flow, graph.index.locate
     for row in VALUES:
         chains = flow.get_chains(row.value) if row.producer_rule is ProducerRule.LATEST else None
         if chains is None:
             continue
-        for again, before in chains.find_overwrites()[:1]:
+        for second, first in chains.find_overwrites()[:1]:
             raise OrderError(
-                f"{place(again)[2]} gives {row.phrase} again, but no instruction has freed the "
-                f"value that {place(before)[2]} gave",
+                f"{locate(second)[2]} gives {row.phrase} again, but no instruction has freed the "
+                f"value that {locate(first)[2]} gave",
                 program=graph.program.name,
                 sites=[
-                    InstructionSite(*place(before), "gives it"),
-                    InstructionSite(*place(again), "gives it again"),
+                    InstructionSite(*locate(first), "gives it"),
+                    InstructionSite(*locate(second), "gives it again"),
                 ],
             )
         for last in chains.find_unfreed()[:1] if FREEING_OPS[row.value] else []:
             raise CompletenessError(
-                f"{place(last)[2]} gives {row.phrase}, but no later instruction frees it",
+                f"{locate(last)[2]} gives {row.phrase}, but no later instruction frees it",
                 program=graph.program.name,
-                sites=[InstructionSite(*place(last), "gives it")],
+                sites=[InstructionSite(*locate(last), "gives it")],
             )
 
 
 def _follows_message_order(graph: Graph) -> bool:
     """Return whether all Streams agree with the message order that the lowering stored.
 
-    If they agree, the program finishes under every model, provided that values exist before their
-    use and slots are free. The proof: each edge of the graph leads forward within one Stream, or
-    connects instructions with the same message number. Along each Stream, the numbers ascend from
-    group to group. So no path forms a cycle. The proof does not cover progress models that split
-    groups over queues.
+    If they agree, the program finishes under every progress model, provided that values exist
+    before their use and slots are free. The proof: each edge of the graph leads forward within one
+    Stream, or connects instructions with the same message number. Along each Stream, the numbers
+    ascend from group to group. So no path forms a cycle. The proof does not cover progress models
+    that split groups over queues.
     """
     index = graph.index
     if graph.rules.has_batch_queues and index.has_joined:
         return False
     if any(
-        len(own) != index.key_count[Scope.MICROBATCH]
-        for own in graph.program.message_order.values()
+        len(numbers) != index.key_count[Scope.MICROBATCH]
+        for numbers in graph.program.message_order.values()
     ):
         return False
-    number = index.find_message_numbers()
+    message_number = index.find_message_numbers()
     for k, members in enumerate(graph.collective_groups):
-        number[members] = 2**30 + k
-    if ((number == NO_POSITION) & index.is_op(TRANSFER_OPS + COLLECTIVE_OPS)).any():
+        message_number[members] = 2**30 + k
+    if ((message_number == NO_POSITION) & index.is_op(TRANSFER_OPS + COLLECTIVE_OPS)).any():
         return False
-    at = np.flatnonzero(number != NO_POSITION)
-    least = most = number[at]
-    rank = index.rank[at]
-    if index.has_joined:  # a group spans the numbers from its least to its largest
-        group = number_groups(index)[at]
-        first = np.flatnonzero(np.append(True, group[1:] != group[:-1])[: len(at)])
-        least, most = np.minimum.reduceat(least, first), np.maximum.reduceat(most, first)
-        rank = rank[first]
-    return not ((least[1:] <= most[:-1]) & (rank[1:] == rank[:-1])).any()
+    positions = np.flatnonzero(message_number != NO_POSITION)
+    lowest = highest = message_number[positions]
+    rank = index.rank[positions]
+    if index.has_joined:  # a group has message numbers from `least` to `most`
+        group = number_groups(index)[positions]
+        group_starts = np.flatnonzero(np.append(True, group[1:] != group[:-1])[: len(positions)])
+        lowest = np.minimum.reduceat(lowest, group_starts)
+        highest = np.maximum.reduceat(highest, group_starts)
+        rank = rank[group_starts]
+    return not ((lowest[1:] <= highest[:-1]) & (rank[1:] == rank[:-1])).any()
 
 
 def _require_update_order(graph: Graph) -> None:
@@ -469,30 +483,36 @@ def _require_update_order(graph: Graph) -> None:
     index, shape = graph.index, graph.program.shape
     if shape.optimizer_steps == 1:
         return
-    ends = next(
+    end_op = next(
         (op for op in GRADS_CHECK_OPS if op in index.position_by_key), OPTIMIZER_STEP_OPS[0]
     )
-    at = np.flatnonzero(index.is_op(GRAD_ADDING_OPS))
-    update, rank = index.find_updates(at), index.rank[at]
-    before = np.where(update > 0, (update - 1) * shape.ranks + rank, NO_POSITION).astype(np.int32)
-    step = index.find_positions(ends, before)
-    if not (step > at).any():
+    positions = np.flatnonzero(index.is_op(GRAD_ADDING_OPS))
+    update, rank = index.find_updates(positions), index.rank[positions]
+    previous_key = np.where(update > 0, (update - 1) * shape.ranks + rank, NO_POSITION).astype(
+        np.int32
+    )
+    previous_end = index.find_positions(end_op, previous_key)
+    if not (previous_end > positions).any():
         return
-    k = int((step > at).argmax())
-    late = at[(at > at[k]) & (at < step[k]) & (update < update[k])][:1]
-    adds, *others = (index.locate(int(p)) for p in (at[k], *late, step[k]))
-    notes = ["is in the earlier update"] * len(late) + ["ends the earlier update, too late"]
-    splits = adds[2].op in BACKWARD_INPUT_OPS
+    k = int((previous_end > positions).argmax())
+    late_adder = positions[
+        (positions > positions[k]) & (positions < previous_end[k]) & (update < update[k])
+    ][:1]
+    adder, *other_sites = (
+        index.locate(int(p)) for p in (positions[k], *late_adder, previous_end[k])
+    )
+    notes = ["is in the earlier update"] * len(late_adder) + ["ends the earlier update, too late"]
+    is_split = adder[2].op in BACKWARD_INPUT_OPS
     raise OrderError(
-        f"{adds[2]} is in update {update[k]}, but would add its gradients to update "
+        f"{adder[2]} is in update {update[k]}, but would add its gradients to update "
         f"{update[k] - 1}",
         program=graph.program.name,
         sites=[
             InstructionSite(
-                *adds,
-                "adds gradients of biases and norms" if splits else "adds gradients",
+                *adder,
+                "adds gradients of biases and norms" if is_split else "adds gradients",
             ),
-            *(InstructionSite(*other, note) for other, note in zip(others, notes, strict=True)),
+            *(InstructionSite(*site, note) for site, note in zip(other_sites, notes, strict=True)),
         ],
         hint="on each rank, put all backwards of an update, I and W too, before those of the "
         "next, as in one_f_one_b and pipedream_2bw",
@@ -508,13 +528,16 @@ def _require_update_end_order(graph: Graph) -> None:
     index = graph.index
     if graph.program.shape.optimizer_steps == 1:
         return
-    at = np.flatnonzero(index.is_op(row.op for row in INSTRUCTIONS if row.scope is Scope.RANK))
-    update, rank = index.find_updates(at), index.rank[at]
-    early = (rank[1:] == rank[:-1]) & (update[1:] < update[:-1])
-    if not early.any():
+    positions = np.flatnonzero(
+        index.is_op(row.op for row in INSTRUCTIONS if row.scope is Scope.RANK)
+    )
+    update, rank = index.find_updates(positions), index.rank[positions]
+    is_early = (rank[1:] == rank[:-1]) & (update[1:] < update[:-1])
+    if not is_early.any():
         return
-    k = int(early.argmax())
-    first, second = index.locate(int(at[k])), index.locate(int(at[k + 1]))
+    k = int(is_early.argmax())
+    first = index.locate(int(positions[k]))
+    second = index.locate(int(positions[k + 1]))
     raise OrderError(
         f"{first[2]} of update {update[k]} comes before {second[2]} of update {update[k + 1]}",
         program=graph.program.name,
@@ -541,15 +564,18 @@ def find_crossed_messages(graph: Graph) -> GroupError | ChannelMismatchError | N
     index, partner = graph.index, graph.partner
     if not index.has_joined and graph.eager_messages is None:
         return None
-    got, channel = find_channels(index, partner, graph.rules)
-    cross = (channel[1:] == channel[:-1]) & (partner[got[1:]] < partner[got[:-1]])
-    if not cross.any():
+    receives, channel = find_channels(index, partner, graph.rules)
+    is_crossed = (channel[1:] == channel[:-1]) & (partner[receives[1:]] < partner[receives[:-1]])
+    if not is_crossed.any():
         return None
-    k = int(cross.argmax())
-    places = [index.locate(int(at)) for at in (*got[[k, k + 1]], *partner[got[[k + 1, k]]])]
+    k = int(is_crossed.argmax())
+    sites = [
+        index.locate(int(position))
+        for position in (*receives[[k, k + 1]], *partner[receives[[k + 1, k]]])
+    ]
     return (GroupError if graph.eager_messages is None else ChannelMismatchError)(
-        f"{places[0][2]} and {places[1][2]} are sent in the opposite order, but messages between "
+        f"{sites[0][2]} and {sites[1][2]} are sent in the opposite order, but messages between "
         "two ranks match by position",
         program=graph.program.name,
-        sites=[InstructionSite(*place) for place in places],
+        sites=[InstructionSite(*site) for site in sites],
     )

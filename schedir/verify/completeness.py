@@ -109,9 +109,10 @@ def require_givers(program: Program, flow: Dataflow) -> None:
     """
     missing = flow.find_missing_giver()
     if missing is not None:
-        (at, kind), inspector = missing, Inspector(program, flow.index)
+        (position, kind), inspector = missing, Inspector(program, flow.index)
         inspector.refuse(
-            f"it needs {VALUES[kind].phrase}, which no instruction gives", inspector.make_site(at)
+            f"it needs {VALUES[kind].phrase}, which no instruction gives",
+            inspector.make_site(position),
         )
 
 
@@ -126,14 +127,14 @@ def _require_plausible_size(program: Program) -> None:
         raise CompletenessError(
             f"{len(program.streams)} Streams for {shape.ranks} ranks", program=program.name
         )
-    least = shape.stages * shape.microbatches
-    if least > max(4 * n, _SMALL_PROGRAM_SIZE) or n > max(
+    min_forwards = shape.stages * shape.microbatches
+    if min_forwards > max(4 * n, _SMALL_PROGRAM_SIZE) or n > max(
         4 * shape.max_instructions, _SMALL_PROGRAM_SIZE
     ):
         raise CompletenessError(
-            f"{n} instructions are far too {'few' if n < least else 'many'} for {shape.stages} "
-            f"stages x {shape.microbatches} microbatches, which need {least} to "
-            f"{shape.max_instructions}",
+            f"{n} instructions are far too {'few' if n < min_forwards else 'many'} for "
+            f"{shape.stages} stages x {shape.microbatches} microbatches, which need "
+            f"{min_forwards} to {shape.max_instructions}",
             program=program.name,
         )
 
@@ -141,14 +142,14 @@ def _require_plausible_size(program: Program) -> None:
 def _require_valid_words(program: Program) -> None:
     """Refuse words that do not encode an instruction. Only words made by hand can be wrong."""
     words, fields = program.words, program.words.view(WORD_DTYPE)
-    known = (fields["joined"] <= 1) & (fields["op"] < len(INSTRUCTIONS))
-    known &= (fields["stage"] == 0) | ~is_op(fields["op"], _RANK_OPS)
-    if not known.all():
-        at = int(np.flatnonzero(~known)[0])
-        rank = int(np.searchsorted(program.offsets, at, side="right")) - 1
+    is_valid = (fields["joined"] <= 1) & (fields["op"] < len(INSTRUCTIONS))
+    is_valid &= (fields["stage"] == 0) | ~is_op(fields["op"], _RANK_OPS)
+    if not is_valid.all():
+        position = int(np.flatnonzero(~is_valid)[0])
+        rank = int(np.searchsorted(program.offsets, position, side="right")) - 1
         raise CompletenessError(
-            f"rank {rank} #{at - int(program.offsets[rank])} is not an instruction: "
-            f"{int(words[at]):#x}",
+            f"rank {rank} #{position - int(program.offsets[rank])} is not an instruction: "
+            f"{int(words[position]):#x}",
             program=program.name,
         )
 
@@ -156,7 +157,8 @@ def _require_valid_words(program: Program) -> None:
 def _require_only_compute(inspector: Inspector) -> None:
     """Refuse a draft that has instructions other than compute."""
     inspector.refuse_first(
-        ~inspector.index.is_op(COMPUTE_OPS), lambda at: f"a draft may only have {_COMPUTE_NAMES}"
+        ~inspector.index.is_op(COMPUTE_OPS),
+        lambda position: f"a draft may only have {_COMPUTE_NAMES}",
     )
 
 
@@ -167,60 +169,69 @@ def _require_valid_ranges(inspector: Inspector) -> None:
         return
     inspector.refuse_first(
         ix.stage >= shape.stages,
-        lambda at: f"there is no stage {ix.stage[at]}: the stages are 0 to {shape.stages - 1}",
+        lambda position: (
+            f"there is no stage {ix.stage[position]}: the stages are 0 to {shape.stages - 1}"
+        ),
     )
     is_per_microbatch = ix.is_op(row.op for row in INSTRUCTIONS if row.scope is Scope.MICROBATCH)
     inspector.refuse_first(
         (ix.mb >= shape.microbatches) & is_per_microbatch,
-        lambda at: (
-            f"there is no microbatch {ix.mb[at]}: the microbatches are 0 to "
-            f"{shape.microbatches - 1}" + _describe_excess(inspector, at)
+        lambda position: (
+            f"there is no microbatch {ix.mb[position]}: the microbatches are 0 to "
+            f"{shape.microbatches - 1}" + _describe_excess(inspector, position)
         ),
     )
     is_per_occurrence = ix.is_op(row.op for row in INSTRUCTIONS if row.scope is Scope.OCCURRENCE)
     inspector.refuse_first(
         (ix.mb >= shape.optimizer_steps) & ~is_per_microbatch & ~is_per_occurrence,
-        lambda at: f"there is no update {ix.mb[at]}: the last one is {shape.optimizer_steps - 1}",
+        lambda position: (
+            f"there is no update {ix.mb[position]}: the last one is {shape.optimizer_steps - 1}"
+        ),
     )
     inspector.refuse_first(
         (ix.mb >= ix.occurrences) & is_per_occurrence,
-        lambda at: f"there is no occurrence {ix.mb[at]}: occurrences of a stage begin at 0",
+        lambda position: (
+            f"there is no occurrence {ix.mb[position]}: occurrences of a stage begin at 0"
+        ),
     )
 
 
-def _describe_excess(inspector: Inspector, at: int) -> str:
-    """Return a text if a stage has more instructions of this opcode than microbatches, or else "".
+def _describe_excess(inspector: Inspector, position: int) -> str:
+    """Return a text if a stage has more instructions of one opcode than microbatches, or else "".
 
-    B and I of a stage are counted together.
+    The stage and the opcode are those of the instruction at position `at`. B and I of a stage are
+    counted together.
     """
     ix = inspector.index
-    candidates = BACKWARD_OPS if ix.op[at] in BACKWARD_OPS else (ix.op[at],)
-    is_on_stage = ix.stage == ix.stage[at]
+    candidates = BACKWARD_OPS if ix.op[position] in BACKWARD_OPS else (ix.op[position],)
+    is_on_stage = ix.stage == ix.stage[position]
     ops = [op for op in candidates if ((ix.op == op) & is_on_stage).any()]
     number = int((np.isin(ix.op, ops) & is_on_stage).sum())
     if number <= inspector.shape.microbatches:
         return ""
     names = " and ".join(INSTRUCTIONS[op].text for op in ops)
-    return f", but stage {ix.stage[at]} has {number} {names}"
+    return f", but stage {ix.stage[position]} has {number} {names}"
 
 
 def _require_owner_ranks(inspector: Inspector) -> None:
-    """Refuse an instruction of a stage on a rank that does not run it."""
+    """Refuse an instruction on a rank that does not run the instruction's stage."""
     ix, shape = inspector.index, inspector.shape
-    wrong = shape.rank_of_stage(ix.stage, ix.mb) != ix.rank
-    for row, at in ix.iterate_rows():
+    is_wrong = shape.rank_of_stage(ix.stage, ix.mb) != ix.rank
+    for row, positions in ix.iterate_rows():
         if row.scope is Scope.RANK:
-            wrong[at] = False
+            is_wrong[positions] = False
         elif row.scope is not Scope.MICROBATCH:  # each stage replica has the instruction
-            wrong[at] = (shape.replica_ranks[:, ix.stage[at]] != ix.rank[at]).all(0)
+            is_wrong[positions] = (
+                shape.replica_ranks[:, ix.stage[positions]] != ix.rank[positions]
+            ).all(0)
 
-    def describe_owner(at: int) -> str:
-        stage, mb = ix.stage[at], ix.mb[at]
+    def describe_owner(position: int) -> str:
+        stage, mb = ix.stage[position], ix.mb[position]
         verb = f"runs microbatch {mb}" if shape.placement_rows > 1 else "is"
         owner = shape.rank_of_stage(stage, mb)
-        return f"stage {stage} {verb} on rank {owner}, not on rank {ix.rank[at]}"
+        return f"stage {stage} {verb} on rank {owner}, not on rank {ix.rank[position]}"
 
-    inspector.refuse_first(wrong, describe_owner)
+    inspector.refuse_first(is_wrong, describe_owner)
 
 
 def _require_unique(inspector: Inspector) -> None:
@@ -228,14 +239,14 @@ def _require_unique(inspector: Inspector) -> None:
     ix = inspector.index
     if ix.has_no_duplicates:
         return
-    for row, found in ix.iterate_rows():
-        is_duplicate = ix.position_by_key[row.op][ix.key[found]] != found
+    for row, positions in ix.iterate_rows():
+        is_duplicate = ix.position_by_key[row.op][ix.key[positions]] != positions
         if is_duplicate.any():
-            at = int(found[is_duplicate.argmax()])
-            other = int(ix.position_by_key[row.op][ix.key[at]])
-            sites = [inspector.make_site(position) for position in (at, other)]
-            kind = _choose_error_type(row)
-            inspector.refuse(f"{sites[0].instr} exists twice", *sites, kind=kind)
+            second = int(positions[is_duplicate.argmax()])
+            first = int(ix.position_by_key[row.op][ix.key[second]])
+            sites = [inspector.make_site(position) for position in (second, first)]
+            error_type = _choose_error_type(row)
+            inspector.refuse(f"{sites[0].instr} exists twice", *sites, error_type=error_type)
 
 
 def _choose_error_type(row: Row) -> type[CompletenessError]:
@@ -251,10 +262,12 @@ def _require_valid_groups(inspector: Inspector) -> None:
         return
     starts = inspector.program.offsets[:-1]
     starts = starts[starts < len(ix.op)]
-    wrong = starts[ix.joined[starts]]
-    if len(wrong):
-        site = inspector.make_site(int(wrong[0]))
-        inspector.refuse("it is joined, but no instruction precedes it", site, kind=GroupError)
+    joined_starts = starts[ix.joined[starts]]
+    if len(joined_starts):
+        site = inspector.make_site(int(joined_starts[0]))
+        inspector.refuse(
+            "it is joined, but no instruction precedes it", site, error_type=GroupError
+        )
     begins = np.flatnonzero(~ix.joined)
     sizes = np.diff([*begins.tolist(), len(ix.op)])
     is_transfer = ix.is_op(TRANSFER_OPS)
@@ -265,39 +278,42 @@ def _require_valid_groups(inspector: Inspector) -> None:
                 inspector.refuse(
                     f"a group has {size} transfers, and the limit is {MAX_GROUP_SIZE}",
                     inspector.make_site(begin),
-                    kind=GroupError,
+                    error_type=GroupError,
                 )
         elif size > 2 or not np.isin(ops, COMPUTE_OPS).all():
             inspector.refuse(
                 "a group must have transfers only, or two computes",
                 *(inspector.make_site(begin + k) for k in range(min(size, 4))),
-                kind=GroupError,
+                error_type=GroupError,
             )
 
 
 def _require_compute(inspector: Inspector) -> None:
     """Check that each stage runs each microbatch forward once, and backward once if it trains."""
-    f, b, i, w = (
+    has_forward, has_backward, has_input, has_weight = (
         inspector.is_present(op) for op in (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
     )
-    if not f.all():
-        at = int((~f).argmax())
-        stage, microbatches = inspector.stage[at], inspector.shape.microbatches
-        found = int(f.reshape(-1, microbatches)[stage].sum())
+    if not has_forward.all():
+        key = int((~has_forward).argmax())
+        stage, microbatches = inspector.stage[key], inspector.shape.microbatches
+        forwards = int(has_forward.reshape(-1, microbatches)[stage].sum())
         plural = "es" * (microbatches > 1)
-        fact = f": stage {stage} has {found} F for {microbatches} microbatch{plural}"
-        inspector.refuse_missing(FORWARD, at, fact)
+        reason = f": stage {stage} has {forwards} F for {microbatches} microbatch{plural}"
+        inspector.refuse_missing(FORWARD, key, reason)
     if not inspector.program.has_backward:
         return
-    ix, frozen = inspector.index, inspector.stage < inspector.program.frozen_stages
+    ix, is_frozen = inspector.index, inspector.stage < inspector.program.frozen_stages
     if inspector.program.frozen_stages:
         inspector.refuse_first(
             ix.is_op(TRAINED_STAGE_OPS) & (ix.stage < inspector.program.frozen_stages),
-            lambda at: f"stage {ix.stage[at]} is frozen, and has no {INSTRUCTIONS[ix.op[at]].text}",
+            lambda position: (
+                f"stage {ix.stage[position]} is frozen, and has no "
+                f"{INSTRUCTIONS[ix.op[position]].text}"
+            ),
         )
-    for split, split_op in ((i, BACKWARD_INPUT), (w, BACKWARD_WEIGHT)):
-        if (b & split).any():
-            key = int((b & split).argmax())
+    for has_half, split_op in ((has_input, BACKWARD_INPUT), (has_weight, BACKWARD_WEIGHT)):
+        if (has_backward & has_half).any():
+            key = int((has_backward & has_half).argmax())
             inspector.refuse(
                 f"stage {inspector.stage[key]} has both a full and a split backward of "
                 f"microbatch {inspector.mb[key]}",
@@ -305,14 +321,18 @@ def _require_compute(inspector: Inspector) -> None:
                 inspector.make_key_site(split_op, key),
                 hint="B computes both I and W: keep B, or I and W",
             )
-    if (w & ~i).any():
-        inspector.refuse_missing(BACKWARD_INPUT, int((w & ~i).argmax()), ", but its W exists")
-    if (i & ~w).any():
+    if (has_weight & ~has_input).any():
         inspector.refuse_missing(
-            BACKWARD_WEIGHT, int((i & ~w).argmax()), ", but its I exists: B computes both"
+            BACKWARD_INPUT, int((has_weight & ~has_input).argmax()), ", but its W exists"
         )
-    if not (b | i | frozen).all():
-        key = int((~(b | i | frozen)).argmax())
+    if (has_input & ~has_weight).any():
+        inspector.refuse_missing(
+            BACKWARD_WEIGHT,
+            int((has_input & ~has_weight).argmax()),
+            ", but its I exists: B computes both",
+        )
+    if not (has_backward | has_input | is_frozen).all():
+        key = int((~(has_backward | has_input | is_frozen)).argmax())
         rank = int(inspector.shape.rank_of_stage(inspector.stage[key], inspector.mb[key]))
         inspector.refuse(
             f"microbatch {inspector.mb[key]} has no backward in stage {inspector.stage[key]} "
@@ -324,23 +344,25 @@ def _require_compute(inspector: Inspector) -> None:
 def _require_occurrences(inspector: Inspector) -> None:
     """Check that the occurrences of an instruction of a stage are numbered in order from 0."""
     ix = inspector.index
-    for row, at in ix.iterate_rows():
+    for row, positions in ix.iterate_rows():
         if row.scope is not Scope.OCCURRENCE:
             continue
         if inspector.shape.optimizer_steps > 1:
-            inspector.refuse(f"{row.text} needs optimizer_steps 1", inspector.make_site(int(at[0])))
-        keys = ix.compute_keys(row.scope, at, np.zeros(len(at), np.int64))
+            inspector.refuse(
+                f"{row.text} needs optimizer_steps 1", inspector.make_site(int(positions[0]))
+            )
+        keys = ix.compute_keys(row.scope, positions, np.zeros(len(positions), np.int64))
         order = np.argsort(keys, kind="stable")
-        first = np.searchsorted(keys[order], keys[order])
-        expected = np.arange(len(at)) - first
-        wrong = ix.mb[at[order]] != expected
-        if wrong.any():
-            where = int(at[order[wrong.argmax()]])
-            occurrence = int(expected[wrong.argmax()])
-            site = inspector.make_site(where)
+        group_start = np.searchsorted(keys[order], keys[order])
+        expected = np.arange(len(positions)) - group_start
+        is_wrong = ix.mb[positions[order]] != expected
+        if is_wrong.any():
+            position = int(positions[order[is_wrong.argmax()]])
+            occurrence = int(expected[is_wrong.argmax()])
+            site = inspector.make_site(position)
             inspector.refuse(
                 f"{site.instr} is out of order: "
-                f"{Instr(row.op, int(ix.stage[where]), occurrence)} is expected here",
+                f"{Instr(row.op, int(ix.stage[position]), occurrence)} is expected here",
                 site,
                 hint=f"number the {row.text} of a stage from 0, in order",
             )
@@ -348,8 +370,8 @@ def _require_occurrences(inspector: Inspector) -> None:
 
 def _require_pass_results(inspector: Inspector) -> None:
     """Check that the program has exactly the instructions that passes must add to it."""
-    for each in LOWERING_PASSES:
-        for expected in each.list_expected(inspector.program, inspector.is_present):
+    for lowering_pass in LOWERING_PASSES:
+        for expected in lowering_pass.list_expected(inspector.program, inspector.is_present):
             _require_expected(inspector, expected)
 
 
@@ -358,30 +380,32 @@ def _require_expected(inspector: Inspector, expected: ExpectedInstructions) -> N
     op, shape = expected.op, inspector.shape
     scope, present = INSTRUCTIONS[op].scope, inspector.is_present(op)
     required = np.asarray(expected.required, bool)
-    if len(required) != len(present):  # every update, or occurrence, requires the same
+    if len(required) != len(present):  # each update or occurrence requires the same instructions
         required = np.resize(required, len(present))
     if not (required != present).any():
         return
-    kind = _choose_error_type(INSTRUCTIONS[op])
+    error_type = _choose_error_type(INSTRUCTIONS[op])
     if (required & ~present).any():
-        at = int((required & ~present).argmax())
+        missing = int((required & ~present).argmax())
         counterpart = expected.counterpart
         sites = (
-            [inspector.make_key_site(counterpart, at)]
-            if counterpart is not None and inspector.is_present(counterpart)[at]
+            [inspector.make_key_site(counterpart, missing)]
+            if counterpart is not None and inspector.is_present(counterpart)[missing]
             else []
         )
         if scope is Scope.MICROBATCH:
-            inspector.refuse_missing(op, at, "", *sites, hint=expected.hint)
-        number, key = divmod(at, shape.ranks if scope is Scope.RANK else shape.replica_ranks.size)
+            inspector.refuse_missing(op, missing, "", *sites, hint=expected.hint)
+        number, key = divmod(
+            missing, shape.ranks if scope is Scope.RANK else shape.replica_ranks.size
+        )
         rank = key if scope is Scope.RANK else int(shape.replica_ranks.reshape(-1)[key])
         instr = Instr(op, 0 if scope is Scope.RANK else key % shape.stages, number)
         inspector.refuse(
-            f"{instr} is missing on rank {rank}", *sites, kind=kind, hint=expected.hint
+            f"{instr} is missing on rank {rank}", *sites, error_type=error_type, hint=expected.hint
         )
     if (present & ~required).any():
         site = inspector.make_key_site(op, int((present & ~required).argmax()))
         reason = (
             expected.reason if inspector.program.has_backward else "the program has no backward"
         )
-        inspector.refuse(f"{site.instr} is not needed: {reason}", site, kind=kind)
+        inspector.refuse(f"{site.instr} is not needed: {reason}", site, error_type=error_type)

@@ -50,7 +50,7 @@ class Inspector:
         self,
         fact: str,
         *sites: InstructionSite,
-        kind: type[SchedirError] = CompletenessError,
+        error_type: type[SchedirError] = CompletenessError,
         hint: str = "",
     ) -> NoReturn:
         """Raise an error about the program.
@@ -58,30 +58,30 @@ class Inspector:
         Args:
             fact: The message of the error.
             sites: The instructions that the error shows.
-            kind: The type of the error.
+            error_type: The type of the error.
             hint: The remedy that the error suggests.
 
         Raises:
-            SchedirError: Always, of type `kind`.
+            SchedirError: Always, of type `error_type`.
         """
-        raise kind(fact, program=self.program.name, sites=sites, hint=hint)
+        raise error_type(fact, program=self.program.name, sites=sites, hint=hint)
 
     def refuse_first(self, wrong: NDArray[np.bool_], fact: Callable[[int], str]) -> None:
         """Raise an error for the first instruction that a mask marks, if there is one.
 
         Args:
-            wrong: A mask over all instructions, shape (n,).
+            wrong: A mask over all instructions, shape (instructions,).
             fact: A function from the position of the instruction to the message of the error.
 
         Raises:
             CompletenessError: The mask marks an instruction.
         """
         if wrong.any():
-            at = int(wrong.argmax())
-            self.refuse(fact(at), self.make_site(at))
+            position = int(wrong.argmax())
+            self.refuse(fact(position), self.make_site(position))
 
     def is_present(self, op: Opcode) -> NDArray[np.bool_]:
-        """Return, for each key of an opcode, whether the program has its instruction.
+        """Return, for each key of an opcode, whether the program has the instruction with this key.
 
         Args:
             op: The opcode.
@@ -104,8 +104,10 @@ class Inspector:
         Returns:
             Keys of shape (stages * microbatches,), -1 where there is no peer stage.
         """
-        there = self.program.neighbor_stages(hop)[self.stage]
-        return np.where(there < 0, -1, there * np.int32(self.shape.microbatches) + self.mb)
+        peer_stage = self.program.neighbor_stages(hop)[self.stage]
+        return np.where(
+            peer_stage < 0, -1, peer_stage * np.int32(self.shape.microbatches) + self.mb
+        )
 
     def make_key_site(self, op: Opcode, key: int) -> InstructionSite:
         """Return the instruction with an opcode and a key as a site of an error.

@@ -1,8 +1,9 @@
 """Check programs that ranks run one after the other.
 
 If all ranks run the same correct programs in one order, the sequence is correct. Each program
-receives as many messages as it sends in every channel, so each program starts in a consistent
-state. An instruction waits only for its own program or an earlier one, so waits form no cycle.
+receives as many messages as it sends in every channel, so no message is left for the next program.
+An instruction waits only for instructions of its own program or of an earlier program, so waits
+form no cycle.
 """
 
 from __future__ import annotations
@@ -55,7 +56,8 @@ def check_program_sequence(
     The n-th run of a program on one rank belongs to the n-th run of the same program on every other
     rank. If all ranks run the same programs in one order, it is enough that each program is
     correct. Otherwise a message of one step can arrive in another step or never, and ranks can wait
-    for each other across steps. Between steps, hosts wait only for their messages.
+    for each other across steps. The check assumes no barrier between steps: each queue of a rank
+    continues with the next step.
 
     Args:
         runs: For each rank, the programs that it runs, in order.
@@ -81,12 +83,12 @@ def check_program_sequence(
           rank 1 #0   recv_act 1.0  step 2, gpipe
           hint: run the same programs in one order on all ranks: messages of a channel match by position, not by step
     """  # noqa: E501
-    together = _ProgramSequence(runs, require_model(progress_model))
-    for program in together.programs:
+    sequence = _ProgramSequence(runs, require_model(progress_model))
+    for program in sequence.programs:
         check(program, progress_model)
-    if len({*together.rank_runs}) > 1:
-        together.require_matching_steps()
-        together.require_finish()
+    if len({*sequence.rank_runs}) > 1:
+        sequence.require_matching_steps()
+        sequence.require_finish()
 
 
 class _ProgramSequence:
@@ -95,16 +97,16 @@ class _ProgramSequence:
     def __init__(self, runs: Sequence[Sequence[Program]], progress_model: ProgressModel) -> None:
         self.progress_model = progress_model
         self.programs: list[Program] = []
-        known: dict[str, int] = {}
+        index_by_digest: dict[str, int] = {}
         rows: list[tuple[_ProgramRun, ...]] = []
-        for some in (runs, *(runs if isinstance(runs, Sequence) else ())):
-            if not isinstance(some, Sequence) or not runs:
+        for programs in (runs, *(runs if isinstance(runs, Sequence) else ())):
+            if not isinstance(programs, Sequence) or not runs:
                 raise UsageError(
-                    f"runs must be a list of programs for each rank, not {describe(some)}",
+                    f"runs must be a list of programs for each rank, not {describe(programs)}",
                     hint="for example [[train, evaluate, train]] * ranks",
                 )
         for row in runs:
-            steps, counted = [], Counter[int]()
+            steps, run_counts = [], Counter[int]()
             for step, program in enumerate(row):
                 name = f"runs[{len(rows)}][{step}]"
                 require_type(program, name, Program, "schedir.compile(schedule, shape)")
@@ -114,10 +116,10 @@ class _ProgramSequence:
                         f"{program.shape.ranks} ranks",
                         hint="give a list of programs for each rank",
                     )
-                which = known.setdefault(program.digest, len(known))
-                self.programs += [program] * (which == len(self.programs))
-                steps.append(_ProgramRun(which, counted[which]))
-                counted[which] += 1
+                program_index = index_by_digest.setdefault(program.digest, len(index_by_digest))
+                self.programs += [program] * (program_index == len(self.programs))
+                steps.append(_ProgramRun(program_index, run_counts[program_index]))
+                run_counts[program_index] += 1
             rows.append(tuple(steps))
         self.rank_runs = tuple(rows)
 
@@ -134,11 +136,11 @@ class _ProgramSequence:
         self, rank: int, step_number: int, position: int, note: str = ""
     ) -> InstructionSite:
         """Return an instruction of a rank's step as a site of an error."""
-        where = self.graphs[self.rank_runs[rank][step_number - 1].program_index].index.locate(
+        location = self.graphs[self.rank_runs[rank][step_number - 1].program_index].index.locate(
             position
         )
         return InstructionSite(
-            *where, f"step {step_number}, {self.get_step_name(rank, step_number)}{note}"
+            *location, f"step {step_number}, {self.get_step_name(rank, step_number)}{note}"
         )
 
     # ------------------------------------------------------------ messages and their steps
@@ -151,25 +153,29 @@ class _ProgramSequence:
         Collectives need no check here. Only programs that train have them, and two such programs in
         different orders do not finish, which `require_finish` finds.
         """
-        wrong: list[tuple[int, int, int, int, _SequenceStep | None, int, _SequenceStep | None]] = []
-        for (one, ours), (other, theirs) in self._match_channels():
-            for a, b in zip_longest(ours, theirs):
+        violations: list[
+            tuple[int, int, int, int, _SequenceStep | None, int, _SequenceStep | None]
+        ] = []
+        for (rank, rank_steps), (peer, peer_steps) in self._match_channels():
+            for a, b in zip_longest(rank_steps, peer_steps):
                 if a is None or b is None or a.run != b.run:
-                    numbers = [ran.step_number for ran in (a, b) if ran is not None]
-                    wrong.append((min(numbers), max(numbers), len(wrong), one, a, other, b))
+                    numbers = [step.step_number for step in (a, b) if step is not None]
+                    violations.append(
+                        (min(numbers), max(numbers), len(violations), rank, a, peer, b)
+                    )
                     break
-        if wrong:
-            _, _, _, one, a, other, b = min(wrong, key=lambda found: found[:3])
-            raise self._make_crossing_error(one, a, other, b)
+        if violations:
+            _, _, _, rank, a, peer, b = min(violations, key=lambda violation: violation[:3])
+            raise self._make_crossing_error(rank, a, peer, b)
 
     def _match_channels(self) -> Iterator[list[tuple[int, list[_SequenceStep]]]]:
         """Yield, for each channel, its two ranks with their steps that use the channel."""
         uses = [
-            {number: both for number, both in self._find_channel_uses(graph)}
+            {number: first_by_rank for number, first_by_rank in self._find_channel_uses(graph)}
             for graph in self.graphs
         ]
-        for channel in sorted({channel for own in uses for channel in own}):
-            ranks = next(own[channel] for own in uses if channel in own)
+        for channel in sorted({channel for channels in uses for channel in channels}):
+            ranks = next(channels[channel] for channels in uses if channel in channels)
             yield [
                 (
                     rank,
@@ -183,14 +189,14 @@ class _ProgramSequence:
             ]
 
     def _find_channel_uses(self, graph: Graph) -> Iterator[tuple[int, dict[int, int]]]:
-        """Yield each channel of a program, with a dict from its ranks to their first positions."""
+        """Yield each channel of a program, and its first position on each of its ranks."""
         index = graph.index
-        got, channel = find_channels(index, graph.partner, graph.rules)
-        sent = graph.partner[got]
+        receives, channel = find_channels(index, graph.partner, graph.rules)
+        sends = graph.partner[receives]
         for number in np.unique(channel).tolist():
-            here = channel == number
-            first = int(sent[here].min()), int(got[here].min())
-            yield number, {int(index.rank[position]): position for position in first}
+            is_of_channel = channel == number
+            first_positions = int(sends[is_of_channel].min()), int(receives[is_of_channel].min())
+            yield number, {int(index.rank[position]): position for position in first_positions}
 
     def _make_crossing_error(
         self,
@@ -201,24 +207,24 @@ class _ProgramSequence:
     ) -> ProgramSequenceError:
         """Return the error for a message that arrives in another step, or never."""
         sites = [
-            self.make_site(rank, ran.step_number, ran.first_position)
-            for rank, ran in ((one_rank, one_step), (other_rank, other_step))
-            if ran is not None
+            self.make_site(rank, step.step_number, step.first_position)
+            for rank, step in ((one_rank, one_step), (other_rank, other_step))
+            if step is not None
         ]
         names = [
-            self.get_step_name(rank, ran.step_number)
-            for rank, ran in ((one_rank, one_step), (other_rank, other_step))
-            if ran
+            self.get_step_name(rank, step.step_number)
+            for rank, step in ((one_rank, one_step), (other_rank, other_step))
+            if step
         ]
-        first = sites[0]
+        first_site = sites[0]
         if one_step is None or other_step is None:
-            gone = other_rank if other_step is None else one_rank
+            finished_rank = other_rank if other_step is None else one_rank
             fact = (
-                f"{first.instr} of {names[0]} is never matched: rank {gone} has no step left "
-                "with the matching instruction"
+                f"{first_site.instr} of {names[0]} is never matched: rank {finished_rank} has no "
+                "step left with the matching instruction"
             )
         else:
-            fact = f"{first.instr} of {names[0]} matches {sites[1].instr} of {names[1]}"
+            fact = f"{first_site.instr} of {names[0]} matches {sites[1].instr} of {names[1]}"
         return ProgramSequenceError(
             fact, progress_model=self.progress_model, sites=sites, hint=_HINT
         )
@@ -231,24 +237,24 @@ class _ProgramSequence:
         Call `require_matching_steps` before.
         """
         steps = sorted({step for row in self.rank_runs for step in row})
-        begin, total = {}, 0
+        node_offsets, total = {}, 0
         for step in steps:
-            begin[step] = total
+            node_offsets[step] = total
             total += self.graphs[step.program_index].node_id_limit
         mask, edges = np.zeros(total, bool), []
         for step in steps:
-            graph, first = self.graphs[step.program_index], begin[step]
-            mask[first : first + graph.node_id_limit] = graph.node_mask
-            edges += [(first + a, first + b) for a, b in graph.edges()]
+            graph, offset = self.graphs[step.program_index], node_offsets[step]
+            mask[offset : offset + graph.node_id_limit] = graph.node_mask
+            edges += [(offset + a, offset + b) for a, b in graph.edges()]
         for rank, row in enumerate(self.rank_runs):
-            edges += self._make_step_edges(rank, row, begin)
+            edges += self._make_step_edges(rank, row, node_offsets)
         problem = LongestPathProblem(((a, b) for a, b in edges), mask, np.zeros(total))
-        _, turn = solve_longest_paths(problem)
-        if (turn[mask] > 0).all():
+        _, order = solve_longest_paths(problem)
+        if (order[mask] > 0).all():
             return
         sites = [
             site for rank, row in enumerate(self.rank_runs)
-            if (site := self._find_unfinished(rank, row, begin, turn > 0))
+            if (site := self._find_unfinished(rank, row, node_offsets, order > 0))
         ]  # fmt: skip
         raise ProgramSequenceError(
             f"{len(sites)} ranks wait for each other, across steps",
@@ -261,22 +267,25 @@ class _ProgramSequence:
         self, rank: int, runs: Sequence[_ProgramRun], node_offsets: dict[_ProgramRun, int]
     ) -> Iterator[tuple[Positions, Positions]]:
         """Yield the edges between consecutive steps, for each queue of a rank."""
-        last: dict[int, int] = {}
+        last_node: dict[int, int] = {}
         for step in runs:
             graph = self.graphs[step.program_index]
             queue = assign_queues(graph.index, graph.rules, shared_numbers=True)
-            own = np.arange(graph.program.offsets[rank], graph.program.offsets[rank + 1])
-            names, where = np.unique(queue[own], return_index=True)
-            _, back = np.unique(queue[own][::-1], return_index=True)
+            rank_positions = np.arange(graph.program.offsets[rank], graph.program.offsets[rank + 1])
+            names, first_index = np.unique(queue[rank_positions], return_index=True)
+            _, last_from_end = np.unique(queue[rank_positions][::-1], return_index=True)
             enter, leave = graph.entry_exit_nodes
-            known = [k for k, name in enumerate(names.tolist()) if name in last]
-            if known:
+            seen_queues = [k for k, name in enumerate(names.tolist()) if name in last_node]
+            if seen_queues:
                 yield (
-                    np.array([last[int(names[k])] for k in known], np.int32),
-                    np.array(node_offsets[step] + enter[own[where[known]]], np.int32),
+                    np.array([last_node[int(names[k])] for k in seen_queues], np.int32),
+                    np.array(
+                        node_offsets[step] + enter[rank_positions[first_index[seen_queues]]],
+                        np.int32,
+                    ),
                 )
-            ends = node_offsets[step] + leave[own[::-1][back]]
-            last |= dict(zip(names.tolist(), ends.tolist(), strict=True))
+            ends = node_offsets[step] + leave[rank_positions[::-1][last_from_end]]
+            last_node |= dict(zip(names.tolist(), ends.tolist(), strict=True))
 
     def _find_unfinished(
         self,
@@ -288,8 +297,10 @@ class _ProgramSequence:
         """Return the first instruction of a rank that never ends, or None if all end."""
         for number, step in enumerate(runs, 1):
             graph = self.graphs[step.program_index]
-            own = np.arange(graph.program.offsets[rank], graph.program.offsets[rank + 1])
-            late = own[~is_done[node_offsets[step] + graph.entry_exit_nodes[1][own]]]
-            if len(late):
-                return self.make_site(rank, number, int(late[0]), ", waits")
+            rank_positions = np.arange(graph.program.offsets[rank], graph.program.offsets[rank + 1])
+            unfinished = rank_positions[
+                ~is_done[node_offsets[step] + graph.entry_exit_nodes[1][rank_positions]]
+            ]
+            if len(unfinished):
+                return self.make_site(rank, number, int(unfinished[0]), ", waits")
         return None

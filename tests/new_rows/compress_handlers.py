@@ -20,7 +20,7 @@ FORM_LAYOUTS[Form.PACKED] = _get_first_half
 
 
 def compress(state: State, i: Instr) -> Call:
-    """Link Compress: replace an activation in its slot by its float32 copy."""
+    """Return the call of Compress: replace an activation in its slot by its float32 copy."""
     out = state.find_slot(INSTRUCTIONS[i.op].gives[0], i.stage, i.mb)
 
     def run() -> None:
@@ -34,7 +34,7 @@ def compress(state: State, i: Instr) -> Call:
 
 
 def decompress(state: State, i: Instr) -> Call:
-    """Link Decompress: convert a received activation to float64, in its own memory."""
+    """Return the call of Decompress: convert a received activation to float64 in place."""
     value = get_received_value(state, i)
 
     def run() -> None:

@@ -13,7 +13,7 @@ VERDICTS: list[Tensor] = []  # of each rank, for `run_checks.py`
 
 
 def judge(state: State, i: Instr) -> Call:
-    """Link Judge: count the rank's gradients that are not finite, and start the sum."""
+    """Return the call of Judge: count the rank's gradients that are not finite, and sum."""
     verdict = torch.ones(1)
     VERDICTS.append(verdict)
     reductions = state.service(PendingReductions)

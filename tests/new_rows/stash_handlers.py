@@ -64,7 +64,7 @@ def record_forward(handler: Handler, state: State, i: Instr) -> Call:
 
 
 def stash(state: State, i: Instr) -> Call:
-    """Link Stash: copy the saved tensors of a microbatch to the disk, and free its slot."""
+    """Return the call of Stash: copy saved tensors to the disk, and free their slot."""
     slot = state.find_slot(Value.SAVED, i.stage, i.mb, state.index_of[i])
     stashes = state.service(Stashes)
 
@@ -81,7 +81,7 @@ def stash(state: State, i: Instr) -> Call:
 
 
 def unstash(state: State, i: Instr) -> Call:
-    """Link Unstash: copy the saved tensors of a microbatch back, and fill its slot."""
+    """Return the call of Unstash: copy saved tensors back, and fill their slot."""
     slot = state.find_slot(Value.SAVED, i.stage, i.mb, state.index_of[i])
     stashes = state.service(Stashes)
 

@@ -132,7 +132,7 @@ def test_the_command_writes_a_cluster_that_plans(
 )  # fmt: skip
 def test_wrong_files(tmp_path: Path, text: str) -> None:
     with pytest.raises(SchedirError):
-        from schedir.commands.common.calibration_report import read_runs
+        from schedir.commands.common.cluster_calibration import read_runs
 
         (tmp_path / "runs.csv").write_text(text)
         runs = read_runs(tmp_path / "runs.csv", MODEL)
@@ -140,7 +140,7 @@ def test_wrong_files(tmp_path: Path, text: str) -> None:
 
 
 def test_an_error_has_its_line(tmp_path: Path) -> None:
-    from schedir.commands.common.calibration_report import read_runs
+    from schedir.commands.common.cluster_calibration import read_runs
 
     (tmp_path / "runs.csv").write_text(CSV.format("step_time", 1, "x"))
     with pytest.raises(ConfigError) as caught:

@@ -59,7 +59,7 @@ def save(figure: Figure, path: str | Path) -> None:
         path: The file.
 
     Raises:
-        UsageError: The file has another suffix, or cannot be written.
+        UsageError: The suffix is not one of these three, or the file cannot be written.
 
     Example:
         >>> from pathlib import Path

@@ -185,8 +185,8 @@ def _find_time_ranges(
 ) -> list[TimeRange]:
     """Return the time range of each chart.
 
-    All ranges have the same length if the runs have one unit. Otherwise they are the same multiple
-    of the mean busy time of each run.
+    All ranges have the same length if the runs have one unit. Otherwise, the length of each range
+    is the mean busy time of its run, times a factor that is the same for all runs.
     """
     scale = [1.0 if has_shared_unit else float(t.busy.mean()) or 1.0 for t in timelines]
     longest = max(t.span / s for t, s in zip(timelines, scale, strict=True)) or 1.0

@@ -40,7 +40,7 @@ _IDLE_STYLE: Final[dict[str, Any]] = {
     "hatch": "/////",
     "linewidth": 0.0,
 }
-_RECOMPUTE_HATCH: Final = "\\\\\\\\"  # the opposite direction to that of idle time
+_RECOMPUTE_HATCH: Final = "\\\\\\\\"  # idle time is hatched in the opposite direction
 _EMPTY_LANE_COLOR: Final = "#f0f0f0"  # a communication lane without a transfer
 
 
@@ -105,7 +105,10 @@ def draw_boxes(
 def _draw_unsharded(
     axes: Axes, rectangles: ChartRectangles, inches_per_unit: float, row_height: float, stages: int
 ) -> None:
-    """Draw a band for each stage while it is unsharded, with its number if ranks have several."""
+    """Draw a band for each stage while it is unsharded.
+
+    If a rank has several stages, the number of the stage is on its band.
+    """
     if not rectangles.unsharded.row_count:
         return
     of, size = rectangles.unsharded, min(0.9 * BAND_HEIGHT * row_height * 72, _MAX_FONT_SIZE)
@@ -130,7 +133,10 @@ def _draw_unsharded(
 def _draw_binned(
     axes: Axes, rectangles: ChartRectangles, inches_per_unit: float, stages: int
 ) -> None:
-    """Draw an image per rank. Each column has the mean colour of its boxes over the idle time."""
+    """Draw an image per rank. The opacity of a column is the busy share of its time.
+
+    The colour of a column is the mean colour of its boxes.
+    """
     span = rectangles.timeline.span
     kinds, share = bin_timeline(
         rectangles.timeline, max(int(span * inches_per_unit * _COLUMNS_PER_INCH), 1)
@@ -152,7 +158,7 @@ def _add_rectangles(axes: Axes, corners: Floats, **style: Any) -> None:
 def _draw_labels(
     axes: Axes, rectangles: ChartRectangles, inches_per_unit: float, row_height: float, stages: int
 ) -> None:
-    """Write the letter and the microbatch on boxes, and the stage if ranks have several.
+    """Write the letter and the microbatch on boxes, and the stage if a rank has several stages.
 
     If letters do not fit, only the microbatch is written, because the colour shows the instruction.
     Labels that do not fit are left out.
@@ -171,10 +177,8 @@ def _draw_labels(
         return
     for k in fits.tolist():
         op, is_full_height = int(rectangles.op[k]), rectangles.bottom[k] - rectangles.top[k] > 0.75
-        x, y = (
-            (rectangles.left[k] + rectangles.right[k]) / 2,
-            (rectangles.top[k] + rectangles.bottom[k]) / 2,
-        )
+        x = (rectangles.left[k] + rectangles.right[k]) / 2
+        y = (rectangles.top[k] + rectangles.bottom[k]) / 2
         under = stages > 1 and is_full_height and op in COMPUTE_OPS and letter
         dark = choose_text_color(
             choose_box_color(op, int(rectangles.local_stages[k]), stages, rectangles.palette)

@@ -59,7 +59,7 @@ def gantt(
         title: The title, instead of the name and the kind. "" removes the title line.
         bound: A lower bound on the span (`schedir.lower_bound`), in the unit of the timeline. It
             must hold for all orders with the same memory. If the timeline has no split backwards,
-            it may be a bound for full backwards only. A line marks it, and the title has the
+            it may be a bound for full backwards only. A line marks the bound, and the title has the
             largest possible saving.
         **style: The options of `schedir.viz.Style`.
 
@@ -90,26 +90,26 @@ def compare(
 ) -> Figure:
     """Draw timelines below each other on one time axis, on which each timeline starts at 0.
 
-    The title of each has its bubble and the largest peak memory of a rank, in bytes. Without sizes
-    the peak is a number of activations. The activations of all v stages of a rank count 1, so those
-    of one stage count 1/v.
+    The title of each timeline has its bubble and the largest peak memory of a rank, in bytes.
+    Without sizes, the peak is a number of activations. The activations of one microbatch in all v
+    stages of a rank count 1, so those of one stage count 1/v.
 
-    Units of cost and seconds have no common axis. If timelines have both, each has its own axis.
-    The axes are scaled so that the mean busy time of a rank is equally long in all. A note in the
-    figure states this.
+    If some timelines are in units of cost and others in seconds, each timeline has its own axis.
+    The axes are scaled so that the mean busy time of a rank is equally long in all charts. A note
+    in the figure states this.
 
     Args:
         timelines: The timelines, from the top.
-        titles: A title for each, as for `gantt`.
-        bounds: A lower bound for each, as for `gantt`.
+        titles: A title for each timeline, as for `gantt`.
+        bounds: A lower bound for each timeline, as for `gantt`.
         **style: The options of `schedir.viz.Style`.
 
     Returns:
         The figure.
 
     Raises:
-        UsageError: There are no timelines, the number of titles or bounds differs, or the style is
-            invalid.
+        UsageError: There are no timelines, the number of titles or bounds is not the number of
+            timelines, or the style is invalid.
 
     Example:
         >>> import schedir

@@ -155,7 +155,7 @@ def draw_bound(axes: Axes, min_span: float) -> None:
 
 
 def draw_phases(axes: Axes, rectangles: ChartRectangles) -> None:
-    """Shade each rank before its first backward, and after its last forward.
+    """Shade the row of each rank before its first backward, and after its last forward.
 
     Args:
         axes: The axes.
@@ -184,7 +184,8 @@ def find_phase_times(timeline: Timeline) -> dict[str, tuple[Floats, Floats]]:
     """
     begins, ends = (times - timeline.start_time for times in find_steady_phase(timeline))
     none = np.isinf(begins)
-    warm, cool = np.where(none, 0, begins), np.where(none, timeline.span, ends)
+    warm = np.where(none, 0, begins)
+    cool = np.where(none, timeline.span, ends)
     ranks = timeline.ranks
     return {"warmup": (np.zeros(ranks), warm), "cooldown": (cool, np.full(ranks, timeline.span))}
 
@@ -197,7 +198,7 @@ def draw_curve(
     row_points: float,
     limit: float | None,
 ) -> None:
-    """Draw a memory curve below each rank, all in one scale, and the limit as a line.
+    """Draw a memory curve below each rank, with one scale for all ranks, and the limit as a line.
 
     The peak and the names of the layers are written if there is enough space.
 

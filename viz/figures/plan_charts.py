@@ -56,9 +56,9 @@ _STRONG_COLOR, _WEAK_COLOR = "#0072b2", "#d55e00"
 def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
     """Draw the time of a step as a bar per plan, divided into parts, the first plan at the top.
 
-    The degrees and the options of the plan are on the left of its bar. On the right are the step
-    time, the TFLOP/s of a GPU for the model's operations, and the memory of the fullest GPU. A part
-    has its share of the step as a number if there is space for it.
+    To the left of a bar are the degrees and the options of the plan. To the right are the step
+    time, the TFLOP/s of a GPU for the model's operations, and the memory of the fullest GPU. If a
+    part is wide enough, a number in it is its share of the step.
 
     Args:
         plans: The plans.
@@ -80,10 +80,8 @@ def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
         ['80%', '7%', '10%', '3%']
     """
     plans = _require_plans(plans)
-    left, right = (
-        sum(wide for _, wide, _ in _LEFT_COLUMNS) + 0.2,
-        sum(wide for _, wide in _RIGHT_COLUMNS) + 0.1,
-    )
+    left = sum(wide for _, wide, _ in _LEFT_COLUMNS) + 0.2
+    right = sum(wide for _, wide in _RIGHT_COLUMNS) + 0.1
     head, foot = 0.28, 0.78
     size = left + _BARS_WIDTH + right, head + _ROW_HEIGHT * len(plans) + foot
     figure = Figure(figsize=size)
@@ -141,7 +139,7 @@ def _make_legend_patch(name: str) -> Patch:
 
 
 def _draw_bar(axes: Axes, row: int, plan: PlanEstimate, seconds_per_unit: float) -> None:
-    """Draw the parts of a step, with their share if they are wide enough."""
+    """Draw the parts of a step. Write the share of the step on each part that is wide enough."""
     begin, scale = 0.0, _BARS_WIDTH / axes.get_xlim()[1]
     for name, seconds in zip(StepBreakdown._fields, plan.breakdown, strict=True):
         wide, (_, colour, hatch) = seconds / seconds_per_unit, STEP_PARTS[name]
@@ -229,7 +227,7 @@ def plan_memory(
 
     Args:
         plans: The plans.
-        limit: The memory of a GPU, in bytes. Plans to the right of it do not fit.
+        limit: The memory of a GPU, in bytes. The chart marks the area of plans that need more.
         best: The plan to mark. The default is the plan with the shortest step that fits.
 
     Returns:
@@ -307,10 +305,10 @@ def _find_frontier(
 def _set_axis_limits(
     axes: Axes, memory: NDArray[np.float64], step_times: NDArray[np.float64], limit: float | None
 ) -> None:
-    """Set the axes to the relevant points.
+    """Set the ranges of the axes, so that they contain the relevant points.
 
-    The memory axis ends at 8 times the limit at most. The time axis ends at 12 times the shortest
-    step at most.
+    The memory axis ends at about 8 times the limit at most. The time axis ends at about 12 times
+    the shortest step at most.
     """
     right = float(memory.max())
     if limit is not None:
@@ -323,7 +321,8 @@ def _set_axis_limits(
 
 def _mark_plan(axes: Axes, best: PlanEstimate, seconds_per_unit: float) -> None:
     """Mark a plan with a circle and its label."""
-    x, y = best.memory.total / 1e9, best.step_time / seconds_per_unit
+    x = best.memory.total / 1e9
+    y = best.step_time / seconds_per_unit
     axes.scatter(
         [x], [y], s=64, marker="o", facecolor="none", edgecolor="black", linewidth=1.3, zorder=5
     )
@@ -385,8 +384,8 @@ def _format_axes(axes: Axes) -> None:
 def plan_scaling(strong: Sequence[PlanEstimate], weak: Sequence[PlanEstimate] = ()) -> Figure:
     """Draw the step time and the TFLOP/s per GPU of plans, by the number of GPUs.
 
-    The step time is on the left. On the right are the model's operations per second of a GPU. A
-    label at each point has p x t x d.
+    The left chart has the step time. The right chart has the model's operations per second of a
+    GPU. The label of each point is p x t x d.
 
     Args:
         strong: Plans with the same batch size (strong scaling). A thin line shows the step times

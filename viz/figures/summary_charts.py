@@ -21,7 +21,7 @@ if TYPE_CHECKING:
 
 _POINT_COLOR: Final = "#0072b2"
 _INFEASIBLE_COLOR: Final = "#e4e4e4"
-# Inches: the width and the height of a cell, and the largest height of all cells.
+# Inches: the width and the height of a cell, and the largest total height of the cells.
 _CELL_SIZE: Final = (0.95, 0.26, 11.0)
 _MIN_FONT_SIZE: Final = 4.5  # points of a number in a cell
 
@@ -29,8 +29,8 @@ _MIN_FONT_SIZE: Final = 4.5  # points of a number in a cell
 def bubble_vs_memory(timelines: Sequence[Timeline]) -> Figure:
     """Draw bubble against memory, with a point per timeline.
 
-    A line joins the timelines with the smallest bubble at each memory. Memory is the peak of a
-    rank, in GB. Without sizes, it is a number of activations of all stages of a rank.
+    A line joins the timelines with the smallest bubble at each memory. Memory is the largest peak
+    of a rank, in GB. Without sizes, it is `Timeline.peak_activations`.
 
     Args:
         timelines: The timelines.
@@ -88,9 +88,9 @@ def memory_frontier(frontier: MemoryFrontier) -> Figure:
     """Draw the bubble that a search found at each memory limit, above the lower bounds.
 
     A line shows the shortest run that the search found within each limit. No schedule of these
-    stages is in the filled region. A point is a run of a given schedule. Memory is the peak of a
-    rank, in GB. Without sizes, it is a number of activations of all stages of a rank. The part far
-    above all points is not shown.
+    stages can be in the filled region. Each point is one of `frontier.timelines`. Memory is the
+    largest peak of a rank, in GB. Without sizes, it is a number of activations. One microbatch in
+    all stages of a rank counts 1. The chart leaves out the area far above all points.
 
     Args:
         frontier: The result of `schedir.memory_frontier`.
@@ -172,9 +172,9 @@ def _find_peak_gigabytes(timeline: Timeline) -> float:
 def _draw_names(
     axes: Axes, x: np.ndarray, y: np.ndarray, names: Sequence[str], scale: float
 ) -> None:
-    """Write names above and to the right of their points, moved until none covers another.
+    """Write names above and to the right of their points, moved until no name covers another.
 
-    A line connects a name that has been moved with its point.
+    If a name was moved, a line connects it with its point.
     """
     wide, high = axes.get_xlim()[1], axes.get_ylim()[1]
     axes_size = 320 * scale, 210 * scale  # typographic points
@@ -196,7 +196,7 @@ def _draw_names(
             if t > -4 and all(abs(t - c) >= 9 or right + b - left < a or b > e for a, e, c in taken)
         ]  # fmt: skip
         others = [spot for spot in spots if spot != spots[k]]
-        nearest = [  # positions to which the named point is the nearest of all
+        nearest = [  # positions whose nearest point is the named point
             (b, t) for b, t in clear[:8]
             if all(hypot(b - x, t - y) >= hypot(b - left, t - at) for x, y in others)
         ]  # fmt: skip

@@ -1,5 +1,5 @@
-// Runs as typed arrays, from the JSON and the packed columns next to it. All scripts are one function of `root` (the document,
-// or the shadow root of a widget) and DATA.
+// Decode the runs in DATA: their packed columns become typed arrays. All scripts of the page together are the body of one
+// function with the arguments `root` (the document, or the shadow root of a widget) and DATA.
 
 const host = root.documentElement || root.host, $ = (id) => root.getElementById(id);
 const { ops: OPS, lanes: LANES, causes: CAUSES } = DATA;
@@ -11,7 +11,7 @@ async function unpack(text) {
   return new Response(stream).arrayBuffer();
 }
 
-// Differences back to values, modulo 2^32.
+// Convert differences of successive values back to the values, modulo 2^32.
 function decodeDeltas(column) {
   for (let k = 1; k < column.length; k++) column[k] += column[k - 1];
   return column;
@@ -30,7 +30,7 @@ async function loadRun(raw) {
     end[k] = (begin[k] + column.length[k]) * tick;
   }
   raw.offsets.slice(1).forEach((hi, r) => rank.fill(r, raw.offsets[r], hi));
-  const other = {}; // positions of other spans, kept as distances; 0 is none
+  const other = {}; // indices of related spans. A column has their distances from the span itself; 0 means none.
   const positions = (name) => column[name].map((distance, k) => (distance ? k + distance : -1));
   for (const name of ["criticalPredecessor", "partner"]) other[name] = positions(name);
   other.needs = Object.keys(column).filter((name) => name.startsWith("need")).map(positions);
@@ -44,7 +44,7 @@ async function loadRun(raw) {
   });
   const times = (ticks) => Float64Array.from(decodeDeltas(ticks), (t) => t * tick);
   const gaps = { cause: column.gapCause, awaited: column.gapAwaited, start: times(column.gapStart), end: times(column.gapEnd) };
-  const bands = []; // the times in which stages are unsharded
+  const bands = []; // the intervals in which stages are unsharded
   for (const name of ["bandStart", "bandEnd"]) decodeDeltas(column[name]);
   column.bandRank.forEach((rank, k) => bands.push({ rank, row: column.bandRow[k], localStage: column.bandLocalStage[k],
     start: column.bandStart[k] * tick, end: column.bandEnd[k] * tick }));
@@ -52,11 +52,12 @@ async function loadRun(raw) {
     total: raw.span * raw.scale, hasPairs: column.half.includes(1) };
 }
 
-// The index of the colour of a span, which depends on its opcode and its local stage.
+// Return the index of the colour of a span, which depends on its opcode and its local stage.
 const SHADES = 8;
 const tintIndexOf = (run, k) => run.op[k] * SHADES + (Math.max(run.stagesOnRank[run.rank[k]].indexOf(run.stage[k]), 0) % SHADES);
 
-// Row by row what is drawn: indices by start, and the largest end so far, by which to find the first.
+// Return the rows to draw: the spans of one rank and lane, with sends apart. `index` has the spans in order of their start.
+// `reach` has the latest end of the spans up to each entry. A binary search in it finds the first visible span.
 function groupIntoRows(run) {
   const found = new Map();
   for (let k = 0; k < run.op.length; k++) {
@@ -77,7 +78,7 @@ function groupIntoRows(run) {
   }).sort((a, b) => a.rank - b.rank || a.lane - b.lane || a.isSend - b.isSend);
 }
 
-// The first of `sorted` that is above (or at) a value.
+// Return the index of the first entry of `sorted` that is at least `value`.
 function findFirst(sorted, value) {
   let lo = 0, hi = sorted.length;
   while (lo < hi) {

@@ -1,9 +1,9 @@
-// What a person does, and what is then shown.
+// Handle the input of the user, and update the page.
 
 const NO_EXCHANGE = { hops: [], seen: new Set(), ends: [] };
 const state = { chosen: null, gap: null, hover: null, cursor: null, found: null, masks: new Map(), chain: [], exchanged: NO_EXCHANGE, marked: null };
-const MAX_ROWS_WITH_CURVES = 6; // lanes of work that leave room for curves
-let studio = null; // what the studio adds to this page: `grab`, `drag`, `drop`, `paint`, `keys` and `describeGap`
+const MAX_ROWS_WITH_CURVES = 6; // With more compute lanes, the page does not show curves at the start.
+let studio = null; // the members that the studio adds: `grab`, `drag`, `drop`, `paint`, `keys`, `hint` and `describeGap`
 let runs = [], selectedMode = 0, isRedrawPlanned = false, drag = null, matches = [], matchIndex = -1;
 
 function redraw() {
@@ -32,7 +32,7 @@ function resize() {
   redraw();
 }
 
-// ---------------------------------------------------------------- choosing and finding
+// ---------------------------------------------------------------- selection and search
 
 function updateMasks() {
   state.masks = new Map();
@@ -61,14 +61,14 @@ function choose(run, k, idle = null) {
   redraw();
 }
 
-// The idle time of a rank, with the chain of the instruction that ends it.
+// Select an idle interval of a rank, and show the critical path to the instruction that ends it.
 function chooseGap(run, rank, t) {
   const idle = { run, rank, ...findGap(run, rank, t) };
   if (idle.next >= 0) choose(run, idle.next, idle);
   else { choose(null); state.gap = idle; describeSelection(); }
 }
 
-// The next idle time of the shown run, the longest first.
+// Select the next idle interval of the first run that is shown, in descending order of length.
 function chooseNextGap() {
   const [run] = view.shown, list = [];
   if (!run) return;
@@ -107,7 +107,7 @@ function chooseMatch(by) {
   redraw();
 }
 
-// From the chosen one along its lane, or to the nearest in the next lane.
+// Select the next or previous span on the lane of the selected span (`along`), or the span at its time on an adjacent lane (`down`).
 function moveSelection(along, down) {
   const { chosen } = state, lanes = view.lanes;
   if (!chosen || !view.shown.includes(chosen.run)) {
@@ -154,7 +154,7 @@ function updateLegend() {
   const seen = new Set();
   for (const run of view.shown) for (const row of run.rows) for (const k of row.index) seen.add(run.op[k]);
   const most = Math.max(...view.shown.map((run) => run.stagesPerRank));
-  // What bears one colour has one entry.
+  // Opcodes with the same colours share an entry.
   const alike = new Map();
   for (const op of [...seen].sort((a, b) => a - b)) {
     const own = fills[op].slice(0, OPS[op].isCompute ? Math.min(most, 4) : 1).map(({ fill }) => fill);
@@ -307,7 +307,7 @@ function addListeners() {
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", (event) => switchTheme(event.matches));
 }
 
-// Title, words and tables, for a page without them in its HTML.
+// Write the title, the summary and the tables into a page whose HTML does not contain them.
 function fillDetails({ title, summary, tables }) {
   root.querySelector("h1").textContent = title;
   $("summary").textContent = summary;
@@ -329,7 +329,7 @@ function fillDetails({ title, summary, tables }) {
   }));
 }
 
-// Show other runs. A person who has zoomed in keeps the times in view.
+// Show other runs. If the user has zoomed in, the visible range of time does not change.
 async function showData(next) {
   const loaded = await Promise.all(next.runs.map(loadRun)), isZoomedOut = view.t0 <= 0 && view.t1 >= longestSpan();
   for (const run of loaded) run.rows = groupIntoRows(run);
@@ -346,7 +346,7 @@ async function showData(next) {
   Object.assign(state, { chosen: null, gap: null, hover: null, chain: [], exchanged: NO_EXCHANGE });
   $("tip").hidden = true;
   view.shown = runs;
-  ratio = 0; // colours and sizes are computed again
+  ratio = 0; // `resize` then computes colours and sizes again
   resize();
   selectRuns(runs.length > 1 ? runs.length : 0);
   if (isZoomedOut) showAllTimes(); else setTimeRange(view.t0, view.t1);

@@ -1,9 +1,9 @@
-// The canvas: boxes where they can be seen, density where they cannot.
+// Draw on the canvas. Spans that are too narrow for a box are drawn as the mean colour of each pixel.
 
 const canvas = $("canvas"), pen = canvas.getContext("2d");
 const strip = document.createElement("canvas"), stripPen = strip.getContext("2d");
 const FONT = "system-ui, -apple-system, 'Segoe UI', Roboto, 'Noto Sans', 'DejaVu Sans', sans-serif";
-let denseLanes = []; // lanes whose shares of pixels are still to be painted
+let denseLanes = []; // the narrow spans of each lane, summed per pixel. `paintDense` draws and removes them.
 let ratio = 1, colours = {}, fills = [], tints = [], tintChannels = null, idleHatch = null, boxHatch = null;
 
 const isDark = () => host.classList.contains("dark");
@@ -19,7 +19,7 @@ function readTheme() {
   boxHatch = makeHatch("#fff", -1);
 }
 
-// Lines that rise to the right, or with -1 to the left.
+// Return a pattern of diagonal lines. They rise to the right if `rises` is 1, and to the left if it is -1.
 function makeHatch(colour, rises) {
   const tile = document.createElement("canvas");
   tile.width = tile.height = 8 * ratio;
@@ -37,7 +37,8 @@ function makeHatch(colour, rises) {
 
 const fillOf = (run, k) => tints[tintIndexOf(run, k)];
 
-// One lane of one rank: boxes of a pixel and more one by one, what is smaller as its share of each pixel.
+// Draw a lane of a rank. A span of 1.5 pixels or more is a box. A narrower span adds its share of each pixel to `denseLanes`. With
+// a mask, draw only the spans in it, and draw each as a box.
 function paintLane(lane, mask, y = lane.y - view.top + HEAD_HEIGHT) {
   const { run, index, reach, high, tint } = lane, { t0, t1 } = view;
   if (y > view.high || y + high < 0) return;
@@ -83,7 +84,7 @@ function paintLane(lane, mask, y = lane.y - view.top + HEAD_HEIGHT) {
   if (bins && top > low) denseLanes.push({ bins, low, top, y, high });
 }
 
-// All densities at once: handing pixels to a canvas costs more than painting them.
+// Draw all lanes in `denseLanes` with one call of putImageData, because a call takes longer than its pixels.
 function paintDense() {
   if (!denseLanes.length) return;
   const wide = Math.ceil((view.wide - GUTTER_WIDTH) * ratio), image = new ImageData(wide, denseLanes.length), out = image.data;
@@ -108,7 +109,7 @@ function paintLabel(run, k, left, right, y, high, fill) {
   const op = OPS[run.op[k]], text = op.isCompute ? `${op.text}${run.mb[k]}` : op.text;
   const hasStageLabel = run.stagesPerRank > 1 && op.isCompute && high >= 25;
   const most = Math.min(13, high * (hasStageLabel ? 0.42 : 0.56)), fits = (right - left - 2) / (text.length * 0.62);
-  const size = [most, most * 0.8, most * 0.65].find((size) => size <= fits); // few sizes: a row reads evenly
+  const size = [most, most * 0.8, most * 0.65].find((size) => size <= fits); // only three sizes, so that the labels of a row look alike
   if (!size || size < 7.5) return;
   pen.fillStyle = fill.ink;
   pen.font = `${size}px ${FONT}`;
@@ -127,7 +128,7 @@ function paintCurve(block) {
   pen.fillStyle = colours.lane;
   for (let s = 0; s < strips; s++) pen.fillRect(xOf(0), head + s * pitch, xOf(run.total) - xOf(0), high);
   run.curves.forEach((curve, c) => {
-    const y = head + Math.max(c - 1, 0) * pitch; // what is in flight lies on the same strip as memory
+    const y = head + Math.max(c - 1, 0) * pitch; // the curves of pairs in flight and of device memory share a strip
     const { times, values } = curve.ranks[rank], up = (v) => y + high - 1 - ((high - 3) * v) / (curve.most || 1);
     const from = Math.max(findFirst(times, view.t0) - 1, 0), line = new Path2D();
     let x = xOf(Math.max(from ? times[from] : 0, view.t0)), low = null, peak = null;
@@ -153,7 +154,7 @@ function paintCurve(block) {
   });
 }
 
-// An arrow from the end of one span's row to another's.
+// Draw an arrow from the start of one span to the end of another.
 function paintArrow(run, from, to, strong) {
   const a = boxOf(run, from), b = boxOf(run, to);
   if (!a || !b) return;
@@ -181,7 +182,7 @@ function paintArrows(run, list, strong) {
   }
 }
 
-// A chain: its boxes outlined, and a line from each link to the next.
+// Draw a critical path: outline its boxes, and connect each box with the next by a line.
 function paintChain(run, links) {
   pen.strokeStyle = pen.fillStyle = colours.accent;
   pen.lineWidth = 2;
@@ -232,7 +233,7 @@ function paintRuler() {
   }
 }
 
-// The whole run in small, once per layout; what is in view is framed.
+// Draw the overview of the complete run, with a frame around the visible range of time. The overview is computed once per layout.
 let overview = null;
 function paintMap() {
   const wide = view.wide - GUTTER_WIDTH, all = longestSpan();
@@ -305,7 +306,7 @@ function paintGutter() {
   }
 }
 
-// The stages of a rank, each while it is unsharded.
+// Draw a band for each stage of a rank while the stage is unsharded.
 function paintBands({ run, bands }) {
   const shades = DATA.unshardedStages[isDark() ? "dark" : "light"];
   for (const { row, localStage, start, end } of bands.list) {
@@ -316,7 +317,7 @@ function paintBands({ run, bands }) {
   }
 }
 
-// Everything. `state` is what is chosen, hovered and found.
+// Draw everything. `state` has the selected span, the span under the pointer, and the search results.
 function paint(state) {
   pen.setTransform(ratio, 0, 0, ratio, 0, 0);
   pen.fillStyle = colours.back;
@@ -362,7 +363,7 @@ function paint(state) {
     const twin = view.shown.length > 1 && counterpartOf(one.run, one.k);
     if (twin) paintOutline(twin, one === chosen);
   }
-  if (state.cursor) { // one time in all runs
+  if (state.cursor) { // a vertical line at the time of the pointer, through all runs
     pen.fillStyle = colours.focus;
     pen.fillRect(xOf(state.cursor), HEAD_HEIGHT, 1, view.high);
   }
@@ -387,7 +388,7 @@ function paint(state) {
   }
 }
 
-const MAX_ARROWS = 1500; // arrows that are of use at once
+const MAX_ARROWS = 1500; // more arrows would hide the chart
 function visibleMessages(run) {
   const near = listMessages(run).filter(([a, b]) => run.end[b] >= view.t0 && run.start[a] <= view.t1);
   return near.length <= MAX_ARROWS ? near : null;

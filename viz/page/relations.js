@@ -1,16 +1,16 @@
-// What instructions have to do with each other: messages, chains, names, matches.
+// Relations between instructions: messages, critical paths and waits. Also names, searches and numbers.
 
 const isComputeSpan = (run, k) => OPS[run.op[k]].isCompute;
 
 function nameOf(run, k) {
   const op = OPS[run.op[k]];
   if (op.scope === "stage.mb") return `${op.text} ${run.stage[k]}.${run.mb[k]}`;
-  const update = run.mb[k]; // left out of the first, as in the text of a program
+  const update = run.mb[k]; // the number of the update or the occurrence. 0 is not written, as in the text of a program.
   if (op.scope === "rank") return op.text + (update ? ` ${update}` : "");
   return `${op.text} ${run.stage[k]}` + (update ? `.${update}` : "");
 }
 
-// The chain that decides when a span starts: each link was, of what the next waited for, the last to end.
+// Return the spans that determine when a span starts. Each one is the predecessor of the next span that ended last.
 function findCriticalPathTo(run, k) {
   const links = [];
   for (; k >= 0; k = run.criticalPredecessor[k]) links.push(k);
@@ -23,7 +23,7 @@ function findCriticalPath(run) {
   return run.end.length ? findCriticalPathTo(run, last) : [];
 }
 
-// All messages: [from, to], the sending span and the receiving one.
+// Return all messages as pairs [sending span, receiving span].
 function listMessages(run) {
   if (run.messages) return run.messages;
   const list = [];
@@ -33,7 +33,7 @@ function listMessages(run) {
   return (run.messages = list);
 }
 
-// Who needs what a span gives.
+// Return a map from each span to the spans that need its values.
 function findConsumers(run) {
   if (run.consumers) return run.consumers;
   const list = new Map();
@@ -42,7 +42,8 @@ function findConsumers(run) {
   return (run.consumers = list);
 }
 
-// What a span got from other ranks and gave to them, hop by hop until the work at the other end.
+// Find what a span receives from other ranks and sends to them. `hops` has the pairs of spans of the messages, `seen` all spans
+// between the ranks, and `ends` the compute spans on the other ranks.
 function findExchange(run, k) {
   const hops = [], seen = new Set([k]), ends = [];
   const walk = (at, back) => {
@@ -68,7 +69,7 @@ function findExchange(run, k) {
   return { hops, seen, ends };
 }
 
-// How long the queue of a span stood still before it, and what it waited for.
+// Return how long the lane of a span was idle before it, and `blamed`: the predecessor of the span that ended last, or -1.
 function measureWait(run, k) {
   const lane = OPS[run.op[k]].lane;
   let before = k - 1;
@@ -79,7 +80,7 @@ function measureWait(run, k) {
   return { length: run.half[k] === 2 ? 0 : run.start[k] - since, since, blamed };
 }
 
-// Why a rank is idle between two times: [cause, how long, what is awaited], the longest first.
+// Return why a rank is idle between two times, as entries [cause, duration, awaited span]. The longest comes first.
 function listIdleCauses(run, rank, from, to) {
   const list = [], slack = run.total * 1e-9;
   for (let g = run.gapOffsets[rank]; g < run.gapOffsets[rank + 1]; g++) {
@@ -89,7 +90,8 @@ function listIdleCauses(run, rank, from, to) {
   return list.sort((a, b) => b[1] - a[1]);
 }
 
-// "F 2.3", "rank 1", "stage 2", "mb 3", "send_act", "Forward"; words must all hold.
+// Return a test of spans for a query such as "F 2.3", "rank 1", "stage 2", "mb 3", "send_act" or "Forward". A span must match
+// all words. Return null if a word is unknown.
 function parseQuery(text) {
   const words = text.trim().toLowerCase().split(/[\s,]+/).filter(Boolean);
   const tests = [];
@@ -121,15 +123,15 @@ function parseQuery(text) {
 
 // ---------------------------------------------------------------- numbers
 
-// Five digits, or as many as tell apart what is `fine` apart.
+// Return a number with five digits, or with more if they are needed to show a difference of `fine`.
 function formatNumber(x, fine = 0) {
   const digits = x && fine ? Math.ceil(Math.log10(Math.abs(x) / fine)) + 1 : 0;
   return String(+x.toPrecision(Math.max(5, Math.min(digits, 15))));
 }
 
-// A length of time in its run's own unit, or in a unit chosen for `of`.
+// Return a duration with its unit: the unit of the run. For seconds, it is the unit that fits the duration `of`.
 function formatTime(run, x, of = x, fine = 0) {
-  x /= run.scale; of *= (1 + 1e-6) / run.scale; fine /= run.scale; // a second less a rounding is a second
+  x /= run.scale; of *= (1 + 1e-6) / run.scale; fine /= run.scale; // 1e-6: a rounded second still has the unit s
   if (run.unit !== "s") return formatNumber(x, fine) + (run.unit ? ` ${run.unit}` : "");
   const [one, unit] = Math.abs(of) >= 1 ? [1, "s"] : Math.abs(of) >= 1e-3 ? [1e-3, "ms"] : [1e-6, "µs"];
   return `${formatNumber(x / one, fine / one)} ${unit}`;

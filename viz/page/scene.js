@@ -1,4 +1,4 @@
-// Where things are: the visible part of time, and from the top down the lanes of each rank.
+// Positions: the visible range of time, and the lanes of each rank from top to bottom.
 
 const OVERVIEW_HEIGHT = 46, RULER_HEIGHT = 24, GUTTER_WIDTH = 96, HEAD_HEIGHT = OVERVIEW_HEIGHT + RULER_HEIGHT;
 
@@ -7,10 +7,10 @@ const view = { t0: 0, t1: 1, top: 0, tall: 1, shown: [], wide: 1, high: 1, heigh
 
 const xOf = (t) => GUTTER_WIDTH + ((t - view.t0) / (view.t1 - view.t0)) * (view.wide - GUTTER_WIDTH);
 const tOf = (x) => view.t0 + ((x - GUTTER_WIDTH) / (view.wide - GUTTER_WIDTH)) * (view.t1 - view.t0);
-// All runs have one time axis, whichever are shown.
+// All runs share one time axis, even if only one of them is shown.
 const longestSpan = () => Math.max(...runs.map((run) => run.total), 1e-300);
 
-// Blocks (a rank of a run) and lanes, for lanes of work as high as `work`.
+// Return the blocks (one per rank of a run) and their lanes, for compute lanes with a height of `work` pixels.
 function layOut(work) {
   const talk = Math.max(2, Math.min(9, Math.round(work * 0.26))), inset = work > 13 ? 2 : 1;
   const curve = Math.max(14, Math.round(work * 0.95)), gap = work > 15 ? 12 : work > 8 ? 5 : 1;
@@ -38,7 +38,7 @@ function layOut(work) {
         block.bands = { y, high, list: run.bands.filter((band) => band.rank === rank) };
         y += high * rows + inset;
       }
-      if (view.curves) { // a strip of what is in flight and on the device, and one for each tier below
+      if (view.curves) { // one strip for pairs in flight and device memory, and one for each tier below the device
         const strips = Math.max(1, run.curves.length - 1);
         block.curve = { y, high: curve, strips };
         y += strips * (curve + inset);
@@ -64,7 +64,7 @@ function updateLayout() {
   view.top = Math.max(0, Math.min(view.top, view.height - room));
 }
 
-// Show these times, within bounds: not beyond the run, not closer than a billionth of it.
+// Set the visible range of time. It stays within 2% of the longest run, and shows at least 1e-8 of that run.
 function setTimeRange(t0, t1) {
   const all = longestSpan(), least = all * 1e-8, span = Math.max(least, Math.min(t1 - t0, all * 1.04));
   const middle = (t0 + t1) / 2, margin = all * 0.02;
@@ -86,7 +86,8 @@ function laneOf(run, k) {
   return view.find.get(run)?.get((run.rank[k] * LANES.length + op.lane) * 2 + (op.isSend ? 1 : 0));
 }
 
-// Top and height of a span's box; a pair run together shares a box. Of what takes no time, its lane of work.
+// Return the top and the height of a span's box. Two instructions that run together share a box. If the lane of the span is not
+// drawn, return those of the compute lane of its rank.
 function boxOf(run, k) {
   const lane = laneOf(run, k);
   if (!lane) {
@@ -97,7 +98,7 @@ function boxOf(run, k) {
   return { y: lane.y + (half === 2 ? lane.high / 2 : 0), high: half ? lane.high / 2 : lane.high };
 }
 
-// What is at a point: a span, idle time of a rank, or nothing.
+// Return what is at a point: a span, the idle time or the curves of a rank, or null.
 function findTarget(x, y) {
   if (x < GUTTER_WIDTH || y < HEAD_HEIGHT) return null;
   const t = tOf(x), near = (3 * (view.t1 - view.t0)) / (view.wide - GUTTER_WIDTH), down = y - HEAD_HEIGHT + view.top;
@@ -120,7 +121,7 @@ function findTarget(x, y) {
   return down < block.y + block.work && t >= 0 && t <= block.run.total ? { run: block.run, rank: block.rank, t } : null;
 }
 
-// The gap of a rank's work at a time: where it begins and ends, and what ends it.
+// Return the idle interval of a rank's compute lane at a time: its start, its end, and the span that ends it, or -1.
 function findGap(run, rank, t) {
   const lane = view.lanes.find((l) => l.run === run && l.rank === rank && l.lane === 0);
   let since = 0, next = -1;
@@ -131,7 +132,7 @@ function findGap(run, rank, t) {
   return { since, until: next >= 0 ? run.start[next] : run.total, next };
 }
 
-// Bring a span into view; with `closer`, so large that it can be read.
+// Move the view so that it contains a span. With `closer`, also zoom in until the label of the span is readable.
 function bringIntoView(run, k, closer) {
   const length = run.end[k] - run.start[k], middle = (run.start[k] + run.end[k]) / 2;
   const span = view.t1 - view.t0;

@@ -1,4 +1,4 @@
-// The texts about instructions and idle time, in the panel and next to the pointer.
+// The texts about instructions and idle time, in the panel and in the tooltip.
 
 function listSpanFacts(run, k) {
   const op = OPS[run.op[k]], { length, blamed, since } = measureWait(run, k);
@@ -29,7 +29,7 @@ function valueAt(curve, rank, t) {
   return past ? values[past - 1] : 0;
 }
 
-// The same instruction of the other run, if both ran the same program, or programs of the same stages.
+// Return the same instruction of the other run, or null. Both runs must have the same program, or as many stages.
 function counterpartOf(run, k) {
   const other = runs.find((r) => r !== run);
   if (!other) return null;
@@ -41,7 +41,7 @@ function counterpartOf(run, k) {
   return j === undefined ? null : { run: other, k: j };
 }
 
-// Why a rank was idle, in a line for each cause.
+// Return the lines that explain why a rank was idle: one line for each of the 4 longest causes.
 function describeIdleCauses(run, rank, from, to) {
   return listIdleCauses(run, rank, from, to).slice(0, 4).map(([cause, length, awaits], nth) => {
     const whom = awaits < 0 ? "" : `: ${nameOf(run, awaits)}` + (run.rank[awaits] === rank ? "" : ` on rank ${run.rank[awaits]}`);
@@ -102,7 +102,7 @@ function listGapFacts({ run, rank, since, until, next }) {
   return [...list, ...describeIdleCauses(run, rank, since, until)];
 }
 
-// The causes of idle time, and the chain of the instruction that ends it: the work on it, by kind and rank.
+// Show an idle interval in the panel: its causes, and the compute instructions of other ranks on the critical path to its end.
 function describeGap(panel, idle) {
   const { run, rank, next } = idle, list = listGapFacts(idle);
   panel.append(makeElement("div", `rank ${rank} is idle`, "name"), makeTable(list));

@@ -1,9 +1,9 @@
 """Find the longest path to every node with numpy, one frontier of ready nodes at a time.
 
-A frontier is the set of nodes whose last predecessor is in the previous frontier. A frontier takes
-a fixed number of array operations, and each edge is visited once. So the running time grows with
-the number of edges plus the number of frontiers, which is the depth of the graph. The result is
-bitwise equal to that of `node_loop.solve_by_loop`.
+A frontier is the set of nodes whose last predecessor is in the previous frontier. Each frontier
+takes a fixed number of array operations, and each edge is visited once. So the running time grows
+with the number of edges plus the number of frontiers. The number of frontiers is the depth of the
+graph. The result is bitwise equal to that of `node_loop.solve_by_loop`.
 """
 
 from __future__ import annotations
@@ -39,7 +39,8 @@ def solve_by_frontiers(problem: LongestPathProblem) -> tuple[Times, Levels]:
     lags = _compute_hop_delays(rows, rank, hop) if len(hop) else None
     missing = after.count_predecessors()
     front = np.flatnonzero(node_mask & (missing[:nodes] == 0))
-    start, turn = np.zeros(nodes + 1), np.zeros(nodes + 1, np.int32)
+    start = np.zeros(nodes + 1)
+    turn = np.zeros(nodes + 1, np.int32)
     turns, one, count = 0, *np.empty((2, 0), np.int32)
     while len(front):
         turns += 1
@@ -59,9 +60,11 @@ def solve_by_frontiers(problem: LongestPathProblem) -> tuple[Times, Levels]:
                 if len(hop):
                     source = front[wide].repeat(each)
                     ends += np.where(rank[source] != rank[more], hop[source], 0.0)
-                to, given = np.concatenate([to, more]), np.concatenate([given, ends])
+                to = np.concatenate([to, more])
+                given = np.concatenate([given, ends])
         if len(one) < len(to):
-            one, count = np.ones(2 * len(to), np.int32), np.arange(2 * len(to), dtype=np.int32)
+            one = np.ones(2 * len(to), np.int32)
+            count = np.arange(2 * len(to), dtype=np.int32)
         missing[nodes] = _MAX_INT32  # an empty place must never become ready
         np.maximum.at(start, to, given)
         np.subtract.at(missing, to, one[: len(to)])
@@ -76,8 +79,8 @@ class _Successors:
     """The successors of each node: a table with `_WIDTH` columns, and a CSR list of the rest.
 
     Attributes:
-        rows: A row per node with its first successors, and one more row that is empty. An empty
-            place contains the number of nodes.
+        rows: A row per node with its first successors, and one more row that is empty. The number
+            of nodes marks an empty place, because no node has this number.
         offsets: The successors of node `a` that do not fit in its row are
             `targets[offsets[a]:offsets[a + 1]]`.
         targets: The successors that do not fit in the rows.
@@ -128,7 +131,7 @@ class _Successors:
 def _place_edges(
     source: Positions, target: Positions, column: Positions, empty: int
 ) -> tuple[Positions, Positions]:
-    """Put edges into free places of `column`, and return the edges that it does not contain."""
+    """Put edges into free places of `column`, and return the edges that are not in `column`."""
     free = column[source] == empty
     column[source[free]] = target[free]
     left = column[source] != target

@@ -38,7 +38,7 @@ class EarliestTimes:
     Attributes:
         start: Earliest start of each instruction, shape (n,), in the unit of the costs; infinite
             for an instruction that never ends because of a cycle.
-        end: Earliest end of each instruction, shape (n,); infinite for the same instructions.
+        end: Earliest end of each instruction, shape (n,); infinite if the start is infinite.
         level: One more than the largest level among the predecessors of the instruction, and 1 if
             it has none. 0 if it never ends.
     """
@@ -62,8 +62,8 @@ def compute_earliest_times(
     Args:
         graph: The dependency graph of the program.
         costs: The costs of instructions; unit costs by default.
-        known_ends: Given ends of instructions, shape (n,). For an entry NaN, the cost determines
-            the end. None if this applies to all instructions.
+        known_ends: Given ends of instructions, shape (n,). If an entry is NaN, the cost determines
+            the end of the instruction. With None, the costs determine all ends.
     """
     problem = build_problem(graph, costs or Costs(), known_ends)
     start, level = solve_longest_paths(problem)
@@ -79,8 +79,8 @@ def compute_earliest_times(
 def compute_remaining_times(graph: Graph, costs: Costs | None = None) -> Times:
     """Return the longest time from the start of each instruction to the end of the program.
 
-    The shortest time of the program minus this time is the latest start of the instruction that
-    does not make the program longer.
+    The length of the critical path minus this time is the latest time at which the instruction can
+    start without making the program longer.
 
     Args:
         graph: The dependency graph of a lowered program.

@@ -30,7 +30,8 @@ class LongestPathProblem(NamedTuple):
     at this end, or `hop_time` later if the successor has another `rank`.
 
     Attributes:
-        edges: Pairs of arrays: the sources and the targets of some edges. They are read only once.
+        edges: Pairs of arrays: the sources and the targets of some edges. A solver iterates over
+            the pairs only once.
         node_mask: A mask of the numbers that are nodes, shape (nodes,).
         cost: The cost of each node, shape (nodes,).
         fixed_end: The given end of each node, or NaN if the cost determines the end; may be empty.
@@ -67,13 +68,16 @@ def solve_by_loop(
     del sources  # frees memory before the next arrays are allocated
     target = np.concatenate(targets, dtype=np.int32)
     del targets
-    ready, turn, start = np.zeros(nodes, np.int32), np.zeros(nodes, np.int32), np.zeros(nodes)
+    ready = np.zeros(nodes, np.int32)
+    turn = np.zeros(nodes, np.int32)
+    start = np.zeros(nodes)
     if loops is None:
         after = target[np.argsort(source, kind="stable")]
         first = np.append(0, np.cumsum(np.bincount(source, minlength=nodes)))
         missing = np.bincount(target, minlength=nodes)
     else:
-        first, missing = np.zeros(nodes + 1, np.int32), np.zeros(nodes, np.int32)
+        first = np.zeros(nodes + 1, np.int32)
+        missing = np.zeros(nodes, np.int32)
         after = np.empty(len(source), np.int32)
         loops[0](source, target, first, after, missing)
     missing[~node_mask] = 1
@@ -98,10 +102,10 @@ def fill_successors(
     Args:
         source: The source of each edge.
         target: The target of each edge.
-        offsets: Zeros, one more than there are nodes. Filled so that the edges of node a lead to
-            `sorted_targets[offsets[a]:offsets[a + 1]]`.
-        sorted_targets: Filled with the targets, sorted by their source.
-        pending_counts: Zeros, one per node. Filled with the number of edges to each node.
+        offsets: An output. Its length is the number of nodes + 1, and it must be filled with zeros.
+            Afterwards the edges of node a lead to `sorted_targets[offsets[a]:offsets[a + 1]]`.
+        sorted_targets: An output: the targets, sorted by their source.
+        pending_counts: An output: the number of edges to each node. It must be filled with zeros.
     """
     for a in source:
         offsets[a] += 1
@@ -136,13 +140,13 @@ def fill_longest_paths(
         fixed_end: See `LongestPathProblem`.
         rank: See `LongestPathProblem`.
         hop_time: See `LongestPathProblem`.
-        pending_counts: As `fill_successors` fills it, and 1 for numbers that are not nodes. Reduced
-            to 0 for each node that is reached.
+        pending_counts: As `fill_successors` fills it, but 1 for numbers that are not nodes. The
+            function reduces it to 0 for each node that it reaches.
         offsets: As `fill_successors` fills it.
         sorted_targets: As `fill_successors` fills it.
-        queue: Zeros, one per node. Filled with the nodes in the order in which they are reached.
-        start: Zeros, one per node. Filled with the starts.
-        level: Zeros, one per node. Filled with the levels.
+        queue: An output: the nodes, in the order in which the function reaches them.
+        start: An output: the start of each node. It must be filled with zeros.
+        level: An output: the level of each node. It must be filled with zeros.
     """
     nodes, fixes, hops = len(cost), len(fixed_end) > 0, len(hop_time) > 0
     # The queue is first in, first out. So the last predecessor of a node has the largest level.

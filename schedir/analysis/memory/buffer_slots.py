@@ -2,10 +2,10 @@
 
 A value uses a slot of its rank and kind, from the start of its producer to the end of the
 instruction that frees it. Slots are assigned along the Stream. An instruction that starts a value
-fills a slot. It uses the slot that was freed earliest. So with c slots of a kind, the k-th fill
-uses the slot of the (k-c)-th free. The number of slots determines the slot of each value, and the
-instruction that each fill waits for. This is interval colouring: c slots suffice if and only if at
-most c values exist at the same time.
+fills a slot. It uses the slot that was freed earliest. So with c slots of a kind, the k-th
+instruction that fills a slot uses the slot that the (k-c)-th freeing instruction has freed. The
+number of slots determines the slot of each value, and the instruction that each fill waits for.
+This is interval colouring: c slots suffice if and only if at most c values exist at the same time.
 
 Receives fill slots of inputs (ACT_IN, GRAD_IN). Compute fills slots of outputs (ACT_OUT, GRAD_OUT).
 The slots of outputs are read by a send, or by the compute of the neighbour stage on the same rank.
@@ -14,8 +14,8 @@ A slot from which messages are sent has the size of a value in the form in which
 The host has slots, too, for offloaded activations and for optimizer states on the disk. The
 instruction that moves a value to the host waits for a slot, and the instruction that moves the
 value from the host frees the slot. Without offload, only compute fills and frees the slots of SAVED
-and DEFERRED_WGRAD. Compute is in order, so the smallest number of slots costs no time, and a
-program need not specify the number.
+and DEFERRED_WGRAD. A rank runs its compute in order, so the smallest possible number of these slots
+makes no program slower. So a program need not specify the number.
 
 With ZeRO, a slot of UNSHARDED_PARAMS or WGRAD is not a static buffer. The number of slots limits
 how many stages are unsharded at the same time. By default each stage has one separate slot.
@@ -48,7 +48,8 @@ from schedir.ir.isa.instructions import (
 )
 from schedir.ir.program import HOST_SLOT_VALUES, UNSHARED_SLOTS, Program
 
-# (kind, stage, microbatch) -> the index in the Stream of each instruction that fills -> its slot.
+# (kind, stage, microbatch) -> the index in the Stream of an instruction that fills a slot with this
+# value -> the slot.
 SlotAssignment = dict[tuple[Value, int, int], dict[int, int]]
 # Passes choose the numbers of slots of SLOT_VALUES.  Other kinds have the smallest possible number.
 SLOT_KINDS: Final = tuple(dict.fromkeys((*SLOT_VALUES, *NON_BOUNDARY_VALUES)))
@@ -63,15 +64,13 @@ def count_min_slots(program: Program) -> NDArray[np.int64]:
     Returns:
         Numbers of shape (ranks, kinds), kinds as in `SLOT_KINDS`.
     """
-    flow, group = (
-        Dataflow.from_program(program),
-        number_groups(InstructionIndex.from_program(program)),
-    )
+    flow = Dataflow.from_program(program)
+    group = number_groups(InstructionIndex.from_program(program))
     return np.stack([flow.find_lifetimes(kind).count_peak(group) for kind in SLOT_KINDS], 1)
 
 
 def number_groups(index: InstructionIndex) -> Positions:
-    """Return the number of each instruction's group. A group is issued together.
+    """Return the number of each instruction's group. The host issues all its members together.
 
     Args:
         index: The index of the program.
@@ -89,8 +88,8 @@ def find_slot_reuses(program: Program) -> dict[Value, tuple[Positions, Positions
         program: The program.
 
     Returns:
-        Kind of value -> (positions that fill a slot, positions that free the slot before). Kinds
-        without reuse are missing.
+        Kind of value -> (positions that fill a slot, positions that free the slot before). There is
+        no entry for a kind whose slots are not reused.
     """
     flow, found = Dataflow.from_program(program), {}
     given_counts = _read_slot_counts(program)
@@ -102,7 +101,7 @@ def find_slot_reuses(program: Program) -> dict[Value, tuple[Positions, Positions
         left = _find_previous_users(lives, count)
         if (
             VALUES[kind].scope is Scope.STAGE
-        ):  # one lane frees all of them in order, so the later of two frees comes after both
+        ):  # One lane frees all these values in order. So it is enough to wait for the later free.
             left = np.maximum(left, _find_previous_frees(program, lives))
         if (again := left != NO_POSITION).any():
             found[kind] = lives.filled_at[again], left[again]
@@ -120,7 +119,7 @@ def find_host_slot_reuses(program: Program) -> dict[str, tuple[Positions, Positi
 
     Returns:
         Name of the slots -> (positions that fill a slot, positions that free the slot before).
-        Slots without reuse are missing.
+        There is no entry for slots that are not reused.
     """
     found = {}
     for name in HOST_SLOT_VALUES:
@@ -147,7 +146,7 @@ def find_host_values(program: Program, slot_name: str = "host") -> ValueLives:
 
 
 def _find_previous_users(lives: ValueLives, slot_counts: NDArray[np.int64]) -> Positions:
-    """Return, for each value, the instruction that freed its slot; -1 if its slot is new."""
+    """Return, for each value, the instruction that freed its slot; -1 for the first in a slot."""
     values = np.diff(lives.rank_offsets)
     room = np.repeat(np.where(slot_counts == UNSHARED_SLOTS, values, slot_counts), values)
     taken = np.arange(len(lives.filled_at)) - room
@@ -164,10 +163,8 @@ def _read_slot_counts(program: Program) -> dict[Value, NDArray[np.int64]]:
 
 def _find_previous_frees(program: Program, lives: ValueLives) -> Positions:
     """Return the instruction that freed the previous value of the same stage; -1 for the first."""
-    index, left = (
-        InstructionIndex.from_program(program),
-        np.full(len(lives.filled_at), NO_POSITION, np.int32),
-    )
+    index = InstructionIndex.from_program(program)
+    left = np.full(len(lives.filled_at), NO_POSITION, np.int32)
     key = index.compute_keys(Scope.STAGE, lives.filled_at)
     order = np.argsort(key, kind="stable")
     again = np.flatnonzero(key[order][1:] == key[order][:-1])
@@ -192,9 +189,9 @@ def find_stages(program: Program, kind: Value, rank: int) -> NDArray[np.int64]:
 def count_slots(program: Program) -> NDArray[np.int64]:
     """Return the number of slots of each rank and kind.
 
-    If the program does not specify a number, each value has a separate slot. Values per stage have
-    one slot for each stage. Kinds that only compute fills and frees have the smallest possible
-    number.
+    If the program does not specify a number, each value has a separate slot. A kind whose values
+    belong to a stage and not to a microbatch has one slot for each stage. A kind that only compute
+    fills and frees has the smallest possible number of slots.
 
     Args:
         program: The program.
@@ -202,10 +199,8 @@ def count_slots(program: Program) -> NDArray[np.int64]:
     Returns:
         Numbers of shape (ranks, kinds), kinds as in `SLOT_KINDS`.
     """
-    flow, group = (
-        Dataflow.from_program(program),
-        number_groups(InstructionIndex.from_program(program)),
-    )
+    flow = Dataflow.from_program(program)
+    group = number_groups(InstructionIndex.from_program(program))
     given_counts = _read_slot_counts(program)
     columns = []
     for kind in SLOT_KINDS:
@@ -236,11 +231,9 @@ def assign_slots(program: Program, rank: int) -> SlotAssignment:
         back fills two slots.
     """
     slots: SlotAssignment = {}
-    flow, index, begin = (
-        Dataflow.from_program(program),
-        InstructionIndex.from_program(program),
-        int(program.offsets[rank]),
-    )
+    flow = Dataflow.from_program(program)
+    index = InstructionIndex.from_program(program)
+    begin = int(program.offsets[rank])
     for kind, count in zip(SLOT_KINDS, count_slots(program)[rank].tolist(), strict=True):
         lives = flow.find_lifetimes(kind)
         fills = lives.filled_at[lives.get_rank_slice(rank)].tolist()
@@ -282,13 +275,15 @@ def group_by_form(
     Args:
         program: The program.
         kind: A kind of output.
-        positions: Position of an instruction for each value, with its stage and microbatch.
+        positions: For each value, the position of an instruction with the value's stage and
+            microbatch.
 
     Yields:
         The opcodes that change the form of some of the values, in execution order; and a mask of
         these values, in the shape of `positions`.
     """
-    index, code = InstructionIndex.from_program(program), np.zeros(len(positions), np.int64)
+    index = InstructionIndex.from_program(program)
+    code = np.zeros(len(positions), np.int64)
     changed = [op for op in find_form_changes(kind) if op in index.position_by_key]
     for k, op in enumerate(changed):
         code |= (index.find_positions(op, index.key[positions]) != NO_POSITION).astype(
@@ -312,7 +307,7 @@ def compute_form_sizes(
         kind: The kind of value.
         change_ops: The opcodes that change the form.
         sizes: The sizes of values.
-        positions: The position of an instruction of each value.
+        positions: For each value, the position of an instruction with its stage and microbatch.
 
     Returns:
         Bytes, of the shape of `positions`.
@@ -333,12 +328,11 @@ def count_send_slots(program: Program, kind: Value) -> dict[tuple[Opcode, ...], 
     Returns:
         Opcodes that change the form -> numbers of slots, shape (ranks,).
     """
-    lives, sent = Dataflow.from_program(program).find_lifetimes(kind), is_sent(program, kind)
+    lives = Dataflow.from_program(program).find_lifetimes(kind)
+    sent = is_sent(program, kind)
     ranks, values = program.shape.ranks, np.diff(lives.rank_offsets)
-    rank_of, count = (
-        np.repeat(range(ranks), values),
-        count_slots(program)[:, SLOT_KINDS.index(kind)],
-    )
+    rank_of = np.repeat(range(ranks), values)
+    count = count_slots(program)[:, SLOT_KINDS.index(kind)]
     found = {}
     for changed, some in group_by_form(program, kind, lives.filled_at):
         some = some & sent
@@ -361,7 +355,7 @@ def compute_full_sizes(
         program: The program.
         kind: The kind of value.
         sizes: The sizes of values.
-        positions: The position of an instruction of each value.
+        positions: For each value, the position of an instruction with its stage and microbatch.
 
     Returns:
         Bytes, of the shape of `positions`.
@@ -373,12 +367,10 @@ def _look_up_sizes(
     program: Program, kind: Value, size_name: str, sizes: Sizes, positions: Positions
 ) -> NDArray[np.float64]:
     """Return the size `size_name` of the value at each position."""
-    row, index, each = (
-        VALUES[kind],
-        InstructionIndex.from_program(program),
-        sizes.per_microbatch(size_name, program.shape),
-    )
-    # `Sizes` lists bytes under the earlier of the two stages.
+    row = VALUES[kind]
+    index = InstructionIndex.from_program(program)
+    each = sizes.per_microbatch(size_name, program.shape)
+    # `Sizes` lists the bytes of a boundary under the earlier of its two stages.
     if row.peer is not None and not row.peer.is_downstream:
         each = each[program.neighbor_stages(row.peer)]
     return look_up(each, index.stage[positions], index.mb[positions])
@@ -395,7 +387,8 @@ def compute_message_sizes(program: Program, sizes: Sizes, sends: Positions) -> N
     Returns:
         Bytes in the form in which the value is sent, of the shape of `sends`.
     """
-    index, size = InstructionIndex.from_program(program), np.zeros(len(sends))
+    index = InstructionIndex.from_program(program)
+    size = np.zeros(len(sends))
     for op in SEND_OPS:
         own = np.flatnonzero(index.op[sends] == op)
         (kind,) = INSTRUCTIONS[op].needs

@@ -1,23 +1,24 @@
 """Compute the memory of each rank from its Stream and the sizes of values.
 
 Without sizes, memory is a number of (stage, microbatch) pairs in flight. A pair is in flight from
-its Forward until nothing that the Forward saved is needed: until Backward, or until BackwardWeight
-if the backward is split.
+its Forward until the rank no longer needs what the Forward saved. The rank needs it until the end
+of the Backward, or of the BackwardWeight if the backward is split.
 
 With sizes, memory is in bytes, and has two parts:
 
-- Received and sent values use static slots, which exist during the full step. Their memory is the
-  number of slots times the size of a slot, for every order of the instructions. A slot has the size
-  of a value in the form in which it is sent. A transport that sends directly from the value uses
-  less memory while fewer messages are in flight.
+- Received and sent values use static slots, which exist during the full step. The memory of the
+  slots is their number times the size of a slot. It does not depend on the order of the
+  instructions. A slot has the size of a value in the form in which the value is sent. A transport
+  that sends a value without a copy to a slot may use less memory.
 - Values that compute keeps for later compute use memory from the start of the instruction that
-  produces them. The memory is used until an instruction has freed or changed the value. These
-  values are saved activations, deferred weight gradients, and outputs that stay on the rank for
-  another stage or a change of form. Compute is in order, so these times are exact.
+  produces them until the end of the instruction that frees or changes them. These values are saved
+  activations, deferred weight gradients, outputs for another stage of the same rank, and outputs
+  that change form before they are sent. A rank runs its compute in order, so the order of these
+  changes is exact.
 
-A BackwardInput converts saved activations to deferred weight gradients. While it runs, both
-together use `Sizes.saved_and_deferred`: the saved activations count in full, and the deferred
-weight gradients count only the rest.
+A BackwardInput converts saved activations to deferred weight gradients. While it runs, the two
+together use `Sizes.saved_and_deferred` bytes. The saved activations count with their full size,
+and the deferred weight gradients with the rest of these bytes.
 """
 
 from __future__ import annotations
@@ -73,7 +74,7 @@ from schedir.ir.program import ADDRESS_MASK, HOST_SLOT_VALUES, UNSHARED_SLOTS, P
 
 # ---------------------------------------------------------------- values that move between tiers
 
-# A value that moves between tiers uses a slot of both tiers until the move ends.
+# Until a move between two tiers ends, the value uses a slot on each of the two tiers.
 
 
 Curve = tuple[NDArray[np.int64], NDArray[np.float64]]  # number of values and bytes, over time
@@ -99,7 +100,7 @@ class OffloadSlots(NamedTuple):
     def from_program(
         cls, program: Program, kind: Value, sizes: Sizes, tier: str
     ) -> OffloadSlots | None:
-        """Return the slots that a program specifies for a kind on a tier, or None.
+        """Return the slots that a program specifies for values of a kind on a tier, or None.
 
         Args:
             program: The program.
@@ -123,9 +124,9 @@ class OffloadSlots(NamedTuple):
         return cls(slots, *compute_moved_sizes(program, kind, sizes, TIERS.index(tier)))
 
     def bound_usage(self, rank: int, resident: Curve, moved: Curve) -> Curve:
-        """Return an upper bound of the values of a rank on the tier.
+        """Return upper bounds of the number and the bytes of a rank's values on the tier.
 
-        Each value that stays on the tier has a slot. Moved values can only use the remaining slots.
+        Each value that never moves has a slot. Values that move can only use the remaining slots.
 
         Args:
             rank: The rank.
@@ -133,7 +134,7 @@ class OffloadSlots(NamedTuple):
             moved: Numbers and bytes of the values that move, over time.
 
         Returns:
-            Number and bytes of all these values, over time.
+            The bounds for the values of both curves together, over time.
         """
         there = np.minimum(moved[0], np.maximum(self.slots[rank] - resident[0], 0))
         size = np.minimum(
@@ -142,8 +143,8 @@ class OffloadSlots(NamedTuple):
         return resident[0] + there, resident[1] + size
 
 
-# A (stage, microbatch) pair is in flight while it has a value of these kinds.  Only compute
-# produces and frees them.  A change in place neither starts nor ends a value.
+# A (stage, microbatch) pair is in flight while it has a value of these kinds. Only compute
+# instructions produce and free these values. A change in place neither starts nor ends a value.
 _IN_FLIGHT_VALUES: Final = {
     kind for kind in NON_BOUNDARY_VALUES
     if VALUES[kind].scope is Scope.MICROBATCH
@@ -172,11 +173,11 @@ _HAS_SEVERAL_VALUES: Final = (
 def count_in_flight(
     stream: Stream, frozen_stages: int = 0
 ) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
-    """Return the changes of the number of (stage, microbatch) pairs in flight along a Stream.
+    """Return when the number of (stage, microbatch) pairs in flight changes along a Stream.
 
     Args:
         stream: The Stream of a rank.
-        frozen_stages: Number of first stages that are not trained, and so save no activations.
+        frozen_stages: Number of frozen stages. They are the first stages, and save no activations.
 
     Returns:
         The indices in the Stream at which the number changes, and the number from each index on.
@@ -261,17 +262,18 @@ def peak_in_flight(
 
 _MOVED_SUFFIX: Final = ", moved"  # marks curves of moved values until `bound_usage` merges them
 _HANDED_OVER_NAME: Final = (
-    "handed_over"  # outputs without a slot that the rank's compute passes to its later compute
+    "handed_over"  # outputs that use no slot, because a later instruction of the rank takes them
 )
 
 
 class Footprint(NamedTuple):
     """The memory of one rank over time.
 
-    The first entry of the arrays is the beginning of the step.
+    The first entry of each array is for the beginning of the step.
 
     Attributes:
-        static_memory: Memory that is used all the time: name -> (number of values, their bytes).
+        static_memory: Memory that is used during the full step: name -> (number of values, their
+            bytes).
         positions: Indices in the Stream of the instructions that change the memory.
         is_at_start: True if the change is at the start of the instruction, False if at its end.
         dynamic_memory: Name -> (number of values, their bytes), each as an array with one entry per
@@ -323,10 +325,10 @@ class Footprint(NamedTuple):
 def compute_static_memory(
     program: Program, sizes: Sizes, tier: str = "device"
 ) -> dict[str, NDArray[np.float64]]:
-    """Return the bytes that the stages of each rank use all the time on a tier.
+    """Return the bytes that the stages of each rank use on a tier during the full step.
 
-    A value that is on a tier from the start has memory there all the time, even while it is on
-    another tier.
+    A value that is on a tier at the start of a step has memory there during the full step, even
+    while the value is on another tier.
 
     Args:
         program: The program.
@@ -337,7 +339,8 @@ def compute_static_memory(
         Name in `Sizes`, or label of a sharded state -> bytes of each rank, shape (ranks,).
 
     Raises:
-        UsageError: `model_states` is one number, and the program shards or offloads a part of it.
+        UsageError: `sizes` has one size for all model states (`model_states`), but the program
+            shards or offloads only some of these states.
     """
     shape, zero = program.shape, program.zero
     tiers = {row.size: program.initial_tier(row.value) for row in VALUES if row.initial_tier}
@@ -416,18 +419,18 @@ def compute_footprints(
 ) -> list[Footprint]:
     """Return the memory of each rank on a tier during a step.
 
-    Changes are in the order of the Stream, as the host issues the instructions. For the changes of
-    compute, this is also the order of time. A value that another lane produces counts from the
-    start of the instruction. A value that another lane frees counts until the host has waited for
-    the end of that instruction.
+    Changes are in the order of the Stream, in which the host issues the instructions. Compute
+    instructions also run in this order. For the other lanes, the result is conservative: a value
+    counts from the start of the instruction that produces it, until the host has waited for the end
+    of the instruction that frees it.
 
     Args:
         program: A complete program.
         sizes: The sizes of values.
         tier: One of `TIERS`.
-        worst_case: True for an upper bound for all durations of instructions. A value that another
-            lane produces then counts as soon as its slot is free. A value that another lane moves
-            off the device counts there until it is back or freed.
+        worst_case: True for an upper bound that is valid for all durations of instructions. A value
+            that a lane other than compute produces then counts as soon as its slot is free. A value
+            that is offloaded counts on the device until it is reloaded or freed.
 
     Returns:
         A footprint for each rank.
@@ -442,10 +445,12 @@ def compute_footprints(
         (sizes.for_stages(name, shape.stages) for name in sizes.static_sizes if name != "buffers"),
         np.zeros(shape.stages),
     )
-    version, versions = sizes.for_stages("version", shape.stages), count_peak_versions(program)
+    version = sizes.for_stages("version", shape.stages)
+    versions = count_peak_versions(program)
     static = [kind for kind in BOUNDARY_VALUES if program.takes_memory(kind)]
     room = {kind: _compute_buffer_memory(program, kind, sizes) for kind in static}
-    kept, offload_slots = dict[str, ValueLifetimes](), dict[str, OffloadSlots]()
+    kept = dict[str, ValueLifetimes]()
+    offload_slots = dict[str, OffloadSlots]()
     for kind in SLOT_KINDS:
         if not program.takes_memory(kind) or (kind in static and tier == TIERS[0]):
             continue
@@ -507,7 +512,7 @@ def _get_memory_name(kind: Value) -> str:
 
 
 def _compute_value_sizes(program: Program, kind: Value, sizes: Sizes) -> NDArray[np.float64]:
-    """Return the full bytes of each value of a kind, in the order of its lifetimes."""
+    """Return the full bytes of each value of a kind, in the order of the lifetimes."""
     return compute_full_sizes(
         program, kind, sizes, Dataflow.from_program(program).find_lifetimes(kind).filled_at
     )
@@ -520,27 +525,27 @@ def _compute_buffer_memory(
 
     Each slot has the bytes of the largest value that uses such a slot.
     """
-    lives, each = (
-        Dataflow.from_program(program).find_lifetimes(kind),
-        _compute_value_sizes(program, kind, sizes),
-    )
+    lives = Dataflow.from_program(program).find_lifetimes(kind)
+    each = _compute_value_sizes(program, kind, sizes)
     if kind not in _SENT_VALUES:
         slots = count_slots(program)[:, SLOT_KINDS.index(kind)]
         return slots, slots * lives.max_per_rank(each)
-    sent, number = is_sent(program, kind), np.zeros(program.shape.ranks, np.int64)
+    sent = is_sent(program, kind)
+    number = np.zeros(program.shape.ranks, np.int64)
     size = np.zeros(program.shape.ranks)
     for changed, slots in count_send_slots(program, kind).items():
         each = compute_form_sizes(program, kind, changed, sizes, lives.filled_at)
-        number, size = number + slots, size + slots * lives.max_per_rank(np.where(sent, each, 0.0))
+        number = number + slots
+        size = size + slots * lives.max_per_rank(np.where(sent, each, 0.0))
     return number, size
 
 
 def _find_handover_memory(program: Program, sizes: Sizes) -> ValueLifetimes:
-    """Return the memory of outputs that the rank uses or converts itself, without a slot.
+    """Return the memory of outputs without a slot: the rank uses them or changes their form.
 
     An output for a stage on the same rank uses memory until that stage has used it. An output that
-    changes its form before it is sent uses memory in each form until the next change. The last form
-    uses a send slot, which does not count here.
+    changes its form before it is sent uses memory in each form until the next change of form. The
+    last form uses a send slot, and does not count here.
     """
     index = InstructionIndex.from_program(program)
     group, found = number_groups(index).astype(np.int64), []
@@ -551,7 +556,8 @@ def _find_handover_memory(program: Program, sizes: Sizes) -> ValueLifetimes:
         found.append((end, 2 * group[end] + 1, -one, -each))
 
     for kind in filter(program.uses_value, _SENT_VALUES):
-        lives, sent = Dataflow.from_program(program).find_lifetimes(kind), is_sent(program, kind)
+        lives = Dataflow.from_program(program).find_lifetimes(kind)
+        sent = is_sent(program, kind)
         here = lives.filled_at[~sent]
         add(here, lives.freed_at[~sent], compute_full_sizes(program, kind, sizes, here))
         for changed, some in group_by_form(program, kind, lives.filled_at):

@@ -28,8 +28,8 @@ class UnshardCounts(NamedTuple):
     Attributes:
         unshards: Number of unshards of each rank.
         reductions: Number of reduce-scatters of each rank.
-        max_unsharded: Largest number of stages of each rank that are unsharded at the same time,
-            in the order of the Stream.
+        max_unsharded: Largest number of stages of each rank that are unsharded at the same time, if
+            instructions run in the order of the Stream.
         stages: Number of different stages that each rank unshards.
     """
 

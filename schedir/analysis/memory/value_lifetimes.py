@@ -46,15 +46,16 @@ def compute_value_lifetimes(
 ) -> ValueLifetimes:
     """Return the changes of the memory of one kind of value on a tier.
 
-    If a value changes its form and stays on the tier, its bytes change at the start of the
-    instruction if the value grows, and at its end otherwise.
+    If an instruction changes the form of a value that stays on the tier, the bytes of the value
+    change. They change at the start of the instruction if the value grows, and at its end
+    otherwise.
 
     Args:
         program: The program.
         kind: The kind of value.
         sizes: The sizes of values.
         tier: Index into `TIERS`.
-        worst_case: True for an upper bound for all durations of instructions. See
+        worst_case: True for an upper bound that is valid for all durations of instructions. See
             `compute_footprints`.
         moved: True for the values that are on another tier at some time, False for the others, None
             for all.
@@ -73,7 +74,9 @@ def compute_value_lifetimes(
     group = number_groups(index).astype(np.int64)
     before, after = _has_neighbors(begin, end, here, made, over)
     comes, goes = here & ~before, here & ~after
-    one, adds, first = np.ones(len(begin), np.int64), size.copy(), np.empty(0, np.intp)
+    one = np.ones(len(begin), np.int64)
+    adds = size.copy()
+    first = np.empty(0, np.intp)
     if made_of := VALUES[
         kind
     ].converted_from:  # while it is converted, only its bytes beyond those of the source count
@@ -106,11 +109,12 @@ def compute_value_lifetimes(
 
 
 def _select_states(program: Program, kind: Value, moved: bool | None) -> ValueStates:
-    """Return the states of the values of a kind that leave the device, or of those that do not."""
-    states, index = (
-        Dataflow.from_program(program).find_states(kind),
-        InstructionIndex.from_program(program),
-    )
+    """Return the states of values of a kind.
+
+    `moved` is True for the values that leave the device, False for the others, and None for all.
+    """
+    states = Dataflow.from_program(program).find_states(kind)
+    index = InstructionIndex.from_program(program)
     if moved is None:
         return states
     key = index.compute_keys(
@@ -124,10 +128,8 @@ def _compute_sizes(
     program: Program, kind: Value, sizes: Sizes, states: ValueStates
 ) -> NDArray[np.float64]:
     """Return the bytes of a value in each of its states."""
-    index, chains = (
-        InstructionIndex.from_program(program),
-        Dataflow.from_program(program).get_chains(kind),
-    )
+    index = InstructionIndex.from_program(program)
+    chains = Dataflow.from_program(program).get_chains(kind)
     names = [VALUES[kind].size, *(chains.forms if chains else ())]
     at = index.stage[states.begin], index.mb[states.begin]
     # With ZeRO, each replica may have only a shard of a value that exists from the start.
@@ -153,7 +155,8 @@ def _find_longest_stays(
     key, end, at_tier = key[order], states.end[order], states.tier[order]
     life = np.cumsum(np.append(False, key[1:] != key[:-1])[: len(key)])
     place = np.arange(len(key))
-    first, last = np.full(len(key), len(key)), np.full(len(key), -1)
+    first = np.full(len(key), len(key))
+    last = np.full(len(key), -1)
     there = np.flatnonzero(at_tier == tier)
     np.minimum.at(first, life[there], there)
     np.maximum.at(last, life[there], there)
@@ -185,7 +188,8 @@ def compute_moved_sizes(
     states = _select_states(program, kind, True)
     size, here = _compute_sizes(program, kind, sizes, states), states.tier == tier
     rank = InstructionIndex.from_program(program).rank[states.begin[here]]
-    most, least = np.zeros(program.shape.ranks), np.full(program.shape.ranks, np.inf)
+    most = np.zeros(program.shape.ranks)
+    least = np.full(program.shape.ranks, np.inf)
     np.maximum.at(most, rank, size[here])
     np.minimum.at(least, rank, size[here])
     return most, np.where(np.isinf(least), 0.0, least)
@@ -196,10 +200,13 @@ def _find_earliest_starts(
 ) -> Positions:
     """Return the position from which each value can use memory at the earliest.
 
-    If an instruction of compute makes the value, this is the instruction. If an instruction of
-    another lane makes it, this is the instruction that frees its slot, or the first instruction of
-    the Stream if a slot is always free. A value with an initial tier can also use memory only after
-    the inputs of the instruction that moves it, and after the inputs of these inputs.
+    If a compute instruction makes the value, the position is that of this instruction. If an
+    instruction of another lane makes it, the position is that of the instruction that frees its
+    slot, or the first instruction of the Stream if a slot is always free.
+
+    A value with an initial tier cannot use memory before the instruction that moves it can start.
+    That instruction needs inputs, and the instructions that produce these inputs need inputs, too.
+    The position is not before the latter inputs are produced.
     """
     index = InstructionIndex.from_program(program)
     has_initial_tier = bool(VALUES[kind].initial_tier)
@@ -226,9 +233,9 @@ def _find_host_releases(
 ) -> Positions:
     """Return the positions at which hosts free device memory of values that have been moved.
 
-    The host waits for the move before an instruction that reuses the slot. With `worst_case`, the
-    memory is free when the move has ended, because the next value in the slot counts from that time
-    on.
+    Before an instruction that reuses the slot, the host waits until the value has been moved. With
+    `worst_case`, the memory is free when the move has ended, because the next value in the slot
+    counts from that time on.
     """
     heard, again = find_known_ends(program, end), {}
     if kind in (found := find_slot_reuses(program)):

@@ -24,7 +24,8 @@ def describe_bound(span: float, bound: float, unit: str = "", scope: str = WITHI
         span: The span of the schedule.
         bound: The lower bound, in the unit of `span`.
         unit: The unit, with a leading space, such as " s".
-        scope: The schedules for which the bound is valid, as words with a leading space.
+        scope: Words for the schedules to which the bound applies, with a leading space, such as
+            " within this memory".
 
     Example:
         >>> describe_bound(103.2, 100.0, scope="")

@@ -65,7 +65,7 @@ def collect_facts(checkpoints: Sequence[CheckpointEntry], is_verified: bool) -> 
     Returns:
         All checkpoints, and the contents of the newest complete checkpoint. "is_complete" is True
         if a checkpoint is complete. It is None if only the sizes of the files were compared, and
-        they are correct.
+        the sizes are correct.
     """
     return {
         "checkpoints": [
@@ -143,7 +143,8 @@ def _format_manifest(manifest: Manifest) -> str:
 def _list_facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Yield the names and values of facts, state and settings of `schedir train` as text."""
     rest = {k: v for k, v in manifest.state.items() if k not in ("extra", "also", "optimizers")}
-    optimizers, extra = manifest.state.get("optimizers"), manifest.state.get("extra")
+    optimizers = manifest.state.get("optimizers")
+    extra = manifest.state.get("extra")
     if isinstance(optimizers, Mapping) and optimizers:
         rest["optimizers"] = ", ".join(map(str, optimizers))
     if isinstance(extra, Mapping):
@@ -158,7 +159,7 @@ def _list_facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
 
 
 def _group_by_section(settings: Mapping[Any, Any]) -> dict[str, str]:
-    """Return the settings that have a value as section -> text, such as "[model]" -> "layers 4"."""
+    """Return section -> text of its settings that have a value, as in "[model]" -> "layers 4"."""
     lines: dict[str, list[str]] = {}
     for name, value in settings.items():
         section, _, key = str(name).rpartition(".")

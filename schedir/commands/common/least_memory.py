@@ -18,7 +18,7 @@ if TYPE_CHECKING:
     from schedir.predict.timeline import Timeline
     from schedir.schedule_search.search_results import LowerBound
 
-_MAX_INSTRUCTIONS: Final = 10_000  # Simulating larger programs takes too long for one sentence.
+_MAX_INSTRUCTIONS: Final = 10_000  # Simulating the schedules for a larger program takes too long.
 
 
 def describe_request_memory(request: Request, bound: LowerBound | None) -> str:
@@ -40,7 +40,7 @@ def describe_request_memory(request: Request, bound: LowerBound | None) -> str:
 
 
 def describe_least_memory(timeline: Timeline, costs: Costs, others: Iterable[Timeline]) -> str:
-    """Return a sentence about the schedule with the least memory that is as short as a run.
+    """Return a sentence about the schedule that is as short as a run and needs the least memory.
 
     Args:
         timeline: A run that is proved shortest within its memory.
@@ -93,7 +93,7 @@ def _get_memory(timeline: Timeline) -> float:
 
 
 def _is_least(timeline: Timeline, costs: Costs, *, split_backward: bool) -> bool:
-    """Return whether a lower bound proves that schedules with fewer in flight are longer."""
+    """Return whether a lower bound proves that schedules with less memory are longer."""
     fewer = int(_get_memory(timeline)) - 1
     if fewer < 1:
         return True

@@ -96,8 +96,8 @@ def _list_stacks() -> Iterable[str]:
     return stack_presets()
 
 
-# `dest` of an argument -> function that returns its names. All other arguments take files or
-# choices.
+# `dest` of an argument -> function that returns the names to complete. All other arguments take
+# files, or have `choices`.
 _NAMES: dict[str, Callable[[], Iterable[str]]] = {
     "source": _list_schedules,
     "program": _list_schedules,

@@ -29,7 +29,7 @@ _STEP_PART_NAMES: Final = dict(
         (
             "compute",
             "recompute",
-            "layer collectives",  # `_name_step_parts` replaces this name by the groups of a plan.
+            "layer collectives",  # `_name_step_parts` names the groups of a plan instead.
             "messages",
             "bubble",
             "replicas",
@@ -255,16 +255,19 @@ def _format_step_times(plan: PlanEstimate) -> list[str]:
 
 
 def _name_step_parts(plan: PlanEstimate) -> dict[str, str]:
-    """Return field -> printed name of the parts of a step, with the groups of its collectives."""
+    """Return field -> printed name of the parts of a step.
+
+    The name of the layer collectives lists their groups, such as "tensor and expert parallel".
+    """
     degrees = {"tensor": plan.tp, "context": plan.cp, "expert": plan.ep}
     groups = [name for name, degree in degrees.items() if degree > 1]
     return _STEP_PART_NAMES | {"layer_collectives": f"{join_words(groups)} parallel"}
 
 
 def _name_fields(explanation: str, plan: PlanEstimate) -> str:
-    """Return an explanation with the printed names of the fields of `StepBreakdown`."""
+    """Replace the fields of `StepBreakdown` in an explanation by their printed names."""
     for field, name in _name_step_parts(plan).items():
-        if "_" in field:  # other fields have their printed names
+        if "_" in field:  # The other fields are equal to their printed names.
             explanation = explanation.replace(field, name)
     return explanation
 
@@ -324,7 +327,7 @@ def _format_layers(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
 
 
 def _find_launcher_options(request: PlanRequest, plan: PlanEstimate) -> dict[str, str]:
-    """Return trainer -> options for the layers per stage, or {} if all stages are equal."""
+    """Return trainer -> options for the layers per stage, or {} if all stages have equally many."""
     from schedir.planner import launcher_options
 
     return launcher_options(request.model, plan) if len({*plan.layers_per_stage}) > 1 else {}
@@ -382,7 +385,7 @@ def format_plans_json(request: PlanRequest, plans: Sequence[PlanEstimate]) -> st
 
     Args:
         request: The request of the plans.
-        plans: The plans, the shortest step first.
+        plans: The plans, in the order of the table.
     """
     return format_json(
         {

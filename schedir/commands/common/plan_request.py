@@ -18,10 +18,10 @@ if TYPE_CHECKING:
     from schedir.ir.program import Program
     from schedir.planner import PlanEstimate, TransformerSpec
 
-_MAX_SEARCHED_PLANS: Final = 3  # The number of plans to improve. Each takes seconds.
+_MAX_SEARCHED_PLANS: Final = 3  # The number of plans to improve. Each of them takes seconds.
 # Plans are one point of a picture if their times and memories differ by less than about 1/60.
 _PICTURE_RESOLUTION: Final = 60
-# Options that fix a dimension: (option, field of a plan, help).
+# Options that fix a field of all plans: (option, field, help).
 FIXED_OPTIONS: Final = (
     ("pp", "pp", "pipeline ranks"),
     ("tp", "tp", "tensor-parallel ranks"),
@@ -185,7 +185,7 @@ def find_plans(request: PlanRequest, max_plans: int) -> list[PlanEstimate]:
     from schedir.planner import plan
 
     show_progress(f"planning on {request.cluster.gpu_count:,} GPUs")
-    # The notes below the table of plans contain the warnings.
+    # The warnings are not printed here, because the notes below the table of plans contain them.
     with catch_warnings(action="ignore", category=UserWarning):
         return plan(
             request.model, request.cluster, request.batch, top=max_plans, **request.planner_options
@@ -225,8 +225,8 @@ def improve_plan_schedules(
         seconds: The time limit of the search for each plan.
 
     Returns:
-        The plans with the shortest step first, plan -> program for the plans that became shorter,
-        and a line about the use of Numba. The line is "" if no plan was searched.
+        The plans, the shortest step first. Then a dict with the program of each plan that became
+        shorter. Then a line about the use of Numba, or "" if no plan was searched.
     """
     from schedir.planner import improve_schedule
     from schedir.schedule_search.search_results import combine_numba, describe_numba

@@ -216,7 +216,7 @@ def locate_config_errors(args: argparse.Namespace) -> Iterator[None]:
     except SchedirError as error:
         settings = getattr(args, "config_settings", {})
         for name in error.fields:
-            # An option after --config has replaced the value of the file.
+            # The values differ if an option after --config has replaced the value of the file.
             if name in settings and getattr(args, name) is settings[name]:
                 section, _, key = _get_config_key(name).partition(".")
                 line, _ = find_position(args.config_text, section, key)
@@ -358,7 +358,7 @@ def add_program_options(
         help="an option for compiling: -O zero=3, -O overlap, -O recompute=fit; `schedir options` "
         "lists all"
         if has_lowering_options
-        else argparse.SUPPRESS,  # `search` raises an error with a hint for each of them.
+        else argparse.SUPPRESS,  # `search` refuses options of the lowering, with a hint.
     )  # fmt: skip
     group.add_argument(
         "--config", metavar="FILE.toml", action=_ConfigAction, const=validate_option,

@@ -15,8 +15,8 @@ from typing import TYPE_CHECKING, Final
 if TYPE_CHECKING:
     from rich.progress import Progress
 
-# Seconds before the line is shown, if the command does not report progress. Most commands are
-# faster and show no line.
+# Seconds before the line is shown, if the command does not report progress. Most commands end
+# earlier, and show no line.
 DELAY: Final = 1.0
 
 

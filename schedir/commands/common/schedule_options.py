@@ -355,8 +355,8 @@ def format_shape_options(
     Args:
         program: The program.
         specified: Names of fields that the user gave. The result has these fields even if their
-            values are the defaults of programs, because a schedule or a file may have another
-            default.
+            values are the defaults of programs, because the schedule or file of the command may
+            have other defaults.
         listed_fields: The fields to list.
 
     Returns:
@@ -379,7 +379,7 @@ def _make_conflict_error(source: str, field: Field, actual: str, specified: str)
 
 
 def require_unsharded_stages(requests: Iterable[Request]) -> None:
-    """Raise an error if `unsharded_stages` is more than the stages of a rank in all schedules.
+    """Raise an error if no schedule has as many stages on a rank as `unsharded_stages`.
 
     A schedule with fewer stages on a rank keeps all of them unsharded (`Request.for_comparison`).
 

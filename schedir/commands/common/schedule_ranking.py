@@ -41,7 +41,7 @@ _MAX_INSTRUCTIONS: Final = 20_000  # For larger programs, trying the remedies ta
 
 
 class Excess(NamedTuple):
-    """The memory that a candidate needs, if it is over a limit.
+    """The memory that a candidate needs, if this memory exceeds a limit.
 
     Attributes:
         request: The request of the candidate.
@@ -78,7 +78,7 @@ def label_requests(requests: Sequence[Request]) -> list[str]:
     """Return a label for each request: the name of its program, or its source.
 
     The source is the label if programs of several sources have the same name. A run and a
-    prediction may have the same label, because tables show which is which.
+    prediction may have the same label, because tables also show the kind of each row.
 
     Args:
         requests: The requests.
@@ -98,7 +98,8 @@ def list_built_in_schedules(*, has_weight_delay: bool) -> dict[str, Schedule]:
 
     Args:
         has_weight_delay: If True, return only the schedules with weight delay. If False, return
-            only the others. The two groups give different weights, so they are not compared.
+            only those without. Weight delay changes the trained weights, so schedules with and
+            without it are not compared.
     """
     from schedir.schedules import get_built_in_schedules
     from schedir.schedules.schedule_algebra import get_weight_delay_mark, has_free_v
@@ -136,8 +137,8 @@ def use_times_of_run(requests: Sequence[Request]) -> tuple[list[Request], str]:
 
     Returns:
         The requests, and a line with a warning if a simulation of the run at its mean times takes
-        much more or less time than the run. Otherwise the line is "". It is also "" if all sources
-        are runs, which need no prediction.
+        much more or less time than the run. Otherwise the line is "". The line is also "" if all
+        sources are runs, which need no prediction.
     """
     source, run = next(
         ((r.source, r.source_timeline) for r in requests if r.source_timeline), ("", None)
@@ -198,7 +199,8 @@ def rank_schedules(
         compute_objective: A function that returns the time by which runs are ranked. By default the
             span.
         full_backward_only: If True, leave out candidates that split backwards.
-        named_sources: The sources that the user gave. The result lists only duplicates of these.
+        named_sources: The sources that the user gave. The result lists a duplicate only if its
+            source is one of these.
 
     Raises:
         UsageError: A request is invalid. Other errors are listed in the result.
@@ -249,7 +251,7 @@ def describe_excesses(over_limit: Mapping[str, Excess], limit: str) -> list[str]
 
     Returns:
         The lines. In a line with options, the candidate with the shortest step comes first. In the
-        other line, the candidate with the smallest memory comes first.
+        line without options, the candidate with the smallest memory comes first.
     """
     too_large = list[str]()
     fitting: dict[tuple[int, str], list[tuple[float, str]]] = {}

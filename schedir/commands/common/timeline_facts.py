@@ -59,9 +59,9 @@ def suggest_page(source: str) -> str:
 def describe_costs(requests: Sequence[Request]) -> str:
     """Return lines about the costs of runs.
 
-    The lines list the costs that a cluster filled, the costs that no program uses, and copies
-    without a cost. One line warns if segment boundaries have the size of stage boundaries. Another
-    line warns if `--sizes` has weights but no gradients or no optimizer state.
+    The lines list the costs that were computed from a cluster, the costs that no program uses, and
+    copies without a cost. One line warns if segment boundaries have the size of stage boundaries.
+    Another line warns if `--sizes` has weights but no gradients or no optimizer state.
 
     Args:
         requests: The requests of the runs.
@@ -76,7 +76,7 @@ def describe_costs(requests: Sequence[Request]) -> str:
 
 
 def find_unpriced_moves(request: Request) -> list[str]:
-    """Return the names of the costs of moves that a program needs but the user did not give.
+    """Return the names of costs that the moves of a program need but the user did not give.
 
     Moves are copies to the host or the disk, copies back, and computation on the host.
 
@@ -174,7 +174,7 @@ def _describe_unused_costs(requests: Sequence[Request]) -> Iterator[str]:
 
 
 def _describe_cluster_costs(requests: Iterable[Request]) -> str:
-    """Return lines with the costs that clusters filled, one for each distinct set of costs."""
+    """Return a line for each distinct set of costs that were computed from clusters."""
     lines = dict[str, None]()
     for request in requests:
         if request.cluster is None:

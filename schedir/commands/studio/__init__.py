@@ -116,7 +116,7 @@ def run(args: argparse.Namespace) -> int | str:
 
 
 def load_compiled_loops(studio: Studio) -> None:
-    """Load the functions that Numba compiles, so that no later answer waits for this.
+    """Load the functions that Numba compiles, so that no later answer waits for them.
 
     Args:
         studio: The studio.
@@ -135,7 +135,7 @@ def _has_display() -> bool:
 
 
 def _make_state(args: argparse.Namespace) -> tuple[StudioState, Source | None]:
-    """Return the first state, and the source if it is a run, else None."""
+    """Return the first state of the page, and the source, or None if the source is not a run."""
     from schedir.commands.studio.state import StudioState
     from schedir.io.files import read_text
     from schedir.io.source_loader import Source

@@ -72,11 +72,11 @@ class Studio:
         """Return the answer to a question of the page.
 
         Args:
-            question: An object with `state`, and perhaps with one of these keys. `move` has a rank,
-                the index of an instruction, and the index of the instruction before which it is
-                moved. `export` has a format. `explain` has a rank, and the index of the instruction
-                after a gap. If `run_code` is False, code does not run: its draft must be from an
-                earlier run.
+            question: An object with `state`, and perhaps with one of the keys `move`, `export` and
+                `explain`. `move` is a list: a rank, the index of an instruction, and the index of
+                the instruction before which it is moved. `export` is a format. `explain` is a list:
+                a rank, and the index of the instruction after a gap. If `run_code` is False, the
+                studio does not run code, and uses the draft of an earlier run.
 
         Returns:
             For a state: the data that the page shows, or an error. For `move`: the data and the new
@@ -346,7 +346,9 @@ def _draw_error(error: SchedirError, request: Request) -> str:
 
 
 def explain_gap(request: Request, state: StudioState, rank: int, index: int) -> dict[str, Any]:
-    """Return costs that affect a gap of a rank, and changes that shorten the step.
+    """Return the costs that affect a gap of a rank, and changes that shorten the step.
+
+    A gap is an idle time between two instructions.
 
     Args:
         request: The request of a predicted run.
@@ -355,10 +357,10 @@ def explain_gap(request: Request, state: StudioState, rank: int, index: int) -> 
         index: The index of the first instruction after the gap in the rank's stream.
 
     Returns:
-        `gap_costs`: the costs that shorten the gap if they are 10 % lower, each with the new
-            length.
-        `changes`: changes that shorten the step, as the command `explain` prints them. Each has a
-            state with the change, or None if no built-in schedule has the change.
+        `gap_costs`: the costs that shorten the gap if they are 10 % lower, each with the new length
+            of the gap.
+        `changes`: changes that shorten the step, as the command `explain` prints them. Each change
+            has a state from `find_changed_state`.
     """
     timeline, costs = request.timeline, request.prediction_costs
     if not 0 <= rank < timeline.ranks or not 0 <= index < len(timeline.program.streams[rank]):
@@ -382,7 +384,7 @@ def explain_gap(request: Request, state: StudioState, rank: int, index: int) -> 
 def find_changed_state(
     state: StudioState, shape: PipelineShape, change: SimulatedChange
 ) -> dict[str, Any] | None:
-    """Return a state that shows a change, if the change is another built-in schedule, as JSON.
+    """Return, as JSON, a state that shows a change to another built-in schedule.
 
     Args:
         state: The state.
@@ -390,8 +392,8 @@ def find_changed_state(
         change: The change.
 
     Returns:
-        The state. None if the change is not a built-in schedule, or if the schedule does not take
-        the same time as the change.
+        The state. None if the change is not a change to a built-in schedule, or if the state does
+        not have the span of the change.
     """
     draft = change.row.draft
     if state.run or draft is None or draft.name not in get_built_in_schedules():
@@ -428,7 +430,7 @@ def scale_fields(text: str, names: tuple[str, ...], factor: float) -> str:
 
 
 def _find_gap_costs(request: Request, rank: int, index: int) -> list[dict[str, Any]]:
-    """Return the costs of stages that shorten a gap if they are lower, the best first.
+    """Return the costs whose reduction shortens a gap, the cost with the shortest gap first.
 
     Only costs of instructions on the critical path to the end of the gap are tried.
     """

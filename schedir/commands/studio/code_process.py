@@ -34,7 +34,7 @@ _FILE: Final = "schedule.py"  # The file name of the code in tracebacks.
 
 
 class CodeRunner:
-    """Runs code in processes, one for each run. It starts the next process in advance.
+    """Runs code in processes, one for each run. The next process is started in advance.
 
     Args:
         max_instructions: The largest number of instructions of a schedule.
@@ -170,7 +170,7 @@ def expand_code(state: StudioState) -> str:
 
 
 def _load_function(state: StudioState) -> FunctionType:
-    """Execute the code, and return its schedule function under the name in the code.
+    """Execute the code, and return its schedule function, with the name that the code gives it.
 
     If the state names no function, this is the last function with three or more parameters.
     """

@@ -46,7 +46,7 @@ def parse(word):
 
 
 def find_draft(request: Request) -> Program:
-    """Return the draft of a request, or the lowered program if the source is one.
+    """Return the draft of a request, or its lowered program if the source is a lowered program.
 
     Args:
         request: The request.
@@ -70,8 +70,8 @@ def move_instruction(request: Request, rank: int, index: int, before: int) -> Pr
         request: The request of the program.
         rank: The rank.
         index: The index of the instruction in the stream of the lowered program.
-        before: The index of the instruction before which it is moved. The number of instructions
-            means the end.
+        before: The index of the instruction before which it is moved. The number of instructions in
+            the stream means the end of the stream.
 
     Raises:
         UsageError: There is no such instruction, or it cannot be moved.
@@ -160,7 +160,8 @@ def format_python(program: Program, draft: Program) -> str:
     shape, ops = draft.shape, set[int]()
     order = []
     for rank, stream in enumerate(draft.streams):
-        stages, words = list(shape.stages_on_rank[rank]), list[str]()
+        stages = list(shape.stages_on_rank[rank])
+        words = list[str]()
         columns = stream.words.view(WORD_DTYPE)
         rows = zip(*(columns[name].tolist() for name in ("op", "stage", "mb")), strict=True)
         for (op, stage, mb), joined in zip(rows, stream.joined.tolist(), strict=True):

@@ -113,7 +113,8 @@ class _Handler(BaseHTTPRequestHandler):
 
     def _is_allowed(self, token: str) -> bool:
         """Return whether a request has the token and comes from the page. If not, send an error."""
-        host, origin = self.headers.get("Host", ""), self.headers.get("Origin")
+        host = self.headers.get("Host", "")
+        origin = self.headers.get("Origin")
         if host.rpartition(":")[0] not in _OWN_NAMES or origin not in (None, f"http://{host}"):
             self._send(403, "refused: the request comes from another site", "text/plain")
             return False

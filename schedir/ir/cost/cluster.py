@@ -30,11 +30,12 @@ GroupProcesses = int | Sequence[int] | Processes
 )
 @dataclass(frozen=True)
 class Cluster:
-    """A number of equal machines, and the speeds and memory of their GPUs.
+    """Equal machines (nodes): their number, and the speeds and memory of their GPUs.
 
     Processes are numbered node by node: first all processes of node 0, then those of node 1. A
     group within one node communicates over NVLink. A ring across nodes is as fast as its slowest
-    link. A node has one link to other nodes per group member on it, each with `network_bandwidth`.
+    link. A node has a separate link to other nodes for each group member on it. Each of these links
+    has `network_bandwidth`.
 
     Give the speeds that your programs reach, not those of a data sheet: predictions use them
     unchanged. Only `peak` and `fp8_peak` are numbers of the data sheet. Numbers can be texts with
@@ -42,16 +43,16 @@ class Cluster:
 
     A machine without GPUs has `processors` instead. Each "GPU" is then a process that computes on
     the processors. The same process issues its kernels, so that nothing runs in parallel to its
-    compute. If a node has more processes than processors, they share the processors. All rates are
-    the rates of one process while all processes of its node compute. A process that computes alone
-    is `solo_speedup` times as fast.
+    compute. If a node has more processes than processors, the processes share the processors. All
+    rates are the rates of one process while all processes of its node compute. A process that
+    computes alone is `solo_speedup` times as fast.
 
     Args:
         nodes: Number of nodes.
         gpus_per_node: Number of GPUs of each node.
         flops: Floating-point operations per second of a GPU, in the data type of the training.
         memory: Memory of a GPU, in bytes.
-        hbm_bandwidth: Bytes per second of the memory of a GPU.
+        hbm_bandwidth: Bytes per second that a GPU reads from or writes to its memory.
         nvlink_bandwidth: Bytes per second that a GPU sends to GPUs of its node, while it receives
             as many.
         network_bandwidth: Bytes per second that a GPU sends to other nodes, while it receives as
@@ -65,25 +66,25 @@ class Cluster:
         latency: Seconds that each message takes in addition to the transfer of its bytes.
         network_latency: The latency of a message between nodes, in seconds. The default is
             `latency`.
-        jitter: Standard deviation of the step time of one replica, as a share of its mean. The
-            planner adds the time that replicas wait for the slowest one.
+        jitter: Standard deviation of the step time of one replica, as a share of the mean step
+            time. The planner adds the time for which replicas wait for the slowest replica.
         kernel_us: Time to issue a kernel, in microseconds.
         uncertainty: Standard deviation of the error of predicted step times, as a share of the
             prediction. A calibration sets this number.
-        calibrated_gpus: The number of GPUs of the largest run of a calibration.
-        peak: Floating-point operations per second of the data sheet. The model FLOPs utilization
-            (MFU) is a share of it. The default is `flops`.
-        fp8_peak: Floating-point operations per second of the data sheet with numbers of 8 bits.
+        calibrated_gpus: Number of GPUs of the largest run that a calibration measured.
+        peak: Floating-point operations per second of a GPU in its data sheet. The model FLOPs
+            utilization (MFU) is a share of this number. The default is `flops`.
+        fp8_peak: Floating-point operations per second in the data sheet for numbers of 8 bits.
             None for a GPU that cannot train in FP8.
-        num_sms: Number of multiprocessors of a GPU. The tiles of a matrix product are distributed
-            over them. If None, the work of a product is assumed to be divisible without limit.
+        num_sms: Number of multiprocessors of a GPU. They share the tiles of a matrix product. If
+            None, the work of a product is assumed to be divisible without limit.
         itemsize: Bytes of a number in the data type of the training.
         processors: Number of processors of a node without GPUs.
-        host_memory: Share of the host's memory that the process of one GPU may use, in bytes.
+        host_memory: Bytes of the host's memory that the process of one GPU may use.
 
     Raises:
-        UsageError: A value is not a number, is not positive, or has a wrong unit. There are too
-            many GPUs, or `flops` is more than `peak`, or `peak` more than `fp8_peak`.
+        UsageError: A value is not a number, is out of range, or has a wrong unit. There are too
+            many GPUs, `flops` is more than `peak`, or `peak` is more than `fp8_peak`.
 
     Example:
         >>> from schedir import Cluster
@@ -169,7 +170,7 @@ class Cluster:
 
     @property
     def solo_speedup(self) -> float:
-        """The factor by which a process is faster while the others of its node are idle."""
+        """The factor by which a process is faster while all others of its node are idle."""
         if self.processors is None:
             return 1.0
         return max(1.0, self.gpus_per_node / self.processors)
@@ -282,7 +283,7 @@ class Cluster:
         """Return the time of a reduce-scatter over a ring, in seconds.
 
         A reduce-scatter takes the time of an all-gather, with the messages in the other direction.
-        Additions are free.
+        The additions take no time.
 
         Args:
             size: Bytes of the tensor that each process contributes.
@@ -345,7 +346,7 @@ class Cluster:
         """Return the time of an all-to-all by pairwise exchange, in seconds.
 
         Messages within the node and to other nodes use separate links at the same time. The slower
-        of the two links decides. Each process uses its own share of the network.
+        of the two transfers determines the time. Each process uses its own share of the network.
 
         Args:
             size: Bytes that each of g processes sends, 1/g of them to each process.
@@ -371,9 +372,10 @@ class Cluster:
         if len(group) < 2:
             return 0.0
         _, members = np.unique(group // self.gpus_per_node, return_counts=True)
-        # A process of the node with most members sends most bytes within its node. A process of the
-        # node with fewest members sends most bytes to other nodes.
-        inside, own = int(members.max()) - 1, int(members.min())
+        # A process on the node with the most group members sends the most bytes within its node. A
+        # process on the node with the fewest group members sends the most bytes to other nodes.
+        inside = int(members.max()) - 1
+        own = int(members.min())
         part = _message_time(size / len(group), 0.0, 1.0)
         carried = max(
             part * inside / self.nvlink_bandwidth,
@@ -390,7 +392,7 @@ class Cluster:
             m: Rows of the first matrix.
             n: Columns of the second matrix.
             k: Columns of the first matrix, and rows of the second.
-            itemsize: Bytes of a number. The default is the cluster's.
+            itemsize: Bytes of a number. The default is `Cluster.itemsize`.
 
         Returns:
             max(2mnk/flops, itemsize (mk + kn + mn)/hbm_bandwidth), and at least the time to issue a
@@ -482,25 +484,27 @@ class Cluster:
     ) -> Costs:
         """Compute missing costs from bytes and the speeds of links, in seconds.
 
-        Costs that are given in `costs` stay unchanged. The costs below are filled if missing:
+        Costs that are given in `costs` stay unchanged. The method fills these costs if they are
+        missing:
 
         - `send`: a message with an activation or a gradient. With tp > 1, each process of the
           tensor-parallel group sends its part. If a stage sends in both directions, the cost is
-          that of the longer message. `tp_scatter` cuts an activation into parts, and `tp_gather`
-          gathers it. The bytes of an activation are those of the unsharded tensor. For a sharded
-          boundary, give tp times the bytes of one rank in `sizes`.
+          that of the longer message.
+        - `tp_scatter` and `tp_gather`: splitting an activation or a gradient into the parts of the
+          tensor-parallel ranks, and gathering these parts. `activation` in `sizes` has the bytes of
+          the full tensor. For a sharded boundary, give tp times the bytes of one rank's part.
         - `reduce_grads`: an all-reduce over the replicas, as a ring. Executors start it during the
           last backward, so the time that remains after this backward is shorter.
         - `reduce_replicated_stages`: an all-reduce over the ranks that have a replica of the stage.
-        - With `zero` from 1 on, instead of `reduce_grads`: `reduce_scatter`, a ring for the stage's
-          `grads`, and `unshard`, an all-gather of its `params`. Both collectives run over the
-          replicas, at the slowest link of their ring. Each takes half the time of an all-reduce of
-          the same bytes.
+        - With `zero` from 1 on, instead of `reduce_grads`: `reduce_scatter`, a reduce-scatter of
+          the stage's `grads`, and `unshard`, an all-gather of its `params`. Both collectives are
+          rings over the replicas, with the speed of their slowest link. Each takes half the time of
+          an all-reduce of the same bytes.
         - With `ep` above 1: `dispatch` and `combine`, all-to-alls of `routed` bytes among `ep`
           replicas, within nodes or between them (`all_to_all_time`).
         - `reduce_norm`: an all-reduce of 8 bytes over all processes of a replica.
-        - `step`: it reads and writes `params` and `optimizer`, and reads `grads`, at
-          `hbm_bandwidth`. With `zero` from 1 on, it moves 1/dp of these bytes.
+        - `step`: the optimizer step reads and writes `params` and `optimizer`, and reads `grads`,
+          at `hbm_bandwidth`. With `zero` from 1 on, it moves 1/dp of these bytes.
         - With `checkpoint_snapshots`: `snapshot`, a copy of the replica's part of a stage's
           `params` and `optimizer` to the host (`host_transfer_time`).
         - With `optimizer_placement` "host" or "disk": `reload_state` and `offload_state`, copies of
@@ -511,18 +515,19 @@ class Cluster:
         - With `optimizer_placement` "cpu_step": `offload_grads` and `reload_weights`, copies of the
           replica's part of a stage's `grads` and `params` (`host_transfer_time`). `host_step` is
           the time of the step of each stage at `dram_bandwidth`, and `step` is 0. An optimizer
-          without copies of 16-bit weights also moves the weights with the gradients. These bytes
-          are not included.
+          without main parameters also copies the weights to the host, together with the gradients.
+          `offload_grads` does not include the bytes of the weights.
         - With `offload`: `offload` and `reload`, copies of the `saved` bytes of a microbatch
-          (`host_transfer_time`). A microbatch in `recomputed` has copies of its `recompute_inputs`
-          bytes instead.
+          (`host_transfer_time`). A pair of stage and microbatch in `recomputed` has copies of its
+          `recompute_inputs` bytes instead.
         - With `offload_to_disk`: `offload_to_disk` and `reload_from_disk`, copies of the same bytes
           to the disk and back (`disk_transfer_time`).
         - `I` and `W`: half of B each, if only B is given.
 
         You must give F, and either B or both I and W, in seconds. A cluster cannot derive these
-        costs without the model. A cluster also cannot derive `reduce_tied` and the extra cost of
-        skip connections; these costs stay unchanged.
+        costs without the model. The method does not compute `R`, `FB`, `tp_reduce`, `reduce_tied`,
+        `reduce_norm_after_step`, `reduce_sequence_parallel_grads` and `check_grads_finite`. `send`
+        does not include the messages of skip connections.
 
         Args:
             shape: Shape of the pipeline.
@@ -539,7 +544,7 @@ class Cluster:
             offload: If True, activations are offloaded to the host.
             offload_to_disk: If True, activations are offloaded to the disk.
             recomputed: Pairs of (stage, microbatch) whose forward saves only its inputs.
-            mesh: The number of each process, shape (dp, ranks, tp). By default process (d, r, t) of
+            mesh: The number of each process, shape (dp, ranks, tp). By default, the process of
                 replica d, rank r and tensor-parallel rank t has the number (d ranks + r) tp + t.
 
         Returns:
@@ -549,7 +554,7 @@ class Cluster:
             UsageError: shape.ranks x tp x dp is not the number of GPUs, `mesh` has another shape,
                 or `dp` is not a multiple of `ep`. Or a size or a bandwidth that is needed is
                 missing.
-            CostsError: F or the backwards are missing.
+            CostsError: F is missing, or the backwards are neither B alone, nor both I and W.
 
         Example:
             >>> from schedir import Cluster, Costs, PipelineShape, Sizes

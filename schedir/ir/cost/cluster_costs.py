@@ -42,8 +42,8 @@ _ALL_TO_ALL_COSTS: Final = dict.fromkeys(INSTRUCTIONS[op].cost for op in EP_COLL
 _ZERO_COLLECTIVES: Final = {"reduce_scatter", "unshard"}
 # Costs of collectives that only programs without ZeRO have.
 _NON_ZERO_COLLECTIVES: Final = {"reduce_grads"}
-# Name of a cost -> names of the sizes of its messages between neighbouring stages.  A cluster
-# computes no costs of messages along skip connections.
+# Name of a cost -> names of the sizes of the messages that have this cost and pass between
+# neighbouring stages.  A cluster computes no costs of messages along skip connections.
 _SIZES_BY_MESSAGE: Final = {
     row.cost: {
         VALUES[kind].size
@@ -58,19 +58,21 @@ _GATHER_COSTS: Final = {row.cost for row in INSTRUCTIONS if row.op in BOUNDARY_G
 _TRAFFIC_BY_COST: Final = {
     row.cost: row.traffic for row in INSTRUCTIONS if row.cost and row.traffic is not None
 }
-# Costs of instructions on a microbatch.  ZeRO does not shard the values of a microbatch.
+# Costs of instructions per microbatch.  ZeRO does not shard the values of a microbatch.
 _MICROBATCH_COSTS: Final = {row.cost for row in INSTRUCTIONS if row.scope is Scope.MICROBATCH}
-# Names of the sizes that ZeRO shards.  If an instruction uses a missing one, an error is raised.
+# Names of the sizes that ZeRO shards.  If an instruction uses such a size, and the size is missing,
+# `Cluster.fill_costs` raises an error.
 _MODEL_STATE_SIZES: Final = frozenset(OPTIMIZER_STEP_SIZES)
 _EXAMPLE_SIZES: Final = {"params": "2GB", "grads": "2GB", "optimizer": "12GB"}
-# Process numbers.  The mesh has shape (dp, ranks, tp), and a process group has one dimension.
+# An array of process numbers: the mesh, shape (dp, ranks, tp), or one process group.
 Processes = NDArray[np.int64]
-# A function from the ranks that have replicas of a stage to their process groups, one per row.
+# A function from the ranks that have a replica of a stage to an array with one process group of
+# these ranks in each row.
 GroupFunction = Callable[[Processes], Processes]
 
 
 class ClusterPrices(Protocol):
-    """The part of `Cluster` that this module uses. See the fields of `Cluster`."""
+    """The fields and methods of `Cluster` that this module uses."""
 
     @property
     def gpus_per_node(self) -> int:
@@ -161,7 +163,7 @@ def fill_cluster_costs(
 
     Raises:
         UsageError: A size or a bandwidth that is needed is missing.
-        CostsError: F or the backwards are missing.
+        CostsError: F is missing, or the backwards are neither B alone, nor both I and W.
     """
     filled = _split_backward_cost(costs)
     filler = _CostFiller(cluster, shape, sizes, mesh, zero, ep)
@@ -217,7 +219,10 @@ def fill_offload_costs(
 
 
 def _split_backward_cost(costs: Costs) -> dict[str, Cost]:
-    """Return I and W as halves of B if only B is given. Raises CostsError if costs are missing."""
+    """Return I and W, each half of B, if only B is given, or else an empty dictionary.
+
+    Raises CostsError if F is missing, or if the backwards are incomplete.
+    """
     specified = costs.specified
     halves = [name for name in ("I", "W") if name in specified]
     if "F" not in specified or not ("B" in specified or len(halves) == 2):
@@ -264,7 +269,7 @@ class _CostFiller:
     def get_cost_functions(
         self, attributes: Mapping[str, object]
     ) -> dict[str, Callable[[], Floats]]:
-        """Return the functions that compute the costs of programs with these attributes.
+        """Return the functions that compute the costs of programs with the given attributes.
 
         Args:
             attributes: The attributes `checkpoint_snapshots` and `optimizer_placement` of the
@@ -290,8 +295,8 @@ class _CostFiller:
                 else self._has_sizes(traffic.sizes)
             )
         ]
-        # If the optimizer state is not on the device, each stage has a separate step.
-        # OptimizerStep then takes no time.
+        # If the optimizer state is not on the device, each stage has a separate optimizer step
+        # (`stage_step` or `host_step`), and OptimizerStep takes no time.
         has_stage_steps = attributes["optimizer_placement"] != "device"
         return {
             "send": self.compute_send,
@@ -311,9 +316,9 @@ class _CostFiller:
     # ------------------------------------------------------------ messages
 
     def compute_send(self) -> Floats:
-        """Return the longer of the times in which a stage sends an activation and a gradient.
+        """Return, for each stage, the time of its activation or gradient message, the longer one.
 
-        The slowest link of the stage's replicas counts.
+        If a stage has replicas, the slowest of their links counts.
 
         Returns:
             Seconds, shape (stages, microbatches) or (stages, 1).
@@ -363,7 +368,7 @@ class _CostFiller:
         return bandwidth, latency
 
     def compute_gather(self, cost: str) -> Floats:
-        """Return the time of the all-gather of the values that a stage receives.
+        """Return the time of the tensor-parallel all-gather of a value that a stage receives.
 
         Args:
             cost: Name of the cost.
@@ -379,7 +384,9 @@ class _CostFiller:
         )
 
     def compute_all_to_all(self, cost: str) -> Floats:
-        """Return the time of an all-to-all of the expert-parallel group, for balanced experts.
+        """Return the time of an all-to-all of the expert-parallel group.
+
+        All experts get equally many tokens.
 
         Args:
             cost: Name of the cost.
@@ -402,10 +409,12 @@ class _CostFiller:
         return np.array(rows)
 
     def _find_changed_bytes(self, cost: str) -> Floats:
-        """Return the bytes of each stage's value whose form an instruction with this cost changes.
+        """Return, for each stage, the bytes of the value whose form instructions change.
 
-        If several values have the cost, the largest counts. `Sizes` lists the bytes of a boundary
-        under the earlier of its two stages.
+        The instructions are those with the given cost.
+
+        If instructions with this cost change several values, the largest value counts. `Sizes`
+        lists the bytes of a boundary under the earlier of its two stages.
         """
         act, grad = self._find_sent_bytes(cost)
         sizes = [
@@ -416,10 +425,12 @@ class _CostFiller:
             if (peer := VALUES[kind].peer) is not None
             for each in [grad if kind in TRAINING_VALUES else act]
         ]
-        return reduce(np.maximum, sizes)  # Shapes can be (stages, microbatches) and (stages, 1).
+        return reduce(
+            np.maximum, sizes
+        )  # Shapes may differ: (stages, microbatches) and (stages, 1).
 
     def _find_sent_bytes(self, cost: str) -> tuple[Floats, Floats]:
-        """Return the bytes of each stage's activation and gradient, or 0 if they are not sent."""
+        """Return the bytes of each stage's activation and gradient; 0 if no rank sends them."""
         act, grad = (
             self.sizes.per_microbatch(name, self.shape)
             for name in ("activation", "activation_grad")
@@ -448,11 +459,11 @@ class _CostFiller:
             cost: Name of the cost.
 
         Returns:
-            Seconds, shape (stages, 1), or (1, 1) if the group has one member.
+            Seconds, shape (stages, 1), or (1, 1) if the collective has one member.
         """
         ring, rows = _RING_BY_COST[cost], self.shape.placement_rows
         members = {"tp": self.tp, "dp": self.dp, "stage_replicas": rows}[ring.members]
-        # With ZeRO, each rank reduces only the shard of the gradient that its replica has.
+        # With ZeRO, each rank reduces only its replica's shard of the gradient.
         shards = self.dp if ring.members == "stage_replicas" and self.zero else 1
         if members == 1:
             return np.zeros((1, 1))
@@ -472,7 +483,7 @@ class _CostFiller:
         return ring.rounds * (members - 1) * message
 
     def _find_slowest_links(self, get_groups: GroupFunction) -> tuple[Floats, Floats]:
-        """Return the lowest bandwidth and the highest latency of the groups of each stage.
+        """Return the lowest bandwidth and the highest latency of each stage's process groups.
 
         Both arrays have shape (stages,).
         """
@@ -488,7 +499,7 @@ class _CostFiller:
         return columns[:, 0], columns[:, 1]
 
     def _drop_equal_groups(self, groups: Processes) -> Processes:
-        """Drop each group whose nodes have the same distances as those of an earlier group.
+        """Drop each group whose node numbers differ from those of an earlier group by a constant.
 
         The links of both groups have the same speed.
         """
@@ -532,9 +543,10 @@ class _CostFiller:
         return _compute_times(self.cluster.disk_transfer_time, each)
 
     def _sum_microbatch_sizes(self, cost: str, names: Collection[str]) -> Floats:
-        """Return the sum of the named sizes that an instruction on a microbatch moves.
+        """Return the sum of the named sizes that an instruction per microbatch moves.
 
-        If several instructions have the cost, or use several values of a size, the largest counts.
+        If the instructions with this cost use several values with the same size name, the largest
+        value counts.
 
         Returns:
             Bytes, shape (stages, microbatches) or (stages, 1).
@@ -570,7 +582,7 @@ class _CostFiller:
         return each if peer.is_downstream else _shift_to_next_stage(each)
 
     def _has_sizes(self, names: Iterable[str]) -> bool:
-        """Return whether all sizes with these names are given."""
+        """Return whether all sizes with these names are given and not 0."""
         return all(self.sizes.for_stages(name, self.shape.stages).any() for name in names)
 
     def _compute_form_change(self, cost: str, moves_per_byte: float) -> Floats:
@@ -624,7 +636,8 @@ class _CostFiller:
         moved = self._sum_sizes("step", OPTIMIZER_STEP_SIZES, self.dp if self.zero else 1)
         each = np.zeros(self.shape.stages)
         for rank, stages in enumerate(self.shape.stages_on_rank):
-            # Numbers after the last rank are not used, so it is safe to set all of them.
+            # Nothing reads the entries after that of the last rank.  So each rank can set all
+            # entries from its own on.
             here = slice(min(rank, self.shape.stages - 1), None)
             last = each[here].max() if rank >= self.shape.stages else 0.0
             each[here] = max(last, moved[list(stages)].sum() / self.cluster.hbm_bandwidth)
@@ -647,18 +660,21 @@ def compute_step_bytes(params: Floats, grads: Floats, optimizer: Floats) -> Floa
 
 
 def _sum_named_sizes(each: Mapping[str, Floats], names: Collection[str]) -> Floats:
-    """Return the sum of the named sizes. A name can occur several times."""
+    """Return the sum of the named sizes. A size counts as often as its name occurs."""
     return np.asarray(sum(times * each[name] for name, times in Counter(names).items()))
 
 
 def _compute_times(compute_time: Callable[[float], float], sizes: Floats) -> Floats:
-    """Apply `compute_time` to each size, once for equal sizes. The result has the same shape."""
+    """Return the time of each size, in the shape of `sizes`.
+
+    The function calls `compute_time` once for all equal sizes.
+    """
     values, index = np.unique(sizes, return_inverse=True)
     return np.array([compute_time(float(value)) for value in values])[index].reshape(sizes.shape)
 
 
 def _to_cost(each: Floats) -> Cost:
-    """Convert an array of times to a cost: one number or one row if all stages are equal."""
+    """Convert an array of times to a cost: one number or row if all stages have equal times."""
     return from_grid(each[:1] if (each == each[:1]).all() else each)
 
 

@@ -52,7 +52,7 @@ PER_RANK_COSTS: Final = {row.cost for row in INSTRUCTIONS if row.scope is Scope.
 
 
 def select_ranks(subject: str, value: PerStage, shape: PipelineShape) -> Any:
-    """Convert a cost of `PER_RANK_COSTS` to one number per rank, or one number for all ranks.
+    """Return a cost of `PER_RANK_COSTS` as one number per rank, or one number for all ranks.
 
     Args:
         subject: The subject of an error message.
@@ -82,10 +82,10 @@ class Costs(CostFields):
     array with one row, shape (1, microbatches), applies to all stages. Nested lists work, too.
     Costs of instructions that are not per microbatch, such as `step`, cannot be arrays. Costs of
     instructions per rank, such as `step` and `reduce_norm`, have one number per rank. They can also
-    have one number per stage; number k is then for rank k.
+    have as many numbers as there are stages; number k is then for rank k.
 
-    None means that a cost is not given. Costs of compute then have the defaults below, and all
-    other costs are 0. A `Cluster` can fill missing costs.
+    None means that a cost is not given. Missing costs of compute have the defaults below, and all
+    other missing costs are 0. A `Cluster` can fill missing costs.
 
     Args:
         F: Forward. The default is 1.
@@ -93,23 +93,24 @@ class Costs(CostFields):
         W: Deferred weight gradients (BackwardWeight). The default is half of B, or F, as for I.
         B: Full backward. The default is I + W.
         R: Forward that runs again (Recompute). The default is F.
-        FB: A forward that runs together with a B or an I. The default is the sum of both.
+        FB: A forward that runs together with a B or an I. The default is the sum of the two costs.
         send: Time from the start of a transfer to its end. The transfer occupies the queues of both
             ranks, but not their compute.
         step: Optimizer step of a rank.
-        reduce_grads: All-reduce of a stage's gradient over the replicas. Give only the time that
-            remains at the position of the instruction. Executors start the all-reduce during the
-            last backward. If you give the full time, predictions are too long by the time that the
-            backward hides.
+        reduce_grads: All-reduce of a stage's gradient over the replicas. Executors start the
+            all-reduce during the last backward. Give only the time that remains after this
+            backward. With the full time, predictions are too long by the time that overlaps with
+            the backward.
         reduce_replicated_stages: All-reduce of a gradient over the replicas of a stage.
         reduce_tied: Sum of the gradients of tied weights.
         reduce_norm: Reduction of the gradient norm over all ranks.
-        tp_scatter: Copy of a tensor-parallel rank's part of a boundary, before it is sent.
+        tp_scatter: Copy of a tensor-parallel rank's part of a boundary, before the rank sends it.
         tp_gather: All-gather of a received boundary in the tensor-parallel group.
-        reduce_norm_after_step: Reduction of the gradient norm after the step (post-validation).
+        reduce_norm_after_step: Reduction of the gradient norm after the optimizer step
+            (post-validation).
         unshard: All-gather of the weights of a stage.
         reduce_scatter: Reduce-scatter of the gradient of a stage.
-        snapshot: Copy of a stage's state to the host, for a checkpoint.
+        snapshot: Copy of a stage's weights and optimizer state to the host, for a checkpoint.
         offload: Copy of saved activations to the host.
         reload: Copy of saved activations back to the device.
         offload_to_disk: Copy of offloaded activations from the host to the disk.
@@ -125,7 +126,7 @@ class Costs(CostFields):
         offload_grads: Copy of a stage's gradient to the host.
         host_step: Optimizer step of one stage on the host.
         reload_weights: Copy of a stage's updated weights to the device.
-        check_grads_finite: Test for infinite gradients of a rank, before the step on the host.
+        check_grads_finite: Test whether a rank's gradients are finite, before the step on the host.
         dispatch: All-to-all that sends tokens, or gradients of outputs, to the ranks of experts.
         combine: All-to-all that sends outputs of experts, or gradients of tokens, back.
 
@@ -186,8 +187,8 @@ class Costs(CostFields):
             shape: Shape of the pipeline.
 
         Returns:
-            Costs with their defaults, shape (stages, microbatches). The shape is (stages, 1) if all
-            microbatches have the same cost.
+            The costs, shape (stages, microbatches). The shape is (stages, 1) if all microbatches
+            have the same cost. Missing costs have their defaults.
 
         Raises:
             CostsError: A cost is given for another number of stages or microbatches.
@@ -207,7 +208,7 @@ class Costs(CostFields):
             shape: Shape of the pipeline.
 
         Returns:
-            The cost `FB`, in the form of `for_opcode`, or None.
+            The cost `FB`, in the same shape as from `for_opcode`, or None.
 
         Raises:
             CostsError: See `for_opcode`.
@@ -215,14 +216,14 @@ class Costs(CostFields):
         return None if self.FB is None else self._expand("FB", shape)
 
     def has_pairing_gain(self, shape: PipelineShape) -> bool:
-        """Return whether any forward and backward take less time together than one after the other.
+        """Return whether any forward and backward are faster together than one after the other.
 
         Args:
             shape: Shape of the pipeline.
 
         Returns:
-            True if `FB` is given and is less than F plus the longer backward for at least one stage
-            and microbatch.
+            True if `FB` is given, and is less than F plus the longer of B and I for at least one
+            stage and microbatch.
 
         Raises:
             CostsError: See `for_opcode`.
@@ -241,7 +242,7 @@ class Costs(CostFields):
         """Return the cost of each instruction of a program.
 
         Args:
-            index: Index of the program.
+            index: The instruction index of the program.
 
         Returns:
             A table of costs, shape (entries,), and the index of each instruction's cost in this

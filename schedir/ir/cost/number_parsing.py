@@ -15,11 +15,12 @@ from typing import Final
 NON_NUMBER_TYPES: Final = (str, bytes, bool, Set, Mapping)
 
 # The largest numbers of a model and a cluster.  With larger numbers, sums of bytes and operations
-# overflow 64 bits, and the work on lists of layers or GPUs takes minutes.
+# overflow 64 bits, and loops over layers or GPUs take minutes.
 MAX_LAYERS: Final = 2**16
-MAX_WIDTH: Final = 2**24  # Rows of a matrix, tokens of a vocabulary or a sequence, or heads.
+# Number of rows of a matrix, of tokens of a vocabulary or a sequence, or of heads.
+MAX_WIDTH: Final = 2**24
 MAX_GPUS: Final = 2**20
-MAX_SEQUENCES: Final = 2**30  # Sequences of a batch.
+MAX_SEQUENCES: Final = 2**30  # Number of sequences of a batch.
 MIN_RATE, MAX_RATE = 1e-30, 1e30  # Range of a cluster's bytes, FLOP/s, bytes/s and seconds.
 
 _INTEGER_PATTERN = re.compile(r"\s*[+-]?[0-9]{1,18}\s*")

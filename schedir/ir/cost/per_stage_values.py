@@ -12,8 +12,8 @@ from schedir.errors import SchedirError, describe
 from schedir.ir.cost.number_parsing import NON_NUMBER_TYPES
 
 Row = tuple[float, ...]
-# A number, one number per stage, or a row of numbers per microbatch for each stage.  A single row
-# applies to all stages.
+# A number, one number per stage, or one row per stage with a number for each microbatch.  A single
+# row applies to all stages.
 PerStage = float | Row | tuple[Row, ...]
 Floats = NDArray[np.float64]
 
@@ -115,7 +115,7 @@ def to_grid(value: PerStage) -> Floats:
 
 
 def from_grid(each: Floats) -> PerStage:
-    """Convert an array back into the value from which `to_grid` makes it.
+    """Convert an array to a value, as the inverse of `to_grid`.
 
     Args:
         each: An array of two dimensions.
@@ -193,8 +193,8 @@ def redistribute_stages(value: PerStage, old_stages: int, new_stages: int) -> Pe
         new_stages: Number of new stages.
 
     Returns:
-        The value for the new stages. The number of each old stage is spread evenly over its part of
-        the model. For an array, this is done for each microbatch.
+        The value for the new stages. The number of each old stage is spread evenly over the part of
+        the model that this stage has. In an array, each microbatch is converted separately.
 
     Example:
         >>> redistribute_stages(3.0, 2, 4), redistribute_stages((1.0, 3.0), 2, 4)
@@ -273,7 +273,7 @@ def sum_segments(each: Floats, segments: Sequence[int]) -> Floats:
 
 
 def average_stages(value: PerStage, segments: Sequence[int]) -> PerStage:
-    """Return a value per segment in which all unsegmented stages take the same total.
+    """Return a value per segment in which all unsegmented stages have the same total.
 
     The mean over all stages is divided equally among the segments of each stage.
 
@@ -282,8 +282,8 @@ def average_stages(value: PerStage, segments: Sequence[int]) -> PerStage:
         segments: Number of segments of each stage.
 
     Returns:
-        The value for the segments. This value is one number, or one row, if all stages have the
-        same number of segments. For an array, the mean of each microbatch is computed.
+        The value for the segments. It is one number or one row if all stages have the same number
+        of segments. For an array, each microbatch has its own mean.
 
     Example:
         >>> average_stages((1.0, 3.0), (1, 1)), average_stages((1.0, 4.0, 1.0, 2.0), (3, 1))

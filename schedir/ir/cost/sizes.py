@@ -27,7 +27,7 @@ if TYPE_CHECKING:
 
 Size = PerStage
 
-MAX_BYTES: Final = 1e30  # Limit of a size in bytes.  Sums of larger sizes may overflow a float.
+MAX_BYTES: Final = 1e30  # The largest size, in bytes.  Sums of larger sizes may overflow a float.
 _ROUNDING: Final = 1e-12  # Relative rounding error of sums of bytes.
 
 _BYTE_UNITS = {"": 1, "B": 1, "KB": 1000}
@@ -35,8 +35,8 @@ _BYTE_UNITS |= {f"{p}B": 1000 ** (k + 1) for k, p in enumerate("kMGTP")}
 _BYTE_UNITS |= {f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGTP")}
 
 
-# The names of sizes in the instruction tables.  `MICROBATCH_SIZES` are the names of the sizes that
-# can differ between microbatches.
+# The names of the sizes in the instruction tables.  `MICROBATCH_SIZES` has those that can differ
+# between microbatches.
 _CHANGE_SIZES = [
     (name, VALUES[change.value].scope)
     for row in INSTRUCTIONS
@@ -58,7 +58,7 @@ MICROBATCH_SIZES: Final = {
     "routed",
     "expert_buffer",
 }
-# Name of a size -> name of the size that is used if the first one is not given.
+# Name of a size -> name of the size that is used if the first size is not given.
 _FALLBACK_SIZES: Final = (
     {row.size: row.size_fallback for row in VALUES if row.size_fallback}
     | dict.fromkeys(_FORM_SIZES, "activation")
@@ -77,25 +77,25 @@ class Sizes:
     """Bytes of values on one device, for one microbatch.
 
     Each size is a number, one number per stage, or an array of shape (stages, microbatches). An
-    array with one row applies to all stages. A static buffer has the size of the largest value of
-    its kind on its rank.
+    array with one row applies to all stages. A static buffer has the size of the rank's largest
+    value of the same kind.
 
     Args:
         activation: Output of a stage. The size is that of the full tensor, even if each
-            tensor-parallel rank sends a part of it. For a sharded boundary, it is the size of one
-            rank's part. Between segments with sequence parallelism, it is the output plus the
-            result of the collective, because both exist at the same time.
+            tensor-parallel rank sends a part of it. For a sharded boundary, the size is that of one
+            rank's part. Between segments with sequence parallelism, the size is the sum of the
+            output and the result of the collective, because both exist at the same time.
         activation_grad: Gradient of the output. The default is `activation`.
         saved: Tensors that a Forward saves for its backward.
         deferred_wgrad: Tensors that a BackwardInput keeps for its BackwardWeight: a part of
             `saved`, and gradients of outputs. The default is `saved`.
-        saved_and_deferred: Peak of both together while a BackwardInput runs. Tensors that are part
-            of both count once. The default is the larger of the two sizes, which is the lowest
-            possible value. This default matches arXiv 2401.10241, where M_W <= M_B. `measure_sizes`
-            measures the actual size.
-        recompute_inputs: Inputs of the stage, which a Forward saves if a Recompute runs it again.
-            The default is the `activation` of the previous stage. For the first stage it is 0,
-            because its inputs exist all the time.
+        saved_and_deferred: Peak of the sum of `saved` and `deferred_wgrad` while a BackwardInput
+            runs. Tensors that are part of both count once. The default is the larger of the two
+            sizes, which is the lowest possible value. This default matches arXiv 2401.10241, where
+            M_W <= M_B. `measure_sizes` measures the actual size.
+        recompute_inputs: Inputs of the stage, which a Forward saves if a Recompute runs the forward
+            again. The default is the `activation` of the previous stage. For the first stage the
+            default is 0, because its inputs exist all the time.
         model_states: Sum of `params`, `grads`, `optimizer` and `buffers`, as one number instead of
             these four.
         params: Trained parameters.
@@ -104,7 +104,8 @@ class Sizes:
         buffers: Buffers, and parameters that are not trained.
         version: An older version of the parameters. A program with several optimizer steps keeps
             one copy for each version in use. The default is `params`.
-        skip: Value that a stage sends along a skip connection (`Program.skips`), by source stage.
+        skip: Value that a stage sends along a skip connection (`Program.skips`). Numbers per stage
+            are for the source stages.
         routed: Rows that a segment sends to experts, in addition to `activation`: tokens x experts
             per token x hidden size x bytes per number.
         expert_buffer: Buffer in which the rows for the experts of a rank arrive: `routed` x
@@ -116,8 +117,8 @@ class Sizes:
     Raises:
         UsageError: A size is negative or not finite. An array has rows of different lengths, or is
             given for a size that is not per microbatch. `saved_and_deferred` is less than `saved`
-            or `deferred_wgrad`, or more than their sum. Or both `model_states` and one of its parts
-            are given.
+            or `deferred_wgrad`, or more than their sum. Or both `model_states` and one of `params`,
+            `grads`, `optimizer` and `buffers` are given.
 
     Example:
         >>> from schedir import PipelineShape, Sizes, compile, schedules, simulate
@@ -175,7 +176,7 @@ class Sizes:
 
     @property
     def static_sizes(self) -> tuple[str, ...]:
-        """The names of the sizes that add up to the model states: the parts, or `model_states`."""
+        """The names of the given parts of the model states; `model_states` if none is given."""
         return self.specified_parts or ("model_states",)
 
     def _require_joint_size(self) -> None:
@@ -189,7 +190,8 @@ class Sizes:
             )
         except ValueError:
             return  # `per_microbatch` raises an error for the size whose shape is wrong.
-        least, most = np.maximum(saved, deferred), saved + deferred
+        least = np.maximum(saved, deferred)
+        most = saved + deferred
         wrong = (joint < least) | (joint > most * (1 + 1e-12))
         if wrong.any():
             at = np.unravel_index(wrong.argmax(), wrong.shape)
@@ -199,14 +201,14 @@ class Sizes:
             )
 
     def for_stages(self, name: str, stages: int) -> NDArray[np.float64]:
-        """Return a size of each stage, shape (stages,), as the maximum over the microbatches.
+        """Return a size for each stage, as the maximum over the microbatches.
 
         Args:
             name: Name of the size.
             stages: Number of stages.
 
         Returns:
-            The bytes. A missing size has its default.
+            The bytes, shape (stages,). A missing size has its default.
 
         Raises:
             UsageError: The size is given for another number of stages.
@@ -242,7 +244,7 @@ class Sizes:
             self.per_microbatch(f.name, shape)
 
     def add_expert_rows(self, shape: PipelineShape, segment_boundaries: str) -> Sizes:
-        """Add the token rows for experts to the activations at all-to-alls of experts.
+        """Add the bytes of the rows for experts to the activations at all-to-alls of experts.
 
         Args:
             shape: Shape of the pipeline.
@@ -320,7 +322,7 @@ class EagerMessages(NamedTuple):
 
 
 def _refuse_text(name: str, text: str) -> NoReturn:
-    """Raise the error for a size that is a text, with the number as a hint if it has bytes."""
+    """Raise the error for a size that is a text. If the text has a number, the hint shows it."""
     try:
         hint = f"Sizes({name}={parse_bytes(text):g})"
     except ValueError:

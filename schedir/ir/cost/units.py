@@ -12,7 +12,7 @@ from schedir.ir.cost.sizes import parse_bytes
 
 
 class _Unit(NamedTuple):
-    """The text form of the numbers of a field: a parser, an example, and units for printing."""
+    """How a field's numbers are written: a parser, an example, and units for printing."""
 
     parse: Callable[[str], float]
     example: str
@@ -28,7 +28,8 @@ def _make_unit_parser(**units: float) -> Callable[[str], float]:
 
     def read(text: str) -> float:
         name = next((name for name in units if text.endswith(name)), "")
-        number, unit = parse_decimal(text[: len(text) - len(name)]), units.get(name, 1.0)
+        number = parse_decimal(text[: len(text) - len(name)])
+        unit = units.get(name, 1.0)
         # A division by 1e6 rounds better than a product with 1e-6: 10us is exactly 1e-05.
         return number * unit if unit >= 1 else number / round(1 / unit)
 
@@ -125,7 +126,7 @@ def format_cluster_field(name: str, number: float) -> str:
         number: The number.
 
     Returns:
-        A quoted text with a unit if that is short and exact, and otherwise the number.
+        A quoted text with a unit if such a text is short and exact, and otherwise the number.
 
     Example:
         >>> [format_cluster_field(*one) for one in (("hbm_bandwidth", 2e12), ("nodes", 8))]

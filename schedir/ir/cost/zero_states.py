@@ -17,7 +17,7 @@ from schedir.ir.cost.per_stage_values import to_per_stage
 # levels 1 to 3 P_os, P_os+g and P_os+g+p.
 SHARDED_FROM_LEVEL: Final = {"optimizer": 1, "grads": 2, "params": 3}
 ZERO_LEVEL_COUNT: Final = 1 + max(SHARDED_FROM_LEVEL.values())
-# Model state -> label of the memory of its shard, or of its unsharded copies.
+# Model state -> label of the memory of its shard, and label of the memory of its unsharded copies.
 SHARDED_LABELS: Final = {
     "params": "sharded weights", "grads": "sharded gradients",
     "optimizer": "sharded optimizer state",
@@ -71,9 +71,9 @@ def zero_model_states(
     Each replica has 1/dp of a sharded state. The optimizer state is sharded from level 1 on, the
     gradients from level 2 on, and the parameters from level 3 on.
 
-    With 16-bit parameters and gradients and 12 bytes of optimizer state, a model of Psi parameters
-    needs 16 Psi bytes at level 0. Level 1 needs 4 Psi + 12 Psi/dp, level 2 needs
-    2 Psi + 14 Psi/dp, and level 3 needs 16 Psi/dp bytes.
+    For example, a model has Psi parameters of 16 bits, gradients of 16 bits, and 12 bytes of
+    optimizer state per parameter. It needs 16 Psi bytes at level 0, 4 Psi + 12 Psi/dp bytes at
+    level 1, 2 Psi + 14 Psi/dp bytes at level 2, and 16 Psi/dp bytes at level 3.
 
     Args:
         params: Bytes of the unsharded parameters: a number, or one per stage or bucket.
@@ -81,9 +81,9 @@ def zero_model_states(
         optimizer: Bytes of the unsharded optimizer state, in the same form.
         zero: ZeRO level, 0 to 3.
         dp: Number of replicas.
-        parameter_counts: Number of parameters of each entry. Shards then have ceil(count / dp)
-            parameters, and the last shards are padded. If None, a shard has exactly 1/dp of the
-            bytes, as in the paper. Unsharded states are never padded.
+        parameter_counts: Number of parameters of each stage or bucket. Shards then have
+            ceil(count / dp) parameters, and the last shards are padded. If None, a shard has
+            exactly 1/dp of the bytes, as in the paper. Unsharded states are never padded.
 
     Returns:
         The bytes of each state on one replica.
@@ -112,7 +112,7 @@ def zero_model_states(
         raise UsageError(
             f"dp must be a number of replicas, 1 or more, not {describe(dp)}", fields=["dp"]
         )
-    # The size of an unsharded state as a multiple of the size of a shard.
+    # The size of an unsharded state, divided by the size of a shard.
     parts: NDArray[np.float64] | float = float(dp)
     if parameter_counts is not None:
         counts = _to_byte_array("parameter_counts", parameter_counts)

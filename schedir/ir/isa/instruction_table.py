@@ -145,8 +145,8 @@ LANES: Final[tuple[LaneRow, ...]] = (
             "all_to_all", "#882255", "expert parallel"),
 )  # fmt: skip
 
-# The sizes that an optimizer step moves: it reads and writes weights and state, and reads
-# gradients.
+# The sizes that an optimizer step moves.  The step reads and writes weights and optimizer state,
+# and reads gradients.
 OPTIMIZER_STEP_SIZES: Final = ("params", "params", "grads", "optimizer", "optimizer")
 
 

@@ -189,8 +189,8 @@ LOCAL_HANDOVER: Final = {
     if row.local_source is not None and row.peer is not None
 }
 
-# Kind of value -> the instructions of other lanes than compute that use it.  In a program without
-# them, only the order of the compute lane decides when a slot is free.
+# Kind of value -> the instructions that use it on lanes other than compute.  In a program without
+# such instructions, only the order of the compute lane decides when a slot is free.
 OPS_OFF_COMPUTE_LANE: Final = {
     value.value: tuple(
         row.op for row in INSTRUCTIONS
@@ -208,7 +208,7 @@ NON_COMPUTE_USERS: Final = {
     for value in VALUES
 }
 # Values whose number of slots can be chosen: values that pass between stages, and values that an
-# instruction of another lane than compute makes, changes or frees.
+# instruction on a lane other than compute makes, changes or frees.
 SLOT_VALUES: Final = BOUNDARY_VALUES + tuple(
     row.value for row in VALUES
     if row.value not in BOUNDARY_VALUES and row.size and OPS_OFF_COMPUTE_LANE[row.value]
@@ -242,8 +242,8 @@ def find_possible_givers(op: Opcode, value: Value) -> tuple[Opcode, ...]:
 def is_tp_split(op: Opcode, value: Value) -> bool:
     """Return whether an instruction uses or makes only a tensor-parallel rank's part of a value.
 
-    With tp > 1, the sender has an instruction that splits the value, and the receiver has one that
-    gathers it. The part exists between these two.
+    With tp > 1, the sender has an instruction that splits the value, and the receiver has an
+    instruction that gathers it. Between these two instructions, each rank has only its part.
 
     Args:
         op: The opcode of an instruction that needs or gives the value.

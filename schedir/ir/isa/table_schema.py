@@ -13,10 +13,10 @@ TIERS: Final = ("device", "host", "disk")
 class Scope(Enum):
     """The unit for which an instruction or a value exists once.
 
-    The value of a member is the form of the numbers after the instruction's name in the text.  An
-    instruction per STAGE or RANK exists once in each update.  The text also contains the number of
-    the update if it is not 0.  An instruction per OCCURRENCE exists any number of times for a
-    stage.  These times are numbered from 0.
+    The value of a member shows which numbers follow the instruction's name in the text form.  An
+    instruction per STAGE or RANK exists once in each update.  The text form also contains the
+    number of the update if it is not 0.  An instruction per OCCURRENCE exists any number of times
+    for a stage.  Its occurrences are numbered from 0.
     """
 
     MICROBATCH = "stage.mb"
@@ -73,9 +73,9 @@ class ValueRow(NamedTuple):
         scope: The unit for which there is one value: a microbatch of a stage, a stage, or a rank.
         producer_rule: The rule that finds the instruction that gives the value.
         phrase: The name of the value in messages: "the activation".
-        size: The field of `Sizes` with its bytes; "" if its bytes do not count.  The bytes of
-            weights and gradients do not count either, because a stage has them all the time.  They
-            count if replicas have only parts of them.
+        size: The field of `Sizes` with the bytes of the value; "" if they do not count.  The bytes
+            of unsharded weights and gradients do not count, because a stage has this memory all the
+            time.
         peer: For a value that passes between stages, the rule that leads to the other stage.  The
             value exists only if there is such a stage.  `Sizes` lists its bytes under the earlier
             of the two stages.
@@ -84,12 +84,12 @@ class ValueRow(NamedTuple):
         converted_from: For a value that an instruction makes from another value, which it frees:
             the kind of this other value, and the field of `Sizes` with the bytes of both together.
         program_attribute: An attribute of programs.  The value exists only in programs in which the
-            attribute has one of `attribute_values`.  If these are empty, it exists in programs in
-            which the attribute differs from its default.
+            attribute has one of `attribute_values`.  If `attribute_values` is empty, the value
+            exists in programs in which the attribute differs from its default.
         initial_tier: One of TIERS, for a value that exists from the start and that no instruction
-            makes or frees.  The value starts on this tier, or on the tier that is the value of
-            `program_attribute`.  It has memory there all the time.  Each replica has its part of
-            the value.
+            makes or frees.  If the attribute `program_attribute` is the name of a tier, the value
+            starts on that tier, and otherwise on `initial_tier`.  The value uses memory on its
+            first tier all the time.  Each replica has a part of the value.
         attribute_values: See `program_attribute`.
         reserved_memory: Additional memory that the value has all the time: one of TIERS, and the
             field of `Sizes` with the bytes.  A replica has a part of this memory if it has a part
@@ -131,7 +131,7 @@ class FormRow(NamedTuple):
         is_tp_split: True if each rank of a tensor-parallel group has 1/t of the bytes.  Such a form
             needs tp > 1, and a boundary that is not sharded already.
         size: The field of `Sizes` with the bytes of a value in this form.  These bytes are at most
-            the bytes without the form, and proportional to them.  If this is "", or the size is not
+            the bytes without the form, and proportional to them.  If the field is "" or is not
             given, the form does not change the bytes.
     """
 
@@ -170,10 +170,10 @@ class Change(NamedTuple):
     """A change of the state of a value by an instruction that needs and gives the value.
 
     A state is one of TIERS, or a field of `Sizes` with the bytes of the value.  A new value is on
-    the first of TIERS, with the size from which its first change of size starts.  An instruction
-    that only reads the value needs it on the first of TIERS, with the size after its last change.
-    An instruction that reads the value in another state has a `Change` from this state to the same
-    state.  Such an instruction need not give the value.
+    the first of TIERS.  Its size is the `before` of its first change of size.  An instruction that
+    only reads the value needs it on the first of TIERS, with the `after` of its last change of
+    size.  An instruction that reads the value in another state has a `Change` in which `before` and
+    `after` are this state.  Such an instruction need not give the value.
 
     Attributes:
         value: The value.
@@ -241,15 +241,16 @@ class Row(NamedTuple):
     Attributes:
         op: The opcode.  Its number is the index of the row.
         text: The name of the instruction in the text form.
-        lane: The queue that executes it.
-        scope: The unit for which there is one such instruction.
-        needs: Values that must exist before it starts.
-        gives: Values that exist when it ends.  A row that only reads a value of a microbatch also
-            gives it, so that it runs before the instruction that frees the value.
+        lane: The queue that executes the instruction.
+        scope: The unit for which the instruction exists once.
+        needs: Values that must exist before the instruction starts.
+        gives: Values that exist when the instruction ends.  An instruction that only reads a value
+            of a microbatch also gives the value.  So it runs before the instruction that frees the
+            value.
         frees: Values that no instruction uses afterwards.
         doc: The effect of the instruction, as sentences for the documentation.
-        cost: The field of `Costs` with its time.
-        peer: For a message, the rule that leads to the stage on its other side.
+        cost: The field of `Costs` with the time of the instruction.
+        peer: For a message, the rule that leads to the stage on the other side of the message.
         partner: For a message, the opcode of the instruction on the other side.  For a collective
             of pipeline ranks, the same opcode as `op`.
         group: For a collective of pipeline ranks, its members: all ranks ("model"), the ranks that
@@ -257,25 +258,26 @@ class Row(NamedTuple):
             ("tied_weights").  An instruction of the group "tied_weights" needs and gives the values
             of all stages with a tied weight together.
         host_sync: "always" if a blocking host waits for all earlier instructions of the lane;
-            "replicas" if it does so only with data-parallel replicas.
-        changes: The changes of the states of values that it needs and gives.
+            "replicas" if the host waits only in programs with dp > 1.
+        changes: The changes of the states of values that the instruction needs.
         ring: For a collective, the bytes that it moves.  A collective of the processes of one
             pipeline rank, for example of its replicas, has no `partner`: programs do not list these
             processes.
-        needs_all_stages: True if it needs the values of all stages of its rank, not only of the
-            instruction's stage.
+        needs_all_stages: True if the instruction needs the values of all stages of its rank, not
+            only those of its own stage.
         host_sync_lanes: Lanes on which a blocking host waits for all earlier instructions.
-        is_compute: True if it runs the module of a stage.  A schedule places such instructions, and
-            passes place all others.
-        form: The form to which it converts an output of its stage, or from which it converts an
-            input of its stage.
+        is_compute: True if the instruction runs the module of a stage.  A schedule places such
+            instructions, and passes place all others.
+        form: The form to which the instruction converts an output of its stage, or from which it
+            converts an input of its stage.
         between_segments: Set for a tensor-parallel or expert-parallel collective between two
             segments of a stage: "always", or only in programs with "sequence_parallel".
-        idle_cause: The `IdleCause` of a rank that waits for it; "" for the `IdleCause` of the lane.
-        traffic: The bytes that it moves over a link of the machine.  A `Cluster` computes the cost
-            from `ring` or `traffic`.
-        is_implicit_in_torch: True if torch's pipeline runtime, or the training loop that uses it,
-            does the same without an instruction.  An export to torch leaves the instruction out.
+        idle_cause: The `IdleCause` of a rank that waits for the instruction; "" for the `IdleCause`
+            of the lane.
+        traffic: The bytes that the instruction moves over a link of the machine.  A `Cluster`
+            computes the cost from `ring` or `traffic`.
+        is_implicit_in_torch: True if torch's pipeline runtime, or a training loop around it, does
+            the same without an instruction.  An export to torch leaves the instruction out.
     """
 
     op: Opcode

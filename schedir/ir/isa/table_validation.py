@@ -52,7 +52,8 @@ _LATEST_RULES: Final = (ProducerRule.LATEST, ProducerRule.LATEST_OR_START)
 _DEFAULTED_ATTRIBUTES: Final = {
     f.name for f in fields(Program) if f.metadata and f.default is not MISSING
 }
-# Producer rules of values that can have a size.  Their memory counts from the maker on.
+# Producer rules of values that can have a size.  The memory of such a value counts from the
+# instruction that makes the value.
 _LIFETIME_RULES: Final = (*_CHAINED_RULES, ProducerRule.ALL)
 _SKIP_PEERS: Final = (PeerRule.SKIP_TO, PeerRule.SKIP_FROM)
 _NEIGHBOR_SIZES: Final = {"activation", "activation_grad"}
@@ -119,7 +120,7 @@ def find_table_faults(
 
 
 def _find_order_faults(enum_type: type[IntEnum], members: Sequence[IntEnum]) -> Iterator[str]:
-    """Yield rows whose index is not the number of their member, and members without a row."""
+    """Yield a sentence for each row at a wrong index, and for each member without a row."""
     for index, member in enumerate(members):
         if member != index:
             yield f"{member.name} is number {member}, but its row is at index {index}"
@@ -266,7 +267,7 @@ def _find_price_faults(row: Row, rows: Sequence[Row], values: Sequence[ValueRow]
 
 
 def _get_price(row: Row) -> tuple[object, ...]:
-    """Return the columns that rows with the same cost must have in common."""
+    """Return the columns that must be equal in all rows with the same cost."""
     return row.scope, row.ring, row.traffic, row.peer is not None
 
 

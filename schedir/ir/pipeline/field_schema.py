@@ -4,7 +4,7 @@
 `Field` records from these declarations. `HEADER_FIELDS` in `schedir/ir/program.py` lists all
 records. These records define the header of a program's text, the digest, the command-line options
 and the settings of a configuration. They also define the error for an option that contradicts a
-file.
+program file.
 """
 
 from __future__ import annotations
@@ -147,12 +147,12 @@ def parse_integers(text: str) -> tuple[int, ...]:
     return tuple(map(parse_integer, text.split(",")))
 
 
-# A function from the value of a field and the shape to entries of the digest: none, one or several.
+# A function from the value of a field and the shape to the field's entries in `Program.digest`.
 DigestFunction = Callable[[Any, Any], tuple[Any, ...]]
 
 
 def digest_value(value: Any, _: Any) -> tuple[Any, ...]:
-    """Return the value as the only entry of the digest.
+    """Return the value as the only entry of its field in `Program.digest`.
 
     Args:
         value: Value of the field.
@@ -177,9 +177,9 @@ class Field:
         is_always_shown: If True, the text's header always has the field.
         shown_with: Name of another field. The header has this field if the other field differs from
             its default. "" means that this field must differ from its default.
-        digest: A function that returns the entries of the digest. If it is None, the digest has the
-            field only if its value is not the default. So a new field does not change the digests
-            of existing programs.
+        digest: A function that returns the field's entries in `Program.digest`. If it is None, the
+            digest contains the field only if its value is not the default. So a new field does not
+            change the digests of existing programs.
         in_config: If True, the field is a setting of a configuration.
         section: The section of the configuration that has the setting.
     """

@@ -94,7 +94,7 @@ _WEIGHT_DELAY = make_field_metadata(
 _SEQUENCE_CHUNKS = make_field_metadata(
     make_integer_type(1, MAX_MICROBATCHES),
     "number of chunks of each sequence; each chunk is a microbatch (1)",
-    in_config=False,  # The GPT of a training run cannot process sequence chunks.
+    in_config=False,  # The GPT model of `schedir train` cannot process sequence chunks.
 )
 
 
@@ -138,14 +138,15 @@ class PipelineShape:
               into one part per row, larger parts first. Each part passes through the replicas of
               its row.
         optimizer_steps: Number of optimizer steps of the program. The pipeline does not drain
-            between two steps. Each step has the same number of microbatches, in ascending order.
+            between two steps. Each step has the same number of consecutive microbatches.
         weight_delay: The age of the weights of a microbatch, in optimizer steps. A microbatch of
-            step u uses the weights after max(u - weight_delay, 0) steps, forward and backward. Give
-            one number, or one number per stage.
+            step u uses the weights after max(u - weight_delay, 0) steps in its forward and its
+            backward. Give one number, or one number per stage.
         sequence_chunks: Number of chunks of each sequence. Each chunk is a microbatch: chunk j of
             sequence n is microbatch n * sequence_chunks + j. A chunk attends to the earlier chunks
-            of its sequence, and its backward adds to their gradients. So each stage runs the chunks
-            of a sequence forward in ascending order, and backward in descending order.
+            of its sequence, and its backward adds to the gradients of these earlier chunks. So each
+            stage runs the chunks of a sequence forward in ascending order, and backward in
+            descending order.
 
     Raises:
         ShapeError: No pipeline can have this shape.
@@ -348,8 +349,8 @@ class PipelineShape:
             mb: Numbers of microbatches.
 
         Returns:
-            The number of updates after which the weights have this version. The shape is the
-            broadcast shape of `stage` and `mb`, or that of `mb` if all stages have the same delay.
+            The number of updates that made this version. The shape is the broadcast shape of
+            `stage` and `mb`, or that of `mb` if all stages have the same weight delay.
         """
         delay = np.asarray(self.weight_delay)
         lag = delay[np.asarray(stage)] if delay.ndim else delay
@@ -397,7 +398,7 @@ class PipelineShape:
                 process for programs that Python code builds (`input_limits`).
 
         Raises:
-            ShapeError: There are more instructions than the limit.
+            ShapeError: There are more forwards than the limit.
         """
         self._require_limit(self.stages, max_instructions)
 
@@ -418,7 +419,7 @@ class PipelineShape:
         Raises:
             ShapeError: There are more instructions than the limit.
         """
-        # Entry (row, s): the message from stage s to stage s + 1 goes to another rank.
+        # Entry (row, s) is True if the message from stage s to stage s + 1 goes to another rank.
         crosses = self.replica_ranks[:, 1:] != self.replica_ranks[:, :-1]
         each = self.stages + 2 * int(crosses.sum(1).min())
         if has_backward:
@@ -468,7 +469,7 @@ class PipelineShape:
 
     @cached_property
     def microbatch_row_offsets(self) -> tuple[int, ...]:
-        """The first microbatch of each row of the placement, and at the end `microbatches`."""
+        """The first microbatch of each row of the placement, followed by `microbatches`."""
         each, more = divmod(self.microbatches, self.placement_rows)
         return tuple(row * each + min(row, more) for row in range(self.placement_rows + 1))
 
@@ -511,7 +512,7 @@ class PipelineShape:
 
     @cached_property
     def _local_stages(self) -> NDArray[np.int64]:
-        """Return the local stage numbers on the rank of each replica, shape (rows, stages)."""
+        """Return the local number of each stage replica on its rank, shape (rows, stages)."""
         result = np.empty_like(self.replica_ranks)
         for rank, local_stages in enumerate(self.stages_on_rank):
             result[self.replica_row_of_stage(local_stages, rank), local_stages] = np.arange(

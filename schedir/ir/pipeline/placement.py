@@ -1,4 +1,4 @@
-"""Placement: the rank of each stage. Bidirectional placements have a row for each replica."""
+"""Placement: the rank of each stage. With stage replicas, it has a row of ranks per replica."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def _place_loop(stage: Ranks, ranks: int) -> Ranks:
 
 
 def _place_vee(stage: Ranks, ranks: int) -> Ranks:
-    """Return the ranks of a path from rank 0 to P-1 and back: rank r has r, 2P-1-r, 2P+r, ..."""
+    """Return ranks from 0 to P-1, back to 0, and so on: rank r has stages r, 2P-1-r, 2P+r, ..."""
     return np.where(stage // ranks % 2, ranks - 1 - stage % ranks, stage % ranks)
 
 

@@ -1,4 +1,4 @@
-"""Convert between process numbers and pipeline ranks, replicas and tensor-parallel ranks."""
+"""Number the processes by replica, pipeline rank and tensor-parallel rank, and describe them."""
 
 from __future__ import annotations
 
@@ -33,8 +33,8 @@ def describe_process(process: int, ranks: int, tp: int, dp: int) -> str:
         dp: Number of replicas.
 
     Returns:
-        The number and the pipeline rank. The tensor-parallel rank and the replica follow if there
-        are several.
+        The number and the pipeline rank. The tensor-parallel rank follows if tp > 1, and the
+        replica if dp > 1.
 
     Example:
         >>> describe_process(1, 2, 2, 1), describe_process(3, 4, 1, 1), describe_process(5, 2, 2, 2)

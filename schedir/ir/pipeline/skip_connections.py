@@ -1,8 +1,9 @@
 """Skip connections: values that a stage sends to a later stage that is not its neighbour.
 
 `Program.skips` has pairs of source and target stage. With `((0, 5), (1, 4))`, as in a U-Net, stage
-5 receives a value from stage 0, and stage 4 receives one from stage 1. A stage is the source of at
-most one skip, and the target of at most one skip. A stage that receives a value can pass it on.
+5 receives a value from stage 0, and stage 4 receives another value from stage 1. A stage is the
+source of at most one skip, and the target of at most one skip. A stage that receives a value can
+send it to a later stage.
 """
 
 from __future__ import annotations
@@ -82,7 +83,11 @@ def normalize_skips(value: object, shape: PipelineShape) -> Skips:
 
 
 def _describe_route(first: int, second: int, third: int) -> str:
-    """Return text with the skips of a value that passes through three stages, for a hint."""
+    """Return, for a hint, the `skips` that send a value from one stage through a second to a third.
+
+    A skip between neighbours is not possible, so the hint replaces it by a boundary of several
+    tensors.
+    """
     way = [pair for pair in pairwise((first, second, third)) if pair[1] > pair[0] + 1]
     neighbours = "" if len(way) == 2 else ", and a boundary of several tensors between neighbours"
     return f"skips={tuple(way)}{neighbours}"
@@ -119,7 +124,7 @@ SKIPS_TYPE: Final = FieldType(
 def find_neighbor_stages(peer_rule: PeerRule, stages: int, skips: Skips) -> NDArray[np.int32]:
     """Return, for each stage, the stage on the other side of a message.
 
-    The result is cached, and must not be changed.
+    The result is cached. Do not change it.
 
     Args:
         peer_rule: Direction of the message: next or previous stage, or along a skip.

@@ -1,14 +1,16 @@
-"""Read which stages of a program are segments of one stage, and the collectives between them.
+"""Find the stages of a program that are segments of one model stage, and their collectives.
 
 A stage can be divided at its tensor-parallel collectives (Megatron-LM, arXiv 1909.08053, section
 3), and at the all-to-alls of its experts (GShard, arXiv 2006.16668). The parts are called segments.
-In the program, each segment is a stage, and all segments of a stage are on one rank.
+In the program, each segment is a separate stage. All segments of a model's stage are on one rank.
 `Program.segment_boundaries` has one letter for each boundary between two stages of the program:
 
 - `f`: a tensor-parallel region begins. An all-reduce sums the gradient of the boundary.
 - `g`: a tensor-parallel region ends. An all-reduce sums the activation of the boundary.
-- `d`: experts begin. An all-to-all dispatches tokens, and another one returns their gradients.
-- `c`: experts end. An all-to-all returns (combines) the outputs, and another one their gradients.
+- `d`: experts begin. An all-to-all dispatches tokens in the forward. In the backward, another
+  all-to-all returns the gradients of the tokens.
+- `c`: experts end. An all-to-all returns (combines) the outputs in the forward. In the backward,
+  another all-to-all sends the gradients of the outputs to the experts.
 - `.`: a boundary between two segments without a collective.
 - `-`: the end of a stage.
 """

@@ -1,8 +1,8 @@
 """Tied weights: the stages that have a copy of the same weight.
 
-A program has numbers of stages only: `Program.tied_weights` is `((0, 3),)` if stages 0 and 3 share
-weights. A model has named parameters, and before it is split, a tied weight is one object with
-several names:
+A program has only the stages of a tied weight: `Program.tied_weights` is `((0, 3),)` if stages 0
+and 3 share a weight. A model has named parameters. Before the model is split, a tied weight is one
+object with several names:
 
     ties = schedir.find_tied_weights(model)  # lm_head.weight is transformer.wte.weight
     ties = ties.locate_in_stages(stages)  # the stages of the model may be copies
@@ -156,7 +156,7 @@ def find_tied_weights(model: ModuleLike) -> ModelTies: ...
 def find_tied_weights(
     model: ModuleLike | Sequence[ModuleLike] | Mapping[int, ModuleLike],
 ) -> TiedWeights | ModelTies:
-    """Find the trained weights that are used under several names or in several stages.
+    """Find trained weights that have several names in a model, or that several stages share.
 
     Call this function before you copy the model or a stage.
 
@@ -377,7 +377,7 @@ def find_reduction_groups(tied: TiedStages, shape: PipelineShape) -> list[tuple[
         shape: Shape of the pipeline.
 
     Returns:
-        The ranks of each group, without equal groups.
+        The ranks of each group. Each group occurs once.
     """
     stages = range(shape.stages) if shape.placement_rows > 1 else ()
     tied_across_ranks = [stages for stages in tied if is_tied_across_ranks(stages, shape)]

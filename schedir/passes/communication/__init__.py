@@ -1,1 +1,1 @@
-"""Passes that insert messages, collectives and reductions."""
+"""Passes that insert messages, collectives and optimizer steps, or move them."""

@@ -49,11 +49,11 @@ def reduce_scatter(program: Program) -> Program:
 
     A run is a sequence of instructions that add to the gradient of one stage. Other instructions
     may be between them, except those that add to the gradient of another stage of the rank. A group
-    that adds to two stages belongs to the runs of both. Late BackwardWeights form runs, too.
+    that adds to two stages belongs to the runs of both stages. Late BackwardWeights form runs, too.
 
-    With `reduce_scatter_at` "each_backward", a reduce-scatter follows each run. So a rank has full
-    gradients only of the stages of its present run. With "update_end", one reduce-scatter follows
-    the last run of each stage.
+    With `reduce_scatter_at` "each_backward", a reduce-scatter follows each run. So a rank has
+    unsharded gradients only of the stages of its present run. With "update_end", one reduce-scatter
+    follows the last run of each stage.
 
     Args:
         program: A program with messages and without reductions.
@@ -72,7 +72,8 @@ def limit_unsharded_grads(program: Program) -> Program:
     """Limit the number of unsharded gradients on each rank.
 
     The limit is the smallest possible number plus one. So backwards can continue while one gradient
-    is reduced. The program is returned unchanged if no rank has more unsharded gradients than that.
+    is reduced. The program is returned unchanged if no rank has more unsharded gradients than the
+    limit.
 
     Args:
         program: A program with reduce-scatters.
@@ -85,12 +86,13 @@ def limit_unsharded_grads(program: Program) -> Program:
 
 
 def reduce_replicated_stages(program: Program) -> Program:
-    """Insert the sum of each stage's gradient over its stage replicas, when all are ready.
+    """Insert the sum of each stage's gradient over its stage replicas.
 
-    In the global order of `insert_transfers`, the sum is between the same two messages on all
-    replicas. If several sums are between two messages, they have the same order on all ranks: the
-    gradient that is ready earlier in its Stream comes first. So all Streams still follow one global
-    order, and the program cannot hang.
+    The sum comes when the gradients of all replicas are ready. In the global order of
+    `insert_transfers`, the sum is between the same two messages on all replicas. If several sums
+    are between two messages, these sums have the same order on all ranks: the gradient that is
+    ready earlier in its Stream comes first. So all Streams still follow one global order, and the
+    program cannot hang.
 
     With data parallelism, all sums are at the end of the update. The reason is that each sum must
     wait for the reduction over the data-parallel replicas, which runs during compute. With an
@@ -106,18 +108,17 @@ def reduce_replicated_stages(program: Program) -> Program:
     if program.dp > 1 or not program.message_order:
         own_of = [[s for s in own if s in trained] for own in shape.stages_on_rank]
         return append_to_updates(program, Opcode.ReduceReplicatedStages, own_of)
-    index, begins = InstructionIndex.from_program(program), program.offsets.tolist()
+    index = InstructionIndex.from_program(program)
+    begins = program.offsets.tolist()
     messages = index.find_message_numbers()
     passed = np.concatenate([np.maximum.accumulate(messages[b:e]) for b, e in pairwise(begins)])
     holders = shape.replica_ranks[:, trained]
-    reduced, ready = (
-        index.find_all_positions(find_producers(Value.GRAD)),
-        np.zeros(shape.replica_ranks.size, np.intp),
-    )
+    reduced = index.find_all_positions(find_producers(Value.GRAD))
+    ready = np.zeros(shape.replica_ranks.size, np.intp)
     first_turn = np.zeros(len(reduced), np.int64)
     np.maximum.at(
         ready, index.compute_keys(Scope.STAGE, reduced, first_turn), reduced
-    )  # maximum.at keeps the last occurrence
+    )  # the position of the last instruction that makes the gradient of each stage replica
     ready = ready.reshape(shape.replica_ranks.shape)[:, trained]
     after = passed[ready].max(0)  # the number of the message that precedes the sum of each stage
     ready = ready - program.offsets[holders]
@@ -223,7 +224,7 @@ def append_to_updates(program: Program, op: Opcode, stages: Sequence[Sequence[in
 
 
 def _mask_required(program: Program, scope: Scope) -> Mask:
-    """Return a mask of the keys of trained stages, or of ranks.
+    """Return a mask of the keys of a scope: True for trained stages, or with RANK for all ranks.
 
     All entries are False for a program without a backward.
     """

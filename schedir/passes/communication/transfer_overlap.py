@@ -3,7 +3,7 @@
 The grouping runs first, because it needs sends and receives that are neighbours. Posting receives
 early separates them. Then gathers move, and receives move last. A blocking host waits at a gather
 for its message, so the gather must stay after the position where the lowering put the receive. The
-passes keep the program legal under the given model. `check` verifies that.
+passes keep the program legal under the given progress model. `check` verifies that.
 """
 
 from __future__ import annotations
@@ -35,8 +35,8 @@ def post_receives_early(
 
     So the message can arrive in its buffer before the rank needs it. A receive never passes an
     instruction of the same queue under `progress_model`. Receives do not depend on compute of their
-    rank, so the dependency graph does not change. Each compute that receives pass needs one more
-    buffer.
+    rank, so the dependency graph does not change. A receive needs one more buffer for each compute
+    that it passes.
 
     Args:
         program: A lowered program.
@@ -56,8 +56,8 @@ def post_receives_early(
 def start_gathers_early(program: Program, computes_ahead: int = 1) -> Program:
     """Start each gather up to `computes_ahead` computes earlier, but not before its receive.
 
-    The gather then runs during these computes. It is inserted just before the first of them. A
-    blocking host waits for the message there, and has issued all earlier sends before.
+    The gather then runs during these computes. It is inserted just before the first of them. When a
+    blocking host waits there for the message, it has already issued all earlier sends.
 
     Args:
         program: A lowered program.
@@ -122,14 +122,15 @@ def group_opposite_transfers(program: Program) -> Program:
 
     Two messages between two ranks, one each way, are joined on both ranks if they are adjacent in
     both Streams. Then no path of the dependency graph leads from one message to the other through a
-    third instruction. So the pass adds no cycle, under any model.
+    third instruction. So the pass adds no cycle under any progress model.
 
     Args:
         program: A lowered program.
     """
     graph = Graph.from_program(program, "blocking_serial")
     index, partner = graph.index, graph.partner
-    send, receive = np.isin(index.op, SEND_OPS), np.isin(index.op, RECV_OPS)
+    send = np.isin(index.op, SEND_OPS)
+    receive = np.isin(index.op, RECV_OPS)
     second = np.flatnonzero((send[1:] & receive[:-1]) | (receive[1:] & send[:-1])) + 1
     first = second - 1
     matched = (partner[first] >= 0) & (partner[second] >= 0)

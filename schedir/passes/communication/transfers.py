@@ -34,8 +34,8 @@ def insert_transfers(program: Program, costs: Costs | None = None) -> Program:
     its send is appended to the Stream of the producer, and its receive to the Stream of the
     consumer. So all Streams follow one global order. In this order, every edge of the dependency
     graph leads forward, even with blocking transfers in a single queue. So there is no cycle. If
-    ranks have a collective at the end of an update, everything that the update needs comes first in
-    the order.
+    ranks have a collective at the end of an update, all instructions that the update needs come
+    first in the order.
 
     Args:
         program: The draft.
@@ -165,7 +165,8 @@ def _compute_ordering_costs(costs: Costs, program: Program) -> Costs:
     """Return the costs that determine the order of messages. In a ring, no message has cost 0.
 
     Messages with cost 0 that can start at the same time are ordered by rank. If the ranks form a
-    line, this order is harmless. In a ring, each message would have to wait for the previous one.
+    line, this order delays no message. In a ring, each message would have to wait for the previous
+    message.
     So in a ring, each message gets a very small cost, and the order follows the times at which
     messages are needed.
     """
@@ -189,10 +190,8 @@ def _make_transfers(
     assert row.partner is not None and row.peer is not None
     neighbors = index.program.neighbor_stages(row.peer)
     other = neighbors[index.stage[positions]]
-    here, there = (
-        index.rank[positions],
-        shape.rank_of_stage(np.maximum(other, 0), index.mb[positions]),
-    )
+    here = index.rank[positions]
+    there = shape.rank_of_stage(np.maximum(other, 0), index.mb[positions])
     crosses = np.flatnonzero((other >= index.program.first_stage(send)) & (there != here))
     yield _MergedInstructions(
         positions[crosses], number[crosses], here[crosses], ADDRESS_MASK, int(send) << OP_SHIFT

@@ -10,7 +10,8 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-# Number of runs.  The weights of the next run are gathered while the current run computes.
+# The number of runs by which a stage is unsharded early: the weights of the next run are gathered
+# while the current run computes.
 DEFAULT_PREFETCH: Final = 1
 
 
@@ -64,7 +65,7 @@ def place_unshards(
     Args:
         uses: The stages that each entry uses; may be empty for an entry.
         max_unsharded: Largest number of stages that are unsharded at the same time. If an entry
-            uses more stages, its number applies instead.
+            uses more stages, the largest number of stages of an entry is the limit.
 
     Returns:
         A list of (stage, is_unshard) for each entry and one for the end. `is_unshard` is False for
@@ -95,19 +96,20 @@ def find_stays(run: Ints, stage: Ints, max_unsharded: int, prefetch: int = 0) ->
     same time.
 
     The policy is Belady's: a stage is unsharded when it must be, and the stage with the farthest
-    next use is resharded. No policy makes fewer stays, by an exchange argument. Suppose another
-    policy first differs from Belady's in a run where it reshards x and Belady's reshards y. Then
-    the next use of x is before the next use of y. Change the policy: it reshards y there, and keeps
-    x in the place of y until the original unshards x or reshards y. One of these happens before the
-    next use of y, because x is used first. When the original unshards x, the changed policy
-    unshards y if the original still has y, and does nothing otherwise. When the original reshards
-    y, the changed policy reshards x. So the changed policy makes no more stays than the original,
-    and agrees with Belady's policy in one more choice.
+    next use is resharded. An exchange argument shows that no policy makes fewer stays. Suppose that
+    another policy first differs from Belady's policy in a run in which it reshards x, and Belady's
+    policy reshards y. Then the next use of x is before the next use of y. Change the other policy:
+    it reshards y in this run, and keeps x in the place of y until the original policy unshards x or
+    reshards y. One of these happens before the next use of y, because x is used first. When the
+    original policy unshards x, the changed policy unshards y if the original policy still has y,
+    and does nothing otherwise. When the original policy reshards y, the changed policy reshards x.
+    So the changed policy makes no more stays than the original policy, and agrees with Belady's
+    policy in one more choice.
 
     The k-th stay can begin at the (k - max_unsharded)-th smallest end of all stays. When it must
     begin, all earlier stays except `max_unsharded` - 1 have ended. An earlier stay of the same
     stage is one of the ended stays. This earlier stay has also ended when the k-th stay can begin,
-    because the stage that took its place is used after its end.
+    because another stage took its place, and is used after the end of the earlier stay.
 
     Args:
         run: The number of the run of each use, ascending, shape (uses,). A run has at most

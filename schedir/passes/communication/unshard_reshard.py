@@ -44,7 +44,7 @@ def insert_unshards(program: Program, options: Options) -> Program:
     is free: Unshard number k of a rank comes after Reshard number k - `unsharded_stages`. The first
     Unshards are at the start of the Stream, and overlap with the warmup. At level 3, the program
     also has `unsharded_stages` slots for unsharded weights. These slots limit the number of
-    unsharded stages for all durations of instructions.
+    unsharded stages, whatever the durations of the instructions are.
 
     Args:
         program: A program with messages.
@@ -52,8 +52,8 @@ def insert_unshards(program: Program, options: Options) -> Program:
             stages at level 3. By default it is one more than the number of stages that a run uses,
             so that the next stage can be gathered during a run. `unshard_prefetch` is the number of
             runs between an Unshard and the run that needs it, if slots allow this. With 0, there
-            are the fewest gathers. With 1, the default, there are a few more, but a gather overlaps
-            with a run.
+            are the fewest gathers. With 1, the default, there are a few more gathers, but a gather
+            overlaps with the compute of a run.
 
     Raises:
         UsageError: One of these options is given, and weights are not sharded.
@@ -149,7 +149,7 @@ def _read_options(program: Program, progress_model: ProgressModel) -> dict[str, 
     """Return options with which the pass inserts the unshards and reshards of the program.
 
     `unsharded_stages` is the number of slots. `unshard_prefetch` is the first value that reproduces
-    the program. It is left out if this is the default, or if no value does.
+    the program. It is left out if this value is the default, or if no value reproduces the program.
     """
     rooms = [
         slots.unsharded_params

@@ -58,8 +58,8 @@ def insert_recomputes(program: Program, options: Options) -> Program:
             ("early", the default, or "late").
 
     Raises:
-        UsageError: The selection or `recompute_at` is not valid, or the selection is "fit" without
-            sizes and a memory limit.
+        UsageError: The selection or `recompute_at` is not valid, or the selection is "fit" and the
+            sizes or the memory limit is missing.
     """
     which, when = options.extra_options["recompute"], options.extra_options.get("recompute_at")
     if when not in (None, *_RECOMPUTE_TIMES):
@@ -153,7 +153,8 @@ def _find_earlier_positions(
     The place is before a forward that waits at least as long as the R takes. Returns a dict from
     the position of the R to the position of this forward.
     """
-    forward, address = np.isin(program.op, FORWARD_OPS), program.words & ADDRESS_MASK
+    forward = np.isin(program.op, FORWARD_OPS)
+    address = program.words & ADDRESS_MASK
     begins = {*program.offsets.tolist()}
     found: dict[int, int] = {}
     for at in np.flatnonzero(program.op == RECOMPUTE).tolist():
@@ -171,7 +172,7 @@ def _find_earlier_positions(
 
 
 def _move_earlier(program: Program, targets: dict[int, int]) -> Program:
-    """Move instructions: `targets` maps a position to the position before which it moves."""
+    """Move the instruction at each key of `targets` before the position that is its value."""
     key = np.arange(len(program), dtype=float)
     for at, to in targets.items():
         key[at] = to - 0.5
@@ -186,9 +187,9 @@ def _choose_fewest_to_fit(program: Program, candidates: Words, options: Options)
     """Return the addresses to recompute so that each rank stays below the memory limit.
 
     `compute_footprints` predicts the memory. At each position of the Stream at which a rank exceeds
-    the limit, the function chooses the address that saves most memory above the limit. If all
-    stages save the same number of bytes, this is the address whose activations are saved longest.
-    Then no smaller number of addresses keeps the limit.
+    the limit, the function chooses the address whose recomputation removes the most bytes above the
+    limit. If all stages save the same number of bytes, this is the address whose activations are
+    saved longest. Then no smaller number of addresses keeps the limit.
     """
     if options.memory_limit is None or options.sizes is None:
         raise missing_limit_error("recompute", options.sizes, "memory_limit", options.memory_limit)
@@ -210,11 +211,11 @@ def _choose_fewest_to_fit(program: Program, candidates: Words, options: Options)
 def _place_with_offload(program: Program, candidates: Words, options: Options) -> Program:
     """Insert R into a draft in which both recomputation and offload can reduce memory.
 
-    The function searches the choice of R that keeps the memory limit with the shortest simulated
-    step. The first choices are no R, then a quarter, a half and all of the R that are needed
-    without offload. The search then changes the best choice stage by stage: it removes all R of the
-    stage, or adds all if there are none. It stops when a choice keeps the limit and the step takes
-    no longer than without recomputation and offload.
+    The function searches for the choice of R that keeps the memory limit with the shortest
+    simulated step. It first tries no R, then a quarter, a half and all of the R that are needed
+    without offload. It then changes the best choice stage by stage: it removes all R of the stage,
+    or adds all if there are none. It stops when a choice keeps the limit and the step takes no
+    longer than without recomputation and offload.
     """
     alone = replace(
         options,
@@ -266,7 +267,7 @@ def _evaluate_draft(program: Program, options: Options) -> tuple[float, float]:
 def _choose_for_rank(
     program: Program, rank: int, footprint: Footprint, candidates: Words, sizes: Sizes, limit: float
 ) -> Words:
-    """Return candidates whose recomputation brings a rank below the limit, or closest to it."""
+    """Return candidates to recompute, so that a rank exceeds the limit by as little as possible."""
     excess = footprint.total_bytes - limit
     if excess.max(initial=0.0) <= 0:
         return candidates[:0]
@@ -276,16 +277,15 @@ def _choose_for_rank(
     last = _find_positions(address, np.isin(stream.op, BACKWARD_OPS), candidates)
     here = (first >= 0) & (last >= 0)
     candidates, first, last = candidates[here], first[here], last[here]
-    stage, mb = candidates >> STAGE_SHIFT & 0xFFFF, candidates & 0xFFFFFFFF
+    stage = candidates >> STAGE_SHIFT & 0xFFFF
+    mb = candidates & 0xFFFFFFFF
     less = look_up(
         sizes.per_microbatch("saved", shape) - sizes.per_microbatch("recompute_inputs", shape),
         stage,
         mb,
     )
-    begin, end = (
-        np.searchsorted(footprint.positions, first),
-        np.searchsorted(footprint.positions, last),
-    )
+    begin = np.searchsorted(footprint.positions, first)
+    end = np.searchsorted(footprint.positions, last)
     taken = less <= 0
     found: list[int] = []
     for at in range(len(excess)):
@@ -303,7 +303,7 @@ def _choose_for_rank(
 
 
 def _find_positions(address: Words, mask: NDArray[np.bool_], targets: Words) -> Positions:
-    """Return the index of the first instruction in `mask` with each target address, or else -1."""
+    """Return the index of the first instruction in `mask` that has each target address, or -1."""
     at = np.flatnonzero(mask)
     order = at[np.argsort(address[at], kind="stable")]
     found = np.searchsorted(address[order], targets)

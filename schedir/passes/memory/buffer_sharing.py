@@ -37,7 +37,7 @@ from schedir.retired_names import get_rename_hint
 DEFAULT_MESSAGE_COST: Final = (
     0.5  # assumed time of a message as a multiple of a forward, if messages have cost 0
 )
-_SEARCH_DIVISIONS = 16  # the search reduces at least 1/16 of all (rank, kind) pairs at a time
+_SEARCH_DIVISIONS = 16  # the search divides no part of 1/16 or less of all (rank, kind) pairs
 
 
 def share_slots(
@@ -50,20 +50,21 @@ def share_slots(
 
     "minimal" uses the smallest possible number: the largest number of values that exist at the same
     time along the Stream. A program that is legal under `blocking_serial` then stays legal under
-    every model. The reason is that an instruction that fills a slot waits only for an earlier
-    instruction of the same Stream. Under `blocking_serial`, it waits for this instruction in any
-    case. Other programs must be checked again.
+    every progress model. The reason is that an instruction that fills a slot waits only for an
+    earlier instruction of the same Stream. Under `blocking_serial`, it waits for this earlier
+    instruction in any case. All other programs must be checked again.
 
     "latency_preserving" uses the smallest numbers with which the predicted time stays as short as
     with a separate slot for each value. It computes a lower bound for each rank and kind. If the
-    lower bounds keep the time, they are the result. Otherwise a search reduces larger numbers.
+    lower bounds keep the predicted time, they are the result. Otherwise, a search starts from
+    larger numbers, and reduces them.
 
     Specified numbers of slots for values that do not pass between stages, such as unsharded
     weights, stay unchanged.
 
-    If messages have cost 0, as with unit costs, a send would free its slot immediately. In a real
-    run, the next value would wait until the message has ended. So the numbers must then also keep
-    the time if a message takes half a forward.
+    If messages have cost 0, as with unit costs, a send frees its slot immediately in the
+    prediction. In a real run, the next value must wait until the message has ended. So the numbers
+    must then also keep the time that is predicted for messages of half a forward.
 
     Args:
         program: A lowered program.
@@ -128,10 +129,10 @@ def reduce_slots(
     min_slots: NDArray[np.int64],
     keeps_time: Callable[[NDArray[np.int64]], bool],
 ) -> NDArray[np.int64]:
-    """Reduce numbers of slots as far as a search finds numbers that keep the time.
+    """Search for smaller numbers of slots that keep the predicted time.
 
-    The search sets a part of the numbers to their minimum. If this does not keep the time, it
-    divides the part in two and tries both halves.
+    The search sets a part of the numbers to their minimum. If this makes the predicted time longer,
+    the search divides the part in two and tries both halves.
 
     Args:
         best: Numbers of slots that keep the time, of any shape.
@@ -189,10 +190,10 @@ def _count_overlaps(
 ) -> NDArray[np.int64]:
     """Return the numbers of slots with which values start and end at given times.
 
-    With c slots, value number k gets the slot that free number k-c has freed. So this free must end
-    before the value starts. The times need not ascend with the numbers, so the exact number is
-    unknown. With `lower_bound` the result is a lower bound, and otherwise an upper bound. The shape
-    is (ranks, kinds).
+    With c slots, the k-th value of a Stream gets the slot that the (k-c)-th freeing instruction
+    frees. So this instruction must end before the value starts. The times need not ascend along the
+    Stream, so the exact number of slots is unknown. With `lower_bound` the result is a lower bound,
+    and otherwise an upper bound. The shape is (ranks, kinds).
     """
     counts = np.zeros((program.shape.ranks, len(SLOT_VALUES)), np.int64)
     for column, kind in enumerate(SLOT_VALUES):
@@ -202,9 +203,11 @@ def _count_overlaps(
             here = slice(own.rank_offsets[rank], own.rank_offsets[rank + 1])
             fills, frees = starts[here], ends[here]
             if lower_bound:
-                fills, frees = np.maximum.accumulate(fills), _accumulate_backward(np.minimum, frees)
+                fills = np.maximum.accumulate(fills)
+                frees = _accumulate_backward(np.minimum, frees)
             else:
-                fills, frees = _accumulate_backward(np.minimum, fills), np.maximum.accumulate(frees)
+                fills = _accumulate_backward(np.minimum, fills)
+                frees = np.maximum.accumulate(frees)
             free = np.searchsorted(frees, fills, side="right")
             counts[rank, column] = (np.arange(1, len(fills) + 1) - free).max()
     return counts

@@ -1,4 +1,4 @@
-"""Insert copies of the state of each stage, so that a checkpoint is written during the step.
+"""Insert a copy of each stage's weights and optimizer state, for checkpoints during the step.
 
 CheckFreq divides a checkpoint into "snapshot", a copy in memory, and "persist", the write to the
 disk. In schedir, the snapshot is an instruction, and the optimizer step waits for it.
@@ -25,8 +25,8 @@ def insert_snapshots(program: Program) -> Program:
     """Insert the snapshots of a rank's trained stages at the start of its Stream.
 
     A copy runs during forwards and backwards, because only the optimizer step waits for it. If a
-    stage has several stage replicas, only the first one has a snapshot, because all have the same
-    weights. Frozen stages do not change, so they have no snapshots.
+    stage has several stage replicas, only the first replica has a snapshot, because all replicas
+    have the same weights. Frozen stages do not change, so they have no snapshots.
 
     Args:
         program: The program.
@@ -56,7 +56,7 @@ def _mask_first_replicas(program: Program) -> Mask:
 
 
 def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
-    once = np.zeros(len(present(Opcode.Snapshot)), bool)  # a step has snapshots in update 0 only
+    once = np.zeros(len(present(Opcode.Snapshot)), bool)  # a program has snapshots in update 0 only
     once[: program.shape.replica_ranks.size] = _mask_first_replicas(program)
     yield ExpectedInstructions(
         Opcode.Snapshot,

@@ -40,10 +40,11 @@ def insert_host_steps(program: Program) -> Program:
     """Insert the copies of gradients, the steps on the host, and the copies of weights.
 
     Each trained stage has one instruction of each kind in every update. If the reduction of a
-    gradient is only a sum on the rank, the gradient is copied right after it, during backwards of
-    other stages. Otherwise it is copied at the end of the update, where the host waits for the sum
-    in any case. The steps are in the order in which the gradients are ready. With several updates,
-    the rank releases its gradients before the steps, so that the next update can add to them.
+    gradient is only a sum on the rank, the gradient is copied right after the reduction, during
+    backwards of other stages. Otherwise it is copied at the end of the update, where the host waits
+    for the reduction in any case. The steps are in the order in which the gradients are ready. With
+    several updates, a CheckGradsFinite comes before the steps. After it, the next update can add to
+    the gradients.
 
     Args:
         program: A program with gradient reductions.
@@ -65,7 +66,7 @@ def insert_host_steps(program: Program) -> Program:
             is_local_sum = (index.op[at] == Opcode.ReduceGrads) & (program.dp == 1)
             is_local_sum &= ~np.isin(trained, tied)
             offloads, steps, reloads = (pack(op, trained, update) for op in _HOST_STEP_OPS)
-            # With several updates, the next one may add to the gradients after this check.
+            # With several updates, the next update may add to the gradients after this check.
             check_numbers = [update] if shape.optimizer_steps > 1 else []
             checks = pack(Opcode.CheckGradsFinite, 0, np.array(check_numbers, int))
             words += [offloads, checks, steps, reloads]
@@ -79,7 +80,7 @@ def insert_host_steps(program: Program) -> Program:
 
 
 def delay_host_steps(program: Program) -> Program:
-    """Move OptimizerStep and ReloadWeights of each update right before the first use of the result.
+    """Move OptimizerStep and ReloadWeights of each update right before their result is first used.
 
     Until then, the host runs its steps, and the rank computes the next update with the older
     weights. The first use is a forward with the new weights, a gradient copy that reuses the
@@ -88,9 +89,9 @@ def delay_host_steps(program: Program) -> Program:
     Args:
         program: A program with several updates and steps on the host.
     """
-    index, n, updates = (
-        InstructionIndex.from_program(program), len(program), program.shape.optimizer_steps
-    )  # fmt: skip
+    index = InstructionIndex.from_program(program)
+    n = len(program)
+    updates = program.shape.optimizer_steps
     # Position of an instruction -> position of the first user of its results, or n without a user.
     first_user = np.full(n, n)
     for giver in Dataflow.from_program(program).givers:
@@ -109,7 +110,8 @@ def delay_host_steps(program: Program) -> Program:
     group_start = np.append(np.maximum.accumulate(np.where(index.joined, 0, np.arange(n))), n)
     moves = index.find_all_positions((Opcode.ReloadWeights, *OPTIMIZER_STEP_OPS))
     target = deadline[key[moves]]
-    # Even numbers are the present positions. An odd number is right before a group.
+    # The sort key 2p keeps an instruction at position p. The sort key 2p - 1 puts it right before
+    # the group that starts at position p.
     sort_key = 2 * np.arange(n)
     sort_key[moves] = np.where(target < n, 2 * group_start[target] - 1, sort_key[moves])
     order = np.argsort(sort_key, kind="stable")

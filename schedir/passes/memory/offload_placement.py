@@ -194,11 +194,15 @@ def _insert_round_trip(
     words = [replace_opcode(address, op) for op in trip]
 
     def back_at(place: Positions) -> Program:
-        at, ranks = np.concatenate([leaves, place]), np.concatenate([rank, rank])
+        at = np.concatenate([leaves, place])
+        ranks = np.concatenate([rank, rank])
         return insert_at_positions(program, at, ranks, np.concatenate(words))
 
     def times(found: Program) -> tuple[Floats, Floats, Program]:
-        """Return the starts and the ends of the instructions of `program` in `found`."""
+        """Return starts and ends in `found`, and `found`.
+
+        The starts and ends are those of the instructions that are also in `program`.
+        """
         reached = compute_earliest_times(
             Graph.from_program(found, options.progress_model), options.costs
         )
@@ -209,8 +213,8 @@ def _insert_round_trip(
         """Return the program with reloads as late as possible.
 
         A reload must start so early that it ends at the start of its user. It is inserted before
-        the compute that runs at this time. `lead` moves each reload earlier by `lead` times the
-        duration of the reload.
+        the compute that runs when it must start. `lead` moves each reload earlier by `lead` times
+        the duration of the reload.
         """
         if reloads is not None:
             takes = compute_move_costs(program, HOST_TRIP.reload_op, reloads.address, options)
@@ -220,18 +224,20 @@ def _insert_round_trip(
             )
         takes = compute_move_costs(program, trip.reload_op, address, options)
         late = _compute_latest_starts(start[users], takes, rank) - lead * takes
-        place, compute = needed.copy(), np.isin(program.op, COMPUTE_OPS)
+        place = needed.copy()
+        compute = np.isin(program.op, COMPUTE_OPS)
         for one in np.unique(rank).tolist():
             mine = np.arange(*program.offsets[one : one + 2])
             mine, here = mine[compute[mine]], rank == one
             first = np.searchsorted(end[mine], late[here], side="right")
-            place[here] = mine[np.minimum(first, len(mine) - 1)]  # the last one if none ends later
+            # If no compute ends later, this is the last compute.
+            place[here] = mine[np.minimum(first, len(mine) - 1)]
         place = groups[np.searchsorted(groups, place, side="right") - 1]
         return back_at(np.maximum.accumulate(np.clip(place, leaves, needed)))
 
     # Two predictions give the times of users: one with reloads right before their users, and one
-    # without moves. The second helps if moves wait for each other. If all resulting positions make
-    # the program longer, reloads stay right before their users.
+    # without moves. The second prediction helps if moves wait for each other. If all resulting
+    # positions make the step longer, reloads stay right before their users.
     last, ideal = times(back_at(needed)), times(program)
     best, least = last[2], float(last[1].max(initial=0.0)) * (1 + 1e-9)
     for lead, (start, end, _) in product(range(_MAX_LEADS), (last, ideal)):
@@ -248,7 +254,7 @@ def _find_ranks(program: Program, positions: Positions) -> Positions:
 def _compute_latest_starts(start: Floats, durations: Floats, rank: Positions) -> Floats:
     """Return the latest start of each move with which it ends before its user starts.
 
-    The moves of a rank run one after the other on its lane.
+    The moves of a rank run one after the other, because they are on one lane.
     """
     found = np.empty(len(start))
     for one in np.unique(rank).tolist():
@@ -321,24 +327,23 @@ class SlotRange(NamedTuple):
         """
         if limit is None or options.sizes is None:
             return self.max_slots
-        low, high = (
-            self.min_slots,
-            self.max_slots + 1,
-        )  # `min_slots` is the result even if it exceeds the limit
+        low = self.min_slots  # This is the result even if it exceeds the limit.
+        high = self.max_slots + 1
         while (high - low > 1).any():
             middle = (low + high) // 2
             holds = compute_peak_memory(self.set_slots(program, middle), options, self.tier)
             fits = holds <= add_tolerance(limit)
-            low, high = np.where(fits, middle, low), np.where(fits, high, middle)
+            low = np.where(fits, middle, low)
+            high = np.where(fits, high, middle)
             high = np.maximum(high, low + 1)
         return low
 
     def find_sufficient_slots(
         self, program: Program, options: Options, max_slots: Counts
     ) -> Counts:
-        """Return the smallest numbers of slots with which the program takes no more time.
+        """Return the smallest numbers of slots that do not increase the predicted time.
 
-        The predicted time is compared with that of `max_slots`.
+        The time is compared with the predicted time for `max_slots`.
 
         Args:
             program: The program.

@@ -53,7 +53,7 @@ from schedir.passes.selection import (
 Floats = NDArray[np.float64]
 Positions = NDArray[np.intp]
 MAX_LISTED: Final = 4  # number of selected addresses without effect that a warning lists
-# Shares of the values that fit without a move.  "fit" also tries to move these shares of them.
+# "fit" also tries to move these shares of the values that need not move to keep the limit.
 _TRIED_SHARES: Final = (0.0, 0.25, 0.5, 0.75, 1.0)
 
 
@@ -71,19 +71,19 @@ def insert_offloads(program: Program, options: Options) -> Program:
     """Insert offloads and reloads of the selected saved activations, to the host and the disk.
 
     An Offload comes right after its forward, so the copy starts as soon as its lane is free. A
-    Reload comes as late as possible: the prediction is that it ends just before its value is used.
-    Reloads have the order of these uses. A Reload and a forward wait for a slot of saved
-    activations, so the number of slots limits how early a Reload can start. The pass chooses the
-    smallest number of slots that keeps the predicted time. If the cost of a move is 0, the pass
-    assumes half a forward instead. With a memory limit, the pass chooses only as many slots as fit
-    for all durations of instructions. With OffloadToDisk and ReloadFromDisk, or a limit on the
-    host, it chooses the slots of the host in the same way.
+    Reload comes as late as possible: it is predicted to end just before its value is used. Reloads
+    are in the order of these uses. A Reload and a forward wait for a slot of saved activations, so
+    the number of slots limits how early a Reload can start. The pass chooses the smallest number of
+    slots that does not increase the predicted time. If the cost of a move is 0, the pass assumes
+    half a forward instead. With a memory limit, the pass chooses only as many slots as fit into the
+    limit, whatever the durations of the instructions are. With OffloadToDisk and ReloadFromDisk, or
+    a limit on the host, it chooses the slots of the host in the same way.
 
     A value is not offloaded if no compute runs between its forward and its use. A selection by a
     keyword or a function also skips a value if both moves together take longer than the time until
-    its use. "half" is every other microbatch of each stage. According to the paper, all moves are
-    hidden if the moves of a microbatch take no longer than its compute (k <= 1). With "half", moves
-    can take twice that time (k <= 2).
+    its use. "half" is every other microbatch of each stage. According to the paper, all moves
+    overlap with compute if the moves of a microbatch take no longer than its compute (k <= 1). With
+    "half", moves can take twice that time (k <= 2).
 
     "fit" applies to the ranks that exceed the limit. As in the paper, it selects the values with
     the longest time until their use. Values with equal times are selected evenly spaced. "fit"
@@ -198,7 +198,7 @@ def _warn_of_no_effect(named: set[tuple[int, ...]], option: str, chosen: Words) 
 
 
 def _find_candidates(program: Program) -> Words:
-    """Return the addresses with other compute between the forward and its value's first use."""
+    """Return the addresses with other compute between the forward and the use of its value."""
     own = find_lifetimes(program)
     work = np.cumsum(np.isin(program.op, COMPUTE_OPS) & ~program.joined)
     found: Words = own.address[work[own.first_user] - work[own.producer] > 1]
@@ -292,9 +292,12 @@ def _choose_fewest_to_fit(
     while (high - low > 1).any():
         middle = np.where(high > 0, (low + high) // 2, 0)
         wrong = too_much(middle)
-        low, high = np.where(wrong, middle, low), np.where(wrong, high, middle)
+        low = np.where(wrong, middle, low)
+        high = np.where(wrong, high, middle)
         low = np.where(high > 0, low, -1)
-    best, least, plain = some(high), np.inf, predict_span(program, options)
+    best = some(high)
+    least = np.inf
+    plain = predict_span(program, options)
     for share in _TRIED_SHARES if high.any() else ():
         tried = some(high + np.floor(share * (most - high)).astype(np.int64))
         moved = move(tried)

@@ -39,8 +39,8 @@ _DISK_OPS: Final = (Opcode.ReadStateFromDisk, Opcode.WriteStateToDisk)
 _DEVICE_SLOTS: Final = Value.STATE.name.lower()
 _HOST_SLOTS: Final = next(name for name, kind in HOST_SLOT_VALUES.items() if kind is Value.STATE)
 _BUFFER_COUNT_TYPE: Final = make_integer_type(1, MAX_STAGES)
-# Buffers on each tier. On the device, the step of one stage overlaps with the reload of the next.
-# On the host, the read of one stage overlaps with the write of the previous one.
+# Number of buffers on each tier. On the device, the step of one stage overlaps with the reload of
+# the next stage. On the host, the read of one stage overlaps with the write of the previous stage.
 DEFAULT_BUFFERS: Final = 2
 # Placements of states that come to the device stage by stage.
 _OFFLOAD_PLACEMENTS: Final = ("host", "disk")
@@ -54,13 +54,13 @@ _PLACEMENTS_BY_OPTION: Final = {
 def insert_state_offload(
     program: Program, device_buffers: int | None = None, host_buffers: int | None = None
 ) -> Program:
-    """Append a reload, a step and an offload of each trained stage to the Stream of its ranks.
+    """Append a reload, a step and an offload of each trained stage to the Streams of its ranks.
 
     Stages are in the order in which their gradients are reduced. A reload comes after the offload
-    that frees its buffer. With two or more buffers, the reload comes one stage later, after the
-    next step. So a blocking host issues this step before it waits for the offload. With the state
-    on the disk, each stage has a read before its reload, and a write after its offload. Reads leave
-    one buffer on the host for offloads.
+    that frees its buffer. With two or more buffers, the step of the next stage comes between this
+    offload and the reload. So a blocking host issues the step before it waits for the offload. With
+    the state on the disk, each stage has a read before its reload, and a write after its offload.
+    Reads leave one buffer on the host for offloads.
 
     Args:
         program: A program with gradient reductions.

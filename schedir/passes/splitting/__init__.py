@@ -1,1 +1,1 @@
-"""Passes that split stages into segments and microbatches into chunks."""
+"""Passes that change the compute of a draft: segments, chunks, its order, and frozen stages."""

@@ -59,7 +59,8 @@ _FILL_OPS: Final = {
     "F": (FORWARD_OPS,),
     "all": (COMPUTE_OPS, BACKWARD_WEIGHT_OPS, FORWARD_OPS),
 }
-# The number of later forwards or backwards of microbatches whose segments may run early.
+# Number of later pairs of direction (forward or backward) and microbatch whose segments may run
+# early.
 _LOOKAHEADS: Final = (1, 2)
 # The largest duration of a compute that fills a wait, as a multiple of the wait.  With None, the
 # compute with the longest remaining path always runs.
@@ -73,9 +74,9 @@ def fill_collective_waits(program: Program, options: Options) -> Program:
     """Reorder a draft so that compute runs during collectives between segments.
 
     Each stage adds to its gradients in the original order, so training results stay bitwise equal.
-    The simulated time of the result is not longer than that of the original, and the result is not
-    farther above a memory limit. Without a limit, no rank has more forwards without their backwards
-    at the same time than in the original.
+    The simulated time of the result is not longer than that of the original. The result does not
+    exceed a memory limit by more bytes than the original. Without a limit, no rank has more
+    forwards without their backwards at the same time than in the original.
 
     Args:
         program: A draft with segments.
@@ -84,8 +85,8 @@ def fill_collective_waits(program: Program, options: Options) -> Program:
             microbatches. "all": the shortest result of "W", "F", and all computes.
 
     Raises:
-        UsageError: The value is another one, there are no costs, the costs of the collectives are
-            0, the program has no segments, or some computes are joined.
+        UsageError: The option has another value, there are no costs, the costs of the collectives
+            are 0, the program has no segments, or some computes are joined.
     """
     which = options.extra_options["fill_collective_waits"]
     if which not in _FILL_OPS:
@@ -144,7 +145,7 @@ def _search_order(
     fill_ops: tuple[Opcode, ...],
     max_ahead: list[int] | None,
 ) -> tuple[Program, tuple[float, float]]:
-    """Return the best order with `fill_ops` as fillers, and its evaluation.
+    """Return the program with the best order if `fill_ops` fill waits, and its evaluation.
 
     If no order is better than that of the program, the program itself is returned.
     """
@@ -183,7 +184,10 @@ def _find_max_ahead(op: NDArray[Any], trained: NDArray[Any]) -> int:
 
 
 def _evaluate_program(lowered: Program, options: Options) -> tuple[float, float]:
-    """Return the bytes above the memory limit, or 0 without a limit, and the predicted time."""
+    """Return the bytes above the memory limit, and the predicted time.
+
+    Without a limit, the number of bytes is 0.
+    """
     over = 0.0
     if options.sizes is not None and options.memory_limit is not None:
         most = max(
@@ -236,7 +240,8 @@ class _ProgramSimulation:
         self.predecessors: list[list[int]] = [[] for _ in range(len(index))]
         for giver in graph.needs:
             for at in np.flatnonzero(giver != NO_POSITION).tolist():
-                one, other = int(node[giver[at]]), int(node[at])
+                one = int(node[giver[at]])
+                other = int(node[at])
                 self.successors[one].append(other)
                 self.predecessors[other].append(one)
         self.num_pending = [len(own) for own in self.predecessors]
@@ -302,7 +307,8 @@ class _ProgramSimulation:
         self.remaining_computes = [deque(own.tolist()) for own in self.rank_computes]
         events: list[tuple[float, int]] = []
         collectives: list[deque[int]] = [deque() for _ in order]  # collectives that can start
-        busy, in_collective = [False] * len(order), [False] * len(order)
+        busy = [False] * len(order)
+        in_collective = [False] * len(order)
 
         def begin(at: int, now: float) -> None:
             self.end_times[at] = now + self.cost[at]
@@ -400,7 +406,7 @@ class _ProgramSimulation:
         return bool(there < self.max_ahead[rank])
 
     def _update_ahead(self, rank: int, at: int) -> None:
-        """Update the numbers of forwards without their backwards for the next instruction."""
+        """Update the numbers of forwards without their backwards when an instruction starts."""
         self.ahead_profile[rank][self._find_passed(rank, at)] += self.ahead_change[at]
         self.num_ahead[rank] += self.ahead_change[at]
 

@@ -1,10 +1,9 @@
 """Split stages into segments between collectives, and microbatches into chunks.
 
-A segment is the compute of a stage between two collectives of the tensor-parallel group, or between
-two all-to-alls of the expert-parallel group. Segments are stages of the program. So checks, costs,
-recomputation, offload and charts work for segments as for stages. The collectives between segments
-are instructions, and other compute can run during a collective. T3 (arXiv 2401.16677) does this in
-hardware.
+A segment is the compute of a stage between two collectives of the tensor-parallel or the
+expert-parallel group. Segments are stages of the program. So checks, costs, recomputation, offload
+and charts work for segments as for stages. The collectives between segments are instructions, and
+other compute can run during a collective. T3 (arXiv 2401.16677) does this in hardware.
 
 The chunks of a microbatch pass through each segment one after the other. The samples of a
 microbatch are independent, so the next chunk can run during the collective of the previous chunk. A
@@ -72,9 +71,9 @@ def parse_segment_letters(segments: SegmentSpec, shape: PipelineShape) -> tuple[
     """Return the letters between the segments of each stage (`ir/pipeline/stage_segments.py`).
 
     Args:
-        segments: The number of segments of each stage, or the letters between them. It can also be
-            a list with such an entry per stage, or the text of the option. For a number, the
-            letters f and g alternate, as in the layers of Megatron-LM: 5 gives "fgfg".
+        segments: The number of segments of each stage, or the letters between these segments. It
+            can also be a list with such an entry per stage, or the text of the option. For a
+            number, the letters f and g alternate, as in the layers of Megatron-LM: 5 gives "fgfg".
         shape: The pipeline shape.
 
     Returns:
@@ -167,7 +166,7 @@ def divide_over_stages(segments: SegmentSpec, ranks: int, stages: int) -> tuple[
         stages: Number of stages of the model.
 
     Returns:
-        For each stage, the letters between its segments, or 1.
+        For each stage, the letters between its segments, or 1 if it has one segment.
 
     Raises:
         UsageError: See `parse_segment_letters`.
@@ -198,7 +197,8 @@ def split_stages(program: Program, segments: SegmentSpec = 1, chunks: int = 1) -
     """Split each stage of a draft into segments, and each microbatch into chunks.
 
     Forwards run the first segment first, and backwards the last segment first. Two joined computes
-    alternate their segments. With tp=1 or ep=1, the segments have no collectives of this group.
+    alternate their segments. With tp=1, there are no tensor-parallel collectives between segments.
+    With ep=1, there are no expert-parallel collectives.
 
     Attributes of stages become attributes of segments: frozen stages, tied weights, skips and the
     weight delay. A skip leads from the last segment of its source stage to the first segment of its
@@ -218,10 +218,8 @@ def split_stages(program: Program, segments: SegmentSpec = 1, chunks: int = 1) -
             not the first or the last stage. Or the chunks cannot be divided over stage replicas in
             the same shares as the microbatches.
     """
-    letters, chunks = (
-        parse_segment_letters(segments, program.shape),
-        CHUNK_COUNT_TYPE.resolve("microbatch_chunks", chunks, None),
-    )
+    letters = parse_segment_letters(segments, program.shape)
+    chunks = CHUNK_COUNT_TYPE.resolve("microbatch_chunks", chunks, None)
     number = np.array([len(own) + 1 for own in letters])
     if (number == 1).all() and chunks == 1:
         return program
@@ -366,20 +364,21 @@ def split_costs(
     """Convert the costs or sizes of stages to costs or sizes of segments and chunks.
 
     A segment has its share of the compute, the saved activations and the parameters of its stage.
-    Values and messages between segments are as large as between stages. Replace them if segments
-    pass more data. Examples are a residual stream in addition to the reduced value, and all tokens
-    instead of one rank's tokens with sequence parallelism.
+    Values and messages between segments are as large as between stages. Replace their sizes and
+    costs if segments pass more data. Examples are a residual stream in addition to the reduced
+    value, and all tokens instead of one rank's tokens with sequence parallelism.
 
     A chunk has an equal part of all times and bytes of a microbatch. So the result assumes that
-    the time of products, messages and collectives is proportional to their rows. It does not
-    include the overhead of chunks.
+    the time of products, messages and collectives is proportional to the number of rows of their
+    tensors. It does not include the overhead of chunks.
 
     Args:
         values: The costs or sizes of the stages.
         segments: See `parse_segment_letters`.
         shape: The pipeline shape of the stages.
-        shares: The relative shares of the segments, at least 0: one number per segment of a stage,
-            or one per segment of all stages. The default is equal shares.
+        shares: The relative shares of the segments, at least 0. Give one number for each segment of
+            a stage, for all stages alike, or one number for each segment of the model. The default
+            is equal shares.
         chunks: Number of chunks of each microbatch.
 
     Raises:
@@ -395,10 +394,8 @@ def split_costs(
         >>> split_costs(Costs(F=8, tp_reduce=0.5), "g", PipelineShape(2, 4), chunks=4).specified
         {'F': 1.0, 'tp_reduce': 0.125}
     """
-    number, chunks = (
-        count_segments(segments, shape),
-        CHUNK_COUNT_TYPE.resolve("microbatch_chunks", chunks, None),
-    )
+    number = count_segments(segments, shape)
+    chunks = CHUNK_COUNT_TYPE.resolve("microbatch_chunks", chunks, None)
     part = np.concatenate([own / own.sum() for own in _divide_shares(shares, number)])
     s = shape.sequence_chunks
     found: dict[str, Any] = {}
@@ -419,7 +416,8 @@ def split_costs(
     return replace(values, **found)
 
 
-# Costs and sizes per microbatch.  A chunk has this value divided by the number of chunks.
+# Costs and sizes per microbatch.  A chunk has the value of its microbatch, divided by the number of
+# chunks.
 PER_CHUNK_FIELDS: Final = {
     *MICROBATCH_SIZES,
     "FB",
@@ -490,10 +488,10 @@ def insert_collectives(program: Program) -> Program:
 def _list_collectives(program: Program) -> Iterator[tuple[Opcode, NDArray[np.bool_], int]]:
     """Yield the opcode, the mask of producers, and the stage offset of each collective.
 
-    The mask has the shape (stages,). The number of the collective's stage is that of the producer
-    plus the offset: it is the stage that uses the result. With sequence parallelism, a reduction
-    leaves each rank its part of the sequence. So values of the other direction are gathered at this
-    boundary.
+    The mask has the shape (stages,). A collective belongs to the stage that uses its result. The
+    number of this stage is that of the producer plus the offset. With sequence parallelism, a
+    reduction leaves each rank its part of the sequence. So the values that cross this boundary in
+    the other direction are gathered.
     """
     stages, trained = program.shape.stages, np.arange(program.shape.stages) > program.frozen_stages
     letters = np.array([*(program.segment_boundaries or STAGE_END * (stages - 1)), STAGE_END])

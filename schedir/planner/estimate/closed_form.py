@@ -92,23 +92,23 @@ def estimate_breakdowns(
         Seconds, of shape (fields of `StepBreakdown`, plans). The sum over the fields is the step
         time.
     """
-    rank = compute_rank_times(model, cluster, plans, shares, constants)
+    rank_times = compute_rank_times(model, cluster, plans, shares, constants)
     m, rows = plans.microbatches[:, None], np.arange(len(plans))
-    busy = np.where(shares.rank_count > 0, m * rank.total, -1.0)
-    at = busy.argmax(axis=1)
+    busy_times = np.where(shares.rank_count > 0, m * rank_times.total, -1.0)
+    busiest = busy_times.argmax(axis=1)
 
-    def there(each: Any) -> Any:
-        """Return the value of each plan at its rank group with the most compute."""
-        return each[rows, at]
+    def at_busiest(times: Any) -> Any:
+        """Return, for each plan, the value of the rank group with the most compute."""
+        return times[rows, busiest]
 
-    waits, messages, each = _apply_formulas(plans, shares, rank, constants)
+    waits, messages, messages_each = _apply_formulas(plans, shares, rank_times, constants)
     placement = place_plans_on_nodes(cluster, plans)
     link_times = compute_link_times(model, cluster, plans, placement)
     v, p = plans.stages_per_rank, plans.pp
     has_many_stages = np.array(
         [SCHEDULE_FORMULAS[name].stages_per_rank == "many" for name in SCHEDULE_NAMES]
     )[plans.schedule]
-    vee = np.array([SCHEDULE_FORMULAS[name].is_vee for name in SCHEDULE_NAMES])[plans.schedule]
+    is_vee = np.array([SCHEDULE_FORMULAS[name].is_vee for name in SCHEDULE_NAMES])[plans.schedule]
     is_breadth_first = np.array(
         [SCHEDULE_FORMULAS[name].is_breadth_first for name in SCHEDULE_NAMES]
     )[plans.schedule] & (p > 1)
@@ -120,36 +120,39 @@ def estimate_breakdowns(
     )
     mean_boundary_time = boundary_time / np.maximum(boundaries, 1)
     # The time in which ranks wait for a slower rank hides the messages of each microbatch.
-    mean_rank_time = (rank.total * shares.rank_count).sum(axis=1) / p
+    mean_rank_time = (rank_times.total * shares.rank_count).sum(axis=1) / p
     hidden = plans.microbatches * np.minimum(
-        each * mean_boundary_time, there(rank.total) - mean_rank_time
+        messages_each * mean_boundary_time, at_busiest(rank_times.total) - mean_rank_time
     )
     transfers = messages * mean_boundary_time - hidden
-    # In a vee the slowest rank has the first and the last stage. It waits less for faster ranks.
-    slack = plans.microbatches * (there(rank.total) - mean_rank_time)
-    bubble = (waits * shares.rank_count).sum(axis=1) - there(waits) - vee * slack
-    bubble = np.maximum(bubble + is_breadth_first * plans.microbatches * rank.shorter_end, 0)
+    # In a vee placement the slowest rank has the first and the last stage. Its waiting time for the
+    # other ranks is therefore shorter than in `waits`.
+    slack = plans.microbatches * (at_busiest(rank_times.total) - mean_rank_time)
+    bubble = (waits * shares.rank_count).sum(axis=1) - at_busiest(waits) - is_vee * slack
+    bubble = np.maximum(bubble + is_breadth_first * plans.microbatches * rank_times.shorter_end, 0)
     transfers = np.maximum(
-        transfers, 2 * plans.microbatches * v * mean_boundary_time * (p > 1) - there(busy)
+        transfers,
+        2 * plans.microbatches * v * mean_boundary_time * (p > 1) - at_busiest(busy_times),
     )
-    compute, tensor, _ = rank.stage_times
-    data = _estimate_data_parallel(
-        model, cluster, plans, shares, memory_table, constants, state_bytes, rank, placement
+    compute, tensor, _ = rank_times.stage_times
+    data_parallel = _estimate_data_parallel(
+        model, cluster, plans, shares, memory_table, constants, state_bytes, rank_times, placement
     )
     optimizer = _estimate_optimizer(cluster, plans, memory_table, state_bytes)
     parts = dict(
-        compute=plans.microbatches * there(compute.F + compute.I + compute.W),
-        recompute=plans.microbatches * there(compute.R),
-        layer_collectives=plans.microbatches * there(tensor.F + tensor.I + tensor.W + tensor.R),
+        compute=plans.microbatches * at_busiest(compute.F + compute.I + compute.W),
+        recompute=plans.microbatches * at_busiest(compute.R),
+        layer_collectives=plans.microbatches
+        * at_busiest(tensor.F + tensor.I + tensor.W + tensor.R),
         transfers=transfers,
         bubble=bubble * _compute_idle_share(cluster, plans),
-        data_parallel=data,
+        data_parallel=data_parallel,
         optimizer=optimizer,
         host_copies=0 * optimizer,
     )
-    replicas, which = np.unique(plans.dp * plans.cp, return_inverse=True)
-    slowest = np.array([compute_expected_maximum(n) for n in replicas.tolist()])[which]
-    parts["data_parallel"] = data + cluster.jitter * slowest * sum(parts.values())
+    replicas, replica_index = np.unique(plans.dp * plans.cp, return_inverse=True)
+    slowest = np.array([compute_expected_maximum(n) for n in replicas.tolist()])[replica_index]
+    parts["data_parallel"] = data_parallel + cluster.jitter * slowest * sum(parts.values())
     return np.stack([parts[name] for name in StepBreakdown._fields])
 
 
@@ -157,8 +160,8 @@ def _compute_idle_share(cluster: Cluster, plans: PlanColumns) -> Floats:
     """Return the share of the waiting time of ranks in which their CPU cores are idle.
 
     While the pipeline fills, only k of p ranks compute, so only the share k/p of all processes
-    needs cores. If there are fewer cores than processes, the cores of waiting processes work for
-    these processes. GPUs have the share 1.
+    needs cores. If there are fewer cores than processes, the cores of waiting processes run the
+    processes that compute. For GPUs, the share is 1.
     """
     if cluster.processors is None:
         return np.ones(len(plans))
@@ -193,27 +196,32 @@ def compute_rank_times(
     """
     layer, embedding, head = _compute_part_work(model, cluster, plans, constants)
     v = plans.stages_per_rank[:, None]
-    each = shares.layers / v
-    first, last = 1.0 * shares.has_first_stage, 1.0 * shares.has_last_stage
+    layers_per_stage = shares.layers / v
+    has_first = 1.0 * shares.has_first_stage
+    has_last = 1.0 * shares.has_last_stage
     is_single = v == 1
-    first_stage = _sum_work((layer, each), (embedding, first), (head, last * is_single)).stage_times
-    last_stage = _sum_work((layer, each), (head, last)).stage_times
-    inner_stages = _sum_work(
-        (layer, shares.layers - each * np.where(is_single, 1, first + last))
+    first_stage = _sum_work(
+        (layer, layers_per_stage), (embedding, has_first), (head, has_last * is_single)
     ).stage_times
-    with_first: Any = np.where(is_single, 1.0, first)
-    with_last: Any = np.where(is_single, 0.0, last)
+    last_stage = _sum_work((layer, layers_per_stage), (head, has_last)).stage_times
+    inner_stages = _sum_work(
+        (layer, shares.layers - layers_per_stage * np.where(is_single, 1, has_first + has_last))
+    ).stage_times
+    with_first: Any = np.where(is_single, 1.0, has_first)
+    with_last: Any = np.where(is_single, 0.0, has_last)
     times: Any = inner_stages.plus(first_stage, with_first).plus(last_stage, with_last)
     F, I, W, R = times.total
-    ends: list[Any] = [sum(_sum_work((part, 1.0)).stage_times.total) for part in (embedding, head)]
-    return RankTimes(times, F, I + R, W, np.minimum(*ends)[:, 0])
+    end_times: list[Any] = [
+        sum(_sum_work((part, 1.0)).stage_times.total) for part in (embedding, head)
+    ]
+    return RankTimes(times, F, I + R, W, np.minimum(*end_times)[:, 0])
 
 
 def _sum_work(*terms: tuple[GpuWork, Any]) -> GpuWork:
-    found = GpuWork()
+    total = GpuWork()
     for term, times in terms:
-        found = found.plus(term, times)
-    return found
+        total = total.plus(term, times)
+    return total
 
 
 def _compute_part_work(
@@ -221,24 +229,24 @@ def _compute_part_work(
 ) -> Iterator[GpuWork]:
     """Yield the work of a layer, the embedding and the head, as columns of shape (plans, 1).
 
-    Plans with equal values of the fields that change the work share one computation.
+    The work is computed once for all plans with equal values of the fields that it depends on.
     """
-    split = np.array([SCHEDULE_FORMULAS[name].has_split_backward for name in SCHEDULE_NAMES])[
+    has_split = np.array([SCHEDULE_FORMULAS[name].has_split_backward for name in SCHEDULE_NAMES])[
         plans.schedule
     ]
     names = ["tp", "microbatch_size", "recompute", "sequence_parallel", "cp", "ep"]
     names += ["pp"] if constants.crossing_us or bool((plans.ep > 1).any()) else []
     names += ["dp"] if constants.crossing_us else []
     work = np.zeros((len(plans), 3, 16))
-    for half in (False, True):
-        mine = np.flatnonzero(split == half)
-        some = plans.select(mine)
-        first, which = some.find_distinct(*names)
-        each = [
-            [compute_work(part, model, cluster, choice, constants) for part in _MODEL_PARTS]
-            for choice in (some.plan_at(model, i) for i in first.tolist())
+    for is_split in (False, True):
+        rows = np.flatnonzero(has_split == is_split)
+        selected = plans.select(rows)
+        first_rows, row_of_plan = selected.find_distinct(*names)
+        distinct_work = [
+            [compute_work(part, model, cluster, plan, constants) for part in _MODEL_PARTS]
+            for plan in (selected.plan_at(model, i) for i in first_rows.tolist())
         ]
-        work[mine] = np.array(each).reshape(-1, 3, 16)[which]
+        work[rows] = np.array(distinct_work).reshape(-1, 3, 16)[row_of_plan]
     for part in range(3):
         columns = work[:, part].T[:, :, None]
         yield GpuWork(*(PhaseTimes(*columns[k : k + 4]) for k in (0, 4, 8, 12)))
@@ -247,30 +255,32 @@ def _compute_part_work(
 def _apply_formulas(
     plans: PlanColumns, shares: RankGroupShares, rank_times: RankTimes, constants: SoftwareConstants
 ) -> tuple[Floats, Floats, Floats]:
-    """Return the waiting times, and the numbers of messages that nothing hides.
+    """Return waiting times, and numbers of messages that do not overlap with compute.
 
-    The first result is the time in seconds that another rank waits for each rank group, of shape
-    (plans, groups). The second is the number of exposed messages of a step, and the third the
-    number per microbatch, both of shape (plans,). Recomputation that may run before the gradient
-    arrives (`recompute_ahead`) adds no waiting time.
+    The first result is the time in seconds for which another rank waits for each rank group, of
+    shape (plans, groups). The second result is the number of exposed messages of a step. The third
+    result is the number of exposed messages per microbatch. The second and the third result have
+    the shape (plans,). Recomputation that may run before the gradient arrives (`recompute_ahead`)
+    adds no waiting time.
     """
     waits = np.zeros(rank_times.F.shape)
-    messages, each = np.zeros((2, len(plans)))
-    v, full = (
-        plans.stages_per_rank[:, None],
-        (plans.recompute == RECOMPUTE_MODES.index("full"))[:, None],
+    messages, messages_each = np.zeros((2, len(plans)))
+    v = plans.stages_per_rank[:, None]
+    has_full_recompute = (plans.recompute == RECOMPUTE_MODES.index("full"))[:, None]
+    awaited_backward = (
+        rank_times.I
+        - constants.recompute_ahead * has_full_recompute * rank_times.stage_times.total.R
     )
-    awaited = rank_times.I - constants.recompute_ahead * full * rank_times.stage_times.total.R
     for number in np.unique(plans.schedule).tolist():
-        mine, family = plans.schedule == number, SCHEDULE_FORMULAS[SCHEDULE_NAMES[number]]
-        waits[mine] = family.wait_time(
-            *(x[mine] / v[mine] for x in (rank_times.F, awaited, rank_times.W))
+        is_mine, formulas = plans.schedule == number, SCHEDULE_FORMULAS[SCHEDULE_NAMES[number]]
+        waits[is_mine] = formulas.wait_time(
+            *(x[is_mine] / v[is_mine] for x in (rank_times.F, awaited_backward, rank_times.W))
         )
-        messages[mine] = family.exposed_messages(
-            plans.pp[mine], plans.stages_per_rank[mine], plans.microbatches[mine]
+        messages[is_mine] = formulas.exposed_messages(
+            plans.pp[is_mine], plans.stages_per_rank[is_mine], plans.microbatches[is_mine]
         )
-        each[mine] = family.messages_per_microbatch(plans.pp[mine])
-    return waits, messages * (plans.pp > 1), each * (plans.microbatches > plans.pp)
+        messages_each[is_mine] = formulas.messages_per_microbatch(plans.pp[is_mine])
+    return waits, messages * (plans.pp > 1), messages_each * (plans.microbatches > plans.pp)
 
 
 def _estimate_data_parallel(
@@ -288,90 +298,100 @@ def _estimate_data_parallel(
 
     - Gradients: without ZeRO, a ring all-reduce; with ZeRO, a reduce-scatter (arXiv 1910.02054,
       section 7).
-    - The share `reduction_overlap_share` of the reduction of a stage overlaps with its last
-      backward. On a rank with several stages, the reductions of all stages but the last one also
-      overlap with the backwards that follow. On a rank that ends before the first rank, reductions
-      have time until the first rank ends.
+    - The share `reduction_overlap_share` of the reduction of a stage overlaps with the last
+      backward of the stage. On a rank with several stages, all reductions but the last one also
+      overlap with later backwards. If the backward is not split, the backwards of all other ranks
+      end before those of the first rank. Reductions during this time are not exposed.
     - Weights: with ZeRO they are gathered at the start of the step, while ranks wait for their
       first microbatch. With sharded weights they are gathered several times, in parallel with
       compute.
-    - With sharded gradients and more than two stages per rank, a rank has one unsharded gradient
-      at a time. The next backward waits until this gradient is reduced.
+    - With sharded gradients and more than two stages per rank, a rank has the unsharded gradients
+      of one stage at a time. The backward of another stage waits until they are reduced.
     """
     zero, v, p, m = (
         getattr(plans, name)[:, None] for name in ("zero", "stages_per_rank", "pp", "microbatches")
     )
-    each = [
+    rings_and_params = [
         *zip(
             build_replica_rings(cluster, plans, placement),
             (memory_table.common_params, memory_table.expert_params),
             strict=True,
         )
     ]
-    scatter = sum(ring.compute_gather_time(state_bytes.grads * own) for ring, own in each)
-    gather = sum(ring.compute_gather_time(state_bytes.params * own) for ring, own in each)
-    tensors = constants.gathers_per_layer * shares.layers
-    gather = gather + tensors * each[0][0].compute_tensor_latency()
-    flush = np.array([not SCHEDULE_FORMULAS[name].has_split_backward for name in SCHEDULE_NAMES])[
-        plans.schedule
-    ][:, None]
-    stage_backward = (rank_times.I + rank_times.W) / v  # The backward of one stage.
-    sums, share = (
-        np.where(zero > 0, 1, 2) * scatter,
-        memory_table.outer_stage_params
-        / np.maximum(memory_table.common_params + memory_table.expert_params, 1),
+    scatter = sum(
+        ring.compute_gather_time(state_bytes.grads * params) for ring, params in rings_and_params
     )
-    hidden, last = (
-        constants.reduction_overlap_share,
-        share * sums,
-    )  # The reduction of the first stage ends last.
-    exposed = last - np.minimum(hidden * last, stage_backward)
-    exposed = exposed + np.maximum(sums - last - (v - 1) * np.minimum(p, m) * stage_backward, 0)
-    repeated = (_count_reductions(plans)[:, None] - 1) * np.maximum(sums - rank_times.F, 0)
+    gather = sum(
+        ring.compute_gather_time(state_bytes.params * params) for ring, params in rings_and_params
+    )
+    tensors = constants.gathers_per_layer * shares.layers
+    gather = gather + tensors * rings_and_params[0][0].compute_tensor_latency()
+    is_flushed = np.array(
+        [not SCHEDULE_FORMULAS[name].has_split_backward for name in SCHEDULE_NAMES]
+    )[plans.schedule][:, None]
+    stage_backward = (rank_times.I + rank_times.W) / v  # The backward of one stage.
+    reductions = np.where(zero > 0, 1, 2) * scatter
+    outer_share = memory_table.outer_stage_params / np.maximum(
+        memory_table.common_params + memory_table.expert_params, 1
+    )
+    overlap_share = constants.reduction_overlap_share
+    last_reduction = outer_share * reductions  # The reduction of the first stage ends last.
+    exposed = last_reduction - np.minimum(overlap_share * last_reduction, stage_backward)
+    exposed = exposed + np.maximum(
+        reductions - last_reduction - (v - 1) * np.minimum(p, m) * stage_backward, 0
+    )
+    repeated = (_count_reductions(plans)[:, None] - 1) * np.maximum(reductions - rank_times.F, 0)
     exposed = np.where(
         (zero > 1) & (v > 2),
-        sums - np.minimum(hidden * sums, v * stage_backward) + repeated,
+        reductions - np.minimum(overlap_share * reductions, v * stage_backward) + repeated,
         exposed,
     )
-    exposed_reductions = np.maximum(exposed - flush * shares.first_rank * stage_backward[:, :1], 0)
-    first_gather = np.where(zero > 0, share * gather, 0.0)
+    exposed_reductions = np.maximum(
+        exposed - is_flushed * shares.first_rank * stage_backward[:, :1], 0
+    )
+    first_gather = np.where(zero > 0, outer_share * gather, 0.0)
     later_gathers = np.where(
         zero > 2, _count_unshards(plans)[:, None] / v * gather - first_gather, 0.0
     )
     first_gather = np.maximum(
         first_gather - shares.first_rank * (rank_times.F / v)[:, :1], 0
     ) + np.maximum(later_gathers - m * rank_times.total, 0)
-    ends = _estimate_tied_reduction(model, cluster, plans, state_bytes, placement)
-    ends = ends + _estimate_sequence_sums(model, cluster, plans, shares, state_bytes)
+    end_reductions = _estimate_tied_reduction(model, cluster, plans, state_bytes, placement)
+    end_reductions = end_reductions + _estimate_sequence_sums(
+        model, cluster, plans, shares, state_bytes
+    )
     exists = shares.rank_count > 0
-    return (exposed_reductions * exists).max(axis=1) + (first_gather * exists).max(axis=1) + ends  # type: ignore[no-any-return]
+    slowest_reduction = (exposed_reductions * exists).max(axis=1)
+    slowest_gather = (first_gather * exists).max(axis=1)
+    result: Floats = slowest_reduction + slowest_gather + end_reductions
+    return result
 
 
 def _count_unshards(plans: PlanColumns) -> Floats:
     """Return the number of unshards of a rank in a step, summed over its stages, for each plan."""
-    found = plans.stages_per_rank.astype(float)
+    counts = plans.stages_per_rank.astype(float)
     for number in np.unique(plans.schedule).tolist():
-        mine = (plans.schedule == number) & (plans.zero >= 3)
-        found[mine] = count_unshards(
+        is_mine = (plans.schedule == number) & (plans.zero >= 3)
+        counts[is_mine] = count_unshards(
             SCHEDULE_NAMES[number],
-            plans.pp[mine],
-            plans.stages_per_rank[mine],
-            plans.microbatches[mine],
+            plans.pp[is_mine],
+            plans.stages_per_rank[is_mine],
+            plans.microbatches[is_mine],
         )
-    return found
+    return counts
 
 
 def _count_reductions(plans: PlanColumns) -> Any:
     """Return how often each gradient is reduced in a step, for each plan.
 
     With sharded gradients and more than two stages per rank, a gradient is reduced after each group
-    of consecutive backwards of its stage. A breadth-first schedule has one such group. Other plans
-    reduce each gradient once.
+    of consecutive backwards of its stage. In a breadth-first schedule, each stage has one such
+    group. All other plans reduce each gradient once.
     """
-    runs = np.where(
+    group_count = np.where(
         plans.schedule == SCHEDULE_NAMES.index("looped_bfs"), 1, plans.microbatches // plans.pp
     )
-    return np.where((plans.zero >= 2) & (plans.stages_per_rank > 2), np.maximum(runs, 1), 1)
+    return np.where((plans.zero >= 2) & (plans.stages_per_rank > 2), np.maximum(group_count, 1), 1)
 
 
 def _estimate_tied_reduction(
@@ -385,10 +405,10 @@ def _estimate_tied_reduction(
 
     The two ranks form a ring (SC21, arXiv 2104.04473, section 3; arXiv 1909.08053, appendix).
     """
-    vee = np.array([SCHEDULE_FORMULAS[name].is_vee for name in SCHEDULE_NAMES])[plans.schedule]
-    is_reduced = (plans.pp > 1) & ~vee & model.tied
-    slow = min(cluster.nvlink_bandwidth, cluster.network_bandwidth)
-    link = np.where(placement.has_separate_ends, slow, cluster.nvlink_bandwidth)
+    is_vee = np.array([SCHEDULE_FORMULAS[name].is_vee for name in SCHEDULE_NAMES])[plans.schedule]
+    is_reduced = (plans.pp > 1) & ~is_vee & model.tied
+    slowest_link = min(cluster.nvlink_bandwidth, cluster.network_bandwidth)
+    link = np.where(placement.has_separate_ends, slowest_link, cluster.nvlink_bandwidth)
     latency = np.where(placement.has_separate_ends, cluster.max_latency, cluster.latency)
     size = state_bytes.grads * count_end_params(model, plans.tp)[2]
     return np.where(is_reduced, 2 * (latency + size / 2 / link), 0.0)
@@ -409,24 +429,36 @@ def _estimate_sequence_sums(
         getattr(plans, name)[:, None] for name in ("ep", "tp", "stages_per_rank", "zero")
     )
     replicas = np.where(zero > 0, (plans.dp * plans.cp)[:, None], 1)
-    each, (common, experts) = state_bytes.grads / replicas, count_replicated_params(model, e)
-    inner = shares.layers / v * common * each
-    inner = inner + shares.layers / v * experts * state_bytes.grads / np.maximum(replicas // e, 1)
-    ends = (
+    bytes_per_param = state_bytes.grads / replicas
+    common, experts = count_replicated_params(model, e)
+    inner_bytes = shares.layers / v * common * bytes_per_param
+    inner_bytes = inner_bytes + shares.layers / v * experts * state_bytes.grads / np.maximum(
+        replicas // e, 1
+    )
+    end_params = (
         shares.has_first_stage * model.sequence * model.hidden
         + shares.has_last_stage * count_end_params(model, t)[1]
     )
     result: Any = np.zeros(shares.layers.shape)
     uses_it = plans.sequence_parallel > 0
     for number in np.unique(plans.tp[uses_it]).tolist():
-        mine, group = uses_it & (plans.tp == number), find_slowest_group(cluster, 1, number)
-        for sizes, times in ((inner + ends * each, 1), (inner, plans.stages_per_rank - 1)):
-            size, which = np.unique(sizes[mine], return_inverse=True)
-            seconds = np.array([time_all_reduce(cluster, one, group) for one in size.tolist()])
-            more = seconds[which].reshape(int(mine.sum()), -1)
-            result[mine] += more * np.broadcast_to(times, len(plans))[mine, None]
-    most: Floats = result.max(axis=1)
-    return most
+        is_mine = uses_it & (plans.tp == number)
+        group = find_slowest_group(cluster, 1, number)
+        for sizes, times in (
+            (inner_bytes + end_params * bytes_per_param, 1),
+            (inner_bytes, plans.stages_per_rank - 1),
+        ):
+            distinct_sizes, size_index = np.unique(sizes[is_mine], return_inverse=True)
+            seconds = np.array(
+                [
+                    time_all_reduce(cluster, tensor_bytes, group)
+                    for tensor_bytes in distinct_sizes.tolist()
+                ]
+            )
+            group_times = seconds[size_index].reshape(int(is_mine.sum()), -1)
+            result[is_mine] += group_times * np.broadcast_to(times, len(plans))[is_mine, None]
+    slowest: Floats = result.max(axis=1)
+    return slowest
 
 
 def _estimate_optimizer(
@@ -438,10 +470,13 @@ def _estimate_optimizer(
     """
     zero, d, c, e = (getattr(plans, name)[:, None] for name in ("zero", "dp", "cp", "ep"))
     common = memory_table.common_params / np.where(zero > 0, d * c, 1)
-    own = common + memory_table.expert_params / np.where(zero > 0, np.maximum(d * c // e, 1), 1)
-    each = compute_step_bytes(*(size * own for size in state_bytes)) / cluster.hbm_bandwidth
-    first, which = plans.find_distinct("pp", "tp")
-    norms = [
-        cluster.small_all_reduce_time(8, int(plans.pp[i] * plans.tp[i])) for i in first.tolist()
+    params = common + memory_table.expert_params / np.where(zero > 0, np.maximum(d * c // e, 1), 1)
+    update_time = (
+        compute_step_bytes(*(size * params for size in state_bytes)) / cluster.hbm_bandwidth
+    )
+    first_rows, row_of_plan = plans.find_distinct("pp", "tp")
+    norm_times = [
+        cluster.small_all_reduce_time(8, int(plans.pp[i] * plans.tp[i]))
+        for i in first_rows.tolist()
     ]
-    return each.max(axis=1) + np.array(norms)[which]  # type: ignore[no-any-return]
+    return update_time.max(axis=1) + np.array(norm_times)[row_of_plan]  # type: ignore[no-any-return]

@@ -83,7 +83,7 @@ def compute_costs(
         constants: Constants of the software.
         state_bytes: Bytes of weights, gradients and optimizer state per parameter.
     """
-    F, I, W, R = np.array([one.total for one in stage_times]).T
+    F, I, W, R = np.array([times.total for times in stage_times]).T
     recompute_costs = R * constants.recompute_ahead * (plan.recompute == "full")
     I = I + R - recompute_costs
     bytes_of = (state_bytes.params, state_bytes.grads, state_bytes.optimizer)
@@ -133,10 +133,10 @@ def compute_costs(
     )  # fmt: skip
     exposed_reductions = {
         name: from_grid(
-            whole - np.minimum(constants.reduction_overlap_share * whole, (I + W)[:, None])
+            full_cost - np.minimum(constants.reduction_overlap_share * full_cost, (I + W)[:, None])
         )
         for name in ("reduce_grads", "reduce_scatter")
-        for whole in [np.broadcast_to(to_grid(getattr(costs, name) or 0.0), (shape.stages, 1))]
+        for full_cost in [np.broadcast_to(to_grid(getattr(costs, name) or 0.0), (shape.stages, 1))]
     }
     if plan.zero and costs.unshard is not None and constants.gathers_per_layer:
         nodes = place_on_nodes(cluster, plan.layout).replica_nodes
@@ -151,8 +151,8 @@ def time_joined_pair(times: StageTimes, layers: int, alone: float) -> float:
     """Return the time of a forward that is joined with the backward of another microbatch.
 
     The segments of the two instructions alternate. Compute of one instruction hides all-to-alls of
-    the other one (arXiv 2412.19437, section 3.2.1). The estimate assumes that all segments of an
-    instruction take the same time.
+    the other instruction (arXiv 2412.19437, section 3.2.1). The estimate assumes that all segments
+    of an instruction take the same time.
 
     Args:
         times: The times of one microbatch in the stage.
@@ -160,13 +160,13 @@ def time_joined_pair(times: StageTimes, layers: int, alone: float) -> float:
         alone: Seconds of the forward and the backward, one after the other.
     """
     segments, a2a = 2 * layers + 1, times.all_to_alls
-    both = ((times.total.F, a2a.F), (alone - times.total.F, a2a.B))
+    halves = ((times.total.F, a2a.F), (alone - times.total.F, a2a.B))
     computed = exchanged = 0.0
     ready = [0.0, 0.0]
     for _ in range(segments):
-        for k, (total, sent) in enumerate(both):
-            computed = max(computed, ready[k]) + (total - sent) / segments
-            exchanged = ready[k] = max(exchanged, computed) + sent / (segments - 1 or 1)
+        for k, (total, a2a_time) in enumerate(halves):
+            computed = max(computed, ready[k]) + (total - a2a_time) / segments
+            exchanged = ready[k] = max(exchanged, computed) + a2a_time / (segments - 1 or 1)
     return computed
 
 
@@ -192,7 +192,8 @@ def _compute_expert_costs(
         **({"unshard": (cluster.all_gather_time, state_bytes.params)} if cut else {}),
     }  # fmt: skip
     costs = {name: np.zeros(shape.stages) for name in rings}
-    replicas, expert_replicas = len(process_mesh), max(len(process_mesh) // plan.ep, 1)
+    replicas = len(process_mesh)
+    expert_replicas = max(len(process_mesh) // plan.ep, 1)
     local_params = parameters.common / (replicas if cut else 1) + parameters.experts / (
         expert_replicas if cut else 1
     )
@@ -206,27 +207,28 @@ def _compute_expert_costs(
     for rank, stages in enumerate(shape.stages_on_rank):
         step[rank] = moved[list(stages)].sum() / cluster.hbm_bandwidth
         group = process_mesh[:, rank, 0]
-        for one in stages:
+        for times in stages:
             for name, (ring, size) in rings.items():
-                costs[name][one] = ring(size * parameters.common[one], group)
-                costs[name][one] += ring(size * parameters.experts[one], group[:: plan.ep])
+                costs[name][times] = ring(size * parameters.common[times], group)
+                costs[name][times] += ring(size * parameters.experts[times], group[:: plan.ep])
     return {name: _to_tuple(value) for name, value in costs.items()} | {"step": _to_tuple(step)}
 
 
 def _compute_sequence_sums(
     model: TransformerSpec, cluster: Cluster, plan: ParallelPlan, state_bytes: StateBytes
 ) -> tuple[float, ...]:
-    """Return the seconds of each stage to sum gradients over sequence-parallel ranks.
+    """Return, for each stage, the seconds to sum gradients over sequence-parallel ranks.
 
-    These are the gradients of weights that each of the ranks has (arXiv 2205.05198, section 4.2.2).
-    With ZeRO each replica sums only its shard.
+    These are the gradients of weights that each of these ranks has in full (arXiv 2205.05198,
+    section 4.2.2). With ZeRO each replica sums only its shard.
     """
     replicas = plan.dp * plan.cp if plan.zero else 1
-    group, replicated = find_slowest_group(cluster, 1, plan.tp), count_stage_replicated(model, plan)
-    each = state_bytes.grads * (
+    group = find_slowest_group(cluster, 1, plan.tp)
+    replicated = count_stage_replicated(model, plan)
+    bytes_per_param = state_bytes.grads * (
         replicated.common / replicas + replicated.experts / max(replicas // plan.ep, 1)
     )
-    return tuple(time_all_reduce(cluster, size, group) for size in each.tolist())
+    return tuple(time_all_reduce(cluster, size, group) for size in bytes_per_param.tolist())
 
 
 def _compute_tied_reduction(
@@ -237,11 +239,12 @@ def _compute_tied_reduction(
     state_bytes: StateBytes,
 ) -> float:
     """Return the seconds to reduce the gradient of a tied embedding over its two ranks."""
-    first, last = int(shape.replica_ranks[0, 0]), int(shape.replica_ranks[0, -1])
-    if first == last or not model.tied:
+    first_rank = int(shape.replica_ranks[0, 0])
+    last_rank = int(shape.replica_ranks[0, -1])
+    if first_rank == last_rank or not model.tied:
         return 0.0
     size = state_bytes.grads * float(count_end_params(model, process_mesh.shape[2])[2])
-    pairs = process_mesh[:, [first, last], 0]
+    pairs = process_mesh[:, [first_rank, last_rank], 0]
     return max(cluster.all_reduce_time(size, pair) for pair in pairs)
 
 

@@ -18,8 +18,9 @@ class LinkTimes(NamedTuple):
     """Times of the messages of one boundary, in seconds, of shape (plans,).
 
     Attributes:
-        neighbors: The sum over all pairs of neighboring ranks.
-        wraparound: A message from the last rank to the first, if stages are placed in a loop.
+        neighbors: The sum of the times of a message between each pair of neighboring ranks.
+        wraparound: The time of a message from the last rank to the first, which a placement in a
+            loop needs.
     """
 
     neighbors: Floats
@@ -42,28 +43,27 @@ def compute_link_times(
         placement: The placement of the plans, from `place_plans_on_nodes`.
     """
     size = 1.0 * cluster.itemsize * plans.microbatch_size * model.sequence / plans.cp * model.hidden
-    within, between = (
-        cluster.nvlink_bandwidth,
-        min(cluster.nvlink_bandwidth, cluster.network_bandwidth),
-    )
+    intra_node = cluster.nvlink_bandwidth
+    inter_node = min(cluster.nvlink_bandwidth, cluster.network_bandwidth)
     t = plans.tp
     is_wide = t > cluster.gpus_per_node
     gather = (t - 1) * (
         np.where(is_wide, cluster.max_latency, cluster.latency)
-        + size / t / np.where(is_wide, between, within)
+        + size / t / np.where(is_wide, inter_node, intra_node)
     )
 
     def message(link: float, latency: float) -> Floats:
         """Return the seconds of one message over a link of `link` bytes per second."""
         part = latency + size / t / link
-        whole = latency + size / link
-        cut = plans.sequence_parallel > 0
-        return np.where(cut, part, np.minimum(whole, part + gather))
+        full = latency + size / link
+        is_sharded = plans.sequence_parallel > 0
+        return np.where(is_sharded, part, np.minimum(full, part + gather))
 
-    slow, near = message(between, cluster.max_latency), message(within, cluster.latency)
-    borders = placement.node_crossings * slow + (plans.pp - 1 - placement.node_crossings) * near
-    around = np.where(placement.has_separate_ends, slow, near)
-    return LinkTimes(np.where(plans.pp > 1, borders, 0.0), np.where(plans.pp > 1, around, 0.0))
+    slow = message(inter_node, cluster.max_latency)
+    fast = message(intra_node, cluster.latency)
+    borders = placement.node_crossings * slow + (plans.pp - 1 - placement.node_crossings) * fast
+    wraparound = np.where(placement.has_separate_ends, slow, fast)
+    return LinkTimes(np.where(plans.pp > 1, borders, 0.0), np.where(plans.pp > 1, wraparound, 0.0))
 
 
 def build_process_mesh(plan: ParallelPlan) -> Ints:
@@ -100,10 +100,10 @@ class NodePlacement(NamedTuple):
             least one replica.
         has_separate_ends: True if the first and the last rank are on different nodes in at least
             one replica.
-        replica_bandwidth: The slowest link between replicas, in bytes per second.
+        replica_bandwidth: The bandwidth of the slowest link between replicas, in bytes per second.
         replica_nodes: The largest number of nodes that a group of replicas spans.
-        expert_bandwidth: The slowest link between replicas with the same experts, in bytes per
-            second.
+        expert_bandwidth: The bandwidth of the slowest link between replicas with the same experts,
+            in bytes per second.
     """
 
     node_crossings: int
@@ -129,7 +129,8 @@ def place_on_nodes(cluster: Cluster, plan: ParallelPlan) -> NodePlacement:
     node_offsets = (nodes - nodes[:1]).reshape(len(mesh), -1)
     distinct_groups = groups[:, np.unique(node_offsets, axis=1, return_index=True)[1]].T
     slowest, experts = (
-        min(cluster.bandwidth(group[::each]) for group in distinct_groups) for each in (1, plan.ep)
+        min(cluster.bandwidth(group[::stride]) for group in distinct_groups)
+        for stride in (1, plan.ep)
     )
     return NodePlacement(
         int(crossed.sum()),
@@ -147,13 +148,13 @@ def place_plans_on_nodes(cluster: Cluster, plans: PlanColumns) -> NodePlacement:
         cluster: The cluster.
         plans: The plans.
     """
-    first, which = plans.find_distinct("pp", "tp", "dp", "cp", "ep")
-    each = []
-    for i in first.tolist():
+    first_rows, row_of_plan = plans.find_distinct("pp", "tp", "dp", "cp", "ep")
+    placements = []
+    for i in first_rows.tolist():
         p, t, d, c, e = (int(getattr(plans, name)[i]) for name in ("pp", "tp", "dp", "cp", "ep"))
         layout = ParallelPlan(pp=p, tp=t, dp=d, cp=c, ep=e, rank_order=plans.rank_order)
-        each.append(place_on_nodes(cluster, layout))
-    columns: list[Any] = [np.array(column)[which] for column in zip(*each, strict=True)]
+        placements.append(place_on_nodes(cluster, layout))
+    columns: list[Any] = [np.array(column)[row_of_plan] for column in zip(*placements, strict=True)]
     return NodePlacement(*columns)
 
 
@@ -199,7 +200,7 @@ class ReplicaRing(NamedTuple):
 
     Attributes:
         size: The number of replicas, of shape (plans,).
-        bandwidth: The slowest link in bytes per second, of shape (plans,).
+        bandwidth: The bandwidth of the slowest link in bytes per second, of shape (plans,).
         latency: Seconds of an empty message, of shape (plans,).
         nodes: The number of nodes of the ring, of shape (plans,).
     """
@@ -215,9 +216,11 @@ class ReplicaRing(NamedTuple):
         Args:
             size: Bytes of the gathered tensor, an array whose first dimension is the plans.
         """
-        many = self.size[:, None]
-        taken = (many - 1) * (self.latency[:, None] + size / many / self.bandwidth[:, None])
-        return np.where((many > 1) & (size > 0), taken, 0.0)
+        ring_size = self.size[:, None]
+        seconds = (ring_size - 1) * (
+            self.latency[:, None] + size / ring_size / self.bandwidth[:, None]
+        )
+        return np.where((ring_size > 1) & (size > 0), seconds, 0.0)
 
     def compute_tensor_latency(self) -> Floats:
         """Return the latency of one more collective of a small tensor, in seconds.
@@ -238,10 +241,11 @@ def build_replica_rings(
         plans: The plans.
         placement: The placement of the plans, from `place_plans_on_nodes`.
     """
-    many, nodes = plans.dp * plans.cp, np.array(placement.replica_nodes)
+    replicas = plans.dp * plans.cp
+    nodes = np.array(placement.replica_nodes)
     latency = np.where(nodes > 1, cluster.max_latency, cluster.latency)
-    experts = np.maximum(many // plans.ep, 1)
+    experts = np.maximum(replicas // plans.ep, 1)
     return (
-        ReplicaRing(many, np.array(placement.replica_bandwidth), latency, nodes),
+        ReplicaRing(replicas, np.array(placement.replica_bandwidth), latency, nodes),
         ReplicaRing(experts, np.array(placement.expert_bandwidth), latency, nodes),
     )

@@ -72,15 +72,15 @@ def simulate_offload_plans(
         The simulated plans with offload that fit.
     """
     best, steps = list[PlanEstimate](), sorted(step_times)
-    for tries, (guess, at, option) in enumerate(
+    for try_count, (guess, row, option) in enumerate(
         _guess_offload_plans(model, cluster, plan_table, constants, state_bytes)
     ):
         worst = steps[top - 1] if len(steps) >= top else np.inf
-        if guess >= worst or len(best) >= MAX_OFFLOAD_PLANS or tries >= _MAX_SIMULATIONS:
+        if guess >= worst or len(best) >= MAX_OFFLOAD_PLANS or try_count >= _MAX_SIMULATIONS:
             break
-        choice = replace(plan_table.plans.plan_at(model, at), **option._asdict())
+        candidate = replace(plan_table.plans.plan_at(model, row), **option._asdict())
         try:
-            estimate = simulate_plan(model, cluster, choice, constants, state_bytes=state_bytes)
+            estimate = simulate_plan(model, cluster, candidate, constants, state_bytes=state_bytes)
         except MemoryLimitError:
             continue
         if estimate.fits:
@@ -117,8 +117,8 @@ def _guess_offload_plans(
     rough: they only decide which plans are simulated, and in which order. Offloaded activations add
     the time by which their copies are longer than the compute that hides them. If only one
     microbatch is in flight, only forwards hide the copies to the host, and only backwards hide the
-    copies back. Offloaded optimizer states add the time to load the states of all stages and to
-    store the states of one stage.
+    copies from the host. Offloaded optimizer states add the time to load the states of all stages
+    and to store the states of one stage.
     """
     plans, share = plan_table.plans, 1 + constants.allocator_share
     weights, gradients, optimizer, activations, _ = plan_table.memory
@@ -165,10 +165,10 @@ def _guess_offload_plans(
         guesses.append(np.where(is_possible, guess, np.inf))
     table = np.array(guesses)
     for number in np.argsort(table, axis=None, kind="stable").tolist():
-        way_number, at = divmod(number, len(plans))
-        if not np.isfinite(guess := float(table[way_number, at])):
+        way_number, row = divmod(number, len(plans))
+        if not np.isfinite(guess := float(table[way_number, row])):
             return
-        yield guess, at, OFFLOAD_OPTIONS[way_number]
+        yield guess, row, OFFLOAD_OPTIONS[way_number]
 
 
 def attach_offload_comparison(
@@ -176,41 +176,41 @@ def attach_offload_comparison(
 ) -> list[PlanEstimate]:
     """Return the plans with `offload_comparison` set: a sentence about the effect of offload.
 
-    A plan that offloads is compared with the best plan that does not. If the first plan does not
-    offload, it is compared with the best plan that does.
+    A plan with offload is compared with the best plan without offload. If the first plan has no
+    offload, it is compared with the best plan with offload.
 
     Args:
         plans: The plans, the fastest first.
         min_memory_plan: The plan without offload that uses the least memory. The text describes it
             if no plan fits without offload.
     """
-    plain = next((one for one in plans if not one.has_offload), None)
-    offloading = next((one for one in plans if one.has_offload), None)
+    plain = next((estimate for estimate in plans if not estimate.has_offload), None)
+    offloading = next((estimate for estimate in plans if estimate.has_offload), None)
     result = []
-    for one in plans:
+    for estimate in plans:
         text = ""
-        if one.has_offload and plain is None:
+        if estimate.has_offload and plain is None:
             text = (
                 "no plan fits without offload: the smallest needs "
                 f"{format_bytes(min_memory_plan.memory.total)}: {describe_plan(min_memory_plan)}"
             )
-        elif one.has_offload and plain is not None:
-            text = _describe_comparison(one, plain, "the best plan without offload")
-        elif one is plans[0]:
+        elif estimate.has_offload and plain is not None:
+            text = _describe_comparison(estimate, plain, "the best plan without offload")
+        elif estimate is plans[0]:
             text = "no plan with offload is among the best plans"
             text = (
                 text
                 if offloading is None
-                else _describe_comparison(one, offloading, "the best plan with offload")
+                else _describe_comparison(estimate, offloading, "the best plan with offload")
             )
-        result.append(replace(one, offload_comparison=text))
+        result.append(replace(estimate, offload_comparison=text))
     return result
 
 
 def _describe_comparison(estimate: PlanEstimate, other: PlanEstimate, subject: str) -> str:
     change = estimate.step_time / other.step_time - 1
-    more = f"{abs(change):.1%} {'more' if change > 0 else 'less'} time"
-    return f"{more} than {subject} ({other.step_time:.4g} s): {describe_plan(other)}"
+    difference = f"{abs(change):.1%} {'more' if change > 0 else 'less'} time"
+    return f"{difference} than {subject} ({other.step_time:.4g} s): {describe_plan(other)}"
 
 
 def require_no_offload(plan: ParallelPlan, feature: str) -> None:

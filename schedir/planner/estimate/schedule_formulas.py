@@ -22,15 +22,15 @@ CountFormula = Callable[[Any, Any, Any], Any]  # A function of P, v and m.
 class ScheduleFormulas(NamedTuple):
     """The formulas of a schedule, for stages with equal times.
 
-    The bubble of a rank is (P-1) times `wait_time`, plus the exposed messages. With full backwards,
-    the error of the number of messages is at most 2. With split backwards, the error is at most P +
-    1, because their dependencies are more complex than the formula.
+    The bubble of a rank is (P-1) times `wait_time`, plus the time of the exposed messages. With
+    full backwards, the error of the number of messages is at most 2. With split backwards, the
+    error is at most P + 1, because their dependencies are more complex than the formula assumes.
 
     Attributes:
         name: The name of the schedule.
         wait_time: The time that a rank waits for each of the other ranks, a function of F, I and W.
-        exposed_messages: The number of messages in a step that nothing hides, a function of P, v
-            and m.
+        exposed_messages: The number of messages in a step that compute does not hide, a function of
+            P, v and m.
         live_activations: The largest number of (stage, microbatch) pairs in flight on rank r, a
             function of P, v, m and r.
         stages_per_rank: The number of stages per rank that the schedule supports.
@@ -41,7 +41,8 @@ class ScheduleFormulas(NamedTuple):
         loss_microbatches: The number of microbatches for which the last stage keeps the saved
             tensors of the loss, a function of P, v and m.
         messages_per_microbatch: The number of exposed messages of every microbatch, a function of
-            P. If stages differ, the time in which ranks wait for a slower rank hides them.
+            P. If stages have different times, ranks wait for a slower rank, and this waiting time
+            hides these messages.
         boundary_buffers: The number of boundaries that a rank has buffers for, a function of P, v
             and m.
         is_breadth_first: True if all microbatches pass one loop over the ranks before any of them
@@ -76,7 +77,8 @@ def _zb_h1_wait(F: Any, I: Any, W: Any) -> Any:
 def _zb_h2_wait(F: Any, I: Any, W: Any) -> Any:
     """Return the wait time of ZB-H2, as `schedules.zb_h2` builds it.
 
-    It includes the idle time at the end of the step, because all ranks wait for the gradient norm.
+    The wait time includes the idle time at the end of the step, in which all ranks wait for the
+    gradient norm.
     """
     return np.maximum.reduce([F, F + I - 2 * W, I - F, I - W])
 
@@ -89,66 +91,98 @@ def _zb_v_wait(F: Any, I: Any, W: Any) -> Any:
     return np.maximum.reduce([W, F, I, 2 * F - I, 2 * (F - W), 2 * (I - W)])
 
 
+# P is the number of ranks, v the stages per rank, m the microbatches, and r a rank.
 SCHEDULE_FORMULAS: Final = {
-    family.name: family
-    for family in (
+    formulas.name: formulas
+    for formulas in (
         ScheduleFormulas(
-            "gpipe", _flush_wait, lambda P, v, m: 2 * (P - 1), lambda P, v, m, r: m + 0 * r,
+            name="gpipe",
+            wait_time=_flush_wait,
+            exposed_messages=lambda P, v, m: 2 * (P - 1),
+            live_activations=lambda P, v, m, r: m + 0 * r,
             loss_microbatches=lambda P, v, m: m,
         ),
         ScheduleFormulas(
-            "one_f_one_b", _flush_wait,
-            lambda P, v, m: 2 * (P - 1) * np.maximum(m / P, 1) + 2 * (P - 2) * (m > P) * (P > 1),
-            lambda P, v, m, r: np.minimum(P - r, m),
+            name="one_f_one_b",
+            wait_time=_flush_wait,
+            exposed_messages=lambda P, v, m: (
+                2 * (P - 1) * np.maximum(m / P, 1) + 2 * (P - 2) * (m > P) * (P > 1)
+            ),
+            live_activations=lambda P, v, m, r: np.minimum(P - r, m),
             messages_per_microbatch=lambda P: 2 * (P - 1) / P,
         ),
         ScheduleFormulas(
-            "eager_1f1b", _flush_wait, lambda P, v, m: 2 * (P - 1),
-            lambda P, v, m, r: np.minimum(2 * (P - 1 - r) + 1, m),
+            name="eager_1f1b",
+            wait_time=_flush_wait,
+            exposed_messages=lambda P, v, m: 2 * (P - 1),
+            live_activations=lambda P, v, m, r: np.minimum(2 * (P - 1 - r) + 1, m),
         ),
         ScheduleFormulas(
-            "interleaved", _flush_wait, lambda P, v, m: 2 * (v * P - 1),
-            lambda P, v, m, r: np.minimum(2 * (P - 1 - r) + (v - 1) * P + 1, v * m),
-            stages_per_rank="many", needs_multiple_of_ranks=True,
+            name="interleaved",
+            wait_time=_flush_wait,
+            exposed_messages=lambda P, v, m: 2 * (v * P - 1),
+            live_activations=lambda P, v, m, r: np.minimum(
+                2 * (P - 1 - r) + (v - 1) * P + 1, v * m
+            ),
+            stages_per_rank="many",
+            needs_multiple_of_ranks=True,
         ),
         ScheduleFormulas(
-            "looped_bfs", _flush_wait, lambda P, v, m: 2 * (P - 1), lambda P, v, m,
-            r: v * m + 0 * r,
-            stages_per_rank="many", min_microbatches=lambda P: P, loss_microbatches=lambda P, v,
-            m: m,
-            boundary_buffers=lambda P, v, m: 4 + np.maximum(m - P, 0), is_breadth_first=True,
+            name="looped_bfs",
+            wait_time=_flush_wait,
+            exposed_messages=lambda P, v, m: 2 * (P - 1),
+            live_activations=lambda P, v, m, r: v * m + 0 * r,
+            stages_per_rank="many",
+            min_microbatches=lambda P: P,
+            loss_microbatches=lambda P, v, m: m,
+            boundary_buffers=lambda P, v, m: 4 + np.maximum(m - P, 0),
+            is_breadth_first=True,
         ),
         ScheduleFormulas(
-            "zb_h1", _zb_h1_wait, lambda P, v, m: 4 * (P - 1), lambda P, v, m,
-            r: np.minimum(P, m) + 0 * r,
-            min_microbatches=lambda P: P, has_split_backward=True, loss_microbatches=lambda P, v,
-            m: np.minimum(P, m),
-        ),
-        ScheduleFormulas(
-            "zb_h2", _zb_h2_wait, lambda P, v, m: P - 1,
-            lambda P, v, m, r: np.minimum(2 * P - 1, m) + 0 * r,
-            min_microbatches=lambda P: 2 * P - 1, has_split_backward=True,
-            loss_microbatches=lambda P, v, m: np.minimum(2 * P - 1, m),
-        ),
-        ScheduleFormulas(
-            "interleaved_zb", _zb_h1_wait, lambda P, v, m: (v + 3) * P - 4,
-            lambda P, v, m, r: v * P + 0 * r, stages_per_rank="many",
-            needs_multiple_of_ranks=True, has_split_backward=True,
+            name="zb_h1",
+            wait_time=_zb_h1_wait,
+            exposed_messages=lambda P, v, m: 4 * (P - 1),
+            live_activations=lambda P, v, m, r: np.minimum(P, m) + 0 * r,
+            min_microbatches=lambda P: P,
+            has_split_backward=True,
             loss_microbatches=lambda P, v, m: np.minimum(P, m),
         ),
         ScheduleFormulas(
-            "zb_v", _zb_v_wait, lambda P, v, m: np.maximum(6 * P - 9, 0),
-            lambda P, v, m, r: np.minimum(2 * P, 2 * m) + 0 * r,
-            stages_per_rank="two", is_vee=True, min_microbatches=lambda P: 2 * P - 1,
+            name="zb_h2",
+            wait_time=_zb_h2_wait,
+            exposed_messages=lambda P, v, m: P - 1,
+            live_activations=lambda P, v, m, r: np.minimum(2 * P - 1, m) + 0 * r,
+            min_microbatches=lambda P: 2 * P - 1,
+            has_split_backward=True,
+            loss_microbatches=lambda P, v, m: np.minimum(2 * P - 1, m),
+        ),
+        ScheduleFormulas(
+            name="interleaved_zb",
+            wait_time=_zb_h1_wait,
+            exposed_messages=lambda P, v, m: (v + 3) * P - 4,
+            live_activations=lambda P, v, m, r: v * P + 0 * r,
+            stages_per_rank="many",
+            needs_multiple_of_ranks=True,
+            has_split_backward=True,
+            loss_microbatches=lambda P, v, m: np.minimum(P, m),
+        ),
+        ScheduleFormulas(
+            name="zb_v",
+            wait_time=_zb_v_wait,
+            exposed_messages=lambda P, v, m: np.maximum(6 * P - 9, 0),
+            live_activations=lambda P, v, m, r: np.minimum(2 * P, 2 * m) + 0 * r,
+            stages_per_rank="two",
+            is_vee=True,
+            min_microbatches=lambda P: 2 * P - 1,
             has_split_backward=True,
         ),
     )
-}  # fmt: skip
+}
 DEFAULT_SCHEDULES: Final = ("gpipe", "one_f_one_b", "interleaved", "zb_h1", "zb_h2", "zb_v")
 
 
 def describe_schedule_names() -> str:
-    """Return a text with the names of the schedules with formulas, and with the default names."""
+    """Return a text that lists the schedules with formulas, and the default schedules."""
     extra = [name for name in SCHEDULE_FORMULAS if name not in DEFAULT_SCHEDULES]
     return f"{', '.join(SCHEDULE_FORMULAS)}; the default is all but {', '.join(extra)}"
 
@@ -161,7 +195,7 @@ def get_formulas(name: object, argument: str = "schedule") -> ScheduleFormulas:
         argument: Name of the user's argument, for the error message.
 
     Raises:
-        UsageError: The planner has no formulas of this schedule.
+        UsageError: The planner has no formulas for this schedule.
 
     Example:
         >>> get_formulas("zb_h1").has_split_backward

@@ -86,7 +86,8 @@ def simulate_plan(
     Raises:
         UsageError: The options of the plan are incompatible, or its schedule has stage replicas.
             See also `plan_program`.
-        MemoryLimitError: With `offload="fit"`, offloading all that can be offloaded is not enough.
+        MemoryLimitError: With `offload="fit"`, the plan exceeds the memory even if it offloads
+            everything that it can.
         SchedirError: See `plan_program`.
 
     Example:
@@ -168,7 +169,7 @@ def compile_plan(
     Raises:
         UsageError: The cluster has no host to offload to, or the schedule is a program that already
             contains offload. See also `plan_program`.
-        MemoryLimitError: Offloading all that can be offloaded is not enough.
+        MemoryLimitError: The plan exceeds the memory even if it offloads everything that it can.
         SchedirError: See `plan_program`.
     """
     if plan.offload == "none":
@@ -297,9 +298,10 @@ def simulate_on_cluster(
 def break_down_step(
     run: Timeline, stage_times: list[StageTimes], *, recompute_ahead: float = 0.0
 ) -> StepBreakdown:
-    """Divide the step time of the busiest rank into parts, from the first start to the last end.
+    """Divide the time from the first start to the last end of a step into parts.
 
-    `stage_times` divides compute into its parts. `idleness` gives the causes of idle time.
+    The parts are those of the busiest rank. `stage_times` divides its compute instructions into
+    compute, recomputation and collectives. `idleness` gives the causes of its idle time.
 
     Args:
         run: The timeline of the step.
@@ -308,40 +310,47 @@ def break_down_step(
             part of the backward.
     """
     rank = int(run.busy.argmax())
-    here = slice(*run.program.offsets[rank : rank + 2].tolist())
-    spans, second = run.spans[here], run.is_second_of_pair[here]
-    op, took = spans["op"], spans["end"] - spans["start"]
-    work = np.isin(op, COMPUTE_OPS)
-    each = _split_compute_time(stage_times, recompute_ahead)[:, op[work], spans["stage"][work]]
-    pair = np.cumsum(~second[work]) - 1  # The two instructions of a joined pair have one span.
-    alone, collectives = np.bincount(pair, each.sum(0)), np.bincount(pair, each[2])
-    pair_times = took[work][~second[work]]
-    # A joined pair is faster than its two instructions in sequence: compute hides all-to-alls.
-    hidden = np.clip(alone - pair_times, 0, collectives)
-    exposed = np.divide(
+    rank_slice = slice(*run.program.offsets[rank : rank + 2].tolist())
+    spans, is_second = run.spans[rank_slice], run.is_second_of_pair[rank_slice]
+    op, duration = spans["op"], spans["end"] - spans["start"]
+    is_compute = np.isin(op, COMPUTE_OPS)
+    parts = _split_compute_time(stage_times, recompute_ahead)[
+        :, op[is_compute], spans["stage"][is_compute]
+    ]
+    # The two instructions of a joined pair have one span.
+    pair = np.cumsum(~is_second[is_compute]) - 1
+    sequential_times = np.bincount(pair, parts.sum(0))
+    collectives = np.bincount(pair, parts[2])
+    pair_times = duration[is_compute][~is_second[is_compute]]
+    # A joined pair is faster than its two instructions in sequence, because the compute of each
+    # instruction hides all-to-alls of the other.
+    hidden = np.clip(sequential_times - pair_times, 0, collectives)
+    exposed_share = np.divide(
         collectives - hidden, collectives, where=collectives > 0, out=np.zeros_like(hidden)
     )
-    each[2] *= exposed[pair]
-    left = alone - hidden
-    share = np.divide(pair_times, left, out=np.zeros_like(pair_times), where=left > 0)[pair]
-    compute, recompute, tensor = (each * share).sum(1).tolist()
+    parts[2] *= exposed_share[pair]
+    exposed_times = sequential_times - hidden
+    scale = np.divide(
+        pair_times, exposed_times, out=np.zeros_like(pair_times), where=exposed_times > 0
+    )[pair]
+    compute, recompute, tensor = (parts * scale).sum(1).tolist()
     waits = idleness(run)
     waits = waits[waits["rank"] == rank]
     idle, cause = waits["end"] - waits["start"], waits["cause"]
-    norm = (waits["awaits"] >= 0) & np.isin(
+    is_norm = (waits["awaits"] >= 0) & np.isin(
         run.spans["op"][waits["awaits"]], find_producers(Value.NORM)
     )
-    data = np.isin(cause, (IdleCause.REDUCTION, IdleCause.WEIGHTS)) & ~norm
-    message, host = cause == IdleCause.MESSAGE, cause == IdleCause.OFFLOAD
+    is_data_parallel = np.isin(cause, (IdleCause.REDUCTION, IdleCause.WEIGHTS)) & ~is_norm
+    is_message, is_host_copy = cause == IdleCause.MESSAGE, cause == IdleCause.OFFLOAD
     return StepBreakdown(
         compute=compute,
         recompute=recompute,
         layer_collectives=tensor,
-        transfers=float(took[np.isin(op, _FORM_CHANGE_OPS)].sum() + idle[message].sum()),
-        bubble=float(idle[~(data | message | norm | host)].sum()),
-        data_parallel=float(idle[data].sum()),
-        optimizer=float(took[np.isin(op, _UPDATE_OPS)].sum() + idle[norm].sum()),
-        host_copies=float(idle[host].sum()),
+        transfers=float(duration[np.isin(op, _FORM_CHANGE_OPS)].sum() + idle[is_message].sum()),
+        bubble=float(idle[~(is_data_parallel | is_message | is_norm | is_host_copy)].sum()),
+        data_parallel=float(idle[is_data_parallel].sum()),
+        optimizer=float(duration[np.isin(op, _UPDATE_OPS)].sum() + idle[is_norm].sum()),
+        host_copies=float(idle[is_host_copy].sum()),
     )
 
 
@@ -352,16 +361,15 @@ def _split_compute_time(
 
     The shape is (3, opcodes, stages). The parts are compute, recomputation and collectives.
     """
-    compute, tensor, _ = (
-        np.array(each).T for each in zip(*stage_times, strict=True)
-    )  # of shape (phases, stages)
+    # Both have the shape (phases, stages).
+    compute, tensor, _ = (np.array(column).T for column in zip(*stage_times, strict=True))
     result = np.zeros((3, len(Opcode), len(stage_times)))
-    again = len(PhaseTimes._fields) - 1
+    recompute_phase = len(PhaseTimes._fields) - 1
     for op, phases in _PHASES_OF_OP.items():
         part = (1 - recompute_ahead) * (op in BACKWARD_OPS) + recompute_ahead * (op == RECOMPUTE)
         result[0, op] = compute[phases].sum(0)
-        result[1, op] = part * compute[again]
-        result[2, op] = tensor[phases].sum(0) + part * tensor[again]
+        result[1, op] = part * compute[recompute_phase]
+        result[2, op] = tensor[phases].sum(0) + part * tensor[recompute_phase]
     return result
 
 
@@ -382,9 +390,9 @@ _PHASES_OF_OP: Final[dict[Opcode, list[int]]] = {  # Indices of the fields of `P
 
 
 def measure_gpu_memory(run: Timeline, constants: SoftwareConstants) -> GpuMemory:
-    """Return the memory at the peak of the rank with the highest peak, in bytes.
+    """Return the memory of the rank with the highest peak at the time of this peak, in bytes.
 
-    It includes the overheads of the allocator and the process.
+    The result includes the overheads of the allocator and the process.
 
     Args:
         run: The timeline, with sizes.
@@ -392,16 +400,16 @@ def measure_gpu_memory(run: Timeline, constants: SoftwareConstants) -> GpuMemory
     """
     rank = int(run.peak_memory.argmax())
     curve = run.memory[rank]
-    at = int(curve.total.argmax())
+    peak_index = int(curve.total.argmax())
     result = dict.fromkeys(GpuMemory._fields, 0.0)
     for kind, size in curve.by_kind.items():
-        result[_MEMORY_KINDS.get(kind, "activations")] += float(size[at])
+        result[_MEMORY_KINDS.get(kind, "activations")] += float(size[peak_index])
     result["other"] += constants.allocator_share * sum(result.values()) + constants.reserved_bytes
     return GpuMemory(**result)
 
 
 def measure_host_memory(run: Timeline) -> HostMemory:
-    """Return the host memory at the peak of the rank with the highest peak, in bytes.
+    """Return the host memory of the rank with the highest peak at the time of this peak, in bytes.
 
     Args:
         run: The timeline, with sizes.
@@ -409,21 +417,23 @@ def measure_host_memory(run: Timeline) -> HostMemory:
     curves = run.memory_on(TIERS[1]) if len(find_used_tiers(run.program)) > 1 else ()
     peak, kinds = 0.0, dict[str, float]()
     for curve in curves:
-        at = int(curve.total.argmax())
-        if curve.total[at] > peak:
-            peak, kinds = (
-                float(curve.total[at]),
-                {k: float(v[at]) for k, v in curve.by_kind.items()},
-            )
+        peak_index = int(curve.total.argmax())
+        if curve.total[peak_index] > peak:
+            peak = float(curve.total[peak_index])
+            kinds = {k: float(v[peak_index]) for k, v in curve.by_kind.items()}
     states = sum(size for kind, size in kinds.items() if _MEMORY_KINDS.get(kind) == "optimizer")
     return HostMemory(states, peak - states)
 
 
 _MEMORY_KINDS: Final = {
-    "params": "weights", SHARDED_LABELS["params"]: "weights", UNSHARDED_LABELS["params"]: "weights",
-    "grads": "gradients", SHARDED_LABELS["grads"]: "gradients", UNSHARDED_LABELS["grads"]:
-    "gradients",
-    "optimizer": "optimizer", SHARDED_LABELS["optimizer"]: "optimizer",
+    "params": "weights",
+    SHARDED_LABELS["params"]: "weights",
+    UNSHARDED_LABELS["params"]: "weights",
+    "grads": "gradients",
+    SHARDED_LABELS["grads"]: "gradients",
+    UNSHARDED_LABELS["grads"]: "gradients",
+    "optimizer": "optimizer",
+    SHARDED_LABELS["optimizer"]: "optimizer",
     Value.STATE.name.lower(): "optimizer",
-    **{token.name.lower(): "other" for token in BOUNDARY_VALUES},
-}  # fmt: skip
+    **{value.name.lower(): "other" for value in BOUNDARY_VALUES},
+}

@@ -23,9 +23,9 @@ class MeasuredGemm(NamedTuple):
     """A measurement of a matrix product (m, k) x (k, n) with the two products of its backward.
 
     Attributes:
-        m: Rows of the first factor.
+        m: The number of rows of the first factor.
         k: The inner dimension.
-        n: Columns of the second factor.
+        n: The number of columns of the second factor.
         seconds: The total time of the three products.
     """
 
@@ -36,7 +36,7 @@ class MeasuredGemm(NamedTuple):
 
     @property
     def flops_per_second(self) -> float:
-        """Floating-point operations of the three products per second."""
+        """The floating-point operations per second of the three products."""
         return 6.0 * self.m * self.k * self.n / self.seconds
 
 
@@ -76,8 +76,8 @@ class MachineMeasurements(NamedTuple):
         itemsize: Bytes of an element of a tensor.
         memory: Bytes of the memory of one process.
         gemms: Measured matrix products.
-        copy_bandwidth: Bytes per second that a copy reads and writes, added together.
-        tiny_layers: Measurements of layers so small that most of the time is the issue of kernels.
+        copy_bandwidth: The sum of the bytes that a copy reads and writes per second.
+        tiny_layers: Measurements of layers so small that issuing kernels takes most of the time.
         layers: Measurements of other layers.
         all_reduces: Measured all-reduces. Empty for a single process.
         processors: The number of CPU cores of the node. None for a node with GPUs.
@@ -117,8 +117,8 @@ def fit_cluster(measurements: MachineMeasurements) -> Cluster:
     """Fit a cluster of one node to measurements.
 
     - `flops` is the median over matrix products.
-    - `kernel_us` is the time of a tiny layer divided by its number of kernels, as the planner
-      counts them: the median over tiny layers.
+    - `kernel_us` is the median over tiny layers of the time per kernel: the time of the layer
+      divided by the number of kernels that the planner counts.
     - `hbm_bandwidth` is the bandwidth at which the mean error of the other layers is 0. It is at
       most `copy_bandwidth`, and at least 1/100 of it.
     - `latency` and `nvlink_bandwidth` are fitted to the all-reduces, by least squares of relative

@@ -18,7 +18,7 @@ class SoftwareConstant(NamedTuple):
         meaning: A description with the unit.
         min_value: The lower bound of the value.
         max_value: The upper bound of the value.
-        source: The paper, manual or measurement from which the default value is.
+        source: The paper, manual or measurement that gives the default value.
     """
 
     name: str
@@ -42,9 +42,10 @@ class SoftwareConstants:
     """Constants of the training software. The constants of the machine are in `Cluster`.
 
     Args:
-        tile_rows: Rows of the tile of a matrix product that a multiprocessor computes.
-        tile_columns: Columns of this tile. Rows and columns are exchanged if that needs fewer
-            tiles.
+        tile_rows: The number of rows of the tile of a matrix product that a multiprocessor
+            computes.
+        tile_columns: The number of columns of this tile. Rows and columns are exchanged if fewer
+            tiles are then needed.
         max_splits: The largest number of splits of the inner dimension of a product.
         speed_share: The share of the cluster's compute speed that the software reaches: flops and
             bytes per second of all kernels.
@@ -53,8 +54,8 @@ class SoftwareConstants:
         kernels_per_op: The number of kernels that the software launches for each kernel that the
             planner counts.
         loss_share: Bytes that the loss reads and writes, divided by those of Megatron-LM.
-        gathers_per_layer: The number of tensors of a layer that ZeRO gathers with a separate
-            collective each.
+        gathers_per_layer: The number of tensors of a layer that ZeRO gathers, each with a separate
+            collective.
         crossing_us: Microseconds that the host needs for each tensor-parallel collective, per rank
             of the group, if the boundaries of stages cross nodes.
         flash_forward_efficiency: The share of `Cluster.flops` that the flash attention forward
@@ -67,8 +68,8 @@ class SoftwareConstants:
             overlaps with the product of a weight gradient.
         recompute_ahead: The share of recomputation that is a separate instruction, which may run
             before the gradient arrives. The rest is part of the backward.
-        reduction_overlap_share: The share of a stage's last backward that hides the reduction of
-            its gradients over replicas.
+        reduction_overlap_share: The share of the reduction of a stage's gradients over replicas
+            that can overlap with the last backward of the stage.
         logit_bytes: Bytes of the saved tensors of the loss, for each logit of the last stage.
         gathered_bytes: Bytes of unsharded tensors that a layer saves for each token and hidden
             unit, although sequence parallelism shards its input.
@@ -152,8 +153,8 @@ class SoftwareConstants:
         "(docs/how-to/fit-in-memory.md)",
     )  # fmt: skip
     reduction_overlap_share: float = _constant_field(
-        0.0, "share of a stage's last backward that hides the reduction of its gradients over "
-        "replicas", 0.0, 1.0,
+        0.0, "share of the reduction of a stage's gradients over replicas that the last backward "
+        "of the stage can hide", 0.0, 1.0,
         "0 in Megatron-LM as of arXiv 2104.04473; up to 1 if each bucket is reduced early "
         "(arXiv 2006.15704, section 3.2.3)",
     )  # fmt: skip

@@ -76,7 +76,8 @@ def read_huggingface_config(path: Path) -> dict[str, Any]:
     try:
         config = json.loads(read_text(path, MAX_JSON_BYTES))
     except json.JSONDecodeError as error:
-        # The JSON parser reports an unterminated string at its start, not at the end of the file.
+        # For an unterminated string, the JSON parser reports the start of the string, not the end
+        # of the file.
         is_cut = error.pos >= len(error.doc.rstrip()) or error.msg.startswith("Unterminated")
         raise ConfigError(
             f"the file is not JSON: {error.msg}",
@@ -126,7 +127,8 @@ def _require_supported(config: dict[str, Any], fields: dict[str, Any], path: Pat
                 location=str(path),
                 fields=[key],
             )
-    window, sequence = config.get("sliding_window"), fields.get("sequence")
+    window = config.get("sliding_window")
+    sequence = fields.get("sequence")
     if not config.get("use_sliding_window", True):
         window = None
     if isinstance(window, int) and isinstance(sequence, int) and window < sequence:

@@ -53,9 +53,9 @@ def divide_evenly(layers: int, stages: int) -> tuple[int, ...]:
 def divide_by_compute(model: TransformerSpec, stages: int) -> tuple[int, ...]:
     """Return the number of layers of each stage, so that the compute per token is balanced.
 
-    The compute of a layer is the number of weights that a token multiplies. The compute of the head
-    is the number of weights of its matrix. A stage takes layers until it and all earlier stages
-    together have their share of the sum. The last stages can have no layers.
+    The compute of a layer is the number of weights with which each token is multiplied. The compute
+    of the head is the number of weights of its matrix. A stage takes layers until it and all
+    earlier stages together have their share of the sum. The last stages can remain without layers.
 
     Args:
         model: The model.
@@ -143,7 +143,7 @@ def get_layers_per_stage(model: TransformerSpec, plan: ParallelPlan) -> tuple[in
 def compute_rank_shares(
     model: TransformerSpec, plan: ParallelPlan, *, merge_equal_ranks: bool = True
 ) -> tuple[RankGroupShare, ...]:
-    """Return the layers and the ends of the model on the rank groups of a plan.
+    """Return the layers, the embedding and the head on each rank group of a plan.
 
     Args:
         model: The model.
@@ -159,7 +159,8 @@ def compute_rank_shares(
 def _compute_shares_cached(
     layers_per_stage: tuple[int, ...], p: int, vee: bool, merge_equal_ranks: bool
 ) -> tuple[RankGroupShare, ...]:
-    stages, groups = len(layers_per_stage), dict[object, RankGroupShare]()
+    stages = len(layers_per_stage)
+    groups = dict[object, RankGroupShare]()
     for rank in range(p):
         stages_on_rank = [*_iter_stages_on_rank(rank, p, stages // p, vee)]
         share = RankGroupShare(

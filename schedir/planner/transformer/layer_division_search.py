@@ -31,7 +31,7 @@ from schedir.predict.simulate import simulate
 Floats = NDArray[np.float64]
 Division = tuple[int, ...]
 
-_MAX_SIMULATIONS: Final = 48  # Simulations of one search. They take most of its time.
+_MAX_SIMULATIONS: Final = 48  # The limit for one search. Simulations take most of its time.
 _TOLERANCE: Final = 1e-9  # A share of the step time. A smaller gain is a rounding error.
 
 
@@ -83,11 +83,11 @@ def optimize_layer_division(
 ) -> Division:
     """Find the number of layers of each stage that makes the step of a plan shortest.
 
-    First `balance_layers` makes the slowest rank as fast as possible, with the embedding and the
-    head, and within the memory of each GPU. The search simulates these balanced divisions and the
-    even division. Starting from the best of them, it then moves one layer at a time to another rank
-    if this shortens the step. The result is never slower than the even division if the even
-    division fits. The search may not find the optimum.
+    First `balance_layers` minimizes the time of the slowest rank, including the embedding and the
+    head, within the memory of each GPU. The search simulates these balanced divisions and the even
+    division. Starting from the best of these divisions, the search moves one layer at a time to
+    another rank if this shortens the step. If the even division fits, the result is never slower
+    than the even division. The search may not find the optimum.
 
     Args:
         model: The model.
@@ -201,7 +201,7 @@ class _DivisionSearch:
     def _measure_bytes(self) -> tuple[Floats, Floats]:
         """Return the bytes of each rank without layers, and the bytes that each layer adds.
 
-        Both have the shape (ranks,). Memory is linear in the number of layers, so two simulations
+        Both arrays have the shape (ranks,). Memory is linear in the layers, so two simulations
         are enough. The second simulation has twice as many layers in each stage.
         """
         peaks = []
@@ -244,7 +244,8 @@ class _DivisionSearch:
         The first and the last stage of the pipeline get fewer layers, because they also have the
         embedding or the head.
         """
-        result, last = [0] * self.shape.stages, self.shape.stages - 1
+        result = [0] * self.shape.stages
+        last = self.shape.stages - 1
         for own, layers in zip(self.shape.stages_on_rank, layers_per_rank, strict=True):
             for one in own:
                 result[one] = int(0 < one < last)

@@ -21,13 +21,13 @@ class Gemm(NamedTuple):
 
     Attributes:
         name: The name of the product.
-        m: Rows of the first factor.
-        n: Columns of the second factor.
+        m: The number of rows of the first factor.
+        n: The number of columns of the second factor.
         k: The inner dimension.
         batch: The number of products.
         has_weight: True if the second factor is a weight. The product for the weight gradient is
-            then part of W, and accumulates in 32 bits. False if both factors are activations. Both
-            gradients are then part of I.
+            then part of W, and accumulates in 32 bits. False if both factors are activations. The
+            products for both gradients are then part of I.
         second_factor_uses: The number of products that use the same second factor.
         is_attention_core: True if selective recomputation runs the product again.
         is_flash: True if the product is part of a flash attention kernel, which keeps the result on
@@ -82,12 +82,12 @@ class CollectiveOp(NamedTuple):
     Attributes:
         name: The name of the collective.
         kind: The type of the collective. "exchange" is the exchange of keys and values among
-            context-parallel ranks, which overlaps with the core of attention.
-        size: Bytes, as the time methods of `Cluster` take them, for 16-bit elements.
+            context-parallel ranks. This exchange overlaps with the core of attention.
+        size: Bytes of 16-bit elements, counted as the time methods of `Cluster` count them.
         group: The type of the group.
         phase: The phase that contains the collective: the forward or the backward of the inputs.
-        overlapped_gemm: The name of a product. The collective may overlap with the weight gradient
-            of this product. "" means that the collective overlaps with no product.
+        overlapped_gemm: The name of the product whose weight gradient the collective may overlap
+            with, or "" if the collective overlaps with no product.
     """
 
     name: str
@@ -112,10 +112,10 @@ class LayerOps(NamedTuple):
     collectives: tuple[CollectiveOp, ...] = ()
 
     def plus(self, *others: LayerOps) -> LayerOps:
-        """Return these operations together with the operations of others.
+        """Return the operations of this object and of the others.
 
         Args:
-            *others: The operations to add.
+            *others: Objects with the operations to add.
         """
         every = (self, *others)
         return LayerOps(
@@ -156,7 +156,7 @@ def require_even_division(model: TransformerSpec, plan: ParallelPlan) -> None:
 def list_layer_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     """Return the operations of a layer: attention and a feed-forward network.
 
-    Each of the two has a norm before it, and a residual connection around it.
+    Each of these two parts has a norm before it, and a residual connection around it.
 
     Args:
         model: The model.
@@ -192,8 +192,8 @@ def _list_tp_collectives(
 
     Without sequence parallelism there are two all-reduces, g in the forward and f in the backward
     (arXiv 1909.08053, section 3). With sequence parallelism, an all-gather and a reduce-scatter
-    replace each all-reduce (2205.05198, section 4.2.2). The input is then gathered once more for
-    the weight gradient, in parallel with the product for the input gradient.
+    replace each all-reduce (2205.05198, section 4.2.2). The backward then gathers the input once
+    more for the weight gradient, in parallel with the product for the input gradient.
     """
     if plan.tp == 1:
         return ()
@@ -236,7 +236,8 @@ def _make_dropout_pass(name: str, model: TransformerSpec, plan: ParallelPlan) ->
 def _list_attention_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     t, s, flash = plan.tp, model.sequence, plan.attention == "flash"
     rows, width = count_local_tokens(model, plan), model.head_dim
-    heads, kv = model.heads // t, max(model.kv_heads // t, 1)
+    heads = model.heads // t
+    kv = max(model.kv_heads // t, 1)
     many, mine = plan.microbatch_size * heads, s // plan.cp
     core = {
         "has_weight": False,
@@ -249,7 +250,8 @@ def _list_attention_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
         Gemm("values", mine, width, s, many, is_flash=flash, **core),  # type: ignore[arg-type]
         Gemm("projection", rows, model.hidden, heads * width, may_use_fp8=True),
     )
-    square, own = float(many) * mine * s, float(rows) * heads * width
+    square = float(many) * mine * s
+    own = float(rows) * heads * width
     on_scores = (
         MemoryPass("softmax", 4 * square, 6 * square, is_attention_core=True),
         MemoryPass("dropout of weights", 5 * square, 5 * square, is_attention_core=True),
@@ -281,7 +283,8 @@ def _list_attention_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
 
 def _list_ffn_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
     """Return the operations of the feed-forward network or of its experts on one GPU."""
-    rows, ffn = count_local_tokens(model, plan), model.ffn // plan.tp
+    rows = count_local_tokens(model, plan)
+    ffn = model.ffn // plan.tp
     into = 2 * ffn if model.gated else ffn
     sent = rows * model.active
     batch, each = 1, rows
@@ -330,7 +333,8 @@ def list_embedding_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
         model: The model.
         plan: The plan.
     """
-    wide, rows = _count_activations(model, plan), count_local_tokens(model, plan)
+    wide = _count_activations(model, plan)
+    rows = count_local_tokens(model, plan)
     whole = float(rows) * model.hidden
     # The gradient of the token table is a dense tensor. A kernel adds it to the gradient buffer.
     table = model.vocab * model.hidden / plan.tp
@@ -360,9 +364,9 @@ def list_head_ops(model: TransformerSpec, plan: ParallelPlan) -> LayerOps:
 
     The loss is that of Megatron-LM (core/tensor_parallel/cross_entropy.py), with a kernel for each
     line. In the forward, these kernels read or write all logits: the conversion to 32 bits, the
-    maximum, its subtraction, the exponential, the sum and the division. In the backward, these
-    kernels do so: the product with the gradient of the loss, and the conversion to 16 bits. The
-    other kernels and the three all-reduces process one number per token.
+    maximum, its subtraction, the exponential, the sum and the division. In the backward, the
+    product with the gradient of the loss and the conversion to 16 bits read and write all logits.
+    The other kernels and the three all-reduces process one number per token.
 
     Args:
         model: The model.

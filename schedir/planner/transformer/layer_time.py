@@ -45,7 +45,7 @@ class GpuWork(NamedTuple):
 
     @property
     def stage_times(self) -> StageTimes:
-        """The longer of GPU time and host time, in the forward, the backward and the recomputation.
+        """The longer of GPU time and host time, for the forward, the backward and recomputation.
 
         If the host takes longer, the GPU waits for the host, and this wait counts as compute. In
         the backward, the wait is divided between I and W in proportion to their host times. Values
@@ -232,7 +232,7 @@ def compute_work(
 
     Raises:
         UsageError: The degrees of the plan do not divide the layer evenly, or the FP8 peak of the
-            GPU is too low for `fp8_speedup`.
+            GPU is missing or too low for `fp8_speedup`.
     """
     has_full_backward = (
         plan.schedule not in SCHEDULE_FORMULAS
@@ -314,7 +314,8 @@ def _compute_work_cached(
         issued = _sum_phases(
             op_times.time_issue(one) for some in ops[:2] for one in some if one.is_attention_core
         )
-        gpu, host = gpu._replace(R=core.F), host._replace(R=issued.F)
+        gpu = gpu._replace(R=core.F)
+        host = host._replace(R=issued.F)
     if not op_times.has_gpu:  # The same cores issue the kernels and compute, one after the other.
         return GpuWork(gpu.plus(host), tensor, all_to_alls=all_to_alls)
     return GpuWork(gpu, tensor, host, all_to_alls)

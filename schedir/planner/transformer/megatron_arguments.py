@@ -1,4 +1,4 @@
-"""Read the shape of a transformer from a file with Megatron-LM arguments, as a launch script."""
+"""Read the shape of a transformer from a file with Megatron-LM arguments: a script or a list."""
 
 from __future__ import annotations
 
@@ -50,9 +50,9 @@ def read_megatron_arguments(path: Path) -> dict[str, Any]:
     """Return the fields of a model from a file with arguments of Megatron-LM.
 
     The file is a script that starts Megatron-LM, or a list of its arguments. The value of an option
-    is a number, or a shell variable to which the file assigns a number. Other text is ignored, also
-    the conditions of `if`. If `--vocab-size` is missing, Megatron-LM takes the vocabulary from the
-    tokenizer, and the result has no `vocab`.
+    is a number, or a shell variable to which the file assigns a number. All other text is ignored,
+    including the conditions of `if`. If `--vocab-size` is missing, Megatron-LM takes the vocabulary
+    from the tokenizer, and the result has no `vocab`.
 
     Args:
         path: The path of the file.
@@ -63,7 +63,7 @@ def read_megatron_arguments(path: Path) -> dict[str, Any]:
     Raises:
         UsageError: The file cannot be read.
         ConfigError: The file has no `--num-layers`, the value of an option is not a number, the
-            file has two values of an option, or the planner does not support the model.
+            file has different values of an option, or the planner does not support the model.
     """
     text = _NOT_ARGUMENTS.sub("", read_text(path, MAX_SCRIPT_BYTES))
     found = [(match[1], match[2] or "") for match in _OPTION.finditer(text)]
@@ -108,8 +108,8 @@ def _parse_number(
 ) -> int:
     """Return the value of an option as a number.
 
-    `texts` has the value at each place of the option. `assignments` has variable -> the numbers
-    that the file assigns to it.
+    `texts` has the value of each occurrence of the option. `assignments` has, for each variable,
+    the numbers that the file assigns to it.
     """
     numbers: set[int] = set()
     for text in texts:

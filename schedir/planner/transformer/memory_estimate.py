@@ -36,8 +36,8 @@ class StateBytes(NamedTuple):
     optimizer: float
 
 
-# Mixed-precision Adam has 16-bit weights and gradients, and 32-bit main parameters and two moments
-# (arXiv 1910.02054, section 3.1): 16 bytes.
+# Mixed-precision Adam has 16-bit weights and gradients, and 32-bit main parameters and moments
+# (arXiv 1910.02054, section 3.1). The sum is 16 bytes per parameter.
 ADAM: Final = StateBytes(2, 2, 12)
 # Megatron-LM accumulates gradients of bfloat16 models in 32 bits: 18 bytes.
 ADAM_MAIN_GRADS: Final = StateBytes(2, 4, 12)
@@ -55,11 +55,11 @@ def get_state_bytes(cluster: Cluster) -> StateBytes:
 
 
 def count_layer_params(model: TransformerSpec, t: Any = 1, e: Any = 1) -> tuple[Any, Any]:
-    """Return the number of parameters of a layer on one GPU, outside of experts and in experts.
+    """Return the numbers of parameters of a layer on one GPU: outside of experts, and in experts.
 
     The matrices, and the biases of column-parallel products, are divided among tensor-parallel
     ranks. The parameters of `count_replicated_params` are not divided (arXiv 1909.08053, section
-    3). With fewer `kv_heads` than ranks, each rank has one.
+    3). With fewer `kv_heads` than tensor-parallel ranks, each rank has one key-value head.
 
     Args:
         model: The model.
@@ -106,7 +106,7 @@ def count_replicated_params(model: TransformerSpec, e: Any = 1) -> tuple[Any, An
 
 
 def count_end_params(model: TransformerSpec, t: Any = 1) -> tuple[Any, Any, Any]:
-    """Return the numbers of parameters of embedding, last norm and head matrix on one GPU.
+    """Return the parameter counts of the embedding, the last norm and the head on one GPU.
 
     Args:
         model: The model.
@@ -124,7 +124,7 @@ def count_end_params(model: TransformerSpec, t: Any = 1) -> tuple[Any, Any, Any]
 def compute_saved_bytes(
     model: TransformerSpec, plan: ParallelPlan, itemsize: float = 2, gathered_bytes: float = 0
 ) -> tuple[float, float]:
-    """Return the bytes that a layer saves of a microbatch, and the bytes that it recomputes.
+    """Return the bytes that a layer saves for a microbatch, and the bytes of its recomputation.
 
     The terms are those of `compute_layer_terms` with these changes:
 
@@ -134,7 +134,8 @@ def compute_saved_bytes(
     - Flash attention saves no scores, but 4 bytes per token and head.
     - A context-parallel rank has 1/cp of the tokens, and the attention scores between its tokens
       and all tokens.
-    - A layer with full recomputation saves only its input, which sequence parallelism divides.
+    - A layer with full recomputation saves only its input. With sequence parallelism, a
+      tensor-parallel rank saves 1/tp of the input.
 
     Args:
         model: The model.
@@ -153,7 +154,8 @@ def compute_saved_bytes(
     kept = _compute_saved_terms(model, plan, plan.recompute, itemsize)
     if plan.recompute == "full" and plan.sequence_parallel:
         kept = {what: size / plan.tp for what, size in kept.items()}
-    saved, again = sum(kept.values()), sum(none.values()) - sum(kept.values())
+    saved = sum(kept.values())
+    again = sum(none.values()) - sum(kept.values())
     if plan.sequence_parallel and plan.recompute != "full":
         tokens = plan.microbatch_size * (model.sequence // plan.cp)
         saved += gathered_bytes * (1 - 1 / plan.tp) * tokens * model.hidden
@@ -174,10 +176,8 @@ def _compute_saved_terms(
         recompute=recompute, sequence_parallel=plan.sequence_parallel,
     )  # fmt: skip
     width_scale = model.attention_width / model.hidden
-    kv_scale, ffn_scale = (
-        model.kv_heads / model.heads,
-        model.ffn / (4 * model.hidden) * model.active,
-    )
+    kv_scale = model.kv_heads / model.heads
+    ffn_scale = model.ffn / (4 * model.hidden) * model.active
     scale = {
         "Q and K": width_scale * (1 + kv_scale) / 2,
         "V": width_scale * kv_scale,
@@ -248,13 +248,14 @@ def estimate_memory(
     common, network = count_layer_params(model, t, e)
     table, norm, matrix = count_end_params(model, t)
     own_matrix = last & ~(first & model.tied)
-    embedding, head = first * table, last * norm + own_matrix * matrix
+    embedding = first * table
+    head = last * norm + own_matrix * matrix
     common_params = (shares.layers * common + embedding + head) * exists
     expert_params = shares.layers * network * exists
     replicas = {"common": d * c, "experts": np.maximum(d * c // e, 1)}
 
     def state(size: float, name: str) -> Any:
-        """Return the bytes of a state on a rank, if `size` is its bytes per parameter.
+        """Return the bytes that a rank has of a state with `size` bytes per parameter.
 
         The ZeRO level decides whether the replicas shard it.
         """
@@ -293,7 +294,7 @@ def estimate_memory(
     # The first stage saves the mask of the dropout after the embedding. The last stage saves the
     # inputs of the last norm and of the logits, and the logits in 32 bits for the loss
     # (arXiv 2205.05198, section 4.3). With a split backward, I replaces the 32-bit logits by their
-    # gradients in the number type of activations, which remain until W.
+    # gradients in the number type of activations. These gradients remain until W.
     activations = stages * shares.layers / v * kept + np.minimum(shares.layers, 1) * again
     activations = activations + first * np.minimum(np.ceil(stages / v), m) * boundary_size / cut
     activations = activations + last * (
@@ -335,11 +336,12 @@ def compute_saved_by_plan(
 
 
 def _count_in_flight(plans: PlanColumns, shares: RankGroupShares) -> tuple[Floats, Floats, Floats]:
-    """Return three peak numbers of the schedule of each plan.
+    """Return the peaks of three counts in the schedule of each plan.
 
-    The first is the number of (stage, microbatch) pairs in flight, of shape (plans, groups). The
-    second is the number of microbatches for which the loss keeps tensors, and the third the number
-    of boundaries in buffers, both of shape (plans, 1).
+    The first array has the number of (stage, microbatch) pairs in flight, of shape (plans, groups).
+    The second array has the number of microbatches for which the loss keeps tensors. The third
+    array has the number of boundaries in buffers. The second and the third array have the shape
+    (plans, 1).
     """
     stages = np.zeros(shares.first_rank.shape)
     ends, waiting = np.ones((2, len(plans), 1))
@@ -351,10 +353,8 @@ def _count_in_flight(plans: PlanColumns, shares: RankGroupShares) -> tuple[Float
             for name in ("pp", "stages_per_rank", "microbatches")
         )
         stages[mine] = family.live_activations(P, v, m, shares.first_rank[mine])
-        ends[mine], waiting[mine] = (
-            family.loss_microbatches(P, v, m),
-            family.boundary_buffers(P, v, m),
-        )
+        ends[mine] = family.loss_microbatches(P, v, m)
+        waiting[mine] = family.boundary_buffers(P, v, m)
     return stages, ends, waiting
 
 

@@ -1,4 +1,4 @@
-"""Load models from presets, whose shapes are from papers, or from files."""
+"""Load models from files, or from presets with the shapes of published models."""
 
 from __future__ import annotations
 
@@ -99,7 +99,7 @@ MODEL_ALIASES: Final = {
     "qwen3235b": "qwen3-235b-a22b",
 }
 SPEC_FIELDS: Final = {f.name: f for f in fields(TransformerSpec)}
-# Keys of a `schedir train` configuration -> the name of the field here. The planner does not need
+# Key of a `schedir train` configuration -> field of `TransformerSpec`. The planner does not need
 # the keys in `_IGNORED_KEYS`.
 _KEY_ALIASES: Final = {"context": "sequence"}
 # Suffixes of files that may have arguments of Megatron-LM.
@@ -125,13 +125,13 @@ def find_preset(name: str) -> str:
 
 
 def load_model_fields(name: str | Path) -> dict[str, Any]:
-    """Return the fields of a model by its name or from a file.
+    """Return the fields of a model from a preset or a file.
 
     Args:
         name: The name of a preset, or the path of a file. The file is a `.toml` file, the
             `config.json` of a Hugging Face model, or a file with arguments of Megatron-LM (`.sh`,
             `.txt`, `.yaml` or `.yml`). A `.toml` file has the fields at its top level, or in a
-            table [model] like a configuration of `schedir train`. If [model] has a `flavor`, the
+            table [model], as in a configuration of `schedir train`. If [model] has a `flavor`, the
             file is a job of torchtitan. The result is then the preset of this flavor, with the
             sequence length of [training].
 
@@ -210,7 +210,7 @@ def _read_torchtitan_job(
 
 
 def load_model(name: str | Path, **overrides: Any) -> TransformerSpec:
-    """Return a model by its name or from a file.
+    """Load a model from a preset or a file.
 
     Args:
         name: The name of a preset or the path of a file, as in `load_model_fields`.

@@ -47,8 +47,9 @@ class OpTimes:
     def time_gemm(self, gemm: Gemm) -> PhaseTimes:
         """Return the times of a matrix product and of its two gradients.
 
-        Flash attention reaches only a share of the flops of other products. It computes half of the
-        scores, and computes them again in its backward (arXiv 2307.08691, sections 3.1 and 4.1).
+        Flash attention reaches only a share of the FLOP/s of other products. It computes half of
+        the scores, and computes them again in its backward (arXiv 2307.08691, sections 3.1 and
+        4.1).
 
         Args:
             gemm: The product.
@@ -81,8 +82,9 @@ class OpTimes:
     ) -> float:
         """Return the seconds of `batch` products (m, k) x (k, n).
 
-        Each element of the result has `written_bytes` bytes. The time is that of the tiles or that
-        of the bytes, whichever is longer (roofline model: Williams, Waterman and Patterson 2009).
+        Each element of the result has `written_bytes` bytes. The time is the time to compute the
+        tiles or the time to move the bytes, whichever is longer (roofline model: Williams, Waterman
+        and Patterson 2009).
         Each multiprocessor computes one tile at a time, so the last wave of tiles takes as long as
         a full wave. If there are few tiles, the inner dimension is split. The partial sums are then
         written and read once more, in 32 bits (arXiv 2301.03598, sections 2 and 3.2).
@@ -110,7 +112,7 @@ class OpTimes:
         )
 
     def time_memory_pass(self, memory_pass: MemoryPass) -> PhaseTimes:
-        """Return the times of kernels that depend only on the bytes that they read and write.
+        """Return the times of kernels that are limited by the bytes that they read and write.
 
         Args:
             memory_pass: The memory pass.
@@ -191,7 +193,8 @@ class OpTimes:
         stride, size = {
             "tensor": (1, t), "context": (t, c), "expert": (t * c * ranks, choice.ep),
         }[collective.group]  # fmt: skip
-        group, bytes_ = find_slowest_group(cluster, stride, size), collective.size * self.byte_scale
+        group = find_slowest_group(cluster, stride, size)
+        bytes_ = collective.size * self.byte_scale
         if collective.kind == "all_reduce":
             return time_all_reduce(cluster, bytes_, group)
         if collective.kind == "all_to_all":

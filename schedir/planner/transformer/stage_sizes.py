@@ -95,8 +95,8 @@ def compute_sizes(
       I replaces the 32-bit logits by their gradients in the number type of activations (arXiv
       2205.05198, section 4.3). `SoftwareConstants.logit_bytes` includes more buffers of the loss.
     - The memory of recomputation is a buffer of each rank. If recomputation is a separate
-      instruction (`SoftwareConstants.recompute_ahead` is 1), it is part of the saved activations
-      instead. Stages then keep their inputs until they recompute.
+      instruction (`SoftwareConstants.recompute_ahead` is 1), this memory is part of the saved
+      activations instead. Stages then keep their inputs until they recompute.
 
     Args:
         model: The model.

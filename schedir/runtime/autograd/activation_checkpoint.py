@@ -45,11 +45,12 @@ class Checkpoint(NamedTuple):
         buffers: Buffers and untrained parameters that the forward changed. Each entry has the
             `_buffers` or `_parameters` of a module, the name there, and the value before the
             forward.
-        generator_states: The states of torch's default generators before the forward. It is empty
-            if the executor has a seed.
-        output_checksums: A checksum of each output. On a GPU it is empty, except in debug mode.
-        input_versions: The version counters of the inputs. It is empty after the first step, and
-            after the inputs were offloaded.
+        generator_states: The states of torch's default generators before the forward. The sequence
+            is empty if the executor has a seed.
+        output_checksums: A checksum of each output. On a GPU the sequence is empty, except in debug
+            mode.
+        input_versions: The version counters of the inputs. The sequence is empty after the first
+            step, and after the inputs were offloaded.
     """
 
     inputs: Sequence[Tensor]
@@ -112,8 +113,9 @@ class Checkpoints:
     ) -> tuple[_ForwardResult, Checkpoint]:
         """Run a forward so that autograd saves no tensors, and save the values for a second run.
 
-        The first forward of a stage in each training mode finds the buffers and untrained
-        parameters whose values change, and records their names. Later forwards copy only these.
+        The first forward of a stage in training mode, and the first in evaluation mode, find the
+        buffers and untrained parameters whose values change, and record their names. Later forwards
+        copy only these tensors.
 
         Args:
             run: A function that runs the module and the loss on `inputs`.
@@ -185,8 +187,9 @@ class Checkpoints:
         Raises:
             ModelError: The inputs were written to, or the outputs differ from the first run. Or the
                 forward writes to a trained parameter, or to a buffer through another reference.
-                Outputs are compared on a CPU and in debug mode. Writes to trained parameters are
-                checked in the first recomputation of each training mode.
+                Outputs are compared on a CPU and in debug mode. Only the first recomputation in
+                training mode and the first in evaluation mode check for writes to trained
+                parameters.
         """
         checkpoint.require_unwritten(self.stage, self.mb)
         trained = self._list_unchecked_parameters()
@@ -216,7 +219,7 @@ class Checkpoints:
         traces = get_write_traces(real)
         states = self._get_generator_states()
         for table, name, was in checkpoint.buffers:
-            table[name] = was  # Replace it: autograd may have saved the present tensor.
+            table[name] = was  # Do not write to the present tensor: autograd may have saved it.
         self._set_generator_states(checkpoint.generator_states)
         try:
             yield
@@ -242,9 +245,9 @@ class Checkpoints:
     def _list_unchecked_parameters(self) -> list[Tensor]:
         """Return the trained parameters whose values this recomputation must compare.
 
-        In the first recomputation of each training mode these are all trained parameters. Later
-        there are none. Values are compared, because a write may leave the version counter
-        unchanged.
+        In the first recomputation in training mode, and in the first in evaluation mode, these are
+        all trained parameters. Later there are none. Values are compared, because a write may leave
+        the version counter unchanged.
         """
         mode = self.module.training
         if mode in self.checked_modes:
@@ -282,9 +285,9 @@ def _may_be_written(tensor: Tensor) -> bool:
 def _copy_tensors(requests: Sequence[tuple[Tensor, bool, bool]]) -> list[Tensor]:
     """Return, for each request, the tensor itself or a copy of it.
 
-    A request is a tensor and two bools: copy it, and if it is a parameter, copy it to the host. The
-    host is for copies of all parameters, which may need much memory. Requests for the same tensor
-    share a copy.
+    A request is a tensor and two bools: copy it, and if it is a parameter, copy it to the host.
+    Copies of all parameters may need much memory, so they are on the host. Requests for the same
+    tensor share a copy.
     """
     made: dict[Tensor, Tensor] = {}
     for one, wanted, on_host in requests:
@@ -295,7 +298,7 @@ def _copy_tensors(requests: Sequence[tuple[Tensor, bool, bool]]) -> list[Tensor]
 
 
 def _match_tensor_type(saved: Tensor, current: Tensor) -> Tensor:
-    """Return `saved` as a Parameter on the device of `current` if `current` is a Parameter."""
+    """Return `saved` like `current`: as a Parameter on the same device, or as a detached buffer."""
     if isinstance(current, nn.Parameter):
         return nn.Parameter(saved.to(current.device), requires_grad=False)
     # Detach: offloading frees the memory of the result, and the module may still use `saved`.

@@ -19,7 +19,8 @@ def evaluation_mode(state: State) -> Iterator[None]:
     Evaluations and steps draw different random numbers.
 
     Args:
-        state: The state of the program that evaluates. Its modules include a loss that is a module.
+        state: The state of the program that evaluates. If its loss is a module, the loss is
+            switched, too.
 
     Raises:
         ModelError: A forward wrote to a Parameter.

@@ -1,4 +1,4 @@
-"""Check buffers of modules that forwards change, such as running statistics.
+"""Check the buffers that forwards change, such as running statistics.
 
 Buffers get the same values as in a plain training loop if one rank has the stage and runs its
 forwards in the order of the microbatches. Stage replicas and data-parallel replicas compute buffers
@@ -29,9 +29,9 @@ def add_buffer_checks(
 
     A buffer counts as changed if its values differ after a write, or after a replacement by a
     buffer of the same shape. Some kernels, such as torch's batch_norm, write without an increment
-    of the version counter. So on a CPU, the first forward and the first backward in each training
-    mode compare values. Later calls compare version counters. They also compare the values of
-    buffers that an earlier call rewrote with equal values, such as caches.
+    of the version counter. So on a CPU, the first forward and the first backward in training mode,
+    and in evaluation mode, compare values. Later calls compare version counters. They also compare
+    the values of buffers that an earlier call rewrote with equal values, such as caches.
 
     Args:
         state: The state of the rank.
@@ -67,7 +67,8 @@ def add_buffer_checks(
         known = [first or (path, name) in stage.rewritten_buffers for path, _, name, _ in before]
         values = [b.clone() if k else b for b, k in zip(buffers, known, strict=True)]
         run()
-        after, later = [m._buffers.get(name) for _, m, name, _ in before], get_versions(buffers)
+        after = [m._buffers.get(name) for _, m, name, _ in before]
+        later = get_versions(buffers)
         by_value = first and state.device.type == "cpu"
         if not by_value and versions == later and all(map(is_, buffers, after)):
             return

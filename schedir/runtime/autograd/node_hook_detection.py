@@ -34,7 +34,7 @@ def count_registrations() -> int:
 def node_has_hooks(node: Node) -> bool:
     """Return whether a Python hook or pre-hook is registered on an autograd node.
 
-    It does not find hooks of tensors (`Tensor.register_hook`), and ignores hooks of
+    The function does not find hooks of tensors (`Tensor.register_hook`), and ignores hooks of
     `register_observer`.
 
     Args:

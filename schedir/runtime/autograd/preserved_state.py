@@ -1,8 +1,8 @@
-"""Preserve state that a repeated step, a probe, a warm-up step or an evaluation must not change.
+"""Preserve state that a repeated step, a measurement or an evaluation must not change.
 
 A stage may count its calls in an attribute, keep hidden values of an earlier microbatch, or use a
-private random generator. A forward may write to buffers and to parameters, and an optimizer to its
-state.
+private random generator. A forward may write to buffers and to parameters, and an optimizer may
+write to its state.
 """
 
 from __future__ import annotations
@@ -120,9 +120,9 @@ class PreservedState(ExitStack):
     def add_attributes(self, module: nn.Module) -> None:
         """Preserve the plain attributes of a module.
 
-        This includes the content of lists, dicts, sets and deques, the values of tensors, and the
-        states of generators of torch, numpy and Python. Other objects are not restored. Attributes
-        that were added within the context stay.
+        The preserved state includes the content of lists, dicts, sets and deques, the values of
+        tensors, and the states of generators of torch, numpy and Python. Other objects are not
+        restored. Attributes that were added within the context stay.
 
         Args:
             module: A module; its submodules are included.
@@ -165,9 +165,9 @@ class PreservedState(ExitStack):
 
 @contextmanager
 def preserve_module(module: nn.Module, device: torch.device) -> Iterator[None]:
-    """Preserve all state of a module that a probe with one microbatch must not change.
+    """Preserve all state of a module that a measurement with one microbatch must not change.
 
-    It includes torch's generators. Within the context, parameters have no gradients.
+    This state includes torch's generators. Within the context, parameters have no gradients.
 
     Args:
         module: A module; its submodules are included.

@@ -1,4 +1,4 @@
-"""Random streams: random numbers depend on the stage and the microbatch, not on the schedule.
+"""Random streams: random numbers that depend on stage and microbatch, not on the schedule.
 
 A rank seeds torch's default generators before each call that may draw random numbers:
 
@@ -6,8 +6,9 @@ A rank seeds torch's default generators before each call that may draw random nu
 - before an optimizer step with a key of (seed, step, update, first stage of the rank).
 
 Within a model, `fork_layer_rng` gives each layer its own key. Then random numbers also do not
-depend on the stage that a layer is in. Replica r computes the global microbatches r * m to (r + 1)
-* m - 1 of a step. So replicas draw the same numbers as one replica with all microbatches.
+depend on the stage that a layer is in. If each replica has m microbatches, replica r computes the
+global microbatches r * m to (r + 1) * m - 1 of a step. So replicas draw the same numbers as one
+replica with all microbatches.
 
 The generator of the CPU uses 32 bits of a key, and the generator of a GPU all 64 bits.
 
@@ -59,7 +60,7 @@ def mix_bits(number: int) -> int:
 
 
 def derive_key(*numbers: int) -> int:
-    """Return a 64-bit key for a list of numbers. It depends on their order.
+    """Return a 64-bit key for a list of numbers. The key depends on their order.
 
     Args:
         *numbers: Integers; the lowest 64 bits of each are used.
@@ -128,8 +129,8 @@ class RandomStreams:
     Args:
         seed: The seed, or None to leave torch's generators unchanged.
         device: The device of the rank.
-        step: The number of the next step, which is not 0 after loading a checkpoint. The attribute
-            `step` is updated by each step.
+        step: The number of the next step, which is not 0 after loading a checkpoint. Each step adds
+            1 to the attribute `step`.
     """
 
     def __init__(self, seed: int | None, device: torch.device, *, step: int = 0) -> None:
@@ -172,7 +173,8 @@ class RandomStreams:
         Args:
             purpose: A constant of this module, such as `FORWARD`.
             stage: The number of the stage.
-            index: The microbatch on this rank. Updates follow the last microbatch.
+            index: The index of the microbatch on this rank. With m microbatches, the index of
+                update u is m + u.
             run: The function to call; the default does nothing.
 
         Returns:
@@ -253,7 +255,8 @@ def fork_layer_rng(number: int, shard: int | None = None) -> Iterator[None]:
 
     The random numbers depend only on (seed, step, global microbatch, number). They do not depend on
     the stage of the layer. Contexts with equal `number` draw equal random numbers, so each layer
-    needs a different one. At the end of the context the generators get their earlier states back.
+    needs a different `number`. At the end of the context the generators get their earlier states
+    back.
 
     The context works in a forward of an executor or of `run_sequential`, and when a backward
     recomputes such a forward. Elsewhere it has no effect.

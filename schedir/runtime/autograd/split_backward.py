@@ -1,10 +1,10 @@
 """Split a backward into I, the gradient of inputs, and W, the gradient of weights.
 
-Zero-bubble schedules split the backward of a layer. The stage before waits for the gradient of the
-input, and only the optimizer needs the gradient of the weights. This module has functions that
+Zero-bubble schedules split the backward of a layer. The previous stage waits for the gradient of
+the input, but only the optimizer needs the gradient of the weights. This module has functions that
 replace torch's: `linear`, `matmul`, `embedding`, and `run_split_layer` for other layers. Within
-`defer_weight_gradients`, their backward computes only the gradient of the input. It saves the
-tensors for the gradient of the weight in a `DeferredGradients`, and `DeferredGradients.run`
+`defer_weight_gradients`, their backward computes only the gradient of the input. The backward saves
+the tensors for the gradient of the weight in a `DeferredGradients`, and `DeferredGradients.run`
 computes that gradient later:
 
     deferred = DeferredGradients()
@@ -13,8 +13,8 @@ computes that gradient later:
     ...
     deferred.run()                          # BackwardWeight
 
-Other operations, such as norms, biases and position embeddings, are cheap. I computes their
-gradients, unless the caller splits these layers.
+The gradients of other parameters, such as those of norms, biases and position embeddings, are cheap
+to compute. I computes them, unless the caller splits these layers.
 
 The gradients have the same bits as those of an unsplit backward if the deferred gradients of one
 weight run in the order of their backward passes. There is one exception: a weight that other
@@ -61,7 +61,7 @@ from schedir.runtime.autograd.weight_gradient_rules import (
 
 
 class _DeferredFunction(NamedTuple):
-    """A weight gradient to compute, and the version counters of its tensors."""
+    """A weight gradient to compute, with the tensors that it needs and their version counters."""
 
     rule: WeightGradientRule
     weight: Tensor
@@ -81,12 +81,12 @@ class _DeferredFunction(NamedTuple):
 class DeferredGradients:
     """The deferred weight gradients of a backward pass, in order.
 
-    `len(deferred)` is their number. If it is 0 after a backward, the backward was not split: it
-    reached no splittable layer, or torch.compile ran it.
+    `len(deferred)` is the number of deferred gradients. If it is 0 after a backward, the backward
+    was not split: it reached no splittable layer, or torch.compile ran it.
 
-    The object keeps the inputs and the output gradients of layers in memory. One output gradient
-    may be the tensor that the caller passed to `torch.autograd.backward`. `run` raises ModelError
-    if the caller has overwritten it.
+    The object keeps the inputs and the output gradients of layers in memory. An output gradient may
+    be the very tensor that the caller passed to `torch.autograd.backward`. `run` raises ModelError
+    if the caller has overwritten this tensor.
     """
 
     def __init__(self) -> None:
@@ -113,7 +113,7 @@ class DeferredGradients:
         self._deferred.append(_DeferredFunction(rule, weight, tuple(without), dy, versions))
 
     def list_saved_tensors(self) -> Iterator[Tensor]:
-        """Yield the inputs and output gradients that are kept."""
+        """Yield the inputs and output gradients that this object keeps in memory."""
         for job in self._deferred:
             yield from (*job.saved, job.dy)
 
@@ -127,18 +127,20 @@ class DeferredGradients:
         return (job.weight for job in self._deferred)
 
     def run(self, on_accumulated: Callable[[Tensor], object] | None = None) -> None:
-        """Compute every deferred weight gradient, add it to `weight.grad`, and remove it.
+        """Compute each deferred weight gradient, add it to `weight.grad`, and release its inputs.
 
         The addition to an existing `grad` is in place, so `grad` may be a view of a flat buffer. If
-        a weight has several uses, such as a tied embedding, this first sums its gradients in the
-        order of the backward pass. Then it adds the sum in one addition, as autograd does.
+        a weight has several uses, such as a tied embedding, `run` first sums the gradients of these
+        uses in the order of the backward pass. Then it adds the sum in one addition, as autograd
+        does. But if `grad` has a wider dtype than the weight, it adds the gradient of each use
+        directly.
 
         Args:
             on_accumulated: A function that is called with each weight once its gradient is
                 complete.
 
         Raises:
-            ModelError: An input or an output gradient was written to since I.
+            ModelError: A saved input or output gradient was written to since I.
         """
         uses = Counter(map(id, self.list_weights()))
         sums: dict[int, Tensor] = {}
@@ -161,7 +163,7 @@ class DeferredGradients:
                     if uses[key]:
                         sums[key] = dw
                     elif weight.grad is None:
-                        # Earlier versions of torch than 2.13 may lack the attribute.
+                        # Versions of torch before 2.13 may lack `grad_dtype`.
                         weight.grad = dw.to(getattr(weight, "grad_dtype", None) or dw.dtype)
                     else:
                         weight.grad += dw
@@ -198,10 +200,10 @@ def linear(
     """Return `x @ weight.T + bias`, with a backward that can be split.
 
     The gradient of the bias is cheap and is not deferred. With an `input_rule`, the weight is split
-    over tensor-parallel ranks, and `x` may be a shard of the input of the product. Only the shard
-    is saved. It is gathered again in the backward, or in W if the weight gradient is deferred. If
-    it is not deferred, the reduction of the gradient of `x` overlaps with the computation of the
-    weight gradient.
+    over tensor-parallel ranks, and `x` may be a shard of the full input. Only the shard is saved.
+    The full input is gathered again in the backward, or in W if the weight gradient is deferred. If
+    the weight gradient is not deferred, its computation overlaps with the reduction of the gradient
+    of `x`.
 
     Args:
         x: The input, of shape (..., n).
@@ -234,8 +236,9 @@ def matmul(x: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
 def embedding(tokens: Tensor, weight: Tensor, padding_idx: int | None = None) -> Tensor:
     """Return rows of a weight, with a backward that can be split.
 
-    An embedding has no input gradient, so the split saves no time. It gives the same bits if the
-    weight is tied to the output layer: both gradients are then added in one addition.
+    An embedding has no input gradient, so the split saves no time. The split is for a weight that
+    is tied to the output layer. W then adds the gradients of both layers in one addition, so the
+    sum has the same bits as that of an unsplit backward.
 
     Args:
         tokens: Row numbers, int64, of any shape (...).
@@ -286,7 +289,8 @@ def _can_bypass_autograd(ctx: Any, input_index: int, weight: Tensor) -> bool:
     node = ctx.next_functions[input_index][0]
     if leaf_has_hooks(weight, node):
         return False
-    # A hook on this node expects all gradients. Nodes of torch.compile have no `registrations`.
+    # A hook on this node must get all gradients, including that of the weight. Nodes of
+    # torch.compile have no `registrations`.
     if getattr(ctx, "registrations", None) != count_registrations() and node_has_hooks(ctx):
         return False
     return _will_accumulate(node)
@@ -295,7 +299,8 @@ def _can_bypass_autograd(ctx: Any, input_index: int, weight: Tensor) -> bool:
 def _will_accumulate(leaf: Node) -> bool:
     """Return whether the running backward adds to the `.grad` of the leaf of this node.
 
-    `torch.autograd.grad`, for example in a hook of the backward, does not: it returns gradients.
+    `torch.autograd.grad`, for example in a hook of the backward, returns gradients and does not add
+    to `.grad`.
     """
     try:
         return torch._C._will_engine_execute_node(leaf)
@@ -304,15 +309,15 @@ def _will_accumulate(leaf: Node) -> bool:
 
 
 def _is_first_use_in_pass(weight: Tensor) -> bool:
-    """Return whether the running backward pass calls this for a weight for the first time.
+    """Return whether this is the first call for a weight in the running backward pass.
 
-    Autograd concatenates two sparse gradients, so a row may occur twice. A GPU adds such rows in no
-    fixed order.
+    Only the first use of a weight may return a sparse gradient. Autograd concatenates sparse
+    gradients, so a row may occur twice in the result. A GPU adds such rows in no fixed order.
     """
     running: int = torch._C._current_graph_task_id()
     before = _last_pass_by_weight.get(id(weight), -1)
     _last_pass_by_weight[id(weight)] = max(running, before)
-    # A nested backward, as in recomputation, has a larger number than the outer one.
+    # A nested backward, as in recomputation, has a larger number than the outer backward.
     return running > before
 
 
@@ -339,7 +344,8 @@ def _get_saved_weights(ctx: Any) -> tuple[Tensor, ...]:
     return weights
 
 
-_LINEAR_RULE, _MATMUL_RULE = ProductRule(True), ProductRule(False)
+_LINEAR_RULE = ProductRule(True)
+_MATMUL_RULE = ProductRule(False)
 
 
 class _Linear(torch.autograd.Function):
@@ -408,7 +414,7 @@ class _Embedding(torch.autograd.Function):
 
 
 def _as_non_view(y: Tensor) -> Tensor:
-    """Return y, not as a view: a view that a Function returns cannot be changed in place."""
+    """Return `y` as a non-view, because a view from a Function cannot be changed in place."""
     return torch.ops.aten._unsafe_view(y, y.shape) if y._is_view() else y
 
 
@@ -507,7 +513,7 @@ def _compute_layer_gradient(
 def _require_shape(layer: nn.Module, name: str, shape: torch.Size, gradient: Tensor) -> Tensor:
     """Return a gradient, or raise ModelError if its shape is wrong.
 
-    A sum of gradients would broadcast a wrong shape.
+    Without this check, the addition of gradients could broadcast a gradient of a wrong shape.
     """
     if gradient.shape != shape:
         raise ModelError(

@@ -43,9 +43,9 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
     """Make linear layers and layers of registered types in a module splittable, in place.
 
     The types are `nn.Linear`, `nn.Embedding`, `Conv1D` of Hugging Face's transformers, and those of
-    `register_splittable_layer`, also under `fully_shard`. Layers of a subclass do not change.
-    Neither do layers whose `forward` was replaced, and embeddings with `max_norm`, `sparse` or
-    `scale_grad_by_freq`.
+    `register_splittable_layer`. `fully_shard` may have wrapped the layers. Layers of a subclass do
+    not change. Neither do layers whose `forward` was replaced, nor embeddings with `max_norm`,
+    `sparse` or `scale_grad_by_freq`.
 
     In three cases I, and not W, computes the gradient of a weight:
 
@@ -59,8 +59,8 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
         module: A stage, or another module.
         *layer_types: Types that are split only on request. The only such type is `nn.LayerNorm`.
             Its weight gradients take a thousandth of the time of the matrix products of a
-            transformer layer. W would need its input and output gradient, which increases the
-            memory of deferred gradients by a quarter.
+            transformer layer. For W, the input and the output gradient of each LayerNorm would have
+            to be kept. This increases the memory of deferred gradients by a quarter.
 
     Returns:
         The module.
@@ -161,7 +161,7 @@ def register_splittable_layer(
     parameter.
 
     `check_splittable_layer` compares the rules with autograd. A layer runs unsplit under autocast,
-    or if it is called with more than one tensor.
+    or if it is called with more than one argument.
 
     Args:
         layer_type: A subclass of nn.Module. Layers of its subclasses are not split.
@@ -225,7 +225,7 @@ def register_splittable_layer(
 def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
     """Compare the output and the gradients of a split layer with those of autograd.
 
-    Both run in copies of the layer, with the same random numbers.
+    The function runs a split and an unsplit copy of the layer, with the same random numbers.
 
     Args:
         layer: A layer of a type that can be split.
@@ -315,8 +315,8 @@ _SPLIT_TYPES: dict[type[nn.Module], type[nn.Module]] = {
 }
 _REGISTERED_LAYERS: dict[type[nn.Module], SplitLayer] = {}
 _OPT_IN_TYPES: set[type[nn.Module]] = {nn.LayerNorm}
-_UNSPLIT_LAYERS: WeakSet[nn.Module] = WeakSet()  # registered layers that last ran unsplit
-# These types are found by name, because their library may not be installed.
+_UNSPLIT_LAYERS: WeakSet[nn.Module] = WeakSet()  # registered layers whose last run was unsplit
+# Type name -> forward. The keys are names, because the library of a type may not be installed.
 _FORWARDS_BY_TYPE_NAME: dict[str, LayerForward] = {"transformers.pytorch_utils.Conv1D": _run_conv1d}
 
 
@@ -385,7 +385,7 @@ def _layer_norm_forward(layer: nn.LayerNorm, x: Tensor) -> tuple[Tensor, ...]:
 def _layer_norm_gradient(
     output_index: int, layer: nn.LayerNorm, x: Tensor, mean: Tensor, rstd: Tensor, dy: Tensor
 ) -> Tensor:
-    """Return the gradient of the input (0), the weight (1) or the bias (2)."""
+    """Return the gradient of the input (`output_index` 0), the weight (1) or the bias (2)."""
     gradients: tuple[Tensor, ...] = torch.ops.aten.native_layer_norm_backward(
         dy, x, layer.normalized_shape, mean, rstd, layer.weight, layer.bias,
         [output_index == 0, output_index == 1, output_index == 2],
@@ -446,7 +446,7 @@ def describe_unsplit_layers(module: nn.Module, accumulated: set[str], has_split:
         has_split: True if any weight gradient was deferred.
 
     Returns:
-        The names and types of the layers with hints, or an empty text if there are none.
+        The names and types of the layers, with hints, or an empty text if there are no such layers.
     """
     trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
     matrices = {name for name, p in trained.items() if sum(n > 1 for n in p.shape) > 1}
@@ -477,7 +477,7 @@ def find_deferrable_weights(module: nn.Module) -> set[str]:
     """Return the names of weights whose gradients the split layers of a module can defer.
 
     The result excludes weights with hooks. It also excludes weights of registered layers whose last
-    forward was unsplit, as under autocast.
+    forward was unsplit, for example under autocast.
 
     Args:
         module: The module of a stage.

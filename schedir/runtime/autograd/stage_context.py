@@ -27,8 +27,7 @@ from schedir.runtime.services.stage_weight_versions import find_weight_versions
 # A stage must not write to a trained weight that has copies: the write would not reach the copies.
 #
 # `torch.nn.functional.embedding(..., max_norm=...)` and `weight.clamp_()` write in place, and
-# `weight.data = other` replaces the memory. Stage replicas, and stages with a tied weight, have
-# copies.
+# `weight.data = other` replaces the memory. Weights of stage replicas and tied weights have copies.
 
 
 def add_weight_checks(
@@ -36,8 +35,8 @@ def add_weight_checks(
 ) -> Callable[[], None]:
     """Wrap `run` with a check that it writes to no trained weight that has copies.
 
-    The check covers the first call of each opcode on a stage in training mode, and the first in
-    evaluation mode. On a CPU it also finds writes to `weight.data`.
+    The check covers the first call of each opcode on a stage in training mode, and its first call
+    in evaluation mode. On a CPU it also finds writes to `weight.data`.
 
     Args:
         state: The state of the rank.
@@ -74,11 +73,13 @@ def add_weight_checks(
         by_value = (
             [get_local_shard(p.detach()) for p in before.values()] if on_cpu and readable else []
         )
-        traces, sums = get_write_traces([*before.values()]), compute_checksums(by_value)
+        traces = get_write_traces([*before.values()])
+        sums = compute_checksums(by_value)
         run()
         stage.checked_weight_modes.add(kind)
         after = dict(stage.module.named_parameters())
-        traces_now, sums_now = get_write_traces([*before.values()]), compute_checksums(by_value)
+        traces_now = get_write_traces([*before.values()])
+        sums_now = compute_checksums(by_value)
         for k, (name, p) in enumerate(before.items()):
             same_sum = not by_value or sums[k] == sums_now[k]
             if after.get(name) is p and traces[k] == traces_now[k] and same_sum:
@@ -100,7 +101,7 @@ def add_weight_checks(
 def wrap_stage_run(
     state: State, i: Instr, purpose: int, run: Callable[[], None]
 ) -> Callable[[], None]:
-    """Wrap `run` so that it gets the random numbers and weights of its microbatch, and is checked.
+    """Wrap `run`: set the random numbers and the weights of its microbatch, and check for writes.
 
     Args:
         state: The state of the rank.

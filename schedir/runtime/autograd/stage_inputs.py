@@ -4,10 +4,10 @@ The module may overwrite a received input. But it must not get this input as an 
 because autograd refuses a write to a leaf.
 
 The module must not overwrite an input from a stage of the same rank, because that stage may need it
-for its backward. It must not overwrite an input of the model, because this belongs to the caller.
-If a layer of the module has `inplace=True`, the module gets copies of these inputs in its first
-call. In later calls it gets copies only if the first call wrote to its inputs. Other modules get
-the tensor, or with `as_views` a view of it.
+for its backward. It must not overwrite an input of the model, because that input belongs to the
+caller. If a layer of the module has `inplace=True`, the module gets copies of these inputs in its
+first call. In later calls it gets copies only if the first call wrote to its inputs. Modules
+without such a layer get the input itself, or with `as_views` a view of it.
 """
 
 from __future__ import annotations
@@ -33,8 +33,8 @@ class StageInputAdapter:
     """Calls the module of a stage, with inputs that it may change in place.
 
     Attributes:
-        writes_inputs: Training mode -> True if the module wrote to its inputs in its first call in
-            this mode.
+        writes_inputs: Value of `module.training` -> True if the module wrote to its inputs in its
+            first call in this mode.
     """
 
     def __init__(self) -> None:
@@ -121,7 +121,7 @@ def _find_possible_views(inputs: Sequence[Tensor]) -> list[tuple[int, int]]:
     """Return pairs of inputs, as indices, that may be views of one tensor in the previous stage.
 
     If a stage returns `y, y[:, 0]` or `y, y`, each tensor arrives in separate memory. So this
-    compares values: the larger input must contain the first elements of the smaller one.
+    function compares values: the larger input must contain the first elements of the smaller one.
     """
     pairs = combinations(range(len(inputs)), 2)
     return [

@@ -52,7 +52,8 @@ class ProductRule(NamedTuple):
             dy: The gradient of the output, of shape (..., k).
         """
         x = x if self.start_gather is None else self.start_gather(x)()
-        given, back = flatten_to_matrix(x).conj(), flatten_to_matrix(dy)
+        given = flatten_to_matrix(x).conj()
+        back = flatten_to_matrix(dy)
         return (back, given) if self.is_transposed else (given, back)
 
     def __call__(self, weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:

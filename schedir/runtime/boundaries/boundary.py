@@ -1,7 +1,7 @@
 """Boundary: the tensors that pass between stages, and the layout of their messages.
 
 All tensors that pass from one stage to the next are one value of a program, with one slot and one
-message. Several tensors are consecutive in one contiguous block of memory.
+message. If there are several tensors, they are consecutive in one contiguous block of memory.
 """
 
 from __future__ import annotations
@@ -20,8 +20,9 @@ from schedir.ir.isa.instructions import TRAINING_VALUES, VALUES, PeerRule, Value
 from schedir.ir.pipeline.skip_connections import Skips
 from schedir.runtime.arguments import require_shape
 
-# In bytes. The alignment of a tensor may change how matrix products round. A cache line has 64
-# bytes, and cuBLAS considers alignments up to 256 (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES).
+# The alignment of each tensor in a message, in bytes. The alignment of a tensor may change how
+# matrix products round. cuBLAS considers alignments up to 256
+# (CUBLASLT_MATMUL_PREF_MIN_ALIGNMENT_A_BYTES), and 256 is a multiple of a cache line of 64 bytes.
 ALIGNMENT = 256
 
 
@@ -37,8 +38,8 @@ class Boundary:
             gradient, such as a mask, is detached before it is passed on.
         received_shape: The shape in the next stage, if it differs. It differs between the segments
             of a stage if tensor-parallel ranks share the sequence (sequence parallelism). It also
-            differs after an all-to-all that sends tokens to experts: then it counts the most tokens
-            that a rank can receive.
+            differs after an all-to-all that sends tokens to experts. Then it is the shape for the
+            largest number of tokens that a rank can receive.
 
     Raises:
         ModelError: The shape or the dtype is invalid, or `requires_grad` is True for a dtype
@@ -85,7 +86,7 @@ class Boundary:
 
     @classmethod
     def from_shape(cls, boundary: Boundary | Sequence[int]) -> Boundary:
-        """Return a boundary unchanged, or the float32 boundary of a shape.
+        """Return `boundary` if it is a `Boundary`, or else the float32 boundary of this shape.
 
         Args:
             boundary: A boundary or a shape.
@@ -128,7 +129,7 @@ class Boundary:
 
         Args:
             memory: A flat uint8 tensor.
-            offset: The byte of `memory` at which the tensor begins, aligned to the dtype.
+            offset: The byte of `memory` at which the tensor begins: a multiple of the dtype's size.
         """
         at, rest = divmod(int(memory.storage_offset()) + offset, self.dtype.itemsize)
         assert not rest, "memory is aligned"
@@ -143,8 +144,8 @@ class Boundary:
         keep the memory of its base tensor alive.
 
         Args:
-            value: A tensor of this shape. If it has this layout already, it is returned without a
-                copy.
+            value: A tensor of this boundary's shape. If it already has the layout of a received
+                message, it is returned without a copy.
         """
         is_only_user = value.untyped_storage().nbytes() == value.nbytes
         if value.stride() == self.strides and is_only_user:
@@ -165,8 +166,8 @@ class BoundaryTensors:
 
     Args:
         tensors: The boundary of each tensor.
-        num_parts: The number of equal parts into which the message can be split. It is the
-            tensor-parallel size, for scatter-gather.
+        num_parts: The number of equal parts into which the message can be split. With
+            scatter-gather this is the tensor-parallel size.
     """
 
     tensors: tuple[Boundary, ...]
@@ -174,7 +175,7 @@ class BoundaryTensors:
 
     @classmethod
     def from_boundary(cls, boundary: BoundaryLike, num_parts: int = 1) -> BoundaryTensors:
-        """Create the tensors from the boundary that a user passed.
+        """Create the `BoundaryTensors` from the boundary that a user passed.
 
         Args:
             boundary: A boundary, a shape, or a sequence with a boundary or shape for each tensor.
@@ -200,7 +201,7 @@ class BoundaryTensors:
 
     @cached_property
     def gradients(self) -> BoundaryTensors:
-        """The gradients that the next stage sends back, of the tensors with `requires_grad`."""
+        """The tensors with `requires_grad`. The next stage sends back the gradient of each."""
         return BoundaryTensors(
             tuple(one for one in self.tensors if one.requires_grad), self.num_parts
         )
@@ -220,13 +221,13 @@ class BoundaryTensors:
 
     @cached_property
     def is_single_tensor(self) -> bool:
-        """True if the message is a single tensor without padding. Otherwise it is bytes."""
+        """True if the message is one tensor without padding. Otherwise the message is bytes."""
         sizes = [torch.Size(one.shape).numel() for one in self.tensors]
         return len(sizes) == 1 and sizes[0] % self.num_parts == 0
 
     @cached_property
     def offsets(self) -> tuple[int, ...]:
-        """The byte offset of each tensor in the message, and as last entry its size in bytes."""
+        """The byte offset of each tensor in the message, followed by the size of the message."""
         if self.is_single_tensor:
             return 0, self.tensors[0].nbytes
         ends = accumulate((_align(one.nbytes) for one in self.tensors), initial=0)
@@ -269,14 +270,14 @@ class BoundaryTensors:
     def require_outputs(self, outputs: object, stage: int) -> Sequence[Tensor]:
         """Return the output tensors of a stage if they match the boundary.
 
-        The receiver has allocated memory for exactly these tensors.
+        The receiver has allocated memory for exactly the shapes and dtypes of the boundary.
 
         Args:
             outputs: The output of the stage: a tensor, or a tuple or list of tensors.
             stage: The stage, for the error message.
 
         Raises:
-            ModelError: The number, shapes, dtypes or gradients of the outputs do not match.
+            ModelError: The number, shapes, dtypes or `requires_grad` of the outputs do not match.
         """
         one = self.tensors[0]
         if len(self.tensors) > 1 or not isinstance(outputs, Tensor):
@@ -366,8 +367,9 @@ class ModelBoundaries:
         """Create the boundaries of a model from the boundary that a user passed.
 
         Args:
-            boundary: A boundary for all edges, or a mapping from each edge to its boundary. An edge
-                is the number of a stage but the last, or the two stages of a skip connection.
+            boundary: A boundary for all edges, or a mapping from each edge to its boundary. The key
+                of an edge is the number of the stage that sends, which is not the last stage, or
+                the pair of stages of a skip connection.
             stages: The number of stages.
             num_parts: See `BoundaryTensors`.
             skips: The skip connections, as pairs of stages.
@@ -436,8 +438,8 @@ class ModelBoundaries:
         """Return all input tensors of a stage, each with the number of the stage that computes it.
 
         Args:
-            stage: The stage. The first stage has no such inputs. Inputs from skip connections come
-                last.
+            stage: The stage. The first stage has no inputs from other stages. Inputs from skip
+                connections come last.
         """
         came = self.stage_boundaries[stage - 1].received.tensors if stage else ()
         found = [(stage - 1, one) for one in came]
@@ -469,8 +471,8 @@ class ModelBoundaries:
         """Return a function that checks all outputs of a stage, as `require_outputs` does.
 
         Args:
-            stage: The stage. If a skip connection begins at it, its output has the form of
-                `split_skip_output`.
+            stage: The stage. If a skip connection begins at this stage, the function takes outputs
+                in the form that `split_skip_output` takes.
         """
         expect = self.get_outputs(stage).require_outputs
         if (PeerRule.SKIP_TO, stage) not in self._by_hop:
@@ -492,7 +494,7 @@ def split_skip_output(outputs: object, stage: int) -> tuple[Sequence[Tensor], Se
         stage: The stage, for the error message.
 
     Returns:
-        The tensors for the next stage, and those of the skip connection.
+        The tensors for the next stage, and the tensors for the skip connection.
 
     Raises:
         ModelError: `outputs` has another form.

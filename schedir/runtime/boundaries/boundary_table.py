@@ -93,8 +93,7 @@ class PerMicrobatchBoundary:
     largest value. A message is as large as the value that it transfers.
 
     Args:
-        boundaries: For each microbatch, a boundary in a form that `Executor` takes for all
-            microbatches.
+        boundaries: For each microbatch, a boundary in one of the other forms that `Executor` takes.
 
     Raises:
         ModelError: `boundaries` is not a list or a tuple.

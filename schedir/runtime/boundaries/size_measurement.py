@@ -63,7 +63,7 @@ def measure_model_states(
 ) -> ModelStates:
     """Return the bytes of a stage's trained parameters, their gradients and the optimizer state.
 
-    All are unsharded sizes, as in `measure_sizes`.
+    All results are unsharded sizes, as in `measure_sizes`.
 
     Args:
         module: The module of the stage.
@@ -158,20 +158,21 @@ def measure_sizes(
     - `saved`: the input of a stage and the tensors that autograd saves. Each storage counts once.
       An activation checkpoint counts with the tensors that it keeps.
     - `deferred_wgrad`: the tensors that a BackwardInput keeps for its BackwardWeight.
-    - `saved_and_deferred`: the largest sum of the two during a BackwardInput. Autograd frees saved
-      tensors while the BackwardInput runs.
+    - `saved_and_deferred`: the largest sum of `saved` and `deferred_wgrad` at any time of a
+      BackwardInput. Autograd frees saved tensors while the BackwardInput runs.
     - `recompute_inputs`: the tensors that a recomputed forward keeps for its second run. These are
-      its inputs, and the buffers and frozen Parameters that it writes to.
-    - `params`, `grads` and `optimizer`: unsharded sizes. Sharding at a ZeRO level leaves 1/dp of
-      them. With several replicas, `grads` includes the padding of buckets. From level 1 on,
-      `params` does, too, and `optimizer` is `dp` times the largest optimizer state of a replica.
+      its inputs, and the buffers and frozen parameters that it writes to.
+    - `params`, `grads` and `optimizer`: unsharded sizes. If a ZeRO level shards one of them, a
+      replica has 1/dp of its size. With several replicas, `grads` includes the padding of buckets.
+      From ZeRO level 1 on, `params` also includes this padding, and `optimizer` is `dp` times the
+      largest optimizer state of a replica.
 
     Parameters, buffers, the input of the model and the target exist all the time. So `saved` and
     the other activation sizes exclude them. Memory that an instruction needs only while it runs is
     not measured.
 
     The function restores gradients, buffers, plain attributes and random generators. Hooks of the
-    modules run. All ranks of a tensor-parallel group must call this, because their stages
+    modules run. All ranks of a tensor-parallel group must call this function, because their stages
     communicate.
 
     Args:
@@ -181,15 +182,16 @@ def measure_sizes(
         loss: See `Executor`.
         boundary: See `Executor`. It must be for one microbatch, not a `PerMicrobatchBoundary`.
         optimizer_state: Bytes of optimizer state per trained element. The default of 8 is for the
-            two float32 moments of AdamW. Or a function that creates an optimizer from parameters.
-            Then all tensors that this optimizer has after a step count, such as float32 main
-            parameters and step counters.
+            two float32 moments of AdamW. Alternatively, a function that creates an optimizer from
+            parameters. Then the size includes all tensors that this optimizer has after one step,
+            such as float32 main parameters and step counters.
         frozen_stages: The number of frozen stages. They save nothing for a backward, and the stage
             after them computes no gradient of its input.
         keywords: Keyword arguments of all stages for this microbatch.
         dp: The number of replicas.
         zero: The ZeRO level.
-        replica: The replica whose optimizer state counts. By default the largest one counts.
+        replica: The replica whose optimizer state counts. By default the largest optimizer state
+            counts.
 
     Returns:
         The sizes of each stage, in bytes.
@@ -224,7 +226,7 @@ def measure_sizes(
             hint="call measure_sizes for each microbatch, with its own boundary",
         )
     boundaries = ModelBoundaries.from_edges(boundary, len(stages), skips=skips)
-    zero_model_states(0, 0, 0, zero=zero, dp=dp)  # Raises UsageError if one is invalid.
+    zero_model_states(0, 0, 0, zero=zero, dp=dp)  # Raises UsageError if `zero` or `dp` is invalid.
     if replica is not None and replica not in range(dp):
         raise ModelError(f"replica must be from 0 to {dp - 1}, not {describe(replica)}")
     parts = range(dp) if replica is None else range(replica, replica + 1)
@@ -270,7 +272,7 @@ def infer_boundaries(
     having a gradient. Outputs of frozen stages have no gradient.
 
     The function restores gradients, buffers, plain attributes and random generators. Hooks of the
-    modules run. All ranks of a tensor-parallel group must call this, because their stages
+    modules run. All ranks of a tensor-parallel group must call this function, because their stages
     communicate.
 
     Args:
@@ -298,9 +300,11 @@ def infer_boundaries(
         >>> print(*found[0])
         [4, 8, 32] of torch.float32
     """
-    stages, xs = require_model_stages(stages), _require_microbatch(input)
+    stages = require_model_stages(stages)
+    xs = _require_microbatch(input)
     found: dict[Edge, tuple[Boundary, ...]] = {}
-    ends, skipped = dict(skips), dict[int, tuple[Tensor, ...]]()
+    ends = dict(skips)
+    skipped = dict[int, tuple[Tensor, ...]]()
     for s, module in enumerate(stages[:-1]):
         device = _find_stage_device(module, xs)
         xs, named = tree_map_only(Tensor, lambda x: x.to(device).detach(), (xs, dict(keywords)))  # noqa: B023
@@ -398,7 +402,7 @@ def _measure_stage(
             )
             for begin, one in boundaries.list_inputs(s)
         )
-    packed: WeakSet[_PackedTensor] = WeakSet()  # loses tensors that the graph frees
+    packed: WeakSet[_PackedTensor] = WeakSet()  # without tensors that autograd freed
 
     def pack(tensor: Tensor) -> _PackedTensor:
         # Without detach, a node that saves its output would be in a reference cycle.
@@ -473,7 +477,7 @@ class _PeakTape(DeferredGradients):
 
 
 class _PackedTensor:
-    """A wrapper of a tensor that autograd saves. It is freed with the graph, unlike the tensor."""
+    """A wrapper of a saved tensor. The wrapper, unlike the tensor, is freed with the graph."""
 
     def __init__(self, tensor: Tensor) -> None:
         self.tensor = tensor

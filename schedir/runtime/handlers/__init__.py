@@ -1,1 +1,1 @@
-"""Handlers: functions that link the instructions of a stream, one for each opcode."""
+"""Handlers: functions that return the call of an instruction, one for each opcode."""

@@ -49,11 +49,14 @@ _TO_HOST_OPS: Final = (Opcode.Offload, Opcode.ReloadFromDisk)
 
 
 def offload(state: State, i: Instr) -> Call:
-    """Link Offload: copy the saved activations of a microbatch to the host."""
+    """Return the call of Offload: copy the saved activations of a microbatch to the host."""
     k, tiers = state.index_of[i], state.service(MemoryTiers)
-    slot, value = state.find_slot(_SAVED, i.stage, i.mb, k), _get_saved_activations(state, i)
-    moves, lanes = state.service(OffloadMoves), state.service(CopyLanes)
-    max_blocks, find_resident = _count_host_buffers(state), _make_resident_finder(state, i)
+    slot = state.find_slot(_SAVED, i.stage, i.mb, k)
+    value = _get_saved_activations(state, i)
+    moves = state.service(OffloadMoves)
+    lanes = state.service(CopyLanes)
+    max_blocks = _count_host_buffers(state)
+    find_resident = _make_resident_finder(state, i)
 
     def run() -> None:
         kept = slot.peek()
@@ -79,10 +82,12 @@ def offload(state: State, i: Instr) -> Call:
 
 
 def reload(state: State, i: Instr) -> Call:
-    """Link Reload: copy the saved activations of a microbatch from the host to the device."""
+    """Return the call of Reload: copy the saved activations of a microbatch to the device."""
     k, tiers = state.index_of[i], state.service(MemoryTiers)
-    slot, value = state.find_slot(_SAVED, i.stage, i.mb, k), _get_saved_activations(state, i)
-    moves, lanes = state.service(OffloadMoves), state.service(CopyLanes)
+    slot = state.find_slot(_SAVED, i.stage, i.mb, k)
+    value = _get_saved_activations(state, i)
+    moves = state.service(OffloadMoves)
+    lanes = state.service(CopyLanes)
     occupants = _find_offloaded_occupants(state, k)
     on_disk = _find_previous_change(state, k) is Opcode.ReloadFromDisk
 
@@ -111,14 +116,14 @@ def reload(state: State, i: Instr) -> Call:
 
 
 def _allocate_on_device(occupants: Sequence[SavedActivations], value: SavedActivations) -> None:
-    """Release the device memory of the slot's earlier values, and allocate it for a reload."""
+    """Release the device memory of the slot's earlier values, and allocate memory for a reload."""
     for one in (*occupants, value):
         one.release_device_memory()
     value.allocate_reload_targets()
 
 
 def offload_to_disk(state: State, i: Instr) -> Call:
-    """Link OffloadToDisk: write the saved activations of a microbatch from the host to the disk."""
+    """Return the call of OffloadToDisk: write the saved activations on the host to the disk."""
     k = state.index_of[i]
     tiers = state.service(MemoryTiers)
     value = _get_saved_activations(state, i)
@@ -150,7 +155,7 @@ def offload_to_disk(state: State, i: Instr) -> Call:
 
 
 def reload_from_disk(state: State, i: Instr) -> Call:
-    """Link ReloadFromDisk: read the saved activations of a microbatch from the disk to the host."""
+    """Return the call of ReloadFromDisk: read saved activations from the disk to the host."""
     k = state.index_of[i]
     tiers = state.service(MemoryTiers)
     value = _get_saved_activations(state, i)
@@ -186,7 +191,8 @@ def _start_copy(
             raise state.wrap_error(k, error) from error
 
     lane = INSTRUCTIONS[state.stream[k].op].lane
-    lanes, observer = state.service(CopyLanes), state.observer.make_lane_observer()
+    lanes = state.service(CopyLanes)
+    observer = state.observer.make_lane_observer()
     return lanes.start(lane, run, value.nbytes, after, observer)
 
 
@@ -212,14 +218,14 @@ def _list_saved_changes(state: State, stage: int, mb: int) -> Iterator[tuple[int
 
 
 def _find_previous_change(state: State, k: int) -> Opcode | None:
-    """Return the opcode that last produced or moved the activations before instruction k."""
+    """Return the opcode of the last instruction before k that produced or moved the activations."""
     i = state.stream[k]
     ops = [op for at, op in _list_saved_changes(state, i.stage, i.mb) if at < k]
     return ops[-1] if ops else None
 
 
 def _find_next_change(state: State, k: int) -> Opcode | None:
-    """Return the opcode that next moves the activations after instruction k."""
+    """Return the opcode of the first instruction after k that moves the activations."""
     i = state.stream[k]
     return next((op for at, op in _list_saved_changes(state, i.stage, i.mb) if at > k), None)
 

@@ -54,7 +54,7 @@ from schedir.runtime.value_slots import Slot
 
 
 def forward(state: State, i: Instr) -> Call:
-    """Link Forward: run the module of a stage on a microbatch, and in the last stage the loss."""
+    """Return the call of Forward: run a stage on a microbatch, and in the last stage the loss."""
     stage, mb, last = state.stages[i.stage], i.mb, i.stage == state.shape.stages - 1
     taken = find_input_slots(state, i)
     give = _make_output_writer(state, i)
@@ -115,7 +115,7 @@ class StageRun:
 
     Args:
         state: The state of the rank.
-        i: An instruction of the stage and microbatch.
+        i: A Forward or Recompute of the stage and the microbatch.
     """
 
     def __init__(self, state: State, i: Instr) -> None:
@@ -162,8 +162,8 @@ class StageRun:
         for k in self.grad_input_indices:
             xs[k].requires_grad_()
         keywords = batch.get_keywords(mb)
-        # Give the module views of the leaves, because an offload frees the memory of leaves. So
-        # does the first step, after the backward.
+        # Give the module views of the leaves, because an offload frees the memory of leaves. In the
+        # first step, `_finish_inputs` also frees this memory, after the backward.
         aliases = self.is_offloaded or (
             self.has_received_inputs and self.state.first_step_checks.is_active
         )
@@ -181,7 +181,7 @@ class StageRun:
         return (require_scalar_loss(self.state.options.loss(y, batch.targets[mb])),), xs
 
     def collect_saved(self, xs: Sequence[Tensor], ys: Sequence[Tensor]) -> object:
-        """Return the value for the slot of saved activations: the leaves, and the backward's roots.
+        """Return the value for the slot of saved activations: leaves, and roots of the backward.
 
         Args:
             xs: The leaves of the inputs.
@@ -229,7 +229,7 @@ def _is_offloaded(state: State, i: Instr) -> bool:
 
 
 def _select_boundary_kinds(state: State, i: Instr, kinds: Sequence[Value]) -> list[Value]:
-    """Return the kinds of `kinds` that pass between the instruction's stage and another stage."""
+    """Return the members of `kinds` that pass between the instruction's stage and another one."""
     return [
         kind
         for kind in kinds
@@ -292,7 +292,7 @@ def _make_output_writer(state: State, i: Instr) -> Callable[[Sequence[Tensor]], 
 def _make_input_wait(
     state: State, i: Instr, input_slots: Sequence[_InputSlot]
 ) -> Callable[[], None] | None:
-    """Return a function that waits for input messages, and for sends from the output slots."""
+    """Return a function that waits for input messages, and for earlier sends of output slots."""
     waits = [make_message_wait(state, i, one.kind) for one in input_slots]
     sends = state.service(PendingSends)
     waits += [partial(sends.complete, k) for k in sends.before_reuse.get(state.index_of[i], ())]
@@ -303,12 +303,12 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def _get_backward_root(y: Tensor) -> BackwardRoot:
-    """Return the gradient edge of an output, because the output would keep its memory alive."""
+    """Return the loss itself, or the gradient edge of another output, to keep no memory alive."""
     return y if not y.dim() else get_gradient_edge(y)
 
 
 def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
-    """Link Backward, or the autograd part of BackwardInput.
+    """Return the call of Backward, or of the autograd part of BackwardInput.
 
     Args:
         state: The state of the rank.
@@ -317,7 +317,8 @@ def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
             memory.
     """
     mb, last = i.mb, i.stage == state.shape.stages - 1
-    taken, give = find_input_slots(state, i), _make_output_writer(state, i)
+    taken = find_input_slots(state, i)
+    give = _make_output_writer(state, i)
     first_gradients = state.service(LossGradients)
     gives_gradients = bool(_select_boundary_kinds(state, i, INSTRUCTIONS[i.op].gives))
     saved = state.find_slot(Value.SAVED, i.stage, mb, state.index_of[i])
@@ -334,8 +335,8 @@ def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
         dys = (first_gradients.compute(mb),) if last else take()
         is_first_step = state.first_step_checks.is_active
         if is_first_step:
-            # If a hook keeps a detached gradient, this adds a reference to its memory.
-            # `FirstStepChecks` counts these references.
+            # If a hook keeps one of these detached gradients, the memory of the gradient has one
+            # more reference. `FirstStepChecks` counts the references.
             dys = [*map(Tensor.detach, dys)]
             if not state.first_step_checks.has_gradients_of_forward(i.stage, mb, xs):
                 raise _other_microbatch_error()
@@ -358,8 +359,8 @@ def _finish_inputs(xs: Sequence[Tensor], local: bool) -> None:
     """Refuse further gradients of a stage's inputs, and free the memory of received inputs.
 
     A module may keep a reference to the graph, for example with an output, and the graph has
-    references to the leaves. When a leaf has no memory, a check does not count it as a reference to
-    a receive buffer.
+    references to the leaves. `FirstStepChecks` counts the references to receive buffers. It does
+    not count a leaf whose memory is freed.
     """
     for x in xs:
         x.register_post_accumulate_grad_hook(_refuse_gradient)
@@ -403,7 +404,7 @@ def _take_input_gradients(
 
 
 def backward_input(state: State, i: Instr) -> Call:
-    """Link BackwardInput: compute the gradients of the inputs, and defer the weight gradients."""
+    """Return the call of BackwardInput: compute input gradients, and defer weight gradients."""
     stage = state.stages[i.stage]
     deferred_slot = state.find_slot(Value.DEFERRED_WGRAD, i.stage, i.mb)
     wait, run_backward = backward(state, i, is_split=True)
@@ -445,12 +446,13 @@ def _describe_stage(stage: StageState, i: Instr) -> str:
 
 
 def backward_weight(state: State, i: Instr) -> Call:
-    """Link BackwardWeight: compute the deferred weight gradients."""
+    """Return the call of BackwardWeight: compute the deferred weight gradients."""
     deferred_slot = state.find_slot(Value.DEFERRED_WGRAD, i.stage, i.mb)
     find_reduction = _make_reduction_finder(state, i)
 
     def run() -> None:
-        deferred, reduction = deferred_slot.peek(), find_reduction()
+        deferred = deferred_slot.peek()
+        reduction = find_reduction()
         if reduction is None:
             deferred.run()
         else:

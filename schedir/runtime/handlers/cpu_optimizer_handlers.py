@@ -26,7 +26,7 @@ def _get_cpu_optimizer(state: State) -> CpuOptimizer | None:
 
 
 def offload_grads(state: State, i: Instr) -> Call:
-    """Link OffloadGrads: copy the reduced gradients of a stage to the host."""
+    """Return the call of OffloadGrads: copy the reduced gradients of a stage to the host."""
 
     def run() -> None:
         if (optimizer := _get_cpu_optimizer(state)) is not None:
@@ -45,7 +45,7 @@ def _wait_for_host_grads(state: State) -> None:
 
 
 def _decide_update(state: State, update: int) -> None:
-    """Decide whether to make an update, and pass this and the clip factor to the CPU optimizer."""
+    """Decide whether to make an update, and pass the decision and clip factor to the optimizer."""
     checks = state.service(UpdateChecks)
     finite = checks.check_once(update)
     can_update = finite if state.service(OptimizerSteps).can_step else torch.zeros_like(finite)
@@ -55,11 +55,11 @@ def _decide_update(state: State, update: int) -> None:
 
 
 def check_grads_finite(state: State, i: Instr) -> Call:
-    """Link CheckGradsFinite: check the gradients of an update, and release them."""
+    """Return the call of CheckGradsFinite: check the gradients of an update, and release them."""
 
     def run() -> None:
         _decide_update(state, i.mb)
-        # The caller may read the gradients of the last update.
+        # Keep the gradients of the last update, because the caller may read them.
         if i.mb < state.shape.optimizer_steps - 1:
             state.begin_update()
 
@@ -67,7 +67,7 @@ def check_grads_finite(state: State, i: Instr) -> Call:
 
 
 def host_optimizer_step(state: State, i: Instr) -> Call:
-    """Link HostOptimizerStep: step the parameters of a stage on the host."""
+    """Return the call of HostOptimizerStep: step the parameters of a stage on the host."""
     make_error = partial(state.wrap_error, state.index_of[i])
 
     def run() -> None:
@@ -81,7 +81,7 @@ def host_optimizer_step(state: State, i: Instr) -> Call:
 
 
 def reload_weights(state: State, i: Instr) -> Call:
-    """Link ReloadWeights: copy the stepped weights of a stage back to the device."""
+    """Return the call of ReloadWeights: copy the stepped weights of a stage back to the device."""
     last = i.mb == state.shape.optimizer_steps - 1
 
     def run() -> None:

@@ -2,10 +2,10 @@
 
 The segment before a dispatch outputs rows of tokens, sorted by expert, and the number of rows for
 each expert. The segment with the experts gets the rows for its experts from each member of the
-expert-parallel group, in the order of the members, and the numbers of these rows. Its buffer has a
-fixed number of rows, the capacity. Unused rows at the end are zero. Combine returns the rows to the
-ranks from which they came. The backward of dispatch and combine exchanges the same numbers of
-gradient rows.
+expert-parallel group, in the order of the members, and the numbers of these rows. The buffer of
+this segment has a fixed number of rows, the capacity. Unused rows at the end are zero. Combine
+returns the rows to the ranks from which they came. The backward of dispatch and combine exchanges
+the same numbers of gradient rows.
 
 Each dispatch first gathers the numbers of rows of all members, and the host reads them. So all
 members raise an error if the buffer of any member is too small.
@@ -67,12 +67,12 @@ class TokenCounts(ProgramService):
 
 
 def exchange_tokens(state: State, i: Instr) -> Call:
-    """Link an all-to-all of the first output tensor of a segment, or of its gradient."""
+    """Return the call of an all-to-all of a segment's first output tensor, or of its gradient."""
     boundary, letters = find_collective_boundary(state, i), state.program.segment_boundaries
     key = letters.rindex(DISPATCH, 0, boundary + 1), i.mb  # segment before the dispatch, microbatch
     tensors = state.boundaries[i.mb].get_value_tensors(Value.ACT_OUT, boundary).tensors
     is_gradient = i.op in (Opcode.CombineGrad, Opcode.DispatchGrad)
-    # A gradient gets the shape of the output before the all-to-all of the forward.
+    # A gradient gets the shape that the output had before the all-to-all of the forward.
     shape = tensors[0].shape if is_gradient else tensors[0].received.shape
     row_size, ep = torch.Size(shape[1:]).numel(), state.program.ep
     row_counts = state.service(TokenCounts).by_dispatch
@@ -82,7 +82,8 @@ def exchange_tokens(state: State, i: Instr) -> Call:
     def start(output: SegmentOutput) -> Work:
         first, *rest = output.slot.peek()
         if i.op is Opcode.Dispatch:
-            own, device_table = state.transport.dp_rank % ep, _gather_counts(state, rest[0])
+            own = state.transport.dp_rank % ep
+            device_table = _gather_counts(state, rest[0])
             rest[0] = device_table[:, own].flatten()
             table = device_table.cpu()
             _require_fit(state, i, table, len(first), shape[0])
@@ -123,7 +124,7 @@ def _require_count_tensor(state: State, boundary: int, tensors: Sequence[Boundar
 
 
 def _gather_counts(state: State, counts: Tensor) -> Tensor:
-    """Gather the numbers of rows as a tensor (senders, receivers, experts of the receiver)."""
+    """Return all row counts, of shape (senders, receivers, experts of the receiver)."""
     ep = state.program.ep
     table = counts.new_empty(ep * len(counts))
     state.transport.start_collective("all_gather", "ep_counts", table, counts.contiguous()).wait()

@@ -1,7 +1,7 @@
 """Find the handler of each instruction.
 
-A handler links an instruction: it takes the `State` of a rank and the instruction `i`, does all
-look-ups, and returns a `Call`. So each run of the Call does only the work of the instruction.
+A handler takes the `State` of a rank and an instruction `i`, does all look-ups once, and returns a
+`Call`. So each run of the Call does only the work of the instruction.
 
 Handlers are in the modules of this folder whose names end with `_handlers`. Each module has a
 dictionary `HANDLERS`: opcode -> handler. A module may also have `WRAPPERS`: opcode -> function that

@@ -1,4 +1,4 @@
-"""Handlers of ReduceNormAfterStep, and of the optimizer steps that it validates.
+"""Handlers of ReduceNormAfterStep, and of optimizer steps that run before their norm is known.
 
 See `handler_registry` for the arguments and the result of a handler.
 """
@@ -15,7 +15,7 @@ from schedir.runtime.services.update_checks import UpdateChecks
 
 
 def reduce_norm_after_step(state: State, i: Instr) -> Call:
-    """Link ReduceNormAfterStep: sum the squares of all gradients after the optimistic step."""
+    """Return the call of ReduceNormAfterStep: sum the squares of all gradients after the update."""
     start, optimistic_step = state.transport.start_collective, state.service(OptimisticStep)
     checks = state.service(UpdateChecks)
 
@@ -31,7 +31,8 @@ def _step_before_norm(handler: Handler, state: State, i: Instr) -> Call:
     call = handler(state, i)
     if state.program.norm_check != "after_step":
         return call
-    optimistic_step, checks = state.service(OptimisticStep), state.service(UpdateChecks)
+    optimistic_step = state.service(OptimisticStep)
+    checks = state.service(UpdateChecks)
     optimistic_step.apply_update = call.run
     compute_squares = make_local_squared_norm(state)
 

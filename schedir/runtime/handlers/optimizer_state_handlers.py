@@ -33,7 +33,7 @@ def _get_disk_state(state: State) -> DiskOptimizerState:
 
 
 def read_state_from_disk(state: State, i: Instr) -> Call:
-    """Link ReadStateFromDisk: read the optimizer state of a stage into a host buffer."""
+    """Return the call of ReadStateFromDisk: read a stage's optimizer state into a host buffer."""
     slots, wrap_error = state.program.slots, _make_error_wrapper(state, i)
     states = state.service(OptimizerPlacement).optimizer_state
     if isinstance(states, DiskOptimizerState):
@@ -49,7 +49,7 @@ def read_state_from_disk(state: State, i: Instr) -> Call:
 
 
 def write_state_to_disk(state: State, i: Instr) -> Call:
-    """Link WriteStateToDisk: write the optimizer state of a stage to the disk."""
+    """Return the call of WriteStateToDisk: write the optimizer state of a stage to the disk."""
     wrap_error = _make_error_wrapper(state, i)
 
     def run() -> None:
@@ -76,7 +76,7 @@ _PARTIAL_UPDATE_HINT: Final = (
 
 
 def reload_state(state: State, i: Instr) -> Call:
-    """Link ReloadState: copy the optimizer state of a stage to the device."""
+    """Return the call of ReloadState: copy the optimizer state of a stage to the device."""
     freed_by = find_freeing_instructions(state.program, state.rank, Value.STATE).get(
         state.index_of[i]
     )
@@ -91,8 +91,9 @@ def reload_state(state: State, i: Instr) -> Call:
 
 
 def stage_optimizer_step(state: State, i: Instr) -> Call:
-    """Link StageOptimizerStep: step the parameters of a stage on the device."""
-    checks, steps = state.service(UpdateChecks), state.service(OptimizerSteps)
+    """Return the call of StageOptimizerStep: step the parameters of a stage on the device."""
+    checks = state.service(UpdateChecks)
+    steps = state.service(OptimizerSteps)
 
     def run() -> None:
         if state.resources.optimizer is not None:
@@ -107,7 +108,7 @@ def stage_optimizer_step(state: State, i: Instr) -> Call:
 
 
 def offload_state(state: State, i: Instr) -> Call:
-    """Link OffloadState: copy the optimizer state of a stage from the device to the host."""
+    """Return the call of OffloadState: copy the optimizer state of a stage to the host."""
     wrap_error = _make_error_wrapper(state, i)
 
     def run() -> None:

@@ -22,8 +22,9 @@ from schedir.runtime.rank_state import Call, State
 
 
 def recompute(state: State, i: Instr) -> Call:
-    """Link Recompute: run the forward of a microbatch again for its backward."""
-    stage_run, checkpoints = StageRun(state, i), Checkpoints(state, i)
+    """Return the call of Recompute: run the forward of a microbatch again for its backward."""
+    stage_run = StageRun(state, i)
+    checkpoints = Checkpoints(state, i)
     is_exclusive = are_inputs_exclusive(find_input_slots(state, i._replace(op=F)))
     saved = state.find_slot(Value.SAVED, i.stage, i.mb, state.index_of[i])
     last = i.stage == state.shape.stages - 1

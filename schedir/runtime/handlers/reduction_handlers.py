@@ -36,7 +36,7 @@ from schedir.transports.transport import ChainedWork, Work
 
 
 def reduce_grads(state: State, i: Instr) -> Call:
-    """Link ReduceGrads: sum the gradients of a stage over the data-parallel replicas.
+    """Return the call of ReduceGrads: sum the gradients of a stage over the data-parallel replicas.
 
     Gradients of experts are summed over the replicas that have the same experts.
     """
@@ -59,8 +59,8 @@ def reduce_grads(state: State, i: Instr) -> Call:
 def make_scaler(state: State, stage: int, update: int | None) -> Callable[[int], Tensor]:
     """Return a function that scales a gradient buffer of a stage before its reduction.
 
-    For the last stage the function also makes the first buffer NaN if a loss of the update is not
-    finite.
+    For the last stage the function also writes NaN to the first buffer if a loss of the update is
+    not finite.
 
     Args:
         state: The state of the rank.
@@ -92,7 +92,7 @@ def make_scaler(state: State, stage: int, update: int | None) -> Callable[[int],
 
 
 def reduce_replicated_stages(state: State, i: Instr) -> Call:
-    """Link ReduceReplicatedStages: sum the gradients of a stage over its stage replicas."""
+    """Return the call of ReduceReplicatedStages: sum a stage's gradients over stage replicas."""
     gradients = state.stages[i.stage].gradients
     replica_ranks = find_sharing_ranks([i.stage], state.shape)
     start, reductions = state.transport.start_collective, state.service(PendingReductions)
@@ -106,7 +106,7 @@ def reduce_replicated_stages(state: State, i: Instr) -> Call:
 
 
 def reduce_tied(state: State, i: Instr) -> Call:
-    """Link ReduceTied: sum the gradients of tied weights over their copies."""
+    """Return the call of ReduceTied: sum the gradients of tied weights over their copies."""
     reductions = state.service(PendingReductions)
     sums = [
         make_tie_reducer(
@@ -147,13 +147,13 @@ def _get_tied_gradient(state: State, weight: TiedWeight, stage: int) -> Tensor:
 
 
 def reduce_sequence_parallel_grads(state: State, i: Instr) -> Call:
-    """Link ReduceSequenceParallelGrads: sum gradients over the tensor-parallel ranks.
+    """Return the call of ReduceSequenceParallelGrads: sum gradients over the tensor-parallel ranks.
 
-    All these ranks have the full weight, but its gradient comes from a part of the sequence. One
-    collective gathers a bucket of such gradients, and a stage usually has one such bucket. Each
-    rank then adds the gradients in the order of the ranks. So the bits do not depend on the
-    library, or on the position of a gradient in a buffer or in a replica's shard. The gathered
-    gradients are small.
+    All these ranks have the full weight, but each rank computes the gradient from its part of the
+    sequence. One collective gathers a bucket of such gradients, and a stage usually has one such
+    bucket. Each rank then adds the gradients in the order of the ranks. So the bits do not depend
+    on the library, or on the position of a gradient in a buffer or in a replica's shard. The
+    gathered gradients are small.
     """
     gradients, t = state.stages[i.stage].gradients, state.program.tp
     start, reductions = state.transport.start_collective, state.service(PendingReductions)
@@ -174,9 +174,10 @@ def reduce_sequence_parallel_grads(state: State, i: Instr) -> Call:
 
 
 def reduce_norm(state: State, i: Instr) -> Call:
-    """Link ReduceNorm: sum the squares of an update's gradients over the ranks of the model."""
+    """Return the call of ReduceNorm: sum the squares of gradients over the ranks of the model."""
     start, reductions = state.transport.start_collective, state.service(PendingReductions)
-    compute_squares, checks = make_local_squared_norm(state), state.service(UpdateChecks)
+    compute_squares = make_local_squared_norm(state)
+    checks = state.service(UpdateChecks)
 
     def run() -> None:
         norm = checks.squared_norms[i.mb] = compute_squares()
@@ -241,7 +242,8 @@ def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
     compute_experts = make_sum(experts, spec.for_tensor(experts[0][1]), "expert_dp")
 
     def compute() -> Tensor:
-        of_common, of_experts = compute_common(), compute_experts()
+        of_common = compute_common()
+        of_experts = compute_experts()
         start("all_reduce", "ep", of_experts, of_experts).wait()
         return of_common + of_experts
 
@@ -249,8 +251,9 @@ def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
 
 
 def optimizer_step(state: State, i: Instr) -> Call:
-    """Link OptimizerStep: wait for the reductions, step the optimizer, and end the update."""
-    reductions, checks = state.service(PendingReductions), state.service(UpdateChecks)
+    """Return the call of OptimizerStep: wait for reductions, run the optimizer, end the update."""
+    reductions = state.service(PendingReductions)
+    checks = state.service(UpdateChecks)
     steps = state.service(OptimizerSteps)
     placement = (
         None if state.program.optimizer_placement == "device" else state.service(OptimizerPlacement)
@@ -277,8 +280,10 @@ def optimizer_step(state: State, i: Instr) -> Call:
         if placement is not None and placement.optimizer_state is not None:
             placement.optimizer_state.finish(is_last_update=last)
 
-    # The key has the first stage, so that stage replicas draw the same random numbers.
-    first, update = min(state.stages), state.shape.microbatches + i.mb
+    # The key of the random numbers has the first local stage, so that stage replicas draw the same
+    # numbers.
+    first = min(state.stages)
+    update = state.shape.microbatches + i.mb
     seeded = state.random_streams.make_seeded(UPDATE, first, update, run)
     return Call(waits if placement is not None else reductions.wait, seeded)
 

@@ -1,4 +1,4 @@
-"""Handlers of Snapshot, and of the steps that wait for it.
+"""Handlers of Snapshot, and of the instructions that wait for its copies.
 
 See `handler_registry` for the arguments and the result of a handler.
 """
@@ -14,7 +14,7 @@ from schedir.runtime.rank_state import Call, Handler, State, chain_calls
 
 
 def snapshot(state: State, i: Instr) -> Call:
-    """Link Snapshot: start the requested copies of a stage for a checkpoint."""
+    """Return the call of Snapshot: start the requested copies of a stage for a checkpoint."""
     return Call(None, partial(state.service(SnapshotCopies).begin_stage, i.stage))
 
 

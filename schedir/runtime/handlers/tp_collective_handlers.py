@@ -28,14 +28,14 @@ from schedir.transports.transport import ChainedWork, Work
 
 
 def tp_reduce(state: State, i: Instr) -> Call:
-    """Link a collective that sums: an all-reduce, or a reduce-scatter with sequence parallelism."""
+    """Return the call of an all-reduce, or of a reduce-scatter with sequence parallelism."""
     return make_collective_call(
         state, i, _reduce_scatter_tokens if state.program.sequence_parallel else _reduce_in_place
     )
 
 
 def tp_gather(state: State, i: Instr) -> Call:
-    """Link a gather of tokens between segments, or of the shards of a received message."""
+    """Return the call of a gather of tokens between segments, or of a message's shards."""
     if i.op in find_segment_collectives(state.program.sequence_parallel):
         return make_collective_call(state, i, _gather_tokens)
     return gather_received(state, i)

@@ -41,7 +41,7 @@ FORM_LAYOUTS: Final[dict[Form, Callable[[Tensor], Tensor]]] = {}
 
 
 def send(state: State, i: Instr) -> Call:
-    """Link a send: start to send the value of a slot to its peer."""
+    """Return the call of a send: start to send the value of a slot to the peer rank."""
     mb, row, k = i.mb, INSTRUCTIONS[i.op], state.index_of[i]
     kind = row.needs[0]
     out = state.find_slot(kind, i.stage, mb)
@@ -71,7 +71,7 @@ def make_value_writer(state: State, i: Instr, kind: Value) -> Callable[[Sequence
     If the receiver is on this rank, the tensors get the layout of a received message. Otherwise
     they are copied to the static send buffer, if there is one. Without a static send buffer,
     several tensors are packed into bytes. If later instructions change the form of the value, only
-    the last of these fills the static send buffer.
+    the last of these instructions fills the static send buffer.
 
     Args:
         state: The state of the rank.
@@ -110,10 +110,11 @@ def make_value_writer(state: State, i: Instr, kind: Value) -> Callable[[Sequence
 
 
 def recv(state: State, i: Instr) -> Call:
-    """Link a receive: start to receive a message into the slot of a value."""
+    """Return the call of a receive: start to receive a message into the slot of a value."""
     mb, row = i.mb, INSTRUCTIONS[i.op]
     kind = row.gives[0]
-    slot, peer = state.find_slot(kind, i.stage, mb), state.program.peer_rank(i)
+    slot = state.find_slot(kind, i.stage, mb)
+    peer = state.program.peer_rank(i)
     full_value, tensors = _get_receive_memory(state, i, kind)
     message = _view_in_form(state, full_value, _list_form_changes(state, i, kind))
     state.first_step_checks.buffers = state.service(MessageBuffers).received
@@ -166,7 +167,7 @@ class ReceivedValue(NamedTuple):
 
 
 def make_early_wait(state: State, i: Instr, kind: Value) -> Callable[[], None]:
-    """Return a function that waits for a message earlier than the compute instruction.
+    """Return a function that waits for a message before the compute instruction does.
 
     Args:
         state: The state of the rank.
@@ -232,7 +233,7 @@ def make_message_wait(state: State, i: Instr, kind: Value) -> Callable[[], None]
 
 
 def tp_scatter(state: State, i: Instr) -> Call:
-    """Link a scatter: keep this tensor-parallel rank's shard of a value, to send it."""
+    """Return the call of a scatter: keep this tensor-parallel rank's shard of a value to send."""
     kind = INSTRUCTIONS[i.op].gives[0]
     out = state.find_slot(kind, i.stage, i.mb)
     form_changes = _list_form_changes(state, i, kind)
@@ -259,10 +260,11 @@ def _copy_local_shard(state: State, tensor: Tensor, out: Tensor | None) -> Tenso
 
 
 def gather_message(state: State, i: Instr) -> Call:
-    """Link a gather: gather a received value from the shards of the tensor-parallel ranks."""
+    """Return the call of a gather: gather the shards of a value from tensor-parallel ranks."""
     kind = INSTRUCTIONS[i.op].gives[0]
     full_value, _ = _get_receive_memory(state, i, kind)
-    flat, shard = full_value.view(-1), view_tp_shard(state.transport, full_value)
+    flat = full_value.view(-1)
+    shard = view_tp_shard(state.transport, full_value)
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)
     side_stream, start = state.transport.side_stream, state.transport.start_collective
 

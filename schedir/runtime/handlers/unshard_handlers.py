@@ -41,24 +41,24 @@ _WEIGHT_READERS: Final = tuple(
 
 
 def unshard(state: State, i: Instr) -> Call:
-    """Link Unshard: start to gather the weights of a stage."""
+    """Return the call of Unshard: start to gather the weights of a stage."""
     weights = state.stages[i.stage].sharded_parameters
     assert weights is not None, "a program without ZeRO gathers nothing"
     return Call(None, partial(weights.start_unshard, state.transport.start_collective))
 
 
 def reshard(state: State, i: Instr) -> Call:
-    """Link Reshard: release the full weights of a stage."""
+    """Return the call of Reshard: release the full weights of a stage."""
     weights = state.stages[i.stage].sharded_parameters
     assert weights is not None, "a program without ZeRO frees nothing"
     return Call(None, weights.reshard)
 
 
 def reduce_scatter(state: State, i: Instr) -> Call:
-    """Link ReduceScatter: reduce the gradients of a stage to the shards of the replicas.
+    """Return the call of ReduceScatter: reduce a stage's gradients to the replicas' shards.
 
-    From ZeRO level 2 on, each occurrence adds its result to the shard, and releases the full
-    buffers.
+    From ZeRO level 2 on, each ReduceScatter of a stage adds its result to the shard of the
+    gradient, and releases the full buffers.
     """
     gradients = state.stages[i.stage].gradients
     start, at = state.transport.start_collective, state.index_of[i]
@@ -122,7 +122,7 @@ def _run_guarded_wgrad(
 def _run_guarded_forward(
     stage: StageState, weights: ShardedParameters, run: Callable[[], None]
 ) -> None:
-    """Run a Forward. Its first run in each mode must not read weights of another stage."""
+    """Run a Forward. Check once in each mode that it reads no weights of another stage."""
     training = stage.module.training
     if training in stage.checked_read_modes:
         run()

@@ -1,1 +1,1 @@
-"""Checks of models, parameters and ranks that would give wrong results."""
+"""Checks that refuse models, parameters and ranks that would give wrong results."""

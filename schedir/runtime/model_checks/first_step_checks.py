@@ -33,8 +33,10 @@ class FirstStepChecks:
             references to memory. On a GPU, they only compare version counters of outputs.
 
     Attributes:
-        buffers: The memory in which messages are received. No step may keep references to it.
-        weights: The weights of the stages that ZeRO shards. No step may keep references to them.
+        buffers: The memory in which messages are received. No stage may keep references to it after
+            the step.
+        weights: The weights of the stages that ZeRO shards. No stage may keep references to them
+            after the step.
     """
 
     def __init__(
@@ -44,7 +46,8 @@ class FirstStepChecks:
         device: torch.device,
     ) -> None:
         self.is_active: bool = True
-        # On a GPU, the Work of a message may refer to its memory for longer than a step.
+        # On a GPU, the Work of a message may refer to the memory of the message for longer than a
+        # step.
         self.counts_references: bool = device.type == "cpu"
         self.slot_numbers = slot_numbers
         self.buffers: Mapping[SlotKey, Tensor] = {}
@@ -56,7 +59,7 @@ class FirstStepChecks:
         self.references: StorageReferences = StorageReferences(())
         # Microbatch -> the version counter of the loss when it was computed.
         self.loss_versions: dict[int, list[int]] = {}
-        # (Stage, microbatch) -> the version counters of the gradients of inputs after the forward.
+        # (Stage, microbatch) -> the version counters of the inputs' gradients after the forward.
         self.gradient_versions: dict[tuple[int, int], list[int]] = {}
 
     def begin_step(self) -> None:
@@ -113,7 +116,7 @@ class FirstStepChecks:
             inputs: The inputs of the stage.
 
         Returns:
-            True if they are unchanged, or if they were not recorded in this step.
+            True if the gradients are unchanged, or if they were not recorded in this step.
         """
         noted = self.gradient_versions.get((stage, mb))
         return noted is None or noted == _get_gradient_versions(inputs)

@@ -34,8 +34,8 @@ class ModuleTensor(NamedTuple):
 def list_module_tensors(stages: Mapping[int, nn.Module]) -> list[ModuleTensor]:
     """Return the parameters, buffers and tensor attributes of stages, each tensor once.
 
-    Attributes include the tensors in lists, tuples and dicts. This leaves out the attributes of a
-    module with forward pre-hooks, because a hook may create them before each forward, as in
+    Attributes include the tensors in lists, tuples and dicts. The list leaves out the attributes of
+    a module with forward pre-hooks, because a hook may create them before each forward, as in
     torch.nn.utils.spectral_norm.
 
     Args:
@@ -95,7 +95,9 @@ def find_overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
         if start:  # freed memory has the address 0
             spans.append((str(local.device), start, start + _measure_span(local), k, local))
     spans.sort(key=lambda span: span[:4])
-    before: list[tuple[str, int, int, int, Tensor]] = []  # earlier spans that may reach the next
+    before: list[
+        tuple[str, int, int, int, Tensor]
+    ] = []  # earlier spans that may reach the next span
     for span in spans:
         device, start, _, k, t = span
         before = [one for one in before if one[0] == device and one[2] > start]
@@ -166,8 +168,8 @@ def require_rank_local_memory(
     """Check that no trained parameter overlaps with a tensor of another virtual rank.
 
     The same Parameter object in stages of several ranks is allowed: it is a tied weight, and all
-    ranks but the first compute with a copy. But a second tensor in its memory is not copied. Its
-    rank would get the updates of another rank at any time.
+    ranks but the first compute with a copy. But another tensor in the memory of the Parameter is
+    not copied. This tensor would change at any time, when another rank updates the Parameter.
 
     Args:
         stages: The stages of all ranks, by number.
@@ -194,14 +196,14 @@ def require_rank_local_memory(
 
 
 def require_copyable(module: nn.Module, stage: int, program: str) -> None:
-    """Check that no tensors of a stage overlap, because they would not overlap in a copy of it.
+    """Check that no tensors of a stage overlap, because in a copy they would not overlap.
 
     Stage replicas are copies of a stage, in which each tensor has separate memory. Buffers may
     overlap, because they are copied from the first replica before each step.
 
     Args:
         module: A stage with several stage replicas.
-        stage: Its number.
+        stage: The number of the stage.
         program: The name of the program.
 
     Raises:

@@ -70,8 +70,8 @@ def require_gradient_options(
         extra_programs: The other programs.
 
     Raises:
-        ModelError: There is a loss scale, but the program has no gradient norm or several updates.
-            Or gradients are to be accumulated, but the executor would change them.
+        ModelError: There is a loss scale, but the program computes no gradient norm, or makes
+            several updates. Or gradients are to be accumulated, but the executor would change them.
     """
     if gradients.loss_scale is not None:
         _require_scalable(program)
@@ -222,7 +222,7 @@ def require_placeable_state(
     optimizer: OptimizerLike | None,
     parameter_copies: Mapping[nn.Parameter, nn.Parameter],
 ) -> None:
-    """Check that the optimizer state can be where the first program places it.
+    """Check that the optimizer state can be kept where the first program places it.
 
     Args:
         programs: The programs of the executor. The check is needed only if one of them trains.

@@ -15,7 +15,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 class ParameterGuard:
-    """The trained parameters of a rank when its gradient buffers were created.
+    """Checks that a rank trains the same parameters as when its gradient buffers were created.
 
     A parameter that is unfrozen later has no gradient buffer, so its gradient would not be zeroed,
     scaled or reduced. A parameter that is frozen later keeps its buffer, so the optimizer would
@@ -109,9 +109,9 @@ def require_stage_parameters(
 ) -> None:
     """Check that the outputs of a stage depend only on Parameters that the stage has.
 
-    Examples of other Parameters are Parameters of a loss, or in a list. The executor does not zero,
-    scale or reduce their gradients. If the optimizer does not step them, that may be intended, so
-    this function only warns.
+    Examples of other Parameters are those of a loss, and those in a list. The executor does not
+    zero, scale or reduce their gradients. If the optimizer does not step them, that may be
+    intended, so this function only warns.
 
     Args:
         outputs: The outputs of the stage, or its loss.

@@ -49,7 +49,7 @@ class RankModel:
 
     Args:
         programs: The programs of the executor, with their boundaries. If any program trains, the
-            first one does.
+            first program trains.
         rank: The pipeline rank.
         stages: The stages of the rank, by number.
         transport: The transport of the rank.
@@ -78,7 +78,7 @@ class RankModel:
 
         Raises:
             ModelError: The processes differ, or the model does not fit the programs.
-            SchedirError: A program is not proven for the transport, as `schedir.check` raises it.
+            SchedirError: `schedir.check` does not prove a program for the transport.
         """
         (program, boundaries), *extra_programs = self.programs
         stages, transport, optimizer = self.stages, self.transport, self.optimizer
@@ -132,7 +132,8 @@ def check_virtual_ranks(program: Program, stages: Sequence[nn.Module]) -> None:
             share memory. Or ranks share a Parameter that ZeRO would shard, or that has hooks on its
             autograd node.
     """
-    numbered, ranks = dict(enumerate(stages)), program.shape.first_rank_per_stage.tolist()
+    numbered = dict(enumerate(stages))
+    ranks = program.shape.first_rank_per_stage.tolist()
     with _add_error_context(program, "stages"):
         if program.has_backward:
             require_rank_local_memory(numbered, ranks, program.name)

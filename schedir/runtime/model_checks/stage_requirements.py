@@ -42,7 +42,7 @@ def require_matching_stages(program: Program, rank: int, stages: Mapping[int, nn
 
 
 def require_matching_transport(program: Program, transport: Transport) -> None:
-    """Check that a transport has the same numbers of ranks as the program.
+    """Check that a transport has as many tensor-parallel ranks and replicas as the program.
 
     Args:
         program: The program.

@@ -1,9 +1,9 @@
 """Refuse optimizers for which one step per stage differs from one step of all stages.
 
 If the optimizer state is on the host, the optimizer steps the stages of a rank one after the other.
-These steps are equal to one step of all stages if each changes only the parameters and the state of
-its stage. torch's own optimizers do so. For other optimizers, this module checks the changes after
-each step.
+These steps are equal to one step of all stages if each step changes only the parameters and the
+state of its stage. torch's own optimizers change nothing else. For other optimizers, this module
+checks the changes after each step.
 """
 
 from __future__ import annotations
@@ -60,7 +60,7 @@ class StepIsolation:
         self.state_owners: WeakTensorKeyDictionary = WeakTensorKeyDictionary()
 
     def require_no_references(self, *, stages: int) -> None:
-        """Check that the optimizer steps only the parameters in its groups.
+        """Check that the optimizer refers to parameters only in its groups.
 
         Args:
             stages: The number of the rank's stages.
@@ -102,7 +102,8 @@ class StepIsolation:
         if is_torch_optimizer(self.inner):
             yield
             return
-        groups, before = _list_parameter_ids(self.inner), _collect_entries(self.inner)
+        groups = _list_parameter_ids(self.inner)
+        before = _collect_entries(self.inner)
         yield
         if _list_parameter_ids(self.inner) != groups:
             raise make_offload_error(f"a step of {self.name} changes its list of parameters")

@@ -10,7 +10,8 @@ from typing import Final
 import torch
 from torch import Tensor
 
-# The number of waits of 10 ms for threads of a transport that still have a reference.
+# The largest number of waits. Each wait gives the threads of a transport 10 ms to release a
+# reference.
 _MAX_WAITS: Final = 5
 
 
@@ -29,7 +30,7 @@ class StorageReferences:
         self.counts: list[int] = self._count()
 
     def find_increased(self) -> list[int]:
-        """Return the indices of tensors with more references to their storage than at first."""
+        """Return the indices of tensors whose storage has more references than at construction."""
         increased = self._compare()
         for _ in range(_MAX_WAITS):
             if not increased:

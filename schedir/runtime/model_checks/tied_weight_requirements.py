@@ -22,7 +22,7 @@ from schedir.ir.program import Program
 from schedir.runtime.parameters.mixed_precision import describe_options
 from schedir.runtime.parameters.tied_parameters import TiedWeight
 
-SAMPLE_SIZE = 4096  # elements in the digest of a large parameter, to limit its time
+SAMPLE_SIZE = 4096  # elements in the digest of a large parameter, to limit the time
 TIES_HINT = (
     "call ties = schedir.find_tied_weights(stages), and pass tied_weights=ties to compile and to "
     "the executor"
@@ -68,7 +68,7 @@ def fingerprint_parameters(
 
     Args:
         stages: The stages, by number.
-        optimizer: The optimizer that steps them, or None.
+        optimizer: The optimizer that steps the parameters, or None.
 
     Returns:
         Stage -> the fingerprints of its parameters.
@@ -105,8 +105,8 @@ def _fingerprint(
         constant = bool((sample == sample[:1]).all())
         if constant and not bool((flat == flat[:1]).all()):
             sample, constant = flat, False  # the sample lacks the different elements
-        # Copy, because `numpy` fixes the size of a storage, but FSDP must free the weight's
-        # storage.
+        # Copy, because `numpy` fixes the size of a storage, but FSDP must be able to free the
+        # weight's storage.
         copy = sample.clone(memory_format=torch.contiguous_format)
         numbers = copy.view(torch.uint8).cpu().numpy().tobytes()
         values = sha256(kind.encode() + numbers).hexdigest()[:16]
@@ -380,7 +380,7 @@ def require_no_max_norm(
 
     Raises:
         ModelError: The weight has stage replicas, ties or ZeRO shards, or the program may run a
-            step again.
+            training step again.
     """
     for s, module in stages.items():
         tied = {id(weight.local_copies[s]) for weight in weights if s in weight.local_copies}

@@ -1,8 +1,8 @@
 """Offload the tensors that autograd saved in a forward, and reload them for the backward.
 
-Hooks record the tensors that autograd packs in a forward. The offload copies each of their storages
-once, and drops the references to the device memory. The reload allocates new storages. Each tensor
-becomes a view of its new storage, with the same stride and offset as before.
+Hooks record the tensors that autograd packs in a forward. The offload copies each storage of these
+tensors once, and drops the references to the device memory. The reload allocates new storages. Each
+tensor becomes a view of its new storage, with the same stride and offset as before.
 
 Tensors that stay on the device in any case are not offloaded: parameters, buffers, gathered
 weights, and the inputs of the step.
@@ -27,10 +27,10 @@ from schedir.runtime.rank_state import ProgramService, State
 from schedir.runtime.step_inputs import Microbatches, MicrobatchView
 from schedir.runtime.value_slots import find_freeing_instructions
 
-BLOCK_ALIGNMENT = 64  # bytes; storages in a block begin at multiples
+BLOCK_ALIGNMENT = 64  # bytes; each storage in a block begins at a multiple of it
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 _STRIDED = torch.strided
-POISON_BYTE = 0xFF  # a number with only such bytes is NaN
+POISON_BYTE = 0xFF  # a floating-point number of such bytes is NaN
 
 
 class StorageLayout(NamedTuple):
@@ -60,8 +60,8 @@ class StorageView(NamedTuple):
         offset: The offset in the storage, in elements.
         shape: The shape of the tensor.
         stride: Its stride, in elements.
-        is_conj: True if it is a lazy conjugate of its memory.
-        is_neg: True if it is a lazy negative of its memory.
+        is_conj: True if the tensor is a lazy conjugate of its memory.
+        is_neg: True if the tensor is a lazy negative of its memory.
     """
 
     dtype: torch.dtype
@@ -106,7 +106,7 @@ class SavedTensor:
     Args:
         tensor: The tensor.
         version: Its version counter when it was saved.
-        is_resident: True if it stays on the device.
+        is_resident: True if the tensor stays on the device.
     """
 
     __slots__ = ("__weakref__", "is_resident", "location", "tensor", "version")
@@ -147,19 +147,19 @@ class SavedActivations:
         self.stage = stage
         self.device = device
         self.saved_tensors: list[ref[SavedTensor]] = []
-        # Tensors that autograd does not save, such as leaves: while they are offloaded, and after
-        # the reload.
+        # Tensors that autograd does not save, such as leaves. They are in `offloaded` until the
+        # reload, and in `reloaded` after it.
         self.offloaded: list[tuple[Tensor, TensorLocation]] = []
         self.reloaded: list[ref[Tensor]] = []
         self.layouts: list[StorageLayout] = []  # of each storage in the block
         self.block_size = self.nbytes = 0
-        # Tensors on the device, one for each layout: sources of an offload, and targets of a
-        # reload.
+        # Tensors on the device, one for each entry of `layouts`: the sources of an offload, and the
+        # targets of a reload.
         self.offload_sources: list[Tensor] = []
         self.reload_targets: list[Tensor] = []
         self.offload_job: LaneJob | None = None
         self.reload_job: LaneJob | None = None
-        self.arrival_job: LaneJob | None = None  # the last copy between tiers
+        self.arrival_job: LaneJob | None = None  # the latest copy between tiers
         self.block: ArenaBlock[Any] | None = None
 
     # ------------------------------------------------------------ recording
@@ -182,8 +182,8 @@ class SavedActivations:
                 hint="do not offload the activations of this stage",
             )
         # Detach, because a node that saves its output would keep itself alive. A parameter stays
-        # the same object. An inference tensor has no version counter, but autograd refuses to save
-        # it.
+        # the same object. Autograd refuses to save an inference tensor, so `_version` always
+        # exists.
         one = SavedTensor(tensor if own else tensor.detach(), tensor._version, own)
         self.saved_tensors.append(ref(one))
         return one
@@ -216,11 +216,11 @@ class SavedActivations:
     def prepare_offload(
         self, extra_tensors: Iterable[Tensor], resident_storages: Collection[int]
     ) -> None:
-        """Assign the tensors to storages, and drop all other references to their device memory.
+        """List the storages of the tensors to offload, and drop the references to these tensors.
 
         Args:
             extra_tensors: Other tensors to offload, such as leaves and the inputs of a checkpoint.
-                Their data becomes a placeholder.
+                Their `data` becomes a placeholder.
             resident_storages: The keys of the storages that stay on the device.
         """
         found: dict[int, TensorLocation] = {}
@@ -236,7 +236,8 @@ class SavedActivations:
             if first is not None:
                 return TensorLocation(first.storage_index, _make_storage_view(tensor))
             number, size = len(laid), storage.nbytes()
-            room, nbytes = room + size + -size % BLOCK_ALIGNMENT, nbytes + size
+            room = room + size + -size % BLOCK_ALIGNMENT
+            nbytes = nbytes + size
             whole = tensor.nbytes == size and tensor.is_contiguous() and not _is_lazy_view(tensor)
             moves = tensor if whole else _as_bytes(storage)
             self.offload_sources.append(moves)
@@ -269,13 +270,14 @@ class SavedActivations:
     def copy_to_block(
         self, block: ArenaBlock[Tensor], poison: bool, *, is_synchronous: bool
     ) -> None:
-        """Copy the storages to a block of host memory.
+        """Copy the storages of the offloaded tensors to a block of host memory.
 
         Args:
             block: The block.
-            poison: True to overwrite the sources with NaN, except those with other references.
-            is_synchronous: True if the copies end before this method returns. Then it also releases
-                the device memory.
+            poison: True to overwrite the sources with NaN, except sources whose memory other
+                tensors use.
+            is_synchronous: True if the copies end before this method returns. Then this method also
+                releases the device memory.
         """
         if self.offload_sources:
             torch._foreach_copy_(
@@ -289,8 +291,8 @@ class SavedActivations:
     def release_device_memory(self) -> None:
         """Release the device memory of an offload that has been started.
 
-        Later uses of the memory on the device come after the copy. If the copy failed, this raises
-        its error.
+        Work that later reuses this memory on the device waits for the copy. If the copy failed,
+        this method raises the error of the copy.
         """
         if self.offload_job is not None:
             leaving, self.offload_job = self.offload_job, None
@@ -310,7 +312,7 @@ class SavedActivations:
         ]
 
     def copy_from_block(self, block: ArenaBlock[Tensor], poison: bool) -> None:
-        """Copy the storages from a block of host memory to the device.
+        """Copy the storages of the offloaded tensors from a block of host memory to the device.
 
         Args:
             block: The block.
@@ -326,7 +328,8 @@ class SavedActivations:
     def finish_reload(self) -> None:
         """Wait for the reload, and give the saved tensors their new memory.
 
-        If the copy failed, this raises its error. If no reload has been started, it does nothing.
+        If the copy failed, this method raises the error of the copy. If no reload has been started,
+        it does nothing.
         """
         if self.reload_job is None:
             return
@@ -384,7 +387,7 @@ class OffloadMoves(ProgramService):
         # `release_copied` releases it after the copy.
         slots = state.program.slots
         self.has_fixed_slots = bool(slots) and slots[state.rank].saved != UNSHARED_SLOTS
-        # Index of an instruction that fills a slot -> index of the one that freed the slot.
+        # Index of an instruction that fills a slot -> index of the instruction that freed the slot.
         self.freed_by = find_freeing_instructions(state.program, state.rank, Value.SAVED)
         self.values: dict[tuple[int, int], SavedActivations] = {}
         # (Stage, microbatch) -> content of the slot before the offload, which the reload restores.
@@ -392,20 +395,20 @@ class OffloadMoves(ProgramService):
         self.offloading: list[SavedActivations] = []
 
     def release_copied(self) -> None:
-        """Release the device memory of offloads whose copies have ended. Do not wait for others."""
+        """Release the device memory of offloads whose copies have ended, without waiting."""
         for value in self.offloading:
             if value.offload_job is not None and value.offload_job.is_done:
                 value.release_device_memory()
         self.offloading = [value for value in self.offloading if value.offload_job is not None]
 
     def list_device_tensors(self) -> Iterable[Tensor]:
-        """Yield the tensors that use device memory. Threads may have created them."""
+        """Yield the tensors that use device memory. Lane threads may have allocated some."""
         for value in self.values.values():
             yield from value.list_device_tensors()
 
 
 class UnpackedMicrobatches(MicrobatchView):
-    """Microbatches that are read from their source only once each, and then kept.
+    """A view of microbatches that reads each microbatch from its source once, and keeps it.
 
     Args:
         source: The microbatches. The attribute `unpacked` is a dict: number -> microbatch that was

@@ -1,4 +1,4 @@
-"""Preallocated memory of a tier, divided into blocks."""
+"""The memory of a tier, in blocks that several values use one after the other."""
 
 from __future__ import annotations
 
@@ -42,8 +42,9 @@ class Arena(Generic[Place]):
 
     With a limit on the number of blocks, the arena first allocates this number of blocks. Then a
     value gets, of the free blocks that are large enough, the block that was released first. If no
-    free block is large enough, the arena replaces the first released block by a larger block, after
-    its reads have ended. If no block is free, the arena allocates one block more.
+    free block is large enough, the arena takes the block that was released first. It waits until
+    all reads of this block have ended, and replaces the memory of the block by larger memory. If no
+    block is free, the arena allocates one block more.
 
     Args:
         allocate: A function that allocates a number of bytes, and returns their location.
@@ -71,7 +72,8 @@ class Arena(Generic[Place]):
             max_blocks: The largest number of blocks. None means no limit.
 
         Returns:
-            The block. If a copy that reads a replaced block failed, this raises its error.
+            The block. If a copy that reads a replaced block failed, this method raises the error of
+            the copy.
         """
         self.used_bytes += used_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
@@ -107,7 +109,7 @@ class Arena(Generic[Place]):
         block.size = size
 
     def add_block(self, size: int) -> None:
-        """Allocate a free block.
+        """Allocate a block, and add it to the free blocks.
 
         Args:
             size: The size of the block in bytes.
@@ -122,7 +124,8 @@ class Arena(Generic[Place]):
         Args:
             block: The block.
             used_bytes: The `used_bytes` with which `acquire` was called.
-            reader: A job that still reads the block. The next write waits for it.
+            reader: A job that still reads the block. The next write to the block must wait for this
+                job.
         """
         self.used_bytes -= used_bytes
         block.pending_jobs = [] if reader is None else [reader]

@@ -39,10 +39,10 @@ class LaneJob:
     """A job that was started on a lane."""
 
     def wait(self) -> None:
-        """Let the following computation wait for the job.
+        """Make the following computation wait for the job.
 
-        On a CPU the host waits. On a GPU the current stream waits. If the job failed, this raises
-        its error. The method may be called several times.
+        On a CPU the host waits. On a GPU the current stream waits. If the job failed, this method
+        raises the error of the job. The method may be called several times.
         """
         raise NotImplementedError
 
@@ -94,12 +94,13 @@ class CopyLanes(RankService):
 
         Args:
             lane: The lane.
-            run: The function to run, without gradients. On a GPU this method calls it immediately,
-                with the lane's stream as the current stream. Its copies must be `non_blocking`. The
-                stream first waits for the current computation.
+            run: The function to run, without gradients. If the lane is a CUDA stream, this method
+                calls the function immediately, with this stream as the current stream. Copies of
+                the function must be `non_blocking`. The stream first waits for the current
+                computation.
             nbytes: The bytes that the job copies.
             after_jobs: Jobs that must end before this job begins.
-            observer: An object that is notified of the begin and the end.
+            observer: An object that is notified of the begin and the end of the job.
 
         Returns:
             The job.
@@ -168,7 +169,7 @@ class _ThreadJob(LaneJob):
 
 
 def _run_jobs(queue: SimpleQueue[_ThreadJob | None]) -> None:
-    """Run the jobs of a lane in order, until the queue has None."""
+    """Run the jobs of a lane in order, until the queue returns None."""
     while (job := queue.get()) is not None:
         job.work()
         del job

@@ -35,7 +35,7 @@ from schedir.runtime.stage_state import StageState
 
 
 class _GradCheck(NamedTuple):
-    """The result of the gradient check of an update. The host may read it when `job` has ended.
+    """The result of an update's gradient check, which the host may read when `job` has ended.
 
     Attributes:
         finite: True if all gradients are finite, 0-dim bool.
@@ -121,7 +121,7 @@ class _HostParameters:
         return [*(host for host, _ in self.flat_pairs), *self.host_memory.values()]
 
     def bind_gradients(self) -> None:
-        """Set each `grad` to its host gradient again, because a step may have replaced it."""
+        """Set the `grad` of host parameters again, because a step may have replaced it."""
         for one, gradient in self.host_gradients.items():
             one.grad = gradient
 
@@ -192,8 +192,8 @@ class CpuOptimizer(HostOptimizerState):
     def to_resting_state(self) -> None:
         """See `HostOptimizerState.to_resting_state`.
 
-        In the first call it also allocates the host memory of each stage. In later calls it finds
-        the weights on the device again.
+        The first call also allocates the host memory of each stage. Later calls look up the weights
+        on the device again, because their memory may have changed.
         """
         super().to_resting_state()
         parameter_of_main = {main: p for p, main in self.main_parameters.items()}
@@ -213,8 +213,8 @@ class CpuOptimizer(HostOptimizerState):
     ) -> None:
         """Start to copy the gradients of a stage to the host.
 
-        In the first update of a step it also copies the parameters, which may have changed since
-        the last step. With main parameters it does not copy parameters.
+        In the first update of a step the method also copies the parameters, because they may have
+        changed since the last step. It does not copy parameters if there are main parameters.
 
         Args:
             stage: The number of the stage.
@@ -237,7 +237,7 @@ class CpuOptimizer(HostOptimizerState):
         self.jobs[Lane.D2H, stage] = self._start_copy(Lane.D2H, pairs, observer)
 
     def set_grad_check(self, finite: Tensor, grad_factor: Tensor | None) -> None:
-        """Set the result of the gradient check, for all steps of an update.
+        """Set the result of the gradient check, for the optimizer steps of all stages in an update.
 
         Args:
             finite: True if the gradients are finite, 0-dim bool on the device.
@@ -253,7 +253,7 @@ class CpuOptimizer(HostOptimizerState):
         self.grad_check = _GradCheck(host[0], host[1] if grad_factor is not None else None, job)
 
     def wait_for_gradients(self) -> None:
-        """Let the computation wait for all copies of gradients, which it may then change."""
+        """Make the computation wait for all copies of gradients before it changes the gradients."""
         for (lane, _), job in self.jobs.items():
             if lane is Lane.D2H:
                 job.wait()
@@ -264,7 +264,7 @@ class CpuOptimizer(HostOptimizerState):
         Args:
             stage: The number of the stage.
             make_error: A function that converts an error to one that names the instruction.
-            observer: An object that is notified of the begin and the end.
+            observer: An object that is notified of the begin and the end of the step.
         """
         assert self.grad_check is not None, "the checker proves that there is a norm"
         judged = self.grad_check
@@ -290,11 +290,11 @@ class CpuOptimizer(HostOptimizerState):
         )
 
     def step(self, stage: int, finite: Tensor) -> None:
-        """See `HostOptimizerState.step`. It runs on the host lane.
+        """See `HostOptimizerState.step`. The optimizer step runs on the host lane.
 
         Raises:
-            ModelError: As in the base class, or the optimizer replaces the memory of a parameter.
-                The copy to the device reads the old memory.
+            ModelError: As in the base class. Also if the optimizer replaces the memory of a
+                parameter, because the copy to the device reads the old memory.
         """
         part = self.host_parameters[stage]
         part.bind_gradients()
@@ -318,7 +318,7 @@ class CpuOptimizer(HostOptimizerState):
     def reload_weights(
         self, stage: int, *, is_last_update: bool, observer: LaneObserver | None = None
     ) -> None:
-        """Start to copy the weights of a stage back to the device, after its step.
+        """Start to copy the weights of a stage back to the device, after the stage's step.
 
         On a CPU, the host copies are overwritten with NaN after the last update, to find wrong
         reads.
@@ -397,7 +397,7 @@ class CpuOptimizer(HostOptimizerState):
 
 
 class _RandomDrawGuard(TorchDispatchMode):
-    """Refuse an optimizer that draws random numbers: the device may draw concurrently."""
+    """Refuse an optimizer that draws random numbers, because the device may do so concurrently."""
 
     def __init__(self, optimizer: object) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

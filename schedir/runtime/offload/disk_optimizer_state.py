@@ -101,7 +101,7 @@ class DiskOptimizerState(HostOptimizerState):
 
         Args:
             stage: The number of the stage.
-            observer: An object that is notified of the begin and the end.
+            observer: An object that is notified of the begin and the end of the copy.
             wrap_error: A function that adds the instruction to an error.
         """
         block, views, nbytes = self._acquire_buffer(
@@ -123,7 +123,7 @@ class DiskOptimizerState(HostOptimizerState):
 
         Args:
             stage: The number of the stage.
-            observer: An object that is notified of the begin and the end.
+            observer: An object that is notified of the begin and the end of the copy.
         """
         buffer = self.host_buffers.pop(stage)
         if self.lanes.uses_streams:  # A stream cannot wait for the disk lane, which is a thread.
@@ -146,7 +146,7 @@ class DiskOptimizerState(HostOptimizerState):
 
         Args:
             stage: The number of the stage.
-            observer: An object that is notified of the begin and the end.
+            observer: An object that is notified of the begin and the end of the copy.
 
         Raises:
             OSError: The disk has no space for new state tensors. The state is then unchanged.
@@ -183,7 +183,7 @@ class DiskOptimizerState(HostOptimizerState):
 
         Args:
             stage: The number of the stage.
-            observer: An object that is notified of the begin and the end.
+            observer: An object that is notified of the begin and the end of the copy.
             wrap_error: A function that adds the instruction to an error.
         """
         buffer = self.host_buffers.pop(stage)
@@ -207,7 +207,7 @@ class DiskOptimizerState(HostOptimizerState):
         self.spill(stage)
 
     def finish(self, *, is_last_update: bool = True) -> None:
-        """See `HostOptimizerState.finish`. It also waits for all writes to the file."""
+        """See `HostOptimizerState.finish`. This method also waits for all writes to the file."""
         super().finish()
         for stage in [*self.spilling_buffers]:
             self.spilling_buffers[stage].job.finish()
@@ -277,10 +277,8 @@ class DiskOptimizerState(HostOptimizerState):
         block = self.spill_file.arena.acquire(size, nbytes)
         memory = self.spill_file.map_block(block, size, nbytes)
         for t, start in zip(tensors, starts, strict=True):
-            self.file_offsets[t], self.host_memory[t] = (
-                block.location + start,
-                _view_like(memory, start, t),
-            )
+            self.file_offsets[t] = block.location + start
+            self.host_memory[t] = _view_like(memory, start, t)
 
 
 def _round_up_bytes(t: Tensor) -> int:

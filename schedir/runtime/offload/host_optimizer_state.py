@@ -1,4 +1,4 @@
-"""Keep the optimizer state of each stage in host memory, except during its step.
+"""Keep the optimizer state of each stage in host memory, except during the stage's step.
 
 The state tensors of the optimizer and the main parameters of a MainOptimizer stay the same objects.
 Only their `data` moves between the device and the host. Between steps the data is on the host,
@@ -86,7 +86,8 @@ class HostOptimizerState:
             self.main_parameters = dict(
                 zip(optimizer.parameters, optimizer.main_parameters, strict=True)
             )
-        # Stage -> its parameters in the optimizer's groups. And all parameters at the last refresh.
+        # `optimizer_parameters`: stage -> its parameters in the optimizer's groups.
+        # `seen_parameters`: all parameters in these groups at the last refresh.
         self.optimizer_parameters: dict[int, list[Tensor]] = {}
         self.seen_parameters: list[Tensor] = []
         self.stepped_parameters: list[Tensor] = []  # trained parameters of the model
@@ -124,7 +125,7 @@ class HostOptimizerState:
         self.seen_parameters = has
 
     def _require_no_references(self) -> None:
-        """Verify that the optimizer steps only the parameters in its groups."""
+        """Raise ModelError if the optimizer refers to parameters outside of its groups."""
         self.isolation.require_no_references(
             stages=sum(map(bool, self.optimizer_parameters.values()))
         )
@@ -145,7 +146,8 @@ class HostOptimizerState:
     def list_state_tensors(self, stage: int) -> list[Tensor]:
         """Return the state tensors of a stage that are on the device or can move there.
 
-        This excludes step counts, which torch keeps on the host even if parameters are on a GPU.
+        The result excludes step counts, which torch keeps on the host even if parameters are on a
+        GPU.
 
         Args:
             stage: The number of the stage.
@@ -196,7 +198,7 @@ class HostOptimizerState:
 
         Args:
             stage: The number of the stage.
-            observer: An object that is notified of the begin and the end.
+            observer: An object that is notified of the begin and the end of the copy.
         """
         moving = []
         for t in self.list_state_tensors(stage):
@@ -276,7 +278,7 @@ class HostOptimizerState:
 
         Args:
             stage: The number of the stage.
-            observer: An object that is notified of the begin and the end.
+            observer: An object that is notified of the begin and the end of the copy.
 
         Raises:
             ModelError: State tensors share memory with each other or with parameters.

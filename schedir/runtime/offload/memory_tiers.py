@@ -18,7 +18,7 @@ class MemoryTiers(RankService):
 
     All programs of a rank share the arenas, because a rank runs one program at a time. On a GPU the
     host memory is pinned. On a CPU, where copies are only for tests, `poisons_sources` is True: the
-    source of a copy is overwritten with NaN, to find late reads.
+    source of a copy is overwritten with NaN, to find reads that come too late.
 
     Args:
         resources: The resources of the rank.
@@ -31,7 +31,7 @@ class MemoryTiers(RankService):
         self.host_arena: Arena[Tensor] = Arena(
             partial(allocate_host_memory, pinned=device.type == "cuda")
         )
-        # Host buffers for optimizer states between the disk and the device.
+        # Host buffers through which optimizer states pass between the disk and the device.
         self.state_arena: Arena[Tensor] = Arena(self.host_arena.allocate)
         self.spill_file: SpillFile | None = None
 

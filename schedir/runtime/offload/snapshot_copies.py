@@ -94,7 +94,7 @@ class SnapshotCopies(RankService):
     def wait(self) -> None:
         """Wait until the computation may change the copied tensors.
 
-        If a copy failed, this raises its error.
+        If a copy failed, this method raises the error of the copy.
         """
         while self.pending_copies:
             self.pending_copies.pop().wait()
@@ -106,8 +106,8 @@ class SnapshotCopy:
     def wait(self) -> None:
         """Wait until the computation may change the copied tensors.
 
-        On a GPU the current stream waits, and the host does not. If the copy failed, this raises
-        its error. Call it only once.
+        On a GPU the current stream waits, and the host does not. If the copy failed, this method
+        raises the error of the copy. Call it only once.
         """
         raise NotImplementedError
 
@@ -139,7 +139,8 @@ class _DeviceCopy(SnapshotCopy):
     """A copy on a separate stream, for which the current stream waits."""
 
     def __init__(self, pairs: Sequence[CopyPair]) -> None:
-        stream, current = torch.cuda.Stream(), torch.cuda.current_stream()
+        stream = torch.cuda.Stream()
+        current = torch.cuda.current_stream()
         stream.wait_stream(current)
         with torch.cuda.stream(stream):
             copy_pairs(pairs)

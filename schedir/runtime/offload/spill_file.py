@@ -1,7 +1,7 @@
 """The unnamed file to which a rank writes data that does not fit in host memory.
 
 The file is unlinked when it is created, so that it disappears even if the process is killed.
-Nothing reads its content after the process ends. So no write waits until the data is on the medium.
+Nothing reads its content after the process ends. So no write waits until the data is on the disk.
 """
 
 from __future__ import annotations
@@ -87,7 +87,8 @@ class SpillFile:
             A uint8 tensor of `size` bytes.
         """
         before = block.location % mmap.ALLOCATIONGRANULARITY
-        length, at = before + max(size, 1), block.location - before
+        length = before + max(size, 1)
+        at = block.location - before
         mapping = mmap.mmap(self.file.fileno(), length, offset=at)
         weakref.finalize(mapping, self.arena.release, block, used_bytes).atexit = False
         return torch.frombuffer(mapping, dtype=torch.uint8)[before : before + size]
@@ -99,7 +100,8 @@ class SpillFile:
             offset: The offset in the file, in bytes.
             memory: A contiguous tensor in host memory.
         """
-        rest, number = _as_buffer(memory), self.file.fileno()
+        rest = _as_buffer(memory)
+        number = self.file.fileno()
         while rest:
             done = os.pwrite(number, rest, offset)
             rest, offset = rest[done:], offset + done
@@ -114,7 +116,8 @@ class SpillFile:
         Raises:
             OSError: The file is too short.
         """
-        rest, number = _as_buffer(memory), self.file.fileno()
+        rest = _as_buffer(memory)
+        number = self.file.fileno()
         while rest:
             done = os.preadv(number, [rest], offset)
             if not done:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from schedir.ir.cost.zero_states import SHARDED_FROM_LEVEL
 from schedir.transports.collectives import GroupKey
 
-# Bytes of a bucket. It is large enough to use the full rate of a link, and small enough for the
-# last bucket, which does not overlap with computation.
+# Bytes of a bucket. A bucket is large enough to use the full rate of a link. It is small enough for
+# a short reduction of the last bucket, which does not overlap with computation.
 BUCKET_BYTES: Final = 32 * 2**20
 CPU_ALIGNMENT: Final = 64  # bytes to which torch aligns memory of a CPU
 _EXPERT_GROUPS: Final[dict[str, GroupKey]] = {"dp": "expert_dp", "params": "expert_params"}
@@ -44,7 +44,7 @@ class ShardSpec(NamedTuple):
         return range(self.replica, self.replica + 1) if self.zero else range(self.replicas)
 
     def for_tensor(self, tensor: Tensor) -> ShardSpec:
-        """Return the spec with index and number counted only over replicas with the same tensor.
+        """Return the spec of this replica among the replicas that have the same tensor.
 
         Usually these are all replicas. If the tensor belongs to an expert, only every `ep`-th
         replica has it.
@@ -70,8 +70,8 @@ UNSHARDED: Final = ShardSpec()
 def is_summed_over_tp(parameter: Tensor) -> bool:
     """Return whether tensor-parallel ranks must sum the gradients of a parameter.
 
-    Each of these ranks has the full parameter, but its gradient comes from a part of the sequence.
-    The attribute `summed_over_tp` of the parameter is then True.
+    Each of these ranks has the full parameter, but computes the gradient from its part of the
+    sequence. The attribute `summed_over_tp` of such a parameter is True.
 
     Args:
         parameter: The parameter.

@@ -58,7 +58,7 @@ def are_finite(tensors: Iterable[Tensor]) -> Tensor:
     Args:
         tensors: The tensors. If they have no elements, the result is True on the CPU.
     """
-    # Begin with None and not with a host tensor, because its copy to a GPU would block.
+    # Begin with None, because the copy of a host tensor to a GPU would block.
     finite: Tensor | None = None
     for flat in tensors:
         if flat.numel():
@@ -199,10 +199,10 @@ def describe_options(optimizer: object) -> dict[Tensor, str]:
 def use_float32_gradients(module: nn.Module) -> None:
     """Accumulate the gradients of all parameters in float32.
 
-    This sets torch's `grad_dtype` of each parameter. The executor reads only `grad_dtype`, so it
-    can also be set for single parameters. In splittable layers, the matrix product adds to the
-    float32 gradient directly (`schedir.kernels.weight_gradient`). For other parameters, autograd
-    first rounds the gradient of one microbatch to the dtype of the parameter.
+    The function sets torch's `grad_dtype` of each parameter. The executor reads only `grad_dtype`,
+    so it can also be set for single parameters. In splittable layers, the matrix product adds to
+    the float32 gradient directly (`schedir.kernels.weight_gradient`). For other parameters,
+    autograd first rounds the gradient of one microbatch to the dtype of the parameter.
 
     Args:
         module: The module with the parameters.
@@ -215,7 +215,7 @@ class MainOptimizer:
     """An optimizer that steps float32 copies of 16-bit parameters, and copies the result back.
 
     Args:
-        parameters: The parameters of the model. Frozen ones are left out.
+        parameters: The parameters of the model. Frozen parameters are left out.
         make_optimizer: Creates the optimizer from the list of main parameters, in the order of
             `parameters`.
 
@@ -254,7 +254,7 @@ class LossScale:
     """The factor of a float16 loss, which keeps small gradients from becoming zero.
 
     The rule and the default values are those of torch.amp.GradScaler. Each rank has a loss scale.
-    They stay equal, because all ranks change them by the same global norm.
+    The loss scales stay equal, because all ranks change them by the same global norm.
 
     Args:
         value: The first value.

@@ -1,15 +1,16 @@
-"""Post-validation: step before the gradient norm arrives, and redo a wrong step.
+"""Post-validation: update the weights before the gradient norm arrives, and redo wrong updates.
 
-A rank steps as if the norm of all gradients were finite and not above the limit. The norm is
-computed later. In the next step, before its own update, each rank checks whether the last update
-was right. If it was wrong, all ranks have run that step on wrong weights. Each rank then restores
-the state before the update, makes the update with the norm, and runs the step again.
+A rank makes an update as if the norm of all gradients were finite and not above the limit. The norm
+is computed later. In the next step, before that step's own update, each rank checks whether the
+previous update was right. If it was wrong, all ranks have run this step on wrong weights. Each rank
+then restores the state before the previous update, makes that update with its norm, and runs the
+step again.
 
-The paper reverses an update by computation (appendix C). schedir restores copies instead, because
-the reverse of a division is not exact.
+The paper reverses an update by computation (appendix C). schedir restores copies instead, because a
+division in floating point cannot be reversed exactly.
 
-After a wrong update, the next update is likely to need clipping, too. So it waits for its norm at
-the end of its step. All later updates wait, too, until one needs no clipping.
+After a wrong update, the next update is likely to need clipping, too. So the next update waits for
+its norm at the end of its step. All later updates wait, too, until an update needs no clipping.
 
 References:
     Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 4.
@@ -40,7 +41,7 @@ from schedir.transports.transport import Work
 
 
 class OptimisticStep(ProgramService):
-    """The updates of a rank. All updates but the last one are validated.
+    """The updates of a rank. All of them are validated, except for the last update.
 
     Instruction handlers call `step`, `track_norm` and `wait_for_previous_norm`. `needs_rerun`
     returns the same result on all ranks.
@@ -173,8 +174,8 @@ class OptimisticStep(ProgramService):
     def needs_rerun(self) -> bool:
         """Return whether the step must be run again, because its weights were wrong.
 
-        If it returns True, it has corrected the weights and restored all other state from before
-        the step.
+        If the result is True, the method has corrected the weights and restored all other state
+        from before the step.
         """
         norm = self.norm
         assert norm is not None, "every step has a norm"
@@ -238,7 +239,7 @@ class OptimisticStep(ProgramService):
         return bool(finite & (shrink == 1.0))
 
     def read_result(self) -> tuple[Tensor, Tensor]:
-        """Wait for the norm of the last step's gradients before clipping, and return it.
+        """Wait for the norm that the last step's gradients had before clipping, and return it.
 
         Returns:
             The norm, a 0-dim float64 tensor, which is 0 before the first step. And a bool tensor of

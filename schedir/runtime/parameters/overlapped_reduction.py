@@ -2,8 +2,8 @@
 
 Each buffer of `GradientBuffers` is a bucket. When the gradients of all its parameters are final, a
 bucket is scaled and its all-reduce starts. All replicas must start the buckets in the same order,
-so this order is fixed: a backward completes buckets in this order if the forward uses parameters in
-the order of the module.
+so this order is fixed. It is the order in which a backward completes buckets if the forward uses
+parameters in the order of the module.
 """
 
 from __future__ import annotations
@@ -67,14 +67,14 @@ class GradientReduction:
     Only the last instruction that adds to the gradients may call `overlap_backward` or
     `overlap_deferred_wgrad`. `end` starts the remaining buckets.
 
-    In a backward, autograd runs the node that accumulates a parameter's gradient once, after all
-    uses of the parameter. Then the gradient is final. Gradients of parameters that the backward
-    does not reach are final when it ends.
+    In a backward, the node that accumulates a parameter's gradient runs once, after all uses of the
+    parameter. Then the gradient is final. Gradients of parameters that the backward does not reach
+    are final when the backward ends.
 
     In two cases a gradient may still change later. The first is a backward within the backward,
-    such as a checkpoint with use_reentrant=True. The second is a module with hooks. Then all
-    gradients are final only when the backward ends. `end` detects any other late write to a bucket
-    that has started.
+    such as a checkpoint with use_reentrant=True. The second is a module with hooks. In both cases
+    all gradients are final only when the backward ends. `end` detects any other late write to a
+    bucket that has started.
 
     Args:
         gradients: The gradient buffers of the stage.
@@ -164,7 +164,7 @@ class GradientReduction:
             self._start_next_bucket()
 
     def _get_pending_grads(self) -> set[int]:
-        """Return the `id` of each gradient in the next bucket that is not final."""
+        """Return the ids of the gradients in the next bucket that are not final yet."""
         return self.pending_grads[self.bucket_order[len(self.started_buckets)]]
 
     def _start_next_bucket(self) -> None:

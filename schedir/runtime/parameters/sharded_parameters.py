@@ -37,16 +37,16 @@ from schedir.transports.collectives import CollectiveName, GroupKey
 from schedir.transports.transport import Work
 
 StartCollective = Callable[[CollectiveName, GroupKey, Tensor, Tensor], Work]
-_OWNER_ATTRIBUTE: Final = "_schedir_parts"  # the attribute of a parameter with its owner
+_OWNER_ATTRIBUTE: Final = "_schedir_parts"  # the parameter's attribute that refers to its owner
 _ALL_INSTANCES: Final = WeakSet["ShardedParameters"]()  # all instances of this process
 
 
 class ShardedParameters:
     """The trained weights of a stage, in the same buckets as its gradients.
 
-    Up to ZeRO level 2 the flat tensors of full weights stay allocated, and a shard is a view of
-    one. At level 3 the shards have separate memory, and the flat tensors have memory only while the
-    weights are unsharded.
+    Up to ZeRO level 2 the flat tensors of full weights stay allocated, and each shard is a view of
+    its flat tensor. At level 3 the shards have separate memory, and the flat tensors have memory
+    only while the weights are unsharded.
 
     Args:
         gradients: The gradient buffers of the stage.
@@ -88,8 +88,8 @@ class ShardedParameters:
         """Copy the weights into buckets, and replace the data of each parameter by its shard.
 
         Args:
-            alias_shards: A shard for each parameter of another stage that is a value of `aliases`:
-                the shard of its bucket. This bucket has no other parameter.
+            alias_shards: Parameter of another stage that is a value of `aliases` -> the shard of
+                its bucket. This bucket has no other parameter.
         """
         for bucket in self.buckets:
             flat = torch.zeros(bucket.numel, dtype=bucket.dtype, device=bucket.device)
@@ -107,8 +107,8 @@ class ShardedParameters:
             self.shards.append(shard)
             self.full_views += zip(bucket.parameters, views, strict=True)
             self.parameter_shards |= zip(bucket.parameters, bucket.split_shard(shard), strict=True)
-            # Free the full memory of each bucket before the next bucket, to keep the peak of memory
-            # low.
+            # Free the full weights of each bucket before the next bucket is copied, to keep the
+            # peak of memory low.
             for p in bucket.parameters:
                 p.grad = None
                 p.data = self.parameter_shards[p]
@@ -205,8 +205,8 @@ class ShardedParameters:
     def reshard(self) -> None:
         """Free the full weights, so that only this replica's shard remains.
 
-        A write to another replica's part would be lost. Version counters do not show a write to
-        `data`, so the first step also compares checksums.
+        A write to elements of another replica's shard would be lost. Version counters do not show a
+        write to `data`, so the first step also compares checksums.
 
         Raises:
             ModelError: The stage wrote to a weight.
@@ -418,9 +418,9 @@ def require_sharded_state(optimizer: Any, shapes: Mapping[Any, torch.Size]) -> N
 
 @contextmanager
 def guard_shard_step(optimizer: object, zero: int) -> Iterator[None]:
-    """Step an optimizer within this context, on shards if `zero` is not 0.
+    """Return a context for an optimizer step, which steps shards if `zero` is not 0.
 
-    Hooks of the step would get shards. They are allowed only if the optimizer's attribute
+    Hooks of the step would get shards. Such hooks are allowed only if the optimizer's attribute
     `elementwise` is True.
 
     Args:
@@ -428,8 +428,8 @@ def guard_shard_step(optimizer: object, zero: int) -> Iterator[None]:
         zero: The ZeRO level.
 
     Raises:
-        ModelError: `zero` is not 0, and the step has hooks without `elementwise`, or the step of an
-            optimizer that is not torch's fails.
+        ModelError: `zero` is not 0, and the step has hooks but `elementwise` is not True. Or `zero`
+            is not 0, and the step of an optimizer that is not torch's fails.
     """
     for one in map(unwrap_optimizer, find_optimizers(optimizer) if zero else ()):
         if has_step_hooks(one) and not getattr(one, "elementwise", False):

@@ -1,4 +1,4 @@
-"""Tied weights of a rank: copies in several stages, with one gradient sum each.
+"""Tied weights of a rank: copies in several stages, and one sum of their gradients.
 
 The gradients of the copies are added in the order of stages, and every copy gets the sum. Copies
 may be on one rank or on several. Several stages of a rank may have the same Parameter. Then the
@@ -84,8 +84,8 @@ class RankTies:
     """The tied weights of a rank, and the Parameters of the rank that share memory.
 
     Args:
-        weights: The tied weights with copies on the rank. Substitutes replace Parameters in their
-            `local_copies`.
+        weights: The tied weights with copies on the rank. The constructor sets substitutes in the
+            `local_copies` of these weights.
         parameter_copies: Parameter that virtual ranks of the process share -> the copy with which
             this rank computes.
         program: The first program of the rank.
@@ -148,7 +148,8 @@ def _make_substitutes(
     later stage gets a Parameter in the same memory, with a separate gradient.
 
     Args:
-        weights: The tied weights of the rank. Substitutes replace Parameters in `local_copies`.
+        weights: The tied weights of the rank. The function sets substitutes in the `local_copies`
+            of these weights.
         copies: Parameter that virtual ranks of the process share -> the copy of this rank.
 
     Returns:
@@ -217,7 +218,9 @@ def make_tie_reducer(
     local_stages, ranks = [*weight.local_copies], find_sharing_ranks(weight.stages, shape)
     if not is_tied_across_ranks(weight.stages, shape):
         return lambda: sum_into_copies(*map(get_grad, local_stages))
-    if len(ranks) == len(weight.stages) == 2:  # in place, because a sum of two has only one order
+    if (
+        len(ranks) == len(weight.stages) == 2
+    ):  # in place, because the order of two summands does not matter
         (copy,) = local_stages
 
         def in_place() -> None:

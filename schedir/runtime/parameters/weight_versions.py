@@ -1,7 +1,7 @@
 """Keep old versions of the weights of a stage for delayed updates (PipeDream-2BW).
 
-This is only for programs with several updates. The optimizer changes the parameters of the module
-in place. Computation uses copies, which accumulate gradients into the same tensors as these
+Only programs with several updates need old versions. The optimizer changes the parameters of the
+module in place. Computation uses copies, which accumulate gradients into the same tensors as these
 parameters.
 
 References:
@@ -28,7 +28,8 @@ from schedir.runtime.parameters.parameter_copies import make_parameter_like, req
 class WeightVersions:
     """Copies of a stage's trained weights for each weight version in use.
 
-    A weight version is the number of updates of the step that the weights contain.
+    The number of a weight version is the number of updates of the current step that the weights
+    contain.
 
     Args:
         module: The stage.
@@ -60,7 +61,7 @@ class WeightVersions:
         # During a step: observers on the autograd nodes of the module's original parameters.
         self.hooks: list[tuple[Node, RemovableHandle]] = []
         self.traces: dict[int, list[tuple[int, ...]]] = {}  # version -> traces of its new copies
-        # True in the first step, which compares checksums. They show writes to `data`.
+        # True in the first step, which compares checksums. Checksums also show writes to `data`.
         self.compares_values = True
 
     def begin_step(self) -> None:
@@ -156,8 +157,8 @@ class WeightVersions:
         """Return, for each copy of a version, values that change if the copy is written to.
 
         These are its version counter, its address, and in the first step a checksum. Only the
-        checksum shows a write to `copy.data`. On a GPU it is 0, because the host would have to wait
-        for it.
+        checksum shows a write to `copy.data`. On a GPU the checksum is 0, because the host would
+        have to wait for it.
         """
         copies = self.copies_by_version[version].values()
         traces: list[tuple[int, ...]] = [(copy._version, copy.data_ptr()) for copy in copies]

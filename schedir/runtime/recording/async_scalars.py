@@ -60,7 +60,7 @@ class AsyncScalars:
     def read(self) -> list[float]:
         """Wait for the copy, and return the scalars. Call this once.
 
-        It does not wait for work that was issued after the copy.
+        The method does not wait for work that was issued after the copy.
         """
         self.row.copy_event.synchronize()
         scalars: list[float] = self.row.values.tolist()

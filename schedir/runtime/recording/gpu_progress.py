@@ -1,8 +1,8 @@
 """Find which instructions a GPU has finished, without blocking.
 
-When the host waits for the GPU, it may already have issued a step and the next step, too. So the
-position of the host does not show the position of the GPU. Each instruction records a CUDA event at
-its end. Work on another lane, such as NCCL work, has a separate completion query.
+The host may have issued two steps before the GPU has finished the first of them. So the position of
+the host does not show the position of the GPU. Each instruction records a CUDA event at its end.
+Work on another lane, such as NCCL work, has a separate completion query.
 """
 
 from __future__ import annotations

@@ -1,8 +1,8 @@
 """Measure the bytes of live tensors on a rank during a step.
 
 `schedir.analysis.memory.footprint` predicts the same bytes: weights, gradients, optimizer state,
-slots, and the values that instructions keep for later instructions. Both exclude the inputs of the
-step, and memory that an instruction needs only while it runs.
+slots, and the values that instructions keep for later instructions. The measured and the predicted
+bytes exclude the inputs of the step, and memory that an instruction needs only while it runs.
 """
 
 from __future__ import annotations
@@ -25,8 +25,9 @@ from schedir.runtime.rank_state import Call
 class LiveMemory(TorchDispatchMode):
     """A context that measures the peak of live memory in the steps of an executor.
 
-    It counts the bytes before and after each instruction. Each storage counts once. It works only
-    on a CPU, where unused memory is freed immediately. Steps within the context are slower.
+    It counts the bytes before and after each instruction. Each storage counts once. The measurement
+    works only on a CPU, where unused memory is freed immediately. Steps within the context are
+    slower.
 
     Args:
         executor: The executor to measure.

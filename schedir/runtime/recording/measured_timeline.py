@@ -49,7 +49,8 @@ def gather_timeline(executor: Executor, transport: ProcessTransport) -> Timeline
     starts = [each[: len(each) // 2] for each in everyone]
     ends = [each[len(each) // 2 : -1] for each in everyone]
     errors = [float(each[-1]) for each in everyone]
-    start, end = np.concatenate(starts), np.concatenate(ends)
+    start = np.concatenate(starts)
+    end = np.concatenate(ends)
     model, blocks = transport.progress_model, transport.blocking_hosts
     timeline = build_timeline(executor.program, start, end, model, blocking_hosts=blocks)
     return replace(timeline, clock_error=sum(sorted(errors)[-2:]))

@@ -50,9 +50,9 @@ def find_origin(
 ) -> NanOrigin | None:
     """Find the instruction that first produced inf or NaN in the last step.
 
-    All processes must call this function, and it returns the same in all of them. They run the step
-    again. Without a seed, the new run draws other random numbers and may be finite. The result then
-    comes from `residue`.
+    All processes must call this function, and get the same result. They run the step again. Without
+    a seed, the new run draws other random numbers and may be finite. The result then comes from
+    `residue`.
 
     Args:
         executor: The executor, after the step.
@@ -108,7 +108,7 @@ class NanOrigin(NamedTuple):
 
 
 def find_earliest(origins: Iterable[NanOrigin], last_stage: int) -> NanOrigin | None:
-    """Return the earliest of the origins that all ranks found, or None if there are none.
+    """Return the earliest origin that any rank found, or None if there are no origins.
 
     Forwards count only if the loss of their microbatch is not finite, too. Otherwise an infinite
     output, such as a mask, is intended.

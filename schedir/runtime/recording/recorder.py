@@ -33,7 +33,7 @@ from schedir.transports.transport import CompletedWork, Transport, TransportWrap
 
 FloatArray = NDArray[np.float64]
 
-ANCHOR_ROUNDS: Final = 16  # measurements of the GPU's clock offset; the shortest counts
+ANCHOR_ROUNDS: Final = 16  # measurements of the GPU's clock offset; the shortest one counts
 # The resolution of events in seconds (CUDA Runtime API, cudaEventElapsedTime).
 EVENT_RESOLUTION: Final = 0.5e-6
 
@@ -112,7 +112,7 @@ class Timestamps(WorkObserver, ABC):
 
     @abstractmethod
     def on_issued(self) -> None:
-        """Note that pending work has been issued. A group of transfers is issued together."""
+        """Record the end of pending work, which has now been issued. A group is issued at once."""
 
     def make_lane_observer(self) -> LaneTimestamps | None:
         """Return an observer of the current instruction's work on a lane of the rank.
@@ -197,7 +197,7 @@ class HostTimestamps(Timestamps):
 
 
 class _ObservedWork:
-    """Work that records its end when a wait for it returns. A CPU has no better time."""
+    """Work that records its end when a wait for it returns. A CPU knows no earlier time."""
 
     def __init__(self, timestamps: HostTimestamps, k: int, work: Work) -> None:
         self.timestamps = timestamps
@@ -213,7 +213,7 @@ class _ObservedWork:
 
 @runtime_checkable
 class TransportTimestamps(Protocol):
-    """Work on a lane of the transport that can record an event there."""
+    """Work that can record an event on its lane of the transport."""
 
     def record_end(self, event: torch.cuda.Event) -> None:
         """Record an event at the end of the work, now or when it is issued.
@@ -226,11 +226,12 @@ class TransportTimestamps(Protocol):
 class EventTimestamps(Timestamps):
     """A recorder that records CUDA events on the streams of a GPU.
 
-    The constructor creates all events. A step does not wait for them.
+    The constructor creates all events. The host does not wait for events during a step.
 
     Some transports, such as NCCL, return work without `record_end`. Then a side stream waits for
     the work and records its end. There is one side stream for each queue in which the rank
-    receives. This costs the host some microseconds per message, and the GPU a wait and an event.
+    receives. A side stream costs the host some microseconds per message, and the GPU a wait and an
+    event.
 
     Args:
         program: The program.
@@ -330,10 +331,8 @@ class EventTimestamps(Timestamps):
         # Queue -> its last group, and the time when all members of the group have ended.
         before: dict[int, tuple[int, float]] = {}
         for k in self.lane_instructions:
-            queue, group, last = (
-                self.queue_by_instruction[k],
-                *before.get(self.queue_by_instruction[k], (0, -np.inf)),
-            )
+            queue = self.queue_by_instruction[k]
+            group, last = before.get(queue, (0, -np.inf))
             if group != self.group_by_instruction[k]:
                 free[queue] = last
             began[k] = max(began[k], free[queue])
@@ -412,7 +411,7 @@ class RecordedTransport(TransportWrapper):
 def read_step_times(
     timestamps: Sequence[Timestamps | None],
 ) -> tuple[list[InstructionTimes], float]:
-    """Return the recorded times of the last step of the ranks of this process.
+    """Return the times that the ranks of this process recorded in the last step.
 
     On a GPU this waits for all work on the device.
 
@@ -421,7 +420,7 @@ def read_step_times(
 
     Returns:
         The times of each rank in seconds of `perf_counter`, and their largest error in seconds. All
-        ranks on a GPU have the same error. It is 0 for the clock of the host.
+        ranks on a GPU have the same error. The error is 0 for the clock of the host.
 
     Raises:
         ModelError: A rank has recorded no step.

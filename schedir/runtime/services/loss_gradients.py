@@ -40,9 +40,9 @@ class LossGradients(ProgramService):
     def compute(self, mb: int) -> Tensor:
         """Return the initial gradient of the backward of a microbatch.
 
-        If the loss is not finite, it is NaN. The gradients of the update are then NaN, too, so all
-        ranks detect it. With `accumulate_grads` it is `grad_scale`, because gradients are not
-        scaled later.
+        If the loss is not finite, the initial gradient is NaN. The gradients of the update are then
+        NaN, too, so all ranks detect the loss. With `accumulate_grads` the initial gradient is
+        `grad_scale`, because gradients are not scaled later.
 
         Args:
             mb: The microbatch.

@@ -1,4 +1,4 @@
-"""MessageBuffers: the static memory in which a rank sends and receives values."""
+"""MessageBuffers: the static memory of the values that a rank sends and receives."""
 
 from __future__ import annotations
 

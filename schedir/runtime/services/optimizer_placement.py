@@ -27,7 +27,8 @@ class OptimizerPlacement(RankService):
             optimizer.
 
     Raises:
-        ModelError: Parameters or state share memory, so a step of one stage changes another stage.
+        ModelError: Parameters or state tensors share memory, so an optimizer step of one stage
+            changes another stage.
     """
 
     def __init__(self, resources: RankResources) -> None:

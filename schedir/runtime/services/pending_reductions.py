@@ -15,7 +15,7 @@ from schedir.transports.transport import Work
 
 
 class PendingReductions(ProgramService):
-    """The reductions of gradients of a program that may not have ended.
+    """The reductions of a program's gradients, which may not have ended.
 
     Args:
         state: The state of the program.

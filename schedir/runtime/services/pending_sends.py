@@ -1,8 +1,9 @@
-"""PendingSends: the sends of a step that may not have arrived.
+"""PendingSends: the sends of a step, which may not have arrived.
 
 Gloo has no query for the completion of a send, only a wait. A wait that comes too early may delay
-work for which the receiver waits, so the rank waits later. If the receiver sends a message after it
-has used the first message, its arrival proves that the first message has arrived.
+work for which the receiver waits, so the rank waits later. The receiver may use a message and later
+send another message back. The arrival of this other message proves that the first message has
+arrived.
 """
 
 from __future__ import annotations
@@ -19,7 +20,7 @@ from schedir.transports.transport import Work
 
 
 class PendingSends(ProgramService):
-    """The sends of a program that may not have arrived.
+    """The sends of a program, which may not have arrived.
 
     Args:
         state: The state of the program.
@@ -28,7 +29,7 @@ class PendingSends(ProgramService):
         works: Index of a pending send in the stream -> its work and the sent tensor.
         implied_acks: Index of a receive -> indices of the sends whose arrival it proves.
         before_reuse: Index of an instruction that fills a slot again -> indices of the sends that
-            must end before.
+            must end before this instruction.
     """
 
     def __init__(self, state: State) -> None:

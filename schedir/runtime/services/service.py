@@ -1,6 +1,6 @@
 """Service: the state of one feature on a rank, and what the feature adds to each step.
 
-Before the first step, a handler links each instruction to a call. The handler gets a service by
+Before the first step, the handler of each instruction creates a call. The handler gets a service by
 `state.service(PendingReductions)`, for example. The first request creates the service, so a program
 that does not need the feature has no such service. Two base classes define the owner and the
 lifetime of a service:
@@ -9,7 +9,8 @@ lifetime of a service:
 - `RankService`: one for each rank, which all its programs share (`rank_resources.py`).
 
 The step loop, warm-up steps, evaluations, checkpoints and the count of live memory call the methods
-below for all services of a program and its rank. They do not depend on particular services.
+below for all services of a program and its rank. These callers do not depend on particular
+services.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ class Service:
         """
 
     def prepare_step(self, batch: StepInputs) -> StepInputs:
-        """Prepare a step or an evaluation, before it changes any other state.
+        """Prepare a step or an evaluation, before the executor changes any other state.
 
         Args:
             batch: The inputs of the step.
@@ -72,7 +73,7 @@ class Service:
         """End a step or an evaluation after its last instruction, before `restore`."""
 
     def restore(self) -> None:
-        """Restore the state of modules between steps, after a step or an error."""
+        """Restore the state that modules have between steps, after a step or an error."""
 
     def fail(self, *, has_begun: bool) -> None:
         """Clean up after an error in a step.

@@ -54,7 +54,7 @@ class ShardedStages(ProgramService):
             weights.begin_step(has_backward=self.state.program.has_backward)
 
     def begin_optimizer_step(self) -> None:
-        """Set all parameters to their shards for the optimizer, and check its state.
+        """Set all parameters to their shards for the optimizer, and check the optimizer state.
 
         Raises:
             ModelError: A sharded weight was written to, or the optimizer's state is not sharded.
@@ -97,7 +97,7 @@ class ShardedStages(ProgramService):
         """Gather all parameters of the rank's stages in this context, and then shard them again.
 
         The caller may write to parameters within this context. All processes must enter and leave
-        it together, and must write the same values.
+        the context together, and must write the same values.
 
         Raises:
             ModelError: Replicas wrote different values.

@@ -57,7 +57,7 @@ class StageWeightVersions(ProgramService):
 
 
 def find_weight_versions(state: State, stage: int) -> WeightVersions | None:
-    """Return the weight versions of a stage, or None if it computes with its original parameters.
+    """Return the weight versions of a stage, or None if the stage needs none.
 
     Args:
         state: The state of the program.

@@ -82,7 +82,8 @@ class UpdateChecks(ProgramService):
         grad_norm: The global norm of the last update's gradients before clipping, 0-dim float64.
         finite_updates: For each update of the step, True if it was finite.
         squared_norms: Update -> sum of squares of all gradients, until the update is clipped. There
-            may be several entries, because a rank without gradients may reduce the next norm early.
+            may be several entries, because a rank without gradients may reduce the norm of the next
+            update early.
         is_finite: The result of the check of the current update, or None before the check.
         clip_factor: The clip factor of the current update for the CPU optimizer, or None.
         judge: Returns the `NormVerdict` of an update. Without clipping the factor is None.
@@ -117,7 +118,7 @@ class UpdateChecks(ProgramService):
         return (self.state.service(OptimizerSteps).read_last_result or self.read_result)()
 
     def check_once(self, update: int) -> Tensor:
-        """Return whether an update is finite. The first call for an update checks and clips it.
+        """Return whether an update is finite. The first call checks the update and clips it.
 
         Args:
             update: The number of the update.
@@ -130,7 +131,7 @@ class UpdateChecks(ProgramService):
         return self.is_finite
 
     def finish_update(self, update: int) -> Tensor:
-        """Record whether an update is finite, and return the same.
+        """Record whether an update is finite, and return the result.
 
         Args:
             update: The number of the update.
@@ -145,8 +146,8 @@ class UpdateChecks(ProgramService):
     def check_and_clip(self, update: int) -> Tensor:
         """Return whether an update's gradients are finite, and prepare the optimizer step.
 
-        This clips the gradients if the program clips them. With ZeRO it sets the parameters to
-        their shards.
+        The method clips the gradients if the program has gradient clipping. With ZeRO it sets the
+        parameters to their shards.
 
         Args:
             update: The number of the update.

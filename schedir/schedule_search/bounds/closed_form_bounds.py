@@ -31,7 +31,8 @@ def compute_closed_bound(problem: SchedulingProblem) -> LowerBound:
     Args:
         problem: The problem.
     """
-    paths, lags = MicrobatchLatency.from_problem(problem), MemoryLags.from_problem(problem)
+    paths = MicrobatchLatency.from_problem(problem)
+    lags = MemoryLags.from_problem(problem)
     ranks = range(problem.shape.ranks)
     each = (bound for rank in ranks for bound in rank_bounds(problem, paths, lags, rank))
     return max(each, key=lambda bound: bound.value)
@@ -107,15 +108,15 @@ class _RankIdleBounds:
 
     @cached_property
     def max_forwards_ahead(self) -> int:
-        """The largest number of F's of the rank's last stage that start before its first I ends."""
+        """The number of F's that can start on the rank's last stage before its first I ends."""
         return self.lags.max_forwards_ahead(self.problem, self.stages[-1])
 
     @cached_property
     def max_other_work(self) -> float:
         """The largest time of I's and W's that the rank can run while a microbatch is away.
 
-        The interval is between the last F and the first I of this microbatch on the rank. The tasks
-        belong to other microbatches, which must fit into memory together with this microbatch.
+        A microbatch is away between its last F and its first I on the rank. The tasks belong to
+        other microbatches, which must fit into memory together with this microbatch.
         """
         problem, own, others = self.problem, self.stages, self.problem.microbatches - 1
         capacity = problem.rounded_capacity[self.rank] - sum(problem.saved[s] for s in own)
@@ -125,12 +126,10 @@ class _RankIdleBounds:
             kinds += [_WorkType(problem.W[s], problem.deferred_wgrad[s], others) for s in own]
             return min(_max_time_in_memory(kinds, capacity), all_work)
         (s,) = own
-        I, W, saved, deferred = (
-            problem.I[s],
-            problem.W[s],
-            problem.saved[s],
-            problem.deferred_wgrad[s],
-        )
+        I = problem.I[s]
+        W = problem.W[s]
+        saved = problem.saved[s]
+        deferred = problem.deferred_wgrad[s]
         max_saved = count_fitting(capacity, saved, others)
         if max_saved == others:
             return all_work
@@ -142,7 +141,10 @@ class _RankIdleBounds:
 
     @cached_property
     def idle_before_first_I(self) -> float:
-        """The least idle time before the first I of the rank. Until then it can run only F's."""
+        """The least idle time before the first I of the rank.
+
+        Until its first I, the rank can run only F's.
+        """
         problem, first, last = self.problem, self.stages[0], self.stages[-1]
         head, m = self.latency.until_forward, problem.microbatches
         round_trip = (
@@ -193,10 +195,8 @@ class _RankIdleBounds:
     def max_work_after_last_I(self) -> float:
         """The largest compute time after the last I: the W's that fit into memory."""
         problem, (first, *later) = self.problem, self.stages
-        m, capacity = (
-            problem.microbatches,
-            problem.rounded_capacity[self.rank] - problem.saved_and_deferred[first],
-        )
+        m = problem.microbatches
+        capacity = problem.rounded_capacity[self.rank] - problem.saved_and_deferred[first]
         late = [_WorkType(problem.W[s], problem.deferred_wgrad[s], m) for s in later]
         late.append(_WorkType(problem.W[first], problem.deferred_wgrad[first], m - 1))
         return problem.W[first] + _max_time_in_memory(late, capacity)

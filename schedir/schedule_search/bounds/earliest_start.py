@@ -9,8 +9,8 @@ The same computation backward in time gives the tail of each task: the least tim
 the end of the run. Jackson's preemptive schedule with these earliest starts (releases) and tails is
 a lower bound on the time of the rank.
 
-The code of a task is KINDS * stage + kind, where the kind is F, I or W. It is the same for all
-microbatches.
+The code of a task is KINDS * stage + kind, where the kind is F, I or W. The code does not depend on
+the microbatch.
 
 References:
     Carlier, "The one-machine sequencing problem", EJOR 11, 1982.

@@ -45,8 +45,8 @@ def lower_bound(
         objective: The length to bound: "span" or "active_span", see `search_schedule`.
         split_backward: True for schedules with split backwards, False for full backwards.
         time_limit: The approximate time for the computation, in seconds. The function estimates
-            from the number of tasks which bounds it can compute in this time. It uses no clock, so
-            the result is deterministic.
+            from the number of tasks which bounds it can compute in this time. The function uses no
+            clock, so the result is deterministic.
 
     Returns:
         The largest of the computed bounds, in the unit of the costs, and its proof in words.
@@ -96,5 +96,5 @@ def compute_bound(problem: SchedulingProblem, time_limit: float = 0.005) -> Lowe
         if (other := compute_earliest_bound(relaxation)).value > best.value * (
             1 + RELATIVE_TOLERANCE
         ):
-            best = other  # If both are equal, keep the closed form: its proof is easier to follow.
+            best = other  # If the bounds are equal, keep the closed form, whose proof is simpler.
     return best

@@ -13,8 +13,8 @@ def count_fitting(capacity: float, size: float, max_count: int) -> int:
     """Return the number of values of a size that fit into a capacity.
 
     Args:
-        capacity: `SchedulingProblem.rounded_capacity` minus the memory of other values. It still
-            includes the rounding tolerance of the full capacity.
+        capacity: `SchedulingProblem.rounded_capacity` minus the memory of other values. The
+            difference still includes the rounding tolerance of the full capacity.
         size: The size of one value, in the same unit.
         max_count: The largest result.
 
@@ -53,17 +53,19 @@ class MemoryLags(NamedTuple):
 
     - `F_after_I`, q = s or q after s: Until I a on q ends, the microbatches from a on have freed no
       memory on the stages up to q. The stages up to s save the microbatches a to j. The stages
-      after s up to q also save a, and the I on q needs `saved_and_deferred`. All this must fit.
+      after s, up to q, save at least microbatch a, and the I on q needs `saved_and_deferred`. All
+      this must fit.
     - `F_after_I`, q before s: If q has run i I's, the stages up to q save j + 1 - i microbatches.
-      The stages after q up to s save at least one microbatch.
+      The stages after q, up to s, save at least one microbatch.
     - `F_after_W`: Until W a on q ends, each of the microbatches a to j - 1 uses memory. It has
-      deferred weight gradients on q, or the stages up to s save it. If q is not after s, and
-      deferred weight gradients are the smaller of the two, they count for these microbatches, and
-      the stages up to s save j.
+      deferred weight gradients on q, or the stages up to s save it. If q is not after s, compare
+      the deferred weight gradients on q with the activations that the stages up to q save. The
+      deferred weight gradients count if they need no more memory. In addition, the stages up to s
+      save microbatch j.
 
     The proof of `I_after_W`: I j of stage s uses `saved_and_deferred`, and the stages before s save
-    j. The stages after s have already run I j. The rest of the memory can have deferred weight
-    gradients of stage q.
+    microbatch j. The stages after s have already run I j. The rest of the memory can have deferred
+    weight gradients of stage q.
 
     Attributes:
         F_after_I: The lags of F's after I's.
@@ -89,7 +91,7 @@ class MemoryLags(NamedTuple):
         return cls(*map(tuple, kinds))
 
     def max_forwards_ahead(self, problem: SchedulingProblem, stage: int) -> int:
-        """Return the largest number of F's of a stage that start before its first I ends.
+        """Return the largest number of F's of a stage that start before the stage's first I ends.
 
         Args:
             problem: The problem of the lags.
@@ -101,12 +103,10 @@ class MemoryLags(NamedTuple):
 
 def _rank_lags(problem: SchedulingProblem, rank: int) -> Iterator[list[MemoryLag]]:
     """Yield the lists `F_after_I`, `F_after_W` and `I_after_W` of a rank."""
-    local_stages, all_microbatches, saved, deferred = (
-        problem.stages_of_rank[rank],
-        problem.microbatches,
-        problem.saved,
-        problem.deferred_wgrad,
-    )
+    local_stages = problem.stages_of_rank[rank]
+    all_microbatches = problem.microbatches
+    saved = problem.saved
+    deferred = problem.deferred_wgrad
     capacity, saved_up_to, sum_ = problem.rounded_capacity[rank], {}, 0.0
     for s in local_stages:
         sum_ += saved[s]

@@ -15,9 +15,9 @@ class MicrobatchLatency(NamedTuple):
         until_forward: The time from the start of the run to the start of the F on the stage.
         forward_to_backward: The time from the end of this F to the start of the I on the stage.
         backward_to_stage_0: The time from the end of this I to the end of the I on stage 0.
-        outside_stage: The least time by which the run is longer than the interval from the first F
-            to the last I of the stage. For the objective "active_span", the longest active span of
-            an earlier rank counts instead of the run. 0 for stage 0.
+        outside_stage: The least difference between the time of the run and the interval from the
+            first F to the last I of the stage. For the objective "active_span", the longest active
+            span of an earlier rank replaces the time of the run. 0 for stage 0.
     """
 
     until_forward: tuple[float, ...]
@@ -33,7 +33,9 @@ class MicrobatchLatency(NamedTuple):
             problem: The problem.
         """
         stages, F, I = problem.shape.stages, problem.F, problem.I
-        head, turn, back = [0.0] * stages, [0.0] * stages, [0.0] * stages
+        head = [0.0] * stages
+        turn = [0.0] * stages
+        back = [0.0] * stages
         for a, b in pairwise(range(stages)):
             head[b] = head[a] + F[a] + problem.act_delay[a]
             back[b] = problem.grad_delay[b] + I[a] + back[a]

@@ -137,7 +137,7 @@ def _relax_program(
         sizes.per_microbatch(name, shape).min(1) for name in ("saved", "deferred_wgrad")
     )
     # Other programs may have full backwards, which keep the saved activations until their end and
-    # defer nothing. So `saved` counts for both fields.
+    # defer nothing. So `saved_and_deferred` has the same values as `saved`.
     return replace(
         problem, capacity=capacity, saved=_to_floats(saved), saved_and_deferred=_to_floats(saved),
         deferred_wgrad=_to_floats(np.minimum(deferred, saved) if split_backward else 0 * deferred),

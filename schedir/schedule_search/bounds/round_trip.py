@@ -22,15 +22,16 @@ from schedir.schedule_search.bounds.microbatch_latency import MicrobatchLatency
 from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.search_results import LowerBound
 
-# Weights of the delays of the first and the third microbatch in `_min_average_delay`. The second
-# has weight 1. Each value gives a valid bound of the average delay, and the largest bound counts.
+# Weights of the delays of the first and the third microbatch in `_min_average_delay`. The delay of
+# the second microbatch has the weight 1. Each value gives a valid bound of the average delay, and
+# the largest bound counts.
 _LATENESS_WEIGHTS: Final = [k / 8 for k in range(9)]
 
 
 def compute_round_trip_bound(problem: SchedulingProblem) -> LowerBound:
     """Return the lower bound from pairs of microbatches whose F and I need the same rank.
 
-    Such microbatches cross, on the stages after the stage with the slowest round trips.
+    Such microbatches cross on the stages after the stage with the slowest round trips.
 
     Args:
         problem: The problem.
@@ -39,7 +40,8 @@ def compute_round_trip_bound(problem: SchedulingProblem) -> LowerBound:
         The bound. It is 0 for the objective "active_span", and if the proof does not apply to the
         problem.
     """
-    paths, lags = MicrobatchLatency.from_problem(problem), MemoryLags.from_problem(problem)
+    paths = MicrobatchLatency.from_problem(problem)
+    lags = MemoryLags.from_problem(problem)
     m, stages = problem.microbatches, problem.shape.stages
     best = LowerBound(0.0, "")
     if problem.objective != "span":

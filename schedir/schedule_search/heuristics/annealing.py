@@ -11,7 +11,7 @@ from typing import Any, Final
 Vector = Any  # A list or a one-dimensional array.
 
 _NEVER: Final = 1e300  # A time that is never reached.
-_MULTI_RANK_MOVE_INTERVAL: Final = 4  # One of this many moves changes several ranks.
+_MULTI_RANK_MOVE_INTERVAL: Final = 4  # About one of this many moves changes several ranks.
 
 
 def compute_times(
@@ -400,10 +400,10 @@ def move_on_several_ranks(
 ) -> int:
     """Exchange a task with the task before it, and the corresponding tasks on other ranks.
 
-    Corresponding tasks have the same kinds, microbatches and local stages. Other tasks may be
-    between them. A rank stays unchanged if its two tasks are already in the new order. It also
-    stays unchanged if a task would pass a task of the same code, or of the same stage and
-    microbatch.
+    Corresponding tasks have the same kinds, microbatches and local stages. On another rank, other
+    tasks may be between the two corresponding tasks. A rank stays unchanged if its two tasks are
+    already in the new order. It also stays unchanged if a task would pass a task of the same code,
+    or of the same stage and microbatch.
 
     Args:
         low_rank: The first rank to change.

@@ -20,26 +20,28 @@ from schedir.schedule_search.problem import SchedulingProblem
 from schedir.schedule_search.rank_order import Order, compute_peaks, order_one_by_one
 from schedir.schedule_search.search_results import SearchStep
 
-_IMPROVEMENT_FACTOR = 1 - 1e-12  # A smaller relative difference of lengths is a rounding error.
+# An order is shorter only if its length is less than the other length times this factor. A smaller
+# difference is a rounding error.
+_IMPROVEMENT_FACTOR = 1 - 1e-12
 _CLOCK_SECONDS = 0.05  # Seconds between two checks of the budget.
 # There are two phases. In each, the search first tries policies and then varies the best policies.
 # These are the shares of the budget at which the two parts of each phase end. The rest of the
 # budget is for annealing.
 _POLICY_PHASES = ((0.08, 0.2), (0.35, 0.5))
 _MAX_FINALISTS = 4  # The number of shortest orders to keep.
-# The number of orders of the shortest length to compile. Their programs differ in length, because
-# messages may wait for each other.
+# The largest number of orders of the shortest length that are compiled. The lengths of their
+# programs differ, because messages may wait for each other.
 _MAX_EQUAL_ORDERS = 32
-_MAX_EQUAL_MOVES = 500  # The largest number of moves from the shortest order to such an order.
+_MAX_EQUAL_MOVES = 500  # The most moves from the shortest order to an order of the same length.
 _FIRST_MOVES = 16  # The number of moves before the first check of the budget.
 _POOL_SIZE = 24  # The number of policies from whose orders annealing starts.
-_COMPILE_AFTER_SECONDS = 0.2  # A shorter search would save less time than loading loops takes.
+_COMPILE_AFTER_SECONDS = 0.2  # For a shorter search, loading the compiled loops takes too long.
 _MAX_FAILED_ROUNDS = 64  # Annealing ends after this many successive rounds without improvement.
 # For each round: (initial temperature, in mean times of a task; number of moves per task).
 _ANNEALING_ROUNDS = ((4.0, 100), (8.0, 400), (16.0, 100), (4.0, 1600), (2.0, 400))
 _UNLIMITED_EVALUATIONS = 2**62  # The number that means "no limit".
 _MIN_TEMPERATURE = 0.1  # The least initial temperature, in mean times of a task.
-_FINAL_TEMPERATURE_SHARE = 1 / 30  # The final temperature of a round / its initial temperature.
+_FINAL_TEMPERATURE_SHARE = 1 / 30  # The final temperature of a round, as a share of the initial.
 
 
 class BudgetExhausted(Exception):
@@ -252,11 +254,9 @@ class HeuristicSearch:
             )
             max_moves = self._count_affordable_moves() // 3
             if num_moves > max_moves:  # A shorter round needs a lower temperature.
-                temperature, num_moves, order = (
-                    max(temperature * max_moves / num_moves, _MIN_TEMPERATURE),
-                    max_moves,
-                    self.best_order,
-                )
+                temperature = max(temperature * max_moves / num_moves, _MIN_TEMPERATURE)
+                num_moves = max_moves
+                order = self.best_order
             num_failed = (
                 0
                 if self._run_annealing_round(order, temperature * mean, max(num_moves, 1))
@@ -321,7 +321,7 @@ class HeuristicSearch:
         )
 
     def _check_budget(self) -> float:
-        """Return the share of the budget that is spent. Raise BudgetExhausted if it is all."""
+        """Return the share of the budget that is spent. Raise BudgetExhausted if none is left."""
         time = self.elapsed / self._seconds
         part = time if self._evaluations is None else self.num_evaluated / self._evaluations
         if time >= 1 or part >= 1:

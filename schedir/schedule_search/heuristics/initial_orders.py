@@ -1,4 +1,4 @@
-"""List the orders from which a search starts: those of built-in schedules and of the user."""
+"""List the orders of the built-in and the user's schedules from which a search starts."""
 
 from __future__ import annotations
 
@@ -20,8 +20,8 @@ def list_initial_orders(
 ) -> Iterator[tuple[str, Order]]:
     """Yield the name and the order of each schedule from which a search starts.
 
-    These are `schedules` and the built-in schedules that support the shape. A schedule must run all
-    tasks of the problem, and no others. Other schedules are left out.
+    These are `schedules` and the built-in schedules that support the shape. A schedule that does
+    not run exactly the tasks of the problem is left out.
 
     Args:
         problem: The problem.
@@ -42,8 +42,8 @@ def list_initial_orders(
                 fields=["initial_schedules"],
             )
         yield from _order_if_complete(problem, program)
-    # If two schedules have the same order, the search reports the name of the first. Schedules
-    # without a parameter `v` come first.
+    # If two schedules have the same order, the search reports the name of the first of them.
+    # Schedules without a parameter `v` come first.
     for schedule in sorted(get_built_in_schedules().values(), key=has_free_v):
         try:
             program = expand_schedule(schedule, problem.shape)

@@ -87,7 +87,8 @@ class OrderEvaluator:
         change = self._to_floats(
             _interleave_by_code(problem.saved, I_change, [-tape for tape in problem.deferred_wgrad])
         )
-        at, done = self._to_floats([0.0] * (KINDS * S * m)), self._to_ints([0] * (KINDS * S))
+        at = self._to_floats([0.0] * (KINDS * S * m))
+        done = self._to_ints([0] * (KINDS * S))
         now = self._to_floats([0.0] * P)
         n = S * tasks_per_stage
         self._codes = self._to_ints([0] * n)
@@ -243,5 +244,8 @@ class AnnealingState:
 
 
 def _interleave_by_code(*kinds: Sequence[float]) -> list[float]:
-    """Return a number for each code of a task, from the numbers of each kind by stage."""
+    """Return the numbers of all codes of tasks.
+
+    Each argument has the numbers of one kind of task, by stage.
+    """
     return [number for stage in zip(*kinds, strict=True) for number in stage]

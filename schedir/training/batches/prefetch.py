@@ -21,8 +21,8 @@ from torch import Tensor
 from schedir.runtime.recording.stream_events import make_event
 from schedir.training.batches.samples import Batches
 
-# One slot for the current step, one for the step before it, whose loss may not have been read yet,
-# and one for the batch that the thread reads.
+# One slot is for the batch of the current step, and one for the batch that the thread reads. One is
+# for the batch of the previous step, because the host may not have read the loss of that step.
 BATCH_SLOTS: Final = 3
 JOIN_TIMEOUT: Final = 1.0  # Seconds that the end of a run waits for the prefetch thread.
 
@@ -55,7 +55,7 @@ class Prefetch:
         device: The device of the batches.
         replica: The replica whose share of each batch is returned.
         replicas: The number of replicas.
-        count_tokens: Returns the number of targets that the loss includes.
+        count_tokens: A function that returns the number of targets that the loss includes.
         first_step: The first step, from 0.
         first_sample: The number of samples that were used before `first_step`.
     """
@@ -84,8 +84,8 @@ class Prefetch:
         self.data_crc = 0
         self.next_batch: Future[tuple[int, int]] | None = None
         self.requests: SimpleQueue[tuple[int, Future[tuple[int, int]]] | None] = SimpleQueue()
-        # A daemon, because it may wait forever for a source or a GPU. This must not prevent an
-        # error report, or the exit of the process.
+        # The thread is a daemon, because it may wait forever for a data source or a GPU. Such a
+        # wait must not prevent an error report, or the exit of the process.
         self.thread = Thread(target=self._run, name="prefetch", daemon=True)
 
     def __enter__(self) -> Prefetch:
@@ -145,7 +145,7 @@ class Prefetch:
     def _draw(self, step: int) -> tuple[int, int]:
         if self.device.type == "cuda":  # By default, a thread uses the first GPU.
             torch.cuda.set_device(self.device)
-        # Every rank reads the batch of all replicas, so that each can count its tokens.
+        # Every rank reads the batch of all replicas, so that it can count the tokens of the batch.
         inputs, targets = self.batches.read_batch(self.count_samples(step), self.batches.batch_size)
         begin, end = self.replica_range
         local_batch = inputs[begin:end], targets[begin:end]

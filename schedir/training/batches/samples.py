@@ -17,17 +17,15 @@ from schedir.errors import ModelError, UsageError
 from schedir.models.language_model import IGNORE_INDEX
 
 # The bytes of a block, and the largest number of blocks in a digest: 256 MiB together.
-_DIGEST_BLOCK_BYTES, _MAX_DIGEST_BLOCKS = (
-    2**16,
-    2**12,
-)
+_DIGEST_BLOCK_BYTES = 2**16
+_MAX_DIGEST_BLOCKS = 2**12
 
 
 class Batches:
     """The windows of a token stream, in an order that depends only on the seed.
 
     Sample k of a run is the same for any batch size and number of replicas. An epoch has each
-    window once. Each epoch has another order.
+    window once. The order of the windows differs from epoch to epoch.
 
     Args:
         tokens: The token stream.
@@ -39,7 +37,7 @@ class Batches:
         source: The name of the stream, for errors. By default, the name of its file.
 
     Raises:
-        UsageError: The stream is shorter than context + 1, or a number is out of range.
+        UsageError: The stream is shorter than context + 1, or an argument is out of range.
     """
 
     def __init__(
@@ -77,7 +75,8 @@ class Batches:
         If the data has at most 256 MiB, the digest covers all bytes. Otherwise it covers evenly
         spaced blocks with 256 MiB in total.
         """
-        data, digest = self.tokens.view(np.uint8), hashlib.blake2b(digest_size=8)
+        data = self.tokens.view(np.uint8)
+        digest = hashlib.blake2b(digest_size=8)
         blocks = -(-len(data) // _DIGEST_BLOCK_BYTES)
         for k in sorted(
             {
@@ -101,7 +100,7 @@ class Batches:
             are `IGNORE_INDEX`.
 
         Raises:
-            UsageError: A token is negative or not below `vocab`, or there are no such samples.
+            UsageError: A token is negative or not below `vocab`, or an argument is out of range.
         """
         if first_sample < 0 or sample_count < 1:
             raise UsageError(
@@ -127,10 +126,8 @@ class Batches:
         """Return the numbers of the windows of consecutive samples."""
         size, parts = len(self), []
         for epoch in range(first_sample // size, (first_sample + sample_count - 1) // size + 1):
-            begin, end = (
-                max(first_sample - epoch * size, 0),
-                min(first_sample + sample_count - epoch * size, size),
-            )
+            begin = max(first_sample - epoch * size, 0)
+            end = min(first_sample + sample_count - epoch * size, size)
             at = np.arange(begin, end, dtype=np.uint64)
             parts.append(at if self.seed is None else shuffle_indices(at, size, self.seed, epoch))
         return np.concatenate(parts).astype(np.int64)
@@ -153,7 +150,7 @@ class Batches:
             cursor: The result of `make_cursor`.
 
         Raises:
-            ModelError: The cursor is of other data or of another seed, or it is invalid.
+            ModelError: The cursor is from other data or from another seed, or it is invalid.
         """
         for name, ours in (("of", self.description), ("seed", self.seed)):
             if cursor.get(name) != ours:

@@ -40,10 +40,10 @@ class Corpus:
 
     @cached_property
     def held_out_batches(self) -> Batches | None:
-        """Return the held-out text, one window per batch, None if there is none.
+        """Return the held-out text, one window per batch, or None if there is no held-out text.
 
-        Windows keep the order of the text. With `packing = "best_fit"`, they have a fixed random
-        order instead, because packing puts long documents first.
+        The windows keep the order of the text. With `packing = "best_fit"`, the windows have a
+        fixed random order instead, because packing puts long documents first.
         """
         documents, validation = self._documents.held_out_documents, self.config.data.validation
         if documents is None:

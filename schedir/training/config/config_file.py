@@ -65,8 +65,8 @@ def read_config(path: str, overrides: Sequence[str] = ()) -> Config:
 
     Raises:
         ConfigError: A setting is wrong. The error has its position.
-        SchedirError: The file cannot be read, or the configuration is wrong for a reason that is
-            not a setting.
+        SchedirError: The file cannot be read, or the configuration is wrong for a reason other than
+            a setting.
     """
     given = _read_settings(path, overrides)
     with _locate_errors(path, given):
@@ -155,7 +155,7 @@ def _read_file_settings(path: str) -> Iterator[tuple[tuple[str, str], _SettingVa
 def _parse_override(override: str) -> tuple[tuple[str, str], _SettingValue]:
     key, equals, text = override.partition("=")
     section, dot, name = key.strip().partition(".")
-    value: Any = text.strip()  # If it is not TOML, it is a string without quotes.
+    value: Any = text.strip()  # A value that is not TOML is a string without quotes.
     for form in (f"value = {text}", f"value = [{text}]"):
         with suppress(ConfigError):
             value = parse_toml(form, "")["value"]

@@ -15,7 +15,7 @@ def require_expert_parallelism(config: Any) -> None:
         config: The configuration of the run.
 
     Raises:
-        UsageError: The settings do not fit.
+        UsageError: The settings do not fit the model or the expert-parallel size.
     """
     pipeline, ep = config.pipeline, config.pipeline.ep
     if not isinstance(config.model, MoEConfig):

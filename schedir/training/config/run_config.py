@@ -81,7 +81,7 @@ class PipelineConfig:
     The number of processes is ranks * tp * dp.
 
     - `schedule`: the name of a built-in schedule, a function as `file.py:function`, or a program as
-      `FILE.sched`. The first two take options in brackets, such as `"interleaved(group=4)"`.
+      `FILE.sched`. A name or a function takes options in brackets, as in `"interleaved(group=4)"`.
       `file.py` is executed; `--no-code` refuses it. A `FILE.sched` sets the other settings of the
       program, and a setting that contradicts it is refused.
     - `ranks`: the number of pipeline ranks.
@@ -90,7 +90,7 @@ class PipelineConfig:
       two stages per rank, otherwise 1.
     - `placement`: the rank of each stage: "loop", "vee", "mirror", "mirror-vee", or a list of
       ranks. A list of lists has one list for each stage replica. If the schedule needs a placement,
-      that is the default.
+      this placement is the default.
     - `optimizer_steps`: the number of optimizer steps in one program. The pipeline does not drain
       between them.
     - `weight_delay`: the age of the weights that a microbatch uses, in optimizer steps: one number,
@@ -108,7 +108,7 @@ class PipelineConfig:
         `FILE.sched`.
     - `layers_per_stage`: the number of layers of each stage. By default, the layers are divided
       evenly.
-    - `frozen_stages`: the number of first stages that are not trained.
+    - `frozen_stages`: the number of stages at the start of the pipeline that are not trained.
     - `zero`: the ZeRO level. With 0, the replicas shard nothing. With 1, they shard the optimizer
       state; with 2, also the gradients; with 3, also the weights.
     - `reduce_scatter_at`: when the replicas reduce gradients: "update_end", once after the last
@@ -155,7 +155,7 @@ class PipelineConfig:
         """Return the shape of the pipeline.
 
         Raises:
-            ShapeError: There is no such shape.
+            ShapeError: A pipeline cannot have this shape.
         """
         return PipelineShape(**{f.name: getattr(self, f.name) for f in SHAPE_FIELDS if f.in_config})
 
@@ -169,7 +169,7 @@ def _add_memory_settings(section: _Section) -> _Section:
 class MemoryConfig:
     """Memory limits, and the methods that save memory.
 
-    Bytes are a string such as "1.5GB".
+    A number of bytes is a string such as "1.5GB".
 
     - `memory_limit`: the bytes of a device that a rank may use. If a rank is predicted to use more,
       the run is refused before its first step. By default, there is no limit.
@@ -183,7 +183,7 @@ class MemoryConfig:
       `spill_dir`. It takes the same values as `recompute`; "fit" is as few as `host_memory_limit`
       requires. By default, none move.
     - `spill_dir`: a directory for the files of `offload_to_disk` and of `optimizer_placement =
-      "disk"`, such as "/nvme". Both require it.
+      "disk"`, such as "/nvme". Both settings require it.
     - `optimizer_placement`: the place of the optimizer state between steps.
       - "device" keeps it on the device.
       - "host" keeps it in the memory of the host, and the device updates the weights.
@@ -197,7 +197,8 @@ class MemoryConfig:
     - `optimizer_host_buffers`: with `optimizer_placement` "disk", the number of stages of a rank
       whose optimizer state is on the host at the same time. The default is 2.
     - `unsharded_stages`: with `zero = 3`, the number of stages of a rank whose weights are
-      unsharded at the same time. The default is the stage that computes and the next one.
+      unsharded at the same time. By default, the stage that computes and the next stage are
+      unsharded.
     - `unshard_prefetch`: with `zero = 3`, the number of computations of other stages between an
       unshard and its use. The default is 1.
     - `host_memory_limit`: the bytes of offloaded values that a rank may have on its host. By
@@ -239,7 +240,7 @@ class MemoryConfig:
 
     @property
     def limit_bytes(self) -> float | None:
-        """Return `memory_limit` in bytes, None if there is no limit.
+        """Return `memory_limit` in bytes, or None if there is no limit.
 
         Raises:
             UsageError: `memory_limit` is not a number of bytes.
@@ -279,12 +280,12 @@ class DataConfig:
       Python source of the standard library.
     - `tokenizer`: "bytes", or the path of a tokenizer.json.
     - `end_of_document`: the token of the tokenizer.json after each document. By default, it is the
-      token that has one of the usual names. The tokenizer "bytes" has its own such token.
+      token that has one of the usual names. The tokenizer "bytes" has its own token for the end.
     - `packing`: "concatenate" joins all documents into one stream of tokens. "best_fit" packs
       complete documents into windows.
     - `validation`: the data for evaluation, on which the run never trains: another source, or the
       share of `source` at its end, such as 0.01. By default, there is none.
-    - `microbatch_size`: the samples of a microbatch.
+    - `microbatch_size`: the number of samples in a microbatch.
     - `seed`: the seed of the order of the windows, and of dropout.
     """
 
@@ -345,7 +346,7 @@ class Config:
         output: The section [output]: the results.
 
     Raises:
-        SchedirError: A section does not fit the others.
+        SchedirError: A section does not fit the other sections.
     """
 
     model: ModelConfig = field(default_factory=GPTConfig)
@@ -357,10 +358,8 @@ class Config:
 
     def __post_init__(self) -> None:
         # `segmentation` raises an error if the stages cannot be split in this way.
-        kind, _ = (
-            MODEL_KINDS[get_model_kind(self.model)],
-            self.segmentation,
-        )
+        kind = MODEL_KINDS[get_model_kind(self.model)]
+        _ = self.segmentation
         if getattr(self.pipeline, "fill_collective_waits", None) is not None:
             raise UsageError(
                 "fill_collective_waits needs costs, but a training run has no costs when it "
@@ -397,8 +396,8 @@ class Config:
         """Return the request for the program that fits into the memory limit.
 
         Args:
-            sizes: The sizes of the stages. If None, the limit and all settings that need sizes are
-                ignored.
+            sizes: The sizes of the stages. If None, the memory limit and all settings that need
+                sizes are ignored.
         """
         pipeline, train = self.pipeline, self.train
         said = {
@@ -415,8 +414,8 @@ class Config:
                 for number in self.segmentation.segments_per_stage
             )
         }
-        # The snapshots of a compiled program in a file are not changed. If it has none,
-        # checkpoints are saved between steps.
+        # The snapshots of a compiled program in a file are not changed. If the program has no
+        # snapshots, checkpoints are saved between steps.
         if found is not None and (not isinstance(found, Program) or found.is_draft):
             said["checkpoint_snapshots"] = True
         return Request(
@@ -445,15 +444,13 @@ class Config:
         """Return how the stages and microbatches are split.
 
         Raises:
-            UsageError: They cannot be split in this way.
+            UsageError: The stages or microbatches cannot be split as the settings require.
         """
         pipeline, name, found = self.pipeline, get_model_kind(self.model), None
         if pipeline.schedule.endswith((".sched", ".timeline")):
             found = Source(pipeline.schedule).schedule_or_program
-        boundaries, layer = (
-            found.segment_boundaries if isinstance(found, Program) else "",
-            MODEL_KINDS[name].layer_boundaries,
-        )
+        boundaries = found.segment_boundaries if isinstance(found, Program) else ""
+        layer = MODEL_KINDS[name].layer_boundaries
         group_size = pipeline.ep if has_collectives(layer, EP_LETTERS) else pipeline.tp
         return make_segmentation(
             self.model.layers,
@@ -508,10 +505,8 @@ def make_contradiction_error(
         program_value: The value in the program, as text.
         config_value: The value in the configuration, as text.
     """
-    fact, hint = (
-        f"{source} has {field.name} {program_value}, not {config_value}",
-        f"leave out {field.name}",
-    )
+    fact = f"{source} has {field.name} {program_value}, not {config_value}"
+    hint = f"leave out {field.name}"
     if field.name == "norm_check":
         fact = (
             f"{source} has norm_check {program_value}, but a training run needs the norm of each "

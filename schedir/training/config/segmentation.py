@@ -27,8 +27,8 @@ class StageSegmentation:
     Args:
         layers_per_stage: The number of layers of each stage.
         segments_per_stage: The number of segments of each stage.
-        microbatch_size: The samples of a microbatch of the program, which is a chunk if
-            microbatches are split.
+        microbatch_size: The number of samples in a microbatch of the program. If microbatches are
+            split, a microbatch of the program is a chunk.
     """
 
     layers_per_stage: tuple[int, ...]
@@ -37,7 +37,7 @@ class StageSegmentation:
 
     @property
     def first_segments(self) -> list[int]:
-        """Return the program stage of each stage's first segment, then the total of segments.
+        """Return the first program stage of each stage, and then the total number of segments.
 
         Example:
             >>> StageSegmentation((1, 2), (5, 9), 1).first_segments
@@ -66,9 +66,10 @@ def make_segmentation(
         layers: The number of layers of the model.
         shape: The pipeline shape. If `segment_boundaries` is set, its stages are segments.
             Otherwise they are unsegmented stages.
-        layers_per_stage: The number of layers of each stage. None divides the layers as
-            `segment_boundaries` shows, or else evenly.
-        microbatch_size: The samples of a microbatch before it is split into chunks.
+        layers_per_stage: The number of layers of each stage. None uses the division that
+            `segment_boundaries` implies. Without `segment_boundaries`, None divides the layers
+            evenly.
+        microbatch_size: The number of samples in a microbatch before it is split into chunks.
         layer_boundaries: The collectives between the segments of a layer, as letters. "" if stages
             of this kind cannot be segmented.
         model_kind: The name of the kind of model, for errors.
@@ -77,8 +78,8 @@ def make_segmentation(
             microbatches.
         segment_boundaries: The segment boundaries of a program that is segmented already. "" for
             other programs.
-        frozen_stages: The frozen stages. In a program that is segmented already, these are
-            segments.
+        frozen_stages: The number of frozen stages. In a program that is segmented already, the
+            number of frozen segments.
         tied_weights: If true, the head uses the weight of the embedding.
 
     Raises:

@@ -39,7 +39,7 @@ class NumberRange(NamedTuple):
 
     Args:
         minimum: The smallest number.
-        below: All numbers are less than this. The default is infinity.
+        below: All numbers are less than this bound. The default is infinity.
     """
 
     minimum: float

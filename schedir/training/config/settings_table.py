@@ -150,5 +150,5 @@ def _describe_choices(choices: Iterable[str]) -> str:
 
 
 def _format_default(value: Any) -> str:
-    """Return a default as in TOML, "" for None."""
+    """Return a default as in TOML, or "" for None."""
     return "" if value is None else json.dumps(list(value) if isinstance(value, tuple) else value)

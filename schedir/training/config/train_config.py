@@ -28,7 +28,7 @@ class TrainConfig:
     """The steps, the optimizer, the processes and the checkpoints of a run.
 
     The optimizer is AdamW. The learning rate rises linearly during `warmup`, then falls from `lr`
-    to `min_lr` in half a cosine.
+    to `min_lr` along half a cosine.
 
     - `steps`: the number of steps, counted from the first step of the run, also after a resume.
     - `lr`: the learning rate after the warm-up.
@@ -40,7 +40,7 @@ class TrainConfig:
     - `log_every`: the number of steps between two reports of the loss.
     - `timeout`: the time limit of an instruction, including its wait for other ranks, in seconds.
       The processes also wait this time for each other at the start.
-    - `threads`: the torch threads of a process.
+    - `threads`: the number of torch threads of a process.
     - `device`: "cpu", or "cuda" for one GPU per process.
     - `transport`: the transport of messages. "auto" is the first transport of the device that
       supports the program.
@@ -57,8 +57,9 @@ class TrainConfig:
       step has a checkpoint, too.
     - `checkpoint_keep`: the number of newest checkpoints that are kept.
     - `resume`: "auto" resumes from the newest complete checkpoint, if there is one. "must" refuses
-      to start without a checkpoint. "no" begins a new run. If there are checkpoints, it refuses to
-      start, or, if `output.overwrite` is true, removes them at the first step.
+      to start without a checkpoint. "no" begins a new run. If there are checkpoints, "no" refuses
+      to start. If `output.overwrite` is true, "no" removes these checkpoints at the first step
+      instead.
     - `shutdown_grace`: the time in which all processes finish and save the same step after SIGTERM,
       in seconds.
     - `evaluate_every`: the number of steps between two evaluations on `data.validation`, without
@@ -122,5 +123,5 @@ class TrainConfig:
 
     @property
     def progress_model(self) -> ProgressModel:
-        """Return the progress model of the transport, for which a program must be proven."""
+        """Return the progress model of the transport. Programs are proven under this model."""
         return list_transports(self.device, self.transport)[0].progress_model

@@ -3,11 +3,11 @@
 The watchdog receives the signal, and requests the stop. After the last step, the trainer saves the
 state and raises `TerminationNotice`.
 
-This costs no time within a step. Each process has a thread that waits at the rendezvous store for a
-stop request. After a request, each process writes to the store the last step that it has begun.
-It then begins no other step until all processes have written theirs. All processes then finish the
-largest of these steps. A process within this step needs the other processes, which may not have
-begun it.
+The agreement costs no time within a step. Each process has a thread that waits at the rendezvous
+store for a stop request. After a request, each process writes to the store the last step that it
+has begun. It begins no other step until all processes have written their last steps. All processes
+then finish the largest of these steps, because a process within that step needs all other
+processes.
 """
 
 from __future__ import annotations
@@ -35,7 +35,7 @@ _FOREVER: Final = timedelta(days=3650)
 
 
 class TerminationNotice(Exception):
-    """The end of a run after SIGTERM.
+    """Raised to end a run after SIGTERM.
 
     Args:
         saved: A text with the step that is saved.
@@ -46,7 +46,7 @@ class TerminationNotice(Exception):
 
 
 class GracefulStop:
-    """The end of one process of a run, in agreement with the other processes.
+    """Ends one process of a run after SIGTERM, after the same step as all other processes.
 
     Args:
         process: The number of this process.
@@ -114,7 +114,8 @@ class GracefulStop:
 
     def _listen(self) -> None:
         with suppress(Exception):
-            # A separate connection, because other calls on it would block until `wait` returns.
+            # This thread needs a separate connection, because all other calls on its connection
+            # block until `wait` returns.
             store = connect_store(STORE_TIMEOUT)
             store.wait([make_store_key("stop request")], _FOREVER)
             with self.condition:
@@ -131,10 +132,10 @@ class GracefulStop:
 
 
 def exit_after_termination(reason: str) -> NoReturn:
-    """End this process after SIGTERM, when the last step is saved. Process 0 reports it.
+    """End this process after SIGTERM, when the last step is saved.
 
     Args:
-        reason: The report.
+        reason: The text that process 0 reports.
     """
     own = get_current_member()
     if own is not None and is_launched():

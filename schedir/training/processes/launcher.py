@@ -1,7 +1,7 @@
 """Start the processes of a run on this machine, forward their output, and end them together.
 
-The launcher uses no files but the black boxes of the processes, in the output directory. If the
-launcher ends for any reason, the processes end, too.
+The launcher uses only the files in the directory of the black boxes, which is in the output
+directory. If the launcher ends for any reason, the processes end, too.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ from schedir.training.processes.process_exit import (
 )
 
 MAX_PROCESSES: Final = 256  # Larger runs need several machines, so torchrun must start them.
-MAX_OUTPUT_BYTES: Final = 2**20  # At most this number of bytes of a process is forwarded.
+MAX_OUTPUT_BYTES: Final = 2**20  # The launcher forwards at most this many bytes of a process.
 MAX_LINE_BYTES: Final = 2**13  # Bytes. Longer lines are split.
 REFUSED_EXIT_CODE: Final = 2  # The exit code of a process that refuses the configuration.
 
@@ -48,9 +48,9 @@ class FailedExit(NamedTuple):
     """The exit of the first process that failed.
 
     Args:
-        process: The number of the process, -1 if none failed.
+        process: The number of the process, or -1 if no process failed.
         code: Its exit code, negative for a signal.
-        black_boxes: The black boxes of all processes at that moment.
+        black_boxes: The black boxes of all processes when this process exited.
     """
 
     process: int
@@ -67,9 +67,9 @@ def launch(
     The standard output of process 0 is forwarded unchanged. All other output is forwarded line by
     line, with the number of the process in front, up to `MAX_OUTPUT_BYTES` per process.
 
-    When a process fails, the launcher prints the reason that the process reported. If it reported
-    none, the launcher prints its exit code or signal, and its position. The launcher then kills the
-    other processes.
+    When a process fails, the launcher prints the reason that the process reported. If the process
+    reported no reason, the launcher prints its exit code or signal, and its position. The launcher
+    then kills the other processes.
 
     Args:
         arguments: The arguments of schedir.
@@ -162,7 +162,7 @@ def launch(
     if signal_forwarding.has_received_signal and failure.code in (
         TERMINATED_EXIT_CODE,
         -signal.SIGTERM,
-    ):  # A process that SIGTERM ended had nothing to save yet.
+    ):  # If SIGTERM killed a process, the process had nothing to save yet.
         _remove_leftovers(folder)
         return TERMINATED_EXIT_CODE
     if code == REFUSED_EXIT_CODE:  # The message is complete without the black boxes.
@@ -206,7 +206,7 @@ class _SignalForwarding:
         self.forward_pending()
 
     def forward_pending(self) -> None:
-        """If SIGTERM was received, send it to all processes, also to those that started later."""
+        """If SIGTERM was received, send it to all processes that have started."""
         if self.has_received_signal:
             for process in self.processes:
                 process.terminate()
@@ -260,8 +260,9 @@ def _describe_failure(
 ) -> tuple[str, int]:
     """Return the error message of a run that failed, and the exit code.
 
-    If another process killed the failed one, the message is the reason of that process. Otherwise
-    it is the reason of the failed process. If it has none, the message has its exit code or signal.
+    If another process killed the failed process, the message is the reason of that other process.
+    Otherwise the message is the reason of the failed process. If the failed process has no reason,
+    the message has its exit code or signal.
     """
     killers = [
         one
@@ -297,7 +298,7 @@ def _describe_failure(
 
 
 def _remove_leftovers(directory: Path) -> None:
-    """Remove the black boxes and other files that this run or an earlier one left."""
+    """Remove the black boxes and other files that this run or an earlier run left."""
     names = (PROGRAM_FILE, VERDICT_FILE, FORMER_VERDICT_FILE)
     for path in [*directory.glob("[0-9]*"), *(directory / name for name in names)]:
         path.unlink(missing_ok=True)

@@ -1,12 +1,13 @@
 """End a process of a run, and report once why the run ended.
 
 A process that fails writes the reason into its black box. If another process is the cause, the
-black boxes of all processes show which one (`hang_diagnosis/stall_cause.py`). Only one process
-prints the reason. Under `launch` it is the launcher. Otherwise it is the first process that fails,
-which the rendezvous store decides.
+black boxes of all processes show which process it is (`hang_diagnosis/stall_cause.py`). Only one
+process prints the reason. Under `launch`, the launcher prints it. Otherwise the first process that
+fails prints it, and the rendezvous store decides which process is the first.
 
-A process that is stopped, or that never arrives, blocks the others. The process that reports it
-also kills it. So the launcher or torchrun first receives the exit of the process that is the cause.
+A process that is stopped, or that never arrives, blocks all other processes. The process that
+reports this also kills the blocking process. So the launcher or torchrun receives the exit of the
+blocking process first.
 """
 
 from __future__ import annotations
@@ -54,8 +55,8 @@ class RunMember:
     Attributes:
         black_box: The black box of this process.
         program: The program of the run. None during the set-up.
-        has_lost_peers: True if the process failed because others did not arrive. The position in
-            its black box is then out of date.
+        has_lost_peers: True if this process failed because other processes did not arrive. The
+            position in its black box is then out of date.
         known_processes: The processes whose black boxes were read.
         is_single_machine: True if all processes run on this machine.
     """
@@ -125,7 +126,7 @@ class RunMember:
         return StalledRun(black_boxes, self.layout, self.program, missing, unheard)
 
     def describe_position(self) -> str:
-        """Return a text with the position of this process, "" without a black box."""
+        """Return a text with the position of this process, or "" if it has no black box."""
         run = StalledRun(self.collect_black_boxes(), self.layout, self.program)
         return run.describe_location(self.process) if self.process in run.snapshots else ""
 
@@ -139,11 +140,11 @@ class RunMember:
             self.directory.rmdir()  # This fails in all processes but the last one.
 
 
-_CURRENT_MEMBER: list[RunMember] = []  # One element if this process is one of several.
+_CURRENT_MEMBER: list[RunMember] = []  # It has one element if the run has several processes.
 
 
 def get_current_member() -> RunMember | None:
-    """Return this process as a member of its run, None if it is a single process."""
+    """Return this process as a member of its run, or None if it is a single process."""
     return _CURRENT_MEMBER[0] if _CURRENT_MEMBER else None
 
 
@@ -170,7 +171,8 @@ def exit_with_error(
 ) -> NoReturn:
     """Report an error, and end this process immediately.
 
-    A normal exit would first close connections, and other processes would seem to fail.
+    A normal exit would first close connections. Other processes would then fail too, and one of
+    them could be reported as the cause.
 
     Args:
         reason: The reason. If None, nothing is printed, because another process reports it.
@@ -210,7 +212,7 @@ def stop_waiting() -> None:
 
 
 def exit_with_cause(member: RunMember, cause: StallCause, code: int = 1) -> NoReturn:
-    """Report that another process is the cause, and end this process.
+    """Report that another process is the cause of a failure, and end this process.
 
     Args:
         member: This process.
@@ -222,7 +224,7 @@ def exit_with_cause(member: RunMember, cause: StallCause, code: int = 1) -> NoRe
 
 
 def _describe_cause(member: RunMember, cause: StallCause) -> str | None:
-    """Return the text about another process. None if that process reports it on this machine."""
+    """Return the text that reports a cause, or None if a process on this machine reports it."""
     if cause.kind is not StallKind.FAILED:
         return str(cause)
     return None if cause.process in member.known_processes else cause.message
@@ -231,14 +233,14 @@ def _describe_cause(member: RunMember, cause: StallCause) -> str | None:
 def report_and_exit(
     member: RunMember, text: str | None, code: int, cause: StallCause | None
 ) -> NoReturn:
-    """Print a text if no other process has, kill the process that is the cause, and exit.
+    """Print a text, if no other process has printed one, kill the cause, and exit.
 
     Args:
         member: This process.
-        text: The text, None to print nothing.
+        text: The text, or None to print nothing.
         code: The exit code.
-        cause: The process that is the cause, None if it is unknown. Only a process on this machine
-            is killed, and only if it is certainly the cause.
+        cause: The process that is the cause, or None if it is unknown. Only a process on this
+            machine is killed, and only if it is certainly the cause.
     """
     member.black_box.report_failure(text or "", code)
     is_read = is_launched() and member.black_box.has_file
@@ -261,8 +263,8 @@ def report_and_exit(
 def _write_agent_error(text: str) -> None:
     """Write a text to the error file of torchrun, which prints it for the root cause.
 
-    It is used if the cause is a process on another machine. The torchrun agent of a machine reads
-    the error files of this machine's processes only.
+    This is needed if the cause is a process on another machine. The torchrun agent of this machine
+    reads only the error files of processes on this machine.
     """
     if path := os.environ.get("TORCHELASTIC_ERROR_FILE"):
         message = {"message": text, "extraInfo": {"timestamp": str(int(time.time()))}}
@@ -353,9 +355,9 @@ def exchange_black_boxes(
 
 @contextmanager
 def interrupt_on_signals() -> Iterator[None]:
-    """Interrupt on SIGHUP and SIGQUIT as on Ctrl-C, while the context is active.
+    """Handle SIGHUP and SIGQUIT like Ctrl-C while the context is active.
 
-    So the code in the context can clean up. After the context, the signal ends this process as
+    The code in the context can then clean up. After the context, the signal ends this process as
     usual.
     """
     received: list[int] = []
@@ -399,8 +401,8 @@ def end_with_parent() -> None:
 def exit_cleanly() -> NoReturn:
     """End this process immediately, with exit code 0.
 
-    A normal exit tears down the interpreter. Threads of torch that still run sometimes abort it
-    ("terminate called without an active exception", in 1 of 62 runs).
+    A normal exit tears down the interpreter. Threads of torch that still run then sometimes abort
+    the process ("terminate called without an active exception", in 1 of 62 runs).
     """
     if (own := get_current_member()) is not None and own.is_current_process:
         own.finish()

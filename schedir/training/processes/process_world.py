@@ -55,7 +55,8 @@ def join_process_group(
         timeout: The seconds that the processes wait for each other.
         device: The device, which selects the backends of the group.
         black_box: The black box that records the phases of this process. None records nothing.
-        facts: Facts that must be the same on all processes. They are compared first.
+        facts: Facts that must be the same on all processes. The processes compare them before they
+            create the group.
 
     Raises:
         ExecutionError: A process does not arrive in time, or another process exits.
@@ -90,7 +91,7 @@ def join_process_group(
             store.set(_RESULTS_KEY, b"")
         # After the barrier, no process reads from a connection that another process may close. A
         # failure after the barrier does not affect other processes. This calls the method of the
-        # group, because torch's function refuses a group that has NCCL, too.
+        # group, because the function `dist.monitored_barrier` refuses a group that also has NCCL.
         world: Any = dist.group.WORLD
         world.monitored_barrier(timedelta(seconds=max(timeout, RESULTS_TIMEOUT)))
         done = True

@@ -1,8 +1,8 @@
 """Compare the settings of all processes before the first message.
 
-The processes compare them at the rendezvous store, before any group exists. All processes raise the
-same error with the first difference. Without this, torch would report a mismatch of shapes in a
-collective.
+The processes exchange their settings at the rendezvous store, before any process group exists. All
+processes raise the same error with the first difference. Without this comparison, torch could only
+report a mismatch of shapes in a collective.
 """
 
 from __future__ import annotations
@@ -80,7 +80,7 @@ def require_same_data(crcs: Sequence[int], step: int) -> None:
         step: The step up to which the processes have read, from 1.
 
     Raises:
-        ModelError: Two processes differ.
+        ModelError: Two processes have read different samples.
     """
     fact = f"the data read up to step {step}"
     if found := find_difference([{fact: f"crc32 {one:08x}"} for one in crcs]):
@@ -90,7 +90,7 @@ def require_same_data(crcs: Sequence[int], step: int) -> None:
 
 
 def run_rendezvous(facts: Mapping[str, str], timeout: float) -> dict[str, Any]:
-    """Compare `facts` with all processes, and return the arguments of `init_process_group`.
+    """Compare the facts of all processes, and return the arguments of `init_process_group`.
 
     Args:
         facts: The facts of this process.
@@ -103,7 +103,8 @@ def run_rendezvous(facts: Mapping[str, str], timeout: float) -> dict[str, Any]:
         ModelError: Facts differ, or two processes have the same number. All processes raise it.
         ExecutionError: A process does not arrive in time.
     """
-    rank, world = int(os.environ["RANK"]), int(os.environ["WORLD_SIZE"])
+    rank = int(os.environ["RANK"])
+    world = int(os.environ["WORLD_SIZE"])
     agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
     store: Any = connect_store(timeout, is_master=rank == 0 and not agent)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
@@ -117,7 +118,7 @@ def run_rendezvous(facts: Mapping[str, str], timeout: float) -> dict[str, Any]:
 def compare_facts(
     store: Any, rank: int, world: int, facts: Mapping[str, str], timeout: float
 ) -> None:
-    """Compare `facts` with all processes at a store. Process 0 makes the comparison.
+    """Compare the facts of all processes at a store. Process 0 makes the comparison.
 
     Args:
         store: The store.
@@ -153,7 +154,7 @@ def compare_facts(
 
 
 def _find_difference(store: Any, world: int, deadline: float) -> str:
-    """Return the first difference between the facts of processes, "" if there is none."""
+    """Return the first difference between the facts of processes, or "" if there is none."""
     everyone: list[dict[str, str]] = []
     places: dict[object, int] = {}
     for k in range(world):
@@ -183,7 +184,7 @@ def _decode_facts(data: bytes, sender: str) -> tuple[dict[str, str], tuple[str, 
 def _wait_for_key(store: Any, key: str, deadline: float, process: int) -> bytes:
     """Wait until a process sets a key, and return the value.
 
-    Raises ModelError if two processes have the same number, ExecutionError after the deadline.
+    Raises ModelError if two processes have the same number, and ExecutionError after the deadline.
     """
     while not store.check([key]):
         if store.check(["twice"]):
@@ -195,12 +196,13 @@ def _wait_for_key(store: Any, key: str, deadline: float, process: int) -> bytes:
 
 
 def _describe_machine() -> tuple[str, ...] | None:
-    """Return this machine and the local rank, None if there is no local rank.
+    """Return this machine and the local rank, or None if there is no local rank.
 
     With torchrun, several nodes on one machine each count their local ranks from 0, so the number
     of the node is included.
     """
-    local, node = os.environ.get("LOCAL_RANK"), os.environ.get("GROUP_RANK", "")
+    local = os.environ.get("LOCAL_RANK")
+    node = os.environ.get("GROUP_RANK", "")
     try:
         boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
         return None if local is None else (boot, os.readlink("/proc/self/ns/pid"), node, local)

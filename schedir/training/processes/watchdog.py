@@ -1,8 +1,8 @@
 """The watchdog: a thread that detects a hang from the black boxes of all processes.
 
 It runs ten times per second. It also runs immediately when a process of its machine exits, or when
-this process receives SIGTERM. If a step makes no progress, it reads the black boxes to find the
-process that is the cause.
+this process receives SIGTERM. If a step makes no progress, the watchdog reads the black boxes to
+find the process that is the cause.
 """
 
 from __future__ import annotations
@@ -63,14 +63,14 @@ class Watchdog:
     """The thread that monitors this process and its peers.
 
     After SIGTERM, a process usually exits immediately. If it has a `graceful_stop` and runs steps,
-    it first saves a step. After a second SIGTERM, it exits immediately.
+    it first completes a step and saves a checkpoint. After a second SIGTERM, it exits immediately.
 
     Args:
         member: This process.
         timeout: The seconds without progress within a step after which the run fails.
         graceful_stop: Ends the run after the same step on all processes. None if the run writes no
             checkpoints.
-        grace: The seconds that are allowed to save after SIGTERM.
+        grace: The seconds within which the run must save a checkpoint after SIGTERM.
     """
 
     def __init__(
@@ -231,10 +231,10 @@ class Watchdog:
                 self._start_exit(found)
 
     def _handle_termination(self) -> None:
-        """Save a step and exit after SIGTERM, or exit immediately.
+        """Handle SIGTERM: request a stop after a saved step, or exit immediately.
 
-        When a process fails, torchrun sends SIGTERM to the others, and prints only the number of
-        the failed process. So this method reports the failure before the exit.
+        When a process fails, torchrun sends SIGTERM to the other processes, and prints only the
+        number of the failed process. So this method reports the failure before the exit.
         """
         code, standstill = TERMINATED_EXIT_CODE, self.member.inspect_stall()
         found = standstill.find_cause()
@@ -282,10 +282,8 @@ class Watchdog:
                 found = stalled_run.find_cause(
                     f"{name}{self.member.name} has waited for {self.timeout:g} s"
                 )
-            step, gpu_step = (
-                self.box_values[BlackBoxField.STEP],
-                None if device is None else device.last_step,
-            )
+            step = self.box_values[BlackBoxField.STEP]
+            gpu_step = None if device is None else device.last_step
             progress = None if device is None else device.progress
             stall_error = make_stall_error(fact, executor, step, progress, gpu_step)
             if found is None:
@@ -421,8 +419,8 @@ def make_stall_error(
 class _Device:
     """The progress of a GPU.
 
-    A separate thread queries it. While the host waits in the driver, for example for memory, a
-    query may block.
+    A separate thread queries the GPU, because a query may block while the host waits in the driver,
+    for example for memory.
     """
 
     def __init__(self, progress: GpuProgress, device: torch.device) -> None:

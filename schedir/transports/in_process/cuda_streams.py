@@ -28,10 +28,11 @@ from schedir.transports.transport import Work, allocate_buffers
 
 
 class StreamPoint:
-    """A point on a CUDA stream. A wait for it makes the current stream wait, and not the host.
+    """A point on a CUDA stream. A wait for the point blocks the current stream, but not the host.
 
     Args:
-        stream: The stream on which the point is recorded now. By default it is recorded later.
+        stream: The stream on which the constructor records the point. By default, a later call of
+            `record` does so.
     """
 
     def __init__(self, stream: torch.cuda.Stream | None = None) -> None:
@@ -69,7 +70,7 @@ class StreamPoint:
         return self.stream is not None and self.event.query()
 
     def wait(self) -> None:
-        """Make the current stream wait for the point. It must be recorded."""
+        """Make the current stream wait for the point. The point must already be recorded."""
         # CUDA ignores a wait for an event that was never recorded.
         assert self.stream is not None, "both sides are issued before either waits"
         torch.cuda.current_stream().wait_event(self.event)
@@ -170,7 +171,7 @@ class StreamMailbox:
     def check_agreement(
         self, facts: Mapping[str, str], payload: object = None, record_types: Sequence[type] = ()
     ) -> list[Any]:
-        """Return the payloads that `make_mailboxes` got for all virtual ranks.
+        """Return the payloads of all virtual ranks, which `make_mailboxes` received.
 
         Args:
             facts: Not used.
@@ -228,7 +229,10 @@ class StreamMailbox:
     def start_collective(
         self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
-        """See `Transport.start_collective`. The last member to call runs it for all members."""
+        """See `Transport.start_collective`.
+
+        The call of the last member runs the collective for all members.
+        """
         ended = StreamPoint()
         part = _StreamPart(kind, output_tensor, input_tensor, _record_current_point(), ended)
         came = self.hub.pending_collectives.arrive(
@@ -249,7 +253,7 @@ class StreamMailbox:
 
 
 def _record_current_point() -> StreamPoint:
-    """Return the point that the host has reached in the current stream."""
+    """Return a point after all work that the host has issued to the current stream."""
     return StreamPoint(torch.cuda.current_stream())
 
 

@@ -86,7 +86,7 @@ class Mailbox:
     def check_agreement(
         self, facts: Mapping[str, str], payload: object = None, record_types: Sequence[type] = ()
     ) -> list[Any]:
-        """Return the payloads that `make_mailboxes` got for all virtual ranks.
+        """Return the payloads of all virtual ranks, which `make_mailboxes` received.
 
         Args:
             facts: Not used.
@@ -96,7 +96,7 @@ class Mailbox:
         return self.hub.payloads
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
-        """See `Transport.send`. It copies the tensor immediately."""
+        """See `Transport.send`. This method copies the tensor immediately."""
         key = lane, self.rank, peer
         if self.hub.awaited_receives[key]:
             self.hub.awaited_receives[key].popleft().copy_(tensor)
@@ -116,9 +116,10 @@ class Mailbox:
     def start_collective(
         self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
-        """See `Transport.start_collective`. The last member to call runs it for all members.
+        """See `Transport.start_collective`.
 
-        Inputs are added in the order of ranks. The order of the calls does not matter.
+        The call of the last member runs the collective for all members. Sums add the inputs in the
+        order of ranks, whatever the order of the calls is.
         """
         own_part = _CollectivePart(kind, output_tensor, input_tensor)
         came = self.hub.pending_collectives.arrive(

@@ -1,26 +1,66 @@
-"""Read the runs of `plan --calibrate`, and report the calibration."""
+"""Implement `plan --calibrate`: read measured runs, fit a cluster to them, and report the fit."""
 
 from __future__ import annotations
 
 import csv
 from dataclasses import fields
+from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from schedir.commands.common.plan_report import format_seconds
-from schedir.errors import ConfigError, SchedirError, format_bytes
-from schedir.io.files import read_text
+from schedir.commands.common.plan_request import resolve_cluster, resolve_model
+from schedir.errors import ConfigError, SchedirError, UsageError, format_bytes
+from schedir.io.files import atomic_write, read_text
 from schedir.io.terminal_output import format_table
 from schedir.ir.cost.number_parsing import parse_decimal
 from schedir.ir.cost.sizes import parse_bytes
 
 if TYPE_CHECKING:
+    import argparse
     from collections.abc import Iterator
-    from pathlib import Path
 
     from schedir.planner import Calibration, MeasuredRun, TransformerSpec
 
 _MAX_RUNS_BYTES = 2**20
 _RESULTS = ("step_time", "tokens_per_second", "memory")
+
+
+def calibrate_cluster(args: argparse.Namespace) -> str:
+    """Fit a cluster to measured runs, and write its file.
+
+    Args:
+        args: The parsed options of `plan`.
+
+    Returns:
+        A report of the fitted constants and the measured runs.
+
+    Raises:
+        UsageError: An option is missing or invalid, or the runs cannot be read.
+    """
+    from schedir.io.cluster_file import save_cluster
+    from schedir.planner import calibrate, stack_preset
+
+    if args.output is None or Path(args.output).suffix != ".toml":
+        raise UsageError("--calibrate writes a cluster file, and needs -o FILE.toml",
+                         hint="-o my_cluster.toml", fields=["output"])  # fmt: skip
+    if args.stack is None:
+        raise UsageError("--calibrate needs --stack, the training software of the runs",
+                         hint="--stack megatron", fields=["stack"])  # fmt: skip
+    if args.memory_limit is not None:
+        raise UsageError("--calibrate does not plan, and cannot be combined with --memory-limit",
+                         fields=["memory_limit"])  # fmt: skip
+    model = resolve_model(args)
+    cluster = resolve_cluster(args)
+    runs = read_runs(args.calibrate, model)
+    with atomic_write(args.output) as temporary:  # Fail now if the path cannot be written.
+        temporary.touch()
+        found = calibrate(cluster, stack_preset(args.stack), runs)
+        notes = {
+            one.name: f"90 % interval: {one.low:.3g} to {one.high:.3g}" for one in found.constants
+        }
+        comment = f"Calibrated by schedir plan --calibrate with {len(runs)} runs of {args.stack}."
+        save_cluster(found.cluster, temporary, comment=comment, notes=notes)
+    return "".join(format_calibration(found)) + f"wrote {args.output}\n"
 
 
 def read_runs(path: str | Path, model: TransformerSpec) -> list[MeasuredRun]:
@@ -34,7 +74,8 @@ def read_runs(path: str | Path, model: TransformerSpec) -> list[MeasuredRun]:
         model: The model of all runs.
 
     Raises:
-        ConfigError: A column is unknown or missing, or a value is invalid. The error has the line.
+        ConfigError: A column is unknown or missing, or a value is invalid. The error names the line
+            of the file.
         UsageError: The file cannot be read.
     """
     from schedir.planner import MeasuredRun, ParallelPlan
