@@ -35,8 +35,8 @@ MODULES = (
 GROUPS = {
     "Write schedules": (
         "A schedule is a function of (rank, ranks, microbatches) that returns a RankSchedule. "
-        "[The tutorial](../tutorials/first-schedule.md) writes one; "
-        "[the built-in schedules](schedules.md) have pictures.",
+        "[The tutorial](../tutorials/first-schedule.md) shows how to write one. "
+        "[Schedules](schedules.md) has pictures of the built-in ones.",
         ["PipelineShape", "F, B, I, W, R, EMPTY", "RankSchedule", "weave", "overlapped_pair",
          "concat",
          "schedule_algebra.with_placement", "schedule_algebra.with_weight_delay", "greedy_schedule",
@@ -67,8 +67,8 @@ GROUPS = {
         ["search_schedule", "lower_bound", "memory_frontier"],
     ),
     "Plan": (
-        "Find parallel plans for a model and a cluster, with the time and the memory of a step: "
-        "[plan a cluster](../how-to/plan-a-cluster.md).",
+        "Find parallel plans for a model and a cluster, with the time and the memory of a step. "
+        "The page [Plan a cluster](../how-to/plan-a-cluster.md) shows examples.",
         ["planner.plan", "planner.prefer_simplest", "planner.estimate_step",
          "planner.TransformerSpec", "planner.load_model",
          "planner.ParallelPlan",
@@ -86,19 +86,21 @@ GROUPS = {
          "planner.stack_preset", "planner.stack_presets", "planner.Stack"],
     ),
     "Instrument other trainers": (
-        "Record runs of torch.distributed.pipelining, Megatron-LM and DeepSpeed as Timelines: "
-        "[instrument a trainer](../how-to/instrument-a-trainer.md).",
+        "The page [Instrument a trainer](../how-to/instrument-a-trainer.md) shows how to record "
+        "runs of torch.distributed.pipelining, Megatron-LM and DeepSpeed as Timelines.",
         ["instrument"],
     ),
     "Draw": (
-        "[Draw pictures](../how-to/draw-pictures.md) has examples for the shell and for Python.",
+        "The page [Draw pictures](../how-to/draw-pictures.md) has examples for the shell and for "
+        "Python.",
         ["viz.gantt", "viz.compare", "viz.Style", "viz.idle_map", "viz.bubble_vs_memory",
          "viz.memory_frontier", "viz.plan_times", "viz.plan_memory", "viz.plan_scaling",
          "viz.window_tiles", "viz.save", "viz.text_chart", "viz.html", "viz.save_html",
          "viz.widget"],
     ),
     "Run": (
-        "[Train your own model](../how-to/train-your-own-model.md) uses one process and four. "
+        "The page [Train your own model](../how-to/train-your-own-model.md) runs a model in one "
+        "process, and in four. "
         "[Same bits](../explanation/same-bits.md) and "
         "[split backwards](../explanation/split-backward.md) explain the results.",
         ["runtime.InProcessExecutor", "runtime.Executor", "runtime.GradientOptions",

@@ -45,8 +45,8 @@ WHEN = {
     "v_half": "If there is only half of the memory that 1F1B needs.",
     "v_min": "If there is only a third of the memory that 1F1B needs, and F, I and W are nearly "
     "equal.",
-    "dualpipe_v": "If messages are long (expert parallelism), so that pairs that run together "
-    "save more time than a small bubble.",
+    "dualpipe_v": "If messages are long, as with expert parallelism. Then a pair that runs "
+    "together saves more time than a smaller bubble would.",
     "pipedream_2bw": "If gradients may be one update late. All updates of a run together have the "
     "bubble of one update, and each rank needs one more copy of the weights.",
     "dualpipe": "As `dualpipe_v`, if parameters are small compared with activations. It needs half "

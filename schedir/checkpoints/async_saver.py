@@ -51,7 +51,7 @@ class SavedCheckpoint(NamedTuple):
 
 @explain_wrong_calls("Saver(executor, directory)")
 class Saver:
-    """Saves the same checkpoints of an executor as `save`, but while later steps run.
+    """Saves checkpoints of an executor as `save` does, but while later steps run.
 
     The program must have been compiled with `checkpoint_snapshots`. Its Snapshot instructions copy
     the tensors that a step changes. `schedule_save` itself copies all other tensors, such as

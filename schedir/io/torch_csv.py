@@ -241,7 +241,7 @@ class _CellLocation(NamedTuple):
 def from_csv(
     text: str, name: str = "imported", ranks: int | None = None, zero: int | None = None
 ) -> Program:
-    r"""Return the program in a CSV of torch.distributed.pipelining, of either format.
+    r"""Read a CSV of torch.distributed.pipelining, of either format, and return its program.
 
     Ranks, stages, microbatches and the placement are inferred. A file that was cut off after some
     rows may give a program of fewer ranks. An error is raised only if the transfers or the

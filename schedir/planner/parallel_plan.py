@@ -210,7 +210,7 @@ class StageTimes(NamedTuple):
 
 
 class StepBreakdown(NamedTuple):
-    """The parts of a step on the rank with the most compute, in seconds.
+    """The times of the parts of a step, on the rank with the most compute, in seconds.
 
     The sum of the parts is the step time.
 

@@ -49,7 +49,7 @@ def estimate_step(
     constants: SoftwareConstants | None = None,
     state_bytes: StateBytes | None = None,
 ) -> PlanEstimate:
-    """Estimate the step time and the memory of one plan, even if it does not fit.
+    """Estimate the step time and the memory of one plan, even if it does not fit into memory.
 
     Args:
         model: The model.
@@ -266,7 +266,7 @@ def all_plans(
     state_bytes: StateBytes | None = None,
     **filters: Any,
 ) -> PlanTable:
-    """Estimate all plans that `plan` chooses from, including those that do not fit.
+    """Estimate all plans that `plan` chooses from, including those that do not fit into memory.
 
     Args:
         model: The model.

@@ -106,8 +106,8 @@ def bitpipe(r: int, P: int, m: int) -> RankSchedule:
     unit starts earlier than here. The step in that drawing takes 53 F. With the order here, it
     takes 54 F.
 
-    If P divides m, each rank idles for (P-2)(min(F,B) + (m/P)|B-F|). At B = 2F and m = P, this is
-    (P-2)/(3m+P-2) of the step. No message is sent where a vee reverses its direction.
+    If P divides m, each rank idles for (P-2)(min(F,B) + (m/P)|B-F|). At B = 2F and m = P, this
+    idle time is (P-2)/(3m+P-2) of the step. No message is sent where a vee reverses its direction.
 
     For m >= P, a rank has 3P/2 + 1 + min(r, P-1-r) stage activations in flight. It has twice the
     parameters of a rank of `interleaved`.

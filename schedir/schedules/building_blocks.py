@@ -26,7 +26,7 @@ def wave(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run Hanayo's waves: v = 2w stages per rank, down the ranks and back w times.
 
     The order is derived from the idea of the paper, not from its code. P microbatches form a wave.
-    Further microbatches use the slots that the wave leaves free.
+    Further microbatches use the time in which the wave leaves a rank idle.
 
     If P divides m, each rank idles for (P-1)(2 min(F,B) + 2(m/P)|B-F|) for every v. At F = B, this
     is the bubble of `interleaved`. At other costs each wave adds to the bubble, so the schedule is
@@ -86,7 +86,7 @@ def v_half(r: int, P: int, m: int) -> RankSchedule:
     At most 2(P//2 + 1) stage activations are in flight. The idle time below is for F = I = W and m
     >= P. Each rank idles for (3P-7) F with an even P >= 4, and for (3P-4) F with an odd P >= 3.
     1F1B idles for 6(P-1) F, more than twice as long. A constraint solver found that no order with
-    this memory idles less, for m = P up to 8.
+    this memory has less idle time, for m = P up to 8.
 
     At other costs, each microbatch adds max(0, 2F-W-2I, 2I-W-2F) of idle time. The schedule leaves
     no time for late messages. So if all messages of a rank share a queue, give `compile` the costs

@@ -217,7 +217,7 @@ def weave(
     weights: RankSchedule = EMPTY,
     defer_weights: int = 0,
 ) -> RankSchedule:
-    """Return a warmup of forwards, then forwards and backwards alternately, then the rest.
+    """Return a warmup of forwards, then alternate forwards and backwards, then all other letters.
 
     With split backwards, each round of a forward and a backward ends with one letter of `weights`.
     The first `defer_weights` rounds have no such letter. The remaining letters of `weights` come

@@ -18,12 +18,12 @@ from schedir.schedules.schedule_algebra import (
 def zb_v(r: int, P: int, m: int) -> RankSchedule:
     """Run ZB-V: a zero-bubble schedule with the memory of the first rank of 1F1B.
 
-    The loss is computed on the rank where a microbatch entered. No message is needed where the vee
-    reverses its direction.
+    The loss is computed on the rank where the microbatch entered the pipeline. No message is needed
+    where the vee reverses its direction.
 
     At F = I >= W, rank r idles for 2(P-1-r)(F-W) in its active span, which is 0 if W = F. From the
     first start to the last end, each rank idles for (P-1) max(F, 2(F-W)). There are 2P stage
-    activations in flight on each rank. They need the memory of P activations of 1F1B.
+    activations in flight on each rank. These need as much memory as P activations of 1F1B.
 
     Args:
         r: Rank, 0 to P - 1.

@@ -152,7 +152,7 @@ def compute_programs(
     placements: Sequence[str] = PLACEMENT_KINDS,
     optimizer_steps: int = 1,
 ) -> Program:
-    """Draw a complete draft on a small shape.
+    """Generate a complete draft on a small shape (a hypothesis strategy).
 
     Without stage replicas, each stage runs its backwards in ascending order of microbatches.
 
@@ -207,7 +207,7 @@ def _optimizer_steps(draw: st.DrawFn, shape: PipelineShape, most: int) -> Pipeli
 def programs(
     draw: st.DrawFn, ranks: int = 4, microbatches: int = 6, stages_per_rank: int = 3
 ) -> Program:
-    """Draw a program that is legal under every progress model, with various attributes.
+    """Generate a program with various attributes that is legal under every progress model.
 
     The attributes are the tensor-parallel size, tied weights, gradient clipping and frozen stages.
     Opposite transfers are grouped in some of the programs.
@@ -245,7 +245,7 @@ def programs(
 
 @st.composite
 def compile_options(draw: st.DrawFn, draft: Program) -> dict[str, Any]:
-    """Draw options of `compile` that a draft allows.
+    """Generate options of `compile` that a draft allows (a hypothesis strategy).
 
     The options are tied weights, frozen stages, skip connections, gradient clipping, the time of
     the norm check, and overlap. All other options concern memory: ZeRO, the place of the optimizer
