@@ -39,11 +39,11 @@ def statistics_kernel(logits, targets, out, first, n, k, stride, BLOCK: tl.const
         total = total * tl.exp(top - base_value) + tl.sum(tl.exp(x - base_value), axis=0)
         top = higher
     column = tl.load(targets + row) - first
-    here = (column >= 0) & (column < k)
-    hit = tl.load(base + tl.where(here, column, 0)).to(tl.float32)
+    is_local = (column >= 0) & (column < k)
+    hit = tl.load(base + tl.where(is_local, column, 0)).to(tl.float32)
     tl.store(out + row, top)
     tl.store(out + n + row, total)
-    tl.store(out + 2 * n + row, tl.where(here, hit, 0.0))
+    tl.store(out + 2 * n + row, tl.where(is_local, hit, 0.0))
 
 
 @triton.jit
@@ -67,20 +67,20 @@ def gradient_kernel(
     """
     row = tl.program_id(0).to(tl.int64)
     ranks = tl.arange(0, T)
-    own = parts + ranks.to(tl.int64) * 3 * n + row
-    tops = tl.load(own, mask=ranks < t, other=-float("inf"))
-    sums = tl.load(own + n, mask=ranks < t, other=0.0)
+    rank_parts = parts + ranks.to(tl.int64) * 3 * n + row
+    tops = tl.load(rank_parts, mask=ranks < t, other=-float("inf"))
+    sums = tl.load(rank_parts + n, mask=ranks < t, other=0.0)
     top = tl.max(tops, axis=0)
     total = tl.sum(sums * tl.exp(tops - top), axis=0)
     target = tl.load(targets + row)
     factor = tl.where(target == ignore, 0.0, tl.load(dloss).to(tl.float32))
 
     columns = tl.program_id(1) * BLOCK + tl.arange(0, BLOCK)
-    at = logits + row * stride + columns
-    x = tl.load(at, mask=columns < k, other=-float("inf")).to(tl.float32)
+    pointers = logits + row * stride + columns
+    x = tl.load(pointers, mask=columns < k, other=-float("inf")).to(tl.float32)
     one_hot = tl.where(columns == target - first, factor, 0.0)
     gradient = tl.exp(x - top) * (factor / total) - one_hot
-    tl.store(at, gradient.to(logits.dtype.element_ty), mask=columns < k)
+    tl.store(pointers, gradient.to(logits.dtype.element_ty), mask=columns < k)
 
 
 def compute_statistics(logits: Tensor, targets: Tensor, first_column: int) -> Tensor:

@@ -24,12 +24,12 @@ def forward_kernel(x, bias, y, rows, n, ROWS: tl.constexpr, COLUMNS: tl.constexp
     """Compute one tile per program."""
     r = tl.program_id(0) * ROWS + tl.arange(0, ROWS)
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
-    inside = (r < rows)[:, None] & (c < n)[None, :]
-    at = r.to(tl.int64)[:, None] * n + c[None, :]
-    z = tl.load(x + at, mask=inside, other=0.0).to(tl.float32)
+    is_inside = (r < rows)[:, None] & (c < n)[None, :]
+    offsets = r.to(tl.int64)[:, None] * n + c[None, :]
+    z = tl.load(x + offsets, mask=is_inside, other=0.0).to(tl.float32)
     z += tl.load(bias + c, mask=c < n, other=0.0).to(tl.float32)[None, :]
     value = 0.5 * z * (1.0 + tl.erf(z * 0.7071067811865476))
-    tl.store(y + at, value.to(y.dtype.element_ty), mask=inside)
+    tl.store(y + offsets, value.to(y.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit
@@ -48,17 +48,17 @@ def backward_kernel(
     """Compute `each` rows per program, and write their bias gradient to one row of `dbias`."""
     c = tl.program_id(1) * COLUMNS + tl.arange(0, COLUMNS)
     b = tl.load(bias + c, mask=c < n, other=0.0).to(tl.float32)[None, :]
-    first = tl.program_id(0) * each
+    first_row = tl.program_id(0) * each
     part = tl.zeros((COLUMNS,), tl.float32)
     for start in range(0, each, ROWS):
-        r = first + start + tl.arange(0, ROWS)
-        inside = (r < rows)[:, None] & (c < n)[None, :]
-        at = r.to(tl.int64)[:, None] * n + c[None, :]
-        z = tl.load(x + at, mask=inside, other=0.0).to(tl.float32) + b
-        g = tl.load(dy + at, mask=inside, other=0.0).to(tl.float32)
+        r = first_row + start + tl.arange(0, ROWS)
+        is_inside = (r < rows)[:, None] & (c < n)[None, :]
+        offsets = r.to(tl.int64)[:, None] * n + c[None, :]
+        z = tl.load(x + offsets, mask=is_inside, other=0.0).to(tl.float32) + b
+        g = tl.load(dy + offsets, mask=is_inside, other=0.0).to(tl.float32)
         cdf = 0.5 * (1.0 + tl.erf(z * 0.7071067811865476))
         g *= cdf + z * 0.3989422804014327 * tl.exp(-0.5 * z * z)
-        tl.store(dx + at, g.to(dx.dtype.element_ty), mask=inside)
+        tl.store(dx + offsets, g.to(dx.dtype.element_ty), mask=is_inside)
         part += tl.sum(g, axis=0)
     tl.store(dbias + tl.program_id(0).to(tl.int64) * n + c, part, mask=c < n)
 
@@ -90,14 +90,14 @@ def backward(
     """
     dy, x, n = dy.contiguous(), x.contiguous(), x.shape[-1]
     dx, rows = torch.empty_like(x), x.numel() // n
-    across = launch_grid.count_blocks(n, COLUMNS)
+    column_blocks = launch_grid.count_blocks(n, COLUMNS)
     tiles = launch_grid.count_blocks(rows, ROWS)
-    each = ROWS * max(
-        1, launch_grid.count_blocks(tiles, max(1, max_programs // across))
+    rows_per_program = ROWS * max(
+        1, launch_grid.count_blocks(tiles, max(1, max_programs // column_blocks))
     )  # Without rows, `tiles` is 0 and `each` must still be positive.
-    down = launch_grid.count_blocks(rows, each)
-    dbias = torch.empty(down, n, dtype=torch.float32, device=x.device)
-    backward_kernel[(down, across)](
+    row_programs = launch_grid.count_blocks(rows, rows_per_program)
+    dbias = torch.empty(row_programs, n, dtype=torch.float32, device=x.device)
+    backward_kernel[(row_programs, column_blocks)](
         dy,
         x,
         bias,
@@ -105,7 +105,7 @@ def backward(
         dbias,
         rows,
         n,
-        each,
+        rows_per_program,
         ROWS=ROWS,
         COLUMNS=COLUMNS,
         num_warps=NUM_WARPS,

@@ -97,8 +97,8 @@ def get_device_limits(device: torch.device) -> tuple[int, int]:
     Args:
         device: The GPU.
     """
-    its = driver.active.utils.get_device_properties(device.index)
-    return its["multiprocessor_count"], its["max_shared_mem"]
+    properties = driver.active.utils.get_device_properties(device.index)
+    return properties["multiprocessor_count"], properties["max_shared_mem"]
 
 
 @triton.jit
@@ -117,22 +117,22 @@ def forward_kernel(
 ):
     """Compute one row per program."""
     row = tl.program_id(0)
-    at = row.to(tl.int64) * n
+    row_start = row.to(tl.int64) * n
     c = tl.arange(0, COLUMNS)
-    inside = c < n
-    total = tl.load(x + at + c, mask=inside, other=0.0).to(tl.float32)
-    total += tl.load(residual + at + c, mask=inside, other=0.0).to(tl.float32)
+    is_inside = c < n
+    total = tl.load(x + row_start + c, mask=is_inside, other=0.0).to(tl.float32)
+    total += tl.load(residual + row_start + c, mask=is_inside, other=0.0).to(tl.float32)
     rounded = total.to(h.dtype.element_ty)  # The backward reads these rounded numbers.
-    tl.store(h + at + c, rounded, mask=inside)
+    tl.store(h + row_start + c, rounded, mask=is_inside)
     v = rounded.to(tl.float32)
     mean = tl.sum(v, axis=0) / n
-    v = tl.where(inside, v - mean, 0.0)
+    v = tl.where(is_inside, v - mean, 0.0)
     rstd = 1.0 / tl.sqrt(tl.sum(v * v, axis=0) / n + eps)
     tl.store(moments + row, mean)
     tl.store(moments + rows + row, rstd)
-    w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
-    b = tl.load(bias + c, mask=inside, other=0.0).to(tl.float32)
-    tl.store(y + at + c, (v * rstd * w + b).to(y.dtype.element_ty), mask=inside)
+    w = tl.load(weight + c, mask=is_inside, other=0.0).to(tl.float32)
+    b = tl.load(bias + c, mask=is_inside, other=0.0).to(tl.float32)
+    tl.store(y + row_start + c, (v * rstd * w + b).to(y.dtype.element_ty), mask=is_inside)
 
 
 @triton.jit
@@ -160,40 +160,42 @@ def backward_kernel(
     """
     tile = tl.program_id(1)
     c = tile * width + tl.arange(0, COLUMNS)
-    inside = c < tl.minimum((tile + 1) * width, n)
-    w = tl.load(weight + c, mask=inside, other=0.0).to(tl.float32)
+    is_inside = c < tl.minimum((tile + 1) * width, n)
+    w = tl.load(weight + c, mask=is_inside, other=0.0).to(tl.float32)
     dweight = tl.zeros((COLUMNS,), tl.float32)
     dbias = tl.zeros((COLUMNS,), tl.float32)
-    first = tl.program_id(0) * each
-    for row in tl.range(first, tl.minimum(first + each, rows), num_stages=STAGES):
-        at = tl.cast(row, tl.int64) * n
+    first_row = tl.program_id(0) * each
+    for row in tl.range(first_row, tl.minimum(first_row + each, rows), num_stages=STAGES):
+        row_start = tl.cast(row, tl.int64) * n
         mean = tl.load(moments + row)
         rstd = tl.load(moments + rows + row)
-        along = 0.0
+        dot = 0.0
         total = 0.0
         for k in tl.static_range(1, TILES):
             begin = (tile + k) % TILES * width
             o = begin + tl.arange(0, COLUMNS)
-            there = o < tl.minimum(begin + width, n)
-            v = (tl.load(h + at + o, mask=there, other=0.0).to(tl.float32) - mean) * rstd
-            g = tl.load(dy + at + o, mask=there, other=0.0).to(tl.float32)
-            g *= tl.load(weight + o, mask=there, other=0.0).to(tl.float32)
-            along += tl.sum(g * v, axis=0)
+            is_in_tile = o < tl.minimum(begin + width, n)
+            v = (
+                tl.load(h + row_start + o, mask=is_in_tile, other=0.0).to(tl.float32) - mean
+            ) * rstd
+            g = tl.load(dy + row_start + o, mask=is_in_tile, other=0.0).to(tl.float32)
+            g *= tl.load(weight + o, mask=is_in_tile, other=0.0).to(tl.float32)
+            dot += tl.sum(g * v, axis=0)
             total += tl.sum(g, axis=0)
         # Outside of the row, g is 0, so v has no effect there.
-        v = (tl.load(h + at + c, mask=inside, other=0.0).to(tl.float32) - mean) * rstd
-        g = tl.load(dy + at + c, mask=inside, other=0.0).to(tl.float32)
+        v = (tl.load(h + row_start + c, mask=is_inside, other=0.0).to(tl.float32) - mean) * rstd
+        g = tl.load(dy + row_start + c, mask=is_inside, other=0.0).to(tl.float32)
         dweight += g * v
         dbias += g
         g *= w
-        along += tl.sum(g * v, axis=0)
+        dot += tl.sum(g * v, axis=0)
         total += tl.sum(g, axis=0)
-        g = (g - total / n - v * (along / n)) * rstd
-        g += tl.load(dh + at + c, mask=inside, other=0.0).to(tl.float32)
-        tl.store(dx + at + c, g.to(dx.dtype.element_ty), mask=inside)
+        g = (g - total / n - v * (dot / n)) * rstd
+        g += tl.load(dh + row_start + c, mask=is_inside, other=0.0).to(tl.float32)
+        tl.store(dx + row_start + c, g.to(dx.dtype.element_ty), mask=is_inside)
     part = parts + tl.program_id(0).to(tl.int64) * n
-    tl.store(part + c, dweight, mask=inside)
-    tl.store(part + tl.num_programs(0).to(tl.int64) * n + c, dbias, mask=inside)
+    tl.store(part + c, dweight, mask=is_inside)
+    tl.store(part + tl.num_programs(0).to(tl.int64) * n + c, dbias, mask=is_inside)
 
 
 def forward(
@@ -262,10 +264,10 @@ def backward(
     tiling = choose_tiling(n, h.element_size(), shared)
     # At most as many programs as the GPU can run at the same time.
     programs = max(1, multiprocessors * (32 // tiling.warps) // tiling.tiles)
-    each = max(MIN_ROWS, launch_grid.count_blocks(rows, programs))
-    down = launch_grid.count_blocks(rows, each)
-    parts = torch.empty(2, down, n, dtype=torch.float32, device=h.device)
-    backward_kernel[(down, tiling.tiles)](
+    rows_per_program = max(MIN_ROWS, launch_grid.count_blocks(rows, programs))
+    programs_needed = launch_grid.count_blocks(rows, rows_per_program)
+    parts = torch.empty(2, programs_needed, n, dtype=torch.float32, device=h.device)
+    backward_kernel[(programs_needed, tiling.tiles)](
         dh,
         dy,
         h,
@@ -276,7 +278,7 @@ def backward(
         rows,
         n,
         tiling.tile_width,
-        each,
+        rows_per_program,
         TILES=tiling.tiles,
         COLUMNS=tiling.padded_columns,
         STAGES=tiling.stages,

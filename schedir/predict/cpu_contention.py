@@ -65,8 +65,8 @@ def simulate_on_cpus(
     """
     require_type(program, "program", Program, "schedir.compile(schedule, shape)")
     require_type(costs, "costs", Costs, "Costs(F=1, B=2)")
-    bad = isinstance(processors, NON_NUMBER_TYPES) or not isinstance(processors, int | float)
-    if bad or not 0 < processors < inf:
+    is_invalid = isinstance(processors, NON_NUMBER_TYPES) or not isinstance(processors, int | float)
+    if is_invalid or not 0 < processors < inf:
         raise UsageError(
             f"processors must be a number > 0, not {describe(processors)}", fields=["processors"]
         )
@@ -107,29 +107,29 @@ def _share_processors(graph: Graph, costs: Costs, processors: float) -> tuple[Ti
     # Heap of running instructions that use a processor: (`progress` at the end, node).
     working: list[tuple[float, int]] = []
     ready = [a for a in np.flatnonzero(problem.node_mask).tolist() if not missing[a]]
-    now = progress = 0.0
+    time = progress = 0.0
     while ready or waiting or working:
         while ready:
             a = ready.pop()
-            start[a] = now
+            start[a] = time
             if shares[a]:
                 heappush(working, (progress + cost[a], a))
             else:
-                heappush(waiting, (now + cost[a], a))
+                heappush(waiting, (time + cost[a], a))
         speed = min(1.0, processors / len(working)) if working else 1.0
-        computed = now + max(0.0, working[0][0] - progress) / speed if working else inf
+        computed = time + max(0.0, working[0][0] - progress) / speed if working else inf
         next_time = min(computed, waiting[0][0] if waiting else inf)
         if computed <= next_time:
             progress, a = heappop(working)
         else:
-            progress += (next_time - now) * speed
+            progress += (next_time - time) * speed
             _, a = heappop(waiting)
-        now = end[a] = next_time
-        if now == inf:
+        time = end[a] = next_time
+        if time == inf:
             break
         for b in after[a]:
             missing[b] -= 1
             if not missing[b]:
                 ready.append(b)
     node = graph.node
-    return start[node], end[node] if now < inf else np.full(len(node), inf)
+    return start[node], end[node] if time < inf else np.full(len(node), inf)

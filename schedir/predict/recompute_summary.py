@@ -34,13 +34,15 @@ def describe_forwards(program: Program) -> str:
     Returns:
         One line for each of the three. A line without forwards is left out.
     """
-    done = {
+    op_by_text = {
         "recomputed": RECOMPUTE,
         "offloaded": HOST_TRIP.offload_op,
         "spilled": DISK_TRIP.offload_op,
     }
-    lines = {name: _describe_op_forwards(program, op) for name, op in done.items()}
-    return "".join(f"{name}: {which}\n" for name, which in lines.items() if which)
+    lines = {name: _describe_op_forwards(program, op) for name, op in op_by_text.items()}
+    return "".join(
+        f"{name}: {forwards_text}\n" for name, forwards_text in lines.items() if forwards_text
+    )
 
 
 def _describe_op_forwards(program: Program, op: Opcode) -> str:
@@ -53,13 +55,13 @@ def _describe_op_forwards(program: Program, op: Opcode) -> str:
     if not found:
         return ""
     microbatches = program.shape.microbatches
-    each = [
+    range_texts = [
         ("all" if len(mbs) == microbatches else f"mb {_format_ranges(sorted(mbs))}")
         + f" of stage {stage}"
         for stage, mbs in sorted(found.items())
     ]
     number = sum(map(len, found.values()))
-    return f"{number} of {program.shape.stages * microbatches} forwards: {', '.join(each)}"
+    return f"{number} of {program.shape.stages * microbatches} forwards: {', '.join(range_texts)}"
 
 
 def _format_ranges(numbers: list[int]) -> str:
@@ -70,5 +72,7 @@ def _format_ranges(numbers: list[int]) -> str:
             runs[-1].append(number)
         else:
             runs.append([number])
-    *most, last = [f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs]
-    return f"{', '.join(most)} and {last}" if most else last
+    *range_texts, last_text = [
+        f"{run[0]}-{run[-1]}" if len(run) > 1 else str(run[0]) for run in runs
+    ]
+    return f"{', '.join(range_texts)} and {last_text}" if range_texts else last_text

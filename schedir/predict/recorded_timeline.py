@@ -36,13 +36,14 @@ def build_timeline(
         blocking_hosts: True if the hosts are blocking.
     """
     node = Graph.from_program(program, progress_model).node
-    first, last, over = np.full(len(node), np.inf), *np.full((2, len(node)), -np.inf)
-    np.minimum.at(first, node, start)
-    np.maximum.at(last, node, start)
-    np.maximum.at(over, node, end)
+    first_start = np.full(len(node), np.inf)
+    last_start, last_end = np.full((2, len(node)), -np.inf)
+    np.minimum.at(first_start, node, start)
+    np.maximum.at(last_start, node, start)
+    np.maximum.at(last_end, node, end)
     spans = build_spans(program, start, end)
-    begun = np.where(spans["lane"] == Lane.COMPUTE, first[node], last[node])
-    spans["start"], spans["end"] = begun, np.maximum(begun, over[node])
+    node_start = np.where(spans["lane"] == Lane.COMPUTE, first_start[node], last_start[node])
+    spans["start"], spans["end"] = node_start, np.maximum(begun, last_end[node])
     origin = spans["start"].min()
     spans["start"] -= origin
     spans["end"] -= origin

@@ -73,17 +73,17 @@ def simulate(
         "ranks": ranks, "microbatches": microbatches, "stages_per_rank": stages_per_rank,
         "placement": placement,
     }  # fmt: skip
-    given = [name for name, value in shape.items() if value is not None]
-    if isinstance(program, Program) and given:
+    given_names = [name for name, value in shape.items() if value is not None]
+    if isinstance(program, Program) and given_names:
         raise UsageError(
-            f"{', '.join(given)} cannot be applied to a program, which has its own shape",
+            f"{', '.join(given_names)} cannot be applied to a program, which has its own shape",
             program=program.name,
-            fields=given,
+            fields=given_names,
         )
     if isinstance(program, str):
         program = find_schedule(program)
     if callable(program):
-        if not given:
+        if not given_names:
             raise UsageError(
                 "simulate needs ranks and microbatches for this schedule",
                 hint="simulate(schedule, costs, ranks=4, microbatches=8)",

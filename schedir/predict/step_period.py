@@ -99,10 +99,10 @@ def compute_step_period(
 def _iter_step_edges(graph: Graph) -> Iterator[tuple[Positions, Positions]]:
     """Yield edges from the nodes of a step to the nodes of the next step."""
     index, (enter, leave) = graph.index, graph.entry_exit_nodes
-    _, first = np.unique(graph.queue, return_index=True)
+    _, first_of_queue = np.unique(graph.queue, return_index=True)
     _, last_from_end = np.unique(graph.queue[::-1], return_index=True)
-    last = len(index) - 1 - last_from_end
-    yield leave[last], enter[first]
+    last_of_queue = len(index) - 1 - last_from_end
+    yield leave[last_of_queue], enter[first_of_queue]
     updates, reads = (
         np.flatnonzero(index.is_op(ops)) for ops in (OPTIMIZER_STEP_OPS, _WEIGHT_READS)
     )
@@ -111,10 +111,11 @@ def _iter_step_edges(graph: Graph) -> Iterator[tuple[Positions, Positions]]:
         yield np.repeat(leave[update], len(rank_reads)), enter[rank_reads]
     is_validation = index.is_op(find_consumers(Value.LOCAL_NORM))
     if graph.blocking_hosts:
-        awaited_last = last[~is_validation[last]]
+        awaited_last = last_of_queue[~is_validation[last_of_queue]]
         for rank in range(graph.program.shape.ranks):
             rank_last, rank_first = (
-                positions[index.rank[positions] == rank] for positions in (awaited_last, first)
+                positions[index.rank[positions] == rank]
+                for positions in (awaited_last, first_of_queue)
             )
             yield (
                 np.repeat(leave[rank_last], len(rank_first)),

@@ -65,10 +65,10 @@ def build_spans(program: Program, start: NDArray[np.float64], end: NDArray[np.fl
     lanes = np.array([row.lane for row in INSTRUCTIONS], np.int16)
     spans = np.empty(len(fields), SPAN_DTYPE)
     for rank, (lo, hi) in enumerate(pairwise(program.offsets.tolist())):
-        own, given = spans[lo:hi], fields[lo:hi]
-        own["rank"], own["lane"] = rank, lanes[given["op"]]
+        rank_spans, rank_fields = spans[lo:hi], fields[lo:hi]
+        rank_spans["rank"], rank_spans["lane"] = rank, lanes[rank_fields["op"]]
         for name in ("op", "stage", "mb"):
-            own[name] = given[name]
+            rank_spans[name] = rank_fields[name]
     spans["start"], spans["end"] = start, end
     return spans
 
@@ -509,9 +509,9 @@ class Timeline:
         ).astype(np.int32)
         record_violations(end, receives, graph.partner[receives], start)
         for members in graph.collective_groups:
-            last = members[start[members].argmax()]
+            last_member = members[start[members].argmax()]
             record_violations(
-                end, members.astype(np.int32), np.full(len(members), last, np.int32), start
+                end, members.astype(np.int32), np.full(len(members), last_member, np.int32), start
             )
         return CausalityViolations(amount, cause)
 

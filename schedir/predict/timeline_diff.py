@@ -55,11 +55,11 @@ def compare_timelines(first: Timeline, second: Timeline) -> list[TimeDifference]
             f"the times of the two timelines have different units: {' and '.join(units)}"
         )
     tables = [_sum_times(first), _sum_times(second)]
-    both = (
-        TimeDifference(rank, what, *(table.get((rank, what), 0.0) for table in tables))
-        for rank, what in dict.fromkeys([*tables[0], *tables[1]])
+    differences = (
+        TimeDifference(rank, work_key, *(table.get((rank, work_key), 0.0) for table in tables))
+        for rank, work_key in dict.fromkeys([*tables[0], *tables[1]])
     )
-    return sorted(both, key=lambda one: -abs(one.increase))
+    return sorted(differences, key=lambda difference: -abs(difference.increase))
 
 
 def _sum_times(timeline: Timeline) -> dict[tuple[int, str], float]:
@@ -67,8 +67,8 @@ def _sum_times(timeline: Timeline) -> dict[tuple[int, str], float]:
     spans = timeline.spans
     work = spans[(spans["lane"] == Lane.COMPUTE) & ~timeline.is_second_of_pair]
     found: dict[tuple[int, str], float] = {}
-    kinds, which = np.unique(work[["rank", "op", "stage"]], return_inverse=True)
-    total = np.bincount(which, work["end"] - work["start"], len(kinds))
+    kinds, kind_of_span = np.unique(work[["rank", "op", "stage"]], return_inverse=True)
+    total = np.bincount(kind_of_span, work["end"] - work["start"], len(kinds))
     for (rank, op, stage), seconds in zip(kinds.tolist(), total.tolist(), strict=True):
         row = INSTRUCTIONS[op]
         found[rank, row.text if row.scope is Scope.RANK else f"{row.text} {stage}"] = seconds

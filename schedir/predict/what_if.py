@@ -472,23 +472,24 @@ class _Table:
         )
         segments = self.program.segments_per_stage
         stage_times = sum_segments(table, segments).mean(1)
-        slowest, mean = int(stage_times.argmax()), float(stage_times.mean())
-        if not mean or stage_times[slowest] <= 1.01 * mean:
+        slowest, mean_time = int(stage_times.argmax()), float(stage_times.mean())
+        if not mean_time or stage_times[slowest] <= 1.01 * mean_time:
             return
         even_costs = {
             name: average_stages(c, segments)
             for name, c in self.costs.specified.items()
             if name in _COMPUTE_COSTS
         }
-        first = sum(segments[:slowest])
-        last = sum(segments[: slowest + 1]) - 1
-        replicas = " and ".join(map(str, self.shape.replica_ranks[:, first].tolist()))
+        first_segment = sum(segments[:slowest])
+        last_segment = sum(segments[: slowest + 1]) - 1
+        replicas = " and ".join(map(str, self.shape.replica_ranks[:, first_segment].tolist()))
         slow_stage = (
-            f"stage {first}" if first == last else f"the stage of segments {first} to {last}"
+            f"stage {first_segment}"
+            if first_segment == last_segment
+            else f"the stage of segments {first_segment} to {last_segment}"
         )
-        reason = (
-            f"(F and B of {slow_stage} on rank {replicas} take {stage_times[slowest] / mean:.2f}x)"
-        )
+        ratio = stage_times[slowest] / mean_time
+        reason = f"(F and B of {slow_stage} on rank {replicas} take {ratio:.2f}x)"
         yield self._make_cost_row("even", f"stages that all take the mean {reason}", **even_costs)
 
     def _iter_more_microbatches(self) -> Iterator[ChangeRow]:

@@ -85,10 +85,10 @@ class Axis:
     def visible_keys(self) -> tuple[Ints, Ints]:
         """The first key and the last key plus 1 of each query, as two arrays of shape (length,)."""
         query = np.arange(self.length)
-        first = query // self.stride * self.stride
+        group_start = query // self.stride * self.stride
         if self.causal:
-            return np.maximum(first + self.stride - self.window, 0), query + 1
-        leader = first + self.stride // 2
+            return np.maximum(group_start + self.stride - self.window, 0), query + 1
+        leader = group_start + self.stride // 2
         start = np.clip(leader - self.window // 2, 0, max(self.length - self.window, 0))
         return start, np.minimum(start + self.window, self.length)
 
@@ -126,9 +126,15 @@ class AxisTiles:
         The first two bound the keys that at least one query of the tile attends to. The last two
         bound the keys that all queries of the tile attend to.
         """
-        (start, end), at = self.axis.visible_keys, np.arange(0, self.axis.length, self.q_tile)
-        least, most = np.minimum.reduceat, np.maximum.reduceat
-        return least(start, at), most(end, at), most(start, at), least(end, at)
+        start, end = self.axis.visible_keys
+        tile_starts = np.arange(0, self.axis.length, self.q_tile)
+        minimum, maximum = np.minimum.reduceat, np.maximum.reduceat
+        return (
+            minimum(start, tile_starts),
+            maximum(end, tile_starts),
+            maximum(start, tile_starts),
+            minimum(end, tile_starts),
+        )
 
     @cached_property
     def visited_ranges(self) -> Ints:
@@ -143,10 +149,12 @@ class AxisTiles:
     @cached_property
     def full_ranges(self) -> Ints:
         """The same as `visited_ranges`, for the key tiles without a masked (query, key) pair."""
-        _, _, first, last = self._key_bounds
-        first = -(-first // self.kv_tile)
-        last = np.where(last == self.axis.length, -(-last // self.kv_tile), last // self.kv_tile)
-        return np.stack([first, np.maximum(first, last)], 1)
+        _, _, first_key, last_key = self._key_bounds
+        first_tile = -(-first_key // self.kv_tile)
+        last_tile = np.where(
+            last_key == self.axis.length, -(-last_key // self.kv_tile), last_key // self.kv_tile
+        )
+        return np.stack([first_tile, np.maximum(first_tile, last_tile)], 1)
 
     @property
     def is_aligned(self) -> bool:
@@ -202,14 +210,14 @@ class Tiles:
     @property
     def worst_tile_speedup(self) -> float:
         """The speedup of the query tile with most computed tiles (the bound in appendix B.1)."""
-        most = (
+        max_tiles = (
             (
                 _compute_sizes(a.dense_tiles.visited_ranges).max(),
                 _compute_sizes(a.visited_ranges).max(),
             )
             for a in self.axes
         )
-        return prod(int(dense) / int(windowed) for dense, windowed in most)
+        return prod(int(dense) / int(windowed) for dense, windowed in max_tiles)
 
     @property
     def pair_speedup(self) -> float:

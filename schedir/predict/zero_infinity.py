@@ -285,10 +285,10 @@ def _require_integers(**numbers: object) -> list[int]:
 
 def _require_rates(**numbers: object) -> list[float]:
     """Return the numbers as floats. Raises UsageError if one is not finite and above 0."""
-    found = []
+    positive_rates = []
     for name, value in numbers.items():
         rate = to_float(value)
         if rate is None or not 0 < rate < inf:
             raise UsageError(f"{name} must be a number > 0, not {describe(value)}", fields=[name])
-        found.append(rate)
-    return found
+        positive_rates.append(rate)
+    return positive_rates

@@ -84,15 +84,15 @@ def shard(
     t, size = tp_size(group), full.shape[dim]
     if size % t and not padded:
         raise UsageError(f"{t} tensor-parallel ranks cannot share {size} rows or columns evenly")
-    each = -(-size // t)
-    start = min(tp_rank(group) * each, size)
-    there = min(each, size - start)
-    local = full.narrow(dim, start, there)
-    if there < each:
+    shard_size = -(-size // t)
+    start = min(tp_rank(group) * shard_size, size)
+    length = min(shard_size, size - start)
+    local = full.narrow(dim, start, length)
+    if length < shard_size:
         sizes = list(local.shape)
-        sizes[dim] = each
+        sizes[dim] = shard_size
         local, part = local.new_zeros(sizes), local
-        local.narrow(dim, 0, there).copy_(part)
+        local.narrow(dim, 0, length).copy_(part)
     elif isinstance(full, Tensor):
         # A view would keep the memory of the full weight alive.
         local = local.clone(memory_format=torch.contiguous_format)
@@ -289,10 +289,10 @@ class _First(torch.autograd.Function):
     def forward(ctx: Any, x: Tensor, group: ProcessGroup) -> Tensor:
         ctx.shape = x.shape
         ctx.first = group.rank() == 0
-        own = x[:, 0].contiguous()
-        each = own.new_empty(group.size(), *own.shape)
-        all_gather(each, own, group)
-        return each[0].clone()
+        first_token = x[:, 0].contiguous()
+        gathered = first_token.new_empty(group.size(), *first_token.shape)
+        all_gather(gathered, first_token, group)
+        return gathered[0].clone()
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, None]:

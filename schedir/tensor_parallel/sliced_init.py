@@ -56,11 +56,11 @@ class SlicedInit:
         lines, end = self._lines_per_block, start + length
         for block in range(start // lines, -(-end // lines)):
             values = self._draw_block(block)
-            first = block * lines
-            low = max(start, first)
-            high = min(end, first + lines)
+            first_line = block * lines
+            low = max(start, first_line)
+            high = min(end, first_line + lines)
             result.narrow(dim, low - start, high - low).copy_(
-                values.narrow(dim, low - first, high - low)
+                values.narrow(dim, low - first_line, high - low)
             )
         return result
 
@@ -76,7 +76,7 @@ class SlicedInit:
         digest = hashlib.sha256(key.encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))
         sizes = list(self.shape)
-        first = number * self._lines_per_block
-        sizes[self.dim] = min(self._lines_per_block, sizes[self.dim] - first)
+        first_line = number * self._lines_per_block
+        sizes[self.dim] = min(self._lines_per_block, sizes[self.dim] - first_line)
         values = torch.randn(sizes, generator=generator, dtype=torch.float32, device="cpu")
         return values.mul_(self.std)

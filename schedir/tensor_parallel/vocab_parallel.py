@@ -215,14 +215,14 @@ class _FusedCrossEntropy(torch.autograd.Function):
         k, t = logits.shape[-1], tp_size(group)
         logits = logits.contiguous()
         flat = targets.reshape(-1)
-        first = tp_rank(group) * k
-        mine = cross_entropy.compute_statistics(logits.view(-1, k), flat, first)
-        parts = mine.unsqueeze(0)
+        first_column = tp_rank(group) * k
+        statistics = cross_entropy.compute_statistics(logits.view(-1, k), flat, first_column)
+        parts = statistics.unsqueeze(0)
         if group is not None and t > 1:
-            parts = mine.new_empty(t, *mine.shape)
-            all_gather(parts, mine, group)
+            parts = statistics.new_empty(t, *statistics.shape)
+            all_gather(parts, statistics, group)
         ctx.save_for_backward(logits, flat, parts)
-        ctx.first = first
+        ctx.first = first_column
         ctx.ignore = ignore_index
         return cross_entropy.compute_losses(parts, flat, ignore_index).sum()
 
