@@ -43,7 +43,7 @@ def build_timeline(
     np.maximum.at(last_end, node, end)
     spans = build_spans(program, start, end)
     node_start = np.where(spans["lane"] == Lane.COMPUTE, first_start[node], last_start[node])
-    spans["start"], spans["end"] = node_start, np.maximum(begun, last_end[node])
+    spans["start"], spans["end"] = node_start, np.maximum(node_start, last_end[node])
     origin = spans["start"].min()
     spans["start"] -= origin
     spans["end"] -= origin
