@@ -82,11 +82,13 @@ def main(argv: Sequence[str] | None = None) -> int:
         parser = _build_parser(argv)
         args = parser.parse_args(argv, argparse.Namespace(command_words=argv))
         code_too = not args.no_code and None
-        most = DEFAULT_MAX_INSTRUCTIONS if args.max_instructions is None else args.max_instructions
+        max_instructions = (
+            DEFAULT_MAX_INSTRUCTIONS if args.max_instructions is None else args.max_instructions
+        )
         shows_activity = argv[0] not in _WITHOUT_ACTIVITY and not getattr(args, "measure", False)
         activity = show_activity(f"schedir {argv[0]}") if shows_activity else nullcontext()
         with (
-            input_limits(max_instructions=most, allow_code=code_too),
+            input_limits(max_instructions=max_instructions, allow_code=code_too),
             _use_plain_warnings(),
             activity,
             _locate_config_errors(args),
@@ -132,18 +134,20 @@ def _locate_config_errors(args: argparse.Namespace) -> AbstractContextManager[No
 @contextmanager
 def _use_plain_warnings() -> Iterator[None]:
     """Print schedir's warnings as `warning: TEXT`, without the source line that raised them."""
-    usual, own = warnings.formatwarning, str(Path(__file__).parent)
+    original_format, package_folder = warnings.formatwarning, str(Path(__file__).parent)
 
-    def plain(message: Any, category: Any, filename: str, *more: Any, **named: Any) -> str:
-        if category is UserWarning and filename.startswith(own):
+    def plain(
+        message: Any, category: Any, filename: str, *other_arguments: Any, **named: Any
+    ) -> str:
+        if category is UserWarning and filename.startswith(package_folder):
             return f"warning: {message}\n"
-        return usual(message, category, filename, *more, **named)
+        return original_format(message, category, filename, *other_arguments, **named)
 
     warnings.formatwarning = plain
     try:
         yield
     finally:
-        warnings.formatwarning = usual
+        warnings.formatwarning = original_format
 
 
 def _print_output(text: str) -> int:
@@ -194,20 +198,22 @@ class _Parser(argparse.ArgumentParser):
     def error(self, message: str) -> NoReturn:
         parser = self.command_parser or self
         hint = f"see {parser.prog} --help"
-        reason, _, rest = message.partition(": ")
+        reason, _, details = message.partition(": ")
         if reason == "the following arguments are required":
-            message = f"{parser.prog} needs {rest}"
+            message = f"{parser.prog} needs {details}"
         if reason == "unrecognized arguments":
-            word = rest.split()[0].partition("=")[0]
+            word = details.split()[0].partition("=")[0]
             message = f"{parser.prog} has no option {word}"
             hint = parser.suggest_option(word) or hint
             if not word.startswith("-"):
                 from schedir.io.source_loader import suggest_separator, suggest_source
 
-                word = rest.split()[0]
+                word = details.split()[0]
                 message = f"{parser.prog} does not take {word!r}"
                 hint = suggest_separator(word) or hint
-                if any(each.dest == "source" and each.nargs is None for each in parser._actions):
+                if any(
+                    action.dest == "source" and action.nargs is None for action in parser._actions
+                ):
                     message = f"{parser.prog} takes one SCHEDULE, and {word!r} is one too many"
                     hint = suggest_source(word)
                     if re.fullmatch(r"[kMGTP]?i?B", word):  # as in --memory-limit 40 GB
@@ -235,8 +241,8 @@ class _Parser(argparse.ArgumentParser):
         """Return a hint for an option that does not exist, or an empty string."""
         if not name.startswith("--"):
             return ""
-        own = self._option_string_actions
-        if (action := own.get("-O")) is not None:
+        option_actions = self._option_string_actions
+        if (action := option_actions.get("-O")) is not None:
             from schedir.commands.common.program_options import PROGRAM_OPTIONS
             from schedir.io.option_spelling import FIELDS_WITH_FLAGS
 
@@ -250,23 +256,25 @@ class _Parser(argparse.ArgumentParser):
                     return str(error.fact)
                 return f"did you mean -O {field}{value}?"
         hint = RETIRED_HINTS.get(name, "")
-        if hint and any(word in own for word in hint.partition(" is now ")[2].split()):
+        if hint and any(word in option_actions for word in hint.partition(" is now ")[2].split()):
             return hint
-        if "--set" in own:
+        if "--set" in option_actions:
             from schedir.training.config.settings_table import list_settings
 
             field = name[2:].replace("-", "_")
             for section, (_, settings) in list_settings().items():
                 if field in [setting.name for setting in settings]:
                     return f"--set {section}.{field}=VALUE, or {field} in [{section}] of the file"
-        options = {option[2:].replace("-", "_"): option for option in own if len(option) > 2}
-        near = [
+        options = {
+            option[2:].replace("-", "_"): option for option in option_actions if len(option) > 2
+        }
+        matches = [
             options.get(find_present_name(name[2:].replace("-", "_"), options), ""),
-            *(option for option in own if option == f"{name}s"),
-            *(option for option in own if option.startswith(f"{name}-")),
-            *get_close_matches(name, own, 1, cutoff=0.75),
+            *(option for option in option_actions if option == f"{name}s"),
+            *(option for option in option_actions if option.startswith(f"{name}-")),
+            *get_close_matches(name, option_actions, 1, cutoff=0.75),
         ]
-        return next((f"did you mean {option}?" for option in near if option), "")
+        return next((f"did you mean {option}?" for option in matches if option), "")
 
 
 def _add_input_limits(parser: argparse.ArgumentParser) -> None:
@@ -302,8 +310,12 @@ def _build_parser(argv: Sequence[str]) -> _Parser:
     subparsers = parser.add_subparsers(metavar="COMMAND", required=True)
     asked = argv[0] if argv else ""
     if not asked.startswith("-") and asked not in ("", *COMMANDS):
-        near = get_close_matches(asked, COMMANDS, 1)
-        hint = f"did you mean schedir {near[0]}?" if near else "schedir --help lists all commands"
+        matches = get_close_matches(asked, COMMANDS, 1)
+        hint = (
+            f"did you mean schedir {matches[0]}?"
+            if matches
+            else "schedir --help lists all commands"
+        )
         raise UsageError(
             f"schedir has no command {asked!r}", hint=RETIRED_HINTS.get(f"schedir {asked}", hint)
         )

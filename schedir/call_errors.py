@@ -38,8 +38,8 @@ def explain_wrong_calls(example: str) -> Callable[[_Public], _Public]:
                 # ran. Otherwise the function itself raised the error.
                 if error.__traceback__ is None or error.__traceback__.tb_next is not None:
                     raise
-                given = args[1:] if isinstance(public, type) else args
-                raise (_make_call_error(public, given, named, example) or error) from None
+                arguments = args[1:] if isinstance(public, type) else args
+                raise (_make_call_error(public, arguments, named, example) or error) from None
 
         if not isinstance(public, type):
             return call  # type: ignore[return-value]
@@ -61,13 +61,17 @@ def _make_call_error(
     }
     positional = [each for each, p in parameters.items() if p.kind is not Parameter.KEYWORD_ONLY]
     accepts_any_name = len(parameters) < len(signature(public).parameters)
-    for given in named:
-        if given not in parameters and not accepts_any_name:
-            hint = suggest_name(given, parameters) or example
-            return UsageError(f"{name} has no argument {given!r}", hint=hint, fields=[given])
+    for keyword in named:
+        if keyword not in parameters and not accepts_any_name:
+            hint = suggest_name(keyword, parameters) or example
+            return UsageError(f"{name} has no argument {keyword!r}", hint=hint, fields=[keyword])
     if len(args) > len(positional):
-        places = ", ".join(positional)
-        fact = f"only {places} can be given without a name" if places else "each needs its name"
+        positional_text = ", ".join(positional)
+        fact = (
+            f"only {positional_text} can be given without a name"
+            if positional_text
+            else "each needs its name"
+        )
         return UsageError(
             f"{name} got {len(args)} arguments without a name, but {fact}", hint=example
         )

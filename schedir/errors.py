@@ -287,8 +287,8 @@ class ConfigError(UsageError):
         hint: str = "",
         fields: Sequence[str] = (),
     ) -> None:
-        place = f"{location}, line {line}, column {column}" if line else location
-        super().__init__(fact, program=place, hint=hint, fields=fields)
+        location_text = f"{location}, line {line}, column {column}" if line else location
+        super().__init__(fact, program=location_text, hint=hint, fields=fields)
         self.location = location
         self.line: int = line
         self.column: int = column
@@ -443,8 +443,10 @@ class MemoryLimitError(SchedirError):
         hint: str = "",
         tier: str = "device",
     ) -> None:
-        more = format_bytes(required_bytes) + f" on the {tier}" * (tier != "device")
-        fact = f"rank {site.rank} needs {more}, but the limit is {format_bytes(limit_bytes)}"
+        required_text = format_bytes(required_bytes) + f" on the {tier}" * (tier != "device")
+        fact = (
+            f"rank {site.rank} needs {required_text}, but the limit is {format_bytes(limit_bytes)}"
+        )
         super().__init__(fact, program=program, sites=[site], hint=hint)
         self.limit_bytes: float = limit_bytes
         self.required_bytes: float = required_bytes
@@ -454,11 +456,11 @@ class MemoryLimitError(SchedirError):
     def format_lines(self) -> list[str]:
         """Return a line for the instruction at the peak, and for each entry of `live_values`."""
         width = max((len(name) for name, _, _ in self.live_values), default=0)
-        most = max((len(str(number)) for _, number, _ in self.live_values), default=0)
+        number_width = max((len(str(number)) for _, number, _ in self.live_values), default=0)
         return [
             *super().format_lines(),
             *(
-                f"  {name:<{width}}  {number:>{most}}  {format_bytes(size):>8}"
+                f"  {name:<{width}}  {number:>{number_width}}  {format_bytes(size):>8}"
                 for name, number, size in self.live_values
             ),
         ]
@@ -517,12 +519,12 @@ class DeadlockError(SchedirError):
             return chain
         head = self.cycle[0].current_index
         width = max(len(str(s.instr)) for s in self.sites)
-        around = [
+        shown_indices = [
             f"{'>' if s.index == head else ' '} #{s.index:<3} {s.instr!s:<{width}}  {s.note}"
             for s in self.sites
         ]
         title = f"around the position of rank {self.sites[0].rank}:"
-        return [*chain, title, *map(str.rstrip, around)]
+        return [*chain, title, *map(str.rstrip, shown_indices)]
 
 
 class ChannelMismatchError(SchedirError):

@@ -247,8 +247,8 @@ def find_present_name(name: str, known_names: Iterable[str]) -> str:
     tables = (RENAMED_FIELDS, RENAMED_COSTS, RENAMED_SIZES, RENAMED_CLUSTER_FIELDS,
               _RENAMED_ARGUMENTS, _OTHER_NAMES)  # fmt: skip
     known = {*known_names}
-    found = (new for table in tables for new in table.get(name, "").split() if new in known)
-    return next(found, "")
+    present_names = (new for table in tables for new in table.get(name, "").split() if new in known)
+    return next(present_names, "")
 
 
 def suggest_name(name: str, known_names: Iterable[str]) -> str:
@@ -270,12 +270,12 @@ def suggest_name(name: str, known_names: Iterable[str]) -> str:
     present = find_present_name(name, known)
     if present and name not in _OTHER_NAMES:
         return f"it is now {present}"
-    for each in (name, *_RENAMED_ARGUMENTS.get(name, "").split()):
-        moved = _MOVED_ARGUMENTS.get(each, "")
+    for candidate in (name, *_RENAMED_ARGUMENTS.get(name, "").split()):
+        moved = _MOVED_ARGUMENTS.get(candidate, "")
         if moved.partition("=")[0] in known:
             return f"it is now {moved}"
-    near = present or next(iter(get_close_matches(name, known, 1)), "")
-    return f"did you mean {near!r}?" if near else ""
+    match = present or next(iter(get_close_matches(name, known, 1)), "")
+    return f"did you mean {match!r}?" if match else ""
 
 
 # Module -> old public name -> present name.
@@ -415,8 +415,8 @@ def get_rename_hint(name: str, value: object) -> str:
         name: Name of the option.
         value: The value that the user gave.
     """
-    new = RENAMED_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
-    return f"it is now {new}" if new else ""
+    new_name = RENAMED_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
+    return f"it is now {new_name}" if new_name else ""
 
 
 def make_attribute_error(module: str, name: str) -> AttributeError | ImportError:
@@ -432,12 +432,12 @@ def make_attribute_error(module: str, name: str) -> AttributeError | ImportError
         other names, an AttributeError, with a similar name of the module if there is one.
     """
     text = f"module {module!r} has no attribute {name!r}"
-    if new := RENAMED_ATTRIBUTES.get(module, {}).get(name):
-        return ImportError(f"{text}: it is now {new}", name=module)
-    if other := OTHER_ATTRIBUTES.get(module, {}).get(name):
-        return ImportError(f"{text}: use {other}", name=module)
-    near = get_close_matches(name, getattr(sys.modules.get(module), "__all__", ()), 1)
-    return AttributeError(text + (f": did you mean {near[0]}?" if near else ""), name=name)
+    if new_name := RENAMED_ATTRIBUTES.get(module, {}).get(name):
+        return ImportError(f"{text}: it is now {new_name}", name=module)
+    if hint := OTHER_ATTRIBUTES.get(module, {}).get(name):
+        return ImportError(f"{text}: use {hint}", name=module)
+    matches = get_close_matches(name, getattr(sys.modules.get(module), "__all__", ()), 1)
+    return AttributeError(text + (f": did you mean {matches[0]}?" if matches else ""), name=name)
 
 
 def raise_attribute_error(self: object, name: str) -> NoReturn:
@@ -454,9 +454,11 @@ def raise_attribute_error(self: object, name: str) -> NoReturn:
     kind = type(self).__name__
     if hasattr(type(self), name):  # A property raised the AttributeError: raise it again.
         object.__getattribute__(self, name)
-    own = [] if name.startswith("_") else dir(self)
-    near = find_present_name(name, own) or next(iter(get_close_matches(name, own, 1)), "")
-    hint = f": did you mean {near}?" if near else ""
+    own_names = [] if name.startswith("_") else dir(self)
+    match = find_present_name(name, own_names) or next(
+        iter(get_close_matches(name, own_names, 1)), ""
+    )
+    hint = f": did you mean {match}?" if match else ""
     if other := OTHER_ATTRIBUTES.get(kind, {}).get(name):
         hint = f": use {other}"
     raise AttributeError(f"{kind!r} object has no attribute {name!r}{hint}", name=name, obj=self)

@@ -127,7 +127,7 @@ def run(args: argparse.Namespace) -> str:
             _draw_refused_draft(request, error, args.output)
         raise
     first = request.proven_progress_model
-    others = [model for model in MODELS if args.progress_model is None and model != first]
+    other_models = [model for model in MODELS if args.progress_model is None and model != first]
     hosts = {
         "blocking_hosts": args.blocking_hosts,
         "host_device_sync": args.host_device_sync,
@@ -138,7 +138,9 @@ def run(args: argparse.Namespace) -> str:
         check(program, first, **hosts, **eager_options)
     except SchedirError as error:
         if isinstance(error, _PROGRESS_ERRORS):
-            finishing_models = _find_finishing_models(program, others, **hosts, **eager_options)
+            finishing_models = _find_finishing_models(
+                program, other_models, **hosts, **eager_options
+            )
             hints = [f"it finishes under {join_words(finishing_models)}"] * bool(finishing_models)
             if isinstance(error, DeadlockError) and not args.lazy_communicators:
                 hints += _describe_eager_limit(program, first, error, hosts)
@@ -152,7 +154,7 @@ def run(args: argparse.Namespace) -> str:
             file=sys.stderr,
         )
     models = sorted(
-        [first, *_find_finishing_models(program, others, **hosts, **eager_options)],
+        [first, *_find_finishing_models(program, other_models, **hosts, **eager_options)],
         key=MODELS.index,
     )
     # `blocking_serial` has one queue for compute and transfers. A program that finishes under it
@@ -174,7 +176,7 @@ def run(args: argparse.Namespace) -> str:
         return format_json(
             facts | {"instructions": len(program)} | model_facts | collect_sharding_facts(program)
         )
-    fails = [model for model in others if model not in models]
+    fails = [model for model in other_models if model not in models]
     exceptions = f", but not under {join_words(fails)}" if fails else ""
     if args.eager_limit is not None:
         limit = format_bytes(args.eager_limit)
@@ -214,9 +216,10 @@ def _explain_start(args: argparse.Namespace) -> str:
             f"--explain-start: there is no rank {rank}, the ranks are 0 to {len(streams) - 1}"
         )
     if len(index) > 9 or int(index) >= len(streams[int(rank)]):
-        most = len(streams[int(rank)]) - 1
+        last_index = len(streams[int(rank)]) - 1
         raise UsageError(
-            f"--explain-start: rank {rank} has no instruction #{index}, the last one is #{most}"
+            f"--explain-start: rank {rank} has no instruction #{index}, the last one is "
+            f"#{last_index}"
         )
     offsets = timeline.program.offsets
     chain = timeline.critical_path_to(int(offsets[int(rank)]) + int(index)).tolist()
@@ -230,12 +233,16 @@ def _explain_start(args: argparse.Namespace) -> str:
         keys = ("rank", "index", "instruction", "start", "end")
         return format_json([dict(zip(keys, link, strict=True)) for link in links])
     _, _, last, begin, _ = links[-1]
-    left = len(links) - _MAX_CHAIN_LINKS
+    hidden_links = len(links) - _MAX_CHAIN_LINKS
     return (
         f"{timeline.program.name}: rank {rank} #{index} {last} starts at {begin:.6g} under "
         f"{timeline.progress_model}{BLOCKING_HOSTS_TEXT * args.blocking_hosts}; each instruction "
         "of this chain waits for the one before it\n"
-        + (f"the last {_MAX_CHAIN_LINKS} of {len(links)} instructions\n" if left > 0 else "")
+        + (
+            f"the last {_MAX_CHAIN_LINKS} of {len(links)} instructions\n"
+            if hidden_links > 0
+            else ""
+        )
         + format_table(
             ["start", "end", "rank", "index", "instruction"],
             [

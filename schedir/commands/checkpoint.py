@@ -93,11 +93,13 @@ def _inspect(args: argparse.Namespace) -> tuple[str, int]:
 
     folder = _open_directory(args)
     steps = folder.list_steps() if args.step is None else [args.step]
-    seen = [checkpoint_report.inspect_checkpoint(folder, step, args.verify) for step in steps]
-    code = 2 * (args.verify and any(one.problem for one in seen))
+    checkpoints = [
+        checkpoint_report.inspect_checkpoint(folder, step, args.verify) for step in steps
+    ]
+    code = 2 * (args.verify and any(checkpoint.problem for checkpoint in checkpoints))
     if args.json:
-        return format_json(checkpoint_report.collect_facts(seen, args.verify)), code
-    return checkpoint_report.format_report(seen, args.verify), code
+        return format_json(checkpoint_report.collect_facts(checkpoints, args.verify)), code
+    return checkpoint_report.format_report(checkpoints, args.verify), code
 
 
 def _export(args: argparse.Namespace) -> str:
@@ -125,9 +127,9 @@ def _export(args: argparse.Namespace) -> str:
     if transformers:
         config, tensors = convert_to_gpt2(manifest, tensors)
     size = _write_export(targets, folder, manifest, tensors, config, args.replace)
-    types = join_words(sorted({one.meta.dtype for one in tensors}))
-    copies = any(one.stored_name.startswith("main/") for one in tensors)
-    text = "".join(f"skipped: {why}\n" for why in skipped)
+    types = join_words(sorted({tensor.meta.dtype for tensor in tensors}))
+    copies = any(tensor.stored_name.startswith("main/") for tensor in tensors)
+    text = "".join(f"skipped: {reason}\n" for reason in skipped)
     text += f"wrote {to}: step {manifest.step}, {len(tensors)} tensors of {types}, "
     text += f"{format_bytes(size)}{', from the float32 copies' * copies}\n"
     if args.dtype is None and any(name.startswith("main/") for name in manifest.tensors):
@@ -152,8 +154,8 @@ def _write_export(
     metadata = {"step": str(manifest.step)}
     also = manifest.state.get("also")
     if config is None and isinstance(also, dict):  # As `save_model` of safetensors.
-        metadata |= {str(name): str(of) for name, of in also.items()}
-    made = config is not None and not targets[0].parent.exists()
+        metadata |= {str(name): str(value) for name, value in also.items()}
+    is_new_folder = config is not None and not targets[0].parent.exists()
     try:
         if config is not None:
             targets[0].parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +171,7 @@ def _write_export(
     except OSError as error:
         raise UsageError(f"cannot write {targets[0]}: {describe_os_error(error)}") from None
     finally:
-        if made:
+        if is_new_folder:
             with suppress(OSError):  # The directory is not empty.
                 targets[0].parent.rmdir()
 

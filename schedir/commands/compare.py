@@ -124,7 +124,7 @@ def _drop_exceeded_limits(
     Raises:
         MemoryLimitError: All requests are left out.
     """
-    kept, over_limit = list[Any](), dict[str, Excess]()
+    within_limit, over_limit = list[Any](), dict[str, Excess]()
     for request in requests:
         try:
             _ = request.timeline
@@ -136,8 +136,8 @@ def _drop_exceeded_limits(
                     raise
                 continue
             request = replace(request, memory_limit=None)
-        kept.append(request)
-    return kept, over_limit
+        within_limit.append(request)
+    return within_limit, over_limit
 
 
 def _format_comparison(
@@ -199,8 +199,8 @@ def _describe_differences(timelines: Sequence[Timeline]) -> str:
     rows = [d for d in compare_timelines(first, second) if d.increase][:MAX_DIFFERENCES]
     if not rows:
         return "the instructions of both runs take the same times\n"
-    more = f"{second.span / first.span - 1:+.1%}" if first.span else "longer"
-    return f"span of the second run: {more}; the largest differences:\n" + format_table(
+    change = f"{second.span / first.span - 1:+.1%}" if first.span else "longer"
+    return f"span of the second run: {change}; the largest differences:\n" + format_table(
         ["rank", "activity", "first", "second", "change"],
         [
             [str(d.rank), d.activity, *(f"{t:.4g}" for t in d[2:]), f"{d.increase:+.4g}"]

@@ -131,10 +131,10 @@ def _collect_facts(job: DistributedJob, verdicts: list[ProgramVerdict]) -> dict[
     dumps = [
         {
             "rank": rank,
-            "file": one.path,
-            "last_ended_operation": one.last_ended_op and str(one.last_ended_op),
-            "current_operation": one.current_op and str(one.current_op),
-            "current_operation_time_ns": one.current_op_time,
+            "file": dump.path,
+            "last_ended_operation": dump.last_ended_op and str(dump.last_ended_op),
+            "current_operation": dump.current_op and str(dump.current_op),
+            "current_operation_time_ns": dump.current_op_time,
             "waits": [
                 {
                     "operation": str(wait.op),
@@ -144,7 +144,7 @@ def _collect_facts(job: DistributedJob, verdicts: list[ProgramVerdict]) -> dict[
                 for wait in job.waits[rank]
             ],
         }
-        for rank, one in job.dumps.items()
+        for rank, dump in job.dumps.items()
     ]
     return {
         "dumps": dumps,

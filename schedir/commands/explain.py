@@ -167,11 +167,11 @@ def _find_lower_bounds(advice: Advice, costs: Costs) -> list[LowerBound]:
 def _describe_possible_saving(advice: Advice, lower_bounds: list[LowerBound]) -> list[str]:
     """Return a line with the most time that another schedule could save, or [] if not known."""
     shares = [compute_saving(advice.baseline.span, bound.value) for bound in lower_bounds]
-    most = [describe_saving(share) for share in shares]
-    if len({*most}) > 1:
-        most = [f"{most[0]} with full backwards, {most[1]} with split backwards"]
-    which = "another order of these stages with no more activations"
-    return [f"{which} saves {saving}" for saving in most[:1]]
+    savings = [describe_saving(share) for share in shares]
+    if len({*savings}) > 1:
+        savings = [f"{savings[0]} with full backwards, {savings[1]} with split backwards"]
+    change = "another order of these stages with no more activations"
+    return [f"{change} saves {saving}" for saving in savings[:1]]
 
 
 def _collect_facts(
@@ -307,8 +307,12 @@ def _describe_ranks(timeline: Timeline, idle: NDArray[Any], source: str) -> list
     if not causes or timeline.ranks == 1:
         return []
     rows = [
-        [f"rank {rank}", f"{each.sum():.1%}", *(f"{each[cause]:.1%}" for cause in causes)]
-        for rank, each in enumerate(share)
+        [
+            f"rank {rank}",
+            f"{rank_share.sum():.1%}",
+            *(f"{rank_share[cause]:.1%}" for cause in causes),
+        ]
+        for rank, rank_share in enumerate(share)
     ]
     headings = ["share of the span", "idle", *(cause.text for cause in causes)]
     return format_table(headings, rows).splitlines()
@@ -326,8 +330,8 @@ def _describe_longest_wait(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
     if not len(idle):
         return []
     awaited = spans[["rank", "op", "stage"]][idle["awaits"]]
-    kinds, which = np.unique(awaited, return_inverse=True)
-    waited = np.bincount(which, idle["end"] - idle["start"])
+    kinds, kind_of_wait = np.unique(awaited, return_inverse=True)
+    waited = np.bincount(kind_of_wait, idle["end"] - idle["start"])
     rank, op, stage = kinds[waited.argmax()].tolist()
     durations = spans["end"] - spans["start"]
     pair = timeline.is_second_of_pair.copy()
@@ -365,8 +369,8 @@ def _describe_slow_stage(spans: NDArray[Any], durations: NDArray[Any], name: str
     """
     import numpy as np
 
-    numbers, first, which = np.unique(spans["stage"], return_index=True, return_inverse=True)
-    ratios = np.bincount(which, durations) / np.bincount(which) / durations.mean()
+    numbers, first, stage_index = np.unique(spans["stage"], return_index=True, return_inverse=True)
+    ratios = np.bincount(stage_index, durations) / np.bincount(stage_index) / durations.mean()
     slowest = int(ratios.argmax())
     if ratios[slowest] < MIN_SLOW_STAGE_RATIO:
         return []
@@ -401,39 +405,45 @@ def _describe_advice(
         if (lost := compute_unexplained_share(base, timeline)) >= MIN_REPORTED_SHARE:
             lines[0] += f"; {lost:.1%} of the ranks' time is unexplained and counts as work"
     # A saving below the error of the simulation may be noise.
-    least = max(MIN_SAVING, abs(advice.relative_error))
-    best = [(k, change) for k, change in enumerate(advice.changes) if change.saved_share >= least]
+    min_saving = max(MIN_SAVING, abs(advice.relative_error))
+    best = [
+        (k, change) for k, change in enumerate(advice.changes) if change.saved_share >= min_saving
+    ]
     untried = ""
     if len(base.program) > MAX_COMPILED_INSTRUCTIONS:
         untried = f"; other orders of {len(base.program):,} instructions are not tried"
     if not best:
-        return [*lines, f"no tried change saves {least:.1%} of the time, by simulation{untried}"]
+        return [
+            *lines,
+            f"no tried change saves {min_saving:.1%} of the time, by simulation{untried}",
+        ]
     lines.append(
         "changes, with the share of the time per microbatch that each saves, by simulation"
         f"{untried}:"
     )
-    for k, (at, change) in enumerate(best):
-        if k < MAX_CHANGES or recipes[at]:  # Changes with commands are always printed.
+    for k, (change_index, change) in enumerate(best):
+        if k < MAX_CHANGES or recipes[change_index]:  # Changes with commands are always printed.
             lines += [
                 f"  {change.saved_share:6.1%}  {change.description}: {change.describe()}",
-                *(f"{'':10}{how}" for how in recipes[at]),
+                *(f"{'':10}{recipe_line}" for recipe_line in recipes[change_index]),
             ]
     return lines
 
 
 def _describe_memory_changes(advice: Advice, memory_limit: float | None) -> list[str]:
     """Return a heading, and a line for each change that makes the program fit or saves memory."""
-    now = advice.current
+    current = advice.current
     if not advice.fits_memory and memory_limit is not None:
-        head = f"the program does not fit into {format_bytes(memory_limit)}: {now.describe()}; "
+        head = f"the program does not fit into {format_bytes(memory_limit)}: {current.describe()}; "
         head += (
             "changes that fit, by simulation:" if advice.memory_changes else "no tried change fits"
         )
     elif advice.memory_changes:
-        head = f"now: {now.describe()}; changes that take less time or memory, by simulation:"
+        head = f"now: {current.describe()}; changes that take less time or memory, by simulation:"
     else:
         return []
     return [head] + [
-        f"  {change.run.span / now.run.span - 1:+7.1%}  {change.description}: {change.describe()}"
+        f"  {change.run.span / current.run.span - 1:+7.1%}  "
+        f"{change.description}: {change.describe()}"
         for change in advice.memory_changes[:MAX_MEMORY_CHANGES]
     ]

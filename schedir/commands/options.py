@@ -62,8 +62,8 @@ def run(args: argparse.Namespace) -> str:
 def _format_option(row: dict[str, str]) -> str:
     """Return the lines of the table for one option: its name, and its wrapped description."""
     setting = f" [{row['configuration']}]" if row["configuration"] else ""
-    first, *rest = wrap(row["help"] + setting, 72)
-    return f"{row['option']:<24} {first}\n" + "".join(f"{'':<24} {line}\n" for line in rest)
+    first, *other_lines = wrap(row["help"] + setting, 72)
+    return f"{row['option']:<24} {first}\n" + "".join(f"{'':<24} {line}\n" for line in other_lines)
 
 
 def _collect_option_facts(name: str, option: ProgramOption) -> dict[str, str]:

@@ -68,20 +68,22 @@ def _plan_for_gpu_counts(args: argparse.Namespace) -> str:
     request = parse_plan_request(args)
     refusals = list[str]()
     plans_by_scaling = {
-        way: _find_plan_per_gpu_count(request, args.gpu_counts, way, refusals)
-        for way in _SCALING_DESCRIPTIONS
+        scaling: _find_plan_per_gpu_count(request, args.gpu_counts, scaling, refusals)
+        for scaling in _SCALING_DESCRIPTIONS
     }
     if args.picture is not None:
         from schedir.viz import plan_scaling, save
 
         save(plan_scaling(plans_by_scaling["strong"], plans_by_scaling["weak"]), args.picture)
     if args.json:
-        return format_json({f"{way}_scaling": [collect_plan_facts(plan) for plan in plans] for way,
-            plans in plans_by_scaling.items()}
-                       | {"refusals": refusals})  # fmt: skip
+        facts = {
+            f"{scaling}_scaling": [collect_plan_facts(plan) for plan in plans]
+            for scaling, plans in plans_by_scaling.items()
+        }
+        return format_json(facts | {"refusals": refusals})
     lines = [
-        f"{way}: {_SCALING_DESCRIPTIONS[way]}\n{_format_scaling_table(plans)}"
-        for way, plans in plans_by_scaling.items()
+        f"{scaling}: {_SCALING_DESCRIPTIONS[scaling]}\n{_format_scaling_table(plans)}"
+        for scaling, plans in plans_by_scaling.items()
         if plans
     ]
     lines += [f"no plan for {line}\n" for line in refusals]
@@ -185,15 +187,17 @@ def measure_cluster(args: argparse.Namespace) -> str | None:
             cannot be measured.
     """
     if not args.measure:
-        if given := [name for name in _MEASURING_OPTIONS if getattr(args, name) is not None]:
-            raise UsageError(f"--{given[0]} needs --measure", hint="--measure -o here.toml",
-                             fields=given)  # fmt: skip
+        if given_options := [
+            name for name in _MEASURING_OPTIONS if getattr(args, name) is not None
+        ]:
+            raise UsageError(f"--{given_options[0]} needs --measure", hint="--measure -o here.toml",
+                             fields=given_options)  # fmt: skip
         return None
-    if given := [name for name in _PLANNING_OPTIONS if getattr(args, name) is not None]:
-        option = given[0].replace("_", "-")
+    if given_options := [name for name in _PLANNING_OPTIONS if getattr(args, name) is not None]:
+        option = given_options[0].replace("_", "-")
         raise UsageError(
             f"--measure does not plan, and cannot be combined with --{option}",
-            hint="plan with the file that it writes: --cluster here.toml", fields=given,
+            hint="plan with the file that it writes: --cluster here.toml", fields=given_options,
         )  # fmt: skip
     if args.output is None or Path(args.output).suffix != ".toml":
         raise UsageError("--measure writes a cluster file, and needs -o FILE.toml",
@@ -210,7 +214,7 @@ def measure_cluster(args: argparse.Namespace) -> str | None:
         )
         comment = f"Measured by schedir plan --measure with {processes} at the same time."
         save_cluster(measurement.cluster, temporary, comment=comment, notes=measurement.notes)
-    warnings = [f"warning: {one}" for one in measurement.warnings]
+    warnings = [f"warning: {warning}" for warning in measurement.warnings]
     return "".join(f"{line}\n" for line in (*measurement.table, *warnings, f"wrote {args.output}"))
 
 
@@ -414,12 +418,14 @@ def run(args: argparse.Namespace) -> str:
         raise UsageError(f"--tokens must be above 0 and finite, not {args.tokens:g}")
     if not 0 < args.time_limit < inf:
         raise UsageError(f"--time-limit must be above 0 s and finite, not {args.time_limit:g}")
-    others = (
+    plan_options = (
         ("--tradeoff", args.tradeoff),
         ("--optimize-division", args.optimize_division),
         ("--improve-schedules", args.improve_schedules),
     )
-    if args.offload and (option := next((name for name, there in others if there), None)):
+    if args.offload and (
+        option := next((name for name, is_given in plan_options if is_given), None)
+    ):
         raise UsageError(f"{option} cannot be combined with --offload", fields=["offload"])
     if args.gpu_counts is not None:
         return _plan_for_gpu_counts(args)

@@ -102,8 +102,8 @@ def run(args: argparse.Namespace) -> tuple[str, int]:
     )
     if ranking.with_split_backward:
         text += f"with split backwards: {', '.join(ranking.with_split_backward)}\n"
-    for name, other in ranking.duplicates.items():
-        text += f"{name} is the same program as {other}\n"
+    for name, duplicate in ranking.duplicates.items():
+        text += f"{name} is the same program as {duplicate}\n"
     for fact in dict.fromkeys(error.fact for error in ranking.refusals.values()):
         names = [name for name, error in ranking.refusals.items() if error.fact == fact]
         text += f"refused {', '.join(names)}: {fact}\n"

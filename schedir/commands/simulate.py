@@ -85,13 +85,13 @@ def count_sent_bytes(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.fl
         3 DP 12 GB PARAMS 21 GB
     """
     index = InstructionIndex.from_program(program)
-    sent = dict[Lane, NDArray[np.float64]]()
+    sent_bytes = dict[Lane, NDArray[np.float64]]()
 
-    def add(at: Positions, size: NDArray[np.float64]) -> None:
-        if len(at) and size.any():
-            lane = INSTRUCTIONS[int(index.op[at[0]])].lane
-            total = sent.setdefault(lane, np.zeros(program.shape.ranks))
-            np.add.at(total, index.rank[at], size)
+    def add(positions: Positions, size: NDArray[np.float64]) -> None:
+        if len(positions) and size.any():
+            lane = INSTRUCTIONS[int(index.op[positions[0]])].lane
+            total = sent_bytes.setdefault(lane, np.zeros(program.shape.ranks))
+            np.add.at(total, index.rank[positions], size)
 
     for op in SEND_OPS:
         at = index.find_all_positions((op,))
@@ -100,7 +100,7 @@ def count_sent_bytes(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.fl
         if row.ring is not None:
             at = index.find_all_positions((row.op,))
             add(at, _count_ring_bytes(program, row, row.ring, sizes, at))
-    return dict(sorted(sent.items()))
+    return dict(sorted(sent_bytes.items()))
 
 
 def _count_ring_bytes(
@@ -189,20 +189,22 @@ def run(args: argparse.Namespace) -> str:
     if timeline.sizes is not None:
         columns["peak_memory"] = timeline.peak_memory.tolist()
         columns |= {
-            f"peak_on_{tier}": most for tier, most in _find_lower_tier_peaks(timeline).items()
+            f"peak_on_{tier}": peak for tier, peak in _find_lower_tier_peaks(timeline).items()
         }
         columns |= {
-            name.replace(" ", "_"): each for name, each in _list_static_memory(timeline).items()
+            name.replace(" ", "_"): values for name, values in _list_static_memory(timeline).items()
         }
     slots = _count_slots(request)
-    sent = _count_lane_bytes(timeline)
+    sent_bytes = _count_lane_bytes(timeline)
     bound = find_lower_bound(request)
     if args.json:
         found = (
             collect_timeline_facts(timeline, bound) | columns | collect_cost_facts(request) | slots
         )
         of_lanes = (
-            {"sent_bytes": {name: each.tolist() for name, each in sent.items()}} if sent else {}
+            {"sent_bytes": {name: values.tolist() for name, values in sent_bytes.items()}}
+            if sent_bytes
+            else {}
         )
         return format_json(found | of_lanes | collect_sharding_facts(timeline.program))
     for name in [*columns][4:]:
@@ -219,7 +221,7 @@ def run(args: argparse.Namespace) -> str:
         + f"span {timeline.span:.6g}{unit}, bubble {timeline.bubble:.1%} of ranks x span, "
         f"{timeline.bubble_over_ideal:.1%} of the busy time\n"
         + "".join(f"{line}\n" for line in filter(None, bound_lines))
-        + _describe_sent_bytes(timeline, sent)
+        + _describe_sent_bytes(timeline, sent_bytes)
         + describe_costs([request])
         + _describe_slots(timeline, slots)
         + (f"{parts}\n" if (parts := describe_sharding(timeline.program)) else "")
@@ -249,8 +251,8 @@ def _count_lane_bytes(timeline: Timeline) -> dict[str, NDArray[np.float64]]:
     """Return lane -> bytes that a process of each rank sends, or {} if there are no sizes."""
     if timeline.sizes is None or timeline.program.is_draft:
         return {}
-    found = count_sent_bytes(timeline.program, timeline.sizes)
-    return {lane.name.lower(): each for lane, each in found.items()}
+    bytes_by_lane = count_sent_bytes(timeline.program, timeline.sizes)
+    return {lane.name.lower(): lane_bytes for lane, lane_bytes in bytes_by_lane.items()}
 
 
 def _describe_sent_bytes(timeline: Timeline, bytes_by_lane: dict[str, NDArray[np.float64]]) -> str:
@@ -258,15 +260,15 @@ def _describe_sent_bytes(timeline: Timeline, bytes_by_lane: dict[str, NDArray[np
     if not bytes_by_lane:
         return ""
     tied = " (without tied weights)" if timeline.program.tied_weights else ""
-    each = ", ".join(
+    lane_texts = ", ".join(
         f"{name} {format_bytes(float(size.max()))}" for name, size in bytes_by_lane.items()
     )
-    return f"bytes that a process sends, at most: {each}{tied}\n"
+    return f"bytes that a process sends, at most: {lane_texts}{tied}\n"
 
 
 def _list_static_memory(timeline: Timeline) -> dict[str, list[float]]:
     """Return name -> bytes of each rank, for static memory and the unsharded values of ZeRO."""
-    parts = {name: each.tolist() for name, each in timeline.static_memory.items()}
+    parts = {name: values.tolist() for name, values in timeline.static_memory.items()}
     for name in UNSHARDED_LABELS.values() if parts else ():
         peaks = [
             float(curve.by_kind[name].max()) for curve in timeline.memory if name in curve.by_kind
@@ -334,13 +336,15 @@ def _suggest_buffer_sharing(request: Request) -> str:
 def _describe_slots(timeline: Timeline, slot_facts: dict[str, Any]) -> str:
     if not slot_facts:
         return ""
-    most: dict[str, int] = {}
+    max_counts: dict[str, int] = {}
     for counts in slot_facts["slots"]:
-        most |= {kind: max(number, most.get(kind, 0)) for kind, number in counts.items()}
-    text = "slots, at most: " + ", ".join(f"{kind} {n}" for kind, n in most.items())
-    own = slot_facts.get("span_without_buffer_sharing")
-    if own:
-        less = 1 - own / timeline.span
-        text += f"; with its own slot for each value, the span would be {own:.6g}"
-        text += f", {less:.1%} less" if less > 1e-9 else ", the same"
+        max_counts |= {
+            kind: max(number, max_counts.get(kind, 0)) for kind, number in counts.items()
+        }
+    text = "slots, at most: " + ", ".join(f"{kind} {n}" for kind, n in max_counts.items())
+    unshared_span = slot_facts.get("span_without_buffer_sharing")
+    if unshared_span:
+        saving = 1 - unshared_span / timeline.span
+        text += f"; with its own slot for each value, the span would be {unshared_span:.6g}"
+        text += f", {saving:.1%} less" if saving > 1e-9 else ", the same"
     return f"{text}\n"

@@ -34,10 +34,12 @@ def describe_bound(span: float, bound: float, unit: str = "", scope: str = WITHI
         'no schedule of these stages within this memory is shorter than 100: proved shortest'
     """
     gain = compute_saving(span, bound)
-    least, most = bound, f"{describe_saving(gain)} can be gained"
+    bound_value, conclusion = bound, f"{describe_saving(gain)} can be gained"
     if not gain:  # Span and bound differ only by rounding, so print the same number for both.
-        least, most = span, "proved shortest"
-    return f"no schedule of these stages{scope} is shorter than {least:.6g}{unit}: {most}"
+        bound_value, conclusion = span, "proved shortest"
+    return (
+        f"no schedule of these stages{scope} is shorter than {bound_value:.6g}{unit}: {conclusion}"
+    )
 
 
 def find_lower_bound(request: Request) -> LowerBound | None:

@@ -72,15 +72,17 @@ def run(args: argparse.Namespace) -> str:
             raise UsageError(f"{name} cannot be combined with several programs")
     runs, proven_models = _load_rank_programs(args)
     first = proven_models.pop() if len(proven_models) == 1 else "per_device"
-    others = [model for model in MODELS if args.progress_model is None and model != first]
+    other_models = [model for model in MODELS if args.progress_model is None and model != first]
     if error := _find_sequence_error(runs, first):
-        finishing_models = [model for model in others if _find_sequence_error(runs, model) is None]
+        finishing_models = [
+            model for model in other_models if _find_sequence_error(runs, model) is None
+        ]
         if finishing_models and isinstance(
             error, ProgramSequenceError | DeadlockError | GroupError | ChannelMismatchError
         ):
             error.hint = f"they finish under {join_words(finishing_models)}"
         raise error
-    models = [model for model in MODELS if model == first or model in others]
+    models = [model for model in MODELS if model == first or model in other_models]
     models = [model for model in models if _find_sequence_error(runs, model) is None]
     program_names = [[program.name for program in row] for row in runs]
     if args.json:
@@ -89,7 +91,7 @@ def run(args: argparse.Namespace) -> str:
     steps = ", ".join(program_names[0]) if is_uniform else "; ".join(
         f"rank {rank}: {', '.join(row) or 'nothing'}" for rank, row in enumerate(program_names)
     )  # fmt: skip
-    fails = [model for model in others if model not in models]
+    fails = [model for model in other_models if model not in models]
     exceptions = f", but not under {join_words(fails)}" if fails else ""
     return (
         f"{steps}\neach program is complete and in order, and {len(runs)} ranks that run them one "

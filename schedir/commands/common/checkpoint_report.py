@@ -70,13 +70,15 @@ def collect_facts(checkpoints: Sequence[CheckpointEntry], is_verified: bool) -> 
     return {
         "checkpoints": [
             {
-                "step": one.step,
-                "bytes": one.manifest and one.manifest.total_bytes,
-                "finished_at": one.manifest and one.manifest.finished_at,
-                "is_complete": not one.problem if is_verified or one.problem else None,
-                "problem": one.problem,
+                "step": checkpoint.step,
+                "bytes": checkpoint.manifest and checkpoint.manifest.total_bytes,
+                "finished_at": checkpoint.manifest and checkpoint.manifest.finished_at,
+                "is_complete": not checkpoint.problem
+                if is_verified or checkpoint.problem
+                else None,
+                "problem": checkpoint.problem,
             }
-            for one in checkpoints
+            for checkpoint in checkpoints
         ],
         "newest_checkpoint": (manifest := _find_newest_complete(checkpoints))
         and _collect_manifest_facts(manifest),
@@ -106,16 +108,18 @@ def format_report(checkpoints: Sequence[CheckpointEntry], is_verified: bool) -> 
     """
     rows = [
         [
-            str(one.step),
-            format_bytes(one.manifest.total_bytes) if one.manifest else "-",
-            _format_write_time(one.manifest),
-            "no" if one.problem else "yes" if is_verified else "by file sizes",
+            str(checkpoint.step),
+            format_bytes(checkpoint.manifest.total_bytes) if checkpoint.manifest else "-",
+            _format_write_time(checkpoint.manifest),
+            "no" if checkpoint.problem else "yes" if is_verified else "by file sizes",
         ]
-        for one in checkpoints
+        for checkpoint in checkpoints
     ]
     text = format_table(["step", "bytes", "written", "complete"], rows)
     text += "".join(
-        f"step {one.step}: {sanitize_text(one.problem)}\n" for one in checkpoints if one.problem
+        f"step {checkpoint.step}: {sanitize_text(checkpoint.problem)}\n"
+        for checkpoint in checkpoints
+        if checkpoint.problem
     )
     if not is_verified:
         text += "only file sizes were compared; --verify reads the files, and compares digests\n"
@@ -142,17 +146,19 @@ def _format_manifest(manifest: Manifest) -> str:
 
 def _list_facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Yield the names and values of facts, state and settings of `schedir train` as text."""
-    rest = {k: v for k, v in manifest.state.items() if k not in ("extra", "also", "optimizers")}
+    other_state = {
+        k: v for k, v in manifest.state.items() if k not in ("extra", "also", "optimizers")
+    }
     optimizers = manifest.state.get("optimizers")
     extra = manifest.state.get("extra")
     if isinstance(optimizers, Mapping) and optimizers:
-        rest["optimizers"] = ", ".join(map(str, optimizers))
+        other_state["optimizers"] = ", ".join(map(str, optimizers))
     if isinstance(extra, Mapping):
-        rest |= {k: v for k, v in extra.items() if k != "settings"}
+        other_state |= {k: v for k, v in extra.items() if k != "settings"}
         settings = extra.get("settings")
         if isinstance(settings, Mapping):
-            rest |= _group_by_section(settings)
-    for name, value in {**manifest.facts, **rest}.items():
+            other_state |= _group_by_section(settings)
+    for name, value in {**manifest.facts, **other_state}.items():
         if value is not None:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             yield sanitize_text(name), sanitize_text(text)
@@ -213,9 +219,11 @@ def _compute_totals(manifest: Manifest) -> dict[str, _TensorTotals]:
     totals: dict[str, _TensorTotals] = {}
     for name, kind in manifest.tensors.items():
         for group in (_GROUP_NAMES.get(name.partition("/")[0], _OTHER_GROUP), "all"):
-            before = totals.get(group, _TensorTotals(0, 0, 0))
+            previous = totals.get(group, _TensorTotals(0, 0, 0))
             totals[group] = _TensorTotals(
-                before.tensors + 1, before.elements + prod(kind.shape), before.bytes + kind.nbytes
+                previous.tensors + 1,
+                previous.elements + prod(kind.shape),
+                previous.bytes + kind.nbytes,
             )
     order = [*_GROUP_NAMES.values(), _OTHER_GROUP, "all"]
     return {group: totals[group] for group in order if group in totals}
@@ -227,7 +235,11 @@ def _find_newest_complete(checkpoints: Sequence[CheckpointEntry]) -> Manifest | 
     If there is only one checkpoint, its manifest is returned even with a problem, so that the
     report has its contents.
     """
-    manifests = [one.manifest for one in checkpoints if not one.problem or len(checkpoints) == 1]
+    manifests = [
+        checkpoint.manifest
+        for checkpoint in checkpoints
+        if not checkpoint.problem or len(checkpoints) == 1
+    ]
     return manifests[-1] if manifests else None
 
 

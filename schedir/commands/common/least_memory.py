@@ -64,11 +64,11 @@ def describe_least_memory(timeline: Timeline, costs: Costs, others: Iterable[Tim
     if not fitting:
         return ""
     best = min(fitting, key=_get_memory)
-    less, more = map(_get_memory, (best, timeline))
+    least_bytes, used_bytes = map(_get_memory, (best, timeline))
     memory = (
-        f"{less:.0f} instead of {more:.0f} in flight"
+        f"{least_bytes:.0f} instead of {used_bytes:.0f} in flight"
         if best.sizes is None
-        else f"{format_bytes(less)} instead of {format_bytes(more)}"
+        else f"{format_bytes(least_bytes)} instead of {format_bytes(used_bytes)}"
     )
     is_least = best.sizes is None and _is_least(best, costs, split_backward=splits)
     text = f"the built-in {best.program.name} is as short with {memory}"

@@ -228,10 +228,10 @@ def _describe_preference(
 
 def _describe_schedules(request: PlanRequest) -> str:
     """Return a sentence about the schedules that were tried, and others that can be tried."""
-    tried = request.planner_options.get("schedules", DEFAULT_SCHEDULES)
-    others = [name for name in SCHEDULE_FORMULAS if name not in tried]
-    also = f"; --schedules also takes {', '.join(others)}" if others else ""
-    return f"schedules tried: {', '.join(tried)}{also}"
+    tried_names = request.planner_options.get("schedules", DEFAULT_SCHEDULES)
+    other_names = [name for name in SCHEDULE_FORMULAS if name not in tried_names]
+    also = f"; --schedules also takes {', '.join(other_names)}" if other_names else ""
+    return f"schedules tried: {', '.join(tried_names)}{also}"
 
 
 def _describe_attention(plan: PlanEstimate) -> Iterator[str]:
@@ -296,7 +296,7 @@ def _format_parts(
     All lines have the same unit. `units` has pairs of a factor and the name of a unit.
     """
     total = sum(parts.values())
-    scale, unit = next((each for each in units if total >= each[0]), units[-1])
+    scale, unit = next((scaled_unit for scaled_unit in units if total >= scaled_unit[0]), units[-1])
     rows = sorted(((value, names[name]) for name, value in parts.items() if value), reverse=True)
     width = max((len(name) for _, name in rows), default=0)
     texts = [f"{value / scale:.3f}" for value, _ in rows]
@@ -352,9 +352,9 @@ def _list_notes(
     if cluster.uncertainty:
         share = exp(INTERVAL_QUANTILE * cluster.uncertainty)
         low, high = (format_seconds(plan.step_time * x) for x in (1 / share, share))
-        alike = sum(one.step_time <= plans[0].step_time * share for one in plans)
+        similar_plans = sum(one.step_time <= plans[0].step_time * share for one in plans)
         yield f"the step takes {low} to {high} in 90 % of runs" + (
-            f"; plans 1 to {alike} cannot be distinguished" if alike > 1 else ""
+            f"; plans 1 to {similar_plans} cannot be distinguished" if similar_plans > 1 else ""
         )
     if cluster.calibrated_gpus and cluster.gpu_count > cluster.calibrated_gpus:
         yield (
@@ -376,8 +376,8 @@ def _format_count(number: float) -> str:
         ('174.6 billion', '1.008 trillion', '66 million')
     """
     names = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand"))
-    one, name = next(((one, name) for one, name in names if number >= one), (1, ""))
-    return f"{number / one:.4g} {name}".strip()
+    factor, name = next(((factor, name) for factor, name in names if number >= factor), (1, ""))
+    return f"{number / factor:.4g} {name}".strip()
 
 
 def format_plans_json(request: PlanRequest, plans: Sequence[PlanEstimate]) -> str:

@@ -236,15 +236,15 @@ def improve_plan_schedules(
     for k, plan in enumerate(searched):
         show_progress(f"searching for a shorter schedule of plan {k + 1}", k, len(searched))
         with suppress(SchedirError):  # The search does not support all plans.
-            new = improve_schedule(
+            improved = improve_schedule(
                 request.model, request.cluster, plan, time_limit=seconds, **request.software
             )
-            uses.append(new.numba)
-            if new.estimate.step_time < plan.step_time:
+            uses.append(improved.numba)
+            if improved.estimate.step_time < plan.step_time:
                 result[k] = replace(
-                    new.estimate, bottleneck=plan.bottleneck, explanation=plan.explanation
+                    improved.estimate, bottleneck=plan.bottleneck, explanation=plan.explanation
                 )
-                programs[result[k]] = new.program
+                programs[result[k]] = improved.program
     note = (
         f"searched {describe_numba(combine_numba(uses))}; each plan has two searches\n"
         if uses
@@ -274,7 +274,7 @@ def optimize_plan_divisions(request: PlanRequest, plans: list[PlanEstimate]) -> 
             layers = optimize_layer_division(
                 request.model, request.cluster, strip_estimates(plan), **request.software
             )
-            even, new = (
+            even, optimized = (
                 simulate_plan(
                     request.model,
                     request.cluster,
@@ -283,8 +283,10 @@ def optimize_plan_divisions(request: PlanRequest, plans: list[PlanEstimate]) -> 
                 )
                 for division in (plan.layers_per_stage, layers)
             )
-            if new.step_time < even.step_time:
-                result[k] = replace(new, bottleneck=plan.bottleneck, explanation=plan.explanation)
+            if optimized.step_time < even.step_time:
+                result[k] = replace(
+                    optimized, bottleneck=plan.bottleneck, explanation=plan.explanation
+                )
     return sorted(result, key=lambda plan: plan.step_time)
 
 

@@ -96,9 +96,13 @@ def unknown_option_error(name: str) -> UsageError:
     Args:
         name: The name.
     """
-    near = get_close_matches(name, PROGRAM_OPTIONS, 1)
-    hint = f"did you mean {option_name(near[0])}?" if near else "schedir options lists all options"
-    if not near and (schedule := _find_schedule_with_option(name)):
+    matches = get_close_matches(name, PROGRAM_OPTIONS, 1)
+    hint = (
+        f"did you mean {option_name(matches[0])}?"
+        if matches
+        else "schedir options lists all options"
+    )
+    if not matches and (schedule := _find_schedule_with_option(name)):
         hint = f"options of a schedule are in brackets: '{schedule}({name}=VALUE)'"
     hint = _OTHER_OPTIONS.get(name, RETIRED_HINTS.get(name, hint))
     return UsageError(f"-O: no option {name!r}", hint=hint)
@@ -168,11 +172,11 @@ class _ProgramOptionAction(argparse.Action):
     ) -> None:
         name, value = parse_option(values)
         self.const(name, values)
-        given = {*(getattr(namespace, self.dest, None) or ())}
-        if name in given:
+        given_names = {*(getattr(namespace, self.dest, None) or ())}
+        if name in given_names:
             raise UsageError(f"-O {name} is given twice", fields=[name])
         setattr(namespace, name, value)
-        setattr(namespace, self.dest, {*given, name})
+        setattr(namespace, self.dest, {*given_names, name})
 
 
 class _ConfigAction(argparse.Action):
@@ -220,8 +224,8 @@ def locate_config_errors(args: argparse.Namespace) -> Iterator[None]:
             if name in settings and getattr(args, name) is settings[name]:
                 section, _, key = _get_config_key(name).partition(".")
                 line, _ = find_position(args.config_text, section, key)
-                place = f", line {line}" if line else ""
-                error.add_note(f"in {args.config}{place}: {section}.{key}")
+                line_text = f", line {line}" if line else ""
+                error.add_note(f"in {args.config}{line_text}: {section}.{key}")
                 break
         raise
 
@@ -250,7 +254,9 @@ def _read_options(text: str, path: str) -> dict[str, Any]:
     """Return the options in the text of a configuration."""
     from schedir.training.config.settings_table import list_settings
 
-    known = {name: {each.name for each in table} for name, (_, table) in list_settings().items()}
+    known = {
+        name: {setting.name for setting in table} for name, (_, table) in list_settings().items()
+    }
     tables = parse_toml(text, path)
 
     def make_error(fact: str, hint: str, section: str, key: str = "") -> ConfigError:
@@ -261,20 +267,23 @@ def _read_options(text: str, path: str) -> dict[str, Any]:
 
     for section, table in tables.items():
         if section not in known or not isinstance(table, dict):
-            homes = [home for home, names in known.items() if section in names]
-            hint = f"it belongs into a section: [{homes[0]}]" if homes else ""
+            section_names = [
+                section_name for section_name, names in known.items() if section in names
+            ]
+            hint = f"it belongs into a section: [{section_names[0]}]" if section_names else ""
             hint = hint or suggest_names(section, known)
             raise make_error(f"no section {section!r}", hint, section)
         # The settings of [model] depend on its kind, and only `schedir train` reads them.
         for key in table if section != "model" else ():
             if key not in known[section]:
                 name = f"{section}.{key}"
-                homes = [
-                    f"{home}.{key}"
-                    for home, names in known.items()
-                    if key in names and " " not in home  # "model of kind llama" is not a section.
+                section_names = [
+                    f"{section_name}.{key}"
+                    for section_name, names in known.items()
+                    if key in names
+                    and " " not in section_name  # "model of kind llama" is not a section.
                 ]
-                hint = f"did you mean {' or '.join(homes)}?" if homes else ""
+                hint = f"did you mean {' or '.join(section_names)}?" if section_names else ""
                 hint = suggest_section(key) if key in known else hint
                 hint = RETIRED_HINTS.get(name) or hint or suggest_names(key, known[section])
                 raise make_error(f"no setting {name}", hint, section, key)
@@ -327,8 +336,8 @@ def suggest_names(name: str, known_names: Iterable[str]) -> str:
         known_names: The known names.
     """
     names = sorted(known_names)
-    near = get_close_matches(name, names, 1)
-    return f"did you mean {near[0]}?" if near else f"the names are {', '.join(names)}"
+    matches = get_close_matches(name, names, 1)
+    return f"did you mean {matches[0]}?" if matches else f"the names are {', '.join(names)}"
 
 
 def add_program_options(

@@ -284,10 +284,10 @@ def _find_remedy(request: Request) -> tuple[int, str, Timeline] | None:
 
     if len(replace(request, memory_limit=None, compile_options={}).program) > _MAX_INSTRUCTIONS:
         return None
-    given = {name for name in ("buffer_sharing",) if request.buffer_sharing is not None}
-    given |= request.compile_options.keys()
+    given_options = {name for name in ("buffer_sharing",) if request.buffer_sharing is not None}
+    given_options |= request.compile_options.keys()
     for number, remedy in enumerate(_REMEDIES):
-        options = {name: value for name, value in remedy.items() if name not in given}
+        options = {name: value for name, value in remedy.items() if name not in given_options}
         with suppress(SchedirError):
             timeline = _add_options(request, options).timeline
             words = " ".join(" ".join(option_words(*option)) for option in options.items())

@@ -147,15 +147,15 @@ def find_unused_costs(requests: Iterable[Request]) -> list[str]:
     Args:
         requests: The requests of the runs.
     """
-    given, used = set[str](), set[str]()
+    given_costs, used_costs = set[str](), set[str]()
     for request in requests:
         program = request.timeline.program
         if program.dp > 1 and not program.used_opcodes.isdisjoint(OPTIMIZER_STEP_OPS):
-            given |= {
+            given_costs |= {
                 name for name, cost in (request.costs or Costs()).specified.items() if np.any(cost)
             }
-        used |= {INSTRUCTIONS[op].cost for op in program.used_opcodes}
-    return [name for name in REPLICA_COSTS if name in given - used]
+        used_costs |= {INSTRUCTIONS[op].cost for op in program.used_opcodes}
+    return [name for name in REPLICA_COSTS if name in given_costs - used_costs]
 
 
 def _describe_unused_costs(requests: Sequence[Request]) -> Iterator[str]:

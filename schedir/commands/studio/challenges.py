@@ -202,7 +202,7 @@ def find_changed_options(challenge: Challenge, request: Request) -> list[str]:
         challenge: The challenge.
         request: The request.
     """
-    wanted = make_state_request(StudioState(options=challenge.options), request.source)
+    required = make_state_request(StudioState(options=challenge.options), request.source)
     shape, program = request.timeline.program.shape, request.timeline.program
     actual: dict[str, Any] = {
         "ranks": str(shape.ranks),
@@ -218,6 +218,6 @@ def find_changed_options(challenge: Challenge, request: Request) -> list[str]:
         if name in actual and actual[name] != text
     ]
     for name in ("costs", "sizes", "memory_limit"):
-        if name in challenge.options and getattr(request, name) != getattr(wanted, name):
+        if name in challenge.options and getattr(request, name) != getattr(required, name):
             changed.append(f"{name} {challenge.options[name]}")
     return changed

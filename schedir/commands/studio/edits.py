@@ -97,15 +97,15 @@ def move_instruction(request: Request, rank: int, index: int, before: int) -> Pr
 
 def _find_in_draft(words: Words, draft: Words, index: int, before: int) -> tuple[int, int]:
     """Convert two indices of a lowered stream into indices of the stream of the draft."""
-    place = {word: k for k, word in enumerate((draft & ~JOINED_BIT).tolist())}
+    draft_index = {word: k for k, word in enumerate((draft & ~JOINED_BIT).tolist())}
     lowered = (words & ~JOINED_BIT).tolist()
-    if lowered[index] not in place:
+    if lowered[index] not in draft_index:
         raise UsageError(
             f"{Stream(words)[index]} cannot be moved: the schedule does not contain this "
             "instruction, because an option of the lowering added it or divided its stage",
         )
-    following = (place[word] for word in lowered[before:] if word in place)
-    return place[lowered[index]], next(following, len(draft))
+    following = (draft_index[word] for word in lowered[before:] if word in draft_index)
+    return draft_index[lowered[index]], next(following, len(draft))
 
 
 def _move_word(words: Words, index: int, before: int) -> Words:
@@ -120,8 +120,8 @@ def _move_word(words: Words, index: int, before: int) -> Words:
         words[index + 1] &= ~JOINED_BIT
     words[index] &= ~JOINED_BIT
     word = words[index]
-    rest = np.delete(words, index)
-    return np.insert(rest, before - (before > index), word)
+    other_words = np.delete(words, index)
+    return np.insert(other_words, before - (before > index), word)
 
 
 def export_program(request: Request, file_format: str) -> tuple[str, str]:
@@ -240,6 +240,10 @@ def format_call(request: Request) -> str:
 
 def _format_fields(value: Costs | Sizes) -> str:
     """Return Python code that creates `value`, with the fields that are not the default."""
-    given = {f.name: getattr(value, f.name) for f in fields(value)}
-    words = [f"{f.name}={given[f.name]!r}" for f in fields(value) if given[f.name] != f.default]
+    field_values = {f.name: getattr(value, f.name) for f in fields(value)}
+    words = [
+        f"{f.name}={field_values[f.name]!r}"
+        for f in fields(value)
+        if field_values[f.name] != f.default
+    ]
     return f"{type(value).__name__}({', '.join(words)})"

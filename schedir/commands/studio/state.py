@@ -94,8 +94,8 @@ class StudioState:
             raise UsageError(
                 "options of a state must have strings as names and as values", fields=["options"]
             )
-        given = {name: text for name, text in options.items() if text.strip()}
-        return cls(**data | {"options": given})
+        given_options = {name: text for name, text in options.items() if text.strip()}
+        return cls(**data | {"options": given_options})
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as a JSON object."""
