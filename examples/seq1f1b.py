@@ -94,7 +94,7 @@ def draw(path: str) -> None:
 def main() -> None:
     """Print how much time chunks save, and how much more if all chunks take the same time."""
     names = ("1F1B", "chunks, equal length", "chunks, equal time")
-    print(f"{RANKS} ranks, {SEQUENCES} sequences of {TOKENS} tokens; the forward of a sequence takes 1")
+    print(f"{RANKS} ranks, {SEQUENCES} sequences of {TOKENS} tokens; their forwards take 1 each")
     for name, run in zip(names, timelines(), strict=True):
         most = run.peak_memory.max() / 1e9
         print(f"{name:<21} span {run.span:5.2f}  bubble {run.bubble:5.1%}  holds {most:5.2f} GB")
