@@ -200,7 +200,7 @@ RULES = [
     ),
     Rule(
         ("split", "0.75 P or 0.5 P", "any", "m >= P >= 4"),
-        "`v_half` is the best within 0.75 P, and `v_min` within 0.5 P",
+        "`v_half` is the best at a limit of 0.75 P, and `v_min` at 0.5 P",
         lambda w: not w.whole and w.m >= w.P >= 4 and w.limit in (0.5, 0.75),
         lambda w: w.within(0, ("v_min" if w.limit == 0.5 else "v_half", 2)),
     ),
