@@ -193,19 +193,20 @@ RULES = [
     ),
     Rule(
         ("split", "P", "long", "m >= P"),
-        "`zb_v` is the best from m = 2P on, and `interleaved_zb` with two stages below",
+        "for m >= 2P `zb_v` is the best, and for smaller m `interleaved_zb` with two stages per "
+        "rank",
         lambda w: not w.whole and w.m >= w.P and w.send == 0.2 and w.limit == 1,
         lambda w: w.within(0, ("zb_v", 2) if w.m >= 2 * w.P else ("interleaved_zb", 2)),
     ),
     Rule(
         ("split", "0.75 P or 0.5 P", "any", "m >= P >= 4"),
-        "`v_half` is the best within 0.75 P, and `v_min` within 0.5 P",
+        "`v_half` is the best at a limit of 0.75 P, and `v_min` at 0.5 P",
         lambda w: not w.whole and w.m >= w.P >= 4 and w.limit in (0.5, 0.75),
         lambda w: w.within(0, ("v_min" if w.limit == 0.5 else "v_half", 2)),
     ),
     Rule(
         ("split", "1.5 P or more", "short", "any"),
-        "no schedule is shorter than the best one within P",
+        "the best schedule needs no more than P",
         lambda w: not w.whole and w.send <= 0.05 and roomy(w.limit, 1.5),
         lambda w: w.best == w._replace(limit=1).best,
     ),
@@ -235,7 +236,7 @@ RULES = [
     ),
     Rule(
         ("any", "any", "any", "m < P"),
-        "at least 29 % of the time is idle, and at least half with full backwards",
+        "at least 29 % of the time is idle. With full backwards, at least half is idle",
         lambda w: w.m < w.P and w.best is not None,
         lambda w: w.best is not None and w.best.bubble >= (0.5 if w.whole else 0.29),
     ),

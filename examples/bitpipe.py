@@ -66,11 +66,11 @@ def main() -> None:
     virtual = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(4, 16))
     virtual.step(x, y)
     got = [p.grad.clone() for stage in stages for p in stage.parameters() if p.grad is not None]
-    for what, order in (("in its order", program), ("a plain loop", None)):
+    for what, order in (("in the order of the schedule", program), ("in ascending order", None)):
         run_sequential(stages, x, y, loss=nn.functional.mse_loss, program=order)
         plain = [p.grad for stage in stages for p in stage.parameters() if p.grad is not None]
         apart = max(float((a - b).norm() / b.norm()) for a, b in zip(got, plain, strict=True))
-        print(f"gradients beside the reference's, {what}: {apart:.0e} apart")
+        print(f"relative difference from gradients of a loop {what}: {apart:.0e}")
 
 
 if __name__ == "__main__":

@@ -87,18 +87,19 @@ def draw(path: str) -> None:
     from schedir.viz import compare, save
 
     plain, _, balanced = timelines()
-    titles = ["1F1B of whole sequences", f"Seq1F1B: {CHUNKS} chunks of each, of one time"]
+    titles = ["1F1B of complete sequences", f"Seq1F1B: {CHUNKS} chunks of equal time per sequence"]
     save(compare([plain, balanced], titles=titles), path)
 
 
 def main() -> None:
     """Print how much time chunks save, and how much more if all chunks take the same time."""
-    names = ("1F1B", "even chunks", "chunks of one time")
-    print(f"{RANKS} ranks, {SEQUENCES} sequences of {TOKENS} tokens; a whole forward takes 1")
+    names = ("1F1B", "chunks, equal length", "chunks, equal time")
+    print(f"{RANKS} ranks, {SEQUENCES} sequences of {TOKENS} tokens; their forwards take 1 each")
     for name, run in zip(names, timelines(), strict=True):
         most = run.peak_memory.max() / 1e9
         print(f"{name:<21} span {run.span:5.2f}  bubble {run.bubble:5.1%}  holds {most:5.2f} GB")
-    print(f"lengths of chunks: {lengths(TOKENS, CHUNKS)}")
+    *first, last = lengths(TOKENS, CHUNKS)
+    print(f"chunks of equal time have {', '.join(map(str, first))} and {last} tokens")
 
 
 if __name__ == "__main__":

@@ -160,11 +160,11 @@ def main() -> None:
     whole = deepcopy(stages)
     each = [{"sequence": n, "chunk": 0} for n in range(SEQUENCES)]
     total = run_sequential(whole, x, y, loss=loss, keywords=each)
-    print(f"whole sequences      loss {float(total):.4f}")
+    print(f"complete sequences   loss {float(total):.4f}")
 
     plain = deepcopy(stages)
     total = run_sequential(plain, cut(x), cut(y), loss=loss, keywords=KEYWORDS, program=PROGRAM)
-    print(f"a loop over chunks loss {float(total):.4f}")
+    print(f"loop over chunks     loss {float(total):.4f}")
     for one, other in zip(gradients(whole), gradients(plain), strict=True):
         assert (one - other).norm() <= 1e-6 * one.norm()  # chunks change the order of additions
 
@@ -177,8 +177,8 @@ def main() -> None:
         free.bind(("localhost", 0))
         port = free.getsockname()[1]
     mp.spawn(process, (port,), nprocs=RANKS)
-    print("gradients of virtual and of real ranks are those of the loop, to the last bit;")
-    print("those of whole sequences are the same to 1e-6")
+    print("the gradients of virtual ranks and of processes equal those of the loop, bit by bit;")
+    print("they differ from those of complete sequences by at most 1e-6")
 
 
 if __name__ == "__main__":
