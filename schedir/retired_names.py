@@ -206,6 +206,12 @@ _OTHER_NAMES: Final = {
         "sizes": "size bytes",
         "zero": "zero_stage zero_level",
         "memory_limit": "memory max_memory",
+        "recompute": "recomputation recompute_activations recompute_granularity "
+        "activation_checkpointing checkpoint_activations gradient_checkpointing",
+        "offload": "cpu_offload cpu_offloading offload_activations activation_offload",
+        "optimizer_placement": "offload_optimizer optimizer_offload optimizer_cpu_offload",
+        "clip_grad_norm": "clip_grad grad_clip gradient_clipping max_grad_norm max_norm",
+        "overlap": "overlap_p2p_communication overlap_comm",
         "schedule": "schedule_name",
         "loss": "loss_fn criterion",
         "loss_fn": "loss criterion",

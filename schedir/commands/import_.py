@@ -59,6 +59,8 @@ def run(args: argparse.Namespace) -> str:
         UsageError: The options cannot be combined, or a CSV file is not the only source.
         SchedirError: The CSV or the traces cannot be read, or the program is wrong.
     """
+    for source in args.sources:
+        _require_foreign_file(source)
     is_csv = [source.endswith(".csv") for source in args.sources]
     if not any(is_csv):
         return _import_traces(args)
@@ -67,6 +69,22 @@ def run(args: argparse.Namespace) -> str:
     if args.step is not None:
         raise UsageError(f"{args.sources[0]} is a program: --step applies only to traces")
     return _import_csv(args, args.sources[0])
+
+
+def _require_foreign_file(source: str) -> None:
+    """Refuse a program, a run or a configuration, which other commands read without an import."""
+    kinds = {
+        ".sched": ("a program", f"schedir check {source}"),
+        ".timeline": ("a run", f"schedir explain {source}"),
+        ".toml": ("a configuration", f"schedir train {source}"),
+    }
+    kind, command = kinds.get(Path(source).suffix, ("", ""))
+    if kind:
+        raise UsageError(
+            f"{source} is {kind} of schedir, and needs no import: import reads a FILE.csv of "
+            "torch.distributed.pipelining, or traces of torch.profiler",
+            hint=command,
+        )
 
 
 def _import_csv(args: argparse.Namespace, source: str) -> str:

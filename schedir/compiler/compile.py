@@ -20,6 +20,7 @@ from schedir.compiler.compile_options import (
 from schedir.errors import (
     CommandHint,
     CompletenessError,
+    DeadlockError,
     LoweringLevelError,
     MemoryLimitError,
     UsageError,
@@ -492,7 +493,19 @@ def lower(
     program.shape.require_lowered_limit(
         has_backward=program.has_backward, frozen_stages=program.frozen_stages
     )
-    return _apply_passes(program, LOWERING_PASSES, options, debug=debug)
+    try:
+        return _apply_passes(program, LOWERING_PASSES, options, debug=debug)
+    except DeadlockError as error:
+        error.hint = error.hint or _suggest_placement(program)
+        raise
+
+
+def _suggest_placement(draft: Program) -> str:
+    """Return a hint if a built-in schedule has its stages in another order than its ranks."""
+    in_order = all(stages == (rank,) for rank, stages in enumerate(draft.shape.stages_on_rank))
+    if in_order or draft.shape.stages_per_rank > 1 or draft.name not in get_built_in_schedules():
+        return ""
+    return f"use placement loop: {draft.name} takes the rank as the position of its stage"
 
 
 def finish_lowering(program: Program) -> Program:

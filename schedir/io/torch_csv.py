@@ -378,6 +378,8 @@ class _CsvReader:
             hint = f"did you mean {near[0]}?" if near else ""
             if (";" in text and "(" not in text) or "\t" in text:
                 hint = "put commas between the actions"
+            if text.endswith(".csv"):
+                hint = f"from_csv takes the text of a file: Path({_shorten(text)}).read_text()"
             raise location.make_error(
                 f"{_shorten(text)} is not an action such as 0F0 or 3SEND_B1", hint=hint
             )

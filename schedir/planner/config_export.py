@@ -7,7 +7,7 @@ from functools import lru_cache
 from typing import Any, Final
 
 from schedir.compiler.compile import compile
-from schedir.errors import UsageError
+from schedir.errors import CommandHint, UsageError
 from schedir.io.program_request import Request
 from schedir.io.source_loader import Source
 from schedir.ir.cost.zero_states import SHARDED_FROM_LEVEL
@@ -346,8 +346,12 @@ def _require_trainable(
 
 def _unsupported_error(name: str, value: object, reason: str) -> UsageError:
     llama = name in ("ffn", "kv_heads", "gated")
+    other_kind = f'; kind = "llama" in [model] of a configuration has {name}' if llama else ""
     return UsageError(
         f"schedir train does not support {name} {json.dumps(value)}: {reason}",
-        hint=f'a [model] with kind = "llama" supports {name}' if llama else "",
+        hint=CommandHint(
+            f"plan_program(plan) returns the program of the plan{other_kind}",
+            f"-o FILE.sched writes the program of the plan{other_kind}",
+        ),
         fields=[name],
     )

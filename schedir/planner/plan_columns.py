@@ -8,7 +8,7 @@ from typing import Any, Final, NamedTuple, get_args
 import numpy as np
 from numpy.typing import NDArray
 
-from schedir.errors import UsageError
+from schedir.errors import CommandHint, UsageError
 from schedir.planner.estimate.schedule_formulas import SCHEDULE_FORMULAS
 from schedir.planner.parallel_plan import Attention, ParallelPlan, RankOrder
 from schedir.planner.transformer.layer_division import (
@@ -194,8 +194,9 @@ def simulation_only_error() -> UsageError:
     """Return the error for a plan that offloads, which the closed form cannot estimate."""
     return UsageError(
         "closed forms cannot estimate plans with offload: these plans need a simulation",
-        hint="simulate_plan estimates such a plan; on the command line, leave out "
-        "--closed-form-only",
+        hint=CommandHint(
+            "exact=True; simulate_plan estimates one such plan", "leave out --closed-form-only"
+        ),
         fields=["offload", "exact"],
     )
 

@@ -116,7 +116,37 @@ def require_stages(
     for s, module in result.items():
         if not isinstance(module, nn.Module):
             raise refuse(f"stage {s} must be an nn.Module, not {describe(module)}")
+        _require_plain_stage(s, module, program)
     return result
+
+
+def _require_plain_stage(stage: int, module: nn.Module, program: Program) -> None:
+    """Refuse a wrapper that reduces gradients itself, and parameters without a shape.
+
+    Raises:
+        ModelError: The stage has such a module or parameter.
+    """
+    wrappers = "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"
+    for name, part in module.named_modules():
+        names = {base.__name__ for base in type(part).__mro__}
+        if wrapper := next((each for each in wrappers if each in names), ""):
+            where = f"module {name!r} of stage {stage}" if name else f"stage {stage}"
+            fsdp = wrapper in ("FSDPModule", "FullyShardedDataParallel")
+            raise ModelError(
+                f"{where} is wrapped in {wrapper}, but the executor itself reduces the gradients "
+                "of replicas",
+                program=program.name,
+                hint="pass the module without the wrapper, and compile(..., dp=2"
+                + (", zero=3)" if fsdp else ")"),
+            )
+    for name, parameter in module.named_parameters():
+        if isinstance(parameter, nn.UninitializedParameter):
+            raise ModelError(
+                f"{name} of stage {stage} has no shape before the first forward of its lazy module",
+                program=program.name,
+                hint="call each stage once, in order, before you create the executor and the "
+                "optimizer",
+            )
 
 
 def require_model_stages(value: object, *, allow_missing: bool = False) -> list[Any]:

@@ -153,7 +153,7 @@ def build_checkpoint_state(
         ):
             raise UsageError(
                 "optimizer is not the optimizer of the executor",
-                hint="omit the optimizer: save(executor, folder, step=...)",
+                hint="leave out optimizer=..., because the executor has one",
                 fields=["optimizer"],
             )
         return [*map(_collect_rank_state, states)]

@@ -64,6 +64,21 @@ __all__ = [
     "zb_v",
 ]
 
+# Names in DeepSpeed, Megatron-LM, PaddlePaddle and papers -> schedir's names.
+_OTHER_NAMES = {
+    "pipedream_flush": "one_f_one_b",
+    "dapple": "one_f_one_b",
+    "afab": "gpipe",
+    "fill_drain": "gpipe",
+    "fthenb": "gpipe",
+    "virtual_pipeline": "interleaved",
+    "vpp": "interleaved",
+    "bfs": "looped_bfs",
+    "dfs": "looped_dfs",
+    "zero_bubble": "zb_h1",
+    "hanayo": "wave",
+}
+
 
 def get_built_in_schedules() -> dict[str, Schedule]:
     """Return the built-in schedules by name.
@@ -117,5 +132,8 @@ def suggest_schedules(name: str, known: Sequence[str]) -> str:
     spelled = name.lower().replace("-", "_").removeprefix("schedule")
     names = {"1f1b": "one_f_one_b", "vzerobubble": "_v", "zerobubble": "_zb"}
     others = [spelled, *(spelled.replace(one, ours) for one, ours in names.items())]
-    near = [near for each in others for near in get_close_matches(each, known, 1)]
+    # "interleaved_1f1b" is interleaved 1F1B, although "interleaved_zb" has more letters of it.
+    exact = [spelled.replace("1f1b", "").strip("_"), _OTHER_NAMES.get(spelled, ""), *others]
+    near = [each for each in exact if each in known]
+    near += [near for each in others for near in get_close_matches(each, known, 1)]
     return f"did you mean {near[0]!r}?" if near else f"the schedules are {', '.join(known)}"

@@ -23,6 +23,7 @@ from schedir.torch_pipelining.executor_factory import (
     collect_shapes,
     make_executor,
 )
+from schedir.torch_pipelining.forward_checks import compute_loss
 from schedir.torch_pipelining.fsdp_stages import unshard_stages
 from schedir.torch_pipelining.output_checks import PendingOutputs
 from schedir.torch_pipelining.step_arguments import find_microbatch_error
@@ -185,7 +186,7 @@ class ExecutorRuntime:
         if self.keeps_outputs:
             self.outputs[mb] = tree_map_only(Tensor, self._detach_for_caller, output)
         if self.computes_losses:
-            loss = self.loss_fn(output, target, **self.loss_kwargs)
+            loss = compute_loss(self.loss_fn, output, target, mb, self.loss_kwargs)
             self.losses[mb] = tree_map_only(Tensor, self._detach_for_caller, loss)
         assert self.last_stage is not None
         tensors = tree_leaves([self.outputs[mb], self.losses[mb]])

@@ -6,7 +6,7 @@ After each forward, a check decides whether torch's split backward would give wr
 from __future__ import annotations
 
 import warnings
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import ExitStack, contextmanager
 from functools import partial
 from typing import Any
@@ -17,6 +17,8 @@ from torch import Tensor
 from torch.distributed.pipelining.schedules import _PipelineScheduleRuntime
 from torch.utils._pytree import tree_leaves, tree_map_only
 
+from schedir.errors import describe
+from schedir.runtime.arguments import require_scalar_loss
 from schedir.runtime.autograd.preserved_state import PreservedState
 from schedir.torch_pipelining import backward_split
 from schedir.torch_pipelining.fsdp_stages import accumulate_gradients
@@ -34,9 +36,32 @@ from schedir.torch_pipelining.stages import require_declared_output
 # at index k.
 
 
+def compute_loss(
+    loss_fn: Callable[..., Any], output: Any, target: Any, mb: int, keywords: Mapping[str, Any]
+) -> Any:
+    """Return the loss of a microbatch. An error gets a note with the shapes of both arguments.
+
+    Args:
+        loss_fn: The loss function of the user.
+        output: The output of the last stage.
+        target: The target.
+        mb: The number of the microbatch.
+        keywords: More arguments for `loss_fn`.
+    """
+    try:
+        return loss_fn(output, target, **keywords)
+    except Exception as error:
+        error.add_note(
+            f"in loss_fn of microbatch {mb}: the output of the last stage is {describe(output)}, "
+            f"and the target is {describe(target)}"
+        )
+        raise
+
+
 class MicrobatchLossRuntime(_PipelineScheduleRuntime):
     """torch's runtime, which stores the loss of each microbatch under the microbatch's number."""
 
+    _has_backward: bool
     _losses_by_mb: dict[int, Tensor]
     _loss_kwargs: dict[str, Any] | None
 
@@ -47,9 +72,17 @@ class MicrobatchLossRuntime(_PipelineScheduleRuntime):
         self, stage: Any, output: Any, target_mbs: Any, mb_index: int, *_: Any
     ) -> None:
         if stage.is_last and self._loss_fn is not None and target_mbs is not None:
-            more = self._loss_kwargs or {}
-            self._losses_by_mb[mb_index] = self._loss_fn(output, target_mbs[mb_index], **more)
+            self._losses_by_mb[mb_index] = self._compute_checked_loss(
+                self._loss_fn, mb_index, output, target_mbs[mb_index], **(self._loss_kwargs or {})
+            )
         self._on_forward_end(stage, output, mb_index)
+
+    def _compute_checked_loss(
+        self, loss_fn: Callable[..., Any], mb: int, output: Any, target: Any, **keywords: Any
+    ) -> Any:
+        """Return the loss of a microbatch, which must have one element if the step trains."""
+        loss = compute_loss(loss_fn, output, target, mb, keywords)
+        return require_scalar_loss(loss) if self._has_backward else loss
 
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:
         return self._losses_by_mb[mb_index] if stage.is_last and self._losses_by_mb else None
@@ -143,7 +176,14 @@ class CheckedRuntime(MicrobatchLossRuntime):
                     preserved.add_gradients(stage.submod.parameters(), clear=True)
                     run = backward_split.compute_input_gradients
                     preserved.enter_context(_replace_method(stage, "_compute_input_grads", run))
-            super()._initialize_stages(*given, **named)
+            # torch calls the loss here, too.
+            loss_fn = self._loss_fn
+            if loss_fn is not None:
+                self._loss_fn = partial(self._compute_checked_loss, loss_fn, 0)
+            try:
+                super()._initialize_stages(*given, **named)
+            finally:
+                self._loss_fn = loss_fn
         self._warn_of_checkpoints(checkpoints_before)
         for stage in self._stages:
             for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
-from typing import Any, Literal, get_args
+from typing import Any, Literal, NoReturn, get_args
 
 import torch
 from torch import Tensor
@@ -306,7 +306,8 @@ class Schedule(CheckedRuntime):
 
         Raises:
             ExecutionError: An earlier step failed, or a load of a checkpoint failed.
-            UsageError: Both a batch and microbatches are given, no target is given, n_microbatches
+            UsageError: Both a batch and microbatches are given, no target is given, a target is
+                given although `loss_fn` is None, n_microbatches
                 does not divide the batch, or the program has no backwards.
             ModelError: A stage does not fit the program, or overwrites an output that is still
                 needed.
@@ -323,6 +324,12 @@ class Schedule(CheckedRuntime):
                 "step needs backwards, but the program has forwards only",
                 program=self.program.name,
                 hint="schedule.eval(...), or a program with backwards",
+            )
+        if self._loss_fn is None and (target is not None or target_mbs is not None):
+            self._refuse_step(
+                "step got a target, but loss_fn is None: only forwards would run",
+                "Schedule(..., loss_fn=loss_fn) trains; without a target, step runs only forwards",
+                "loss_fn",
             )
         cut = (arg_mbs, kwarg_mbs, target_mbs)
         if any(each is not None for each in cut):
@@ -358,15 +365,18 @@ class Schedule(CheckedRuntime):
         if self._args_chunk_spec is None:
             values = {f"args[{k}]": value for k, value in enumerate(args)} | values
         reason = find_indivisible_tensor(values, self._n_microbatches)
-        if reason and self._executor_runtime is not None:
-            self._executor_runtime.refuse_step(reason, trains=self._has_backward)
         if reason:
-            raise UsageError(
+            self._refuse_step(
                 reason,
-                program=self.program.name,
-                hint="DataLoader(..., drop_last=True), or another Schedule for the other size",
-                fields=["n_microbatches"],
+                "DataLoader(..., drop_last=True), or another Schedule for the other size",
+                "n_microbatches",
             )
+
+    def _refuse_step(self, reason: str, hint: str, field: str) -> NoReturn:
+        """Raise an error about the arguments of a step: the executor raises it on all ranks."""
+        if self._executor_runtime is not None:
+            self._executor_runtime.refuse_step(reason, trains=self._has_backward)
+        raise UsageError(reason, program=self.program.name, hint=hint, fields=[field])
 
     def _split_inputs(self, args: Any, kwargs: Any = None) -> tuple[Any, Any]:
         """Return the given microbatches, or split a complete batch as torch does."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import gzip
 import os
 import signal
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -17,6 +18,7 @@ from schedir.traces.kineto import Trace, read_trace
 FILE_PATTERNS: Final = ("*.json", "*.json.gz")
 # Bytes. Larger inputs are read in several processes, and the command shows its progress.
 PARALLEL_READ_BYTES: Final = 2**26
+_EXPORT_HEADER_BYTES: Final = 4096  # The facts of an export are within its first bytes.
 
 
 def find_trace_files(sources: Iterable[str | Path]) -> list[Path]:
@@ -81,6 +83,14 @@ def read_traces(
         if on_read is not None:
             on_read(path)
     if not any(trace.instruction_ranges for trace in traces):
+        for path in files:
+            if _is_perfetto_export(path):
+                raise TraceError(
+                    f"{path} was written by schedir export --to perfetto, and cannot be imported: "
+                    "it contains no profiler ranges",
+                    hint="use the FILE.timeline or FILE.sched that was exported; commands such as "
+                    "schedir explain read it without an import",
+                )
         raise TraceError(
             f"none of {len(files)} files has a range of an instruction, such as PP:0F3"
             if len(files) > 1
@@ -89,6 +99,12 @@ def read_traces(
             "DeepSpeed, to add the ranges",
         )
     return traces
+
+
+def _is_perfetto_export(path: Path) -> bool:
+    """Return whether a trace has the facts that `schedir.io.perfetto` writes at its begin."""
+    with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
+        return b'"microseconds_per_unit":' in file.read(_EXPORT_HEADER_BYTES)
 
 
 def _count_cores() -> int:

@@ -196,6 +196,7 @@ def _run_rank(path: str, overrides: Sequence[str]) -> int:
     try:
         config = read_config(path, overrides)
         program = build_program(config)
+        _require_process_count(program)
         check_memory(config, _read_integer("LOCAL_WORLD_SIZE", 1, config.world_size, default="1"))
         # `launch` has locked the directories for the processes that it starts.
         claims = os.environ["RANK"] == "0" and not is_launched()
@@ -281,13 +282,28 @@ def _check_environment() -> None:
     names = ("WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
     if missing := [name for name in names if name not in os.environ]:
         raise UsageError(
-            f"the environment variable RANK is set, but {' and '.join(missing)} is not",
+            f"the environment variable RANK is set, but {' and '.join(missing)} "
+            f"{'is' if len(missing) == 1 else 'are'} not",
             hint=_LAUNCHER_HINT,
         )
     world = _read_integer("WORLD_SIZE", 1, 2**31 - 1)
     _read_integer("RANK", 0, world - 1)
     _read_integer("MASTER_PORT", 0, 65535)
     _read_integer("LOCAL_RANK", 0, _read_integer("LOCAL_WORLD_SIZE", 1, world, str(world)) - 1, "0")
+
+
+def _require_process_count(program: Program) -> None:
+    """Check that the launcher started the number of processes that the program needs."""
+    shape, started = program.shape, int(os.environ["WORLD_SIZE"])
+    needed = shape.ranks * program.tp * program.dp
+    if started != needed:
+        raise UsageError(
+            f"there are {started} processes, but pp {shape.ranks} x tp {program.tp} x dp "
+            f"{program.dp} needs {needed}",
+            hint=f"torchrun --nproc-per-node {needed} on one machine, or change pipeline.ranks, "
+            "pipeline.tp or pipeline.dp",
+            fields=["ranks", "tp", "dp"],
+        )
 
 
 def _read_integer(name: str, minimum: int, maximum: int, default: str = "") -> int:

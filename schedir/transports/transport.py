@@ -2,8 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from typing import Any, Protocol
 
 import torch
@@ -11,6 +11,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from schedir.analysis.progress_models import ProgressModel
+from schedir.errors import CommandHint, ExecutionError
 from schedir.ir.isa.instructions import Lane, Value
 from schedir.ir.program import Program
 from schedir.transports.collectives import Collective, GroupKey
@@ -265,6 +266,33 @@ def _is_peer_timeout(error: BaseException) -> bool:
     late = is_distributed and ("timed out" in text or "timeout" in text)
     late |= isinstance(error, RuntimeError) and _GLOO_TIMEOUT_PHRASE in text
     return isinstance(error, PeerLate) or late
+
+
+@contextmanager
+def require_all_processes(what: str, program_name: str = "") -> Iterator[None]:
+    """Say what a process created while another process did not arrive or had ended.
+
+    Args:
+        what: The object that all processes create, such as "an Executor".
+        program_name: The name of the program, for the error.
+
+    Raises:
+        ExecutionError: Another process does not arrive within the timeout, or has ended.
+    """
+    try:
+        yield
+    except (RuntimeError, OSError) as error:
+        if not (fact := describe_peer_error(error)):
+            raise
+        raise ExecutionError(
+            f"{fact} while this process created {what}",
+            program=program_name,
+            hint=CommandHint(
+                f"all processes of the group must create {what} at the same place; if another "
+                "process failed, its error is the cause",
+                "another process failed: its error is the cause",
+            ),
+        ) from error
 
 
 class PeerLate(TimeoutError):

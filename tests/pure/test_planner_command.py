@@ -116,7 +116,8 @@ REFUSED = {
         "-o",
         "x.toml",
     ): "schedir train does not support ffn 11008: the feed-forward network of its GPT has width "
-    '4 x 4096\n  hint: a [model] with kind = "llama" supports ffn',
+    "4 x 4096\n  hint: -o FILE.sched writes the program of the plan; "
+    'kind = "llama" in [model] of a configuration has ffn',
     ("-o", "best.txt"): "-o best.txt: the file of a plan must end in .toml or .sched",
     (
         "--picture",

@@ -20,7 +20,7 @@ from schedir.io.toml_tables import find_position, parse_toml, suggest_section
 from schedir.ir.pipeline.field_schema import YES_OR_NO_TYPE, FieldType
 from schedir.ir.program import HEADER_FIELDS
 from schedir.passes.pass_registry import OPTION_SECTIONS, PASS_OPTIONS
-from schedir.retired_names import RETIRED_HINTS, get_rename_hint
+from schedir.retired_names import RETIRED_HINTS, find_present_name, get_rename_hint
 
 
 def _parse_buffer_sharing(text: str) -> str:
@@ -96,7 +96,8 @@ def unknown_option_error(name: str) -> UsageError:
     Args:
         name: The name.
     """
-    matches = get_close_matches(name, PROGRAM_OPTIONS, 1)
+    present = find_present_name(name, PROGRAM_OPTIONS)
+    matches = [present] if present else get_close_matches(name, PROGRAM_OPTIONS, 1)
     hint = (
         f"did you mean {option_name(matches[0])}?"
         if matches

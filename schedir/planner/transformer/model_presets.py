@@ -3,12 +3,13 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Sequence
 from dataclasses import MISSING, fields
 from difflib import get_close_matches
 from pathlib import Path
 from typing import Any, Final
 
-from schedir.errors import ConfigError, UsageError, describe
+from schedir.errors import CommandHint, ConfigError, UsageError, describe
 from schedir.io.files import read_text, require_path
 from schedir.io.toml_tables import MAX_TOML_BYTES, parse_toml
 from schedir.planner.transformer.huggingface_config import (
@@ -230,6 +231,18 @@ def load_model(name: str | Path, **overrides: Any) -> TransformerSpec:
     return build_model({**load_model_fields(name), **overrides}, str(name))
 
 
+def _describe_missing_fields(source: str, missing: Sequence[str]) -> CommandHint:
+    """Return a hint with the ways to give the fields that a model lacks."""
+    options = " ".join(f"--{field} N" for field in missing)
+    arguments = ", ".join(f"{field}=N" for field in missing)
+    in_file = ""
+    if source.endswith(".json"):
+        in_file = f"{describe_missing_keys(missing)}, or "
+    elif source.endswith(_ARGUMENT_SUFFIXES) and missing == ["vocab"]:
+        in_file = "add --vocab-size N to the file, or "
+    return CommandHint(f"{in_file}pass {arguments}", f"{in_file}give {options}")
+
+
 def build_model(model_fields: dict[str, Any], source: str = "") -> TransformerSpec:
     """Build a model from the values of its fields.
 
@@ -247,7 +260,7 @@ def build_model(model_fields: dict[str, Any], source: str = "") -> TransformerSp
         raise UsageError(
             f"{f'model {source}' if source else 'the model'} has no value for its required fields: "
             f"{', '.join(missing)}",
-            hint=describe_missing_keys(missing) if source.endswith(".json") else "",
+            hint=_describe_missing_fields(source, missing),
             fields=missing,
         )
     try:

@@ -17,7 +17,7 @@ from schedir.runtime.model_checks.tied_weight_requirements import (
 from schedir.runtime.parameters.buckets import describe_slice, is_expert, is_summed_over_tp
 from schedir.runtime.parameters.mixed_precision import OptimizerLike
 from schedir.runtime.rank_resources import RankOptions
-from schedir.transports.transport import Transport
+from schedir.transports.transport import Transport, require_all_processes
 
 
 def compare_processes(
@@ -56,9 +56,10 @@ def compare_processes(
     )
     if program.clip_grad_norm:
         facts["max_norm"] = repr(options.gradients.norm_limit)
-    everyone = transport.check_agreement(
-        facts, (transport.tp_rank, fingerprints), record_types=[ParameterFingerprint]
-    )
+    with require_all_processes("an Executor", program.name):
+        everyone = transport.check_agreement(
+            facts, (transport.tp_rank, fingerprints), record_types=[ParameterFingerprint]
+        )
     return [own for tp_rank, own in everyone if tp_rank == transport.tp_rank]
 
 

@@ -1,0 +1,160 @@
+"""Tests of common mistakes with modules, processes and torch.distributed.pipelining."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from datetime import timedelta
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from schedir import compile
+from schedir.errors import ExecutionError, ModelError, SchedirError
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.runtime import Executor, GlooTransport, InProcessExecutor
+from tests.commands import ENV
+from tests.cpu.faces import MB, made
+from tests.cpu.spawn import run, run_fresh
+from tests.cpu.torchs import WIDTH, model
+
+PROGRAM = compile("one_f_one_b", PipelineShape(2, 4))
+
+
+class DistributedDataParallel(nn.Module):
+    """A wrapper with the name of torch's class, which needs no process group."""
+
+    def __init__(self, module: nn.Module) -> None:
+        super().__init__()
+        self.module = module
+
+
+@pytest.mark.parametrize(
+    ("stage", "message", "hint"),
+    [
+        (
+            DistributedDataParallel(nn.Linear(8, 8)),
+            "stage 0 is wrapped in DistributedDataParallel, but the executor itself reduces",
+            "pass the module without the wrapper, and compile(..., dp=2)",
+        ),
+        (
+            nn.Sequential(nn.DataParallel(nn.Linear(8, 8))),
+            "module '0' of stage 0 is wrapped in DataParallel",
+            "pass the module without the wrapper, and compile(..., dp=2)",
+        ),
+        (
+            nn.LazyLinear(8),
+            "weight of stage 0 has no shape before the first forward of its lazy module",
+            "call each stage once, in order, before you create the executor and the optimizer",
+        ),
+    ],
+    ids=["ddp", "data parallel within", "lazy"],
+)
+def test_stages_that_the_executor_cannot_train(stage: nn.Module, message: str, hint: str) -> None:
+    with pytest.raises(ModelError) as caught:
+        InProcessExecutor(PROGRAM, [stage, nn.Linear(8, 8)], loss=mse_loss, boundary=(2, 8))
+    assert message in str(caught.value)
+    assert caught.value.hint == hint
+
+
+def test_a_transport_without_a_process_group() -> None:
+    with pytest.raises(ModelError, match="GlooTransport needs a process group") as caught:
+        GlooTransport(PROGRAM)
+    assert 'call torch.distributed.init_process_group("gloo") first' in caught.value.hint
+
+
+def create_alone(rank: int, what: str) -> str:
+    """Return the error of process 0, which creates an object that process 1 does not create."""
+    group = dist.new_group(timeout=timedelta(seconds=3))
+    if what == "a GlooTransport" and rank:
+        return ""
+    transport = GlooTransport(PROGRAM, group=group)
+    if rank:
+        return ""
+    stages = {0: nn.Linear(8, 8)}
+    try:
+        Executor(PROGRAM, 0, stages, transport, loss=mse_loss, boundary=(2, 8))
+    except ExecutionError as error:
+        return str(error)
+    return "accepted"
+
+
+def create_transport_alone(rank: int) -> str:
+    """Return the error of a transport that only process 0 creates."""
+    try:
+        return create_alone(rank, "a GlooTransport")
+    except ExecutionError as error:
+        return str(error)
+
+
+@pytest.mark.parametrize(
+    ("function", "arguments", "what"),
+    [
+        (create_transport_alone, (), "a GlooTransport"),
+        (create_alone, ("an Executor",), "an Executor"),
+    ],
+)
+def test_what_all_processes_must_create(function: Any, arguments: Any, what: str) -> None:
+    error, _ = run_fresh(function, 2, *arguments)
+    assert f"while this process created {what}" in error
+    assert f"all processes of the group must create {what} at the same place" in error
+
+
+def find_drop_in_errors(_: int, runtime: str) -> dict[str, str]:
+    """Return the errors of steps in one process."""
+    x, y = torch.ones(2 * MB, WIDTH), torch.ones(2 * MB, WIDTH)
+    errors = {}
+    for name, options, target in (
+        ("no loss", {"loss_fn": None}, y),
+        ("short target", {}, torch.ones(3 * MB, WIDTH)),
+        ("no reduction", {"loss_fn": nn.MSELoss(reduction="none")}, y),
+    ):
+        parts = dict(enumerate(model(2)))
+        schedule = made(parts, 2, schedule="interleaved", runtime=runtime, **options)
+        try:
+            schedule.step(x, target=target)
+            errors[name] = "accepted"
+        except Exception as error:
+            notes = getattr(error, "__notes__", [])
+            is_own = isinstance(error, SchedirError)
+            errors[name] = "\n".join([f"{is_own} {error}", *notes])
+    return errors
+
+
+@pytest.mark.parametrize("runtime", ["torch", "schedir"])
+def test_losses_and_targets_of_the_drop_in(runtime: str) -> None:
+    (errors,) = run(find_drop_in_errors, 1, runtime)
+    assert "interleaved: step got a target, but loss_fn is None" in errors["no loss"]
+    assert "must return a floating-point tensor with one element" in errors["no reduction"]
+    if runtime == "torch":
+        assert "in loss_fn of microbatch 0: the output of the last stage" in errors["short target"]
+        assert f"[2, {WIDTH}] of torch.float32, and the target is" in errors["short target"]
+
+
+def train_as_rank(folder: Path, **variables: str) -> str:
+    """Return the error of `schedir train` in a process that a launcher started."""
+    (folder / "c.toml").write_text("[pipeline]\nranks = 2\n")
+    argv = [sys.executable, "-m", "schedir", "train", "c.toml"]
+    done = subprocess.run(
+        argv, capture_output=True, text=True, timeout=120, env=ENV | variables, cwd=folder
+    )
+    assert done.returncode
+    return done.stderr
+
+
+def test_torchrun_with_a_wrong_number_of_processes(tmp_path: Path) -> None:
+    variables = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": "0"}
+    address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
+    error = train_as_rank(tmp_path, **variables, **address)
+    assert "there are 3 processes, but pp 2 x tp 1 x dp 1 needs 2" in error
+    assert "hint: torchrun --nproc-per-node 2 on one machine, or change pipeline.ranks" in error
+
+
+def test_a_rank_without_a_launcher(tmp_path: Path) -> None:
+    error = train_as_rank(tmp_path, RANK="0", WORLD_SIZE="2")
+    assert "RANK is set, but MASTER_ADDR and MASTER_PORT are not" in error

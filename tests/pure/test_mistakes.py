@@ -1,0 +1,127 @@
+"""Tests of common mistakes: the message names the mistake, and its hint is the right change."""
+
+from pathlib import Path
+
+import pytest
+
+from schedir import compile, from_text, planner, save_timeline, simulate, to_text, torch_csv
+from schedir.errors import DeadlockError, ParseError, UsageError
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.schedules import get_built_in_schedules, suggest_schedules
+from tests.commands import run_command, run_refused_command
+
+MEGATRON = """\
+torchrun pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4 --seq-length 32
+"""
+
+
+@pytest.fixture(autouse=True)
+def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Start each test in a folder that has files of schedir."""
+    monkeypatch.chdir(tmp_path)
+    program = compile("one_f_one_b", ranks=2, microbatches=2)
+    Path("mine.sched").write_text(to_text(program))
+    save_timeline(simulate(program), "mine.timeline")
+    Path("mine.toml").write_text("[pipeline]\nranks = 2\n")
+    Path("meg.sh").write_text(MEGATRON)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind", "command"),
+    [
+        ("mine.sched", "a program", "schedir check mine.sched"),
+        ("mine.timeline", "a run", "schedir explain mine.timeline"),
+        ("mine.toml", "a configuration", "schedir train mine.toml"),
+    ],
+)
+def test_files_of_schedir_need_no_import(
+    capsys: pytest.CaptureFixture[str], name: str, kind: str, command: str
+) -> None:
+    error = run_refused_command(capsys, "import", name, "-o", "x.sched")
+    assert f"{name} is {kind} of schedir, and needs no import" in error
+    assert f"hint: {command}" in error
+
+
+@pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
+def test_an_export_for_perfetto_is_not_imported(
+    capsys: pytest.CaptureFixture[str], name: str
+) -> None:
+    run_command(capsys, "export", "mine.timeline", "--to", "perfetto", "-o", name)
+    error = run_refused_command(capsys, "import", name, "-o", "x.timeline")
+    assert f"{name} was written by schedir export --to perfetto" in error
+    assert "hint: use the FILE.timeline or FILE.sched that was exported" in error
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("interleaved_1f1b", "interleaved"),
+        ("Interleaved1F1B", "interleaved"),
+        ("interleaved-1f1b", "interleaved"),
+        ("1f1b_interleaved", "interleaved"),
+        ("InterleavedZeroBubble", "interleaved_zb"),
+        ("ScheduleZBVZeroBubble", "zb_v"),
+        ("eager1f1b", "eager_1f1b"),
+        ("pipedream_flush", "one_f_one_b"),
+        ("vpp", "interleaved"),
+        ("afab", "gpipe"),
+    ],
+)
+def test_names_of_other_projects_lead_to_the_same_schedule(name: str, expected: str) -> None:
+    assert suggest_schedules(name, [*get_built_in_schedules()]) == f"did you mean {expected!r}?"
+
+
+@pytest.mark.parametrize(
+    ("name", "expected"),
+    [
+        ("recomputation=all", "-O recompute"),
+        ("activation_checkpointing", "-O recompute"),
+        ("cpu_offload", "-O offload"),
+        ("zero_stage=2", "-O zero"),
+        ("max_grad_norm=1", "-O clip_grad_norm"),
+        ("num_microbatches=8", "--microbatches"),
+    ],
+)
+def test_options_of_other_projects_lead_to_the_same_option(
+    capsys: pytest.CaptureFixture[str], name: str, expected: str
+) -> None:
+    error = run_refused_command(capsys, "check", "gpipe", "-O", name)
+    assert f"hint: did you mean {expected}?\n" in error + "\n"
+
+
+def test_an_option_of_another_project_in_python() -> None:
+    with pytest.raises(UsageError, match="did you mean 'recompute'"):
+        compile("gpipe", ranks=2, microbatches=4, gradient_checkpointing="all")  # type: ignore[call-arg]
+
+
+@pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1"])
+def test_a_deadlock_of_a_placement_names_the_placement(name: str) -> None:
+    shape = PipelineShape(4, 8, placement=(3, 2, 1, 0))
+    with pytest.raises(DeadlockError) as caught:
+        compile(name, shape)
+    assert caught.value.hint.startswith(f"use placement loop: {name} takes the rank as")
+
+
+def test_a_path_in_the_place_of_a_text() -> None:
+    with pytest.raises(ParseError) as caught:
+        from_text("mine.sched")
+    assert caught.value.hint == "from_text takes the text of a file: Path('mine.sched').read_text()"
+    with pytest.raises(ParseError) as caught:
+        torch_csv.from_csv("mine.csv")
+    assert caught.value.hint == "from_csv takes the text of a file: Path('mine.csv').read_text()"
+
+
+def test_a_script_of_megatron_without_a_vocabulary(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--cluster", "a100", "--gpus", "8", "--batch", "8", "--closed-form-only")
+    error = run_refused_command(capsys, "plan", "--model", "meg.sh", *argv)
+    assert "hint: add --vocab-size N to the file, or give --vocab N" in error
+    with pytest.raises(UsageError) as caught:
+        planner.load_model("meg.sh")
+    assert caught.value.hint == "add --vocab-size N to the file, or pass vocab=N"
+    run_command(capsys, "plan", "--model", "meg.sh", "--vocab", "256", *argv)
+
+
+def test_closed_forms_of_offload(capsys: pytest.CaptureFixture[str]) -> None:
+    argv = ("--cluster", "a100", "--gpus", "8", "--batch", "8", "--closed-form-only", "--offload")
+    error = run_refused_command(capsys, "plan", "--model", "llama-7b", *argv)
+    assert error.rstrip().endswith("hint: leave out --closed-form-only")
