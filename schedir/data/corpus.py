@@ -76,8 +76,8 @@ def read_documents(
                 hint='leave out tokenizer, or set it to "bytes"',
                 fields=["tokenizer", "source"],
             )
-        indexed = len(paths) == 1 and paths[0].with_suffix(".idx").exists()
-        return read_indexed(paths[0]) if indexed else Documents(load_tokens(source))
+        is_indexed = len(paths) == 1 and paths[0].with_suffix(".idx").exists()
+        return read_indexed(paths[0]) if is_indexed else Documents(load_tokens(source))
     if isinstance(tokenizer, Bytes):
         if not with_document_ends:
             return Documents(load_tokens(source))

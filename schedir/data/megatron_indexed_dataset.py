@@ -67,12 +67,12 @@ def read_indexed_dataset(path: Path) -> Documents:
 
     try:
         size = path.stat().st_size
-        raw = np.memmap(index, "u1", "r") if index.stat().st_size else np.zeros(0, "u1")
+        index_bytes = np.memmap(index, "u1", "r") if index.stat().st_size else np.zeros(0, "u1")
     except OSError as error:
         raise UsageError(f"cannot read {error.filename}: {error.strerror}") from None
-    if len(raw) < _HEADER.itemsize or raw[: len(_MAGIC)].tobytes() != _MAGIC:
+    if len(index_bytes) < _HEADER.itemsize or index_bytes[: len(_MAGIC)].tobytes() != _MAGIC:
         raise refuse("is not an index of an IndexedDataset: it does not begin with MMIDIDX")
-    header = raw[: _HEADER.itemsize].view(_HEADER)[0]
+    header = index_bytes[: _HEADER.itemsize].view(_HEADER)[0]
     sequences = int(header["sequences"])
     bounds = int(header["bounds"])
     type_code = int(header["type"])
@@ -84,15 +84,17 @@ def read_indexed_dataset(path: Path) -> Documents:
             "type"
         )
     needed_bytes = _HEADER.itemsize + 12 * sequences + 8 * bounds
-    if len(raw) < needed_bytes:
+    if len(index_bytes) < needed_bytes:
         raise refuse(
             f"is cut off: {sequences} sequences and {bounds} bounds of documents take "
-            f"{needed_bytes} bytes, but the file has {len(raw)} bytes"
+            f"{needed_bytes} bytes, but the file has {len(index_bytes)} bytes"
         )
     dtype, offset = np.dtype(_TOKEN_DTYPES[type_code]), _HEADER.itemsize
-    lengths = raw[offset : offset + 4 * sequences].view("<i4").astype(np.int64)
-    byte_offsets = raw[offset + 4 * sequences : offset + 12 * sequences].view("<i8")
-    first_sequences = raw[offset + 12 * sequences : needed_bytes].view("<i8").astype(np.int64)
+    lengths = index_bytes[offset : offset + 4 * sequences].view("<i4").astype(np.int64)
+    byte_offsets = index_bytes[offset + 4 * sequences : offset + 12 * sequences].view("<i8")
+    first_sequences = (
+        index_bytes[offset + 12 * sequences : needed_bytes].view("<i8").astype(np.int64)
+    )
     token_offsets = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
     is_contiguous = np.array_equal(byte_offsets, token_offsets[:-1] * dtype.itemsize)
     if lengths.min(initial=0) < 0 or not is_contiguous:

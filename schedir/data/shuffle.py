@@ -42,10 +42,10 @@ def shuffle_indices(indices: Numbers, size: int, seed: int, epoch: int) -> Numbe
     """
     keys = np.frombuffer(blake2b(f"{seed} {epoch}".encode()).digest(), "<u8")
     half_bits = max(_MIN_HALF_BITS, -(-(size - 1).bit_length() // 2))
-    shuffled = _feistel(indices, keys, half_bits)
-    while len(outside_indices := np.flatnonzero(shuffled >= size)):
-        shuffled[outside_indices] = _feistel(shuffled[outside_indices], keys, half_bits)
-    return shuffled
+    numbers = _feistel(indices, keys, half_bits)
+    while len(outside_indices := np.flatnonzero(numbers >= size)):
+        numbers[outside_indices] = _feistel(numbers[outside_indices], keys, half_bits)
+    return numbers
 
 
 def _feistel(indices: Numbers, keys: Numbers, half_bits: int) -> Numbers:

@@ -74,8 +74,10 @@ def find_python_files(root: Path) -> list[Path]:
     Args:
         root: The directory, searched recursively.
     """
-    installed = {"site-packages", "dist-packages"}
-    return sorted(p for p in root.rglob("*.py") if not installed & {*p.relative_to(root).parts})
+    package_folders = {"site-packages", "dist-packages"}
+    return sorted(
+        p for p in root.rglob("*.py") if not package_folders & {*p.relative_to(root).parts}
+    )
 
 
 def find_files(sources: str | Path | Sequence[str | Path]) -> list[Path]:

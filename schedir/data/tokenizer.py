@@ -175,10 +175,10 @@ def load_tokenizer(path: str, end_token: str | None) -> BPE:
 def _parse(text: str, source: str) -> Library:
     library = require_library()
     try:
-        parsed: Library = library.Tokenizer.from_str(text)
+        tokenizer: Library = library.Tokenizer.from_str(text)
     except Exception as error:  # the library raises plain Exception
         raise _unsupported_error(source, str(error).partition("\n")[0]) from None
-    return parsed
+    return tokenizer
 
 
 def _require_byte_level(description: Any, source: str) -> None:

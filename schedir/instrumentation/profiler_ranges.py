@@ -164,9 +164,8 @@ class FunctionPatches:
             self.num_users -= 1
             while self._installed and not self.num_users:
                 owner, name, original, patched_function = self._installed.pop()
-                if (
-                    vars(owner).get(name) is patched_function
-                ):  # Other code may have wrapped it since.
+                # Other code may have wrapped the function since.
+                if vars(owner).get(name) is patched_function:
                     setattr(owner, name, original)
 
     def _make_wrapper(self, original: Any, wrapper: Callable[..., Any]) -> Any:

@@ -59,25 +59,26 @@ def attention(
             "length and width, and the heads of q must be a multiple of those of k and v"
         )
     is_grouped = heads > groups
+    output: Tensor
     if window is None:
-        unmasked: Tensor = F.scaled_dot_product_attention(
+        output = F.scaled_dot_product_attention(
             q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=is_grouped
         )
-        return unmasked
+        return output
     if not dropout and q.device.type == "cpu":
         query_tiles = _build_query_tiles(length, *window, q.dtype)
-        tiled: Tensor = _TiledAttention.apply(q, k, v, query_tiles)  # type: ignore[no-untyped-call]
-        return tiled
+        output = _TiledAttention.apply(q, k, v, query_tiles)  # type: ignore[no-untyped-call]
+        return output
     if not dropout and width >= _MIN_FLEX_WIDTH and uses_triton(q):
         block_mask = build_block_mask(length, *window, q.device)
         flex_attention = _compile_flex_attention()
-        skipping: Tensor = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=is_grouped)
-        return skipping
+        output = flex_attention(q, k, v, block_mask=block_mask, enable_gqa=is_grouped)
+        return output
     mask = build_window_mask(length, *window, q.device)
-    masked: Tensor = F.scaled_dot_product_attention(
+    output = F.scaled_dot_product_attention(
         q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=is_grouped
     )
-    return masked
+    return output
 
 
 def build_window_mask(

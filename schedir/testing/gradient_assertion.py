@@ -218,12 +218,12 @@ def _use_one_thread() -> Iterator[None]:
 
     With more threads, sums may round differently.
     """
-    before = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)
 
 
 def _run_processes(
@@ -281,9 +281,9 @@ def _run_rank(
     }
     known_names = {name for names in find_parameter_names(model).values() for name in names}
     with torch.enable_grad(), _record_torch_stages() as torch_stages:
-        returned = step(rank, ranks, model, batch)
-    if returned is not None and not isinstance(returned, Mapping):
-        return f"step must return None or {{name: gradient}}, not {describe(returned)}"
+        step_result = step(rank, ranks, model, batch)
+    if step_result is not None and not isinstance(step_result, Mapping):
+        return f"step must return None or {{name: gradient}}, not {describe(step_result)}"
     names_by_parameter = _find_current_names(modules, known_names)
     for p, names in names_by_parameter.items():
         if type(p) is nn.Parameter and not torch.equal(p, values_before[names[0]]):
@@ -292,21 +292,21 @@ def _run_rank(
     gradients: dict[str, Tensor | None] = {}
     for stage in torch_stages:
         name_by_parameter = _find_stage_names(stage.submod, modules, names_by_parameter)
-        if returned is None and None in name_by_parameter.values():
+        if step_result is None and None in name_by_parameter.values():
             return (
                 f"stage {stage.stage_index} has parameters that `model` does not have: build the "
                 "stage from modules of `model`, or return {name: gradient} with names of `model`"
             )
         parameter_by_name = {name: p for p, name in name_by_parameter.items() if name}
         stages[stage.stage_index] = tuple(parameter_by_name)
-        if returned is None:
+        if step_result is None:
             for name, p in parameter_by_name.items():
                 gradients[name] = _to_full_gradient(p.grad)
-    if returned is None:
+    if step_result is None:
         for p, names in names_by_parameter.items():
             if p.grad is not None and gradients.keys().isdisjoint(names):
                 gradients[names[0]] = _to_full_gradient(p.grad)
-    for name, gradient in (returned or {}).items():
+    for name, gradient in (step_result or {}).items():
         if name not in known_names:
             suggestion = " or ".join(get_close_matches(name, known_names, 2))
             suggestion = suggestion or min(known_names, default="none")

@@ -134,8 +134,8 @@ class WrongGradients(AssertionError):
         correct_locations: Sequence[StageLocation],
     ) -> None:
         names = {name for difference in differences for name in difference.names}
-        wrong = sum(not names.isdisjoint(aliases) for aliases in weight_names)
-        lines = [f"{wrong} of {len(weight_names)} gradients differ from those of a plain loop"]
+        num_wrong = sum(not names.isdisjoint(aliases) for aliases in weight_names)
+        lines = [f"{num_wrong} of {len(weight_names)} gradients differ from those of a plain loop"]
         lines += [f"  {difference}" for difference in differences]
         if correct_locations:
             lines.append(f"  correct: {_describe_locations(correct_locations)}")

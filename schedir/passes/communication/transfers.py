@@ -180,8 +180,8 @@ def _compute_ordering_costs(costs: Costs, program: Program) -> Costs:
     shape, rows = program.shape, program.shape.replica_ranks.tolist()
     pairs = [pair for row in rows for pair in pairwise(row)]
     pairs += [(row[begin], row[end]) for row in rows for begin, end in program.skips]
-    neighbours = {frozenset(pair) for pair in pairs if len({*pair}) == 2}
-    if len(neighbours) < shape.ranks:  # a line or a tree of ranks
+    rank_pairs = {frozenset(pair) for pair in pairs if len({*pair}) == 2}
+    if len(rank_pairs) < shape.ranks:  # a line or a tree of ranks
         return costs
     costs_by_op = [costs.for_opcode(op, shape) for op in Opcode]
     min_cost = min(float(cost.min(initial=1.0, where=cost > 0)) for cost in costs_by_op)

@@ -103,32 +103,32 @@ def _has_sharded_weights(program: Program) -> bool:
     return program.zero >= SHARDED_FROM_LEVEL["params"]
 
 
-def _count_unsharded_stages(program: Program, uses: StageRuns, specified: int | None) -> int:
+def _count_unsharded_stages(program: Program, uses: StageRuns, stage_limit: int | None) -> int:
     """Return the number of stages of a rank that are unsharded at the same time."""
     max_sharded = max(
         len({*stages} - {*range(program.frozen_stages)}) for stages in program.shape.stages_on_rank
     )
     if program.zero < SHARDED_FROM_LEVEL["params"]:
         return max_sharded
-    if specified is None:
+    if stage_limit is None:
         return uses.max_stages + 1
-    if specified > max_sharded:
+    if stage_limit > max_sharded:
         raise ShapeError(
-            f"unsharded_stages is {specified}, but no rank has more than {max_sharded} sharded "
+            f"unsharded_stages is {stage_limit}, but no rank has more than {max_sharded} sharded "
             f"stage{'s' if max_sharded > 1 else ''}",
             program=program.name,
             hint=f"unsharded_stages={max_sharded}",
             fields=["unsharded_stages"],
         )
-    if specified < uses.max_stages:
+    if stage_limit < uses.max_stages:
         raise ShapeError(
-            f"unsharded_stages is {specified}, but one group of instructions uses "
+            f"unsharded_stages is {stage_limit}, but one group of instructions uses "
             f"{uses.max_stages} stages at once",
             program=program.name,
             hint=f"unsharded_stages={uses.max_stages}",
             fields=["unsharded_stages"],
         )
-    return specified
+    return stage_limit
 
 
 def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:

@@ -144,14 +144,14 @@ def reduce_slots(
         keeps_time: A function that returns whether numbers of slots keep the time.
     """
     parts = [np.flatnonzero(best > min_slots)]
-    smallest = max(1, best.size // _SEARCH_DIVISIONS)
+    min_part_size = max(1, best.size // _SEARCH_DIVISIONS)
     while parts:
         part = parts.pop()
-        fewer = best.copy()
-        fewer.flat[part] = min_slots.flat[part]
-        if not len(part) or keeps_time(fewer):
-            best = fewer
-        elif len(part) > smallest:
+        trial = best.copy()
+        trial.flat[part] = min_slots.flat[part]
+        if not len(part) or keeps_time(trial):
+            best = trial
+        elif len(part) > min_part_size:
             parts += np.array_split(part, 2)
     return best
 

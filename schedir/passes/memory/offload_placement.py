@@ -272,10 +272,10 @@ def _compute_latest_starts(start: Floats, durations: Floats, ranks: Positions) -
     latest_starts = np.empty(len(start))
     for rank in np.unique(ranks).tolist():
         is_on_rank = ranks == rank
-        elapsed = np.cumsum(durations[is_on_rank])
-        first_start = start[is_on_rank] - elapsed
+        total_durations = np.cumsum(durations[is_on_rank])
+        first_start = start[is_on_rank] - total_durations
         first_start = np.minimum.accumulate(first_start[::-1])[::-1]
-        latest_starts[is_on_rank] = first_start + elapsed - durations[is_on_rank]
+        latest_starts[is_on_rank] = first_start + total_durations - durations[is_on_rank]
     return latest_starts
 
 

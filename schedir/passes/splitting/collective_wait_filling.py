@@ -258,9 +258,8 @@ class _ProgramSimulation:
             np.flatnonzero(is_compute[begin:end]) + begin
             for begin, end in pairwise(program.offsets)
         ]
-        self.ready_nodes: list[set[int]] = [
-            set() for _ in self.rank_computes
-        ]  # nodes of each rank that can start
+        # The nodes of each rank that can start.
+        self.ready_nodes: list[set[int]] = [set() for _ in self.rank_computes]
         self.end_times: dict[int, float] = {}  # node that has started -> time of its end
         self.finished_nodes: set[int] = set()
         # The number of forwards without their backwards on each rank: now, and after each position
