@@ -209,10 +209,9 @@ def _find_candidates(program: Program) -> Words:
     """Return the addresses with other compute between the forward and its value's first use."""
     lifetimes = find_lifetimes(program)
     compute_count = np.cumsum(np.isin(program.op, COMPUTE_OPS) & ~program.joined)
-    has_compute_between: NDArray[np.bool_] = (
+    candidates: Words = lifetimes.address[
         compute_count[lifetimes.first_user] - compute_count[lifetimes.producer] > 1
-    )
-    candidates: Words = lifetimes.address[has_compute_between]
+    ]
     return candidates
 
 
