@@ -77,8 +77,8 @@ def read_documents(
                 hint='leave out tokenizer, or set it to "bytes"',
                 fields=["tokenizer", "source"],
             )
-        indexed = len(paths) == 1 and paths[0].with_suffix(".idx").exists()
-        return read_indexed(paths[0]) if indexed else Documents(load_tokens(source))
+        is_indexed = len(paths) == 1 and paths[0].with_suffix(".idx").exists()
+        return read_indexed(paths[0]) if is_indexed else Documents(load_tokens(source))
     if isinstance(tokenizer, Bytes):
         if not with_document_ends:
             return Documents(load_tokens(source))
@@ -94,15 +94,15 @@ def read_documents(
 
 def _encode_files(paths: Iterable[Path], tokenizer: Tokenizer) -> Documents:
     """Encode text files, each as a document with an end token. Empty files are left out."""
-    kind = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<i4")
-    documents = [np.zeros(0, kind)]
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<i4")
+    documents = [np.zeros(0, dtype)]
     for path in paths:
         try:
             text = path.read_bytes()
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror}", fields=["source"]) from None
         if text:
-            documents.append(np.append(tokenizer.encode(text), tokenizer.end_token).astype(kind))
+            documents.append(np.append(tokenizer.encode(text), tokenizer.end_token).astype(dtype))
     ends = np.cumsum([len(ids) for ids in documents[1:]], dtype=np.int64)
     return Documents(np.concatenate(documents), ends)
 
@@ -122,11 +122,11 @@ def split_documents(documents: Documents, validation_share: float) -> tuple[Docu
         UsageError: The training part would have no document.
     """
     tokens, ends = documents
-    first = len(tokens) - round(len(tokens) * validation_share)
+    split_position = len(tokens) - round(len(tokens) * validation_share)
     if ends is None:
-        return Documents(tokens[:first]), Documents(tokens[first:])
-    before = int(np.searchsorted(ends, first, "right"))
-    if not before:
+        return Documents(tokens[:split_position]), Documents(tokens[split_position:])
+    train_count = int(np.searchsorted(ends, split_position, "right"))
+    if not train_count:
         raise UsageError(
             f"validation = {validation_share:g} leaves no document for training: the first of "
             f"{len(ends)} documents alone has {ends[0] if len(ends) else 0} of {len(tokens)} "
@@ -134,8 +134,8 @@ def split_documents(documents: Documents, validation_share: float) -> tuple[Docu
             hint="set validation to another file",
             fields=["validation"],
         )
-    first = int(ends[before - 1])
+    split_position = int(ends[train_count - 1])
     return (
-        Documents(tokens[:first], ends[:before]),
-        Documents(tokens[first:], ends[before:] - first),
+        Documents(tokens[:split_position], ends[:train_count]),
+        Documents(tokens[split_position:], ends[train_count:] - split_position),
     )

@@ -35,14 +35,16 @@ def load_tokens(source: str | Path | Sequence[str | Path] | None = None) -> Toke
     if source is None:
         return load_python_sources(Path(sysconfig.get_path("stdlib")))
     paths = find_files(source)
-    bins = [path for path in paths if path.suffix == ".bin"]
-    if not bins:
+    bin_paths = [path for path in paths if path.suffix == ".bin"]
+    if not bin_paths:
         texts = [_memory_map(path, "u1") for path in paths]
         return texts[0] if len(texts) == 1 else np.concatenate(texts)
     if len(paths) > 1:
-        other = next(path for path in paths if path != bins[0])
-        raise UsageError(f"a .bin of tokens must be the only file: {bins[0]} is given with {other}")
-    return _memory_map(bins[0], "<u2")
+        other_path = next(path for path in paths if path != bin_paths[0])
+        raise UsageError(
+            f"a .bin of tokens must be the only file: {bin_paths[0]} is given with {other_path}"
+        )
+    return _memory_map(bin_paths[0], "<u2")
 
 
 def load_python_sources(root: Path) -> Tokens:
@@ -58,9 +60,9 @@ def load_python_sources(root: Path) -> Tokens:
     Raises:
         UsageError: The cache cannot be written or read.
     """
-    place = sha256(str(root).encode()).hexdigest()[:8]
+    root_digest = sha256(str(root).encode()).hexdigest()[:8]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "schedir"
-    cache = folder / f"python-{platform.python_version()}-{place}.txt"
+    cache = folder / f"python-{platform.python_version()}-{root_digest}.txt"
     if not cache.exists():
         _join_files(find_python_files(root), cache)
     return _memory_map(cache, "u1")
@@ -72,8 +74,10 @@ def find_python_files(root: Path) -> list[Path]:
     Args:
         root: The directory, searched recursively.
     """
-    installed = {"site-packages", "dist-packages"}
-    return sorted(p for p in root.rglob("*.py") if not installed & {*p.relative_to(root).parts})
+    package_folders = {"site-packages", "dist-packages"}
+    return sorted(
+        p for p in root.rglob("*.py") if not package_folders & {*p.relative_to(root).parts}
+    )
 
 
 def find_files(sources: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -87,7 +91,7 @@ def find_files(sources: str | Path | Sequence[str | Path]) -> list[Path]:
     Raises:
         UsageError: A path or pattern matches no file, or matches a `.jsonl` file.
     """
-    found: list[Path] = []
+    paths: list[Path] = []
     for source in [sources] if isinstance(sources, str | Path) else sources:
         name = str(source)
         try:
@@ -97,16 +101,16 @@ def find_files(sources: str | Path | Sequence[str | Path]) -> list[Path]:
         files = sorted(path for path in map(Path, names) if path.is_file())
         if not files:
             raise UsageError(f"cannot read {name:.200}: no file has this name or matches it")
-        if lines := [path for path in files if path.suffix == ".jsonl"]:
+        if json_files := [path for path in files if path.suffix == ".jsonl"]:
             raise UsageError(
-                f"{lines[0]} has JSON lines instead of plain text",
+                f"{json_files[0]} has JSON lines instead of plain text",
                 hint=RETIRED_HINTS["source = .jsonl"],
                 fields=["source"],
             )
-        found += files
-    if not found:
+        paths += files
+    if not paths:
         raise UsageError("the list of files is empty")
-    return found
+    return paths
 
 
 def _memory_map(path: Path, dtype: str) -> Tokens:
@@ -130,11 +134,11 @@ def _join_files(paths: Iterable[Path], target: Path) -> None:
         # Several ranks may do this at the same time. Each writes and renames a separate file, and
         # all of these files have the same contents.
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
-            joined = Path(folder, "whole")
-            with joined.open("wb") as out:
+            joined_path = Path(folder, "whole")
+            with joined_path.open("wb") as file:
                 for path in paths:
-                    out.write(path.read_bytes())
-            os.replace(joined, target)
+                    file.write(path.read_bytes())
+            os.replace(joined_path, target)
     except OSError as error:
         raise UsageError(
             f"cannot write {target}: {error}", hint="set XDG_CACHE_HOME to a writable folder"

@@ -85,8 +85,8 @@ class ConcatenatedWindows:
 
     def locate(self, indices: NDArray[np.int64]) -> WindowBatch:
         """See `TokenWindows.locate`."""
-        at = indices[:, None] * self.context + np.arange(self.context + 1)
-        return WindowBatch(at, np.ones((len(indices), self.context), bool))
+        positions = indices[:, None] * self.context + np.arange(self.context + 1)
+        return WindowBatch(positions, np.ones((len(indices), self.context), bool))
 
 
 class PackedWindows:
@@ -144,17 +144,17 @@ class PackedWindows:
 
     def locate(self, indices: NDArray[np.int64]) -> WindowBatch:
         """See `TokenWindows.locate`."""
-        at = np.empty((len(indices), self.context + 1), np.int64)
-        counts = np.zeros((len(indices), self.context), bool)
+        positions = np.empty((len(indices), self.context + 1), np.int64)
+        is_target = np.zeros((len(indices), self.context), bool)
         for row, number in enumerate(indices):
-            filled = 0
+            offset = 0
             for k in range(self.first_segments[number], self.first_segments[number + 1]):
                 begin, length = self.begins[k], self.lengths[k]
-                at[row, filled : filled + length] = np.arange(begin, begin + length)
-                counts[row, filled : filled + length - 1] = True
-                filled += length
-            at[row, filled:] = at[row, filled - 1]
-        return WindowBatch(at, counts)
+                positions[row, offset : offset + length] = np.arange(begin, begin + length)
+                is_target[row, offset : offset + length - 1] = True
+                offset += length
+            positions[row, offset:] = positions[row, offset - 1]
+        return WindowBatch(positions, is_target)
 
 
 def _split_documents(
@@ -165,8 +165,8 @@ def _split_documents(
     targets = ends - begins - 1
     num_parts = np.maximum(-(-targets // context), 0)  # a document of one token has no target
     number = np.arange(num_parts.sum()) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
-    at = np.repeat(begins, num_parts) + number * context
-    return at, np.minimum(np.repeat(ends, num_parts) - at, context + 1)
+    part_begins = np.repeat(begins, num_parts) + number * context
+    return part_begins, np.minimum(np.repeat(ends, num_parts) - part_begins, context + 1)
 
 
 def _pack_best_fit(lengths: list[int], size: int) -> list[int]:

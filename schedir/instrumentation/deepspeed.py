@@ -61,9 +61,10 @@ def _run_schedule(original: Any, engine: Any, schedule: Any, *args: Any, **kwarg
         return original(engine, schedule, *args, **kwargs)
     if type(schedule).__name__ not in _KNOWN_SCHEDULES:
         kind = type(schedule).__name__
-        known = ", ".join(_KNOWN_SCHEDULES)
+        known_schedules = ", ".join(_KNOWN_SCHEDULES)
         warn(
-            f"schedir adds no profiler ranges to the schedule {kind}: it supports only {known}",
+            f"schedir adds no profiler ranges to the schedule {kind}: it supports only "
+            f"{known_schedules}",
             stacklevel=3,
         )
         return original(engine, schedule, *args, **kwargs)
@@ -72,11 +73,11 @@ def _run_schedule(original: Any, engine: Any, schedule: Any, *args: Any, **kwarg
         queues_messages=any(kind.__name__ == _COMMIT_KIND for kind in engine._INSTRUCTION_MAP),
     )
     instance_map = vars(engine).get(_MAP_ATTRIBUTE)
-    marked = {
+    marked_map = {
         k: partial(step.run_instruction, k.__name__, run)
         for k, run in engine._INSTRUCTION_MAP.items()
     }
-    setattr(engine, _MAP_ATTRIBUTE, marked)  # only in this engine, until the step ends
+    setattr(engine, _MAP_ATTRIBUTE, marked_map)  # only in this engine, until the step ends
     try:
         return original(engine, schedule, *args, **kwargs)
     finally:
@@ -100,8 +101,8 @@ class _DeepSpeedStep:
         self.counts: Counter[tuple[str, int]] = Counter()
         self.num_buffers = schedule.num_pipe_buffers()
         # The stage of each phase. DualPipeV places the stages of its second phase in reverse order.
-        both = schedule.stage_id, 2 * schedule.stages - 1 - schedule.stage_id
-        self.stage_of_phase = both if queues_messages else both[:1]
+        stages = schedule.stage_id, 2 * schedule.stages - 1 - schedule.stage_id
+        self.stage_of_phase = stages if queues_messages else stages[:1]
 
     def run_instruction(self, kind: str, original: Any, engine: Any, **kwargs: Any) -> Any:
         """Run an instruction in its range."""
@@ -119,8 +120,8 @@ class _DeepSpeedStep:
                 return make_instruction_range(action)
             self.queued_actions.append(action)
         elif kind == _COMMIT_KIND and self.queued_actions:
-            queued, self.queued_actions = self.queued_actions, []
-            return make_posting_range(queued)
+            actions, self.queued_actions = self.queued_actions, []
+            return make_posting_range(actions)
         elif kind == "ReduceGrads":
             return open_reduction_ranges(self.stage_of_phase)
         elif kind == "OptimizerStep":

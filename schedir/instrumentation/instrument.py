@@ -71,8 +71,8 @@ class Instrumented:
         self.undo()
 
     def __str__(self) -> str:
-        marked = ", ".join(f"{name} {version}" for name, version in self.trainers.items())
-        return "; ".join([f"instrumented {marked or 'nothing'}", *self.skipped.values()])
+        trainers = ", ".join(f"{name} {version}" for name, version in self.trainers.items())
+        return "; ".join([f"instrumented {trainers or 'nothing'}", *self.skipped.values()])
 
     def __repr__(self) -> str:
         return f"<{self}>"
@@ -111,25 +111,25 @@ def instrument(*trainers: str) -> Instrumented:
             f"unknown trainer {unknown[0]!r}",
             hint=f"the trainers are {', '.join(map(repr, _MARKERS))}",
         )
-    done, ready, missing = Instrumented(), {}, {}
+    instrumented, prepared_trainers, errors = Instrumented(), {}, {}
     for name in dict.fromkeys(trainers or _MARKERS):
         try:
-            ready[name] = _INSTRUMENTED.get(name) or _prepare_trainer(name)
+            prepared_trainers[name] = _INSTRUMENTED.get(name) or _prepare_trainer(name)
         except UsageError as error:
-            missing[name] = error
-    if trainers and missing:
+            errors[name] = error
+    if trainers and errors:
         raise UsageError(
-            "; ".join(error.fact for error in missing.values()),
-            hint="; ".join(filter(None, (error.hint for error in missing.values()))),
-            fields=[*missing],
+            "; ".join(error.fact for error in errors.values()),
+            hint="; ".join(filter(None, (error.hint for error in errors.values()))),
+            fields=[*errors],
         )
-    done.skipped.update({name: error.fact for name, error in missing.items()})
-    for name, marked in ready.items():
-        _INSTRUMENTED[name] = marked
-        marked.patches.__enter__()
-        done.trainers[marked.package] = marked.version
-        done._names.append(name)
-    return done
+    instrumented.skipped.update({name: error.fact for name, error in errors.items()})
+    for name, trainer in prepared_trainers.items():
+        _INSTRUMENTED[name] = trainer
+        trainer.patches.__enter__()
+        instrumented.trainers[trainer.package] = trainer.version
+        instrumented._names.append(name)
+    return instrumented
 
 
 def _prepare_trainer(name: str) -> _InstrumentedTrainer:

@@ -86,15 +86,17 @@ class _MegatronStep:
         `_p2p_ops`.
         """
         if direction.startswith("recv"):
-            at = next(self.activations if direction == "recv_prev" else self.gradients, None)
-            if at is None:
+            position = next(self.activations if direction == "recv_prev" else self.gradients, None)
+            if position is None:
                 raise ExecutionError(
                     "Megatron receives more messages than its schedule contains", hint=_HINT
                 )
-            setattr(tensor, _POSITION_ATTRIBUTE, at)
-            return f"{at.stage}{'RECV_F' if direction == 'recv_prev' else 'RECV_B'}{at.mb}"
-        at = _read_tag(tensor)
-        return f"{at.stage}{'SEND_F' if direction == 'send_next' else 'SEND_B'}{at.mb}"
+            setattr(tensor, _POSITION_ATTRIBUTE, position)
+            action = "RECV_F" if direction == "recv_prev" else "RECV_B"
+        else:
+            position = _read_tag(tensor)
+            action = "SEND_F" if direction == "send_next" else "SEND_B"
+        return f"{position.stage}{action}{position.mb}"
 
 
 _CURRENT_STEP: ContextVar[_MegatronStep | None] = ContextVar("schedir.megatron", default=None)
@@ -111,13 +113,13 @@ def add_patches(patches: FunctionPatches) -> None:
     """
     schedules: Any = import_module(_MODULE)
     messages: Any = import_module("megatron.core.pipeline_parallel.p2p_communication")
-    within = FunctionPatches()
-    within.wrap_function(schedules, "forward_step", _run_forward)
-    within.wrap_function(schedules, "backward_step", _run_backward)
-    within.wrap_function(messages, "_batched_p2p_ops", _post_batch)
-    within.wrap_function(messages, "_p2p_ops", _post_one_by_one)
+    step_patches = FunctionPatches()
+    step_patches.wrap_function(schedules, "forward_step", _run_forward)
+    step_patches.wrap_function(schedules, "backward_step", _run_backward)
+    step_patches.wrap_function(messages, "_batched_p2p_ops", _post_batch)
+    step_patches.wrap_function(messages, "_p2p_ops", _post_one_by_one)
     for name in _SCHEDULES:
-        patches.wrap_function(schedules, name, partial(_run_schedule, schedules, within))
+        patches.wrap_function(schedules, name, partial(_run_schedule, schedules, step_patches))
     for name in ("get_model_config", "get_schedule_table"):
         if not hasattr(schedules, name):
             raise UsageError(f"{_MODULE} has no {name}")
@@ -132,39 +134,31 @@ def _run_schedule(
 ) -> Any:
     if not is_profiling():
         return original(*args, **kwargs)
-    given = signature(original).bind(*args, **kwargs).arguments
-    model = given["model"] if isinstance(given["model"], list) else [given["model"]]
+    arguments = signature(original).bind(*args, **kwargs).arguments
+    model = arguments["model"] if isinstance(arguments["model"], list) else [arguments["model"]]
     config = schedules.get_model_config(model[0])
-    if set_ := [name for name in _UNSUPPORTED_SETTINGS if getattr(config, name, False)]:
+    settings = [name for name in _UNSUPPORTED_SETTINGS if getattr(config, name, False)]
+    if settings:
         warn(
-            f"schedir adds no profiler ranges to steps of Megatron that use {', '.join(set_)}",
+            f"schedir adds no profiler ranges to steps of Megatron that use {', '.join(settings)}",
             stacklevel=3,
         )
         return original(*args, **kwargs)
-    rank, ranks = _pipeline_position(schedules, original, given)
+    rank, ranks = _pipeline_position(schedules, original, arguments)
     chunks = len(model)
-    table = [(mb, 0) for mb in range(given["num_microbatches"])]
+    table = [(mb, 0) for mb in range(arguments["num_microbatches"])]
     if chunks > 1:
         group = config.microbatch_group_size_per_vp_stage
-        table = schedules.get_schedule_table(given["num_microbatches"], chunks, group)
+        table = schedules.get_schedule_table(arguments["num_microbatches"], chunks, group)
     # A message from the last rank to the first rank enters the next chunk. The first stage receives
     # no activations, and the last stage receives no gradients.
     forwards = [(chunk + (rank == 0), mb) for mb, chunk in table]
     backwards = [(chunks - 1 - chunk - (rank == ranks - 1), mb) for mb, chunk in table]
-    step = _MegatronStep(
-        ranks,
-        rank,
-        *(
-            iter(
-                [
-                    _MessageStage(chunk * ranks + rank, mb)
-                    for chunk, mb in order
-                    if 0 <= chunk < chunks
-                ]
-            )
-            for order in (forwards, backwards)
-        ),
+    activations, gradients = (
+        [_MessageStage(chunk * ranks + rank, mb) for chunk, mb in order if 0 <= chunk < chunks]
+        for order in (forwards, backwards)
     )
+    step = _MegatronStep(ranks, rank, iter(activations), iter(gradients))
     stages = range(rank, ranks * chunks, ranks)
     token, finalize = _CURRENT_STEP.set(step), config.finalize_model_grads_func
     if finalize is not None:
@@ -193,26 +187,25 @@ def _run_forward(original: Any, *args: Any, **kwargs: Any) -> Any:
     step = _CURRENT_STEP.get()
     if step is None:
         return original(*args, **kwargs)
-    given = signature(original).bind(*args, **kwargs).arguments
-    at = _MessageStage(
-        (given.get("vp_stage") or 0) * step.ranks + step.rank, given["current_microbatch"]
-    )
-    _require_tag(given["input_tensor"], at)
-    with make_instruction_range(f"{at.stage}F{at.mb}"):
+    arguments = signature(original).bind(*args, **kwargs).arguments
+    stage = (arguments.get("vp_stage") or 0) * step.ranks + step.rank
+    position = _MessageStage(stage, arguments["current_microbatch"])
+    _require_tag(arguments["input_tensor"], position)
+    with make_instruction_range(f"{position.stage}F{position.mb}"):
         result = original(*args, **kwargs)
-    _tag_tensors(result[0], at)
+    _tag_tensors(result[0], position)
     return result
 
 
 def _run_backward(original: Any, *args: Any, **kwargs: Any) -> Any:
     if _CURRENT_STEP.get() is None:
         return original(*args, **kwargs)
-    given = signature(original).bind(*args, **kwargs).arguments
-    at = _read_tag(given["output_tensor"])
-    _require_tag(given["output_tensor_grad"], at)
-    with make_instruction_range(f"{at.stage}B{at.mb}"):
+    arguments = signature(original).bind(*args, **kwargs).arguments
+    position = _read_tag(arguments["output_tensor"])
+    _require_tag(arguments["output_tensor_grad"], position)
+    with make_instruction_range(f"{position.stage}B{position.mb}"):
         gradient = original(*args, **kwargs)
-    _tag_tensors(gradient, at)
+    _tag_tensors(gradient, position)
     return gradient
 
 
@@ -241,14 +234,16 @@ def _post_one_by_one(original: Any, **kwargs: Any) -> Any:
     actions = _name_messages(_CURRENT_STEP.get(), kwargs)
     if not actions:
         return original(**kwargs)
-    names = {id(kwargs[f"tensor_{place}"]): action for place, action in actions.items()}
+    # Id of a tensor -> name of its message.
+    names = {id(kwargs[f"tensor_{direction}"]): action for direction, action in actions.items()}
 
-    def marked(function: Any, tensor: Any, **rest: Any) -> Any:
+    def post_in_range(function: Any, tensor: Any, **options: Any) -> Any:
         with make_instruction_range(names.pop(id(tensor))):
-            return function(tensor, **rest)
+            return function(tensor, **options)
 
     patched_distributed = _Distributed(
-        isend=partial(marked, distributed.isend), irecv=partial(marked, distributed.irecv)
+        isend=partial(post_in_range, distributed.isend),
+        irecv=partial(post_in_range, distributed.irecv),
     )
     patched_globals = original.__globals__ | {
         "torch": SimpleNamespace(distributed=patched_distributed)
@@ -258,7 +253,9 @@ def _post_one_by_one(original: Any, **kwargs: Any) -> Any:
         raise ExecutionError(
             "Megatron sends messages with functions that schedir does not know", hint=_HINT
         )
-    return {place: PostedMessages([work], [actions[place]]) for place, work in works.items()}
+    return {
+        direction: PostedMessages([work], [actions[direction]]) for direction, work in works.items()
+    }
 
 
 class _Distributed(SimpleNamespace):
@@ -270,12 +267,14 @@ class _Distributed(SimpleNamespace):
 
 def _name_messages(step: _MegatronStep | None, arguments: dict[str, Any]) -> dict[str, str]:
     """Return the names of the messages of a call, by direction, in the order of its parameters."""
-    places = ("send_prev", "recv_prev", "send_next", "recv_next")
-    tensors = {place: arguments[f"tensor_{place}"] for place in places} if step else {}
+    directions = ("send_prev", "recv_prev", "send_next", "recv_next")
+    if step is None:
+        return {}
+    tensors = {direction: arguments[f"tensor_{direction}"] for direction in directions}
     return {
-        place: step.name_message(place, tensor)
-        for place, tensor in tensors.items()
-        if step is not None and tensor is not None
+        direction: step.name_message(direction, tensor)
+        for direction, tensor in tensors.items()
+        if tensor is not None
     }
 
 
@@ -283,7 +282,8 @@ def _name_messages(step: _MegatronStep | None, arguments: dict[str, Any]) -> dic
 
 
 def _list_tensors(value: Any) -> list[Any]:
-    return [one for one in (value if isinstance(value, list) else [value]) if one is not None]
+    tensors = value if isinstance(value, list) else [value]
+    return [tensor for tensor in tensors if tensor is not None]
 
 
 def _tag_tensors(value: Any, position: _MessageStage) -> None:
@@ -293,19 +293,19 @@ def _tag_tensors(value: Any, position: _MessageStage) -> None:
 
 def _read_tag(value: Any) -> _MessageStage:
     """Return the stage and microbatch of a tensor that a forward or backward has returned."""
-    found = [getattr(tensor, _POSITION_ATTRIBUTE, None) for tensor in _list_tensors(value)]
-    if not found or not isinstance(found[0], _MessageStage):
+    tags = [getattr(tensor, _POSITION_ATTRIBUTE, None) for tensor in _list_tensors(value)]
+    if not tags or not isinstance(tags[0], _MessageStage):
         raise ExecutionError("Megatron sends a tensor that no forward_step returned", hint=_HINT)
-    return found[0]
+    return tags[0]
 
 
 def _require_tag(value: Any, position: _MessageStage) -> None:
     """Raise ExecutionError if a received tensor is not the input of this forward or backward."""
     for tensor in _list_tensors(value):
-        found = getattr(tensor, _POSITION_ATTRIBUTE, position)
-        if found != position:
+        tag = getattr(tensor, _POSITION_ATTRIBUTE, position)
+        if tag != position:
             raise ExecutionError(
                 f"Megatron computes stage {position.stage} of microbatch {position.mb} with a "
-                f"tensor that it received for stage {found.stage} of microbatch {found.mb}",
+                f"tensor that it received for stage {tag.stage} of microbatch {tag.mb}",
                 hint=_HINT,
             )

@@ -51,8 +51,8 @@ def make_posting_range(actions: Sequence[str]) -> record_function:
 
 
 def _join_actions(actions: Sequence[str], kind: str) -> str:
-    once = list(dict.fromkeys(actions))  # All tensors of a boundary have the same name.
-    return once[0] if len(once) == 1 else f"({';'.join(once)}){kind}"
+    unique_actions = list(dict.fromkeys(actions))  # All tensors of a boundary have the same name.
+    return unique_actions[0] if len(unique_actions) == 1 else f"({';'.join(unique_actions)}){kind}"
 
 
 def open_reduction_ranges(stages: Iterable[int]) -> ExitStack:
@@ -112,10 +112,12 @@ def wrap_works(works: Sequence[Any], actions: Sequence[str]) -> list[PostedMessa
     """
     if len(works) != len(actions):
         return [PostedMessages(works, actions)] if works else []
-    each: dict[str, list[Any]] = {}
+    works_by_action: dict[str, list[Any]] = {}
     for work, action in zip(works, actions, strict=True):
-        each.setdefault(action, []).append(work)
-    return [PostedMessages(some, [action]) for action, some in each.items()]
+        works_by_action.setdefault(action, []).append(work)
+    return [
+        PostedMessages(action_works, [action]) for action, action_works in works_by_action.items()
+    ]
 
 
 class FunctionPatches:
@@ -151,18 +153,19 @@ class FunctionPatches:
             self.num_users += 1
             if self.num_users > 1:
                 return
-            for owner, name, ours in self._planned:
+            for owner, name, wrapper in self._planned:
                 original = vars(owner)[name]
-                called = self._make_wrapper(original, ours)
-                self._installed.append((owner, name, original, called))
-                setattr(owner, name, called)
+                patched_function = self._make_wrapper(original, wrapper)
+                self._installed.append((owner, name, original, patched_function))
+                setattr(owner, name, patched_function)
 
     def __exit__(self, *_: object) -> None:
         with self._lock:
             self.num_users -= 1
             while self._installed and not self.num_users:
-                owner, name, original, called = self._installed.pop()
-                if vars(owner).get(name) is called:  # Other code may have wrapped it since.
+                owner, name, original, patched_function = self._installed.pop()
+                # Other code may have wrapped the function since.
+                if vars(owner).get(name) is patched_function:
                     setattr(owner, name, original)
 
     def _make_wrapper(self, original: Any, wrapper: Callable[..., Any]) -> Any:

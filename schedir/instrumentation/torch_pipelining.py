@@ -83,16 +83,16 @@ def add_patches(patches: FunctionPatches) -> None:
     schedules: Any = import_module(_MODULE)
     stage = import_module("torch.distributed.pipelining.stage")._PipelineStageBase
     runtime = schedules._PipelineScheduleRuntime
-    within = FunctionPatches()
-    within.wrap_function(schedules._PipelineSchedule, "_maybe_compute_loss", _compute_loss)
-    within.wrap_function(schedules, "_batch_p2p", _post_batch)
-    within.wrap_function(stage, "forward_one_chunk", _run_forward)
+    step_patches = FunctionPatches()
+    step_patches.wrap_function(schedules._PipelineSchedule, "_maybe_compute_loss", _compute_loss)
+    step_patches.wrap_function(schedules, "_batch_p2p", _post_batch)
+    step_patches.wrap_function(stage, "forward_one_chunk", _run_forward)
     for name, action in _BACKWARD_METHODS.items():
-        within.wrap_function(stage, name, partial(_run_backward, action))
+        step_patches.wrap_function(stage, name, partial(_run_backward, action))
     for name, action in _MESSAGE_METHODS.items():
-        within.wrap_function(stage, name, partial(_name_ops, action))
-    for kind in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
-        patches.wrap_function(kind, "step", partial(_run_step, runtime, within))
+        step_patches.wrap_function(stage, name, partial(_name_ops, action))
+    for schedule_class in (schedules.PipelineScheduleSingle, schedules.PipelineScheduleMulti):
+        patches.wrap_function(schedule_class, "step", partial(_run_step, runtime, step_patches))
 
 
 def _run_step(
@@ -107,10 +107,10 @@ def _run_step(
         return original(schedule, *args, **kwargs)
     # A schedule may run inside a forward or a loss of another schedule, for example as a teacher.
     # Such an inner schedule is not marked.
-    inside = _CURRENT_STEP.get() is not None
-    step = (
-        None if inside else _TorchStep(isinstance(schedule, runtime), schedule._loss_fn is not None)
-    )
+    is_inner = _CURRENT_STEP.get() is not None
+    step = None
+    if not is_inner:
+        step = _TorchStep(isinstance(schedule, runtime), schedule._loss_fn is not None)
     token = _CURRENT_STEP.set(step)
     try:
         with step_patches:

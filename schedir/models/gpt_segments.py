@@ -179,19 +179,21 @@ def build_boundaries(
     all_tokens = tuple(
         tp_size * n if k == token_dim else n for k, n in enumerate(stage_boundary.shape)
     )
-    by_collective = {
+    boundary_by_letter = {
         ENTRY_COLLECTIVE: replace(stage_boundary, received_shape=all_tokens),
         EXIT_COLLECTIVE: replace(
             stage_boundary, shape=all_tokens, received_shape=stage_boundary.shape
         ),
     }
     for stage, number in enumerate(segments_per_stage):
-        stream = [stage_boundary] * (number - 1)
+        residual_boundaries = [stage_boundary] * (number - 1)
         if frozen_stages and stage == frozen_stages:
-            stream[:2] = [replace(stage_boundary, requires_grad=False) for _ in stream[:2]]
+            residual_boundaries[:2] = [
+                replace(stage_boundary, requires_grad=False) for _ in residual_boundaries[:2]
+            ]
         boundaries += [
-            (by_collective[LAYER_BOUNDARIES[k % len(LAYER_BOUNDARIES)]], own)
-            for k, own in enumerate(stream)
+            (boundary_by_letter[LAYER_BOUNDARIES[k % len(LAYER_BOUNDARIES)]], residual_boundary)
+            for k, residual_boundary in enumerate(residual_boundaries)
         ] + [stage_boundary]
     return dict(enumerate(boundaries[:-1]))
 
@@ -214,9 +216,9 @@ class _LayerSegments:
         return SegmentStep([f"layers.{self.layer_key}.{name}" for name in names], run)
 
     def get_layer(self, stage: Stage) -> Layer:
-        found = stage.layers[self.layer_key]
-        assert isinstance(found, Layer)
-        return found
+        layer = stage.layers[self.layer_key]
+        assert isinstance(layer, Layer)
+        return layer
 
     def normalize(self, stage: Stage, x: Tensor) -> Tensors:
         return self.get_layer(stage).attention_norm(x), x

@@ -113,16 +113,16 @@ class EmbeddingAndHead(NamedTuple):
             sequence_parallel: True if tensor-parallel ranks also divide the tokens.
         """
 
-        def weight(name: str) -> nn.Parameter:
+        def make_weight(name: str) -> nn.Parameter:
             return shard_vocab(
                 make_normal_init(config.seed, name, config.vocab, config.hidden, placement), tp
             )
 
         embedding_weight = (
-            weight("embedding.weight") if is_first or (is_last and config.tied) else None
+            make_weight("embedding.weight") if is_first or (is_last and config.tied) else None
         )
         head_weight = (
-            embedding_weight if config.tied else weight("head.weight") if is_last else None
+            embedding_weight if config.tied else make_weight("head.weight") if is_last else None
         )
         embedding = head = None
         if is_first and embedding_weight is not None:

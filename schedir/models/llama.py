@@ -72,9 +72,9 @@ def build_stage(
     if not 0 <= stage < stages:
         raise UsageError(f"stage is {stage}; it must be from 0 to {stages - 1}")
     split_heads(config.kv_groups, tp_size(tp), "heads of keys and values", "kv_heads")
-    first = sum(counts[:stage])
-    layers = range(first, first + counts[stage])
-    where: ParameterPlacement = {"device": device, "dtype": dtype}
+    first_layer = sum(counts[:stage])
+    layers = range(first_layer, first_layer + counts[stage])
+    placement: ParameterPlacement = {"device": device, "dtype": dtype}
     sequence_parallel = sequence_parallel and tp_size(tp) > 1
     return Stage(
         config,
@@ -82,7 +82,7 @@ def build_stage(
         stage == 0,
         stage == stages - 1,
         tp,
-        where,
+        placement,
         sequence_parallel=sequence_parallel,
     )
 
@@ -185,21 +185,21 @@ class Layer(nn.Module):
         self.queries_per_group = config.heads // config.kv_groups
         self.window = get_windows(config)[index]
 
-        def norm() -> nn.RMSNorm:
+        def make_norm() -> nn.RMSNorm:
             return mark_sequence_parallel(
                 nn.RMSNorm(hidden, config.eps, **weights.placement),
                 weights.tp,
                 sequence_parallel=weights.sequence_parallel,
             )
 
-        self.attention_norm = norm()
+        self.attention_norm = make_norm()
         # The rows are ordered by group. A group has the rows of its query heads, its key head and
         # its value head, in this order. So a slice has complete groups.
         self.qkv = weights.make_column_linear(
             "qkv", config.kv_groups * (self.queries_per_group + 2) * self.head_width, bias=False
         )
         self.proj = weights.make_row_linear("proj", hidden, bias=False)
-        self.mlp_norm = norm()
+        self.mlp_norm = make_norm()
         # The rows are ordered by unit. A unit has a gate row and an up row, so a slice has complete
         # units.
         self.gate_up = weights.make_column_linear("gate_up", 2 * width, bias=False)
@@ -227,10 +227,9 @@ class Layer(nn.Module):
         qkv = self.qkv(x)
         b, length, _ = qkv.shape
         qkv = qkv.view(b, length, -1, self.queries_per_group + 2, self.head_width)
-        q, k, v = qkv.split(
-            (self.queries_per_group, 1, 1), 3
-        )  # Each has the shape (b, T, groups/t, heads per group, width).
-        q, k, v = (one.flatten(2, 3).transpose(1, 2) for one in (q, k, v))
+        # Each part has the shape (b, T, groups/t, heads per group, width).
+        parts = qkv.split((self.queries_per_group, 1, 1), 3)
+        q, k, v = (part.flatten(2, 3).transpose(1, 2) for part in parts)
         q = apply_rotations(q, rotary)
         k = apply_rotations(k, rotary)
         heads = attention(q, k, v, self.window)
@@ -250,8 +249,8 @@ def compute_rotations(length: int, width: int, theta: float, like: Tensor) -> Te
         like: A tensor with the device and the type of the result.
     """
     pairs = torch.arange(0, width, 2, device=like.device, dtype=torch.float32)
-    at = torch.arange(length, device=like.device, dtype=torch.float32)
-    angles = torch.outer(at, 1.0 / theta ** (pairs / width)).repeat(1, 2)
+    positions = torch.arange(length, device=like.device, dtype=torch.float32)
+    angles = torch.outer(positions, 1.0 / theta ** (pairs / width)).repeat(1, 2)
     return torch.stack([angles.cos(), angles.sin()]).to(like.dtype)
 
 

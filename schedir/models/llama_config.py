@@ -86,6 +86,6 @@ class LlamaConfig:
     @property
     def num_parameters(self) -> int:
         """Number of parameters. A tied weight counts once."""
-        shared = self.hidden * self.kv_groups // self.heads
-        layer = self.hidden * (2 * self.hidden + 2 * shared + 3 * self.ffn_width + 2)
+        kv_width = self.hidden * self.kv_groups // self.heads
+        layer = self.hidden * (2 * self.hidden + 2 * kv_width + 3 * self.ffn_width + 2)
         return self.layers * layer + self.hidden * (self.vocab * (2 - self.tied) + 1)

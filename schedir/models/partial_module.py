@@ -37,18 +37,21 @@ def select_submodules(module: M, names: Iterable[str]) -> M:
     """
     names_below: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        first, _, rest = name.partition(".")
-        names_below[first].append(rest)
+        child, _, remainder = name.partition(".")
+        names_below[child].append(remainder)
     part = copy(module)
-    many = isinstance(module, nn.ModuleDict)
+    is_dict = isinstance(module, nn.ModuleDict)
     part._parameters = dict.fromkeys(module._parameters)
-    part._modules = {} if many else dict.fromkeys(module._modules)
+    part._modules = {} if is_dict else dict.fromkeys(module._modules)
     part._buffers = dict(module._buffers) if not names_below.keys() - module._buffers.keys() else {}
-    for name, below in names_below.items():
+    for name, child_names in names_below.items():
         if name in module._parameters:
             part._parameters[name] = module._parameters[name]
         elif (submodule := module._modules.get(name)) is not None:
-            part._modules[name] = submodule if "" in below else select_submodules(submodule, below)
+            is_complete = "" in child_names
+            part._modules[name] = (
+                submodule if is_complete else select_submodules(submodule, child_names)
+            )
         else:
             raise ModelError(f"{type(module).__name__} has no parameter or submodule {name!r}")
     return part

@@ -67,12 +67,14 @@ def make_adamw_groups(
         The parameters that are no routing biases, and the groups of the routing biases. A group has
         the key `balance_rate`, which is its learning rate.
     """
-    others: list[nn.Parameter] = []
+    other_parameters: list[nn.Parameter] = []
     biases: dict[float, list[nn.Parameter]] = {}
-    for p, of_model in zip(parameters, model_parameters, strict=True):
-        rate = getattr(of_model, "balance_rate", None)
-        (others if rate is None else biases.setdefault(rate, [])).append(p)
-    how = {"betas": (0.0, 0.0), "eps": _ADAMW_EPS, "weight_decay": 0.0}
-    return others, [
-        {"params": some, "lr": rate, "balance_rate": rate, **how} for rate, some in biases.items()
+    for p, model_parameter in zip(parameters, model_parameters, strict=True):
+        rate = getattr(model_parameter, "balance_rate", None)
+        group = other_parameters if rate is None else biases.setdefault(rate, [])
+        group.append(p)
+    adamw_options = {"betas": (0.0, 0.0), "eps": _ADAMW_EPS, "weight_decay": 0.0}
+    return other_parameters, [
+        {"params": group, "lr": rate, "balance_rate": rate, **adamw_options}
+        for rate, group in biases.items()
     ]

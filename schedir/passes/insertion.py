@@ -23,8 +23,8 @@ def insert_after(program: Program, positions: NDArray[Any], words: Words) -> Pro
     """
     ranks = _find_ranks(program, positions)
     if (joined := program.joined).any():
-        last = np.flatnonzero(np.append(~joined[1:], True))
-        positions = last[np.searchsorted(last, positions)]
+        group_ends = np.flatnonzero(np.append(~joined[1:], True))
+        positions = group_ends[np.searchsorted(group_ends, positions)]
     return insert_at_positions(program, positions + 1, ranks, words)
 
 
@@ -40,8 +40,8 @@ def insert_before(program: Program, positions: NDArray[Any], words: Words) -> Pr
     """
     ranks = _find_ranks(program, positions)
     if (joined := program.joined).any():
-        first = np.flatnonzero(~joined)
-        positions = first[np.searchsorted(first, positions, side="right") - 1]
+        group_starts = np.flatnonzero(~joined)
+        positions = group_starts[np.searchsorted(group_starts, positions, side="right") - 1]
     return insert_at_positions(program, positions, ranks, words)
 
 

@@ -24,25 +24,30 @@ def _find_passes() -> Iterator[Pass]:
 
 
 LOWERING_PASSES: Final[tuple[Pass, ...]] = tuple(
-    sorted(
-        _find_passes(), key=lambda each: (LOWERING_PHASES.index(each.phase), each.order, each.name)
-    )
+    sorted(_find_passes(), key=lambda p: (LOWERING_PHASES.index(p.phase), p.order, p.name))
 )
 
 # Name of an option that a pass defines -> (type, help text).
 PASS_OPTIONS: Final[Mapping[str, tuple[FieldType, str]]] = {
     option: (
-        each.option_types.get(option, YES_OR_NO_TYPE),
-        each.option_descriptions.get(option) or each.description or f"with the pass {each.name}",
+        lowering_pass.option_types.get(option, YES_OR_NO_TYPE),
+        lowering_pass.option_descriptions.get(option)
+        or lowering_pass.description
+        or f"with the pass {lowering_pass.name}",
     )
-    for each in LOWERING_PASSES
-    for option in each.option_names
+    for lowering_pass in LOWERING_PASSES
+    for option in lowering_pass.option_names
 }
 # Opcode -> option of the pass that inserts this instruction (`Pass.opcodes`).
 OPTION_BY_OPCODE: Final[Mapping[int, str]] = {
-    op: option for each in LOWERING_PASSES for op in each.opcodes for option in each.option_names
+    op: option
+    for lowering_pass in LOWERING_PASSES
+    for op in lowering_pass.opcodes
+    for option in lowering_pass.option_names
 }
 # Name of an option that a pass defines -> section of a configuration that has the option.
 OPTION_SECTIONS: Final = {
-    option: each.section for each in LOWERING_PASSES for option in each.option_names
+    option: lowering_pass.section
+    for lowering_pass in LOWERING_PASSES
+    for option in lowering_pass.option_names
 }

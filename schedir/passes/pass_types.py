@@ -52,7 +52,7 @@ class Options:
     extra_options: Mapping[str, Any] = field(default_factory=dict)
     sizes: Sizes | None = None
     memory_limit: float | None = None
-    run_later_passes: Callable[..., Program] = lambda program, **more: program
+    run_later_passes: Callable[..., Program] = lambda program, **extra_options: program
 
 
 class ExpectedInstructions(NamedTuple):

@@ -66,16 +66,16 @@ def select_addresses(
     """
     stage, mb = split_addresses(addresses)
     if callable(selection):
-        each = zip(stage.tolist(), mb.tolist(), strict=True)
-        return np.array([bool(selection(*one)) for one in each], bool)
+        pairs = zip(stage.tolist(), mb.tolist(), strict=True)
+        return np.array([bool(selection(*pair)) for pair in pairs], bool)
     if isinstance(selection, str):
         if selection in ("all", "full", "none"):
             return np.full(len(addresses), selection != "none")
         if selection == "half":
             return np.asarray(mb % 2 == 0)
-    named = find_named_pairs(selection, option, shape)
-    return np.array([(s,) in named or (s, m) in named
-                     for s, m in zip(stage.tolist(), mb.tolist(), strict=True)], bool)  # fmt: skip
+    named_pairs = find_named_pairs(selection, option, shape)
+    pairs = zip(stage.tolist(), mb.tolist(), strict=True)
+    return np.array([(s,) in named_pairs or (s, m) in named_pairs for s, m in pairs], bool)
 
 
 def find_named_pairs(
@@ -103,22 +103,25 @@ def find_named_pairs(
             raise _make_selection_error(selection, option) from None
         assert not isinstance(selection, str)
     try:
-        named = {(_require_integer(one),) if not isinstance(one,
-            tuple | list) else (*map(_require_integer, one),)
-                 for one in selection}  # type: ignore[union-attr]  # fmt: skip
+        named_pairs = {
+            (*map(_require_integer, entry),)
+            if isinstance(entry, tuple | list)
+            else (_require_integer(entry),)
+            for entry in selection  # type: ignore[union-attr]
+        }
     except (TypeError, ValueError):
         raise _make_selection_error(selection, option) from None
-    for one in named:
-        if len(one) not in (1, 2):
+    for entry in named_pairs:
+        if len(entry) not in (1, 2):
             raise _make_selection_error(selection, option)
-        there = (("stage", shape.stages), ("microbatch", shape.microbatches))
-        for number, (what, most) in zip(one, there, strict=False):
-            if not 0 <= number < most:
+        limits = (("stage", shape.stages), ("microbatch", shape.microbatches))
+        for number, (unit, count) in zip(entry, limits, strict=False):
+            if not 0 <= number < count:
                 raise UsageError(
-                    f"{option} selects {what} {number}, but the last {what} is {most - 1}",
+                    f"{option} selects {unit} {number}, but the last {unit} is {count - 1}",
                     fields=[option],
                 )
-    return named
+    return named_pairs
 
 
 def _require_integer(value: Any) -> int:
@@ -152,7 +155,7 @@ def missing_limit_error(option: str, sizes: object, limit_name: str, limit: obje
         limit_name: The option with the limit in bytes: "memory_limit" or "host_memory_limit".
         limit: The limit, or None.
     """
-    words = {
+    examples = {
         "sizes": (
             "--sizes activation=16MB,saved=1.2GB",
             "sizes=Sizes(activation=16e6, saved=1.2e9)",
@@ -161,8 +164,8 @@ def missing_limit_error(option: str, sizes: object, limit_name: str, limit: obje
         "host_memory_limit": ("-O host_memory_limit=40GB", "host_memory_limit=40e9"),
     }
     missing = [name for name, value in (("sizes", sizes), (limit_name, limit)) if value is None]
-    flags = " ".join(words[name][0] for name in missing)
-    arguments = ", ".join(words[name][1] for name in missing)
+    flags = " ".join(examples[name][0] for name in missing)
+    arguments = ", ".join(examples[name][1] for name in missing)
     return UsageError(
         f'{option}="fit" needs {" and ".join(missing)}',
         hint=CommandHint(arguments, flags),
@@ -186,7 +189,7 @@ def parse_selection(text: str) -> Any:
     """
     if text in SELECTION_KEYWORDS:
         return text
-    found: list[Any] = []
+    entries: list[Any] = []
     for part in text.split(","):
         try:
             numbers = tuple(map(parse_integer, part.split(".")))
@@ -196,8 +199,8 @@ def parse_selection(text: str) -> Any:
             raise ValueError(
                 f"must be all, half, fit, none, or stages like 0,1 or 0.3,0.4, not {text!r}"
             )
-        found.append(numbers if len(numbers) == 2 else numbers[0])
-    return tuple(found)
+        entries.append(numbers if len(numbers) == 2 else numbers[0])
+    return tuple(entries)
 
 
 def make_selection_type(requirement: str) -> FieldType:

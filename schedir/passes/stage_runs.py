@@ -47,28 +47,32 @@ def find_stage_runs(program: Program, ops: Sequence[Opcode]) -> StageRuns:
         program: The program.
         ops: The opcodes.
     """
-    group = np.cumsum(~program.joined)
-    at = np.flatnonzero(np.isin(program.op, ops))
-    at = at[(program.words[at] >> STAGE_SHIFT & 0xFFFF) >= program.frozen_stages]
-    stage = program.words[at] >> STAGE_SHIFT & 0xFFFF
-    order = np.lexsort((stage, group[at]))  # the next lines keep each stage of a group once
-    at, stage, group = at[order], stage[order], group[at[order]]
-    once = _is_changed(group) | _is_changed(stage)
-    at, stage, group = at[once], stage[once], group[once]
-    rank = np.searchsorted(program.offsets, at, side="right") - 1
-    ends = np.flatnonzero(np.append(~program.joined[1:], True)) + 1
-    end = ends[np.searchsorted(ends, at, side="right")]
+    positions = np.flatnonzero(np.isin(program.op, ops))
+    stage = program.words[positions] >> STAGE_SHIFT & 0xFFFF
+    is_trained = stage >= program.frozen_stages
+    positions, stage = positions[is_trained], stage[is_trained]
+    group = np.cumsum(~program.joined)[positions]
+    order = np.lexsort((stage, group))  # the next lines keep each stage of a group once
+    positions, stage, group = positions[order], stage[order], group[order]
+    is_first = _is_changed(group) | _is_changed(stage)
+    positions, stage, group = positions[is_first], stage[is_first], group[is_first]
+    rank = np.searchsorted(program.offsets, positions, side="right") - 1
+    group_ends = np.flatnonzero(np.append(~program.joined[1:], True)) + 1
+    end = group_ends[np.searchsorted(group_ends, positions, side="right")]
 
-    begins = np.flatnonzero(_is_changed(group))
-    size = np.diff(np.append(begins, len(at)))
-    before = np.append(0, begins)[:-1]  # the start of the previous group
-    same = (size == np.append(0, size)[:-1]) & (rank[begins] == rank[before])
-    if len(begins):
-        there = np.minimum(np.repeat(before - begins, size) + np.arange(len(at)), len(at) - 1)
-        same &= np.logical_and.reduceat(stage == stage[there], begins)
-    last = np.repeat(np.append(~same[1:], True)[: len(same)], size)  # the last group of each run
-    step = np.repeat(np.cumsum(~same) - 1, size)
-    return StageRuns(rank[last], step[last], stage[last], end[last])
+    group_starts = np.flatnonzero(_is_changed(group))
+    group_size = np.diff(np.append(group_starts, len(positions)))
+    previous_start = np.append(0, group_starts)[:-1]  # the start of the previous group
+    is_same_run = group_size == np.append(0, group_size)[:-1]
+    is_same_run &= rank[group_starts] == rank[previous_start]
+    if len(group_starts):
+        distance = np.repeat(previous_start - group_starts, group_size)
+        previous_entry = np.minimum(distance + np.arange(len(positions)), len(positions) - 1)
+        is_same_run &= np.logical_and.reduceat(stage == stage[previous_entry], group_starts)
+    # An entry has True if it is in the last group of its run.
+    is_last = np.repeat(np.append(~is_same_run[1:], True)[: len(is_same_run)], group_size)
+    run = np.repeat(np.cumsum(~is_same_run) - 1, group_size)
+    return StageRuns(rank[is_last], run[is_last], stage[is_last], end[is_last])
 
 
 def number_occurrences(keys: Ints) -> Ints:
@@ -81,9 +85,9 @@ def number_occurrences(keys: Ints) -> Ints:
         Counts from 0, shape (k,).
     """
     order = np.argsort(keys, kind="stable")
-    turn = np.empty(len(keys), np.int64)
-    turn[order] = np.arange(len(keys)) - np.searchsorted(keys[order], keys[order])
-    return turn
+    occurrence = np.empty(len(keys), np.int64)
+    occurrence[order] = np.arange(len(keys)) - np.searchsorted(keys[order], keys[order])
+    return occurrence
 
 
 def _is_changed(numbers: NDArray[Any]) -> NDArray[np.bool_]:

@@ -57,8 +57,8 @@ def find_update_ends(program: Program) -> UpdateEnds:
         else find_separate_ends(program)
     )
     if (joined := program.joined).any():
-        last = np.flatnonzero(np.append(~joined[1:], True))
-        ends = last[np.searchsorted(last, ends)]
+        group_ends = np.flatnonzero(np.append(~joined[1:], True))
+        ends = group_ends[np.searchsorted(group_ends, ends)]
     return np.concatenate([ends + 1, final[None]])
 
 
@@ -75,8 +75,8 @@ def find_separate_ends(program: Program) -> UpdateEnds:
     """
     index = InstructionIndex.from_program(program)
     computes = np.append(np.flatnonzero(index.is_op(COMPUTE_OPS)), len(index))
-    ahead = computes[np.searchsorted(computes, _find_last_work(index), side="right")]
-    ends = np.minimum(ahead, program.offsets[1:]) - 1
+    next_compute = computes[np.searchsorted(computes, _find_last_work(index), side="right")]
+    ends = np.minimum(next_compute, program.offsets[1:]) - 1
     return np.asarray(np.maximum.accumulate(ends, axis=0), np.int64)
 
 
@@ -90,18 +90,23 @@ def find_joint_ends(graph: Graph) -> UpdateEnds:
     Args:
         graph: The dependency graph of a program or a draft.
     """
-    values, rank = graph.needs if graph.program.is_draft else graph.partner[None], graph.index.rank
-    needer, which = np.nonzero(((values != NO_POSITION) & (rank[values] != rank)).T)
-    giver, last = values[which, needer], np.append(~graph.index.joined[1:], True)
-    group_end = np.flatnonzero(last)[number_groups(graph.index) - 1]
-    ends, done = group_end[_find_last_work(graph.index)], graph.program.offsets[:-1] - 1
+    producers = graph.needs if graph.program.is_draft else graph.partner[None]
+    rank = graph.index.rank
+    consumer, value_index = np.nonzero(((producers != NO_POSITION) & (rank[producers] != rank)).T)
+    producer = producers[value_index, consumer]
+    is_group_end = np.append(~graph.index.joined[1:], True)
+    group_end = np.flatnonzero(is_group_end)[number_groups(graph.index) - 1]
+    ends, previous_end = group_end[_find_last_work(graph.index)], graph.program.offsets[:-1] - 1
     for end in ends:
-        np.maximum(end, done, out=end)
-        while (end > done).any():
-            begins, stops = np.searchsorted(needer, [done, end], side="right").tolist()
-            done = end.copy()
-            needed = np.concatenate([giver[a:b] for a, b in zip(begins, stops, strict=True)])
-            np.maximum.at(end, rank[needed], group_end[needed])
+        np.maximum(end, previous_end, out=end)
+        while (end > previous_end).any():
+            starts, stops = np.searchsorted(consumer, [previous_end, end], side="right").tolist()
+            previous_end = end.copy()
+            producers_by_rank = [
+                producer[start:stop] for start, stop in zip(starts, stops, strict=True)
+            ]
+            needed_positions = np.concatenate(producers_by_rank)
+            np.maximum.at(end, rank[needed_positions], group_end[needed_positions])
     return ends
 
 
@@ -111,7 +116,7 @@ def _find_last_work(index: InstructionIndex) -> UpdateEnds:
     Work is a compute, or an instruction that is not per microbatch.
     """
     shape = index.program.shape
-    at = np.flatnonzero(index.is_op(COMPUTE_OPS + _NON_MICROBATCH_OPS))
-    last = np.zeros((shape.optimizer_steps, shape.ranks), np.int64)
-    np.maximum.at(last, (index.find_updates(at), index.rank[at]), at)
-    return last[:-1]
+    positions = np.flatnonzero(index.is_op(COMPUTE_OPS + _NON_MICROBATCH_OPS))
+    last_work = np.zeros((shape.optimizer_steps, shape.ranks), np.int64)
+    np.maximum.at(last_work, (index.find_updates(positions), index.rank[positions]), positions)
+    return last_work[:-1]

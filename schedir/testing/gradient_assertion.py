@@ -208,8 +208,8 @@ def _forks_are_unsafe() -> bool:
 
     With a GPU, autograd starts threads for it at the first backward, and then refuses forks.
     """
-    linux = sys.platform.startswith("linux")
-    return not linux or dist.is_initialized() or torch.accelerator.is_available()
+    is_linux = sys.platform.startswith("linux")
+    return not is_linux or dist.is_initialized() or torch.accelerator.is_available()
 
 
 @contextmanager
@@ -218,12 +218,12 @@ def _use_one_thread() -> Iterator[None]:
 
     With more threads, sums may round differently.
     """
-    before = torch.get_num_threads()
+    num_threads = torch.get_num_threads()
     torch.set_num_threads(1)
     try:
         yield
     finally:
-        torch.set_num_threads(before)
+        torch.set_num_threads(num_threads)
 
 
 def _run_processes(
@@ -274,41 +274,43 @@ def _run_rank(
     model.zero_grad(set_to_none=True)
     # Names are read before the step, because the step may wrap modules and replace parameters.
     modules = {name: module for name, module in model.named_modules(remove_duplicate=False)}
-    before = {
+    values_before = {
         name: p.detach().clone()
         for p, names in find_parameter_names(model).items()
         for name in names
     }
-    known = {name for names in find_parameter_names(model).values() for name in names}
+    known_names = {name for names in find_parameter_names(model).values() for name in names}
     with torch.enable_grad(), _record_torch_stages() as torch_stages:
-        returned = step(rank, ranks, model, batch)
-    if returned is not None and not isinstance(returned, Mapping):
-        return f"step must return None or {{name: gradient}}, not {describe(returned)}"
-    names_by_parameter = _find_current_names(modules, known)
+        step_result = step(rank, ranks, model, batch)
+    if step_result is not None and not isinstance(step_result, Mapping):
+        return f"step must return None or {{name: gradient}}, not {describe(step_result)}"
+    names_by_parameter = _find_current_names(modules, known_names)
     for p, names in names_by_parameter.items():
-        if type(p) is nn.Parameter and not torch.equal(p, before[names[0]]):
+        if type(p) is nn.Parameter and not torch.equal(p, values_before[names[0]]):
             return f"step changed {names[0]}: a step must not run an optimizer"
     stages: dict[int, tuple[str, ...]] = {}
     gradients: dict[str, Tensor | None] = {}
     for stage in torch_stages:
         name_by_parameter = _find_stage_names(stage.submod, modules, names_by_parameter)
-        if returned is None and None in name_by_parameter.values():
+        if step_result is None and None in name_by_parameter.values():
             return (
                 f"stage {stage.stage_index} has parameters that `model` does not have: build the "
                 "stage from modules of `model`, or return {name: gradient} with names of `model`"
             )
-        named = {name: p for p, name in name_by_parameter.items() if name}
-        stages[stage.stage_index] = tuple(named)
-        if returned is None:
-            gradients |= {name: _to_full_gradient(p.grad) for name, p in named.items()}
-    if returned is None:
+        parameter_by_name = {name: p for p, name in name_by_parameter.items() if name}
+        stages[stage.stage_index] = tuple(parameter_by_name)
+        if step_result is None:
+            for name, p in parameter_by_name.items():
+                gradients[name] = _to_full_gradient(p.grad)
+    if step_result is None:
         for p, names in names_by_parameter.items():
             if p.grad is not None and gradients.keys().isdisjoint(names):
                 gradients[names[0]] = _to_full_gradient(p.grad)
-    for name, gradient in (returned or {}).items():
-        if name not in known:
-            like = " or ".join(get_close_matches(name, known, 2)) or min(known, default="none")
-            return f"step returned {name!r}, and the model has no such parameter, but {like}"
+    for name, gradient in (step_result or {}).items():
+        if name not in known_names:
+            suggestion = " or ".join(get_close_matches(name, known_names, 2))
+            suggestion = suggestion or min(known_names, default="none")
+            return f"step returned {name!r}, and the model has no such parameter, but {suggestion}"
         gradients[name] = _to_full_gradient(gradient)
     return GradientDump(gradients, stages)
 
@@ -318,9 +320,9 @@ def _find_current_names(
 ) -> dict[nn.Parameter, tuple[str, ...]]:
     """Return the current parameters of the modules, each with its names that are known."""
     result: dict[nn.Parameter, tuple[str, ...]] = {}
-    for inside, module in modules.items():
+    for module_name, module in modules.items():
         for local_name, p in module.named_parameters(recurse=False):
-            name = f"{inside}.{local_name}" if inside else local_name
+            name = f"{module_name}.{local_name}" if module_name else local_name
             if name in known_names:
                 result[p] = (*result.get(p, ()), name)
     return result
@@ -356,48 +358,55 @@ def _record_torch_stages() -> Iterator[list[Any]]:
     from torch.distributed.pipelining.stage import _PipelineStageBase as Base
 
     stages: list[Any] = []
-    before = Base.__init__
+    original_init = Base.__init__
 
     def init(self: Any, *args: Any, **kwargs: Any) -> None:
-        before(self, *args, **kwargs)
+        original_init(self, *args, **kwargs)
         stages.append(self)
 
     Base.__init__ = init  # type: ignore[method-assign]
     try:
         yield stages
     finally:
-        Base.__init__ = before  # type: ignore[method-assign]
+        Base.__init__ = original_init  # type: ignore[method-assign]
 
 
 def _to_full_gradient(gradient: Tensor | None) -> Tensor | None:
     """Convert a gradient, which may be sharded (a DTensor) or sparse, to one dense tensor."""
     if gradient is None:
         return None
-    full = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
-    return to_dense(full).detach()
+    full_gradient = gradient.full_tensor() if hasattr(gradient, "full_tensor") else gradient
+    return to_dense(full_gradient).detach()
 
 
 def _make_step_error(error: RankError, timeout: float) -> ExecutionError:
     """Return an error that describes in a few lines which ranks raised or hung, and where."""
     if error.hung_ranks:
-        lines_by_rank = {rank: _find_step_line(error.tracebacks[rank]) for rank in error.hung_ranks}
-        late = {rank: where for rank, where in lines_by_rank.items() if where} or lines_by_rank
-        subject = f"rank{'s' * (len(late) > 1)} {', '.join(map(str, late))}"
-        lines = [f"  rank {rank} is at {where or 'its start'}" for rank, where in late.items()]
+        # Rank -> the line of the step that it runs.
+        step_lines = {rank: _find_step_line(error.tracebacks[rank]) for rank in error.hung_ranks}
+        known_lines = {rank: step_line for rank, step_line in step_lines.items() if step_line}
+        late_lines = known_lines or step_lines
+        subject = f"rank{'s' * (len(late_lines) > 1)} {', '.join(map(str, late_lines))}"
+        lines = [
+            f"  rank {rank} is at {step_line or 'its start'}"
+            for rank, step_line in late_lines.items()
+        ]
         return ExecutionError(
             "\n".join([f"{subject} did not finish the step in {timeout:g} s", *lines])
         )
     tracebacks = error.tracebacks
-    dead = [rank for rank, text in tracebacks.items() if text.startswith(DIED_MESSAGE)]
-    rank = (dead or [*tracebacks])[0]  # if a rank died, the others only report lost connections
+    dead_ranks = [rank for rank, text in tracebacks.items() if text.startswith(DIED_MESSAGE)]
+    rank = (dead_ranks or [*tracebacks])[
+        0
+    ]  # if a rank died, the others only report lost connections
     lines = tracebacks[rank].rstrip().splitlines()
     frames = [k for k, line in enumerate(lines) if line.startswith('  File "')]
     message = next((line for line in lines[max(frames, default=0) :] if line[:1] != " "), lines[-1])
     first_frame = next(
         (k for k, line in enumerate(lines) if line.endswith(f"in {_run_rank.__name__}")), None
     )
-    shown = lines[first_frame + 2 :] if first_frame is not None else []
-    source_lines = [f"  {line}" for line in shown if {*line} - {*" ^~"}]
+    shown_lines = lines[first_frame + 2 :] if first_frame is not None else []
+    source_lines = [f"  {line}" for line in shown_lines if {*line} - {*" ^~"}]
     return ExecutionError("\n".join([f"step failed on rank {rank}: {message}", *source_lines]))
 
 
@@ -411,8 +420,8 @@ def _find_step_line(stack: str) -> str:
         frames = re.findall(r'File "(.+)", line (\d+) in (.+)', thread)
         calls = [function for _, _, function in frames]
         if _run_rank.__name__ in calls:
-            inside = frames[: calls.index(_run_rank.__name__)]
-            foreign = [frame for frame in inside if "site-packages" not in frame[0]]
-            file, line, function = (foreign or inside or frames)[0]
+            inner_frames = frames[: calls.index(_run_rank.__name__)]
+            user_frames = [frame for frame in inner_frames if "site-packages" not in frame[0]]
+            file, line, function = (user_frames or inner_frames or frames)[0]
             return f"{file}:{line}, in {function}"
     return ""

@@ -92,27 +92,29 @@ class GradientDifference(NamedTuple):
     @property
     def stages(self) -> tuple[int | None, ...]:
         """The stages, in the order of `locations`. Each stage occurs once."""
-        return tuple(dict.fromkeys(place.stage for place in self.locations))
+        return tuple(dict.fromkeys(location.stage for location in self.locations))
 
     def __str__(self) -> str:
-        number = len(self.names)
-        if self.has_all_parameters and number > 1:
-            what = f"all {number} parameters"
+        count = len(self.names)
+        if self.has_all_parameters and count > 1:
+            subject = f"all {count} parameters"
         else:
-            more = f" and {number - MAX_NAMES} more" if number > MAX_NAMES else ""
-            what = f"{', '.join(self.names[:MAX_NAMES])}{more}"
-        return f"{_describe_locations(self.locations)}, {what}: {self.problem}"
+            suffix = f" and {count - MAX_NAMES} more" if count > MAX_NAMES else ""
+            subject = f"{', '.join(self.names[:MAX_NAMES])}{suffix}"
+        return f"{_describe_locations(self.locations)}, {subject}: {self.problem}"
 
 
 def _describe_locations(locations: Sequence[StageLocation]) -> str:
     """Return locations as text, such as "stages 0, 1 (ranks 0, 1)", or the ranks alone."""
 
-    def several(what: str, numbers: Sequence[int]) -> str:
+    def list_numbers(unit: str, numbers: Sequence[int]) -> str:
         numbers = sorted({*numbers})
-        return f"{what}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}" * bool(numbers)
+        return f"{unit}{'s' * (len(numbers) > 1)} {', '.join(map(str, numbers))}" * bool(numbers)
 
-    stages = several("stage", [p.stage for p in locations if p.stage is not None])
-    ranks = several("rank", [p.rank for p in locations if p.rank is not None]) or "on no rank"
+    stage_numbers = [p.stage for p in locations if p.stage is not None]
+    rank_numbers = [p.rank for p in locations if p.rank is not None]
+    stages = list_numbers("stage", stage_numbers)
+    ranks = list_numbers("rank", rank_numbers) or "on no rank"
     return f"{stages} ({ranks})" if stages else ranks
 
 
@@ -132,13 +134,13 @@ class WrongGradients(AssertionError):
         correct_locations: Sequence[StageLocation],
     ) -> None:
         names = {name for difference in differences for name in difference.names}
-        wrong = sum(not names.isdisjoint(own) for own in weight_names)
-        lines = [f"{wrong} of {len(weight_names)} gradients differ from those of a plain loop"]
+        num_wrong = sum(not names.isdisjoint(aliases) for aliases in weight_names)
+        lines = [f"{num_wrong} of {len(weight_names)} gradients differ from those of a plain loop"]
         lines += [f"  {difference}" for difference in differences]
         if correct_locations:
             lines.append(f"  correct: {_describe_locations(correct_locations)}")
-        first = _suggest_first_stage(differences, correct_locations)
-        super().__init__("\n".join([*lines, *([f"  hint: {first}"] if first else [])]))
+        hint = _suggest_first_stage(differences, correct_locations)
+        super().__init__("\n".join([*lines, *([f"  hint: {hint}"] if hint else [])]))
         self.differences = tuple(differences)
 
 
@@ -151,14 +153,15 @@ def _suggest_first_stage(
     stages 0 to k are wrong and the stages after k are correct, the error begins in stage k.
     """
     stages = {stage for difference in differences for stage in difference.stages}
-    good = {place.stage for place in correct_locations}
-    numbered = [stage for stage in stages if stage is not None]
-    if not good or None in good or len(numbered) < len(stages):
+    correct_stages = {location.stage for location in correct_locations}
+    known_stages = [stage for stage in stages if stage is not None]
+    if not correct_stages or None in correct_stages or len(known_stages) < len(stages):
         return ""
     if any(difference.problem in (MISSING, NOT_EXPECTED) for difference in differences):
         return ""
-    last = max(numbered)
-    if stages != {*range(last + 1)} or any(s is not None and s < last for s in good):
+    last = max(known_stages)
+    has_correct_before = any(s is not None and s < last for s in correct_stages)
+    if stages != {*range(last + 1)} or has_correct_before:
         return ""
     return f"the error begins in a backward of stage {last}, or the gradient from stage {last + 1}"
 
@@ -185,7 +188,7 @@ def compare_gradients(
         WrongGradients: A gradient differs by more than the tolerance.
         UsageError: No rank has a gradient, or a gradient has a wrong shape.
     """
-    if not any(g is not None for one in dumps for g in one.gradients.values()):
+    if not any(g is not None for dump in dumps for g in dump.gradients.values()):
         raise UsageError(
             "no rank has a gradient of `model` after the step",
             hint="a step that trains copies of `model` must return {name: gradient} with the "
@@ -195,34 +198,39 @@ def compare_gradients(
     all_weight_names = find_parameter_names(loop.model).values()
     weight_names = [names for names in all_weight_names if names[0] in expected]
     actual_gradients = [*_list_gradients(dumps, weight_names, replicas)]
-    ranks_with = {
-        n: {at.rank for at, of, g in actual_gradients if of == n and g is not None}
-        for n in expected
-    }
-    wrong: dict[StageLocation, dict[str, _GradientError]] = {}
-    largest = 0.0
-    for place, name, gradient in actual_gradients:
-        measured = _measure_error(name, gradient, expected.get(name), tolerance)
-        largest = max(largest, measured.error)
-        if measured.is_within_tolerance:
+    ranks_by_name: dict[str, set[int | None]] = {name: set() for name in expected}
+    for location, name, gradient in actual_gradients:
+        if name in expected and gradient is not None:
+            ranks_by_name[name].add(location.rank)
+    wrong_errors: dict[StageLocation, dict[str, _GradientError]] = {}
+    max_error = 0.0
+    for location, name, gradient in actual_gradients:
+        error = _measure_error(name, gradient, expected.get(name), tolerance)
+        max_error = max(max_error, error.error)
+        if error.is_within_tolerance:
             continue
-        if place.rank is None and ranks_with[name]:
-            few = f"a gradient on only {len(ranks_with[name])} rank, for {replicas} replicas"
-            measured = measured._replace(problem=few)
-        wrong.setdefault(place, {})[name] = measured
-    if not wrong:
-        return largest
-    places = dict.fromkeys(place for place, _, _ in actual_gradients)
-    all_names = {place: {n for at, n, _ in actual_gradients if at == place} for place in places}
-    wrong_names = {name for own in wrong.values() for name in own}
-    correct_locations = [place for place in places if place not in wrong and place.rank is not None]
+        if location.rank is None and ranks_by_name[name]:
+            problem = f"a gradient on only {len(ranks_by_name[name])} rank, for {replicas} replicas"
+            error = error._replace(problem=problem)
+        wrong_errors.setdefault(location, {})[name] = error
+    if not wrong_errors:
+        return max_error
+    all_names: dict[StageLocation, set[str]] = {}
+    for location, name, _ in actual_gradients:
+        all_names.setdefault(location, set()).add(name)
+    wrong_names = {name for errors in wrong_errors.values() for name in errors}
+    correct_locations = [
+        location
+        for location in all_names
+        if location not in wrong_errors and location.rank is not None
+    ]
     unexpected_weights = [
         names
         for names in all_weight_names
         if names not in weight_names and not wrong_names.isdisjoint(names)
     ]
     raise WrongGradients(
-        _group_differences(wrong, all_names),
+        _group_differences(wrong_errors, all_names),
         [*weight_names, *unexpected_weights],
         correct_locations,
     )
@@ -236,26 +244,26 @@ def _list_gradients(
     If fewer ranks than replicas have a weight, the weight also gets a location without a rank.
     """
     result = []
-    staged = {name for one in dumps for names in one.stages.values() for name in names}
-    for rank, one in enumerate(dumps):
-        stage_of = {name: s for s, names in one.stages.items() for name in names}
-        for name in dict.fromkeys([*stage_of, *one.gradients]):
-            gradient = one.gradients.get(name)
+    staged_names = {name for dump in dumps for names in dump.stages.values() for name in names}
+    for rank, dump in enumerate(dumps):
+        stage_by_name = {name: s for s, names in dump.stages.items() for name in names}
+        for name in dict.fromkeys([*stage_by_name, *dump.gradients]):
+            gradient = dump.gradients.get(name)
             if (
-                name not in stage_of
-                and name in staged
+                name not in stage_by_name
+                and name in staged_names
                 and gradient is not None
                 and not bool(gradient.any())
             ):
                 gradient = None  # a step may return zeros for the parameters of other ranks
             # If neither is true, the rank does not have the parameter.
-            if gradient is not None or name in stage_of:
-                result.append((StageLocation(stage_of.get(name), rank), name, gradient))
+            if gradient is not None or name in stage_by_name:
+                result.append((StageLocation(stage_by_name.get(name), rank), name, gradient))
     for names in weight_names:
-        on = {place.rank for place, name, _ in result if name in names}
+        ranks = {location.rank for location, name, _ in result if name in names}
         # A gradient of None means that another rank has the weight.
-        elsewhere = any(one.gradients.get(name, 0) is None for one in dumps for name in names)
-        if not on or (len(on) < replicas and not elsewhere):
+        is_elsewhere = any(dump.gradients.get(name, 0) is None for dump in dumps for name in names)
+        if not ranks or (len(ranks) < replicas and not is_elsewhere):
             result.append((StageLocation(None, None), names[0], None))
     yield from sorted(result, key=lambda f: (f[0].stage is None, f[0].stage or 0))
 
@@ -287,9 +295,10 @@ def _measure_error(
 ) -> _GradientError:
     """Return the difference of a gradient from the expected one."""
     if actual is None or expected is None:
-        one = actual if expected is None else expected.value
-        wrong = one is not None and bool(one.any())
-        return _GradientError(float(wrong), not wrong, MISSING if actual is None else NOT_EXPECTED)
+        value = actual if expected is None else expected.value
+        is_wrong = value is not None and bool(value.any())
+        problem = MISSING if actual is None else NOT_EXPECTED
+        return _GradientError(float(is_wrong), not is_wrong, problem)
     if actual.shape != expected.value.shape:
         raise UsageError(
             f"the gradient of {name} must have the shape of its weight, "
@@ -297,15 +306,15 @@ def _measure_error(
             hint="gather sharded gradients before you return them",
         )
     types = {actual.dtype, expected.value.dtype}
-    allowed = max(map(_find_tolerance, types)) if tolerance is None else tolerance
-    norm = float(flatten_to_float64(expected.value).norm())
-    size = float(flatten_to_float64(actual).norm())
+    max_error = max(map(_find_tolerance, types)) if tolerance is None else tolerance
+    expected_norm = float(flatten_to_float64(expected.value).norm())
+    actual_norm = float(flatten_to_float64(actual).norm())
     error = float((flatten_to_float64(actual) - flatten_to_float64(expected.value)).norm())
     return _GradientError(
-        error / norm if norm else float(error > 0),
-        error <= allowed * expected.size,
-        DIFFERENT if isfinite(size) else NOT_FINITE,
-        size / norm if norm else inf,
+        error / expected_norm if expected_norm else float(error > 0),
+        error <= max_error * expected.size,
+        DIFFERENT if isfinite(actual_norm) else NOT_FINITE,
+        actual_norm / expected_norm if expected_norm else inf,
     )
 
 
@@ -314,7 +323,7 @@ def _find_tolerance(dtype: torch.dtype) -> float:
 
 
 def _group_differences(
-    wrong: Mapping[StageLocation, Mapping[str, _GradientError]],
+    wrong_errors: Mapping[StageLocation, Mapping[str, _GradientError]],
     all_names: Mapping[StageLocation, Set[str]],
 ) -> list[GradientDifference]:
     """Group the wrong gradients of each location by problem.
@@ -322,17 +331,23 @@ def _group_differences(
     Groups of several locations are merged if they have the same problem and the same parameters, or
     the same problem and all parameters of their location.
     """
-    merged: dict[object, GradientDifference] = {}
-    for place, errors in wrong.items():
-        for problem in dict.fromkeys(measured.problem for measured in errors.values()):
-            group = {name: one for name, one in errors.items() if one.problem == problem}
-            worst = max(group.values(), key=lambda measured: measured.error)
-            names, every = tuple(group), {*group} == all_names[place]
-            key = worst.describe(), every, None if every else names
-            before = merged.get(key, GradientDifference((), (), every, worst.describe(), 0.0))
-            merged[key] = before._replace(
-                locations=(*before.locations, place),
-                names=tuple(dict.fromkeys(before.names + names)),
-                error=max(before.error, worst.error),
+    differences: dict[object, GradientDifference] = {}
+    for location, errors in wrong_errors.items():
+        for problem in dict.fromkeys(error.problem for error in errors.values()):
+            group = {
+                name: gradient_error
+                for name, gradient_error in errors.items()
+                if gradient_error.problem == problem
+            }
+            worst_error = max(group.values(), key=lambda error: error.error)
+            names, has_all = tuple(group), {*group} == all_names[location]
+            key = worst_error.describe(), has_all, None if has_all else names
+            difference = differences.get(
+                key, GradientDifference((), (), has_all, worst_error.describe(), 0.0)
             )
-    return [*merged.values()]
+            differences[key] = difference._replace(
+                locations=(*difference.locations, location),
+                names=tuple(dict.fromkeys(difference.names + names)),
+                error=max(difference.error, worst_error.error),
+            )
+    return [*differences.values()]

@@ -62,31 +62,32 @@ def assert_schedule(
     """
     progress_models = _require_progress_models(progress_models)
 
-    def holds(shape: PipelineShape, seed: int) -> None:
+    def require_correct(shape: PipelineShape, seed: int) -> None:
         program = _compile_checked(schedule, shape, progress_models)
-        wrong = _describe_difference(program, progress_models[0], seed, bitwise)
-        if wrong:
-            raise AssertionError(f"{program.name} is wrong on {shape}\n{wrong}")
+        difference = _describe_difference(program, progress_models[0], seed, bitwise)
+        if difference:
+            raise AssertionError(f"{program.name} is wrong on {shape}\n{difference}")
 
     if isinstance(shapes, st.SearchStrategy):
-        tried = given(shape=shapes, seed=st.integers(0, 2**32 - 1))(holds)
+        run_examples = given(shape=shapes, seed=st.integers(0, 2**32 - 1))(require_correct)
         # The output of hypothesis's explain phase does not help to find the error.
         phases = [phase for phase in Phase if phase is not Phase.explain]
         # A database would replay the failures of one schedule for the next one.
-        settings(max_examples=max_examples, deadline=None, phases=phases, database=None)(tried)()
+        settings(max_examples=max_examples, deadline=None, phases=phases, database=None)(
+            run_examples
+        )()
         return
     if shapes is not None and not isinstance(shapes, Iterable):
-        require_type(
-            shapes, "shapes", PipelineShape, _SHAPES_EXAMPLE
-        )  # one shape counts as a list of one
-    several = shapes_for(schedule) if shapes is None else shapes
-    several = [several] if isinstance(several, PipelineShape) else list(several)
-    if not several:
+        # One shape counts as a list of one.
+        require_type(shapes, "shapes", PipelineShape, _SHAPES_EXAMPLE)
+    shape_list = shapes_for(schedule) if shapes is None else shapes
+    shape_list = [shape_list] if isinstance(shape_list, PipelineShape) else list(shape_list)
+    if not shape_list:
         raise UsageError("shapes is empty: a schedule needs at least one shape")
-    for index, shape in enumerate(several):
+    for index, shape in enumerate(shape_list):
         require_type(shape, f"shapes[{index}]", PipelineShape, _SHAPES_EXAMPLE)
-    for seed, shape in enumerate(several):
-        holds(shape, seed)
+    for seed, shape in enumerate(shape_list):
+        require_correct(shape, seed)
 
 
 def _require_progress_models(value: object) -> tuple[ProgressModel, ...]:
@@ -132,27 +133,29 @@ def _describe_difference(
 
     shape = program.shape
     inputs, targets = make_batch(shape.microbatches, seed)
-    plain, stages = (make_tiny_stages(shape.stages, seed) for _ in range(2))
+    plain_stages, stages = (make_tiny_stages(shape.stages, seed) for _ in range(2))
     boundary = Boundary(tuple(inputs.shape[1:]), inputs.dtype)
-    ranks = InProcessExecutor(
+    executor = InProcessExecutor(
         program, stages, loss=squared_error, boundary=boundary, progress_model=progress_model
     )
-    total = ranks.step(inputs, targets, order_seed=seed)
-    if not torch.equal(total, run_sequential(plain, inputs, targets, loss=squared_error)):
+    total_loss = executor.step(inputs, targets, order_seed=seed)
+    plain_loss = run_sequential(plain_stages, inputs, targets, loss=squared_error)
+    if not torch.equal(total_loss, plain_loss):
         return "the loss differs from that of the sequential reference"
     if not program.has_backward:
         return ""
     if shape.optimizer_steps > 1:  # only the gradients of the last update remain
-        last = slice(-shape.microbatches_per_update, None)
-        run_sequential(plain, inputs[last], targets[last], loss=squared_error)
-    bits = program.reduces_in_microbatch_order if bitwise is None else bitwise
-    for stage, (one, other) in enumerate(zip(stages, plain, strict=True)):
-        for (name, p), q in zip(one.named_parameters(), other.parameters(), strict=True):
+        last_update = slice(-shape.microbatches_per_update, None)
+        run_sequential(plain_stages, inputs[last_update], targets[last_update], loss=squared_error)
+    needs_equal_bits = program.reduces_in_microbatch_order if bitwise is None else bitwise
+    for stage, (module, plain_module) in enumerate(zip(stages, plain_stages, strict=True)):
+        named_parameters, plain_parameters = module.named_parameters(), plain_module.parameters()
+        for (name, p), q in zip(named_parameters, plain_parameters, strict=True):
             assert p.grad is not None and q.grad is not None
             error = float((p.grad - q.grad).norm() / q.grad.norm())
-            if not error <= (0.0 if bits else 1e-6):  # NaN counts as wrong, too
-                why = "" if program.reduces_in_microbatch_order else (
-                    ": its backwards are not in the order of the microbatches"
-                )  # fmt: skip
-                return f"gradient of {name} in stage {stage} has relative error {error:.1e}{why}"
+            if not error <= (0.0 if needs_equal_bits else 1e-6):  # NaN counts as wrong, too
+                cause = ""
+                if not program.reduces_in_microbatch_order:
+                    cause = ": its backwards are not in the order of the microbatches"
+                return f"gradient of {name} in stage {stage} has relative error {error:.1e}{cause}"
     return ""

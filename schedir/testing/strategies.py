@@ -113,10 +113,11 @@ def shapes(
     P = draw(st.integers(1, ranks))
     m = draw(st.integers(1, microbatches))
     if kind == "given":
-        others = draw(st.lists(st.integers(0, P - 1), max_size=P * (stages_per_rank - 1)))
-        return PipelineShape(P, m, placement=tuple(draw(st.permutations([*range(P), *others]))))
-    fewest = 2 if kind == "vee" else 1
-    return PipelineShape(P, m, draw(st.integers(fewest, stages_per_rank)), kind)
+        other_ranks = draw(st.lists(st.integers(0, P - 1), max_size=P * (stages_per_rank - 1)))
+        placement = tuple(draw(st.permutations([*range(P), *other_ranks])))
+        return PipelineShape(P, m, placement=placement)
+    min_stages = 2 if kind == "vee" else 1
+    return PipelineShape(P, m, draw(st.integers(min_stages, stages_per_rank)), kind)
 
 
 def _draw_replicated_shape(
@@ -125,8 +126,8 @@ def _draw_replicated_shape(
     """Draw a shape with two or three replicas of each stage, and no rank without a stage."""
     rows = draw(st.integers(2, min(3, ranks, microbatches)))
     stage = st.permutations(range(ranks)).map(lambda order: order[:rows])
-    most = max(ranks * stages_per_rank // rows, 1)
-    ranks_by_stage = draw(st.lists(stage, min_size=1, max_size=most))
+    max_stages = max(ranks * stages_per_rank // rows, 1)
+    ranks_by_stage = draw(st.lists(stage, min_size=1, max_size=max_stages))
     used_ranks = sorted({rank for replica_ranks in ranks_by_stage for rank in replica_ranks})
     placement = tuple(
         zip(
@@ -188,18 +189,18 @@ def compute_programs(
 
 
 @st.composite
-def _optimizer_steps(draw: st.DrawFn, shape: PipelineShape, most: int) -> PipelineShape:
+def _optimizer_steps(draw: st.DrawFn, shape: PipelineShape, max_steps: int) -> PipelineShape:
     """Draw the number of optimizer steps of a shape, and the weight delays."""
-    steps = draw(st.integers(1, most))
+    steps = draw(st.integers(1, max_steps))
     if steps == 1:
         return shape
-    one_delay = st.integers(0, 2)
-    delays = st.tuples(*[one_delay] * shape.stages)
+    delay = st.integers(0, 2)
+    delays = st.tuples(*[delay] * shape.stages)
     return replace(
         shape,
         microbatches=steps * shape.microbatches,
         optimizer_steps=steps,
-        weight_delay=draw(one_delay | delays),
+        weight_delay=draw(delay | delays),
     )
 
 
@@ -231,16 +232,22 @@ def programs(
         >>> what_prints_parses()
     """
     draft = draw(compute_programs(ranks, microbatches, stages_per_rank))
-    clip, grouped = draw(st.booleans()), draw(st.booleans())
-    tied = draw(tied_weights(draft.shape))
-    frozen = draw(st.integers(0, draft.shape.stages - 1))
-    if any(stages[0] < frozen <= stages[-1] for stages in tied):
-        frozen = 0
+    clip_grad_norm, groups_transfers = draw(st.booleans()), draw(st.booleans())
+    tied_sets = draw(tied_weights(draft.shape))
+    frozen_stages = draw(st.integers(0, draft.shape.stages - 1))
+    if any(stages[0] < frozen_stages <= stages[-1] for stages in tied_sets):
+        frozen_stages = 0
     tp = draw(st.integers(1, 2))
     program = lower(
-        replace(draft, tp=tp, tied_weights=tied, clip_grad_norm=clip, frozen_stages=frozen)
+        replace(
+            draft,
+            tp=tp,
+            tied_weights=tied_sets,
+            clip_grad_norm=clip_grad_norm,
+            frozen_stages=frozen_stages,
+        )
     )
-    return group_opposite_transfers(program) if grouped else program
+    return group_opposite_transfers(program) if groups_transfers else program
 
 
 @st.composite
@@ -269,25 +276,27 @@ def compile_options(draw: st.DrawFn, draft: Program) -> dict[str, Any]:
         >>> every_option_compiles()
     """
     shape, booleans = draft.shape, st.booleans()
-    tied, frozen = _draw_tied_and_frozen(draw, shape)
+    tied_sets, frozen_stages = _draw_tied_and_frozen(draw, shape)
     options: dict[str, Any] = {
-        "tied_weights": tied,
-        "frozen_stages": frozen,
+        "tied_weights": tied_sets,
+        "frozen_stages": frozen_stages,
         "skips": _draw_skips(draw, shape),
         "clip_grad_norm": draw(booleans),
         "overlap": draw(booleans),
         "buffer_sharing": draw(st.sampled_from([None, "minimal", "latency_preserving"])),
         "checkpoint_snapshots": draw(booleans),
     }
-    trained = [(s, mb) for s in range(frozen, shape.stages) for mb in range(shape.microbatches)]
-    some = st.one_of(st.just(trained), st.sets(st.sampled_from(trained)).map(sorted))
+    trained_pairs = [*product(range(frozen_stages, shape.stages), range(shape.microbatches))]
+    some_pairs = st.sets(st.sampled_from(trained_pairs)).map(sorted)
+    selections = st.one_of(st.just(trained_pairs), some_pairs)
     if draw(booleans):
-        options |= {"recompute": draw(some), "recompute_at": draw(st.sampled_from(_RECOMPUTE_AT))}
-    which = st.sampled_from(["all", "half"])
+        options |= {"recompute": draw(selections)}
+        options |= {"recompute_at": draw(st.sampled_from(_RECOMPUTE_AT))}
+    keywords = st.sampled_from(["all", "half"])
     if draw(booleans):
-        options |= {"offload": draw(which)}
+        options |= {"offload": draw(keywords)}
         if draw(booleans):
-            options |= {"offload_to_disk": draw(which)}
+            options |= {"offload_to_disk": draw(keywords)}
     options |= _draw_state_placement(draw, shape, options["clip_grad_norm"])
     if options.get("norm_check") == "after_step":
         options |= {"checkpoint_snapshots": False}
@@ -296,32 +305,34 @@ def compile_options(draw: st.DrawFn, draft: Program) -> dict[str, Any]:
 
 def _draw_tied_and_frozen(draw: st.DrawFn, shape: PipelineShape) -> tuple[TiedStages, int]:
     """Draw a number of frozen stages, and tied weights of the other stages."""
-    frozen = draw(st.integers(0, shape.stages - 1))
-    tied = draw(tied_weights(shape))
-    return tuple(stages for stages in tied if stages[0] >= frozen), frozen
+    frozen_stages = draw(st.integers(0, shape.stages - 1))
+    tied_sets = draw(tied_weights(shape))
+    return tuple(stages for stages in tied_sets if stages[0] >= frozen_stages), frozen_stages
 
 
 def _draw_skips(draw: st.DrawFn, shape: PipelineShape) -> list[tuple[int, int]]:
     """Draw skip connections, at most one from each source stage and to each target stage."""
     stages = range(shape.stages)
     pairs = [(begin, end) for begin in stages for end in stages if begin + 1 < end]
-    found: list[tuple[int, int]] = []
+    skips: list[tuple[int, int]] = []
     for begin, end in draw(st.lists(st.sampled_from(pairs), max_size=2)) if pairs else []:
-        if all(begin != other[0] and end != other[1] for other in found):
-            found.append((begin, end))
-    return sorted(found)
+        if all(begin != skip[0] and end != skip[1] for skip in skips):
+            skips.append((begin, end))
+    return sorted(skips)
 
 
 def _draw_state_placement(draw: st.DrawFn, shape: PipelineShape, clips: bool) -> dict[str, Any]:
     """Draw the placement of the optimizer state, the ZeRO level, and the time of the norm check."""
-    several_steps = shape.optimizer_steps > 1
-    places = ["device", "cpu_step"] if several_steps else ["device", "host", "disk", "cpu_step"]
-    options: dict[str, Any] = {"optimizer_placement": draw(st.sampled_from(places))}
+    has_several_steps = shape.optimizer_steps > 1
+    placements = ["device", "cpu_step"]
+    if not has_several_steps:
+        placements = ["device", "host", "disk", "cpu_step"]
+    options: dict[str, Any] = {"optimizer_placement": draw(st.sampled_from(placements))}
     if options["optimizer_placement"] in ("host", "disk"):
         options |= {"optimizer_device_buffers": draw(st.integers(1, 3))}
     if options["optimizer_placement"] == "disk":
         options |= {"optimizer_host_buffers": draw(st.integers(1, 3))}
-    if several_steps:
+    if has_several_steps:
         return options
     options |= {"zero": draw(st.sampled_from([0, 0, 1, 2, 3]))}
     if options["zero"] == 3:
@@ -386,7 +397,7 @@ def random_compute_program(
     S, m = shape.stages, shape.microbatches
     streams: list[list[Instr]] = [[] for _ in range(shape.ranks)]
     ready = [Instr(_F, 0, mb) for mb in range(m)]
-    backward = {(s, mb): _I if rng.random() < split else _B for s in range(S) for mb in range(m)}
+    backward_op = {(s, mb): _I if rng.random() < split else _B for s in range(S) for mb in range(m)}
     arrived_gradients: set[tuple[int, int]] = set()  # (stage, mb) whose output gradient has arrived
     # By row of stage replicas and by stage: the microbatch whose backward is next.
     next_backward = [[begin] * S for begin in shape.microbatch_row_offsets[:-1]]
@@ -398,33 +409,33 @@ def random_compute_program(
         """Add a stage's next backward to `ready` if it can run.  B runs after all earlier W."""
         mb = next_backward[row][stage]
         if (stage, mb) in arrived_gradients and (
-            backward[stage, mb] is _I or not waiting_weights[row][stage]
+            backward_op[stage, mb] is _I or not waiting_weights[row][stage]
         ):
             arrived_gradients.remove((stage, mb))
-            ready.append(Instr(backward[stage, mb], stage, mb))
+            ready.append(Instr(backward_op[stage, mb], stage, mb))
 
     while ready:
-        possible = steps.find_possible(ready)
-        instr = possible[rng.randrange(len(possible))]
+        choices = steps.find_possible(ready)
+        instr = choices[rng.randrange(len(choices))]
         ready.remove(instr)
         steps.record(instr)
         op, s, mb = instr
         row = int(shape.replica_row_of_microbatch(mb))
-        next_mb, waiting = next_backward[row], waiting_weights[row]
+        next_mb, waiting_mbs = next_backward[row], waiting_weights[row]
         streams[int(shape.rank_of_stage(s, mb))].append(instr)
         if op is _F and s + 1 < S:
             ready.append(Instr(_F, s + 1, mb))
         elif op is _F:
             arrived_gradients.add((s, mb))
         elif op is _W:
-            waiting[s].remove(mb)
-            if waiting[s]:
-                ready.append(Instr(_W, s, waiting[s][0]))
+            waiting_mbs[s].remove(mb)
+            if waiting_mbs[s]:
+                ready.append(Instr(_W, s, waiting_mbs[s][0]))
         else:
             next_mb[s] += 1
             if op is _I:
-                waiting[s].append(mb)
-                if len(waiting[s]) == 1:
+                waiting_mbs[s].append(mb)
+                if len(waiting_mbs[s]) == 1:
                     ready.append(Instr(_W, s, mb))
             if s:
                 arrived_gradients.add((s - 1, mb))

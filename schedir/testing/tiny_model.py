@@ -32,8 +32,8 @@ def make_tiny_stages(stages: int, seed: int = 0) -> list[nn.Module]:
     Returns:
         One module per stage.
     """
-    numbers = torch.Generator().manual_seed(seed)
-    return [_TinyLayer(numbers) for _ in range(stages)]
+    generator = torch.Generator().manual_seed(seed)
+    return [_TinyLayer(generator) for _ in range(stages)]
 
 
 def make_batch(microbatches: int, seed: int = 0) -> tuple[Tensor, Tensor]:
@@ -46,10 +46,10 @@ def make_batch(microbatches: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     Returns:
         Inputs and targets, each of shape (microbatches, 2, WIDTH).
     """
-    numbers = torch.Generator().manual_seed(seed + 1)
-    return _draw_tensor(numbers, microbatches, 2, WIDTH), _draw_tensor(
-        numbers, microbatches, 2, WIDTH
-    )
+    generator = torch.Generator().manual_seed(seed + 1)
+    inputs = _draw_tensor(generator, microbatches, 2, WIDTH)
+    targets = _draw_tensor(generator, microbatches, 2, WIDTH)
+    return inputs, targets
 
 
 def squared_error(y: Tensor, target: Tensor) -> Tensor:

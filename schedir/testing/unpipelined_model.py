@@ -60,11 +60,11 @@ class UnpipelinedModel:
         for gradients in self._generate_gradients():
             for name, gradient in gradients.items():
                 size = float(flatten_to_float64(gradient).norm()) / self.divisor
-                before = expected.get(name)
+                previous = expected.get(name)
                 expected[name] = (
                     ExpectedGradient(gradient, size)
-                    if before is None
-                    else ExpectedGradient(before.value + gradient, before.size + size)
+                    if previous is None
+                    else ExpectedGradient(previous.value + gradient, previous.size + size)
                 )
         expected = {
             name: ExpectedGradient(value / self.divisor, size)
@@ -80,7 +80,7 @@ class UnpipelinedModel:
     def _generate_gradients(self) -> Iterator[dict[str, Tensor]]:
         """Yield the gradients of each microbatch's loss, and restore all buffers at the end."""
         parameter_names = find_parameter_names(self.model)
-        before = [
+        saved_buffers = [
             (module, name, buffer, None if buffer is None else buffer.detach().clone())
             for module in self.model.modules()
             for name, buffer in module._buffers.items()
@@ -106,7 +106,7 @@ class UnpipelinedModel:
             }
         for p in parameter_names:
             p.grad = None
-        for module, name, buffer, value in before:  # a forward may have replaced buffers
+        for module, name, buffer, value in saved_buffers:  # a forward may have replaced buffers
             module._buffers[name] = buffer
             if buffer is not None and value is not None:
                 buffer.data.copy_(value)
@@ -214,9 +214,9 @@ def split_batch(batch: Batch, microbatches: int | None, loss_fn: LossFunction) -
         ]
     if not result:
         raise UsageError("batch is empty: it must have at least one microbatch", fields=["batch"])
-    for part in result:
-        if loss_fn and not (isinstance(part, tuple) and len(part) == 2):
-            raise UsageError(f"{pair}, not {describe(part)}", fields=["batch"])
+    for microbatch in result:
+        if loss_fn and not (isinstance(microbatch, tuple) and len(microbatch) == 2):
+            raise UsageError(f"{pair}, not {describe(microbatch)}", fields=["batch"])
     return result
 
 
@@ -228,8 +228,9 @@ def _split_leaf(leaf: Any, microbatches: int) -> Sequence[Any]:
                 target[key] = part
         return copies
     if not isinstance(leaf, Tensor):
-        parts: Any = getattr(leaf, "__dict__", {})
-        if any(isinstance(one, Tensor) for one in parts.values()) or hasattr(leaf, "__array__"):
+        attributes: Any = getattr(leaf, "__dict__", {})
+        has_tensor = any(isinstance(value, Tensor) for value in attributes.values())
+        if has_tensor or hasattr(leaf, "__array__"):
             raise UsageError(
                 f"a {type(leaf).__name__} in batch cannot be divided into microbatches",
                 fields=["batch"],
@@ -237,15 +238,16 @@ def _split_leaf(leaf: Any, microbatches: int) -> Sequence[Any]:
             )
         return [leaf] * microbatches
     # Detached, so that backwards do not add to the gradient of the caller's tensor.
-    own = leaf.detach().requires_grad_(leaf.requires_grad)
-    if own.dim() == 0:
-        return [own] * microbatches
-    if own.shape[0] < microbatches:
+    tensor = leaf.detach().requires_grad_(leaf.requires_grad)
+    if tensor.dim() == 0:
+        return [tensor] * microbatches
+    if tensor.shape[0] < microbatches:
         raise UsageError(
-            f"a tensor of shape {[*own.shape]} cannot be divided into {microbatches} microbatches",
+            f"a tensor of shape {[*tensor.shape]} cannot be divided into {microbatches} "
+            "microbatches",
             fields=["batch", "microbatches"],
         )
-    return own.tensor_split(microbatches)
+    return tensor.tensor_split(microbatches)
 
 
 def copy_model(model: nn.Module) -> nn.Module:
@@ -273,7 +275,7 @@ def copy_model(model: nn.Module) -> nn.Module:
             hint="if it has weight_norm, use torch.nn.utils.parametrizations.weight_norm",
         ) from None
     result.zero_grad(set_to_none=True)
-    for p, copied in zip(model.parameters(), result.parameters(), strict=True):
+    for p, new_p in zip(model.parameters(), result.parameters(), strict=True):
         for hook in (p._backward_hooks or {}).values() if p.requires_grad else ():
-            copied.register_hook(hook)
+            new_p.register_hook(hook)
     return result

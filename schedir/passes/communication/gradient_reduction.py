@@ -30,18 +30,20 @@ def reduce_grads(program: Program) -> Program:
         program: A program with messages and without reductions.
     """
     shape, fields = program.shape, program.words.view(WORD_DTYPE)
-    at = np.flatnonzero(is_op(fields["op"], GRAD_ADDING_OPS))
-    stage, update = fields["stage"][at], fields["mb"][at] // shape.microbatches_per_update
-    rank = np.searchsorted(program.offsets, at, side="right") - 1
-    last = np.full((shape.optimizer_steps, shape.placement_rows, shape.stages), NO_POSITION)
-    last[update, shape.replica_row_of_stage(stage, rank), stage] = (
-        at  # numpy keeps the last position of equal indices
+    positions = np.flatnonzero(is_op(fields["op"], GRAD_ADDING_OPS))
+    stage = fields["stage"][positions]
+    update = fields["mb"][positions] // shape.microbatches_per_update
+    rank = np.searchsorted(program.offsets, positions, side="right") - 1
+    row = shape.replica_row_of_stage(stage, rank)
+    last_positions = np.full(
+        (shape.optimizer_steps, shape.placement_rows, shape.stages), NO_POSITION
     )
-    at = last[last != NO_POSITION]
-    update, _, stage = np.nonzero(last != NO_POSITION)
+    last_positions[update, row, stage] = positions  # numpy keeps the last one of equal indices
+    positions = last_positions[last_positions != NO_POSITION]
+    update, _, stage = np.nonzero(last_positions != NO_POSITION)
     words = pack(Opcode.ReduceGrads, stage, update)
     order = np.argsort(words, kind="stable")
-    return insert_after(program, at[order], words[order])
+    return insert_after(program, positions[order], words[order])
 
 
 def reduce_scatter(program: Program) -> Program:
@@ -61,8 +63,8 @@ def reduce_scatter(program: Program) -> Program:
     rank, _, stage, end = find_stage_runs(program, GRAD_ADDING_OPS)
     key = rank * program.shape.stages + stage
     if program.reduce_scatter_at == "update_end":
-        last = np.unique(key[::-1], return_index=True)[1]
-        rank, stage, end, key = (each[::-1][last] for each in (rank, stage, end, key))
+        last_from_end = np.unique(key[::-1], return_index=True)[1]
+        rank, stage, end, key = (column[::-1][last_from_end] for column in (rank, stage, end, key))
     return insert_at_positions(
         program, end, rank, pack(Opcode.ReduceScatter, stage, number_occurrences(key))
     )
@@ -79,10 +81,11 @@ def limit_unsharded_grads(program: Program) -> Program:
         program: A program with reduce-scatters.
     """
     column = SLOT_KINDS.index(Value.WGRAD)
-    room, most = count_min_slots(program)[:, column] + 1, count_slots(program)[:, column]
-    if (room >= most).all():
+    slot_limit = count_min_slots(program)[:, column] + 1
+    max_slots = count_slots(program)[:, column]
+    if (slot_limit >= max_slots).all():
         return program
-    return program.with_slot_counts(_WGRAD_SLOTS, np.minimum(room, most))
+    return program.with_slot_counts(_WGRAD_SLOTS, np.minimum(slot_limit, max_slots))
 
 
 def reduce_replicated_stages(program: Program) -> Program:
@@ -104,37 +107,44 @@ def reduce_replicated_stages(program: Program) -> Program:
     shape = program.shape
     if not (shape.placement_rows > 1 and program.has_backward):
         return program
-    trained = np.arange(program.frozen_stages, shape.stages)
+    trained_stages = np.arange(program.frozen_stages, shape.stages)
     if program.dp > 1 or not program.message_order:
-        own_of = [[s for s in own if s in trained] for own in shape.stages_on_rank]
-        return append_to_updates(program, Opcode.ReduceReplicatedStages, own_of)
+        stages_by_rank = [
+            [s for s in rank_stages if s in trained_stages] for rank_stages in shape.stages_on_rank
+        ]
+        return append_to_updates(program, Opcode.ReduceReplicatedStages, stages_by_rank)
     index = InstructionIndex.from_program(program)
-    begins = program.offsets.tolist()
+    stream_starts = program.offsets.tolist()
     messages = index.find_message_numbers()
-    passed = np.concatenate([np.maximum.accumulate(messages[b:e]) for b, e in pairwise(begins)])
-    holders = shape.replica_ranks[:, trained]
-    reduced = index.find_all_positions(find_producers(Value.GRAD))
-    ready = np.zeros(shape.replica_ranks.size, np.intp)
-    first_turn = np.zeros(len(reduced), np.int64)
-    np.maximum.at(
-        ready, index.compute_keys(Scope.STAGE, reduced, first_turn), reduced
-    )  # the position of the last instruction that makes the gradient of each stage replica
-    ready = ready.reshape(shape.replica_ranks.shape)[:, trained]
-    after = passed[ready].max(0)  # the number of the message that precedes the sum of each stage
-    ready = ready - program.offsets[holders]
-    order = np.lexsort((ready.max(0), after))
-    at, stages = [], []
-    for rank in range(shape.ranks):
-        own = order[np.isin(trained[order], shape.stages_on_rank[rank])]
-        before = passed[begins[rank] : begins[rank + 1]]
-        there = ready[shape.replica_row_of_stage(trained[own], rank), own]
-        last = before[np.searchsorted(before, after[own], side="right") - 1]
-        index_of = np.maximum.accumulate(np.maximum(there, np.searchsorted(before, last)))
-        at.append(begins[rank] + index_of)
-        stages.append(trained[own])
-    return insert_after(
-        program, np.concatenate(at), pack(Opcode.ReduceReplicatedStages, np.concatenate(stages), 0)
+    # The number of the last message up to each position of a Stream.
+    last_message = np.concatenate(
+        [np.maximum.accumulate(messages[begin:end]) for begin, end in pairwise(stream_starts)]
     )
+    replica_ranks = shape.replica_ranks[:, trained_stages]
+    grad_positions = index.find_all_positions(find_producers(Value.GRAD))
+    ready_positions = np.zeros(shape.replica_ranks.size, np.intp)
+    first_occurrence = np.zeros(len(grad_positions), np.int64)
+    keys = index.compute_keys(Scope.STAGE, grad_positions, first_occurrence)
+    np.maximum.at(ready_positions, keys, grad_positions)  # maximum.at keeps the last occurrence
+    ready_positions = ready_positions.reshape(shape.replica_ranks.shape)[:, trained_stages]
+    # The number of the message that precedes the sum of each stage.
+    preceding_message = last_message[ready_positions].max(0)
+    ready_index = ready_positions - program.offsets[replica_ranks]
+    order = np.lexsort((ready_index.max(0), preceding_message))
+    positions, stages = [], []
+    for rank in range(shape.ranks):
+        rank_order = order[np.isin(trained_stages[order], shape.stages_on_rank[rank])]
+        rank_stages = trained_stages[rank_order]
+        rank_messages = last_message[stream_starts[rank] : stream_starts[rank + 1]]
+        rank_ready = ready_index[shape.replica_row_of_stage(rank_stages, rank), rank_order]
+        # The index of the last message of the rank that precedes each sum.
+        next_index = np.searchsorted(rank_messages, preceding_message[rank_order], side="right")
+        message_index = np.searchsorted(rank_messages, rank_messages[next_index - 1])
+        insert_index = np.maximum.accumulate(np.maximum(rank_ready, message_index))
+        positions.append(stream_starts[rank] + insert_index)
+        stages.append(rank_stages)
+    words = pack(Opcode.ReduceReplicatedStages, np.concatenate(stages), 0)
+    return insert_after(program, np.concatenate(positions), words)
 
 
 def reduce_tied_weights(program: Program) -> Program:
@@ -145,9 +155,11 @@ def reduce_tied_weights(program: Program) -> Program:
     """
     if not (program.trained_ties and program.has_backward):
         return program
-    tied = {s for stages in program.trained_ties for s in stages}
-    copies = [[s for s in own if s in tied] for own in program.shape.stages_on_rank]
-    return append_to_updates(program, Opcode.ReduceTied, [own[:1] for own in copies])
+    tied_stages = {s for stages in program.trained_ties for s in stages}
+    copies_by_rank = [
+        [s for s in rank_stages if s in tied_stages] for rank_stages in program.shape.stages_on_rank
+    ]
+    return append_to_updates(program, Opcode.ReduceTied, [copies[:1] for copies in copies_by_rank])
 
 
 def reduce_sequence_grads(program: Program) -> Program:
@@ -161,10 +173,11 @@ def reduce_sequence_grads(program: Program) -> Program:
     """
     if not (program.sequence_parallel and program.has_backward):
         return program
-    own_of = [
-        [s for s in own if s >= program.frozen_stages] for own in program.shape.stages_on_rank
+    stages_by_rank = [
+        [s for s in rank_stages if s >= program.frozen_stages]
+        for rank_stages in program.shape.stages_on_rank
     ]
-    return append_to_updates(program, Opcode.ReduceSequenceParallelGrads, own_of)
+    return append_to_updates(program, Opcode.ReduceSequenceParallelGrads, stages_by_rank)
 
 
 def reduce_norm(program: Program) -> Program:
@@ -212,11 +225,15 @@ def append_to_updates(program: Program, op: Opcode, stages: Sequence[Sequence[in
             is `[0]`.
     """
     ranks = np.repeat(np.arange(len(stages)), [*map(len, stages)])
-    words = pack(op, np.array([stage for own in stages for stage in own], np.int64), 0)
+    stage = np.array([s for rank_stages in stages for s in rank_stages], np.int64)
+    words = pack(op, stage, 0)
     ends, update = find_update_ends(program), np.arange(program.shape.optimizer_steps)[:, None]
-    each = np.broadcast_to(ranks, (len(update), len(ranks)))
+    ranks_by_update = np.broadcast_to(ranks, (len(update), len(ranks)))
     return insert_at_positions(
-        program, ends[:, ranks].reshape(-1), each.reshape(-1), (words + update).reshape(-1)
+        program,
+        ends[:, ranks].reshape(-1),
+        ranks_by_update.reshape(-1),
+        (words + update).reshape(-1),
     )
 
 
@@ -231,71 +248,77 @@ def _mask_required(program: Program, scope: Scope) -> Mask:
     shape = program.shape
     if scope is Scope.RANK:
         return np.full(shape.ranks, program.has_backward)
-    trained = np.arange(shape.stages) >= program.frozen_stages
-    return np.tile(trained & program.has_backward, len(shape.replica_ranks))
+    is_trained = np.arange(shape.stages) >= program.frozen_stages
+    return np.tile(is_trained & program.has_backward, len(shape.replica_ranks))
 
 
 def _list_stage_reductions(
     program: Program, present: PresenceQuery
 ) -> Iterator[ExpectedInstructions]:
-    once, cut = _mask_required(program, Scope.STAGE), program.zero > 0
-    whole = ExpectedInstructions(
+    required, is_sharded = _mask_required(program, Scope.STAGE), program.zero > 0
+    full_reductions = ExpectedInstructions(
         Opcode.ReduceGrads,
-        once & (not cut),
+        required & (not is_sharded),
         f"the program has 'zero {program.zero}', so reduce_scatter reduces the gradient",
     )
-    there = present(Opcode.ReduceScatter)
-    once = np.resize(once & cut, len(there))
-    each = program.shape.replica_ranks.size
-    once[each:] = (
-        there[each:] if program.reduce_scatter_at == "each_backward" else False
-    )  # with "each_backward", any number of further occurrences is correct
-    parts = ExpectedInstructions(
+    is_present = present(Opcode.ReduceScatter)
+    required = np.resize(required & is_sharded, len(is_present))
+    stage_replicas = program.shape.replica_ranks.size
+    # With "each_backward", any number of further occurrences is correct.
+    required[stage_replicas:] = (
+        is_present[stage_replicas:] if program.reduce_scatter_at == "each_backward" else False
+    )
+    shard_reductions = ExpectedInstructions(
         Opcode.ReduceScatter,
-        once,
+        required,
         "the program has 'reduce_scatter_at update_end': a gradient is reduced once, after its "
         "last backward"
-        if cut
+        if is_sharded
         else "the program has 'zero 0', so reduce_grads reduces the gradient",
         "place it after the last B or W of its stage",
     )
     # The error for a forbidden instruction comes first.
-    yield from (whole, parts) if cut else (parts, whole)
+    if is_sharded:
+        yield from (full_reductions, shard_reductions)
+    else:
+        yield from (shard_reductions, full_reductions)
 
 
 def _list_replica_reductions(
     program: Program, present: PresenceQuery
 ) -> Iterator[ExpectedInstructions]:
-    once = _mask_required(program, Scope.STAGE) & (program.shape.placement_rows > 1)
-    yield ExpectedInstructions(Opcode.ReduceReplicatedStages, once, "each stage has one replica")
+    required = _mask_required(program, Scope.STAGE) & (program.shape.placement_rows > 1)
+    yield ExpectedInstructions(
+        Opcode.ReduceReplicatedStages, required, "each stage has one replica"
+    )
 
 
 def _list_tied_reductions(
     program: Program, present: PresenceQuery
 ) -> Iterator[ExpectedInstructions]:
-    holders = program.shape.replica_ranks.reshape(-1)  # the rank of each key
-    first: dict[int, int] = {}  # rank -> key of its first stage with a copy
+    rank_of_key = program.shape.replica_ranks.reshape(-1)  # the rank of each key
+    first_key_by_rank: dict[int, int] = {}  # rank -> key of its first stage with a copy
     for stage in sorted({s for stages in program.trained_ties for s in stages}):
-        for key in range(stage, len(holders), program.shape.stages):
-            first.setdefault(int(holders[key]), key)
-    once = np.zeros(len(holders), bool)
-    once[[*first.values()]] = program.has_backward
-    why = "each rank has only one such sum, at its first stage with a copy of a tied weight"
-    why = why if program.trained_ties or not program.tied_weights else "all tied stages are frozen"
-    yield ExpectedInstructions(
-        Opcode.ReduceTied,
-        once,
-        why if program.tied_weights else "the program has 'tied_weights no'",
-    )
+        for key in range(stage, len(rank_of_key), program.shape.stages):
+            first_key_by_rank.setdefault(int(rank_of_key[key]), key)
+    required = np.zeros(len(rank_of_key), bool)
+    required[[*first_key_by_rank.values()]] = program.has_backward
+    if not program.tied_weights:
+        reason = "the program has 'tied_weights no'"
+    elif not program.trained_ties:
+        reason = "all tied stages are frozen"
+    else:
+        reason = "each rank has only one such sum, at its first stage with a copy of a tied weight"
+    yield ExpectedInstructions(Opcode.ReduceTied, required, reason)
 
 
 def _list_sequence_reductions(
     program: Program, present: PresenceQuery
 ) -> Iterator[ExpectedInstructions]:
-    once = _mask_required(program, Scope.STAGE) & program.sequence_parallel
+    required = _mask_required(program, Scope.STAGE) & program.sequence_parallel
     yield ExpectedInstructions(
         Opcode.ReduceSequenceParallelGrads,
-        once,
+        required,
         "the program has 'sequence_parallel no': each rank has the gradient of all tokens",
         "with 'sequence_parallel yes', place it after the instruction that sums the stage's "
         "gradient",
@@ -305,17 +328,17 @@ def _list_sequence_reductions(
 def _list_norm_reductions(
     program: Program, present: PresenceQuery
 ) -> Iterator[ExpectedInstructions]:
-    once = (
+    required = (
         _mask_required(program, Scope.RANK)
         & program.clip_grad_norm
         & (program.norm_check == "before_step")
     )
-    why = (
+    reason = (
         "the program has 'norm_check after_step'"
         if program.clip_grad_norm
         else "the program has 'clip_grad_norm no'"
     )
-    yield ExpectedInstructions(Opcode.ReduceNorm, once, why)
+    yield ExpectedInstructions(Opcode.ReduceNorm, required, reason)
 
 
 def _list_optimizer_steps(
@@ -327,9 +350,9 @@ def _list_optimizer_steps(
 def _list_norm_validations(
     program: Program, present: PresenceQuery
 ) -> Iterator[ExpectedInstructions]:
-    once = _mask_required(program, Scope.RANK) & (program.norm_check == "after_step")
+    required = _mask_required(program, Scope.RANK) & (program.norm_check == "after_step")
     yield ExpectedInstructions(
-        Opcode.ReduceNormAfterStep, once, "the program does not have 'norm_check after_step'"
+        Opcode.ReduceNormAfterStep, required, "the program does not have 'norm_check after_step'"
     )
 
 

@@ -54,36 +54,38 @@ def insert_form_changes(program: Program, form: Form) -> Program:
     """
     shape, fields = program.shape, program.words.view(WORD_DTYPE)
     key = fields["stage"].astype(np.int64) * shape.microbatches + fields["mb"]
-    at: list[Words] = []
+    positions: list[Words] = []
     words: list[Words] = []
     for change in FORM_CHANGE_OPS:
         if INSTRUCTIONS[change].form is not form:
             continue
         (kind,) = INSTRUCTIONS[change].gives
-        made = np.zeros(shape.stages * shape.microbatches, bool)
-        made[key[is_op(fields["op"], find_producers(kind))]] = True
-        later = _find_later_changes(program, change)
-        here = np.flatnonzero(is_op(fields["op"], later + find_consumers(kind)))
-        here = here[made[key[here]]]
-        if later:  # only the first instruction that uses the value needs the conversion
-            here = here[np.sort(np.unique(key[here], return_index=True)[1])]
-        at.append(here)
-        words.append(replace_opcode(program.words[here], change))
-    return insert_before(program, np.concatenate(at), np.concatenate(words))
+        is_produced = np.zeros(shape.stages * shape.microbatches, bool)
+        is_produced[key[is_op(fields["op"], find_producers(kind))]] = True
+        later_changes = _find_later_changes(program, change)
+        uses = np.flatnonzero(is_op(fields["op"], later_changes + find_consumers(kind)))
+        uses = uses[is_produced[key[uses]]]
+        if later_changes:  # only the first instruction that uses the value needs the conversion
+            uses = uses[np.sort(np.unique(key[uses], return_index=True)[1])]
+        positions.append(uses)
+        words.append(replace_opcode(program.words[uses], change))
+    return insert_before(program, np.concatenate(positions), np.concatenate(words))
 
 
 def _find_later_changes(program: Program, change: Opcode) -> tuple[Opcode, ...]:
     """Return the opcodes of the program that change a value in place after `change`."""
     (kind,) = INSTRUCTIONS[change].gives
-    changed = find_modifiers(kind)
-    return tuple(op for op in changed[changed.index(change) + 1 :] if op in program.used_opcodes)
+    modifiers = find_modifiers(kind)
+    return tuple(
+        op for op in modifiers[modifiers.index(change) + 1 :] if op in program.used_opcodes
+    )
 
 
 def _read_options(program: Program, progress_model: ProgressModel) -> dict[str, Any]:
     if program.sequence_parallel:
         return {}
-    whole = program.tp == 1 or not program.used_opcodes.isdisjoint(_SHARDING_OPS)
-    return {"boundary": "replicated" if whole else "sharded"}
+    is_replicated = program.tp == 1 or not program.used_opcodes.isdisjoint(_SHARDING_OPS)
+    return {"boundary": "replicated" if is_replicated else "sharded"}
 
 
 PASSES: Final = (

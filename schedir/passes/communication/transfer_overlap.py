@@ -44,11 +44,11 @@ def post_receives_early(
         computes_ahead: Number of computes that a receive may pass.
     """
     graph = Graph.from_program(program, progress_model)
-    joined, group_end = graph.index.joined, np.append(~graph.index.joined[1:], True)
-    moves = graph.index.is_op(RECV_OPS) & ~joined & group_end
+    joined, is_group_end = graph.index.joined, np.append(~graph.index.joined[1:], True)
+    is_movable = graph.index.is_op(RECV_OPS) & ~joined & is_group_end
     return _move_instructions(
         program,
-        moves,
+        is_movable,
         2 * _find_earliest_positions(graph.index, graph.queue_predecessor, computes_ahead) + 1,
     )
 
@@ -68,10 +68,10 @@ def start_gathers_early(program: Program, computes_ahead: int = 1) -> Program:
     graph = Graph.from_program(program, "blocking_serial")
     floor = _find_earliest_positions(graph.index, graph.needs[0], computes_ahead)
     computes = np.append(_find_computes(graph.index), len(graph))
-    first = computes[np.searchsorted(computes, floor, side="right")]
-    own = np.arange(len(graph))
+    next_compute = computes[np.searchsorted(computes, floor, side="right")]
+    positions = np.arange(len(graph))
     return _move_instructions(
-        program, graph.index.is_op(BOUNDARY_GATHER_OPS), 2 * np.minimum(first, own) - 1
+        program, graph.index.is_op(BOUNDARY_GATHER_OPS), 2 * np.minimum(next_compute, positions) - 1
     )
 
 
@@ -88,16 +88,17 @@ def _find_earliest_positions(
     The position is the end of a group, at or after `predecessor`. If nothing must precede the
     instruction, it is the position before the first instruction of the Stream.
     """
-    own, begin = np.arange(len(index)), index.program.offsets[index.rank]
+    positions, stream_start = np.arange(len(index)), index.program.offsets[index.rank]
     computes = _find_computes(index)
     # The index of the last compute that the instruction must not pass.
-    over = np.searchsorted(computes, own) - 1 - computes_ahead
-    last = computes[np.maximum(over, 0)] if len(computes) else own
-    floor = np.where((over >= 0) & (last >= begin), last, begin - 1)
+    last_index = np.searchsorted(computes, positions) - 1 - computes_ahead
+    last_compute = computes[np.maximum(last_index, 0)] if len(computes) else positions
+    is_limited = (last_index >= 0) & (last_compute >= stream_start)
+    floor = np.where(is_limited, last_compute, stream_start - 1)
     floor = np.maximum(floor, predecessor)
-    ends = own[np.append(~index.joined[1:], True)]
-    ends = ends[np.searchsorted(ends, np.maximum(floor, begin))]
-    return np.where(floor >= begin, ends, begin - 1)
+    group_ends = positions[np.append(~index.joined[1:], True)]
+    group_end = group_ends[np.searchsorted(group_ends, np.maximum(floor, stream_start))]
+    return np.where(floor >= stream_start, group_end, stream_start - 1)
 
 
 def _move_instructions(
@@ -129,22 +130,22 @@ def group_opposite_transfers(program: Program) -> Program:
     """
     graph = Graph.from_program(program, "blocking_serial")
     index, partner = graph.index, graph.partner
-    send = np.isin(index.op, SEND_OPS)
-    receive = np.isin(index.op, RECV_OPS)
-    second = np.flatnonzero((send[1:] & receive[:-1]) | (receive[1:] & send[:-1])) + 1
+    is_send = np.isin(index.op, SEND_OPS)
+    is_receive = np.isin(index.op, RECV_OPS)
+    second = np.flatnonzero((is_send[1:] & is_receive[:-1]) | (is_receive[1:] & is_send[:-1])) + 1
     first = second - 1
-    matched = (partner[first] >= 0) & (partner[second] >= 0)
-    same_rank = index.rank[first] == index.rank[second]
+    is_matched = (partner[first] >= 0) & (partner[second] >= 0)
+    is_same_rank = index.rank[first] == index.rank[second]
     is_adjacent = np.abs(partner[first] - partner[second]) == 1
-    same_peer = index.rank[partner[first]] == index.rank[partner[second]]
+    is_same_peer = index.rank[partner[first]] == index.rank[partner[second]]
     words = program.words.copy()
-    taken = index.joined | np.append(index.joined[1:], False)
-    pairs = np.stack([first, second], 1)[matched & same_rank & is_adjacent & same_peer]
+    is_grouped = index.joined | np.append(index.joined[1:], False)
+    pairs = np.stack([first, second], 1)[is_matched & is_same_rank & is_adjacent & is_same_peer]
     for a, b in pairs.tolist():
-        there = sorted((int(partner[a]), int(partner[b])))
-        if not taken[[a, b, *there]].any():
-            taken[[a, b, *there]] = True
-            words[[b, there[1]]] |= JOINED_BIT
+        partner_pair = sorted((int(partner[a]), int(partner[b])))
+        if not is_grouped[[a, b, *partner_pair]].any():
+            is_grouped[[a, b, *partner_pair]] = True
+            words[[b, partner_pair[1]]] |= JOINED_BIT
     return _replace_words(program, words)
 
 

@@ -46,31 +46,37 @@ def insert_transfers(program: Program, costs: Costs | None = None) -> Program:
         OrderError: The draft cannot finish because of the order of a single rank.
     """
     graph = Graph.from_program(program)
-    reached = compute_earliest_times(graph, _compute_ordering_costs(costs or Costs(), program))
-    if not reached.is_done.all():
-        raise explain_deadlock(graph, reached)
+    earliest_times = compute_earliest_times(
+        graph, _compute_ordering_costs(costs or Costs(), program)
+    )
+    if not earliest_times.is_done.all():
+        raise explain_deadlock(graph, earliest_times)
     index = graph.index
-    made = {
+    positions_by_send = {
         send: index.find_all_positions(ops)
         for send, ops in _PRODUCERS_BY_SEND.items()
         if program.uses_value(INSTRUCTIONS[send].needs[0])
     }
-    begins, ends = _number_instructions(
-        graph, reached, np.concatenate([_NO_POSITIONS, *made.values()])
+    start_numbers, end_numbers = _number_instructions(
+        graph, earliest_times, np.concatenate([_NO_POSITIONS, *positions_by_send.values()])
     )
-    lasts = np.cumsum([len(at) for at in made.values()])
+    offsets = np.cumsum([len(positions) for positions in positions_by_send.values()])
     order: dict[Opcode, Positions] = {}
     parts = [
         _MergedInstructions(
-            np.arange(len(index), dtype=np.int32), begins, index.rank, word_mask=-1, word_offset=0
+            np.arange(len(index), dtype=np.int32),
+            start_numbers,
+            index.rank,
+            word_mask=-1,
+            word_offset=0,
         )
     ]
-    for (send, at), last in zip(made.items(), lasts.tolist(), strict=True):
-        number = ends[last - len(at) : last]
+    for (send, positions), offset in zip(positions_by_send.items(), offsets.tolist(), strict=True):
+        number = end_numbers[offset - len(positions) : offset]
         order[send] = np.full(index.key_count[Scope.MICROBATCH], NO_POSITION, np.int32)
-        order[send][index.key[at]] = number
-        parts += _make_transfers(index, send, at, number)
-    del graph, reached, index
+        order[send][index.key[positions]] = number
+        parts += _make_transfers(index, send, positions, number)
+    del graph, earliest_times, index
     program.clear_cache()  # frees memory for the merge
     return replace(program, streams=_merge_streams(program, parts), message_order=order)
 
@@ -94,9 +100,11 @@ class _MergedInstructions(NamedTuple):
 
     def select_range(self, begin: int, end: int | None) -> _MergedInstructions:
         """Return the entries from index `begin` to before `end`."""
-        own = slice(begin, end)
+        entries = slice(begin, end)
         return self._replace(
-            positions=self.positions[own], order_number=self.order_number[own], rank=self.rank[own]
+            positions=self.positions[entries],
+            order_number=self.order_number[entries],
+            rank=self.rank[entries],
         )
 
 
@@ -117,17 +125,17 @@ def _merge_ranks(
     If there are many instructions, each half of the ranks is merged separately.
     """
     if len(output) > _MAX_MERGE_SIZE and end_rank - first_rank > 1:
-        half = (first_rank + end_rank) // 2
-        cuts = [int(np.searchsorted(part.rank, half)) for part in parts]
-        low = [part.select_range(0, cut) for part, cut in zip(parts, cuts, strict=True)]
-        high = [part.select_range(cut, None) for part, cut in zip(parts, cuts, strict=True)]
-        _merge_ranks(words, low, first_rank, half, output[: sum(cuts)])
-        _merge_ranks(words, high, half, end_rank, output[sum(cuts) :])
+        middle_rank = (first_rank + end_rank) // 2
+        splits = [int(np.searchsorted(part.rank, middle_rank)) for part in parts]
+        low_parts = [part.select_range(0, k) for part, k in zip(parts, splits, strict=True)]
+        high_parts = [part.select_range(k, None) for part, k in zip(parts, splits, strict=True)]
+        _merge_ranks(words, low_parts, first_rank, middle_rank, output[: sum(splits)])
+        _merge_ranks(words, high_parts, middle_rank, end_rank, output[sum(splits) :])
         return
     keys = [np.asarray(part.rank, np.int64) << 32 | part.order_number for part in parts]
-    merged = [(words[part.positions] & part.word_mask) + part.word_offset for part in parts]
+    merged_words = [(words[part.positions] & part.word_mask) + part.word_offset for part in parts]
     order = np.argsort(np.concatenate(keys), kind="stable")  # fast, because the parts are sorted
-    output[:] = np.concatenate(merged)[order]
+    output[:] = np.concatenate(merged_words)[order]
 
 
 def _number_instructions(
@@ -139,26 +147,26 @@ def _number_instructions(
     equal times the order is that of `EarliestTimes.level`, and then that of the position.
     """
     program = graph.program
-    place = np.argsort(producer_positions, kind="stable")
-    producer_positions = producer_positions[place]
+    producer_order = np.argsort(producer_positions, kind="stable")
+    producer_positions = producer_positions[producer_order]
     time = np.concatenate([earliest_times.start, earliest_times.end[producer_positions]])
-    turn = 2 * np.concatenate([earliest_times.level, earliest_times.level[producer_positions]])
-    turn[len(graph) :] += 1
+    level = 2 * np.concatenate([earliest_times.level, earliest_times.level[producer_positions]])
+    level[len(graph) :] += 1
     # Numbers of 16 bits sort faster.
-    keys = [turn.astype(np.uint16) if turn.max(initial=0) < 2**16 else turn, time]
+    keys = [level.astype(np.uint16) if level.max(initial=0) < 2**16 else level, time]
     if has_update_barriers(program):  # the number of ended updates has priority over the time
-        ended = np.zeros(len(graph), np.int64)
-        for ends, (lo, hi) in zip(
+        ended_updates = np.zeros(len(graph), np.int64)
+        for update_ends, (begin, end) in zip(
             find_joint_ends(graph).T, pairwise(program.offsets.tolist()), strict=True
         ):
-            ended[lo:hi] = np.searchsorted(ends, np.arange(lo, hi))
-        keys.append(np.concatenate([ended, ended[producer_positions]]))
+            ended_updates[begin:end] = np.searchsorted(update_ends, np.arange(begin, end))
+        keys.append(np.concatenate([ended_updates, ended_updates[producer_positions]]))
     order = np.lexsort(keys)
-    number = np.empty(len(order), np.int32)
-    number[order] = np.arange(len(order), dtype=np.int32)
-    ends = np.empty(len(producer_positions), np.int32)
-    ends[place] = number[len(graph) :]
-    return number[: len(graph)], ends
+    numbers = np.empty(len(order), np.int32)
+    numbers[order] = np.arange(len(order), dtype=np.int32)
+    end_numbers = np.empty(len(producer_positions), np.int32)
+    end_numbers[producer_order] = numbers[len(graph) :]
+    return numbers[: len(graph)], end_numbers
 
 
 def _compute_ordering_costs(costs: Costs, program: Program) -> Costs:
@@ -173,13 +181,13 @@ def _compute_ordering_costs(costs: Costs, program: Program) -> Costs:
     shape, rows = program.shape, program.shape.replica_ranks.tolist()
     pairs = [pair for row in rows for pair in pairwise(row)]
     pairs += [(row[begin], row[end]) for row in rows for begin, end in program.skips]
-    neighbours = {frozenset(pair) for pair in pairs if len({*pair}) == 2}
-    if len(neighbours) < shape.ranks:  # a line or a tree of ranks
+    rank_pairs = {frozenset(pair) for pair in pairs if len({*pair}) == 2}
+    if len(rank_pairs) < shape.ranks:  # a line or a tree of ranks
         return costs
-    each = [costs.for_opcode(op, shape) for op in Opcode]
-    least = min(float(cost.min(initial=1.0, where=cost > 0)) for cost in each)
-    trifle = least * 2.0**-30  # so small that a sum of them stays below the smallest cost
-    return replace(costs, send=from_grid(np.maximum(each[Opcode.SendAct], trifle)))
+    costs_by_op = [costs.for_opcode(op, shape) for op in Opcode]
+    min_cost = min(float(cost.min(initial=1.0, where=cost > 0)) for cost in costs_by_op)
+    tiny_cost = min_cost * 2.0**-30  # so small that a sum of them stays below the smallest cost
+    return replace(costs, send=from_grid(np.maximum(costs_by_op[Opcode.SendAct], tiny_cost)))
 
 
 def _make_transfers(
@@ -189,23 +197,30 @@ def _make_transfers(
     row, shape = INSTRUCTIONS[send], index.program.shape
     assert row.partner is not None and row.peer is not None
     neighbors = index.program.neighbor_stages(row.peer)
-    other = neighbors[index.stage[positions]]
-    here = index.rank[positions]
-    there = shape.rank_of_stage(np.maximum(other, 0), index.mb[positions])
-    crosses = np.flatnonzero((other >= index.program.first_stage(send)) & (there != here))
+    peer_stage = neighbors[index.stage[positions]]
+    rank = index.rank[positions]
+    peer_rank = shape.rank_of_stage(np.maximum(peer_stage, 0), index.mb[positions])
+    has_receiver = peer_stage >= index.program.first_stage(send)
+    crossings = np.flatnonzero(has_receiver & (peer_rank != rank))
     yield _MergedInstructions(
-        positions[crosses], number[crosses], here[crosses], ADDRESS_MASK, int(send) << OP_SHIFT
+        positions[crossings],
+        number[crossings],
+        rank[crossings],
+        ADDRESS_MASK,
+        int(send) << OP_SHIFT,
     )
-    crosses = crosses[np.argsort(there[crosses].astype(np.uint16), kind="stable")]
-    shift = neighbors - np.arange(shape.stages)
+    crossings = crossings[np.argsort(peer_rank[crossings].astype(np.uint16), kind="stable")]
+    shift_of_stage = neighbors - np.arange(shape.stages)
     # There are several shifts only for skips of different lengths.
-    shifts = np.unique(shift[neighbors >= 0]).tolist()
-    for each in shifts:
-        own = (
-            crosses if len(shifts) == 1 else crosses[shift[index.stage[positions[crosses]]] == each]
+    shifts = np.unique(shift_of_stage[neighbors >= 0]).tolist()
+    for shift in shifts:
+        entries = crossings
+        if len(shifts) > 1:
+            entries = crossings[shift_of_stage[index.stage[positions[crossings]]] == shift]
+        word_offset = (int(row.partner) << OP_SHIFT) + (shift << STAGE_SHIFT)
+        yield _MergedInstructions(
+            positions[entries], number[entries], peer_rank[entries], ADDRESS_MASK, word_offset
         )
-        lead = (int(row.partner) << OP_SHIFT) + (each << STAGE_SHIFT)
-        yield _MergedInstructions(positions[own], number[own], there[own], ADDRESS_MASK, lead)
 
 
 PASSES: Final = (

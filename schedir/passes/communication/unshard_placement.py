@@ -73,18 +73,18 @@ def place_unshards(
     """
     runs: list[tuple[tuple[int, ...], int]] = []  # used stages, and the place after the run
     for place, entry in enumerate(uses, 1):
-        if used := tuple(sorted(entry)):
-            if runs and runs[-1][0] == used:
+        if used_stages := tuple(sorted(entry)):
+            if runs and runs[-1][0] == used_stages:
                 runs.pop()
-            runs.append((used, place))
-    each = [(step, one, end) for step, (used, end) in enumerate(runs) for one in used]
-    step, stage, end = np.array(each, np.int64).reshape(-1, 3).T
-    found = find_unsharded_intervals(step, stage, end, max(max_unsharded, *map(len, uses), 0))
-    put: list[list[tuple[int, bool]]] = [[] for _ in range(len(uses) + 1)]
-    for begins, places in ((False, found.end), (True, found.begin)):
-        for one, place in zip(found.stage.tolist(), places.tolist(), strict=True):
-            put[place].append((one, begins))
-    return put
+            runs.append((used_stages, place))
+    stage_uses = [(run, s, end) for run, (used_stages, end) in enumerate(runs) for s in used_stages]
+    run, stage, end = np.array(stage_uses, np.int64).reshape(-1, 3).T
+    intervals = find_unsharded_intervals(run, stage, end, max(max_unsharded, *map(len, uses), 0))
+    moves: list[list[tuple[int, bool]]] = [[] for _ in range(len(uses) + 1)]
+    for is_unshard, places in ((False, intervals.end), (True, intervals.begin)):
+        for s, place in zip(intervals.stage.tolist(), places.tolist(), strict=True):
+            moves[place].append((s, is_unshard))
+    return moves
 
 
 def find_stays(run: Ints, stage: Ints, max_unsharded: int, prefetch: int = 0) -> Ints:
@@ -127,28 +127,32 @@ def find_stays(run: Ints, stage: Ints, max_unsharded: int, prefetch: int = 0) ->
     """
     n = len(stage)
     order = np.argsort(stage, kind="stable")
-    same = stage[order][1:] == stage[order][:-1]
-    if len(order) - int(same.sum()) <= max_unsharded:  # all stages fit, so each has one stay
-        first = np.append(True, ~same)[:n]
-        last = np.append(~same, True)[:n]
-        found = np.stack([order[first], order[last]], 1)
-        return found[np.argsort(found[:, 0])]
-    following = np.full(n, n)
-    following[order[:-1][same]] = order[1:][same]
-    steps, nexts = run.tolist(), following.tolist()
-    first_of: dict[int, int] = {}
-    last_of: dict[int, int] = {}  # last use so far of each unsharded stage
-    ended: list[tuple[int, int]] = []
-    now = 0  # the run in which the stage of the current use is unsharded
-    for use, one in enumerate(stage.tolist()):
-        if one not in last_of:
-            if len(last_of) == max_unsharded:
-                soonest = min(steps[at] for at in last_of.values()) + 1
-                now = max(now, steps[use] - prefetch, soonest)
-                idle = [whole for whole, at in last_of.items() if steps[at] < now]
-                gone = max(idle, key=lambda whole: nexts[last_of[whole]])
-                ended.append((first_of[gone], last_of.pop(gone)))
-            first_of[one] = use
-        last_of[one] = use
-    ended += [(first_of[one], at) for one, at in last_of.items()]
-    return np.array(sorted(ended), np.int64).reshape(-1, 2)
+    is_same_stage = stage[order][1:] == stage[order][:-1]
+    num_stages = len(order) - int(is_same_stage.sum())
+    if num_stages <= max_unsharded:  # all stages fit, so each has one stay
+        is_first = np.append(True, ~is_same_stage)[:n]
+        is_last = np.append(~is_same_stage, True)[:n]
+        stays = np.stack([order[is_first], order[is_last]], 1)
+        return stays[np.argsort(stays[:, 0])]
+    next_use = np.full(n, n)
+    next_use[order[:-1][is_same_stage]] = order[1:][is_same_stage]
+    runs, next_uses = run.tolist(), next_use.tolist()
+    first_use_by_stage: dict[int, int] = {}  # first use in the stay of each unsharded stage
+    last_use_by_stage: dict[int, int] = {}  # last use so far of each unsharded stage
+    ended_stays: list[tuple[int, int]] = []
+    unshard_run = 0  # the run in which the stage of the current use is unsharded
+    for use, used_stage in enumerate(stage.tolist()):
+        if used_stage not in last_use_by_stage:
+            if len(last_use_by_stage) == max_unsharded:
+                earliest_run = min(runs[last] for last in last_use_by_stage.values()) + 1
+                unshard_run = max(unshard_run, runs[use] - prefetch, earliest_run)
+                idle_stages = [
+                    s for s, last in last_use_by_stage.items() if runs[last] < unshard_run
+                ]
+                farthest_stage = max(idle_stages, key=lambda s: next_uses[last_use_by_stage[s]])
+                last = last_use_by_stage.pop(farthest_stage)
+                ended_stays.append((first_use_by_stage[farthest_stage], last))
+            first_use_by_stage[used_stage] = use
+        last_use_by_stage[used_stage] = use
+    ended_stays += [(first_use_by_stage[s], last) for s, last in last_use_by_stage.items()]
+    return np.array(sorted(ended_stays), np.int64).reshape(-1, 2)

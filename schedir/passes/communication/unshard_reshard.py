@@ -61,8 +61,8 @@ def insert_unshards(program: Program, options: Options) -> Program:
             than the number of stages of a rank, or smaller than the number of stages of a run.
     """
     given_options = {
-        name: kind.resolve(name, options.extra_options[name], program.shape)
-        for name, kind in _OPTION_TYPES.items()
+        name: option_type.resolve(name, options.extra_options[name], program.shape)
+        for name, option_type in _OPTION_TYPES.items()
         if options.extra_options.get(name) is not None
     }
     if given_options and not _has_sharded_weights(program):
@@ -73,29 +73,28 @@ def insert_unshards(program: Program, options: Options) -> Program:
             fields=[name, "zero"],
         )
     uses = find_stage_runs(program, _WEIGHT_READING_OPS)
-    active = _count_unsharded_stages(program, uses, given_options.get("unsharded_stages"))
-    rooms, at, rank, words = [], [], [], []
-    for one in range(program.shape.ranks):
-        here = slice(*np.searchsorted(uses.rank, [one, one + 1]))
-        step, stage, end = uses.run[here], uses.stage[here], uses.end[here]
-        own, begin, end = find_unsharded_intervals(
-            step,
-            stage,
-            end,
-            active,
+    max_unsharded = _count_unsharded_stages(program, uses, given_options.get("unsharded_stages"))
+    slot_counts, positions, ranks, words = [], [], [], []
+    for rank in range(program.shape.ranks):
+        rank_uses = slice(*np.searchsorted(uses.rank, [rank, rank + 1]))
+        stage, begin, end = find_unsharded_intervals(
+            uses.run[rank_uses],
+            uses.stage[rank_uses],
+            uses.end[rank_uses],
+            max_unsharded,
             given_options.get("unshard_prefetch", DEFAULT_PREFETCH),
-            program.offsets[one],
+            program.offsets[rank],
         )
-        turn = number_occurrences(own)
-        at += [end, begin]
-        words += [pack(Opcode.Reshard, own, turn), pack(Opcode.Unshard, own, turn)]
-        rank.append(np.full(2 * len(own), one))
-        rooms.append(min(active, len(np.unique(own))))
-    program = insert_at_positions(program, *map(np.concatenate, (at, rank, words)))
+        occurrence = number_occurrences(stage)
+        positions += [end, begin]
+        words += [pack(op, stage, occurrence) for op in (Opcode.Reshard, Opcode.Unshard)]
+        ranks.append(np.full(2 * len(stage), rank))
+        slot_counts.append(min(max_unsharded, len(np.unique(stage))))
+    program = insert_at_positions(program, *map(np.concatenate, (positions, ranks, words)))
     if program.zero < SHARDED_FROM_LEVEL["params"]:
         return program
     return program.with_slots(
-        [SlotCounts.unspecified()._replace(unsharded_params=room) for room in rooms]
+        [SlotCounts.unspecified()._replace(unsharded_params=count) for count in slot_counts]
     )
 
 
@@ -104,45 +103,45 @@ def _has_sharded_weights(program: Program) -> bool:
     return program.zero >= SHARDED_FROM_LEVEL["params"]
 
 
-def _count_unsharded_stages(program: Program, uses: StageRuns, specified: int | None) -> int:
+def _count_unsharded_stages(program: Program, uses: StageRuns, stage_limit: int | None) -> int:
     """Return the number of stages of a rank that are unsharded at the same time."""
-    own = [
+    max_sharded = max(
         len({*stages} - {*range(program.frozen_stages)}) for stages in program.shape.stages_on_rank
-    ]
+    )
     if program.zero < SHARDED_FROM_LEVEL["params"]:
-        return max(own)
-    if specified is None:
+        return max_sharded
+    if stage_limit is None:
         return uses.max_stages + 1
-    if specified > max(own):
+    if stage_limit > max_sharded:
         raise ShapeError(
-            f"unsharded_stages is {specified}, but no rank has more than {max(own)} sharded "
-            f"stage{'s' if max(own) > 1 else ''}",
+            f"unsharded_stages is {stage_limit}, but no rank has more than {max_sharded} sharded "
+            f"stage{'s' if max_sharded > 1 else ''}",
             program=program.name,
-            hint=f"unsharded_stages={max(own)}",
+            hint=f"unsharded_stages={max_sharded}",
             fields=["unsharded_stages"],
         )
-    if specified < uses.max_stages:
+    if stage_limit < uses.max_stages:
         raise ShapeError(
-            f"unsharded_stages is {specified}, but one group of instructions uses "
+            f"unsharded_stages is {stage_limit}, but one group of instructions uses "
             f"{uses.max_stages} stages at once",
             program=program.name,
             hint=f"unsharded_stages={uses.max_stages}",
             fields=["unsharded_stages"],
         )
-    return specified
+    return stage_limit
 
 
 def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
-    once = present(Opcode.Unshard).copy()
-    each = np.arange(program.shape.stages) >= program.frozen_stages
-    once[: program.shape.replica_ranks.size] = np.tile(each, program.shape.placement_rows)
-    once &= program.zero > 0
-    why = "the program has 'zero 0'" if not program.zero else "its weights are not sharded"
-    for op, other, hint in (
+    required = present(Opcode.Unshard).copy()
+    is_trained = np.arange(program.shape.stages) >= program.frozen_stages
+    required[: program.shape.replica_ranks.size] = np.tile(is_trained, program.shape.placement_rows)
+    required &= program.zero > 0
+    reason = "the program has 'zero 0'" if not program.zero else "its weights are not sharded"
+    for op, counterpart, hint in (
         (Opcode.Unshard, Opcode.Reshard, "place unshard before the first use of the weights"),
         (Opcode.Reshard, Opcode.Unshard, "place reshard after the last use of the weights"),
     ):
-        yield ExpectedInstructions(op, once, why, hint, other)
+        yield ExpectedInstructions(op, required, reason, hint, counterpart)
 
 
 def _read_options(program: Program, progress_model: ProgressModel) -> dict[str, Any]:
@@ -151,26 +150,27 @@ def _read_options(program: Program, progress_model: ProgressModel) -> dict[str, 
     `unsharded_stages` is the number of slots. `unshard_prefetch` is the first value that reproduces
     the program. It is left out if this value is the default, or if no value reproduces the program.
     """
-    rooms = [
+    slot_counts = [
         slots.unsharded_params
         for slots in program.slots
         if slots.unsharded_params != UNSHARED_SLOTS
     ]
-    if program.zero < SHARDED_FROM_LEVEL["params"] or not any(rooms):
+    if program.zero < SHARDED_FROM_LEVEL["params"] or not any(slot_counts):
         return {}
-    moved = np.isin(program.op, _UNSHARD_OPS)
-    offsets = np.append(0, np.cumsum(~moved))[program.offsets]
-    bare = replace(
-        program, streams=StreamSlices.from_words(program.words[~moved], offsets), slots=()
+    is_unshard = np.isin(program.op, _UNSHARD_OPS)
+    offsets = np.append(0, np.cumsum(~is_unshard))[program.offsets]
+    without_unshards = replace(
+        program, streams=StreamSlices.from_words(program.words[~is_unshard], offsets), slots=()
     )
-    found: dict[str, Any] = {"unsharded_stages": max(rooms)}
-    for ahead in (DEFAULT_PREFETCH, 0, *range(DEFAULT_PREFETCH + 1, max(rooms) + 1)):
-        more = found if ahead == DEFAULT_PREFETCH else found | {"unshard_prefetch": ahead}
-        if _encode_unshard_order(
-            insert_unshards(bare, Options(extra_options=more))
-        ) == _encode_unshard_order(program):
-            return more
-    return found
+    base_options: dict[str, Any] = {"unsharded_stages": max(slot_counts)}
+    for prefetch in (DEFAULT_PREFETCH, 0, *range(DEFAULT_PREFETCH + 1, max(slot_counts) + 1)):
+        options = base_options
+        if prefetch != DEFAULT_PREFETCH:
+            options = base_options | {"unshard_prefetch": prefetch}
+        lowered = insert_unshards(without_unshards, Options(extra_options=options))
+        if _encode_unshard_order(lowered) == _encode_unshard_order(program):
+            return options
+    return base_options
 
 
 def _encode_unshard_order(program: Program) -> bytes:

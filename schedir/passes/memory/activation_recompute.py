@@ -61,19 +61,21 @@ def insert_recomputes(program: Program, options: Options) -> Program:
         UsageError: The selection or `recompute_at` is not valid, or the selection is "fit" and the
             sizes or the memory limit is missing.
     """
-    which, when = options.extra_options["recompute"], options.extra_options.get("recompute_at")
-    if when not in (None, *_RECOMPUTE_TIMES):
+    selection = options.extra_options["recompute"]
+    recompute_at = options.extra_options.get("recompute_at")
+    if recompute_at not in (None, *_RECOMPUTE_TIMES):
         raise UsageError(
-            f"recompute_at must be early or late, not {describe(when)}", fields=["recompute_at"]
+            f"recompute_at must be early or late, not {describe(recompute_at)}",
+            fields=["recompute_at"],
         )
     candidates = _find_candidates(program)
-    if is_fit(which) and is_fit(options.extra_options.get("offload")):
+    if is_fit(selection) and is_fit(options.extra_options.get("offload")):
         return _place_with_offload(program, candidates, options)
-    if is_fit(which):
-        chosen = _choose_fewest_to_fit(program, candidates, options)
+    if is_fit(selection):
+        addresses = _choose_fewest_to_fit(program, candidates, options)
     else:
-        chosen = candidates[select_addresses(which, "recompute", candidates, program.shape)]
-    return _place_recomputes(program, chosen, options)
+        addresses = candidates[select_addresses(selection, "recompute", candidates, program.shape)]
+    return _place_recomputes(program, addresses, options)
 
 
 def _find_backwards(program: Program) -> Positions:
@@ -86,11 +88,12 @@ def _find_candidates(program: Program) -> Words:
     Such an address has another instruction between its F and its backward, and no R yet.
     """
     address, op = program.words & ADDRESS_MASK, program.op
-    at = _find_backwards(program)
-    own = np.isin(op[at - 1], FORWARD_OPS) & (address[at - 1] == address[at])
-    there = np.isin(address[at], address[op == RECOMPUTE])
-    found: Words = address[at[~own & ~there]]
-    return found
+    backwards = _find_backwards(program)
+    is_adjacent = np.isin(op[backwards - 1], FORWARD_OPS)
+    is_adjacent &= address[backwards - 1] == address[backwards]
+    is_recomputed = np.isin(address[backwards], address[op == RECOMPUTE])
+    candidates: Words = address[backwards[~is_adjacent & ~is_recomputed]]
+    return candidates
 
 
 def _parse_recompute_time(text: str) -> str:
@@ -108,28 +111,29 @@ _MAX_ROUNDS: Final = 4  # rounds that move R earlier.  Each moved R can leave a 
 # ---------------------------------------------------------------- placement
 
 
-def _place_recomputes(program: Program, chosen: Words, options: Options) -> Program:
+def _place_recomputes(program: Program, addresses: Words, options: Options) -> Program:
     """Insert an R for each chosen address, in a wait if possible and else before its backward.
 
     An R moves before an earlier forward that waits at least as long as the R takes. Then the R does
     not delay its backward. An R moves only before forwards. The values that exist while these
     forwards run also exist while the backward of the R runs, so the peak memory does not grow.
     """
-    at = _find_backwards(program)
-    at = at[np.isin((program.words & ADDRESS_MASK)[at], chosen)]
-    best = found = insert_before(program, at, replace_opcode(program.words[at], RECOMPUTE))
-    if options.extra_options.get("recompute_at") == "late" or not len(at):
+    backwards = _find_backwards(program)
+    backwards = backwards[np.isin((program.words & ADDRESS_MASK)[backwards], addresses)]
+    recomputes = replace_opcode(program.words[backwards], RECOMPUTE)
+    best = trial = insert_before(program, backwards, recomputes)
+    if options.extra_options.get("recompute_at") == "late" or not len(backwards):
         return best
-    least = np.inf
+    best_span = np.inf
     for _ in range(_MAX_ROUNDS):
-        start, end = _predict_compute_times(found, options)
-        if end.max() >= least:
+        start, end = _predict_compute_times(trial, options)
+        if end.max() >= best_span:
             break
-        best, least = found, end.max()
-        earlier = _find_earlier_positions(found, start, end)
-        if not earlier:
+        best, best_span = trial, end.max()
+        targets = _find_earlier_positions(trial, start, end)
+        if not targets:
             break
-        found = _move_earlier(found, earlier)
+        trial = _move_earlier(trial, targets)
     return best
 
 
@@ -138,11 +142,11 @@ def _predict_compute_times(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the predicted start and end of each compute of a draft after lowering."""
     lowered = options.run_later_passes(draft)
-    reached = compute_earliest_times(
+    earliest_times = compute_earliest_times(
         Graph.from_program(lowered, options.progress_model), options.costs
     )
-    compute = np.isin(lowered.op, COMPUTE_OPS)
-    return reached.start[compute], reached.end[compute]
+    is_compute = np.isin(lowered.op, COMPUTE_OPS)
+    return earliest_times.start[is_compute], earliest_times.end[is_compute]
 
 
 def _find_earlier_positions(
@@ -153,29 +157,33 @@ def _find_earlier_positions(
     The place is before a forward that waits at least as long as the R takes. Returns a dict from
     the position of the R to the position of this forward.
     """
-    forward = np.isin(program.op, FORWARD_OPS)
+    is_forward = np.isin(program.op, FORWARD_OPS)
     address = program.words & ADDRESS_MASK
-    begins = {*program.offsets.tolist()}
-    found: dict[int, int] = {}
-    for at in np.flatnonzero(program.op == RECOMPUTE).tolist():
-        takes = (end[at] - start[at]) * (1 - 1e-9)
-        if start[at + 1] - end[at] >= takes:
+    stream_starts = {*program.offsets.tolist()}
+    targets: dict[int, int] = {}
+    for recompute in np.flatnonzero(program.op == RECOMPUTE).tolist():
+        duration = (end[recompute] - start[recompute]) * (1 - 1e-9)
+        if start[recompute + 1] - end[recompute] >= duration:
             continue  # the R runs while the rank waits for the gradient
-        to = at - 1
-        while to + 1 not in begins and forward[to] and address[to] != address[at]:
-            free = start[to] - (0.0 if to in begins else end[to - 1])
-            if free >= takes and not program.joined[to]:
-                found[at] = to
+        target = recompute - 1
+        while (
+            target + 1 not in stream_starts
+            and is_forward[target]
+            and address[target] != address[recompute]
+        ):
+            idle_time = start[target] - (0.0 if target in stream_starts else end[target - 1])
+            if idle_time >= duration and not program.joined[target]:
+                targets[recompute] = target
                 break
-            to -= 1
-    return found
+            target -= 1
+    return targets
 
 
 def _move_earlier(program: Program, targets: dict[int, int]) -> Program:
     """Move the instruction at each key of `targets` before the position that is its value."""
     key = np.arange(len(program), dtype=float)
-    for at, to in targets.items():
-        key[at] = to - 0.5
+    for position, target in targets.items():
+        key[position] = target - 0.5
     words = program.words[np.argsort(key, kind="stable")]
     return replace(program, streams=StreamSlices.from_words(words, program.offsets))
 
@@ -194,18 +202,17 @@ def _choose_fewest_to_fit(program: Program, candidates: Words, options: Options)
     if options.memory_limit is None or options.sizes is None:
         raise missing_limit_error("recompute", options.sizes, "memory_limit", options.memory_limit)
     sizes, limit = options.sizes, options.memory_limit
-    chosen = candidates[:0]
+    addresses = candidates[:0]
     while True:
-        lowered = options.run_later_passes(_place_recomputes(program, chosen, options))
-        more = [
-            _choose_for_rank(
-                lowered, rank, own, candidates[~np.isin(candidates, chosen)], sizes, limit
-            )
-            for rank, own in enumerate(compute_footprints(lowered, sizes, worst_case=True))
+        lowered = options.run_later_passes(_place_recomputes(program, addresses, options))
+        remaining = candidates[~np.isin(candidates, addresses)]
+        additions = [
+            _choose_for_rank(lowered, rank, footprint, remaining, sizes, limit)
+            for rank, footprint in enumerate(compute_footprints(lowered, sizes, worst_case=True))
         ]
-        if not sum(map(len, more)):
-            return chosen
-        chosen = np.concatenate([chosen, *more])
+        if not sum(map(len, additions)):
+            return addresses
+        addresses = np.concatenate([addresses, *additions])
 
 
 def _place_with_offload(program: Program, candidates: Words, options: Options) -> Program:
@@ -217,40 +224,39 @@ def _place_with_offload(program: Program, candidates: Words, options: Options) -
     or adds all if there are none. It stops when a choice keeps the limit and the step takes no
     longer than without recomputation and offload.
     """
-    alone = replace(
+    without_offload = replace(
         options,
         run_later_passes=partial(options.run_later_passes, offload=None, offload_to_disk=None),
     )
-    few = _choose_fewest_to_fit(program, candidates, alone)
-    plain = _evaluate_draft(program, alone)[1] * (1 + 1e-9)
-    best, least = program, _evaluate_draft(program, options)
+    fit_addresses = _choose_fewest_to_fit(program, candidates, without_offload)
+    plain_time = _evaluate_draft(program, without_offload)[1] * (1 + 1e-9)
+    best, best_evaluation = program, _evaluate_draft(program, options)
 
-    def better(chosen: Words) -> bool:
-        nonlocal best, least
-        tried = _place_recomputes(program, chosen, alone)
-        found = _evaluate_draft(tried, options)
-        if found < (least[0], least[1] * (1 - 1e-9)):
-            best, least = tried, found
+    def improve(addresses: Words) -> bool:
+        nonlocal best, best_evaluation
+        trial = _place_recomputes(program, addresses, without_offload)
+        evaluation = _evaluate_draft(trial, options)
+        if evaluation < (best_evaluation[0], best_evaluation[1] * (1 - 1e-9)):
+            best, best_evaluation = trial, evaluation
             return True
         return False
 
-    chosen, tries = candidates[:0], [few[::4], few[::2], few]
-    for some in tries:
-        if least <= (0.0, plain):
+    addresses = candidates[:0]
+    for choice in (fit_addresses[::4], fit_addresses[::2], fit_addresses):
+        if best_evaluation <= (0.0, plain_time):
             return best
-        if better(some):
-            chosen = some
+        if improve(choice):
+            addresses = choice
     for stage in np.unique(candidates >> STAGE_SHIFT).tolist():
-        if least <= (0.0, plain):
+        if best_evaluation <= (0.0, plain_time):
             break
-        own = chosen >> STAGE_SHIFT == stage
-        other = (
-            chosen[~own]
-            if own.any()
-            else [*chosen, *candidates[candidates >> STAGE_SHIFT == stage]]
-        )
-        if better(np.array(other, candidates.dtype)):
-            chosen = np.array(other, candidates.dtype)
+        is_of_stage = addresses >> STAGE_SHIFT == stage
+        if is_of_stage.any():
+            choice = addresses[~is_of_stage]
+        else:
+            choice = np.concatenate([addresses, candidates[candidates >> STAGE_SHIFT == stage]])
+        if improve(choice):
+            addresses = choice
     return best
 
 
@@ -258,10 +264,10 @@ def _evaluate_draft(program: Program, options: Options) -> tuple[float, float]:
     """Return the bytes above the memory limit after lowering, and the predicted time."""
     assert options.sizes is not None and options.memory_limit is not None
     lowered = options.run_later_passes(program)
-    most = max(
-        own.total_bytes.max() for own in compute_footprints(lowered, options.sizes, worst_case=True)
-    )
-    return max(0.0, most - add_tolerance(options.memory_limit)), predict_span(lowered, options)
+    footprints = compute_footprints(lowered, options.sizes, worst_case=True)
+    peak_bytes = max(footprint.total_bytes.max() for footprint in footprints)
+    excess = max(0.0, peak_bytes - add_tolerance(options.memory_limit))
+    return excess, predict_span(lowered, options)
 
 
 def _choose_for_rank(
@@ -273,56 +279,55 @@ def _choose_for_rank(
         return candidates[:0]
     stream = program.streams[rank]
     address, shape = stream.words & ADDRESS_MASK, program.shape
-    first = _find_positions(address, np.isin(stream.op, FORWARD_OPS), candidates)
-    last = _find_positions(address, np.isin(stream.op, BACKWARD_OPS), candidates)
-    here = (first >= 0) & (last >= 0)
-    candidates, first, last = candidates[here], first[here], last[here]
+    forward = _find_positions(address, np.isin(stream.op, FORWARD_OPS), candidates)
+    backward = _find_positions(address, np.isin(stream.op, BACKWARD_OPS), candidates)
+    has_both = (forward >= 0) & (backward >= 0)
+    candidates, forward, backward = candidates[has_both], forward[has_both], backward[has_both]
     stage = candidates >> STAGE_SHIFT & 0xFFFF
     mb = candidates & 0xFFFFFFFF
-    less = look_up(
+    saved_bytes = look_up(
         sizes.per_microbatch("saved", shape) - sizes.per_microbatch("recompute_inputs", shape),
         stage,
         mb,
     )
-    begin = np.searchsorted(footprint.positions, first)
-    end = np.searchsorted(footprint.positions, last)
-    taken = less <= 0
-    found: list[int] = []
-    for at in range(len(excess)):
-        while excess[at] > 0:
-            can = np.flatnonzero(~taken & (begin <= at) & (at < end))
-            if not len(can):
+    begin = np.searchsorted(footprint.positions, forward)
+    end = np.searchsorted(footprint.positions, backward)
+    is_excluded = saved_bytes <= 0
+    choices: list[int] = []
+    for point in range(len(excess)):
+        while excess[point] > 0:
+            eligible = np.flatnonzero(~is_excluded & (begin <= point) & (point < end))
+            if not len(eligible):
                 break
-            spares = [float(np.minimum(np.maximum(excess[at : end[k]], 0), less[k]).sum())
-                      for k in can.tolist()]  # fmt: skip
-            one = int(can[np.lexsort((end[can], np.array(spares)))[-1]])
-            taken[one] = True
-            found.append(one)
-            excess[begin[one] : end[one]] -= less[one]
-    return candidates[found]
+            reductions = [
+                float(np.minimum(np.maximum(excess[point : end[k]], 0), saved_bytes[k]).sum())
+                for k in eligible.tolist()
+            ]
+            order = np.lexsort((end[eligible], np.array(reductions)))
+            choice = int(eligible[order[-1]])
+            is_excluded[choice] = True
+            choices.append(choice)
+            excess[begin[choice] : end[choice]] -= saved_bytes[choice]
+    return candidates[choices]
 
 
 def _find_positions(address: Words, mask: NDArray[np.bool_], targets: Words) -> Positions:
     """Return the index of the first instruction in `mask` that has each target address, or -1."""
-    at = np.flatnonzero(mask)
-    order = at[np.argsort(address[at], kind="stable")]
-    found = np.searchsorted(address[order], targets)
-    near = (
-        order[np.minimum(found, len(order) - 1)] if len(order) else np.zeros(len(targets), np.intp)
-    )
-    there = (
-        (found < len(order)) & (address[near] == targets)
-        if len(order)
-        else np.zeros(len(targets), bool)
-    )
-    return np.where(there, near, -1)
+    positions = np.flatnonzero(mask)
+    order = positions[np.argsort(address[positions], kind="stable")]
+    order_index = np.searchsorted(address[order], targets)
+    if not len(order):
+        return np.full(len(targets), -1, np.intp)
+    nearest = order[np.minimum(order_index, len(order) - 1)]
+    is_match = (order_index < len(order)) & (address[nearest] == targets)
+    return np.where(is_match, nearest, -1)
 
 
 def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
     """Yield the expected R: an R is allowed only if its address has a backward."""
-    back = np.logical_or.reduce([present(op) for op in BACKWARD_OPS])
+    has_backward = np.logical_or.reduce([present(op) for op in BACKWARD_OPS])
     yield ExpectedInstructions(
-        RECOMPUTE, present(RECOMPUTE) & back, "its stage has no backward of its microbatch"
+        RECOMPUTE, present(RECOMPUTE) & has_backward, "its stage has no backward of its microbatch"
     )
 
 

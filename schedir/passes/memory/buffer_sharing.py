@@ -85,14 +85,15 @@ def share_slots(
         )
     program = remove_slot_sharing(program)
     graph = Graph.from_program(program, progress_model)
-    least = count_min_slots(program)[:, : len(SLOT_VALUES)]
+    min_slots = count_min_slots(program)[:, : len(SLOT_VALUES)]
     if buffer_sharing == "minimal":
-        return _set_slot_counts(program, least)
+        return _set_slot_counts(program, min_slots)
     costs = costs or Costs()
     if not costs.for_opcode(SEND_OPS[0], program.shape).any():
-        message = DEFAULT_MESSAGE_COST * float(costs.for_opcode(FORWARD, program.shape).mean())
-        least = _find_sufficient_slots(program, graph, replace(costs, send=message), least)
-    return _set_slot_counts(program, _find_sufficient_slots(program, graph, costs, least))
+        message_cost = DEFAULT_MESSAGE_COST * float(costs.for_opcode(FORWARD, program.shape).mean())
+        message_costs = replace(costs, send=message_cost)
+        min_slots = _find_sufficient_slots(program, graph, message_costs, min_slots)
+    return _set_slot_counts(program, _find_sufficient_slots(program, graph, costs, min_slots))
 
 
 def _find_sufficient_slots(
@@ -102,26 +103,30 @@ def _find_sufficient_slots(
 
     The given program must not share slots.
     """
-    reached = compute_earliest_times(graph, costs)
-    if not reached.is_done.all():
+    earliest_times = compute_earliest_times(graph, costs)
+    if not earliest_times.is_done.all():
         return min_slots  # the program hangs, and `check` raises the error
-    span = float(reached.end.max(initial=0.0)) * (1 + 1e-9)
+    span = float(earliest_times.end.max(initial=0.0)) * (1 + 1e-9)
 
-    def keeps(slots: NDArray[np.int64]) -> bool:
+    def keeps_time(slots: NDArray[np.int64]) -> bool:
         end = compute_earliest_times(
             Graph(_set_slot_counts(program, slots), graph.progress_model), costs
         ).end
         return float(end.max(initial=0.0)) <= span
 
-    latest = span - compute_remaining_times(graph, costs)
-    needed = np.maximum(min_slots, _count_overlaps(program, latest, reached.end, lower_bound=True))
-    calm = np.maximum(
-        needed, _count_overlaps(program, reached.start, reached.end, lower_bound=False)
+    latest_start = span - compute_remaining_times(graph, costs)
+    lower_bounds = np.maximum(
+        min_slots, _count_overlaps(program, latest_start, earliest_times.end, lower_bound=True)
     )
-    own = count_slots(program)[:, : len(SLOT_VALUES)]
-    best = next(slots for slots in (needed, calm, own) if keeps(slots))
-    best = np.where(_read_slot_counts(program) == UNSHARED_SLOTS, best, needed)
-    return reduce_slots(best, needed, keeps)
+    upper_bounds = np.maximum(
+        lower_bounds,
+        _count_overlaps(program, earliest_times.start, earliest_times.end, lower_bound=False),
+    )
+    separate_slots = count_slots(program)[:, : len(SLOT_VALUES)]
+    choices = (lower_bounds, upper_bounds, separate_slots)
+    best = next(slots for slots in choices if keeps_time(slots))
+    best = np.where(_read_slot_counts(program) == UNSHARED_SLOTS, best, lower_bounds)
+    return reduce_slots(best, lower_bounds, keeps_time)
 
 
 def reduce_slots(
@@ -140,14 +145,14 @@ def reduce_slots(
         keeps_time: A function that returns whether numbers of slots keep the time.
     """
     parts = [np.flatnonzero(best > min_slots)]
-    smallest = max(1, best.size // _SEARCH_DIVISIONS)
+    min_part_size = max(1, best.size // _SEARCH_DIVISIONS)
     while parts:
         part = parts.pop()
-        fewer = best.copy()
-        fewer.flat[part] = min_slots.flat[part]
-        if not len(part) or keeps_time(fewer):
-            best = fewer
-        elif len(part) > smallest:
+        trial = best.copy()
+        trial.flat[part] = min_slots.flat[part]
+        if not len(part) or keeps_time(trial):
+            best = trial
+        elif len(part) > min_part_size:
             parts += np.array_split(part, 2)
     return best
 
@@ -157,14 +162,15 @@ def _set_slot_counts(program: Program, slot_counts: NDArray[np.int64]) -> Progra
 
     Kinds of values that the program does not have stay unspecified.
     """
-    chosen = np.array([program.has_static_buffers(kind) for kind in SLOT_VALUES])
-    there = (slot_counts > 0).any(0) & chosen | np.isin(SLOT_VALUES, NEIGHBOR_VALUES)
+    is_static = np.array([program.has_static_buffers(kind) for kind in SLOT_VALUES])
+    is_counted = (slot_counts > 0).any(0) & is_static | np.isin(SLOT_VALUES, NEIGHBOR_VALUES)
     given_counts = _read_slot_counts(program)
-    numbers = np.where(
-        given_counts == UNSHARED_SLOTS, np.where(there, slot_counts, UNSHARED_SLOTS), given_counts
-    ).tolist()
-    both = zip(numbers, program.slots_per_rank, strict=True)
-    return program.with_slots([SlotCounts(*row, *own[len(row) :]) for row, own in both])
+    default_counts = np.where(is_counted, slot_counts, UNSHARED_SLOTS)
+    new_counts = np.where(given_counts == UNSHARED_SLOTS, default_counts, given_counts).tolist()
+    rows = zip(new_counts, program.slots_per_rank, strict=True)
+    return program.with_slots(
+        [SlotCounts(*counts, *slots[len(counts) :]) for counts, slots in rows]
+    )
 
 
 def _read_slot_counts(program: Program) -> NDArray[np.int64]:
@@ -180,8 +186,8 @@ def remove_slot_sharing(program: Program) -> Program:
     Args:
         program: The program.
     """
-    own = dict.fromkeys((kind.name.lower() for kind in BOUNDARY_VALUES), UNSHARED_SLOTS)
-    new_slots = [slots._replace(**own) for slots in program.slots]
+    separate_slots = dict.fromkeys((kind.name.lower() for kind in BOUNDARY_VALUES), UNSHARED_SLOTS)
+    new_slots = [slots._replace(**separate_slots) for slots in program.slots]
     return program.with_slots(new_slots if any(slots.specified() for slots in new_slots) else ())
 
 
@@ -197,19 +203,19 @@ def _count_overlaps(
     """
     counts = np.zeros((program.shape.ranks, len(SLOT_VALUES)), np.int64)
     for column, kind in enumerate(SLOT_VALUES):
-        own = Dataflow.from_program(program).find_lifetimes(kind)
-        starts, ends = start[own.filled_at], end[own.sorted_freed_at]
-        for rank in np.flatnonzero(np.diff(own.rank_offsets)).tolist():
-            here = slice(own.rank_offsets[rank], own.rank_offsets[rank + 1])
-            fills, frees = starts[here], ends[here]
+        lifetimes = Dataflow.from_program(program).find_lifetimes(kind)
+        starts, ends = start[lifetimes.filled_at], end[lifetimes.sorted_freed_at]
+        for rank in np.flatnonzero(np.diff(lifetimes.rank_offsets)).tolist():
+            rank_values = slice(lifetimes.rank_offsets[rank], lifetimes.rank_offsets[rank + 1])
+            fill_starts, free_ends = starts[rank_values], ends[rank_values]
             if lower_bound:
-                fills = np.maximum.accumulate(fills)
-                frees = _accumulate_backward(np.minimum, frees)
+                fill_starts = np.maximum.accumulate(fill_starts)
+                free_ends = _accumulate_backward(np.minimum, free_ends)
             else:
-                fills = _accumulate_backward(np.minimum, fills)
-                frees = np.maximum.accumulate(frees)
-            free = np.searchsorted(frees, fills, side="right")
-            counts[rank, column] = (np.arange(1, len(fills) + 1) - free).max()
+                fill_starts = _accumulate_backward(np.minimum, fill_starts)
+                free_ends = np.maximum.accumulate(free_ends)
+            num_freed = np.searchsorted(free_ends, fill_starts, side="right")
+            counts[rank, column] = (np.arange(1, len(fill_starts) + 1) - num_freed).max()
     return counts
 
 
@@ -225,8 +231,8 @@ def _lower(program: Program, options: Options) -> Program:
 def _read_options(program: Program, progress_model: ProgressModel) -> dict[str, Any]:
     if not program.shares_slots:
         return {"buffer_sharing": None}
-    few = share_slots(program, "minimal").slots
-    return {"buffer_sharing": "minimal" if program.slots == few else "latency_preserving"}
+    minimal_slots = share_slots(program, "minimal").slots
+    return {"buffer_sharing": "minimal" if program.slots == minimal_slots else "latency_preserving"}
 
 
 PASSES: Final = (

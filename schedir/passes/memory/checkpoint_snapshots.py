@@ -43,24 +43,25 @@ def insert_snapshots(program: Program) -> Program:
         )
     stage = np.arange(program.frozen_stages, program.shape.stages)
     rank = program.shape.replica_ranks[0, stage]
-    at = program.offsets[rank]
-    return insert_at_positions(program, at, rank, pack(Opcode.Snapshot, stage, 0))
+    positions = program.offsets[rank]
+    return insert_at_positions(program, positions, rank, pack(Opcode.Snapshot, stage, 0))
 
 
 def _mask_first_replicas(program: Program) -> Mask:
     """Return a mask of the stage replicas that have a snapshot."""
     shape = program.shape
-    once = np.zeros(shape.replica_ranks.shape, bool)
-    once[0, program.frozen_stages :] = program.checkpoint_snapshots and program.has_backward
-    return once.reshape(-1)
+    required = np.zeros(shape.replica_ranks.shape, bool)
+    required[0, program.frozen_stages :] = program.checkpoint_snapshots and program.has_backward
+    return required.reshape(-1)
 
 
 def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
-    once = np.zeros(len(present(Opcode.Snapshot)), bool)  # a program has snapshots in update 0 only
-    once[: program.shape.replica_ranks.size] = _mask_first_replicas(program)
+    # A step has snapshots in update 0 only.
+    required = np.zeros(len(present(Opcode.Snapshot)), bool)
+    required[: program.shape.replica_ranks.size] = _mask_first_replicas(program)
     yield ExpectedInstructions(
         Opcode.Snapshot,
-        once,
+        required,
         "a step has one snapshot for each trained stage, on the first replica of the stage"
         if program.checkpoint_snapshots
         else "the program has 'checkpoint_snapshots no'",

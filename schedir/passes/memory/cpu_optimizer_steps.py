@@ -50,32 +50,35 @@ def insert_host_steps(program: Program) -> Program:
         program: A program with gradient reductions.
     """
     shape, index = program.shape, InstructionIndex.from_program(program)
-    givers = index.find_all_positions(find_possible_givers(Opcode.OffloadGrads, Value.GRAD))
-    latest = np.full(shape.replica_ranks.size * shape.optimizer_steps, NO_POSITION)
-    np.maximum.at(latest, index.compute_keys(Scope.STAGE, givers), givers)
-    last = latest.reshape(shape.optimizer_steps, *shape.replica_ranks.shape)
-    tied = [s for stages in program.trained_ties for s in stages]
+    producers = index.find_all_positions(find_possible_givers(Opcode.OffloadGrads, Value.GRAD))
+    last_by_key = np.full(shape.replica_ranks.size * shape.optimizer_steps, NO_POSITION)
+    np.maximum.at(last_by_key, index.compute_keys(Scope.STAGE, producers), producers)
+    last_producers = last_by_key.reshape(shape.optimizer_steps, *shape.replica_ranks.shape)
+    tied_stages = [s for stages in program.trained_ties for s in stages]
     ends = find_update_ends(program)
     positions, ranks, words = [], [], []
     for update in range(shape.optimizer_steps):
-        for rank, own in enumerate(shape.stages_on_rank):
-            trained = np.array([s for s in own if s >= program.frozen_stages], np.int64)
-            at = last[update, shape.replica_row_of_stage(trained, rank), trained]
-            order = np.argsort(at, kind="stable")
-            trained, at = trained[order], at[order]
-            is_local_sum = (index.op[at] == Opcode.ReduceGrads) & (program.dp == 1)
-            is_local_sum &= ~np.isin(trained, tied)
-            offloads, steps, reloads = (pack(op, trained, update) for op in _HOST_STEP_OPS)
+        for rank, rank_stages in enumerate(shape.stages_on_rank):
+            trained_stages = np.array(
+                [s for s in rank_stages if s >= program.frozen_stages], np.int64
+            )
+            row = shape.replica_row_of_stage(trained_stages, rank)
+            grad_positions = last_producers[update, row, trained_stages]
+            order = np.argsort(grad_positions, kind="stable")
+            trained_stages, grad_positions = trained_stages[order], grad_positions[order]
+            is_local_sum = (index.op[grad_positions] == Opcode.ReduceGrads) & (program.dp == 1)
+            is_local_sum &= ~np.isin(trained_stages, tied_stages)
+            offloads, steps, reloads = (pack(op, trained_stages, update) for op in _HOST_STEP_OPS)
             # With several updates, the next update may add to the gradients after this check.
             check_numbers = [update] if shape.optimizer_steps > 1 else []
             checks = pack(Opcode.CheckGradsFinite, 0, np.array(check_numbers, int))
             words += [offloads, checks, steps, reloads]
             end = ends[update, rank]
             positions += [
-                np.where(is_local_sum, at + 1, end),
-                np.full(len(checks) + 2 * len(at), end),
+                np.where(is_local_sum, grad_positions + 1, end),
+                np.full(len(checks) + 2 * len(grad_positions), end),
             ]
-            ranks += [np.full(len(checks) + 3 * len(at), rank)]
+            ranks += [np.full(len(checks) + 3 * len(grad_positions), rank)]
     return insert_at_positions(program, *map(np.concatenate, (positions, ranks, words)))
 
 
@@ -94,10 +97,10 @@ def delay_host_steps(program: Program) -> Program:
     updates = program.shape.optimizer_steps
     # Position of an instruction -> position of the first user of its results, or n without a user.
     first_user = np.full(n, n)
-    for giver in Dataflow.from_program(program).givers:
-        # `check` refuses a program in which a giver comes after its user.
-        users = np.flatnonzero((giver != NO_POSITION) & (giver < np.arange(n)))
-        np.minimum.at(first_user, giver[users], users)
+    for producer in Dataflow.from_program(program).givers:
+        # `check` refuses a program in which a producer comes after its user.
+        users = np.flatnonzero((producer != NO_POSITION) & (producer < np.arange(n)))
+        np.minimum.at(first_user, producer[users], users)
     # The rank and the update of each instruction that has an update, as one number.
     key = index.rank.astype(np.int64) * updates + index.mb
     ends, steps = (index.find_all_positions(ops) for ops in (_RANK_OPS, OPTIMIZER_STEP_OPS))

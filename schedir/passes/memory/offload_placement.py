@@ -79,13 +79,13 @@ def fill_move_costs(program: Program, options: Options) -> Options:
         options: The options of the lowering.
     """
     costs = options.costs or Costs()
-    usual = DEFAULT_MESSAGE_COST * float(costs.for_opcode(FORWARD, program.shape).mean())
-    free = {
-        COST_BY_OPCODE[op]: usual
+    default_cost = DEFAULT_MESSAGE_COST * float(costs.for_opcode(FORWARD, program.shape).mean())
+    default_costs = {
+        COST_BY_OPCODE[op]: default_cost
         for op in _MOVE_OPS.values()
         if not costs.for_opcode(op, program.shape).any()
     }
-    return replace(options, costs=replace(costs, **free))
+    return replace(options, costs=replace(costs, **default_costs))
 
 
 class ForwardLifetimes(NamedTuple):
@@ -108,17 +108,20 @@ def find_lifetimes(program: Program) -> ForwardLifetimes:
     Args:
         program: The program.
     """
-    own = Dataflow.from_program(program).find_lifetimes(Value.SAVED)
+    lifetimes = Dataflow.from_program(program).find_lifetimes(Value.SAVED)
     address = program.words & ADDRESS_MASK
-    made = own.filled_at.astype(np.intp)
-    first = {
-        int(address[at]): at
+    producers = lifetimes.filled_at.astype(np.intp)
+    first_use = {
+        int(address[position]): position
         for op in reversed((*find_modifiers(Value.SAVED),))
         if op in COMPUTE_OPS
-        for at in np.flatnonzero(program.op == op).tolist()
+        for position in np.flatnonzero(program.op == op).tolist()
     }
-    used = [first.get(int(address[m]), f) for m, f in zip(made, own.freed_at.tolist(), strict=True)]
-    return ForwardLifetimes(address[made], made, np.array(used, np.intp))
+    users = [
+        first_use.get(int(address[producer]), freed_at)
+        for producer, freed_at in zip(producers, lifetimes.freed_at.tolist(), strict=True)
+    ]
+    return ForwardLifetimes(address[producers], producers, np.array(users, np.intp))
 
 
 def compute_move_costs(program: Program, op: Opcode, addresses: Words, options: Options) -> Floats:
@@ -153,21 +156,27 @@ def place_offloads(program: Program, offloaded: Words, spilled: Words, options: 
     """
     if not len(offloaded):
         return program
-    own = find_lifetimes(program)
-    there = np.isin(own.address, offloaded)
+    lifetimes = find_lifetimes(program)
+    is_offloaded = np.isin(lifetimes.address, offloaded)
     program = _insert_round_trip(
-        program, HOST_TRIP, own.producer[there], own.first_user[there], options
+        program,
+        HOST_TRIP,
+        lifetimes.producer[is_offloaded],
+        lifetimes.first_user[is_offloaded],
+        options,
     )
     if len(spilled):
-        back = find_lifetimes(program)
-        back = ForwardLifetimes(
-            *(each[program.op[back.producer] == HOST_TRIP.reload_op] for each in back)
-        )
+        lifetimes = find_lifetimes(program)
+        is_reload = program.op[lifetimes.producer] == HOST_TRIP.reload_op
+        reloads = ForwardLifetimes(*(column[is_reload] for column in lifetimes))
         address = program.words & ADDRESS_MASK
-        spills = np.isin(address, spilled)
-        gone, used = (np.flatnonzero((program.op == op) & spills) for op in HOST_TRIP)
-        gone, used = (at[np.argsort(address[at], kind="stable")] for at in (gone, used))
-        program = _insert_round_trip(program, DISK_TRIP, gone, used, options, back)
+        is_spilled = np.isin(address, spilled)
+        producers, users = (np.flatnonzero((program.op == op) & is_spilled) for op in HOST_TRIP)
+        producers, users = (
+            positions[np.argsort(address[positions], kind="stable")]
+            for positions in (producers, users)
+        )
+        program = _insert_round_trip(program, DISK_TRIP, producers, users, options, reloads)
     return program
 
 
@@ -188,28 +197,28 @@ def _insert_round_trip(
     producers, users = producers[order], users[order]
     address = (program.words & ADDRESS_MASK)[producers]
     groups = np.append(np.flatnonzero(~program.joined), len(program))
-    leaves = groups[np.searchsorted(groups, producers, side="right")]
-    needed = groups[np.searchsorted(groups, users, side="right") - 1]
-    rank = _find_ranks(program, producers)
+    offload_positions = groups[np.searchsorted(groups, producers, side="right")]
+    latest_positions = groups[np.searchsorted(groups, users, side="right") - 1]
+    producer_ranks = _find_ranks(program, producers)
     words = [replace_opcode(address, op) for op in trip]
 
-    def back_at(place: Positions) -> Program:
-        at = np.concatenate([leaves, place])
-        ranks = np.concatenate([rank, rank])
-        return insert_at_positions(program, at, ranks, np.concatenate(words))
+    def insert_moves(reload_positions: Positions) -> Program:
+        positions = np.concatenate([offload_positions, reload_positions])
+        ranks = np.concatenate([producer_ranks, producer_ranks])
+        return insert_at_positions(program, positions, ranks, np.concatenate(words))
 
-    def times(found: Program) -> tuple[Floats, Floats, Program]:
+    def predict_times(trial: Program) -> tuple[Floats, Floats, Program]:
         """Return starts and ends in `found`, and `found`.
 
         The starts and ends are those of the instructions that are also in `program`.
         """
-        reached = compute_earliest_times(
-            Graph.from_program(found, options.progress_model), options.costs
+        earliest_times = compute_earliest_times(
+            Graph.from_program(trial, options.progress_model), options.costs
         )
-        old = ~np.isin(found.op, trip) | ~np.isin(found.words & ADDRESS_MASK, address)
-        return reached.start[old], reached.end[old], found
+        is_original = ~np.isin(trial.op, trip) | ~np.isin(trial.words & ADDRESS_MASK, address)
+        return earliest_times.start[is_original], earliest_times.end[is_original], trial
 
-    def as_late_as(start: Floats, end: Floats, lead: int) -> Program:
+    def place_reloads(start: Floats, end: Floats, lead: int) -> Program:
         """Return the program with reloads as late as possible.
 
         A reload must start so early that it ends at the start of its user. It is inserted before
@@ -217,33 +226,40 @@ def _insert_round_trip(
         the duration of the reload.
         """
         if reloads is not None:
-            takes = compute_move_costs(program, HOST_TRIP.reload_op, reloads.address, options)
+            host_durations = compute_move_costs(
+                program, HOST_TRIP.reload_op, reloads.address, options
+            )
             start = start.copy()
             start[reloads.producer] = _compute_latest_starts(
-                start[reloads.first_user], takes, _find_ranks(program, reloads.producer)
+                start[reloads.first_user], host_durations, _find_ranks(program, reloads.producer)
             )
-        takes = compute_move_costs(program, trip.reload_op, address, options)
-        late = _compute_latest_starts(start[users], takes, rank) - lead * takes
-        place = needed.copy()
-        compute = np.isin(program.op, COMPUTE_OPS)
-        for one in np.unique(rank).tolist():
-            mine = np.arange(*program.offsets[one : one + 2])
-            mine, here = mine[compute[mine]], rank == one
-            first = np.searchsorted(end[mine], late[here], side="right")
+        durations = compute_move_costs(program, trip.reload_op, address, options)
+        latest_starts = _compute_latest_starts(start[users], durations, producer_ranks)
+        latest_starts = latest_starts - lead * durations
+        reload_positions = latest_positions.copy()
+        is_compute = np.isin(program.op, COMPUTE_OPS)
+        for rank in np.unique(producer_ranks).tolist():
+            positions = np.arange(*program.offsets[rank : rank + 2])
+            computes = positions[is_compute[positions]]
+            is_on_rank = producer_ranks == rank
+            next_compute = np.searchsorted(end[computes], latest_starts[is_on_rank], side="right")
             # If no compute ends later, this is the last compute.
-            place[here] = mine[np.minimum(first, len(mine) - 1)]
-        place = groups[np.searchsorted(groups, place, side="right") - 1]
-        return back_at(np.maximum.accumulate(np.clip(place, leaves, needed)))
+            next_compute = np.minimum(next_compute, len(computes) - 1)
+            reload_positions[is_on_rank] = computes[next_compute]
+        reload_positions = groups[np.searchsorted(groups, reload_positions, side="right") - 1]
+        reload_positions = np.clip(reload_positions, offload_positions, latest_positions)
+        return insert_moves(np.maximum.accumulate(reload_positions))
 
     # Two predictions give the times of users: one with reloads right before their users, and one
     # without moves. The second prediction helps if moves wait for each other. If all resulting
     # positions make the step longer, reloads stay right before their users.
-    last, ideal = times(back_at(needed)), times(program)
-    best, least = last[2], float(last[1].max(initial=0.0)) * (1 + 1e-9)
-    for lead, (start, end, _) in product(range(_MAX_LEADS), (last, ideal)):
-        _, tried, found = times(as_late_as(start, end, lead))
-        if tried.max(initial=0.0) <= least:
-            return found
+    late_times = predict_times(insert_moves(latest_positions))
+    ideal_times = predict_times(program)
+    best, max_span = late_times[2], float(late_times[1].max(initial=0.0)) * (1 + 1e-9)
+    for lead, (start, end, _) in product(range(_MAX_LEADS), (late_times, ideal_times)):
+        _, ends, trial = predict_times(place_reloads(start, end, lead))
+        if ends.max(initial=0.0) <= max_span:
+            return trial
     return best
 
 
@@ -251,18 +267,19 @@ def _find_ranks(program: Program, positions: Positions) -> Positions:
     return np.searchsorted(program.offsets, positions, side="right") - 1
 
 
-def _compute_latest_starts(start: Floats, durations: Floats, rank: Positions) -> Floats:
+def _compute_latest_starts(start: Floats, durations: Floats, ranks: Positions) -> Floats:
     """Return the latest start of each move with which it ends before its user starts.
 
     The moves of a rank run one after the other, because they are on one lane.
     """
-    found = np.empty(len(start))
-    for one in np.unique(rank).tolist():
-        here = rank == one
-        before = np.cumsum(durations[here])
-        latest = start[here] - before
-        found[here] = np.minimum.accumulate(latest[::-1])[::-1] + before - durations[here]
-    return found
+    latest_starts = np.empty(len(start))
+    for rank in np.unique(ranks).tolist():
+        is_on_rank = ranks == rank
+        total_durations = np.cumsum(durations[is_on_rank])
+        first_start = start[is_on_rank] - total_durations
+        first_start = np.minimum.accumulate(first_start[::-1])[::-1]
+        latest_starts[is_on_rank] = first_start + total_durations - durations[is_on_rank]
+    return latest_starts
 
 
 # ---------------------------------------------------------------- number of slots
@@ -293,14 +310,14 @@ class SlotRange(NamedTuple):
             tier: The tier.
         """
         if tier == "host":
-            own = find_host_values(program)
+            host_values = find_host_values(program)
             return cls(
                 tier,
-                own.count_peak(number_groups(InstructionIndex.from_program(program))),
-                np.diff(own.rank_offsets),
+                host_values.count_peak(number_groups(InstructionIndex.from_program(program))),
+                np.diff(host_values.rank_offsets),
             )
-        least = count_min_slots(program)[:, SLOT_VALUES.index(Value.SAVED)]
-        return cls(tier, least, count_slots(program)[:, SLOT_KINDS.index(Value.SAVED)])
+        min_slots = count_min_slots(program)[:, SLOT_VALUES.index(Value.SAVED)]
+        return cls(tier, min_slots, count_slots(program)[:, SLOT_KINDS.index(Value.SAVED)])
 
     def set_slots(self, program: Program, slots: Counts) -> Program:
         """Return the program with these numbers of slots.
@@ -331,10 +348,10 @@ class SlotRange(NamedTuple):
         high = self.max_slots + 1
         while (high - low > 1).any():
             middle = (low + high) // 2
-            holds = compute_peak_memory(self.set_slots(program, middle), options, self.tier)
-            fits = holds <= add_tolerance(limit)
-            low = np.where(fits, middle, low)
-            high = np.where(fits, high, middle)
+            peak_memory = compute_peak_memory(self.set_slots(program, middle), options, self.tier)
+            is_within_limit = peak_memory <= add_tolerance(limit)
+            low = np.where(is_within_limit, middle, low)
+            high = np.where(is_within_limit, high, middle)
             high = np.maximum(high, low + 1)
         return low
 
@@ -350,18 +367,18 @@ class SlotRange(NamedTuple):
             options: The options of the lowering.
             max_slots: The largest numbers, shape (ranks,).
         """
-        least = self.min_slots
+        min_slots = self.min_slots
         span = predict_span(self.set_slots(program, max_slots), options) * (1 + 1e-9)
 
-        def keeps(number: Counts) -> bool:
-            return predict_span(self.set_slots(program, number), options) <= span
+        def keeps_time(slots: Counts) -> bool:
+            return predict_span(self.set_slots(program, slots), options) <= span
 
-        low, high = -1, int((max_slots - least).max(initial=0))
+        low, high = -1, int((max_slots - min_slots).max(initial=0))
         while high - low > 1:  # a binary search for an increment that is equal on all ranks
             middle = (low + high) // 2
-            kept = keeps(np.minimum(least + middle, max_slots))
-            low, high = (low, middle) if kept else (middle, high)
-        return reduce_slots(np.minimum(least + high, max_slots), least, keeps)
+            is_sufficient = keeps_time(np.minimum(min_slots + middle, max_slots))
+            low, high = (low, middle) if is_sufficient else (middle, high)
+        return reduce_slots(np.minimum(min_slots + high, max_slots), min_slots, keeps_time)
 
 
 def compute_peak_memory(program: Program, options: Options, tier: Tier) -> Floats:
@@ -378,8 +395,8 @@ def compute_peak_memory(program: Program, options: Options, tier: Tier) -> Float
     lowered = options.run_later_passes(program)
     return np.array(
         [
-            own.total_bytes.max()
-            for own in compute_footprints(lowered, options.sizes, tier, worst_case=True)
+            footprint.total_bytes.max()
+            for footprint in compute_footprints(lowered, options.sizes, tier, worst_case=True)
         ]
     )
 

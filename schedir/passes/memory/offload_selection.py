@@ -133,25 +133,32 @@ def insert_offloads(program: Program, options: Options) -> Program:
         Graph.from_program(program, options.progress_model), options.costs
     ).is_done.all():
         return program  # the program hangs, so there are no times.  `check` reports the hang.
-    which, further = options.extra_options["offload"], options.extra_options.get("offload_to_disk")
-    none = program.words[:0]
+    host_selection = options.extra_options["offload"]
+    disk_selection = options.extra_options.get("offload_to_disk")
+    no_addresses = program.words[:0]
 
-    def to_host(chosen: Words) -> Program:
-        return place_offloads(program, chosen, none, options)
+    def to_host(host_addresses: Words) -> Program:
+        return place_offloads(program, host_addresses, no_addresses, options)
 
-    chosen = _choose_addresses(program, which, "offload", _find_candidates(program), options)
-    if is_fit(which):
-        chosen = _choose_fewest_to_fit(program, chosen, to_host, "device", options)
-    spilled = none
-    if further is not None:
+    host_addresses = _choose_addresses(
+        program, host_selection, "offload", _find_candidates(program), options
+    )
+    if is_fit(host_selection):
+        host_addresses = _choose_fewest_to_fit(program, host_addresses, to_host, "device", options)
+    disk_addresses = no_addresses
+    if disk_selection is not None:
 
-        def to_disk(spilled: Words) -> Program:
-            return place_offloads(program, chosen, spilled, options)
+        def to_disk(disk_addresses: Words) -> Program:
+            return place_offloads(program, host_addresses, disk_addresses, options)
 
-        spilled = _choose_addresses(program, further, "offload_to_disk", chosen, options)
-        if is_fit(further):
-            spilled = _choose_fewest_to_fit(program, spilled, to_disk, "host", options)
-    return _set_slots(place_offloads(program, chosen, spilled, options), options)
+        disk_addresses = _choose_addresses(
+            program, disk_selection, "offload_to_disk", host_addresses, options
+        )
+        if is_fit(disk_selection):
+            disk_addresses = _choose_fewest_to_fit(
+                program, disk_addresses, to_disk, "host", options
+            )
+    return _set_slots(place_offloads(program, host_addresses, disk_addresses, options), options)
 
 
 def _choose_addresses(
@@ -171,38 +178,41 @@ def _choose_addresses(
                 )
     if is_fit(selection):
         return candidates
-    chosen = candidates[select_addresses(selection, option, candidates, program.shape)]
+    addresses = candidates[select_addresses(selection, option, candidates, program.shape)]
     if not (
         is_keyword(selection) or callable(selection) or isinstance(selection, ImportedSelection)
     ):
-        _warn_of_no_effect(find_named_pairs(selection, option, program.shape), option, chosen)
-    return chosen
+        _warn_of_no_effect(find_named_pairs(selection, option, program.shape), option, addresses)
+    return addresses
 
 
-def _warn_of_no_effect(named: set[tuple[int, ...]], option: str, chosen: Words) -> None:
+def _warn_of_no_effect(named_pairs: set[tuple[int, ...]], option: str, addresses: Words) -> None:
     """Warn of listed stages and microbatches for which no value moves."""
-    stage, mb = split_addresses(chosen)
-    moved = {*zip(stage.tolist()), *zip(stage.tolist(), mb.tolist(), strict=True)}
-    if left := sorted(named - moved):
-        one = ", ".join(".".join(map(str, each)) for each in left[:MAX_LISTED])
-        more = f" and {len(left) - MAX_LISTED} more" if len(left) > MAX_LISTED else ""
-        why = (
+    stage, mb = split_addresses(addresses)
+    moved_pairs = {*zip(stage.tolist()), *zip(stage.tolist(), mb.tolist(), strict=True)}
+    if unmoved_pairs := sorted(named_pairs - moved_pairs):
+        names = ", ".join(".".join(map(str, pair)) for pair in unmoved_pairs[:MAX_LISTED])
+        if len(unmoved_pairs) > MAX_LISTED:
+            names += f" and {len(unmoved_pairs) - MAX_LISTED} more"
+        reason = (
             "no compute runs between the forward and the use of the activations"
             if option == "offload"
             else "offload does not move the activations to the host"
         )
         warnings.warn(
-            f"{option} selects {one}{more}, but moves no activation of this selection: {why}",
+            f"{option} selects {names}, but moves no activation of this selection: {reason}",
             stacklevel=3,
         )
 
 
 def _find_candidates(program: Program) -> Words:
     """Return the addresses with other compute between the forward and the use of its value."""
-    own = find_lifetimes(program)
-    work = np.cumsum(np.isin(program.op, COMPUTE_OPS) & ~program.joined)
-    found: Words = own.address[work[own.first_user] - work[own.producer] > 1]
-    return found
+    lifetimes = find_lifetimes(program)
+    compute_count = np.cumsum(np.isin(program.op, COMPUTE_OPS) & ~program.joined)
+    candidates: Words = lifetimes.address[
+        compute_count[lifetimes.first_user] - compute_count[lifetimes.producer] > 1
+    ]
+    return candidates
 
 
 def _has_time_to_move(
@@ -212,21 +222,21 @@ def _has_time_to_move(
 
     The times are predicted for the program without moves.
     """
-    own = find_lifetimes(program)
-    takes = sum(
-        compute_move_costs(program, op, own.address, options) for trip in trips for op in trip
+    lifetimes = find_lifetimes(program)
+    durations = sum(
+        compute_move_costs(program, op, lifetimes.address, options) for trip in trips for op in trip
     )
-    worth = _compute_idle_times(program, own, options) >= takes * (1 - 1e-9)
-    there: NDArray[np.bool_] = np.isin(addresses, own.address[worth])
-    return there
+    has_time = _compute_idle_times(program, lifetimes, options) >= durations * (1 - 1e-9)
+    is_movable: NDArray[np.bool_] = np.isin(addresses, lifetimes.address[has_time])
+    return is_movable
 
 
 def _compute_idle_times(program: Program, lifetimes: ForwardLifetimes, options: Options) -> Floats:
     """Return the predicted time between the producer and the first user of each value."""
-    reached = compute_earliest_times(
+    earliest_times = compute_earliest_times(
         Graph.from_program(program, options.progress_model), options.costs
     )
-    return reached.start[lifetimes.first_user] - reached.end[lifetimes.producer]
+    return earliest_times.start[lifetimes.first_user] - earliest_times.end[lifetimes.producer]
 
 
 def _set_slots(program: Program, options: Options) -> Program:
@@ -242,9 +252,10 @@ def _set_slots(program: Program, options: Options) -> Program:
             limit is None or program.used_opcodes.isdisjoint(HOST_TRIP)
         ):
             continue
-        room = SlotRange.from_program(program, tier)
-        most = room.find_max_within_limit(program, options, limit)
-        program = room.set_slots(program, room.find_sufficient_slots(program, options, most))
+        slot_range = SlotRange.from_program(program, tier)
+        max_slots = slot_range.find_max_within_limit(program, options, limit)
+        slots = slot_range.find_sufficient_slots(program, options, max_slots)
+        program = slot_range.set_slots(program, slots)
     return program
 
 
@@ -277,37 +288,36 @@ def _choose_fewest_to_fit(
     order = _order_candidates(program, candidates, options)
     ranks = range(program.shape.ranks)
 
-    def some(number: Counts) -> Words:
-        return np.concatenate([candidates[:0], *(order[r][: number[r]] for r in ranks)])
+    def take_first(counts: Counts) -> Words:
+        return np.concatenate([candidates[:0], *(order[r][: counts[r]] for r in ranks)])
 
-    def too_much(number: Counts) -> NDArray[np.bool_]:
-        moved = move(some(number))
-        room = SlotRange.from_program(moved, tier)
-        moved = room.set_slots(moved, room.min_slots)
-        return compute_peak_memory(moved, options, tier) > add_tolerance(limit)
+    def exceeds_limit(counts: Counts) -> NDArray[np.bool_]:
+        moved_program = move(take_first(counts))
+        slot_range = SlotRange.from_program(moved_program, tier)
+        moved_program = slot_range.set_slots(moved_program, slot_range.min_slots)
+        return compute_peak_memory(moved_program, options, tier) > add_tolerance(limit)
 
-    most = np.array([len(own) for own in order])
-    most[~too_much(0 * most)] = 0
-    low, high = 0 * most - 1, most
+    max_counts = np.array([len(rank_candidates) for rank_candidates in order])
+    max_counts[~exceeds_limit(0 * max_counts)] = 0
+    low, high = 0 * max_counts - 1, max_counts
     while (high - low > 1).any():
         middle = np.where(high > 0, (low + high) // 2, 0)
-        wrong = too_much(middle)
-        low = np.where(wrong, middle, low)
-        high = np.where(wrong, high, middle)
+        is_over_limit = exceeds_limit(middle)
+        low = np.where(is_over_limit, middle, low)
+        high = np.where(is_over_limit, high, middle)
         low = np.where(high > 0, low, -1)
-    best = some(high)
-    least = np.inf
-    plain = predict_span(program, options)
+    best = take_first(high)
+    best_span = np.inf
+    plain_span = predict_span(program, options)
     for share in _TRIED_SHARES if high.any() else ():
-        tried = some(high + np.floor(share * (most - high)).astype(np.int64))
-        moved = move(tried)
-        room = SlotRange.from_program(moved, tier)
-        span = predict_span(
-            room.set_slots(moved, room.find_max_within_limit(moved, options, limit)), options
-        )
-        if span < least * (1 - 1e-9):
-            best, least = tried, span
-        if least <= plain * (1 + 1e-9):
+        trial = take_first(high + np.floor(share * (max_counts - high)).astype(np.int64))
+        moved_program = move(trial)
+        slot_range = SlotRange.from_program(moved_program, tier)
+        slots = slot_range.find_max_within_limit(moved_program, options, limit)
+        span = predict_span(slot_range.set_slots(moved_program, slots), options)
+        if span < best_span * (1 - 1e-9):
+            best, best_span = trial, span
+        if best_span <= plain_span * (1 + 1e-9):
             break
     return best
 
@@ -318,28 +328,29 @@ def _order_candidates(program: Program, candidates: Words, options: Options) -> 
     Candidates with equal times are ordered so that the first n of them, for any n, are spaced as
     evenly as possible.
     """
-    own = find_lifetimes(program)
-    free = _compute_idle_times(program, own, options)
-    rank = np.searchsorted(program.offsets, own.producer, side="right") - 1
-    there = np.isin(own.address, candidates)
-    found = []
-    for one in range(program.shape.ranks):
-        here = np.flatnonzero(there & (rank == one))
-        grain = max(1e-9 * float(free[here].max(initial=0.0)), 1e-300)
-        length = np.round(free[here] / grain)
-        place = np.empty(len(here))
-        for each in np.unique(length).tolist():
-            equal = np.flatnonzero(length == each)
-            place[equal] = _make_van_der_corput(len(equal))
-        found.append(own.address[here[np.lexsort((place, -length))]])
-    return found
+    lifetimes = find_lifetimes(program)
+    idle_times = _compute_idle_times(program, lifetimes, options)
+    ranks = np.searchsorted(program.offsets, lifetimes.producer, side="right") - 1
+    is_candidate = np.isin(lifetimes.address, candidates)
+    candidates_by_rank = []
+    for rank in range(program.shape.ranks):
+        rank_entries = np.flatnonzero(is_candidate & (ranks == rank))
+        tolerance = max(1e-9 * float(idle_times[rank_entries].max(initial=0.0)), 1e-300)
+        rounded_times = np.round(idle_times[rank_entries] / tolerance)
+        spread_order = np.empty(len(rank_entries))
+        for rounded_time in np.unique(rounded_times).tolist():
+            equal_entries = np.flatnonzero(rounded_times == rounded_time)
+            spread_order[equal_entries] = _make_van_der_corput(len(equal_entries))
+        order = np.lexsort((spread_order, -rounded_times))
+        candidates_by_rank.append(lifetimes.address[rank_entries[order]])
+    return candidates_by_rank
 
 
 def _make_van_der_corput(number: int) -> Floats:
     """Return van der Corput's sequence: the reversed bits of 0, 1, 2, ... as fractions below 1."""
     bits = np.arange(max(1, (number - 1).bit_length()))
-    each = np.arange(number)[:, None] >> bits & 1
-    return np.asarray((each / 2.0 ** (bits + 1)).sum(1))
+    bit_values = np.arange(number)[:, None] >> bits & 1
+    return np.asarray((bit_values / 2.0 ** (bits + 1)).sum(1))
 
 
 # ---------------------------------------------------------------- expected instructions
@@ -347,11 +358,11 @@ def _make_van_der_corput(number: int) -> Floats:
 
 def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
     """Yield the expected moves: each offload has a reload, and each reload an offload."""
-    gone = "its activations are not moved"
+    reason = "its activations are not moved"
     yield ExpectedInstructions(
         HOST_TRIP.reload_op,
         present(HOST_TRIP.offload_op),
-        f"{gone} to the host",
+        f"{reason} to the host",
         counterpart=HOST_TRIP.offload_op,
     )
     yield ExpectedInstructions(
@@ -363,7 +374,7 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
     yield ExpectedInstructions(
         DISK_TRIP.reload_op,
         present(DISK_TRIP.offload_op),
-        f"{gone} to the disk",
+        f"{reason} to the disk",
         counterpart=DISK_TRIP.offload_op,
     )
     yield ExpectedInstructions(
@@ -376,11 +387,12 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
 
 def _read_options(program: Program, progress_model: ProgressModel) -> dict[str, Any]:
     """Return the options `offload` and `offload_to_disk` that select the moves of a program."""
-    found = {}
+    selections = {}
     for option, trip in (("offload", HOST_TRIP), ("offload_to_disk", DISK_TRIP)):
         stage, mb = split_addresses((program.words & ADDRESS_MASK)[program.op == trip.offload_op])
-        found[option] = ImportedSelection(zip(stage.tolist(), mb.tolist(), strict=True)) or None
-    return found
+        pairs = zip(stage.tolist(), mb.tolist(), strict=True)
+        selections[option] = ImportedSelection(pairs) or None
+    return selections
 
 
 def _parse_bytes(text: str) -> float:

@@ -73,58 +73,58 @@ def insert_state_offload(
         ShapeError: A number of buffers is not in range.
     """
     shape, index = program.shape, InstructionIndex.from_program(program)
-    givers = index.find_all_positions(find_producers(Value.GRAD))
-    last = np.full(shape.replica_ranks.size, NO_POSITION)
-    np.maximum.at(last, index.compute_keys(Scope.STAGE, givers), givers)
-    reduced = last.reshape(shape.replica_ranks.shape)
+    producers = index.find_all_positions(find_producers(Value.GRAD))
+    last_by_key = np.full(shape.replica_ranks.size, NO_POSITION)
+    np.maximum.at(last_by_key, index.compute_keys(Scope.STAGE, producers), producers)
+    last_producers = last_by_key.reshape(shape.replica_ranks.shape)
     device_count, host_count = (
         DEFAULT_BUFFERS if count is None else _BUFFER_COUNT_TYPE.resolve(option, count, shape)
         for option, count in zip(_PLACEMENTS_BY_OPTION, (device_buffers, host_buffers), strict=True)
     )
     ranks, words = [], []
-    for rank, own in enumerate(shape.stages_on_rank):
-        trained = np.array([s for s in own if s >= program.frozen_stages], np.int64)
-        trained = trained[
-            np.argsort(reduced[shape.replica_row_of_stage(trained, rank), trained], kind="stable")
-        ]
-        reload, step, offload = (pack(op, trained, 0) for op in _STATE_OPS)
+    for rank, rank_stages in enumerate(shape.stages_on_rank):
+        trained_stages = np.array([s for s in rank_stages if s >= program.frozen_stages], np.int64)
+        row = shape.replica_row_of_stage(trained_stages, rank)
+        order = np.argsort(last_producers[row, trained_stages], kind="stable")
+        trained_stages = trained_stages[order]
+        reload, step, offload = (pack(op, trained_stages, 0) for op in _STATE_OPS)
         delay = min(device_count - 1, 1)  # steps between an offload and the reload into its buffer
         rank_words = [*reload[:device_count]]
-        for k in range(len(trained)):
+        for k in range(len(trained_stages)):
             rank_words += [step[k], offload[k]]
             if k >= delay:
                 rank_words += [*reload[k - delay + device_count :][:1]]
         if program.optimizer_placement == "disk":
             # Reads must leave one buffer for offloads. With few stages, one buffer is free in any
             # case.
-            must_leave_one = len(trained) - device_count >= host_count - 1
+            must_leave_one = len(trained_stages) - device_count >= host_count - 1
             reads_ahead = host_count - 1 if must_leave_one else host_count
-            rank_words = _add_disk_moves(rank_words, trained, reads_ahead)
+            rank_words = _add_disk_moves(rank_words, trained_stages, reads_ahead)
         ranks += [rank] * len(rank_words)
         words += rank_words
     return append_to_streams(program, np.array(ranks, np.int64), np.array(words, np.int64))
 
 
 def _add_disk_moves(
-    rank_words: Sequence[int], trained: NDArray[np.int64], reads_ahead: int
+    rank_words: Sequence[int], trained_stages: NDArray[np.int64], reads_ahead: int
 ) -> list[int]:
     """Insert reads and writes of the disk into the instructions of a rank.
 
     `reads_ahead` reads come before the first reload. If `reads_ahead` is 0, each read comes just
     before the reload of its stage.
     """
-    reads, writes = (iter(pack(op, trained, 0).tolist()) for op in _DISK_OPS)
-    found = [*islice(reads, reads_ahead)]
+    reads, writes = (iter(pack(op, trained_stages, 0).tolist()) for op in _DISK_OPS)
+    words = [*islice(reads, reads_ahead)]
     for word in rank_words:
         op = word >> OP_SHIFT
         if op == Opcode.ReloadState and not reads_ahead:
-            found += islice(reads, 1)
-        found.append(word)
+            words += islice(reads, 1)
+        words.append(word)
         if op == Opcode.OffloadState:
-            found += islice(writes, 1)
+            words += islice(writes, 1)
         elif op == Opcode.ReloadState and reads_ahead:
-            found += islice(reads, 1)
-    return found
+            words += islice(reads, 1)
+    return words
 
 
 def set_device_buffers(program: Program) -> Program:
@@ -137,8 +137,10 @@ def set_device_buffers(program: Program) -> Program:
         program: A program with reloads and offloads of states.
     """
     column = SLOT_KINDS.index(Value.STATE)
-    fewest, most = count_min_slots(program)[:, column], count_slots(program)[:, column]
-    return program if (fewest >= most).all() else program.with_slot_counts(_DEVICE_SLOTS, fewest)
+    min_slots, max_slots = count_min_slots(program)[:, column], count_slots(program)[:, column]
+    if (min_slots >= max_slots).all():
+        return program
+    return program.with_slot_counts(_DEVICE_SLOTS, min_slots)
 
 
 def set_host_buffers(program: Program) -> Program:
@@ -209,14 +211,14 @@ def _should_run(program: Program, options: Options) -> bool:
 
 def _read_options(program: Program) -> dict[str, int]:
     """Return the options that describe the numbers of slots for states in a program."""
-    found = {}
+    options = {}
     for option, name in zip(_PLACEMENTS_BY_OPTION, (_DEVICE_SLOTS, _HOST_SLOTS), strict=True):
         slot_counts = [
             n for slots in program.slots if (n := getattr(slots, name)) != UNSHARED_SLOTS
         ]
         if slot_counts and program.optimizer_placement in _PLACEMENTS_BY_OPTION[option]:
-            found[option] = max(slot_counts)
-    return found
+            options[option] = max(slot_counts)
+    return options
 
 
 PASSES: Final = (

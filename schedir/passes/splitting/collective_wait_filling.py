@@ -88,10 +88,10 @@ def fill_collective_waits(program: Program, options: Options) -> Program:
         UsageError: The option has another value, there are no costs, the costs of the collectives
             are 0, the program has no segments, or some computes are joined.
     """
-    which = options.extra_options["fill_collective_waits"]
-    if which not in _FILL_OPS:
+    selection = options.extra_options["fill_collective_waits"]
+    if selection not in _FILL_OPS:
         raise UsageError(
-            f"fill_collective_waits {_REQUIREMENT}, not {describe(which)}",
+            f"fill_collective_waits {_REQUIREMENT}, not {describe(selection)}",
             fields=["fill_collective_waits"],
         )
     if options.costs is None:
@@ -129,13 +129,17 @@ def fill_collective_waits(program: Program, options: Options) -> Program:
             hint="split each stage into segments with stage_segments",
             fields=["fill_collective_waits", "stage_segments"],
         )
-    lowered, most = options.run_later_passes(program), None
+    lowered, max_ahead = options.run_later_passes(program), None
     if options.memory_limit is None and program.has_backward:
-        most = [
-            _find_max_ahead(own.op, own.stage >= program.frozen_stages) for own in program.streams
+        max_ahead = [
+            _find_max_ahead(stream.op, stream.stage >= program.frozen_stages)
+            for stream in program.streams
         ]
-    found = [_search_order(program, lowered, options, fills, most) for fills in _FILL_OPS[which]]
-    return min(found, key=lambda one: one[1])[0]
+    results = [
+        _search_order(program, lowered, options, fill_ops, max_ahead)
+        for fill_ops in _FILL_OPS[selection]
+    ]
+    return min(results, key=lambda result: result[1])[0]
 
 
 def _search_order(
@@ -149,26 +153,28 @@ def _search_order(
 
     If no order is better than that of the program, the program itself is returned.
     """
-    best, least = program, _evaluate_program(lowered, options)
+    best, best_evaluation = program, _evaluate_program(lowered, options)
     for _ in range(_MAX_ROUNDS):
-        tried = best
-        seen = {tried.words.tobytes()}
-        for ahead, longer in product(
+        base = best
+        seen_words = {base.words.tobytes()}
+        for lookahead, duration_factor in product(
             _LOOKAHEADS if fill_ops != BACKWARD_WEIGHT_OPS else _LOOKAHEADS[:1], _DURATION_FACTORS
         ):
-            found = _ProgramSimulation(
-                lowered, options, fill_ops, ahead, longer, max_ahead
-            ).reorder(tried)
-            if (bits := found.words.tobytes()) in seen:
+            trial = _ProgramSimulation(
+                lowered, options, fill_ops, lookahead, duration_factor, max_ahead
+            ).reorder(base)
+            if (trial_words := trial.words.tobytes()) in seen_words:
                 continue
-            seen.add(bits)
-            judged = _evaluate_program(options.run_later_passes(found), options)
-            if judged[0] <= least[0] and judged < (least[0], least[1] * (1 - 1e-9)):
-                best, least = found, judged
-        if best is tried:
+            seen_words.add(trial_words)
+            evaluation = _evaluate_program(options.run_later_passes(trial), options)
+            best_excess, best_time = best_evaluation
+            is_better = evaluation < (best_excess, best_time * (1 - 1e-9))
+            if evaluation[0] <= best_excess and is_better:
+                best, best_evaluation = trial, evaluation
+        if best is base:
             break
         lowered = options.run_later_passes(best)
-    return best, least
+    return best, best_evaluation
 
 
 def _count_ahead(op: int) -> int:
@@ -176,11 +182,10 @@ def _count_ahead(op: int) -> int:
     return (op in FORWARD_OPS) - (op in _MICROBATCH_END_OPS)
 
 
-def _find_max_ahead(op: NDArray[Any], trained: NDArray[Any]) -> int:
+def _find_max_ahead(op: NDArray[Any], is_trained: NDArray[Any]) -> int:
     """Return the peak of the number of forwards of trained stages without their backwards."""
-    return int(
-        (np.array([_count_ahead(one) for one in op.tolist()]) * trained).cumsum().max(initial=0)
-    )
+    changes = np.array([_count_ahead(opcode) for opcode in op.tolist()]) * is_trained
+    return int(changes.cumsum().max(initial=0))
 
 
 def _evaluate_program(lowered: Program, options: Options) -> tuple[float, float]:
@@ -188,14 +193,12 @@ def _evaluate_program(lowered: Program, options: Options) -> tuple[float, float]
 
     Without a limit, the number of bytes is 0.
     """
-    over = 0.0
+    excess = 0.0
     if options.sizes is not None and options.memory_limit is not None:
-        most = max(
-            own.total_bytes.max(initial=0.0)
-            for own in compute_footprints(lowered, options.sizes, worst_case=True)
-        )
-        over = max(0.0, most - add_tolerance(options.memory_limit))
-    return over, predict_span(lowered, options)
+        footprints = compute_footprints(lowered, options.sizes, worst_case=True)
+        peak_bytes = max(footprint.total_bytes.max(initial=0.0) for footprint in footprints)
+        excess = max(0.0, peak_bytes - add_tolerance(options.memory_limit))
+    return excess, predict_span(lowered, options)
 
 
 class _ProgramSimulation:
@@ -217,7 +220,7 @@ class _ProgramSimulation:
     ) -> None:
         assert options.costs is not None
         graph = Graph.from_program(program, options.progress_model)
-        index, node = graph.index, graph.node
+        index, node_of_position = graph.index, graph.node
         self.lookahead = lookahead
         self.duration_factor = duration_factor
         self.remaining_time: list[float] = (
@@ -228,26 +231,26 @@ class _ProgramSimulation:
         self.max_ahead = max_ahead
         table, row = graph.get_cost_table(options.costs)
         cost = np.zeros(len(index))
-        np.maximum.at(cost, node, table[row])
+        np.maximum.at(cost, node_of_position, table[row])
         self.cost: list[float] = cost.tolist()
         self.rank = index.rank.tolist()
         self.op = index.op.tolist()
         self.stage = index.stage.tolist()
         self.mb = index.mb.tolist()
-        each = np.array([_count_ahead(op) for op in self.op], np.int64)
-        self.ahead_change: list[int] = (each * (index.stage >= program.frozen_stages)).tolist()
+        changes = np.array([_count_ahead(op) for op in self.op], np.int64)
+        self.ahead_change: list[int] = (changes * (index.stage >= program.frozen_stages)).tolist()
         self.successors: list[list[int]] = [[] for _ in range(len(index))]
         self.predecessors: list[list[int]] = [[] for _ in range(len(index))]
-        for giver in graph.needs:
-            for at in np.flatnonzero(giver != NO_POSITION).tolist():
-                one = int(node[giver[at]])
-                other = int(node[at])
-                self.successors[one].append(other)
-                self.predecessors[other].append(one)
-        self.num_pending = [len(own) for own in self.predecessors]
-        self.nodes = np.flatnonzero(node == np.arange(len(node))).tolist()
-        computes = index.is_op(COMPUTE_OPS)
-        self.is_compute: list[bool] = computes.tolist()
+        for producer in graph.needs:
+            for consumer in np.flatnonzero(producer != NO_POSITION).tolist():
+                producer_node = int(node_of_position[producer[consumer]])
+                consumer_node = int(node_of_position[consumer])
+                self.successors[producer_node].append(consumer_node)
+                self.predecessors[consumer_node].append(producer_node)
+        self.num_pending = [len(nodes) for nodes in self.predecessors]
+        self.nodes = np.flatnonzero(node_of_position == np.arange(len(node_of_position))).tolist()
+        is_compute = index.is_op(COMPUTE_OPS)
+        self.is_compute: list[bool] = is_compute.tolist()
         self.is_segment_collective: list[bool] = index.is_op(
             find_segment_collectives(program.sequence_parallel)
         ).tolist()
@@ -256,31 +259,34 @@ class _ProgramSimulation:
         ).tolist()
         self.is_fill: list[bool] = index.is_op(fill_ops).tolist()
         self.rank_computes = [
-            np.flatnonzero(computes[lo:hi]) + lo for lo, hi in pairwise(program.offsets)
+            np.flatnonzero(is_compute[begin:end]) + begin
+            for begin, end in pairwise(program.offsets)
         ]
-        self.ready_nodes: list[set[int]] = [
-            set() for _ in self.rank_computes
-        ]  # nodes of each rank that can start
+        # The nodes of each rank that can start.
+        self.ready_nodes: list[set[int]] = [set() for _ in self.rank_computes]
         self.end_times: dict[int, float] = {}  # node that has started -> time of its end
         self.finished_nodes: set[int] = set()
         # The number of forwards without their backwards on each rank: now, and after each position
         # in the order of the rank.
         self.num_ahead = [0] * len(self.rank_computes)
         self.ahead_profile = [
-            np.cumsum([self.ahead_change[at] for at in own]) for own in self.rank_computes
+            np.cumsum([self.ahead_change[node] for node in computes])
+            for computes in self.rank_computes
         ]
-        self.order_index = {int(at): k for own in self.rank_computes for k, at in enumerate(own)}
+        self.order_index = {
+            int(node): k for computes in self.rank_computes for k, node in enumerate(computes)
+        }
         # Queues of computes of a stage that must keep their order: computes of an opcode that adds
         # to no gradients, and computes that add to the same gradients.
         self.ordered_queues: dict[tuple[int, int], deque[int]] = defaultdict(deque)
-        for own in self.rank_computes:
-            for at in own.tolist():
-                for line in self._list_queues(at):
-                    self.ordered_queues[line].append(at)
+        for computes in self.rank_computes:
+            for node in computes.tolist():
+                for queue in self._list_queues(node):
+                    self.ordered_queues[queue].append(node)
 
-    def _list_queues(self, at: int) -> Iterator[tuple[int, int]]:
+    def _list_queues(self, node: int) -> Iterator[tuple[int, int]]:
         """Yield the keys of the ordered queues that contain an instruction."""
-        op, stage = self.op[at], self.stage[at]
+        op, stage = self.op[node], self.stage[node]
         if all(op not in ops for ops in GRAD_ADDING_OPS_BY_WEIGHT):
             yield op, stage
         for k, ops in enumerate(GRAD_ADDING_OPS_BY_WEIGHT):
@@ -294,140 +300,153 @@ class _ProgramSimulation:
         the draft itself is returned.
         """
         order = self._simulate()
-        here = [k for k, computes in enumerate(self.is_compute) if computes]
-        place = {at: k for k, at in enumerate(here)}  # node -> position in the draft
-        moved = np.array([place[at] for own in order for at in own], np.intp)
-        if (moved == np.arange(len(moved))).all():
+        compute_nodes = [k for k, is_compute in enumerate(self.is_compute) if is_compute]
+        # Node -> position in the draft.
+        draft_position = {node: k for k, node in enumerate(compute_nodes)}
+        nodes = [node for rank_order in order for node in rank_order]
+        new_order = np.array([draft_position[node] for node in nodes], np.intp)
+        if (new_order == np.arange(len(new_order))).all():
             return draft
-        return replace(draft, streams=StreamSlices.from_words(draft.words[moved], draft.offsets))
+        words = draft.words[new_order]
+        return replace(draft, streams=StreamSlices.from_words(words, draft.offsets))
 
     def _simulate(self) -> list[list[int]]:
         """Return the computes of each rank in the order in which they run."""
         order: list[list[int]] = [[] for _ in self.rank_computes]
-        self.remaining_computes = [deque(own.tolist()) for own in self.rank_computes]
+        self.remaining_computes = [deque(computes.tolist()) for computes in self.rank_computes]
         events: list[tuple[float, int]] = []
         collectives: list[deque[int]] = [deque() for _ in order]  # collectives that can start
-        busy = [False] * len(order)
+        is_busy = [False] * len(order)
         in_collective = [False] * len(order)
 
-        def begin(at: int, now: float) -> None:
-            self.end_times[at] = now + self.cost[at]
-            heappush(events, (self.end_times[at], at))
+        def begin(node: int, now: float) -> None:
+            self.end_times[node] = now + self.cost[node]
+            heappush(events, (self.end_times[node], node))
 
-        def can_begin(at: int, now: float) -> None:
-            if self.is_compute[at]:
-                self.ready_nodes[self.rank[at]].add(at)
-            elif self.is_boundary_collective[at]:
-                collectives[self.rank[at]].append(at)
+        def make_ready(node: int, now: float) -> None:
+            if self.is_compute[node]:
+                self.ready_nodes[self.rank[node]].add(node)
+            elif self.is_boundary_collective[node]:
+                collectives[self.rank[node]].append(node)
             else:
-                begin(at, now)
+                begin(node, now)
 
-        def go_on(rank: int, now: float) -> None:
+        def advance(rank: int, now: float) -> None:
             if collectives[rank] and not in_collective[rank]:
                 in_collective[rank] = True
                 begin(collectives[rank].popleft(), now)
-            if not busy[rank] and (at := self._pick_next(rank, now)) is not None:
-                busy[rank] = True
-                order[rank].append(at)
-                self._update_ahead(rank, at)
-                self.ready_nodes[rank].remove(at)
-                for line in self._list_queues(at):
-                    self.ordered_queues[line].popleft()
-                begin(at, now)
+            if not is_busy[rank] and (node := self._pick_next(rank, now)) is not None:
+                is_busy[rank] = True
+                order[rank].append(node)
+                self._update_ahead(rank, node)
+                self.ready_nodes[rank].remove(node)
+                for queue in self._list_queues(node):
+                    self.ordered_queues[queue].popleft()
+                begin(node, now)
 
-        for at in self.nodes:
-            if not self.num_pending[at]:
-                can_begin(at, 0.0)
+        for node in self.nodes:
+            if not self.num_pending[node]:
+                make_ready(node, 0.0)
         for rank in range(len(order)):
-            go_on(rank, 0.0)
+            advance(rank, 0.0)
         while events:
-            now, touched = events[0][0], set[int]()
+            now, changed_ranks = events[0][0], set[int]()
             while events and events[0][0] <= now:
-                _, at = heappop(events)
-                rank = self.rank[at]
-                self.finished_nodes.add(at)
-                touched.add(rank)
-                busy[rank] &= not self.is_compute[at]
-                in_collective[rank] &= not self.is_boundary_collective[at]
-                for other in self.successors[at]:
-                    self.num_pending[other] -= 1
-                    if not self.num_pending[other]:
-                        can_begin(other, now)
-                        touched.add(self.rank[other])
-            for rank in sorted(touched):
-                go_on(rank, now)
+                _, node = heappop(events)
+                rank = self.rank[node]
+                self.finished_nodes.add(node)
+                changed_ranks.add(rank)
+                is_busy[rank] &= not self.is_compute[node]
+                in_collective[rank] &= not self.is_boundary_collective[node]
+                for successor in self.successors[node]:
+                    self.num_pending[successor] -= 1
+                    if not self.num_pending[successor]:
+                        make_ready(successor, now)
+                        changed_ranks.add(self.rank[successor])
+            for rank in sorted(changed_ranks):
+                advance(rank, now)
         return order
 
     def _pick_next(self, rank: int, now: float) -> int | None:
         """Return the compute that a rank runs next, or None if the rank must wait."""
-        left = self.remaining_computes[rank]
-        while left and left[0] in self.end_times:
-            left.popleft()
-        if not left:
+        remaining = self.remaining_computes[rank]
+        while remaining and remaining[0] in self.end_times:
+            remaining.popleft()
+        if not remaining:
             return None
-        head = int(left[0])
+        next_compute = int(remaining[0])
         if self.duration_factor is None:
-            some = [head] * (not self.num_pending[head]) + self._find_fillers(rank, left)
-            return max(some, key=lambda at: (self.remaining_time[at], -at), default=None)
-        if not self.num_pending[head]:
-            return head
-        missing = [at for at in self.predecessors[head] if at not in self.finished_nodes]
-        if not all(self.is_segment_collective[at] and not self.num_pending[at] for at in missing):
+            choices = self._find_fillers(rank, remaining)
+            if not self.num_pending[next_compute]:
+                choices = [next_compute, *choices]
+            return max(choices, key=lambda node: (self.remaining_time[node], -node), default=None)
+        if not self.num_pending[next_compute]:
+            return next_compute
+        predecessors = self.predecessors[next_compute]
+        missing = [node for node in predecessors if node not in self.finished_nodes]
+        is_running = [
+            self.is_segment_collective[node] and not self.num_pending[node] for node in missing
+        ]
+        if not all(is_running):
             return None  # the next compute waits for more than running collectives
-        wait = max(self.end_times.get(at, inf) for at in missing) - now
-        most = self.duration_factor * wait * (1 + 1e-9)
-        return next((at for at in self._find_fillers(rank, left) if self.cost[at] <= most), None)
+        wait = max(self.end_times.get(node, inf) for node in missing) - now
+        max_cost = self.duration_factor * wait * (1 + 1e-9)
+        fillers = self._find_fillers(rank, remaining)
+        return next((node for node in fillers if self.cost[node] <= max_cost), None)
 
     def _find_fillers(self, rank: int, remaining: Iterable[int]) -> list[int]:
         """Return the ready computes that may run before the next compute of the rank's order."""
-        ways: list[MicrobatchDirection | None] = [None, *self._find_next_directions(remaining)]
+        directions = [None, *self._find_next_directions(remaining)]
         return [
-            at
-            for at in sorted(self.ready_nodes[rank])
-            if self.is_fill[at]
-            and self._find_direction(at) in ways
-            and all(self.ordered_queues[line][0] == at for line in self._list_queues(at))
-            and self._is_within_limit(rank, at)
+            node
+            for node in sorted(self.ready_nodes[rank])
+            if self.is_fill[node]
+            and self._find_direction(node) in directions
+            and all(self.ordered_queues[queue][0] == node for queue in self._list_queues(node))
+            and self._is_within_limit(rank, node)
         ]
 
-    def _find_passed(self, rank: int, at: int) -> slice:
+    def _find_passed(self, rank: int, node: int) -> slice:
         """Return the slice of the rank's order that an instruction overtakes if it runs next."""
-        left = self.remaining_computes[rank]
-        while left and left[0] in self.end_times:
-            left.popleft()
-        return slice(self.order_index[left[0]] if left else 0, self.order_index[at])
+        remaining = self.remaining_computes[rank]
+        while remaining and remaining[0] in self.end_times:
+            remaining.popleft()
+        return slice(self.order_index[remaining[0]] if remaining else 0, self.order_index[node])
 
-    def _is_within_limit(self, rank: int, at: int) -> bool:
+    def _is_within_limit(self, rank: int, node: int) -> bool:
         """Return whether a rank keeps its limit `max_ahead` if an instruction runs next."""
-        if self.max_ahead is None or self.ahead_change[at] <= 0:
+        if self.max_ahead is None or self.ahead_change[node] <= 0:
             return True
-        over = self._find_passed(rank, at)
-        there = max(self.num_ahead[rank], self.ahead_profile[rank][over].max(initial=0))
-        return bool(there < self.max_ahead[rank])
+        passed_range = self._find_passed(rank, node)
+        peak = max(self.num_ahead[rank], self.ahead_profile[rank][passed_range].max(initial=0))
+        return bool(peak < self.max_ahead[rank])
 
-    def _update_ahead(self, rank: int, at: int) -> None:
+    def _update_ahead(self, rank: int, node: int) -> None:
         """Update the numbers of forwards without their backwards when an instruction starts."""
-        self.ahead_profile[rank][self._find_passed(rank, at)] += self.ahead_change[at]
-        self.num_ahead[rank] += self.ahead_change[at]
+        self.ahead_profile[rank][self._find_passed(rank, node)] += self.ahead_change[node]
+        self.num_ahead[rank] += self.ahead_change[node]
 
-    def _find_direction(self, at: int) -> MicrobatchDirection | None:
+    def _find_direction(self, node: int) -> MicrobatchDirection | None:
         """Return the direction and the microbatch of a compute; None for a BackwardWeight."""
-        op = self.op[at]
-        return None if op in BACKWARD_WEIGHT_OPS else (op in BACKWARD_OPS, self.mb[at])
+        op = self.op[node]
+        return None if op in BACKWARD_WEIGHT_OPS else (op in BACKWARD_OPS, self.mb[node])
 
     def _find_next_directions(self, remaining: Iterable[int]) -> list[MicrobatchDirection]:
         """Return the next `lookahead` + 1 pairs of direction and microbatch in a rank's order.
 
         The computes of these pairs may run early.
         """
-        found: list[MicrobatchDirection] = []
-        for at in remaining:
-            if at in self.end_times or (way := self._find_direction(at)) is None or way in found:
+        directions: list[MicrobatchDirection] = []
+        for node in remaining:
+            if node in self.end_times:
                 continue
-            if len(found) > self.lookahead:
+            direction = self._find_direction(node)
+            if direction is None or direction in directions:
+                continue
+            if len(directions) > self.lookahead:
                 break
-            found.append(way)
-        return found
+            directions.append(direction)
+        return directions
 
 
 def _parse_fill(text: str) -> str:

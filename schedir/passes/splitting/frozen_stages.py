@@ -26,10 +26,10 @@ def drop_frozen_backwards(program: Program) -> Program:
         return program
     streams = []
     for stream in program.streams:
-        gone = is_op(stream.op, TRAINED_STAGE_OPS) & (stream.stage < program.frozen_stages)
+        is_dropped = is_op(stream.op, TRAINED_STAGE_OPS) & (stream.stage < program.frozen_stages)
         words = stream.words.copy()
-        words[1:][gone[:-1]] &= ~JOINED_BIT
-        streams.append(Stream(words[~gone]))
+        words[1:][is_dropped[:-1]] &= ~JOINED_BIT
+        streams.append(Stream(words[~is_dropped]))
     return replace(program, streams=tuple(streams))
 
 

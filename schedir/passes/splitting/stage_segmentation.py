@@ -90,15 +90,15 @@ def parse_segment_letters(segments: SegmentSpec, shape: PipelineShape) -> tuple[
     """
     if isinstance(segments, str):
         segments = _parse_option(segments)
-    several = isinstance(segments, Iterable) and not isinstance(segments, (str, *NON_NUMBER_TYPES))
-    each = [*segments] if several and isinstance(segments, Iterable) else [segments]
-    if several and len(each) != shape.stages:
+    is_list = isinstance(segments, Iterable) and not isinstance(segments, (str, *NON_NUMBER_TYPES))
+    entries = [*segments] if is_list and isinstance(segments, Iterable) else [segments]
+    if is_list and len(entries) != shape.stages:
         raise UsageError(
-            f"stage_segments has {len(each)} entries, but the program has {shape.stages} stages",
+            f"stage_segments has {len(entries)} entries, but the program has {shape.stages} stages",
             fields=["stage_segments"],
         )
-    found = [_parse_letters(one) for one in each]
-    return tuple(found if several else found * shape.stages)
+    letters = [_parse_letters(entry) for entry in entries]
+    return tuple(letters if is_list else letters * shape.stages)
 
 
 def _parse_letters(value: object) -> str:
@@ -117,13 +117,13 @@ def _parse_letters(value: object) -> str:
 def _parse_segments(text: str) -> Any:
     """Parse `5`, `fgfg`, or a list with one of these per stage: `5,fgfg,1`."""
     try:
-        each = [
-            one if one and {*one} <= {*SEGMENT_LETTERS} else parse_integer(one)
-            for one in text.split(",")
+        entries = [
+            entry if entry and {*entry} <= {*SEGMENT_LETTERS} else parse_integer(entry)
+            for entry in text.split(",")
         ]
     except ValueError:
         raise ValueError(f"{_REQUIREMENT}, not {describe(text)}") from None
-    return each[0] if len(each) == 1 else tuple(each)
+    return entries[0] if len(entries) == 1 else tuple(entries)
 
 
 def _parse_option(text: str) -> Any:
@@ -176,18 +176,18 @@ def divide_over_stages(segments: SegmentSpec, ranks: int, stages: int) -> tuple[
         >>> divide_over_stages(9, 2, 4), divide_over_stages(5, 2, 2)
         (('fgfg', 'fgfg', 'fgfg', 'fgfg'), ('fgfg', 'fgfg'))
     """
-    found, v = list[str | int](), stages // ranks
-    for own in parse_segment_letters(segments, PipelineShape(ranks, 1)):
-        one = own[: len(own) // v]
-        if one * v != own or ranks * v != stages:
+    stage_segments, v = list[str | int](), stages // ranks
+    for rank_letters in parse_segment_letters(segments, PipelineShape(ranks, 1)):
+        stage_letters = rank_letters[: len(rank_letters) // v]
+        if stage_letters * v != rank_letters or ranks * v != stages:
             raise ShapeError(
-                f"stage_segments gives each rank the collectives {describe(own)}, which do not "
-                f"divide equally over its {v} stages",
+                f"stage_segments gives each rank the collectives {describe(rank_letters)}, which "
+                f"do not divide equally over its {v} stages",
                 hint=f"stage_segments={2 * v + 1} gives each of the {v} stages 3 segments",
                 fields=["stage_segments", "stages_per_rank"],
             )
-        found += [one or 1] * v
-    return tuple(found)
+        stage_segments += [stage_letters or 1] * v
+    return tuple(stage_segments)
 
 
 # ---------------------------------------------------------------- the draft
@@ -220,28 +220,33 @@ def split_stages(program: Program, segments: SegmentSpec = 1, chunks: int = 1) -
     """
     letters = parse_segment_letters(segments, program.shape)
     chunks = CHUNK_COUNT_TYPE.resolve("microbatch_chunks", chunks, None)
-    number = np.array([len(own) + 1 for own in letters])
-    if (number == 1).all() and chunks == 1:
+    segment_counts = np.array([len(stage_letters) + 1 for stage_letters in letters])
+    if (segment_counts == 1).all() and chunks == 1:
         return program
-    if program.segment_boundaries and (number > 1).any():
+    if program.segment_boundaries and (segment_counts > 1).any():
         raise UsageError(
             "stage_segments cannot be applied: the program has segments already",
             fields=["stage_segments"],
         )
-    first = np.concatenate([[0], np.cumsum(number)])
-    alone = (TP_LETTERS if program.tp == 1 else "") + (EP_LETTERS if program.ep == 1 else "")
-    boundaries = STAGE_END.join(letters).translate(str.maketrans(alone, NO_COLLECTIVE * len(alone)))
+    first_segments = np.concatenate([[0], np.cumsum(segment_counts)])
+    unused_letters = TP_LETTERS if program.tp == 1 else ""
+    unused_letters += EP_LETTERS if program.ep == 1 else ""
+    unused_to_none = str.maketrans(unused_letters, NO_COLLECTIVE * len(unused_letters))
+    boundaries = STAGE_END.join(letters).translate(unused_to_none)
+    sequence_chunks = program.shape.sequence_chunks
     return replace(
         program,
-        shape=split_shape(program.shape, number, chunks),
+        shape=split_shape(program.shape, segment_counts, chunks),
         streams=tuple(
-            Stream(_split_stream(own, program.shape.sequence_chunks, number, first, chunks))
-            for own in program.streams
+            Stream(_split_stream(stream, sequence_chunks, segment_counts, first_segments, chunks))
+            for stream in program.streams
         ),
-        frozen_stages=int(first[program.frozen_stages]),
-        skips=tuple((int(first[s + 1]) - 1, int(first[t])) for s, t in program.skips),
+        frozen_stages=int(first_segments[program.frozen_stages]),
+        skips=tuple(
+            (int(first_segments[s + 1]) - 1, int(first_segments[t])) for s, t in program.skips
+        ),
         tied_weights=tuple(
-            tuple(_find_tied_segment(s, number, first, stages) for s in stages)
+            tuple(_find_tied_segment(s, segment_counts, first_segments, stages) for s in stages)
             for stages in program.tied_weights
         ),
         segment_boundaries=program.segment_boundaries or boundaries,
@@ -266,9 +271,9 @@ def split_like(program: Program, reference: Program) -> Program:
             f"stage segments of {len(letters)} stages cannot be converted to "
             f"{program.shape.stages} stages"
         )
-    given = [own or 1 for own in letters]
-    groups = replace(program, tp=reference.tp, dp=reference.dp, ep=reference.ep)
-    return split_stages(groups, given, reference.chunks_per_microbatch)
+    segments = [stage_letters or 1 for stage_letters in letters]
+    draft = replace(program, tp=reference.tp, dp=reference.dp, ep=reference.ep)
+    return split_stages(draft, segments, reference.chunks_per_microbatch)
 
 
 def _split_stream(
@@ -276,19 +281,22 @@ def _split_stream(
 ) -> Words:
     """Replace each word of a Stream by the words of its segments and chunks."""
     words, stage = stream.words, stream.stage.astype(np.int64)
-    times = segment_counts[stage] * chunks
-    at = np.repeat(np.arange(len(words)), times)
-    turn, chunk = np.divmod(np.arange(len(at)) - np.repeat(np.cumsum(times) - times, times), chunks)
-    joined = words & JOINED_BIT != 0
-    begin = np.arange(len(words)) - joined  # index of the first instruction of a pair
-    order = np.lexsort((joined[at], chunk, turn, begin[at]))
-    at, turn, chunk = at[order], turn[order], chunk[order]
-    down = is_op(words >> OP_SHIFT & 0xFF, _BACKWARD_ORDER_OPS)[at]
-    segment = first_segments[stage[at]] + np.where(down, segment_counts[stage[at]] - 1 - turn, turn)
-    sequence, sequence_chunk = np.divmod(stream.mb.astype(np.int64)[at], sequence_chunks)
+    copies = segment_counts[stage] * chunks
+    source = np.repeat(np.arange(len(words)), copies)
+    copy = np.arange(len(source)) - np.repeat(np.cumsum(copies) - copies, copies)
+    segment_index, chunk = np.divmod(copy, chunks)
+    is_joined = words & JOINED_BIT != 0
+    pair_start = np.arange(len(words)) - is_joined  # index of the first instruction of a pair
+    order = np.lexsort((is_joined[source], chunk, segment_index, pair_start[source]))
+    source, segment_index, chunk = source[order], segment_index[order], chunk[order]
+    is_backward = is_op(words >> OP_SHIFT & 0xFF, _BACKWARD_ORDER_OPS)[source]
+    last_index = segment_counts[stage[source]] - 1
+    segment_index = np.where(is_backward, last_index - segment_index, segment_index)
+    segment = first_segments[stage[source]] + segment_index
+    sequence, sequence_chunk = np.divmod(stream.mb.astype(np.int64)[source], sequence_chunks)
     mb = (sequence * chunks + chunk) * sequence_chunks + sequence_chunk
-    found: Words = words[at] & ~(JOINED_BIT | ADDRESS_MASK) | segment << STAGE_SHIFT | mb
-    return found
+    new_words: Words = words[source] & ~(JOINED_BIT | ADDRESS_MASK) | segment << STAGE_SHIFT | mb
+    return new_words
 
 
 def split_shape(shape: PipelineShape, segment_counts: Words, chunks: int = 1) -> PipelineShape:
@@ -303,20 +311,20 @@ def split_shape(shape: PipelineShape, segment_counts: Words, chunks: int = 1) ->
         UsageError: The chunks cannot be divided over stage replicas in the same shares as the
             microbatches.
     """
-    parts, more = shape.microbatch_row_offsets, shape.microbatches * chunks
+    row_offsets, microbatches = shape.microbatch_row_offsets, shape.microbatches * chunks
     if (segment_counts > 1).any():
         rows = tuple(tuple(np.repeat(row, segment_counts).tolist()) for row in shape.replica_ranks)
-        delay = shape.weight_delay
-        if isinstance(delay, tuple):
-            delay = tuple(np.repeat(delay, segment_counts).tolist())
+        weight_delay = shape.weight_delay
+        if isinstance(weight_delay, tuple):
+            weight_delay = tuple(np.repeat(weight_delay, segment_counts).tolist())
         placement = rows if len(rows) > 1 else rows[0]
-        shape = shape.with_stage_ranks(placement, weight_delay=delay)
-    shape = replace(shape, microbatches=more)
-    if shape.microbatch_row_offsets != tuple(chunks * end for end in parts):
+        shape = shape.with_stage_ranks(placement, weight_delay=weight_delay)
+    shape = replace(shape, microbatches=microbatches)
+    if shape.microbatch_row_offsets != tuple(chunks * end for end in row_offsets):
         raise UsageError(
             "the replicas of a stage have different numbers of microbatches: the shares of "
-            f"{more // chunks} microbatches end at {describe([*parts[1:]])}, but the shares of "
-            f"{more} chunks at {describe([*shape.microbatch_row_offsets[1:]])}",
+            f"{microbatches // chunks} microbatches end at {describe([*row_offsets[1:]])}, but the "
+            f"shares of {microbatches} chunks at {describe([*shape.microbatch_row_offsets[1:]])}",
             hint="use the same number of microbatches for each replica",
             fields=["microbatch_chunks", "microbatches"],
         )
@@ -394,26 +402,27 @@ def split_costs(
         >>> split_costs(Costs(F=8, tp_reduce=0.5), "g", PipelineShape(2, 4), chunks=4).specified
         {'F': 1.0, 'tp_reduce': 0.125}
     """
-    number = count_segments(segments, shape)
+    segment_counts = count_segments(segments, shape)
     chunks = CHUNK_COUNT_TYPE.resolve("microbatch_chunks", chunks, None)
-    part = np.concatenate([own / own.sum() for own in _divide_shares(shares, number)])
+    shares_by_stage = _divide_shares(shares, segment_counts)
+    segment_shares = np.concatenate([part / part.sum() for part in shares_by_stage])
     s = shape.sequence_chunks
-    found: dict[str, Any] = {}
+    split_values: dict[str, Any] = {}
     for f in fields(values):
         if (value := getattr(values, f.name)) is None:
             continue
         if f.name in PER_RANK_COSTS:
-            found[f.name] = select_ranks(f.name, value, shape)
+            split_values[f.name] = select_ranks(f.name, value, shape)
             continue
         error = CostsError if isinstance(values, Costs) else UsageError
         stage_values = expand_by_stage(f.name, value, shape.stages, error)
-        rows = np.repeat(stage_values, number, axis=0)
-        rows = rows * part[:, None] if f.name in SHARED_FIELDS else rows
+        rows = np.repeat(stage_values, segment_counts, axis=0)
+        rows = rows * segment_shares[:, None] if f.name in SHARED_FIELDS else rows
         if f.name in PER_CHUNK_FIELDS:
             mb = np.arange(width * chunks if (width := rows.shape[1]) > 1 else 1)
             rows = rows[:, mb // (s * chunks) * s + mb % s] / chunks
-        found[f.name] = from_grid(rows[:1] if (rows == rows[:1]).all() else rows)
-    return replace(values, **found)
+        split_values[f.name] = from_grid(rows[:1] if (rows == rows[:1]).all() else rows)
+    return replace(values, **split_values)
 
 
 # Costs and sizes per microbatch.  A chunk has the value of its microbatch, divided by the number of
@@ -430,7 +439,7 @@ def _divide_shares(
 ) -> list[NDArray[np.float64]]:
     """Return an array for each stage with the shares of its segments."""
     if shares is None:
-        return [np.ones(pieces) for pieces in segment_counts]
+        return [np.ones(count) for count in segment_counts]
     share_values = np.array([*shares], float)
     if not (share_values >= 0).all():
         raise UsageError(
@@ -438,18 +447,18 @@ def _divide_shares(
         )
     ends = np.cumsum(segment_counts)
     if len(share_values) == ends[-1]:
-        found = np.split(share_values, ends[:-1])
+        shares_by_stage = np.split(share_values, ends[:-1])
     elif {*segment_counts} == {len(share_values)}:
-        found = [share_values] * len(segment_counts)
+        shares_by_stage = [share_values] * len(segment_counts)
     else:
         raise UsageError(
             f"shares has {len(share_values)} numbers, but the stages have "
             f"{describe([*segment_counts])} segments",
             fields=["shares", "stage_segments"],
         )
-    if any(not own.sum() > 0 for own in found):
+    if any(not stage_shares.sum() > 0 for stage_shares in shares_by_stage):
         raise UsageError("the shares of a stage's segments must not all be 0", fields=["shares"])
-    return found
+    return shares_by_stage
 
 
 # ---------------------------------------------------------------- collectives between segments
@@ -476,12 +485,13 @@ def insert_collectives(program: Program) -> Program:
     Args:
         program: A program with segments (`segment_boundaries`).
     """
-    for op, makers, shift in _list_collectives(program):
-        address, given = program.words & ADDRESS_MASK, FORWARD_OPS if shift > 0 else BACKWARD_OPS
-        at = np.flatnonzero(is_op(program.op, given) & makers[address >> STAGE_SHIFT])
-        program = insert_after(
-            program, at, address[at] + (shift << STAGE_SHIFT) | int(op) << OP_SHIFT
-        )
+    for op, is_producer, shift in _list_collectives(program):
+        address = program.words & ADDRESS_MASK
+        compute_ops = FORWARD_OPS if shift > 0 else BACKWARD_OPS
+        makes_input = is_op(program.op, compute_ops) & is_producer[address >> STAGE_SHIFT]
+        positions = np.flatnonzero(makes_input)
+        words = address[positions] + (shift << STAGE_SHIFT) | int(op) << OP_SHIFT
+        program = insert_after(program, positions, words)
     return program
 
 
@@ -493,19 +503,21 @@ def _list_collectives(program: Program) -> Iterator[tuple[Opcode, NDArray[np.boo
     reduction leaves each rank its part of the sequence. So the values that cross this boundary in
     the other direction are gathered.
     """
-    stages, trained = program.shape.stages, np.arange(program.shape.stages) > program.frozen_stages
+    stages = program.shape.stages
+    # The first trained stage computes no gradient of its input.
+    has_input_grad = np.arange(stages) > program.frozen_stages
     letters = np.array([*(program.segment_boundaries or STAGE_END * (stages - 1)), STAGE_END])
     pairs = _COLLECTIVES + (_SEQUENCE_PARALLEL_GATHERS if program.sequence_parallel else ())
     for (forward_op, forward_letter), (backward_op, backward_letter) in pairs:
         yield forward_op, letters == forward_letter, 1
-        before = np.roll(letters == backward_letter, 1)
-        yield backward_op, before & trained & program.has_backward, -1
+        is_producer = np.roll(letters == backward_letter, 1)
+        yield backward_op, is_producer & has_input_grad & program.has_backward, -1
 
 
 def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
-    for op, makers, shift in _list_collectives(program):
-        there = np.repeat(np.roll(makers, shift), program.shape.microbatches)
-        yield ExpectedInstructions(op, there, "segment_boundaries has no such collective there")
+    for op, is_producer, shift in _list_collectives(program):
+        required = np.repeat(np.roll(is_producer, shift), program.shape.microbatches)
+        yield ExpectedInstructions(op, required, "segment_boundaries has no such collective there")
 
 
 def _collect_split_options(options: Options) -> dict[str, Any]:
