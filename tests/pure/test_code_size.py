@@ -13,7 +13,7 @@ BUDGET = {
     "docs": 1_330,
     "kernels": 490,
     "schedir": 1_030,
-    "schedir/analysis": 1_840,
+    "schedir/analysis": 1_960,
     "schedir/checkpoints": 1_980,
     "schedir/commands": 5_410,
     "schedir/compiler": 510,
