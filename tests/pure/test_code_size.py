@@ -14,7 +14,7 @@ BUDGET = {
     "kernels": 490,
     "schedir": 1_030,
     "schedir/analysis": 1_960,
-    "schedir/checkpoints": 1_980,
+    "schedir/checkpoints": 2_060,
     "schedir/commands": 5_410,
     "schedir/compiler": 510,
     "schedir/data": 450,
