@@ -20,7 +20,7 @@ BUDGET = {
     "schedir/data": 450,
     "schedir/hang_diagnosis": 2_030,
     "schedir/instrumentation": 550,
-    "schedir/io": 1_980,
+    "schedir/io": 2_020,
     "schedir/ir": 4_680,
     "schedir/megatron": 910,
     "schedir/models": 1_210,
