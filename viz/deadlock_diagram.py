@@ -143,12 +143,14 @@ class _RankColumn:
         stream, offset = program.streams[rank], int(program.offsets[rank])
         self.rank, self.left, size = rank, left, len(stream)
         self.has_ended = has_ended[offset : offset + size]
-        relevant = [position.stream_index for position in positions if position.rank == rank]
-        if not relevant:
+        relevant_indices = [
+            position.stream_index for position in positions if position.rank == rank
+        ]
+        if not relevant_indices:
             unfinished = np.flatnonzero(~self.has_ended)
-            relevant = [int(unfinished[0]) if len(unfinished) else size - 1]
-        self.begin_index = max(min(relevant) - _CONTEXT_INSTRUCTIONS, 0)
-        self.end_index = min(max(relevant) + _CONTEXT_INSTRUCTIONS + 1, size)
+            relevant_indices = [int(unfinished[0]) if len(unfinished) else size - 1]
+        self.begin_index = max(min(relevant_indices) - _CONTEXT_INSTRUCTIONS, 0)
+        self.end_index = min(max(relevant_indices) + _CONTEXT_INSTRUCTIONS + 1, size)
         # If only one instruction would be hidden, it is shown: "(1 more)" takes the same space.
         self.begin_index, self.end_index = (
             self.begin_index * (self.begin_index > 1),
@@ -201,14 +203,14 @@ class _RankColumn:
             )
         above = self.find_middle(self.begin_index - 1)
         below = self.find_middle(self.end_index)
-        for number, y, word in (
+        for number, y, label in (
             (self.hidden_before, above, "before"),
             (self.hidden_after, below, "more"),
         ):
             if number:
                 parts.append(
                     f'<text x="{self.left + 7:.1f}" y="{y + 4:.1f}" fill="{_ENDED_COLOR}">'
-                    f"({number} {word})</text>"
+                    f"({number} {label})</text>"
                 )
         return "\n".join(parts)
 

@@ -104,8 +104,8 @@ def text_chart(timeline: Timeline, width: int = 80) -> list[StyledLine]:
 
 def _find_tier_peaks(timeline: Timeline, tier: str) -> list[int]:
     """Return for each rank the peak number of (stage, mb) pairs with a value on a tier."""
-    counted = replace(timeline, sizes=Sizes(saved=1, recompute_inputs=1))
-    return [round(float(curve.total.max())) for curve in counted.memory_on(tier)]
+    unit_timeline = replace(timeline, sizes=Sizes(saved=1, recompute_inputs=1))
+    return [round(float(curve.total.max())) for curve in unit_timeline.memory_on(tier)]
 
 
 class _ColumnLayout(NamedTuple):

@@ -196,13 +196,13 @@ def find_communicators(
     all_ranks = -1 - is_grad.astype(np.int64)
     if not rules.has_peer_queues:
         return positions, all_ranks
-    first_rank = index.rank[positions].astype(np.int64)
-    second_rank = index.rank[partner[positions]].astype(np.int64)
+    rank = index.rank[positions].astype(np.int64)
+    peer_rank = index.rank[partner[positions]].astype(np.int64)
     is_swapped = (
-        index.is_op(RECV_OPS)[positions] if rules.has_direction_queues else first_rank > second_rank
+        index.is_op(RECV_OPS)[positions] if rules.has_direction_queues else rank > peer_rank
     )
-    first = np.where(is_swapped, second_rank, first_rank)
-    second = np.where(is_swapped, first_rank, second_rank)
+    first = np.where(is_swapped, peer_rank, rank)
+    second = np.where(is_swapped, rank, peer_rank)
     pair = (is_grad * ranks + first) * ranks + second
     if rules.has_batch_queues and index.has_joined:
         pair = np.where(is_batched(index)[positions], all_ranks, pair)

@@ -56,21 +56,21 @@ def find_order_error(graph: Graph) -> OrderError | None:
         The error, or None if the order is correct.
     """
     first = len(graph)
-    all_needs = graph.needs
+    all_givers = graph.needs
     for stale in graph.flow.stale_reads:
         first = min(first, stale.needer)
     giver, positions = NO_POSITION, np.arange(len(graph), dtype=np.int32)
-    for needs in all_needs:
-        is_violation: NDArray[np.bool_] = needs > positions
+    for givers in all_givers:
+        is_violation: NDArray[np.bool_] = givers > positions
         if graph.index.has_joined:
-            is_violation |= (needs != NO_POSITION) & (
-                graph.entry_exit_nodes[0][needs] == graph.entry_exit_nodes[0]
+            is_violation |= (givers != NO_POSITION) & (
+                graph.entry_exit_nodes[0][givers] == graph.entry_exit_nodes[0]
             )
         if graph.program.is_draft:  # a draft has no messages, so values come from other ranks, too
-            is_violation &= graph.index.rank[needs] == graph.index.rank
+            is_violation &= graph.index.rank[givers] == graph.index.rank
         if is_violation.any() and is_violation.argmax() < first:
             first = int(is_violation.argmax())
-            giver = int(needs[first])
+            giver = int(givers[first])
     if first == len(graph):
         return None
     if giver == NO_POSITION:
@@ -162,8 +162,8 @@ def explain_deadlock(graph: Graph, earliest_times: EarliestTimes) -> SchedirErro
         return _make_mismatch_error(graph)
     is_finished = _is_finished(graph, earliest_times)
     waits = nx.DiGraph()
-    for head, needs in _find_unmet_waits(graph, is_finished).items():
-        for needed_head, needed in needs:
+    for head, head_waits in _find_unmet_waits(graph, is_finished).items():
+        for needed_head, needed in head_waits:
             waits.add_edge(head, needed_head, needed=needed)
     cycle = find_shortest_cycle(waits)
     steps = list_cycle_waits(graph, waits, cycle)
@@ -255,9 +255,9 @@ def _is_finished(graph: Graph, earliest_times: EarliestTimes) -> NDArray[np.bool
 
 def _find_queue_heads(graph: Graph, is_finished: NDArray[np.bool_]) -> dict[int, int]:
     """Return the first unfinished instruction of each queue, as {queue: position}."""
-    unfinished = np.flatnonzero(~is_finished)
-    queues, first_indices = np.unique(graph.queue[unfinished], return_index=True)
-    return dict(zip(queues.tolist(), unfinished[first_indices].tolist(), strict=True))
+    stuck_positions = np.flatnonzero(~is_finished)
+    queues, first_indices = np.unique(graph.queue[stuck_positions], return_index=True)
+    return dict(zip(queues.tolist(), stuck_positions[first_indices].tolist(), strict=True))
 
 
 def _find_group_members(graph: Graph, head: int) -> NDArray[np.intp]:
@@ -290,14 +290,14 @@ def _find_unmet_waits(
     """
     heads = _find_queue_heads(graph, is_finished)
     members_by_head = {head: _find_group_members(graph, head) for head in heads.values()}
-    missing: dict[int, set[int]] = {}
+    rank_waits: dict[int, set[int]] = {}
     # Instructions at the head of their queue, and instructions in groups that lack nothing on
     # their rank.
     queue_heads, ready_members = set[int](), set[int]()
     for head, members in members_by_head.items():
         group = {*members.tolist()}
         own_heads = [heads[queue] for queue in graph.queue[members].tolist()]
-        missing[head] = ({*own_heads} - group).union(
+        rank_waits[head] = ({*own_heads} - group).union(
             _find_unmet_values(graph, is_finished, members)
         )
         queue_heads.update(
@@ -305,7 +305,7 @@ def _find_unmet_waits(
             for member, own_head in zip(members.tolist(), own_heads, strict=True)
             if own_head in group
         )
-        ready_members.update([] if missing[head] else members.tolist())
+        ready_members.update([] if rank_waits[head] else members.tolist())
     unmet_waits = {}
     for head, members in members_by_head.items():
         waits, group = set[int](), {*members.tolist()}
@@ -314,8 +314,9 @@ def _find_unmet_waits(
             send = int(graph.partner[member])
             if send in graph.eager_sends and not is_finished[send]:
                 waits.add(send)  # the receive of an eager message still waits for its send
-        waits -= group | (queue_heads if missing[head] else ready_members)
-        waits |= missing[head]  # can include members of the group, if they free a slot for the head
+        waits -= group | (queue_heads if rank_waits[head] else ready_members)
+        # These waits can include members of the group, if they free a slot for the head.
+        waits |= rank_waits[head]
         unmet_waits[head] = [(heads[int(graph.queue[n])], n) for n in sorted(waits)]
     return unmet_waits
 

@@ -87,18 +87,18 @@ def find_known_ends(
         *find_slot_reuses(program).values()
     ]
     edges = [(needer[~is_async[needer]], giver[~is_async[needer]]) for needer, giver in edges]
-    first = np.full(len(index), len(index))
+    first_needs = np.full(len(index), len(index))
     for number in np.unique(line[positions[is_async[positions]]]):
         members = np.flatnonzero(line == number)
         lane = INSTRUCTIONS[index.op[members[0]]].lane
         is_drain = index.is_op(_find_drain_ops(program, lane) if count_drains else ())[members[1:]]
         for needer, giver in [*edges, (members[1:][is_drain], members[:-1][is_drain])]:
             is_on_line = (giver != NO_POSITION) & (line[giver] == number)
-            np.minimum.at(first, giver[is_on_line], needer[is_on_line])
-        first[members] = np.minimum.accumulate(first[members][::-1])[::-1]
+            np.minimum.at(first_needs, giver[is_on_line], needer[is_on_line])
+        first_needs[members] = np.minimum.accumulate(first_needs[members][::-1])[::-1]
     last_of_rank = program.offsets[index.rank[positions] + 1] - 1
     return np.where(
-        is_async[positions], np.minimum(first[positions], last_of_rank), positions
+        is_async[positions], np.minimum(first_needs[positions], last_of_rank), positions
     ).astype(np.int32)
 
 
@@ -149,21 +149,21 @@ def _find_lane_waits(program: Program, lane: Lane, lines: NDArray[np.int64]) -> 
         (*drain_ops, *wait_ops)
     ):
         return None
-    observed = np.full(len(index), NO_POSITION, np.int32)
+    last_observed = np.full(len(index), NO_POSITION, np.int32)
     members = np.flatnonzero(lines == LINE_BY_LANE[lane])
     if LANES[lane].host_action == "starts":
-        observed[members[1:]] = np.where(
+        last_observed[members[1:]] = np.where(
             index.is_op(drain_ops)[members[1:]], members[:-1], NO_POSITION
         )
     else:  # the host produces the inputs of a collective between segments itself
-        observed[members] = np.where(
+        last_observed[members] = np.where(
             index.is_op(find_segment_collectives(program.sequence_parallel))[members],
             NO_POSITION,
             members,
         )
     if len(waits := index.find_all_positions(wait_ops)) and len(members):
-        observed[waits] = np.append(members, NO_POSITION)[np.searchsorted(members, waits) - 1]
-    last_wait = np.full_like(observed, NO_POSITION)
-    last_wait[1:] = np.maximum.accumulate(observed)[:-1]
+        last_observed[waits] = np.append(members, NO_POSITION)[np.searchsorted(members, waits) - 1]
+    last_wait = np.full_like(last_observed, NO_POSITION)
+    last_wait[1:] = np.maximum.accumulate(last_observed)[:-1]
     has_wait = (last_wait >= program.offsets[index.rank]) & (lines != LINE_BY_LANE[lane])
     return np.where(has_wait, last_wait, np.int32(NO_POSITION))

@@ -144,9 +144,9 @@ def write_metadata(
 
 def _intersect(piece: TensorPiece, stored: StoredSlice) -> tuple[list[int], list[int]]:
     """Return offset and size of the intersection of two slices of a tensor. Sizes may be 0."""
-    each = [*zip(piece.offset, piece.size, stored.offset, stored.size, strict=True)]
-    begin = [max(one, other) for one, _, other, _ in each]
-    end = [min(one + n, other + length) for one, n, other, length in each]
+    ranges = [*zip(piece.offset, piece.size, stored.offset, stored.size, strict=True)]
+    begin = [max(low, stored_low) for low, _, stored_low, _ in ranges]
+    end = [min(low + n, stored_low + m) for low, n, stored_low, m in ranges]
     return begin, [max(0, high - low) for low, high in zip(begin, end, strict=True)]
 
 

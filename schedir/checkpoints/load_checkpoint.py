@@ -223,11 +223,13 @@ _STATE_CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "world": lambda world: type(world) is list and all(map(_is_count, world)),
     "loss_scale": lambda scale: scale is None or _is_loss_scale(scale),
     "also": lambda aliases: (
-        type(aliases) is dict and all(type(of) is str for of in aliases.values())
+        type(aliases) is dict and all(type(target) is str for target in aliases.values())
     ),
-    "optimizers": lambda every: (
-        type(every) is dict
-        and all(type(some) is list and {*map(type, some)} <= {str} for some in every.values())
+    "optimizers": lambda names_by_kind: (
+        type(names_by_kind) is dict
+        and all(
+            type(value) is list and {*map(type, value)} <= {str} for value in names_by_kind.values()
+        )
     ),
     "extra": lambda extra: type(extra) is dict,
 }

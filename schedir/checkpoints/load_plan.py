@@ -84,17 +84,17 @@ class LoadPlan:
         if weight.parameter.requires_grad:
             self.trained_names[weight.name] = name
         # The float32 copy has the values before they were rounded to the dtype of the weight.
-        precise = stored_copy if stored_copy in metas else stored_weight
-        precise_dtype = metas[precise].dtype if precise in metas else ""
+        precise_name = stored_copy if stored_copy in metas else stored_weight
+        precise_dtype = metas[precise_name].dtype if precise_name in metas else ""
         for shard in weight.iterate_weight_shards():
             stored, run_dtype = stored_weight, shard.meta.dtype
             if shard.name.startswith("main/"):
-                stored = precise
+                stored = precise_name
             elif metas.get(stored_weight, shard.meta).dtype != run_dtype and (
                 weight.main_parameter is not None or run_dtype == precise_dtype
             ):
-                stored, stored_dtype = precise, metas[stored_weight].dtype
-                source = "float32 copies" if precise == stored_copy else "weights"
+                stored, stored_dtype = precise_name, metas[stored_weight].dtype
+                source = "float32 copies" if precise_name == stored_copy else "weights"
                 self.warnings.append(
                     f"{run_dtype} weights are read from {source} of a {stored_dtype} run"
                 )

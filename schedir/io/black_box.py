@@ -461,8 +461,8 @@ def compute_namespace_id() -> int:
         A checksum of the boot id and of the PID namespace, 0 if the system has no /proc.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return crc32(f"{boot} {os.readlink('/proc/self/ns/pid')}".encode())
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return crc32(f"{boot_id} {os.readlink('/proc/self/ns/pid')}".encode())
     except OSError:
         return 0
 

@@ -112,8 +112,10 @@ def save_cluster(
         True
     """
     require_type(cluster, "cluster", Cluster, "schedir.load_cluster(path)")
-    if unknown := sorted({*notes} - {*_FIELD_NAMES}):
-        raise UsageError(f"notes: a cluster has no field {describe(unknown[0])}", fields=["notes"])
+    if bad_fields := sorted({*notes} - {*_FIELD_NAMES}):
+        raise UsageError(
+            f"notes: a cluster has no field {describe(bad_fields[0])}", fields=["notes"]
+        )
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
     for f in fields(Cluster):
         value = getattr(cluster, f.name)

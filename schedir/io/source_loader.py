@@ -202,13 +202,13 @@ def _bind_options(source: str) -> Schedule:
         ) from None
     # The first three parameters are rank, ranks and microbatches.
     option_names = list(signature(schedule).parameters)[3:]
-    if unknown := [option for option in options if option not in option_names]:
+    if bad_options := [option for option in options if option not in option_names]:
         hint = (
-            suggest_schedules(unknown[0], option_names)
+            suggest_schedules(bad_options[0], option_names)
             if option_names
             else f"{name} has no options"
         )
-        raise UsageError(f"{name} has no option {unknown[0]!r}", hint=hint)
+        raise UsageError(f"{name} has no option {bad_options[0]!r}", hint=hint)
     return partial(schedule, **options)
 
 

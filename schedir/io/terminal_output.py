@@ -114,7 +114,7 @@ def format_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
         for words in zip(*([""] * (height - len(h)) + h for h in heads), strict=True)
     ]
     if should_color():
-        heading_lines = [f"\x1b[1m{words}\x1b[0m" for words in heading_lines]
+        heading_lines = [f"\x1b[1m{line}\x1b[0m" for line in heading_lines]
     rule = " " + "\u2500" * (sum(widths) + len(gap) * gaps)
     return "\n".join([*heading_lines, rule, *map(format_row, rows), ""])
 
@@ -122,8 +122,8 @@ def format_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
 def _measure_columns(heads: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> list[int]:
     columns = zip(*rows, strict=True) if rows else [[] for _ in heads]
     return [
-        max(map(_measure_width, (*words, *cells)))
-        for words, cells in zip(heads, columns, strict=True)
+        max(map(_measure_width, (*heading, *cells)))
+        for heading, cells in zip(heads, columns, strict=True)
     ]
 
 
@@ -158,8 +158,8 @@ def format_error(error: SchedirError, *, is_command: bool = False) -> str:
 
 def _sanitize_line(line: str) -> str:
     """Return a line without control characters, and of limited length."""
-    visible = line if len(line) <= _MAX_LINE_LENGTH else f"{line[:_MAX_LINE_LENGTH]}..."
-    return "".join(c if c.isprintable() else "?" for c in visible)
+    short_line = line if len(line) <= _MAX_LINE_LENGTH else f"{line[:_MAX_LINE_LENGTH]}..."
+    return "".join(c if c.isprintable() else "?" for c in short_line)
 
 
 def join_words(words: Sequence[str]) -> str:

@@ -298,8 +298,8 @@ def from_csv(
     shape = reader.infer_shape()
     words = [np.array(words, np.int64) for words in reader.rank_words]
     lowered_ops = TRANSFER_OPS if shape.ranks > 1 else (*TRANSFER_OPS, *_SHARDED_ACTIONS)
-    if not any(np.isin(w >> OP_SHIFT & 0xFF, lowered_ops).any() for w in words):
-        words = [w[np.isin(w >> OP_SHIFT & 0xFF, COMPUTE_OPS)] for w in words]
+    if not any(np.isin(array >> OP_SHIFT & 0xFF, lowered_ops).any() for array in words):
+        words = [array[np.isin(array >> OP_SHIFT & 0xFF, COMPUTE_OPS)] for array in words]
     program = Program(name, shape, tuple(map(Stream, words)), zero=zero or 0)
     max_unsharded = count_unshards(program).max_unsharded
     slots = [SlotCounts.unspecified()._replace(unsharded_params=count) for count in max_unsharded]

@@ -191,14 +191,14 @@ def require_layout(
     for stage in range(shape.stages):
         layout, rank = layout_by_stage[stage], int(shape.first_rank_per_stage[stage])
         chunk = shape.stages_on_rank[rank].index(stage)
-        place = f"model chunk {chunk} of pipeline rank {rank} is stage {stage} of {schedule}"
+        chunk_text = f"model chunk {chunk} of pipeline rank {rank} is stage {stage} of {schedule}"
         for name, value, expected_value in (
             ("pre_process", layout.pre_process, stage == 0),
             ("post_process", layout.post_process, stage == last_stage),
         ):
             if value is not None and bool(value) != expected_value:
                 raise ModelError(
-                    f"{place}, so {name} must be {expected_value}, but it is {bool(value)}",
+                    f"{chunk_text}, so {name} must be {expected_value}, but it is {bool(value)}",
                     program=schedule,
                     hint=build_hint,
                 )
@@ -206,7 +206,7 @@ def require_layout(
             expected = [*range(next_layer, next_layer + len(layout.layer_numbers))]
             if layout.layer_numbers != expected:
                 raise ModelError(
-                    f"{place}, so its layers must be {expected}, but they are "
+                    f"{chunk_text}, so its layers must be {expected}, but they are "
                     f"{layout.layer_numbers}",
                     program=schedule,
                     hint=build_hint,

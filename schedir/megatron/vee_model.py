@@ -133,8 +133,8 @@ def as_pipeline_rank(rank: int, group: Any) -> Iterator[None]:
     def return_rank() -> int:
         return rank
 
-    def return_group_rank(asked: Any = None) -> int:
-        return rank if asked is group else int(get_group_rank(asked))
+    def return_group_rank(queried_group: Any = None) -> int:
+        return rank if queried_group is group else int(get_group_rank(queried_group))
 
     replacements = {own_rank: return_rank, get_group_rank: return_group_rank}
     module_count = len(sys.modules)

@@ -49,9 +49,11 @@ def split_loses_gradients(stage: Any, backward_inputs: Sequence[object], mb: int
     grouped_weights = [node for group in groups for node in group["params"]]
     if used_weights - {*grouped_weights} or len(grouped_weights) > len({*grouped_weights}):
         return True
-    repeated = [node for group in groups for node in _nodes_in_both_halves(group, reverse_graph)]
-    if len(repeated) > len({*repeated}) or any(
-        isinstance(node, BackwardCFunction) for node in repeated
+    repeated_nodes = [
+        node for group in groups for node in _nodes_in_both_halves(group, reverse_graph)
+    ]
+    if len(repeated_nodes) > len({*repeated_nodes}) or any(
+        isinstance(node, BackwardCFunction) for node in repeated_nodes
     ):
         return True  # the W of one group would free saved tensors that other groups need
     return any(_bypasses_group(group, reverse_graph, {*roots}) for group in groups)

@@ -132,7 +132,7 @@ class TorchCheckpointState:
             self.program,
             dist.get_rank(self.group),
             {stage.stage_index: _stage_state(stage) for stage in self.stages},
-            ShardSpec(len(mesh), next(k for k, own in enumerate(mesh) if dist.get_rank() in own)),
+            ShardSpec(len(mesh), next(k for k, row in enumerate(mesh) if dist.get_rank() in row)),
             _require_optimizer(optimizer, self.program),
             self.loss_fn,
             RandomStreams(None, torch.device(self.stages[0].device)),

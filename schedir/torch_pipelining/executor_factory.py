@@ -82,10 +82,10 @@ def infer_stage_boundaries(
                 result = error.fact
             except Exception as error:
                 result = f"stage {s} fails in the first microbatch: {describe_exception(error)}"
-        received = broadcast(result, owner, group, [Boundary])
-        if isinstance(received, str):
-            raise ModelError(received)
-        boundaries[s] = received
+        stage_result = broadcast(result, owner, group, [Boundary])
+        if isinstance(stage_result, str):
+            raise ModelError(stage_result)
+        boundaries[s] = stage_result
     return boundaries
 
 
@@ -332,7 +332,7 @@ def _prefix_tied_names(
     }
     return TiedWeights(
         tuple(
-            tuple((s, prefixes[s] + name) for s, name in places) for places in tied_weights.weights
+            tuple((s, prefixes[s] + name) for s, name in copies) for copies in tied_weights.weights
         )
     )
 

@@ -126,14 +126,14 @@ class CheckedRuntime(MicrobatchLossRuntime):
 
     # ------------------------------------------------------------ shapes
 
-    def _initialize_stages(self, *given: Any, **named: Any) -> None:
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         """Let torch infer shapes with a forward and a backward of each stage, without side effects.
 
         These passes run on copies of the inputs. The state and the gradients of stages are restored
         afterwards. Each step receives into new tensor objects, which have no hooks from the last
         step.
         """
-        given, named = tree_map_only(Tensor, torch.clone, (given, named))
+        args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
         checkpoints_before = checkpoint_count()
         with PreservedState() as preserved:
             if not self._stages_forward_initialized or (
@@ -145,7 +145,7 @@ class CheckedRuntime(MicrobatchLossRuntime):
                     preserved.add_gradients(stage.submod.parameters(), clear=True)
                     run = backward_split.compute_input_gradients
                     preserved.enter_context(_replace_method(stage, "_compute_input_grads", run))
-            super()._initialize_stages(*given, **named)
+            super()._initialize_stages(*args, **kwargs)
         self._warn_of_checkpoints(checkpoints_before)
         for stage in self._stages:
             for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
@@ -220,8 +220,8 @@ class CheckedRuntime(MicrobatchLossRuntime):
         """Return the outputs and the loss of a forward that torch or the caller needs later."""
         if not stage.is_last:
             return tree_leaves(output)
-        returned = tree_leaves(output) if stage.output_chunks else []
-        return [*returned, self._losses_by_mb.get(mb)]
+        caller_outputs = tree_leaves(output) if stage.output_chunks else []
+        return [*caller_outputs, self._losses_by_mb.get(mb)]
 
     # ------------------------------------------------------------ a backward
 

@@ -39,13 +39,13 @@ def set_gradients_aside(stages: Sequence[Any]) -> Iterator[None]:
     """
     bucket_views = _find_bucket_views(stages)
     gradients = {p: p.grad for p in list_parameters(stages) if p.grad is not None}
-    saved = {p: grad.clone() if p in bucket_views else grad for p, grad in gradients.items()}
-    for p in saved:
+    saved_grads = {p: grad.clone() if p in bucket_views else grad for p, grad in gradients.items()}
+    for p in saved_grads:
         p.grad = None
     try:
         yield
     finally:
-        for p, grad in saved.items():
+        for p, grad in saved_grads.items():
             if p.grad is not None and p in bucket_views:
                 p.grad.add_(grad)
                 continue
@@ -106,11 +106,13 @@ def average_over_replicas(ddp: Any) -> None:
         device=parameters[0].device,
     )
     dist.all_reduce(has_gradient, op=dist.ReduceOp.MAX, group=group)
-    used = [p for p, is_used in zip(parameters, has_gradient.tolist(), strict=True) if is_used]
-    for p in used:
+    used_params = [
+        p for p, is_used in zip(parameters, has_gradient.tolist(), strict=True) if is_used
+    ]
+    for p in used_params:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-    for bucket in _make_buckets([p.grad for p in used if p.grad is not None]):
+    for bucket in _make_buckets([p.grad for p in used_params if p.grad is not None]):
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
         flat.div_(dist.get_world_size(group))
         dist.all_reduce(flat, group=group)
@@ -125,9 +127,9 @@ def _make_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     gradients_by_kind: dict[object, list[Tensor]] = {}
     for grad in gradients:
         gradients_by_kind.setdefault((grad.dtype, grad.device), []).append(grad)
-    for alike in gradients_by_kind.values():
+    for same_kind in gradients_by_kind.values():
         bucket: list[Tensor] = []
-        for grad in alike:
+        for grad in same_kind:
             if bucket and sum(g.nbytes for g in bucket) + grad.nbytes > BUCKET_BYTES:
                 yield bucket
                 bucket = []
@@ -155,13 +157,16 @@ def sum_tied_gradients(weights: Sequence[TiedWeight], rank_of: Sequence[int], gr
     messages: list[dist.P2POp] = []
     rows: list[dict[int, Tensor]] = []
     for weight in weights:
-        seen: set[nn.Parameter] = set()
-        local = {s: _contiguous_gradient(p, seen) for s, p in weight.local_copies.items()}
-        template = next(iter(local.values()))
-        row = {s: local[s] if s in local else torch.empty_like(template) for s in weight.stages}
+        visited: set[nn.Parameter] = set()
+        local_grads = {s: _contiguous_gradient(p, visited) for s, p in weight.local_copies.items()}
+        template = next(iter(local_grads.values()))
+        row = {
+            s: local_grads[s] if s in local_grads else torch.empty_like(template)
+            for s in weight.stages
+        }
         peers = sorted({rank_of[s] for s in weight.stages} - {rank})
         for s, gradient in row.items():
-            if s in local:
+            if s in local_grads:
                 messages += [_make_p2p_op(dist.isend, gradient, peer, group) for peer in peers]
             else:
                 messages.append(_make_p2p_op(dist.irecv, gradient, rank_of[s], group))
@@ -183,14 +188,14 @@ def _make_p2p_op(op: Any, tensor: Tensor, peer: int, group: Any) -> dist.P2POp:
     return dist.P2POp(op, tensor, group=group, group_peer=peer)
 
 
-def _contiguous_gradient(p: nn.Parameter, seen: set[nn.Parameter]) -> Tensor:
+def _contiguous_gradient(p: nn.Parameter, visited: set[nn.Parameter]) -> Tensor:
     """Return the gradient of a copy of a tied weight, contiguous.
 
-    Return zeros if the copy has no gradient, or if its Parameter is in `seen`. Two stages of a rank
-    may share one Parameter, whose gradient must be counted once.
+    Return zeros if the copy has no gradient, or if its Parameter is in `visited`. Two stages of a
+    rank may share one Parameter, whose gradient must be counted once.
     """
-    has_gradient = p.grad is not None and p not in seen
-    seen.add(p)
+    has_gradient = p.grad is not None and p not in visited
+    visited.add(p)
     return _to_local(
         p.grad if has_gradient and p.grad is not None else torch.zeros_like(p)
     ).contiguous()

@@ -168,12 +168,12 @@ def require_declared_output(stage: Any, output: object, *, is_sent: bool) -> Non
     declared = stage._stage_meta.outputs or ()
     outputs = output if isinstance(output, tuple | list) else (output,)
     for k, (tensor, expected) in enumerate(zip(outputs, declared, strict=False)):
-        actual, required = (tensor.shape, tensor.dtype), (expected.shape, expected.dtype)
-        if is_sent and type(tensor) is Tensor and actual != required:
+        output_type, required_type = (tensor.shape, tensor.dtype), (expected.shape, expected.dtype)
+        if is_sent and type(tensor) is Tensor and output_type != required_type:
             raise ModelError(
-                f"output {k} of stage {stage.stage_index} is {[*actual[0]]} of {actual[1]}, but "
-                f"must be {[*required[0]]} of {required[1]}, as in the first step: torch's runtime "
-                "needs the same shapes in all microbatches",
+                f"output {k} of stage {stage.stage_index} is {[*output_type[0]]} of "
+                f"{output_type[1]}, but must be {[*required_type[0]]} of {required_type[1]}, as in "
+                "the first step: torch's runtime needs the same shapes in all microbatches",
                 hint="use batches of one size that n_microbatches divides, another Schedule for "
                 "another size, or runtime='schedir'",
             )
@@ -236,7 +236,7 @@ class SharedWeights:
         self._fingerprints = self._gather_fingerprints()
         table = ParameterTable(self._fingerprints, tied_weights, self._find_named_ties())
         self.tied_stages: TiedStages = tuple(
-            sorted({tuple(s for s, _ in places) for places in table.weights if len(places) > 1})
+            sorted({tuple(s for s, _ in copies) for copies in table.weights if len(copies) > 1})
         )
 
     def _gather_fingerprints(self) -> list[StageFingerprints]:

@@ -32,7 +32,7 @@ BUDGET = {
     "schedir/schedules": 800,
     "schedir/tensor_parallel": 340,
     "schedir/testing": 980,
-    "schedir/torch_pipelining": 1_790,
+    "schedir/torch_pipelining": 1_800,
     "schedir/traces": 880,
     "schedir/training": 3_770,
     "schedir/transports": 2_010,

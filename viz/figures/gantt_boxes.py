@@ -95,13 +95,13 @@ def draw_boxes(
         _add_rectangles(
             axes, rectangles.compute_box_corners(indices), fc=faces, ec=edges, linewidth=line_width
         )
-    hatched = rectangles.compute_indices[
+    hatched_indices = rectangles.compute_indices[
         np.isin(rectangles.op[rectangles.compute_indices], [*HATCHED_OPS])
     ]
-    if len(hatched):
+    if len(hatched_indices):
         style = {"fc": "none", "ec": "white", "linewidth": 0.0, "hatch_linewidth": 0.6}
         _add_rectangles(
-            axes, rectangles.compute_box_corners(hatched), hatch=_RECOMPUTE_HATCH, **style
+            axes, rectangles.compute_box_corners(hatched_indices), hatch=_RECOMPUTE_HATCH, **style
         )
     _draw_labels(axes, rectangles, inches_per_unit, row_height, stages)
     _draw_unsharded(axes, rectangles, inches_per_unit, row_height, stages)
@@ -185,12 +185,12 @@ def _draw_labels(
     low, high = axes.get_xlim()
     is_visible = (rectangles.left >= low) & (rectangles.right <= high)
     width = (rectangles.right - rectangles.left) * points * is_visible
-    labelled = rectangles.compute_indices[
+    label_indices = rectangles.compute_indices[
         width[rectangles.compute_indices] >= label_width * font_size
     ]
-    if font_size < _MIN_FONT_SIZE or len(labelled) > _MAX_LABELS:
+    if font_size < _MIN_FONT_SIZE or len(label_indices) > _MAX_LABELS:
         return
-    for k in labelled.tolist():
+    for k in label_indices.tolist():
         op, is_full_height = int(rectangles.op[k]), rectangles.bottom[k] - rectangles.top[k] > 0.75
         x = (rectangles.left[k] + rectangles.right[k]) / 2
         y = (rectangles.top[k] + rectangles.bottom[k]) / 2

@@ -97,11 +97,11 @@ def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
         )
     )
     longest = max(plan.step_time for plan in plans)
-    seconds_per_unit, unit = _choose_time_unit(longest)
-    axes.set_xlim(0, longest / seconds_per_unit * 1.001)
+    unit_time, unit = _choose_time_unit(longest)
+    axes.set_xlim(0, longest / unit_time * 1.001)
     axes.set_ylim(len(plans) - 0.5, -0.5)
     for row, plan in enumerate(plans):
-        _draw_bar(axes, row, plan, seconds_per_unit)
+        _draw_bar(axes, row, plan, unit_time)
         _draw_cells(axes, row, plan)
     _draw_headings(axes)
     axes.set_yticks([])
@@ -146,11 +146,11 @@ def _make_legend_patch(name: str) -> Patch:
     return Patch(facecolor=colour, hatch=hatch, edgecolor=edge, linewidth=0.4)
 
 
-def _draw_bar(axes: Axes, row: int, plan: PlanEstimate, seconds_per_unit: float) -> None:
+def _draw_bar(axes: Axes, row: int, plan: PlanEstimate, unit_time: float) -> None:
     """Draw the parts of a step. Write the share of the step on each part that is wide enough."""
     begin, scale = 0.0, _BARS_WIDTH / axes.get_xlim()[1]
     for name, seconds in zip(StepBreakdown._fields, plan.breakdown, strict=True):
-        width, (_, colour, hatch) = seconds / seconds_per_unit, STEP_PARTS[name]
+        width, (_, colour, hatch) = seconds / unit_time, STEP_PARTS[name]
         if width <= 0:
             continue
         axes.barh(
@@ -219,8 +219,8 @@ def _draw_cell(
 
 def _format_seconds(time: float) -> str:
     """Return a time with its unit, in three or four digits."""
-    seconds_per_unit, unit = _choose_time_unit(time)
-    return f"{time / seconds_per_unit:.{2 if time / seconds_per_unit < 100 else 1}f} {unit}"
+    unit_time, unit = _choose_time_unit(time)
+    return f"{time / unit_time:.{2 if time / unit_time < 100 else 1}f} {unit}"
 
 
 # ---------------------------------------------------------------- time against memory
@@ -259,20 +259,20 @@ def plan_memory(
     """
     plans = _require_plans(plans)
     memory = np.array([plan.memory.total for plan in plans]) / 1e9
-    seconds_per_unit, unit = _choose_time_unit(max(plan.step_time for plan in plans))
-    step_times = np.array([plan.step_time for plan in plans]) / seconds_per_unit
+    unit_time, unit = _choose_time_unit(max(plan.step_time for plan in plans))
+    step_times = np.array([plan.step_time for plan in plans]) / unit_time
     figure = Figure(figsize=(6.6, 4.4), layout="constrained")
     axes = figure.subplots()
     axes.set_xscale("log")
     axes.set_yscale("log")
-    for recompute, colour in _RECOMPUTE_COLORS.items():
-        is_own = np.array([plan.recompute == recompute for plan in plans])
-        if is_own.any():
-            has_many = int(is_own.sum()) > 2000
+    for mode, colour in _RECOMPUTE_COLORS.items():
+        has_mode = np.array([plan.recompute == mode for plan in plans])
+        if has_mode.any():
+            has_many = int(has_mode.sum()) > 2000
             axes.scatter(
-                memory[is_own], step_times[is_own], s=5 if has_many else 14, color=colour,
+                memory[has_mode], step_times[has_mode], s=5 if has_many else 14, color=colour,
                 linewidth=0, alpha=0.35 if has_many else 0.8, rasterized=has_many, zorder=2,
-                label="recompute none" if recompute == "none" else recompute,
+                label="recompute none" if mode == "none" else mode,
             )  # fmt: skip
     x, y = _find_frontier(memory, step_times)
     axes.plot(
@@ -284,7 +284,7 @@ def plan_memory(
     candidates = [plan for plan in plans if plan.fits]
     best = min(candidates, key=lambda plan: plan.step_time) if best is None and candidates else best
     if best is not None:
-        _mark_plan(axes, best, seconds_per_unit)
+        _mark_plan(axes, best, unit_time)
     if limit is not None:
         _draw_limit(axes, limit / 1e9)
     axes.set_xlabel("memory of the fullest GPU, in GB", fontsize=8)
@@ -327,10 +327,10 @@ def _set_axis_limits(
     axes.set_ylim(shortest / 1.25, min(float(visible_times.max()), 12 * shortest) * 1.25)
 
 
-def _mark_plan(axes: Axes, best: PlanEstimate, seconds_per_unit: float) -> None:
+def _mark_plan(axes: Axes, best: PlanEstimate, unit_time: float) -> None:
     """Mark a plan with a circle and its label."""
     x = best.memory.total / 1e9
-    y = best.step_time / seconds_per_unit
+    y = best.step_time / unit_time
     axes.scatter(
         [x], [y], s=64, marker="o", facecolor="none", edgecolor="black", linewidth=1.3, zorder=5
     )
@@ -420,7 +420,7 @@ def plan_scaling(strong: Sequence[PlanEstimate], weak: Sequence[PlanEstimate] = 
         ['8 x 1 x 1', '8 x 1 x 2', '8 x 1 x 4']
     """
     all_plans = _require_plans([*strong, *weak])
-    unit_seconds, unit = _choose_time_unit(max(plan.step_time for plan in all_plans))
+    unit_time, unit = _choose_time_unit(max(plan.step_time for plan in all_plans))
     figure = Figure(figsize=(9.6, 3.9), layout="constrained")
     time_axes, flops_axes = figure.subplots(1, 2)
     lines = [
@@ -435,19 +435,19 @@ def plan_scaling(strong: Sequence[PlanEstimate], weak: Sequence[PlanEstimate] = 
         style = {"color": colour, "marker": marker, "markersize": 4.5, "linewidth": 1.4}
         time_axes.plot(
             gpus,
-            [plan.step_time / unit_seconds for plan in plans],
+            [plan.step_time / unit_time for plan in plans],
             label=name,
             zorder=3,
             **style,
         )
         flops_axes.plot(gpus, [plan.flops_per_second / 1e12 for plan in plans], zorder=3, **style)
         if marker == "o":
-            ideal = [plans[0].step_time / unit_seconds * gpus[0] / n for n in gpus]
+            ideal = [plans[0].step_time / unit_time * gpus[0] / n for n in gpus]
             time_axes.plot(gpus, ideal, color=IDLE_COLOR, linewidth=0.8, zorder=2,
                       label="ideal: the speed of the first for all GPUs")  # fmt: skip
         for plan in plans:
             time_axes.annotate(
-                f"{plan.pp} x {plan.tp} x {plan.dp}", (plan.gpus, plan.step_time / unit_seconds),
+                f"{plan.pp} x {plan.tp} x {plan.dp}", (plan.gpus, plan.step_time / unit_time),
                 (4, 5 if marker == "o" else -10), textcoords="offset points",
                 fontsize=6.5, color=colour, zorder=4,
                 path_effects=[withStroke(linewidth=2, foreground="white")],

@@ -191,17 +191,17 @@ def _draw_names(
             for shift in (0, 9 * step)
             for up in (9.5 * step, -9.5 * step)
         ]
-        places = [
+        free_places = [
             (b, t) for b, t in candidates
             if t > -4
             and all(abs(t - c) >= 9 or right + b - left < a or b > e for a, e, c in occupied)
         ]  # fmt: skip
         others = [point for point in points if point != points[k]]
         nearest = [  # positions whose nearest point is the named point
-            (b, t) for b, t in places[:8]
+            (b, t) for b, t in free_places[:8]
             if all(hypot(b - x, t - y) >= hypot(b - left, t - y_point) for x, y in others)
         ]  # fmt: skip
-        begin, y_name = (nearest or places)[0]
+        begin, y_name = (nearest or free_places)[0]
         occupied.append((begin, right + begin - left, y_name))
         is_moved = abs(y_name - y_point - 6) > 3
         line_style = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.5}

@@ -73,32 +73,32 @@ def compute_value_lifetimes(
         is_on_tier = is_on_tier | (lanes[begin] != Lane.COMPUTE)
     group = number_groups(index).astype(np.int64)
     has_previous, has_next = _has_neighbors(begin, end, is_on_tier, is_created, is_freed)
-    arrives, departs = is_on_tier & ~has_previous, is_on_tier & ~has_next
+    is_start, is_end = is_on_tier & ~has_previous, is_on_tier & ~has_next
     ones = np.ones(len(begin), np.int64)
     added_bytes = size.copy()
     conversions = np.empty(0, np.intp)
     if source := VALUES[kind].converted_from:
         # While it is converted, only its bytes beyond those of the source count.
-        conversions = np.flatnonzero(arrives & is_created)
+        conversions = np.flatnonzero(is_start & is_created)
         extra_sizes = sizes.per_microbatch(source[1], shape) - sizes.per_microbatch(
             VALUES[source[0]].size, shape
         )
         added_bytes[conversions] = look_up(
             extra_sizes, index.stage[begin[conversions]], index.mb[begin[conversions]]
         )
-    arrival, departure = begin, stay_end.copy()
+    start, release = begin, stay_end.copy()
     order_key = 2 * group[begin]
     if worst_case:
-        arrival = _find_earliest_starts(program, kind, begin, is_created)
-        order_key = 2 * group[arrival] + (arrival != begin) * (
-            arrival != program.offsets[index.rank[arrival]]
+        start = _find_earliest_starts(program, kind, begin, is_created)
+        order_key = 2 * group[start] + (start != begin) * (
+            start != program.offsets[index.rank[start]]
         )
     if tier == 0:  # the host frees device memory when it has observed the end of the instruction
-        departure[is_freed] = find_known_ends(program, end[is_freed], count_drains=not worst_case)
+        release[is_freed] = find_known_ends(program, end[is_freed], count_drains=not worst_case)
         if VALUES[kind].initial_tier:
-            departure = _find_host_releases(program, kind, end, worst_case)
+            release = _find_host_releases(program, kind, end, worst_case)
     changes = [
-        (arrival[arrives], order_key[arrives], ones[arrives], added_bytes[arrives]),
+        (start[is_start], order_key[is_start], ones[is_start], added_bytes[is_start]),
         (
             begin[conversions],
             2 * group[begin[conversions]] + 1,
@@ -106,10 +106,10 @@ def compute_value_lifetimes(
             (size - added_bytes)[conversions],
         ),
         (
-            departure[departs],
-            (2 * group[departure] + (departure == end))[departs],
-            -ones[departs],
-            -size[departs],
+            release[is_end],
+            (2 * group[release] + (release == end))[is_end],
+            -ones[is_end],
+            -size[is_end],
         ),
     ]
     form_changes = np.flatnonzero(is_on_tier & has_next)  # values that only change their form
@@ -170,12 +170,12 @@ def _find_longest_stays(
     key, end, at_tier = key[order], states.end[order], states.tier[order]
     lifetime = np.cumsum(np.append(False, key[1:] != key[:-1])[: len(key)])
     state = np.arange(len(key))
-    first = np.full(len(key), len(key))
-    last = np.full(len(key), -1)
+    first_state = np.full(len(key), len(key))
+    last_state = np.full(len(key), -1)
     states_on_tier = np.flatnonzero(at_tier == tier)
-    np.minimum.at(first, lifetime[states_on_tier], states_on_tier)
-    np.maximum.at(last, lifetime[states_on_tier], states_on_tier)
-    is_on_tier = (state >= first[lifetime]) & (state <= last[lifetime])
+    np.minimum.at(first_state, lifetime[states_on_tier], states_on_tier)
+    np.maximum.at(last_state, lifetime[states_on_tier], states_on_tier)
+    is_on_tier = (state >= first_state[lifetime]) & (state <= last_state[lifetime])
     device_states = np.flatnonzero(at_tier == 0)
     next_device = np.append(device_states, len(key))[np.searchsorted(device_states, states_on_tier)]
     has_next = np.append(lifetime, -1)[next_device] == lifetime[states_on_tier]
@@ -273,7 +273,8 @@ def _has_neighbors(
     `is_on_tier` is the mask of the states that are on the tier.
     """
     has_previous, has_next = np.zeros_like(is_on_tier), np.zeros_like(is_on_tier)
-    continuing = np.flatnonzero(~is_freed & np.isin(end, begin))
-    next_state = np.searchsorted(begin, end[continuing])
-    has_next[continuing], has_previous[next_state] = is_on_tier[next_state], is_on_tier[continuing]
+    inner_states = np.flatnonzero(~is_freed & np.isin(end, begin))
+    next_state = np.searchsorted(begin, end[inner_states])
+    has_next[inner_states] = is_on_tier[next_state]
+    has_previous[next_state] = is_on_tier[inner_states]
     return has_previous, has_next
