@@ -176,14 +176,14 @@ def dump_json(data: object) -> str:
 
 
 def _format_table(table: Mapping[str, Any]) -> str:
-    head = "".join(f'<th scope="col">{escape(name)}</th>' for name in table["headings"])
+    headings = "".join(f'<th scope="col">{escape(name)}</th>' for name in table["headings"])
     rows = "".join(
         f'<tr><th scope="row">{rank}</th>{"".join(f"<td>{cell}</td>" for cell in cells)}</tr>'
         for rank, *cells in table["rows"]
     )
     return (
         f"<table><caption>{escape(table['caption'])}</caption>"
-        f"<thead><tr>{head}</tr></thead><tbody>{rows}</tbody></table>"
+        f"<thead><tr>{headings}</tr></thead><tbody>{rows}</tbody></table>"
     )
 
 

@@ -46,9 +46,9 @@ def search_to_html(result: SearchResult) -> str:
     Args:
         result: The result.
     """
-    gain = "proved shortest" if not result.gap_to_bound else f"lower bound {result.bound:.6g}"
+    proof = "proved shortest" if not result.gap_to_bound else f"lower bound {result.bound:.6g}"
     facts = (
-        f"length {result.span:.6g}, {gain}; {result.num_evaluated:,} schedules evaluated. Bound: "
+        f"length {result.span:.6g}, {proof}; {result.num_evaluated:,} schedules evaluated. Bound: "
         f"{result.explanation}"
     )
     return f"<p>{escape(facts)}</p>{timeline_to_html(result.timeline)}"
@@ -95,11 +95,11 @@ def plan_to_html(plan: PlanEstimate) -> str:
     return _make_table(["plan", ""], [[name, str(value)] for name, value in facts.items()])
 
 
-def _make_table(head: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
+def _make_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """Return an HTML table."""
     lines = [
         "".join(f"<{tag}>{escape(cell)}</{tag}>" for cell in row)
-        for tag, row in [("th", head), *(("td", row) for row in rows)]
+        for tag, row in [("th", headings), *(("td", row) for row in rows)]
     ]
     return f"<table>{''.join(f'<tr>{line}</tr>' for line in lines)}</table>"
 

@@ -91,19 +91,19 @@ def describe_run(timeline: Timeline) -> str:
     """
     shape, name = timeline.program.shape, timeline.program.name
     unit = timeline.unit or "units of cost"
-    per_rank = timeline.idle / timeline.span if timeline.span else timeline.idle
-    idlest = int(per_rank.argmax())
-    busiest = int(per_rank.argmin())
-    least = float(per_rank[busiest])
-    most = float(per_rank[idlest])
-    apart = f"from {least:.1%} on rank {busiest} to {most:.1%} on rank {idlest}"
-    if most - least < 1e-3:
-        apart = "the same on each rank"
+    idle_shares = timeline.idle / timeline.span if timeline.span else timeline.idle
+    idlest = int(idle_shares.argmax())
+    busiest = int(idle_shares.argmin())
+    lowest = float(idle_shares[busiest])
+    highest = float(idle_shares[idlest])
+    spread = f"from {lowest:.1%} on rank {busiest} to {highest:.1%} on rank {idlest}"
+    if highest - lowest < 1e-3:
+        spread = "the same on each rank"
     peak = timeline.peak_in_flight
     return (
         f"{name}, {timeline.caption}: {shape.ranks} ranks, {shape.stages} stages, "
         f"{shape.microbatches} microbatches, {len(timeline)} instructions in "
-        f"{timeline.span:.6g} {unit}. Ranks are idle {timeline.bubble:.1%} of the time, {apart}. "
+        f"{timeline.span:.6g} {unit}. Ranks are idle {timeline.bubble:.1%} of the time, {spread}. "
         f"Rank {int(peak.argmax())} has the most in flight, {int(peak.max())}."
     ) + (f" No rank uses more than {format_bytes(_find_peak_memory(timeline))}"
          f"{_describe_lower_tiers(timeline)}."
@@ -112,8 +112,8 @@ def describe_run(timeline: Timeline) -> str:
 
 def _describe_lower_tiers(timeline: Timeline) -> str:
     """Return the peak memory on each tier below the device, in words."""
-    most = {tier: float(peaks.max()) for tier, peaks in _find_lower_tier_peaks(timeline).items()}
-    return "".join(f", and {format_bytes(size)} on its {tier}" for tier, size in most.items())
+    largest = {tier: float(peaks.max()) for tier, peaks in _find_lower_tier_peaks(timeline).items()}
+    return "".join(f", and {format_bytes(size)} on its {tier}" for tier, size in largest.items())
 
 
 def _find_lower_tier_peaks(timeline: Timeline) -> dict[str, NDArray[np.float64]]:
@@ -142,9 +142,13 @@ def build_table(run: Timeline, label: str) -> dict[str, Any]:
         "peak in flight": [str(peak) for peak in run.peak_in_flight],
     }
     if run.sizes:
-        on = {f"peak on {tier}": peaks for tier, peaks in _find_lower_tier_peaks(run).items()}
-        sizes = {"peak memory": run.peak_memory} | on | run.static_memory
-        columns |= {name: [format_bytes(size) for size in each] for name, each in sizes.items()}
+        tier_peaks = {
+            f"peak on {tier}": peaks for tier, peaks in _find_lower_tier_peaks(run).items()
+        }
+        sizes = {"peak memory": run.peak_memory} | tier_peaks | run.static_memory
+        columns |= {
+            name: [format_bytes(size) for size in rank_sizes] for name, rank_sizes in sizes.items()
+        }
     unit = [f"times in {run.unit}"] if run.unit else []
     return {
         "caption": ", ".join(dict.fromkeys([run.program.name, run.kind, label, *unit])),
@@ -258,9 +262,9 @@ def _collect_columns(
     starts = _to_ticks(spans["start"], run, tick)
     ends = _to_ticks(spans["end"], run, tick)
     half = np.zeros(len(run), np.uint8)
-    second = run.is_second_of_pair
-    half[second] = 2
-    half[np.flatnonzero(second) - 1] = 1
+    is_second = run.is_second_of_pair
+    half[is_second] = 2
+    half[np.flatnonzero(is_second) - 1] = 1
     columns: dict[str, NDArray[Any]] = {
         "op": spans["op"].astype("u1"),
         "half": half,
@@ -269,13 +273,13 @@ def _collect_columns(
         "start": _encode_deltas(starts).astype("<u4"),
         "length": (ends - starts).astype("<u4"),
     }
-    others: dict[str, NDArray[Any]] = {
+    positions_by_name: dict[str, NDArray[Any]] = {
         "criticalPredecessor": run.critical_predecessor,
         "partner": graph.partner,
     }
-    others |= {f"need{k}": giver for k, giver in enumerate(graph.needs)}
-    for name, other in others.items():
-        columns[name] = np.where(other < 0, 0, other - np.arange(len(run))).astype("<i4")
+    positions_by_name |= {f"need{k}": giver for k, giver in enumerate(graph.needs)}
+    for name, positions in positions_by_name.items():
+        columns[name] = np.where(positions < 0, 0, positions - np.arange(len(run))).astype("<i4")
     bands = find_unsharded_intervals(run)
     columns |= {
         "bandRank": bands.rank.astype("<u2"),
@@ -290,10 +294,10 @@ def _collect_columns(
     memory_curves = [compute_in_flight_curve(run)] + (
         [compute_memory_curve(run), *compute_tier_curves(run)] if run.sizes is not None else []
     )
-    for c, (name, unit, of, _) in enumerate(memory_curves):
-        times = [_to_ticks(at + run.start_time, run, tick) for at, _ in of]
-        columns[f"times{c}"] = np.concatenate([_encode_deltas(at) for at in times]).astype("<u4")
-        columns[f"values{c}"] = np.concatenate([values for _, values in of]).astype("<f4")
+    for c, (name, unit, steps, _) in enumerate(memory_curves):
+        times = [_to_ticks(t + run.start_time, run, tick) for t, _ in steps]
+        columns[f"times{c}"] = np.concatenate([_encode_deltas(t) for t in times]).astype("<u4")
+        columns[f"values{c}"] = np.concatenate([values for _, values in steps]).astype("<f4")
         offsets = np.cumsum([0, *map(len, times)]).tolist()
         curves.append({"name": name, "unit": unit, "offsets": offsets})
     return columns, curves
@@ -314,9 +318,9 @@ def _pack_columns(
     columns: dict[str, NDArray[Any]], compression: int
 ) -> tuple[str, dict[str, tuple[str, int, int]]]:
     """Return all columns as one text, and the type, first byte and length of each, by name."""
-    layout, parts, at = {}, [], 0
+    layout, parts, offset = {}, [], 0
     for name, column in columns.items():
-        layout[name] = (column.dtype.str[1:], at, len(column))
+        layout[name] = (column.dtype.str[1:], offset, len(column))
         parts.append(column.tobytes().ljust(-(-column.nbytes // 8) * 8, b"\0"))
-        at += len(parts[-1])
+        offset += len(parts[-1])
     return b64encode(zlib.compress(b"".join(parts), compression)).decode(), layout

@@ -174,10 +174,10 @@ def mix_to_lightness(hue: str, l_star: float) -> RGB:
         hue: The colour "#rrggbb".
         l_star: CIE L* of the result, from 0 to 100.
     """
-    want = ((l_star + 16) / 116) ** 3
+    target = ((l_star + 16) / 116) ** 3
     base = to_linear_light(hue)
     y = luminance(hue)
-    mixed = base * want / y if want <= y else 1 - (1 - base) * (1 - want) / (1 - y)
+    mixed = base * target / y if target <= y else 1 - (1 - base) * (1 - target) / (1 - y)
     r, g, b = np.where(mixed <= 0.0031308, mixed * 12.92, 1.055 * mixed ** (1 / 2.4) - 0.055)
     return float(r), float(g), float(b)
 
@@ -194,8 +194,8 @@ def choose_shade(
         palette: The palette.
     """
     tone = palette.tones[op]
-    part = local_stage / (stages - 1) if stages > 1 else 0.5
-    return mix_to_lightness(tone.hue, tone.lightest + (tone.darkest - tone.lightest) * part)
+    position = local_stage / (stages - 1) if stages > 1 else 0.5
+    return mix_to_lightness(tone.hue, tone.lightest + (tone.darkest - tone.lightest) * position)
 
 
 def choose_unsharded_shade(local_stage: int, stages: int, palette: Palette = LIGHT_PALETTE) -> RGB:
@@ -206,10 +206,10 @@ def choose_unsharded_shade(local_stage: int, stages: int, palette: Palette = LIG
         stages: The number of stages of the rank.
         palette: The palette.
     """
-    part = local_stage / (stages - 1) if stages > 1 else 0.5
+    position = local_stage / (stages - 1) if stages > 1 else 0.5
     return mix_to_lightness(
         palette.lane_colors[Lane.PARAMS],
-        _UNSHARDED_LIGHTNESS[0] + (_UNSHARDED_LIGHTNESS[1] - _UNSHARDED_LIGHTNESS[0]) * part,
+        _UNSHARDED_LIGHTNESS[0] + (_UNSHARDED_LIGHTNESS[1] - _UNSHARDED_LIGHTNESS[0]) * position,
     )
 
 
@@ -257,8 +257,8 @@ def recolor(palette: Palette, colours: Mapping[str, str]) -> Palette:
             lanes[kind_target] = hue
         elif kind_target in tones:
             middle = lightness(hue)
-            around = max(min(6.0, middle - 2, 98 - middle), 0.0)
-            tones[kind_target] = Tone(hue, middle + around, middle - around)
+            half_range = max(min(6.0, middle - 2, 98 - middle), 0.0)
+            tones[kind_target] = Tone(hue, middle + half_range, middle - half_range)
         else:
             step = hue
     return Palette(tones, lanes, step)

@@ -46,8 +46,8 @@ def compute_in_flight_curve(timeline: Timeline) -> MemoryCurve:
     Args:
         timeline: The timeline.
     """
-    each = (timeline.count_in_flight(rank) for rank in range(timeline.ranks))
-    return MemoryCurve("in flight", "", [_sort_curve(timeline, times, n) for times, n in each])
+    curves = (timeline.count_in_flight(rank) for rank in range(timeline.ranks))
+    return MemoryCurve("in flight", "", [_sort_curve(timeline, times, n) for times, n in curves])
 
 
 def compute_memory_curve(timeline: Timeline) -> MemoryCurve:
@@ -56,10 +56,10 @@ def compute_memory_curve(timeline: Timeline) -> MemoryCurve:
     Args:
         timeline: The timeline.
     """
-    steps = [_sort_curve(timeline, own.times, own.total) for own in timeline.memory]
+    steps = [_sort_curve(timeline, curve.times, curve.total) for curve in timeline.memory]
     floors, top = {}, np.zeros(timeline.ranks)
-    for name, each in timeline.static_memory.items():
-        floors[name] = top = top + each
+    for name, sizes in timeline.static_memory.items():
+        floors[name] = top = top + sizes
     return MemoryCurve("memory", "" if timeline.sizes is None else "B", steps, floors)
 
 
@@ -70,7 +70,9 @@ def compute_tier_curves(timeline: Timeline) -> list[MemoryCurve]:
         timeline: The timeline.
     """
     return [
-        MemoryCurve(tier, "B", [_sort_curve(timeline, own.times, own.total) for own in curves])
+        MemoryCurve(
+            tier, "B", [_sort_curve(timeline, curve.times, curve.total) for curve in curves]
+        )
         for tier, curves in (
             (tier, timeline.memory_on(tier)) for tier in list_lower_tiers(timeline)
         )
@@ -93,9 +95,9 @@ def _sort_curve(
     order = np.argsort(times, kind="stable")
     times = times[order] - timeline.start_time
     values = values[order].astype(float)
-    lasts = np.ones(len(times), bool)
-    lasts[:-1] = np.diff(times) > 0
-    return times[lasts], values[lasts]
+    has_duration = np.ones(len(times), bool)
+    has_duration[:-1] = np.diff(times) > 0
+    return times[has_duration], values[has_duration]
 
 
 class UnshardedIntervals(NamedTuple):
@@ -124,8 +126,8 @@ class UnshardedIntervals(NamedTuple):
     @classmethod
     def empty(cls) -> UnshardedIntervals:
         """Return an empty set of intervals."""
-        none, times = np.empty(0, np.int64), np.empty(0)
-        return cls(none, none, none, times, times, none)
+        integers, times = np.empty(0, np.int64), np.empty(0)
+        return cls(integers, integers, integers, times, times, integers)
 
     @property
     def row_count(self) -> int:
@@ -145,14 +147,17 @@ def find_unsharded_intervals(timeline: Timeline) -> UnshardedIntervals:
     lives = Dataflow.from_program(program).find_lifetimes(Value.UNSHARDED_PARAMS)
     rank, stage = (spans[name][lives.filled_at].astype(np.int64) for name in ("rank", "stage"))
     start, end = spans["start"][lives.filled_at], spans["end"][lives.freed_at]
-    local, row = find_local_stages(timeline)[lives.filled_at], np.zeros(len(rank), np.int64)
-    free: dict[int, list[float]] = {}
+    local_stage, row = find_local_stages(timeline)[lives.filled_at], np.zeros(len(rank), np.int64)
+    free_times: dict[int, list[float]] = {}
     for k in np.lexsort((start, rank)).tolist():
-        rows = free.setdefault(int(rank[k]), [])
-        row[k] = next((at for at, since in enumerate(rows) if since <= start[k]), len(rows))
+        rows = free_times.setdefault(int(rank[k]), [])
+        row[k] = next(
+            (row_index for row_index, free_time in enumerate(rows) if free_time <= start[k]),
+            len(rows),
+        )
         rows[row[k] : row[k] + 1] = [end[k]]
     return UnshardedIntervals(
-        rank, stage, local, start - timeline.start_time, end - timeline.start_time, row
+        rank, stage, local_stage, start - timeline.start_time, end - timeline.start_time, row
     )
 
 
@@ -200,26 +205,30 @@ def compute_shares(
     Returns:
         Shares from 0 to 1, of shape (ranks, columns, kinds).
     """
-    spans, second = timeline.spans, timeline.is_second_of_pair
+    spans, is_second = timeline.spans, timeline.is_second_of_pair
     weight = np.ones(len(spans))
-    weight[second] = 0.5
-    weight[np.flatnonzero(second) - 1] = 0.5
+    weight[is_second] = 0.5
+    weight[np.flatnonzero(is_second) - 1] = 0.5
     share = np.zeros((timeline.ranks, columns, kind_count))
     edges = np.linspace(0, timeline.span, columns + 1)
-    busy = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & (spans["end"] > spans["start"]))
-    group = spans["rank"][busy].astype(np.int64) * kind_count + span_kinds[busy]
-    order = np.lexsort((spans["start"][busy], group))
-    busy, group = busy[order], group[order]
-    for group_indices in np.split(busy, np.flatnonzero(np.diff(group)) + 1) if len(busy) else ():
-        start, end = (spans[at][group_indices] - timeline.start_time for at in ("start", "end"))
+    indices = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & (spans["end"] > spans["start"]))
+    group = spans["rank"][indices].astype(np.int64) * kind_count + span_kinds[indices]
+    order = np.lexsort((spans["start"][indices], group))
+    indices, group = indices[order], group[order]
+    for group_indices in (
+        np.split(indices, np.flatnonzero(np.diff(group)) + 1) if len(indices) else ()
+    ):
+        start, end = (
+            spans[field][group_indices] - timeline.start_time for field in ("start", "end")
+        )
         # The busy time up to a time t grows during each span, and is constant between spans.
         times = np.stack([start, end], 1).reshape(-1)
-        spent = np.cumsum(
+        busy_sums = np.cumsum(
             np.stack([0 * start, weight[group_indices] * (end - start)], 1).reshape(-1)
         )
-        until = np.interp(edges, np.maximum.accumulate(times), spent, 0.0, spent[-1])
-        part = np.diff(until) / (timeline.span / columns)
+        busy_until = np.interp(edges, np.maximum.accumulate(times), busy_sums, 0.0, busy_sums[-1])
+        column_shares = np.diff(busy_until) / (timeline.span / columns)
         share[spans["rank"][group_indices[0]], :, span_kinds[group_indices[0]]] = np.clip(
-            part, 0, 1
+            column_shares, 0, 1
         )
     return share

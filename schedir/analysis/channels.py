@@ -48,13 +48,13 @@ def is_batched(index: InstructionIndex) -> NDArray[np.bool_]:
     Returns:
         A mask over all instructions, shape (n,).
     """
-    begins = np.flatnonzero(~index.joined)
-    number = np.cumsum(~index.joined) - 1
-    has = [
-        np.bincount(number, weights=index.is_op(ops), minlength=len(begins)) > 0
+    group_starts = np.flatnonzero(~index.joined)
+    group_number = np.cumsum(~index.joined) - 1
+    has_send, has_receive = (
+        np.bincount(group_number, weights=index.is_op(ops), minlength=len(group_starts)) > 0
         for ops in (SEND_OPS, RECV_OPS)
-    ]
-    return np.asarray((has[0] & has[1])[number])
+    )
+    return np.asarray((has_send & has_receive)[group_number])
 
 
 def assign_queues(
@@ -77,38 +77,43 @@ def assign_queues(
     # The table has the queue of every possible instruction, by opcode, replica row and stage. A
     # queue number encodes the rank, the lane (`LINE_BY_LANE`), the peer (1 + its rank), and the
     # kind or direction.
-    lines = len(_SEPARATE_LANES) + 1
-    held = shape.replica_ranks * lines + _LINE_BY_CELL[:, None, None]
+    line_count = len(_SEPARATE_LANES) + 1
+    queue_table = shape.replica_ranks * line_count + _LINE_BY_CELL[:, None, None]
     for op in TRANSFER_OPS:
-        row, own = INSTRUCTIONS[op], held[op]
+        row, op_queues = INSTRUCTIONS[op], queue_table[op]
         if rules.has_peer_queues:
             assert row.peer is not None
-            there = np.maximum(index.program.neighbor_stages(row.peer), 0)
-            own += shape.ranks * lines * (1 + shape.replica_ranks[:, there])
+            peer_stage = np.maximum(index.program.neighbor_stages(row.peer), 0)
+            op_queues += shape.ranks * line_count * (1 + shape.replica_ranks[:, peer_stage])
         if rules.has_kind_queues or rules.has_direction_queues:
-            way = (
+            kind_code = (
                 1
                 + 2 * row.lane * rules.has_kind_queues
                 + (row.op in RECV_OPS) * rules.has_direction_queues
             )
-            own += shape.ranks * lines * (1 + shape.ranks) * way
+            op_queues += shape.ranks * line_count * (1 + shape.ranks) * kind_code
     # Any rank can have these instructions, so the table does not contain them.
-    late = index.find_all_positions(_NON_MICROBATCH_OPS)
-    of_late = index.rank[late] * lines + LINE_BY_OPCODE[index.op[late]]
-    if held.max() >= 2**16 and not shared_numbers:  # consecutive numbers usually fit in 16 bits
-        found, numbers = np.unique(held, return_inverse=True)
-        held = numbers.reshape(held.shape)
-        of_late = np.searchsorted(found, of_late)
-    number = held.reshape(-1).astype(np.uint16 if held.max() < 2**16 else np.uint32)
+    other_positions = index.find_all_positions(_NON_MICROBATCH_OPS)
+    other_queues = (
+        index.rank[other_positions] * line_count + LINE_BY_OPCODE[index.op[other_positions]]
+    )
+    # Consecutive numbers usually fit in 16 bits.
+    if queue_table.max() >= 2**16 and not shared_numbers:
+        unique_numbers, compact_numbers = np.unique(queue_table, return_inverse=True)
+        queue_table = compact_numbers.reshape(queue_table.shape)
+        other_queues = np.searchsorted(unique_numbers, other_queues)
+    queue_by_cell = queue_table.reshape(-1).astype(
+        np.uint16 if queue_table.max() < 2**16 else np.uint32
+    )
     cell = index.op.astype(np.int32)
     if rules.has_batch_queues and index.has_joined:
         cell[is_batched(index)] = _BATCH_OPCODE
-    cell *= np.int32(held[0].size)
+    cell *= np.int32(queue_table[0].size)
     cell += np.minimum(index.stage, shape.stages - 1)
     if shape.placement_rows > 1:
         cell += (shape.stages * shape.replica_row_of_microbatch(index.mb)).astype(np.int32)
-    queue: NDArray[np.unsignedinteger] = number[cell]
-    queue[late] = of_late
+    queue: NDArray[np.unsignedinteger] = queue_by_cell[cell]
+    queue[other_positions] = other_queues
     return queue
 
 
@@ -130,16 +135,16 @@ def find_channels(
         The positions of the receives that have a partner, ascending within a channel; and the
         number of the channel of each.
     """
-    got = index.find_all_positions(RECV_OPS)
-    got = got[partner[got] != NO_POSITION]
+    receives = index.find_all_positions(RECV_OPS)
+    receives = receives[partner[receives] != NO_POSITION]
     ranks = np.int64(index.program.shape.ranks)
-    channel = index.rank[partner[got]] * ranks + index.rank[got]
+    channel = index.rank[partner[receives]] * ranks + index.rank[receives]
     if rules.has_kind_queues:
-        channel += _LANE_BY_OPCODE[index.op[got]] * ranks**2
+        channel += _LANE_BY_OPCODE[index.op[receives]] * ranks**2
     elif rules.has_batch_queues and index.has_joined:
-        channel += is_batched(index)[got] * ranks**2
-    order = np.lexsort((got, channel))
-    return got[order], channel[order]
+        channel += is_batched(index)[receives] * ranks**2
+    order = np.lexsort((receives, channel))
+    return receives[order], channel[order]
 
 
 def find_mismatched_sends(
@@ -160,10 +165,10 @@ def find_mismatched_sends(
     """
     if not rules.has_batch_queues or not index.has_joined:
         return np.empty(0, np.int32)
-    of_batch = is_batched(index)
-    sent = index.find_all_positions(SEND_OPS)
-    sent = sent[partner[sent] != NO_POSITION]
-    return np.asarray(np.sort(sent[of_batch[sent] != of_batch[partner[sent]]]), np.int32)
+    is_in_batch = is_batched(index)
+    sends = index.find_all_positions(SEND_OPS)
+    sends = sends[partner[sends] != NO_POSITION]
+    return np.asarray(np.sort(sends[is_in_batch[sends] != is_in_batch[partner[sends]]]), np.int32)
 
 
 def find_communicators(
@@ -184,18 +189,21 @@ def find_communicators(
         The positions of the transfers that have a partner, ascending; and the number of the
         communicator of each.
     """
-    at = index.find_all_positions(TRANSFER_OPS)
-    at = at[partner[at] != NO_POSITION]
+    positions = index.find_all_positions(TRANSFER_OPS)
+    positions = positions[partner[positions] != NO_POSITION]
     ranks = np.int64(index.program.shape.ranks)
-    grad = (_LANE_BY_OPCODE[index.op[at]] == Lane.GRAD) & rules.has_kind_queues
-    of_all = -1 - grad.astype(np.int64)
+    is_grad = (_LANE_BY_OPCODE[index.op[positions]] == Lane.GRAD) & rules.has_kind_queues
+    all_ranks = -1 - is_grad.astype(np.int64)
     if not rules.has_peer_queues:
-        return at, of_all
-    own = index.rank[at].astype(np.int64)
-    peer = index.rank[partner[at]].astype(np.int64)
-    turned = index.is_op(RECV_OPS)[at] if rules.has_direction_queues else own > peer
-    own, peer = np.where(turned, peer, own), np.where(turned, own, peer)
-    pair = (grad * ranks + own) * ranks + peer
+        return positions, all_ranks
+    rank = index.rank[positions].astype(np.int64)
+    peer_rank = index.rank[partner[positions]].astype(np.int64)
+    is_swapped = (
+        index.is_op(RECV_OPS)[positions] if rules.has_direction_queues else rank > peer_rank
+    )
+    first = np.where(is_swapped, peer_rank, rank)
+    second = np.where(is_swapped, rank, peer_rank)
+    pair = (is_grad * ranks + first) * ranks + second
     if rules.has_batch_queues and index.has_joined:
-        pair = np.where(is_batched(index)[at], of_all, pair)
-    return at, pair
+        pair = np.where(is_batched(index)[positions], all_ranks, pair)
+    return positions, pair

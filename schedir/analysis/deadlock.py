@@ -56,40 +56,43 @@ def find_order_error(graph: Graph) -> OrderError | None:
         The error, or None if the order is correct.
     """
     first = len(graph)
-    needs_of = graph.needs
+    all_givers = graph.needs
     for stale in graph.flow.stale_reads:
         first = min(first, stale.needer)
-    giver, own = NO_POSITION, np.arange(len(graph), dtype=np.int32)
-    for needs in needs_of:
-        wrong: NDArray[np.bool_] = needs > own
+    giver, positions = NO_POSITION, np.arange(len(graph), dtype=np.int32)
+    for givers in all_givers:
+        is_violation: NDArray[np.bool_] = givers > positions
         if graph.index.has_joined:
-            wrong |= (needs != NO_POSITION) & (
-                graph.entry_exit_nodes[0][needs] == graph.entry_exit_nodes[0]
+            is_violation |= (givers != NO_POSITION) & (
+                graph.entry_exit_nodes[0][givers] == graph.entry_exit_nodes[0]
             )
         if graph.program.is_draft:  # a draft has no messages, so values come from other ranks, too
-            wrong &= graph.index.rank[needs] == graph.index.rank
-        if wrong.any() and wrong.argmax() < first:
-            first = int(wrong.argmax())
-            giver = int(needs[first])
+            is_violation &= graph.index.rank[givers] == graph.index.rank
+        if is_violation.any() and is_violation.argmax() < first:
+            first = int(is_violation.argmax())
+            giver = int(givers[first])
     if first == len(graph):
         return None
     if giver == NO_POSITION:
         return _make_stale_error(
             graph, next(stale for stale in graph.flow.stale_reads if stale.needer == first)
         )
-    needer = graph.index.locate(first)
-    gives = graph.index.locate(giver)
-    instr, given = needer[2], gives[2]
+    needer_site = graph.index.locate(first)
+    giver_site = graph.index.locate(giver)
+    instr, giver_instr = needer_site[2], giver_site[2]
     kind = graph.flow.find_value(first, giver)
     value = VALUES[kind].phrase if kind is not None else "the value"
     if giver > first:
-        fact = f"{instr} needs {value}, which {given} gives only later"
+        fact = f"{instr} needs {value}, which {giver_instr} gives only later"
     else:
-        fact = f"{instr} needs {value}, which {given} gives, but both are in one group"
+        fact = f"{instr} needs {value}, which {giver_instr} gives, but both are in one group"
     return OrderError(
         fact,
         program=graph.program.name,
-        sites=[InstructionSite(*needer, "needs it here"), InstructionSite(*gives, "gives it")],
+        sites=[
+            InstructionSite(*needer_site, "needs it here"),
+            InstructionSite(*giver_site, "gives it"),
+        ],
         hint=_suggest_weight_delay(graph) if kind is Value.PARAMS else "",
     )
 
@@ -98,40 +101,43 @@ def _make_stale_error(graph: Graph, stale: StaleRead) -> OrderError:
     """Return the error for a value that another instruction has freed, moved or changed."""
     needer = graph.index.locate(stale.needer)
     culprit = graph.index.locate(stale.culprit)
-    instr, last = needer[2], culprit[2]
-    words, gone = VALUES[stale.value].phrase, stale.value in INSTRUCTIONS[last.op].frees
-    change = find_change(last.op, stale.value)
-    how = "has freed" if gone else "has changed"
-    if change is not None and not gone:
-        way = "moved to the" if change.after in TIERS else "changed to"
-        how = f"has {way} {change.after}"
-    makers = [
+    instr, culprit_instr = needer[2], culprit[2]
+    phrase = VALUES[stale.value].phrase
+    is_freed = stale.value in INSTRUCTIONS[culprit_instr.op].frees
+    change = find_change(culprit_instr.op, stale.value)
+    change_text = "has freed" if is_freed else "has changed"
+    if change is not None and not is_freed:
+        verb = "moved to the" if change.after in TIERS else "changed to"
+        change_text = f"has {verb} {change.after}"
+    producers = [
         INSTRUCTIONS[op].text for op in find_producers(stale.value) or find_modifiers(stale.value)
     ]
-    names = " or ".join(filter(None, [", ".join(makers[:-1]), makers[-1]]))
-    again = VALUES[stale.value].producer_rule in (ProducerRule.LATEST, ProducerRule.ALL)
+    names = " or ".join(filter(None, [", ".join(producers[:-1]), producers[-1]]))
+    is_repeatable = VALUES[stale.value].producer_rule in (ProducerRule.LATEST, ProducerRule.ALL)
     return OrderError(
-        f"{instr} needs {words}, which {last} {how}",
+        f"{instr} needs {phrase}, which {culprit_instr} {change_text}",
         program=graph.program.name,
         sites=[
-            InstructionSite(*culprit, "is the last to use it" if gone else "changes it"),
+            InstructionSite(*culprit, "is the last to use it" if is_freed else "changes it"),
             InstructionSite(*needer, "needs it here"),
         ],
-        hint=f"insert {names} of this stage between these two instructions" * (gone and again),
+        hint=f"insert {names} of this stage between these two instructions"
+        * (is_freed and is_repeatable),
     )
 
 
 def _suggest_weight_delay(graph: Graph) -> str:
     """Return a hint with the smallest weight delay that the order of the Streams allows."""
     index = graph.index
-    stepped = np.cumsum(index.is_op(OPTIMIZER_STEP_OPS), dtype=np.int64)
-    first = graph.program.offsets[index.rank]  # each rank counts from the start of its Stream
-    stepped -= np.append(0, stepped)[first]
-    at = np.flatnonzero(index.is_op(COMPUTE_OPS))
-    least = int((index.find_updates(at) - stepped[at]).max(initial=0))
+    step_counts = np.cumsum(index.is_op(OPTIMIZER_STEP_OPS), dtype=np.int64)
+    # Each rank counts from the start of its Stream.
+    stream_start = graph.program.offsets[index.rank]
+    step_counts -= np.append(0, step_counts)[stream_start]
+    positions = np.flatnonzero(index.is_op(COMPUTE_OPS))
+    min_delay = int((index.find_updates(positions) - step_counts[positions]).max(initial=0))
     return (
-        f"use weights that are {least} updates older: -O weight_delay={least}, "
-        f"pipeline.weight_delay = {least} or PipelineShape(weight_delay={least})"
+        f"use weights that are {min_delay} updates older: -O weight_delay={min_delay}, "
+        f"pipeline.weight_delay = {min_delay} or PipelineShape(weight_delay={min_delay})"
     )
 
 
@@ -150,25 +156,25 @@ def explain_deadlock(graph: Graph, earliest_times: EarliestTimes) -> SchedirErro
     """
     import networkx as nx
 
-    if graph.program.is_draft and (early := find_order_error(graph)):
-        return early
+    if graph.program.is_draft and (order_error := find_order_error(graph)):
+        return order_error
     if len(graph.mismatched_sends):
         return _make_mismatch_error(graph)
-    finished = _is_finished(graph, earliest_times)
+    is_finished = _is_finished(graph, earliest_times)
     waits = nx.DiGraph()
-    for head, needs in _find_unmet_waits(graph, finished).items():
-        for one, needed in needs:
-            waits.add_edge(head, one, needed=needed)
+    for head, head_waits in _find_unmet_waits(graph, is_finished).items():
+        for needed_head, needed in head_waits:
+            waits.add_edge(head, needed_head, needed=needed)
     cycle = find_shortest_cycle(waits)
     steps = list_cycle_waits(graph, waits, cycle)
-    ran = int(finished.sum())
+    finished_count = int(is_finished.sum())
     ranks = len({w.rank for w in steps})
     cause = f"{ranks} ranks wait for each other" if ranks > 1 else "a rank waits for itself"
     return make_deadlock_error(
         graph,
-        f"{cause}; stopped after {ran} of {len(graph.program)} instructions",
+        f"{cause}; stopped after {finished_count} of {len(graph.program)} instructions",
         steps,
-        ran,
+        finished_count,
         _DEVICE_SYNC_HINT if graph.host_device_sync else _BLOCKING_HINT * graph.blocking_hosts,
     )
 
@@ -208,29 +214,30 @@ def list_cycle_waits(graph: Graph, waits: nx.DiGraph, cycle: list[int]) -> list[
     """
     steps, locate = [], graph.index.locate
     for a, b in zip(cycle, cycle[1:] + cycle[:1], strict=True):
-        needs_rank, needs_at, needs = locate(waits.edges[a, b]["needed"])
-        steps.append(CycleWait(*locate(a), needs, needs_rank, needs_at, current_index=locate(b)[1]))
+        rank, index, instr = locate(waits.edges[a, b]["needed"])
+        steps.append(CycleWait(*locate(a), instr, rank, index, current_index=locate(b)[1]))
     return steps
 
 
 def _make_mismatch_error(graph: Graph) -> ChannelMismatchError:
     """Return the error for the first message whose ends use different communicators."""
-    one = int(graph.mismatched_sends[0])
-    other = int(graph.partner[graph.mismatched_sends[0]])
-    sends = graph.index.locate(one)
-    takes = graph.index.locate(other)
-    of_group = "is in a group with sends and receives: communicator of all ranks"
-    of_pair = "is in no such group: communicator of the two ranks"
-    if grouped := graph.entry_exit_nodes[0][one] != graph.node[one]:
-        notes = [of_group, of_pair]
+    send = int(graph.mismatched_sends[0])
+    receive = int(graph.partner[graph.mismatched_sends[0]])
+    send_site = graph.index.locate(send)
+    receive_site = graph.index.locate(receive)
+    group_note = "is in a group with sends and receives: communicator of all ranks"
+    pair_note = "is in no such group: communicator of the two ranks"
+    if graph.entry_exit_nodes[0][send] != graph.node[send]:
+        notes = [group_note, pair_note]
+        grouped_end, other_end = "send", "receive"
     else:
-        notes = [of_pair, of_group]
+        notes = [pair_note, group_note]
+        grouped_end, other_end = "receive", "send"
     return ChannelMismatchError(
-        f"{sends[2]} and {takes[2]} use different communicators: the "
-        f"{'send' if grouped else 'receive'} is in a group with sends and receives, but the "
-        f"{'receive' if grouped else 'send'} is not",
+        f"{send_site[2]} and {receive_site[2]} use different communicators: the "
+        f"{grouped_end} is in a group with sends and receives, but the {other_end} is not",
         program=graph.program.name,
-        sites=[InstructionSite(*sends, notes[0]), InstructionSite(*takes, notes[1])],
+        sites=[InstructionSite(*send_site, notes[0]), InstructionSite(*receive_site, notes[1])],
         hint="put both ends of the message in groups, or neither; or initialise NCCL eagerly "
         "with init_process_group(device_id=...), and use the progress model per_device",
     )
@@ -238,40 +245,40 @@ def _make_mismatch_error(graph: Graph) -> ChannelMismatchError:
 
 def _is_finished(graph: Graph, earliest_times: EarliestTimes) -> NDArray[np.bool_]:
     """Return a mask of the instructions of groups whose members all end."""
-    done = earliest_times.is_done
+    is_done = earliest_times.is_done
     if not graph.index.has_joined:
-        return done
-    finished = np.ones(graph.node_id_limit, bool)
-    np.logical_and.at(finished, graph.entry_exit_nodes[1], done)
-    return np.asarray(finished[graph.entry_exit_nodes[1]])
+        return is_done
+    is_finished = np.ones(graph.node_id_limit, bool)
+    np.logical_and.at(is_finished, graph.entry_exit_nodes[1], is_done)
+    return np.asarray(is_finished[graph.entry_exit_nodes[1]])
 
 
-def _find_queue_heads(graph: Graph, finished: NDArray[np.bool_]) -> dict[int, int]:
+def _find_queue_heads(graph: Graph, is_finished: NDArray[np.bool_]) -> dict[int, int]:
     """Return the first unfinished instruction of each queue, as {queue: position}."""
-    stuck = np.flatnonzero(~finished)
-    queues, first = np.unique(graph.queue[stuck], return_index=True)
-    return dict(zip(queues.tolist(), stuck[first].tolist(), strict=True))
+    stuck_positions = np.flatnonzero(~is_finished)
+    queues, first_indices = np.unique(graph.queue[stuck_positions], return_index=True)
+    return dict(zip(queues.tolist(), stuck_positions[first_indices].tolist(), strict=True))
 
 
 def _find_group_members(graph: Graph, head: int) -> NDArray[np.intp]:
     """Return the positions that a rank issues together with an instruction, itself included."""
-    enter, rank = graph.entry_exit_nodes[0], graph.index.rank
-    return np.flatnonzero((enter == enter[head]) & (rank == rank[head]))
+    entry_node, rank = graph.entry_exit_nodes[0], graph.index.rank
+    return np.flatnonzero((entry_node == entry_node[head]) & (rank == rank[head]))
 
 
 def _find_unmet_values(
-    graph: Graph, finished: NDArray[np.bool_], members: NDArray[np.intp]
+    graph: Graph, is_finished: NDArray[np.bool_], members: NDArray[np.intp]
 ) -> list[int]:
     """Return the unfinished instructions on the same rank that members of a group need.
 
     Predecessors in a queue are not included.
     """
     needed = graph.local_waits[:, members].reshape(-1).tolist()
-    return [n for n in needed if n != NO_POSITION and not finished[n]]
+    return [n for n in needed if n != NO_POSITION and not is_finished[n]]
 
 
 def _find_unmet_waits(
-    graph: Graph, finished: NDArray[np.bool_]
+    graph: Graph, is_finished: NDArray[np.bool_]
 ) -> dict[int, list[tuple[int, int]]]:
     """Return a dict from the head of each queue to its waits.
 
@@ -281,29 +288,37 @@ def _find_unmet_waits(
     together, when each member is the head of its queue and has its values. If both ends of a
     message are heads, an end that lacks something on its own rank does not wait for the other end.
     """
-    heads = _find_queue_heads(graph, finished)
-    together = {head: _find_group_members(graph, head) for head in heads.values()}
-    lacks: dict[int, set[int]] = {}
-    # `there`: instructions at the head of their queue. `ready`: instructions in groups that lack
-    # nothing on their rank.
-    there, ready = set[int](), set[int]()
-    for head, members in together.items():
-        own, first = {*members.tolist()}, [heads[queue] for queue in graph.queue[members].tolist()]
-        lacks[head] = ({*first} - own).union(_find_unmet_values(graph, finished, members))
-        there.update(one for one, at in zip(members.tolist(), first, strict=True) if at in own)
-        ready.update([] if lacks[head] else members.tolist())
-    unmet = {}
-    for head, members in together.items():
-        waits, own = set[int](), {*members.tolist()}
-        for one in members.tolist():
-            waits.update(np.flatnonzero((graph.node == graph.node[one]) & ~finished).tolist())
-            sent = int(graph.partner[one])
-            if sent in graph.eager_sends and not finished[sent]:
-                waits.add(sent)  # the receive of an eager message still waits for its send
-        waits -= own | (there if lacks[head] else ready)
-        waits |= lacks[head]  # can include members of the group, if they free a slot for the head
-        unmet[head] = [(heads[int(graph.queue[n])], n) for n in sorted(waits)]
-    return unmet
+    heads = _find_queue_heads(graph, is_finished)
+    members_by_head = {head: _find_group_members(graph, head) for head in heads.values()}
+    rank_waits: dict[int, set[int]] = {}
+    # Instructions at the head of their queue, and instructions in groups that lack nothing on
+    # their rank.
+    queue_heads, ready_members = set[int](), set[int]()
+    for head, members in members_by_head.items():
+        group = {*members.tolist()}
+        own_heads = [heads[queue] for queue in graph.queue[members].tolist()]
+        rank_waits[head] = ({*own_heads} - group).union(
+            _find_unmet_values(graph, is_finished, members)
+        )
+        queue_heads.update(
+            member
+            for member, own_head in zip(members.tolist(), own_heads, strict=True)
+            if own_head in group
+        )
+        ready_members.update([] if rank_waits[head] else members.tolist())
+    unmet_waits = {}
+    for head, members in members_by_head.items():
+        waits, group = set[int](), {*members.tolist()}
+        for member in members.tolist():
+            waits.update(np.flatnonzero((graph.node == graph.node[member]) & ~is_finished).tolist())
+            send = int(graph.partner[member])
+            if send in graph.eager_sends and not is_finished[send]:
+                waits.add(send)  # the receive of an eager message still waits for its send
+        waits -= group | (queue_heads if rank_waits[head] else ready_members)
+        # These waits can include members of the group, if they free a slot for the head.
+        waits |= rank_waits[head]
+        unmet_waits[head] = [(heads[int(graph.queue[n])], n) for n in sorted(waits)]
+    return unmet_waits
 
 
 def find_shortest_cycle(waits: nx.DiGraph) -> list[int]:  # type: ignore[name-defined] # noqa: F821
@@ -317,17 +332,17 @@ def find_shortest_cycle(waits: nx.DiGraph) -> list[int]:  # type: ignore[name-de
     """
     import networkx as nx
 
-    best: list[int] = []
-    for part in nx.strongly_connected_components(waits):
-        if len(part) == 1 and not any(waits.has_edge(n, n) for n in part):
+    shortest: list[int] = []
+    for component in nx.strongly_connected_components(waits):
+        if len(component) == 1 and not any(waits.has_edge(n, n) for n in component):
             continue
-        inner = waits.subgraph(part)
-        for node in sorted(part):
-            for after in sorted(inner.successors(node)):
-                path = nx.shortest_path(inner, after, node)
-                if not best or len(path) < len(best):
-                    best = [node, *path[:-1]]
-    return best
+        subgraph = waits.subgraph(component)
+        for node in sorted(component):
+            for successor in sorted(subgraph.successors(node)):
+                path = nx.shortest_path(subgraph, successor, node)
+                if not shortest or len(path) < len(shortest):
+                    shortest = [node, *path[:-1]]
+    return shortest
 
 
 def _make_window(graph: Graph, steps: list[CycleWait]) -> list[InstructionSite]:
@@ -338,9 +353,13 @@ def _make_window(graph: Graph, steps: list[CycleWait]) -> list[InstructionSite]:
     """
     first, second = steps[0], steps[1 % len(steps)]
     stream = graph.program.streams[first.needed_rank]
-    lo, hi = first.current_index, first.needed_index
-    shown = [i for i in range(max(0, lo - 2), min(len(stream), hi + 1)) if i <= lo + 2 or i >= hi]
-    notes = {lo: "waits", hi: f"rank {first.rank} waits for this"}
-    if lo == hi:
-        notes = {lo: f"waits, and rank {first.rank} waits for it"}
-    return [InstructionSite(second.rank, i, stream[i], notes.get(i, "")) for i in shown]
+    waiting_index, needed_index = first.current_index, first.needed_index
+    indices = [
+        i
+        for i in range(max(0, waiting_index - 2), min(len(stream), needed_index + 1))
+        if i <= waiting_index + 2 or i >= needed_index
+    ]
+    notes = {waiting_index: "waits", needed_index: f"rank {first.rank} waits for this"}
+    if waiting_index == needed_index:
+        notes = {waiting_index: f"waits, and rank {first.rank} waits for it"}
+    return [InstructionSite(second.rank, i, stream[i], notes.get(i, "")) for i in indices]

@@ -175,12 +175,12 @@ class Graph:
 
         The predecessors in the queues are not included.
         """
-        more = []
+        extra_rows = []
         for fill, free in self.all_slot_reuses:
-            more.append(np.full((1, len(self)), NO_POSITION, np.int32))
-            more[-1][0, fill] = free
-        more += [self.host_waits] if self.blocking_hosts else []
-        return np.concatenate([self.needs, *more]) if more else self.needs
+            extra_rows.append(np.full((1, len(self)), NO_POSITION, np.int32))
+            extra_rows[-1][0, fill] = free
+        extra_rows += [self.host_waits] if self.blocking_hosts else []
+        return np.concatenate([self.needs, *extra_rows]) if extra_rows else self.needs
 
     @cached_property
     def host_waits(self) -> NDArray[np.int32]:
@@ -191,16 +191,17 @@ class Graph:
     def partner(self) -> Positions:
         """The position of the other end of each transfer, shape (n,); -1 where there is none."""
         partner = np.full(len(self), NO_POSITION, np.int32)
-        for send in SEND_OPS:
-            if (at := self.index.positions.get(send)) is None:
+        for op in SEND_OPS:
+            if (sends := self.index.positions.get(op)) is None:
                 continue
-            row = INSTRUCTIONS[send]
+            row = INSTRUCTIONS[op]
             assert row.partner is not None and row.peer is not None
-            other = self.index.find_positions(
-                row.partner, self.index.find_neighbor_keys(row.peer, at)
+            receives = self.index.find_positions(
+                row.partner, self.index.find_neighbor_keys(row.peer, sends)
             )
-            met = other != NO_POSITION
-            partner[at[met]], partner[other[met]] = other[met], at[met]
+            has_receive = receives != NO_POSITION
+            sends, receives = sends[has_receive], receives[has_receive]
+            partner[sends], partner[receives] = receives, sends
         return partner
 
     @cached_property
@@ -213,13 +214,13 @@ class Graph:
         """Positions of the sends that do not wait for their receive."""
         if self.eager_messages is None:
             return np.empty(0, np.int32)
-        at = self.index.find_all_positions(SEND_OPS)
-        at = at[self.partner[at] != NO_POSITION]
-        small = (
-            compute_message_sizes(self.program, self.eager_messages.sizes, at)
+        sends = self.index.find_all_positions(SEND_OPS)
+        sends = sends[self.partner[sends] != NO_POSITION]
+        is_small = (
+            compute_message_sizes(self.program, self.eager_messages.sizes, sends)
             <= self.eager_messages.max_bytes
         )
-        return np.asarray(at[small])
+        return np.asarray(sends[is_small])
 
     @cached_property
     def queue(self) -> NDArray[np.unsignedinteger]:
@@ -231,9 +232,11 @@ class Graph:
         """Position of the previous instruction in the same queue, shape (n,); -1 for the first."""
         order = np.argsort(self.queue, kind="stable").astype(np.int32)
         queue = self.queue[order]
-        before = np.full(len(order), NO_POSITION, np.int32)
-        before[order[1:]] = np.where(queue[1:] == queue[:-1], order[:-1], np.int32(NO_POSITION))
-        return before
+        predecessor = np.full(len(order), NO_POSITION, np.int32)
+        predecessor[order[1:]] = np.where(
+            queue[1:] == queue[:-1], order[:-1], np.int32(NO_POSITION)
+        )
+        return predecessor
 
     def find_last_predecessors(self, end_times: NDArray[np.float64]) -> NDArray[np.int64]:
         """Return, for each instruction, the predecessor that ends last.
@@ -247,17 +250,18 @@ class Graph:
         Returns:
             Positions of shape (n,); -1 for an instruction without predecessors.
         """
-        before = np.concatenate([self.local_waits, self.queue_predecessor[None]])
-        enter = self.entry_exit_nodes[0]
-        for same in (self.node, enter):  # members of a node or group do not wait for each other
-            before = np.where(same[before] == same, NO_POSITION, before)
-        at = np.lexsort((-np.arange(len(self)), end_times))
+        predecessors = np.concatenate([self.local_waits, self.queue_predecessor[None]])
+        entry_node = self.entry_exit_nodes[0]
+        # Members of a node or group do not wait for each other.
+        for number in (self.node, entry_node):
+            predecessors = np.where(number[predecessors] == number, NO_POSITION, predecessors)
+        order = np.lexsort((-np.arange(len(self)), end_times))
         score = np.zeros(len(self) + 1, np.int64)  # index -1, no predecessor, has score 0
-        score[at] = np.arange(1, len(self) + 1)
+        score[order] = np.arange(1, len(self) + 1)
         latest = np.zeros(self.node_id_limit, np.int64)
-        np.maximum.at(latest, enter, score[before].max(0, initial=0))
-        np.maximum.at(latest, self.node, latest[enter])
-        return np.concatenate([[NO_POSITION], at])[latest[self.node]]
+        np.maximum.at(latest, entry_node, score[predecessors].max(0, initial=0))
+        np.maximum.at(latest, self.node, latest[entry_node])
+        return np.concatenate([[NO_POSITION], order])[latest[self.node]]
 
     # ------------------------------------------------------------ costs
 
@@ -281,12 +285,13 @@ class Graph:
     @cached_property
     def _group_layout(self) -> tuple[NDArray[np.intp], NDArray[np.int64], NDArray[np.bool_]]:
         """First member and size of each instruction's group, and a mask of grouped transfers."""
-        begins = np.flatnonzero(~self.index.joined)
-        number = np.cumsum(~self.index.joined) - 1
-        first, size = begins[number], np.bincount(number, minlength=1)[number]
+        group_starts = np.flatnonzero(~self.index.joined)
+        group_number = np.cumsum(~self.index.joined) - 1
+        first_member = group_starts[group_number]
+        size = np.bincount(group_number, minlength=1)[group_number]
         if self.rules.has_batch_queues:
-            return first, size, is_batched(self.index)
-        return first, size, (size > 1) & np.isin(self.index.op[first], TRANSFER_OPS)
+            return first_member, size, is_batched(self.index)
+        return first_member, size, (size > 1) & np.isin(self.index.op[first_member], TRANSFER_OPS)
 
     @cached_property
     def collective_groups(self) -> list[Positions]:
@@ -296,19 +301,19 @@ class Graph:
         collective of stage replicas, each stage has a separate collective. Ranks that share no tied
         weight have separate collectives (`number_tied_groups`).
         """
-        meetings: list[Positions] = []
+        collectives: list[Positions] = []
         shape = self.program.shape
         for op in COLLECTIVE_OPS:
-            if (at := self.index.positions.get(op)) is None:
+            if (positions := self.index.positions.get(op)) is None:
                 continue
-            which, group = self.index.mb[at].astype(np.intp), INSTRUCTIONS[op].group
-            if group == "stage_replicas":
-                which = which * shape.stages + self.index.stage[at]
-            elif group == "tied_weights":
-                party = np.array(number_tied_groups(self.program.trained_ties, shape))
-                which = which * shape.ranks + party[self.index.rank[at]]
-            meetings += [at[which == one] for one in np.unique(which)]
-        return meetings
+            numbers, group_kind = self.index.mb[positions].astype(np.intp), INSTRUCTIONS[op].group
+            if group_kind == "stage_replicas":
+                numbers = numbers * shape.stages + self.index.stage[positions]
+            elif group_kind == "tied_weights":
+                tied_group = np.array(number_tied_groups(self.program.trained_ties, shape))
+                numbers = numbers * shape.ranks + tied_group[self.index.rank[positions]]
+            collectives += [positions[numbers == number] for number in np.unique(numbers)]
+        return collectives
 
     @cached_property
     def node(self) -> Positions:
@@ -317,17 +322,17 @@ class Graph:
         The node of a message has the position of its send.
         """
         node = np.arange(len(self), dtype=np.int32)
-        got = self.index.find_all_positions(RECV_OPS)
-        got = got[self.partner[got] != NO_POSITION]
-        node[got] = self.partner[got]
-        late = self.partner[self.eager_sends]
-        node[late] = late
+        receives = self.index.find_all_positions(RECV_OPS)
+        receives = receives[self.partner[receives] != NO_POSITION]
+        node[receives] = self.partner[receives]
+        eager_receives = self.partner[self.eager_sends]
+        node[eager_receives] = eager_receives
         for members in self.collective_groups:
             node[members] = members[0]
         if self.index.has_joined:
-            first, _, _ = self._group_layout
-            cell = self.index.joined & ~self.index.is_op(TRANSFER_OPS)
-            node[cell] = first[cell]  # joined computes are one node
+            first_member, _, _ = self._group_layout
+            is_joined = self.index.joined & ~self.index.is_op(TRANSFER_OPS)
+            node[is_joined] = first_member[is_joined]  # joined computes are one node
         return node
 
     @cached_property
@@ -335,11 +340,11 @@ class Graph:
         """The nodes at which each instruction starts and is complete, shape (2, n)."""
         if not self.index.has_joined:
             return np.broadcast_to(self.node, (2, len(self)))
-        gates = np.stack([self.node, self.node])
-        first, _, grouped = self._group_layout
-        which = np.unique(first[grouped], return_inverse=True)[1]
-        gates[:, grouped] = len(self) + 2 * which + [[0], [1]]
-        return gates
+        nodes = np.stack([self.node, self.node])
+        first_member, _, is_grouped = self._group_layout
+        group_number = np.unique(first_member[is_grouped], return_inverse=True)[1]
+        nodes[:, is_grouped] = len(self) + 2 * group_number + [[0], [1]]
+        return nodes
 
     @cached_property
     def node_id_limit(self) -> int:
@@ -353,43 +358,43 @@ class Graph:
     @property
     def node_mask(self) -> NDArray[np.bool_]:
         """A mask of the numbers that are nodes, shape (node_id_limit,)."""
-        there = np.zeros(self.node_id_limit, bool)
-        there[: len(self)] = self.node == np.arange(len(self), dtype=np.int32)
+        is_node = np.zeros(self.node_id_limit, bool)
+        is_node[: len(self)] = self.node == np.arange(len(self), dtype=np.int32)
         if self.index.has_joined:
-            there[self.entry_exit_nodes] = True
-        return there
+            is_node[self.entry_exit_nodes] = True
+        return is_node
 
     def edges(self) -> Iterator[tuple[Positions, Positions]]:
         """Yield the edges between nodes as arrays of sources and targets, one kind at a time.
 
         The same edge can be yielded twice.
         """
-        enter, leave = self.entry_exit_nodes
+        entry_node, exit_node = self.entry_exit_nodes
         after = np.flatnonzero(self.queue_predecessor != NO_POSITION)
         before = self.queue_predecessor[after]
         if self.index.has_joined:
             # Members of one group follow each other in their queue without an edge.
-            apart = (enter[before] != enter[after]) | ~self.index.joined[after]
-            before, after = before[apart], after[apart]
-        yield leave[before], enter[after]
+            has_edge = (entry_node[before] != entry_node[after]) | ~self.index.joined[after]
+            before, after = before[has_edge], after[has_edge]
+        yield exit_node[before], entry_node[after]
         del before, after
         for giver in self.needs:
             needer = np.flatnonzero(giver != NO_POSITION)
-            yield leave[giver[needer]], enter[needer]
+            yield exit_node[giver[needer]], entry_node[needer]
         for fill, free in self.all_slot_reuses:
-            yield leave[free], enter[fill]
+            yield exit_node[free], entry_node[fill]
         if self.blocking_hosts:
             for before in self.host_waits:
-                late = np.flatnonzero(before != NO_POSITION)
-                yield leave[before[late]], enter[late]
-        if len(alone := self.eager_sends):
-            yield alone, self.partner[alone]
-        if len(never := self.mismatched_sends):
-            yield never, never
+                waiters = np.flatnonzero(before != NO_POSITION)
+                yield exit_node[before[waiters]], entry_node[waiters]
+        if len(eager_sends := self.eager_sends):
+            yield eager_sends, self.partner[eager_sends]
+        if len(mismatched_sends := self.mismatched_sends):
+            yield mismatched_sends, mismatched_sends
         if self.index.has_joined:
-            grouped = np.flatnonzero(enter != self.node)
-            yield enter[grouped], self.node[grouped]
-            yield self.node[grouped], leave[grouped]
+            grouped = np.flatnonzero(entry_node != self.node)
+            yield entry_node[grouped], self.node[grouped]
+            yield self.node[grouped], exit_node[grouped]
 
     def random_topological_order(self, seed: int) -> Iterator[int]:
         """Yield the nodes in a random legal order, and stop early at a cycle.
@@ -398,20 +403,20 @@ class Graph:
             seed: Seed of the random order.
         """
         rng = random.Random(seed)
-        after: list[list[int]] = [[] for _ in range(self.node_id_limit)]
-        missing = [0] * self.node_id_limit
+        successors: list[list[int]] = [[] for _ in range(self.node_id_limit)]
+        pending_counts = [0] * self.node_id_limit
         for source, target in self.edges():
             for a, b in zip(source.tolist(), target.tolist(), strict=True):
-                after[a].append(b)
-                missing[b] += 1
-        present = {*self.node.tolist(), *self.entry_exit_nodes.reshape(-1).tolist()}
-        ready = sorted(node for node in present if not missing[node])
+                successors[a].append(b)
+                pending_counts[b] += 1
+        nodes = {*self.node.tolist(), *self.entry_exit_nodes.reshape(-1).tolist()}
+        ready = sorted(node for node in nodes if not pending_counts[node])
         while ready:
-            pick = rng.randrange(len(ready))
-            ready[pick], ready[-1] = ready[-1], ready[pick]
+            index = rng.randrange(len(ready))
+            ready[index], ready[-1] = ready[-1], ready[index]
             node = ready.pop()
             yield node
-            for b in after[node]:
-                missing[b] -= 1
-                if not missing[b]:
+            for b in successors[node]:
+                pending_counts[b] -= 1
+                if not pending_counts[b]:
                     ready.append(b)

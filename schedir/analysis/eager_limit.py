@@ -30,20 +30,23 @@ def find_min_eager_limit(graph: Graph, sizes: Sizes) -> float | None:
     """
 
     def finishes(limit: float) -> bool:
-        how = {"blocking_hosts": graph.blocking_hosts, "host_device_sync": graph.host_device_sync}
+        host_options = {
+            "blocking_hosts": graph.blocking_hosts,
+            "host_device_sync": graph.host_device_sync,
+        }
         return bool(
             compute_earliest_times(
                 Graph(
                     graph.program,
                     graph.progress_model,
-                    **how,
+                    **host_options,
                     eager_messages=EagerMessages(limit, sizes),
                 )
             ).is_done.all()
         )
 
-    sent = graph.index.find_all_positions(SEND_OPS)
-    limits = np.unique(compute_message_sizes(graph.program, sizes, sent)).tolist()
+    sends = graph.index.find_all_positions(SEND_OPS)
+    limits = np.unique(compute_message_sizes(graph.program, sizes, sends)).tolist()
     if not any(limits) or not finishes(limits[-1]):
         return None
     low, high = 0, len(limits) - 1

@@ -78,26 +78,28 @@ def find_known_ends(
     """
     index = InstructionIndex.from_program(program)
     flow = Dataflow.from_program(program)
-    left = np.array([LANES[row.lane].host_action == "starts" for row in INSTRUCTIONS])[index.op]
-    heard = positions.copy()
-    if not left[positions].any():
-        return heard
+    is_async = np.array([LANES[row.lane].host_action == "starts" for row in INSTRUCTIONS])[index.op]
+    known_ends = positions.copy()
+    if not is_async[positions].any():
+        return known_ends
     line = LINE_BY_OPCODE[index.op]
     edges = [(np.arange(len(index)), giver) for giver in flow.givers] + [
         *find_slot_reuses(program).values()
     ]
-    edges = [(needer[~left[needer]], giver[~left[needer]]) for needer, giver in edges]
-    first = np.full(len(index), len(index))
-    for one in np.unique(line[positions[left[positions]]]):
-        own = np.flatnonzero(line == one)
-        lane = INSTRUCTIONS[index.op[own[0]]].lane
-        waits = index.is_op(_find_drain_ops(program, lane) if count_drains else ())[own[1:]]
-        for needer, giver in [*edges, (own[1:][waits], own[:-1][waits])]:
-            known = (giver != NO_POSITION) & (line[giver] == one)
-            np.minimum.at(first, giver[known], needer[known])
-        first[own] = np.minimum.accumulate(first[own][::-1])[::-1]
-    last = program.offsets[index.rank[positions] + 1] - 1
-    return np.where(left[positions], np.minimum(first[positions], last), positions).astype(np.int32)
+    edges = [(needer[~is_async[needer]], giver[~is_async[needer]]) for needer, giver in edges]
+    first_needs = np.full(len(index), len(index))
+    for number in np.unique(line[positions[is_async[positions]]]):
+        members = np.flatnonzero(line == number)
+        lane = INSTRUCTIONS[index.op[members[0]]].lane
+        is_drain = index.is_op(_find_drain_ops(program, lane) if count_drains else ())[members[1:]]
+        for needer, giver in [*edges, (members[1:][is_drain], members[:-1][is_drain])]:
+            is_on_line = (giver != NO_POSITION) & (line[giver] == number)
+            np.minimum.at(first_needs, giver[is_on_line], needer[is_on_line])
+        first_needs[members] = np.minimum.accumulate(first_needs[members][::-1])[::-1]
+    last_of_rank = program.offsets[index.rank[positions] + 1] - 1
+    return np.where(
+        is_async[positions], np.minimum(first_needs[positions], last_of_rank), positions
+    ).astype(np.int32)
 
 
 def _find_device_waits(program: Program, entry_nodes: Positions) -> list[Positions]:
@@ -107,19 +109,21 @@ def _find_device_waits(program: Program, entry_nodes: Positions) -> list[Positio
     after the waits of the last launch before it. Each row has one predecessor per instruction.
     """
     index = InstructionIndex.from_program(program)
-    own = np.arange(len(index), dtype=np.int32)
-    begin = program.offsets[index.rank].astype(np.int32)
-    launches = ~index.is_op(TRANSFER_OPS)
-    last = np.full_like(own, NO_POSITION)
-    last[1:] = np.maximum.accumulate(np.where(launches, own, np.int32(NO_POSITION)))[:-1]
-    last[last < begin] = NO_POSITION
-    since = own - np.maximum(last, begin - 1) - 1
-    rows = [last] + [
-        np.where(since >= back, own - back, np.int32(NO_POSITION))
-        for back in range(1, int(since[launches].max(initial=0)) + 1)
+    positions = np.arange(len(index), dtype=np.int32)
+    stream_start = program.offsets[index.rank].astype(np.int32)
+    is_launch = ~index.is_op(TRANSFER_OPS)
+    last_launch = np.full_like(positions, NO_POSITION)
+    last_launch[1:] = np.maximum.accumulate(np.where(is_launch, positions, np.int32(NO_POSITION)))[
+        :-1
+    ]
+    last_launch[last_launch < stream_start] = NO_POSITION
+    distance = positions - np.maximum(last_launch, stream_start - 1) - 1
+    rows = [last_launch] + [
+        np.where(distance >= offset, positions - offset, np.int32(NO_POSITION))
+        for offset in range(1, int(distance[is_launch].max(initial=0)) + 1)
     ]
     rows = [np.where(entry_nodes[row] == entry_nodes, np.int32(NO_POSITION), row) for row in rows]
-    waiter = np.where(launches, own, last)
+    waiter = np.where(is_launch, positions, last_launch)
     return [np.where(waiter == NO_POSITION, np.int32(NO_POSITION), row[waiter]) for row in rows]
 
 
@@ -139,21 +143,27 @@ def _find_lane_waits(program: Program, lane: Lane, lines: NDArray[np.int64]) -> 
     waits for the lane.
     """
     index = InstructionIndex.from_program(program)
-    drains = _find_drain_ops(program, lane)
-    waits = [row.op for row in INSTRUCTIONS if lane in row.host_sync_lanes]
-    if LANES[lane].host_action == "starts" and program.used_opcodes.isdisjoint((*drains, *waits)):
+    drain_ops = _find_drain_ops(program, lane)
+    wait_ops = [row.op for row in INSTRUCTIONS if lane in row.host_sync_lanes]
+    if LANES[lane].host_action == "starts" and program.used_opcodes.isdisjoint(
+        (*drain_ops, *wait_ops)
+    ):
         return None
-    waited = np.full(len(index), NO_POSITION, np.int32)
-    own = np.flatnonzero(lines == LINE_BY_LANE[lane])
+    last_observed = np.full(len(index), NO_POSITION, np.int32)
+    members = np.flatnonzero(lines == LINE_BY_LANE[lane])
     if LANES[lane].host_action == "starts":
-        waited[own[1:]] = np.where(index.is_op(drains)[own[1:]], own[:-1], NO_POSITION)
-    else:  # the host produces the inputs of a collective between segments itself
-        waited[own] = np.where(
-            index.is_op(find_segment_collectives(program.sequence_parallel))[own], NO_POSITION, own
+        last_observed[members[1:]] = np.where(
+            index.is_op(drain_ops)[members[1:]], members[:-1], NO_POSITION
         )
-    if len(at := index.find_all_positions(waits)) and len(own):
-        waited[at] = np.append(own, NO_POSITION)[np.searchsorted(own, at) - 1]
-    before = np.full_like(waited, NO_POSITION)
-    before[1:] = np.maximum.accumulate(waited)[:-1]
-    here = (before >= program.offsets[index.rank]) & (lines != LINE_BY_LANE[lane])
-    return np.where(here, before, np.int32(NO_POSITION))
+    else:  # the host produces the inputs of a collective between segments itself
+        last_observed[members] = np.where(
+            index.is_op(find_segment_collectives(program.sequence_parallel))[members],
+            NO_POSITION,
+            members,
+        )
+    if len(waits := index.find_all_positions(wait_ops)) and len(members):
+        last_observed[waits] = np.append(members, NO_POSITION)[np.searchsorted(members, waits) - 1]
+    last_wait = np.full_like(last_observed, NO_POSITION)
+    last_wait[1:] = np.maximum.accumulate(last_observed)[:-1]
+    has_wait = (last_wait >= program.offsets[index.rank]) & (lines != LINE_BY_LANE[lane])
+    return np.where(has_wait, last_wait, np.int32(NO_POSITION))

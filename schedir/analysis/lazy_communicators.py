@@ -35,48 +35,56 @@ def find_first_use_error(graph: Graph) -> SchedirError | None:
         hosts wait for each other in a cycle. None if all hosts pass.
     """
     index, ranks = graph.index, graph.program.shape.ranks
-    at, communicator = find_communicators(index, graph.partner, graph.rules)
-    key = communicator * ranks + index.rank[at]
-    _, first = np.unique(key, return_index=True)
+    positions, communicators = find_communicators(index, graph.partner, graph.rules)
+    key = communicators * ranks + index.rank[positions]
+    _, first_uses = np.unique(key, return_index=True)
     uses: list[list[int]] = [[] for _ in range(ranks)]  # positions of the first uses of each rank
     parties: dict[int, dict[int, int]] = defaultdict(dict)  # communicator -> rank -> first use
-    name = dict(zip(at[first].tolist(), communicator[first].tolist(), strict=True))
-    for position in sorted(name):
+    communicator_at = dict(
+        zip(positions[first_uses].tolist(), communicators[first_uses].tolist(), strict=True)
+    )
+    for position in sorted(communicator_at):
         rank = int(index.rank[position])
         uses[rank].append(position)
-        parties[name[position]][rank] = position
-    for one, members in parties.items():
-        if one < 0 and len(members) < ranks:
+        parties[communicator_at[position]][rank] = position
+    for communicator, members in parties.items():
+        if communicator < 0 and len(members) < ranks:
             return _make_absence_error(graph, members)
-    passed, moved = [0] * ranks, True
+    use_counts, has_progress = [0] * ranks, True
 
     def get_next_use(rank: int) -> int:
-        return uses[rank][passed[rank]] if passed[rank] < len(uses[rank]) else len(index)
+        return uses[rank][use_counts[rank]] if use_counts[rank] < len(uses[rank]) else len(index)
 
-    while moved:
-        moved = False
+    while has_progress:
+        has_progress = False
         for members in parties.values():
             if all(get_next_use(rank) == position for rank, position in members.items()):
                 for rank in members:
-                    passed[rank] += 1
-                moved = True
-    stuck = {rank: get_next_use(rank) for rank in range(ranks) if get_next_use(rank) < len(index)}
+                    use_counts[rank] += 1
+                has_progress = True
+    stop_positions = {
+        rank: get_next_use(rank) for rank in range(ranks) if get_next_use(rank) < len(index)
+    }
     return (
-        _make_cycle_error(graph, stuck, {at: parties[name[at]] for at in stuck.values()})
-        if stuck
+        _make_cycle_error(
+            graph,
+            stop_positions,
+            {stop: parties[communicator_at[stop]] for stop in stop_positions.values()},
+        )
+        if stop_positions
         else None
     )
 
 
 def _make_absence_error(graph: Graph, members: dict[int, int]) -> ChannelMismatchError:
     """Return the error for a communicator of all ranks that a rank never uses."""
-    away = next(r for r in range(graph.program.shape.ranks) if r not in members)
-    first = graph.index.locate(min(members.values()))
+    absent = next(r for r in range(graph.program.shape.ranks) if r not in members)
+    first_site = graph.index.locate(min(members.values()))
     return ChannelMismatchError(
-        f"{first[2]} uses the communicator of all ranks and waits for all ranks, but rank {away} "
-        "never uses this communicator",
+        f"{first_site[2]} uses the communicator of all ranks and waits for all ranks, but rank "
+        f"{absent} never uses this communicator",
         program=graph.program.name,
-        sites=[InstructionSite(*first, "waits for all ranks")],
+        sites=[InstructionSite(*first_site, "waits for all ranks")],
         hint=_HINT,
     )
 
@@ -93,16 +101,16 @@ def _make_cycle_error(
             if stop_positions[rank] != needed:
                 waits.add_edge(position, stop_positions[rank], needed=needed)
     steps = list_cycle_waits(graph, waits, find_shortest_cycle(waits))
-    begin = graph.program.offsets
-    ran = sum(
-        stop_positions.get(rank, int(begin[rank + 1])) - int(begin[rank])
-        for rank in range(len(begin) - 1)
+    offsets = graph.program.offsets
+    issued_count = sum(
+        stop_positions.get(rank, int(offsets[rank + 1])) - int(offsets[rank])
+        for rank in range(len(offsets) - 1)
     )
     return make_deadlock_error(
         graph,
         f"{len(steps)} hosts wait for each other, each to create a communicator at its first "
-        f"use; {ran} of {len(graph.program)} instructions were issued",
+        f"use; {issued_count} of {len(graph.program)} instructions were issued",
         steps,
-        ran,
+        issued_count,
         _HINT,
     )

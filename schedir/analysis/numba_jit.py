@@ -68,22 +68,22 @@ def compile_within(
     Returns:
         The compiled loops or None, and the status.
     """
-    found = _compile(loops)
-    if found is None:
+    compiled = _compile(loops)
+    if compiled is None:
         return None, "not installed" if find_spec("numba") is None else "not usable"
-    each: tuple[Any, ...] = found  # numba adds attributes that `Loop` does not have
-    ready = all(loop.signatures or _is_cached(loop) for loop in each)
-    if seconds < (MIN_LOAD_SECONDS if ready else MIN_COMPILE_SECONDS):
+    dispatchers: tuple[Any, ...] = compiled  # numba adds attributes that `Loop` does not have
+    is_ready = all(loop.signatures or _is_cached(loop) for loop in dispatchers)
+    if seconds < (MIN_LOAD_SECONDS if is_ready else MIN_COMPILE_SECONDS):
         return None, "no time"
-    return found, "used"
+    return compiled, "used"
 
 
 def _is_cached(loop: Any) -> bool:
     """Return whether a compiled loop seems to be in numba's cache on disk."""
     try:
         folder = Path(loop.stats.cache_path)
-        own = f"{Path(loop.py_func.__code__.co_filename).stem}.{loop.py_func.__name__}-"
-        return any(file.name.startswith(own) for file in folder.iterdir())
+        prefix = f"{Path(loop.py_func.__code__.co_filename).stem}.{loop.py_func.__name__}-"
+        return any(file.name.startswith(prefix) for file in folder.iterdir())
     except (OSError, TypeError):  # numba has no cache folder
         return False
 

@@ -47,8 +47,10 @@ class SharedQueueGraph(Graph):
         ).queue.copy()
         for pair in self.queue_pairs:
             # An earlier pair may have changed the number of either queue.
-            one, other = (self._find_merged_number(queue, number) for number in pair)
-            queue[queue == max(one, other)] = min(one, other)
+            first_number, second_number = (
+                self._find_merged_number(queue, number) for number in pair
+            )
+            queue[queue == max(first_number, second_number)] = min(first_number, second_number)
         return queue
 
     def _find_merged_number(self, queue: NDArray[np.unsignedinteger], number: int) -> int:

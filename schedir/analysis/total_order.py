@@ -36,11 +36,11 @@ def find_total_order(graph: Graph) -> tuple[Positions, ...]:
         For each rank, the indices into its Stream in this order.
     """
     problem = build_problem(graph, Costs())
-    kept = problem._replace(edges=chain(graph.edges(), _make_stream_edges(graph)))
-    _, turn = solve_longest_paths(kept)
-    if not turn[graph.node].all():
-        _, turn = solve_longest_paths(problem._replace(edges=graph.edges()))
-    order = np.lexsort((graph.node, turn[graph.node]))
+    stream_problem = problem._replace(edges=chain(graph.edges(), _make_stream_edges(graph)))
+    _, level = solve_longest_paths(stream_problem)
+    if not level[graph.node].all():
+        _, level = solve_longest_paths(problem._replace(edges=graph.edges()))
+    order = np.lexsort((graph.node, level[graph.node]))
     rank, offsets = graph.index.rank[order], graph.program.offsets
     return tuple(
         (order[rank == r] - offsets[r]).astype(np.int32) for r in range(graph.program.shape.ranks)
@@ -49,8 +49,9 @@ def find_total_order(graph: Graph) -> tuple[Positions, ...]:
 
 def _make_stream_edges(graph: Graph) -> Iterator[tuple[Positions, Positions]]:
     """Yield an edge from each instruction to the next one of its rank. Receives are left out."""
-    at = np.flatnonzero(~graph.index.is_op(RECV_OPS))
-    here = graph.index.rank[at[1:]] == graph.index.rank[at[:-1]]
-    before, after = graph.node[at[:-1][here]], graph.node[at[1:][here]]
-    apart = before != after
-    yield before[apart], after[apart]
+    positions = np.flatnonzero(~graph.index.is_op(RECV_OPS))
+    is_same_rank = graph.index.rank[positions[1:]] == graph.index.rank[positions[:-1]]
+    before = graph.node[positions[:-1][is_same_rank]]
+    after = graph.node[positions[1:][is_same_rank]]
+    is_edge = before != after
+    yield before[is_edge], after[is_edge]

@@ -184,8 +184,8 @@ class Saver:
         self._immediate_copies = [
             self.rank_executors[0].state.service(SnapshotCopies).start_copy(immediate_pairs)
         ]
-        for one in self._immediate_copies:
-            one.wait()  # The next forward may write to these tensors.
+        for copy in self._immediate_copies:
+            copy.wait()  # The next forward may write to these tensors.
         for rank, stage_copies in zip(self.rank_executors, requests, strict=True):
             rank.state.service(SnapshotCopies).request(stage_copies, self)
         self._save_plan = replace(save_plan, tensors=tensors)
@@ -208,34 +208,36 @@ class Saver:
         snapshots = [rank.state.service(SnapshotCopies) for rank in self.rank_executors]
         statuses = self.peers.gather_results(
             lambda: (
-                any(one.requester is not self for one in snapshots),
-                any(one.requested for one in snapshots),
+                any(service.requester is not self for service in snapshots),
+                any(service.requested for service in snapshots),
             )
         )
-        if any(changed for changed, _ in statuses):
+        if any(has_changed for has_changed, _ in statuses):
             self.cancel()
             raise ModelError(
                 f"step {plan.step} cannot be saved: the weights changed before they were copied",
                 hint="first call saver.write(); after it, load a checkpoint, use another Saver, "
                 "or run a program without snapshots",
             )
-        if any(waits for _, waits in statuses):
+        if any(is_waiting for _, is_waiting in statuses):
             self._save_plan = plan
             raise ModelError(
                 f"the state of step {plan.step} has not been copied: no step has run since "
                 "schedule_save",
                 hint="call executor.step(...), or save(executor, folder, step=...)",
             )
-        copies = [copy for one in snapshots for copy in one.take_copies()]
+        copies = [copy for service in snapshots for copy in service.take_copies()]
         copies += self._immediate_copies
 
         def run() -> None:
-            began = perf_counter()
+            begin_time = perf_counter()
             try:
-                for one in copies:
-                    one.finish()
+                for copy in copies:
+                    copy.finish()
                 path = write_checkpoint(plan, self.directory, keep=self.keep, group=self.group)
-                self.saved_checkpoint = SavedCheckpoint(plan.step, path, perf_counter() - began)
+                self.saved_checkpoint = SavedCheckpoint(
+                    plan.step, path, perf_counter() - begin_time
+                )
             except BaseException as error:  # `wait` raises it.
                 self._error = error
 

@@ -110,7 +110,7 @@ class CheckpointDirectory:
             CheckpointError: The directory cannot be read.
         """
         return sorted(
-            {step for step, what in self._scan_entries() if what in ("", _REPLACED_SUFFIX)}
+            {step for step, suffix in self._scan_entries() if suffix in ("", _REPLACED_SUFFIX)}
         )
 
     def locate_step(self, step: int) -> Path:
@@ -122,8 +122,8 @@ class CheckpointDirectory:
             step: The step.
         """
         path = self._make_path(step)
-        aside = self._make_path(step, _REPLACED_SUFFIX)
-        return aside if not path.exists() and aside.exists() else path
+        replaced_path = self._make_path(step, _REPLACED_SUFFIX)
+        return replaced_path if not path.exists() and replaced_path.exists() else path
 
     def get_unfinished_path(self, step: int) -> Path:
         """Return the directory in which a step's checkpoint is written until it is complete.
@@ -177,8 +177,9 @@ class CheckpointDirectory:
             CheckpointError: A file cannot be read.
         """
         self.check_sizes(manifest)
-        path, selected = self.locate_step(manifest.step), manifest.files if names is None else names
-        sizes = {path / name: manifest.files[name].size for name in selected}
+        path = self.locate_step(manifest.step)
+        selected_names = manifest.files if names is None else names
+        sizes = {path / name: manifest.files[name].size for name in selected_names}
         for file, digest in compute_digests(sizes, manifest.step):
             if digest != manifest.files[file.name].sha256:
                 raise IncompleteCheckpointError(
@@ -227,23 +228,23 @@ class CheckpointDirectory:
                 processes raise it.
         """
         skip_reasons: list[str] = []
-        steps_of_any = {
+        all_steps = {
             step for steps in _gather_outcomes(self.list_steps, gather_texts) for step in steps
         }
         if step is not None:
-            if step not in steps_of_any:
+            if step not in all_steps:
                 raise CheckpointError(
                     f"there is no checkpoint of step {step} in {self.path_text}",
-                    hint=f"the steps are {', '.join(map(str, sorted(steps_of_any)))}"
-                    if steps_of_any
+                    hint=f"the steps are {', '.join(map(str, sorted(all_steps)))}"
+                    if all_steps
                     else "",
                 )
             return LatestCheckpoint(self.verify(step, select_files, gather_texts), ())
         # A step that only some processes find counts as incomplete.
-        for newest in sorted(steps_of_any, reverse=True):
+        for candidate in sorted(all_steps, reverse=True):
             try:
                 return LatestCheckpoint(
-                    self.verify(newest, select_files, gather_texts), tuple(skip_reasons)
+                    self.verify(candidate, select_files, gather_texts), tuple(skip_reasons)
                 )
             except IncompleteCheckpointError as error:
                 skip_reasons.append(error.fact)
@@ -294,8 +295,8 @@ class CheckpointDirectory:
         Raises:
             CheckpointError: See `find_checkpoint`.
         """
-        found = self.find_checkpoint().manifest
-        return None if found is None else found.step
+        manifest = self.find_checkpoint().manifest
+        return None if manifest is None else manifest.step
 
     # ------------------------------------------------------------ writing
 
@@ -319,16 +320,17 @@ class CheckpointDirectory:
                 return
             lock = DirectoryLock(self.path / LOCK_FILE)
             try:
-                why = lock.acquire()
-            except LockHeldError as other:
+                reason = lock.acquire()
+            except LockHeldError as error:
                 raise CheckpointError(
-                    f"another run{f', {other.owner},' if other.owner else ''} saves checkpoints to "
+                    f"another run{f', {error.owner},' if error.owner else ''} saves checkpoints to "
                     f"{self.path_text}",
                     hint="use a different folder for each run",
                 ) from None
-            if why:
+            if reason:
                 print_to_stderr(
-                    f"{self.path_text} has no locks ({why}): do not start a second run that uses it"
+                    f"{self.path_text} has no locks ({reason}): do not start a second run that "
+                    "uses it"
                 )
             _locks_by_directory[key] = lock
 
@@ -386,10 +388,13 @@ class CheckpointDirectory:
         if not self.list_steps():
             return
         self.claim()
-        for step, what in sorted(self._scan_entries()):
-            self._remove(self._make_path(step, what))
-        if left := self.list_steps():
-            raise CheckpointError(f"cannot remove step {left[0]} of {self.path_text}", step=left[0])
+        for step, suffix in sorted(self._scan_entries()):
+            self._remove(self._make_path(step, suffix))
+        if remaining_steps := self.list_steps():
+            raise CheckpointError(
+                f"cannot remove step {remaining_steps[0]} of {self.path_text}",
+                step=remaining_steps[0],
+            )
 
     def finish(self, manifest: Manifest, keep: int | None = None) -> Path:
         """Complete the checkpoint of a step, after all processes have written their files.
@@ -414,24 +419,24 @@ class CheckpointDirectory:
         if keep is not None and (type(keep) is not int or keep < 1):
             raise UsageError(f"keep must be 1 or more, not {keep!r:.60}", fields=["keep"])
         path = self.get_unfinished_path(step)
-        to = self._make_path(step)
+        target = self._make_path(step)
         try:
             with self.translate_write_errors(step):
                 for name, file in manifest.files.items():
                     self._require_size(path, step, name, file)
                     fsync_path(path / name)
-                with (path / MANIFEST_NAME).open("xb") as made:
+                with (path / MANIFEST_NAME).open("xb") as manifest_file:
                     for line in encode_manifest(replace(manifest, finished_at=int(time.time()))):
-                        made.write(line)
+                        manifest_file.write(line)
                 fsync_path(path / MANIFEST_NAME)
                 fsync_path(path)
-                self._replace_directory(path, to, self._make_path(step, _REPLACED_SUFFIX))
+                self._replace_directory(path, target, self._make_path(step, _REPLACED_SUFFIX))
         except BaseException:
             self.abandon(step)
             raise
         if keep is not None:
             self._remove_older(step, keep)
-        return to
+        return target
 
     def _replace_directory(self, path: Path, target: Path, replaced_path: Path) -> None:
         """Rename `path` to `target`. An existing target is first renamed to `replaced_path`.
@@ -439,17 +444,17 @@ class CheckpointDirectory:
         At any moment, one of the two checkpoints exists. If the second rename fails, the first
         rename is undone.
         """
-        if replaces := target.exists():
+        if has_target := target.exists():
             target.rename(replaced_path)
         try:
             path.rename(target)
         except OSError:
-            if replaces:
+            if has_target:
                 with suppress(OSError):
                     replaced_path.rename(target)
             raise
         fsync_path(self.path)
-        if replaces:
+        if has_target:
             self._remove(replaced_path)
 
     def _remove_leftovers(self) -> None:
@@ -457,12 +462,12 @@ class CheckpointDirectory:
 
         Only the process with the lock may call this.
         """
-        for step, what in self._scan_entries():
-            path = self._make_path(step, what)
-            if what == _REPLACED_SUFFIX and not self._make_path(step).exists():
+        for step, suffix in self._scan_entries():
+            path = self._make_path(step, suffix)
+            if suffix == _REPLACED_SUFFIX and not self._make_path(step).exists():
                 # The save ended before the new checkpoint got this name.
                 path.rename(self._make_path(step))
-            elif what:
+            elif suffix:
                 self._remove(path)
 
     def _remove_older(self, step: int, keep: int) -> None:
@@ -519,8 +524,8 @@ class CheckpointDirectory:
 
     def _require_size(self, path: Path, step: int, name: str, file: ManifestFile) -> None:
         """Raise IncompleteCheckpointError if a file is missing or its size is not `file.size`."""
-        with open_regular_file(path / name, step) as opened:
-            size = os.fstat(opened.fileno()).st_size
+        with open_regular_file(path / name, step) as stream:
+            size = os.fstat(stream.fileno()).st_size
         if size != file.size:
             raise IncompleteCheckpointError(
                 f"{path.name} is not complete: {name} has {size:,} bytes instead of {file.size:,}",
@@ -537,8 +542,8 @@ class CheckpointDirectory:
             step: The step that is saved.
             needed_bytes: The number of bytes that this process writes, or None if it is unknown.
         """
-        doing = f"save step {step} to {self.path_text}"
-        return translate_os_errors(doing, step, directory=self.path, needed_bytes=needed_bytes)
+        action = f"save step {step} to {self.path_text}"
+        return translate_os_errors(action, step, directory=self.path, needed_bytes=needed_bytes)
 
 
 def _require_step(step: int) -> None:
@@ -560,9 +565,12 @@ def _gather_outcomes(compute: Callable[[], _T], gather_texts: GatherTexts | None
     except CheckpointError as error:
         kind = "incomplete" if isinstance(error, IncompleteCheckpointError) else "refused"
         outcome = [kind, error.fact, error.step, error.file]
-    outcomes = [json.loads(one) for one in gather_texts(json.dumps(outcome))]
-    for name, raised in (("refused", CheckpointError), ("incomplete", IncompleteCheckpointError)):
+    outcomes = [json.loads(text) for text in gather_texts(json.dumps(outcome))]
+    for kind_name, error_type in (
+        ("refused", CheckpointError),
+        ("incomplete", IncompleteCheckpointError),
+    ):
         for found_kind, fact, step, file in outcomes:
-            if found_kind == name:
-                raise raised(fact, step, file)
-    return [made for _, made, _, _ in outcomes]
+            if found_kind == kind_name:
+                raise error_type(fact, step, file)
+    return [value for _, value, _, _ in outcomes]

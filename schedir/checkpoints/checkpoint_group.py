@@ -62,26 +62,29 @@ class CheckpointGroup:
         Raises:
             CheckpointError: `compute` failed in a process, or a process has ended.
         """
-        mine: _T | None = None
+        result: _T | None = None
         local_error: Exception | None = None
-        wrong: tuple[str, str, int | None, str] | None = None
+        failure: tuple[str, str, int | None, str] | None = None
         try:
-            mine = compute()
+            result = compute()
         except SchedirError as error:
-            local_error, place = error, (getattr(error, "step", None), getattr(error, "file", ""))
-            wrong = (error.fact, error.hint, *place)
+            local_error = error
+            step, file = getattr(error, "step", None), getattr(error, "file", "")
+            failure = (error.fact, error.hint, step, file)
         except Exception as error:  # Other processes wait for this outcome, whatever the error is.
-            local_error, wrong = error, (describe_exception(error), "", None, "")
-        outcome = (mine, wrong)
+            local_error, failure = error, (describe_exception(error), "", None, "")
+        outcome = (result, failure)
         outcomes = [outcome] if self.is_single_process else self._gather_outcomes(outcome, kinds)
-        failed = [(k, *wrong) for k, (_, wrong) in enumerate(outcomes) if wrong]
-        if failed:
-            process, fact, hint, step, file = failed[0]
-            alike = len(failed) == len(outcomes) and len({fact for _, fact, *_ in failed}) == 1
-            fact = fact if alike else f"process {process}: {fact}"
+        failures = [(k, *failure) for k, (_, failure) in enumerate(outcomes) if failure]
+        if failures:
+            process, fact, hint, step, file = failures[0]
+            is_shared = (
+                len(failures) == len(outcomes) and len({fact for _, fact, *_ in failures}) == 1
+            )
+            fact = fact if is_shared else f"process {process}: {fact}"
             raise CheckpointError(fact, step, file, hint) from local_error
-        made: list[Any] = [made for made, _ in outcomes]
-        return made
+        results: list[Any] = [result for result, _ in outcomes]
+        return results
 
     def _gather_outcomes(self, outcome: object, kinds: RecordTypes) -> list[Any]:
         try:
@@ -101,10 +104,10 @@ class CheckpointGroup:
             CheckpointError: The texts differ, or `compute` failed in a process.
         """
         texts = self.gather_results(compute)
-        for process, other in enumerate(texts):
-            if other != texts[0]:
+        for process, text in enumerate(texts):
+            if text != texts[0]:
                 raise CheckpointError(
-                    f"process 0 {texts[0]}, but process {process} {other}",
+                    f"process 0 {texts[0]}, but process {process} {text}",
                     hint="all processes must call the same function with the same step",
                 )
 
@@ -120,5 +123,5 @@ class CheckpointGroup:
         Raises:
             CheckpointError: `compute` failed, or a process has ended.
         """
-        (made, *_) = self.gather_results(lambda: compute() if not self.process else None, kinds)
-        return cast(_T, made)
+        (result, *_) = self.gather_results(lambda: compute() if not self.process else None, kinds)
+        return cast(_T, result)

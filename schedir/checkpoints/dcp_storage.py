@@ -72,10 +72,12 @@ def write(
     Raises:
         OSError: The file could not be written.
     """
-    pieces = [(name, piece) for name, (_, some) in tensors.items() for piece in some]
+    pieces = [
+        (name, piece) for name, (_, tensor_pieces) in tensors.items() for piece in tensor_pieces
+    ]
     if not pieces:
         return [], {}
-    name, boxes = f"__{process}_0.distcp", []
+    name, slices = f"__{process}_0.distcp", []
     with Path(directory / name).open("wb") as file:
         stream: Any = _DigestedFile(file)
         try:
@@ -83,7 +85,7 @@ def write(
                 begin = stream.size
                 torch.save(_copy_to_compact_storage(piece.memory), stream)
                 length = stream.size - begin
-                boxes.append(StoredSlice(tensor, piece.offset, piece.size, name, begin, length))
+                slices.append(StoredSlice(tensor, piece.offset, piece.size, name, begin, length))
         except RuntimeError:
             if stream.error is None:
                 raise
@@ -91,7 +93,7 @@ def write(
             raise stream.error from None
         file.flush()
         os.fsync(file.fileno())
-    return boxes, {name: ManifestFile(stream.size, stream.digest.hexdigest())}
+    return slices, {name: ManifestFile(stream.size, stream.digest.hexdigest())}
 
 
 def _copy_to_compact_storage(memory: Tensor) -> Tensor:
@@ -120,28 +122,31 @@ def write_metadata(
     """
     chunks: dict[str, list[ChunkStorageMetadata]] = {name: [] for name in tensors}
     results = []
-    for box in slices:
-        chunks[box.tensor].append(
-            ChunkStorageMetadata(torch.Size(box.offset), torch.Size(box.size))
+    for stored in slices:
+        chunks[stored.tensor].append(
+            ChunkStorageMetadata(torch.Size(stored.offset), torch.Size(stored.size))
         )
-        where = _StorageInfo(box.file, box.begin, box.length)  # This class has no public name.
-        results.append(WriteResult(MetadataIndex(box.tensor, box.offset), box.length, where))
-    kinds: dict[str, Any] = {
+        # This class has no public name.
+        storage_info = _StorageInfo(stored.file, stored.begin, stored.length)
+        results.append(
+            WriteResult(MetadataIndex(stored.tensor, stored.offset), stored.length, storage_info)
+        )
+    tensor_metadata: dict[str, Any] = {
         name: TensorStorageMetadata(
-            TensorProperties(dtype=getattr(torch, kind.dtype)), torch.Size(kind.shape), chunks[name]
+            TensorProperties(dtype=getattr(torch, meta.dtype)), torch.Size(meta.shape), chunks[name]
         )
-        for name, kind in tensors.items()
+        for name, meta in tensors.items()
     }
-    FileSystemWriter(directory).finish(Metadata(kinds), [results])
+    FileSystemWriter(directory).finish(Metadata(tensor_metadata), [results])
     data = (directory / ".metadata").read_bytes()
     return {".metadata": ManifestFile(len(data), sha256(data).hexdigest())}
 
 
 def _intersect(piece: TensorPiece, stored: StoredSlice) -> tuple[list[int], list[int]]:
     """Return offset and size of the intersection of two slices of a tensor. Sizes may be 0."""
-    each = [*zip(piece.offset, piece.size, stored.offset, stored.size, strict=True)]
-    begin = [max(one, other) for one, _, other, _ in each]
-    end = [min(one + n, other + length) for one, n, other, length in each]
+    ranges = [*zip(piece.offset, piece.size, stored.offset, stored.size, strict=True)]
+    begin = [max(low, stored_low) for low, _, stored_low, _ in ranges]
+    end = [min(low + n, stored_low + m) for low, n, stored_low, m in ranges]
     return begin, [max(0, high - low) for low, high in zip(begin, end, strict=True)]
 
 
@@ -158,22 +163,22 @@ def read(
         destinations: (name of a tensor, slices with the memory to fill) pairs.
     """
     pieces: dict[str, list[TensorPiece]] = {}
-    for name, slices in destinations:
-        pieces.setdefault(name, []).extend(slices)
-    files: dict[str, list[StoredSlice]] = {}
-    for box in manifest.slices:
-        if any(prod(_intersect(piece, box)[1]) for piece in pieces.get(box.tensor, ())):
-            files.setdefault(box.file, []).append(box)
-    for name, boxes in files.items():
+    for name, tensor_pieces in destinations:
+        pieces.setdefault(name, []).extend(tensor_pieces)
+    slices_by_file: dict[str, list[StoredSlice]] = {}
+    for stored in manifest.slices:
+        if any(prod(_intersect(piece, stored)[1]) for piece in pieces.get(stored.tensor, ())):
+            slices_by_file.setdefault(stored.file, []).append(stored)
+    for name, slices in slices_by_file.items():
         with Path(directory / name).open("rb") as file:
-            for box in boxes:
-                file.seek(box.begin)
-                data = BytesIO(file.read(box.length))
-                stored = torch.load(data, map_location="cpu", weights_only=True)
-                for piece in pieces[box.tensor]:
-                    begin, size = _intersect(piece, box)
+            for stored in slices:
+                file.seek(stored.begin)
+                data = BytesIO(file.read(stored.length))
+                tensor = torch.load(data, map_location="cpu", weights_only=True)
+                for piece in pieces[stored.tensor]:
+                    begin, size = _intersect(piece, stored)
                     if prod(size):
-                        source = _narrow(stored, box.offset, begin, size)
+                        source = _narrow(tensor, stored.offset, begin, size)
                         _narrow(piece.memory, piece.offset, begin, size).copy_(source)
 
 
@@ -182,6 +187,6 @@ def _narrow(tensor: Tensor, offset: Sequence[int], begin: Sequence[int], size: l
 
     `offset` and `begin` are the offsets of `tensor` and of the slice in the larger tensor.
     """
-    for dim, (at, first, length) in enumerate(zip(offset, begin, size, strict=True)):
-        tensor = tensor.narrow(dim, first - at, length)
+    for dim, (low, first, length) in enumerate(zip(offset, begin, size, strict=True)):
+        tensor = tensor.narrow(dim, first - low, length)
     return tensor

@@ -48,16 +48,16 @@ def open_regular_file(path: Path, step: int) -> Iterator[BinaryIO]:
                 f"{name} is not complete: {file} is not a regular file", step, file
             )
         flags = os.O_RDONLY | os.O_NOFOLLOW | os.O_NONBLOCK | os.O_CLOEXEC
-        with os.fdopen(os.open(path, flags), "rb") as found:
-            yield found
+        with os.fdopen(os.open(path, flags), "rb") as stream:
+            yield stream
     except OSError as error:
         if error.errno not in _DAMAGE_ERRNOS:
             fact = f"cannot read {file} of {name}: {error.strerror}"
             raise CheckpointError(fact, step, file) from None
-        missing = error.errno == errno.ENOENT
-        why = "is missing" if missing else f"cannot be read: {error.strerror}"
+        is_missing = error.errno == errno.ENOENT
+        reason = "is missing" if is_missing else f"cannot be read: {error.strerror}"
         name = f"{name} is not complete"
-        raise IncompleteCheckpointError(f"{name}: {file} {why}", step, file) from None
+        raise IncompleteCheckpointError(f"{name}: {file} {reason}", step, file) from None
 
 
 def compute_digests(sizes: Mapping[Path, int], step: int) -> Iterator[tuple[Path, str]]:
@@ -117,7 +117,7 @@ def translate_os_errors(
     Raises:
         CheckpointError: An OSError was raised in this context.
     """
-    free = None if directory is None else _get_free_bytes(directory)
+    free_bytes = None if directory is None else _get_free_bytes(directory)
     try:
         yield
     except OSError as error:
@@ -128,7 +128,7 @@ def translate_os_errors(
         facts = (
             [] if needed_bytes is None else [f"this process writes {format_bytes(needed_bytes)}"]
         )
-        facts += [] if free is None else [f"{format_bytes(free)} were free"]
+        facts += [] if free_bytes is None else [f"{format_bytes(free_bytes)} were free"]
         numbers = f": {' and '.join(facts)}" if facts else ""
         raise CheckpointError(
             f"cannot {action}: {describe_os_error(error)}{numbers}",

@@ -86,10 +86,10 @@ def load(
         None
     """
     peers, checkpoint_state = get_checkpoint_state(run)
-    place = CheckpointDirectory(directory)
-    which = "the newest checkpoint" if step is None else f"step {describe(step)}"
-    peers.require_same(lambda: f"loads {which}")
-    latest = _find_verified(peers, place, step)
+    checkpoints = CheckpointDirectory(directory)
+    checkpoint_text = "the newest checkpoint" if step is None else f"step {describe(step)}"
+    peers.require_same(lambda: f"loads {checkpoint_text}")
+    latest = _find_verified(peers, checkpoints, step)
     for fact in latest.skip_reasons:
         warn_once(peers, f"skipped: {fact}")
     if (manifest := latest.manifest) is None:
@@ -101,24 +101,28 @@ def load(
     plans: list[LoadPlan] = []
 
     def expect() -> Any:
-        one = LoadPlan(
+        local_plan = LoadPlan(
             manifest, local_states, has_optimizer=any(rank.optimizer is not None for rank in ranks)
         )
-        plans.append(one)
-        each = ([*dict.fromkeys(facts)] for facts in (one.mismatches, one.warnings))
-        return one.used_names, *each, one.trained_names
+        plans.append(local_plan)
+        unique_facts = (
+            [*dict.fromkeys(facts)] for facts in (local_plan.mismatches, local_plan.warnings)
+        )
+        return local_plan.used_names, *unique_facts, local_plan.trained_names
 
     results = peers.gather_results(expect)
     (plan,) = plans
     mismatches = [fact for _, facts, _, _ in results for fact in facts]
     if not mismatches:
-        mismatches += plan.find_unread(name for taken, *_ in results for name in taken)
-        mismatches += _describe_untied_weights([trained for *_, trained in results])
+        mismatches += plan.find_unread(name for used_names, *_ in results for name in used_names)
+        mismatches += _describe_untied_weights([trained_names for *_, trained_names in results])
     if mismatches := [*dict.fromkeys(mismatches)]:
-        here = _find_stages(name for used, *_ in results for name in used)
-        missing = _find_stages(fact.removeprefix("it has no ") for fact in mismatches)
-        saved = _find_stages(manifest.tensors)
-        has_other_stages = here | missing != saved or not missing <= saved
+        run_stages = _find_stages(name for names, *_ in results for name in names)
+        missing_stages = _find_stages(fact.removeprefix("it has no ") for fact in mismatches)
+        saved_stages = _find_stages(manifest.tensors)
+        has_other_stages = (
+            run_stages | missing_stages != saved_stages or not missing_stages <= saved_stages
+        )
         raise CheckpointError(
             f"the checkpoint of step {manifest.step} does not fit this model and optimizer: "
             f"{join_facts(mismatches)}",
@@ -129,12 +133,12 @@ def load(
         )
 
     def read() -> None:
-        for _, part in plan.shards:
-            part.memory.detach().zero_()  # The read skips the padding of a shard.
+        for _, shard in plan.shards:
+            shard.memory.detach().zero_()  # The read skips the padding of a shard.
         dcp_storage.read(
-            place.locate_step(manifest.step),
+            checkpoints.locate_step(manifest.step),
             manifest,
-            [(n, part.spec.get_all_slices(part.memory)) for n, part in plan.shards],
+            [(n, shard.spec.get_all_slices(shard.memory)) for n, shard in plan.shards],
         )
         for weight, optimizer_state in plan.optimizer_states:
             weight.optimizer.state.pop(weight.optimized_tensor, None)
@@ -152,7 +156,7 @@ def load(
         raise
     for rank in ranks:
         rank.set_loading(False)
-    _restore_run_state(peers, ranks, place.locate_step(manifest.step), manifest)
+    _restore_run_state(peers, ranks, checkpoints.locate_step(manifest.step), manifest)
     for fact in dict.fromkeys(fact for _, _, facts, _ in results for fact in facts):
         warn_once(peers, fact)
     return {"step": manifest.step, "extra": manifest.state["extra"]}
@@ -171,17 +175,18 @@ def _find_verified(
 
     Each process verifies some files.
     """
-    found = directory.find_checkpoint(
+    latest = directory.find_checkpoint(
         lambda manifest: manifest.assign_files(peers.process, peers.processes),
         lambda text: peers.gather_results(lambda: text),
         step=step,
     )
-    if found.manifest is None and found.skip_reasons:
+    if latest.manifest is None and latest.skip_reasons:
         raise CheckpointError(
-            f"no checkpoint in {directory.path_text} is complete: {join_facts(found.skip_reasons)}",
+            f"no checkpoint in {directory.path_text} is complete: "
+            f"{join_facts(latest.skip_reasons)}",
             hint="to begin at the first step, remove these checkpoints or use another folder",
         )
-    return found
+    return latest
 
 
 def _require_valid_state(manifest: Manifest) -> None:
@@ -192,10 +197,10 @@ def _require_valid_state(manifest: Manifest) -> None:
     state = manifest.state
     for key, is_sound in _STATE_CHECKS.items():
         if key not in state or not is_sound(state[key]):
-            what = describe(state[key]) if key in state else "missing"
+            value_text = describe(state[key]) if key in state else "missing"
             raise CheckpointError(
                 f"the checkpoint of step {manifest.step} was not written by a run: its state has "
-                f"{key} {what}",
+                f"{key} {value_text}",
                 step=manifest.step,
                 file=MANIFEST_NAME,
             )
@@ -217,10 +222,14 @@ _STATE_CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
     "seed": lambda seed: seed is None or type(seed) is int,
     "world": lambda world: type(world) is list and all(map(_is_count, world)),
     "loss_scale": lambda scale: scale is None or _is_loss_scale(scale),
-    "also": lambda also: type(also) is dict and all(type(of) is str for of in also.values()),
-    "optimizers": lambda every: (
-        type(every) is dict
-        and all(type(some) is list and {*map(type, some)} <= {str} for some in every.values())
+    "also": lambda aliases: (
+        type(aliases) is dict and all(type(target) is str for target in aliases.values())
+    ),
+    "optimizers": lambda names_by_kind: (
+        type(names_by_kind) is dict
+        and all(
+            type(value) is list and {*map(type, value)} <= {str} for value in names_by_kind.values()
+        )
     ),
     "extra": lambda extra: type(extra) is dict,
 }
@@ -228,12 +237,14 @@ _STATE_CHECKS: Final[Mapping[str, Callable[[Any], bool]]] = {
 
 def _describe_untied_weights(trained_names: Sequence[Mapping[str, str]]) -> list[str]:
     """Describe weights that are tied in the checkpoint, but trained separately in this run."""
-    name_of_stored: dict[str, str] = {}
-    every = {name: stored for one in trained_names for name, stored in one.items()}
+    first_names: dict[str, str] = {}
+    stored_names = {
+        name: stored_name for names in trained_names for name, stored_name in names.items()
+    }
     return [
-        f"{name_of_stored[stored]} and {name} are one weight in it, but two weights here"
-        for name, stored in every.items()
-        if name_of_stored.setdefault(stored, name) != name
+        f"{first_names[stored_name]} and {name} are one weight in it, but two weights here"
+        for name, stored_name in stored_names.items()
+        if first_names.setdefault(stored_name, name) != name
     ]
 
 
@@ -245,7 +256,7 @@ def _restore_run_state(
 ) -> None:
     """Restore the step number, the loss scale, and the state of random number generators."""
     state = manifest.state
-    seed, trains = ranks[0].random_streams.seed, ranks[0].program.has_backward
+    seed, is_training = ranks[0].random_streams.seed, ranks[0].program.has_backward
     for rank in ranks:
         rank.random_streams.step = state["next"]
         scale, saved_scale = rank.loss_scale, state["loss_scale"]
@@ -253,20 +264,20 @@ def _restore_run_state(
             scale.value.fill_(saved_scale[0])
             scale.good_steps.fill_(saved_scale[1])
     if seed != state["seed"]:
-        if trains:
+        if is_training:
             warn_once(peers, f"the seed of modules is {seed}; before, it was {state['seed']}")
     elif seed is None and state["world"] == [*ranks[0].world_shape]:
 
         def restore() -> None:
-            parts = list_generator_shards(ranks[0], peers.process)
+            shards = list_generator_shards(ranks[0], peers.process)
             dcp_storage.read(
                 directory,
                 manifest,
-                [(one.name, one.spec.get_local_slices(one.memory)) for one in parts],
+                [(shard.name, shard.spec.get_local_slices(shard.memory)) for shard in shards],
             )
-            for generator, part in zip(ranks[0].random_streams.generators, parts, strict=True):
+            for generator, part in zip(ranks[0].random_streams.generators, shards, strict=True):
                 generator.set_state(part.memory)
 
         peers.gather_results(restore)
-    elif seed is None and trains:
+    elif seed is None and is_training:
         warn_once(peers, "seed=None: random numbers depend on the number of processes")

@@ -54,16 +54,16 @@ class LoadPlan:
         self.optimizer_keys: dict[str, list[str]] = {}
         self.initial_states: dict[Any, dict[str, Tensor]] = {}
         for tensor in manifest.tensors:
-            what, _, rest = tensor.partition("/")
-            if what == "optimizer":
-                name, _, key = rest.rpartition("/")
+            group, _, state_name = tensor.partition("/")
+            if group == "optimizer":
+                name, _, key = state_name.rpartition("/")
                 self.optimizer_keys.setdefault(name, []).append(key)
         for local_state in local_states:
             for weight in local_state.weights:
                 self._add_weight(weight)
-            for _, part in local_state.buffers:
-                self.used_names.append(part.name)
-                self._add_shard(part.name, part)
+            for _, shard in local_state.buffers:
+                self.used_names.append(shard.name)
+                self._add_shard(shard.name, shard)
 
     def find_stored_name(self, weight: SliceableWeight) -> str:
         """Return the name under which the checkpoint has a weight.
@@ -78,30 +78,32 @@ class LoadPlan:
         return self.aliases.get(weight.name, weight.name)
 
     def _add_weight(self, weight: SliceableWeight) -> None:
-        name, kinds = self.find_stored_name(weight), self.manifest.tensors
-        stored_weight, main = f"weights/{name}", f"main/{name}"
+        name, metas = self.find_stored_name(weight), self.manifest.tensors
+        stored_weight, stored_copy = f"weights/{name}", f"main/{name}"
         self.used_names.append(stored_weight)
         if weight.parameter.requires_grad:
             self.trained_names[weight.name] = name
         # The float32 copy has the values before they were rounded to the dtype of the weight.
-        exact = main if main in kinds else stored_weight
-        exact_type = kinds[exact].dtype if exact in kinds else ""
-        for part in weight.iterate_weight_shards():
-            stored = stored_weight
-            if part.name.startswith("main/"):
-                stored = exact
-            elif kinds.get(stored_weight, part.meta).dtype != (here := part.meta.dtype) and (
-                weight.main_parameter is not None or here == exact_type
+        precise_name = stored_copy if stored_copy in metas else stored_weight
+        precise_dtype = metas[precise_name].dtype if precise_name in metas else ""
+        for shard in weight.iterate_weight_shards():
+            stored, run_dtype = stored_weight, shard.meta.dtype
+            if shard.name.startswith("main/"):
+                stored = precise_name
+            elif metas.get(stored_weight, shard.meta).dtype != run_dtype and (
+                weight.main_parameter is not None or run_dtype == precise_dtype
             ):
-                stored, there = exact, kinds[stored_weight].dtype
-                what = "float32 copies" if exact == main else "weights"
-                self.warnings.append(f"{here} weights are read from {what} of a {there} run")
-            rounds = part.memory is weight.parameter and weight.main_parameter is not None
-            self._add_shard(stored, part, allows_rounding=rounds)
+                stored, stored_dtype = precise_name, metas[stored_weight].dtype
+                source = "float32 copies" if precise_name == stored_copy else "weights"
+                self.warnings.append(
+                    f"{run_dtype} weights are read from {source} of a {stored_dtype} run"
+                )
+            allows_rounding = shard.memory is weight.parameter and weight.main_parameter is not None
+            self._add_shard(stored, shard, allows_rounding=allows_rounding)
         if name in self.optimizer_keys and not weight.parameter.requires_grad:
             self.warnings.append("some weights are frozen here: their optimizer state is not read")
         if (
-            stored_weight in kinds
+            stored_weight in metas
             and name in self.optimizer_keys
             and self.has_optimizer
             and weight.lacks_optimizer
@@ -109,12 +111,12 @@ class LoadPlan:
             self.mismatches.append(
                 f"{name} has state of {self.optimizer_kinds.get(name)}, but no optimizer here"
             )
-        if not weight.is_optimized or stored_weight not in kinds:
+        if not weight.is_optimized or stored_weight not in metas:
             return
-        kind, before = type(weight.optimizer).__name__, self.optimizer_kinds.get(name)
-        if before != kind:
-            has = f"has state of {before}" if before else "has no optimizer state"
-            self.mismatches.append(f"{name} {has}, but its optimizer is {kind} here")
+        kind, stored_kind = type(weight.optimizer).__name__, self.optimizer_kinds.get(name)
+        if stored_kind != kind:
+            stored_fact = f"has state of {stored_kind}" if stored_kind else "has no optimizer state"
+            self.mismatches.append(f"{name} {stored_fact}, but its optimizer is {kind} here")
             return
         state = self._prepare_state(weight, name)
         for key, value in state.items():
@@ -122,15 +124,19 @@ class LoadPlan:
         self.optimizer_states.append((weight, state))
 
     def _add_shard(self, stored: str, shard: TensorShard, *, allows_rounding: bool = False) -> None:
-        there, here = self.manifest.tensors.get(stored), shard.meta
-        if there is None:
+        stored_meta, meta = self.manifest.tensors.get(stored), shard.meta
+        if stored_meta is None:
             self.mismatches.append(f"it has no {stored}")
-        elif there.shape != here.shape or (there.dtype != here.dtype and not allows_rounding):
+        elif stored_meta.shape != meta.shape or (
+            stored_meta.dtype != meta.dtype and not allows_rounding
+        ):
             self.mismatches.append(
-                f"{stored} is {_describe_tensor(there)} in it, but {_describe_tensor(here)} here"
+                f"{stored} is {_describe_tensor(stored_meta)} in it, but "
+                f"{_describe_tensor(meta)} here"
             )
         elif any(
-            n > 1 and not by for n, by in zip(here.shape, shard.memory.stride(), strict=False)
+            n > 1 and not stride
+            for n, stride in zip(meta.shape, shard.memory.stride(), strict=False)
         ):
             self.mismatches.append(f"{stored} is expanded here: its elements share memory")
         else:
@@ -142,26 +148,28 @@ class LoadPlan:
         Existing memory is reused.
         """
         keys = self.optimizer_keys.get(name, [])  # Empty if no step was made before the save.
-        keeps = self._get_initial_state(weight)
-        there, state = weight.optimizer.state.get(weight.optimized_tensor, {}), {}
-        for key in dict.fromkeys([*keys, *keeps]) if keys else ():
+        initial_state = self._get_initial_state(weight)
+        current_state, state = weight.optimizer.state.get(weight.optimized_tensor, {}), {}
+        for key in dict.fromkeys([*keys, *initial_state]) if keys else ():
             stored = self.manifest.tensors.get(f"optimizer/{name}/{key}")
             if stored is None:
                 self.mismatches.append(f"it has no optimizer/{name}/{key}")
                 continue
-            if keeps and key not in keeps:
+            if initial_state and key not in initial_state:
                 kind = type(weight.optimizer).__name__
                 self.mismatches.append(
                     f"it has optimizer/{name}/{key}, but {kind} has no such state here"
                 )
                 continue
             tensor: Tensor = weight.optimized_tensor
-            like = keeps.get(key)
-            is_one = not like.dim() if like is not None else stored.shape != weight.spec.full_shape
-            dtype = like.dtype if like is not None else getattr(torch, stored.dtype)
-            device = like.device if like is not None else tensor.device
-            shape = torch.Size(()) if is_one else tensor.shape
-            value = there.get(key)
+            initial = initial_state.get(key)
+            is_scalar = (
+                not initial.dim() if initial is not None else stored.shape != weight.spec.full_shape
+            )
+            dtype = initial.dtype if initial is not None else getattr(torch, stored.dtype)
+            device = initial.device if initial is not None else tensor.device
+            shape = torch.Size(()) if is_scalar else tensor.shape
+            value = current_state.get(key)
             if not isinstance(value, Tensor) or (value.shape, value.dtype) != (shape, dtype):
                 # Use the memory format of the parameter, as optimizers do. A fused optimizer steps
                 # the elements in memory order.
@@ -193,9 +201,9 @@ class LoadPlan:
         Args:
             used_names: The `used_names` of all processes.
         """
-        every = {*used_names}
+        all_used = {*used_names}
         for tensor in self.manifest.tensors:
-            if tensor.partition("/")[0] in ("weights", "buffers") and tensor not in every:
+            if tensor.partition("/")[0] in ("weights", "buffers") and tensor not in all_used:
                 yield f"it has {tensor}, but no stage here has it"
 
 
@@ -205,15 +213,17 @@ def _make_initial_state(
     """Step a new optimizer of the same class once, and return its state for one element."""
     p = nn.Parameter(tensor.detach().new_zeros(1, 1))
     p.grad = torch.zeros_like(p)
-    takes = signature(type(optimizer)).parameters
-    options = {key: value for key, value in group.items() if key in takes and key != "params"}
+    parameters = signature(type(optimizer)).parameters
+    options = {key: value for key, value in group.items() if key in parameters and key != "params"}
     try:
-        one = type(optimizer)([p], **options)
-        one.step()
+        new_optimizer = type(optimizer)([p], **options)
+        new_optimizer.step()
     except (RuntimeError, ValueError, TypeError):
         return {}
-    return {key: value for key, value in one.state[p].items() if isinstance(value, Tensor)}
+    return {
+        key: value for key, value in new_optimizer.state[p].items() if isinstance(value, Tensor)
+    }
 
 
-def _describe_tensor(kind: TensorMeta) -> str:
-    return f"{list(kind.shape)} of {kind.dtype}"
+def _describe_tensor(meta: TensorMeta) -> str:
+    return f"{list(meta.shape)} of {meta.dtype}"

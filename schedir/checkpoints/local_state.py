@@ -96,12 +96,12 @@ class TensorShardSpec:
 
     def _iterate_slices(self, memory: Tensor, low: int, high: int) -> Iterator[TensorPiece]:
         memory = memory.detach()
-        for box in split_range_into_slices(self.shape, low, high):
+        for part in split_range_into_slices(self.shape, low, high):
             if self.is_flat:
-                view = memory[box.flat_offset : box.flat_offset + box.numel].view(box.size)
+                view = memory[part.flat_offset : part.flat_offset + part.numel].view(part.size)
             else:
-                view = memory[tuple(slice(o, o + n) for o, n in zip(*box[:2], strict=True))]
-            offset, size = [*box.offset], [*box.size]
+                view = memory[tuple(slice(o, o + n) for o, n in zip(*part[:2], strict=True))]
+            offset, size = [*part.offset], [*part.size]
             if size:
                 offset[self.dim] += self.start
                 size[self.dim] = min(size[self.dim], self.full_shape[self.dim] - offset[self.dim])
@@ -176,10 +176,10 @@ class SliceableWeight:
 
     @property
     def _is_trained(self) -> bool:
-        has_some = (
+        has_elements = (
             self.spec.low < self.spec.high if self.spec.is_flat else bool(self.parameter.numel())
         )
-        return self.parameter.requires_grad and has_some
+        return self.parameter.requires_grad and has_elements
 
     def iterate_shards(self) -> Iterator[TensorShard]:
         """Yield the weight, its float32 copy, and its optimizer state."""
@@ -207,11 +207,11 @@ class SliceableWeight:
             key: The key of the state.
             value: The state: a tensor like the weight, or a scalar.
         """
-        spec, writes = self.spec, self.should_write
+        spec, should_write = self.spec, self.should_write
         if not value.dim() and (spec.shape or spec.is_flat):
             has_first_element = not spec.start and spec.low == 0 < spec.high
-            spec, writes = TensorShardSpec((), (), 0, 1), writes and has_first_element
-        return TensorShard(f"optimizer/{self.name}/{key}", value, spec, writes)
+            spec, should_write = TensorShardSpec((), (), 0, 1), should_write and has_first_element
+        return TensorShard(f"optimizer/{self.name}/{key}", value, spec, should_write)
 
 
 @dataclass
@@ -229,7 +229,7 @@ class LocalState:
     def __iter__(self) -> Iterator[TensorShard]:
         for weight in self.weights:
             yield from weight.iterate_shards()
-        yield from (part for _, part in self.buffers)
+        yield from (shard for _, shard in self.buffers)
 
 
 def list_generator_shards(rank: RankCheckpointState, process: int) -> list[TensorShard]:
@@ -242,13 +242,13 @@ def list_generator_shards(rank: RankCheckpointState, process: int) -> list[Tenso
         rank: The state of a rank in this process.
         process: The number of the process, which is part of the names.
     """
-    parts = []
+    shards = []
     for k, generator in enumerate(rank.random_streams.generators):
         state: Tensor = generator.get_state()
         shape = tuple(state.shape)
         spec = TensorShardSpec(shape, shape, 0, state.numel())
-        parts.append(TensorShard(f"generators/{process}.{k}", state, spec, should_write=True))
-    return parts
+        shards.append(TensorShard(f"generators/{process}.{k}", state, spec, should_write=True))
+    return shards
 
 
 def collect_tied_names(rank: RankCheckpointState, name_map: NameMap) -> dict[tuple[Any, ...], str]:
@@ -271,9 +271,9 @@ def _iterate_tied_weights(rank: RankCheckpointState) -> Iterator[tuple[tuple[Any
 
     The key has the stages that share the weight, and its number among their shared weights.
     """
-    count: dict[tuple[int, ...], int] = {}
+    last_index: dict[tuple[int, ...], int] = {}
     for weight in rank.tied_weights:
-        k = count[weight.stages] = count.get(weight.stages, -1) + 1
+        k = last_index[weight.stages] = last_index.get(weight.stages, -1) + 1
         for s, p in weight.local_copies.items():
             yield (weight.stages, k), s, rank.stages[s].parameter_names[p]
 
@@ -295,44 +295,49 @@ def collect_local_state(
             step the same parameter.
     """
     local_state = LocalState()
-    steppers = OptimizerOwners(rank.optimizer)
-    first_name = {(s, n): (key[0][0], tied[key]) for key, s, n in _iterate_tied_weights(rank)}
-    modules = [(s, stage, name_map, first_name) for s, stage in rank.stages.items()]
-    last = rank.program.shape.stages - 1
+    owners = OptimizerOwners(rank.optimizer)
+    tied_names = {(s, n): (key[0][0], tied[key]) for key, s, n in _iterate_tied_weights(rank)}
+    modules = [(s, stage, name_map, tied_names) for s, stage in rank.stages.items()]
+    last_stage = rank.program.shape.stages - 1
     loss = getattr(rank.loss, "func", rank.loss)
-    if isinstance(loss, nn.Module) and last in rank.stages:
-        modules.append((last, StageCheckpointState(loss, {}), lambda _, name: f"loss.{name}", {}))
-    for s, stage, names_of, firsts in modules:
+    if isinstance(loss, nn.Module) and last_stage in rank.stages:
+        modules.append(
+            (last_stage, StageCheckpointState(loss, {}), lambda _, name: f"loss.{name}", {})
+        )
+    for s, stage, map_name, first_copies in modules:
         trained = {n: p for p, n in stage.parameter_names.items()}
         for name, p, other_names in _iterate_parameters(stage.module):
             p = trained.get(name, p)  # The stage may compute with a parameter of another stage.
             if p in rank.aliases:  # Another stage has the same memory, and saves it.
                 continue
-            owner_stage, full_name = firsts.get((s, name)) or (s, names_of(s, name))
-            own_range = stage.shard_ranges.get(p) or _make_equal_range(p, rank)
-            spec = _make_shard_spec(p, own_range, rank, is_flat=p in stage.shards)
-            others = [names_of(s, n) for n in ([name] if owner_stage != s else []) + other_names]
-            aliases = tuple(dict.fromkeys(n for n in others if n != full_name))
-            writes = _is_writer(rank, s, p) and owner_stage == s
-            optimizer_fields = steppers.find_owner(p)
+            owner_stage, full_name = first_copies.get((s, name)) or (s, map_name(s, name))
+            shard_range = stage.shard_ranges.get(p) or _make_equal_range(p, rank)
+            spec = _make_shard_spec(p, shard_range, rank, is_flat=p in stage.shards)
+            all_names = [map_name(s, n) for n in ([name] if owner_stage != s else []) + other_names]
+            aliases = tuple(dict.fromkeys(n for n in all_names if n != full_name))
+            should_write = _is_writer(rank, s, p) and owner_stage == s
+            optimizer_fields = owners.find_owner(p)
             local_state.weights.append(
                 SliceableWeight(
-                    full_name, s, owner_stage, p, spec, writes, aliases, *optimizer_fields
+                    full_name, s, owner_stage, p, spec, should_write, aliases, *optimizer_fields
                 )
             )
         for name, buffer in _iterate_buffers(stage.module):
-            local_state.buffers.append((s, _make_buffer_shard(names_of(s, name), s, buffer, rank)))
+            local_state.buffers.append((s, _make_buffer_shard(map_name(s, name), s, buffer, rank)))
     _require_unique_names(local_state)
     return local_state
 
 
 def _require_unique_names(local_state: LocalState) -> None:
     """Raise CheckpointError if two weights or two buffers of a stage have the same name."""
-    count = Counter((one.stage, f"weights named {one.name}") for one in local_state.weights)
-    count.update(
-        (s, f"buffers named {one.name.removeprefix('buffers/')}") for s, one in local_state.buffers
+    counts = Counter(
+        (weight.stage, f"weights named {weight.name}") for weight in local_state.weights
     )
-    for (stage, name), number in count.items():
+    counts.update(
+        (s, f"buffers named {buffer.name.removeprefix('buffers/')}")
+        for s, buffer in local_state.buffers
+    )
+    for (stage, name), number in counts.items():
         if number > 1:
             raise CheckpointError(
                 f"stage {stage} has two {name}",
@@ -354,18 +359,19 @@ class OptimizerOwners:
     def __init__(self, optimizer: object) -> None:
         self.main_parameters: dict[Any, Tensor] = {}
         self.groups: dict[Any, tuple[Any, dict[str, Any]]] = {}
-        for one in find_optimizers(optimizer):
-            if isinstance(one, MainOptimizer):
-                self.main_parameters |= zip(one.parameters, one.main_parameters, strict=True)
-            for group in getattr(one, "param_groups", ()):
+        for part in find_optimizers(optimizer):
+            if isinstance(part, MainOptimizer):
+                self.main_parameters |= zip(part.parameters, part.main_parameters, strict=True)
+            for group in getattr(part, "param_groups", ()):
                 for p in group["params"]:
-                    by = unwrap_optimizer(one)
-                    other, _ = self.groups.setdefault(p, (by, group))
-                    if other is not by:
+                    owner = unwrap_optimizer(part)
+                    first_owner, _ = self.groups.setdefault(p, (owner, group))
+                    if first_owner is not owner:
                         raise CheckpointError(
-                            f"two optimizers, {type(other).__name__} and {type(by).__name__}, "
-                            f"step the same parameter of shape {list(p.shape)}, but a checkpoint "
-                            "has the state of one optimizer per parameter",
+                            f"two optimizers, {type(first_owner).__name__} and "
+                            f"{type(owner).__name__}, step the same parameter of shape "
+                            f"{list(p.shape)}, but a checkpoint has the state of one optimizer "
+                            "per parameter",
                         )
 
     def find_owner(self, p: nn.Parameter) -> tuple[Tensor | None, Any, Any, dict[str, Any]]:
@@ -378,18 +384,18 @@ class OptimizerOwners:
             The float32 copy of the parameter or None, the tensor that the optimizer steps, the
             optimizer or None, and the parameter group.
         """
-        main = self.main_parameters.get(p)
-        stepped = p if main is None else main
-        return main, stepped, *self.groups.get(stepped, (None, {}))
+        main_parameter = self.main_parameters.get(p)
+        optimized_tensor = p if main_parameter is None else main_parameter
+        return main_parameter, optimized_tensor, *self.groups.get(optimized_tensor, (None, {}))
 
 
 def _iterate_parameters(module: nn.Module) -> Iterator[tuple[str, nn.Parameter, list[str]]]:
     """Yield each parameter once, with its first name and its other names."""
-    every: dict[nn.Parameter, list[str]] = {}
+    names_by_parameter: dict[nn.Parameter, list[str]] = {}
     for name, p in module.named_parameters(remove_duplicate=False):
-        every.setdefault(p, []).append(name)
-    for p, (name, *also) in every.items():
-        yield name, p, also
+        names_by_parameter.setdefault(p, []).append(name)
+    for p, (name, *other_names) in names_by_parameter.items():
+        yield name, p, other_names
 
 
 def _is_writer(rank: RankCheckpointState, stage: int, tensor: Tensor) -> bool:
@@ -412,8 +418,9 @@ def _make_buffer_shard(
     """
     full_range = ShardRange(tuple(buffer.shape), 0, buffer.numel())
     spec = _make_shard_spec(buffer, full_range, rank, is_flat=False)
-    writes = _is_writer(rank, stage, buffer) and not rank.shard_spec.for_tensor(buffer).replica
-    return TensorShard(f"buffers/{name}", buffer, spec, writes)
+    is_writer = _is_writer(rank, stage, buffer)
+    should_write = is_writer and not rank.shard_spec.for_tensor(buffer).replica
+    return TensorShard(f"buffers/{name}", buffer, spec, should_write)
 
 
 def _make_equal_range(p: Tensor, rank: RankCheckpointState) -> ShardRange:

@@ -67,9 +67,9 @@ def encode_manifest(manifest: Manifest) -> Iterator[bytes]:
             reader.read_line(line)
             digest.update(line)
             yield line
-    except _InvalidManifest as why:
+    except _InvalidManifest as reason:
         raise CheckpointError(
-            f"cannot save step {manifest.step}: its manifest is not valid: {why}",
+            f"cannot save step {manifest.step}: its manifest is not valid: {reason}",
             step=manifest.step,
         ) from None
     yield _DIGEST_LINE % digest.hexdigest().encode()
@@ -77,18 +77,25 @@ def encode_manifest(manifest: Manifest) -> Iterator[bytes]:
 
 def _iterate_records(manifest: Manifest) -> Iterator[dict[str, Any]]:
     """Yield the JSON object of each line, except the last one."""
-    number = {name: k for k, name in enumerate(manifest.files)}
-    boxes_of: dict[str, list[list[Any]]] = {name: [] for name in manifest.tensors}
-    for box in manifest.slices:
-        boxes_of[box.tensor].append([number[box.file], box.begin, box.length, box.offset, box.size])
+    file_numbers = {name: k for k, name in enumerate(manifest.files)}
+    boxes: dict[str, list[list[Any]]] = {name: [] for name in manifest.tensors}
+    for stored in manifest.slices:
+        boxes[stored.tensor].append(
+            [file_numbers[stored.file], stored.begin, stored.length, stored.offset, stored.size]
+        )
     yield {
         "schedir_checkpoint": FORMAT_VERSION, "step": manifest.step, "when": manifest.finished_at,
         "facts": manifest.facts, "state": manifest.state,
     }  # fmt: skip
     for name, file in manifest.files.items():
         yield {"file": name, "size": file.size, "sha256": file.sha256}
-    for name, kind in manifest.tensors.items():
-        yield {"tensor": name, "dtype": kind.dtype, "shape": kind.shape, "boxes": boxes_of[name]}
+    for name, meta in manifest.tensors.items():
+        yield {
+            "tensor": name,
+            "dtype": meta.dtype,
+            "shape": meta.shape,
+            "boxes": boxes[name],
+        }
 
 
 def read_manifest(
@@ -112,9 +119,9 @@ def read_manifest(
             raise _InvalidManifest("it is cut off")
         if len(data) > MAX_BYTES + length:
             raise _InvalidManifest(f"it has more than {format_bytes(MAX_BYTES)}")
-        lines, seal = data[:-length], data[-length:]
+        lines, last_line = data[:-length], data[-length:]
         digest = sha256(lines).hexdigest()
-        if seal != _DIGEST_LINE % digest.encode():
+        if last_line != _DIGEST_LINE % digest.encode():
             raise _InvalidManifest("its last line is not the digest of the other lines")
         reader = _ManifestReader(checkpoint_name)
         for line in BytesIO(lines):
@@ -122,9 +129,9 @@ def read_manifest(
                 break
             reader.read_line(line)
         return reader.build_manifest(digest)
-    except _InvalidManifest as why:
+    except _InvalidManifest as reason:
         raise IncompleteCheckpointError(
-            f"{checkpoint_name} is not complete: its manifest is not valid: {why}"
+            f"{checkpoint_name} is not complete: its manifest is not valid: {reason}"
         ) from None
 
 
@@ -148,11 +155,11 @@ class _ManifestReader:
         """Return the manifest of the lines that were read."""
         if not self.header:
             raise _InvalidManifest("it is empty")
-        head = self.header
+        header = self.header
         return Manifest(
-            head["step"], self.files, self.tensors, tuple(self.slices), head["facts"],
-            head["state"],
-            head["when"], digest,
+            header["step"], self.files, self.tensors, tuple(self.slices), header["facts"],
+            header["state"],
+            header["when"], digest,
         )  # fmt: skip
 
     def read_line(self, line: bytes) -> None:
@@ -171,17 +178,17 @@ class _ManifestReader:
                 self._read_file_record(value)
             else:
                 self._read_tensor_record(value)
-        except _InvalidManifest as why:
-            raise _InvalidManifest(f"line {self.line_number}: {why}") from None
+        except _InvalidManifest as reason:
+            raise _InvalidManifest(f"line {self.line_number}: {reason}") from None
 
     def _read_header(self, value: dict[str, Any]) -> None:
-        form = value.get("schedir_checkpoint")
-        if type(form) is not int or form < 1:
+        version = value.get("schedir_checkpoint")
+        if type(version) is not int or version < 1:
             raise _InvalidManifest("its first line is not that of a manifest")
-        if form != FORMAT_VERSION:
+        if version != FORMAT_VERSION:
             raise CheckpointError(
-                f"{self.checkpoint_name} has format {describe(form)}, but this version of schedir "
-                f"reads format {FORMAT_VERSION}"
+                f"{self.checkpoint_name} has format {describe(version)}, but this version of "
+                f"schedir reads format {FORMAT_VERSION}"
             )
         _require_fields(value, "schedir_checkpoint", "step", "when", "facts", "state")
         for key in ("step", "when"):
@@ -222,14 +229,16 @@ class _ManifestReader:
             raise _InvalidManifest(f"{describe(name)} has more than {_MAX_INTEGER} elements")
         if type(boxes) is not list or len(boxes) << len(shape) > MAX_CORNERS:
             raise _InvalidManifest(f"boxes must be a list of at most {MAX_CORNERS >> len(shape)}")
-        kind = TensorMeta(tuple(shape), dtype)
-        slices = [self._read_slice(name, kind, box) for box in boxes]
-        if not _is_exact_cover(kind.shape, slices):
-            have = sum(prod(box.size) for box in slices)
+        meta = TensorMeta(tuple(shape), dtype)
+        slices = [self._read_slice(name, meta, box) for box in boxes]
+        if not _is_exact_cover(meta.shape, slices):
+            stored_numel = sum(prod(part.size) for part in slices)
             numel = prod(shape)
-            why = f"have {have} of its {numel} elements" if have != numel else "overlap"
-            raise _InvalidManifest(f"the boxes of {describe(name)} {why}")
-        self.tensors[name] = kind
+            problem = "overlap"
+            if stored_numel != numel:
+                problem = f"have {stored_numel} of its {numel} elements"
+            raise _InvalidManifest(f"the boxes of {describe(name)} {problem}")
+        self.tensors[name] = meta
         self.slices += slices
 
     def _read_slice(self, name: str, meta: TensorMeta, value: Any) -> StoredSlice:
@@ -250,20 +259,21 @@ class _ManifestReader:
                 raise _InvalidManifest(
                     f"a box of {describe(name)} must have {dimensions} dimensions"
                 )
-        for at, long, full in zip(offset, size, meta.shape, strict=True):
-            _require_integer(at, "offset")
-            _require_integer(long, "size")
-            if not long or at + long > full:
+        for low, extent, full_length in zip(offset, size, meta.shape, strict=True):
+            _require_integer(low, "offset")
+            _require_integer(extent, "size")
+            if not extent or low + extent > full_length:
                 raise _InvalidManifest(
-                    f"a box of {describe(name)} has the range {at} to {at + long} of {full}"
+                    f"a box of {describe(name)} has the range {low} to {low + extent} of "
+                    f"{full_length}"
                 )
-        within, most = self.file_sizes[file]
-        if begin + length > most or length < prod(size) * DTYPE_BYTES[meta.dtype]:
+        file_name, file_size = self.file_sizes[file]
+        if begin + length > file_size or length < prod(size) * DTYPE_BYTES[meta.dtype]:
             raise _InvalidManifest(
                 f"a box of {describe(name)} does not fit bytes {begin} to {begin + length} of "
-                f"{within}"
+                f"{file_name}"
             )
-        return StoredSlice(name, tuple(offset), tuple(size), within, begin, length)
+        return StoredSlice(name, tuple(offset), tuple(size), file_name, begin, length)
 
 
 def _is_exact_cover(shape: tuple[int, ...], slices: Sequence[StoredSlice]) -> bool:
@@ -277,16 +287,17 @@ def _is_exact_cover(shape: tuple[int, ...], slices: Sequence[StoredSlice]) -> bo
         return slices[0].size == shape
     sums: dict[int, int] = {}
     full_tensor = [] if 0 in shape else [((0,) * len(shape), shape, -1)]
-    for offset, size, sign in (*((box.offset, box.size, 1) for box in slices), *full_tensor):
-        corners = [(0, sign)]
-        for at, long, length in zip(offset, size, shape, strict=True):
+    signed_slices = [(stored.offset, stored.size, 1) for stored in slices]
+    for offset, size, slice_sign in (*signed_slices, *full_tensor):
+        corners = [(0, slice_sign)]
+        for low, extent, length in zip(offset, size, shape, strict=True):
             corners = [
-                (corner * (length + 1) + at + far * long, -one if far else one)
-                for corner, one in corners
-                for far in (0, 1)
+                (corner * (length + 1) + low + is_end * extent, -sign if is_end else sign)
+                for corner, sign in corners
+                for is_end in (0, 1)
             ]
-        for corner, one in corners:
-            sums[corner] = sums.get(corner, 0) + one
+        for corner, sign in corners:
+            sums[corner] = sums.get(corner, 0) + sign
     return not any(sums.values())
 
 
@@ -366,12 +377,12 @@ def _require_json(value: object, depth: int = 0) -> None:
     if isinstance(value, float) and not isfinite(value):
         raise _InvalidManifest(f"{value} is not a JSON number")
     if isinstance(value, Mapping):
-        if other := [key for key in value if type(key) is not str]:
-            raise _InvalidManifest(f"keys must be text, not {describe(other[0])}")
+        if bad_keys := [key for key in value if type(key) is not str]:
+            raise _InvalidManifest(f"keys must be text, not {describe(bad_keys[0])}")
         value = value.values()
     elif not isinstance(value, list | tuple):
         if not isinstance(value, str | int | float | None):
             raise _InvalidManifest(f"{describe(value)} is not a JSON value")
         return
-    for one in value:
-        _require_json(one, depth + 1)
+    for item in value:
+        _require_json(item, depth + 1)

@@ -65,23 +65,23 @@ def list_exported_tensors(manifest: Manifest, dtype: str | None = None) -> list[
         CheckpointError: The format does not have a dtype, a weight and a buffer have the same name,
             or there are no weights.
     """
-    found: dict[str, ExportedTensor] = {}
-    for stored, kind in manifest.tensors.items():
-        group, _, name = stored.partition("/")
+    exported: dict[str, ExportedTensor] = {}
+    for stored_name, meta in manifest.tensors.items():
+        group, _, name = stored_name.partition("/")
         if group not in ("weights", "buffers"):
             continue
-        if name in found:
+        if name in exported:
             raise CheckpointError(f"a weight and a buffer both have the name {name}")
-        if group == "weights" and dtype not in (None, kind.dtype) and kind.dtype in _FLOAT_DTYPES:
-            copy = f"main/{name}"
-            stored = copy if copy in manifest.tensors else stored
-            kind = TensorMeta(kind.shape, str(dtype))
-        if kind.dtype not in SAFETENSORS_DTYPES:
-            raise CheckpointError(f"{stored} has dtype {kind.dtype}, which safetensors lacks")
-        found[name] = ExportedTensor(name, kind, stored)
-    if not found:
+        if group == "weights" and dtype not in (None, meta.dtype) and meta.dtype in _FLOAT_DTYPES:
+            copy_name = f"main/{name}"
+            stored_name = copy_name if copy_name in manifest.tensors else stored_name
+            meta = TensorMeta(meta.shape, str(dtype))
+        if meta.dtype not in SAFETENSORS_DTYPES:
+            raise CheckpointError(f"{stored_name} has dtype {meta.dtype}, which safetensors lacks")
+        exported[name] = ExportedTensor(name, meta, stored_name)
+    if not exported:
         raise CheckpointError(f"the checkpoint of step {manifest.step} has no weights")
-    return [*found.values()]
+    return [*exported.values()]
 
 
 def write_safetensors(
@@ -107,18 +107,18 @@ def write_safetensors(
         CheckpointError: A tensor cannot be read, or has values that are too large for the new
             dtype.
     """
-    boxes: dict[str, list[StoredSlice]] = {one.stored_name: [] for one in tensors}
-    for box in manifest.slices:
-        if box.tensor in boxes:
-            boxes[box.tensor].append(box)
+    slices: dict[str, list[StoredSlice]] = {tensor.stored_name: [] for tensor in tensors}
+    for stored in manifest.slices:
+        if stored.tensor in slices:
+            slices[stored.tensor].append(stored)
     # The widest dtypes come first, so that each tensor begins at a multiple of its element size.
-    placed = sorted(tensors, key=lambda one: -DTYPE_BYTES[one.meta.dtype])
+    sorted_tensors = sorted(tensors, key=lambda tensor: -DTYPE_BYTES[tensor.meta.dtype])
     with path.open("wb") as file:
-        file.write(_encode_header(placed, metadata))
-        for one in placed:
-            tensor_manifest = replace(manifest, slices=tuple(boxes[one.stored_name]))
+        file.write(_encode_header(sorted_tensors, metadata))
+        for tensor in sorted_tensors:
+            tensor_manifest = replace(manifest, slices=tuple(slices[tensor.stored_name]))
             file.write(
-                _encode_tensor(one, _read_tensor(directory, tensor_manifest, one.stored_name))
+                _encode_tensor(tensor, _read_tensor(directory, tensor_manifest, tensor.stored_name))
             )
         file.flush()
         os.fsync(file.fileno())
@@ -128,15 +128,15 @@ def write_safetensors(
 def _encode_header(tensors: Sequence[ExportedTensor], metadata: Mapping[str, str]) -> bytes:
     """Return the header, which has the position of each tensor."""
     header: dict[str, object] = {"__metadata__": {"format": "pt", **metadata}}
-    at = 0
-    for one in tensors:
-        end = at + one.meta.nbytes
-        header[one.name] = {
-            "dtype": SAFETENSORS_DTYPES[one.meta.dtype],
-            "shape": one.meta.shape,
-            "data_offsets": [at, end],
+    begin = 0
+    for tensor in tensors:
+        end = begin + tensor.meta.nbytes
+        header[tensor.name] = {
+            "dtype": SAFETENSORS_DTYPES[tensor.meta.dtype],
+            "shape": tensor.meta.shape,
+            "data_offsets": [begin, end],
         }
-        at = end
+        begin = end
     text = json.dumps(header, separators=(",", ":")).encode()
     text += b" " * (-len(text) % 8)
     return len(text).to_bytes(8, "little") + text
@@ -144,9 +144,9 @@ def _encode_header(tensors: Sequence[ExportedTensor], metadata: Mapping[str, str
 
 def _read_tensor(directory: Path, manifest: Manifest, name: str) -> Tensor:
     """Return a full tensor of a checkpoint."""
-    kind = manifest.tensors[name]
-    memory = torch.empty(kind.shape, dtype=getattr(torch, kind.dtype))
-    piece = TensorPiece((0,) * len(kind.shape), kind.shape, memory)
+    meta = manifest.tensors[name]
+    memory = torch.empty(meta.shape, dtype=getattr(torch, meta.dtype))
+    piece = TensorPiece((0,) * len(meta.shape), meta.shape, memory)
     try:
         dcp_storage.read(directory, manifest, [(name, [piece])])
     except (OSError, RuntimeError, ValueError, AssertionError, UnpicklingError) as error:
@@ -159,24 +159,25 @@ def _read_tensor(directory: Path, manifest: Manifest, name: str) -> Tensor:
 
 def _encode_tensor(tensor: ExportedTensor, value: Tensor) -> memoryview:
     """Return the bytes of a tensor in the exported file."""
-    made = value.to(getattr(torch, tensor.meta.dtype))
-    if made.dtype != value.dtype:
-        over = sum(
-            int((new.isinf() & old.isfinite()).sum())
-            for new, old in zip(_split_blocks(made), _split_blocks(value), strict=True)
+    converted = value.to(getattr(torch, tensor.meta.dtype))
+    if converted.dtype != value.dtype:
+        overflow_count = sum(
+            int((block.isinf() & original.isfinite()).sum())
+            for block, original in zip(_split_blocks(converted), _split_blocks(value), strict=True)
         )
-        if over:
+        if overflow_count:
             raise CheckpointError(
-                f"{over:,} elements of {tensor.stored_name} are too large for {tensor.meta.dtype}",
+                f"{overflow_count:,} elements of {tensor.stored_name} are too large for "
+                f"{tensor.meta.dtype}",
                 hint="--dtype float32 or --dtype bfloat16",
             )
-    made = tensor.convert(made)
-    assert tuple(made.shape) == tensor.meta.shape, (tensor, made.shape)
-    numbers: Any = made.contiguous().reshape(-1).view(torch.uint8).numpy()
-    return memoryview(numbers)
+    converted = tensor.convert(converted)
+    assert tuple(converted.shape) == tensor.meta.shape, (tensor, converted.shape)
+    data: Any = converted.contiguous().reshape(-1).view(torch.uint8).numpy()
+    return memoryview(data)
 
 
 def _split_blocks(value: Tensor) -> tuple[Tensor, ...]:
     """Split a tensor into blocks of 2**20 elements, so that comparisons need little memory."""
-    parts: tuple[Tensor, ...] = value.view(-1).split(2**20)
-    return parts
+    blocks: tuple[Tensor, ...] = value.view(-1).split(2**20)
+    return blocks

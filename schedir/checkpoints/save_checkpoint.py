@@ -152,49 +152,53 @@ def plan_save(
         UsageError: `run` has no state that checkpoints can save.
     """
     peers, checkpoint_state = get_checkpoint_state(run)
-    plain = _require_json_extra(peers, step, extra_state)
+    extra = _require_json_extra(peers, step, extra_state)
     ranks, local_states, manifests = gather_checkpoint_states(
         peers, checkpoint_state, optimizer, name_map, is_saving=True
     )
     warn_of_differing_buffers(peers, manifests)
     warn_of_unoptimized(peers, manifests)
-    parts = [part for local_state in local_states for part in local_state if part.should_write]
-    stepped = {
-        part.name: (k, weight.stage)
+    shards = [shard for local_state in local_states for shard in local_state if shard.should_write]
+    stepped_tensors = {
+        shard.name: (k, weight.stage)
         for k, local_state in enumerate(local_states)
         for weight in local_state.weights
         if weight.parameter.requires_grad
-        for part in weight.iterate_shards()
-        if part.should_write
+        for shard in weight.iterate_shards()
+        if shard.should_write
     }
-    first, seed = ranks[0], ranks[0].random_streams.seed
+    first_rank, seed = ranks[0], ranks[0].random_streams.seed
     if seed is None:
-        parts += list_generator_shards(first, peers.process)
-    tensors = {part.name: (part.meta, part.spec.get_local_slices(part.memory)) for part in parts}
-    program, scale = first.program, first.loss_scale
+        shards += list_generator_shards(first_rank, peers.process)
+    tensors = {
+        shard.name: (shard.meta, shard.spec.get_local_slices(shard.memory)) for shard in shards
+    }
+    program, scale = first_rank.program, first_rank.loss_scale
     optimizers: dict[str, dict[str, None]] = {}
-    for one in manifests:
-        for kind, weights in one.optimizers.items():
+    for manifest in manifests:
+        for kind, weights in manifest.optimizers.items():
             optimizers.setdefault(kind, {}).update(dict.fromkeys(weights))
     state = {
-        "next": step if seed is None else first.random_streams.step,
+        "next": step if seed is None else first_rank.random_streams.step,
         "seed": seed,
-        "world": [*first.world_shape],
+        "world": [*first_rank.world_shape],
         "loss_scale": scale and [float(scale.value), int(scale.good_steps)],
-        "also": {name: of for one in manifests for name, of in one.aliases.items()},
+        "also": {
+            name: target for manifest in manifests for name, target in manifest.aliases.items()
+        },
         "optimizers": {kind: [*weights] for kind, weights in optimizers.items()},
-        "extra": plain,
+        "extra": extra,
     }
     facts = {
         "program": program.name,
         "plan": str(program.shape),
-        "tp": first.tp,
-        "dp": first.shard_spec.replicas,
-        "zero": first.shard_spec.zero,
+        "tp": first_rank.tp,
+        "dp": first_rank.shard_spec.replicas,
+        "zero": first_rank.shard_spec.zero,
         "torch": torch.__version__,
         "options": _describe_options(local_states),
     }
-    return SavePlan(peers, step, tensors, state, facts, stepped)
+    return SavePlan(peers, step, tensors, state, facts, stepped_tensors)
 
 
 def write_checkpoint(
@@ -225,18 +229,19 @@ def write_checkpoint(
         if group is None or save_plan.peers.is_single_process
         else CheckpointGroup(group)
     )
-    place = CheckpointDirectory(directory)
+    checkpoints = CheckpointDirectory(directory)
     with ExitStack() as stack:
 
         def begin() -> str:
-            stack.enter_context(_lock_within_process(place, save_plan.step))
-            at = place.begin(save_plan.step)
+            stack.enter_context(_lock_within_process(checkpoints, save_plan.step))
+            path = checkpoints.begin(save_plan.step)
             # At the end, this removes the checkpoint if it is unfinished. A complete checkpoint
             # then has another name.
-            stack.callback(place.abandon, save_plan.step)
-            return str(at)
+            stack.callback(checkpoints.abandon, save_plan.step)
+            return str(path)
 
-        return _write_and_finish(peers, place, Path(peers.broadcast_result(begin)), save_plan, keep)
+        path = Path(peers.broadcast_result(begin))
+        return _write_and_finish(peers, checkpoints, path, save_plan, keep)
 
 
 @contextmanager
@@ -246,9 +251,11 @@ def _lock_within_process(directory: CheckpointDirectory, step: int) -> Iterator[
     The lock of the directory excludes only other processes.
     """
     key = os.path.realpath(directory.path)
-    if (other := _steps_being_written.setdefault(key, own := [step])) is not own:
+    own_step = [step]
+    written_step = _steps_being_written.setdefault(key, own_step)
+    if written_step is not own_step:
         raise CheckpointError(
-            f"cannot save step {step}: this process still writes step {other[0]} to "
+            f"cannot save step {step}: this process still writes step {written_step[0]} to "
             f"{directory.path_text}",
             hint="call saver.wait() first",
         )
@@ -270,22 +277,26 @@ def _write_and_finish(
     keep: int | None,
 ) -> Path:
     def write_local_slices() -> Any:
-        pieces = (piece for _, some in save_plan.tensors.values() for piece in some)
+        pieces = (piece for _, parts in save_plan.tensors.values() for piece in parts)
         with directory.translate_write_errors(
             save_plan.step, sum(piece.memory.nbytes for piece in pieces)
         ):
-            boxes, files = dcp_storage.write(path, peers.process, save_plan.tensors)
-        return {name: kind for name, (kind, _) in save_plan.tensors.items()}, boxes, files
+            slices, files = dcp_storage.write(path, peers.process, save_plan.tensors)
+        return {name: meta for name, (meta, _) in save_plan.tensors.items()}, slices, files
 
     results = peers.gather_results(write_local_slices, [StoredSlice, ManifestFile, TensorMeta])
 
     def finish() -> str:
-        tensors = {name: kind for kinds, _, _ in results for name, kind in kinds.items()}
-        boxes = tuple(box for _, some, _ in results for box in some)
-        files = {name: file for _, _, some in results for name, file in some.items()}
+        tensors = {name: meta for metas, _, _ in results for name, meta in metas.items()}
+        slices = tuple(stored for _, process_slices, _ in results for stored in process_slices)
+        files = {
+            name: file for _, _, file_by_name in results for name, file in file_by_name.items()
+        }
         with directory.translate_write_errors(save_plan.step):
-            files |= dcp_storage.write_metadata(path, tensors, boxes)
-        manifest = Manifest(save_plan.step, files, tensors, boxes, save_plan.facts, save_plan.state)
+            files |= dcp_storage.write_metadata(path, tensors, slices)
+        manifest = Manifest(
+            save_plan.step, files, tensors, slices, save_plan.facts, save_plan.state
+        )
         return str(directory.finish(manifest, keep))
 
     return Path(peers.broadcast_result(finish))

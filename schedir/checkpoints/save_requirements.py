@@ -53,16 +53,16 @@ def require_savable(rank: RankCheckpointState) -> None:
 def _require_known_optimizer(optimizer: Any) -> None:
     """Raise CheckpointError for an optimizer that may have state of an unknown form."""
     hint = "use an optimizer of torch, or a MainOptimizer of one"
-    for one in () if optimizer is None else find_optimizers(optimizer):
-        inner = unwrap_optimizer(one)
+    for part in () if optimizer is None else find_optimizers(optimizer):
+        inner = unwrap_optimizer(part)
         name = type(inner).__name__
         if not hasattr(inner, "param_groups"):
-            others = [
+            leaves = [
                 leaf
                 for leaf in tree_leaves([*getattr(inner, "__dict__", {None: None}).values()])
                 if not (hasattr(leaf, "param_groups") or isinstance(leaf, MainOptimizer))
             ]
-            if others:
+            if leaves:
                 raise CheckpointError(
                     f"schedir cannot save the state of the optimizer {name}, which has no "
                     "param_groups",
@@ -89,33 +89,38 @@ def require_sliceable_state(optimizer: Any, local_state: LocalState) -> None:
         CheckpointError: A state is none of these, its key is not a string or contains a "/", or the
             optimizer steps a parameter that no stage has.
     """
-    weight_of = {
+    weights_by_id = {
         id(weight.optimized_tensor): weight
         for weight in local_state.weights
         if weight.optimizer is not None
     }
-    for one in () if optimizer is None else find_optimizers(optimizer):
-        inner = unwrap_optimizer(one)
+    for part in () if optimizer is None else find_optimizers(optimizer):
+        inner = unwrap_optimizer(part)
         name = type(inner).__name__
         for p in _iterate_trained_params(inner):
-            if id(p) not in weight_of:
+            if id(p) not in weights_by_id:
                 raise CheckpointError(f"{name} steps a parameter {list(p.shape)} that no stage has")
-        for p, kept in getattr(inner, "state", {}).items():
-            if id(p) not in weight_of and kept:
+        for p, state in getattr(inner, "state", {}).items():
+            if id(p) not in weights_by_id and state:
                 raise CheckpointError(
-                    f"{name} has the state {', '.join(kept)} of a parameter that no stage has"
+                    f"{name} has the state {', '.join(state)} of a parameter that no stage has"
                 )
-            for key, value in kept.items():
+            for key, value in state.items():
+                weight_name = weights_by_id[id(p)].name
                 if not isinstance(key, str) or "/" in key:
                     raise CheckpointError(
-                        f"{name} has the state {key!r:.60} of {weight_of[id(p)].name}; names of "
+                        f"{name} has the state {key!r:.60} of {weight_name}; names of "
                         "states must be text without /"
                     )
-                alike = isinstance(value, Tensor) and (not value.dim() or value.shape == p.shape)
-                if value is not None and not alike:
-                    what = f"shape {[*value.shape]}" if isinstance(value, Tensor) else "no shape"
+                is_sliceable = isinstance(value, Tensor) and (
+                    not value.dim() or value.shape == p.shape
+                )
+                if value is not None and not is_sliceable:
+                    shape_text = (
+                        f"shape {[*value.shape]}" if isinstance(value, Tensor) else "no shape"
+                    )
                     raise CheckpointError(
-                        f"the state {key} of {weight_of[id(p)].name} in {name} has {what}; a state "
+                        f"the state {key} of {weight_name} in {name} has {shape_text}; a state "
                         f"must be a number or have the shape of the weight, {list(p.shape)}"
                     )
 

@@ -105,11 +105,13 @@ def gather_checkpoint_states(
     """
     ranks: list[RankCheckpointState] = []
 
-    def name(stage: int, own: str) -> str:
-        found = name_map(stage, own)
-        if not isinstance(found, str):
-            raise CheckpointError(f"name_map({stage}, {own!r}) is {describe(found)}, not a text")
-        return found
+    def map_name(stage: int, local_name: str) -> str:
+        full_name = name_map(stage, local_name)
+        if not isinstance(full_name, str):
+            raise CheckpointError(
+                f"name_map({stage}, {local_name!r}) is {describe(full_name)}, not a text"
+            )
+        return full_name
 
     def collect_names_of_tied_weights() -> Any:
         if not callable(name_map):
@@ -121,16 +123,20 @@ def gather_checkpoint_states(
         ranks.extend(state.collect_rank_states(optimizer))
         for rank in ranks:
             require_savable(rank)
-        return {key: of for rank in ranks for key, of in collect_tied_names(rank, name).items()}
+        return {
+            key: tied_name
+            for rank in ranks
+            for key, tied_name in collect_tied_names(rank, map_name).items()
+        }
 
     results = peers.gather_results(collect_names_of_tied_weights)
-    tied_names = {key: name for some in results for key, name in some.items()}
+    tied_names = {key: name for names in results for key, name in names.items()}
     state.validate_last_update()
     local_states: list[LocalState] = []
 
     def describe_local_states() -> RankManifest:
         for rank in ranks:
-            local_states.append(collect_local_state(rank, name, tied_names))
+            local_states.append(collect_local_state(rank, map_name, tied_names))
             require_sliceable_state(rank.optimizer, local_states[-1])
         return _build_rank_manifest(ranks, local_states, is_saving=is_saving)
 
@@ -145,14 +151,14 @@ def _build_rank_manifest(
     manifest = RankManifest([], {}, {}, [], {}, [], {})
     for rank, local_state in zip(ranks, local_states, strict=True):
         for weight in local_state.weights:
-            parts = [*weight.iterate_shards()]
-            manifest.tensors.append((parts[0].name, weight.owner_stage, parts[0].meta))
+            shards = [*weight.iterate_shards()]
+            manifest.tensors.append((shards[0].name, weight.owner_stage, shards[0].meta))
             manifest.aliases.update(dict.fromkeys(weight.aliases, weight.name))
             if is_expert(weight.parameter):
-                manifest.experts[parts[0].name] = describe_slice(weight.parameter, rank.tp_rank)
+                manifest.experts[shards[0].name] = describe_slice(weight.parameter, rank.tp_rank)
             if weight.optimizer is not None and weight.parameter.requires_grad:
-                by = type(weight.optimizer).__name__
-                manifest.optimizers.setdefault(by, []).append(weight.name)
+                optimizer_name = type(weight.optimizer).__name__
+                manifest.optimizers.setdefault(optimizer_name, []).append(weight.name)
             elif (
                 rank.has_external_reduction
                 and rank.optimizer is not None
@@ -160,57 +166,59 @@ def _build_rank_manifest(
             ):
                 manifest.unoptimized.append(weight.name)
             if is_saving and rank.has_external_reduction:
-                manifest.checksums[parts[0].name] = [
-                    compute_checksum(part.memory.detach()) for part in parts
+                manifest.checksums[shards[0].name] = [
+                    compute_checksum(shard.memory.detach()) for shard in shards
                 ]
-        for stage, part in local_state.buffers:
-            manifest.tensors.append((part.name, stage, part.meta))
-            if part.should_write:
-                manifest.written_buffers.append(part.name)
+        for stage, shard in local_state.buffers:
+            manifest.tensors.append((shard.name, stage, shard.meta))
+            if shard.should_write:
+                manifest.written_buffers.append(shard.name)
             if is_saving:
-                manifest.checksums[part.name] = [compute_checksum(part.memory.detach())]
+                manifest.checksums[shard.name] = [compute_checksum(shard.memory.detach())]
     return manifest
 
 
 def _require_consistent(manifests: Sequence[RankManifest]) -> None:
-    every: dict[str, tuple[int, TensorMeta]] = {}
-    for process, one in enumerate(manifests):
-        for name, stage, kind in one.tensors:
-            other, there = every.setdefault(name, (stage, kind))
-            if other != stage:
+    first_metas: dict[str, tuple[int, TensorMeta]] = {}
+    for process, manifest in enumerate(manifests):
+        for name, stage, meta in manifest.tensors:
+            first_stage, first_meta = first_metas.setdefault(name, (stage, meta))
+            if first_stage != stage:
                 raise CheckpointError(
-                    f"stages {other} and {stage} both have a tensor with the name {name}",
+                    f"stages {first_stage} and {stage} both have a tensor with the name {name}",
                     hint="pass name_map=..., a function that gives each tensor of the complete "
                     "model a different name",
                 )
-            if there != kind:
+            if first_meta != meta:
                 raise CheckpointError(
-                    f"{name} has shape {list(there.shape)} and dtype {there.dtype} in one process, "
-                    f"but shape {list(kind.shape)} and dtype {kind.dtype} in process {process}"
+                    f"{name} has shape {list(first_meta.shape)} and dtype {first_meta.dtype} in "
+                    f"one process, but shape {list(meta.shape)} and dtype {meta.dtype} in process "
+                    f"{process}"
                 )
     _require_complete_experts(manifests)
-    for name, before, process in _find_differing_tensors(manifests, "weights/"):
+    for name, first_process, process in _find_differing_tensors(manifests, "weights/"):
         raise CheckpointError(
             f"{name.removeprefix('weights/')}, or its optimizer state, differs between processes "
-            f"{before} and {process}: these are not replicas, or gradients were not reduced",
+            f"{first_process} and {process}: these are not replicas, or gradients were not reduced",
         )
 
 
 def _require_complete_experts(manifests: Sequence[RankManifest]) -> None:
     """Raise CheckpointError if two experts have one name, or no process writes a buffer."""
     slices: dict[str, str] = {}
-    for process, one in enumerate(manifests):
-        for name, own in one.experts.items():
-            if slices.setdefault(name, own) != own:
+    for process, manifest in enumerate(manifests):
+        for name, expert_slice in manifest.experts.items():
+            if slices.setdefault(name, expert_slice) != expert_slice:
                 raise CheckpointError(
-                    f"{name} has {slices[name]} in one process, but {own} in process {process}",
+                    f"{name} has {slices[name]} in one process, but {expert_slice} in process "
+                    f"{process}",
                     hint="pass name_map=..., a function that gives each expert of the complete "
                     "model a different name",
                 )
-    written = {name for one in manifests for name in one.written_buffers}
-    for one in manifests:
-        for name, *_ in one.tensors:
-            if name.startswith("buffers/") and name not in written:
+    written_buffers = {name for manifest in manifests for name in manifest.written_buffers}
+    for manifest in manifests:
+        for name, *_ in manifest.tensors:
+            if name.startswith("buffers/") and name not in written_buffers:
                 raise CheckpointError(
                     f"the first replica does not have {name}, which belongs to an expert",
                     hint="set `expert_slice` of this buffer, as for the parameters of the expert",
@@ -222,11 +230,11 @@ def _find_differing_tensors(
 ) -> Iterator[tuple[str, int, int]]:
     """Yield each tensor with this prefix that differs between two processes, and the processes."""
     first_checksums: dict[str, tuple[int, list[int]]] = {}
-    for process, one in enumerate(manifests):
-        for name, sums in one.checksums.items():
-            before, others = first_checksums.setdefault(name, (process, sums))
-            if name.startswith(prefix) and sums != others:
-                yield name, before, process
+    for process, manifest in enumerate(manifests):
+        for name, sums in manifest.checksums.items():
+            first_process, first_sums = first_checksums.setdefault(name, (process, sums))
+            if name.startswith(prefix) and sums != first_sums:
+                yield name, first_process, process
 
 
 def warn_of_differing_buffers(peers: CheckpointGroup, manifests: Sequence[RankManifest]) -> None:
@@ -250,8 +258,8 @@ def warn_of_unoptimized(peers: CheckpointGroup, manifests: Sequence[RankManifest
         peers: The processes that save together.
         manifests: The descriptions of all processes.
     """
-    if left := [*dict.fromkeys(name for one in manifests for name in one.unoptimized)]:
-        warn_once(peers, f"no saved optimizer has these trained weights: {join_facts(left)}")
+    if names := [*dict.fromkeys(name for manifest in manifests for name in manifest.unoptimized)]:
+        warn_once(peers, f"no saved optimizer has these trained weights: {join_facts(names)}")
 
 
 def warn_once(peers: CheckpointGroup, fact: str) -> None:

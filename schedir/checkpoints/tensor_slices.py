@@ -43,19 +43,21 @@ def split_range_into_slices(shape: Sequence[int], low: int, high: int) -> Iterat
         >>> [(box.offset, box.size) for box in split_range_into_slices((3, 4), 2, 9)]
         [((0, 2), (1, 2)), ((1, 0), (1, 4)), ((2, 0), (1, 1))]
     """
-    low_of_all, high = low, min(high, prod(shape))
+    range_start, high = low, min(high, prod(shape))
     if not shape and low < high:
         yield TensorSlice((), (), 0)
         return
     row = prod(shape[1:])
     while low < high:
-        index, within = divmod(low, row)
-        at, rows = low - low_of_all, (high - low) // row
-        if within or not rows:  # The range begins within this row, or ends in it.
+        index, row_offset = divmod(low, row)
+        flat_offset, rows = low - range_start, (high - low) // row
+        if row_offset or not rows:  # The range begins within this row, or ends in it.
             end = min(row, high - index * row)
-            for box in split_range_into_slices(shape[1:], within, end):
-                yield TensorSlice((index, *box.offset), (1, *box.size), at + box.flat_offset)
+            for part in split_range_into_slices(shape[1:], row_offset, end):
+                yield TensorSlice(
+                    (index, *part.offset), (1, *part.size), flat_offset + part.flat_offset
+                )
             low = index * row + end
         else:
-            yield TensorSlice((index, *(0 for _ in shape[1:])), (rows, *shape[1:]), at)
+            yield TensorSlice((index, *(0 for _ in shape[1:])), (rows, *shape[1:]), flat_offset)
             low += rows * row

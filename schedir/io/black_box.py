@@ -375,11 +375,15 @@ class BlackBoxSnapshot:
         Returns:
             The snapshot, or None if `message` is not an encoded snapshot of this format.
         """
-        head, _, data = message.partition(b"\n")
-        now, _, state = head.decode(errors="replace").partition(" ")
-        if not re.fullmatch("[0-9]{1,19}", now) or len(data) != FILE_SIZE:
+        header, _, data = message.partition(b"\n")
+        read_time, _, state = header.decode(errors="replace").partition(" ")
+        if not re.fullmatch("[0-9]{1,19}", read_time) or len(data) != FILE_SIZE:
             return None
-        snapshots = (cls(data, int(now), one) for one in get_args(ProcessState) if one == state)
+        snapshots = (
+            cls(data, int(read_time), known_state)
+            for known_state in get_args(ProcessState)
+            if known_state == state
+        )
         return next(
             (snapshot for snapshot in snapshots if snapshot[BlackBoxField.FORMAT] == FILE_FORMAT),
             None,
@@ -457,8 +461,8 @@ def compute_namespace_id() -> int:
         A checksum of the boot id and of the PID namespace, 0 if the system has no /proc.
     """
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text()
-        return crc32(f"{boot} {os.readlink('/proc/self/ns/pid')}".encode())
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text()
+        return crc32(f"{boot_id} {os.readlink('/proc/self/ns/pid')}".encode())
     except OSError:
         return 0
 

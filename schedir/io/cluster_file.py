@@ -56,20 +56,20 @@ def load_cluster(path: str | Path) -> Cluster:
     table = parse_toml(text, str(path))
     for name, value in table.items():
         if name not in _FIELD_NAMES:
-            renamed = [new for old, new in RENAMED_CLUSTER_FIELDS.items() if old == name]
-            near = renamed or get_close_matches(name, _FIELD_NAMES, 1)
+            new_names = [new for old, new in RENAMED_CLUSTER_FIELDS.items() if old == name]
+            suggestions = new_names or get_close_matches(name, _FIELD_NAMES, 1)
             raise _make_setting_error(
                 f"a cluster has no field {describe(name)}", name, path, text,
-                hint=f"did you mean {near[0]!r}?"
-                if near else f"the fields are {', '.join(_FIELD_NAMES)}",
+                hint=f"did you mean {suggestions[0]!r}?"
+                if suggestions else f"the fields are {', '.join(_FIELD_NAMES)}",
             )  # fmt: skip
         if not isinstance(value, str | int | float) or isinstance(value, bool):
             raise _make_setting_error(
                 f"{name} must be a number or a text, not {describe(value)}", name, path, text
             )
-    if missing := [name for name in _REQUIRED_FIELDS if name not in table]:
-        fact = f"required fields are missing: {', '.join(missing)}"
-        raise _make_setting_error(fact, missing[0], path, text)
+    if missing_fields := [name for name in _REQUIRED_FIELDS if name not in table]:
+        fact = f"required fields are missing: {', '.join(missing_fields)}"
+        raise _make_setting_error(fact, missing_fields[0], path, text)
     try:
         return Cluster(**table)
     except UsageError as error:
@@ -112,8 +112,10 @@ def save_cluster(
         True
     """
     require_type(cluster, "cluster", Cluster, "schedir.load_cluster(path)")
-    if unknown := sorted({*notes} - {*_FIELD_NAMES}):
-        raise UsageError(f"notes: a cluster has no field {describe(unknown[0])}", fields=["notes"])
+    if bad_fields := sorted({*notes} - {*_FIELD_NAMES}):
+        raise UsageError(
+            f"notes: a cluster has no field {describe(bad_fields[0])}", fields=["notes"]
+        )
     lines = [f"# {line}".rstrip() for line in comment.splitlines()]
     for f in fields(Cluster):
         value = getattr(cluster, f.name)
@@ -131,7 +133,7 @@ def _make_setting_error(
 ) -> ConfigError:
     """Return the error for a setting, with its line and column in the text if it is found there."""
     line, column = 0, 0
-    if found := re.search(rf"^[ \t\[]*[\"']?({re.escape(name)})\b", text, re.M):
-        line = text.count("\n", 0, found.start(1)) + 1
-        column = found.start(1) - text.rfind("\n", 0, found.start(1))
+    if match := re.search(rf"^[ \t\[]*[\"']?({re.escape(name)})\b", text, re.M):
+        line = text.count("\n", 0, match.start(1)) + 1
+        column = match.start(1) - text.rfind("\n", 0, match.start(1))
     return ConfigError(fact, location=str(path), line=line, column=column, hint=hint, fields=[name])

@@ -42,7 +42,7 @@ def open_regular_file(path: str | Path) -> BinaryIO:
     try:
         # The kind is checked first, because opening a device may already have an effect.
         mode = os.stat(require_path(path)).st_mode
-        if kind := next((kind for is_a, kind in _SPECIAL_FILE_KINDS if is_a(mode)), ""):
+        if kind := next((kind for is_kind, kind in _SPECIAL_FILE_KINDS if is_kind(mode)), ""):
             raise UsageError(f"cannot read {path}: it is {kind}, not a regular file")
         # The file may have become a pipe since the check. O_NONBLOCK opens a pipe without waiting.
         return os.fdopen(os.open(path, os.O_RDONLY | getattr(os, "O_NONBLOCK", 0)), "rb")
@@ -65,8 +65,8 @@ def read_bytes(path: str | Path, max_bytes: int = MAX_TEXT_BYTES) -> bytes:
             bytes. A file that is too large is refused before it is read.
     """
     with open_regular_file(path) as file:
-        large = os.fstat(file.fileno()).st_size > max_bytes
-        if large or len(data := read_prefix(file, max_bytes + 1)) > max_bytes:
+        is_too_large = os.fstat(file.fileno()).st_size > max_bytes
+        if is_too_large or len(data := read_prefix(file, max_bytes + 1)) > max_bytes:
             raise UsageError(
                 f"cannot read {path}: it has more than {format_bytes(max_bytes)}, the limit"
             )
@@ -83,10 +83,10 @@ def read_prefix(file: BinaryIO, max_bytes: int) -> bytes:
     Returns:
         `max_bytes` bytes, or fewer if the file ends.
     """
-    parts, left = [], max_bytes
-    while left and (part := file.read(min(left, _READ_SIZE))):
+    parts, remaining_bytes = [], max_bytes
+    while remaining_bytes and (part := file.read(min(remaining_bytes, _READ_SIZE))):
         parts.append(part)
-        left -= len(part)
+        remaining_bytes -= len(part)
     return b"".join(parts)
 
 
@@ -241,5 +241,5 @@ def describe_os_error(error: OSError) -> str:
     Args:
         error: The error.
     """
-    why = error.strerror or str(error)
-    return f"the disk is full ({why})" if is_disk_full(error) else why
+    reason = error.strerror or str(error)
+    return f"the disk is full ({reason})" if is_disk_full(error) else reason

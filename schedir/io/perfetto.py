@@ -121,14 +121,14 @@ class _Tracks:
         All times are rounded in the same way, so that rounding does not make spans overlap.
         """
         with np.errstate(over="ignore"):
-            since = (times - self.timeline.start_time) * (1e3 * _find_time_scale(self.timeline))
-        if len(since) and not since.max() < _MAX_NANOSECONDS:
+            elapsed = (times - self.timeline.start_time) * (1e3 * _find_time_scale(self.timeline))
+        if len(elapsed) and not elapsed.max() < _MAX_NANOSECONDS:
             name = self.timeline.program.name
             raise UsageError(
                 f"cannot write {name} for Perfetto: it has times above "
                 f"{_MAX_NANOSECONDS} ns, the limit of Perfetto"
             )
-        return np.rint(since).astype(np.int64)
+        return np.rint(elapsed).astype(np.int64)
 
     def _assign_thread_id(self, rank: int, name: str) -> int:
         return self.thread_ids.setdefault((rank, name), self.timeline.ranks + len(self.thread_ids))
@@ -137,48 +137,52 @@ class _Tracks:
         """Return a thread of its lane for each span: the first that is free at the span's start."""
         spans = self.timeline.spans
         # (rank, track) -> the time from which each thread is free.
-        free: dict[tuple[int, str], list[int]] = defaultdict(list)
-        on = [0] * len(spans)
+        free_times: dict[tuple[int, str], list[int]] = defaultdict(list)
+        thread_ids = [0] * len(spans)
         order = np.lexsort((self.end, self.start))
         columns = (spans["rank"], spans["lane"], spans["op"], self.start, self.end)
         rows = zip(order.tolist(), *(c[order].tolist() for c in columns), strict=True)
-        for at, rank, lane, op, start, end in rows:
-            if self.second_of_pair[at]:
+        for position, rank, lane, op, start, end in rows:
+            if self.second_of_pair[position]:
                 continue
             name = Lane(lane).name.lower()
             if op in TRANSFER_OPS:
                 name += " out" if op in SEND_OPS else " in"
-            threads = free[rank, name]
-            k = next((k for k, since in enumerate(threads) if since <= start), len(threads))
+            threads = free_times[rank, name]
+            k = next((k for k, free_time in enumerate(threads) if free_time <= start), len(threads))
             threads[k : k + 1] = [end]
-            on[at] = self._assign_thread_id(rank, f"{name} {k + 1}" if k else name)
-        return on
+            thread_ids[position] = self._assign_thread_id(rank, f"{name} {k + 1}" if k else name)
+        return thread_ids
 
     # ------------------------------------------------------------ events
 
     def name_events(self) -> Iterator[Event]:
         """Yield the names and the order of ranks and threads: compute, idle, then transfers."""
-        first, *others = LANES
-        ways = ((row.lane.name.lower(), row.has_messages) for row in others)
-        order = [first.lane.name.lower(), _IDLE_TRACK]
+        compute_row, *transfer_rows = LANES
+        lanes = ((row.lane.name.lower(), row.has_messages) for row in transfer_rows)
+        order = [compute_row.lane.name.lower(), _IDLE_TRACK]
         order += [
-            f"{lane}{way}" for lane, wire in ways for way in ([" in", " out"] if wire else [""])
+            f"{lane}{direction}"
+            for lane, has_messages in lanes
+            for direction in ([" in", " out"] if has_messages else [""])
         ]
 
-        def place(name: str) -> tuple[int, str]:
-            return next(k for k, one in enumerate(order) if name.startswith(one)), name
+        def sort_key(name: str) -> tuple[int, str]:
+            return next(k for k, prefix in enumerate(order) if name.startswith(prefix)), name
 
-        def about(what: str, pid: int, tid: int | None, **args: object) -> Event:
+        def make_metadata(event_name: str, pid: int, tid: int | None, **args: object) -> Event:
             thread = {} if tid is None else {"tid": tid}
-            return {"ph": "M", "name": what, "pid": pid, **thread, "args": args}
+            return {"ph": "M", "name": event_name, "pid": pid, **thread, "args": args}
 
         for rank in range(self.timeline.ranks):
-            yield about("process_name", rank, None, name=f"rank {rank}")
-            yield about("process_sort_index", rank, None, sort_index=rank)
-            names = sorted((name for r, name in self.thread_ids if r == rank), key=place)
+            yield make_metadata("process_name", rank, None, name=f"rank {rank}")
+            yield make_metadata("process_sort_index", rank, None, sort_index=rank)
+            names = sorted((name for r, name in self.thread_ids if r == rank), key=sort_key)
             for k, name in enumerate(names):
-                yield about("thread_name", rank, self.thread_ids[rank, name], name=name)
-                yield about("thread_sort_index", rank, self.thread_ids[rank, name], sort_index=k)
+                yield make_metadata("thread_name", rank, self.thread_ids[rank, name], name=name)
+                yield make_metadata(
+                    "thread_sort_index", rank, self.thread_ids[rank, name], sort_index=k
+                )
 
     def slice_events(self) -> Iterator[Event]:
         """Yield a slice for each instruction, and for each idle interval."""
@@ -186,34 +190,43 @@ class _Tracks:
         offsets = timeline.program.offsets.tolist()
         names = [str(i) for s in timeline.program.streams for i in s]
         ranks = timeline.spans["rank"].tolist()
-        second, joint = self.second_of_pair.tolist(), [*self.second_of_pair[1:].tolist(), False]
-        for at, (start, end) in enumerate(zip(self.start.tolist(), self.end.tolist(), strict=True)):
-            if second[at]:
+        is_second = self.second_of_pair.tolist()
+        is_first = [*is_second[1:], False]
+        for k, (start, end) in enumerate(zip(self.start.tolist(), self.end.tolist(), strict=True)):
+            if is_second[k]:
                 continue
-            name = f"{names[at]} & {names[at + 1]}" if joint[at] else names[at]
-            index = at - offsets[ranks[at]]
-            yield _make_slice(ranks[at], self.span_threads[at], name, start, end, {"index": index})
+            name = f"{names[k]} & {names[k + 1]}" if is_first[k] else names[k]
+            index = k - offsets[ranks[k]]
+            yield _make_slice(ranks[k], self.span_threads[k], name, start, end, {"index": index})
         idle = self.idle
         columns = (idle["rank"], idle["cause"], idle["awaits"])
         times = (self._to_nanoseconds(idle["start"]), self._to_nanoseconds(idle["end"]))
         for rank, cause, awaits, start, end in zip(
             *(c.tolist() for c in (*columns, *times)), strict=True
         ):
-            why = {} if awaits < 0 else {"awaits": f"{names[awaits]} on rank {ranks[awaits]}"}
+            args = {} if awaits < 0 else {"awaits": f"{names[awaits]} on rank {ranks[awaits]}"}
             thread = self.thread_ids[rank, _IDLE_TRACK]
-            yield _make_slice(rank, thread, IdleCause(cause).name.lower(), start, end, why)
+            yield _make_slice(rank, thread, IdleCause(cause).name.lower(), start, end, args)
 
     def arrow_events(self) -> Iterator[Event]:
         """Yield an arrow from every send to its receive."""
         partner = self.timeline.graph.partner
         op, rank = self.timeline.spans["op"], self.timeline.spans["rank"].tolist()
-        for at in np.flatnonzero(np.isin(op, SEND_OPS) & (partner >= 0)).tolist():
-            to = int(partner[at])
-            both = {"cat": "message", "name": "message", "id": at}
-            start = {"pid": rank[at], "tid": self.span_threads[at], "ts": self.start[at] / 1e3}
-            end = {"pid": rank[to], "tid": self.span_threads[to], "ts": self.start[to] / 1e3}
-            yield {"ph": "s", **both, **start}
-            yield {"ph": "f", "bp": "e", **both, **end}
+        for send in np.flatnonzero(np.isin(op, SEND_OPS) & (partner >= 0)).tolist():
+            receive = int(partner[send])
+            shared_fields = {"cat": "message", "name": "message", "id": send}
+            start = {
+                "pid": rank[send],
+                "tid": self.span_threads[send],
+                "ts": self.start[send] / 1e3,
+            }
+            end = {
+                "pid": rank[receive],
+                "tid": self.span_threads[receive],
+                "ts": self.start[receive] / 1e3,
+            }
+            yield {"ph": "s", **shared_fields, **start}
+            yield {"ph": "f", "bp": "e", **shared_fields, **end}
 
     def counter_events(self) -> Iterator[Event]:
         """Yield the counters of each rank.
@@ -222,24 +235,26 @@ class _Tracks:
         sharded, and the bytes on each tier if the timeline has sizes.
         """
 
-        def counter(name: str, rank: int, at: int, **args: float) -> Event:
-            return {"ph": "C", "name": name, "pid": rank, "ts": at / 1e3, "args": args}
+        def make_counter(name: str, rank: int, time: int, **args: float) -> Event:
+            return {"ph": "C", "name": name, "pid": rank, "ts": time / 1e3, "args": args}
 
         for rank in range(self.timeline.ranks):
             times, counts = self.timeline.count_in_flight(rank)
-            for at, count in zip(
+            for time, count in zip(
                 self._to_nanoseconds(times).tolist(), counts.tolist(), strict=True
             ):
-                yield counter("in flight", rank, at, microbatches=count)
-        yield from self._unsharded_events(counter)
+                yield make_counter("in flight", rank, time, microbatches=count)
+        yield from self._unsharded_events(make_counter)
         for tier in find_used_tiers(self.timeline.program) if self.timeline.sizes else ():
             name = "bytes" if tier == TIERS[0] else f"bytes on {tier}"
             for rank, curve in enumerate(self.timeline.memory_on(tier)):
                 columns = zip(*(part.tolist() for part in curve.by_kind.values()), strict=True)
-                for at, sizes in zip(
+                for time, sizes in zip(
                     self._to_nanoseconds(curve.times).tolist(), columns, strict=True
                 ):
-                    yield counter(name, rank, at, **dict(zip(curve.by_kind, sizes, strict=True)))
+                    yield make_counter(
+                        name, rank, time, **dict(zip(curve.by_kind, sizes, strict=True))
+                    )
 
     def _unsharded_events(self, make_counter: Callable[..., Event]) -> Iterator[Event]:
         """Yield the number of unsharded stages of each rank, from each Unshard to its Reshard."""
@@ -248,17 +263,19 @@ class _Tracks:
         lives = Dataflow.from_program(self.timeline.program).find_lifetimes(Value.UNSHARDED_PARAMS)
         for rank in range(self.timeline.ranks):
             rank_slice = lives.get_rank_slice(rank)
-            at = np.concatenate(
+            change_times = np.concatenate(
                 [self.start[lives.filled_at[rank_slice]], self.end[lives.freed_at[rank_slice]]]
             )
-            change = np.repeat([1, -1], len(at) // 2)
-            times, last = np.unique(np.sort(at), return_index=True)
-            order = np.argsort(at, kind="stable")
+            change = np.repeat([1, -1], len(change_times) // 2)
+            times, first_indices = np.unique(np.sort(change_times), return_index=True)
+            order = np.argsort(change_times, kind="stable")
             unsharded = (
-                np.cumsum(change[order])[np.append(last[1:], len(at)) - 1] if len(at) else at
+                np.cumsum(change[order])[np.append(first_indices[1:], len(change_times)) - 1]
+                if len(change_times)
+                else change_times
             )
-            for when, stages in zip(times.tolist(), unsharded.tolist(), strict=True):
-                yield make_counter("unsharded weights", rank, when, stages=stages)
+            for time, stages in zip(times.tolist(), unsharded.tolist(), strict=True):
+                yield make_counter("unsharded weights", rank, time, stages=stages)
 
 
 def _make_slice(pid: int, tid: int, name: str, start: int, end: int, args: Event) -> Event:

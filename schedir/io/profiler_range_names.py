@@ -110,10 +110,12 @@ def format_range_name(instr: Instr, is_joined: bool = False) -> str:
     """
     if is_joined:
         return _JOINED_PREFIX + format_range_name(instr).removeprefix("PP:")
-    word, each = _ACTION_BY_OP.get(instr.op), INSTRUCTIONS[instr.op].scope is Scope.MICROBATCH
-    if word is None or (instr.mb and not each):  # torch has no name for an update after the first
+    word = _ACTION_BY_OP.get(instr.op)
+    has_microbatch = INSTRUCTIONS[instr.op].scope is Scope.MICROBATCH
+    # torch has no name for an update after the first.
+    if word is None or (instr.mb and not has_microbatch):
         return f"PP:{instr}"
-    return f"PP:{instr.stage}{word}" + f"{instr.mb}" * each
+    return f"PP:{instr.stage}{word}" + f"{instr.mb}" * has_microbatch
 
 
 @lru_cache(maxsize=1 << 16)
@@ -123,7 +125,7 @@ def format_range_names(stream: Stream) -> list[str]:
     Args:
         stream: The instructions of the rank.
     """
-    return [format_range_name(*each) for each in zip(stream, stream.joined.tolist(), strict=True)]
+    return [format_range_name(*pair) for pair in zip(stream, stream.joined.tolist(), strict=True)]
 
 
 def parse_range_name(name: str) -> RangeName:
@@ -143,10 +145,10 @@ def parse_range_name(name: str) -> RangeName:
             (NamedInstruction(_GPIPE_OPS[match[1]], UNSPECIFIED_STAGE, int(match[2])),)
         )
     if name.startswith(_JOINED_PREFIX):
-        mark = _parse_single(name, name.removeprefix(_JOINED_PREFIX))
-        if mark.is_wait or not mark.actions:
+        joined_range = _parse_single(name, name.removeprefix(_JOINED_PREFIX))
+        if joined_range.is_wait or not joined_range.actions:
             raise _make_unknown_range_error(name)
-        return mark._replace(is_joined=True)
+        return joined_range._replace(is_joined=True)
     text = name.removeprefix("PP:")
     group = _GROUP_PATTERN.fullmatch(text)
     if group is None:
@@ -179,14 +181,14 @@ def _parse_single(name: str, text: str) -> RangeName:
             return RangeName(())
     elif (match := _INSTRUCTION_PATTERN.fullmatch(text)) and match[1] in OPCODE_BY_TEXT:
         op = OPCODE_BY_TEXT[match[1]]
-        first, second = (None if n is None else int(n) for n in match.group(2, 3))
+        first_number, second_number = (None if n is None else int(n) for n in match.group(2, 3))
         # An instruction of a rank has the number of its update. The first update has no number.
         if INSTRUCTIONS[op].scope is Scope.RANK:
-            return RangeName((NamedInstruction(op, 0, first or 0),))
-        if first is not None and (
-            second is not None or INSTRUCTIONS[op].scope is not Scope.MICROBATCH
+            return RangeName((NamedInstruction(op, 0, first_number or 0),))
+        if first_number is not None and (
+            second_number is not None or INSTRUCTIONS[op].scope is not Scope.MICROBATCH
         ):
-            return RangeName((NamedInstruction(op, first, second or 0),))
+            return RangeName((NamedInstruction(op, first_number, second_number or 0),))
     raise _make_unknown_range_error(name)
 
 

@@ -152,8 +152,8 @@ class Request:
     @property
     def schedule(self) -> Schedule | None:
         """The schedule, or None if the source is a program or a run."""
-        loaded = self.source.schedule_or_program
-        return None if isinstance(loaded, Program) else loaded
+        source_object = self.source.schedule_or_program
+        return None if isinstance(source_object, Program) else source_object
 
     @cached_property
     def shape(self) -> PipelineShape:
@@ -163,11 +163,11 @@ class Request:
             ShapeError: The shape is invalid.
             UsageError: The options contradict a file.
         """
-        loaded = self.source.schedule_or_program
-        if isinstance(loaded, Program):
-            self._require_consistent_source(loaded)
-            return loaded.shape
-        return self._find_shape(loaded)
+        source_object = self.source.schedule_or_program
+        if isinstance(source_object, Program):
+            self._require_consistent_source(source_object)
+            return source_object.shape
+        return self._find_shape(source_object)
 
     @property
     def traits(self) -> dict[str, Any]:
@@ -189,14 +189,14 @@ class Request:
     def _count_frozen_stages(self, parts: int, segmented_shape: PipelineShape) -> int:
         """Return the number of stages in the first `parts` of a model with one part per rank."""
         shape, segments, _ = self._find_unsegmented_shape(segmented_shape)
-        frozen, rest = divmod(parts * shape.stages, shape.ranks)
-        if rest:
+        frozen_parts, remainder = divmod(parts * shape.stages, shape.ranks)
+        if remainder:
             raise ShapeError(
                 f"frozen_stages={parts} freezes {parts}/{shape.ranks} of the model, but "
                 f"{parts}/{shape.ranks} of the {shape.stages} stages is not an integer",
                 fields=["frozen_stages", "stages_per_rank"],
             )
-        return sum(segments[:frozen])
+        return sum(segments[:frozen_parts])
 
     @cached_property
     def program(self) -> Program:
@@ -205,47 +205,49 @@ class Request:
         Raises:
             SchedirError: The program or an option is invalid.
         """
-        shape, loaded, options = self.shape, self.source.schedule_or_program, dict[str, Any]()
-        if not isinstance(loaded, Program):
+        shape, source_object = self.shape, self.source.schedule_or_program
+        options = dict[str, Any]()
+        if not isinstance(source_object, Program):
             if not self.draft:  # refuse a large shape before the schedule is expanded
                 # All built-in schedules except `forward_only` have a backward. Whether a user's
                 # schedule has one is unknown here.
-                training = [
+                training_schedules = [
                     s for name, s in get_built_in_schedules().items() if name != "forward_only"
                 ]
-                trains = getattr(loaded, "func", loaded) in training
+                has_backward = getattr(source_object, "func", source_object) in training_schedules
                 shape.require_lowered_limit(
-                    has_backward=trains and not self.specified.get("frozen_stages")
+                    has_backward=has_backward and not self.specified.get("frozen_stages")
                 )
-            loaded = expand_schedule(loaded, shape)
+            source_object = expand_schedule(source_object, shape)
         elif self.relower:
-            again = replace(extract_compute(loaded), **self.traits)
-            options, loaded = infer_options(loaded, self._resolved_progress_model, again), again
+            draft = replace(extract_compute(source_object), **self.traits)
+            options = infer_options(source_object, self._resolved_progress_model, draft)
+            source_object = draft
         elif not self.lower_drafts:
             return (
-                loaded
+                source_object
                 if self.memory_limit is None
-                else self._check_memory_limit(check(loaded, self.proven_progress_model))
+                else self._check_memory_limit(check(source_object, self.proven_progress_model))
             )
-        elif not loaded.is_draft:
+        elif not source_object.is_draft:
             for name in self.compile_options:
                 raise UsageError(
                     f"{self.source} is a lowered program: {name} applies only to schedules and "
                     "drafts",
                     fields=[name],
                 )
-            return self._check_memory_limit(self._share_buffers(loaded))
-        loaded = replace(loaded, **self.traits)
+            return self._check_memory_limit(self._share_buffers(source_object))
+        source_object = replace(source_object, **self.traits)
         if self.draft:
             self._require_compute_only()
-            return loaded
+            return source_object
         options |= {"overlap": self.overlap, **self.compile_options}
         if self.for_comparison:  # Adapt the options to the number of stages of this schedule.
-            options = adapt_options(options | self._segment_options, loaded.shape)
+            options = adapt_options(options | self._segment_options, source_object.shape)
         if self.buffer_sharing is not None:
             options["buffer_sharing"] = self.buffer_sharing
         return compile(
-            loaded,
+            source_object,
             progress_model=self._resolved_progress_model,
             blocking_hosts=self.blocking_hosts
             or (self.source_timeline is not None and self.source_timeline.blocking_hosts),
@@ -281,9 +283,13 @@ class Request:
         source_run = self.source_timeline
         if source_run is None:
             costs, sizes = self.program_costs, self._stage_sizes
-            model, blocks = self._resolved_progress_model, self.blocking_hosts
+            model, blocking_hosts = self._resolved_progress_model, self.blocking_hosts
             run = simulate(
-                self.program, costs, progress_model=model, sizes=sizes, blocking_hosts=blocks
+                self.program,
+                costs,
+                progress_model=model,
+                sizes=sizes,
+                blocking_hosts=blocking_hosts,
             )
             return replace(run, unit=self.unit if self.cluster is None else "s")
         if self.cluster is not None:
@@ -311,13 +317,13 @@ class Request:
         if self.memory_limit is not None:
             check_memory(program, sizes, self.memory_limit)
         if prediction_costs is not None:
-            predicted = simulate(
+            prediction = simulate(
                 program,
                 prediction_costs,
                 progress_model=source_run.progress_model,
                 blocking_hosts=source_run.blocking_hosts,
             )
-            source_run = replace(predicted, unit=source_run.unit)
+            source_run = replace(prediction, unit=source_run.unit)
         return replace(source_run, sizes=sizes)
 
     @cached_property
@@ -352,12 +358,12 @@ class Request:
         Without a specified model this is "per_device". If the program of a run is proven free of
         deadlock only for other models, this is one of those.
         """
-        proven = (
+        proven_models = (
             {proof.progress_model for proof in self.source_timeline.program.proofs}
             if self.source_timeline
             else {"per_device"}
         )
-        models = [model for model in MODELS if model in proven]
+        models = [model for model in MODELS if model in proven_models]
         return self.progress_model or (
             "per_device" if "per_device" in models or not models else models[0]
         )
@@ -370,35 +376,35 @@ class Request:
         In a comparison, `stages_per_rank` is ignored for a schedule that cannot use it.
         """
         values = dict(self.defaults) | dict(self.specified)
-        mark, fixed = get_placement_mark(schedule)
-        loop = (values.get("placement") or mark or "loop") == "loop"
-        if self.for_comparison and (fixed or (loop and not has_free_v(schedule))):
+        placement, is_fixed = get_placement_mark(schedule)
+        is_loop = (values.get("placement") or placement or "loop") == "loop"
+        if self.for_comparison and (is_fixed or (is_loop and not has_free_v(schedule))):
             values.pop("stages_per_rank", None)
-        given = PipelineShape(**{f.name: values[f.name] for f in SHAPE_FIELDS if f.name in values})
-        return apply_schedule_defaults(schedule, given).resolve_defaults()
+        shape = PipelineShape(**{f.name: values[f.name] for f in SHAPE_FIELDS if f.name in values})
+        return apply_schedule_defaults(schedule, shape).resolve_defaults()
 
     def _require_consistent_source(self, program: Program) -> None:
         """Raise the conflict error if an option contradicts the program in a file."""
         for f in HEADER_FIELDS:
-            free = (
+            is_changeable = (
                 self.relower or (self.lower_drafts and program.is_draft)
             ) and not f.is_shape_field
-            split = self.for_comparison and f.name in ("stages_per_rank", "placement")
-            if f.name not in self.specified or free or split:
+            is_split = self.for_comparison and f.name in ("stages_per_rank", "placement")
+            if f.name not in self.specified or is_changeable or is_split:
                 continue
             specified = f.field_type.resolve(f.name, self.specified[f.name], program.shape)
             actual = f.get_value(program)
             # In a comparison, the user counts microbatches before their division into chunks.
             if self.for_comparison and f.name == "microbatches":
                 actual = program.unsegmented_shape.microbatches
-            of_parts = self.for_comparison and f.name == "frozen_stages"
+            counts_parts = self.for_comparison and f.name == "frozen_stages"
             if (
-                self._count_frozen_stages(specified, program.shape) if of_parts else specified
+                self._count_frozen_stages(specified, program.shape) if counts_parts else specified
             ) != actual:
-                has, specified = (
+                actual_text, specified = (
                     f.field_type.to_text(value, program.shape) for value in (actual, specified)
                 )
-                raise self.make_conflict_error(self.source, f, has, specified)
+                raise self.make_conflict_error(self.source, f, actual_text, specified)
         if not (self.lower_drafts or self.relower):
             options = [
                 name for name in ("draft", "overlap", "buffer_sharing") if getattr(self, name)
@@ -460,15 +466,17 @@ class Request:
             _refuse_forms_with_sizes(program, self.sizes or Sizes())
         if self.cluster is None or not {RECOMPUTE, HOST_TRIP.offload_op} <= program.used_opcodes:
             return self.stage_costs
-        at = program.op == RECOMPUTE
-        stage, mb = (program.words.view(WORD_DTYPE)[name][at].tolist() for name in ("stage", "mb"))
+        is_recompute = program.op == RECOMPUTE
+        stage, mb = (
+            program.words.view(WORD_DTYPE)[name][is_recompute].tolist() for name in ("stage", "mb")
+        )
         return self._fill_costs([*zip(stage, mb, strict=True)])
 
     def _fill_costs(self, recomputed: Collection[tuple[int, int]]) -> Costs:
         costs = self.costs or Costs()
         if self.cluster is None:
             return self._split_over_stages(costs.with_defaults())
-        loaded, unsegmented = self.source.schedule_or_program, self._unsegmented_shape
+        source_object, unsegmented = self.source.schedule_or_program, self._unsegmented_shape
         if "microbatch_chunks" in self.compile_options or unsegmented.chunks_per_microbatch > 1:
             raise UsageError(
                 "--cluster cannot compute the costs of microbatch chunks",
@@ -481,14 +489,18 @@ class Request:
         groups |= {"optimizer_placement": "device"}
         for f in ATTRIBUTE_FIELDS:
             if f.name in groups:
-                value = f.get_value(loaded) if isinstance(loaded, Program) else groups[f.name]
+                value = (
+                    f.get_value(source_object)
+                    if isinstance(source_object, Program)
+                    else groups[f.name]
+                )
                 groups[f.name] = self.specified.get(f.name, value)
         letters = groups.pop("segment_boundaries")
         if (segments := self.compile_options.get("stage_segments")) is not None:
             segments = self._segment_options.get("stage_segments", segments)
-            each = parse_segment_letters(segments, shape)
-            letters = STAGE_END.join(each)
-            shape = split_shape(shape, np.array([len(own) + 1 for own in each]))
+            stage_letters = parse_segment_letters(segments, shape)
+            letters = STAGE_END.join(stage_letters)
+            shape = split_shape(shape, np.array([len(cuts) + 1 for cuts in stage_letters]))
         if (
             groups["tp"] > 1
             and has_collectives(letters, TP_LETTERS)
@@ -499,7 +511,7 @@ class Request:
                 hint="--costs tp_reduce=SECONDS",
                 fields=["cluster", "stage_segments", "segment_boundaries"],
             )
-        ops = loaded.used_opcodes if isinstance(loaded, Program) else frozenset[int]()
+        ops = source_object.used_opcodes if isinstance(source_object, Program) else frozenset[int]()
         for name, op in (
             ("offload", HOST_TRIP.offload_op),
             ("offload_to_disk", DISK_TRIP.offload_op),
@@ -545,14 +557,14 @@ class Request:
             if isinstance(self.source.schedule_or_program, Program)
             else Program
         )
-        boundaries, chunked = (
+        boundaries, chunks = (
             f.field_type.resolve(
                 f.name, self.specified.get(f.name, getattr(program, f.name)), shape
             )
             for f in ATTRIBUTE_FIELDS
             if f.name in ("segment_boundaries", "chunks_per_microbatch")
         )
-        return merge_segments(shape, boundaries, chunked)
+        return merge_segments(shape, boundaries, chunks)
 
     @property
     def _segment_options(self) -> dict[str, Any]:

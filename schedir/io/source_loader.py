@@ -102,14 +102,14 @@ def load_source(source: str) -> Schedule | Program:
         raise UsageError(f"{source} is a configuration, not a schedule", hint=f"--config {source}")
     if source.endswith(".py"):
         raise UsageError(f"{source} lacks the name of a function", hint=f"{source}:NAME")
-    known = get_built_in_schedules()
-    if source not in known:
+    built_in = get_built_in_schedules()
+    if source not in built_in:
         raise UsageError(
             f"{source!r} is not a built-in schedule, a file.py:function, a file.sched or a "
             "file.timeline",
-            hint=suggest_source(source) or suggest_schedules(source, [*known]),
+            hint=suggest_source(source) or suggest_schedules(source, [*built_in]),
         )
-    return known[source]
+    return built_in[source]
 
 
 def suggest_source(source: str) -> str:
@@ -168,8 +168,8 @@ def _find_timeline(source: str) -> str:
     if not isdir(folder):
         return ""
     patterns = f"*{TIMELINE_SUFFIX}", f"*/*{TIMELINE_SUFFIX}"
-    found = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
-    return str(found[0]) if found else ""
+    paths = [path for pattern in patterns for path in sorted(folder.glob(pattern))]
+    return str(paths[0]) if paths else ""
 
 
 def _is_trace(source: str) -> bool:
@@ -182,29 +182,34 @@ def _is_trace(source: str) -> bool:
 
 def _bind_options(source: str) -> Schedule:
     """Return the schedule of `NAME(option=value, ...)` with these options bound."""
-    name, _, inside = source.partition("(")
+    name, _, arguments = source.partition("(")
     schedule = load_source(name.strip())
     if isinstance(schedule, Program):
         raise UsageError(f"{name} is a program: options in brackets apply only to schedules")
-    given = {}
+    options = {}
     try:
-        call = ast.parse(f"f({inside}", mode="eval").body
+        call = ast.parse(f"f({arguments}", mode="eval").body
         if not isinstance(call, ast.Call) or not isinstance(call.func, ast.Name) or call.args:
             raise ValueError
         for option in call.keywords:
             if option.arg is None:
                 raise ValueError
-            given[option.arg] = _parse_literal(name, option.arg, option.value)
+            options[option.arg] = _parse_literal(name, option.arg, option.value)
     except (SyntaxError, ValueError, RecursionError, MemoryError):
         raise UsageError(
             f"the options of {source!r:.200} cannot be read",
             hint=f"put text in quotes, as in \"{name}(option=1, other='text')\"",
         ) from None
-    takes = list(signature(schedule).parameters)[3:]  # rank, ranks and microbatches come first
-    if wrong := [option for option in given if option not in takes]:
-        hint = suggest_schedules(wrong[0], takes) if takes else f"{name} has no options"
-        raise UsageError(f"{name} has no option {wrong[0]!r}", hint=hint)
-    return partial(schedule, **given)
+    # The first three parameters are rank, ranks and microbatches.
+    option_names = list(signature(schedule).parameters)[3:]
+    if bad_options := [option for option in options if option not in option_names]:
+        hint = (
+            suggest_schedules(bad_options[0], option_names)
+            if option_names
+            else f"{name} has no options"
+        )
+        raise UsageError(f"{name} has no option {bad_options[0]!r}", hint=hint)
+    return partial(schedule, **options)
 
 
 def _parse_literal(name: str, option: str, value: ast.expr) -> object:
@@ -212,11 +217,11 @@ def _parse_literal(name: str, option: str, value: ast.expr) -> object:
     try:
         return ast.literal_eval(value)
     except (ValueError, TypeError):
-        written = ast.unparse(value)
+        value_text = ast.unparse(value)
         raise UsageError(
-            f"{name}: {option}={written} is not a value",
+            f"{name}: {option}={value_text} is not a value",
             hint="put text in quotes, and for the shell, put the schedule in other quotes: "
-            f"\"{name}({option}='{written}')\""
+            f"\"{name}({option}='{value_text}')\""
             if isinstance(value, ast.Name | ast.Attribute)
             else "a value is a number, text in quotes, True, False, None, or a list of these",
         ) from None
@@ -291,6 +296,6 @@ def find_error_origin(error: BaseException) -> str:
         cause = cause.__cause__
     if not frames:
         return ""
-    path, here = Path(frames[-1].filename), Path.cwd()
-    path = path.relative_to(here) if path.is_relative_to(here) else path
+    path, folder = Path(frames[-1].filename), Path.cwd()
+    path = path.relative_to(folder) if path.is_relative_to(folder) else path
     return f"{path}:{frames[-1].lineno}: {frames[-1].line}"

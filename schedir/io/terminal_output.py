@@ -96,31 +96,34 @@ def format_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
     """
     rows, heads = list(rows), [[name] for name in headings]
     gap, gaps = "   ", len(headings) - 1
-    wide = sum(_measure_columns(heads, rows)) + 3 * gaps
-    if sys.stdout.isatty() and wide >= get_terminal_size().columns:
+    total_width = sum(_measure_columns(heads, rows)) + 3 * gaps
+    if sys.stdout.isatty() and total_width >= get_terminal_size().columns:
         gap, heads = "  ", [name.split() for name in headings]
     widths = _measure_columns(heads, rows)
-    high = max(map(len, heads))
+    height = max(map(len, heads))
 
-    def line(cells: Sequence[str]) -> str:
+    def format_row(cells: Sequence[str]) -> str:
         padding = [
             " " * (width - _measure_width(cell)) for cell, width in zip(cells, widths, strict=True)
         ]
         first, *others = zip(cells, padding, strict=True)
-        return " " + gap.join(["".join(first), *(left + cell for cell, left in others)]).rstrip()
+        return " " + gap.join(["".join(first), *(pad + cell for cell, pad in others)]).rstrip()
 
-    top = [line(words) for words in zip(*([""] * (high - len(h)) + h for h in heads), strict=True)]
+    heading_lines = [
+        format_row(words)
+        for words in zip(*([""] * (height - len(h)) + h for h in heads), strict=True)
+    ]
     if should_color():
-        top = [f"\x1b[1m{words}\x1b[0m" for words in top]
+        heading_lines = [f"\x1b[1m{line}\x1b[0m" for line in heading_lines]
     rule = " " + "\u2500" * (sum(widths) + len(gap) * gaps)
-    return "\n".join([*top, rule, *map(line, rows), ""])
+    return "\n".join([*heading_lines, rule, *map(format_row, rows), ""])
 
 
 def _measure_columns(heads: Sequence[Sequence[str]], rows: Sequence[Sequence[str]]) -> list[int]:
     columns = zip(*rows, strict=True) if rows else [[] for _ in heads]
     return [
-        max(map(_measure_width, (*words, *cells)))
-        for words, cells in zip(heads, columns, strict=True)
+        max(map(_measure_width, (*heading, *cells)))
+        for heading, cells in zip(heads, columns, strict=True)
     ]
 
 
@@ -148,15 +151,15 @@ def format_error(error: SchedirError, *, is_command: bool = False) -> str:
     if is_command and isinstance(error.hint, CommandHint):
         error.hint = error.hint.command
     lines = [f"{type(error).__name__}: {error}", *getattr(error, "__notes__", [])]
-    if error.__cause__ and (where := find_error_origin(error)):
-        lines.append(f"  at {where}")
+    if error.__cause__ and (origin := find_error_origin(error)):
+        lines.append(f"  at {origin}")
     return "\n".join(map(_sanitize_line, "\n".join(lines).split("\n")))
 
 
 def _sanitize_line(line: str) -> str:
     """Return a line without control characters, and of limited length."""
-    cut = line if len(line) <= _MAX_LINE_LENGTH else f"{line[:_MAX_LINE_LENGTH]}..."
-    return "".join(c if c.isprintable() else "?" for c in cut)
+    short_line = line if len(line) <= _MAX_LINE_LENGTH else f"{line[:_MAX_LINE_LENGTH]}..."
+    return "".join(c if c.isprintable() else "?" for c in short_line)
 
 
 def join_words(words: Sequence[str]) -> str:

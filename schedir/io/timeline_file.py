@@ -205,15 +205,15 @@ class _TimelineReader:
         is_older = "model" in header
         if program.digest != header["digest"] and not is_older:
             raise TraceError("the digest of the program differs from the digest in the header")
-        model, blocks = header["progress_model"], header["blocking_hosts"]
-        program = check(program, model, blocking_hosts=blocks)
+        model, blocking_hosts = header["progress_model"], header["blocking_hosts"]
+        program = check(program, model, blocking_hosts=blocking_hosts)
         start = self._read_times(_START_FILE, n)
         end = self._read_times(_END_FILE, n)
         _require_valid_times(program, start, end)
         spans = build_spans(program, start, end)
         timeline = Timeline(
             program, spans, header["kind"], header["unit"], model, float(header["clock_error"]),
-            _parse_sizes(header.get("sizes"), program.shape), blocks,
+            _parse_sizes(header.get("sizes"), program.shape), blocking_hosts,
         )  # fmt: skip
         _require_causal_order(timeline)
         return timeline
@@ -232,7 +232,7 @@ class _TimelineReader:
         n = header.get("instructions")
         unit = header.get("unit")
         error = header.get("clock_error")
-        sound = {
+        validity = {
             "instructions": type(n) is int and 0 <= n <= MAX_INSTRUCTIONS,
             "digest": isinstance(header.get("digest"), str),
             "kind": header.get("kind") in TIMELINE_KINDS,
@@ -241,13 +241,13 @@ class _TimelineReader:
             "blocking_hosts": isinstance(header["blocking_hosts"], bool),
             "clock_error": isinstance(error, int | float) and 0 <= error < math.inf,
         }
-        if type(n) is int and n > (most := get_max_file_instructions()):
+        if type(n) is int and n > (limit := get_max_file_instructions()):
             raise TraceError(
-                f"the header has {n} instructions, but a program may have at most {most}"[:200],
+                f"the header has {n} instructions, but a program may have at most {limit}"[:200],
                 hint=RAISE_LIMIT_HINT,
             )
-        for key, fine in sound.items():
-            if not fine:
+        for key, is_valid in validity.items():
+            if not is_valid:
                 hint = f"the units are {' and '.join(map(repr, TIME_UNITS))} (units of cost)"
                 raise TraceError(
                     f"the header has an invalid {key}: {header.get(key)!r:.80}",
@@ -283,8 +283,8 @@ class _TimelineReader:
         values = np.frombuffer(file.read(), "<f8").astype(float)
         if len(values) != count or not np.isfinite(values).all():
             raise TraceError(f"{name} does not have a finite time for each instruction")
-        if (most := np.abs(values).max(initial=0.0)) > MAX_TIME:
-            raise TraceError(f"{name} has the time {most:g}; times are at most {MAX_TIME:g}")
+        if (max_time := np.abs(values).max(initial=0.0)) > MAX_TIME:
+            raise TraceError(f"{name} has the time {max_time:g}; times are at most {MAX_TIME:g}")
         return values
 
 
@@ -319,10 +319,10 @@ def _require_valid_times(
         raise TraceError(f"instruction {k} has the end {end[k]:g} before its start {start[k]:g}")
     spans = build_spans(program, start, end)
     compute = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & ~program.joined)
-    same = spans["rank"][compute][1:] == spans["rank"][compute][:-1]
-    early = same & (start[compute][1:] < end[compute][:-1])
-    if early.any():
-        k = int(compute[1:][early][0])
+    is_same_rank = spans["rank"][compute][1:] == spans["rank"][compute][:-1]
+    is_early = is_same_rank & (start[compute][1:] < end[compute][:-1])
+    if is_early.any():
+        k = int(compute[1:][is_early][0])
         raise TraceError(
             f"instruction {k} starts at {start[k]:g}, before its rank's last compute ends"
         )
@@ -332,12 +332,12 @@ def _require_causal_order(timeline: Timeline) -> None:
     """Raise TraceError if an effect comes before its cause in a prediction."""
     if timeline.kind == "measured":
         return
-    by, cause = timeline.causality_violations
-    if not by.any():
+    violation, cause = timeline.causality_violations
+    if not violation.any():
         return
-    worst, spans = int(by.argmax()), timeline.spans
+    worst_position, spans = int(violation.argmax()), timeline.spans
     sites = []
-    for k in (worst, int(cause[worst])):
+    for k in (worst_position, int(cause[worst_position])):
         rank, index, instr = timeline.graph.index.locate(k)
         sites.append(
             InstructionSite(rank, index, instr, f"{spans['start'][k]:g} to {spans['end'][k]:g}")

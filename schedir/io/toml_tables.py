@@ -49,7 +49,7 @@ def _make_toml_error(text: str, location: str, message: str) -> ConfigError:
     match = re.fullmatch(r"(.*) \(at (?:line (\d+), column (\d+)|end of document)\)", message, re.S)
     fact, line, column = match.groups() if match else (message, None, None)
     lines = text.split("\n")
-    written = lines[int(line) - 1][int(column) - 1 :].strip() if line and column else ""
+    value_text = lines[int(line) - 1][int(column) - 1 :].strip() if line and column else ""
     key = re.match(r"\s*([\w.\"'-]+)\s*=", lines[int(line or len(lines)) - 1])
     if fact == "Cannot overwrite a value" and key:
         return ConfigError(
@@ -59,13 +59,13 @@ def _make_toml_error(text: str, location: str, message: str) -> ConfigError:
             column=key.start(1) + 1,
             hint="remove one of the two lines",
         )
-    is_bare = fact == "Invalid value" and re.fullmatch(r"[A-Za-z][\w.:/ ()=-]*", written)
+    is_bare = fact == "Invalid value" and re.fullmatch(r"[A-Za-z][\w.:/ ()=-]*", value_text)
     return ConfigError(
         f"is not TOML: {fact[0].lower()}{fact[1:]}",
         location=location,
         line=int(line or len(lines)),
         column=int(column or len(lines[-1]) + 1),
-        hint=f'put text in quotes: "{written}"' if is_bare else "",
+        hint=f'put text in quotes: "{value_text}"' if is_bare else "",
     )
 
 
@@ -91,17 +91,17 @@ def find_position(text: str, section: str, name: str = "") -> tuple[int, int]:
         recognize.
     """
     table = ""
-    wanted = f"{section}.{name}" if name else section
+    key_path = f"{section}.{name}" if name else section
     for number, line in enumerate(text.splitlines(), 1):
         header = re.match(r"\s*\[+\s*([^\[\]\s][^\[\]]*)\]", line)
         table = header[1] if header else table
         key = header or re.match(r"\s*([\w.\"'-]+)\s*=", line)
         if not key:
             continue
-        dotted = re.sub(r"[\"'\s]", "", key[1] if header or not table else f"{table}.{key[1]}")
-        if dotted == wanted or dotted.startswith(f"{wanted}."):
+        line_path = re.sub(r"[\"'\s]", "", key[1] if header or not table else f"{table}.{key[1]}")
+        if line_path == key_path or line_path.startswith(f"{key_path}."):
             return number, key.start(1) + 1
         inline = re.search(rf"[{{,]\s*({re.escape(name)})\s*=", line) if name else None
-        if dotted == section and inline:
+        if line_path == section and inline:
             return number, inline.start(1) + 1
     return 0, 0

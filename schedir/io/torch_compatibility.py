@@ -82,17 +82,17 @@ def require_torch_support(
             hint="leave out stage_segments, or leave out tp and ep if the modules run the "
             "collectives",
         )
-    strange = sorted(
+    unsupported_ops = sorted(
         op
         for op in program.used_opcodes
         if not INSTRUCTIONS[op].is_implicit_in_torch and op not in supported_ops
     )
-    if strange:
-        text = INSTRUCTIONS[strange[0]].text
+    if unsupported_ops:
+        text = INSTRUCTIONS[unsupported_ops[0]].text
         raise UsageError(
             f"the program has {text}, but torch's schedules have no action for this",
             program=program.name,
-            hint=f"compile it without {OPTION_BY_OPCODE.get(strange[0], text)}",
+            hint=f"compile it without {OPTION_BY_OPCODE.get(unsupported_ops[0], text)}",
         )
     fields = program.words.view(WORD_DTYPE)
     if (
@@ -123,16 +123,16 @@ def require_torch_pair(program: Program, rank: int, index: int) -> None:
             joined.
     """
     stream = program.streams[rank]
-    both = [stream[k].op for k in range(max(index - 1, 0), index + 1)]
-    alone = not stream.words[max(index - 1, 0)] & JOINED_BIT
-    if alone and FORWARD in both and any(op in BACKWARD_OPS for op in both):
+    pair_ops = [stream[k].op for k in range(max(index - 1, 0), index + 1)]
+    is_first = not stream.words[max(index - 1, 0)] & JOINED_BIT
+    if is_first and FORWARD in pair_ops and any(op in BACKWARD_OPS for op in pair_ops):
         return
-    transfers = all(op in TRANSFER_OPS for op in both)
+    is_transfer_pair = all(op in TRANSFER_OPS for op in pair_ops)
     raise GroupError(
         "torch cannot issue two transfers as one"
-        if transfers
+        if is_transfer_pair
         else "torch runs only a forward and a backward as one",
         program=program.name,
         sites=[InstructionSite(rank, k, stream[k]) for k in range(max(index - 1, 0), index + 1)],
-        hint="export to 'torch': torch then adds the transfers itself" if transfers else "",
+        hint="export to 'torch': torch then adds the transfers itself" if is_transfer_pair else "",
     )

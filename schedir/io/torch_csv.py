@@ -97,7 +97,7 @@ _ACTION_WORDS: Final[dict[str, tuple[int | None, bool]]] = {
         action: (int(op) << OP_SHIFT, INSTRUCTIONS[op].scope is Scope.MICROBATCH)
         for action, op in ACTIONS.items()
     },
-    **{action: (None, each) for action, each in IGNORED_ACTIONS.items()},
+    **{action: (None, has_microbatch) for action, has_microbatch in IGNORED_ACTIONS.items()},
 }
 PAIR_ACTION: Final = "OVERLAP_F_B"
 _MISSING_ROW_HINT: Final = "is the row of a rank missing?"
@@ -193,34 +193,34 @@ def format_cells(program: Program, csv_format: str = "torch") -> list[list[str]]
         compute_only=csv_format == "torch",
         supported_ops=(*_ACTION_TEXTS, *_SHARDED_ACTIONS),
     )
-    words = _ACTION_TEXTS | (
+    texts = _ACTION_TEXTS | (
         _SHARDED_ACTIONS
         if program.zero == SHARDED_FROM_LEVEL["params"]
         else _SHARDED_REDUCE_ACTIONS
     )
-    action = {
-        int(op): text for op, text in words.items() if csv_format != "torch" or op in COMPUTE_OPS
+    text_by_op = {
+        int(op): text for op, text in texts.items() if csv_format != "torch" or op in COMPUTE_OPS
     }
     rows = []
     for rank, stream in enumerate(program.streams):
         row: list[str] = []
         for index, word in enumerate(stream.words.tolist()):
             op = word >> OP_SHIFT & 0xFF
-            if op not in action:
+            if op not in text_by_op:
                 continue
-            mb = word & 0xFFFFFFFF if _ACTION_WORDS[action[op]][1] else ""
-            cell = f"{word >> STAGE_SHIFT & 0xFFFF}{action[op]}{mb}"
+            mb = word & 0xFFFFFFFF if _ACTION_WORDS[text_by_op[op]][1] else ""
+            cell = f"{word >> STAGE_SHIFT & 0xFFFF}{text_by_op[op]}{mb}"
             if word & JOINED_BIT:
                 require_torch_pair(program, rank, index)
                 row[-1] = f"({row[-1]};{cell}){PAIR_ACTION}"
             else:
                 row.append(cell)
         rows.append(row)
-    if UNSHARD not in action.values():
+    if UNSHARD not in text_by_op.values():
         return rows
     return [
-        fit_unshards_to_torch(row, most)
-        for row, most in zip(rows, count_unshards(program).max_unsharded, strict=True)
+        fit_unshards_to_torch(row, max_unsharded)
+        for row, max_unsharded in zip(rows, count_unshards(program).max_unsharded, strict=True)
     ]
 
 
@@ -285,22 +285,24 @@ def from_csv(
     )
     rows = _parse_rows(text)
     if ranks is not None and len(rows) != ranks:
-        at = _CellLocation(min(len(rows), ranks) + 1, 1, "")
-        has = "row" if len(rows) == 1 else "rows"
-        why = f"rank {len(rows)} has no row"
+        location = _CellLocation(min(len(rows), ranks) + 1, 1, "")
+        row_word = "row" if len(rows) == 1 else "rows"
+        problem = f"rank {len(rows)} has no row"
         if len(rows) > ranks:
-            why = f"row {ranks + 1} has no rank"
-        raise at.make_error(f"the CSV has {len(rows)} {has} for {ranks} ranks: {why}")
+            problem = f"row {ranks + 1} has no rank"
+        raise location.make_error(
+            f"the CSV has {len(rows)} {row_word} for {ranks} ranks: {problem}"
+        )
     for row, cells in enumerate(rows, 1):
         reader.read_rank(row, cells)
     shape = reader.infer_shape()
     words = [np.array(words, np.int64) for words in reader.rank_words]
-    lowered = TRANSFER_OPS if shape.ranks > 1 else (*TRANSFER_OPS, *_SHARDED_ACTIONS)
-    if not any(np.isin(w >> OP_SHIFT & 0xFF, lowered).any() for w in words):
-        words = [w[np.isin(w >> OP_SHIFT & 0xFF, COMPUTE_OPS)] for w in words]
+    lowered_ops = TRANSFER_OPS if shape.ranks > 1 else (*TRANSFER_OPS, *_SHARDED_ACTIONS)
+    if not any(np.isin(array >> OP_SHIFT & 0xFF, lowered_ops).any() for array in words):
+        words = [array[np.isin(array >> OP_SHIFT & 0xFF, COMPUTE_OPS)] for array in words]
     program = Program(name, shape, tuple(map(Stream, words)), zero=zero or 0)
     max_unsharded = count_unshards(program).max_unsharded
-    slots = [SlotCounts.unspecified()._replace(unsharded_params=most) for most in max_unsharded]
+    slots = [SlotCounts.unspecified()._replace(unsharded_params=count) for count in max_unsharded]
     return program.with_slots(slots) if any(max_unsharded) else program
 
 
@@ -353,11 +355,11 @@ class _CsvReader:
                 words.append(word)
             return
         parts = [part.strip() for part in pair[1].split(";")]
-        both = [self.parse_action(location, part) for part in parts]
-        ops = [OPCODES[word >> OP_SHIFT & 0xFF] for word in both if word is not None]
+        pair_words = [self.parse_action(location, part) for part in parts]
+        ops = [OPCODES[word >> OP_SHIFT & 0xFF] for word in pair_words if word is not None]
         if not (
             pair[2] == PAIR_ACTION
-            and len(ops) == len(both) == 2
+            and len(ops) == len(pair_words) == 2
             and FORWARD in ops
             and any(op in BACKWARD_OPS for op in ops)
         ):
@@ -365,7 +367,7 @@ class _CsvReader:
                 f"{_shorten(location.text)} is not a pair of actions that run as one",
                 hint=f"a pair is a forward and a backward, such as (0F7;7B3){PAIR_ACTION}",
             )
-        first, second = both
+        first, second = pair_words
         assert first is not None and second is not None
         words += [first, second | JOINED_BIT]
 
@@ -374,8 +376,8 @@ class _CsvReader:
         match = _ACTION_PATTERN.fullmatch(text)
         kind = match[2] if match else ""
         if not match or kind not in _ACTION_WORDS:
-            near = get_close_matches(kind[:40], list(_ACTION_WORDS), 1)
-            hint = f"did you mean {near[0]}?" if near else ""
+            suggestions = get_close_matches(kind[:40], list(_ACTION_WORDS), 1)
+            hint = f"did you mean {suggestions[0]}?" if suggestions else ""
             if (";" in text and "(" not in text) or "\t" in text:
                 hint = "put commas between the actions"
             if text.endswith(".csv"):
@@ -383,12 +385,12 @@ class _CsvReader:
             raise location.make_error(
                 f"{_shorten(text)} is not an action such as 0F0 or 3SEND_B1", hint=hint
             )
-        word, each = _ACTION_WORDS[kind]
+        word, has_microbatch = _ACTION_WORDS[kind]
         word = self.sharded_actions.get(kind, word)
-        if each != bool(match[3]):
-            right = f"{match[1][:9]}{kind}{'0' * each}"
-            why = "needs a microbatch" if each else "has no microbatch"
-            raise location.make_error(f"{_shorten(text)}: {kind} {why}, as in {right}")
+        if has_microbatch != bool(match[3]):
+            example = f"{match[1][:9]}{kind}{'0' * has_microbatch}"
+            rule = "needs a microbatch" if has_microbatch else "has no microbatch"
+            raise location.make_error(f"{_shorten(text)}: {kind} {rule}, as in {example}")
         stage = int(match[1][:10])
         mb = int(match[3][:10] or 0)
         if len(match[1]) > 9 or stage >= MAX_STAGES:
@@ -397,16 +399,17 @@ class _CsvReader:
             raise location.make_error(
                 f"{_shorten(text)}: at most {MAX_MICROBATCHES} microbatches are allowed"
             )
-        first = self.stage_cells.setdefault(stage, location)
-        if first.row != location.row:
+        first_cell = self.stage_cells.setdefault(stage, location)
+        if first_cell.row != location.row:
             raise location.make_error(
                 f"{_shorten(text)} is on rank {location.row - 1}, but stage {stage} is on rank "
-                f"{first.row - 1}: {_shorten(first.text)} in row {first.row}, column {first.column}"
+                f"{first_cell.row - 1}: {_shorten(first_cell.text)} in row {first_cell.row}, "
+                f"column {first_cell.column}"
             )
         if word is not None and (hop := INSTRUCTIONS[word >> OP_SHIFT & 0xFF].peer):
             # torch sends to the next stage and to the previous one only.
             self.peer_cells.setdefault(stage + (1 if hop.is_downstream else -1), location)
-        if each and mb > self.max_microbatch:
+        if has_microbatch and mb > self.max_microbatch:
             self.max_microbatch = mb
             self.max_microbatch_cell = location
         if word is None:
@@ -418,35 +421,35 @@ class _CsvReader:
 
     def infer_shape(self) -> PipelineShape:
         """Return the smallest shape that contains all cells. Each stage must have a cell."""
-        last = max(self.stage_cells)
-        for stage in range(last):
+        last_stage = max(self.stage_cells)
+        for stage in range(last_stage):
             if stage not in self.stage_cells:
-                at = self.stage_cells[last]
-                raise at.make_error(
-                    f"{_shorten(at.text)} names stage {last}, but no row has stage {stage}",
+                cell = self.stage_cells[last_stage]
+                raise cell.make_error(
+                    f"{_shorten(cell.text)} names stage {last_stage}, but no row has stage {stage}",
                     _MISSING_ROW_HINT,
                 )
-        for stage, at in sorted(self.peer_cells.items()):
+        for stage, cell in sorted(self.peer_cells.items()):
             if stage not in self.stage_cells:
-                raise at.make_error(
-                    f"{_shorten(at.text)} is to or from stage {stage}, but no row has this stage",
-                    _MISSING_ROW_HINT if stage > last else "",
+                raise cell.make_error(
+                    f"{_shorten(cell.text)} is to or from stage {stage}, but no row has this stage",
+                    _MISSING_ROW_HINT if stage > last_stage else "",
                 )
         words = np.concatenate([np.array(w, np.int64) for w in self.rank_words])
         forward = words[words >> OP_SHIFT & 0xFF == FORWARD]
-        count = np.bincount(forward >> STAGE_SHIFT & 0xFFFF, minlength=last + 1)
+        forward_counts = np.bincount(forward >> STAGE_SHIFT & 0xFFFF, minlength=last_stage + 1)
         m = max(self.max_microbatch + 1, 1)
-        if (count < m).any():
-            stage = int((count < m).argmax())
+        if (forward_counts < m).any():
+            stage = int((forward_counts < m).argmax())
             raise self.max_microbatch_cell.make_error(
                 f"{_shorten(self.max_microbatch_cell.text)} names microbatch "
                 f"{self.max_microbatch}, so there are {m} microbatches, but stage {stage} has "
-                f"only {count[stage]} forwards"
+                f"only {forward_counts[stage]} forwards"
                 if self.max_microbatch >= 0
                 else "no cell has a microbatch"
             )
         return find_shape(
-            len(self.rank_words), m, [self.stage_cells[s].row - 1 for s in range(last + 1)]
+            len(self.rank_words), m, [self.stage_cells[s].row - 1 for s in range(last_stage + 1)]
         )
 
 
@@ -462,9 +465,9 @@ def find_shape(ranks: int, microbatches: int, stage_ranks: list[int]) -> Pipelin
         The shape. Its placement has a name if one of the named placements equals `stage_ranks`.
     """
     v = len(stage_ranks) // ranks
-    for name, named in NAMED_PLACEMENTS.items():
-        fits = len(named.rows) == 1 and v * ranks == len(stage_ranks)
-        if fits and (v > 1 or name == "loop"):
+    for name, placement in NAMED_PLACEMENTS.items():
+        is_candidate = len(placement.rows) == 1 and v * ranks == len(stage_ranks)
+        if is_candidate and (v > 1 or name == "loop"):
             shape = PipelineShape(ranks, microbatches, v, name)
             if shape.first_rank_per_stage.tolist() == stage_ranks:
                 return shape

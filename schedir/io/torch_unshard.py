@@ -38,15 +38,15 @@ def fit_unshards_to_torch(row: list[str], unsharded_stages: int) -> list[str]:
             break
     else:
         return row
-    rest = [cell for cell in row if not _SHARD_PATTERN.fullmatch(cell)]
+    other_cells = [cell for cell in row if not _SHARD_PATTERN.fullmatch(cell)]
     cells_with_unshards: list[str] = []
     for changes, cells in zip(
-        place_unshards([_find_used_stages(cell) for cell in rest], unsharded_stages),
-        [*([c] for c in rest), []],
+        place_unshards([_find_used_stages(cell) for cell in other_cells], unsharded_stages),
+        [*([c] for c in other_cells), []],
         strict=True,
     ):
         cells_with_unshards += [
-            f"{stage}{UNSHARD if begins else RESHARD}" for stage, begins in changes
+            f"{stage}{UNSHARD if is_unshard else RESHARD}" for stage, is_unshard in changes
         ]
         cells_with_unshards += cells
     return cells_with_unshards

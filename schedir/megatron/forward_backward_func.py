@@ -131,9 +131,9 @@ class ForwardBackward:
         key = (setting, groups.pp, (*map(ref, chunks),), len(iterators), has_shapes_fn)
         if key not in self._prepared:
             self._prepared = {
-                other: run
-                for other, run in self._prepared.items()
-                if all(chunk() is not None for chunk in other[2])
+                cached_key: run
+                for cached_key, run in self._prepared.items()
+                if all(chunk() is not None for chunk in cached_key[2])
             }
             call_arguments = (len(iterators), has_shapes_fn)
             self._prepared[key] = self._prepare(
@@ -167,7 +167,7 @@ class ForwardBackward:
         call_arguments: tuple[int, bool],
     ) -> _PreparedRun:
         """Compile and check the program. All ranks raise the error of the first rank that fails."""
-        made: list[_PreparedRun] = []
+        prepared_runs: list[_PreparedRun] = []
 
         def prepare_rank() -> tuple[dict[str, str], list[ChunkLayout]]:
             require_supported_settings(chunks, config)
@@ -187,7 +187,7 @@ class ForwardBackward:
                     "gradients of some steps with Megatron's own schedule",
                     stacklevel=2,
                 )
-            made.append(_PreparedRun(program, transport))
+            prepared_runs.append(_PreparedRun(program, transport))
             facts = {
                 "the number of microbatches": str(setting.microbatches),
                 "the program": f"{program.name} ({program.digest[:12]})",
@@ -200,12 +200,12 @@ class ForwardBackward:
         # All processes compare their programs, not only the processes of one pipeline, because
         # tensor-parallel and data-parallel peers issue their collectives in the order of the
         # program.
-        everyone = gather_or_raise(prepare_rank, dist.group.WORLD, (ChunkLayout,))
-        for name in everyone[0][0]:
-            require_same(name, [facts[name] for facts, _ in everyone], _SAME_HINT)
-        layouts = [everyone[k][1] for k in dist.get_process_group_ranks(groups.pp)]
-        require_layout(made[0].program.shape, layouts, made[0].program.name)
-        return made[0]
+        results = gather_or_raise(prepare_rank, dist.group.WORLD, (ChunkLayout,))
+        for name in results[0][0]:
+            require_same(name, [facts[name] for facts, _ in results], _SAME_HINT)
+        layouts = [results[k][1] for k in dist.get_process_group_ranks(groups.pp)]
+        require_layout(prepared_runs[0].program.shape, layouts, prepared_runs[0].program.name)
+        return prepared_runs[0]
 
 
 def forward_backward(schedule: str | Schedule | Program, **options: Any) -> ForwardBackward:
@@ -247,21 +247,21 @@ def _run_step(
     rank = groups.pp.rank()
     last_rank = int(program.shape.first_rank_per_stage[-1])
     is_last = rank == last_rank
-    trains = not call.forward_only
-    finalizes = trains and config.finalize_model_grads_func is not None
+    has_backward = not call.forward_only
+    needs_finalization = has_backward and config.finalize_model_grads_func is not None
     embedding = None
-    if trains:
+    if has_backward:
         require_finished_reductions(chunks)
-    if finalizes:
+    if needs_finalization:
         embedding = schedules.clear_embedding_activation_buffer(config, chunks, is_last)
     if config.timers is not None:
         config.timers("forward-backward", log_level=1).start(barrier=config.barrier_with_L1_time)
-    if trains and len(chunks) > 1:
+    if has_backward and len(chunks) > 1:
         for sync, chunk in zip(_per_chunk(config.param_sync_func, chunks), chunks, strict=True):
             if sync is not None:
                 sync(chunk.parameters())
     with ExitStack() as stack:
-        if trains:
+        if has_backward:
             for no_sync in _no_sync_functions(config, chunks):
                 stack.enter_context(no_sync())
         if has_split_backward(program):
@@ -279,7 +279,7 @@ def _run_step(
     if last_rank != program.shape.ranks - 1:  # Megatron expects losses and tokens on its last rank
         dist.all_reduce(num_tokens, group=groups.pp)
         _copy_to_last_rank(step.forward_data, last_rank, groups.pp, step.device)
-    if finalizes:
+    if needs_finalization:
         schedules.finish_embedding_wgrad_compute(config, embedding, is_last, groups.tp)
         config.finalize_model_grads_func(
             chunks,
@@ -337,14 +337,14 @@ def _copy_to_last_rank(
 
     `forward_data` may contain tensors, numbers and strings, in lists, tuples and dictionaries.
     """
-    last = group.size() - 1
+    last_rank = group.size() - 1
     if group.rank() == source:
         file = io.BytesIO()
         torch.save(forward_data, file)
         content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8).to(device)
-        dist.send(torch.tensor([len(content)], device=device), group=group, group_dst=last)
-        dist.send(content, group=group, group_dst=last)
-    elif group.rank() == last:
+        dist.send(torch.tensor([len(content)], device=device), group=group, group_dst=last_rank)
+        dist.send(content, group=group, group_dst=last_rank)
+    elif group.rank() == last_rank:
         size = torch.zeros(1, dtype=torch.int64, device=device)
         dist.recv(size, group=group, group_src=source)
         content = torch.empty(int(size), dtype=torch.uint8, device=device)
@@ -354,8 +354,8 @@ def _copy_to_last_rank(
 
 
 def _device_of(chunks: list[Any]) -> torch.device:
-    first = next(chunks[0].parameters(), None)
-    return torch.device("cpu") if first is None else first.device
+    parameter = next(chunks[0].parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
 
 
 def _default_groups() -> Any:

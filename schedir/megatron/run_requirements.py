@@ -177,28 +177,28 @@ def require_layout(
         ModelError: A chunk does not match its stage. Or the embeddings are tied, and the first and
             the last stage are on one rank.
     """
-    layout_of = {
+    layout_by_stage = {
         stage: layout
         for stages, layouts in zip(shape.stages_on_rank, layouts_per_rank, strict=True)
         for stage, layout in zip(stages, layouts, strict=True)
     }
-    last = shape.stages - 1
+    last_stage = shape.stages - 1
     build_hint = (
         "build the model with schedir.megatron.model_provider(build, schedule), which gives each "
         "chunk the layers of its stage"
     )
     next_layer = 1
     for stage in range(shape.stages):
-        layout, rank = layout_of[stage], int(shape.first_rank_per_stage[stage])
+        layout, rank = layout_by_stage[stage], int(shape.first_rank_per_stage[stage])
         chunk = shape.stages_on_rank[rank].index(stage)
-        where = f"model chunk {chunk} of pipeline rank {rank} is stage {stage} of {schedule}"
-        for name, value, wanted in (
+        chunk_text = f"model chunk {chunk} of pipeline rank {rank} is stage {stage} of {schedule}"
+        for name, value, expected_value in (
             ("pre_process", layout.pre_process, stage == 0),
-            ("post_process", layout.post_process, stage == last),
+            ("post_process", layout.post_process, stage == last_stage),
         ):
-            if value is not None and bool(value) != wanted:
+            if value is not None and bool(value) != expected_value:
                 raise ModelError(
-                    f"{where}, so {name} must be {wanted}, but it is {bool(value)}",
+                    f"{chunk_text}, so {name} must be {expected_value}, but it is {bool(value)}",
                     program=schedule,
                     hint=build_hint,
                 )
@@ -206,13 +206,13 @@ def require_layout(
             expected = [*range(next_layer, next_layer + len(layout.layer_numbers))]
             if layout.layer_numbers != expected:
                 raise ModelError(
-                    f"{where}, so its layers must be {expected}, but they are "
+                    f"{chunk_text}, so its layers must be {expected}, but they are "
                     f"{layout.layer_numbers}",
                     program=schedule,
                     hint=build_hint,
                 )
             next_layer = expected[-1] + 1
-    if layout_of[0].ties_embeddings:
+    if layout_by_stage[0].ties_embeddings:
         require_untied_embeddings(shape, schedule)
 
 

@@ -137,9 +137,9 @@ class MegatronStep:
             return None
         if stage - 1 in self.chunk_of:  # the previous stage is on this rank
             output = self.activations.pop((stage - 1, mb))
-            received = output.detach().requires_grad_()
+            input_tensor = output.detach().requires_grad_()
             self.deallocate(output)
-            return received
+            return input_tensor
         return self.receives.pop((Lane.ACT, stage, mb)).wait()
 
     def take_output_gradient(self, stage: int, mb: int) -> Tensor | None:
@@ -174,7 +174,7 @@ class MegatronStep:
 def _run_forward(step: MegatronStep, instr: Instr) -> None:
     call, stage, mb = step.call, instr.stage, instr.mb
     chunk = step.chunk_of[stage]
-    is_first = schedules.check_first_val_step(call.first_val_step, call.forward_only, mb == 0)
+    is_first_mb = schedules.check_first_val_step(call.first_val_step, call.forward_only, mb == 0)
     input_tensor = step.take_input(stage, mb)
     with step.as_stage(stage):
         output, num_tokens = schedules.forward_step(
@@ -187,7 +187,7 @@ def _run_forward(step: MegatronStep, instr: Instr) -> None:
             call.config,
             cp_group_size=call.context_parallel_size,
             collect_non_loss_data=call.collect_non_loss_data,
-            is_first_microbatch=is_first,
+            is_first_microbatch=is_first_mb,
             current_microbatch=mb,
             vp_stage=chunk if len(call.chunks) > 1 else None,
             is_last_stage=stage == step.last_stage,

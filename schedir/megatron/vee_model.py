@@ -85,13 +85,13 @@ def stage_contexts(
         rank: The pipeline rank of this process.
         group: The pipeline-parallel group.
     """
-    looped_rank_of = {
+    looped_ranks = {
         stage: find_looped_rank(shape, rank, chunk)
         for chunk, stage in enumerate(shape.stages_on_rank[rank])
     }
 
     def enter_stage(stage: int) -> AbstractContextManager[object]:
-        looped_rank = looped_rank_of[stage]
+        looped_rank = looped_ranks[stage]
         return nullcontext() if looped_rank == rank else as_pipeline_rank(looped_rank, group)
 
     return enter_stage
@@ -133,43 +133,44 @@ def as_pipeline_rank(rank: int, group: Any) -> Iterator[None]:
     def return_rank() -> int:
         return rank
 
-    def return_group_rank(asked: Any = None) -> int:
-        return rank if asked is group else int(get_group_rank(asked))
+    def return_group_rank(queried_group: Any = None) -> int:
+        return rank if queried_group is group else int(get_group_rank(queried_group))
 
     replacements = {own_rank: return_rank, get_group_rank: return_group_rank}
-    modules = len(sys.modules)
-    patched = [
+    module_count = len(sys.modules)
+    patches = [
         (module, name, value)
-        for module, name in _find_names(own_rank, get_group_rank, modules)
+        for module, name in _find_names(own_rank, get_group_rank, module_count)
         if (value := getattr(module, name)) is own_rank or value is get_group_rank
     ]
-    for module, name, value in patched:
+    for module, name, value in patches:
         setattr(module, name, replacements[value])
     try:
         yield
     finally:
-        for module, name, value in patched:
+        for module, name, value in patches:
             setattr(module, name, value)
-        if len(sys.modules) != modules:  # modules imported in the context have the replacements
+        # Modules that were imported in the context have the replacements.
+        if len(sys.modules) != module_count:
             originals = {new: old for old, new in replacements.items()}
             for module, name in _scan_modules(return_rank, return_group_rank):
                 setattr(module, name, originals[getattr(module, name)])
 
 
 @lru_cache(maxsize=1)
-def _find_names(one: object, two: object, module_count: int) -> list[tuple[Any, str]]:
+def _find_names(first: object, second: object, module_count: int) -> list[tuple[Any, str]]:
     """Return the result of `_scan_modules`. It is cached until another module is imported."""
-    return _scan_modules(one, two)
+    return _scan_modules(first, second)
 
 
-def _scan_modules(one: object, two: object) -> list[tuple[Any, str]]:
+def _scan_modules(first: object, second: object) -> list[tuple[Any, str]]:
     """Return all names in Megatron's modules that refer to one of two functions."""
     return [
         (module, name)
         for module_name, module in [*sys.modules.items()]
         if module_name.startswith("megatron.")
         for name, value in [*vars(module).items()]
-        if value is one or value is two
+        if value is first or value is second
     ]
 
 

@@ -48,11 +48,11 @@ def defer_weight_gradients(into: WeightGradients | None) -> Iterator[None]:
         into: The list, or None to run the computations immediately.
     """
     global _deferred
-    before, _deferred = _deferred, into
+    previous, _deferred = _deferred, into
     try:
         yield
     finally:
-        _deferred = before
+        _deferred = previous
 
 
 @contextmanager
@@ -198,9 +198,9 @@ def _full_input(input: Tensor, settings: _LinearSettings) -> Tensor:
     if not settings.sequence_parallel:
         return input
     size = settings.tp_group.size()
-    full = input.new_empty((input.shape[0] * size, *input.shape[1:]))
-    dist.all_gather_into_tensor(full, input.contiguous(), group=settings.tp_group)
-    return full
+    gathered = input.new_empty((input.shape[0] * size, *input.shape[1:]))
+    dist.all_gather_into_tensor(gathered, input.contiguous(), group=settings.tp_group)
+    return gathered
 
 
 def _flatten_tokens(tensor: Tensor) -> Tensor:

@@ -82,10 +82,10 @@ def infer_stage_boundaries(
                 result = error.fact
             except Exception as error:
                 result = f"stage {s} fails in the first microbatch: {describe_exception(error)}"
-        received = broadcast(result, owner, group, [Boundary])
-        if isinstance(received, str):
-            raise ModelError(received)
-        boundaries[s] = received
+        stage_result = broadcast(result, owner, group, [Boundary])
+        if isinstance(stage_result, str):
+            raise ModelError(stage_result)
+        boundaries[s] = stage_result
     return boundaries
 
 
@@ -103,12 +103,12 @@ def _infer_outputs(
     # The stage gets clones, because it may write to its inputs in place. Autograd refuses such
     # writes to leaf tensors.
     with preserve_module(module, device), torch.set_grad_enabled(has_backward):
-        args, named = tree_map_only(Tensor, torch.clone, (xs, dict(kwargs)))
-        y = module(*args, **named)
+        args, keywords = tree_map_only(Tensor, torch.clone, (xs, dict(kwargs)))
+        y = module(*args, **keywords)
     ys = require_output_tensors(y, stage)
     return tuple(
-        Boundary(tuple(y.shape), y.dtype, has)
-        for y, has in zip(ys, infer_requires_grad(ys), strict=True)
+        Boundary(tuple(y.shape), y.dtype, requires_grad)
+        for y, requires_grad in zip(ys, infer_requires_grad(ys), strict=True)
     )
 
 
@@ -177,7 +177,9 @@ class CachedExecutor:
         """
         if (has_backward, shapes) != (self.requirements.has_backward, self.requirements.shapes):
             return False
-        if any(one.submod is not other for one, other in zip(stages, self.modules, strict=True)):
+        if any(
+            stage.submod is not module for stage, module in zip(stages, self.modules, strict=True)
+        ):
             return False
         guard = self.executor.runner.parameter_guard
         if _boundary_dtypes(stages[0].device, guard.parameters) != self.requirements.dtypes:
@@ -224,12 +226,12 @@ def collect_requirements(
     """
     for stage in stages:
         _require_executor_support(stage)
-    for each in shapes:
-        for mb, one in enumerate(each):
-            if one != each[0]:
+    for mb_shapes in shapes:
+        for mb, argument_shapes in enumerate(mb_shapes):
+            if argument_shapes != mb_shapes[0]:
                 raise UsageError(
-                    f"microbatch {mb} is {_describe_shapes(one)}, but microbatch 0 is "
-                    f"{_describe_shapes(each[0])}: all microbatches must have the same shapes",
+                    f"microbatch {mb} is {_describe_shapes(argument_shapes)}, but microbatch 0 is "
+                    f"{_describe_shapes(mb_shapes[0])}: all microbatches must have the same shapes",
                     program=program.name,
                 )
     modules = [stage.submod for stage in stages]
@@ -250,8 +252,8 @@ def _boundary_dtypes(
 ) -> tuple[torch.dtype | None, ...]:
     """Return the autocast dtype and the parameter dtypes. Boundary dtypes depend on them."""
     device = torch.device(stage_device).type
-    on = torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if on else None, *map(_get_dtype, parameters)
+    is_autocast = torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if is_autocast else None, *map(_get_dtype, parameters)
 
 
 _get_dtype = attrgetter("dtype")
@@ -283,14 +285,14 @@ def make_executor(
         kwargs: The keywords of this rank's stages for the first microbatch.
     """
     rank = dist.get_rank(group)
-    trains = requirements[rank].has_backward
+    has_backward = requirements[rank].has_backward
     modules = {stage.stage_index: _unwrap_ddp(stage.submod) for stage in stages}
-    for s in find_split_stages(program) & modules.keys() if trains else ():
+    for s in find_split_stages(program) & modules.keys() if has_backward else ():
         if not hasattr(modules[s], "_orig_mod"):
             make_backward_splittable(modules[s])
     with torch.inference_mode(False):
         boundaries = infer_stage_boundaries(
-            modules, program.shape, group, args, kwargs, has_backward=trains
+            modules, program.shape, group, args, kwargs, has_backward=has_backward
         )
         transport = _make_transport(program, group, torch.device(stages[0].device))
         executor = Executor(
@@ -306,13 +308,13 @@ def make_executor(
             # `SharedWeights` has checked for equal weights that are not tied.
             execution=ExecutionOptions(record_timestamps=False, allow_identical_stages=True),
         )
-    received = tree_leaves(executor.state.service(MessageBuffers).received)
+    buffers = tree_leaves(executor.state.service(MessageBuffers).received)
     return CachedExecutor(
         requirements[rank],
         tuple(stage.submod for stage in stages),
         executor,
         transport,
-        frozenset(one.untyped_storage().data_ptr() for one in received),
+        frozenset(buffer.untyped_storage().data_ptr() for buffer in buffers),
     )
 
 
@@ -322,10 +324,16 @@ def _prefix_tied_names(
     """Return the tied weights with the names that parameters have in the modules that run."""
     if tied_weights is None:
         return None
-    own = zip(program.shape.stages_on_rank, requirements, strict=True)
-    prefix = {s: p for stages, of in own for s, p in zip(stages, of.name_prefixes, strict=True)}
+    rank_facts = zip(program.shape.stages_on_rank, requirements, strict=True)
+    prefixes = {
+        s: prefix
+        for stages, facts in rank_facts
+        for s, prefix in zip(stages, facts.name_prefixes, strict=True)
+    }
     return TiedWeights(
-        tuple(tuple((s, prefix[s] + name) for s, name in places) for places in tied_weights.weights)
+        tuple(
+            tuple((s, prefixes[s] + name) for s, name in copies) for copies in tied_weights.weights
+        )
     )
 
 
@@ -344,10 +352,10 @@ def collect_shapes(arguments: Any) -> tuple[Any, ...]:
         For each argument its index or name, shape and dtype. An argument that is not a tensor has
         its type instead, or its value if that is a bool or a string.
     """
-    each = arguments.items() if isinstance(arguments, Mapping) else enumerate(arguments)
+    named_arguments = arguments.items() if isinstance(arguments, Mapping) else enumerate(arguments)
     return tuple(
         (name, x.shape, x.dtype) if isinstance(x, Tensor) else (name, _describe_non_tensor(x))
-        for name, x in each
+        for name, x in named_arguments
     )
 
 
@@ -357,8 +365,10 @@ def _describe_non_tensor(value: object) -> str:
 
 
 def _describe_shapes(shapes: tuple[Any, ...]) -> str:
-    each = (f"{[*one[1]]} of {one[2]}" if len(one) == 3 else str(one[1]) for one in shapes)
-    return ", ".join(each) or "nothing"
+    texts = (
+        f"{[*shape[1]]} of {shape[2]}" if len(shape) == 3 else str(shape[1]) for shape in shapes
+    )
+    return ", ".join(texts) or "nothing"
 
 
 def _parameter_prefix(module: nn.Module) -> str:
@@ -384,12 +394,12 @@ def _require_executor_support(stage: Any) -> None:
 def _make_transport(program: Program, group: Any, device: torch.device) -> ProcessTransport:
     """Return the fastest transport between the processes of a group; all of them must call this."""
     if device.type == "cpu":
-        kind = (
+        transport_class = (
             SharedMemoryTransport
             if SharedMemoryTransport.supports(program, group)
             else GlooTransport
         )
-        return kind(program, group=group)
+        return transport_class(program, group=group)
     if dist.get_world_size(group) != dist.get_world_size():
         raise UsageError(
             "on GPUs, runtime='schedir' needs a group of all processes: this group has "

@@ -115,28 +115,30 @@ class ExecutorRuntime:
             UsageError: On all ranks, if the arguments of one rank are wrong.
             ExecutionError: Another rank failed.
         """
-        trains = bool(self.stages[0].has_backward)
-        n = self.programs[trains].shape.microbatches
+        has_backward = bool(self.stages[0].has_backward)
+        n = self.programs[has_backward].shape.microbatches
         computes_loss = self.last_stage is not None and self.loss_fn is not None
-        wrong = find_microbatch_error(
+        argument_error = find_microbatch_error(
             n,
             arg_mbs,
             kwarg_mbs,
             target_mbs,
             losses,
-            needs_target=computes_loss and (trains or losses is not None),
+            needs_target=computes_loss and (has_backward or losses is not None),
         )
-        inputs = [*(arg_mbs or [()] * n)] if self.has_first_stage and not wrong else []
-        now: CachedExecutor | None = None
+        inputs = [*(arg_mbs or [()] * n)] if self.has_first_stage and not argument_error else []
+        cached_executor: CachedExecutor | None = None
         try:
             with ExitStack() as stack:
-                if trains and self.sets_gradients_aside:
+                if has_backward and self.sets_gradients_aside:
                     stack.enter_context(gradients.set_gradients_aside(self.stages))
-                with unshard_stages(self.stages, trains=trains):
-                    before = self.current
-                    now = self._get_executor(trains, inputs, kwarg_mbs or [{}] * n, wrong)
-                    self.current = now
-                    self.pending_outputs = PendingOutputs(by_value=now is not before)
+                with unshard_stages(self.stages, trains=has_backward):
+                    previous = self.current
+                    cached_executor = self._get_executor(
+                        has_backward, inputs, kwarg_mbs or [{}] * n, argument_error
+                    )
+                    self.current = cached_executor
+                    self.pending_outputs = PendingOutputs(by_value=cached_executor is not previous)
                     self.loss_kwargs = loss_kwargs or {}
                     self.keeps_outputs = return_outputs
                     self.computes_losses = self.loss_fn is not None and target_mbs is not None
@@ -144,13 +146,13 @@ class ExecutorRuntime:
                     self.losses = [None] * n
                     all_targets = enumerate(target_mbs or [None] * n)
                     targets: Any = [*all_targets] if self.last_stage is not None else []
-                    now.executor.step(inputs, targets, keywords=kwarg_mbs or ())
+                    cached_executor.executor.step(inputs, targets, keywords=kwarg_mbs or ())
                     self.pending_outputs.finish()
-                if trains:
+                if has_backward:
                     self._reduce_gradients()
         except BaseException:
-            if now is not None:
-                self._drop_executors(now)
+            if cached_executor is not None:
+                self._drop_executors(cached_executor)
             raise
         if self.last_stage is not None and return_outputs:
             self.last_stage.output_chunks.extend(self.outputs)
@@ -193,14 +195,14 @@ class ExecutorRuntime:
         self.pending_outputs.add(self.last_stage.stage_index, mb, tensors)
         if not self.computes_losses:
             return torch.zeros(())
-        trains = self.current is not None and self.current.requirements.has_backward
-        return loss if trains else torch.zeros(())
+        has_backward = self.current is not None and self.current.requirements.has_backward
+        return loss if has_backward else torch.zeros(())
 
     def _detach_for_caller(self, tensor: Tensor) -> Tensor:
         """Return a detached tensor for the caller; a copy if the next step would overwrite it."""
         assert self.current is not None
-        there = tensor.untyped_storage().data_ptr() in self.current.receive_storages
-        return tensor.detach().clone() if there else tensor.detach()
+        is_in_buffer = tensor.untyped_storage().data_ptr() in self.current.receive_storages
+        return tensor.detach().clone() if is_in_buffer else tensor.detach()
 
     def _drop_executors(self, failed: CachedExecutor) -> None:
         self.num_failures += 1
@@ -220,16 +222,16 @@ class ExecutorRuntime:
         if bad_arguments:
             inputs, kwarg_mbs = [], []
         shapes = tuple(map(collect_shapes, inputs)), tuple(map(collect_shapes, kwarg_mbs))
-        now = self.current
-        fits = (
+        current = self.current
+        is_current = (
             not bad_arguments
-            and now is not None
-            and now.matches_step(has_backward, shapes, self.stages)
+            and current is not None
+            and current.matches_step(has_backward, shapes, self.stages)
         )
-        self.changed_flag.fill_(not fits)
+        self.changed_flag.fill_(not is_current)
         self.group.allreduce([self.changed_flag], self.max_reduction).wait()
-        if now is not None and not self.changed_flag.item():
-            return now
+        if current is not None and not self.changed_flag.item():
+            return current
         program = self.programs[has_backward]
 
         def get_requirements() -> ExecutorRequirements:
@@ -241,12 +243,12 @@ class ExecutorRuntime:
 
         key = tuple(gather_or_raise(get_requirements, self.group, [ExecutorRequirements]))
         require_same("has_backward of the step", [facts.has_backward for facts in key])
-        for other in [
+        for old_key in [
             k
             for k in self.executors
             if [*map(_get_num_failures, k)] != [*map(_get_num_failures, key)]
         ]:
-            self.executors.pop(other).disconnect()
+            self.executors.pop(old_key).disconnect()
         if key not in self.executors:
             while len(self.executors) >= MAX_EXECUTORS:
                 self.executors.pop(next(iter(self.executors))).transport.shut_down()

@@ -48,9 +48,14 @@ def insert_unshards(actions: Sequence[Any], unsharded_stages: int) -> list[Any]:
         [_stages_of_action(action) for action in actions], unsharded_stages
     )
     order: list[Any] = []
-    for changes, also in zip(changes_before, [*([action] for action in actions), []], strict=True):
-        order += [_Action(one, UNSHARD if begins else RESHARD, None) for one, begins in changes]
-        order += also
+    for changes, action_list in zip(
+        changes_before, [*([action] for action in actions), []], strict=True
+    ):
+        order += [
+            _Action(stage, UNSHARD if is_unshard else RESHARD, None)
+            for stage, is_unshard in changes
+        ]
+        order += action_list
     return order
 
 
@@ -68,7 +73,9 @@ def _stages_of_action(
     """
     if action.sub_actions is not None:
         return tuple(
-            dict.fromkeys(s for each in action.sub_actions for s in _stages_of_action(each, kinds))
+            dict.fromkeys(
+                s for sub_action in action.sub_actions for s in _stages_of_action(sub_action, kinds)
+            )
         )
     return (action.stage_index,) if action.computation_type in kinds else ()
 
@@ -102,13 +109,13 @@ def require_unsharded(actions: Sequence[Any], unsharded_stages: int) -> None:
             if stage not in unsharded:
                 raise OrderError(f"{action}: stage {stage} is already sharded")
             unsharded.remove(stage)
-        needs = _stages_of_action(action)
-        if needs and len(unsharded) > limit:
+        needed_stages = _stages_of_action(action)
+        if needed_stages and len(unsharded) > limit:
             raise SlotError(
                 f"{action}: stages {sorted(unsharded)} are unsharded, but the limit is {limit} "
                 "unsharded stages"
             )
-        for s in needs:
+        for s in needed_stages:
             if s not in unsharded:
                 raise OrderError(f"{action} needs stage {s} unsharded, but the stage is sharded")
             if s in reduced:
@@ -162,8 +169,8 @@ def unshard_stages(stages: Sequence[Any], *, trains: bool) -> Iterator[None]:
         stages: The stages of this rank.
         trains: True if the context computes gradients.
     """
-    sharded = [stage for stage in stages if isinstance(stage.submod, FSDPModule)]
-    groups = [group for stage in sharded for group in list_parameter_groups(stage.submod)]
+    sharded_stages = [stage for stage in stages if isinstance(stage.submod, FSDPModule)]
+    groups = [group for stage in sharded_stages for group in list_parameter_groups(stage.submod)]
     for group in groups:
         group.lazy_init()
         group.unshard()
@@ -180,7 +187,7 @@ def unshard_stages(stages: Sequence[Any], *, trains: bool) -> Iterator[None]:
         for group in groups:
             del group.reshard, group.post_backward
         if is_complete and trains:
-            for stage in sharded:
+            for stage in sharded_stages:
                 stage.perform_reduce_grad(1)
         for group in groups:
             for p in group.fsdp_params:

@@ -143,9 +143,9 @@ class Schedule(CheckedRuntime):
                 ),
             }
 
-        each = gather_or_raise(facts, group, [TiedWeights])
-        for what in [*each[0]][1:]:
-            require_same(what, [of[what] for of in each])
+        all_facts = gather_or_raise(facts, group, [TiedWeights])
+        for name in [*all_facts[0]][1:]:
+            require_same(name, [rank_facts[name] for rank_facts in all_facts])
         super().__init__(  # type: ignore[no-untyped-call]
             local_stages,
             n_microbatches,
@@ -153,11 +153,13 @@ class Schedule(CheckedRuntime):
             args_chunk_spec=args_chunk_spec,
             kwargs_chunk_spec=kwargs_chunk_spec,
             output_merge_spec=output_merge_spec,
-            scale_grads=each[0]["scale_grads"],
+            scale_grads=all_facts[0]["scale_grads"],
             backward_requires_autograd=backward_requires_autograd,
         )
         shape = program_selection.infer_shape(
-            [of["the stages"] for of in each], local_stages[0].num_stages, n_microbatches
+            [rank_facts["the stages"] for rank_facts in all_facts],
+            local_stages[0].num_stages,
+            n_microbatches,
         )
         self._rank_of: list[int] = shape.first_rank_per_stage.tolist()
         self._shared_weights = (
@@ -169,7 +171,7 @@ class Schedule(CheckedRuntime):
         )
         self.program: Program
         self.forward_program: Program
-        model, blocks = each[0]["the progress model"]
+        model, blocking_hosts = all_facts[0]["the progress model"]
 
         def compiled() -> str:
             source = program_selection.load_schedule_or_program(schedule, program)
@@ -187,9 +189,9 @@ class Schedule(CheckedRuntime):
             self.program = full_program if loss_fn is not None else forward
             self.forward_program = forward
             if runtime == "torch":
-                for one in (self.program, forward):
-                    check(one, model, blocking_hosts=blocks)
-                    actions.make_actions(one)
+                for mode_program in (self.program, forward):
+                    check(mode_program, model, blocking_hosts=blocking_hosts)
+                    actions.make_actions(mode_program)
             return f"{full_program.name} ({full_program.digest[:16]})"
 
         require_same("the program", gather_or_raise(compiled, group))
@@ -205,20 +207,20 @@ class Schedule(CheckedRuntime):
         self._last_modules = []
         self._executor_runtime: ExecutorRuntime | None = None
         if runtime == "schedir":
-            both = self.program, self.forward_program
+            programs = self.program, self.forward_program
             self._executor_runtime = ExecutorRuntime(
-                local_stages, *both, loss_fn, self.scale_grads, tied_weights, group
+                local_stages, *programs, loss_fn, self.scale_grads, tied_weights, group
             )
         self._actions_by_mode = {
-            one.has_backward: {
-                rank: insert_unshards(order, unsharded_stages)
-                for rank, order in actions.make_actions(one).items()
+            mode_program.has_backward: {
+                rank: insert_unshards(rank_actions, unsharded_stages)
+                for rank, rank_actions in actions.make_actions(mode_program).items()
             }
-            for one in (self.program, self.forward_program)
+            for mode_program in (self.program, self.forward_program)
         }
-        for orders in self._actions_by_mode.values():
-            for order in orders.values():
-                require_unsharded(order, unsharded_stages)
+        for actions_by_rank in self._actions_by_mode.values():
+            for rank_actions in actions_by_rank.values():
+                require_unsharded(rank_actions, unsharded_stages)
         self._set_mapping()
         self._split_stages = (
             actions.find_split_stages(self.program) if self.program.has_backward else frozenset()
@@ -325,21 +327,15 @@ class Schedule(CheckedRuntime):
                 program=self.program.name,
                 hint="schedule.eval(...), or a program with backwards",
             )
-        if self._loss_fn is None and (target is not None or target_mbs is not None):
-            self._refuse_step(
-                "step got a target, but loss_fn is None: only forwards would run",
-                "Schedule(..., loss_fn=loss_fn) trains; without a target, step runs only forwards",
-                "loss_fn",
-            )
-        cut = (arg_mbs, kwarg_mbs, target_mbs)
-        if any(each is not None for each in cut):
+        given_microbatches = (arg_mbs, kwarg_mbs, target_mbs)
+        if any(microbatches is not None for microbatches in given_microbatches):
             if args or kwargs or target is not None:
                 raise UsageError(
                     "step got a complete batch and microbatches: give only one of them",
                     program=self.program.name,
                     hint="step(x, target=y), or step(arg_mbs=[(x0,), (x1,)], target_mbs=[y0, y1])",
                 )
-            self._given_microbatches = cut
+            self._given_microbatches = given_microbatches
         self._require_equal_microbatches(args, kwargs, target)
         try:
             return super().step(
@@ -382,8 +378,8 @@ class Schedule(CheckedRuntime):
         """Return the given microbatches, or split a complete batch as torch does."""
         if self._given_microbatches is not None:
             return self._given_microbatches[0], self._given_microbatches[1]
-        split: tuple[Any, Any] = super()._split_inputs(args, kwargs)
-        return split
+        microbatches: tuple[Any, Any] = super()._split_inputs(args, kwargs)
+        return microbatches
 
     def _step_microbatches(
         self,
@@ -396,14 +392,14 @@ class Schedule(CheckedRuntime):
     ) -> None:
         if self._given_microbatches is not None:
             target_mbs = self._given_microbatches[2]
-        given = (arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
+        arguments = (arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
         # The executor runtime checks the arguments itself, and raises errors on all ranks.
         if self._executor_runtime is not None:
-            self._executor_runtime.step(*given, loss_kwargs)
+            self._executor_runtime.step(*arguments, loss_kwargs)
             return
-        has_last = any(stage.is_last for stage in self._stages)
-        computes_loss = has_last and self._loss_fn is not None
-        if wrong := find_microbatch_error(
+        has_last_stage = any(stage.is_last for stage in self._stages)
+        computes_loss = has_last_stage and self._loss_fn is not None
+        if argument_error := find_microbatch_error(
             self._n_microbatches,
             arg_mbs,
             kwarg_mbs,
@@ -411,7 +407,7 @@ class Schedule(CheckedRuntime):
             losses,
             needs_target=computes_loss and (self._has_backward or losses is not None),
         ):
-            raise UsageError(wrong, program=self.program.name)
+            raise UsageError(argument_error, program=self.program.name)
         self._disable_auto_reshard()
         if self._has_backward:
             require_frozen_stages(self._stages, self.program)
@@ -430,14 +426,14 @@ class Schedule(CheckedRuntime):
             stack.enter_context(self._remove_ddp())
             if self._has_backward and self._shared_weights is not None:
                 self._shared_weights.refresh()
-            super()._step_microbatches(*given, loss_kwargs)
+            super()._step_microbatches(*arguments, loss_kwargs)
             if self._has_backward:
                 self._finish_gradients()
         self._has_failed = False
-        if has_last and return_outputs:
-            (last,) = (stage for stage in self._stages if stage.is_last)
-            made = dict(zip(self._last_stage_order, last.output_chunks, strict=True))
-            last.output_chunks[:] = [made[mb] for mb in sorted(made)]
+        if has_last_stage and return_outputs:
+            (last_stage,) = (stage for stage in self._stages if stage.is_last)
+            outputs_by_mb = dict(zip(self._last_stage_order, last_stage.output_chunks, strict=True))
+            last_stage.output_chunks[:] = [outputs_by_mb[mb] for mb in sorted(outputs_by_mb)]
 
     def _disable_auto_reshard(self) -> None:
         """Disable FSDP's reshard after each forward; the schedule has RESHARD actions instead.
@@ -460,13 +456,14 @@ class Schedule(CheckedRuntime):
         Otherwise this step would scale or sum them again. torch also drops the gradients of sharded
         stages when it infers shapes.
         """
-        divides = self.scale_grads and self._n_microbatches > 1
-        sums = self._shared_weights is not None and bool(self._shared_weights.tied_stages)
-        infers = not self._stages_forward_initialized or (
+        is_divided = self.scale_grads and self._n_microbatches > 1
+        has_ties = self._shared_weights is not None and bool(self._shared_weights.tied_stages)
+        infers_shapes = not self._stages_forward_initialized or (
             self._has_backward != self._stages_backward_initialized
         )
-        sharded = any(isinstance(stage.submod, FSDPModule) for stage in self._stages)
-        return (self._has_backward and (divides or sums)) or (infers and sharded)
+        has_sharded_stage = any(isinstance(stage.submod, FSDPModule) for stage in self._stages)
+        changes_gradients = self._has_backward and (is_divided or has_ties)
+        return changes_gradients or (infers_shapes and has_sharded_stage)
 
     @contextmanager
     def _remove_ddp(self) -> Iterator[None]:

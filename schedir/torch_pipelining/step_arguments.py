@@ -57,21 +57,21 @@ def find_microbatch_error(
         One sentence, or an empty string.
     """
     given_lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
-    for name, given in given_lists.items():
-        if given is not None and not isinstance(given, list):
-            return f"{name} must be a list, not {describe(given)}"
-        if isinstance(given, list) and len(given) != n_microbatches:
-            return f"{name} must have {n_microbatches} microbatches, not {len(given)}"
-    for name, given, kinds in (
+    for name, values in given_lists.items():
+        if values is not None and not isinstance(values, list):
+            return f"{name} must be a list, not {describe(values)}"
+        if isinstance(values, list) and len(values) != n_microbatches:
+            return f"{name} must have {n_microbatches} microbatches, not {len(values)}"
+    for name, values, types in (
         ("arg_mbs", arg_mbs, (tuple, list)),
         ("kwarg_mbs", kwarg_mbs, (Mapping,)),
     ):
-        for mb, each in enumerate(given if isinstance(given, Sequence) else ()):
-            if not isinstance(each, kinds):
+        for mb, microbatch in enumerate(values if isinstance(values, Sequence) else ()):
+            if not isinstance(microbatch, types):
                 kind_name = "tuple" if name == "arg_mbs" else "mapping"
                 return (
                     f"{name} must have a {kind_name} per microbatch, but {name}[{mb}] is "
-                    f"{describe(each)}"
+                    f"{describe(microbatch)}"
                 )
     if losses is not None and not isinstance(losses, list):
         return f"losses must be a list, not {describe(losses)}"

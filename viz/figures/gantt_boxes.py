@@ -77,27 +77,32 @@ def draw_boxes(
         _draw_binned(axes, rectangles, inches_per_unit, stages)
         return
     kinds = len(Opcode)
-    for which, edge in ((rectangles.compute_indices, 0.5), (rectangles.transfer_indices, 0.0)):
-        key, at = np.unique(
-            rectangles.local_stages[which] * kinds + rectangles.op[which], return_inverse=True
+    for indices, max_width in (
+        (rectangles.compute_indices, 0.5),
+        (rectangles.transfer_indices, 0.0),
+    ):
+        key, key_indices = np.unique(
+            rectangles.local_stages[indices] * kinds + rectangles.op[indices], return_inverse=True
         )
-        table = [
+        key_colors = [
             choose_box_color(k % kinds, k // kinds, stages, rectangles.palette)
             for k in key.tolist()
         ]
-        faces = [table[k] for k in at.tolist()]
+        faces = [key_colors[k] for k in key_indices.tolist()]
         edges = [choose_outline(face) for face in faces]
         # An outline is at most 1/8 of a short box, so that the box remains visible.
-        thin = min(edge, rectangles.short_box_width * inches_per_unit * 72 / 8)
+        line_width = min(max_width, rectangles.short_box_width * inches_per_unit * 72 / 8)
         _add_rectangles(
-            axes, rectangles.compute_box_corners(which), fc=faces, ec=edges, linewidth=thin
+            axes, rectangles.compute_box_corners(indices), fc=faces, ec=edges, linewidth=line_width
         )
-    again = rectangles.compute_indices[
+    hatched_indices = rectangles.compute_indices[
         np.isin(rectangles.op[rectangles.compute_indices], [*HATCHED_OPS])
     ]
-    if len(again):
-        look = {"fc": "none", "ec": "white", "linewidth": 0.0, "hatch_linewidth": 0.6}
-        _add_rectangles(axes, rectangles.compute_box_corners(again), hatch=_RECOMPUTE_HATCH, **look)
+    if len(hatched_indices):
+        style = {"fc": "none", "ec": "white", "linewidth": 0.0, "hatch_linewidth": 0.6}
+        _add_rectangles(
+            axes, rectangles.compute_box_corners(hatched_indices), hatch=_RECOMPUTE_HATCH, **style
+        )
     _draw_labels(axes, rectangles, inches_per_unit, row_height, stages)
     _draw_unsharded(axes, rectangles, inches_per_unit, row_height, stages)
 
@@ -111,10 +116,11 @@ def _draw_unsharded(
     """
     if not rectangles.unsharded.row_count:
         return
-    of, size = rectangles.unsharded, min(0.9 * BAND_HEIGHT * row_height * 72, _MAX_FONT_SIZE)
+    intervals = rectangles.unsharded
+    size = min(0.9 * BAND_HEIGHT * row_height * 72, _MAX_FONT_SIZE)
     faces = [
-        choose_unsharded_shade(local, stages, rectangles.palette)
-        for local in of.local_stage.tolist()
+        choose_unsharded_shade(local_stage, stages, rectangles.palette)
+        for local_stage in intervals.local_stage.tolist()
     ]
     _add_rectangles(
         axes, rectangles.compute_unsharded_corners(), fc=faces, ec="white", linewidth=0.4
@@ -125,7 +131,7 @@ def _draw_unsharded(
         (left, top), (right, bottom) = corners[0], corners[2]
         if (right - left) * inches_per_unit * 72 > 2 * size:
             axes.text(
-                (left + right) / 2, (top + bottom) / 2, f"s{of.stage[k]}", fontsize=size,
+                (left + right) / 2, (top + bottom) / 2, f"s{intervals.stage[k]}", fontsize=size,
                 ha="center", va="center_baseline", color=choose_text_color(faces[k]), clip_on=True,
             )  # fmt: skip
 
@@ -141,10 +147,13 @@ def _draw_binned(
     kinds, share = bin_timeline(
         rectangles.timeline, max(int(span * inches_per_unit * _COLUMNS_PER_INCH), 1)
     )
-    table = [to_rgb(choose_box_color(op, local, stages, rectangles.palette)) for op, local in kinds]
+    kind_colors = [
+        to_rgb(choose_box_color(op, local_stage, stages, rectangles.palette))
+        for op, local_stage in kinds
+    ]
     cover = share.sum(-1)
     image = np.empty((*cover.shape, 4))
-    image[..., :3] = share @ np.array(table) / np.maximum(cover, 1e-12)[..., None]
+    image[..., :3] = share @ np.array(kind_colors) / np.maximum(cover, 1e-12)[..., None]
     image[..., 3] = np.clip(cover, 0, 1)
     for rank, line in enumerate(np.clip(image, 0, 1)):
         top = rank * rectangles.pitch
@@ -164,42 +173,48 @@ def _draw_labels(
     Labels that do not fit are left out.
     """
     points = inches_per_unit * 72  # typographic points per unit of time
-    wide, available = rectangles.label_width, 0.9 * rectangles.short_box_width * points
-    letter = available >= wide * _MIN_FONT_SIZE
-    if not letter:
-        wide, available = rectangles.number_width, 0.95 * rectangles.short_box_width * points
-    size = min(_MAX_FONT_SIZE, available / wide, 0.55 * row_height * 72)
-    lo, hi = axes.get_xlim()
-    seen = (rectangles.left >= lo) & (rectangles.right <= hi)
-    width = (rectangles.right - rectangles.left) * points * seen
-    fits = rectangles.compute_indices[width[rectangles.compute_indices] >= wide * size]
-    if size < _MIN_FONT_SIZE or len(fits) > _MAX_LABELS:
+    label_width, available = (
+        rectangles.label_width,
+        0.9 * rectangles.short_box_width * points,
+    )
+    with_letter = available >= label_width * _MIN_FONT_SIZE
+    if not with_letter:
+        label_width = rectangles.number_width
+        available = 0.95 * rectangles.short_box_width * points
+    font_size = min(_MAX_FONT_SIZE, available / label_width, 0.55 * row_height * 72)
+    low, high = axes.get_xlim()
+    is_visible = (rectangles.left >= low) & (rectangles.right <= high)
+    width = (rectangles.right - rectangles.left) * points * is_visible
+    label_indices = rectangles.compute_indices[
+        width[rectangles.compute_indices] >= label_width * font_size
+    ]
+    if font_size < _MIN_FONT_SIZE or len(label_indices) > _MAX_LABELS:
         return
-    for k in fits.tolist():
+    for k in label_indices.tolist():
         op, is_full_height = int(rectangles.op[k]), rectangles.bottom[k] - rectangles.top[k] > 0.75
         x = (rectangles.left[k] + rectangles.right[k]) / 2
         y = (rectangles.top[k] + rectangles.bottom[k]) / 2
-        under = stages > 1 and is_full_height and op in COMPUTE_OPS and letter
-        dark = choose_text_color(
+        has_stage = stages > 1 and is_full_height and op in COMPUTE_OPS and with_letter
+        text_color = choose_text_color(
             choose_box_color(op, int(rectangles.local_stages[k]), stages, rectangles.palette)
         )
         style: dict[str, Any] = {
             "ha": "center",
             "va": "center_baseline",
-            "color": dark,
+            "color": text_color,
             "clip_on": False,
         }
-        fit = 1.0 if is_full_height else min(1.0, 0.4 * row_height * 72 / size)
+        scale = 1.0 if is_full_height else min(1.0, 0.4 * row_height * 72 / font_size)
         axes.text(
             x,
-            y - 0.15 * under,
-            rectangles.format_label(k, with_letter=letter),
-            fontsize=size * fit,
+            y - 0.15 * has_stage,
+            rectangles.format_label(k, with_letter=with_letter),
+            fontsize=font_size * scale,
             **style,
         )
-        if under:
+        if has_stage:
             stage = f"s{rectangles.timeline.spans['stage'][k]}"
-            axes.text(x, y + 0.28, stage, fontsize=size * 0.62, **style)
+            axes.text(x, y + 0.28, stage, fontsize=font_size * 0.62, **style)
 
 
 def list_legend_entries(
@@ -218,25 +233,25 @@ def list_legend_entries(
     names: list[str] = []
     stages = max(s.timeline.program.shape.stages_per_rank for s in chart_rectangles)
     palette = chart_rectangles[0].palette
-    alike: dict[tuple[Any, ...], list[Opcode]] = {}  # opcodes of one colour share an entry
+    ops_by_fills: dict[tuple[Any, ...], list[Opcode]] = {}  # opcodes of one colour share an entry
     for op in sorted({op for s in chart_rectangles for op in s.list_compute_ops()}):
         shades = range(min(stages, 4) if op in COMPUTE_OPS else 1)
         fills = tuple(choose_box_color(op, k, len(shades), palette) for k in shades)
-        alike.setdefault(fills, []).append(Opcode(op))
-    for fills, ops in alike.items():
+        ops_by_fills.setdefault(fills, []).append(Opcode(op))
+    for fills, ops in ops_by_fills.items():
         hatch = _RECOMPUTE_HATCH if ops[0] in HATCHED_OPS else ""
         handles.append(tuple(_make_swatch(fill, hatch) for fill in fills))
-        brief = dict.fromkeys(INSTRUCTIONS[op].text.partition("_")[0] for op in ops)
-        names.append(OP_NAMES[ops[0]] if ops[0] in OP_NAMES else ", ".join(brief))
+        texts = dict.fromkeys(INSTRUCTIONS[op].text.partition("_")[0] for op in ops)
+        names.append(OP_NAMES[ops[0]] if ops[0] in OP_NAMES else ", ".join(texts))
     handles.append((Patch(lw=0.5, fc="white", ec=IDLE_COLOR, hatch="//////"),))
     names.append("idle")
     for lane in sorted({lane for s in chart_rectangles for lane in s.lanes}):
         base = palette.lane_colors[lane]
-        pair = lane in TWO_WAY_LANES
+        is_two_way = lane in TWO_WAY_LANES
         handles.append(
-            (Patch(fc=lighten_incoming(base)), Patch(fc=base)) if pair else (Patch(fc=base),)
+            (Patch(fc=lighten_incoming(base)), Patch(fc=base)) if is_two_way else (Patch(fc=base),)
         )
-        names.append(LANE_NAMES[lane] + (" in, out" if pair else ""))
+        names.append(LANE_NAMES[lane] + (" in, out" if is_two_way else ""))
     if unsharded_stages := [
         s.unsharded.local_stage for s in chart_rectangles if s.unsharded.row_count
     ]:
@@ -245,8 +260,8 @@ def list_legend_entries(
             tuple(_make_swatch(choose_unsharded_shade(k, len(shades), palette), "") for k in shades)
         )
         names.append(UNSHARDED_LABEL)
-    for name, shaded in extra_colors.items():
-        handles.append((Patch(fc=shaded),))
+    for name, color in extra_colors.items():
+        handles.append((Patch(fc=color),))
         names.append(name)
     return handles, names
 

@@ -55,17 +55,17 @@ def bubble_vs_memory(timelines: Sequence[Timeline]) -> Figure:
         ['zb_h1', 'one_f_one_b', 'gpipe']
     """
     require_timelines(timelines)
-    sized = all(t.sizes is not None for t in timelines)
-    x = np.array([_find_peak_gigabytes(t) if sized else t.peak_activations for t in timelines])
+    has_sizes = all(t.sizes is not None for t in timelines)
+    x = np.array([_find_peak_gigabytes(t) if has_sizes else t.peak_activations for t in timelines])
     y = np.array([t.bubble for t in timelines])
-    larger = max(1.0, min(len(timelines) / 12, 1.6))  # many names need more space
-    figure = Figure(figsize=(5.2 * larger, 3.7 * larger), layout="constrained")
+    scale = max(1.0, min(len(timelines) / 12, 1.6))  # many names need more space
+    figure = Figure(figsize=(5.2 * scale, 3.7 * scale), layout="constrained")
     axes = figure.subplots()
     order = np.lexsort((y, x))
-    best = order[y[order] <= np.minimum.accumulate(y[order])]
+    frontier = order[y[order] <= np.minimum.accumulate(y[order])]
     axes.plot(
-        x[best],
-        y[best],
+        x[frontier],
+        y[frontier],
         color=ACCENT_COLOR,
         alpha=0.45,
         linewidth=1,
@@ -75,12 +75,12 @@ def bubble_vs_memory(timelines: Sequence[Timeline]) -> Figure:
     _draw_points(axes, x, y)
     axes.set_xlim(0, float(x.max()) * 1.3 or 1)
     axes.set_ylim(0, max(float(y.max()) * 1.15, 0.01))
-    _draw_names(axes, x, y, [t.program.name for t in timelines], larger)
-    if doubts := [
+    _draw_names(axes, x, y, [t.program.name for t in timelines], scale)
+    if notes := [
         f"{t.program.name}: {t.causality_warning}" for t in timelines if t.causality_warning
     ]:
-        axes.set_title("\n".join(doubts), fontsize=7, style="italic", loc="left", parse_math=False)
-    _format_axes(axes, in_bytes=sized)
+        axes.set_title("\n".join(notes), fontsize=7, style="italic", loc="left", parse_math=False)
+    _format_axes(axes, in_bytes=has_sizes)
     return figure
 
 
@@ -176,38 +176,40 @@ def _draw_names(
 
     If a name was moved, a line connects it with its point.
     """
-    wide, high = axes.get_xlim()[1], axes.get_ylim()[1]
+    x_limit, y_limit = axes.get_xlim()[1], axes.get_ylim()[1]
     axes_size = 320 * scale, 210 * scale  # typographic points
-    spots = np.stack([x / wide * axes_size[0], y / high * axes_size[1]], 1).tolist()
-    taken = [(left - 4, left + 4, up) for left, up in spots]  # occupied: left, right, height
+    points = np.stack([x / x_limit * axes_size[0], y / y_limit * axes_size[1]], 1).tolist()
+    occupied = [(left - 4, left + 4, up) for left, up in points]  # occupied: left, right, height
     for k in np.lexsort((x, y)).tolist():
         name = names[k] if len(names[k]) <= 30 else f"{names[k][:29]}…"
-        left, at = spots[k]
+        left, y_point = points[k]
         right = left + 4 + 4.2 * len(name)
         # Positions to try: above the point, then further up or down, and also further to the right.
-        tries = [
-            (left + 5 + out, at + up + 6)
+        candidates = [
+            (left + 5 + shift, y_point + up + 6)
             for step in range(len(names) + 1)
-            for out in (0, 9 * step)
+            for shift in (0, 9 * step)
             for up in (9.5 * step, -9.5 * step)
         ]
-        clear = [
-            (b, t) for b, t in tries
-            if t > -4 and all(abs(t - c) >= 9 or right + b - left < a or b > e for a, e, c in taken)
+        free_places = [
+            (b, t) for b, t in candidates
+            if t > -4
+            and all(abs(t - c) >= 9 or right + b - left < a or b > e for a, e, c in occupied)
         ]  # fmt: skip
-        others = [spot for spot in spots if spot != spots[k]]
+        others = [point for point in points if point != points[k]]
         nearest = [  # positions whose nearest point is the named point
-            (b, t) for b, t in clear[:8]
-            if all(hypot(b - x, t - y) >= hypot(b - left, t - at) for x, y in others)
+            (b, t) for b, t in free_places[:8]
+            if all(hypot(b - x, t - y) >= hypot(b - left, t - y_point) for x, y in others)
         ]  # fmt: skip
-        begin, free = (nearest or clear)[0]
-        taken.append((begin, right + begin - left, free))
-        moved = abs(free - at - 6) > 3
+        begin, y_name = (nearest or free_places)[0]
+        occupied.append((begin, right + begin - left, y_name))
+        is_moved = abs(y_name - y_point - 6) > 3
+        line_style = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.5}
         axes.annotate(
-            name, (float(x[k]), float(y[k])), (begin - left, free - at), textcoords="offset points",
-            va="center_baseline", fontsize=7, parse_math=False,
+            name, (float(x[k]), float(y[k])), (begin - left, y_name - y_point),
+            textcoords="offset points", va="center_baseline", fontsize=7, parse_math=False,
             path_effects=[withStroke(linewidth=2, foreground="white")],
-            arrowprops={"arrowstyle": "-", "color": "#999999", "linewidth": 0.5} if moved else None,
+            arrowprops=line_style if is_moved else None,
         )  # fmt: skip
 
 
@@ -234,41 +236,44 @@ def idle_map(timeline: Timeline) -> Figure:
     """
     require_timeline(timeline, "timeline")
     share = sum_by_cause(idleness(timeline), timeline.ranks) / (timeline.span or 1.0)
-    present = np.flatnonzero(share.sum(0) > 0)
-    columns = np.column_stack([share[:, present], share.sum(1)])
+    causes = np.flatnonzero(share.sum(0) > 0)
+    columns = np.column_stack([share[:, causes], share.sum(1)])
     cells = np.vstack([columns, columns.mean(0)])
-    wide, high, most = _CELL_SIZE
-    high = min(high, most / len(cells))
-    left, head, foot = 0.7, 0.75 + 0.15 * bool(timeline.causality_warning), 0.15
-    size = (left + wide * cells.shape[1] + 0.15, head + high * len(cells) + foot)
+    width, height, max_height = _CELL_SIZE
+    height = min(height, max_height / len(cells))
+    left, top, bottom = 0.7, 0.75 + 0.15 * bool(timeline.causality_warning), 0.15
+    size = (
+        left + width * cells.shape[1] + 0.15,
+        top + height * len(cells) + bottom,
+    )
     figure = Figure(figsize=size)
-    axes = figure.add_axes((left / size[0], foot / size[1], wide * cells.shape[1] / size[0],
-                            high * len(cells) / size[1]))  # fmt: skip
-    top = float(cells.max(initial=0)) or 1.0
-    axes.imshow(cells, cmap="YlOrBr", vmin=0, vmax=top, aspect="auto")
-    names = [IdleCause(k).text for k in present.tolist()]
+    axes = figure.add_axes((left / size[0], bottom / size[1], width * cells.shape[1] / size[0],
+                            height * len(cells) / size[1]))  # fmt: skip
+    max_share = float(cells.max(initial=0)) or 1.0
+    axes.imshow(cells, cmap="YlOrBr", vmin=0, vmax=max_share, aspect="auto")
+    names = [IdleCause(k).text for k in causes.tolist()]
     axes.set_xticks(range(cells.shape[1]), [*names, "all"], fontsize=7.5)
     axes.xaxis.tick_top()
-    every = -(-9 // max(int(high * 72), 1))
-    ranks = range(0, timeline.ranks, every)
+    rank_step = -(-9 // max(int(height * 72), 1))
+    ranks = range(0, timeline.ranks, rank_step)
     axes.set_yticks([*ranks, timeline.ranks], [*(f"rank {r}" for r in ranks), "mean"], fontsize=7.5)
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.axhline(timeline.ranks - 0.5, color="white", linewidth=3)
     axes.axvline(cells.shape[1] - 1.5, color="white", linewidth=3)
-    points = min(7.0, high * 72 * 0.6)
+    points = min(7.0, height * 72 * 0.6)
     if points >= _MIN_FONT_SIZE:
-        paint = axes.images[0]
+        image = axes.images[0]
         for (row, column), value in np.ndenumerate(cells):
-            face = tuple(float(part) for part in paint.to_rgba(value)[:3])
+            face = tuple(float(part) for part in image.to_rgba(value)[:3])
             text = f"{value:.1%}" if value else "0"
             axes.text(column, row, text, ha="center", va="center_baseline", fontsize=points,
                       color=choose_text_color((face[0], face[1], face[2])))  # fmt: skip
     name = timeline.program.name
     name = name if len(name) <= 40 else f"{name[:39]}…"
-    about = f"{name} ({timeline.description}): idle share of the span, by cause"
-    figure.text(0.1 / size[0], 1 - 0.22 / size[1], about, fontsize=9, parse_math=False)
+    title = f"{name} ({timeline.description}): idle share of the span, by cause"
+    figure.text(0.1 / size[0], 1 - 0.22 / size[1], title, fontsize=9, parse_math=False)
     figure.text(
         0.1 / size[0], 1 - 0.4 / size[1], timeline.causality_warning, fontsize=7.5, style="italic"
     )

@@ -32,46 +32,51 @@ def solve_by_frontiers(problem: LongestPathProblem) -> tuple[Times, Levels]:
         The start of each node in the unit of the costs, shape (nodes,); and its level, as in
         `node_loop.solve_by_loop`.
     """
-    edges, node_mask, cost, fixed, rank, hop = problem
+    edges, node_mask, cost, fixed_end, rank, hop_time = problem
     nodes = len(cost)
-    after = _Successors.from_edges(nodes, edges)
-    rows = after.rows
-    lags = _compute_hop_delays(rows, rank, hop) if len(hop) else None
-    missing = after.count_predecessors()
-    front = np.flatnonzero(node_mask & (missing[:nodes] == 0))
+    successors = _Successors.from_edges(nodes, edges)
+    rows = successors.rows
+    hop_delays = _compute_hop_delays(rows, rank, hop_time) if len(hop_time) else None
+    pending_counts = successors.count_predecessors()
+    frontier = np.flatnonzero(node_mask & (pending_counts[:nodes] == 0))
     start = np.zeros(nodes + 1)
-    turn = np.zeros(nodes + 1, np.int32)
-    turns, one, count = 0, *np.empty((2, 0), np.int32)
-    while len(front):
-        turns += 1
-        turn[front] = turns
-        end = start[front] + cost[front]
-        if len(fixed):
-            end = np.where(np.isnan(fixed[front]), end, fixed[front])
-        to = rows.take(front, 0).reshape(-1).astype(np.intp)
-        given = end.repeat(_WIDTH)
-        if lags is not None:
-            given += lags.take(front, 0).reshape(-1)
-        if after.has_overflow is not None:
-            wide = after.has_overflow[front].nonzero()[0]
-            if len(wide):
-                more, each = after.list_overflow(front[wide])
-                ends = end[wide].repeat(each)
-                if len(hop):
-                    source = front[wide].repeat(each)
-                    ends += np.where(rank[source] != rank[more], hop[source], 0.0)
-                to = np.concatenate([to, more])
-                given = np.concatenate([given, ends])
-        if len(one) < len(to):
-            one = np.ones(2 * len(to), np.int32)
-            count = np.arange(2 * len(to), dtype=np.int32)
-        missing[nodes] = _MAX_INT32  # an empty place must never become ready
-        np.maximum.at(start, to, given)
-        np.subtract.at(missing, to, one[: len(to)])
-        to = to[missing[to] == 0]
-        turn[to] = number = count[: len(to)]
-        front = to[turn[to] == number]  # removes duplicates
-    return start[:-1], turn[:-1]
+    level = np.zeros(nodes + 1, np.int32)
+    current_level = 0
+    ones, all_numbers = np.empty((2, 0), np.int32)
+    while len(frontier):
+        current_level += 1
+        level[frontier] = current_level
+        end = start[frontier] + cost[frontier]
+        if len(fixed_end):
+            end = np.where(np.isnan(fixed_end[frontier]), end, fixed_end[frontier])
+        targets = rows.take(frontier, 0).reshape(-1).astype(np.intp)
+        edge_ends = end.repeat(_WIDTH)
+        if hop_delays is not None:
+            edge_ends += hop_delays.take(frontier, 0).reshape(-1)
+        if successors.has_overflow is not None:
+            overflow_indices = successors.has_overflow[frontier].nonzero()[0]
+            if len(overflow_indices):
+                overflow_targets, target_counts = successors.list_overflow(
+                    frontier[overflow_indices]
+                )
+                overflow_ends = end[overflow_indices].repeat(target_counts)
+                if len(hop_time):
+                    source = frontier[overflow_indices].repeat(target_counts)
+                    overflow_ends += np.where(
+                        rank[source] != rank[overflow_targets], hop_time[source], 0.0
+                    )
+                targets = np.concatenate([targets, overflow_targets])
+                edge_ends = np.concatenate([edge_ends, overflow_ends])
+        if len(ones) < len(targets):
+            ones = np.ones(2 * len(targets), np.int32)
+            all_numbers = np.arange(2 * len(targets), dtype=np.int32)
+        pending_counts[nodes] = _MAX_INT32  # an empty place must never become ready
+        np.maximum.at(start, targets, edge_ends)
+        np.subtract.at(pending_counts, targets, ones[: len(targets)])
+        targets = targets[pending_counts[targets] == 0]
+        level[targets] = numbers = all_numbers[: len(targets)]
+        frontier = targets[level[targets] == numbers]  # removes duplicates
+    return start[:-1], level[:-1]
 
 
 @dataclass(frozen=True)
@@ -100,46 +105,46 @@ class _Successors:
         stored edges.
         """
         rows = np.full((nodes + 1, _WIDTH), nodes, np.int32)
-        rest = [np.empty((2, 0), np.int32)]
+        overflow = [np.empty((2, 0), np.int32)]
         for source, target in edges:
-            for place in rows.T:
-                source, target = _place_edges(source, target, place, nodes)
-            rest.append(np.stack([source, target]))
-        source, target = np.concatenate(rest, 1)
-        each = np.bincount(source, minlength=nodes)
-        first = np.concatenate([[0], each.cumsum()])
+            for column in rows.T:
+                source, target = _place_edges(source, target, column, nodes)
+            overflow.append(np.stack([source, target]))
+        source, target = np.concatenate(overflow, 1)
+        overflow_counts = np.bincount(source, minlength=nodes)
+        offsets = np.concatenate([[0], overflow_counts.cumsum()])
         targets = target[np.argsort(source, kind="stable")].astype(np.intp)
-        return cls(rows, first, targets, each > 0 if len(targets) else None)
+        return cls(rows, offsets, targets, overflow_counts > 0 if len(targets) else None)
 
     def list_overflow(self, nodes: NDArray[np.intp]) -> tuple[NDArray[np.intp], NDArray[np.int64]]:
         """Return the successors of `nodes` in the CSR list, and their number per node."""
-        begin = self.offsets[nodes]
-        each = self.offsets[nodes + 1] - begin
-        past = each.cumsum()
-        at = (begin - past + each).repeat(each) + np.arange(past[-1])
-        return self.targets[at], each
+        starts = self.offsets[nodes]
+        counts = self.offsets[nodes + 1] - starts
+        count_sums = counts.cumsum()
+        indices = (starts - count_sums + counts).repeat(counts) + np.arange(count_sums[-1])
+        return self.targets[indices], counts
 
     def count_predecessors(self) -> Levels:
         """Return the number of edges to each node. The last entry counts the empty places."""
-        count = np.bincount(self.targets, minlength=len(self.rows)).astype(np.int32)
-        for place in self.rows.T:
-            for part in np.array_split(place, len(place) // 2**20 + 1):
-                np.add.at(count, part.astype(np.intp), np.ones(len(part), np.int32))
-        return count
+        counts = np.bincount(self.targets, minlength=len(self.rows)).astype(np.int32)
+        for column in self.rows.T:
+            for chunk in np.array_split(column, len(column) // 2**20 + 1):
+                np.add.at(counts, chunk.astype(np.intp), np.ones(len(chunk), np.int32))
+        return counts
 
 
 def _place_edges(
     source: Positions, target: Positions, column: Positions, empty: int
 ) -> tuple[Positions, Positions]:
     """Put edges into free places of `column`, and return the edges that are not in `column`."""
-    free = column[source] == empty
-    column[source[free]] = target[free]
-    left = column[source] != target
-    return source[left], target[left]
+    is_free = column[source] == empty
+    column[source[is_free]] = target[is_free]
+    is_unplaced = column[source] != target
+    return source[is_unplaced], target[is_unplaced]
 
 
 def _compute_hop_delays(rows: Positions, rank: Positions, hop: Times) -> Times:
     """Return, for each place of `rows`, the time from the end of the node to its successor."""
-    there = np.append(rank, np.int32(-1))  # an empty place has no rank
-    far = (there[rows[:-1]] != rank[:, None]) & (rows[:-1] < len(rank))
-    return np.asarray(far * hop[:, None])
+    padded_rank = np.append(rank, np.int32(-1))  # an empty place has no rank
+    is_hop = (padded_rank[rows[:-1]] != rank[:, None]) & (rows[:-1] < len(rank))
+    return np.asarray(is_hop * hop[:, None])

@@ -90,8 +90,8 @@ def compute_remaining_times(graph: Graph, costs: Costs | None = None) -> Times:
         Times of shape (n,), in the unit of the costs.
     """
     problem = build_problem(graph, costs or Costs())
-    left, _ = solve_longest_paths(problem._replace(edges=((b, a) for a, b in problem.edges)))
-    return np.asarray((left + problem.cost)[graph.node])
+    time_after, _ = solve_longest_paths(problem._replace(edges=((b, a) for a, b in problem.edges)))
+    return np.asarray((time_after + problem.cost)[graph.node])
 
 
 def solve_longest_paths(problem: LongestPathProblem) -> tuple[Times, Levels]:
@@ -106,14 +106,14 @@ def solve_longest_paths(problem: LongestPathProblem) -> tuple[Times, Levels]:
     loops = compile_if_worthwhile(LOOPS, len(problem.cost) * SECONDS_PER_NODE)
     if loops is not None:
         return solve_by_loop(problem, loops)
-    begin = thread_time()
-    found = (
+    begin_time = thread_time()
+    solution = (
         solve_by_loop(problem)
         if len(problem.cost) <= MAX_LOOP_NODES
         else solve_by_frontiers(problem)
     )
-    add_uncompiled_time(thread_time() - begin)
-    return found
+    add_uncompiled_time(thread_time() - begin_time)
+    return solution
 
 
 def build_problem(
@@ -154,20 +154,20 @@ def _compute_node_costs(graph: Graph, costs: Costs, instruction_costs: Times) ->
     index, node = graph.index, graph.node
     cost = np.zeros(graph.node_id_limit)
     cost[: len(index)] = instruction_costs
-    own = cost[: len(index)]
+    member_costs = cost[: len(index)]
     for members in graph.collective_groups:
-        cost[members[:1]] = own[members].max()
+        cost[members[:1]] = member_costs[members].max()
     if not index.has_joined:
         return cost
     pairs = np.flatnonzero(index.joined & (node != np.arange(len(index), dtype=np.int32)))
     pairs = pairs[np.isin(index.op[pairs], COMPUTE_OPS)]
-    cost[node[pairs]] += own[pairs]
-    together = costs.paired(graph.program.shape)
-    if together is not None:
+    cost[node[pairs]] += member_costs[pairs]
+    pair_costs = costs.paired(graph.program.shape)
+    if pair_costs is not None:
         forward = np.where(index.op[pairs] == FORWARD, pairs, pairs - 1)
-        other = index.op[2 * pairs - 1 - forward]
-        priced = (index.op[forward] == FORWARD) & np.isin(other, BACKWARD_OPS)
-        cost[node[pairs[priced]]] = look_up(
-            together, index.stage[forward[priced]], index.mb[forward[priced]]
+        partner_op = index.op[2 * pairs - 1 - forward]
+        has_pair_cost = (index.op[forward] == FORWARD) & np.isin(partner_op, BACKWARD_OPS)
+        cost[node[pairs[has_pair_cost]]] = look_up(
+            pair_costs, index.stage[forward[has_pair_cost]], index.mb[forward[has_pair_cost]]
         )
     return cost

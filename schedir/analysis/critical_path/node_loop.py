@@ -61,31 +61,40 @@ def solve_by_loop(
         largest level among the predecessors, and 1 for a node without predecessors. It is 0 for a
         node of a cycle, and for a node after a cycle.
     """
-    edges, node_mask, *given = problem
-    nodes, (sources, targets) = len(node_mask), zip(*edges, strict=True)
+    edges, node_mask, *node_tables = problem
+    nodes = len(node_mask)
+    sources, targets = zip(*edges, strict=True)
     del edges
     source = np.concatenate(sources, dtype=np.int32)
     del sources  # frees memory before the next arrays are allocated
     target = np.concatenate(targets, dtype=np.int32)
     del targets
-    ready = np.zeros(nodes, np.int32)
-    turn = np.zeros(nodes, np.int32)
+    queue = np.zeros(nodes, np.int32)
+    level = np.zeros(nodes, np.int32)
     start = np.zeros(nodes)
     if loops is None:
-        after = target[np.argsort(source, kind="stable")]
-        first = np.append(0, np.cumsum(np.bincount(source, minlength=nodes)))
-        missing = np.bincount(target, minlength=nodes)
+        sorted_targets = target[np.argsort(source, kind="stable")]
+        offsets = np.append(0, np.cumsum(np.bincount(source, minlength=nodes)))
+        pending_counts = np.bincount(target, minlength=nodes)
     else:
-        first = np.zeros(nodes + 1, np.int32)
-        missing = np.zeros(nodes, np.int32)
-        after = np.empty(len(source), np.int32)
-        loops[0](source, target, first, after, missing)
-    missing[~node_mask] = 1
-    everything: list[Any] = [*given, missing, first, after, ready, start, turn]
+        offsets = np.zeros(nodes + 1, np.int32)
+        pending_counts = np.zeros(nodes, np.int32)
+        sorted_targets = np.empty(len(source), np.int32)
+        loops[0](source, target, offsets, sorted_targets, pending_counts)
+    pending_counts[~node_mask] = 1
+    arguments: list[Any] = [
+        *node_tables,
+        pending_counts,
+        offsets,
+        sorted_targets,
+        queue,
+        start,
+        level,
+    ]
     if loops is not None:
-        loops[1](*everything)
-        return start, turn
-    lists = [each.tolist() for each in everything]
+        loops[1](*arguments)
+        return start, level
+    lists = [argument.tolist() for argument in arguments]
     fill_longest_paths(*lists)
     return np.array(lists[-2], float), np.array(lists[-1], np.int32)
 
@@ -148,32 +157,32 @@ def fill_longest_paths(
         start: An output: the start of each node. It must be filled with zeros.
         level: An output: the level of each node. It must be filled with zeros.
     """
-    nodes, fixes, hops = len(cost), len(fixed_end) > 0, len(hop_time) > 0
+    nodes, has_fixed_ends, has_hops = len(cost), len(fixed_end) > 0, len(hop_time) > 0
     # The queue is first in, first out. So the last predecessor of a node has the largest level.
-    done, known = 0, 0
+    head, tail = 0, 0
     for a in range(nodes):
         if pending_counts[a] == 0:
             level[a] = 1
-            queue[known] = a
-            known += 1
-    while done < known:
-        a = queue[done]
-        done += 1
+            queue[tail] = a
+            tail += 1
+    while head < tail:
+        a = queue[head]
+        head += 1
         end = start[a] + cost[a]
-        if fixes and fixed_end[a] == fixed_end[a]:  # false for NaN
+        if has_fixed_ends and fixed_end[a] == fixed_end[a]:  # false for NaN
             end = fixed_end[a]
         for k in range(offsets[a], offsets[a + 1]):
             b = sorted_targets[k]
-            given = end
-            if hops and rank[a] != rank[b]:
-                given = end + hop_time[a]
-            if given > start[b]:
-                start[b] = given
+            edge_end = end
+            if has_hops and rank[a] != rank[b]:
+                edge_end = end + hop_time[a]
+            if edge_end > start[b]:
+                start[b] = edge_end
             pending_counts[b] -= 1
             if pending_counts[b] == 0:
                 level[b] = level[a] + 1
-                queue[known] = b
-                known += 1
+                queue[tail] = b
+                tail += 1
 
 
 LOOPS: Final = (fill_successors, fill_longest_paths)  # compiled together by numba

@@ -91,21 +91,21 @@ def find_slot_reuses(program: Program) -> dict[Value, tuple[Positions, Positions
         Kind of value -> (positions that fill a slot, positions that free the slot before). There is
         no entry for a kind whose slots are not reused.
     """
-    flow, found = Dataflow.from_program(program), {}
+    flow, reuses = Dataflow.from_program(program), {}
     given_counts = _read_slot_counts(program)
     for kind in SLOT_VALUES:
         count = given_counts.get(kind, np.full(program.shape.ranks, UNSHARED_SLOTS))
         if (count == UNSHARED_SLOTS).all() and VALUES[kind].scope is not Scope.STAGE:
             continue
         lives = flow.find_lifetimes(kind)
-        left = _find_previous_users(lives, count)
+        previous_free = _find_previous_users(lives, count)
         if (
             VALUES[kind].scope is Scope.STAGE
         ):  # One lane frees all these values in order. So it is enough to wait for the later free.
-            left = np.maximum(left, _find_previous_frees(program, lives))
-        if (again := left != NO_POSITION).any():
-            found[kind] = lives.filled_at[again], left[again]
-    return found
+            previous_free = np.maximum(previous_free, _find_previous_frees(program, lives))
+        if (is_reuse := previous_free != NO_POSITION).any():
+            reuses[kind] = lives.filled_at[is_reuse], previous_free[is_reuse]
+    return reuses
 
 
 def find_host_slot_reuses(program: Program) -> dict[str, tuple[Positions, Positions]]:
@@ -121,16 +121,16 @@ def find_host_slot_reuses(program: Program) -> dict[str, tuple[Positions, Positi
         Name of the slots -> (positions that fill a slot, positions that free the slot before).
         There is no entry for slots that are not reused.
     """
-    found = {}
+    reuses = {}
     for name in HOST_SLOT_VALUES:
         count = np.array([getattr(slots, name) for slots in program.slots], np.int64)
         if (count == UNSHARED_SLOTS).all():
             continue
         lives = find_host_values(program, name)
-        left = _find_previous_users(lives, count)
-        if (again := left != NO_POSITION).any():
-            found[name] = lives.filled_at[again], left[again]
-    return found
+        previous_free = _find_previous_users(lives, count)
+        if (is_reuse := previous_free != NO_POSITION).any():
+            reuses[name] = lives.filled_at[is_reuse], previous_free[is_reuse]
+    return reuses
 
 
 def find_host_values(program: Program, slot_name: str = "host") -> ValueLives:
@@ -147,13 +147,15 @@ def find_host_values(program: Program, slot_name: str = "host") -> ValueLives:
 
 def _find_previous_users(lives: ValueLives, slot_counts: NDArray[np.int64]) -> Positions:
     """Return, for each value, the instruction that freed its slot; -1 for the first in a slot."""
-    values = np.diff(lives.rank_offsets)
-    room = np.repeat(np.where(slot_counts == UNSHARED_SLOTS, values, slot_counts), values)
-    taken = np.arange(len(lives.filled_at)) - room
-    again = taken >= np.repeat(lives.rank_offsets[:-1], values)
-    left = np.full(len(lives.filled_at), NO_POSITION, np.int32)
-    left[again] = lives.sorted_freed_at[taken[again]]
-    return left
+    value_counts = np.diff(lives.rank_offsets)
+    slot_count = np.repeat(
+        np.where(slot_counts == UNSHARED_SLOTS, value_counts, slot_counts), value_counts
+    )
+    free_index = np.arange(len(lives.filled_at)) - slot_count
+    is_reuse = free_index >= np.repeat(lives.rank_offsets[:-1], value_counts)
+    previous_free = np.full(len(lives.filled_at), NO_POSITION, np.int32)
+    previous_free[is_reuse] = lives.sorted_freed_at[free_index[is_reuse]]
+    return previous_free
 
 
 def _read_slot_counts(program: Program) -> dict[Value, NDArray[np.int64]]:
@@ -164,12 +166,12 @@ def _read_slot_counts(program: Program) -> dict[Value, NDArray[np.int64]]:
 def _find_previous_frees(program: Program, lives: ValueLives) -> Positions:
     """Return the instruction that freed the previous value of the same stage; -1 for the first."""
     index = InstructionIndex.from_program(program)
-    left = np.full(len(lives.filled_at), NO_POSITION, np.int32)
+    previous_free = np.full(len(lives.filled_at), NO_POSITION, np.int32)
     key = index.compute_keys(Scope.STAGE, lives.filled_at)
     order = np.argsort(key, kind="stable")
-    again = np.flatnonzero(key[order][1:] == key[order][:-1])
-    left[order[again + 1]] = lives.freed_at[order[again]]
-    return left
+    repeats = np.flatnonzero(key[order][1:] == key[order][:-1])
+    previous_free[order[repeats + 1]] = lives.freed_at[order[repeats]]
+    return previous_free
 
 
 def find_stages(program: Program, kind: Value, rank: int) -> NDArray[np.int64]:
@@ -205,16 +207,20 @@ def count_slots(program: Program) -> NDArray[np.int64]:
     columns = []
     for kind in SLOT_KINDS:
         lives = flow.find_lifetimes(kind)
-        values = np.diff(lives.rank_offsets)
+        value_counts = np.diff(lives.rank_offsets)
         if VALUES[kind].scope is Scope.STAGE and len(lives.filled_at):
-            each = (len(find_stages(program, kind, rank)) for rank in range(program.shape.ranks))
-            values = np.array([*each], np.int64)
-        most = values if program.has_static_buffers(kind) else lives.count_peak(group)
-        if kind in given_counts:
-            most = np.where(
-                given_counts[kind] == UNSHARED_SLOTS, most, np.minimum(given_counts[kind], values)
+            stage_counts = (
+                len(find_stages(program, kind, rank)) for rank in range(program.shape.ranks)
             )
-        columns.append(most)
+            value_counts = np.array([*stage_counts], np.int64)
+        slot_counts = value_counts if program.has_static_buffers(kind) else lives.count_peak(group)
+        if kind in given_counts:
+            slot_counts = np.where(
+                given_counts[kind] == UNSHARED_SLOTS,
+                slot_counts,
+                np.minimum(given_counts[kind], value_counts),
+            )
+        columns.append(slot_counts)
     return np.stack(columns, 1)
 
 
@@ -233,23 +239,23 @@ def assign_slots(program: Program, rank: int) -> SlotAssignment:
     slots: SlotAssignment = {}
     flow = Dataflow.from_program(program)
     index = InstructionIndex.from_program(program)
-    begin = int(program.offsets[rank])
+    stream_start = int(program.offsets[rank])
     for kind, count in zip(SLOT_KINDS, count_slots(program)[rank].tolist(), strict=True):
         lives = flow.find_lifetimes(kind)
         fills = lives.filled_at[lives.get_rank_slice(rank)].tolist()
-        for at, place in zip(fills, _assign_rank_slots(lives, rank, count), strict=True):
-            value = kind, int(index.stage[at]), int(index.mb[at])
-            slots.setdefault(value, {})[at - begin] = place
+        for position, slot in zip(fills, _assign_rank_slots(lives, rank, count), strict=True):
+            value = kind, int(index.stage[position]), int(index.mb[position])
+            slots.setdefault(value, {})[position - stream_start] = slot
     return slots
 
 
 def _assign_rank_slots(lives: ValueLives, rank: int, count: int) -> list[int]:
     """Return the slot of each value of a rank: unused slots first, then slots as they are freed."""
     order = np.argsort(lives.freed_at[lives.get_rank_slice(rank)], kind="stable").tolist()
-    place = list(range(min(count, len(order))))
+    slots = list(range(min(count, len(order))))
     for k in range(count, len(order)):
-        place.append(place[order[k - count]])
-    return place
+        slots.append(slots[order[k - count]])
+    return slots
 
 
 def is_sent(program: Program, kind: Value) -> NDArray[np.bool_]:
@@ -283,14 +289,14 @@ def group_by_form(
         these values, in the shape of `positions`.
     """
     index = InstructionIndex.from_program(program)
-    code = np.zeros(len(positions), np.int64)
-    changed = [op for op in find_form_changes(kind) if op in index.position_by_key]
-    for k, op in enumerate(changed):
-        code |= (index.find_positions(op, index.key[positions]) != NO_POSITION).astype(
+    form_code = np.zeros(len(positions), np.int64)
+    change_ops = [op for op in find_form_changes(kind) if op in index.position_by_key]
+    for k, op in enumerate(change_ops):
+        form_code |= (index.find_positions(op, index.key[positions]) != NO_POSITION).astype(
             np.int64
         ) << k
-    for each in np.unique(code).tolist():
-        yield tuple(op for k, op in enumerate(changed) if each >> k & 1), code == each
+    for code in np.unique(form_code).tolist():
+        yield tuple(op for k, op in enumerate(change_ops) if code >> k & 1), form_code == code
 
 
 def compute_form_sizes(
@@ -329,21 +335,23 @@ def count_send_slots(program: Program, kind: Value) -> dict[tuple[Opcode, ...], 
         Opcodes that change the form -> numbers of slots, shape (ranks,).
     """
     lives = Dataflow.from_program(program).find_lifetimes(kind)
-    sent = is_sent(program, kind)
-    ranks, values = program.shape.ranks, np.diff(lives.rank_offsets)
-    rank_of = np.repeat(range(ranks), values)
-    count = count_slots(program)[:, SLOT_KINDS.index(kind)]
-    found = {}
-    for changed, some in group_by_form(program, kind, lives.filled_at):
-        some = some & sent
-        number = np.bincount(rank_of[some], minlength=ranks)
-        slots = np.minimum(number, count)
+    is_sent_value = is_sent(program, kind)
+    ranks, value_counts = program.shape.ranks, np.diff(lives.rank_offsets)
+    rank_of_value = np.repeat(range(ranks), value_counts)
+    slot_counts = count_slots(program)[:, SLOT_KINDS.index(kind)]
+    slots_by_form = {}
+    for change_ops, is_member in group_by_form(program, kind, lives.filled_at):
+        is_member = is_member & is_sent_value
+        sent_counts = np.bincount(rank_of_value[is_member], minlength=ranks)
+        slots = np.minimum(sent_counts, slot_counts)
         # Some values of these ranks share slots with values that no message sends.
-        for rank in np.flatnonzero((number > 0) & (number < values) & (count < values)).tolist():
-            places = np.array(_assign_rank_slots(lives, rank, int(count[rank])))
-            slots[rank] = len(np.unique(places[some[lives.get_rank_slice(rank)]]))
-        found[changed] = slots
-    return found
+        for rank in np.flatnonzero(
+            (sent_counts > 0) & (sent_counts < value_counts) & (slot_counts < value_counts)
+        ).tolist():
+            slot_of_value = np.array(_assign_rank_slots(lives, rank, int(slot_counts[rank])))
+            slots[rank] = len(np.unique(slot_of_value[is_member[lives.get_rank_slice(rank)]]))
+        slots_by_form[change_ops] = slots
+    return slots_by_form
 
 
 def compute_full_sizes(
@@ -369,11 +377,11 @@ def _look_up_sizes(
     """Return the size `size_name` of the value at each position."""
     row = VALUES[kind]
     index = InstructionIndex.from_program(program)
-    each = sizes.per_microbatch(size_name, program.shape)
+    size_table = sizes.per_microbatch(size_name, program.shape)
     # `Sizes` lists the bytes of a boundary under the earlier of its two stages.
     if row.peer is not None and not row.peer.is_downstream:
-        each = each[program.neighbor_stages(row.peer)]
-    return look_up(each, index.stage[positions], index.mb[positions])
+        size_table = size_table[program.neighbor_stages(row.peer)]
+    return look_up(size_table, index.stage[positions], index.mb[positions])
 
 
 def compute_message_sizes(program: Program, sizes: Sizes, sends: Positions) -> NDArray[np.float64]:
@@ -390,9 +398,11 @@ def compute_message_sizes(program: Program, sizes: Sizes, sends: Positions) -> N
     index = InstructionIndex.from_program(program)
     size = np.zeros(len(sends))
     for op in SEND_OPS:
-        own = np.flatnonzero(index.op[sends] == op)
+        send_indices = np.flatnonzero(index.op[sends] == op)
         (kind,) = INSTRUCTIONS[op].needs
-        at = sends[own]
-        for changed, some in group_by_form(program, kind, at):
-            size[own[some]] = compute_form_sizes(program, kind, changed, sizes, at[some])
+        positions = sends[send_indices]
+        for change_ops, is_member in group_by_form(program, kind, positions):
+            size[send_indices[is_member]] = compute_form_sizes(
+                program, kind, change_ops, sizes, positions[is_member]
+            )
     return size

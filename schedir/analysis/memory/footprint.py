@@ -136,11 +136,11 @@ class OffloadSlots(NamedTuple):
         Returns:
             The bounds for the values of both curves together, over time.
         """
-        there = np.minimum(moved[0], np.maximum(self.slots[rank] - resident[0], 0))
+        count = np.minimum(moved[0], np.maximum(self.slots[rank] - resident[0], 0))
         size = np.minimum(
-            moved[1] - (moved[0] - there) * self.min_bytes[rank], there * self.max_bytes[rank]
+            moved[1] - (moved[0] - count) * self.min_bytes[rank], count * self.max_bytes[rank]
         )
-        return resident[0] + there, resident[1] + size
+        return resident[0] + count, resident[1] + size
 
 
 # A (stage, microbatch) pair is in flight while it has a value of these kinds. Only compute
@@ -183,19 +183,19 @@ def count_in_flight(
         The indices in the Stream at which the number changes, and the number from each index on.
     """
     change = _IN_FLIGHT_CHANGE[stream.op] * (stream.stage >= frozen_stages)
-    at = np.flatnonzero(change)
+    positions = np.flatnonzero(change)
     if (
         _HAS_SEVERAL_VALUES
     ):  # a pair is in flight from the start of its first value to the end of its last value
-        address = stream.words[at] & ADDRESS_MASK
+        address = stream.words[positions] & ADDRESS_MASK
         order = np.argsort(address, kind="stable")
-        each, address = change[at][order], address[order]
-        values = np.cumsum(each)
-        first = np.searchsorted(address, address)
-        values -= (values - each)[first]
-        change[at[order]] = (values > 0).astype(np.int64) - (values > each)
-        at = np.flatnonzero(change)
-    return at, np.cumsum(change[at])
+        sorted_change, address = change[positions][order], address[order]
+        values = np.cumsum(sorted_change)
+        pair_starts = np.searchsorted(address, address)
+        values -= (values - sorted_change)[pair_starts]
+        change[positions[order]] = (values > 0).astype(np.int64) - (values > sorted_change)
+        positions = np.flatnonzero(change)
+    return positions, np.cumsum(change[positions])
 
 
 def count_peak_versions(program: Program) -> NDArray[np.int64]:
@@ -214,23 +214,26 @@ def count_peak_versions(program: Program) -> NDArray[np.int64]:
     peaks = np.ones(shape.ranks, np.int64)
     for rank, stream in enumerate(program.streams if shape.optimizer_steps > 1 else ()):
         steps = np.flatnonzero(np.isin(stream.op, OPTIMIZER_STEP_OPS))
-        at = np.flatnonzero(np.isin(stream.op, _USES_WEIGHTS) & _is_trained(program, stream))
-        counted = np.isin(
-            stream.op[at], _MICROBATCH_OPS
-        )  # an instruction that exists once per update uses the weights of that update
-        version = np.minimum(stream.mb[at], shape.optimizer_steps)
-        version[counted] = shape.weight_version(stream.stage[at][counted], stream.mb[at][counted])
-        last = np.full(shape.optimizer_steps + 1, -1)
-        np.maximum.at(last, version, at)
-        old = [int((last[: k + 1] > step).sum()) for k, step in enumerate(steps.tolist())]
-        peaks[rank] = 1 + max(old, default=0)
+        uses = np.flatnonzero(np.isin(stream.op, _USES_WEIGHTS) & _is_trained(program, stream))
+        # An instruction that exists once per update uses the weights of that update.
+        is_repeated = np.isin(stream.op[uses], _MICROBATCH_OPS)
+        version = np.minimum(stream.mb[uses], shape.optimizer_steps)
+        version[is_repeated] = shape.weight_version(
+            stream.stage[uses][is_repeated], stream.mb[uses][is_repeated]
+        )
+        last_uses = np.full(shape.optimizer_steps + 1, -1)
+        np.maximum.at(last_uses, version, uses)
+        old_counts = [
+            int((last_uses[: k + 1] > step).sum()) for k, step in enumerate(steps.tolist())
+        ]
+        peaks[rank] = 1 + max(old_counts, default=0)
     return peaks
 
 
 def _is_trained(program: Program, stream: Stream) -> NDArray[np.bool_]:
     """Return a mask that is False for the instructions of frozen stages."""
-    of_rank = np.array([row.scope is Scope.RANK for row in INSTRUCTIONS])[stream.op]
-    return of_rank | (stream.stage >= program.frozen_stages)
+    is_rank_op = np.array([row.scope is Scope.RANK for row in INSTRUCTIONS])[stream.op]
+    return is_rank_op | (stream.stage >= program.frozen_stages)
 
 
 def peak_in_flight(
@@ -251,10 +254,12 @@ def peak_in_flight(
     """
     peaks = np.zeros(program.shape.ranks, np.int64)
     for rank, stream in enumerate(program.streams if program.has_backward else ()):
-        at, alive = count_in_flight(stream, program.frozen_stages)
+        positions, in_flight = count_in_flight(stream, program.frozen_stages)
         if stage_weights is not None:
-            alive = np.cumsum(np.diff(alive, prepend=0) * stage_weights[stream.stage[at]])
-        peaks[rank] = alive.max(initial=0)
+            in_flight = np.cumsum(
+                np.diff(in_flight, prepend=0) * stage_weights[stream.stage[positions]]
+            )
+        peaks[rank] = in_flight.max(initial=0)
     return peaks
 
 
@@ -288,8 +293,9 @@ class Footprint(NamedTuple):
     @property
     def total_bytes(self) -> NDArray[np.float64]:
         """Bytes of all memory from each change on, static memory included."""
-        always = sum(size for _, size in self.static_memory.values())
-        return np.asarray(always + sum(size for _, size in self.dynamic_memory.values()), float)
+        static_bytes = sum(size for _, size in self.static_memory.values())
+        dynamic_bytes = sum(size for _, size in self.dynamic_memory.values())
+        return np.asarray(static_bytes + dynamic_bytes, float)
 
     def list_values(self, change: int) -> list[tuple[str, int, float]]:
         """Return (name, number, bytes) of the values after a change, largest bytes first.
@@ -297,10 +303,11 @@ class Footprint(NamedTuple):
         Args:
             change: Index of the change.
         """
-        now = {
+        dynamic_values = {
             name: (int(n[change]), float(b[change])) for name, (n, b) in self.dynamic_memory.items()
         }
-        rows = [(name, n, size) for name, (n, size) in (self.static_memory | now).items() if size]
+        values = (self.static_memory | dynamic_values).items()
+        rows = [(name, n, size) for name, (n, size) in values if size]
         return sorted(rows, key=lambda row: -row[2])
 
     def order_by_time(self, times: NDArray[np.float64]) -> Footprint:
@@ -313,13 +320,15 @@ class Footprint(NamedTuple):
             times: The time of each change, in the shape of `positions`.
         """
         order = np.argsort(times, kind="stable")
-        last = np.append(times[order][1:] > times[order][:-1], True)
-        kept = {}
+        is_last = np.append(times[order][1:] > times[order][:-1], True)
+        dynamic_memory = {}
         for name, (number, size) in self.dynamic_memory.items():
             changes = np.diff(number, prepend=0)[order], np.diff(size, prepend=0.0)[order]
-            kept[name] = np.cumsum(changes[0])[last], np.cumsum(changes[1])[last]
-        order = order[last]
-        return Footprint(self.static_memory, self.positions[order], self.is_at_start[order], kept)
+            dynamic_memory[name] = np.cumsum(changes[0])[is_last], np.cumsum(changes[1])[is_last]
+        order = order[is_last]
+        return Footprint(
+            self.static_memory, self.positions[order], self.is_at_start[order], dynamic_memory
+        )
 
 
 def compute_static_memory(
@@ -359,36 +368,36 @@ def compute_static_memory(
             hint=f"{', '.join(f'{name}=' for name in STATIC_SIZES)} in place of model_states=",
             fields=["model_states", "zero"],
         )
-    each = {name: sizes.for_stages(name, shape.stages) for name in sizes.static_sizes}
+    stage_bytes = {name: sizes.for_stages(name, shape.stages) for name in sizes.static_sizes}
     params, grads, optimizer = (
         sizes.for_stages(name, shape.stages) for name in ModelStates._fields
     )
-    parts = zero_model_states(params, grads, optimizer, zero=zero, dp=program.dp)
-    for name, size in parts._asdict().items():
-        if name in each and is_sharded(name, zero):
-            each[SHARDED_LABELS[name]] = np.where(
+    shards = zero_model_states(params, grads, optimizer, zero=zero, dp=program.dp)
+    for name, size in shards._asdict().items():
+        if name in stage_bytes and is_sharded(name, zero):
+            stage_bytes[SHARDED_LABELS[name]] = np.where(
                 np.arange(shape.stages) < program.frozen_stages, 0.0, size
             )
-            each[name][program.frozen_stages :] = 0.0
+            stage_bytes[name][program.frozen_stages :] = 0.0
     for name in sizes.static_sizes:
         if tiers.get(name, TIERS[0]) != tier:
-            each.pop(name, None)
-            each.pop(SHARDED_LABELS.get(name, name), None)
-    trained, parts_of = np.arange(shape.stages) >= program.frozen_stages, 1
+            stage_bytes.pop(name, None)
+            stage_bytes.pop(SHARDED_LABELS.get(name, name), None)
+    is_trained, shard_count = np.arange(shape.stages) >= program.frozen_stages, 1
     if is_sharded("optimizer", zero):
-        parts_of = program.dp
+        shard_count = program.dp
     for row in VALUES:
         if (
             row.reserved_memory is not None
             and row.reserved_memory[0] == tier
             and program.uses_value(row.value)
         ):
-            each[row.reserved_memory[1]] = (
-                sizes.for_stages(row.reserved_memory[1], shape.stages) * trained / parts_of
+            stage_bytes[row.reserved_memory[1]] = (
+                sizes.for_stages(row.reserved_memory[1], shape.stages) * is_trained / shard_count
             )
     return {
-        name: np.array([size[list(own)].sum() for own in shape.stages_on_rank])
-        for name, size in each.items()
+        name: np.array([size[list(stages)].sum() for stages in shape.stages_on_rank])
+        for name, size in stage_bytes.items()
         if size.any() or not is_sharded(name, zero)
     }
 
@@ -407,11 +416,11 @@ def find_used_tiers(program: Program) -> tuple[str, ...]:
         ('device',)
     """
     changes = [change for op in program.used_opcodes for change in INSTRUCTIONS[op].changes]
-    there = {state for change in changes for state in (change.before, change.after)}
-    has = [row for row in VALUES if program.uses_value(row.value)]
-    there |= {TIERS[0], *(program.initial_tier(row.value) for row in VALUES)}
-    there |= {row.reserved_memory[0] for row in has if row.reserved_memory}
-    return tuple(tier for tier in TIERS if tier in there)
+    used_states = {state for change in changes for state in (change.before, change.after)}
+    used_rows = [row for row in VALUES if program.uses_value(row.value)]
+    used_states |= {TIERS[0], *(program.initial_tier(row.value) for row in VALUES)}
+    used_states |= {row.reserved_memory[0] for row in used_rows if row.reserved_memory}
+    return tuple(tier for tier in TIERS if tier in used_states)
 
 
 def compute_footprints(
@@ -440,70 +449,79 @@ def compute_footprints(
     """
     shape = program.shape
     sizes = sizes.add_expert_rows(program.shape, program.segment_boundaries)
-    always = compute_static_memory(program, sizes, tier)
-    changed = sum(
+    static_memory = compute_static_memory(program, sizes, tier)
+    state_bytes = sum(
         (sizes.for_stages(name, shape.stages) for name in sizes.static_sizes if name != "buffers"),
         np.zeros(shape.stages),
     )
-    version = sizes.for_stages("version", shape.stages)
-    versions = count_peak_versions(program)
-    static = [kind for kind in BOUNDARY_VALUES if program.takes_memory(kind)]
-    room = {kind: _compute_buffer_memory(program, kind, sizes) for kind in static}
-    kept = dict[str, ValueLifetimes]()
+    version_bytes = sizes.for_stages("version", shape.stages)
+    peak_versions = count_peak_versions(program)
+    static_kinds = [kind for kind in BOUNDARY_VALUES if program.takes_memory(kind)]
+    buffer_memory = {kind: _compute_buffer_memory(program, kind, sizes) for kind in static_kinds}
+    lifetimes_by_name = dict[str, ValueLifetimes]()
     offload_slots = dict[str, OffloadSlots]()
     for kind in SLOT_KINDS:
-        if not program.takes_memory(kind) or (kind in static and tier == TIERS[0]):
+        if not program.takes_memory(kind) or (kind in static_kinds and tier == TIERS[0]):
             continue
-        if program.initial_tier(kind) == tier:  # `always` includes it
+        if program.initial_tier(kind) == tier:  # `static_memory` includes it
             continue
-        kept_on = partial(
+        compute_lifetimes = partial(
             compute_value_lifetimes, program, kind, sizes, TIERS.index(tier), worst_case
         )
         if (
             worst_case
             and (slots := OffloadSlots.from_program(program, kind, sizes, tier)) is not None
         ):
-            offload_slots[name := _get_memory_name(kind)] = slots
-            kept[name], kept[name + _MOVED_SUFFIX] = kept_on(False), kept_on(True)
+            name = _get_memory_name(kind)
+            offload_slots[name] = slots
+            lifetimes_by_name[name] = compute_lifetimes(False)
+            lifetimes_by_name[name + _MOVED_SUFFIX] = compute_lifetimes(True)
         else:
-            kept[_get_memory_name(kind)] = kept_on()
-    if tier == TIERS[0] and len((handed := _find_handover_memory(program, sizes)).positions):
-        kept[_HANDED_OVER_NAME] = handed
+            lifetimes_by_name[_get_memory_name(kind)] = compute_lifetimes()
+    if tier == TIERS[0] and len((handovers := _find_handover_memory(program, sizes)).positions):
+        lifetimes_by_name[_HANDED_OVER_NAME] = handovers
+    lifetimes = [*lifetimes_by_name.values()]
     # With equal `order_key`, values that are freed come before values that start.
-    comes = np.concatenate([k.byte_change > 0 for k in kept.values()])
-    order = np.lexsort((comes, np.concatenate([k.order_key for k in kept.values()])))
-    at = np.concatenate([k.positions for k in kept.values()])[order]
-    starts = np.concatenate([k.order_key % 2 == 0 for k in kept.values()])[order]
-    own = np.repeat(range(len(kept)), [len(k.positions) for k in kept.values()])[order]
-    number = np.concatenate([k.count_change for k in kept.values()])[order]
-    change = np.concatenate([k.byte_change for k in kept.values()])[order]
-    first = np.searchsorted(at, program.offsets)
-    ranks = []
+    is_growth = np.concatenate([lifetime.byte_change > 0 for lifetime in lifetimes])
+    order_key = np.concatenate([lifetime.order_key for lifetime in lifetimes])
+    order = np.lexsort((is_growth, order_key))
+    positions = np.concatenate([lifetime.positions for lifetime in lifetimes])[order]
+    is_at_start = order_key[order] % 2 == 0
+    change_counts = [len(lifetime.positions) for lifetime in lifetimes]
+    name_index = np.repeat(range(len(lifetimes)), change_counts)[order]
+    count_change = np.concatenate([lifetime.count_change for lifetime in lifetimes])[order]
+    byte_change = np.concatenate([lifetime.byte_change for lifetime in lifetimes])[order]
+    rank_starts = np.searchsorted(positions, program.offsets)
+    footprints = []
     for rank, stages in enumerate(shape.stages_on_rank):
-        here = slice(first[rank], first[rank + 1])
-        fixed = {name: (len(stages), float(each[rank])) for name, each in always.items()}
+        rank_slice = slice(rank_starts[rank], rank_starts[rank + 1])
+        rank_memory = {n: (len(stages), float(b[rank])) for n, b in static_memory.items()}
         if tier == TIERS[0]:
-            trained = [s for s in stages if s >= program.frozen_stages]
-            if (
-                program.norm_check == "after_step" and program.has_backward
-            ):  # copies of the states, with which the rank can repeat the update
-                fixed["copies"] = (len(trained), float(changed[trained].sum()))
+            trained_stages = [s for s in stages if s >= program.frozen_stages]
+            # Copies of the states, with which the rank can repeat the update.
+            if program.norm_check == "after_step" and program.has_backward:
+                size = float(state_bytes[trained_stages].sum())
+                rank_memory["copies"] = (len(trained_stages), size)
             if shape.optimizer_steps > 1:
-                copies = int(versions[rank])
-                size = copies * float(version[trained].sum())
-                fixed["versions"] = (copies * len(trained), size)
-            for kind, (number_of, bytes_of) in room.items():
-                fixed[_get_memory_name(kind)] = (int(number_of[rank]), float(bytes_of[rank]))
+                version_count = int(peak_versions[rank])
+                size = version_count * float(version_bytes[trained_stages].sum())
+                rank_memory["versions"] = (version_count * len(trained_stages), size)
+            for kind, (slot_counts, slot_bytes) in buffer_memory.items():
+                name = _get_memory_name(kind)
+                rank_memory[name] = (int(slot_counts[rank]), float(slot_bytes[rank]))
         curves = {}
-        for k, name in enumerate(kept):
-            mine = own[here] == k
-            sums = np.cumsum(number[here] * mine), np.cumsum(change[here] * mine)
-            curves[name] = (np.append(0, sums[0]), np.append(0.0, sums[1]))
+        for k, name in enumerate(lifetimes_by_name):
+            has_name = name_index[rank_slice] == k
+            counts = np.cumsum(count_change[rank_slice] * has_name)
+            byte_totals = np.cumsum(byte_change[rank_slice] * has_name)
+            curves[name] = (np.append(0, counts), np.append(0.0, byte_totals))
         for name, slots in offload_slots.items():
             curves[name] = slots.bound_usage(rank, curves[name], curves.pop(name + _MOVED_SUFFIX))
-        index_in = np.append(0, at[here] - program.offsets[rank])
-        ranks.append(Footprint(fixed, index_in, np.append(True, starts[here]), curves))
-    return ranks
+        stream_index = np.append(0, positions[rank_slice] - program.offsets[rank])
+        footprints.append(
+            Footprint(rank_memory, stream_index, np.append(True, is_at_start[rank_slice]), curves)
+        )
+    return footprints
 
 
 def _get_memory_name(kind: Value) -> str:
@@ -526,18 +544,20 @@ def _compute_buffer_memory(
     Each slot has the bytes of the largest value that uses such a slot.
     """
     lives = Dataflow.from_program(program).find_lifetimes(kind)
-    each = _compute_value_sizes(program, kind, sizes)
+    value_sizes = _compute_value_sizes(program, kind, sizes)
     if kind not in _SENT_VALUES:
         slots = count_slots(program)[:, SLOT_KINDS.index(kind)]
-        return slots, slots * lives.max_per_rank(each)
-    sent = is_sent(program, kind)
-    number = np.zeros(program.shape.ranks, np.int64)
-    size = np.zeros(program.shape.ranks)
-    for changed, slots in count_send_slots(program, kind).items():
-        each = compute_form_sizes(program, kind, changed, sizes, lives.filled_at)
-        number = number + slots
-        size = size + slots * lives.max_per_rank(np.where(sent, each, 0.0))
-    return number, size
+        return slots, slots * lives.max_per_rank(value_sizes)
+    is_sent_value = is_sent(program, kind)
+    slot_counts = np.zeros(program.shape.ranks, np.int64)
+    total_bytes = np.zeros(program.shape.ranks)
+    for change_ops, slots in count_send_slots(program, kind).items():
+        value_sizes = compute_form_sizes(program, kind, change_ops, sizes, lives.filled_at)
+        slot_counts = slot_counts + slots
+        total_bytes = total_bytes + slots * lives.max_per_rank(
+            np.where(is_sent_value, value_sizes, 0.0)
+        )
+    return slot_counts, total_bytes
 
 
 def _find_handover_memory(program: Program, sizes: Sizes) -> ValueLifetimes:
@@ -548,28 +568,32 @@ def _find_handover_memory(program: Program, sizes: Sizes) -> ValueLifetimes:
     last form uses a send slot, and does not count here.
     """
     index = InstructionIndex.from_program(program)
-    group, found = number_groups(index).astype(np.int64), []
+    group, changes = number_groups(index).astype(np.int64), []
 
-    def add(begin: Positions, end: Positions, each: NDArray[np.float64]) -> None:
-        one = np.ones(len(begin), np.int64)
-        found.append((begin, 2 * group[begin], one, each))
-        found.append((end, 2 * group[end] + 1, -one, -each))
+    def add(begin: Positions, end: Positions, byte_counts: NDArray[np.float64]) -> None:
+        ones = np.ones(len(begin), np.int64)
+        changes.append((begin, 2 * group[begin], ones, byte_counts))
+        changes.append((end, 2 * group[end] + 1, -ones, -byte_counts))
 
     for kind in filter(program.uses_value, _SENT_VALUES):
         lives = Dataflow.from_program(program).find_lifetimes(kind)
-        sent = is_sent(program, kind)
-        here = lives.filled_at[~sent]
-        add(here, lives.freed_at[~sent], compute_full_sizes(program, kind, sizes, here))
-        for changed, some in group_by_form(program, kind, lives.filled_at):
-            begin = lives.filled_at[some & sent]
-            for k, op in enumerate(changed):
+        is_sent_value = is_sent(program, kind)
+        filled_at = lives.filled_at[~is_sent_value]
+        add(
+            filled_at,
+            lives.freed_at[~is_sent_value],
+            compute_full_sizes(program, kind, sizes, filled_at),
+        )
+        for change_ops, is_member in group_by_form(program, kind, lives.filled_at):
+            begin = lives.filled_at[is_member & is_sent_value]
+            for k, op in enumerate(change_ops):
                 end = index.find_positions(op, index.key[begin])
-                add(begin, end, compute_form_sizes(program, kind, changed[:k], sizes, begin))
+                add(begin, end, compute_form_sizes(program, kind, change_ops[:k], sizes, begin))
                 begin = end
-    if not found:
-        none = np.empty(0, np.int64)
-        return ValueLifetimes(none, none, none, np.empty(0))
-    return ValueLifetimes(*map(np.concatenate, zip(*found, strict=True)))
+    if not changes:
+        empty = np.empty(0, np.int64)
+        return ValueLifetimes(empty, empty, empty, np.empty(0))
+    return ValueLifetimes(*map(np.concatenate, zip(*changes, strict=True)))
 
 
 def require_memory_limit(
@@ -590,21 +614,21 @@ def require_memory_limit(
             most memory, the instruction at its peak, and the values.
     """
     footprints = compute_footprints(program, sizes, tier, worst_case=True)
-    peaks = [float(own.total_bytes.max(initial=0.0)) for own in footprints]
+    peaks = [float(footprint.total_bytes.max(initial=0.0)) for footprint in footprints]
     rank = max(range(len(peaks)), key=peaks.__getitem__)
     if peaks[rank] > add_tolerance(limit):
-        own = footprints[rank]
-        fullest = int(own.total_bytes.argmax())
-        at = int(own.positions[fullest])
-        instr = program.streams[rank][at]
-        converts = any(VALUES[kind].converted_from for kind in INSTRUCTIONS[instr.op].gives)
-        new = ", and makes deferred weight gradients" * converts
+        footprint = footprints[rank]
+        peak_change = int(footprint.total_bytes.argmax())
+        index = int(footprint.positions[peak_change])
+        instr = program.streams[rank][index]
+        has_conversion = any(VALUES[kind].converted_from for kind in INSTRUCTIONS[instr.op].gives)
+        conversion_note = ", and makes deferred weight gradients" * has_conversion
         raise MemoryLimitError(
             program=program.name,
             limit_bytes=limit,
             required_bytes=peaks[rank],
-            live_values=own.list_values(fullest),
-            site=InstructionSite(rank, at, instr, "while it runs" + new),
+            live_values=footprint.list_values(peak_change),
+            site=InstructionSite(rank, index, instr, "while it runs" + conversion_note),
             tier=tier,
         )
     return program

@@ -45,15 +45,15 @@ def count_unshards(program: Program) -> UnshardCounts:
     Args:
         program: The program.
     """
-    found = UnshardCounts([], [], [], [])
+    counts = UnshardCounts([], [], [], [])
     for stream in program.streams:
-        own = np.isin(stream.op, _UNSHARD_OPS)
-        change = own.astype(np.int64) - np.isin(stream.op, _RESHARD_OPS)
-        found.unshards.append(int(own.sum()))
-        found.reductions.append(int(np.isin(stream.op, _REDUCE_OPS).sum()))
-        found.max_unsharded.append(int(np.cumsum(change).max(initial=0)))
-        found.stages.append(len(np.unique(stream.stage[own])))
-    return found
+        is_unshard = np.isin(stream.op, _UNSHARD_OPS)
+        change = is_unshard.astype(np.int64) - np.isin(stream.op, _RESHARD_OPS)
+        counts.unshards.append(int(is_unshard.sum()))
+        counts.reductions.append(int(np.isin(stream.op, _REDUCE_OPS).sum()))
+        counts.max_unsharded.append(int(np.cumsum(change).max(initial=0)))
+        counts.stages.append(len(np.unique(stream.stage[is_unshard])))
+    return counts
 
 
 def describe_sharding(program: Program) -> str:
@@ -75,28 +75,29 @@ def describe_sharding(program: Program) -> str:
         return ""
     if program.dp == 1:
         return f"zero {program.zero} saves no memory: dp is 1, so the only replica has all states"
-    *most, last = [
-        name for part, name in _STATE_NAMES.items() if program.zero >= SHARDED_FROM_LEVEL[part]
+    *leading_names, last_name = [
+        name for field, name in _STATE_NAMES.items() if program.zero >= SHARDED_FROM_LEVEL[field]
     ]
-    cut = f"{', '.join(most)} and {last}" if most else last
-    text = f"zero {program.zero}: {cut} split into {program.dp} shards, one per replica"
+    names = f"{', '.join(leading_names)} and {last_name}" if leading_names else last_name
+    text = f"zero {program.zero}: {names} split into {program.dp} shards, one per replica"
     if program.ep > 1:
         text += f", and of experts into {program.dp // program.ep}"
-    found = count_unshards(program)
-    if not any(found.unshards):
+    counts = count_unshards(program)
+    if not any(counts.unshards):
         return text
-    one = len({*zip(*found, strict=True)}) == 1
+    is_uniform = len({*zip(*counts, strict=True)}) == 1
     text += (
-        f"; {'each rank gathers' if one else 'ranks gather'} weights "
-        f"{_format_times(found.unshards)} per step"
+        f"; {'each rank gathers' if is_uniform else 'ranks gather'} weights "
+        f"{_format_times(counts.unshards)} per step"
     )
-    if max(found.stages) > 1:
+    if max(counts.stages) > 1:
         text += (
-            f", and {'has' if one else 'have'} at most {format_range(found.max_unsharded)} of "
-            f"{'its' if one else 'their'} {format_range(found.stages)} stages unsharded"
+            f", and {'has' if is_uniform else 'have'} at most "
+            f"{format_range(counts.max_unsharded)} of {'its' if is_uniform else 'their'} "
+            f"{format_range(counts.stages)} stages unsharded"
         )
     if program.reduce_scatter_at == "each_backward":
-        text += f"; gradients are reduced {_format_times(found.reductions)}"
+        text += f"; gradients are reduced {_format_times(counts.reductions)}"
     return text
 
 
@@ -112,13 +113,13 @@ def collect_sharding_facts(program: Program) -> dict[str, Any]:
     """
     if not program.zero:
         return {}
-    found = count_unshards(program)
+    counts = count_unshards(program)
     return {
         "zero": program.zero,
         "dp": program.dp,
-        "unshards": found.unshards,
-        "reductions": found.reductions,
-        "max_unsharded_stages": found.max_unsharded,
+        "unshards": counts.unshards,
+        "reductions": counts.reductions,
+        "max_unsharded_stages": counts.max_unsharded,
     }
 
 
@@ -128,10 +129,10 @@ def format_range(numbers: list[int]) -> str:
     Args:
         numbers: The numbers; not empty.
     """
-    least, most = min(numbers), max(numbers)
-    return str(most) if least == most else f"{least} to {most}"
+    lowest, highest = min(numbers), max(numbers)
+    return str(highest) if lowest == highest else f"{lowest} to {highest}"
 
 
 def _format_times(numbers: list[int]) -> str:
-    many = format_range(numbers)
-    return {"1": "once", "2": "twice"}.get(many, f"{many} times")
+    text = format_range(numbers)
+    return {"1": "once", "2": "twice"}.get(text, f"{text} times")

@@ -62,49 +62,62 @@ def compute_value_lifetimes(
     """
     index, shape = InstructionIndex.from_program(program), program.shape
     states = _select_states(program, kind, moved)
-    begin, end, at_tier, _, made, over = states
+    begin, end, at_tier, _, is_created, is_freed = states
     size = _compute_sizes(program, kind, sizes, states)
-    here = at_tier == tier
-    left = end
+    is_on_tier = at_tier == tier
+    stay_end = end
     if worst_case and tier:  # a move on another lane may end as late as the next use of the value
-        here, left = _find_longest_stays(program, kind, states, tier)
+        is_on_tier, stay_end = _find_longest_stays(program, kind, states, tier)
     elif worst_case:
         lanes = np.array([row.lane for row in INSTRUCTIONS])[index.op]
-        here = here | (lanes[begin] != Lane.COMPUTE)
+        is_on_tier = is_on_tier | (lanes[begin] != Lane.COMPUTE)
     group = number_groups(index).astype(np.int64)
-    before, after = _has_neighbors(begin, end, here, made, over)
-    comes, goes = here & ~before, here & ~after
-    one = np.ones(len(begin), np.int64)
-    adds = size.copy()
-    first = np.empty(0, np.intp)
-    if made_of := VALUES[
-        kind
-    ].converted_from:  # while it is converted, only its bytes beyond those of the source count
-        first = np.flatnonzero(comes & made)
-        more = sizes.per_microbatch(made_of[1], shape) - sizes.per_microbatch(
-            VALUES[made_of[0]].size, shape
+    has_previous, has_next = _has_neighbors(begin, end, is_on_tier, is_created, is_freed)
+    is_start, is_end = is_on_tier & ~has_previous, is_on_tier & ~has_next
+    ones = np.ones(len(begin), np.int64)
+    added_bytes = size.copy()
+    conversions = np.empty(0, np.intp)
+    if source := VALUES[kind].converted_from:
+        # While it is converted, only its bytes beyond those of the source count.
+        conversions = np.flatnonzero(is_start & is_created)
+        extra_sizes = sizes.per_microbatch(source[1], shape) - sizes.per_microbatch(
+            VALUES[source[0]].size, shape
         )
-        adds[first] = look_up(more, index.stage[begin[first]], index.mb[begin[first]])
-    came, gone = begin, left.copy()
-    when = 2 * group[begin]
+        added_bytes[conversions] = look_up(
+            extra_sizes, index.stage[begin[conversions]], index.mb[begin[conversions]]
+        )
+    start, release = begin, stay_end.copy()
+    order_key = 2 * group[begin]
     if worst_case:
-        came = _find_earliest_starts(program, kind, begin, made)
-        when = 2 * group[came] + (came != begin) * (came != program.offsets[index.rank[came]])
+        start = _find_earliest_starts(program, kind, begin, is_created)
+        order_key = 2 * group[start] + (start != begin) * (
+            start != program.offsets[index.rank[start]]
+        )
     if tier == 0:  # the host frees device memory when it has observed the end of the instruction
-        gone[over] = find_known_ends(program, end[over], count_drains=not worst_case)
+        release[is_freed] = find_known_ends(program, end[is_freed], count_drains=not worst_case)
         if VALUES[kind].initial_tier:
-            gone = _find_host_releases(program, kind, end, worst_case)
+            release = _find_host_releases(program, kind, end, worst_case)
     changes = [
-        (came[comes], when[comes], one[comes], adds[comes]),
-        (begin[first], 2 * group[begin[first]] + 1, 0 * one[first], (size - adds)[first]),
-        (gone[goes], (2 * group[gone] + (gone == end))[goes], -one[goes], -size[goes]),
+        (start[is_start], order_key[is_start], ones[is_start], added_bytes[is_start]),
+        (
+            begin[conversions],
+            2 * group[begin[conversions]] + 1,
+            0 * ones[conversions],
+            (size - added_bytes)[conversions],
+        ),
+        (
+            release[is_end],
+            (2 * group[release] + (release == end))[is_end],
+            -ones[is_end],
+            -size[is_end],
+        ),
     ]
-    stays = np.flatnonzero(here & after)  # values that only change their form
-    if len(stays):
-        following = np.searchsorted(begin, end[stays])
-        grows = size[following] - size[stays]
-        when = 2 * group[end[stays]] + (grows < 0)
-        changes.append((end[stays], when, 0 * one[stays], grows))
+    form_changes = np.flatnonzero(is_on_tier & has_next)  # values that only change their form
+    if len(form_changes):
+        next_state = np.searchsorted(begin, end[form_changes])
+        growth = size[next_state] - size[form_changes]
+        order_key = 2 * group[end[form_changes]] + (growth < 0)
+        changes.append((end[form_changes], order_key, 0 * ones[form_changes], growth))
     return ValueLifetimes(*map(np.concatenate, zip(*changes, strict=True)))
 
 
@@ -120,8 +133,8 @@ def _select_states(program: Program, kind: Value, moved: bool | None) -> ValueSt
     key = index.compute_keys(
         VALUES[kind].scope, states.begin, index.mb[states.begin].astype(np.int64)
     )
-    own = np.isin(key, key[states.tier > 0]) == moved
-    return ValueStates(*(each[own] for each in states))
+    is_selected = np.isin(key, key[states.tier > 0]) == moved
+    return ValueStates(*(field[is_selected] for field in states))
 
 
 def _compute_sizes(
@@ -131,12 +144,14 @@ def _compute_sizes(
     index = InstructionIndex.from_program(program)
     chains = Dataflow.from_program(program).get_chains(kind)
     names = [VALUES[kind].size, *(chains.forms if chains else ())]
-    at = index.stage[states.begin], index.mb[states.begin]
+    address = index.stage[states.begin], index.mb[states.begin]
     # With ZeRO, each replica may have only a shard of a value that exists from the start.
-    part = VALUES[kind].initial_tier and is_sharded(VALUES[kind].size, program.zero)
-    parts = program.dp if part else 1
-    of_form = [look_up(sizes.per_microbatch(name, program.shape), *at) / parts for name in names]
-    return of_form[0] if len(names) == 1 else np.choose(states.form - NO_FORM, of_form)
+    is_shard = VALUES[kind].initial_tier and is_sharded(VALUES[kind].size, program.zero)
+    shard_count = program.dp if is_shard else 1
+    form_sizes = [
+        look_up(sizes.per_microbatch(name, program.shape), *address) / shard_count for name in names
+    ]
+    return form_sizes[0] if len(names) == 1 else np.choose(states.form - NO_FORM, form_sizes)
 
 
 def _find_longest_stays(
@@ -153,22 +168,22 @@ def _find_longest_stays(
     )
     order = np.lexsort((states.begin, key))
     key, end, at_tier = key[order], states.end[order], states.tier[order]
-    life = np.cumsum(np.append(False, key[1:] != key[:-1])[: len(key)])
-    place = np.arange(len(key))
-    first = np.full(len(key), len(key))
-    last = np.full(len(key), -1)
-    there = np.flatnonzero(at_tier == tier)
-    np.minimum.at(first, life[there], there)
-    np.maximum.at(last, life[there], there)
-    here = (place >= first[life]) & (place <= last[life])
-    device = np.flatnonzero(at_tier == 0)
-    back = np.append(device, len(key))[np.searchsorted(device, there)]
-    known = np.append(life, -1)[back] == life[there]
-    left = end.copy()
-    left[there[known]] = end[back[known]]
-    found = np.empty(len(key), bool), np.empty_like(end)
-    found[0][order], found[1][order] = here, left
-    return found
+    lifetime = np.cumsum(np.append(False, key[1:] != key[:-1])[: len(key)])
+    state = np.arange(len(key))
+    first_state = np.full(len(key), len(key))
+    last_state = np.full(len(key), -1)
+    states_on_tier = np.flatnonzero(at_tier == tier)
+    np.minimum.at(first_state, lifetime[states_on_tier], states_on_tier)
+    np.maximum.at(last_state, lifetime[states_on_tier], states_on_tier)
+    is_on_tier = (state >= first_state[lifetime]) & (state <= last_state[lifetime])
+    device_states = np.flatnonzero(at_tier == 0)
+    next_device = np.append(device_states, len(key))[np.searchsorted(device_states, states_on_tier)]
+    has_next = np.append(lifetime, -1)[next_device] == lifetime[states_on_tier]
+    stay_end = end.copy()
+    stay_end[states_on_tier[has_next]] = end[next_device[has_next]]
+    unsorted_mask, unsorted_end = np.empty(len(key), bool), np.empty_like(end)
+    unsorted_mask[order], unsorted_end[order] = is_on_tier, stay_end
+    return unsorted_mask, unsorted_end
 
 
 def compute_moved_sizes(
@@ -186,17 +201,18 @@ def compute_moved_sizes(
         Largest and smallest bytes, shape (ranks,) each; 0 for a rank without such values.
     """
     states = _select_states(program, kind, True)
-    size, here = _compute_sizes(program, kind, sizes, states), states.tier == tier
-    rank = InstructionIndex.from_program(program).rank[states.begin[here]]
-    most = np.zeros(program.shape.ranks)
-    least = np.full(program.shape.ranks, np.inf)
-    np.maximum.at(most, rank, size[here])
-    np.minimum.at(least, rank, size[here])
-    return most, np.where(np.isinf(least), 0.0, least)
+    size = _compute_sizes(program, kind, sizes, states)
+    is_on_tier = states.tier == tier
+    rank = InstructionIndex.from_program(program).rank[states.begin[is_on_tier]]
+    largest = np.zeros(program.shape.ranks)
+    smallest = np.full(program.shape.ranks, np.inf)
+    np.maximum.at(largest, rank, size[is_on_tier])
+    np.minimum.at(smallest, rank, size[is_on_tier])
+    return largest, np.where(np.isinf(smallest), 0.0, smallest)
 
 
 def _find_earliest_starts(
-    program: Program, kind: Value, begin: Positions, made: NDArray[np.bool_]
+    program: Program, kind: Value, begin: Positions, is_created: NDArray[np.bool_]
 ) -> Positions:
     """Return the position from which each value can use memory at the earliest.
 
@@ -210,22 +226,22 @@ def _find_earliest_starts(
     """
     index = InstructionIndex.from_program(program)
     has_initial_tier = bool(VALUES[kind].initial_tier)
-    off = (made | has_initial_tier) & (
+    can_start_early = (is_created | has_initial_tier) & (
         np.array([row.lane for row in INSTRUCTIONS])[index.op[begin]] != Lane.COMPUTE
     )
-    early = program.offsets[index.rank[begin]].astype(np.int32)
+    earliest = program.offsets[index.rank[begin]].astype(np.int32)
     if has_initial_tier and len(begin):
-        needs = np.append(
+        givers = np.append(
             Dataflow.from_program(program).givers, np.full((1, len(index)), NO_POSITION), 0
         )
-        given = needs[:, begin].max(0)
-        computed = np.where(given == NO_POSITION, NO_POSITION, needs[:, given].max(0))
-        early = np.maximum(early, computed).astype(np.int32)
-    fills, left = find_slot_reuses(program).get(kind, (begin[:0], begin[:0]))
-    among = np.isin(fills, begin)
-    again = np.searchsorted(begin, fills[among])
-    early[again] = np.maximum(early[again], left[among])
-    return np.where(off, np.maximum.accumulate(early), begin)
+        giver = givers[:, begin].max(0)
+        second_giver = np.where(giver == NO_POSITION, NO_POSITION, givers[:, giver].max(0))
+        earliest = np.maximum(earliest, second_giver).astype(np.int32)
+    fills, frees = find_slot_reuses(program).get(kind, (begin[:0], begin[:0]))
+    is_refill = np.isin(fills, begin)
+    refills = np.searchsorted(begin, fills[is_refill])
+    earliest[refills] = np.maximum(earliest[refills], frees[is_refill])
+    return np.where(can_start_early, np.maximum.accumulate(earliest), begin)
 
 
 def _find_host_releases(
@@ -237,24 +253,28 @@ def _find_host_releases(
     `worst_case`, the memory is free when the move has ended, because the next value in the slot
     counts from that time on.
     """
-    heard, again = find_known_ends(program, end), {}
-    if kind in (found := find_slot_reuses(program)):
-        fills, left = (each.tolist() for each in found[kind])
-        again = dict(zip(left, left if worst_case else fills, strict=True))
-    taken = [again.get(at, last) for at, last in zip(end.tolist(), heard.tolist(), strict=True)]
-    return np.minimum(heard, np.array(taken, np.int32)).astype(np.int32)
+    known_ends, release_by_free = find_known_ends(program, end), {}
+    if kind in (reuses := find_slot_reuses(program)):
+        fills, frees = (positions.tolist() for positions in reuses[kind])
+        release_by_free = dict(zip(frees, frees if worst_case else fills, strict=True))
+    releases = [
+        release_by_free.get(position, known_end)
+        for position, known_end in zip(end.tolist(), known_ends.tolist(), strict=True)
+    ]
+    return np.minimum(known_ends, np.array(releases, np.int32)).astype(np.int32)
 
 
 def _has_neighbors(
-    begin: NDArray[np.int32], end: NDArray[np.int32], here: NDArray[np.bool_],
-    made: NDArray[np.bool_], over: NDArray[np.bool_],
+    begin: NDArray[np.int32], end: NDArray[np.int32], is_on_tier: NDArray[np.bool_],
+    is_created: NDArray[np.bool_], is_freed: NDArray[np.bool_],
 ) -> tuple[NDArray[np.bool_], NDArray[np.bool_]]:  # fmt: skip
     """Return masks of the states whose previous state, and whose next state, is on the tier.
 
-    `here` is the mask of the states that are on the tier.
+    `is_on_tier` is the mask of the states that are on the tier.
     """
-    before, after = np.zeros_like(here), np.zeros_like(here)
-    goes_on = np.flatnonzero(~over & np.isin(end, begin))
-    following = np.searchsorted(begin, end[goes_on])
-    after[goes_on], before[following] = here[following], here[goes_on]
-    return before, after
+    has_previous, has_next = np.zeros_like(is_on_tier), np.zeros_like(is_on_tier)
+    inner_states = np.flatnonzero(~is_freed & np.isin(end, begin))
+    next_state = np.searchsorted(begin, end[inner_states])
+    has_next[inner_states] = is_on_tier[next_state]
+    has_previous[next_state] = is_on_tier[inner_states]
+    return has_previous, has_next
