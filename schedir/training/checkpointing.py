@@ -87,10 +87,10 @@ class TrainingCheckpoints:
         self.extra_state = broadcast(None if run is None else run.extra_state, 0)
         if train.resume == "no":
             return 0
-        with warnings.catch_warnings(record=True) as caught:
+        with warnings.catch_warnings(record=True) as caught_warnings:
             warnings.simplefilter("always")
             state = load(self.executor, folder, name_map=_keep_name)
-        for warning in caught:
+        for warning in caught_warnings:
             print(warning.message, flush=True)
         if state is None:
             return 0
@@ -98,10 +98,10 @@ class TrainingCheckpoints:
         if (cursor := state["extra"].get(_CURSOR_KEY)) is not None:
             self.start_samples = self.batches.read_cursor(cursor)
         if run is not None:
-            changed = run.describe_changes(state["extra"])
+            changes = run.describe_changes(state["extra"])
             print(
                 f"resumed at step {step} from {CheckpointDirectory(folder).locate_step(step)}"
-                f"{f'; changed since: {changed}' if changed else ''}",
+                f"{f'; changed since: {changes}' if changes else ''}",
                 flush=True,
             )
         return step
@@ -142,14 +142,16 @@ class TrainingCheckpoints:
         Raises:
             CheckpointError: This checkpoint or the previous one cannot be written.
         """
-        folder, began = self.train.checkpoint_dir, perf_counter()
+        folder, begin_time = self.train.checkpoint_dir, perf_counter()
         assert folder is not None
         self.wait()
         self._flush_losses()
         extra = self._make_extra_state(step)
-        taken = plan_save(self.executor, step=step, name_map=_keep_name, extra_state=extra)
-        path = write_checkpoint(taken, folder, keep=self.train.checkpoint_keep, group=self.group)
-        self._report_saved(SavedCheckpoint(step, path, perf_counter() - began))
+        save_plan = plan_save(self.executor, step=step, name_map=_keep_name, extra_state=extra)
+        path = write_checkpoint(
+            save_plan, folder, keep=self.train.checkpoint_keep, group=self.group
+        )
+        self._report_saved(SavedCheckpoint(step, path, perf_counter() - begin_time))
 
     def schedule_copy(self, step: int) -> None:
         """Request that the next step copies the current state.
@@ -230,8 +232,8 @@ class TrainingCheckpoints:
             self.losses.sync_to_disk()
 
     def _make_extra_state(self, step: int) -> dict[str, Any]:
-        taken = self.start_samples + (step - self.start_step) * self.batches.batch_size
-        return self.extra_state | {_CURSOR_KEY: self.batches.make_cursor(taken)}
+        used_samples = self.start_samples + (step - self.start_step) * self.batches.batch_size
+        return self.extra_state | {_CURSOR_KEY: self.batches.make_cursor(used_samples)}
 
     def _report_saved(self, saved: SavedCheckpoint) -> None:
         self.saved_step = saved.step

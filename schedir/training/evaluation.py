@@ -97,10 +97,10 @@ class Evaluation:
         indices[:count] = torch.arange(count)
         inputs, targets = inputs[indices], targets[indices]
         targets[count:] = IGNORE_INDEX
-        first = transport.dp_rank * replica_windows
+        first_window = transport.dp_rank * replica_windows
         self.batches = [
-            (inputs[at : at + replica_windows], targets[at : at + replica_windows])
-            for at in range(first, padded_count, batch_windows)
+            (inputs[begin : begin + replica_windows], targets[begin : begin + replica_windows])
+            for begin in range(first_window, padded_count, batch_windows)
         ]
         # All tensor-parallel ranks compute the same loss, so only the first one adds it.
         self.should_count_loss = shape.stages - 1 in executor.stages and transport.tp_rank == 0

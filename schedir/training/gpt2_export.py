@@ -57,33 +57,38 @@ def convert_to_gpt2(
         CheckpointError: The checkpoint is not a GPT of `schedir train`, or a layer has an attention
             window that is shorter than the context.
     """
-    kinds = {one.name: one.meta.shape for one in tensors}
+    shape_by_name = {tensor.name: tensor.meta.shape for tensor in tensors}
     heads = _read_setting(manifest, "heads", int)
     if (kind := _read_setting(manifest, "kind", str, "gpt")) != "gpt":
         raise _make_gpt_error(manifest, f"it is of kind {kind}")
     dropout = _read_setting(manifest, "dropout", float)
     try:
-        (vocab, hidden), (context, _) = kinds["embedding.weight"], kinds["positions"]
+        vocab, hidden = shape_by_name["embedding.weight"]
+        context, _ = shape_by_name["positions"]
     except (KeyError, ValueError):
         raise _make_gpt_error(manifest, "it has no embedding of tokens and of positions") from None
-    numbers = (int(match[1]) for match in map(_LAYER_PATTERN.fullmatch, kinds) if match)
-    layers = 1 + max(numbers, default=-1)
-    expected = _get_expected_shapes(vocab, hidden, context, min(layers, len(kinds)))
-    tied = "head.weight" not in kinds
-    if tied:
+    layer_numbers = (
+        int(match[1]) for match in map(_LAYER_PATTERN.fullmatch, shape_by_name) if match
+    )
+    layers = 1 + max(layer_numbers, default=-1)
+    expected = _get_expected_shapes(vocab, hidden, context, min(layers, len(shape_by_name)))
+    is_tied = "head.weight" not in shape_by_name
+    if is_tied:
         del expected["head.weight"]
-    if odd := [*expected.keys() - kinds.keys()]:
-        raise _make_gpt_error(manifest, f"it has no tensor {min(odd)}")
-    if odd := [*kinds.keys() - expected.keys()]:
-        raise _make_gpt_error(manifest, f"it has an unknown tensor {min(odd)}")
-    if odd := [name for name in kinds if kinds[name] != expected[name]]:
-        name = odd[0]
-        shapes = f"the shape {[*kinds[name]]}, not {[*expected[name]]}"
-        raise _make_gpt_error(manifest, f"tensor {name} has {shapes}")
+    if mismatches := [*expected.keys() - shape_by_name.keys()]:
+        raise _make_gpt_error(manifest, f"it has no tensor {min(mismatches)}")
+    if mismatches := [*shape_by_name.keys() - expected.keys()]:
+        raise _make_gpt_error(manifest, f"it has an unknown tensor {min(mismatches)}")
+    if mismatches := [name for name in shape_by_name if shape_by_name[name] != expected[name]]:
+        name = mismatches[0]
+        shape_text = f"the shape {[*shape_by_name[name]]}, not {[*expected[name]]}"
+        raise _make_gpt_error(manifest, f"tensor {name} has {shape_text}")
     if heads < 1 or hidden % heads:
         raise _make_gpt_error(manifest, f"{heads} heads do not divide a hidden width of {hidden}")
     if windows := [
-        one for one in _read_setting(manifest, "window", _parse_integers, "0") if 0 < one < context
+        window
+        for window in _read_setting(manifest, "window", _parse_integers, "0")
+        if 0 < window < context
     ]:
         raise _make_gpt_error(
             manifest, f"a layer has an attention window of {max(windows)}, but GPT-2 has none"
@@ -100,19 +105,19 @@ def convert_to_gpt2(
         "activation_function": "gelu",
         "layer_norm_epsilon": 1e-5,
         **dict.fromkeys(("embd_pdrop", "attn_pdrop", "resid_pdrop"), dropout),
-        "tie_word_embeddings": tied,
+        "tie_word_embeddings": is_tied,
         "bos_token_id": None,
         "eos_token_id": None,
-        "dtype": next(one.meta.dtype for one in tensors),
+        "dtype": next(tensor.meta.dtype for tensor in tensors),
     }
-    return config, [_rename_tensor(one, heads) for one in tensors]
+    return config, [_rename_tensor(tensor, heads) for tensor in tensors]
 
 
 def _get_expected_shapes(
     vocab: int, hidden: int, context: int, layers: int
 ) -> dict[str, tuple[int, ...]]:
     """Return the shape of each parameter of a GPT of this size, by name."""
-    wide = {"qkv": (3, 1), "proj": (1, 1), "up": (4, 1), "down": (1, 4)}
+    shape_factors = {"qkv": (3, 1), "proj": (1, 1), "up": (4, 1), "down": (1, 4)}
     shapes: dict[str, tuple[int, ...]] = {
         "embedding.weight": (vocab, hidden),
         "positions": (context, hidden),
@@ -122,7 +127,7 @@ def _get_expected_shapes(
     }
     for number in range(layers):
         for part in _LAYER_NAMES:
-            rows, columns = wide.get(part, (1, 0))
+            rows, columns = shape_factors.get(part, (1, 0))
             weight = (rows * hidden, columns * hidden) if columns else (hidden,)
             shapes[f"layers.{number}.{part}.weight"] = weight
             shapes[f"layers.{number}.{part}.bias"] = (rows * hidden,)
@@ -135,15 +140,15 @@ def _rename_tensor(tensor: ExportedTensor, heads: int) -> ExportedTensor:
         return tensor._replace(name=_TOP_LEVEL_NAMES[tensor.name])
     match = _LAYER_PATTERN.fullmatch(tensor.name)
     assert match is not None
-    number, part, what = match.groups()
-    made: Callable[[Tensor], Tensor] = tensor.convert
+    number, part, suffix = match.groups()
+    convert: Callable[[Tensor], Tensor] = tensor.convert
     if part == "qkv":
-        made = partial(_convert_qkv, heads=heads)
-    elif what == "weight" and len(tensor.meta.shape) == 2:
-        made = _transpose
+        convert = partial(_convert_qkv, heads=heads)
+    elif suffix == "weight" and len(tensor.meta.shape) == 2:
+        convert = _transpose
     shape = tensor.meta.shape[::-1]
-    name = f"transformer.h.{number}.{_LAYER_NAMES[part]}.{what}"
-    return ExportedTensor(name, TensorMeta(shape, tensor.meta.dtype), tensor.stored_name, made)
+    name = f"transformer.h.{number}.{_LAYER_NAMES[part]}.{suffix}"
+    return ExportedTensor(name, TensorMeta(shape, tensor.meta.dtype), tensor.stored_name, convert)
 
 
 def _transpose(value: Tensor) -> Tensor:
@@ -159,7 +164,7 @@ def _convert_qkv(value: Tensor, heads: int) -> Tensor:
 
 def _parse_integers(text: str) -> list[int]:
     """Parse one integer, or a tuple of integers."""
-    return [int(one) for one in text.strip("()").split(",") if one.strip()]
+    return [int(part) for part in text.strip("()").split(",") if part.strip()]
 
 
 def _read_setting(
@@ -172,8 +177,8 @@ def _read_setting(
     try:
         return read(str(text))
     except ValueError:
-        why = "no" if text is None else f"an invalid value {str(text)!r:.40} of"
-        raise _make_gpt_error(manifest, f"its manifest has {why} model.{name}") from None
+        fault = "no" if text is None else f"an invalid value {str(text)!r:.40} of"
+        raise _make_gpt_error(manifest, f"its manifest has {fault} model.{name}") from None
 
 
 def _make_gpt_error(manifest: Manifest, reason: str) -> CheckpointError:

@@ -151,20 +151,24 @@ def measure(
     """
     if device not in DEVICES:
         raise UsageError(f"device {device!r} is not known", hint=" or ".join(DEVICES))
-    number = max(_count_devices(device), 1) if processes is None else processes
-    if isinstance(number, bool) or not isinstance(number, int) or number < 1:
+    process_count = max(_count_devices(device), 1) if processes is None else processes
+    if isinstance(process_count, bool) or not isinstance(process_count, int) or process_count < 1:
         raise UsageError(f"processes must be 1 or more, not {processes!r}", fields=["processes"])
-    load_object(DEVICES[device].require_path)(number)
-    shared = count_processors() if device == "cpu" else None
+    load_object(DEVICES[device].require_path)(process_count)
+    processor_count = count_processors() if device == "cpu" else None
     extent = QUICK if quick else EXTENTS[device]
     context = multiprocessing.get_context("spawn")
     seconds = 0.02 if quick else 0.3
     if progress:
-        where = f"{shared} processor{'s' * (shared > 1)}" if shared else "a GPU each"
-        _print_progress(f"{number} process{'es' * (number > 1)} on {where}")
-    asked = device, extent, seconds, progress
-    seen = run_processes(_measure_process, number, *asked, context=context, timeout=TIMEOUT)
-    return _combine_samples(seen, number, shared, device, extent)
+        processors_text = "a GPU each"
+        if processor_count:
+            processors_text = f"{processor_count} processor{'s' * (processor_count > 1)}"
+        _print_progress(f"{process_count} process{'es' * (process_count > 1)} on {processors_text}")
+    arguments = device, extent, seconds, progress
+    samples = run_processes(
+        _measure_process, process_count, *arguments, context=context, timeout=TIMEOUT
+    )
+    return _combine_samples(samples, process_count, processor_count, device, extent)
 
 
 def count_processors() -> int:
@@ -172,12 +176,14 @@ def count_processors() -> int:
 
     It is the number in the CPU affinity, limited by the CPU quota of the cgroup.
     """
-    own = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    available = (
+        len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    )
     try:
         quota, period = Path("/sys/fs/cgroup/cpu.max").read_text().split()
-        return min(own, max(1, math.ceil(int(quota) / int(period))))
+        return min(available, max(1, math.ceil(int(quota) / int(period))))
     except (OSError, ValueError):  # The cgroup has no limit.
-        return own
+        return available
 
 
 def _compute_slowdown(processes: int, processor_count: int | None) -> float:
@@ -223,30 +229,37 @@ def _measure_process(
     rank: int, device: str, extent: BenchmarkExtent, seconds: float, progress: bool
 ) -> MeasuredSamples:
     """Measure as one of several processes."""
-    say = _print_progress if progress and rank == 0 else lambda line: None
-    say(f"measuring {len(extent.gemms)} matrix products and a copy")
-    watch = _Stopwatch(device, seconds)
+    report = _print_progress if progress and rank == 0 else lambda line: None
+    report(f"measuring {len(extent.gemms)} matrix products and a copy")
+    stopwatch = _Stopwatch(device, seconds)
     if device == "cuda":
         torch.cuda.set_device(rank)
-    where = {"device": torch.device(device), "dtype": watch.dtype}
-    began = time.perf_counter(), time.process_time()
-    products = [watch.time_rounds(_make_gemm(*shape, where)) for shape in extent.gemms]
-    share = (time.process_time() - began[1]) / (time.perf_counter() - began[0])
-    copied = watch.time_rounds(partial(torch.ones(extent.copy_bytes // 4, device=device).add_, 1.0))
-    say(f"measuring {len(extent.smallest_layers) + len(extent.layers)} layers")
+    tensor_options = {"device": torch.device(device), "dtype": stopwatch.dtype}
+    begin_times = time.perf_counter(), time.process_time()
+    products = [stopwatch.time_rounds(_make_gemm(*shape, tensor_options)) for shape in extent.gemms]
+    processor_seconds = time.process_time() - begin_times[1]
+    processor_share = processor_seconds / (time.perf_counter() - begin_times[0])
+    copy_seconds = stopwatch.time_rounds(
+        partial(torch.ones(extent.copy_bytes // 4, device=device).add_, 1.0)
+    )
+    report(f"measuring {len(extent.smallest_layers) + len(extent.layers)} layers")
     smallest, layers = (
-        [watch.time_rounds(_make_layer_step(*shape, where)) for shape in shapes]
+        [stopwatch.time_rounds(_make_layer_step(*shape, tensor_options)) for shape in shapes]
         for shapes in (extent.smallest_layers, extent.layers)
     )
-    say("measuring all-reduces")
-    slower = _compute_slowdown(
+    report("measuring all-reduces")
+    slowdown = _compute_slowdown(
         dist.get_world_size(), count_processors() if device == "cpu" else None
     )
-    sums = (
-        [*_measure_all_reduces(extent, watch, where, slower)] if dist.get_world_size() > 1 else []
+    all_reduces = (
+        [*_measure_all_reduces(extent, stopwatch, tensor_options, slowdown)]
+        if dist.get_world_size() > 1
+        else []
     )
     memory = _get_memory_bytes(device)
-    return MeasuredSamples(products, smallest, layers, copied, sums, memory, share)
+    return MeasuredSamples(
+        products, smallest, layers, copy_seconds, all_reduces, memory, processor_share
+    )
 
 
 class _Stopwatch:
@@ -265,30 +278,31 @@ class _Stopwatch:
         With `wall`, it is wall time on CPUs, too. All processes must call this with the same work.
         """
         wall = wall or self.device == "cuda"
-        return [one[not wall] for one in self.time_wall_and_processor(run)]
+        return [times[not wall] for times in self.time_wall_and_processor(run)]
 
     def time_wall_and_processor(self, run: Callable[[], object]) -> list[tuple[float, float]]:
         """Return the seconds of wall time and of thread processor time per run, in each round."""
         for _ in range(3):
             run()
         self._synchronize()
-        began = time.perf_counter()
+        begin_time = time.perf_counter()
         run()
         self._synchronize()
         # All processes must run the function equally often, because it may contain collectives.
-        run_count = torch.tensor(self.round_seconds / max(time.perf_counter() - began, 1e-7))
-        dist.all_reduce(run_count, dist.ReduceOp.MIN)
-        times = min(max(int(run_count), 1), 10_000)
+        max_runs = torch.tensor(self.round_seconds / max(time.perf_counter() - begin_time, 1e-7))
+        dist.all_reduce(max_runs, dist.ReduceOp.MIN)
+        run_count = min(max(int(max_runs), 1), 10_000)
         rounds = []
         for _ in range(self.ROUNDS):
             dist.barrier()
-            began = time.perf_counter()
-            worked = time.thread_time()
-            for _ in range(times):
+            begin_time = time.perf_counter()
+            thread_begin_time = time.thread_time()
+            for _ in range(run_count):
                 run()
             self._synchronize()
-            worked = time.thread_time() - worked
-            rounds.append(((time.perf_counter() - began) / times, worked / times))
+            thread_seconds = time.thread_time() - thread_begin_time
+            wall_seconds = time.perf_counter() - begin_time
+            rounds.append((wall_seconds / run_count, thread_seconds / run_count))
         return rounds
 
     def _synchronize(self) -> None:
@@ -331,7 +345,7 @@ def _make_layer_step(
 
 
 def _measure_all_reduces(
-    extent: BenchmarkExtent, watch: _Stopwatch, tensor_options: Any, slowdown: float
+    extent: BenchmarkExtent, stopwatch: _Stopwatch, tensor_options: Any, slowdown: float
 ) -> Iterator[tuple[int, int, list[float]]]:
     """Measure all-reduces over pairs of processes, and over all processes.
 
@@ -343,18 +357,18 @@ def _measure_all_reduces(
         The number of processes in the group, the bytes, and the seconds in each round. There are no
         seconds if this process was in no group.
     """
-    world = dist.get_world_size()
-    backend = "gloo" if watch.device == "cpu" else "nccl"
-    for size in sorted({2, world}):
-        group_ranks = [range(k, k + size) for k in range(0, world - size + 1, size)]
+    world_size = dist.get_world_size()
+    backend = "gloo" if stopwatch.device == "cpu" else "nccl"
+    for size in sorted({2, world_size}):
+        group_ranks = [range(k, k + size) for k in range(0, world_size - size + 1, size)]
         groups = [dist.new_group([*ranks], backend=backend) for ranks in group_ranks]
         group_number = dist.get_rank() // size
         # If `size` does not divide the processes, the last ones are in no group.
         group = groups[group_number] if group_number < len(groups) else None
-        for number in extent.all_reduce_bytes:
-            x = torch.zeros(number // 4, device=watch.device)
-            found = watch.time_rounds(partial(_all_reduce, x, group), wall=True)
-            yield size, number, [] if group is None else found
+        for message_bytes in extent.all_reduce_bytes:
+            x = torch.zeros(message_bytes // 4, device=stopwatch.device)
+            round_seconds = stopwatch.time_rounds(partial(_all_reduce, x, group), wall=True)
+            yield size, message_bytes, [] if group is None else round_seconds
         for hidden, heads, sequence, b in extent.sharded_layers:
             if heads % size or 4 * hidden % size:
                 continue
@@ -364,10 +378,10 @@ def _measure_all_reduces(
                 else _make_layer_step(hidden, heads, sequence, b, tensor_options, group)
             )
             times = [
-                (wall - slowdown * worked) / ALL_REDUCES_PER_LAYER
-                for wall, worked in watch.time_wall_and_processor(block)
+                (wall - slowdown * processor) / ALL_REDUCES_PER_LAYER
+                for wall, processor in stopwatch.time_wall_and_processor(block)
             ]
-            seconds = [] if group is None else [max(one, _MIN_SECONDS) for one in times]
+            seconds = [] if group is None else [max(value, _MIN_SECONDS) for value in times]
             yield size, 4 * b * sequence * hidden, seconds
         for group in groups:
             dist.destroy_process_group(group)
@@ -403,52 +417,56 @@ def _combine_samples(
     extent: BenchmarkExtent,
 ) -> BenchmarkResult:
     """Combine the samples of all processes, and fit a Cluster to them."""
-    slower = _compute_slowdown(processes, processor_count)
+    slowdown = _compute_slowdown(processes, processor_count)
 
-    def middle(name: str, k: int) -> float:
-        found: float = median(x for one in samples for x in getattr(one, name)[k])
-        return slower * found
+    def compute_median(name: str, k: int) -> float:
+        seconds: float = median(x for sample in samples for x in getattr(sample, name)[k])
+        return slowdown * seconds
 
-    def blocks(name: str) -> list[MeasuredLayer]:
-        found = []
+    def combine_layers(name: str) -> list[MeasuredLayer]:
+        layers = []
         for k, (hidden, heads, sequence, size) in enumerate(getattr(extent, name)):
             model = TransformerSpec(
                 layers=1, hidden=hidden, heads=heads, vocab=2, sequence=sequence
             )
-            found.append(
+            layers.append(
                 MeasuredLayer(
-                    model, ParallelPlan(microbatch_size=size, attention="flash"), middle(name, k)
+                    model,
+                    ParallelPlan(microbatch_size=size, attention="flash"),
+                    compute_median(name, k),
                 )
             )
-        return found
+        return layers
 
-    sums = [
-        MeasuredAllReduce(group, size, median(x for one in samples for x in one.all_reduces[k][2]))
+    all_reduces = [
+        MeasuredAllReduce(
+            group, size, median(x for sample in samples for x in sample.all_reduces[k][2])
+        )
         for k, (group, size, _) in enumerate(samples[0].all_reduces)
     ]
-    measured = MachineMeasurements(
+    measurements = MachineMeasurements(
         processes=processes,
         itemsize=4 if device == "cpu" else 2,
-        memory=min(one.memory_bytes for one in samples),
-        gemms=[MeasuredGemm(*shape, middle("gemms", k))
+        memory=min(sample.memory_bytes for sample in samples),
+        gemms=[MeasuredGemm(*shape, compute_median("gemms", k))
                   for k, shape in enumerate(extent.gemms)],
         copy_bandwidth=2 * extent.copy_bytes
-        / (slower * median(x for one in samples for x in one.copy_seconds)),
-        tiny_layers=blocks("smallest_layers"),
-        layers=blocks("layers"),
-        all_reduces=sums,
+        / (slowdown * median(x for sample in samples for x in sample.copy_seconds)),
+        tiny_layers=combine_layers("smallest_layers"),
+        layers=combine_layers("layers"),
+        all_reduces=all_reduces,
         processors=processor_count,
     )  # fmt: skip
-    cluster = fit_cluster(measured)
-    rates = sorted(one.flops_per_second for one in measured.gemms)
+    cluster = fit_cluster(measurements)
+    rates = sorted(gemm.flops_per_second for gemm in measurements.gemms)
     notes = {
         "flops": f"the median of {len(rates)} products, from {rates[0] / 1e9:.4g} to "
         f"{rates[-1] / 1e9:.4g} GFLOP/s; per process, while all processes compute",
         "memory": "a process's share of the machine" if processor_count else "of the device",
-        "hbm_bandwidth": f"fitted to {len(measured.layers)} layers; a copy reaches "
-        f"{format_bytes(measured.copy_bandwidth)}/s",
-        "nvlink_bandwidth": f"{len(sums)} all-reduces"
-        if sums
+        "hbm_bandwidth": f"fitted to {len(measurements.layers)} layers; a copy reaches "
+        f"{format_bytes(measurements.copy_bandwidth)}/s",
+        "nvlink_bandwidth": f"{len(all_reduces)} all-reduces"
+        if all_reduces
         else "not measured: there is one process",
         "network_bandwidth": "not measured: there is one machine",
         "latency": "not measured: there is one machine",
@@ -456,7 +474,7 @@ def _combine_samples(
         "itemsize": "float32" if device == "cpu" else "bfloat16",
     }
     table = [f"{'measured':>10}  {'predicted':>10}  {'error':>6}"]
-    for row in compare_measurements(cluster, measured):
+    for row in compare_measurements(cluster, measurements):
         table.append(
             f"{_format_milliseconds(row.measured)}  {_format_milliseconds(row.predicted)}  "
             f"{row.relative_error:>+6.0%}  {row.subject}"
@@ -475,16 +493,17 @@ def _find_warnings(
 ) -> Iterator[str]:
     """Yield possible reasons why the measurements are wrong."""
     if processor_count is not None:
-        had = sum(one.processor_share for one in samples)
-        could = min(processes, processor_count)
-        if had < (1 - BUSY_THRESHOLD) * could:
+        used_processors = sum(sample.processor_share for sample in samples)
+        max_processors = min(processes, processor_count)
+        if used_processors < (1 - BUSY_THRESHOLD) * max_processors:
+            busy_share = 1 - used_processors / max_processors
             yield (
-                f"the machine is busy: other programs used {1 - had / could:.0%} of {could} "
+                f"the machine is busy: other programs used {busy_share:.0%} of {max_processors} "
                 "processors; measured all-reduces are too slow by about as much"
             )
     spreads = [
         max(rounds) / min(rounds) - 1
-        for one in samples for rounds in (*one.gemms, *one.layers)
+        for sample in samples for rounds in (*sample.gemms, *sample.layers)
     ]  # fmt: skip
     if (spread := median(spreads)) > BUSY_THRESHOLD:
         yield f"repeated measurements differ by {spread:.0%} (median)"

@@ -21,5 +21,5 @@ def compute_learning_rate(train: TrainConfig, step: int) -> float:
     """
     if step < train.warmup:
         return train.lr * (step + 1) / train.warmup
-    done = (step - train.warmup) / max(1, train.steps - train.warmup)
-    return train.min_lr + (train.lr - train.min_lr) * (1 + math.cos(math.pi * done)) / 2
+    progress = (step - train.warmup) / max(1, train.steps - train.warmup)
+    return train.min_lr + (train.lr - train.min_lr) * (1 + math.cos(math.pi * progress)) / 2

@@ -27,8 +27,8 @@ def build_optimizer(
     )
     if needs_no_main_parameters:
         return _build_adamw(parameters, parameters, train)
-    trained = [p for p in dict.fromkeys(parameters) if p.requires_grad]
-    return MainOptimizer(parameters, lambda main: _build_adamw(main, trained, train))
+    trained_parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
+    return MainOptimizer(parameters, lambda main: _build_adamw(main, trained_parameters, train))
 
 
 def _build_adamw(

@@ -68,11 +68,11 @@ class RunIdentity:
             UsageError: The data or a fixed setting is not the same as in the resumed run.
         """
         settings = config.setting_texts | dict(data)
-        before = find_resumed_run(config)
-        if before is None:
+        previous_run = find_resumed_run(config)
+        if previous_run is None:
             return RunIdentity(token_hex(8), settings)
-        _require_same_settings(config, before, settings)
-        return RunIdentity(before.name or token_hex(8), settings, before.step)
+        _require_same_settings(config, previous_run, settings)
+        return RunIdentity(previous_run.name or token_hex(8), settings, previous_run.step)
 
     @property
     def extra_state(self) -> dict[str, Any]:
@@ -178,9 +178,9 @@ def require_resumable(config: Config) -> None:
             "elsewhere, --set output.overwrite=true removes them at the first step",
             fields=["checkpoint_dir", "resume", "overwrite"],
         )
-    before = find_resumed_run(config)
-    if before is not None:
-        _require_same_settings(config, before, config.setting_texts)
+    previous_run = find_resumed_run(config)
+    if previous_run is not None:
+        _require_same_settings(config, previous_run, config.setting_texts)
 
 
 def _require_same_settings(
@@ -191,20 +191,22 @@ def _require_same_settings(
         "model.kind": get_model_kind(GPTConfig())
     }
     for name, value in settings.items():
-        had = previous_run.settings.get(name, default_settings.get(name, value))
-        if had == value or name in _CHANGEABLE_SETTINGS or not name.startswith(_FIXED_SETTINGS):
+        previous_value = previous_run.settings.get(name, default_settings.get(name, value))
+        if previous_value == value or name in _CHANGEABLE_SETTINGS:
+            continue
+        if not name.startswith(_FIXED_SETTINGS):
             continue
         data = previous_run.settings.get(DATA_FACT)
         if (
             name == _TOKENIZER_SETTING
-            and "bytes" not in {had, value}
+            and "bytes" not in {previous_value, value}
             and data == settings.get(DATA_FACT, data)
         ):
             continue  # The tokenizer file has moved. Its tokens are the same.
-        what = f"the checkpoint of step {previous_run.step}" if previous_run.step else "the run"
+        subject = f"the checkpoint of step {previous_run.step}" if previous_run.step else "the run"
         raise UsageError(
-            f"{what} in {config.train.checkpoint_dir} has {name} {had}, but the configuration has "
-            f"{value}",
+            f"{subject} in {config.train.checkpoint_dir} has {name} {previous_value}, but the "
+            f"configuration has {value}",
             hint="--set train.checkpoint_dir=... writes elsewhere",
             fields=[name.rpartition(".")[2], "checkpoint_dir"]
             if name != DATA_FACT
@@ -218,8 +220,8 @@ def _parse_settings(state: Mapping[str, Any]) -> dict[str, str]:
     settings = {}
     for name, value in stored_settings.items() if isinstance(stored_settings, dict) else ():
         # An older checkpoint has the former names.
-        current = RENAMED_SETTINGS.get(str(name), str(name))
-        settings[current] = get_current_value(current.rpartition(".")[2], str(value))
+        current_name = RENAMED_SETTINGS.get(str(name), str(name))
+        settings[current_name] = get_current_value(current_name.rpartition(".")[2], str(value))
     return settings
 
 

@@ -105,14 +105,14 @@ class LossLog:
             if not start_step:
                 CheckpointDirectory(folder).remove_all()
             self.run.write(folder)
-        runs = [Path(f, RUN_FILE) for f in (self.output.dir, folder) if f is not None]
-        for file in (*_list_result_files(self.output), *runs):
+        run_files = [Path(f, RUN_FILE) for f in (self.output.dir, folder) if f is not None]
+        for file in (*_list_result_files(self.output), *run_files):
             # If a run ended while it wrote a file, a temporary file remains.
-            for part in file.parent.glob(f".{file.name}.*"):
-                part.unlink(missing_ok=True)
-        for old in _list_result_files(self.output):
-            if old != path and not (old == evaluations_path and evaluation_lines):
-                old.unlink(missing_ok=True)
+            for leftover in file.parent.glob(f".{file.name}.*"):
+                leftover.unlink(missing_ok=True)
+        for old_file in _list_result_files(self.output):
+            if old_file != path and not (old_file == evaluations_path and evaluation_lines):
+                old_file.unlink(missing_ok=True)
         if evaluation_lines:
             with atomic_write(evaluations_path) as temporary:
                 temporary.write_text("".join([EVALUATIONS_HEADER, *evaluation_lines]))
@@ -193,14 +193,14 @@ def read_loss_lines(path: Path, step: int) -> list[str]:
     Raises:
         UsageError: The file has lines of earlier steps, but none of this step.
     """
-    kept = _read_lines_until(path, step)
-    if kept and (had := kept[-1].partition(",")[0]) != str(step):
+    lines = _read_lines_until(path, step)
+    if lines and (last_step := lines[-1].partition(",")[0]) != str(step):
         raise UsageError(
-            f"{path} ends at step {had}, but the run resumes after step {step}",
+            f"{path} ends at step {last_step}, but the run resumes after step {step}",
             hint="--set output.dir=... writes elsewhere",
             fields=["dir"],
         )
-    return kept
+    return lines
 
 
 def _read_lines_until(path: Path, step: int) -> list[str]:
@@ -228,30 +228,32 @@ def claim_directories(config: Config) -> Iterator[None]:
     """
     output = config.output
     with ExitStack() as locks:
-        locked: list[os.stat_result] = []
+        locked_stats: list[os.stat_result] = []
         for name in _DIRECTORY_KINDS:
             section, _, setting = name.partition(".")
             if (folder := getattr(getattr(config, section), setting)) is None:
                 continue
             make_directory(folder, name)
             # Two settings may name the same directory by different paths.
-            if not any(os.path.samestat(os.stat(folder), one) for one in locked):
-                locked.append(os.stat(folder))
+            if not any(
+                os.path.samestat(os.stat(folder), locked_stat) for locked_stat in locked_stats
+            ):
+                locked_stats.append(os.stat(folder))
                 locks.enter_context(_lock_directory(folder, name))
         require_resumable(config)
-        before = find_resumed_run(config)
+        previous_run = find_resumed_run(config)
         for path in _list_result_files(output):
             if path.exists() and not (path.is_file() and os.access(path, os.W_OK)):
                 raise UsageError(f"cannot write {path}: it is not a writable file")
-        found = [p for p in _list_result_files(output) if _has_content(p)]
-        if before is not None and before.owns_directory(output.dir):
-            read_loss_lines(Path(output.dir, LOSSES_FILE), before.step)
-        elif found and not output.overwrite:
-            folder = str(found[0].parent)
-            name = "dir" if found[0].parent == Path(output.dir) else "trace"
+        result_files = [p for p in _list_result_files(output) if _has_content(p)]
+        if previous_run is not None and previous_run.owns_directory(output.dir):
+            read_loss_lines(Path(output.dir, LOSSES_FILE), previous_run.step)
+        elif result_files and not output.overwrite:
+            folder = str(result_files[0].parent)
+            name = "dir" if result_files[0].parent == Path(output.dir) else "trace"
             raise UsageError(
                 f"{folder} has results of an earlier run: "
-                f"{', '.join(p.name for p in found if str(p.parent) == folder)}",
+                f"{', '.join(p.name for p in result_files if str(p.parent) == folder)}",
                 hint=f"--set output.{name}=... writes elsewhere, "
                 "--set output.overwrite=true replaces them at the first step",
                 fields=[name, "overwrite"],
@@ -290,10 +292,10 @@ _DIRECTORY_KINDS: Final = {
 
 def _list_result_files(output: OutputConfig) -> list[Path]:
     """Return the paths of all results that runs with these settings may write."""
-    own = [Path(output.dir, name) for name in (*RESULT_FILES, EVALUATIONS_FILE, TRACE_FILE)]
-    return (
-        own if output.trace is None else list(dict.fromkeys([*own, Path(output.trace, TRACE_FILE)]))
-    )
+    paths = [Path(output.dir, name) for name in (*RESULT_FILES, EVALUATIONS_FILE, TRACE_FILE)]
+    if output.trace is None:
+        return paths
+    return list(dict.fromkeys([*paths, Path(output.trace, TRACE_FILE)]))
 
 
 def _has_content(path: Path) -> bool:
@@ -311,16 +313,16 @@ def _lock_directory(directory: str, setting: str) -> Iterator[None]:
     """Lock a directory against other processes while the context is active."""
     lock = DirectoryLock(Path(directory, LOCK_FILE))
     try:
-        if why := lock.acquire():
+        if reason := lock.acquire():
             print(
-                f"{directory} has no file locks ({why}): another run could use it, too",
+                f"{directory} has no file locks ({reason}): another run could use it, too",
                 file=sys.stderr,
                 flush=True,
             )
-    except LockHeldError as other:
+    except LockHeldError as lock_error:
         raise UsageError(
             f"the {_DIRECTORY_KINDS[setting]} {directory} is in use by another run"
-            f"{f', {other.owner}' if other.owner else ''}",
+            f"{f', {lock_error.owner}' if lock_error.owner else ''}",
             hint=f"--set {setting}=... writes elsewhere",
             fields=[setting.partition(".")[2]],
         ) from None

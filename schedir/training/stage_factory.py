@@ -42,12 +42,12 @@ class ProgramStages:
         self.model = get_trained_model(config.model)
         self.microbatch_size = self.segmentation.microbatch_size
         self.dtype: torch.dtype = getattr(torch, config.train.precision)
-        shared = program.tp if program.sequence_parallel else 1
-        shape = (self.microbatch_size, config.model.context // shared, config.model.hidden)
+        token_shards = program.tp if program.sequence_parallel else 1
+        shape = (self.microbatch_size, config.model.context // token_shards, config.model.hidden)
         self.boundary: StageBoundaries = Boundary(shape, self.dtype)
         # Each tensor-parallel rank sends its share of a boundary.
         self.message_bytes = (
-            BoundaryTensors.from_boundary(self.boundary).nbytes * shared // program.tp
+            BoundaryTensors.from_boundary(self.boundary).nbytes * token_shards // program.tp
         )
         if isinstance(config.model, MoEConfig):
             self.boundary = moe_gpt.build_boundaries(
@@ -55,9 +55,9 @@ class ProgramStages:
             )
         elif self.is_segmented:
             assert self.model.make_boundaries is not None
-            frozen = self.segmentation.first_segments.index(program.frozen_stages)
+            frozen_stages = self.segmentation.first_segments.index(program.frozen_stages)
             self.boundary = self.model.make_boundaries(
-                self.segmentation.segments_per_stage, self.boundary, frozen, shared
+                self.segmentation.segments_per_stage, self.boundary, frozen_stages, token_shards
             )
 
     @property
@@ -79,18 +79,18 @@ class ProgramStages:
             replica: The replica of this rank.
         """
         modules: dict[int, nn.Module] = {}
-        division = self.segmentation.layers_per_stage
+        layers_per_stage = self.segmentation.layers_per_stage
         local_stages = {*self.program.shape.stages_on_rank[rank]}
         options: dict[str, Any] = {"tp": tp}
         if self.program.sequence_parallel:
             options["sequence_parallel"] = True
         if isinstance(self.config.model, MoEConfig):
             options = {"ep": self.program.ep, "ep_rank": replica % self.program.ep}
-        for stage, first in enumerate(self.segmentation.first_segments[:-1]):
-            if first not in local_stages:
+        for stage, first_segment in enumerate(self.segmentation.first_segments[:-1]):
+            if first_segment not in local_stages:
                 continue
             complete_stage = self.model.module.build_stage(
-                self.config.model, stage, len(division), layers_per_stage=division,
+                self.config.model, stage, len(layers_per_stage), layers_per_stage=layers_per_stage,
                 device=device,
                 dtype=self.dtype, **options,
             )  # fmt: skip
@@ -98,8 +98,8 @@ class ProgramStages:
             if self.segmentation.segments_per_stage[stage] > 1:
                 assert self.model.split_stage is not None
                 segments = self.model.split_stage(complete_stage)
-            modules.update(enumerate(segments, first))
-        for number, module in modules.items():
+            modules.update(enumerate(segments, first_segment))
+        for segment, module in modules.items():
             use_float32_gradients(module)
-            module.requires_grad_(number >= self.program.frozen_stages)
+            module.requires_grad_(segment >= self.program.frozen_stages)
         return modules

@@ -156,17 +156,17 @@ class StepQueue:
             The numbers. None if the step ends the run; then `diagnose_failure` returns the reason.
         """
         step = self.pending_steps.popleft()
-        read = step.scalars.read()
+        scalars = step.scalars.read()
         count = len(_StepNumbers._fields)
-        numbers, residue_flags = _StepNumbers(*read[:count]), read[count:]
+        numbers, residue_flags = _StepNumbers(*scalars[:count]), scalars[count:]
         if self._should_stop(numbers):
             self._roll_back(numbers)
             self.failed_step = step, residue_flags
             return None
         # All tensor-parallel ranks compute the same loss, so only the first one adds it.
-        counts = self.has_loss and self.transport.tp_rank == 0
+        counts_loss = self.has_loss and self.transport.tp_rank == 0
         return IssuedStep(
-            numbers.loss_sum * step.inverse_tokens if counts else 0.0,
+            numbers.loss_sum * step.inverse_tokens if counts_loss else 0.0,
             step.learning_rate,
             numbers.gradient_norm if self.executor.program.clip_grad_norm else None,
             int(numbers.skipped_updates),
@@ -206,11 +206,11 @@ class StepQueue:
             self.zero if scale is None else scale.value,
             self.zero if scale is None else torch.as_tensor(self._read_grad_scale()),
         ]
-        stacked = torch.stack([number.double() for number in numbers])
+        scalars = torch.stack([number.double() for number in numbers])
         return (
-            torch.cat([stacked, self.residue.check_finite().double()])
+            torch.cat([scalars, self.residue.check_finite().double()])
             if self.stops_on_nonfinite
-            else stacked
+            else scalars
         )
 
     def _compute_scale_offset(self, total: Tensor | None) -> Tensor:
@@ -219,15 +219,15 @@ class StepQueue:
         The next step adds the result to its scale. NaN makes all its gradients NaN. If this occurs
         on any rank, the global norm is NaN, and no rank makes an update.
         """
-        fails = self.executor.finite_updates.logical_not().any()
+        has_failed = self.executor.finite_updates.logical_not().any()
         if self.loss_scale is not None:
             is_scale_minimal = torch.as_tensor(self._read_grad_scale()) >= 1.0
-            fails &= (
+            has_failed &= (
                 is_scale_minimal
                 if total is None
                 else is_scale_minimal | total.isfinite().logical_not()
             )
-        return self.zero.float().masked_fill(fails, math.nan)
+        return self.zero.float().masked_fill(has_failed, math.nan)
 
     def _read_grad_scale(self) -> float | Tensor:
         return self.executor.state.service(LossGradients).grad_scale
@@ -236,11 +236,11 @@ class StepQueue:
         """Return whether a step ends the run. All processes get the same result."""
         if not self.stops_on_nonfinite:
             return False
-        skipped = int(numbers.skipped_updates)
+        skipped_updates = int(numbers.skipped_updates)
         if not self.can_read_late:  # Without the norm, each rank has checked its own gradients.
-            skipped = _all_reduce_max(skipped)
-        if not skipped or self.loss_scale is None:
-            return skipped > 0
+            skipped_updates = _all_reduce_max(skipped_updates)
+        if not skipped_updates or self.loss_scale is None:
+            return skipped_updates > 0
         # Gradients may overflow because the scale is too large. This is normal, and the scale is
         # then halved. It is not the reason if the loss is not finite, or if the scale is at most 1.
         return bool(
@@ -258,6 +258,6 @@ class StepQueue:
 
 def _all_reduce_max(number: int) -> int:
     """Return the largest of the numbers of all processes, on all processes."""
-    most = torch.tensor(number, dtype=torch.int64)
-    dist.all_reduce(most, dist.ReduceOp.MAX)
-    return int(most)
+    maximum = torch.tensor(number, dtype=torch.int64)
+    dist.all_reduce(maximum, dist.ReduceOp.MAX)
+    return int(maximum)

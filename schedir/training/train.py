@@ -162,26 +162,29 @@ def check_memory(config: Config, processes: int) -> None:
     Raises:
         UsageError: The processes need more memory than the machine has.
     """
-    cpu = config.train.device == "cpu"
+    is_cpu = config.train.device == "cpu"
     model, pipeline, data = config.model, config.pipeline, config.data
     windows = pipeline.dp * pipeline.microbatches * data.microbatch_size
     tokens = config.segmentation.microbatch_size * model.context
-    shares, number = pipeline.ranks * pipeline.tp, model.num_parameters
+    model_shards, parameter_count = pipeline.ranks * pipeline.tp, model.num_parameters
     zero: int = vars(pipeline)["zero"]
-    states = zero_model_states(4 * number, 4 * number, 8 * number, zero=zero, dp=pipeline.dp)
-    needs = {
-        "model": int(max(states.total * cpu, 4 * number)) // shares,
-        "activations": 4 * cpu * tokens * (model.hidden * model.layers + model.vocab) // shares,
+    states = zero_model_states(
+        4 * parameter_count, 4 * parameter_count, 8 * parameter_count, zero=zero, dp=pipeline.dp
+    )
+    token_width = model.hidden * model.layers + model.vocab
+    bytes_by_use = {
+        "model": int(max(states.total * is_cpu, 4 * parameter_count)) // model_shards,
+        "activations": 4 * is_cpu * tokens * token_width // model_shards,
         "tokens": 8 * windows * (model.context + 1),
     }
-    total = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    if processes * sum(needs.values()) > total:
+    machine_bytes = os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
+    if processes * sum(bytes_by_use.values()) > machine_bytes:
         sizes_text = ", ".join(
-            f"{name} {processes * size / 2**30:,.1f}" for name, size in needs.items()
+            f"{name} {processes * size / 2**30:,.1f}" for name, size in bytes_by_use.items()
         )
         raise UsageError(
-            f"{processes} processes need more memory than the {total / 2**30:,.1f} GiB of this "
-            f"machine: in GiB, they need {sizes_text}"
+            f"{processes} processes need more memory than the {machine_bytes / 2**30:,.1f} GiB of "
+            f"this machine: in GiB, they need {sizes_text}"
         )
 
 
@@ -196,8 +199,8 @@ def _run_rank(path: str, overrides: Sequence[str]) -> int:
         program = build_program(config)
         check_memory(config, _read_integer("LOCAL_WORLD_SIZE", 1, config.world_size, default="1"))
         # `launch` has locked the directories for the processes that it starts.
-        claims = os.environ["RANK"] == "0" and not is_launched()
-        with claim_directories(config) if claims else nullcontext():
+        should_claim = os.environ["RANK"] == "0" and not is_launched()
+        with claim_directories(config) if should_claim else nullcontext():
             join_run(
                 RunMember(
                     config.output.dir, ProcessLayout.from_program(program), int(os.environ["RANK"])
@@ -214,8 +217,11 @@ def _run_rank(path: str, overrides: Sequence[str]) -> int:
     except ExecutionError as error:
         exit_with_error(str(error), is_peer_failure=_is_peer_failure(error))
     except SchedirError as error:
-        late = _is_peer_failure(error)  # For example, a save fails if another process has exited.
-        exit_with_error(format_error(error), 1 if late else 2, is_peer_failure=late)
+        # For example, a save fails if another process has exited.
+        is_peer_failure = _is_peer_failure(error)
+        exit_with_error(
+            format_error(error), 1 if is_peer_failure else 2, is_peer_failure=is_peer_failure
+        )
     except OSError as error:
         exit_with_error(_describe_os_error(error))
     except SystemExit as error:
@@ -259,16 +265,16 @@ def _is_peer_failure(error: BaseException) -> bool:
 
 def _describe_position() -> str:
     """Return the position of this process, as the end of an error message."""
-    own = get_current_member()
-    return "" if own is None else f", {own.describe_position()}"
+    member = get_current_member()
+    return "" if member is None else f", {member.describe_position()}"
 
 
 def _describe_os_error(error: OSError) -> str:
     """Return why the operating system ends a run, such as a closed pipe or a full disk."""
     if isinstance(error, BrokenPipeError):
         return "standard output was closed"
-    where = f" ({error.filename})" if error.filename else ""
-    return f"cannot continue: {describe_os_error(error)}{where}"
+    location = f" ({error.filename})" if error.filename else ""
+    return f"cannot continue: {describe_os_error(error)}{location}"
 
 
 def _check_environment() -> None:
@@ -290,10 +296,10 @@ def _read_integer(name: str, minimum: int, maximum: int, default: str = "") -> i
     value = os.environ.get(name, default)
     try:
         number = parse_integer(value)
-        fits = minimum <= number <= maximum
+        is_valid = minimum <= number <= maximum
     except ValueError:
-        fits = False
-    if not fits:
+        is_valid = False
+    if not is_valid:
         raise UsageError(
             f"the environment variable {name} must be from {minimum} to {maximum}, not {value!r}",
             hint=_LAUNCHER_HINT,
@@ -310,22 +316,22 @@ def _train(config: Config, program: Program, corpus: Corpus) -> None:
 
     data = corpus.facts
     facts = collect_run_facts(config, program, data)
-    number = int(os.environ.get("RANK", "0"))
+    process = int(os.environ.get("RANK", "0"))
     has_checkpoints = config.train.checkpoint_dir is not None
-    losses = LossLog(config, RunIdentity.from_config(config, data)) if number == 0 else None
-    own = get_current_member() or RunMember(
+    losses = LossLog(config, RunIdentity.from_config(config, data)) if process == 0 else None
+    member = get_current_member() or RunMember(
         config.output.dir, ProcessLayout.from_program(program), 0
     )
-    stop = GracefulStop(number, config.world_size) if has_checkpoints else None
+    stop = GracefulStop(process, config.world_size) if has_checkpoints else None
     with (
-        ExitStack() as last,
-        Watchdog(own, config.train.timeout, stop, config.train.shutdown_grace) as watchdog,
-        join_process_group(config.train.timeout, config.train.device, own.black_box, facts),
+        ExitStack() as final_callbacks,
+        Watchdog(member, config.train.timeout, stop, config.train.shutdown_grace) as watchdog,
+        join_process_group(config.train.timeout, config.train.device, member.black_box, facts),
         closing(losses) if losses is not None else nullcontext(),
     ):
         if get_current_member() is None:  # A single process reports errors without its black box.
-            last.callback(own.finish)
+            final_callbacks.callback(member.finish)
         result = train(config, program, corpus, losses, watchdog)
-        own.black_box.enter_phase(ProcessPhase.RESULTS)
+        member.black_box.enter_phase(ProcessPhase.RESULTS)
         if result is not None:
             save_results(result, config.output)

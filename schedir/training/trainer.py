@@ -135,10 +135,10 @@ class _Trainer:
         )
         loss = partial(self.module.loss, tp=tp)
         self.sizes = self._measure_sizes(stages, loss, boundary)
-        fitting = self._fit_program()
-        if fitting != program:
+        fitted_program = self._fit_program()
+        if fitted_program != program:
             self.transport.disconnect()
-            program = self.program = fitting
+            program = self.program = fitted_program
             self.transport = connect(program, extra_programs=make_extra_programs(program))
         self.executor = Executor(
             program,
@@ -181,7 +181,7 @@ class _Trainer:
     def run(self, watchdog: Watchdog) -> RunResult | None:
         """Run the remaining steps, with reports, evaluation and checkpoints."""
         train, record, result = self.config.train, self.config.output.record, None
-        enter = watchdog.member.black_box.enter_phase
+        enter_phase = watchdog.member.black_box.enter_phase
         self.predicted_memory = self._predict_memory()
         start_step = self.checkpoints.resume()
         if start_step >= train.steps:
@@ -203,58 +203,61 @@ class _Trainer:
         with prefetch, closing(self.checkpoints), watchdog.watch(self.executor):
             for step in range(start_step, train.steps):
                 if stop is not None and not stop.try_begin_step(step + 1):
-                    self._end_on_termination(step, enter)
+                    self._end_on_termination(step, enter_phase)
                 if self.checkpoints.should_copy(step):
-                    enter(ProcessPhase.SAVE, step)
+                    enter_phase(ProcessPhase.SAVE, step)
                     self.checkpoints.schedule_copy(step)
-                enter(ProcessPhase.DATA_WAIT, step + 1)
-                saves = self.checkpoints.should_save_now(step + 1)
-                logs = (step + 1) % train.log_every == 0 or step + 1 == train.steps
-                self.executor.record_timestamps = record and logs
-                began = perf_counter()
-                rate = compute_learning_rate(train, step)
+                enter_phase(ProcessPhase.DATA_WAIT, step + 1)
+                should_save = self.checkpoints.should_save_now(step + 1)
+                should_log = (step + 1) % train.log_every == 0 or step + 1 == train.steps
+                self.executor.record_timestamps = record and should_log
+                begin_time = perf_counter()
+                learning_rate = compute_learning_rate(train, step)
                 for group in self.optimizer.param_groups:
-                    group["lr"] = group.get("balance_rate", rate)
+                    group["lr"] = group.get("balance_rate", learning_rate)
                 batch = self._take_batch(prefetch, step)
-                enter(ProcessPhase.STEP, step + 1)
+                enter_phase(ProcessPhase.STEP, step + 1)
                 if self.config.output.memory and step == min(start_step + 1, train.steps - 1):
                     with LiveMemory(self.executor) as live_memory:
-                        self.step_queue.issue(batch, rate, began)
+                        self.step_queue.issue(batch, learning_rate, begin_time)
                     self.counted_memory = self._gather_counted_memory(live_memory.peak_bytes)
                 else:
-                    self.step_queue.issue(batch, rate, began)
-                enter(ProcessPhase.REPORT, step + 1)
+                    self.step_queue.issue(batch, learning_rate, begin_time)
+                enter_phase(ProcessPhase.REPORT, step + 1)
                 if step == start_step:
                     self.allocation_count = count_allocations(self.device)
                 # The losses of a step may be read after the next step is issued. There are two
                 # exceptions. The first step connects and warms up, and its time must not count for
                 # the second step. A step that is reported or saved needs its losses now.
-                late = self.step_queue.can_read_late and step > start_step and not (logs or saves)
-                self._read_steps(int(late))
-                if self.unreported_steps and (logs or saves or self.checkpoints.pending_step):
+                reads_late = self.step_queue.can_read_late and step > start_step
+                reads_late = reads_late and not (should_log or should_save)
+                self._read_steps(int(reads_late))
+                if self.unreported_steps and (
+                    should_log or should_save or self.checkpoints.pending_step
+                ):
                     result = self._report(
                         self.step_queue.last_issued_step - len(self.step_queue.pending_steps)
                     )
                 self.checkpoints.write()
                 if self.evaluation is not None and self.evaluation.is_due(step + 1):
                     self._read_steps(0)
-                    enter(ProcessPhase.EVALUATE, step + 1)
+                    enter_phase(ProcessPhase.EVALUATE, step + 1)
                     self._report_evaluation(self.evaluation.evaluate(step + 1))
-                if saves:
-                    enter(ProcessPhase.SAVE, step + 1)
+                if should_save:
+                    enter_phase(ProcessPhase.SAVE, step + 1)
                     self.checkpoints.save(step + 1)
         return result
 
     def _end_on_termination(
-        self, step: int, enter: Callable[[ProcessPhase, int], None]
+        self, step: int, enter_phase: Callable[[ProcessPhase, int], None]
     ) -> NoReturn:
         """Save the state after the last step if it is not saved yet. Raise TerminationNotice."""
-        enter(ProcessPhase.REPORT, step)
+        enter_phase(ProcessPhase.REPORT, step)
         self._read_steps(0)
         self.executor.record_timestamps = False
         if self.unreported_steps:
             self._report(step)
-        enter(ProcessPhase.SAVE, step)
+        enter_phase(ProcessPhase.SAVE, step)
         self.checkpoints.wait()
         if step > self.checkpoints.saved_step:
             self.checkpoints.save(step)
@@ -293,7 +296,7 @@ class _Trainer:
         """Run one microbatch through the local stages, and return the sizes of all stages."""
         stages = range(self.program.shape.stages)
         inputs, targets = (
-            one.to(self.device) for one in self.batches.read_batch(0, self.microbatch_size)
+            tensor.to(self.device) for tensor in self.batches.read_batch(0, self.microbatch_size)
         )
         sizes = measure_sizes(
             [local_stages.get(s) for s in stages],
@@ -307,7 +310,7 @@ class _Trainer:
             dp=self.program.dp,
             zero=self.program.zero,
         )
-        measured = (
+        size_names = (
             "saved",
             "deferred_wgrad",
             "saved_and_deferred",
@@ -315,13 +318,13 @@ class _Trainer:
             *STATIC_SIZES,
             "version",
         )
-        each = torch.tensor(
-            [sizes.for_stages(name, len(stages)).tolist() for name in measured],
+        size_table = torch.tensor(
+            [sizes.for_stages(name, len(stages)).tolist() for name in size_names],
             dtype=torch.float64,
             device=self.device,
         )
-        dist.all_reduce(each, dist.ReduceOp.MAX)
-        return replace(sizes, **dict(zip(measured, map(tuple, each.tolist()), strict=True)))
+        dist.all_reduce(size_table, dist.ReduceOp.MAX)
+        return replace(sizes, **dict(zip(size_names, map(tuple, size_table.tolist()), strict=True)))
 
     def _fit_program(self) -> Program:
         """Return the program, compiled again if there is a memory limit, so that it fits.
@@ -332,9 +335,10 @@ class _Trainer:
             return self.program
         program = self.config.request_with_sizes(self.sizes).program
         if self.config.memory.is_fitted and not dist.get_rank():
-            what = describe_recompute(program) or "nothing"
+            recomputed = describe_recompute(program) or "nothing"
             print(
-                f"recomputed, to use at most {self.config.memory.memory_limit}: {what}", flush=True
+                f"recomputed, to use at most {self.config.memory.memory_limit}: {recomputed}",
+                flush=True,
             )
         return program
 
@@ -347,8 +351,8 @@ class _Trainer:
             float(rank.total_bytes.max()) for rank in compute_footprints(self.program, self.sizes)
         )
         if not dist.get_rank():
-            if parts := describe_sharding(self.program):
-                print(parts, flush=True)
+            if sharding_text := describe_sharding(self.program):
+                print(sharding_text, flush=True)
             peaks_text = ", ".join(map(format_bytes, peaks))
             for tier in find_used_tiers(self.program)[1:]:
                 tier_peaks = (
@@ -397,51 +401,54 @@ class _Trainer:
 
         Raises ModelError, in all processes, if the processes have not read the same data.
         """
-        recent, self.unreported_steps = self.unreported_steps, []
-        grew = count_allocations(self.device) > self.allocation_count
+        recent_steps, self.unreported_steps = self.unreported_steps, []
+        has_grown = count_allocations(self.device) > self.allocation_count
         local_numbers = torch.tensor(
-            [*(s.loss for s in recent), grew, self.data_crc], dtype=torch.float64
+            [*(s.loss for s in recent_steps), has_grown, self.data_crc], dtype=torch.float64
         )
         all_numbers = [torch.empty_like(local_numbers) for _ in range(dist.get_world_size())]
         dist.all_gather(all_numbers, local_numbers)
-        require_same_data([int(one[-1]) for one in all_numbers], step)
-        runs = self._make_timelines() if self.executor.record_timestamps else None
+        require_same_data([int(numbers[-1]) for numbers in all_numbers], step)
+        timelines = self._make_timelines() if self.executor.record_timestamps else None
         if dist.get_rank():
             return None
         # The order of the additions does not depend on the number of reported steps. So the losses
         # have the same bits with any `log_every`.
-        *losses, processes, _ = reduce(torch.add, all_numbers).tolist()
-        if processes and not self.has_warned:
+        *losses, growing_processes, _ = reduce(torch.add, all_numbers).tolist()
+        if growing_processes and not self.has_warned:
             self.has_warned = True
-            print(describe_growth(int(processes), dist.get_world_size()), flush=True)
-        first = step - len(recent) + 1
-        for number, (s, loss) in enumerate(zip(recent, losses, strict=True), first):
+            print(describe_growth(int(growing_processes), dist.get_world_size()), flush=True)
+        first_step = step - len(recent_steps) + 1
+        for number, (s, loss) in enumerate(zip(recent_steps, losses, strict=True), first_step):
             if self.losses is not None:
                 norm = "" if s.gradient_norm is None else repr(s.gradient_norm)
                 self.losses.write(
                     f"{number},{loss!r},{s.learning_rate!r},{norm},{s.skipped_updates}\n"
                 )
 
-        seconds = [s.seconds for s in recent]
+        seconds = [s.seconds for s in recent_steps]
         # The first step connects and warms up, so its time does not count.
-        timed = seconds[1:] if first == self.checkpoints.start_step + 1 else seconds
-        self.step_seconds += timed
-        last = recent[-1]
-        bubble = "" if runs is None else f"  {format_bubbles(*runs)}"
-        clipped = "" if last.gradient_norm is None else f"  norm {last.gradient_norm:.3f}"
-        scaled = "" if self.loss_scale is None else f"  scale {float(self.loss_scale.value):g}"
-        skipped = sum(s.skipped_updates for s in recent)
-        if skipped or self.config.train.on_nonfinite == "skip":
-            scaled += f"  skipped {skipped}"
+        timed_seconds = seconds[1:] if first_step == self.checkpoints.start_step + 1 else seconds
+        self.step_seconds += timed_seconds
+        last_step = recent_steps[-1]
+        bubble_text = "" if timelines is None else f"  {format_bubbles(*timelines)}"
+        norm_text = (
+            "" if last_step.gradient_norm is None else f"  norm {last_step.gradient_norm:.3f}"
+        )
+        scale_text = "" if self.loss_scale is None else f"  scale {float(self.loss_scale.value):g}"
+        skipped_updates = sum(s.skipped_updates for s in recent_steps)
+        if skipped_updates or self.config.train.on_nonfinite == "skip":
+            scale_text += f"  skipped {skipped_updates}"
+        recent_speed = self._compute_speed(timed_seconds or seconds)
         print(
             f"step {step:>{len(str(self.config.train.steps))}}  loss {losses[-1]:.4f}"
-            f"  {self._compute_speed(timed or seconds):,.0f} tokens/s  lr {last.learning_rate:.2e}"
-            f"{clipped}{scaled}{bubble}",
+            f"  {recent_speed:,.0f} tokens/s  lr {last_step.learning_rate:.2e}"
+            f"{norm_text}{scale_text}{bubble_text}",
             flush=True,
         )
         speed = self._compute_speed(self.step_seconds or seconds)
         return RunResult(
-            self.program, losses[-1], speed, self.predicted_memory, self.counted_memory, runs
+            self.program, losses[-1], speed, self.predicted_memory, self.counted_memory, timelines
         )
 
     def _make_timelines(self) -> tuple[Timeline, Timeline] | None:
@@ -452,13 +459,13 @@ class _Trainer:
         timeline = gather_timeline(self.executor, self.transport)
         if timeline is None:
             return None
-        named = replace(self.program, name=f"{self.program.name} at measured means")
+        named_program = replace(self.program, name=f"{self.program.name} at measured means")
         costs, sizes = calibrate(timeline), self.sizes
-        model, blocks = timeline.progress_model, timeline.blocking_hosts
+        model, blocking_hosts = timeline.progress_model, timeline.blocking_hosts
         predicted = simulate(
-            self.program, costs, progress_model=model, blocking_hosts=blocks, sizes=sizes
+            self.program, costs, progress_model=model, blocking_hosts=blocking_hosts, sizes=sizes
         )
-        predicted = replace(predicted, program=named, unit=timeline.unit)
+        predicted = replace(predicted, program=named_program, unit=timeline.unit)
         return replace(timeline, sizes=sizes), predicted
 
     def _compute_speed(self, seconds: list[float]) -> float:

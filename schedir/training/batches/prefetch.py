@@ -162,13 +162,13 @@ class Prefetch:
 
 class _Slot:
     def __init__(self, example: tuple[Tensor, Tensor], device: torch.device) -> None:
-        pinned = device.type == "cuda"
+        is_pinned = device.type == "cuda"
 
-        def host(one: Tensor) -> Tensor:
-            return torch.zeros(one.shape, dtype=one.dtype, pin_memory=pinned)
+        def allocate(tensor: Tensor) -> Tensor:
+            return torch.zeros(tensor.shape, dtype=tensor.dtype, pin_memory=is_pinned)
 
         inputs, targets = example
-        self.host_tensors = host(inputs), host(targets)
+        self.host_tensors = allocate(inputs), allocate(targets)
         self.device_tensors = (
             torch.zeros_like(inputs, device=device),
             torch.zeros_like(targets, device=device),

@@ -52,11 +52,11 @@ class Batches:
         source: str = "",
     ) -> None:
         self.source = source or str(getattr(tokens, "filename", None) or "the corpus")
-        for name, value, least in (
+        for name, value, min_value in (
             ("context", context, 1), ("batch", batch_size, 1), ("seed", seed or 0, 0)
         ):  # fmt: skip
-            if value < least:
-                raise UsageError(f"{name} must be {least} or more, not {value}")
+            if value < min_value:
+                raise UsageError(f"{name} must be {min_value} or more, not {value}")
         self.tokens = np.asarray(tokens)
         self.windows = windows or ConcatenatedWindows(len(tokens), context, self.source)
         self.context = context
@@ -107,17 +107,17 @@ class Batches:
                 f"cannot read {sample_count} samples from sample {first_sample}: the "
                 "number must be 1 or more, and the first sample 0 or more"
             )
-        at, counts = self.windows.locate(self._order_windows(first_sample, sample_count))
-        tokens = self.tokens[at].astype(np.int64)
+        positions, is_counted = self.windows.locate(self._order_windows(first_sample, sample_count))
+        tokens = self.tokens[positions].astype(np.int64)
         if tokens.max() >= self.vocab or tokens.min() < 0:
             row, column = np.argwhere((tokens >= self.vocab) | (tokens < 0))[0]
             raise UsageError(
-                f"{self.source}: token {tokens[row, column]} at position {at[row, column]} is not "
-                f"below the vocabulary size {self.vocab}",
+                f"{self.source}: token {tokens[row, column]} at position "
+                f"{positions[row, column]} is not below the vocabulary size {self.vocab}",
                 hint="set model.vocab to more than the largest token",
                 fields=["vocab"],
             )
-        inputs, targets = tokens[:, :-1], np.where(counts, tokens[:, 1:], IGNORE_INDEX)
+        inputs, targets = tokens[:, :-1], np.where(is_counted, tokens[:, 1:], IGNORE_INDEX)
         return torch.from_numpy(inputs.copy()), torch.from_numpy(targets)
 
     def _order_windows(
@@ -128,8 +128,10 @@ class Batches:
         for epoch in range(first_sample // size, (first_sample + sample_count - 1) // size + 1):
             begin = max(first_sample - epoch * size, 0)
             end = min(first_sample + sample_count - epoch * size, size)
-            at = np.arange(begin, end, dtype=np.uint64)
-            parts.append(at if self.seed is None else shuffle_indices(at, size, self.seed, epoch))
+            indices = np.arange(begin, end, dtype=np.uint64)
+            parts.append(
+                indices if self.seed is None else shuffle_indices(indices, size, self.seed, epoch)
+            )
         return np.concatenate(parts).astype(np.int64)
 
     def make_cursor(self, samples: int) -> dict[str, Any]:
@@ -152,12 +154,12 @@ class Batches:
         Raises:
             ModelError: The cursor is of other data or of another seed, or it is invalid.
         """
-        for name, ours in (("of", self.description), ("seed", self.seed)):
-            if cursor.get(name) != ours:
-                what = "data" if name == "of" else "data.seed"
+        for name, current_value in (("of", self.description), ("seed", self.seed)):
+            if cursor.get(name) != current_value:
+                setting = "data" if name == "of" else "data.seed"
                 raise ModelError(
-                    f"the checkpoint was trained on other samples: {what} was "
-                    f"{cursor.get(name)}, and is now {ours}",
+                    f"the checkpoint was trained on other samples: {setting} was "
+                    f"{cursor.get(name)}, and is now {current_value}",
                     fields=["source" if name == "of" else "seed"],
                 )
         samples = cursor.get("samples")

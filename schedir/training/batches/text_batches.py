@@ -73,14 +73,16 @@ class Corpus:
         data, vocab = self.config.data, self.config.model.vocab
         tokenizer = get_tokenizer(data.tokenizer, vocab, data.end_of_document)
         is_packed, validation = data.packing == "best_fit", data.validation
-        trained = read_documents(data.source, tokenizer, vocab, with_document_ends=is_packed)
+        training_documents = read_documents(
+            data.source, tokenizer, vocab, with_document_ends=is_packed
+        )
         if not validation:
-            return _CorpusSplit(trained, None, tokenizer)
+            return _CorpusSplit(training_documents, None, tokenizer)
         if isinstance(validation, float):
-            return _CorpusSplit(*split_documents(trained, validation), tokenizer)
+            return _CorpusSplit(*split_documents(training_documents, validation), tokenizer)
         for path in find_files(validation):
             if data.source is not None and any(
-                path.samefile(one) for one in find_files(data.source)
+                path.samefile(source_path) for source_path in find_files(data.source)
             ):
                 raise UsageError(
                     f"{path} is both in data.validation and in data.source: remove it from one of "
@@ -88,7 +90,7 @@ class Corpus:
                     fields=["validation", "source"],
                 )
         return _CorpusSplit(
-            trained,
+            training_documents,
             read_documents(validation, tokenizer, vocab, with_document_ends=is_packed),
             tokenizer,
         )

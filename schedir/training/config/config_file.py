@@ -68,52 +68,58 @@ def read_config(path: str, overrides: Sequence[str] = ()) -> Config:
         SchedirError: The file cannot be read, or the configuration is wrong for a reason that is
             not a setting.
     """
-    given = _read_settings(path, overrides)
-    with _locate_errors(path, given):
+    settings = _read_settings(path, overrides)
+    with _locate_errors(path, settings):
         sections = get_section_classes(
-            given[_MODEL_KIND_KEY].value if _MODEL_KIND_KEY in given else "gpt"
+            settings[_MODEL_KIND_KEY].value if _MODEL_KIND_KEY in settings else "gpt"
         )
-    types = {section: get_setting_types(kind) for section, kind in sections.items()}
+    types = {
+        section: get_setting_types(section_class) for section, section_class in sections.items()
+    }
     values: _Values = {}
-    for (section, name), setting in given.items():
+    for (section, name), setting in settings.items():
         _require_known_name(name, types[section], f"setting {section}", setting, types)
-        kind = types[section][name]
+        setting_type = types[section][name]
         try:
-            values[section, name] = coerce(setting.value, kind)
+            values[section, name] = coerce(setting.value, setting_type)
         except TypeError:
             is_flag = isinstance(setting.value, bool)
-            shown = str(setting.value).lower() if is_flag else describe(setting.value)
-            takes_all = name in ("recompute", "offload", "offload_to_disk")
+            value_text = str(setting.value).lower() if is_flag else describe(setting.value)
+            accepts_all = name in ("recompute", "offload", "offload_to_disk")
             raise setting.make_error(
-                f"{section}.{name} must be {describe_type(kind)}, not {shown}",
+                f"{section}.{name} must be {describe_type(setting_type)}, not {value_text}",
                 f'{name} = "all", or leave it out'
-                if is_flag and takes_all
+                if is_flag and accepts_all
                 else f'{name} = "{setting.value}{"GB" * name.endswith("_limit")}"'
-                if str in get_args(kind)
+                if str in get_args(setting_type)
                 and not isinstance(setting.value, list | dict | bool)
                 and (section, name) != ("data", "validation")  # A number is a share of the source.
                 else "",
             ) from None
     for name in ("checkpoint_every", "checkpoint_keep"):
-        if ("train", name) in given and ("train", "checkpoint_dir") not in given:
-            raise given["train", name].make_error(
+        if ("train", name) in settings and ("train", "checkpoint_dir") not in settings:
+            raise settings["train", name].make_error(
                 f"train.{name} needs train.checkpoint_dir: without it, no checkpoint is saved",
                 'train.checkpoint_dir = "checkpoints"',
                 [name, "checkpoint_dir"],
             )
     values.pop(_MODEL_KIND_KEY, None)
-    with _locate_errors(path, given):
-        values |= _read_source_settings(values, given)
+    with _locate_errors(path, settings):
+        values |= _read_source_settings(values, settings)
         config = Config(
             **{
-                section: kind(**{name: v for (s, name), v in values.items() if s == section})
-                for section, kind in sections.items()
+                section: section_class(
+                    **{name: v for (s, name), v in values.items() if s == section}
+                )
+                for section, section_class in sections.items()
             }
         )
-        frozen = getattr(config.pipeline, "frozen_stages", 0)
+        frozen_stages = getattr(config.pipeline, "frozen_stages", 0)
         shape, max_instructions_of_file = config.pipeline.shape, get_max_file_instructions()
         shape.require_lowered_limit(
-            has_backward=True, frozen_stages=frozen, max_instructions=max_instructions_of_file
+            has_backward=True,
+            frozen_stages=frozen_stages,
+            max_instructions=max_instructions_of_file,
         )
         return config
 
@@ -141,10 +147,10 @@ def _read_file_settings(path: str) -> Iterator[tuple[tuple[str, str], _SettingVa
     text = read_text(path, MAX_TOML_BYTES)
     tables = parse_toml(text, path)
     for section, table in tables.items():
-        at = _SettingValue(table, path, *find_position(text, section))
-        _require_known_name(section, SECTION_CLASSES, "section", at)
+        section_value = _SettingValue(table, path, *find_position(text, section))
+        _require_known_name(section, SECTION_CLASSES, "section", section_value)
         if not isinstance(table, dict):
-            raise at.make_error(
+            raise section_value.make_error(
                 f"{section} must be a section, not {describe(table)}", f"[{section}]"
             )
         for name, value in table.items():
@@ -162,10 +168,10 @@ def _parse_override(override: str) -> tuple[tuple[str, str], _SettingValue]:
             break
     setting = _SettingValue(value, f"--set {override}")
     if not equals or not dot:
-        homes = _find_sections(key.strip())
+        sections = _find_sections(key.strip())
         raise setting.make_error(
             "must be SECTION.NAME=VALUE",
-            f"--set {homes[0]}.{override}" if homes and equals else "--set pipeline.ranks=2",
+            f"--set {sections[0]}.{override}" if sections and equals else "--set pipeline.ranks=2",
         )
     _require_known_name(section, SECTION_CLASSES, "section", setting)
     return (section, name), setting
@@ -184,14 +190,18 @@ def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
         if not error.__cause__:  # The cause has the line of the user's file.
             error.fields = error.fields or ("schedule",)
         raise
-    given = {
+    given_values = {
         f.name: values[f.section, f.name] for f in HEADER_FIELDS if (f.section, f.name) in values
     }
     defaults = {f.name: getattr(PipelineConfig, f.name) for f in SHAPE_FIELDS if f.is_required}
     request = Request(
-        source, given, defaults, lower_drafts=True, make_conflict_error=make_contradiction_error
+        source,
+        given_values,
+        defaults,
+        lower_drafts=True,
+        make_conflict_error=make_contradiction_error,
     )
-    decided = {f.name: getattr(request.shape, f.name) for f in SHAPE_FIELDS if f.in_config}
+    source_values = {f.name: getattr(request.shape, f.name) for f in SHAPE_FIELDS if f.in_config}
     if request.shape.sequence_chunks > 1:
         raise ShapeError(
             f"{source} splits each sequence into {request.shape.sequence_chunks} chunks, which "
@@ -204,28 +214,37 @@ def _read_source_settings(values: _Values, settings: _Settings) -> _Values:
                 raise setting.make_error(
                     f"{source} is a lowered program: {name} applies only to schedules and drafts"
                 )
-        decided |= {
+        source_values |= {
             f.name: f.get_value(source.schedule_or_program) for f in ATTRIBUTE_FIELDS if f.in_config
         }
     elif isinstance(source.schedule_or_program, Program):
         # The attributes of a draft apply if no setting replaces them.
-        own = [
+        draft_fields = [
             f
             for f in ATTRIBUTE_FIELDS
             if f.in_config and not f.is_default(source.schedule_or_program)
         ]
-        decided |= {
-            f.name: f.get_value(source.schedule_or_program) for f in own if f.name not in given
+        source_values |= {
+            f.name: f.get_value(source.schedule_or_program)
+            for f in draft_fields
+            if f.name not in given_values
         }
-    home = {f.name: f.section for f in HEADER_FIELDS}
-    decided = {"schedule": source} | decided
-    return {(home.get(name, "pipeline"), name): value for name, value in decided.items()}
+    section_by_field = {f.name: f.section for f in HEADER_FIELDS}
+    source_values = {"schedule": source} | source_values
+    return {
+        (section_by_field.get(name, "pipeline"), name): value
+        for name, value in source_values.items()
+    }
 
 
 def _find_sections(name: str) -> list[str]:
     """Return the sections that have a setting of this name."""
-    kinds = get_section_classes("gpt").items()
-    return [section for section, kind in kinds if name in get_setting_types(kind)]
+    section_classes = get_section_classes("gpt").items()
+    return [
+        section
+        for section, section_class in section_classes
+        if name in get_setting_types(section_class)
+    ]
 
 
 def _require_known_name(
@@ -239,20 +258,27 @@ def _require_known_name(
         return
     hint = suggest_name(name, known_names) or f"the names are {', '.join(known_names)}"
     setting_name = f"{subject} {name!r}"
-    if homes := _find_sections(name) if subject == "section" else []:
-        hint = f"it belongs into a section: [{homes[0]}]"
+    if sections := _find_sections(name) if subject == "section" else []:
+        hint = f"it belongs into a section: [{sections[0]}]"
     if "setting" in subject:
         setting_name = f"{subject}.{name}"
-        present = {name, *(find_present_name(name, own) for own in types.values())}
-        homes = [f"{section}.{one}" for section, own in types.items() for one in own
-                 if one in present and name not in known_names]  # fmt: skip
+        renamed = (find_present_name(name, section_types) for section_types in types.values())
+        present_names = {name, *renamed}
+        full_names = [
+            f"{section}.{known_name}"
+            for section, section_types in types.items()
+            for known_name in section_types
+            if known_name in present_names and name not in known_names
+        ]
         kinds = [
-            kind for kind, one in MODEL_KINDS.items() if name in get_setting_types(one.config_class)
+            kind
+            for kind, model_kind in MODEL_KINDS.items()
+            if name in get_setting_types(model_kind.config_class)
         ]
         if name in SECTION_CLASSES:
             hint = suggest_section(name)
-        elif homes:
-            hint = f"did you mean {' or '.join(homes)}?"
+        elif full_names:
+            hint = f"did you mean {' or '.join(full_names)}?"
         elif subject == "setting model" and kinds:
             hint = f"it is a setting of kind = {' or '.join(kinds)}"
         hint = RETIRED_HINTS.get(setting_name.removeprefix("setting "), hint)
@@ -269,8 +295,9 @@ def _locate_errors(path: str, settings: _Settings) -> Iterator[None]:
     except SchedirError as error:
         if not error.fields:
             raise
-        named = {name: setting for (_, name), setting in settings.items()}
-        at = next(
-            (named[name] for name in error.fields if name in named), _SettingValue(None, path)
+        setting_by_name = {name: setting for (_, name), setting in settings.items()}
+        error_setting = next(
+            (setting_by_name[name] for name in error.fields if name in setting_by_name),
+            _SettingValue(None, path),
         )
-        raise at.make_error(error.fact, error.hint, error.fields) from error
+        raise error_setting.make_error(error.fact, error.hint, error.fields) from error

@@ -67,10 +67,10 @@ def _get_option_default(kind: FieldType) -> bool | None:
 
 
 def _make_setting_type(kind: FieldType, *, optional: bool) -> Any:
-    limited = kind.type
+    setting_type = kind.type
     if kind.min_value is not None and kind.max_value is not None:
-        limited = Annotated[kind.type, NumberRange(kind.min_value, below=kind.max_value + 1)]
-    return limited | None if optional else limited
+        setting_type = Annotated[kind.type, NumberRange(kind.min_value, below=kind.max_value + 1)]
+    return setting_type | None if optional else setting_type
 
 
 @dataclass(frozen=True)
@@ -143,8 +143,8 @@ class PipelineConfig:
     layers_per_stage: tuple[int, ...] | None = None
 
     def __post_init__(self) -> None:
-        known = (AUTO, "none", "minimal", "latency_preserving")
-        require_known("buffer_sharing", self.buffer_sharing, known)
+        choices = (AUTO, "none", "minimal", "latency_preserving")
+        require_known("buffer_sharing", self.buffer_sharing, choices)
         for f in ATTRIBUTE_FIELDS:
             if f.in_config and f.section == "pipeline":
                 # This raises an error if the value is invalid.
@@ -226,11 +226,11 @@ class MemoryConfig:
                     hint='memory_limit = "1.5GB"',
                     fields=[name],
                 )
-        for name, asked in (
+        for name, value in (
             ("offload_to_disk", self.offload_to_disk),
             ("optimizer_placement", getattr(self, "optimizer_placement", "") == "disk" or None),
         ):
-            if asked is not None and self.spill_dir is None:
+            if value is not None and self.spill_dir is None:
                 raise UsageError(
                     f"{name} = {getattr(self, name)!r} needs spill_dir, which is not set",
                     hint='spill_dir = "/nvme"',
@@ -264,8 +264,8 @@ class MemoryConfig:
         Args:
             name: The setting.
         """
-        chosen = getattr(self, name, None) == "fit" or name == "host_memory_limit"
-        return chosen or (name == "offload_to_disk" and self.offload == "fit")
+        is_fitted = getattr(self, name, None) == "fit" or name == "host_memory_limit"
+        return is_fitted or (name == "offload_to_disk" and self.offload == "fit")
 
 
 @dataclass(frozen=True)
@@ -399,13 +399,18 @@ class Config:
                 ignored.
         """
         pipeline, train = self.pipeline, self.train
-        said = {
+        program_values = {
             f.name: getattr(getattr(self, f.section), f.name) for f in HEADER_FIELDS if f.in_config
         }
-        said |= {"tied_weights": self.model.tied, "clip_grad_norm": train.clip_grad_norm > 0}
-        said |= {"skips": (), "norm_check": "before_step"}
+        program_values |= {
+            "tied_weights": self.model.tied,
+            "clip_grad_norm": train.clip_grad_norm > 0,
+        }
+        program_values |= {"skips": (), "norm_check": "before_step"}
         source = Source(pipeline.schedule)
-        found = source.schedule_or_program if train.checkpoint_dir is not None else None
+        schedule_or_program = (
+            source.schedule_or_program if train.checkpoint_dir is not None else None
+        )
         layer = MODEL_KINDS[get_model_kind(self.model)].layer_boundaries
         segment_options = {
             "stage_segments": tuple(
@@ -415,20 +420,22 @@ class Config:
         }
         # The snapshots of a compiled program in a file are not changed. If it has none,
         # checkpoints are saved between steps.
-        if found is not None and (not isinstance(found, Program) or found.is_draft):
-            said["checkpoint_snapshots"] = True
+        if schedule_or_program is not None and (
+            not isinstance(schedule_or_program, Program) or schedule_or_program.is_draft
+        ):
+            program_values["checkpoint_snapshots"] = True
         return Request(
             source,
-            said,
+            program_values,
             defaults={},
             progress_model=train.progress_model,
             blocking_hosts=True,
             overlap=pipeline.overlap,
             buffer_sharing=self.buffer_sharing,
             compile_options={
-                name: segment_options.get(name, said)
+                name: segment_options.get(name, option_value)
                 for name, (kind, _) in PASS_OPTIONS.items()
-                if (said := getattr(getattr(self, OPTION_SECTIONS[name]), name))
+                if (option_value := getattr(getattr(self, OPTION_SECTIONS[name]), name))
                 is not _get_option_default(kind)
                 and not (sizes is None and self.memory.needs_sizes(name))
             },
@@ -445,10 +452,12 @@ class Config:
         Raises:
             UsageError: They cannot be split in this way.
         """
-        pipeline, name, found = self.pipeline, get_model_kind(self.model), None
+        pipeline, name, schedule_or_program = self.pipeline, get_model_kind(self.model), None
         if pipeline.schedule.endswith((".sched", ".timeline")):
-            found = Source(pipeline.schedule).schedule_or_program
-        boundaries = found.segment_boundaries if isinstance(found, Program) else ""
+            schedule_or_program = Source(pipeline.schedule).schedule_or_program
+        boundaries = ""
+        if isinstance(schedule_or_program, Program):
+            boundaries = schedule_or_program.segment_boundaries
         layer = MODEL_KINDS[name].layer_boundaries
         group_size = pipeline.ep if has_collectives(layer, EP_LETTERS) else pipeline.tp
         return make_segmentation(
@@ -472,8 +481,10 @@ class Config:
         """Return how values share buffers. None leaves the buffers of the program unchanged."""
         choice = self.pipeline.buffer_sharing
         if choice == AUTO:
-            found = Source(self.pipeline.schedule).schedule_or_program
-            has_own_sharing = isinstance(found, Program) and found.shares_slots
+            schedule_or_program = Source(self.pipeline.schedule).schedule_or_program
+            has_own_sharing = (
+                isinstance(schedule_or_program, Program) and schedule_or_program.shares_slots
+            )
             choice = "none" if has_own_sharing else DEVICES[self.train.device].buffer_sharing
         return None if choice == "none" else cast(BufferSharing, choice)
 
@@ -482,8 +493,8 @@ class Config:
         """Return all settings as text: "section.name" -> value."""
         texts = {
             f"{section}.{name}": str(value)
-            for section, own in vars(self).items()
-            for name, value in vars(own).items()
+            for section, settings in vars(self).items()
+            for name, value in vars(settings).items()
         }
         return {"model.kind": get_model_kind(self.model)} | texts
 

@@ -110,7 +110,7 @@ def make_segmentation(
             (1,) * shape.stages,
             microbatch_size,
         )
-    where = "schedule" if segment_boundaries else "stage_segments"
+    field = "schedule" if segment_boundaries else "stage_segments"
     if segment_boundaries and stage_segments is not None:
         raise UsageError(
             "stage_segments does not apply to a program that has segments already",
@@ -121,7 +121,7 @@ def make_segmentation(
         raise UsageError(
             f"a model of kind {model_kind!r} has no segments",
             hint='use kind = "gpt", or stages without segments',
-            fields=[where, "kind"],
+            fields=[field, "kind"],
         )
     letters = split_letters_by_stage(segment_boundaries, shape.stages)
     hint = (
@@ -130,39 +130,43 @@ def make_segmentation(
         else "layers_per_stage = [...], as in the program"
     )
     if segment_boundaries and layers_per_stage is None:
-        layers_of_program = tuple(len(own) // len(layer_boundaries) for own in letters)
+        layers_of_program = tuple(
+            len(stage_letters) // len(layer_boundaries) for stage_letters in letters
+        )
         layers_per_stage = layers_of_program if sum(layers_of_program) == layers else None
         if all(layers_of_program) and layers_per_stage is None:
             hint = f"layers = {sum(layers_of_program)}, as in the program"
-    each = split_layers(layers, len(letters), layers_per_stage)
+    layer_counts = split_layers(layers, len(letters), layers_per_stage)
     if stage_segments == LAYER_SEGMENTATION:
-        letters = tuple(layer_boundaries * number for number in each)
+        letters = tuple(layer_boundaries * number for number in layer_counts)
     elif stage_segments is not None:
         try:
             letters = parse_segment_letters(stage_segments, shape)
         except UsageError as error:
             raise UsageError(error.fact, hint=hint, fields=error.fields) from error
-    for stage, (own, number) in enumerate(zip(letters, each, strict=True)):
-        if own not in ("", layer_boundaries * number):
+    for stage, (stage_letters, number) in enumerate(zip(letters, layer_counts, strict=True)):
+        if stage_letters not in ("", layer_boundaries * number):
             raise UsageError(
                 f"stage {stage} has {number} layer{'s' * (number != 1)}, and needs the segment "
-                f"boundaries {describe(layer_boundaries * number)}, not {describe(own)}",
+                f"boundaries {describe(layer_boundaries * number)}, not {describe(stage_letters)}",
                 hint=hint,
-                fields=[where, "layers_per_stage"],
+                fields=[field, "layers_per_stage"],
             )
-    found = StageSegmentation(each, tuple(len(own) + 1 for own in letters), microbatch_size)
-    if tied_weights and found.segments_per_stage != (1,) and len(letters) == 1:
+    segmentation = StageSegmentation(
+        layer_counts, tuple(len(stage_letters) + 1 for stage_letters in letters), microbatch_size
+    )
+    if tied_weights and segmentation.segments_per_stage != (1,) and len(letters) == 1:
         raise UsageError(
             "the embedding and the head share a weight, so they cannot be in two segments of one "
             "stage",
             hint="use two or more stages, or tied = false",
-            fields=[where, "tied_weights"],
+            fields=[field, "tied_weights"],
         )
-    if segment_boundaries and frozen_stages not in found.first_segments:
+    if segment_boundaries and frozen_stages not in segmentation.first_segments:
         raise UsageError(
             f"frozen_stages is {frozen_stages}, but the first {frozen_stages} segments of the "
             "program are not complete stages",
-            hint=f"frozen_stages = {' or '.join(map(str, found.first_segments[1:-1])) or 0}",
+            hint=f"frozen_stages = {' or '.join(map(str, segmentation.first_segments[1:-1])) or 0}",
             fields=["frozen_stages", "schedule"],
         )
-    return found
+    return segmentation

@@ -74,24 +74,24 @@ def coerce(value: Any, type_hint: Any) -> Any:
         >>> coerce([1, 2], tuple[float, ...])
         (1.0, 2.0)
     """
-    parts = get_args(type_hint)
+    arguments = get_args(type_hint)
     if get_origin(type_hint) is Annotated:
-        value = coerce(value, parts[0])
-        if not all(limit.minimum <= value < limit.below for limit in parts[1:]):
+        value = coerce(value, arguments[0])
+        if not all(limit.minimum <= value < limit.below for limit in arguments[1:]):
             raise TypeError
         return value
     if get_origin(type_hint) in (Union, UnionType):
-        for part in parts:
+        for argument in arguments:
             try:
-                return coerce(value, part)
+                return coerce(value, argument)
             except TypeError:
                 continue
         raise TypeError
     if get_origin(type_hint) is tuple and isinstance(value, list):
-        each = [parts[0]] * len(value) if ... in parts else parts
-        if len(each) != len(value):
+        item_types = [arguments[0]] * len(value) if ... in arguments else arguments
+        if len(item_types) != len(value):
             raise TypeError
-        return tuple(map(coerce, value, each))
+        return tuple(map(coerce, value, item_types))
     if type(value) is int and not -(2**63) <= value < 2**63:
         raise TypeError  # TOML has 64-bit integers.
     if type_hint is float and type(value) is int:
@@ -114,15 +114,19 @@ def describe_type(type_hint: Any, *, is_plural: bool = False) -> str:
         >>> describe_type(tuple[float, float])
         'a list of 2 numbers'
     """
-    parts = get_args(type_hint)
+    arguments = get_args(type_hint)
     if get_origin(type_hint) is Annotated:
-        return " ".join([describe_type(parts[0], is_plural=is_plural), *map(str, parts[1:])])
+        return " ".join(
+            [describe_type(arguments[0], is_plural=is_plural), *map(str, arguments[1:])]
+        )
     if get_origin(type_hint) in (Union, UnionType):
-        return " or ".join(describe_type(part) for part in parts if part is not NoneType)
+        return " or ".join(
+            describe_type(argument) for argument in arguments if argument is not NoneType
+        )
     if get_origin(type_hint) is tuple:
-        number = "" if ... in parts else f"{len(parts)} "
+        number = "" if ... in arguments else f"{len(arguments)} "
         return (
             f"{'lists' if is_plural else 'a list'} of "
-            f"{number}{describe_type(parts[0], is_plural=True)}"
+            f"{number}{describe_type(arguments[0], is_plural=True)}"
         )
     return _TYPE_NAMES[type_hint][is_plural]

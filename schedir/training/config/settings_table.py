@@ -40,7 +40,8 @@ def get_setting_types(section: type) -> dict[str, Any]:
     Args:
         section: The class of the section.
     """
-    kind = {"kind": str} if section in {one.config_class for one in MODEL_KINDS.values()} else {}
+    is_model = section in {model_kind.config_class for model_kind in MODEL_KINDS.values()}
+    kind = {"kind": str} if is_model else {}
     return kind | get_type_hints(section, include_extras=True)
 
 
@@ -78,8 +79,8 @@ def list_settings() -> dict[str, tuple[str, list[Setting]]]:
         The sections. The section "model" is for a GPT. Each other kind of model has a section
         "model of kind NAME".
     """
-    found = {section: _list_section_settings(kind) for section, kind in SECTION_CLASSES.items()}
-    found["model"][1].insert(
+    settings = {section: _list_section_settings(kind) for section, kind in SECTION_CLASSES.items()}
+    settings["model"][1].insert(
         0,
         Setting(
             "kind",
@@ -88,12 +89,12 @@ def list_settings() -> dict[str, tuple[str, list[Setting]]]:
             "The kind of the model.",
         ),
     )
-    others = {
+    other_kinds = {
         f"model of kind {name}": _list_section_settings(kind.config_class)
         for name, kind in MODEL_KINDS.items()
     }
-    del others["model of kind gpt"]
-    return {"model": found["model"]} | others | found
+    del other_kinds["model of kind gpt"]
+    return {"model": settings["model"]} | other_kinds | settings
 
 
 def split_docstring(about: str) -> tuple[str, dict[str, str]]:
@@ -104,8 +105,8 @@ def split_docstring(about: str) -> tuple[str, dict[str, str]]:
     """
     prose, has_args, args = about.partition("\n\nArgs:\n")
     if has_args:
-        own = re.split(r"^\S", args, maxsplit=1, flags=re.MULTILINE)[0]
-        _, *items = re.split(r"^    (\w+): ", own, flags=re.MULTILINE)
+        args_section = re.split(r"^\S", args, maxsplit=1, flags=re.MULTILINE)[0]
+        _, *items = re.split(r"^    (\w+): ", args_section, flags=re.MULTILINE)
     else:
         prose, *items = re.split(r"^- `(\w+)`: ", about, flags=re.MULTILINE)
     return prose.strip(), dict(zip(items[::2], map(str.strip, items[1::2]), strict=True))

@@ -94,8 +94,8 @@ class TrainConfig:
             raise UsageError(
                 f"min_lr {self.min_lr:g} is above lr {self.lr:g}", fields=["min_lr", "lr"]
             )
-        for name, known in SETTING_CHOICES.items():
-            require_known(name, getattr(self, name), known)
+        for name, choices in SETTING_CHOICES.items():
+            require_known(name, getattr(self, name), choices)
         if self.checkpoint_dir == "" or (self.checkpoint_dir is None and self.resume == "must"):
             raise UsageError(
                 "resume = 'must' needs checkpoint_dir, which is not set"

@@ -92,8 +92,8 @@ class GracefulStop:
         Args:
             grace: The time to finish and save a step, in seconds.
         """
-        since = [at for at in (self.signal_time, self.notice_time) if at is not None]
-        return bool(since) and monotonic() - min(since) > grace
+        request_times = [time for time in (self.signal_time, self.notice_time) if time is not None]
+        return bool(request_times) and monotonic() - min(request_times) > grace
 
     def request_stop(self) -> None:
         """Request that all processes stop, and return immediately."""
@@ -118,8 +118,8 @@ class GracefulStop:
             store = connect_store(STORE_TIMEOUT)
             store.wait([make_store_key("stop request")], _FOREVER)
             with self.condition:
-                self.notice_time, begun = monotonic(), self.last_begun_step
-            store.set(make_store_key(f"begun by {self.process}"), str(begun))
+                self.notice_time, begun_step = monotonic(), self.last_begun_step
+            store.set(make_store_key(f"begun by {self.process}"), str(begun_step))
             if self.process == 0:
                 keys = [make_store_key(f"begun by {k}") for k in range(self.processes)]
                 store.wait(keys, _FOREVER)
@@ -136,12 +136,12 @@ def exit_after_termination(reason: str) -> NoReturn:
     Args:
         reason: The report.
     """
-    own = get_current_member()
-    if own is not None and is_launched():
-        own.black_box.values[BlackBoxField.HAS_ENDED] = 1
-        own.black_box.report_failure(reason if own.process == 0 else "", TERMINATED_EXIT_CODE)
-    elif own is not None:
-        own.finish()
+    member = get_current_member()
+    if member is not None and is_launched():
+        member.black_box.values[BlackBoxField.HAS_ENDED] = 1
+        member.black_box.report_failure(reason if member.process == 0 else "", TERMINATED_EXIT_CODE)
+    elif member is not None:
+        member.finish()
     if not is_launched() and os.environ.get("RANK", "0") == "0":
         print(reason, file=sys.stderr, flush=True)
     sys.stdout.flush()

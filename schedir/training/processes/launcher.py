@@ -86,10 +86,11 @@ def launch(
     Raises:
         UsageError: There are more processes than `MAX_PROCESSES`.
     """
-    world = layout.ranks * layout.tp * layout.dp
-    if world > MAX_PROCESSES:
+    world_size = layout.ranks * layout.tp * layout.dp
+    if world_size > MAX_PROCESSES:
         raise UsageError(
-            f"{world} processes are more than {MAX_PROCESSES}, the most that schedir train starts",
+            f"{world_size} processes are more than {MAX_PROCESSES}, the most that schedir train "
+            "starts",
             hint="start them with torchrun",
         )
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
@@ -108,8 +109,8 @@ def launch(
         "MASTER_ADDR": "127.0.0.1",
         "MASTER_PORT": str(port),
         "TORCHELASTIC_USE_AGENT_STORE": "True",  # All processes are clients of the store.
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
+        "WORLD_SIZE": str(world_size),
+        "LOCAL_WORLD_SIZE": str(world_size),
         "PYTHONUNBUFFERED": "1",
         LAUNCHER_PID_VARIABLE: str(os.getpid()),
     }
@@ -121,7 +122,7 @@ def launch(
     signal_forwarding = _SignalForwarding(processes, grace)
     try:
         signal_forwarding.install()
-        for number in range(world):
+        for number in range(world_size):
             process = subprocess.Popen(
                 [sys.executable, "-m", "schedir", *arguments],
                 stdin=subprocess.PIPE,  # It closes when this process ends. See `end_with_parent`.
@@ -144,9 +145,10 @@ def launch(
             process.wait()
         for reader in readers:  # A child of a process may still run, and keep the pipe open.
             reader.join(EXIT_TIMEOUT)
-        read = not any(reader.is_alive() for reader in readers)
+        is_output_read = not any(reader.is_alive() for reader in readers)
         for process in processes:
-            for pipe in (process.stdin, *((process.stdout, process.stderr) if read else ())):
+            outputs = (process.stdout, process.stderr) if is_output_read else ()
+            for pipe in (process.stdin, *outputs):
                 if pipe is not None:
                     pipe.close()
         del store
@@ -155,20 +157,19 @@ def launch(
     if not failure.code and failure.process < 0:
         _remove_leftovers(folder)
         return 0
-    run = compute_run_id(os.getpid(), environment)
-    after = read_black_boxes(folder, run)
-    message, code = _describe_failure(failure, after, layout, folder)
+    run_id = compute_run_id(os.getpid(), environment)
+    black_boxes = read_black_boxes(folder, run_id)
+    message, code = _describe_failure(failure, black_boxes, layout, folder)
     print(message, file=sys.stderr)
-    if signal_forwarding.has_received_signal and failure.code in (
-        TERMINATED_EXIT_CODE,
-        -signal.SIGTERM,
-    ):  # A process that SIGTERM ended had nothing to save yet.
+    is_terminated = failure.code in (TERMINATED_EXIT_CODE, -signal.SIGTERM)
+    # A process that SIGTERM ended had nothing to save yet.
+    if signal_forwarding.has_received_signal and is_terminated:
         _remove_leftovers(folder)
         return TERMINATED_EXIT_CODE
     if code == REFUSED_EXIT_CODE:  # The message is complete without the black boxes.
         _remove_leftovers(folder)
     else:
-        write_verdict(folder, run, message)
+        write_verdict(folder, run_id, message)
     return code
 
 
@@ -236,15 +237,15 @@ def _wait_for_failure(
 
     If all processes end normally, the process number of the result is -1.
     """
-    ended: SimpleQueue[tuple[int, int]] = SimpleQueue()
+    exits: SimpleQueue[tuple[int, int]] = SimpleQueue()
 
     def watch(number: int, process: subprocess.Popen[bytes]) -> None:
-        ended.put((number, process.wait()))
+        exits.put((number, process.wait()))
 
     for number, process in enumerate(processes):
         Thread(target=watch, args=(number, process), daemon=True).start()
     for _ in processes:
-        number, code = ended.get()
+        number, code = exits.get()
         black_boxes = read_black_boxes(directory, run_id)
         # A process that ended normally has removed its black box.
         if code or (number in black_boxes and not black_boxes[number][BlackBoxField.HAS_ENDED]):
@@ -264,18 +265,20 @@ def _describe_failure(
     it is the reason of the failed process. If it has none, the message has its exit code or signal.
     """
     killers = [
-        one
-        for one in black_boxes.values()
-        if one[BlackBoxField.KILLED_PROCESS] == failure.process + 1
+        snapshot
+        for snapshot in black_boxes.values()
+        if snapshot[BlackBoxField.KILLED_PROCESS] == failure.process + 1
     ]
     failed_box = black_boxes.get(failure.process)
     candidates = [*killers, *([failed_box] if failed_box is not None else [])]
     # If a failed process has no reason, another process is the cause.
     if failed_box is not None and failed_box.has_failed and not failed_box.reason:
-        candidates += sorted(black_boxes.values(), key=lambda one: one[BlackBoxField.FAILURE_TIME])
-    for one in candidates:
-        if one.has_failed and one.reason:
-            return one.reason, one[BlackBoxField.EXIT_CODE] or 1
+        candidates += sorted(
+            black_boxes.values(), key=lambda snapshot: snapshot[BlackBoxField.FAILURE_TIME]
+        )
+    for snapshot in candidates:
+        if snapshot.has_failed and snapshot.reason:
+            return snapshot.reason, snapshot[BlackBoxField.EXIT_CODE] or 1
     exit_text = f"exited with code {failure.code}"
     if failure.code < 0:
         exit_text = f"was killed by signal {-failure.code} ({signal.strsignal(-failure.code)})"
@@ -312,7 +315,7 @@ def _start_forwarding(number: int, process: subprocess.Popen[bytes]) -> list[Thr
     """Start the threads that forward the output of a process, line by line."""
     bytes_left = [MAX_OUTPUT_BYTES]
 
-    def pass_on(pipe: IO[bytes], to: IO[bytes]) -> None:
+    def pass_on(pipe: IO[bytes], target: IO[bytes]) -> None:
         while line := pipe.readline(MAX_LINE_BYTES):
             bytes_left[0] -= len(line)
             if bytes_left[0] < 0:
@@ -321,13 +324,13 @@ def _start_forwarding(number: int, process: subprocess.Popen[bytes]) -> list[Thr
                 else:
                     continue
             with _PRINT_LOCK:
-                to.write(b"[%d] %s" % (number, line if line.endswith(b"\n") else line + b"\n"))
-                to.flush()
+                target.write(b"[%d] %s" % (number, line if line.endswith(b"\n") else line + b"\n"))
+                target.flush()
 
     pipes = [(process.stdout, sys.stdout), (process.stderr, sys.stderr)]
     threads = [
-        Thread(target=pass_on, args=(pipe, to.buffer), daemon=True)
-        for pipe, to in pipes
+        Thread(target=pass_on, args=(pipe, target.buffer), daemon=True)
+        for pipe, target in pipes
         if pipe is not None
     ]
     for thread in threads:

@@ -242,8 +242,8 @@ def report_and_exit(
     """
     member.black_box.report_failure(text or "", code)
     is_read = is_launched() and member.black_box.has_file
-    reports = text is not None and (is_read or _is_first_failure())
-    if reports and not is_read:
+    should_report = text is not None and (is_read or _is_first_failure())
+    if should_report and not is_read:
         print(text, file=sys.stderr, flush=True)
     is_other_process = cause is not None and cause.process != member.process
     is_local = (
@@ -253,7 +253,7 @@ def report_and_exit(
         _kill_culprit(member, cause)
     if text is not None and is_other_process and not is_local:
         _write_agent_error(text)
-    if not reports or (is_other_process and is_local):
+    if not should_report or (is_other_process and is_local):
         _TERMINATION_EVENT.wait(EXIT_GRACE)
     os._exit(code)
 
@@ -345,8 +345,8 @@ def exchange_black_boxes(
         for process in absent:
             key = make_store_key(f"box of {process}")
             if process not in remote_boxes and store.check([key]):
-                other = BlackBoxSnapshot.from_bytes(store.get(key))
-                remote_boxes |= {} if other is None else {process: other}
+                remote_box = BlackBoxSnapshot.from_bytes(store.get(key))
+                remote_boxes |= {} if remote_box is None else {process: remote_box}
         time.sleep(0.02)
     return remote_boxes
 
@@ -358,25 +358,25 @@ def interrupt_on_signals() -> Iterator[None]:
     So the code in the context can clean up. After the context, the signal ends this process as
     usual.
     """
-    received: list[int] = []
+    received_signals: list[int] = []
 
     def handle(number: int, frame: FrameType | None) -> None:
-        received.append(number)
-        if len(received) == 1:  # A second interrupt would disturb the clean-up.
+        received_signals.append(number)
+        if len(received_signals) == 1:  # A second interrupt would disturb the clean-up.
             raise KeyboardInterrupt
 
     previous_handlers: dict[int, Any] = {}
     if current_thread() is main_thread():
-        for each in (signal.SIGHUP, signal.SIGQUIT):
-            if signal.getsignal(each) is signal.SIG_DFL:  # nohup ignores SIGHUP.
-                previous_handlers[each] = signal.signal(each, handle)
+        for signal_number in (signal.SIGHUP, signal.SIGQUIT):
+            if signal.getsignal(signal_number) is signal.SIG_DFL:  # nohup ignores SIGHUP.
+                previous_handlers[signal_number] = signal.signal(signal_number, handle)
     try:
         yield
     finally:
         for number, handler in previous_handlers.items():
             signal.signal(number, handler)
-        if received:
-            os.kill(os.getpid(), received[0])
+        if received_signals:
+            os.kill(os.getpid(), received_signals[0])
 
 
 def end_with_parent() -> None:
@@ -402,8 +402,8 @@ def exit_cleanly() -> NoReturn:
     A normal exit tears down the interpreter. Threads of torch that still run sometimes abort it
     ("terminate called without an active exception", in 1 of 62 runs).
     """
-    if (own := get_current_member()) is not None and own.is_current_process:
-        own.finish()
+    if (member := get_current_member()) is not None and member.is_current_process:
+        member.finish()
     sys.stdout.flush()
     sys.stderr.flush()
     os._exit(0)

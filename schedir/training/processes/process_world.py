@@ -63,10 +63,10 @@ def join_process_group(
     """
     black_box = black_box or BlackBox()
     black_box.enter_phase(ProcessPhase.RENDEZVOUS)
-    alone = "RANK" not in os.environ
+    is_single = "RANK" not in os.environ
     try:
         options: dict[str, Any] = {"rank": 0, "world_size": 1}
-        options |= {"store": dist.HashStore()} if alone else run_rendezvous(facts, timeout)  # type: ignore[attr-defined]
+        options |= {"store": dist.HashStore()} if is_single else run_rendezvous(facts, timeout)  # type: ignore[attr-defined]
         load_object(DEVICES[device].initialise_path)(timeout, **options)
     except (
         RuntimeError,
@@ -76,7 +76,7 @@ def join_process_group(
             f"the processes did not connect in {timeout:g} s: "
             f"{str(error).strip().partition(chr(10))[0]}"
         ) from error
-    done = False
+    is_done = False
     store: Any = dist.distributed_c10d._get_default_store()
     try:
         black_box.enter_phase(ProcessPhase.SET_UP)
@@ -93,25 +93,25 @@ def join_process_group(
         # group, because torch's function refuses a group that has NCCL, too.
         world: Any = dist.group.WORLD
         world.monitored_barrier(timedelta(seconds=max(timeout, RESULTS_TIMEOUT)))
-        done = True
+        is_done = True
     except (RuntimeError, OSError) as error:
         if fact := describe_peer_exit(error):
             raise ExecutionError(f"{fact}; this happened outside of a step") from error
         raise
     finally:
         # A rank that fails reports the reason before its connections close.
-        if done or alone:
+        if is_done or is_single:
             dist.destroy_process_group()
 
 
 @contextmanager
 def _send_heartbeats(store: Any) -> Iterator[None]:
     """Increment a counter in the store regularly while the context is active."""
-    over = Event()
+    stop_event = Event()
 
     def beat() -> None:
         try:
-            while not over.wait(HEARTBEAT_INTERVAL):
+            while not stop_event.wait(HEARTBEAT_INTERVAL):
                 store.add(_HEARTBEAT_KEY, 1)
         except RuntimeError:  # The store has closed. The other processes detect this, too.
             pass
@@ -121,7 +121,7 @@ def _send_heartbeats(store: Any) -> Iterator[None]:
     try:
         yield
     finally:
-        over.set()
+        stop_event.set()
         thread.join(HEARTBEAT_INTERVAL)
 
 
@@ -137,8 +137,8 @@ def wait_for_results(store: Any, timeout: float) -> None:
     """
     beats, deadline = -1, monotonic() + timeout
     while not store.check([_RESULTS_KEY]):
-        if (now := store.add(_HEARTBEAT_KEY, 0)) != beats:
-            beats, deadline = now, monotonic() + timeout
+        if (new_beats := store.add(_HEARTBEAT_KEY, 0)) != beats:
+            beats, deadline = new_beats, monotonic() + timeout
         if monotonic() > deadline:
             raise ExecutionError(
                 f"process 0 sent no heartbeat for {timeout:g} s while the other processes waited "

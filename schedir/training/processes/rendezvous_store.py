@@ -26,11 +26,11 @@ def connect_store(timeout: float, *, is_master: bool = False) -> Any:
     from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
     host, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
-    found: list[Any] = []
+    results: list[Any] = []
 
     def connect() -> None:
         try:
-            found.append(
+            results.append(
                 TCPStore(
                     host,
                     port,
@@ -41,13 +41,13 @@ def connect_store(timeout: float, *, is_master: bool = False) -> Any:
                 )
             )
         except Exception as error:
-            found.append(error)
+            results.append(error)
 
     thread = Thread(target=connect, name="store", daemon=True)
     thread.start()
     thread.join(timeout)
-    if not found or (isinstance(found[0], Exception) and not is_master):
+    if not results or (isinstance(results[0], Exception) and not is_master):
         raise ExecutionError(f"the rendezvous store at {host}:{port} does not answer")
-    if isinstance(found[0], Exception):
-        raise found[0]
-    return found[0]
+    if isinstance(results[0], Exception):
+        raise results[0]
+    return results[0]

@@ -83,9 +83,9 @@ def require_same_data(crcs: Sequence[int], step: int) -> None:
         ModelError: Two processes differ.
     """
     fact = f"the data read up to step {step}"
-    if found := find_difference([{fact: f"crc32 {one:08x}"} for one in crcs]):
+    if difference := find_difference([{fact: f"crc32 {crc:08x}"} for crc in crcs]):
         raise ModelError(
-            found, hint="data.source must give every process the same bytes", fields=["source"]
+            difference, hint="data.source must give every process the same bytes", fields=["source"]
         )
 
 
@@ -104,15 +104,15 @@ def run_rendezvous(facts: Mapping[str, str], timeout: float) -> dict[str, Any]:
         ExecutionError: A process does not arrive in time.
     """
     rank = int(os.environ["RANK"])
-    world = int(os.environ["WORLD_SIZE"])
-    agent = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
-    store: Any = connect_store(timeout, is_master=rank == 0 and not agent)
+    world_size = int(os.environ["WORLD_SIZE"])
+    uses_agent_store = os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True"
+    store: Any = connect_store(timeout, is_master=rank == 0 and not uses_agent_store)
     attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
     compare_facts(
-        PrefixStore(f"schedir meets, attempt {attempt}", store), rank, world, facts, timeout
+        PrefixStore(f"schedir meets, attempt {attempt}", store), rank, world_size, facts, timeout
     )
     store = PrefixStore(f"schedir, attempt {attempt}", store)
-    return {"store": store, "rank": rank, "world_size": world}
+    return {"store": store, "rank": rank, "world_size": world_size}
 
 
 def compare_facts(
@@ -140,44 +140,45 @@ def compare_facts(
     if rank == 0:
         store.set("verdict", _find_difference(store, world, deadline) or _NO_DIFFERENCE)
     verdict = _wait_for_key(store, "verdict", deadline, 0).decode(errors="replace")
-    read = store.add("read", 1)
+    read_count = store.add("read", 1)
     if verdict == _NO_DIFFERENCE:
         return
     if rank == 0:  # The store may be in this process. Wait until the others have read the verdict.
         deadline = monotonic() + _READ_TIMEOUT
         while (
-            read < sum(store.check([f"came {k}"]) for k in range(world)) and monotonic() < deadline
+            read_count < sum(store.check([f"came {k}"]) for k in range(world))
+            and monotonic() < deadline
         ):
             sleep(0.02)
-            read = store.add("read", 0)
+            read_count = store.add("read", 0)
     raise ModelError(verdict)
 
 
 def _find_difference(store: Any, world: int, deadline: float) -> str:
     """Return the first difference between the facts of processes, "" if there is none."""
-    everyone: list[dict[str, str]] = []
-    places: dict[object, int] = {}
+    all_facts: list[dict[str, str]] = []
+    process_by_machine: dict[object, int] = {}
     for k in range(world):
         try:
-            facts, place = _decode_facts(
+            facts, machine = _decode_facts(
                 _wait_for_key(store, f"facts {k}", deadline, k), f"process {k}"
             )
         except ModelError as error:
             return error.fact
-        everyone.append(facts)
-        if fact := find_difference(everyone):
+        all_facts.append(facts)
+        if fact := find_difference(all_facts):
             return fact
-        if place is not None and (other := places.setdefault(place, k)) != k:
-            return f"processes {other} and {k} of one machine both have LOCAL_RANK {place[-1]}"
+        if machine is not None and (other := process_by_machine.setdefault(machine, k)) != k:
+            return f"processes {other} and {k} of one machine both have LOCAL_RANK {machine[-1]}"
     return ""
 
 
 def _decode_facts(data: bytes, sender: str) -> tuple[dict[str, str], tuple[str, ...] | None]:
     """Return the facts and the machine of a process. Raises ModelError if they are invalid."""
     match decode_value(data, sender):
-        case (dict() as facts, (tuple() | None) as place):
-            if all(isinstance(one, str) for one in (*facts, *facts.values(), *(place or ()))):
-                return facts, place
+        case (dict() as facts, (tuple() | None) as machine):
+            if all(isinstance(value, str) for value in (*facts, *facts.values(), *(machine or ()))):
+                return facts, machine
     raise ModelError(f"{sender} sent invalid facts about its configuration: {data[:40]!r}")
 
 
@@ -201,10 +202,12 @@ def _describe_machine() -> tuple[str, ...] | None:
     With torchrun, several nodes on one machine each count their local ranks from 0, so the number
     of the node is included.
     """
-    local = os.environ.get("LOCAL_RANK")
+    local_rank = os.environ.get("LOCAL_RANK")
     node = os.environ.get("GROUP_RANK", "")
     try:
-        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
-        return None if local is None else (boot, os.readlink("/proc/self/ns/pid"), node, local)
+        boot_id = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        if local_rank is None:
+            return None
+        return boot_id, os.readlink("/proc/self/ns/pid"), node, local_rank
     except OSError:
         return None

@@ -91,14 +91,15 @@ class Watchdog:
         self.exit_thread: Thread | None = None
         self.last_save_check = 0  # The time of CLOCK_MONOTONIC, in nanoseconds.
         self.is_stopped = False
-        self.signal_pipe, tell = os.pipe()
-        os.set_blocking(tell, False)
+        self.signal_pipe, write_end = os.pipe()
+        os.set_blocking(write_end, False)
         self.previous_handlers: tuple[int, Any] | None = None  # `__exit__` restores them.
         if is_rank_main_thread() or (
             graceful_stop is not None and current_thread() is main_thread()
         ):
-            before = signal.set_wakeup_fd(tell, warn_on_full_buffer=False)
-            self.previous_handlers = before, signal.signal(signal.SIGTERM, _ignore_signal)
+            previous_descriptor = signal.set_wakeup_fd(write_end, warn_on_full_buffer=False)
+            previous_handler = signal.signal(signal.SIGTERM, _ignore_signal)
+            self.previous_handlers = previous_descriptor, previous_handler
         self.thread = Thread(target=self._run, name="watchdog", daemon=True)
 
     def __enter__(self) -> Watchdog:
@@ -164,8 +165,8 @@ class Watchdog:
                 last_note = 0
                 self.box_values[BlackBoxField.IS_WAITING] = self.member.has_lost_peers
             elif now - progress_time > QUIET_SECONDS * 1e9:
-                before, last_note = last_note, self._note_location(last_note)
-                note_time = now if last_note != before else note_time
+                previous_note, last_note = last_note, self._note_location(last_note)
+                note_time = now if last_note != previous_note else note_time
             if self.box_values[BlackBoxField.PHASE] == ProcessPhase.SAVE:
                 stalled_for = 0  # A save may take any time.
                 if (
@@ -191,10 +192,10 @@ class Watchdog:
         if self.gpu is not None:
             self.gpu.write_progress(values)
         # The begin of `watch` counts as progress, so the timeout does not include the set-up.
-        watched = self.executor is not None
+        is_watched = self.executor is not None
         lanes = [*values[FIRST_LANE_FIELD : FIRST_LANE_FIELD + len(Lane)]]
         return (
-            watched,
+            is_watched,
             values[BlackBoxField.PHASE_COUNT],
             values[POSITION_FIELD],
             values[POSITION_TIME_FIELD],
@@ -205,11 +206,11 @@ class Watchdog:
         """Monitor the exit of peers on this machine, and return whether peers are missing."""
         if not hasattr(os, "pidfd_open"):
             return False
-        for process, seen in self.member.collect_black_boxes().items():
+        for process, snapshot in self.member.collect_black_boxes().items():
             if process in self.peer_pidfds.values() or process == self.member.process:
                 continue
             try:
-                descriptor = os.pidfd_open(seen[BlackBoxField.PID])
+                descriptor = os.pidfd_open(snapshot[BlackBoxField.PID])
             except OSError:  # The process has exited.
                 continue
             self.peer_pidfds[descriptor] = process
@@ -223,12 +224,12 @@ class Watchdog:
         """Report the death of a peer on this machine, if there is no launcher that reports it."""
         if is_launched():  # `launch` reports it, with the exit code.
             return
-        standstill = self.member.inspect_stall()
-        seen = standstill.snapshots.get(process)
-        if seen is not None and seen.is_dead:
-            found = standstill.find_cause()
-            if found is not None and found.kind is StallKind.DIED:
-                self._start_exit(found)
+        stalled_run = self.member.inspect_stall()
+        snapshot = stalled_run.snapshots.get(process)
+        if snapshot is not None and snapshot.is_dead:
+            cause = stalled_run.find_cause()
+            if cause is not None and cause.kind is StallKind.DIED:
+                self._start_exit(cause)
 
     def _handle_termination(self) -> None:
         """Save a step and exit after SIGTERM, or exit immediately.
@@ -236,15 +237,15 @@ class Watchdog:
         When a process fails, torchrun sends SIGTERM to the others, and prints only the number of
         the failed process. So this method reports the failure before the exit.
         """
-        code, standstill = TERMINATED_EXIT_CODE, self.member.inspect_stall()
-        found = standstill.find_cause()
-        failed = found is not None and found.kind in (
+        code, stalled_run = TERMINATED_EXIT_CODE, self.member.inspect_stall()
+        cause = stalled_run.find_cause()
+        has_failure = cause is not None and cause.kind in (
             StallKind.DIED,
             StallKind.FAILED,
             StallKind.MISSING,
         )
         stop = self.graceful_stop if self.executor is not None else None
-        if stop is not None and not failed and self.exit_thread is None:
+        if stop is not None and not has_failure and self.exit_thread is None:
             if stop.signal_time is None:
                 stop.request_stop()
                 return
@@ -253,13 +254,14 @@ class Watchdog:
         stop_waiting()
         if self._is_exiting():  # The exit thread no longer waits, and ends this process.
             return
-        why = f"received SIGTERM, {standstill.describe_location(self.member.process)}"
-        if found is not None and found.kind is StallKind.DIED:
-            exit_with_cause(self.member, found)
-        if found is not None and found.kind is StallKind.MISSING:
-            fact = f"{found.fact}; {self.member.name} {why}"
-            exit_with_cause(self.member, found._replace(fact=fact), code)
-        exit_with_error(None if found is not None and found.kind is StallKind.FAILED else why, code)
+        reason = f"received SIGTERM, {stalled_run.describe_location(self.member.process)}"
+        if cause is not None and cause.kind is StallKind.DIED:
+            exit_with_cause(self.member, cause)
+        if cause is not None and cause.kind is StallKind.MISSING:
+            fact = f"{cause.fact}; {self.member.name} {reason}"
+            exit_with_cause(self.member, cause._replace(fact=fact), code)
+        is_reported = cause is not None and cause.kind is StallKind.FAILED
+        exit_with_error(None if is_reported else reason, code)
 
     def _handle_stall(self, is_saving: bool = False) -> None:
         """Report the process for which this process waits, and exit.
@@ -269,31 +271,31 @@ class Watchdog:
         executor, device, stalled_run = self.executor, self.gpu, self.member.inspect_stall()
         name = "" if executor is None else f"{executor.program.name}: "
         fact = f"{name}no process has made progress for {self.timeout:g} s"
-        found = stalled_run.find_cause(fact)
-        if is_saving and found is not None:
-            stopped = found.kind is StallKind.STOPPED
-            found = (
-                found
-                if stopped and stalled_run.snapshots[found.process].heartbeat_age > self.timeout
+        cause = stalled_run.find_cause(fact)
+        if is_saving and cause is not None:
+            is_stopped = cause.kind is StallKind.STOPPED
+            cause = (
+                cause
+                if is_stopped and stalled_run.snapshots[cause.process].heartbeat_age > self.timeout
                 else None
             )
         elif executor is not None and not is_saving:
-            if found is not None and stalled_run.is_slow(found.process):
-                found = stalled_run.find_cause(
+            if cause is not None and stalled_run.is_slow(cause.process):
+                cause = stalled_run.find_cause(
                     f"{name}{self.member.name} has waited for {self.timeout:g} s"
                 )
             step = self.box_values[BlackBoxField.STEP]
             gpu_step = None if device is None else device.last_step
             progress = None if device is None else device.progress
             stall_error = make_stall_error(fact, executor, step, progress, gpu_step)
-            if found is None:
+            if cause is None:
                 exit_with_error(str(stall_error))
             if gpu_step is not None:  # Add the instructions that run on this GPU.
-                found = found._replace(
-                    lines=(*found.lines, "on its GPU:", *stall_error.format_lines())
+                cause = cause._replace(
+                    lines=(*cause.lines, "on its GPU:", *stall_error.format_lines())
                 )
-        if found is not None:
-            self._start_exit(found)
+        if cause is not None:
+            self._start_exit(cause)
 
     def _start_exit(self, cause: StallCause) -> None:
         """Report the cause and exit in another thread. This thread must still handle SIGTERM."""
@@ -376,8 +378,8 @@ def find_user_location(frame: FrameType | None) -> str:
     while frame is not None:
         code = frame.f_code
         file = code.co_filename
-        library = file.startswith((_SCHEDIR_PATH, _TORCH_PATH, sys.prefix, sys.base_prefix, "<"))
-        if not library and "/lib/python" not in file:
+        is_library = file.startswith((_SCHEDIR_PATH, _TORCH_PATH, sys.prefix, sys.base_prefix, "<"))
+        if not is_library and "/lib/python" not in file:
             return f"{os.path.basename(file)}:{frame.f_lineno or 0} in {code.co_name}"
         frame = frame.f_back
     return ""
@@ -447,6 +449,6 @@ class _Device:
         gpu_step, stream = self.query_step(), self.progress.executor.state.stream
         for lane in Lane:
             unfinished = () if gpu_step is None else gpu_step.unfinished
-            mine = (k for k in unfinished if INSTRUCTIONS[stream[k].op].lane is lane)
-            values[FIRST_LANE_FIELD + lane] = next(mine, len(stream))
+            lane_indices = (k for k in unfinished if INSTRUCTIONS[stream[k].op].lane is lane)
+            values[FIRST_LANE_FIELD + lane] = next(lane_indices, len(stream))
         values[BlackBoxField.DEVICE_STEP] = 0 if gpu_step is None else gpu_step.step
