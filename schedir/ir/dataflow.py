@@ -202,12 +202,12 @@ class Dataflow:
                 if is_latest and self.index.program.uses_value(kind):
                     entries.append((next_row, needer, self._find_prior_frees(kind, needer)))
                     next_row += 1
-        needs = np.full(
+        givers = np.full(
             (max([2, *(k + 1 for k, _, _ in entries)]), len(self.index)), NO_POSITION, np.int32
         )
         for k, needer, giver in entries:
-            needs[k, needer] = giver
-        return needs
+            givers[k, needer] = giver
+        return givers
 
     def find_missing_giver(self) -> tuple[int, Value] | None:
         """Return an instruction that needs a value without a giver, and the kind of this value.

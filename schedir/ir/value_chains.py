@@ -105,14 +105,14 @@ class ValueChains(NamedTuple):
         )
         key = np.concatenate([np.empty(0, np.int64), *(member.keys for member in members)])
         order = np.lexsort((positions, key))
-        gives = column([member.is_giver for member in members])[order] > 0
-        makes = column([member.is_producer for member in members])[order] > 0
+        is_giver = column([member.is_giver for member in members])[order] > 0
+        is_producer = column([member.is_producer for member in members])[order] > 0
         key = key[order]
         is_first = np.append(True, key[1:] != key[:-1])[: len(key)]
         if accumulated:
-            makes = gives & (is_first | np.append(True, ~gives[:-1])[: len(key)])
-        life_index = np.cumsum(makes | is_first) - 1
-        begins = np.flatnonzero(makes | is_first)
+            is_producer = is_giver & (is_first | np.append(True, ~is_giver[:-1])[: len(key)])
+        life_index = np.cumsum(is_producer | is_first) - 1
+        begins = np.flatnonzero(is_producer | is_first)
 
         def state(names: Sequence[str], initial_state: int) -> tuple[Ints, Ints, Mask]:
             """Return the state after each event, and the last state of each event's value.
@@ -141,8 +141,8 @@ class ValueChains(NamedTuple):
         tier, _, changes_tier = state(TIERS, 0)
         form, final_form, _ = state(forms, NO_FORM)
         return cls(
-            positions[order], key, gives, makes, changes_tier, tier, form, final_form, forms,
-            initial_tier,
+            positions[order], key, is_giver, is_producer, changes_tier,
+            tier, form, final_form, forms, initial_tier,
         )  # fmt: skip
 
     def _has_required_state(self, events: Ints, change: Change | None) -> Mask:

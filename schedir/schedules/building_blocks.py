@@ -64,7 +64,7 @@ def wave(r: int, P: int, m: int, v: int) -> RankSchedule:
     # A microbatch starts in every second slot. So its way down the ranks and its way back use slots
     # of different parity.  P microbatches fill a wave.
     starts = [k // P * 2 * v * P + k % P * 2 for k in range(m)]
-    return order_by_slot((slot + start, word) for slot, word in block for start in starts)
+    return order_by_slot((slot + start, letter) for slot, letter in block for start in starts)
 
 
 def order_by_slot(slots: Iterable[tuple[int, RankSchedule]]) -> RankSchedule:

@@ -52,14 +52,14 @@ def number_letters(words: list[Words], first_rank: int, shape: PipelineShape) ->
     fields = letters.view(WORD_DTYPE)
     op, given_mb = fields["op"], fields["mb"]
     rank = np.repeat(np.arange(first_rank, first_rank + len(words)), [*map(len, words)])
-    local = _resolve_local_stages(fields, rank, shape)
-    w, i = _match_weight_grads(op, rank, local)
-    local[w] = local[i]
+    local_stage = _resolve_local_stages(fields, rank, shape)
+    w, i = _match_weight_grads(op, rank, local_stage)
+    local_stage[w] = local_stage[i]
     rank_stages = shape.stages_on_rank[first_rank : first_rank + len(words)]
     max_stages = max(map(len, rank_stages))
     stage_table = np.array([[*stages, *[0] * (max_stages - len(stages))] for stages in rank_stages])
     # Index of the local stage in `stage_table`.
-    cell = (rank - first_rank) * max_stages + local
+    cell = (rank - first_rank) * max_stages + local_stage
     counted_op = np.where(op == BACKWARD_INPUT, BACKWARD, op)
     # Each replica of a stage counts from the first microbatch of its row of the placement.
     count_before = _count_equal_before(
@@ -70,7 +70,7 @@ def number_letters(words: list[Words], first_rank: int, shape: PipelineShape) ->
     )
     first_mb = np.array(shape.microbatch_row_offsets)[rows].reshape(-1)
     mb = np.where(given_mb == AUTO_MICROBATCH, count_before + first_mb[cell], given_mb)
-    _number_recomputes(op, cell, given_mb, mb, rank, local)
+    _number_recomputes(op, cell, given_mb, mb, rank, local_stage)
     is_unnumbered = given_mb[w] == AUTO_MICROBATCH
     mb[w[is_unnumbered]] = mb[i[is_unnumbered]]
     return pack(op, stage_table.reshape(-1)[cell], mb) | letters & JOINED_BIT
@@ -78,7 +78,7 @@ def number_letters(words: list[Words], first_rank: int, shape: PipelineShape) ->
 
 def _number_recomputes(
     op: NDArray[np.uint8], cell: Words, specified: NDArray[np.uint32], mb: Words, rank: Words,
-    local: Words,
+    local_stage: Words,
 ) -> None:  # fmt: skip
     """Give each R without a microbatch the microbatch of its backward.
 
@@ -107,7 +107,7 @@ def _number_recomputes(
         letter = int(r[is_unmatched.argmax()])
         raise ScheduleError(
             f"letter #{letter - int((rank == rank[letter]).argmax())} of rank {rank[letter]} is "
-            f"R[{local[letter]}], but each later backward of that stage already has an R",
+            f"R[{local_stage[letter]}], but each later backward of that stage already has an R",
             hint="each R belongs to the next B or I of its stage: F + R + B",
         )
     mb[r[is_unnumbered]] = mb[b[backward_index[is_unnumbered]]]
@@ -119,12 +119,12 @@ def _resolve_local_stages(fields: NDArray[np.void], rank: Words, shape: Pipeline
     A plain W gets local stage 0 if its rank has only one stage. Raises ScheduleError for a stage
     that the rank does not have.
     """
-    local = fields["stage"].astype(np.int64)
+    local_stage = fields["stage"].astype(np.int64)
     stage_count = np.array([*map(len, shape.stages_on_rank)])[rank]
-    is_plain = local == OLDEST_STAGE
+    is_plain = local_stage == OLDEST_STAGE
     if is_plain.any():
-        local[is_plain & (stage_count == 1)] = 0
-    is_foreign = (local >= stage_count) & (local != OLDEST_STAGE)
+        local_stage[is_plain & (stage_count == 1)] = 0
+    is_foreign = (local_stage >= stage_count) & (local_stage != OLDEST_STAGE)
     if is_foreign.any():
         letter = int(is_foreign.argmax())
         wrong_rank = int(rank[letter])
@@ -133,18 +133,18 @@ def _resolve_local_stages(fields: NDArray[np.void], rank: Words, shape: Pipeline
         count_text = "1 stage" if len(stages) == 1 else f"{len(stages)} stages"
         raise ScheduleError(
             f"letter #{letter - int((rank == wrong_rank).argmax())} of rank {wrong_rank} is "
-            f"{text}[{local[letter]}], but the rank has {count_text}: {text}[0] is stage "
+            f"{text}[{local_stage[letter]}], but the rank has {count_text}: {text}[0] is stage "
             f"{stages[0]} of the model",
             hint=CommandHint(
                 _STAGE_HINT.format(option="stages_per_rank=N"),
                 _STAGE_HINT.format(option="--stages-per-rank N"),
             ),
         )
-    return local
+    return local_stage
 
 
 def _match_weight_grads(
-    op: NDArray[np.uint8], rank: Words, local: Words
+    op: NDArray[np.uint8], rank: Words, local_stage: Words
 ) -> tuple[LetterIndices, LetterIndices]:
     """Return the indices of the W that complete an I, and the indices of these I.
 
@@ -156,8 +156,8 @@ def _match_weight_grads(
     i = np.flatnonzero(op == BACKWARD_INPUT)
     if not len(w):
         return w, w
-    stage_of_i = local[i]
-    is_plain = local[w] == OLDEST_STAGE
+    stage_of_i = local_stage[i]
+    is_plain = local_stage[w] == OLDEST_STAGE
     if is_plain.any():
         # The number of plain W of each rank.
         plain_counts = np.bincount(rank[w][is_plain], minlength=int(rank[-1]) + 1)
@@ -173,7 +173,7 @@ def _match_weight_grads(
                 f"{input_counts[wrong_rank]} I"
             )
         stage_of_i = np.where(plain_counts[rank[i]] > 0, OLDEST_STAGE, stage_of_i)
-    w_cells = rank[w] << 16 | local[w]
+    w_cells = rank[w] << 16 | local_stage[w]
     i_cells = rank[i] << 16 | stage_of_i
     w, i = w[np.argsort(w_cells, kind="stable")], i[np.argsort(i_cells, kind="stable")]
     w_cells, i_cells = np.sort(w_cells), np.sort(i_cells)

@@ -196,8 +196,8 @@ def concat(schedules: Iterable[RankSchedule]) -> RankSchedule:
             [
                 EMPTY.letters,
                 *(
-                    _require_letters(f"element {index} of concat", word)
-                    for index, word in enumerate(schedules)
+                    _require_letters(f"element {index} of concat", schedule)
+                    for index, schedule in enumerate(schedules)
                 ),
             ]
         )
@@ -244,12 +244,12 @@ def weave(
         <RankSchedule F F F B F B B B>
     """
     orders = {"forwards": forwards, "backwards": backwards, "weights": weights}
-    words = [_require_letters(f"{name} of weave", order) for name, order in orders.items()]
+    letters = [_require_letters(f"{name} of weave", order) for name, order in orders.items()]
     warmup = _require_integer("warmup of weave", warmup)
     defer_weights = _require_integer("defer_weights of weave", defer_weights)
     starts = [-max(warmup, 0), 0, max(defer_weights, 0)]
-    sort_key = np.concatenate([np.arange(len(w)) + s for w, s in zip(words, starts, strict=True)])
-    return RankSchedule(np.concatenate(words)[np.argsort(sort_key, kind="stable")])
+    sort_key = np.concatenate([np.arange(len(w)) + s for w, s in zip(letters, starts, strict=True)])
+    return RankSchedule(np.concatenate(letters)[np.argsort(sort_key, kind="stable")])
 
 
 def overlapped_pair(first: RankSchedule, second: RankSchedule) -> RankSchedule:

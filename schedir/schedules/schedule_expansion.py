@@ -120,13 +120,13 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
         )
     _require_placement(schedule, shape, name)
     numbered_words: list[Words] = []  # Numbered instructions.  Each entry has several ranks.
-    words: list[Words] = []  # Letters of the following ranks, which are not numbered yet.
+    letters: list[Words] = []  # Letters of the following ranks, which are not numbered yet.
     offsets, first_rank = np.zeros(shape.ranks + 1, np.int64), 0
     for rank, local_stages in enumerate(shape.stages_on_rank):
         arguments |= {"v": len(local_stages)} if "v" in arguments else {}
         call = partial(schedule, **arguments) if arguments else schedule
-        words.append(_call_schedule(call, name, rank, shape))
-        offsets[rank + 1] = offsets[rank] + len(words[-1])
+        letters.append(_call_schedule(call, name, rank, shape))
+        offsets[rank + 1] = offsets[rank] + len(letters[-1])
         max_instructions = get_input_trust().max_instructions
         if max_instructions is not None and offsets[rank + 1] > max_instructions:
             raise ShapeError(
@@ -138,11 +138,11 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
             )
         if offsets[rank + 1] - offsets[first_rank] >= _BATCH_LETTERS or rank + 1 == shape.ranks:
             try:
-                numbered_words.append(number_letters(words, first_rank, shape))
+                numbered_words.append(number_letters(letters, first_rank, shape))
             except SchedirError as error:
                 error.program = name
                 raise
-            words, first_rank = [], rank + 1
+            letters, first_rank = [], rank + 1
     words_of_all_ranks = (
         numbered_words[0] if len(numbered_words) == 1 else np.concatenate(numbered_words)
     )
@@ -216,19 +216,19 @@ def _call_schedule(call: Schedule, name: str, rank: int, shape: PipelineShape) -
     max_needed = 4 * len(shape.stages_on_rank[rank]) * shape.microbatches
     # The limit leaves a margin, because the check of the complete draft gives better errors.
     limit = 3 * max_needed + 1000
-    words, count = [EMPTY.letters], 0
+    letters, count = [EMPTY.letters], 0
     try:
         result = call(rank, shape.ranks, shape.microbatches)
         is_generator = not isinstance(result, RankSchedule | str) and isinstance(result, Iterable)
-        for word in _iterate_yielded(result, subject) if is_generator else [result]:
-            if not isinstance(word, RankSchedule):
+        for rank_schedule in _iterate_yielded(result, subject) if is_generator else [result]:
+            if not isinstance(rank_schedule, RankSchedule):
                 raise ScheduleError(
                     f"{subject} must {'yield' if is_generator else 'return'} rank schedules, not "
-                    f"{word!r:.60}",
+                    f"{rank_schedule!r:.60}",
                     hint="return a sum like 2 * F + 2 * B, or yield its terms one by one",
                 )
-            words.append(word.letters)
-            count += max(len(word), 1)
+            letters.append(rank_schedule.letters)
+            count += max(len(rank_schedule), 1)
             if count > limit:
                 raise ScheduleError(
                     f"{subject} has more than {limit} instructions, but a schedule of this shape "
@@ -246,7 +246,7 @@ def _call_schedule(call: Schedule, name: str, rank: int, shape: PipelineShape) -
             program=name,
             hint=_find_hint(error),
         ) from error
-    return np.concatenate(words)
+    return np.concatenate(letters)
 
 
 def _find_hint(error: BaseException) -> str:

@@ -119,7 +119,7 @@ class Evaluation:
         Args:
             step: The step, from 1.
         """
-        total = torch.zeros((), dtype=torch.float64)
+        loss_sum = torch.zeros((), dtype=torch.float64)
         device = self.executor.resources.device
         for inputs, targets in self.batches:
             loss = self.executor.evaluate(
@@ -127,6 +127,6 @@ class Evaluation:
                 targets.to(device).split(self.microbatch_size),
             )
             if loss is not None and self.should_count_loss:
-                total += loss.double().cpu()
-        dist.all_reduce(total)
-        return EvaluationResult(step, float(total) / max(1, self.tokens), self.tokens)
+                loss_sum += loss.double().cpu()
+        dist.all_reduce(loss_sum)
+        return EvaluationResult(step, float(loss_sum) / max(1, self.tokens), self.tokens)

@@ -132,19 +132,19 @@ class StepQueue:
         """
         executor = self.executor
         self.last_issued_step += 1
-        mean = 1 / batch.tokens
+        inverse_tokens = 1 / batch.tokens
         inputs = batch.inputs.split(self.microbatch_size)
         targets = batch.targets.split(self.microbatch_size)
         # Each update has an equal share of the tokens.
-        scale = mean * executor.program.shape.optimizer_steps
+        scale = inverse_tokens * executor.program.shape.optimizer_steps
         step_inputs = (inputs, targets, scale)
         issued_scale = scale if self.scale_offset is None else self.scale_offset + scale
-        total = executor.step(inputs, targets, issued_scale)
+        loss_sum = executor.step(inputs, targets, issued_scale)
         if self.scale_offset is not None:
-            self.scale_offset = self._compute_scale_offset(total)
-        numbers = self.scalar_buffer.copy(self._stack_scalars(total))
+            self.scale_offset = self._compute_scale_offset(loss_sum)
+        numbers = self.scalar_buffer.copy(self._stack_scalars(loss_sum))
         self.pending_steps.append(
-            _PendingStep(step_inputs, mean, learning_rate, start_time, numbers)
+            _PendingStep(step_inputs, inverse_tokens, learning_rate, start_time, numbers)
         )
 
     def read_oldest_step(self) -> IssuedStep | None:
@@ -193,14 +193,14 @@ class StepQueue:
         )
         return make_nonfinite_error(origin, self.executor.program, self.last_issued_step)
 
-    def _stack_scalars(self, total: Tensor | None) -> Tensor:
+    def _stack_scalars(self, loss_sum: Tensor | None) -> Tensor:
         """Return the values of `_StepNumbers` as one float64 tensor.
 
         If the run may stop, the result of `StepResidue.check_finite` follows.
         """
         scale = self.loss_scale
         numbers = [  # In the order of the fields of `_StepNumbers`.
-            self.zero if total is None else total,
+            self.zero if loss_sum is None else loss_sum,
             self.executor.grad_norm,
             self.executor.finite_updates.logical_not().sum(),
             self.zero if scale is None else scale.value,
@@ -213,7 +213,7 @@ class StepQueue:
             else scalars
         )
 
-    def _compute_scale_offset(self, total: Tensor | None) -> Tensor:
+    def _compute_scale_offset(self, loss_sum: Tensor | None) -> Tensor:
         """Return NaN if the step ends the run, else 0, on the device.
 
         The next step adds the result to its scale. NaN makes all its gradients NaN. If this occurs
@@ -224,8 +224,8 @@ class StepQueue:
             is_scale_minimal = torch.as_tensor(self._read_grad_scale()) >= 1.0
             has_failed &= (
                 is_scale_minimal
-                if total is None
-                else is_scale_minimal | total.isfinite().logical_not()
+                if loss_sum is None
+                else is_scale_minimal | loss_sum.isfinite().logical_not()
             )
         return self.zero.float().masked_fill(has_failed, math.nan)
 

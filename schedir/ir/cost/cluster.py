@@ -588,7 +588,7 @@ class Cluster:
                 f"{mesh.shape}",
                 fields=["mesh"],
             )
-        filled = fill_cluster_costs(
+        filled_costs = fill_cluster_costs(
             self,
             shape,
             sizes,
@@ -601,8 +601,10 @@ class Cluster:
         )
         for tier, enabled in (("host", offload), ("disk", offload_to_disk)):
             if enabled:
-                filled = fill_offload_costs(self, shape, sizes, filled, tier, recomputed)
-        return filled
+                filled_costs = fill_offload_costs(
+                    self, shape, sizes, filled_costs, tier, recomputed
+                )
+        return filled_costs
 
 
 def _message_time(size: float, latency: float, bandwidth: float) -> float:

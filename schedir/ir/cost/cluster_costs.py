@@ -165,7 +165,7 @@ def fill_cluster_costs(
         UsageError: A size or a bandwidth that is needed is missing.
         CostsError: F is missing, or the backwards are neither B alone, nor both I and W.
     """
-    filled = _split_backward_cost(costs)
+    filled_costs = _split_backward_cost(costs)
     filler = _CostFiller(cluster, shape, sizes, mesh, zero, ep)
     attributes = {
         "checkpoint_snapshots": checkpoint_snapshots,
@@ -173,8 +173,8 @@ def fill_cluster_costs(
     }
     for name, compute_cost in filler.get_cost_functions(attributes).items():
         if name not in costs.specified:
-            filled[name] = _to_cost(compute_cost())
-    return replace(costs, **filled)
+            filled_costs[name] = _to_cost(compute_cost())
+    return replace(costs, **filled_costs)
 
 
 def fill_offload_costs(

@@ -130,16 +130,16 @@ class ModelTies:
             locations, missing_names = [], {*names}
             for s, module in enumerate(modules):
                 parameters = [*module.named_parameters(remove_duplicate=False)]
-                hits = [(name, p) for name, p in parameters if p is weight]
-                missing_names -= {*names} if hits else set()
-                hits = hits or [(name, p) for name, p in parameters if name in names]
-                missing_names -= {name for name, _ in hits}
-                if any(p is not hits[0][1] for _, p in hits):
+                matches = [(name, p) for name, p in parameters if p is weight]
+                missing_names -= {*names} if matches else set()
+                matches = matches or [(name, p) for name, p in parameters if name in names]
+                missing_names -= {name for name, _ in matches}
+                if any(p is not matches[0][1] for _, p in matches):
                     raise UsageError(
-                        f"{hits[0][0]} and {hits[1][0]} are one weight in the model, but two in "
-                        f"stage {s}"
+                        f"{matches[0][0]} and {matches[1][0]} are one weight in the model, but two "
+                        f"in stage {s}"
                     )
-                locations += [(s, hits[0][0])] if hits else []
+                locations += [(s, matches[0][0])] if matches else []
             if missing_names:
                 raise UsageError(
                     f"the model ties {' and '.join(names)}, but no stage has "

@@ -301,7 +301,7 @@ class ShardedParameters:
         Raises:
             ModelError: The shape, type or device of a parameter has changed.
         """
-        summoned = self.summoned_flat
+        summoned_flat = self.summoned_flat
         self.summoned_flat = []
         self.is_in_step = True
         try:
@@ -312,7 +312,7 @@ class ShardedParameters:
                         f"{view.device}, and is now {list(p.shape)} of {p.dtype} on {p.device}",
                         hint="create the executor after the last such change",
                     )
-            for bucket, flat, shard in zip(self.buckets, summoned, self.shards, strict=True):
+            for bucket, flat, shard in zip(self.buckets, summoned_flat, self.shards, strict=True):
                 for p, view in zip(bucket.parameters, bucket.views(flat), strict=True):
                     if p.data_ptr() != view.data_ptr():
                         view.copy_(p)

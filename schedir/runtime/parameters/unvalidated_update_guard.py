@@ -120,8 +120,8 @@ class UnvalidatedUpdateGuard:
         if self.loss_scale is not None:
             state += [self.loss_scale.value, self.loss_scale.good_steps]
         weights = dict.fromkeys(p for module in self.modules for p in module.parameters())
-        others = dict.fromkeys(t for t in tree_leaves(state) if isinstance(t, Tensor))
-        tensor_groups = [*weights], [t for t in others if t not in weights]
+        state_tensors = dict.fromkeys(t for t in tree_leaves(state) if isinstance(t, Tensor))
+        tensor_groups = [*weights], [t for t in state_tensors if t not in weights]
         return [
             [
                 *get_write_traces(tensors),

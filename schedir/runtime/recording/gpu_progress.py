@@ -117,14 +117,14 @@ class GpuProgress:
         graph = Graph.from_program(
             program, self.executor.state.transport.progress_model, blocking_hosts=True
         )
-        first, end = program.offsets[self.executor.rank : self.executor.rank + 2].tolist()
+        begin, end = program.offsets[self.executor.rank : self.executor.rank + 2].tolist()
         predecessors = (
-            np.concatenate([graph.local_waits, graph.queue_predecessor[None]])[:, first:end] - first
+            np.concatenate([graph.local_waits, graph.queue_predecessor[None]])[:, begin:end] - begin
         )
-        is_open = np.zeros(end - first + 1, bool)
+        is_open = np.zeros(end - begin + 1, bool)
         is_open[[*progress.unfinished]] = True
-        is_on_other_rank = (predecessors < 0) | (predecessors >= end - first)
-        is_waiting = is_open[np.where(is_on_other_rank, end - first, predecessors)].any(0)
+        is_on_other_rank = (predecessors < 0) | (predecessors >= end - begin)
+        is_waiting = is_open[np.where(is_on_other_rank, end - begin, predecessors)].any(0)
         issued = {*progress.issued, self.executor.runner.position}
         return [k for k in progress.unfinished if k in issued and not is_waiting[k]]
 

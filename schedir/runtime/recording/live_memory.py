@@ -56,14 +56,14 @@ class LiveMemory(TorchDispatchMode):
         super().__exit__(*error_info)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
+        output = func(*args, **(kwargs or {}))
         input_storages = _measure_storages(tree_leaves((args, kwargs)))
         self.created_storages |= {
             ref: size
-            for ref, size in _measure_storages(tree_leaves(out)).items()
+            for ref, size in _measure_storages(tree_leaves(output)).items()
             if ref not in input_storages
         }
-        return out
+        return output
 
     def _run(self, run: Any) -> None:
         self._update_peaks()  # also counts inputs that `run` frees

@@ -67,11 +67,12 @@ def find_origin(
     Returns:
         The origin, or None if no rank found one.
     """
-    process = dist.get_rank(), transport.dp_rank
+    process_ids = dist.get_rank(), transport.dp_rank
     local_residue = [
-        NanOrigin(*process, executor.rank, executor.state.index_of[i], i) for i in residue
+        NanOrigin(*process_ids, executor.rank, executor.state.index_of[i], i) for i in residue
     ]
-    local_origins = local_residue, rerun_step(executor, *process, inputs, targets, scale, keywords)
+    local_rerun = rerun_step(executor, *process_ids, inputs, targets, scale, keywords)
+    local_origins = local_residue, local_rerun
     gathered = gather(local_origins, record_types=[NanOrigin, Instr, Opcode])
     residue_origins, rerun_origins = ([*chain(*lists)] for lists in zip(*gathered, strict=True))
     last_stage = executor.state.shape.stages - 1

@@ -54,9 +54,13 @@ class MessageBuffers(RankService):
             for kind, sizes in _compute_sizes(program, resources.rank, boundaries).items():
                 size_pairs = zip_longest(self.sizes.get(kind, ()), sizes, fillvalue=0)
                 self.sizes[kind] = [max(pair) for pair in size_pairs]
-        received = {kind: self.sizes[kind] for op in RECV_OPS for kind in INSTRUCTIONS[op].gives}
+        received_sizes = {
+            kind: self.sizes[kind] for op in RECV_OPS for kind in INSTRUCTIONS[op].gives
+        }
         programs = [program for program, _ in runs]
-        self.received = resources.transport.allocate_buffers(received, resources.device, programs)
+        self.received = resources.transport.allocate_buffers(
+            received_sizes, resources.device, programs
+        )
 
     def get_send_buffer(
         self, kind: Value, number: int, form_changes: tuple[Opcode, ...]

@@ -264,13 +264,13 @@ def _describe_failure(
     If another process killed the failed one, the message is the reason of that process. Otherwise
     it is the reason of the failed process. If it has none, the message has its exit code or signal.
     """
-    killers = [
+    killer_boxes = [
         snapshot
         for snapshot in black_boxes.values()
         if snapshot[BlackBoxField.KILLED_PROCESS] == failure.process + 1
     ]
     failed_box = black_boxes.get(failure.process)
-    candidates = [*killers, *([failed_box] if failed_box is not None else [])]
+    candidates = [*killer_boxes, *([failed_box] if failed_box is not None else [])]
     # If a failed process has no reason, another process is the cause.
     if failed_box is not None and failed_box.has_failed and not failed_box.reason:
         candidates += sorted(
