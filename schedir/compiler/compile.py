@@ -189,15 +189,15 @@ def compile(
         sequence_chunks=sequence_chunks,
     )  # fmt: skip
     program = _to_draft(schedule, shape)
-    traits: dict[str, Any] = {
+    attributes: dict[str, Any] = {
         "tp": tp,
         "dp": dp,
         "tied_weights": tied_weights,
         "clip_grad_norm": clip_grad_norm,
         "skips": skips,
     }
-    traits |= {f.name: options.pop(f.name) for f in ATTRIBUTE_FIELDS if f.name in options}
-    program = replace(program, **{k: v for k, v in traits.items() if v is not None})
+    attributes |= {f.name: options.pop(f.name) for f in ATTRIBUTE_FIELDS if f.name in options}
+    program = replace(program, **{k: v for k, v in attributes.items() if v is not None})
     program = lower(
         _require_complete_draft(program), costs, progress_model,
         boundary=boundary, overlap=overlap, buffer_sharing=buffer_sharing, sizes=sizes,
@@ -205,8 +205,8 @@ def compile(
         **options,
     )  # fmt: skip
     program = check(program, progress_model, blocking_hosts=blocking_hosts)
-    if (host := options.get("host_memory_limit")) is not None:
-        check_memory(program, sizes, host, "host")
+    if (host_limit := options.get("host_memory_limit")) is not None:
+        check_memory(program, sizes, host_limit, "host")
     return program if memory_limit is None else check_memory(program, sizes, memory_limit)
 
 
@@ -216,11 +216,12 @@ def _require_known_options(extra_options: Mapping[str, Any], *, attributes: bool
     for option in extra_options:
         if option not in PASS_OPTIONS and option not in attribute_names:
             parameters = [*signature(compile).parameters][1:]
-            known = [*parameters, *sorted({*PASS_OPTIONS} - {*parameters})]
-            others = suggest_name(option, known) or f"the options are {', '.join(known)}"
+            option_names = [*parameters, *sorted({*PASS_OPTIONS} - {*parameters})]
+            suggestion = suggest_name(option, option_names)
+            suggestion = suggestion or f"the options are {', '.join(option_names)}"
             raise UsageError(
                 f"compile has no option {option!r}",
-                hint=RETIRED_HINTS.get(option, others),
+                hint=RETIRED_HINTS.get(option, suggestion),
                 fields=[option],
             )
 
@@ -235,7 +236,9 @@ def require_option_names(options: Mapping[str, Any]) -> None:
         UsageError: `compile` has no option of this name.
     """
     parameters = signature(compile).parameters
-    _require_known_options({name: of for name, of in options.items() if name not in parameters})
+    _require_known_options(
+        {name: value for name, value in options.items() if name not in parameters}
+    )
 
 
 def resolve_shape(example: str, shape: PipelineShape | None, **fields: Any) -> PipelineShape | None:
@@ -295,8 +298,8 @@ def _to_draft(schedule: str | Schedule | Program, shape: PipelineShape | None) -
             else "compile the schedule again, with the other shape",
         )
     if shape is not None:
-        given = (f.name for f in SHAPE_FIELDS if f.name not in shape.default_fields)
-        if any(getattr(shape, name) != getattr(schedule.shape, name) for name in given):
+        given_names = (f.name for f in SHAPE_FIELDS if f.name not in shape.default_fields)
+        if any(getattr(shape, name) != getattr(schedule.shape, name) for name in given_names):
             raise UsageError(
                 f"the draft has the shape {schedule.shape}, but the argument shape is {shape}"
             )
@@ -322,14 +325,15 @@ def _require_complete_draft(program: Program) -> Program:
             )
             built_in = get_built_in_schedules()
             if program.name in built_in:
-                several = [
+                multi_stage_names = [
                     name
-                    for name, one in built_in.items()
-                    if get_stages_per_rank(one) > 1 and _supports_placement(one, program.shape)
+                    for name, built_in_schedule in built_in.items()
+                    if get_stages_per_rank(built_in_schedule) > 1
+                    and _supports_placement(built_in_schedule, program.shape)
                 ]
                 error.hint = f"{program.name} has one stage per rank"
-                if several:
-                    error.hint += f"; use {' or '.join(several)}"
+                if multi_stage_names:
+                    error.hint += f"; use {' or '.join(multi_stage_names)}"
         raise
 
 
@@ -372,9 +376,9 @@ def check_memory(
             fields=[name, "sizes"],
         )
     require_type(sizes, "sizes", Sizes, SIZES_EXAMPLE)
-    bytes_ = _parse_byte_limit(limit, name)
+    limit_bytes = _parse_byte_limit(limit, name)
     try:
-        return require_memory_limit(program, sizes, bytes_, tier)
+        return require_memory_limit(program, sizes, limit_bytes, tier)
     except MemoryLimitError as error:
         if tier == "host":
             if program.used_opcodes.isdisjoint(HOST_TRIP):
@@ -389,12 +393,12 @@ def check_memory(
                     f'offload_to_disk="fit" {effect}', f"-O offload_to_disk=fit {effect}"
                 )
             raise
-        with_minimal_slots = share_slots(program, "minimal")
+        minimal_program = share_slots(program, "minimal")
         peak = max(
             footprint.total_bytes.max(initial=0.0)
-            for footprint in compute_footprints(with_minimal_slots, sizes, worst_case=True)
+            for footprint in compute_footprints(minimal_program, sizes, worst_case=True)
         )
-        if peak <= add_tolerance(bytes_):
+        if peak <= add_tolerance(limit_bytes):
             effect = f"ranks need at most {format_bytes(peak)}"
             error.hint = CommandHint(
                 f'with buffer_sharing="minimal" {effect}',
@@ -402,17 +406,17 @@ def check_memory(
             )
         elif program.used_opcodes.isdisjoint((*HOST_TRIP, RECOMPUTE)):
             # At the peak, an instruction uses one of the saved values, so this one cannot move.
-            number, size = next(
+            count, size = next(
                 (value[1:] for value in error.live_values if value[0] == "saved"),
                 (0, 0.0),
             )
-            rest = size * (number - 1) / max(number, 1)
-            if rest and error.required_bytes - rest <= add_tolerance(bytes_):
-                saved = f"{format_bytes(size)} are saved activations"
-                moves = "moves them to the host"
+            movable_bytes = size * (count - 1) / max(count, 1)
+            if movable_bytes and error.required_bytes - movable_bytes <= add_tolerance(limit_bytes):
+                size_text = f"{format_bytes(size)} are saved activations"
+                action = "moves them to the host"
                 error.hint = CommandHint(
-                    f'{saved}: offload="fit" {moves}, recompute="fit" computes them again',
-                    f"{saved}: -O offload=fit {moves}, -O recompute=fit computes them again",
+                    f'{size_text}: offload="fit" {action}, recompute="fit" computes them again',
+                    f"{size_text}: -O offload=fit {action}, -O recompute=fit computes them again",
                 )
         raise
 
@@ -471,8 +475,8 @@ def lower(
         ShapeError: The program would have more instructions than allowed.
     """
     _require_known_options(extra_options, attributes=False)
-    if (host := extra_options.get("host_memory_limit")) is not None:
-        extra_options["host_memory_limit"] = _parse_byte_limit(host, "host_memory_limit")
+    if (host_limit := extra_options.get("host_memory_limit")) is not None:
+        extra_options["host_memory_limit"] = _parse_byte_limit(host_limit, "host_memory_limit")
     if memory_limit is not None:
         memory_limit = _parse_byte_limit(memory_limit, "memory_limit")
     if boundary == "replicated" and program.sequence_parallel:
@@ -540,16 +544,20 @@ def _apply_passes(
     program: Program, passes: Sequence[Pass], options: Options, *, debug: bool = False
 ) -> Program:
     """Apply each pass whose `should_run` returns True."""
-    for k, each in enumerate(passes):
-        if each.should_run(program, options):
+    for k, lowering_pass in enumerate(passes):
+        if lowering_pass.should_run(program, options):
             run_later_passes = partial(_apply_remaining_passes, passes[k + 1 :], options)
-            lowered = each.lower(program, replace(options, run_later_passes=run_later_passes))
+            pass_options = replace(options, run_later_passes=run_later_passes)
+            lowered = lowering_pass.lower(program, pass_options)
             if lowered is not program:
                 program.clear_cache()
             program = lowered
-        is_complete = all(later.phase in ("memory", "better") for later in passes[k + 1 :])
+        is_complete = all(
+            later_pass.phase in ("memory", "better") for later_pass in passes[k + 1 :]
+        )
         if debug and is_complete:
-            check(program, options.progress_model if each.phase == "better" else "blocking_serial")
+            is_better = lowering_pass.phase == "better"
+            check(program, options.progress_model if is_better else "blocking_serial")
     return program
 
 

@@ -25,13 +25,13 @@ def list_options_in_signature(function: _Function) -> _Function:
     Args:
         function: A function whose last parameter is `**extra_options: Unpack[CompileOptions]`.
     """
-    own = signature(function)
+    old_signature = signature(function)
     options = [
         Parameter(name, Parameter.KEYWORD_ONLY, default=None, annotation=type_text)
-        for name, type_text in _list_option_types(own.parameters).items()
+        for name, type_text in _list_option_types(old_signature.parameters).items()
     ]
-    parameters = [*[*own.parameters.values()][:-1], *options]
-    vars(function)["__signature__"] = own.replace(parameters=parameters)
+    parameters = [*[*old_signature.parameters.values()][:-1], *options]
+    vars(function)["__signature__"] = old_signature.replace(parameters=parameters)
     return function
 
 

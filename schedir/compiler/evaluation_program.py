@@ -62,8 +62,8 @@ def evaluation_program(
         chunks_per_microbatch=program.chunks_per_microbatch,
         sequence_parallel=program.sequence_parallel,
     )
-    scattered = not program.used_opcodes.isdisjoint(FORM_CHANGE_OPS)
-    boundary: BoundaryLayout | None = None if scattered or program.tp == 1 else "sharded"
+    is_scattered = not program.used_opcodes.isdisjoint(FORM_CHANGE_OPS)
+    boundary: BoundaryLayout | None = None if is_scattered or program.tp == 1 else "sharded"
     return lower(
         draft,
         None,

@@ -39,8 +39,8 @@ def extract_compute(program: Program) -> Program:
         >>> extract_compute(compile(schedules.gpipe, shape)) == draft
         True
     """
-    work = tuple(Stream(s.words[np.isin(s.op, COMPUTE_OPS)]) for s in program.streams)
-    return replace(program, streams=work, slots=(), message_order={})
+    streams = tuple(Stream(s.words[np.isin(s.op, COMPUTE_OPS)]) for s in program.streams)
+    return replace(program, streams=streams, slots=(), message_order={})
 
 
 def infer_options(
@@ -60,11 +60,11 @@ def infer_options(
         Name of the argument of `compile` -> value.
     """
     options: dict[str, Any] = {}
-    for each in LOWERING_PASSES:
-        if each.applies_to(program if draft is None else draft):
-            options |= each.read_options(program, progress_model)
-            if not program.used_opcodes.isdisjoint(each.opcodes):
-                options |= dict.fromkeys(each.option_names, True)
+    for lowering_pass in LOWERING_PASSES:
+        if lowering_pass.applies_to(program if draft is None else draft):
+            options |= lowering_pass.read_options(program, progress_model)
+            if not program.used_opcodes.isdisjoint(lowering_pass.opcodes):
+                options |= dict.fromkeys(lowering_pass.option_names, True)
     return options
 
 
@@ -167,7 +167,7 @@ class Lowering:
             SchedirError: See `compile`.
         """
         reference = self.reference
-        traits = {f.name: getattr(reference, f.name) for f in ATTRIBUTE_FIELDS}
+        attributes = {f.name: getattr(reference, f.name) for f in ATTRIBUTE_FIELDS}
         ops = reference.used_opcodes - draft.used_opcodes
         forced_options = {"recompute": "all"} if RECOMPUTE in ops else {}
         # The selection of forwards that the reference offloads is valid only for the reference's
@@ -180,7 +180,7 @@ class Lowering:
             tied = normalize_tied_stages(
                 format_tied_weights(reference.tied_weights, reference.shape) == "yes", draft.shape
             )
-            traits |= {"tied_weights": tied}
+            attributes |= {"tied_weights": tied}
             change = f"cannot be converted to {draft.shape.stages} stages"
             if reference.tied_weights and not tied:
                 raise ShapeError(f"tied_weights {change}")
@@ -192,5 +192,5 @@ class Lowering:
             draft,
             progress_model=self.progress_model,
             costs=costs,
-            **(traits | adapt_options(self.options, draft.shape) | forced_options | options),
+            **(attributes | adapt_options(self.options, draft.shape) | forced_options | options),
         )

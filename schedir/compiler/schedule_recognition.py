@@ -85,17 +85,17 @@ def recognize(program: Program) -> Recognition:
         this is one_f_one_b
     """
     require_type(program, "program", Program, "schedir.compile(schedule, shape)")
-    own = [_drop_recomputes(stream) for stream in extract_compute(program).streams]
-    total = sum(map(len, own))
+    program_streams = [_drop_recomputes(stream) for stream in extract_compute(program).streams]
+    total = sum(map(len, program_streams))
     best = Recognition("", 0, total)
-    delays = bool(np.any(program.shape.weight_delay))
+    has_delay = bool(np.any(program.shape.weight_delay))
     for name, schedule in sorted(
         get_built_in_schedules().items(),
         # If the program delays weights, schedules that delay weights come first. Otherwise, all
         # other schedules come first. With one stage per rank, some schedules with a parameter v
         # equal a schedule without v. The schedule without v comes first.
         key=lambda item: (
-            delays != (get_weight_delay_mark(item[1]) is not None),
+            has_delay != (get_weight_delay_mark(item[1]) is not None),
             has_free_v(item[1]),
         ),
     ):
@@ -103,11 +103,13 @@ def recognize(program: Program) -> Recognition:
             draft = expand_schedule(schedule, program.shape)
         except SchedirError:  # the schedule does not support this shape
             continue
-        found = _compare(name, own, [_drop_recomputes(stream) for stream in draft.streams], total)
-        if found.is_exact:
-            return found
-        if found.agreeing > best.agreeing:
-            best = found
+        recognition = _compare(
+            name, program_streams, [_drop_recomputes(stream) for stream in draft.streams], total
+        )
+        if recognition.is_exact:
+            return recognition
+        if recognition.agreeing > best.agreeing:
+            best = recognition
     return best
 
 
@@ -115,25 +117,30 @@ def _drop_recomputes(stream: Stream) -> Stream:
     return Stream(stream.words[stream.op != RECOMPUTE])
 
 
-def _compare(name: str, own: list[Stream], other: list[Stream], total: int) -> Recognition:
-    agreeing = [_count_common(a.words, b.words) for a, b in zip(own, other, strict=True)]
-    differing = [
-        (count, rank)
-        for rank, count in enumerate(agreeing)
-        if count < max(len(own[rank]), len(other[rank]))
+def _compare(
+    name: str, program_streams: list[Stream], schedule_streams: list[Stream], total: int
+) -> Recognition:
+    common_counts = [
+        _count_common(a.words, b.words)
+        for a, b in zip(program_streams, schedule_streams, strict=True)
     ]
-    if not differing:
+    differences = [
+        (count, rank)
+        for rank, count in enumerate(common_counts)
+        if count < max(len(program_streams[rank]), len(schedule_streams[rank]))
+    ]
+    if not differences:
         return Recognition(name, total, total)
-    compute_index, rank = min(differing)
+    compute_index, rank = min(differences)
     actual, expected = (
         str(stream[compute_index]) if compute_index < len(stream) else "the end"
-        for stream in (own[rank], other[rank])
+        for stream in (program_streams[rank], schedule_streams[rank])
     )
-    return Recognition(name, sum(agreeing), total, rank, compute_index, actual, expected)
+    return Recognition(name, sum(common_counts), total, rank, compute_index, actual, expected)
 
 
-def _count_common(one: NDArray[np.int64], other: NDArray[np.int64]) -> int:
+def _count_common(actual: NDArray[np.int64], expected: NDArray[np.int64]) -> int:
     """Return the number of equal elements before the first difference."""
-    least = min(len(one), len(other))
-    different = np.flatnonzero(one[:least] != other[:least])
-    return int(different[0]) if len(different) else least
+    length = min(len(actual), len(expected))
+    differences = np.flatnonzero(actual[:length] != expected[:length])
+    return int(differences[0]) if len(differences) else length

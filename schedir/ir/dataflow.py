@@ -55,9 +55,9 @@ FREEING_OPS: Final[dict[Value, list[tuple[Opcode, PeerRule | None]]]] = {
     kind: [(row.op, None) for row in INSTRUCTIONS if kind in row.frees]
     + [
         (row.op, hop.opposite)
-        for taken, (made, hop) in LOCAL_HANDOVER.items()
+        for received, (source, hop) in LOCAL_HANDOVER.items()
         for row in INSTRUCTIONS
-        if made is kind and taken in row.frees
+        if source is kind and received in row.frees
     ]
     for kind in Value
 }
@@ -187,28 +187,27 @@ class Dataflow:
         follow in two cases: a value has givers on several lanes, or an instruction makes a value
         again after another instruction freed it.
         """
-        found: list[tuple[int, Positions, Positions]] = []
+        entries: list[tuple[int, Positions, Positions]] = []
         for row, needer in self.index.iterate_rows():
             needed = self._get_needed_values(row)
-            more = len(needed)
+            next_row = len(needed)
             for k, kind in enumerate(needed):
-                first, *others = self._find_givers(row, kind, needer)
-                found.append((k, needer, first))
-                for giver in others:
-                    found.append((more, needer, giver))
-                    more += 1
+                first_giver, *other_givers = self._find_givers(row, kind, needer)
+                entries.append((k, needer, first_giver))
+                for giver in other_givers:
+                    entries.append((next_row, needer, giver))
+                    next_row += 1
             for kind in (kind for kind in row.gives if kind not in row.needs):
-                if VALUES[
-                    kind
-                ].producer_rule is ProducerRule.LATEST and self.index.program.uses_value(kind):
-                    found.append((more, needer, self._find_prior_frees(kind, needer)))
-                    more += 1
-        needs = np.full(
-            (max([2, *(k + 1 for k, _, _ in found)]), len(self.index)), NO_POSITION, np.int32
+                is_latest = VALUES[kind].producer_rule is ProducerRule.LATEST
+                if is_latest and self.index.program.uses_value(kind):
+                    entries.append((next_row, needer, self._find_prior_frees(kind, needer)))
+                    next_row += 1
+        givers = np.full(
+            (max([2, *(k + 1 for k, _, _ in entries)]), len(self.index)), NO_POSITION, np.int32
         )
-        for k, needer, giver in found:
-            needs[k, needer] = giver
-        return needs
+        for k, needer, giver in entries:
+            givers[k, needer] = giver
+        return givers
 
     def find_missing_giver(self) -> tuple[int, Value] | None:
         """Return an instruction that needs a value without a giver, and the kind of this value.
@@ -247,11 +246,11 @@ class Dataflow:
             The kind of value. None if the giver gives no value that the other instruction needs.
         """
         row = INSTRUCTIONS[int(self.index.op[needer])]
-        given = INSTRUCTIONS[int(self.index.op[giver])].gives
+        given_values = INSTRUCTIONS[int(self.index.op[giver])].gives
         for k, kind in enumerate(self._get_needed_values(row)):
             if int(self.givers[k, needer]) == giver:
                 return kind
-        return next((kind for kind in row.needs if kind in given), None)
+        return next((kind for kind in row.needs if kind in given_values), None)
 
     def _get_needed_values(self, row: Row) -> list[Value]:
         """Return the values of `Row.needs` that the program has."""
@@ -268,9 +267,9 @@ class Dataflow:
         elif rule is ProducerRule.VERSION:
             yield self._find_version_givers(row, value, needer)
         elif rule is ProducerRule.LATEST_OR_START:
-            given = self.index.find_all_positions(find_possible_givers(row.op, value))
+            givers = self.index.find_all_positions(find_possible_givers(row.op, value))
             yield self._find_latest_before(
-                self._compute_keys(value, given), given, self._compute_keys(value, needer), needer
+                self._compute_keys(value, givers), givers, self._compute_keys(value, needer), needer
             )
         elif (chains := self.get_chains(value)) is not None:
             yield self._find_nearest_givers(chains, row, value, needer)
@@ -287,10 +286,10 @@ class Dataflow:
             find_possible_givers(row.op, value), self.index.key[needer]
         )
         if value in LOCAL_HANDOVER:
-            made, hop = LOCAL_HANDOVER[value]
-            lacks = np.flatnonzero(giver == NO_POSITION)
-            other = self.index.find_neighbor_keys(hop, needer[lacks])
-            giver[lacks] = self._find_first_present(find_producers(made), other)
+            source, hop = LOCAL_HANDOVER[value]
+            missing = np.flatnonzero(giver == NO_POSITION)
+            neighbor_keys = self.index.find_neighbor_keys(hop, needer[missing])
+            giver[missing] = self._find_first_present(find_producers(source), neighbor_keys)
         return giver
 
     def _find_first_present(self, ops: tuple[Opcode, ...], key: Positions) -> Positions:
@@ -315,12 +314,12 @@ class Dataflow:
         update u that changes weights changes version u.
         """
         index, shape = self.index, self.index.program.shape
-        changed = [
+        changing_ops = [
             op
             for op in find_possible_givers(row.op, value)
             if op in index.position_by_key and value in INSTRUCTIONS[op].needs
         ]
-        if shape.optimizer_steps == 1 and not changed:
+        if shape.optimizer_steps == 1 and not changing_ops:
             self._add_late_reads(row, value, needer)
             return np.full(len(needer), NO_POSITION, np.int32)
         version = (
@@ -328,15 +327,15 @@ class Dataflow:
             if row.scope is Scope.MICROBATCH
             else index.find_updates(needer)
         )
-        changes = np.full(len(needer), True)
+        is_trained = np.full(len(needer), True)
         if row.scope is not Scope.RANK:
-            changes = index.stage[needer] >= index.program.frozen_stages
+            is_trained = index.stage[needer] >= index.program.frozen_stages
         giver = np.full(len(needer), NO_POSITION, np.int32)
         for op in find_possible_givers(row.op, value):
-            time = version if op in changed else version - 1
+            update = version if op in changing_ops else version - 1
             key = np.where(
-                (time >= 0) & changes,
-                index.compute_keys(INSTRUCTIONS[op].scope, needer, time),
+                (update >= 0) & is_trained,
+                index.compute_keys(INSTRUCTIONS[op].scope, needer, update),
                 NO_POSITION,
             )
             giver = np.where(
@@ -349,15 +348,18 @@ class Dataflow:
         index = self.index
         if row.scope is not Scope.RANK:
             needer = needer[index.stage[needer] >= index.program.frozen_stages]
-        first = np.zeros(len(needer), np.int64)
+        first_update = np.zeros(len(needer), np.int64)
         for op in find_producers(value):
             step = index.find_positions(
-                op, index.compute_keys(INSTRUCTIONS[op].scope, needer, first).astype(np.int32)
+                op,
+                index.compute_keys(INSTRUCTIONS[op].scope, needer, first_update).astype(np.int32),
             )
-            late = (step != NO_POSITION) & (step < needer)
+            is_late = (step != NO_POSITION) & (step < needer)
             self._stale_reads += [
                 StaleRead(reader, giver, value)
-                for reader, giver in zip(needer[late].tolist(), step[late].tolist(), strict=True)
+                for reader, giver in zip(
+                    needer[is_late].tolist(), step[is_late].tolist(), strict=True
+                )
             ]
 
     def _find_last_givers(self, row: Row, value: Value, needer: Positions) -> Iterator[Positions]:
@@ -368,40 +370,42 @@ class Dataflow:
         """
         index = self.index
         ops = find_possible_givers(row.op, value)
-        per = row.scope
+        scope = row.scope
         if (
             row.needs_all_stages
             or row.group == "tied_weights"
             or any(INSTRUCTIONS[op].scope is Scope.RANK for op in ops)
         ):
-            per = Scope.RANK  # an instruction per rank gives its value to all stages of the rank
+            scope = Scope.RANK  # an instruction per rank gives its value to all stages of the rank
         for lane in sorted(
             {INSTRUCTIONS[op].lane for op in ops if op in index.position_by_key}
         ) or [row.lane]:
-            gives = index.find_all_positions(op for op in ops if INSTRUCTIONS[op].lane is lane)
+            givers = index.find_all_positions(op for op in ops if INSTRUCTIONS[op].lane is lane)
             if row.group == "tied_weights":  # the instruction sums all tied weights of the rank
-                tied = [s for stages in index.program.trained_ties for s in stages]
-                gives = gives[np.isin(index.stage[gives], tied)]
-            last = np.full(index.key_count[per], NO_POSITION, np.int32)
-            last[index.compute_keys(per, gives)] = gives
-            key = index.compute_keys(per, needer)
-            found = last[key]
-            if per is Scope.STAGE:
-                found = np.maximum(found, self._find_tied_sums(ops, lane, needer))
+                tied_stages = [s for stages in index.program.trained_ties for s in stages]
+                givers = givers[np.isin(index.stage[givers], tied_stages)]
+            last_by_key = np.full(index.key_count[scope], NO_POSITION, np.int32)
+            last_by_key[index.compute_keys(scope, givers)] = givers
+            key = index.compute_keys(scope, needer)
+            last_givers = last_by_key[key]
+            if scope is Scope.STAGE:
+                last_givers = np.maximum(last_givers, self._find_tied_sums(ops, lane, needer))
             if row.scope is Scope.OCCURRENCE:
                 # The last occurrence takes the last giver.  An earlier occurrence takes the nearest
                 # giver before it.
-                final = np.full(index.key_count[per], NO_POSITION, np.int32)
-                final[key] = needer
-                near = self._find_latest_before(index.compute_keys(per, gives), gives, key, needer)
-                early = (final[key] != needer) & (near != NO_POSITION)
-                found[early] = near[early]
-                before = self._find_latest_before(key, needer, key, needer)  # previous occurrence
-                again = (before != NO_POSITION) & (found < before)
-                self._stale_reads += map(
-                    StaleRead, needer[again], before[again], [value] * int(again.sum())
+                final_by_key = np.full(index.key_count[scope], NO_POSITION, np.int32)
+                final_by_key[key] = needer
+                nearest = self._find_latest_before(
+                    index.compute_keys(scope, givers), givers, key, needer
                 )
-            yield found
+                is_early = (final_by_key[key] != needer) & (nearest != NO_POSITION)
+                last_givers[is_early] = nearest[is_early]
+                previous = self._find_latest_before(key, needer, key, needer)  # previous occurrence
+                is_stale = (previous != NO_POSITION) & (last_givers < previous)
+                self._stale_reads += map(
+                    StaleRead, needer[is_stale], previous[is_stale], [value] * int(is_stale.sum())
+                )
+            yield last_givers
 
     def _find_tied_sums(self, ops: tuple[Opcode, ...], lane: Lane, needer: Positions) -> Positions:
         """Return the position of the last `reduce_tied` on the rank of each instruction.
@@ -410,16 +414,16 @@ class Dataflow:
         the rank has no `reduce_tied`, or if the instruction's stage has no tied weight.
         """
         index = self.index
-        last = np.full(index.key_count[Scope.RANK], NO_POSITION, np.int32)
+        last_by_rank = np.full(index.key_count[Scope.RANK], NO_POSITION, np.int32)
         sums = index.find_all_positions(
             op
             for op in ops
             if INSTRUCTIONS[op].group == "tied_weights" and INSTRUCTIONS[op].lane is lane
         )
-        last[index.compute_keys(Scope.RANK, sums)] = sums
-        tied = [s for stages in index.program.trained_ties for s in stages]
-        found = last[index.compute_keys(Scope.RANK, needer)]
-        return np.where(np.isin(index.stage[needer], tied), found, np.int32(NO_POSITION))
+        last_by_rank[index.compute_keys(Scope.RANK, sums)] = sums
+        tied_stages = [s for stages in index.program.trained_ties for s in stages]
+        last_sums = last_by_rank[index.compute_keys(Scope.RANK, needer)]
+        return np.where(np.isin(index.stage[needer], tied_stages), last_sums, np.int32(NO_POSITION))
 
     def _find_prior_frees(self, value: Value, needer: Positions) -> Positions:
         """Return the last instruction that freed each value before it is made again, or else -1."""
@@ -433,14 +437,14 @@ class Dataflow:
     ) -> Positions:
         """Return, for each needer, the last earlier giver with the same key, or else -1."""
         span = max(int(givers.max(initial=0)), int(needers.max(initial=0))) + 1
-        order = giver_keys * span + givers
-        sort = np.argsort(order)
-        event = np.searchsorted(order[sort], needer_keys * span + needers) - 1
-        near = np.append(sort, 0)[event]  # without an event, index -1 reads the appended 0
+        sort_keys = giver_keys * span + givers
+        order = np.argsort(sort_keys)
+        event = np.searchsorted(sort_keys[order], needer_keys * span + needers) - 1
+        nearest = np.append(order, 0)[event]  # without an event, index -1 reads the appended 0
         if not len(givers):
             return np.full(len(needers), NO_POSITION, np.int32)
-        fits = (event >= 0) & (giver_keys[near] == needer_keys)
-        return np.where(fits, givers[near], NO_POSITION).astype(np.int32)
+        is_match = (event >= 0) & (giver_keys[nearest] == needer_keys)
+        return np.where(is_match, givers[nearest], NO_POSITION).astype(np.int32)
 
     def _find_nearest_givers(
         self, chains: ValueChains, row: Row, value: Value, needer: Positions
@@ -474,36 +478,42 @@ class Dataflow:
         if VALUES[value].producer_rule in (ProducerRule.LATEST, ProducerRule.ALL):
             return True
         # Changes of form need no chains: they are always in the order of the rows of the table.
-        forms = find_form_changes(value)
-        changed = [
+        form_ops = find_form_changes(value)
+        changing_ops = [
             op
             for op in find_modifiers(value)
-            if op in self.index.position_by_key and op not in forms
+            if op in self.index.position_by_key and op not in form_ops
         ]
-        if VALUES[value].producer_rule is not ProducerRule.ONCE or not changed:
+        if VALUES[value].producer_rule is not ProducerRule.ONCE or not changing_ops:
             return False
-        often = np.sum([self.index.position_by_key[op] != NO_POSITION for op in changed], 0)
-        return bool((often > 1).any()) or any(find_change(op, value) for op in changed)
+        use_counts = np.sum(
+            [self.index.position_by_key[op] != NO_POSITION for op in changing_ops], 0
+        )
+        return bool((use_counts > 1).any()) or any(find_change(op, value) for op in changing_ops)
 
     def _build_chains(self, value: Value) -> ValueChains:
-        parts = []
+        members = []
         for op in (*find_producers(value), *find_modifiers(value)):
-            at = self.index.positions.get(op)
-            if at is not None:
+            positions = self.index.positions.get(op)
+            if positions is not None:
                 change = find_change(op, value)
-                parts.append(
+                members.append(
                     ChainMember(
-                        at, self._compute_keys(value, at), True, op in find_producers(value), change
+                        positions,
+                        self._compute_keys(value, positions),
+                        True,
+                        op in find_producers(value),
+                        change,
                     )
                 )
         for op, hop in FREEING_OPS[value]:
-            at = self.index.positions.get(op)
-            if at is not None:
-                key = self._compute_keys(value, at, hop and hop.opposite)
-                parts.append(ChainMember(at, key, False, False, None))
+            positions = self.index.positions.get(op)
+            if positions is not None:
+                key = self._compute_keys(value, positions, hop and hop.opposite)
+                members.append(ChainMember(positions, key, False, False, None))
         initial_tier = self.index.program.initial_tier(value)
         return ValueChains.from_members(
-            parts,
+            members,
             accumulated=VALUES[value].producer_rule is ProducerRule.ALL,
             initial_tier=initial_tier,
         )
@@ -540,32 +550,35 @@ class Dataflow:
         index = self.index
         chains = self.get_chains(value)
         if not index.program.takes_memory(value) or (tier and chains is None):
-            none = np.empty(0, np.int32)
-            return ValueLives(none, none, none, np.zeros(len(index.program.offsets), np.intp))
+            empty = np.empty(0, np.int32)
+            return ValueLives(empty, empty, empty, np.zeros(len(index.program.offsets), np.intp))
         if chains is not None:
-            fill, freed = chains.find_tier_intervals(tier)
+            filled_at, freed_at = chains.find_tier_intervals(tier)
         else:
-            fill = index.find_all_positions(find_producers(value))
-            freed = self._find_frees(value, fill)
-        is_freed = freed != NO_POSITION
-        is_freed[is_freed] = index.rank[freed[is_freed]] == index.rank[fill[is_freed]]
-        fill, freed = fill[is_freed], freed[is_freed]
-        first = np.searchsorted(fill, index.program.offsets)
-        return ValueLives(fill, freed, np.sort(freed), first)
+            filled_at = index.find_all_positions(find_producers(value))
+            freed_at = self._find_frees(value, filled_at)
+        is_freed = freed_at != NO_POSITION
+        is_freed[is_freed] = index.rank[freed_at[is_freed]] == index.rank[filled_at[is_freed]]
+        filled_at, freed_at = filled_at[is_freed], freed_at[is_freed]
+        rank_offsets = np.searchsorted(filled_at, index.program.offsets)
+        return ValueLives(filled_at, freed_at, np.sort(freed_at), rank_offsets)
 
-    def _find_frees(self, value: Value, fill: Positions) -> Positions:
+    def _find_frees(self, value: Value, filled_at: Positions) -> Positions:
         """Return the position of the instruction that frees each value, or -1.
 
         The values are made once.
         """
         index = self.index
-        freed = np.full(len(fill), NO_POSITION, np.int32)
+        freed_at = np.full(len(filled_at), NO_POSITION, np.int32)
         for op, hop in FREEING_OPS[value]:
             if op in index.position_by_key:
-                key = index.key[fill] if hop is None else index.find_neighbor_keys(hop, fill)
-                found = index.find_positions(op, key)
-                freed = np.where(freed == NO_POSITION, found, freed)
-        return freed
+                if hop is None:
+                    key = index.key[filled_at]
+                else:
+                    key = index.find_neighbor_keys(hop, filled_at)
+                positions = index.find_positions(op, key)
+                freed_at = np.where(freed_at == NO_POSITION, positions, freed_at)
+        return freed_at
 
     def find_states(self, value: Value) -> ValueStates:
         """Return the states of all values of a kind, ordered by `begin`.

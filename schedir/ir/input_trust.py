@@ -81,22 +81,22 @@ def input_limits(
     global _current_trust
     if max_instructions is not None and max_instructions < 1:
         raise UsageError(f"max_instructions must be at least 1, not {max_instructions}")
-    before = _current_trust
+    previous_trust = _current_trust
     _current_trust = InputTrust(
-        before.max_instructions if max_instructions is None else max_instructions,
-        before.allow_code if allow_code is None else allow_code,
+        previous_trust.max_instructions if max_instructions is None else max_instructions,
+        previous_trust.allow_code if allow_code is None else allow_code,
     )
     try:
         yield
     finally:
-        _current_trust = before
+        _current_trust = previous_trust
 
 
 def format_trust_options() -> list[str]:
     """Return the command-line options that give another `schedir` process the same limits."""
-    differs = _current_trust.max_instructions not in (None, DEFAULT_MAX_INSTRUCTIONS)
-    words = [f"--max-instructions={_current_trust.max_instructions}"] if differs else []
-    return words if _current_trust.allow_code else [*words, "--no-code"]
+    has_limit = _current_trust.max_instructions not in (None, DEFAULT_MAX_INSTRUCTIONS)
+    options = [f"--max-instructions={_current_trust.max_instructions}"] if has_limit else []
+    return options if _current_trust.allow_code else [*options, "--no-code"]
 
 
 def get_max_file_instructions() -> int:

@@ -71,32 +71,42 @@ class InstructionIndex:
         self.key[~self.valid] = 0
         order = np.argsort(self.op, kind="stable").astype(np.int32)
         ends = np.cumsum(np.bincount(self.op, minlength=len(INSTRUCTIONS))).tolist()
-        found = [
+        row_positions = [
             (row, order[begin:end])
             for row, begin, end in zip(INSTRUCTIONS, [0, *ends], ends, strict=False)
             if begin < end
         ]
-        numbers = [self.mb[at] for row, at in found if row.scope is Scope.OCCURRENCE]
+        occurrence_numbers = [
+            self.mb[positions] for row, positions in row_positions if row.scope is Scope.OCCURRENCE
+        ]
         # A wrong program may contain a very large occurrence number.  So the tables have at most as
         # many occurrences as the program has instructions with the scope OCCURRENCE.
-        most = max((int(mb.max()) + 1 for mb in numbers), default=0)
-        self.occurrences: int = max(1, min(sum(map(len, numbers)), most))
+        max_occurrences = max((int(mb.max()) + 1 for mb in occurrence_numbers), default=0)
+        self.occurrences: int = max(1, min(sum(map(len, occurrence_numbers)), max_occurrences))
         self.key_count: dict[Scope, int] = {
             Scope.MICROBATCH: shape.stages * shape.microbatches,
             Scope.STAGE: shape.replica_ranks.size * shape.optimizer_steps,
             Scope.RANK: shape.ranks * shape.optimizer_steps,
             Scope.OCCURRENCE: shape.replica_ranks.size * self.occurrences,
         }
-        for row, here in found:
+        for row, indices in row_positions:
             if row.scope is not Scope.MICROBATCH:
-                times = self.occurrences if row.scope is Scope.OCCURRENCE else shape.optimizer_steps
-                self.valid[here] = (self.stage[here] < shape.stages) & (self.mb[here] < times)
-                here = here[self.valid[here]]
-                self.key[here] = self.compute_keys(row.scope, here, self.mb[here])
+                number_limit = (
+                    self.occurrences if row.scope is Scope.OCCURRENCE else shape.optimizer_steps
+                )
+                self.valid[indices] = (self.stage[indices] < shape.stages) & (
+                    self.mb[indices] < number_limit
+                )
+                indices = indices[self.valid[indices]]
+                self.key[indices] = self.compute_keys(row.scope, indices, self.mb[indices])
         self.is_all_valid: bool = bool(self.valid.all())
         if not self.is_all_valid:
-            found = [(row, at[self.valid[at]]) for row, at in found]
-        self.positions: dict[Opcode, Positions] = {row.op: at for row, at in found if len(at)}
+            row_positions = [
+                (row, positions[self.valid[positions]]) for row, positions in row_positions
+            ]
+        self.positions: dict[Opcode, Positions] = {
+            row.op: positions for row, positions in row_positions if len(positions)
+        }
         # One array contains the tables of all opcodes.  An entry NO_POSITION comes before and after
         # each table, so that `find_positions` can clip keys that are out of range.
         begins, total = np.zeros(256, np.int64), 1
@@ -106,11 +116,11 @@ class InstructionIndex:
         table = np.full(total, NO_POSITION, np.int32)
         cell = begins[self.op]
         cell += self.key
-        place = np.arange(len(self), dtype=np.int32)
+        position = np.arange(len(self), dtype=np.int32)
         if not self.is_all_valid:
-            cell, place = cell[self.valid], place[self.valid]
-        table[cell] = place
-        self.has_no_duplicates: bool = bool((table[cell] == place).all())
+            cell, position = cell[self.valid], position[self.valid]
+        table[cell] = position
+        self.has_no_duplicates: bool = bool((table[cell] == position).all())
         self._tables = {
             op: table[begins[op] - 1 : begins[op] + self.key_count[INSTRUCTIONS[op].scope] + 1]
             for op in self.positions
@@ -133,7 +143,7 @@ class InstructionIndex:
 
     def iterate_rows(self) -> Iterator[tuple[Row, Positions]]:
         """Yield each row that has valid instructions, with their positions in ascending order."""
-        return ((INSTRUCTIONS[op], at) for op, at in self.positions.items())
+        return ((INSTRUCTIONS[op], positions) for op, positions in self.positions.items())
 
     def find_all_positions(self, ops: Iterable[Opcode]) -> Positions:
         """Return the positions of all valid instructions with one of the opcodes, ascending.
@@ -141,8 +151,8 @@ class InstructionIndex:
         Args:
             ops: The opcodes.
         """
-        found = [self.positions[op] for op in ops if op in self.positions]
-        return found[0] if len(found) == 1 else np.sort(np.concatenate([_EMPTY, *found]))
+        arrays = [self.positions[op] for op in ops if op in self.positions]
+        return arrays[0] if len(arrays) == 1 else np.sort(np.concatenate([_EMPTY, *arrays]))
 
     def compute_keys(
         self, scope: Scope, positions: NDArray[Any], number: NDArray[Any] | None = None
@@ -161,15 +171,15 @@ class InstructionIndex:
         shape = self.program.shape
         key: NDArray[np.int64]
         if scope is Scope.RANK:
-            key, each = self.rank[positions].astype(np.int64), shape.ranks
+            key, stride = self.rank[positions].astype(np.int64), shape.ranks
         else:
-            key, each = self.stage[positions].astype(np.int64), shape.replica_ranks.size
+            key, stride = self.stage[positions].astype(np.int64), shape.replica_ranks.size
             if shape.placement_rows > 1:
                 key += shape.stages * shape.replica_row_of_stage(key, self.rank[positions])
         if number is not None:
-            key += np.asarray(number, np.int64) * each
+            key += np.asarray(number, np.int64) * stride
         elif shape.optimizer_steps > 1:
-            key += self.find_updates(positions) * each
+            key += self.find_updates(positions) * stride
         return key
 
     def find_updates(self, positions: NDArray[Any]) -> NDArray[np.int64]:
@@ -179,10 +189,13 @@ class InstructionIndex:
             positions: Positions of the instructions.
         """
         mb = self.mb[positions].astype(np.int64)
-        op, each = self.op[positions], self.program.shape.microbatches_per_update
+        op = self.op[positions]
+        microbatches_per_update = self.program.shape.microbatches_per_update
         # A program with occurrences has one update.
         update: NDArray[np.int64] = np.where(
-            _IS_PER_MICROBATCH[op], mb // each, np.where(_IS_PER_OCCURRENCE[op], 0, mb)
+            _IS_PER_MICROBATCH[op],
+            mb // microbatches_per_update,
+            np.where(_IS_PER_OCCURRENCE[op], 0, mb),
         )
         return update
 
@@ -196,9 +209,9 @@ class InstructionIndex:
         Returns:
             The keys, in the shape of `positions`; less than 0 if there is no such stage.
         """
-        there = self.program.neighbor_stages(peer_rule)
-        shift = (there - np.arange(len(there))) * self.program.shape.microbatches
-        shift[there < 0] = -(2**30)  # makes every key negative
+        peer_stages = self.program.neighbor_stages(peer_rule)
+        shift = (peer_stages - np.arange(len(peer_stages))) * self.program.shape.microbatches
+        shift[peer_stages < 0] = -(2**30)  # makes every key negative
         return np.asarray(self.key[positions] + shift.astype(np.int32)[self.stage[positions]])
 
     def is_op(self, ops: Iterable[Opcode]) -> NDArray[np.bool_]:
@@ -257,10 +270,12 @@ class InstructionIndex:
         number = np.full(len(self), NO_POSITION, np.int32)
         for send, numbers in self.program.message_order.items():
             for row in (INSTRUCTIONS[send], INSTRUCTIONS[INSTRUCTIONS[send].partner or send]):
-                at = np.flatnonzero(self.op == row.op)
+                positions = np.flatnonzero(self.op == row.op)
                 assert row.peer is not None
-                number[at] = numbers[
-                    self.key[at] if row.op is send else self.find_neighbor_keys(row.peer, at)
+                number[positions] = numbers[
+                    self.key[positions]
+                    if row.op is send
+                    else self.find_neighbor_keys(row.peer, positions)
                 ]
         return number
 

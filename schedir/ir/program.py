@@ -265,8 +265,8 @@ class Program:
 
         If False, each of these values has a separate slot.
         """
-        across = SlotCounts._fields[: len(BOUNDARY_VALUES)]
-        return any(not {*across}.isdisjoint(slots.specified()) for slots in self.slots)
+        boundary_slots = SlotCounts._fields[: len(BOUNDARY_VALUES)]
+        return any(not {*boundary_slots}.isdisjoint(slots.specified()) for slots in self.slots)
 
     @property
     def slots_per_rank(self) -> Sequence[SlotCounts]:
@@ -286,8 +286,10 @@ class Program:
             ShapeError: The numbers do not fit the program.
         """
         program = replace(self, slots=tuple(slots))
-        shared = {key: value for key, value in self._cache.items() if key in ("index", "flow")}
-        program._cache.update(shared)
+        shared_cache = {
+            key: value for key, value in self._cache.items() if key in ("index", "flow")
+        }
+        program._cache.update(shared_cache)
         return program
 
     def with_slot_counts(self, slot_name: str, slot_counts: NDArray[np.int64]) -> Self:
@@ -300,8 +302,8 @@ class Program:
         Raises:
             ShapeError: The numbers do not fit the program.
         """
-        each = zip(self.slots_per_rank, slot_counts.tolist(), strict=True)
-        return self.with_slots([slots._replace(**{slot_name: n}) for slots, n in each])
+        pairs = zip(self.slots_per_rank, slot_counts.tolist(), strict=True)
+        return self.with_slots([slots._replace(**{slot_name: n}) for slots, n in pairs])
 
     def cached(self, key: object, make: Callable[[Self], _T]) -> _T:
         """Return an object that is derived from the program, and cache it.
@@ -323,10 +325,10 @@ class Program:
             return result
         twin = object.__new__(type(self))
         vars(twin).update(vars(self) | {"_cache": dict(cache), "_is_twin": True})
-        made = make(twin)
+        value = make(twin)
         if "_is_twin" in vars(self) or len(self) <= _MAX_CACHED_INSTRUCTIONS:
-            cache.update(twin._cache | {key: made})
-        return made
+            cache.update(twin._cache | {key: value})
+        return value
 
     def clear_cache(self) -> None:
         """Drop all derived objects, to free memory.
@@ -357,10 +359,10 @@ class Program:
             The other stage, or -1 if there is none.  The result is also -1 if the value is for
             training only and the other stage is frozen.
         """
-        across = VALUES[value].peer
-        assert across is not None
-        other = int(self.neighbor_stages(across)[stage])
-        return other if other >= (self.frozen_stages if value in TRAINING_VALUES else 0) else -1
+        peer_rule = VALUES[value].peer
+        assert peer_rule is not None
+        peer = int(self.neighbor_stages(peer_rule)[stage])
+        return peer if peer >= (self.frozen_stages if value in TRAINING_VALUES else 0) else -1
 
     def peer_rank(self, instr: Instr) -> int:
         """Return the rank on the other side of a message.
@@ -384,11 +386,13 @@ class Program:
         """
         if VALUES[value].is_optional and self.used_opcodes.isdisjoint(NON_COMPUTE_USERS[value]):
             return False
-        across, trait = VALUES[value].peer, VALUES[value].program_attribute
-        if trait:
-            actual, required = getattr(self, trait), VALUES[value].attribute_values
-            return actual in required if required else bool(actual != getattr(type(self), trait))
-        return across is None or bool((self.neighbor_stages(across) >= 0).any())
+        peer_rule, attribute = VALUES[value].peer, VALUES[value].program_attribute
+        if attribute:
+            actual, required = getattr(self, attribute), VALUES[value].attribute_values
+            return (
+                actual in required if required else bool(actual != getattr(type(self), attribute))
+            )
+        return peer_rule is None or bool((self.neighbor_stages(peer_rule) >= 0).any())
 
     def initial_tier(self, value: Value) -> str:
         """Return the memory tier on which a value exists from the start.
@@ -461,7 +465,7 @@ class Program:
     def used_opcodes(self) -> frozenset[int]:
         """Return the opcodes that occur in the program."""
         # bincount needs 8 bytes per instruction, so it counts 65536 instructions per call.
-        parts = (self.op[at : at + 2**16] for at in range(0, len(self), 2**16))
+        parts = (self.op[begin : begin + 2**16] for begin in range(0, len(self), 2**16))
         return frozenset().union(*(np.flatnonzero(np.bincount(part)).tolist() for part in parts))
 
     @property
@@ -516,12 +520,12 @@ class Program:
         """
         if self.shape.placement_rows > 1:
             return False
-        for s in self.streams:
+        for stream in self.streams:
             for ops in GRAD_ADDING_OPS_BY_WEIGHT:
-                at = np.flatnonzero(is_op(s.op, ops))
-                at = at[np.argsort(s.stage[at], kind="stable")]
-                same = s.stage[at][1:] == s.stage[at][:-1]
-                if (same & (s.mb[at][1:] < s.mb[at][:-1])).any():
+                positions = np.flatnonzero(is_op(stream.op, ops))
+                positions = positions[np.argsort(stream.stage[positions], kind="stable")]
+                is_same_stage = stream.stage[positions][1:] == stream.stage[positions][:-1]
+                if (is_same_stage & (stream.mb[positions][1:] < stream.mb[positions][:-1])).any():
                     return False
         return True
 
@@ -533,19 +537,19 @@ class Program:
         """
         # Fields without a `digest` function are newer.  The digest contains them last, and only if
         # their value is not the default.  So the digests of older programs stay the same.
-        first = [
+        older_items = [
             item
             for f in HEADER_FIELDS
             if f.digest
             for item in f.digest(f.get_value(self), self.shape)
         ]
-        later = [
+        newer_items = [
             (f.name, f.get_value(self))
             for f in HEADER_FIELDS
             if not (f.digest or f.is_default(self))
         ]
         # The digest contains the text of `SlotCounts`, whose name was `Slots` in older versions.
-        header = repr((*first, self.slots, *later)).replace("SlotCounts(", "Slots(")
+        header = repr((*older_items, self.slots, *newer_items)).replace("SlotCounts(", "Slots(")
         sha = hashlib.sha256(header.encode())
         for s in self.streams:
             sha.update(len(s).to_bytes(8, "little"))

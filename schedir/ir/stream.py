@@ -74,8 +74,8 @@ def is_op(op: NDArray[Any], ops: tuple[int, ...]) -> NDArray[np.bool_]:
     Returns:
         The mask, in the shape of `op`.
     """
-    found: NDArray[np.bool_] = _make_op_mask(ops)[op]
-    return found
+    mask: NDArray[np.bool_] = _make_op_mask(ops)[op]
+    return mask
 
 
 def unpack(word: int) -> Instr:

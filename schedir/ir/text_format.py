@@ -94,8 +94,8 @@ def to_text(program: Program, folded: bool = True) -> str:
     lines = [f"schedir {FORMAT_VERSION}", f"program {program.name}", *_format_header(program)]
     period = 8 * program.shape.stages if folded else 0
     for rank, stream in enumerate(program.streams):
-        has = program.slots[rank].specified() if rank < len(program.slots) else {}
-        lines += ["", "  ".join([f"rank {rank}", *(f"{kind} {n}" for kind, n in has.items())])]
+        slots = program.slots[rank].specified() if rank < len(program.slots) else {}
+        lines += ["", "  ".join([f"rank {rank}", *(f"{kind} {n}" for kind, n in slots.items())])]
         lines += [f"  {line}" for line in _format_stream(stream.words, period)]
     return "\n".join(lines) + "\n"
 
@@ -105,16 +105,16 @@ def _format_header(program: Program) -> Iterator[str]:
 
     Fields that every text has are on other lines than fields that only some texts have.
     """
-    for (_, always), fields in groupby(
+    for (_, is_always_shown), fields in groupby(
         HEADER_FIELDS, lambda f: (f.is_shape_field, f.is_always_shown)
     ):
-        shown = [
+        shown_fields = [
             f
             for f in fields
-            if always or not _FIELD_BY_NAME[f.shown_with or f.name].is_default(program)
+            if is_always_shown or not _FIELD_BY_NAME[f.shown_with or f.name].is_default(program)
         ]
-        line = "  ".join(f.to_text(program) for f in shown)
-        if "optimizer_steps" in [f.name for f in shown]:
+        line = "  ".join(f.to_text(program) for f in shown_fields)
+        if "optimizer_steps" in [f.name for f in shown_fields]:
             line += (
                 "  # microbatch k is in update u = k // "
                 f"{program.shape.microbatches_per_update}, and uses the weights after max(u - "
@@ -128,23 +128,23 @@ def _format_stream(words: Words, period: int) -> Iterator[str]:
     for times, body, steps in _fold_repeats(words, period):
         parts: list[str] = []
         for word, step in zip(body.tolist(), steps.tolist(), strict=True):
-            one = _format_instruction(word, step)
+            instr_text = _format_instruction(word, step)
             if word & JOINED_BIT and parts:
-                parts[-1] += f" & {one}"
+                parts[-1] += f" & {instr_text}"
             else:
-                parts.append(one)
+                parts.append(instr_text)
         text = "; ".join(parts)
         yield text if times == 1 else f"{times} x  {text}"
 
 
 def _format_instruction(word: int, step: int) -> str:
     row, mb = INSTRUCTIONS[word >> OP_SHIFT & 0xFF], word & 0xFFFFFFFF
-    where = [] if row.scope is Scope.RANK else [str(word >> STAGE_SHIFT & 0xFFFF)]
+    numbers = [] if row.scope is Scope.RANK else [str(word >> STAGE_SHIFT & 0xFFFF)]
     if row.scope is Scope.MICROBATCH or mb or step:  # update 0 is not printed
         sign = "" if not step else "+" if step > 0 else "-"
-        size = "" if abs(step) <= 1 else str(abs(step))
-        where.append(f"{mb}{sign}{size}")
-    return f"{row.text} {'.'.join(where)}".rstrip()
+        magnitude = "" if abs(step) <= 1 else str(abs(step))
+        numbers.append(f"{mb}{sign}{magnitude}")
+    return f"{row.text} {'.'.join(numbers)}".rstrip()
 
 
 def _fold_repeats(words: Words, period: int) -> Iterator[tuple[int, Words, Words]]:
@@ -162,16 +162,16 @@ def _fold_repeats(words: Words, period: int) -> Iterator[tuple[int, Words, Words
     joined = (words & JOINED_BIT) != 0
     i, n = 0, len(words)
     while i < n:
-        best, length = 1, 1
+        best_times, length = 1, 1
         while i + length < n and joined[i + length]:
             length += 1
         saved = 0
-        ahead = head[i + 1 : i + 1 + period]
-        lengths = np.flatnonzero(ahead == head[i]) + 1
+        next_heads = head[i + 1 : i + 1 + period]
+        lengths = np.flatnonzero(next_heads == head[i]) + 1
         lengths = lengths[i + 2 * lengths <= n]
         for part in (1, 2, 3, 5, 7):  # a cheap test that removes most candidates
-            look = i + (lengths - 1) // part
-            lengths = lengths[head[look] == head[look + lengths]]
+            index = i + (lengths - 1) // part
+            lengths = lengths[head[index] == head[index + lengths]]
         for k in lengths.tolist():
             if i + 2 * k < n and joined[i + k]:
                 continue
@@ -179,15 +179,15 @@ def _fold_repeats(words: Words, period: int) -> Iterator[tuple[int, Words, Words
             if times > 1 and i + times * k < n and joined[i + times * k]:
                 times -= 1
             if (times - 1) * k > saved:
-                best, length, saved = times, k, (times - 1) * k
+                best_times, length, saved = times, k, (times - 1) * k
         body = words[i : i + length]
         steps = (
             mb[i + length : i + 2 * length] - mb[i : i + length]
-            if best > 1
+            if best_times > 1
             else np.zeros_like(body)
         )
-        yield best, body, steps
-        i += best * length
+        yield best_times, body, steps
+        i += best_times * length
 
 
 def _count_repeats(head: Words, mb: Words, i: int, k: int) -> int:
@@ -198,20 +198,20 @@ def _count_repeats(head: Words, mb: Words, i: int, k: int) -> int:
     if not np.array_equal(head[i : i + k], head[i + k : i + 2 * k]):
         return 1
     step = mb[i + k : i + 2 * k] - mb[i : i + k]
-    times, look = 2, 2
+    times, count = 2, 2
     while True:
-        at = i + times * k
-        look = min(look * 2, (len(head) - at) // k)
-        if look <= 0:
+        end = i + times * k
+        count = min(count * 2, (len(head) - end) // k)
+        if count <= 0:
             return times
-        here = slice(at, at + look * k)
-        before = slice(at - k, at + (look - 1) * k)
-        same = (head[here] == head[before]).reshape(look, k)
-        same &= (mb[here] - mb[before]).reshape(look, k) == step
-        good = same.all(1)
-        if not good.all():
-            return times + int(good.argmin())
-        times += look
+        current = slice(end, end + count * k)
+        previous = slice(end - k, end + (count - 1) * k)
+        is_equal = (head[current] == head[previous]).reshape(count, k)
+        is_equal &= (mb[current] - mb[previous]).reshape(count, k) == step
+        is_repeat = is_equal.all(1)
+        if not is_repeat.all():
+            return times + int(is_repeat.argmin())
+        times += count
 
 
 # ---------------------------------------------------------------- text to program
@@ -275,35 +275,32 @@ def from_text(text: str, max_instructions: int | None = None) -> Program:
     """
     require_type(text, "text", str, 'Path("mine.sched").read_text()')
     lines = [
-        _Line(number, kept)
+        _Line(number, content)
         for number, line in enumerate(text.removeprefix("\ufeff").splitlines(), 1)
-        if (kept := line.split("#")[0].rstrip())
+        if (content := line.split("#")[0].rstrip())
     ]
     if not lines or lines[0].text.split()[:1] != ["schedir"]:
-        first = lines[0] if lines else _Line(1, "")
-        hint = ""
-        if len(lines) == 1 and first.text.endswith(".sched"):
-            hint = f"from_text takes the text of a file: Path({first.text!r}).read_text()"
-        raise first.make_error(f"a program must begin with 'schedir {FORMAT_VERSION}'", hint=hint)
+        first_line = lines[0] if lines else _Line(1, "")
+        raise first_line.make_error(f"a program must begin with 'schedir {FORMAT_VERSION}'")
     if lines[0].text.split()[1:] != [str(FORMAT_VERSION)]:
         raise lines[0].make_error(
             f"the format must be {FORMAT_VERSION}, not {lines[0].text[8:]!r}", 8
         )
     begin = next((k for k, line in enumerate(lines) if line.text.startswith("rank ")), len(lines))
-    found = _parse_header(lines[1:begin], lines[0])
-    header = {key: value for key, (value, _, _) in found.items()}
+    header_values = _parse_header(lines[1:begin], lines[0])
+    header = {key: value for key, (value, _, _) in header_values.items()}
     name = header.pop("program")
     try:
         shape = PipelineShape(
             **{f.name: header.pop(f.name) for f in SHAPE_FIELDS if f.name in header}
         )
         shape.require_instruction_limit(get_max_file_instructions())
-        traits = {
-            name: _FIELD_BY_NAME[name].field_type.resolve(name, said, shape)
-            for name, said in header.items()
+        attributes = {
+            name: _FIELD_BY_NAME[name].field_type.resolve(name, header_value, shape)
+            for name, header_value in header.items()
         }
     except ShapeError as error:
-        raise _locate_error(error, found, "ranks") from None
+        raise _locate_error(error, header_values, "ranks") from None
     # A text with a few instructions too many is parsed: the error of `check` explains more.
     shape_limit = 4 * shape.max_instructions + _EXTRA_INSTRUCTIONS
     file_limit = get_max_file_instructions()
@@ -313,48 +310,50 @@ def from_text(text: str, max_instructions: int | None = None) -> Program:
     )
     streams, slots = _parse_streams(lines[begin:], shape.ranks, lines[-1], max_instructions, hint)
     try:
-        return Program(name, shape, streams, **traits, slots=slots)
+        return Program(name, shape, streams, **attributes, slots=slots)
     except ShapeError as error:
-        raise _locate_error(error, found, "program") from None
+        raise _locate_error(error, header_values, "program") from None
 
 
-def _locate_error(error: ShapeError, found: _HeaderValues, default_key: str) -> ParseError:
+def _locate_error(error: ShapeError, header_values: _HeaderValues, default_key: str) -> ParseError:
     """Convert an error to a ParseError at the first field of the header that caused it."""
-    key = next((name for name in error.fields if name in found), default_key)
-    _, line, at = found[key]
-    return line.make_error(error.fact, at, error.hint)
+    key = next((name for name in error.fields if name in header_values), default_key)
+    _, line, column = header_values[key]
+    return line.make_error(error.fact, column, error.hint)
 
 
 def _parse_header(lines: list[_Line], first_line: _Line) -> _HeaderValues:
     """Return the fields of the header: name -> (value, line, column)."""
-    found: _HeaderValues = {}
+    header_values: _HeaderValues = {}
     for line in lines:
-        name = _NAME_PATTERN.match(line.text)
-        for pair in [name] if name else _PAIR_PATTERN.finditer(line.text):
+        name_match = _NAME_PATTERN.match(line.text)
+        for pair in [name_match] if name_match else _PAIR_PATTERN.finditer(line.text):
             key, value = pair.groups()
             # An older file may have the old name of a field.
             if key not in _FIELD_BY_NAME and RENAMED_FIELDS.get(key) in _FIELD_BY_NAME:
                 key = RENAMED_FIELDS[key]
             if key not in (*_FIELD_BY_NAME, "program"):
-                near = get_close_matches(key, [*_FIELD_BY_NAME, "program", "rank"], 1)
-                hint = RETIRED_HINTS.get(key, f"did you mean {near[0]!r}?" if near else "")
+                close_matches = get_close_matches(key, [*_FIELD_BY_NAME, "program", "rank"], 1)
+                guess = f"did you mean {close_matches[0]!r}?" if close_matches else ""
+                hint = RETIRED_HINTS.get(key, guess)
                 raise line.make_error(f"there is no field {key!r}", pair.start(1), hint)
-            if key in found:
+            if key in header_values:
                 raise line.make_error(f"{key} is given twice", pair.start(1))
             if not value:
                 raise line.make_error(f"{key} has no value", pair.start(1))
-            if key == "program" and not name:  # the name of the program is the rest of the line
+            # The name of the program is the rest of the line.
+            if key == "program" and not name_match:
                 raise line.make_error("program must be the first field of its line", pair.start(1))
-            at = pair.start(2)
-            found[key] = (
-                value if name else _parse_value(line, at, _FIELD_BY_NAME[key], value),
+            column = pair.start(2)
+            header_values[key] = (
+                value if name_match else _parse_value(line, column, _FIELD_BY_NAME[key], value),
                 line,
-                at,
+                column,
             )
     for key in ("program", *(f.name for f in HEADER_FIELDS if f.is_required)):
-        if key not in found:
+        if key not in header_values:
             raise (lines[-1] if lines else first_line).make_error(f"the header has no {key!r}")
-    return found
+    return header_values
 
 
 def _parse_value(line: _Line, column: int, field: Field, text: str) -> object:
@@ -375,33 +374,33 @@ def _parse_streams(
 ) -> tuple[tuple[Stream, ...], tuple[SlotCounts, ...]]:
     streams: list[list[Words]] = []
     slots: list[SlotCounts] = []
-    left = max_instructions
+    remaining = max_instructions
     for line in lines:
         if not line.text[0].isspace():
             text = re.sub(r"[a-z_]+", lambda kind: RENAMED_BUFFERS.get(kind[0], kind[0]), line.text)
-            found = _RANK_PATTERN.match(text)
-            if not found:
+            match = _RANK_PATTERN.match(text)
+            if not match:
                 form = "  ".join(["rank N", *(f"{kind} N" for kind in _NEIGHBOR_SLOTS)])
                 raise line.make_error(
                     f"expected 'rank N' or {form!r}, or an instruction indented under one"
                 )
-            if int(found[1]) != len(streams):
+            if int(match[1]) != len(streams):
                 raise line.make_error(
-                    f"expected rank {len(streams)}, not {found[1]}", found.start(1)
+                    f"expected rank {len(streams)}, not {match[1]}", match.start(1)
                 )
             if len(streams) == ranks:
-                raise line.make_error(f"the header has ranks {ranks}", found.start(1))
+                raise line.make_error(f"the header has ranks {ranks}", match.start(1))
             counts = SlotCounts(
-                *(UNSHARED_SLOTS if n is None else int(n) for n in found.groups()[1:])
+                *(UNSHARED_SLOTS if n is None else int(n) for n in match.groups()[1:])
             )
             if streams and (counts == SlotCounts.unspecified()) is (len(slots) > 0):
-                raise line.make_error("either all ranks or no ranks must have slots", found.end(1))
+                raise line.make_error("either all ranks or no ranks must have slots", match.end(1))
             if counts != SlotCounts.unspecified():
                 slots.append(counts)
             streams.append([])
         else:
-            streams[-1].append(_parse_line(line, left, max_instructions, hint))
-            left -= len(streams[-1][-1])
+            streams[-1].append(_parse_line(line, remaining, max_instructions, hint))
+            remaining -= len(streams[-1][-1])
     if len(streams) != ranks:
         raise last_line.make_error(f"the header has ranks {ranks}, but the text has {len(streams)}")
     empty = np.empty(0, np.int64)
@@ -409,20 +408,20 @@ def _parse_streams(
 
 
 def _parse_line(line: _Line, remaining: int, max_instructions: int, hint: str) -> Words:
-    found = _REPEAT_PATTERN.match(line.text)
-    times, at = (int(found[1]), found.end()) if found else (1, 0)
+    match = _REPEAT_PATTERN.match(line.text)
+    times, start = (int(match[1]), match.end()) if match else (1, 0)
     if times < 1:
         raise line.make_error(
-            "the number of repetitions must be at least 1", found.start(1) if found else 0
+            "the number of repetitions must be at least 1", match.start(1) if match else 0
         )
     body, steps = list[int](), list[int]()
-    for part in re.finditer(r"([;&]?)([^;&]*)", line.text[at:]):
+    for part in re.finditer(r"([;&]?)([^;&]*)", line.text[start:]):
         if not part[0]:
             continue
-        if (ahead := part[1] and not body) or not part[2].strip():
-            missing = part.start() if ahead else part.end()
-            raise line.make_error("an instruction is missing here", at + missing)
-        word, step = _parse_instruction(line, at + part.start(2), part[2])
+        if (is_first_missing := part[1] and not body) or not part[2].strip():
+            missing = part.start() if is_first_missing else part.end()
+            raise line.make_error("an instruction is missing here", start + missing)
+        word, step = _parse_instruction(line, start + part.start(2), part[2])
         if part[1] == "&":
             word |= JOINED_BIT
         body.append(word)
@@ -441,26 +440,27 @@ def _parse_line(line: _Line, remaining: int, max_instructions: int, hint: str) -
 def _parse_instruction(line: _Line, column: int, part: str) -> tuple[int, int]:
     """Return an instruction's word, and the number that each repetition adds to its microbatch."""
     column += len(part) - len(part.lstrip())
-    found = _INSTRUCTION_PATTERN.match(part)
+    match = _INSTRUCTION_PATTERN.match(part)
     # An older file may have the old name of an instruction.
-    name = RENAMED_INSTRUCTIONS.get(found[1], found[1]) if found else part.strip()
-    if not found or name not in OPCODE_BY_TEXT:
-        near = get_close_matches(name, list(OPCODE_BY_TEXT), 1)
-        hint = f"did you mean {near[0]!r}?" if near else ""
+    name = RENAMED_INSTRUCTIONS.get(match[1], match[1]) if match else part.strip()
+    if not match or name not in OPCODE_BY_TEXT:
+        close_matches = get_close_matches(name, list(OPCODE_BY_TEXT), 1)
+        hint = f"did you mean {close_matches[0]!r}?" if close_matches else ""
         if sum(word in OPCODE_BY_TEXT for word in part.split()) > 1:
             hint = "put ; between two instructions"
         raise line.make_error(f"there is no instruction {part.strip()!r}", column, hint)
     op = OPCODE_BY_TEXT[name]
-    per = INSTRUCTIONS[op].scope
-    numbers = [int(n) for n in found.group(2, 3) if n is not None]
-    full = 1 if per is Scope.RANK else 2
-    least = full - (per is not Scope.MICROBATCH and not found[4])  # update 0 need not be written
-    if not least <= len(numbers) <= full:
-        want = f"{name} {per.value}".strip()
-        raise line.make_error(f"{name} must be written {want!r}, not {part.strip()!r}", column)
-    stage, mb = [0] * (per is Scope.RANK) + numbers + [0] * (full - len(numbers))
+    scope = INSTRUCTIONS[op].scope
+    numbers = [int(n) for n in match.group(2, 3) if n is not None]
+    max_numbers = 1 if scope is Scope.RANK else 2
+    # The text may omit update 0.
+    min_numbers = max_numbers - (scope is not Scope.MICROBATCH and not match[4])
+    if not min_numbers <= len(numbers) <= max_numbers:
+        usage = f"{name} {scope.value}".strip()
+        raise line.make_error(f"{name} must be written {usage!r}, not {part.strip()!r}", column)
+    stage, mb = [0] * (scope is Scope.RANK) + numbers + [0] * (max_numbers - len(numbers))
     if stage > 0xFFFF or mb > 0xFFFFFFFF:
         raise line.make_error(f"a number of {part.strip()!r} is too large", column)
-    sign = found[4] or ""
+    sign = match[4] or ""
     step = 0 if not sign else int(sign[1:] or 1) * (1 if sign[0] == "+" else -1)
     return int(op) << OP_SHIFT | stage << STAGE_SHIFT | mb, step

@@ -89,61 +89,71 @@ class ValueChains(NamedTuple):
         """
         names = [
             name
-            for part in members
-            for name in _get_change_states(part.change)
+            for member in members
+            for name in _get_change_states(member.change)
             if name not in TIERS
         ]
         forms = tuple(dict.fromkeys(names))
 
         def column(value: Sequence[int]) -> Ints:
-            return np.repeat(np.array(value, np.int64), [len(part.positions) for part in members])
+            return np.repeat(
+                np.array(value, np.int64), [len(member.positions) for member in members]
+            )
 
-        at = np.concatenate([np.empty(0, np.int32), *(part.positions for part in members)])
-        key = np.concatenate([np.empty(0, np.int64), *(part.keys for part in members)])
-        sort = np.lexsort((at, key))
-        gives = column([part.is_giver for part in members])[sort] > 0
-        makes = column([part.is_producer for part in members])[sort] > 0
-        key = key[sort]
-        first = np.append(True, key[1:] != key[:-1])[: len(key)]
+        positions = np.concatenate(
+            [np.empty(0, np.int32), *(member.positions for member in members)]
+        )
+        key = np.concatenate([np.empty(0, np.int64), *(member.keys for member in members)])
+        order = np.lexsort((positions, key))
+        is_giver = column([member.is_giver for member in members])[order] > 0
+        is_producer = column([member.is_producer for member in members])[order] > 0
+        key = key[order]
+        is_first = np.append(True, key[1:] != key[:-1])[: len(key)]
         if accumulated:
-            makes = gives & (first | np.append(True, ~gives[:-1])[: len(key)])
-        life = np.cumsum(makes | first) - 1
-        begins = np.flatnonzero(makes | first)
+            is_producer = is_giver & (is_first | np.append(True, ~is_giver[:-1])[: len(key)])
+        life_index = np.cumsum(is_producer | is_first) - 1
+        begins = np.flatnonzero(is_producer | is_first)
 
-        def state(names: Sequence[str], rest: int) -> tuple[Ints, Ints, Mask]:
+        def state(names: Sequence[str], initial_state: int) -> tuple[Ints, Ints, Mask]:
             """Return the state after each event, and the last state of each event's value.
 
             The third result is a mask of the events that set a state.
             """
-            places = {name: k for k, name in enumerate(names)}
-            ends = [_get_change_states(part.change) or ("", "") for part in members]
+            state_numbers = {name: k for k, name in enumerate(names)}
+            change_states = [_get_change_states(member.change) or ("", "") for member in members]
             before, after = (
-                column([places.get(end[side], _UNCHANGED) for end in ends])[sort] for side in (0, 1)
+                column([state_numbers.get(ends[side], _UNCHANGED) for ends in change_states])[order]
+                for side in (0, 1)
             )
-            sets = after != _UNCHANGED
-            start, end = np.full((2, len(begins)), rest)
-            at = np.flatnonzero(sets)
-            end[life[at]] = after[at]
+            is_set = after != _UNCHANGED
+            start_states, end_states = np.full((2, len(begins)), initial_state)
+            set_events = np.flatnonzero(is_set)
+            end_states[life_index[set_events]] = after[set_events]
             if names is not TIERS:  # a value is made in the first form of its changes
-                start[life[at[::-1]]] = before[at[::-1]]
-            known = np.where(sets, after, _UNCHANGED)
-            known[begins] = np.where(sets[begins], after[begins], start)
-            since = np.maximum.accumulate(np.where(known != _UNCHANGED, np.arange(len(known)), 0))
-            return known[since], end[life], sets
+                start_states[life_index[set_events[::-1]]] = before[set_events[::-1]]
+            known_states = np.where(is_set, after, _UNCHANGED)
+            known_states[begins] = np.where(is_set[begins], after[begins], start_states)
+            last_known = np.maximum.accumulate(
+                np.where(known_states != _UNCHANGED, np.arange(len(known_states)), 0)
+            )
+            return known_states[last_known], end_states[life_index], is_set
 
-        tier, _, moves = state(TIERS, 0)
-        form, last, _ = state(forms, NO_FORM)
-        return cls(at[sort], key, gives, makes, moves, tier, form, last, forms, initial_tier)
+        tier, _, changes_tier = state(TIERS, 0)
+        form, final_form, _ = state(forms, NO_FORM)
+        return cls(
+            positions[order], key, is_giver, is_producer, changes_tier,
+            tier, form, final_form, forms, initial_tier,
+        )  # fmt: skip
 
     def _has_required_state(self, events: Ints, change: Change | None) -> Mask:
         """Return a mask of the events after which a reader with `change` can use the value."""
         tier = TIERS.index(change.before) if change and change.before in TIERS else 0
-        fits: Mask = self.is_giver[events] & (self.tier[events] == tier)
+        is_valid: Mask = self.is_giver[events] & (self.tier[events] == tier)
         if change is None:
-            fits &= self.form[events] == self.final_form[events]
+            is_valid &= self.form[events] == self.final_form[events]
         elif change.before in self.forms:
-            fits &= self.form[events] == self.forms.index(change.before)
-        return fits
+            is_valid &= self.form[events] == self.forms.index(change.before)
+        return is_valid
 
     def find_givers(
         self, key: Ints, needer: Positions, change: Change | None
@@ -170,24 +180,24 @@ class ValueChains(NamedTuple):
         if not len(self.positions):
             return giver, stale
         span = max(int(self.positions.max()), int(needer.max(initial=0))) + 1
-        order = self.keys * span + self.positions
-        event = np.searchsorted(order, key * span + needer) - 1
-        near = np.maximum(event, 0)
-        known = (event >= 0) & (self.keys[near] == key)
-        fits = known & self._has_required_state(near, change)
-        giver[fits] = self.positions[near[fits]]
+        sort_keys = self.keys * span + self.positions
+        event = np.searchsorted(sort_keys, key * span + needer) - 1
+        nearest = np.maximum(event, 0)
+        has_event = (event >= 0) & (self.keys[nearest] == key)
+        is_valid = has_event & self._has_required_state(nearest, change)
+        giver[is_valid] = self.positions[nearest[is_valid]]
         if self.initial_tier and (change.before if change else TIERS[0]) == self.initial_tier:
-            fits |= ~known
-        for k in np.flatnonzero(~fits & np.isin(key, self.keys)).tolist():
-            one, where = int(key[k]), int(needer[k])
-            later = np.flatnonzero((self.keys == one) & (self.positions > where))
-            later = later[self._has_required_state(later, change)]
-            if len(later):
-                giver[k] = self.positions[later[0]]
-            elif known[k]:
-                stale.append((where, int(self.positions[near[k]])))
-            elif len(later := np.flatnonzero((self.keys == one) & self.is_producer)):
-                giver[k] = self.positions[later[0]]
+            is_valid |= ~has_event
+        for k in np.flatnonzero(~is_valid & np.isin(key, self.keys)).tolist():
+            value_key, position = int(key[k]), int(needer[k])
+            later_events = np.flatnonzero((self.keys == value_key) & (self.positions > position))
+            later_events = later_events[self._has_required_state(later_events, change)]
+            if len(later_events):
+                giver[k] = self.positions[later_events[0]]
+            elif has_event[k]:
+                stale.append((position, int(self.positions[nearest[k]])))
+            elif len(later_events := np.flatnonzero((self.keys == value_key) & self.is_producer)):
+                giver[k] = self.positions[later_events[0]]
         return giver, stale
 
     def find_overwrites(self) -> list[tuple[int, int]]:
@@ -196,16 +206,16 @@ class ValueChains(NamedTuple):
         Returns:
             Pairs of positions: the instruction, and the previous event of the value.
         """
-        again = self.is_producer[1:] & self.is_giver[:-1] & (self.keys[1:] == self.keys[:-1])
+        is_overwrite = self.is_producer[1:] & self.is_giver[:-1] & (self.keys[1:] == self.keys[:-1])
         return [
             (int(self.positions[k + 1]), int(self.positions[k]))
-            for k in np.flatnonzero(again).tolist()
+            for k in np.flatnonzero(is_overwrite).tolist()
         ]
 
     def find_unfreed(self) -> list[int]:
         """Return the position of the last event of each value that no instruction frees."""
-        end = np.append(self.keys[1:] != self.keys[:-1], True)[: len(self.positions)]
-        return [int(at) for at in self.positions[end & self.is_giver]]
+        is_last = np.append(self.keys[1:] != self.keys[:-1], True)[: len(self.positions)]
+        return [int(position) for position in self.positions[is_last & self.is_giver]]
 
     def _find_intervals(self, events: Ints) -> tuple[Ints, Ints]:
         """Return the events that make or change a value, and the next event of each such value.
@@ -213,11 +223,13 @@ class ValueChains(NamedTuple):
         Events that are not in `events` are ignored. A pair is left out if its second event makes
         the value again.
         """
-        one, two = events[:-1], events[1:]
-        same_life = self.is_giver[one] & (self.keys[one] == self.keys[two]) & ~self.is_producer[two]
-        one, two = one[same_life], two[same_life]
-        sort = np.argsort(self.positions[one], kind="stable")
-        return one[sort], two[sort]
+        begin, end = events[:-1], events[1:]
+        is_same_life = (
+            self.is_giver[begin] & (self.keys[begin] == self.keys[end]) & ~self.is_producer[end]
+        )
+        begin, end = begin[is_same_life], end[is_same_life]
+        order = np.argsort(self.positions[begin], kind="stable")
+        return begin[order], end[order]
 
     def find_tier_intervals(self, tier: int) -> tuple[Positions, Positions]:
         """Return the intervals in which values are on a memory tier.
@@ -229,18 +241,18 @@ class ValueChains(NamedTuple):
             The positions at which values are made on the tier or move to it, ascending, and the
             positions at which these values leave the tier or are freed.
         """
-        one, two = self._find_intervals(
+        begin, end = self._find_intervals(
             np.flatnonzero(self.is_producer | self.changes_tier | ~self.is_giver)
         )
-        here = self.tier[one] == tier
-        return self.positions[one[here]], self.positions[two[here]]
+        is_on_tier = self.tier[begin] == tier
+        return self.positions[begin[is_on_tier]], self.positions[end[is_on_tier]]
 
     def find_state_intervals(self) -> tuple[Positions, Positions, Ints, Ints, Mask, Mask]:
         """Return the fields of `ValueStates`."""
-        one, two = self._find_intervals(np.arange(len(self.positions)))
+        begin, end = self._find_intervals(np.arange(len(self.positions)))
         return (
-            self.positions[one], self.positions[two], self.tier[one], self.form[one],
-            self.is_producer[one], ~self.is_giver[two],
+            self.positions[begin], self.positions[end], self.tier[begin], self.form[begin],
+            self.is_producer[begin], ~self.is_giver[end],
         )  # fmt: skip
 
 

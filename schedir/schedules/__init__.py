@@ -105,16 +105,16 @@ def find_schedule(name: str) -> Schedule:
         >>> find_schedule("gpipe").__name__
         'gpipe'
     """
-    known = get_built_in_schedules()
-    if name not in known:
+    schedules = get_built_in_schedules()
+    if name not in schedules:
         base, bracket, options = name.partition("(")
         raise UsageError(
             f"there is no built-in schedule {describe(name)}",
             hint=f"functools.partial(schedir.schedules.{base}, {options.rstrip(')')})"
-            if bracket and base in known
-            else suggest_schedules(name, [*known]),
+            if bracket and base in schedules
+            else suggest_schedules(name, [*schedules]),
         )
-    return known[name]
+    return schedules[name]
 
 
 def suggest_schedules(name: str, known: Sequence[str]) -> str:
@@ -129,11 +129,18 @@ def suggest_schedules(name: str, known: Sequence[str]) -> str:
         A phrase for the hint of an error.
     """
     # The names of torch's classes begin with "Schedule".
-    spelled = name.lower().replace("-", "_").removeprefix("schedule")
+    normalized_name = name.lower().replace("-", "_").removeprefix("schedule")
     names = {"1f1b": "one_f_one_b", "vzerobubble": "_v", "zerobubble": "_zb"}
-    others = [spelled, *(spelled.replace(one, ours) for one, ours in names.items())]
+    replaced_names = (normalized_name.replace(old, new) for old, new in names.items())
+    candidates = [normalized_name, *replaced_names]
     # "interleaved_1f1b" is interleaved 1F1B, although "interleaved_zb" has more letters of it.
-    exact = [spelled.replace("1f1b", "").strip("_"), _OTHER_NAMES.get(spelled, ""), *others]
-    near = [each for each in exact if each in known]
-    near += [near for each in others for near in get_close_matches(each, known, 1)]
-    return f"did you mean {near[0]!r}?" if near else f"the schedules are {', '.join(known)}"
+    exact_names = [
+        normalized_name.replace("1f1b", "").strip("_"),
+        _OTHER_NAMES.get(normalized_name, ""),
+        *candidates,
+    ]
+    matches = [candidate for candidate in exact_names if candidate in known]
+    matches += [
+        match for candidate in candidates for match in get_close_matches(candidate, known, 1)
+    ]
+    return f"did you mean {matches[0]!r}?" if matches else f"the schedules are {', '.join(known)}"

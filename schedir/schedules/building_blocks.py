@@ -64,7 +64,7 @@ def wave(r: int, P: int, m: int, v: int) -> RankSchedule:
     # A microbatch starts in every second slot. So its way down the ranks and its way back use slots
     # of different parity.  P microbatches fill a wave.
     starts = [k // P * 2 * v * P + k % P * 2 for k in range(m)]
-    return order_by_slot((slot + start, word) for slot, word in block for start in starts)
+    return order_by_slot((slot + start, letter) for slot, letter in block for start in starts)
 
 
 def order_by_slot(slots: Iterable[tuple[int, RankSchedule]]) -> RankSchedule:
@@ -110,8 +110,8 @@ def v_half(r: int, P: int, m: int) -> RankSchedule:
         rank 0  F0  F1  ..  F0' I0' F1' W0' F2  I0  I1' W0  F2' I2' I1  W1' I2  W2' W1  W2
         rank 1  ..  F0  F0' F1  F1' I0' W0' I0  W0  F2  F2' I1' I1  I2' I2  W1' W1  W2' W2
     """
-    early = 2 * P - 2 if P % 2 else 2 * P + 1
-    return _repeat_block(_v_half_block, P, m, 2 * (P // 2 + 1), early)[r]
+    max_lead = 2 * P - 2 if P % 2 else 2 * P + 1
+    return _repeat_block(_v_half_block, P, m, 2 * (P // 2 + 1), max_lead)[r]
 
 
 @with_placement("vee", 2)
@@ -172,39 +172,41 @@ def _repeat_block(
     distances of the block, which tolerate unequal costs, change little there. This middle part
     begins at slot 3P of the block. It ends 2P slots after the first slot of the last microbatch.
     """
-    cool = 6 * (m - 1) + 2 * P
-    begin = [block(r, P) for r in range(P)]
+    cooldown_start = 6 * (m - 1) + 2 * P
+    start_slots = [block(r, P) for r in range(P)]
     # A microbatch passes through the F of each stage, and then through the I of each stage.  Each
     # rank has four links of this chain.
     links = [(r, 2 * P - 1 - r, 2 * P + r, 4 * P - 1 - r) for r in range(P)]
-    passed = [0] * (4 * P)  # Number of microbatches that have passed each link.
-    alive = [[0, 0] for _ in range(P)]  # Activations of each of the two local stages.
-    owed: list[deque[int]] = [deque() for _ in range(P)]
+    passed_counts = [0] * (4 * P)  # Number of microbatches that have passed each link.
+    live_counts = [[0, 0] for _ in range(P)]  # Activations of each of the two local stages.
+    pending_weights: list[deque[int]] = [deque() for _ in range(P)]
     letters_per_rank: list[list[int]] = [[] for _ in range(P)]
-    now = 0
-    while min(passed) < m or any(owed):
-        ready = [m, *passed[:-1]]
-        for r, own in enumerate(links):
-            fits = sum(alive[r]) < capacity
-            may = (fits and alive[r][0] < capacity - 1, fits, True, True)
+    slot = 0
+    while min(passed_counts) < m or any(pending_weights):
+        arrived_counts = [m, *passed_counts[:-1]]
+        for r, rank_links in enumerate(links):
+            has_memory = sum(live_counts[r]) < capacity
+            may_start = (has_memory and live_counts[r][0] < capacity - 1, has_memory, True, True)
             slots = [
-                (begin[r][k] + 6 * passed[c], k)
-                for k, c in enumerate(own)
-                if may[k] and passed[c] < ready[c]
+                (start_slots[r][k] + 6 * passed_counts[c], k)
+                for k, c in enumerate(rank_links)
+                if may_start[k] and passed_counts[c] < arrived_counts[c]
             ]
-            slots = [s for s in slots if s[0] <= now + max_lead or not 3 * P <= s[0] <= cool]
+            slots = [
+                s for s in slots if s[0] <= slot + max_lead or not 3 * P <= s[0] <= cooldown_start
+            ]
             if slots:
                 _, k = min(slots)
-                passed[own[k]] += 1
+                passed_counts[rank_links[k]] += 1
                 if k < 2:
-                    alive[r][k] += 1
+                    live_counts[r][k] += 1
                 else:
-                    owed[r].append(k + 2)
-            elif owed[r]:
-                k = owed[r].popleft()
-                alive[r][5 - k] -= 1
+                    pending_weights[r].append(k + 2)
+            elif pending_weights[r]:
+                k = pending_weights[r].popleft()
+                live_counts[r][5 - k] -= 1
             else:
                 continue
             letters_per_rank[r].append(k)
-        now += 1
-    return tuple(concat(_LETTERS[k] for k in own) for own in letters_per_rank)
+        slot += 1
+    return tuple(concat(_LETTERS[k] for k in letters) for letters in letters_per_rank)

@@ -77,13 +77,13 @@ def greedy_schedule(
         raise ScheduleError(
             f"priority must be the letters BF or FIW in any order, not {describe(priority)}"
         )
-    drafted = Program(
+    empty_draft = Program(
         name, shape, (Stream.from_instructions([]),) * shape.ranks, frozen_stages=frozen_stages
     )
-    run = _GreedyState(
-        drafted, [OPCODE_BY_TEXT[letter] for letter in priority], max_in_flight, costs
+    state = _GreedyState(
+        empty_draft, [OPCODE_BY_TEXT[letter] for letter in priority], max_in_flight, costs
     )
-    return replace(drafted, streams=tuple(run.streams()))
+    return replace(empty_draft, streams=tuple(state.streams()))
 
 
 def _require_integer(value: object) -> int:
@@ -117,18 +117,18 @@ class _GreedyState:
         # in flight.  The number is one less for each later stage of the rank, because later stages
         # need memory to continue.
         self.capacity: list[dict[int, int]] = [{} for _ in range(shape.ranks)]
-        for rank, own in enumerate(shape.stages_on_rank):
+        for rank, local_stages in enumerate(shape.stages_on_rank):
             limit = _require_integer(
                 max_in_flight(rank) if callable(max_in_flight) else max_in_flight
             )
-            trained = [stage for stage in own if stage >= self.frozen_stages]
-            if limit < len(trained):
+            trained_stages = [stage for stage in local_stages if stage >= self.frozen_stages]
+            if limit < len(trained_stages):
                 raise ScheduleError(
-                    f"max_in_flight must be at least {len(trained)} on rank {rank}, the number "
-                    f"of its {'trained ' if self.frozen_stages else ''}stages, not {limit}"
+                    f"max_in_flight must be at least {len(trained_stages)} on rank {rank}, the "
+                    f"number of its {'trained ' if self.frozen_stages else ''}stages, not {limit}"
                 )
-            for after, stage in enumerate(reversed(trained)):
-                self.capacity[rank][stage] = limit - after
+            for later_stages, stage in enumerate(reversed(trained_stages)):
+                self.capacity[rank][stage] = limit - later_stages
         self.ready_tasks: list[set[Instr]] = [set() for _ in range(shape.ranks)]
         self.live_counts = [0] * shape.ranks
         self.done_tasks: list[list[Instr]] = [[] for _ in range(shape.ranks)]
@@ -141,44 +141,44 @@ class _GreedyState:
         """
         for mb in range(self.shape.microbatches):
             self.ready_tasks[int(self.shape.rank_of_stage(0, mb))].add(Instr(_F, 0, mb))
-        # Entries (time, rank, task, ends).  If `ends` is True, the rank has finished the task at
-        # this time.  Otherwise the input of the task has arrived.
+        # Entries (time, rank, task, has_ended).  If `has_ended` is True, the rank has finished the
+        # task at this time.  Otherwise the input of the task has arrived.
         events: list[tuple[float, int, Instr, bool]] = []
-        idle, now = set(range(self.shape.ranks)), 0.0
+        idle_ranks, time = set(range(self.shape.ranks)), 0.0
         while True:
-            for rank in sorted(idle):
+            for rank in sorted(idle_ranks):
                 task = self._start_task(rank)
                 if task is not None:
-                    idle.discard(rank)
-                    end = now + self._get_cost(task.op, task)
+                    idle_ranks.discard(rank)
+                    end = time + self._get_cost(task.op, task)
                     heapq.heappush(events, (end, rank, task, True))
             if not events:
                 break
-            now = events[0][0]
-            while events and events[0][0] == now:
-                _, rank, task, ends = heapq.heappop(events)
-                if ends:
-                    idle.add(rank)
-                    for after in self._find_successors(*task):
-                        there = int(self.shape.rank_of_stage(*after[1:]))
-                        send = self._get_cost(SEND_OPS[0], task) * (there != rank)
-                        heapq.heappush(events, (now + send, there, after, False))
+            time = events[0][0]
+            while events and events[0][0] == time:
+                _, rank, task, has_ended = heapq.heappop(events)
+                if has_ended:
+                    idle_ranks.add(rank)
+                    for successor in self._find_successors(*task):
+                        successor_rank = int(self.shape.rank_of_stage(*successor[1:]))
+                        send_time = self._get_cost(SEND_OPS[0], task) * (successor_rank != rank)
+                        heapq.heappush(events, (time + send_time, successor_rank, successor, False))
                 else:
                     self.ready_tasks[rank].add(task)
         yield from map(Stream.from_instructions, self.done_tasks)
 
     def _get_cost(self, op: Opcode, task: Instr) -> float:
         """Return the cost of an opcode at the stage and microbatch of a task."""
-        own = self.costs[op][task.stage]
-        return float(own[task.mb if len(own) > 1 else 0])
+        stage_costs = self.costs[op][task.stage]
+        return float(stage_costs[task.mb if len(stage_costs) > 1 else 0])
 
     def _start_task(self, rank: int) -> Instr | None:
         """Start a task on an idle rank and return it, or return None if no task may start."""
-        live = self.live_counts[rank]
+        live_count = self.live_counts[rank]
         capacity = self.capacity[rank]
         candidates = [
             t for t in self.ready_tasks[rank]
-            if t.op is not _F or t.stage < self.frozen_stages or live < capacity[t.stage]
+            if t.op is not _F or t.stage < self.frozen_stages or live_count < capacity[t.stage]
         ]  # fmt: skip
         if not candidates:
             return None

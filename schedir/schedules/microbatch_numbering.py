@@ -52,30 +52,33 @@ def number_letters(words: list[Words], first_rank: int, shape: PipelineShape) ->
     fields = letters.view(WORD_DTYPE)
     op, given_mb = fields["op"], fields["mb"]
     rank = np.repeat(np.arange(first_rank, first_rank + len(words)), [*map(len, words)])
-    local = _resolve_local_stages(fields, rank, shape)
-    w, i = _match_weight_grads(op, rank, local)
-    local[w] = local[i]
-    held = shape.stages_on_rank[first_rank : first_rank + len(words)]
-    most = max(map(len, held))
-    own = np.array([[*stages, *[0] * (most - len(stages))] for stages in held])
-    cell = (rank - first_rank) * most + local  # Index of the local stage in the table `own`.
-    whole_or_input = np.where(op == BACKWARD_INPUT, BACKWARD, op)
+    local_stage = _resolve_local_stages(fields, rank, shape)
+    w, i = _match_weight_grads(op, rank, local_stage)
+    local_stage[w] = local_stage[i]
+    rank_stages = shape.stages_on_rank[first_rank : first_rank + len(words)]
+    max_stages = max(map(len, rank_stages))
+    stage_table = np.array([[*stages, *[0] * (max_stages - len(stages))] for stages in rank_stages])
+    # Index of the local stage in `stage_table`.
+    cell = (rank - first_rank) * max_stages + local_stage
+    counted_op = np.where(op == BACKWARD_INPUT, BACKWARD, op)
     # Each replica of a stage counts from the first microbatch of its row of the placement.
-    before = _count_equal_before(
-        cell * len(INSTRUCTIONS) + whole_or_input, own.size * len(INSTRUCTIONS)
+    count_before = _count_equal_before(
+        cell * len(INSTRUCTIONS) + counted_op, stage_table.size * len(INSTRUCTIONS)
     )
-    rows = shape.replica_row_of_stage(own, np.arange(first_rank, first_rank + len(words))[:, None])
-    begin = np.array(shape.microbatch_row_offsets)[rows].reshape(-1)
-    mb = np.where(given_mb == AUTO_MICROBATCH, before + begin[cell], given_mb)
-    _number_recomputes(op, cell, given_mb, mb, rank, local)
-    free = given_mb[w] == AUTO_MICROBATCH
-    mb[w[free]] = mb[i[free]]
-    return pack(op, own.reshape(-1)[cell], mb) | letters & JOINED_BIT
+    rows = shape.replica_row_of_stage(
+        stage_table, np.arange(first_rank, first_rank + len(words))[:, None]
+    )
+    first_mb = np.array(shape.microbatch_row_offsets)[rows].reshape(-1)
+    mb = np.where(given_mb == AUTO_MICROBATCH, count_before + first_mb[cell], given_mb)
+    _number_recomputes(op, cell, given_mb, mb, rank, local_stage)
+    is_unnumbered = given_mb[w] == AUTO_MICROBATCH
+    mb[w[is_unnumbered]] = mb[i[is_unnumbered]]
+    return pack(op, stage_table.reshape(-1)[cell], mb) | letters & JOINED_BIT
 
 
 def _number_recomputes(
     op: NDArray[np.uint8], cell: Words, specified: NDArray[np.uint32], mb: Words, rank: Words,
-    local: Words,
+    local_stage: Words,
 ) -> None:  # fmt: skip
     """Give each R without a microbatch the microbatch of its backward.
 
@@ -88,22 +91,26 @@ def _number_recomputes(
     b = np.flatnonzero(is_op(op, BACKWARD_OPS))
     r, b = r[np.argsort(cell[r], kind="stable")], b[np.argsort(cell[b], kind="stable")]
     span = len(op) + 1
-    ahead = np.searchsorted(cell[b] * span + b, cell[r] * span + r)  # The next backward of each R.
-    # An R needs a backward after that of the previous R of its stage, so `at - k` never decreases.
+    # The next backward of each R.
+    next_backward = np.searchsorted(cell[b] * span + b, cell[r] * span + r)
+    # An R needs a backward after that of the previous R of its stage, so `backward_index - k` never
+    # decreases.
     k = np.arange(len(r))
-    least = np.searchsorted(cell[r], cell[r])  # Index of the first R of the same stage.
-    own = cell[r] * 2 * span  # With this offset, the running maximum restarts at each stage.
-    at = np.maximum.accumulate(ahead - (k - least) + own) - own + (k - least)
-    there = at < np.searchsorted(cell[b], cell[r], side="right")
-    free = specified[r] == AUTO_MICROBATCH
-    if (lone := free & ~there).any():
-        one = int(r[lone.argmax()])
+    first_of_stage = np.searchsorted(cell[r], cell[r])  # Index of the first R of the same stage.
+    offset = cell[r] * 2 * span  # With this offset, the running maximum restarts at each stage.
+    index_in_stage = k - first_of_stage
+    running_max = np.maximum.accumulate(next_backward - index_in_stage + offset)
+    backward_index = running_max - offset + index_in_stage
+    has_backward = backward_index < np.searchsorted(cell[b], cell[r], side="right")
+    is_unnumbered = specified[r] == AUTO_MICROBATCH
+    if (is_unmatched := is_unnumbered & ~has_backward).any():
+        letter = int(r[is_unmatched.argmax()])
         raise ScheduleError(
-            f"letter #{one - int((rank == rank[one]).argmax())} of rank {rank[one]} is "
-            f"R[{local[one]}], but each later backward of that stage already has an R",
+            f"letter #{letter - int((rank == rank[letter]).argmax())} of rank {rank[letter]} is "
+            f"R[{local_stage[letter]}], but each later backward of that stage already has an R",
             hint="each R belongs to the next B or I of its stage: F + R + B",
         )
-    mb[r[free]] = mb[b[at[free]]]
+    mb[r[is_unnumbered]] = mb[b[backward_index[is_unnumbered]]]
 
 
 def _resolve_local_stages(fields: NDArray[np.void], rank: Words, shape: PipelineShape) -> Words:
@@ -112,31 +119,32 @@ def _resolve_local_stages(fields: NDArray[np.void], rank: Words, shape: Pipeline
     A plain W gets local stage 0 if its rank has only one stage. Raises ScheduleError for a stage
     that the rank does not have.
     """
-    local = fields["stage"].astype(np.int64)
-    number = np.array([*map(len, shape.stages_on_rank)])[rank]
-    oldest = local == OLDEST_STAGE
-    if oldest.any():
-        local[oldest & (number == 1)] = 0
-    foreign = (local >= number) & (local != OLDEST_STAGE)
-    if foreign.any():
-        at = int(foreign.argmax())
-        wrong = int(rank[at])
-        own, text = shape.stages_on_rank[wrong], INSTRUCTIONS[fields["op"][at]].text
-        has = "1 stage" if len(own) == 1 else f"{len(own)} stages"
+    local_stage = fields["stage"].astype(np.int64)
+    stage_count = np.array([*map(len, shape.stages_on_rank)])[rank]
+    is_plain = local_stage == OLDEST_STAGE
+    if is_plain.any():
+        local_stage[is_plain & (stage_count == 1)] = 0
+    is_foreign = (local_stage >= stage_count) & (local_stage != OLDEST_STAGE)
+    if is_foreign.any():
+        letter = int(is_foreign.argmax())
+        wrong_rank = int(rank[letter])
+        stages = shape.stages_on_rank[wrong_rank]
+        text = INSTRUCTIONS[fields["op"][letter]].text
+        count_text = "1 stage" if len(stages) == 1 else f"{len(stages)} stages"
         raise ScheduleError(
-            f"letter #{at - int((rank == wrong).argmax())} of rank {wrong} is "
-            f"{text}[{local[at]}], but the rank has {has}: {text}[0] is stage {own[0]} of the "
-            "model",
+            f"letter #{letter - int((rank == wrong_rank).argmax())} of rank {wrong_rank} is "
+            f"{text}[{local_stage[letter]}], but the rank has {count_text}: {text}[0] is stage "
+            f"{stages[0]} of the model",
             hint=CommandHint(
                 _STAGE_HINT.format(option="stages_per_rank=N"),
                 _STAGE_HINT.format(option="--stages-per-rank N"),
             ),
         )
-    return local
+    return local_stage
 
 
 def _match_weight_grads(
-    op: NDArray[np.uint8], rank: Words, local: Words
+    op: NDArray[np.uint8], rank: Words, local_stage: Words
 ) -> tuple[LetterIndices, LetterIndices]:
     """Return the indices of the W that complete an I, and the indices of these I.
 
@@ -148,27 +156,32 @@ def _match_weight_grads(
     i = np.flatnonzero(op == BACKWARD_INPUT)
     if not len(w):
         return w, w
-    stage_of_i = local[i]
-    bare = local[w] == OLDEST_STAGE
-    if bare.any():
+    stage_of_i = local_stage[i]
+    is_plain = local_stage[w] == OLDEST_STAGE
+    if is_plain.any():
         # The number of plain W of each rank.
-        number = np.bincount(rank[w][bare], minlength=int(rank[-1]) + 1)
-        if (mixed := ~bare & (number[rank[w]] > 0)).any():
+        plain_counts = np.bincount(rank[w][is_plain], minlength=int(rank[-1]) + 1)
+        if (is_mixed := ~is_plain & (plain_counts[rank[w]] > 0)).any():
             raise ScheduleError(
-                f"rank {rank[w][mixed.argmax()]} has both W and W[j]: use W[j] everywhere"
+                f"rank {rank[w][is_mixed.argmax()]} has both W and W[j]: use W[j] everywhere"
             )
-        inputs = np.bincount(rank[i], minlength=len(number))
-        if (more := number > inputs).any():
-            one = int(more.argmax())
-            raise ScheduleError(f"rank {one} has {number[one]} W, but only {inputs[one]} I")
-        stage_of_i = np.where(number[rank[i]] > 0, OLDEST_STAGE, stage_of_i)
-    w_cells = rank[w] << 16 | local[w]
-    of = rank[i] << 16 | stage_of_i
-    w, i = w[np.argsort(w_cells, kind="stable")], i[np.argsort(of, kind="stable")]
-    w_cells, of = np.sort(w_cells), np.sort(of)
-    at = np.searchsorted(of, w_cells) + np.arange(len(w)) - np.searchsorted(w_cells, w_cells)
-    there = at < np.searchsorted(of, w_cells, side="right")
-    return w[there], i[at[there]]
+        input_counts = np.bincount(rank[i], minlength=len(plain_counts))
+        if (has_excess := plain_counts > input_counts).any():
+            wrong_rank = int(has_excess.argmax())
+            raise ScheduleError(
+                f"rank {wrong_rank} has {plain_counts[wrong_rank]} W, but only "
+                f"{input_counts[wrong_rank]} I"
+            )
+        stage_of_i = np.where(plain_counts[rank[i]] > 0, OLDEST_STAGE, stage_of_i)
+    w_cells = rank[w] << 16 | local_stage[w]
+    i_cells = rank[i] << 16 | stage_of_i
+    w, i = w[np.argsort(w_cells, kind="stable")], i[np.argsort(i_cells, kind="stable")]
+    w_cells, i_cells = np.sort(w_cells), np.sort(i_cells)
+    match_index = (
+        np.searchsorted(i_cells, w_cells) + np.arange(len(w)) - np.searchsorted(w_cells, w_cells)
+    )
+    has_match = match_index < np.searchsorted(i_cells, w_cells, side="right")
+    return w[has_match], i[match_index[has_match]]
 
 
 def _count_equal_before(key: Words, max_key: int) -> Words:
@@ -179,8 +192,9 @@ def _count_equal_before(key: Words, max_key: int) -> Words:
     if max_key <= 2**16:
         key = key.astype(np.uint16)  # Small integers sort several times as fast.
     order = np.argsort(key, kind="stable")
-    ordered = key[order]
-    new = np.flatnonzero(np.append(True, ordered[1:] != ordered[:-1])[: len(key)])
-    out = np.empty(len(key), np.int64)
-    out[order] = np.arange(len(key)) - np.repeat(new, np.diff(new, append=len(key)))
-    return out
+    sorted_keys = key[order]
+    group_starts = np.flatnonzero(np.append(True, sorted_keys[1:] != sorted_keys[:-1])[: len(key)])
+    counts = np.empty(len(key), np.int64)
+    group_sizes = np.diff(group_starts, append=len(key))
+    counts[order] = np.arange(len(key)) - np.repeat(group_starts, group_sizes)
+    return counts

@@ -99,9 +99,11 @@ class RankSchedule:
         )
         if count < 0:
             raise ValueError(f"n * F needs an n of at least 0, not {count}: use max(n, 0)")
-        most = get_input_trust().max_instructions
-        if most is not None and count * max(len(self), 1) > most:
-            raise ValueError(f"n * {self!r} has more instructions than the limit of {most}")
+        max_instructions = get_input_trust().max_instructions
+        if max_instructions is not None and count * max(len(self), 1) > max_instructions:
+            raise ValueError(
+                f"n * {self!r} has more instructions than the limit of {max_instructions}"
+            )
         try:
             letters = np.empty((count, len(self)), np.int64)
         except (MemoryError, ValueError):  # ValueError means that the size exceeds numpy's limit.
@@ -194,8 +196,8 @@ def concat(schedules: Iterable[RankSchedule]) -> RankSchedule:
             [
                 EMPTY.letters,
                 *(
-                    _require_letters(f"element {index} of concat", word)
-                    for index, word in enumerate(schedules)
+                    _require_letters(f"element {index} of concat", schedule)
+                    for index, schedule in enumerate(schedules)
                 ),
             ]
         )
@@ -242,12 +244,12 @@ def weave(
         <RankSchedule F F F B F B B B>
     """
     orders = {"forwards": forwards, "backwards": backwards, "weights": weights}
-    words = [_require_letters(f"{name} of weave", order) for name, order in orders.items()]
+    letters = [_require_letters(f"{name} of weave", order) for name, order in orders.items()]
     warmup = _require_integer("warmup of weave", warmup)
     defer_weights = _require_integer("defer_weights of weave", defer_weights)
     starts = [-max(warmup, 0), 0, max(defer_weights, 0)]
-    turn = np.concatenate([np.arange(len(w)) + s for w, s in zip(words, starts, strict=True)])
-    return RankSchedule(np.concatenate(words)[np.argsort(turn, kind="stable")])
+    sort_key = np.concatenate([np.arange(len(w)) + s for w, s in zip(letters, starts, strict=True)])
+    return RankSchedule(np.concatenate(letters)[np.argsort(sort_key, kind="stable")])
 
 
 def overlapped_pair(first: RankSchedule, second: RankSchedule) -> RankSchedule:
@@ -275,14 +277,14 @@ def overlapped_pair(first: RankSchedule, second: RankSchedule) -> RankSchedule:
           3 x  F 0.1+ & B 0.0+
           B 0.3
     """
-    one = _require_letters("first of overlapped_pair", first)
-    other = _require_letters("second of overlapped_pair", second)
-    if len(one) != len(other):
+    first_letters = _require_letters("first of overlapped_pair", first)
+    second_letters = _require_letters("second of overlapped_pair", second)
+    if len(first_letters) != len(second_letters):
         raise ValueError(
-            f"overlapped_pair needs two schedules of equal length, not of {len(one)} and "
-            f"{len(other)} letters"
+            f"overlapped_pair needs two schedules of equal length, not of {len(first_letters)} and "
+            f"{len(second_letters)} letters"
         )
-    return RankSchedule(np.stack([one, other | JOINED_BIT], 1).reshape(-1))
+    return RankSchedule(np.stack([first_letters, second_letters | JOINED_BIT], 1).reshape(-1))
 
 
 Schedule = Callable[..., RankSchedule | Iterable[RankSchedule]]
@@ -365,7 +367,7 @@ def with_weight_delay(delay: int | Iterable[int]) -> Callable[[_S], _S]:
             f"{delay!r:.60}"
         )
     if isinstance(delay, Iterable):
-        delay = tuple(_require_integer("@with_weight_delay", each) for each in delay)
+        delay = tuple(_require_integer("@with_weight_delay", number) for number in delay)
     else:
         delay = _require_integer("@with_weight_delay", delay)
 
@@ -410,10 +412,10 @@ def has_free_parameter(
     Returns:
         True if it has such a parameter. The result is False if `schedule` is not a function.
     """
-    bound = schedule.keywords if isinstance(schedule, partial) else {}
+    bound_arguments = schedule.keywords if isinstance(schedule, partial) else {}
     try:
         signature = signature or inspect.signature(schedule)
-        return name in signature.parameters and name not in bound
+        return name in signature.parameters and name not in bound_arguments
     except (TypeError, ValueError):  # It is not a function.  `expand_schedule` raises the error.
         return False
 
@@ -492,9 +494,13 @@ def apply_schedule_defaults(schedule: Schedule, shape: PipelineShape) -> Pipelin
     placement = get_placement_mark(schedule)[0]
     if "placement" in shape.default_fields and placement is not None:
         changes["placement"] = placement
-    named = isinstance(changes.get("placement", shape.placement), str)
+    has_named_placement = isinstance(changes.get("placement", shape.placement), str)
     # For a schedule with one stage per rank, the default of the placement applies.
-    if "stages_per_rank" in shape.default_fields and named and get_stages_per_rank(schedule) > 1:
+    if (
+        "stages_per_rank" in shape.default_fields
+        and has_named_placement
+        and get_stages_per_rank(schedule) > 1
+    ):
         changes["stages_per_rank"] = get_stages_per_rank(schedule)
     delay = get_weight_delay_mark(schedule)
     if "weight_delay" in shape.default_fields and shape.optimizer_steps > 1 and delay is not None:

@@ -95,10 +95,10 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
     try:
         signature.bind(0, shape.ranks, shape.microbatches, **arguments)
     except TypeError:
-        several = len(signature.parameters) > 3
+        has_options = len(signature.parameters) > 3
         options = ", ".join(f"{option}=..." for option in [*signature.parameters][3:])
         hint = ""
-        if several:
+        if has_options:
             hint = CommandHint(
                 f"bind other options: functools.partial({name}, {options})",
                 f"give other options in brackets: 'FILE.py:{name}({options})'",
@@ -119,14 +119,14 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
             hint=f"def {name}(rank, ranks, microbatches)",
         )
     _require_placement(schedule, shape, name)
-    numbered: list[Words] = []  # Numbered instructions.  Each entry has several ranks.
-    words: list[Words] = []  # Letters of the following ranks, which are not numbered yet.
-    offsets, first = np.zeros(shape.ranks + 1, np.int64), 0
+    numbered_words: list[Words] = []  # Numbered instructions.  Each entry has several ranks.
+    letters: list[Words] = []  # Letters of the following ranks, which are not numbered yet.
+    offsets, first_rank = np.zeros(shape.ranks + 1, np.int64), 0
     for rank, local_stages in enumerate(shape.stages_on_rank):
         arguments |= {"v": len(local_stages)} if "v" in arguments else {}
         call = partial(schedule, **arguments) if arguments else schedule
-        words.append(_call_schedule(call, name, rank, shape))
-        offsets[rank + 1] = offsets[rank] + len(words[-1])
+        letters.append(_call_schedule(call, name, rank, shape))
+        offsets[rank + 1] = offsets[rank] + len(letters[-1])
         max_instructions = get_input_trust().max_instructions
         if max_instructions is not None and offsets[rank + 1] > max_instructions:
             raise ShapeError(
@@ -136,14 +136,16 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
                 hint=RAISE_LIMIT_HINT,
                 fields=["microbatches", "ranks", "stages_per_rank"],
             )
-        if offsets[rank + 1] - offsets[first] >= _BATCH_LETTERS or rank + 1 == shape.ranks:
+        if offsets[rank + 1] - offsets[first_rank] >= _BATCH_LETTERS or rank + 1 == shape.ranks:
             try:
-                numbered.append(number_letters(words, first, shape))
+                numbered_words.append(number_letters(letters, first_rank, shape))
             except SchedirError as error:
                 error.program = name
                 raise
-            words, first = [], rank + 1
-    words_of_all_ranks = numbered[0] if len(numbered) == 1 else np.concatenate(numbered)
+            letters, first_rank = [], rank + 1
+    words_of_all_ranks = (
+        numbered_words[0] if len(numbered_words) == 1 else np.concatenate(numbered_words)
+    )
     return Program(name, shape, StreamSlices.from_words(words_of_all_ranks, offsets))
 
 
@@ -155,11 +157,13 @@ def _get_signature(schedule: Schedule, name: str) -> inspect.Signature:
         hint = suggest_schedules(schedule.__name__, [*get_built_in_schedules()])
         raise ScheduleError(f"a schedule must be a function, not {describe(schedule)}", hint=hint)
     if isinstance(schedule, partial) and callable(schedule.func):
-        known = inspect.signature(schedule.func).parameters
-        takes_any_name = any(each.kind is each.VAR_KEYWORD for each in known.values())
-        options = [*known][3:]  # rank, ranks and microbatches come first
+        parameters = inspect.signature(schedule.func).parameters
+        takes_any_name = any(
+            parameter.kind is parameter.VAR_KEYWORD for parameter in parameters.values()
+        )
+        options = [*parameters][3:]  # rank, ranks and microbatches come first
         for option in schedule.keywords if not takes_any_name else ():
-            if option not in known:
+            if option not in parameters:
                 hint = (
                     suggest_name(option, options) or f"it has {', '.join(options) or 'no options'}"
                 )
@@ -194,10 +198,10 @@ def _require_placement(schedule: Schedule, shape: PipelineShape, name: str) -> N
         return
     if isinstance(placement, str):
         v = max(v, find_named_placement(placement).stages_per_rank)
-        right = PipelineShape(shape.ranks, shape.microbatches, v, placement)
+        expected_shape = PipelineShape(shape.ranks, shape.microbatches, v, placement)
     else:
-        right = PipelineShape(shape.ranks, shape.microbatches, placement=placement)
-    if not np.array_equal(shape.replica_ranks, right.replica_ranks):
+        expected_shape = PipelineShape(shape.ranks, shape.microbatches, placement=placement)
+    if not np.array_equal(shape.replica_ranks, expected_shape.replica_ranks):
         raise ScheduleError(
             f"{name} needs placement {placement!r}{f' with {v} stages per rank' * bool(fixed)}, "
             f"not {shape.placement!r} with {shape.stages_per_rank_text}",
@@ -209,27 +213,27 @@ def _call_schedule(call: Schedule, name: str, rank: int, shape: PipelineShape) -
     """Return the letters of one rank. Raises ScheduleError if the schedule fails or never ends."""
     subject = f"the schedule of rank {rank} of {shape.ranks}"
     # A pair (stage, microbatch) needs at most F, R, I and W.
-    enough = 4 * len(shape.stages_on_rank[rank]) * shape.microbatches
+    max_needed = 4 * len(shape.stages_on_rank[rank]) * shape.microbatches
     # The limit leaves a margin, because the check of the complete draft gives better errors.
-    limit = 3 * enough + 1000
-    words, count = [EMPTY.letters], 0
+    limit = 3 * max_needed + 1000
+    letters, count = [EMPTY.letters], 0
     try:
         result = call(rank, shape.ranks, shape.microbatches)
-        yields = not isinstance(result, RankSchedule | str) and isinstance(result, Iterable)
-        for word in _iterate_yielded(result, subject) if yields else [result]:
-            if not isinstance(word, RankSchedule):
+        is_generator = not isinstance(result, RankSchedule | str) and isinstance(result, Iterable)
+        for rank_schedule in _iterate_yielded(result, subject) if is_generator else [result]:
+            if not isinstance(rank_schedule, RankSchedule):
                 raise ScheduleError(
-                    f"{subject} must {'yield' if yields else 'return'} rank schedules, not "
-                    f"{word!r:.60}",
+                    f"{subject} must {'yield' if is_generator else 'return'} rank schedules, not "
+                    f"{rank_schedule!r:.60}",
                     hint="return a sum like 2 * F + 2 * B, or yield its terms one by one",
                 )
-            words.append(word.letters)
-            count += max(len(word), 1)
+            letters.append(rank_schedule.letters)
+            count += max(len(rank_schedule), 1)
             if count > limit:
                 raise ScheduleError(
                     f"{subject} has more than {limit} instructions, but a schedule of this shape "
-                    f"needs at most {enough}",
-                    hint="does its loop end?" if yields else "",
+                    f"needs at most {max_needed}",
+                    hint="does its loop end?" if is_generator else "",
                 )
     except SchedirError as error:
         error.program = error.program or name
@@ -242,7 +246,7 @@ def _call_schedule(call: Schedule, name: str, rank: int, shape: PipelineShape) -
             program=name,
             hint=_find_hint(error),
         ) from error
-    return np.concatenate(words)
+    return np.concatenate(letters)
 
 
 def _find_hint(error: BaseException) -> str:

@@ -106,24 +106,24 @@ def dualpipe_v(r: int, P: int, m: int) -> RankSchedule:
       [66.0, 63.0]
     """
     _require_microbatches(m, 2 * P)
-    left, n, even = P - 1 - r, r + 1, 1 - r % 2
+    later_ranks, n, even = P - 1 - r, r + 1, 1 - r % 2
     down = overlapped_pair(F[0], B[1])
     up = overlapped_pair(F[1], B[0])
     # As in DeepSeek's code, the last rank does not overlap its first pair.  This shortens the
     # bubble.
-    first = down if left else F[0] + B[1]
+    first_pair = down if later_ranks else F[0] + B[1]
     return (
-        2 * left * F[0]
+        2 * later_ranks * F[0]
         + n * (F[0] + F[1])
-        + left * (I[1] + W + F[1])
-        + first
+        + later_ranks * (I[1] + W + F[1])
+        + first_pair
         + up
         + (m - 2 * P + r) * (down + up)
-        + left * (B[1] + up)
+        + later_ranks * (B[1] + up)
         + n // 2 * (B[1] + B[0])
         + even * (B[1] + I[0])
         + (n - n // 2 - even) * (I[1] + I[0])
-        + left * (W + I[0])
+        + later_ranks * (W + I[0])
         + n * W
     )
 

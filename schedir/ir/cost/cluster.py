@@ -198,16 +198,16 @@ class Cluster:
         group = self._require_group(processes)
         if len(group) < 2:
             return inf
-        _, members = np.unique(group // self.gpus_per_node, return_counts=True)
-        if len(members) == 1:
+        _, node_sizes = np.unique(group // self.gpus_per_node, return_counts=True)
+        if len(node_sizes) == 1:
             return self.nvlink_bandwidth
-        return min(self.nvlink_bandwidth, self.network_bandwidth * int(members.min()))
+        return min(self.nvlink_bandwidth, self.network_bandwidth * int(node_sizes.min()))
 
     def _require_group(self, processes: GroupProcesses) -> Processes:
         """Return the processes of a group. Raises UsageError if the group is invalid."""
         group = np.arange(processes) if isinstance(processes, int) else np.array(processes)
-        everyone = range(self.gpu_count)
-        if not 0 < sum(process in everyone for process in {*group.tolist()}) == len(group):
+        all_processes = range(self.gpu_count)
+        if not 0 < sum(process in all_processes for process in {*group.tolist()}) == len(group):
             raise UsageError(
                 f"processes must be different numbers from 0 to {self.gpu_count - 1}, not "
                 f"{describe(processes)}",
@@ -274,9 +274,9 @@ class Cluster:
         References:
             Thakur et al. (2005), section 4.1: (p-1) alpha + (p-1)/p n beta.
         """
-        group = len(self._require_group(processes))
-        return (group - 1) * _message_time(
-            size / group, self.latency_of(processes), self.bandwidth(processes)
+        group_size = len(self._require_group(processes))
+        return (group_size - 1) * _message_time(
+            size / group_size, self.latency_of(processes), self.bandwidth(processes)
         )
 
     def reduce_scatter_time(self, size: float, processes: GroupProcesses) -> float:
@@ -371,17 +371,17 @@ class Cluster:
         group = self._require_group(processes)
         if len(group) < 2:
             return 0.0
-        _, members = np.unique(group // self.gpus_per_node, return_counts=True)
+        _, node_sizes = np.unique(group // self.gpus_per_node, return_counts=True)
         # A process on the node with the most group members sends the most bytes within its node. A
         # process on the node with the fewest group members sends the most bytes to other nodes.
-        inside = int(members.max()) - 1
-        own = int(members.min())
-        part = _message_time(size / len(group), 0.0, 1.0)
-        carried = max(
-            part * inside / self.nvlink_bandwidth,
-            part * (len(group) - own) / self.network_bandwidth,
+        max_local_peers = int(node_sizes.max()) - 1
+        min_node_size = int(node_sizes.min())
+        message_bytes = _message_time(size / len(group), 0.0, 1.0)
+        transfer_time = max(
+            message_bytes * max_local_peers / self.nvlink_bandwidth,
+            message_bytes * (len(group) - min_node_size) / self.network_bandwidth,
         )
-        return (len(group) - 1) * self.latency_of(group) + carried
+        return (len(group) - 1) * self.latency_of(group) + transfer_time
 
     # ------------------------------------------------------------ one GPU
 
@@ -588,7 +588,7 @@ class Cluster:
                 f"{mesh.shape}",
                 fields=["mesh"],
             )
-        filled = fill_cluster_costs(
+        filled_costs = fill_cluster_costs(
             self,
             shape,
             sizes,
@@ -601,8 +601,10 @@ class Cluster:
         )
         for tier, enabled in (("host", offload), ("disk", offload_to_disk)):
             if enabled:
-                filled = fill_offload_costs(self, shape, sizes, filled, tier, recomputed)
-        return filled
+                filled_costs = fill_offload_costs(
+                    self, shape, sizes, filled_costs, tier, recomputed
+                )
+        return filled_costs
 
 
 def _message_time(size: float, latency: float, bandwidth: float) -> float:

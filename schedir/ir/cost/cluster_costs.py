@@ -47,9 +47,9 @@ _NON_ZERO_COLLECTIVES: Final = {"reduce_grads"}
 _SIZES_BY_MESSAGE: Final = {
     row.cost: {
         VALUES[kind].size
-        for each in INSTRUCTIONS
-        if each.cost == row.cost
-        for kind in (*each.needs, *each.gives)
+        for other in INSTRUCTIONS
+        if other.cost == row.cost
+        for kind in (*other.needs, *other.gives)
     }
     for row in INSTRUCTIONS
     if row.peer in (PeerRule.NEXT, PeerRule.PREVIOUS) and row.cost not in ("", "send")
@@ -165,7 +165,7 @@ def fill_cluster_costs(
         UsageError: A size or a bandwidth that is needed is missing.
         CostsError: F is missing, or the backwards are neither B alone, nor both I and W.
     """
-    filled = _split_backward_cost(costs)
+    filled_costs = _split_backward_cost(costs)
     filler = _CostFiller(cluster, shape, sizes, mesh, zero, ep)
     attributes = {
         "checkpoint_snapshots": checkpoint_snapshots,
@@ -173,8 +173,8 @@ def fill_cluster_costs(
     }
     for name, compute_cost in filler.get_cost_functions(attributes).items():
         if name not in costs.specified:
-            filled[name] = _to_cost(compute_cost())
-    return replace(costs, **filled)
+            filled_costs[name] = _to_cost(compute_cost())
+    return replace(costs, **filled_costs)
 
 
 def fill_offload_costs(
@@ -202,11 +202,11 @@ def fill_offload_costs(
     Raises:
         UsageError: `saved`, or the bandwidth of the tier, is missing.
     """
-    both, compute_time = {
+    tier_costs, compute_time = {
         "host": (("offload", "reload"), cluster.host_transfer_time),
         "disk": (("offload_to_disk", "reload_from_disk"), cluster.disk_transfer_time),
     }[tier]
-    names = [name for name in both if name not in costs.specified]
+    names = [name for name in tier_costs if name not in costs.specified]
     size = sizes.per_microbatch("saved", shape)
     if names and not size.any():
         raise _make_missing_size_error(names[0], "saved=1.2GB")
@@ -278,15 +278,17 @@ class _CostFiller:
         Returns:
             Name of a cost -> the function. Costs that these programs do not have are left out.
         """
-        unused = _NON_ZERO_COLLECTIVES if self.zero else _ZERO_COLLECTIVES
-        rings = [
+        unused_rings = _NON_ZERO_COLLECTIVES if self.zero else _ZERO_COLLECTIVES
+        ring_costs = [
             cost
             for cost, ring in _RING_BY_COST.items()
-            if cost not in unused
+            if cost not in unused_rings
             and (ring.size in _MODEL_STATE_SIZES or self._has_sizes([ring.size]))
         ]
-        messages = [cost for cost, names in _SIZES_BY_MESSAGE.items() if self._has_sizes(names)]
-        moved = [
+        message_costs = [
+            cost for cost, names in _SIZES_BY_MESSAGE.items() if self._has_sizes(names)
+        ]
+        traffic_costs = [
             cost
             for cost, traffic in _TRAFFIC_BY_COST.items()
             if (
@@ -300,9 +302,9 @@ class _CostFiller:
         has_stage_steps = attributes["optimizer_placement"] != "device"
         return {
             "send": self.compute_send,
-            **{cost: partial(self.compute_message, cost) for cost in messages},
+            **{cost: partial(self.compute_message, cost) for cost in message_costs},
             **{cost: partial(self.compute_gather, cost) for cost in _GATHER_COSTS},
-            **{cost: partial(self.compute_ring, cost) for cost in rings},
+            **{cost: partial(self.compute_ring, cost) for cost in ring_costs},
             **{
                 cost: partial(self.compute_all_to_all, cost)
                 for cost in _ALL_TO_ALL_COSTS
@@ -310,7 +312,7 @@ class _CostFiller:
             },
             "reduce_norm": self.compute_reduce_norm,
             "step": (lambda: np.zeros((1, 1))) if has_stage_steps else self.compute_step,
-            **{cost: partial(self.compute_traffic, cost) for cost in moved},
+            **{cost: partial(self.compute_traffic, cost) for cost in traffic_costs},
         }
 
     # ------------------------------------------------------------ messages
@@ -340,10 +342,10 @@ class _CostFiller:
         for row in INSTRUCTIONS:
             if row.cost == cost and row.peer is not None:
                 (kind,) = row.needs or row.gives
-                each = self.sizes.per_microbatch(VALUES[kind].size, self.shape)
+                message_bytes = self.sizes.per_microbatch(VALUES[kind].size, self.shape)
                 parts = self.tp if is_tp_split(row.op, kind) else 1
                 seconds = self._compute_messages(
-                    each / parts * self._is_sent_onward[:, None], self._find_links()
+                    message_bytes / parts * self._is_sent_onward[:, None], self._find_links()
                 )
                 messages.append(
                     seconds if row.peer.is_downstream else _shift_to_next_stage(seconds)
@@ -399,11 +401,11 @@ class _CostFiller:
             raise _make_missing_size_error(cost, "routed=32MB")
         groups = self.mesh.reshape(self.dp // self.ep, self.ep, -1, self.tp)
         rows = []
-        for each, ranks in zip(size, self.shape.replica_ranks.T, strict=True):
-            own = groups[:, :, ranks].swapaxes(1, 3).reshape(-1, self.ep)
+        for stage_bytes, ranks in zip(size, self.shape.replica_ranks.T, strict=True):
+            stage_groups = groups[:, :, ranks].swapaxes(1, 3).reshape(-1, self.ep)
             seconds = [
-                _compute_times(partial(self.cluster.all_to_all_time, processes=group), each)
-                for group in self._drop_equal_groups(own)
+                _compute_times(partial(self.cluster.all_to_all_time, processes=group), stage_bytes)
+                for group in self._drop_equal_groups(stage_groups)
             ]
             rows.append(reduce(np.maximum, seconds))
         return np.array(rows)
@@ -418,16 +420,15 @@ class _CostFiller:
         """
         act, grad = self._find_sent_bytes(cost)
         sizes = [
-            each if peer.is_downstream else _shift_to_next_stage(each)
+            stage_bytes if peer.is_downstream else _shift_to_next_stage(stage_bytes)
             for row in INSTRUCTIONS
             if row.cost == cost
             for kind in row.gives
             if (peer := VALUES[kind].peer) is not None
-            for each in [grad if kind in TRAINING_VALUES else act]
+            for stage_bytes in [grad if kind in TRAINING_VALUES else act]
         ]
-        return reduce(
-            np.maximum, sizes
-        )  # Shapes may differ: (stages, microbatches) and (stages, 1).
+        # Shapes may differ: (stages, microbatches) and (stages, 1).
+        return reduce(np.maximum, sizes)
 
     def _find_sent_bytes(self, cost: str) -> tuple[Floats, Floats]:
         """Return the bytes of each stage's activation and gradient; 0 if no rank sends them."""
@@ -464,7 +465,7 @@ class _CostFiller:
         ring, rows = _RING_BY_COST[cost], self.shape.placement_rows
         members = {"tp": self.tp, "dp": self.dp, "stage_replicas": rows}[ring.members]
         # With ZeRO, each rank reduces only its replica's shard of the gradient.
-        shards = self.dp if ring.members == "stage_replicas" and self.zero else 1
+        shard_count = self.dp if ring.members == "stage_replicas" and self.zero else 1
         if members == 1:
             return np.zeros((1, 1))
 
@@ -475,12 +476,12 @@ class _CostFiller:
                 return self.mesh[:, ranks].reshape(-1, self.tp)
             return self.mesh[:, ranks].reshape(self.dp, -1).T
 
-        each = self.sizes.per_microbatch(ring.size, self.shape)
-        if not each.any():
+        state_bytes = self.sizes.per_microbatch(ring.size, self.shape)
+        if not state_bytes.any():
             raise _make_missing_size_error(cost, f"{ring.size}=2GB")
         links = self._find_slowest_links(get_groups)
-        message = self._compute_messages(each / shards / members, links)
-        return ring.rounds * (members - 1) * message
+        message_time = self._compute_messages(state_bytes / shard_count / members, links)
+        return ring.rounds * (members - 1) * message_time
 
     def _find_slowest_links(self, get_groups: GroupFunction) -> tuple[Floats, Floats]:
         """Return the lowest bandwidth and the highest latency of each stage's process groups.
@@ -504,8 +505,8 @@ class _CostFiller:
         The links of both groups have the same speed.
         """
         nodes = groups // self.cluster.gpus_per_node
-        _, different = np.unique(nodes - nodes[:, :1], axis=0, return_index=True)
-        return groups[different]
+        _, unique_indices = np.unique(nodes - nodes[:, :1], axis=0, return_index=True)
+        return groups[unique_indices]
 
     def compute_reduce_norm(self) -> Floats:
         """Return the time of an all-reduce of one float64 number over all processes of a replica.
@@ -513,8 +514,10 @@ class _CostFiller:
         Returns:
             Seconds of the slowest replica, shape (1, 1).
         """
-        each = [self.cluster.small_all_reduce_time(8, replica.reshape(-1)) for replica in self.mesh]
-        return np.full((1, 1), max(each))
+        times = [
+            self.cluster.small_all_reduce_time(8, replica.reshape(-1)) for replica in self.mesh
+        ]
+        return np.full((1, 1), max(times))
 
     def compute_traffic(self, cost: str) -> Floats:
         """Return the time of an instruction that copies, reads or writes memory.
@@ -529,18 +532,19 @@ class _CostFiller:
         if not traffic.sizes:
             return self._compute_form_change(cost, traffic.moves_per_byte)
         if cost in _MICROBATCH_COSTS:
-            each = self._sum_microbatch_sizes(cost, traffic.sizes)
+            moved_bytes = self._sum_microbatch_sizes(cost, traffic.sizes)
         else:
             is_sharded = self.zero or traffic.is_always_sharded
-            each = self._sum_sizes(cost, traffic.sizes, self.dp if is_sharded else 1)[:, None]
-        each = each * traffic.moves_per_byte
+            stage_bytes = self._sum_sizes(cost, traffic.sizes, self.dp if is_sharded else 1)
+            moved_bytes = stage_bytes[:, None]
+        moved_bytes = moved_bytes * traffic.moves_per_byte
         if traffic.link == "hbm":
-            return each / self.cluster.hbm_bandwidth
+            return moved_bytes / self.cluster.hbm_bandwidth
         if traffic.link == "dram":
-            return each / self._require_dram_bandwidth(cost)
+            return moved_bytes / self._require_dram_bandwidth(cost)
         if traffic.link == "host":
-            return _compute_times(self.cluster.host_transfer_time, each)
-        return _compute_times(self.cluster.disk_transfer_time, each)
+            return _compute_times(self.cluster.host_transfer_time, moved_bytes)
+        return _compute_times(self.cluster.disk_transfer_time, moved_bytes)
 
     def _sum_microbatch_sizes(self, cost: str, names: Collection[str]) -> Floats:
         """Return the sum of the named sizes that an instruction per microbatch moves.
@@ -551,7 +555,7 @@ class _CostFiller:
         Returns:
             Bytes, shape (stages, microbatches) or (stages, 1).
         """
-        each = {
+        size_by_name = {
             name: reduce(
                 np.maximum,
                 [
@@ -564,7 +568,7 @@ class _CostFiller:
             )
             for name in names
         }
-        return _sum_named_sizes(each, names)
+        return _sum_named_sizes(size_by_name, names)
 
     def _find_value_bytes(self, row: Row, kind: Value) -> Floats:
         """Return, for each stage, the bytes of a microbatch's value that an instruction uses.
@@ -572,14 +576,15 @@ class _CostFiller:
         `Sizes` lists the bytes of a boundary under the earlier of its two stages. If both stages
         are on one rank, the tensor-parallel ranks do not split the value.
         """
-        each, peer = self.sizes.per_microbatch(VALUES[kind].size, self.shape), VALUES[kind].peer
+        value_bytes = self.sizes.per_microbatch(VALUES[kind].size, self.shape)
+        peer = VALUES[kind].peer
         if peer not in (PeerRule.NEXT, PeerRule.PREVIOUS):
-            return each
+            return value_bytes
         if is_tp_split(row.op, kind):
-            each = each / np.where(self._is_sent_onward, self.tp, 1)[:, None]
+            value_bytes = value_bytes / np.where(self._is_sent_onward, self.tp, 1)[:, None]
         has_next_stage = np.arange(self.shape.stages) < self.shape.stages - 1
-        each = each * has_next_stage[:, None]
-        return each if peer.is_downstream else _shift_to_next_stage(each)
+        value_bytes = value_bytes * has_next_stage[:, None]
+        return value_bytes if peer.is_downstream else _shift_to_next_stage(value_bytes)
 
     def _has_sizes(self, names: Iterable[str]) -> bool:
         """Return whether all sizes with these names are given and not 0."""
@@ -594,26 +599,27 @@ class _CostFiller:
             row.op in TP_SPLIT_OPS or is_tp_split(row.op, row.gives[0]) for row in rows
         )
         size = self._find_changed_bytes(cost) / (self.tp if moves_only_part else 1)
-        each = np.maximum(
+        seconds = np.maximum(
             moves_per_byte * size / self.cluster.hbm_bandwidth, self.cluster.kernel_us / 1e6
         )
-        return np.where(size > 0, each, 0.0)
+        return np.where(size > 0, seconds, 0.0)
 
     def _sum_sizes(self, cost: str, names: Collection[str], shards: int = 1) -> Floats:
         """Return the sum of the named sizes of each stage, shape (stages,).
 
         The sizes of weights, gradients and optimizer states are divided by `shards`.
         """
-        each = {name: self.sizes.for_stages(name, self.shape.stages) for name in names}
+        size_by_name = {name: self.sizes.for_stages(name, self.shape.stages) for name in names}
         # Some optimizers have no state, so a size of 0 is valid for `optimizer`.
-        needed = {*names} - {"optimizer"} or {*names}
-        if not all(each[name].any() for name in needed):
+        required_names = {*names} - {"optimizer"} or {*names}
+        if not all(size_by_name[name].any() for name in required_names):
             raise _make_missing_size_error(
-                cost, ",".join(f"{name}={_EXAMPLE_SIZES[name]}" for name in each)
+                cost, ",".join(f"{name}={_EXAMPLE_SIZES[name]}" for name in size_by_name)
             )
-        states = [name for name in names if name in _MODEL_STATE_SIZES]
-        others = [name for name in names if name not in _MODEL_STATE_SIZES]
-        return _sum_named_sizes(each, states) / shards + _sum_named_sizes(each, others)
+        state_names = [name for name in names if name in _MODEL_STATE_SIZES]
+        other_names = [name for name in names if name not in _MODEL_STATE_SIZES]
+        state_bytes = _sum_named_sizes(size_by_name, state_names)
+        return state_bytes / shards + _sum_named_sizes(size_by_name, other_names)
 
     def _require_dram_bandwidth(self, cost: str) -> float:
         """Return the bandwidth of the host's memory. Raises UsageError if it is missing."""
@@ -633,15 +639,16 @@ class _CostFiller:
             Seconds, shape (stages, 1): number k is for rank k. If there are more ranks than stages,
             the last number is the maximum of the remaining ranks.
         """
-        moved = self._sum_sizes("step", OPTIMIZER_STEP_SIZES, self.dp if self.zero else 1)
-        each = np.zeros(self.shape.stages)
+        moved_bytes = self._sum_sizes("step", OPTIMIZER_STEP_SIZES, self.dp if self.zero else 1)
+        times = np.zeros(self.shape.stages)
         for rank, stages in enumerate(self.shape.stages_on_rank):
             # Nothing reads the entries after that of the last rank.  So each rank can set all
             # entries from its own on.
-            here = slice(min(rank, self.shape.stages - 1), None)
-            last = each[here].max() if rank >= self.shape.stages else 0.0
-            each[here] = max(last, moved[list(stages)].sum() / self.cluster.hbm_bandwidth)
-        return each[:, None]
+            entries = slice(min(rank, self.shape.stages - 1), None)
+            previous = times[entries].max() if rank >= self.shape.stages else 0.0
+            rank_bytes = moved_bytes[list(stages)].sum()
+            times[entries] = max(previous, rank_bytes / self.cluster.hbm_bandwidth)
+        return times[:, None]
 
 
 def compute_step_bytes(params: Floats, grads: Floats, optimizer: Floats) -> Floats:
@@ -655,13 +662,13 @@ def compute_step_bytes(params: Floats, grads: Floats, optimizer: Floats) -> Floa
     Returns:
         The sum of all reads and writes, in the shape of the arguments.
     """
-    each = {"params": params, "grads": grads, "optimizer": optimizer}
-    return _sum_named_sizes(each, OPTIMIZER_STEP_SIZES)
+    size_by_name = {"params": params, "grads": grads, "optimizer": optimizer}
+    return _sum_named_sizes(size_by_name, OPTIMIZER_STEP_SIZES)
 
 
-def _sum_named_sizes(each: Mapping[str, Floats], names: Collection[str]) -> Floats:
+def _sum_named_sizes(size_by_name: Mapping[str, Floats], names: Collection[str]) -> Floats:
     """Return the sum of the named sizes. A size counts as often as its name occurs."""
-    return np.asarray(sum(times * each[name] for name, times in Counter(names).items()))
+    return np.asarray(sum(count * size_by_name[name] for name, count in Counter(names).items()))
 
 
 def _compute_times(compute_time: Callable[[float], float], sizes: Floats) -> Floats:
@@ -673,14 +680,14 @@ def _compute_times(compute_time: Callable[[float], float], sizes: Floats) -> Flo
     return np.array([compute_time(float(value)) for value in values])[index].reshape(sizes.shape)
 
 
-def _to_cost(each: Floats) -> Cost:
+def _to_cost(times: Floats) -> Cost:
     """Convert an array of times to a cost: one number or row if all stages have equal times."""
-    return from_grid(each[:1] if (each == each[:1]).all() else each)
+    return from_grid(times[:1] if (times == times[:1]).all() else times)
 
 
-def _shift_to_next_stage(each: Floats) -> Floats:
+def _shift_to_next_stage(rows: Floats) -> Floats:
     """Shift the rows by one stage: stage k gets the row of stage k - 1, and stage 0 gets zeros."""
-    return np.concatenate([0 * each[:1], each[:-1]])
+    return np.concatenate([0 * rows[:1], rows[:-1]])
 
 
 def _make_missing_size_error(cost: str, sizes: str) -> UsageError:

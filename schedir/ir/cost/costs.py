@@ -152,8 +152,8 @@ class Costs(CostFields):
             value = getattr(self, f.name)
             if value is None:
                 continue
-            arrays = f.name not in _NOT_PER_MICROBATCH
-            value = to_per_stage(f"cost {f.name}", value, CostsError, allow_arrays=arrays)
+            allows_arrays = f.name not in _NOT_PER_MICROBATCH
+            value = to_per_stage(f"cost {f.name}", value, CostsError, allow_arrays=allows_arrays)
             object.__setattr__(self, f.name, value)
 
     def __repr__(self) -> str:
@@ -194,9 +194,9 @@ class Costs(CostFields):
             CostsError: A cost is given for another number of stages or microbatches.
         """
         if op in FULL_BACKWARD_OPS and self.B is None:
-            parts = BACKWARD_INPUT_OPS + BACKWARD_WEIGHT_OPS
+            half_ops = BACKWARD_INPUT_OPS + BACKWARD_WEIGHT_OPS
             with np.errstate(over="ignore"):  # an infinite span raises an error later
-                return sum((self.for_opcode(op, shape) for op in parts), np.zeros((1, 1)))
+                return sum((self.for_opcode(op, shape) for op in half_ops), np.zeros((1, 1)))
         if op is RECOMPUTE and self.R is None:
             return self.for_opcode(FORWARD, shape)
         return self._expand(COST_BY_OPCODE.get(op), shape)
@@ -228,13 +228,13 @@ class Costs(CostFields):
         Raises:
             CostsError: See `for_opcode`.
         """
-        together = self.paired(shape)
-        if together is None:
+        paired_cost = self.paired(shape)
+        if paired_cost is None:
             return False
-        alone = self.for_opcode(FORWARD, shape) + np.maximum(
+        separate_cost = self.for_opcode(FORWARD, shape) + np.maximum(
             *(self.for_opcode(op, shape) for op in BACKWARD_OPS)
         )
-        return bool((together < alone).any())
+        return bool((paired_cost < separate_cost).any())
 
     def per_instruction(
         self, index: InstructionIndex
@@ -254,16 +254,16 @@ class Costs(CostFields):
         shape = index.program.shape
         tables = [self.for_opcode(op, shape) for op in Opcode]
         # For an instruction per rank, number k of the cost is for rank k, not for stage k.
-        per_rank = index.find_all_positions(_PER_RANK_OPS)
-        column = np.minimum(index.rank[per_rank], shape.stages - 1)
+        rank_positions = index.find_all_positions(_PER_RANK_OPS)
+        column = np.minimum(index.rank[rank_positions], shape.stages - 1)
         if all(table.shape[1] == 1 for table in tables):
             row = index.op.astype(np.int32) * np.int32(shape.stages) + index.stage
-            row[per_rank] = index.op[per_rank] * np.int32(shape.stages) + column
+            row[rank_positions] = index.op[rank_positions] * np.int32(shape.stages) + column
             return np.concatenate(tables)[:, 0], row
         begin = np.cumsum([0, *(table.size for table in tables)])[index.op]
         width = np.array([table.shape[1] for table in tables])[index.op]
         cell = begin + index.stage * width + np.where(width > 1, index.mb, 0)
-        cell[per_rank] = begin[per_rank] + column
+        cell[rank_positions] = begin[rank_positions] + column
         return np.concatenate([table.reshape(-1) for table in tables]), cell
 
     def _expand(self, name: str | None, shape: PipelineShape) -> NDArray[np.float64]:

@@ -45,28 +45,27 @@ def to_per_stage(
     """
     if type(value) is float and 0 <= value <= max_value:  # The common case needs no conversion.
         return value
-    each: PerStage
+    values: PerStage
     try:
-        each = _to_float_tuples(value, 1 + allow_arrays)
+        values = _to_float_tuples(value, 1 + allow_arrays)
     except (TypeError, ValueError):
-        also = ", or an array of (stages, microbatches)" * allow_arrays
+        array_option = ", or an array of (stages, microbatches)" * allow_arrays
         raise error(
-            f"{subject} must be a number or one per stage{also}, not {describe(value)}"
+            f"{subject} must be a number or one per stage{array_option}, not {describe(value)}"
         ) from None
-    if is_per_microbatch(each) and len(lengths := sorted({len(row) for row in each})) > 1:
+    if is_per_microbatch(values) and len(lengths := sorted({len(row) for row in values})) > 1:
         raise error(
             f"{subject} has rows of {lengths[0]} and of {lengths[-1]} numbers: each row must "
             "have one number per microbatch"
         )
-    flat = np.ravel(np.array(each, float))
-    bad = flat[~((flat >= 0) & (flat < np.inf))]
-    if len(bad) or not len(flat):
-        raise error(
-            f"{subject} must be finite and not negative, not {bad[0] if len(bad) else 'empty'}"
-        )
+    flat = np.ravel(np.array(values, float))
+    invalid = flat[~((flat >= 0) & (flat < np.inf))]
+    if len(invalid) or not len(flat):
+        actual = invalid[0] if len(invalid) else "empty"
+        raise error(f"{subject} must be finite and not negative, not {actual}")
     if flat.max() > max_value:
         raise error(f"{subject} must be at most {max_value:g}, not {flat.max():g}")
-    return each
+    return values
 
 
 def is_per_microbatch(value: object) -> TypeGuard[tuple[Row, ...]]:
@@ -95,10 +94,10 @@ def _to_float_tuples(value: Any, depth: int) -> Any:
         raise TypeError
     if isinstance(value, np.ndarray) and value.dtype.kind in "fiu":
         value = value.tolist()
-    each = tuple(_to_float_tuples(one, depth - 1) for one in value)
-    if len({type(one) for one in each}) > 1:  # Numbers and rows are mixed.
+    items = tuple(_to_float_tuples(item, depth - 1) for item in value)
+    if len({type(item) for item in items}) > 1:  # Numbers and rows are mixed.
         raise TypeError
-    return each
+    return items
 
 
 def to_grid(value: PerStage) -> Floats:
@@ -110,8 +109,8 @@ def to_grid(value: PerStage) -> Floats:
     Returns:
         An array of two dimensions. An axis has length 1 if the numbers do not differ along it.
     """
-    each = np.array(value, float)
-    return each[:, None] if each.ndim == 1 else np.atleast_2d(each)
+    grid = np.array(value, float)
+    return grid[:, None] if grid.ndim == 1 else np.atleast_2d(grid)
 
 
 def from_grid(each: Floats) -> PerStage:
@@ -156,18 +155,19 @@ def expand_by_stage(
     """
     if isinstance(value, (int, float)):  # The common case needs no checks.
         return np.full((stages, 1), value, float)
-    each = to_grid(value)
-    rows, columns = each.shape
+    grid = to_grid(value)
+    rows, columns = grid.shape
     if is_per_microbatch(value):
         if rows not in (1, stages) or microbatches not in (None, columns):
-            many = "any number of" if microbatches is None else microbatches
+            column_count = "any number of" if microbatches is None else microbatches
             raise error(
                 f"{subject} is an array of {rows} x {columns} numbers; it must have {stages} "
-                f"stages x {many} microbatches, or 1 x {many} if all stages are equal"
+                f"stages x {column_count} microbatches, or 1 x {column_count} if all stages are "
+                "equal"
             )
     elif isinstance(value, tuple) and rows != stages:
         raise error(f"{subject} has {rows} numbers for {stages} stages")
-    return np.broadcast_to(each, (stages, columns))
+    return np.broadcast_to(grid, (stages, columns))
 
 
 def look_up(each: Floats, stage: NDArray[Any], mb: NDArray[Any]) -> Floats:
@@ -213,12 +213,12 @@ def redistribute_stages(value: PerStage, old_stages: int, new_stages: int) -> Pe
 
 
 def _redistribute_tuple(value: tuple[Any, ...], old_stages: int, new_stages: int) -> PerStage:
-    each = to_grid(value)
+    grid = to_grid(value)
     if is_per_microbatch(value):
-        if len(each) == 1:  # One row applies to all stages.
-            return (tuple((each[0] * old_stages / new_stages).tolist()),)
+        if len(grid) == 1:  # One row applies to all stages.
+            return (tuple((grid[0] * old_stages / new_stages).tolist()),)
         columns = [
-            redistribute_stages(tuple(column), old_stages, new_stages) for column in each.T.tolist()
+            redistribute_stages(tuple(column), old_stages, new_stages) for column in grid.T.tolist()
         ]
         return tuple(map(tuple, np.array(columns).T.tolist()))
     if len(value) == new_stages:
@@ -246,14 +246,14 @@ def add_fields(
         A function that changes the class and returns it.
     """
 
-    def extended(kind: type[_Class]) -> type[_Class]:
+    def extend_class(kind: type[_Class]) -> type[_Class]:
         for name in dict.fromkeys(names):
             if name not in kind.__annotations__:
                 kind.__annotations__[name] = PerStage if default is not None else PerStage | None
                 setattr(kind, name, default)
         return kind
 
-    return extended
+    return extend_class
 
 
 def sum_segments(each: Floats, segments: Sequence[int]) -> Floats:

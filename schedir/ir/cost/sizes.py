@@ -47,7 +47,7 @@ _CHANGE_SIZES = [
 _TABLE_SIZES = [row.size for row in VALUES if row.size] + [name for name, _ in _CHANGE_SIZES]
 _FORM_SIZES = [form.size for form in FORMS if form.size]
 MICROBATCH_SIZES: Final = {
-    *(name for name, per in _CHANGE_SIZES if per is Scope.MICROBATCH),
+    *(name for name, scope in _CHANGE_SIZES if scope is Scope.MICROBATCH),
     *(row.size for row in VALUES if row.scope is Scope.MICROBATCH),
     *(
         row.converted_from[1]
@@ -155,9 +155,11 @@ class Sizes:
                 continue
             if isinstance(value, str):
                 _refuse_text(f.name, value)
-            arrays = f.name in MICROBATCH_SIZES
-            what = f"size {f.name}"
-            value = to_per_stage(what, value, UsageError, allow_arrays=arrays, max_value=MAX_BYTES)
+            allows_arrays = f.name in MICROBATCH_SIZES
+            subject = f"size {f.name}"
+            value = to_per_stage(
+                subject, value, UsageError, allow_arrays=allows_arrays, max_value=MAX_BYTES
+            )
             object.__setattr__(self, f.name, value)
         if self.saved_and_deferred is not None:
             self._require_joint_size()
@@ -190,14 +192,14 @@ class Sizes:
             )
         except ValueError:
             return  # `per_microbatch` raises an error for the size whose shape is wrong.
-        least = np.maximum(saved, deferred)
-        most = saved + deferred
-        wrong = (joint < least) | (joint > most * (1 + 1e-12))
-        if wrong.any():
-            at = np.unravel_index(wrong.argmax(), wrong.shape)
+        lower_bound = np.maximum(saved, deferred)
+        upper_bound = saved + deferred
+        is_wrong = (joint < lower_bound) | (joint > upper_bound * (1 + 1e-12))
+        if is_wrong.any():
+            cell = np.unravel_index(is_wrong.argmax(), is_wrong.shape)
             raise UsageError(
                 "size saved_and_deferred is the bytes of saved and deferred_wgrad together: it "
-                f"must be from {least[at]:g} to {most[at]:g}, not {joint[at]:g}"
+                f"must be from {lower_bound[cell]:g} to {upper_bound[cell]:g}, not {joint[cell]:g}"
             )
 
     def for_stages(self, name: str, stages: int) -> NDArray[np.float64]:
@@ -256,21 +258,21 @@ class Sizes:
         has_rows = np.array([[letter in EP_LETTERS] for letter in letters])
         if not np.any(rows) or not has_rows.any():
             return self
-        both = {
+        activation_sizes = {
             name: from_grid(self.per_microbatch(name, shape) + rows * has_rows)
             for name in ("activation", "activation_grad")
         }
-        return replace(self, routed=0.0, expert_buffer=None, **both)
+        return replace(self, routed=0.0, expert_buffer=None, **activation_sizes)
 
     def _expand(self, name: str, stages: int, microbatches: int | None) -> NDArray[np.float64]:
         if name == "saved_and_deferred" and self.saved_and_deferred is None:
-            each = (
+            sizes = (
                 self._expand(part, stages, microbatches) for part in ("saved", "deferred_wgrad")
             )
-            return np.maximum(*each)
+            return np.maximum(*sizes)
         if name == "recompute_inputs" and self.recompute_inputs is None:
-            before = self._expand("activation", stages, microbatches)
-            return np.concatenate([np.zeros_like(before[:1]), before[:-1]])
+            activations = self._expand("activation", stages, microbatches)
+            return np.concatenate([np.zeros_like(activations[:1]), activations[:-1]])
         if name == "model_states" and self.model_states is None:
             return sum(
                 (self._expand(part, stages, microbatches) for part in STATIC_SIZES),

@@ -133,8 +133,8 @@ def format_cluster_field(name: str, number: float) -> str:
         ['"2TB/s"', '8']
     """
     for unit in _UNIT_BY_FIELD[name].suffixes:
-        one = parse_cluster_field(name, f"1{unit}")
-        text = f"{number / one:.6g}{unit}"
-        if number >= one and "e" not in text and parse_cluster_field(name, text) == number:
+        unit_size = parse_cluster_field(name, f"1{unit}")
+        text = f"{number / unit_size:.6g}{unit}"
+        if number >= unit_size and "e" not in text and parse_cluster_field(name, text) == number:
             return f'"{text}"'
     return repr(number)

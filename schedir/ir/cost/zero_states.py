@@ -113,22 +113,24 @@ def zero_model_states(
             f"dp must be a number of replicas, 1 or more, not {describe(dp)}", fields=["dp"]
         )
     # The size of an unsharded state, divided by the size of a shard.
-    parts: NDArray[np.float64] | float = float(dp)
+    shard_ratio: NDArray[np.float64] | float = float(dp)
     if parameter_counts is not None:
         counts = _to_byte_array("parameter_counts", parameter_counts)
-        parts = np.maximum(counts, 1) / np.maximum(np.ceil(counts / dp), 1)
+        shard_ratio = np.maximum(counts, 1) / np.maximum(np.ceil(counts / dp), 1)
     unsharded = {"params": params, "grads": grads, "optimizer": optimizer}
     states = {}
     for name, value in unsharded.items():
-        states[name] = _to_byte_array(name, value) / (parts if is_sharded(name, zero) else 1.0)
+        states[name] = _to_byte_array(name, value) / (
+            shard_ratio if is_sharded(name, zero) else 1.0
+        )
     return ModelStates(**{name: v if v.ndim else v.item() for name, v in states.items()})
 
 
 def _as_integer(value: object, min_value: int) -> int | None:
-    fits = (
+    is_valid = (
         isinstance(value, int | np.integer) and not isinstance(value, bool) and value >= min_value
     )
-    return int(value) if fits else None  # type: ignore[call-overload]
+    return int(value) if is_valid else None  # type: ignore[call-overload]
 
 
 def _to_byte_array(name: str, value: ArrayLike) -> NDArray[np.float64]:

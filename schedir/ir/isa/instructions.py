@@ -69,10 +69,10 @@ def find_modifiers(value: Value) -> tuple[Opcode, ...]:
     Args:
         value: The kind of value.
     """
-    found = [row for row in INSTRUCTIONS if value in row.gives and value in row.needs]
+    rows = [row for row in INSTRUCTIONS if value in row.gives and value in row.needs]
     direction = 1 if VALUES[value].local_source is None else -1
-    found.sort(key=lambda row: len(FORMS) if row.form is None else direction * row.form)
-    return tuple(row.op for row in found)
+    rows.sort(key=lambda row: len(FORMS) if row.form is None else direction * row.form)
+    return tuple(row.op for row in rows)
 
 
 @cache
@@ -92,8 +92,8 @@ def find_segment_collectives(sequence_parallel: bool) -> tuple[Opcode, ...]:
     Args:
         sequence_parallel: The value of `Program.sequence_parallel`.
     """
-    when = ("always", "sequence_parallel") if sequence_parallel else ("always",)
-    return tuple(row.op for row in INSTRUCTIONS if row.between_segments in when)
+    conditions = ("always", "sequence_parallel") if sequence_parallel else ("always",)
+    return tuple(row.op for row in INSTRUCTIONS if row.between_segments in conditions)
 
 
 @cache

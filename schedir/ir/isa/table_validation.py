@@ -145,8 +145,8 @@ def _find_value_faults(value: ValueRow, rows: Sequence[Row]) -> Iterator[str]:
         yield f"{name}: programs have no attribute {value.program_attribute!r} with a default"
     if value.size and value.producer_rule not in _LIFETIME_RULES:
         rule = value.producer_rule.name
-        possible = ", ".join(each.name for each in _LIFETIME_RULES)
-        yield f"{name}: a value with a size must have a producer rule of {possible}, not {rule}"
+        valid_rules = ", ".join(valid_rule.name for valid_rule in _LIFETIME_RULES)
+        yield f"{name}: a value with a size must have a producer rule of {valid_rules}, not {rule}"
     freers = [row for row in rows if kind in row.frees]
     if value.producer_rule is ProducerRule.ONCE and value.scope is Scope.MICROBATCH:
         if not freers:
@@ -200,8 +200,8 @@ def _find_row_faults(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) ->
     if bool(row.peer) != lane.has_messages:
         yield "a row must have a peer if, and only if, its lane has messages"
     if row.peer:
-        other = rows[row.partner] if row.partner is not None else row
-        if other.partner is not row.op or other.peer is not row.peer.opposite:
+        partner = rows[row.partner] if row.partner is not None else row
+        if partner.partner is not row.op or partner.peer is not row.peer.opposite:
             yield "its partner must name it as partner, with the opposite peer"
         if row.scope is not Scope.MICROBATCH:
             yield "a message must be of a microbatch"
@@ -214,10 +214,8 @@ def _find_row_faults(row: Row, rows: Sequence[Row], lanes: Sequence[LaneRow]) ->
     elif row.partner is None and row.group:
         yield f"it has the group {row.group!r}, but no partner"
     elif row.partner is not None and row.scope not in _GROUP_SCOPES.get(row.group, ()):
-        possible = " or ".join(scope.name for scope in _GROUP_SCOPES.get(row.group, ()))
-        yield (
-            f"its group is {row.group!r}, which needs {possible or 'a group'}, not {row.scope.name}"
-        )
+        names = " or ".join(scope.name for scope in _GROUP_SCOPES.get(row.group, ()))
+        yield f"its group is {row.group!r}, which needs {names or 'a group'}, not {row.scope.name}"
 
 
 def _find_price_faults(row: Row, rows: Sequence[Row], values: Sequence[ValueRow]) -> Iterator[str]:
@@ -234,15 +232,15 @@ def _find_price_faults(row: Row, rows: Sequence[Row], values: Sequence[ValueRow]
                 "traffic or peer"
             )
     sizes = {values[kind].size for kind in {*row.needs, *row.gives}}
-    known = {
+    known_sizes = {
         *(value.size for value in values),
         *OPTIMIZER_STEP_SIZES,
-        *(change.before for each in rows for change in each.changes),
-        *(change.after for each in rows for change in each.changes),
+        *(change.before for any_row in rows for change in any_row.changes),
+        *(change.after for any_row in rows for change in any_row.changes),
     } - {"", *TIERS}
-    used = [ring.size] if ring is not None else traffic.sizes if traffic is not None else ()
-    for size in filter(None, used):
-        if size not in known:
+    priced_sizes = [ring.size] if ring is not None else traffic.sizes if traffic is not None else ()
+    for size in filter(None, priced_sizes):
+        if size not in known_sizes:
             yield f"no value has the size {size!r}"
         elif row.scope is Scope.MICROBATCH and size not in sizes:
             yield f"it moves bytes of the size {size!r}, which none of its values has"
@@ -329,11 +327,11 @@ def _find_form_faults(row: Row, rows: Sequence[Row], values: Sequence[ValueRow])
         counterparts = [value.value for value in values if value.local_source is kind]
     else:
         counterparts = [source]
-    with_form = [one.gives for one in rows if one.form is row.form]
-    if with_form.count((kind,)) > 1:
+    values_with_form = [candidate.gives for candidate in rows if candidate.form is row.form]
+    if values_with_form.count((kind,)) > 1:
         yield f"{kind.name} has several instructions that change this form"
     for other in counterparts:
-        if (other,) not in with_form:
+        if (other,) not in values_with_form:
             yield f"no instruction changes this form of {other.name}, at the other end"
 
 

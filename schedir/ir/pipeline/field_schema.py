@@ -87,7 +87,7 @@ def make_integer_type(min_value: int, max_value: int, subject: str = "an integer
         The type. Its `resolve` raises ShapeError for other values, and also for booleans.
     """
 
-    def settle(name: str, value: Any, _: Any) -> int:
+    def resolve_integer(name: str, value: Any, _: Any) -> int:
         try:
             if isinstance(value, bool):
                 raise TypeError
@@ -110,7 +110,7 @@ def make_integer_type(min_value: int, max_value: int, subject: str = "an integer
         f"must be {subject}",
         parse_integer,
         int,
-        resolve=settle,
+        resolve=resolve_integer,
         min_value=min_value,
         max_value=max_value,
     )

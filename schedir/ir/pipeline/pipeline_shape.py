@@ -202,18 +202,16 @@ class PipelineShape:
             )
         self.require_instruction_limit()
         self._check_updates()
-        whole = {
-            *self.microbatch_row_offsets,
-            self.microbatches_per_update,
-        }  # Each row and each update must begin with the first chunk of a sequence.
-        if any(number % self.sequence_chunks for number in whole):
-            each = (
+        # Each row and each update must begin with the first chunk of a sequence.
+        divisible_numbers = {*self.microbatch_row_offsets, self.microbatches_per_update}
+        if any(number % self.sequence_chunks for number in divisible_numbers):
+            rule = (
                 "; the microbatches of each update, and of each row of the placement, must be a "
                 "multiple of sequence_chunks"
-            ) * (len(whole) > 2)
+            ) * (len(divisible_numbers) > 2)
             raise ShapeError(
                 f"{self.microbatches} microbatches cannot be divided by sequence_chunks "
-                f"{self.sequence_chunks}{each}",
+                f"{self.sequence_chunks}{rule}",
                 fields=["sequence_chunks", "microbatches"],
             )
 
@@ -231,11 +229,11 @@ class PipelineShape:
             This shape if all fields were given, and otherwise a copy whose `default_fields` are
             empty.
         """
-        plain: dict[str, Any] = {}
+        defaults: dict[str, Any] = {}
         for name in self.default_fields:
             value = getattr(self, name)
-            plain[name] = str(value) if isinstance(value, str) else int(value)
-        return replace(self, **plain) if plain else self
+            defaults[name] = str(value) if isinstance(value, str) else int(value)
+        return replace(self, **defaults) if defaults else self
 
     def with_stage_ranks(self, placement: Placement, **changes: Any) -> PipelineShape:
         """Return a copy of the shape with the stages on other ranks.
@@ -255,23 +253,26 @@ class PipelineShape:
         return f"PipelineShape({', '.join(arguments)})"
 
     def _apply_named_placement(self, name: str) -> None:
-        named = find_named_placement(name)
-        if self.stages_per_rank == 1 != named.stages_per_rank:
+        named_placement = find_named_placement(name)
+        if self.stages_per_rank == 1 != named_placement.stages_per_rank:
             if not isinstance(self.stages_per_rank, _DEFAULT_TYPES):
                 raise ShapeError(
                     f"placement {name!r} needs more than one stage per rank",
-                    hint=f"stages_per_rank={named.stages_per_rank}, the default of this placement",
+                    hint=f"stages_per_rank={named_placement.stages_per_rank}, the default of this "
+                    "placement",
                     fields=["stages_per_rank", "placement"],
                 )
-            object.__setattr__(self, "stages_per_rank", _DefaultNumber(named.stages_per_rank))
-        if len(named.rows) == 1:
+            object.__setattr__(
+                self, "stages_per_rank", _DefaultNumber(named_placement.stages_per_rank)
+            )
+        if len(named_placement.rows) == 1:
             return
-        for pairs in ("ranks", "stages_per_rank"):
-            if getattr(self, pairs) % 2:
+        for field_name in ("ranks", "stages_per_rank"):
+            if getattr(self, field_name) % 2:
                 raise ShapeError(
-                    f"placement {name!r} pairs ranks and their stages: {pairs} must be even, "
-                    f"not {getattr(self, pairs)}",
-                    fields=["placement", pairs],
+                    f"placement {name!r} pairs ranks and their stages: {field_name} must be even, "
+                    f"not {getattr(self, field_name)}",
+                    fields=["placement", field_name],
                 )
 
     def _apply_placement_rows(self, placement: object) -> None:
@@ -314,20 +315,20 @@ class PipelineShape:
                 f"{self.weight_delay!r}",
                 fields=["weight_delay"],
             ) from None
-        each = delay if isinstance(delay, tuple) else (delay,)
+        delays = delay if isinstance(delay, tuple) else (delay,)
         if isinstance(delay, tuple) and len(delay) != self.stages:
             raise ShapeError(
                 f"weight_delay has {len(delay)} numbers for {self.stages} stages",
                 fields=["weight_delay"],
             )
-        for d in each:
+        for d in delays:
             if not 0 <= d < MAX_MICROBATCHES:
                 raise ShapeError(
                     f"weight_delay must be from 0 to {MAX_MICROBATCHES - 1}, not {d}",
                     fields=["weight_delay"],
                 )
-        if len({*each}) == 1:
-            delay = each[0]
+        if len({*delays}) == 1:
+            delay = delays[0]
         if delay != 0 and self.optimizer_steps == 1:
             raise ShapeError(
                 f"weight_delay is {delay}, but optimizer_steps is 1: there are no older weights",
@@ -361,9 +362,9 @@ class PipelineShape:
     @property
     def stages_per_rank_text(self) -> str:
         """The number of stages per rank as a phrase, such as "up to 2 stages per rank"."""
-        each = {*map(len, self.stages_on_rank)}
-        most = f"{max(each)} stage{'s' * (max(each) > 1)} per rank"
-        return most if len(each) == 1 else f"up to {most}"
+        counts = {*map(len, self.stages_on_rank)}
+        text = f"{max(counts)} stage{'s' * (max(counts) > 1)} per rank"
+        return text if len(counts) == 1 else f"up to {text}"
 
     @cached_property
     def placement_rows(self) -> int:
@@ -382,13 +383,13 @@ class PipelineShape:
     @cached_property
     def max_instructions(self) -> int:
         """The number of different instructions that a program of this shape can have."""
-        each = {
+        count_by_scope = {
             Scope.MICROBATCH: self.stages * self.microbatches,
             Scope.STAGE: self.stages * self.placement_rows * self.optimizer_steps,
             Scope.RANK: self.ranks * self.optimizer_steps,
             Scope.OCCURRENCE: self.stages * self.placement_rows * self.microbatches,
         }
-        return sum(each[row.scope] for row in INSTRUCTIONS)
+        return sum(count_by_scope[row.scope] for row in INSTRUCTIONS)
 
     def require_instruction_limit(self, max_instructions: int | None = None) -> None:
         """Raise ShapeError if there are more forwards than a program may have instructions.
@@ -420,11 +421,12 @@ class PipelineShape:
             ShapeError: There are more instructions than the limit.
         """
         # Entry (row, s) is True if the message from stage s to stage s + 1 goes to another rank.
-        crosses = self.replica_ranks[:, 1:] != self.replica_ranks[:, :-1]
-        each = self.stages + 2 * int(crosses.sum(1).min())
+        crosses_ranks = self.replica_ranks[:, 1:] != self.replica_ranks[:, :-1]
+        per_microbatch = self.stages + 2 * int(crosses_ranks.sum(1).min())
         if has_backward:
-            each += self.stages - frozen_stages + 2 * int(crosses[:, frozen_stages:].sum(1).min())
-        self._require_limit(each, max_instructions)
+            backward_messages = 2 * int(crosses_ranks[:, frozen_stages:].sum(1).min())
+            per_microbatch += self.stages - frozen_stages + backward_messages
+        self._require_limit(per_microbatch, max_instructions)
 
     def _require_limit(self, instrs_per_microbatch: int, max_instructions: int | None) -> None:
         require_instruction_limit(
@@ -437,19 +439,19 @@ class PipelineShape:
     @property
     def first_rank_per_stage(self) -> NDArray[np.int64]:
         """The rank of the first replica of each stage, shape (stages,)."""
-        first: NDArray[np.int64] = self.replica_ranks[0]
-        return first
+        ranks: NDArray[np.int64] = self.replica_ranks[0]
+        return ranks
 
     @cached_property
     def replica_ranks(self) -> NDArray[np.int64]:
         """The rank of each replica of each stage, shape (rows, stages), read-only."""
         if isinstance(self.placement, str):
             stages, rows = np.arange(self.stages), NAMED_PLACEMENTS[self.placement].rows
-            holders = np.stack([row(stages, self.ranks) for row in rows])
+            replica_ranks = np.stack([row(stages, self.ranks) for row in rows])
         else:
-            holders = np.array(self.placement, np.int64).reshape(self.placement_rows, -1)
-        holders.flags.writeable = False
-        return holders
+            replica_ranks = np.array(self.placement, np.int64).reshape(self.placement_rows, -1)
+        replica_ranks.flags.writeable = False
+        return replica_ranks
 
     def replica_row_of_stage(self, stage: ArrayLike, rank: ArrayLike) -> NDArray[np.intp]:
         """Return the row of the placement that puts each stage on each rank.
@@ -470,8 +472,8 @@ class PipelineShape:
     @cached_property
     def microbatch_row_offsets(self) -> tuple[int, ...]:
         """The first microbatch of each row of the placement, followed by `microbatches`."""
-        each, more = divmod(self.microbatches, self.placement_rows)
-        return tuple(row * each + min(row, more) for row in range(self.placement_rows + 1))
+        quotient, remainder = divmod(self.microbatches, self.placement_rows)
+        return tuple(row * quotient + min(row, remainder) for row in range(self.placement_rows + 1))
 
     def replica_row_of_microbatch(self, mb: ArrayLike) -> NDArray[np.intp]:
         """Return the row of the placement whose stage replicas run each microbatch.

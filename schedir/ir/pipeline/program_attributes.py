@@ -31,10 +31,10 @@ def _digest_tied_weights(tied: TiedStages, shape: PipelineShape) -> tuple[object
     The entry is True if only the first and the last stage share a weight. So it does not depend on
     the number of stages.
     """
-    # With one stage, both keys of `ends` are (), and the value is False: a single stage is not
-    # tied.
-    ends = {normalize_tied_stages(True, shape): True, (): False}
-    return (ends.get(tied, tied),)
+    # With one stage, both keys of `old_values` are (), and the value is False: a single stage is
+    # not tied.
+    old_values = {normalize_tied_stages(True, shape): True, (): False}
+    return (old_values.get(tied, tied),)
 
 
 def _resolve_frozen_stages(name: str, value: Any, shape: PipelineShape) -> int:
@@ -60,12 +60,12 @@ def _resolve_chunks(name: str, value: Any, shape: PipelineShape) -> int:
         end % (chunks * shape.sequence_chunks)
         for end in (*shape.microbatch_row_offsets, shape.microbatches_per_update)
     ):
-        each = (
+        rule = (
             "; the microbatches of each update, and of each row of the placement, must be a "
             f"multiple of {chunks * shape.sequence_chunks}"
         ) * (shape.optimizer_steps + shape.placement_rows > 2)
         raise ShapeError(
-            f"{shape.microbatches} microbatches cannot be divided by {name} {chunks}{each}",
+            f"{shape.microbatches} microbatches cannot be divided by {name} {chunks}{rule}",
             fields=[name, "microbatches"],
         )
     return chunks
@@ -73,23 +73,23 @@ def _resolve_chunks(name: str, value: Any, shape: PipelineShape) -> int:
 
 def _make_choice_type(*choices: str, metavar: str = "WHEN") -> FieldType:
     """Return a field type that accepts only the given words."""
-    takes = f"must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
+    requirement = f"must be {', '.join(map(repr, choices[:-1]))} or {choices[-1]!r}"
 
-    def settle(name: str, value: Any, _: PipelineShape) -> str:
+    def resolve_choice(name: str, value: Any, _: PipelineShape) -> str:
         if value not in choices:
             raise ShapeError(
-                f"{name} {takes}, not {describe(value)}",
+                f"{name} {requirement}, not {describe(value)}",
                 hint=get_rename_hint(name, value),
                 fields=[name],
             )
         return str(value)
 
-    def read(text: str) -> str:
+    def parse_choice(text: str) -> str:
         if text not in choices:
-            raise ValueError(f"{takes}, not {text!r}")
+            raise ValueError(f"{requirement}, not {text!r}")
         return text
 
-    return FieldType(takes, read, str, resolve=settle, metavar=metavar)
+    return FieldType(requirement, parse_choice, str, resolve=resolve_choice, metavar=metavar)
 
 
 def require_compatible(

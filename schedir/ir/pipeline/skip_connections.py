@@ -63,21 +63,23 @@ def normalize_skips(value: object, shape: PipelineShape) -> Skips:
                 f"return the value as another output of stage {begin}: a boundary may be several "
                 "tensors",
             )
-    for (begin, end), (again, farther) in pairwise(result):
-        if begin == again:
-            on = _describe_route(begin, end, farther)
+    for (begin, end), (next_begin, next_end) in pairwise(result):
+        if begin == next_begin:
+            route = _describe_route(begin, end, next_end)
             raise _make_error(
-                f"two skips begin at stage {begin}: to stage {end} and to stage {farther}",
-                f"let stage {end} pass the value on: {on}"
-                if end < farther
+                f"two skips begin at stage {begin}: to stage {end} and to stage {next_end}",
+                f"let stage {end} pass the value on: {route}"
+                if end < next_end
                 else "remove one of the two",
             )
-    for (end, begin), (again, later) in pairwise(sorted((end, begin) for begin, end in result)):
-        if end == again:
+    for (end, begin), (next_end, next_begin) in pairwise(
+        sorted((end, begin) for begin, end in result)
+    ):
+        if end == next_end:
             raise _make_error(
-                f"two skips end at stage {end}: from stage {begin} and from stage {later}",
-                f"let stage {later} pass on both values, because a skip may have several "
-                f"tensors: {_describe_route(begin, later, end)}",
+                f"two skips end at stage {end}: from stage {begin} and from stage {next_begin}",
+                f"let stage {next_begin} pass on both values, because a skip may have several "
+                f"tensors: {_describe_route(begin, next_begin, end)}",
             )
     return tuple(result)
 
@@ -88,9 +90,9 @@ def _describe_route(first: int, second: int, third: int) -> str:
     A skip between neighbours is not possible, so the hint replaces it by a boundary of several
     tensors.
     """
-    way = [pair for pair in pairwise((first, second, third)) if pair[1] > pair[0] + 1]
-    neighbours = "" if len(way) == 2 else ", and a boundary of several tensors between neighbours"
-    return f"skips={tuple(way)}{neighbours}"
+    skips = [pair for pair in pairwise((first, second, third)) if pair[1] > pair[0] + 1]
+    neighbours = "" if len(skips) == 2 else ", and a boundary of several tensors between neighbours"
+    return f"skips={tuple(skips)}{neighbours}"
 
 
 def _make_error(fact: str, hint: str = "") -> ShapeError:
@@ -141,7 +143,7 @@ def find_neighbor_stages(peer_rule: PeerRule, stages: int, skips: Skips) -> NDAr
         result[1:] = np.arange(stages - 1)
     else:
         for begin, end in skips:
-            here, other = (begin, end) if peer_rule is PeerRule.SKIP_TO else (end, begin)
-            result[here] = other
+            stage, neighbor = (begin, end) if peer_rule is PeerRule.SKIP_TO else (end, begin)
+            result[stage] = neighbor
     result.flags.writeable = False
     return result

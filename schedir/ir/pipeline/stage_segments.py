@@ -81,7 +81,7 @@ def count_segments(segment_boundaries: str, stages: int) -> tuple[int, ...]:
         >>> count_segments("fg-.", 5), count_segments("", 2)
         ((3, 2), (1, 1))
     """
-    return tuple(len(own) + 1 for own in split_letters_by_stage(segment_boundaries, stages))
+    return tuple(len(letters) + 1 for letters in split_letters_by_stage(segment_boundaries, stages))
 
 
 class UnsegmentedShape(NamedTuple):
@@ -121,11 +121,11 @@ def merge_segments(
     shape = replace(shape, microbatches=shape.microbatches // chunks_per_microbatch)
     if not segment_boundaries:
         return UnsegmentedShape(shape, segments, chunks_per_microbatch)
-    first = np.cumsum((0, *segments[:-1]))
-    rows = tuple(tuple(row) for row in shape.replica_ranks[:, first].tolist())
+    first_segments = np.cumsum((0, *segments[:-1]))
+    rows = tuple(tuple(row) for row in shape.replica_ranks[:, first_segments].tolist())
     delay = shape.weight_delay
     if isinstance(delay, tuple):
-        delay = tuple(delay[stage] for stage in first)
+        delay = tuple(delay[stage] for stage in first_segments)
     placement = rows if len(rows) > 1 else rows[0]
     shape = shape.with_stage_ranks(placement, weight_delay=delay)
     return UnsegmentedShape(shape, segments, chunks_per_microbatch)
@@ -144,8 +144,8 @@ def _validate_boundaries(name: str, value: object, shape: PipelineShape) -> str:
             hint="compile(..., stage_segments=5) splits stages, and sets segment_boundaries",
             fields=[name],
         )
-    for own in value.split(STAGE_END):
-        experts = "".join(letter for letter in own if letter in EP_LETTERS)
+    for stage_letters in value.split(STAGE_END):
+        experts = "".join(letter for letter in stage_letters if letter in EP_LETTERS)
         if experts != (DISPATCH + COMBINE) * (len(experts) // 2):
             raise ShapeError(
                 f"{name} has the all-to-alls {experts} in a stage, but each dispatch d needs a "

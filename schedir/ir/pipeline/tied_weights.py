@@ -63,8 +63,8 @@ class TiedWeights:
     def __post_init__(self) -> None:
         try:
             weights = tuple(
-                tuple(sorted({(index(s), _require_name(name)) for s, name in places}))
-                for places in self.weights
+                tuple(sorted({(index(s), _require_name(name)) for s, name in locations}))
+                for locations in self.weights
             )
         except (TypeError, ValueError):
             raise UsageError(
@@ -77,7 +77,9 @@ class TiedWeights:
     @property
     def stages(self) -> TiedStages:
         """The value of `Program.tied_weights`: the sets of stages that share weights."""
-        return tuple(sorted({tuple(sorted({s for s, _ in one})) for one in self.weights}))
+        return tuple(
+            sorted({tuple(sorted({s for s, _ in locations})) for locations in self.weights})
+        )
 
     def __bool__(self) -> bool:
         return bool(self.weights)
@@ -128,16 +130,16 @@ class ModelTies:
             locations, missing_names = [], {*names}
             for s, module in enumerate(modules):
                 parameters = [*module.named_parameters(remove_duplicate=False)]
-                hits = [(name, p) for name, p in parameters if p is weight]
-                missing_names -= {*names} if hits else set()
-                hits = hits or [(name, p) for name, p in parameters if name in names]
-                missing_names -= {name for name, _ in hits}
-                if any(p is not hits[0][1] for _, p in hits):
+                matches = [(name, p) for name, p in parameters if p is weight]
+                missing_names -= {*names} if matches else set()
+                matches = matches or [(name, p) for name, p in parameters if name in names]
+                missing_names -= {name for name, _ in matches}
+                if any(p is not matches[0][1] for _, p in matches):
                     raise UsageError(
-                        f"{hits[0][0]} and {hits[1][0]} are one weight in the model, but two in "
-                        f"stage {s}"
+                        f"{matches[0][0]} and {matches[1][0]} are one weight in the model, but two "
+                        f"in stage {s}"
                     )
-                locations += [(s, hits[0][0])] if hits else []
+                locations += [(s, matches[0][0])] if matches else []
             if missing_names:
                 raise UsageError(
                     f"the model ties {' and '.join(names)}, but no stage has "
@@ -184,16 +186,19 @@ def find_tied_weights(
         TiedWeights(weights=(((0, 'embedding'), (2, 'head')),))
     """
     if hasattr(model, "named_parameters"):
-        found = [
+        shared_weights = [
             (names, weight) for weight, names in _find_shared_weights([model]) if len(names) > 1
         ]
         return ModelTies(
-            tuple(tuple(name for _, name in places) for places, _ in found),
-            tuple(weight for _, weight in found),
+            tuple(tuple(name for _, name in locations) for locations, _ in shared_weights),
+            tuple(weight for _, weight in shared_weights),
         )
     # With `reversed`, the first name remains if a weight has several names in one stage.
-    shared = (dict(reversed(places)) for _, places in _find_shared_weights(_list_stages(model)))
-    return TiedWeights(tuple(tuple(sorted(one.items())) for one in shared if len(one) > 1))
+    shared = (
+        dict(reversed(locations)) for _, locations in _find_shared_weights(_list_stages(model))
+    )
+    weights = (sorted(names.items()) for names in shared if len(names) > 1)
+    return TiedWeights(tuple(map(tuple, weights)))
 
 
 def _list_stages(stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> list[ModuleLike]:
@@ -209,8 +214,8 @@ def _list_stages(stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> lis
             )
         result = [stages[s] for s in range(len(stages))]
     else:
-        several = isinstance(stages, Iterable) and not isinstance(stages, str | bytes)
-        result = [*stages] if several else [stages]
+        is_sequence = isinstance(stages, Iterable) and not isinstance(stages, str | bytes)
+        result = [*stages] if is_sequence else [stages]
     for stage in result:
         if not hasattr(stage, "named_parameters"):
             raise UsageError(
@@ -224,12 +229,12 @@ def _find_shared_weights(
     modules: Iterable[ModuleLike],
 ) -> list[tuple[Any, list[ParameterLocation]]]:
     """Return each trained weight with its locations, as (index of the module, name)."""
-    places: dict[int, tuple[Any, list[ParameterLocation]]] = {}
+    locations_by_id: dict[int, tuple[Any, list[ParameterLocation]]] = {}
     for s, module in enumerate(modules):
         for name, p in module.named_parameters(remove_duplicate=False):
             if getattr(p, "requires_grad", True):
-                places.setdefault(id(p), (p, []))[1].append((s, name))
-    return [*places.values()]
+                locations_by_id.setdefault(id(p), (p, []))[1].append((s, name))
+    return [*locations_by_id.values()]
 
 
 # ------------------------------------------------------------ of a program
@@ -261,22 +266,22 @@ def normalize_tied_stages(tied: object, shape: PipelineShape) -> TiedStages:
         )
     sets: Any = tied.stages if isinstance(tied, TiedWeights) else tied
     try:
-        result = {tuple(sorted({index(stage) for stage in one})) for one in sets}
+        result = {tuple(sorted({index(stage) for stage in stages})) for stages in sets}
     except TypeError:
         raise ShapeError(
             "tied_weights must be a bool, schedir.find_tied_weights(stages), or sets of stages "
             f"like ((0, 3), (1, 2)), not {tied!r:.60}",
             fields=["tied_weights"],
         ) from None
-    for one in result:
-        if len(one) < 2:
+    for stages in result:
+        if len(stages) < 2:
             raise ShapeError(
-                f"each set of tied_weights needs two stages or more, but one is {[*one]}",
+                f"each set of tied_weights needs two stages or more, but one is {[*stages]}",
                 fields=["tied_weights"],
             )
-        if one[0] < 0 or one[-1] >= shape.stages:
+        if stages[0] < 0 or stages[-1] >= shape.stages:
             raise ShapeError(
-                f"tied_weights has {format_tied_stages(one)}, but the stages are 0 to "
+                f"tied_weights has {format_tied_stages(stages)}, but the stages are 0 to "
                 f"{shape.stages - 1}",
                 fields=["tied_weights"],
             )
@@ -383,7 +388,8 @@ def find_reduction_groups(tied: TiedStages, shape: PipelineShape) -> list[tuple[
     tied_across_ranks = [stages for stages in tied if is_tied_across_ranks(stages, shape)]
     return [
         *dict.fromkeys(
-            find_sharing_ranks(one, shape) for one in [*([s] for s in stages), *tied_across_ranks]
+            find_sharing_ranks(group, shape)
+            for group in [*([s] for s in stages), *tied_across_ranks]
         )
     ]
 

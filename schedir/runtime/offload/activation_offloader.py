@@ -48,8 +48,8 @@ class StorageLayout(NamedTuple):
 
     def matches(self, tensor: Tensor) -> bool:
         """Return whether a tensor has this dtype, shape and stride."""
-        same = self.shape == tensor.shape and self.dtype is tensor.dtype
-        return same and self.stride == tensor.stride()
+        has_shape_and_dtype = self.shape == tensor.shape and self.dtype is tensor.dtype
+        return has_shape_and_dtype and self.stride == tensor.stride()
 
 
 class StorageView(NamedTuple):
@@ -173,20 +173,23 @@ class SavedActivations:
         return saved_tensors_hooks(self._pack, SavedTensor.unpack)
 
     def _pack(self, tensor: Tensor) -> SavedTensor:
-        own = type(tensor) is nn.Parameter
-        if (not own and type(tensor) is not Tensor) or tensor.layout is not _STRIDED:
-            plain = type(tensor) in _PLAIN_TYPES
+        is_parameter = type(tensor) is nn.Parameter
+        if (not is_parameter and type(tensor) is not Tensor) or tensor.layout is not _STRIDED:
+            is_plain = type(tensor) in _PLAIN_TYPES
+            description = tensor.layout if is_plain else type(tensor).__name__
             raise ModelError(
-                f"stage {self.stage} saves a {tensor.layout if plain else type(tensor).__name__} "
+                f"stage {self.stage} saves a {description} "
                 "for its backward, but only plain strided tensors can be offloaded",
                 hint="do not offload the activations of this stage",
             )
         # Detach, because a node that saves its output would keep itself alive. A parameter stays
         # the same object. Autograd refuses to save an inference tensor, so `_version` always
         # exists.
-        one = SavedTensor(tensor if own else tensor.detach(), tensor._version, own)
-        self.saved_tensors.append(ref(one))
-        return one
+        saved_tensor = SavedTensor(
+            tensor if is_parameter else tensor.detach(), tensor._version, is_parameter
+        )
+        self.saved_tensors.append(ref(saved_tensor))
+        return saved_tensor
 
     def mark_resident(self, resident_storages: Collection[int]) -> None:
         """Mark the recorded tensors that stay on the device.
@@ -195,13 +198,17 @@ class SavedActivations:
             resident_storages: The keys, from `get_storage_keys`, of storages that stay on the
                 device.
         """
-        for one in self._list_saved_tensors():
-            if not one.is_resident and (tensor := one.tensor) is not None:
-                one.is_resident = self._is_resident(tensor, resident_storages)
+        for saved_tensor in self._list_saved_tensors():
+            if not saved_tensor.is_resident and (tensor := saved_tensor.tensor) is not None:
+                saved_tensor.is_resident = self._is_resident(tensor, resident_storages)
 
     def _list_saved_tensors(self) -> Iterator[SavedTensor]:
         """Yield the saved tensors that autograd still references."""
-        return (one for each in self.saved_tensors if (one := each()) is not None)
+        return (
+            saved_tensor
+            for reference in self.saved_tensors
+            if (saved_tensor := reference()) is not None
+        )
 
     def _is_resident(self, tensor: Tensor, resident_storages: Collection[int]) -> bool:
         storage = tensor.untyped_storage()
@@ -223,48 +230,49 @@ class SavedActivations:
                 Their `data` becomes a placeholder.
             resident_storages: The keys of the storages that stay on the device.
         """
-        found: dict[int, TensorLocation] = {}
+        location_by_storage: dict[int, TensorLocation] = {}
         self.offload_sources = []
         self.offloaded = []
         self.reloaded = []
-        was, laid, room, nbytes = self.layouts, list[StorageLayout](), 0, 0
+        old_layouts, layouts, block_size, nbytes = self.layouts, list[StorageLayout](), 0, 0
 
-        def place_of(tensor: Tensor) -> TensorLocation:
-            nonlocal room, nbytes
+        def assign_location(tensor: Tensor) -> TensorLocation:
+            nonlocal block_size, nbytes
             storage = tensor.untyped_storage()
-            first = found.get(storage._cdata)
-            if first is not None:
-                return TensorLocation(first.storage_index, _make_storage_view(tensor))
-            number, size = len(laid), storage.nbytes()
-            room = room + size + -size % BLOCK_ALIGNMENT
+            storage_location = location_by_storage.get(storage._cdata)
+            if storage_location is not None:
+                return TensorLocation(storage_location.storage_index, _make_storage_view(tensor))
+            storage_index, size = len(layouts), storage.nbytes()
+            block_size = block_size + size + -size % BLOCK_ALIGNMENT
             nbytes = nbytes + size
-            whole = tensor.nbytes == size and tensor.is_contiguous() and not _is_lazy_view(tensor)
-            moves = tensor if whole else _as_bytes(storage)
-            self.offload_sources.append(moves)
+            is_full = tensor.nbytes == size and tensor.is_contiguous() and not _is_lazy_view(tensor)
+            source = tensor if is_full else _as_bytes(storage)
+            self.offload_sources.append(source)
             # Reuse an equal layout of the last step, to create fewer objects for the garbage
             # collector.
-            as_before = number < len(was) and was[number].matches(moves)
-            laid.append(
-                was[number]
-                if as_before
-                else StorageLayout(moves.dtype, moves.shape, moves.stride())
+            if storage_index < len(old_layouts) and old_layouts[storage_index].matches(source):
+                layout = old_layouts[storage_index]
+            else:
+                layout = StorageLayout(source.dtype, source.shape, source.stride())
+            layouts.append(layout)
+            location = location_by_storage[storage._cdata] = TensorLocation(
+                storage_index, None if is_full else _make_storage_view(tensor)
             )
-            place = found[storage._cdata] = TensorLocation(
-                number, None if whole else _make_storage_view(tensor)
-            )
-            return place
+            return location
 
-        for one in self._list_saved_tensors():
-            if not one.is_resident and (tensor := one.tensor) is not None:
-                one.location = place_of(tensor)
-                one.tensor = None
-                one.version = 0 if one.version == tensor._version else -1
-        for own in extra_tensors:
-            if type(own) is not nn.Parameter and not self._is_resident(own, resident_storages):
-                self.offloaded.append((own, place_of(own.detach())))
-                own.data = _make_placeholder(own)
-        self.layouts = laid
-        self.block_size = max(room, BLOCK_ALIGNMENT)
+        for saved_tensor in self._list_saved_tensors():
+            if not saved_tensor.is_resident and (tensor := saved_tensor.tensor) is not None:
+                saved_tensor.location = assign_location(tensor)
+                saved_tensor.tensor = None
+                saved_tensor.version = 0 if saved_tensor.version == tensor._version else -1
+        for extra_tensor in extra_tensors:
+            if type(extra_tensor) is nn.Parameter:
+                continue
+            if not self._is_resident(extra_tensor, resident_storages):
+                self.offloaded.append((extra_tensor, assign_location(extra_tensor.detach())))
+                extra_tensor.data = _make_placeholder(extra_tensor)
+        self.layouts = layouts
+        self.block_size = max(block_size, BLOCK_ALIGNMENT)
         self.nbytes = nbytes
 
     def copy_to_block(
@@ -284,7 +292,7 @@ class SavedActivations:
                 self._get_block_views(block), self.offload_sources, non_blocking=True
             )
         if poison:
-            _poison([one for one in self.offload_sources if _is_only_reference(one)])
+            _poison([source for source in self.offload_sources if _is_only_reference(source)])
         if is_synchronous:
             self.offload_sources = []
 
@@ -295,8 +303,8 @@ class SavedActivations:
         this method raises the error of the copy.
         """
         if self.offload_job is not None:
-            leaving, self.offload_job = self.offload_job, None
-            leaving.wait()
+            job, self.offload_job = self.offload_job, None
+            job.wait()
             self.offload_sources = []
 
     @property
@@ -333,17 +341,17 @@ class SavedActivations:
         """
         if self.reload_job is None:
             return
-        coming, self.reload_job = self.reload_job, None
-        coming.wait()
-        moved = self.reload_targets
-        for one in self._list_saved_tensors():
-            if (place := one.location) is not None:
-                one.tensor = tensor = place.as_tensor(moved)
-                one.location = None
-                one.version = tensor._version if one.version == 0 else -1
-        for own, place in self.offloaded:
-            own.data = place.as_tensor(moved)
-        self.reloaded = [ref(own) for own, _ in self.offloaded]
+        job, self.reload_job = self.reload_job, None
+        job.wait()
+        storages = self.reload_targets
+        for saved_tensor in self._list_saved_tensors():
+            if (location := saved_tensor.location) is not None:
+                saved_tensor.tensor = tensor = location.as_tensor(storages)
+                saved_tensor.location = None
+                saved_tensor.version = tensor._version if saved_tensor.version == 0 else -1
+        for offloaded_tensor, location in self.offloaded:
+            offloaded_tensor.data = location.as_tensor(storages)
+        self.reloaded = [ref(offloaded_tensor) for offloaded_tensor, _ in self.offloaded]
         self.reload_targets = []
         self.offloaded = []
         self.arrival_job = None
@@ -354,23 +362,23 @@ class SavedActivations:
         The block keeps the views for the next value with equal layouts.
         """
         if block.layouts != self.layouts:
-            parts, begin = [], 0
-            for one in self.layouts:
-                size = one.shape.numel() * one.dtype.itemsize
-                part = block.location[begin : begin + size]
-                parts.append(part.view(one.dtype).view(one.shape))
+            views, begin = [], 0
+            for layout in self.layouts:
+                size = layout.shape.numel() * layout.dtype.itemsize
+                region = block.location[begin : begin + size]
+                views.append(region.view(layout.dtype).view(layout.shape))
                 begin += size + -size % BLOCK_ALIGNMENT
             block.layouts = self.layouts
-            block.views = parts
+            block.views = views
         return block.views
 
     def list_device_tensors(self) -> Iterable[Tensor]:
         """Yield the tensors that use device memory, to count that memory."""
         yield from (*self.offload_sources, *self.reload_targets)
-        yield from (own for each in self.reloaded if (own := each()) is not None)
-        for one in self._list_saved_tensors():
-            if one.tensor is not None and not one.is_resident:
-                yield one.tensor
+        yield from (tensor for reference in self.reloaded if (tensor := reference()) is not None)
+        for saved_tensor in self._list_saved_tensors():
+            if saved_tensor.tensor is not None and not saved_tensor.is_resident:
+                yield saved_tensor.tensor
 
 
 class OffloadMoves(ProgramService):
@@ -468,12 +476,14 @@ def _is_only_reference(tensor: Tensor) -> bool:
 
 def _poison(tensors: Sequence[Tensor]) -> None:
     """Overwrite full storages with NaN, or with bytes 0xFF if the dtype has no NaN."""
-    kinds: dict[bool, list[Tensor]] = {True: [], False: []}
-    for one in tensors:
-        floating = (one.is_floating_point() or one.is_complex()) and one.itemsize > 1
-        has_matching_type = floating or one.dtype is torch.uint8
-        kinds[floating].append(one if has_matching_type else _as_bytes(one.untyped_storage()))
-    if kinds[True]:
-        torch._foreach_mul_(kinds[True], float("nan"))
-    if kinds[False]:
-        torch._foreach_clamp_min_(kinds[False], POISON_BYTE)  # the largest byte
+    groups: dict[bool, list[Tensor]] = {True: [], False: []}
+    for tensor in tensors:
+        is_floating = (tensor.is_floating_point() or tensor.is_complex()) and tensor.itemsize > 1
+        has_matching_type = is_floating or tensor.dtype is torch.uint8
+        groups[is_floating].append(
+            tensor if has_matching_type else _as_bytes(tensor.untyped_storage())
+        )
+    if groups[True]:
+        torch._foreach_mul_(groups[True], float("nan"))
+    if groups[False]:
+        torch._foreach_clamp_min_(groups[False], POISON_BYTE)  # the largest byte

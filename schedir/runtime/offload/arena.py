@@ -77,13 +77,13 @@ class Arena(Generic[Place]):
         """
         self.used_bytes += used_bytes
         self.peak_bytes = max(self.peak_bytes, self.used_bytes)
-        large_enough = [block for block in self.free_blocks if block.size >= size]
-        if max_blocks is None and large_enough:
-            block = min(large_enough, key=lambda one: one.size)
+        large_blocks = [block for block in self.free_blocks if block.size >= size]
+        if max_blocks is None and large_blocks:
+            block = min(large_blocks, key=lambda candidate: candidate.size)
         elif max_blocks is None or self.block_count < max_blocks or not self.free_blocks:
             return self._allocate_block(size)
-        elif large_enough:
-            block = large_enough[0]
+        elif large_blocks:
+            block = large_blocks[0]
         else:
             block = self.free_blocks[0]
             self._resize_block(block, size)

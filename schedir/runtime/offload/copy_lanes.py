@@ -139,15 +139,15 @@ class _ThreadJob(LaneJob):
         assert self.pending_call is not None
         run, after_jobs, observer = self.pending_call
         try:
-            for one in after_jobs:
-                one.finish()
-            began = perf_counter()
+            for job in after_jobs:
+                job.finish()
+            begin_time = perf_counter()
             if observer is not None:
                 observer.on_begin()
             with torch.no_grad():
                 run()
-            if (left := began + self.seconds - perf_counter()) > 0:
-                sleep(left)
+            if (remaining_seconds := begin_time + self.seconds - perf_counter()) > 0:
+                sleep(remaining_seconds)
             if observer is not None:
                 observer.on_end()
         except BaseException as error:  # `wait` raises it.
@@ -186,13 +186,13 @@ class _StreamJob(LaneJob):
         observer: LaneObserver | None,
     ) -> None:
         # Record this event on the compute stream, before the lane's stream becomes current.
-        ready = torch.cuda.Event()
-        ready.record(torch.cuda.current_stream())
+        ready_event = torch.cuda.Event()
+        ready_event.record(torch.cuda.current_stream())
         self.event = torch.cuda.Event()
         with torch.cuda.stream(stream), torch.no_grad():
-            stream.wait_event(ready)
-            for one in after_jobs:
-                one.wait()
+            stream.wait_event(ready_event)
+            for job in after_jobs:
+                job.wait()
             if observer is not None:
                 observer.on_begin()
             run()

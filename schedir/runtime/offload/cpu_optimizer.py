@@ -88,8 +88,8 @@ class _HostParameters:
                 all_host_copies[p] = make_parameter_like(
                     p, _allocate_on_host(weights, bool(pinned))
                 )
-            self.host_copies[p] = one = all_host_copies[p]
-            self.host_memory[p], view = one.detach(), views[p]
+            self.host_copies[p] = host_copy = all_host_copies[p]
+            self.host_memory[p], view = host_copy.detach(), views[p]
             if view.numel():
                 (flat,) = (
                     host for host, buffer in self.flat_pairs
@@ -98,10 +98,10 @@ class _HostParameters:
                     and 0 <= view.storage_offset() - buffer.storage_offset() < buffer.numel()
                 )  # fmt: skip
                 (buffer,) = (buffer for host, buffer in self.flat_pairs if host is flat)
-                at = view.storage_offset() - buffer.storage_offset()
-                self.host_gradients[one] = flat.as_strided(view.shape, view.stride(), at)
+                offset = view.storage_offset() - buffer.storage_offset()
+                self.host_gradients[host_copy] = flat.as_strided(view.shape, view.stride(), offset)
             elif stage.sharded_parameters is None:  # an empty shard has no gradient
-                self.host_gradients[one] = _allocate_on_host(view, pinned=False)
+                self.host_gradients[host_copy] = _allocate_on_host(view, pinned=False)
         self.was_stepped = True  # if False, weights are not copied back
 
     def refresh_weights(self) -> None:
@@ -122,8 +122,8 @@ class _HostParameters:
 
     def bind_gradients(self) -> None:
         """Set the `grad` of host parameters again, because a step may have replaced it."""
-        for one, gradient in self.host_gradients.items():
-            one.grad = gradient
+        for host_copy, gradient in self.host_gradients.items():
+            host_copy.grad = gradient
 
     def find_moved_parameter(self) -> nn.Parameter | None:
         """Return a parameter whose `data` on the device moved since `refresh_weights`, or None."""
@@ -136,11 +136,13 @@ class _HostParameters:
 
     def find_replaced_parameter(self) -> nn.Parameter | None:
         """Return a parameter whose `data` on the host moved to other memory, or None."""
-        for p, one in self.host_copies.items():
-            was, now = self.host_memory[p], one.detach()
-            if not (has_same_shape_and_dtype(was, now) and was.stride() == now.stride()):
+        for p, host_copy in self.host_copies.items():
+            expected, actual = self.host_memory[p], host_copy.detach()
+            if not (
+                has_same_shape_and_dtype(expected, actual) and expected.stride() == actual.stride()
+            ):
                 return p
-            if was.data_ptr() != now.data_ptr():
+            if expected.data_ptr() != actual.data_ptr():
                 return p
         return None
 
@@ -179,15 +181,19 @@ class CpuOptimizer(HostOptimizerState):
 
     def refresh_parameters(self) -> None:
         """See `HostOptimizerState.refresh_parameters`."""
-        before = self.seen_parameters
+        old_parameters = self.seen_parameters
         super().refresh_parameters()
-        if self.seen_parameters is not before:
+        if self.seen_parameters is not old_parameters:
             self.host_parameters = {}
 
     def list_host_memory(self) -> list[Tensor]:
         """See `HostOptimizerState.list_host_memory`."""
-        parts = [t for part in self.host_parameters.values() for t in part.list_host_tensors()]
-        return [*super().list_host_memory(), *parts]
+        tensors = [
+            t
+            for host_parameters in self.host_parameters.values()
+            for t in host_parameters.list_host_tensors()
+        ]
+        return [*super().list_host_memory(), *tensors]
 
     def to_resting_state(self) -> None:
         """See `HostOptimizerState.to_resting_state`.
@@ -197,9 +203,9 @@ class CpuOptimizer(HostOptimizerState):
         """
         super().to_resting_state()
         parameter_of_main = {main: p for p, main in self.main_parameters.items()}
-        for s, own in self.optimizer_parameters.items():
+        for s, stage_parameters in self.optimizer_parameters.items():
             if s not in self.host_parameters:
-                parameters: Any = [parameter_of_main.get(p, p) for p in own]
+                parameters: Any = [parameter_of_main.get(p, p) for p in stage_parameters]
                 self.host_parameters[s] = _HostParameters(
                     self.stages[s], parameters, self.host_copies
                 )
@@ -224,16 +230,19 @@ class CpuOptimizer(HostOptimizerState):
         Raises:
             ModelError: The `data` of a parameter was set to another tensor in the step.
         """
-        part = self.host_parameters[stage]
-        if (p := part.find_moved_parameter()) is not None:
+        host_parameters = self.host_parameters[stage]
+        if (p := host_parameters.find_moved_parameter()) is not None:
             raise make_offload_error(
                 f"a forward or a backward assigns a new tensor to the data of "
                 f"{self.names.get(p, 'a parameter')}: its update would be lost",
                 f"write in place with weight.data.copy_(new); or {ON_DEVICE_HINT}",
             )
-        pairs: list[tuple[Tensor, Tensor]] = [*part.flat_pairs]
+        pairs: list[tuple[Tensor, Tensor]] = [*host_parameters.flat_pairs]
         if is_first_update and not self.main_parameters:
-            pairs += [(one.detach(), part.device_weights[p]) for p, one in part.host_copies.items()]
+            pairs += [
+                (host_copy.detach(), host_parameters.device_weights[p])
+                for p, host_copy in host_parameters.host_copies.items()
+            ]
         self.jobs[Lane.D2H, stage] = self._start_copy(Lane.D2H, pairs, observer)
 
     def set_grad_check(self, finite: Tensor, grad_factor: Tensor | None) -> None:
@@ -248,9 +257,9 @@ class CpuOptimizer(HostOptimizerState):
             self.grad_check = _GradCheck(finite, grad_factor, None)
             return
         pairs = [(_allocate_on_host(t, True), t) for t in (finite, grad_factor) if t is not None]
-        host = [to for to, _ in pairs]
+        copies = [copy for copy, _ in pairs]
         job = self._start_copy(Lane.D2H, pairs, None)
-        self.grad_check = _GradCheck(host[0], host[1] if grad_factor is not None else None, job)
+        self.grad_check = _GradCheck(copies[0], copies[1] if grad_factor is not None else None, job)
 
     def wait_for_gradients(self) -> None:
         """Make the computation wait for all copies of gradients before it changes the gradients."""
@@ -267,26 +276,29 @@ class CpuOptimizer(HostOptimizerState):
             observer: An object that is notified of the begin and the end of the step.
         """
         assert self.grad_check is not None, "the checker proves that there is a norm"
-        judged = self.grad_check
-        part = self.host_parameters[stage]
-        threads = torch.get_num_threads()
+        grad_check = self.grad_check
+        host_parameters = self.host_parameters[stage]
+        thread_count = torch.get_num_threads()
 
         def run() -> None:
-            if torch.get_num_threads() != threads:  # the setting is per thread
-                torch.set_num_threads(threads)
-            shrink = judged.grad_factor
+            if torch.get_num_threads() != thread_count:  # the setting is per thread
+                torch.set_num_threads(thread_count)
+            grad_factor = grad_check.grad_factor
             try:
-                for flat, _ in part.flat_pairs if shrink is not None else ():
-                    scale_buffer(flat, 1.0 if shrink is None else shrink)
-                self.step(stage, judged.finite)
+                for flat, _ in host_parameters.flat_pairs if grad_factor is not None else ():
+                    scale_buffer(flat, 1.0 if grad_factor is None else grad_factor)
+                self.step(stage, grad_check.finite)
             except Exception as error:
                 raise make_error(error) from error
-            for flat, _ in part.flat_pairs if self.device.type == "cpu" else ():
+            for flat, _ in host_parameters.flat_pairs if self.device.type == "cpu" else ():
                 flat.fill_(torch.nan)
 
-        after = [self.jobs[Lane.D2H, stage], *([judged.job] if judged.job is not None else [])]
+        after_jobs = [
+            self.jobs[Lane.D2H, stage],
+            *([grad_check.job] if grad_check.job is not None else []),
+        ]
         self.jobs[Lane.HOST, stage] = self.lanes.start(
-            Lane.HOST, run, part.count_bytes(), after, observer=observer
+            Lane.HOST, run, host_parameters.count_bytes(), after_jobs, observer=observer
         )
 
     def step(self, stage: int, finite: Tensor) -> None:
@@ -296,12 +308,12 @@ class CpuOptimizer(HostOptimizerState):
             ModelError: As in the base class. Also if the optimizer replaces the memory of a
                 parameter, because the copy to the device reads the old memory.
         """
-        part = self.host_parameters[stage]
-        part.bind_gradients()
-        before = [one._version for one in part.host_copies.values()]
+        host_parameters = self.host_parameters[stage]
+        host_parameters.bind_gradients()
+        old_versions = [host_copy._version for host_copy in host_parameters.host_copies.values()]
         with nullcontext() if is_torch_optimizer(self.inner) else _RandomDrawGuard(self.inner):
             super().step(stage, finite)
-        if (p := part.find_replaced_parameter()) is not None:
+        if (p := host_parameters.find_replaced_parameter()) is not None:
             raise make_offload_error(
                 f"the step of {type(self.inner).__name__} assigns a new tensor to the data of "
                 f"{self.names.get(p, 'a parameter')}",
@@ -309,8 +321,8 @@ class CpuOptimizer(HostOptimizerState):
             )
         for main in self.optimizer_parameters[stage] if self.main_parameters else ():
             main.grad = None
-        part.was_stepped = not self.main_parameters or before != [
-            one._version for one in part.host_copies.values()
+        host_parameters.was_stepped = not self.main_parameters or old_versions != [
+            host_copy._version for host_copy in host_parameters.host_copies.values()
         ]
         for t in self.list_state_tensors(stage):  # keep the memory of a new state tensor
             self.host_memory.setdefault(t, t.detach())
@@ -328,19 +340,22 @@ class CpuOptimizer(HostOptimizerState):
             is_last_update: True if this is the last update of the step.
             observer: An object that is notified of the begin and the end of the copy.
         """
-        part = self.host_parameters[stage]
-        pairs = [(part.device_weights[p], one.detach()) for p, one in part.host_copies.items()]
+        host_parameters = self.host_parameters[stage]
+        pairs = [
+            (host_parameters.device_weights[p], host_copy.detach())
+            for p, host_copy in host_parameters.host_copies.items()
+        ]
 
         def run() -> None:
-            if part.was_stepped:
+            if host_parameters.was_stepped:
                 copy_pairs(pairs)
-            for _, one in pairs if is_last_update and self.device.type == "cpu" else ():
-                one.fill_(torch.nan)
+            for _, host_weights in pairs if is_last_update and self.device.type == "cpu" else ():
+                host_weights.fill_(torch.nan)
 
-        nbytes = sum(to.nbytes for to, _ in pairs)
-        after = [self.jobs[Lane.HOST, stage]]
+        nbytes = sum(target.nbytes for target, _ in pairs)
+        after_jobs = [self.jobs[Lane.HOST, stage]]
         self.jobs[Lane.H2D, stage] = self.lanes.start(
-            Lane.H2D, run, nbytes, after, observer=observer
+            Lane.H2D, run, nbytes, after_jobs, observer=observer
         )
 
     def finish(self, *, is_last_update: bool = True) -> None:
@@ -369,31 +384,38 @@ class CpuOptimizer(HostOptimizerState):
     @contextmanager
     def _restrict_to_stage(self, stage: int) -> Iterator[None]:
         """See `HostOptimizerState._restrict_to_stage`. The optimizer gets host parameters."""
-        place = self.host_parameters[stage].host_copies
+        host_copies = self.host_parameters[stage].host_copies
         optimizer = self.optimizer
         inner = self.inner
         with super()._restrict_to_stage(stage):
             if self.main_parameters:
-                both: Any = optimizer
-                both.parameters = [place.get(p, p) for p in both.parameters]
+                main_optimizer: Any = optimizer
+                main_optimizer.parameters = [
+                    host_copies.get(p, p) for p in main_optimizer.parameters
+                ]
                 yield
                 return
             for group in inner.param_groups:
-                group["params"] = [place.get(p, p) for p in group["params"]]
-            state, own = inner.state, {*self.optimizer_parameters[stage]}
+                group["params"] = [host_copies.get(p, p) for p in group["params"]]
+            state, stage_parameters = inner.state, {*self.optimizer_parameters[stage]}
             # Each stage also gets the state that belongs to no parameter.
-            keys = [key for key in state if not isinstance(key, Tensor) or key in own]
+            keys = [key for key in state if not isinstance(key, Tensor) or key in stage_parameters]
             inner.state = defaultdict(dict)
-            inner.state.update({place.get(key, key): state[key] for key in keys})
+            inner.state.update({host_copies.get(key, key): state[key] for key in keys})
             try:
                 yield
             finally:
-                made, inner.state = inner.state, state
-                parameter_of_main = {one: p for p, one in place.items()}
+                new_state, inner.state = inner.state, state
+                parameter_by_copy = {host_copy: p for p, host_copy in host_copies.items()}
                 for key in keys:
-                    if place.get(key, key) not in made:
+                    if host_copies.get(key, key) not in new_state:
                         del state[key]
-                state.update({parameter_of_main.get(key, key): kept for key, kept in made.items()})
+                state.update(
+                    {
+                        parameter_by_copy.get(key, key): parameter_state
+                        for key, parameter_state in new_state.items()
+                    }
+                )
 
 
 class _RandomDrawGuard(TorchDispatchMode):

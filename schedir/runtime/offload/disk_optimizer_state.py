@@ -110,8 +110,8 @@ class DiskOptimizerState(HostOptimizerState):
         runs = self._list_file_runs(views, block.location)
 
         def read() -> None:
-            for at, memory in runs:
-                self.spill_file.read(at, memory)
+            for offset, memory in runs:
+                self.spill_file.read(offset, memory)
 
         job = self.lanes.start(
             Lane.DISK, _wrap_errors(read, wrap_error), nbytes, block.pending_jobs, observer
@@ -128,17 +128,19 @@ class DiskOptimizerState(HostOptimizerState):
         buffer = self.host_buffers.pop(stage)
         if self.lanes.uses_streams:  # A stream cannot wait for the disk lane, which is a thread.
             buffer.job.finish()
-        moving = [(t, self.host_memory[t], allocate_like(t, self.device)) for t in buffer.views]
-        self.loaded_addresses.update(memory.data_ptr() for _, _, memory in moving)
-        pairs = [(memory, buffer.views[t]) for t, _, memory in moving]
+        copied_tensors = [
+            (t, self.host_memory[t], allocate_like(t, self.device)) for t in buffer.views
+        ]
+        self.loaded_addresses.update(memory.data_ptr() for _, _, memory in copied_tensors)
+        pairs = [(memory, buffer.views[t]) for t, _, memory in copied_tensors]
 
-        def bring() -> None:
+        def copy_to_device() -> None:
             copy_pairs(pairs)
             if self.tiers.poisons_sources:
                 buffer.block.location.fill_(POISON_BYTE)
 
-        job = self.lanes.start(Lane.H2D, bring, buffer.nbytes, [buffer.job], observer)
-        self.pending_loads[stage] = StateCopy(job, moving)
+        job = self.lanes.start(Lane.H2D, copy_to_device, buffer.nbytes, [buffer.job], observer)
+        self.pending_loads[stage] = StateCopy(job, copied_tensors)
         self.tiers.state_arena.release(buffer.block, buffer.nbytes, job)
 
     def store(self, stage: int, observer: LaneObserver | None = None) -> None:
@@ -163,14 +165,14 @@ class DiskOptimizerState(HostOptimizerState):
             ]
         )
         block, views, nbytes = self._acquire_buffer(tensors)
-        moving = [(t, self.host_memory[t], t.data) for t in tensors]
-        pairs = [(views[t], memory) for t, _, memory in moving]
+        copied_tensors = [(t, self.host_memory[t], t.data) for t in tensors]
+        pairs = [(views[t], memory) for t, _, memory in copied_tensors]
         job = self.lanes.start(
             Lane.D2H, partial(copy_pairs, pairs), nbytes, block.pending_jobs, observer
         )
-        for t, place, _ in moving:
-            t.data = place
-        self.pending_stores[stage] = StateCopy(job, moving)
+        for t, host_memory, _ in copied_tensors:
+            t.data = host_memory
+        self.pending_stores[stage] = StateCopy(job, copied_tensors)
         self.host_buffers[stage] = _HostBuffer(block, job, views, nbytes)
 
     def spill(
@@ -190,8 +192,8 @@ class DiskOptimizerState(HostOptimizerState):
         runs = self._list_file_runs(buffer.views, buffer.block.location)
 
         def write() -> None:
-            for at, memory in runs:
-                self.spill_file.write(at, memory)
+            for offset, memory in runs:
+                self.spill_file.write(offset, memory)
             if self.tiers.poisons_sources:
                 buffer.block.location.fill_(POISON_BYTE)
 
@@ -219,16 +221,16 @@ class DiskOptimizerState(HostOptimizerState):
         The `data` of such a state tensor is set to its memory on the device, or to a copy of its
         host buffer.
         """
-        for here in self.host_buffers.values():
-            _finish_without_error(here.job)
-        for here in self.spilling_buffers.values():
-            if not _finish_without_error(here.job):
-                for t, memory in here.views.items():
+        for buffer in self.host_buffers.values():
+            _finish_without_error(buffer.job)
+        for buffer in self.spilling_buffers.values():
+            if not _finish_without_error(buffer.job):
+                for t, memory in buffer.views.items():
                     t.data = memory.clone()
-        for stage, moving in self.pending_stores.items():
+        for stage, state_copy in self.pending_stores.items():
             # After an error, buffers in `host_buffers` are not written to the file.
-            if not _finish_without_error(moving.job) or stage in self.host_buffers:
-                for t, _, memory in moving.tensors:
+            if not _finish_without_error(state_copy.job) or stage in self.host_buffers:
+                for t, _, memory in state_copy.tensors:
                     t.data = memory
         super().fail()
         self.host_buffers.clear()
@@ -245,7 +247,8 @@ class DiskOptimizerState(HostOptimizerState):
         nbytes = sum(t.nbytes for t in tensors)
         block = self.tiers.state_arena.acquire(self.buffer_size, nbytes, self.buffer_count)
         views = {
-            t: _view_like(block.location, at, t) for t, at in zip(tensors, starts, strict=True)
+            t: _view_like(block.location, start, t)
+            for t, start in zip(tensors, starts, strict=True)
         }
         return block, views, nbytes
 
@@ -256,14 +259,14 @@ class DiskOptimizerState(HostOptimizerState):
         runs: list[tuple[int, int, int]] = []
         start = 0
         for t in tensors:
-            at, size = self.file_offsets[t], _round_up_bytes(t)
-            if runs and sum(runs[-1][::2]) == at:
-                before, first, length = runs.pop()
-                runs.append((before, first, length + size))
+            offset, size = self.file_offsets[t], _round_up_bytes(t)
+            if runs and sum(runs[-1][::2]) == offset:
+                run_offset, run_start, run_length = runs.pop()
+                runs.append((run_offset, run_start, run_length + size))
             else:
-                runs.append((at, start, size))
+                runs.append((offset, start, size))
             start += size
-        return [(at, memory[start : start + size]) for at, start, size in runs]
+        return [(offset, memory[start : start + size]) for offset, start, size in runs]
 
     def _allocate_in_file(self, tensors: Sequence[Tensor]) -> None:
         """Allocate memory in the file for some tensors, one after the other.

@@ -107,22 +107,24 @@ class HostOptimizerState:
             ModelError: A parameter of the optimizer belongs to no trained stage, or the optimizer
                 refers to parameters outside of its groups.
         """
-        has = [p for group in self.inner.param_groups for p in group["params"]]
-        if [*map(id, has)] == [*map(id, self.seen_parameters)]:
+        all_parameters = [p for group in self.inner.param_groups for p in group["params"]]
+        if [*map(id, all_parameters)] == [*map(id, self.seen_parameters)]:
             return
         require_own_parameters(self.inner, self.main_parameters, self.parameters)
-        left = set(has)
+        unassigned = set(all_parameters)
         for s in sorted(self.parameters):
-            found = dict.fromkeys(self.main_parameters.get(p, p) for p in self.parameters[s])
-            self.optimizer_parameters[s] = [p for p in found if p in left]
-            left.difference_update(self.optimizer_parameters[s])
+            candidates = dict.fromkeys(self.main_parameters.get(p, p) for p in self.parameters[s])
+            self.optimizer_parameters[s] = [p for p in candidates if p in unassigned]
+            unassigned.difference_update(self.optimizer_parameters[s])
         self._require_no_references()
         parameter_of_main = {main: p for p, main in self.main_parameters.items()}
         parameters = (
-            parameter_of_main.get(p, p) for own in self.optimizer_parameters.values() for p in own
+            parameter_of_main.get(p, p)
+            for stage_parameters in self.optimizer_parameters.values()
+            for p in stage_parameters
         )
         self.stepped_parameters = [p for p in parameters if p.requires_grad]
-        self.seen_parameters = has
+        self.seen_parameters = all_parameters
 
     def _require_no_references(self) -> None:
         """Raise ModelError if the optimizer refers to parameters outside of its groups."""
@@ -152,11 +154,13 @@ class HostOptimizerState:
         Args:
             stage: The number of the stage.
         """
-        own = self.optimizer_parameters.get(stage, ())
-        mains = [p for p in own if self.main_parameters]
-        leaves = tree_leaves([self.inner.state.get(p, {}) for p in own])
-        every = dict.fromkeys([*mains, *(x for x in leaves if isinstance(x, Tensor))])
-        return [t for t in every if t in self.host_memory or t.device.type == self.device.type]
+        stage_parameters = self.optimizer_parameters.get(stage, ())
+        mains = [p for p in stage_parameters if self.main_parameters]
+        leaves = tree_leaves([self.inner.state.get(p, {}) for p in stage_parameters])
+        state_tensors = dict.fromkeys([*mains, *(x for x in leaves if isinstance(x, Tensor))])
+        return [
+            t for t in state_tensors if t in self.host_memory or t.device.type == self.device.type
+        ]
 
     def is_on_host(self, t: Tensor) -> bool:
         """Return whether the data of a state tensor is its host memory.
@@ -164,8 +168,12 @@ class HostOptimizerState:
         Args:
             t: A state tensor.
         """
-        place = self.host_memory.get(t)
-        return place is not None and place.data_ptr() == t.data_ptr() and place.device == t.device
+        host_memory = self.host_memory.get(t)
+        return (
+            host_memory is not None
+            and host_memory.data_ptr() == t.data_ptr()
+            and host_memory.device == t.device
+        )
 
     # ------------------------------------------------------------ in a step
 
@@ -200,19 +208,23 @@ class HostOptimizerState:
             stage: The number of the stage.
             observer: An object that is notified of the begin and the end of the copy.
         """
-        moving = []
+        copied_tensors = []
         for t in self.list_state_tensors(stage):
             if self.is_on_host(t):
-                moving.append((t, self.host_memory[t], allocate_like(t, self.device)))
-        self.loaded_addresses.update(here.data_ptr() for _, _, here in moving)
-        pairs = [(here, place) for _, place, here in moving]
-        self.pending_loads[stage] = StateCopy(self._start_copy(Lane.H2D, pairs, observer), moving)
+                copied_tensors.append((t, self.host_memory[t], allocate_like(t, self.device)))
+        self.loaded_addresses.update(
+            device_memory.data_ptr() for _, _, device_memory in copied_tensors
+        )
+        pairs = [(device_memory, host_memory) for _, host_memory, device_memory in copied_tensors]
+        self.pending_loads[stage] = StateCopy(
+            self._start_copy(Lane.H2D, pairs, observer), copied_tensors
+        )
 
     def _start_copy(
         self, lane: Lane, pairs: Sequence[tuple[Tensor, Tensor]], observer: LaneObserver | None
     ) -> LaneJob:
         """Start copies from the second to the first tensor of each pair, on a lane."""
-        nbytes = sum(to.nbytes for to, _ in pairs)
+        nbytes = sum(target.nbytes for target, _ in pairs)
         return self.lanes.start(lane, partial(copy_pairs, pairs), nbytes, observer=observer)
 
     def finish_load(self, stage: int) -> None:
@@ -221,10 +233,10 @@ class HostOptimizerState:
         Args:
             stage: The number of the stage.
         """
-        job, moving = self.pending_loads.pop(stage)
+        job, copied_tensors = self.pending_loads.pop(stage)
         job.wait()
-        for t, _, here in moving:
-            t.data = here
+        for t, _, device_memory in copied_tensors:
+            t.data = device_memory
 
     def step(self, stage: int, finite: Tensor) -> None:
         """Run the optimizer step for the parameters of one stage.
@@ -250,11 +262,13 @@ class HostOptimizerState:
     def _restrict_to_stage(self, stage: int) -> Iterator[None]:
         """Let the optimizer have only the parameters of one stage within this context."""
         stage_parameters, groups = set(self.optimizer_parameters[stage]), self.inner.param_groups
-        params = [group["params"] for group in groups]
-        both: list[Any] = []
+        params_by_group = [group["params"] for group in groups]
+        parameter_lists: list[Any] = []
         if isinstance(self.optimizer, MainOptimizer):
-            both = [self.optimizer.parameters, self.optimizer.main_parameters]
-            pairs = [pair for pair in zip(*both, strict=True) if pair[1] in stage_parameters]
+            parameter_lists = [self.optimizer.parameters, self.optimizer.main_parameters]
+            pairs = [
+                pair for pair in zip(*parameter_lists, strict=True) if pair[1] in stage_parameters
+            ]
             self.optimizer.parameters, self.optimizer.main_parameters = map(
                 list, zip(*pairs, strict=True)
             )
@@ -265,10 +279,10 @@ class HostOptimizerState:
             yield
         finally:
             self.inner.param_groups = groups
-            for group, all_params in zip(groups, params, strict=True):
+            for group, all_params in zip(groups, params_by_group, strict=True):
                 group["params"] = all_params
             if isinstance(self.optimizer, MainOptimizer):
-                self.optimizer.parameters, self.optimizer.main_parameters = both
+                self.optimizer.parameters, self.optimizer.main_parameters = parameter_lists
 
     def store(self, stage: int, observer: LaneObserver | None = None) -> None:
         """Start to copy the state of a stage to the host.
@@ -284,7 +298,7 @@ class HostOptimizerState:
             ModelError: State tensors share memory with each other or with parameters.
         """
         self.require_separate_memory(stage)
-        moving = []
+        copied_tensors = []
         for t in self.list_state_tensors(stage):
             if self.is_on_host(t):
                 continue
@@ -292,12 +306,12 @@ class HostOptimizerState:
                 self.host_memory[t] = allocate_like(
                     t, torch.device("cpu"), pinned=self.device.type == "cuda"
                 )
-            moving.append((t, self.host_memory[t], t.data))
-        pairs = [(place, here) for _, place, here in moving]
+            copied_tensors.append((t, self.host_memory[t], t.data))
+        pairs = [(host_memory, device_memory) for _, host_memory, device_memory in copied_tensors]
         job = self._start_copy(Lane.D2H, pairs, observer)
-        for t, place, _ in moving:
-            t.data = place
-        self.pending_stores[stage] = StateCopy(job, moving)
+        for t, host_memory, _ in copied_tensors:
+            t.data = host_memory
+        self.pending_stores[stage] = StateCopy(job, copied_tensors)
 
     def require_separate_memory(self, stage: int) -> None:
         """Check that each state tensor of a stage has separate memory, before the state is moved.
@@ -322,14 +336,18 @@ class HostOptimizerState:
         """
         if stage not in self.pending_stores:
             return
-        job, moving = self.pending_stores[stage]
+        job, copied_tensors = self.pending_stores[stage]
         job.finish()
         del self.pending_stores[stage]
-        for _, _, here in moving:
-            if here.data_ptr() in self.loaded_addresses and self.device.type == "cpu":
-                here.fill_(torch.nan if here.is_floating_point() or here.is_complex() else -1)
-                here.untyped_storage().resize_(0)
-            self.loaded_addresses.discard(here.data_ptr())
+        for _, _, device_memory in copied_tensors:
+            if device_memory.data_ptr() in self.loaded_addresses and self.device.type == "cpu":
+                device_memory.fill_(
+                    torch.nan
+                    if device_memory.is_floating_point() or device_memory.is_complex()
+                    else -1
+                )
+                device_memory.untyped_storage().resize_(0)
+            self.loaded_addresses.discard(device_memory.data_ptr())
 
     def finish(self, *, is_last_update: bool = True) -> None:
         """Wait until all state is on the host and the host may read it.
@@ -343,9 +361,9 @@ class HostOptimizerState:
 
     def fail(self) -> None:
         """Wait for all running copies after an error, and discard them."""
-        for moving in (*self.pending_loads.values(), *self.pending_stores.values()):
+        for state_copy in (*self.pending_loads.values(), *self.pending_stores.values()):
             with suppress(Exception):  # the first error is already being raised
-                moving.job.finish()
+                state_copy.job.finish()
         self.pending_loads.clear()
         self.pending_stores.clear()
         self.loaded_addresses.clear()

@@ -69,8 +69,8 @@ class SnapshotCopies(RankService):
 
         Call `finish` of each copy before the host reads it.
         """
-        made, self.started_copies, self.requester = self.started_copies, [], None
-        return made
+        copies, self.started_copies, self.requester = self.started_copies, [], None
+        return copies
 
     def begin_stage(self, stage: int) -> None:
         """Start the requested copies of a stage, if there are any.
@@ -79,9 +79,9 @@ class SnapshotCopies(RankService):
             stage: The number of the stage.
         """
         if self.requested and (pairs := self.requested.pop(stage, ())):
-            one = self.start_copy(pairs)
-            self.pending_copies.append(one)
-            self.started_copies.append(one)
+            copy = self.start_copy(pairs)
+            self.pending_copies.append(copy)
+            self.started_copies.append(copy)
 
     def start_copy(self, pairs: Sequence[CopyPair]) -> SnapshotCopy:
         """Start copies immediately, independent of the request.
@@ -161,5 +161,5 @@ def copy_pairs(pairs: Sequence[CopyPair]) -> None:
     Args:
         pairs: Pairs of a target and a source.
     """
-    for memory, of in pairs:
-        memory.copy_(of, non_blocking=True)
+    for target, source in pairs:
+        target.copy_(source, non_blocking=True)

@@ -41,18 +41,18 @@ class SpillFile:
         try:
             file = tempfile.TemporaryFile(dir=self.directory, buffering=0)  # noqa: SIM115
         except (OSError, ValueError) as error:  # ValueError: the path has a null character.
-            why = error.strerror if isinstance(error, OSError) else error
+            reason = error.strerror if isinstance(error, OSError) else error
             raise ModelError(
-                f"spill_dir {str(self.directory)!r} is not writable: {why}",
+                f"spill_dir {str(self.directory)!r} is not writable: {reason}",
                 program=program,
                 hint="set Executor(..., spill_dir=...), or [memory] spill_dir, to a writable "
                 "folder on a disk",
             ) from error
         self.file = file
         weakref.finalize(self, file.close)
-        if (kind := find_file_system_type(self.directory)) in _MEMORY_FILE_SYSTEMS:
+        if (file_system := find_file_system_type(self.directory)) in _MEMORY_FILE_SYSTEMS:
             warnings.warn(
-                f"spill_dir {str(self.directory)!r} is a {kind}, which is in host memory",
+                f"spill_dir {str(self.directory)!r} is a {file_system}, which is in host memory",
                 stacklevel=2,
             )
         self.length = 0
@@ -60,18 +60,18 @@ class SpillFile:
 
     def _extend(self, size: int) -> int:
         """Extend the file, and allocate its disk space now, to detect a full disk early."""
-        at = self.length
+        offset = self.length
         try:
-            os.posix_fallocate(self.file.fileno(), at, size)
+            os.posix_fallocate(self.file.fileno(), offset, size)
         except OSError as error:
-            free = os.statvfs(self.file.fileno())
+            file_system = os.statvfs(self.file.fileno())
             raise OSError(
-                f"cannot extend the spill file in {self.directory} from {format_bytes(at)} by "
+                f"cannot extend the spill file in {self.directory} from {format_bytes(offset)} by "
                 f"{format_bytes(size)}: {error.strerror}, "
-                f"{format_bytes(free.f_bavail * free.f_frsize)} are free"
+                f"{format_bytes(file_system.f_bavail * file_system.f_frsize)} are free"
             ) from error
         self.length += size
-        return at
+        return offset
 
     def map_block(self, block: ArenaBlock[int], size: int, used_bytes: int) -> Tensor:
         """Return the first bytes of a block as a memory map of the file.
@@ -86,12 +86,12 @@ class SpillFile:
         Returns:
             A uint8 tensor of `size` bytes.
         """
-        before = block.location % mmap.ALLOCATIONGRANULARITY
-        length = before + max(size, 1)
-        at = block.location - before
-        mapping = mmap.mmap(self.file.fileno(), length, offset=at)
+        page_offset = block.location % mmap.ALLOCATIONGRANULARITY
+        length = page_offset + max(size, 1)
+        map_start = block.location - page_offset
+        mapping = mmap.mmap(self.file.fileno(), length, offset=map_start)
         weakref.finalize(mapping, self.arena.release, block, used_bytes).atexit = False
-        return torch.frombuffer(mapping, dtype=torch.uint8)[before : before + size]
+        return torch.frombuffer(mapping, dtype=torch.uint8)[page_offset : page_offset + size]
 
     def write(self, offset: int, memory: Tensor) -> None:
         """Write bytes to the file.
@@ -100,11 +100,11 @@ class SpillFile:
             offset: The offset in the file, in bytes.
             memory: A contiguous tensor in host memory.
         """
-        rest = _as_buffer(memory)
-        number = self.file.fileno()
-        while rest:
-            done = os.pwrite(number, rest, offset)
-            rest, offset = rest[done:], offset + done
+        remaining_bytes = _as_buffer(memory)
+        file_descriptor = self.file.fileno()
+        while remaining_bytes:
+            count = os.pwrite(file_descriptor, remaining_bytes, offset)
+            remaining_bytes, offset = remaining_bytes[count:], offset + count
 
     def read(self, offset: int, memory: Tensor) -> None:
         """Read bytes from the file.
@@ -116,15 +116,15 @@ class SpillFile:
         Raises:
             OSError: The file is too short.
         """
-        rest = _as_buffer(memory)
-        number = self.file.fileno()
-        while rest:
-            done = os.preadv(number, [rest], offset)
-            if not done:
+        remaining_bytes = _as_buffer(memory)
+        file_descriptor = self.file.fileno()
+        while remaining_bytes:
+            count = os.preadv(file_descriptor, [remaining_bytes], offset)
+            if not count:
                 raise OSError(
                     f"the spill file in {self.directory} is shorter than the data written to it"
                 )
-            rest, offset = rest[done:], offset + done
+            remaining_bytes, offset = remaining_bytes[count:], offset + count
 
 
 def _as_buffer(memory: Tensor) -> memoryview:
@@ -147,8 +147,8 @@ def find_file_system_type(directory: Path) -> str:
         return ""
     path, longest_match = directory.resolve(), (0, "")
     for line in mounts:
-        _, at, kind, *_ = line.split(" ")
-        place = Path(at.encode().decode("unicode_escape"))
-        if path.is_relative_to(place):
-            longest_match = max(longest_match, (len(place.parts), kind))
+        _, escaped_path, file_system, *_ = line.split(" ")
+        mount_point = Path(escaped_path.encode().decode("unicode_escape"))
+        if path.is_relative_to(mount_point):
+            longest_match = max(longest_match, (len(mount_point.parts), file_system))
     return longest_match[1]

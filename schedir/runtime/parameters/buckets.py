@@ -210,7 +210,9 @@ class Bucket:
             shard: The shard, flat.
             index: The index of the shard. By default it is that of this replica.
         """
-        return [shard[at : at + high - low] for low, high, at in self.list_shard_ranges(index)]
+        return [
+            shard[start : start + high - low] for low, high, start in self.list_shard_ranges(index)
+        ]
 
 
 def make_buckets(
@@ -236,7 +238,7 @@ def make_buckets(
         aligned: If True, each parameter begins on a cache line.
     """
     separate_ids = {id(p) for p in separate_parameters}
-    kinds: dict[tuple[object, ...], list[nn.Parameter]] = {}
+    parameters_by_key: dict[tuple[object, ...], list[nn.Parameter]] = {}
     for p in parameters:
         bucket_id = id(p) if id(p) in separate_ids else 0
         key = (
@@ -247,12 +249,12 @@ def make_buckets(
             is_summed_over_tp(p),
             is_expert(p),
         )
-        kinds.setdefault(key, []).append(p)
+        parameters_by_key.setdefault(key, []).append(p)
     return [
         Bucket(run, shard_spec, aligned=aligned)
-        for (_, dtype, *_), alike in kinds.items()
+        for (_, dtype, *_), key_parameters in parameters_by_key.items()
         for run in _split_into_runs(
-            alike, dtype.itemsize if isinstance(dtype, torch.dtype) else 1, max_bytes
+            key_parameters, dtype.itemsize if isinstance(dtype, torch.dtype) else 1, max_bytes
         )
     ]
 

@@ -53,12 +53,14 @@ class GradientBuffers:
             p: name for name, p in module.named_parameters() if p.requires_grad
         }
         self.parameters: list[nn.Parameter] = [*self.names]
-        shared = shard_spec != UNSHARDED
+        is_shared = shard_spec != UNSHARDED
         self.is_grad_sharded: bool = shard_spec.shards_state("grads")
         self.buckets: list[Bucket] = []
         if max_bucket_bytes is not None:
-            layout = (shard_spec, tied if shared else ())
-            self.buckets = make_buckets(self.parameters, max_bucket_bytes, *layout, aligned=shared)
+            bucket_options = (shard_spec, tied if is_shared else ())
+            self.buckets = make_buckets(
+                self.parameters, max_bucket_bytes, *bucket_options, aligned=is_shared
+            )
         self.flat: list[Tensor] = [
             torch.zeros(b.numel, dtype=b.grad_dtype, device=b.device) for b in self.buckets
         ]
@@ -66,7 +68,7 @@ class GradientBuffers:
         tied_ids = {id(p) for p in tied}
         self.views: list[GradientViews] = [
             [
-                (p, view if shared or id(p) in tied_ids else _match_memory_order(p, view))
+                (p, view if is_shared or id(p) in tied_ids else _match_memory_order(p, view))
                 for p, view in zip(b.parameters, b.views(flat), strict=True)
             ]
             for b, flat in zip(self.buckets, self.flat, strict=True)
@@ -85,8 +87,8 @@ class GradientBuffers:
                 b.split_shard(reduced if shard_spec.zero else b.get_shard(reduced, k), k)
                 for k in b.shard_spec.shard_indices
             ]
-            each = map(list, zip(*views_by_shard, strict=True))
-            self.shard_views |= zip(b.parameters, each, strict=True)
+            views_by_parameter = map(list, zip(*views_by_shard, strict=True))
+            self.shard_views |= zip(b.parameters, views_by_parameter, strict=True)
         self.is_allocated: bool = not self.is_grad_sharded
         for k in range(len(self.flat)) if self.is_grad_sharded else ():
             self.release(k)
@@ -111,11 +113,11 @@ class GradientBuffers:
             find_copies: Returns the other Parameters that accumulate into the same gradient.
         """
         for p, view in self.views[index]:
-            for one in (p, *find_copies(p)):
-                if one.grad is not view:
+            for parameter in (p, *find_copies(p)):
+                if parameter.grad is not view:
                     with torch.no_grad():
-                        view.zero_() if one.grad is None else view.copy_(one.grad)
-                    one.grad = view
+                        view.zero_() if parameter.grad is None else view.copy_(parameter.grad)
+                    parameter.grad = view
 
     def zero(self) -> None:
         """Set all gradients to zero before a step, and restore views that `zero_grad` has removed.
@@ -125,9 +127,11 @@ class GradientBuffers:
         Raises:
             ModelError: A gradient was moved out of its buffer.
         """
-        if (places := self._find_view_offsets()) != self.view_offsets:
-            moved = next(k for k, place in enumerate(places) if place != self.view_offsets[k])
-            name = self.names[self.bound_views[moved][0]]
+        if (offsets := self._find_view_offsets()) != self.view_offsets:
+            moved_index = next(
+                k for k, offset in enumerate(offsets) if offset != self.view_offsets[k]
+            )
+            name = self.names[self.bound_views[moved_index][0]]
             raise ModelError(
                 f"the gradient of {name} was moved, for example by the `to` method of its module",
                 hint="create the executor after the last such change",
@@ -159,11 +163,11 @@ class GradientBuffers:
 
     def _find_view_offsets(self) -> list[int]:
         """Return the byte offset of each view in its buffer, to find gradients that were moved."""
-        places: list[int] = []
+        offsets: list[int] = []
         for flat, views in zip(self.flat, self.views, strict=True):
-            first = flat.data_ptr()
-            places += [view.data_ptr() - first if view.numel() else 0 for _, view in views]
-        return places
+            start = flat.data_ptr()
+            offsets += [view.data_ptr() - start if view.numel() else 0 for _, view in views]
+        return offsets
 
 
 def scale_buffer(flat: Tensor, factor: float | Tensor) -> None:
@@ -204,14 +208,14 @@ def compute_sum_of_squares(gradients: Iterable[Tensor]) -> Tensor | None:
         A 0-dim float64 tensor, or None if there are no elements.
     """
     # On a GPU, one kernel computes the norms of many tensors of one dtype.
-    kinds: dict[torch.dtype, list[Tensor]] = {}
+    tensors_by_dtype: dict[torch.dtype, list[Tensor]] = {}
     for g in gradients:
         real = torch.view_as_real(g) if g.is_complex() else g
         if real.numel():
-            kinds.setdefault(real.dtype, []).append(real)
+            tensors_by_dtype.setdefault(real.dtype, []).append(real)
     norms: list[Tensor] = []
-    for alike in kinds.values():
-        norms += torch._foreach_norm(alike, 2, dtype=torch.float64)
+    for tensors in tensors_by_dtype.values():
+        norms += torch._foreach_norm(tensors, 2, dtype=torch.float64)
     return torch.stack(norms).square().sum() if norms else None
 
 

@@ -62,9 +62,9 @@ def are_finite(tensors: Iterable[Tensor]) -> Tensor:
     finite: Tensor | None = None
     for flat in tensors:
         if flat.numel():
-            ends = torch.aminmax(torch.view_as_real(flat) if flat.is_complex() else flat)
-            both = ends.min.isfinite() & ends.max.isfinite()
-            finite = both if finite is None else finite & both
+            extremes = torch.aminmax(torch.view_as_real(flat) if flat.is_complex() else flat)
+            is_flat_finite = extremes.min.isfinite() & extremes.max.isfinite()
+            finite = is_flat_finite if finite is None else finite & is_flat_finite
     return torch.tensor(True) if finite is None else finite
 
 
@@ -87,11 +87,11 @@ def find_optimizers(optimizer: object) -> list[Any]:
         A list with `optimizer` as first entry. If `optimizer` is an object of another library, the
         torch optimizers and MainOptimizers in its attributes follow.
     """
-    kinds = (torch.optim.Optimizer, MainOptimizer)
-    if isinstance(optimizer, kinds):
+    optimizer_types = (torch.optim.Optimizer, MainOptimizer)
+    if isinstance(optimizer, optimizer_types):
         return [optimizer]
     attribute_values = tree_leaves([*getattr(optimizer, "__dict__", {}).values()])
-    return [optimizer, *(one for one in attribute_values if isinstance(one, kinds))]
+    return [optimizer, *(value for value in attribute_values if isinstance(value, optimizer_types))]
 
 
 def has_gated_step(optimizer: object) -> bool:
@@ -103,8 +103,8 @@ def has_gated_step(optimizer: object) -> bool:
     Args:
         optimizer: The optimizer.
     """
-    supports = getattr(unwrap_optimizer(optimizer), "_step_supports_amp_scaling", False)
-    return supports is True and has_known_effects(optimizer)
+    supports_scaling = getattr(unwrap_optimizer(optimizer), "_step_supports_amp_scaling", False)
+    return supports_scaling is True and has_known_effects(optimizer)
 
 
 def has_known_effects(optimizer: object) -> bool:
@@ -115,9 +115,9 @@ def has_known_effects(optimizer: object) -> bool:
     Args:
         optimizer: The optimizer.
     """
-    derived = isinstance(optimizer, MainOptimizer) and type(optimizer) is not MainOptimizer
+    is_subclass = isinstance(optimizer, MainOptimizer) and type(optimizer) is not MainOptimizer
     inner = unwrap_optimizer(optimizer)
-    return not derived and is_torch_optimizer(inner) and not has_step_hooks(inner)
+    return not is_subclass and is_torch_optimizer(inner) and not has_step_hooks(inner)
 
 
 def is_torch_optimizer(optimizer: object) -> bool:
@@ -133,8 +133,8 @@ def is_torch_optimizer(optimizer: object) -> bool:
         return False
     # The module of some classes is torch.optim itself.
     is_of_torch = f"{type(optimizer).__module__}.".startswith("torch.optim.")
-    replaced = vars(optimizer).get("step")
-    return is_of_torch and (replaced is None or hasattr(replaced, "_wrapped_by_lr_sched"))
+    replaced_step = vars(optimizer).get("step")
+    return is_of_torch and (replaced_step is None or hasattr(replaced_step, "_wrapped_by_lr_sched"))
 
 
 def has_step_hooks(optimizer: object) -> bool:
@@ -143,9 +143,9 @@ def has_step_hooks(optimizer: object) -> bool:
     Args:
         optimizer: The optimizer.
     """
-    own = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
-    every = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
-    return bool(every) or any(getattr(optimizer, name, None) for name in own)
+    hook_names = ("_optimizer_step_pre_hooks", "_optimizer_step_post_hooks")
+    global_hooks = _global_optimizer_pre_hooks or _global_optimizer_post_hooks
+    return bool(global_hooks) or any(getattr(optimizer, name, None) for name in hook_names)
 
 
 def ensure_momentum(optimizer: Any) -> bool:
@@ -182,12 +182,12 @@ def describe_options(optimizer: object) -> dict[Tensor, str]:
         Parameter -> description. For a MainOptimizer the keys are the 16-bit parameters.
     """
     inner = unwrap_optimizer(optimizer)
-    main = zip(
+    main_pairs = zip(
         getattr(optimizer, "main_parameters", ()),
         getattr(optimizer, "parameters", ()),
         strict=False,
     )
-    parameter_of_main = dict(main) if isinstance(optimizer, MainOptimizer) else {}
+    parameter_of_main = dict(main_pairs) if isinstance(optimizer, MainOptimizer) else {}
     descriptions: dict[Tensor, str] = {}
     for group in getattr(inner, "param_groups", ()):
         options = (f"{k} {group[k]}" for k in getattr(inner, "defaults", {}) if group.get(k))
@@ -300,9 +300,9 @@ class LossScale:
         Args:
             finite: True if all gradients of the step were finite, 0-dim bool.
         """
-        good = torch.where(finite, self.good_steps + 1, 0)
-        due = good == self.growth_interval
-        more = self.value * self.growth
-        grown = torch.where(due & more.isfinite(), more, self.value)
-        self.value.copy_(torch.where(finite, grown, self.value * self.backoff))
-        self.good_steps.copy_(torch.where(due, 0, good))
+        good_steps = torch.where(finite, self.good_steps + 1, 0)
+        is_due = good_steps == self.growth_interval
+        grown_value = self.value * self.growth
+        finite_value = torch.where(is_due & grown_value.isfinite(), grown_value, self.value)
+        self.value.copy_(torch.where(finite, finite_value, self.value * self.backoff))
+        self.good_steps.copy_(torch.where(is_due, 0, good_steps))

@@ -114,8 +114,8 @@ class OptimisticStep(ProgramService):
         if self.must_repeat or (self.waits_for_norm and not self.is_warm_up):
             return
         self.pending_update = self._save_state()
-        finite, shrink = self.judge_norm(local_sum_of_squares)
-        self.verdict = finite & (shrink == 1.0), self.unit_factor
+        finite, clip_factor = self.judge_norm(local_sum_of_squares)
+        self.verdict = finite & (clip_factor == 1.0), self.unit_factor
         self.apply_update()
 
     def track_norm(self, sum_of_squares: Tensor, work: Work) -> None:
@@ -234,9 +234,9 @@ class OptimisticStep(ProgramService):
     def is_update_valid(self) -> bool:
         """Wait for the norm of the pending update, and return whether the update was right."""
         assert self.pending_update is not None and self.pending_update.norm is not None
-        total = self.pending_update.norm.read()
-        finite, shrink = self.judge_norm(torch.tensor(total, dtype=torch.float64))
-        return bool(finite & (shrink == 1.0))
+        sum_of_squares = self.pending_update.norm.read()
+        finite, clip_factor = self.judge_norm(torch.tensor(sum_of_squares, dtype=torch.float64))
+        return bool(finite & (clip_factor == 1.0))
 
     def read_result(self) -> tuple[Tensor, Tensor]:
         """Wait for the norm that the last step's gradients had before clipping, and return it.
@@ -263,9 +263,9 @@ class OptimisticStep(ProgramService):
             self.guard = None
 
     def _make_guard(self) -> UnvalidatedUpdateGuard:
-        looks = self.state.options.execution.debug or self.device.type == "cpu"
+        compares_values = self.state.options.execution.debug or self.device.type == "cpu"
         return UnvalidatedUpdateGuard(
-            self.modules, self.optimizer, self.loss_scale, compares_values=looks
+            self.modules, self.optimizer, self.loss_scale, compares_values=compares_values
         )
 
     # ------------------------------------------------------------ undo and redo an update
@@ -283,8 +283,8 @@ class OptimisticStep(ProgramService):
         for t in tensors:
             groups.setdefault((t.device, t.dtype), []).append(t)
         with torch.no_grad():
-            for some in groups.values():  # one kernel copies tensors of one device and type
-                torch._foreach_copy_([self.saved_copies[t] for t in some], some)
+            for group in groups.values():  # one kernel copies tensors of one device and type
+                torch._foreach_copy_([self.saved_copies[t] for t in group], group)
         preserved.callback(_copy_values, self.saved_copies)
         return _UnvalidatedUpdate(preserved)
 
@@ -304,8 +304,8 @@ class OptimisticStep(ProgramService):
 
         Options that a user set after the update, such as a learning rate, apply to the next update.
         """
-        made, inner = self.pending_update, unwrap_optimizer(self.optimizer)
-        assert made is not None
+        pending_update, inner = self.pending_update, unwrap_optimizer(self.optimizer)
+        assert pending_update is not None
         groups = [] if inner is None else inner.param_groups
         options = [{**group, "params": ()} for group in groups]
         with torch.no_grad(), PreservedState() as preserved:

@@ -48,14 +48,14 @@ def find_last_accumulations(stream: Stream) -> dict[Instr, Instr]:
         The last instruction that adds to a gradient -> the reduction of this gradient.
     """
     reductions: dict[Instr, Instr] = {}
-    last: dict[int, Instr] = {}
+    last_by_stage: dict[int, Instr] = {}
     for i in stream:
         if i.op in _GRAD_SUM_OPS:
-            last[i.stage] = i
+            last_by_stage[i.stage] = i
         elif (
             i.op in _REDUCTION_OPS
-            and i.stage in last
-            and (accumulation := last.pop(i.stage)).op in GRAD_ADDING_OPS
+            and i.stage in last_by_stage
+            and (accumulation := last_by_stage.pop(i.stage)).op in GRAD_ADDING_OPS
         ):
             reductions[accumulation] = i
     return reductions
@@ -93,9 +93,11 @@ class GradientReduction:
         self.find_copies: CopyLookup = (
             versions.list_copies if versions is not None else lambda p: ()
         )
-        number = {p: k for k, p in enumerate(gradients.parameters)}
-        first = [min(number[p] for p, _ in views) for views in gradients.views]
-        self.bucket_order = sorted(range(len(first)), key=first.__getitem__, reverse=True)
+        parameter_index = {p: k for k, p in enumerate(gradients.parameters)}
+        first_parameters = [min(parameter_index[p] for p, _ in views) for views in gradients.views]
+        self.bucket_order = sorted(
+            range(len(first_parameters)), key=first_parameters.__getitem__, reverse=True
+        )
         self.bucket_by_grad = {
             id(grad): k for k, views in enumerate(gradients.views) for _, grad in views
         }
@@ -136,8 +138,10 @@ class GradientReduction:
 
     def _on_grad_accumulated(self, grad: int, stream: Any, *gradients: object) -> None:
         """Mark a gradient as final, on the stream of the step. autograd may use another stream."""
-        if stream is not None and (here := torch.cuda.current_stream(stream.device)) != stream:
-            stream.wait_stream(here)
+        if stream is not None:
+            current_stream = torch.cuda.current_stream(stream.device)
+            if current_stream != stream:
+                stream.wait_stream(current_stream)
         with torch.cuda.stream(stream) if stream is not None else nullcontext():
             self._mark_final(grad)
 
@@ -192,13 +196,13 @@ class GradientReduction:
     def _require_unwritten(self) -> None:
         """Raise ModelError if a bucket was written to after its reduction had started."""
         for k, version in self.started_buckets:
-            in_place = all(p.grad is view for p, view in self.gradients.views[k])
-            if not in_place or self.gradients.flat[k]._version != version:
+            is_in_place = all(p.grad is view for p, view in self.gradients.views[k])
+            if not is_in_place or self.gradients.flat[k]._version != version:
                 names = [self.gradients.names[p] for p, _ in self.gradients.views[k]]
-                which = f"one of {names[0]} to {names[-1]}" if names[1:] else names[0]
+                weight_names = f"one of {names[0]} to {names[-1]}" if names[1:] else names[0]
                 raise ModelError(
-                    f"the gradient of {which} was written to after autograd had computed it, while "
-                    "replicas summed it",
+                    f"the gradient of {weight_names} was written to after autograd had computed "
+                    "it, while replicas summed it",
                     hint="do not write to a gradient in a tensor hook, and do not use a weight "
                     "both inside and outside of a Function that runs its own backward",
                 )
@@ -221,7 +225,7 @@ def _may_add_late(module: nn.Module, roots: Sequence[BackwardRoot]) -> bool:
         # torch's checkpoint and its subclasses have this name.
         if type(node).__name__ == "CheckpointFunctionBackward":
             return True
-        following = {node for node, _ in node.next_functions} - visited
-        nodes += following
-        visited |= following
+        next_nodes = {node for node, _ in node.next_functions} - visited
+        nodes += next_nodes
+        visited |= next_nodes
     return False

@@ -29,8 +29,8 @@ def split_by_rank(x: Tensor, ranks: int) -> Tensor:
         UsageError: t does not divide s.
     """
     require_even_split(x.shape[-2], ranks)
-    each: Tensor = x.unflatten(-2, (ranks, -1))
-    return each.movedim(-3, 0).contiguous()
+    rank_tokens: Tensor = x.unflatten(-2, (ranks, -1))
+    return rank_tokens.movedim(-3, 0).contiguous()
 
 
 def join_sequence(shards: Tensor) -> Tensor:

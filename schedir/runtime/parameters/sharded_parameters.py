@@ -128,9 +128,9 @@ class ShardedParameters:
         """
         return {
             flat.untyped_storage()._cdata: flat
-            for parts in _ALL_INSTANCES
-            if parts is not self and not parts.keeps_full_weights
-            for flat in parts.flat
+            for instance in _ALL_INSTANCES
+            if instance is not self and not instance.keeps_full_weights
+            for flat in instance.flat
         }
 
     def begin_step(self, *, has_backward: bool) -> None:
@@ -199,8 +199,10 @@ class ShardedParameters:
             The values, with a copy in place of each such view.
         """
         flats = () if self.keeps_full_weights else self.flat
-        places = {flat.untyped_storage().data_ptr() for flat in flats}
-        return [v.clone() if v.untyped_storage().data_ptr() in places else v for v in values]
+        weight_addresses = {flat.untyped_storage().data_ptr() for flat in flats}
+        return [
+            v.clone() if v.untyped_storage().data_ptr() in weight_addresses else v for v in values
+        ]
 
     def reshard(self) -> None:
         """Free the full weights, so that only this replica's shard remains.
@@ -213,8 +215,8 @@ class ShardedParameters:
         """
         self.finish_unshard()
         self.is_unsharded = False
-        if self.checksums and self.checksums != (now := compute_checksums(self.flat)):
-            k = next(k for k, before in enumerate(self.checksums) if before != now[k])
+        if self.checksums and self.checksums != (new_checksums := compute_checksums(self.flat)):
+            k = next(k for k, old in enumerate(self.checksums) if old != new_checksums[k])
             self.require_unwritten()
             names = [self.gradients.names[p] for p in self.buckets[k].parameters]
             raise _write_error(f"one of {names[0]} to {names[-1]}" if names[1:] else names[0])
@@ -242,9 +244,11 @@ class ShardedParameters:
 
         Each replica keeps only its shard, and would lose a write to other elements.
         """
-        now = [p._version for p, _ in self.full_views]
-        for (p, view), before, after in zip(self.full_views, self.versions, now, strict=True):
-            if before != after:
+        new_versions = [p._version for p, _ in self.full_views]
+        for (p, view), old_version, new_version in zip(
+            self.full_views, self.versions, new_versions, strict=True
+        ):
+            if old_version != new_version:
                 raise _write_error(self.gradients.names[p])
             if self.is_in_step and p.data_ptr() != view.data_ptr():
                 raise _write_error(f"the data of {self.gradients.names[p]}")
@@ -297,7 +301,7 @@ class ShardedParameters:
         Raises:
             ModelError: The shape, type or device of a parameter has changed.
         """
-        summoned = self.summoned_flat
+        summoned_flat = self.summoned_flat
         self.summoned_flat = []
         self.is_in_step = True
         try:
@@ -308,7 +312,7 @@ class ShardedParameters:
                         f"{view.device}, and is now {list(p.shape)} of {p.dtype} on {p.device}",
                         hint="create the executor after the last such change",
                     )
-            for bucket, flat, shard in zip(self.buckets, summoned, self.shards, strict=True):
+            for bucket, flat, shard in zip(self.buckets, summoned_flat, self.shards, strict=True):
                 for p, view in zip(bucket.parameters, bucket.views(flat), strict=True):
                     if p.data_ptr() != view.data_ptr():
                         view.copy_(p)
@@ -362,16 +366,16 @@ def shard_optimizer_state(
         shard_ranges: For each parameter, its full shape, and the begin and end of its shard as
             indices of elements. The end is excluded.
     """
-    for one in find_optimizers(optimizer):
+    for each_optimizer in find_optimizers(optimizer):
         parameter_of_main = {}
-        if isinstance(one, MainOptimizer):
-            parameter_of_main = {
-                m: p for p, m in zip(one.parameters, one.main_parameters, strict=True)
-            }
-        for m, p in parameter_of_main.items():
+        if isinstance(each_optimizer, MainOptimizer):
+            parameter_of_main = dict(
+                zip(each_optimizer.main_parameters, each_optimizer.parameters, strict=True)
+            )
+        for main, p in parameter_of_main.items():
             if p in shard_ranges:
-                m.grad, m.data = None, _take_shard(m.data, *shard_ranges[p])
-        state = getattr(unwrap_optimizer(one), "state", {})
+                main.grad, main.data = None, _take_shard(main.data, *shard_ranges[p])
+        state = getattr(unwrap_optimizer(each_optimizer), "state", {})
         for p in [*state]:
             if (shard_range := shard_ranges.get(parameter_of_main.get(p, p))) is None:
                 continue
@@ -397,16 +401,18 @@ def require_sharded_state(optimizer: Any, shapes: Mapping[Any, torch.Size]) -> N
     Raises:
         ModelError: A state tensor with several elements has another shape than the parameter.
     """
-    for one in find_optimizers(optimizer):
+    for each_optimizer in find_optimizers(optimizer):
         parameter_of_main: dict[Any, Any] = {}
-        if isinstance(one, MainOptimizer):
-            parameter_of_main = dict(zip(one.main_parameters, one.parameters, strict=True))
-        inner = unwrap_optimizer(one)
-        for p, kept in getattr(inner, "state", {}).items():
+        if isinstance(each_optimizer, MainOptimizer):
+            parameter_of_main = dict(
+                zip(each_optimizer.main_parameters, each_optimizer.parameters, strict=True)
+            )
+        inner = unwrap_optimizer(each_optimizer)
+        for p, parameter_state in getattr(inner, "state", {}).items():
             shape = shapes.get(parameter_of_main.get(p, p))
             if shape is None:
                 continue
-            for name, value in list_state_tensors(kept):
+            for name, value in list_state_tensors(parameter_state):
                 if value.shape != p.shape:
                     raise ModelError(
                         f"{type(inner).__name__} keeps {name} of shape {list(value.shape)} for a "
@@ -431,11 +437,11 @@ def guard_shard_step(optimizer: object, zero: int) -> Iterator[None]:
         ModelError: `zero` is not 0, and the step has hooks but `elementwise` is not True. Or `zero`
             is not 0, and the step of an optimizer that is not torch's fails.
     """
-    for one in map(unwrap_optimizer, find_optimizers(optimizer) if zero else ()):
-        if has_step_hooks(one) and not getattr(one, "elementwise", False):
+    for each_optimizer in map(unwrap_optimizer, find_optimizers(optimizer) if zero else ()):
+        if has_step_hooks(each_optimizer) and not getattr(each_optimizer, "elementwise", False):
             raise ModelError(
-                f"{type(one).__name__} has hooks on its step, but they would get shards of weights "
-                f"and gradients (zero {zero})",
+                f"{type(each_optimizer).__name__} has hooks on its step, but they would get "
+                f"shards of weights and gradients (zero {zero})",
                 hint="zero=0; or optimizer.elementwise = True, if the hooks are elementwise",
             )
     try:
@@ -459,9 +465,9 @@ def list_state_tensors(state: Mapping[str, Any]) -> Iterator[tuple[str, Tensor]]
         state: An optimizer's state of one parameter.
     """
     for name, value in state.items():
-        for one in tree_leaves(value):
-            if isinstance(one, Tensor) and one.numel() > 1:
-                yield name, one
+        for leaf in tree_leaves(value):
+            if isinstance(leaf, Tensor) and leaf.numel() > 1:
+                yield name, leaf
 
 
 def _take_shard(full: Tensor, shape: torch.Size, low: int, high: int) -> Tensor:

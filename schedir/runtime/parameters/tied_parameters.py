@@ -132,9 +132,9 @@ class RankTies:
 
     def begin_update(self) -> None:
         """Point aliases to the memory of their Parameter, which the caller may have replaced."""
-        for alias, one in self.aliases.items():
-            if not self.is_sharded and alias.data_ptr() != one.data_ptr():
-                alias.data = one.data
+        for alias, original in self.aliases.items():
+            if not self.is_sharded and alias.data_ptr() != original.data_ptr():
+                alias.data = original.data
             if self.keeps_gradients:
                 alias.grad = None
 
@@ -159,17 +159,17 @@ def _make_substitutes(
     aliases: dict[nn.Parameter, nn.Parameter] = {}
     for weight in weights:
         uses = Counter(weight.local_copies.values())
-        seen: set[nn.Parameter] = set()
+        seen_parameters: set[nn.Parameter] = set()
         for s, p in weight.local_copies.items():
             if uses[p] == 1 and p not in copies:
                 continue
             substitute = copies.get(p, p)
-            if p in seen:
+            if p in seen_parameters:
                 alias = make_parameter_like(p, substitute.detach())
                 aliases[alias] = substitute
                 substitute = alias
             substitutes.setdefault(s, {})[p] = substitute
-            seen.add(p)
+            seen_parameters.add(p)
         weight.local_copies |= {
             s: substitutes[s][p]
             for s, p in weight.local_copies.items()
@@ -221,24 +221,24 @@ def make_tie_reducer(
     if (
         len(ranks) == len(weight.stages) == 2
     ):  # in place, because the order of two summands does not matter
-        (copy,) = local_stages
+        (stage,) = local_stages
 
-        def in_place() -> None:
-            grad = get_grad(copy)
+        def start_in_place() -> None:
+            grad = get_grad(stage)
             works.append(transport.start_collective("all_reduce", ranks, grad, grad))
 
-        return in_place
+        return start_in_place
 
-    def begin() -> None:
+    def start_by_rows() -> None:
         grads = {s: get_grad(s) for s in local_stages}
-        first = next(iter(grads.values()))
+        first_grad = next(iter(grads.values()))
         # One row for each stage. The first rank with the stage fills it, and the all-reduce gives
         # all ranks the rows of all stages.
-        rows = first.new_zeros((len(weight.stages), *first.shape))
+        rows = first_grad.new_zeros((len(weight.stages), *first_grad.shape))
         for row, s in zip(rows, weight.stages, strict=True):
             if s in local_stages and shape.first_rank_per_stage[s] == rank:
                 row.copy_(grads[s])
         work = transport.start_collective("all_reduce", ranks, rows, rows)
         works.append(ChainedWork(work, partial(sum_into_copies, *rows, targets=[*grads.values()])))
 
-    return begin
+    return start_by_rows

@@ -84,11 +84,11 @@ class UnvalidatedUpdateGuard:
                 f"{_UNVALIDATED_MESSAGE}",
                 hint=VALIDATE_HINT,
             )
-        now = self._collect_traces()
-        for k, what in enumerate(("weights were", "the optimizer's state or loss scale was")):
-            if now[k] != self.traces[k]:
+        new_traces = self._collect_traces()
+        for k, subject in enumerate(("weights were", "the optimizer's state or loss scale was")):
+            if new_traces[k] != self.traces[k]:
                 raise ModelError(
-                    f"{what} written to between two steps: {_UNVALIDATED_MESSAGE}",
+                    f"{subject} written to between two steps: {_UNVALIDATED_MESSAGE}",
                     hint=VALIDATE_HINT,
                 )
         for hook in self.hooks:
@@ -103,8 +103,10 @@ class UnvalidatedUpdateGuard:
         if inner is None:
             return []
         entries: list[object] = [inner.state]
-        for key, own in inner.state.items():
-            entries += [key, own, *own, *own.values()] if isinstance(own, dict) else [key, own]
+        for key, state in inner.state.items():
+            entries += (
+                [key, state, *state, *state.values()] if isinstance(state, dict) else [key, state]
+            )
         for group in inner.param_groups:
             entries += [group, *group["params"]]
         return entries
@@ -118,11 +120,14 @@ class UnvalidatedUpdateGuard:
         if self.loss_scale is not None:
             state += [self.loss_scale.value, self.loss_scale.good_steps]
         weights = dict.fromkeys(p for module in self.modules for p in module.parameters())
-        others = dict.fromkeys(t for t in tree_leaves(state) if isinstance(t, Tensor))
-        both = [*weights], [t for t in others if t not in weights]
+        state_tensors = dict.fromkeys(t for t in tree_leaves(state) if isinstance(t, Tensor))
+        tensor_groups = [*weights], [t for t in state_tensors if t not in weights]
         return [
-            [*get_write_traces(each), *(compute_checksums(each) if self.compares_values else ())]
-            for each in both
+            [
+                *get_write_traces(tensors),
+                *(compute_checksums(tensors) if self.compares_values else ()),
+            ]
+            for tensors in tensor_groups
         ]
 
 

@@ -46,10 +46,10 @@ class WeightVersions:
     ) -> None:
         self.stage = -1
         self.last_uses: dict[int, int] = {}  # version -> index of the last instruction with it
-        for at, (op, stage, mb) in indexed_instructions:
+        for index, (op, stage, mb) in indexed_instructions:
             self.stage = stage
             if op in COMPUTE_OPS:
-                self.last_uses[int(shape.weight_version(stage, mb))] = at
+                self.last_uses[int(shape.weight_version(stage, mb))] = index
         self.module_entries = [
             (owner, name, parameter)
             for owner in module.modules()
@@ -89,9 +89,9 @@ class WeightVersions:
         Raises:
             ModelError: A stage wrote to a copy that is dropped.
         """
-        for old in [v for v in self.copies_by_version if self.last_uses[v] < index]:
-            self.require_unwritten(old)
-            del self.copies_by_version[old]
+        for old_version in [v for v in self.copies_by_version if self.last_uses[v] < index]:
+            self.require_unwritten(old_version)
+            del self.copies_by_version[old_version]
         if version in self.last_uses:
             copies = self.copies_by_version[version] = {}
             for _, _, parameter in self.module_entries:
@@ -123,13 +123,13 @@ class WeightVersions:
             ModelError: A stage wrote to a copy.
         """
         for version in versions or [*self.copies_by_version]:
-            if (now := self._collect_traces(version)) == self.traces[version]:
+            if (new_traces := self._collect_traces(version)) == self.traces[version]:
                 continue
             originals = {id(p): p for p in self.names}
-            for key, was, one in zip(
-                self.copies_by_version[version], self.traces[version], now, strict=True
+            for key, old_trace, new_trace in zip(
+                self.copies_by_version[version], self.traces[version], new_traces, strict=True
             ):
-                if was != one:
+                if old_trace != new_trace:
                     raise self._write_error(originals[key])
 
     def require_in_place(self, version: int) -> None:
@@ -164,9 +164,9 @@ class WeightVersions:
         traces: list[tuple[int, ...]] = [(copy._version, copy.data_ptr()) for copy in copies]
         if not self.compares_values:
             return traces
-        numbers = (get_local_shard(copy.detach()) for copy in copies)
-        sums = [0 if one.is_cuda else compute_checksum(one) for one in numbers]
-        return [(*trace, one) for trace, one in zip(traces, sums, strict=True)]
+        shards = (get_local_shard(copy.detach()) for copy in copies)
+        checksums = [0 if shard.is_cuda else compute_checksum(shard) for shard in shards]
+        return [(*trace, checksum) for trace, checksum in zip(traces, checksums, strict=True)]
 
     def use(self, version: int) -> None:
         """Set the copies of a version as the parameters of the module.

@@ -86,9 +86,9 @@ class GpuProgress:
             self.step_events[-1].begin_step(self.executor.random_streams.step)
         step = self.step_events[-1]
         reductions = self.executor.state.service(PendingReductions).works
-        before = len(reductions)
+        old_count = len(reductions)
         run()
-        step.works[k] = [*reductions[before:], *started()]
+        step.works[k] = [*reductions[old_count:], *started()]
         step.events[k].record()
         step.issued[k] = True
 
@@ -117,16 +117,16 @@ class GpuProgress:
         graph = Graph.from_program(
             program, self.executor.state.transport.progress_model, blocking_hosts=True
         )
-        first, end = program.offsets[self.executor.rank : self.executor.rank + 2].tolist()
-        before = (
-            np.concatenate([graph.local_waits, graph.queue_predecessor[None]])[:, first:end] - first
+        begin, end = program.offsets[self.executor.rank : self.executor.rank + 2].tolist()
+        predecessors = (
+            np.concatenate([graph.local_waits, graph.queue_predecessor[None]])[:, begin:end] - begin
         )
-        is_open = np.zeros(end - first + 1, bool)
+        is_open = np.zeros(end - begin + 1, bool)
         is_open[[*progress.unfinished]] = True
-        elsewhere = (before < 0) | (before >= end - first)
-        waits = is_open[np.where(elsewhere, end - first, before)].any(0)
+        is_on_other_rank = (predecessors < 0) | (predecessors >= end - begin)
+        is_waiting = is_open[np.where(is_on_other_rank, end - begin, predecessors)].any(0)
         issued = {*progress.issued, self.executor.runner.position}
-        return [k for k in progress.unfinished if k in issued and not waits[k]]
+        return [k for k in progress.unfinished if k in issued and not is_waiting[k]]
 
 
 class _StepEvents:
@@ -147,10 +147,10 @@ class _StepEvents:
         self.unfinished = [*range(len(self.events))]
 
     def get_progress(self) -> StepProgress:
-        open = self.unfinished
+        unfinished = self.unfinished
         issued = self.issued
-        open[:] = [k for k in open if not (issued[k] and self._has_ended(k))]
-        return StepProgress(self.step, (*open,), tuple(k for k in open if issued[k]))
+        unfinished[:] = [k for k in unfinished if not (issued[k] and self._has_ended(k))]
+        return StepProgress(self.step, (*unfinished,), tuple(k for k in unfinished if issued[k]))
 
     def _has_ended(self, k: int) -> bool:
         return self.events[k].query() and all(

@@ -56,14 +56,14 @@ class LiveMemory(TorchDispatchMode):
         super().__exit__(*error_info)  # type: ignore[no-untyped-call]
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        out = func(*args, **(kwargs or {}))
-        given = _measure_storages(tree_leaves((args, kwargs)))
+        output = func(*args, **(kwargs or {}))
+        input_storages = _measure_storages(tree_leaves((args, kwargs)))
         self.created_storages |= {
             ref: size
-            for ref, size in _measure_storages(tree_leaves(out)).items()
-            if ref not in given
+            for ref, size in _measure_storages(tree_leaves(output)).items()
+            if ref not in input_storages
         }
-        return out
+        return output
 
     def _run(self, run: Any) -> None:
         self._update_peaks()  # also counts inputs that `run` frees
@@ -71,17 +71,17 @@ class LiveMemory(TorchDispatchMode):
         self._update_peaks()
 
     def _update_peaks(self) -> None:
-        device, before = self._count_live_bytes(), -1
+        device_bytes, previous_bytes = self._count_live_bytes(), -1
         # Repeat until two counts agree, because other threads may allocate and free memory.
-        while device != before:
-            device, before = self._count_live_bytes(), device
+        while device_bytes != previous_bytes:
+            device_bytes, previous_bytes = self._count_live_bytes(), device_bytes
         services = self.executor.state.list_services()
         for tier in TIERS:
             if tier == TIERS[0]:
-                used = device
+                used_bytes = device_bytes
             else:
-                used = sum(service.count_bytes(tier) for service in services)
-            self.peak_by_tier[tier] = max(self.peak_by_tier[tier], used)
+                used_bytes = sum(service.count_bytes(tier) for service in services)
+            self.peak_by_tier[tier] = max(self.peak_by_tier[tier], used_bytes)
 
     def _count_live_bytes(self) -> int:
         self.created_storages = {
@@ -89,8 +89,10 @@ class LiveMemory(TorchDispatchMode):
         }
         storages = self.created_storages | _measure_storages(_list_static_tensors(self.executor))
         services = self.executor.state.list_services()
-        on_host = _measure_storages(t for one in services for t in one.list_host_tensors())
-        return sum(size for ref, size in storages.items() if ref not in on_host)
+        host_storages = _measure_storages(
+            t for service in services for t in service.list_host_tensors()
+        )
+        return sum(size for ref, size in storages.items() if ref not in host_storages)
 
     @property
     def peak_bytes(self) -> int:

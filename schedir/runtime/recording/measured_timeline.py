@@ -36,21 +36,23 @@ def gather_timeline(executor: Executor, transport: ProcessTransport) -> Timeline
         ModelError: No step was recorded, or a rank has not sent two times for each of its
             instructions.
     """
-    (times,), error = read_step_times([executor.timestamps])
-    offset, between = measure_clock_offset()
-    local_times = np.concatenate([times.start - offset, times.end - offset, [error + between]])
+    (times,), event_error = read_step_times([executor.timestamps])
+    offset, offset_error = measure_clock_offset()
+    local_times = np.concatenate(
+        [times.start - offset, times.end - offset, [event_error + offset_error]]
+    )
     messages = gather_bytes(local_times.astype("<f8").tobytes())
     if dist.get_rank():
         return None
-    everyone = [np.frombuffer(messages[int(k)], "<f8") for k in transport.mesh[0, :, 0]]
-    for each, stream in zip(everyone, executor.program.streams, strict=True):
-        if len(each) != 2 * len(stream) + 1:
-            raise ModelError(f"a rank has {len(each)} times for {len(stream)} instructions")
-    starts = [each[: len(each) // 2] for each in everyone]
-    ends = [each[len(each) // 2 : -1] for each in everyone]
-    errors = [float(each[-1]) for each in everyone]
+    times_by_rank = [np.frombuffer(messages[int(k)], "<f8") for k in transport.mesh[0, :, 0]]
+    for rank_times, stream in zip(times_by_rank, executor.program.streams, strict=True):
+        if len(rank_times) != 2 * len(stream) + 1:
+            raise ModelError(f"a rank has {len(rank_times)} times for {len(stream)} instructions")
+    starts = [rank_times[: len(rank_times) // 2] for rank_times in times_by_rank]
+    ends = [rank_times[len(rank_times) // 2 : -1] for rank_times in times_by_rank]
+    errors = [float(rank_times[-1]) for rank_times in times_by_rank]
     start = np.concatenate(starts)
     end = np.concatenate(ends)
-    model, blocks = transport.progress_model, transport.blocking_hosts
-    timeline = build_timeline(executor.program, start, end, model, blocking_hosts=blocks)
+    model, blocking_hosts = transport.progress_model, transport.blocking_hosts
+    timeline = build_timeline(executor.program, start, end, model, blocking_hosts=blocking_hosts)
     return replace(timeline, clock_error=sum(sorted(errors)[-2:]))

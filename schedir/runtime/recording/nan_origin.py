@@ -67,13 +67,16 @@ def find_origin(
     Returns:
         The origin, or None if no rank found one.
     """
-    process = dist.get_rank(), transport.dp_rank
-    before = [NanOrigin(*process, executor.rank, executor.state.index_of[i], i) for i in residue]
-    known = before, rerun_step(executor, *process, inputs, targets, scale, keywords)
-    everyone = gather(known, record_types=[NanOrigin, Instr, Opcode])
-    before, again = ([*chain(*each)] for each in zip(*everyone, strict=True))
-    last = executor.state.shape.stages - 1
-    return find_earliest(again, last) or find_earliest(before, last)
+    process_ids = dist.get_rank(), transport.dp_rank
+    local_residue = [
+        NanOrigin(*process_ids, executor.rank, executor.state.index_of[i], i) for i in residue
+    ]
+    local_rerun = rerun_step(executor, *process_ids, inputs, targets, scale, keywords)
+    local_origins = local_residue, local_rerun
+    gathered = gather(local_origins, record_types=[NanOrigin, Instr, Opcode])
+    residue_origins, rerun_origins = ([*chain(*lists)] for lists in zip(*gathered, strict=True))
+    last_stage = executor.state.shape.stages - 1
+    return find_earliest(rerun_origins, last_stage) or find_earliest(residue_origins, last_stage)
 
 
 class NanOrigin(NamedTuple):
@@ -118,12 +121,18 @@ def find_earliest(origins: Iterable[NanOrigin], last_stage: int) -> NanOrigin | 
         last_stage: The number of the last stage.
     """
     origins = [*origins]
-    lost = {
-        (f.replica, f.instr.mb) for f in origins if f.is_forward and f.instr.stage == last_stage
+    nonfinite_losses = {
+        (origin.replica, origin.instr.mb)
+        for origin in origins
+        if origin.is_forward and origin.instr.stage == last_stage
     }
     return min(
-        (f for f in origins if not f.is_forward or (f.replica, f.instr.mb) in lost),
-        key=lambda f: f.sort_key,
+        (
+            origin
+            for origin in origins
+            if not origin.is_forward or (origin.replica, origin.instr.mb) in nonfinite_losses
+        ),
+        key=lambda origin: origin.sort_key,
         default=None,
     )
 
@@ -136,8 +145,8 @@ def make_nonfinite_error(origin: NanOrigin | None, program: Program, step: int) 
         program: The program.
         step: The number of the step, from 1.
     """
-    what = "the loss" if origin and origin.is_forward else "a gradient"
-    taken = (
+    subject = "the loss" if origin and origin.is_forward else "a gradient"
+    outcome = (
         "was skipped" if program.clip_grad_norm else "was made only on ranks with finite gradients"
     )
     sites = []
@@ -146,7 +155,7 @@ def make_nonfinite_error(origin: NanOrigin | None, program: Program, step: int) 
         note = note if program.dp > 1 else note.partition(",")[0]
         sites.append(InstructionSite(origin.rank, origin.stream_index, origin.instr, note))
     return NonFiniteError(
-        f"{what} of step {step} is infinite or NaN; the update {taken}",
+        f"{subject} of step {step} is infinite or NaN; the update {outcome}",
         program=program.name,
         sites=sites,
         hint='[train] on_nonfinite = "skip" skips such updates' * program.clip_grad_norm,
@@ -172,7 +181,7 @@ class StepResidue:
         self.trained_stages = {
             s: stage
             for s, stage in executor.stages.items()
-            if any(kept.numel() for kept in stage.gradients.reduced_flat)
+            if any(flat.numel() for flat in stage.gradients.reduced_flat)
         }
         self.instructions = [
             [i for i in state.stream if i.op in _REDUCTION_OPS and i[1:] == (s, update)]
@@ -193,10 +202,14 @@ class StepResidue:
         losses of all microbatches follow.
         """
         state = self.executor.state
-        each = [are_finite(stage.gradients.reduced_flat) for stage in self.trained_stages.values()]
-        if len(each) < len(self):
-            each += torch.stack(state.losses).isfinite().unbind()
-        return torch.stack(each) if each else torch.zeros(0, dtype=torch.bool, device=state.device)
+        finite_flags = [
+            are_finite(stage.gradients.reduced_flat) for stage in self.trained_stages.values()
+        ]
+        if len(finite_flags) < len(self):
+            finite_flags += torch.stack(state.losses).isfinite().unbind()
+        if not finite_flags:
+            return torch.zeros(0, dtype=torch.bool, device=state.device)
+        return torch.stack(finite_flags)
 
     def find_nonfinite(self, finite: Sequence[float]) -> list[Instr]:
         """Return the instructions that produced non-finite values.
@@ -205,7 +218,10 @@ class StepResidue:
             finite: The result of `check_finite`, read by the host.
         """
         return [
-            i for of, sound in zip(self.instructions, finite, strict=True) if not sound for i in of
+            i
+            for instructions, is_finite in zip(self.instructions, finite, strict=True)
+            if not is_finite
+            for i in instructions
         ]
 
 
@@ -235,17 +251,19 @@ def rerun_step(
     Returns:
         The local instructions with results that are not finite, in execution order.
     """
-    found: list[NanOrigin] = []
+    origins: list[NanOrigin] = []
     reductions = executor.state.service(PendingReductions)
 
     def watch(k: int, i: Instr, call: Call) -> Call:
         def run() -> None:
             call.run()
-            known = any(f.instr.stage == i.stage and not f.is_forward for f in found)
-            if not (known and i.op not in FORWARD_OPS) and not are_finite(gives()):
-                found.append(NanOrigin(process, replica, executor.rank, k, i))
+            has_origin = any(
+                origin.instr.stage == i.stage and not origin.is_forward for origin in origins
+            )
+            if not (has_origin and i.op not in FORWARD_OPS) and not are_finite(list_outputs()):
+                origins.append(NanOrigin(process, replica, executor.rank, k, i))
 
-        gives = partial(_list_outputs, executor, i)
+        list_outputs = partial(_list_outputs, executor, i)
         return Call(call.wait, run) if i.op in COMPUTE_OPS else call
 
     with PreservedState() as preserved:
@@ -261,15 +279,15 @@ def rerun_step(
         reductions.starts_after_backward = True
         executor.random_streams.step -= 1  # draw the same random numbers
         executor.step(inputs, targets, scale, keywords)
-    return found
+    return origins
 
 
 def _list_outputs(executor: Executor, i: Instr) -> list[Tensor]:
     """Return the results of a compute instruction: its output, loss or gradients."""
     if i.op in FORWARD_OPS and i.stage == executor.state.shape.stages - 1:
         return [executor.state.losses[i.mb]]
-    given = [] if i.op in FORWARD_OPS else [*executor.stages[i.stage].gradients.flat]
+    outputs = [] if i.op in FORWARD_OPS else [*executor.stages[i.stage].gradients.flat]
     for kind in (Value.ACT_OUT, Value.GRAD_OUT):
         if kind in INSTRUCTIONS[i.op].gives and (i.stage or kind is Value.ACT_OUT):
-            given += executor.state.get_outgoing_tensors(kind, i.stage, i.mb)
-    return [x for x in given if x.is_floating_point() or x.is_complex()]
+            outputs += executor.state.get_outgoing_tensors(kind, i.stage, i.mb)
+    return [x for x in outputs if x.is_floating_point() or x.is_complex()]

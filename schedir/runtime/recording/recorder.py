@@ -244,25 +244,25 @@ class EventTimestamps(Timestamps):
         self, program: Program, rank: int, progress_model: ProgressModel, device: torch.device
     ) -> None:
         super().__init__()
-        self.device, stream = device, torch.cuda.current_stream(device)
+        self.device, cuda_stream = device, torch.cuda.current_stream(device)
         self.start_events, self.end_events = (
             [torch.cuda.Event(enable_timing=True) for _ in program.streams[rank]] for _ in range(2)
         )
         self.join_event = torch.cuda.Event()
         for event in (*self.start_events, *self.end_events, self.join_event):
-            event.record(stream)  # CUDA creates events at their first use
-        own = program.streams[rank]
+            event.record(cuda_stream)  # CUDA creates events at their first use
+        stream = program.streams[rank]
         queue = Graph.from_program(program, progress_model).queue[
             slice(*program.offsets[rank : rank + 2].tolist())
         ]
         self.queue_by_instruction = queue.tolist()
-        self.group_by_instruction = np.cumsum(~own.joined).tolist()
+        self.group_by_instruction = np.cumsum(~stream.joined).tolist()
         # Indices of all instructions but sends. Only the receiver of a message records its times.
-        self.lane_instructions = np.flatnonzero(~np.isin(own.op, SEND_OPS)).tolist()
+        self.lane_instructions = np.flatnonzero(~np.isin(stream.op, SEND_OPS)).tolist()
         queues = sorted(
             {
                 self.queue_by_instruction[k]
-                for k in np.flatnonzero(np.isin(own.op, RECV_OPS)).tolist()
+                for k in np.flatnonzero(np.isin(stream.op, RECV_OPS)).tolist()
             }
         )
         self.side_streams = {q: torch.cuda.Stream(device) for q in queues}
@@ -321,25 +321,25 @@ class EventTimestamps(Timestamps):
             anchor: An event that was recorded after the step.
             anchor_time: The time of the anchor, in seconds of `perf_counter`.
         """
-        began, ended = (
+        starts, ends = (
             anchor_time - np.array([event.elapsed_time(anchor) for event in events]) / 1e3
             for events in (self.start_events, self.end_events)
         )
         # An instruction begins no earlier than its queue is free. The members of a group of
         # transfers run concurrently.
-        free: dict[int, float] = {}
+        free_times: dict[int, float] = {}
         # Queue -> its last group, and the time when all members of the group have ended.
-        before: dict[int, tuple[int, float]] = {}
+        last_groups: dict[int, tuple[int, float]] = {}
         for k in self.lane_instructions:
             queue = self.queue_by_instruction[k]
-            group, last = before.get(queue, (0, -np.inf))
+            group, last_end = last_groups.get(queue, (0, -np.inf))
             if group != self.group_by_instruction[k]:
-                free[queue] = last
-            began[k] = max(began[k], free[queue])
+                free_times[queue] = last_end
+            starts[k] = max(starts[k], free_times[queue])
             # Work that started early may have ended before its instruction began.
-            ended[k] = max(began[k], ended[k])
-            before[queue] = self.group_by_instruction[k], max(last, float(ended[k]))
-        return InstructionTimes(began, ended)
+            ends[k] = max(starts[k], ends[k])
+            last_groups[queue] = self.group_by_instruction[k], max(last_end, float(ends[k]))
+        return InstructionTimes(starts, ends)
 
 
 def make_timestamps(
@@ -450,12 +450,12 @@ def _record_anchor(device: torch.device) -> tuple[torch.cuda.Event, float, float
     torch.cuda.synchronize(device)
     for _ in range(ANCHOR_ROUNDS):
         event = torch.cuda.Event(enable_timing=True)
-        issued = perf_counter()
+        issue_time = perf_counter()
         event.record(torch.cuda.current_stream(device))
         event.synchronize()
-        seen = perf_counter()
-        error = (seen - issued) / 2 + EVENT_RESOLUTION
+        sync_time = perf_counter()
+        error = (sync_time - issue_time) / 2 + EVENT_RESOLUTION
         if best is None or error < best[2]:
-            best = event, (issued + seen) / 2, error
+            best = event, (issue_time + sync_time) / 2, error
     assert best is not None
     return best

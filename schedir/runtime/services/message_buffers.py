@@ -52,11 +52,15 @@ class MessageBuffers(RankService):
         resources = self.resources
         for program, boundaries in runs:
             for kind, sizes in _compute_sizes(program, resources.rank, boundaries).items():
-                both = zip_longest(self.sizes.get(kind, ()), sizes, fillvalue=0)
-                self.sizes[kind] = [max(pair) for pair in both]
-        received = {kind: self.sizes[kind] for op in RECV_OPS for kind in INSTRUCTIONS[op].gives}
+                size_pairs = zip_longest(self.sizes.get(kind, ()), sizes, fillvalue=0)
+                self.sizes[kind] = [max(pair) for pair in size_pairs]
+        received_sizes = {
+            kind: self.sizes[kind] for op in RECV_OPS for kind in INSTRUCTIONS[op].gives
+        }
         programs = [program for program, _ in runs]
-        self.received = resources.transport.allocate_buffers(received, resources.device, programs)
+        self.received = resources.transport.allocate_buffers(
+            received_sizes, resources.device, programs
+        )
 
     def get_send_buffer(
         self, kind: Value, number: int, form_changes: tuple[Opcode, ...]
@@ -76,8 +80,8 @@ class MessageBuffers(RankService):
         """
         key, resources = (kind, number, form_changes), self.resources
         if resources.transport.uses_static_buffers and key not in self.sent:
-            split = any(op in TP_SPLIT_OPS for op in form_changes)
-            size = self.sizes[kind][number] // (resources.program.tp if split else 1)
+            is_split = any(op in TP_SPLIT_OPS for op in form_changes)
+            size = self.sizes[kind][number] // (resources.program.tp if is_split else 1)
             self.sent[key] = allocate_bytes(resources.device, size)
         return self.sent.get(key)
 

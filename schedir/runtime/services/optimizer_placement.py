@@ -47,16 +47,16 @@ class OptimizerPlacement(RankService):
             for s, stage in resources.stages.items()
             for p, name in stage.gradients.names.items()
         }
-        given = parameters, optimizer, resources.service(CopyLanes), resources.device, names
+        arguments = parameters, optimizer, resources.service(CopyLanes), resources.device, names
         try:
             if program.optimizer_placement == "disk":
                 tiers = resources.service(MemoryTiers)
                 file = tiers.open_spill_file(program.name)
-                self.optimizer_state = DiskOptimizerState(*given, tiers, file)
+                self.optimizer_state = DiskOptimizerState(*arguments, tiers, file)
             elif program.optimizer_placement == "cpu_step":
-                self.optimizer_state = CpuOptimizer(*given, resources.stages)
+                self.optimizer_state = CpuOptimizer(*arguments, resources.stages)
             else:
-                self.optimizer_state = HostOptimizerState(*given)
+                self.optimizer_state = HostOptimizerState(*arguments)
         except ModelError as error:
             error.program = program.name
             raise

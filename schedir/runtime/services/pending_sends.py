@@ -82,14 +82,14 @@ def _find_implied_acks(program: Program, rank: int) -> dict[int, list[int]]:
     peers = {program.peer_rank(i) for i in stream if i.op in SEND_OPS}
     acks: dict[int, list[int]] = {}
     for peer in peers:
-        used: list[int] = []  # sends that the peer has used since its last send to this rank
+        used_sends: list[int] = []  # sends that the peer has used since its last send to this rank
         for op, stage, mb in program.streams[peer]:
             row = INSTRUCTIONS[op]
             for send, hop in _SENDS_BY_CONSUMER[op]:
                 k = index_of.pop((send, neighbors[hop][stage], mb), None)
-                used += [k] if k is not None else []
-            if row.peer and op in SEND_OPS and used:
+                used_sends += [k] if k is not None else []
+            if row.peer and op in SEND_OPS and used_sends:
                 receive = index_of.get((row.partner, neighbors[row.peer][stage], mb))
                 if receive is not None:
-                    acks[receive], used = used, []
+                    acks[receive], used_sends = used_sends, []
     return acks

@@ -29,8 +29,8 @@ class ShardedStages(ProgramService):
 
     def __init__(self, state: State) -> None:
         super().__init__(state)
-        each = [stage.sharded_parameters for stage in state.stages.values()]
-        self.sharded = [one for one in each if one is not None]
+        all_weights = [stage.sharded_parameters for stage in state.stages.values()]
+        self.sharded = [weights for weights in all_weights if weights is not None]
         state.first_step_checks.weights = self.sharded
 
     def finish_setup(self) -> None:
@@ -117,11 +117,12 @@ class ShardedStages(ProgramService):
 
 def _checksum_parameters(state: State) -> dict[str, str]:
     """Return description -> checksum for each parameter, for `check_agreement`."""
-    modules, tp_rank = {s: one.module for s, one in state.stages.items()}, state.transport.tp_rank
+    modules = {s: stage.module for s, stage in state.stages.items()}
+    tp_rank = state.transport.tp_rank
     return {
         f"the values of {name} in stage {s}, "
         f"{describe_slice(modules[s].get_parameter(name), tp_rank)}": p.values_digest
-        for s, own in fingerprint_parameters(modules).items()
-        for p in own
+        for s, parameters in fingerprint_parameters(modules).items()
+        for p in parameters
         for name in p.names[:1]
     }

@@ -22,9 +22,9 @@ class StageWeightVersions(ProgramService):
         self.by_stage: dict[int, WeightVersions] = {}
         for s, stage in state.stages.items():
             if s >= state.program.frozen_stages:
-                own = ((k, i) for k, i in enumerate(state.stream) if i.stage == s)
+                stage_instructions = ((k, i) for k, i in enumerate(state.stream) if i.stage == s)
                 stage.local_ties.install_substitutes()
-                self.by_stage[s] = WeightVersions(stage.module, state.shape, own)
+                self.by_stage[s] = WeightVersions(stage.module, state.shape, stage_instructions)
                 stage.local_ties.restore()
 
     def begin_step(self) -> None:

@@ -160,21 +160,23 @@ class UpdateChecks(ProgramService):
             ModelError: A sharded weight was written to, or the optimizer's state is not sharded.
         """
         state = self.state
-        finite, shrink = self.judge(update)
+        finite, clip_factor = self.judge(update)
         # The CPU optimizer must also clip the copies of the gradients on the host.
-        if shrink is not None and state.program.optimizer_placement == "cpu_step":
-            self.clip_factor = shrink
+        if clip_factor is not None and state.program.optimizer_placement == "cpu_step":
+            self.clip_factor = clip_factor
         for stage in state.stages.values():
-            if shrink is not None:
-                stage.gradients.scale(shrink)
+            if clip_factor is not None:
+                stage.gradients.scale(clip_factor)
         for service in state.list_services():
             service.begin_optimizer_step()
         return finite
 
     def _judge_by_norm(self, update: int) -> NormVerdict:
-        total = self.squared_norms.pop(update)
-        verdict = compute_clip_factor(self.state.resources.options.gradients.norm_limit, total)
-        self.grad_norm = total.sqrt()
+        squared_norm = self.squared_norms.pop(update)
+        verdict = compute_clip_factor(
+            self.state.resources.options.gradients.norm_limit, squared_norm
+        )
+        self.grad_norm = squared_norm.sqrt()
         return verdict
 
     def _judge_by_numbers(self, update: int) -> tuple[Tensor, None]:
@@ -184,9 +186,9 @@ class UpdateChecks(ProgramService):
         )
         # With ZeRO a replica checks only its shard, and with expert parallelism only its experts.
         if (state.program.zero and state.program.dp > 1) or state.program.ep > 1:
-            spoilt = finite.logical_not().to(torch.int32)
-            state.transport.start_collective("all_reduce", "dp", spoilt, spoilt).wait()
-            finite = spoilt == 0
+            nonfinite = finite.logical_not().to(torch.int32)
+            state.transport.start_collective("all_reduce", "dp", nonfinite, nonfinite).wait()
+            finite = nonfinite == 0
         return finite, None
 
 
