@@ -73,8 +73,8 @@ def add_weight_checks(
             return
         old_weights = list_weights()
         # With ZeRO level 3 the memory of weights may be freed. `ShardedParameters` compares values.
-        sharded = stage.sharded_parameters
-        is_readable = sharded is None or sharded.keeps_full_weights
+        sharded_parameters = stage.sharded_parameters
+        is_readable = sharded_parameters is None or sharded_parameters.keeps_full_weights
         compared_values = (
             [get_local_shard(p.detach()) for p in old_weights.values()]
             if on_cpu and is_readable
