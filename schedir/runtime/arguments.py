@@ -96,7 +96,7 @@ def require_stages(
             or a stage is not an `nn.Module`.
     """
     all_stages = range(program.shape.stages)
-    expected = all_stages if rank is None else program.shape.stages_on_rank[rank]
+    expected_stages = all_stages if rank is None else program.shape.stages_on_rank[rank]
     expected_form = "all stages of the model, in order" if rank is None else "{stage: module}"
 
     def refuse(fact: str) -> ModelError:
@@ -105,12 +105,14 @@ def require_stages(
     owner = "the program" if rank is None else f"rank {rank}"
     if isinstance(value, Mapping):
         stages = dict(value)
-        if {*stages} != {*expected}:
-            raise refuse(f"`stages` has {describe([*stages])}, but {owner} needs {[*expected]}")
+        if {*stages} != {*expected_stages}:
+            raise refuse(
+                f"`stages` has {describe([*stages])}, but {owner} needs {[*expected_stages]}"
+            )
     elif isinstance(value, Sequence | nn.Sequential | nn.ModuleList) and not isinstance(value, str):
         if len(value) != len(all_stages):
             raise refuse(f"`stages` has {len(value)} modules instead of {len(all_stages)}")
-        stages = {s: value[s] for s in expected}
+        stages = {s: value[s] for s in expected_stages}
     else:
         raise refuse(f"`stages` must be a list or a mapping of modules, not {type(value).__name__}")
     for s, module in stages.items():

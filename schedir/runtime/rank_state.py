@@ -141,9 +141,9 @@ class State:
         self.batch: StepInputs = StepInputs()
         self.losses: list[Tensor] = [torch.zeros((), device=self.device)] * self.shape.microbatches
         self.slot_assignment: SlotAssignment = assign_slots(program, self.rank)
-        counts = count_slots(program)[self.rank].tolist()
+        slot_counts = count_slots(program)[self.rank].tolist()
         self.slot_tables: dict[Value, SlotTable] = dict(
-            zip(SLOT_KINDS, map(SlotTable, counts), strict=True)
+            zip(SLOT_KINDS, map(SlotTable, slot_counts), strict=True)
         )
         self.first_step_checks: FirstStepChecks = FirstStepChecks(
             self.slot_tables, self.slot_assignment, self.device

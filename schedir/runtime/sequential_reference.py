@@ -219,19 +219,19 @@ def _run_step(
         rank_gradients = []
         for backwards in _list_backwards(program, k, len(dys)):
             gradients[k].zero()
-            deferred: dict[int, DeferredGradients] = {}
+            deferred_gradients: dict[int, DeferredGradients] = {}
             for op, _, mb in backwards:
                 is_weight_backward = op in BACKWARD_WEIGHT_OPS
                 random_streams.make_seeded(
                     BACKWARD_WEIGHT if is_weight_backward else BACKWARD, k, mb
                 )()
                 if is_weight_backward:
-                    deferred.pop(mb).run()
+                    deferred_gradients.pop(mb).run()
                     continue
                 leaves, roots = saved_tensors[k][mb]
                 is_split = op in BACKWARD_INPUT_OPS
                 with (
-                    defer_weight_gradients(deferred.setdefault(mb, DeferredGradients()))
+                    defer_weight_gradients(deferred_gradients.setdefault(mb, DeferredGradients()))
                     if is_split
                     else nullcontext()
                 ):
@@ -254,11 +254,11 @@ def _run_step(
             rank_gradients.append([flat.clone() for flat in gradients[k].flat])
         for flat, first, *others in zip(gradients[k].flat, *rank_gradients, strict=True):
             flat.copy_(sum(others, first))
-    views = [
+    views_by_stage = [
         {id(p): view for p, view in stage_gradients.bound_views} for stage_gradients in gradients
     ]
     for locations in tied_locations:
-        copies = [views[s][id(stages[s].get_parameter(name))] for s, name in locations]
+        copies = [views_by_stage[s][id(stages[s].get_parameter(name))] for s, name in locations]
         total_gradient = copies[0].clone()
         for copy in copies[1:]:
             total_gradient += copy

@@ -67,19 +67,19 @@ def undo_steps(state: State) -> Iterator[None]:
     optimizer, loss_scale = state.resources.optimizer, state.options.gradients.loss_scale
     makes_update = has_known_effects(optimizer) and not has_gated_step(optimizer)
     stages = [stage.module for stage in state.stages.values()]
-    unmanaged = find_unmanaged_parameters(state)
+    unmanaged_parameters = find_unmanaged_parameters(state)
     tables = list_optimizer_tables(optimizer) if makes_update else []
     written_values: list[object] = [
         p for module in stages for p in module.parameters() if p.requires_grad
     ]
-    written_values += [*tables, *(p.grad for p in unmanaged)]
+    written_values += [*tables, *(p.grad for p in unmanaged_parameters)]
     if loss_scale is not None:
         written_values += [loss_scale.value, loss_scale.good_steps]
     with PreservedState() as preserved:
         preserved.add_values(
             (t for t in tree_leaves(written_values) if isinstance(t, Tensor)), on_host=True
         )
-        preserved.add_gradients(unmanaged)
+        preserved.add_gradients(unmanaged_parameters)
         preserved.add_tables(tables)
         preserved.add_fields(state.random_streams, "step")
         for service in state.list_services():

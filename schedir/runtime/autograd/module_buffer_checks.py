@@ -67,7 +67,9 @@ def add_buffer_checks(
         has_copy = [
             is_first or (path, name) in stage.rewritten_buffers for path, _, name, _ in entries
         ]
-        old_values = [b.clone() if k else b for b, k in zip(buffers, has_copy, strict=True)]
+        old_values = [
+            b.clone() if is_copied else b for b, is_copied in zip(buffers, has_copy, strict=True)
+        ]
         run()
         new_buffers = [module._buffers.get(name) for _, module, name, _ in entries]
         new_versions = get_versions(buffers)

@@ -279,8 +279,8 @@ def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
         actual = results[1][name]
         if expected is None and actual is None:
             continue
-        bound = 1e-2 if expected is not None and expected.dtype.itemsize < 4 else 1e-4
-        if expected is None or actual is None or not _relative_error(actual, expected) <= bound:
+        max_error = 1e-2 if expected is not None and expected.dtype.itemsize < 4 else 1e-4
+        if expected is None or actual is None or not _relative_error(actual, expected) <= max_error:
             raise ModelError(f"the split of {kind.__name__} and autograd differ in {name}")
 
 

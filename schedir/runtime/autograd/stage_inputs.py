@@ -83,7 +83,7 @@ class StageInputAdapter:
         elif as_views:
             module_inputs = [x.view_as(x) for x in inputs]
         old_versions = [*map(_get_version, module_inputs)]
-        views = _find_possible_views(inputs) if writes_inputs is None else ()
+        view_pairs = _find_possible_views(inputs) if writes_inputs is None else ()
         keyword_tensors = (
             [x for x in tree_leaves(dict(keywords)) if isinstance(x, Tensor)] if keywords else ()
         )
@@ -107,7 +107,7 @@ class StageInputAdapter:
         has_written = new_versions != old_versions
         if has_written and writes_inputs is False:
             raise _unexpected_write_error()
-        for k, n in views:
+        for k, n in view_pairs:
             if new_versions[k] != old_versions[k] or new_versions[n] != old_versions[n]:
                 raise ModelError(
                     f"a stage changes input {k} or {n} in place, and one contains the "

@@ -157,7 +157,7 @@ class BoundaryTable:
             ModelError: The number of microbatches differs from the program's, or a boundary is
                 invalid.
         """
-        stages, parts, skips = program.shape.stages, program.tp, program.skips
+        stages, num_parts, skips = program.shape.stages, program.tp, program.skips
         is_per_microbatch = isinstance(boundary, PerMicrobatchBoundary)
         if isinstance(boundary, BoundaryTable):
             entries: Sequence[BoundaryLike | BoundaryByEdge | ModelBoundaries] = boundary.rows
@@ -173,7 +173,7 @@ class BoundaryTable:
                 hint=_PER_MICROBATCH_HINT,
             )
         return cls(
-            tuple(ModelBoundaries.from_edges(entry, stages, parts, skips) for entry in entries)
+            tuple(ModelBoundaries.from_edges(entry, stages, num_parts, skips) for entry in entries)
         )
 
     def __getitem__(self, mb: int) -> ModelBoundaries:

@@ -126,7 +126,7 @@ def _measure_optimizer_state(
     try:
         optimizer = optimizer_state(parameters)
         optimizer.step()
-        state = [
+        state_values = [
             *getattr(optimizer, "main_parameters", ()),
             *tree_leaves([*unwrap_optimizer(optimizer).state.values()]),
         ]
@@ -136,7 +136,7 @@ def _measure_optimizer_state(
             hint="pass the bytes per trained element instead, such as optimizer_state=8.0",
         ) from error
     # All "meta" memory is at address 0, so distinguish tensors by their identity.
-    tensors = {id(x): x for x in state if isinstance(x, Tensor)}
+    tensors = {id(x): x for x in state_values if isinstance(x, Tensor)}
     return float(sum(x.untyped_storage().nbytes() for x in tensors.values()))
 
 

@@ -423,17 +423,19 @@ def backward_input(state: State, i: Instr) -> Call:
     wait, run_backward = backward(state, i, is_split=True)
 
     def run() -> None:
-        deferred = DeferredGradients()
-        deferred_slot.fill(deferred)
+        deferred_gradients = DeferredGradients()
+        deferred_slot.fill(deferred_gradients)
         no_watch: AbstractContextManager[set[str]] = nullcontext(set())
         with (
-            defer_weight_gradients(deferred),
+            defer_weight_gradients(deferred_gradients),
             no_watch
             if stage.has_checked_layers
             else watch_accumulation(stage.module) as accumulated_weights,
         ):
             run_backward()
-        deferrable_weights = set() if len(deferred) else find_deferrable_weights(stage.module)
+        deferrable_weights = (
+            set() if len(deferred_gradients) else find_deferrable_weights(stage.module)
+        )
         if deferrable_weights & accumulated_weights:
             raise ModelError(
                 f"{_describe_stage(stage, i)} has splittable layers, but its instruction I ran "
@@ -446,7 +448,7 @@ def backward_input(state: State, i: Instr) -> Call:
         if not stage.has_warned_of_layers and not deferrable_weights:
             stage.has_warned_of_layers = True
             # A segment of a stage may have no splittable layers, which is no reason for a warning.
-            is_split = len(deferred) > 0 or bool(state.program.segment_boundaries)
+            is_split = len(deferred_gradients) > 0 or bool(state.program.segment_boundaries)
             unsplit_layers = describe_unsplit_layers(stage.module, accumulated_weights, is_split)
             if unsplit_layers:
                 warnings.warn(
@@ -467,12 +469,12 @@ def backward_weight(state: State, i: Instr) -> Call:
     find_reduction = _make_reduction_finder(state, i)
 
     def run() -> None:
-        deferred = deferred_slot.peek()
+        deferred_gradients = deferred_slot.peek()
         reduction = find_reduction()
         if reduction is None:
-            deferred.run()
+            deferred_gradients.run()
         else:
-            reduction.overlap_deferred_wgrad(deferred)
+            reduction.overlap_deferred_wgrad(deferred_gradients)
         deferred_slot.free()
 
     return Call(None, wrap_stage_run(state, i, BACKWARD_WEIGHT, run))

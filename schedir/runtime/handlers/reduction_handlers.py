@@ -108,7 +108,7 @@ def reduce_replicated_stages(state: State, i: Instr) -> Call:
 def reduce_tied(state: State, i: Instr) -> Call:
     """Return the call of ReduceTied: sum the gradients of tied weights over their copies."""
     reductions = state.service(PendingReductions)
-    sums = [
+    tie_reducers = [
         make_tie_reducer(
             w,
             state.shape,
@@ -126,8 +126,8 @@ def reduce_tied(state: State, i: Instr) -> Call:
         ):
             for copy in weight.local_copies.values():  # a step may leave a copy unused
                 copy.grad = torch.zeros_like(copy) if copy.grad is None else copy.grad
-        for begin in sums:
-            begin()
+        for start_reduction in tie_reducers:
+            start_reduction()
 
     return Call(reductions.wait, run)
 
