@@ -163,7 +163,7 @@ class Checkpoints:
                 for (full_name, _, _, tensor), value, written, replaced in rows
                 if written or replaced or not has_same_bits(tensor.detach().to(value.device), value)
             }
-        checkpoint_buffers = []
+        buffers = []
         for (full_name, table, name, tensor), value, written, replaced in rows:
             if written and full_name not in known_names:
                 raise ModelError(
@@ -172,12 +172,9 @@ class Checkpoints:
                     hint="write to it in every forward, or assign a new tensor to it",
                 )
             if replaced or full_name in known_names:
-                checkpoint_buffers.append((table, name, _match_tensor_type(value, tensor)))
+                buffers.append((table, name, _match_tensor_type(value, tensor)))
         checksums = self._checksum_outputs(result[0])
-        checkpoint = Checkpoint(
-            inputs, checkpoint_buffers, generator_states, checksums, input_versions
-        )
-        return result, checkpoint
+        return result, Checkpoint(inputs, buffers, generator_states, checksums, input_versions)
 
     def recompute(
         self, run: Callable[[], _ForwardResult], checkpoint: Checkpoint

@@ -94,14 +94,11 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
         # A layer that is already splittable gets the rules that are registered now.
         original_type = _original_type(layer)
         kind = _without_fsdp(original_type)
-        is_selected = (
-            kind not in _OPT_IN_TYPES or kind in layer_types or original_type is not type(layer)
-        )
-        split = (
-            _find_split_type(original_type)
-            if is_selected and "forward" not in vars(layer)
-            else None
-        )
+        was_split = original_type is not type(layer)
+        is_selected = kind not in _OPT_IN_TYPES or kind in layer_types or was_split
+        if not is_selected or "forward" in vars(layer):
+            continue
+        split = _find_split_type(original_type)
         if split is None or (kind is nn.Embedding and _has_special_gradient(layer)):
             continue
         if kind in _REGISTERED_LAYERS and (
@@ -268,13 +265,9 @@ def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
             dy = torch.randn(y.shape, generator=generator, dtype=y.dtype, device=y.device)
             torch.autograd.backward(y, dy)
         tape.run()
-        parameter_gradients = {
-            f"the gradient of {name}": p.grad for name, p in tested_layer.named_parameters()
-        }
-        results.append(
-            {"the output": y.detach(), "the gradient of the input": layer_input.grad}
-            | parameter_gradients
-        )
+        results.append({"the output": y.detach(), "the gradient of the input": layer_input.grad})
+        for name, p in tested_layer.named_parameters():
+            results[-1][f"the gradient of {name}"] = p.grad
     for name, expected in results[0].items():
         actual = results[1][name]
         if expected is None and actual is None:

@@ -88,12 +88,8 @@ def add_weight_checks(
         new_traces = get_write_traces([*old_weights.values()])
         new_checksums = compute_checksums(compared_values)
         for k, (name, p) in enumerate(old_weights.items()):
-            has_same_checksum = not compared_values or old_checksums[k] == new_checksums[k]
-            if (
-                new_parameters.get(name) is p
-                and old_traces[k] == new_traces[k]
-                and has_same_checksum
-            ):
+            has_same_sum = not compared_values or old_checksums[k] == new_checksums[k]
+            if new_parameters.get(name) is p and old_traces[k] == new_traces[k] and has_same_sum:
                 continue
             pass_name = "forward" if is_forward else "backward"
             copies = (

@@ -91,10 +91,8 @@ class StageInputAdapter:
         try:
             args: Sequence[Any] = module_inputs
             if skip_input_count > 1:
-                args = (
-                    *module_inputs[:-skip_input_count],
-                    tuple(module_inputs[-skip_input_count:]),
-                )
+                skip_inputs = tuple(module_inputs[-skip_input_count:])
+                args = (*module_inputs[:-skip_input_count], skip_inputs)
             y = module(*args, **keywords)
         except RuntimeError as error:
             tensors = (*leaves, *keyword_tensors)

@@ -429,18 +429,13 @@ class ModelBoundaries:
     @cached_property
     def _by_hop(self) -> dict[tuple[PeerRule, int], BoundaryTensors]:
         """(Direction, stage) -> the tensors between the stage and its peer in that direction."""
-        tensors_by_hop = {
-            (PeerRule.NEXT, s): crossing for s, crossing in enumerate(self.stage_boundaries)
-        }
-        tensors_by_hop |= {
-            (PeerRule.PREVIOUS, s + 1): crossing.received
-            for s, crossing in enumerate(self.stage_boundaries)
-        }
+        tensors_by_hop: dict[tuple[PeerRule, int], BoundaryTensors] = {}
+        for s, crossing in enumerate(self.stage_boundaries):
+            tensors_by_hop[PeerRule.NEXT, s] = crossing
+            tensors_by_hop[PeerRule.PREVIOUS, s + 1] = crossing.received
         for (begin, end), crossing in self.skips:
-            tensors_by_hop |= {
-                (PeerRule.SKIP_TO, begin): crossing,
-                (PeerRule.SKIP_FROM, end): crossing,
-            }
+            tensors_by_hop[PeerRule.SKIP_TO, begin] = crossing
+            tensors_by_hop[PeerRule.SKIP_FROM, end] = crossing
         return tensors_by_hop
 
     def get_value_tensors(self, kind: Value, stage: int) -> BoundaryTensors:
@@ -478,13 +473,9 @@ class ModelBoundaries:
             stage: The stage. Outputs to a skip connection come last.
         """
         hops = ((PeerRule.NEXT, stage), (PeerRule.SKIP_TO, stage))
+        crossings = [self._by_hop[hop] for hop in hops if hop in self._by_hop]
         return BoundaryTensors(
-            tuple(
-                tensor
-                for hop in hops
-                if hop in self._by_hop
-                for tensor in self._by_hop[hop].tensors
-            )
+            tuple(tensor for crossing in crossings for tensor in crossing.tensors)
         )
 
     def count_skip_inputs(self, stage: int) -> int:

@@ -453,15 +453,12 @@ def _measure_stage(
                 else boundaries.make_output_validator(s)(y, s)
             )
         inputs = [x for x in xs if x.requires_grad]
-        tape = _PeakTape(
-            lambda t: count_bytes(
-                [
-                    *inputs,
-                    *(packed_tensor.tensor for packed_tensor in packed_tensors),
-                    *t.list_saved_tensors(),
-                ]
-            )
-        )
+
+        def measure_live_bytes(gradients: DeferredGradients) -> int:
+            saved = [packed_tensor.tensor for packed_tensor in packed_tensors]
+            return count_bytes([*inputs, *saved, *gradients.list_saved_tensors()])
+
+        tape = _PeakTape(measure_live_bytes)
         saved_bytes = tape.max_bytes
         roots = [y for y in ys if y.requires_grad]
         if roots:

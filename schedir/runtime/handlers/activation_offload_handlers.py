@@ -314,13 +314,9 @@ def _make_resident_finder(state: State, i: Instr) -> Callable[[], set[int]]:
 
     def find_resident() -> set[int]:
         batch = state.batch
-        arguments = (batch.inputs, batch.targets, batch.keywords)
+        views = (batch.inputs, batch.targets, batch.keywords)
         tensors = tree_leaves(
-            [
-                argument.unpacked.get(i.mb)
-                for argument in arguments
-                if isinstance(argument, UnpackedMicrobatches)
-            ]
+            [view.unpacked.get(i.mb) for view in views if isinstance(view, UnpackedMicrobatches)]
         )
         for module in modules:
             tensors += (*module._parameters.values(), *module._buffers.values())

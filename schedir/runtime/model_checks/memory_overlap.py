@@ -89,17 +89,13 @@ def find_overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     """
     spans = []
     for k, t in enumerate(tensors):
-        local_tensor = t.to_local() if hasattr(t, "to_local") else t
-        if (
-            local_tensor.layout is not torch.strided
-            or not local_tensor.numel()
-            or local_tensor.is_meta
-        ):
+        shard = t.to_local() if hasattr(t, "to_local") else t
+        if shard.layout is not torch.strided or not shard.numel() or shard.is_meta:
             continue
-        start = local_tensor.data_ptr()
+        start = shard.data_ptr()
         if start:  # freed memory has the address 0
-            end = start + _measure_span(local_tensor)
-            spans.append((str(local_tensor.device), start, end, k, local_tensor))
+            end = start + _measure_span(shard)
+            spans.append((str(shard.device), start, end, k, shard))
     spans.sort(key=lambda span: span[:4])
     # Earlier spans that may reach the next span.
     earlier_spans: list[tuple[str, int, int, int, Tensor]] = []

@@ -110,15 +110,12 @@ class StepIsolation:
         after = _collect_entries(self.inner)
         for key in before.keys() | after.keys():
             label = (after.get(key) or before[key])[0]
-            old_value, new_value = (
-                entries[key][1] if key in entries else None for entries in (before, after)
-            )
+            old_value = before[key][1] if key in before else None
+            new_value = after[key][1] if key in after else None
             if _is_unchanged(old_value, new_value):
                 continue
             if self.changing_stages.setdefault(key, stage) != stage:
-                is_traced = isinstance(old_value, _TensorTrace) or isinstance(
-                    new_value, _TensorTrace
-                )
+                is_traced = any(isinstance(x, _TensorTrace) for x in (old_value, new_value))
                 values_text = "" if is_traced else f", from {old_value} to {new_value}"
                 raise make_offload_error(
                     f"a step of {self.name} changes {label}{values_text}, and the step of each "
