@@ -35,10 +35,10 @@ def require_shape(value: object) -> tuple[int, ...]:
     try:
         if isinstance(value, str | bytes | torch.Tensor | Set):
             raise TypeError
-        each: Any = value if hasattr(value, "__iter__") else (value,)
-        if any(isinstance(n, bool) for n in each):
+        sizes: Any = value if hasattr(value, "__iter__") else (value,)
+        if any(isinstance(n, bool) for n in sizes):
             raise TypeError
-        shape = tuple(map(index, each))
+        shape = tuple(map(index, sizes))
         if any(n < 1 for n in shape):
             raise TypeError
     except TypeError:
@@ -96,28 +96,30 @@ def require_stages(
             or a stage is not an `nn.Module`.
     """
     all_stages = range(program.shape.stages)
-    expected = all_stages if rank is None else program.shape.stages_on_rank[rank]
-    wants = "all stages of the model, in order" if rank is None else "{stage: module}"
+    expected_stages = all_stages if rank is None else program.shape.stages_on_rank[rank]
+    expected_form = "all stages of the model, in order" if rank is None else "{stage: module}"
 
     def refuse(fact: str) -> ModelError:
-        return ModelError(fact, program=program.name, hint=f"pass {wants}")
+        return ModelError(fact, program=program.name, hint=f"pass {expected_form}")
 
     owner = "the program" if rank is None else f"rank {rank}"
     if isinstance(value, Mapping):
-        result = dict(value)
-        if {*result} != {*expected}:
-            raise refuse(f"`stages` has {describe([*result])}, but {owner} needs {[*expected]}")
+        stages = dict(value)
+        if {*stages} != {*expected_stages}:
+            raise refuse(
+                f"`stages` has {describe([*stages])}, but {owner} needs {[*expected_stages]}"
+            )
     elif isinstance(value, Sequence | nn.Sequential | nn.ModuleList) and not isinstance(value, str):
         if len(value) != len(all_stages):
             raise refuse(f"`stages` has {len(value)} modules instead of {len(all_stages)}")
-        result = {s: value[s] for s in expected}
+        stages = {s: value[s] for s in expected_stages}
     else:
         raise refuse(f"`stages` must be a list or a mapping of modules, not {type(value).__name__}")
-    for s, module in result.items():
+    for s, module in stages.items():
         if not isinstance(module, nn.Module):
             raise refuse(f"stage {s} must be an nn.Module, not {describe(module)}")
         _require_plain_stage(s, module, program)
-    return result
+    return stages
 
 
 def _require_plain_stage(stage: int, module: nn.Module, program: Program) -> None:
@@ -128,8 +130,8 @@ def _require_plain_stage(stage: int, module: nn.Module, program: Program) -> Non
     """
     wrappers = "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"
     for name, part in module.named_modules():
-        names = {base.__name__ for base in type(part).__mro__}
-        if wrapper := next((each for each in wrappers if each in names), ""):
+        base_names = {base.__name__ for base in type(part).__mro__}
+        if wrapper := next((wrapper for wrapper in wrappers if wrapper in base_names), ""):
             where = f"module {name!r} of stage {stage}" if name else f"stage {stage}"
             fsdp = wrapper in ("FSDPModule", "FullyShardedDataParallel")
             raise ModelError(
@@ -159,17 +161,17 @@ def require_model_stages(value: object, *, allow_missing: bool = False) -> list[
     Raises:
         ModelError: `value` is empty, or not a sequence of modules.
     """
-    result: list[Any] = []
+    stages: list[Any] = []
     if isinstance(value, Sequence | nn.Sequential | nn.ModuleList):
-        result = [*value]
-    if not result or not all(
-        isinstance(m, nn.Module) or (allow_missing and m is None) for m in result
+        stages = [*value]
+    if not stages or not all(
+        isinstance(m, nn.Module) or (allow_missing and m is None) for m in stages
     ):
         raise ModelError(
             f"`stages` must be a list of at least one nn.Module, not {describe(value)}",
             hint="[nn.Linear(8, 8), nn.Linear(8, 8)]",
         )
-    return result
+    return stages
 
 
 def count_microbatches(values: object, name: str, program: Program | None = None) -> int:
@@ -207,13 +209,13 @@ def require_all_microbatches(values: object, name: str, program: Program, rank: 
     Raises:
         ExecutionError: The number of entries differs from the number of microbatches.
     """
-    number, wanted = count_microbatches(values, name, program), program.shape.microbatches
-    if number != wanted:
-        is_batch = isinstance(values, torch.Tensor) and number and number % wanted == 0
+    count, expected_count = count_microbatches(values, name, program), program.shape.microbatches
+    if count != expected_count:
+        is_batch = isinstance(values, torch.Tensor) and count and count % expected_count == 0
         raise ExecutionError(
-            f"rank {rank} has {number} {name} for {wanted} microbatches",
+            f"rank {rank} has {count} {name} for {expected_count} microbatches",
             program=program.name,
-            hint=f"divide a batch into microbatches: {name}.unflatten(0, ({wanted}, -1))"
+            hint=f"divide a batch into microbatches: {name}.unflatten(0, ({expected_count}, -1))"
             if is_batch
             else "",
         )
@@ -250,15 +252,15 @@ def require_loss(value: _T) -> _T:
         fact = f"the loss must be an instance, such as {value.__name__}(), not {describe(value)}"
         raise ModelError(fact, hint=example)
     require_callable(value, "the loss", example)
-    call = value.forward if isinstance(value, nn.Module) else cast(Callable[..., object], value)
+    function = value.forward if isinstance(value, nn.Module) else cast(Callable[..., object], value)
     try:
-        found = signature(call)
+        loss_signature = signature(function)
     except (TypeError, ValueError):  # Python does not know the parameters of this function.
         return value
     try:
-        found.bind_partial(None, None)
+        loss_signature.bind_partial(None, None)
     except TypeError:
-        fact = f"the loss must take (output, target), but this one takes {found}"
+        fact = f"the loss must take (output, target), but this one takes {loss_signature}"
         raise ModelError(fact, hint=example) from None
     return value
 
@@ -411,9 +413,9 @@ def require_spill_dir(value: object, programs: Sequence[Program]) -> Path | None
     for program in programs:
         if not program.used_opcodes.isdisjoint(_DISK_OPS):
             moves_activations = not program.used_opcodes.isdisjoint(DISK_TRIP)
-            what = "activations" if moves_activations else "the optimizer state"
+            content = "activations" if moves_activations else "the optimizer state"
             raise ModelError(
-                f"the program moves {what} to the disk, but spill_dir is not set",
+                f"the program moves {content} to the disk, but spill_dir is not set",
                 program=program.name,
                 hint="execution=ExecutionOptions(spill_dir='/nvme'), or "
                 '[memory] spill_dir = "/nvme"',

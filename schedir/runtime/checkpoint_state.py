@@ -143,11 +143,10 @@ def build_checkpoint_state(
     transport: Any = states[0].transport
     while isinstance(transport, TransportWrapper):
         transport = transport.inner
-    group, alone = (
-        (transport.parent_group, False) if isinstance(transport, ProcessTransport) else (None, True)
-    )
+    is_single_process = not isinstance(transport, ProcessTransport)
+    group = None if is_single_process else transport.parent_group
 
-    def ranks(optimizer: object) -> list[RankCheckpointState]:
+    def collect_rank_states(optimizer: object) -> list[RankCheckpointState]:
         if optimizer is not RUN_OPTIMIZER and any(
             state.resources.optimizer is not optimizer for state in states
         ):
@@ -158,17 +157,17 @@ def build_checkpoint_state(
             )
         return [*map(_collect_rank_state, states)]
 
-    return CheckpointState(ranks, validate_last_update, group, alone)
+    return CheckpointState(collect_rank_states, validate_last_update, group, is_single_process)
 
 
 def _collect_rank_state(state: State) -> RankCheckpointState:
     _require_between_steps(state)
-    program, held = state.program, state.resources
+    program, resources = state.program, state.resources
 
-    def is_read(begins: bool) -> None:
+    def set_loading(is_loading: bool) -> None:
         for service in state.list_services():
             service.on_load()
-        held.is_in_step = begins
+        resources.is_in_step = is_loading
 
     return RankCheckpointState(
         program,
@@ -179,18 +178,18 @@ def _collect_rank_state(state: State) -> RankCheckpointState:
         state.options.loss,
         state.random_streams,
         [program.shape.ranks, program.tp, program.dp, program.shape.stages],
-        is_read,
+        set_loading,
         state.options.gradients.loss_scale,
         state.resources.ties.weights,
-        held.ties.aliases,
+        resources.ties.aliases,
         state.transport.tp,
         state.transport.tp_rank,
     )
 
 
 def _require_between_steps(state: State) -> None:
-    held = state.resources
-    if held.is_in_step:
+    resources = state.resources
+    if resources.is_in_step:
         raise CheckpointError(
             "an earlier step or load failed, and may have changed only some of the weights"
         )
@@ -200,9 +199,13 @@ def _require_between_steps(state: State) -> None:
 
 def _collect_stage_state(state: State, s: int) -> StageCheckpointState:
     stage = state.stages[s]
-    found: dict[nn.Parameter, ShardRange] = {}
+    shard_ranges: dict[nn.Parameter, ShardRange] = {}
     for bucket in stage.gradients.buckets:
         ranges = bucket.list_shard_ranges()
-        each = zip(bucket.parameters, bucket.shapes, ranges, strict=True)
-        found |= {p: ShardRange(tuple(shape), low, high) for p, shape, (low, high, _) in each}
-    return StageCheckpointState(stage.module, stage.gradients.names, found, stage.parameter_shards)
+        rows = zip(bucket.parameters, bucket.shapes, ranges, strict=True)
+        shard_ranges |= {
+            p: ShardRange(tuple(shape), low, high) for p, shape, (low, high, _) in rows
+        }
+    return StageCheckpointState(
+        stage.module, stage.gradients.names, shard_ranges, stage.parameter_shards
+    )

@@ -178,9 +178,10 @@ class Executor:
         program = arguments.require_program(program)
         boundaries = BoundaryTable.from_boundary(boundary, program)
         extra_runs = resolve_extra_programs(extra_programs, program, boundaries)
-        own = arguments.require_stages(stages, program, arguments.require_rank(rank, program))
-        every = [] if isinstance(stages, Mapping) else [*enumerate(stages)]
-        stages = own
+        rank = arguments.require_rank(rank, program)
+        local_stages = arguments.require_stages(stages, program, rank)
+        numbered_stages = [] if isinstance(stages, Mapping) else [*enumerate(stages)]
+        stages = local_stages
         arguments.require_optimizer(optimizer)
         transport = arguments.require_transport(transport)
         if (process_rank := getattr(transport, "rank", rank)) != rank:
@@ -190,7 +191,7 @@ class Executor:
                 hint="pass transport.rank as rank",
                 fields=["rank"],
             )
-        programs = [program, *(other for other, _ in extra_runs)]
+        programs = [program, *(extra_program for extra_program, _ in extra_runs)]
         require_type(
             gradients, "gradients", GradientOptions, "gradients=GradientOptions(max_norm=1.0)"
         )
@@ -202,7 +203,11 @@ class Executor:
             gradients=gradients.resolve(program),
             execution=execution.resolve(programs),
             seed=None if seed is None else arguments.require_seed(seed),
-            other_rank_stages=[m for s, m in every if s not in stages and isinstance(m, nn.Module)],
+            other_rank_stages=[
+                module
+                for s, module in numbered_stages
+                if s not in stages and isinstance(module, nn.Module)
+            ],
             parameter_copies=self.parameter_copies,
         )
         weights = RankModel(
@@ -222,9 +227,9 @@ class Executor:
         )
         # Digest of a program -> its runner. `runner` is the runner of the first program.
         self.runners: dict[str, ProgramRunner] = {program.digest: self.runner}
-        for number, (other, extra_boundaries) in enumerate(extra_runs, 1):
-            runner = self.runners[other.digest] = ProgramRunner(
-                other, resources, extra_boundaries, number, record_timestamps=False
+        for program_number, (extra_program, extra_boundaries) in enumerate(extra_runs, 1):
+            runner = self.runners[extra_program.digest] = ProgramRunner(
+                extra_program, resources, extra_boundaries, program_number, record_timestamps=False
             )
             runner.progress = self.runner.progress
         self.program_order: ProgramOrder = ProgramOrder(programs, rank, transport)
@@ -381,24 +386,25 @@ class Executor:
         """
         if program is not None:
             arguments.require_program(program)
-        found = [
-            one
-            for one in self.runners.values()
-            if one.program.has_backward == has_backward
-            if program is None or one.program.digest == program.digest
+        candidates = [
+            runner
+            for runner in self.runners.values()
+            if runner.program.has_backward == has_backward
+            if program is None or runner.program.digest == program.digest
         ]
-        if len(found) == 1:
-            return found[0]
-        kind = "trains" if has_backward else "does not train"
-        names = ", ".join(one.program.name for one in self.runners.values())
-        what = (
-            f"program that {kind}" if program is None else f"program {program.name!r} that {kind}"
+        if len(candidates) == 1:
+            return candidates[0]
+        verb = "trains" if has_backward else "does not train"
+        names = ", ".join(runner.program.name for runner in self.runners.values())
+        description = (
+            f"program that {verb}" if program is None else f"program {program.name!r} that {verb}"
         )
         raise ModelError(
-            f"the executor has {'more than one' if found else 'no'} {what}: it has {names}",
+            f"the executor has {'more than one' if candidates else 'no'} {description}: it has "
+            f"{names}",
             program=self.program.name,
             hint="pass program=..., one of these programs"
-            if found
+            if candidates
             else "create the executor with extra_programs=[program]"
             if has_backward or program is not None
             else "create the executor with extra_programs=[schedir.evaluation_program(program)]",

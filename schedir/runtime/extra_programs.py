@@ -56,70 +56,73 @@ def resolve_extra_programs(
             program=program.name,
         )
     runs: list[_ScheduledRun] = []
-    for index, one in enumerate(extra_programs):
-        pair = one if _is_pair(one) else (one, None)
-        other = require_program(pair[0], f"extra_programs[{index}]")
-        _require_compatible(program, other)
+    for index, entry in enumerate(extra_programs):
+        pair = entry if _is_pair(entry) else (entry, None)
+        extra_program = require_program(pair[0], f"extra_programs[{index}]")
+        _require_compatible(program, extra_program)
         if any(
-            other.digest == known.program.digest
-            for known in (_ScheduledRun(program, boundaries), *runs)
+            extra_program.digest == run.program.digest
+            for run in (_ScheduledRun(program, boundaries), *runs)
         ):
             raise ModelError(
                 "this program is twice in extra_programs, or is the executor's first program",
-                program=other.name,
+                program=extra_program.name,
                 hint="list each program once",
             )
-        given: Any = pair[1]
-        if given is None:
+        boundary: Any = pair[1]
+        if boundary is None:
             if len({*boundaries.rows}) > 1:
                 raise ModelError(
                     f"the boundaries of {program.name} differ between microbatches, so this "
                     "program needs its own boundary",
-                    program=other.name,
+                    program=extra_program.name,
                     hint="extra_programs=[(program, boundary)]",
                 )
-            given = BoundaryTable(boundaries.rows[:1])
-        runs.append(_ScheduledRun(other, BoundaryTable.from_boundary(given, other)))
+            boundary = BoundaryTable(boundaries.rows[:1])
+        runs.append(
+            _ScheduledRun(extra_program, BoundaryTable.from_boundary(boundary, extra_program))
+        )
     return runs
 
 
-def _is_pair(one: object) -> TypeGuard[tuple[Any, Any]]:
-    return isinstance(one, tuple) and len(one) == 2
+def _is_pair(entry: object) -> TypeGuard[tuple[Any, Any]]:
+    return isinstance(entry, tuple) and len(entry) == 2
 
 
-def _require_compatible(program: Program, other: Program) -> None:
-    """Raise ModelError if `other` cannot run on the stages of an executor for `program`."""
+def _require_compatible(program: Program, extra_program: Program) -> None:
+    """Raise ModelError if `extra_program` cannot run on the stages of an executor for `program`."""
 
     def refuse(fact: str, hint: str = "") -> None:
-        raise ModelError(fact, program=other.name, hint=hint)
+        raise ModelError(fact, program=extra_program.name, hint=hint)
 
-    if [*map(set, program.shape.stages_on_rank)] != [*map(set, other.shape.stages_on_rank)]:
+    if [*map(set, program.shape.stages_on_rank)] != [*map(set, extra_program.shape.stages_on_rank)]:
         refuse(
             f"this program places its stages on other ranks than program {program.name} does",
             "use the same ranks, stages_per_rank and placement",
         )
-    for what in ("tp", "dp", "ep", "zero"):
-        if getattr(program, what) != getattr(other, what):
+    for attribute in ("tp", "dp", "ep", "zero"):
+        expected, actual = getattr(program, attribute), getattr(extra_program, attribute)
+        if expected != actual:
             refuse(
-                f"{what} is {getattr(other, what)}, but {getattr(program, what)} in {program.name}",
-                f"compile(..., {what}={getattr(program, what)})",
+                f"{attribute} is {actual}, but {expected} in {program.name}",
+                f"compile(..., {attribute}={expected})",
             )
-    if not other.has_backward:
-        if program.zero and other.frozen_stages != program.frozen_stages:
+    if not extra_program.has_backward:
+        if program.zero and extra_program.frozen_stages != program.frozen_stages:
             refuse(
-                f"frozen_stages is {other.frozen_stages}, but {program.frozen_stages} in "
+                f"frozen_stages is {extra_program.frozen_stages}, but {program.frozen_stages} in "
                 f"{program.name}, and ZeRO does not shard frozen stages",
                 f"compile(..., frozen_stages={program.frozen_stages})",
             )
         return
     if not program.has_backward:
         refuse(f"this program trains, but {program.name} does not", "make it the first program")
-    for what in _TRAINING_ATTRIBUTES:
-        if getattr(program, what) != getattr(other, what):
+    for attribute in _TRAINING_ATTRIBUTES:
+        expected, actual = getattr(program, attribute), getattr(extra_program, attribute)
+        if expected != actual:
             refuse(
-                f"{what} is {getattr(other, what)!r}, but {getattr(program, what)!r} in "
-                f"{program.name}",
-                f"compile(..., {what}={getattr(program, what)!r})",
+                f"{attribute} is {actual!r}, but {expected!r} in {program.name}",
+                f"compile(..., {attribute}={expected!r})",
             )
     if program.norm_check == "after_step":
         refuse(
@@ -166,37 +169,45 @@ class ProgramOrder:
         if program_number == self.current_number:
             self.run_count += 1
             return
-        own = self.transport
+        transport = self.transport
         try:
-            told = own.check_agreement(
-                {}, (own.dp_rank, own.tp_rank, self.rank, self.run_count, program_number)
+            reports = transport.check_agreement(
+                {},
+                (transport.dp_rank, transport.tp_rank, self.rank, self.run_count, program_number),
             )
         except RuntimeError as error:  # torch raises it after a timeout or a lost connection
-            before, now = self.programs[self.current_number], self.programs[program_number]
+            current_program = self.programs[self.current_number]
+            next_program = self.programs[program_number]
             raise ExecutionError(
-                f"this process runs {now.name} after {before.name}, but the other processes did "
-                "not confirm it",
-                program=now.name,
+                f"this process runs {next_program.name} after {current_program.name}, but the "
+                "other processes did not confirm it",
+                program=next_program.name,
                 hint="run the same programs in the same order on all processes",
             ) from error
-        if {each[3:] for each in told} != {(self.run_count, program_number)}:
-            raise self._order_error(sorted(told))
+        if {report[3:] for report in reports} != {(self.run_count, program_number)}:
+            raise self._order_error(sorted(reports))
         self.current_number = program_number
         self.run_count = 1
 
     def _order_error(self, reports: Sequence[tuple[int, ...]]) -> ProgramSequenceError:
         """Create the error. A report of a rank is (dp_rank, tp_rank, rank, runs, next program)."""
-        least = min(times for *_, times, _ in reports)
-        rows: dict[tuple[int, int], list[list[Program]]] = {}
-        for dp_rank, tp_rank, _, times, which in reports:
-            before = [self.programs[self.current_number]] * min(times - least, 2)
-            rows.setdefault((dp_rank, tp_rank), []).append([*before, self.programs[which]])
-        for runs in rows.values():
+        min_run_count = min(run_count for *_, run_count, _ in reports)
+        runs_by_replica: dict[tuple[int, int], list[list[Program]]] = {}
+        for dp_rank, tp_rank, _, run_count, program_number in reports:
+            extra_runs = [self.programs[self.current_number]] * min(run_count - min_run_count, 2)
+            runs_by_replica.setdefault((dp_rank, tp_rank), []).append(
+                [*extra_runs, self.programs[program_number]]
+            )
+        for runs in runs_by_replica.values():
             try:
                 check_program_sequence(runs, self.transport.progress_model)
             except ProgramSequenceError as error:
                 return error
-        names = {" and then ".join(p.name for p in row) for runs in rows.values() for row in runs}
+        names = {
+            " and then ".join(p.name for p in rank_runs)
+            for runs in runs_by_replica.values()
+            for rank_runs in runs
+        }
         return ProgramSequenceError(
             f"some processes run {', others '.join(sorted(names))}",
             progress_model=self.transport.progress_model,

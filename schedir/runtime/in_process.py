@@ -130,37 +130,37 @@ class InProcessExecutor:
         shape = program.shape
         boundaries = BoundaryTable.from_boundary(boundary, program)
         self.program = program
-        cuda = any(p.is_cuda for stage in stages for p in stage.parameters())
+        is_cuda = any(p.is_cuda for stage in stages for p in stage.parameters())
         payloads = (
             [(0, fingerprint_parameters(dict(enumerate(stages))))] if program.has_backward else []
         )
         self.mailboxes: Sequence[Mailbox | StreamMailbox] = make_mailboxes(
-            program, progress_model, cuda, payloads
+            program, progress_model, is_cuda, payloads
         )
         check_virtual_ranks(program, stages)
-        copies = copy_shared_parameters(program, stages)
+        copies_by_rank = copy_shared_parameters(program, stages)
         self.executors: list[Executor] = []
         self.stage_replicas: list[StageReplica] = []
         # Copy all stages first, because with ZeRO an executor shards the originals.
-        rank_stages = [
+        stages_by_rank = [
             {
                 s: stages[s] if shape.first_rank_per_stage[s] == rank else copy_stage(stages[s])
-                for s in own
+                for s in stage_numbers
             }
-            for rank, own in enumerate(shape.stages_on_rank)
+            for rank, stage_numbers in enumerate(shape.stages_on_rank)
         ]
-        for rank, (own, local_stages) in enumerate(
-            zip(shape.stages_on_rank, rank_stages, strict=True)
+        for rank, (stage_numbers, local_stages) in enumerate(
+            zip(shape.stages_on_rank, stages_by_rank, strict=True)
         ):
             replicas = [
                 StageReplica(s, local_stages[s], stages[s])
-                for s in own
+                for s in stage_numbers
                 if local_stages[s] is not stages[s]
             ]
             for replica in replicas:
                 replica.share_hooks(program)
             self.stage_replicas += replicas
-            rank_copies = copies[rank]
+            rank_copies = copies_by_rank[rank]
             parameters = [
                 *dict.fromkeys(
                     rank_copies.get(p, p)
@@ -187,8 +187,8 @@ class InProcessExecutor:
             )
             self.executors.append(executor)
         self.execution_orders: dict[str, ExecutionOrders] = {
-            digest: ExecutionOrders(one.program, progress_model)
-            for digest, one in self.executors[0].runners.items()
+            digest: ExecutionOrders(runner.program, progress_model)
+            for digest, runner in self.executors[0].runners.items()
         }
         self.graph: Graph = self.execution_orders[program.digest].graph
         for replica in self.stage_replicas:
@@ -225,12 +225,12 @@ class InProcessExecutor:
             ModelError: As in `Executor.step`. Also if a module with stage replicas has changed in a
                 way that cannot be copied to the replicas.
         """
-        ranks = [
-            one.runner if program is None else one.find_runner(program, has_backward=True)
-            for one in self.executors
+        runners = [
+            executor.runner if program is None else executor.find_runner(program, has_backward=True)
+            for executor in self.executors
         ]
         return self._run_until_valid(
-            ranks, StepInputs(inputs, targets, grad_scale, keywords), order_seed
+            runners, StepInputs(inputs, targets, grad_scale, keywords), order_seed
         )
 
     def evaluate(
@@ -254,63 +254,63 @@ class InProcessExecutor:
         Returns:
             The sum of the losses, 0-dimensional.
         """
-        ranks = [one.find_runner(program, has_backward=False) for one in self.executors]
+        runners = [executor.find_runner(program, has_backward=False) for executor in self.executors]
         self.validate_last_update()
         for replica in self.stage_replicas:
             replica.sync_state(self.program)
         with ExitStack() as stack:
-            for rank in ranks:
-                stack.enter_context(evaluation_mode(rank.state))
+            for runner in runners:
+                stack.enter_context(evaluation_mode(runner.state))
             return self._run_until_valid(
-                ranks, StepInputs(inputs, targets, 1.0, keywords), order_seed
+                runners, StepInputs(inputs, targets, 1.0, keywords), order_seed
             )
 
     def _run_until_valid(
         self, runners: Sequence[ProgramRunner], batch: StepInputs, order_seed: int | None
     ) -> Tensor:
         self._lift_guards()
-        numbers = [rank.state.random_streams.step for rank in runners]
+        step_numbers = [runner.state.random_streams.step for runner in runners]
         try:
-            total = self._run_once(runners, batch, order_seed)
+            total_loss = self._run_once(runners, batch, order_seed)
             while self._needs_rerun(runners):
-                total = self._run_once(runners, batch, order_seed)
+                total_loss = self._run_once(runners, batch, order_seed)
         except BaseException:  # restore modules also after KeyboardInterrupt
-            has_begun = any(rank.resources.is_in_step for rank in runners)
+            has_begun = any(runner.resources.is_in_step for runner in runners)
             with ExitStack() as stack:
-                for rank, number in zip(runners, numbers, strict=True):
-                    stack.callback(rank.state.abort_step, number, has_begun=has_begun)
+                for runner, step_number in zip(runners, step_numbers, strict=True):
+                    stack.callback(runner.state.abort_step, step_number, has_begun=has_begun)
             raise
-        return total
+        return total_loss
 
     def _needs_rerun(self, runners: Sequence[ProgramRunner]) -> bool:
         """Return whether the ranks must run the step again. See `ProgramRunner.needs_rerun`."""
         results = []
-        for rank, mail in zip(runners, self.mailboxes, strict=True):
-            mail.wait_for_caller()
-            with mail.use_compute_stream():
-                results.append(rank.needs_rerun())
-            mail.make_caller_wait()
+        for runner, mailbox in zip(runners, self.mailboxes, strict=True):
+            mailbox.wait_for_caller()
+            with mailbox.use_compute_stream():
+                results.append(runner.needs_rerun())
+            mailbox.make_caller_wait()
         return any(results)
 
     def validate_last_update(self) -> None:
         """Validate the last update of all ranks. See `Executor.validate_last_update`."""
         self._lift_guards()
-        for rank, mail in zip(self.executors, self.mailboxes, strict=True):
-            mail.wait_for_caller()
-            with mail.use_compute_stream():
-                rank.validate_last_update()
-            mail.make_caller_wait()
+        for executor, mailbox in zip(self.executors, self.mailboxes, strict=True):
+            mailbox.wait_for_caller()
+            with mailbox.use_compute_stream():
+                executor.validate_last_update()
+            mailbox.make_caller_wait()
 
     def checkpoint_state(self) -> CheckpointState:
         """Return the state that `schedir.checkpoints` saves and loads, of all ranks."""
         return build_checkpoint_state(
-            [rank.state for rank in self.executors], self.validate_last_update
+            [executor.state for executor in self.executors], self.validate_last_update
         )
 
     def _lift_guards(self) -> None:
         """Lift the guards of all ranks, before any rank writes to memory that ranks share."""
-        for rank in self.executors:
-            for service in rank.state.list_services():
+        for executor in self.executors:
+            for service in executor.state.list_services():
                 service.lift_guard()
 
     def _run_once(
@@ -321,34 +321,34 @@ class InProcessExecutor:
         for replica in () if runners[0].state.is_evaluating else self.stage_replicas:
             replica.sync_state(program)
             replica.share_hooks(program)
-        for rank, mail in zip(runners, self.mailboxes, strict=True):
-            mail.wait_for_caller()
-            with mail.use_compute_stream():
-                rank.begin_step(batch)
+        for runner, mailbox in zip(runners, self.mailboxes, strict=True):
+            mailbox.wait_for_caller()
+            with mailbox.use_compute_stream():
+                runner.begin_step(batch)
         with (
             runners[0].state.random_streams.preserve_generators(),
             torch.set_grad_enabled(program.has_backward),
         ):
-            for r, index in (
+            for rank, index in (
                 orders.round_robin_order if order_seed is None else orders.random_order(order_seed)
             ):
-                with self.mailboxes[r].use_compute_stream():
-                    runners[r].run_instruction(index)
-        for rank, mail in zip(runners, self.mailboxes, strict=True):
-            with mail.use_compute_stream():
-                if rank.finish_step() is not None:
-                    rank_losses.append(rank.state.losses)
-            mail.make_caller_wait()
+                with self.mailboxes[rank].use_compute_stream():
+                    runners[rank].run_instruction(index)
+        for runner, mailbox in zip(runners, self.mailboxes, strict=True):
+            with mailbox.use_compute_stream():
+                if runner.finish_step() is not None:
+                    rank_losses.append(runner.state.losses)
+            mailbox.make_caller_wait()
         for replica in self.stage_replicas:
             replica.record_state()
         zero = torch.zeros((), device=rank_losses[0][0].device)
-        each = (sum(losses, zero) for losses in zip(*rank_losses, strict=True))
+        microbatch_losses = (sum(losses, zero) for losses in zip(*rank_losses, strict=True))
         # Sum in the order of microbatches. The loss of a microbatch is 0 on all ranks but one.
-        total = sum(each, zero)
-        for mail in self.mailboxes:
+        total_loss = sum(microbatch_losses, zero)
+        for mailbox in self.mailboxes:
             # A rank's stream may reuse the memory of its losses only after the sum has read them.
-            mail.wait_for_caller()
-        return total
+            mailbox.wait_for_caller()
+        return total_loss
 
     def timeline(self) -> Timeline:
         """Return the timeline of the last recorded step, in seconds from its first instruction.
@@ -359,8 +359,8 @@ class InProcessExecutor:
         Raises:
             ModelError: No step was recorded.
         """
-        ranks, _ = read_step_times([rank.timestamps for rank in self.executors])
-        start, end = (np.concatenate(times) for times in zip(*ranks, strict=True))
+        rank_times, _ = read_step_times([executor.timestamps for executor in self.executors])
+        start, end = (np.concatenate(times) for times in zip(*rank_times, strict=True))
         return build_timeline(self.program, start, end, self.graph.progress_model)
 
 
@@ -388,13 +388,13 @@ class ExecutionOrders:
     def __init__(self, program: Program, progress_model: ProgressModel) -> None:
         self.graph: Graph = Graph.from_program(program, progress_model)
         # "torch_lazy" allows messages to overtake each other, but a mailbox has one queue.
-        if cross := find_crossed_messages(Graph.from_program(program, "per_edge")):
+        if crossing_error := find_crossed_messages(Graph.from_program(program, "per_edge")):
             raise ModelError(
-                f"{cross.sites[0].instr} and {cross.sites[1].instr} are received in another "
-                f"order than they are sent: {progress_model!r} has two communicators for them, "
-                "but InProcessExecutor has one queue between two ranks",
+                f"{crossing_error.sites[0].instr} and {crossing_error.sites[1].instr} are received "
+                f"in another order than they are sent: {progress_model!r} has two communicators "
+                "for them, but InProcessExecutor has one queue between two ranks",
                 program=program.name,
-                sites=cross.sites,
+                sites=crossing_error.sites,
             )
         # For each node, the (rank, index) of its instructions. The number of a node is the position
         # of its send, so the send comes first.
@@ -414,9 +414,9 @@ class ExecutionOrders:
             seed: The seed that selects the order.
         """
         return (
-            one
+            location
             for node in self.graph.random_topological_order(seed)
-            for one in self.node_instructions[node]
+            for location in self.node_instructions[node]
         )
 
     @cached_property
@@ -434,38 +434,44 @@ def _iterate_round_robin(graph: Graph) -> Iterator[tuple[int, int]]:
     that was issued before.
     """
     program = graph.program
-    node = graph.node.tolist()
-    leave = graph.entry_exit_nodes[1].tolist()
-    sides: dict[int, list[int]] = defaultdict(list)  # node -> positions
-    for position, one in enumerate(node):
-        sides[one].append(position)
+    node_of_position = graph.node.tolist()
+    exit_nodes = graph.entry_exit_nodes[1].tolist()
+    positions_of_node: dict[int, list[int]] = defaultdict(list)
+    for position, node in enumerate(node_of_position):
+        positions_of_node[node].append(position)
     # Exit node -> positions that must be issued before the node is complete: all sides of all
     # transfers of a group.
-    members: dict[int, list[int]] = defaultdict(list)
-    for position, gate in enumerate(leave):
-        members[gate] += sides[node[position]]
+    required_positions: dict[int, list[int]] = defaultdict(list)
+    for position, exit_node in enumerate(exit_nodes):
+        required_positions[exit_node] += positions_of_node[node_of_position[position]]
     # A consumer of the result of a collective waits for all earlier collectives of its rank.
     is_collective = graph.index.is_op(COLLECTIVE_OPS)
-    latest = np.where(is_collective, np.arange(len(is_collective)), NO_POSITION)
-    latest = np.maximum.accumulate(latest)
-    before = np.full((1, len(is_collective)), NO_POSITION)
-    before[0, 1:] = latest[:-1]
+    last_collective = np.where(is_collective, np.arange(len(is_collective)), NO_POSITION)
+    last_collective = np.maximum.accumulate(last_collective)
+    previous_collective = np.full((1, len(is_collective)), NO_POSITION)
+    previous_collective[0, 1:] = last_collective[:-1]
     is_consumer = graph.index.is_op(_COLLECTIVE_CONSUMERS)
-    before[0, ~is_consumer | (before[0] < program.offsets[graph.index.rank])] = NO_POSITION
+    is_on_other_rank = previous_collective[0] < program.offsets[graph.index.rank]
+    previous_collective[0, ~is_consumer | is_on_other_rank] = NO_POSITION
     waits = [
-        {*one} - {NO_POSITION} for one in np.concatenate([graph.local_waits, before]).T.tolist()
+        {*predecessors} - {NO_POSITION}
+        for predecessors in np.concatenate([graph.local_waits, previous_collective]).T.tolist()
     ]
-    issued = [False] * len(node)
-    next_of = program.offsets[:-1].tolist()
-    moved = True
-    while moved:
-        moved = False
+    is_issued = [False] * len(node_of_position)
+    next_positions = program.offsets[:-1].tolist()
+    has_progressed = True
+    while has_progressed:
+        has_progressed = False
         for rank, end in enumerate(program.offsets[1:].tolist()):
-            at = next_of[rank]
-            if at < end and all(issued[q] for p in waits[at] for q in members[leave[p]]):
-                yield rank, at - int(program.offsets[rank])
-                issued[at] = moved = True
-                next_of[rank] += 1
+            next_position = next_positions[rank]
+            if next_position < end and all(
+                is_issued[q]
+                for p in waits[next_position]
+                for q in required_positions[exit_nodes[p]]
+            ):
+                yield rank, next_position - int(program.offsets[rank])
+                is_issued[next_position] = has_progressed = True
+                next_positions[rank] += 1
 
 
 def _create_optimizer(make_optimizer: Callable[..., Any] | None, parameters: Sequence[Any]) -> Any:

@@ -68,9 +68,9 @@ class StageReplica:
             ModelError: Something else has changed since `record_state`: a submodule, a hook, or an
                 attribute that is neither a number nor a string.
         """
-        before = self.recorded_state
-        if before is not None and (
-            name := _find_changed_name(before, _collect_unsynced_state(self.module))
+        recorded_state = self.recorded_state
+        if recorded_state is not None and (
+            name := _find_changed_name(recorded_state, _collect_unsynced_state(self.module))
         ):
             raise ModelError(
                 f"{name} of stage {self.stage} changed between steps, but stage replicas get "
@@ -78,15 +78,17 @@ class StageReplica:
                 program=program.name,
                 hint="change it before you create the InProcessExecutor, or create a new one",
             )
-        for mine, theirs in zip(self.copy.modules(), self.module.modules(), strict=True):
-            for name, value in vars(theirs).items():
+        for submodule_copy, submodule in zip(
+            self.copy.modules(), self.module.modules(), strict=True
+        ):
+            for name, value in vars(submodule).items():
                 if isinstance(value, _SYNCED_TYPES):
-                    setattr(mine, name, value)
-            for name, p in theirs._parameters.items():
+                    setattr(submodule_copy, name, value)
+            for name, p in submodule._parameters.items():
                 if p is not None:
-                    mine.get_parameter(name).copy_(p)
-            for name, buffer in theirs._buffers.items():
-                mine._buffers[name] = None if buffer is None else buffer.clone()
+                    submodule_copy.get_parameter(name).copy_(p)
+            for name, buffer in submodule._buffers.items():
+                submodule_copy._buffers[name] = None if buffer is None else buffer.clone()
 
     def share_hooks(self, program: Program) -> None:
         """Make the Parameters of the copy call the tensor hooks of the module's Parameters.
@@ -100,8 +102,8 @@ class StageReplica:
         """
         if not program.has_backward:
             return
-        named = self.module.named_parameters()
-        for (name, p), copy in zip(named, self.copy.parameters(), strict=True):
+        named_parameters = self.module.named_parameters()
+        for (name, p), copy in zip(named_parameters, self.copy.parameters(), strict=True):
             if p._post_accumulate_grad_hooks:
                 raise ModelError(
                     f"{name} of stage {self.stage} has a post-accumulate hook, but each stage "
@@ -116,28 +118,31 @@ class StageReplica:
 
 def _collect_unsynced_state(module: nn.Module) -> _AttributeState:
     """Return the attributes of a module and its submodules that `sync_state` does not copy."""
-    found: _AttributeState = {}
-    for path, owner in module.named_modules():
-        for attribute, value in vars(owner).items():
+    state: _AttributeState = {}
+    for path, submodule in module.named_modules():
+        for attribute, value in vars(submodule).items():
             if attribute in _SYNCED_DICTS or isinstance(value, _SYNCED_TYPES):
                 continue
             name = f"{path}.{attribute}".lstrip(".")
             items = {name: value}
             if isinstance(value, Mapping):
-                items |= {f"{name}[{key!r}]": each for key, each in value.items()}
+                items |= {f"{name}[{key!r}]": element for key, element in value.items()}
             elif isinstance(value, list | tuple | set | deque):
-                items |= {f"{name}[{k}]": each for k, each in enumerate(value)}
-            for each, one in items.items():
-                version = one._version if isinstance(one, Tensor) and not one.is_inference() else 0
-                found[each] = (one, version)
-    return found
+                items |= {f"{name}[{k}]": element for k, element in enumerate(value)}
+            for item_name, item in items.items():
+                version = (
+                    item._version if isinstance(item, Tensor) and not item.is_inference() else 0
+                )
+                state[item_name] = (item, version)
+    return state
 
 
-def _find_changed_name(before: _AttributeState, now: _AttributeState) -> str:
+def _find_changed_name(before: _AttributeState, after: _AttributeState) -> str:
     """Return the first name whose value differs between two states, or an empty string."""
-    for name in {**before, **now}:
-        (x, version), (y, later) = before.get(name, (_ABSENT, 0)), now.get(name, (_ABSENT, 0))
-        if version != later or not (x is y or (isinstance(x, _SYNCED_TYPES) and x == y)):
+    for name in {**before, **after}:
+        x, old_version = before.get(name, (_ABSENT, 0))
+        y, new_version = after.get(name, (_ABSENT, 0))
+        if old_version != new_version or not (x is y or (isinstance(x, _SYNCED_TYPES) and x == y)):
             return name
     return ""
 
@@ -150,9 +155,9 @@ def copy_stage(module: nn.Module) -> nn.Module:
     """
     copy = deepcopy(module)
     # deepcopy omits the attributes and the `grad_dtype` of Parameters.
-    for p, own in zip(copy.parameters(), module.parameters(), strict=True):
-        vars(p).update(vars(own))
-        p.grad_dtype = own.grad_dtype
+    for p, original in zip(copy.parameters(), module.parameters(), strict=True):
+        vars(p).update(vars(original))
+        p.grad_dtype = original.grad_dtype
     return copy
 
 
@@ -168,14 +173,14 @@ def find_shared_parameters(
     Returns:
         Parameter -> rank -> the rank's first stage with the Parameter, and its name in this stage.
     """
-    places: dict[nn.Parameter, dict[int, ParameterLocation]] = {}
+    parameter_locations: dict[nn.Parameter, dict[int, ParameterLocation]] = {}
     for s, (rank, module) in enumerate(
         zip(program.shape.first_rank_per_stage.tolist(), stages, strict=True)
     ):
         for name, p in module.named_parameters():
             if p.requires_grad:
-                places.setdefault(p, {}).setdefault(rank, (s, name))
-    return {p: of for p, of in places.items() if len(of) > 1}
+                parameter_locations.setdefault(p, {}).setdefault(rank, (s, name))
+    return {p: locations for p, locations in parameter_locations.items() if len(locations) > 1}
 
 
 def copy_shared_parameters(
@@ -191,10 +196,12 @@ def copy_shared_parameters(
         For each rank, shared Parameter -> the Parameter with which the rank computes. On the first
         rank with the Parameter this is the Parameter itself. On other ranks it is a copy.
     """
-    copies: list[dict[nn.Parameter, nn.Parameter]] = [{} for _ in range(program.shape.ranks)]
-    shared = find_shared_parameters(program, stages) if program.has_backward else {}
-    for p, (home, *others) in shared.items():
-        copies[home][p] = p
-        for rank in others:
-            copies[rank][p] = make_parameter_like(p, p.detach().clone())
-    return copies
+    copies_by_rank: list[dict[nn.Parameter, nn.Parameter]] = [
+        {} for _ in range(program.shape.ranks)
+    ]
+    shared_parameters = find_shared_parameters(program, stages) if program.has_backward else {}
+    for p, (first_rank, *other_ranks) in shared_parameters.items():
+        copies_by_rank[first_rank][p] = p
+        for rank in other_ranks:
+            copies_by_rank[rank][p] = make_parameter_like(p, p.detach().clone())
+    return copies_by_rank

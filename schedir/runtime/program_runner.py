@@ -163,9 +163,9 @@ class ProgramRunner:
 
     @cached_property
     def _serial_order(self) -> list[int]:
-        of = self.state.transport
+        transport = self.state.transport
         graph = Graph.from_program(
-            self.program, of.progress_model, blocking_hosts=of.blocking_hosts
+            self.program, transport.progress_model, blocking_hosts=transport.blocking_hosts
         )
         return [*map(int, find_total_order(graph)[self.state.rank])]
 
@@ -182,15 +182,15 @@ class ProgramRunner:
         self, batch: StepInputs, order: Sequence[int] | None = None
     ) -> Tensor | None:
         """Run a step in `order` or in stream order. Repeat it if its weights were wrong."""
-        number = self.state.random_streams.step
+        step_number = self.state.random_streams.step
         try:
-            total = self._run_once(batch, order)
+            total_loss = self._run_once(batch, order)
             while self.needs_rerun():
-                total = self._run_once(batch, order)
+                total_loss = self._run_once(batch, order)
         except BaseException:  # restore modules also after KeyboardInterrupt
-            self.state.abort_step(number, has_begun=self.resources.is_in_step)
+            self.state.abort_step(step_number, has_begun=self.resources.is_in_step)
             raise
-        return total
+        return total_loss
 
     def _run_once(self, batch: StepInputs, order: Sequence[int] | None) -> Tensor | None:
         self.begin_step(batch)
@@ -207,10 +207,10 @@ class ProgramRunner:
 
     def _run_instructions(self) -> None:
         """Run all calls in stream order, without timestamps and profiler ranges."""
-        self.resources.is_in_step, at, clock = True, self.progress, monotonic_ns
+        self.resources.is_in_step, progress, clock = True, self.progress, monotonic_ns
         try:
             for k, (wait, run) in enumerate(self.calls):
-                at[POSITION_FIELD], at[POSITION_TIME_FIELD] = k, clock()
+                progress[POSITION_FIELD], progress[POSITION_TIME_FIELD] = k, clock()
                 if wait is not None:
                     wait()
                 run()
@@ -275,19 +275,19 @@ class ProgramRunner:
         self.progress[POSITION_FIELD] = index
         self.progress[POSITION_TIME_FIELD] = monotonic_ns()
         wait, run = self.calls[index]
-        stamps = self.timestamps if self.record_timestamps else None
+        timestamps = self.timestamps if self.record_timestamps else None
         try:
             if wait is not None:
                 wait()
-            if stamps is not None:
-                stamps.begin_instruction(index)
+            if timestamps is not None:
+                timestamps.begin_instruction(index)
             if self.is_profiled:
                 with record_function(self._profiler_range_names[index]):
                     run()
             else:
                 run()
-            if stamps is not None:
-                stamps.end_instruction(index)
+            if timestamps is not None:
+                timestamps.end_instruction(index)
         except Exception as error:
             raise self.state.wrap_error(self.position, error) from error
 
@@ -299,7 +299,7 @@ class ProgramRunner:
         """
         self.progress[POSITION_FIELD] = len(self.calls)
         self.progress[POSITION_TIME_FIELD] = monotonic_ns()
-        total, self.resources.is_in_step = self.state.finish_step(), False
+        total_loss, self.resources.is_in_step = self.state.finish_step(), False
         if self.timestamps is not None and self.record_timestamps:
             self.timestamps.end_step()
-        return total
+        return total_loss

@@ -110,12 +110,12 @@ class RankResources:
         has_replicas = self.shard_spec != ShardSpec()
         bucket_bytes = buckets.BUCKET_BYTES if has_replicas else inf
         is_frozen = stage < self.program.frozen_stages
-        unsharded = ShardSpec(self.shard_spec.replicas, self.shard_spec.replica)
+        unsharded_spec = ShardSpec(self.shard_spec.replicas, self.shard_spec.replica)
         return StageState(
             module,
             self.ties.substitutes.get(stage, {}),
             max_bucket_bytes=None if self.options.gradients.accumulate_grads else bucket_bytes,
-            shard_spec=unsharded if is_frozen else self.shard_spec,
+            shard_spec=unsharded_spec if is_frozen else self.shard_spec,
             tied_parameters=self.ties.list_local_copies(stage),
             aliases=self.ties.aliases,
         )

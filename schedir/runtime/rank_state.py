@@ -65,20 +65,20 @@ def chain_calls(*calls: Callback | None) -> Callback | None:
         A function, or None if there are no functions. A single function is returned unchanged. For
         two functions the result has no loop, to save time in every step.
     """
-    present = [call for call in calls if call is not None]
-    if len(present) < 2:
-        return present[0] if present else None
-    first, *between, last = present
+    present_calls = [call for call in calls if call is not None]
+    if len(present_calls) < 2:
+        return present_calls[0] if present_calls else None
+    first, *middle, last = present_calls
 
-    def both() -> None:
+    def call_both() -> None:
         first()
         last()
 
-    def all_of() -> None:
-        for call in present:
+    def call_all() -> None:
+        for call in present_calls:
             call()
 
-    return all_of if between else both
+    return call_all if middle else call_both
 
 
 _ProgramKind = TypeVar("_ProgramKind", bound="ProgramService")
@@ -141,9 +141,9 @@ class State:
         self.batch: StepInputs = StepInputs()
         self.losses: list[Tensor] = [torch.zeros((), device=self.device)] * self.shape.microbatches
         self.slot_assignment: SlotAssignment = assign_slots(program, self.rank)
-        counts = count_slots(program)[self.rank].tolist()
+        slot_counts = count_slots(program)[self.rank].tolist()
         self.slot_tables: dict[Value, SlotTable] = dict(
-            zip(SLOT_KINDS, map(SlotTable, counts), strict=True)
+            zip(SLOT_KINDS, map(SlotTable, slot_counts), strict=True)
         )
         self.first_step_checks: FirstStepChecks = FirstStepChecks(
             self.slot_tables, self.slot_assignment, self.device
@@ -186,8 +186,12 @@ class State:
         Raises:
             ExecutionError: An input, target or keyword mapping of a microbatch is missing.
         """
-        first, last = (s in self.stages for s in (0, self.shape.stages - 1))
-        batch.require_complete(self.program, self.rank, has_first_stage=first, has_last_stage=last)
+        batch.require_complete(
+            self.program,
+            self.rank,
+            has_first_stage=0 in self.stages,
+            has_last_stage=self.shape.stages - 1 in self.stages,
+        )
 
     def begin_step(self, batch: StepInputs) -> None:
         """Prepare a step or an evaluation.
@@ -196,15 +200,15 @@ class State:
             batch: The inputs of the step.
         """
         microbatches = self.shape.microbatches
-        numbers = list_stream_numbers(
+        stream_numbers = list_stream_numbers(
             microbatches,
             self.resources.shard_spec.replica * microbatches,
             self.shape.optimizer_steps,
         )
         if self.is_evaluating:
-            self.random_streams.begin_without_update(numbers)
+            self.random_streams.begin_without_update(stream_numbers)
         else:
-            self.random_streams.begin_step(numbers)
+            self.random_streams.begin_step(stream_numbers)
         self.first_step_checks.begin_step()
         self.batch = batch
         self.resources.ties.copy_shared_parameters()
@@ -223,17 +227,17 @@ class State:
             ModelError: A check of the first step failed, or a stage wrote to weights that it must
                 not change.
         """
-        total = None
+        total_loss = None
         if self.shape.stages - 1 in self.stages:
             # Sum in the order of microbatches, so that the order of execution does not change the
             # bits. Sum before `on_step_end`, because a loss may be in receive memory.
-            total = sum(self.losses, torch.zeros((), device=self.device))
+            total_loss = sum(self.losses, torch.zeros((), device=self.device))
         for service in self.list_services():
             service.finish_step()
         self.transport.on_step_end()
         self.restore_parameters()
         self.first_step_checks.end_step(self.losses)
-        return total
+        return total_loss
 
     def save_loss(self, mb: int, loss: Tensor, inputs: Sequence[Tensor]) -> None:
         """Store the loss of a microbatch, or a copy if it shares memory with the stage's inputs.
@@ -275,10 +279,10 @@ class State:
             stage = self.program.peer_stage(kind, stage)
             kind, _ = LOCAL_HANDOVER[kind]
         fills = self.slot_assignment[kind, stage, mb]
-        last = max(fill for fill in fills if index is None or fill <= index)
+        last_fill = max(fill for fill in fills if index is None or fill <= index)
         if kind in OUTPUT_KINDS:
-            return OutputSlot(self.slot_tables[kind], fills[last], kind, stage, mb)
-        return Slot(self.slot_tables[kind], fills[last])
+            return OutputSlot(self.slot_tables[kind], fills[last_fill], kind, stage, mb)
+        return Slot(self.slot_tables[kind], fills[last_fill])
 
     def get_outgoing_tensors(self, kind: Value, stage: int, mb: int) -> Sequence[Tensor]:
         """Return the tensors of a stage's output value, before another stage or a send uses it.
@@ -293,8 +297,8 @@ class State:
         value = self.find_slot(kind, stage, mb).peek()
         if isinstance(value, tuple):
             return value
-        carried = self.boundaries[mb].get_value_tensors(kind, stage)
-        return (value,) if carried.is_single_tensor else carried.place_tensors(value)[1]
+        layout = self.boundaries[mb].get_value_tensors(kind, stage)
+        return (value,) if layout.is_single_tensor else layout.place_tensors(value)[1]
 
     def restore_parameters(self) -> None:
         """Restore the parameters of all modules to their state between steps."""

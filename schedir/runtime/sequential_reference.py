@@ -137,10 +137,10 @@ def run_sequential(
     program = require_program(program) if program is not None else None
     for s, stage in enumerate(stages):
         for name, p in stage.named_parameters():
-            if (experts := get_expert_slice(p)) is not None and experts[1] > 1:
+            if (expert_slice := get_expert_slice(p)) is not None and expert_slice[1] > 1:
                 raise ModelError(
-                    f"{name} of stage {s} belongs to slice {experts[0]} of {experts[1]} of the "
-                    "experts, and the other experts are missing",
+                    f"{name} of stage {s} belongs to slice {expert_slice[0]} of "
+                    f"{expert_slice[1]} of the experts, and the other experts are missing",
                     hint="build_stage(..., ep=1)",
                 )
     microbatches = count_microbatches(inputs, "inputs")
@@ -154,9 +154,9 @@ def run_sequential(
     device = next((p.device for stage in stages for p in stage.parameters()), torch.device("cpu"))
     random_streams = RandomStreams(seed, device, step=step)
     random_streams.begin_step(list_stream_numbers(microbatches))
-    tied_places = _find_tied_places(stages, tied_weights)
+    tied_locations = _find_tied_locations(stages, tied_weights)
     with random_streams.preserve_generators():
-        return _run_step(stages, batch, loss, program, random_streams, tied_places)
+        return _run_step(stages, batch, loss, program, random_streams, tied_locations)
 
 
 def _run_step(
@@ -165,36 +165,38 @@ def _run_step(
     loss: Loss,
     program: Program | None,
     random_streams: RandomStreams,
-    tied_places: Sequence[tuple[ParameterLocation, ...]],
+    tied_locations: Sequence[tuple[ParameterLocation, ...]],
 ) -> Tensor:
     """Run the step of `run_sequential`. The caller has begun the step of `random_streams`."""
     gradients = [GradientBuffers(stage) for stage in stages]
-    frozen = program.frozen_stages if program else 0
-    saved: list[dict[int, tuple[list[Tensor], list[Tensor]]]] = [{} for _ in stages]
+    frozen_stages = program.frozen_stages if program else 0
+    saved_tensors: list[dict[int, tuple[list[Tensor], list[Tensor]]]] = [{} for _ in stages]
     skips = program.skips if program is not None else ()
-    ends = dict(skips)
-    begins = {end: begin for begin, end in skips}
+    skip_ends = dict(skips)
+    skip_begins = {end: begin for begin, end in skips}
     # (Source stage, microbatch) -> the tensors of a skip connection, and their gradients.
-    skipped: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-    back: dict[tuple[int, int], list[Tensor]] = {}
-    given = {mb: require_input_tensors(batch.inputs[mb], mb) for mb in range(len(batch.inputs))}
-    losses = [torch.zeros(())] * len(given)
+    skip_tensors: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+    skip_gradients: dict[tuple[int, int], list[Tensor]] = {}
+    stage_inputs = {
+        mb: require_input_tensors(batch.inputs[mb], mb) for mb in range(len(batch.inputs))
+    }
+    losses = [torch.zeros(())] * len(stage_inputs)
     for k, stage in enumerate(stages):
         # Use the adapter of executors, because inputs with another memory layout may round
         # differently.
         adapter = StageInputAdapter()
-        for mb in _list_forwards(program, k, len(given)):
+        for mb in _list_forwards(program, k, len(stage_inputs)):
             random_streams.make_seeded(FORWARD, k, mb)()
-            came = skipped[begins[k], mb] if k in begins else ()
-            args, named = (*given[mb], *came), batch.get_keywords(mb)
-            with torch.set_grad_enabled(k >= frozen):
+            skip_inputs = skip_tensors[skip_begins[k], mb] if k in skip_begins else ()
+            args, keywords = (*stage_inputs[mb], *skip_inputs), batch.get_keywords(mb)
+            with torch.set_grad_enabled(k >= frozen_stages):
                 y, xs = adapter.run(
-                    stage, args, named, is_exclusive=k > 0, skip_input_count=len(came)
+                    stage, args, keywords, is_exclusive=k > 0, skip_input_count=len(skip_inputs)
                 )
             ys: Sequence[Tensor] = ()
-            if k in ends:
-                rest, skip = split_skip_output(y, k)
-                ys = (*rest, *skip)
+            if k in skip_ends:
+                main_outputs, skip_outputs = split_skip_output(y, k)
+                ys = (*main_outputs, *skip_outputs)
             elif k < len(stages) - 1:
                 ys = require_output_tensors(y, k)
             else:
@@ -202,56 +204,67 @@ def _run_step(
                 ys = (require_scalar_loss(loss(y, batch.targets[mb])),)
                 losses[mb] = ys[0].detach().clone()
             leaves = [x for x in xs if x.requires_grad] if k else []
-            saved[k][mb] = leaves, [y for y in ys if y.requires_grad]
-            with_one = zip(map(_copy_as_message, ys), infer_requires_grad(ys), strict=True)
-            given[mb] = tuple(y.requires_grad_(has and k >= frozen) for y, has in with_one)
-            if k in ends:
-                given[mb], skipped[k, mb] = given[mb][: len(rest)], given[mb][len(rest) :]
-    total = sum(losses, torch.zeros((), device=losses[0].device))
+            saved_tensors[k][mb] = leaves, [y for y in ys if y.requires_grad]
+            messages = zip(map(_copy_as_message, ys), infer_requires_grad(ys), strict=True)
+            stage_inputs[mb] = tuple(
+                y.requires_grad_(requires_grad and k >= frozen_stages)
+                for y, requires_grad in messages
+            )
+            if k in skip_ends:
+                skip_tensors[k, mb] = stage_inputs[mb][len(main_outputs) :]
+                stage_inputs[mb] = stage_inputs[mb][: len(main_outputs)]
+    total_loss = sum(losses, torch.zeros((), device=losses[0].device))
     dys: list[list[Tensor] | None] = [None] * len(losses)
     for k in reversed(range(len(stages))):
-        sums = []
+        rank_gradients = []
         for backwards in _list_backwards(program, k, len(dys)):
             gradients[k].zero()
-            deferred: dict[int, DeferredGradients] = {}
+            deferred_gradients: dict[int, DeferredGradients] = {}
             for op, _, mb in backwards:
-                weight = op in BACKWARD_WEIGHT_OPS
-                random_streams.make_seeded(BACKWARD_WEIGHT if weight else BACKWARD, k, mb)()
-                if weight:
-                    deferred.pop(mb).run()
+                is_weight_backward = op in BACKWARD_WEIGHT_OPS
+                random_streams.make_seeded(
+                    BACKWARD_WEIGHT if is_weight_backward else BACKWARD, k, mb
+                )()
+                if is_weight_backward:
+                    deferred_gradients.pop(mb).run()
                     continue
-                leaves, roots = saved[k][mb]
-                split = op in BACKWARD_INPUT_OPS
+                leaves, roots = saved_tensors[k][mb]
+                is_split = op in BACKWARD_INPUT_OPS
                 with (
-                    defer_weight_gradients(deferred.setdefault(mb, DeferredGradients()))
-                    if split
+                    defer_weight_gradients(deferred_gradients.setdefault(mb, DeferredGradients()))
+                    if is_split
                     else nullcontext()
                 ):
                     if roots:  # no roots: nothing to train up to here
                         dy = dys[mb]
-                        torch.autograd.backward(roots, dy and [*dy, *back.pop((k, mb), ())])
+                        torch.autograd.backward(
+                            roots, dy and [*dy, *skip_gradients.pop((k, mb), ())]
+                        )
                 dxs = [
                     _copy_as_message(torch.zeros_like(x) if x.grad is None else x.grad)
                     for x in leaves
                 ]
-                if k in begins:
-                    own = len([x for x in skipped[begins[k], mb] if x.requires_grad])
-                    back[begins[k], mb] = dxs[len(dxs) - own :]
-                    dxs = dxs[: len(dxs) - own]
+                if k in skip_begins:
+                    edge = skip_begins[k], mb
+                    skip_count = len([x for x in skip_tensors[edge] if x.requires_grad])
+                    skip_gradients[edge] = dxs[len(dxs) - skip_count :]
+                    dxs = dxs[: len(dxs) - skip_count]
                 dys[mb] = dxs
             gradients[k].scale(batch.grad_scale)
-            sums.append([flat.clone() for flat in gradients[k].flat])
-        for flat, first, *others in zip(gradients[k].flat, *sums, strict=True):
+            rank_gradients.append([flat.clone() for flat in gradients[k].flat])
+        for flat, first, *others in zip(gradients[k].flat, *rank_gradients, strict=True):
             flat.copy_(sum(others, first))
-    views = [{id(p): view for p, view in own.bound_views} for own in gradients]
-    for places in tied_places:
-        copies = [views[s][id(stages[s].get_parameter(name))] for s, name in places]
+    views_by_stage = [
+        {id(p): view for p, view in stage_gradients.bound_views} for stage_gradients in gradients
+    ]
+    for locations in tied_locations:
+        copies = [views_by_stage[s][id(stages[s].get_parameter(name))] for s, name in locations]
         total_gradient = copies[0].clone()
         for copy in copies[1:]:
             total_gradient += copy
         for copy in copies:
             copy.copy_(total_gradient)
-    return total
+    return total_loss
 
 
 def _copy_as_message(value: Tensor) -> Tensor:
@@ -270,13 +283,17 @@ def _list_forwards(program: Program | None, stage: int, microbatches: int) -> li
     return [i.mb for i in stream if i.op in FORWARD_OPS and i.stage == stage]
 
 
-def _find_tied_places(
+def _find_tied_locations(
     stages: Sequence[nn.Module], tied_weights: TiedWeights | None
 ) -> list[tuple[ParameterLocation, ...]]:
     """Return, for each tied weight, the stage and name of each copy."""
     fingerprints = fingerprint_parameters(dict(enumerate(stages)))
-    named = tuple(s for s, own in fingerprints.items() if any(p.is_named_tied for p in own))
-    return ParameterTable([fingerprints], tied_weights, (named,)).weights
+    named_stages = tuple(
+        s
+        for s, stage_fingerprints in fingerprints.items()
+        if any(p.is_named_tied for p in stage_fingerprints)
+    )
+    return ParameterTable([fingerprints], tied_weights, (named_stages,)).weights
 
 
 def _list_backwards(
@@ -286,6 +303,6 @@ def _list_backwards(
     if program is None:
         yield [Instr(FULL_BACKWARD_OPS[0], stage, mb) for mb in range(microbatches)]
         return
-    parts = BACKWARD_OPS + BACKWARD_WEIGHT_OPS
+    ops = BACKWARD_OPS + BACKWARD_WEIGHT_OPS
     for rank in find_sharing_ranks([stage], program.shape):
-        yield [i for i in program.streams[rank] if i.stage == stage and i.op in parts]
+        yield [i for i in program.streams[rank] if i.stage == stage and i.op in ops]

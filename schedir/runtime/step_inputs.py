@@ -49,12 +49,12 @@ class StepInputs(NamedTuple):
                 not a number. Or `keywords` is neither empty nor a list with a mapping for each
                 microbatch.
         """
-        for name, given, takes in (
+        for name, values, is_needed in (
             ("inputs", self.inputs, has_first_stage),
             ("targets", self.targets, has_last_stage),
         ):
-            if takes:
-                require_all_microbatches(given, name, program, rank)
+            if is_needed:
+                require_all_microbatches(values, name, program, rank)
         scale = self.grad_scale
         is_number = isinstance(scale, Real) or (isinstance(scale, Tensor) and not scale.dim())
         if not is_number:
@@ -134,16 +134,18 @@ def require_keywords(value: object, program: Program | None = None) -> None:
     Raises:
         ExecutionError: `value` is anything else.
     """
-    is_list = isinstance(value, Sequence) and not isinstance(value, str | bytes)
-    wrong = [each for each in value if not _has_string_keys(each)] if is_list else [value]  # type: ignore[attr-defined]
-    if wrong:
+    if isinstance(value, Sequence) and not isinstance(value, str | bytes):
+        invalid_entries = [entry for entry in value if not _has_string_keys(entry)]
+    else:
+        invalid_entries = [value]
+    if invalid_entries:
         raise ExecutionError(
             "keywords must be a list with a mapping from names to values for each microbatch, not "
-            f"{describe(wrong[0])}",
+            f"{describe(invalid_entries[0])}",
             program=program.name if program else "",
             hint='keywords=[{"mask": mask} for mask in masks]',
         )
 
 
-def _has_string_keys(each: object) -> bool:
-    return isinstance(each, Mapping) and all(isinstance(name, str) for name in each)
+def _has_string_keys(entry: object) -> bool:
+    return isinstance(entry, Mapping) and all(isinstance(name, str) for name in entry)

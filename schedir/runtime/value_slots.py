@@ -63,14 +63,14 @@ class Slot:
         Args:
             value: The value.
         """
-        slots, values, number = self.table, self.values, self.number
+        table, values, number = self.table, self.values, self.number
         assert values[number] is None, "the checker proves that slots are free"
         values[number] = value
-        slots.num_occupied = taken = slots.num_occupied + 1
-        if taken > slots.max_occupied:
-            slots.max_occupied = taken
-        if slots.compute_fingerprint is not None:
-            slots.fingerprints[number] = slots.compute_fingerprint(value)
+        table.num_occupied = num_occupied = table.num_occupied + 1
+        if num_occupied > table.max_occupied:
+            table.max_occupied = num_occupied
+        if table.compute_fingerprint is not None:
+            table.fingerprints[number] = table.compute_fingerprint(value)
 
     def peek(self) -> Any:
         """Return the value without freeing the slot."""
@@ -107,9 +107,9 @@ class OutputSlot(Slot):
 
     def accept_write(self) -> None:
         """Update the fingerprint of the value, after the executor has written to it."""
-        slots, number = self.table, self.number
-        if slots.compute_fingerprint is not None:
-            slots.fingerprints[number] = slots.compute_fingerprint(self.values[number])
+        table, number = self.table, self.number
+        if table.compute_fingerprint is not None:
+            table.fingerprints[number] = table.compute_fingerprint(self.values[number])
 
     def peek(self) -> Any:
         """Return the value without freeing the slot.
@@ -117,10 +117,10 @@ class OutputSlot(Slot):
         Raises:
             ModelError: The value was written to after the slot was filled.
         """
-        value, fingerprint_of = self.values[self.number], self.table.compute_fingerprint
+        value, compute_fingerprint = self.values[self.number], self.table.compute_fingerprint
         assert value is not None, "the checker proves that every value is there"
-        before = self.table.fingerprints[self.number]
-        if fingerprint_of is not None and fingerprint_of(value) != before:
+        fingerprint = self.table.fingerprints[self.number]
+        if compute_fingerprint is not None and compute_fingerprint(value) != fingerprint:
             raise self.overwrite_error()
         return value
 
@@ -170,7 +170,11 @@ def find_freeing_instructions(program: Program, rank: int, kind: Value) -> dict[
     Returns:
         Index of the instruction that fills a slot again -> index of the instruction that freed it.
     """
-    return {fill: free for of, fill, free in iterate_slot_reuses(program, rank) if of == kind}
+    return {
+        fill: free
+        for slot_kind, fill, free in iterate_slot_reuses(program, rank)
+        if slot_kind == kind
+    }
 
 
 def iterate_slot_reuses(program: Program, rank: int) -> Iterator[tuple[Value, int, int]]:
@@ -183,8 +187,8 @@ def iterate_slot_reuses(program: Program, rank: int) -> Iterator[tuple[Value, in
         program: The program.
         rank: The pipeline rank.
     """
-    lo, end = map(int, program.offsets[rank : rank + 2])
+    begin, end = map(int, program.offsets[rank : rank + 2])
     for kind, (fills, frees) in find_slot_reuses(program).items():
         for fill, free in zip(fills.tolist(), frees.tolist(), strict=True):
-            if lo <= fill < end:
-                yield kind, fill - lo, free - lo
+            if begin <= fill < end:
+                yield kind, fill - begin, free - begin

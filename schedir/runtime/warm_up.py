@@ -67,17 +67,19 @@ def undo_steps(state: State) -> Iterator[None]:
     optimizer, loss_scale = state.resources.optimizer, state.options.gradients.loss_scale
     makes_update = has_known_effects(optimizer) and not has_gated_step(optimizer)
     stages = [stage.module for stage in state.stages.values()]
-    unmanaged = find_unmanaged_parameters(state)
+    unmanaged_parameters = find_unmanaged_parameters(state)
     tables = list_optimizer_tables(optimizer) if makes_update else []
-    written: list[object] = [p for module in stages for p in module.parameters() if p.requires_grad]
-    written += [*tables, *(p.grad for p in unmanaged)]
+    written_values: list[object] = [
+        p for module in stages for p in module.parameters() if p.requires_grad
+    ]
+    written_values += [*tables, *(p.grad for p in unmanaged_parameters)]
     if loss_scale is not None:
-        written += [loss_scale.value, loss_scale.good_steps]
+        written_values += [loss_scale.value, loss_scale.good_steps]
     with PreservedState() as preserved:
         preserved.add_values(
-            (t for t in tree_leaves(written) if isinstance(t, Tensor)), on_host=True
+            (t for t in tree_leaves(written_values) if isinstance(t, Tensor)), on_host=True
         )
-        preserved.add_gradients(unmanaged)
+        preserved.add_gradients(unmanaged_parameters)
         preserved.add_tables(tables)
         preserved.add_fields(state.random_streams, "step")
         for service in state.list_services():
@@ -146,16 +148,18 @@ class UnsteppedParameters:
     """
 
     def __init__(self, state: State) -> None:
-        inner = unwrap_optimizer(state.resources.optimizer)
-        stepped = {p for group in getattr(inner, "param_groups", ()) for p in group["params"]}
-        stepped.update(getattr(state.resources.optimizer, "parameters", ()))
+        optimizer = unwrap_optimizer(state.resources.optimizer)
+        stepped_parameters = {
+            p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]
+        }
+        stepped_parameters.update(getattr(state.resources.optimizer, "parameters", ()))
         modules = [(f"of stage {s}", stage.module) for s, stage in state.stages.items()]
         modules += [("of the loss", module) for module in state.options.loss_modules]
         self.names = {
             p: f"{name} {owner}"
             for owner, module in modules
             for name, p in module.named_parameters()
-            if p not in stepped
+            if p not in stepped_parameters
         }
         self.initial_copies: dict[Tensor, Tensor] = {}
         self.written_parameters: set[Tensor] | None = None
@@ -170,22 +174,22 @@ class UnsteppedParameters:
         if self.initial_copies:
             self.written_parameters = {
                 p
-                for p, was in self.initial_copies.items()
-                if not has_same_bits(p.detach().cpu(), was)
+                for p, initial_copy in self.initial_copies.items()
+                if not has_same_bits(p.detach().cpu(), initial_copy)
             }
             self.initial_copies = {}
         if self.written_parameters is None:
             copies = self.initial_copies = {p: p.detach().to("cpu", copy=True) for p in self.names}
         else:
             copies = {p: p.detach().clone() for p in self.written_parameters}
-        was = [
+        records = [
             (p, p.data, trace)
             for p, trace in zip(self.names, get_write_traces([*self.names]), strict=True)
         ]
 
         @torch.no_grad()
-        def put_back() -> None:
-            for p, data, trace in was:
+        def restore() -> None:
+            for p, data, trace in records:
                 if p in copies:
                     p.data = data
                     p.copy_(copies[p])
@@ -196,7 +200,7 @@ class UnsteppedParameters:
                         hint="make it a buffer, or compile(..., norm_check='before_step')",
                     )
 
-        return put_back
+        return restore
 
 
 class ProbedMicrobatches(MicrobatchView):
@@ -243,11 +247,13 @@ def find_unmanaged_parameters(state: State) -> set[nn.Parameter]:
     Args:
         state: The state of the program.
     """
-    own = {p for stage in state.stages.values() for p in stage.module.parameters()}
+    stage_parameters = {p for stage in state.stages.values() for p in stage.module.parameters()}
     groups = getattr(unwrap_optimizer(state.resources.optimizer), "param_groups", ())
-    others = {p for group in groups for p in group["params"]}
-    others.update(p for loss in state.options.loss_modules for p in loss.parameters())
-    return others - own.union(getattr(state.resources.optimizer, "main_parameters", ()))
+    other_parameters = {p for group in groups for p in group["params"]}
+    other_parameters.update(p for loss in state.options.loss_modules for p in loss.parameters())
+    return other_parameters - stage_parameters.union(
+        getattr(state.resources.optimizer, "main_parameters", ())
+    )
 
 
 class ProbedCopies(MicrobatchView):

@@ -27,7 +27,7 @@ BUDGET = {
     "schedir/passes": 2_800,
     "schedir/planner": 4_240,
     "schedir/predict": 1_550,
-    "schedir/runtime": 9_730,
+    "schedir/runtime": 9_980,
     "schedir/schedule_search": 2_820,
     "schedir/schedules": 800,
     "schedir/tensor_parallel": 340,

@@ -98,9 +98,9 @@ class Checkpoints:
             modules += state.options.loss_modules
         tables: list[tuple[str, _TensorTable]] = [
             (path, table)
-            for each in modules
-            for path, m in each.named_modules()
-            for table in (m._buffers, m._parameters)
+            for root in modules
+            for path, module in root.named_modules()
+            for table in (module._buffers, module._parameters)
         ]
         self.named_entries = [
             (f"{path}.{name}" if path else name, table, name)
@@ -129,48 +129,52 @@ class Checkpoints:
                 writes to a buffer that the first forward of the stage did not change.
         """
         entries: list[tuple[str, _TensorTable, str, Tensor]] = [
-            (f, t, n, b)
-            for f, t, n in self.named_entries
-            if (b := t.get(n)) is not None and _may_be_written(b)
+            (full_name, table, name, tensor)
+            for full_name, table, name in self.named_entries
+            if (tensor := table.get(name)) is not None and _may_be_written(tensor)
         ]
-        known = self.written_buffers.get(self.module.training)
+        known_names = self.written_buffers.get(self.module.training)
         values = _copy_tensors(
-            [(b, known is None or f in known, known is None) for f, _, _, b in entries]
+            [
+                (tensor, known_names is None or full_name in known_names, known_names is None)
+                for full_name, _, _, tensor in entries
+            ]
         )
-        traces = get_write_traces([b for *_, b in entries])
-        generators = self._get_generator_states()
-        target = self._get_target_versions()
-        versions = get_versions(inputs) if self.state.first_step_checks.is_active else ()
+        traces = get_write_traces([tensor for *_, tensor in entries])
+        generator_states = self._get_generator_states()
+        target_versions = self._get_target_versions()
+        input_versions = get_versions(inputs) if self.state.first_step_checks.is_active else ()
         # Gradients stay enabled, because some kernels round differently without them.
         with saved_tensors_hooks(_discard_saved_tensor, self._refuse_backward):
-            ran = run()
-        if self._get_target_versions() != target:
+            result = run()
+        if self._get_target_versions() != target_versions:
             raise ModelError(
                 f"the loss changes the target of microbatch {self.mb} in place, but the "
                 "recomputation of the last stage needs the original target",
                 hint="begin the loss with target = target.clone()",
             )
-        into = [
-            x != y for x, y in zip(traces, get_write_traces([b for *_, b in entries]), strict=True)
-        ]
-        other = [t.get(n) is not b for _, t, n, b in entries]
-        if known is None:
-            known = self.written_buffers[self.module.training] = {
-                f
-                for (f, _, _, b), x, wrote, new in zip(entries, values, into, other, strict=True)
-                if wrote or new or not has_same_bits(b.detach().to(x.device), x)
+        new_traces = get_write_traces([tensor for *_, tensor in entries])
+        is_written = [x != y for x, y in zip(traces, new_traces, strict=True)]
+        is_replaced = [table.get(name) is not tensor for _, table, name, tensor in entries]
+        rows = [*zip(entries, values, is_written, is_replaced, strict=True)]
+        if known_names is None:
+            known_names = self.written_buffers[self.module.training] = {
+                full_name
+                for (full_name, _, _, tensor), value, written, replaced in rows
+                if written or replaced or not has_same_bits(tensor.detach().to(value.device), value)
             }
-        kept = []
-        for (full, table, name, b), x, wrote, new in zip(entries, values, into, other, strict=True):
-            if wrote and full not in known:
+        buffers = []
+        for (full_name, table, name, tensor), value, written, replaced in rows:
+            if written and full_name not in known_names:
                 raise ModelError(
-                    f"stage {self.stage} writes to its {_describe_kind(b)} {full}, but its first "
-                    "forward did not: recomputation needs the old value",
+                    f"stage {self.stage} writes to its {_describe_kind(tensor)} {full_name}, but "
+                    "its first forward did not: recomputation needs the old value",
                     hint="write to it in every forward, or assign a new tensor to it",
                 )
-            if new or full in known:
-                kept.append((table, name, _match_tensor_type(x, b)))
-        return ran, Checkpoint(inputs, kept, generators, self._checksum_outputs(ran[0]), versions)
+            if replaced or full_name in known_names:
+                buffers.append((table, name, _match_tensor_type(value, tensor)))
+        checksums = self._checksum_outputs(result[0])
+        return result, Checkpoint(inputs, buffers, generator_states, checksums, input_versions)
 
     def recompute(
         self, run: Callable[[], _ForwardResult], checkpoint: Checkpoint
@@ -192,42 +196,43 @@ class Checkpoints:
                 parameters.
         """
         checkpoint.require_unwritten(self.stage, self.mb)
-        trained = self._list_unchecked_parameters()
-        sums = compute_checksums(trained)
+        parameters = self._list_unchecked_parameters()
+        checksums = compute_checksums(parameters)
         with self._restore_found_state(checkpoint):
-            ran = run()
-        if compute_checksums(trained) != sums:
+            result = run()
+        if compute_checksums(parameters) != checksums:
             raise ModelError(
                 f"a forward of stage {self.stage} writes to trained Parameters, and recomputation "
                 "would write to them twice",
                 hint="write to Parameters between steps",
             )
-        if self._checksum_outputs(ran[0]) != checkpoint.output_checksums:
+        if self._checksum_outputs(result[0]) != checkpoint.output_checksums:
             raise ModelError(
                 f"stage {self.stage} returns a different output for microbatch {self.mb} when it "
                 "is recomputed",
                 hint="draw random numbers from torch's default generators only, and keep all state "
                 "in Parameters and buffers",
             )
-        return ran
+        return result
 
     @contextmanager
     def _restore_found_state(self, checkpoint: Checkpoint) -> Iterator[None]:
         """Restore the buffers and generator states of the first run within this context."""
-        now = [(table, name, table.get(name)) for table, name, _ in checkpoint.buffers]
-        real = [b for *_, b in now if b is not None]
-        traces = get_write_traces(real)
+        current_entries = [(table, name, table.get(name)) for table, name, _ in checkpoint.buffers]
+        buffers = [b for *_, b in current_entries if b is not None]
+        traces = get_write_traces(buffers)
         states = self._get_generator_states()
-        for table, name, was in checkpoint.buffers:
-            table[name] = was  # Do not write to the present tensor: autograd may have saved it.
+        for table, name, saved_buffer in checkpoint.buffers:
+            # Do not write to the present tensor: autograd may have saved it.
+            table[name] = saved_buffer
         self._set_generator_states(checkpoint.generator_states)
         try:
             yield
         finally:
-            for table, name, buffer in now:
+            for table, name, buffer in current_entries:
                 table[name] = buffer
             self._set_generator_states(states)
-        if get_write_traces(real) != traces:
+        if get_write_traces(buffers) != traces:
             raise ModelError(
                 f"stage {self.stage} writes to a buffer through another reference than its "
                 "module's, and recomputation would write to it twice",
@@ -256,8 +261,10 @@ class Checkpoints:
         return [p for p in self.module.parameters() if p.requires_grad]
 
     def _get_generator_states(self) -> Sequence[Tensor]:
-        draws = self.state.random_streams
-        return [] if draws.seed is not None else [g.get_state() for g in draws.generators]
+        random_streams = self.state.random_streams
+        if random_streams.seed is not None:
+            return []
+        return [generator.get_state() for generator in random_streams.generators]
 
     def _set_generator_states(self, states: Sequence[Tensor]) -> None:
         for generator, state in zip(self.state.random_streams.generators, states, strict=False):
@@ -289,12 +296,14 @@ def _copy_tensors(requests: Sequence[tuple[Tensor, bool, bool]]) -> list[Tensor]
     Copies of all parameters may need much memory, so they are on the host. Requests for the same
     tensor share a copy.
     """
-    made: dict[Tensor, Tensor] = {}
-    for one, wanted, on_host in requests:
-        if wanted and one not in made:
-            to_host = on_host and isinstance(one, nn.Parameter)
-            made[one] = one.detach().to("cpu", copy=True) if to_host else one.detach().clone()
-    return [made[one] if wanted else one for one, wanted, _ in requests]
+    copies: dict[Tensor, Tensor] = {}
+    for tensor, needs_copy, on_host in requests:
+        if needs_copy and tensor not in copies:
+            to_host = on_host and isinstance(tensor, nn.Parameter)
+            copies[tensor] = (
+                tensor.detach().to("cpu", copy=True) if to_host else tensor.detach().clone()
+            )
+    return [copies[tensor] if needs_copy else tensor for tensor, needs_copy, _ in requests]
 
 
 def _match_tensor_type(saved: Tensor, current: Tensor) -> Tensor:

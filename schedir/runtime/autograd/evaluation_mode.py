@@ -29,12 +29,12 @@ def evaluation_mode(state: State) -> Iterator[None]:
     names = {p: name for module in modules for name, p in module.named_parameters()}
     # Exclude sharded parameters: their values are gathered into other memory, and
     # `ShardedParameters` checks them.
-    parts = {p for stage in state.stages.values() for p in stage.parameter_shards}
-    others = [p for p in names if p not in parts]
-    by_value = (
+    sharded_parameters = {p for stage in state.stages.values() for p in stage.parameter_shards}
+    other_parameters = [p for p in names if p not in sharded_parameters]
+    compared_parameters = (
         [*names] if state.device.type == "cpu" and state.service(_Evaluations).is_first else []
     )
-    before = [*get_write_traces(others), *compute_checksums(by_value)]
+    before = [*get_write_traces(other_parameters), *compute_checksums(compared_parameters)]
     state.service(_Evaluations).is_first = False
     with PreservedState() as preserved:
         preserved.add_fields(state, "is_evaluating")
@@ -45,9 +45,11 @@ def evaluation_mode(state: State) -> Iterator[None]:
             module.eval()
         preserved.enter_context(state.random_streams.preserve_generators(always=True))
         yield
-    after = [*get_write_traces(others), *compute_checksums(by_value)]
-    for p, was, now in zip([*others, *by_value], before, after, strict=True):
-        if was != now:
+    after = [*get_write_traces(other_parameters), *compute_checksums(compared_parameters)]
+    for p, old_trace, new_trace in zip(
+        [*other_parameters, *compared_parameters], before, after, strict=True
+    ):
+        if old_trace != new_trace:
             raise ModelError(
                 f"a forward writes to Parameter {names[p]} in an evaluation",
                 program=state.program.name,

@@ -44,57 +44,66 @@ def add_buffer_checks(
         plain training loop, it warns once per stage.
     """
     stage = state.stages[i.stage]
-    owners = [*stage.module.named_modules()]
+    modules = [*stage.module.named_modules()]
     for loss in state.options.loss_modules if i.stage == state.shape.stages - 1 else ():
-        owners += [(f"loss.{path}".rstrip("."), m) for path, m in loss.named_modules()]
-    tables = [(path, m) for path, m in owners if m._buffers]
-    cases = _find_cases(state, i, is_forward) if tables else []
+        modules += [(f"loss.{path}".rstrip("."), module) for path, module in loss.named_modules()]
+    modules_with_buffers = [(path, module) for path, module in modules if module._buffers]
+    cases = _find_cases(state, i, is_forward) if modules_with_buffers else []
     if not cases:
         return run
 
-    def checked() -> None:
+    def run_checked() -> None:
         mode = (i.op, stage.module.training)
-        first = mode not in stage.checked_buffer_modes
+        is_first = mode not in stage.checked_buffer_modes
         stage.checked_buffer_modes.add(mode)
-        before = [
-            (path, owner, name, buffer)
-            for path, owner in tables
-            for name, buffer in owner._buffers.items()
+        entries = [
+            (path, module, name, buffer)
+            for path, module in modules_with_buffers
+            for name, buffer in module._buffers.items()
             if buffer is not None
         ]
-        buffers = [buffer for *_, buffer in before]
-        versions = get_versions(buffers)
-        known = [first or (path, name) in stage.rewritten_buffers for path, _, name, _ in before]
-        values = [b.clone() if k else b for b, k in zip(buffers, known, strict=True)]
+        buffers = [buffer for *_, buffer in entries]
+        old_versions = get_versions(buffers)
+        has_copy = [
+            is_first or (path, name) in stage.rewritten_buffers for path, _, name, _ in entries
+        ]
+        old_values = [
+            b.clone() if is_copied else b for b, is_copied in zip(buffers, has_copy, strict=True)
+        ]
         run()
-        after = [m._buffers.get(name) for _, m, name, _ in before]
-        later = get_versions(buffers)
-        by_value = first and state.device.type == "cpu"
-        if not by_value and versions == later and all(map(is_, buffers, after)):
+        new_buffers = [module._buffers.get(name) for _, module, name, _ in entries]
+        new_versions = get_versions(buffers)
+        compares_values = is_first and state.device.type == "cpu"
+        if (
+            not compares_values
+            and old_versions == new_versions
+            and all(map(is_, buffers, new_buffers))
+        ):
             return
-        for k, (path, owner, name, buffer) in enumerate(before):
-            now, was, written = after[k], values[k], versions[k] != later[k]
-            if now is None or now.shape != buffer.shape:
+        for k, (path, module, name, buffer) in enumerate(entries):
+            new_buffer, old_value = new_buffers[k], old_values[k]
+            is_written = old_versions[k] != new_versions[k]
+            if new_buffer is None or new_buffer.shape != buffer.shape:
                 continue
-            trace = written or now is not buffer
-            if not trace and not by_value:
+            is_changed = is_written or new_buffer is not buffer
+            if not is_changed and not compares_values:
                 continue
-            if (known[k] or not written) and has_same_bits(now, was):
-                if trace:
+            if (has_copy[k] or not is_written) and has_same_bits(new_buffer, old_value):
+                if is_changed:
                     stage.rewritten_buffers.add((path, name))
                 continue
-            case = next((case for case in cases if case.concerns(owner, buffer)), None)
+            case = next((case for case in cases if case.concerns(module, buffer)), None)
             if case is None:
                 continue
-            full = ".".join(filter(None, (path, name)))
-            fact = f"stage {i.stage} changes its buffer {full} {case.fact}"
+            full_name = ".".join(filter(None, (path, name)))
+            fact = f"stage {i.stage} changes its buffer {full_name} {case.fact}"
             if case.hint:
                 raise ModelError(fact, hint=case.hint)
             if not stage.has_warned_of_buffers:
                 stage.has_warned_of_buffers = True
                 warnings.warn(fact, stacklevel=2)
 
-    return checked
+    return run_checked
 
 
 class _Case(NamedTuple):
@@ -115,8 +124,8 @@ class _Case(NamedTuple):
 
     def concerns(self, owner: nn.Module, buffer: torch.Tensor) -> bool:
         """Return whether the case concerns a buffer of a module."""
-        named = bool(self.modules or self.buffers)
-        return not named or owner in self.modules or any(b is buffer for b in self.buffers)
+        is_specific = bool(self.modules or self.buffers)
+        return not is_specific or owner in self.modules or any(b is buffer for b in self.buffers)
 
 
 def _find_cases(state: State, i: Instr, is_forward: bool) -> list[_Case]:
@@ -133,17 +142,17 @@ def _find_cases(state: State, i: Instr, is_forward: bool) -> list[_Case]:
         return [_Case("in a forward: each replica has different values, from its own microbatches")]
     cases = []
     module = state.stages[i.stage].module
-    others = [stage.module for s, stage in state.stages.items() if s != i.stage]
-    others += state.resources.options.other_rank_stages
-    theirs = {m for other in others for m in other.modules()}
-    modules = [m for m in module.modules() if m._buffers and m in theirs]
-    buffers = find_shared_buffers(module, others)
-    if modules or buffers:
+    other_modules = [stage.module for s, stage in state.stages.items() if s != i.stage]
+    other_modules += state.resources.options.other_rank_stages
+    other_submodules = {m for other_module in other_modules for m in other_module.modules()}
+    shared_modules = [m for m in module.modules() if m._buffers and m in other_submodules]
+    shared_buffers = find_shared_buffers(module, other_modules)
+    if shared_modules or shared_buffers:
         fact = (
             "in a forward, and another stage uses it: the schedule decides when that stage gets "
             "the change, and a stage in another process never gets it"
         )
-        cases.append(_Case(fact, modules=modules, buffers=buffers))
+        cases.append(_Case(fact, modules=shared_modules, buffers=shared_buffers))
     order = [mb for op, s, mb in state.stream if op is i.op and s == i.stage]
     if order != sorted(order):
         fact = "in a forward, but its forwards do not run in the order of the microbatches"

@@ -92,13 +92,13 @@ def leaf_has_hooks(leaf: Tensor, node: Node) -> bool:
         leaf: A leaf tensor.
         node: The node that accumulates its gradient.
     """
-    now = count_registrations()
-    if _leaves_without_hooks.get(id(leaf)) == now:
+    registrations = count_registrations()
+    if _leaves_without_hooks.get(id(leaf)) == registrations:
         return False
-    found = node_has_hooks(node)
-    if not found:
-        _leaves_without_hooks[id(leaf)] = now
-    return found
+    has_hooks = node_has_hooks(node)
+    if not has_hooks:
+        _leaves_without_hooks[id(leaf)] = registrations
+    return has_hooks
 
 
 def has_node_hooks(leaf: Tensor) -> bool:
@@ -112,7 +112,7 @@ def has_node_hooks(leaf: Tensor) -> bool:
     """
     hooks = (leaf._backward_hooks or {}).values()
     # Hooks of register_multi_grad_hook are functions that torch.autograd.graph defines.
-    files = [getattr(getattr(h, "__code__", None), "co_filename", "") for h in hooks]
+    files = [getattr(getattr(hook, "__code__", None), "co_filename", "") for hook in hooks]
     return graph.__file__ in files or leaf_has_hooks(leaf, get_gradient_edge(leaf).node)
 
 

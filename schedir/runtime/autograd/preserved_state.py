@@ -99,7 +99,7 @@ class PreservedState(ExitStack):
         Args:
             module: A module; its submodules are included.
         """
-        tables = [owner._buffers for owner in module.modules()]
+        tables = [submodule._buffers for submodule in module.modules()]
         buffers = {b for table in tables for b in table.values() if b is not None}
         self.add_values(map(_narrow_expanded_dims, buffers))
         self.add_tables(tables)
@@ -128,18 +128,20 @@ class PreservedState(ExitStack):
             module: A module; its submodules are included.
         """
         tensors: dict[int, Tensor] = {}
-        for owner in module.modules():
-            if isinstance(owner, _SELF_INITIALIZING_TYPES):
+        for submodule in module.modules():
+            if isinstance(submodule, _SELF_INITIALIZING_TYPES):
                 continue
-            own = {
+            attributes = {
                 name: value
-                for name, value in vars(owner).items()
+                for name, value in vars(submodule).items()
                 if name not in MODULE_ATTRIBUTES and isinstance(value, _RESTORED_TYPES)
             }
-            for undo in filter(None, map(_make_content_undo, own.values())):
+            for undo in filter(None, map(_make_content_undo, attributes.values())):
                 self.callback(undo)
-            self.callback(vars(owner).update, own)
-            leaves = (leaf for leaf in tree_leaves([*own.values()]) if isinstance(leaf, Tensor))
+            self.callback(vars(submodule).update, attributes)
+            leaves = (
+                leaf for leaf in tree_leaves([*attributes.values()]) if isinstance(leaf, Tensor)
+            )
             tensors.update((id(t), t) for t in leaves if not t.is_inference())
         for t in tensors.values():
             self.add_written_values(t)
@@ -150,8 +152,8 @@ class PreservedState(ExitStack):
         Args:
             module: The module.
         """
-        for one in module.modules():
-            self.add_fields(one, "training")
+        for submodule in module.modules():
+            self.add_fields(submodule, "training")
 
     def add_generators(self, generators: Iterable[Generator]) -> None:
         """Preserve the states of random generators.

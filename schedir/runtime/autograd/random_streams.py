@@ -162,8 +162,8 @@ class RandomStreams:
 
     def _set_step_keys(self, numbers: Sequence[int], *key_parts: int) -> None:
         if self.seed is not None:
-            step = derive_key(self.seed, *key_parts)
-            self.step_keys = [mix_bits(step ^ number) for number in numbers]
+            step_key = derive_key(self.seed, *key_parts)
+            self.step_keys = [mix_bits(step_key ^ number) for number in numbers]
 
     def make_seeded(
         self, purpose: int, stage: int, index: int, run: Callable[[], None] = lambda: None
@@ -182,17 +182,17 @@ class RandomStreams:
         """
         if self.seed is None:
             return run
-        what = purpose | stage
+        key_part = purpose | stage
 
-        def on() -> None:
+        def run_seeded() -> None:
             global _active_streams
             _active_streams, self.current_key = self, self.step_keys[index]
-            seed = mix_bits(self.current_key ^ what)
+            seed = mix_bits(self.current_key ^ key_part)
             for generator in self.generators:
                 generator.manual_seed(seed)
             run()
 
-        return on
+        return run_seeded
 
     @contextmanager
     def warn_of_draws(self, text: str) -> Iterator[None]:
@@ -201,9 +201,9 @@ class RandomStreams:
         Args:
             text: The warning.
         """
-        before = [] if self.has_warned else [generator.get_state() for generator in self.generators]
+        states = [] if self.has_warned else [generator.get_state() for generator in self.generators]
         yield
-        for generator, state in zip(self.generators, before, strict=False):
+        for generator, state in zip(self.generators, states, strict=False):
             if not self.has_warned and not torch.equal(generator.get_state(), state):
                 self.has_warned = True
                 warnings.warn(text, stacklevel=2)
@@ -219,12 +219,12 @@ class RandomStreams:
         if self.seed is None and not always:
             yield
             return
-        outer, before = _active_streams, [generator.get_state() for generator in self.generators]
+        outer, states = _active_streams, [generator.get_state() for generator in self.generators]
         try:
             yield
         finally:
             _active_streams = outer  # this step may run inside another step
-            for generator, state in zip(self.generators, before, strict=True):
+            for generator, state in zip(self.generators, states, strict=True):
                 generator.set_state(state)
 
 
@@ -237,8 +237,8 @@ _active_streams: RandomStreams | None = None
 def _require_uint32(number: int) -> int:
     """Return the number of a layer or slice, or raise ModelError if it is not in 0 to 2**32 - 1."""
     try:
-        if 0 <= (small := index(number)) < 1 << 32:
-            return small
+        if 0 <= (value := index(number)) < 1 << 32:
+            return value
     except TypeError:
         pass
     raise ModelError(
@@ -270,20 +270,20 @@ def fork_layer_rng(number: int, shard: int | None = None) -> Iterator[None]:
     Raises:
         ModelError: `number` or `shard` is not an integer from 0 to 2**32 - 1.
     """
-    drawing = _active_streams
-    what = _LAYER | _require_uint32(number)
-    part = None if shard is None else _SLICE | _require_uint32(shard)
-    if drawing is None:
+    streams = _active_streams
+    layer_key = _LAYER | _require_uint32(number)
+    slice_key = None if shard is None else _SLICE | _require_uint32(shard)
+    if streams is None:
         yield
         return
-    seed = mix_bits(drawing.current_key ^ what)
-    if part is not None:
-        seed = mix_bits(seed ^ part)
-    before = [generator.get_state() for generator in drawing.generators]
-    for generator in drawing.generators:
+    seed = mix_bits(streams.current_key ^ layer_key)
+    if slice_key is not None:
+        seed = mix_bits(seed ^ slice_key)
+    states = [generator.get_state() for generator in streams.generators]
+    for generator in streams.generators:
         generator.manual_seed(seed)
     try:
         yield
     finally:
-        for generator, state in zip(drawing.generators, before, strict=True):
+        for generator, state in zip(streams.generators, states, strict=True):
             generator.set_state(state)

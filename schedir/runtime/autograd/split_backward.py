@@ -108,9 +108,9 @@ class DeferredGradients:
         """
         # Detach the tensors, because otherwise they would keep the autograd graph of the input
         # alive.
-        *without, dy = (tensor.detach() for tensor in (*saved, dy))
-        versions = [tensor._version for tensor in (*without, dy)]
-        self._deferred.append(_DeferredFunction(rule, weight, tuple(without), dy, versions))
+        *detached_saved, dy = (tensor.detach() for tensor in (*saved, dy))
+        versions = [tensor._version for tensor in (*detached_saved, dy)]
+        self._deferred.append(_DeferredFunction(rule, weight, tuple(detached_saved), dy, versions))
 
     def list_saved_tensors(self) -> Iterator[Tensor]:
         """Yield the inputs and output gradients that this object keeps in memory."""
@@ -142,32 +142,32 @@ class DeferredGradients:
         Raises:
             ModelError: A saved input or output gradient was written to since I.
         """
-        uses = Counter(map(id, self.list_weights()))
-        sums: dict[int, Tensor] = {}
+        use_counts = Counter(map(id, self.list_weights()))
+        gradient_sums: dict[int, Tensor] = {}
         with torch.no_grad():
             while self._deferred:  # Popping one at a time frees memory early.
                 job = self._deferred.popleft()
                 job.require_unchanged()
                 rule, weight, saved, dy, _ = job
                 key = id(weight)
-                uses[key] -= 1
-                is_only_use = not uses[key] and key not in sums
+                use_counts[key] -= 1
+                is_only_use = not use_counts[key] and key not in gradient_sums
                 if has_wider_gradient(weight) or (is_only_use and can_add_rows(rule, weight)):
                     accumulate_gradient(rule, weight, saved, dy)
                 else:
                     dw = rule(weight, *saved, dy)
                     if weight.grad is not None:  # A narrower dtype rounds the gradient of each use.
                         dw = dw.to(weight.grad.dtype)
-                    if key in sums:
-                        dw = sums.pop(key) + dw
-                    if uses[key]:
-                        sums[key] = dw
+                    if key in gradient_sums:
+                        dw = gradient_sums.pop(key) + dw
+                    if use_counts[key]:
+                        gradient_sums[key] = dw
                     elif weight.grad is None:
                         # Versions of torch before 2.13 may lack `grad_dtype`.
                         weight.grad = dw.to(getattr(weight, "grad_dtype", None) or dw.dtype)
                     else:
                         weight.grad += dw
-                if on_accumulated is not None and not uses[key]:
+                if on_accumulated is not None and not use_counts[key]:
                     on_accumulated(weight)
 
 
@@ -264,14 +264,14 @@ def _defer_or_compute_wgrad(
 
     `input_index` is the position of the weight among the tensors that the Function was applied to.
     """
-    compiled = torch.compiler.is_compiling()
+    is_compiling = torch.compiler.is_compiling()
     if not _can_bypass_autograd(ctx, input_index, weight):
         return rule(weight, *saved, dy)
     if _active_deferred_wgrad is not None:
         _active_deferred_wgrad.defer(rule, weight, saved, dy)
     elif has_wider_gradient(weight):
         accumulate_gradient(rule, weight, saved, dy)
-    elif not compiled and can_add_rows(rule, weight) and _is_first_use_in_pass(weight):
+    elif not is_compiling and can_add_rows(rule, weight) and _is_first_use_in_pass(weight):
         (tokens,) = saved
         # Autograd adds this gradient, because the weight may have other uses.
         return rule.compute_sparse(weight, tokens, dy)
@@ -314,11 +314,11 @@ def _is_first_use_in_pass(weight: Tensor) -> bool:
     Only the first use of a weight may return a sparse gradient. Autograd concatenates sparse
     gradients, so a row may occur twice in the result. A GPU adds such rows in no fixed order.
     """
-    running: int = torch._C._current_graph_task_id()
-    before = _last_pass_by_weight.get(id(weight), -1)
-    _last_pass_by_weight[id(weight)] = max(running, before)
+    current_pass: int = torch._C._current_graph_task_id()
+    last_pass = _last_pass_by_weight.get(id(weight), -1)
+    _last_pass_by_weight[id(weight)] = max(current_pass, last_pass)
     # A nested backward, as in recomputation, has a larger number than the outer backward.
-    return running > before
+    return current_pass > last_pass
 
 
 # `id` of a weight -> number of the last backward pass that called `_is_first_use_in_pass`.
@@ -381,16 +381,16 @@ class _Linear(torch.autograd.Function):
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
         (weight,), (x,), (dy,) = _get_saved_weights(ctx), ctx.saved_tensors, dys
         needs_dx, needs_dw, needs_db, *_ = ctx.needs_input_grad
-        rule, entry, wait_for_input, wait_for_dx = ctx.rule, ctx.entry, None, None
-        if needs_dw and entry is not None and entry.start_gather is not None:
+        rule, input_rule, wait_for_input, wait_for_dx = ctx.rule, ctx.entry, None, None
+        if needs_dw and input_rule is not None and input_rule.start_gather is not None:
             if _active_deferred_wgrad is not None and _can_bypass_autograd(ctx, 1, weight):
-                rule = rule._replace(start_gather=entry.start_gather)  # W gathers the input.
+                rule = rule._replace(start_gather=input_rule.start_gather)  # W gathers the input.
             else:
-                wait_for_input = entry.start_gather(x)
-        back = weight if rule.is_transposed else weight.t()
-        dx = dy @ back.to(dy.dtype).conj() if needs_dx else None
-        if dx is not None and entry is not None:
-            wait_for_dx = entry.start_reduce(dx.to(ctx.dtype).contiguous())
+                wait_for_input = input_rule.start_gather(x)
+        matrix = weight if rule.is_transposed else weight.t()
+        dx = dy @ matrix.to(dy.dtype).conj() if needs_dx else None
+        if dx is not None and input_rule is not None:
+            wait_for_dx = input_rule.start_reduce(dx.to(ctx.dtype).contiguous())
         db = flatten_to_matrix(dy).sum(0) if needs_db else None
         x = x if wait_for_input is None else wait_for_input()
         dw = _defer_or_compute_wgrad(ctx, 1, rule, weight, (x,), dy) if needs_dw else None
@@ -408,8 +408,8 @@ class _Embedding(torch.autograd.Function):
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[None, Tensor | None, None]:
         (weight,), (dy,), needs_dw = ctx.weights, dys, ctx.needs_input_grad[1]
-        kept = ctx.saved_tensors
-        dw = _defer_or_compute_wgrad(ctx, 1, ctx.rule, weight, kept, dy) if needs_dw else None
+        saved = ctx.saved_tensors
+        dw = _defer_or_compute_wgrad(ctx, 1, ctx.rule, weight, saved, dy) if needs_dw else None
         return None, dw, None
 
 
@@ -472,33 +472,35 @@ class _SplitLayerFunction(torch.autograd.Function):
         ctx.names = names
         ctx.shape = x.shape
         _save_weights(ctx, *weights)
-        y, *kept = split.forward(layer, x)
-        ctx.save_for_backward(*kept)
+        y, *saved = split.forward(layer, x)
+        ctx.save_for_backward(*saved)
         return _as_non_view(y)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor | None, ...]:
-        weights, kept, how, (dy,) = _get_saved_weights(ctx), ctx.saved_tensors, ctx.how, dys
+        weights, saved, split, (dy,) = _get_saved_weights(ctx), ctx.saved_tensors, ctx.how, dys
         needs_dx = ctx.needs_input_grad[3]
         gradients: list[Tensor | None] = []
-        asked = ctx.needs_input_grad[4:]
-        for k, (name, weight, needs) in enumerate(zip(ctx.names, weights, asked, strict=True), 1):
+        need_weight_grads = ctx.needs_input_grad[4:]
+        for k, (name, weight, needs_grad) in enumerate(
+            zip(ctx.names, weights, need_weight_grads, strict=True), 1
+        ):
             rule = partial(
                 _compute_layer_gradient,
                 ctx.layer,
                 name,
-                how.immediate_grads.get(name) or how.deferred_grads[name],
+                split.immediate_grads.get(name) or split.deferred_grads[name],
             )
-            if not needs:
+            if not needs_grad:
                 gradients.append(None)
-            elif name in how.immediate_grads:
-                gradients.append(rule(weight, *kept, dy))
+            elif name in split.immediate_grads:
+                gradients.append(rule(weight, *saved, dy))
             else:
-                gradients.append(_defer_or_compute_wgrad(ctx, k, rule, weight, kept, dy))
+                gradients.append(_defer_or_compute_wgrad(ctx, k, rule, weight, saved, dy))
         dx = None
         if needs_dx:
             dx = _require_shape(
-                ctx.layer, "its input", ctx.shape, how.input_grad(ctx.layer, *kept, dy)
+                ctx.layer, "its input", ctx.shape, split.input_grad(ctx.layer, *saved, dy)
             )
         return None, None, None, dx, *gradients
 

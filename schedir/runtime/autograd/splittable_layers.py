@@ -92,10 +92,13 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
             raise _unknown_type_error(kind)
     for layer in module.modules():
         # A layer that is already splittable gets the rules that are registered now.
-        whole_type = _original_type(layer)
-        kind = _without_fsdp(whole_type)
-        asked = kind not in _OPT_IN_TYPES or kind in layer_types or whole_type is not type(layer)
-        split = _find_split_type(whole_type) if asked and "forward" not in vars(layer) else None
+        original_type = _original_type(layer)
+        kind = _without_fsdp(original_type)
+        was_split = original_type is not type(layer)
+        is_selected = kind not in _OPT_IN_TYPES or kind in layer_types or was_split
+        if not is_selected or "forward" in vars(layer):
+            continue
+        split = _find_split_type(original_type)
         if split is None or (kind is nn.Embedding and _has_special_gradient(layer)):
             continue
         if kind in _REGISTERED_LAYERS and (
@@ -205,17 +208,17 @@ def register_splittable_layer(
     )
     _REGISTERED_LAYERS[layer_type] = split
 
-    def run(layer: nn.Module, *given: Any, **named: Any) -> Tensor:
-        x, *more = *given, *named.values()
+    def run(layer: nn.Module, *args: Any, **keywords: Any) -> Tensor:
+        x, *other_args = *args, *keywords.values()
         runs_unsplit = (
-            more
+            other_args
             or torch.is_autocast_enabled(x.device.type)
             or _find_uncovered_parameters(layer, split)
         )
         if not torch.compiler.is_compiling():
             (_UNSPLIT_LAYERS.add if runs_unsplit else _UNSPLIT_LAYERS.discard)(layer)
         if runs_unsplit:
-            y: Tensor = layer_type.forward(layer, *given, **named)
+            y: Tensor = layer_type.forward(layer, *args, **keywords)
             return y
         return run_split_layer(split, layer, x)
 
@@ -250,34 +253,35 @@ def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
     if not hasattr(split, "deferred_names"):
         raise _unknown_type_error(kind)
     results: list[dict[str, Tensor | None]] = []
-    for one in (unsplit, split):
-        given = x.detach().clone()
-        given.requires_grad_(given.is_floating_point())
-        for p in one.parameters():
+    for tested_layer in (unsplit, split):
+        layer_input = x.detach().clone()
+        layer_input.requires_grad_(layer_input.is_floating_point())
+        for p in tested_layer.parameters():
             p.grad = None
         with torch.random.fork_rng():
-            y = one(given)
+            y = tested_layer(layer_input)
         with defer_weight_gradients(DeferredGradients()) as tape:
-            numbers = torch.Generator(y.device).manual_seed(0)
-            dy = torch.randn(y.shape, generator=numbers, dtype=y.dtype, device=y.device)
+            generator = torch.Generator(y.device).manual_seed(0)
+            dy = torch.randn(y.shape, generator=generator, dtype=y.dtype, device=y.device)
             torch.autograd.backward(y, dy)
         tape.run()
-        named = {f"the gradient of {name}": p.grad for name, p in one.named_parameters()}
-        results.append({"the output": y.detach(), "the gradient of the input": given.grad} | named)
+        results.append({"the output": y.detach(), "the gradient of the input": layer_input.grad})
+        for name, p in tested_layer.named_parameters():
+            results[-1][f"the gradient of {name}"] = p.grad
     for name, expected in results[0].items():
         actual = results[1][name]
         if expected is None and actual is None:
             continue
-        bound = 1e-2 if expected is not None and expected.dtype.itemsize < 4 else 1e-4
-        if expected is None or actual is None or not _relative_error(actual, expected) <= bound:
+        max_error = 1e-2 if expected is not None and expected.dtype.itemsize < 4 else 1e-4
+        if expected is None or actual is None or not _relative_error(actual, expected) <= max_error:
             raise ModelError(f"the split of {kind.__name__} and autograd differ in {name}")
 
 
-def _relative_error(got: Tensor, want: Tensor) -> float:
-    """Return the norm of the difference of two tensors, divided by the norm of `want`."""
-    if got.shape != want.shape:
+def _relative_error(actual: Tensor, expected: Tensor) -> float:
+    """Return the norm of the difference of two tensors, divided by the norm of `expected`."""
+    if actual.shape != expected.shape:
         return float("inf")
-    return float((got - want).double().norm() / want.double().norm().clamp(min=1e-30))
+    return float((actual - expected).double().norm() / expected.double().norm().clamp(min=1e-30))
 
 
 # ------------------------------------------------------------ types
@@ -323,9 +327,9 @@ _FORWARDS_BY_TYPE_NAME: dict[str, LayerForward] = {"transformers.pytorch_utils.C
 def _find_split_type(kind: type[nn.Module]) -> type[nn.Module] | None:
     """Return the splittable subclass of a layer type, or None if there is none."""
     if kind not in _SPLIT_TYPES:
-        inner = _without_fsdp(kind)
+        base_type = _without_fsdp(kind)
         run = _FORWARDS_BY_TYPE_NAME.get(f"{kind.__module__}.{kind.__qualname__}")
-        if inner is not kind and (split := _find_split_type(inner)):
+        if base_type is not kind and (split := _find_split_type(base_type)):
             run = split.forward
         if run is not None:
             _SPLIT_TYPES[kind] = _make_split_type(kind, run)
@@ -337,8 +341,8 @@ def _make_split_type(kind: type[nn.Module], forward: LayerForward) -> type[nn.Mo
     members = {
         "forward": forward,
         "__reduce_ex__": partialmethod(_reduce_split_layer, kind),
-        "deferred_names": (*_REGISTERED_LAYERS[inner].deferred_grads,)
-        if (inner := _without_fsdp(kind)) in _REGISTERED_LAYERS
+        "deferred_names": (*_REGISTERED_LAYERS[base_type].deferred_grads,)
+        if (base_type := _without_fsdp(kind)) in _REGISTERED_LAYERS
         else ("weight",),
         "original_type": kind,
     }
@@ -424,8 +428,8 @@ def watch_accumulation(module: nn.Module) -> Iterator[set[str]]:
             accumulated.add(name)
 
     # Keep the nodes alive. Otherwise each graph would create a new node for the parameter.
-    trained = [(n, p) for n, p in module.named_parameters() if p.requires_grad]
-    nodes = {name: get_gradient_edge(p).node for name, p in trained}
+    parameters = [(name, p) for name, p in module.named_parameters() if p.requires_grad]
+    nodes = {name: get_gradient_edge(p).node for name, p in parameters}
     handles = [register_observer(node, partial(on_gradient, name)) for name, node in nodes.items()]
     try:
         yield accumulated
@@ -448,28 +452,30 @@ def describe_unsplit_layers(module: nn.Module, accumulated: set[str], has_split:
     Returns:
         The names and types of the layers, with hints, or an empty text if there are no such layers.
     """
-    trained = {name: p for name, p in module.named_parameters() if p.requires_grad}
-    matrices = {name for name, p in trained.items() if sum(n > 1 for n in p.shape) > 1}
+    parameters = {name: p for name, p in module.named_parameters() if p.requires_grad}
+    matrices = {name for name, p in parameters.items() if sum(n > 1 for n in p.shape) > 1}
     layers: dict[str, type[nn.Module]] = {}
-    for name in trained:
-        owner, dot, _ = name.rpartition(".")
-        beside = any(other.startswith(owner + dot) for other in matrices - accumulated)
-        if name in accumulated and not (has_split and (beside or name not in matrices)):
-            layers[owner] = type(module.get_submodule(owner))
-    names = [f"{owner or 'itself'} ({kind.__name__})" for owner, kind in layers.items()]
+    for name in parameters:
+        path, dot, _ = name.rpartition(".")
+        has_split_matrix = any(matrix.startswith(path + dot) for matrix in matrices - accumulated)
+        if name in accumulated and not (has_split and (has_split_matrix or name not in matrices)):
+            layers[path] = type(module.get_submodule(path))
+    names = [f"{path or 'itself'} ({kind.__name__})" for path, kind in layers.items()]
     if not names:
         return ""
     names[_MAX_NAMED_LAYERS:] = [f"and {len(names) - _MAX_NAMED_LAYERS} more"] * (
         len(names) > _MAX_NAMED_LAYERS
     )
-    kinds = {
+    unsplit_types = {
         kind for kind in layers.values() if not hasattr(kind, "deferred_names")
     } - _OPT_IN_TYPES
-    known = sorted(kind.__name__ for kind in kinds if _find_split_type(kind))
+    splittable_types = sorted(kind.__name__ for kind in unsplit_types if _find_split_type(kind))
     hints = [
-        f"; schedir.runtime.make_backward_splittable(stage) splits {' and '.join(known)}"
-    ] * bool(known)
-    hints += ["; schedir.runtime.register_splittable_layer adds a type"] * (len(known) < len(kinds))
+        f"; schedir.runtime.make_backward_splittable(stage) splits {' and '.join(splittable_types)}"
+    ] * bool(splittable_types)
+    hints += ["; schedir.runtime.register_splittable_layer adds a type"] * (
+        len(splittable_types) < len(unsplit_types)
+    )
     return f"{', '.join(names)}: the instruction I runs their full backward{''.join(hints)}"
 
 
@@ -482,7 +488,7 @@ def find_deferrable_weights(module: nn.Module) -> set[str]:
     Args:
         module: The module of a stage.
     """
-    late = {
+    deferred_parameters = {
         layer._parameters.get(name)
         for layer in module.modules()
         for name in getattr(layer, "deferred_names", ())
@@ -491,5 +497,7 @@ def find_deferrable_weights(module: nn.Module) -> set[str]:
     return {
         name
         for name, p in module.named_parameters()
-        if p in late and can_defer_gradient(p) and not leaf_has_hooks(p, get_gradient_edge(p).node)
+        if p in deferred_parameters
+        and can_defer_gradient(p)
+        and not leaf_has_hooks(p, get_gradient_edge(p).node)
     }

@@ -48,51 +48,62 @@ def add_weight_checks(
         A function that raises ModelError if the check fails, or `run` if no trained weight of the
         stage has copies.
     """
-    stage, holders = state.stages[i.stage], state.shape.placement_rows
-    tied = {id(p) for p in state.resources.ties.list_local_copies(i.stage)}
-    copied, on_cpu = holders > 1, state.device.type == "cpu"
+    stage, replica_count = state.stages[i.stage], state.shape.placement_rows
+    tied_ids = {id(p) for p in state.resources.ties.list_local_copies(i.stage)}
+    has_replicas, on_cpu = replica_count > 1, state.device.type == "cpu"
     if (
         not state.program.has_backward
         or i.stage < state.program.frozen_stages
-        or not (copied or tied)
+        or not (has_replicas or tied_ids)
     ):
         return run
 
-    def weights() -> dict[str, Tensor]:
-        named = stage.module.named_parameters()
-        return {name: p for name, p in named if p.requires_grad and (copied or id(p) in tied)}
+    def list_weights() -> dict[str, Tensor]:
+        named_parameters = stage.module.named_parameters()
+        return {
+            name: p
+            for name, p in named_parameters
+            if p.requires_grad and (has_replicas or id(p) in tied_ids)
+        }
 
-    def checked() -> None:
-        kind = (i.op, stage.module.training)
-        if state.is_evaluating or kind in stage.checked_weight_modes:
+    def run_checked() -> None:
+        mode = (i.op, stage.module.training)
+        if state.is_evaluating or mode in stage.checked_weight_modes:
             run()
             return
-        before = weights()
+        old_weights = list_weights()
         # With ZeRO level 3 the memory of weights may be freed. `ShardedParameters` compares values.
-        readable = stage.sharded_parameters is None or stage.sharded_parameters.keeps_full_weights
-        by_value = (
-            [get_local_shard(p.detach()) for p in before.values()] if on_cpu and readable else []
+        sharded_parameters = stage.sharded_parameters
+        is_readable = sharded_parameters is None or sharded_parameters.keeps_full_weights
+        compared_values = (
+            [get_local_shard(p.detach()) for p in old_weights.values()]
+            if on_cpu and is_readable
+            else []
         )
-        traces = get_write_traces([*before.values()])
-        sums = compute_checksums(by_value)
+        old_traces = get_write_traces([*old_weights.values()])
+        old_checksums = compute_checksums(compared_values)
         run()
-        stage.checked_weight_modes.add(kind)
-        after = dict(stage.module.named_parameters())
-        traces_now = get_write_traces([*before.values()])
-        sums_now = compute_checksums(by_value)
-        for k, (name, p) in enumerate(before.items()):
-            same_sum = not by_value or sums[k] == sums_now[k]
-            if after.get(name) is p and traces[k] == traces_now[k] and same_sum:
+        stage.checked_weight_modes.add(mode)
+        new_parameters = dict(stage.module.named_parameters())
+        new_traces = get_write_traces([*old_weights.values()])
+        new_checksums = compute_checksums(compared_values)
+        for k, (name, p) in enumerate(old_weights.items()):
+            has_same_sum = not compared_values or old_checksums[k] == new_checksums[k]
+            if new_parameters.get(name) is p and old_traces[k] == new_traces[k] and has_same_sum:
                 continue
-            pass_ = "forward" if is_forward else "backward"
-            copies = f"in its {holders} stage replicas" if copied else "in the stages that share it"
+            pass_name = "forward" if is_forward else "backward"
+            copies = (
+                f"in its {replica_count} stage replicas"
+                if has_replicas
+                else "in the stages that share it"
+            )
             raise ModelError(
-                f"stage {i.stage} writes to its weight {name} in a {pass_}: the write would not "
-                f"reach the copies {copies}",
+                f"stage {i.stage} writes to its weight {name} in a {pass_name}: the write would "
+                f"not reach the copies {copies}",
                 hint="write to weights between steps (for an embedding, set max_norm=None)",
             )
 
-    return checked
+    return run_checked
 
 
 # ---------------------------------------------------------------- weights and random numbers
@@ -122,9 +133,9 @@ def wrap_stage_run(
             run,
         )
     run = add_weight_checks(state, i, purpose == FORWARD, run)
-    checked = add_buffer_checks(state, i, purpose == FORWARD, run)
-    seeded = state.random_streams.make_seeded(purpose, i.stage, i.mb, checked)
-    return bind_weight_version(state, i, seeded)
+    run_checked = add_buffer_checks(state, i, purpose == FORWARD, run)
+    run_seeded = state.random_streams.make_seeded(purpose, i.stage, i.mb, run_checked)
+    return bind_weight_version(state, i, run_seeded)
 
 
 def _run_checking_gradients(
@@ -177,8 +188,8 @@ def bind_weight_version(state: State, i: Instr, run: Callable[[], None]) -> Call
     else:
         return run
 
-    def on() -> None:
+    def use_and_run() -> None:
         use()
         run()
 
-    return on
+    return use_and_run

@@ -72,48 +72,53 @@ class StageInputAdapter:
             ModelError: The module writes to an input that it got without a copy, to one of two
                 inputs with the same values, or to a keyword argument.
         """
-        lent = leaves = inputs
-        writes = self.writes_inputs.get(module.training)
-        if writes is None and not (is_exclusive or _has_inplace_layer(module)):
-            writes = False
-        if writes is not False and inputs:
-            lent, leaves = zip(*(_prepare_input(x, is_exclusive) for x in inputs), strict=True)
+        module_inputs = leaves = inputs
+        writes_inputs = self.writes_inputs.get(module.training)
+        if writes_inputs is None and not (is_exclusive or _has_inplace_layer(module)):
+            writes_inputs = False
+        if writes_inputs is not False and inputs:
+            module_inputs, leaves = zip(
+                *(_prepare_input(x, is_exclusive) for x in inputs), strict=True
+            )
         elif as_views:
-            lent = [x.view_as(x) for x in inputs]
-        before = [*map(_get_version, lent)]
-        views = _find_possible_views(inputs) if writes is None else ()
-        named = (
+            module_inputs = [x.view_as(x) for x in inputs]
+        old_versions = [*map(_get_version, module_inputs)]
+        view_pairs = _find_possible_views(inputs) if writes_inputs is None else ()
+        keyword_tensors = (
             [x for x in tree_leaves(dict(keywords)) if isinstance(x, Tensor)] if keywords else ()
         )
-        versions = [*map(_get_version, named)]
+        keyword_versions = [*map(_get_version, keyword_tensors)]
         try:
-            args: Sequence[Any] = lent
+            args: Sequence[Any] = module_inputs
             if skip_input_count > 1:
-                args = (*lent[:-skip_input_count], tuple(lent[-skip_input_count:]))
+                skip_inputs = tuple(module_inputs[-skip_input_count:])
+                args = (*module_inputs[:-skip_input_count], skip_inputs)
             y = module(*args, **keywords)
         except RuntimeError as error:
-            given = (*leaves, *named)
-            if "leaf Variable" in str(error) and any(x.is_leaf and x.requires_grad for x in given):
+            tensors = (*leaves, *keyword_tensors)
+            if "leaf Variable" in str(error) and any(
+                x.is_leaf and x.requires_grad for x in tensors
+            ):
                 raise _unexpected_write_error() from error
             raise
-        after = [*map(_get_version, lent)]
-        wrote = after != before
-        if wrote and writes is False:
+        new_versions = [*map(_get_version, module_inputs)]
+        has_written = new_versions != old_versions
+        if has_written and writes_inputs is False:
             raise _unexpected_write_error()
-        for one, other in views:
-            if after[one] != before[one] or after[other] != before[other]:
+        for k, n in view_pairs:
+            if new_versions[k] != old_versions[k] or new_versions[n] != old_versions[n]:
                 raise ModelError(
-                    f"a stage changes input {one} or {other} in place, and one contains the "
+                    f"a stage changes input {k} or {n} in place, and one contains the "
                     "values of the other: without a pipeline both inputs may share memory, so "
                     "that the change reaches both",
                     hint="begin the forward with x = x.clone()",
                 )
-        if versions and [*map(_get_version, named)] != versions:
+        if keyword_versions and [*map(_get_version, keyword_tensors)] != keyword_versions:
             raise ModelError(
                 "a stage changes a keyword argument in place, but all stages get the same tensor",
                 hint="begin the forward with mask = mask.clone()",
             )
-        self.writes_inputs.setdefault(module.training, wrote)
+        self.writes_inputs.setdefault(module.training, has_written)
         return y, leaves
 
 
@@ -142,8 +147,8 @@ def _has_numbers_of(small: Tensor, large: Tensor) -> bool:
 def _prepare_input(x: Tensor, is_exclusive: bool) -> tuple[Tensor, Tensor]:
     """Return a tensor for the module, which may write to it, and the leaf for its gradient."""
     if not x.requires_grad:
-        lent = x if is_exclusive else _copy_aligned(x)
-        return lent, lent
+        module_input = x if is_exclusive else _copy_aligned(x)
+        return module_input, module_input
     if is_exclusive:
         # Autograd treats the result as computed from x, so it is not a leaf.
         return torch.ops.aten._unsafe_view(x, x.shape), x

@@ -52,9 +52,11 @@ class ProductRule(NamedTuple):
             dy: The gradient of the output, of shape (..., k).
         """
         x = x if self.start_gather is None else self.start_gather(x)()
-        given = flatten_to_matrix(x).conj()
-        back = flatten_to_matrix(dy)
-        return (back, given) if self.is_transposed else (given, back)
+        input_matrix = flatten_to_matrix(x).conj()
+        gradient_matrix = flatten_to_matrix(dy)
+        if self.is_transposed:
+            return gradient_matrix, input_matrix
+        return input_matrix, gradient_matrix
 
     def __call__(self, weight: Tensor, x: Tensor, dy: Tensor) -> Tensor:
         # Multiply first and add later: an addmm into the accumulator gives other bits.

@@ -62,26 +62,29 @@ class Boundary:
     def __post_init__(self) -> None:
         object.__setattr__(self, "shape", require_shape(self.shape))
         if self.received_shape is not None:
-            taken = require_shape(self.received_shape)
-            object.__setattr__(self, "received_shape", taken if taken != self.shape else None)
+            received_shape = require_shape(self.received_shape)
+            differs = received_shape != self.shape
+            object.__setattr__(self, "received_shape", received_shape if differs else None)
         if not isinstance(self.dtype, torch.dtype):
             raise ModelError(
                 f"the dtype of a boundary must be a torch.dtype, not {self.dtype!r:.60}",
                 hint="torch.float32, torch.bfloat16 or torch.float16",
             )
-        can = self.dtype.is_floating_point or self.dtype.is_complex
+        can_require_grad = self.dtype.is_floating_point or self.dtype.is_complex
         if self.requires_grad is not None and not isinstance(self.requires_grad, bool):
             raise ModelError(
                 "requires_grad of a boundary must be True, False or None, not "
                 f"{describe(self.requires_grad)}"
             )
-        if self.requires_grad and not can:
+        if self.requires_grad and not can_require_grad:
             raise ModelError(
                 f"requires_grad of a boundary is True, but {self.dtype} has no gradients",
                 hint="Boundary(shape, dtype)",
             )
         object.__setattr__(
-            self, "requires_grad", can if self.requires_grad is None else self.requires_grad
+            self,
+            "requires_grad",
+            can_require_grad if self.requires_grad is None else self.requires_grad,
         )
 
     @classmethod
@@ -97,10 +100,10 @@ class Boundary:
         return boundary if isinstance(boundary, Boundary) else cls(boundary)  # type: ignore[arg-type]
 
     def __str__(self) -> str:
-        can = self.dtype.is_floating_point or self.dtype.is_complex
-        taken = f", received as {list(self.received_shape)}" if self.received_shape else ""
-        none = " without gradient" * (can and not self.requires_grad)
-        return f"{list(self.shape)} of {self.dtype}{none}{taken}"
+        can_require_grad = self.dtype.is_floating_point or self.dtype.is_complex
+        received_text = f", received as {list(self.received_shape)}" if self.received_shape else ""
+        gradient_text = " without gradient" * (can_require_grad and not self.requires_grad)
+        return f"{list(self.shape)} of {self.dtype}{gradient_text}{received_text}"
 
     @cached_property
     def received(self) -> Boundary:
@@ -131,11 +134,12 @@ class Boundary:
             memory: A flat uint8 tensor.
             offset: The byte of `memory` at which the tensor begins: a multiple of the dtype's size.
         """
-        at, rest = divmod(int(memory.storage_offset()) + offset, self.dtype.itemsize)
-        assert not rest, "memory is aligned"
+        storage_offset = int(memory.storage_offset())
+        element_offset, remainder = divmod(storage_offset + offset, self.dtype.itemsize)
+        assert not remainder, "memory is aligned"
         assert offset + self.nbytes <= memory.nbytes, "the tensor is inside of the memory"
         tensor = torch.empty(0, dtype=self.dtype, device=memory.device)
-        return tensor.set_(memory.untyped_storage(), at, self.shape, self.strides)
+        return tensor.set_(memory.untyped_storage(), element_offset, self.shape, self.strides)
 
     def to_message_layout(self, value: Tensor) -> Tensor:
         """Return a value in the layout of a received message: contiguous, with its own storage.
@@ -186,7 +190,7 @@ class BoundaryTensors:
             ModelError: A boundary is invalid.
         """
         if isinstance(boundary, tuple | list) and any(
-            isinstance(one, Boundary) for one in boundary
+            isinstance(entry, Boundary) for entry in boundary
         ):
             return cls(tuple(map(Boundary.from_shape, boundary)), num_parts)
         return cls((Boundary.from_shape(boundary),), num_parts)  # type: ignore[arg-type]
@@ -197,24 +201,26 @@ class BoundaryTensors:
     @cached_property
     def requires_grad(self) -> tuple[bool, ...]:
         """For each tensor, True if it has a gradient."""
-        return tuple(bool(one.requires_grad) for one in self.tensors)
+        return tuple(bool(tensor.requires_grad) for tensor in self.tensors)
 
     @cached_property
     def gradients(self) -> BoundaryTensors:
         """The tensors with `requires_grad`. The next stage sends back the gradient of each."""
         return BoundaryTensors(
-            tuple(one for one in self.tensors if one.requires_grad), self.num_parts
+            tuple(tensor for tensor in self.tensors if tensor.requires_grad), self.num_parts
         )
 
     @cached_property
     def received(self) -> BoundaryTensors:
         """The tensors with the shapes that the next stage receives."""
-        return BoundaryTensors(tuple(one.received for one in self.tensors), self.num_parts)
+        return BoundaryTensors(tuple(tensor.received for tensor in self.tensors), self.num_parts)
 
     @property
     def memory_bytes(self) -> int:
         """The bytes of the message, plus those of the received tensors whose shape differs."""
-        received_bytes = sum(one.received.nbytes for one in self.tensors if one.received_shape)
+        received_bytes = sum(
+            tensor.received.nbytes for tensor in self.tensors if tensor.received_shape
+        )
         return self.nbytes + received_bytes
 
     # ------------------------------------------------------------ as a message
@@ -222,7 +228,7 @@ class BoundaryTensors:
     @cached_property
     def is_single_tensor(self) -> bool:
         """True if the message is one tensor without padding. Otherwise the message is bytes."""
-        sizes = [torch.Size(one.shape).numel() for one in self.tensors]
+        sizes = [torch.Size(tensor.shape).numel() for tensor in self.tensors]
         return len(sizes) == 1 and sizes[0] % self.num_parts == 0
 
     @cached_property
@@ -230,7 +236,7 @@ class BoundaryTensors:
         """The byte offset of each tensor in the message, followed by the size of the message."""
         if self.is_single_tensor:
             return 0, self.tensors[0].nbytes
-        ends = accumulate((_align(one.nbytes) for one in self.tensors), initial=0)
+        ends = accumulate((_align(tensor.nbytes) for tensor in self.tensors), initial=0)
         *begins, end = ends
         return *begins, _align(end, ALIGNMENT * self.num_parts)
 
@@ -249,8 +255,8 @@ class BoundaryTensors:
             The tensor to send or receive, and the boundary tensors in the same memory.
         """
         tensors = tuple(
-            one.tensor_at(memory, begin)
-            for one, begin in zip(self.tensors, self.offsets, strict=False)
+            tensor.tensor_at(memory, begin)
+            for tensor, begin in zip(self.tensors, self.offsets, strict=False)
         )
         if self.is_single_tensor:
             return tensors[0], tensors
@@ -279,14 +285,14 @@ class BoundaryTensors:
         Raises:
             ModelError: The number, shapes, dtypes or `requires_grad` of the outputs do not match.
         """
-        one = self.tensors[0]
+        tensor = self.tensors[0]
         if len(self.tensors) > 1 or not isinstance(outputs, Tensor):
             return self._require_each(outputs, stage)
-        if outputs.dtype != one.dtype or outputs.shape != one.shape:
+        if outputs.dtype != tensor.dtype or outputs.shape != tensor.shape:
             return self._require_each(outputs, stage)
         return (
             (outputs,)
-            if one.requires_grad or not outputs.requires_grad
+            if tensor.requires_grad or not outputs.requires_grad
             else self._require_each(outputs, stage)
         )
 
@@ -294,29 +300,34 @@ class BoundaryTensors:
         """Check outputs of any form for `require_outputs`, and report the first mismatch."""
         values: Sequence[Any] = outputs if isinstance(outputs, tuple | list) else (outputs,)
         if len(values) != len(self.tensors):
-            several = f"{len(self.tensors)} tensors, " if len(self.tensors) > 1 else ""
-            got = f"{len(values)} values" if values is outputs else _describe_value(outputs)
+            count_text = f"{len(self.tensors)} tensors, " if len(self.tensors) > 1 else ""
+            description = f"{len(values)} values" if values is outputs else _describe_value(outputs)
             raise ModelError(
-                f"stage {stage} returns {got}, but the boundary is {several}{self}",
+                f"stage {stage} returns {description}, but the boundary is {count_text}{self}",
                 hint="" if _are_tensors(values) else _TENSORS_HINT,
             )
-        for k, (one, value) in enumerate(zip(self.tensors, values, strict=True)):
-            if isinstance(value, Tensor) and value.dtype == one.dtype and value.shape == one.shape:
+        for k, (tensor, value) in enumerate(zip(self.tensors, values, strict=True)):
+            if (
+                isinstance(value, Tensor)
+                and value.dtype == tensor.dtype
+                and value.shape == tensor.shape
+            ):
                 continue
-            which = f" as tensor {k}" if len(values) > 1 else ""
+            index_text = f" as tensor {k}" if len(values) > 1 else ""
             raise ModelError(
-                f"stage {stage} returns {_describe_value(value)}{which}, but the boundary is {one}",
+                f"stage {stage} returns {_describe_value(value)}{index_text}, but the boundary is "
+                f"{tensor}",
                 hint="" if _are_tensors([value]) else _TENSORS_HINT,
             )
-        has = tuple([value.requires_grad for value in values])
-        if has != self.requires_grad and any(has):
-            k = next(k for k, (one, other) in enumerate(zip(has, self.requires_grad, strict=True))
-                     if one != other)  # fmt: skip
+        requires_grad = tuple([value.requires_grad for value in values])
+        if requires_grad != self.requires_grad and any(requires_grad):
+            pairs = zip(requires_grad, self.requires_grad, strict=True)
+            k = next(k for k, (actual, expected) in enumerate(pairs) if actual != expected)
             raise ModelError(
-                f"tensor {k} that stage {stage} returns has requires_grad={has[k]}, but its "
-                f"boundary has requires_grad={not has[k]}",
+                f"tensor {k} that stage {stage} returns has requires_grad={requires_grad[k]}, but "
+                f"its boundary has requires_grad={not requires_grad[k]}",
                 hint="return the tensor detached, or omit requires_grad=False from its boundary"
-                if has[k]
+                if requires_grad[k]
                 else "Boundary(..., requires_grad=False) if it depends on no trained weight",
             )
         return values
@@ -377,47 +388,55 @@ class ModelBoundaries:
         Raises:
             ModelError: The mapping lacks an edge or has an unknown one, or a boundary is invalid.
         """
-        each: dict[Edge, BoundaryLike]
+        boundary_by_edge: dict[Edge, BoundaryLike]
         if isinstance(boundary, ModelBoundaries):
-            each = {s: crossing.tensors for s, crossing in enumerate(boundary.stage_boundaries)}
-            each |= {skip: crossing.tensors for skip, crossing in boundary.skips}
+            boundary_by_edge = {
+                s: crossing.tensors for s, crossing in enumerate(boundary.stage_boundaries)
+            }
+            boundary_by_edge |= {skip: crossing.tensors for skip, crossing in boundary.skips}
         elif isinstance(boundary, Mapping):
-            each = {**cast(Mapping[Edge, BoundaryLike], boundary)}
+            boundary_by_edge = {**cast(Mapping[Edge, BoundaryLike], boundary)}
         else:
-            each = dict.fromkeys((*range(stages - 1), *skips), boundary)
-        if {*each} != {*range(stages - 1), *skips}:
-            along, more = "", ""
+            boundary_by_edge = dict.fromkeys((*range(stages - 1), *skips), boundary)
+        if {*boundary_by_edge} != {*range(stages - 1), *skips}:
+            skip_text, skip_example = "", ""
             if skips:
-                along = f" and the skip connections {describe([*skips])}"
-                more = f", {skips[0]}: Boundary((8, 64))"
+                skip_text = f" and the skip connections {describe([*skips])}"
+                skip_example = f", {skips[0]}: Boundary((8, 64))"
             raise ModelError(
                 "the keys of the boundary must be the stages "
-                f"{describe([*range(stages - 1)])}{along}, not {describe([*each])}",
+                f"{describe([*range(stages - 1)])}{skip_text}, not {describe([*boundary_by_edge])}",
                 hint="{0: Boundary((8, 64)), 1: (Boundary((8, 64)), Boundary((8,), torch.int64))"
-                f"{more}}}",
+                f"{skip_example}}}",
             )
         return cls(
-            tuple(BoundaryTensors.from_boundary(each[s], num_parts) for s in range(stages - 1)),
-            tuple((skip, BoundaryTensors.from_boundary(each[skip])) for skip in skips),
+            tuple(
+                BoundaryTensors.from_boundary(boundary_by_edge[s], num_parts)
+                for s in range(stages - 1)
+            ),
+            tuple((skip, BoundaryTensors.from_boundary(boundary_by_edge[skip])) for skip in skips),
         )
 
     def __str__(self) -> str:
         if len({*self.stage_boundaries}) == 1 and not self.skips:
             return str(self.stage_boundaries[0])
-        each = [f"after stage {s} {one}" for s, one in enumerate(self.stage_boundaries)]
-        each += [f"from stage {s} to {t} {one}" for (s, t), one in self.skips]
-        return "; ".join(each)
+        descriptions = [
+            f"after stage {s} {crossing}" for s, crossing in enumerate(self.stage_boundaries)
+        ]
+        descriptions += [f"from stage {s} to {t} {crossing}" for (s, t), crossing in self.skips]
+        return "; ".join(descriptions)
 
     @cached_property
     def _by_hop(self) -> dict[tuple[PeerRule, int], BoundaryTensors]:
         """(Direction, stage) -> the tensors between the stage and its peer in that direction."""
-        found = {(PeerRule.NEXT, s): one for s, one in enumerate(self.stage_boundaries)}
-        found |= {
-            (PeerRule.PREVIOUS, s + 1): one.received for s, one in enumerate(self.stage_boundaries)
-        }
-        for (begin, end), one in self.skips:
-            found |= {(PeerRule.SKIP_TO, begin): one, (PeerRule.SKIP_FROM, end): one}
-        return found
+        tensors_by_hop: dict[tuple[PeerRule, int], BoundaryTensors] = {}
+        for s, crossing in enumerate(self.stage_boundaries):
+            tensors_by_hop[PeerRule.NEXT, s] = crossing
+            tensors_by_hop[PeerRule.PREVIOUS, s + 1] = crossing.received
+        for (begin, end), crossing in self.skips:
+            tensors_by_hop[PeerRule.SKIP_TO, begin] = crossing
+            tensors_by_hop[PeerRule.SKIP_FROM, end] = crossing
+        return tensors_by_hop
 
     def get_value_tensors(self, kind: Value, stage: int) -> BoundaryTensors:
         """Return the tensors of a boundary value.
@@ -429,9 +448,9 @@ class ModelBoundaries:
         """
         if kind in EXTRA_BOUNDARY_TENSORS:
             return EXTRA_BOUNDARY_TENSORS[kind]
-        across = VALUES[kind].peer
-        assert across is not None
-        crossing = self._by_hop[across, stage]
+        hop = VALUES[kind].peer
+        assert hop is not None
+        crossing = self._by_hop[hop, stage]
         return crossing.gradients if kind in TRAINING_VALUES else crossing
 
     def list_inputs(self, stage: int) -> list[tuple[int, Boundary]]:
@@ -441,11 +460,11 @@ class ModelBoundaries:
             stage: The stage. The first stage has no inputs from other stages. Inputs from skip
                 connections come last.
         """
-        came = self.stage_boundaries[stage - 1].received.tensors if stage else ()
-        found = [(stage - 1, one) for one in came]
-        for (begin, end), skip in self.skips:
-            found += [(begin, one) for one in skip.tensors] if end == stage else []
-        return found
+        previous_tensors = self.stage_boundaries[stage - 1].received.tensors if stage else ()
+        inputs = [(stage - 1, tensor) for tensor in previous_tensors]
+        for (begin, end), crossing in self.skips:
+            inputs += [(begin, tensor) for tensor in crossing.tensors] if end == stage else []
+        return inputs
 
     def get_outputs(self, stage: int) -> BoundaryTensors:
         """Return all output tensors of a stage that go to other stages.
@@ -453,9 +472,10 @@ class ModelBoundaries:
         Args:
             stage: The stage. Outputs to a skip connection come last.
         """
-        ways = ((PeerRule.NEXT, stage), (PeerRule.SKIP_TO, stage))
+        hops = ((PeerRule.NEXT, stage), (PeerRule.SKIP_TO, stage))
+        crossings = [self._by_hop[hop] for hop in hops if hop in self._by_hop]
         return BoundaryTensors(
-            tuple(one for way in ways if way in self._by_hop for one in self._by_hop[way].tensors)
+            tuple(tensor for crossing in crossings for tensor in crossing.tensors)
         )
 
     def count_skip_inputs(self, stage: int) -> int:
@@ -464,8 +484,8 @@ class ModelBoundaries:
         Args:
             stage: The number of the stage.
         """
-        skip = self._by_hop.get((PeerRule.SKIP_FROM, stage))
-        return len(skip.tensors) if skip else 0
+        crossing = self._by_hop.get((PeerRule.SKIP_FROM, stage))
+        return len(crossing.tensors) if crossing else 0
 
     def make_output_validator(self, stage: int) -> Callable[[object, int], Sequence[Tensor]]:
         """Return a function that checks all outputs of a stage, as `require_outputs` does.
@@ -474,15 +494,15 @@ class ModelBoundaries:
             stage: The stage. If a skip connection begins at this stage, the function takes outputs
                 in the form that `split_skip_output` takes.
         """
-        expect = self.get_outputs(stage).require_outputs
+        require_outputs = self.get_outputs(stage).require_outputs
         if (PeerRule.SKIP_TO, stage) not in self._by_hop:
-            return expect
+            return require_outputs
 
-        def both(y: object, stage: int) -> Sequence[Tensor]:
-            rest, skip = split_skip_output(y, stage)
-            return expect((*rest, *skip), stage)
+        def require_all(y: object, stage: int) -> Sequence[Tensor]:
+            main_outputs, skip_outputs = split_skip_output(y, stage)
+            return require_outputs((*main_outputs, *skip_outputs), stage)
 
-        return both
+        return require_all
 
 
 def split_skip_output(outputs: object, stage: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
@@ -505,8 +525,8 @@ def split_skip_output(outputs: object, stage: int) -> tuple[Sequence[Tensor], Se
             f"least two entries, not {_describe_value(outputs)}",
             hint="return y, skip: the last entry passes along the skip connection",
         )
-    *rest, skip = outputs
-    return require_output_tensors(rest, stage), require_output_tensors(skip, stage)
+    *main_outputs, skip_outputs = outputs
+    return require_output_tensors(main_outputs, stage), require_output_tensors(skip_outputs, stage)
 
 
 def require_output_tensors(outputs: object, stage: int) -> Sequence[Tensor]:
@@ -541,5 +561,7 @@ def infer_requires_grad(values: Sequence[Tensor]) -> tuple[bool, ...]:
     Args:
         values: The output tensors.
     """
-    has = tuple(value.requires_grad for value in values)
-    return has if any(has) else tuple(v.is_floating_point() or v.is_complex() for v in values)
+    requires_grad = tuple(value.requires_grad for value in values)
+    if any(requires_grad):
+        return requires_grad
+    return tuple(value.is_floating_point() or value.is_complex() for value in values)

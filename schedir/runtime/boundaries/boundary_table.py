@@ -30,53 +30,57 @@ def require_fit(boundaries: ModelBoundaries, program: Program) -> None:
             gradient. Or the received shape of a tensor differs from its shape after the collective
             of the program.
     """
-    own = [(s, f"after stage {s}", one) for s, one in enumerate(boundaries.stage_boundaries)]
-    own += [(s, f"from stage {s} to {t}", one) for (s, t), one in boundaries.skips]
-    for s, what, crossing in own:
+    crossings = [
+        (s, f"after stage {s}", crossing) for s, crossing in enumerate(boundaries.stage_boundaries)
+    ]
+    crossings += [(s, f"from stage {s} to {t}", crossing) for (s, t), crossing in boundaries.skips]
+    for s, location, crossing in crossings:
         if program.has_backward and s >= program.frozen_stages and not any(crossing.requires_grad):
             raise ModelError(
-                f"the boundary {what} has no gradient ({crossing}), but the program sends a "
+                f"the boundary {location} has no gradient ({crossing}), but the program sends a "
                 "gradient back",
                 program=program.name,
                 hint="return a tensor that depends on trained weights; or, if no stage up to "
                 f"{s} has trained weights, compile(..., frozen_stages={s + 1})",
             )
-    for at, (s, _, crossing) in enumerate(own):
-        for k, one in enumerate(crossing.tensors):
-            first = k == 0 and at < len(boundaries.stage_boundaries)
-            taken = _compute_received_shape(one, s, program) if first else one.shape
-            if one.received.shape != taken:
+    for position, (s, _, crossing) in enumerate(crossings):
+        for k, tensor in enumerate(crossing.tensors):
+            is_first = k == 0 and position < len(boundaries.stage_boundaries)
+            received_shape = (
+                _compute_received_shape(tensor, s, program) if is_first else tensor.shape
+            )
+            if tensor.received.shape != received_shape:
                 raise ModelError(
-                    f"tensor {k} from stage {s} is {one}, but the program gives this tensor the "
-                    f"shape {list(taken)} before the receiving stage uses it",
+                    f"tensor {k} from stage {s} is {tensor}, but the program gives this tensor the "
+                    f"shape {list(received_shape)} before the receiving stage uses it",
                     program=program.name,
-                    hint=f"Boundary({one.shape}, received_shape={taken})"
-                    if taken != one.shape
-                    else f"Boundary({one.shape})",
+                    hint=f"Boundary({tensor.shape}, received_shape={received_shape})"
+                    if received_shape != tensor.shape
+                    else f"Boundary({tensor.shape})",
                 )
 
 
-def _compute_received_shape(one: Boundary, stage: int, program: Program) -> tuple[int, ...]:
+def _compute_received_shape(tensor: Boundary, stage: int, program: Program) -> tuple[int, ...]:
     """Return the shape that the first tensor of a boundary has in the next stage.
 
     With sequence parallelism, tensor-parallel ranks gather all tokens at the entry of a parallel
     region. At its exit, each rank keeps its own tokens. An all-to-all of experts changes the number
     of rows.
     """
-    letter, t = program.segment_boundaries[stage : stage + 1], program.tp
+    letter, tp = program.segment_boundaries[stage : stage + 1], program.tp
     if letter and letter in EP_LETTERS:
-        return one.received.shape[:1] + one.shape[1:]
+        return tensor.received.shape[:1] + tensor.shape[1:]
     if not program.sequence_parallel or letter not in (ENTRY_COLLECTIVE, EXIT_COLLECTIVE):
-        return one.shape
-    if len(one.shape) < 2 or (letter == EXIT_COLLECTIVE and one.shape[-2] % t):
+        return tensor.shape
+    if len(tensor.shape) < 2 or (letter == EXIT_COLLECTIVE and tensor.shape[-2] % tp):
         raise ModelError(
-            f"tensor 0 from stage {stage} is {one}, but {t} tensor-parallel ranks must share its "
-            "sequence, which is the second last dimension",
+            f"tensor 0 from stage {stage} is {tensor}, but {tp} tensor-parallel ranks must share "
+            "its sequence, which is the second last dimension",
             program=program.name,
-            hint=f"use the shape (..., tokens, features), where tokens is a multiple of {t}",
+            hint=f"use the shape (..., tokens, features), where tokens is a multiple of {tp}",
         )
-    *rest, tokens, features = one.shape
-    return *rest, tokens * t if letter == ENTRY_COLLECTIVE else tokens // t, features
+    *batch_dims, tokens, features = tensor.shape
+    return *batch_dims, tokens * tp if letter == ENTRY_COLLECTIVE else tokens // tp, features
 
 
 # ---------------------------------------------------------------- boundaries by microbatch
@@ -153,22 +157,24 @@ class BoundaryTable:
             ModelError: The number of microbatches differs from the program's, or a boundary is
                 invalid.
         """
-        stages, parts, skips = program.shape.stages, program.tp, program.skips
-        several = isinstance(boundary, PerMicrobatchBoundary)
+        stages, num_parts, skips = program.shape.stages, program.tp, program.skips
+        is_per_microbatch = isinstance(boundary, PerMicrobatchBoundary)
         if isinstance(boundary, BoundaryTable):
-            each: Sequence[BoundaryLike | BoundaryByEdge | ModelBoundaries] = boundary.rows
-            several = len(each) > 1
+            entries: Sequence[BoundaryLike | BoundaryByEdge | ModelBoundaries] = boundary.rows
+            is_per_microbatch = len(entries) > 1
         else:
-            each = (
+            entries = (
                 boundary.boundaries if isinstance(boundary, PerMicrobatchBoundary) else (boundary,)
             )
-        if several and len(each) != program.shape.microbatches:
+        if is_per_microbatch and len(entries) != program.shape.microbatches:
             raise ModelError(
-                f"the boundary has entries for {len(each)} microbatches, but the program has "
+                f"the boundary has entries for {len(entries)} microbatches, but the program has "
                 f"{program.shape.microbatches} microbatches",
                 hint=_PER_MICROBATCH_HINT,
             )
-        return cls(tuple(ModelBoundaries.from_edges(one, stages, parts, skips) for one in each))
+        return cls(
+            tuple(ModelBoundaries.from_edges(entry, stages, num_parts, skips) for entry in entries)
+        )
 
     def __getitem__(self, mb: int) -> ModelBoundaries:
         return self.rows[mb if len(self.rows) > 1 else 0]

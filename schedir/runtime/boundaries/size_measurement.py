@@ -72,38 +72,42 @@ def measure_model_states(
         replicas: The replicas whose shards are measured. The replica with the largest optimizer
             state counts.
     """
-    trained = [p for p in module.parameters() if p.requires_grad]
-    storages = {x.data_ptr(): x.nbytes() for x in (p.untyped_storage() for p in trained)}
+    trained_parameters = [p for p in module.parameters() if p.requires_grad]
+    storages = {x.data_ptr(): x.nbytes() for x in (p.untyped_storage() for p in trained_parameters)}
     params = float(sum(storages.values()))
     if shard_spec == ShardSpec():
         return ModelStates(
             params,
-            float(sum(map(_count_gradient_bytes, trained))),
-            _measure_optimizer_state(trained, optimizer_state),
+            float(sum(map(_count_gradient_bytes, trained_parameters))),
+            _measure_optimizer_state(trained_parameters, optimizer_state),
         )
-    tied = getattr(module, "tied_weight", None)
-    alone = [p for p in trained if p is tied]
-    buckets = make_buckets(trained, BUCKET_BYTES, shard_spec, alone, aligned=True)
+    tied_weight = getattr(module, "tied_weight", None)
+    separate_parameters = [p for p in trained_parameters if p is tied_weight]
+    buckets = make_buckets(
+        trained_parameters, BUCKET_BYTES, shard_spec, separate_parameters, aligned=True
+    )
     grads = float(sum(b.numel * b.grad_dtype.itemsize for b in buckets))
     if not shard_spec.zero:
-        return ModelStates(params, grads, _measure_optimizer_state(trained, optimizer_state))
+        return ModelStates(
+            params, grads, _measure_optimizer_state(trained_parameters, optimizer_state)
+        )
     params = float(sum(b.numel * b.dtype.itemsize for b in buckets))
-    most = 0.0
-    for k in replicas:
+    max_state_bytes = 0.0
+    for replica in replicas:
         shards = []
         for bucket in buckets:
-            own = shard_spec._replace(replica=k).for_tensor(bucket.parameters[0])
-            for low, high, _ in bucket.list_shard_ranges(own.replica):
+            replica_spec = shard_spec._replace(replica=replica).for_tensor(bucket.parameters[0])
+            for low, high, _ in bucket.list_shard_ranges(replica_spec.replica):
                 if high > low:
-                    numbers = torch.empty(high - low, dtype=bucket.dtype, device="meta")
-                    shards.append(nn.Parameter(numbers))
+                    shard = torch.empty(high - low, dtype=bucket.dtype, device="meta")
+                    shards.append(nn.Parameter(shard))
                     shards[-1].grad_dtype = bucket.grad_dtype
-        most = max(most, _measure_optimizer_state(shards, optimizer_state))
-    return ModelStates(params, grads, shard_spec.replicas * most)
+        max_state_bytes = max(max_state_bytes, _measure_optimizer_state(shards, optimizer_state))
+    return ModelStates(params, grads, shard_spec.replicas * max_state_bytes)
 
 
 def _measure_optimizer_state(
-    trained: Sequence[nn.Parameter], optimizer_state: float | OptimizerFactory
+    trained_parameters: Sequence[nn.Parameter], optimizer_state: float | OptimizerFactory
 ) -> float:
     """Return the bytes of an optimizer's state and main parameters after its first step.
 
@@ -111,18 +115,18 @@ def _measure_optimizer_state(
     memory.
     """
     if not callable(optimizer_state):
-        return optimizer_state * sum(p.numel() for p in trained)
-    if not trained:
+        return optimizer_state * sum(p.numel() for p in trained_parameters)
+    if not trained_parameters:
         return 0.0
     parameters = []
-    for p in trained:
+    for p in trained_parameters:
         parameters.append(nn.Parameter(torch.empty_like(p, device="meta")))
         parameters[-1].grad_dtype = p.grad_dtype
         parameters[-1].grad = torch.empty_like(p, device="meta", dtype=p.grad_dtype or p.dtype)
     try:
         optimizer = optimizer_state(parameters)
         optimizer.step()
-        state = [
+        state_values = [
             *getattr(optimizer, "main_parameters", ()),
             *tree_leaves([*unwrap_optimizer(optimizer).state.values()]),
         ]
@@ -132,7 +136,7 @@ def _measure_optimizer_state(
             hint="pass the bytes per trained element instead, such as optimizer_state=8.0",
         ) from error
     # All "meta" memory is at address 0, so distinguish tensors by their identity.
-    tensors = {id(x): x for x in state if isinstance(x, Tensor)}
+    tensors = {id(x): x for x in state_values if isinstance(x, Tensor)}
     return float(sum(x.untyped_storage().nbytes() for x in tensors.values()))
 
 
@@ -217,8 +221,8 @@ def measure_sizes(
         raise ModelError(f"target must be one tensor, of one microbatch, not {describe(target)}")
     xs = _require_microbatch(input)
     stages = require_model_stages(stages, allow_missing=True)
-    named = boundary if isinstance(boundary, Mapping) else ()
-    skips = tuple(sorted(edge for edge in named if isinstance(edge, tuple)))
+    edges = boundary if isinstance(boundary, Mapping) else ()
+    skips = tuple(sorted(edge for edge in edges if isinstance(edge, tuple)))
     if isinstance(boundary, PerMicrobatchBoundary):
         raise ModelError(
             f"the boundary has entries for {len(boundary.boundaries)} microbatches, but "
@@ -229,31 +233,33 @@ def measure_sizes(
     zero_model_states(0, 0, 0, zero=zero, dp=dp)  # Raises UsageError if `zero` or `dp` is invalid.
     if replica is not None and replica not in range(dp):
         raise ModelError(f"replica must be from 0 to {dp - 1}, not {describe(replica)}")
-    parts = range(dp) if replica is None else range(replica, replica + 1)
-    share = ShardSpec(dp, parts[0], zero)
-    given = _StageInputs(
-        xs, target, keywords, loss, boundaries, optimizer_state, frozen_stages, share, parts
+    replicas = range(dp) if replica is None else range(replica, replica + 1)
+    shard_spec = ShardSpec(dp, replicas[0], zero)
+    stage_inputs = _StageInputs(
+        xs, target, keywords, loss, boundaries, optimizer_state, frozen_stages, shard_spec, replicas
     )
-    found = [
-        _measure_stage(stages, s, given) if stage is not None else _StageBytes()
+    sizes_by_stage = [
+        _measure_stage(stages, s, stage_inputs) if stage is not None else _StageBytes()
         for s, stage in enumerate(stages)
     ]
-    sent = [crossing.memory_bytes for crossing in boundaries.stage_boundaries]
-    skipped = [(begin, crossing.nbytes) for (begin, _), crossing in boundaries.skips]
-    back = [crossing.gradients.memory_bytes for crossing in boundaries.stage_boundaries]
+    activation_bytes = [crossing.memory_bytes for crossing in boundaries.stage_boundaries]
+    skip_bytes = [(begin, crossing.nbytes) for (begin, _), crossing in boundaries.skips]
+    gradient_bytes = [crossing.gradients.memory_bytes for crossing in boundaries.stage_boundaries]
     return Sizes(
-        activation=_collapse_equal_sizes(sent),
-        activation_grad=None if back == sent else _collapse_equal_sizes(back),
-        saved=tuple(kept.saved for kept in found),
-        deferred_wgrad=tuple(kept.deferred_wgrad for kept in found),
-        saved_and_deferred=tuple(kept.saved_and_deferred for kept in found),
-        recompute_inputs=tuple(kept.checkpoint for kept in found),
-        params=tuple(kept.params for kept in found),
-        grads=tuple(kept.grads for kept in found),
-        optimizer=tuple(kept.optimizer for kept in found),
-        buffers=tuple(kept.buffers for kept in found),
-        version=tuple(kept.version for kept in found),
-        skip=tuple(float(dict(skipped).get(s, 0)) for s in range(len(stages))) if skips else 0.0,
+        activation=_collapse_equal_sizes(activation_bytes),
+        activation_grad=None
+        if gradient_bytes == activation_bytes
+        else _collapse_equal_sizes(gradient_bytes),
+        saved=tuple(sizes.saved for sizes in sizes_by_stage),
+        deferred_wgrad=tuple(sizes.deferred_wgrad for sizes in sizes_by_stage),
+        saved_and_deferred=tuple(sizes.saved_and_deferred for sizes in sizes_by_stage),
+        recompute_inputs=tuple(sizes.checkpoint for sizes in sizes_by_stage),
+        params=tuple(sizes.params for sizes in sizes_by_stage),
+        grads=tuple(sizes.grads for sizes in sizes_by_stage),
+        optimizer=tuple(sizes.optimizer for sizes in sizes_by_stage),
+        buffers=tuple(sizes.buffers for sizes in sizes_by_stage),
+        version=tuple(sizes.version for sizes in sizes_by_stage),
+        skip=tuple(float(dict(skip_bytes).get(s, 0)) for s in range(len(stages))) if skips else 0.0,
     )
 
 
@@ -302,36 +308,44 @@ def infer_boundaries(
     """
     stages = require_model_stages(stages)
     xs = _require_microbatch(input)
-    found: dict[Edge, tuple[Boundary, ...]] = {}
-    ends = dict(skips)
-    skipped = dict[int, tuple[Tensor, ...]]()
+    boundary_by_edge: dict[Edge, tuple[Boundary, ...]] = {}
+    skip_ends = dict(skips)
+    skip_tensors = dict[int, tuple[Tensor, ...]]()
     for s, module in enumerate(stages[:-1]):
         device = _find_stage_device(module, xs)
-        xs, named = tree_map_only(Tensor, lambda x: x.to(device).detach(), (xs, dict(keywords)))  # noqa: B023
-        skip = tuple(x.to(device) for x in skipped.pop(s, ()))
+        arguments = (xs, dict(keywords))
+        xs, stage_keywords = tree_map_only(Tensor, lambda x: x.to(device).detach(), arguments)  # noqa: B023
+        skip_inputs = tuple(x.to(device) for x in skip_tensors.pop(s, ()))
         if s:
-            came = (*found[s - 1], *(one for b, e in skips if e == s for one in found[b, e]))
+            edges: list[Edge] = [s - 1, *((begin, end) for begin, end in skips if end == s)]
+            input_boundaries = [boundary for edge in edges for boundary in boundary_by_edge[edge]]
             xs = tuple(
-                x.requires_grad_(bool(one.requires_grad))
-                for x, one in zip((*xs, *skip), came, strict=True)
+                x.requires_grad_(bool(boundary.requires_grad))
+                for x, boundary in zip((*xs, *skip_inputs), input_boundaries, strict=True)
             )
         else:
             xs = tuple(x.clone() for x in xs)
         with preserve_module(module, device), torch.set_grad_enabled(s >= frozen_stages):
             y, _ = StageInputAdapter().run(
-                module, xs, named, is_exclusive=True, skip_input_count=len(skip)
+                module, xs, stage_keywords, is_exclusive=True, skip_input_count=len(skip_inputs)
             )
-        rest, given = split_skip_output(y, s) if s in ends else (require_output_tensors(y, s), ())
-        ys = (*rest, *given)
-        each = tuple(
-            Boundary(tuple(y.shape), y.dtype, has and s >= frozen_stages)
-            for y, has in zip(ys, infer_requires_grad(ys), strict=True)
+        skip_outputs: Sequence[Tensor] = ()
+        if s in skip_ends:
+            main_outputs, skip_outputs = split_skip_output(y, s)
+        else:
+            main_outputs = require_output_tensors(y, s)
+        ys = (*main_outputs, *skip_outputs)
+        output_boundaries = tuple(
+            Boundary(tuple(y.shape), y.dtype, requires_grad and s >= frozen_stages)
+            for y, requires_grad in zip(ys, infer_requires_grad(ys), strict=True)
         )
-        own = tuple(y.detach().clone() for y in ys)
-        found[s], xs = each[: len(rest)], own[: len(rest)]
-        if s in ends:
-            found[s, ends[s]], skipped[ends[s]] = each[len(rest) :], own[len(rest) :]
-    return found
+        output_copies = tuple(y.detach().clone() for y in ys)
+        boundary_by_edge[s] = output_boundaries[: len(main_outputs)]
+        xs = output_copies[: len(main_outputs)]
+        if s in skip_ends:
+            boundary_by_edge[s, skip_ends[s]] = output_boundaries[len(main_outputs) :]
+            skip_tensors[skip_ends[s]] = output_copies[len(main_outputs) :]
+    return boundary_by_edge
 
 
 class _StageBytes(NamedTuple):
@@ -381,7 +395,7 @@ def _measure_stage(
     stages: Sequence[nn.Module | None], s: int, stage_inputs: _StageInputs
 ) -> _StageBytes:
     """Return the sizes of stage `s`."""
-    module, last, boundaries = stages[s], s == len(stages) - 1, stage_inputs.boundaries
+    module, is_last, boundaries = stages[s], s == len(stages) - 1, stage_inputs.boundaries
     assert module is not None
     device = _find_stage_device(module, stage_inputs.xs)
     xs, target, keywords = tree_map_only(
@@ -389,74 +403,83 @@ def _measure_stage(
         lambda x: x.to(device),
         (stage_inputs.xs, stage_inputs.target, dict(stage_inputs.keywords)),
     )
-    named = [x for x in tree_leaves(keywords) if isinstance(x, Tensor)]
-    always = {*_measure_storages([*xs, *named, target, *module.parameters(), *module.buffers()])}
+    keyword_tensors = [x for x in tree_leaves(keywords) if isinstance(x, Tensor)]
+    stage_tensors = [*module.parameters(), *module.buffers()]
+    excluded_storages = {*_measure_storages([*xs, *keyword_tensors, target, *stage_tensors])}
 
-    def size(tensors: Iterable[Tensor]) -> int:
-        return sum(n for at, n in _measure_storages(tensors).items() if at not in always)
+    def count_bytes(tensors: Iterable[Tensor]) -> int:
+        storages = _measure_storages(tensors)
+        return sum(n for address, n in storages.items() if address not in excluded_storages)
 
     if s:
         xs = tuple(
-            torch.zeros(one.shape, dtype=one.dtype, device=device).requires_grad_(
-                bool(one.requires_grad) and begin >= stage_inputs.frozen_stages
+            torch.zeros(boundary.shape, dtype=boundary.dtype, device=device).requires_grad_(
+                bool(boundary.requires_grad) and begin >= stage_inputs.frozen_stages
             )
-            for begin, one in boundaries.list_inputs(s)
+            for begin, boundary in boundaries.list_inputs(s)
         )
-    packed: WeakSet[_PackedTensor] = WeakSet()  # without tensors that autograd freed
+    packed_tensors: WeakSet[_PackedTensor] = WeakSet()  # without tensors that autograd freed
 
     def pack(tensor: Tensor) -> _PackedTensor:
         # Without detach, a node that saves its output would be in a reference cycle.
-        packed.add(one := _PackedTensor(tensor.detach()))
-        return one
+        packed_tensors.add(packed_tensor := _PackedTensor(tensor.detach()))
+        return packed_tensor
 
     with preserve_module(module, device), torch.set_grad_enabled(s >= stage_inputs.frozen_stages):
-        with saved_tensors_hooks(pack, lambda one: one.tensor):
+        with saved_tensors_hooks(pack, lambda packed_tensor: packed_tensor.tensor):
             # The module may write to its inputs, so it gets copies of the inputs of the model.
             args, adapter = xs if s else tuple(x.clone() for x in xs), StageInputAdapter()
             skip_inputs = boundaries.count_skip_inputs(s)
             buffers = [(b, b.clone()) for b in module.buffers()]
-            frozen = [p for p in module.parameters() if not p.requires_grad]
-            sums = compute_checksums(frozen)
+            frozen_parameters = [p for p in module.parameters() if not p.requires_grad]
+            checksums = compute_checksums(frozen_parameters)
             y, _ = adapter.run(
                 module, args, keywords, is_exclusive=True, skip_input_count=skip_inputs
             )
-            written = sum(b.nbytes for b, was in buffers if not has_same_bits(b, was))
-            checksums = zip(frozen, sums, compute_checksums(frozen), strict=True)
-            written += sum(p.nbytes for p, before, after in checksums if after != before)
+            written_bytes = sum(
+                b.nbytes for b, original in buffers if not has_same_bits(b, original)
+            )
+            new_checksums = compute_checksums(frozen_parameters)
+            checksum_rows = zip(frozen_parameters, checksums, new_checksums, strict=True)
+            written_bytes += sum(p.nbytes for p, before, after in checksum_rows if after != before)
             if not adapter.writes_inputs[module.training]:
-                always |= {*_measure_storages(args)} - {*_measure_storages(xs if s else [])}
-            if last:
+                input_storages = _measure_storages(xs if s else [])
+                excluded_storages |= {*_measure_storages(args)} - {*input_storages}
+            if is_last:
                 require_loss_input(y, s)
             ys = (
                 (require_scalar_loss(stage_inputs.loss(y, target)),)
-                if last
+                if is_last
                 else boundaries.make_output_validator(s)(y, s)
             )
         inputs = [x for x in xs if x.requires_grad]
-        deferred = _PeakTape(
-            lambda t: size([*inputs, *(one.tensor for one in packed), *t.list_saved_tensors()])
-        )
-        saved = deferred.max_bytes
+
+        def measure_live_bytes(gradients: DeferredGradients) -> int:
+            saved = [packed_tensor.tensor for packed_tensor in packed_tensors]
+            return count_bytes([*inputs, *saved, *gradients.list_saved_tensors()])
+
+        tape = _PeakTape(measure_live_bytes)
+        saved_bytes = tape.max_bytes
         roots = [y for y in ys if y.requires_grad]
         if roots:
-            with defer_weight_gradients(deferred):
-                torch.autograd.backward(roots, [torch.ones_like(y) * last for y in roots])
-    trained = [p for p in module.parameters() if p.requires_grad]
-    own = _measure_storages(trained)
-    rest = _measure_storages([*module.parameters(), *module.buffers()])
+            with defer_weight_gradients(tape):
+                torch.autograd.backward(roots, [torch.ones_like(y) * is_last for y in roots])
+    trained_parameters = [p for p in module.parameters() if p.requires_grad]
+    trained_storages = _measure_storages(trained_parameters)
+    stage_storages = _measure_storages([*module.parameters(), *module.buffers()])
     states = measure_model_states(
         module, stage_inputs.optimizer_state, stage_inputs.shard_spec, stage_inputs.replicas
     )
     return _StageBytes(
-        saved=saved,
-        deferred_wgrad=size(deferred.list_saved_tensors()),
-        saved_and_deferred=deferred.max_bytes,
-        checkpoint=size(xs) + written,
+        saved=saved_bytes,
+        deferred_wgrad=count_bytes(tape.list_saved_tensors()),
+        saved_and_deferred=tape.max_bytes,
+        checkpoint=count_bytes(xs) + written_bytes,
         params=states.params,
         grads=states.grads,
         optimizer=states.optimizer,
-        buffers=sum(n for at, n in rest.items() if at not in own),
-        version=sum(p.numel() * p.dtype.itemsize for p in trained),
+        buffers=sum(n for address, n in stage_storages.items() if address not in trained_storages),
+        version=sum(p.numel() * p.dtype.itemsize for p in trained_parameters),
     )
 
 

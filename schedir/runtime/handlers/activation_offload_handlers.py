@@ -59,13 +59,13 @@ def offload(state: State, i: Instr) -> Call:
     find_resident = _make_resident_finder(state, i)
 
     def run() -> None:
-        kept = slot.peek()
-        if isinstance(kept, Checkpoint):  # version counters change in a reload
-            kept.require_unwritten(i.stage, i.mb)
-            kept = kept._replace(input_versions=())
-        moves.slot_values[i[1:]] = kept
+        slot_value = slot.peek()
+        if isinstance(slot_value, Checkpoint):  # version counters change in a reload
+            slot_value.require_unwritten(i.stage, i.mb)
+            slot_value = slot_value._replace(input_versions=())
+        moves.slot_values[i[1:]] = slot_value
         slot.free()
-        tensors = _get_slot_tensors(kept)
+        tensors = _get_slot_tensors(slot_value)
         value.prepare_offload(tensors, find_resident() if tensors else ())
         block = value.block = tiers.host_arena.acquire(value.block_size, value.nbytes, max_blocks)
         is_synchronous_copy = not lanes.uses_streams
@@ -89,7 +89,7 @@ def reload(state: State, i: Instr) -> Call:
     moves = state.service(OffloadMoves)
     lanes = state.service(CopyLanes)
     occupants = _find_offloaded_occupants(state, k)
-    on_disk = _find_previous_change(state, k) is Opcode.ReloadFromDisk
+    was_on_disk = _find_previous_change(state, k) is Opcode.ReloadFromDisk
 
     def run() -> None:
         slot.fill(moves.slot_values.pop(i[1:]))
@@ -97,19 +97,22 @@ def reload(state: State, i: Instr) -> Call:
         assert block is not None and arrival_job is not None, (
             "the checker proves that it is on the host"
         )
-        on_streams, after = lanes.uses_streams, [arrival_job]
-        if on_streams and on_disk:  # A stream cannot wait for the disk lane, which is a thread.
+        uses_streams, prior_jobs = lanes.uses_streams, [arrival_job]
+        # A stream cannot wait for the disk lane, which is a thread.
+        if uses_streams and was_on_disk:
             arrival_job.finish()
-            after = []
+            prior_jobs = []
         copy: Callable[[], None] = partial(value.copy_from_block, block, tiers.poisons_sources)
-        if on_streams or all(one.is_offloaded for one in occupants):
+        if uses_streams or all(occupant.is_offloaded for occupant in occupants):
             # Allocate now, because an allocation on the lane would delay the computation.
             _allocate_on_device(occupants, value)
         else:
-            after += [one.offload_job for one in occupants if one.offload_job is not None]
+            prior_jobs += [
+                occupant.offload_job for occupant in occupants if occupant.offload_job is not None
+            ]
             copy = chain_calls(partial(_allocate_on_device, occupants, value), copy)
 
-        value.reload_job = _start_copy(state, k, value, copy, after)
+        value.reload_job = _start_copy(state, k, value, copy, prior_jobs)
         tiers.host_arena.release(block, value.nbytes, value.reload_job)
 
     return Call(None, run)
@@ -117,8 +120,8 @@ def reload(state: State, i: Instr) -> Call:
 
 def _allocate_on_device(occupants: Sequence[SavedActivations], value: SavedActivations) -> None:
     """Release the device memory of the slot's earlier values, and allocate memory for a reload."""
-    for one in (*occupants, value):
-        one.release_device_memory()
+    for activations in (*occupants, value):
+        activations.release_device_memory()
     value.allocate_reload_targets()
 
 
@@ -127,7 +130,7 @@ def offload_to_disk(state: State, i: Instr) -> Call:
     k = state.index_of[i]
     tiers = state.service(MemoryTiers)
     value = _get_saved_activations(state, i)
-    spills = tiers.open_spill_file(state.program.name)
+    spill_file = tiers.open_spill_file(state.program.name)
     max_on_disk = _count_max_on_disk(state)
 
     def run() -> None:
@@ -136,19 +139,21 @@ def offload_to_disk(state: State, i: Instr) -> Call:
             "the checker proves that it is on the host"
         )
         try:
-            for _ in range(0 if spills.arena.allocated_bytes else max_on_disk):
-                spills.arena.add_block(value.block_size)
-            place = value.block = spills.arena.acquire(value.block_size, value.nbytes)
+            for _ in range(0 if spill_file.arena.allocated_bytes else max_on_disk):
+                spill_file.arena.add_block(value.block_size)
+            disk_block = value.block = spill_file.arena.acquire(value.block_size, value.nbytes)
         except OSError as error:
             raise state.wrap_error(k, error) from error
         memory = block.location[: value.block_size]
 
         def write() -> None:
-            spills.write(place.location, memory)
+            spill_file.write(disk_block.location, memory)
             if tiers.poisons_sources:
                 memory.fill_(POISON_BYTE)
 
-        value.arrival_job = _start_copy(state, k, value, write, [arrival_job, *place.pending_jobs])
+        value.arrival_job = _start_copy(
+            state, k, value, write, [arrival_job, *disk_block.pending_jobs]
+        )
         tiers.host_arena.release(block, value.nbytes, value.arrival_job)
 
     return Call(None, run)
@@ -159,18 +164,18 @@ def reload_from_disk(state: State, i: Instr) -> Call:
     k = state.index_of[i]
     tiers = state.service(MemoryTiers)
     value = _get_saved_activations(state, i)
-    spills = tiers.open_spill_file(state.program.name)
+    spill_file = tiers.open_spill_file(state.program.name)
     max_blocks = _count_host_buffers(state)
 
     def run() -> None:
-        place, arrival_job = value.block, value.arrival_job
-        assert place is not None and arrival_job is not None, (
+        disk_block, arrival_job = value.block, value.arrival_job
+        assert disk_block is not None and arrival_job is not None, (
             "the checker proves that it is on the disk"
         )
         block = value.block = tiers.host_arena.acquire(value.block_size, value.nbytes, max_blocks)
-        read = partial(spills.read, place.location, block.location[: value.block_size])
+        read = partial(spill_file.read, disk_block.location, block.location[: value.block_size])
         value.arrival_job = _start_copy(state, k, value, read, [arrival_job, *block.pending_jobs])
-        spills.arena.release(place, value.nbytes, value.arrival_job)
+        spill_file.arena.release(disk_block, value.nbytes, value.arrival_job)
 
     return Call(None, run)
 
@@ -180,7 +185,7 @@ def _start_copy(
     k: int,
     value: SavedActivations,
     copy: Callable[[], None],
-    after: Sequence[LaneJob],
+    prior_jobs: Sequence[LaneJob],
 ) -> LaneJob:
     """Start the copy of instruction k on its lane. Errors of the copy name the instruction."""
 
@@ -193,7 +198,7 @@ def _start_copy(
     lane = INSTRUCTIONS[state.stream[k].op].lane
     lanes = state.service(CopyLanes)
     observer = state.observer.make_lane_observer()
-    return lanes.start(lane, run, value.nbytes, after, observer)
+    return lanes.start(lane, run, value.nbytes, prior_jobs, observer)
 
 
 def _get_saved_activations(state: State, i: Instr) -> SavedActivations:
@@ -205,29 +210,31 @@ def _get_saved_activations(state: State, i: Instr) -> SavedActivations:
 
 def _find_offloaded_occupants(state: State, k: int) -> list[SavedActivations]:
     """Return the value, if any, that was last offloaded from the slot that instruction k fills."""
-    free = state.service(OffloadMoves).freed_by.get(k)
-    moved = free is not None and state.stream[free].op == Opcode.Offload
-    return [_get_saved_activations(state, state.stream[free])] if free is not None and moved else []
+    free_index = state.service(OffloadMoves).freed_by.get(k)
+    is_offload = free_index is not None and state.stream[free_index].op == Opcode.Offload
+    if free_index is None or not is_offload:
+        return []
+    return [_get_saved_activations(state, state.stream[free_index])]
 
 
 def _list_saved_changes(state: State, stage: int, mb: int) -> Iterator[tuple[int, Opcode]]:
     """Yield (index, opcode) of the instructions that produce or move the activations, in order."""
     ops = (Opcode(op) for op in _SAVED_PRODUCERS)
-    at = [(k, op) for op in ops if (k := state.index_of.get((op, stage, mb))) is not None]
-    return iter(sorted(at))
+    changes = [(k, op) for op in ops if (k := state.index_of.get((op, stage, mb))) is not None]
+    return iter(sorted(changes))
 
 
 def _find_previous_change(state: State, k: int) -> Opcode | None:
     """Return the opcode of the last instruction before k that produced or moved the activations."""
     i = state.stream[k]
-    ops = [op for at, op in _list_saved_changes(state, i.stage, i.mb) if at < k]
+    ops = [op for index, op in _list_saved_changes(state, i.stage, i.mb) if index < k]
     return ops[-1] if ops else None
 
 
 def _find_next_change(state: State, k: int) -> Opcode | None:
     """Return the opcode of the first instruction after k that moves the activations."""
     i = state.stream[k]
-    return next((op for at, op in _list_saved_changes(state, i.stage, i.mb) if at > k), None)
+    return next((op for index, op in _list_saved_changes(state, i.stage, i.mb) if index > k), None)
 
 
 def _count_host_buffers(state: State) -> int | None:
@@ -242,11 +249,11 @@ def _count_host_buffers(state: State) -> int | None:
 
 def _count_max_on_disk(state: State) -> int:
     """Return the largest number of values that are on the rank's disk at the same time."""
-    now = most = 0
+    num_on_disk = max_on_disk = 0
     for op, _, _ in state.stream:
-        now += (op == Opcode.OffloadToDisk) - (op == Opcode.ReloadFromDisk)
-        most = max(most, now)
-    return most
+        num_on_disk += (op == Opcode.OffloadToDisk) - (op == Opcode.ReloadFromDisk)
+        max_on_disk = max(max_on_disk, num_on_disk)
+    return max_on_disk
 
 
 def _wrap_compute(handler: Handler, state: State, i: Instr) -> Call:
@@ -256,7 +263,7 @@ def _wrap_compute(handler: Handler, state: State, i: Instr) -> Call:
         return call
     k, waits = state.index_of[i], [call.wait]
     run = call.run
-    waits += [one.release_device_memory for one in _find_offloaded_occupants(state, k)]
+    waits += [occupant.release_device_memory for occupant in _find_offloaded_occupants(state, k)]
     if _find_previous_change(state, k) is Opcode.Reload:
         waits.append(_get_saved_activations(state, i).finish_reload)
     moves = state.service(OffloadMoves)
@@ -305,17 +312,17 @@ def _make_resident_finder(state: State, i: Instr) -> Callable[[], set[int]]:
     for loss in state.options.loss_modules if i.stage == state.shape.stages - 1 else ():
         modules += loss.modules()
 
-    def has() -> set[int]:
+    def find_resident() -> set[int]:
         batch = state.batch
-        given = (batch.inputs, batch.targets, batch.keywords)
-        found = tree_leaves(
-            [each.unpacked.get(i.mb) for each in given if isinstance(each, UnpackedMicrobatches)]
+        views = (batch.inputs, batch.targets, batch.keywords)
+        tensors = tree_leaves(
+            [view.unpacked.get(i.mb) for view in views if isinstance(view, UnpackedMicrobatches)]
         )
         for module in modules:
-            found += (*module._parameters.values(), *module._buffers.values())
-        return get_storage_keys(found)
+            tensors += (*module._parameters.values(), *module._buffers.values())
+        return get_storage_keys(tensors)
 
-    return has
+    return find_resident
 
 
 HANDLERS: Final = {

@@ -55,55 +55,57 @@ from schedir.runtime.value_slots import Slot
 
 def forward(state: State, i: Instr) -> Call:
     """Return the call of Forward: run a stage on a microbatch, and in the last stage the loss."""
-    stage, mb, last = state.stages[i.stage], i.mb, i.stage == state.shape.stages - 1
-    taken = find_input_slots(state, i)
-    give = _make_output_writer(state, i)
+    stage, mb, is_last_stage = state.stages[i.stage], i.mb, i.stage == state.shape.stages - 1
+    input_slots = find_input_slots(state, i)
+    write_outputs = _make_output_writer(state, i)
     stage_run = StageRun(state, i)
     trains = state.program.has_backward and i.stage >= state.program.frozen_stages
     versions = find_weight_versions(state, i.stage)
-    saved = state.find_slot(Value.SAVED, i.stage, mb, state.index_of[i]) if trains else None
+    saved_slot = state.find_slot(Value.SAVED, i.stage, mb, state.index_of[i]) if trains else None
     is_recomputed = Instr(RECOMPUTE, i.stage, mb) in state.index_of
     checkpoints = Checkpoints(state, i) if is_recomputed else None
     # A recomputation needs the inputs unchanged.
-    is_exclusive = are_inputs_exclusive(taken) and not is_recomputed
+    is_exclusive = are_inputs_exclusive(input_slots) and not is_recomputed
     # Received inputs are copied if the next message may overwrite them, or if they are offloaded.
-    moved = _is_offloaded(state, i)
-    take = _make_input_reader(
-        taken, Tensor.clone if state.program.shares_slots or moved else Tensor.detach
+    is_offloaded = _is_offloaded(state, i)
+    read_inputs = _make_input_reader(
+        input_slots, Tensor.clone if state.program.shares_slots or is_offloaded else Tensor.detach
     )
     letter = state.program.segment_boundaries[i.stage : i.stage + 1]
-    summed = letter == EXIT_COLLECTIVE and not state.program.sequence_parallel
+    is_summed = letter == EXIT_COLLECTIVE and not state.program.sequence_parallel
 
     def run() -> None:
-        xs = take() if taken else require_input_tensors(state.batch.inputs[mb], mb)
+        xs = read_inputs() if input_slots else require_input_tensors(state.batch.inputs[mb], mb)
         value: object
         if checkpoints is not None:
             (ys, _), value = checkpoints.run_first_forward(partial(stage_run, xs, is_exclusive), xs)
         else:
             ys, xs = stage_run(xs, is_exclusive)
             value = stage_run.collect_saved(xs, ys)
-        if last:
+        if is_last_stage:
             state.save_loss(mb, ys[0], xs)
         else:
             values = [*map(Tensor.detach, ys)]
-            if summed and any(has_same_storage(values[0], x) for x in xs):
+            if is_summed and any(has_same_storage(values[0], x) for x in xs):
                 values[0] = values[0].clone()  # the all-reduce overwrites it
-            give(
+            write_outputs(
                 values
                 if stage.sharded_parameters is None
                 else stage.sharded_parameters.clone_if_in_weights(values)
             )
-        if saved is not None:
+        if saved_slot is not None:
             if not stage.has_checked_parameters:
                 stage.has_checked_parameters = True
-                kept = versions.names if versions is not None else ()
-                require_stage_parameters(ys, stage.module, kept, i.stage, state.resources.optimizer)
-            saved.fill(value)
-        for one in taken:
-            one.slot.free()
+                version_names = versions.names if versions is not None else ()
+                require_stage_parameters(
+                    ys, stage.module, version_names, i.stage, state.resources.optimizer
+                )
+            saved_slot.fill(value)
+        for input_slot in input_slots:
+            input_slot.slot.free()
 
     return Call(
-        _make_input_wait(state, i, taken),
+        _make_input_wait(state, i, input_slots),
         wrap_stage_run(state, i, FORWARD, run if trains else torch.no_grad()(run)),
     )
 
@@ -119,30 +121,34 @@ class StageRun:
     """
 
     def __init__(self, state: State, i: Instr) -> None:
-        forward = i._replace(op=Opcode.Forward)
+        forward_instr = i._replace(op=Opcode.Forward)
         stage = state.stages[i.stage]
         boundaries = state.boundaries[i.mb]
-        frozen = state.program.frozen_stages
+        frozen_stages = state.program.frozen_stages
         self.state = state
         self.stage = i.stage
         self.mb = i.mb
         self.module = stage.module
         self.input_adapter = stage.input_adapter
         self.num_skip_tensors = boundaries.count_skip_inputs(i.stage)
-        local = [one.is_local for one in find_input_slots(state, forward)]
-        self.has_received_inputs = not all(local)
+        are_local = [input_slot.is_local for input_slot in find_input_slots(state, forward_instr)]
+        self.has_received_inputs = not all(are_local)
         self.is_offloaded = _is_offloaded(state, i)
         self.stage_state = stage
         self.is_last = i.stage == state.shape.stages - 1
-        self.trains = state.program.has_backward and i.stage >= frozen
+        self.trains = state.program.has_backward and i.stage >= frozen_stages
         self.require_outputs = None if self.is_last else boundaries.make_output_validator(i.stage)
-        came = [
-            has and i.stage >= frozen and state.program.peer_stage(kind, i.stage) >= frozen
-            for kind in _select_boundary_kinds(state, forward, INSTRUCTIONS[Opcode.Forward].needs)
-            for has in boundaries.get_value_tensors(kind, i.stage).requires_grad
+        requires_grad = [
+            has_grad
+            and i.stage >= frozen_stages
+            and state.program.peer_stage(kind, i.stage) >= frozen_stages
+            for kind in _select_boundary_kinds(
+                state, forward_instr, INSTRUCTIONS[Opcode.Forward].needs
+            )
+            for has_grad in boundaries.get_value_tensors(kind, i.stage).requires_grad
         ]
         self.grad_input_indices = [
-            k for k, has in enumerate(came) if has and state.program.has_backward
+            k for k, has_grad in enumerate(requires_grad) if has_grad and state.program.has_backward
         ]
 
     def __call__(
@@ -164,7 +170,7 @@ class StageRun:
         keywords = batch.get_keywords(mb)
         # Give the module views of the leaves, because an offload frees the memory of leaves. In the
         # first step, `_finish_inputs` also frees this memory, after the backward.
-        aliases = self.is_offloaded or (
+        as_views = self.is_offloaded or (
             self.has_received_inputs and self.state.first_step_checks.is_active
         )
         y, xs = self.input_adapter.run(
@@ -172,7 +178,7 @@ class StageRun:
             xs,
             keywords,
             is_exclusive=is_exclusive,
-            as_views=aliases,
+            as_views=as_views,
             skip_input_count=self.num_skip_tensors,
         )
         if self.require_outputs is not None:
@@ -220,7 +226,7 @@ def are_inputs_exclusive(input_slots: Sequence[_InputSlot]) -> bool:
     Args:
         input_slots: The inputs of the instruction.
     """
-    return bool(input_slots) and not any(one.is_local for one in input_slots)
+    return bool(input_slots) and not any(input_slot.is_local for input_slot in input_slots)
 
 
 def _is_offloaded(state: State, i: Instr) -> bool:
@@ -248,8 +254,8 @@ def find_input_slots(state: State, i: Instr) -> list[_InputSlot]:
     """
     input_slots = []
     for kind in _select_boundary_kinds(state, i, INSTRUCTIONS[i.op].needs):
-        other = state.program.peer_stage(kind, i.stage)
-        is_local = state.find_local_stage(other, i.mb) is not None
+        peer_stage = state.program.peer_stage(kind, i.stage)
+        is_local = state.find_local_stage(peer_stage, i.mb) is not None
         input_slots.append(_InputSlot(kind, state.find_slot(kind, i.stage, i.mb), is_local))
     return input_slots
 
@@ -263,37 +269,39 @@ def _make_input_reader(
     memory. With None they are returned without a copy.
     """
 
-    def read_slot(one: _InputSlot) -> Sequence[Tensor]:
-        values: Sequence[Tensor] = one.slot.peek()
-        return values if one.is_local or copy_received is None else [*map(copy_received, values)]
+    def read_slot(input_slot: _InputSlot) -> Sequence[Tensor]:
+        values: Sequence[Tensor] = input_slot.slot.peek()
+        if input_slot.is_local or copy_received is None:
+            return values
+        return [*map(copy_received, values)]
 
     if len(input_slots) == 1:
         return partial(read_slot, input_slots[0])
-    return lambda: [value for one in input_slots for value in read_slot(one)]
+    return lambda: [value for input_slot in input_slots for value in read_slot(input_slot)]
 
 
 def _make_output_writer(state: State, i: Instr) -> Callable[[Sequence[Tensor]], None]:
     """Return a function that fills all output slots of an instruction with its outputs."""
-    ways, end = [], 0
+    writers, end = [], 0
     for kind in _select_boundary_kinds(state, i, INSTRUCTIONS[i.op].gives):
         begin, end = end, end + len(state.boundaries[i.mb].get_value_tensors(kind, i.stage).tensors)
-        ways.append((make_value_writer(state, i, kind), slice(begin, end)))
+        writers.append((make_value_writer(state, i, kind), slice(begin, end)))
 
-    if len(ways) == 1:
-        return ways[0][0]
+    if len(writers) == 1:
+        return writers[0][0]
 
-    def give(values: Sequence[Tensor]) -> None:
-        for out, own in ways:
-            out(values[own])
+    def write_all(values: Sequence[Tensor]) -> None:
+        for write, part in writers:
+            write(values[part])
 
-    return give
+    return write_all
 
 
 def _make_input_wait(
     state: State, i: Instr, input_slots: Sequence[_InputSlot]
 ) -> Callable[[], None] | None:
     """Return a function that waits for input messages, and for earlier sends of output slots."""
-    waits = [make_message_wait(state, i, one.kind) for one in input_slots]
+    waits = [make_message_wait(state, i, input_slot.kind) for input_slot in input_slots]
     sends = state.service(PendingSends)
     waits += [partial(sends.complete, k) for k in sends.before_reuse.get(state.index_of[i], ())]
     return chain_calls(*waits)
@@ -316,23 +324,24 @@ def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
         is_split: True for BackwardInput. Its deferred weight gradients keep the output gradients in
             memory.
     """
-    mb, last = i.mb, i.stage == state.shape.stages - 1
-    taken = find_input_slots(state, i)
-    give = _make_output_writer(state, i)
-    first_gradients = state.service(LossGradients)
+    mb, is_last_stage = i.mb, i.stage == state.shape.stages - 1
+    input_slots = find_input_slots(state, i)
+    write_outputs = _make_output_writer(state, i)
+    loss_gradients = state.service(LossGradients)
     gives_gradients = bool(_select_boundary_kinds(state, i, INSTRUCTIONS[i.op].gives))
-    saved = state.find_slot(Value.SAVED, i.stage, mb, state.index_of[i])
+    saved_slot = state.find_slot(Value.SAVED, i.stage, mb, state.index_of[i])
     # Deferred weight gradients may need a received gradient after its slot gets another value.
-    take = _make_input_reader(
-        taken, Tensor.clone if is_split and state.program.shares_slots else None
+    read_gradients = _make_input_reader(
+        input_slots, Tensor.clone if is_split and state.program.shares_slots else None
     )
-    forward = i._replace(op=Opcode.Forward)
-    local = all(one.is_local for one in find_input_slots(state, forward))
+    forward_instr = i._replace(op=Opcode.Forward)
+    forward_slots = find_input_slots(state, forward_instr)
+    has_local_inputs = all(input_slot.is_local for input_slot in forward_slots)
     module, find_reduction = state.stages[i.stage].module, _make_reduction_finder(state, i)
 
     def run() -> None:
-        xs, roots = saved.peek()
-        dys = (first_gradients.compute(mb),) if last else take()
+        xs, roots = saved_slot.peek()
+        dys = (loss_gradients.compute(mb),) if is_last_stage else read_gradients()
         is_first_step = state.first_step_checks.is_active
         if is_first_step:
             # If a hook keeps one of these detached gradients, the memory of the gradient has one
@@ -345,17 +354,17 @@ def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
             if roots:  # no roots: a first stage without trained parameters
                 torch.autograd.backward(roots, dys)
         if gives_gradients:
-            give(_take_input_gradients(xs, dys, i.stage))
+            write_outputs(_take_input_gradients(xs, dys, i.stage))
         if is_first_step:
-            _finish_inputs(xs, local)
-        saved.free()
-        for one in taken:
-            one.slot.free()
+            _finish_inputs(xs, has_local_inputs)
+        saved_slot.free()
+        for input_slot in input_slots:
+            input_slot.slot.free()
 
-    return Call(_make_input_wait(state, i, taken), wrap_stage_run(state, i, BACKWARD, run))
+    return Call(_make_input_wait(state, i, input_slots), wrap_stage_run(state, i, BACKWARD, run))
 
 
-def _finish_inputs(xs: Sequence[Tensor], local: bool) -> None:
+def _finish_inputs(xs: Sequence[Tensor], is_local: bool) -> None:
     """Refuse further gradients of a stage's inputs, and free the memory of received inputs.
 
     A module may keep a reference to the graph, for example with an output, and the graph has
@@ -364,7 +373,7 @@ def _finish_inputs(xs: Sequence[Tensor], local: bool) -> None:
     """
     for x in xs:
         x.register_post_accumulate_grad_hook(_refuse_gradient)
-        if not local:
+        if not is_local:
             x.data = x.detach().new_empty(0)
 
 
@@ -388,18 +397,22 @@ def _take_input_gradients(
     The function raises ModelError if the output depends on none of the inputs.
     """
     dxs: list[Tensor] = []
-    unused = 0
+    unused_count = 0
     for x in xs:
         dx, x.grad = x.grad, None
         if dx is None:
-            dx, unused = torch.zeros_like(x), unused + 1
+            dx, unused_count = torch.zeros_like(x), unused_count + 1
         for dy in dys:
             if has_same_storage(dx, dy):
                 dx = dx.clone()  # autograd may return dy itself
         dxs.append(dx)
-    if unused == len(xs):
-        which = "its input" if unused == 1 else f"any of its {unused} inputs with a gradient"
-        raise ModelError(f"the output of stage {stage} does not depend on {which}")
+    if unused_count == len(xs):
+        inputs = (
+            "its input"
+            if unused_count == 1
+            else f"any of its {unused_count} inputs with a gradient"
+        )
+        raise ModelError(f"the output of stage {stage} does not depend on {inputs}")
     return dxs
 
 
@@ -410,16 +423,20 @@ def backward_input(state: State, i: Instr) -> Call:
     wait, run_backward = backward(state, i, is_split=True)
 
     def run() -> None:
-        deferred = DeferredGradients()
-        deferred_slot.fill(deferred)
-        none: AbstractContextManager[set[str]] = nullcontext(set())
+        deferred_gradients = DeferredGradients()
+        deferred_slot.fill(deferred_gradients)
+        no_watch: AbstractContextManager[set[str]] = nullcontext(set())
         with (
-            defer_weight_gradients(deferred),
-            none if stage.has_checked_layers else watch_accumulation(stage.module) as accumulated,
+            defer_weight_gradients(deferred_gradients),
+            no_watch
+            if stage.has_checked_layers
+            else watch_accumulation(stage.module) as accumulated_weights,
         ):
             run_backward()
-        deferrable = set() if len(deferred) else find_deferrable_weights(stage.module)
-        if deferrable & accumulated:
+        deferrable_weights = (
+            set() if len(deferred_gradients) else find_deferrable_weights(stage.module)
+        )
+        if deferrable_weights & accumulated_weights:
             raise ModelError(
                 f"{_describe_stage(stage, i)} has splittable layers, but its instruction I ran "
                 "the full backward",
@@ -427,14 +444,15 @@ def backward_input(state: State, i: Instr) -> Call:
                 "layers, not copies of them",
             )
         # A later microbatch may use deferrable weights that this microbatch did not use.
-        stage.has_checked_layers = not deferrable
-        if not stage.has_warned_of_layers and not deferrable:
+        stage.has_checked_layers = not deferrable_weights
+        if not stage.has_warned_of_layers and not deferrable_weights:
             stage.has_warned_of_layers = True
             # A segment of a stage may have no splittable layers, which is no reason for a warning.
-            split = len(deferred) > 0 or bool(state.program.segment_boundaries)
-            if unsplit := describe_unsplit_layers(stage.module, accumulated, split):
+            is_split = len(deferred_gradients) > 0 or bool(state.program.segment_boundaries)
+            unsplit_layers = describe_unsplit_layers(stage.module, accumulated_weights, is_split)
+            if unsplit_layers:
                 warnings.warn(
-                    f"the backward of {_describe_stage(stage, i)} is not split in {unsplit}",
+                    f"the backward of {_describe_stage(stage, i)} is not split in {unsplit_layers}",
                     stacklevel=2,
                 )
 
@@ -451,12 +469,12 @@ def backward_weight(state: State, i: Instr) -> Call:
     find_reduction = _make_reduction_finder(state, i)
 
     def run() -> None:
-        deferred = deferred_slot.peek()
+        deferred_gradients = deferred_slot.peek()
         reduction = find_reduction()
         if reduction is None:
-            deferred.run()
+            deferred_gradients.run()
         else:
-            reduction.overlap_deferred_wgrad(deferred)
+            reduction.overlap_deferred_wgrad(deferred_gradients)
         deferred_slot.free()
 
     return Call(None, wrap_stage_run(state, i, BACKWARD_WEIGHT, run))

@@ -47,8 +47,9 @@ def _wait_for_host_grads(state: State) -> None:
 def _decide_update(state: State, update: int) -> None:
     """Decide whether to make an update, and pass the decision and clip factor to the optimizer."""
     checks = state.service(UpdateChecks)
-    finite = checks.check_once(update)
-    can_update = finite if state.service(OptimizerSteps).can_step else torch.zeros_like(finite)
+    is_finite = checks.check_once(update)
+    can_step = state.service(OptimizerSteps).can_step
+    can_update = is_finite if can_step else torch.zeros_like(is_finite)
     if (optimizer := _get_cpu_optimizer(state)) is not None:
         optimizer.set_grad_check(can_update, checks.clip_factor)
     checks.clip_factor = None
@@ -82,12 +83,12 @@ def host_optimizer_step(state: State, i: Instr) -> Call:
 
 def reload_weights(state: State, i: Instr) -> Call:
     """Return the call of ReloadWeights: copy the stepped weights of a stage back to the device."""
-    last = i.mb == state.shape.optimizer_steps - 1
+    is_last_update = i.mb == state.shape.optimizer_steps - 1
 
     def run() -> None:
         if (optimizer := _get_cpu_optimizer(state)) is not None:
             optimizer.reload_weights(
-                i.stage, is_last_update=last, observer=state.observer.make_lane_observer()
+                i.stage, is_last_update=is_last_update, observer=state.observer.make_lane_observer()
             )
 
     return Call(None, run)

@@ -82,24 +82,26 @@ def exchange_tokens(state: State, i: Instr) -> Call:
     def start(output: SegmentOutput) -> Work:
         first, *rest = output.slot.peek()
         if i.op is Opcode.Dispatch:
-            own = state.transport.dp_rank % ep
+            member = state.transport.dp_rank % ep
             device_table = _gather_counts(state, rest[0])
-            rest[0] = device_table[:, own].flatten()
+            rest[0] = device_table[:, member].flatten()
             table = device_table.cpu()
             _require_fit(state, i, table, len(first), shape[0])
             row_counts[key] = RowCounts(
-                tuple(table[own].sum(1).tolist()), tuple(table[:, own].sum(1).tolist())
+                tuple(table[member].sum(1).tolist()), tuple(table[:, member].sum(1).tolist())
             )
-        sent, received = row_counts[key]
+        sent_counts, received_counts = row_counts[key]
         if i.op in (Opcode.Combine, Opcode.DispatchGrad):  # the reverse direction
-            sent, received = received, sent
-        rows = sum(received)
-        out = first.new_empty(shape)
-        out[rows:].zero_()
-        output.replace_first(out, rest)
-        sizes = AllToAll(tuple(row_size * n for n in sent), tuple(row_size * n for n in received))
+            sent_counts, received_counts = received_counts, sent_counts
+        row_count = sum(received_counts)
+        result = first.new_empty(shape)
+        result[row_count:].zero_()
+        output.replace_first(result, rest)
+        sizes = AllToAll(
+            tuple(row_size * n for n in sent_counts), tuple(row_size * n for n in received_counts)
+        )
         return output.transport.start_collective(
-            sizes, "ep", out[:rows].view(-1), first[: sum(sent)].reshape(-1)
+            sizes, "ep", result[:row_count].view(-1), first[: sum(sent_counts)].reshape(-1)
         )
 
     return make_collective_call(state, i, start)
@@ -135,19 +137,19 @@ def _require_fit(state: State, i: Instr, table: Tensor, rows: int, capacity: int
     """Raise the same error on all members if the rows of any member do not fit its buffer."""
     ep = state.program.ep
     first_replica = state.transport.dp_rank // ep * ep
-    for member, (sent, received) in enumerate(
+    for member, (sent_count, received_count) in enumerate(
         zip(table.sum((1, 2)).tolist(), table.sum((0, 2)).tolist(), strict=True)
     ):
         subject = f"replica {first_replica + member} of rank {state.rank}"
-        if sent != rows or (table[member] < 0).any():
+        if sent_count != rows or (table[member] < 0).any():
             raise ModelError(
                 f"{subject} outputs {rows} rows of microbatch {i.mb} before stage {i.stage}, but "
-                f"its numbers of rows of each expert have the sum {sent}, or one is negative"
+                f"its numbers of rows of each expert have the sum {sent_count}, or one is negative"
             )
-        if received > capacity:
+        if received_count > capacity:
             raise ModelError(
-                f"{subject} gets {received} tokens of microbatch {i.mb} for its experts in stage "
-                f"{i.stage}, but the capacity of its buffer is {capacity} tokens",
+                f"{subject} gets {received_count} tokens of microbatch {i.mb} for its experts in "
+                f"stage {i.stage}, but the capacity of its buffer is {capacity} tokens",
                 hint="increase the capacity (capacity_factor, or received_shape of the boundary)",
             )
 

@@ -39,14 +39,14 @@ def collect_handlers(modules: Sequence[Any]) -> dict[Opcode, Handler]:
         ImportError: Two modules have a handler of the same opcode.
     """
     handlers: dict[Opcode, Handler] = {}
-    home: dict[Opcode, str] = {}
+    module_names: dict[Opcode, str] = {}
     for module in modules:
         for op, handler in module.HANDLERS.items():
             if op in handlers:
                 raise ImportError(
-                    f"{module.__name__} has a handler of {op.name}, and so has {home[op]}"
+                    f"{module.__name__} has a handler of {op.name}, and so has {module_names[op]}"
                 )
-            handlers[op], home[op] = handler, module.__name__
+            handlers[op], module_names[op] = handler, module.__name__
     for module in modules:
         for op, wrap in getattr(module, "WRAPPERS", {}).items():
             handlers[op] = partial(wrap, handlers[op])
@@ -66,15 +66,15 @@ def link_stream(state: State) -> list[Call]:
     """
     stream, transport = state.stream, state.transport
     calls = [HANDLERS[i.op](state, i) for i in stream]
-    joined = [*stream.joined.tolist(), False]
+    is_joined = [*stream.joined.tolist(), False]
     for k, i in enumerate(stream if transport.is_grouped else ()):
-        if INSTRUCTIONS[i.op].lane not in (Lane.ACT, Lane.GRAD) or joined[k] == joined[k + 1]:
+        if INSTRUCTIONS[i.op].lane not in (Lane.ACT, Lane.GRAD) or is_joined[k] == is_joined[k + 1]:
             continue
         run = calls[k].run
-        first = joined[k + 1]
+        is_first = is_joined[k + 1]
         calls[k] = calls[k]._replace(
             run=chain_calls(transport.start_group, run)
-            if first
+            if is_first
             else chain_calls(run, transport.end_group)
         )
     return calls

@@ -20,8 +20,9 @@ def reduce_norm_after_step(state: State, i: Instr) -> Call:
     checks = state.service(UpdateChecks)
 
     def run() -> None:
-        total = checks.grad_norm
-        optimistic_step.track_norm(total, start("all_reduce", "model", total, total))
+        squared_norm = checks.grad_norm
+        work = start("all_reduce", "model", squared_norm, squared_norm)
+        optimistic_step.track_norm(squared_norm, work)
 
     return Call(None, run)
 

@@ -35,11 +35,12 @@ def _get_disk_state(state: State) -> DiskOptimizerState:
 def read_state_from_disk(state: State, i: Instr) -> Call:
     """Return the call of ReadStateFromDisk: read a stage's optimizer state into a host buffer."""
     slots, wrap_error = state.program.slots, _make_error_wrapper(state, i)
-    states = state.service(OptimizerPlacement).optimizer_state
-    if isinstance(states, DiskOptimizerState):
-        buffers = slots[state.rank].state_host if slots else UNSHARED_SLOTS
-        stages = len(state.shape.stages_on_rank[state.rank])
-        states.buffer_count = max(states.buffer_count, min(buffers, 2 * stages))
+    optimizer_state = state.service(OptimizerPlacement).optimizer_state
+    if isinstance(optimizer_state, DiskOptimizerState):
+        buffer_count = slots[state.rank].state_host if slots else UNSHARED_SLOTS
+        stage_count = len(state.shape.stages_on_rank[state.rank])
+        buffer_count = min(buffer_count, 2 * stage_count)
+        optimizer_state.buffer_count = max(optimizer_state.buffer_count, buffer_count)
 
     def run() -> None:
         if state.resources.optimizer is not None:
@@ -63,9 +64,9 @@ def _make_error_wrapper(state: State, i: Instr) -> ErrorWrapper:
     """Return a function that adds the instruction and a hint to an error."""
 
     def wrap_error(error: Exception) -> Exception:
-        failed = state.wrap_error(state.index_of[i], error)
-        failed.hint = failed.hint or _PARTIAL_UPDATE_HINT
-        return failed
+        wrapped_error = state.wrap_error(state.index_of[i], error)
+        wrapped_error.hint = wrapped_error.hint or _PARTIAL_UPDATE_HINT
+        return wrapped_error
 
     return wrap_error
 
@@ -93,18 +94,18 @@ def reload_state(state: State, i: Instr) -> Call:
 def stage_optimizer_step(state: State, i: Instr) -> Call:
     """Return the call of StageOptimizerStep: step the parameters of a stage on the device."""
     checks = state.service(UpdateChecks)
-    steps = state.service(OptimizerSteps)
+    optimizer_steps = state.service(OptimizerSteps)
 
     def run() -> None:
         if state.resources.optimizer is not None:
             _get_host_state(state).finish_load(i.stage)
-        finite = checks.check_once(i.mb)
+        is_finite = checks.check_once(i.mb)
         if state.resources.optimizer is not None:
-            steps.run(finite, partial(_get_host_state(state).step, i.stage))
+            optimizer_steps.run(is_finite, partial(_get_host_state(state).step, i.stage))
 
     update = state.shape.microbatches + i.mb
-    seeded = state.random_streams.make_seeded(UPDATE, i.stage, update, run)
-    return Call(state.service(PendingReductions).wait, seeded)
+    run_seeded = state.random_streams.make_seeded(UPDATE, i.stage, update, run)
+    return Call(state.service(PendingReductions).wait, run_seeded)
 
 
 def offload_state(state: State, i: Instr) -> Call:

@@ -26,22 +26,22 @@ def recompute(state: State, i: Instr) -> Call:
     stage_run = StageRun(state, i)
     checkpoints = Checkpoints(state, i)
     is_exclusive = are_inputs_exclusive(find_input_slots(state, i._replace(op=F)))
-    saved = state.find_slot(Value.SAVED, i.stage, i.mb, state.index_of[i])
-    last = i.stage == state.shape.stages - 1
+    saved_slot = state.find_slot(Value.SAVED, i.stage, i.mb, state.index_of[i])
+    is_last_stage = i.stage == state.shape.stages - 1
 
     def run() -> None:
-        checkpoint: Checkpoint = saved.peek()
+        checkpoint: Checkpoint = saved_slot.peek()
         # Create new leaves, because hooks that the first run registered on its inputs must not run.
         leaves = [x.detach() for x in checkpoint.inputs]
         ys, xs = checkpoints.recompute(partial(stage_run, leaves, is_exclusive), checkpoint)
-        if last:  # replaces the equal loss of the first run
+        if is_last_stage:  # replaces the equal loss of the first run
             state.save_loss(i.mb, ys[0], xs)
-        saved.free()
-        saved.fill(stage_run.collect_saved(xs, ys))
+        saved_slot.free()
+        saved_slot.fill(stage_run.collect_saved(xs, ys))
 
     # The checks of `wrap_stage_run` are not needed here, because the first forward had them.
-    seeded = state.random_streams.make_seeded(FORWARD, i.stage, i.mb, run)
-    return Call(None, bind_weight_version(state, i, seeded))
+    run_seeded = state.random_streams.make_seeded(FORWARD, i.stage, i.mb, run)
+    return Call(None, bind_weight_version(state, i, run_seeded))
 
 
 HANDLERS: Final = {Opcode.Recompute: recompute}

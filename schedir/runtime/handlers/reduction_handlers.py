@@ -43,13 +43,13 @@ def reduce_grads(state: State, i: Instr) -> Call:
     gradients, versions = state.stages[i.stage].gradients, find_weight_versions(state, i.stage)
     scale_flat = make_scaler(state, i.stage, i.mb)
     reductions = state.service(PendingReductions)
-    start, at = state.transport.start_collective, state.index_of[i]
+    start, index = state.transport.start_collective, state.index_of[i]
 
     def begin(k: int) -> list[Work]:
         flat, bucket = scale_flat(k), gradients.buckets[k]
         if bucket.shard_spec.replicas == 1:
             return []
-        with state.observer.attribute_to(at):
+        with state.observer.attribute_to(index):
             return [start("all_reduce", bucket.get_group("dp"), flat, flat)]
 
     reductions.by_instruction[i] = reduction = GradientReduction(gradients, begin, versions)
@@ -108,7 +108,7 @@ def reduce_replicated_stages(state: State, i: Instr) -> Call:
 def reduce_tied(state: State, i: Instr) -> Call:
     """Return the call of ReduceTied: sum the gradients of tied weights over their copies."""
     reductions = state.service(PendingReductions)
-    sums = [
+    tie_reducers = [
         make_tie_reducer(
             w,
             state.shape,
@@ -126,8 +126,8 @@ def reduce_tied(state: State, i: Instr) -> Call:
         ):
             for copy in weight.local_copies.values():  # a step may leave a copy unused
                 copy.grad = torch.zeros_like(copy) if copy.grad is None else copy.grad
-        for begin in sums:
-            begin()
+        for start_reduction in tie_reducers:
+            start_reduction()
 
     return Call(reductions.wait, run)
 
@@ -138,8 +138,8 @@ def _get_tied_gradient(state: State, weight: TiedWeight, stage: int) -> Tensor:
     if state.program.zero:
         # A tied weight has a separate bucket. From ZeRO level 2 on, `copy.grad` has no memory.
         return next(
-            kept
-            for bucket, kept in zip(gradients.buckets, gradients.reduced_flat, strict=True)
+            gradient
+            for bucket, gradient in zip(gradients.buckets, gradients.reduced_flat, strict=True)
             if bucket.parameters[0] is copy
         )
     assert copy.grad is not None, "gradients have their buffers"
@@ -157,17 +157,17 @@ def reduce_sequence_parallel_grads(state: State, i: Instr) -> Call:
     """
     gradients, t = state.stages[i.stage].gradients, state.program.tp
     start, reductions = state.transport.start_collective, state.service(PendingReductions)
-    summed = [
-        kept
-        for bucket, kept in zip(gradients.buckets, gradients.reduced_flat, strict=True)
+    summed_flats = [
+        flat
+        for bucket, flat in zip(gradients.buckets, gradients.reduced_flat, strict=True)
         if is_summed_over_tp(bucket.parameters[0])
     ]
 
     def run() -> None:
-        for kept in summed:
-            each = kept.new_empty(t, kept.numel())
-            work = start("all_gather", "tp", each.view(-1), kept)
-            add = partial(sum_into_copies, *each, targets=[kept])
+        for flat in summed_flats:
+            rank_gradients = flat.new_empty(t, flat.numel())
+            work = start("all_gather", "tp", rank_gradients.view(-1), flat)
+            add = partial(sum_into_copies, *rank_gradients, targets=[flat])
             reductions.works.append(ChainedWork(work, add))
 
     return Call(reductions.wait, run)
@@ -180,8 +180,8 @@ def reduce_norm(state: State, i: Instr) -> Call:
     checks = state.service(UpdateChecks)
 
     def run() -> None:
-        norm = checks.squared_norms[i.mb] = compute_squares()
-        reductions.works.append(start("all_reduce", "model", norm, norm))
+        squared_norm = checks.squared_norms[i.mb] = compute_squares()
+        reductions.works.append(start("all_reduce", "model", squared_norm, squared_norm))
 
     return Call(reductions.wait, run)
 
@@ -199,7 +199,7 @@ def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
     Returns:
         A function that returns a 0-dim float64 tensor.
     """
-    counted = [
+    counted_parameters = [
         (stage.gradients, p)
         for s, stage in state.stages.items()
         for p in stage.gradients.parameters
@@ -214,38 +214,46 @@ def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
     start, spec = state.transport.start_collective, state.resources.shard_spec
 
     def make_sum(
-        counted: list[tuple[GradientBuffers, nn.Parameter]], spec: ShardSpec, group: GroupKey
+        counted_parameters: list[tuple[GradientBuffers, nn.Parameter]],
+        spec: ShardSpec,
+        group: GroupKey,
     ) -> Callable[[], Tensor]:
-        parts = [
-            [gradients.shard_views[p][k] for gradients, p in counted]
+        shard_views = [
+            [gradients.shard_views[p][k] for gradients, p in counted_parameters]
             for k in range(len(spec.shard_indices))
         ]
 
         def compute() -> Tensor:
             zero = partial(torch.zeros, (), dtype=torch.float64, device=state.device)
             sums = [
-                zero() if (sum_ := compute_sum_of_squares(part)) is None else sum_ for part in parts
+                zero() if (sum_ := compute_sum_of_squares(views)) is None else sum_
+                for views in shard_views
             ]
-            each = torch.stack(sums)
-            if len(parts) < spec.replicas:
-                each = each.new_empty(spec.replicas)
-                start("all_gather", group, each, torch.stack(sums)).wait()
-            return each.sum()
+            shard_sums = torch.stack(sums)
+            if len(shard_views) < spec.replicas:
+                shard_sums = shard_sums.new_empty(spec.replicas)
+                start("all_gather", group, shard_sums, torch.stack(sums)).wait()
+            return shard_sums.sum()
 
         return compute
 
-    experts = [(gradients, p) for gradients, p in counted if state.program.ep > 1 and is_expert(p)]
-    if not experts:
-        return make_sum(counted, spec, "dp")
-    common = [(gradients, p) for gradients, p in counted if not is_expert(p)]
-    compute_common = make_sum(common, spec, "dp")
-    compute_experts = make_sum(experts, spec.for_tensor(experts[0][1]), "expert_dp")
+    expert_parameters = [
+        (gradients, p)
+        for gradients, p in counted_parameters
+        if state.program.ep > 1 and is_expert(p)
+    ]
+    if not expert_parameters:
+        return make_sum(counted_parameters, spec, "dp")
+    common_parameters = [(gradients, p) for gradients, p in counted_parameters if not is_expert(p)]
+    compute_common = make_sum(common_parameters, spec, "dp")
+    expert_spec = spec.for_tensor(expert_parameters[0][1])
+    compute_experts = make_sum(expert_parameters, expert_spec, "expert_dp")
 
     def compute() -> Tensor:
-        of_common = compute_common()
-        of_experts = compute_experts()
-        start("all_reduce", "ep", of_experts, of_experts).wait()
-        return of_common + of_experts
+        common_squares = compute_common()
+        expert_squares = compute_experts()
+        start("all_reduce", "ep", expert_squares, expert_squares).wait()
+        return common_squares + expert_squares
 
     return compute
 
@@ -254,38 +262,38 @@ def optimizer_step(state: State, i: Instr) -> Call:
     """Return the call of OptimizerStep: wait for reductions, run the optimizer, end the update."""
     reductions = state.service(PendingReductions)
     checks = state.service(UpdateChecks)
-    steps = state.service(OptimizerSteps)
+    optimizer_steps = state.service(OptimizerSteps)
     placement = (
         None if state.program.optimizer_placement == "device" else state.service(OptimizerPlacement)
     )
-    last = i.mb == state.shape.optimizer_steps - 1
+    is_last_update = i.mb == state.shape.optimizer_steps - 1
     # True if an earlier CheckGradsFinite has already released the gradients for the next update.
     has_released_grads = not state.program.used_opcodes.isdisjoint(GRADS_CHECK_OPS)
 
     def run() -> None:
-        finite = checks.finish_update(i.mb)
+        is_finite = checks.finish_update(i.mb)
         if placement is None:
-            steps.run(finite)
+            optimizer_steps.run(is_finite)
         if state.options.gradients.loss_scale is not None:
-            state.options.gradients.loss_scale.update(finite)
-        if not last:  # the caller may read the gradients of the last update
+            state.options.gradients.loss_scale.update(is_finite)
+        if not is_last_update:  # the caller may read the gradients of the last update
             if not has_released_grads:
                 state.begin_update()
             state.service(StageWeightVersions).keep_next(i)
 
-    def waits() -> None:
+    def wait() -> None:
         # If CheckGradsFinite has already waited, the pending reductions are of the next update.
         if not has_released_grads:
             reductions.wait()
         if placement is not None and placement.optimizer_state is not None:
-            placement.optimizer_state.finish(is_last_update=last)
+            placement.optimizer_state.finish(is_last_update=is_last_update)
 
     # The key of the random numbers has the first local stage, so that stage replicas draw the same
     # numbers.
-    first = min(state.stages)
+    first_stage = min(state.stages)
     update = state.shape.microbatches + i.mb
-    seeded = state.random_streams.make_seeded(UPDATE, first, update, run)
-    return Call(waits if placement is not None else reductions.wait, seeded)
+    run_seeded = state.random_streams.make_seeded(UPDATE, first_stage, update, run)
+    return Call(wait if placement is not None else reductions.wait, run_seeded)
 
 
 HANDLERS: Final = {

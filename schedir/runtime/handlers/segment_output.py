@@ -69,18 +69,17 @@ def make_collective_call(state: State, i: Instr, start: Callable[[SegmentOutput]
         ModelError: The tensor has no gradient.
     """
     kind = INSTRUCTIONS[i.op].gives[0]
-    other, (made, _) = state.program.peer_stage(kind, i.stage), LOCAL_HANDOVER[kind]
-    slot = state.find_slot(made, other, i.mb)
+    producer_stage, (output_kind, _) = state.program.peer_stage(kind, i.stage), LOCAL_HANDOVER[kind]
+    slot = state.find_slot(output_kind, producer_stage, i.mb)
     assert isinstance(slot, OutputSlot)
     output = SegmentOutput(slot, state.transport)
-    before = find_collective_boundary(state, i)
-    if not (
-        first := state.boundaries[i.mb].get_value_tensors(Value.ACT_OUT, before).tensors[0]
-    ).requires_grad:
+    boundary = find_collective_boundary(state, i)
+    first_tensor = state.boundaries[i.mb].get_value_tensors(Value.ACT_OUT, boundary).tensors[0]
+    if not first_tensor.requires_grad:
         verb = "gathers" if i.op in BOUNDARY_GATHER_OPS else "sums"
         raise ModelError(
             f"{i} {'exchanges' if i.op in EP_COLLECTIVE_OPS else verb} tensor 0 of the "
-            f"boundary after stage {before}, but this tensor has no gradient: {first}",
+            f"boundary after stage {boundary}, but this tensor has no gradient: {first_tensor}",
             hint="let the segment return the tensor for the collective as its first output",
         )
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)

@@ -43,7 +43,7 @@ def tp_gather(state: State, i: Instr) -> Call:
 
 def _reduce_in_place(output: SegmentOutput) -> Work:
     first, *rest = output.slot.peek()
-    if any(has_same_storage(first, one) for one in rest):
+    if any(has_same_storage(first, tensor) for tensor in rest):
         first = first.clone()
         output.replace_first(first, rest)
     else:  # Autograd must detect that a saved tensor was changed.

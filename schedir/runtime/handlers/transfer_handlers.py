@@ -44,23 +44,23 @@ def send(state: State, i: Instr) -> Call:
     """Return the call of a send: start to send the value of a slot to the peer rank."""
     mb, row, k = i.mb, INSTRUCTIONS[i.op], state.index_of[i]
     kind = row.needs[0]
-    out = state.find_slot(kind, i.stage, mb)
-    assert isinstance(out, OutputSlot)
+    slot = state.find_slot(kind, i.stage, mb)
+    assert isinstance(slot, OutputSlot)
     peer = state.program.peer_rank(i)
-    start, sending, lane = state.transport.send, state.service(PendingSends).works, row.lane
+    start, works, lane = state.transport.send, state.service(PendingSends).works, row.lane
 
     def run() -> None:
-        tensor = out.peek().contiguous()
+        tensor = slot.peek().contiguous()
         work = start(tensor, peer, lane)
         if state.first_step_checks.is_active:
             work = ChainedWork(work, partial(expect_unwritten, tensor, get_versions((tensor,))))
         # Keep a reference until the send has ended, because freed memory may be reused.
-        sending[k] = (work, tensor)
-        out.free()
+        works[k] = (work, tensor)
+        slot.free()
 
     def expect_unwritten(tensor: Tensor, versions: list[int]) -> None:
         if get_versions((tensor,)) != versions:
-            raise state.wrap_error(k, out.overwrite_error())
+            raise state.wrap_error(k, slot.overwrite_error())
 
     return Call(None, run)
 
@@ -81,28 +81,28 @@ def make_value_writer(state: State, i: Instr, kind: Value) -> Callable[[Sequence
     Returns:
         A function that takes the tensors of the value.
     """
-    out = state.find_slot(kind, i.stage, i.mb)
+    slot = state.find_slot(kind, i.stage, i.mb)
     layout = state.boundaries[i.mb].get_value_tensors(kind, i.stage)
     if state.find_local_stage(state.program.peer_stage(kind, i.stage), i.mb) is not None:
         converters = [tensor.to_message_layout for tensor in layout.tensors]
-        return lambda values: out.fill(
+        return lambda values: slot.fill(
             tuple([convert(value) for convert, value in zip(converters, values, strict=True)])
         )
     buffers = state.service(MessageBuffers)
     buffer = (
         None
         if _list_form_changes(state, i, kind)
-        else buffers.get_send_buffer(kind, out.number, ())
+        else buffers.get_send_buffer(kind, slot.number, ())
     )
     if buffer is None and layout.is_single_tensor:
-        return lambda values: out.fill(values[0])
+        return lambda values: slot.fill(values[0])
     device, size = state.device, layout.nbytes
 
     def fill(memory: Tensor, values: Sequence[Tensor]) -> None:
         full_value, views = layout.place_tensors(memory)
         for view, value in zip(views, values, strict=True):
             view.copy_(value)
-        out.fill(full_value)
+        slot.fill(full_value)
 
     if buffer is None:
         return lambda values: fill(allocate_bytes(device, size), values)
@@ -235,28 +235,28 @@ def make_message_wait(state: State, i: Instr, kind: Value) -> Callable[[], None]
 def tp_scatter(state: State, i: Instr) -> Call:
     """Return the call of a scatter: keep this tensor-parallel rank's shard of a value to send."""
     kind = INSTRUCTIONS[i.op].gives[0]
-    out = state.find_slot(kind, i.stage, i.mb)
+    slot = state.find_slot(kind, i.stage, i.mb)
     form_changes = _list_form_changes(state, i, kind)
     buffer = None
     if form_changes[-1] is i.op:  # only the last change fills the send buffer
         buffers = state.service(MessageBuffers)
-        buffer = buffers.get_send_buffer(kind, out.number, form_changes)
+        buffer = buffers.get_send_buffer(kind, slot.number, form_changes)
     if buffer is not None:
         layout = state.boundaries[i.mb].get_value_tensors(kind, i.stage)
         buffer = layout.slice_part(buffer)
 
     def run() -> None:
-        shard = _copy_local_shard(state, out.peek(), buffer)
-        out.free()
-        out.fill(shard)
+        shard = _copy_local_shard(state, slot.peek(), buffer)
+        slot.free()
+        slot.fill(shard)
 
     return Call(None, run)
 
 
-def _copy_local_shard(state: State, tensor: Tensor, out: Tensor | None) -> Tensor:
+def _copy_local_shard(state: State, tensor: Tensor, buffer: Tensor | None) -> Tensor:
     """Return a copy of this rank's shard, because a view would keep the full tensor alive."""
     shard = view_tp_shard(state.transport, tensor.contiguous())
-    return shard.clone() if out is None else out.copy_(shard)
+    return shard.clone() if buffer is None else buffer.copy_(shard)
 
 
 def gather_message(state: State, i: Instr) -> Call:

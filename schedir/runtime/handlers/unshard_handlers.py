@@ -61,7 +61,7 @@ def reduce_scatter(state: State, i: Instr) -> Call:
     gradient, and releases the full buffers.
     """
     gradients = state.stages[i.stage].gradients
-    start, at = state.transport.start_collective, state.index_of[i]
+    start, index = state.transport.start_collective, state.index_of[i]
     reductions = state.service(PendingReductions)
     is_last_occurrence = not any(j[:2] == i[:2] and j.mb > i.mb for j in state.stream)
     scale_flat = make_scaler(state, i.stage, 0 if is_last_occurrence else None)
@@ -69,22 +69,22 @@ def reduce_scatter(state: State, i: Instr) -> Call:
     def keep_shard(k: int) -> None:
         if gradients.is_grad_sharded:
             shard = gradients.buckets[k].get_shard(gradients.flat[k])
-            kept = gradients.reduced_flat[k]
-            kept.add_(shard) if i.mb else kept.copy_(shard)
+            reduced_flat = gradients.reduced_flat[k]
+            reduced_flat.add_(shard) if i.mb else reduced_flat.copy_(shard)
             gradients.release(k)
 
     def begin(k: int) -> list[Work]:
         flat, bucket = scale_flat(k), gradients.buckets[k]
         if bucket.shard_spec.replicas == 1 or not flat.numel():
             return [ChainedWork(CompletedWork(), partial(keep_shard, k))]
-        with state.observer.attribute_to(at):
+        with state.observer.attribute_to(index):
             work = start("reduce_scatter", bucket.get_group("dp"), bucket.get_shard(flat), flat)
             return [ChainedWork(work, partial(keep_shard, k))]
 
     reductions.by_instruction[i] = reduction = GradientReduction(gradients, begin)
 
     def run() -> None:
-        reductions.reduce_scatters.append((at, reduction.end()))
+        reductions.reduce_scatters.append((index, reduction.end()))
         gradients.is_allocated = not gradients.is_grad_sharded
 
     return Call(None, run)
@@ -114,8 +114,8 @@ def _run_guarded_wgrad(
     weights: ShardedParameters, deferred_slot: Slot, run: Callable[[], None]
 ) -> None:
     """Run a BackwardWeight. If weights are sharded, custom gradient rules must not read them."""
-    watch = not weights.is_unsharded and deferred_slot.peek().has_custom_rule
-    with _ReadGuard(*_DEFERRED_READ_ERROR) if watch else nullcontext():
+    needs_guard = not weights.is_unsharded and deferred_slot.peek().has_custom_rule
+    with _ReadGuard(*_DEFERRED_READ_ERROR) if needs_guard else nullcontext():
         run()
 
 
@@ -153,8 +153,8 @@ class _ReadGuard(TorchDispatchMode):
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
         name = func._schema.name.partition("::")[2]
-        looks = func.is_view or name.startswith("new_") or name.endswith("_like")
-        for t in () if looks else tree_leaves((args, kwargs or {})):
+        reads_no_values = func.is_view or name.startswith("new_") or name.endswith("_like")
+        for t in () if reads_no_values else tree_leaves((args, kwargs or {})):
             if not isinstance(t, Tensor) or t.layout is not torch.strided or not t.nbytes:
                 continue
             storage = t.untyped_storage()

@@ -20,7 +20,7 @@ from schedir.runtime.value_slots import SlotTable, collect_versions, collect_ver
 from schedir.transports.transport import SlotKey
 
 # The kinds of values that a stage computes: its outputs, and the gradients of its inputs.
-OUTPUT_KINDS: Final = frozenset(made for made, _ in LOCAL_HANDOVER.values())
+OUTPUT_KINDS: Final = frozenset(output_kind for output_kind, _ in LOCAL_HANDOVER.values())
 
 
 class FirstStepChecks:
@@ -64,8 +64,8 @@ class FirstStepChecks:
 
     def begin_step(self) -> None:
         """Enable the checks before the first step, and disable them before later steps."""
-        for slots in self.output_slots:
-            slots.compute_fingerprint = self.fingerprint_of if self.is_active else None
+        for slot_table in self.output_slots:
+            slot_table.compute_fingerprint = self.fingerprint_of if self.is_active else None
         if self.is_active and self.counts_references:
             self.references = StorageReferences(self.buffers.values())
             for weights in self.weights:
@@ -118,8 +118,8 @@ class FirstStepChecks:
         Returns:
             True if the gradients are unchanged, or if they were not recorded in this step.
         """
-        noted = self.gradient_versions.get((stage, mb))
-        return noted is None or noted == _get_gradient_versions(inputs)
+        noted_versions = self.gradient_versions.get((stage, mb))
+        return noted_versions is None or noted_versions == _get_gradient_versions(inputs)
 
     def require_released(self) -> None:
         """Check that no stage keeps a tensor in memory in which messages are received.
@@ -127,12 +127,12 @@ class FirstStepChecks:
         Raises:
             ModelError: The memory has more references than before the step.
         """
-        places = [*self.buffers]
-        for kind, number in (places[k] for k in self.references.find_increased()):
+        slot_keys = [*self.buffers]
+        for kind, number in (slot_keys[k] for k in self.references.find_increased()):
             stages = {  # several stages may use the slot
                 stage
-                for (of, stage, _), numbers in self.slot_numbers.items()
-                if of == kind and number in numbers.values()
+                for (slot_kind, stage, _), numbers in self.slot_numbers.items()
+                if slot_kind == kind and number in numbers.values()
             }
             names = " or ".join(map(str, sorted(stages)))
             raise ModelError(

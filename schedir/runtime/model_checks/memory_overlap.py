@@ -45,22 +45,23 @@ def list_module_tensors(stages: Mapping[int, nn.Module]) -> list[ModuleTensor]:
     for s, module in stages.items():
         attributes = (
             (f"{prefix}.{name}".lstrip("."), value)
-            for prefix, owner in module.named_modules()
-            for name, value in _list_tensor_attributes(owner)
+            for prefix, submodule in module.named_modules()
+            for name, value in _list_tensor_attributes(submodule)
         )
         for name, t in (*module.named_parameters(), *module.named_buffers(), *attributes):
-            one = tensors.get(id(t), ModuleTensor((), name, t, isinstance(t, nn.Parameter)))
-            trained = one.is_trained and t.requires_grad
-            tensors[id(t)] = one._replace(
-                stages=tuple(dict.fromkeys((*one.stages, s))), is_trained=trained
+            new_tensor = ModuleTensor((), name, t, isinstance(t, nn.Parameter))
+            module_tensor = tensors.get(id(t), new_tensor)
+            is_trained = module_tensor.is_trained and t.requires_grad
+            tensors[id(t)] = module_tensor._replace(
+                stages=tuple(dict.fromkeys((*module_tensor.stages, s))), is_trained=is_trained
             )
     return [*tensors.values()]
 
 
-def _list_tensor_attributes(owner: nn.Module) -> Iterator[tuple[str, Tensor]]:
+def _list_tensor_attributes(module: nn.Module) -> Iterator[tuple[str, Tensor]]:
     """Yield a name such as `views[0]`, and the tensor, for each tensor in a module's attributes."""
-    for name, value in vars(owner).items():
-        if name in MODULE_ATTRIBUTES or owner._forward_pre_hooks:
+    for name, value in vars(module).items():
+        if name in MODULE_ATTRIBUTES or module._forward_pre_hooks:
             continue
         if isinstance(value, Tensor):
             yield name, value
@@ -88,23 +89,25 @@ def find_overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     """
     spans = []
     for k, t in enumerate(tensors):
-        local = t.to_local() if hasattr(t, "to_local") else t
-        if local.layout is not torch.strided or not local.numel() or local.is_meta:
+        shard = t.to_local() if hasattr(t, "to_local") else t
+        if shard.layout is not torch.strided or not shard.numel() or shard.is_meta:
             continue
-        start = local.data_ptr()
+        start = shard.data_ptr()
         if start:  # freed memory has the address 0
-            spans.append((str(local.device), start, start + _measure_span(local), k, local))
+            end = start + _measure_span(shard)
+            spans.append((str(shard.device), start, end, k, shard))
     spans.sort(key=lambda span: span[:4])
-    before: list[
-        tuple[str, int, int, int, Tensor]
-    ] = []  # earlier spans that may reach the next span
+    # Earlier spans that may reach the next span.
+    earlier_spans: list[tuple[str, int, int, int, Tensor]] = []
     for span in spans:
         device, start, _, k, t = span
-        before = [one for one in before if one[0] == device and one[2] > start]
-        for *_, other, other_tensor in before:
-            if tensors[other] is not tensors[k] and _has_overlap(other_tensor, t):
-                yield min(k, other), max(k, other)
-        before.append(span)
+        earlier_spans = [
+            earlier for earlier in earlier_spans if earlier[0] == device and earlier[2] > start
+        ]
+        for *_, other_index, other_tensor in earlier_spans:
+            if tensors[other_index] is not tensors[k] and _has_overlap(other_tensor, t):
+                yield min(k, other_index), max(k, other_index)
+        earlier_spans.append(span)
 
 
 def has_same_storage(one: Tensor, other: Tensor) -> bool:
@@ -129,10 +132,10 @@ def require_no_overlap(stages: Mapping[int, nn.Module], program: str) -> None:
     Raises:
         ModelError: A trained parameter and another tensor have an element in the same memory.
     """
-    for one, other in _find_overlapping_pairs(list_module_tensors(stages)):
-        if one.is_trained or other.is_trained:
+    for first, second in _find_overlapping_pairs(list_module_tensors(stages)):
+        if first.is_trained or second.is_trained:
             raise ModelError(
-                f"{one} and {other} share memory, but ZeRO gives each parameter its own shards",
+                f"{first} and {second} share memory, but ZeRO gives each parameter its own shards",
                 program=program,
                 hint="use one Parameter (stage.b = stage.a), and compute its views in the forward",
             )
@@ -152,11 +155,12 @@ def require_no_views(stages: Mapping[int, nn.Module], program: str) -> None:
     Raises:
         ModelError: A trained parameter overlaps with a tensor that is not trained.
     """
-    for one, other in _find_overlapping_pairs(list_module_tensors(stages)):
-        if one.is_trained != other.is_trained:
+    for first, second in _find_overlapping_pairs(list_module_tensors(stages)):
+        if first.is_trained != second.is_trained:
+            view = second if first.is_trained else first
             raise ModelError(
-                f"{one} and {other} share memory, but the program computes with older versions of "
-                f"weights: {other if one.is_trained else one} would have the newest version",
+                f"{first} and {second} share memory, but the program computes with older versions "
+                f"of weights: {view} would have the newest version",
                 program=program,
                 hint="compute the view of the weight in the forward, or set weight_delay=0",
             )
@@ -180,14 +184,16 @@ def require_rank_local_memory(
         ModelError: A trained parameter and a tensor of another rank have an element in the same
             memory.
     """
-    for one, other in _find_overlapping_pairs(list_module_tensors(stages)):
-        users = {
-            ranks[s] for each in (one, other) for s in each.stages[: 1 if each.is_trained else None]
+    for first, second in _find_overlapping_pairs(list_module_tensors(stages)):
+        user_ranks = {
+            ranks[s]
+            for tensor in (first, second)
+            for s in tensor.stages[: 1 if tensor.is_trained else None]
         }
-        if len(users) > 1 and (one.is_trained or other.is_trained):
+        if len(user_ranks) > 1 and (first.is_trained or second.is_trained):
             raise ModelError(
-                f"{one} and {other} share memory, but their stages are on ranks "
-                f"{' and '.join(map(str, sorted(users)))}, which do not share memory",
+                f"{first} and {second} share memory, but their stages are on ranks "
+                f"{' and '.join(map(str, sorted(user_ranks)))}, which do not share memory",
                 program=program,
                 hint="to share the weight, use one Parameter in both stages (stage.b = stage.a) "
                 "and compile(..., tied_weights=schedir.find_tied_weights(stages)); otherwise use "
@@ -210,12 +216,12 @@ def require_copyable(module: nn.Module, stage: int, program: str) -> None:
         ModelError: A trained parameter overlaps with another parameter or with an attribute.
     """
     buffers = {id(buffer) for buffer in module.buffers()}
-    for one, other in _find_overlapping_pairs(list_module_tensors({stage: module})):
-        if {id(one.tensor), id(other.tensor)}.isdisjoint(buffers) and (
-            one.is_trained or other.is_trained
+    for first, second in _find_overlapping_pairs(list_module_tensors({stage: module})):
+        if {id(first.tensor), id(second.tensor)}.isdisjoint(buffers) and (
+            first.is_trained or second.is_trained
         ):
             raise ModelError(
-                f"{one} and {other} share memory, but their copies in stage replicas would not",
+                f"{first} and {second} share memory, but their copies in stage replicas would not",
                 program=program,
                 hint="compute the view of the weight in the forward",
             )
@@ -229,33 +235,33 @@ def find_shared_buffers(module: nn.Module, others: Iterable[nn.Module]) -> list[
         others: The other modules.
     """
     local_buffers = dict.fromkeys(module.buffers())
-    other_buffers = dict.fromkeys(b for other in others for b in other.buffers())
-    each = [*local_buffers, *(b for b in other_buffers if b not in local_buffers)]
-    views = [each[one] for one, other in find_overlaps(each) if one < len(local_buffers) <= other]
+    other_buffers = dict.fromkeys(b for other_module in others for b in other_module.buffers())
+    buffers = [*local_buffers, *(b for b in other_buffers if b not in local_buffers)]
+    views = [buffers[k] for k, n in find_overlaps(buffers) if k < len(local_buffers) <= n]
     return [*(b for b in local_buffers if b in other_buffers), *views]
 
 
 def _find_overlapping_pairs(module_tensors: Sequence[ModuleTensor]) -> Iterator[list[ModuleTensor]]:
     """Yield the pairs of tensors that overlap. Each pair is sorted by name."""
-    for pair in sorted(find_overlaps([one.tensor for one in module_tensors])):
+    for pair in sorted(find_overlaps([module_tensor.tensor for module_tensor in module_tensors])):
         yield sorted((module_tensors[k] for k in pair), key=str)
 
 
 def _measure_span(t: Tensor) -> int:
     """Return the bytes from the first element of a tensor to the end of its last element."""
-    last = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
-    return (last + 1) * t.itemsize
+    last_offset = sum((n - 1) * stride for n, stride in zip(t.shape, t.stride(), strict=True))
+    return (last_offset + 1) * t.itemsize
 
 
-def _has_overlap(one: Tensor, other: Tensor) -> bool:
+def _has_overlap(first: Tensor, second: Tensor) -> bool:
     """Return whether two tensors with overlapping spans have an element in the same memory."""
-    if all(_measure_span(t) == t.nbytes for t in (one, other)):
+    if all(_measure_span(t) == t.nbytes for t in (first, second)):
         return True
-    if one.itemsize != other.itemsize:
+    if first.itemsize != second.itemsize:
         return True  # elements of two sizes cannot be compared one by one
-    storages = [t.untyped_storage() for t in (one, other)]
+    storages = [t.untyped_storage() for t in (first, second)]
     if storages[0].data_ptr() != storages[1].data_ptr():
         return True
-    marks = torch.zeros(storages[0].nbytes() // one.itemsize, dtype=torch.bool)
-    marks.as_strided(one.shape, one.stride(), one.storage_offset()).fill_(True)
-    return bool(marks.as_strided(other.shape, other.stride(), other.storage_offset()).any())
+    marks = torch.zeros(storages[0].nbytes() // first.itemsize, dtype=torch.bool)
+    marks.as_strided(first.shape, first.stride(), first.storage_offset()).fill_(True)
+    return bool(marks.as_strided(second.shape, second.stride(), second.storage_offset()).any())

@@ -76,9 +76,10 @@ def require_gradient_options(
     if gradients.loss_scale is not None:
         _require_scalable(program)
     if gradients.accumulate_grads:
-        for one in extra_programs:
+        for extra_program in extra_programs:
             raise ModelError(
-                "accumulate_grads is True, but the executor has extra_programs", program=one.name
+                "accumulate_grads is True, but the executor has extra_programs",
+                program=extra_program.name,
             )
         if program.zero:
             raise ModelError(
@@ -123,7 +124,7 @@ def _require_repeatable(
 
 def _require_accumulation_only(program: Program, optimizer: OptimizerLike | None) -> None:
     """Check that the executor only accumulates gradients: it does not reduce, clip or step them."""
-    uses = {
+    applies_by_fact = {
         "sums gradients over replicas": program.dp > 1,
         "sums gradients over stage replicas": program.shape.placement_rows > 1
         and program.has_backward,
@@ -132,7 +133,7 @@ def _require_accumulation_only(program: Program, optimizer: OptimizerLike | None
         "computes the norm of the gradients": program.clip_grad_norm,
         "steps an optimizer": optimizer is not None,
     }
-    if fact := next((what for what, it in uses.items() if it), ""):
+    if fact := next((text for text, applies in applies_by_fact.items() if applies), ""):
         raise ModelError(
             f"accumulate_grads is True, but the executor {fact}",
             program=program.name,
@@ -145,8 +146,10 @@ def _require_no_duplicates(optimizer: OptimizerLike | None, program: Program) ->
     keys: set[object] = set()
     # Also check the 16-bit parameters of a MainOptimizer. Its main parameters are separate copies,
     # even if a 16-bit parameter occurs twice.
-    rounded = [{"params": optimizer.parameters}] if isinstance(optimizer, MainOptimizer) else []
-    for group in (*rounded, *getattr(optimizer, "param_groups", ())):
+    rounded_groups = (
+        [{"params": optimizer.parameters}] if isinstance(optimizer, MainOptimizer) else []
+    )
+    for group in (*rounded_groups, *getattr(optimizer, "param_groups", ())):
         for p in group["params"]:
             key = (p.data_ptr(), p.shape, p.stride()) if p.numel() and not p.is_meta else id(p)
             if key in keys:
@@ -171,13 +174,13 @@ def require_known_optimizer(optimizer: OptimizerLike | None, program: str = "") 
     inner = unwrap_optimizer(optimizer)
     if inner is None or has_known_effects(optimizer):
         return
-    what = "has hooks on its step" if has_step_hooks(inner) else "is not one of torch's own"
+    reason = "has hooks on its step" if has_step_hooks(inner) else "is not one of torch's own"
     name = type(
         optimizer if is_torch_optimizer(inner) and not has_step_hooks(inner) else inner
     ).__name__
     raise ModelError(
-        f"norm_check is 'after_step', but the optimizer {name} {what}, so schedir may be unable to "
-        "undo its step",
+        f"norm_check is 'after_step', but the optimizer {name} {reason}, so schedir may be unable "
+        "to undo its step",
         program=program,
         hint="compile(..., norm_check='before_step')",
     )
@@ -196,17 +199,18 @@ def require_stepped_stages(
     Raises:
         ModelError: All parameters of the optimizer are outside of the stages.
     """
-    stepped = describe_options(optimizer)
+    stepped_parameters = describe_options(optimizer)
     # Leave out stages with a tied weight: the optimizer may have the rank's copy of the weight.
-    tied = {stage for stages_of_weight in program.tied_weights for stage in stages_of_weight}
-    trained = [
+    tied_stages = {stage for stages_of_weight in program.tied_weights for stage in stages_of_weight}
+    trained_parameters = [
         p
         for stage, module in stages.items()
-        if stage not in tied
+        if stage not in tied_stages
         for p in module.parameters()
         if p.requires_grad
     ]
-    if program.has_backward and stepped and trained and not any(p in stepped for p in trained):
+    is_used = any(p in stepped_parameters for p in trained_parameters)
+    if program.has_backward and stepped_parameters and trained_parameters and not is_used:
         raise ModelError(
             f"the optimizer has no parameter of the stages {[*stages]}: its steps would not train "
             "them",
@@ -235,8 +239,9 @@ def require_placeable_state(
         ModelError: The optimizer cannot step one stage after the other, or the rank has no
             optimizer.
     """
+    has_backward = any(program.has_backward for program in programs)
     program = programs[0]
-    if program.optimizer_placement != "device" and any(one.has_backward for one in programs):
+    if program.optimizer_placement != "device" and has_backward:
         parameters = {
             s: [parameter_copies.get(p, p) for p in module.parameters()]
             for s, module in stages.items()
@@ -262,22 +267,25 @@ def require_stagewise_steps(
         ModelError: The optimizer cannot do so, or a rank with trained parameters has no optimizer.
     """
     refuse = partial(make_offload_error, program=program.name)
-    trained = {p for own in parameters.values() for p in own if p.requires_grad}
+    trained_parameters = {
+        p for stage_parameters in parameters.values() for p in stage_parameters if p.requires_grad
+    }
     if optimizer is None:
-        if trained and program.has_backward:
+        if trained_parameters and program.has_backward:
             raise refuse(
                 "this rank has no optimizer, so there is no state to place",
                 "pass optimizer=..., or compile(..., optimizer_placement='device')",
             )
         return
-    inner, device = unwrap_optimizer(optimizer), ON_DEVICE_HINT
+    inner, device_hint = unwrap_optimizer(optimizer), ON_DEVICE_HINT
     name = type(inner).__name__
     if isinstance(optimizer, MainOptimizer) and type(optimizer) is not MainOptimizer:
         raise refuse(
-            f"{type(optimizer).__name__} may step other tensors than its main parameters", device
+            f"{type(optimizer).__name__} may step other tensors than its main parameters",
+            device_hint,
         )
     if not isinstance(inner, torch.optim.Optimizer):
-        raise refuse(f"{name} is not a torch.optim.Optimizer, so its state is unknown", device)
+        raise refuse(f"{name} is not a torch.optim.Optimizer, so its state is unknown", device_hint)
     if not getattr(
         inner, "elementwise", is_torch_optimizer(inner) and name in _PER_PARAMETER_OPTIMIZERS
     ):
@@ -285,20 +293,20 @@ def require_stagewise_steps(
             f"{name} steps all parameters together, so it cannot step one stage after the other"
             if is_torch_optimizer(inner)
             else f"{name} may not be elementwise, and it must step one stage after the other",
-            device
+            device_hint
             if is_torch_optimizer(inner)
-            else f"{name}.elementwise = True if it steps each element separately; or {device}",
+            else f"{name}.elementwise = True if it steps each element separately; or {device_hint}",
         )
     if has_step_hooks(inner):
-        raise refuse(f"{name} has hooks on its step, which would run for each stage", device)
+        raise refuse(f"{name} has hooks on its step, which would run for each stage", device_hint)
     if program.optimizer_placement == "cpu_step" and any(
         group.get("capturable") for group in inner.param_groups
     ):
         raise refuse(f"{name} is capturable, which needs a step on the GPU", "capturable=False")
-    main: dict[Tensor, Tensor] = {}
+    main_parameters: dict[Tensor, Tensor] = {}
     if isinstance(optimizer, MainOptimizer):
-        main = dict(zip(optimizer.parameters, optimizer.main_parameters, strict=True))
-    require_own_parameters(inner, main, parameters, program.name)
+        main_parameters = dict(zip(optimizer.parameters, optimizer.main_parameters, strict=True))
+    require_own_parameters(inner, main_parameters, parameters, program.name)
 
 
 def require_own_parameters(
@@ -318,12 +326,14 @@ def require_own_parameters(
     Raises:
         ModelError: The optimizer steps another parameter.
     """
-    own = {p for of_stage in parameters.values() for p in of_stage if p.requires_grad}
-    own.update([main[p] for p in own if p in main])
-    copied = {copy: p for p, copy in main.items()}
+    trained_parameters = {
+        p for stage_parameters in parameters.values() for p in stage_parameters if p.requires_grad
+    }
+    trained_parameters.update([main[p] for p in trained_parameters if p in main])
+    parameter_of_main = {copy: p for p, copy in main.items()}
     for group in inner.param_groups:
         for p in group["params"]:
-            if copied.get(p, p).requires_grad and p not in own:
+            if parameter_of_main.get(p, p).requires_grad and p not in trained_parameters:
                 raise make_offload_error(
                     f"{type(inner).__name__} steps a parameter of shape {list(p.shape)} that is "
                     "in none of this rank's trained stages",

@@ -31,11 +31,13 @@ class ParameterGuard:
 
     def _record_parameters(self) -> None:
         """Record the current modules, parameters and `requires_grad` flags."""
-        owners = [owner for module in self.stages.values() for owner in module.modules()]
+        submodules = [
+            submodule for module in self.stages.values() for submodule in module.modules()
+        ]
         # Views of the modules' dictionaries, which show later changes.
         self.tables: list[ValuesView[object]] = []
-        for owner in owners:
-            self.tables += (owner._parameters.values(), owner._modules.values())
+        for submodule in submodules:
+            self.tables += (submodule._parameters.values(), submodule._modules.values())
         # Keep references, so that no new object gets the same address.
         self.objects: list[object] = [*chain.from_iterable(self.tables)]
         self.ids: list[int] = [*map(id, self.objects)]
@@ -44,7 +46,9 @@ class ParameterGuard:
             for s, module in self.stages.items()
         }
         self.parameters: list[nn.Parameter] = [
-            *dict.fromkeys(p for own in self.names.values() for p in own.values())
+            *dict.fromkeys(
+                p for stage_parameters in self.names.values() for p in stage_parameters.values()
+            )
         ]
         self.trained_flags: list[bool] = [*map(_requires_grad, self.parameters)]
 
@@ -59,16 +63,18 @@ class ParameterGuard:
         Raises:
             ModelError: A parameter was added, removed, replaced, frozen or unfrozen.
         """
-        same = [*map(id, chain.from_iterable(self.tables))] == self.ids
-        if same and [*map(_requires_grad, self.parameters)] == self.trained_flags:
+        has_same_ids = [*map(id, chain.from_iterable(self.tables))] == self.ids
+        if has_same_ids and [*map(_requires_grad, self.parameters)] == self.trained_flags:
             return
         trained_before = dict(zip(self.parameters, self.trained_flags, strict=True))
         for s, module in self.stages.items():
-            then, now = self.names[s], dict(module.named_parameters(remove_duplicate=False))
-            for name in then | now:
-                if what := _describe_change(then.get(name), now.get(name), trained_before):
+            old_parameters = self.names[s]
+            new_parameters = dict(module.named_parameters(remove_duplicate=False))
+            for name in old_parameters | new_parameters:
+                before, after = old_parameters.get(name), new_parameters.get(name)
+                if change := _describe_change(before, after, trained_before):
                     raise ModelError(
-                        f"{name} of stage {s} {what}",
+                        f"{name} of stage {s} {change}",
                         program=program,
                         hint="create the executor after the last such change",
                     )
@@ -93,10 +99,11 @@ def require_untrained(
         ModelError: An input has a gradient, or a parameter is trained.
     """
     if inputs or any(map(_requires_grad, module.parameters())):
-        what, places = ("loss", "stage and the loss") if is_last else ("output", "stage")
+        subject, locations = ("loss", "stage and the loss") if is_last else ("output", "stage")
         raise ModelError(
-            f"the {what} of stage {stage} has no gradient, so its parameters are not trained",
-            hint=f"remove torch.no_grad(), torch.inference_mode() and detach() from the {places}",
+            f"the {subject} of stage {stage} has no gradient, so its parameters are not trained",
+            hint="remove torch.no_grad(), torch.inference_mode() and detach() from the "
+            f"{locations}",
         )
 
 
@@ -126,26 +133,28 @@ def require_stage_parameters(
     allowed = {*module.parameters(), *allowed_parameters}
     visited = set()
     nodes = [y.grad_fn for y in outputs]
-    strangers: dict[nn.Parameter, None] = {}
+    foreign_parameters: dict[nn.Parameter, None] = {}
     while nodes:
         node = nodes.pop()
         if node is None or node in visited:
             continue
         visited.add(node)
-        nodes += [following for following, _ in node.next_functions]
+        nodes += [next_node for next_node, _ in node.next_functions]
         leaf = getattr(node, "variable", None)
         if isinstance(leaf, nn.Parameter) and leaf not in allowed:
-            strangers[leaf] = None
-    if not strangers:
+            foreign_parameters[leaf] = None
+    if not foreign_parameters:
         return
-    stepped = {p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]}
-    shapes = " and ".join(str([*p.shape]) for p in strangers)
+    stepped_parameters = {
+        p for group in getattr(optimizer, "param_groups", ()) for p in group["params"]
+    }
+    shapes = " and ".join(str([*p.shape]) for p in foreign_parameters)
     fact = (
         f"stage {stage} or its loss uses Parameters of other modules (of shape {shapes}): schedir "
         "does not zero, scale or reduce their gradients"
     )
     hint = "assign them to the module of the stage (self.name = parameter), or freeze them"
-    if any(p in stepped for p in strangers):
+    if any(p in stepped_parameters for p in foreign_parameters):
         raise ModelError(fact, hint=hint)
     warnings.warn(f"{fact}; {hint}", stacklevel=2)
 
@@ -156,12 +165,12 @@ def _describe_change(
     trained_before: Mapping[nn.Parameter, bool],
 ) -> str:
     """Return a description of a parameter's change, or "" if it does not affect training."""
-    trained = before is not None and trained_before[before]
-    trains = after is not None and after.requires_grad
-    if before is after and trained != trains:
-        kinds = ("frozen", "trained")
-        return f"was {kinds[trained]} when the executor was created, and is {kinds[trains]} now"
-    if before is after or not (trained or trains):
+    was_trained = before is not None and trained_before[before]
+    is_trained = after is not None and after.requires_grad
+    if before is after and was_trained != is_trained:
+        old_kind, new_kind = ("trained", "frozen") if was_trained else ("frozen", "trained")
+        return f"was {old_kind} when the executor was created, and is {new_kind} now"
+    if before is after or not (was_trained or is_trained):
         return ""
     if before is None:
         return "was added after the executor was created"

@@ -52,15 +52,18 @@ def compare_processes(
         "the seed": str(options.seed),
     }
     facts["the extra programs"] = "; ".join(
-        f"{one.name} ({one.digest[:12]}), boundary {passes}" for one, passes in extra_programs
+        f"{extra_program.name} ({extra_program.digest[:12]}), boundary {extra_boundaries}"
+        for extra_program, extra_boundaries in extra_programs
     )
     if program.clip_grad_norm:
         facts["max_norm"] = repr(options.gradients.norm_limit)
     with require_all_processes("an Executor", program.name):
-        everyone = transport.check_agreement(
+        reports = transport.check_agreement(
             facts, (transport.tp_rank, fingerprints), record_types=[ParameterFingerprint]
         )
-    return [own for tp_rank, own in everyone if tp_rank == transport.tp_rank]
+    return [
+        rank_fingerprints for tp_rank, rank_fingerprints in reports if tp_rank == transport.tp_rank
+    ]
 
 
 def collect_facts(
@@ -93,21 +96,21 @@ def collect_facts(
         # equal.
         if shapes:
             facts[f"the shapes of the experts in stage {s}, slice {tp_rank}"] = ", ".join(shapes)
-        summed = [
+        summed_parameters = [
             f"{name} {_describe_shape(p)}"
             for name, p in module.named_parameters()
             if is_summed_over_tp(p)
         ]
         if transport.tp > 1:
             facts[f"the parameters that tensor-parallel ranks sum in stage {s}"] = (
-                ", ".join(summed) or "nothing"
+                ", ".join(summed_parameters) or "nothing"
             )
         if program.trained_ties and (weight := getattr(module, "tied_weight", None)) is not None:
             facts[f"the tied weight, slice {transport.tp_rank}"] = _describe_shape(weight)
     for s, parameters in fingerprints.items():
         for p in parameters:
-            own = describe_slice(stages[s].get_parameter(p.names[0]), tp_rank)
-            label = f"{p.names[0]} in stage {s}, {own}"
+            slice_text = describe_slice(stages[s].get_parameter(p.names[0]), tp_rank)
+            label = f"{p.names[0]} in stage {s}, {slice_text}"
             facts[f"the values of {label}"] = p.values_digest
             if p.optimizer_options:
                 facts[f"the optimizer's options for {label}"] = p.optimizer_options
@@ -118,8 +121,8 @@ def _describe_parameters(module: nn.Module, location: str) -> dict[str, str]:
     """Return as facts the number of trained elements, and the name and shape of each parameter."""
     counts: Counter[str] = Counter()
     facts = {}
-    trained = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
-    for k, (name, p) in enumerate(trained):
+    trained_parameters = ((name, p) for name, p in module.named_parameters() if p.requires_grad)
+    for k, (name, p) in enumerate(trained_parameters):
         counts[_describe_types(p)] += p.numel()
         facts[f"parameter {k} of {location}"] = f"{name} {_describe_shape(p)}"
     total = " and ".join(f"{n} of {kind}" for kind, n in counts.items()) or "nothing"

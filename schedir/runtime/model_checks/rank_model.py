@@ -84,11 +84,14 @@ class RankModel:
         stages, transport, optimizer = self.stages, self.transport, self.optimizer
         gradients = self.options.gradients
         fingerprints = compare_processes(self.programs, stages, transport, optimizer, self.options)
-        for one, _ in self.programs:
-            check(one, transport.progress_model, blocking_hosts=transport.blocking_hosts)
-        for one, extra_boundaries in extra_programs:
-            with _add_error_context(one, "extra_programs"):
-                extra_boundaries.require_program_fit(one)
+        all_programs = [program for program, _ in self.programs]
+        for checked_program in all_programs:
+            check(
+                checked_program, transport.progress_model, blocking_hosts=transport.blocking_hosts
+            )
+        for extra_program, extra_boundaries in extra_programs:
+            with _add_error_context(extra_program, "extra_programs"):
+                extra_boundaries.require_program_fit(extra_program)
         with _add_error_context(program, "stages"):
             require_matching_stages(program, self.rank, stages)
             find_device(stages)
@@ -104,10 +107,9 @@ class RankModel:
             require_elementwise(program, optimizer)
             require_steppable(program, stages, optimizer)
             copies = self.options.parameter_copies
-            require_placeable_state([one for one, _ in self.programs], stages, optimizer, copies)
+            require_placeable_state(all_programs, stages, optimizer, copies)
         with _add_error_context(program, "gradients"):
-            extra = [one for one, _ in extra_programs]
-            require_gradient_options(program, gradients, optimizer, extra)
+            require_gradient_options(program, gradients, optimizer, all_programs[1:])
         if not program.has_backward:
             return []
         with _add_error_context(program, "tied_weights"):
@@ -132,24 +134,24 @@ def check_virtual_ranks(program: Program, stages: Sequence[nn.Module]) -> None:
             share memory. Or ranks share a Parameter that ZeRO would shard, or that has hooks on its
             autograd node.
     """
-    numbered = dict(enumerate(stages))
+    stages_by_number = dict(enumerate(stages))
     ranks = program.shape.first_rank_per_stage.tolist()
     with _add_error_context(program, "stages"):
         if program.has_backward:
-            require_rank_local_memory(numbered, ranks, program.name)
-            for s, module in numbered.items() if program.shape.placement_rows > 1 else ():
+            require_rank_local_memory(stages_by_number, ranks, program.name)
+            for s, module in stages_by_number.items() if program.shape.placement_rows > 1 else ():
                 require_copyable(module, s, program.name)
-        for p, of in find_shared_parameters(program, stages).items():
-            places = describe_places(of.values())
+        for p, locations in find_shared_parameters(program, stages).items():
+            description = describe_places(locations.values())
             if program.zero:
                 raise ModelError(
-                    f"{places} are one Parameter on {len(of)} ranks, but ZeRO level "
+                    f"{description} are one Parameter on {len(locations)} ranks, but ZeRO level "
                     f"{program.zero} would shard this Parameter on each of these ranks",
                     hint="ties = schedir.find_tied_weights(stages), then stages = [deepcopy(stage) "
                     "for stage in stages] and tied_weights=ties; or zero=0",
                 )
             if program.has_backward:
-                require_no_node_hooks(p, places)
+                require_no_node_hooks(p, description)
 
 
 @contextmanager

@@ -45,8 +45,10 @@ def require_shardable(program: Program, stages: Mapping[int, nn.Module], optimiz
     def refuse(fact: str, hint: str) -> ModelError:
         return ModelError(fact, program=program.name, hint=hint)
 
-    trained = [(s, name, p) for s, name, p in _list_parameters(stages) if p.requires_grad]
-    for s, name, p in trained:
+    trained_parameters = [
+        (s, name, p) for s, name, p in _list_parameters(stages) if p.requires_grad
+    ]
+    for s, name, p in trained_parameters:
         owner = find_owner(p)
         if owner is not None and (program.zero or not owner.summoned_flat):
             raise refuse(
@@ -54,9 +56,11 @@ def require_shardable(program: Program, stages: Mapping[int, nn.Module], optimiz
                 "use one executor for these stages; a program with zero 0 runs within "
                 "`with first.full_parameters():`",
             )
-    fused = _find_fused_parameters(optimizer) if program.dp > 1 or program.trained_ties else set()
-    for s, name, p in trained:
-        if p in fused and not p.is_contiguous():
+    fused_parameters = (
+        _find_fused_parameters(optimizer) if program.dp > 1 or program.trained_ties else set()
+    )
+    for s, name, p in trained_parameters:
+        if p in fused_parameters and not p.is_contiguous():
             raise refuse(
                 f"{name} of stage {s} is not contiguous (its strides are {list(p.stride())}): a "
                 "fused optimizer needs the layout of its summed gradient, which is contiguous",
@@ -64,7 +68,7 @@ def require_shardable(program: Program, stages: Mapping[int, nn.Module], optimiz
             )
     if not program.zero:
         return
-    for s, name, p in trained:
+    for s, name, p in trained_parameters:
         if not p.is_contiguous():
             raise refuse(
                 f"{name} of stage {s} is not contiguous (its strides are {list(p.stride())}): "
@@ -83,11 +87,15 @@ def require_shardable(program: Program, stages: Mapping[int, nn.Module], optimiz
 def _find_fused_parameters(optimizer: object) -> set[Any]:
     """Return the parameters that fused optimizers step."""
     parameters: set[Any] = set()
-    for one in find_optimizers(optimizer):
+    for nested_optimizer in find_optimizers(optimizer):
         parameter_of_main = dict(
-            zip(getattr(one, "main_parameters", ()), getattr(one, "parameters", ()), strict=False)
+            zip(
+                getattr(nested_optimizer, "main_parameters", ()),
+                getattr(nested_optimizer, "parameters", ()),
+                strict=False,
+            )
         )
-        for group in getattr(unwrap_optimizer(one), "param_groups", ()):
+        for group in getattr(unwrap_optimizer(nested_optimizer), "param_groups", ()):
             if group.get("fused"):
                 parameters |= {parameter_of_main.get(p, p) for p in group["params"]}
     return parameters
@@ -115,8 +123,8 @@ def require_elementwise(program: Program, optimizer: object) -> None:
         return
     inner: Any = unwrap_optimizer(optimizer)
     name = type(inner).__name__
-    known = is_torch_optimizer(inner) and name in _ELEMENTWISE_OPTIMIZERS
-    if not getattr(inner, "elementwise", known):
+    is_known = is_torch_optimizer(inner) and name in _ELEMENTWISE_OPTIMIZERS
+    if not getattr(inner, "elementwise", is_known):
         raise ModelError(
             f"{name} needs full weights, but each replica has only a shard of a weight (zero "
             f"{program.zero})"
@@ -128,9 +136,9 @@ def require_elementwise(program: Program, optimizer: object) -> None:
             if is_torch_optimizer(inner) or hasattr(inner, "elementwise")
             else f"zero=0, or {name}.elementwise = True if it steps each element separately",
         )
-    for one in map(unwrap_optimizer, find_optimizers(optimizer)):
-        _require_separate_state(program, one)
-        _require_elementwise_state(program, one)
+    for nested_optimizer in map(unwrap_optimizer, find_optimizers(optimizer)):
+        _require_separate_state(program, nested_optimizer)
+        _require_elementwise_state(program, nested_optimizer)
 
 
 def _require_separate_state(program: Program, inner: Any) -> None:
@@ -138,9 +146,9 @@ def _require_separate_state(program: Program, inner: Any) -> None:
 
     torch's own optimizers always keep their state in separate memory.
     """
-    kept = getattr(inner, "state", {})
-    tensors = [t for t in tree_leaves([*kept.values()]) if isinstance(t, Tensor)]
-    parameters = [p for p in kept if isinstance(p, Tensor)]
+    state = getattr(inner, "state", {})
+    tensors = [t for t in tree_leaves([*state.values()]) if isinstance(t, Tensor)]
+    parameters = [p for p in state if isinstance(p, Tensor)]
     if not is_torch_optimizer(inner) and state_shares_memory(inner, tensors, parameters):
         raise ModelError(
             f"{type(inner).__name__} keeps a state in memory that it shares with another state, a "
@@ -154,8 +162,8 @@ def _require_elementwise_state(program: Program, inner: Any) -> None:
     """Check that the state of an optimizer can be sharded like weights."""
     name = type(inner).__name__
     state: Mapping[Any, Mapping[str, Any]] = getattr(inner, "state", {})
-    for p, kept in state.items():
-        for key, value in list_state_tensors(kept) if isinstance(p, Tensor) else ():
+    for p, parameter_state in state.items():
+        for key, value in list_state_tensors(parameter_state) if isinstance(p, Tensor) else ():
             if value.shape != p.shape:
                 raise ModelError(
                     f"{name} keeps {key} of shape {list(value.shape)} for a weight of shape "
@@ -166,12 +174,12 @@ def _require_elementwise_state(program: Program, inner: Any) -> None:
     groups = getattr(inner, "param_groups", ())
     shapes = {p.shape for group in groups for p in group["params"] if p.numel() > 1}
     for key, value in getattr(inner, "__dict__", {}).items():
-        for one in tree_leaves(value) if key not in ("state", "param_groups") else ():
+        for leaf in tree_leaves(value) if key not in ("state", "param_groups") else ():
             # Leave out Parameters, because a Parameter may be a weight, which ZeRO shards.
-            is_own = isinstance(one, Tensor) and not isinstance(one, nn.Parameter)
-            if is_own and one.shape in shapes:
+            is_own = isinstance(leaf, Tensor) and not isinstance(leaf, nn.Parameter)
+            if is_own and leaf.shape in shapes:
                 raise ModelError(
-                    f"{name}.{key} has a tensor of shape {list(one.shape)}, like a weight, but "
+                    f"{name}.{key} has a tensor of shape {list(leaf.shape)}, like a weight, but "
                     f"ZeRO shards only tensors in {name}.state (zero {program.zero})",
                     program=program.name,
                     hint="keep the tensor in self.state[p], which ZeRO shards like p; or zero=0",

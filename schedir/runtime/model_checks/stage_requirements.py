@@ -32,10 +32,10 @@ def require_matching_stages(program: Program, rank: int, stages: Mapping[int, nn
             f"`stages` has {sorted(stages)}, but rank {rank} needs {list(expected_stages)}"
         )
     for s, module in stages.items() if program.has_backward else ():
-        learns = [name for name, p in module.named_parameters() if p.requires_grad]
-        if s < program.frozen_stages and learns:
+        trained_names = [name for name, p in module.named_parameters() if p.requires_grad]
+        if s < program.frozen_stages and trained_names:
             raise ModelError(
-                f"stage {s} is frozen, but its parameter {learns[0]} requires a gradient",
+                f"stage {s} is frozen, but its parameter {trained_names[0]} requires a gradient",
                 hint=f"stages[{s}].requires_grad_(False), or compile(..., frozen_stages={s})",
             )
         _require_summed_over_tp(program, s, module)
@@ -75,12 +75,12 @@ def require_matching_experts(
     expected = transport.dp_rank % program.ep, program.ep
     for s, module in stages.items():
         for name, p in module.named_parameters():
-            found = get_expert_slice(p)
-            if found is not None and found != expected:
+            expert_slice = get_expert_slice(p)
+            if expert_slice is not None and expert_slice != expected:
                 raise ModelError(
-                    f"{name} of stage {s} belongs to slice {found[0]} of {found[1]} of the "
-                    f"experts, but replica {transport.dp_rank} of a program with ep={program.ep} "
-                    f"has slice {expected[0]} of {expected[1]}",
+                    f"{name} of stage {s} belongs to slice {expert_slice[0]} of "
+                    f"{expert_slice[1]} of the experts, but replica {transport.dp_rank} of a "
+                    f"program with ep={program.ep} has slice {expected[0]} of {expected[1]}",
                     hint=f"build_stage(..., ep={expected[1]}, ep_rank={expected[0]})",
                 )
 

@@ -71,17 +71,17 @@ class StepIsolation:
         """
         if is_torch_optimizer(self.inner):
             return
-        for other in _find_inner_optimizers(self.inner):
+        for inner_optimizer in _find_inner_optimizers(self.inner):
             raise make_offload_error(
-                f"{self.name} contains another optimizer, {type(other).__name__}, with its "
-                "own state"
+                f"{self.name} contains another optimizer, {type(inner_optimizer).__name__}, with "
+                "its own state"
             )
         if stages < 2 and not self.replaces_parameters:
             return
-        stepped = {id(p) for group in self.inner.param_groups for p in group["params"]}
+        stepped_ids = {id(p) for group in self.inner.param_groups for p in group["params"]}
         for name, value in _list_attributes(self.inner):
             keys = _list_nested_keys(value) if self.replaces_parameters else ()
-            if any(id(one) in stepped for one in (*tree_leaves(value), *keys)):
+            if any(id(leaf) in stepped_ids for leaf in (*tree_leaves(value), *keys)):
                 raise make_offload_error(
                     f"{self.name} has parameters in its attribute {name!r}, but the step of one "
                     "stage must find parameters in param_groups only"
@@ -110,12 +110,15 @@ class StepIsolation:
         after = _collect_entries(self.inner)
         for key in before.keys() | after.keys():
             label = (after.get(key) or before[key])[0]
-            was, now = (each[key][1] if key in each else None for each in (before, after))
-            if not _is_unchanged(was, now) and self.changing_stages.setdefault(key, stage) != stage:
-                traced = isinstance(was, _TensorTrace) or isinstance(now, _TensorTrace)
-                values = "" if traced else f", from {was} to {now}"
+            old_value = before[key][1] if key in before else None
+            new_value = after[key][1] if key in after else None
+            if _is_unchanged(old_value, new_value):
+                continue
+            if self.changing_stages.setdefault(key, stage) != stage:
+                is_traced = any(isinstance(x, _TensorTrace) for x in (old_value, new_value))
+                values_text = "" if is_traced else f", from {old_value} to {new_value}"
                 raise make_offload_error(
-                    f"a step of {self.name} changes {label}{values}, and the step of each "
+                    f"a step of {self.name} changes {label}{values_text}, and the step of each "
                     "stage would change it again"
                 )
 
@@ -138,9 +141,9 @@ class StepIsolation:
         if is_torch_optimizer(self.inner):
             return
         for t in state:
-            if (other := self.state_owners.setdefault(t, stage)) != stage:
+            if (other_stage := self.state_owners.setdefault(t, stage)) != stage:
                 raise make_offload_error(
-                    f"{self.name} keeps one state tensor for stages {other} and {stage}"
+                    f"{self.name} keeps one state tensor for stages {other_stage} and {stage}"
                 )
         if state_shares_memory(self.inner, state, parameters):
             raise make_offload_error(
@@ -161,10 +164,10 @@ def require_no_step_overlap(parameters: Mapping[Tensor, str]) -> None:
     Raises:
         ModelError: Two parameters have an element in the same memory.
     """
-    each, names = [*parameters], [*parameters.values()]
-    for one, other in sorted(find_overlaps(each)):
+    tensors, names = [*parameters], [*parameters.values()]
+    for k, n in sorted(find_overlaps(tensors)):
         raise make_offload_error(
-            f"the optimizer steps {names[one]} and {names[other]}, which share memory",
+            f"the optimizer steps {names[k]} and {names[n]}, which share memory",
             f"use one Parameter (stage.b = stage.a), or {ON_DEVICE_HINT}",
         )
 
@@ -177,12 +180,12 @@ def state_shares_memory(inner: Any, state: Sequence[Tensor], parameters: Iterabl
         state: The state tensors. They are also compared with each other.
         parameters: Parameters. They and their gradients are compared.
     """
-    used = [t for p in parameters for t in (p, p.grad) if t is not None]
-    if not {*map(id, state)}.isdisjoint(map(id, used)):
+    used_tensors = [t for p in parameters for t in (p, p.grad) if t is not None]
+    if not {*map(id, state)}.isdisjoint(map(id, used_tensors)):
         return True
     attributes = (t for _, value in _list_attributes(inner) for t in tree_leaves(value))
-    tensors = [*state, *used, *(t for t in attributes if isinstance(t, Tensor))]
-    return any(one < len(state) for one, _ in find_overlaps(tensors))
+    tensors = [*state, *used_tensors, *(t for t in attributes if isinstance(t, Tensor))]
+    return any(k < len(state) for k, _ in find_overlaps(tensors))
 
 
 class _TensorTrace:
@@ -208,9 +211,9 @@ def _find_inner_optimizers(inner: Any) -> list[Any]:
 def _list_nested_keys(value: object) -> Iterator[object]:
     """Yield the keys of a dictionary and of the dictionaries in it."""
     if isinstance(value, Mapping):
-        for key, within in value.items():
+        for key, nested_value in value.items():
             yield key
-            yield from _list_nested_keys(within)
+            yield from _list_nested_keys(nested_value)
 
 
 def _list_parameter_ids(inner: Any) -> list[list[int]]:
@@ -220,36 +223,36 @@ def _list_parameter_ids(inner: Any) -> list[list[int]]:
 
 def _collect_entries(inner: Any) -> dict[object, _Entry]:
     """Return key -> entry for the numbers and tensors that are not state of a parameter."""
-    found: dict[object, _Entry] = {}
+    entries: dict[object, _Entry] = {}
     for group in inner.param_groups:
         for k, v in group.items():
             if k != "params":
-                found |= _collect_leaves(v, f"{k!r} of a parameter group", (id(group), k))
+                entries |= _collect_leaves(v, f"{k!r} of a parameter group", (id(group), k))
     for name, v in _list_attributes(inner):
-        found |= _collect_leaves(v, f"its {name!r}", ("", name))
+        entries |= _collect_leaves(v, f"its {name!r}", ("", name))
     for key, v in inner.state.items():
         if not isinstance(key, Tensor):
-            found |= _collect_leaves(v, f"its state of {key!r}", ("state", key))
-    return found
+            entries |= _collect_leaves(v, f"its state of {key!r}", ("state", key))
+    return entries
 
 
 def _collect_leaves(value: object, label: str, key: tuple[object, ...]) -> dict[object, _Entry]:
     """Return key -> entry for the numbers, tensors and lengths of lists in a value."""
     if isinstance(value, Tensor):
-        one = value.numel() == 1 and not value.is_meta
-        return {key: (label, value.item() if one else _TensorTrace(value))}
+        is_single = value.numel() == 1 and not value.is_meta
+        return {key: (label, value.item() if is_single else _TensorTrace(value))}
     # Leave out bools, because they do not count steps.
     if isinstance(value, Number) and not isinstance(value, bool):
         return {key: (label, value)}
-    found: dict[object, _Entry] = {}
+    entries: dict[object, _Entry] = {}
     if isinstance(value, Mapping):
         for k, v in value.items():
-            found |= _collect_leaves(v, label, (*key, id(k) if isinstance(k, Tensor) else k))
+            entries |= _collect_leaves(v, label, (*key, id(k) if isinstance(k, Tensor) else k))
     elif isinstance(value, list | tuple):
-        found[*key, "length"] = (f"the length of {label}", len(value))
+        entries[*key, "length"] = (f"the length of {label}", len(value))
         for k, v in enumerate(value):
-            found |= _collect_leaves(v, label, (*key, k))
-    return found
+            entries |= _collect_leaves(v, label, (*key, k))
+    return entries
 
 
 def _is_unchanged(before: object, after: object) -> bool:

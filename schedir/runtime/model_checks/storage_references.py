@@ -41,8 +41,8 @@ class StorageReferences:
         return increased
 
     def _compare(self) -> list[int]:
-        both = zip(self.counts, self._count(), strict=True)
-        return [k for k, (before, now) in enumerate(both) if now > before]
+        count_pairs = zip(self.counts, self._count(), strict=True)
+        return [k for k, (old_count, new_count) in enumerate(count_pairs) if new_count > old_count]
 
     def _count(self) -> list[int]:
         return [int(torch._C._storage_Use_Count(address)) for address in self.addresses]

@@ -35,8 +35,8 @@ def get_write_traces(tensors: Sequence[Tensor]) -> list[tuple[int, int]]:
     Args:
         tensors: The tensors.
     """
-    places = (t.data_ptr() if t.layout is torch.strided else 0 for t in tensors)
-    return [*zip(get_versions(tensors), places, strict=True)]
+    addresses = (t.data_ptr() if t.layout is torch.strided else 0 for t in tensors)
+    return [*zip(get_versions(tensors), addresses, strict=True)]
 
 
 def has_same_bits(one: Tensor, other: Tensor) -> bool:
@@ -83,9 +83,9 @@ def checksum_on_device(t: Tensor) -> Tensor:
         flat = flat.clone(memory_format=torch.contiguous_format)
     words = flat.view(_WORD_TYPES[flat.element_size()])
     if len(words) > 16 * _COLUMNS:  # for fewer words this would take longer
-        in_rows = len(words) - len(words) % _COLUMNS
-        matrix, rest = words[:in_rows].view(-1, _COLUMNS), words[in_rows:]
-        words = torch.cat((matrix.sum(0), matrix.sum(1), rest))
+        num_in_rows = len(words) - len(words) % _COLUMNS
+        matrix, tail_words = words[:num_in_rows].view(-1, _COLUMNS), words[num_in_rows:]
+        words = torch.cat((matrix.sum(0), matrix.sum(1), tail_words))
     # The factors are cubes. With consecutive odd numbers, the checksum would not change if a value
     # moved from row r and column c to row r + 1 and column c - 1.
     factors = (2 * torch.arange(len(words), device=words.device) + 1) ** 3

@@ -79,12 +79,12 @@ def fingerprint_parameters(
         names: dict[nn.Parameter, list[str]] = {}
         for name, p in module.named_parameters(remove_duplicate=False):
             names.setdefault(p, []).append(name)
-        tied = getattr(module, "tied_weight", None)
+        tied_weight = getattr(module, "tied_weight", None)
         fingerprints[s] = [
             _fingerprint(
                 p,
                 parameter_names,
-                p is tied,
+                p is tied_weight,
                 options.get(p, "none" if options and p.requires_grad else ""),
             )
             for p, parameter_names in names.items()
@@ -96,27 +96,27 @@ def fingerprint_parameters(
 def _fingerprint(
     p: nn.Parameter, names: list[str], is_named_tied: bool, optimizer_options: str
 ) -> ParameterFingerprint:
-    kind, constant, values = f"{list(p.shape)} of {p.dtype}", True, ""
+    kind, is_constant, values_digest = f"{list(p.shape)} of {p.dtype}", True, ""
     if not p.is_meta:
         local = p.detach()
         local = local.to_local() if hasattr(local, "to_local") else local  # a DTensor's local shard
         flat = local.reshape(-1)
         sample = flat[:: max(1, flat.numel() // SAMPLE_SIZE)]
-        constant = bool((sample == sample[:1]).all())
-        if constant and not bool((flat == flat[:1]).all()):
-            sample, constant = flat, False  # the sample lacks the different elements
+        is_constant = bool((sample == sample[:1]).all())
+        if is_constant and not bool((flat == flat[:1]).all()):
+            sample, is_constant = flat, False  # the sample lacks the different elements
         # Copy, because `numpy` fixes the size of a storage, but FSDP must be able to free the
         # weight's storage.
         copy = sample.clone(memory_format=torch.contiguous_format)
-        numbers = copy.view(torch.uint8).cpu().numpy().tobytes()
-        values = sha256(kind.encode() + numbers).hexdigest()[:16]
+        raw_bytes = copy.view(torch.uint8).cpu().numpy().tobytes()
+        values_digest = sha256(kind.encode() + raw_bytes).hexdigest()[:16]
     return ParameterFingerprint(
         tuple(names),
         id(p),
         kind,
         p.requires_grad,
-        constant,
-        values,
+        is_constant,
+        values_digest,
         is_named_tied,
         optimizer_options,
     )
@@ -157,67 +157,71 @@ class ParameterTable:
                 "schedir.find_tied_weights(model).locate_in_stages(stages)",
             )
         self.fingerprints: dict[ParameterLocation, ParameterFingerprint] = {}
-        first: dict[ParameterLocation, ParameterLocation] = {}
-        for own in rank_fingerprints:
-            for s, parameters in own.items():
+        first_locations: dict[ParameterLocation, ParameterLocation] = {}
+        for stage_fingerprints in rank_fingerprints:
+            for s, parameters in stage_fingerprints.items():
                 for p in parameters:
                     self.fingerprints.setdefault((s, p.names[0]), p)
-                    first |= {(s, name): (s, p.names[0]) for name in p.names}
+                    first_locations |= {(s, name): (s, p.names[0]) for name in p.names}
         self.weights: list[tuple[ParameterLocation, ...]] = []
         self.weight_index: dict[ParameterLocation, int] = {}
-        for places in tied.weights if tied else ():
-            for s, name in places:
-                if (s, name) not in first:
+        for locations in tied.weights if tied else ():
+            for s, name in locations:
+                if (s, name) not in first_locations:
                     raise ModelError(
                         f"tied_weights has {name} of stage {s}, but the stage has no such parameter"
                     )
-            self._add_weight({first[place] for place in places})
-        for own in rank_fingerprints:
-            for shared in _find_shared_objects(own):
-                if len({self.weight_index.get(place, place) for place in shared}) == 1:
+            self._add_weight({first_locations[location] for location in locations})
+        for stage_fingerprints in rank_fingerprints:
+            for shared_locations in _find_shared_objects(stage_fingerprints):
+                weights = {
+                    self.weight_index.get(location, location) for location in shared_locations
+                }
+                if len(weights) == 1:
                     continue
-                if any(place in self.weight_index for place in shared):
+                if any(location in self.weight_index for location in shared_locations):
                     raise ModelError(
-                        f"{describe_places(shared)} are one Parameter, but not in tied_weights",
+                        f"{describe_places(shared_locations)} are one Parameter, but not in "
+                        "tied_weights",
                         hint="schedir.find_tied_weights(stages) finds all tied weights",
                     )
-                self._add_weight(shared)
-        named = dict(
-            place
-            for place, p in self.fingerprints.items()
-            if p.is_named_tied and place not in self.weight_index
+                self._add_weight(shared_locations)
+        tied_names = dict(
+            location
+            for location, p in self.fingerprints.items()
+            if p.is_named_tied and location not in self.weight_index
         )
-        for s in sorted(named):
-            its = [stages for stages in tied_stages if s in stages]
-            if len(its) > 1:
+        for s in sorted(tied_names):
+            stage_ties = [stages for stages in tied_stages if s in stages]
+            if len(stage_ties) > 1:
                 raise ModelError(
                     f"stage {s} has several tied weights, of stages "
-                    f"{' and '.join(map(format_tied_stages, its))}, but it has only one "
+                    f"{' and '.join(map(format_tied_stages, stage_ties))}, but it has only one "
                     "attribute `tied_weight`",
                     hint=TIES_HINT,
                 )
-            if not its:
+            if not stage_ties:
                 raise ModelError(
                     f"stage {s} has a tied weight, but the program does not sum its gradients",
                     hint="compile(..., tied_weights=True)",
                 )
         for stages in tied_stages:
-            if any(s in named for s in stages):
-                self._add_weight((s, named[s]) for s in stages if s in named)
+            if any(s in tied_names for s in stages):
+                self._add_weight((s, tied_names[s]) for s in stages if s in tied_names)
 
-    def _add_weight(self, places: Iterable[ParameterLocation]) -> None:
-        for s, name in (added := tuple(sorted(places))):
+    def _add_weight(self, locations: Iterable[ParameterLocation]) -> None:
+        for s, name in (sorted_locations := tuple(sorted(locations))):
             if (s, name) in self.weight_index:
                 raise ModelError(f"{name} of stage {s} is in two ties, but it can be in one only")
             self.weight_index[s, name] = len(self.weights)
-        for one, other in pairwise(added):
-            if one[0] == other[0]:
+        for first, second in pairwise(sorted_locations):
+            if first[0] == second[0]:
                 raise ModelError(
-                    f"{describe_places([one, other])} are tied, but they are two Parameters of the "
-                    "same stage; a tie connects different stages",
+                    f"{describe_places([first, second])} are tied, but they are two Parameters of "
+                    "the same stage; a tie connects different stages",
                     hint="use one Parameter within a stage: stage.b = stage.a",
                 )
-        self.weights.append(added)
+        self.weights.append(sorted_locations)
 
     def require_program_match(self, program: Program, *, allow_identical_stages: bool) -> None:
         """Check that the ties are those of the program, and that equal weights are tied.
@@ -230,64 +234,65 @@ class ParameterTable:
             ModelError: The ties differ from those of the program, the copies of a weight differ, or
                 equal weights are not tied.
         """
-        for places in self.weights:
-            stages = tuple(s for s, _ in places)
+        for locations in self.weights:
+            stages = tuple(s for s, _ in locations)
             if (
                 stages not in program.trained_ties
-                and not self.fingerprints[places[0]].is_named_tied
+                and not self.fingerprints[locations[0]].is_named_tied
             ):
                 raise ModelError(
-                    f"{describe_places(places)} are one weight, but the program does not tie "
+                    f"{describe_places(locations)} are one weight, but the program does not tie "
                     f"stages {format_tied_stages(stages)}",
                     hint=TIES_HINT,
                 )
-            for place in places:
-                self._require_same_copies(places[0], place)
+            for location in locations:
+                self._require_same_copies(locations[0], location)
         for stages in program.trained_ties:
-            of = [{s for s, _ in places} for places in self.weights]
-            if {*stages} not in of:
-                named = set().union(*(own for own in of if own < {*stages}))
-                lacks = min({*stages} - named, default=stages[0])
+            stages_by_weight = [{s for s, _ in locations} for locations in self.weights]
+            if {*stages} not in stages_by_weight:
+                partial_ties = [tie for tie in stages_by_weight if tie < {*stages}]
+                tied_stages = set().union(*partial_ties)
+                missing_stage = min({*stages} - tied_stages, default=stages[0])
                 raise ModelError(
                     "the program sums the gradients of a tied weight, but stage "
-                    f"{lacks} has no copy",
+                    f"{missing_stage} has no copy",
                     hint=TIES_HINT,
                 )
         if allow_identical_stages:
             return
-        equal: dict[str, list[ParameterLocation]] = {}
-        for place, p in self.fingerprints.items():
+        locations_by_digest: dict[str, list[ParameterLocation]] = {}
+        for location, p in self.fingerprints.items():
             if p.is_trained and not p.is_constant:
-                equal.setdefault(p.values_digest, []).append(place)
-        for alike_ones in equal.values():
-            one = min(alike_ones)
-            for other in sorted(alike_ones):
-                if other[0] != one[0] and self.weight_index.get(one, one) != self.weight_index.get(
-                    other, other
-                ):
+                locations_by_digest.setdefault(p.values_digest, []).append(location)
+        for equal_locations in locations_by_digest.values():
+            first = min(equal_locations)
+            for second in sorted(equal_locations):
+                first_weight = self.weight_index.get(first, first)
+                second_weight = self.weight_index.get(second, second)
+                if second[0] != first[0] and first_weight != second_weight:
                     raise ModelError(
-                        f"{describe_places([one, other])} are equal, but they are not tied",
+                        f"{describe_places([first, second])} are equal, but they are not tied",
                         hint="if they are one weight, call ties = "
                         "schedir.find_tied_weights(stages) before you copy the stages, and pass "
                         "tied_weights=ties to compile and to the executor; otherwise pass "
                         "allow_identical_stages=True",
                     )
 
-    def _require_same_copies(self, one: ParameterLocation, other: ParameterLocation) -> None:
-        """Check that copy `other` is trained, and has the values and options of copy `one`."""
-        a, b = self.fingerprints[one], self.fingerprints[other]
+    def _require_same_copies(self, first: ParameterLocation, second: ParameterLocation) -> None:
+        """Check that copy `second` is trained, and has the values and options of copy `first`."""
+        a, b = self.fingerprints[first], self.fingerprints[second]
         if not b.is_trained:
             raise ModelError(
-                f"the program sums the gradients of a tied weight, but its copy {other[1]} of "
-                f"stage {other[0]} is frozen"
+                f"the program sums the gradients of a tied weight, but its copy {second[1]} of "
+                f"stage {second[0]} is frozen"
             )
         if a.kind != b.kind:
             raise ModelError(
-                f"{describe_places([one, other])} are one weight, but are {a.kind} and {b.kind}"
+                f"{describe_places([first, second])} are one weight, but are {a.kind} and {b.kind}"
             )
         if a.values_digest != b.values_digest:
             raise ModelError(
-                f"{describe_places([one, other])} are one weight, but their values differ"
+                f"{describe_places([first, second])} are one weight, but their values differ"
             )
         if (
             a.optimizer_options
@@ -295,7 +300,7 @@ class ParameterTable:
             and a.optimizer_options != b.optimizer_options
         ):
             raise ModelError(
-                f"{describe_places([one, other])} are one weight, but their optimizer options "
+                f"{describe_places([first, second])} are one weight, but their optimizer options "
                 f"differ: {a.optimizer_options}, and {b.optimizer_options}",
                 hint="use the same options for all copies of a weight",
             )
@@ -303,12 +308,12 @@ class ParameterTable:
 
 def _find_shared_objects(fingerprints: StageFingerprints) -> Iterator[list[ParameterLocation]]:
     """Return the locations of each Parameter that several stages of one process have."""
-    objects: dict[int, list[ParameterLocation]] = {}
+    locations_by_object: dict[int, list[ParameterLocation]] = {}
     for s, parameters in fingerprints.items():
         for p in parameters:
             if p.is_trained:
-                objects.setdefault(p.object_id, []).append((s, p.names[0]))
-    return (places for places in objects.values() if len(places) > 1)
+                locations_by_object.setdefault(p.object_id, []).append((s, p.names[0]))
+    return (locations for locations in locations_by_object.values() if len(locations) > 1)
 
 
 def describe_places(places: Iterable[ParameterLocation]) -> str:
@@ -342,25 +347,27 @@ def list_local_tied_weights(
             hook on its gradient.
     """
     try:
-        trained = [
-            {s: own[s] for s in own if s >= program.frozen_stages} for own in rank_fingerprints
+        trained_fingerprints = [
+            {s: stage_fingerprints[s] for s in stage_fingerprints if s >= program.frozen_stages}
+            for stage_fingerprints in rank_fingerprints
         ]
-        table = ParameterTable(trained, tied, program.trained_ties)
+        table = ParameterTable(trained_fingerprints, tied, program.trained_ties)
         table.require_program_match(program, allow_identical_stages=allow_identical_stages)
     except ModelError as error:
         error.program = program.name
         raise
     weights = []
-    for places in sorted(table.weights, key=lambda places: [s for s, _ in places]):
-        own = {s: stages[s].get_parameter(name) for s, name in places if s in stages}
-        for s, p in own.items():
+    for locations in sorted(table.weights, key=lambda locations: [s for s, _ in locations]):
+        local_copies = {s: stages[s].get_parameter(name) for s, name in locations if s in stages}
+        for s, p in local_copies.items():
             if p._backward_hooks or p._post_accumulate_grad_hooks:
                 raise ModelError(
-                    f"{dict(places)[s]} of stage {s} is tied and has a hook on its gradient, but "
-                    "the hook would get the gradient of one stage only",
+                    f"{dict(locations)[s]} of stage {s} is tied and has a hook on its gradient, "
+                    "but the hook would get the gradient of one stage only",
                     program=program.name,
                 )
-        weights += [TiedWeight(tuple(s for s, _ in places), own)] if own else []
+        if local_copies:
+            weights.append(TiedWeight(tuple(s for s, _ in locations), local_copies))
     return weights
 
 
@@ -383,12 +390,12 @@ def require_no_max_norm(
             training step again.
     """
     for s, module in stages.items():
-        tied = {id(weight.local_copies[s]) for weight in weights if s in weight.local_copies}
+        tied_ids = {id(weight.local_copies[s]) for weight in weights if s in weight.local_copies}
         for name, layer in module.named_modules():
             if not isinstance(layer, nn.Embedding | nn.EmbeddingBag) or layer.max_norm is None:
                 continue
             fact = f"{name or 'the embedding'} of stage {s} scales rows of its weight (max_norm)"
-            if program.shape.placement_rows > 1 or id(layer.weight) in tied:
+            if program.shape.placement_rows > 1 or id(layer.weight) in tied_ids:
                 raise ModelError(
                     f"{fact}, but the weight has other copies, or other layers use it",
                     program=program.name,
