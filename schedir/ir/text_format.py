@@ -281,7 +281,11 @@ def from_text(text: str, max_instructions: int | None = None) -> Program:
     ]
     if not lines or lines[0].text.split()[:1] != ["schedir"]:
         first_line = lines[0] if lines else _Line(1, "")
-        raise first_line.make_error(f"a program must begin with 'schedir {FORMAT_VERSION}'")
+        hint = ""
+        if len(lines) == 1 and first_line.text.endswith(".sched"):
+            hint = f"from_text takes the text of a file: Path({first_line.text!r}).read_text()"
+        fact = f"a program must begin with 'schedir {FORMAT_VERSION}'"
+        raise first_line.make_error(fact, hint=hint)
     if lines[0].text.split()[1:] != [str(FORMAT_VERSION)]:
         raise lines[0].make_error(
             f"the format must be {FORMAT_VERSION}, not {lines[0].text[8:]!r}", 8

@@ -309,8 +309,8 @@ class Schedule(CheckedRuntime):
         Raises:
             ExecutionError: An earlier step failed, or a load of a checkpoint failed.
             UsageError: Both a batch and microbatches are given, no target is given, a target is
-                given although `loss_fn` is None, n_microbatches
-                does not divide the batch, or the program has no backwards.
+                given although `loss_fn` is None, `n_microbatches` does not divide the batch, or
+                the program has no backwards.
             ModelError: A stage does not fit the program, or overwrites an output that is still
                 needed.
         """
@@ -326,6 +326,12 @@ class Schedule(CheckedRuntime):
                 "step needs backwards, but the program has forwards only",
                 program=self.program.name,
                 hint="schedule.eval(...), or a program with backwards",
+            )
+        if self._loss_fn is None and (target is not None or target_mbs is not None):
+            self._refuse_step(
+                "step got a target, but loss_fn is None: only forwards would run",
+                "Schedule(..., loss_fn=loss_fn) trains; without a target, step runs only forwards",
+                "loss_fn",
             )
         given_microbatches = (arg_mbs, kwarg_mbs, target_mbs)
         if any(microbatches is not None for microbatches in given_microbatches):
