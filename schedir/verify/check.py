@@ -465,7 +465,7 @@ def _follows_message_order(graph: Graph) -> bool:
     positions = np.flatnonzero(message_number != NO_POSITION)
     lowest = highest = message_number[positions]
     rank = index.rank[positions]
-    if index.has_joined:  # a group has message numbers from `least` to `most`
+    if index.has_joined:  # a group has message numbers from `lowest` to `highest`
         group = number_groups(index)[positions]
         group_starts = np.flatnonzero(np.append(True, group[1:] != group[:-1])[: len(positions)])
         lowest = np.minimum.reduceat(lowest, group_starts)

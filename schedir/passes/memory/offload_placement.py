@@ -208,7 +208,7 @@ def _insert_round_trip(
         return insert_at_positions(program, positions, ranks, np.concatenate(words))
 
     def predict_times(trial: Program) -> tuple[Floats, Floats, Program]:
-        """Return starts and ends in `found`, and `found`.
+        """Return starts and ends in `trial`, and `trial`.
 
         The starts and ends are those of the instructions that are also in `program`.
         """
