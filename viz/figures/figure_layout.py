@@ -112,17 +112,18 @@ class FigureLayout:
     @property
     def size(self) -> tuple[float, float]:
         """The width and the height of the figure, in inches."""
-        lines = ceil(
+        legend_lines = ceil(
             len(list_legend_entries(self.chart_rectangles, self.extra_colors)[0])
             / self.legend_columns
         )
-        charts = sum(sheet.height * self.row_height for sheet in self.chart_rectangles)
-        around = (
-            sum(chart.top_margin for chart in self.charts),
-            sum(chart.bottom_margin for chart in self.charts),
+        charts_height = sum(
+            rectangles.height * self.row_height for rectangles in self.chart_rectangles
         )
-        notes = NOTE_HEIGHT * len(self.notes) + 0.02 * bool(self.notes)
-        height = charts + around[0] + around[1] + (_LEGEND_LINE_HEIGHT * lines + 0.08) + notes
+        top_margins = sum(chart.top_margin for chart in self.charts)
+        bottom_margins = sum(chart.bottom_margin for chart in self.charts)
+        notes_height = NOTE_HEIGHT * len(self.notes) + 0.02 * bool(self.notes)
+        legend_height = _LEGEND_LINE_HEIGHT * legend_lines + 0.08
+        height = charts_height + top_margins + bottom_margins + legend_height + notes_height
         return LEFT_MARGIN + self.width + RIGHT_MARGIN, height
 
 
@@ -143,41 +144,60 @@ def lay_out(
     Raises:
         UsageError: The time range of the style is invalid, or the runs have different units.
     """
-    shared = len({t.unit for t in timelines}) == 1
-    frames = _find_time_ranges(timelines, style, has_shared_unit=shared)
-    lengths = [end - begin for begin, end in frames]
-    sheets = [_make_rectangles(t, style, with_lanes="lanes" in style.overlays) for t in timelines]
-    width, tall = _choose_axes_size(style, sheets, lengths)
-    dense = [
-        long / s.short_box_width > width * _MAX_BOXES_PER_INCH
-        for long, s in zip(lengths, sheets, strict=True)
+    has_shared_unit = len({timeline.unit for timeline in timelines}) == 1
+    time_ranges = _find_time_ranges(timelines, style, has_shared_unit=has_shared_unit)
+    durations = [end - begin for begin, end in time_ranges]
+    chart_rectangles = [
+        _make_rectangles(timeline, style, with_lanes="lanes" in style.overlays)
+        for timeline in timelines
     ]
-    sheets = [
-        _make_rectangles(s.timeline, style, with_lanes=False) if crowded else s
-        for s, crowded in zip(sheets, dense, strict=True)
+    width, max_height = _choose_axes_size(style, chart_rectangles, durations)
+    is_dense = [
+        duration / rectangles.short_box_width > width * _MAX_BOXES_PER_INCH
+        for duration, rectangles in zip(durations, chart_rectangles, strict=True)
     ]
-    row = min(_ROW_HEIGHT, tall / sum(s.height for s in sheets))
+    chart_rectangles = [
+        _make_rectangles(rectangles.timeline, style, with_lanes=False)
+        if is_chart_dense
+        else rectangles
+        for rectangles, is_chart_dense in zip(chart_rectangles, is_dense, strict=True)
+    ]
+    total_height = sum(rectangles.height for rectangles in chart_rectangles)
+    row_height = min(_ROW_HEIGHT, max_height / total_height)
     charts = []
-    for k, sheet in enumerate(sheets):
-        last = not shared or k == len(sheets) - 1
-        foot = _AXIS_HEIGHT if last and style.axis_label != "none" else _EMPTY_MARGIN
-        head = _EMPTY_MARGIN if titles[k] == "" else _TITLE_HEIGHT
-        charts.append(
-            ChartLayout(sheet, frames[k], dense[k], titles[k], head, foot, last, bounds[k])
+    for k, rectangles in enumerate(chart_rectangles):
+        has_axis_numbers = not has_shared_unit or k == len(chart_rectangles) - 1
+        bottom_margin = (
+            _AXIS_HEIGHT if has_axis_numbers and style.axis_label != "none" else _EMPTY_MARGIN
         )
-    notes = [] if shared else [_SCALED_NOTE]
+        top_margin = _EMPTY_MARGIN if titles[k] == "" else _TITLE_HEIGHT
+        charts.append(
+            ChartLayout(
+                rectangles,
+                time_ranges[k],
+                is_dense[k],
+                titles[k],
+                top_margin,
+                bottom_margin,
+                has_axis_numbers,
+                bounds[k],
+            )
+        )
+    notes = [] if has_shared_unit else [_SCALED_NOTE]
     notes += [
-        f"{t.program.name:.40}: {t.causality_warning}" for t in timelines if t.causality_warning
+        f"{timeline.program.name:.40}: {timeline.causality_warning}"
+        for timeline in timelines
+        if timeline.causality_warning
     ]
-    extra = {"critical path": ACCENT_COLOR} if "path" in style.overlays else {}
-    extra |= PHASE_COLORS if "phases" in style.overlays else {}
+    extra_colors = {"critical path": ACCENT_COLOR} if "path" in style.overlays else {}
+    extra_colors |= PHASE_COLORS if "phases" in style.overlays else {}
     if any(bounds):
         scope = "" if width < NARROW_WIDTH else " at this peak"
-        extra[f"lower bound{scope}"] = BOUND_COLOR
-    extra |= (
+        extra_colors[f"lower bound{scope}"] = BOUND_COLOR
+    extra_colors |= (
         {"memory limit": LIMIT_COLOR} if style.memory_limits and "memory" in style.overlays else {}
     )
-    return FigureLayout(charts, width, row, notes, extra)
+    return FigureLayout(charts, width, row_height, notes, extra_colors)
 
 
 def _find_time_ranges(
@@ -188,10 +208,14 @@ def _find_time_ranges(
     All ranges have the same length if the runs have one unit. Otherwise, the length of each range
     is the mean busy time of its run, times a factor that is the same for all runs.
     """
-    scale = [1.0 if has_shared_unit else float(t.busy.mean()) or 1.0 for t in timelines]
-    longest = max(t.span / s for t, s in zip(timelines, scale, strict=True)) or 1.0
+    scales = [
+        1.0 if has_shared_unit else float(timeline.busy.mean()) or 1.0 for timeline in timelines
+    ]
+    longest = (
+        max(timeline.span / scale for timeline, scale in zip(timelines, scales, strict=True)) or 1.0
+    )
     if style.time_range is None:
-        return [(0.0, longest * s) for s in scale]
+        return [(0.0, longest * scale) for scale in scales]
     if not has_shared_unit:
         raise UsageError("a time range needs runs that all have the same time unit")
     return [_require_time_range(style.time_range, longest)] * len(timelines)
@@ -215,11 +239,11 @@ def _make_rectangles(
     timeline: Timeline, style: ResolvedStyle, *, with_lanes: bool
 ) -> ChartRectangles:
     """Return the rectangles of a run, with space for curves and arrows."""
-    below = len(list_lower_tiers(timeline)) if "memory" in style.overlays else 0
+    tier_count = len(list_lower_tiers(timeline)) if "memory" in style.overlays else 0
     return ChartRectangles(
         timeline,
         lanes=with_lanes,
-        curves=len(CURVE_FUNCTIONS.keys() & style.overlays) + below,
+        curves=len(CURVE_FUNCTIONS.keys() & style.overlays) + tier_count,
         gap=0.6 if "arrows" in style.overlays else 0.2,
         palette=style.palette,
     )
@@ -235,10 +259,10 @@ def _choose_axes_size(
     if style.width is not None:
         return style.width, _MAX_HEIGHT
     widths = (
-        long / s.short_box_width * s.label_width
-        for long, s in zip(durations, chart_rectangles, strict=True)
+        duration / rectangles.short_box_width * rectangles.label_width
+        for duration, rectangles in zip(durations, chart_rectangles, strict=True)
     )
-    wanted = max(widths) * _INCHES_PER_LABEL
-    if wanted > _WIDTH_RANGE[1]:
+    labels_width = max(widths) * _INCHES_PER_LABEL
+    if labels_width > _WIDTH_RANGE[1]:
         return _DENSE_SIZE  # no label fits, so a larger figure would not show more
-    return float(np.clip(wanted, *_WIDTH_RANGE)), _MAX_HEIGHT
+    return float(np.clip(labels_width, *_WIDTH_RANGE)), _MAX_HEIGHT

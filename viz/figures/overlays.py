@@ -62,7 +62,10 @@ def list_curves(timeline: Timeline, overlays: Collection[str]) -> list[MemoryCur
         overlays: Names in `OVERLAYS`. Those in `CURVE_FUNCTIONS` have curves.
     """
     return [
-        curve for name, of in CURVE_FUNCTIONS.items() if name in overlays for curve in of(timeline)
+        curve
+        for name, compute_curves in CURVE_FUNCTIONS.items()
+        if name in overlays
+        for curve in compute_curves(timeline)
     ]
 
 
@@ -86,20 +89,23 @@ def draw_arrows(axes: Axes, rectangles: ChartRectangles) -> None:
         axes: The axes.
         rectangles: The rectangles of the chart.
     """
-    sent, got = find_messages(rectangles.timeline).T
-    if not 0 < len(sent) <= _MAX_ARROWS:
+    sends, receives = find_messages(rectangles.timeline).T
+    if not 0 < len(sends) <= _MAX_ARROWS:
         return
-    x0, x1 = rectangles.left[sent], rectangles.right[got]
-    rank = rectangles.timeline.spans["rank"]
-    down = rank[got] > rank[sent]
-    floor = rectangles.curve_top - 0.06  # the lower edge of the lanes
-    y0 = rank[sent] * rectangles.pitch + np.where(down, floor, 0)
-    y1 = rank[got] * rectangles.pitch + np.where(down, 0, floor)
-    act = np.isin(
-        rectangles.op[sent], (*FORWARD_OPS, *(op for op in SEND_OPS if op not in BOUNDARY_GRAD_OPS))
+    x0, x1 = rectangles.left[sends], rectangles.right[receives]
+    ranks = rectangles.timeline.spans["rank"]
+    is_downward = ranks[receives] > ranks[sends]
+    lanes_bottom = rectangles.curve_top - 0.06  # the lower edge of the lanes
+    y0 = ranks[sends] * rectangles.pitch + np.where(is_downward, lanes_bottom, 0)
+    y1 = ranks[receives] * rectangles.pitch + np.where(is_downward, 0, lanes_bottom)
+    is_activation = np.isin(
+        rectangles.op[sends],
+        (*FORWARD_OPS, *(op for op in SEND_OPS if op not in BOUNDARY_GRAD_OPS)),
     )
     colours = np.where(
-        act, rectangles.palette.lane_colors[Lane.ACT], rectangles.palette.lane_colors[Lane.GRAD]
+        is_activation,
+        rectangles.palette.lane_colors[Lane.ACT],
+        rectangles.palette.lane_colors[Lane.GRAD],
     )
     axes.quiver(
         x0, y0, x1 - x0, y1 - y0, color=colours, angles="xy", scale_units="xy", scale=1,
@@ -116,26 +122,28 @@ def draw_critical_path(axes: Axes, rectangles: ChartRectangles, *, is_dense: boo
         rectangles: The rectangles of the chart.
         is_dense: True to draw a line through each box instead of an outline.
     """
-    chain = rectangles.timeline.critical_path
-    chain = chain[rectangles.right[chain] > rectangles.left[chain]]
-    hidden = ~np.isin(rectangles.op[chain], [*COMPUTE_OPS, *OPTIMIZER_STEP_OPS])
-    chain = chain[~(hidden & (not rectangles.lanes))]
-    middle = (rectangles.top[chain] + rectangles.bottom[chain]) / 2
+    path = rectangles.timeline.critical_path
+    path = path[rectangles.right[path] > rectangles.left[path]]
+    is_transfer = ~np.isin(rectangles.op[path], [*COMPUTE_OPS, *OPTIMIZER_STEP_OPS])
+    path = path[~(is_transfer & (not rectangles.lanes))]
+    middles = (rectangles.top[path] + rectangles.bottom[path]) / 2
     if is_dense:
-        left, right = (np.stack([x[chain], middle], 1) for x in (rectangles.left, rectangles.right))
-        struck = np.stack([left, right], 1)
+        starts, ends = (
+            np.stack([x[path], middles], 1) for x in (rectangles.left, rectangles.right)
+        )
+        lines = np.stack([starts, ends], 1)
         axes.add_collection(
-            LineCollection(list(struck), colors=ACCENT_COLOR, linewidths=2, zorder=4)
+            LineCollection(list(lines), colors=ACCENT_COLOR, linewidths=2, zorder=4)
         )
     else:
-        boxes = list(rectangles.compute_box_corners(chain))
+        boxes = list(rectangles.compute_box_corners(path))
         axes.add_collection(
             PolyCollection(boxes, fc="none", ec=ACCENT_COLOR, linewidth=1.3, zorder=4)
         )
-    leave = np.stack([rectangles.right[chain], middle], 1)[:-1]
-    enter = np.stack([rectangles.left[chain], middle], 1)[1:]
-    links = np.stack([leave, enter], 1)
-    links = links[leave[:, 1] != enter[:, 1]]
+    link_starts = np.stack([rectangles.right[path], middles], 1)[:-1]
+    link_ends = np.stack([rectangles.left[path], middles], 1)[1:]
+    links = np.stack([link_starts, link_ends], 1)
+    links = links[link_starts[:, 1] != link_ends[:, 1]]
     axes.add_collection(LineCollection(list(links), colors=ACCENT_COLOR, linewidths=1.0, zorder=4))
 
 
@@ -163,9 +171,9 @@ def draw_phases(axes: Axes, rectangles: ChartRectangles) -> None:
     """
     for name, (lo, hi) in find_phase_times(rectangles.timeline).items():
         top = np.arange(rectangles.timeline.ranks, dtype=np.float64) * rectangles.pitch
-        shade = compute_corners(lo, hi, top - 0.09, top + 1.09)
+        corners = compute_corners(lo, hi, top - 0.09, top + 1.09)
         axes.add_collection(
-            PolyCollection(list(shade), facecolor=PHASE_COLORS[name], linewidth=0, zorder=0)
+            PolyCollection(list(corners), facecolor=PHASE_COLORS[name], linewidth=0, zorder=0)
         )
 
 
@@ -182,12 +190,17 @@ def find_phase_times(timeline: Timeline) -> dict[str, tuple[Floats, Floats]]:
         For "warmup" and "cooldown", the starts and the ends, each of shape (ranks,), from the start
         of the timeline.
     """
-    begins, ends = (times - timeline.start_time for times in find_steady_phase(timeline))
-    none = np.isinf(begins)
-    warm = np.where(none, 0, begins)
-    cool = np.where(none, timeline.span, ends)
+    steady_starts, steady_ends = (
+        times - timeline.start_time for times in find_steady_phase(timeline)
+    )
+    has_no_backward = np.isinf(steady_starts)
+    warmup_ends = np.where(has_no_backward, 0, steady_starts)
+    cooldown_starts = np.where(has_no_backward, timeline.span, steady_ends)
     ranks = timeline.ranks
-    return {"warmup": (np.zeros(ranks), warm), "cooldown": (cool, np.full(ranks, timeline.span))}
+    return {
+        "warmup": (np.zeros(ranks), warmup_ends),
+        "cooldown": (cooldown_starts, np.full(ranks, timeline.span)),
+    }
 
 
 def draw_curve(
@@ -212,43 +225,45 @@ def draw_curve(
     """
     span, colour = rectangles.timeline.span, _CURVE_COLORS[memory_curve.name]
     peaks = [float(values.max(initial=0)) for _, values in memory_curve.steps]
-    high = CURVE_HEIGHT / (max([*peaks, limit or 0.0]) or 1.0)
+    scale = CURVE_HEIGHT / (max([*peaks, limit or 0.0]) or 1.0)
     fills, lines, layers = [], [], []
     for rank, (times, values) in enumerate(memory_curve.steps):
-        foot = (
+        baseline = (
             rank * rectangles.pitch
             + rectangles.curve_top
             + CURVE_HEIGHT
             + curve_index * (CURVE_HEIGHT + LANE_INSET)
         )
         x = np.concatenate([[0], np.repeat(times, 2), [span]])
-        y = foot - high * np.repeat(np.concatenate([[0], values]), 2)
+        y = baseline - scale * np.repeat(np.concatenate([[0], values]), 2)
         lines.append(np.stack([x, y], 1))
-        fills.append(np.concatenate([lines[-1], [[span, foot], [0, foot]]]))
+        fills.append(np.concatenate([lines[-1], [[span, baseline], [0, baseline]]]))
         if row_points * CURVE_HEIGHT >= _FONT_SIZE:
-            peak = format_bytes(peaks[rank]) if memory_curve.unit else f"{peaks[rank]:g}"
+            peak_text = format_bytes(peaks[rank]) if memory_curve.unit else f"{peaks[rank]:g}"
             axes.annotate(
-                f"{memory_curve.name}\n≤ {peak}", (0, foot - CURVE_HEIGHT / 2), (-4, 0), ha="right",
-                xycoords=("axes fraction", "data"), va="center", textcoords="offset points",
+                f"{memory_curve.name}\n≤ {peak_text}", (0, baseline - CURVE_HEIGHT / 2), (-4, 0),
+                xycoords=("axes fraction", "data"), ha="right", va="center",
+                textcoords="offset points",
                 fontsize=5.5, color=colour,
             )  # fmt: skip
         if limit is not None:
             axes.hlines(
-                foot - high * limit, 0, span, color=LIMIT_COLOR, linewidth=0.8, linestyle="--"
+                baseline - scale * limit, 0, span, color=LIMIT_COLOR, linewidth=0.8, linestyle="--"
             )
-        below = 0.0
+        layer_bottom = 0.0
         for name, tops in memory_curve.static_layers.items():
-            top = float(tops[rank])
-            layers.append([(0, foot - high * top), (span, foot - high * top)])
-            if row_points * high * (top - below) >= _FONT_SIZE:
+            layer_top = float(tops[rank])
+            layers.append([(0, baseline - scale * layer_top), (span, baseline - scale * layer_top)])
+            if row_points * scale * (layer_top - layer_bottom) >= _FONT_SIZE:
                 axes.annotate(
-                    name, (0, foot - high * (top + below) / 2), (2, 0), ha="left", va="center",
-                    xycoords=("axes fraction", "data"), textcoords="offset points",
+                    name, (0, baseline - scale * (layer_top + layer_bottom) / 2), (2, 0),
+                    xycoords=("axes fraction", "data"), ha="left", va="center",
+                    textcoords="offset points",
                     fontsize=_FONT_SIZE, color=colour,
                 )  # fmt: skip
-            below = top
+            layer_bottom = layer_top
     if layers:
-        dotted = LineCollection(layers, colors=colour, linewidths=0.4, linestyles="dotted")
-        axes.add_collection(dotted)
+        layer_lines = LineCollection(layers, colors=colour, linewidths=0.4, linestyles="dotted")
+        axes.add_collection(layer_lines)
     axes.add_collection(PolyCollection(fills, facecolor=colour, alpha=0.16, linewidth=0))
     axes.add_collection(LineCollection(lines, colors=colour, linewidths=0.8))

@@ -80,20 +80,24 @@ def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
         ['80%', '7%', '10%', '3%']
     """
     plans = _require_plans(plans)
-    left = sum(wide for _, wide, _ in _LEFT_COLUMNS) + 0.2
-    right = sum(wide for _, wide in _RIGHT_COLUMNS) + 0.1
-    head, foot = 0.28, 0.78
-    size = left + _BARS_WIDTH + right, head + _ROW_HEIGHT * len(plans) + foot
+    left_width = sum(width for _, width, _ in _LEFT_COLUMNS) + 0.2
+    right_width = sum(width for _, width in _RIGHT_COLUMNS) + 0.1
+    top_margin, bottom_margin = 0.28, 0.78
+    size = (
+        left_width + _BARS_WIDTH + right_width,
+        top_margin + _ROW_HEIGHT * len(plans) + bottom_margin,
+    )
     figure = Figure(figsize=size)
     axes = figure.add_axes(
-        (left / size[0], foot / size[1], _BARS_WIDTH / size[0], _ROW_HEIGHT * len(plans) / size[1])
-    )
+        (left_width / size[0], bottom_margin / size[1],
+         _BARS_WIDTH / size[0], _ROW_HEIGHT * len(plans) / size[1])
+    )  # fmt: skip
     longest = max(plan.step_time for plan in plans)
-    one, unit = _choose_time_unit(longest)
-    axes.set_xlim(0, longest / one * 1.001)
+    seconds_per_unit, unit = _choose_time_unit(longest)
+    axes.set_xlim(0, longest / seconds_per_unit * 1.001)
     axes.set_ylim(len(plans) - 0.5, -0.5)
     for row, plan in enumerate(plans):
-        _draw_bar(axes, row, plan, one)
+        _draw_bar(axes, row, plan, seconds_per_unit)
         _draw_cells(axes, row, plan)
     _draw_headings(axes)
     axes.set_yticks([])
@@ -104,13 +108,14 @@ def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    there = [
+    part_names = [
         name for name in StepBreakdown._fields if any(getattr(p.breakdown, name) > 0 for p in plans)
     ]
     figure.legend(
-        [_make_legend_patch(name) for name in there], [STEP_PARTS[name][0] for name in there],
-        loc="lower left", bbox_to_anchor=(left / size[0], 0.06 / size[1]), ncols=len(there),
-        fontsize=7.5, frameon=False, borderpad=0, borderaxespad=0,
+        [_make_legend_patch(name) for name in part_names],
+        [STEP_PARTS[name][0] for name in part_names],
+        loc="lower left", bbox_to_anchor=(left_width / size[0], 0.06 / size[1]),
+        ncols=len(part_names), fontsize=7.5, frameon=False, borderpad=0, borderaxespad=0,
         handlelength=1.4, handleheight=0.9, columnspacing=1.1,
     )  # fmt: skip
     return figure
@@ -142,53 +147,53 @@ def _draw_bar(axes: Axes, row: int, plan: PlanEstimate, seconds_per_unit: float)
     """Draw the parts of a step. Write the share of the step on each part that is wide enough."""
     begin, scale = 0.0, _BARS_WIDTH / axes.get_xlim()[1]
     for name, seconds in zip(StepBreakdown._fields, plan.breakdown, strict=True):
-        wide, (_, colour, hatch) = seconds / seconds_per_unit, STEP_PARTS[name]
-        if wide <= 0:
+        width, (_, colour, hatch) = seconds / seconds_per_unit, STEP_PARTS[name]
+        if width <= 0:
             continue
         axes.barh(
-            row, wide, left=begin, height=0.74, color=colour, hatch=hatch,
+            row, width, left=begin, height=0.74, color=colour, hatch=hatch,
             edgecolor=IDLE_COLOR if hatch else "white", linewidth=0.4,
         )  # fmt: skip
         share = f"{seconds / plan.step_time:.0%}"
-        if wide * scale > 0.075 * len(share):
-            light = name == "bubble"  # a hatched part has a white outline around its number
+        if width * scale > 0.075 * len(share):
+            is_bubble = name == "bubble"  # a hatched part has a white outline around its number
             axes.text(
-                begin + wide / 2, row, share, ha="center", va="center_baseline", fontsize=6.5,
-                color="black" if light or hatch else choose_text_color(colour),
+                begin + width / 2, row, share, ha="center", va="center_baseline", fontsize=6.5,
+                color="black" if is_bubble or hatch else choose_text_color(colour),
                 path_effects=[withStroke(linewidth=2.4, foreground="white")] if hatch else None,
             )  # fmt: skip
-        begin += wide
+        begin += width
 
 
 def _draw_cells(axes: Axes, row: int, plan: PlanEstimate) -> None:
     """Write the degrees and options of a plan, and its time, TFLOP/s and memory."""
-    cells = [
+    left_cells = [
         str(row + 1), *(str(n) for n in (plan.pp, plan.tp, plan.dp, plan.stages_per_rank,
                                          plan.microbatch_size)),
         "yes" if plan.sequence_parallel else "-", plan.schedule, plan.recompute, str(plan.zero),
     ]  # fmt: skip
-    at = -sum(wide for _, wide, _ in _LEFT_COLUMNS) - 0.1
-    for cell, (_, wide, side) in zip(cells, _LEFT_COLUMNS, strict=True):
-        _draw_cell(axes, row, at, wide, side, cell)
-        at += wide
-    over = "" if plan.fits else " too much"
-    ends = [_format_seconds(plan.step_time), f"{plan.flops_per_second / 1e12:.1f}",
-            f"{plan.memory.total / 1e9:.1f} GB{over}"]  # fmt: skip
-    at = _BARS_WIDTH
-    for cell, (_, wide) in zip(ends, _RIGHT_COLUMNS, strict=True):
-        _draw_cell(axes, row, at, wide, "right", cell)
-        at += wide
+    offset = -sum(width for _, width, _ in _LEFT_COLUMNS) - 0.1
+    for cell, (_, width, alignment) in zip(left_cells, _LEFT_COLUMNS, strict=True):
+        _draw_cell(axes, row, offset, width, alignment, cell)
+        offset += width
+    excess_note = "" if plan.fits else " too much"
+    right_cells = [_format_seconds(plan.step_time), f"{plan.flops_per_second / 1e12:.1f}",
+                   f"{plan.memory.total / 1e9:.1f} GB{excess_note}"]  # fmt: skip
+    offset = _BARS_WIDTH
+    for cell, (_, width) in zip(right_cells, _RIGHT_COLUMNS, strict=True):
+        _draw_cell(axes, row, offset, width, "right", cell)
+        offset += width
 
 
 def _draw_headings(axes: Axes) -> None:
-    at = -sum(wide for _, wide, _ in _LEFT_COLUMNS) - 0.1
-    for name, wide, side in _LEFT_COLUMNS:
-        _draw_cell(axes, -0.95, at, wide, side, name, "#555555")
-        at += wide
-    at = _BARS_WIDTH
-    for name, wide in _RIGHT_COLUMNS:
-        _draw_cell(axes, -0.95, at, wide, "right", name, "#555555")
-        at += wide
+    offset = -sum(width for _, width, _ in _LEFT_COLUMNS) - 0.1
+    for name, width, alignment in _LEFT_COLUMNS:
+        _draw_cell(axes, -0.95, offset, width, alignment, name, "#555555")
+        offset += width
+    offset = _BARS_WIDTH
+    for name, width in _RIGHT_COLUMNS:
+        _draw_cell(axes, -0.95, offset, width, "right", name, "#555555")
+        offset += width
 
 
 def _draw_cell(
@@ -211,8 +216,9 @@ def _draw_cell(
 
 def _format_seconds(time: float) -> str:
     """Return a time with its unit, in three or four digits."""
-    one, unit = _choose_time_unit(time)
-    return f"{time / one:.{2 if time / one < 100 else 1}f} {unit}"
+    seconds_per_unit, unit = _choose_time_unit(time)
+    time_in_unit = time / seconds_per_unit
+    return f"{time_in_unit:.{2 if time_in_unit < 100 else 1}f} {unit}"
 
 
 # ---------------------------------------------------------------- time against memory
@@ -251,42 +257,44 @@ def plan_memory(
     """
     plans = _require_plans(plans)
     memory = np.array([plan.memory.total for plan in plans]) / 1e9
-    one, unit = _choose_time_unit(max(plan.step_time for plan in plans))
-    step = np.array([plan.step_time for plan in plans]) / one
+    seconds_per_unit, unit = _choose_time_unit(max(plan.step_time for plan in plans))
+    step_times = np.array([plan.step_time for plan in plans]) / seconds_per_unit
     figure = Figure(figsize=(6.6, 4.4), layout="constrained")
     axes = figure.subplots()
     axes.set_xscale("log")
     axes.set_yscale("log")
-    for again, colour in _RECOMPUTE_COLORS.items():
-        those = np.array([plan.recompute == again for plan in plans])
-        if those.any():
-            many = int(those.sum()) > 2000
+    for recompute, colour in _RECOMPUTE_COLORS.items():
+        has_recompute = np.array([plan.recompute == recompute for plan in plans])
+        if has_recompute.any():
+            is_crowded = int(has_recompute.sum()) > 2000
             axes.scatter(
-                memory[those], step[those], s=5 if many else 14, color=colour, linewidth=0,
-                alpha=0.35 if many else 0.8, rasterized=many, zorder=2,
-                label="recompute none" if again == "none" else again,
+                memory[has_recompute], step_times[has_recompute], color=colour, linewidth=0,
+                s=5 if is_crowded else 14, alpha=0.35 if is_crowded else 0.8,
+                rasterized=is_crowded, zorder=2,
+                label="recompute none" if recompute == "none" else recompute,
             )  # fmt: skip
-    x, y = _find_frontier(memory, step)
+    x, y = _find_frontier(memory, step_times)
     axes.plot(
         [*x, 1e3 * memory.max()], [*y, y[-1]],
         color=ACCENT_COLOR, linewidth=1.4, drawstyle="steps-post", zorder=3,
         label="shortest within each memory",
     )  # fmt: skip
-    _set_axis_limits(axes, memory, step, limit)
-    fit = [plan for plan in plans if plan.fits]
-    best = min(fit, key=lambda plan: plan.step_time) if best is None and fit else best
+    _set_axis_limits(axes, memory, step_times, limit)
+    fitting_plans = [plan for plan in plans if plan.fits]
+    if best is None and fitting_plans:
+        best = min(fitting_plans, key=lambda plan: plan.step_time)
     if best is not None:
-        _mark_plan(axes, best, one)
+        _mark_plan(axes, best, seconds_per_unit)
     if limit is not None:
         _draw_limit(axes, limit / 1e9)
     axes.set_xlabel("memory of the fullest GPU, in GB", fontsize=8)
     axes.set_ylabel(f"time of a step, in {unit}", fontsize=8)
     _format_axes(axes)
-    shown = axes.legend(
+    legend = axes.legend(
         loc="lower left", bbox_to_anchor=(0, 1), ncols=4, fontsize=7.5, frameon=False,
         borderaxespad=0.2, columnspacing=1.0, handletextpad=0.4, markerscale=2,
     )  # fmt: skip
-    for handle in shown.legend_handles:
+    for handle in legend.legend_handles:
         if handle is not None:
             handle.set_alpha(1)
     return figure
@@ -297,9 +305,9 @@ def _find_frontier(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the memory and the step time of the Pareto-optimal points, ascending by memory."""
     order = np.lexsort((step_times, memory))
-    low = np.minimum.accumulate(step_times[order])
-    best = order[np.r_[True, low[1:] < low[:-1]]]
-    return memory[best], step_times[best]
+    min_times = np.minimum.accumulate(step_times[order])
+    frontier = order[np.r_[True, min_times[1:] < min_times[:-1]]]
+    return memory[frontier], step_times[frontier]
 
 
 def _set_axis_limits(
@@ -310,13 +318,13 @@ def _set_axis_limits(
     The memory axis ends at about 8 times the limit at most. The time axis ends at about 12 times
     the shortest step at most.
     """
-    right = float(memory.max())
+    max_memory = float(memory.max())
     if limit is not None:
-        right = max(min(right, 8 * limit / 1e9), limit / 1e9)
-    axes.set_xlim(float(memory.min()) / 1.15, right * 1.3)
-    seen = step_times[memory <= right * 1.3]
-    low = float(seen.min())
-    axes.set_ylim(low / 1.25, min(float(seen.max()), 12 * low) * 1.25)
+        max_memory = max(min(max_memory, 8 * limit / 1e9), limit / 1e9)
+    axes.set_xlim(float(memory.min()) / 1.15, max_memory * 1.3)
+    visible_times = step_times[memory <= max_memory * 1.3]
+    shortest = float(visible_times.min())
+    axes.set_ylim(shortest / 1.25, min(float(visible_times.max()), 12 * shortest) * 1.25)
 
 
 def _mark_plan(axes: Axes, best: PlanEstimate, seconds_per_unit: float) -> None:
@@ -363,14 +371,14 @@ def _draw_limit(axes: Axes, limit: float) -> None:
 
 def _format_axes(axes: Axes) -> None:
     """Write numbers without exponents on logarithmic axes, and draw a light grid."""
-    plain = FuncFormatter(lambda value, _: f"{value:g}")
+    formatter = FuncFormatter(lambda value, _: f"{value:g}")
     for axis in (axes.xaxis, axes.yaxis):
         if axis.get_scale() == "log":
             low, high = axis.get_view_interval()
-            few = MaxNLocator(nbins=8, steps=[1, 2, 5, 10])
-            axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 8 * low else few)
+            linear_locator = MaxNLocator(nbins=8, steps=[1, 2, 5, 10])
+            axis.set_major_locator(LogLocator(subs=(1, 2, 5)) if high > 8 * low else linear_locator)
             axis.set_minor_locator(NullLocator())
-        axis.set_major_formatter(plain)
+        axis.set_major_formatter(formatter)
     axes.tick_params(labelsize=7.5)
     axes.grid(color="#e6e6e6", linewidth=0.6)
     axes.set_axisbelow(True)
@@ -412,42 +420,43 @@ def plan_scaling(strong: Sequence[PlanEstimate], weak: Sequence[PlanEstimate] = 
         ['8 x 1 x 1', '8 x 1 x 2', '8 x 1 x 4']
     """
     all_plans = _require_plans([*strong, *weak])
-    one, unit = _choose_time_unit(max(plan.step_time for plan in all_plans))
+    seconds_per_unit, unit = _choose_time_unit(max(plan.step_time for plan in all_plans))
     figure = Figure(figsize=(9.6, 3.9), layout="constrained")
-    left, right = figure.subplots(1, 2)
-    lines = [
+    time_axes, speed_axes = figure.subplots(1, 2)
+    series = [
         ("strong: one batch", _STRONG_COLOR, "o", strong),
         ("weak: the batch grows with the GPUs", _WEAK_COLOR, "s", weak),
     ]
-    for name, colour, marker, plans in lines:
+    for name, colour, marker, plans in series:
         if not plans:
             continue
         plans = sorted(plans, key=lambda plan: plan.gpus)
         gpus = [plan.gpus for plan in plans]
         style = {"color": colour, "marker": marker, "markersize": 4.5, "linewidth": 1.4}
-        left.plot(gpus, [plan.step_time / one for plan in plans], label=name, zorder=3, **style)
-        right.plot(gpus, [plan.flops_per_second / 1e12 for plan in plans], zorder=3, **style)
+        step_times = [plan.step_time / seconds_per_unit for plan in plans]
+        time_axes.plot(gpus, step_times, label=name, zorder=3, **style)
+        speed_axes.plot(gpus, [plan.flops_per_second / 1e12 for plan in plans], zorder=3, **style)
         if marker == "o":
-            ideal = [plans[0].step_time / one * gpus[0] / n for n in gpus]
-            left.plot(gpus, ideal, color=IDLE_COLOR, linewidth=0.8, zorder=2,
-                      label="ideal: the speed of the first for all GPUs")  # fmt: skip
-        for plan in plans:
-            left.annotate(
-                f"{plan.pp} x {plan.tp} x {plan.dp}", (plan.gpus, plan.step_time / one),
+            ideal = [plans[0].step_time / seconds_per_unit * gpus[0] / n for n in gpus]
+            time_axes.plot(gpus, ideal, color=IDLE_COLOR, linewidth=0.8, zorder=2,
+                           label="ideal: the speed of the first for all GPUs")  # fmt: skip
+        for plan, step_time in zip(plans, step_times, strict=True):
+            time_axes.annotate(
+                f"{plan.pp} x {plan.tp} x {plan.dp}", (plan.gpus, step_time),
                 (4, 5 if marker == "o" else -10), textcoords="offset points",
                 fontsize=6.5, color=colour, zorder=4,
                 path_effects=[withStroke(linewidth=2, foreground="white")],
             )  # fmt: skip
-    left.set_yscale("log")
-    left.set_ylabel(f"time of a step, in {unit}", fontsize=8)
-    right.set_ylabel("model TFLOP/s of a GPU", fontsize=8)
-    right.set_ylim(0, 1.12 * max(plan.flops_per_second for plan in all_plans) / 1e12)
-    number = sorted({plan.gpus for plan in all_plans})
-    for axes in (left, right):
+    time_axes.set_yscale("log")
+    time_axes.set_ylabel(f"time of a step, in {unit}", fontsize=8)
+    speed_axes.set_ylabel("model TFLOP/s of a GPU", fontsize=8)
+    speed_axes.set_ylim(0, 1.12 * max(plan.flops_per_second for plan in all_plans) / 1e12)
+    gpu_counts = sorted({plan.gpus for plan in all_plans})
+    for axes in (time_axes, speed_axes):
         axes.set_xscale("log")
-        axes.set_xlim(number[0] / 1.2, number[-1] * 1.8)
+        axes.set_xlim(gpu_counts[0] / 1.2, gpu_counts[-1] * 1.8)
         axes.set_xlabel("GPUs", fontsize=8)
         _format_axes(axes)
-        axes.xaxis.set_major_locator(FixedLocator(number))
-    left.legend(loc="best", fontsize=7.5, frameon=False)
+        axes.xaxis.set_major_locator(FixedLocator(gpu_counts))
+    time_axes.legend(loc="best", fontsize=7.5, frameon=False)
     return figure

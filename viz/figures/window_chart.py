@@ -54,18 +54,18 @@ def window_tiles(*tile_sets: Tiles) -> Figure:
         figsize=(_PANEL_SIZE * len(tile_sets) + 0.4, _PANEL_SIZE + 1.0), layout="constrained"
     )
     colors = ListedColormap([*_TILE_COLORS.values()])
-    for axes, one in zip(
+    for axes, tiles in zip(
         figure.subplots(1, len(tile_sets), squeeze=False)[0], tile_sets, strict=True
     ):
-        rows, columns = _measure_grid(one)
+        rows, columns = _measure_grid(tiles)
         if rows * columns > _MAX_TILES:
             raise UsageError(
                 f"{rows} x {columns} tiles are too many for a picture, which can have at most "
                 f"{_MAX_TILES}",
                 fields=["tile_sets"],
             )
-        dense = replace(one, axes=tuple(axis.dense_tiles for axis in one.axes)).grid > 0
-        kinds = one.grid + dense
+        is_dense = replace(tiles, axes=tuple(axis.dense_tiles for axis in tiles.axes)).grid > 0
+        kinds = tiles.grid + is_dense
         axes.imshow(
             kinds,
             cmap=colors,
@@ -74,34 +74,36 @@ def window_tiles(*tile_sets: Tiles) -> Figure:
             interpolation="nearest",
             extent=(0, columns, rows, 0),
         )
-        for ends, axis in ((columns, axes.xaxis), (rows, axes.yaxis)):
+        for tile_count, axis in ((columns, axes.xaxis), (rows, axes.yaxis)):
             axis.set_major_locator(MaxNLocator(8, integer=True))
             if max(rows, columns) <= 64:
-                axis.set_minor_locator(FixedLocator(range(ends + 1)))
+                axis.set_minor_locator(FixedLocator(range(tile_count + 1)))
                 axis.grid(which="both", color="white", linewidth=0.5)
         axes.tick_params(which="both", length=0, labelsize=7)
         axes.set_xlabel("key tile", fontsize=8)
         axes.set_ylabel("query tile", fontsize=8)
-        axes.set_title(_format_title(one), fontsize=8)
-    shown = [Patch(facecolor=color, label=kind) for kind, color in [*_TILE_COLORS.items()][1:]]
-    figure.legend(handles=shown, loc="outside lower center", ncols=3, fontsize=7, frameon=False)
+        axes.set_title(_format_title(tiles), fontsize=8)
+    patches = [Patch(facecolor=color, label=kind) for kind, color in [*_TILE_COLORS.items()][1:]]
+    figure.legend(handles=patches, loc="outside lower center", ncols=3, fontsize=7, frameon=False)
     return figure
 
 
 def _measure_grid(tiles: Tiles) -> tuple[int, int]:
     rows = columns = 1
-    for a in tiles.axes:
-        rows *= len(a.visited_ranges)
-        columns *= -(-a.axis.length // a.kv_tile)
+    for tile_axis in tiles.axes:
+        rows *= len(tile_axis.visited_ranges)
+        columns *= -(-tile_axis.axis.length // tile_axis.kv_tile)
     return rows, columns
 
 
 def _format_title(tiles: Tiles) -> str:
-    def said(numbers: Sequence[int]) -> str:
+    def join(numbers: Sequence[int]) -> str:
         return " x ".join(map(str, numbers))
 
-    window, stride = ([getattr(a.axis, name) for a in tiles.axes] for name in ("window", "stride"))
+    window, stride = (
+        [getattr(tile_axis.axis, name) for tile_axis in tiles.axes] for name in ("window", "stride")
+    )
     return (
-        f"window {said(window)}, stride {said(stride)}\n"
+        f"window {join(window)}, stride {join(stride)}\n"
         f"{tiles.visited_count} of {tiles.dense_count} tiles: {tiles.speedup:.2f} x"
     )
