@@ -54,41 +54,53 @@ def draw_deadlock(program: Program, error: SchedirError) -> str:
     Returns:
         The text of the SVG.
     """
-    ended = np.zeros(len(program), bool)
-    at = [_InstructionPosition(site.rank, site.index) for site in error.sites]
-    to = list[_InstructionPosition]()
+    has_ended = np.zeros(len(program), bool)
+    waiting = [_InstructionPosition(site.rank, site.index) for site in error.sites]
+    awaited = list[_InstructionPosition]()
     if isinstance(error, DeadlockError):
-        at = [_InstructionPosition(wait.rank, wait.index) for wait in error.cycle]
-        to = [_InstructionPosition(wait.needed_rank, wait.needed_index) for wait in error.cycle]
-        ended = _find_ended(program, error)
+        waiting = [_InstructionPosition(wait.rank, wait.index) for wait in error.cycle]
+        awaited = [
+            _InstructionPosition(wait.needed_rank, wait.needed_index) for wait in error.cycle
+        ]
+        has_ended = _find_ended(program, error)
     elif isinstance(error, GroupError) and _is_crossing(error):
-        at, to = at[2:], at[:2]
+        waiting, awaited = waiting[2:], waiting[:2]
     ranks = program.shape.ranks
-    shown = [*range(ranks)] if ranks <= _MAX_RANKS else sorted({place.rank for place in (*at, *to)})
+    shown_ranks = (
+        [*range(ranks)]
+        if ranks <= _MAX_RANKS
+        else sorted({position.rank for position in (*waiting, *awaited)})
+    )
     columns: dict[int, _RankColumn] = {}
     left = _MARGIN
-    for rank in shown:
-        columns[rank] = _RankColumn(program, rank, left, [*at, *to], ended)
+    for rank in shown_ranks:
+        columns[rank] = _RankColumn(program, rank, left, [*waiting, *awaited], has_ended)
         left = columns[rank].right + _COLUMN_GAP
-    low = max(column.bottom for column in columns.values())
-    far = [
+    columns_bottom = max(column.bottom for column in columns.values())
+    detour_arrows = [
         k
-        for k, (a, b) in enumerate(zip(at, to, strict=False))
-        if _count_columns_between(shown, a, b) > 1
+        for k, (source, target) in enumerate(zip(waiting, awaited, strict=False))
+        if _count_columns_between(shown_ranks, source, target) > 1
     ]
-    parts = [column.draw({*at}, {*to}) for column in columns.values()]
-    for k, (one, other) in enumerate(zip(at, to, strict=False)):
-        if one != other:
-            lane = low + 8 + 9 * far.index(k) if k in far else 0.0
-            parts.append(_draw_arrow(columns[one.rank], one, columns[other.rank], other, lane))
-    wide = left - _COLUMN_GAP + _MARGIN
-    high = low + 12 + 9 * len(far)
-    fact = escape(f"{error.program}: {error.fact}")
+    parts = [column.draw({*waiting}, {*awaited}) for column in columns.values()]
+    for k, (source, target) in enumerate(zip(waiting, awaited, strict=False)):
+        if source != target:
+            detour_height = (
+                columns_bottom + 8 + 9 * detour_arrows.index(k) if k in detour_arrows else 0.0
+            )
+            parts.append(
+                _draw_arrow(
+                    columns[source.rank], source, columns[target.rank], target, detour_height
+                )
+            )
+    width = left - _COLUMN_GAP + _MARGIN
+    height = columns_bottom + 12 + 9 * len(detour_arrows)
+    title = escape(f"{error.program}: {error.fact}")
     return (
-        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {wide:.0f} {high:.0f}" '
-        f'width="{wide:.0f}" height="{high:.0f}" role="img" font-size="12" '
+        f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
+        f'width="{width:.0f}" height="{height:.0f}" role="img" font-size="12" '
         f'font-family="ui-monospace,DejaVu Sans Mono,Menlo,Consolas,monospace">'
-        f"\n<title>{fact}</title>\n"
+        f"\n<title>{title}</title>\n"
         f'<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
         f'markerHeight="7" orient="auto">'
         f'<path d="M0 0L8 4L0 8z" fill="{ACCENT_COLOR}"/></marker></defs>\n'
@@ -103,13 +115,13 @@ def _find_ended(program: Program, error: DeadlockError) -> NDArray[np.bool_]:
     waiting instruction of each rank in the cycle.
     """
     graph = Graph.from_program(program, cast(ProgressModel, error.progress_model))
-    ended = compute_earliest_times(graph).is_done
-    if ended.all():
-        ended = np.zeros(len(program), bool)
+    has_ended = compute_earliest_times(graph).is_done
+    if has_ended.all():
+        has_ended = np.zeros(len(program), bool)
         for wait in error.cycle:
             begin = int(program.offsets[wait.rank])
-            ended[begin : begin + wait.index] = True
-    return ended
+            has_ended[begin : begin + wait.index] = True
+    return has_ended
 
 
 def _is_crossing(error: GroupError) -> bool:
@@ -119,9 +131,9 @@ def _is_crossing(error: GroupError) -> bool:
 
 
 def _count_columns_between(
-    shown_ranks: Sequence[int], one: _InstructionPosition, other: _InstructionPosition
+    shown_ranks: Sequence[int], source: _InstructionPosition, target: _InstructionPosition
 ) -> int:
-    return abs(shown_ranks.index(one.rank) - shown_ranks.index(other.rank))
+    return abs(shown_ranks.index(source.rank) - shown_ranks.index(target.rank))
 
 
 class _RankColumn:
@@ -135,31 +147,33 @@ class _RankColumn:
         positions: Sequence[_InstructionPosition],
         has_ended: NDArray[np.bool_],
     ) -> None:
-        stream, first = program.streams[rank], int(program.offsets[rank])
+        stream, offset = program.streams[rank], int(program.offsets[rank])
         self.rank, self.left, size = rank, left, len(stream)
-        self.has_ended = has_ended[first : first + size]
-        matters = [place.stream_index for place in positions if place.rank == rank]
-        if not matters:
-            still = np.flatnonzero(~self.has_ended)
-            matters = [int(still[0]) if len(still) else size - 1]
-        self.begin_index = max(min(matters) - _CONTEXT_INSTRUCTIONS, 0)
-        self.end_index = min(max(matters) + _CONTEXT_INSTRUCTIONS + 1, size)
+        self.has_ended = has_ended[offset : offset + size]
+        relevant_indices = [
+            position.stream_index for position in positions if position.rank == rank
+        ]
+        if not relevant_indices:
+            pending_indices = np.flatnonzero(~self.has_ended)
+            relevant_indices = [int(pending_indices[0]) if len(pending_indices) else size - 1]
+        self.begin_index = max(min(relevant_indices) - _CONTEXT_INSTRUCTIONS, 0)
+        self.end_index = min(max(relevant_indices) + _CONTEXT_INSTRUCTIONS + 1, size)
         # If only one instruction would be hidden, it is shown: "(1 more)" takes the same space.
         self.begin_index, self.end_index = (
             self.begin_index * (self.begin_index > 1),
             max(self.end_index, size * (self.end_index + 2 > size)),
         )
-        joined = stream.joined.tolist()
+        is_joined = stream.joined.tolist()
         self.lines = {
-            k: f"{'& ' if joined[k] else ''}{stream[k]}"
+            k: f"{'& ' if is_joined[k] else ''}{stream[k]}"
             for k in range(self.begin_index, self.end_index)
         }
         self.hidden_before = self.begin_index
         self.hidden_after = size - self.end_index
-        longest = max([len(line) for line in self.lines.values()] + [9])
-        self.right = left + longest * _LETTER_WIDTH + 14
-        rows = len(self.lines) + (self.hidden_before > 0) + (self.hidden_after > 0)
-        self.bottom = _HEADER_HEIGHT + rows * _LINE_HEIGHT + 4
+        max_length = max([len(line) for line in self.lines.values()] + [9])
+        self.right = left + max_length * _LETTER_WIDTH + 14
+        row_count = len(self.lines) + (self.hidden_before > 0) + (self.hidden_after > 0)
+        self.bottom = _HEADER_HEIGHT + row_count * _LINE_HEIGHT + 4
 
     def find_middle(self, index: int) -> float:
         """Return the y coordinate of the middle of an instruction."""
@@ -176,31 +190,34 @@ class _RankColumn:
         """
         parts = [f'<text x="{self.left + 7:.1f}" y="20" font-weight="bold">rank {self.rank}</text>']
         for index, line in self.lines.items():
-            here = _InstructionPosition(self.rank, index)
+            position = _InstructionPosition(self.rank, index)
             y = self.find_middle(index)
-            wide = self.right - self.left
-            ink = _ENDED_COLOR if self.has_ended[index] else _TEXT_COLOR
-            if here in waiting or here in awaited:
-                fill, ink = (
-                    (ACCENT_COLOR, "#ffffff") if here in waiting else (_AWAITED_COLOR, _TEXT_COLOR)
+            width = self.right - self.left
+            text_color = _ENDED_COLOR if self.has_ended[index] else _TEXT_COLOR
+            if position in waiting or position in awaited:
+                fill, text_color = (
+                    (ACCENT_COLOR, "#ffffff")
+                    if position in waiting
+                    else (_AWAITED_COLOR, _TEXT_COLOR)
                 )
                 parts.append(
-                    f'<rect x="{self.left:.1f}" y="{y - 9:.1f}" width="{wide:.1f}" '
+                    f'<rect x="{self.left:.1f}" y="{y - 9:.1f}" width="{width:.1f}" '
                     f'height="18" rx="4" fill="{fill}" stroke="{ACCENT_COLOR}"/>'
                 )
             parts.append(
-                f'<text x="{self.left + 7:.1f}" y="{y + 4:.1f}" fill="{ink}">{escape(line)}</text>'
+                f'<text x="{self.left + 7:.1f}" y="{y + 4:.1f}" fill="{text_color}">'
+                f"{escape(line)}</text>"
             )
-        above = self.find_middle(self.begin_index - 1)
-        below = self.find_middle(self.end_index)
-        for number, y, word in (
-            (self.hidden_before, above, "before"),
-            (self.hidden_after, below, "more"),
+        above_y = self.find_middle(self.begin_index - 1)
+        below_y = self.find_middle(self.end_index)
+        for count, y, suffix in (
+            (self.hidden_before, above_y, "before"),
+            (self.hidden_after, below_y, "more"),
         ):
-            if number:
+            if count:
                 parts.append(
                     f'<text x="{self.left + 7:.1f}" y="{y + 4:.1f}" fill="{_ENDED_COLOR}">'
-                    f"({number} {word})</text>"
+                    f"({count} {suffix})</text>"
                 )
         return "\n".join(parts)
 
@@ -218,29 +235,32 @@ def _draw_arrow(
     y coordinate there, and 0 for a direct arrow.
     """
     y = from_column.find_middle(from_position.stream_index)
-    end = to_column.find_middle(to_position.stream_index)
+    end_y = to_column.find_middle(to_position.stream_index)
     if from_column is to_column:
         x = from_column.right
-        path = f"M{x:.1f} {y:.1f}C{x + 34:.1f} {y:.1f} {x + 34:.1f} {end:.1f} {x + 2:.1f} {end:.1f}"
+        path = (
+            f"M{x:.1f} {y:.1f}C{x + 34:.1f} {y:.1f} {x + 34:.1f} {end_y:.1f} "
+            f"{x + 2:.1f} {end_y:.1f}"
+        )
     elif not detour_height:
-        x, stop, bend = (
+        x, end_x, bend = (
             (from_column.right, to_column.left - 2, _COLUMN_GAP / 2)
             if from_column.left < to_column.left
             else (from_column.left, to_column.right + 2, -_COLUMN_GAP / 2)
         )
         path = (
-            f"M{x:.1f} {y:.1f}C{x + bend:.1f} {y:.1f} {stop - bend:.1f} {end:.1f} "
-            f"{stop:.1f} {end:.1f}"
+            f"M{x:.1f} {y:.1f}C{x + bend:.1f} {y:.1f} {end_x - bend:.1f} {end_y:.1f} "
+            f"{end_x:.1f} {end_y:.1f}"
         )
     else:
-        x, stop, off = (
+        x, end_x, shift = (
             (from_column.left, to_column.right + 2, -14)
             if from_column.left > to_column.left
             else (from_column.right, to_column.left - 2, 14)
         )
         path = (
-            f"M{x:.1f} "
-            f"{y:.1f}H{x + off:.1f}V{detour_height:.1f}H{stop - off:.1f}V{end:.1f}H{stop:.1f}"
+            f"M{x:.1f} {y:.1f}H{x + shift:.1f}V{detour_height:.1f}"
+            f"H{end_x - shift:.1f}V{end_y:.1f}H{end_x:.1f}"
         )
     return (
         f'<path d="{path}" fill="none" stroke="{ACCENT_COLOR}" stroke-width="1.6" '

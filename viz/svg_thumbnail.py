@@ -29,27 +29,28 @@ def draw_thumbnail(timeline: Timeline) -> str:
     Args:
         timeline: The run.
     """
-    sheet = ChartRectangles(timeline, lanes=False)
-    row = min(_MAX_HEIGHTS[0], _MAX_HEIGHTS[1] / sheet.height)
-    high = sheet.height * row
+    rectangles = ChartRectangles(timeline, lanes=False)
+    row_height = min(_MAX_HEIGHTS[0], _MAX_HEIGHTS[1] / rectangles.height)
+    height = rectangles.height * row_height
     shapes = (
-        _draw_boxes(sheet, row)
-        if len(sheet.compute_indices) <= _MAX_BOXES
-        else _draw_binned(sheet, row)
+        _draw_boxes(rectangles, row_height)
+        if len(rectangles.compute_indices) <= _MAX_BOXES
+        else _draw_binned(rectangles, row_height)
     )
-    every = -(-10 // max(int(sheet.pitch * row), 1))
+    label_step = -(-10 // max(int(rectangles.pitch * row_height), 1))
     names = "".join(
-        f'<text x="{_LEFT_MARGIN - 6:g}" y="{(r * sheet.pitch + 0.5) * row + 4:.1f}" '
-        f'text-anchor="end">rank {r}</text>'
-        for r in range(0, timeline.ranks, every)
+        f'<text x="{_LEFT_MARGIN - 6:g}" '
+        f'y="{(rank * rectangles.pitch + 0.5) * row_height + 4:.1f}" '
+        f'text-anchor="end">rank {rank}</text>'
+        for rank in range(0, timeline.ranks, label_step)
     )
-    what = f"{timeline.program.name}, {timeline.caption}: bubble {timeline.bubble:.1%}"
+    title = f"{timeline.program.name}, {timeline.caption}: bubble {timeline.bubble:.1%}"
     return (
         '<svg xmlns="http://www.w3.org/2000/svg" '
-        f'viewBox="0 0 {_LEFT_MARGIN + _AXIS_WIDTH:g} {high:.1f}" '
+        f'viewBox="0 0 {_LEFT_MARGIN + _AXIS_WIDTH:g} {height:.1f}" '
         f'width="{_LEFT_MARGIN + _AXIS_WIDTH:g}" style="max-width:100%;height:auto" role="img" '
         f'font-family="system-ui,sans-serif" font-size="11" fill="currentColor">'
-        f"<title>{escape(what)}</title>{names}{shapes}</svg>"
+        f"<title>{escape(title)}</title>{names}{shapes}</svg>"
     )
 
 
@@ -61,9 +62,9 @@ def _format_rectangle(left: float, right: float, top: float, height: float, fill
 
 
 def _draw_background(rectangles: ChartRectangles, row_height: float) -> str:
-    pale = 'fill="currentColor" fill-opacity="0.08"'
+    fill = 'fill="currentColor" fill-opacity="0.08"'
     tops = (rank * rectangles.pitch * row_height for rank in range(rectangles.timeline.ranks))
-    return "".join(_format_rectangle(0, _AXIS_WIDTH, top, row_height, pale) for top in tops)
+    return "".join(_format_rectangle(0, _AXIS_WIDTH, top, row_height, fill) for top in tops)
 
 
 def _draw_boxes(rectangles: ChartRectangles, row_height: float) -> str:
@@ -74,15 +75,17 @@ def _draw_boxes(rectangles: ChartRectangles, row_height: float) -> str:
         left = rectangles.left[k] * scale
         right = rectangles.right[k] * scale
         top = rectangles.top[k] * row_height
-        high = (rectangles.bottom[k] - rectangles.top[k]) * row_height
+        height = (rectangles.bottom[k] - rectangles.top[k]) * row_height
         fill = choose_box_color(int(rectangles.op[k]), int(rectangles.local_stages[k]), stages)
         gap = 0.8 if right - left > 3 else 0.0
-        shapes.append(_format_rectangle(left, right - gap, top, high, f'fill="{format_hex(fill)}"'))
+        shapes.append(
+            _format_rectangle(left, right - gap, top, height, f'fill="{format_hex(fill)}"')
+        )
         label = rectangles.format_label(k)
-        if high >= 12 and right - left > 6.8 * len(label) + 2:
+        if height >= 12 and right - left > 6.8 * len(label) + 2:
             x = _LEFT_MARGIN + (left + right - gap) / 2
             shapes.append(
-                f'<text x="{x:.1f}" y="{top + high / 2 + 4:.1f}" text-anchor="middle" '
+                f'<text x="{x:.1f}" y="{top + height / 2 + 4:.1f}" text-anchor="middle" '
                 f'fill="{choose_text_color(fill)}">{label}</text>'
             )
     return "".join(shapes)
@@ -94,17 +97,20 @@ def _draw_binned(rectangles: ChartRectangles, row_height: float) -> str:
     stages = timeline.program.shape.stages_per_rank
     columns = max(min(int(_AXIS_WIDTH) // 2, _MAX_PIXELS // timeline.ranks), 1)
     kinds, share = bin_timeline(timeline, columns)
-    cover = np.clip(share.sum(-1), 0, 1)
-    light = np.array([to_linear_light(choose_box_color(op, local, stages)) for op, local in kinds])
-    seen = np.clip(share @ light / np.maximum(cover, 1e-9)[..., None], 0, 1) ** (1 / 2.2)
-    pixels = np.concatenate([seen, cover[..., None]], -1)
-    high = rectangles.pitch * row_height
-    lines = np.zeros((timeline.ranks, _PIXELS_PER_RANK, columns, 4), np.uint8)
-    lines[:, : round(_PIXELS_PER_RANK * row_height / high)] = np.rint(255 * pixels)[:, None]
-    png = _encode_png(lines.reshape(-1, columns, 4))
+    busy_share = np.clip(share.sum(-1), 0, 1)
+    linear_colors = np.array(
+        [to_linear_light(choose_box_color(op, local_stage, stages)) for op, local_stage in kinds]
+    )
+    mean_colors = share @ linear_colors / np.maximum(busy_share, 1e-9)[..., None]
+    mean_colors = np.clip(mean_colors, 0, 1) ** (1 / 2.2)
+    pixels = np.concatenate([mean_colors, busy_share[..., None]], -1)
+    rank_height = rectangles.pitch * row_height
+    image = np.zeros((timeline.ranks, _PIXELS_PER_RANK, columns, 4), np.uint8)
+    image[:, : round(_PIXELS_PER_RANK * row_height / rank_height)] = np.rint(255 * pixels)[:, None]
+    png = _encode_png(image.reshape(-1, columns, 4))
     return _draw_background(rectangles, row_height) + (
         f'<image x="{_LEFT_MARGIN:g}" y="0" width="{_AXIS_WIDTH:g}" '
-        f'height="{high * timeline.ranks:.1f}" '
+        f'height="{rank_height * timeline.ranks:.1f}" '
         f'preserveAspectRatio="none" style="image-rendering:pixelated" '
         f'href="data:image/png;base64,{b64encode(png).decode()}"/>'
     )

@@ -56,40 +56,46 @@ def text_chart(timeline: Timeline, width: int = 80) -> list[StyledLine]:
         rank 1 ...F0 I0 F1 I1 W0 F2 I2 W1 F3 I3 W2 W3    7.7%     2
     """
     require_timeline(timeline, "timeline")
-    every = ceil(timeline.ranks / _MAX_RANKS)
-    ranks = range(0, timeline.ranks, every)
-    name = len(f"rank {timeline.ranks - 1} ")
-    below = {
+    rank_step = ceil(timeline.ranks / _MAX_RANKS)
+    ranks = range(0, timeline.ranks, rank_step)
+    name_width = len(f"rank {timeline.ranks - 1} ")
+    lower_tier_peaks = {
         tier: _find_tier_peaks(timeline, tier) for tier in find_used_tiers(timeline.program)[1:]
     }
-    tiers = {tier: most for tier, most in below.items() if any(most)}
-    cut = _lay_out_columns(timeline, len(ranks), max(width - name - 13 - 6 * len(tiers), 10))
-    rows = (_draw_boxes if cut.has_boxes else _draw_binned)(timeline, ranks, cut.total_columns)
+    peaks_by_tier = {tier: peaks for tier, peaks in lower_tier_peaks.items() if any(peaks)}
+    layout = _lay_out_columns(
+        timeline, len(ranks), max(width - name_width - 13 - 6 * len(peaks_by_tier), 10)
+    )
+    draw = _draw_boxes if layout.has_boxes else _draw_binned
+    cells_by_rank = draw(timeline, ranks, layout.total_columns)
 
     shape, unit = timeline.program.shape, timeline.unit and f" {timeline.unit}"
-    fact = f"{timeline.caption}: span {timeline.span:.6g}{unit}, bubble {timeline.bubble:.1%}"
-    lines: list[StyledLine] = [[(timeline.program.name, "bold"), (f", {fact}", "")]]
-    share = timeline.idle / (timeline.span or 1.0)
-    for piece in range(cut.row_count):
-        begin, last = piece * cut.columns_per_row, piece == cut.row_count - 1
-        if last:  # only the last row has the idle shares and the peaks
-            padding = " " * (name + cut.total_columns - begin)
-            names = "".join(f"{tier:>6}" for tier in ("peak", *tiers))
-            lines.append([(f"{padding}   idle{names}", "bright_black")])
-        elif piece:
+    summary = f"{timeline.caption}: span {timeline.span:.6g}{unit}, bubble {timeline.bubble:.1%}"
+    lines: list[StyledLine] = [[(timeline.program.name, "bold"), (f", {summary}", "")]]
+    idle_shares = timeline.idle / (timeline.span or 1.0)
+    for row in range(layout.row_count):
+        begin, is_last = row * layout.columns_per_row, row == layout.row_count - 1
+        if is_last:  # only the last row has the idle shares and the peaks
+            padding = " " * (name_width + layout.total_columns - begin)
+            headings = "".join(f"{tier:>6}" for tier in ("peak", *peaks_by_tier))
+            lines.append([(f"{padding}   idle{headings}", "bright_black")])
+        elif row:
             lines.append([])
-        for rank, row in zip(ranks, rows, strict=True):
-            figures = ""
-            if last:
-                peaks = [timeline.peak_in_flight[rank], *(most[rank] for most in tiers.values())]
-                figures = f" {share[rank]:6.1%}{''.join(f'{each:6}' for each in peaks)}"
-            boxes = _merge_cells(row[begin : begin + cut.columns_per_row])
-            lines.append([(f"{f'rank {rank}':<{name}}", ""), *boxes, (figures, "")])
-    if every > 1:
+        for rank, cells in zip(ranks, cells_by_rank, strict=True):
+            numbers = ""
+            if is_last:
+                peaks = [
+                    timeline.peak_in_flight[rank],
+                    *(tier_peaks[rank] for tier_peaks in peaks_by_tier.values()),
+                ]
+                numbers = f" {idle_shares[rank]:6.1%}{''.join(f'{peak:6}' for peak in peaks)}"
+            boxes = _merge_cells(cells[begin : begin + layout.columns_per_row])
+            lines.append([(f"{f'rank {rank}':<{name_width}}", ""), *boxes, (numbers, "")])
+    if rank_step > 1:
         lines.append(
-            [(f"one of every {every} of the {timeline.ranks} ranks is shown", "bright_black")]
+            [(f"one of every {rank_step} of the {timeline.ranks} ranks is shown", "bright_black")]
         )
-    if not cut.has_boxes:
+    if not layout.has_boxes:
         lines.append([(f"{shape.microbatches} microbatches; a column shows its main instruction",
                        "bright_black")])  # fmt: skip
     return lines
@@ -97,8 +103,8 @@ def text_chart(timeline: Timeline, width: int = 80) -> list[StyledLine]:
 
 def _find_tier_peaks(timeline: Timeline, tier: str) -> list[int]:
     """Return for each rank the peak number of (stage, mb) pairs with a value on a tier."""
-    each = replace(timeline, sizes=Sizes(saved=1, recompute_inputs=1))
-    return [round(float(curve.total.max())) for curve in each.memory_on(tier)]
+    counting_timeline = replace(timeline, sizes=Sizes(saved=1, recompute_inputs=1))
+    return [round(float(history.total.max())) for history in counting_timeline.memory_on(tier)]
 
 
 class _ColumnLayout(NamedTuple):
@@ -116,21 +122,24 @@ class _ColumnLayout(NamedTuple):
 
 def _lay_out_columns(timeline: Timeline, rank_count: int, columns: int) -> _ColumnLayout:
     """Divide a run into rows, each with about `columns` columns and `rank_count` lines."""
-    label, narrow = _measure_longest_label(timeline), ChartRectangles(timeline).short_box_width
-    need = timeline.span / narrow * (label + 1) if timeline.span else 0.0
-    need = min(need, float(_MAX_ROWS * columns + 1))  # ceil needs a finite number
-    if need * label <= columns * (label + 1):  # one row suffices without gaps between boxes
-        need = min(need, columns)
-    pieces = max(1, ceil(need / columns))
-    if pieces > min(_MAX_ROWS, max(1, _MAX_LINES // (rank_count + 1))):
+    label_width = _measure_longest_label(timeline)
+    short_box_width = ChartRectangles(timeline).short_box_width
+    needed_columns = timeline.span / short_box_width * (label_width + 1) if timeline.span else 0.0
+    # `ceil` needs a finite number.
+    needed_columns = min(needed_columns, float(_MAX_ROWS * columns + 1))
+    if needed_columns * label_width <= columns * (label_width + 1):
+        # One row suffices without gaps between boxes.
+        needed_columns = min(needed_columns, columns)
+    row_count = max(1, ceil(needed_columns / columns))
+    if row_count > min(_MAX_ROWS, max(1, _MAX_LINES // (rank_count + 1))):
         return _ColumnLayout(columns, columns, 1, has_boxes=False)
-    total = columns * pieces
-    cells = int(total * narrow / (timeline.span or 1.0) + 1e-9)
-    if cells and _has_even_boxes(timeline, narrow):
+    total_columns = columns * row_count
+    box_columns = int(total_columns * short_box_width / (timeline.span or 1.0) + 1e-9)
+    if box_columns and _has_even_boxes(timeline, short_box_width):
         # Boxes of equal time get equal widths, and no row ends within a short box.
-        total = round(timeline.span / narrow) * cells
-        columns = ceil(total / pieces / cells) * cells
-    return _ColumnLayout(total, columns, pieces, has_boxes=True)
+        total_columns = round(timeline.span / short_box_width) * box_columns
+        columns = ceil(total_columns / row_count / box_columns) * box_columns
+    return _ColumnLayout(total_columns, columns, row_count, has_boxes=True)
 
 
 def _measure_longest_label(timeline: Timeline) -> int:
@@ -163,7 +172,8 @@ def _merge_cells(cells: list[StyledText]) -> StyledLine:
 
 def _draw_boxes(timeline: Timeline, ranks: range, columns: int) -> list[list[StyledText]]:
     """Return a cell per rank and column: the label of each box, then dashes, then a space."""
-    spans, second, local = timeline.spans, timeline.is_second_of_pair, find_local_stages(timeline)
+    spans, is_second = timeline.spans, timeline.is_second_of_pair
+    local_stages = find_local_stages(timeline)
     scale = columns / (timeline.span or 1.0)
     stages = timeline.program.shape.stages_per_rank
     rows = []
@@ -171,29 +181,38 @@ def _draw_boxes(timeline: Timeline, ranks: range, columns: int) -> list[list[Sty
         row = [_IDLE_CELL] * columns
         lo, hi = timeline.program.offsets[rank : rank + 2].tolist()
         for k in range(lo, hi):
-            s = spans[k]
-            if s["lane"] != Lane.COMPUTE or s["end"] <= s["start"]:
+            span = spans[k]
+            if span["lane"] != Lane.COMPUTE or span["end"] <= span["start"]:
                 continue
-            a, b = (round(float(s[at] - timeline.start_time) * scale) for at in ("start", "end"))
-            if second[k]:
-                a += (b - a) // 2
-            text = INSTRUCTIONS[s["op"]].text
-            if s["op"] in COMPUTE_OPS:
-                text += f"{s['mb']}{chr(39) * int(local[k])}"
-            text = f"{text[: b - a]:-<{max(b - a - 1, 0)}}"[: b - a]
-            style = _choose_style(int(s["op"]), int(local[k]), stages)
-            cells = [(letter, style) for letter in text] + [(" ", "")] * (b - a - len(text))
-            row[a:b] = cells
+            begin, end = (
+                round(float(span[edge] - timeline.start_time) * scale) for edge in ("start", "end")
+            )
+            if is_second[k]:
+                begin += (end - begin) // 2
+            text = INSTRUCTIONS[span["op"]].text
+            if span["op"] in COMPUTE_OPS:
+                text += f"{span['mb']}{chr(39) * int(local_stages[k])}"
+            text = f"{text[: end - begin]:-<{max(end - begin - 1, 0)}}"[: end - begin]
+            style = _choose_style(int(span["op"]), int(local_stages[k]), stages)
+            cells = [(letter, style) for letter in text] + [(" ", "")] * (end - begin - len(text))
+            row[begin:end] = cells
         rows.append(row[:columns])
     return rows
 
 
 def _draw_binned(timeline: Timeline, ranks: range, columns: int) -> list[list[StyledText]]:
     """Return a cell per rank and column: the letter of the instruction that takes most time."""
-    stages, (kinds, share) = timeline.program.shape.stages_per_rank, bin_timeline(timeline, columns)
-    idle, top = 1 - share.sum(-1), share.argmax(-1)
-    table = [(INSTRUCTIONS[op].text[0], _choose_style(op, local, stages)) for op, local in kinds]
+    stages = timeline.program.shape.stages_per_rank
+    kinds, shares = bin_timeline(timeline, columns)
+    idle_shares, main_kinds = 1 - shares.sum(-1), shares.argmax(-1)
+    kind_cells = [
+        (INSTRUCTIONS[op].text[0], _choose_style(op, local_stage, stages))
+        for op, local_stage in kinds
+    ]
     return [
-        [_IDLE_CELL if idle[rank, c] > 0.5 else table[top[rank, c]] for c in range(columns)]
+        [
+            _IDLE_CELL if idle_shares[rank, column] > 0.5 else kind_cells[main_kinds[rank, column]]
+            for column in range(columns)
+        ]
         for rank in ranks
     ]

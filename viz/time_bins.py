@@ -46,8 +46,10 @@ def compute_in_flight_curve(timeline: Timeline) -> MemoryCurve:
     Args:
         timeline: The timeline.
     """
-    each = (timeline.count_in_flight(rank) for rank in range(timeline.ranks))
-    return MemoryCurve("in flight", "", [_sort_curve(timeline, times, n) for times, n in each])
+    curves = (timeline.count_in_flight(rank) for rank in range(timeline.ranks))
+    return MemoryCurve(
+        "in flight", "", [_sort_curve(timeline, times, counts) for times, counts in curves]
+    )
 
 
 def compute_memory_curve(timeline: Timeline) -> MemoryCurve:
@@ -56,11 +58,11 @@ def compute_memory_curve(timeline: Timeline) -> MemoryCurve:
     Args:
         timeline: The timeline.
     """
-    steps = [_sort_curve(timeline, own.times, own.total) for own in timeline.memory]
-    floors, top = {}, np.zeros(timeline.ranks)
-    for name, each in timeline.static_memory.items():
-        floors[name] = top = top + each
-    return MemoryCurve("memory", "" if timeline.sizes is None else "B", steps, floors)
+    steps = [_sort_curve(timeline, history.times, history.total) for history in timeline.memory]
+    static_layers, top = {}, np.zeros(timeline.ranks)
+    for name, sizes in timeline.static_memory.items():
+        static_layers[name] = top = top + sizes
+    return MemoryCurve("memory", "" if timeline.sizes is None else "B", steps, static_layers)
 
 
 def compute_tier_curves(timeline: Timeline) -> list[MemoryCurve]:
@@ -70,8 +72,12 @@ def compute_tier_curves(timeline: Timeline) -> list[MemoryCurve]:
         timeline: The timeline.
     """
     return [
-        MemoryCurve(tier, "B", [_sort_curve(timeline, own.times, own.total) for own in curves])
-        for tier, curves in (
+        MemoryCurve(
+            tier,
+            "B",
+            [_sort_curve(timeline, history.times, history.total) for history in histories],
+        )
+        for tier, histories in (
             (tier, timeline.memory_on(tier)) for tier in list_lower_tiers(timeline)
         )
     ]
@@ -93,9 +99,9 @@ def _sort_curve(
     order = np.argsort(times, kind="stable")
     times = times[order] - timeline.start_time
     values = values[order].astype(float)
-    lasts = np.ones(len(times), bool)
-    lasts[:-1] = np.diff(times) > 0
-    return times[lasts], values[lasts]
+    has_duration = np.ones(len(times), bool)
+    has_duration[:-1] = np.diff(times) > 0
+    return times[has_duration], values[has_duration]
 
 
 class UnshardedIntervals(NamedTuple):
@@ -124,8 +130,8 @@ class UnshardedIntervals(NamedTuple):
     @classmethod
     def empty(cls) -> UnshardedIntervals:
         """Return an empty set of intervals."""
-        none, times = np.empty(0, np.int64), np.empty(0)
-        return cls(none, none, none, times, times, none)
+        indices, times = np.empty(0, np.int64), np.empty(0)
+        return cls(indices, indices, indices, times, times, indices)
 
     @property
     def row_count(self) -> int:
@@ -142,17 +148,19 @@ def find_unsharded_intervals(timeline: Timeline) -> UnshardedIntervals:
     spans, program = timeline.spans, timeline.program
     if program.is_draft:
         return UnshardedIntervals.empty()
-    lives = Dataflow.from_program(program).find_lifetimes(Value.UNSHARDED_PARAMS)
-    rank, stage = (spans[name][lives.filled_at].astype(np.int64) for name in ("rank", "stage"))
-    start, end = spans["start"][lives.filled_at], spans["end"][lives.freed_at]
-    local, row = find_local_stages(timeline)[lives.filled_at], np.zeros(len(rank), np.int64)
-    free: dict[int, list[float]] = {}
+    lifetimes = Dataflow.from_program(program).find_lifetimes(Value.UNSHARDED_PARAMS)
+    rank, stage = (spans[name][lifetimes.filled_at].astype(np.int64) for name in ("rank", "stage"))
+    start, end = spans["start"][lifetimes.filled_at], spans["end"][lifetimes.freed_at]
+    local_stage = find_local_stages(timeline)[lifetimes.filled_at]
+    row = np.zeros(len(rank), np.int64)
+    row_ends_by_rank: dict[int, list[float]] = {}
     for k in np.lexsort((start, rank)).tolist():
-        rows = free.setdefault(int(rank[k]), [])
-        row[k] = next((at for at, since in enumerate(rows) if since <= start[k]), len(rows))
-        rows[row[k] : row[k] + 1] = [end[k]]
+        row_ends = row_ends_by_rank.setdefault(int(rank[k]), [])
+        free_rows = (index for index, row_end in enumerate(row_ends) if row_end <= start[k])
+        row[k] = next(free_rows, len(row_ends))
+        row_ends[row[k] : row[k] + 1] = [end[k]]
     return UnshardedIntervals(
-        rank, stage, local, start - timeline.start_time, end - timeline.start_time, row
+        rank, stage, local_stage, start - timeline.start_time, end - timeline.start_time, row
     )
 
 
@@ -176,12 +184,12 @@ def bin_timeline(timeline: Timeline, columns: int) -> BinnedRun:
         timeline: The run.
         columns: The number of columns.
     """
-    ops = len(Opcode)
-    key, kind = np.unique(
-        find_local_stages(timeline) * ops + timeline.spans["op"], return_inverse=True
+    op_count = len(Opcode)
+    keys, span_kinds = np.unique(
+        find_local_stages(timeline) * op_count + timeline.spans["op"], return_inverse=True
     )
-    kinds = [(k % ops, k // ops) for k in key.tolist()]
-    return BinnedRun(kinds, compute_shares(timeline, kind, len(key), columns))
+    kinds = [(k % op_count, k // op_count) for k in keys.tolist()]
+    return BinnedRun(kinds, compute_shares(timeline, span_kinds, len(keys), columns))
 
 
 def compute_shares(
@@ -200,26 +208,27 @@ def compute_shares(
     Returns:
         Shares from 0 to 1, of shape (ranks, columns, kinds).
     """
-    spans, second = timeline.spans, timeline.is_second_of_pair
-    weight = np.ones(len(spans))
-    weight[second] = 0.5
-    weight[np.flatnonzero(second) - 1] = 0.5
-    share = np.zeros((timeline.ranks, columns, kind_count))
+    spans, is_second = timeline.spans, timeline.is_second_of_pair
+    weights = np.ones(len(spans))
+    weights[is_second] = 0.5
+    weights[np.flatnonzero(is_second) - 1] = 0.5
+    shares = np.zeros((timeline.ranks, columns, kind_count))
     edges = np.linspace(0, timeline.span, columns + 1)
-    busy = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & (spans["end"] > spans["start"]))
-    group = spans["rank"][busy].astype(np.int64) * kind_count + span_kinds[busy]
-    order = np.lexsort((spans["start"][busy], group))
-    busy, group = busy[order], group[order]
-    for group_indices in np.split(busy, np.flatnonzero(np.diff(group)) + 1) if len(busy) else ():
-        start, end = (spans[at][group_indices] - timeline.start_time for at in ("start", "end"))
+    busy_indices = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & (spans["end"] > spans["start"]))
+    groups = spans["rank"][busy_indices].astype(np.int64) * kind_count + span_kinds[busy_indices]
+    order = np.lexsort((spans["start"][busy_indices], groups))
+    busy_indices, groups = busy_indices[order], groups[order]
+    group_starts = np.flatnonzero(np.diff(groups)) + 1
+    for group_indices in np.split(busy_indices, group_starts) if len(busy_indices) else ():
+        start, end = (spans[name][group_indices] - timeline.start_time for name in ("start", "end"))
         # The busy time up to a time t grows during each span, and is constant between spans.
         times = np.stack([start, end], 1).reshape(-1)
         spent = np.cumsum(
-            np.stack([0 * start, weight[group_indices] * (end - start)], 1).reshape(-1)
+            np.stack([0 * start, weights[group_indices] * (end - start)], 1).reshape(-1)
         )
-        until = np.interp(edges, np.maximum.accumulate(times), spent, 0.0, spent[-1])
-        part = np.diff(until) / (timeline.span / columns)
-        share[spans["rank"][group_indices[0]], :, span_kinds[group_indices[0]]] = np.clip(
-            part, 0, 1
+        spent_at_edges = np.interp(edges, np.maximum.accumulate(times), spent, 0.0, spent[-1])
+        column_shares = np.diff(spent_at_edges) / (timeline.span / columns)
+        shares[spans["rank"][group_indices[0]], :, span_kinds[group_indices[0]]] = np.clip(
+            column_shares, 0, 1
         )
-    return share
+    return shares

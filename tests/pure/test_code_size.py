@@ -37,7 +37,7 @@ BUDGET = {
     "schedir/training": 3_770,
     "schedir/transports": 2_010,
     "schedir/verify": 960,
-    "viz": 2_470,
+    "viz": 2_640,
 }
 LINES = lines_by_folder(ROOT, (*PRODUCT, "docs"))
 
