@@ -43,14 +43,17 @@ def split_loses_gradients(stage: Any, backward_inputs: Sequence[object], mb: int
     reverse_graph = theirs.construct_reverse_graph(roots)
     if _has_reentrant_checkpoint((*reverse_graph, *roots)):
         return True
-    used = {node for node in reverse_graph if hasattr(node, "variable")} - {*inputs}
-    # This adds unused weights to `reverse_graph`, so `used` is computed before.
+    used_weights = {node for node in reverse_graph if hasattr(node, "variable")} - {*inputs}
+    # This adds unused weights to `reverse_graph`, so `used_weights` is computed before.
     groups = theirs.get_param_groups(inputs, weights, reverse_graph)
-    grouped = [node for group in groups for node in group["params"]]
-    if used - {*grouped} or len(grouped) > len({*grouped}):
+    grouped_nodes = [node for group in groups for node in group["params"]]
+    if used_weights - {*grouped_nodes} or len(grouped_nodes) > len({*grouped_nodes}):
         return True
-    twice = [node for group in groups for node in _nodes_in_both_halves(group, reverse_graph)]
-    if len(twice) > len({*twice}) or any(isinstance(node, BackwardCFunction) for node in twice):
+    repeated_nodes = [
+        node for group in groups for node in _nodes_in_both_halves(group, reverse_graph)
+    ]
+    has_function = any(isinstance(node, BackwardCFunction) for node in repeated_nodes)
+    if len(repeated_nodes) > len({*repeated_nodes}) or has_function:
         return True  # the W of one group would free saved tensors that other groups need
     return any(_bypasses_group(group, reverse_graph, {*roots}) for group in groups)
 
@@ -81,8 +84,8 @@ def compute_input_gradients(
     """
     roots = _gradient_nodes(outputs)
     if not _has_reentrant_checkpoint((*theirs.construct_reverse_graph(roots), *roots)):
-        found: tuple[Any, ...] = run(outputs, inputs, *gradients)
-        return found
+        input_gradients: tuple[Any, ...] = run(outputs, inputs, *gradients)
+        return input_gradients
     torch.autograd.backward(outputs, *gradients)
     return tuple(x.grad if isinstance(x, Tensor) else None for x in inputs)
 
@@ -93,36 +96,38 @@ def _nodes_in_both_halves(group: Any, reverse_graph: Any) -> set[Any]:
     These are the nodes where the weights join tensors that depend on inputs. If there are several,
     both halves also run the nodes between two of them.
     """
-    joins: set[Any] = group["intermediates"]
-    if len(joins) < 2:
-        return joins
-    above = _reachable_nodes(joins, lambda node: reverse_graph.get(node, ()))
-    below = _reachable_nodes(joins, lambda node: [child for child, _ in node.next_functions])
-    return joins | (above & below)
+    join_nodes: set[Any] = group["intermediates"]
+    if len(join_nodes) < 2:
+        return join_nodes
+    nodes_above = _reachable_nodes(join_nodes, lambda node: reverse_graph.get(node, ()))
+    nodes_below = _reachable_nodes(
+        join_nodes, lambda node: [child for child, _ in node.next_functions]
+    )
+    return join_nodes | (nodes_above & nodes_below)
 
 
 def _reachable_nodes(nodes: set[Any], get_neighbours: Callable[[Any], Any]) -> set[Any]:
     """Return all nodes that `get_neighbours` reaches from `nodes` in one or more steps."""
-    seen: set[Any] = set()
-    left = [*nodes]
-    while left:
-        new = {node for node in get_neighbours(left.pop()) if node is not None} - seen
-        seen |= new
-        left += new
-    return seen
+    reached: set[Any] = set()
+    pending = [*nodes]
+    while pending:
+        new_nodes = {node for node in get_neighbours(pending.pop()) if node is not None} - reached
+        reached |= new_nodes
+        pending += new_nodes
+    return reached
 
 
 def _bypasses_group(group: Any, reverse_graph: Any, roots: set[Any]) -> bool:
     """Return whether weights have a path to an output that avoids their group's join nodes."""
-    seen = set(group["params"])
-    left = [*seen]
-    while left:
-        node = left.pop()
+    reached = set(group["params"])
+    pending = [*reached]
+    while pending:
+        node = pending.pop()
         if node in roots:
             return True
-        further = {*reverse_graph.get(node, ())} - seen - group["intermediates"]
-        seen |= further
-        left += further
+        new_nodes = {*reverse_graph.get(node, ())} - reached - group["intermediates"]
+        reached |= new_nodes
+        pending += new_nodes
     return False
 
 
@@ -142,8 +147,8 @@ def make_detachable(tensor: Any) -> Any:
         A new tensor in the same memory for a view or for an input that the stage returns, and
         `tensor` otherwise.
     """
-    plain = type(tensor) in (Tensor, nn.Parameter)
-    needs_alias = plain and (tensor._is_view() or (tensor.is_leaf and tensor.requires_grad))
+    is_plain = type(tensor) in (Tensor, nn.Parameter)
+    needs_alias = is_plain and (tensor._is_view() or (tensor.is_leaf and tensor.requires_grad))
     return _MemoryAlias.apply(tensor) if needs_alias else tensor  # type: ignore[no-untyped-call]
 
 
@@ -152,8 +157,8 @@ class _MemoryAlias(Function):
 
     @staticmethod
     def forward(ctx: Any, x: Tensor) -> Tensor:
-        same = torch.empty(0, dtype=x.dtype, device=x.device)
-        return same.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
+        alias = torch.empty(0, dtype=x.dtype, device=x.device)
+        return alias.set_(x.untyped_storage(), x.storage_offset(), x.shape, x.stride())
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:

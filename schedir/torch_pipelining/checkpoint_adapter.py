@@ -117,12 +117,13 @@ class TorchCheckpointState:
         return CheckpointState(ranks, validate_last_update=lambda: None)
 
     def _rank_state(self, optimizer: Any, mesh: Sequence[tuple[int, ...]]) -> RankCheckpointState:
-        shape, flat = self.program.shape, [process for members in mesh for process in members]
+        shape, rank = self.program.shape, dist.get_rank()
+        processes = [process for members in mesh for process in members]
         world = [shape.ranks, 1, len(mesh), shape.stages]
         # Executors always number processes in ascending order, and do not save the order. A
         # Schedule does not save an ascending order either, so that a Schedule and an Executor can
         # load each other's random state.
-        world += [] if flat == [*range(len(flat))] else flat
+        world += [] if processes == [*range(len(processes))] else processes
 
         def set_incomplete(begins: bool) -> None:
             self.is_load_incomplete = begins
@@ -131,7 +132,7 @@ class TorchCheckpointState:
             self.program,
             dist.get_rank(self.group),
             {stage.stage_index: _stage_state(stage) for stage in self.stages},
-            ShardSpec(len(mesh), next(k for k, own in enumerate(mesh) if dist.get_rank() in own)),
+            ShardSpec(len(mesh), next(k for k, members in enumerate(mesh) if rank in members)),
             _require_optimizer(optimizer, self.program),
             self.loss_fn,
             RandomStreams(None, torch.device(self.stages[0].device)),
@@ -149,11 +150,11 @@ def _build_mesh(pipelines: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
     pipeline.
     """
     stages, mesh = pipelines[0][0], dict.fromkeys(tuple(members) for _, *members in pipelines)
-    for process, (other, *_) in enumerate(pipelines):
-        if other != stages:
+    for process, (other_stages, *_) in enumerate(pipelines):
+        if other_stages != stages:
             raise CheckpointError(
-                f"num_stages is {stages} on process 0, and {other} on process {process}: replicas "
-                "must have the same stages"
+                f"num_stages is {stages} on process 0, and {other_stages} on process {process}: "
+                "replicas must have the same stages"
             )
     for process in range(len(pipelines)):
         if sum(process in members for members in mesh) != 1:
@@ -166,7 +167,7 @@ def _build_mesh(pipelines: Sequence[Sequence[int]]) -> list[tuple[int, ...]]:
 
 def _stage_state(stage: Any) -> StageCheckpointState:
     module = unwrap_module(stage.submod)
-    if any(isinstance(one, FullyShardedDataParallel) for one in module.modules()):
+    if any(isinstance(submodule, FullyShardedDataParallel) for submodule in module.modules()):
         raise CheckpointError(
             f"stage {stage.stage_index} is wrapped by FullyShardedDataParallel, which joins "
             "several weights to one parameter: checkpoints do not support it"
@@ -185,11 +186,13 @@ def _require_optimizer(optimizer: Any, program: Program) -> Any:
                 hint="optimizer=..., or optimizer=None to use weights only",
             )
         return None
-    several = isinstance(optimizer, list | tuple)
-    for one in optimizer if several else [] if optimizer is None else [optimizer]:
-        if callable(one) or not any(hasattr(each, "param_groups") for each in find_optimizers(one)):
+    is_list = isinstance(optimizer, list | tuple)
+    for entry in optimizer if is_list else [] if optimizer is None else [optimizer]:
+        if callable(entry) or not any(
+            hasattr(torch_optimizer, "param_groups") for torch_optimizer in find_optimizers(entry)
+        ):
             raise CheckpointError(
-                f"optimizer must be an optimizer or a list of optimizers, not {describe(one)}",
+                f"optimizer must be an optimizer or a list of optimizers, not {describe(entry)}",
                 hint="optimizer=torch.optim.SGD(stage.submod.parameters(), lr=0.1)",
             )
-    return OptimizerList(tuple(optimizer)) if several else optimizer
+    return OptimizerList(tuple(optimizer)) if is_list else optimizer

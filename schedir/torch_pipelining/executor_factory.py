@@ -82,10 +82,10 @@ def infer_stage_boundaries(
                 result = error.fact
             except Exception as error:
                 result = f"stage {s} fails in the first microbatch: {describe_exception(error)}"
-        received = broadcast(result, owner, group, [Boundary])
-        if isinstance(received, str):
-            raise ModelError(received)
-        boundaries[s] = received
+        owner_result = broadcast(result, owner, group, [Boundary])
+        if isinstance(owner_result, str):
+            raise ModelError(owner_result)
+        boundaries[s] = owner_result
     return boundaries
 
 
@@ -107,8 +107,8 @@ def _infer_outputs(
         y = module(*args, **named)
     ys = require_output_tensors(y, stage)
     return tuple(
-        Boundary(tuple(y.shape), y.dtype, has)
-        for y, has in zip(ys, infer_requires_grad(ys), strict=True)
+        Boundary(tuple(y.shape), y.dtype, requires_grad)
+        for y, requires_grad in zip(ys, infer_requires_grad(ys), strict=True)
     )
 
 
@@ -177,7 +177,9 @@ class CachedExecutor:
         """
         if (has_backward, shapes) != (self.requirements.has_backward, self.requirements.shapes):
             return False
-        if any(one.submod is not other for one, other in zip(stages, self.modules, strict=True)):
+        if any(
+            stage.submod is not module for stage, module in zip(stages, self.modules, strict=True)
+        ):
             return False
         guard = self.executor.runner.parameter_guard
         if _boundary_dtypes(stages[0].device, guard.parameters) != self.requirements.dtypes:
@@ -224,12 +226,13 @@ def collect_requirements(
     """
     for stage in stages:
         _require_executor_support(stage)
-    for each in shapes:
-        for mb, one in enumerate(each):
-            if one != each[0]:
+    for shapes_by_mb in shapes:
+        for mb, mb_shapes in enumerate(shapes_by_mb):
+            if mb_shapes != shapes_by_mb[0]:
                 raise UsageError(
-                    f"microbatch {mb} is {_describe_shapes(one)}, but microbatch 0 is "
-                    f"{_describe_shapes(each[0])}: all microbatches must have the same shapes",
+                    f"microbatch {mb} is {_describe_shapes(mb_shapes)}, but microbatch 0 is "
+                    f"{_describe_shapes(shapes_by_mb[0])}: all microbatches must have the same "
+                    "shapes",
                     program=program.name,
                 )
     modules = [stage.submod for stage in stages]
@@ -250,8 +253,8 @@ def _boundary_dtypes(
 ) -> tuple[torch.dtype | None, ...]:
     """Return the autocast dtype and the parameter dtypes. Boundary dtypes depend on them."""
     device = torch.device(stage_device).type
-    on = torch.is_autocast_enabled(device)
-    return torch.get_autocast_dtype(device) if on else None, *map(_get_dtype, parameters)
+    has_autocast = torch.is_autocast_enabled(device)
+    return torch.get_autocast_dtype(device) if has_autocast else None, *map(_get_dtype, parameters)
 
 
 _get_dtype = attrgetter("dtype")
@@ -306,13 +309,13 @@ def make_executor(
             # `SharedWeights` has checked for equal weights that are not tied.
             execution=ExecutionOptions(record_timestamps=False, allow_identical_stages=True),
         )
-    received = tree_leaves(executor.state.service(MessageBuffers).received)
+    receive_buffers = tree_leaves(executor.state.service(MessageBuffers).received)
     return CachedExecutor(
         requirements[rank],
         tuple(stage.submod for stage in stages),
         executor,
         transport,
-        frozenset(one.untyped_storage().data_ptr() for one in received),
+        frozenset(buffer.untyped_storage().data_ptr() for buffer in receive_buffers),
     )
 
 
@@ -322,10 +325,14 @@ def _prefix_tied_names(
     """Return the tied weights with the names that parameters have in the modules that run."""
     if tied_weights is None:
         return None
-    own = zip(program.shape.stages_on_rank, requirements, strict=True)
-    prefix = {s: p for stages, of in own for s, p in zip(stages, of.name_prefixes, strict=True)}
+    prefix_of_stage: dict[int, str] = {}
+    for stages, rank_requirements in zip(program.shape.stages_on_rank, requirements, strict=True):
+        prefix_of_stage |= zip(stages, rank_requirements.name_prefixes, strict=True)
     return TiedWeights(
-        tuple(tuple((s, prefix[s] + name) for s, name in places) for places in tied_weights.weights)
+        tuple(
+            tuple((s, prefix_of_stage[s] + name) for s, name in copies)
+            for copies in tied_weights.weights
+        )
     )
 
 
@@ -344,10 +351,10 @@ def collect_shapes(arguments: Any) -> tuple[Any, ...]:
         For each argument its index or name, shape and dtype. An argument that is not a tensor has
         its type instead, or its value if that is a bool or a string.
     """
-    each = arguments.items() if isinstance(arguments, Mapping) else enumerate(arguments)
+    named_values = arguments.items() if isinstance(arguments, Mapping) else enumerate(arguments)
     return tuple(
         (name, x.shape, x.dtype) if isinstance(x, Tensor) else (name, _describe_non_tensor(x))
-        for name, x in each
+        for name, x in named_values
     )
 
 
@@ -357,8 +364,10 @@ def _describe_non_tensor(value: object) -> str:
 
 
 def _describe_shapes(shapes: tuple[Any, ...]) -> str:
-    each = (f"{[*one[1]]} of {one[2]}" if len(one) == 3 else str(one[1]) for one in shapes)
-    return ", ".join(each) or "nothing"
+    descriptions = (
+        f"{[*entry[1]]} of {entry[2]}" if len(entry) == 3 else str(entry[1]) for entry in shapes
+    )
+    return ", ".join(descriptions) or "nothing"
 
 
 def _parameter_prefix(module: nn.Module) -> str:

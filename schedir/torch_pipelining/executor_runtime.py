@@ -117,7 +117,7 @@ class ExecutorRuntime:
         trains = bool(self.stages[0].has_backward)
         n = self.programs[trains].shape.microbatches
         computes_loss = self.last_stage is not None and self.loss_fn is not None
-        wrong = find_microbatch_error(
+        error_text = find_microbatch_error(
             n,
             arg_mbs,
             kwarg_mbs,
@@ -125,17 +125,21 @@ class ExecutorRuntime:
             losses,
             needs_target=computes_loss and (trains or losses is not None),
         )
-        inputs = [*(arg_mbs or [()] * n)] if self.has_first_stage and not wrong else []
-        now: CachedExecutor | None = None
+        inputs = [*(arg_mbs or [()] * n)] if self.has_first_stage and not error_text else []
+        cached_executor: CachedExecutor | None = None
         try:
             with ExitStack() as stack:
                 if trains and self.sets_gradients_aside:
                     stack.enter_context(gradients.set_gradients_aside(self.stages))
                 with unshard_stages(self.stages, trains=trains):
-                    before = self.current
-                    now = self._get_executor(trains, inputs, kwarg_mbs or [{}] * n, wrong)
-                    self.current = now
-                    self.pending_outputs = PendingOutputs(by_value=now is not before)
+                    last_executor = self.current
+                    cached_executor = self._get_executor(
+                        trains, inputs, kwarg_mbs or [{}] * n, error_text
+                    )
+                    self.current = cached_executor
+                    self.pending_outputs = PendingOutputs(
+                        by_value=cached_executor is not last_executor
+                    )
                     self.loss_kwargs = loss_kwargs or {}
                     self.keeps_outputs = return_outputs
                     self.computes_losses = self.loss_fn is not None and target_mbs is not None
@@ -143,13 +147,13 @@ class ExecutorRuntime:
                     self.losses = [None] * n
                     all_targets = enumerate(target_mbs or [None] * n)
                     targets: Any = [*all_targets] if self.last_stage is not None else []
-                    now.executor.step(inputs, targets, keywords=kwarg_mbs or ())
+                    cached_executor.executor.step(inputs, targets, keywords=kwarg_mbs or ())
                     self.pending_outputs.finish()
                 if trains:
                     self._reduce_gradients()
         except BaseException:
-            if now is not None:
-                self._drop_executors(now)
+            if cached_executor is not None:
+                self._drop_executors(cached_executor)
             raise
         if self.last_stage is not None and return_outputs:
             self.last_stage.output_chunks.extend(self.outputs)
@@ -198,8 +202,8 @@ class ExecutorRuntime:
     def _detach_for_caller(self, tensor: Tensor) -> Tensor:
         """Return a detached tensor for the caller; a copy if the next step would overwrite it."""
         assert self.current is not None
-        there = tensor.untyped_storage().data_ptr() in self.current.receive_storages
-        return tensor.detach().clone() if there else tensor.detach()
+        is_receive_buffer = tensor.untyped_storage().data_ptr() in self.current.receive_storages
+        return tensor.detach().clone() if is_receive_buffer else tensor.detach()
 
     def _drop_executors(self, failed: CachedExecutor) -> None:
         self.num_failures += 1
@@ -219,16 +223,16 @@ class ExecutorRuntime:
         if bad_arguments:
             inputs, kwarg_mbs = [], []
         shapes = tuple(map(collect_shapes, inputs)), tuple(map(collect_shapes, kwarg_mbs))
-        now = self.current
+        current = self.current
         fits = (
             not bad_arguments
-            and now is not None
-            and now.matches_step(has_backward, shapes, self.stages)
+            and current is not None
+            and current.matches_step(has_backward, shapes, self.stages)
         )
         self.changed_flag.fill_(not fits)
         self.group.allreduce([self.changed_flag], self.max_reduction).wait()
-        if now is not None and not self.changed_flag.item():
-            return now
+        if current is not None and not self.changed_flag.item():
+            return current
         program = self.programs[has_backward]
 
         def get_requirements() -> ExecutorRequirements:
@@ -239,13 +243,15 @@ class ExecutorRuntime:
             )
 
         key = tuple(gather_or_raise(get_requirements, self.group, [ExecutorRequirements]))
-        require_same("has_backward of the step", [facts.has_backward for facts in key])
-        for other in [
+        require_same(
+            "has_backward of the step", [requirements.has_backward for requirements in key]
+        )
+        for stale_key in [
             k
             for k in self.executors
             if [*map(_get_num_failures, k)] != [*map(_get_num_failures, key)]
         ]:
-            self.executors.pop(other).disconnect()
+            self.executors.pop(stale_key).disconnect()
         if key not in self.executors:
             while len(self.executors) >= MAX_EXECUTORS:
                 self.executors.pop(next(iter(self.executors))).transport.shut_down()

@@ -47,8 +47,10 @@ class MicrobatchLossRuntime(_PipelineScheduleRuntime):
         self, stage: Any, output: Any, target_mbs: Any, mb_index: int, *_: Any
     ) -> None:
         if stage.is_last and self._loss_fn is not None and target_mbs is not None:
-            more = self._loss_kwargs or {}
-            self._losses_by_mb[mb_index] = self._loss_fn(output, target_mbs[mb_index], **more)
+            loss_kwargs = self._loss_kwargs or {}
+            self._losses_by_mb[mb_index] = self._loss_fn(
+                output, target_mbs[mb_index], **loss_kwargs
+            )
         self._on_forward_end(stage, output, mb_index)
 
     def _maybe_get_loss(self, stage: Any, mb_index: int) -> Tensor | None:
@@ -124,14 +126,14 @@ class CheckedRuntime(MicrobatchLossRuntime):
 
     # ------------------------------------------------------------ shapes
 
-    def _initialize_stages(self, *given: Any, **named: Any) -> None:
+    def _initialize_stages(self, *args: Any, **kwargs: Any) -> None:
         """Let torch infer shapes with a forward and a backward of each stage, without side effects.
 
         These passes run on copies of the inputs. The state and the gradients of stages are restored
         afterwards. Each step receives into new tensor objects, which have no hooks from the last
         step.
         """
-        given, named = tree_map_only(Tensor, torch.clone, (given, named))
+        args, kwargs = tree_map_only(Tensor, torch.clone, (args, kwargs))
         checkpoints_before = checkpoint_count()
         with PreservedState() as preserved:
             if not self._stages_forward_initialized or (
@@ -143,7 +145,7 @@ class CheckedRuntime(MicrobatchLossRuntime):
                     preserved.add_gradients(stage.submod.parameters(), clear=True)
                     run = backward_split.compute_input_gradients
                     preserved.enter_context(_replace_method(stage, "_compute_input_grads", run))
-            super()._initialize_stages(*given, **named)
+            super()._initialize_stages(*args, **kwargs)
         self._warn_of_checkpoints(checkpoints_before)
         for stage in self._stages:
             for infos in (*stage.args_recv_info.values(), *stage.grad_recv_info.values()):
@@ -157,12 +159,18 @@ class CheckedRuntime(MicrobatchLossRuntime):
 
         `count_before` is `checkpoint_count()` before these forwards.
         """
-        split = [stage.stage_index for stage in self._stages if self._can_split_backward(stage)]
-        if self._has_warned_of_checkpoints or not split or checkpoint_count() == count_before:
+        split_stages = [
+            stage.stage_index for stage in self._stages if self._can_split_backward(stage)
+        ]
+        if (
+            self._has_warned_of_checkpoints
+            or not split_stages
+            or checkpoint_count() == count_before
+        ):
             return
         self._has_warned_of_checkpoints = True
         warnings.warn(
-            f"stages {split} have activation checkpoints, and torch's split backward would "
+            f"stages {split_stages} have activation checkpoints, and torch's split backward would "
             "recompute these several times. So I runs the full backward of these stages, and W "
             "does nothing; runtime='schedir' splits their backwards",
             stacklevel=2,
@@ -184,24 +192,25 @@ class CheckedRuntime(MicrobatchLossRuntime):
         """Check the outputs of a forward, and decide whether its backward may be split."""
         s, has_hooks = stage.stage_index, self._counts_before != (hook_count(), checkpoint_count())
         outputs, inputs = stage.fwd_cache[mb_index]
-        sent = not stage.is_last and s + 1 not in {each.stage_index for each in self._stages}
+        local_stages = {local_stage.stage_index for local_stage in self._stages}
+        is_sent = not stage.is_last and s + 1 not in local_stages
         if not stage.is_last:
-            require_declared_output(stage, output, is_sent=sent)
+            require_declared_output(stage, output, is_sent=is_sent)
         self._pending_outputs.add(s, mb_index, self._outputs_needed_later(stage, output, mb_index))
-        if sent:
+        if is_sent:
             outputs = tuple(map(_make_contiguous, outputs))
             stage.fwd_cache[mb_index] = outputs, inputs
         if not self._can_split_backward(stage):
             return
         self._warn_of_checkpoints(self._counts_before[1])
         if stage.is_last:
-            ends = (backward_split.make_detachable(self._losses_by_mb[mb_index]),)
-            self._losses_by_mb[mb_index] = ends[0]
+            backward_inputs = (backward_split.make_detachable(self._losses_by_mb[mb_index]),)
+            self._losses_by_mb[mb_index] = backward_inputs[0]
         else:
-            ends = tuple(map(backward_split.make_detachable, outputs))
-            stage.fwd_cache[mb_index] = (ends, inputs)
+            backward_inputs = tuple(map(backward_split.make_detachable, outputs))
+            stage.fwd_cache[mb_index] = (backward_inputs, inputs)
         if s not in self._full_stages and backward_split.split_loses_gradients(
-            stage, ends, mb_index
+            stage, backward_inputs, mb_index
         ):
             self._full_stages.add(s)
         if s in self._full_stages or has_hooks:
@@ -211,8 +220,8 @@ class CheckedRuntime(MicrobatchLossRuntime):
         """Return the outputs and the loss of a forward that torch or the caller needs later."""
         if not stage.is_last:
             return tree_leaves(output)
-        kept = tree_leaves(output) if stage.output_chunks else []
-        return [*kept, self._losses_by_mb.get(mb)]
+        outputs = tree_leaves(output) if stage.output_chunks else []
+        return [*outputs, self._losses_by_mb.get(mb)]
 
     # ------------------------------------------------------------ a backward
 
@@ -220,8 +229,8 @@ class CheckedRuntime(MicrobatchLossRuntime):
         self, stage: Any, run: Callable[..., Any], mb: int, *args: Any, **kwargs: Any
     ) -> None:
         """Run a backward of a stage, or the half that computes the gradients of inputs."""
-        full = kwargs.get("full_backward", True)
-        if not stage.is_last and (full or not stage.is_first):
+        is_full = kwargs.get("full_backward", True)
+        if not stage.is_last and (is_full or not stage.is_first):
             self._pending_outputs.release(stage.stage_index, mb)
         with self._force_full_if_needed(stage, mb):
             run(mb, *args, **kwargs)
@@ -241,27 +250,27 @@ class CheckedRuntime(MicrobatchLossRuntime):
     @contextmanager
     def _force_full_if_needed(self, stage: Any, mb: int) -> Iterator[None]:
         """Make torch run the full backward at I if a split backward would be wrong."""
-        full = (stage.stage_index, mb) in self._full_microbatches
-        if full:
+        is_full = (stage.stage_index, mb) in self._full_microbatches
+        if is_full:
             stage.dw_builder = backward_split.full_backward_dw_builder
         try:
             yield
         finally:
-            if full:
+            if is_full:
                 stage.dw_builder = None
 
 
 @contextmanager
 def _replace_method(stage: Any, name: str, run: Callable[..., Any]) -> Iterator[None]:
     """Replace a method of a stage by a call of `run(stage, method, ...)` in this context."""
-    own = vars(stage).get(name)
+    instance_method = vars(stage).get(name)
     setattr(stage, name, partial(run, stage, getattr(stage, name)))
     try:
         yield
     finally:
         delattr(stage, name)
-        if own is not None:
-            setattr(stage, name, own)
+        if instance_method is not None:
+            setattr(stage, name, instance_method)
 
 
 def _make_contiguous(value: Any) -> Any:

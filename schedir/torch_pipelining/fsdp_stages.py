@@ -48,9 +48,13 @@ def insert_unshards(actions: Sequence[Any], unsharded_stages: int) -> list[Any]:
         [_stages_of_action(action) for action in actions], unsharded_stages
     )
     order: list[Any] = []
-    for changes, also in zip(changes_before, [*([action] for action in actions), []], strict=True):
-        order += [_Action(one, UNSHARD if begins else RESHARD, None) for one, begins in changes]
-        order += also
+    actions_after = [*([action] for action in actions), []]
+    for changes, next_actions in zip(changes_before, actions_after, strict=True):
+        order += [
+            _Action(stage, UNSHARD if is_unshard else RESHARD, None)
+            for stage, is_unshard in changes
+        ]
+        order += next_actions
     return order
 
 
@@ -68,7 +72,9 @@ def _stages_of_action(
     """
     if action.sub_actions is not None:
         return tuple(
-            dict.fromkeys(s for each in action.sub_actions for s in _stages_of_action(each, kinds))
+            dict.fromkeys(
+                s for sub_action in action.sub_actions for s in _stages_of_action(sub_action, kinds)
+            )
         )
     return (action.stage_index,) if action.computation_type in kinds else ()
 
@@ -88,37 +94,39 @@ def require_unsharded(actions: Sequence[Any], unsharded_stages: int) -> None:
         CompletenessError: A stage stays unsharded at the end. Or a stage has backwards but no
             reduction, or a reduction but no backwards.
     """
-    unsharded: set[int] = set()
-    reduced: set[int] = set()
-    added: set[int] = set()  # stages whose backwards have added to gradients
+    unsharded_now: set[int] = set()
+    reduced_stages: set[int] = set()
+    backward_stages: set[int] = set()  # stages whose backwards have added to gradients
     limit = _max_unsharded(actions, unsharded_stages)
     for action in actions:
         kind, stage = action.computation_type, action.stage_index
         if kind == UNSHARD:
-            if stage in unsharded:
+            if stage in unsharded_now:
                 raise OrderError(f"{action}: stage {stage} is already unsharded")
-            unsharded.add(stage)
+            unsharded_now.add(stage)
         elif kind == RESHARD:
-            if stage not in unsharded:
+            if stage not in unsharded_now:
                 raise OrderError(f"{action}: stage {stage} is already sharded")
-            unsharded.remove(stage)
-        needs = _stages_of_action(action)
-        if needs and len(unsharded) > limit:
+            unsharded_now.remove(stage)
+        needed_stages = _stages_of_action(action)
+        if needed_stages and len(unsharded_now) > limit:
             raise SlotError(
-                f"{action}: stages {sorted(unsharded)} are unsharded, but the limit is {limit} "
+                f"{action}: stages {sorted(unsharded_now)} are unsharded, but the limit is {limit} "
                 "unsharded stages"
             )
-        for s in needs:
-            if s not in unsharded:
+        for s in needed_stages:
+            if s not in unsharded_now:
                 raise OrderError(f"{action} needs stage {s} unsharded, but the stage is sharded")
-            if s in reduced:
+            if s in reduced_stages:
                 raise OrderError(f"{action} comes after the reduction of stage {s}")
-        added.update(_stages_of_action(action, BACKWARDS))
-        reduced.update(_stages_of_action(action, (REDUCE_GRAD,)))
-    if unsharded:
-        raise CompletenessError(f"stages {sorted(unsharded)} are unsharded at the end")
-    if added != reduced:
-        raise CompletenessError(f"stages {sorted(added ^ reduced)} lack a backward or a reduction")
+        backward_stages.update(_stages_of_action(action, BACKWARDS))
+        reduced_stages.update(_stages_of_action(action, (REDUCE_GRAD,)))
+    if unsharded_now:
+        raise CompletenessError(f"stages {sorted(unsharded_now)} are unsharded at the end")
+    if backward_stages != reduced_stages:
+        raise CompletenessError(
+            f"stages {sorted(backward_stages ^ reduced_stages)} lack a backward or a reduction"
+        )
 
 
 def accumulate_gradients(module: Any) -> None:
@@ -145,9 +153,11 @@ def list_parameter_groups(module: Any) -> list[Any]:
     """
     if not isinstance(module, FSDPModule):
         return []
-    parts: Iterator[Any] = module.modules()  # type: ignore[attr-defined]
+    submodules: Iterator[Any] = module.modules()  # type: ignore[attr-defined]
     # Several modules may share one state, as after `fully_shard([norm, head])`.
-    states = dict.fromkeys(part._get_fsdp_state() for part in parts if isinstance(part, FSDPModule))
+    states = dict.fromkeys(
+        submodule._get_fsdp_state() for submodule in submodules if isinstance(submodule, FSDPModule)
+    )
     return [group for state in states for group in state._fsdp_param_groups]
 
 
@@ -162,8 +172,8 @@ def unshard_stages(stages: Sequence[Any], *, trains: bool) -> Iterator[None]:
         stages: The stages of this rank.
         trains: True if the context computes gradients.
     """
-    sharded = [stage for stage in stages if isinstance(stage.submod, FSDPModule)]
-    groups = [group for stage in sharded for group in list_parameter_groups(stage.submod)]
+    sharded_stages = [stage for stage in stages if isinstance(stage.submod, FSDPModule)]
+    groups = [group for stage in sharded_stages for group in list_parameter_groups(stage.submod)]
     for group in groups:
         group.lazy_init()
         group.unshard()
@@ -180,7 +190,7 @@ def unshard_stages(stages: Sequence[Any], *, trains: bool) -> Iterator[None]:
         for group in groups:
             del group.reshard, group.post_backward
         if is_complete and trains:
-            for stage in sharded:
+            for stage in sharded_stages:
                 stage.perform_reduce_grad(1)
         for group in groups:
             for p in group.fsdp_params:

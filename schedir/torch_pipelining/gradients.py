@@ -26,8 +26,8 @@ def list_parameters(stages: Iterable[Any]) -> list[nn.Parameter]:
     Args:
         stages: Stages of torch.
     """
-    found = (p for stage in stages for p in stage.submod.parameters() if p.requires_grad)
-    return [*dict.fromkeys(found)]
+    parameters = (p for stage in stages for p in stage.submod.parameters() if p.requires_grad)
+    return [*dict.fromkeys(parameters)]
 
 
 @contextmanager
@@ -37,16 +37,16 @@ def set_gradients_aside(stages: Sequence[Any]) -> Iterator[None]:
     Args:
         stages: Stages of torch.
     """
-    shared = _find_bucket_views(stages)
-    present = {p: p.grad for p in list_parameters(stages) if p.grad is not None}
-    before = {p: grad.clone() if p in shared else grad for p, grad in present.items()}
-    for p in before:
+    bucket_views = _find_bucket_views(stages)
+    grads = {p: p.grad for p in list_parameters(stages) if p.grad is not None}
+    saved_grads = {p: grad.clone() if p in bucket_views else grad for p, grad in grads.items()}
+    for p in saved_grads:
         p.grad = None
     try:
         yield
     finally:
-        for p, grad in before.items():
-            if p.grad is not None and p in shared:
+        for p, grad in saved_grads.items():
+            if p.grad is not None and p in bucket_views:
                 p.grad.add_(grad)
                 continue
             if p.grad is not None:
@@ -95,39 +95,41 @@ def average_over_replicas(ddp: Any) -> None:
     Args:
         ddp: The DistributedDataParallel module of the stage.
     """
-    group, left_out = ddp.process_group, ddp.parameters_to_ignore
-    trained = ((name, p) for name, p in ddp.module.named_parameters() if p.requires_grad)
-    trained_parameters = [p for name, p in trained if name not in left_out]
+    group, ignored_names = ddp.process_group, ddp.parameters_to_ignore
+    named_parameters = ((name, p) for name, p in ddp.module.named_parameters() if p.requires_grad)
+    trained_parameters = [p for name, p in named_parameters if name not in ignored_names]
     if not trained_parameters:
         return
-    has = torch.tensor(
+    has_grad = torch.tensor(
         [p.grad is not None for p in trained_parameters],
         dtype=torch.int32,
         device=trained_parameters[0].device,
     )
-    dist.all_reduce(has, op=dist.ReduceOp.MAX, group=group)
-    used = [p for p, some in zip(trained_parameters, has.tolist(), strict=True) if some]
-    for p in used:
+    dist.all_reduce(has_grad, op=dist.ReduceOp.MAX, group=group)
+    used_parameters = [
+        p for p, is_used in zip(trained_parameters, has_grad.tolist(), strict=True) if is_used
+    ]
+    for p in used_parameters:
         if p.grad is None:
             p.grad = torch.zeros_like(p)
-    for bucket in _make_buckets([p.grad for p in used if p.grad is not None]):
+    for bucket in _make_buckets([p.grad for p in used_parameters if p.grad is not None]):
         flat = torch.cat([grad.reshape(-1) for grad in bucket])
         flat.div_(dist.get_world_size(group))
         dist.all_reduce(flat, group=group)
-        at = 0
+        offset = 0
         for grad in bucket:
-            grad.copy_(flat[at : at + grad.numel()].view_as(grad))
-            at += grad.numel()
+            grad.copy_(flat[offset : offset + grad.numel()].view_as(grad))
+            offset += grad.numel()
 
 
 def _make_buckets(gradients: Sequence[Tensor]) -> Iterator[list[Tensor]]:
     """Yield gradients in buckets of one dtype and device and up to `BUCKET_BYTES`."""
-    kinds: dict[object, list[Tensor]] = {}
+    grads_by_kind: dict[object, list[Tensor]] = {}
     for grad in gradients:
-        kinds.setdefault((grad.dtype, grad.device), []).append(grad)
-    for kind in kinds.values():
+        grads_by_kind.setdefault((grad.dtype, grad.device), []).append(grad)
+    for grads in grads_by_kind.values():
         bucket: list[Tensor] = []
-        for grad in kind:
+        for grad in grads:
             if bucket and sum(g.nbytes for g in bucket) + grad.nbytes > BUCKET_BYTES:
                 yield bucket
                 bucket = []
@@ -153,26 +155,31 @@ def sum_tied_gradients(weights: Sequence[TiedWeight], rank_of: Sequence[int], gr
     """
     rank = dist.get_rank(group)
     messages: list[dist.P2POp] = []
-    rows: list[dict[int, Tensor]] = []
+    gradients_by_weight: list[dict[int, Tensor]] = []
     for weight in weights:
-        seen: set[nn.Parameter] = set()
-        own = {s: _contiguous_gradient(p, seen) for s, p in weight.local_copies.items()}
-        like = next(iter(own.values()))
-        row = {s: own[s] if s in own else torch.empty_like(like) for s in weight.stages}
+        counted: set[nn.Parameter] = set()
+        local_gradients = {
+            s: _contiguous_gradient(p, counted) for s, p in weight.local_copies.items()
+        }
+        example = next(iter(local_gradients.values()))
+        gradients = {
+            s: local_gradients[s] if s in local_gradients else torch.empty_like(example)
+            for s in weight.stages
+        }
         peers = sorted({rank_of[s] for s in weight.stages} - {rank})
-        for s, gradient in row.items():
-            if s in own:
+        for s, gradient in gradients.items():
+            if s in local_gradients:
                 messages += [_make_p2p_op(dist.isend, gradient, peer, group) for peer in peers]
             else:
                 messages.append(_make_p2p_op(dist.irecv, gradient, rank_of[s], group))
-        rows.append(row)
+        gradients_by_weight.append(gradients)
     for work in dist.batch_isend_irecv(messages) if messages else ():
         work.wait()
-    for weight, row in zip(weights, rows, strict=True):
-        first, *others = weight.stages
-        total = row[first].clone()
-        for s in others:
-            total += row[s]
+    for weight, gradients in zip(weights, gradients_by_weight, strict=True):
+        first_stage, *other_stages = weight.stages
+        total = gradients[first_stage].clone()
+        for s in other_stages:
+            total += gradients[s]
         for p in dict.fromkeys(weight.local_copies.values()):
             if p.grad is None:
                 p.grad = torch.zeros_like(p)
@@ -183,14 +190,14 @@ def _make_p2p_op(op: Any, tensor: Tensor, peer: int, group: Any) -> dist.P2POp:
     return dist.P2POp(op, tensor, group=group, group_peer=peer)
 
 
-def _contiguous_gradient(p: nn.Parameter, seen: set[nn.Parameter]) -> Tensor:
+def _contiguous_gradient(p: nn.Parameter, counted: set[nn.Parameter]) -> Tensor:
     """Return the gradient of a copy of a tied weight, contiguous.
 
-    Return zeros if the copy has no gradient, or if its Parameter is in `seen`. Two stages of a rank
-    may share one Parameter, whose gradient must be counted once.
+    Return zeros if the copy has no gradient, or if its Parameter is in `counted`. Two stages of a
+    rank may share one Parameter, whose gradient must be counted once.
     """
-    has_gradient = p.grad is not None and p not in seen
-    seen.add(p)
+    has_gradient = p.grad is not None and p not in counted
+    counted.add(p)
     return _to_local(
         p.grad if has_gradient and p.grad is not None else torch.zeros_like(p)
     ).contiguous()

@@ -80,9 +80,9 @@ class PendingOutputs:
         key = stage, mb
         if key in self._needed_outputs:
             self._needed_outputs[key] = [
-                each._replace(version=_get_version(each.tensor), checksum=None)
-                for each in self._needed_outputs[key]
-                if each.tensor.requires_grad
+                output._replace(version=_get_version(output.tensor), checksum=None)
+                for output in self._needed_outputs[key]
+                if output.tensor.requires_grad
             ]
 
     def release(self, stage: int, mb: int) -> None:
@@ -139,8 +139,8 @@ class PendingOutputs:
         self._gpu_comparisons.clear()
 
     def _checksum(self, tensor: Tensor) -> Any:
-        plain = type(tensor) is Tensor and tensor.layout is torch.strided
-        return checksum_on_device(tensor.detach()) if self._by_value and plain else None
+        is_plain = type(tensor) is Tensor and tensor.layout is torch.strided
+        return checksum_on_device(tensor.detach()) if self._by_value and is_plain else None
 
 
 def _get_version(tensor: Tensor) -> int:

@@ -43,9 +43,9 @@ def load_schedule_or_program(
         SchedirError: The file does not contain a valid program.
     """
     if (schedule is None) == (program is None):
-        both = "both are" if schedule is not None else "none is"
+        argument_state = "both are" if schedule is not None else "none is"
         raise UsageError(
-            f"give exactly one of schedule and program: {both} given",
+            f"give exactly one of schedule and program: {argument_state} given",
             hint=EXAMPLE,
             fields=["schedule", "program"],
         )
@@ -92,11 +92,11 @@ def compile_for_stages(
     """
     if not isinstance(source, Program):
         return compile(source, shape, tied_weights=tied_weights)
-    own = source.shape
-    has = (source.shape.ranks, source.shape.microbatches, source.shape.replica_ranks.tolist())
-    if has != (shape.ranks, shape.microbatches, shape.replica_ranks.tolist()):
+    own_shape = source.shape
+    own_key = (own_shape.ranks, own_shape.microbatches, own_shape.replica_ranks.tolist())
+    if own_key != (shape.ranks, shape.microbatches, shape.replica_ranks.tolist()):
         raise UsageError(
-            f"the program is for {_describe_shape(own)}, but the ranks have "
+            f"the program is for {_describe_shape(own_shape)}, but the ranks have "
             f"{_describe_shape(shape)}",
             program=source.name,
             fields=["program"],
@@ -118,24 +118,23 @@ def compile_for_stages(
         )
     if source.is_draft:
         return compile(source, tied_weights=source.tied_weights or tied_weights)
-    ends = any(
+    has_step = any(
         is_op(stream.words.view(WORD_DTYPE)["op"], OPTIMIZER_STEP_OPS).any()
         for stream in source.streams
     )
+    if has_step:
+        return source
     # A CSV file may have transfers, but has no optimizer step and no reductions of tied weights.
-    return (
-        source
-        if ends
-        else finish_lowering(replace(source, tied_weights=source.tied_weights or tied_weights))
-    )
+    return finish_lowering(replace(source, tied_weights=source.tied_weights or tied_weights))
 
 
 def _describe_shape(shape: PipelineShape) -> str:
     """Return a shape in words, with the stages of each rank."""
-    held = "; ".join(
-        f"rank {rank}: {', '.join(map(str, own))}" for rank, own in enumerate(shape.stages_on_rank)
+    ranks_text = "; ".join(
+        f"rank {rank}: {', '.join(map(str, stages))}"
+        for rank, stages in enumerate(shape.stages_on_rank)
     )
-    return f"{shape.stages} stages, {shape.microbatches} microbatches ({held})"
+    return f"{shape.stages} stages, {shape.microbatches} microbatches ({ranks_text})"
 
 
 # ------------------------------------------------------------ stages of ranks
@@ -155,8 +154,8 @@ def infer_shape(
         UsageError: A stage is on no rank, on two ranks, or twice on a rank.
     """
     rank_of: dict[int, int] = {}
-    for rank, own in enumerate(stages_of_ranks):
-        for s in own:
+    for rank, rank_stages in enumerate(stages_of_ranks):
+        for s in rank_stages:
             if s in rank_of:
                 raise UsageError(
                     f"stage {s} must be on one rank, not on {rank_of[s]} and {rank}"

@@ -118,7 +118,7 @@ class Schedule(CheckedRuntime):
         local_stages = require_stages(stages)
         self._group = group = program_selection.get_process_group(local_stages[0])
 
-        def facts() -> dict[str, Any]:
+        def get_settings() -> dict[str, Any]:
             require_runnable(local_stages, n_microbatches, loss_fn, unsharded_stages)
             if runtime not in get_args(Runtime):
                 raise UsageError(
@@ -143,9 +143,9 @@ class Schedule(CheckedRuntime):
                 ),
             }
 
-        each = gather_or_raise(facts, group, [TiedWeights])
-        for what in [*each[0]][1:]:
-            require_same(what, [of[what] for of in each])
+        settings_by_rank = gather_or_raise(get_settings, group, [TiedWeights])
+        for name in [*settings_by_rank[0]][1:]:
+            require_same(name, [settings[name] for settings in settings_by_rank])
         super().__init__(  # type: ignore[no-untyped-call]
             local_stages,
             n_microbatches,
@@ -153,11 +153,13 @@ class Schedule(CheckedRuntime):
             args_chunk_spec=args_chunk_spec,
             kwargs_chunk_spec=kwargs_chunk_spec,
             output_merge_spec=output_merge_spec,
-            scale_grads=each[0]["scale_grads"],
+            scale_grads=settings_by_rank[0]["scale_grads"],
             backward_requires_autograd=backward_requires_autograd,
         )
         shape = program_selection.infer_shape(
-            [of["the stages"] for of in each], local_stages[0].num_stages, n_microbatches
+            [settings["the stages"] for settings in settings_by_rank],
+            local_stages[0].num_stages,
+            n_microbatches,
         )
         self._rank_of: list[int] = shape.first_rank_per_stage.tolist()
         self._shared_weights = (
@@ -169,9 +171,9 @@ class Schedule(CheckedRuntime):
         )
         self.program: Program
         self.forward_program: Program
-        model, blocks = each[0]["the progress model"]
+        progress_model, blocking_hosts = settings_by_rank[0]["the progress model"]
 
-        def compiled() -> str:
+        def compile_program() -> str:
             source = program_selection.load_schedule_or_program(schedule, program)
             full_program = program_selection.compile_for_stages(
                 source, shape, self._shared_weights.tied_stages if self._shared_weights else ()
@@ -183,16 +185,16 @@ class Schedule(CheckedRuntime):
                     hint="loss_fn=..., or a program with forwards only",
                     fields=["loss_fn"],
                 )
-            forward = evaluation_program(full_program)
-            self.program = full_program if loss_fn is not None else forward
-            self.forward_program = forward
+            forward_program = evaluation_program(full_program)
+            self.program = full_program if loss_fn is not None else forward_program
+            self.forward_program = forward_program
             if runtime == "torch":
-                for one in (self.program, forward):
-                    check(one, model, blocking_hosts=blocks)
-                    actions.make_actions(one)
+                for run_program in (self.program, forward_program):
+                    check(run_program, progress_model, blocking_hosts=blocking_hosts)
+                    actions.make_actions(run_program)
             return f"{full_program.name} ({full_program.digest[:16]})"
 
-        require_same("the program", gather_or_raise(compiled, group))
+        require_same("the program", gather_or_raise(compile_program, group))
         if self._shared_weights is not None and self.program.has_backward:
             self._shared_weights.bind_program(self.program)
         self._checkpoint_adapter = TorchCheckpointState(
@@ -205,16 +207,16 @@ class Schedule(CheckedRuntime):
         self._last_modules = []
         self._executor_runtime: ExecutorRuntime | None = None
         if runtime == "schedir":
-            both = self.program, self.forward_program
+            programs = self.program, self.forward_program
             self._executor_runtime = ExecutorRuntime(
-                local_stages, *both, loss_fn, self.scale_grads, tied_weights, group
+                local_stages, *programs, loss_fn, self.scale_grads, tied_weights, group
             )
         self._actions_by_mode = {
-            one.has_backward: {
+            run_program.has_backward: {
                 rank: insert_unshards(order, unsharded_stages)
-                for rank, order in actions.make_actions(one).items()
+                for rank, order in actions.make_actions(run_program).items()
             }
-            for one in (self.program, self.forward_program)
+            for run_program in (self.program, self.forward_program)
         }
         for orders in self._actions_by_mode.values():
             for order in orders.values():
@@ -238,12 +240,12 @@ class Schedule(CheckedRuntime):
             **options: Keywords of `Schedule`.
         """
 
-        class Of(cls):  # type: ignore[valid-type, misc]
+        class WithOptions(cls):  # type: ignore[valid-type, misc]
             def __init__(self, *args: Any, **kwargs: Any) -> None:
                 super().__init__(*args, **(options | kwargs))
 
-        Of.__name__ = Of.__qualname__ = f"{cls.__name__}.of({', '.join(options)})"
-        return Of
+        WithOptions.__name__ = WithOptions.__qualname__ = f"{cls.__name__}.of({', '.join(options)})"
+        return WithOptions
 
     def _load_csv(self, filename: str, format: str = "compute_only") -> None:
         raise UsageError(
@@ -324,15 +326,15 @@ class Schedule(CheckedRuntime):
                 program=self.program.name,
                 hint="schedule.eval(...), or a program with backwards",
             )
-        cut = (arg_mbs, kwarg_mbs, target_mbs)
-        if any(each is not None for each in cut):
+        given_microbatches = (arg_mbs, kwarg_mbs, target_mbs)
+        if any(microbatches is not None for microbatches in given_microbatches):
             if args or kwargs or target is not None:
                 raise UsageError(
                     "step got a complete batch and microbatches: give only one of them",
                     program=self.program.name,
                     hint="step(x, target=y), or step(arg_mbs=[(x0,), (x1,)], target_mbs=[y0, y1])",
                 )
-            self._given_microbatches = cut
+            self._given_microbatches = given_microbatches
         self._require_equal_microbatches(args, kwargs, target)
         try:
             return super().step(
@@ -386,14 +388,14 @@ class Schedule(CheckedRuntime):
     ) -> None:
         if self._given_microbatches is not None:
             target_mbs = self._given_microbatches[2]
-        given = (arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
+        step_arguments = (arg_mbs, kwarg_mbs, target_mbs, losses, return_outputs)
         # The executor runtime checks the arguments itself, and raises errors on all ranks.
         if self._executor_runtime is not None:
-            self._executor_runtime.step(*given, loss_kwargs)
+            self._executor_runtime.step(*step_arguments, loss_kwargs)
             return
         has_last = any(stage.is_last for stage in self._stages)
         computes_loss = has_last and self._loss_fn is not None
-        if wrong := find_microbatch_error(
+        if error_text := find_microbatch_error(
             self._n_microbatches,
             arg_mbs,
             kwarg_mbs,
@@ -401,7 +403,7 @@ class Schedule(CheckedRuntime):
             losses,
             needs_target=computes_loss and (self._has_backward or losses is not None),
         ):
-            raise UsageError(wrong, program=self.program.name)
+            raise UsageError(error_text, program=self.program.name)
         self._disable_auto_reshard()
         if self._has_backward:
             require_frozen_stages(self._stages, self.program)
@@ -420,14 +422,14 @@ class Schedule(CheckedRuntime):
             stack.enter_context(self._remove_ddp())
             if self._has_backward and self._shared_weights is not None:
                 self._shared_weights.refresh()
-            super()._step_microbatches(*given, loss_kwargs)
+            super()._step_microbatches(*step_arguments, loss_kwargs)
             if self._has_backward:
                 self._finish_gradients()
         self._has_failed = False
         if has_last and return_outputs:
-            (last,) = (stage for stage in self._stages if stage.is_last)
-            made = dict(zip(self._last_stage_order, last.output_chunks, strict=True))
-            last.output_chunks[:] = [made[mb] for mb in sorted(made)]
+            (last_stage,) = (stage for stage in self._stages if stage.is_last)
+            output_by_mb = dict(zip(self._last_stage_order, last_stage.output_chunks, strict=True))
+            last_stage.output_chunks[:] = [output_by_mb[mb] for mb in sorted(output_by_mb)]
 
     def _disable_auto_reshard(self) -> None:
         """Disable FSDP's reshard after each forward; the schedule has RESHARD actions instead.
@@ -452,11 +454,11 @@ class Schedule(CheckedRuntime):
         """
         divides = self.scale_grads and self._n_microbatches > 1
         sums = self._shared_weights is not None and bool(self._shared_weights.tied_stages)
-        infers = not self._stages_forward_initialized or (
+        infers_shapes = not self._stages_forward_initialized or (
             self._has_backward != self._stages_backward_initialized
         )
-        sharded = any(isinstance(stage.submod, FSDPModule) for stage in self._stages)
-        return (self._has_backward and (divides or sums)) or (infers and sharded)
+        has_sharded = any(isinstance(stage.submod, FSDPModule) for stage in self._stages)
+        return (self._has_backward and (divides or sums)) or (infers_shapes and has_sharded)
 
     @contextmanager
     def _remove_ddp(self) -> Iterator[None]:

@@ -37,18 +37,18 @@ def require_stages(stages: object) -> list[Any]:
     Raises:
         UsageError: The argument is something else, or empty.
     """
-    several = isinstance(stages, Sequence) and not isinstance(stages, str)
-    found: list[Any] = [*stages] if several else [stages]  # type: ignore[misc]
-    for stage in found:
+    is_sequence = isinstance(stages, Sequence) and not isinstance(stages, str)
+    stage_list: list[Any] = [*stages] if is_sequence else [stages]  # type: ignore[misc]
+    for stage in stage_list:
         if not isinstance(stage, _PipelineStageBase):
             raise UsageError(
                 f"stages must be PipelineStages of torch, not {describe(stage)}",
                 hint=EXAMPLE,
                 fields=["stages"],
             )
-    if not found:
+    if not stage_list:
         raise UsageError("stages is empty: a rank needs a stage", hint=EXAMPLE, fields=["stages"])
-    return sorted(found, key=lambda stage: int(stage.stage_index))
+    return sorted(stage_list, key=lambda stage: int(stage.stage_index))
 
 
 def require_runnable(
@@ -67,13 +67,13 @@ def require_runnable(
             at least 1, `loss_fn` is not a function, or only submodules of a stage are wrapped.
     """
     for stage in stages[1:]:
-        for what in ("num_stages", "group", "device"):
-            one = getattr(stages[0], what)
-            other = getattr(stage, what)
-            if one != other:
+        for attribute in ("num_stages", "group", "device"):
+            first_value = getattr(stages[0], attribute)
+            value = getattr(stage, attribute)
+            if first_value != value:
                 raise UsageError(
-                    f"stage {stages[0].stage_index} has {what} {describe(one)}, but stage "
-                    f"{stage.stage_index} of the same rank has {describe(other)}",
+                    f"stage {stages[0].stage_index} has {attribute} {describe(first_value)}, but "
+                    f"stage {stage.stage_index} of the same rank has {describe(value)}",
                     fields=["stages"],
                 )
     for name, number in (("n_microbatches", microbatches), ("unsharded_stages", unsharded_stages)):
@@ -98,16 +98,17 @@ def require_outermost_wrapper(stages: Sequence[Any]) -> None:
         UsageError: Only submodules of a stage are wrapped.
     """
     for stage in stages:
-        for is_so, done, again in (
+        for is_wrapped, state, remedy in (
             (_is_sharded, "sharded", "call fully_shard(stage.submod) after its modules"),
             (_is_replicated, "replicated", "DistributedDataParallel(torch.compile(module))"),
         ):
-            outermost = isinstance(stage.submod, FSDPModule | Replicated) and is_so(stage.submod)
-            if not outermost and any(map(is_so, stage.submod.modules())):
+            module = stage.submod
+            is_outermost = isinstance(module, FSDPModule | Replicated) and is_wrapped(module)
+            if not is_outermost and any(map(is_wrapped, module.modules())):
                 raise UsageError(
-                    f"some modules of stage {stage.stage_index} are {done}, but the stage itself "
+                    f"some modules of stage {stage.stage_index} are {state}, but the stage itself "
                     "is not: its gradients would be reduced in each backward or never",
-                    hint=again,
+                    hint=remedy,
                     fields=["stages"],
                 )
 
@@ -121,8 +122,8 @@ def _is_replicated(module: Any) -> bool:
 
     `replicate` has the effect of DDP without a wrapper module.
     """
-    by_name = "replicate" in (_get_registry(module) or ()) and not isinstance(module, FSDPModule)
-    return isinstance(module, Replicated) or by_name
+    is_registered = "replicate" in (_get_registry(module) or ())
+    return isinstance(module, Replicated) or (is_registered and not isinstance(module, FSDPModule))
 
 
 def require_frozen_stages(stages: Sequence[Any], program: Program) -> None:
@@ -165,12 +166,12 @@ def require_declared_output(stage: Any, output: object, *, is_sent: bool) -> Non
     declared = stage._stage_meta.outputs or ()
     outputs = output if isinstance(output, tuple | list) else (output,)
     for k, (tensor, expected) in enumerate(zip(outputs, declared, strict=False)):
-        kind, other = (tensor.shape, tensor.dtype), (expected.shape, expected.dtype)
-        if is_sent and type(tensor) is Tensor and kind != other:
+        actual, required = (tensor.shape, tensor.dtype), (expected.shape, expected.dtype)
+        if is_sent and type(tensor) is Tensor and actual != required:
             raise ModelError(
-                f"output {k} of stage {stage.stage_index} is {[*kind[0]]} of {kind[1]}, but must "
-                f"be {[*other[0]]} of {other[1]}, as in the first step: torch's runtime needs "
-                "the same shapes in all microbatches",
+                f"output {k} of stage {stage.stage_index} is {[*actual[0]]} of {actual[1]}, but "
+                f"must be {[*required[0]]} of {required[1]}, as in the first step: torch's runtime "
+                "needs the same shapes in all microbatches",
                 hint="use batches of one size that n_microbatches divides, another Schedule for "
                 "another size, or runtime='schedir'",
             )
@@ -190,12 +191,12 @@ def unwrap_module(module: nn.Module) -> nn.Module:
         module: The module of a stage.
     """
     while True:
-        inside = getattr(module, "_orig_mod", None)
+        inner = getattr(module, "_orig_mod", None)
         if isinstance(module, Replicated):
-            inside = module.module
-        if not isinstance(inside, nn.Module):
+            inner = module.module
+        if not isinstance(inner, nn.Module):
             return module
-        module = inside
+        module = inner
 
 
 class SharedWeights:
@@ -233,7 +234,7 @@ class SharedWeights:
         self._fingerprints = self._gather_fingerprints()
         table = ParameterTable(self._fingerprints, tied_weights, self._find_named_ties())
         self.tied_stages: TiedStages = tuple(
-            sorted({tuple(s for s, _ in places) for places in table.weights if len(places) > 1})
+            sorted({tuple(s for s, _ in copies) for copies in table.weights if len(copies) > 1})
         )
 
     def _gather_fingerprints(self) -> list[StageFingerprints]:
@@ -248,13 +249,13 @@ class SharedWeights:
 
     def _find_named_ties(self) -> TiedStages:
         """Return the stages whose `tied_weight` attributes are assumed to be one weight."""
-        named = {
+        tied_stages = {
             s
-            for own in self._fingerprints
-            for s, each in own.items()
-            if any(p.is_named_tied for p in each)
+            for fingerprints in self._fingerprints
+            for s, parameters in fingerprints.items()
+            if any(p.is_named_tied for p in parameters)
         }
-        return (tuple(sorted(named)),) if len(named) > 1 else ()
+        return (tuple(sorted(tied_stages)),) if len(tied_stages) > 1 else ()
 
     def bind_program(self, program: Program) -> None:
         """Find the tied weights of this rank for a program.
@@ -288,12 +289,15 @@ class SharedWeights:
             ModelError: The ties do not match the program, or equal weights are not tied.
         """
         if any(
-            not p.values_digest for own in self._fingerprints for each in own.values() for p in each
+            not p.values_digest
+            for fingerprints in self._fingerprints
+            for parameters in fingerprints.values()
+            for p in parameters
         ):
             self._fingerprints = self._gather_fingerprints()
             self.weights = self._find_weights(allow_identical_stages=self._allow_identical_stages)
-        own = {p for weight in self.weights for p in weight.local_copies.values()}
-        if own and own - {
+        tied_parameters = {p for weight in self.weights for p in weight.local_copies.values()}
+        if tied_parameters and tied_parameters - {
             p for module in self._unwrapped_modules().values() for p in module.parameters()
         }:
             self.weights = self._find_weights(allow_identical_stages=True)
@@ -309,14 +313,14 @@ def require_reducible(stage: Any) -> None:
         ModelError: DDP has a communication hook or mixed precision.
     """
     ddp = stage.submod
-    for what, there in (
+    for feature, is_used in (
         ("a communication hook", bool(getattr(ddp, "_comm_hooks", ()))),
         ("mixed precision", getattr(ddp, "mixed_precision", None) is not None),
     ):
-        if there:
+        if is_used:
             raise ModelError(
-                f"stage {stage.stage_index} is wrapped by DistributedDataParallel with {what}, "
-                f"but schedir reduces the gradients of the stage without {what}",
+                f"stage {stage.stage_index} is wrapped by DistributedDataParallel with {feature}, "
+                f"but schedir reduces the gradients of the stage without {feature}",
                 hint="use fully_shard, or let DDP reduce the gradients: use a schedule with full "
                 "backwards, and no static_graph",
             )

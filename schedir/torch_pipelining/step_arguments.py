@@ -56,22 +56,22 @@ def find_microbatch_error(
     Returns:
         One sentence, or an empty string.
     """
-    given_lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
-    for name, given in given_lists.items():
-        if given is not None and not isinstance(given, list):
-            return f"{name} must be a list, not {describe(given)}"
-        if isinstance(given, list) and len(given) != n_microbatches:
-            return f"{name} must have {n_microbatches} microbatches, not {len(given)}"
-    for name, given, kinds in (
+    argument_lists = {"arg_mbs": arg_mbs, "kwarg_mbs": kwarg_mbs, "target_mbs": target_mbs}
+    for name, value in argument_lists.items():
+        if value is not None and not isinstance(value, list):
+            return f"{name} must be a list, not {describe(value)}"
+        if isinstance(value, list) and len(value) != n_microbatches:
+            return f"{name} must have {n_microbatches} microbatches, not {len(value)}"
+    for name, value, kinds in (
         ("arg_mbs", arg_mbs, (tuple, list)),
         ("kwarg_mbs", kwarg_mbs, (Mapping,)),
     ):
-        for mb, each in enumerate(given if isinstance(given, Sequence) else ()):
-            if not isinstance(each, kinds):
+        for mb, mb_arguments in enumerate(value if isinstance(value, Sequence) else ()):
+            if not isinstance(mb_arguments, kinds):
                 kind_name = "tuple" if name == "arg_mbs" else "mapping"
                 return (
                     f"{name} must have a {kind_name} per microbatch, but {name}[{mb}] is "
-                    f"{describe(each)}"
+                    f"{describe(mb_arguments)}"
                 )
     if losses is not None and not isinstance(losses, list):
         return f"losses must be a list, not {describe(losses)}"

@@ -65,8 +65,8 @@ def patch_torchtitan(
             hint="patch_torchtitan('zb_v'), or another schedule with placement loop or vee",
             fields=["schedule" if program is None else "program"],
         )
-    given = {"schedule": schedule} if program is None else {"program": program}
-    replacement = Schedule.with_options(**given, **options)
+    program_option = {"schedule": schedule} if program is None else {"program": program}
+    replacement = Schedule.with_options(**program_option, **options)
     if shape.stages_per_rank == 1:
         # torchtitan makes one stage per rank for such classes, and several for all others.
         theirs.PipelineScheduleSingle.register(replacement)
@@ -94,12 +94,12 @@ def patch_torchtitan(
 def _import_pipeline_parallel() -> Any:
     """Return torchtitan's module that chooses the schedule class."""
     try:
-        found = metadata.version("torchtitan")
+        version = metadata.version("torchtitan")
     except metadata.PackageNotFoundError:
-        found = "not installed"
-    if found not in KNOWN_VERSIONS:
+        version = "not installed"
+    if version not in KNOWN_VERSIONS:
         raise UsageError(
-            f"torchtitan is {found}, but schedir supports versions {', '.join(KNOWN_VERSIONS)}",
+            f"torchtitan is {version}, but schedir supports versions {', '.join(KNOWN_VERSIONS)}",
             hint=f"pip install torchtitan=={KNOWN_VERSIONS[-1]}",
         )
     return import_module("torchtitan.distributed.pipeline_parallel")
