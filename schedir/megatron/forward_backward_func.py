@@ -131,9 +131,9 @@ class ForwardBackward:
         key = (setting, groups.pp, (*map(ref, chunks),), len(iterators), has_shapes_fn)
         if key not in self._prepared:
             self._prepared = {
-                other: run
-                for other, run in self._prepared.items()
-                if all(chunk() is not None for chunk in other[2])
+                prepared_key: run
+                for prepared_key, run in self._prepared.items()
+                if all(chunk() is not None for chunk in prepared_key[2])
             }
             call_arguments = (len(iterators), has_shapes_fn)
             self._prepared[key] = self._prepare(
@@ -167,7 +167,7 @@ class ForwardBackward:
         call_arguments: tuple[int, bool],
     ) -> _PreparedRun:
         """Compile and check the program. All ranks raise the error of the first rank that fails."""
-        made: list[_PreparedRun] = []
+        prepared_runs: list[_PreparedRun] = []
 
         def prepare_rank() -> tuple[dict[str, str], list[ChunkLayout]]:
             require_supported_settings(chunks, config)
@@ -187,25 +187,25 @@ class ForwardBackward:
                     "gradients of some steps with Megatron's own schedule",
                     stacklevel=2,
                 )
-            made.append(_PreparedRun(program, transport))
-            facts = {
+            prepared_runs.append(_PreparedRun(program, transport))
+            settings = {
                 "the number of microbatches": str(setting.microbatches),
                 "the program": f"{program.name} ({program.digest[:12]})",
                 "pipeline_dtype": str(config.pipeline_dtype),
                 "the progress model": transport.progress_model,
                 **{name: repr(value) for name, value in shape_args.items()},
             }
-            return facts, [read_layout(chunk) for chunk in chunks]
+            return settings, [read_layout(chunk) for chunk in chunks]
 
         # All processes compare their programs, not only the processes of one pipeline, because
         # tensor-parallel and data-parallel peers issue their collectives in the order of the
         # program.
-        everyone = gather_or_raise(prepare_rank, dist.group.WORLD, (ChunkLayout,))
-        for name in everyone[0][0]:
-            require_same(name, [facts[name] for facts, _ in everyone], _SAME_HINT)
-        layouts = [everyone[k][1] for k in dist.get_process_group_ranks(groups.pp)]
-        require_layout(made[0].program.shape, layouts, made[0].program.name)
-        return made[0]
+        results_by_rank = gather_or_raise(prepare_rank, dist.group.WORLD, (ChunkLayout,))
+        for name in results_by_rank[0][0]:
+            require_same(name, [settings[name] for settings, _ in results_by_rank], _SAME_HINT)
+        layouts = [results_by_rank[k][1] for k in dist.get_process_group_ranks(groups.pp)]
+        require_layout(prepared_runs[0].program.shape, layouts, prepared_runs[0].program.name)
+        return prepared_runs[0]
 
 
 def forward_backward(schedule: str | Schedule | Program, **options: Any) -> ForwardBackward:
@@ -337,14 +337,14 @@ def _copy_to_last_rank(
 
     `forward_data` may contain tensors, numbers and strings, in lists, tuples and dictionaries.
     """
-    last = group.size() - 1
+    last_rank = group.size() - 1
     if group.rank() == source:
         file = io.BytesIO()
         torch.save(forward_data, file)
         content = torch.frombuffer(file.getbuffer(), dtype=torch.uint8).to(device)
-        dist.send(torch.tensor([len(content)], device=device), group=group, group_dst=last)
-        dist.send(content, group=group, group_dst=last)
-    elif group.rank() == last:
+        dist.send(torch.tensor([len(content)], device=device), group=group, group_dst=last_rank)
+        dist.send(content, group=group, group_dst=last_rank)
+    elif group.rank() == last_rank:
         size = torch.zeros(1, dtype=torch.int64, device=device)
         dist.recv(size, group=group, group_src=source)
         content = torch.empty(int(size), dtype=torch.uint8, device=device)
@@ -354,8 +354,8 @@ def _copy_to_last_rank(
 
 
 def _device_of(chunks: list[Any]) -> torch.device:
-    first = next(chunks[0].parameters(), None)
-    return torch.device("cpu") if first is None else first.device
+    parameter = next(chunks[0].parameters(), None)
+    return torch.device("cpu") if parameter is None else parameter.device
 
 
 def _default_groups() -> Any:

@@ -182,7 +182,7 @@ def require_layout(
         for stages, layouts in zip(shape.stages_on_rank, layouts_per_rank, strict=True)
         for stage, layout in zip(stages, layouts, strict=True)
     }
-    last = shape.stages - 1
+    last_stage = shape.stages - 1
     build_hint = (
         "build the model with schedir.megatron.model_provider(build, schedule), which gives each "
         "chunk the layers of its stage"
@@ -191,14 +191,14 @@ def require_layout(
     for stage in range(shape.stages):
         layout, rank = layout_of[stage], int(shape.first_rank_per_stage[stage])
         chunk = shape.stages_on_rank[rank].index(stage)
-        where = f"model chunk {chunk} of pipeline rank {rank} is stage {stage} of {schedule}"
-        for name, value, wanted in (
+        location = f"model chunk {chunk} of pipeline rank {rank} is stage {stage} of {schedule}"
+        for name, value, required in (
             ("pre_process", layout.pre_process, stage == 0),
-            ("post_process", layout.post_process, stage == last),
+            ("post_process", layout.post_process, stage == last_stage),
         ):
-            if value is not None and bool(value) != wanted:
+            if value is not None and bool(value) != required:
                 raise ModelError(
-                    f"{where}, so {name} must be {wanted}, but it is {bool(value)}",
+                    f"{location}, so {name} must be {required}, but it is {bool(value)}",
                     program=schedule,
                     hint=build_hint,
                 )
@@ -206,7 +206,7 @@ def require_layout(
             expected = [*range(next_layer, next_layer + len(layout.layer_numbers))]
             if layout.layer_numbers != expected:
                 raise ModelError(
-                    f"{where}, so its layers must be {expected}, but they are "
+                    f"{location}, so its layers must be {expected}, but they are "
                     f"{layout.layer_numbers}",
                     program=schedule,
                     hint=build_hint,

@@ -165,10 +165,10 @@ def require_runnable(
             order of microbatches.
     """
     shape = program.shape
-    found = (shape.ranks, shape.stages_per_rank, shape.microbatches)
-    if found != (setting.ranks, setting.chunks, setting.microbatches):
+    program_shape = (shape.ranks, shape.stages_per_rank, shape.microbatches)
+    if program_shape != (setting.ranks, setting.chunks, setting.microbatches):
         raise UsageError(
-            f"the program is for {_describe(*found)}, but the run has "
+            f"the program is for {_describe(*program_shape)}, but the run has "
             f"{_describe(setting.ranks, setting.chunks, setting.microbatches)}",
             program=program.name,
             fields=["program"],
@@ -194,9 +194,9 @@ def require_runnable(
             program=program.name,
             fields=["optimizer_steps"],
         )
-    if unknown := sorted({*program.used_opcodes} - {*supported_ops}):
+    if unsupported := sorted({*program.used_opcodes} - {*supported_ops}):
         raise UsageError(
-            f"{', '.join(INSTRUCTIONS[op].text for op in unknown)} cannot run inside Megatron",
+            f"{', '.join(INSTRUCTIONS[op].text for op in unsupported)} cannot run inside Megatron",
             program=program.name,
             hint="compile the schedule without the option that adds it",
         )

@@ -137,9 +137,9 @@ class MegatronStep:
             return None
         if stage - 1 in self.chunk_of:  # the previous stage is on this rank
             output = self.activations.pop((stage - 1, mb))
-            received = output.detach().requires_grad_()
+            input_tensor = output.detach().requires_grad_()
             self.deallocate(output)
-            return received
+            return input_tensor
         return self.receives.pop((Lane.ACT, stage, mb)).wait()
 
     def take_output_gradient(self, stage: int, mb: int) -> Tensor | None:

@@ -128,20 +128,20 @@ def as_pipeline_rank(rank: int, group: Any) -> Iterator[None]:
         rank: The pipeline rank that the functions return in this context.
         group: The pipeline-parallel group.
     """
-    own_rank, get_group_rank = parallel_state.get_pipeline_model_parallel_rank, utils.get_pg_rank
+    get_rank, get_group_rank = parallel_state.get_pipeline_model_parallel_rank, utils.get_pg_rank
 
     def return_rank() -> int:
         return rank
 
-    def return_group_rank(asked: Any = None) -> int:
-        return rank if asked is group else int(get_group_rank(asked))
+    def return_group_rank(queried_group: Any = None) -> int:
+        return rank if queried_group is group else int(get_group_rank(queried_group))
 
-    replacements = {own_rank: return_rank, get_group_rank: return_group_rank}
-    modules = len(sys.modules)
+    replacements = {get_rank: return_rank, get_group_rank: return_group_rank}
+    module_count = len(sys.modules)
     patched = [
         (module, name, value)
-        for module, name in _find_names(own_rank, get_group_rank, modules)
-        if (value := getattr(module, name)) is own_rank or value is get_group_rank
+        for module, name in _find_names(get_rank, get_group_rank, module_count)
+        if (value := getattr(module, name)) is get_rank or value is get_group_rank
     ]
     for module, name, value in patched:
         setattr(module, name, replacements[value])
@@ -150,26 +150,29 @@ def as_pipeline_rank(rank: int, group: Any) -> Iterator[None]:
     finally:
         for module, name, value in patched:
             setattr(module, name, value)
-        if len(sys.modules) != modules:  # modules imported in the context have the replacements
-            originals = {new: old for old, new in replacements.items()}
+        # Modules that were imported in the context have the replacements.
+        if len(sys.modules) != module_count:
+            originals = {replacement: original for original, replacement in replacements.items()}
             for module, name in _scan_modules(return_rank, return_group_rank):
                 setattr(module, name, originals[getattr(module, name)])
 
 
 @lru_cache(maxsize=1)
-def _find_names(one: object, two: object, module_count: int) -> list[tuple[Any, str]]:
+def _find_names(
+    get_rank: object, get_group_rank: object, module_count: int
+) -> list[tuple[Any, str]]:
     """Return the result of `_scan_modules`. It is cached until another module is imported."""
-    return _scan_modules(one, two)
+    return _scan_modules(get_rank, get_group_rank)
 
 
-def _scan_modules(one: object, two: object) -> list[tuple[Any, str]]:
+def _scan_modules(get_rank: object, get_group_rank: object) -> list[tuple[Any, str]]:
     """Return all names in Megatron's modules that refer to one of two functions."""
     return [
         (module, name)
         for module_name, module in [*sys.modules.items()]
         if module_name.startswith("megatron.")
         for name, value in [*vars(module).items()]
-        if value is one or value is two
+        if value is get_rank or value is get_group_rank
     ]
 
 
@@ -192,18 +195,18 @@ class _ShardedStateDict:
 @contextmanager
 def _tied_embeddings_checked(shape: PipelineShape, schedule: str) -> Iterator[None]:
     """Refuse tied embeddings in a vee before Megatron waits for a rank without an embedding."""
-    set_up = LanguageModule.setup_embeddings_and_output_layer
+    original = LanguageModule.setup_embeddings_and_output_layer
 
     def check_and_set_up(model: Any) -> None:
         if model.share_embeddings_and_output_weights:
             require_untied_embeddings(shape, schedule)
-        set_up(model)
+        original(model)
 
     LanguageModule.setup_embeddings_and_output_layer = check_and_set_up
     try:
         yield
     finally:
-        LanguageModule.setup_embeddings_and_output_layer = set_up
+        LanguageModule.setup_embeddings_and_output_layer = original
 
 
 def _find_shape(source: Schedule | Program, ranks: int) -> PipelineShape:

@@ -48,11 +48,11 @@ def defer_weight_gradients(into: WeightGradients | None) -> Iterator[None]:
         into: The list, or None to run the computations immediately.
     """
     global _deferred
-    before, _deferred = _deferred, into
+    outer_deferred, _deferred = _deferred, into
     try:
         yield
     finally:
-        _deferred = before
+        _deferred = outer_deferred
 
 
 @contextmanager
