@@ -58,25 +58,27 @@ def attention(
             f"q {tuple(q.shape)}, k {tuple(k.shape)} and v {tuple(v.shape)} must have the same "
             "length and width, and the heads of q must be a multiple of those of k and v"
         )
-    grouped = heads > groups
+    has_groups = heads > groups
     if window is None:
-        unmasked: Tensor = F.scaled_dot_product_attention(
-            q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=grouped
+        causal_output: Tensor = F.scaled_dot_product_attention(
+            q, k, v, dropout_p=dropout, is_causal=True, enable_gqa=has_groups
         )
-        return unmasked
+        return causal_output
     if not dropout and q.device.type == "cpu":
-        cuts = _build_query_tiles(length, *window, q.dtype)
-        tiled: Tensor = _TiledAttention.apply(q, k, v, cuts)  # type: ignore[no-untyped-call]
-        return tiled
+        tiles = _build_query_tiles(length, *window, q.dtype)
+        tiled_output: Tensor = _TiledAttention.apply(q, k, v, tiles)  # type: ignore[no-untyped-call]
+        return tiled_output
     if not dropout and width >= _MIN_FLEX_WIDTH and uses_triton(q):
-        tiles = build_block_mask(length, *window, q.device)
-        skipping: Tensor = _compile_flex_attention()(q, k, v, block_mask=tiles, enable_gqa=grouped)
-        return skipping
+        block_mask = build_block_mask(length, *window, q.device)
+        flex_output: Tensor = _compile_flex_attention()(
+            q, k, v, block_mask=block_mask, enable_gqa=has_groups
+        )
+        return flex_output
     mask = build_window_mask(length, *window, q.device)
-    masked: Tensor = F.scaled_dot_product_attention(
-        q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=grouped
+    masked_output: Tensor = F.scaled_dot_product_attention(
+        q, k, v, attn_mask=mask, dropout_p=dropout, enable_gqa=has_groups
     )
-    return masked
+    return masked_output
 
 
 def build_window_mask(
@@ -97,9 +99,9 @@ def build_window_mask(
         >>> build_window_mask(6, 4, 2).int().tolist()[3:]
         [[1, 1, 1, 1, 0, 0], [0, 0, 1, 1, 1, 0], [0, 0, 1, 1, 1, 1]]
     """
-    at = torch.arange(length, device=device)
-    first = at // stride * stride + stride - window
-    return (at <= at[:, None]) & (at >= first[:, None])
+    positions = torch.arange(length, device=device)
+    first_keys = positions // stride * stride + stride - window
+    return (positions <= positions[:, None]) & (positions >= first_keys[:, None])
 
 
 # ---------------------------------------------------------------- on CPUs
@@ -122,36 +124,41 @@ def _build_query_tiles(
 ) -> tuple[_QueryTile, ...]:
     """Return all tiles of queries. Tiles with equal masks share a tensor."""
     (axis,) = compute_device_tiles(length, window, stride).axes
-    (start, _), tile = axis.axis.visible_keys, axis.q_tile
+    (first_keys, _), tile = axis.axis.visible_keys, axis.q_tile
     masks: dict[bytes, Tensor] = {}
     ranges = []
-    for first, (low, high) in zip(
+    for begin, (low, high) in zip(
         range(0, length, tile), (axis.visited_ranges * axis.kv_tile).tolist(), strict=True
     ):
-        ranges.append((range(first, min(first + tile, length)), range(low, min(high, length))))
+        ranges.append((range(begin, min(begin + tile, length)), range(low, min(high, length))))
     # If all queries of a tile attend to all keys of the tile that precede its first query, the mask
     # is zero for these keys and causal after them. Such masks are slices of one tensor, `widest`.
-    uncut = [own.start - keys.start for own, keys in ranges if start[own[-1]] <= keys.start]
+    preceding_counts = [
+        queries.start - keys.start
+        for queries, keys in ranges
+        if first_keys[queries[-1]] <= keys.start
+    ]
     causal = torch.full((tile, tile), -torch.inf, dtype=dtype).triu(1)
-    widest = torch.cat(
-        [torch.zeros(tile, max_before := max(uncut, default=0), dtype=dtype), causal], 1
-    )
-    result = []
-    for own, keys in ranges:
-        mask, before = None, own.start - keys.start
-        if start[own[-1]] > keys.start:
-            at, query = np.asarray(keys), np.asarray(own)[:, None]
-            hidden = (at < start[own, None]) | (at > query)
-            key = np.packbits(hidden).tobytes() + repr(hidden.shape).encode()
+    max_preceding = max(preceding_counts, default=0)
+    widest = torch.cat([torch.zeros(tile, max_preceding, dtype=dtype), causal], 1)
+    query_tiles = []
+    for queries, keys in ranges:
+        mask, preceding = None, queries.start - keys.start
+        if first_keys[queries[-1]] > keys.start:
+            key_column, query = np.asarray(keys), np.asarray(queries)[:, None]
+            is_hidden = (key_column < first_keys[queries, None]) | (key_column > query)
+            key = np.packbits(is_hidden).tobytes() + repr(is_hidden.shape).encode()
             if key not in masks:
-                masks[key] = torch.zeros(hidden.shape, dtype=dtype).masked_fill(
-                    torch.from_numpy(hidden), -torch.inf
+                masks[key] = torch.zeros(is_hidden.shape, dtype=dtype).masked_fill(
+                    torch.from_numpy(is_hidden), -torch.inf
                 )
             mask = masks[key]
-        elif before:
-            mask = widest[: len(own), max_before - before : max_before + len(own)]
-        result.append(_QueryTile(slice(own.start, own.stop), slice(keys.start, keys.stop), mask))
-    return tuple(result)
+        elif preceding:
+            mask = widest[: len(queries), max_preceding - preceding : max_preceding + len(queries)]
+        query_tiles.append(
+            _QueryTile(slice(queries.start, queries.stop), slice(keys.start, keys.stop), mask)
+        )
+    return tuple(query_tiles)
 
 
 class _TiledAttention(torch.autograd.Function):
@@ -166,34 +173,35 @@ class _TiledAttention(torch.autograd.Function):
     def forward(ctx: Any, q: Tensor, k: Tensor, v: Tensor, tiles: tuple[_QueryTile, ...]) -> Tensor:
         q, k, v = map(_to_dense_rows, (q, k, v))
         b, heads, length, width = q.shape
-        out = q.new_empty(b, length, heads, width).transpose(1, 2)  # The layout of torch's output.
+        # The layout of torch's output.
+        output = q.new_empty(b, length, heads, width).transpose(1, 2)
         sums = q.new_empty(b, length, heads, dtype=_accumulation_dtype(q.dtype)).transpose(1, 2)
         for queries, keys, mask in tiles:
-            own = q[:, :, queries], *(_repeat_heads(x[:, :, keys], heads) for x in (k, v))
-            out[:, :, queries], sums[:, :, queries] = _FLASH_FORWARD(
-                *own, 0.0, mask is None, attn_mask=mask
+            tile_inputs = q[:, :, queries], *(_repeat_heads(x[:, :, keys], heads) for x in (k, v))
+            output[:, :, queries], sums[:, :, queries] = _FLASH_FORWARD(
+                *tile_inputs, 0.0, mask is None, attn_mask=mask
             )
-        ctx.save_for_backward(q, k, v, out, sums)
+        ctx.save_for_backward(q, k, v, output, sums)
         ctx.cuts = tiles
-        return out
+        return output
 
     @staticmethod
     @torch.autograd.function.once_differentiable
     def backward(ctx: Any, grad: Tensor) -> tuple[Tensor | None, ...]:
-        q, k, v, out, sums = ctx.saved_tensors
+        q, k, v, output, sums = ctx.saved_tensors
         grad = _to_dense_rows(grad)
         dq = torch.empty_like(q)
-        long = _accumulation_dtype(q.dtype)
-        dk, dv = (torch.zeros_like(x, dtype=long) for x in (k, v))
+        sum_dtype = _accumulation_dtype(q.dtype)
+        dk, dv = (torch.zeros_like(x, dtype=sum_dtype) for x in (k, v))
         for queries, keys, mask in ctx.cuts:
             dq[:, :, queries], dk_part, dv_part = _FLASH_BACKWARD(
                 *(grad[:, :, queries], q[:, :, queries]),
                 *(_repeat_heads(x[:, :, keys], q.shape[1]) for x in (k, v)),
-                *(out[:, :, queries], sums[:, :, queries], 0.0, mask is None),
+                *(output[:, :, queries], sums[:, :, queries], 0.0, mask is None),
                 attn_mask=mask,
             )
-            dk[:, :, keys] += _sum_shared_heads(dk_part, k.shape[1], long)
-            dv[:, :, keys] += _sum_shared_heads(dv_part, k.shape[1], long)
+            dk[:, :, keys] += _sum_shared_heads(dk_part, k.shape[1], sum_dtype)
+            dv[:, :, keys] += _sum_shared_heads(dv_part, k.shape[1], sum_dtype)
         return dq, dk.to(k.dtype), dv.to(v.dtype), None
 
 
@@ -239,22 +247,24 @@ def build_block_mask(length: int, window: int, stride: int, device: torch.device
 
     tiles = compute_device_tiles(length, window, stride, "cuda")
     tile, grid = TILE_SIZE["cuda"], torch.from_numpy(tiles.grid)
-    first = torch.from_numpy(tiles.axes[0].axis.visible_keys[0]).to(device)
+    first_keys = torch.from_numpy(tiles.axes[0].axis.visible_keys[0]).to(device)
 
     def sees(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         # The limits are in a tensor, so one compiled kernel works for all windows.
-        return (key <= query) & (key >= first[query])
+        return (key <= query) & (key >= first_keys[query])
 
-    def listed(kind: int) -> tuple[Tensor, Tensor]:
+    def list_tiles(kind: int) -> tuple[Tensor, Tensor]:
         """Return, for each query tile, the count and the indices of key tiles of this `kind`."""
-        chosen = grid == kind
-        which = torch.argsort(chosen, dim=1, descending=True, stable=True)
-        number, which = (x.to(device, torch.int32)[None, None] for x in (chosen.sum(1), which))
-        return number, which
+        is_chosen = grid == kind
+        indices = torch.argsort(is_chosen, dim=1, descending=True, stable=True)
+        counts, indices = (
+            x.to(device, torch.int32)[None, None] for x in (is_chosen.sum(1), indices)
+        )
+        return counts, indices
 
     return BlockMask.from_kv_blocks(
-        *listed(1),
-        *listed(2),
+        *list_tiles(1),
+        *list_tiles(2),
         BLOCK_SIZE=tile,
         mask_mod=sees,
         seq_lengths=(length, length),

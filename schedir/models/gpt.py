@@ -86,9 +86,9 @@ def build_stage(
     if not 0 <= stage < stages:
         raise UsageError(f"stage is {stage}; it must be from 0 to {stages - 1}")
     split_heads(config.heads, tp_size(tp))
-    first = sum(counts[:stage])
-    layers = range(first, first + counts[stage])
-    where: ParameterPlacement = {"device": device, "dtype": dtype}
+    first_layer = sum(counts[:stage])
+    layers = range(first_layer, first_layer + counts[stage])
+    placement: ParameterPlacement = {"device": device, "dtype": dtype}
     sequence_parallel = sequence_parallel and tp_size(tp) > 1
     return Stage(
         config,
@@ -96,7 +96,7 @@ def build_stage(
         stage == 0,
         stage == stages - 1,
         tp,
-        where,
+        placement,
         sequence_parallel=sequence_parallel,
     )
 
@@ -151,14 +151,14 @@ class Stage(nn.Module):
             )
         self.layers = nn.ModuleDict(
             {
-                str(i): make_layer(
+                str(index): make_layer(
                     config,
-                    i,
+                    index,
                     LayerParameters.from_config(
-                        config, i, tp, placement, sequence_parallel=sequence_parallel
+                        config, index, tp, placement, sequence_parallel=sequence_parallel
                     ),
                 )
-                for i in layers
+                for index in layers
             }
         )
         if is_last:

@@ -93,8 +93,8 @@ def split_stage(stage: Stage) -> list[nn.Module]:
     """
     require_splittable(stage)
     segments = [[SegmentStep(["embedding", "positions"] * (stage.embedding is not None), _embed)]]
-    for number in stage.layers:
-        layer_segments = _LayerSegments(number)
+    for layer_key in stage.layers:
+        layer_segments = _LayerSegments(layer_key)
         segments[-1].append(layer_segments.make_step(layer_segments.normalize, "attention_norm"))
         segments.append([layer_segments.make_step(layer_segments.attend, "qkv", "proj.weight")])
         segments.append(
@@ -136,7 +136,7 @@ def count_segments(layers: Iterable[int]) -> tuple[int, ...]:
     Args:
         layers: The number of layers of each stage.
     """
-    return tuple(len(LAYER_BOUNDARIES) * number + 1 for number in layers)
+    return tuple(len(LAYER_BOUNDARIES) * layer_count + 1 for layer_count in layers)
 
 
 def build_boundaries(
@@ -185,13 +185,15 @@ def build_boundaries(
             stage_boundary, shape=all_tokens, received_shape=stage_boundary.shape
         ),
     }
-    for stage, number in enumerate(segments_per_stage):
-        stream = [stage_boundary] * (number - 1)
+    for stage, segment_count in enumerate(segments_per_stage):
+        residual_streams = [stage_boundary] * (segment_count - 1)
         if frozen_stages and stage == frozen_stages:
-            stream[:2] = [replace(stage_boundary, requires_grad=False) for _ in stream[:2]]
+            residual_streams[:2] = [
+                replace(stage_boundary, requires_grad=False) for _ in residual_streams[:2]
+            ]
         boundaries += [
-            (by_collective[LAYER_BOUNDARIES[k % len(LAYER_BOUNDARIES)]], own)
-            for k, own in enumerate(stream)
+            (by_collective[LAYER_BOUNDARIES[k % len(LAYER_BOUNDARIES)]], residual_stream)
+            for k, residual_stream in enumerate(residual_streams)
         ] + [stage_boundary]
     return dict(enumerate(boundaries[:-1]))
 
@@ -214,9 +216,9 @@ class _LayerSegments:
         return SegmentStep([f"layers.{self.layer_key}.{name}" for name in names], run)
 
     def get_layer(self, stage: Stage) -> Layer:
-        found = stage.layers[self.layer_key]
-        assert isinstance(found, Layer)
-        return found
+        layer = stage.layers[self.layer_key]
+        assert isinstance(layer, Layer)
+        return layer
 
     def normalize(self, stage: Stage, x: Tensor) -> Tensors:
         return self.get_layer(stage).attention_norm(x), x

@@ -64,18 +64,19 @@ class Stage(nn.Module):
 
     def __init__(self, model: Any, family: _Family, layers: tuple[int, int]) -> None:
         super().__init__()
-        whole = getattr(model, model.base_model_prefix)
+        full_decoder = getattr(model, model.base_model_prefix)
         begin, end = layers
-        count = len(getattr(whole, family.layers))
+        count = len(getattr(full_decoder, family.layers))
         self.is_first = begin == 0
         self.is_last = end == count
-        decoder = copy.copy(whole)
-        decoder._modules = dict(whole._modules)
-        decoder.config = _make_config(whole.config, begin, end)
-        parts = nn.ModuleList()
-        for number, layer in [*enumerate(getattr(whole, family.layers))][begin:end]:
-            parts._modules[str(number)] = layer  # The number is part of the parameters' names.
-        setattr(decoder, family.layers, parts)
+        decoder = copy.copy(full_decoder)
+        decoder._modules = dict(full_decoder._modules)
+        decoder.config = _make_config(full_decoder.config, begin, end)
+        stage_layers = nn.ModuleList()
+        for number, layer in [*enumerate(getattr(full_decoder, family.layers))][begin:end]:
+            # The number is part of the parameters' names.
+            stage_layers._modules[str(number)] = layer
+        setattr(decoder, family.layers, stage_layers)
         if not self.is_first:
             decoder._modules[family.embedding] = None
             for name in family.identity:
@@ -85,7 +86,7 @@ class Stage(nn.Module):
         if not self.is_last:
             setattr(decoder, family.norm, nn.Identity())
         self._prefix = model.base_model_prefix
-        self._model_config = whole.config
+        self._model_config = full_decoder.config
         setattr(self, self._prefix, decoder)
         self.lm_head = model.lm_head if self.is_last else None
 
@@ -110,8 +111,8 @@ class Stage(nn.Module):
         attention = self._model_config._attn_implementation
         if decoder.config._attn_implementation != attention:
             decoder.config._attn_implementation = attention
-        given = {"input_ids" if self.is_first else "inputs_embeds": x}
-        hidden: Tensor = decoder(**given, use_cache=False, **keywords).last_hidden_state
+        input_keyword = {"input_ids" if self.is_first else "inputs_embeds": x}
+        hidden: Tensor = decoder(**input_keyword, use_cache=False, **keywords).last_hidden_state
         return hidden if self.lm_head is None else self.lm_head(hidden)
 
 
@@ -192,11 +193,11 @@ def cut(model: Any, stages: int, layers_per_stage: Sequence[int] | None = None) 
     result = [
         Stage(model, family, (end - count, end)) for end, count in zip(ends, counts, strict=True)
     ]
-    used = {parameter for stage in result for parameter in stage.parameters()}
-    if unused := [name for name, p in model.named_parameters() if p not in used]:
+    used_parameters = {parameter for stage in result for parameter in stage.parameters()}
+    if unused_names := [name for name, p in model.named_parameters() if p not in used_parameters]:
         raise UsageError(
             f"cut cannot divide {type(model).__name__}: no stage would use its parameter "
-            f"{unused[0]}",
+            f"{unused_names[0]}",
             hint="use the class for language modeling, or write a Stage class",
         )
     return result
@@ -204,8 +205,8 @@ def cut(model: Any, stages: int, layers_per_stage: Sequence[int] | None = None) 
 
 def _make_config(config: Any, begin: int, end: int) -> Any:
     """Return the configuration of a decoder with some of the layers."""
-    own = copy.deepcopy(config)
-    own.num_hidden_layers = end - begin
+    stage_config = copy.deepcopy(config)
+    stage_config.num_hidden_layers = end - begin
     if getattr(config, "layer_types", None) is not None:
-        own.layer_types = config.layer_types[begin:end]
-    return own
+        stage_config.layer_types = config.layer_types[begin:end]
+    return stage_config

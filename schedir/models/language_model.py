@@ -152,8 +152,8 @@ def find_tied_weight(
         embedding: The embedding of the stage, or None.
         head: The head of the stage, or None.
     """
-    ends = [end for end in (embedding, head) if end is not None]
-    return ends[0].weight if config.tied and len(ends) == 1 else None
+    holders = [module for module in (embedding, head) if module is not None]
+    return holders[0].weight if config.tied and len(holders) == 1 else None
 
 
 def loss(logits: Tensor, targets: Tensor, tp: ProcessGroup | None = None) -> Tensor:

@@ -72,9 +72,9 @@ def build_stage(
     if not 0 <= stage < stages:
         raise UsageError(f"stage is {stage}; it must be from 0 to {stages - 1}")
     split_heads(config.kv_groups, tp_size(tp), "heads of keys and values", "kv_heads")
-    first = sum(counts[:stage])
-    layers = range(first, first + counts[stage])
-    where: ParameterPlacement = {"device": device, "dtype": dtype}
+    first_layer = sum(counts[:stage])
+    layers = range(first_layer, first_layer + counts[stage])
+    placement: ParameterPlacement = {"device": device, "dtype": dtype}
     sequence_parallel = sequence_parallel and tp_size(tp) > 1
     return Stage(
         config,
@@ -82,7 +82,7 @@ def build_stage(
         stage == 0,
         stage == stages - 1,
         tp,
-        where,
+        placement,
         sequence_parallel=sequence_parallel,
     )
 
@@ -124,14 +124,14 @@ class Stage(nn.Module):
         )
         self.layers = nn.ModuleDict(
             {
-                str(i): Layer(
+                str(index): Layer(
                     config,
-                    i,
+                    index,
                     LayerParameters.from_config(
-                        config, i, tp, placement, sequence_parallel=sequence_parallel
+                        config, index, tp, placement, sequence_parallel=sequence_parallel
                     ),
                 )
-                for i in layers
+                for index in layers
             }
         )
         self.norm: nn.RMSNorm | None = None
@@ -227,10 +227,9 @@ class Layer(nn.Module):
         qkv = self.qkv(x)
         b, length, _ = qkv.shape
         qkv = qkv.view(b, length, -1, self.queries_per_group + 2, self.head_width)
-        q, k, v = qkv.split(
-            (self.queries_per_group, 1, 1), 3
-        )  # Each has the shape (b, T, groups/t, heads per group, width).
-        q, k, v = (one.flatten(2, 3).transpose(1, 2) for one in (q, k, v))
+        # Each has the shape (b, T, groups/t, heads per group, width).
+        q, k, v = qkv.split((self.queries_per_group, 1, 1), 3)
+        q, k, v = (projection.flatten(2, 3).transpose(1, 2) for projection in (q, k, v))
         q = apply_rotations(q, rotary)
         k = apply_rotations(k, rotary)
         heads = attention(q, k, v, self.window)
@@ -250,8 +249,8 @@ def compute_rotations(length: int, width: int, theta: float, like: Tensor) -> Te
         like: A tensor with the device and the type of the result.
     """
     pairs = torch.arange(0, width, 2, device=like.device, dtype=torch.float32)
-    at = torch.arange(length, device=like.device, dtype=torch.float32)
-    angles = torch.outer(at, 1.0 / theta ** (pairs / width)).repeat(1, 2)
+    positions = torch.arange(length, device=like.device, dtype=torch.float32)
+    angles = torch.outer(positions, 1.0 / theta ** (pairs / width)).repeat(1, 2)
     return torch.stack([angles.cos(), angles.sin()]).to(like.dtype)
 
 

@@ -63,13 +63,13 @@ class MoEConfig(GPTConfig):
                 f"active is {self.active}, but a layer has only {self.experts} experts",
                 fields=["active", "experts"],
             )
-        for name, least in (("aux_loss", 0), ("balance_rate", 0), ("capacity_factor", 1)):
+        for name, minimum in (("aux_loss", 0), ("balance_rate", 0), ("capacity_factor", 1)):
             value = getattr(self, name)
             if isinstance(value, bool) or not isinstance(value, int | float):
                 raise UsageError(f"{name} must be a number, not {describe(value)}", fields=[name])
-            if not least <= value < math.inf:
+            if not minimum <= value < math.inf:
                 raise UsageError(
-                    f"{name} is {value:g}; it must be finite and at least {least}", fields=[name]
+                    f"{name} is {value:g}; it must be finite and at least {minimum}", fields=[name]
                 )
 
     @property

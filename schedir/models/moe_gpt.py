@@ -87,13 +87,13 @@ def build_stage(
         )
     if not 0 <= ep_rank < ep:
         raise UsageError(f"ep_rank is {ep_rank}; it must be from 0 to {ep - 1}", fields=["ep_rank"])
-    first, local = sum(counts[:stage]), config.experts // ep
+    first_layer, rank_experts = sum(counts[:stage]), config.experts // ep
     return MoEStage(
         config,
-        range(first, first + counts[stage]),
+        range(first_layer, first_layer + counts[stage]),
         stage == 0,
         stage == stages - 1,
-        range(ep_rank * local, (ep_rank + 1) * local),
+        range(ep_rank * rank_experts, (ep_rank + 1) * rank_experts),
         {"device": device, "dtype": dtype},
     )
 
@@ -213,11 +213,11 @@ class MoELayer(gpt.AttentionLayer):
         probabilities = logits.to(aux.dtype).softmax(-1)
         bias = self.routing_bias
         scores = probabilities if bias is None else probabilities + bias.detach()
-        chosen = scores.topk(self.active).indices
-        chosen_probabilities = probabilities.gather(-1, chosen)
+        chosen_experts = scores.topk(self.active).indices
+        chosen_probabilities = probabilities.gather(-1, chosen_experts)
         gates = chosen_probabilities / chosen_probabilities.sum(-1, keepdim=True)
-        order = chosen.view(-1).argsort(stable=True)
-        counts = chosen.view(-1).bincount(minlength=self.num_experts)
+        order = chosen_experts.view(-1).argsort(stable=True)
+        counts = chosen_experts.view(-1).bincount(minlength=self.num_experts)
         # A token has one row for each expert that processes it.
         rows = tokens.unsqueeze(1).expand(-1, self.active, -1).reshape(-1, tokens.shape[-1])
         if self.training:
@@ -241,16 +241,17 @@ class MoELayer(gpt.AttentionLayer):
             The outputs, in the same order as `rows`. Rows that are not used are zero.
         """
         sizes = counts.tolist()
-        pieces = [*rows[: sum(sizes)].split(sizes)]
+        blocks = [*rows[: sum(sizes)].split(sizes)]
         for number, expert in enumerate(self.experts.values()):
             # The indices of this expert's blocks of rows, one from each rank that sends it tokens.
-            own = [k for k in range(number, len(sizes), len(self.experts)) if sizes[k]]
-            if not own:
+            block_indices = [k for k in range(number, len(sizes), len(self.experts)) if sizes[k]]
+            if not block_indices:
                 continue
-            outputs = expert(torch.cat([pieces[k] for k in own]))
-            for k, output in zip(own, outputs.split([sizes[k] for k in own]), strict=True):
-                pieces[k] = output
-        return F.pad(torch.cat(pieces), (0, 0, 0, len(rows) - sum(sizes)))
+            outputs = expert(torch.cat([blocks[k] for k in block_indices]))
+            output_blocks = outputs.split([sizes[k] for k in block_indices])
+            for k, output in zip(block_indices, output_blocks, strict=True):
+                blocks[k] = output
+        return F.pad(torch.cat(blocks), (0, 0, 0, len(rows) - sum(sizes)))
 
     def combine(self, rows: Tensor, gates: Tensor, order: Tensor, x: Tensor) -> Tensor:
         """Add the outputs of experts to the residual stream.
@@ -314,8 +315,8 @@ def split_stage(stage: MoEStage) -> list[nn.Module]:
 
 def _make_segments(stage: MoEStage) -> list[nn.Module]:
     segments = [[SegmentStep(["embedding", "positions"] * (stage.embedding is not None), _embed)]]
-    for number in stage.layers:
-        layer_segments = _MoELayerSegments(number)
+    for layer_key in stage.layers:
+        layer_segments = _MoELayerSegments(layer_key)
         names = ["attention_norm", "qkv", "proj", "mlp_norm", "router"]
         names += ["shared_experts"] * layer_segments.get_layer(stage).has_shared_experts
         names += ["routing_bias"] * (layer_segments.get_layer(stage).routing_bias is not None)
@@ -353,19 +354,20 @@ def build_boundaries(
     tokens = math.prod(batch)
     rows = tokens * config.active
     capacity = config.compute_capacity(tokens, ep)
-    precise = torch.promote_types(boundary.dtype, torch.float32)
-    stream = boundary, Boundary((1,), precise)
-    kept = (
-        Boundary((tokens, config.active), precise),
+    wide_dtype = torch.promote_types(boundary.dtype, torch.float32)
+    stream = boundary, Boundary((1,), wide_dtype)
+    kept_boundaries = (
+        Boundary((tokens, config.active), wide_dtype),
         Boundary((rows,), torch.int64),
         *stream,
     )
     counts = Boundary((config.experts,), torch.int64)
-    sent = Boundary((rows, hidden), boundary.dtype, received_shape=(capacity, hidden))
+    dispatched = Boundary((rows, hidden), boundary.dtype, received_shape=(capacity, hidden))
     returned = Boundary((capacity, hidden), boundary.dtype, received_shape=(rows, hidden))
     boundaries: list[tuple[Boundary, ...]] = []
     for segments in segments_per_stage:
-        boundaries += [(sent, counts, *kept), (returned, *kept)] * (segments // 2) + [stream]
+        layer_boundaries = [(dispatched, counts, *kept_boundaries), (returned, *kept_boundaries)]
+        boundaries += layer_boundaries * (segments // 2) + [stream]
     return dict(enumerate(boundaries[:-1]))
 
 
@@ -400,9 +402,9 @@ class _MoELayerSegments:
         return SegmentStep([f"layers.{self.layer_key}.{name}" for name in names], run)
 
     def get_layer(self, stage: gpt.Stage) -> MoELayer:
-        found = stage.layers[self.layer_key]
-        assert isinstance(found, MoELayer)
-        return found
+        layer = stage.layers[self.layer_key]
+        assert isinstance(layer, MoELayer)
+        return layer
 
     def route(self, stage: gpt.Stage, x: Tensor, aux: Tensor) -> Tensors:
         return self.get_layer(stage).route(x, aux)

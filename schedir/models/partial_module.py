@@ -35,20 +35,24 @@ def select_submodules(module: M, names: Iterable[str]) -> M:
         >>> bias.bias is layer.bias, bias.weight, [name for name, _ in bias.named_parameters()]
         (True, None, ['bias'])
     """
-    names_below: dict[str, list[str]] = defaultdict(list)
+    names_by_child: dict[str, list[str]] = defaultdict(list)
     for name in names:
-        first, _, rest = name.partition(".")
-        names_below[first].append(rest)
-    part = copy(module)
-    many = isinstance(module, nn.ModuleDict)
-    part._parameters = dict.fromkeys(module._parameters)
-    part._modules = {} if many else dict.fromkeys(module._modules)
-    part._buffers = dict(module._buffers) if not names_below.keys() - module._buffers.keys() else {}
-    for name, below in names_below.items():
+        child_name, _, rest_name = name.partition(".")
+        names_by_child[child_name].append(rest_name)
+    selection = copy(module)
+    is_dict = isinstance(module, nn.ModuleDict)
+    selection._parameters = dict.fromkeys(module._parameters)
+    selection._modules = {} if is_dict else dict.fromkeys(module._modules)
+    selection._buffers = (
+        dict(module._buffers) if not names_by_child.keys() - module._buffers.keys() else {}
+    )
+    for name, child_names in names_by_child.items():
         if name in module._parameters:
-            part._parameters[name] = module._parameters[name]
+            selection._parameters[name] = module._parameters[name]
         elif (submodule := module._modules.get(name)) is not None:
-            part._modules[name] = submodule if "" in below else select_submodules(submodule, below)
+            selection._modules[name] = (
+                submodule if "" in child_names else select_submodules(submodule, child_names)
+            )
         else:
             raise ModelError(f"{type(module).__name__} has no parameter or submodule {name!r}")
-    return part
+    return selection

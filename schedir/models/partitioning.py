@@ -20,14 +20,14 @@ def require_positive(config: object, *names: str) -> None:
         UsageError: A field is no integer, or out of range.
     """
     for name in names:
-        value, most = getattr(config, name), MAX_LAYERS if "layers" in name else MAX_WIDTH
+        value, maximum = getattr(config, name), MAX_LAYERS if "layers" in name else MAX_WIDTH
         if isinstance(value, bool) or not isinstance(value, int):
             raise UsageError(f"{name} must be an integer, not {describe(value)}", fields=[name])
         if value < 1:
             raise UsageError(f"{name} is {describe(value)}; it must be 1 or more", fields=[name])
-        if value > most:
+        if value > maximum:
             raise UsageError(
-                f"{name} is {describe(value)}; it must be at most {most}", fields=[name]
+                f"{name} is {describe(value)}; it must be at most {maximum}", fields=[name]
             )
 
 
@@ -55,18 +55,18 @@ def split_layers(
     field_names = ("layers", "ranks", "stages_per_rank", "placement")
     if stages < 1:
         raise UsageError(f"stages is {stages}; it must be 1 or more", fields=field_names)
-    each, remainder = divmod(layers, stages)
+    layer_count, remainder = divmod(layers, stages)
     if layers_per_stage is None:
-        if not each:
+        if not layer_count:
             raise UsageError(f"{layers} layers are fewer than {stages} stages", fields=field_names)
         if remainder:
-            uneven = [each + (stage < remainder) for stage in range(stages)]
+            uneven = [layer_count + (stage < remainder) for stage in range(stages)]
             raise UsageError(
                 f"{layers} layers cannot be divided by {stages} stages",
                 hint=f"layers_per_stage {uneven} divides the layers unevenly",
                 fields=field_names,
             )
-        return (each,) * stages
+        return (layer_count,) * stages
     if len(layers_per_stage) != stages or sum(layers_per_stage) != layers:
         raise UsageError(
             f"layers_per_stage is {tuple(layers_per_stage)}; it must have one number for each of "

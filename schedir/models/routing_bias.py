@@ -68,11 +68,12 @@ def make_adamw_groups(
         the key `balance_rate`, which is its learning rate.
     """
     others: list[nn.Parameter] = []
-    biases: dict[float, list[nn.Parameter]] = {}
-    for p, of_model in zip(parameters, model_parameters, strict=True):
-        rate = getattr(of_model, "balance_rate", None)
-        (others if rate is None else biases.setdefault(rate, [])).append(p)
-    how = {"betas": (0.0, 0.0), "eps": _ADAMW_EPS, "weight_decay": 0.0}
+    biases_by_rate: dict[float, list[nn.Parameter]] = {}
+    for p, model_parameter in zip(parameters, model_parameters, strict=True):
+        rate = getattr(model_parameter, "balance_rate", None)
+        (others if rate is None else biases_by_rate.setdefault(rate, [])).append(p)
+    adamw_options = {"betas": (0.0, 0.0), "eps": _ADAMW_EPS, "weight_decay": 0.0}
     return others, [
-        {"params": some, "lr": rate, "balance_rate": rate, **how} for rate, some in biases.items()
+        {"params": parameters_at_rate, "lr": rate, "balance_rate": rate, **adamw_options}
+        for rate, parameters_at_rate in biases_by_rate.items()
     ]

@@ -46,16 +46,17 @@ def require_windows(config: WindowedModelConfig) -> None:
     """
     for name, min_value in (("window", 0), ("stride", 1)):
         setting = getattr(config, name)
-        each = setting if isinstance(setting, tuple) else (setting,)
+        numbers = setting if isinstance(setting, tuple) else (setting,)
         if isinstance(setting, tuple) and len(setting) != config.layers:
             raise UsageError(
                 f"{name} has {len(setting)} numbers for {config.layers} layers",
                 hint="give one number for each layer, or a single number for all",
                 fields=[name, "layers"],
             )
-        if wrong := [one for one in each if type(one) is not int or one < min_value]:
+        invalid = [number for number in numbers if type(number) is not int or number < min_value]
+        if invalid:
             raise UsageError(
-                f"{name} is {describe(wrong[0])}; it must be an integer of {min_value} or more",
+                f"{name} is {describe(invalid[0])}; it must be an integer of {min_value} or more",
                 fields=[name],
             )
     pairs = _list_windows(config)
@@ -98,8 +99,8 @@ def get_windows(config: WindowedModelConfig) -> tuple[tuple[int, int] | None, ..
 def _list_windows(config: WindowedModelConfig) -> list[tuple[int, int]]:
     """Return the configured window and stride of each layer."""
     windows, strides = (
-        given if isinstance(given, tuple) else (given,) * config.layers
-        for given in (config.window, config.stride)
+        setting if isinstance(setting, tuple) else (setting,) * config.layers
+        for setting in (config.window, config.stride)
     )
     return [*zip(windows, strides, strict=True)]
 
