@@ -94,15 +94,15 @@ def read_documents(
 
 def _encode_files(paths: Iterable[Path], tokenizer: Tokenizer) -> Documents:
     """Encode text files, each as a document with an end token. Empty files are left out."""
-    kind = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<i4")
-    documents = [np.zeros(0, kind)]
+    dtype = np.dtype("<u2" if tokenizer.vocab_size <= 2**16 else "<i4")
+    documents = [np.zeros(0, dtype)]
     for path in paths:
         try:
             text = path.read_bytes()
         except OSError as error:
             raise UsageError(f"cannot read {path}: {error.strerror}", fields=["source"]) from None
         if text:
-            documents.append(np.append(tokenizer.encode(text), tokenizer.end_token).astype(kind))
+            documents.append(np.append(tokenizer.encode(text), tokenizer.end_token).astype(dtype))
     ends = np.cumsum([len(ids) for ids in documents[1:]], dtype=np.int64)
     return Documents(np.concatenate(documents), ends)
 
@@ -122,11 +122,11 @@ def split_documents(documents: Documents, validation_share: float) -> tuple[Docu
         UsageError: The training part would have no document.
     """
     tokens, ends = documents
-    first = len(tokens) - round(len(tokens) * validation_share)
+    first_token = len(tokens) - round(len(tokens) * validation_share)
     if ends is None:
-        return Documents(tokens[:first]), Documents(tokens[first:])
-    before = int(np.searchsorted(ends, first, "right"))
-    if not before:
+        return Documents(tokens[:first_token]), Documents(tokens[first_token:])
+    document_count = int(np.searchsorted(ends, first_token, "right"))
+    if not document_count:
         raise UsageError(
             f"validation = {validation_share:g} leaves no document for training: the first of "
             f"{len(ends)} documents alone has {ends[0] if len(ends) else 0} of {len(tokens)} "
@@ -134,8 +134,8 @@ def split_documents(documents: Documents, validation_share: float) -> tuple[Docu
             hint="set validation to another file",
             fields=["validation"],
         )
-    first = int(ends[before - 1])
+    first_token = int(ends[document_count - 1])
     return (
-        Documents(tokens[:first], ends[:before]),
-        Documents(tokens[first:], ends[before:] - first),
+        Documents(tokens[:first_token], ends[:document_count]),
+        Documents(tokens[first_token:], ends[document_count:] - first_token),
     )

@@ -62,8 +62,8 @@ def read_indexed_dataset(path: Path) -> Documents:
     """
     index = path.with_suffix(".idx")
 
-    def refuse(what: str) -> UsageError:
-        return UsageError(f"{index} {what}", fields=["source"])
+    def make_error(reason: str) -> UsageError:
+        return UsageError(f"{index} {reason}", fields=["source"])
 
     try:
         size = path.stat().st_size
@@ -71,45 +71,46 @@ def read_indexed_dataset(path: Path) -> Documents:
     except OSError as error:
         raise UsageError(f"cannot read {error.filename}: {error.strerror}") from None
     if len(raw) < _HEADER.itemsize or raw[: len(_MAGIC)].tobytes() != _MAGIC:
-        raise refuse("is not an index of an IndexedDataset: it does not begin with MMIDIDX")
-    head = raw[: _HEADER.itemsize].view(_HEADER)[0]
-    sequences = int(head["sequences"])
-    bounds = int(head["bounds"])
-    code = int(head["type"])
-    if head["version"] != 1:
-        raise refuse(f"has version {head['version']}; it must have version 1")
+        raise make_error("is not an index of an IndexedDataset: it does not begin with MMIDIDX")
+    header = raw[: _HEADER.itemsize].view(_HEADER)[0]
+    sequences = int(header["sequences"])
+    bounds = int(header["bounds"])
+    code = int(header["type"])
+    if header["version"] != 1:
+        raise make_error(f"has version {header['version']}; it must have version 1")
     if code not in _TOKEN_DTYPES:
-        raise refuse(
+        raise make_error(
             f"gives the type code {code} for its tokens, which is not the code of an integer type"
         )
-    needs = _HEADER.itemsize + 12 * sequences + 8 * bounds
-    if len(raw) < needs:
-        raise refuse(
-            f"is cut off: {sequences} sequences and {bounds} bounds of documents take {needs} "
-            f"bytes, but the file has {len(raw)} bytes"
+    needed_bytes = _HEADER.itemsize + 12 * sequences + 8 * bounds
+    if len(raw) < needed_bytes:
+        raise make_error(
+            f"is cut off: {sequences} sequences and {bounds} bounds of documents take "
+            f"{needed_bytes} bytes, but the file has {len(raw)} bytes"
         )
-    kind, at = np.dtype(_TOKEN_DTYPES[code]), _HEADER.itemsize
-    lengths = raw[at : at + 4 * sequences].view("<i4").astype(np.int64)
-    begins = raw[at + 4 * sequences : at + 12 * sequences].view("<i8")
-    firsts = raw[at + 12 * sequences : needs].view("<i8").astype(np.int64)
-    over = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
-    if lengths.min(initial=0) < 0 or not np.array_equal(begins, over[:-1] * kind.itemsize):
-        raise refuse("has gaps or overlaps between its sequences")
-    if over[-1] * kind.itemsize != size:
-        raise refuse(
-            f"needs {over[-1]} tokens of {kind.itemsize} bytes in {path.name}, but {path.name} has "
-            f"{size} bytes"
+    dtype, offset = np.dtype(_TOKEN_DTYPES[code]), _HEADER.itemsize
+    lengths = raw[offset : offset + 4 * sequences].view("<i4").astype(np.int64)
+    begin_bytes = raw[offset + 4 * sequences : offset + 12 * sequences].view("<i8")
+    first_sequences = raw[offset + 12 * sequences : needed_bytes].view("<i8").astype(np.int64)
+    token_bounds = np.concatenate([np.zeros(1, np.int64), np.cumsum(lengths)])
+    byte_bounds = token_bounds * dtype.itemsize
+    if lengths.min(initial=0) < 0 or not np.array_equal(begin_bytes, byte_bounds[:-1]):
+        raise make_error("has gaps or overlaps between its sequences")
+    if byte_bounds[-1] != size:
+        raise make_error(
+            f"needs {token_bounds[-1]} tokens of {dtype.itemsize} bytes in {path.name}, but "
+            f"{path.name} has {size} bytes"
         )
     if (
         not bounds
-        or firsts[0] != 0
-        or firsts[-1] != sequences
-        or np.diff(firsts).min(initial=0) < 0
+        or first_sequences[0] != 0
+        or first_sequences[-1] != sequences
+        or np.diff(first_sequences).min(initial=0) < 0
     ):
-        raise refuse(
+        raise make_error(
             f"has bounds of documents that do not increase from 0 to {sequences}, the "
             "number of sequences"
         )
-    ends = over[firsts]
-    tokens = np.memmap(path, kind, "r") if size else np.zeros(0, kind)
+    ends = token_bounds[first_sequences]
+    tokens = np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)
     return Documents(tokens, np.unique(ends[ends > 0]))

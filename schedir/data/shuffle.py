@@ -41,16 +41,16 @@ def shuffle_indices(indices: Numbers, size: int, seed: int, epoch: int) -> Numbe
         [2, 4, 3, 0, 1, 5]
     """
     keys = np.frombuffer(blake2b(f"{seed} {epoch}".encode()).digest(), "<u8")
-    half = max(_MIN_HALF_BITS, -(-(size - 1).bit_length() // 2))
-    shuffled = _feistel(indices, keys, half)
-    while len(outside := np.flatnonzero(shuffled >= size)):
-        shuffled[outside] = _feistel(shuffled[outside], keys, half)
+    half_bits = max(_MIN_HALF_BITS, -(-(size - 1).bit_length() // 2))
+    shuffled = _feistel(indices, keys, half_bits)
+    while len(too_large := np.flatnonzero(shuffled >= size)):
+        shuffled[too_large] = _feistel(shuffled[too_large], keys, half_bits)
     return shuffled
 
 
-def _feistel(indices: Numbers, keys: Numbers, half: int) -> Numbers:
-    """Return a permutation of the integers of 2 * `half` bits."""
-    bits, mask = np.uint64(half), np.uint64(2**half - 1)
+def _feistel(indices: Numbers, keys: Numbers, half_bits: int) -> Numbers:
+    """Return a permutation of the integers of 2 * `half_bits` bits."""
+    bits, mask = np.uint64(half_bits), np.uint64(2**half_bits - 1)
     left, right = indices >> bits, indices & mask
     for key in keys[:_ROUNDS]:
         left, right = right, left ^ (_mix_bits(right + key) & mask)

@@ -40,8 +40,10 @@ def load_tokens(source: str | Path | Sequence[str | Path] | None = None) -> Toke
         texts = [_memory_map(path, "u1") for path in paths]
         return texts[0] if len(texts) == 1 else np.concatenate(texts)
     if len(paths) > 1:
-        other = next(path for path in paths if path != bins[0])
-        raise UsageError(f"a .bin of tokens must be the only file: {bins[0]} is given with {other}")
+        other_path = next(path for path in paths if path != bins[0])
+        raise UsageError(
+            f"a .bin of tokens must be the only file: {bins[0]} is given with {other_path}"
+        )
     return _memory_map(bins[0], "<u2")
 
 
@@ -58,9 +60,9 @@ def load_python_sources(root: Path) -> Tokens:
     Raises:
         UsageError: The cache cannot be written or read.
     """
-    place = sha256(str(root).encode()).hexdigest()[:8]
+    root_digest = sha256(str(root).encode()).hexdigest()[:8]
     folder = Path(os.environ.get("XDG_CACHE_HOME") or Path.home() / ".cache") / "schedir"
-    cache = folder / f"python-{platform.python_version()}-{place}.txt"
+    cache = folder / f"python-{platform.python_version()}-{root_digest}.txt"
     if not cache.exists():
         _join_files(find_python_files(root), cache)
     return _memory_map(cache, "u1")
@@ -72,8 +74,9 @@ def find_python_files(root: Path) -> list[Path]:
     Args:
         root: The directory, searched recursively.
     """
-    installed = {"site-packages", "dist-packages"}
-    return sorted(p for p in root.rglob("*.py") if not installed & {*p.relative_to(root).parts})
+    package_folders = {"site-packages", "dist-packages"}
+    paths = root.rglob("*.py")
+    return sorted(p for p in paths if not package_folders & {*p.relative_to(root).parts})
 
 
 def find_files(sources: str | Path | Sequence[str | Path]) -> list[Path]:
@@ -87,7 +90,7 @@ def find_files(sources: str | Path | Sequence[str | Path]) -> list[Path]:
     Raises:
         UsageError: A path or pattern matches no file, or matches a `.jsonl` file.
     """
-    found: list[Path] = []
+    all_files: list[Path] = []
     for source in [sources] if isinstance(sources, str | Path) else sources:
         name = str(source)
         try:
@@ -97,16 +100,16 @@ def find_files(sources: str | Path | Sequence[str | Path]) -> list[Path]:
         files = sorted(path for path in map(Path, names) if path.is_file())
         if not files:
             raise UsageError(f"cannot read {name:.200}: no file has this name or matches it")
-        if lines := [path for path in files if path.suffix == ".jsonl"]:
+        if jsonl_files := [path for path in files if path.suffix == ".jsonl"]:
             raise UsageError(
-                f"{lines[0]} has JSON lines instead of plain text",
+                f"{jsonl_files[0]} has JSON lines instead of plain text",
                 hint=RETIRED_HINTS["source = .jsonl"],
                 fields=["source"],
             )
-        found += files
-    if not found:
+        all_files += files
+    if not all_files:
         raise UsageError("the list of files is empty")
-    return found
+    return all_files
 
 
 def _memory_map(path: Path, dtype: str) -> Tokens:
@@ -131,9 +134,9 @@ def _join_files(paths: Iterable[Path], target: Path) -> None:
         # all of these files have the same contents.
         with tempfile.TemporaryDirectory(dir=target.parent) as folder:
             joined = Path(folder, "whole")
-            with joined.open("wb") as out:
+            with joined.open("wb") as file:
                 for path in paths:
-                    out.write(path.read_bytes())
+                    file.write(path.read_bytes())
             os.replace(joined, target)
     except OSError as error:
         raise UsageError(

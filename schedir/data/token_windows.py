@@ -85,8 +85,8 @@ class ConcatenatedWindows:
 
     def locate(self, indices: NDArray[np.int64]) -> WindowBatch:
         """See `TokenWindows.locate`."""
-        at = indices[:, None] * self.context + np.arange(self.context + 1)
-        return WindowBatch(at, np.ones((len(indices), self.context), bool))
+        positions = indices[:, None] * self.context + np.arange(self.context + 1)
+        return WindowBatch(positions, np.ones((len(indices), self.context), bool))
 
 
 class PackedWindows:
@@ -144,17 +144,17 @@ class PackedWindows:
 
     def locate(self, indices: NDArray[np.int64]) -> WindowBatch:
         """See `TokenWindows.locate`."""
-        at = np.empty((len(indices), self.context + 1), np.int64)
-        counts = np.zeros((len(indices), self.context), bool)
-        for row, number in enumerate(indices):
-            filled = 0
-            for k in range(self.first_segments[number], self.first_segments[number + 1]):
+        positions = np.empty((len(indices), self.context + 1), np.int64)
+        is_target = np.zeros((len(indices), self.context), bool)
+        for row, window in enumerate(indices):
+            position = 0
+            for k in range(self.first_segments[window], self.first_segments[window + 1]):
                 begin, length = self.begins[k], self.lengths[k]
-                at[row, filled : filled + length] = np.arange(begin, begin + length)
-                counts[row, filled : filled + length - 1] = True
-                filled += length
-            at[row, filled:] = at[row, filled - 1]
-        return WindowBatch(at, counts)
+                positions[row, position : position + length] = np.arange(begin, begin + length)
+                is_target[row, position : position + length - 1] = True
+                position += length
+            positions[row, position:] = positions[row, position - 1]
+        return WindowBatch(positions, is_target)
 
 
 def _split_documents(
@@ -164,9 +164,9 @@ def _split_documents(
     begins = np.concatenate([np.zeros(1, np.int64), ends[:-1]]) if len(ends) else ends
     targets = ends - begins - 1
     num_parts = np.maximum(-(-targets // context), 0)  # a document of one token has no target
-    number = np.arange(num_parts.sum()) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
-    at = np.repeat(begins, num_parts) + number * context
-    return at, np.minimum(np.repeat(ends, num_parts) - at, context + 1)
+    part_index = np.arange(num_parts.sum()) - np.repeat(np.cumsum(num_parts) - num_parts, num_parts)
+    part_begins = np.repeat(begins, num_parts) + part_index * context
+    return part_begins, np.minimum(np.repeat(ends, num_parts) - part_begins, context + 1)
 
 
 def _pack_best_fit(lengths: list[int], size: int) -> list[int]:
@@ -176,12 +176,12 @@ def _pack_best_fit(lengths: list[int], size: int) -> list[int]:
     """
     windows_by_space: dict[int, list[int]] = {}  # remaining space in tokens -> windows
     spaces: list[int] = []  # the keys of the dictionary, ascending
-    window_of, windows = [], 0
+    window_of, window_count = [], 0
     for length in lengths:
         k = bisect_left(spaces, length)
         if k == len(spaces):
-            window, space = windows, size
-            windows += 1
+            window, space = window_count, size
+            window_count += 1
         else:
             space = spaces[k]
             window = windows_by_space[space].pop()

@@ -102,11 +102,14 @@ class BPE:
         self._library.no_padding()
         self._library.encode_special_tokens = True
         vocabulary = self._library.get_vocab()
-        bytes_of = _map_characters()
-        if missing := [c for c in bytes_of if c not in vocabulary]:
-            raise _unsupported_error(source, f"it has no token for {len(missing)} of the 256 bytes")
+        byte_of_character = _map_characters()
+        missing_count = sum(character not in vocabulary for character in byte_of_character)
+        if missing_count:
+            raise _unsupported_error(
+                source, f"it has no token for {missing_count} of the 256 bytes"
+            )
         self._byte_tokens = np.zeros(256, np.int64)
-        for character, byte in bytes_of.items():
+        for character, byte in byte_of_character.items():
             self._byte_tokens[byte] = vocabulary[character]
         names = _END_TOKENS if end_token is None else (end_token,)
         end_name = next((name for name in names if name in vocabulary), None)
@@ -118,17 +121,17 @@ class BPE:
             )
         self.end_token = vocabulary[end_name]
         self.vocab_size = max(vocabulary.values()) + 1
-        exact = f"{library.__version__} {end_name} {text}"
-        self.digest = blake2b(exact.encode(), digest_size=8).hexdigest()
+        identity = f"{library.__version__} {end_name} {text}"
+        self.digest = blake2b(identity.encode(), digest_size=8).hexdigest()
 
     def encode(self, text: bytes) -> TokenIds:
         """See `Tokenizer.encode`."""
         parts = list(_split_utf8(text))
-        valid = [part for part in parts if isinstance(part, str)]
-        encoded = iter(self._library.encode_batch_fast(valid, add_special_tokens=False))
+        texts = [part for part in parts if isinstance(part, str)]
+        encodings = iter(self._library.encode_batch_fast(texts, add_special_tokens=False))
         return np.concatenate(
             [
-                np.array(next(encoded).ids, np.int64)
+                np.array(next(encodings).ids, np.int64)
                 if isinstance(part, str)
                 else self._byte_tokens[np.frombuffer(part, "u1")]
                 for part in parts
@@ -183,15 +186,15 @@ def _parse(text: str, source: str) -> Library:
 
 def _require_byte_level(description: Any, source: str) -> None:
     """Raise UsageError for a tokenizer that is not a byte-level BPE, or is not deterministic."""
-    before = description["pre_tokenizer"] or {}
-    steps = [before, *before.get("pretokenizers", ())]
-    levels = [step for step in steps if step.get("type") == "ByteLevel"]
-    if description["model"]["type"] != "BPE" or not levels:
+    pre_tokenizer = description["pre_tokenizer"] or {}
+    steps = [pre_tokenizer, *pre_tokenizer.get("pretokenizers", ())]
+    byte_level_steps = [step for step in steps if step.get("type") == "ByteLevel"]
+    if description["model"]["type"] != "BPE" or not byte_level_steps:
         kind = description["model"]["type"]
         raise _unsupported_error(
             source, f"its type is {kind}; it must be a byte-level BPE to reproduce each text"
         )
-    if any(step.get("add_prefix_space") for step in levels):
+    if any(step.get("add_prefix_space") for step in byte_level_steps):
         raise _unsupported_error(source, "it adds a space before each text (add_prefix_space)")
     if description["model"].get("dropout"):
         raise _unsupported_error(source, "it has dropout, so that tokens are random")
@@ -208,16 +211,16 @@ def _unsupported_error(source: str, reason: str) -> UsageError:
 
 def _split_utf8(text: bytes) -> Iterator[str | bytes]:
     """Split a text into strings of UTF-8 and bytes that are not UTF-8."""
-    for piece in _split_long_text(text):
+    for short_text in _split_long_text(text):
         try:
-            yield piece.decode()
+            yield short_text.decode()
         except UnicodeDecodeError:
             # The decoder maps each invalid byte to one of 128 code points that valid text never
             # has.
-            for part in re.split("([\udc80-\udcff]+)", piece.decode(errors="surrogateescape")):
+            for part in re.split("([\udc80-\udcff]+)", short_text.decode(errors="surrogateescape")):
                 if part:
-                    odd = "\udc80" <= part[0] <= "\udcff"
-                    yield part.encode(errors="surrogateescape") if odd else part
+                    is_invalid = "\udc80" <= part[0] <= "\udcff"
+                    yield part.encode(errors="surrogateescape") if is_invalid else part
 
 
 def _split_long_text(text: bytes) -> Iterator[bytes]:
@@ -229,10 +232,11 @@ def _split_long_text(text: bytes) -> Iterator[bytes]:
     begin = 0
     while len(text) - begin > MAX_TEXT_BYTES:
         end = begin + MAX_TEXT_BYTES
-        cuts = [match.end() for match in _CUT_PATTERN.finditer(text, max(begin, end - 2**16), end)]
-        while not cuts and text[end] & 0xC0 == 0x80 and end > begin + MAX_TEXT_BYTES - 4:
+        matches = _CUT_PATTERN.finditer(text, max(begin, end - 2**16), end)
+        cut_ends = [match.end() for match in matches]
+        while not cut_ends and text[end] & 0xC0 == 0x80 and end > begin + MAX_TEXT_BYTES - 4:
             end -= 1
-        end = cuts[-1] if cuts else end
+        end = cut_ends[-1] if cut_ends else end
         yield text[begin:end]
         begin = end
     yield text[begin:]
@@ -244,8 +248,8 @@ def _map_characters() -> dict[str, int]:
     As in GPT-2, a visible character of Latin-1 represents the byte with its code. The characters
     from 256 on represent the other bytes.
     """
-    visible = [*range(33, 127), *range(161, 173), *range(174, 256)]
-    others = (byte for byte in range(256) if byte not in visible)
-    return {chr(byte): byte for byte in visible} | {
-        chr(256 + k): byte for k, byte in enumerate(others)
+    visible_bytes = [*range(33, 127), *range(161, 173), *range(174, 256)]
+    other_bytes = (byte for byte in range(256) if byte not in visible_bytes)
+    return {chr(byte): byte for byte in visible_bytes} | {
+        chr(256 + k): byte for k, byte in enumerate(other_bytes)
     }
