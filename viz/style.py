@@ -108,11 +108,13 @@ def resolve_style(style: Style) -> ResolvedStyle:
 def _resolve_overlays(show: str | Collection[str]) -> frozenset[str]:
     """Return the names of the overlays, from a collection or a text separated by commas."""
     if isinstance(show, str):
-        show = [name.strip() for name in show.split(",") if name.strip()]
+        show = [overlay.strip() for overlay in show.split(",") if overlay.strip()]
     require_type(show, "show", Collection, '"lanes,arrows"')
-    for name in show:
-        if not isinstance(name, str) or name not in OVERLAYS:
-            raise UsageError(f"show must contain only {', '.join(OVERLAYS)}, not {describe(name)}")
+    for overlay in show:
+        if not isinstance(overlay, str) or overlay not in OVERLAYS:
+            raise UsageError(
+                f"show must contain only {', '.join(OVERLAYS)}, not {describe(overlay)}"
+            )
     return frozenset(show)
 
 
@@ -150,7 +152,7 @@ def _resolve_width(value: object) -> float | None:
 def _resolve_palette(style: Style) -> Palette:
     """Return the palette with the colours of the user."""
     name = style.get("palette", "plain")
-    hex_colors = {}
+    user_colors = {}
     colours = style.get("colours", {})
     if not isinstance(name, str) or name not in PALETTES:
         raise UsageError(f"palette must be {' or '.join(PALETTES)}, not {describe(name)}")
@@ -165,5 +167,5 @@ def _resolve_palette(style: Style) -> Palette:
             raise UsageError(
                 f"the colour of {kind} is invalid: {describe(colour)}", hint="skyblue, or #4b3b8f"
             )
-        hex_colors[kind] = to_hex(colour)
-    return recolor(PALETTES[name], hex_colors)
+        user_colors[kind] = to_hex(colour)
+    return recolor(PALETTES[name], user_colors)
