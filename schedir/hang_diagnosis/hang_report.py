@@ -47,12 +47,9 @@ def describe_job(job: DistributedJob) -> list[str]:
     )[:MAX_SHOWN]
     lines = _describe_job_cause(job)
     dumps_text = f"{len(job.dumps)} dump{'s' * (len(job.dumps) != 1)}"
-    if ranks_without_dump := job.ranks_without_dump:
-        verb = "has" if len(ranks_without_dump) == 1 else "have"
-        lines.append(
-            f"{dumps_text} of {len(job.ranks)} ranks; "
-            f"{_name_ranks(ranks_without_dump)} {verb} no dump"
-        )
+    if ranks := job.ranks_without_dump:
+        verb = "has" if len(ranks) == 1 else "have"
+        lines.append(f"{dumps_text} of {len(job.ranks)} ranks; {_name_ranks(ranks)} {verb} no dump")
     else:
         lines.append(f"{dumps_text}, of all ranks in their process groups")
     for text in sorted(shown_texts, key=lambda text: ranks_by_text[text]):
@@ -82,22 +79,17 @@ def _describe_position(job: DistributedJob, rank: int, is_brief: bool) -> str:
         return f"no pending operation; {ended_text}{_describe_age(job, dump.current_op_time)}"
     op = waits[0].op if waits else dump.current_op
     peer_texts = [
-        _describe_peers(job, [*same_waits])
-        for _, same_waits in groupby(waits, lambda w: (w.reason, w.op))
+        _describe_peers(job, [*group]) for _, group in groupby(waits, lambda w: (w.reason, w.op))
     ]
     reasons = "; ".join(dict.fromkeys(peer_texts)) or "the dumps do not contain its ranks"
     count_text = ""
     if op.is_message and not dump.num_lost:  # Otherwise the number of earlier messages is unknown.
-        direction = (op.group, op.kind, op.peer)
-        count = sum(
-            (o.group, o.kind, o.peer) == direction for o in dump.ops if o.number < op.number
-        )
+        key = (op.group, op.kind, op.peer)
+        count = sum((o.group, o.kind, o.peer) == key for o in dump.ops if o.number < op.number)
         count_text = f", after {count} of these in {op.group}"
     age_text = "" if is_brief else _describe_age(job, op.created_time)
-    return (
-        f"{job.describe_operation(rank, op)}{count_text}: "
-        f"{reasons}{age_text}{_describe_source_line(op)}"
-    )
+    name = job.describe_operation(rank, op)
+    return f"{name}{count_text}: {reasons}{age_text}{_describe_source_line(op)}"
 
 
 def _describe_job_cause(job: DistributedJob) -> list[str]:
@@ -124,10 +116,8 @@ def _describe_job_cause(job: DistributedJob) -> list[str]:
         name = f"{job.describe_operation(wait.rank, wait.op)} of rank {wait.rank}"
         if wait.reason is WaitReason.MISMATCH:
             is_unsure = job.old_dump_ranks or (wait.op.is_message and job.has_lost_entries(wait))
-            lines.append(
-                f"{'a possible' if is_unsure else 'the'} cause: {name} "
-                f"{_describe_peers(job, [wait])}"
-            )
+            peers_text = _describe_peers(job, [wait])
+            lines.append(f"{'a possible' if is_unsure else 'the'} cause: {name} {peers_text}")
         elif not cycle:
             lines.append(
                 f"{name} {_describe_issued_by_all(job, wait)}{_describe_mixed_batching(wait)}"
@@ -166,16 +156,11 @@ def _describe_issued_by_all(job: DistributedJob, wait: PendingOperation) -> str:
     """Describe an operation that all ranks have issued: which devices have not started it."""
     op = wait.op
     ranks = sorted({op.peer, wait.rank} if op.is_message else {*op.group.ranks})
-    op_by_rank = {
-        rank: job.find_counterpart(wait.rank, op, rank) for rank in ranks if rank in job.dumps
-    }
-    ended_ranks = [rank for rank, rank_op in op_by_rank.items() if rank_op and rank_op.is_done]
-    started_ranks = [
-        rank for rank, rank_op in op_by_rank.items() if rank_op and rank_op.state == "started"
-    ]
-    other_ranks = _list_ranks(
-        [rank for rank in op_by_rank if rank not in (ended_ranks or started_ranks)]
-    )
+    sides = {rank: job.find_counterpart(wait.rank, op, rank) for rank in ranks if rank in job.dumps}
+    ended_ranks = [rank for rank, side in sides.items() if side and side.is_done]
+    started_ranks = [rank for rank, side in sides.items() if side and side.state == "started"]
+    first_ranks = ended_ranks or started_ranks
+    other_ranks = _list_ranks([rank for rank in sides if rank not in first_ranks])
     if ended_ranks:
         return (
             f"has ended on rank {_list_ranks(ended_ranks)}: rank {other_ranks} may be the cause, "
@@ -183,15 +168,11 @@ def _describe_issued_by_all(job: DistributedJob, wait: PendingOperation) -> str:
         )
     if started_ranks and other_ranks:
         return (
-            "is issued by all of its ranks, and has started on rank "
-            f"{_list_ranks(started_ranks)}: rank {other_ranks} may be the cause, because its "
-            "device has not reached it"
+            f"is issued by all of its ranks, and has started on rank {_list_ranks(started_ranks)}: "
+            f"rank {other_ranks} may be the cause, because its device has not reached it"
         )
-    value_text = "" if started_ranks else "its value is not computed yet, or "
-    return (
-        "is issued by all of its ranks, and no operation is before it: "
-        f"{value_text}it does not pass"
-    )
+    cause = "" if started_ranks else "its value is not computed yet, or "
+    return f"is issued by all of its ranks, and no operation is before it: {cause}it does not pass"
 
 
 def _deduplicate_waits(waits: Iterable[PendingOperation]) -> list[PendingOperation]:
@@ -212,12 +193,8 @@ def _describe_mixed_batching(wait: PendingOperation) -> str:
 
     The two sides may then use two different communicators.
     """
-    counterpart = wait.counterpart
-    if (
-        counterpart is None
-        or not wait.op.is_message
-        or bool(wait.op.batch) == bool(counterpart.batch)
-    ):
+    side = wait.counterpart
+    if side is None or not wait.op.is_message or bool(wait.op.batch) == bool(side.batch):
         return ""
     batched_rank, single_rank = (
         (wait.rank, wait.awaited_rank) if wait.op.batch else (wait.awaited_rank, wait.rank)
@@ -268,24 +245,18 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 
 def _describe_peers(job: DistributedJob, waits: Sequence[PendingOperation]) -> str:
     """Describe the ranks that an operation waits for. All waits must have the same reason."""
-    first_wait = waits[0]
-    ranks = _name_ranks([wait.awaited_rank for wait in waits])
-    if first_wait.reason is WaitReason.MISMATCH and first_wait.counterpart:
+    wait = waits[0]
+    ranks = _name_ranks([w.awaited_rank for w in waits])
+    if wait.reason is WaitReason.MISMATCH and wait.counterpart:
         own_text, other_text = (
             op.shape_text if op.is_message else f"{op.kind} of {op.shape_text}"
-            for op in (first_wait.op, first_wait.counterpart)
+            for op in (wait.op, wait.counterpart)
         )
         return f"does not match {ranks}: {own_text} here, {other_text} there"
-    blocking_op = (
-        job.dumps[first_wait.awaited_rank].current_op
-        if first_wait.reason is WaitReason.QUEUED
-        else None
-    )
-    blocking_text = (
-        f" {job.describe_operation(first_wait.awaited_rank, blocking_op)}" if blocking_op else ""
-    )
+    blocker = job.dumps[wait.awaited_rank].current_op if wait.reason is WaitReason.QUEUED else None
+    blocker_text = f" {job.describe_operation(wait.awaited_rank, blocker)}" if blocker else ""
     verb = "has" if len(waits) == 1 else "have each"
-    return f"{ranks} {verb} {first_wait.reason.value}{blocking_text}"
+    return f"{ranks} {verb} {wait.reason.value}{blocker_text}"
 
 
 def _describe_age(job: DistributedJob, time: int) -> str:
@@ -426,10 +397,7 @@ class _ProgramCopyReport:
                 f"  {_name_ranks(matched.counter_ranks)}: the position comes from counters, and is "
                 "right if all lost entries of the buffer were transfers"
             )
-        lines += [
-            f"  {self._describe_position(rank_position)}"
-            for rank_position in self.verdict.positions
-        ]
+        lines += [f"  {self._describe_position(position)}" for position in self.verdict.positions]
         lines += [f"  {line}" for line in _describe_old_dumps(self.old_dump_ranks)]
         silent_ranks = [
             r for r, has_dump in zip(matched.ranks, matched.has_dump, strict=True) if not has_dump
@@ -526,13 +494,10 @@ class _ProgramCopyReport:
         if cause.kind is ChainEnd.NO_DUMP:
             problem = f"has no dump, and others wait for it at {ops}: its process may be gone"
         elif cause.kind is ChainEnd.STUCK:
-            sides_text = " and ".join(
-                f"{self.name_instruction(position)} of {self.name_owner(position)}"
-                for position in cause.positions
+            sides = " and ".join(
+                f"{self.name_instruction(k)} of {self.name_owner(k)}" for k in cause.positions
             )
-            return [
-                f"{sides_text} are issued, and wait for nothing else: the message does not pass"
-            ]
+            return [f"{sides} are issued, and wait for nothing else: the message does not pass"]
         elif cause.kind is ChainEnd.ENDED:
             problem = (
                 f"may be the cause: the other side of {ops} has ended; its device has not reached "
