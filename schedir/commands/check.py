@@ -126,22 +126,26 @@ def run(args: argparse.Namespace) -> str:
         if args.output is not None:
             _draw_refused_draft(request, error, args.output)
         raise
-    first = request.proven_progress_model
-    others = [model for model in MODELS if args.progress_model is None and model != first]
-    hosts = {
+    first_model = request.proven_progress_model
+    other_models = [
+        model for model in MODELS if args.progress_model is None and model != first_model
+    ]
+    host_options = {
         "blocking_hosts": args.blocking_hosts,
         "host_device_sync": args.host_device_sync,
         "lazy_communicators": args.lazy_communicators,
     }
     eager_options = {"eager_limit": args.eager_limit, "sizes": args.sizes}
     try:
-        check(program, first, **hosts, **eager_options)
+        check(program, first_model, **host_options, **eager_options)
     except SchedirError as error:
         if isinstance(error, _PROGRESS_ERRORS):
-            finishing_models = _find_finishing_models(program, others, **hosts, **eager_options)
+            finishing_models = _find_finishing_models(
+                program, other_models, **host_options, **eager_options
+            )
             hints = [f"it finishes under {join_words(finishing_models)}"] * bool(finishing_models)
             if isinstance(error, DeadlockError) and not args.lazy_communicators:
-                hints += _describe_eager_limit(program, first, error, hosts)
+                hints += _describe_eager_limit(program, first_model, error, host_options)
             error.hint = "; ".join(hints) or error.hint
         if args.output is not None:
             _draw_deadlock(program, error, args.output)
@@ -152,13 +156,18 @@ def run(args: argparse.Namespace) -> str:
             file=sys.stderr,
         )
     models = sorted(
-        [first, *_find_finishing_models(program, others, **hosts, **eager_options)],
+        [
+            first_model,
+            *_find_finishing_models(program, other_models, **host_options, **eager_options),
+        ],
         key=MODELS.index,
     )
     # `blocking_serial` has one queue for compute and transfers. A program that finishes under it
     # also finishes on blocking hosts, so this case needs no further check.
-    is_known = any(hosts.values()) or ("blocking_serial" in models and args.eager_limit is None)
-    on_cpus = (
+    is_known = any(host_options.values()) or (
+        "blocking_serial" in models and args.eager_limit is None
+    )
+    models_on_cpus = (
         models
         if is_known
         else _find_finishing_models(program, models, blocking_hosts=True, **eager_options)
@@ -168,14 +177,14 @@ def run(args: argparse.Namespace) -> str:
         facts["stages_per_rank"] = program.shape.stages_per_rank
         model_facts = {"progress_models": models}
         if not args.lazy_communicators:  # Blocking hosts are not checked with this option.
-            model_facts["progress_models_with_blocking_hosts"] = on_cpus
+            model_facts["progress_models_with_blocking_hosts"] = models_on_cpus
         if args.host_device_sync:
             model_facts["progress_models_with_host_device_sync"] = models
         return format_json(
             facts | {"instructions": len(program)} | model_facts | collect_sharding_facts(program)
         )
-    fails = [model for model in others if model not in models]
-    exceptions = f", but not under {join_words(fails)}" if fails else ""
+    failing_models = [model for model in other_models if model not in models]
+    exceptions = f", but not under {join_words(failing_models)}" if failing_models else ""
     if args.eager_limit is not None:
         limit = format_bytes(args.eager_limit)
         exceptions += f", if messages of at most {limit} do not wait for their receive"
@@ -185,9 +194,11 @@ def run(args: argparse.Namespace) -> str:
         exceptions += DEVICE_SYNC_TEXT
     elif args.blocking_hosts:
         exceptions += BLOCKING_HOSTS_TEXT
-    elif on_cpus != models:
-        only = f"only under {join_words(on_cpus)}" if on_cpus else "under none"
-        exceptions += f"; if hosts block, as CPU hosts do, {only} (--blocking-hosts explains why)"
+    elif models_on_cpus != models:
+        only_text = f"only under {join_words(models_on_cpus)}" if models_on_cpus else "under none"
+        exceptions += (
+            f"; if hosts block, as CPU hosts do, {only_text} (--blocking-hosts explains why)"
+        )
     shape = program.shape
     ranks = f"{shape.ranks} rank{'s' * (shape.ranks > 1)}"
     ranks += f" ({shape.stages_per_rank_text})" * (shape.stages_per_rank > 1)
@@ -195,7 +206,7 @@ def run(args: argparse.Namespace) -> str:
         f"{program.name}: {len(program)} instructions on {ranks}"
         f"{'' if program.has_backward else ', which run forward only,'} are complete "
         f"and in order, and finish under {join_words(models)}{exceptions}\n"
-        + (f"{parts}\n" if (parts := describe_sharding(program)) else "")
+        + (f"{sharding_text}\n" if (sharding_text := describe_sharding(program)) else "")
         + describe_forwards(program)
     )
 
@@ -214,9 +225,10 @@ def _explain_start(args: argparse.Namespace) -> str:
             f"--explain-start: there is no rank {rank}, the ranks are 0 to {len(streams) - 1}"
         )
     if len(index) > 9 or int(index) >= len(streams[int(rank)]):
-        most = len(streams[int(rank)]) - 1
+        last_index = len(streams[int(rank)]) - 1
         raise UsageError(
-            f"--explain-start: rank {rank} has no instruction #{index}, the last one is #{most}"
+            f"--explain-start: rank {rank} has no instruction #{index}, the last one is "
+            f"#{last_index}"
         )
     offsets = timeline.program.offsets
     chain = timeline.critical_path_to(int(offsets[int(rank)]) + int(index)).tolist()
@@ -229,13 +241,13 @@ def _explain_start(args: argparse.Namespace) -> str:
     if args.json:
         keys = ("rank", "index", "instruction", "start", "end")
         return format_json([dict(zip(keys, link, strict=True)) for link in links])
-    _, _, last, begin, _ = links[-1]
-    left = len(links) - _MAX_CHAIN_LINKS
+    _, _, last_instr, begin, _ = links[-1]
+    num_omitted = len(links) - _MAX_CHAIN_LINKS
     return (
-        f"{timeline.program.name}: rank {rank} #{index} {last} starts at {begin:.6g} under "
+        f"{timeline.program.name}: rank {rank} #{index} {last_instr} starts at {begin:.6g} under "
         f"{timeline.progress_model}{BLOCKING_HOSTS_TEXT * args.blocking_hosts}; each instruction "
         "of this chain waits for the one before it\n"
-        + (f"the last {_MAX_CHAIN_LINKS} of {len(links)} instructions\n" if left > 0 else "")
+        + (f"the last {_MAX_CHAIN_LINKS} of {len(links)} instructions\n" if num_omitted > 0 else "")
         + format_table(
             ["start", "end", "rank", "index", "instruction"],
             [

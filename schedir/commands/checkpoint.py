@@ -91,13 +91,13 @@ def _inspect(args: argparse.Namespace) -> tuple[str, int]:
     """Return the table or JSON, and exit code 2 if `--verify` finds an incomplete checkpoint."""
     from schedir.commands.common import checkpoint_report
 
-    folder = _open_directory(args)
-    steps = folder.list_steps() if args.step is None else [args.step]
-    seen = [checkpoint_report.inspect_checkpoint(folder, step, args.verify) for step in steps]
-    code = 2 * (args.verify and any(one.problem for one in seen))
+    directory = _open_directory(args)
+    steps = directory.list_steps() if args.step is None else [args.step]
+    entries = [checkpoint_report.inspect_checkpoint(directory, step, args.verify) for step in steps]
+    exit_code = 2 * (args.verify and any(entry.problem for entry in entries))
     if args.json:
-        return format_json(checkpoint_report.collect_facts(seen, args.verify)), code
-    return checkpoint_report.format_report(seen, args.verify), code
+        return format_json(checkpoint_report.collect_facts(entries, args.verify)), exit_code
+    return checkpoint_report.format_report(entries, args.verify), exit_code
 
 
 def _export(args: argparse.Namespace) -> str:
@@ -110,26 +110,28 @@ def _export(args: argparse.Namespace) -> str:
         )
     if args.format not in (formats := ("safetensors", "transformers")):
         raise UsageError(f"--as {args.format}: there is no such format", hint=" or ".join(formats))
-    to, transformers = Path(args.to), args.format == "transformers"
-    if not transformers and to.suffix != ".safetensors":
-        raise UsageError(f"--to {to}: the file must end in .safetensors", fields=["to"])
-    targets = [to / "model.safetensors", to / "config.json"] if transformers else [to]
+    target, is_transformers = Path(args.to), args.format == "transformers"
+    if not is_transformers and target.suffix != ".safetensors":
+        raise UsageError(f"--to {target}: the file must end in .safetensors", fields=["to"])
+    targets = (
+        [target / "model.safetensors", target / "config.json"] if is_transformers else [target]
+    )
     _require_absent(targets, args.replace)
-    folder = _open_directory(args)
-    manifest, skipped = _find_complete_checkpoint(folder, args.step)
+    directory = _open_directory(args)
+    manifest, skipped = _find_complete_checkpoint(directory, args.step)
 
     from schedir.checkpoints.safetensors_export import list_exported_tensors
     from schedir.training.gpt2_export import convert_to_gpt2
 
     tensors, config = list_exported_tensors(manifest, args.dtype), None
-    if transformers:
+    if is_transformers:
         config, tensors = convert_to_gpt2(manifest, tensors)
-    size = _write_export(targets, folder, manifest, tensors, config, args.replace)
-    types = join_words(sorted({one.meta.dtype for one in tensors}))
-    copies = any(one.stored_name.startswith("main/") for one in tensors)
-    text = "".join(f"skipped: {why}\n" for why in skipped)
-    text += f"wrote {to}: step {manifest.step}, {len(tensors)} tensors of {types}, "
-    text += f"{format_bytes(size)}{', from the float32 copies' * copies}\n"
+    size = _write_export(targets, directory, manifest, tensors, config, args.replace)
+    types = join_words(sorted({tensor.meta.dtype for tensor in tensors}))
+    has_copies = any(tensor.stored_name.startswith("main/") for tensor in tensors)
+    text = "".join(f"skipped: {reason}\n" for reason in skipped)
+    text += f"wrote {target}: step {manifest.step}, {len(tensors)} tensors of {types}, "
+    text += f"{format_bytes(size)}{', from the float32 copies' * has_copies}\n"
     if args.dtype is None and any(name.startswith("main/") for name in manifest.tensors):
         text += "the weights have float32 copies; --dtype float32 exports them\n"
     return text
@@ -150,10 +152,10 @@ def _write_export(
     from schedir.checkpoints.safetensors_export import write_safetensors
 
     metadata = {"step": str(manifest.step)}
-    also = manifest.state.get("also")
-    if config is None and isinstance(also, dict):  # As `save_model` of safetensors.
-        metadata |= {str(name): str(of) for name, of in also.items()}
-    made = config is not None and not targets[0].parent.exists()
+    aliases = manifest.state.get("also")
+    if config is None and isinstance(aliases, dict):  # As `save_model` of safetensors.
+        metadata |= {str(name): str(stored_name) for name, stored_name in aliases.items()}
+    is_new_folder = config is not None and not targets[0].parent.exists()
     try:
         if config is not None:
             targets[0].parent.mkdir(parents=True, exist_ok=True)
@@ -169,7 +171,7 @@ def _write_export(
     except OSError as error:
         raise UsageError(f"cannot write {targets[0]}: {describe_os_error(error)}") from None
     finally:
-        if made:
+        if is_new_folder:
             with suppress(OSError):  # The directory is not empty.
                 targets[0].parent.rmdir()
 
@@ -182,16 +184,16 @@ def _open_directory(args: argparse.Namespace) -> CheckpointDirectory:
     """
     from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
 
-    folder = CheckpointDirectory(args.folder)
-    if not folder.path.exists():
+    directory = CheckpointDirectory(args.folder)
+    if not directory.path.exists():
         raise CheckpointError(f"there is no folder {args.folder}")
-    steps = folder.list_steps()
+    steps = directory.list_steps()
     if steps and args.step in (None, *steps):
-        return folder
+        return directory
     hint = ""
     if steps:
-        first = f"{len(steps) - 8} older, " if len(steps) > 8 else ""
-        hint = f"the steps are {first}{join_words([str(step) for step in steps[-8:]])}"
+        older_text = f"{len(steps) - 8} older, " if len(steps) > 8 else ""
+        hint = f"the steps are {older_text}{join_words([str(step) for step in steps[-8:]])}"
     step_text = "" if args.step is None else f" of step {args.step}"
     raise CheckpointError(f"there is no checkpoint{step_text} in {args.folder}", hint=hint)
 

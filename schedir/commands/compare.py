@@ -124,7 +124,7 @@ def _drop_exceeded_limits(
     Raises:
         MemoryLimitError: All requests are left out.
     """
-    kept, over_limit = list[Any](), dict[str, Excess]()
+    kept_requests, over_limit = list[Any](), dict[str, Excess]()
     for request in requests:
         try:
             _ = request.timeline
@@ -136,8 +136,8 @@ def _drop_exceeded_limits(
                     raise
                 continue
             request = replace(request, memory_limit=None)
-        kept.append(request)
-    return kept, over_limit
+        kept_requests.append(request)
+    return kept_requests, over_limit
 
 
 def _format_comparison(
@@ -145,16 +145,19 @@ def _format_comparison(
 ) -> str:
     from schedir.analysis.memory.unshard_counts import collect_sharding_facts, format_range
 
-    rows, several_kinds = [], len({request.timeline.kind for request in requests}) > 1
+    rows, has_several_kinds = [], len({request.timeline.kind for request in requests}) > 1
     for request in requests:
-        t = request.timeline
-        shape, peak = t.program.shape, int(t.peak_in_flight.max(initial=0))
+        timeline = request.timeline
+        shape, peak = timeline.program.shape, int(timeline.peak_in_flight.max(initial=0))
         counts = {"ranks": shape.ranks, "microbatches": shape.microbatches, "stages": shape.stages}
-        size: dict[str, Any] = {"peak_in_flight": peak, "peak_activations": t.peak_activations}
-        facts = collect_timeline_facts(t, find_lower_bound(request))
-        sharding = collect_sharding_facts(t.program)
-        if t.sizes is not None:
-            size["peak_memory"] = float(t.peak_memory.max())
+        size: dict[str, Any] = {
+            "peak_in_flight": peak,
+            "peak_activations": timeline.peak_activations,
+        }
+        facts = collect_timeline_facts(timeline, find_lower_bound(request))
+        sharding = collect_sharding_facts(timeline.program)
+        if timeline.sizes is not None:
+            size["peak_memory"] = float(timeline.peak_memory.max())
             excess = over_limit.get(request.source)
             size["is_over_limit"] = excess is not None
             if excess is not None:  # The limit applies to the worst case: a run may need less.
@@ -162,21 +165,23 @@ def _format_comparison(
         rows.append(facts | counts | size | collect_cost_facts(request) | sharding)
     if not as_table:
         return format_json(rows)
-    has_gathers = any("unshards" in f for f in rows)
-    has_sizes = any("peak_memory" in f for f in rows)
+    has_gathers = any("unshards" in row for row in rows)
+    has_sizes = any("peak_memory" in row for row in rows)
     return format_table(
         ["schedule", "ranks", "microbatches", "stages", "span", "bubble", "to gain",
          "peak in flight", "peak activations", *["peak memory"] * has_sizes,
          *["gathers"] * has_gathers],
         [
-            [", ".join(filter(None, [label, f["kind"] * several_kinds, f["causality_warning"]])),
-             *(str(f[name]) for name in ("ranks", "microbatches", "stages")),
-             f"{f['span']:.6g} {f['unit']}".strip(),
-             f"{f['bubble']:.1%}", format_possible_gain(f),
-             str(f["peak_in_flight"]), f"{f['peak_activations']:.6g}",
-             *[_format_peak_memory(f)] * has_sizes,
-             *[format_range(f.get("unshards", [0]))] * has_gathers]
-            for label, f in zip(label_requests(requests), rows, strict=True)
+            [", ".join(filter(
+                None, [label, row["kind"] * has_several_kinds, row["causality_warning"]]
+             )),
+             *(str(row[name]) for name in ("ranks", "microbatches", "stages")),
+             f"{row['span']:.6g} {row['unit']}".strip(),
+             f"{row['bubble']:.1%}", format_possible_gain(row),
+             str(row["peak_in_flight"]), f"{row['peak_activations']:.6g}",
+             *[_format_peak_memory(row)] * has_sizes,
+             *[format_range(row.get("unshards", [0]))] * has_gathers]
+            for label, row in zip(label_requests(requests), rows, strict=True)
         ],
     )  # fmt: skip
 
@@ -199,8 +204,8 @@ def _describe_differences(timelines: Sequence[Timeline]) -> str:
     rows = [d for d in compare_timelines(first, second) if d.increase][:MAX_DIFFERENCES]
     if not rows:
         return "the instructions of both runs take the same times\n"
-    more = f"{second.span / first.span - 1:+.1%}" if first.span else "longer"
-    return f"span of the second run: {more}; the largest differences:\n" + format_table(
+    change_text = f"{second.span / first.span - 1:+.1%}" if first.span else "longer"
+    return f"span of the second run: {change_text}; the largest differences:\n" + format_table(
         ["rank", "activity", "first", "second", "change"],
         [
             [str(d.rank), d.activity, *(f"{t:.4g}" for t in d[2:]), f"{d.increase:+.4g}"]

@@ -67,13 +67,17 @@ def run(args: argparse.Namespace) -> str:
 
     option_words = [word for word in args.command_words[1:] if word.startswith("-") and word != "-"]
     if args.program is None and (
-        extra := [
+        extra_options := [
             word for word in option_words if word.partition("=")[0] not in _STANDALONE_OPTIONS
         ]
     ):
-        raise UsageError(f"{extra[0]} needs --program", hint=f"--program SCHEDULE {extra[0]} ...")
-    if len(args.dumps) == 1 and (run := post_mortem.read_post_mortem(args.dumps[0])) is not None:
-        return _diagnose_run(args, run)
+        raise UsageError(
+            f"{extra_options[0]} needs --program", hint=f"--program SCHEDULE {extra_options[0]} ..."
+        )
+    if len(args.dumps) == 1:
+        black_boxes = post_mortem.read_post_mortem(args.dumps[0])
+        if black_boxes is not None:
+            return _diagnose_run(args, black_boxes)
     dumps, skipped_files = read_dumps(args.dumps)
     job = DistributedJob(dumps)
     if args.program is None:
@@ -131,10 +135,10 @@ def _collect_facts(job: DistributedJob, verdicts: list[ProgramVerdict]) -> dict[
     dumps = [
         {
             "rank": rank,
-            "file": one.path,
-            "last_ended_operation": one.last_ended_op and str(one.last_ended_op),
-            "current_operation": one.current_op and str(one.current_op),
-            "current_operation_time_ns": one.current_op_time,
+            "file": dump.path,
+            "last_ended_operation": dump.last_ended_op and str(dump.last_ended_op),
+            "current_operation": dump.current_op and str(dump.current_op),
+            "current_operation_time_ns": dump.current_op_time,
             "waits": [
                 {
                     "operation": str(wait.op),
@@ -144,7 +148,7 @@ def _collect_facts(job: DistributedJob, verdicts: list[ProgramVerdict]) -> dict[
                 for wait in job.waits[rank]
             ],
         }
-        for rank, one in job.dumps.items()
+        for rank, dump in job.dumps.items()
     ]
     return {
         "dumps": dumps,
@@ -156,25 +160,25 @@ def _collect_facts(job: DistributedJob, verdicts: list[ProgramVerdict]) -> dict[
 
 
 def _collect_copy_facts(verdict: ProgramVerdict) -> dict[str, Any]:
-    placed, matched = verdict.positioned, verdict.matched
-    locate = placed.graph.index.locate
+    positioned, matched = verdict.positioned, verdict.matched
+    locate = positioned.graph.index.locate
 
     def at(position: int) -> dict[str, Any]:
         rank, index, instr = locate(position)
         return {"rank": matched.ranks[rank], "index": index, "instruction": str(instr)}
 
     return {
-        "program": placed.graph.program.name,
+        "program": positioned.graph.program.name,
         "progress_model": verdict.progress_model,
         "ranks": matched.ranks,
         "step": matched.step,
         "positions": [
-            {"rank": matched.ranks[place.rank]} | (
+            {"rank": matched.ranks[rank_position.rank]} | (
                 {"has_ended": True}
-                if place.position is None
-                else at(place.position) | {"is_late": place.is_late}
+                if rank_position.position is None
+                else at(rank_position.position) | {"is_late": rank_position.is_late}
             )
-            for place in verdict.positions
+            for rank_position in verdict.positions
         ],
         "is_deadlock": verdict.is_deadlock,
         "cycle": [at(link.position) for link in verdict.cycle],

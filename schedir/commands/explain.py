@@ -167,11 +167,11 @@ def _find_lower_bounds(advice: Advice, costs: Costs) -> list[LowerBound]:
 def _describe_possible_saving(advice: Advice, lower_bounds: list[LowerBound]) -> list[str]:
     """Return a line with the most time that another schedule could save, or [] if not known."""
     shares = [compute_saving(advice.baseline.span, bound.value) for bound in lower_bounds]
-    most = [describe_saving(share) for share in shares]
-    if len({*most}) > 1:
-        most = [f"{most[0]} with full backwards, {most[1]} with split backwards"]
-    which = "another order of these stages with no more activations"
-    return [f"{which} saves {saving}" for saving in most[:1]]
+    savings = [describe_saving(share) for share in shares]
+    if len({*savings}) > 1:
+        savings = [f"{savings[0]} with full backwards, {savings[1]} with split backwards"]
+    order_text = "another order of these stages with no more activations"
+    return [f"{order_text} saves {saving}" for saving in savings[:1]]
 
 
 def _collect_facts(
@@ -179,13 +179,15 @@ def _collect_facts(
 ) -> dict[str, Any]:
     from schedir.predict.bubble_causes import IdleCause, idleness, sum_by_cause
 
-    table = sum_by_cause(idleness(timeline), timeline.ranks)
-    of_base = collect_timeline_facts(advice.baseline, lower_bounds[0] if lower_bounds else None)
+    idle_table = sum_by_cause(idleness(timeline), timeline.ranks)
+    baseline_facts = collect_timeline_facts(
+        advice.baseline, lower_bounds[0] if lower_bounds else None
+    )
     return collect_timeline_facts(timeline) | {
-        "bound": of_base["bound"],
-        "gap_to_bound": of_base["gap_to_bound"],
+        "bound": baseline_facts["bound"],
+        "gap_to_bound": baseline_facts["gap_to_bound"],
         "split_backward_bound": lower_bounds[-1].value if lower_bounds else None,
-        "idle": {cause.text: table[:, cause].tolist() for cause in IdleCause},
+        "idle": {cause.text: idle_table[:, cause].tolist() for cause in IdleCause},
         "simulated_span": advice.baseline.span,
         "is_advice_reliable": advice.is_reliable,
         "fits_memory": advice.fits_memory,
@@ -307,8 +309,12 @@ def _describe_ranks(timeline: Timeline, idle: NDArray[Any], source: str) -> list
     if not causes or timeline.ranks == 1:
         return []
     rows = [
-        [f"rank {rank}", f"{each.sum():.1%}", *(f"{each[cause]:.1%}" for cause in causes)]
-        for rank, each in enumerate(share)
+        [
+            f"rank {rank}",
+            f"{rank_shares.sum():.1%}",
+            *(f"{rank_shares[cause]:.1%}" for cause in causes),
+        ]
+        for rank, rank_shares in enumerate(share)
     ]
     headings = ["share of the span", "idle", *(cause.text for cause in causes)]
     return format_table(headings, rows).splitlines()
@@ -326,13 +332,14 @@ def _describe_longest_wait(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
     if not len(idle):
         return []
     awaited = spans[["rank", "op", "stage"]][idle["awaits"]]
-    kinds, which = np.unique(awaited, return_inverse=True)
-    waited = np.bincount(which, idle["end"] - idle["start"])
-    rank, op, stage = kinds[waited.argmax()].tolist()
+    kinds, kind_indices = np.unique(awaited, return_inverse=True)
+    wait_times = np.bincount(kind_indices, idle["end"] - idle["start"])
+    rank, op, stage = kinds[wait_times.argmax()].tolist()
     durations = spans["end"] - spans["start"]
-    pair = timeline.is_second_of_pair.copy()
-    pair[:-1] |= pair[1:]
-    is_same_op = (spans["op"] == op) & ~pair  # The instructions of a joined pair share one time.
+    is_paired = timeline.is_second_of_pair.copy()
+    is_paired[:-1] |= is_paired[1:]
+    # The instructions of a joined pair share one time.
+    is_same_op = (spans["op"] == op) & ~is_paired
     stage_times, comparison = durations[is_same_op & (spans["stage"] == stage)], ""
     name, lines = INSTRUCTIONS[op].text, []
     if (
@@ -347,7 +354,7 @@ def _describe_longest_wait(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
             lines = _describe_slow_stage(spans[is_same_op], durations[is_same_op], name)
     if not timeline.idle.sum() > 0:  # The waits are so short that they round to 0.
         return []
-    share = waited.max() / (timeline.span * timeline.ranks)
+    share = wait_times.max() / (timeline.span * timeline.ranks)
     return [
         *lines,
         f"longest awaited: {name} of stage {stage} on rank {rank}, for "
@@ -365,14 +372,16 @@ def _describe_slow_stage(spans: NDArray[Any], durations: NDArray[Any], name: str
     """
     import numpy as np
 
-    numbers, first, which = np.unique(spans["stage"], return_index=True, return_inverse=True)
-    ratios = np.bincount(which, durations) / np.bincount(which) / durations.mean()
+    stages, first_indices, stage_indices = np.unique(
+        spans["stage"], return_index=True, return_inverse=True
+    )
+    ratios = np.bincount(stage_indices, durations) / np.bincount(stage_indices) / durations.mean()
     slowest = int(ratios.argmax())
     if ratios[slowest] < MIN_SLOW_STAGE_RATIO:
         return []
-    rank = spans["rank"][first[slowest]]
+    rank = spans["rank"][first_indices[slowest]]
     return [
-        f"slow stage: {name} of stage {numbers[slowest]} on rank {rank} takes "
+        f"slow stage: {name} of stage {stages[slowest]} on rank {rank} takes "
         f"{ratios[slowest]:.2f}x the mean of all {name}"
     ]
 
@@ -391,49 +400,61 @@ def _describe_advice(
             f"run took {timeline.span:.6g}{unit} ({advice.relative_error:+.1%}), so it cannot "
             f"predict what a change saves; {suggest_page(source)}"
         ]
-    off = (
+    error_text = (
         f"{abs(advice.relative_error):.1%} {'more' if advice.relative_error > 0 else 'less'} "
         "than the run"
     )
     lines = []
     if timeline.kind != "predicted":
-        lines = [f"a simulation at the run's mean times takes {base.span:.6g}{unit}, {off}"]
-        if (lost := compute_unexplained_share(base, timeline)) >= MIN_REPORTED_SHARE:
-            lines[0] += f"; {lost:.1%} of the ranks' time is unexplained and counts as work"
+        lines = [f"a simulation at the run's mean times takes {base.span:.6g}{unit}, {error_text}"]
+        if (unexplained_share := compute_unexplained_share(base, timeline)) >= MIN_REPORTED_SHARE:
+            lines[0] += (
+                f"; {unexplained_share:.1%} of the ranks' time is unexplained and counts as work"
+            )
     # A saving below the error of the simulation may be noise.
-    least = max(MIN_SAVING, abs(advice.relative_error))
-    best = [(k, change) for k, change in enumerate(advice.changes) if change.saved_share >= least]
-    untried = ""
+    min_saving = max(MIN_SAVING, abs(advice.relative_error))
+    best_changes = [
+        (k, change) for k, change in enumerate(advice.changes) if change.saved_share >= min_saving
+    ]
+    untried_text = ""
     if len(base.program) > MAX_COMPILED_INSTRUCTIONS:
-        untried = f"; other orders of {len(base.program):,} instructions are not tried"
-    if not best:
-        return [*lines, f"no tried change saves {least:.1%} of the time, by simulation{untried}"]
+        untried_text = f"; other orders of {len(base.program):,} instructions are not tried"
+    if not best_changes:
+        return [
+            *lines,
+            f"no tried change saves {min_saving:.1%} of the time, by simulation{untried_text}",
+        ]
     lines.append(
         "changes, with the share of the time per microbatch that each saves, by simulation"
-        f"{untried}:"
+        f"{untried_text}:"
     )
-    for k, (at, change) in enumerate(best):
-        if k < MAX_CHANGES or recipes[at]:  # Changes with commands are always printed.
+    for k, (change_index, change) in enumerate(best_changes):
+        if k < MAX_CHANGES or recipes[change_index]:  # Changes with commands are always printed.
             lines += [
                 f"  {change.saved_share:6.1%}  {change.description}: {change.describe()}",
-                *(f"{'':10}{how}" for how in recipes[at]),
+                *(f"{'':10}{line}" for line in recipes[change_index]),
             ]
     return lines
 
 
 def _describe_memory_changes(advice: Advice, memory_limit: float | None) -> list[str]:
     """Return a heading, and a line for each change that makes the program fit or saves memory."""
-    now = advice.current
+    current = advice.current
     if not advice.fits_memory and memory_limit is not None:
-        head = f"the program does not fit into {format_bytes(memory_limit)}: {now.describe()}; "
-        head += (
+        heading = (
+            f"the program does not fit into {format_bytes(memory_limit)}: {current.describe()}; "
+        )
+        heading += (
             "changes that fit, by simulation:" if advice.memory_changes else "no tried change fits"
         )
     elif advice.memory_changes:
-        head = f"now: {now.describe()}; changes that take less time or memory, by simulation:"
+        heading = (
+            f"now: {current.describe()}; changes that take less time or memory, by simulation:"
+        )
     else:
         return []
-    return [head] + [
-        f"  {change.run.span / now.run.span - 1:+7.1%}  {change.description}: {change.describe()}"
+    return [heading] + [
+        f"  {change.run.span / current.run.span - 1:+7.1%}  {change.description}: "
+        f"{change.describe()}"
         for change in advice.memory_changes[:MAX_MEMORY_CHANGES]
     ]

@@ -72,7 +72,9 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         parser: The parser of the command.
     """
     add_source(parser)
-    about = "; ".join(f"{name}: {form.description}" for name, form in EXPORT_FORMATS.items())
+    about = "; ".join(
+        f"{name}: {export_format.description}" for name, export_format in EXPORT_FORMATS.items()
+    )
     parser.add_argument("--to", metavar="FORMAT", required=True, help=about)
     parser.add_argument(
         "-o", dest="output", metavar="FILE", required=True, help="write to this file"
@@ -96,12 +98,18 @@ def run(args: argparse.Namespace) -> str:
             f"--to {args.to}: there is no such format",
             hint=f"the formats are {', '.join(EXPORT_FORMATS)}",
         )
-    form, output = EXPORT_FORMATS[args.to], args.output
-    is_compressed = form.suffix == ".json" and output.endswith(".json.gz")
-    if not (output.endswith(form.suffix) or is_compressed):
-        raise UsageError(f"-o {output}: a file of the format {args.to} must end in {form.suffix}")
-    content = form.to_text(args).encode()
-    if form.suffix == ".json" and not is_compressed and len(content) > COMPRESS_ABOVE_BYTES:
+    export_format, output = EXPORT_FORMATS[args.to], args.output
+    is_compressed = export_format.suffix == ".json" and output.endswith(".json.gz")
+    if not (output.endswith(export_format.suffix) or is_compressed):
+        raise UsageError(
+            f"-o {output}: a file of the format {args.to} must end in {export_format.suffix}"
+        )
+    content = export_format.to_text(args).encode()
+    if (
+        export_format.suffix == ".json"
+        and not is_compressed
+        and len(content) > COMPRESS_ABOVE_BYTES
+    ):
         output, is_compressed = f"{output}.gz", True
     if is_compressed:
         import gzip

@@ -168,8 +168,8 @@ def _import_traces(args: argparse.Namespace) -> str:
         *result.notes,
     ]
     if len(result.steps) > 1:
-        others = f"{result.steps[0]} to {result.steps[-1]}"
-        lines.append(f"--step N reads another ProfilerStep, from {others}")
+        step_range = f"{result.steps[0]} to {result.steps[-1]}"
+        lines.append(f"--step N reads another ProfilerStep, from {step_range}")
     return "".join(f"{line}\n" for line in lines)
 
 

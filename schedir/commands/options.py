@@ -50,8 +50,8 @@ def run(args: argparse.Namespace) -> str:
                 f"{name} is a command, not an option for compiling", hint=f"schedir {name} --help"
             )
         raise unknown_option_error(name)
-    chosen = PROGRAM_OPTIONS if args.name is None else {name: PROGRAM_OPTIONS[name]}
-    rows = {name: _collect_option_facts(name, option) for name, option in chosen.items()}
+    options = PROGRAM_OPTIONS if args.name is None else {name: PROGRAM_OPTIONS[name]}
+    rows = {name: _collect_option_facts(name, option) for name, option in options.items()}
     if args.json:
         return format_json(rows)
     if args.name is not None:
@@ -62,8 +62,10 @@ def run(args: argparse.Namespace) -> str:
 def _format_option(row: dict[str, str]) -> str:
     """Return the lines of the table for one option: its name, and its wrapped description."""
     setting = f" [{row['configuration']}]" if row["configuration"] else ""
-    first, *rest = wrap(row["help"] + setting, 72)
-    return f"{row['option']:<24} {first}\n" + "".join(f"{'':<24} {line}\n" for line in rest)
+    first_line, *other_lines = wrap(row["help"] + setting, 72)
+    return f"{row['option']:<24} {first_line}\n" + "".join(
+        f"{'':<24} {line}\n" for line in other_lines
+    )
 
 
 def _collect_option_facts(name: str, option: ProgramOption) -> dict[str, str]:

@@ -69,20 +69,21 @@ def _plan_for_gpu_counts(args: argparse.Namespace) -> str:
     request = parse_plan_request(args)
     refusals = list[str]()
     plans_by_scaling = {
-        way: _find_plan_per_gpu_count(request, args.gpu_counts, way, refusals)
-        for way in _SCALING_DESCRIPTIONS
+        scaling: _find_plan_per_gpu_count(request, args.gpu_counts, scaling, refusals)
+        for scaling in _SCALING_DESCRIPTIONS
     }
     if args.picture is not None:
         from schedir.viz import plan_scaling, save
 
         save(plan_scaling(plans_by_scaling["strong"], plans_by_scaling["weak"]), args.picture)
     if args.json:
-        return format_json({f"{way}_scaling": [collect_plan_facts(plan) for plan in plans] for way,
-            plans in plans_by_scaling.items()}
-                       | {"refusals": refusals})  # fmt: skip
+        facts: dict[str, Any] = {}
+        for scaling, plans in plans_by_scaling.items():
+            facts[f"{scaling}_scaling"] = [collect_plan_facts(plan) for plan in plans]
+        return format_json(facts | {"refusals": refusals})
     lines = [
-        f"{way}: {_SCALING_DESCRIPTIONS[way]}\n{_format_scaling_table(plans)}"
-        for way, plans in plans_by_scaling.items()
+        f"{scaling}: {_SCALING_DESCRIPTIONS[scaling]}\n{_format_scaling_table(plans)}"
+        for scaling, plans in plans_by_scaling.items()
         if plans
     ]
     lines += [f"no plan for {line}\n" for line in refusals]
@@ -120,22 +121,22 @@ def _find_plan_per_gpu_count(
 
 
 def _format_scaling_table(plans: Sequence[PlanEstimate]) -> str:
-    first = plans[0]
-    last = [(name, field) for name, field, usual in LAST_COLUMNS
+    first_plan = plans[0]
+    last_columns = [(name, field) for name, field, usual in LAST_COLUMNS
             if any(getattr(plan, field) != usual for plan in plans)]  # fmt: skip
     return format_table(
         ["GPUs", "batch", "pp", "tp", "dp", "v", "b", "schedule", "recompute", "ZeRO",
-         *(name for name, _ in last), "step",
+         *(name for name, _ in last_columns), "step",
          "TFLOP/s", "MFU", "of the first"],
         [
             [
                 f"{plan.gpus:,}", f"{plan.batch:,}", str(plan.pp), str(plan.tp), str(plan.dp),
                 str(plan.stages_per_rank), str(plan.microbatch_size), plan.schedule, plan.recompute,
                 str(plan.zero),
-                *(getattr(plan, field) for _, field in last),
+                *(getattr(plan, field) for _, field in last_columns),
                 format_seconds(plan.step_time), format_teraflops(plan.flops_per_second),
                 f"{plan.mfu:.1%}",
-                f"{plan.flops_per_second / first.flops_per_second:.0%}",
+                f"{plan.flops_per_second / first_plan.flops_per_second:.0%}",
             ]
             for plan in plans
         ],
@@ -186,15 +187,15 @@ def measure_cluster(args: argparse.Namespace) -> str | None:
             cannot be measured.
     """
     if not args.measure:
-        if given := [name for name in _MEASURING_OPTIONS if getattr(args, name) is not None]:
-            raise UsageError(f"--{given[0]} needs --measure", hint="--measure -o here.toml",
-                             fields=given)  # fmt: skip
+        if options := [name for name in _MEASURING_OPTIONS if getattr(args, name) is not None]:
+            raise UsageError(f"--{options[0]} needs --measure", hint="--measure -o here.toml",
+                             fields=options)  # fmt: skip
         return None
-    if given := [name for name in _PLANNING_OPTIONS if getattr(args, name) is not None]:
-        option = given[0].replace("_", "-")
+    if options := [name for name in _PLANNING_OPTIONS if getattr(args, name) is not None]:
+        option = options[0].replace("_", "-")
         raise UsageError(
             f"--measure does not plan, and cannot be combined with --{option}",
-            hint="plan with the file that it writes: --cluster here.toml", fields=given,
+            hint="plan with the file that it writes: --cluster here.toml", fields=options,
         )  # fmt: skip
     if args.output is None or Path(args.output).suffix != ".toml":
         raise UsageError("--measure writes a cluster file, and needs -o FILE.toml",
@@ -206,12 +207,11 @@ def measure_cluster(args: argparse.Namespace) -> str | None:
     with atomic_write(args.output) as temporary:  # Fail now if the path cannot be written.
         temporary.touch()
         measurement = measure(args.processes, args.device or "cpu", progress=True)
-        processes = (
-            f"{measurement.cluster.gpu_count} process{'es' * (measurement.cluster.gpu_count > 1)}"
-        )
+        count = measurement.cluster.gpu_count
+        processes = f"{count} process{'es' * (count > 1)}"
         comment = f"Measured by schedir plan --measure with {processes} at the same time."
         save_cluster(measurement.cluster, temporary, comment=comment, notes=measurement.notes)
-    warnings = [f"warning: {one}" for one in measurement.warnings]
+    warnings = [f"warning: {warning}" for warning in measurement.warnings]
     return "".join(f"{line}\n" for line in (*measurement.table, *warnings, f"wrote {args.output}"))
 
 
@@ -248,13 +248,11 @@ def calibrate_cluster(args: argparse.Namespace) -> str:
     runs = read_runs(args.calibrate, model)
     with atomic_write(args.output) as temporary:  # Fail now if the path cannot be written.
         temporary.touch()
-        found = calibrate(cluster, stack_preset(args.stack), runs)
-        notes = {
-            one.name: f"90 % interval: {one.low:.3g} to {one.high:.3g}" for one in found.constants
-        }
+        fit = calibrate(cluster, stack_preset(args.stack), runs)
+        notes = {c.name: f"90 % interval: {c.low:.3g} to {c.high:.3g}" for c in fit.constants}
         comment = f"Calibrated by schedir plan --calibrate with {len(runs)} runs of {args.stack}."
-        save_cluster(found.cluster, temporary, comment=comment, notes=notes)
-    return "".join(format_calibration(found)) + f"wrote {args.output}\n"
+        save_cluster(fit.cluster, temporary, comment=comment, notes=notes)
+    return "".join(format_calibration(fit)) + f"wrote {args.output}\n"
 
 
 # ---------------------------------------------------------------- options
@@ -395,9 +393,9 @@ def _add_cluster(group: argparse._ArgumentGroup) -> None:
         "--memory-limit", type=parse_byte_option, metavar="BYTES",
         help="the most bytes of a GPU that a plan may use, such as 40GB (the memory of the GPU)",
     )  # fmt: skip
-    many: Any = group.add_mutually_exclusive_group()
-    many.add_argument("--nodes", type=parse_count, metavar="N", help="number of nodes")
-    many.add_argument("--gpus", type=parse_count, metavar="N", help="number of GPUs")
+    size_group: Any = group.add_mutually_exclusive_group()
+    size_group.add_argument("--nodes", type=parse_count, metavar="N", help="number of nodes")
+    size_group.add_argument("--gpus", type=parse_count, metavar="N", help="number of GPUs")
 
 
 def format_epilog() -> str:
@@ -417,7 +415,7 @@ def _parse_counts(text: str) -> tuple[int, ...]:
 
 
 def _parse_names(text: str) -> tuple[str, ...]:
-    return tuple(word.strip() for word in text.split(","))
+    return tuple(name.strip() for name in text.split(","))
 
 
 # ---------------------------------------------------------------- the command
@@ -457,12 +455,13 @@ def run(args: argparse.Namespace) -> str:
         raise UsageError(f"--tokens must be above 0 and finite, not {args.tokens:g}")
     if not 0 < args.time_limit < inf:
         raise UsageError(f"--time-limit must be above 0 s and finite, not {args.time_limit:g}")
-    others = (
+    exclusive_options = (
         ("--tradeoff", args.tradeoff),
         ("--optimize-division", args.optimize_division),
         ("--improve-schedules", args.improve_schedules),
     )
-    if args.offload and (option := next((name for name, there in others if there), None)):
+    option = next((name for name, is_given in exclusive_options if is_given), None)
+    if args.offload and option is not None:
         raise UsageError(f"{option} cannot be combined with --offload", fields=["offload"])
     if args.gpu_counts is not None:
         return _plan_for_gpu_counts(args)
@@ -549,12 +548,10 @@ def _format_plan_file(
                 "[pipeline]",
                 fields=["output"],
             )  # fmt: skip
-        moves = (
-            simulated_program(request.model, request.cluster, plan, **request.software)
-            if plan.offload != "none"
-            else None
-        )
-        return comments + train_config(request.model, plan, offload_program=moves)
+        program = None
+        if plan.offload != "none":
+            program = simulated_program(request.model, request.cluster, plan, **request.software)
+        return comments + train_config(request.model, plan, offload_program=program)
     comments += _format_simulate_command(request, plan, searched_program)
     return comments + to_text(
         searched_program

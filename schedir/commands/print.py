@@ -90,7 +90,9 @@ def _draw_preview(request: Request) -> str:
     from schedir.analysis.memory.unshard_counts import describe_sharding
 
     try:
-        text = f"\n# {parts}" if (parts := describe_sharding(request.program)) else ""
+        text = (
+            f"\n# {sharding_text}" if (sharding_text := describe_sharding(request.program)) else ""
+        )
         return f"{text}\n" + format_text_chart(request.timeline, line_prefix="# ")
     except SchedirError:
         return ""  # The command `check` reports the error.

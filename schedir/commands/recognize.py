@@ -38,7 +38,9 @@ def run(args: argparse.Namespace) -> str:
     from schedir.compiler.schedule_recognition import recognize
 
     program = make_request(args, args.source).program
-    found = recognize(program)
+    recognition = recognize(program)
     if args.json:
-        return format_json({"program": program.name, "is_exact": found.is_exact} | found._asdict())
-    return f"{program.name}: {found}\n"
+        return format_json(
+            {"program": program.name, "is_exact": recognition.is_exact} | recognition._asdict()
+        )
+    return f"{program.name}: {recognition}\n"

@@ -88,9 +88,9 @@ def run(args: argparse.Namespace) -> tuple[str, int]:
         SchedirError: No schedule supports the shape or the costs.
     """
     ranking, warning = _rank_candidates(args)
-    code = 0 if ranking.fitting else 2
+    exit_code = 0 if ranking.fitting else 2
     if args.json:
-        return format_json([_collect_row(request) for request in ranking.fitting]), code
+        return format_json([_collect_row(request) for request in ranking.fitting]), exit_code
     text = _describe_shape(ranking)
     text += (
         _format_ranking(ranking.fitting)
@@ -102,13 +102,13 @@ def run(args: argparse.Namespace) -> tuple[str, int]:
     )
     if ranking.with_split_backward:
         text += f"with split backwards: {', '.join(ranking.with_split_backward)}\n"
-    for name, other in ranking.duplicates.items():
-        text += f"{name} is the same program as {other}\n"
+    for name, original in ranking.duplicates.items():
+        text += f"{name} is the same program as {original}\n"
     for fact in dict.fromkeys(error.fact for error in ranking.refusals.values()):
         names = [name for name, error in ranking.refusals.items() if error.fact == fact]
         text += f"refused {', '.join(names)}: {fact}\n"
     # Describe only the costs of the first schedule: schedules with other stages have other costs.
-    return text + warning + describe_costs(ranking.fitting[:1]), code
+    return text + warning + describe_costs(ranking.fitting[:1]), exit_code
 
 
 def _rank_candidates(args: argparse.Namespace) -> tuple[ScheduleRanking, str]:
@@ -205,16 +205,16 @@ def _describe_parameter_copies(copies: int) -> str:
 
 def _format_ranking(requests: list[Request]) -> str:
     rows = [_collect_row(request) for request in requests]
-    sized = ["peak memory"] * ("peak_memory" in rows[0])
+    memory_columns = ["peak memory"] * ("peak_memory" in rows[0])
     return format_table(
-        ["schedule", "stages per rank", "span", "bubble", "to gain", "peak activations", *sized,
-         "needs"],
+        ["schedule", "stages per rank", "span", "bubble", "to gain", "peak activations",
+         *memory_columns, "needs"],
         [
             [
                 label, str(row["stages_per_rank"]),
                 f"{row['span']:.6g} {row['unit']}".strip(),
                 f"{row['bubble']:.1%}", format_possible_gain(row), f"{row['peak_activations']:.6g}",
-                *(format_bytes(row["peak_memory"]) for _ in sized),
+                *(format_bytes(row["peak_memory"]) for _ in memory_columns),
                 " and ".join(
                     ["split backwards"] * row["has_split_backward"]
                     + [_describe_parameter_copies(row["parameter_copies"])]

@@ -39,7 +39,7 @@ def run(args: argparse.Namespace) -> str:
     Args:
         args: The parsed options of `schedules`.
     """
-    facts = [_collect_facts(name, each) for name, each in get_built_in_schedules().items()]
+    facts = [_collect_facts(name, schedule) for name, schedule in get_built_in_schedules().items()]
     return format_json(facts) if args.json else "".join(map(_format_schedule, facts))
 
 
@@ -56,7 +56,9 @@ def _format_schedule(facts: dict[str, Any]) -> str:
     """Return the lines about one schedule: its name, and its wrapped description."""
     text = facts["description"]
     if facts["stages_per_rank"] > 1:
-        where = "" if facts["placement"] == "loop" else f" on {facts['placement']}"
-        text += f" By default {facts['stages_per_rank']} stages per rank{where}."
-    first, *rest = wrap(text, 80)
-    return f"{facts['schedule']:<15} {first}\n" + "".join(f"{'':<15} {line}\n" for line in rest)
+        placement_text = "" if facts["placement"] == "loop" else f" on {facts['placement']}"
+        text += f" By default {facts['stages_per_rank']} stages per rank{placement_text}."
+    first_line, *other_lines = wrap(text, 80)
+    return f"{facts['schedule']:<15} {first_line}\n" + "".join(
+        f"{'':<15} {line}\n" for line in other_lines
+    )

@@ -87,41 +87,41 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
         "draws the table",
     )  # fmt: skip
     parser.add_argument("--json", action="store_true", help="print JSON")
-    what = add_search_options(
+    problem_group = add_search_options(
         parser,
         costs_help="costs of a stage, as in simulate: F=1,I=1,W=1,send=0.1; ':' separates stages "
         "(F=1:1:2); @FILE reads them from a file",
     )
-    what.add_argument("--costs-from", metavar="FILE.timeline",
+    problem_group.add_argument("--costs-from", metavar="FILE.timeline",
                       help="use the mean times of this run as costs instead of --costs, and the "
                       "shape of the run unless an option sets another shape")  # fmt: skip
-    what.add_argument(
+    problem_group.add_argument(
         "--max-in-flight", type=_parse_counts, metavar="N",
         help="limit the (stage, microbatch) pairs in flight on a rank instead of its memory; a "
         "pair is in flight from its F to its W or B; one number, or one per rank: 8:8:7",
     )  # fmt: skip
-    how = parser.add_argument_group("the search")
-    how.add_argument("--objective", default="span", metavar="WHAT", type=_parse_objective,
+    search_group = parser.add_argument_group("the search")
+    search_group.add_argument("--objective", default="span", metavar="WHAT", type=_parse_objective,
                      help="the time to minimize: span (default), from the first start to the last "
                      "end; or active_span, the longest time from the first to the last compute of "
                      "a rank")  # fmt: skip
-    how.add_argument(
+    search_group.add_argument(
         "--no-split-backward", action="store_true",
         help="search only schedules that do not split backwards into I and W",
     )  # fmt: skip
-    how.add_argument("--time-limit", type=parse_number, default=10.0, metavar="S",
+    search_group.add_argument("--time-limit", type=parse_number, default=10.0, metavar="S",
                      help="the longest time of the search, in seconds (10)")  # fmt: skip
-    how.add_argument("--max-evaluations", type=parse_count, metavar="N",
+    search_group.add_argument("--max-evaluations", type=parse_count, metavar="N",
                      help="the most schedules to evaluate after the initial schedules; if the "
                      "search reaches this number before the time limit, its result is the same on "
                      "any machine")  # fmt: skip
-    how.add_argument(
+    search_group.add_argument(
         "--seed", type=parse_count, default=0, metavar="N", help="the seed of the search (0)"
     )
-    how.add_argument("--initial-schedules", nargs="+", default=[], metavar="SCHEDULE",
+    search_group.add_argument("--initial-schedules", nargs="+", default=[], metavar="SCHEDULE",
                      help="more schedules to begin the search with: names, FILE.sched or "
                      "FILE.timeline")  # fmt: skip
-    how.add_argument("--bound", dest="prove", default="closed", metavar="HOW",
+    search_group.add_argument("--bound", dest="prove", default="closed", metavar="HOW",
                      help="how to prove the lower bound: closed (default), with formulas; or "
                      "solver, with a constraint solver for small problems; solver needs "
                      "schedir[solver]")  # fmt: skip
@@ -173,7 +173,8 @@ class _SearchRequest:
         peak = request.timeline.peak_in_flight
         if self.max_in_flight is None or not (peak > self.max_in_flight).any():
             return None
-        return Excess(request, most := int(peak.max()), f"{most} in flight")
+        max_peak = int(peak.max())
+        return Excess(request, max_peak, f"{max_peak} in flight")
 
     @property
     def objective_text(self) -> str:
@@ -187,21 +188,21 @@ class _SearchRequest:
             return format_bytes(self.request.memory_limit)
         if self.max_in_flight is None:
             return "none"
-        each = (
+        limits = (
             self.max_in_flight if isinstance(self.max_in_flight, tuple) else (self.max_in_flight,)
         )
-        return f"{':'.join(map(str, each))} in flight"
+        return f"{':'.join(map(str, limits))} in flight"
 
     def describe_result_bound(self, result: SearchResult) -> str:
         """Return a sentence with the lower bound and the possible saving of a result."""
-        within = " within this memory" * (self.memory_limit_text != "none")
+        memory_text = " within this memory" * (self.memory_limit_text != "none")
         unit = result.timeline.unit and f" {result.timeline.unit}"
         kind = " with full backwards" * self.full_backward_only
         if not self.full_backward_only and is_full_backward_cheaper(
             self.request.costs or Costs(), self.shape
         ):
             kind = " with split backwards"
-        return describe_bound(result.span, result.bound, unit, kind + within)
+        return describe_bound(result.span, result.bound, unit, kind + memory_text)
 
     def compute_objective(self, timeline: Timeline) -> float:
         """Return the span or the longest active span of a run, whichever the search minimizes."""
@@ -287,9 +288,10 @@ def _load_costs(source: str, *, full_backward_only: bool) -> tuple[Timeline, Cos
     if BACKWARD_INPUT not in program.used_opcodes and not full_backward_only:
         note += "; it has full backwards, so I and W cost half of one each"
     notes = [note, *filter(None, [run.causality_warning])]
-    if words := " ".join(format_shape_options(program, listed_fields=ATTRIBUTE_FIELDS)):
+    if option_text := " ".join(format_shape_options(program, listed_fields=ATTRIBUTE_FIELDS)):
         notes.append(
-            f"the search ignores {words} of that run; schedir print FILE --relower {words} adds it"
+            f"the search ignores {option_text} of that run; schedir print FILE --relower "
+            f"{option_text} adds it"
         )
     return run, costs, notes
 
@@ -313,22 +315,23 @@ def run(args: argparse.Namespace) -> str | tuple[str, int]:
         return _search_frontier(args)
     if args.output is not None:
         require_suffix(args.output, "the file of a program", ".sched")
-    problem = _parse_search_request(args)
+    search_request = _parse_search_request(args)
     with nullcontext() if args.output is None else atomic_write(args.output) as path:
         if path is not None:
             path.touch()  # Fail before the search if the file cannot be written.
-        start = perf_counter()
-        result = _search(args, problem)
-        elapsed = perf_counter() - start
+        start_time = perf_counter()
+        result = _search(args, search_request)
+        elapsed = perf_counter() - start_time
         if path is not None:
             path.write_text(
-                _format_comments(args, problem, result) + to_text(result.program), encoding="utf-8"
+                _format_comments(args, search_request, result) + to_text(result.program),
+                encoding="utf-8",
             )
-    ranking = _rank_built_in_schedules(problem)
+    ranking = _rank_built_in_schedules(search_request)
     text = (
-        _format_json(problem, result, ranking)
+        _format_json(search_request, result, ranking)
         if args.json
-        else _format_text(args, problem, result, ranking, elapsed)
+        else _format_text(args, search_request, result, ranking, elapsed)
     )
     return (text, INTERRUPTED_EXIT_CODE) if result.stop_reason == "interrupted" else text
 
@@ -341,16 +344,20 @@ def _search_frontier(args: argparse.Namespace) -> str | tuple[str, int]:
     )
 
     require_frontier_options(args)
-    problem = _parse_search_request(args)
-    unit = "" if problem.costs_timeline is None else problem.costs_timeline.unit
-    initial_schedules = _load_initial_schedules(args.initial_schedules, problem)
-    text, complete = report_frontier(
+    search_request = _parse_search_request(args)
+    unit = "" if search_request.costs_timeline is None else search_request.costs_timeline.unit
+    initial_schedules = _load_initial_schedules(args.initial_schedules, search_request)
+    text, is_complete = report_frontier(
         args,
         FrontierRequest(
-            problem.shape, problem.request.costs, problem.request.sizes, initial_schedules, unit
+            search_request.shape,
+            search_request.request.costs,
+            search_request.request.sizes,
+            initial_schedules,
+            unit,
         ),
     )
-    return text if complete else (text, INTERRUPTED_EXIT_CODE)
+    return text if is_complete else (text, INTERRUPTED_EXIT_CODE)
 
 
 def _search(args: argparse.Namespace, search_request: _SearchRequest) -> SearchResult:
@@ -391,9 +398,9 @@ def _load_initial_schedules(
     for source in sources:
         request = replace(search_request.request, source=Source(source), memory_limit=None)
         programs.append(request.program)
-    ran = search_request.costs_timeline
-    if ran is not None and ran.program.shape == search_request.shape:
-        programs.append(ran.program)
+    costs_timeline = search_request.costs_timeline
+    if costs_timeline is not None and costs_timeline.program.shape == search_request.shape:
+        programs.append(costs_timeline.program)
     return programs
 
 
@@ -405,11 +412,16 @@ def _rank_built_in_schedules(search_request: _SearchRequest) -> ScheduleRanking:
     from schedir.io.source_loader import Source
 
     candidates = [*list_built_in_requests(search_request.request)]
-    ran = search_request.costs_timeline
-    if ran is not None and ran.program.shape == search_request.shape:
-        name = ran.program.name
+    costs_timeline = search_request.costs_timeline
+    if costs_timeline is not None and costs_timeline.program.shape == search_request.shape:
+        name = costs_timeline.program.name
         candidates.append(
-            (name, replace(search_request.request, source=Source.from_loaded(ran.program, name)))
+            (
+                name,
+                replace(
+                    search_request.request, source=Source.from_loaded(costs_timeline.program, name)
+                ),
+            )
         )
     return rank_schedules(
         candidates,
@@ -480,23 +492,25 @@ def _describe_comparison(
 ) -> list[str]:
     """Return a line with the shortest built-in schedules, and one with schedules over the limit."""
     unit = result.timeline.unit and f" {result.timeline.unit}"
-    fit = [request.timeline for request in ranking.fitting]
-    compared = [
+    fitting_timelines = [request.timeline for request in ranking.fitting]
+    compared_texts = [
         f"{t.program.name} {search_request.compute_objective(t):.6g}{unit}"
-        for t in fit[:MAX_COMPARED_SCHEDULES]
+        for t in fitting_timelines[:MAX_COMPARED_SCHEDULES]
     ]
-    model_text, ran = "", search_request.costs_timeline
-    if ran is not None:
+    model_text, costs_timeline = "", search_request.costs_timeline
+    if costs_timeline is not None:
         options: dict[str, Any] = {
-            "progress_model": ran.progress_model,
-            "blocking_hosts": ran.blocking_hosts,
+            "progress_model": costs_timeline.progress_model,
+            "blocking_hosts": costs_timeline.blocking_hosts,
         }
         prediction = simulate(result.program, search_request.request.costs, **options)
-        model_text = f" under {ran.progress_model}, as in the run"
-        compared.insert(0, f"search {search_request.compute_objective(prediction):.6g}{unit}")
-    lines = [f"compared{model_text}: {', '.join(compared) or 'no built-in schedule fits'}"]
-    over = ", ".join(f"{name} ({excess.text})" for name, excess in ranking.over_limit.items())
-    return [*lines, f"over the limit: {over}"] if over else lines
+        model_text = f" under {costs_timeline.progress_model}, as in the run"
+        compared_texts.insert(0, f"search {search_request.compute_objective(prediction):.6g}{unit}")
+    lines = [f"compared{model_text}: {', '.join(compared_texts) or 'no built-in schedule fits'}"]
+    over_limit_text = ", ".join(
+        f"{name} ({excess.text})" for name, excess in ranking.over_limit.items()
+    )
+    return [*lines, f"over the limit: {over_limit_text}"] if over_limit_text else lines
 
 
 def _format_json(

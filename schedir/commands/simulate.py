@@ -75,32 +75,33 @@ def count_sent_bytes(program: Program, sizes: Sizes) -> dict[Lane, NDArray[np.fl
         >>> from schedir.ir.isa.instructions import Lane
         >>> shape, sizes = PipelineShape(1, 2, 4), Sizes(params=4e9, grads=4e9)
         >>> for zero in range(4):
-        ...     one = {"unsharded_stages": 1} if zero == 3 else {}  # the last stage has one run
-        ...     program = compile(schedules.looped_bfs, shape, dp=4, zero=zero, **one)
+        ...     # The last stage has one run.
+        ...     options = {"unsharded_stages": 1} if zero == 3 else {}
+        ...     program = compile(schedules.looped_bfs, shape, dp=4, zero=zero, **options)
         ...     sent = count_sent_bytes(program, sizes).items()
-        ...     print(zero, *(f"{lane.name} {each[0] / 1e9:g} GB" for lane, each in sent))
+        ...     print(zero, *(f"{lane.name} {size[0] / 1e9:g} GB" for lane, size in sent))
         0 DP 24 GB
         1 DP 12 GB PARAMS 12 GB
         2 DP 12 GB PARAMS 12 GB
         3 DP 12 GB PARAMS 21 GB
     """
     index = InstructionIndex.from_program(program)
-    sent = dict[Lane, NDArray[np.float64]]()
+    bytes_by_lane = dict[Lane, NDArray[np.float64]]()
 
-    def add(at: Positions, size: NDArray[np.float64]) -> None:
-        if len(at) and size.any():
-            lane = INSTRUCTIONS[int(index.op[at[0]])].lane
-            total = sent.setdefault(lane, np.zeros(program.shape.ranks))
-            np.add.at(total, index.rank[at], size)
+    def add(positions: Positions, size: NDArray[np.float64]) -> None:
+        if len(positions) and size.any():
+            lane = INSTRUCTIONS[int(index.op[positions[0]])].lane
+            total = bytes_by_lane.setdefault(lane, np.zeros(program.shape.ranks))
+            np.add.at(total, index.rank[positions], size)
 
     for op in SEND_OPS:
-        at = index.find_all_positions((op,))
-        add(at, compute_message_sizes(program, sizes, at))
+        positions = index.find_all_positions((op,))
+        add(positions, compute_message_sizes(program, sizes, positions))
     for row in INSTRUCTIONS:
         if row.ring is not None:
-            at = index.find_all_positions((row.op,))
-            add(at, _count_ring_bytes(program, row, row.ring, sizes, at))
-    return dict(sorted(sent.items()))
+            positions = index.find_all_positions((row.op,))
+            add(positions, _count_ring_bytes(program, row, row.ring, sizes, positions))
+    return dict(sorted(bytes_by_lane.items()))
 
 
 def _count_ring_bytes(
@@ -189,22 +190,22 @@ def run(args: argparse.Namespace) -> str:
     if timeline.sizes is not None:
         columns["peak_memory"] = timeline.peak_memory.tolist()
         columns |= {
-            f"peak_on_{tier}": most for tier, most in _find_lower_tier_peaks(timeline).items()
+            f"peak_on_{tier}": peaks for tier, peaks in _find_lower_tier_peaks(timeline).items()
         }
         columns |= {
-            name.replace(" ", "_"): each for name, each in _list_static_memory(timeline).items()
+            name.replace(" ", "_"): rank_bytes
+            for name, rank_bytes in _list_static_memory(timeline).items()
         }
     slots = _count_slots(request)
-    sent = _count_lane_bytes(timeline)
+    bytes_by_lane = _count_lane_bytes(timeline)
     bound = find_lower_bound(request)
     if args.json:
-        found = (
+        facts = (
             collect_timeline_facts(timeline, bound) | columns | collect_cost_facts(request) | slots
         )
-        of_lanes = (
-            {"sent_bytes": {name: each.tolist() for name, each in sent.items()}} if sent else {}
-        )
-        return format_json(found | of_lanes | collect_sharding_facts(timeline.program))
+        sent_bytes = {name: lane_bytes.tolist() for name, lane_bytes in bytes_by_lane.items()}
+        lane_facts = {"sent_bytes": sent_bytes} if sent_bytes else {}
+        return format_json(facts | lane_facts | collect_sharding_facts(timeline.program))
     for name in [*columns][4:]:
         columns[name] = [format_bytes(size) for size in columns[name]]
     unit = timeline.unit and f" {timeline.unit}"
@@ -219,10 +220,10 @@ def run(args: argparse.Namespace) -> str:
         + f"span {timeline.span:.6g}{unit}, bubble {timeline.bubble:.1%} of ranks x span, "
         f"{timeline.bubble_over_ideal:.1%} of the busy time\n"
         + "".join(f"{line}\n" for line in filter(None, bound_lines))
-        + _describe_sent_bytes(timeline, sent)
+        + _describe_sent_bytes(timeline, bytes_by_lane)
         + describe_costs([request])
         + _describe_slots(timeline, slots)
-        + (f"{parts}\n" if (parts := describe_sharding(timeline.program)) else "")
+        + (f"{sharding_text}\n" if (sharding_text := describe_sharding(timeline.program)) else "")
         + describe_forwards(timeline.program)
         + _suggest_buffer_sharing(request)
     )
@@ -249,30 +250,32 @@ def _count_lane_bytes(timeline: Timeline) -> dict[str, NDArray[np.float64]]:
     """Return lane -> bytes that a process of each rank sends, or {} if there are no sizes."""
     if timeline.sizes is None or timeline.program.is_draft:
         return {}
-    found = count_sent_bytes(timeline.program, timeline.sizes)
-    return {lane.name.lower(): each for lane, each in found.items()}
+    bytes_by_lane = count_sent_bytes(timeline.program, timeline.sizes)
+    return {lane.name.lower(): lane_bytes for lane, lane_bytes in bytes_by_lane.items()}
 
 
 def _describe_sent_bytes(timeline: Timeline, bytes_by_lane: dict[str, NDArray[np.float64]]) -> str:
     """Return a line with the largest number of bytes that a process sends in each lane."""
     if not bytes_by_lane:
         return ""
-    tied = " (without tied weights)" if timeline.program.tied_weights else ""
-    each = ", ".join(
+    tied_text = " (without tied weights)" if timeline.program.tied_weights else ""
+    lanes_text = ", ".join(
         f"{name} {format_bytes(float(size.max()))}" for name, size in bytes_by_lane.items()
     )
-    return f"bytes that a process sends, at most: {each}{tied}\n"
+    return f"bytes that a process sends, at most: {lanes_text}{tied_text}\n"
 
 
 def _list_static_memory(timeline: Timeline) -> dict[str, list[float]]:
     """Return name -> bytes of each rank, for static memory and the unsharded values of ZeRO."""
-    parts = {name: each.tolist() for name, each in timeline.static_memory.items()}
-    for name in UNSHARDED_LABELS.values() if parts else ():
+    bytes_by_name = {
+        name: rank_bytes.tolist() for name, rank_bytes in timeline.static_memory.items()
+    }
+    for name in UNSHARDED_LABELS.values() if bytes_by_name else ():
         peaks = [
             float(curve.by_kind[name].max()) for curve in timeline.memory if name in curve.by_kind
         ]
-        parts |= {name: peaks} if any(peaks) else {}
-    return parts
+        bytes_by_name |= {name: peaks} if any(peaks) else {}
+    return bytes_by_name
 
 
 def _count_slots(request: Request) -> dict[str, Any]:
@@ -292,13 +295,13 @@ def _count_slots(request: Request) -> dict[str, Any]:
         request.source_timeline is not None and request.specified_costs is None
     ):  # The costs of the run are not known.
         return {"slots": slots}
-    unshared = simulate(
+    unshared_timeline = simulate(
         remove_slot_sharing(program),
         request.specified_costs,
         progress_model=timeline.progress_model,
         blocking_hosts=timeline.blocking_hosts,
     )
-    return {"slots": slots, "span_without_buffer_sharing": unshared.span}
+    return {"slots": slots, "span_without_buffer_sharing": unshared_timeline.span}
 
 
 def _suggest_buffer_sharing(request: Request) -> str:
@@ -317,11 +320,11 @@ def _suggest_buffer_sharing(request: Request) -> str:
         or isinstance(request.source.schedule_or_program, Program)
     ):
         return ""
-    shared = share_slots(
+    shared_program = share_slots(
         program, "latency_preserving", request.specified_costs, timeline.progress_model
     )
     peak = simulate(
-        shared, request.specified_costs, progress_model=timeline.progress_model, sizes=sizes
+        shared_program, request.specified_costs, progress_model=timeline.progress_model, sizes=sizes
     ).peak_memory.max()
     if peak >= timeline.peak_memory.max():
         return ""
@@ -334,13 +337,13 @@ def _suggest_buffer_sharing(request: Request) -> str:
 def _describe_slots(timeline: Timeline, slot_facts: dict[str, Any]) -> str:
     if not slot_facts:
         return ""
-    most: dict[str, int] = {}
+    max_slots: dict[str, int] = {}
     for counts in slot_facts["slots"]:
-        most |= {kind: max(number, most.get(kind, 0)) for kind, number in counts.items()}
-    text = "slots, at most: " + ", ".join(f"{kind} {n}" for kind, n in most.items())
-    own = slot_facts.get("span_without_buffer_sharing")
-    if own:
-        less = 1 - own / timeline.span
-        text += f"; with its own slot for each value, the span would be {own:.6g}"
-        text += f", {less:.1%} less" if less > 1e-9 else ", the same"
+        max_slots |= {kind: max(number, max_slots.get(kind, 0)) for kind, number in counts.items()}
+    text = "slots, at most: " + ", ".join(f"{kind} {n}" for kind, n in max_slots.items())
+    unshared_span = slot_facts.get("span_without_buffer_sharing")
+    if unshared_span:
+        saved_share = 1 - unshared_span / timeline.span
+        text += f"; with its own slot for each value, the span would be {unshared_span:.6g}"
+        text += f", {saved_share:.1%} less" if saved_share > 1e-9 else ", the same"
     return f"{text}\n"

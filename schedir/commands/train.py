@@ -48,10 +48,10 @@ def format_epilog() -> str:
 
     width = get_terminal_size().columns - 2  # The width that argparse uses.
     lines = ["\nsettings, their values, their defaults and their meanings:"]
-    for section, (_, own) in list_settings().items():
+    for section, (_, settings) in list_settings().items():
         lines.append(f"\n{format_heading(section)}")
-        for name, takes, default, meaning in own:
-            lines.append(f"  {name:<16}  {takes:<52}  {default}".rstrip())
+        for name, values, default, meaning in settings:
+            lines.append(f"  {name:<16}  {values:<52}  {default}".rstrip())
             for text in re.split(r"\n\s*(?=- )", meaning.replace("`", "")):
                 text = " ".join(text.split())
                 lines += wrap(text[:1].upper() + text[1:], width, initial_indent=" " * 6,

@@ -34,10 +34,12 @@ def describe_bound(span: float, bound: float, unit: str = "", scope: str = WITHI
         'no schedule of these stages within this memory is shorter than 100: proved shortest'
     """
     gain = compute_saving(span, bound)
-    least, most = bound, f"{describe_saving(gain)} can be gained"
+    shown_bound, saving_text = bound, f"{describe_saving(gain)} can be gained"
     if not gain:  # Span and bound differ only by rounding, so print the same number for both.
-        least, most = span, "proved shortest"
-    return f"no schedule of these stages{scope} is shorter than {least:.6g}{unit}: {most}"
+        shown_bound, saving_text = span, "proved shortest"
+    return (
+        f"no schedule of these stages{scope} is shorter than {shown_bound:.6g}{unit}: {saving_text}"
+    )
 
 
 def find_lower_bound(request: Request) -> LowerBound | None:

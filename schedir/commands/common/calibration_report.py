@@ -48,9 +48,9 @@ def read_runs(path: str | Path, model: TransformerSpec) -> list[MeasuredRun]:
     plan_fields = {f.name: f.default for f in fields(ParallelPlan)}
     unknown = [name for name in header if name not in (*plan_fields, *_RESULTS)]
     if unknown or not {"step_time", "tokens_per_second"} & {*header}:
-        what = f"unknown column {unknown[0]}" if unknown else "no column with the results"
+        problem = f"unknown column {unknown[0]}" if unknown else "no column with the results"
         raise ConfigError(
-            f"{what}: the columns must be fields of a plan, step_time or tokens_per_second, and "
+            f"{problem}: the columns must be fields of a plan, step_time or tokens_per_second, and "
             "optionally memory",
             location=str(path), line=lines[0][0] if lines else 1,
             hint="pp,tp,dp,microbatch_size,microbatches,step_time",
@@ -98,9 +98,9 @@ def format_calibration(calibration: Calibration) -> Iterator[str]:
     yield format_table(
         ["constant", "before", "fitted", "90 % interval", "meaning"],
         [
-            [one.name, f"{one.prior:.4g}", f"{one.value:.4g}", f"{one.low:.3g} to {one.high:.3g}",
-             one.meaning]
-            for one in calibration.constants
+            [constant.name, f"{constant.prior:.4g}", f"{constant.value:.4g}",
+             f"{constant.low:.3g} to {constant.high:.3g}", constant.meaning]
+            for constant in calibration.constants
         ],
     )  # fmt: skip
     yield format_table(
@@ -108,11 +108,11 @@ def format_calibration(calibration: Calibration) -> Iterator[str]:
         [
             [
                 str(k), describe_plan(run.plan), format_seconds(run.step_time),
-                format_seconds(found.step_time), f"{error:+.1%}",
+                format_seconds(estimate.step_time), f"{error:+.1%}",
                 "-" if run.memory is None else format_bytes(run.memory),
-                format_bytes(found.memory.total),
+                format_bytes(estimate.memory.total),
             ]
-            for k, (run, found, error) in enumerate(
+            for k, (run, estimate, error) in enumerate(
                 zip(calibration.runs, calibration.estimates, calibration.errors, strict=True), 1
             )
         ],

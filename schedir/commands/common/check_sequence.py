@@ -71,16 +71,20 @@ def run(args: argparse.Namespace) -> str:
         if (value := getattr(args, option)) is not None and value is not False:
             raise UsageError(f"{name} cannot be combined with several programs")
     runs, proven_models = _load_rank_programs(args)
-    first = proven_models.pop() if len(proven_models) == 1 else "per_device"
-    others = [model for model in MODELS if args.progress_model is None and model != first]
-    if error := _find_sequence_error(runs, first):
-        finishing_models = [model for model in others if _find_sequence_error(runs, model) is None]
+    first_model = proven_models.pop() if len(proven_models) == 1 else "per_device"
+    other_models = [
+        model for model in MODELS if args.progress_model is None and model != first_model
+    ]
+    if error := _find_sequence_error(runs, first_model):
+        finishing_models = [
+            model for model in other_models if _find_sequence_error(runs, model) is None
+        ]
         if finishing_models and isinstance(
             error, ProgramSequenceError | DeadlockError | GroupError | ChannelMismatchError
         ):
             error.hint = f"they finish under {join_words(finishing_models)}"
         raise error
-    models = [model for model in MODELS if model == first or model in others]
+    models = [model for model in MODELS if model == first_model or model in other_models]
     models = [model for model in models if _find_sequence_error(runs, model) is None]
     program_names = [[program.name for program in row] for row in runs]
     if args.json:
@@ -89,8 +93,8 @@ def run(args: argparse.Namespace) -> str:
     steps = ", ".join(program_names[0]) if is_uniform else "; ".join(
         f"rank {rank}: {', '.join(row) or 'nothing'}" for rank, row in enumerate(program_names)
     )  # fmt: skip
-    fails = [model for model in others if model not in models]
-    exceptions = f", but not under {join_words(fails)}" if fails else ""
+    failing_models = [model for model in other_models if model not in models]
+    exceptions = f", but not under {join_words(failing_models)}" if failing_models else ""
     return (
         f"{steps}\neach program is complete and in order, and {len(runs)} ranks that run them one "
         f"after another finish under {join_words(models)}{exceptions}\n"
@@ -102,14 +106,14 @@ def _load_rank_programs(args: argparse.Namespace) -> tuple[list[list[Program]], 
     programs: dict[str, Program] = {}
     proven_models: set[ProgressModel] = set()
 
-    def program(source: str) -> Program:
+    def load_program(source: str) -> Program:
         if source not in programs:
             request = make_request(args, source)
             programs[source] = request.program
             proven_models.add(request.proven_progress_model)
         return programs[source]
 
-    steps = [program(source) for source in args.source]
+    steps = [load_program(source) for source in args.source]
     rank_programs = [steps] * steps[0].shape.ranks
     for entry in args.rank_programs:
         rank, colon, sources = entry.partition(":")
@@ -127,7 +131,7 @@ def _load_rank_programs(args: argparse.Namespace) -> tuple[list[list[Program]], 
                 f"--rank-programs is given twice for rank {int(rank)}",
                 hint=f"--rank-programs {int(rank)}:{'+'.join(args.source)} joins programs with +",
             )
-        rank_programs[int(rank)] = [program(source) for source in sources.split("+") if source]
+        rank_programs[int(rank)] = [load_program(source) for source in sources.split("+") if source]
     return rank_programs, proven_models
 
 

@@ -70,13 +70,15 @@ def collect_facts(checkpoints: Sequence[CheckpointEntry], is_verified: bool) -> 
     return {
         "checkpoints": [
             {
-                "step": one.step,
-                "bytes": one.manifest and one.manifest.total_bytes,
-                "finished_at": one.manifest and one.manifest.finished_at,
-                "is_complete": not one.problem if is_verified or one.problem else None,
-                "problem": one.problem,
+                "step": checkpoint.step,
+                "bytes": checkpoint.manifest and checkpoint.manifest.total_bytes,
+                "finished_at": checkpoint.manifest and checkpoint.manifest.finished_at,
+                "is_complete": not checkpoint.problem
+                if is_verified or checkpoint.problem
+                else None,
+                "problem": checkpoint.problem,
             }
-            for one in checkpoints
+            for checkpoint in checkpoints
         ],
         "newest_checkpoint": (manifest := _find_newest_complete(checkpoints))
         and _collect_manifest_facts(manifest),
@@ -91,7 +93,7 @@ def _collect_manifest_facts(manifest: Manifest) -> dict[str, Any]:
         "state": manifest.state,
         "files": {name: file._asdict() for name, file in manifest.files.items()},
         "tensors": {
-            name: kind._asdict() | {"bytes": kind.nbytes} for name, kind in manifest.tensors.items()
+            name: meta._asdict() | {"bytes": meta.nbytes} for name, meta in manifest.tensors.items()
         },
         "totals": {name: total._asdict() for name, total in _compute_totals(manifest).items()},
     }
@@ -106,16 +108,18 @@ def format_report(checkpoints: Sequence[CheckpointEntry], is_verified: bool) -> 
     """
     rows = [
         [
-            str(one.step),
-            format_bytes(one.manifest.total_bytes) if one.manifest else "-",
-            _format_write_time(one.manifest),
-            "no" if one.problem else "yes" if is_verified else "by file sizes",
+            str(checkpoint.step),
+            format_bytes(checkpoint.manifest.total_bytes) if checkpoint.manifest else "-",
+            _format_write_time(checkpoint.manifest),
+            "no" if checkpoint.problem else "yes" if is_verified else "by file sizes",
         ]
-        for one in checkpoints
+        for checkpoint in checkpoints
     ]
     text = format_table(["step", "bytes", "written", "complete"], rows)
     text += "".join(
-        f"step {one.step}: {sanitize_text(one.problem)}\n" for one in checkpoints if one.problem
+        f"step {checkpoint.step}: {sanitize_text(checkpoint.problem)}\n"
+        for checkpoint in checkpoints
+        if checkpoint.problem
     )
     if not is_verified:
         text += "only file sizes were compared; --verify reads the files, and compares digests\n"
@@ -128,10 +132,10 @@ def _format_manifest(manifest: Manifest) -> str:
     text = f"step {manifest.step}\n"
     text += "".join(f"  {name}: {value}\n" for name, value in _list_facts(manifest))
     text += "\n" + format_table(["tensor", "shape", "type", "bytes", "float32 copy", "optimizer"], [
-        [sanitize_text(name), "x".join(map(str, kind.shape)) or "scalar", kind.dtype,
-            format_bytes(kind.nbytes),
+        [sanitize_text(name), "x".join(map(str, meta.shape)) or "scalar", meta.dtype,
+            format_bytes(meta.nbytes),
          *(format_bytes(size) if size else "-" for size in sizes)]
-        for name, kind, sizes in _list_tensor_rows(manifest)
+        for name, meta, sizes in _list_tensor_rows(manifest)
     ])  # fmt: skip
     totals = [
         [name, f"{total.tensors:,}", f"{total.elements:,}", format_bytes(total.bytes)]
@@ -142,17 +146,19 @@ def _format_manifest(manifest: Manifest) -> str:
 
 def _list_facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Yield the names and values of facts, state and settings of `schedir train` as text."""
-    rest = {k: v for k, v in manifest.state.items() if k not in ("extra", "also", "optimizers")}
+    state_facts = {
+        k: v for k, v in manifest.state.items() if k not in ("extra", "also", "optimizers")
+    }
     optimizers = manifest.state.get("optimizers")
     extra = manifest.state.get("extra")
     if isinstance(optimizers, Mapping) and optimizers:
-        rest["optimizers"] = ", ".join(map(str, optimizers))
+        state_facts["optimizers"] = ", ".join(map(str, optimizers))
     if isinstance(extra, Mapping):
-        rest |= {k: v for k, v in extra.items() if k != "settings"}
+        state_facts |= {k: v for k, v in extra.items() if k != "settings"}
         settings = extra.get("settings")
         if isinstance(settings, Mapping):
-            rest |= _group_by_section(settings)
-    for name, value in {**manifest.facts, **rest}.items():
+            state_facts |= _group_by_section(settings)
+    for name, value in {**manifest.facts, **state_facts}.items():
         if value is not None:
             text = value if isinstance(value, str) else json.dumps(value, ensure_ascii=False)
             yield sanitize_text(name), sanitize_text(text)
@@ -178,26 +184,26 @@ def _list_tensor_rows(manifest: Manifest) -> Iterator[tuple[str, TensorMeta, tup
     """
     optimizer_bytes: dict[str, int] = {}
     other_tensors: list[tuple[str, TensorMeta]] = []
-    for name, kind in manifest.tensors.items():
+    for name, meta in manifest.tensors.items():
         group, _, tensor_name = name.partition("/")
         weight = tensor_name.rpartition("/")[0]
         if group == "optimizer" and f"weights/{weight}" in manifest.tensors:
-            optimizer_bytes[weight] = optimizer_bytes.get(weight, 0) + kind.nbytes
+            optimizer_bytes[weight] = optimizer_bytes.get(weight, 0) + meta.nbytes
         elif group != "weights" and not (
             group == "main" and f"weights/{tensor_name}" in manifest.tensors
         ):
-            other_tensors.append((name, kind))
-    for name, kind in manifest.tensors.items():
+            other_tensors.append((name, meta))
+    for name, meta in manifest.tensors.items():
         if name.startswith("weights/"):
             tensor_name = name.removeprefix("weights/")
             copy = manifest.tensors.get(f"main/{tensor_name}")
             yield (
                 tensor_name,
-                kind,
+                meta,
                 (copy.nbytes if copy else 0, optimizer_bytes.get(tensor_name, 0)),
             )
-    for name, kind in other_tensors:
-        yield name, kind, (0, 0)
+    for name, meta in other_tensors:
+        yield name, meta, (0, 0)
 
 
 class _TensorTotals(NamedTuple):
@@ -211,11 +217,11 @@ class _TensorTotals(NamedTuple):
 def _compute_totals(manifest: Manifest) -> dict[str, _TensorTotals]:
     """Return group of tensors -> totals, for the groups with tensors and for all tensors."""
     totals: dict[str, _TensorTotals] = {}
-    for name, kind in manifest.tensors.items():
+    for name, meta in manifest.tensors.items():
         for group in (_GROUP_NAMES.get(name.partition("/")[0], _OTHER_GROUP), "all"):
-            before = totals.get(group, _TensorTotals(0, 0, 0))
+            total = totals.get(group, _TensorTotals(0, 0, 0))
             totals[group] = _TensorTotals(
-                before.tensors + 1, before.elements + prod(kind.shape), before.bytes + kind.nbytes
+                total.tensors + 1, total.elements + prod(meta.shape), total.bytes + meta.nbytes
             )
     order = [*_GROUP_NAMES.values(), _OTHER_GROUP, "all"]
     return {group: totals[group] for group in order if group in totals}
@@ -227,7 +233,11 @@ def _find_newest_complete(checkpoints: Sequence[CheckpointEntry]) -> Manifest | 
     If there is only one checkpoint, its manifest is returned even with a problem, so that the
     report has its contents.
     """
-    manifests = [one.manifest for one in checkpoints if not one.problem or len(checkpoints) == 1]
+    manifests = [
+        checkpoint.manifest
+        for checkpoint in checkpoints
+        if not checkpoint.problem or len(checkpoints) == 1
+    ]
     return manifests[-1] if manifests else None
 
 

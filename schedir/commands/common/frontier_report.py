@@ -100,11 +100,11 @@ def report_frontier(args: argparse.Namespace, request: FrontierRequest) -> tuple
 def _search_frontier(args: argparse.Namespace, request: FrontierRequest) -> MemoryFrontier:
     from schedir.schedule_search.memory_frontier import memory_frontier
 
-    fmt = format_bytes if request.sizes is not None else _format_count
+    format_limit = format_bytes if request.sizes is not None else _format_count
 
     def report(limit: float, step: SearchStep, bound: float) -> None:
         show_progress(
-            f"{fmt(limit)}: span {step.span:.6g}, found after {step.seconds:.1f} s "
+            f"{format_limit(limit)}: span {step.span:.6g}, found after {step.seconds:.1f} s "
             f"({step.method}); lower bound {bound:.6g}"
         )
 
@@ -124,18 +124,20 @@ def _format_count(limit: float) -> str:
 
 
 def _format_text(args: argparse.Namespace, frontier: MemoryFrontier, unit: str) -> str:
-    fmt, unit = format_bytes if frontier.is_in_bytes else _format_count, unit and f" {unit}"
+    format_limit = format_bytes if frontier.is_in_bytes else _format_count
+    unit = unit and f" {unit}"
     lines = format_table(
         ["limit of a rank", "span", "bubble", "lower bound", "to gain"],
         [
-            [fmt(limit), f"{run.span:.6g}{unit}", f"{run.bubble:.1%}", f"{bound:.6g}{unit}",
-             format_percent(compute_saving(run.span, bound))]
+            [format_limit(limit), f"{run.span:.6g}{unit}", f"{run.bubble:.1%}",
+             f"{bound:.6g}{unit}", format_percent(compute_saving(run.span, bound))]
             for limit, run, bound in frontier.levels
         ],
     )  # fmt: skip
     runs = sorted(frontier.timelines, key=frontier.measure_memory)
     compared_runs = (
-        f"{t.program.name} {t.span:.6g}{unit} ({fmt(frontier.measure_memory(t))})" for t in runs
+        f"{t.program.name} {t.span:.6g}{unit} ({format_limit(frontier.measure_memory(t))})"
+        for t in runs
     )
     lines += f"compared: {', '.join(compared_runs) or 'no built-in schedule'}\n"
     lines += f"searched {describe_numba(frontier.numba)}\n"

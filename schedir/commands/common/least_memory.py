@@ -51,26 +51,26 @@ def describe_least_memory(timeline: Timeline, costs: Costs, others: Iterable[Tim
     Returns:
         The sentence. "" if no other run is as short with less memory.
     """
-    shape, splits = timeline.program.shape, _has_split_backward(timeline)
+    shape, is_split = timeline.program.shape, _has_split_backward(timeline)
     fitting = [
-        other
-        for other in others
-        if other.program.shape == shape
-        and other.program.has_backward
-        and (splits or not _has_split_backward(other))
-        and not compute_saving(other.span, timeline.span)
-        and _get_memory(other) < _get_memory(timeline)
+        candidate
+        for candidate in others
+        if candidate.program.shape == shape
+        and candidate.program.has_backward
+        and (is_split or not _has_split_backward(candidate))
+        and not compute_saving(candidate.span, timeline.span)
+        and _get_memory(candidate) < _get_memory(timeline)
     ]
     if not fitting:
         return ""
     best = min(fitting, key=_get_memory)
-    less, more = map(_get_memory, (best, timeline))
+    least_memory, run_memory = map(_get_memory, (best, timeline))
     memory = (
-        f"{less:.0f} instead of {more:.0f} in flight"
+        f"{least_memory:.0f} instead of {run_memory:.0f} in flight"
         if best.sizes is None
-        else f"{format_bytes(less)} instead of {format_bytes(more)}"
+        else f"{format_bytes(least_memory)} instead of {format_bytes(run_memory)}"
     )
-    is_least = best.sizes is None and _is_least(best, costs, split_backward=splits)
+    is_least = best.sizes is None and _is_least(best, costs, split_backward=is_split)
     text = f"the built-in {best.program.name} is as short with {memory}"
     return text + ", the least for this span" * is_least
 
@@ -94,12 +94,15 @@ def _get_memory(timeline: Timeline) -> float:
 
 def _is_least(timeline: Timeline, costs: Costs, *, split_backward: bool) -> bool:
     """Return whether a lower bound proves that schedules with less memory are longer."""
-    fewer = int(_get_memory(timeline)) - 1
-    if fewer < 1:
+    max_in_flight = int(_get_memory(timeline)) - 1
+    if max_in_flight < 1:
         return True
     with suppress(SchedirError):  # No bound is known for these costs.
         bound = lower_bound(
-            timeline.program.shape, costs, max_in_flight=fewer, split_backward=split_backward
+            timeline.program.shape,
+            costs,
+            max_in_flight=max_in_flight,
+            split_backward=split_backward,
         )
         return compute_saving(bound.value, timeline.span) > 0
     return False

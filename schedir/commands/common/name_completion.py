@@ -21,8 +21,8 @@ def answer_completion_request(
     """
     import argcomplete
 
-    words = os.environ.get("COMP_LINE", "").split()[1:2]
-    parser = build_parser(words if words and words[0] in COMMANDS else [])
+    typed_words = os.environ.get("COMP_LINE", "").split()[1:2]
+    parser = build_parser(typed_words if typed_words and typed_words[0] in COMMANDS else [])
     for action in _list_actions(parser):
         if (make_names := _NAMES.get(action.dest)) is not None:
             action.completer = _Completer(  # type: ignore[attr-defined]

@@ -103,10 +103,12 @@ def describe_plan(plan: PlanEstimate) -> str:
     parts = [f"{plan.pp} pipeline rank{'s' * (plan.pp > 1)}"]
     parts += [f"{plan.tp} tensor-parallel ranks"] * (plan.tp > 1)
     parts += [f"{plan.cp} parts of each sequence"] * (plan.cp > 1)
-    experts = f" (groups of {plan.ep} share the experts)" * (plan.ep > 1)
-    parts += [f"{plan.dp} replicas{experts}"] * (plan.dp > 1)
-    v = f" with {plan.stages_per_rank} stages per rank" if plan.stages_per_rank > 1 else ""
-    text = f"{' x '.join(parts)}, {plan.schedule}{v}, "
+    experts_text = f" (groups of {plan.ep} share the experts)" * (plan.ep > 1)
+    parts += [f"{plan.dp} replicas{experts_text}"] * (plan.dp > 1)
+    stages_text = (
+        f" with {plan.stages_per_rank} stages per rank" if plan.stages_per_rank > 1 else ""
+    )
+    text = f"{' x '.join(parts)}, {plan.schedule}{stages_text}, "
     text += (
         f"{plan.microbatches} microbatch{'es' * (plan.microbatches > 1)} of {plan.microbatch_size}"
     )
@@ -170,23 +172,23 @@ def format_plans(
 
 
 def _format_table(plans: Sequence[PlanEstimate], limit: float) -> str:
-    rare, last = (
+    rare_columns, last_columns = (
         [(name, field) for name, field, usual in columns
          if any(getattr(plan, field) != usual for plan in plans)]
         for columns in (_RARE_COLUMNS, LAST_COLUMNS)
     )  # fmt: skip
-    degrees = ["pp", "tp", *(name for name, _ in rare), "dp", "v", "b", "m"]
+    degrees = ["pp", "tp", *(name for name, _ in rare_columns), "dp", "v", "b", "m"]
     meanings = ", ".join(f"{_COLUMN_MEANINGS[name]} ({name})" for name in degrees)
     table = format_table(
-        ["plan", *degrees, "schedule",
-         "recompute", "ZeRO", *(name for name, _ in last), "step", "TFLOP/s", "MFU", "memory"],
+        ["plan", *degrees, "schedule", "recompute", "ZeRO", *(name for name, _ in last_columns),
+         "step", "TFLOP/s", "MFU", "memory"],
         [
             [
                 str(k), str(plan.pp), str(plan.tp),
-                *(_format_cell(getattr(plan, field)) for _, field in rare),
+                *(_format_cell(getattr(plan, field)) for _, field in rare_columns),
                 str(plan.dp), str(plan.stages_per_rank), str(plan.microbatch_size),
                 str(plan.microbatches), plan.schedule, plan.recompute,
-                str(plan.zero), *(_format_cell(getattr(plan, field)) for _, field in last),
+                str(plan.zero), *(_format_cell(getattr(plan, field)) for _, field in last_columns),
                 format_seconds(plan.step_time), format_teraflops(plan.flops_per_second),
                 f"{plan.mfu:.1%}",
                 f"{plan.memory.total / 1e9:.1f} of {limit / 1e9:.4g} GB",
@@ -214,7 +216,7 @@ def _describe_preference(
     """Yield a sentence about the fastest plan, if a simpler plan comes first."""
     if fastest is None or plans[0].step_time <= fastest.step_time:
         return
-    alike = (
+    same_plans = (
         f"plan {k}" for k, plan in enumerate(plans, 1)
         if (plan.step_time, describe_plan(plan)) == (fastest.step_time, describe_plan(fastest))
     )  # fmt: skip
@@ -222,16 +224,18 @@ def _describe_preference(
         "plan 1 comes first because it is the simplest plan within "
         f"{100 * PREFERENCE_TOLERANCE:g} % of the fastest; the others are in the order of their "
         f"step times. The fastest takes {format_seconds(fastest.step_time)}: "
-        f"{next(alike, describe_plan(fastest))}"
+        f"{next(same_plans, describe_plan(fastest))}"
     )
 
 
 def _describe_schedules(request: PlanRequest) -> str:
     """Return a sentence about the schedules that were tried, and others that can be tried."""
-    tried = request.planner_options.get("schedules", DEFAULT_SCHEDULES)
-    others = [name for name in SCHEDULE_FORMULAS if name not in tried]
-    also = f"; --schedules also takes {', '.join(others)}" if others else ""
-    return f"schedules tried: {', '.join(tried)}{also}"
+    tried_schedules = request.planner_options.get("schedules", DEFAULT_SCHEDULES)
+    untried_schedules = [name for name in SCHEDULE_FORMULAS if name not in tried_schedules]
+    untried_text = (
+        f"; --schedules also takes {', '.join(untried_schedules)}" if untried_schedules else ""
+    )
+    return f"schedules tried: {', '.join(tried_schedules)}{untried_text}"
 
 
 def _describe_attention(plan: PlanEstimate) -> Iterator[str]:
@@ -296,7 +300,7 @@ def _format_parts(
     All lines have the same unit. `units` has pairs of a factor and the name of a unit.
     """
     total = sum(parts.values())
-    scale, unit = next((each for each in units if total >= each[0]), units[-1])
+    scale, unit = next((unit_pair for unit_pair in units if total >= unit_pair[0]), units[-1])
     rows = sorted(((value, names[name]) for name, value in parts.items() if value), reverse=True)
     width = max((len(name) for _, name in rows), default=0)
     texts = [f"{value / scale:.3f}" for value, _ in rows]
@@ -307,8 +311,8 @@ def _format_parts(
 def _join_columns(left: list[str], right: list[str]) -> Iterator[str]:
     """Yield lines in which the texts of `left` and `right` are side by side."""
     width = max(map(len, left)) + 6
-    for first, second in zip_longest(left, right, fillvalue=""):
-        yield f"  {first:<{width}}{second}".rstrip() + "\n"
+    for left_text, right_text in zip_longest(left, right, fillvalue=""):
+        yield f"  {left_text:<{width}}{right_text}".rstrip() + "\n"
 
 
 def _format_layers(request: PlanRequest, plan: PlanEstimate) -> Iterator[str]:
@@ -340,7 +344,7 @@ def _format_repeats(numbers: Sequence[int]) -> str:
         >>> _format_repeats((3, 4, 4, 4, 3))
         '3, 3 x 4, 3'
     """
-    runs = [(number, len([*alike])) for number, alike in groupby(numbers)]
+    runs = [(number, len([*group])) for number, group in groupby(numbers)]
     return ", ".join(f"{n} x {number}" if n > 1 else f"{number}" for number, n in runs)
 
 
@@ -352,9 +356,9 @@ def _list_notes(
     if cluster.uncertainty:
         share = exp(INTERVAL_QUANTILE * cluster.uncertainty)
         low, high = (format_seconds(plan.step_time * x) for x in (1 / share, share))
-        alike = sum(one.step_time <= plans[0].step_time * share for one in plans)
+        num_alike = sum(other_plan.step_time <= plans[0].step_time * share for other_plan in plans)
         yield f"the step takes {low} to {high} in 90 % of runs" + (
-            f"; plans 1 to {alike} cannot be distinguished" if alike > 1 else ""
+            f"; plans 1 to {num_alike} cannot be distinguished" if num_alike > 1 else ""
         )
     if cluster.calibrated_gpus and cluster.gpu_count > cluster.calibrated_gpus:
         yield (
@@ -376,8 +380,8 @@ def _format_count(number: float) -> str:
         ('174.6 billion', '1.008 trillion', '66 million')
     """
     names = ((1e12, "trillion"), (1e9, "billion"), (1e6, "million"), (1e3, "thousand"))
-    one, name = next(((one, name) for one, name in names if number >= one), (1, ""))
-    return f"{number / one:.4g} {name}".strip()
+    scale, name = next(((scale, name) for scale, name in names if number >= scale), (1, ""))
+    return f"{number / scale:.4g} {name}".strip()
 
 
 def format_plans_json(request: PlanRequest, plans: Sequence[PlanEstimate]) -> str:

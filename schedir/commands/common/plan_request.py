@@ -108,13 +108,13 @@ def parse_plan_request(args: argparse.Namespace) -> PlanRequest:
     if args.batch is None:
         raise UsageError("--batch, the sequences per step, is missing", hint="--batch 1536",
                          fields=["batch"])  # fmt: skip
-    fixed = {field: value for _, field, _ in (*FIXED_OPTIONS, *NAME_OPTIONS)
+    fixed_fields = {field: value for _, field, _ in (*FIXED_OPTIONS, *NAME_OPTIONS)
              if (value := getattr(args, field)) is not None}  # fmt: skip
-    fixed |= {name: value for name in ("attention", "sequence_parallel", "rank_order")
+    fixed_fields |= {name: value for name in ("attention", "sequence_parallel", "rank_order")
               if (value := getattr(args, name)) is not None}  # fmt: skip
     planner_options = {"exact": not args.closed_form_only, "offload": args.offload}
     planner_options |= {} if args.stack is None else stack_preset(args.stack).options
-    planner_options |= fixed
+    planner_options |= fixed_fields
     is_preset = args.model is not None and all(getattr(args, name) is None for name in SPEC_FIELDS)
     name = Path(args.model).stem if is_preset else "the model"
     cluster = _limit_memory(resolve_cluster(args), args.memory_limit)
@@ -232,22 +232,22 @@ def improve_plan_schedules(
     from schedir.schedule_search.search_results import combine_numba, describe_numba
 
     result, programs = [*plans], dict[Any, Any]()
-    uses, searched = [], plans[:_MAX_SEARCHED_PLANS]
-    for k, plan in enumerate(searched):
-        show_progress(f"searching for a shorter schedule of plan {k + 1}", k, len(searched))
+    numba_statuses, searched_plans = [], plans[:_MAX_SEARCHED_PLANS]
+    for k, plan in enumerate(searched_plans):
+        show_progress(f"searching for a shorter schedule of plan {k + 1}", k, len(searched_plans))
         with suppress(SchedirError):  # The search does not support all plans.
-            new = improve_schedule(
+            improvement = improve_schedule(
                 request.model, request.cluster, plan, time_limit=seconds, **request.software
             )
-            uses.append(new.numba)
-            if new.estimate.step_time < plan.step_time:
+            numba_statuses.append(improvement.numba)
+            if improvement.estimate.step_time < plan.step_time:
                 result[k] = replace(
-                    new.estimate, bottleneck=plan.bottleneck, explanation=plan.explanation
+                    improvement.estimate, bottleneck=plan.bottleneck, explanation=plan.explanation
                 )
-                programs[result[k]] = new.program
+                programs[result[k]] = improvement.program
     note = (
-        f"searched {describe_numba(combine_numba(uses))}; each plan has two searches\n"
-        if uses
+        f"searched {describe_numba(combine_numba(numba_statuses))}; each plan has two searches\n"
+        if numba_statuses
         else ""
     )
     return sorted(result, key=lambda plan: plan.step_time), programs, note
@@ -267,14 +267,14 @@ def optimize_plan_divisions(request: PlanRequest, plans: list[PlanEstimate]) -> 
     from schedir.planner import optimize_layer_division, simulate_plan
     from schedir.planner.plan_estimate import strip_estimates
 
-    result, searched = [*plans], plans[:_MAX_SEARCHED_PLANS]
-    for k, plan in enumerate(searched):
-        show_progress(f"dividing the layers of plan {k + 1}", k, len(searched))
+    result, searched_plans = [*plans], plans[:_MAX_SEARCHED_PLANS]
+    for k, plan in enumerate(searched_plans):
+        show_progress(f"dividing the layers of plan {k + 1}", k, len(searched_plans))
         with suppress(UsageError):  # No division fits into memory.
             layers = optimize_layer_division(
                 request.model, request.cluster, strip_estimates(plan), **request.software
             )
-            even, new = (
+            even_plan, divided_plan = (
                 simulate_plan(
                     request.model,
                     request.cluster,
@@ -283,8 +283,10 @@ def optimize_plan_divisions(request: PlanRequest, plans: list[PlanEstimate]) -> 
                 )
                 for division in (plan.layers_per_stage, layers)
             )
-            if new.step_time < even.step_time:
-                result[k] = replace(new, bottleneck=plan.bottleneck, explanation=plan.explanation)
+            if divided_plan.step_time < even_plan.step_time:
+                result[k] = replace(
+                    divided_plan, bottleneck=plan.bottleneck, explanation=plan.explanation
+                )
     return sorted(result, key=lambda plan: plan.step_time)
 
 

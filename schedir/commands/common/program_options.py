@@ -69,13 +69,13 @@ def _list_options() -> Iterator[tuple[str, ProgramOption]]:
             "pipeline.overlap",
         ),
     )
-    sharing = FieldType(
+    sharing_type = FieldType(
         "must be minimal or latency_preserving", _parse_buffer_sharing, str, metavar="HOW"
     )
     yield (
         "buffer_sharing",
         ProgramOption(
-            sharing,
+            sharing_type,
             "how values share static buffers: minimal uses the fewest buffers; latency_preserving "
             "uses the fewest that keep the predicted step time",
             "pipeline.buffer_sharing",
@@ -96,9 +96,13 @@ def unknown_option_error(name: str) -> UsageError:
     Args:
         name: The name.
     """
-    near = get_close_matches(name, PROGRAM_OPTIONS, 1)
-    hint = f"did you mean {option_name(near[0])}?" if near else "schedir options lists all options"
-    if not near and (schedule := _find_schedule_with_option(name)):
+    matches = get_close_matches(name, PROGRAM_OPTIONS, 1)
+    hint = (
+        f"did you mean {option_name(matches[0])}?"
+        if matches
+        else "schedir options lists all options"
+    )
+    if not matches and (schedule := _find_schedule_with_option(name)):
         hint = f"options of a schedule are in brackets: '{schedule}({name}=VALUE)'"
     hint = _OTHER_OPTIONS.get(name, RETIRED_HINTS.get(name, hint))
     return UsageError(f"-O: no option {name!r}", hint=hint)
@@ -168,11 +172,11 @@ class _ProgramOptionAction(argparse.Action):
     ) -> None:
         name, value = parse_option(values)
         self.const(name, values)
-        given = {*(getattr(namespace, self.dest, None) or ())}
-        if name in given:
+        given_names = {*(getattr(namespace, self.dest, None) or ())}
+        if name in given_names:
             raise UsageError(f"-O {name} is given twice", fields=[name])
         setattr(namespace, name, value)
-        setattr(namespace, self.dest, {*given, name})
+        setattr(namespace, self.dest, {*given_names, name})
 
 
 class _ConfigAction(argparse.Action):
@@ -191,10 +195,10 @@ class _ConfigAction(argparse.Action):
         if getattr(namespace, self.dest, None) is not None:
             raise UsageError("--config is given twice")
         setattr(namespace, self.dest, values)
-        typed = getattr(namespace, "program_options", None) or ()
+        typed_options = getattr(namespace, "program_options", None) or ()
         settings, text = {}, read_text(values)
         for name, value in _read_options(text, values).items():
-            if name not in typed and getattr(namespace, name, None) in (None, False):
+            if name not in typed_options and getattr(namespace, name, None) in (None, False):
                 with suppress(UsageError):  # The command does not have this option.
                     if name in PROGRAM_OPTIONS:
                         self.const(name, f"{name}={value}")
@@ -220,8 +224,8 @@ def locate_config_errors(args: argparse.Namespace) -> Iterator[None]:
             if name in settings and getattr(args, name) is settings[name]:
                 section, _, key = _get_config_key(name).partition(".")
                 line, _ = find_position(args.config_text, section, key)
-                place = f", line {line}" if line else ""
-                error.add_note(f"in {args.config}{place}: {section}.{key}")
+                line_text = f", line {line}" if line else ""
+                error.add_note(f"in {args.config}{line_text}: {section}.{key}")
                 break
         raise
 
@@ -250,7 +254,9 @@ def _read_options(text: str, path: str) -> dict[str, Any]:
     """Return the options in the text of a configuration."""
     from schedir.training.config.settings_table import list_settings
 
-    known = {name: {each.name for each in table} for name, (_, table) in list_settings().items()}
+    names_by_section = {
+        name: {setting.name for setting in table} for name, (_, table) in list_settings().items()
+    }
     tables = parse_toml(text, path)
 
     def make_error(fact: str, hint: str, section: str, key: str = "") -> ConfigError:
@@ -260,23 +266,30 @@ def _read_options(text: str, path: str) -> dict[str, Any]:
         )
 
     for section, table in tables.items():
-        if section not in known or not isinstance(table, dict):
-            homes = [home for home, names in known.items() if section in names]
-            hint = f"it belongs into a section: [{homes[0]}]" if homes else ""
-            hint = hint or suggest_names(section, known)
+        if section not in names_by_section or not isinstance(table, dict):
+            locations = [
+                other_section
+                for other_section, names in names_by_section.items()
+                if section in names
+            ]
+            hint = f"it belongs into a section: [{locations[0]}]" if locations else ""
+            hint = hint or suggest_names(section, names_by_section)
             raise make_error(f"no section {section!r}", hint, section)
         # The settings of [model] depend on its kind, and only `schedir train` reads them.
         for key in table if section != "model" else ():
-            if key not in known[section]:
+            if key not in names_by_section[section]:
                 name = f"{section}.{key}"
-                homes = [
-                    f"{home}.{key}"
-                    for home, names in known.items()
-                    if key in names and " " not in home  # "model of kind llama" is not a section.
+                locations = [
+                    f"{other_section}.{key}"
+                    for other_section, names in names_by_section.items()
+                    # "model of kind llama" is not a section.
+                    if key in names and " " not in other_section
                 ]
-                hint = f"did you mean {' or '.join(homes)}?" if homes else ""
-                hint = suggest_section(key) if key in known else hint
-                hint = RETIRED_HINTS.get(name) or hint or suggest_names(key, known[section])
+                hint = f"did you mean {' or '.join(locations)}?" if locations else ""
+                hint = suggest_section(key) if key in names_by_section else hint
+                hint = (
+                    RETIRED_HINTS.get(name) or hint or suggest_names(key, names_by_section[section])
+                )
                 raise make_error(f"no setting {name}", hint, section, key)
     values: dict[str, Any] = {}
     for name, option in PROGRAM_OPTIONS.items():
@@ -306,9 +319,11 @@ def _parse_setting(location: str, name: str, value: Any) -> Any:
     """Convert a TOML value into the value of an option."""
     kind = PROGRAM_OPTIONS[name].kind
     if isinstance(value, bool) is bool(kind.metavar):
-        shown = str(value).lower() if isinstance(value, bool) else describe(value)
+        value_text = str(value).lower() if isinstance(value, bool) else describe(value)
         hint = f"schedir options {name}"
-        raise UsageError(f"{location} {kind.requirement}, not {shown}", hint=hint, fields=[name])
+        raise UsageError(
+            f"{location} {kind.requirement}, not {value_text}", hint=hint, fields=[name]
+        )
     if isinstance(value, bool):
         return value
     if isinstance(value, str) and kind.type is int:
@@ -327,8 +342,8 @@ def suggest_names(name: str, known_names: Iterable[str]) -> str:
         known_names: The known names.
     """
     names = sorted(known_names)
-    near = get_close_matches(name, names, 1)
-    return f"did you mean {near[0]}?" if near else f"the names are {', '.join(names)}"
+    matches = get_close_matches(name, names, 1)
+    return f"did you mean {matches[0]}?" if matches else f"the names are {', '.join(names)}"
 
 
 def add_program_options(

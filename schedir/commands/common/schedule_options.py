@@ -267,12 +267,14 @@ def _parse_fields(
         name, equals, value = part.partition("=")
         name = name.strip()
         if name not in names:
-            near = get_close_matches(name, names, 1)
+            matches = get_close_matches(name, names, 1)
             hint = (
-                f"did you mean {near[0]!r}?" if near else f"the {subject}s are {', '.join(names)}"
+                f"did you mean {matches[0]!r}?"
+                if matches
+                else f"the {subject}s are {', '.join(names)}"
             )
-            if new := (RENAMED_COSTS if subject == "cost" else RENAMED_SIZES).get(name):
-                hint = f"it is now {new}"
+            if new_name := (RENAMED_COSTS if subject == "cost" else RENAMED_SIZES).get(name):
+                hint = f"it is now {new_name}"
             raise UsageError(f"--{subject}s: no {subject} {name!r}", hint=hint)
         if name in values:
             raise UsageError(f"--{subject}s: {name} is given twice")
@@ -363,10 +365,12 @@ def format_shape_options(
         The words of a command line.
     """
     words = []
-    for f in listed_fields:
-        flag = not f.field_type.metavar
-        if not f.is_default(program) or (f.name in specified and not flag):
-            words += option_words(f.name, f.field_type.to_text(f.get_value(program), program.shape))
+    for field in listed_fields:
+        is_flag = not field.field_type.metavar
+        if not field.is_default(program) or (field.name in specified and not is_flag):
+            words += option_words(
+                field.name, field.field_type.to_text(field.get_value(program), program.shape)
+            )
     return words
 
 
@@ -389,15 +393,15 @@ def require_unsharded_stages(requests: Iterable[Request]) -> None:
     Raises:
         ShapeError: No schedule has this number of stages on a rank.
     """
-    most, unsharded = 0, 0
+    max_stages, unsharded_stages = 0, 0
     for request in requests:
         with suppress(SchedirError):  # The schedule does not support the shape.
-            most = max(most, *map(len, request.shape.stages_on_rank))
-            unsharded = request.compile_options.get("unsharded_stages", 0)
-    if unsharded > most > 0:
+            max_stages = max(max_stages, *map(len, request.shape.stages_on_rank))
+            unsharded_stages = request.compile_options.get("unsharded_stages", 0)
+    if unsharded_stages > max_stages > 0:
         raise ShapeError(
-            f"-O unsharded_stages is {unsharded}, but no schedule has more than {most} "
-            f"stage{'s' * (most > 1)} on a rank",
-            hint=f"-O unsharded_stages={most}",
+            f"-O unsharded_stages is {unsharded_stages}, but no schedule has more than "
+            f"{max_stages} stage{'s' * (max_stages > 1)} on a rank",
+            hint=f"-O unsharded_stages={max_stages}",
             fields=["unsharded_stages"],
         )

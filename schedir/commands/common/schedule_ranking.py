@@ -151,7 +151,7 @@ def use_times_of_run(requests: Sequence[Request]) -> tuple[list[Request], str]:
         if any(request.source_timeline is None for request in requests):
             warning = _describe_prediction_error(source, run, simulate_at_mean_times(run, costs))
     defaults = {"ranks": shape.ranks, "microbatches": shape.microbatches}
-    used = [
+    adapted_requests = [
         request
         if request.source_timeline or request.cluster
         else replace(
@@ -164,7 +164,7 @@ def use_times_of_run(requests: Sequence[Request]) -> tuple[list[Request], str]:
         )
         for request in requests
     ]
-    return used, warning
+    return adapted_requests, warning
 
 
 def _describe_prediction_error(source: str, run: Timeline, simulated: Timeline) -> str:
@@ -256,19 +256,19 @@ def describe_excesses(over_limit: Mapping[str, Excess], limit: str) -> list[str]
     too_large = list[str]()
     fitting: dict[tuple[int, str], list[tuple[float, str]]] = {}
     for name, excess in sorted(over_limit.items(), key=lambda item: item[1].amount):
-        remedied = _find_remedy(excess.request)
-        if remedied is None:
+        remedy = _find_remedy(excess.request)
+        if remedy is None:
             too_large.append(f"{name} ({excess.text})")
             continue
-        number, options, timeline = remedied
+        number, options, timeline = remedy
         memory = format_bytes(float(timeline.peak_memory.max()))
         span = f"{timeline.span:.6g} {timeline.unit}".strip()
         text = f"{name} (span {span}, {memory})"
         fitting.setdefault((number, options), []).append((timeline.span, text))
     lines = [
         f"over the limit of {limit}, but fits with {options}: "
-        + ", ".join(text for _, text in sorted(named))
-        for (_, options), named in sorted(fitting.items())
+        + ", ".join(text for _, text in sorted(candidates))
+        for (_, options), candidates in sorted(fitting.items())
     ]
     return lines + [f"over the limit of {limit}: {', '.join(too_large)}"] * bool(too_large)
 
@@ -284,15 +284,15 @@ def _find_remedy(request: Request) -> tuple[int, str, Timeline] | None:
 
     if len(replace(request, memory_limit=None, compile_options={}).program) > _MAX_INSTRUCTIONS:
         return None
-    given = {name for name in ("buffer_sharing",) if request.buffer_sharing is not None}
-    given |= request.compile_options.keys()
+    given_options = {name for name in ("buffer_sharing",) if request.buffer_sharing is not None}
+    given_options |= request.compile_options.keys()
     for number, remedy in enumerate(_REMEDIES):
-        options = {name: value for name, value in remedy.items() if name not in given}
+        options = {name: value for name, value in remedy.items() if name not in given_options}
         with suppress(SchedirError):
             timeline = _add_options(request, options).timeline
-            words = " ".join(" ".join(option_words(*option)) for option in options.items())
+            option_text = " ".join(" ".join(option_words(*option)) for option in options.items())
             meanings = ", ".join(_REMEDY_MEANINGS[option] for option in options)
-            return number, f"{words} ({meanings})", timeline
+            return number, f"{option_text} ({meanings})", timeline
     return None
 
 

@@ -147,15 +147,15 @@ def find_unused_costs(requests: Iterable[Request]) -> list[str]:
     Args:
         requests: The requests of the runs.
     """
-    given, used = set[str](), set[str]()
+    given_costs, used_costs = set[str](), set[str]()
     for request in requests:
         program = request.timeline.program
         if program.dp > 1 and not program.used_opcodes.isdisjoint(OPTIMIZER_STEP_OPS):
-            given |= {
+            given_costs |= {
                 name for name, cost in (request.costs or Costs()).specified.items() if np.any(cost)
             }
-        used |= {INSTRUCTIONS[op].cost for op in program.used_opcodes}
-    return [name for name in REPLICA_COSTS if name in given - used]
+        used_costs |= {INSTRUCTIONS[op].cost for op in program.used_opcodes}
+    return [name for name in REPLICA_COSTS if name in given_costs - used_costs]
 
 
 def _describe_unused_costs(requests: Sequence[Request]) -> Iterator[str]:
@@ -185,10 +185,10 @@ def _describe_cluster_costs(requests: Iterable[Request]) -> str:
             if cost
         }
         text, ops = format_costs(Costs(**costs)), request.program.used_opcodes
-        priced = {
+        needed_costs = {
             row.cost for row in INSTRUCTIONS if row.op in ops and row.lane is not Lane.COMPUTE
         }
-        if missing := sorted(priced - request.stage_costs.specified.keys() - {""}):
+        if missing := sorted(needed_costs - request.stage_costs.specified.keys() - {""}):
             text += f"; without a cost, and so free: {', '.join(missing)}"
         lines[f"costs from the cluster, in seconds: {text}\n"] = None
     return "".join(lines)

@@ -90,20 +90,20 @@ def run(args: argparse.Namespace) -> int | str:
     for name in ("config", "cluster", "relower"):
         if getattr(args, name, None):
             raise UsageError(f"schedir studio does not support --{name}", fields=[name])
-    state, opened = _make_state(args)
+    state, run_source = _make_state(args)
     if args.export is not None:
-        return export_page(Studio(opened), state, args.export)
-    most = args.max_instructions or MAX_INSTRUCTIONS
-    runner = None if args.no_code else CodeRunner(most)
+        return export_page(Studio(run_source), state, args.export)
+    max_instructions = args.max_instructions or MAX_INSTRUCTIONS
+    runner = None if args.no_code else CodeRunner(max_instructions)
     try:
-        studio = Studio(opened, None if runner is None else runner.expand)
+        studio = Studio(run_source, None if runner is None else runner.expand)
         server = StudioServer(studio, state.to_json(), args.port)
         Thread(target=load_compiled_loops, args=[studio], daemon=True).start()
         signal.signal(signal.SIGTERM, signal.default_int_handler)
         print(f"studio: {server.url}\nCtrl-C stops it", flush=True)
         if not args.no_browser and _has_display():
             webbrowser.open(server.url)
-        with input_limits(max_instructions=most, allow_code=False):
+        with input_limits(max_instructions=max_instructions, allow_code=False):
             server.serve_forever(poll_interval=0.2)
     except KeyboardInterrupt:
         if runner is not None:
@@ -163,14 +163,14 @@ def read_options(words: list[str]) -> dict[str, str]:
     from schedir.commands.common.program_options import PROGRAM_OPTIONS
     from schedir.commands.studio.state import PREDICTION_OPTIONS
 
-    options, rest = dict[str, str](), iter(words)
-    for word in rest:
+    options, remaining_words = dict[str, str](), iter(words)
+    for word in remaining_words:
         if word.startswith("-O"):
-            name, equals, text = (word[2:] or next(rest)).partition("=")
+            name, equals, text = (word[2:] or next(remaining_words)).partition("=")
             options[name.strip().replace("-", "_")] = text if equals else "yes"
         elif word.startswith("--"):
             name, equals, text = word[2:].partition("=")
             name = name.replace("-", "_")
             if name in PROGRAM_OPTIONS or name in PREDICTION_OPTIONS:
-                options[name] = text if equals else next(rest)
+                options[name] = text if equals else next(remaining_words)
     return options

@@ -150,8 +150,8 @@ class Studio:
             if not run_code:
                 raise CodeError("this code did not run with these options yet", hint="press Run")
             draft = self.expand_code(state)
-            for old in [*self._drafts][: 1 - _MAX_DRAFTS]:
-                self._drafts.pop(old, None)
+            for old_key in [*self._drafts][: 1 - _MAX_DRAFTS]:
+                self._drafts.pop(old_key, None)
             self._drafts[key] = draft
         return self._drafts[key]
 
@@ -160,27 +160,28 @@ class Studio:
         if not state.other or state.run:
             return describe_request(request, state)
         shape = request.program.shape
-        shared = {"ranks": str(shape.ranks), "microbatches": str(shape.microbatches)}
-        options = {**state.options, **shared}
+        shared_options = {"ranks": str(shape.ranks), "microbatches": str(shape.microbatches)}
+        options = {**state.options, **shared_options}
         for name in ("stages_per_rank", "placement"):
             options.pop(name, None)
-        other = replace(state, options=options)
+        other_state = replace(state, options=options)
         try:
-            compared = make_state_request(other, load_built_in(state.other, "other")).timeline
+            other_source = load_built_in(state.other, "other")
+            other_timeline = make_state_request(other_state, other_source).timeline
         except SchedirError as error:
             error.fields = ("other",)
             raise
-        return describe_request(request, state, compared)
+        return describe_request(request, state, other_timeline)
 
     def _move(self, state: StudioState, request: Request, move: object) -> dict[str, Any]:
         """Return the data for the state after a move, or an error if the move is impossible."""
-        moved = move_instruction(request, *_read_integers(move, 3))
-        state = replace(state, program=to_text(moved), code="", run=False)
-        after = make_state_request(state, Source.from_loaded(moved, "the program"))
+        moved_program = move_instruction(request, *_read_integers(move, 3))
+        state = replace(state, program=to_text(moved_program), code="", run=False)
+        moved_request = make_state_request(state, Source.from_loaded(moved_program, "the program"))
         try:
-            return self._describe(after, state) | {"state": state.to_json()}
+            return self._describe(moved_request, state) | {"state": state.to_json()}
         except SchedirError as error:
-            return {"error": describe_error(error, after) | {"is_refused": True}}
+            return {"error": describe_error(error, moved_request) | {"is_refused": True}}
 
 
 def load_built_in(schedule: str, field: str) -> Source:
@@ -234,11 +235,14 @@ def describe_request(
         runs.insert(0, simulate_at_mean_times(timeline))
     if other is not None:
         runs.append(other)
-    found = recognize(timeline.program)
-    place = -1
-    if found.rank >= 0:
-        work = np.flatnonzero(np.isin(timeline.program.streams[found.rank].op, COMPUTE_OPS))
-        place = int(work[found.compute_index]) if found.compute_index < len(work) else -1
+    recognition = recognize(timeline.program)
+    difference_index = -1
+    if recognition.rank >= 0:
+        computes = np.flatnonzero(
+            np.isin(timeline.program.streams[recognition.rank].op, COMPUTE_OPS)
+        )
+        if recognition.compute_index < len(computes):
+            difference_index = int(computes[recognition.compute_index])
     shape = timeline.program.shape
     return describe_page(runs) | {
         "verdict": describe_run_bound(timeline, bound),
@@ -246,8 +250,8 @@ def describe_request(
         "bound_explanation": bound.explanation if bound else "",
         "comparison": "" if other is None else compare_runs(timeline, other),
         "challenge": judge(request, state),
-        "recognition": str(found),
-        "difference": [found.rank, place] if place >= 0 else None,
+        "recognition": str(recognition),
+        "difference": [recognition.rank, difference_index] if difference_index >= 0 else None,
         "notes": [_COMPARISON_NOTE] * (other is not None) + describe_costs([request]).splitlines(),
         "progress_model": timeline.progress_model,
         "source_type": _find_source_type(request),
@@ -270,11 +274,11 @@ def compare_runs(one: Timeline, other: Timeline) -> str:
         peaks = [float(run.peak_memory.max()) for run in (one, other)]
     else:
         name = "activations in flight"
-    most, base = peaks
+    peak, other_peak = peaks
     span = one.span / other.span - 1 if other.span else 0.0
     return (
         f"Compared with {other.program.name}: span {span:+.1%}, {name} of the fullest rank "
-        f"{most / base - 1 if base else 0.0:+.1%}."
+        f"{peak / other_peak - 1 if other_peak else 0.0:+.1%}."
     )
 
 
@@ -405,11 +409,11 @@ def find_changed_state(
     for name, fields in (("costs", ("F", "B", "I", "W")), ("sizes", ("saved",))):
         if name in options:
             options[name] = scale_fields(options[name], fields, factor)
-    changed = replace(state, schedule=draft.name, program="", code="", options=options)
+    changed_state = replace(state, schedule=draft.name, program="", code="", options=options)
     with suppress(SchedirError):
-        source = load_built_in(changed.schedule, "schedule")
-        if isclose(make_state_request(changed, source).timeline.span, change.run.span):
-            return changed.to_json()
+        source = load_built_in(changed_state.schedule, "schedule")
+        if isclose(make_state_request(changed_state, source).timeline.span, change.run.span):
+            return changed_state.to_json()
     return None
 
 
@@ -437,10 +441,10 @@ def _find_gap_costs(request: Request, rank: int, index: int) -> list[dict[str, A
     timeline, costs = request.timeline, request.program_costs
     program, spans = timeline.program, timeline.spans
     position = int(program.offsets[rank]) + index
-    before = measure_gap(timeline, rank, position)
+    old_gap = measure_gap(timeline, rank, position)
     chain = timeline.critical_path_to(position)
     links = {(int(spans["op"][k]), int(spans["stage"][k])) for k in chain.tolist()}
-    found = []
+    gap_costs = []
     for op, stage in sorted(links):
         name = COST_BY_OPCODE.get(Opcode(op), "")
         value: Cost | None = getattr(costs, name, None)
@@ -449,9 +453,9 @@ def _find_gap_costs(request: Request, rank: int, index: int) -> list[dict[str, A
         grid: NDArray[np.float64] = to_grid(value)
         if len(grid) == 1:
             grid = np.repeat(grid, program.shape.stages, 0)
-        which = stage if len(grid) == program.shape.stages else slice(None)
+        stage_index = stage if len(grid) == program.shape.stages else slice(None)
         grid = np.array(grid)
-        grid[which] *= _REDUCED_COST_FACTOR
+        grid[stage_index] *= _REDUCED_COST_FACTOR
         cheaper = from_grid(grid)
         with suppress(SchedirError):
             run = simulate(
@@ -459,11 +463,13 @@ def _find_gap_costs(request: Request, rank: int, index: int) -> list[dict[str, A
                 replace(costs, **{name: cheaper}),
                 progress_model=timeline.progress_model,
             )
-            after = measure_gap(run, rank, position)
-            if after < before - 1e-9 * timeline.span:
+            new_gap = measure_gap(run, rank, position)
+            if new_gap < old_gap - 1e-9 * timeline.span:
                 text = f"{name} of stage {stage}"
-                found.append({"cost": text, "old_gap": before, "new_gap": after, "span": run.span})
-    return sorted(found, key=lambda each: each["new_gap"])
+                gap_costs.append(
+                    {"cost": text, "old_gap": old_gap, "new_gap": new_gap, "span": run.span}
+                )
+    return sorted(gap_costs, key=lambda gap_cost: gap_cost["new_gap"])
 
 
 def measure_gap(timeline: Timeline, rank: int, position: int) -> float:
@@ -475,7 +481,7 @@ def measure_gap(timeline: Timeline, rank: int, position: int) -> float:
         position: The position of the instruction in the program.
     """
     spans = timeline.spans
-    earlier = np.arange(int(timeline.program.offsets[rank]), position)
-    earlier = earlier[np.isin(spans["op"][earlier], COMPUTE_OPS)]
-    since = spans["end"][earlier].max(initial=timeline.start_time)
-    return max(float(spans["start"][position] - since), 0.0)
+    earlier_computes = np.arange(int(timeline.program.offsets[rank]), position)
+    earlier_computes = earlier_computes[np.isin(spans["op"][earlier_computes], COMPUTE_OPS)]
+    gap_start = spans["end"][earlier_computes].max(initial=timeline.start_time)
+    return max(float(spans["start"][position] - gap_start), 0.0)

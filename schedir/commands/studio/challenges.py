@@ -180,18 +180,18 @@ def judge(request: Request, state: StudioState) -> dict[str, Any] | None:
     if state.challenge not in CHALLENGES:
         raise UsageError(f"no challenge {state.challenge!r}", fields=["challenge"])
     challenge = CHALLENGES[state.challenge]
-    changed = find_changed_options(challenge, request)
+    changed_options = find_changed_options(challenge, request)
     span = request.timeline.span
-    if changed:
-        text = f"The challenge needs other values: {', '.join(changed)}."
+    if changed_options:
+        text = f"The challenge needs other values: {', '.join(changed_options)}."
         return {"is_solved": False, "text": text}
     if span > challenge.goal * (1 + RELATIVE_TOLERANCE):
         return {"is_solved": False, "text": f"Not yet: the span is {span:.6g}, the goal is "
                 f"{challenge.goal:g}."}  # fmt: skip
     kind = "" if challenge.includes_split_backwards else " with full backwards"
     proof = f"no schedule{kind} within this memory is shorter than {challenge.bound:g}"
-    optimal = abs(span / challenge.bound - 1) <= RELATIVE_TOLERANCE
-    verdict = f"; your schedule is optimal, because {proof}" if optimal else f"; {proof}"
+    is_optimal = abs(span / challenge.bound - 1) <= RELATIVE_TOLERANCE
+    verdict = f"; your schedule is optimal, because {proof}" if is_optimal else f"; {proof}"
     return {"is_solved": True, "text": f"Solved: the span is {span:.6g}{verdict}."}
 
 
@@ -202,9 +202,9 @@ def find_changed_options(challenge: Challenge, request: Request) -> list[str]:
         challenge: The challenge.
         request: The request.
     """
-    wanted = make_state_request(StudioState(options=challenge.options), request.source)
+    required_request = make_state_request(StudioState(options=challenge.options), request.source)
     shape, program = request.timeline.program.shape, request.timeline.program
-    actual: dict[str, Any] = {
+    actual_options: dict[str, Any] = {
         "ranks": str(shape.ranks),
         "microbatches": str(shape.microbatches),
         "stages_per_rank": str(shape.stages_per_rank),
@@ -212,12 +212,12 @@ def find_changed_options(challenge: Challenge, request: Request) -> list[str]:
         "zero": str(program.zero),
         "dp": str(program.dp),
     }
-    changed = [
+    changed_options = [
         f"{name}={text}"
         for name, text in challenge.options.items()
-        if name in actual and actual[name] != text
+        if name in actual_options and actual_options[name] != text
     ]
     for name in ("costs", "sizes", "memory_limit"):
-        if name in challenge.options and getattr(request, name) != getattr(wanted, name):
-            changed.append(f"{name} {challenge.options[name]}")
-    return changed
+        if name in challenge.options and getattr(request, name) != getattr(required_request, name):
+            changed_options.append(f"{name} {challenge.options[name]}")
+    return changed_options

@@ -185,7 +185,9 @@ def _load_function(state: StudioState) -> FunctionType:
         functions = (
             {state.function: functions[state.function]} if (state.function in functions) else {}
         )
-    takes_shape = [name for name, each in functions.items() if len(signature(each).parameters) >= 3]
+    takes_shape = [
+        name for name, candidate in functions.items() if len(signature(candidate).parameters) >= 3
+    ]
     if not takes_shape:
         name = state.function or "schedule"
         raise CodeError(
@@ -218,13 +220,16 @@ def main() -> None:
     question = json.loads(sys.stdin.readline() or "null")
     if question is None:  # The studio has ended.
         return
-    most = question.pop("max_instructions")
+    max_instructions = question.pop("max_instructions")
     resource.setrlimit(resource.RLIMIT_AS, (MAX_BYTES, MAX_BYTES))
     seconds = int(MAX_SECONDS) + 1  # This limit ends the process even if the studio has ended.
     resource.setrlimit(resource.RLIMIT_CPU, (seconds, seconds))
     answer: dict[str, Any]
     try:
-        with input_limits(max_instructions=most), contextlib.redirect_stdout(io.StringIO()):
+        with (
+            input_limits(max_instructions=max_instructions),
+            contextlib.redirect_stdout(io.StringIO()),
+        ):
             answer = {"text": expand_code(StudioState.from_json(question))}
     except SchedirError as error:
         line = error.line if isinstance(error, CodeError) else 0

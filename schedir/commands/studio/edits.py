@@ -76,36 +76,36 @@ def move_instruction(request: Request, rank: int, index: int, before: int) -> Pr
     Raises:
         UsageError: There is no such instruction, or it cannot be moved.
     """
-    shown, base = request.program, find_draft(request)
-    if not 0 <= rank < shown.shape.ranks or not (
-        0 <= index < len(shown.streams[rank]) >= before >= 0
+    lowered_program, base = request.program, find_draft(request)
+    if not 0 <= rank < lowered_program.shape.ranks or not (
+        0 <= index < len(lowered_program.streams[rank]) >= before >= 0
     ):
         raise UsageError(
             f"cannot move instruction #{index} of rank {rank} to place #{before}: there is no such "
             "rank, instruction or place"
         )
-    words = shown.streams[rank].words
+    words = lowered_program.streams[rank].words
     if not base.is_draft or words.view(WORD_DTYPE)["op"][index] not in COMPUTE_OPS:
-        base = shown
+        base = lowered_program
     else:
         index, before = _find_in_draft(words, base.streams[rank].words, index, before)
-    moved = Stream(_move_word(base.streams[rank].words, index, before))
-    streams = (*base.streams[:rank], moved, *base.streams[rank + 1 :])
+    moved_stream = Stream(_move_word(base.streams[rank].words, index, before))
+    streams = (*base.streams[:rank], moved_stream, *base.streams[rank + 1 :])
     slots = () if base.is_draft else base.slots
     return replace(base, streams=streams, slots=slots, message_order={})
 
 
 def _find_in_draft(words: Words, draft: Words, index: int, before: int) -> tuple[int, int]:
     """Convert two indices of a lowered stream into indices of the stream of the draft."""
-    place = {word: k for k, word in enumerate((draft & ~JOINED_BIT).tolist())}
+    index_by_word = {word: k for k, word in enumerate((draft & ~JOINED_BIT).tolist())}
     lowered = (words & ~JOINED_BIT).tolist()
-    if lowered[index] not in place:
+    if lowered[index] not in index_by_word:
         raise UsageError(
             f"{Stream(words)[index]} cannot be moved: the schedule does not contain this "
             "instruction, because an option of the lowering added it or divided its stage",
         )
-    following = (place[word] for word in lowered[before:] if word in place)
-    return place[lowered[index]], next(following, len(draft))
+    later_indices = (index_by_word[word] for word in lowered[before:] if word in index_by_word)
+    return index_by_word[lowered[index]], next(later_indices, len(draft))
 
 
 def _move_word(words: Words, index: int, before: int) -> Words:
@@ -120,8 +120,8 @@ def _move_word(words: Words, index: int, before: int) -> Words:
         words[index + 1] &= ~JOINED_BIT
     words[index] &= ~JOINED_BIT
     word = words[index]
-    rest = np.delete(words, index)
-    return np.insert(rest, before - (before > index), word)
+    other_words = np.delete(words, index)
+    return np.insert(other_words, before - (before > index), word)
 
 
 def export_program(request: Request, file_format: str) -> tuple[str, str]:
@@ -164,11 +164,11 @@ def format_python(program: Program, draft: Program) -> str:
         words = list[str]()
         columns = stream.words.view(WORD_DTYPE)
         rows = zip(*(columns[name].tolist() for name in ("op", "stage", "mb")), strict=True)
-        for (op, stage, mb), joined in zip(rows, stream.joined.tolist(), strict=True):
+        for (op, stage, mb), is_joined in zip(rows, stream.joined.tolist(), strict=True):
             if op in COMPUTE_OPS:
                 ops.add(op)
                 word = f"{INSTRUCTIONS[op].text}{stages.index(stage)}.{mb}"
-                words.append(f"{words.pop()}&{word}" if joined and words else word)
+                words.append(f"{words.pop()}&{word}" if is_joined and words else word)
         order.append(f'    "{" ".join(words)}",')
     letters = [INSTRUCTIONS[op].text for op in sorted(ops)]
     name = program.name if program.name.isidentifier() else "schedule"
@@ -209,8 +209,14 @@ def format_call(request: Request) -> str:
         if (value := getattr(request, name)) is not None:
             compile_options[name] = value
     values = {"costs": request.specified_costs, "sizes": request.timeline.sizes}
-    shared = {name: _format_fields(value) for name, value in values.items() if value is not None}
-    lines = ["import schedir", "", *(f"{name} = schedir.{text}" for name, text in shared.items())]
+    shared_values = {
+        name: _format_fields(value) for name, value in values.items() if value is not None
+    }
+    lines = [
+        "import schedir",
+        "",
+        *(f"{name} = schedir.{text}" for name, text in shared_values.items()),
+    ]
     if not isinstance(loaded, Program):
         name, source = repr(str(request.source)), ""
         compile_options = dict(request.defaults) | compile_options
@@ -226,9 +232,15 @@ def format_call(request: Request) -> str:
         compile_options |= {"stages_per_rank": shape.stages_per_rank}
         compile_options |= {"placement": shape.placement} if shape.placement != "loop" else {}
     options = [f"{key}={value!r}" for key, value in compile_options.items()]
-    options += [f"{key}={key}" for key in shared]
-    model = [f"progress_model={request.progress_model!r}"] * (request.progress_model is not None)
-    names = ["costs"] * ("costs" in shared) + ["sizes=sizes"] * ("sizes" in shared) + model
+    options += [f"{key}={key}" for key in shared_values]
+    model_argument = [f"progress_model={request.progress_model!r}"] * (
+        request.progress_model is not None
+    )
+    names = (
+        ["costs"] * ("costs" in shared_values)
+        + ["sizes=sizes"] * ("sizes" in shared_values)
+        + model_argument
+    )
     lines += [
         f"program = schedir.compile({', '.join([name, *options])})",
         f"timeline = schedir.simulate({', '.join(['program', *names])})",
@@ -240,6 +252,8 @@ def format_call(request: Request) -> str:
 
 def _format_fields(value: Costs | Sizes) -> str:
     """Return Python code that creates `value`, with the fields that are not the default."""
-    given = {f.name: getattr(value, f.name) for f in fields(value)}
-    words = [f"{f.name}={given[f.name]!r}" for f in fields(value) if given[f.name] != f.default]
-    return f"{type(value).__name__}({', '.join(words)})"
+    values = {f.name: getattr(value, f.name) for f in fields(value)}
+    arguments = [
+        f"{f.name}={values[f.name]!r}" for f in fields(value) if values[f.name] != f.default
+    ]
+    return f"{type(value).__name__}({', '.join(arguments)})"

@@ -78,14 +78,14 @@ class StudioState:
         Raises:
             UsageError: A key is unknown, or a value has a wrong type.
         """
-        known = {f.name: type(f.default) for f in fields(cls)} | {"options": dict}
-        if not isinstance(data, dict) or not data.keys() <= known.keys():
+        types = {f.name: type(f.default) for f in fields(cls)} | {"options": dict}
+        if not isinstance(data, dict) or not data.keys() <= types.keys():
             raise UsageError(
-                f"a state must be a JSON object with no other keys than {', '.join(known)}"
+                f"a state must be a JSON object with no other keys than {', '.join(types)}"
             )
         for name, value in data.items():
-            if not isinstance(value, known[name]):
-                kind = known[name].__name__
+            if not isinstance(value, types[name]):
+                kind = types[name].__name__
                 raise UsageError(
                     f"{name} of the state must be a {kind}, not {describe(value)}", fields=[name]
                 )
@@ -94,8 +94,8 @@ class StudioState:
             raise UsageError(
                 "options of a state must have strings as names and as values", fields=["options"]
             )
-        given = {name: text for name, text in options.items() if text.strip()}
-        return cls(**data | {"options": given})
+        given_options = {name: text for name, text in options.items() if text.strip()}
+        return cls(**data | {"options": given_options})
 
     def to_json(self) -> dict[str, Any]:
         """Return the state as a JSON object."""

@@ -45,10 +45,10 @@ def build_studio_page(
         state: The state that the page shows first.
         answers: Schedule -> answer for a page without a server. None for a page with a server.
     """
-    first = studio.answer({"state": state})
+    first_answer = studio.answer({"state": state})
     # If the first state has an error, the default state gives the texts and colours of the page.
-    shown = studio.answer({}) if "error" in first else first
-    data = shown | {
+    shown_answer = studio.answer({}) if "error" in first_answer else first_answer
+    data = shown_answer | {
         "runs": [],
         "tables": None,
         "state": state,
@@ -56,7 +56,7 @@ def build_studio_page(
         "progress_models": [*MODELS],
         "help": _collect_help(),
         "can_run_code": studio.expand_code is not None,
-        "answer": first,
+        "answer": first_answer,
         "challenges": [] if answers is not None else describe_challenges(),
         "precomputed_answers": answers,
     }
