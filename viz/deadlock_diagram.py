@@ -66,41 +66,34 @@ def draw_deadlock(program: Program, error: SchedirError) -> str:
     elif isinstance(error, GroupError) and _is_crossing(error):
         waiting, awaited = waiting[2:], waiting[:2]
     ranks = program.shape.ranks
-    shown_ranks = (
-        [*range(ranks)]
-        if ranks <= _MAX_RANKS
-        else sorted({position.rank for position in (*waiting, *awaited)})
-    )
+    shown_ranks = [*range(ranks)]
+    if ranks > _MAX_RANKS:
+        shown_ranks = sorted({position.rank for position in (*waiting, *awaited)})
     columns: dict[int, _RankColumn] = {}
     left = _MARGIN
     for rank in shown_ranks:
         columns[rank] = _RankColumn(program, rank, left, [*waiting, *awaited], has_ended)
         left = columns[rank].right + _COLUMN_GAP
-    columns_bottom = max(column.bottom for column in columns.values())
-    detour_arrows = [
+    lists_bottom = max(column.bottom for column in columns.values())
+    detours = [
         k
-        for k, (source, target) in enumerate(zip(waiting, awaited, strict=False))
-        if _count_columns_between(shown_ranks, source, target) > 1
+        for k, (a, b) in enumerate(zip(waiting, awaited, strict=False))
+        if _count_columns_between(shown_ranks, a, b) > 1
     ]
     parts = [column.draw({*waiting}, {*awaited}) for column in columns.values()]
     for k, (source, target) in enumerate(zip(waiting, awaited, strict=False)):
         if source != target:
-            detour_height = (
-                columns_bottom + 8 + 9 * detour_arrows.index(k) if k in detour_arrows else 0.0
-            )
-            parts.append(
-                _draw_arrow(
-                    columns[source.rank], source, columns[target.rank], target, detour_height
-                )
-            )
+            detour_height = lists_bottom + 8 + 9 * detours.index(k) if k in detours else 0.0
+            from_column, to_column = columns[source.rank], columns[target.rank]
+            parts.append(_draw_arrow(from_column, source, to_column, target, detour_height))
     width = left - _COLUMN_GAP + _MARGIN
-    height = columns_bottom + 12 + 9 * len(detour_arrows)
-    title = escape(f"{error.program}: {error.fact}")
+    height = lists_bottom + 12 + 9 * len(detours)
+    fact = escape(f"{error.program}: {error.fact}")
     return (
         f'<svg xmlns="http://www.w3.org/2000/svg" viewBox="0 0 {width:.0f} {height:.0f}" '
         f'width="{width:.0f}" height="{height:.0f}" role="img" font-size="12" '
         f'font-family="ui-monospace,DejaVu Sans Mono,Menlo,Consolas,monospace">'
-        f"\n<title>{title}</title>\n"
+        f"\n<title>{fact}</title>\n"
         f'<defs><marker id="tip" viewBox="0 0 8 8" refX="7" refY="4" markerWidth="7" '
         f'markerHeight="7" orient="auto">'
         f'<path d="M0 0L8 4L0 8z" fill="{ACCENT_COLOR}"/></marker></defs>\n'
@@ -131,9 +124,9 @@ def _is_crossing(error: GroupError) -> bool:
 
 
 def _count_columns_between(
-    shown_ranks: Sequence[int], source: _InstructionPosition, target: _InstructionPosition
+    shown_ranks: Sequence[int], first: _InstructionPosition, second: _InstructionPosition
 ) -> int:
-    return abs(shown_ranks.index(source.rank) - shown_ranks.index(target.rank))
+    return abs(shown_ranks.index(first.rank) - shown_ranks.index(second.rank))
 
 
 class _RankColumn:
@@ -154,8 +147,8 @@ class _RankColumn:
             position.stream_index for position in positions if position.rank == rank
         ]
         if not relevant_indices:
-            pending_indices = np.flatnonzero(~self.has_ended)
-            relevant_indices = [int(pending_indices[0]) if len(pending_indices) else size - 1]
+            unfinished = np.flatnonzero(~self.has_ended)
+            relevant_indices = [int(unfinished[0]) if len(unfinished) else size - 1]
         self.begin_index = max(min(relevant_indices) - _CONTEXT_INSTRUCTIONS, 0)
         self.end_index = min(max(relevant_indices) + _CONTEXT_INSTRUCTIONS + 1, size)
         # If only one instruction would be hidden, it is shown: "(1 more)" takes the same space.
@@ -170,10 +163,10 @@ class _RankColumn:
         }
         self.hidden_before = self.begin_index
         self.hidden_after = size - self.end_index
-        max_length = max([len(line) for line in self.lines.values()] + [9])
-        self.right = left + max_length * _LETTER_WIDTH + 14
-        row_count = len(self.lines) + (self.hidden_before > 0) + (self.hidden_after > 0)
-        self.bottom = _HEADER_HEIGHT + row_count * _LINE_HEIGHT + 4
+        line_length = max([len(line) for line in self.lines.values()] + [9])
+        self.right = left + line_length * _LETTER_WIDTH + 14
+        rows = len(self.lines) + (self.hidden_before > 0) + (self.hidden_after > 0)
+        self.bottom = _HEADER_HEIGHT + rows * _LINE_HEIGHT + 4
 
     def find_middle(self, index: int) -> float:
         """Return the y coordinate of the middle of an instruction."""
@@ -193,9 +186,9 @@ class _RankColumn:
             position = _InstructionPosition(self.rank, index)
             y = self.find_middle(index)
             width = self.right - self.left
-            text_color = _ENDED_COLOR if self.has_ended[index] else _TEXT_COLOR
+            color = _ENDED_COLOR if self.has_ended[index] else _TEXT_COLOR
             if position in waiting or position in awaited:
-                fill, text_color = (
+                fill, color = (
                     (ACCENT_COLOR, "#ffffff")
                     if position in waiting
                     else (_AWAITED_COLOR, _TEXT_COLOR)
@@ -205,19 +198,19 @@ class _RankColumn:
                     f'height="18" rx="4" fill="{fill}" stroke="{ACCENT_COLOR}"/>'
                 )
             parts.append(
-                f'<text x="{self.left + 7:.1f}" y="{y + 4:.1f}" fill="{text_color}">'
+                f'<text x="{self.left + 7:.1f}" y="{y + 4:.1f}" fill="{color}">'
                 f"{escape(line)}</text>"
             )
-        above_y = self.find_middle(self.begin_index - 1)
-        below_y = self.find_middle(self.end_index)
-        for count, y, suffix in (
-            (self.hidden_before, above_y, "before"),
-            (self.hidden_after, below_y, "more"),
+        above = self.find_middle(self.begin_index - 1)
+        below = self.find_middle(self.end_index)
+        for number, y, label in (
+            (self.hidden_before, above, "before"),
+            (self.hidden_after, below, "more"),
         ):
-            if count:
+            if number:
                 parts.append(
                     f'<text x="{self.left + 7:.1f}" y="{y + 4:.1f}" fill="{_ENDED_COLOR}">'
-                    f"({count} {suffix})</text>"
+                    f"({number} {label})</text>"
                 )
         return "\n".join(parts)
 

@@ -32,17 +32,17 @@ def draw_timeline(timeline: Timeline, unit: float = 1.0) -> str:
     is_shown = (spans["lane"] == Lane.COMPUTE) & (spans["end"] > spans["start"])
     columns = round(timeline.span / unit)
     cells = np.full((shape.ranks, columns), "..", dtype=object)
-    for span, is_second in zip(spans[is_shown], timeline.is_second_of_pair[is_shown], strict=True):
-        lo, hi = (round(float(span[k] - timeline.start_time) / unit) for k in ("start", "end"))
-        lo += is_second * (hi - lo) // 2
-        cells[span["rank"], lo:hi] = "--"
-        if lo < columns:
-            local_stage = int(shape.local_stage(span["stage"], span["rank"]))
-            label = f"{INSTRUCTIONS[span['op']].text}{span['mb']}{local_stage * chr(39)}"
-            cells[span["rank"], lo] = label
+    for s, is_second in zip(spans[is_shown], timeline.is_second_of_pair[is_shown], strict=True):
+        begin, end = (round(float(s[k] - timeline.start_time) / unit) for k in ("start", "end"))
+        begin += is_second * (end - begin) // 2
+        cells[s["rank"], begin:end] = "--"
+        if begin < columns:
+            local_stage = int(shape.local_stage(s["stage"], s["rank"]))
+            label = f"{INSTRUCTIONS[s['op']].text}{s['mb']}{local_stage * chr(39)}"
+            cells[s["rank"], begin] = label
     width = max(map(len, cells.flat), default=2)
     lines = [
-        f"rank {rank}  {' '.join(f'{cell:<{width}}' for cell in row)}".rstrip()
+        f"rank {rank}  {' '.join(f'{c:<{width}}' for c in row)}".rstrip()
         for rank, row in enumerate(cells)
     ]
     return "\n".join(lines)
@@ -67,7 +67,7 @@ def draw_schedule(
         costs: The costs. None uses the defaults of `Costs`.
     """
     costs = costs or Costs()
-    shape_options = {} if stages_per_rank is None else {"stages_per_rank": stages_per_rank}
-    shape = PipelineShape(ranks, microbatches, placement=placement, **shape_options)
+    options = {} if stages_per_rank is None else {"stages_per_rank": stages_per_rank}
+    shape = PipelineShape(ranks, microbatches, placement=placement, **options)
     program = compile(schedule, shape, costs=costs)
     return draw_timeline(simulate(program, costs))

@@ -82,9 +82,9 @@ class ChartRectangles:
         self.op: NDArray[np.int16] = spans["op"]
         self.left: Floats = spans["start"] - timeline.start_time
         self.right: Floats = spans["end"] - timeline.start_time
-        is_on_compute = spans["lane"] == Lane.COMPUTE
-        self.compute_indices = np.flatnonzero((self.right > self.left) & is_on_compute)
-        self.transfer_indices = np.flatnonzero((self.right > self.left) & ~is_on_compute & lanes)
+        on_compute = spans["lane"] == Lane.COMPUTE
+        self.compute_indices = np.flatnonzero((self.right > self.left) & on_compute)
+        self.transfer_indices = np.flatnonzero((self.right > self.left) & ~on_compute & lanes)
         self.lanes = [Lane(k) for k in np.unique(spans["lane"][self.transfer_indices]).tolist()]
         self.unsharded = find_unsharded_intervals(timeline) if lanes else UnshardedIntervals.empty()
         bands_height = self.unsharded.row_count * BAND_HEIGHT
@@ -93,9 +93,9 @@ class ChartRectangles:
         self.pitch = self.curve_top - LANE_INSET + (LANE_INSET + CURVE_HEIGHT) * curves + gap
         self.height = self.pitch * timeline.ranks - gap / 2
         self.local_stages = find_local_stages(timeline)
-        self._place_vertically(is_on_compute)
+        self._place_vertically(on_compute)
 
-    def _place_vertically(self, is_on_compute: NDArray[np.bool_]) -> None:
+    def _place_vertically(self, on_compute: NDArray[np.bool_]) -> None:
         spans = self.timeline.spans
         self.top: Floats = spans["rank"] * self.pitch
         self.bottom = self.top + 1
@@ -109,10 +109,10 @@ class ChartRectangles:
             is_on_lane = spans["lane"] == lane
             self.top[is_on_lane] += self.lane_top(lane)
             self.bottom[is_on_lane] = self.top[is_on_lane] + LANE_HEIGHT
-        is_transfer = np.isin(self.op, TRANSFER_OPS) & ~is_on_compute
+        is_half_lane = np.isin(self.op, TRANSFER_OPS) & ~on_compute
         is_send = np.isin(self.op, SEND_OPS)
-        self.bottom[is_transfer & ~is_send] -= LANE_HEIGHT / 2
-        self.top[is_transfer & is_send] += LANE_HEIGHT / 2
+        self.bottom[is_half_lane & ~is_send] -= LANE_HEIGHT / 2
+        self.top[is_half_lane & is_send] += LANE_HEIGHT / 2
 
     def lane_top(self, lane: Lane) -> float:
         """Return the y coordinate of a communication lane, from the top of its rank.
@@ -158,22 +158,20 @@ class ChartRectangles:
         return np.concatenate([np.empty((0, 4, 2)), *gaps])
 
     def _compute_rank_gaps(self, rank: int, min_gap: float) -> Floats:
-        box_indices = self.compute_indices[
-            self.timeline.spans["rank"][self.compute_indices] == rank
-        ]
-        box_indices = box_indices[np.argsort(self.left[box_indices], kind="stable")]
-        gap_starts = np.maximum.accumulate(np.append(0.0, self.right[box_indices]))
-        gap_ends = np.append(self.left[box_indices], self.timeline.span)
-        is_gap = gap_ends - gap_starts > min_gap
+        indices = self.compute_indices[self.timeline.spans["rank"][self.compute_indices] == rank]
+        indices = indices[np.argsort(self.left[indices], kind="stable")]
+        ends = np.maximum.accumulate(np.append(0.0, self.right[indices]))
+        begins = np.append(self.left[indices], self.timeline.span)
+        is_gap = begins - ends > min_gap
         y = np.full(is_gap.sum(), rank * self.pitch)
-        return compute_corners(gap_starts[is_gap], gap_ends[is_gap], y, y + 1)
+        return compute_corners(ends[is_gap], begins[is_gap], y, y + 1)
 
     @property
     def short_box_width(self) -> float:
         """The duration that 90% of the F, B, I, W and R exceed, in the timeline's unit."""
-        box_indices = self.compute_indices[np.isin(self.op[self.compute_indices], COMPUTE_OPS)]
-        widths = self.right[box_indices] - self.left[box_indices]
-        return float(np.quantile(widths, 0.1)) if len(box_indices) else max(self.timeline.span, 1.0)
+        indices = self.compute_indices[np.isin(self.op[self.compute_indices], COMPUTE_OPS)]
+        width = self.right[indices] - self.left[indices]
+        return float(np.quantile(width, 0.1)) if len(indices) else max(self.timeline.span, 1.0)
 
     @property
     def label_width(self) -> float:

@@ -46,12 +46,12 @@ def search_to_html(result: SearchResult) -> str:
     Args:
         result: The result.
     """
-    optimality = "proved shortest" if not result.gap_to_bound else f"lower bound {result.bound:.6g}"
-    summary = (
-        f"length {result.span:.6g}, {optimality}; {result.num_evaluated:,} schedules evaluated. "
-        f"Bound: {result.explanation}"
+    proof = "proved shortest" if not result.gap_to_bound else f"lower bound {result.bound:.6g}"
+    facts = (
+        f"length {result.span:.6g}, {proof}; {result.num_evaluated:,} schedules evaluated. Bound: "
+        f"{result.explanation}"
     )
-    return f"<p>{escape(summary)}</p>{timeline_to_html(result.timeline)}"
+    return f"<p>{escape(facts)}</p>{timeline_to_html(result.timeline)}"
 
 
 def frontier_to_html(frontier: MemoryFrontier) -> str:
@@ -82,20 +82,17 @@ def plan_to_html(plan: PlanEstimate) -> str:
         for f in fields(ParallelPlan)
         if f.name in ("pp", "tp", "dp", "schedule") or getattr(plan, f.name) != f.default
     }
-    step_parts = {
-        f"{name} of a step": f"{time:.4g} s"
-        for name, time in plan.breakdown._asdict().items()
-        if time
-    }
-    cells = {
+    parts = {f"{name} of a step": f"{time:.4g} s" for name, time in plan.breakdown._asdict().items()
+             if time}  # fmt: skip
+    facts = {
         **layout,
         "step time": f"{plan.step_time:.4g} s",
-        **step_parts,
+        **parts,
         "memory of the fullest GPU": format_bytes(plan.memory.total),
         "MFU": f"{plan.mfu:.1%}",
         "bottleneck": plan.explanation or plan.bottleneck,
     }
-    return _make_table(["plan", ""], [[name, str(value)] for name, value in cells.items()])
+    return _make_table(["plan", ""], [[name, str(value)] for name, value in facts.items()])
 
 
 def _make_table(headings: Sequence[str], rows: Iterable[Sequence[str]]) -> str:
@@ -116,10 +113,10 @@ def timeline_to_html(timeline: Timeline) -> str:
     Returns:
         HTML that needs no other file. An empty or very large timeline has no chart.
     """
-    summary = escape(repr(timeline).strip("<>"))
+    facts = escape(repr(timeline).strip("<>"))
     if not 0 < len(timeline) <= _MAX_INSTRUCTIONS:
-        return f"<p>{summary}</p>"
-    return f"<p>{summary}</p>{draw_thumbnail(timeline)}"
+        return f"<p>{facts}</p>"
+    return f"<p>{facts}</p>{draw_thumbnail(timeline)}"
 
 
 def program_to_html(program: Program) -> str:
@@ -132,14 +129,14 @@ def program_to_html(program: Program) -> str:
         HTML that needs no other file. It has an error message instead of a chart if the program
         cannot be simulated.
     """
-    summary = f"<p>{escape(repr(program).strip('<>'))}</p>"
+    facts = f"<p>{escape(repr(program).strip('<>'))}</p>"
     if len(program) > _MAX_INSTRUCTIONS:
-        return summary
+        return facts
     text = to_text(program, folded=True)
     text = text if len(text) <= _MAX_TEXT_LENGTH else f"{text[:_MAX_TEXT_LENGTH]}\n..."
     text = f"<details><summary>text</summary><pre>{escape(text)}</pre></details>"
     try:
         timeline = simulate(program)
     except SchedirError as error:
-        return f"{summary}<pre>{escape(str(error))}</pre>{text}"
+        return f"{facts}<pre>{escape(str(error))}</pre>{text}"
     return timeline_to_html(timeline) + text

@@ -94,18 +94,17 @@ def describe_run(timeline: Timeline) -> str:
     idle_shares = timeline.idle / timeline.span if timeline.span else timeline.idle
     idlest = int(idle_shares.argmax())
     busiest = int(idle_shares.argmin())
-    min_share = float(idle_shares[busiest])
-    max_share = float(idle_shares[idlest])
-    share_range = f"from {min_share:.1%} on rank {busiest} to {max_share:.1%} on rank {idlest}"
-    if max_share - min_share < 1e-3:
-        share_range = "the same on each rank"
-    peaks = timeline.peak_in_flight
+    lowest = float(idle_shares[busiest])
+    highest = float(idle_shares[idlest])
+    spread = f"from {lowest:.1%} on rank {busiest} to {highest:.1%} on rank {idlest}"
+    if highest - lowest < 1e-3:
+        spread = "the same on each rank"
+    peak = timeline.peak_in_flight
     return (
         f"{name}, {timeline.caption}: {shape.ranks} ranks, {shape.stages} stages, "
         f"{shape.microbatches} microbatches, {len(timeline)} instructions in "
-        f"{timeline.span:.6g} {unit}. Ranks are idle {timeline.bubble:.1%} of the time, "
-        f"{share_range}. "
-        f"Rank {int(peaks.argmax())} has the most in flight, {int(peaks.max())}."
+        f"{timeline.span:.6g} {unit}. Ranks are idle {timeline.bubble:.1%} of the time, {spread}. "
+        f"Rank {int(peak.argmax())} has the most in flight, {int(peak.max())}."
     ) + (f" No rank uses more than {format_bytes(_find_peak_memory(timeline))}"
          f"{_describe_lower_tiers(timeline)}."
          if timeline.sizes else "")  # fmt: skip
@@ -113,16 +112,14 @@ def describe_run(timeline: Timeline) -> str:
 
 def _describe_lower_tiers(timeline: Timeline) -> str:
     """Return the peak memory on each tier below the device, in words."""
-    peak_sizes = {
-        tier: float(peaks.max()) for tier, peaks in _find_lower_tier_peaks(timeline).items()
-    }
-    return "".join(f", and {format_bytes(size)} on its {tier}" for tier, size in peak_sizes.items())
+    largest = {tier: float(peaks.max()) for tier, peaks in _find_lower_tier_peaks(timeline).items()}
+    return "".join(f", and {format_bytes(size)} on its {tier}" for tier, size in largest.items())
 
 
 def _find_lower_tier_peaks(timeline: Timeline) -> dict[str, NDArray[np.float64]]:
     """Return the peak bytes of each rank on each tier below the device, by tier."""
     return {
-        tier: np.array([history.total.max(initial=0.0) for history in timeline.memory_on(tier)])
+        tier: np.array([curve.total.max(initial=0.0) for curve in timeline.memory_on(tier)])
         for tier in list_lower_tiers(timeline)
     }
 
@@ -138,19 +135,19 @@ def build_table(run: Timeline, label: str) -> dict[str, Any]:
         run: The run.
         label: The label of the run on its page.
     """
-    idle_shares = run.idle / run.span if run.span else run.idle
+    share = run.idle / run.span if run.span else run.idle
     columns = {
         "busy": [f"{busy:.5g}" for busy in run.busy],
-        "idle": [f"{idle:.1%}" for idle in idle_shares],
+        "idle": [f"{idle:.1%}" for idle in share],
         "peak in flight": [str(peak) for peak in run.peak_in_flight],
     }
     if run.sizes:
         tier_peaks = {
             f"peak on {tier}": peaks for tier, peaks in _find_lower_tier_peaks(run).items()
         }
-        sizes_by_column = {"peak memory": run.peak_memory} | tier_peaks | run.static_memory
+        sizes = {"peak memory": run.peak_memory} | tier_peaks | run.static_memory
         columns |= {
-            name: [format_bytes(size) for size in sizes] for name, sizes in sizes_by_column.items()
+            name: [format_bytes(size) for size in rank_sizes] for name, rank_sizes in sizes.items()
         }
     unit = [f"times in {run.unit}"] if run.unit else []
     return {
@@ -168,9 +165,9 @@ def label_runs(runs: Sequence[Timeline]) -> list[str]:
     Args:
         runs: The runs of a page.
     """
-    for labels in ([run.kind for run in runs], [run.program.name for run in runs]):
-        if len(set(labels)) == len(runs):
-            return [str(label) for label in labels]
+    for label in ([run.kind for run in runs], [run.program.name for run in runs]):
+        if len(set(label)) == len(runs):
+            return [str(name) for name in label]
     return ["first", "second"]
 
 
@@ -221,12 +218,12 @@ def _describe_run_data(
     shape = run.program.shape
     tick = run.span / _TICKS_PER_SPAN or 1.0
     columns, curves = _collect_columns(run, tick)
-    idle_times = idleness(run)
+    idle = idleness(run)
     columns |= {
-        "gapStart": _encode_deltas(_to_ticks(idle_times["start"], run, tick)).astype("<u4"),
-        "gapEnd": _encode_deltas(_to_ticks(idle_times["end"], run, tick)).astype("<u4"),
-        "gapCause": idle_times["cause"].astype("u1"),
-        "gapAwaited": idle_times["awaits"].astype("<i4"),
+        "gapStart": _encode_deltas(_to_ticks(idle["start"], run, tick)).astype("<u4"),
+        "gapEnd": _encode_deltas(_to_ticks(idle["end"], run, tick)).astype("<u4"),
+        "gapCause": idle["cause"].astype("u1"),
+        "gapAwaited": idle["awaits"].astype("<i4"),
     }
     scale = 1.0
     if run.unit != reference.unit and run.busy.mean() and reference.busy.mean():
@@ -251,7 +248,7 @@ def _describe_run_data(
         "peakMemory": format_bytes(_find_peak_memory(run)) if run.sizes else "",
         "curves": curves,
         "bandRows": find_unsharded_intervals(run).row_count,
-        "gapOffsets": np.searchsorted(idle_times["rank"], np.arange(run.ranks + 1)).tolist(),
+        "gapOffsets": np.searchsorted(idle["rank"], np.arange(run.ranks + 1)).tolist(),
         "columns": layout,
         "packedColumns": packed,
     }
@@ -276,13 +273,13 @@ def _collect_columns(
         "start": _encode_deltas(starts).astype("<u4"),
         "length": (ends - starts).astype("<u4"),
     }
-    relations: dict[str, NDArray[Any]] = {
+    positions_by_name: dict[str, NDArray[Any]] = {
         "criticalPredecessor": run.critical_predecessor,
         "partner": graph.partner,
     }
-    relations |= {f"need{k}": needed for k, needed in enumerate(graph.needs)}
-    for name, related in relations.items():
-        columns[name] = np.where(related < 0, 0, related - np.arange(len(run))).astype("<i4")
+    positions_by_name |= {f"need{k}": giver for k, giver in enumerate(graph.needs)}
+    for name, positions in positions_by_name.items():
+        columns[name] = np.where(positions < 0, 0, positions - np.arange(len(run))).astype("<i4")
     bands = find_unsharded_intervals(run)
     columns |= {
         "bandRank": bands.rank.astype("<u2"),
@@ -298,9 +295,8 @@ def _collect_columns(
         [compute_memory_curve(run), *compute_tier_curves(run)] if run.sizes is not None else []
     )
     for c, (name, unit, steps, _) in enumerate(memory_curves):
-        times = [_to_ticks(step_times + run.start_time, run, tick) for step_times, _ in steps]
-        deltas = np.concatenate([_encode_deltas(ticks) for ticks in times])
-        columns[f"times{c}"] = deltas.astype("<u4")
+        times = [_to_ticks(t + run.start_time, run, tick) for t, _ in steps]
+        columns[f"times{c}"] = np.concatenate([_encode_deltas(t) for t in times]).astype("<u4")
         columns[f"values{c}"] = np.concatenate([values for _, values in steps]).astype("<f4")
         offsets = np.cumsum([0, *map(len, times)]).tolist()
         curves.append({"name": name, "unit": unit, "offsets": offsets})

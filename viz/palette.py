@@ -140,10 +140,10 @@ def to_linear_light(colour: str | RGB) -> NDArray[np.float64]:
         colour: "#rrggbb", or three numbers from 0 to 1.
     """
     if isinstance(colour, str):
-        channels = np.array([int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)])
+        c = np.array([int(colour[k : k + 2], 16) / 255 for k in (1, 3, 5)])
     else:
-        channels = np.array(colour)
-    return np.where(channels <= 0.04045, channels / 12.92, ((channels + 0.055) / 1.055) ** 2.4)
+        c = np.array(colour)
+    return np.where(c <= 0.04045, c / 12.92, ((c + 0.055) / 1.055) ** 2.4)
 
 
 def luminance(colour: str | RGB) -> float:
@@ -174,10 +174,10 @@ def mix_to_lightness(hue: str, l_star: float) -> RGB:
         hue: The colour "#rrggbb".
         l_star: CIE L* of the result, from 0 to 100.
     """
-    target_y = ((l_star + 16) / 116) ** 3
+    target = ((l_star + 16) / 116) ** 3
     base = to_linear_light(hue)
     y = luminance(hue)
-    mixed = base * target_y / y if target_y <= y else 1 - (1 - base) * (1 - target_y) / (1 - y)
+    mixed = base * target / y if target <= y else 1 - (1 - base) * (1 - target) / (1 - y)
     r, g, b = np.where(mixed <= 0.0031308, mixed * 12.92, 1.055 * mixed ** (1 / 2.4) - 0.055)
     return float(r), float(g), float(b)
 
@@ -194,8 +194,8 @@ def choose_shade(
         palette: The palette.
     """
     tone = palette.tones[op]
-    fraction = local_stage / (stages - 1) if stages > 1 else 0.5
-    return mix_to_lightness(tone.hue, tone.lightest + (tone.darkest - tone.lightest) * fraction)
+    position = local_stage / (stages - 1) if stages > 1 else 0.5
+    return mix_to_lightness(tone.hue, tone.lightest + (tone.darkest - tone.lightest) * position)
 
 
 def choose_unsharded_shade(local_stage: int, stages: int, palette: Palette = LIGHT_PALETTE) -> RGB:
@@ -206,10 +206,10 @@ def choose_unsharded_shade(local_stage: int, stages: int, palette: Palette = LIG
         stages: The number of stages of the rank.
         palette: The palette.
     """
-    fraction = local_stage / (stages - 1) if stages > 1 else 0.5
+    position = local_stage / (stages - 1) if stages > 1 else 0.5
     return mix_to_lightness(
         palette.lane_colors[Lane.PARAMS],
-        _UNSHARDED_LIGHTNESS[0] + (_UNSHARDED_LIGHTNESS[1] - _UNSHARDED_LIGHTNESS[0]) * fraction,
+        _UNSHARDED_LIGHTNESS[0] + (_UNSHARDED_LIGHTNESS[1] - _UNSHARDED_LIGHTNESS[0]) * position,
     )
 
 
@@ -250,18 +250,18 @@ def recolor(palette: Palette, colours: Mapping[str, str]) -> Palette:
         colours: Colours "#rrggbb" by a name in `COLORED_KINDS`. The shades of a letter are up to 6
             L* lighter or darker than its colour.
     """
-    tones, lane_colors, step_color = {**palette.tones}, {**palette.lane_colors}, palette.step_color
+    tones, lanes, step = {**palette.tones}, {**palette.lane_colors}, palette.step_color
     for kind, hue in colours.items():
         kind_target = COLORED_KINDS[kind]
         if isinstance(kind_target, Lane):
-            lane_colors[kind_target] = hue
+            lanes[kind_target] = hue
         elif kind_target in tones:
             middle = lightness(hue)
             half_range = max(min(6.0, middle - 2, 98 - middle), 0.0)
             tones[kind_target] = Tone(hue, middle + half_range, middle - half_range)
         else:
-            step_color = hue
-    return Palette(tones, lane_colors, step_color)
+            step = hue
+    return Palette(tones, lanes, step)
 
 
 def lighten_incoming(outgoing_color: str) -> RGB:
@@ -281,7 +281,7 @@ def format_hex(colour: str | RGB) -> str:
     """
     if isinstance(colour, str):
         return colour
-    return "#" + "".join(f"{round(255 * min(max(channel, 0.0), 1.0)):02x}" for channel in colour)
+    return "#" + "".join(f"{round(255 * min(max(part, 0.0), 1.0)):02x}" for part in colour)
 
 
 def choose_outline(colour: str | RGB) -> str:

@@ -108,13 +108,11 @@ def resolve_style(style: Style) -> ResolvedStyle:
 def _resolve_overlays(show: str | Collection[str]) -> frozenset[str]:
     """Return the names of the overlays, from a collection or a text separated by commas."""
     if isinstance(show, str):
-        show = [overlay.strip() for overlay in show.split(",") if overlay.strip()]
+        show = [name.strip() for name in show.split(",") if name.strip()]
     require_type(show, "show", Collection, '"lanes,arrows"')
-    for overlay in show:
-        if not isinstance(overlay, str) or overlay not in OVERLAYS:
-            raise UsageError(
-                f"show must contain only {', '.join(OVERLAYS)}, not {describe(overlay)}"
-            )
+    for name in show:
+        if not isinstance(name, str) or name not in OVERLAYS:
+            raise UsageError(f"show must contain only {', '.join(OVERLAYS)}, not {describe(name)}")
     return frozenset(show)
 
 
@@ -152,7 +150,7 @@ def _resolve_width(value: object) -> float | None:
 def _resolve_palette(style: Style) -> Palette:
     """Return the palette with the colours of the user."""
     name = style.get("palette", "plain")
-    user_colors = {}
+    hex_colors = {}
     colours = style.get("colours", {})
     if not isinstance(name, str) or name not in PALETTES:
         raise UsageError(f"palette must be {' or '.join(PALETTES)}, not {describe(name)}")
@@ -167,5 +165,5 @@ def _resolve_palette(style: Style) -> Palette:
             raise UsageError(
                 f"the colour of {kind} is invalid: {describe(colour)}", hint="skyblue, or #4b3b8f"
             )
-        user_colors[kind] = to_hex(colour)
-    return recolor(PALETTES[name], user_colors)
+        hex_colors[kind] = to_hex(colour)
+    return recolor(PALETTES[name], hex_colors)

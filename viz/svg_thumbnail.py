@@ -37,12 +37,11 @@ def draw_thumbnail(timeline: Timeline) -> str:
         if len(rectangles.compute_indices) <= _MAX_BOXES
         else _draw_binned(rectangles, row_height)
     )
-    label_step = -(-10 // max(int(rectangles.pitch * row_height), 1))
+    rank_step = -(-10 // max(int(rectangles.pitch * row_height), 1))
     names = "".join(
-        f'<text x="{_LEFT_MARGIN - 6:g}" '
-        f'y="{(rank * rectangles.pitch + 0.5) * row_height + 4:.1f}" '
-        f'text-anchor="end">rank {rank}</text>'
-        for rank in range(0, timeline.ranks, label_step)
+        f'<text x="{_LEFT_MARGIN - 6:g}" y="{(r * rectangles.pitch + 0.5) * row_height + 4:.1f}" '
+        f'text-anchor="end">rank {r}</text>'
+        for r in range(0, timeline.ranks, rank_step)
     )
     title = f"{timeline.program.name}, {timeline.caption}: bubble {timeline.bubble:.1%}"
     return (
@@ -97,17 +96,18 @@ def _draw_binned(rectangles: ChartRectangles, row_height: float) -> str:
     stages = timeline.program.shape.stages_per_rank
     columns = max(min(int(_AXIS_WIDTH) // 2, _MAX_PIXELS // timeline.ranks), 1)
     kinds, share = bin_timeline(timeline, columns)
-    busy_share = np.clip(share.sum(-1), 0, 1)
+    cover = np.clip(share.sum(-1), 0, 1)
     linear_colors = np.array(
-        [to_linear_light(choose_box_color(op, local_stage, stages)) for op, local_stage in kinds]
+        [to_linear_light(choose_box_color(op, stage, stages)) for op, stage in kinds]
     )
-    mean_colors = share @ linear_colors / np.maximum(busy_share, 1e-9)[..., None]
-    mean_colors = np.clip(mean_colors, 0, 1) ** (1 / 2.2)
-    pixels = np.concatenate([mean_colors, busy_share[..., None]], -1)
+    mean_colors = np.clip(share @ linear_colors / np.maximum(cover, 1e-9)[..., None], 0, 1) ** (
+        1 / 2.2
+    )
+    pixels = np.concatenate([mean_colors, cover[..., None]], -1)
     rank_height = rectangles.pitch * row_height
-    image = np.zeros((timeline.ranks, _PIXELS_PER_RANK, columns, 4), np.uint8)
-    image[:, : round(_PIXELS_PER_RANK * row_height / rank_height)] = np.rint(255 * pixels)[:, None]
-    png = _encode_png(image.reshape(-1, columns, 4))
+    lines = np.zeros((timeline.ranks, _PIXELS_PER_RANK, columns, 4), np.uint8)
+    lines[:, : round(_PIXELS_PER_RANK * row_height / rank_height)] = np.rint(255 * pixels)[:, None]
+    png = _encode_png(lines.reshape(-1, columns, 4))
     return _draw_background(rectangles, row_height) + (
         f'<image x="{_LEFT_MARGIN:g}" y="0" width="{_AXIS_WIDTH:g}" '
         f'height="{rank_height * timeline.ranks:.1f}" '

@@ -59,38 +59,39 @@ def text_chart(timeline: Timeline, width: int = 80) -> list[StyledLine]:
     rank_step = ceil(timeline.ranks / _MAX_RANKS)
     ranks = range(0, timeline.ranks, rank_step)
     name_width = len(f"rank {timeline.ranks - 1} ")
-    lower_tier_peaks = {
+    lower_peaks = {
         tier: _find_tier_peaks(timeline, tier) for tier in find_used_tiers(timeline.program)[1:]
     }
-    peaks_by_tier = {tier: peaks for tier, peaks in lower_tier_peaks.items() if any(peaks)}
-    layout = _lay_out_columns(
-        timeline, len(ranks), max(width - name_width - 13 - 6 * len(peaks_by_tier), 10)
-    )
+    peaks_by_tier = {
+        tier: tier_peaks for tier, tier_peaks in lower_peaks.items() if any(tier_peaks)
+    }
+    boxes_width = max(width - name_width - 13 - 6 * len(peaks_by_tier), 10)
+    layout = _lay_out_columns(timeline, len(ranks), boxes_width)
     draw = _draw_boxes if layout.has_boxes else _draw_binned
-    cells_by_rank = draw(timeline, ranks, layout.total_columns)
+    rows = draw(timeline, ranks, layout.total_columns)
 
     shape, unit = timeline.program.shape, timeline.unit and f" {timeline.unit}"
-    summary = f"{timeline.caption}: span {timeline.span:.6g}{unit}, bubble {timeline.bubble:.1%}"
-    lines: list[StyledLine] = [[(timeline.program.name, "bold"), (f", {summary}", "")]]
-    idle_shares = timeline.idle / (timeline.span or 1.0)
-    for row in range(layout.row_count):
-        begin, is_last = row * layout.columns_per_row, row == layout.row_count - 1
+    fact = f"{timeline.caption}: span {timeline.span:.6g}{unit}, bubble {timeline.bubble:.1%}"
+    lines: list[StyledLine] = [[(timeline.program.name, "bold"), (f", {fact}", "")]]
+    share = timeline.idle / (timeline.span or 1.0)
+    for chart_row in range(layout.row_count):
+        begin, is_last = chart_row * layout.columns_per_row, chart_row == layout.row_count - 1
         if is_last:  # only the last row has the idle shares and the peaks
             padding = " " * (name_width + layout.total_columns - begin)
-            headings = "".join(f"{tier:>6}" for tier in ("peak", *peaks_by_tier))
-            lines.append([(f"{padding}   idle{headings}", "bright_black")])
-        elif row:
+            names = "".join(f"{tier:>6}" for tier in ("peak", *peaks_by_tier))
+            lines.append([(f"{padding}   idle{names}", "bright_black")])
+        elif chart_row:
             lines.append([])
-        for rank, cells in zip(ranks, cells_by_rank, strict=True):
-            numbers = ""
+        for rank, row in zip(ranks, rows, strict=True):
+            figures = ""
             if is_last:
                 peaks = [
                     timeline.peak_in_flight[rank],
                     *(tier_peaks[rank] for tier_peaks in peaks_by_tier.values()),
                 ]
-                numbers = f" {idle_shares[rank]:6.1%}{''.join(f'{peak:6}' for peak in peaks)}"
-            boxes = _merge_cells(cells[begin : begin + layout.columns_per_row])
-            lines.append([(f"{f'rank {rank}':<{name_width}}", ""), *boxes, (numbers, "")])
+                figures = f" {share[rank]:6.1%}{''.join(f'{peak:6}' for peak in peaks)}"
+            boxes = _merge_cells(row[begin : begin + layout.columns_per_row])
+            lines.append([(f"{f'rank {rank}':<{name_width}}", ""), *boxes, (figures, "")])
     if rank_step > 1:
         lines.append(
             [(f"one of every {rank_step} of the {timeline.ranks} ranks is shown", "bright_black")]
@@ -103,8 +104,8 @@ def text_chart(timeline: Timeline, width: int = 80) -> list[StyledLine]:
 
 def _find_tier_peaks(timeline: Timeline, tier: str) -> list[int]:
     """Return for each rank the peak number of (stage, mb) pairs with a value on a tier."""
-    counting_timeline = replace(timeline, sizes=Sizes(saved=1, recompute_inputs=1))
-    return [round(float(history.total.max())) for history in counting_timeline.memory_on(tier)]
+    unit_timeline = replace(timeline, sizes=Sizes(saved=1, recompute_inputs=1))
+    return [round(float(curve.total.max())) for curve in unit_timeline.memory_on(tier)]
 
 
 class _ColumnLayout(NamedTuple):
@@ -122,7 +123,6 @@ class _ColumnLayout(NamedTuple):
 
 def _lay_out_columns(timeline: Timeline, rank_count: int, columns: int) -> _ColumnLayout:
     """Divide a run into rows, each with about `columns` columns and `rank_count` lines."""
-<<<<<<< HEAD
     label, short_width = _measure_longest_label(timeline), ChartRectangles(timeline).short_box_width
     needed = timeline.span / short_width * (label + 1) if timeline.span else 0.0
     needed = min(needed, float(_MAX_ROWS * columns + 1))  # ceil needs a finite number
@@ -137,25 +137,6 @@ def _lay_out_columns(timeline: Timeline, rank_count: int, columns: int) -> _Colu
         # Boxes of equal time get equal widths, and no row ends within a short box.
         total_columns = round(timeline.span / short_width) * cells
         columns = ceil(total_columns / row_count / cells) * cells
-=======
-    label_width = _measure_longest_label(timeline)
-    short_box_width = ChartRectangles(timeline).short_box_width
-    needed_columns = timeline.span / short_box_width * (label_width + 1) if timeline.span else 0.0
-    # `ceil` needs a finite number.
-    needed_columns = min(needed_columns, float(_MAX_ROWS * columns + 1))
-    if needed_columns * label_width <= columns * (label_width + 1):
-        # One row suffices without gaps between boxes.
-        needed_columns = min(needed_columns, columns)
-    row_count = max(1, ceil(needed_columns / columns))
-    if row_count > min(_MAX_ROWS, max(1, _MAX_LINES // (rank_count + 1))):
-        return _ColumnLayout(columns, columns, 1, has_boxes=False)
-    total_columns = columns * row_count
-    box_columns = int(total_columns * short_box_width / (timeline.span or 1.0) + 1e-9)
-    if box_columns and _has_even_boxes(timeline, short_box_width):
-        # Boxes of equal time get equal widths, and no row ends within a short box.
-        total_columns = round(timeline.span / short_box_width) * box_columns
-        columns = ceil(total_columns / row_count / box_columns) * box_columns
->>>>>>> 3422f5601b5255220b0b63db7414d267b576919f
     return _ColumnLayout(total_columns, columns, row_count, has_boxes=True)
 
 
@@ -196,40 +177,39 @@ def _draw_boxes(timeline: Timeline, ranks: range, columns: int) -> list[list[Sty
     rows = []
     for rank in ranks:
         row = [_IDLE_CELL] * columns
-        lo, hi = timeline.program.offsets[rank : rank + 2].tolist()
-        for k in range(lo, hi):
-            span = spans[k]
-            if span["lane"] != Lane.COMPUTE or span["end"] <= span["start"]:
+        begin, end = timeline.program.offsets[rank : rank + 2].tolist()
+        for k in range(begin, end):
+            s = spans[k]
+            if s["lane"] != Lane.COMPUTE or s["end"] <= s["start"]:
                 continue
-            begin, end = (
-                round(float(span[edge] - timeline.start_time) * scale) for edge in ("start", "end")
+            a, b = (
+                round(float(s[field] - timeline.start_time) * scale) for field in ("start", "end")
             )
             if is_second[k]:
-                begin += (end - begin) // 2
-            text = INSTRUCTIONS[span["op"]].text
-            if span["op"] in COMPUTE_OPS:
-                text += f"{span['mb']}{chr(39) * int(local_stages[k])}"
-            text = f"{text[: end - begin]:-<{max(end - begin - 1, 0)}}"[: end - begin]
-            style = _choose_style(int(span["op"]), int(local_stages[k]), stages)
-            cells = [(letter, style) for letter in text] + [(" ", "")] * (end - begin - len(text))
-            row[begin:end] = cells
+                a += (b - a) // 2
+            text = INSTRUCTIONS[s["op"]].text
+            if s["op"] in COMPUTE_OPS:
+                text += f"{s['mb']}{chr(39) * int(local_stages[k])}"
+            text = f"{text[: b - a]:-<{max(b - a - 1, 0)}}"[: b - a]
+            style = _choose_style(int(s["op"]), int(local_stages[k]), stages)
+            cells = [(letter, style) for letter in text] + [(" ", "")] * (b - a - len(text))
+            row[a:b] = cells
         rows.append(row[:columns])
     return rows
 
 
 def _draw_binned(timeline: Timeline, ranks: range, columns: int) -> list[list[StyledText]]:
     """Return a cell per rank and column: the letter of the instruction that takes most time."""
-    stages = timeline.program.shape.stages_per_rank
-    kinds, shares = bin_timeline(timeline, columns)
-    idle_shares, main_kinds = 1 - shares.sum(-1), shares.argmax(-1)
-    kind_cells = [
+    stages, (kinds, share) = timeline.program.shape.stages_per_rank, bin_timeline(timeline, columns)
+    idle_share, main_kind = 1 - share.sum(-1), share.argmax(-1)
+    table = [
         (INSTRUCTIONS[op].text[0], _choose_style(op, local_stage, stages))
         for op, local_stage in kinds
     ]
     return [
         [
-            _IDLE_CELL if idle_shares[rank, column] > 0.5 else kind_cells[main_kinds[rank, column]]
-            for column in range(columns)
+            _IDLE_CELL if idle_share[rank, c] > 0.5 else table[main_kind[rank, c]]
+            for c in range(columns)
         ]
         for rank in ranks
     ]

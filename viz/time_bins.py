@@ -47,9 +47,7 @@ def compute_in_flight_curve(timeline: Timeline) -> MemoryCurve:
         timeline: The timeline.
     """
     curves = (timeline.count_in_flight(rank) for rank in range(timeline.ranks))
-    return MemoryCurve(
-        "in flight", "", [_sort_curve(timeline, times, counts) for times, counts in curves]
-    )
+    return MemoryCurve("in flight", "", [_sort_curve(timeline, times, n) for times, n in curves])
 
 
 def compute_memory_curve(timeline: Timeline) -> MemoryCurve:
@@ -58,11 +56,11 @@ def compute_memory_curve(timeline: Timeline) -> MemoryCurve:
     Args:
         timeline: The timeline.
     """
-    steps = [_sort_curve(timeline, history.times, history.total) for history in timeline.memory]
-    static_layers, top = {}, np.zeros(timeline.ranks)
+    steps = [_sort_curve(timeline, curve.times, curve.total) for curve in timeline.memory]
+    floors, top = {}, np.zeros(timeline.ranks)
     for name, sizes in timeline.static_memory.items():
-        static_layers[name] = top = top + sizes
-    return MemoryCurve("memory", "" if timeline.sizes is None else "B", steps, static_layers)
+        floors[name] = top = top + sizes
+    return MemoryCurve("memory", "" if timeline.sizes is None else "B", steps, floors)
 
 
 def compute_tier_curves(timeline: Timeline) -> list[MemoryCurve]:
@@ -73,11 +71,9 @@ def compute_tier_curves(timeline: Timeline) -> list[MemoryCurve]:
     """
     return [
         MemoryCurve(
-            tier,
-            "B",
-            [_sort_curve(timeline, history.times, history.total) for history in histories],
+            tier, "B", [_sort_curve(timeline, curve.times, curve.total) for curve in curves]
         )
-        for tier, histories in (
+        for tier, curves in (
             (tier, timeline.memory_on(tier)) for tier in list_lower_tiers(timeline)
         )
     ]
@@ -130,8 +126,8 @@ class UnshardedIntervals(NamedTuple):
     @classmethod
     def empty(cls) -> UnshardedIntervals:
         """Return an empty set of intervals."""
-        indices, times = np.empty(0, np.int64), np.empty(0)
-        return cls(indices, indices, indices, times, times, indices)
+        integers, times = np.empty(0, np.int64), np.empty(0)
+        return cls(integers, integers, integers, times, times, integers)
 
     @property
     def row_count(self) -> int:
@@ -148,17 +144,18 @@ def find_unsharded_intervals(timeline: Timeline) -> UnshardedIntervals:
     spans, program = timeline.spans, timeline.program
     if program.is_draft:
         return UnshardedIntervals.empty()
-    lifetimes = Dataflow.from_program(program).find_lifetimes(Value.UNSHARDED_PARAMS)
-    rank, stage = (spans[name][lifetimes.filled_at].astype(np.int64) for name in ("rank", "stage"))
-    start, end = spans["start"][lifetimes.filled_at], spans["end"][lifetimes.freed_at]
-    local_stage = find_local_stages(timeline)[lifetimes.filled_at]
-    row = np.zeros(len(rank), np.int64)
-    row_ends_by_rank: dict[int, list[float]] = {}
+    lives = Dataflow.from_program(program).find_lifetimes(Value.UNSHARDED_PARAMS)
+    rank, stage = (spans[name][lives.filled_at].astype(np.int64) for name in ("rank", "stage"))
+    start, end = spans["start"][lives.filled_at], spans["end"][lives.freed_at]
+    local_stage, row = find_local_stages(timeline)[lives.filled_at], np.zeros(len(rank), np.int64)
+    free_times: dict[int, list[float]] = {}
     for k in np.lexsort((start, rank)).tolist():
-        row_ends = row_ends_by_rank.setdefault(int(rank[k]), [])
-        free_rows = (index for index, row_end in enumerate(row_ends) if row_end <= start[k])
-        row[k] = next(free_rows, len(row_ends))
-        row_ends[row[k] : row[k] + 1] = [end[k]]
+        rows = free_times.setdefault(int(rank[k]), [])
+        row[k] = next(
+            (row_index for row_index, free_time in enumerate(rows) if free_time <= start[k]),
+            len(rows),
+        )
+        rows[row[k] : row[k] + 1] = [end[k]]
     return UnshardedIntervals(
         rank, stage, local_stage, start - timeline.start_time, end - timeline.start_time, row
     )
@@ -184,12 +181,12 @@ def bin_timeline(timeline: Timeline, columns: int) -> BinnedRun:
         timeline: The run.
         columns: The number of columns.
     """
-    op_count = len(Opcode)
-    keys, span_kinds = np.unique(
-        find_local_stages(timeline) * op_count + timeline.spans["op"], return_inverse=True
+    ops = len(Opcode)
+    key, kind = np.unique(
+        find_local_stages(timeline) * ops + timeline.spans["op"], return_inverse=True
     )
-    kinds = [(k % op_count, k // op_count) for k in keys.tolist()]
-    return BinnedRun(kinds, compute_shares(timeline, span_kinds, len(keys), columns))
+    kinds = [(k % ops, k // ops) for k in key.tolist()]
+    return BinnedRun(kinds, compute_shares(timeline, kind, len(key), columns))
 
 
 def compute_shares(
@@ -209,26 +206,29 @@ def compute_shares(
         Shares from 0 to 1, of shape (ranks, columns, kinds).
     """
     spans, is_second = timeline.spans, timeline.is_second_of_pair
-    weights = np.ones(len(spans))
-    weights[is_second] = 0.5
-    weights[np.flatnonzero(is_second) - 1] = 0.5
-    shares = np.zeros((timeline.ranks, columns, kind_count))
+    weight = np.ones(len(spans))
+    weight[is_second] = 0.5
+    weight[np.flatnonzero(is_second) - 1] = 0.5
+    share = np.zeros((timeline.ranks, columns, kind_count))
     edges = np.linspace(0, timeline.span, columns + 1)
-    busy_indices = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & (spans["end"] > spans["start"]))
-    groups = spans["rank"][busy_indices].astype(np.int64) * kind_count + span_kinds[busy_indices]
-    order = np.lexsort((spans["start"][busy_indices], groups))
-    busy_indices, groups = busy_indices[order], groups[order]
-    group_starts = np.flatnonzero(np.diff(groups)) + 1
-    for group_indices in np.split(busy_indices, group_starts) if len(busy_indices) else ():
-        start, end = (spans[name][group_indices] - timeline.start_time for name in ("start", "end"))
+    indices = np.flatnonzero((spans["lane"] == Lane.COMPUTE) & (spans["end"] > spans["start"]))
+    group = spans["rank"][indices].astype(np.int64) * kind_count + span_kinds[indices]
+    order = np.lexsort((spans["start"][indices], group))
+    indices, group = indices[order], group[order]
+    for group_indices in (
+        np.split(indices, np.flatnonzero(np.diff(group)) + 1) if len(indices) else ()
+    ):
+        start, end = (
+            spans[field][group_indices] - timeline.start_time for field in ("start", "end")
+        )
         # The busy time up to a time t grows during each span, and is constant between spans.
         times = np.stack([start, end], 1).reshape(-1)
-        spent = np.cumsum(
-            np.stack([0 * start, weights[group_indices] * (end - start)], 1).reshape(-1)
+        busy_sums = np.cumsum(
+            np.stack([0 * start, weight[group_indices] * (end - start)], 1).reshape(-1)
         )
-        spent_at_edges = np.interp(edges, np.maximum.accumulate(times), spent, 0.0, spent[-1])
-        column_shares = np.diff(spent_at_edges) / (timeline.span / columns)
-        shares[spans["rank"][group_indices[0]], :, span_kinds[group_indices[0]]] = np.clip(
+        busy_until = np.interp(edges, np.maximum.accumulate(times), busy_sums, 0.0, busy_sums[-1])
+        column_shares = np.diff(busy_until) / (timeline.span / columns)
+        share[spans["rank"][group_indices[0]], :, span_kinds[group_indices[0]]] = np.clip(
             column_shares, 0, 1
         )
-    return shares
+    return share

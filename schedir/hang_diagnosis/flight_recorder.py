@@ -129,11 +129,11 @@ class RecordedOperation(NamedTuple):
     @property
     def shape_text(self) -> str:
         """The dtypes and shapes of the inputs, as text for people."""
-        each = [
+        input_texts = [
             f"{dtype} {list(sizes)}"
             for dtype, sizes in zip(self.dtypes or ("",) * 99, self.sizes, strict=False)
         ]
-        return ", ".join(each[:3]) + ", ..." * (len(each) > 3)
+        return ", ".join(input_texts[:3]) + ", ..." * (len(input_texts) > 3)
 
 
 @dataclass(frozen=True)
@@ -203,21 +203,21 @@ def read_dumps(sources: Iterable[str]) -> tuple[dict[int, FlightRecorderDump], l
             dumps.
     """
     paths, skipped = _find_paths(sources)
-    found: dict[int, FlightRecorderDump] = {}
+    dumps: dict[int, FlightRecorderDump] = {}
     for path in paths:  # Files are read one at a time. Only a small part of a file stays in memory.
         try:
             dump = _build_dump(path, _read_dump_file(path))
         except TraceError as error:
             error.program = path
             raise
-        if dump.rank in found:
+        if dump.rank in dumps:
             raise UsageError(
-                f"rank {dump.rank} has two dumps: {found[dump.rank].path} and {path}",
+                f"rank {dump.rank} has two dumps: {dumps[dump.rank].path} and {path}",
                 hint="give only the dumps of one run, and only one of its two formats, JSON or "
                 "pickle",
             )
-        found[dump.rank] = dump
-    return _infer_group_ranks(dict(sorted(found.items()))), skipped
+        dumps[dump.rank] = dump
+    return _infer_group_ranks(dict(sorted(dumps.items()))), skipped
 
 
 def _find_paths(sources: Iterable[str]) -> tuple[list[str], list[str]]:
@@ -236,10 +236,10 @@ def _find_paths(sources: Iterable[str]) -> tuple[list[str], list[str]]:
             )
         return dumps
 
-    for place in sources:
-        if not (found := expand_paths(place, in_folder)):
-            raise UsageError(f"cannot read {place}: no such file")
-        paths |= dict.fromkeys(map(str, found))
+    for source in sources:
+        if not (source_paths := expand_paths(source, in_folder)):
+            raise UsageError(f"cannot read {source}: no such file")
+        paths |= dict.fromkeys(map(str, source_paths))
     if len(paths) > MAX_FILES:
         raise UsageError(f"{len(paths)} dumps are too many: schedir reads at most {MAX_FILES}")
     return [*paths], skipped
@@ -251,17 +251,20 @@ def _read_dump_file(path: str) -> dict[str, Any]:
         data = read_prefix(file, _PREFIX_BYTES)
         if not data:
             raise TraceError("the file is empty")
-        form = "pickle" if data[:1] == b"\x80" else "json"
-        if form == "json" and data.lstrip()[:1] != b"{":
+        file_format = "pickle" if data[:1] == b"\x80" else "json"
+        if file_format == "json" and data.lstrip()[:1] != b"{":
             raise TraceError("this is not a flight recorder dump: it is neither JSON nor a pickle")
-        most = MAX_BYTES[form]
-        large = os.fstat(file.fileno()).st_size > most
-        if large or len(data := data + read_prefix(file, most + 1 - len(data))) > most:
+        max_bytes = MAX_BYTES[file_format]
+        is_too_large = os.fstat(file.fileno()).st_size > max_bytes
+        if (
+            is_too_large
+            or len(data := data + read_prefix(file, max_bytes + 1 - len(data))) > max_bytes
+        ):
             raise TraceError(
-                f"the dump has more than {most >> 20} MiB, the limit for {form}",
+                f"the dump has more than {max_bytes >> 20} MiB, the limit for {file_format}",
                 hint="set a smaller TORCH_FR_BUFFER_SIZE, to record fewer entries",
             )
-    raw = loads(data) if form == "pickle" else _load_json(data)
+    raw = loads(data) if file_format == "pickle" else _load_json(data)
     if not isinstance(raw, dict) or not isinstance(raw.get("version"), str):
         raise TraceError("this is not a flight recorder dump: it has no version")
     if raw["version"].partition(".")[0] != "2":
@@ -283,8 +286,8 @@ def _load_json(data: bytes) -> Any:
         raise TraceError("the JSON is nested too deeply for a dump") from None
     # This includes UnicodeDecodeError, and the error for an integer of too many digits.
     except ValueError as error:
-        at = getattr(error, "pos", getattr(error, "start", 0))
-        fact = f"the JSON is cut off or damaged at byte {at} of {len(data)}"
+        byte_position = getattr(error, "pos", getattr(error, "start", 0))
+        fact = f"the JSON is cut off or damaged at byte {byte_position} of {len(data)}"
         raise TraceError(fact) from None
 
 
@@ -308,7 +311,8 @@ def _infer_group_ranks(dumps: dict[int, FlightRecorderDump]) -> dict[int, Flight
         for group in {op.group for op in dump.ops if not op.group.has_ranks}:
             members[group].update(dumps if group.description == "default_pg" else [rank])
     groups_with_ranks = {
-        group: group._replace(ranks=tuple(sorted(some))) for group, some in members.items()
+        group: group._replace(ranks=tuple(sorted(group_ranks)))
+        for group, group_ranks in members.items()
     }
     for rank, dump in dumps.items():
         if not all(op.group.has_ranks for op in dump.ops):
@@ -326,10 +330,10 @@ def _infer_rank(
     """
     message_counts = Counter[int]()
     for entry in entries:
-        found = _MESSAGE_NAME.search(entry["profiling_name"])
+        message = _MESSAGE_NAME.search(entry["profiling_name"])
         group = config.get(entry["process_group"][0])
-        if found and group and int(found[2]) < len(group.ranks):
-            message_counts[group.ranks[int(found[2])]] += 1
+        if message and group and int(message[2]) < len(group.ranks):
+            message_counts[group.ranks[int(message[2])]] += 1
     match = _RANK_SUFFIX.search(Path(path).name)
     if match is None and not message_counts:
         raise UsageError(
@@ -337,9 +341,9 @@ def _infer_rank(
             hint="rename the file, so that its name ends in its rank, such as nccl_trace_rank_0",
         )
     rank = int(match[1]) if match else message_counts.most_common(1)[0][0]
-    if others := [other for other in message_counts if other != rank]:
+    if other_ranks := [r for r in message_counts if r != rank]:
         raise TraceError(
-            f"the file name ends in rank {rank}, but the dump has messages of rank {others[0]}"
+            f"the file name ends in rank {rank}, but the dump has messages of rank {other_ranks[0]}"
         )
     return rank
 
@@ -374,13 +378,15 @@ _FIELD_CHECKS: Final[dict[str, Callable[[Any], bool]]] = {
 
 
 def _require_fields(entry: dict[str, Any]) -> None:
-    for key, fits in _FIELD_CHECKS.items():
-        if not fits(entry.get(key)):
-            which = entry.get("record_id")
-            where = (
-                f"entry {which}" if type(which) is int and which < _INTEGER_LIMIT else "an entry"
+    for key, is_valid in _FIELD_CHECKS.items():
+        if not is_valid(entry.get(key)):
+            record_id = entry.get("record_id")
+            entry_name = (
+                f"entry {record_id}"
+                if type(record_id) is int and record_id < _INTEGER_LIMIT
+                else "an entry"
             )
-            raise TraceError(f"{where} of the dump has no valid {key}")
+            raise TraceError(f"{entry_name} of the dump has no valid {key}")
 
 
 def _parse_groups(config: object) -> dict[str, RecordedGroup]:
@@ -414,23 +420,23 @@ def _build_dump(path: str, raw: dict[str, Any]) -> FlightRecorderDump:
     entries = sorted(raw["entries"], key=lambda entry: int(entry["record_id"]))
     rank = _infer_rank(path, entries, config)
     ops: list[RecordedOperation] = []
-    single: dict[RecordedGroup, list[int]] = defaultdict(list)
-    same: dict[object, Any] = {}
+    batch_members: dict[RecordedGroup, list[int]] = defaultdict(list)
+    shared_values: dict[object, Any] = {}
     for entry in entries:
-        name, about = entry["process_group"]
+        name, description = entry["process_group"]
         group = config.get(name) or RecordedGroup(
-            _clean_text(name), _clean_text(about), (), has_ranks=False
+            _clean_text(name), _clean_text(description), (), has_ranks=False
         )
         if entry["profiling_name"].partition(":")[2] == "coalesced":
-            _end_batch(ops, single[group], entry)
+            _end_batch(ops, batch_members[group], entry)
         else:
-            single[group].append(len(ops))
+            batch_members[group].append(len(ops))
             op = _build_operation(entry, group)
-            alike = (op.kind, op.sizes, op.dtypes, op.source_line)
-            kind, sizes, dtypes, line = same.setdefault(alike, alike)
+            values = (op.kind, op.sizes, op.dtypes, op.source_line)
+            kind, sizes, dtypes, line = shared_values.setdefault(values, values)
             ops.append(op._replace(kind=kind, sizes=sizes, dtypes=dtypes, source_line=line))
-    lost = ops[0].number if ops else 0
-    return FlightRecorderDump(rank, path, tuple(ops), tuple(config.values()), lost)
+    num_lost = ops[0].number if ops else 0
+    return FlightRecorderDump(rank, path, tuple(ops), tuple(config.values()), num_lost)
 
 
 def _build_operation(entry: dict[str, Any], group: RecordedGroup) -> RecordedOperation:
@@ -439,16 +445,16 @@ def _build_operation(entry: dict[str, Any], group: RecordedGroup) -> RecordedOpe
     if backend == "gloo" and entry.get("retired") is True:
         state = "ended"
     kind, peer = _clean_text(title), -1
-    if found := _MESSAGE_NAME.match(title):
-        kind, other = found[1], int(found[3])
+    if match := _MESSAGE_NAME.match(title):
+        kind, group_rank = match[1], int(match[3])
         # If the ranks of a group are unknown, the numbers in its messages count as ranks of the
         # job.
-        if group.has_ranks and other >= len(group.ranks):
+        if group.has_ranks and group_rank >= len(group.ranks):
             raise TraceError(
-                f"a message of {group} is for rank {other} of this group, but the group has only "
-                f"{len(group.ranks)} ranks"
+                f"a message of {group} is for rank {group_rank} of this group, but the group has "
+                f"only {len(group.ranks)} ranks"
             )
-        peer = group.ranks[other] if group.has_ranks else other
+        peer = group.ranks[group_rank] if group.has_ranks else group_rank
     dtypes = entry.get("input_dtypes")  # This field exists since version 2.1 of the format.
     dtypes = dtypes[:64] if isinstance(dtypes, list | tuple) else ()
     return RecordedOperation(
@@ -476,12 +482,12 @@ def _end_batch(ops: list[RecordedOperation], members: list[int], entry: dict[str
     the indices of all operations since the group's previous batch. The function clears this list.
     """
     state = _STATE_OF_NAME[entry["state"]]
-    over = _read_ended_time(entry)
+    ended_time = _read_ended_time(entry)
     batch = entry["record_id"] + 1
     numbers = entry["collective_seq_id"], entry["p2p_seq_id"]
     while members and ops[members[-1]].sequence_number == numbers[ops[members[-1]].is_message]:
-        at = members.pop()
-        ops[at] = ops[at]._replace(state=state, ended_time=over, batch=batch)
+        index = members.pop()
+        ops[index] = ops[index]._replace(state=state, ended_time=ended_time, batch=batch)
     members.clear()
 
 

@@ -41,21 +41,21 @@ def describe_job(job: DistributedJob) -> list[str]:
         ranks_by_text.setdefault(
             _describe_position(job, rank, len(job.dumps) > MAX_SHOWN), []
         ).append(rank)
-    first = {*job.root_ranks, *(wait.rank for wait in (*job.cycle, *job.unmatched))}
-    shown = sorted(ranks_by_text, key=lambda text: first.isdisjoint(ranks_by_text[text]))[
-        :MAX_SHOWN
-    ]
+    decisive_ranks = {*job.root_ranks, *(wait.rank for wait in (*job.cycle, *job.unmatched))}
+    shown_texts = sorted(
+        ranks_by_text, key=lambda text: decisive_ranks.isdisjoint(ranks_by_text[text])
+    )[:MAX_SHOWN]
     lines = _describe_job_cause(job)
-    there = f"{len(job.dumps)} dump{'s' * (len(job.dumps) != 1)}"
-    if missing := job.ranks_without_dump:
-        have = "has" if len(missing) == 1 else "have"
-        lines.append(f"{there} of {len(job.ranks)} ranks; {_name_ranks(missing)} {have} no dump")
+    dumps_text = f"{len(job.dumps)} dump{'s' * (len(job.dumps) != 1)}"
+    if ranks := job.ranks_without_dump:
+        verb = "has" if len(ranks) == 1 else "have"
+        lines.append(f"{dumps_text} of {len(job.ranks)} ranks; {_name_ranks(ranks)} {verb} no dump")
     else:
-        lines.append(f"{there}, of all ranks in their process groups")
-    for text in sorted(shown, key=lambda text: ranks_by_text[text]):
+        lines.append(f"{dumps_text}, of all ranks in their process groups")
+    for text in sorted(shown_texts, key=lambda text: ranks_by_text[text]):
         lines.append(f"  {_name_ranks(ranks_by_text[text])}  {text}")
-    if left := len(job.dumps) - sum(len(ranks_by_text[text]) for text in shown):
-        lines.append(f"  ... and {left} more ranks (--json has them all)")
+    if num_left := len(job.dumps) - sum(len(ranks_by_text[text]) for text in shown_texts):
+        lines.append(f"  ... and {num_left} more ranks (--json has them all)")
     return [
         *lines,
         *_describe_lost_entries([*job.dumps.values()]),
@@ -70,25 +70,26 @@ def _describe_position(job: DistributedJob, rank: int, is_brief: bool) -> str:
     """
     dump, waits = job.dumps[rank], job.waits[rank]
     if dump.current_op is None:
-        after = "nothing is recorded"
+        ended_text = "nothing is recorded"
         if dump.last_ended_op:
-            after = (
+            ended_text = (
                 f"the last that ended is {job.describe_operation(rank, dump.last_ended_op)}"
                 f"{_describe_source_line(dump.last_ended_op)}"
             )
-        return f"no pending operation; {after}{_describe_age(job, dump.current_op_time)}"
+        return f"no pending operation; {ended_text}{_describe_age(job, dump.current_op_time)}"
     op = waits[0].op if waits else dump.current_op
-    others = [
-        _describe_peers(job, [*some]) for _, some in groupby(waits, lambda w: (w.reason, w.op))
+    peer_texts = [
+        _describe_peers(job, [*group]) for _, group in groupby(waits, lambda w: (w.reason, w.op))
     ]
-    reasons = "; ".join(dict.fromkeys(others)) or "the dumps do not contain its ranks"
-    before = ""
+    reasons = "; ".join(dict.fromkeys(peer_texts)) or "the dumps do not contain its ranks"
+    count_text = ""
     if op.is_message and not dump.num_lost:  # Otherwise the number of earlier messages is unknown.
-        way = (op.group, op.kind, op.peer)
-        count = sum((o.group, o.kind, o.peer) == way for o in dump.ops if o.number < op.number)
-        before = f", after {count} of these in {op.group}"
-    ago = "" if is_brief else _describe_age(job, op.created_time)
-    return f"{job.describe_operation(rank, op)}{before}: {reasons}{ago}{_describe_source_line(op)}"
+        key = (op.group, op.kind, op.peer)
+        count = sum((o.group, o.kind, o.peer) == key for o in dump.ops if o.number < op.number)
+        count_text = f", after {count} of these in {op.group}"
+    age_text = "" if is_brief else _describe_age(job, op.created_time)
+    name = job.describe_operation(rank, op)
+    return f"{name}{count_text}: {reasons}{age_text}{_describe_source_line(op)}"
 
 
 def _describe_job_cause(job: DistributedJob) -> list[str]:
@@ -114,39 +115,39 @@ def _describe_job_cause(job: DistributedJob) -> list[str]:
     for wait in _deduplicate_waits(job.unmatched):
         name = f"{job.describe_operation(wait.rank, wait.op)} of rank {wait.rank}"
         if wait.reason is WaitReason.MISMATCH:
-            unsure = job.old_dump_ranks or (wait.op.is_message and job.has_lost_entries(wait))
-            lines.append(
-                f"{'a possible' if unsure else 'the'} cause: {name} {_describe_peers(job, [wait])}"
-            )
+            is_unsure = job.old_dump_ranks or (wait.op.is_message and job.has_lost_entries(wait))
+            peers_text = _describe_peers(job, [wait])
+            lines.append(f"{'a possible' if is_unsure else 'the'} cause: {name} {peers_text}")
         elif not cycle:
             lines.append(
                 f"{name} {_describe_issued_by_all(job, wait)}{_describe_mixed_batching(wait)}"
             )
-    late = [r for r in job.root_ranks if r in job.dumps and job.dumps[r].current_op is None]
-    if len(late) > MAX_SHOWN:
+    late_ranks = [r for r in job.root_ranks if r in job.dumps and job.dumps[r].current_op is None]
+    if len(late_ranks) > MAX_SHOWN:
         lines.append(
-            f"{len(late)} ranks have no pending operation, and others wait for them: ranks "
-            f"{_list_ranks(late)}; each may be the cause"
+            f"{len(late_ranks)} ranks have no pending operation, and others wait for them: ranks "
+            f"{_list_ranks(late_ranks)}; each may be the cause"
         )
-        late = []
+        late_ranks = []
     waits = [wait for rank_waits in job.waits.values() for wait in rank_waits]
-    alone = len(job.root_ranks) == 1 and not job.old_dump_ranks and not cycle
-    for rank in late:
-        sure = alone and any(
+    is_only_root = len(job.root_ranks) == 1 and not job.old_dump_ranks and not cycle
+    for rank in late_ranks:
+        is_sure = is_only_root and any(
             wait.awaited_rank == rank
             and not (wait.op.kind == "recv" and job.has_lost_entries(wait))
             for wait in waits
         )
         lines.append(
-            f"rank {rank} {'is' if sure else 'may be'} the cause: others wait for it, and it "
+            f"rank {rank} {'is' if is_sure else 'may be'} the cause: others wait for it, and it "
             "has no pending operation; it computes, waits for something else, or its process is "
             f"gone{_describe_done(job.dumps[rank])}"
         )
-    if gone := [rank for rank in job.root_ranks if rank not in job.dumps]:
-        one = len(gone) == 1
+    if missing_ranks := [rank for rank in job.root_ranks if rank not in job.dumps]:
+        is_single = len(missing_ranks) == 1
         lines.append(
-            f"other ranks wait for {_name_ranks(gone)}, and {'it has' if one else 'they have'} "
-            f"no dump: {'its process' if one else 'their processes'} may be gone"
+            f"other ranks wait for {_name_ranks(missing_ranks)}, and "
+            f"{'it has' if is_single else 'they have'} no dump: "
+            f"{'its process' if is_single else 'their processes'} may be gone"
         )
     return lines or ["no rank waits for another rank: the dumps do not show why the job hangs"]
 
@@ -155,35 +156,36 @@ def _describe_issued_by_all(job: DistributedJob, wait: PendingOperation) -> str:
     """Describe an operation that all ranks have issued: which devices have not started it."""
     op = wait.op
     ranks = sorted({op.peer, wait.rank} if op.is_message else {*op.group.ranks})
-    parts = {rank: job.find_counterpart(wait.rank, op, rank) for rank in ranks if rank in job.dumps}
-    over = [rank for rank, part in parts.items() if part and part.is_done]
-    began = [rank for rank, part in parts.items() if part and part.state == "started"]
-    left = _list_ranks([rank for rank in parts if rank not in (over or began)])
-    if over:
+    sides = {rank: job.find_counterpart(wait.rank, op, rank) for rank in ranks if rank in job.dumps}
+    ended_ranks = [rank for rank, side in sides.items() if side and side.is_done]
+    started_ranks = [rank for rank, side in sides.items() if side and side.state == "started"]
+    first_ranks = ended_ranks or started_ranks
+    other_ranks = _list_ranks([rank for rank in sides if rank not in first_ranks])
+    if ended_ranks:
         return (
-            f"has ended on rank {_list_ranks(over)}: rank {left} may be the cause, because its "
-            f"device has not reached it; or the dump of rank {left} is older"
+            f"has ended on rank {_list_ranks(ended_ranks)}: rank {other_ranks} may be the cause, "
+            f"because its device has not reached it; or the dump of rank {other_ranks} is older"
         )
-    if began and left:
+    if started_ranks and other_ranks:
         return (
-            f"is issued by all of its ranks, and has started on rank {_list_ranks(began)}: rank "
-            f"{left} may be the cause, because its device has not reached it"
+            f"is issued by all of its ranks, and has started on rank {_list_ranks(started_ranks)}: "
+            f"rank {other_ranks} may be the cause, because its device has not reached it"
         )
-    why = "" if began else "its value is not computed yet, or "
-    return f"is issued by all of its ranks, and no operation is before it: {why}it does not pass"
+    cause = "" if started_ranks else "its value is not computed yet, or "
+    return f"is issued by all of its ranks, and no operation is before it: {cause}it does not pass"
 
 
 def _deduplicate_waits(waits: Iterable[PendingOperation]) -> list[PendingOperation]:
     """Return one wait per operation. Waits of other ranks for the operation have the same cause."""
-    kept: dict[object, PendingOperation] = {}
+    wait_by_op: dict[object, PendingOperation] = {}
     for wait in waits:
-        which = (
+        operation_key = (
             frozenset((wait.rank, wait.awaited_rank))
             if wait.op.is_message
             else wait.op.sequence_number
         )
-        kept.setdefault((wait.op.group, which), wait)
-    return [*kept.values()][:MAX_SHOWN]
+        wait_by_op.setdefault((wait.op.group, operation_key), wait)
+    return [*wait_by_op.values()][:MAX_SHOWN]
 
 
 def _describe_mixed_batching(wait: PendingOperation) -> str:
@@ -191,39 +193,40 @@ def _describe_mixed_batching(wait: PendingOperation) -> str:
 
     The two sides may then use two different communicators.
     """
-    part = wait.counterpart
-    if part is None or not wait.op.is_message or bool(wait.op.batch) == bool(part.batch):
+    side = wait.counterpart
+    if side is None or not wait.op.is_message or bool(wait.op.batch) == bool(side.batch):
         return ""
-    batched, alone = (
+    batched_rank, single_rank = (
         (wait.rank, wait.awaited_rank) if wait.op.batch else (wait.awaited_rank, wait.rank)
     )
     return (
-        f"; rank {batched} has issued it in a batch, and rank {alone} alone: if communicators are "
-        "lazy, torch uses two of them for these, and the message never passes"
+        f"; rank {batched_rank} has issued it in a batch, and rank {single_rank} alone: if "
+        "communicators are lazy, torch uses two of them for these, and the message never passes"
     )
 
 
 def _describe_done(dump: FlightRecorderDump) -> str:
     """Return the number of messages that a rank has completed, by direction and peer, as text."""
-    done = Counter((op.kind, op.peer) for op in dump.ops if op.is_message)
+    message_counts = Counter((op.kind, op.peer) for op in dump.ops if op.is_message)
     counts = [
         f"{number} {kind}{'s' * (number > 1)} {'to' if kind == 'send' else 'from'} {peer}"
-        for (kind, peer), number in done.most_common(6)
+        for (kind, peer), number in message_counts.most_common(6)
     ]
     return f" (after {', '.join(counts)})" if counts and not dump.num_lost else ""
 
 
 def _describe_lost_entries(dumps: Sequence[FlightRecorderDump]) -> list[str]:
     lines = []
-    if blind := [dump.rank for dump in dumps if dump.may_have_lost_position]:
+    if unknown_ranks := [dump.rank for dump in dumps if dump.may_have_lost_position]:
         lines.append(
-            f"the oldest remaining entry of {_name_ranks(blind)} has not ended: the operation at "
-            "which the rank waits may be lost, too"
+            f"the oldest remaining entry of {_name_ranks(unknown_ranks)} has not ended: the "
+            "operation at which the rank waits may be lost, too"
         )
-    if lost := [dump.rank for dump in dumps if dump.num_lost]:
+    if lossy_ranks := [dump.rank for dump in dumps if dump.num_lost]:
         lines.append(
-            f"the buffers of {_name_ranks(lost)} have lost their first entries: messages that have "
-            "not ended are paired in their order (a larger TORCH_FR_BUFFER_SIZE keeps more)"
+            f"the buffers of {_name_ranks(lossy_ranks)} have lost their first entries: messages "
+            "that have not ended are paired in their order (a larger TORCH_FR_BUFFER_SIZE keeps "
+            "more)"
         )
     return lines
 
@@ -232,8 +235,8 @@ def _describe_lost_entries(dumps: Sequence[FlightRecorderDump]) -> list[str]:
 
 
 def _list_ranks(ranks: Sequence[int]) -> str:
-    some = [*map(str, ranks[:8])] + [f"{len(ranks) - 8} more"] * (len(ranks) > 8)
-    return terminal_output.join_words(some)
+    names = [*map(str, ranks[:8])] + [f"{len(ranks) - 8} more"] * (len(ranks) > 8)
+    return terminal_output.join_words(names)
 
 
 def _name_ranks(ranks: Sequence[int]) -> str:
@@ -242,17 +245,18 @@ def _name_ranks(ranks: Sequence[int]) -> str:
 
 def _describe_peers(job: DistributedJob, waits: Sequence[PendingOperation]) -> str:
     """Describe the ranks that an operation waits for. All waits must have the same reason."""
-    first = waits[0]
-    ranks = _name_ranks([wait.awaited_rank for wait in waits])
-    if first.reason is WaitReason.MISMATCH and first.counterpart:
-        here, there = (
+    wait = waits[0]
+    ranks = _name_ranks([w.awaited_rank for w in waits])
+    if wait.reason is WaitReason.MISMATCH and wait.counterpart:
+        own_text, other_text = (
             op.shape_text if op.is_message else f"{op.kind} of {op.shape_text}"
-            for op in (first.op, first.counterpart)
+            for op in (wait.op, wait.counterpart)
         )
-        return f"does not match {ranks}: {here} here, {there} there"
-    ahead = job.dumps[first.awaited_rank].current_op if first.reason is WaitReason.QUEUED else None
-    behind = f" {job.describe_operation(first.awaited_rank, ahead)}" if ahead else ""
-    return f"{ranks} {'has' if len(waits) == 1 else 'have each'} {first.reason.value}{behind}"
+        return f"does not match {ranks}: {own_text} here, {other_text} there"
+    blocker = job.dumps[wait.awaited_rank].current_op if wait.reason is WaitReason.QUEUED else None
+    blocker_text = f" {job.describe_operation(wait.awaited_rank, blocker)}" if blocker else ""
+    verb = "has" if len(waits) == 1 else "have each"
+    return f"{ranks} {verb} {wait.reason.value}{blocker_text}"
 
 
 def _describe_age(job: DistributedJob, time: int) -> str:
@@ -302,13 +306,13 @@ def describe_named_job(
     index = InstructionIndex.from_program(program)
     names: dict[tuple[int, int], str] = {}
     for matched in copies:
-        for key, at in matched.position_of_message.items():
-            _, number, instr = index.locate(at)
+        for key, position in matched.position_of_message.items():
+            _, number, instr = index.locate(position)
             names[key] = f"#{number} {instr}"
-    why = next(matched.order_mismatch for matched in copies if matched.order_mismatch)
+    mismatch = next(matched.order_mismatch for matched in copies if matched.order_mismatch)
     return [
-        f"{program.name} has its transfers in another order: {why}; so messages are named by their "
-        "numbers between two ranks, and deadlocks of the program are not reported",
+        f"{program.name} has its transfers in another order: {mismatch}; so messages are named by "
+        "their numbers between two ranks, and deadlocks of the program are not reported",
         *describe_job(DistributedJob(job.dumps, names)),
     ]
 
@@ -323,10 +327,12 @@ def describe_program(job: DistributedJob, verdicts: Sequence[ProgramVerdict]) ->
     Returns:
         The lines of the report.
     """
-    shown = ([v for v in verdicts if v.cycle or v.causes] or verdicts)[:MAX_SHOWN]
-    lines = [line for verdict in shown for line in _ProgramCopyReport(job, verdict).to_lines()]
-    if left := len(verdicts) - len(shown):
-        lines.append(f"... and {left} more copies of the program")
+    shown_verdicts = ([v for v in verdicts if v.cycle or v.causes] or verdicts)[:MAX_SHOWN]
+    lines = [
+        line for verdict in shown_verdicts for line in _ProgramCopyReport(job, verdict).to_lines()
+    ]
+    if num_left := len(verdicts) - len(shown_verdicts):
+        lines.append(f"... and {num_left} more copies of the program")
     return lines
 
 
@@ -344,7 +350,7 @@ class _ProgramCopyReport:
         self.positioned = verdict.positioned
         self.matched = verdict.matched
         ranks = self.matched.ranks
-        old_ranks = {ranks[own] for own in self.positioned.old_dump_ranks}
+        old_ranks = {ranks[program_rank] for program_rank in self.positioned.old_dump_ranks}
         self.old_dump_ranks = sorted({*job.old_dump_ranks} & {*ranks} | old_ranks)
 
     def name_rank(self, program_rank: int) -> str:
@@ -370,14 +376,14 @@ class _ProgramCopyReport:
 
     def to_lines(self) -> list[str]:
         matched = self.matched
-        same = matched.ranks == tuple(range(len(matched.ranks)))
-        of = "" if same else f" on ranks {_list_ranks(matched.ranks)}"
+        is_same_order = matched.ranks == tuple(range(len(matched.ranks)))
+        ranks_text = "" if is_same_order else f" on ranks {_list_ranks(matched.ranks)}"
         step = "in an unknown step"
         if matched.step is not None:
             step = f"after {matched.step} complete step{'s' * (matched.step != 1)}"
         program = self.positioned.graph.program.name
         lines = [
-            f"{program}{of}, {step}, under {self.verdict.progress_model}",
+            f"{program}{ranks_text}, {step}, under {self.verdict.progress_model}",
             *self._describe_outcome(),
         ]
         lines.append("positions of its ranks:")
@@ -391,61 +397,63 @@ class _ProgramCopyReport:
                 f"  {_name_ranks(matched.counter_ranks)}: the position comes from counters, and is "
                 "right if all lost entries of the buffer were transfers"
             )
-        lines += [f"  {self._describe_position(place)}" for place in self.verdict.positions]
+        lines += [f"  {self._describe_position(position)}" for position in self.verdict.positions]
         lines += [f"  {line}" for line in _describe_old_dumps(self.old_dump_ranks)]
-        silent = [r for r, there in zip(matched.ranks, matched.has_dump, strict=True) if not there]
-        return lines + [f"  there is no dump of {_name_ranks(silent)}"] * bool(silent)
+        silent_ranks = [
+            r for r, has_dump in zip(matched.ranks, matched.has_dump, strict=True) if not has_dump
+        ]
+        return lines + [f"  there is no dump of {_name_ranks(silent_ranks)}"] * bool(silent_ranks)
 
     def _describe_position(self, rank_position: RankPosition) -> str:
         rank = self.name_rank(rank_position.rank)
-        at = rank_position.position
-        placed = self.positioned
-        if at is None:
+        position = rank_position.position
+        positioned = self.positioned
+        if position is None:
             return f"{rank}  has ended all its transfers of this step"
-        stands = f"{rank} {self.name_instruction(at)} "
-        if not placed.is_transfer[at]:
-            needs = placed.follow_waits(at)[0][0].needed_position
+        position_text = f"{rank} {self.name_instruction(position)} "
+        if not positioned.is_transfer[position]:
+            needed_position = positioned.follow_waits(position)[0][0].needed_position
             return (
-                f"{stands} waits for {self.name_owner(needs)}, which has not reached "
-                f"{self.name_instruction(needs)}"
+                f"{position_text} waits for {self.name_owner(needed_position)}, which has not "
+                f"reached {self.name_instruction(needed_position)}"
             )
         if not rank_position.is_late:
-            return f"{stands} {self._describe_need(at)}"
-        between = [
+            return f"{position_text} {self._describe_need(position)}"
+        open_instrs = [
             self.split_name(k)[1]
             for k in range(*rank_position.compute_range)
-            if not placed.surely_ended[k]
+            if not positioned.surely_ended[k]
         ]
-        if len(between) > 4:
-            between[2:-1] = ["..."]
-        before = f"; before it: {', '.join(between)}" if between else ""
-        return f"{stands} has not been issued, and waits for no other rank{before}"
+        if len(open_instrs) > 4:
+            open_instrs[2:-1] = ["..."]
+        open_text = f"; before it: {', '.join(open_instrs)}" if open_instrs else ""
+        return f"{position_text} has not been issued, and waits for no other rank{open_text}"
 
     def _describe_need(self, position: int) -> str:
         """Describe the other side of a transfer that has not ended."""
-        placed = self.positioned
-        other = int(placed.graph.partner[position])
+        positioned = self.positioned
+        other = int(positioned.graph.partner[position])
         number, instr = self.split_name(other)
-        needs = f"needs {instr} from {self.name_owner(other)}, which"
-        if placed.ended_mask[other]:
-            return f"{needs} has ended it"
-        if placed.has_no_dump[other]:
-            return f"{needs} has no dump"
+        need_text = f"needs {instr} from {self.name_owner(other)}, which"
+        if positioned.ended_mask[other]:
+            return f"{need_text} has ended it"
+        if positioned.has_no_dump[other]:
+            return f"{need_text} has no dump"
         if not self.matched.issued_mask[other]:
-            other_position = placed.find_position(int(placed.rank_of[other])).position
-            there = (
+            other_position = positioned.find_position(int(positioned.rank_of[other])).position
+            location_text = (
                 f", and the rank is at {self.split_name(other_position)[0]}"
                 if other_position not in (None, other)
                 else ""
             )
-            return f"{needs} has not reached it: it is {number} there{there}"
-        before = int(placed.graph.queue_predecessor[other])
-        behind = (
-            f", after {self.name_instruction(before)}"
-            if before != NO_POSITION and not placed.possibly_ended[before]
+            return f"{need_text} has not reached it: it is {number} there{location_text}"
+        predecessor = int(positioned.graph.queue_predecessor[other])
+        predecessor_text = (
+            f", after {self.name_instruction(predecessor)}"
+            if predecessor != NO_POSITION and not positioned.possibly_ended[predecessor]
             else ""
         )
-        return f"{needs} has issued it as {number}{behind}"
+        return f"{need_text} has issued it as {number}{predecessor_text}"
 
     def _describe_outcome(self) -> list[str]:
         """Report a deadlock, or else the causes of the wait."""
@@ -455,27 +463,29 @@ class _ProgramCopyReport:
             if isinstance(verdict.check_error, DeadlockError):
                 return lines + str(verdict.check_error).splitlines()
             return lines + [
-                f"  {self.name_owner(at)} {self.name_instruction(at)} waits for "
-                f"{self.name_instruction(needs)} of "
-                f"{self.name_owner(needs)}"
-                for at, needs in verdict.cycle
+                f"  {self.name_owner(position)} {self.name_instruction(position)} waits for "
+                f"{self.name_instruction(needed_position)} of "
+                f"{self.name_owner(needed_position)}"
+                for position, needed_position in verdict.cycle
             ]
         if not verdict.causes:
             return ["no rank waits for a message of this step"]
-        whether = "is" if len(verdict.causes) == 1 and not self.old_dump_ranks else "may be"
-        lines = [line for cause in verdict.causes for line in self._describe_cause(cause, whether)]
+        certainty = "is" if len(verdict.causes) == 1 and not self.old_dump_ranks else "may be"
+        lines = [
+            line for cause in verdict.causes for line in self._describe_cause(cause, certainty)
+        ]
         if verdict.check_error is None:
-            end = (
+            conclusion = (
                 f"the program finishes under {verdict.progress_model}: this is a wait, not a "
                 "deadlock of the program"
             )
         else:
             kind = type(verdict.check_error).__name__
-            end = (
+            conclusion = (
                 "this is not a deadlock yet, but `check` refuses the program under "
                 f"{verdict.progress_model}: {kind}"
             )
-        return [*lines, end]
+        return [*lines, conclusion]
 
     def _describe_cause(self, cause: StallReason, certainty: str) -> list[str]:
         """Describe a cause. `certainty` is "is", or "may be" if other causes are possible."""
@@ -484,10 +494,10 @@ class _ProgramCopyReport:
         if cause.kind is ChainEnd.NO_DUMP:
             problem = f"has no dump, and others wait for it at {ops}: its process may be gone"
         elif cause.kind is ChainEnd.STUCK:
-            both = " and ".join(
-                f"{self.name_instruction(at)} of {self.name_owner(at)}" for at in cause.positions
+            sides = " and ".join(
+                f"{self.name_instruction(k)} of {self.name_owner(k)}" for k in cause.positions
             )
-            return [f"{both} are issued, and wait for nothing else: the message does not pass"]
+            return [f"{sides} are issued, and wait for nothing else: the message does not pass"]
         elif cause.kind is ChainEnd.ENDED:
             problem = (
                 f"may be the cause: the other side of {ops} has ended; its device has not reached "

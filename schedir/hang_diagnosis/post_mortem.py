@@ -67,14 +67,18 @@ class PostMortem:
     @property
     def processes_without_box(self) -> list[int]:
         """The processes that have no black box in this directory."""
-        one = next(iter(self.snapshots.values()))
-        return [p for p in range(one[BlackBoxField.WORLD_SIZE]) if p not in self.snapshots]
+        snapshot = next(iter(self.snapshots.values()))
+        return [p for p in range(snapshot[BlackBoxField.WORLD_SIZE]) if p not in self.snapshots]
 
     @cached_property
     def stalled_seconds(self) -> float:
         """The seconds since a running process last began an instruction or a phase."""
-        alive = [one for one in self.snapshots.values() if one.state in ("runs", "unknown")]
-        return min((one.seconds_at_position for one in alive), default=0.0)
+        alive_snapshots = [
+            snapshot
+            for snapshot in self.snapshots.values()
+            if snapshot.state in ("runs", "unknown")
+        ]
+        return min((snapshot.seconds_at_position for snapshot in alive_snapshots), default=0.0)
 
     @cached_property
     def cause(self) -> StallCause | None:
@@ -82,18 +86,22 @@ class PostMortem:
 
         It is None if the run makes progress, or if all processes were stopped at the same time.
         """
-        visible = [one for one in self.snapshots.values() if one.state != "unknown"]
-        beats = [one[BlackBoxField.HEARTBEAT] for one in visible if one.is_dead]
+        visible_snapshots = [
+            snapshot for snapshot in self.snapshots.values() if snapshot.state != "unknown"
+        ]
+        last_heartbeats = [
+            snapshot[BlackBoxField.HEARTBEAT] for snapshot in visible_snapshots if snapshot.is_dead
+        ]
         if (
-            len(beats) == len(self.snapshots) > 1
-            and max(beats) - min(beats) < SAME_END_SECONDS * 1e9
+            len(last_heartbeats) == len(self.snapshots) > 1
+            and max(last_heartbeats) - min(last_heartbeats) < SAME_END_SECONDS * 1e9
         ):
             return None
         name = "" if self.program is None else f"{self.program.name}: "
-        found = self.stalled_run.find_cause()
-        if found is None or found.kind in (StallKind.FAILED, StallKind.DIED):
-            return found
-        if found.kind is StallKind.BUSY and self.stalled_seconds < PROGRESS_SECONDS:
+        cause = self.stalled_run.find_cause()
+        if cause is None or cause.kind in (StallKind.FAILED, StallKind.DIED):
+            return cause
+        if cause.kind is StallKind.BUSY and self.stalled_seconds < PROGRESS_SECONDS:
             return None
         return self.stalled_run.find_cause(
             f"{name}no process has made progress for {self.stalled_seconds:.1f} s"
@@ -102,13 +110,21 @@ class PostMortem:
     @property
     def message(self) -> str:
         """The message of the launcher, or else of the process that failed first, or ""."""
-        failed = [one for one in self.snapshots.values() if one.has_failed and one.reason]
-        first = min(failed, key=lambda one: one[BlackBoxField.FAILURE_TIME], default=None)
-        return self.verdict or ("" if first is None else first.reason)
+        failed_snapshots = [
+            snapshot
+            for snapshot in self.snapshots.values()
+            if snapshot.has_failed and snapshot.reason
+        ]
+        first_failed = min(
+            failed_snapshots,
+            key=lambda snapshot: snapshot[BlackBoxField.FAILURE_TIME],
+            default=None,
+        )
+        return self.verdict or ("" if first_failed is None else first_failed.reason)
 
     def to_lines(self) -> Iterator[str]:
         """Yield the lines of a report: the cause, and then where each process is."""
-        cause, still = self.cause, self.stalled_run
+        cause, stalled_run = self.cause, self.stalled_run
         if self.message:
             yield from self.message.splitlines()
             if "\n  process" in self.message:
@@ -118,25 +134,28 @@ class PostMortem:
         else:
             yield self._describe_no_cause()
         if self.message or cause is None:
-            yield from (f"  {line}" for line in still.describe_processes())
+            yield from (f"  {line}" for line in stalled_run.describe_processes())
         if self.processes_without_box:
-            many = ", ".join(map(str, self.processes_without_box[:16])) + ", ..." * (
+            process_list = ", ".join(map(str, self.processes_without_box[:16])) + ", ..." * (
                 len(self.processes_without_box) > 16
             )
-            yield f"no black box here of {len(self.processes_without_box)} processes: {many}"
-        if any(one.state == "unknown" for one in self.snapshots.values()):
+            num_processes = len(self.processes_without_box)
+            yield f"no black box here of {num_processes} processes: {process_list}"
+        if any(snapshot.state == "unknown" for snapshot in self.snapshots.values()):
             yield ("these processes ran on another machine, or before this machine was started: "
                    "schedir cannot determine if they still run")  # fmt: skip
 
     def _describe_no_cause(self) -> str:
-        every = self.snapshots.values()
-        many = f"all {len(every)} processes" if len(every) > 1 else "the process"
-        if all(one.state == "gone" for one in every):
-            ago = (
-                max(one.read_time for one in every)
-                - max(one[BlackBoxField.HEARTBEAT] for one in every)
+        snapshots = self.snapshots.values()
+        processes_text = f"all {len(snapshots)} processes" if len(snapshots) > 1 else "the process"
+        if all(snapshot.state == "gone" for snapshot in snapshots):
+            seconds_ago = (
+                max(snapshot.read_time for snapshot in snapshots)
+                - max(snapshot[BlackBoxField.HEARTBEAT] for snapshot in snapshots)
             ) / 1e9
-            return f"no process is the cause: {many} ended at once, {ago:.1f} s ago"
+            return (
+                f"no process is the cause: {processes_text} ended at once, {seconds_ago:.1f} s ago"
+            )
         if self.stalled_seconds < PROGRESS_SECONDS:
             return (
                 "the run makes progress: an instruction or a phase began "
@@ -149,30 +168,30 @@ class PostMortem:
 
     def to_dict(self) -> dict[str, Any]:
         """Return the report as JSON values."""
-        still, cause = self.stalled_run, self.cause
+        stalled_run, cause = self.stalled_run, self.cause
         return {
             "processes": [
                 {
                     "process": process,
-                    "name": still.layout.name_process(process),
-                    "state": one.state,
-                    "has_ended": bool(one[BlackBoxField.HAS_ENDED]),
-                    "phase": one.phase.name.lower(),
-                    "step": one[BlackBoxField.DEVICE_STEP] or one[BlackBoxField.STEP],
-                    "position": one.position if one.phase is ProcessPhase.STEP else None,
-                    "location": still.describe_location(process),
-                    "seconds_at_position": one.seconds_at_position,
+                    "name": stalled_run.layout.name_process(process),
+                    "state": snapshot.state,
+                    "has_ended": bool(snapshot[BlackBoxField.HAS_ENDED]),
+                    "phase": snapshot.phase.name.lower(),
+                    "step": snapshot[BlackBoxField.DEVICE_STEP] or snapshot[BlackBoxField.STEP],
+                    "position": snapshot.position if snapshot.phase is ProcessPhase.STEP else None,
+                    "location": stalled_run.describe_location(process),
+                    "seconds_at_position": snapshot.seconds_at_position,
                     "waits": [
                         {
                             "process": wait.process,
                             "awaited_process": wait.awaited_process,
                             "instruction": wait.instr,
                         }
-                        for wait in still.waits_of[process]
+                        for wait in stalled_run.waits_of[process]
                     ],
-                    "failure_reason": one.reason,
+                    "failure_reason": snapshot.reason,
                 }
-                for process, one in self.snapshots.items()
+                for process, snapshot in self.snapshots.items()
             ],
             "processes_without_box": self.processes_without_box,
             "cause": None if cause is None else {
@@ -196,26 +215,29 @@ def read_post_mortem(path: str) -> PostMortem | None:
         UsageError: The boxes are damaged, or do not belong to one run.
     """
     for folder in (require_path(path) / BLACK_BOX_DIRECTORY, require_path(path)):
-        if os.path.isdir(folder) and (all_of := read_black_boxes(folder)):
-            return _make_post_mortem(folder, all_of)
+        if os.path.isdir(folder) and (snapshots := read_black_boxes(folder)):
+            return _make_post_mortem(folder, snapshots)
     return None
 
 
 def _make_post_mortem(directory: Path, all_snapshots: Mapping[int, BlackBoxSnapshot]) -> PostMortem:
-    here = {
-        p: one
-        for p, one in all_snapshots.items()
-        if one[BlackBoxField.NAMESPACE_ID] == compute_namespace_id()
+    local_snapshots = {
+        p: snapshot
+        for p, snapshot in all_snapshots.items()
+        if snapshot[BlackBoxField.NAMESPACE_ID] == compute_namespace_id()
     }
-    newest = max((here or all_snapshots).values(), key=lambda one: one[BlackBoxField.START_TIME])
+    newest = max(
+        (local_snapshots or all_snapshots).values(),
+        key=lambda snapshot: snapshot[BlackBoxField.START_TIME],
+    )
     ticks = os.sysconf("SC_CLK_TCK")
-    began = newest[BlackBoxField.START_TIME] / ticks * 1e9
+    start_time = newest[BlackBoxField.START_TIME] / ticks * 1e9
 
-    def belongs(one: BlackBoxSnapshot) -> bool:
+    def belongs(snapshot: BlackBoxSnapshot) -> bool:
         """Return whether a black box is of the newest run, which may have several launchers."""
         is_equal = [
-            one[w] == newest[w]
-            for w in (
+            snapshot[field] == newest[field]
+            for field in (
                 BlackBoxField.NAMESPACE_ID,
                 BlackBoxField.WORLD_SIZE,
                 BlackBoxField.TP,
@@ -223,34 +245,45 @@ def _make_post_mortem(directory: Path, all_snapshots: Mapping[int, BlackBoxSnaps
             )
         ]
         return all(is_equal) and (
-            one[BlackBoxField.RUN_ID] == newest[BlackBoxField.RUN_ID]
-            or one[BlackBoxField.HEARTBEAT] > began
+            snapshot[BlackBoxField.RUN_ID] == newest[BlackBoxField.RUN_ID]
+            or snapshot[BlackBoxField.HEARTBEAT] > start_time
         )
 
-    seen = {p: one for p, one in sorted(all_snapshots.items()) if belongs(one)}
-    world = newest[BlackBoxField.WORLD_SIZE]
-    shape = ProcessLayout.from_snapshot(newest)
-    if not (len(seen) <= world <= MAX_PROCESSES and shape.ranks * shape.tp * shape.dp == world
-            and 0 <= min(seen) <= max(seen) < world):  # fmt: skip
+    run_snapshots = {
+        p: snapshot for p, snapshot in sorted(all_snapshots.items()) if belongs(snapshot)
+    }
+    world_size = newest[BlackBoxField.WORLD_SIZE]
+    layout = ProcessLayout.from_snapshot(newest)
+    if not (
+        len(run_snapshots) <= world_size <= MAX_PROCESSES
+        and layout.ranks * layout.tp * layout.dp == world_size
+        and 0 <= min(run_snapshots) <= max(run_snapshots) < world_size
+    ):
         raise UsageError(
             f"the black boxes in {directory} contradict each other: they do not belong to one run "
-            f"of {world} processes"
+            f"of {world_size} processes"
         )
     # Another machine has another clock. So the last time in the boxes is used as the reading time.
-    if not here:
-        last = max(
+    if not local_snapshots:
+        last_time = max(
             max(
-                one[w]
-                for w in (BlackBoxField.HEARTBEAT, BlackBoxField.PHASE_TIME, POSITION_TIME_FIELD)
+                snapshot[field]
+                for field in (
+                    BlackBoxField.HEARTBEAT,
+                    BlackBoxField.PHASE_TIME,
+                    POSITION_TIME_FIELD,
+                )
             )
-            for one in seen.values()
+            for snapshot in run_snapshots.values()
         )
-        seen = {p: replace(one, read_time=last) for p, one in seen.items()}
+        run_snapshots = {
+            p: replace(snapshot, read_time=last_time) for p, snapshot in run_snapshots.items()
+        }
     program = load_program(directory)
-    if program is not None and ProcessLayout.from_program(program) != shape:
+    if program is not None and ProcessLayout.from_program(program) != layout:
         program = None
     return PostMortem(
-        directory, seen, program, read_verdict(directory, newest[BlackBoxField.RUN_ID])
+        directory, run_snapshots, program, read_verdict(directory, newest[BlackBoxField.RUN_ID])
     )
 
 

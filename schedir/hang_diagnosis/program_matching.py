@@ -110,9 +110,9 @@ def find_communicating_ranks(job: DistributedJob) -> list[tuple[int, ...]]:
     group_of_rank: dict[int, set[int]] = {}
     for rank, dump in job.dumps.items():
         for peer in {op.peer for op in dump.ops if op.is_message}:
-            both = group_of_rank.get(rank, {rank}) | group_of_rank.get(peer, {peer})
-            group_of_rank.update(dict.fromkeys(both, both))
-    return sorted({tuple(sorted(one)) for one in group_of_rank.values()})
+            merged_group = group_of_rank.get(rank, {rank}) | group_of_rank.get(peer, {peer})
+            group_of_rank.update(dict.fromkeys(merged_group, merged_group))
+    return sorted({tuple(sorted(group)) for group in group_of_rank.values()})
 
 
 def _find_pipelines(job: DistributedJob, program: Program) -> list[tuple[int, ...]]:
@@ -121,25 +121,25 @@ def _find_pipelines(job: DistributedJob, program: Program) -> list[tuple[int, ..
     If a process group has exactly the ranks of a copy, their order is that of the group. Otherwise
     the ranks are in ascending order.
     """
-    many, found = program.shape.ranks, find_communicating_ranks(job)
-    if not found and many > 1:
+    num_ranks, rank_groups = program.shape.ranks, find_communicating_ranks(job)
+    if not rank_groups and num_ranks > 1:
         raise UsageError(
             "the dumps have no messages between ranks, only collectives",
             hint="leave out --program; NCCL records messages, but torch's Gloo does not",
         )
-    used = {op.group for dump in job.dumps.values() for op in dump.ops if op.is_message}
-    groups = [g.ranks for g in sorted(used) if g.has_ranks and len(g.ranks) == many]
-    copies = []
-    for ranks in found:
+    used_groups = {op.group for dump in job.dumps.values() for op in dump.ops if op.is_message}
+    groups = [g.ranks for g in sorted(used_groups) if g.has_ranks and len(g.ranks) == num_ranks]
+    pipelines = []
+    for ranks in rank_groups:
         matching = [group for group in groups if {*ranks} <= {*group}]
-        if not matching and len(ranks) != many:
+        if not matching and len(ranks) != num_ranks:
             raise UsageError(
                 f"the dumps have messages between {len(ranks)} ranks ({_abbreviate_ranks(ranks)}), "
-                f"but {program.name} is for {many} ranks",
+                f"but {program.name} is for {num_ranks} ranks",
                 fields=["ranks"],
             )
-        copies.append(matching[0] if matching else ranks)
-    return [*dict.fromkeys(copies)]
+        pipelines.append(matching[0] if matching else ranks)
+    return [*dict.fromkeys(pipelines)]
 
 
 def _abbreviate_ranks(ranks: Sequence[int]) -> str:
@@ -153,39 +153,46 @@ def _match_copy(job: DistributedJob, graph: Graph, ranks: tuple[int, ...]) -> Ma
         for program_rank, rank in enumerate(ranks)
         if rank in job.dumps
     ]
-    runs = [run for record in records for run in record.sequences]
-    left_out = sum(record.num_ignored for record in records)
-    if left_out and not runs:
+    sequences = [sequence for record in records for sequence in record.sequences]
+    num_ignored = sum(record.num_ignored for record in records)
+    if num_ignored and not sequences:
         raise UsageError(
-            f"none of the {left_out} messages of ranks {_abbreviate_ranks(ranks)} can be a "
+            f"none of the {num_ignored} messages of ranks {_abbreviate_ranks(ranks)} can be a "
             "transfer of a program: each contains only integers or one number, as torch sends for "
             "shapes and Python objects",
             hint="leave out --program",
         )
-    known = all(run.previous_steps is not None for run in runs)
-    steps = [(run.previous_steps or 0) + run.open_step for run in runs]
+    has_known_steps = all(sequence.previous_steps is not None for sequence in sequences)
+    steps = [(sequence.previous_steps or 0) + sequence.open_step for sequence in sequences]
     steps += [0 for record in records if record.has_unused_groups]
     step = min(steps, default=0)
-    issued, started, ended = np.zeros((3, len(graph)), bool)
-    for run in runs:
-        run.mark_step(
-            step - (run.previous_steps or 0) if known else run.open_step, issued, started, ended
+    issued_mask, started_mask, ended_mask = np.zeros((3, len(graph)), bool)
+    for sequence in sequences:
+        sequence.mark_step(
+            step - (sequence.previous_steps or 0) if has_known_steps else sequence.open_step,
+            issued_mask,
+            started_mask,
+            ended_mask,
         )
     return MatchedProgram(
         ranks,
-        step if known else None,
-        issued,
-        started,
-        ended,
+        step if has_known_steps else None,
+        issued_mask,
+        started_mask,
+        ended_mask,
         tuple(rank in job.dumps for rank in ranks),
-        left_out,
-        tuple(run.transfers for run in runs),
+        num_ignored,
+        tuple(sequence.transfers for sequence in sequences),
         {
-            (record.dump.rank, number): at
+            (record.dump.rank, number): position
             for record in records
-            for number, (_, at) in record.position_of_message.items()
+            for number, (_, position) in record.position_of_message.items()
         },
-        tuple(r.dump.rank for r in records if not all(run.is_unique_fit for run in r.sequences)),
+        tuple(
+            r.dump.rank
+            for r in records
+            if not all(sequence.is_unique_fit for sequence in r.sequences)
+        ),
         next((record.order_mismatch for record in records if record.order_mismatch), ""),
     )
 
@@ -194,13 +201,13 @@ def _find_carriers(
     job: DistributedJob, ranks: tuple[int, ...]
 ) -> dict[tuple[int, int], list[RecordedGroup]]:
     """Return (sender, receiver) -> the process groups of their messages, in order of first use."""
-    found: dict[tuple[int, int], dict[RecordedGroup, None]] = defaultdict(dict)
+    groups_by_ends: dict[tuple[int, int], dict[RecordedGroup, None]] = defaultdict(dict)
     for rank in ranks:
         for op in job.dumps[rank].ops if rank in job.dumps else ():
             if op.is_message and not is_control_message(op):
                 ends = (rank, op.peer) if op.kind == "send" else (op.peer, rank)
-                found[ends][op.group] = None
-    return defaultdict(list, {ends: [*groups] for ends, groups in found.items()})
+                groups_by_ends[ends][op.group] = None
+    return defaultdict(list, {ends: [*groups] for ends, groups in groups_by_ends.items()})
 
 
 @dataclass(frozen=True)
@@ -235,8 +242,8 @@ class TransferSequence:
         If `previous_steps` is None, steps are counted from 0 at the first message.
         """
         for number, op in zip(self.transfer_numbers, self.ops, strict=True):
-            step, turn = divmod(number, len(self.transfers))
-            yield op.number, step + (self.previous_steps or 0), int(self.transfers[turn])
+            step, index = divmod(number, len(self.transfers))
+            yield op.number, step + (self.previous_steps or 0), int(self.transfers[index])
 
     @property
     def open_step(self) -> int:
@@ -245,8 +252,11 @@ class TransferSequence:
         Steps are counted from 0 at the first message. If all messages have ended, this is the step
         of the next message.
         """
-        open_ = [n for n, op in zip(self.transfer_numbers, self.ops, strict=True) if not op.is_done]
-        return min(open_, default=self.previous_transfers + len(self.ops)) // len(self.transfers)
+        open_numbers = [
+            n for n, op in zip(self.transfer_numbers, self.ops, strict=True) if not op.is_done
+        ]
+        next_number = self.previous_transfers + len(self.ops)
+        return min(open_numbers, default=next_number) // len(self.transfers)
 
     def mark_step(
         self,
@@ -265,17 +275,17 @@ class TransferSequence:
         """
         # The entries of transfers before the first message were overwritten, so these transfers
         # have ended. In a step before step 0, these are all transfers.
-        older = self.transfers[
+        overwritten = self.transfers[
             : self.previous_transfers if step == 0 else len(self.transfers) * (step < 0)
         ]
-        issued_mask[older] = started_mask[older] = ended_mask[older] = True
+        issued_mask[overwritten] = started_mask[overwritten] = ended_mask[overwritten] = True
         for number, op in zip(self.transfer_numbers, self.ops, strict=True):
-            of, turn = divmod(number, len(self.transfers))
-            if of == step:
-                at = self.transfers[turn]
-                issued_mask[at] = True
-                started_mask[at] = op.state != "issued"
-                ended_mask[at] = op.is_done
+            transfer_step, index = divmod(number, len(self.transfers))
+            if transfer_step == step:
+                position = self.transfers[index]
+                issued_mask[position] = True
+                started_mask[position] = op.state != "issued"
+                ended_mask[position] = op.is_done
 
 
 class _StepMismatch(Exception):
@@ -330,11 +340,13 @@ class _RecordedRank:
         self.program_rank_of = {rank: k for k, rank in enumerate(ranks)}
         index = graph.index
         lo, hi = graph.program.offsets[program_rank : program_rank + 2].tolist()
-        at = lo + np.flatnonzero(np.isin(index.op[lo:hi], TRANSFER_OPS))
-        peers = index.rank[graph.partner[at]].tolist()
+        positions = lo + np.flatnonzero(np.isin(index.op[lo:hi], TRANSFER_OPS))
+        peers = index.rank[graph.partner[positions]].tolist()
         self.directions = {
             k: _Direction("send" if op in SEND_OPS else "recv", peer)
-            for k, op, peer in zip(at.tolist(), index.op[at].tolist(), peers, strict=True)
+            for k, op, peer in zip(
+                positions.tolist(), index.op[positions].tolist(), peers, strict=True
+            )
         }
         messages = [op for op in dump.ops if op.is_message and op.peer in ranks]
         self.messages = [op for op in messages if not is_control_message(op)]
@@ -342,11 +354,13 @@ class _RecordedRank:
         self.order_mismatch = ""
         try:
             self.sequences = self._split_sequences()
-        except _StepMismatch as other:
-            self.order_mismatch = str(other)
+        except _StepMismatch as mismatch:
+            self.order_mismatch = str(mismatch)
             self.sequences = self._split_sequences()
         self.position_of_message = {
-            number: (step, k) for run in self.sequences for number, step, k in run.list_positions()
+            number: (step, k)
+            for sequence in self.sequences
+            for number, step, k in sequence.list_positions()
         }
         if self.order_mismatch:
             self._require_causality()
@@ -360,8 +374,8 @@ class _RecordedRank:
         The result is False if entries were overwritten, because it is unknown which groups they
         used.
         """
-        used = sum(len(run.transfers) for run in self.sequences)
-        return not self.dump.num_lost and used < len(self.directions)
+        num_used = sum(len(sequence.transfers) for sequence in self.sequences)
+        return not self.dump.num_lost and num_used < len(self.directions)
 
     def _split_sequences(self) -> list[TransferSequence]:
         """Match the messages of each process group with the transfers that use it.
@@ -376,14 +390,15 @@ class _RecordedRank:
             ops[op.group, self._queue_of(self._direction_of(op))].append(op)
         lanes: dict[_Direction, list[Lane]] = defaultdict(list)
         transfers: dict[tuple[RecordedGroup, _Direction | None], list[int]] = defaultdict(list)
-        for at, direction in self.directions.items():
-            lanes_seen, lane = lanes[direction], INSTRUCTIONS[self.graph.index.op[at]].lane
-            if lane not in lanes_seen:
-                lanes_seen.append(lane)
+        for position, direction in self.directions.items():
+            direction_lanes = lanes[direction]
+            lane = INSTRUCTIONS[self.graph.index.op[position]].lane
+            if lane not in direction_lanes:
+                direction_lanes.append(lane)
             groups = self._find_groups(direction)
-            which = lanes_seen.index(lane) if len(groups) > 1 else 0
-            if which < len(groups):
-                transfers[groups[which], self._queue_of(direction)].append(at)
+            group_number = direction_lanes.index(lane) if len(groups) > 1 else 0
+            if group_number < len(groups):
+                transfers[groups[group_number], self._queue_of(direction)].append(position)
         return [self._make_sequence(group_ops, transfers[key]) for key, group_ops in ops.items()]
 
     def _direction_of(self, op: RecordedOperation) -> _Direction:
@@ -406,15 +421,21 @@ class _RecordedRank:
         If the entries of these messages may be overwritten, return a group that contains both
         ranks. If not exactly one group contains both ranks, set `has_ambiguous_group`.
         """
-        rank, there = self.dump.rank, self.ranks[direction.peer]
-        groups = self.carriers[(rank, there) if direction.kind == "send" else (there, rank)]
+        rank, peer = self.dump.rank, self.ranks[direction.peer]
+        groups = self.carriers[(rank, peer) if direction.kind == "send" else (peer, rank)]
         if groups or not self.dump.num_lost:
             return groups
-        used = {group for one in self.carriers.values() for group in one}
-        both = [group for group in self.dump.groups if {rank, there} <= {*group.ranks}]
-        both = [group for group in both if group in used or group.description != "default_pg"]
-        self.has_ambiguous_group |= len(both) != 1
-        return both[:1]
+        used_groups = {
+            group for groups_of_ends in self.carriers.values() for group in groups_of_ends
+        }
+        shared_groups = [group for group in self.dump.groups if {rank, peer} <= {*group.ranks}]
+        shared_groups = [
+            group
+            for group in shared_groups
+            if group in used_groups or group.description != "default_pg"
+        ]
+        self.has_ambiguous_group |= len(shared_groups) != 1
+        return shared_groups[:1]
 
     def _require_step_order(self) -> None:
         """Raise UsageError if a step begins before the previous one was fully issued.
@@ -422,14 +443,15 @@ class _RecordedRank:
         The messages of such a rank are not those of the program, or the rank has more messages than
         the program.
         """
-        many = len(self.directions)
+        num_transfers = len(self.directions)
         for number, op in enumerate(self.messages):
-            step, at = self.position_of_message[op.number]
-            if step > number // many:
-                instr = self.graph.index.locate(at)[2]
+            step, position = self.position_of_message[op.number]
+            if step > number // num_transfers:
+                instr = self.graph.index.locate(position)[2]
                 raise self._make_program_error(
                     f"message {number + 1} of rank {self.dump.rank} would be {instr} of step "
-                    f"{step}, counted from 0, before all {many} messages of the previous step"
+                    f"{step}, counted from 0, before all {num_transfers} messages of the "
+                    "previous step"
                 )
 
     def _require_causality(self) -> None:
@@ -437,29 +459,31 @@ class _RecordedRank:
 
         A send proves that its rank has issued all compute up to the compute of the sent value.
         """
-        index, many, needs = self.graph.index, len(self.graph), self.graph.needs
-        computed = -1
+        index, num_instrs, needs = self.graph.index, len(self.graph), self.graph.needs
+        last_computed = -1
         for number, op in enumerate(self.messages):
             if op.number not in self.position_of_message:
                 continue
-            step, at = self.position_of_message[op.number]
+            step, position = self.position_of_message[op.number]
             if op.kind == "send":
-                computed = max(computed, step * many + int(needs[:, at].max()))
+                last_computed = max(
+                    last_computed, step * num_instrs + int(needs[:, position].max())
+                )
                 continue
-            used = np.flatnonzero((needs == at).any(0))
-            if used.size and step * many + int(used[0]) <= computed:
-                named = f"message {number + 1} of rank {self.dump.rank} would be"
+            users = np.flatnonzero((needs == position).any(0))
+            if users.size and step * num_instrs + int(users[0]) <= last_computed:
+                message_text = f"message {number + 1} of rank {self.dump.rank} would be"
                 raise self._make_program_error(
-                    f"{named} {index.locate(at)[2]}, after the compute that needs it"
+                    f"{message_text} {index.locate(position)[2]}, after the compute that needs it"
                 )
 
     def _make_sequence(
         self, ops: list[RecordedOperation], transfers: list[int]
     ) -> TransferSequence:
         positions = np.array(transfers, np.int32)
-        many = len(transfers)
-        lost = self.dump.num_lost
-        if not lost:
+        num_transfers = len(transfers)
+        num_lost = self.dump.num_lost
+        if not num_lost:
             numbers = self._number_messages(ops, transfers, 0)
             if len(numbers) < len(ops):
                 raise self._make_mismatch_error(ops, transfers, len(numbers))
@@ -467,31 +491,39 @@ class _RecordedRank:
         if ops[0].batch and ops[0].is_done:
             # A part of the first batch may be lost, and the order within a batch is not recorded.
             ops = [op for op in ops if op.batch != ops[0].batch] or ops
-        rank, larger = self.dump.rank, "a larger TORCH_FR_BUFFER_SIZE keeps more entries"
+        rank, buffer_hint = self.dump.rank, "a larger TORCH_FR_BUFFER_SIZE keeps more entries"
         if not ops[0].is_done:
             raise UsageError(
-                f"the flight recorder of rank {rank} has overwritten {lost} entries, and the "
+                f"the flight recorder of rank {rank} has overwritten {num_lost} entries, and the "
                 f"oldest remaining message in {ops[0].group} has not ended: the position of the "
                 "rank may be overwritten",
-                hint=f"leave out --program; {larger}",
+                hint=f"leave out --program; {buffer_hint}",
             )
-        fits = self._find_fitting_places(ops, transfers)
-        if not fits:
+        fitting_places = self._find_fitting_places(ops, transfers)
+        if not fitting_places:
             raise self._make_mismatch_error(ops, transfers, None)
         if not self.order_mismatch and self._has_usable_counters(ops[0].group):
-            steps, place = divmod(ops[0].logical_number - 1 - ops[0].collective_number, many)
-            if place in fits:
+            steps, place = divmod(
+                ops[0].logical_number - 1 - ops[0].collective_number, num_transfers
+            )
+            if place in fitting_places:
                 numbers = self._number_messages(ops, transfers, place)
-                return TransferSequence(positions, numbers, ops, steps, place, len(fits) == 1)
-        if len(fits) > 1:
+                return TransferSequence(
+                    positions, numbers, ops, steps, place, len(fitting_places) == 1
+                )
+        if len(fitting_places) > 1:
             raise UsageError(
-                f"the flight recorder of rank {rank} has overwritten {lost} entries, and the "
-                f"remaining messages match {len(fits)} positions in a step of "
+                f"the flight recorder of rank {rank} has overwritten {num_lost} entries, and the "
+                f"remaining messages match {len(fitting_places)} positions in a step of "
                 f"{self.graph.program.name}",
-                hint=larger,
+                hint=buffer_hint,
             )
         return TransferSequence(
-            positions, self._number_messages(ops, transfers, fits[0]), ops, None, fits[0]
+            positions,
+            self._number_messages(ops, transfers, fitting_places[0]),
+            ops,
+            None,
+            fitting_places[0],
         )
 
     def _find_fitting_places(self, ops: list[RecordedOperation], transfers: list[int]) -> list[int]:
@@ -500,20 +532,20 @@ class _RecordedRank:
         Places with the same sequence of directions are checked once. For example, if a group has
         only one direction, all places have the same sequence.
         """
-        directions = [self.directions[at] for at in transfers]
-        fits: dict[tuple[_Direction, ...], bool] = {}
+        directions = [self.directions[position] for position in transfers]
+        is_fitting: dict[tuple[_Direction, ...], bool] = {}
         sequences = [(*directions[place:], *directions[:place]) for place in range(len(transfers))]
         for place, sequence in enumerate(sequences):
-            if sequence not in fits:
-                fits[sequence] = len(self._number_messages(ops, transfers, place)) == len(ops)
-        return [place for place, sequence in enumerate(sequences) if fits[sequence]]
+            if sequence not in is_fitting:
+                is_fitting[sequence] = len(self._number_messages(ops, transfers, place)) == len(ops)
+        return [place for place, sequence in enumerate(sequences) if is_fitting[sequence]]
 
     @cached_property
     def _ops_by_group(self) -> dict[RecordedGroup, list[RecordedOperation]]:
-        found: dict[RecordedGroup, list[RecordedOperation]] = defaultdict(list)
+        ops_by_group: dict[RecordedGroup, list[RecordedOperation]] = defaultdict(list)
         for op in self.dump.ops:
-            found[op.group].append(op)
-        return found
+            ops_by_group[op.group].append(op)
+        return ops_by_group
 
     def _has_usable_counters(self, group: RecordedGroup) -> bool:
         """Return whether the counters of a process group show the number of earlier transfers.
@@ -521,7 +553,7 @@ class _RecordedRank:
         They show it if torch counts each operation exactly once, and if all messages are transfers.
         """
         ops = self._ops_by_group[group]
-        steady = all(
+        is_steady = all(
             b.logical_number == a.logical_number + 1
             and b.collective_number == a.collective_number + (not b.is_message)
             for a, b in pairwise(ops)
@@ -529,7 +561,7 @@ class _RecordedRank:
         has_control_messages = any(is_control_message(op) for op in ops if op.is_message)
         return (
             not self.has_ambiguous_group
-            and steady
+            and is_steady
             and not has_control_messages
             and ops[0].logical_number > ops[0].collective_number
         )
@@ -543,20 +575,20 @@ class _RecordedRank:
         recorded in any order.
         """
         numbers: list[int] = []
-        free: dict[_Direction, deque[int]] = defaultdict(deque)
-        for at, op in enumerate(ops):
-            if at == 0 or not op.batch or op.batch != ops[at - 1].batch:
-                free.clear()
-                end = at + 1
+        free_numbers: dict[_Direction, deque[int]] = defaultdict(deque)
+        for index, op in enumerate(ops):
+            if index == 0 or not op.batch or op.batch != ops[index - 1].batch:
+                free_numbers.clear()
+                end = index + 1
                 while op.batch and end < len(ops) and ops[end].batch == op.batch:
                     end += 1
-                for transfer_number in range(place + at, place + end) if transfers else ():
-                    free[self.directions[transfers[transfer_number % len(transfers)]]].append(
-                        transfer_number
-                    )
-            if not free[self._direction_of(op)]:
+                for transfer_number in range(place + index, place + end) if transfers else ():
+                    free_numbers[
+                        self.directions[transfers[transfer_number % len(transfers)]]
+                    ].append(transfer_number)
+            if not free_numbers[self._direction_of(op)]:
                 break
-            numbers.append(free[self._direction_of(op)].popleft())
+            numbers.append(free_numbers[self._direction_of(op)].popleft())
         return numbers
 
     def _make_mismatch_error(

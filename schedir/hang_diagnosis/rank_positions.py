@@ -116,9 +116,9 @@ class PositionedRanks:
         self.is_transfer = graph.index.is_op(TRANSFER_OPS)
         self.has_no_dump: NDArray[np.bool_] = ~np.array(matched.has_dump)[self.rank_of]
         # On a rank without a dump, a transfer counts as ended if its other side has ended.
-        there = self.has_no_dump & (graph.partner != NO_POSITION)
+        is_undumped_transfer = self.has_no_dump & (graph.partner != NO_POSITION)
         self.ended_mask: NDArray[np.bool_] = matched.ended_mask | (
-            there & matched.ended_mask[graph.partner]
+            is_undumped_transfer & matched.ended_mask[graph.partner]
         )
 
     # ------------------------------------------------------------ ended instructions
@@ -140,7 +140,7 @@ class PositionedRanks:
     def _collective_members(self) -> dict[int, list[int]]:
         """Position of an instruction -> the positions of all members of its collective."""
         groups = [members.tolist() for members in self.graph.collective_groups]
-        return {one: members for members in groups for one in members}
+        return {member: members for members in groups for member in members}
 
     def _list_predecessors(self, position: int) -> set[int]:
         """Return the instructions that an instruction waits for on its rank.
@@ -148,17 +148,22 @@ class PositionedRanks:
         A group waits for the predecessors of each of its members. A collective waits for the
         predecessors of all its members, on all ranks.
         """
-        found: set[int] = set()
+        predecessors: set[int] = set()
         for member in self._collective_members.get(position, [position]):
             group = self._list_group(member)
-            before = [*self.graph.local_waits[:, group].flat, *self.graph.queue_predecessor[group]]
-            found |= {int(one) for one in before} - {*group}
-        return found - {NO_POSITION, *self._collective_members.get(position, ())}
+            group_predecessors = [
+                *self.graph.local_waits[:, group].flat,
+                *self.graph.queue_predecessor[group],
+            ]
+            predecessors |= {int(predecessor) for predecessor in group_predecessors} - {*group}
+        return predecessors - {NO_POSITION, *self._collective_members.get(position, ())}
 
     def _list_blockers(self, position: int) -> list[int]:
         """Return those predecessors of an instruction that cannot have ended yet."""
         return sorted(
-            one for one in self._list_predecessors(position) if not self.possibly_ended[one]
+            predecessor
+            for predecessor in self._list_predecessors(position)
+            if not self.possibly_ended[predecessor]
         )
 
     @cached_property
@@ -168,19 +173,27 @@ class PositionedRanks:
         These are the ended transfers, their predecessors in their queues, and all instructions that
         they need. If a message was received, all instructions that its send needs have ended, too.
         """
-        sure = self.ended_mask.copy()
-        left = np.flatnonzero(sure).tolist()
-        receives = self.graph.index.is_op(RECV_OPS)
-        while left:
-            at = left.pop()
-            before = {*self.graph.needs[:, at].tolist(), *self._collective_members.get(at, ())}
-            before |= {int(self.graph.queue_predecessor[at])} - {*self._list_group(at)}
-            if receives[at]:
-                before.update(self.graph.needs[:, self._partner_of(at)].tolist())
-            fresh = [one for one in before - {NO_POSITION} if not sure[one]]
-            sure[fresh] = True
-            left += fresh
-        return sure
+        surely_ended = self.ended_mask.copy()
+        pending = np.flatnonzero(surely_ended).tolist()
+        is_receive = self.graph.index.is_op(RECV_OPS)
+        while pending:
+            position = pending.pop()
+            predecessors = {
+                *self.graph.needs[:, position].tolist(),
+                *self._collective_members.get(position, ()),
+            }
+            queue_predecessor = int(self.graph.queue_predecessor[position])
+            predecessors |= {queue_predecessor} - {*self._list_group(position)}
+            if is_receive[position]:
+                predecessors.update(self.graph.needs[:, self._partner_of(position)].tolist())
+            new_positions = [
+                predecessor
+                for predecessor in predecessors - {NO_POSITION}
+                if not surely_ended[predecessor]
+            ]
+            surely_ended[new_positions] = True
+            pending += new_positions
+        return surely_ended
 
     @cached_property
     def possibly_ended(self) -> NDArray[np.bool_]:
@@ -188,15 +201,22 @@ class PositionedRanks:
 
         These are ended transfers, and all computation whose predecessors may all have ended.
         """
-        may = self.surely_ended & (~self.is_transfer | self.has_no_dump) | self.ended_mask
-        open_, found = np.flatnonzero(~self.is_transfer & ~may).tolist(), True
-        before = {at: self._list_predecessors(at) for at in open_}
-        while found:
-            found = False
-            for at in open_:
-                if not may[at] and all(may[one] for one in before[at]):
-                    may[at] = found = True
-        return may
+        possibly_ended = (
+            self.surely_ended & (~self.is_transfer | self.has_no_dump) | self.ended_mask
+        )
+        open_positions = np.flatnonzero(~self.is_transfer & ~possibly_ended).tolist()
+        predecessors_of = {
+            position: self._list_predecessors(position) for position in open_positions
+        }
+        has_changed = True
+        while has_changed:
+            has_changed = False
+            for position in open_positions:
+                if not possibly_ended[position] and all(
+                    possibly_ended[predecessor] for predecessor in predecessors_of[position]
+                ):
+                    possibly_ended[position] = has_changed = True
+        return possibly_ended
 
     @property
     def contradiction(self) -> tuple[int, int] | None:
@@ -205,26 +225,28 @@ class PositionedRanks:
         Either the first transfer has not ended, but a later transfer in its queue has ended. Or the
         two transfers use different process groups, but the model puts them in one queue.
         """
-        wrong = np.flatnonzero(
+        overtaken = np.flatnonzero(
             self.surely_ended & self.is_transfer & ~self.ended_mask & ~self.has_no_dump
         )
-        for at in wrong.tolist():
+        for position in overtaken.tolist():
             ended_later = np.flatnonzero(
-                (self.graph.queue == self.graph.queue[at]) & self.ended_mask
+                (self.graph.queue == self.graph.queue[position]) & self.ended_mask
             )
-            if (ended_later := ended_later[ended_later > at]).size:
-                return at, int(ended_later[0])
+            if (ended_later := ended_later[ended_later > position]).size:
+                return position, int(ended_later[0])
         # Transfers in different process groups have different queues.
         for transfers in self.matched.transfers_per_group:
-            mine = (
+            is_issued_on_rank = (
                 self.is_transfer
                 & (self.rank_of == self.rank_of[transfers[0]])
                 & self.matched.issued_mask
             )
-            others = np.setdiff1d(np.flatnonzero(mine), transfers)
-            both = others[np.isin(self.graph.queue[others], self.graph.queue[transfers])]
-            if both.size:
-                return int(transfers[0]), int(both[0])
+            other_positions = np.setdiff1d(np.flatnonzero(is_issued_on_rank), transfers)
+            same_queue = other_positions[
+                np.isin(self.graph.queue[other_positions], self.graph.queue[transfers])
+            ]
+            if same_queue.size:
+                return int(transfers[0]), int(same_queue[0])
         return None
 
     @property
@@ -248,20 +270,32 @@ class PositionedRanks:
         """
         lo, hi = self.graph.program.offsets[rank : rank + 2].tolist()
         transfers = [k for k in range(lo, hi) if self.is_transfer[k]]
-        last = max((k for k in transfers if self.matched.issued_mask[k]), default=lo - 1)
-        for at in range(lo, hi):
-            if self.matched.issued_mask[at] if self.is_transfer[at] else self.possibly_ended[at]:
+        last_issued = max((k for k in transfers if self.matched.issued_mask[k]), default=lo - 1)
+        for position in range(lo, hi):
+            if (
+                self.matched.issued_mask[position]
+                if self.is_transfer[position]
+                else self.possibly_ended[position]
+            ):
                 continue
             # The blockers of a collective may be on other ranks, too. Blockers on this rank come
             # first.
-            blockers = [one for one in self._list_predecessors(at) if not self.possibly_ended[one]]
-            blockers.sort(key=lambda one: bool(self.rank_of[one] != rank))
-            if self.is_transfer[at] and not blockers:
-                return RankPosition(rank, at, True, (last + 1, at))
-            return RankPosition(rank, self._find_blocking_transfer(blockers), False, (at, at))
-        open_ = [k for k in transfers if not self.ended_mask[k]]
-        position = self._find_blocking_transfer(open_[:1]) if open_ else None
-        return RankPosition(rank, position, False, (last + 1, hi))
+            blockers = [
+                blocker
+                for blocker in self._list_predecessors(position)
+                if not self.possibly_ended[blocker]
+            ]
+            blockers.sort(key=lambda blocker: bool(self.rank_of[blocker] != rank))
+            if self.is_transfer[position] and not blockers:
+                return RankPosition(rank, position, True, (last_issued + 1, position))
+            return RankPosition(
+                rank, self._find_blocking_transfer(blockers), False, (position, position)
+            )
+        open_transfers = [k for k in transfers if not self.ended_mask[k]]
+        blocking_position = (
+            self._find_blocking_transfer(open_transfers[:1]) if open_transfers else None
+        )
+        return RankPosition(rank, blocking_position, False, (last_issued + 1, hi))
 
     def _find_blocking_transfer(self, blockers: list[int]) -> int:
         """Return the nearest open transfer or collective that is a blocker or delays a blocker.
@@ -270,18 +304,18 @@ class PositionedRanks:
         """
         seen: set[int] = set()
         while blockers:
-            at, *blockers = blockers
-            ahead = self._list_blockers(at)
-            if self.is_transfer[at]:
-                ahead = [one for one in ahead if self.is_transfer[one]]
-                if not ahead or at in seen:
-                    return at
-                blockers = ahead[:1]
-            elif len(self._collective_members.get(at, ())) > 1:
-                return at
-            elif at not in seen:
-                blockers += ahead
-            seen.add(at)
+            position, *blockers = blockers
+            next_blockers = self._list_blockers(position)
+            if self.is_transfer[position]:
+                next_blockers = [blocker for blocker in next_blockers if self.is_transfer[blocker]]
+                if not next_blockers or position in seen:
+                    return position
+                blockers = next_blockers[:1]
+            elif len(self._collective_members.get(position, ())) > 1:
+                return position
+            elif position not in seen:
+                blockers += next_blockers
+            seen.add(position)
         raise AssertionError("an instruction that has not ended waits for nothing")
 
     # ------------------------------------------------------------ waits
@@ -299,21 +333,31 @@ class PositionedRanks:
             return PendingTransfer(
                 position, self._find_blocking_transfer(self._list_blockers(position))
             )
-        seen, suspects = [position], dict[int, None]()
-        for one in seen:  # The loop appends to this list.
-            if (found := self._find_blocker(one)) is not None:
-                return found if isinstance(found, StallReason) else PendingTransfer(position, found)
-            other = self._partner_of(one)
-            if not self.ended_mask[other]:
-                sides = (one, other) if self.graph.index.op[one] in SEND_OPS else (other, one)
+        messages, suspects = [position], dict[int, None]()
+        for message in messages:  # The loop appends to this list.
+            if (blocker := self._find_blocker(message)) is not None:
+                return (
+                    blocker
+                    if isinstance(blocker, StallReason)
+                    else PendingTransfer(position, blocker)
+                )
+            partner = self._partner_of(message)
+            if not self.ended_mask[partner]:
+                sides = (
+                    (message, partner)
+                    if self.graph.index.op[message] in SEND_OPS
+                    else (partner, message)
+                )
                 suspects |= dict.fromkeys(side for side in sides if self._is_suspect(side))
-            around = dict.fromkeys([other, *self._list_group(one), *self._list_group(other)])
-            seen += [n for n in around if n not in seen and not self.ended_mask[n]]
+            neighbours = dict.fromkeys(
+                [partner, *self._list_group(message), *self._list_group(partner)]
+            )
+            messages += [n for n in neighbours if n not in messages and not self.ended_mask[n]]
         if suspects:
             return StallReason(ChainEnd.BUSY, (*suspects,))
         stuck = [
             n
-            for n in sorted(seen)
+            for n in sorted(messages)
             if not self.ended_mask[n] and not self.ended_mask[self._partner_of(n)]
         ]
         if stuck:
@@ -331,10 +375,10 @@ class PositionedRanks:
         A send needs its value. On a GPU, both sides wait for all kernels that were issued before.
         """
         lo = int(self.graph.program.offsets[int(self.rank_of[position])])
-        before = ~self.is_transfer[lo:position] & ~self.surely_ended[lo:position]
+        is_open_compute = ~self.is_transfer[lo:position] & ~self.surely_ended[lo:position]
         # The computation after the last transfer of the previous step may not have ended, either.
         has_ended_transfer = (self.is_transfer[lo:position] & self.ended_mask[lo:position]).any()
-        may_compute = before.any() or (self.matched.step != 0 and not has_ended_transfer)
+        may_compute = is_open_compute.any() or (self.matched.step != 0 and not has_ended_transfer)
         return not self.matched.started_mask[position] and bool(may_compute)
 
     def is_unblocked(self, position: int) -> bool:
@@ -361,11 +405,11 @@ class PositionedRanks:
             return self._find_blocking_transfer(blockers)
         if self.matched.issued_mask[position]:
             return None
-        place = self.find_position(int(self.rank_of[position]))
+        rank_position = self.find_position(int(self.rank_of[position]))
         return (
             StallReason(ChainEnd.NOT_ISSUED, (position,))
-            if place.is_late or place.position is None
-            else place.position
+            if rank_position.is_late or rank_position.position is None
+            else rank_position.position
         )
 
     def follow_waits(self, position: int) -> tuple[list[PendingTransfer], StallReason | None]:
@@ -378,12 +422,12 @@ class PositionedRanks:
             The waits, and the cause. The cause is None if the waits form a cycle.
         """
         links: list[PendingTransfer] = []
-        while isinstance(found := self.find_next_wait(position), PendingTransfer):
-            links.append(found)
-            position = found.needed_position
+        while isinstance(next_wait := self.find_next_wait(position), PendingTransfer):
+            links.append(next_wait)
+            position = next_wait.needed_position
             if position in [link.position for link in links]:
                 return links, None
-        return links, found
+        return links, next_wait
 
 
 @dataclass(frozen=True)
@@ -443,44 +487,46 @@ def diagnose_copies(
 def _diagnose_copy(
     program: Program, matched: MatchedProgram, progress_model: ProgressModel | None
 ) -> ProgramVerdict:
-    for one in (progress_model,) if progress_model else _DEFAULT_MODELS:
-        placed = PositionedRanks(build_complete_graph(program, one), matched)
-        wrong = placed.contradiction
-        if wrong is None:
-            return _make_verdict(placed)
-    named = [placed.graph.index.locate(at) for at in sorted(wrong or ())]
-    first, later = (f"{instr} of rank {matched.ranks[rank]}" for rank, _, instr in named)
+    for model in (progress_model,) if progress_model else _DEFAULT_MODELS:
+        positioned = PositionedRanks(build_complete_graph(program, model), matched)
+        contradiction = positioned.contradiction
+        if contradiction is None:
+            return _make_verdict(positioned)
+    locations = [
+        positioned.graph.index.locate(position) for position in sorted(contradiction or ())
+    ]
+    first, later = (f"{instr} of rank {matched.ranks[rank]}" for rank, _, instr in locations)
     raise UsageError(
-        f"the dumps contradict the progress model {one}: in this model, {later} waits for {first}, "
-        f"but in the job, {later} did not wait",
+        f"the dumps contradict the progress model {model}: in this model, {later} waits for "
+        f"{first}, but in the job, {later} did not wait",
         fields=["progress_model"],
     )
 
 
 def _make_verdict(positioned: PositionedRanks) -> ProgramVerdict:
-    places = tuple(
+    rank_positions = tuple(
         positioned.find_position(rank)
-        for rank, there in enumerate(positioned.matched.has_dump)
-        if there
+        for rank, has_dump in enumerate(positioned.matched.has_dump)
+        if has_dump
     )
     causes: dict[StallReason, None] = {}
     cycle: tuple[PendingTransfer, ...] = ()
-    for place in places:
+    for rank_position in rank_positions:
         # A late rank does not wait. If another rank waits for it, `follow_waits` returns it as the
         # cause.
-        if place.position is None or place.is_late:
+        if rank_position.position is None or rank_position.is_late:
             continue
-        links, cause = positioned.follow_waits(place.position)
+        links, cause = positioned.follow_waits(rank_position.position)
         if cause is not None:
             causes[cause] = None
         elif not cycle:
-            back = [link.position for link in links].index(links[-1].needed_position)
-            cycle = tuple(links[back:])
+            cycle_start = [link.position for link in links].index(links[-1].needed_position)
+            cycle = tuple(links[cycle_start:])
     errors = (
         _find_check_error(positioned.graph, blocks) for blocks in (False, *[True] * bool(cycle))
     )
-    check_error = next((one for one in errors if one is not None), None)
-    return ProgramVerdict(positioned, check_error, places, tuple(causes), cycle)
+    check_error = next((error for error in errors if error is not None), None)
+    return ProgramVerdict(positioned, check_error, rank_positions, tuple(causes), cycle)
 
 
 def _find_check_error(graph: Graph, blocking_hosts: bool) -> SchedirError | None:

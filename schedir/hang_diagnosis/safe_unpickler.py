@@ -76,18 +76,19 @@ class _RefusedPickle(Exception):
 
 
 def _check_opcodes(file: io.BytesIO) -> None:
-    for count, (opcode, _, at) in enumerate(pickletools.genops(file)):
+    for count, (opcode, _, position) in enumerate(pickletools.genops(file)):
         if count >= MAX_OPCODES:
             raise _RefusedPickle(
                 f"the pickle has more than {MAX_OPCODES} opcodes, the limit for a dump"
             )
         if opcode.name in _OPCODE_EFFECTS:
-            does = f"{_OPCODE_EFFECTS[opcode.name]}, and schedir runs no code from a dump"
-            raise _RefusedPickle(f"byte {at} of the pickle {does}")
+            effect = f"{_OPCODE_EFFECTS[opcode.name]}, and schedir runs no code from a dump"
+            raise _RefusedPickle(f"byte {position} of the pickle {effect}")
         if opcode.name not in _ALLOWED_OPCODES:
             code = ord(opcode.code)
             raise _RefusedPickle(
-                f"byte {at} of the pickle has the opcode {code:#04x}, which a dump does not need"
+                f"byte {position} of the pickle has the opcode {code:#04x}, which a dump does "
+                "not need"
             )
 
 

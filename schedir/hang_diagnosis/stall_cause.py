@@ -187,49 +187,57 @@ class StalledRun:
 
     def _current_instruction(self, process: int) -> tuple[int, Instr] | None:
         """Return (index in Stream, current instruction) of a process, or None outside of a step."""
-        one = self.snapshots[process]
-        if self.program is None or one.phase is not ProcessPhase.STEP:
+        snapshot = self.snapshots[process]
+        if self.program is None or snapshot.phase is not ProcessPhase.STEP:
             return None
-        stream, at = self.program.streams[self._coordinates_of(process)[1]], one.position
-        return (at, stream[at]) if 0 <= at < len(stream) else None
+        stream, position = self.program.streams[self._coordinates_of(process)[1]], snapshot.position
+        return (position, stream[position]) if 0 <= position < len(stream) else None
 
     def _find_waits(self, process: int) -> list[WaitingProcess]:
-        own = self.snapshots[process]
-        if own.state in ("gone", "stopped") or own.has_failed:
+        snapshot = self.snapshots[process]
+        if snapshot.state in ("gone", "stopped") or snapshot.has_failed:
             return []
         return [*self._find_graph_waits(process)] or [*self._find_phase_waits(process)]
 
     def _find_graph_waits(self, process: int) -> Iterator[WaitingProcess]:
         """Yield the waits of a process for inputs of its current instruction."""
-        own, graph = self.snapshots[process], self.graph
-        if graph is None or self.program is None or own.phase is not ProcessPhase.STEP:
+        snapshot, graph = self.snapshots[process], self.graph
+        if graph is None or self.program is None or snapshot.phase is not ProcessPhase.STEP:
             return
         lo, hi = self.program.offsets[self._coordinates_of(process)[1] :][:2].tolist()
-        at = lo + max(own.position, 0)
-        if at < hi:
-            needs = {int(n) for n in graph.local_waits[:, at] if n != NO_POSITION}
+        position = lo + max(snapshot.position, 0)
+        if position < hi:
+            needed_positions = {int(n) for n in graph.local_waits[:, position] if n != NO_POSITION}
             # In a dispatch, the host waits for the numbers of tokens that the group will send.
-            if graph.index.op[at] in EP_COLLECTIVE_OPS:
-                for member, there in self._find_participants(process, at):
-                    if not self._has_passed(member, there - 1, own[BlackBoxField.PHASE_COUNT]):
-                        yield WaitingProcess(process, member, self._name_instruction(there))
-            if graph.index.op[at] in SEND_OPS:
-                for member, there in self._find_participants(process, at):
-                    if self._blocks_send(member, own):
-                        yield WaitingProcess(process, member, self._name_instruction(there))
+            if graph.index.op[position] in EP_COLLECTIVE_OPS:
+                for member, member_position in self._find_participants(process, position):
+                    if not self._has_passed(
+                        member, member_position - 1, snapshot[BlackBoxField.PHASE_COUNT]
+                    ):
+                        yield WaitingProcess(
+                            process, member, self._name_instruction(member_position)
+                        )
+            if graph.index.op[position] in SEND_OPS:
+                for member, member_position in self._find_participants(process, position):
+                    if self._blocks_send(member, snapshot):
+                        yield WaitingProcess(
+                            process, member, self._name_instruction(member_position)
+                        )
         else:  # At the end of a step, a process waits until its messages are received.
-            needs = {k for k in range(lo, hi) if graph.index.op[k] in SEND_OPS}
-        for need in sorted(needs):
-            for member, there in self._find_participants(process, need):
-                if not self._has_passed(member, there, own[BlackBoxField.PHASE_COUNT]):
-                    yield WaitingProcess(process, member, self._name_instruction(there))
+            needed_positions = {k for k in range(lo, hi) if graph.index.op[k] in SEND_OPS}
+        for needed_position in sorted(needed_positions):
+            for member, member_position in self._find_participants(process, needed_position):
+                if not self._has_passed(
+                    member, member_position, snapshot[BlackBoxField.PHASE_COUNT]
+                ):
+                    yield WaitingProcess(process, member, self._name_instruction(member_position))
 
     def _blocks_send(self, receiver: int, sender: BlackBoxSnapshot) -> bool:
         """Return whether a send waits because its receiver is not ready."""
-        other = self.snapshots.get(receiver)
-        if other is not None:
+        receiver_snapshot = self.snapshots.get(receiver)
+        if receiver_snapshot is not None:
             # A receive buffer is free only after its rank has ended the previous step.
-            return other[BlackBoxField.PHASE_COUNT] < sender[BlackBoxField.PHASE_COUNT]
+            return receiver_snapshot[BlackBoxField.PHASE_COUNT] < sender[BlackBoxField.PHASE_COUNT]
         # A send to a process that has ended fails. The sender then sets IS_WAITING.
         is_absent = receiver in (*self.missing, *self.unreachable)
         return is_absent and bool(sender[BlackBoxField.IS_WAITING])
@@ -246,21 +254,28 @@ class StalledRun:
         replica, rank, slice_ = self._coordinates_of(process)
         row = INSTRUCTIONS[graph.index.op[position]]
         if row.op in TRANSFER_OPS:
-            there = int(graph.partner[position])
-            if there != NO_POSITION:
-                yield int(self.mesh[replica, graph.index.rank[there], slice_]), there
+            member_position = int(graph.partner[position])
+            if member_position != NO_POSITION:
+                yield (
+                    int(self.mesh[replica, graph.index.rank[member_position], slice_]),
+                    member_position,
+                )
         elif row.group:
             members = next(m for m in graph.collective_groups if position in m)
             slices = range(self.layout.tp) if row.group == "model" else [slice_]
-            for there in members.tolist():
+            for member_position in members.tolist():
                 for other in slices:
-                    yield int(self.mesh[replica, graph.index.rank[there], other]), there
+                    yield (
+                        int(self.mesh[replica, graph.index.rank[member_position], other]),
+                        member_position,
+                    )
         elif row.lane is Lane.TP:
             yield from ((int(other), position) for other in self.mesh[replica, rank])
         elif row.lane is Lane.EP and self.program is not None:
-            first, ep = replica - replica % self.program.ep, self.program.ep
+            first_replica, ep = replica - replica % self.program.ep, self.program.ep
             yield from (
-                (int(other), position) for other in self.mesh[first : first + ep, rank, slice_]
+                (int(other), position)
+                for other in self.mesh[first_replica : first_replica + ep, rank, slice_]
             )
         elif row.lane in (Lane.DP, Lane.PARAMS):
             yield from ((int(other), position) for other in self.mesh[:, rank, slice_])
@@ -270,36 +285,38 @@ class StalledRun:
 
         `occurrence` is the number of the phase, as in `BlackBoxField.PHASE_COUNT`.
         """
-        if (one := self.snapshots.get(process)) is None:
+        if (snapshot := self.snapshots.get(process)) is None:
             return process not in (*self.missing, *self.unreachable)
-        if one[BlackBoxField.PHASE_COUNT] != occurrence:
-            return one[BlackBoxField.PHASE_COUNT] > occurrence
+        if snapshot[BlackBoxField.PHASE_COUNT] != occurrence:
+            return snapshot[BlackBoxField.PHASE_COUNT] > occurrence
         assert self.graph is not None
         _, index, instr = self.graph.index.locate(position)
-        return one.find_lane_position(INSTRUCTIONS[instr.op].lane) > index
+        return snapshot.find_lane_position(INSTRUCTIONS[instr.op].lane) > index
 
     def _find_phase_waits(self, process: int) -> Iterator[WaitingProcess]:
         """Yield waits for processes that are in an earlier phase, or not in the same collective."""
-        own = self.snapshots[process]
+        snapshot = self.snapshots[process]
         replica, rank, _ = self._coordinates_of(process)
-        in_step = own.phase is ProcessPhase.STEP and self._current_instruction(process) is not None
-        candidates = [int(p) for p in self.mesh[replica, rank]] if in_step else [*self.snapshots]
-        waits = bool(own[BlackBoxField.IS_WAITING])
+        is_in_step = (
+            snapshot.phase is ProcessPhase.STEP and self._current_instruction(process) is not None
+        )
+        candidates = [int(p) for p in self.mesh[replica, rank]] if is_in_step else [*self.snapshots]
+        is_waiting = bool(snapshot[BlackBoxField.IS_WAITING])
         for other in candidates:
-            one = self.snapshots.get(other)
-            if one is None or other == process:
+            other_snapshot = self.snapshots.get(other)
+            if other_snapshot is None or other == process:
                 continue
-            behind = (one[BlackBoxField.PHASE_COUNT], one.position) < (
-                own[BlackBoxField.PHASE_COUNT],
-                own.position,
+            is_behind = (other_snapshot[BlackBoxField.PHASE_COUNT], other_snapshot.position) < (
+                snapshot[BlackBoxField.PHASE_COUNT],
+                snapshot.position,
             )
-            same = (
-                one[BlackBoxField.PHASE_COUNT] == own[BlackBoxField.PHASE_COUNT]
-                and not one[BlackBoxField.IS_WAITING]
+            is_in_same_phase = (
+                other_snapshot[BlackBoxField.PHASE_COUNT] == snapshot[BlackBoxField.PHASE_COUNT]
+                and not other_snapshot[BlackBoxField.IS_WAITING]
             )
-            if waits and (behind or same):
+            if is_waiting and (is_behind or is_in_same_phase):
                 yield WaitingProcess(process, other)
-        if waits and not in_step:
+        if is_waiting and not is_in_step:
             yield from (
                 WaitingProcess(process, other) for other in (*self.missing, *self.unreachable)
             )
@@ -319,24 +336,28 @@ class StalledRun:
         """
         if process not in self.snapshots:
             return StallKind.UNREACHABLE if process in self.unreachable else StallKind.MISSING
-        one = self.snapshots[process]
-        if one.has_failed and one.reason:
+        snapshot = self.snapshots[process]
+        if snapshot.has_failed and snapshot.reason:
             return StallKind.FAILED
-        if one.is_dead:
+        if snapshot.is_dead:
             return StallKind.DIED
-        return StallKind.STOPPED if one.state == "stopped" else StallKind.BUSY
+        return StallKind.STOPPED if snapshot.state == "stopped" else StallKind.BUSY
 
     def find_roots(self) -> list[int]:
         """Return the processes that do not wait for others, and did not end because of others."""
-        found = [
+        roots = [
             p for p, waits in self.waits_of.items()
             if not waits and not (self.classify(p) is StallKind.BUSY and self._has_ended(p))
         ]  # fmt: skip
-        return [*found, *self.missing, *(p for p in self.unreachable if p in self.awaited)]
+        return [*roots, *self.missing, *(p for p in self.unreachable if p in self.awaited)]
 
     def _has_ended(self, process: int) -> bool:
-        one = self.snapshots[process]
-        return one.has_failed or bool(one[BlackBoxField.HAS_ENDED]) or one.state == "gone"
+        snapshot = self.snapshots[process]
+        return (
+            snapshot.has_failed
+            or bool(snapshot[BlackBoxField.HAS_ENDED])
+            or snapshot.state == "gone"
+        )
 
     def find_cause(self, reason: str = "") -> StallCause | None:
         """Return the process that delays the other processes, or None if there is none.
@@ -351,52 +372,63 @@ class StalledRun:
         if not roots:
             return None
         roots.sort(key=self._sort_key)
-        first, kind = roots[0], self.classify(roots[0])
-        candidates = [p for p in roots if self._sort_key(p)[:2] == self._sort_key(first)[:2]]
-        sure = len(candidates) == 1 or kind < StallKind.MISSING
+        process, kind = roots[0], self.classify(roots[0])
+        candidates = [p for p in roots if self._sort_key(p)[:2] == self._sort_key(process)[:2]]
+        is_certain = len(candidates) == 1 or kind < StallKind.MISSING
         fact = f"{reason}: " if reason else ""
-        fact += f"{self.layout.name_process(first)} {self._describe_problem(first, kind)}"
-        if not sure:
+        fact += f"{self.layout.name_process(process)} {self._describe_problem(process, kind)}"
+        if not is_certain:
             fact += (
                 "; the cause may also be "
                 f"{', '.join(self.layout.name_process(p) for p in candidates[1:4])}"
             )
-        message = self.snapshots[first].reason if first in self.snapshots else ""
-        return StallCause(first, kind, fact, sure, (*self.describe_processes(first),), message)
+        message = self.snapshots[process].reason if process in self.snapshots else ""
+        return StallCause(
+            process, kind, fact, is_certain, (*self.describe_processes(process),), message
+        )
 
     def _sort_key(self, process: int) -> tuple[int, bool, int, int, float]:
-        one = self.snapshots.get(process)
+        snapshot = self.snapshots.get(process)
         kind = self.classify(process)
-        if one is None:
+        if snapshot is None:
             return kind, process not in self.awaited, 0, 0, 0.0
         if kind in (
             StallKind.FAILED,
             StallKind.DIED,
         ):  # The first process that failed is the cause.
-            when = (
+            time_field = (
                 BlackBoxField.FAILURE_TIME if kind is StallKind.FAILED else BlackBoxField.HEARTBEAT
             )
-            return kind, False, 0, 0, one[when] - one.read_time
-        turn = one[BlackBoxField.PHASE_COUNT] + bool(one[BlackBoxField.IS_WAITING])
-        return kind, process not in self.awaited, turn, one.position, -one.seconds_at_position
+            return kind, False, 0, 0, snapshot[time_field] - snapshot.read_time
+        phase = snapshot[BlackBoxField.PHASE_COUNT] + bool(snapshot[BlackBoxField.IS_WAITING])
+        return (
+            kind,
+            process not in self.awaited,
+            phase,
+            snapshot.position,
+            -snapshot.seconds_at_position,
+        )
 
     def _describe_problem(self, process: int, kind: StallKind) -> str:
         if kind is StallKind.MISSING:
             return "has not started: it has no black box"
         if kind is StallKind.UNREACHABLE:
             return "has sent no information from its machine, and other processes wait for it"
-        one, where = self.snapshots[process], self.describe_location(process)
+        snapshot, location = self.snapshots[process], self.describe_location(process)
         if kind is StallKind.FAILED:
-            return f"has failed, {where}"
+            return f"has failed, {location}"
         if kind is StallKind.DIED:
-            return f"has died without a message, {where}"
+            return f"has died without a message, {location}"
         if kind is StallKind.STOPPED:
-            return f"is stopped, {where}, for {one.seconds_at_position:.1f} s"
-        slow = "is slow, or has stopped a short time ago"
-        does = slow if self.is_slow(process) else "makes no progress"
-        if one.heartbeat_age > SILENT_SECONDS and one.phase > ProcessPhase.START:
-            does += " (and runs no Python code)"
-        return f"waits for no process, and {does}: {where}, for {one.seconds_at_position:.1f} s"
+            return f"is stopped, {location}, for {snapshot.seconds_at_position:.1f} s"
+        slow_text = "is slow, or has stopped a short time ago"
+        activity = slow_text if self.is_slow(process) else "makes no progress"
+        if snapshot.heartbeat_age > SILENT_SECONDS and snapshot.phase > ProcessPhase.START:
+            activity += " (and runs no Python code)"
+        return (
+            f"waits for no process, and {activity}: {location}, for "
+            f"{snapshot.seconds_at_position:.1f} s"
+        )
 
     def is_slow(self, process: int) -> bool:
         """Return whether a running process has made progress while others waited for it.
@@ -410,19 +442,23 @@ class StalledRun:
             return False
         waits = (
             wait
-            for own in self.waits_of.values()
-            for wait in own
+            for process_waits in self.waits_of.values()
+            for wait in process_waits
             if wait.awaited_process == process
         )
-        waited = max(
+        waiting_seconds = max(
             (self.snapshots[wait.process].seconds_at_position for wait in waits), default=0.0
         )
-        return self.snapshots[process].seconds_at_position < SLOW_SHARE * waited
+        return self.snapshots[process].seconds_at_position < SLOW_SHARE * waiting_seconds
 
     def _describe_activity(self, process: int) -> str:
         """Describe the phase and the instruction of a process."""
-        one, found = self.snapshots[process], self._current_instruction(process)
-        return one.activity if found is None else f"{one.activity} at #{found[0]} {found[1]}"
+        snapshot, current_instr = self.snapshots[process], self._current_instruction(process)
+        return (
+            snapshot.activity
+            if current_instr is None
+            else f"{snapshot.activity} at #{current_instr[0]} {current_instr[1]}"
+        )
 
     def describe_location(self, process: int) -> str:
         """Describe the current phase and instruction of a process, and the place in the code.
@@ -430,10 +466,10 @@ class StalledRun:
         Args:
             process: The process.
         """
-        one, text = self.snapshots[process], self._describe_activity(process)
-        if self.program is None and one.phase is ProcessPhase.STEP:
-            text += f" at #{one.position}"
-        return f"{text}, {one.note}" if one.note else text
+        snapshot, text = self.snapshots[process], self._describe_activity(process)
+        if self.program is None and snapshot.phase is ProcessPhase.STEP:
+            text += f" at #{snapshot.position}"
+        return f"{text}, {snapshot.note}" if snapshot.note else text
 
     def describe_processes(self, excluded: int = -1) -> list[str]:
         """Describe the state of each process, and the processes that it waits for.
@@ -444,13 +480,15 @@ class StalledRun:
         Returns:
             The lines of the description.
         """
-        rest = [p for p in self.snapshots if p != excluded]
-        names = {p: self.layout.name_process(p) for p in rest[:MAX_SHOWN]}
+        processes = [p for p in self.snapshots if p != excluded]
+        names = {p: self.layout.name_process(p) for p in processes[:MAX_SHOWN]}
         width = max(map(len, names.values()), default=0)
         lines = [
             f"{name:<{width}}  {self._describe_state(process)}" for process, name in names.items()
         ]
-        return lines + [f"... and {len(rest) - MAX_SHOWN} more processes"] * (len(rest) > MAX_SHOWN)
+        return lines + [f"... and {len(processes) - MAX_SHOWN} more processes"] * (
+            len(processes) > MAX_SHOWN
+        )
 
     def _describe_state(self, process: int) -> str:
         text = self._describe_activity(process)

@@ -102,7 +102,9 @@ class DistributedJob:
         self.extra_names = extra_names
         groups = {g for d in dumps.values() for g in (*d.groups, *(op.group for op in d.ops))}
         members = {id(group.ranks): group.ranks for group in groups}.values()
-        self.ranks = tuple(sorted({*dumps, *(rank for some in members for rank in some)}))
+        self.ranks = tuple(
+            sorted({*dumps, *(rank for group_ranks in members for rank in group_ranks)})
+        )
         # (rank, process group, sender, receiver) -> messages.
         # (rank, process group) -> sequence number -> collectives.
         self._messages: dict[tuple[int, RecordedGroup, int, int], list[RecordedOperation]] = (
@@ -166,18 +168,21 @@ class DistributedJob:
             other: The other rank.
         """
         if not op.is_message:
-            own, theirs = (self._matching_collectives(one, op) for one in (rank, other))
-            return theirs[min(own.index(op), len(theirs) - 1)] if theirs else None
+            own_ops, other_ops = (self._matching_collectives(r, op) for r in (rank, other))
+            return other_ops[min(own_ops.index(op), len(other_ops) - 1)] if other_ops else None
         ends = _sender_and_receiver(rank, op)
-        own, theirs = (self._messages.get((one, op.group, *ends), []) for one in (rank, other))
+        own_ops, other_ops = (self._messages.get((r, op.group, *ends), []) for r in (rank, other))
         if self.dumps[rank].num_lost or self.dumps[other].num_lost:
             # If the first entries are lost, only messages that have not ended can be paired, in
             # order.
             if op.is_done:
                 return None
-            own, theirs = ([one for one in side if not one.is_done] for side in (own, theirs))
-        at = bisect_left(own, op.number, key=lambda one: one.number)
-        return theirs[at] if at < len(theirs) else None
+            own_ops, other_ops = (
+                [message for message in side if not message.is_done]
+                for side in (own_ops, other_ops)
+            )
+        index = bisect_left(own_ops, op.number, key=lambda message: message.number)
+        return other_ops[index] if index < len(other_ops) else None
 
     def _matching_collectives(self, rank: int, op: RecordedOperation) -> list[RecordedOperation]:
         """Return the collectives of a rank with the sequence number of an operation."""
@@ -193,44 +198,44 @@ class DistributedJob:
         """Return the other rank, its progress in an operation, and its side of the operation."""
         if other not in self.dumps:
             return other, WaitReason.NO_DUMP, None
-        part = self.find_counterpart(rank, op, other)
-        if part is None:
+        counterpart = self.find_counterpart(rank, op, other)
+        if counterpart is None:
             # If the rank has issued later collectives, its entry for this collective was
             # overwritten.
-            later = (
+            has_later = (
                 not op.is_message
                 and self._last_collective_number(other, op.group) > op.sequence_number
             )
-            return other, WaitReason.ISSUED if later else WaitReason.NOT_ISSUED, None
-        if _are_mismatched(op, part):
-            return other, WaitReason.MISMATCH, part
-        behind = not part.is_done and part.number not in [
+            return other, WaitReason.ISSUED if has_later else WaitReason.NOT_ISSUED, None
+        if _are_mismatched(op, counterpart):
+            return other, WaitReason.MISMATCH, counterpart
+        is_queued = not counterpart.is_done and counterpart.number not in [
             head.number for head in self._pending_ops[other]
         ]
-        return other, WaitReason.QUEUED if behind else WaitReason.ISSUED, part
+        return other, WaitReason.QUEUED if is_queued else WaitReason.ISSUED, counterpart
 
     def _find_waits(self, rank: int) -> tuple[PendingOperation, ...]:
-        found: list[PendingOperation] = []
+        waits: list[PendingOperation] = []
         for op in self._pending_ops[rank]:
             if op.is_message:
-                found.append(PendingOperation(rank, op, *self._find_wait_reason(rank, op, op.peer)))
+                waits.append(PendingOperation(rank, op, *self._find_wait_reason(rank, op, op.peer)))
                 continue
             # All ranks that have issued the same collective wait for the same ranks, so the awaited
             # ranks are computed once.
-            place = self._matching_collectives(rank, op).index(op)
-            key = (op.group, op.sequence_number, place, op.kind, op.sizes, op.dtypes)
+            index = self._matching_collectives(rank, op).index(op)
+            key = (op.group, op.sequence_number, index, op.kind, op.sizes, op.dtypes)
             if key not in self._cached_waits:
-                every = [self._find_wait_reason(rank, op, other) for other in op.group.ranks]
+                reasons = [self._find_wait_reason(rank, op, other) for other in op.group.ranks]
                 self._cached_waits[key] = [
-                    one for one in every if one[1] is not WaitReason.ISSUED
-                ] or every
-            found += [
-                PendingOperation(rank, op, *one)
-                for one in self._cached_waits[key]
-                if one[0] != rank
+                    reason for reason in reasons if reason[1] is not WaitReason.ISSUED
+                ] or reasons
+            waits += [
+                PendingOperation(rank, op, *reason)
+                for reason in self._cached_waits[key]
+                if reason[0] != rank
             ]
-        blocked = [wait for wait in found if wait.reason is not WaitReason.ISSUED]
-        return tuple(blocked or found)
+        blocked = [wait for wait in waits if wait.reason is not WaitReason.ISSUED]
+        return tuple(blocked or waits)
 
     # ------------------------------------------------------------ conclusions
 
@@ -241,37 +246,44 @@ class DistributedJob:
         Each rank waits for the next rank. The search starts at the lowest rank that reaches a
         cycle.
         """
-        left = {
-            rank: [w for w in own if w.reason in _BLOCKING_REASONS]
-            for rank, own in self.waits.items()
+        open_waits = {
+            rank: [w for w in rank_waits if w.reason in _BLOCKING_REASONS]
+            for rank, rank_waits in self.waits.items()
         }
-        while free_ranks := [rank for rank, own in left.items() if not own]:
+        while free_ranks := [rank for rank, rank_waits in open_waits.items() if not rank_waits]:
             for rank in free_ranks:
-                del left[rank]
-            left = {rank: [w for w in own if w.awaited_rank in left] for rank, own in left.items()}
-        if not left:
+                del open_waits[rank]
+            open_waits = {
+                rank: [w for w in rank_waits if w.awaited_rank in open_waits]
+                for rank, rank_waits in open_waits.items()
+            }
+        if not open_waits:
             return ()
         path: list[PendingOperation] = []
-        rank = min(left)
+        rank = min(open_waits)
         while rank not in [wait.rank for wait in path]:
-            path.append(left[rank][0])
+            path.append(open_waits[rank][0])
             rank = path[-1].awaited_rank
         return tuple(path[[wait.rank for wait in path].index(rank) :])
 
     @property
     def root_ranks(self) -> tuple[int, ...]:
         """The ranks for which others wait, and which do not wait for others."""
-        waited = {wait.awaited_rank for waits in self.waits.values() for wait in waits}
+        awaited_ranks = {wait.awaited_rank for waits in self.waits.values() for wait in waits}
         return tuple(
-            sorted(r for r in waited if not any(w.awaited_rank != r for w in self.waits.get(r, ())))
+            sorted(
+                r
+                for r in awaited_ranks
+                if not any(w.awaited_rank != r for w in self.waits.get(r, ()))
+            )
         )
 
     @property
     def unmatched(self) -> tuple[PendingOperation, ...]:
         """The waits for operations that do not match, or that all ranks have issued."""
-        every = [wait for waits in self.waits.values() for wait in waits]
+        all_waits = [wait for waits in self.waits.values() for wait in waits]
         return tuple(
-            wait for wait in every if wait.reason in (WaitReason.MISMATCH, WaitReason.ISSUED)
+            wait for wait in all_waits if wait.reason in (WaitReason.MISMATCH, WaitReason.ISSUED)
         )
 
     @cached_property
@@ -281,28 +293,32 @@ class DistributedJob:
         An operation has ended on another rank, but is not issued yet in such a dump. The operation
         cannot end before all its ranks have issued it.
         """
-        found: set[int] = set()
-        ended: dict[RecordedGroup, int] = defaultdict(int)
-        for (_, group), parts in self._collectives.items():
-            over = (
-                n
-                for n, some in parts.items()
-                for op in some
+        old_ranks: set[int] = set()
+        last_ended: dict[RecordedGroup, int] = defaultdict(int)
+        for (_, group), collectives in self._collectives.items():
+            ended_numbers = (
+                number
+                for number, ops in collectives.items()
+                for op in ops
                 if op.is_done and _find_synchronizing(op.kind)
             )
-            ended[group] = max(ended[group], *over, 0)
-        for group, last in ended.items():
-            there = self.dumps.keys() & group.ranks
-            found |= {rank for rank in there if self._last_collective_number(rank, group) < last}
-        for (rank, group, a, b), received in self._messages.items():
+            last_ended[group] = max(last_ended[group], *ended_numbers, 0)
+        for group, last_number in last_ended.items():
+            dumped_ranks = self.dumps.keys() & group.ranks
+            old_ranks |= {
+                rank
+                for rank in dumped_ranks
+                if self._last_collective_number(rank, group) < last_number
+            }
+        for (rank, group, sender, receiver), receives in self._messages.items():
             if (
-                rank == b
-                and a in self.dumps
-                and not (self.dumps[a].num_lost or self.dumps[b].num_lost)
+                rank == receiver
+                and sender in self.dumps
+                and not (self.dumps[sender].num_lost or self.dumps[receiver].num_lost)
             ):
-                sent = len(self._messages.get((a, group, a, b), ()))
-                found |= {a} if any(op.is_done for op in received[sent:]) else set()
-        return tuple(sorted(found))
+                num_sent = len(self._messages.get((sender, group, sender, receiver), ()))
+                old_ranks |= {sender} if any(op.is_done for op in receives[num_sent:]) else set()
+        return tuple(sorted(old_ranks))
 
 
 def _sender_and_receiver(rank: int, op: RecordedOperation) -> tuple[int, int]:
@@ -311,8 +327,12 @@ def _sender_and_receiver(rank: int, op: RecordedOperation) -> tuple[int, int]:
 
 
 def _list_pending_ops(dump: FlightRecorderDump) -> tuple[RecordedOperation, ...]:
-    left = [op for op in dump.ops if not op.is_done]
-    return tuple(op for op in left if op is left[0] or (op.batch and op.batch == left[0].batch))
+    pending_ops = [op for op in dump.ops if not op.is_done]
+    return tuple(
+        op
+        for op in pending_ops
+        if op is pending_ops[0] or (op.batch and op.batch == pending_ops[0].batch)
+    )
 
 
 def _are_mismatched(op: RecordedOperation, counterpart: RecordedOperation) -> bool:

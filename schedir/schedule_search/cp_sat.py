@@ -94,14 +94,16 @@ def solve(
         MissingPackageError: OR-Tools is not installed.
     """
     cp_model = import_cp_sat()
-    known = compute_length(problem, hint) if hint is not None else None
-    max_length = shorter_than if known is None else min(known, shorter_than)
+    hint_length = compute_length(problem, hint) if hint is not None else None
+    max_length = shorter_than if hint_length is None else min(hint_length, shorter_than)
     if known_bound.value >= max_length * (1 - RELATIVE_TOLERANCE):
-        kept = hint if known is not None and known < shorter_than else None
-        return SolverResult(kept, inf if kept is None else max_length, known_bound, True, False)
+        hint_order = hint if hint_length is not None and hint_length < shorter_than else None
+        return SolverResult(
+            hint_order, inf if hint_order is None else max_length, known_bound, True, False
+        )
     scaled = _to_integer_problem(problem)
-    least = floor(known_bound.value * scaled.scale * (1 - RELATIVE_TOLERANCE))
-    model = _CpSatModel(cp_model, scaled.problem, least)
+    min_total = floor(known_bound.value * scaled.scale * (1 - RELATIVE_TOLERANCE))
+    model = _CpSatModel(cp_model, scaled.problem, min_total)
     if isfinite(shorter_than):
         model.limit_total(scaled.max_length_below(shorter_than))
     if hint is not None:
@@ -119,13 +121,12 @@ def solve(
             None, inf, LowerBound(shorter_than * share, CLOSED_EXPLANATION), True, interrupted
         )
     bound = known_bound
-    if (value := solver.best_objective_bound / scaled.scale) > known_bound.value * (
-        1 + RELATIVE_TOLERANCE
-    ):
+    value = solver.best_objective_bound / scaled.scale
+    if value > known_bound.value * (1 + RELATIVE_TOLERANCE):
         bound = LowerBound(value, f"CP-SAT proved that no order is shorter than {value:.6g}")
-    best, order = inf, None
-    if known is not None and known < shorter_than:
-        best, order = known, hint
+    length, order = inf, None
+    if hint_length is not None and hint_length < shorter_than:
+        length, order = hint_length, hint
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         solver_order = model.extract_order(solver.value)
         solver_length = compute_length(problem, solver_order)
@@ -134,12 +135,12 @@ def solve(
             for rank, peak in enumerate(compute_peaks(problem, solver_order))
         )
         # With rounded sizes, the solver may return an order that does not fit.
-        if solver_length is not None and solver_length < best and all(fits):
-            best, order = solver_length, solver_order
-    proved = best <= bound.value * (1 + PROOF_TOLERANCE)
-    if proved and bound is not known_bound:
-        bound = LowerBound(min(bound.value, best), CLOSED_EXPLANATION)
-    return SolverResult(order, best, bound, proved, interrupted)
+        if solver_length is not None and solver_length < length and all(fits):
+            length, order = solver_length, solver_order
+    is_proved = length <= bound.value * (1 + PROOF_TOLERANCE)
+    if is_proved and bound is not known_bound:
+        bound = LowerBound(min(bound.value, length), CLOSED_EXPLANATION)
+    return SolverResult(order, length, bound, is_proved, interrupted)
 
 
 def import_cp_sat() -> Any:
@@ -171,11 +172,12 @@ def _run_solver(
         def on_solution_callback(self) -> None:
             best["value"] = self.objective_value / scale
 
-    def bound(value: float) -> None:
+    def update_bound(value: float) -> None:
         best["bound"] = value / scale
 
-    solver.best_bound_callback = bound
-    interrupted, reported = False, dict(best)
+    solver.best_bound_callback = update_bound
+    interrupted = False
+    reported = dict(best)
     with ThreadPoolExecutor(1) as pool:
         status = pool.submit(solver.solve, model, Best())
         while not status.done():
@@ -291,16 +293,16 @@ class _CpSatModel:
         for s in stages:
             saved = int(problem.saved[s])
             deferred = int(problem.deferred_wgrad[s])
-            for kind, more in zip(
+            for kind, change in zip(
                 self.task_kinds, (saved, deferred - saved, -deferred), strict=False
             ):
                 for k in range(problem.microbatches):
-                    if more and (s, kind, k) != task:
-                        before = self._order_literal((s, kind, k), task)
-                        if before is True:
-                            memory += more
-                        elif before is not False:
-                            terms.append(before * more)
+                    if change and (s, kind, k) != task:
+                        is_before = self._order_literal((s, kind, k), task)
+                        if is_before is True:
+                            memory += change
+                        elif is_before is not False:
+                            terms.append(is_before * change)
         self.model.add(sum(terms) + memory <= capacity)
 
     def _order_literal(self, task: Task, other_task: Task) -> Any:
@@ -360,19 +362,20 @@ class _CpSatModel:
 
     def _add_objective(self) -> None:
         """Constrain the objective `total_var` to be at least the time of each rank."""
-        problem, last = self.problem, self.problem.microbatches - 1
-        first = _find_first_starts(problem)
+        problem, last_mb = self.problem, self.problem.microbatches - 1
+        first_starts = _find_first_starts(problem)
         for rank, local_stages in enumerate(problem.stages_of_rank):
             begin: Any = 0
             tail = int(problem.tail_time[rank])
             if problem.objective == "active_span":
                 begin, tail = self.start_vars[local_stages[0], F][0], 0
-                if rank in first:  # A rank starts as early as possible, as in `compute_starts`.
-                    self.model.add(begin == first[rank])
+                # A rank starts as early as possible, as in `compute_starts`.
+                if rank in first_starts:
+                    self.model.add(begin == first_starts[rank])
             for s in local_stages:
                 self.model.add(
                     self.total_var
-                    >= self.end_expression(s, self.task_kinds[-1], last) + tail - begin
+                    >= self.end_expression(s, self.task_kinds[-1], last_mb) + tail - begin
                 )
             # The other constraints imply this one, but CP-SAT takes long to derive it.
             work = int(problem.get_compute_time(rank)) + tail
@@ -395,11 +398,11 @@ class _CpSatModel:
         starts = compute_starts(self.problem, order)
         assert starts is not None
         for codes, rank_starts in zip(order, starts, strict=True):
-            done: dict[int, int] = {}
+            next_mb: dict[int, int] = {}
             for code, start in zip(codes, rank_starts, strict=True):
-                k = done.setdefault(code, 0)
+                k = next_mb.setdefault(code, 0)
                 self.model.add_hint(self.start_vars[divmod(code, KINDS)][k], int(start))
-                done[code] += 1
+                next_mb[code] += 1
         total = max(int(compute_length(self.problem, order) or 0), self.min_total)
         self.model.add_hint(self.total_var, total)
         self.model.add(self.total_var <= total)
@@ -419,9 +422,9 @@ class _CpSatModel:
             depth = (s, num_depths - 1 - s, num_depths)[kind]
             for k, start in enumerate(starts):
                 begin = value_of(start)
-                when = (begin, begin + self.durations[kind][s], k, depth)
-                tasks_of_rank[self.problem.rank_of[s]].append((*when, KINDS * s + kind))
-        return tuple(tuple(int(each[-1]) for each in sorted(tasks)) for tasks in tasks_of_rank)
+                sort_key = (begin, begin + self.durations[kind][s], k, depth)
+                tasks_of_rank[self.problem.rank_of[s]].append((*sort_key, KINDS * s + kind))
+        return tuple(tuple(int(task[-1]) for task in sorted(tasks)) for tasks in tasks_of_rank)
 
 
 def _find_first_starts(problem: SchedulingProblem) -> dict[int, int]:
@@ -429,13 +432,13 @@ def _find_first_starts(problem: SchedulingProblem) -> dict[int, int]:
 
     The result is rank -> time, in the unit of the costs.
     """
-    start, first = 0.0, {}
+    start, start_of_rank = 0.0, {}
     for s, rank in enumerate(problem.rank_of):
-        if rank in first:
+        if rank in start_of_rank:
             break
-        first[rank] = int(start)
+        start_of_rank[rank] = int(start)
         start += problem.F[s] + problem.act_delay[s]
-    return first
+    return start_of_rank
 
 
 class _IntegerProblem(NamedTuple):
@@ -476,7 +479,7 @@ def _to_integer_problem(problem: SchedulingProblem) -> _IntegerProblem:
         for name in ("F", "I", "W", "act_delay", "grad_delay", "tail_time")
     }
     total = problem.microbatches * sum(map(sum, times.values()))
-    scale, exact = _choose_scale([c for row in times.values() for c in row], total)
+    scale, is_exact = _choose_scale([c for row in times.values() for c in row], total)
     sizes = {
         name: list(getattr(problem, name))
         for name in ("saved", "deferred_wgrad", "saved_and_deferred")
@@ -495,7 +498,7 @@ def _to_integer_problem(problem: SchedulingProblem) -> _IntegerProblem:
     }
     fields |= {name: tuple(row) for name, row in sizes.items()}
     return _IntegerProblem(
-        replace(problem, **fields, capacity=tuple(capacity)), float(scale), exact
+        replace(problem, **fields, capacity=tuple(capacity)), float(scale), is_exact
     )
 
 
@@ -508,9 +511,9 @@ def _choose_scale(numbers: Sequence[float], largest: float) -> tuple[Fraction, b
 
     `largest` is the largest sum of the numbers in the model.
     """
-    exact = [Fraction(str(n)) for n in numbers if n]
-    scale = Fraction(lcm(*(n.denominator for n in exact)))
-    scale /= gcd(*(int(n * scale) for n in exact)) or 1
+    fractions = [Fraction(str(n)) for n in numbers if n]
+    scale = Fraction(lcm(*(n.denominator for n in fractions)))
+    scale /= gcd(*(int(n * scale) for n in fractions)) or 1
     if largest * scale <= _MAX_EXACT_INTEGER:
         return scale, True
     return Fraction(_MAX_ROUNDED_INTEGER) / Fraction(largest), False

@@ -148,39 +148,40 @@ def memory_frontier(
 
     Example:
         >>> from schedir import Costs, PipelineShape, memory_frontier
-        >>> found = memory_frontier(PipelineShape(ranks=4, microbatches=8), Costs(F=1, I=1, W=1),
+        >>> frontier = memory_frontier(PipelineShape(ranks=4, microbatches=8), Costs(F=1, I=1, W=1),
         ...     max_evaluations=2000)
-        >>> [(level.limit, level.timeline.span, level.bound) for level in found.levels]
+        >>> [(level.limit, level.timeline.span, level.bound) for level in frontier.levels]
         [(1.0, 72.0, 72.0), (2.0, 41.0, 40.0), (3.0, 32.0, 31.0), (4.0, 27.0, 27.0)]
     """
     if isinstance(levels, bool) or not isinstance(levels, int) or levels < 1:
         raise UsageError(f"levels must be an integer, 1 or more, not {describe(levels)}")
     time_limit = require_seconds(time_limit)
     max_evaluations = require_evaluations(max_evaluations)
-    began, costs = perf_counter(), Costs() if costs is None else costs
-    free = _make_problem(shape, costs, sizes, None, split_backward=split_backward)
-    runs = tuple(_simulate_schedules(free, costs, sizes, initial_schedules))
+    start_time = perf_counter()
+    costs = Costs() if costs is None else costs
+    unlimited_problem = _make_problem(shape, costs, sizes, None, split_backward=split_backward)
+    runs = tuple(_simulate_schedules(unlimited_problem, costs, sizes, initial_schedules))
     peaks = [float((t.peak_memory if sizes else t.peak_in_flight).max()) for t in runs]
     limits = _choose_limits(shape, costs, sizes, peaks, levels, split_backward=split_backward)
-    never = compute_bound(free).value
-    found: list[FrontierLevel] = []
-    complete, tried, uses = True, 0, set[NumbaStatus]()
+    unlimited_bound = compute_bound(unlimited_problem).value
+    searched_levels: list[FrontierLevel] = []
+    is_complete, num_evaluated, numba_statuses = True, 0, set[NumbaStatus]()
     for k, limit in enumerate(limits):
-        rest = len(limits) - k
-        part = (time_limit - (perf_counter() - began)) / rest
+        num_left = len(limits) - k
+        seconds = (time_limit - (perf_counter() - start_time)) / num_left
         if max_evaluations is not None:
-            part = time_limit / len(limits)  # The bounds must not depend on the clock.
+            seconds = time_limit / len(limits)  # The bounds must not depend on the clock.
         try:
-            last = _search_at_limit(
+            result = _search_at_limit(
                 shape, costs, sizes, limit,
                 split_backward=split_backward,
-                time_limit=max(part, 0.01),
+                time_limit=max(seconds, 0.01),
                 max_evaluations=None
                 if max_evaluations is None
-                else max((max_evaluations - tried) // rest, 1),
+                else max((max_evaluations - num_evaluated) // num_left, 1),
                 seed=seed,
                 initial_schedules=[
-                    *initial_schedules, *(level.timeline.program for level in found[-1:]),
+                    *initial_schedules, *(level.timeline.program for level in searched_levels[-1:]),
                 ],
                 report=None if report is None else _add_limit_to_report(report, limit),
             )  # fmt: skip
@@ -188,22 +189,26 @@ def memory_frontier(
             if k + 1 == len(limits):
                 raise
             continue
-        run, tried = last.timeline, tried + last.num_evaluated
-        uses.add(last.numba)
-        if found and found[-1].timeline.span < run.span:
-            run = found[-1].timeline
-        found.append(FrontierLevel(limit, run, last.bound))
-        if last.stop_reason == "interrupted":
-            complete = False
+        run, num_evaluated = result.timeline, num_evaluated + result.num_evaluated
+        numba_statuses.add(result.numba)
+        if searched_levels and searched_levels[-1].timeline.span < run.span:
+            run = searched_levels[-1].timeline
+        searched_levels.append(FrontierLevel(limit, run, result.bound))
+        if result.stop_reason == "interrupted":
+            is_complete = False
             break
-        if run.span <= never * (1 + RELATIVE_TOLERANCE):
+        if run.span <= unlimited_bound * (1 + RELATIVE_TOLERANCE):
             break
     bounds = _compute_bounds(
-        shape, costs, sizes, limits, found, never, split_backward=split_backward
+        shape, costs, sizes, limits, searched_levels, unlimited_bound, split_backward=split_backward
     )
-    below = dict(bounds)
-    tight = tuple(_tighten_level(level, below[level.limit]) for level in found)
-    return MemoryFrontier(shape, tight, bounds, runs, complete, combine_numba(uses))
+    bound_by_limit = dict(bounds)
+    tight_levels = tuple(
+        _tighten_level(level, bound_by_limit[level.limit]) for level in searched_levels
+    )
+    return MemoryFrontier(
+        shape, tight_levels, bounds, runs, is_complete, combine_numba(numba_statuses)
+    )
 
 
 def _tighten_level(level: FrontierLevel, bound: float) -> FrontierLevel:
@@ -234,8 +239,8 @@ def _make_problem(
         return make_problem(
             shape, costs, sizes, inf if limit is None else limit, split_backward=split_backward
         )
-    few = None if limit is None else int(limit)
-    return make_problem(shape, costs, max_in_flight=few, split_backward=split_backward)
+    max_in_flight = None if limit is None else int(limit)
+    return make_problem(shape, costs, max_in_flight=max_in_flight, split_backward=split_backward)
 
 
 def _search_at_limit(
@@ -258,8 +263,8 @@ def _simulate_schedules(
     not apply to full backwards that take less than I and W. A bound for full backwards does not
     apply to split backwards.
     """
-    shape, seen = problem.shape, set[str]()
-    shorter = is_full_backward_cheaper(costs, shape)
+    shape, seen_digests = problem.shape, set[str]()
+    is_full_cheaper = is_full_backward_cheaper(costs, shape)
     for schedule in (
         *initial_schedules,
         *sorted(get_built_in_schedules().values(), key=has_free_v),
@@ -269,14 +274,16 @@ def _simulate_schedules(
         except SchedirError:  # The schedule does not support this shape.
             continue
         ops = program.used_opcodes
-        of_others = BACKWARD in ops and shorter if problem.split_backward else BACKWARD_INPUT in ops
+        is_excluded = (
+            BACKWARD in ops and is_full_cheaper if problem.split_backward else BACKWARD_INPUT in ops
+        )
         if (
             program.shape == shape
             and program.has_backward
-            and program.digest not in seen
-            and not of_others
+            and program.digest not in seen_digests
+            and not is_excluded
         ):
-            seen.add(program.digest)
+            seen_digests.add(program.digest)
             yield simulate(program, costs, sizes=sizes)
 
 
@@ -290,42 +297,52 @@ def _choose_limits(
     split_backward: bool,
 ) -> list[float]:
     """Return the memory limits to search, in ascending order."""
-    free = _make_problem(shape, costs, sizes, None, split_backward=split_backward)
+    unlimited_problem = _make_problem(shape, costs, sizes, None, split_backward=split_backward)
     weights = [0.0] * shape.ranks
     max_memory = max(map(len, shape.stages_on_rank)) * float(shape.microbatches)
     if sizes is not None:
-        each = sizes.for_stages("model_states", shape.stages)
-        weights = [float(each[list(own)].sum()) for own in shape.stages_on_rank]
+        model_states = sizes.for_stages("model_states", shape.stages)
+        weights = [
+            float(model_states[list(local_stages)].sum()) for local_stages in shape.stages_on_rank
+        ]
         max_memory = max(
-            sum((free.saved[s] + free.saved_and_deferred[s]) * shape.microbatches for s in own)
+            sum(
+                (unlimited_problem.saved[s] + unlimited_problem.saved_and_deferred[s])
+                * shape.microbatches
+                for s in local_stages
+            )
             + weights[rank]
-            for rank, own in enumerate(shape.stages_on_rank)
+            for rank, local_stages in enumerate(shape.stages_on_rank)
         )
-    least = max(free.get_min_capacity(rank) + weights[rank] for rank in range(shape.ranks))
-    unlimited_bound = compute_bound(free, 0).value
+    min_limit = max(
+        unlimited_problem.get_min_capacity(rank) + weights[rank] for rank in range(shape.ranks)
+    )
+    unlimited_bound = compute_bound(unlimited_problem, 0).value
 
-    def gains(limit: float) -> bool:
+    def raises_bound(limit: float) -> bool:
         return compute_bound(
             _make_problem(shape, costs, sizes, limit, split_backward=split_backward), 0
         ).value > unlimited_bound * (1 + RELATIVE_TOLERANCE)
 
-    low, most = least, max(least, max_memory)
-    for _ in range(_BISECTION_STEPS if gains(least) else 0):
-        middle = (low + most) / 2
-        if not gains(middle):
-            most = middle
+    low, max_limit = min_limit, max(min_limit, max_memory)
+    for _ in range(_BISECTION_STEPS if raises_bound(min_limit) else 0):
+        middle = (low + max_limit) / 2
+        if not raises_bound(middle):
+            max_limit = middle
         else:
             low = middle
     if sizes is None:
-        most = ceil(most)
-    step = (most - least) / max(num_levels - 1, 1) or 1.0
+        max_limit = ceil(max_limit)
+    step = (max_limit - min_limit) / max(num_levels - 1, 1) or 1.0
     if sizes is None:
         step = max(round(step), 1)
     # More memory may shorten the schedule even if the bound no longer improves. So up to
     # `num_levels` larger limits are added.
-    last = min(max(most, *peaks, least), most + num_levels * step)
-    between = [least + step * k for k in range(2 * num_levels) if least + step * k <= last]
-    return sorted({*between, most, *(peak for peak in peaks if peak >= least)})
+    last_limit = min(max(max_limit, *peaks, min_limit), max_limit + num_levels * step)
+    grid_limits = [
+        min_limit + step * k for k in range(2 * num_levels) if min_limit + step * k <= last_limit
+    ]
+    return sorted({*grid_limits, max_limit, *(peak for peak in peaks if peak >= min_limit)})
 
 
 def _compute_bounds(
@@ -343,15 +360,15 @@ def _compute_bounds(
     A bound for a limit is also a bound for each smaller limit.
     """
     low, high = limits[0], limits[-1]
-    between = [low + (high - low) * k / _BOUND_SAMPLES for k in range(_BOUND_SAMPLES + 1)]
+    grid_limits = [low + (high - low) * k / _BOUND_SAMPLES for k in range(_BOUND_SAMPLES + 1)]
     if sizes is None:
-        between = [float(round(limit)) for limit in between]
-    known = {level.limit: level.bound for level in levels}
-    best, tight = unlimited_bound, [(inf, unlimited_bound)]
-    for limit in sorted({*between, *limits}, reverse=True):
-        own = compute_bound(
+        grid_limits = [float(round(limit)) for limit in grid_limits]
+    bound_by_limit = {level.limit: level.bound for level in levels}
+    best_bound, bounds = unlimited_bound, [(inf, unlimited_bound)]
+    for limit in sorted({*grid_limits, *limits}, reverse=True):
+        limit_bound = compute_bound(
             _make_problem(shape, costs, sizes, limit, split_backward=split_backward)
         ).value
-        best = max(best, own, known.get(limit, 0.0))
-        tight.append((limit, best))
-    return tuple(reversed(tight))
+        best_bound = max(best_bound, limit_bound, bound_by_limit.get(limit, 0.0))
+        bounds.append((limit, best_bound))
+    return tuple(reversed(bounds))

@@ -126,8 +126,8 @@ class SchedulingProblem:
         Args:
             rank: The rank.
         """
-        each = (self.F[s] + self.I[s] + self.W[s] for s in self.stages_of_rank[rank])
-        return self.microbatches * sum(each)
+        stage_times = (self.F[s] + self.I[s] + self.W[s] for s in self.stages_of_rank[rank])
+        return self.microbatches * sum(stage_times)
 
     def get_min_capacity(self, rank: int) -> float:
         """Return the least capacity with which a rank can run one microbatch at a time.
@@ -227,24 +227,30 @@ def make_problem(
         )
     send = _stage_costs(SEND_OPS[0], costs, shape)
     rank_of = shape.first_rank_per_stage.tolist()
-    act = [c * (a != b) for c, a, b in zip(send, rank_of, [*rank_of[1:], rank_of[-1]], strict=True)]
-    grad = [c * (a != b) for c, a, b in zip(send, rank_of, [rank_of[0], *rank_of], strict=False)]
-    steps = np.array(_stage_costs(OPTIMIZER_STEP_OPS[0], costs, shape))
-    reduces = costs.for_opcode(_REDUCE_OP, shape)[:, 0]
-    tail = [
-        float(steps[min(rank, shape.stages - 1)]) + float(reduces[list(own)].min())
-        for rank, own in enumerate(shape.stages_on_rank)
+    act_delay = [
+        c * (a != b) for c, a, b in zip(send, rank_of, [*rank_of[1:], rank_of[-1]], strict=True)
     ]
-    if not shape.microbatches * (sum(F + I + W) + 2 * sum(send)) + sum(tail) < MAX_TIME:
+    grad_delay = [
+        c * (a != b) for c, a, b in zip(send, rank_of, [rank_of[0], *rank_of], strict=False)
+    ]
+    step_costs = np.array(_stage_costs(OPTIMIZER_STEP_OPS[0], costs, shape))
+    reduce_costs = costs.for_opcode(_REDUCE_OP, shape)[:, 0]
+    tail_time = [
+        float(step_costs[min(rank, shape.stages - 1)])
+        + float(reduce_costs[list(local_stages)].min())
+        for rank, local_stages in enumerate(shape.stages_on_rank)
+    ]
+    if not shape.microbatches * (sum(F + I + W) + 2 * sum(send)) + sum(tail_time) < MAX_TIME:
         raise CostsError(
             f"the costs of all instructions add up to {MAX_TIME:g} or more, the limit of a search"
         )
-    saved, deferred, both, capacity = _stage_memory(
+    saved, deferred, saved_and_deferred, capacity = _stage_memory(
         shape, sizes, memory_limit, max_in_flight, split_backward=split_backward
     )
     problem = SchedulingProblem(
-        shape, split_backward, objective, F, I, W, tuple(act), tuple(grad), tuple(tail),
-        saved, deferred, both, capacity,
+        shape, split_backward, objective, F, I, W,
+        tuple(act_delay), tuple(grad_delay), tuple(tail_time),
+        saved, deferred, saved_and_deferred, capacity,
     )  # fmt: skip
     _require_capacity(problem, memory_limit)
     return problem
@@ -266,25 +272,25 @@ def is_full_backward_cheaper(costs: Costs, shape: PipelineShape) -> bool:
 
 
 def _require_searchable_shape(shape: PipelineShape) -> None:
-    for what, many, field in (
+    for noun, count, field in (
         ("rank per stage", shape.placement_rows, "placement"),
         ("update", shape.optimizer_steps, "optimizer_steps"),
         ("sequence chunk", shape.sequence_chunks, "sequence_chunks"),
     ):
-        if many > 1:
+        if count > 1:
             raise ShapeError(
-                f"a search supports only shapes with one {what}, but this shape has {many}",
+                f"a search supports only shapes with one {noun}, but this shape has {count}",
                 fields=[field],
             )
 
 
 def _stage_costs(op: int, costs: Costs, shape: PipelineShape) -> tuple[float, ...]:
-    each = costs.for_opcode(op, shape)  # type: ignore[arg-type]
-    if each.shape[1] > 1:
+    cost_grid = costs.for_opcode(op, shape)  # type: ignore[arg-type]
+    if cost_grid.shape[1] > 1:
         raise CostsError(
             "costs differ between microbatches, but a search supports only one cost per stage"
         )
-    return tuple(each[:, 0].tolist())
+    return tuple(cost_grid[:, 0].tolist())
 
 
 def _zeros(shape: PipelineShape) -> tuple[float, ...]:
@@ -300,7 +306,7 @@ def _stage_memory(
     split_backward: bool,
 ) -> tuple[tuple[float, ...], ...]:
     """Return `saved`, `deferred_wgrad`, `saved_and_deferred` and `capacity` of a problem."""
-    one, zero = (1.0,) * shape.stages, _zeros(shape)
+    ones, zeros = (1.0,) * shape.stages, _zeros(shape)
     if limit is not None and in_flight is not None:
         raise UsageError(
             "memory_limit and max_in_flight cannot be combined", hint="give one of them"
@@ -310,7 +316,7 @@ def _stage_memory(
         if in_flight is not None:
             get_in_flight = in_flight if callable(in_flight) else lambda _: in_flight
             capacity = tuple(_require_in_flight(get_in_flight(rank)) for rank in range(shape.ranks))
-        return one, one if split_backward else zero, one, capacity
+        return ones, ones if split_backward else zeros, ones, capacity
     if sizes is None:
         raise UsageError(
             "memory_limit needs sizes, the bytes of each kind of value",
@@ -322,20 +328,29 @@ def _stage_memory(
         )
     require_type(sizes, "sizes", Sizes, "Sizes(saved=1.2e9, deferred_wgrad=0.5e9)")
     sizes.validate(shape)
-    if (most := to_float(limit)) is None or most == -inf:
+    if (max_bytes := to_float(limit)) is None or max_bytes == -inf:
         raise UsageError(f"memory_limit must be a number of bytes, not {describe(limit)}")
-    each = {
+    grid_by_size = {
         name: sizes.per_microbatch(name, shape)
         for name in ("saved", "deferred_wgrad", "saved_and_deferred")
     }
-    if any(of_stage.shape[1] > 1 for of_stage in each.values()):
+    if any(size_grid.shape[1] > 1 for size_grid in grid_by_size.values()):
         raise UsageError(
             "sizes differ between microbatches, but a search supports only one size per stage"
         )
-    saved, deferred, both = (tuple(of_stage[:, 0].tolist()) for of_stage in each.values())
+    saved, deferred, saved_and_deferred = (
+        tuple(size_grid[:, 0].tolist()) for size_grid in grid_by_size.values()
+    )
     weights = sizes.for_stages("model_states", shape.stages)
-    capacity = tuple(float(most - weights[list(own)].sum()) for own in shape.stages_on_rank)
-    return (saved, deferred, both, capacity) if split_backward else (saved, zero, saved, capacity)
+    capacity = tuple(
+        float(max_bytes - weights[list(local_stages)].sum())
+        for local_stages in shape.stages_on_rank
+    )
+    return (
+        (saved, deferred, saved_and_deferred, capacity)
+        if split_backward
+        else (saved, zeros, saved, capacity)
+    )
 
 
 def _require_in_flight(value: object) -> float:
@@ -357,15 +372,16 @@ def _describe_in_flight(count: float) -> str:
 def _require_capacity(problem: SchedulingProblem, limit: float | None) -> None:
     """Raise UsageError if a rank cannot run one microbatch at a time within its capacity."""
     for rank in range(problem.shape.ranks):
-        least = problem.get_min_capacity(rank)
-        if problem.fits_on_rank(least, rank):
+        min_memory = problem.get_min_capacity(rank)
+        if problem.fits_on_rank(min_memory, rank):
             continue
         weights = 0.0 if limit is None else limit - problem.capacity[rank]
-        say = format_bytes if limit is not None else _describe_in_flight
-        of = f" and {format_bytes(weights)} for model states" * (weights > 0)
+        format_memory = format_bytes if limit is not None else _describe_in_flight
+        weights_text = f" and {format_bytes(weights)} for model states" * (weights > 0)
         raise UsageError(
-            f"no schedule fits: rank {rank} needs {say(least)} for one microbatch{of}, and its "
-            f"limit is {say(problem.capacity[rank] if limit is None else limit)}",
-            hint=f"rank {rank} needs a limit of at least {say(least + weights)}",
+            f"no schedule fits: rank {rank} needs {format_memory(min_memory)} for one "
+            f"microbatch{weights_text}, and its limit is "
+            f"{format_memory(problem.capacity[rank] if limit is None else limit)}",
+            hint=f"rank {rank} needs a limit of at least {format_memory(min_memory + weights)}",
             fields=["memory_limit" if limit is not None else "max_in_flight"],
         )

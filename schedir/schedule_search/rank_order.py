@@ -52,7 +52,7 @@ def order_one_by_one(problem: SchedulingProblem) -> Order:
     Args:
         problem: The problem.
     """
-    each = []
+    codes_by_rank = []
     for local_stages in problem.stages_of_rank:
         forwards = [KINDS * stage + F for stage in local_stages]
         backwards = [
@@ -60,8 +60,8 @@ def order_one_by_one(problem: SchedulingProblem) -> Order:
             for s in reversed(local_stages)
             for kind in (I, W)[: problem.num_task_kinds - 1]
         ]
-        each.append((*forwards, *backwards) * problem.microbatches)
-    return tuple(each)
+        codes_by_rank.append((*forwards, *backwards) * problem.microbatches)
+    return tuple(codes_by_rank)
 
 
 def draft_from_order(
@@ -77,11 +77,13 @@ def draft_from_order(
     ops = (FORWARD, BACKWARD_INPUT if problem.split_backward else BACKWARD, BACKWARD_WEIGHT)
     streams = []
     for codes in order:
-        done: dict[int, int] = {}
+        next_mb: dict[int, int] = {}
         instructions = []
         for code in codes:
-            instructions.append(Instr(ops[code % KINDS], code // KINDS, done.setdefault(code, 0)))
-            done[code] += 1
+            instructions.append(
+                Instr(ops[code % KINDS], code // KINDS, next_mb.setdefault(code, 0))
+            )
+            next_mb[code] += 1
         streams.append(Stream.from_instructions(instructions))
     return Program(name, problem.shape, tuple(streams))
 
@@ -126,13 +128,13 @@ def compute_starts(
     stages = problem.shape.stages
     F_end: list[list[float]] = [[] for _ in range(stages)]
     I_end: list[list[float]] = [[] for _ in range(stages)]
-    started: list[list[float]] = [[] for _ in order]
-    now, todo = [0.0] * len(order), set(range(len(order)))
-    moved = True
-    while moved:
-        moved = False
-        for rank in sorted(todo):
-            codes, rank_starts, time = order[rank], started[rank], now[rank]
+    starts: list[list[float]] = [[] for _ in order]
+    rank_time, pending_ranks = [0.0] * len(order), set(range(len(order)))
+    has_progress = True
+    while has_progress:
+        has_progress = False
+        for rank in sorted(pending_ranks):
+            codes, rank_starts, time = order[rank], starts[rank], rank_time[rank]
             while len(rank_starts) < len(codes):
                 stage, kind = divmod(codes[len(rank_starts)], KINDS)
                 ready = 0.0
@@ -157,11 +159,11 @@ def compute_starts(
                     F_end[stage].append(time)
                 elif kind == I:
                     I_end[stage].append(time)
-                moved = True
-            now[rank] = time
+                has_progress = True
+            rank_time[rank] = time
             if len(rank_starts) == len(codes):
-                todo.discard(rank)
-    return None if todo else started
+                pending_ranks.discard(rank)
+    return None if pending_ranks else starts
 
 
 def compute_length(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> float | None:
@@ -174,12 +176,12 @@ def compute_length(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -
     Returns:
         The length in the unit of the costs. None if the order deadlocks.
     """
-    started = compute_starts(problem, order)
-    if started is None:
+    starts = compute_starts(problem, order)
+    if starts is None:
         return None
     cost = (problem.F, problem.I, problem.W)
     longest = 0.0
-    for rank, (codes, rank_starts) in enumerate(zip(order, started, strict=True)):
+    for rank, (codes, rank_starts) in enumerate(zip(order, starts, strict=True)):
         end = rank_starts[-1] + cost[codes[-1] % KINDS][codes[-1] // KINDS]
         longest = max(
             longest,

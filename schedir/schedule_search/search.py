@@ -115,11 +115,11 @@ def search_schedule(
 
     Example:
         >>> from schedir import Costs, search_schedule
-        >>> found = search_schedule(costs=Costs(F=2, I=2, W=1), ranks=4, microbatches=8,
+        >>> result = search_schedule(costs=Costs(F=2, I=2, W=1), ranks=4, microbatches=8,
         ...     max_in_flight=4)
-        >>> found.span
+        >>> result.span
         49.0
-        >>> found.timeline
+        >>> result.timeline
         <predicted Timeline of search: span 49, bubble 18.4%>
     """
     shape = resolve_shape(
@@ -138,9 +138,9 @@ def search_schedule(
         raise UsageError(
             f"prove must be 'closed' or 'solver', not {describe(prove)}", fields=["prove"]
         )
-    begin = perf_counter()
-    by_solver = prove == "solver"
-    if by_solver:
+    start_time = perf_counter()
+    uses_solver = prove == "solver"
+    if uses_solver:
         import_cp_sat()
     costs = Costs() if costs is None else costs
     problem = make_problem(
@@ -152,62 +152,75 @@ def search_schedule(
         objective=objective,
         split_backward=split_backward,
     )
-    least = compute_bound(problem)
+    lower_bound = compute_bound(problem)
 
     def report_step(step: SearchStep) -> None:
         if report is not None:
-            report(step, least.value)
+            report(step, lower_bound.value)
 
     def tighten_bound() -> float:
-        nonlocal least
-        least = max(least, compute_bound(problem, time_limit / 20), key=lambda bound: bound.value)
-        return least.value
+        nonlocal lower_bound
+        lower_bound = max(
+            lower_bound, compute_bound(problem, time_limit / 20), key=lambda bound: bound.value
+        )
+        return lower_bound.value
 
     builder = ProgramBuilder(problem, costs, sizes, memory_limit)
     orders = list(list_initial_orders(problem, initial_schedules))
-    made, within = _reserve_message_memory(builder, problem, orders, least.value, time_limit, seed)
+    built, reduced_problem = _reserve_message_memory(
+        builder, problem, orders, lower_bound.value, time_limit, seed
+    )
     build_seconds = min(problem.num_tasks * _BUILD_SECONDS_PER_TASK, time_limit / 2)
-    search_seconds = time_limit * (_HEURISTIC_SHARE if by_solver else 1) - build_seconds
+    search_seconds = time_limit * (_HEURISTIC_SHARE if uses_solver else 1) - build_seconds
     heuristic_search = HeuristicSearch(
-        within, least.value, start_time=begin, seconds=search_seconds,
+        reduced_problem, lower_bound.value, start_time=start_time, seconds=search_seconds,
         evaluations=max_evaluations, seed=seed,
         report=report_step,
     )  # fmt: skip
-    stopped: StopReason = "time"
+    stop_reason: StopReason = "time"
     try:
         heuristic_search.add_initial_orders(orders)
         if heuristic_search.run(tighten_bound):
-            stopped = "no better"
-        if by_solver and not heuristic_search.is_proved:
-            solved = _solve_with_cp_sat(problem, heuristic_search, least, time_limit, seed, report)
-            least = solved.bound
-            if solved.order is not None:
-                heuristic_search.add_order(solved.value, solved.order, "CP-SAT")
-            if solved.interrupted:
+            stop_reason = "no better"
+        if uses_solver and not heuristic_search.is_proved:
+            solution = _solve_with_cp_sat(
+                problem, heuristic_search, lower_bound, time_limit, seed, report
+            )
+            lower_bound = solution.bound
+            if solution.order is not None:
+                heuristic_search.add_order(solution.value, solution.order, "CP-SAT")
+            if solution.interrupted:
                 raise KeyboardInterrupt
-            stopped = "no better" if solved.is_proved else "time"
+            stop_reason = "no better" if solution.is_proved else "time"
     except KeyboardInterrupt:
-        stopped = "interrupted"
-    tried = heuristic_search.num_evaluated
+        stop_reason = "interrupted"
+    num_evaluated = heuristic_search.num_evaluated
     try:
-        made = builder.build_shortest(heuristic_search.shortest_orders[:1], made)
+        built = builder.build_shortest(heuristic_search.shortest_orders[:1], built)
         # The program of an initial order may be shorter than that of the shortest order, because
         # its messages may wait less.
-        made = builder.build_shortest(heuristic_search.initial_orders, made)
-        made = builder.build_shortest(heuristic_search.list_finalists(), made, begin + time_limit)
+        built = builder.build_shortest(heuristic_search.initial_orders, built)
+        built = builder.build_shortest(
+            heuristic_search.list_finalists(), built, start_time + time_limit
+        )
     except KeyboardInterrupt:
-        stopped = "interrupted"
-        made = made or builder.build_shortest(heuristic_search.shortest_orders, deadline=begin)
-    length, timeline = made or builder.build_smallest()
-    assert least.value <= length * (1 + 1e-6), "a bug: the schedule is shorter than the lower bound"
-    bound = least.value
+        stop_reason = "interrupted"
+        built = built or builder.build_shortest(
+            heuristic_search.shortest_orders, deadline=start_time
+        )
+    length, timeline = built or builder.build_smallest()
+    assert lower_bound.value <= length * (1 + 1e-6), (
+        "a bug: the schedule is shorter than the lower bound"
+    )
+    bound = lower_bound.value
     # The length and the bound are sums of floats in different orders, so they may be rounded
     # differently.
     if length <= bound * (1 + RELATIVE_TOLERANCE):
-        stopped, bound = "proved", length
+        stop_reason, bound = "proved", length
     return SearchResult(
-        timeline.program, timeline, length, bound, least.explanation,
-        tuple(heuristic_search.improvements), tried, seed, stopped, heuristic_search.numba,
+        timeline.program, timeline, length, bound, lower_bound.explanation,
+        tuple(heuristic_search.improvements), num_evaluated, seed, stop_reason,
+        heuristic_search.numba,
     )  # fmt: skip
 
 
@@ -225,24 +238,25 @@ def _reserve_message_memory(
     searches. If the order of a pilot exceeds the limit with its messages, the next pilot has less
     capacity. The program is None if no pilot finds a program that fits.
     """
-    best, within, found = None, problem, problem
+    best, reduced_problem, best_problem = None, problem, problem
     for _ in range(_MAX_PILOTS if builder.counts_messages else 0):
         pilot = HeuristicSearch(
-            within, bound, start_time=perf_counter(), seconds=seconds * _PILOT_SECONDS_SHARE,
-            evaluations=_PILOT_EVALUATIONS, seed=seed, report=lambda _: None,
+            reduced_problem, bound, start_time=perf_counter(),
+            seconds=seconds * _PILOT_SECONDS_SHARE, evaluations=_PILOT_EVALUATIONS,
+            seed=seed, report=lambda _: None,
         )  # fmt: skip
         pilot.add_initial_orders(orders)
         pilot.run()
         if not pilot.shortest_orders:
             break
-        made = builder.build_shortest(pilot.shortest_orders[:1])
-        if made is not None and (best is None or made.length < best.length):
-            best, found = made, within
-        smaller = builder.reserve_message_memory(pilot.best_order, within)
-        if smaller == within:
+        built = builder.build_shortest(pilot.shortest_orders[:1])
+        if built is not None and (best is None or built.length < best.length):
+            best, best_problem = built, reduced_problem
+        smaller_problem = builder.reserve_message_memory(pilot.best_order, reduced_problem)
+        if smaller_problem == reduced_problem:
             break
-        within = smaller
-    return best, found if best is not None else within
+        reduced_problem = smaller_problem
+    return best, best_problem if best is not None else reduced_problem
 
 
 def _solve_with_cp_sat(
@@ -261,8 +275,8 @@ def _solve_with_cp_sat(
             step = SearchStep(heuristic_search.elapsed, "CP-SAT", shortest)
             report(step, max(bound, known_bound.value))
 
-    left = max(seconds - heuristic_search.elapsed, 0.0)
+    seconds_left = max(seconds - heuristic_search.elapsed, 0.0)
     hint = heuristic_search.best_order if heuristic_search.shortest_orders else None
     return solve(
-        problem, left, hint=hint, known_bound=known_bound, seed=seed, report=report_progress
+        problem, seconds_left, hint=hint, known_bound=known_bound, seed=seed, report=report_progress
     )

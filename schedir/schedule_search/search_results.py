@@ -91,9 +91,9 @@ def combine_numba(results: Iterable[NumbaStatus]) -> NumbaStatus:
     Args:
         results: The status of each search.
     """
-    found = set(results)
+    statuses = set(results)
     order: tuple[NumbaStatus, ...] = ("not installed", "not usable", "no time", "used")
-    return next((numba for numba in order if numba in found), "not needed")
+    return next((numba for numba in order if numba in statuses), "not needed")
 
 
 def describe_numba(numba: NumbaStatus) -> str:

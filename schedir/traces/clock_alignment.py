@@ -56,8 +56,8 @@ def align_clocks(
     max_offset = np.full((len(hosts), len(hosts)), np.inf)
     np.fill_diagonal(max_offset, 0.0)
     np.minimum.at(max_offset, (sender, receiver), transfer_times)
-    for via in range(len(hosts)):  # the algorithm of Floyd and Warshall
-        max_offset = np.minimum(max_offset, max_offset[:, via, None] + max_offset[None, via])
+    for middle in range(len(hosts)):  # the algorithm of Floyd and Warshall
+        max_offset = np.minimum(max_offset, max_offset[:, middle, None] + max_offset[None, middle])
     if (np.diag(max_offset) < 0).any():
         raise TraceError(
             "the clocks of hosts cannot be aligned: for any clock offsets, some message is "
@@ -71,6 +71,6 @@ def align_clocks(
         )
     # The latest and the earliest offsets satisfy all bounds, so their mean does too.
     offsets = (max_offset[0] - max_offset[:, 0]) / 2
-    differ = offsets[None] - offsets[:, None]
+    differences = offsets[None] - offsets[:, None]
     # The maximum is over both directions of each pair of hosts.
-    return ClockOffsets(offsets, float((max_offset - differ).max()))
+    return ClockOffsets(offsets, float((max_offset - differences).max()))

@@ -94,24 +94,27 @@ def split_repetitions(
             hint="profile with activities=[ProfilerActivity.CPU, ProfilerActivity.CUDA]",
         )
     items = _add_posted_messages(trace, items)
-    when = _make_gpu_timer(items, trace) if trace.kernels else _make_cpu_timer(trace, waits)
-    parts: list[list[ExecutedSpan]] = []
+    get_span = _make_gpu_timer(items, trace) if trace.kernels else _make_cpu_timer(trace, waits)
+    repetitions: list[list[ExecutedSpan]] = []
     seen_actions: set[NamedInstruction] = set()
     for item in items:
-        if not parts or not seen_actions.isdisjoint(item.actions):  # a step ran its schedule again
-            parts.append([])
+        # A step ran its schedule again.
+        if not repetitions or not seen_actions.isdisjoint(item.actions):
+            repetitions.append([])
             seen_actions.clear()
         seen_actions.update(item.actions)
-        received = [each for each in item.nested_messages if each.actions[0].op in RECV_OPS]
-        sent = [each for each in item.nested_messages if each not in received]
-        parts[-1] += [
-            when(each)._replace(
-                is_joined=each.is_joined,
-                has_operators=each.is_compute and _has_operators(trace, each.range),
+        receives = [entry for entry in item.nested_messages if entry.actions[0].op in RECV_OPS]
+        sends = [entry for entry in item.nested_messages if entry not in receives]
+        repetitions[-1] += [
+            get_span(entry)._replace(
+                is_joined=entry.is_joined,
+                has_operators=entry.is_compute and _has_operators(trace, entry.range),
             )
-            for each in (*received, item, *sent)
+            for entry in (*receives, item, *sends)
         ]
-    return [_merge_batches(part) for part in parts] if trace.kernels else parts
+    return (
+        [_merge_batches(repetition) for repetition in repetitions] if trace.kernels else repetitions
+    )
 
 
 def _merge_batches(spans: list[ExecutedSpan]) -> list[ExecutedSpan]:
@@ -120,17 +123,17 @@ def _merge_batches(spans: list[ExecutedSpan]) -> list[ExecutedSpan]:
     A batch has one kernel, which is launched with its last message.
     """
     batches: list[list[ExecutedSpan]] = []
-    for seen in spans:
-        if not seen.is_joined:
+    for span in spans:
+        if not span.is_joined:
             batches.append([])
-        batches[-1].append(seen)
+        batches[-1].append(span)
     merged = []
     for batch in batches:
-        kernels = [seen for seen in batch if seen.end is not None]
+        kernels = [span for span in batch if span.end is not None]
         if batch[0].actions[0].op in TRANSFER_OPS and kernels:
-            began = min(seen.start for seen in kernels)
-            ended = max(seen.end or 0 for seen in kernels)
-            batch = [seen._replace(start=began, end=ended) for seen in batch]
+            start = min(span.start for span in kernels)
+            end = max(span.end or 0 for span in kernels)
+            batch = [span._replace(start=start, end=end) for span in batch]
         merged += batch
     return merged
 
@@ -150,16 +153,18 @@ def _collect_items(
     """Return the instructions marked between two times, and the marked waits for messages."""
     items: list[_RangeItem] = []
     waits: list[_RangeItem] = []
-    for each in trace.instruction_ranges:
-        if not interval[0] <= each.start < interval[1]:
+    for item_range in trace.instruction_ranges:
+        if not interval[0] <= item_range.start < interval[1]:
             continue
-        mark = parse_range_name(each.name)
+        mark = parse_range_name(item_range.name)
         actions = tuple(
             action._replace(stage=default_stage) if action.stage == UNSPECIFIED_STAGE else action
             for action in mark.actions
         )
         if actions:
-            (waits if mark.is_wait else items).append(_RangeItem(actions, each, mark.is_joined))
+            (waits if mark.is_wait else items).append(
+                _RangeItem(actions, item_range, mark.is_joined)
+            )
     return items, waits
 
 
@@ -171,27 +176,29 @@ def _add_posted_messages(trace: Trace, items: list[_RangeItem]) -> list[_RangeIt
     """
     if not items or any(action.op in TRANSFER_OPS for item in items for action in item.actions):
         return items
-    first, last = items[0].range.start, max(item.range.end for item in items)
+    first_start, last_end = items[0].range.start, max(item.range.end for item in items)
     threads = {item.range.thread for item in items}
-    inside: list[list[_RangeItem]] = [[] for _ in items]
+    nested_items: list[list[_RangeItem]] = [[] for _ in items]
     starts = np.array([item.range.start for item in items])
-    for each in trace.messages:
-        if each.thread not in threads or not first <= each.start < last:
+    for message in trace.messages:
+        if message.thread not in threads or not first_start <= message.start < last_end:
             continue
-        k = int(np.searchsorted(starts, each.start, side="right")) - 1
+        k = int(np.searchsorted(starts, message.start, side="right")) - 1
         item = items[k]
-        if each.end > item.range.end or not item.is_compute:
+        if message.end > item.range.end or not item.is_compute:
             return items
-        op = _POSTED_ACTIONS[each.name, item.actions[0].op == FORWARD]
+        op = _POSTED_ACTIONS[message.name, item.actions[0].op == FORWARD]
         action = item.actions[0]._replace(op=op)
-        same = [one for one in inside[k] if one.actions[0] == action]
-        if same:  # a boundary of several tensors is one message
-            same[0].range = same[0].range._replace(end=each.end)
+        posted = [
+            nested_item for nested_item in nested_items[k] if nested_item.actions[0] == action
+        ]
+        if posted:  # a boundary of several tensors is one message
+            posted[0].range = posted[0].range._replace(end=message.end)
         else:
-            inside[k].append(_RangeItem((action,), each))
+            nested_items[k].append(_RangeItem((action,), message))
     return [
         replace(item, nested_messages=tuple(nested))
-        for item, nested in zip(items, inside, strict=True)
+        for item, nested in zip(items, nested_items, strict=True)
     ]
 
 
@@ -200,31 +207,41 @@ def _add_posted_messages(trace: Trace, items: list[_RangeItem]) -> list[_RangeIt
 
 def _make_cpu_timer(trace: Trace, waits: list[_RangeItem]) -> Callable[[_RangeItem], ExecutedSpan]:
     """Return a function that finds the time of an item from the ranges of the host."""
-    starts = np.array([each.start for each in trace.receive_waits], np.int64)
-    ends = np.array([each.end for each in trace.receive_waits], np.int64)
+    starts = np.array([wait_range.start for wait_range in trace.receive_waits], np.int64)
+    ends = np.array([wait_range.end for wait_range in trace.receive_waits], np.int64)
     wait_ends = np.sort(ends)
-    awaited: dict[NamedInstruction, int] = {}
+    arrival_by_action: dict[NamedInstruction, int] = {}
     for wait in waits:
         for action in wait.actions:
-            awaited[action] = max(awaited.get(action, 0), wait.range.end)
-    marked = sorted((wait.range.start, wait.range.end) for wait in waits)
+            arrival_by_action[action] = max(arrival_by_action.get(action, 0), wait.range.end)
+    marked_waits = sorted((wait.range.start, wait.range.end) for wait in waits)
 
     def get_span(item: _RangeItem) -> ExecutedSpan:
         start, end = item.range.start, item.range.end
         if item.is_compute:
             lo, hi = np.searchsorted(wait_ends, [start, end], side="right")
-            spells = list(_list_wait_intervals(trace, item.range, wait_ends[lo:hi].tolist()))
-            inside = marked[bisect_left(marked, (start, 0)) : bisect_left(marked, (end + 1, 0))]
-            spells += [(since, until) for since, until in inside if until <= end]
-            sent = [e.range.start for e in item.nested_messages if e.actions[0].op not in RECV_OPS]
-            stop = min(sent, default=end)
-            waited = min(_union_length(spells), stop - start)
-            return ExecutedSpan(item.actions, start + waited, stop, waited)
+            wait_intervals = list(
+                _list_wait_intervals(trace, item.range, wait_ends[lo:hi].tolist())
+            )
+            marked_inside = marked_waits[
+                bisect_left(marked_waits, (start, 0)) : bisect_left(marked_waits, (end + 1, 0))
+            ]
+            wait_intervals += [
+                (wait_start, wait_end) for wait_start, wait_end in marked_inside if wait_end <= end
+            ]
+            send_starts = [
+                e.range.start for e in item.nested_messages if e.actions[0].op not in RECV_OPS
+            ]
+            compute_end = min(send_starts, default=end)
+            wait_time = min(_union_length(wait_intervals), compute_end - start)
+            return ExecutedSpan(item.actions, start + wait_time, compute_end, wait_time)
         if not any(action.op in RECV_OPS for action in item.actions):
             return ExecutedSpan(item.actions, start, end)
         lo, hi = np.searchsorted(starts, [start, end + 1])
-        seen = [int(e) for e in ends[lo:hi]] + [awaited[a] for a in item.actions if a in awaited]
-        return ExecutedSpan(item.actions, start, max([end, *seen]) if seen else None)
+        arrivals = [int(e) for e in ends[lo:hi]] + [
+            arrival_by_action[a] for a in item.actions if a in arrival_by_action
+        ]
+        return ExecutedSpan(item.actions, start, max([end, *arrivals]) if arrivals else None)
 
     return get_span
 
@@ -241,10 +258,10 @@ def _list_wait_intervals(
 
 def _union_length(intervals: list[tuple[int, int]]) -> int:
     """Return the length of the union of some intervals."""
-    total, over = 0, 0
+    total, covered_end = 0, 0
     for start, end in sorted(intervals):
-        total += max(0, end - max(start, over))
-        over = max(over, end)
+        total += max(0, end - max(start, covered_end))
+        covered_end = max(covered_end, end)
     return total
 
 
@@ -255,39 +272,39 @@ def _make_gpu_timer(items: list[_RangeItem], trace: Trace) -> Callable[[_RangeIt
     """Return a function that finds the time of an item from the kernels launched in it."""
     kernels = trace.kernels
     assert kernels is not None
-    flat = [each for item in items for each in (item, *item.nested_messages)]
-    owner = _find_owners(flat, kernels, trace.autograd_threads)
+    all_items = [entry for item in items for entry in (item, *item.nested_messages)]
+    owner = _find_owners(all_items, kernels, trace.autograd_threads)
     order = np.argsort(owner, kind="stable")
-    lo = np.searchsorted(owner[order], np.arange(len(flat)), side="left")
-    hi = np.searchsorted(owner[order], np.arange(len(flat)), side="right")
-    number = {id(each): k for k, each in enumerate(flat)}
+    lo = np.searchsorted(owner[order], np.arange(len(all_items)), side="left")
+    hi = np.searchsorted(owner[order], np.arange(len(all_items)), side="right")
+    item_number = {id(entry): k for k, entry in enumerate(all_items)}
     streams = _find_compute_streams(
-        [order[lo[k] : hi[k]] for k, each in enumerate(flat) if each.is_compute], kernels
+        [order[lo[k] : hi[k]] for k, entry in enumerate(all_items) if entry.is_compute], kernels
     )
     on_stream = np.isin(kernels.stream, streams)
-    free = 0  # the end of the last compute: a rank's computes do not overlap
+    last_end = 0  # the end of the last compute: a rank's computes do not overlap
 
     def get_span(item: _RangeItem) -> ExecutedSpan:
-        nonlocal free
-        k = number[id(item)]
+        nonlocal last_end
+        k = item_number[id(item)]
         indices = order[lo[k] : hi[k]]
-        of_nccl = kernels.is_nccl[indices]
+        is_nccl = kernels.is_nccl[indices]
         # Collectives of tensor-parallel ranks run between the other kernels of an instruction, so
         # the time of the instruction includes them. Copies on other streams are left out, because
         # they may run while the instruction waits.
-        wanted = ~of_nccl if item.is_compute else of_nccl
-        indices = indices[wanted] if wanted.any() else indices
+        is_included = ~is_nccl if item.is_compute else is_nccl
+        indices = indices[is_included] if is_included.any() else indices
         if item.is_compute and on_stream[indices].any():
             indices = indices[on_stream[indices]]
         if not len(indices):
-            time = free or item.range.start
-            message = item.actions[0].op in TRANSFER_OPS
-            return ExecutedSpan(item.actions, time, None if message else time)
+            time = last_end or item.range.start
+            is_message = item.actions[0].op in TRANSFER_OPS
+            return ExecutedSpan(item.actions, time, None if is_message else time)
         start = int(kernels.start[indices].min())
         end = int(kernels.end[indices].max())
         if item.is_compute:
-            start, end = max(start, free), max(end, free)
-            free = end
+            start, end = max(start, last_end), max(end, last_end)
+            last_end = end
         return ExecutedSpan(item.actions, start, end)
 
     return get_span
@@ -300,19 +317,21 @@ def _find_owners(items: list[_RangeItem], kernels: GpuKernels, autograd: set[int
     launch = kernels.launch_time[by_launch]
     for k, item in enumerate(items):  # nested items come after the outer ones
         lo, hi = np.searchsorted(launch, [item.range.start, item.range.end + 1])
-        own = by_launch[lo:hi]
-        back = any(action.op in BACKWARD_OPS for action in item.actions)
-        threads = [item.range.thread, *(autograd if back else ())]
-        owner[own[np.isin(kernels.launch_thread[own], threads)]] = k
+        launched = by_launch[lo:hi]
+        is_backward = any(action.op in BACKWARD_OPS for action in item.actions)
+        threads = [item.range.thread, *(autograd if is_backward else ())]
+        owner[launched[np.isin(kernels.launch_thread[launched], threads)]] = k
     return owner
 
 
 def _find_compute_streams(kernels_per_item: list[Ints], kernels: GpuKernels) -> Ints:
     """Return the streams on which at least one instruction spends most of its kernel time."""
-    took = np.where(kernels.is_nccl, 0, kernels.end - kernels.start)
-    found = set()
-    for own in kernels_per_item:
-        streams, at = np.unique(kernels.stream[own], return_inverse=True)
-        if took[own].any():
-            found.add(int(streams[np.bincount(at, took[own]).argmax()]))
-    return np.array(sorted(found), np.int64)
+    durations = np.where(kernels.is_nccl, 0, kernels.end - kernels.start)
+    compute_streams = set()
+    for indices in kernels_per_item:
+        streams, stream_indices = np.unique(kernels.stream[indices], return_inverse=True)
+        if durations[indices].any():
+            compute_streams.add(
+                int(streams[np.bincount(stream_indices, durations[indices]).argmax()])
+            )
+    return np.array(sorted(compute_streams), np.int64)

@@ -161,10 +161,10 @@ class _TraceFile:
         self.max_bytes = max_bytes
         self.bytes_read = 0
         self.raw_file = open_regular_file(path)
-        packed = self.raw_file.read(2) == b"\x1f\x8b"
+        is_gzip = self.raw_file.read(2) == b"\x1f\x8b"
         self.raw_file.seek(0)
         self.file = (
-            cast(IO[bytes], gzip.GzipFile(fileobj=self.raw_file)) if packed else self.raw_file
+            cast(IO[bytes], gzip.GzipFile(fileobj=self.raw_file)) if is_gzip else self.raw_file
         )
 
     def read(self, size: int) -> bytes:
@@ -199,10 +199,10 @@ def _parse_events(path: str | Path, events: Iterator[Any]) -> Iterator[Any]:
     try:
         yield from events
     except ijson.IncompleteJSONError as error:
-        cut = "premature EOF" in str(error) or "Incomplete" in str(error)
-        why = "it is cut off" if cut else f"it is not JSON: {_first_line(error)}"
-        hint = "was the run stopped while it wrote the trace?" if cut else ""
-        raise TraceError(f"{path} cannot be read: {why}", hint=hint) from None
+        is_cut_off = "premature EOF" in str(error) or "Incomplete" in str(error)
+        reason = "it is cut off" if is_cut_off else f"it is not JSON: {_first_line(error)}"
+        hint = "was the run stopped while it wrote the trace?" if is_cut_off else ""
+        raise TraceError(f"{path} cannot be read: {reason}", hint=hint) from None
     except (ijson.JSONError, UnicodeDecodeError) as error:
         raise TraceError(f"{path} is not JSON: {_first_line(error)}") from None
 
@@ -246,17 +246,19 @@ class _TraceReader:
     """Reads the events of one file, and keeps the needed ones."""
 
     def __init__(self, path: str, header: dict[str, Any]) -> None:
-        world = header.get("distributedInfo")
-        world = world if isinstance(world, dict) else {}
-        rank = world.get("rank")
+        distributed_info = header.get("distributedInfo")
+        distributed_info = distributed_info if isinstance(distributed_info, dict) else {}
+        rank = distributed_info.get("rank")
         base = header.get("baseTimeNanoseconds", 0)
-        named = _RANK_IN_NAME.search(Path(path).name)
+        match = _RANK_IN_NAME.search(Path(path).name)
         if type(rank) is not int:
-            rank = int(named[1]) if named else None
+            rank = int(match[1]) if match else None
         self.base_time = int(base) if isinstance(base, int | float) and 0 <= base < 2**62 else 0
         host = str(header.get("host_name", ""))
-        backend = str(world.get("backend", "")).lower()
-        self.trace = Trace(path, rank, host, backend, _parse_groups(world.get("pg_config")))
+        backend = str(distributed_info.get("backend", "")).lower()
+        self.trace = Trace(
+            path, rank, host, backend, _parse_groups(distributed_info.get("pg_config"))
+        )
         self.op_end_times: dict[int, array[int]] = defaultdict(lambda: array("q"))
         self.thread_numbers: dict[str, int] = {}
         # Concatenated rows of integers. A launch has the columns correlation, time and thread. A
@@ -273,14 +275,16 @@ class _TraceReader:
             if isinstance(event, dict) and event.get("ph") == "X":
                 self._read_event(event)
         for ranges in (trace.instruction_ranges, trace.messages, trace.receive_waits):
-            ranges.sort(key=lambda each: (each.start, -each.end))
+            ranges.sort(key=lambda profiler_range: (profiler_range.start, -profiler_range.end))
         # A run of GPipe may also have ranges with other names. These contain messages and waits.
         # Ranges with torch's names (`PP:...`) are preferred, because each of them contains only one
         # instruction.
         trace.instruction_ranges = [
             e for e in trace.instruction_ranges if is_torch_range(e.name)
         ] or trace.instruction_ranges
-        threads = {each.thread for each in trace.instruction_ranges} | trace.autograd_threads
+        threads = {
+            profiler_range.thread for profiler_range in trace.instruction_ranges
+        } | trace.autograd_threads
         trace.op_end_times = {
             thread: np.sort(np.array(ends, np.int64))
             for thread, ends in self.op_end_times.items()
@@ -293,8 +297,8 @@ class _TraceReader:
     def _read_event(self, event: dict[str, Any]) -> None:
         """Keep the needed parts of one event. Most events are not needed."""
         kind, name, ts, dur = (event.get(key) for key in ("cat", "name", "ts", "dur"))
-        launch = isinstance(kind, str) and kind.endswith(_LAUNCH_SUFFIXES)
-        if not (launch or kind in _KEPT_CATEGORIES) or not isinstance(name, str):
+        is_launch = isinstance(kind, str) and kind.endswith(_LAUNCH_SUFFIXES)
+        if not (is_launch or kind in _KEPT_CATEGORIES) or not isinstance(name, str):
             return
         if not (isinstance(ts, int | float) and isinstance(dur, int | float)):
             return
@@ -321,7 +325,7 @@ class _TraceReader:
             elif step := _STEP_NAME.fullmatch(name):
                 self.trace.steps[int(step[1])] = start, end
         elif (number := _correlation_id(event.get("args"))) is not None:
-            if launch:
+            if is_launch:
                 self.launch_rows.extend((number, start, thread))
             else:
                 self.kernel_rows.extend(
@@ -331,30 +335,32 @@ class _TraceReader:
     def _build_kernels(self) -> GpuKernels:
         """Return the kernels whose launch is in the trace."""
         launches = np.array(self.launch_rows, np.int64).reshape(-1, 3)
-        ran = np.array(self.kernel_rows, np.int64).reshape(-1, 5)
+        kernels = np.array(self.kernel_rows, np.int64).reshape(-1, 5)
         launches = launches[np.argsort(launches[:, 0], kind="stable")]
-        at = np.searchsorted(launches[:, 0], ran[:, 0])
-        inside = at < len(launches)
-        has_launch = np.zeros(len(ran), bool)
-        has_launch[inside] = launches[at[inside], 0] == ran[inside, 0]
-        ran, launches_of_ran = ran[has_launch], launches[at[has_launch]]
+        launch_indices = np.searchsorted(launches[:, 0], kernels[:, 0])
+        is_in_range = launch_indices < len(launches)
+        has_launch = np.zeros(len(kernels), bool)
+        has_launch[is_in_range] = (
+            launches[launch_indices[is_in_range], 0] == kernels[is_in_range, 0]
+        )
+        kernels, kernel_launches = kernels[has_launch], launches[launch_indices[has_launch]]
         return GpuKernels(
-            ran[:, 1],
-            ran[:, 2],
-            launches_of_ran[:, 1],
-            launches_of_ran[:, 2],
-            ran[:, 3],
-            ran[:, 4] > 0,
+            kernels[:, 1],
+            kernels[:, 2],
+            kernel_launches[:, 1],
+            kernel_launches[:, 2],
+            kernels[:, 3],
+            kernels[:, 4] > 0,
         )
 
 
 def _parse_groups(config: object) -> tuple[tuple[int, ...], ...]:
     """Return the ranks of each process group that lists its ranks."""
-    each = [group.get("ranks") for group in config if isinstance(group, dict)] if isinstance(
+    rank_lists = [group.get("ranks") for group in config if isinstance(group, dict)] if isinstance(
         config, list) else []  # fmt: skip
     return tuple(
         tuple(ranks)
-        for ranks in each
+        for ranks in rank_lists
         if isinstance(ranks, list) and all(type(rank) is int for rank in ranks)
     )
 

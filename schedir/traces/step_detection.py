@@ -30,7 +30,7 @@ class ScheduleRun(NamedTuple):
     @property
     def stages(self) -> tuple[int, ...]:
         """The stages that the rank computes, ascending."""
-        actions = (action for seen in self.spans for action in seen.actions)
+        actions = (action for span in self.spans for action in span.actions)
         return tuple(sorted({action.stage for action in actions if action.op in COMPUTE_OPS}))
 
     @property
@@ -39,12 +39,14 @@ class ScheduleRun(NamedTuple):
 
         In an evaluation, torch's runtime also marks backwards, but these contain no operators.
         """
-        ran: dict[bool, bool] = {}
-        for seen in self.spans:
-            if seen.actions[0].op in COMPUTE_OPS:
-                is_backward = all(action.op in BACKWARD_OPS for action in seen.actions)
-                ran[is_backward] = ran.get(is_backward, False) or seen.has_operators
-        return ran.get(False, False) and not ran.get(True, False)
+        has_operators: dict[bool, bool] = {}
+        for span in self.spans:
+            if span.actions[0].op in COMPUTE_OPS:
+                is_backward = all(action.op in BACKWARD_OPS for action in span.actions)
+                has_operators[is_backward] = (
+                    has_operators.get(is_backward, False) or span.has_operators
+                )
+        return has_operators.get(False, False) and not has_operators.get(True, False)
 
 
 class ScheduleExecution(NamedTuple):
@@ -66,13 +68,13 @@ class ScheduleExecution(NamedTuple):
     @property
     def is_evaluation(self) -> bool:
         """Return whether every rank ran operators in forwards only."""
-        return all(part.has_only_forwards for part in self.ranks)
+        return all(run.has_only_forwards for run in self.ranks)
 
     @property
     def has_backwards(self) -> bool:
         """Return whether any backward is marked."""
-        seen = (seen for part in self.ranks for seen in part.spans)
-        return any(action.op in BACKWARD_OPS for one in seen for action in one.actions)
+        spans = (span for run in self.ranks for span in run.spans)
+        return any(action.op in BACKWARD_OPS for span in spans for action in span.actions)
 
 
 class TracedProcesses:
@@ -86,12 +88,13 @@ class TracedProcesses:
     """
 
     def __init__(self, traces: Sequence[Trace]) -> None:
-        of: dict[int, list[Trace]] = defaultdict(list)
-        known = all(trace.rank is not None for trace in traces)
+        traces_by_process: dict[int, list[Trace]] = defaultdict(list)
+        has_all_ranks = all(trace.rank is not None for trace in traces)
         for k, trace in enumerate(traces):
-            of[trace.rank if known and trace.rank is not None else k].append(trace)
-        self.traces_by_process = dict(sorted(of.items()))
-        groups = {group for trace in traces for group in trace.groups} if known else set()
+            process = trace.rank if has_all_ranks and trace.rank is not None else k
+            traces_by_process[process].append(trace)
+        self.traces_by_process = dict(sorted(traces_by_process.items()))
+        groups = {group for trace in traces for group in trace.groups} if has_all_ranks else set()
         # Only groups whose ranks all have a trace, sorted by their ranks.
         self.groups = sorted(group for group in groups if self.traces_by_process.keys() >= {*group})
 
@@ -104,18 +107,18 @@ class TracedProcesses:
         Raises:
             TraceError: Steps are marked, but none is in the traces of all processes.
         """
-        each = [
-            {step for trace in own for step in trace.steps}
-            for own in self.traces_by_process.values()
+        steps_of_process = [
+            {step for trace in traces for step in trace.steps}
+            for traces in self.traces_by_process.values()
         ]
-        common = sorted(set.intersection(*each))
-        if not common and any(each):
-            few = min(each, key=len)
+        common = sorted(set.intersection(*steps_of_process))
+        if not common and any(steps_of_process):
+            fewest = min(steps_of_process, key=len)
+            others = (steps for steps in steps_of_process if not fewest or not fewest <= steps)
             raise TraceError(
                 "the traces of the ranks have no ProfilerStep in common",
                 hint=" and ".join(
-                    f"one trace has {sorted(one) or 'none'}"
-                    for one in (few, next(one for one in each if not few or not few <= one))
+                    f"one trace has {sorted(steps) or 'none'}" for steps in (fewest, next(others))
                 ),
             )
         return common
@@ -128,35 +131,43 @@ class TracedProcesses:
         such a group, the stages are numbered in the order of processes. If the traces have
         operators but no messages, all stages are 0.
         """
-        ends = {
-            number: _has_receives_and_sends(own) for number, own in self.traces_by_process.items()
+        directions = {
+            number: _has_receives_and_sends(traces)
+            for number, traces in self.traces_by_process.items()
         }
         stage_of_process: dict[int, int] = {}
         for group in (tuple(self.traces_by_process), *self.groups):
-            last = len(group) - 1
-            if last and all(ends[n] == (k > 0, k < last) for k, n in enumerate(group)):
+            last_stage = len(group) - 1
+            if last_stage and all(
+                directions[n] == (k > 0, k < last_stage) for k, n in enumerate(group)
+            ):
                 for k, number in enumerate(group):
                     stage_of_process.setdefault(number, k)
         if len(stage_of_process) == len(self.traces_by_process):
             return stage_of_process
-        files = [trace for own in self.traces_by_process.values() for trace in own]
-        alone = all(trace.op_end_times and not trace.messages for trace in files)
-        return {number: 0 if alone else k for k, number in enumerate(self.traces_by_process)}
+        files = [trace for traces in self.traces_by_process.values() for trace in traces]
+        has_no_messages = all(trace.op_end_times and not trace.messages for trace in files)
+        return {
+            number: 0 if has_no_messages else k for k, number in enumerate(self.traces_by_process)
+        }
 
     def _choose_pipeline(
         self, stages_of_process: dict[int, tuple[int, ...]]
     ) -> tuple[dict[tuple[int, ...], int], bool]:
         """Return one process for each set of stages, and whether they surely are one pipeline."""
-        first: dict[tuple[int, ...], int] = {}
+        first_process: dict[tuple[int, ...], int] = {}
         for number, stages in stages_of_process.items():
-            first.setdefault(stages, number)
-        if len(first) == len(stages_of_process) or len(first) == 1:
-            return first, True
+            first_process.setdefault(stages, number)
+        if len(first_process) == len(stages_of_process) or len(first_process) == 1:
+            return first_process, True
         for group in self.groups:
-            of = {stages_of_process[number]: number for number in group}
-            if len(of) == len(group) and of.keys() == first.keys():
-                return of, True
-        return first, False
+            process_of_stages = {stages_of_process[number]: number for number in group}
+            if (
+                len(process_of_stages) == len(group)
+                and process_of_stages.keys() == first_process.keys()
+            ):
+                return process_of_stages, True
+        return first_process, False
 
     def list_executions(self, step: int | None) -> Iterator[ScheduleExecution]:
         """Yield each run of the schedule in a step, the last one first.
@@ -169,51 +180,59 @@ class TracedProcesses:
                 process contain the step, or a process computed nothing in it.
         """
         stages = self._infer_stages()
-        each = dict[int, list[ScheduleRun]]()
+        runs_by_process = dict[int, list[ScheduleRun]]()
         stages_of_process: dict[int, tuple[int, ...]] = {}
-        for number, own in self.traces_by_process.items():
-            parts = [ScheduleRun(*part) for part in self._split_runs(own, step, stages[number])]
+        for number, traces in self.traces_by_process.items():
+            runs = [ScheduleRun(*run) for run in self._split_runs(traces, step, stages[number])]
             stages_of_process[number] = tuple(
-                sorted({stage for part in parts for stage in part.stages})
+                sorted({stage for run in runs for stage in run.stages})
             )
             if not stages_of_process[number]:
-                raise TraceError(f"{own[0].path} contains no forward and no backward in this step")
-            each[number] = parts
-        numbers, known = self._choose_pipeline(stages_of_process)
-        ranks = {stages: each[number] for stages, number in numbers.items()}
-        few, most = (f(ranks.values(), key=len) for f in (min, max))
-        if len(few) != len(most):
+                raise TraceError(
+                    f"{traces[0].path} contains no forward and no backward in this step"
+                )
+            runs_by_process[number] = runs
+        process_of_stages, is_one_pipeline = self._choose_pipeline(stages_of_process)
+        ranks = {stages: runs_by_process[number] for stages, number in process_of_stages.items()}
+        fewest, most_runs = (f(ranks.values(), key=len) for f in (min, max))
+        if len(fewest) != len(most_runs):
             raise TraceError(
-                f"{most[0].trace.path} contains {len(most)} runs of the schedule, but "
-                f"{few[0].trace.path} contains {len(few)}",
+                f"{most_runs[0].trace.path} contains {len(most_runs)} runs of the schedule, but "
+                f"{fewest[0].trace.path} contains {len(fewest)}",
                 hint=""
                 if step is not None
                 else "mark steps with profile(schedule=...) and profiler.step()",
             )
         description = "the complete trace" if step is None else f"ProfilerStep {step}"
-        for k in reversed(range(len(most))):
+        for k in reversed(range(len(most_runs))):
             nth = _ORDINALS[k] if k < len(_ORDINALS) else f"{k + 1}th"
-            which = f", the {nth} of {len(most)} times that it ran the schedule" * (len(most) > 1)
+            occurrence = f", the {nth} of {len(most_runs)} times that it ran the schedule" * (
+                len(most_runs) > 1
+            )
             pipeline = [ranks[stages_of_process][k] for stages_of_process in sorted(ranks)]
             yield ScheduleExecution(
-                description + which, pipeline, len(self.traces_by_process) - len(ranks), known
+                description + occurrence,
+                pipeline,
+                len(self.traces_by_process) - len(ranks),
+                is_one_pipeline,
             )
 
     def _split_runs(
         self, traces: list[Trace], step: int | None, default_stage: int
     ) -> Iterator[tuple[Trace, list[ExecutedSpan]]]:
         """Yield the trace and the spans of one process, for each time that it ran its schedule."""
-        within = [trace for trace in traces if step is None or step in trace.steps]
-        if len(within) > 1:
-            of = "" if step is None else f" and have ProfilerStep {step}"
+        step_traces = [trace for trace in traces if step is None or step in trace.steps]
+        if len(step_traces) > 1:
+            step_text = "" if step is None else f" and have ProfilerStep {step}"
             raise TraceError(
-                f"{within[0].path} and {within[1].path} are traces of the same rank{of}"
+                f"{step_traces[0].path} and {step_traces[1].path} are traces of the same "
+                f"rank{step_text}"
             )
-        (trace,) = within
-        for seen in split_repetitions(
+        (trace,) = step_traces
+        for spans in split_repetitions(
             trace, _ALL_TIME if step is None else trace.steps[step], default_stage
         ):
-            yield trace, seen
+            yield trace, spans
 
 
 def _has_receives_and_sends(traces: Sequence[Trace]) -> tuple[bool, bool]:
@@ -222,17 +241,22 @@ def _has_receives_and_sends(traces: Sequence[Trace]) -> tuple[bool, bool]:
     Only ranges that do not name a stage count as forwards.
     """
     forwards = [
-        each
+        profiler_range
         for trace in traces
-        for each in trace.instruction_ranges
-        if not is_torch_range(each.name)
+        for profiler_range in trace.instruction_ranges
+        if not is_torch_range(profiler_range.name)
     ]
-    forwards = [each for each in forwards if each.name.startswith("Forward")]
+    forwards = [
+        profiler_range for profiler_range in forwards if profiler_range.name.startswith("Forward")
+    ]
     kinds = {
-        each.name for trace in traces for each in trace.messages if _is_inside(each, forwards)
-    }  # fmt: skip
+        message.name
+        for trace in traces
+        for message in trace.messages
+        if _is_inside(message, forwards)
+    }
     return "recv" in kinds, "send" in kinds
 
 
-def _is_inside(each: ProfilerRange, ranges: Sequence[ProfilerRange]) -> bool:
-    return any(r.thread == each.thread and r.start <= each.start < r.end for r in ranges)
+def _is_inside(message: ProfilerRange, ranges: Sequence[ProfilerRange]) -> bool:
+    return any(r.thread == message.thread and r.start <= message.start < r.end for r in ranges)

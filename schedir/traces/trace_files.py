@@ -31,25 +31,25 @@ def find_trace_files(sources: Iterable[str | Path]) -> list[Path]:
     Raises:
         UsageError: A name refers to no file.
     """
-    found: dict[Path, None] = {}
+    paths: dict[Path, None] = {}
     for source in sources:
-        if not (own := expand_paths(source, _find_in_directory)):
+        if not (source_paths := expand_paths(source, _find_in_directory)):
             raise UsageError(f"cannot read {source}: no such file")
-        found |= dict.fromkeys(own)
-    return [*found]
+        paths |= dict.fromkeys(source_paths)
+    return [*paths]
 
 
 def _find_in_directory(directory: Path) -> list[Path]:
-    own = sorted({file for name in FILE_PATTERNS for file in directory.glob(name)})
-    if not own:
-        below = sorted(
+    paths = sorted({file for name in FILE_PATTERNS for file in directory.glob(name)})
+    if not paths:
+        subfolders = sorted(
             {file.parent for name in FILE_PATTERNS for file in directory.glob(f"**/{name}")}
         )
         raise UsageError(
             f"{directory} has no traces: no file matches {' or '.join(FILE_PATTERNS)}",
-            hint=f"{below[-1]} has traces" if below else "",
+            hint=f"{subfolders[-1]} has traces" if subfolders else "",
         )
-    return own
+    return paths
 
 
 def sum_file_sizes(files: Iterable[Path]) -> int:

@@ -133,9 +133,11 @@ def read_run(
         <measured Timeline of imported: span 7e-05s, bubble 14.3%>
     """
     traces = read_traces(find_trace_files(sources), on_read)
-    marked = [trace for trace in traces if trace.instruction_ranges]
-    notes = _note_unread(len(traces) - len(marked), len(traces), "files without instructions")
-    processes = TracedProcesses(marked)
+    marked_traces = [trace for trace in traces if trace.instruction_ranges]
+    notes = _note_unread(
+        len(traces) - len(marked_traces), len(traces), "files without instructions"
+    )
+    processes = TracedProcesses(marked_traces)
     steps = processes.steps
     if step is not None and step not in steps:
         raise TraceError(
@@ -144,54 +146,58 @@ def read_run(
             if steps
             else "leave out the step: these traces have no ProfilerStep",
         )
-    failed: SchedirError | None = None
-    tried: Sequence[int | None] = [step] if step is not None else steps[::-1] or [None]
+    first_error: SchedirError | None = None
+    step_numbers: Sequence[int | None] = [step] if step is not None else steps[::-1] or [None]
     skipped: list[str] = []
     # Evaluations that mark no backward are read if no step trains.
-    waiting: list[ScheduleExecution] = []
-    runs = (once for number in tried for once in processes.list_executions(number))
-    for once in chain(runs, waiting):
-        evaluates = f"skipped {once.description}: it is an evaluation"
-        if evaluates in skipped:
-            skipped.remove(evaluates)
-        elif once.is_evaluation:
-            failed = failed or TraceError(
-                f"{once.description} is an evaluation: its backwards contain no operators"
+    deferred: list[ScheduleExecution] = []
+    runs = (execution for number in step_numbers for execution in processes.list_executions(number))
+    for execution in chain(runs, deferred):
+        skip_note = f"skipped {execution.description}: it is an evaluation"
+        if skip_note in skipped:
+            skipped.remove(skip_note)
+        elif execution.is_evaluation:
+            first_error = first_error or TraceError(
+                f"{execution.description} is an evaluation: its backwards contain no operators"
             )
-            skipped.append(evaluates)
-            if not once.has_backwards:
-                waiting.append(once)
+            skipped.append(skip_note)
+            if not execution.has_backwards:
+                deferred.append(execution)
             continue
         try:
             timeline, timeline_notes = _build_timeline(
-                once.ranks, name, program_attributes or {}, progress_model
+                execution.ranks, name, program_attributes or {}, progress_model
             )
         except (CompletenessError, OrderError, ShapeError) as error:  # Traces may be cut off.
-            failed = failed or error
-            skipped.append(f"skipped {once.description}: it is not complete")
+            first_error = first_error or error
+            skipped.append(f"skipped {execution.description}: it is not complete")
             if isinstance(error, ReductionError) and not program_attributes:
                 error.add_note(
                     "traces do not contain tp, dp, tied_weights and clip_grad_norm: set them"
                 )
             continue
-        of = once.num_replica_traces + len(once.ranks)
-        replicas = "traces of replicas with the same stages as others"
-        notes += [*skipped, *_note_unread(once.num_replica_traces, of, replicas), *timeline_notes]
-        if not once.is_one_pipeline:
+        num_traces = execution.num_replica_traces + len(execution.ranks)
+        reason = "traces of replicas with the same stages as others"
+        notes += [
+            *skipped,
+            *_note_unread(execution.num_replica_traces, num_traces, reason),
+            *timeline_notes,
+        ]
+        if not execution.is_one_pipeline:
             notes.append(
                 "no group of processes in the traces has each stage once: the processes may be of "
                 "several replicas, which do not communicate with each other"
             )
-        if "" in {part.trace.host for part in once.ranks} and len(once.ranks) > 1:
+        if "" in {run.trace.host for run in execution.ranks} and len(execution.ranks) > 1:
             notes.append("some traces have no host name: they are assumed to have the same clock")
-        return ImportedRun(timeline, once.description, tuple(steps), tuple(notes))
-    assert failed is not None
-    failed.add_note("no step in these traces is complete")
+        return ImportedRun(timeline, execution.description, tuple(steps), tuple(notes))
+    assert first_error is not None
+    first_error.add_note("no step in these traces is complete")
     if not steps:
-        failed.add_note(
+        first_error.add_note(
             "hint: mark steps with profile(schedule=...), or begin the trace before a step"
         )
-    raise failed
+    raise first_error
 
 
 def _note_unread(count: int, total: int, reason: str) -> list[str]:
@@ -206,56 +212,64 @@ def _build_timeline(
 ) -> tuple[Timeline, list[str]]:
     """Return the timeline of one run of a schedule, and notes about it."""
     notes = []
-    gpu = any(part.trace.kernels is not None for part in ranks)
-    if gpu and (lacking := [p.trace.path for p in ranks if p.trace.kernels is None]):
+    is_gpu = any(run.trace.kernels is not None for run in ranks)
+    if is_gpu and (cpu_paths := [p.trace.path for p in ranks if p.trace.kernels is None]):
         raise TraceError(
-            f"{lacking[0]} has no kernels, but other traces have kernels: its ranges have only the "
-            "times when the host launched instructions"
+            f"{cpu_paths[0]} has no kernels, but other traces have kernels: its ranges have only "
+            "the times when the host launched instructions"
         )
-    marked = replace(_build_marked_program(ranks, name), **program_attributes)
-    if marked.used_opcodes.isdisjoint(TRANSFER_OPS) and marked.shape.ranks > 1:
+    marked_program = replace(_build_marked_program(ranks, name), **program_attributes)
+    if marked_program.used_opcodes.isdisjoint(TRANSFER_OPS) and marked_program.shape.ranks > 1:
         notes.append(
             "messages have no ranges: schedir has added them in its own order, at times between "
             "the instructions around them"
         )
-        compute = tuple(Stream(s.words[np.isin(s.op, COMPUTE_OPS)]) for s in marked.streams)
-        program = lower(replace(marked, name=f"{name}-lowered", streams=compute))
+        compute_streams = tuple(
+            Stream(s.words[np.isin(s.op, COMPUTE_OPS)]) for s in marked_program.streams
+        )
+        program = lower(replace(marked_program, name=f"{name}-lowered", streams=compute_streams))
     else:
-        program = marked if _STEP_OP in marked.used_opcodes else finish_lowering(marked)
+        program = (
+            marked_program
+            if _STEP_OP in marked_program.used_opcodes
+            else finish_lowering(marked_program)
+        )
     program, progress_model = _check_under_models(
-        program, (progress_model,) if progress_model else _GPU_MODELS if gpu else _CPU_MODELS, gpu
+        program,
+        (progress_model,) if progress_model else _GPU_MODELS if is_gpu else _CPU_MODELS,
+        is_gpu,
     )
     start, end = _instruction_times(program, ranks)
-    error = _align_host_clocks(program, [part.trace.host for part in ranks], start, end)
-    if len({part.trace.host for part in ranks}) > 1:
+    error = _align_host_clocks(program, [run.trace.host for run in ranks], start, end)
+    if len({run.trace.host for run in ranks}) > 1:
         notes.append(f"clocks of hosts are aligned by their messages, to within {error:.2g} s")
     _fill_missing_times(program, start, end)
-    timeline = build_timeline(program, start, end, progress_model, blocking_hosts=not gpu)
-    waited = sum(seen.wait_time for part in ranks for seen in part.spans) / 1e9
-    if waited:
+    timeline = build_timeline(program, start, end, progress_model, blocking_hosts=not is_gpu)
+    wait_time = sum(span.wait_time for run in ranks for span in run.spans) / 1e9
+    if wait_time:
         notes.append(
-            f"{waited / (waited + timeline.busy.sum()):.1%} of the time in forwards and backwards "
-            "was a wait for messages: it counts as idle"
+            f"{wait_time / (wait_time + timeline.busy.sum()):.1%} of the time in forwards and "
+            "backwards was a wait for messages: it counts as idle"
         )
-    notes += _note_missing_times([seen for part in ranks for seen in part.spans], gpu)
+    notes += _note_missing_times([span for run in ranks for span in run.spans], is_gpu)
     return replace(timeline, clock_error=error), notes
 
 
-def _note_missing_times(spans: Sequence[ExecutedSpan], gpu: bool) -> list[str]:
+def _note_missing_times(spans: Sequence[ExecutedSpan], is_gpu: bool) -> list[str]:
     """Return notes about messages and computes whose times are not in the traces."""
-    unseen = sum(seen.end is None for seen in spans)
-    if not gpu:
+    num_unseen = sum(span.end is None for span in spans)
+    if not is_gpu:
         return [
-            f"the arrival times of {unseen} messages are unknown: if a forward or backward waited "
-            "for them inside its range, this wait counts as compute"
-        ] * bool(unseen)
-    empty = sum(s.end == s.start for s in spans if s.actions[0].op in COMPUTE_OPS)
+            f"the arrival times of {num_unseen} messages are unknown: if a forward or backward "
+            "waited for them inside its range, this wait counts as compute"
+        ] * bool(num_unseen)
+    num_empty = sum(s.end == s.start for s in spans if s.actions[0].op in COMPUTE_OPS)
     return [
-        f"{unseen} messages have no kernel: they are assumed to have arrived before they were "
+        f"{num_unseen} messages have no kernel: they are assumed to have arrived before they were "
         "needed"
-    ] * bool(unseen) + [f"{empty} forwards and backwards have no kernel: they take no time"] * bool(
-        empty
-    )
+    ] * bool(num_unseen) + [
+        f"{num_empty} forwards and backwards have no kernel: they take no time"
+    ] * bool(num_empty)
 
 
 # ---------------------------------------------------------------- the program
@@ -267,40 +281,40 @@ def _encode_stream_words(run: ScheduleRun) -> list[int]:
         int(action.op) << OP_SHIFT
         | action.stage << STAGE_SHIFT
         | action.mb
-        | (JOINED_BIT if k or seen.is_joined else 0)
-        for seen in run.spans
-        for k, action in enumerate(seen.actions)
+        | (JOINED_BIT if k or span.is_joined else 0)
+        for span in run.spans
+        for k, action in enumerate(span.actions)
     ]
 
 
 def _build_marked_program(ranks: list[ScheduleRun], name: str) -> Program:
     """Return a program of the marked instructions only."""
-    rank_of = {stage: rank for rank, part in enumerate(ranks) for stage in part.stages}
+    rank_of = {stage: rank for rank, run in enumerate(ranks) for stage in run.stages}
     stages = max(rank_of) + 1
     if missing := [stage for stage in range(stages) if stage not in rank_of]:
         raise TraceError(
             f"the traces have stage {stages - 1}, but not stage {missing[0]}",
             hint="is the trace of a rank missing?",
         )
-    actions = [a for part in ranks for seen in part.spans for a in seen.actions]
+    actions = [a for run in ranks for span in run.spans for a in span.actions]
     microbatches = max(action.mb for action in actions if action.op in COMPUTE_OPS) + 1
     shape = find_shape(len(ranks), microbatches, [rank_of[stage] for stage in range(stages)])
-    streams = tuple(Stream(np.array(_encode_stream_words(part), np.int64)) for part in ranks)
+    streams = tuple(Stream(np.array(_encode_stream_words(run), np.int64)) for run in ranks)
     return Program(name, shape, streams)
 
 
 def _check_under_models(
-    program: Program, models: Sequence[ProgressModel], gpu: bool
+    program: Program, models: Sequence[ProgressModel], is_gpu: bool
 ) -> tuple[Program, ProgressModel]:
     """Return the checked program, and the first progress model under which it finishes."""
     error: SchedirError | None = None
     for model in models:
         try:
-            return check(program, model, blocking_hosts=not gpu), model
+            return check(program, model, blocking_hosts=not is_gpu), model
         except CompletenessError:
             raise
-        except SchedirError as refused:
-            error = refused
+        except SchedirError as refusal:
+            error = refusal
     assert error is not None
     raise error
 
@@ -310,22 +324,22 @@ def _check_under_models(
 
 def _instruction_times(program: Program, ranks: list[ScheduleRun]) -> tuple[Floats, Floats]:
     """Return the start and the end of each instruction, in seconds. NaN if it is not marked."""
-    began = min(seen.start for part in ranks for seen in part.spans)
+    first_start = min(span.start for run in ranks for span in run.spans)
     start, end = np.full((2, len(program)), np.nan)
-    for stream, part, since in zip(program.streams, ranks, program.offsets, strict=False):
+    for stream, run, offset in zip(program.streams, ranks, program.offsets, strict=False):
         words = stream.words & ~np.int64(JOINED_BIT)
         order = np.argsort(words, kind="stable")
-        marked_words = np.array(_encode_stream_words(part), np.int64) & ~np.int64(JOINED_BIT)
-        at = np.searchsorted(words, marked_words, sorter=order)
-        is_found = at < len(words)
-        is_found[is_found] = words[order[at[is_found]]] == marked_words[is_found]
-        at = order[at[is_found]] + since
-        sizes = [len(seen.actions) for seen in part.spans]
+        marked_words = np.array(_encode_stream_words(run), np.int64) & ~np.int64(JOINED_BIT)
+        positions = np.searchsorted(words, marked_words, sorter=order)
+        is_found = positions < len(words)
+        is_found[is_found] = words[order[positions[is_found]]] == marked_words[is_found]
+        positions = order[positions[is_found]] + offset
+        sizes = [len(span.actions) for span in run.spans]
         for times, values in (
-            (start, [seen.start - began for seen in part.spans]),
-            (end, [np.nan if s.end is None else s.end - began for s in part.spans]),
+            (start, [span.start - first_start for span in run.spans]),
+            (end, [np.nan if s.end is None else s.end - first_start for s in run.spans]),
         ):
-            times[at] = np.repeat(values, sizes)[is_found] / 1e9
+            times[positions] = np.repeat(values, sizes)[is_found] / 1e9
     return start, end
 
 
@@ -339,19 +353,26 @@ def _align_host_clocks(program: Program, hosts: list[str], start: Floats, end: F
     host = np.array([names.index(name) for name in hosts])[index.rank]
     sends = np.flatnonzero(index.is_op(SEND_OPS))
     sends = sends[graph.partner[sends] != NO_POSITION]
-    got = graph.partner[sends]
-    start_of, end_of = start.copy(), end.copy()
+    receives = graph.partner[sends]
+    min_send_start, max_receive_end = start.copy(), end.copy()
     # A message without times was sent after the instruction that produces its value had started.
     # The message arrived before the instruction that uses the value ended.
     for giver in Dataflow.from_program(program).givers:
         taker = np.flatnonzero(giver != NO_POSITION)
-        sent = taker[np.isnan(start[taker]) & index.is_op(SEND_OPS)[taker]]
-        start_of[sent] = np.fmax(start_of[sent], start[giver[sent]])
-        used = taker[np.isnan(end[giver[taker]]) & index.is_op(RECV_OPS)[giver[taker]]]
-        np.fmin.at(end_of, giver[used], end[used])
-    took = end_of[got] - start_of[sends]
-    far = (host[sends] != host[got]) & np.isfinite(took)
-    offsets = align_clocks(names, host[sends][far], host[got][far], took[far])
+        unmarked_sends = taker[np.isnan(start[taker]) & index.is_op(SEND_OPS)[taker]]
+        min_send_start[unmarked_sends] = np.fmax(
+            min_send_start[unmarked_sends], start[giver[unmarked_sends]]
+        )
+        unmarked_uses = taker[np.isnan(end[giver[taker]]) & index.is_op(RECV_OPS)[giver[taker]]]
+        np.fmin.at(max_receive_end, giver[unmarked_uses], end[unmarked_uses])
+    transfer_times = max_receive_end[receives] - min_send_start[sends]
+    is_between_hosts = (host[sends] != host[receives]) & np.isfinite(transfer_times)
+    offsets = align_clocks(
+        names,
+        host[sends][is_between_hosts],
+        host[receives][is_between_hosts],
+        transfer_times[is_between_hosts],
+    )
     for times in (start, end):
         times -= offsets.offsets[host]
     return offsets.error
@@ -364,17 +385,17 @@ def _fill_missing_times(program: Program, start: Floats, end: Floats) -> None:
     takes no time. A message without a recorded arrival is assumed to arrive when its value is used.
     """
     index = InstructionIndex.from_program(program)
-    flow = Dataflow.from_program(program)
-    lacking = np.isnan(start)
+    dataflow = Dataflow.from_program(program)
+    has_no_start = np.isnan(start)
     for lo, hi in pairwise(program.offsets.tolist()):
-        own, compute = lacking[lo:hi], index.is_op(COMPUTE_OPS)[lo:hi]
-        first = start[lo:hi][compute].min()
-        over = np.where(index.is_op(TRANSFER_OPS)[lo:hi] | own, first, end[lo:hi])
-        start[lo:hi][own] = np.maximum.accumulate(over)[own]
-    unseen = np.isnan(end)
-    end[unseen] = start[unseen]
-    late = unseen & index.is_op(RECV_OPS)
-    for giver in flow.givers:
+        is_unmarked, is_compute = has_no_start[lo:hi], index.is_op(COMPUTE_OPS)[lo:hi]
+        first_start = start[lo:hi][is_compute].min()
+        ends = np.where(index.is_op(TRANSFER_OPS)[lo:hi] | is_unmarked, first_start, end[lo:hi])
+        start[lo:hi][is_unmarked] = np.maximum.accumulate(ends)[is_unmarked]
+    has_no_end = np.isnan(end)
+    end[has_no_end] = start[has_no_end]
+    is_unseen_receive = has_no_end & index.is_op(RECV_OPS)
+    for giver in dataflow.givers:
         taker = np.flatnonzero(giver != NO_POSITION)
-        taker = taker[late[giver[taker]]]
+        taker = taker[is_unseen_receive[giver[taker]]]
         np.maximum.at(end, giver[taker], start[taker])

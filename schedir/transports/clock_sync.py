@@ -37,20 +37,20 @@ def measure_clock_offset(rounds: int = ROUNDS) -> tuple[float, float]:
     """
     machines = gather(_identify_machine())
     rank, result = dist.get_rank(), (0.0, 0.0)
-    for other, machine in enumerate(machines):
-        if machine != machines[0] and rank in (0, other):
-            result = _measure_offset(rounds) if rank else _answer_clock_requests(other, rounds)
+    for process, machine in enumerate(machines):
+        if machine != machines[0] and rank in (0, process):
+            result = _measure_offset(rounds) if rank else _answer_clock_requests(process, rounds)
     return result
 
 
 def _identify_machine() -> tuple[str, ...]:
     """Return a value that is equal for all processes that read the same clock."""
-    boot = Path("/proc/sys/kernel/random/boot_id")
-    spaces = Path("/proc/self/ns/time")
+    boot_id_path = Path("/proc/sys/kernel/random/boot_id")
+    time_namespace = Path("/proc/self/ns/time")
     return (
         socket.gethostname(),
-        boot.read_text().strip() if boot.exists() else "",
-        str(spaces.readlink()) if spaces.is_symlink() else "",
+        boot_id_path.read_text().strip() if boot_id_path.exists() else "",
+        str(time_namespace.readlink()) if time_namespace.is_symlink() else "",
     )
 
 

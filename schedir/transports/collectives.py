@@ -60,8 +60,8 @@ class CollectiveKind(NamedTuple):
 def _sum_in_rank_order(tensors: Sequence[Tensor]) -> Tensor:
     """Return the sum of tensors, added in their order, so that the sum is the same in each run."""
     total = tensors[0].clone()
-    for other in tensors[1:]:
-        total += other
+    for tensor in tensors[1:]:
+        total += tensor
     return total
 
 
@@ -85,19 +85,23 @@ def _view_as_real(flat: Tensor) -> Tensor:
 # these functions between versions.
 COLLECTIVES: Final[dict[CollectiveName, CollectiveKind]] = {
     "all_reduce": CollectiveKind(
-        lambda own: [_sum_in_rank_order(own)] * len(own),
+        lambda inputs: [_sum_in_rank_order(inputs)] * len(inputs),
         _all_reduce,
     ),
     "all_gather": CollectiveKind(
-        lambda own: [torch.cat([*own])] * len(own),
-        lambda group, out, own, aside: group._allgather_base(
-            _view_as_real(out), _view_as_real(own), _set_async(AllgatherOptions(), aside)
+        lambda inputs: [torch.cat([*inputs])] * len(inputs),
+        lambda group, output_tensor, input_tensor, is_async: group._allgather_base(
+            _view_as_real(output_tensor),
+            _view_as_real(input_tensor),
+            _set_async(AllgatherOptions(), is_async),
         ),
     ),
     "reduce_scatter": CollectiveKind(
-        lambda own: _sum_in_rank_order(own).chunk(len(own)),
-        lambda group, out, own, aside: group._reduce_scatter_base(
-            _view_as_real(out), _view_as_real(own), _set_async(ReduceScatterOptions(), aside)
+        lambda inputs: _sum_in_rank_order(inputs).chunk(len(inputs)),
+        lambda group, output_tensor, input_tensor, is_async: group._reduce_scatter_base(
+            _view_as_real(output_tensor),
+            _view_as_real(input_tensor),
+            _set_async(ReduceScatterOptions(), is_async),
         ),
     ),
 }
@@ -153,12 +157,12 @@ def run_collective(members: Sequence[CollectiveMember]) -> None:
     """
     kind = members[0].kind
     assert not isinstance(kind, AllToAll), "virtual ranks have no expert parallelism"
-    assert all(part.kind == kind for part in members), (
+    assert all(member.kind == kind for member in members), (
         "a group runs one kind of collective at a time"
     )
-    results = COLLECTIVES[kind].compute_outputs([part.input_tensor for part in members])
-    for part, result in zip(members, results, strict=True):
-        part.output_tensor.copy_(result)
+    results = COLLECTIVES[kind].compute_outputs([member.input_tensor for member in members])
+    for member, result in zip(members, results, strict=True):
+        member.output_tensor.copy_(result)
 
 
 class PendingCollectives(Generic[P]):
@@ -184,5 +188,5 @@ class PendingCollectives(Generic[P]):
             to call. Otherwise an empty list.
         """
         self.arrived[group, rank].append(arriving)
-        waiting = [self.arrived[group, member] for member in member_ranks]
-        return [first.popleft() for first in waiting] if all(waiting) else []
+        queues = [self.arrived[group, member] for member in member_ranks]
+        return [queue.popleft() for queue in queues] if all(queues) else []

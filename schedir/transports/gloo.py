@@ -132,18 +132,11 @@ class ProcessTransport:
         self.dp: int = program.dp
         pp = program.shape.ranks
         self.parent_group = group
-        if group is None and not dist.is_initialized():
+        world_size = dist.get_world_size(group)
+        if world_size != pp * self.tp * self.dp:
             raise ModelError(
-                f"{type(self).__name__} needs a process group, and there is none",
-                program=program.name,
-                hint='call torch.distributed.init_process_group("gloo") first, and start the '
-                f"script with torchrun --nproc-per-node {pp * self.tp * self.dp}",
-            )
-        world = dist.get_world_size(group)
-        if world != pp * self.tp * self.dp:
-            raise ModelError(
-                f"there are {world} processes, but pp {pp} x tp {self.tp} x dp {self.dp} needs "
-                f"{pp * self.tp * self.dp}",
+                f"there are {world_size} processes, but pp {pp} x tp {self.tp} x dp {self.dp} "
+                f"needs {pp * self.tp * self.dp}",
                 program=program.name,
                 hint=f"torchrun --nproc-per-node {pp * self.tp * self.dp}, or compile the program "
                 f"for {world} processes",
@@ -167,11 +160,11 @@ class ProcessTransport:
             for k, extra in enumerate(extra_programs)
         }
         facts["the number of programs"] = str(len(self.programs))
-        with require_all_processes(f"a {type(self).__name__}", self.name):
-            group_counts = self.check_agreement(facts, process_groups.count_created_groups())
-        process_groups.align_group_count(group_counts)
-        for one in extra_programs:
-            self._require_mesh(one)
+        process_groups.align_group_count(
+            self.check_agreement(facts, process_groups.count_created_groups())
+        )
+        for extra_program in extra_programs:
+            self._require_mesh(extra_program)
         if self.has_pipeline_group:
             rows_of_ranks = self.mesh.swapaxes(1, 2).reshape(-1, pp)
             self.pipeline_group: Any = self._make_own_group(rows_of_ranks)
@@ -181,9 +174,11 @@ class ProcessTransport:
             self.tp_group = self._make_own_group(self.mesh.reshape(-1, self.tp))
         self.groups: dict[GroupKey, Any] = {}
         rows = collect_group_rows(*self.programs)
-        for some in process_groups.partition_disjoint(rows, lambda name: {*rows[name].flat}):
-            made = self.make_group([row for name in some for row in members[rows[name]].tolist()])
-            self.groups |= dict.fromkeys(some, made)
+        for keys in process_groups.partition_disjoint(rows, lambda name: {*rows[name].flat}):
+            key_group = self.make_group(
+                [row for name in keys for row in members[rows[name]].tolist()]
+            )
+            self.groups |= dict.fromkeys(keys, key_group)
         self.lane_streams: dict[Lane, torch.cuda.Stream] = {}
         if self.uses_static_buffers:
             self.use_streams(device)
@@ -287,9 +282,9 @@ class ProcessTransport:
         """
         for program in programs:
             self._require_mesh(program)
-            if lacks := self.describe_missing_channels(program):
+            if missing := self.describe_missing_channels(program):
                 raise ModelError(
-                    f"the transport of {self.name} has no {lacks}",
+                    f"the transport of {self.name} has no {missing}",
                     program=program.name,
                     hint="pass all programs to the transport: extra_programs=[...]",
                 )
@@ -303,15 +298,16 @@ class ProcessTransport:
         Returns:
             A noun phrase for an error message, or "" if nothing is missing.
         """
-        lacks = collect_group_rows(program).keys() - self.groups.keys()
-        return f"group of processes for {min(map(str, lacks))}" if lacks else ""
+        missing_keys = collect_group_rows(program).keys() - self.groups.keys()
+        return f"group of processes for {min(map(str, missing_keys))}" if missing_keys else ""
 
     def _require_mesh(self, program: Program) -> None:
-        own = len(self.mesh[0]), self.tp, self.dp
-        if (program.shape.ranks, program.tp, program.dp) != own:
+        mesh_sizes = len(self.mesh[0]), self.tp, self.dp
+        if (program.shape.ranks, program.tp, program.dp) != mesh_sizes:
             raise ModelError(
                 f"the program has pp {program.shape.ranks} x tp {program.tp} x dp {program.dp}, "
-                f"but the transport has pp {own[0]} x tp {own[1]} x dp {own[2]}",
+                f"but the transport has pp {mesh_sizes[0]} x tp {mesh_sizes[1]} "
+                f"x dp {mesh_sizes[2]}",
                 program=program.name,
             )
 

@@ -122,12 +122,10 @@ def require_gpus(
             else "check that nvidia-smi lists a GPU",
         )
     variables = read_nccl_files(environ) | dict(environ)
-    for refused in _REFUSED_VARIABLES:
-        for name in refused.names:
-            if refused.refuses(variables.get(name, "").strip()):
-                raise UsageError(
-                    f"{name} is {variables[name]}: {refused.reason}", hint=refused.hint
-                )
+    for rule in _REFUSED_VARIABLES:
+        for name in rule.names:
+            if rule.refuses(variables.get(name, "").strip()):
+                raise UsageError(f"{name} is {variables[name]}: {rule.reason}", hint=rule.hint)
     if processes <= gpus:
         return
     if HOST_ID_VARIABLE not in environ:
@@ -167,8 +165,10 @@ def read_nccl_files(environ: Mapping[str, str]) -> dict[str, str]:
     variables: dict[str, str] = {}
     for path in (Path("/etc/nccl.conf"), Path(user_file)):
         lines = path.read_text(errors="replace").splitlines() if path.is_file() else []
-        split = (line.partition("=") for line in lines if not line.startswith("#"))
-        variables |= {name.strip(): value.strip() for name, equals, value in split if equals}
+        assignments = (line.partition("=") for line in lines if not line.startswith("#"))
+        variables |= {
+            name.strip(): value.strip() for name, separator, value in assignments if separator
+        }
     return variables
 
 
@@ -211,14 +211,14 @@ def require_distinct_gpus(store: Any, rank: int, processes: int, gpu: str, host:
     Raises:
         ModelError: Two processes have the same GPU and host. All processes raise it.
     """
-    keys = [f"schedir: GPU of process {other}" for other in range(processes)]
+    keys = [f"schedir: GPU of process {process}" for process in range(processes)]
     store.set(keys[rank], f"{gpu}\n{host}")
     if rank == 0:
         store.set(_SHARED_GPU_KEY, json.dumps(_find_shared_gpu(store.multi_get(keys))))
-    if twins := json.loads(store.get(_SHARED_GPU_KEY)):
-        first, other, both = twins
+    if shared_gpu := json.loads(store.get(_SHARED_GPU_KEY)):
+        first_process, process, gpu_name = shared_gpu
         raise ModelError(
-            f"processes {first} and {other} use the same GPU {both} of the same host",
+            f"processes {first_process} and {process} use the same GPU {gpu_name} of the same host",
             hint="use the GPU of LOCAL_RANK in each process; to share a GPU in a test, set "
             f"{HOST_ID_VARIABLE} to a different name for each process",
         )
@@ -226,9 +226,9 @@ def require_distinct_gpus(store: Any, rank: int, processes: int, gpu: str, host:
 
 def _find_shared_gpu(gpus_and_hosts: Sequence[bytes]) -> tuple[int, int, str] | None:
     """Return the first two processes with the same GPU and host, and the GPU, or None."""
-    seen: dict[bytes, int] = {}
-    for other, gpu_and_host in enumerate(gpus_and_hosts):
-        first = seen.setdefault(gpu_and_host, other)
-        if first != other:
-            return first, other, gpu_and_host.decode().partition("\n")[0]
+    process_by_gpu: dict[bytes, int] = {}
+    for process, gpu_and_host in enumerate(gpus_and_hosts):
+        first_process = process_by_gpu.setdefault(gpu_and_host, process)
+        if first_process != process:
+            return first_process, process, gpu_and_host.decode().partition("\n")[0]
     return None

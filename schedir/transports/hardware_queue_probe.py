@@ -83,25 +83,28 @@ def require_safe_queues(
         find_shared_queues(transport, probe, timeout),
         record_types=[SharedQueuePair, DirectedEdge, Lane],
     )
-    shared = sorted({one for each in pairs_per_process for one in each}, key=str)
-    if shared:
-        pairs = [(_find_queue_number(program, s.rank, s.edge),
+    shared_pairs = sorted(
+        {shared_pair for process_pairs in pairs_per_process for shared_pair in process_pairs},
+        key=str,
+    )
+    if shared_pairs:
+        queue_numbers = [(_find_queue_number(program, s.rank, s.edge),
             _find_queue_number(program, s.rank, s.other_queue))
-                 for s in shared]  # fmt: skip
-        used_pairs = [pair for pair in pairs if NO_POSITION not in pair]
+                 for s in shared_pairs]  # fmt: skip
+        used_pairs = [pair for pair in queue_numbers if NO_POSITION not in pair]
         graph = SharedQueueGraph(
             program, transport.progress_model, used_pairs, blocking_hosts=transport.blocking_hosts
         )
-        reached = compute_earliest_times(graph)
-        if not reached.is_done.all():
-            why = explain_deadlock(graph, reached)
+        earliest_times = compute_earliest_times(graph)
+        if not earliest_times.is_done.all():
+            deadlock = explain_deadlock(graph, earliest_times)
             raise ModelError(
-                f"streams share a hardware queue of a GPU ({'; '.join(map(str, shared))}), so "
-                f"the program would deadlock: {why.fact}",
+                f"streams share a hardware queue of a GPU ({'; '.join(map(str, shared_pairs))}), "
+                f"so the program would deadlock: {deadlock.fact}",
                 program=program.name,
                 hint='transport = "nccl_grouped", or a program with fewer edges per rank',
-            ) from why
-    return shared
+            ) from deadlock
+    return shared_pairs
 
 
 def find_shared_queues(
@@ -119,11 +122,13 @@ def find_shared_queues(
     Returns:
         The pairs of this rank, sorted by their descriptions.
     """
-    rank, found = transport.rank, set[SharedQueuePair]()
+    rank, shared_pairs = transport.rank, set[SharedQueuePair]()
     lanes = [Lane.COMPUTE, *transport.lane_streams]
     # The tensors are allocated before any receive waits, because an allocation may wait for the
     # device.
-    numbers = {edge: torch.zeros(1, device=transport.device) for edge in transport.edge_groups}
+    tensor_of_edge = {
+        edge: torch.zeros(1, device=transport.device) for edge in transport.edge_groups
+    }
 
     # The pipeline ranks with the same replica and tensor-parallel rank form a group.
     ranks = transport.mesh.shape[1]
@@ -133,38 +138,43 @@ def find_shared_queues(
         dist.all_reduce(torch.zeros(1), group=hosts)
 
     def transfer(edge: DirectedEdge, *, sends: bool) -> Any:
-        return transport.start_transfer(edge, numbers[edge], is_send=sends)
+        return transport.start_transfer(edge, tensor_of_edge[edge], is_send=sends)
 
     # Use each direction of each edge once now, because the first use may take longer than the probe
     # allows.
     for edge in transport.edges:
         for source in (edge.source, edge.target):
-            if edge in numbers:
+            if edge in tensor_of_edge:
                 transfer(edge, sends=rank == source).wait()
     for edge in transport.edges:
-        for here, there in ((edge.target, edge.source), (edge.source, edge.target)):
-            others = [e for e in transport.edges if e != edge and here in (e.source, e.target)]
+        for receiver, sender in ((edge.target, edge.source), (edge.source, edge.target)):
+            other_edges = [
+                e for e in transport.edges if e != edge and receiver in (e.source, e.target)
+            ]
             works: dict[DirectedEdge, Any] = {}
-            asks: dict[Queue, Callable[[], bool]] = {}
+            completion_checks: dict[Queue, Callable[[], bool]] = {}
             host_barrier()
-            if rank == here:
+            if rank == receiver:
                 works[edge] = transfer(edge, sends=False)
-                asks = {lane: probe(lane) for lane in lanes}
-            for other in others:
-                if other in numbers:
-                    works[other] = transfer(other, sends=rank != here)
-            if rank == here:
-                asks |= {other: works[other].is_completed for other in others}
-                found |= {
-                    _make_pair(here, edge, queue) for queue in _find_late_queues(asks, timeout)
+                completion_checks = {lane: probe(lane) for lane in lanes}
+            for other_edge in other_edges:
+                if other_edge in tensor_of_edge:
+                    works[other_edge] = transfer(other_edge, sends=rank != receiver)
+            if rank == receiver:
+                completion_checks |= {
+                    other_edge: works[other_edge].is_completed for other_edge in other_edges
+                }
+                shared_pairs |= {
+                    _make_pair(receiver, edge, queue)
+                    for queue in _find_late_queues(completion_checks, timeout)
                 }
             host_barrier()
-            if rank == there:
+            if rank == sender:
                 works[edge] = transfer(edge, sends=True)
             for work in works.values():
                 work.wait()
     host_barrier()
-    return sorted(found, key=str)
+    return sorted(shared_pairs, key=str)
 
 
 def _make_pair(rank: int, edge: DirectedEdge, other_queue: Queue) -> SharedQueuePair:
@@ -181,12 +191,12 @@ def _find_late_queues(
     If the compute stream is blocked, queues of messages are left out, because messages wait for
     computation.
     """
-    over = time.monotonic() + timeout
-    late = [*completion_checks]
-    while late and time.monotonic() < over:
+    deadline = time.monotonic() + timeout
+    late_queues = [*completion_checks]
+    while late_queues and time.monotonic() < deadline:
         time.sleep(1e-4)
-        late = [queue for queue, ended in completion_checks.items() if not ended()]
-    return [q for q in late if Lane.COMPUTE not in late or isinstance(q, Lane)]
+        late_queues = [queue for queue, has_ended in completion_checks.items() if not has_ended()]
+    return [q for q in late_queues if Lane.COMPUTE not in late_queues or isinstance(q, Lane)]
 
 
 def _find_queue_number(program: Program, rank: int, queue: Queue) -> int:
@@ -196,14 +206,14 @@ def _find_queue_number(program: Program, rank: int, queue: Queue) -> int:
     for k in range(int(program.offsets[rank]), int(program.offsets[rank + 1])):
         row = INSTRUCTIONS[index.op[k]]
         if isinstance(queue, Lane):
-            same = row.lane is queue
+            is_queue = row.lane is queue
         elif row.op in TRANSFER_OPS and row.lane is queue.lane:
             peer = program.peer_rank(index.locate(k)[2])
             ends = (peer, rank) if row.op in RECV_OPS else (rank, peer)
-            same = ends == (queue.source, queue.target)
+            is_queue = ends == (queue.source, queue.target)
         else:
-            same = False
-        if same:
+            is_queue = False
+        if is_queue:
             return int(graph.queue[k])
     return NO_POSITION
 
@@ -226,15 +236,15 @@ def make_cuda_probe(transport: EdgeGroups, device: torch.device | str) -> LanePr
         transport: The transport with the streams.
         device: The GPU.
     """
-    one = torch.zeros(1, device=device)
+    tensor = torch.zeros(1, device=device)
 
     def touch(lane: Lane) -> Callable[[], bool]:
         stream = transport.lane_streams.get(lane, torch.cuda.current_stream(device))
-        ended = torch.cuda.Event()
+        end_event = torch.cuda.Event()
         with torch.cuda.stream(stream):
-            one.add_(1)
-            ended.record(stream)
-        return ended.query
+            tensor.add_(1)
+            end_event.record(stream)
+        return end_event.query
 
     for lane in (Lane.COMPUTE, *transport.lane_streams):
         touch(lane)

@@ -65,12 +65,14 @@ def gather_bytes(data: bytes, group: Any = None) -> list[bytes]:
         if not 0 <= size <= MAX_BYTES:
             raise ModelError(f"process {k} sends {size} bytes, but the limit is {MAX_BYTES}")
     max_count = max(*byte_counts, 1)
-    gathered = [torch.empty(max_count, dtype=torch.uint8, device=device) for _ in byte_counts]
+    tensors = [torch.empty(max_count, dtype=torch.uint8, device=device) for _ in byte_counts]
     padded = torch.zeros(max_count, dtype=torch.uint8)
     if data:
         padded[: len(data)] = torch.frombuffer(bytearray(data), dtype=torch.uint8)
-    dist.all_gather(gathered, padded.to(device), group)
-    return [_tensor_to_bytes(one[:size]) for one, size in zip(gathered, byte_counts, strict=True)]
+    dist.all_gather(tensors, padded.to(device), group)
+    return [
+        _tensor_to_bytes(tensor[:size]) for tensor, size in zip(tensors, byte_counts, strict=True)
+    ]
 
 
 def broadcast(value: object, source: int, group: Any = None, record_types: RecordTypes = ()) -> Any:
@@ -132,29 +134,32 @@ def find_difference(facts_per_process: Sequence[Mapping[str, str]]) -> str:
         facts_per_process: The facts of each process: values by name.
     """
     # Names are sorted, so that all processes report the same difference.
-    for fact in sorted({fact for own in facts_per_process for fact in own}):
-        values = {k: own[fact] for k, own in enumerate(facts_per_process) if fact in own}
-        first = next(iter(values))
-        for other, value in values.items():
-            if value != values[first]:
-                one, two = _cut_around_difference(values[first], value)
-                return f"processes {first} and {other} do not agree on {fact}: {one} and {two}"
+    for fact in sorted({fact for facts in facts_per_process for fact in facts}):
+        values = {k: facts[fact] for k, facts in enumerate(facts_per_process) if fact in facts}
+        first_process = next(iter(values))
+        for process, value in values.items():
+            if value != values[first_process]:
+                first_text, other_text = _cut_around_difference(values[first_process], value)
+                return (
+                    f"processes {first_process} and {process} do not agree on {fact}: "
+                    f"{first_text} and {other_text}"
+                )
     return ""
 
 
-def _cut_around_difference(one: str, other: str) -> tuple[str, str]:
+def _cut_around_difference(first: str, other: str) -> tuple[str, str]:
     """Cut two long texts to the characters around the first character that differs."""
-    if max(len(one), len(other)) <= _MAX_FACT_LENGTH:
-        return one, other
-    pairs = enumerate(zip(one, other, strict=False))
-    equal = next((k for k, (a, b) in pairs if a != b), min(len(one), len(other)))
-    begin = max(equal - _MAX_FACT_LENGTH // 2, 0)
+    if max(len(first), len(other)) <= _MAX_FACT_LENGTH:
+        return first, other
+    pairs = enumerate(zip(first, other, strict=False))
+    common_length = next((k for k, (a, b) in pairs if a != b), min(len(first), len(other)))
+    begin = max(common_length - _MAX_FACT_LENGTH // 2, 0)
     end = begin + _MAX_FACT_LENGTH
-    one, other = (
+    first, other = (
         f"{'... ' * (begin > 0)}{text[begin:end]}{' ...' * (end < len(text))}"
-        for text in (one, other)
+        for text in (first, other)
     )
-    return one, other
+    return first, other
 
 
 # ---------------------------------------------------------------- values and bytes
@@ -229,21 +234,21 @@ def _remove_tags(tagged: Any, record_types: Mapping[str, type]) -> Any:
         return [_remove_tags(part, record_types) for part in tagged]
     if not isinstance(tagged, dict):
         return tagged
-    ((tag, inside),) = tagged.items()
+    ((tag, content),) = tagged.items()
     match tag:
         case "tuple":
-            return tuple(_remove_tags(part, record_types) for part in inside)
+            return tuple(_remove_tags(part, record_types) for part in content)
         case "dict":
             return {
                 _remove_tags(key, record_types): _remove_tags(part, record_types)
-                for key, part in inside
+                for key, part in content
             }
         case "dtype":
-            dtype = getattr(torch, inside)
+            dtype = getattr(torch, content)
             if not isinstance(dtype, torch.dtype):
                 raise TypeError
             return dtype
         case "record":
-            name, *parts = inside
+            name, *parts = content
             return record_types[name](*(_remove_tags(part, record_types) for part in parts))
     raise LookupError

@@ -94,8 +94,8 @@ def run_processes(
             for rank in range(world_size):
                 pipe, child_pipe = context.Pipe(duplex=False)
                 # No daemon: a daemon cannot start children, such as data loader workers.
-                call = rank, world_size, folder, deadline, child_pipe, work
-                process = context.Process(target=_run_child, args=call, daemon=False)
+                call_args = rank, world_size, folder, deadline, child_pipe, work
+                process = context.Process(target=_run_child, args=call_args, daemon=False)
                 # Python warns of forks in a process with threads.
                 with warnings.catch_warnings():
                     warnings.simplefilter("ignore", DeprecationWarning)
@@ -127,24 +127,24 @@ def collect_results(
         RankError: A rank failed, died or hung.
     """
     reports = _collect_reports(pipes, time.monotonic() + timeout, grace)
-    silent = sorted(set(range(len(pipes))) - reports.keys())
-    if not silent and not any(report.traceback for report in reports.values()):
+    silent_ranks = sorted(set(range(len(pipes))) - reports.keys())
+    if not silent_ranks and not any(report.traceback for report in reports.values()):
         return [reports[rank].result for rank in range(len(pipes))]
     end_processes(processes)
-    hung = () if any(r.traceback for r in reports.values()) else tuple(silent)
+    hung_ranks = () if any(r.traceback for r in reports.values()) else tuple(silent_ranks)
     for rank, report in reports.items():
         if report.traceback == DIED_MESSAGE:
             code = processes[rank].exitcode
             reports[rank] = report._replace(traceback=f"{DIED_MESSAGE}, with exit code {code}")
     cause = f"did not end within {timeout:g} s"
-    if not hung:
+    if not hung_ranks:
         cause = f"was killed {grace:g} s after the first failure"
-    for rank in silent:
+    for rank in silent_ranks:
         path = _stack_path(directory, rank)
         tb = (path.read_text() if path.exists() else "") or cause
         reports[rank] = _Report(time.monotonic(), traceback=tb)
-    failed = sorted((r.timestamp, rank) for rank, r in reports.items() if r.traceback)
-    raise RankError({rank: reports[rank].traceback for _, rank in failed}, hung)
+    failures = sorted((r.timestamp, rank) for rank, r in reports.items() if r.traceback)
+    raise RankError({rank: reports[rank].traceback for _, rank in failures}, hung_ranks)
 
 
 def end_processes(processes: list[Any]) -> None:
@@ -160,22 +160,22 @@ def _collect_reports(
 ) -> dict[int, _Report]:
     """Return the reports of the ranks that sent one before the deadline, by rank."""
     reports: dict[int, _Report] = {}
-    waiting = {pipe: rank for rank, pipe in enumerate(pipes)}
-    failed = False
-    while waiting:
-        ready = wait(list(waiting), timeout=max(0, deadline - time.monotonic()))
-        if not ready:
+    rank_by_pipe = {pipe: rank for rank, pipe in enumerate(pipes)}
+    has_failed = False
+    while rank_by_pipe:
+        ready_pipes = wait(list(rank_by_pipe), timeout=max(0, deadline - time.monotonic()))
+        if not ready_pipes:
             break
-        for pipe in ready:
+        for pipe in ready_pipes:
             assert isinstance(pipe, Connection)
-            rank = waiting.pop(pipe)
+            rank = rank_by_pipe.pop(pipe)
             try:
                 report = _Report(*pickle.loads(pipe.recv_bytes()))
             except EOFError:
                 report = _Report(time.monotonic(), traceback=DIED_MESSAGE)
             reports[rank] = report
-            if report.traceback and not failed:
-                failed, deadline = True, min(deadline, time.monotonic() + grace_seconds)
+            if report.traceback and not has_failed:
+                has_failed, deadline = True, min(deadline, time.monotonic() + grace_seconds)
     return reports
 
 

@@ -70,16 +70,16 @@ def count_streams(
     """
     edges = [e for e in directed_edges(program, *extra_programs) if rank in (e.source, e.target)]
     queues = len(edges) if get_model_row(progress_model).has_direction_queues else bool(edges)
-    received = {
+    receive_queues = {
         e if get_model_row(progress_model).has_direction_queues else None
         for e in edges
         if e.target == rank
     }
-    first = rank * program.tp  # the first process of this rank
+    first_process = rank * program.tp  # the first process of this rank
     groups = [
         group
         for group, rows in collect_group_rows(program, *extra_programs).items()
-        if (rows == first).any()
+        if (rows == first_process).any()
     ]
     reductions = len({*groups} - {"tp", "ep", "ep_counts"})
     counts = {
@@ -89,7 +89,7 @@ def count_streams(
         "all_to_alls": 3 * (program.ep > 1),
         "reductions": 1 + reductions,
         "messages": 2 * queues,
-        "records": len(received),
+        "records": len(receive_queues),
     }
     return {name: number for name, number in counts.items() if number}
 
@@ -112,7 +112,7 @@ def require_enough_queues(
         ModelError: A rank has too many streams. The error lists their purposes.
     """
     variable = environ.get(QUEUES_VARIABLE, "")
-    has = min(
+    num_queues = min(
         MAX_HARDWARE_QUEUES, int(variable) if variable.isdecimal() else DEFAULT_HARDWARE_QUEUES
     )
     counts_per_rank = [
@@ -120,16 +120,17 @@ def require_enough_queues(
         for rank in range(program.shape.ranks)
     ]
     busiest = max(range(len(counts_per_rank)), key=lambda rank: sum(counts_per_rank[rank].values()))
-    if (needs := sum(counts_per_rank[busiest].values())) > has:
+    if (num_streams := sum(counts_per_rank[busiest].values())) > num_queues:
         parts = ", ".join(
             f"{number} for {name}" for name, number in counts_per_rank[busiest].items()
         )
         hint = f"set {QUEUES_VARIABLE}={MAX_HARDWARE_QUEUES} before CUDA starts"
-        if needs > MAX_HARDWARE_QUEUES:
+        if num_streams > MAX_HARDWARE_QUEUES:
             hint = 'transport = "nccl_grouped", which uses one communicator for all messages'
         raise ModelError(
-            f"rank {busiest} needs {needs} CUDA streams ({parts}), but its GPU has {has} hardware "
-            "queues: streams that share a queue may wait for each other for ever",
+            f"rank {busiest} needs {num_streams} CUDA streams ({parts}), but its GPU has "
+            f"{num_queues} hardware queues: streams that share a queue may wait for each other "
+            "for ever",
             program=program.name,
             hint=hint,
         )
@@ -268,8 +269,8 @@ class NCCLEdge(EdgeGroups):
             extra_programs=extra_programs,
         )
         touch = make_cuda_probe(self, device)
-        for one in self.programs:
-            require_safe_queues(one, self, touch)
+        for each_program in self.programs:
+            require_safe_queues(each_program, self, touch)
 
 
 class NCCLGrouped(GroupedMessages):

@@ -64,21 +64,21 @@ def partition_disjoint_edges(edges: Iterable[DirectedEdge]) -> list[list[Directe
 
 def _iterate_edges(program: Program) -> Iterator[DirectedEdge]:
     for rank, stream in enumerate(program.streams):
-        for i in stream:
-            if i.op in SEND_OPS:
-                yield DirectedEdge(INSTRUCTIONS[i.op].lane, rank, program.peer_rank(i))
+        for instr in stream:
+            if instr.op in SEND_OPS:
+                yield DirectedEdge(INSTRUCTIONS[instr.op].lane, rank, program.peer_rank(instr))
 
 
 def _warm_up_edges(
     transport: ProcessTransport, edges: list[DirectedEdge], device: torch.device | str
 ) -> None:
     """Send a number along every edge, one edge after the other, to create the connections."""
-    one = torch.zeros(1, device=device)
+    tensor = torch.zeros(1, device=device)
     for edge in edges:
         if transport.rank == edge.source:
-            transport.send(one, edge.target, edge.lane).wait()
+            transport.send(tensor, edge.target, edge.lane).wait()
         elif transport.rank == edge.target:
-            transport.recv(one, edge.source, edge.lane).wait()
+            transport.recv(tensor, edge.source, edge.lane).wait()
 
 
 def _describe_missing_edge(edges: Sequence[DirectedEdge], program: Program) -> str:
@@ -122,12 +122,12 @@ class EdgeGroups(ProcessTransport):
         # the pipeline rank.
         self.peer_processes: list[int] = self.mesh[self.dp_rank, :, self.tp_rank].tolist()
         self.edge_groups: dict[DirectedEdge, Any] = {}
-        for some in partition_disjoint_edges(self.edges):
-            rows = [row for edge in some for row in self._list_edge_ends(edge)]
+        for edges in partition_disjoint_edges(self.edges):
+            rows = [row for edge in edges for row in self._list_edge_ends(edge)]
             group = self.make_group(
                 rows, max_ctas=process_groups.choose_max_ctas(max_message_bytes)
             )
-            local_edges = (edge for edge in some if self.rank in (edge.source, edge.target))
+            local_edges = (edge for edge in edges if self.rank in (edge.source, edge.target))
             self.edge_groups |= dict.fromkeys(local_edges, group)
         _warm_up_edges(self, self.edges, device)
 
@@ -254,6 +254,6 @@ class GroupedMessages(ProcessTransport):
         members, self.deferred_transfers = self.deferred_transfers, None
         works = dist.batch_isend_irecv([transfer for transfer, _ in members])
         # NCCL returns one Work for the batch, and Gloo returns one Work for each transfer.
-        each = works if len(works) == len(members) else works * len(members)
-        for (_, deferred), work in zip(members, each, strict=True):
+        member_works = works if len(works) == len(members) else works * len(members)
+        for (_, deferred), work in zip(members, member_works, strict=True):
             deferred.work = cast(Work, work)

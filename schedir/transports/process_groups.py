@@ -55,11 +55,11 @@ def partition_disjoint(
     colours: list[tuple[list[_T], set[int]]] = []
     for item in items:
         members = get_members(item)
-        free = next((colour for colour in colours if colour[1].isdisjoint(members)), None)
-        if free is None:
-            colours.append(free := ([], set()))
-        free[0].append(item)
-        free[1].update(members)
+        free_colour = next((colour for colour in colours if colour[1].isdisjoint(members)), None)
+        if free_colour is None:
+            colours.append(free_colour := ([], set()))
+        free_colour[0].append(item)
+        free_colour[1].update(members)
     return [some for some, _ in colours]
 
 
@@ -86,9 +86,9 @@ def make_group(
     """
     global _created_groups
     rank, group = dist.get_rank(), None
-    for some in _partition_by_color(rows):
+    for color_rows in _partition_by_color(rows):
         _created_groups += 1
-        row = next((row for row in some if rank in row), None)
+        row = next((row for row in color_rows if rank in row), None)
         if row is None:
             _split_without_color(device)
         else:
@@ -154,12 +154,12 @@ def _create_group(row: GroupRow, **options: Any) -> Any:
 def _use_group_name(name: str) -> Iterator[None]:
     """Let torch use the given name for new groups within this context."""
     torch_: Any = c10d
-    by_torch = torch_._process_group_name
+    get_torch_name = torch_._process_group_name
     torch_._process_group_name = lambda ranks, use_hashed_name: name
     try:
         yield
     finally:
-        torch_._process_group_name = by_torch
+        torch_._process_group_name = get_torch_name
 
 
 def _gloo_options(timeout: float | None) -> dict[str, Any]:

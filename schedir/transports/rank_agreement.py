@@ -31,28 +31,30 @@ def gather_or_raise(
         SchedirError: `make_value` of a process raised it.
         UsageError: `make_value` of a process returned a value that cannot be sent.
     """
-    mine: _T | None = None
+    value: _T | None = None
     error: SchedirError | None = None
     try:
-        mine = make_value()
-        encode_value(mine, record_types)
-    except SchedirError as refused:
-        error, mine = refused, None
-    except TypeError as refused:
-        error, mine = UsageError(str(refused)), None
-    everyone = gather(
-        (mine, error and _error_to_values(error)), group, [*record_types, InstructionSite]
+        value = make_value()
+        encode_value(value, record_types)
+    except SchedirError as raised_error:
+        error, value = raised_error, None
+    except TypeError as raised_error:
+        error, value = UsageError(str(raised_error)), None
+    results = gather(
+        (value, error and _error_to_values(error)), group, [*record_types, InstructionSite]
     )
     refusals = [
-        (rank, _error_from_values(other)) for rank, (_, other) in enumerate(everyone) if other
+        (rank, _error_from_values(error_values))
+        for rank, (_, error_values) in enumerate(results)
+        if error_values
     ]
     if refusals:
-        rank, first = refusals[0]
-        if len({other.fact for _, other in refusals}) > 1 or len(refusals) < len(everyone):
-            first.fact = f"rank {rank}: {first.fact}"
-            raise first
-        raise error or first
-    return [what for what, _ in everyone]
+        rank, first_error = refusals[0]
+        if len({refusal.fact for _, refusal in refusals}) > 1 or len(refusals) < len(results):
+            first_error.fact = f"rank {rank}: {first_error.fact}"
+            raise first_error
+        raise error or first_error
+    return [result for result, _ in results]
 
 
 def _error_to_values(error: SchedirError) -> tuple[Any, ...]:
@@ -82,8 +84,8 @@ def _error_from_values(values: tuple[Any, ...]) -> SchedirError:
     name, fact, program, sites, hint, fields = values
     error_type: Any = getattr(errors, str(name), None)
     kind: type[SchedirError] = error_type if _has_plain_fields(error_type) else SchedirError
-    made: SchedirError = kind(fact, program=program, sites=sites, hint=hint, fields=fields)
-    return made
+    error: SchedirError = kind(fact, program=program, sites=sites, hint=hint, fields=fields)
+    return error
 
 
 def require_same(name: str, values: Sequence[object], hint: str = "") -> None:
@@ -97,7 +99,11 @@ def require_same(name: str, values: Sequence[object], hint: str = "") -> None:
     Raises:
         UsageError: Two ranks have different values.
     """
-    for rank, other in enumerate(values):
-        if other != values[0]:
-            one, two = (v if isinstance(v, str) else describe(v) for v in (values[0], other))
-            raise UsageError(f"{name} is {one} on rank 0, but {two} on rank {rank}", hint=hint)
+    for rank, value in enumerate(values):
+        if value != values[0]:
+            first_text, other_text = (
+                v if isinstance(v, str) else describe(v) for v in (values[0], value)
+            )
+            raise UsageError(
+                f"{name} is {first_text} on rank 0, but {other_text} on rank {rank}", hint=hint
+            )

@@ -131,8 +131,14 @@ def choose_transport(name: str, device: str, *programs: Program) -> type[Process
         device: The name of the device.
         *programs: The programs that will run.
     """
-    *better, last = list_transports(device, name)
-    classes: Iterator[type[ProcessTransport]] = (load_object(row.class_path) for row in better)
-    fits = (one for one in classes if all([one.supports(program) for program in programs]))
-    first_supported: type[ProcessTransport] | None = next(fits, None)
-    return first_supported or load_object(last.class_path)
+    *preferred_rows, last_row = list_transports(device, name)
+    classes: Iterator[type[ProcessTransport]] = (
+        load_object(row.class_path) for row in preferred_rows
+    )
+    supported = (
+        transport_class
+        for transport_class in classes
+        if all([transport_class.supports(program) for program in programs])
+    )
+    first_supported: type[ProcessTransport] | None = next(supported, None)
+    return first_supported or load_object(last_row.class_path)

@@ -78,11 +78,11 @@ class SharedSegment:
         memory = mmap.mmap(file_descriptor, 0)
         self.counters: memoryview[int] = memoryview(memory).cast("q")
         self.slots: dict[SlotKey, Tensor] = {}
-        at = _round_up_to_line(self.get_counter_index(ranks, 0) * 8)
+        offset = _round_up_to_line(self.get_counter_index(ranks, 0) * 8)
         for kind, sizes in buffer_sizes.items():
             for number, size in enumerate(sizes):
-                slot = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=at)
-                self.slots[kind, number], at = slot, at + _round_up_to_line(size)
+                slot = torch.frombuffer(memory, dtype=torch.uint8, count=size, offset=offset)
+                self.slots[kind, number], offset = slot, offset + _round_up_to_line(size)
 
     @staticmethod
     def get_counter_index(rank: int, lane: int) -> int:
@@ -172,9 +172,9 @@ class OutgoingMessages:
         Raises:
             PeerLeft: The receiver has closed its connection before the end of this step.
         """
-        if (number := self.sent_count - self.sent_before_step) == len(self.views):
-            self.views.append(self.place_in_slot(*self.slots[number], tensor))
-        self.views[number].copy_(tensor)
+        if (index := self.sent_count - self.sent_before_step) == len(self.views):
+            self.views.append(self.place_in_slot(*self.slots[index], tensor))
+        self.views[index].copy_(tensor)
         self.sent_count += 1
         self.counters[self.counter_index] = self.sent_count
         try:
@@ -354,34 +354,36 @@ def connect_neighbours(
         PeerLeft: The process of a neighbour has ended while it connected.
         OSError: A connection fails, or a socket belongs to another user.
     """
-    with ExitStack() as made:
+    with ExitStack() as sockets:
         connections = {}
         listener.settimeout(timeout)
         for rank in neighbours:
             if rank > this_rank:
-                connections[rank] = made.enter_context(socket.socket(socket.AF_UNIX))
+                connections[rank] = sockets.enter_context(socket.socket(socket.AF_UNIX))
                 connections[rank].connect(socket_names[rank])
                 if not _is_ours(connections[rank]):
                     raise OSError(f"the socket of rank {rank} belongs to another user")
                 connections[rank].sendall(struct.pack("q", this_rank))
                 _set_receive_timeout(connections[rank], timeout)
-        waiting = {rank for rank in neighbours if rank < this_rank}
-        while waiting:
+        expected_ranks = {rank for rank in neighbours if rank < this_rank}
+        while expected_ranks:
             try:
-                caller = made.enter_context(listener.accept()[0])
+                caller = sockets.enter_context(listener.accept()[0])
                 if not _is_ours(caller):
                     caller.close()
                     continue
                 _set_receive_timeout(caller, timeout)
                 rank_bytes = caller.recv(8, socket.MSG_WAITALL)
             except (TimeoutError, BlockingIOError) as error:
-                raise PeerLate(f"rank {min(waiting)} did not connect within the timeout") from error
+                raise PeerLate(
+                    f"rank {min(expected_ranks)} did not connect within the timeout"
+                ) from error
             if len(rank_bytes) < 8:
                 raise PeerLeft("a neighbour has left while it connected")
             rank = struct.unpack("q", rank_bytes)[0]
             connections[rank] = caller
-            waiting.remove(rank)
-        made.pop_all()
+            expected_ranks.remove(rank)
+        sockets.pop_all()
     return connections
 
 
@@ -417,7 +419,7 @@ NETWORK_NAMESPACE = "/proc/self/ns/net"  # Abstract sockets connect only within 
 # Opcode of a receive -> the kind of its value, and the opcodes of the instructions that gather the
 # value if its message is a tensor-parallel shard.
 RECEIVED_VALUES: Final = {
-    op: (kind, [one for one in find_modifiers(kind) if one in TP_SPLIT_OPS])
+    op: (kind, [modifier for modifier in find_modifiers(kind) if modifier in TP_SPLIT_OPS])
     for op in RECV_OPS
     for kind in INSTRUCTIONS[op].gives
 }
@@ -434,7 +436,7 @@ def can_share_memory(group: dist.ProcessGroup | None = None) -> bool:
         group: The process group. By default all processes.
     """
     domains = gather(_identify_memory_domain(), group)
-    return domains[0] is not None and all(one == domains[0] for one in domains)
+    return domains[0] is not None and all(domain == domains[0] for domain in domains)
 
 
 def _identify_memory_domain() -> object:
@@ -570,27 +572,29 @@ class SharedMemoryTransport(ProcessTransport):
         self.ended_steps = 0  # The counters in new memory begin at 0, too.
         ranks, name, problem = self.mesh.shape[1], "", ""
         size = SharedSegment.compute_size(ranks, buffer_sizes)
-        with ExitStack() as made:
-            listener = made.enter_context(socket.socket(socket.AF_UNIX))
+        with ExitStack() as resources:
+            listener = resources.enter_context(socket.socket(socket.AF_UNIX))
             memory = -1
             try:
                 name = start_listening(listener, ranks)
                 memory = _create_memory_file(size)
-                made.callback(os.close, memory)
+                resources.callback(os.close, memory)
             except OSError as error:
                 problem = f"{error.strerror or error}, for {format_bytes(size)}"
             members = dist.get_process_group_ranks(self.parent_group or dist.group.WORLD)
-            local = name, problem, {kind: [*sizes] for kind, sizes in buffer_sizes.items()}
-            everyone: list[tuple[str, str, BufferSizes]] = gather(local, self.parent_group, [Value])
-            by_process = dict(zip(members, everyone, strict=True))
-            for process, (_, reason, _) in by_process.items():
+            process_values = name, problem, {kind: [*sizes] for kind, sizes in buffer_sizes.items()}
+            all_values: list[tuple[str, str, BufferSizes]] = gather(
+                process_values, self.parent_group, [Value]
+            )
+            values_by_process = dict(zip(members, all_values, strict=True))
+            for process, (_, reason, _) in values_by_process.items():
                 if reason:
                     raise ModelError(
                         f"process {process} cannot allocate shared memory: {reason}",
                         program=self.name,
                         hint='transport = "gloo"',
                     )
-            peers = [by_process[int(p)] for p in self.mesh[self.dp_rank, :, self.tp_rank]]
+            peers = [values_by_process[int(p)] for p in self.mesh[self.dp_rank, :, self.tp_rank]]
             self.segment = SharedSegment(memory, ranks, buffer_sizes)
             try:
                 names = [n for n, *_ in peers]
@@ -729,13 +733,13 @@ def _list_received_slots(
     tensor-parallel shard that the rank gathers.
     """
     program = index.program
-    stream, assigned = program.streams[rank], assign_slots(program, rank)
+    stream, slots_by_value = program.streams[rank], assign_slots(program, rank)
     slots: dict[Lane, list[tuple[SlotKey, bool]]] = defaultdict(list)
-    instructions = {tuple(i) for i in stream}
-    for i in stream:
-        if i.op in RECEIVED_VALUES and program.peer_rank(i) == sender:
-            (op, stage, mb), (kind, gathers) = i, RECEIVED_VALUES[i.op]
-            (number,) = assigned[kind, stage, mb].values()
+    instructions = {tuple(instr) for instr in stream}
+    for instr in stream:
+        if instr.op in RECEIVED_VALUES and program.peer_rank(instr) == sender:
+            (op, stage, mb), (kind, gathers) = instr, RECEIVED_VALUES[instr.op]
+            (number,) = slots_by_value[kind, stage, mb].values()
             key = kind, number
             is_shard = any((gather, stage, mb) in instructions for gather in gathers)
             slots[INSTRUCTIONS[op].lane].append((key, is_shard))

@@ -234,12 +234,12 @@ def describe_peer_error(error: BaseException) -> str:
     Args:
         error: The error.
     """
-    late = (
+    timeout_text = (
         ""
         if isinstance(error, PeerLate) or not _is_peer_timeout(error)
         else "a peer did not respond within the timeout"
     )
-    return describe_peer_exit(error) or late
+    return describe_peer_exit(error) or timeout_text
 
 
 def is_caused_by_peer(error: BaseException | None) -> bool:
@@ -263,9 +263,9 @@ def _is_peer_timeout(error: BaseException) -> bool:
     is_distributed = isinstance(error, RuntimeError) and (
         ".cc:" in text or isinstance(error, dist.DistError)
     )
-    late = is_distributed and ("timed out" in text or "timeout" in text)
-    late |= isinstance(error, RuntimeError) and _GLOO_TIMEOUT_PHRASE in text
-    return isinstance(error, PeerLate) or late
+    is_timeout = is_distributed and ("timed out" in text or "timeout" in text)
+    is_timeout |= isinstance(error, RuntimeError) and _GLOO_TIMEOUT_PHRASE in text
+    return isinstance(error, PeerLate) or is_timeout
 
 
 @contextmanager

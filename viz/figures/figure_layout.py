@@ -116,14 +116,14 @@ class FigureLayout:
             len(list_legend_entries(self.chart_rectangles, self.extra_colors)[0])
             / self.legend_columns
         )
-        charts_height = sum(
+        chart_heights = sum(
             rectangles.height * self.row_height for rectangles in self.chart_rectangles
         )
         top_margins = sum(chart.top_margin for chart in self.charts)
         bottom_margins = sum(chart.bottom_margin for chart in self.charts)
-        notes_height = NOTE_HEIGHT * len(self.notes) + 0.02 * bool(self.notes)
         legend_height = _LEGEND_LINE_HEIGHT * legend_lines + 0.08
-        height = charts_height + top_margins + bottom_margins + legend_height + notes_height
+        notes_height = NOTE_HEIGHT * len(self.notes) + 0.02 * bool(self.notes)
+        height = chart_heights + top_margins + bottom_margins + legend_height + notes_height
         return LEFT_MARGIN + self.width + RIGHT_MARGIN, height
 
 
@@ -144,26 +144,22 @@ def lay_out(
     Raises:
         UsageError: The time range of the style is invalid, or the runs have different units.
     """
-    has_shared_unit = len({timeline.unit for timeline in timelines}) == 1
+    has_shared_unit = len({t.unit for t in timelines}) == 1
     time_ranges = _find_time_ranges(timelines, style, has_shared_unit=has_shared_unit)
     durations = [end - begin for begin, end in time_ranges]
     chart_rectangles = [
-        _make_rectangles(timeline, style, with_lanes="lanes" in style.overlays)
-        for timeline in timelines
+        _make_rectangles(t, style, with_lanes="lanes" in style.overlays) for t in timelines
     ]
     width, max_height = _choose_axes_size(style, chart_rectangles, durations)
     is_dense = [
-        duration / rectangles.short_box_width > width * _MAX_BOXES_PER_INCH
-        for duration, rectangles in zip(durations, chart_rectangles, strict=True)
+        duration / s.short_box_width > width * _MAX_BOXES_PER_INCH
+        for duration, s in zip(durations, chart_rectangles, strict=True)
     ]
     chart_rectangles = [
-        _make_rectangles(rectangles.timeline, style, with_lanes=False)
-        if is_chart_dense
-        else rectangles
-        for rectangles, is_chart_dense in zip(chart_rectangles, is_dense, strict=True)
+        _make_rectangles(s.timeline, style, with_lanes=False) if chart_is_dense else s
+        for s, chart_is_dense in zip(chart_rectangles, is_dense, strict=True)
     ]
-    total_height = sum(rectangles.height for rectangles in chart_rectangles)
-    row_height = min(_ROW_HEIGHT, max_height / total_height)
+    row_height = min(_ROW_HEIGHT, max_height / sum(s.height for s in chart_rectangles))
     charts = []
     for k, rectangles in enumerate(chart_rectangles):
         has_axis_numbers = not has_shared_unit or k == len(chart_rectangles) - 1
@@ -185,9 +181,7 @@ def lay_out(
         )
     notes = [] if has_shared_unit else [_SCALED_NOTE]
     notes += [
-        f"{timeline.program.name:.40}: {timeline.causality_warning}"
-        for timeline in timelines
-        if timeline.causality_warning
+        f"{t.program.name:.40}: {t.causality_warning}" for t in timelines if t.causality_warning
     ]
     extra_colors = {"critical path": ACCENT_COLOR} if "path" in style.overlays else {}
     extra_colors |= PHASE_COLORS if "phases" in style.overlays else {}
@@ -208,14 +202,10 @@ def _find_time_ranges(
     All ranges have the same length if the runs have one unit. Otherwise, the length of each range
     is the mean busy time of its run, times a factor that is the same for all runs.
     """
-    scales = [
-        1.0 if has_shared_unit else float(timeline.busy.mean()) or 1.0 for timeline in timelines
-    ]
-    longest = (
-        max(timeline.span / scale for timeline, scale in zip(timelines, scales, strict=True)) or 1.0
-    )
+    scales = [1.0 if has_shared_unit else float(t.busy.mean()) or 1.0 for t in timelines]
+    longest = max(t.span / s for t, s in zip(timelines, scales, strict=True)) or 1.0
     if style.time_range is None:
-        return [(0.0, longest * scale) for scale in scales]
+        return [(0.0, longest * s) for s in scales]
     if not has_shared_unit:
         raise UsageError("a time range needs runs that all have the same time unit")
     return [_require_time_range(style.time_range, longest)] * len(timelines)
@@ -239,11 +229,11 @@ def _make_rectangles(
     timeline: Timeline, style: ResolvedStyle, *, with_lanes: bool
 ) -> ChartRectangles:
     """Return the rectangles of a run, with space for curves and arrows."""
-    tier_count = len(list_lower_tiers(timeline)) if "memory" in style.overlays else 0
+    lower_curves = len(list_lower_tiers(timeline)) if "memory" in style.overlays else 0
     return ChartRectangles(
         timeline,
         lanes=with_lanes,
-        curves=len(CURVE_FUNCTIONS.keys() & style.overlays) + tier_count,
+        curves=len(CURVE_FUNCTIONS.keys() & style.overlays) + lower_curves,
         gap=0.6 if "arrows" in style.overlays else 0.2,
         palette=style.palette,
     )
@@ -259,10 +249,10 @@ def _choose_axes_size(
     if style.width is not None:
         return style.width, _MAX_HEIGHT
     widths = (
-        duration / rectangles.short_box_width * rectangles.label_width
-        for duration, rectangles in zip(durations, chart_rectangles, strict=True)
+        duration / s.short_box_width * s.label_width
+        for duration, s in zip(durations, chart_rectangles, strict=True)
     )
-    labels_width = max(widths) * _INCHES_PER_LABEL
-    if labels_width > _WIDTH_RANGE[1]:
+    readable_width = max(widths) * _INCHES_PER_LABEL
+    if readable_width > _WIDTH_RANGE[1]:
         return _DENSE_SIZE  # no label fits, so a larger figure would not show more
-    return float(np.clip(labels_width, *_WIDTH_RANGE)), _MAX_HEIGHT
+    return float(np.clip(readable_width, *_WIDTH_RANGE)), _MAX_HEIGHT

@@ -64,11 +64,11 @@ def draw_boxes(
         has_background: True to fill idle time with white. If False, the colour below remains
             visible.
     """
-    idle_style = _IDLE_STYLE if has_background else _IDLE_STYLE | {"facecolor": "none"}
+    idle = _IDLE_STYLE if has_background else _IDLE_STYLE | {"facecolor": "none"}
     gaps = rectangles.compute_idle_corners(
         min_gap=_MIN_HATCHED_INCHES / inches_per_unit if is_dense else 0.0
     )
-    _add_rectangles(axes, gaps, hatch_linewidth=0.5, **idle_style)
+    _add_rectangles(axes, gaps, hatch_linewidth=0.5, **idle)
     _add_rectangles(
         axes, rectangles.compute_lane_corners(), facecolor=_EMPTY_LANE_COLOR, linewidth=0.0
     )
@@ -76,36 +76,32 @@ def draw_boxes(
     if is_dense:
         _draw_binned(axes, rectangles, inches_per_unit, stages)
         return
-    op_count = len(Opcode)
-    for indices, max_line_width in (
+    kinds = len(Opcode)
+    for indices, max_width in (
         (rectangles.compute_indices, 0.5),
         (rectangles.transfer_indices, 0.0),
     ):
-        kinds, kind_indices = np.unique(
-            rectangles.local_stages[indices] * op_count + rectangles.op[indices],
-            return_inverse=True,
+        key, key_indices = np.unique(
+            rectangles.local_stages[indices] * kinds + rectangles.op[indices], return_inverse=True
         )
-        kind_colors = [
-            choose_box_color(k % op_count, k // op_count, stages, rectangles.palette)
-            for k in kinds.tolist()
+        key_colors = [
+            choose_box_color(k % kinds, k // kinds, stages, rectangles.palette)
+            for k in key.tolist()
         ]
-        faces = [kind_colors[k] for k in kind_indices.tolist()]
+        faces = [key_colors[k] for k in key_indices.tolist()]
         edges = [choose_outline(face) for face in faces]
         # An outline is at most 1/8 of a short box, so that the box remains visible.
-        line_width = min(max_line_width, rectangles.short_box_width * inches_per_unit * 72 / 8)
+        line_width = min(max_width, rectangles.short_box_width * inches_per_unit * 72 / 8)
         _add_rectangles(
             axes, rectangles.compute_box_corners(indices), fc=faces, ec=edges, linewidth=line_width
         )
-    recompute_indices = rectangles.compute_indices[
+    hatched_indices = rectangles.compute_indices[
         np.isin(rectangles.op[rectangles.compute_indices], [*HATCHED_OPS])
     ]
-    if len(recompute_indices):
-        hatch_style = {"fc": "none", "ec": "white", "linewidth": 0.0, "hatch_linewidth": 0.6}
+    if len(hatched_indices):
+        style = {"fc": "none", "ec": "white", "linewidth": 0.0, "hatch_linewidth": 0.6}
         _add_rectangles(
-            axes,
-            rectangles.compute_box_corners(recompute_indices),
-            hatch=_RECOMPUTE_HATCH,
-            **hatch_style,
+            axes, rectangles.compute_box_corners(hatched_indices), hatch=_RECOMPUTE_HATCH, **style
         )
     _draw_labels(axes, rectangles, inches_per_unit, row_height, stages)
     _draw_unsharded(axes, rectangles, inches_per_unit, row_height, stages)
@@ -121,7 +117,7 @@ def _draw_unsharded(
     if not rectangles.unsharded.row_count:
         return
     intervals = rectangles.unsharded
-    font_size = min(0.9 * BAND_HEIGHT * row_height * 72, _MAX_FONT_SIZE)
+    size = min(0.9 * BAND_HEIGHT * row_height * 72, _MAX_FONT_SIZE)
     faces = [
         choose_unsharded_shade(local_stage, stages, rectangles.palette)
         for local_stage in intervals.local_stage.tolist()
@@ -129,15 +125,14 @@ def _draw_unsharded(
     _add_rectangles(
         axes, rectangles.compute_unsharded_corners(), fc=faces, ec="white", linewidth=0.4
     )
-    if stages == 1 or font_size < _MIN_FONT_SIZE:
+    if stages == 1 or size < _MIN_FONT_SIZE:
         return
     for k, corners in enumerate(rectangles.compute_unsharded_corners()):
         (left, top), (right, bottom) = corners[0], corners[2]
-        if (right - left) * inches_per_unit * 72 > 2 * font_size:
+        if (right - left) * inches_per_unit * 72 > 2 * size:
             axes.text(
-                (left + right) / 2, (top + bottom) / 2, f"s{intervals.stage[k]}",
-                fontsize=font_size, ha="center", va="center_baseline",
-                color=choose_text_color(faces[k]), clip_on=True,
+                (left + right) / 2, (top + bottom) / 2, f"s{intervals.stage[k]}", fontsize=size,
+                ha="center", va="center_baseline", color=choose_text_color(faces[k]), clip_on=True,
             )  # fmt: skip
 
 
@@ -156,13 +151,13 @@ def _draw_binned(
         to_rgb(choose_box_color(op, local_stage, stages, rectangles.palette))
         for op, local_stage in kinds
     ]
-    busy_share = share.sum(-1)
-    image = np.empty((*busy_share.shape, 4))
-    image[..., :3] = share @ np.array(kind_colors) / np.maximum(busy_share, 1e-12)[..., None]
-    image[..., 3] = np.clip(busy_share, 0, 1)
-    for rank, pixels in enumerate(np.clip(image, 0, 1)):
+    cover = share.sum(-1)
+    image = np.empty((*cover.shape, 4))
+    image[..., :3] = share @ np.array(kind_colors) / np.maximum(cover, 1e-12)[..., None]
+    image[..., 3] = np.clip(cover, 0, 1)
+    for rank, line in enumerate(np.clip(image, 0, 1)):
         top = rank * rectangles.pitch
-        axes.imshow(pixels[None], extent=(0, span, top + 1, top), aspect="auto")
+        axes.imshow(line[None], extent=(0, span, top + 1, top), aspect="auto")
 
 
 def _add_rectangles(axes: Axes, corners: Floats, **style: Any) -> None:
@@ -178,16 +173,20 @@ def _draw_labels(
     Labels that do not fit are left out.
     """
     points = inches_per_unit * 72  # typographic points per unit of time
-    label_width, available = rectangles.label_width, 0.9 * rectangles.short_box_width * points
-    has_letter = available >= label_width * _MIN_FONT_SIZE
-    if not has_letter:
-        label_width, available = rectangles.number_width, 0.95 * rectangles.short_box_width * points
+    label_width, available = (
+        rectangles.label_width,
+        0.9 * rectangles.short_box_width * points,
+    )
+    with_letter = available >= label_width * _MIN_FONT_SIZE
+    if not with_letter:
+        label_width = rectangles.number_width
+        available = 0.95 * rectangles.short_box_width * points
     font_size = min(_MAX_FONT_SIZE, available / label_width, 0.55 * row_height * 72)
-    lo, hi = axes.get_xlim()
-    is_visible = (rectangles.left >= lo) & (rectangles.right <= hi)
-    widths = (rectangles.right - rectangles.left) * points * is_visible
+    low, high = axes.get_xlim()
+    is_visible = (rectangles.left >= low) & (rectangles.right <= high)
+    width = (rectangles.right - rectangles.left) * points * is_visible
     label_indices = rectangles.compute_indices[
-        widths[rectangles.compute_indices] >= label_width * font_size
+        width[rectangles.compute_indices] >= label_width * font_size
     ]
     if font_size < _MIN_FONT_SIZE or len(label_indices) > _MAX_LABELS:
         return
@@ -195,27 +194,27 @@ def _draw_labels(
         op, is_full_height = int(rectangles.op[k]), rectangles.bottom[k] - rectangles.top[k] > 0.75
         x = (rectangles.left[k] + rectangles.right[k]) / 2
         y = (rectangles.top[k] + rectangles.bottom[k]) / 2
-        has_stage = stages > 1 and is_full_height and op in COMPUTE_OPS and has_letter
+        has_stage = stages > 1 and is_full_height and op in COMPUTE_OPS and with_letter
         text_color = choose_text_color(
             choose_box_color(op, int(rectangles.local_stages[k]), stages, rectangles.palette)
         )
-        text_style: dict[str, Any] = {
+        style: dict[str, Any] = {
             "ha": "center",
             "va": "center_baseline",
             "color": text_color,
             "clip_on": False,
         }
-        size_factor = 1.0 if is_full_height else min(1.0, 0.4 * row_height * 72 / font_size)
+        scale = 1.0 if is_full_height else min(1.0, 0.4 * row_height * 72 / font_size)
         axes.text(
             x,
             y - 0.15 * has_stage,
-            rectangles.format_label(k, with_letter=has_letter),
-            fontsize=font_size * size_factor,
-            **text_style,
+            rectangles.format_label(k, with_letter=with_letter),
+            fontsize=font_size * scale,
+            **style,
         )
         if has_stage:
             stage = f"s{rectangles.timeline.spans['stage'][k]}"
-            axes.text(x, y + 0.28, stage, fontsize=font_size * 0.62, **text_style)
+            axes.text(x, y + 0.28, stage, fontsize=font_size * 0.62, **style)
 
 
 def list_legend_entries(
@@ -232,25 +231,21 @@ def list_legend_entries(
     """
     handles: list[tuple[Patch, ...]] = []  # matplotlib's types do not allow tuples
     names: list[str] = []
-    stages = max(
-        rectangles.timeline.program.shape.stages_per_rank for rectangles in chart_rectangles
-    )
+    stages = max(s.timeline.program.shape.stages_per_rank for s in chart_rectangles)
     palette = chart_rectangles[0].palette
     ops_by_fills: dict[tuple[Any, ...], list[Opcode]] = {}  # opcodes of one colour share an entry
-    for op in sorted(
-        {op for rectangles in chart_rectangles for op in rectangles.list_compute_ops()}
-    ):
+    for op in sorted({op for s in chart_rectangles for op in s.list_compute_ops()}):
         shades = range(min(stages, 4) if op in COMPUTE_OPS else 1)
         fills = tuple(choose_box_color(op, k, len(shades), palette) for k in shades)
         ops_by_fills.setdefault(fills, []).append(Opcode(op))
     for fills, ops in ops_by_fills.items():
         hatch = _RECOMPUTE_HATCH if ops[0] in HATCHED_OPS else ""
         handles.append(tuple(_make_swatch(fill, hatch) for fill in fills))
-        short_names = dict.fromkeys(INSTRUCTIONS[op].text.partition("_")[0] for op in ops)
-        names.append(OP_NAMES[ops[0]] if ops[0] in OP_NAMES else ", ".join(short_names))
+        texts = dict.fromkeys(INSTRUCTIONS[op].text.partition("_")[0] for op in ops)
+        names.append(OP_NAMES[ops[0]] if ops[0] in OP_NAMES else ", ".join(texts))
     handles.append((Patch(lw=0.5, fc="white", ec=IDLE_COLOR, hatch="//////"),))
     names.append("idle")
-    for lane in sorted({lane for rectangles in chart_rectangles for lane in rectangles.lanes}):
+    for lane in sorted({lane for s in chart_rectangles for lane in s.lanes}):
         base = palette.lane_colors[lane]
         is_two_way = lane in TWO_WAY_LANES
         handles.append(
@@ -258,17 +253,15 @@ def list_legend_entries(
         )
         names.append(LANE_NAMES[lane] + (" in, out" if is_two_way else ""))
     if unsharded_stages := [
-        rectangles.unsharded.local_stage
-        for rectangles in chart_rectangles
-        if rectangles.unsharded.row_count
+        s.unsharded.local_stage for s in chart_rectangles if s.unsharded.row_count
     ]:
         shades = range(min(int(max(map(max, unsharded_stages))) + 1, 4))
         handles.append(
             tuple(_make_swatch(choose_unsharded_shade(k, len(shades), palette), "") for k in shades)
         )
         names.append(UNSHARDED_LABEL)
-    for name, colour in extra_colors.items():
-        handles.append((Patch(fc=colour),))
+    for name, color in extra_colors.items():
+        handles.append((Patch(fc=color),))
         names.append(name)
     return handles, names
 

@@ -174,18 +174,13 @@ def _require_bound(value: object) -> float | None:
 
 def _draw_figure(layout: FigureLayout, style: ResolvedStyle) -> Figure:
     """Draw all charts below each other, and the notes and the legend at the bottom."""
-    figure_width, figure_height = layout.size
-    figure, y = Figure(figsize=(figure_width, figure_height)), figure_height
+    width, height = layout.size
+    figure, y = Figure(figsize=(width, height)), height
     for chart in layout.charts:
         axes_height = chart.rectangles.height * layout.row_height
         y -= chart.top_margin + axes_height
         axes = figure.add_axes(
-            (
-                LEFT_MARGIN / figure_width,
-                y / figure_height,
-                layout.width / figure_width,
-                axes_height / figure_height,
-            )
+            (LEFT_MARGIN / width, y / height, layout.width / width, axes_height / height)
         )
         axes.set_xlim(*chart.time_range)
         inches_per_unit = layout.width / chart.duration
@@ -204,8 +199,8 @@ def _draw_figure(layout: FigureLayout, style: ResolvedStyle) -> Figure:
         y -= chart.bottom_margin
     for k, text in enumerate(layout.notes):
         figure.text(
-            layout.left_margin / figure_width,
-            (y - 0.12 - NOTE_HEIGHT * k) / figure_height,
+            layout.left_margin / width,
+            (y - 0.12 - NOTE_HEIGHT * k) / height,
             text,
             fontsize=6.5 if layout.is_narrow else 7.5,
             style="italic",
@@ -226,12 +221,10 @@ def _draw_overlays(axes: Axes, chart: ChartLayout, style: ResolvedStyle, row_hei
     rectangles = chart.rectangles
     if "phases" in style.overlays:
         overlays.draw_phases(axes, rectangles)
-    for curve_index, memory_curve in enumerate(
-        overlays.list_curves(rectangles.timeline, style.overlays)
-    ):
+    for k, memory_curve in enumerate(overlays.list_curves(rectangles.timeline, style.overlays)):
         tier = TIERS[0] if memory_curve.name == "memory" else memory_curve.name
         limit = style.memory_limits.get(tier) if memory_curve.unit else None
-        overlays.draw_curve(axes, rectangles, memory_curve, curve_index, row_height * 72, limit)
+        overlays.draw_curve(axes, rectangles, memory_curve, k, row_height * 72, limit)
     if "arrows" in style.overlays and not chart.is_dense:
         overlays.draw_arrows(axes, rectangles)
     if "path" in style.overlays:
@@ -248,28 +241,28 @@ def _format_axes(axes: Axes, chart: ChartLayout, style: ResolvedStyle, row_heigh
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
     # The number of rows that the label of a rank needs.
-    label_step = ceil(8 / (rectangles.pitch * row_height * 72))
-    ranks = np.arange(0, timeline.ranks, label_step)
+    rank_step = ceil(8 / (rectangles.pitch * row_height * 72))
+    ranks = np.arange(0, timeline.ranks, rank_step)
     axes.set_yticks(ranks * rectangles.pitch + 0.5, [f"rank {r}" for r in ranks], fontsize=7.5)
     axes.tick_params(axis="y", length=0)
-    if label_step == 1 and row_height * LANE_HEIGHT * 72 >= 4.5:
+    if rank_step == 1 and row_height * LANE_HEIGHT * 72 >= 4.5:
         for lane in rectangles.lanes:
-            middles = ranks * rectangles.pitch + rectangles.lane_top(lane) + LANE_HEIGHT / 2
-            _draw_lane_names(axes, lane.name.lower(), middles)
+            middle = ranks * rectangles.pitch + rectangles.lane_top(lane) + LANE_HEIGHT / 2
+            _draw_lane_names(axes, lane.name.lower(), middle)
         if rectangles.unsharded.row_count:
-            middles = (
+            middle = (
                 ranks * rectangles.pitch
                 + rectangles.unsharded_top
                 + BAND_HEIGHT * rectangles.unsharded.row_count / 2
             )
-            _draw_lane_names(axes, "unsharded", middles)
-    time_per_unit, unit = _choose_time_unit(timeline, chart.duration)
-    is_bare = style.axis_label == "none"
-    axes.spines["bottom"].set_visible(not is_bare)
-    has_numbers = chart.has_axis_numbers and not is_bare
-    axes.tick_params(axis="x", labelsize=7.5, length=3 * (not is_bare), labelbottom=has_numbers)
+            _draw_lane_names(axes, "unsharded", middle)
+    unit_time, unit = _choose_time_unit(timeline, chart.duration)
+    has_no_axis = style.axis_label == "none"
+    axes.spines["bottom"].set_visible(not has_no_axis)
+    has_numbers = chart.has_axis_numbers and not has_no_axis
+    axes.tick_params(axis="x", labelsize=7.5, length=3 * (not has_no_axis), labelbottom=has_numbers)
     axes.xaxis.set_major_locator(MaxNLocator(nbins=12, steps=[1, 2, 5, 10]))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / time_per_unit:g}"))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda x, _: f"{x / unit_time:g}"))
     if has_numbers:
         label = f"time in {unit}" if style.axis_label is None else style.axis_label
         axes.set_xlabel(label, fontsize=7.5, labelpad=2, parse_math=False)
@@ -291,20 +284,20 @@ def _draw_title(axes: Axes, chart: ChartLayout, width_inches: float) -> None:
     if title == "":
         return
     font_size = 7 if is_narrow else 9
-    time_per_unit, unit = _choose_time_unit(timeline, chart.duration)
+    unit_time, unit = _choose_time_unit(timeline, chart.duration)
     activations = timeline.peak_activations
     peak = f"{activations:.4g} activation{'s' * (activations != 1)}"
     if timeline.sizes is not None:
         peak = format_bytes(float(timeline.peak_memory.max()))
-    numbers = [f"bubble {timeline.bubble:.1%}", f"peak {peak}"]
+    facts = [f"bubble {timeline.bubble:.1%}", f"peak {peak}"]
     if not is_narrow:
-        span = f"{timeline.span / time_per_unit:.4g} {timeline.unit and unit}".rstrip()
-        numbers.append(f"span {span}")
+        facts.append(f"span {timeline.span / unit_time:.4g} {timeline.unit and unit}".rstrip())
     if chart.bound is not None:
         saving = compute_saving(timeline.span, chart.bound)
-        full_note = " with full B" * timeline.program.used_opcodes.isdisjoint(SPLIT_BACKWARD)
-        saving_text = f"{describe_saving(saving)} to gain" if saving else "shortest"
-        numbers[1] = f"{saving_text}{full_note} in {peak}"
+        scope = " with full B" * timeline.program.used_opcodes.isdisjoint(SPLIT_BACKWARD)
+        facts[1] = (
+            f"{f'{describe_saving(saving)} to gain' if saving else 'shortest'}{scope} in {peak}"
+        )
     v, name = timeline.program.unsegmented_shape.stages_per_rank, timeline.program.name
     kind = "" if is_narrow else f" ({timeline.kind}{f', v={v}' * (v > 1)})"
     if title is not None:
@@ -312,23 +305,23 @@ def _draw_title(axes: Axes, chart: ChartLayout, width_inches: float) -> None:
     # If the space is too small, numbers are dropped first. Next to a title that the user chose, all
     # numbers may be dropped. Next to a name, the first number (the bubble) stays, and the name is
     # cut.
-    numbers_text, short_name = ", ".join(numbers), name[:300]
+    summary, visible_name = ", ".join(facts), name[:300]
     while (
-        len(numbers) > (title is None)
-        and _measure_inches(f"{name}{kind}  {numbers_text}", font_size) > width_inches
+        len(facts) > (title is None)
+        and _measure_inches(f"{name}{kind}  {summary}", font_size) > width_inches
     ):
-        numbers.pop()
-        numbers_text = ", ".join(numbers)
-    while short_name and _measure_inches(f"{name}{kind}  {numbers_text}", font_size) > width_inches:
-        short_name = short_name[:-1]
-        name = f"{short_name}…"
+        facts.pop()
+        summary = ", ".join(facts)
+    while visible_name and _measure_inches(f"{name}{kind}  {summary}", font_size) > width_inches:
+        visible_name = visible_name[:-1]
+        name = f"{visible_name}…"
     title_style: dict[str, Any] = {
         "fontsize": font_size,
         "pad": 5,
         "parse_math": False,  # a name may contain a dollar sign
     }
     axes.set_title(f"{name}{kind}", loc="left", **title_style)
-    axes.set_title(numbers_text, loc="right", **title_style)
+    axes.set_title(summary, loc="right", **title_style)
 
 
 def _measure_inches(text: str, size: float) -> float:
@@ -344,4 +337,4 @@ def _choose_time_unit(timeline: Timeline, longest: float) -> tuple[float, str]:
     """Return the time of one unit of the axis, and the name of this unit."""
     if timeline.unit != "s":
         return 1.0, timeline.unit or "units of cost"
-    return next((unit for unit in _TIME_UNITS if longest >= 2 * unit[0]), _TIME_UNITS[-1])
+    return next((s for s in _TIME_UNITS if longest >= 2 * s[0]), _TIME_UNITS[-1])

@@ -63,9 +63,9 @@ def list_curves(timeline: Timeline, overlays: Collection[str]) -> list[MemoryCur
     """
     return [
         curve
-        for name, compute_curves in CURVE_FUNCTIONS.items()
+        for name, make_curves in CURVE_FUNCTIONS.items()
         if name in overlays
-        for curve in compute_curves(timeline)
+        for curve in make_curves(timeline)
     ]
 
 
@@ -93,11 +93,11 @@ def draw_arrows(axes: Axes, rectangles: ChartRectangles) -> None:
     if not 0 < len(sends) <= _MAX_ARROWS:
         return
     x0, x1 = rectangles.left[sends], rectangles.right[receives]
-    ranks = rectangles.timeline.spans["rank"]
-    is_downward = ranks[receives] > ranks[sends]
+    rank = rectangles.timeline.spans["rank"]
+    is_downward = rank[receives] > rank[sends]
     lanes_bottom = rectangles.curve_top - 0.06  # the lower edge of the lanes
-    y0 = ranks[sends] * rectangles.pitch + np.where(is_downward, lanes_bottom, 0)
-    y1 = ranks[receives] * rectangles.pitch + np.where(is_downward, 0, lanes_bottom)
+    y0 = rank[sends] * rectangles.pitch + np.where(is_downward, lanes_bottom, 0)
+    y1 = rank[receives] * rectangles.pitch + np.where(is_downward, 0, lanes_bottom)
     is_activation = np.isin(
         rectangles.op[sends],
         (*FORWARD_OPS, *(op for op in SEND_OPS if op not in BOUNDARY_GRAD_OPS)),
@@ -126,12 +126,10 @@ def draw_critical_path(axes: Axes, rectangles: ChartRectangles, *, is_dense: boo
     path = path[rectangles.right[path] > rectangles.left[path]]
     is_transfer = ~np.isin(rectangles.op[path], [*COMPUTE_OPS, *OPTIMIZER_STEP_OPS])
     path = path[~(is_transfer & (not rectangles.lanes))]
-    middles = (rectangles.top[path] + rectangles.bottom[path]) / 2
+    middle = (rectangles.top[path] + rectangles.bottom[path]) / 2
     if is_dense:
-        starts, ends = (
-            np.stack([x[path], middles], 1) for x in (rectangles.left, rectangles.right)
-        )
-        lines = np.stack([starts, ends], 1)
+        left, right = (np.stack([x[path], middle], 1) for x in (rectangles.left, rectangles.right))
+        lines = np.stack([left, right], 1)
         axes.add_collection(
             LineCollection(list(lines), colors=ACCENT_COLOR, linewidths=2, zorder=4)
         )
@@ -140,8 +138,8 @@ def draw_critical_path(axes: Axes, rectangles: ChartRectangles, *, is_dense: boo
         axes.add_collection(
             PolyCollection(boxes, fc="none", ec=ACCENT_COLOR, linewidth=1.3, zorder=4)
         )
-    link_starts = np.stack([rectangles.right[path], middles], 1)[:-1]
-    link_ends = np.stack([rectangles.left[path], middles], 1)[1:]
+    link_starts = np.stack([rectangles.right[path], middle], 1)[:-1]
+    link_ends = np.stack([rectangles.left[path], middle], 1)[1:]
     links = np.stack([link_starts, link_ends], 1)
     links = links[link_starts[:, 1] != link_ends[:, 1]]
     axes.add_collection(LineCollection(list(links), colors=ACCENT_COLOR, linewidths=1.0, zorder=4))
@@ -171,7 +169,7 @@ def draw_phases(axes: Axes, rectangles: ChartRectangles) -> None:
     """
     for name, (begin, end) in find_phase_times(rectangles.timeline).items():
         top = np.arange(rectangles.timeline.ranks, dtype=np.float64) * rectangles.pitch
-        corners = compute_corners(lo, hi, top - 0.09, top + 1.09)
+        corners = compute_corners(begin, end, top - 0.09, top + 1.09)
         axes.add_collection(
             PolyCollection(list(corners), facecolor=PHASE_COLORS[name], linewidth=0, zorder=0)
         )
@@ -190,16 +188,14 @@ def find_phase_times(timeline: Timeline) -> dict[str, tuple[Floats, Floats]]:
         For "warmup" and "cooldown", the starts and the ends, each of shape (ranks,), from the start
         of the timeline.
     """
-    steady_starts, steady_ends = (
-        times - timeline.start_time for times in find_steady_phase(timeline)
-    )
-    has_no_backward = np.isinf(steady_starts)
-    warmup_ends = np.where(has_no_backward, 0, steady_starts)
-    cooldown_starts = np.where(has_no_backward, timeline.span, steady_ends)
+    begins, ends = (times - timeline.start_time for times in find_steady_phase(timeline))
+    has_no_phase = np.isinf(begins)
+    warmup_ends = np.where(has_no_phase, 0, begins)
+    cooldown_begins = np.where(has_no_phase, timeline.span, ends)
     ranks = timeline.ranks
     return {
         "warmup": (np.zeros(ranks), warmup_ends),
-        "cooldown": (cooldown_starts, np.full(ranks, timeline.span)),
+        "cooldown": (cooldown_begins, np.full(ranks, timeline.span)),
     }
 
 
@@ -228,40 +224,38 @@ def draw_curve(
     scale = CURVE_HEIGHT / (max([*peaks, limit or 0.0]) or 1.0)
     fills, lines, layers = [], [], []
     for rank, (times, values) in enumerate(memory_curve.steps):
-        baseline = (
+        base = (
             rank * rectangles.pitch
             + rectangles.curve_top
             + CURVE_HEIGHT
             + curve_index * (CURVE_HEIGHT + LANE_INSET)
         )
         x = np.concatenate([[0], np.repeat(times, 2), [span]])
-        y = baseline - scale * np.repeat(np.concatenate([[0], values]), 2)
+        y = base - scale * np.repeat(np.concatenate([[0], values]), 2)
         lines.append(np.stack([x, y], 1))
-        fills.append(np.concatenate([lines[-1], [[span, baseline], [0, baseline]]]))
+        fills.append(np.concatenate([lines[-1], [[span, base], [0, base]]]))
         if row_points * CURVE_HEIGHT >= _FONT_SIZE:
-            peak_text = format_bytes(peaks[rank]) if memory_curve.unit else f"{peaks[rank]:g}"
+            peak = format_bytes(peaks[rank]) if memory_curve.unit else f"{peaks[rank]:g}"
             axes.annotate(
-                f"{memory_curve.name}\n≤ {peak_text}", (0, baseline - CURVE_HEIGHT / 2), (-4, 0),
-                xycoords=("axes fraction", "data"), ha="right", va="center",
-                textcoords="offset points",
+                f"{memory_curve.name}\n≤ {peak}", (0, base - CURVE_HEIGHT / 2), (-4, 0), ha="right",
+                xycoords=("axes fraction", "data"), va="center", textcoords="offset points",
                 fontsize=5.5, color=colour,
             )  # fmt: skip
         if limit is not None:
             axes.hlines(
-                baseline - scale * limit, 0, span, color=LIMIT_COLOR, linewidth=0.8, linestyle="--"
+                base - scale * limit, 0, span, color=LIMIT_COLOR, linewidth=0.8, linestyle="--"
             )
-        layer_bottom = 0.0
-        for name, tops in memory_curve.static_layers.items():
-            layer_top = float(tops[rank])
-            layers.append([(0, baseline - scale * layer_top), (span, baseline - scale * layer_top)])
-            if row_points * scale * (layer_top - layer_bottom) >= _FONT_SIZE:
+        bottom = 0.0
+        for name, layer_tops in memory_curve.static_layers.items():
+            top = float(layer_tops[rank])
+            layers.append([(0, base - scale * top), (span, base - scale * top)])
+            if row_points * scale * (top - bottom) >= _FONT_SIZE:
                 axes.annotate(
-                    name, (0, baseline - scale * (layer_top + layer_bottom) / 2), (2, 0),
-                    xycoords=("axes fraction", "data"), ha="left", va="center",
-                    textcoords="offset points",
+                    name, (0, base - scale * (top + bottom) / 2), (2, 0), ha="left", va="center",
+                    xycoords=("axes fraction", "data"), textcoords="offset points",
                     fontsize=_FONT_SIZE, color=colour,
                 )  # fmt: skip
-            layer_bottom = layer_top
+            bottom = top
     if layers:
         layer_lines = LineCollection(layers, colors=colour, linewidths=0.4, linestyles="dotted")
         axes.add_collection(layer_lines)

@@ -80,7 +80,6 @@ def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
         ['80%', '7%', '10%', '3%']
     """
     plans = _require_plans(plans)
-<<<<<<< HEAD
     left = sum(width for _, width, _ in _LEFT_COLUMNS) + 0.2
     right = sum(width for _, width in _RIGHT_COLUMNS) + 0.1
     top, bottom = 0.28, 0.78
@@ -103,26 +102,6 @@ def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
     axes.set_ylim(len(plans) - 0.5, -0.5)
     for row, plan in enumerate(plans):
         _draw_bar(axes, row, plan, unit_time)
-=======
-    left_width = sum(width for _, width, _ in _LEFT_COLUMNS) + 0.2
-    right_width = sum(width for _, width in _RIGHT_COLUMNS) + 0.1
-    top_margin, bottom_margin = 0.28, 0.78
-    size = (
-        left_width + _BARS_WIDTH + right_width,
-        top_margin + _ROW_HEIGHT * len(plans) + bottom_margin,
-    )
-    figure = Figure(figsize=size)
-    axes = figure.add_axes(
-        (left_width / size[0], bottom_margin / size[1],
-         _BARS_WIDTH / size[0], _ROW_HEIGHT * len(plans) / size[1])
-    )  # fmt: skip
-    longest = max(plan.step_time for plan in plans)
-    seconds_per_unit, unit = _choose_time_unit(longest)
-    axes.set_xlim(0, longest / seconds_per_unit * 1.001)
-    axes.set_ylim(len(plans) - 0.5, -0.5)
-    for row, plan in enumerate(plans):
-        _draw_bar(axes, row, plan, seconds_per_unit)
->>>>>>> 3422f5601b5255220b0b63db7414d267b576919f
         _draw_cells(axes, row, plan)
     _draw_headings(axes)
     axes.set_yticks([])
@@ -133,14 +112,13 @@ def plan_times(plans: Sequence[PlanEstimate]) -> Figure:
     axes.set_axisbelow(True)
     for side in ("top", "right", "left"):
         axes.spines[side].set_visible(False)
-    part_names = [
+    parts = [
         name for name in StepBreakdown._fields if any(getattr(p.breakdown, name) > 0 for p in plans)
     ]
     figure.legend(
-        [_make_legend_patch(name) for name in part_names],
-        [STEP_PARTS[name][0] for name in part_names],
-        loc="lower left", bbox_to_anchor=(left_width / size[0], 0.06 / size[1]),
-        ncols=len(part_names), fontsize=7.5, frameon=False, borderpad=0, borderaxespad=0,
+        [_make_legend_patch(name) for name in parts], [STEP_PARTS[name][0] for name in parts],
+        loc="lower left", bbox_to_anchor=(left / size[0], 0.06 / size[1]), ncols=len(parts),
+        fontsize=7.5, frameon=False, borderpad=0, borderaxespad=0,
         handlelength=1.4, handleheight=0.9, columnspacing=1.1,
     )  # fmt: skip
     return figure
@@ -172,7 +150,7 @@ def _draw_bar(axes: Axes, row: int, plan: PlanEstimate, unit_time: float) -> Non
     """Draw the parts of a step. Write the share of the step on each part that is wide enough."""
     begin, scale = 0.0, _BARS_WIDTH / axes.get_xlim()[1]
     for name, seconds in zip(StepBreakdown._fields, plan.breakdown, strict=True):
-        width, (_, colour, hatch) = seconds / seconds_per_unit, STEP_PARTS[name]
+        width, (_, colour, hatch) = seconds / unit_time, STEP_PARTS[name]
         if width <= 0:
             continue
         axes.barh(
@@ -192,18 +170,18 @@ def _draw_bar(axes: Axes, row: int, plan: PlanEstimate, unit_time: float) -> Non
 
 def _draw_cells(axes: Axes, row: int, plan: PlanEstimate) -> None:
     """Write the degrees and options of a plan, and its time, TFLOP/s and memory."""
-    left_cells = [
+    cells = [
         str(row + 1), *(str(n) for n in (plan.pp, plan.tp, plan.dp, plan.stages_per_rank,
                                          plan.microbatch_size)),
         "yes" if plan.sequence_parallel else "-", plan.schedule, plan.recompute, str(plan.zero),
     ]  # fmt: skip
     offset = -sum(width for _, width, _ in _LEFT_COLUMNS) - 0.1
-    for cell, (_, width, alignment) in zip(left_cells, _LEFT_COLUMNS, strict=True):
+    for cell, (_, width, alignment) in zip(cells, _LEFT_COLUMNS, strict=True):
         _draw_cell(axes, row, offset, width, alignment, cell)
         offset += width
-    excess_note = "" if plan.fits else " too much"
+    excess = "" if plan.fits else " too much"
     right_cells = [_format_seconds(plan.step_time), f"{plan.flops_per_second / 1e12:.1f}",
-                   f"{plan.memory.total / 1e9:.1f} GB{excess_note}"]  # fmt: skip
+            f"{plan.memory.total / 1e9:.1f} GB{excess}"]  # fmt: skip
     offset = _BARS_WIDTH
     for cell, (_, width) in zip(right_cells, _RIGHT_COLUMNS, strict=True):
         _draw_cell(axes, row, offset, width, "right", cell)
@@ -241,9 +219,8 @@ def _draw_cell(
 
 def _format_seconds(time: float) -> str:
     """Return a time with its unit, in three or four digits."""
-    seconds_per_unit, unit = _choose_time_unit(time)
-    time_in_unit = time / seconds_per_unit
-    return f"{time_in_unit:.{2 if time_in_unit < 100 else 1}f} {unit}"
+    unit_time, unit = _choose_time_unit(time)
+    return f"{time / unit_time:.{2 if time / unit_time < 100 else 1}f} {unit}"
 
 
 # ---------------------------------------------------------------- time against memory
@@ -282,21 +259,20 @@ def plan_memory(
     """
     plans = _require_plans(plans)
     memory = np.array([plan.memory.total for plan in plans]) / 1e9
-    seconds_per_unit, unit = _choose_time_unit(max(plan.step_time for plan in plans))
-    step_times = np.array([plan.step_time for plan in plans]) / seconds_per_unit
+    unit_time, unit = _choose_time_unit(max(plan.step_time for plan in plans))
+    step_times = np.array([plan.step_time for plan in plans]) / unit_time
     figure = Figure(figsize=(6.6, 4.4), layout="constrained")
     axes = figure.subplots()
     axes.set_xscale("log")
     axes.set_yscale("log")
-    for recompute, colour in _RECOMPUTE_COLORS.items():
-        has_recompute = np.array([plan.recompute == recompute for plan in plans])
-        if has_recompute.any():
-            is_crowded = int(has_recompute.sum()) > 2000
+    for mode, colour in _RECOMPUTE_COLORS.items():
+        has_mode = np.array([plan.recompute == mode for plan in plans])
+        if has_mode.any():
+            has_many = int(has_mode.sum()) > 2000
             axes.scatter(
-                memory[has_recompute], step_times[has_recompute], color=colour, linewidth=0,
-                s=5 if is_crowded else 14, alpha=0.35 if is_crowded else 0.8,
-                rasterized=is_crowded, zorder=2,
-                label="recompute none" if recompute == "none" else recompute,
+                memory[has_mode], step_times[has_mode], s=5 if has_many else 14, color=colour,
+                linewidth=0, alpha=0.35 if has_many else 0.8, rasterized=has_many, zorder=2,
+                label="recompute none" if mode == "none" else mode,
             )  # fmt: skip
     x, y = _find_frontier(memory, step_times)
     axes.plot(
@@ -305,11 +281,10 @@ def plan_memory(
         label="shortest within each memory",
     )  # fmt: skip
     _set_axis_limits(axes, memory, step_times, limit)
-    fitting_plans = [plan for plan in plans if plan.fits]
-    if best is None and fitting_plans:
-        best = min(fitting_plans, key=lambda plan: plan.step_time)
+    candidates = [plan for plan in plans if plan.fits]
+    best = min(candidates, key=lambda plan: plan.step_time) if best is None and candidates else best
     if best is not None:
-        _mark_plan(axes, best, seconds_per_unit)
+        _mark_plan(axes, best, unit_time)
     if limit is not None:
         _draw_limit(axes, limit / 1e9)
     axes.set_xlabel("memory of the fullest GPU, in GB", fontsize=8)
@@ -330,8 +305,8 @@ def _find_frontier(
 ) -> tuple[NDArray[np.float64], NDArray[np.float64]]:
     """Return the memory and the step time of the Pareto-optimal points, ascending by memory."""
     order = np.lexsort((step_times, memory))
-    min_times = np.minimum.accumulate(step_times[order])
-    frontier = order[np.r_[True, min_times[1:] < min_times[:-1]]]
+    lowest = np.minimum.accumulate(step_times[order])
+    frontier = order[np.r_[True, lowest[1:] < lowest[:-1]]]
     return memory[frontier], step_times[frontier]
 
 
@@ -343,11 +318,11 @@ def _set_axis_limits(
     The memory axis ends at about 8 times the limit at most. The time axis ends at about 12 times
     the shortest step at most.
     """
-    max_memory = float(memory.max())
+    right = float(memory.max())
     if limit is not None:
-        max_memory = max(min(max_memory, 8 * limit / 1e9), limit / 1e9)
-    axes.set_xlim(float(memory.min()) / 1.15, max_memory * 1.3)
-    visible_times = step_times[memory <= max_memory * 1.3]
+        right = max(min(right, 8 * limit / 1e9), limit / 1e9)
+    axes.set_xlim(float(memory.min()) / 1.15, right * 1.3)
+    visible_times = step_times[memory <= right * 1.3]
     shortest = float(visible_times.min())
     axes.set_ylim(shortest / 1.25, min(float(visible_times.max()), 12 * shortest) * 1.25)
 
@@ -445,39 +420,44 @@ def plan_scaling(strong: Sequence[PlanEstimate], weak: Sequence[PlanEstimate] = 
         ['8 x 1 x 1', '8 x 1 x 2', '8 x 1 x 4']
     """
     all_plans = _require_plans([*strong, *weak])
-    seconds_per_unit, unit = _choose_time_unit(max(plan.step_time for plan in all_plans))
+    unit_time, unit = _choose_time_unit(max(plan.step_time for plan in all_plans))
     figure = Figure(figsize=(9.6, 3.9), layout="constrained")
-    time_axes, speed_axes = figure.subplots(1, 2)
-    series = [
+    time_axes, flops_axes = figure.subplots(1, 2)
+    lines = [
         ("strong: one batch", _STRONG_COLOR, "o", strong),
         ("weak: the batch grows with the GPUs", _WEAK_COLOR, "s", weak),
     ]
-    for name, colour, marker, plans in series:
+    for name, colour, marker, plans in lines:
         if not plans:
             continue
         plans = sorted(plans, key=lambda plan: plan.gpus)
         gpus = [plan.gpus for plan in plans]
         style = {"color": colour, "marker": marker, "markersize": 4.5, "linewidth": 1.4}
-        step_times = [plan.step_time / seconds_per_unit for plan in plans]
-        time_axes.plot(gpus, step_times, label=name, zorder=3, **style)
-        speed_axes.plot(gpus, [plan.flops_per_second / 1e12 for plan in plans], zorder=3, **style)
+        time_axes.plot(
+            gpus,
+            [plan.step_time / unit_time for plan in plans],
+            label=name,
+            zorder=3,
+            **style,
+        )
+        flops_axes.plot(gpus, [plan.flops_per_second / 1e12 for plan in plans], zorder=3, **style)
         if marker == "o":
-            ideal = [plans[0].step_time / seconds_per_unit * gpus[0] / n for n in gpus]
+            ideal = [plans[0].step_time / unit_time * gpus[0] / n for n in gpus]
             time_axes.plot(gpus, ideal, color=IDLE_COLOR, linewidth=0.8, zorder=2,
-                           label="ideal: the speed of the first for all GPUs")  # fmt: skip
-        for plan, step_time in zip(plans, step_times, strict=True):
+                      label="ideal: the speed of the first for all GPUs")  # fmt: skip
+        for plan in plans:
             time_axes.annotate(
-                f"{plan.pp} x {plan.tp} x {plan.dp}", (plan.gpus, step_time),
+                f"{plan.pp} x {plan.tp} x {plan.dp}", (plan.gpus, plan.step_time / unit_time),
                 (4, 5 if marker == "o" else -10), textcoords="offset points",
                 fontsize=6.5, color=colour, zorder=4,
                 path_effects=[withStroke(linewidth=2, foreground="white")],
             )  # fmt: skip
     time_axes.set_yscale("log")
     time_axes.set_ylabel(f"time of a step, in {unit}", fontsize=8)
-    speed_axes.set_ylabel("model TFLOP/s of a GPU", fontsize=8)
-    speed_axes.set_ylim(0, 1.12 * max(plan.flops_per_second for plan in all_plans) / 1e12)
+    flops_axes.set_ylabel("model TFLOP/s of a GPU", fontsize=8)
+    flops_axes.set_ylim(0, 1.12 * max(plan.flops_per_second for plan in all_plans) / 1e12)
     gpu_counts = sorted({plan.gpus for plan in all_plans})
-    for axes in (time_axes, speed_axes):
+    for axes in (time_axes, flops_axes):
         axes.set_xscale("log")
         axes.set_xlim(gpu_counts[0] / 1.2, gpu_counts[-1] * 1.8)
         axes.set_xlabel("GPUs", fontsize=8)

@@ -58,8 +58,8 @@ def bubble_vs_memory(timelines: Sequence[Timeline]) -> Figure:
     has_sizes = all(t.sizes is not None for t in timelines)
     x = np.array([_find_peak_gigabytes(t) if has_sizes else t.peak_activations for t in timelines])
     y = np.array([t.bubble for t in timelines])
-    figure_scale = max(1.0, min(len(timelines) / 12, 1.6))  # many names need more space
-    figure = Figure(figsize=(5.2 * figure_scale, 3.7 * figure_scale), layout="constrained")
+    scale = max(1.0, min(len(timelines) / 12, 1.6))  # many names need more space
+    figure = Figure(figsize=(5.2 * scale, 3.7 * scale), layout="constrained")
     axes = figure.subplots()
     order = np.lexsort((y, x))
     frontier = order[y[order] <= np.minimum.accumulate(y[order])]
@@ -75,13 +75,11 @@ def bubble_vs_memory(timelines: Sequence[Timeline]) -> Figure:
     _draw_points(axes, x, y)
     axes.set_xlim(0, float(x.max()) * 1.3 or 1)
     axes.set_ylim(0, max(float(y.max()) * 1.15, 0.01))
-    _draw_names(axes, x, y, [t.program.name for t in timelines], figure_scale)
-    if warnings := [
+    _draw_names(axes, x, y, [t.program.name for t in timelines], scale)
+    if notes := [
         f"{t.program.name}: {t.causality_warning}" for t in timelines if t.causality_warning
     ]:
-        axes.set_title(
-            "\n".join(warnings), fontsize=7, style="italic", loc="left", parse_math=False
-        )
+        axes.set_title("\n".join(notes), fontsize=7, style="italic", loc="left", parse_math=False)
     _format_axes(axes, in_bytes=has_sizes)
     return figure
 
@@ -111,26 +109,22 @@ def memory_frontier(frontier: MemoryFrontier) -> Figure:
     """
     unit = 1e9 if frontier.is_in_bytes else frontier.shape.stages / frontier.shape.ranks
     points = np.array([[frontier.measure_memory(t) / unit, t.bubble] for t in frontier.timelines])
-    search_curve = np.array(
-        [[level.limit / unit, level.timeline.bubble] for level in frontier.levels]
-    )
-    bound_curve = np.array(
+    search_curve = np.array([[k.limit / unit, k.timeline.bubble] for k in frontier.levels])
+    bound = np.array(
         [[limit / unit, frontier.compute_bubble(span)] for limit, span in frontier.bounds]
     )
     points = points.reshape(-1, 2)
-    # Nothing fits below the first limit.
-    bound_curve = np.vstack([[0, 1], [bound_curve[0, 0], 1], bound_curve])
-    max_memory = max(points[:, 0].max(initial=0), search_curve[-1, 0]) * 1.3
-    search_curve = np.vstack([search_curve, [max_memory, search_curve[-1, 1]]])
-    bound_curve[-1, 0] = max_memory
+    bound = np.vstack([[0, 1], [bound[0, 0], 1], bound])  # nothing fits below the first limit
+    right = max(points[:, 0].max(initial=0), search_curve[-1, 0]) * 1.3
+    search_curve = np.vstack([search_curve, [right, search_curve[-1, 1]]])
+    bound[-1, 0] = right
     figure = Figure(figsize=(6.2, 4.2), layout="constrained")
     axes = figure.subplots()
     # A limit between two numbers of activations allows as much as the lower number: step "post". A
     # bound for a limit in bytes is also valid for all smaller limits: step "pre".
     step: Literal["pre", "post"] = "pre" if frontier.is_in_bytes else "post"
     axes.fill_between(
-        bound_curve[:, 0], bound_curve[:, 1], step=step,
-        color=_INFEASIBLE_COLOR, linewidth=0, zorder=0.5,
+        bound[:, 0], bound[:, 1], step=step, color=_INFEASIBLE_COLOR, linewidth=0, zorder=0.5,
         label="no schedule of these stages can be here",
     )  # fmt: skip
     axes.plot(
@@ -139,9 +133,9 @@ def memory_frontier(frontier: MemoryFrontier) -> Figure:
         label="the shortest schedule of the search",
     )  # fmt: skip
     _draw_points(axes, points[:, 0], points[:, 1])
-    max_bubble = 1.6 * points[:, 1].max() if len(points) else search_curve[0, 1] * 1.15
-    axes.set_xlim(0, max_memory)
-    axes.set_ylim(0, max(min(max_bubble, 1.0), 0.01))
+    top = 1.6 * points[:, 1].max() if len(points) else search_curve[0, 1] * 1.15
+    axes.set_xlim(0, right)
+    axes.set_ylim(0, max(min(top, 1.0), 0.01))
     _draw_names(
         axes, points[:, 0], points[:, 1], [t.program.name for t in frontier.timelines], 6.2 / 5.2
     )
@@ -182,7 +176,6 @@ def _draw_names(
 
     If a name was moved, a line connects it with its point.
     """
-<<<<<<< HEAD
     x_limit, y_limit = axes.get_xlim()[1], axes.get_ylim()[1]
     axes_size = 320 * scale, 210 * scale  # typographic points
     points = np.stack([x / x_limit * axes_size[0], y / y_limit * axes_size[1]], 1).tolist()
@@ -214,46 +207,6 @@ def _draw_names(
         line_style = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.5}
         axes.annotate(
             name, (float(x[k]), float(y[k])), (begin - left, y_name - y_point),
-=======
-    x_max, y_max = axes.get_xlim()[1], axes.get_ylim()[1]
-    axes_size = 320 * scale, 210 * scale  # typographic points
-    anchors = np.stack([x / x_max * axes_size[0], y / y_max * axes_size[1]], 1).tolist()
-    # The space that points and names occupy: left, right, height.
-    occupied = [(left - 4, left + 4, height) for left, height in anchors]
-    for k in np.lexsort((x, y)).tolist():
-        name = names[k] if len(names[k]) <= 30 else f"{names[k][:29]}…"
-        anchor_x, anchor_y = anchors[k]
-        right = anchor_x + 4 + 4.2 * len(name)
-        # Positions to try: above the point, then further up or down, and also further to the right.
-        candidates = [
-            (anchor_x + 5 + shift_x, anchor_y + shift_y + 6)
-            for step in range(len(names) + 1)
-            for shift_x in (0, 9 * step)
-            for shift_y in (9.5 * step, -9.5 * step)
-        ]
-        free_positions = [
-            (text_x, text_y) for text_x, text_y in candidates
-            if text_y > -4
-            and all(
-                abs(text_y - height) >= 9 or right + text_x - anchor_x < begin or text_x > end
-                for begin, end, height in occupied
-            )
-        ]  # fmt: skip
-        other_anchors = [anchor for anchor in anchors if anchor != anchors[k]]
-        nearest = [  # positions whose nearest point is the named point
-            (text_x, text_y) for text_x, text_y in free_positions[:8]
-            if all(
-                hypot(text_x - x, text_y - y) >= hypot(text_x - anchor_x, text_y - anchor_y)
-                for x, y in other_anchors
-            )
-        ]  # fmt: skip
-        text_x, text_y = (nearest or free_positions)[0]
-        occupied.append((text_x, right + text_x - anchor_x, text_y))
-        is_moved = abs(text_y - anchor_y - 6) > 3
-        line_style = {"arrowstyle": "-", "color": "#999999", "linewidth": 0.5}
-        axes.annotate(
-            name, (float(x[k]), float(y[k])), (text_x - anchor_x, text_y - anchor_y),
->>>>>>> 3422f5601b5255220b0b63db7414d267b576919f
             textcoords="offset points", va="center_baseline", fontsize=7, parse_math=False,
             path_effects=[withStroke(linewidth=2, foreground="white")],
             arrowprops=line_style if is_moved else None,
@@ -282,48 +235,45 @@ def idle_map(timeline: Timeline) -> Figure:
         ['warmup', 'cooldown', 'all']
     """
     require_timeline(timeline, "timeline")
-    shares = sum_by_cause(idleness(timeline), timeline.ranks) / (timeline.span or 1.0)
-    cause_indices = np.flatnonzero(shares.sum(0) > 0)
-    columns = np.column_stack([shares[:, cause_indices], shares.sum(1)])
+    share = sum_by_cause(idleness(timeline), timeline.ranks) / (timeline.span or 1.0)
+    causes = np.flatnonzero(share.sum(0) > 0)
+    columns = np.column_stack([share[:, causes], share.sum(1)])
     cells = np.vstack([columns, columns.mean(0)])
-    cell_width, cell_height, max_height = _CELL_SIZE
-    cell_height = min(cell_height, max_height / len(cells))
-    left_margin, bottom_margin = 0.7, 0.15
-    top_margin = 0.75 + 0.15 * bool(timeline.causality_warning)
+    width, height, max_height = _CELL_SIZE
+    height = min(height, max_height / len(cells))
+    left, top, bottom = 0.7, 0.75 + 0.15 * bool(timeline.causality_warning), 0.15
     size = (
-        left_margin + cell_width * cells.shape[1] + 0.15,
-        top_margin + cell_height * len(cells) + bottom_margin,
+        left + width * cells.shape[1] + 0.15,
+        top + height * len(cells) + bottom,
     )
     figure = Figure(figsize=size)
-    axes = figure.add_axes(
-        (left_margin / size[0], bottom_margin / size[1],
-         cell_width * cells.shape[1] / size[0], cell_height * len(cells) / size[1])
-    )  # fmt: skip
+    axes = figure.add_axes((left / size[0], bottom / size[1], width * cells.shape[1] / size[0],
+                            height * len(cells) / size[1]))  # fmt: skip
     max_share = float(cells.max(initial=0)) or 1.0
     axes.imshow(cells, cmap="YlOrBr", vmin=0, vmax=max_share, aspect="auto")
-    names = [IdleCause(k).text for k in cause_indices.tolist()]
+    names = [IdleCause(k).text for k in causes.tolist()]
     axes.set_xticks(range(cells.shape[1]), [*names, "all"], fontsize=7.5)
     axes.xaxis.tick_top()
-    label_step = -(-9 // max(int(cell_height * 72), 1))
-    ranks = range(0, timeline.ranks, label_step)
+    rank_step = -(-9 // max(int(height * 72), 1))
+    ranks = range(0, timeline.ranks, rank_step)
     axes.set_yticks([*ranks, timeline.ranks], [*(f"rank {r}" for r in ranks), "mean"], fontsize=7.5)
     axes.tick_params(length=0)
     for spine in axes.spines.values():
         spine.set_visible(False)
     axes.axhline(timeline.ranks - 0.5, color="white", linewidth=3)
     axes.axvline(cells.shape[1] - 1.5, color="white", linewidth=3)
-    font_size = min(7.0, cell_height * 72 * 0.6)
-    if font_size >= _MIN_FONT_SIZE:
+    points = min(7.0, height * 72 * 0.6)
+    if points >= _MIN_FONT_SIZE:
         image = axes.images[0]
         for (row, column), value in np.ndenumerate(cells):
-            fill = tuple(float(channel) for channel in image.to_rgba(value)[:3])
+            face = tuple(float(part) for part in image.to_rgba(value)[:3])
             text = f"{value:.1%}" if value else "0"
-            axes.text(column, row, text, ha="center", va="center_baseline", fontsize=font_size,
-                      color=choose_text_color((fill[0], fill[1], fill[2])))  # fmt: skip
+            axes.text(column, row, text, ha="center", va="center_baseline", fontsize=points,
+                      color=choose_text_color((face[0], face[1], face[2])))  # fmt: skip
     name = timeline.program.name
     name = name if len(name) <= 40 else f"{name[:39]}…"
-    caption = f"{name} ({timeline.description}): idle share of the span, by cause"
-    figure.text(0.1 / size[0], 1 - 0.22 / size[1], caption, fontsize=9, parse_math=False)
+    title = f"{name} ({timeline.description}): idle share of the span, by cause"
+    figure.text(0.1 / size[0], 1 - 0.22 / size[1], title, fontsize=9, parse_math=False)
     figure.text(
         0.1 / size[0], 1 - 0.4 / size[1], timeline.causality_warning, fontsize=7.5, style="italic"
     )

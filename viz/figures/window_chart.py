@@ -90,20 +90,18 @@ def window_tiles(*tile_sets: Tiles) -> Figure:
 
 def _measure_grid(tiles: Tiles) -> tuple[int, int]:
     rows = columns = 1
-    for tile_axis in tiles.axes:
-        rows *= len(tile_axis.visited_ranges)
-        columns *= -(-tile_axis.axis.length // tile_axis.kv_tile)
+    for a in tiles.axes:
+        rows *= len(a.visited_ranges)
+        columns *= -(-a.axis.length // a.kv_tile)
     return rows, columns
 
 
 def _format_title(tiles: Tiles) -> str:
-    def join(numbers: Sequence[int]) -> str:
+    def format_numbers(numbers: Sequence[int]) -> str:
         return " x ".join(map(str, numbers))
 
-    window, stride = (
-        [getattr(tile_axis.axis, name) for tile_axis in tiles.axes] for name in ("window", "stride")
-    )
+    window, stride = ([getattr(a.axis, name) for a in tiles.axes] for name in ("window", "stride"))
     return (
-        f"window {join(window)}, stride {join(stride)}\n"
+        f"window {format_numbers(window)}, stride {format_numbers(stride)}\n"
         f"{tiles.visited_count} of {tiles.dense_count} tiles: {tiles.speedup:.2f} x"
     )

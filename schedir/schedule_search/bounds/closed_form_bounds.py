@@ -31,11 +31,11 @@ def compute_closed_bound(problem: SchedulingProblem) -> LowerBound:
     Args:
         problem: The problem.
     """
-    paths = MicrobatchLatency.from_problem(problem)
+    latency = MicrobatchLatency.from_problem(problem)
     lags = MemoryLags.from_problem(problem)
     ranks = range(problem.shape.ranks)
-    each = (bound for rank in ranks for bound in rank_bounds(problem, paths, lags, rank))
-    return max(each, key=lambda bound: bound.value)
+    bounds = (bound for rank in ranks for bound in rank_bounds(problem, latency, lags, rank))
+    return max(bounds, key=lambda bound: bound.value)
 
 
 def rank_bounds(
@@ -118,26 +118,30 @@ class _RankIdleBounds:
         A microbatch is away between its last F and its first I on the rank. The tasks belong to
         other microbatches, which must fit into memory together with this microbatch.
         """
-        problem, own, others = self.problem, self.stages, self.problem.microbatches - 1
-        capacity = problem.rounded_capacity[self.rank] - sum(problem.saved[s] for s in own)
-        all_work = others * sum(problem.I[s] + problem.W[s] for s in own)
-        if len(own) > 1:
-            kinds = [_WorkType(problem.I[s] + problem.W[s], problem.saved[s], others) for s in own]
-            kinds += [_WorkType(problem.W[s], problem.deferred_wgrad[s], others) for s in own]
-            return min(_max_time_in_memory(kinds, capacity), all_work)
-        (s,) = own
+        problem, stages, other_mbs = self.problem, self.stages, self.problem.microbatches - 1
+        capacity = problem.rounded_capacity[self.rank] - sum(problem.saved[s] for s in stages)
+        all_work = other_mbs * sum(problem.I[s] + problem.W[s] for s in stages)
+        if len(stages) > 1:
+            work_types = [
+                _WorkType(problem.I[s] + problem.W[s], problem.saved[s], other_mbs) for s in stages
+            ]
+            work_types += [
+                _WorkType(problem.W[s], problem.deferred_wgrad[s], other_mbs) for s in stages
+            ]
+            return min(_max_time_in_memory(work_types, capacity), all_work)
+        (s,) = stages
         I = problem.I[s]
         W = problem.W[s]
         saved = problem.saved[s]
         deferred = problem.deferred_wgrad[s]
-        max_saved = count_fitting(capacity, saved, others)
-        if max_saved == others:
+        max_saved = count_fitting(capacity, saved, other_mbs)
+        if max_saved == other_mbs:
             return all_work
-        each = (
-            (x, count_fitting(capacity - x * saved, deferred, others - x))
+        task_counts = (
+            (x, count_fitting(capacity - x * saved, deferred, other_mbs - x))
             for x in range(max_saved + 1)
         )
-        return max((x * (I + W) + y * W for x, y in each), default=0.0)
+        return max((x * (I + W) + y * W for x, y in task_counts), default=0.0)
 
     @cached_property
     def idle_before_first_I(self) -> float:
@@ -146,19 +150,22 @@ class _RankIdleBounds:
         Until its first I, the rank can run only F's.
         """
         problem, first, last = self.problem, self.stages[0], self.stages[-1]
-        head, m = self.latency.until_forward, problem.microbatches
+        until_forward, m = self.latency.until_forward, problem.microbatches
         round_trip = (
-            head[last] - head[first] + problem.F[last] + self.latency.forward_to_backward[last]
+            until_forward[last]
+            - until_forward[first]
+            + problem.F[last]
+            + self.latency.forward_to_backward[last]
         )
         capacity = (
             problem.rounded_capacity[self.rank]
             + problem.saved[last]
             - problem.saved_and_deferred[last]
         )
-        ahead = _max_time_in_memory(
+        forward_work = _max_time_in_memory(
             [_WorkType(problem.F[s], problem.saved[s], m) for s in self.stages], capacity
         )
-        return max(round_trip - ahead, 0.0)
+        return max(round_trip - forward_work, 0.0)
 
     @cached_property
     def round_trip_idle(self) -> tuple[int, float]:
@@ -168,12 +175,12 @@ class _RankIdleBounds:
         holds k microbatches, microbatch j must return before microbatch j + k can start. The first
         and the last round trip do not count. A rank with several stages has (0, 0).
         """
-        often = (self.problem.microbatches - 1) // self.max_forwards_ahead - 1
-        if len(self.stages) > 1 or often < 1:
+        num_trips = (self.problem.microbatches - 1) // self.max_forwards_ahead - 1
+        if len(self.stages) > 1 or num_trips < 1:
             return 0, 0.0
         (s,) = self.stages
         other_work = (self.max_forwards_ahead - 1) * self.problem.F[s] + self.max_other_work
-        return often, max(self.latency.forward_to_backward[s] - other_work, 0.0)
+        return num_trips, max(self.latency.forward_to_backward[s] - other_work, 0.0)
 
     @cached_property
     def idle_before_last_I(self) -> float:
@@ -197,9 +204,9 @@ class _RankIdleBounds:
         problem, (first, *later) = self.problem, self.stages
         m = problem.microbatches
         capacity = problem.rounded_capacity[self.rank] - problem.saved_and_deferred[first]
-        late = [_WorkType(problem.W[s], problem.deferred_wgrad[s], m) for s in later]
-        late.append(_WorkType(problem.W[first], problem.deferred_wgrad[first], m - 1))
-        return problem.W[first] + _max_time_in_memory(late, capacity)
+        work_types = [_WorkType(problem.W[s], problem.deferred_wgrad[s], m) for s in later]
+        work_types.append(_WorkType(problem.W[first], problem.deferred_wgrad[first], m - 1))
+        return problem.W[first] + _max_time_in_memory(work_types, capacity)
 
     def bounds(self) -> Iterator[LowerBound]:
         """Yield two bounds from idle times, and with a memory limit a bound from memory use."""
@@ -208,17 +215,18 @@ class _RankIdleBounds:
         # If all F's fit before the first I, the two idle times can overlap. Only the longer counts.
         if problem.microbatches <= self.max_forwards_ahead:
             start, end = (start, 0.0) if start > end else (0.0, end)
-        often, each = self.round_trip_idle
-        busy = start + often * each + end + problem.get_compute_time(self.rank)
+        num_trips, trip_idle = self.round_trip_idle
+        active_time = start + num_trips * trip_idle + end + problem.get_compute_time(self.rank)
         idle_text = self._describe_idle(start, end)
         yield LowerBound(
-            self.first_arrival + busy + self.tail_time, idle_text + self._describe_ends()
+            self.first_arrival + active_time + self.tail_time, idle_text + self._describe_ends()
         )
-        around, left = self.latency.outside_stage[self.stages[0]], self.max_work_after_last_I
+        outside_time = self.latency.outside_stage[self.stages[0]]
+        work_after = self.max_work_after_last_I
         yield LowerBound(
-            around + busy - left,
-            f"{idle_text}; after its last I it computes for at most {left:.6g}; a microbatch takes "
-            f"{around:.6g} to reach the rank and to return",
+            outside_time + active_time - work_after,
+            f"{idle_text}; after its last I it computes for at most {work_after:.6g}; a microbatch "
+            f"takes {outside_time:.6g} to reach the rank and to return",
         )
         capacity = problem.capacity[self.rank]
         if 0 < capacity < inf:
@@ -235,36 +243,37 @@ class _RankIdleBounds:
         This is the least possible value, in memory x time.
         """
         problem = self.problem
-        there = problem.F[stage] + self.latency.forward_to_backward[stage]
+        saved_time = problem.F[stage] + self.latency.forward_to_backward[stage]
         return (
-            problem.saved[stage] * there
+            problem.saved[stage] * saved_time
             + problem.saved_and_deferred[stage] * problem.I[stage]
             + problem.deferred_wgrad[stage] * problem.W[stage]
         )
 
     def _describe_idle(self, start: float, end: float) -> str:
         """Return a sentence about the work and the idle times of the rank."""
-        m, (often, each) = self.problem.microbatches, self.round_trip_idle
-        one = len(self.stages) == 1
-        ahead = (
+        m, (num_trips, trip_idle) = self.problem.microbatches, self.round_trip_idle
+        is_single_stage = len(self.stages) == 1
+        forwards_text = (
             f"its {_format_ordinal(min(self.max_forwards_ahead, m))} F"
-            if one
+            if is_single_stage
             else "the F's that fit into memory"
         )
-        idle = [
-            f"{start:.6g} between {ahead} and its first I" * (start > 0),
-            f"{often} times {each:.6g} until a microbatch returns" * (often * each > 0),
+        idle_texts = [
+            f"{start:.6g} between {forwards_text} and its first I" * (start > 0),
+            f"{num_trips} times {trip_idle:.6g} until a microbatch returns"
+            * (num_trips * trip_idle > 0),
             f"{end:.6g} between its last F and its last I" * (end > 0),
         ]
-        *rest, last = filter(None, idle) if any(idle) else [""]
+        *earlier_texts, last_text = filter(None, idle_texts) if any(idle_texts) else [""]
         limit = f" with at most {self.max_forwards_ahead} in flight" * (
-            one and self.max_forwards_ahead < m
+            is_single_stage and self.max_forwards_ahead < m
         )
         text = (
             f"rank {self.rank} computes for {self.problem.get_compute_time(self.rank):.6g}{limit}"
         )
-        idle_times = f"{', '.join(rest)}{', and ' * bool(rest)}{last}"
-        return text + (f"; it is idle for {idle_times}" if last else "")
+        idle_times = f"{', '.join(earlier_texts)}{', and ' * bool(earlier_texts)}{last_text}"
+        return text + (f"; it is idle for {idle_times}" if last_text else "")
 
     def _describe_ends(self) -> str:
         """Return clauses about the times before and after the work of the rank."""

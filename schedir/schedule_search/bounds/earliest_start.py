@@ -75,37 +75,43 @@ class PrecedenceTable(NamedTuple):
 
 def _reverse_precedences(precedences: Sequence[Sequence[Precedence]]) -> list[list[Precedence]]:
     reversed_precedences: list[list[Precedence]] = [[] for _ in precedences]
-    for code, each in enumerate(precedences):
-        for need in each:
-            reversed_precedences[need.predecessor].append(need._replace(predecessor=code))
+    for code, code_precedences in enumerate(precedences):
+        for precedence in code_precedences:
+            reversed_precedences[precedence.predecessor].append(
+                precedence._replace(predecessor=code)
+            )
     return reversed_precedences
 
 
 def _build_precedence_table(problem: SchedulingProblem, first_stage: int) -> PrecedenceTable:
     """Return the precedences of the stages from `first_stage` on."""
     stages, m = problem.shape.stages, problem.microbatches
-    needs: list[list[Precedence]] = [[] for _ in range(KINDS * stages)]
-    ran: list[list[Precedence]] = [[] for _ in range(KINDS * stages)]
+    from_other_ranks: list[list[Precedence]] = [[] for _ in range(KINDS * stages)]
+    on_same_rank: list[list[Precedence]] = [[] for _ in range(KINDS * stages)]
     kinds, lags = (F, I, W) if problem.split_backward else (F, I), MemoryLags.from_problem(problem)
     for s in range(first_stage + 1, stages):
-        needs[KINDS * s + F].append(Precedence(KINDS * (s - 1) + F, 0, problem.act_delay[s - 1]))
-        needs[KINDS * (s - 1) + I].append(Precedence(KINDS * s + I, 0, problem.grad_delay[s]))
+        from_other_ranks[KINDS * s + F].append(
+            Precedence(KINDS * (s - 1) + F, 0, problem.act_delay[s - 1])
+        )
+        from_other_ranks[KINDS * (s - 1) + I].append(
+            Precedence(KINDS * s + I, 0, problem.grad_delay[s])
+        )
     active_stages: list[int] = []
     for local_stages in problem.stages_of_rank:
         active_stages = [s for s in local_stages if s >= first_stage]
         for s in active_stages:
             for kind in kinds:
-                ran[KINDS * s + kind].append(Precedence(KINDS * s + kind, 1, 0.0))
+                on_same_rank[KINDS * s + kind].append(Precedence(KINDS * s + kind, 1, 0.0))
             for q in active_stages:
                 if q < s:
-                    ran[KINDS * s + F].append(Precedence(KINDS * q + F, 0, 0.0))
+                    on_same_rank[KINDS * s + F].append(Precedence(KINDS * q + F, 0, 0.0))
                 elif q > s:
-                    ran[KINDS * s + I].append(Precedence(KINDS * q + I, 0, 0.0))
+                    on_same_rank[KINDS * s + I].append(Precedence(KINDS * q + I, 0, 0.0))
                 for kind in kinds[1:]:
-                    ran[KINDS * s + kind].append(Precedence(KINDS * q + F, 0, 0.0))
+                    on_same_rank[KINDS * s + kind].append(Precedence(KINDS * q + F, 0, 0.0))
                 if q >= s and problem.split_backward:
-                    ran[KINDS * s + W].append(Precedence(KINDS * q + I, 0, 0.0))
-    for kind, before, rank_lags in (
+                    on_same_rank[KINDS * s + W].append(Precedence(KINDS * q + I, 0, 0.0))
+    for kind, before_kind, rank_lags in (
         (F, I, lags.F_after_I),
         (F, W, lags.F_after_W),
         (I, W, lags.I_after_W),
@@ -113,7 +119,9 @@ def _build_precedence_table(problem: SchedulingProblem, first_stage: int) -> Pre
         for lag in rank_lags:
             if lag.stage >= first_stage <= lag.before_stage:
                 code = KINDS * lag.stage + kind
-                ran[code].append(Precedence(KINDS * lag.before_stage + before, lag.lag, 0.0))
+                on_same_rank[code].append(
+                    Precedence(KINDS * lag.before_stage + before_kind, lag.lag, 0.0)
+                )
     # If a microbatch has run an I on the last rank, it has also run all its F's there, and the I's
     # of the later stages there. On other ranks the same precedences would be wrong: they gave
     # bounds above optimal times.
@@ -122,17 +130,23 @@ def _build_precedence_table(problem: SchedulingProblem, first_stage: int) -> Pre
             code = KINDS * lag.stage + F
             for q in active_stages:
                 if q > lag.before_stage:
-                    ran[code] += (Precedence(KINDS * q + kind, lag.lag, 0.0) for kind in (F, I))
+                    on_same_rank[code] += (
+                        Precedence(KINDS * q + kind, lag.lag, 0.0) for kind in (F, I)
+                    )
     # If several precedences have the same predecessor, the smallest lag implies the others.
-    for code, each in enumerate(ran):
-        least: dict[int, int] = {}
-        for need in each:
-            least[need.predecessor] = min(need.lag, least.get(need.predecessor, m))
-        ran[code] = [Precedence(before, lag, 0.0) for before, lag in least.items() if lag < m]
-    turn = [KINDS * s + F for s in range(first_stage, stages)]
+    for code, code_precedences in enumerate(on_same_rank):
+        min_lags: dict[int, int] = {}
+        for precedence in code_precedences:
+            min_lags[precedence.predecessor] = min(
+                precedence.lag, min_lags.get(precedence.predecessor, m)
+            )
+        on_same_rank[code] = [
+            Precedence(predecessor, lag, 0.0) for predecessor, lag in min_lags.items() if lag < m
+        ]
+    topological_order = [KINDS * s + F for s in range(first_stage, stages)]
     for s in range(stages - 1, first_stage - 1, -1):
-        turn += [KINDS * s + kind for kind in kinds[1:]]
-    return PrecedenceTable(needs, ran, turn)
+        topological_order += [KINDS * s + kind for kind in kinds[1:]]
+    return PrecedenceTable(from_other_ranks, on_same_rank, topological_order)
 
 
 class _SingleMachineSchedule:
@@ -150,21 +164,21 @@ class _SingleMachineSchedule:
 
     def add(self, release: float, duration: float) -> None:
         """Add a task, and update the ends of the tasks after it."""
-        releases, takes, ends = self.releases, self.durations, self.ends
+        releases, durations, ends = self.releases, self.durations, self.ends
         end = ends[-1] if ends else -inf
         if not releases or release >= releases[-1]:
             releases.append(release)
-            takes.append(duration)
+            durations.append(duration)
             ends.append((release if release > end else end) + duration)
             return
-        at = bisect_right(releases, release)
-        releases.insert(at, release)
-        takes.insert(at, duration)
-        ends.insert(at, 0.0)
-        end = ends[at - 1] if at else -inf
-        for k in range(at, len(ends)):
+        position = bisect_right(releases, release)
+        releases.insert(position, release)
+        durations.insert(position, duration)
+        ends.insert(position, 0.0)
+        end = ends[position - 1] if position else -inf
+        for k in range(position, len(ends)):
             start = releases[k]
-            end = (start if start > end else end) + takes[k]
+            end = (start if start > end else end) + durations[k]
             ends[k] = end
 
 
@@ -178,20 +192,23 @@ def _compute_earliest_starts(
 
     `min_starts` has a lower bound of the starts of the tasks of each code.
     """
-    needs, ran, turn = precedences
+    from_other_ranks, on_same_rank, topological_order = precedences
     times: Times = [[] for _ in durations]
-    done = [_SingleMachineSchedule() for _ in durations]
+    machines = [_SingleMachineSchedule() for _ in durations]
     for j in range(microbatches):
-        for code in turn:
+        for code in topological_order:
             time = min_starts[code]
-            mine = done[code]
-            for before, lag, _ in ran[code]:
-                if j >= lag and (release := times[before][j - lag]) > -inf:
-                    mine.add(release, durations[before])
-            if mine.ends and mine.ends[-1] > time:
-                time = mine.ends[-1]
-            for before, lag, delay in needs[code]:
-                if j >= lag and (end := times[before][j - lag] + durations[before] + delay) > time:
+            machine = machines[code]
+            for predecessor, lag, _ in on_same_rank[code]:
+                if j >= lag and (release := times[predecessor][j - lag]) > -inf:
+                    machine.add(release, durations[predecessor])
+            if machine.ends and machine.ends[-1] > time:
+                time = machine.ends[-1]
+            for predecessor, lag, delay in from_other_ranks[code]:
+                if (
+                    j >= lag
+                    and (end := times[predecessor][j - lag] + durations[predecessor] + delay) > time
+                ):
                     time = end
             times[code].append(time)
     return times
@@ -214,24 +231,24 @@ def _preemptive_makespan(jobs: Sequence[_SchedulingJob]) -> tuple[float, float]:
     The released task with the longest tail runs first.
     """
     jobs = sorted(jobs)
-    waiting: list[list[float]] = []
-    now, at, longest, last_tail = -inf, 0, 0.0, 0.0
-    while at < len(jobs) or waiting:
-        if not waiting:
-            now = max(now, jobs[at].release)
-        while at < len(jobs) and jobs[at].release <= now:
-            heappush(waiting, [-jobs[at].tail, jobs[at].duration])
-            at += 1
-        tail, time = -waiting[0][0], waiting[0][1]
-        until = jobs[at].release if at < len(jobs) else inf
-        if now + time <= until:
-            heappop(waiting)
-            now += time
-            if now + tail > longest:
-                longest, last_tail = now + tail, tail
+    waiting_jobs: list[list[float]] = []
+    clock, next_job, longest, last_tail = -inf, 0, 0.0, 0.0
+    while next_job < len(jobs) or waiting_jobs:
+        if not waiting_jobs:
+            clock = max(clock, jobs[next_job].release)
+        while next_job < len(jobs) and jobs[next_job].release <= clock:
+            heappush(waiting_jobs, [-jobs[next_job].tail, jobs[next_job].duration])
+            next_job += 1
+        tail, remaining_time = -waiting_jobs[0][0], waiting_jobs[0][1]
+        next_release = jobs[next_job].release if next_job < len(jobs) else inf
+        if clock + remaining_time <= next_release:
+            heappop(waiting_jobs)
+            clock += remaining_time
+            if clock + tail > longest:
+                longest, last_tail = clock + tail, tail
         else:
-            waiting[0][1] -= until - now
-            now = until
+            waiting_jobs[0][1] -= next_release - clock
+            clock = next_release
     return longest, last_tail
 
 
@@ -264,24 +281,28 @@ class Relaxation:
             min_tails: For each rank, the least time from its last task to the end. -inf if its
                 tasks can run after the end.
         """
-        each = (problem.F, problem.I, problem.W)
-        cost = [times[s] for s in range(problem.shape.stages) for times in each]
-        ends = [min_tails[rank] for rank in problem.rank_of for _ in range(KINDS)]
-        relations = _build_precedence_table(problem, first_stage)
-        backwards = relations.reverse_in_time()
-        heads = _compute_earliest_starts(relations, cost, [0.0] * len(cost), problem.microbatches)
-        tails = _compute_earliest_starts(backwards, cost, ends, problem.microbatches)
-        active_codes = {*relations.topological_order}
+        kind_times = (problem.F, problem.I, problem.W)
+        durations = [times[s] for s in range(problem.shape.stages) for times in kind_times]
+        code_tails = [min_tails[rank] for rank in problem.rank_of for _ in range(KINDS)]
+        table = _build_precedence_table(problem, first_stage)
+        reversed_table = table.reverse_in_time()
+        heads = _compute_earliest_starts(
+            table, durations, [0.0] * len(durations), problem.microbatches
+        )
+        tails = _compute_earliest_starts(
+            reversed_table, durations, code_tails, problem.microbatches
+        )
+        active_codes = {*table.topological_order}
         codes = [
             [
                 code
-                for s in own
+                for s in local_stages
                 for code in range(KINDS * s, KINDS * (s + 1))
                 if code in active_codes
             ]
-            for own in problem.stages_of_rank
+            for local_stages in problem.stages_of_rank
         ]
-        return cls(cost, codes, heads, [times[::-1] for times in tails])
+        return cls(durations, codes, heads, [times[::-1] for times in tails])
 
     def jobs_of_rank(self, rank: int) -> list[_SchedulingJob]:
         """Return the tasks of a rank that must run before the end.
@@ -312,8 +333,8 @@ def make_relaxations(problem: SchedulingProblem) -> Iterator[Relaxation]:
         return
     busiest = max(range(problem.shape.ranks), key=problem.get_compute_time)
     for rank in sorted({problem.rank_of[0], busiest}):
-        ends = [0.0 if r == rank else -inf for r in range(problem.shape.ranks)]
-        yield Relaxation.from_problem(problem, problem.stages_of_rank[rank][0], ends)
+        min_tails = [0.0 if r == rank else -inf for r in range(problem.shape.ranks)]
+        yield Relaxation.from_problem(problem, problem.stages_of_rank[rank][0], min_tails)
 
 
 def compute_earliest_bound(relaxation: Relaxation) -> LowerBound:
@@ -335,13 +356,13 @@ def _explain_bound(jobs: Sequence[_SchedulingJob], rank: int, tail: float) -> st
 
     These tasks form the last busy period of the tasks whose tail is at least `tail`.
     """
-    begin, busy, end = 0.0, 0.0, -inf
+    begin, work, end = 0.0, 0.0, -inf
     for release, time, _ in sorted(job for job in jobs if job.tail >= tail):
         if release > end:
-            begin, busy, end = release, 0.0, release
-        busy, end = busy + time, end + time
+            begin, work, end = release, 0.0, release
+        work, end = work + time, end + time
     return (
-        f"tasks of rank {rank} that take {busy:.6g} cannot begin before {begin:.6g}, and "
+        f"tasks of rank {rank} that take {work:.6g} cannot begin before {begin:.6g}, and "
         f"{tail:.6g} or more follows each of them: a microbatch passes the stages in order, a rank "
         "runs one task at a time, and a task that does not fit into memory waits"
     )

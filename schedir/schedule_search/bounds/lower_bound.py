@@ -64,7 +64,7 @@ def lower_bound(
         >>> least.explanation.split("; ")[0]
         'rank 0 computes for 24 with at most 4 in flight'
     """
-    taken = require_seconds(time_limit)
+    seconds = require_seconds(time_limit)
     problem = make_problem(
         shape,
         costs,
@@ -74,7 +74,7 @@ def lower_bound(
         objective=objective,
         split_backward=split_backward,
     )
-    return compute_bound(problem, taken)
+    return compute_bound(problem, seconds)
 
 
 def compute_bound(problem: SchedulingProblem, time_limit: float = 0.005) -> LowerBound:
@@ -93,8 +93,8 @@ def compute_bound(problem: SchedulingProblem, time_limit: float = 0.005) -> Lowe
     if problem.num_tasks * _SECONDS_PER_TASK > time_limit:
         return best
     for relaxation in make_relaxations(problem):
-        if (other := compute_earliest_bound(relaxation)).value > best.value * (
-            1 + RELATIVE_TOLERANCE
-        ):
-            best = other  # If the bounds are equal, keep the closed form, whose proof is simpler.
+        earliest_bound = compute_earliest_bound(relaxation)
+        # If the bounds are equal, keep the closed form, whose proof is simpler.
+        if earliest_bound.value > best.value * (1 + RELATIVE_TOLERANCE):
+            best = earliest_bound
     return best

@@ -84,11 +84,11 @@ class MemoryLags(NamedTuple):
         Args:
             problem: The problem.
         """
-        kinds: tuple[list[MemoryLag], ...] = ([], [], [])
+        lags_by_kind: tuple[list[MemoryLag], ...] = ([], [], [])
         for rank in range(problem.shape.ranks):
-            for found, lags in zip(kinds, _rank_lags(problem, rank), strict=True):
-                found += (lag for lag in lags if lag.lag < problem.microbatches)
-        return cls(*map(tuple, kinds))
+            for all_lags, rank_lags in zip(lags_by_kind, _rank_lags(problem, rank), strict=True):
+                all_lags += (lag for lag in rank_lags if lag.lag < problem.microbatches)
+        return cls(*map(tuple, lags_by_kind))
 
     def max_forwards_ahead(self, problem: SchedulingProblem, stage: int) -> int:
         """Return the largest number of F's of a stage that start before the stage's first I ends.
@@ -97,8 +97,8 @@ class MemoryLags(NamedTuple):
             problem: The problem of the lags.
             stage: The stage.
         """
-        found = (lag.lag for lag in self.F_after_I if lag.stage == lag.before_stage == stage)
-        return min(found, default=problem.microbatches)
+        stage_lags = (lag.lag for lag in self.F_after_I if lag.stage == lag.before_stage == stage)
+        return min(stage_lags, default=problem.microbatches)
 
 
 def _rank_lags(problem: SchedulingProblem, rank: int) -> Iterator[list[MemoryLag]]:
@@ -107,27 +107,31 @@ def _rank_lags(problem: SchedulingProblem, rank: int) -> Iterator[list[MemoryLag
     all_microbatches = problem.microbatches
     saved = problem.saved
     deferred = problem.deferred_wgrad
-    capacity, saved_up_to, sum_ = problem.rounded_capacity[rank], {}, 0.0
+    capacity, saved_up_to, saved_sum = problem.rounded_capacity[rank], {}, 0.0
     for s in local_stages:
-        sum_ += saved[s]
-        saved_up_to[s] = sum_
+        saved_sum += saved[s]
+        saved_up_to[s] = saved_sum
     F_I, F_W, I_W = [], [], []
     for s in local_stages:
-        below = saved_up_to[s] - saved[s]
+        saved_below = saved_up_to[s] - saved[s]
         for q in local_stages:
             if q >= s:
-                others = (
+                free_memory = (
                     capacity
                     - (saved_up_to[q] - saved_up_to[s])
                     - (problem.saved_and_deferred[q] - saved[q])
                 )
                 F_I.append(
-                    MemoryLag(s, q, max(count_fitting(others, saved_up_to[s], all_microbatches), 1))
+                    MemoryLag(
+                        s, q, max(count_fitting(free_memory, saved_up_to[s], all_microbatches), 1)
+                    )
                 )
             else:
-                others = capacity - (saved_up_to[s] - saved_up_to[q])
+                free_memory = capacity - (saved_up_to[s] - saved_up_to[q])
                 F_I.append(
-                    MemoryLag(s, q, max(count_fitting(others, saved_up_to[q], all_microbatches), 1))
+                    MemoryLag(
+                        s, q, max(count_fitting(free_memory, saved_up_to[q], all_microbatches), 1)
+                    )
                 )
             if not problem.split_backward:
                 continue
@@ -149,7 +153,9 @@ def _rank_lags(problem: SchedulingProblem, rank: int) -> Iterator[list[MemoryLag
             F_W.append(MemoryLag(s, q, max(count, 1)))
             if q >= s:  # The stages after s have already run the I of this microbatch.
                 count = count_fitting(
-                    capacity - below - problem.saved_and_deferred[s], deferred[q], all_microbatches
+                    capacity - saved_below - problem.saved_and_deferred[s],
+                    deferred[q],
+                    all_microbatches,
                 ) + (q == s)
                 I_W.append(MemoryLag(s, q, max(count, 0)))
     yield from (F_I, F_W, I_W)

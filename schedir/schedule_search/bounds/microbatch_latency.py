@@ -33,23 +33,30 @@ class MicrobatchLatency(NamedTuple):
             problem: The problem.
         """
         stages, F, I = problem.shape.stages, problem.F, problem.I
-        head = [0.0] * stages
-        turn = [0.0] * stages
-        back = [0.0] * stages
+        until_forward = [0.0] * stages
+        forward_to_backward = [0.0] * stages
+        backward_to_stage_0 = [0.0] * stages
         for a, b in pairwise(range(stages)):
-            head[b] = head[a] + F[a] + problem.act_delay[a]
-            back[b] = problem.grad_delay[b] + I[a] + back[a]
+            until_forward[b] = until_forward[a] + F[a] + problem.act_delay[a]
+            backward_to_stage_0[b] = problem.grad_delay[b] + I[a] + backward_to_stage_0[a]
         for a, b in pairwise(range(stages - 1, -1, -1)):
-            turn[b] = problem.act_delay[b] + F[a] + turn[a] + I[a] + problem.grad_delay[a]
+            forward_to_backward[b] = (
+                problem.act_delay[b] + F[a] + forward_to_backward[a] + I[a] + problem.grad_delay[a]
+            )
         minimizes_active_span = problem.objective == "active_span"
-        outside, longest = [0.0] * stages, 0.0
+        outside_stage, longest = [0.0] * stages, 0.0
         for s in range(stages):
             # `longest` is the largest time over the earlier stages from the end of the I on stage 0
             # to the end of the stage's work. For "active_span", the time before the first F of its
             # rank is subtracted.
-            outside[s] = head[s] + back[s] + longest if s else 0.0
+            outside_stage[s] = until_forward[s] + backward_to_stage_0[s] + longest if s else 0.0
             rank = problem.rank_of[s]
             end = problem.W[s] + problem.tail_time[rank] * (not minimizes_active_span)
-            begin = head[problem.stages_of_rank[rank][0]] * minimizes_active_span
-            longest = max(longest, end - back[s] - begin) if s else end - begin
-        return cls(tuple(head), tuple(turn), tuple(back), tuple(outside))
+            begin = until_forward[problem.stages_of_rank[rank][0]] * minimizes_active_span
+            longest = max(longest, end - backward_to_stage_0[s] - begin) if s else end - begin
+        return cls(
+            tuple(until_forward),
+            tuple(forward_to_backward),
+            tuple(backward_to_stage_0),
+            tuple(outside_stage),
+        )

@@ -119,20 +119,20 @@ def _relax_program(
     if split_backward:  # A full backward counts as an I followed by its W.
         I = np.minimum(I, B)
         W = np.minimum(W, B - I)
-    steps = step if set(OPTIMIZER_STEP_OPS) & program.used_opcodes else 0 * step
+    step_costs = step if set(OPTIMIZER_STEP_OPS) & program.used_opcodes else 0 * step
     try:
-        least = Costs(
+        min_costs = Costs(
             F=_to_floats(F), I=_to_floats(I), W=_to_floats(W), B=_to_floats(B),
-            send=_to_floats(send), step=_to_floats(steps),
+            send=_to_floats(send), step=_to_floats(step_costs),
         )  # fmt: skip
-        problem = make_problem(shape, least, objective=objective, split_backward=split_backward)
+        problem = make_problem(shape, min_costs, objective=objective, split_backward=split_backward)
     except CostsError:  # The costs are all 0, or too large.
         return None
     if sizes is None:
         return replace(problem, capacity=(float(peak_in_flight(program).max()),) * shape.ranks)
-    ranks = compute_footprints(program, sizes)
-    most = max(float(own.total_bytes.max()) for own in ranks)
-    capacity = tuple(most - _constant_bytes(own) for own in ranks)
+    footprints = compute_footprints(program, sizes)
+    max_bytes = max(float(footprint.total_bytes.max()) for footprint in footprints)
+    capacity = tuple(max_bytes - _constant_bytes(footprint) for footprint in footprints)
     saved, deferred = (
         sizes.per_microbatch(name, shape).min(1) for name in ("saved", "deferred_wgrad")
     )

@@ -40,39 +40,44 @@ def compute_round_trip_bound(problem: SchedulingProblem) -> LowerBound:
         The bound. It is 0 for the objective "active_span", and if the proof does not apply to the
         problem.
     """
-    paths = MicrobatchLatency.from_problem(problem)
+    latency = MicrobatchLatency.from_problem(problem)
     lags = MemoryLags.from_problem(problem)
     m, stages = problem.microbatches, problem.shape.stages
     best = LowerBound(0.0, "")
     if problem.objective != "span":
         return best
-    waits = {lag.stage: lag.lag for lag in lags.F_after_W if lag.stage == lag.before_stage}
+    W_lags = {lag.stage: lag.lag for lag in lags.F_after_W if lag.stage == lag.before_stage}
     pace = [0.0] * stages
     for s in range(stages - 1):
         k = lags.max_forwards_ahead(problem, s)
-        rest = problem.W[s] if waits.get(s, m) <= k else 0.0
-        pace[s] = (problem.F[s] + paths.forward_to_backward[s] + problem.I[s] + rest) / k
+        awaited_W = problem.W[s] if W_lags.get(s, m) <= k else 0.0
+        pace[s] = (problem.F[s] + latency.forward_to_backward[s] + problem.I[s] + awaited_W) / k
     s = max(range(stages), key=pace.__getitem__)
     k = lags.max_forwards_ahead(problem, s)
     if k < 2 or m < 2 * k + 2:
         return best
     round_trip = k * pace[s]
-    delay = _min_average_delay(problem, paths, s, round_trip)
+    delay = _min_average_delay(problem, latency, s, round_trip)
     if not delay > 0:
         return best
-    for often in ((m - 2) // k, (m - 2) // k - 1):
+    for num_trips in ((m - 2) // k, (m - 2) // k - 1):
         first, second = (
-            _min_remaining_time(problem, paths, lags, s, m - often * k - c) for c in range(2)
+            _min_remaining_time(problem, latency, lags, s, m - num_trips * k - c) for c in range(2)
         )
-        after = (first + problem.F[s] + second) / 2
-        value = paths.until_forward[s] + often * round_trip + (often - 1) * delay + after
+        remaining_time = (first + problem.F[s] + second) / 2
+        value = (
+            latency.until_forward[s]
+            + num_trips * round_trip
+            + (num_trips - 1) * delay
+            + remaining_time
+        )
         if value > best.value:
             best = LowerBound(
                 value,
                 f"rank {problem.rank_of[s]} may have {k} microbatches on later stages: a forward "
-                f"begins {round_trip:.6g} after the forward of {k} microbatches before, {often} "
-                f"times; forwards that cross backwards are {delay:.6g} late on average; the rest "
-                f"takes {after:.6g}",
+                f"begins {round_trip:.6g} after the forward of {k} microbatches before, "
+                f"{num_trips} times; forwards that cross backwards are {delay:.6g} late on "
+                f"average; the rest takes {remaining_time:.6g}",
             )
     return best
 
@@ -81,9 +86,9 @@ def _min_average_delay(
     problem: SchedulingProblem, latency: MicrobatchLatency, stage: int, round_trip: float
 ) -> float:
     """Return the least average delay of microbatches that cross after a stage."""
-    options = [*crossing_delays(problem, latency, stage, round_trip)]
+    delay_pairs = [*crossing_delays(problem, latency, stage, round_trip)]
     return max(
-        min(x + weight * max(y - x, 0.0) for x, y in options) / (1 + 2 * weight)
+        min(x + weight * max(y - x, 0.0) for x, y in delay_pairs) / (1 + 2 * weight)
         for weight in _LATENESS_WEIGHTS
     )
 
@@ -106,18 +111,21 @@ def crossing_delays(
     Yields:
         The least delay of the second microbatch, and the least total delay of the three.
     """
-    stages, turn = range(stage, problem.shape.stages), latency.forward_to_backward
-    round_trips = [problem.F[r] + turn[r] + problem.I[r] for r in range(problem.shape.stages)]
+    stages, forward_to_backward = range(stage, problem.shape.stages), latency.forward_to_backward
+    round_trips = [
+        problem.F[r] + forward_to_backward[r] + problem.I[r] for r in range(problem.shape.stages)
+    ]
     for r in stages:
         for q in range(stage, r + 1):
-            x = max(round_trip - turn[r] - turn[q], 0.0)
-            both = r < stages[-1]  # The last stage has no stage r + 1: `y` is then `x`.
-            y = round_trips[r + 1] + round_trips[q + 1] - round_trip if both else x
+            x = max(round_trip - forward_to_backward[r] - forward_to_backward[q], 0.0)
+            # The last stage has no stage r + 1: `y` is then `x`.
+            has_next_stage = r < stages[-1]
+            y = round_trips[r + 1] + round_trips[q + 1] - round_trip if has_next_stage else x
             yield x, max(x, y)
     # The other case: the first microbatch returns before the second starts.
-    rest = round_trip - round_trips[stage]
-    least = min(problem.F[stage], min(round_trips[stage:]) - rest)
-    yield 0.0, max(least, 0.0)
+    slack = round_trip - round_trips[stage]
+    min_delay = min(problem.F[stage], min(round_trips[stage:]) - slack)
+    yield 0.0, max(min_delay, 0.0)
 
 
 def _min_remaining_time(
@@ -132,12 +140,12 @@ def _min_remaining_time(
     `microbatches` is the number of microbatches that the stage has yet to run.
     """
     rank = problem.rank_of[stage]
-    left = replace(problem, shape=replace(problem.shape, microbatches=microbatches))
+    remaining_problem = replace(problem, shape=replace(problem.shape, microbatches=microbatches))
     if stage == 0:
-        return compute_closed_bound(left).value
+        return compute_closed_bound(remaining_problem).value
     if len(problem.stages_of_rank[rank]) > 1:
         return problem.F[stage] + latency.forward_to_backward[stage] + problem.I[stage]
     return (
-        max(bound.value for bound in rank_bounds(left, latency, lags, rank))
+        max(bound.value for bound in rank_bounds(remaining_problem, latency, lags, rank))
         - latency.until_forward[stage]
     )

@@ -77,31 +77,31 @@ def compute_times(
         top -= 1
         r = stack[top]
         is_on_stack[r] = 0
-        t = rank_time[r]
-        x = next_position[r]
-        last = rank_offsets[r + 1]
-        while x < last:
-            c = codes[x]
+        time = rank_time[r]
+        position = next_position[r]
+        end_position = rank_offsets[r + 1]
+        while position < end_position:
+            c = codes[position]
             k = next_mb[c]
             kind = c % 3
             if kind < 2:
-                a = arrivals[c * microbatches + k]
-                if a >= _NEVER:
+                arrival = arrivals[c * microbatches + k]
+                if arrival >= _NEVER:
                     break
-                if a > t:
-                    t = a
-            start[x] = t
-            mb_at[x] = k
+                if arrival > time:
+                    time = arrival
+            start[position] = time
+            mb_at[position] = k
             next_mb[c] = k + 1
-            t += cost[c]
-            x += 1
+            time += cost[c]
+            position += 1
             target = -1
             if kind == 0:
                 target = c + 3 if c + 3 < 3 * stages else c + 1
             elif kind == 1 and c > 3:
                 target = c - 3
             if target >= 0:
-                arrivals[target * microbatches + k] = t + delays[c]
+                arrivals[target * microbatches + k] = time + delays[c]
                 q = rank_of[target // 3]
                 if (
                     q != r
@@ -112,17 +112,17 @@ def compute_times(
                     is_on_stack[q] = 1
                     stack[top] = q
                     top += 1
-        next_position[r] = x
-        rank_time[r] = t
+        next_position[r] = position
+        rank_time[r] = time
     longest = 0.0
     for r in range(ranks):
         if next_position[r] < rank_offsets[r + 1]:
             return _NEVER
-        takes = rank_time[r] + tail[r]
+        rank_length = rank_time[r] + tail[r]
         if minimizes_active_span:
-            takes = rank_time[r] - start[rank_offsets[r]]
-        if takes > longest:
-            longest = takes
+            rank_length = rank_time[r] - start[rank_offsets[r]]
+        if rank_length > longest:
+            longest = rank_length
     return longest
 
 
@@ -221,31 +221,31 @@ def anneal(
     temperature, cooling = temperature_state[0], temperature_state[1]
     random = random_state[0]
     random_state[1] = num_moves
-    for turn in range(num_moves):
+    for move in range(num_moves):
         if shortest <= goal:
-            random_state[1] = turn
+            random_state[1] = move
             break
         temperature *= cooling
         random = (random * 1103515245 + 12345) % 2147483648
         draw = random >> 8
-        x = -1
+        position = -1
         if draw % 8 > 0:
             # Follow one critical path backward from its end. On a critical path, each task starts
             # when the task before it ends, or when its input arrives.
             y = -1
             for r in range(ranks):
-                takes = rank_time[r] + tail[r]
+                rank_length = rank_time[r] + tail[r]
                 if minimizes_active_span:
-                    takes = rank_time[r] - start[rank_offsets[r]]
-                if takes >= length * (1 - 1e-12):
+                    rank_length = rank_time[r] - start[rank_offsets[r]]
+                if rank_length >= length * (1 - 1e-12):
                     y = rank_offsets[r + 1] - 1
-            joints = 0
+            num_joints = 0
             while y >= 0:
                 c = codes[y]
                 r = rank_at[y]
                 if y > rank_offsets[r] and start[y] <= start[y - 1] + cost[codes[y - 1]]:
-                    path_joints[joints] = y
-                    joints += 1
+                    path_joints[num_joints] = y
+                    num_joints += 1
                     y -= 1
                     continue
                 kind = c % 3
@@ -259,122 +259,122 @@ def anneal(
                 # Find the position of the task that produced the input of this task.
                 q = rank_of[source // 3]
                 lo, hi = rank_offsets[q], rank_offsets[q + 1] - 1
-                due = start[y] - delays[source] - cost[source]
+                source_start = start[y] - delays[source] - cost[source]
                 while lo < hi:
                     mid = (lo + hi + 1) // 2
-                    if start[mid] <= due + 1e-9 * (1 + due):
+                    if start[mid] <= source_start + 1e-9 * (1 + source_start):
                         lo = mid
                     else:
                         hi = mid - 1
                 while lo > rank_offsets[q] and not (codes[lo] == source and mb_at[lo] == mb_at[y]):
                     lo -= 1
                 y = lo if codes[lo] == source and mb_at[lo] == mb_at[y] else -1
-            if joints > 0:
+            if num_joints > 0:
                 random = (random * 1103515245 + 12345) % 2147483648
-                x = path_joints[(random >> 8) % joints]
+                position = path_joints[(random >> 8) % num_joints]
         random = (random * 1103515245 + 12345) % 2147483648
-        if x < 0:
-            x = (random >> 8) % n
+        if position < 0:
+            position = (random >> 8) % n
             random = (random * 1103515245 + 12345) % 2147483648
         draw = random >> 8
-        # Exchange the `ahead` tasks before x with the `behind` tasks from x on. In most moves, one
-        # of the two groups has only one task.
-        ahead, behind = 1, 1
+        # Exchange the `num_before` tasks before `position` with the `num_after` tasks from
+        # `position` on. In most moves, one of the two groups has only one task.
+        num_before, num_after = 1, 1
         if draw % 4 == 1:
-            ahead = 1 + (draw >> 8) % 8
+            num_before = 1 + (draw >> 8) % 8
         elif draw % 4 == 2:
-            behind = 1 + (draw >> 8) % 8
+            num_after = 1 + (draw >> 8) % 8
         elif draw % 4 == 3:
-            ahead = 1 + (draw >> 8) % 3
-            behind = 1 + (draw >> 12) % 3
-        r = rank_at[x]
-        low = high = r
+            num_before = 1 + (draw >> 8) % 3
+            num_after = 1 + (draw >> 12) % 3
+        r = rank_at[position]
+        low_rank = high_rank = r
         random = (random * 1103515245 + 12345) % 2147483648
         spread = random >> 8
-        if x > rank_offsets[r] and ranks > 1 and spread % _MULTI_RANK_MOVE_INTERVAL == 0:
+        if position > rank_offsets[r] and ranks > 1 and spread % _MULTI_RANK_MOVE_INTERVAL == 0:
             if (spread >> 2) % 2 == 0:
-                low, high = 0, ranks - 1
+                low_rank, high_rank = 0, ranks - 1
             else:
-                low = (spread >> 3) % (r + 1)
-                high = r + (spread >> 12) % (ranks - r)
-            lo, hi = rank_offsets[low], rank_offsets[high + 1]
+                low_rank = (spread >> 3) % (r + 1)
+                high_rank = r + (spread >> 12) % (ranks - r)
+            lo, hi = rank_offsets[low_rank], rank_offsets[high_rank + 1]
             for y in range(lo, hi):
                 saved_codes[y] = codes[y]
             if (
                 move_on_several_ranks(
-                    low,
-                    high,
+                    low_rank,
+                    high_rank,
                     rank_stages,
                     stage_offsets,
                     rank_offsets,
                     codes,
                     mb_at,
                     rank_at,
-                    x,
+                    position,
                     (spread >> 20) % 2,
                 )
                 == 0
             ):
                 continue
         else:
-            lo, hi = x - ahead, x + behind
+            lo, hi = position - num_before, position + num_after
             if lo < rank_offsets[r]:
                 lo = rank_offsets[r]
             if hi > rank_offsets[r + 1]:
                 hi = rank_offsets[r + 1]
             # A task must not pass a task of the same code, or of the same stage and microbatch.
-            for y in range(x, hi):
+            for y in range(position, hi):
                 c = codes[y]
-                z = x - 1
+                z = position - 1
                 while (
                     z >= lo and codes[z] != c and (codes[z] // 3 != c // 3 or mb_at[z] != mb_at[y])
                 ):
                     z -= 1
                 if z >= lo:
-                    if y == x:
+                    if y == position:
                         lo = z + 1
                     else:
                         hi = y
                         break
-            if lo >= x:
+            if lo >= position:
                 continue
             for y in range(lo, hi):
                 saved_codes[y] = codes[y]
-            for y in range(x, hi):
-                codes[lo + y - x] = saved_codes[y]
-            for y in range(lo, x):
-                codes[hi - x + y] = saved_codes[y]
-        fits = 1
-        for q in range(low, high + 1):
-            held = 0.0
+            for y in range(position, hi):
+                codes[lo + y - position] = saved_codes[y]
+            for y in range(lo, position):
+                codes[hi - position + y] = saved_codes[y]
+        is_accepted = 1
+        for q in range(low_rank, high_rank + 1):
+            memory = 0.0
             for y in range(rank_offsets[q], min(rank_offsets[q + 1], hi)):
                 d = codes[y]
-                if y >= lo and held + start_memory[d] > capacity[q]:
-                    fits = 0
+                if y >= lo and memory + start_memory[d] > capacity[q]:
+                    is_accepted = 0
                     break
-                held += memory_change[d]
-        longer = 0.0
-        if fits:
-            found = compute_times(
+                memory += memory_change[d]
+        increase = 0.0
+        if is_accepted:
+            new_length = compute_times(
                 ranks, stages, microbatches, rank_of, rank_offsets, codes, cost, delays, tail,
                 minimizes_active_span,
                 arrivals, next_mb, next_position, rank_time, stack, is_on_stack, start, mb_at,
             )  # fmt: skip
-            longer = found - length
-            if longer > 0:
+            increase = new_length - length
+            if increase > 0:
                 random = (random * 1103515245 + 12345) % 2147483648
-                if longer > temperature * ((random >> 8) / 8388608.0):
-                    fits = 0
-            if fits:
-                length = found
-                if found < shortest * (1 - 1e-12):
-                    shortest = found
+                if increase > temperature * ((random >> 8) / 8388608.0):
+                    is_accepted = 0
+            if is_accepted:
+                length = new_length
+                if new_length < shortest * (1 - 1e-12):
+                    shortest = new_length
                     for y in range(n):
                         best_codes[y] = codes[y]
-        if not fits:
+        if not is_accepted:
             for y in range(lo, hi):
                 codes[y] = saved_codes[y]
-            if longer > 0:
+            if increase > 0:
                 compute_times(
                     ranks, stages, microbatches, rank_of, rank_offsets, codes, cost, delays,
                     tail, minimizes_active_span,
@@ -422,26 +422,26 @@ def move_on_several_ranks(
         The number of changed ranks.
     """
     r = rank_at[position]
-    one, other = codes[position], codes[position - 1]
-    mb, met = mb_at[position], mb_at[position - 1]
-    place = place_of_other = -1
+    code, other_code = codes[position], codes[position - 1]
+    mb, other_mb = mb_at[position], mb_at[position - 1]
+    local_stage = other_local_stage = -1
     for k in range(stage_offsets[r], stage_offsets[r + 1]):
-        if rank_stages[k] == one // 3:
-            place = k - stage_offsets[r]
-        if rank_stages[k] == other // 3:
-            place_of_other = k - stage_offsets[r]
-    changed = 0
+        if rank_stages[k] == code // 3:
+            local_stage = k - stage_offsets[r]
+        if rank_stages[k] == other_code // 3:
+            other_local_stage = k - stage_offsets[r]
+    num_changed = 0
     for q in range(low_rank, high_rank + 1):
         if (
-            stage_offsets[q] + place >= stage_offsets[q + 1]
-            or stage_offsets[q] + place_of_other >= stage_offsets[q + 1]
+            stage_offsets[q] + local_stage >= stage_offsets[q + 1]
+            or stage_offsets[q] + other_local_stage >= stage_offsets[q + 1]
         ):
             continue
-        c = 3 * rank_stages[stage_offsets[q] + place] + one % 3
-        d = 3 * rank_stages[stage_offsets[q] + place_of_other] + other % 3
+        c = 3 * rank_stages[stage_offsets[q] + local_stage] + code % 3
+        d = 3 * rank_stages[stage_offsets[q] + other_local_stage] + other_code % 3
         lo = hi = -1
         for y in range(rank_offsets[q], rank_offsets[q + 1]):
-            if codes[y] == d and mb_at[y] == met:
+            if codes[y] == d and mb_at[y] == other_mb:
                 lo = y
             elif codes[y] == c and mb_at[y] == mb:
                 hi = y
@@ -450,13 +450,15 @@ def move_on_several_ranks(
             continue
         # No task between the two tasks may have the code, or the stage and microbatch, of the task
         # that moves.
-        moves, n = (d, met) if move_behind else (c, mb)
-        free = 1
+        moving_code, moving_mb = (d, other_mb) if move_behind else (c, mb)
+        can_move = 1
         for y in range(lo + move_behind, hi + move_behind):
-            if codes[y] == moves or (codes[y] // 3 == moves // 3 and mb_at[y] == n):
-                free = 0
+            if codes[y] == moving_code or (
+                codes[y] // 3 == moving_code // 3 and mb_at[y] == moving_mb
+            ):
+                can_move = 0
                 break
-        if free == 0:
+        if can_move == 0:
             continue
         if move_behind:
             for y in range(lo, hi):
@@ -466,5 +468,5 @@ def move_on_several_ranks(
             for y in range(hi, lo, -1):
                 codes[y] = codes[y - 1]
             codes[lo] = c
-        changed += 1
-    return changed
+        num_changed += 1
+    return num_changed

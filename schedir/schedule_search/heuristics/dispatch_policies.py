@@ -29,27 +29,40 @@ def generate_policies(problem: SchedulingProblem, random: Random) -> Iterator[Di
         Qi et al., Zero Bubble Pipeline Parallelism, arXiv 2401.10241, section 3.1.
     """
     m, P = problem.microbatches, problem.shape.ranks
-    several = problem.shape.stages > P
+    is_interleaved = problem.shape.stages > P
     leads = _list_leads(problem)
-    never = (m * len(max(problem.stages_of_rank, key=len)),) * P
+    unlimited_lags = (m * len(max(problem.stages_of_rank, key=len)),) * P
     lags = (
-        [never, tuple(range(P)), *((lag,) * P for lag in (0, 1, 2, 3))]
+        [unlimited_lags, tuple(range(P)), *((lag,) * P for lag in (0, 1, 2, 3))]
         if problem.split_backward
-        else [never]
+        else [unlimited_lags]
     )
-    waits, firsts, picks = (0.0, 0.5, 1.0), (False, True), (0, 1, 2) if several else (0,)
-    lates = (0.0, -inf, 0.25, 0.5, 1.0) if problem.split_backward else (0.0,)
-    slacks = (0.5, 0.0, 0.9, inf, 1.0) if problem.split_backward else (inf,)
-    likely = list(product(leads[:3], lags[:1], waits[:2], lates[:2], slacks[:4], firsts, picks))
-    every = list(product(leads, lags, waits, lates, slacks, firsts, picks))
-    likely.sort(key=lambda each: leads.index(each[0]))
+    wait_shares = (0.0, 0.5, 1.0)
+    forward_firsts = (False, True)
+    stage_choices = (0, 1, 2) if is_interleaved else (0,)
+    late_shares = (0.0, -inf, 0.25, 0.5, 1.0) if problem.split_backward else (0.0,)
+    idle_shares = (0.5, 0.0, 0.9, inf, 1.0) if problem.split_backward else (inf,)
+    likely_combinations = list(
+        product(
+            leads[:3],
+            lags[:1],
+            wait_shares[:2],
+            late_shares[:2],
+            idle_shares[:4],
+            forward_firsts,
+            stage_choices,
+        )
+    )
+    combinations = list(
+        product(leads, lags, wait_shares, late_shares, idle_shares, forward_firsts, stage_choices)
+    )
+    likely_combinations.sort(key=lambda parameters: leads.index(parameters[0]))
     seen = set()
-    random.shuffle(every)
-    for each in (*likely, *every):
-        if each not in seen:
-            seen.add(each)
-            lead, lag, wait, late, slack, first, pick = each
-            yield DispatchPolicy(lead, lag, wait, late, slack, first, pick)
+    random.shuffle(combinations)
+    for parameters in (*likely_combinations, *combinations):
+        if parameters not in seen:
+            seen.add(parameters)
+            yield DispatchPolicy(*parameters)
 
 
 def _list_leads(problem: SchedulingProblem) -> list[tuple[int, ...]]:
@@ -60,31 +73,42 @@ def _list_leads(problem: SchedulingProblem) -> list[tuple[int, ...]]:
     plus 0 to 3.
     """
     m, S = problem.microbatches, problem.shape.stages
-    fit = []
-    comes = 0.0  # The time from the end of an F to the start of its I.
+    forward_counts = []
+    forward_to_backward = 0.0  # The time from the end of an F to the start of its I.
     for stage in reversed(range(S)):
-        own = sum(problem.F[other] for other in problem.stages_of_rank[problem.rank_of[stage]])
-        fit.append((comes / problem.F[stage], comes / own) if own else (inf, inf))
+        rank_time = sum(
+            problem.F[local_stage] for local_stage in problem.stages_of_rank[problem.rank_of[stage]]
+        )
+        if rank_time:
+            forward_counts.append(
+                (forward_to_backward / problem.F[stage], forward_to_backward / rank_time)
+            )
+        else:
+            forward_counts.append((inf, inf))
         if stage:
-            comes += (
+            forward_to_backward += (
                 problem.act_delay[stage - 1]
                 + problem.F[stage]
                 + problem.I[stage]
                 + problem.grad_delay[stage]
             )
-    fit.reverse()
-    found = [tuple(_clip_count(1 + alone + more, m) for alone, _ in fit) for more in (0, 1, 2, 3)]
-    found.insert(2, (m,) * S)
+    forward_counts.reverse()
+    leads = [
+        tuple(_clip_count(1 + alone + extra, m) for alone, _ in forward_counts)
+        for extra in (0, 1, 2, 3)
+    ]
+    leads.insert(2, (m,) * S)
     if problem.shape.ranks < S:
-        found += [
-            tuple(_clip_count(1 + shared + more, m) for _, shared in fit) for more in (0, 1, 2, 3)
+        leads += [
+            tuple(_clip_count(1 + shared + extra, m) for _, shared in forward_counts)
+            for extra in (0, 1, 2, 3)
         ]
     for slope in (1.0, 1.5, 2.0, 2.5, 3.0):
-        found += [
-            tuple(_clip_count(slope * (S - 1 - stage) + more, m) for stage in range(S))
-            for more in range(4)
+        leads += [
+            tuple(_clip_count(slope * (S - 1 - stage) + extra, m) for stage in range(S))
+            for extra in range(4)
         ]
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(leads))
 
 
 def _clip_count(number: float, max_count: int) -> int:
@@ -102,36 +126,38 @@ def generate_neighbours(
         random: The source of random numbers.
     """
     m = problem.microbatches
-    most = m * len(max(problem.stages_of_rank, key=len))
-    found = []
-    for by in (-1, 1, -2, 2, -4, 4):
+    lag_limit = m * len(max(problem.stages_of_rank, key=len))
+    neighbours = []
+    for step in (-1, 1, -2, 2, -4, 4):
         for stage, lead in enumerate(policy.max_lead):
-            if 1 <= lead + by <= m:
-                found.append(
-                    policy._replace(max_lead=_replace_at(policy.max_lead, stage, lead + by))
+            if 1 <= lead + step <= m:
+                neighbours.append(
+                    policy._replace(max_lead=_replace_at(policy.max_lead, stage, lead + step))
                 )
         for rank, lag in enumerate(policy.max_lag if problem.split_backward else ()):
-            if 0 <= lag + by < most:
-                found.append(policy._replace(max_lag=_replace_at(policy.max_lag, rank, lag + by)))
-        found.append(
-            policy._replace(max_lead=tuple(min(max(n + by, 1), m) for n in policy.max_lead))
+            if 0 <= lag + step < lag_limit:
+                neighbours.append(
+                    policy._replace(max_lag=_replace_at(policy.max_lag, rank, lag + step))
+                )
+        neighbours.append(
+            policy._replace(max_lead=tuple(min(max(n + step, 1), m) for n in policy.max_lead))
         )
     if problem.split_backward:
-        found += [
+        neighbours += [
             policy._replace(max_lag=_replace_at(policy.max_lag, rank, lag))
-            for rank, now in enumerate(policy.max_lag)
-            for lag in {0, 2, most} - {now}
+            for rank, current_lag in enumerate(policy.max_lag)
+            for lag in {0, 2, lag_limit} - {current_lag}
         ]
-        found += [
-            policy._replace(late_share=late) for late in (-inf, -0.5, 0.0, 0.15, 0.3, 0.6, 1.0)
+        neighbours += [
+            policy._replace(late_share=share) for share in (-inf, -0.5, 0.0, 0.15, 0.3, 0.6, 1.0)
         ]
-        found += [
-            policy._replace(idle_share=slack) for slack in (0.0, 0.25, 0.5, 0.75, 0.9, 1.0, inf)
+        neighbours += [
+            policy._replace(idle_share=share) for share in (0.0, 0.25, 0.5, 0.75, 0.9, 1.0, inf)
         ]
-    found += [policy._replace(wait_share=wait) for wait in (0.0, 0.15, 0.3, 0.6, 1.0)]
-    found += [policy._replace(forward_first=not policy.forward_first)]
-    random.shuffle(found)
-    return iter(found)
+    neighbours += [policy._replace(wait_share=share) for share in (0.0, 0.15, 0.3, 0.6, 1.0)]
+    neighbours += [policy._replace(forward_first=not policy.forward_first)]
+    random.shuffle(neighbours)
+    return iter(neighbours)
 
 
 def _replace_at(numbers: tuple[int, ...], position: int, number: int) -> tuple[int, ...]:

@@ -164,10 +164,10 @@ class HeuristicSearch:
             False if the budget ended the search, else True.
         """
         try:
-            tried = generate_policies(self.problem, self._random)
-            for swept, descended in _POLICY_PHASES:
-                self._try_policies(tried, swept)
-                self._improve_policies(descended)
+            policies = generate_policies(self.problem, self._random)
+            for policy_share, neighbour_share in _POLICY_PHASES:
+                self._try_policies(policies, policy_share)
+                self._improve_policies(neighbour_share)
                 if tighten_bound is not None and not self.is_proved:
                     self.bound, tighten_bound = tighten_bound(), None
             self._anneal()
@@ -190,11 +190,11 @@ class HeuristicSearch:
         """Yield orders of the shortest length, by random moves from the shortest order."""
         while self.shortest_orders and self.elapsed < self._seconds:
             self._use_compiled_loops()
-            moving = self._evaluator.start_annealing(
+            annealing = self._evaluator.start_annealing(
                 self.best_order, 0.0, 1.0, self._random.randrange(2**31)
             )
-            moving.run(min(self.problem.num_tasks, _MAX_EQUAL_MOVES), 0.0)
-            yield moving.current_order
+            annealing.run(min(self.problem.num_tasks, _MAX_EQUAL_MOVES), 0.0)
+            yield annealing.current_order
 
     # ------------------------------------------------------------ methods of the search
 
@@ -208,7 +208,7 @@ class HeuristicSearch:
             self._pool.append((self._evaluate_policy(policy, "policy"), policy))
             if self.elapsed >= _COMPILE_AFTER_SECONDS:
                 self._use_compiled_loops()
-        self._pool.sort(key=lambda each: each[0])
+        self._pool.sort(key=lambda entry: entry[0])
         del self._pool[_POOL_SIZE:]
 
     def _improve_policies(self, budget_share: float) -> None:
@@ -219,10 +219,10 @@ class HeuristicSearch:
                 better is not None and not self.is_proved and self._check_budget() <= budget_share
             ):
                 policy, better = better, None
-                for other in generate_neighbours(self.problem, policy, self._random):
-                    changed_length = self._evaluate_policy(other, "changed policy")
+                for neighbour in generate_neighbours(self.problem, policy, self._random):
+                    changed_length = self._evaluate_policy(neighbour, "changed policy")
                     if changed_length < length * _IMPROVEMENT_FACTOR:
-                        length, better = changed_length, other
+                        length, better = changed_length, neighbour
                         break
                     if self.is_proved or self._check_budget() > budget_share:
                         break
@@ -237,9 +237,11 @@ class HeuristicSearch:
         if not self.shortest_orders:  # With little memory, all policies may fail.
             order = order_one_by_one(self.problem)
             self.add_order(self._evaluator.evaluate_order(order), order, "one microbatch at a time")
-        starts = [self._order_from_policy(policy) for length, policy in self._pool if length < inf]
+        policy_orders = [
+            self._order_from_policy(policy) for length, policy in self._pool if length < inf
+        ]
         num_tasks = self.problem.num_tasks
-        mean = (
+        mean_task_time = (
             sum(self.problem.get_compute_time(rank) for rank in range(self.problem.shape.ranks))
             / num_tasks
         )
@@ -248,8 +250,8 @@ class HeuristicSearch:
             temperature, num_moves = _ANNEALING_ROUNDS[round_number % len(_ANNEALING_ROUNDS)]
             num_moves *= num_tasks
             order = (
-                starts[round_number // 2 % len(starts)]
-                if round_number % 2 and starts
+                policy_orders[round_number // 2 % len(policy_orders)]
+                if round_number % 2 and policy_orders
                 else self.best_order
             )
             max_moves = self._count_affordable_moves() // 3
@@ -259,7 +261,7 @@ class HeuristicSearch:
                 order = self.best_order
             num_failed = (
                 0
-                if self._run_annealing_round(order, temperature * mean, max(num_moves, 1))
+                if self._run_annealing_round(order, temperature * mean_task_time, max(num_moves, 1))
                 else num_failed + 1
             )
             round_number += 1
@@ -267,22 +269,22 @@ class HeuristicSearch:
     def _run_annealing_round(self, order: Order, temperature: float, num_moves: int) -> bool:
         """Run a round of annealing, and return whether it found a shorter order."""
         cooling = float(_FINAL_TEMPERATURE_SHARE ** (1 / num_moves))
-        moving = self._evaluator.start_annealing(
+        annealing = self._evaluator.start_annealing(
             order, temperature, cooling, self._random.randrange(2**31)
         )
-        each, better = _FIRST_MOVES, False
+        batch_size, has_improved = _FIRST_MOVES, False
         while num_moves > 0 and not self.is_proved:
-            each = min(each, num_moves, self._count_remaining())
-            begin = perf_counter()
-            length = moving.run(each, self.proof_length)
-            took = max(perf_counter() - begin, 1e-9)
+            batch_size = min(batch_size, num_moves, self._count_remaining())
+            start_time = perf_counter()
+            length = annealing.run(batch_size, self.proof_length)
+            duration = max(perf_counter() - start_time, 1e-9)
             if length < self.length * _IMPROVEMENT_FACTOR:
-                better |= self.add_order(length, moving.best_order, "annealing")
-            num_moves -= each
-            self._moves_per_second = each / took
-            each = max(int(min(self._moves_per_second * _CLOCK_SECONDS, each * 8)), 1)
+                has_improved |= self.add_order(length, annealing.best_order, "annealing")
+            num_moves -= batch_size
+            self._moves_per_second = batch_size / duration
+            batch_size = max(int(min(self._moves_per_second * _CLOCK_SECONDS, batch_size * 8)), 1)
             self._check_budget()
-        return better
+        return has_improved
 
     # ------------------------------------------------------------ the evaluator and the budget
 
@@ -322,8 +324,10 @@ class HeuristicSearch:
 
     def _check_budget(self) -> float:
         """Return the share of the budget that is spent. Raise BudgetExhausted if none is left."""
-        time = self.elapsed / self._seconds
-        part = time if self._evaluations is None else self.num_evaluated / self._evaluations
-        if time >= 1 or part >= 1:
+        time_share = self.elapsed / self._seconds
+        spent_share = (
+            time_share if self._evaluations is None else self.num_evaluated / self._evaluations
+        )
+        if time_share >= 1 or spent_share >= 1:
             raise BudgetExhausted
-        return part
+        return spent_share

@@ -31,10 +31,14 @@ def list_initial_orders(
         UsageError: A schedule of the user recomputes, does not train all stages, has no backwards
             or has tensor-parallel collectives between stage segments. Also if it has another shape.
     """
-    for each in schedules:
-        program = each if isinstance(each, Program) else expand_schedule(each, problem.shape)
-        if how := describe_unsearchable(program):
-            raise UsageError(f"{program.name} {how}", fields=["initial_schedules"])
+    for user_schedule in schedules:
+        program = (
+            user_schedule
+            if isinstance(user_schedule, Program)
+            else expand_schedule(user_schedule, problem.shape)
+        )
+        if reason := describe_unsearchable(program):
+            raise UsageError(f"{program.name} {reason}", fields=["initial_schedules"])
         if program.shape != problem.shape:
             raise UsageError(
                 f"{program.name} has the shape {program.shape}, but the search has the shape "
@@ -58,23 +62,25 @@ def describe_unsearchable(program: Program) -> str:
     Args:
         program: The program.
     """
-    for is_so, what in (
+    for condition, reason in (
         (not program.has_backward, "has no backwards"),
         (program.frozen_stages, "has frozen stages"),
         (RECOMPUTE in program.used_opcodes, "recomputes forwards"),
         (has_collectives(program.segment_boundaries), "has collectives between stage segments"),
     ):
-        if is_so:
-            return f"{what}: a search supports only one forward and one backward of each microbatch"
+        if condition:
+            return (
+                f"{reason}: a search supports only one forward and one backward of each microbatch"
+            )
     return ""
 
 
 def _order_if_complete(problem: SchedulingProblem, program: Program) -> Iterator[tuple[str, Order]]:
     """Yield the name and the order of a program if it runs all tasks of the problem."""
     order = order_of_program(program, split_backward=problem.split_backward)
-    whole = problem.microbatches * problem.num_task_kinds
+    tasks_per_stage = problem.microbatches * problem.num_task_kinds
     if all(
-        len(codes) == len(own) * whole
-        for codes, own in zip(order, problem.stages_of_rank, strict=True)
+        len(codes) == len(local_stages) * tasks_per_stage
+        for codes, local_stages in zip(order, problem.stages_of_rank, strict=True)
     ):
         yield program.name, order

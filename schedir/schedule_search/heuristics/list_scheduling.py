@@ -113,78 +113,82 @@ def dispatch_by_policy(
             arrivals[c * microbatches + k] = _NEVER
     for k in range(microbatches):
         arrivals[k] = 0.0
-    left = (2 + split) * microbatches * stages
-    most = 0.0
-    while left > 0:
+    num_left = (2 + split) * microbatches * stages
+    max_idle_time = 0.0
+    while num_left > 0:
         r = 0
         for q in range(1, ranks):
             if rank_time[q] < rank_time[r]:
                 r = q
-        t = rank_time[r]
-        if t >= _NEVER:
+        time = rank_time[r]
+        if time >= _NEVER:
             return _NEVER
         if is_waiting[r]:
             is_waiting[r] = 0
             if num_started[r] > 0:
-                idle_time[r] += t - idle_since[r]
-                if idle_time[r] > most:
-                    most = idle_time[r]
-        free = capacity[r] - memory[r]
+                idle_time[r] += time - idle_since[r]
+                if idle_time[r] > max_idle_time:
+                    max_idle_time = idle_time[r]
+        free_memory = capacity[r] - memory[r]
         # Find the preferred stage of each kind of task, and the time of the next arrival.
-        f = i = w = -1
-        pending = 0
-        blocked = 0
-        comes = _NEVER
-        gradient = _NEVER
+        F_stage = I_stage = W_stage = -1
+        pending_W = 0
+        is_blocked = 0
+        next_arrival = _NEVER
+        next_gradient = _NEVER
         for x in range(stage_offsets[r], stage_offsets[r + 1]):
             s = rank_stages[x]
             c = 3 * s
-            fs, gs = next_mb[c], next_mb[c + 1]
-            if gs < fs:
-                a = arrivals[(c + 1) * microbatches + gs]
-                if a <= t:
-                    if free < start_memory[c + 1]:
-                        blocked = 1
-                    elif i < 0 or gs <= next_mb[3 * i + 1]:
-                        i = s
-                elif a < gradient:
-                    gradient = a
-            if fs < microbatches and fs - gs < max_lead[s]:
-                a = arrivals[c * microbatches + fs]
-                if a <= t:
-                    if free < start_memory[c] + reserved_memory[s]:
-                        blocked = 1
-                    elif f < 0 or stage_choice == 1 or (stage_choice == 0 and fs <= next_mb[3 * f]):
-                        f = s
-                elif a < comes:
-                    comes = a
-            ws = next_mb[c + 2]
-            if split and ws < gs:
-                pending += gs - ws
-                if w < 0 or ws < next_mb[3 * w + 2]:
-                    w = s
-        if gradient < comes:
-            comes = gradient
+            next_F, next_I = next_mb[c], next_mb[c + 1]
+            if next_I < next_F:
+                arrival = arrivals[(c + 1) * microbatches + next_I]
+                if arrival <= time:
+                    if free_memory < start_memory[c + 1]:
+                        is_blocked = 1
+                    elif I_stage < 0 or next_I <= next_mb[3 * I_stage + 1]:
+                        I_stage = s
+                elif arrival < next_gradient:
+                    next_gradient = arrival
+            if next_F < microbatches and next_F - next_I < max_lead[s]:
+                arrival = arrivals[c * microbatches + next_F]
+                if arrival <= time:
+                    if free_memory < start_memory[c] + reserved_memory[s]:
+                        is_blocked = 1
+                    elif (
+                        F_stage < 0
+                        or stage_choice == 1
+                        or (stage_choice == 0 and next_F <= next_mb[3 * F_stage])
+                    ):
+                        F_stage = s
+                elif arrival < next_arrival:
+                    next_arrival = arrival
+            next_W = next_mb[c + 2]
+            if split and next_W < next_I:
+                pending_W += next_I - next_W
+                if W_stage < 0 or next_W < next_mb[3 * W_stage + 2]:
+                    W_stage = s
+        if next_gradient < next_arrival:
+            next_arrival = next_gradient
         code = -1
-        if w >= 0 and pending > max_lag[r]:
-            code = 3 * w + 2
-        elif i >= 0:
-            code = 3 * i + 1
-            if forward_first and f >= 0:
-                code = 3 * f
-        elif f >= 0 and gradient - t >= wait_share * cost[3 * f]:
-            code = 3 * f
-        elif w >= 0 and (
-            (blocked and f < 0)
-            or comes >= _NEVER
-            or t + cost[3 * w + 2] <= comes + late_share * cost[3 * w + 2]
-            or idle_time[r] + comes - t > idle_share * most
+        if W_stage >= 0 and pending_W > max_lag[r]:
+            code = 3 * W_stage + 2
+        elif I_stage >= 0:
+            code = 3 * I_stage + 1
+            if forward_first and F_stage >= 0:
+                code = 3 * F_stage
+        elif F_stage >= 0 and next_gradient - time >= wait_share * cost[3 * F_stage]:
+            code = 3 * F_stage
+        elif W_stage >= 0 and (
+            (is_blocked and F_stage < 0)
+            or next_arrival >= _NEVER
+            or time + cost[3 * W_stage + 2] <= next_arrival + late_share * cost[3 * W_stage + 2]
+            or idle_time[r] + next_arrival - time > idle_share * max_idle_time
         ):
-            code = 3 * w + 2
+            code = 3 * W_stage + 2
         if code < 0:
-            rank_time[r] = comes
+            rank_time[r] = next_arrival
             is_waiting[r] = 1
-            idle_since[r] = t
+            idle_since[r] = time
             continue
         s = code // 3
         kind = code - 3 * s
@@ -193,9 +197,9 @@ def dispatch_by_policy(
         memory[r] += memory_change[code]
         codes[rank_offsets[r] + num_started[r]] = code
         num_started[r] += 1
-        end = t + cost[code]
+        end = time + cost[code]
         rank_time[r] = end
-        left -= 1
+        num_left -= 1
         if kind < 2:
             # The result is the input of the F of the next stage, of the I of the same stage, or of
             # the I of the previous stage.
@@ -205,14 +209,14 @@ def dispatch_by_policy(
             elif s > 0:
                 target = code - 3
             if target >= 0:
-                given = end + delays[code]
-                arrivals[target * microbatches + k] = given
+                value_arrival = end + delays[code]
+                arrivals[target * microbatches + k] = value_arrival
                 q = rank_of[target // 3]
-                if is_waiting[q] and given < rank_time[q]:
-                    rank_time[q] = given
+                if is_waiting[q] and value_arrival < rank_time[q]:
+                    rank_time[q] = value_arrival
         if next_mb[3 * rank_stages[stage_offsets[r]]] == microbatches:
             # A rank that has run all its tasks must not be selected again.
-            over = 1
+            is_finished = 1
             for x in range(stage_offsets[r], stage_offsets[r + 1]):
                 c = 3 * rank_stages[x]
                 if (
@@ -220,7 +224,7 @@ def dispatch_by_policy(
                     or next_mb[c + 1] < microbatches
                     or (split and next_mb[c + 2] < microbatches)
                 ):
-                    over = 0
-            if over:
+                    is_finished = 0
+            if is_finished:
                 rank_time[r] = _NEVER * 2
     return 0.0

@@ -56,69 +56,81 @@ class OrderEvaluator:
     def __init__(self, problem: SchedulingProblem, loops: tuple[Loop, ...] | None = None) -> None:
         self.problem = problem
         self._uses_arrays = loops is not None
-        run: tuple[Loop, ...] = loops or LOOPS
-        self._compute_times, self._dispatch, self._anneal = run
+        loop_functions: tuple[Loop, ...] = loops or LOOPS
+        self._compute_times, self._dispatch, self._anneal = loop_functions
         shape, m = problem.shape, problem.microbatches
         P, S = shape.ranks, shape.stages
-        none = (0.0,) * S
-        grows = [
-            both - saved
-            for saved, both in zip(problem.saved, problem.saved_and_deferred, strict=True)
+        zeros = (0.0,) * S
+        I_growth = [
+            saved_and_deferred - saved
+            for saved, saved_and_deferred in zip(
+                problem.saved, problem.saved_and_deferred, strict=True
+            )
         ]
         I_change = [
-            tape - saved for saved, tape in zip(problem.saved, problem.deferred_wgrad, strict=True)
+            deferred - saved
+            for saved, deferred in zip(problem.saved, problem.deferred_wgrad, strict=True)
         ]
         reserved = [0.0] * S
-        for own in problem.stages_of_rank:
-            for k, stage in enumerate(own):
-                later = sum(problem.saved[other] for other in own[k + 1 :])
-                reserved[stage] = later + max(0.0, *(grows[other] for other in own))
-        capacity = [min(most, MAX_TIME) for most in problem.rounded_capacity]
+        for local_stages in problem.stages_of_rank:
+            for k, stage in enumerate(local_stages):
+                later_memory = sum(
+                    problem.saved[local_stage] for local_stage in local_stages[k + 1 :]
+                )
+                reserved[stage] = later_memory + max(
+                    0.0, *(I_growth[local_stage] for local_stage in local_stages)
+                )
+        capacity = [min(limit, MAX_TIME) for limit in problem.rounded_capacity]
         counts = (P, S, m)
         rank_of = self._to_ints(problem.rank_of)
-        first = [0]
-        for own in problem.stages_of_rank:
-            first.append(first[-1] + len(own))
+        offsets = [0]
+        for local_stages in problem.stages_of_rank:
+            offsets.append(offsets[-1] + len(local_stages))
         tasks_per_stage = m * problem.num_task_kinds
-        self._rank_offsets = [k * tasks_per_stage for k in first]
+        self._rank_offsets = [k * tasks_per_stage for k in offsets]
         cost = self._to_floats(_interleave_by_code(problem.F, problem.I, problem.W))
-        delays = self._to_floats(_interleave_by_code(problem.act_delay, problem.grad_delay, none))
-        more = self._to_floats(_interleave_by_code(problem.saved, grows, none))
-        change = self._to_floats(
-            _interleave_by_code(problem.saved, I_change, [-tape for tape in problem.deferred_wgrad])
+        delays = self._to_floats(_interleave_by_code(problem.act_delay, problem.grad_delay, zeros))
+        start_memory = self._to_floats(_interleave_by_code(problem.saved, I_growth, zeros))
+        memory_change = self._to_floats(
+            _interleave_by_code(
+                problem.saved, I_change, [-deferred for deferred in problem.deferred_wgrad]
+            )
         )
-        at = self._to_floats([0.0] * (KINDS * S * m))
-        done = self._to_ints([0] * (KINDS * S))
-        now = self._to_floats([0.0] * P)
+        arrivals = self._to_floats([0.0] * (KINDS * S * m))
+        next_mb = self._to_ints([0] * (KINDS * S))
+        rank_time = self._to_floats([0.0] * P)
         n = S * tasks_per_stage
         self._codes = self._to_ints([0] * n)
         self._starts = self._to_floats([0.0] * n)
-        starts = self._to_ints(self._rank_offsets)
+        rank_offsets = self._to_ints(self._rank_offsets)
         minimizes_active_span = int(problem.objective == "active_span")
-        own_stages = self._to_ints([stage for own in problem.stages_of_rank for stage in own])
-        begin = self._to_ints(first)
+        rank_stages = self._to_ints(
+            [stage for local_stages in problem.stages_of_rank for stage in local_stages]
+        )
+        stage_offsets = self._to_ints(offsets)
         self._policy_inputs = (
-            *counts, int(problem.split_backward), rank_of, own_stages, begin,
-            starts, cost, delays, more, change,
+            *counts, int(problem.split_backward), rank_of, rank_stages, stage_offsets,
+            rank_offsets, cost, delays, start_memory, memory_change,
             self._to_floats(capacity), self._to_floats(reserved),
         )  # fmt: skip
         self._policy_buffers = (
-            done, at, self._to_floats([0.0] * P), now, self._to_floats([0.0] * P),
+            next_mb, arrivals, self._to_floats([0.0] * P), rank_time, self._to_floats([0.0] * P),
             self._to_floats([0.0] * P), self._to_ints([0] * P), self._to_ints([0] * P), self._codes,
         )  # fmt: skip
-        self._order_inputs = (*counts, rank_of, starts)
+        self._order_inputs = (*counts, rank_of, rank_offsets)
         self._order_buffers = (
-            cost, delays, self._to_floats(problem.tail_time), minimizes_active_span, at, done,
-            self._to_ints([0] * P), now,
+            cost, delays, self._to_floats(problem.tail_time), minimizes_active_span,
+            arrivals, next_mb, self._to_ints([0] * P), rank_time,
             self._to_ints([0] * P), self._to_ints([0] * P), self._starts, self._to_ints([0] * n),
         )  # fmt: skip
         rank_at = [
             r
-            for r, own in enumerate(problem.stages_of_rank)
-            for _ in range(len(own) * tasks_per_stage)
+            for r, local_stages in enumerate(problem.stages_of_rank)
+            for _ in range(len(local_stages) * tasks_per_stage)
         ]
         self._annealing_inputs = (
-            more, change, self._to_floats(capacity), self._to_ints(rank_at), own_stages, begin,
+            start_memory, memory_change, self._to_floats(capacity), self._to_ints(rank_at),
+            rank_stages, stage_offsets,
         )  # fmt: skip
         self._path_buffer = self._to_ints([0] * n)
         self._undo_buffer = self._to_ints([0] * n)
@@ -129,11 +141,11 @@ class OrderEvaluator:
         """Return whether the loops are compiled."""
         return self._uses_arrays
 
-    def _to_ints(self, each: Sequence[int]) -> Any:
-        return np.array(each, np.int64) if self._uses_arrays else list(each)
+    def _to_ints(self, values: Sequence[int]) -> Any:
+        return np.array(values, np.int64) if self._uses_arrays else list(values)
 
-    def _to_floats(self, each: Sequence[float]) -> Any:
-        return np.array(each, float) if self._uses_arrays else list(map(float, each))
+    def _to_floats(self, values: Sequence[float]) -> Any:
+        return np.array(values, float) if self._uses_arrays else list(map(float, values))
 
     def evaluate_policy(self, policy: DispatchPolicy) -> float:
         """Return the length of the order that a policy produces.
@@ -144,13 +156,13 @@ class OrderEvaluator:
             policy: The policy.
         """
         self.evaluations += 1
-        stuck = self._dispatch(
+        is_stuck = self._dispatch(
             *self._policy_inputs, self._to_ints(policy.max_lead), self._to_ints(policy.max_lag),
             policy.wait_share, policy.late_share, min(policy.idle_share, MAX_TIME),
             int(policy.forward_first),
             policy.stage_choice, *self._policy_buffers,
         )  # fmt: skip
-        return inf if stuck else self._evaluate_codes(self._codes)
+        return inf if is_stuck else self._evaluate_codes(self._codes)
 
     @property
     def last_order(self) -> Order:
@@ -182,13 +194,13 @@ class OrderEvaluator:
         return AnnealingState(self, order, temperature, cooling, seed)
 
     def _evaluate_codes(self, codes: Any) -> float:
-        takes = float(self._compute_times(*self._order_inputs, codes, *self._order_buffers))
-        return takes if takes < MAX_TIME else inf
+        length = float(self._compute_times(*self._order_inputs, codes, *self._order_buffers))
+        return length if length < MAX_TIME else inf
 
     def _split_by_rank(self, codes: Any) -> Order:
         flat = codes.tolist() if self._uses_arrays else codes
-        first = self._rank_offsets
-        return tuple(tuple(flat[a:b]) for a, b in pairwise(first))
+        rank_offsets = self._rank_offsets
+        return tuple(tuple(flat[a:b]) for a, b in pairwise(rank_offsets))
 
 
 class AnnealingState:

@@ -101,8 +101,8 @@ class ProgramBuilder:
         )
         peak_bytes = np.array(
             [
-                own.total_bytes.max()
-                for own in compute_footprints(program, self._sizes, worst_case=True)
+                footprint.total_bytes.max()
+                for footprint in compute_footprints(program, self._sizes, worst_case=True)
             ]
         )
         excess = np.maximum(peak_bytes - add_tolerance(self._memory_limit), 0).tolist()
@@ -147,8 +147,8 @@ class ProgramBuilder:
                     timeline = self._simulate_draft(draft_from_order(self._problem, order), overlap)
                 except MemoryLimitError:
                     continue
-                made = BuiltProgram(objective_value(timeline, self._problem.objective), timeline)
-                best = made if best is None or made.length < best.length else best
+                built = BuiltProgram(objective_value(timeline, self._problem.objective), timeline)
+                best = built if best is None or built.length < best.length else best
         return best
 
     def build_smallest(self) -> BuiltProgram:

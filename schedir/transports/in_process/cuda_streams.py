@@ -233,19 +233,19 @@ class StreamMailbox:
 
         The call of the last member runs the collective for all members.
         """
-        ended = StreamPoint()
-        part = _StreamPart(kind, output_tensor, input_tensor, _record_current_point(), ended)
-        came = self.hub.pending_collectives.arrive(
-            group, self.rank, self.group_members[group], part
+        end_point = StreamPoint()
+        member = _StreamPart(kind, output_tensor, input_tensor, _record_current_point(), end_point)
+        members = self.hub.pending_collectives.arrive(
+            group, self.rank, self.group_members[group], member
         )
-        if came:
+        if members:
             with torch.cuda.stream(self.collective_stream):
-                for part in came:
-                    part.ready_point.wait()
-                run_collective(came)
-                for part in came:
-                    part.end_point.record(self.collective_stream)
-        return ended
+                for member in members:
+                    member.ready_point.wait()
+                run_collective(members)
+                for member in members:
+                    member.end_point.record(self.collective_stream)
+        return end_point
 
     def side_stream(self) -> AbstractContextManager[object]:
         """Return an empty context, because a wait delays only the current stream."""

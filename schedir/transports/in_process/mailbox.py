@@ -122,13 +122,13 @@ class Mailbox:
         order of ranks, whatever the order of the calls is.
         """
         own_part = _CollectivePart(kind, output_tensor, input_tensor)
-        came = self.hub.pending_collectives.arrive(
+        members = self.hub.pending_collectives.arrive(
             group, self.rank, self.group_members[group], own_part
         )
-        if came:
-            run_collective(came)
-            for part in came:
-                part.is_done = True
+        if members:
+            run_collective(members)
+            for member in members:
+                member.is_done = True
         return own_part
 
     use_compute_stream = nullcontext
