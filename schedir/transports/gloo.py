@@ -132,6 +132,13 @@ class ProcessTransport:
         self.dp: int = program.dp
         pp = program.shape.ranks
         self.parent_group = group
+        if group is None and not dist.is_initialized():
+            raise ModelError(
+                f"{type(self).__name__} needs a process group, and there is none",
+                program=program.name,
+                hint='call torch.distributed.init_process_group("gloo") first, and start the '
+                f"script with torchrun --nproc-per-node {pp * self.tp * self.dp}",
+            )
         world_size = dist.get_world_size(group)
         if world_size != pp * self.tp * self.dp:
             raise ModelError(
@@ -139,7 +146,7 @@ class ProcessTransport:
                 f"needs {pp * self.tp * self.dp}",
                 program=program.name,
                 hint=f"torchrun --nproc-per-node {pp * self.tp * self.dp}, or compile the program "
-                f"for {world} processes",
+                f"for {world_size} processes",
             )
         members = np.array(dist.get_process_group_ranks(group or dist.group.WORLD))
         self.mesh: NDArray[np.int64] = members.reshape(self.dp, pp, self.tp)
@@ -160,9 +167,9 @@ class ProcessTransport:
             for k, extra in enumerate(extra_programs)
         }
         facts["the number of programs"] = str(len(self.programs))
-        process_groups.align_group_count(
-            self.check_agreement(facts, process_groups.count_created_groups())
-        )
+        with require_all_processes(f"a {type(self).__name__}", self.name):
+            group_counts = self.check_agreement(facts, process_groups.count_created_groups())
+        process_groups.align_group_count(group_counts)
         for extra_program in extra_programs:
             self._require_mesh(extra_program)
         if self.has_pipeline_group:
