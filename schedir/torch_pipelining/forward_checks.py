@@ -72,9 +72,8 @@ class MicrobatchLossRuntime(_PipelineScheduleRuntime):
         self, stage: Any, output: Any, target_mbs: Any, mb_index: int, *_: Any
     ) -> None:
         if stage.is_last and self._loss_fn is not None and target_mbs is not None:
-            loss_kwargs = self._loss_kwargs or {}
-            self._losses_by_mb[mb_index] = self._loss_fn(
-                output, target_mbs[mb_index], **loss_kwargs
+            self._losses_by_mb[mb_index] = self._compute_checked_loss(
+                self._loss_fn, mb_index, output, target_mbs[mb_index], **(self._loss_kwargs or {})
             )
         self._on_forward_end(stage, output, mb_index)
 

@@ -50,7 +50,7 @@ at by each found given gone held here how kept left least made many mine more mo
 one ones others own rest said some taken that there these this told what where which who whose why
 """
 VAGUE_LOCALS = frozenset(_VAGUE_LOCALS.split())
-VAGUE_LOCALS_BUDGET = 2_000
+VAGUE_LOCALS_BUDGET = 60
 # Names that would be refused, with the reason to allow them.
 GOOD_NAMES = {
     "commands/print": "a command's file has the name of the command",
