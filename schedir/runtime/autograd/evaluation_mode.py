@@ -29,8 +29,8 @@ def evaluation_mode(state: State) -> Iterator[None]:
     names = {p: name for module in modules for name, p in module.named_parameters()}
     # Exclude sharded parameters: their values are gathered into other memory, and
     # `ShardedParameters` checks them.
-    sharded_parameters = {p for stage in state.stages.values() for p in stage.parameter_shards}
-    other_parameters = [p for p in names if p not in sharded_parameters]
+    excluded_parameters = {p for stage in state.stages.values() for p in stage.parameter_shards}
+    other_parameters = [p for p in names if p not in excluded_parameters]
     compared_parameters = (
         [*names] if state.device.type == "cpu" and state.service(_Evaluations).is_first else []
     )
