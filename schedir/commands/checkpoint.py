@@ -118,7 +118,7 @@ def _export(args: argparse.Namespace) -> str:
     )
     _require_absent(targets, args.replace)
     directory = _open_directory(args)
-    manifest, skipped = _find_complete_checkpoint(directory, args.step)
+    manifest, skip_reasons = _find_complete_checkpoint(directory, args.step)
 
     from schedir.checkpoints.safetensors_export import list_exported_tensors
     from schedir.training.gpt2_export import convert_to_gpt2
@@ -129,7 +129,7 @@ def _export(args: argparse.Namespace) -> str:
     size = _write_export(targets, directory, manifest, tensors, config, args.replace)
     types = join_words(sorted({tensor.meta.dtype for tensor in tensors}))
     has_copies = any(tensor.stored_name.startswith("main/") for tensor in tensors)
-    text = "".join(f"skipped: {reason}\n" for reason in skipped)
+    text = "".join(f"skipped: {reason}\n" for reason in skip_reasons)
     text += f"wrote {target}: step {manifest.step}, {len(tensors)} tensors of {types}, "
     text += f"{format_bytes(size)}{', from the float32 copies' * has_copies}\n"
     if args.dtype is None and any(name.startswith("main/") for name in manifest.tensors):

@@ -129,8 +129,8 @@ def _drop_exceeded_limits(
         try:
             _ = request.timeline
         except MemoryLimitError as error:
-            needed = error.required_bytes
-            over_limit[request.source] = Excess(request, needed, format_bytes(needed))
+            needed_bytes = error.required_bytes
+            over_limit[request.source] = Excess(request, needed_bytes, format_bytes(needed_bytes))
             if "fit" in request.compile_options.values():
                 if len(over_limit) == len(requests):
                     raise

@@ -160,7 +160,10 @@ def _find_lower_bounds(advice: Advice, costs: Costs) -> list[LowerBound]:
 
     program = advice.baseline.program
     kinds = (False, True) if BACKWARD_INPUT not in program.used_opcodes else (True,)
-    bounds = [compute_program_bound(program, costs, split_backward=split) for split in kinds]
+    bounds = [
+        compute_program_bound(program, costs, split_backward=split_backward)
+        for split_backward in kinds
+    ]
     return [bound for bound in bounds if bound is not None] if advice.is_reliable else []
 
 
@@ -331,8 +334,8 @@ def _describe_longest_wait(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
     idle = idle[np.isin(spans["op"][idle["awaits"]], COMPUTE_OPS)]
     if not len(idle):
         return []
-    awaited = spans[["rank", "op", "stage"]][idle["awaits"]]
-    kinds, kind_indices = np.unique(awaited, return_inverse=True)
+    awaited_instrs = spans[["rank", "op", "stage"]][idle["awaits"]]
+    kinds, kind_indices = np.unique(awaited_instrs, return_inverse=True)
     wait_times = np.bincount(kind_indices, idle["end"] - idle["start"])
     rank, op, stage = kinds[wait_times.argmax()].tolist()
     durations = spans["end"] - spans["start"]

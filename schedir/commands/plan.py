@@ -59,11 +59,11 @@ _SCALING_DESCRIPTIONS = {"strong": "the same batch", "weak": "a batch that grows
 
 def _plan_for_gpu_counts(args: argparse.Namespace) -> str:
     """Return the plans for strong scaling and for weak scaling as text, and write the picture."""
-    excluded = (
+    exclusive_options = (
         (args.output, "-o"), (args.tradeoff, "--tradeoff"),
         (args.improve_schedules, "--improve-schedules"), (args.gpus is not None, "--gpus"),
     )  # fmt: skip
-    for option, name in excluded:
+    for option, name in exclusive_options:
         if option:
             raise UsageError(f"{name} cannot be combined with --gpu-counts")
     request = parse_plan_request(args)

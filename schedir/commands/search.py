@@ -283,8 +283,8 @@ def _load_costs(source: str, *, full_backward_only: bool) -> tuple[Timeline, Cos
         f"simulation at these costs takes {prediction.span:.6g}{unit} under {run.progress_model}, "
         f"{abs(relative_error):.1%} {'more' if relative_error > 0 else 'less'} than the run"
     )
-    if (unexplained := compute_unexplained_share(prediction, run)) >= MIN_REPORTED_SHARE:
-        note += f"; {unexplained:.1%} of the ranks' time is unexplained and counts as work"
+    if (unexplained_share := compute_unexplained_share(prediction, run)) >= MIN_REPORTED_SHARE:
+        note += f"; {unexplained_share:.1%} of the ranks' time is unexplained and counts as work"
     if BACKWARD_INPUT not in program.used_opcodes and not full_backward_only:
         note += "; it has full backwards, so I and W cost half of one each"
     notes = [note, *filter(None, [run.causality_warning])]

@@ -73,5 +73,5 @@ def run(args: argparse.Namespace) -> int:
     require_package("torch", "schedir train")
     from schedir.training.train import run
 
-    traced = [] if args.trace is None else [f"output.trace={json.dumps(args.trace)}"]
-    return run(args.config, [*args.settings, *traced])
+    trace_settings = [] if args.trace is None else [f"output.trace={json.dumps(args.trace)}"]
+    return run(args.config, [*args.settings, *trace_settings])

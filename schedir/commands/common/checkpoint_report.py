@@ -256,5 +256,5 @@ def sanitize_text(text: str) -> str:
     Args:
         text: A text from a file. Unprintable characters become "?", and a long text is cut off.
     """
-    shortened = text if len(text) <= _MAX_FACT_LENGTH else f"{text[:_MAX_FACT_LENGTH]}..."
-    return "".join(c if c.isprintable() else "?" for c in shortened)
+    short_text = text if len(text) <= _MAX_FACT_LENGTH else f"{text[:_MAX_FACT_LENGTH]}..."
+    return "".join(c if c.isprintable() else "?" for c in short_text)

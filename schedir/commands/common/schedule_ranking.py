@@ -212,8 +212,8 @@ def rank_schedules(
         except UsageError:
             raise
         except MemoryLimitError as error:
-            needed = error.required_bytes
-            ranking.over_limit[name] = Excess(request, needed, format_bytes(needed))
+            needed_bytes = error.required_bytes
+            ranking.over_limit[name] = Excess(request, needed_bytes, format_bytes(needed_bytes))
             continue
         except SchedirError as error:
             ranking.refusals[name] = error

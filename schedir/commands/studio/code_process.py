@@ -185,17 +185,17 @@ def _load_function(state: StudioState) -> FunctionType:
         functions = (
             {state.function: functions[state.function]} if (state.function in functions) else {}
         )
-    takes_shape = [
+    candidate_names = [
         name for name, candidate in functions.items() if len(signature(candidate).parameters) >= 3
     ]
-    if not takes_shape:
+    if not candidate_names:
         name = state.function or "schedule"
         raise CodeError(
             f"the code has no function {name}(rank, ranks, microbatches)",
             hint=f"def {name}(rank, ranks, microbatches): return microbatches * (F + B)",
         )
-    function = functions[takes_shape[-1]]
-    function.__name__ = takes_shape[-1]  # The name of a lambda would be "<lambda>".
+    function = functions[candidate_names[-1]]
+    function.__name__ = candidate_names[-1]  # The name of a lambda would be "<lambda>".
     return function
 
 

@@ -98,14 +98,16 @@ def move_instruction(request: Request, rank: int, index: int, before: int) -> Pr
 def _find_in_draft(words: Words, draft: Words, index: int, before: int) -> tuple[int, int]:
     """Convert two indices of a lowered stream into indices of the stream of the draft."""
     index_by_word = {word: k for k, word in enumerate((draft & ~JOINED_BIT).tolist())}
-    lowered = (words & ~JOINED_BIT).tolist()
-    if lowered[index] not in index_by_word:
+    lowered_words = (words & ~JOINED_BIT).tolist()
+    if lowered_words[index] not in index_by_word:
         raise UsageError(
             f"{Stream(words)[index]} cannot be moved: the schedule does not contain this "
             "instruction, because an option of the lowering added it or divided its stage",
         )
-    later_indices = (index_by_word[word] for word in lowered[before:] if word in index_by_word)
-    return index_by_word[lowered[index]], next(later_indices, len(draft))
+    later_indices = (
+        index_by_word[word] for word in lowered_words[before:] if word in index_by_word
+    )
+    return index_by_word[lowered_words[index]], next(later_indices, len(draft))
 
 
 def _move_word(words: Words, index: int, before: int) -> Words:
