@@ -33,9 +33,9 @@ BUDGET = {
     "schedir/tensor_parallel": 340,
     "schedir/testing": 980,
     "schedir/torch_pipelining": 1_740,
-    "schedir/traces": 950,
+    "schedir/traces": 960,
     "schedir/training": 3_770,
-    "schedir/transports": 2_050,
+    "schedir/transports": 2_060,
     "schedir/verify": 960,
     "viz": 2_470,
 }
