@@ -230,8 +230,8 @@ def _make_post_mortem(directory: Path, all_snapshots: Mapping[int, BlackBoxSnaps
         (local_snapshots or all_snapshots).values(),
         key=lambda snapshot: snapshot[BlackBoxField.START_TIME],
     )
-    ticks = os.sysconf("SC_CLK_TCK")
-    start_time = newest[BlackBoxField.START_TIME] / ticks * 1e9
+    ticks_per_second = os.sysconf("SC_CLK_TCK")
+    start_time = newest[BlackBoxField.START_TIME] / ticks_per_second * 1e9
 
     def belongs(snapshot: BlackBoxSnapshot) -> bool:
         """Return whether a black box is of the newest run, which may have several launchers."""

@@ -131,14 +131,14 @@ def _find_pipelines(job: DistributedJob, program: Program) -> list[tuple[int, ..
     groups = [g.ranks for g in sorted(used_groups) if g.has_ranks and len(g.ranks) == num_ranks]
     pipelines = []
     for ranks in rank_groups:
-        matching = [group for group in groups if {*ranks} <= {*group}]
-        if not matching and len(ranks) != num_ranks:
+        matching_groups = [group for group in groups if {*ranks} <= {*group}]
+        if not matching_groups and len(ranks) != num_ranks:
             raise UsageError(
                 f"the dumps have messages between {len(ranks)} ranks ({_abbreviate_ranks(ranks)}), "
                 f"but {program.name} is for {num_ranks} ranks",
                 fields=["ranks"],
             )
-        pipelines.append(matching[0] if matching else ranks)
+        pipelines.append(matching_groups[0] if matching_groups else ranks)
     return [*dict.fromkeys(pipelines)]
 
 

@@ -255,10 +255,10 @@ class PositionedRanks:
 
         Another rank has received a message whose send is not issued yet in such a dump.
         """
-        received = np.flatnonzero(self.graph.index.is_op(RECV_OPS) & self.matched.ended_mask)
-        sends = self.graph.partner[received]
-        not_issued = sends[~self.matched.issued_mask[sends] & ~self.has_no_dump[sends]]
-        return tuple(sorted({int(rank) for rank in self.rank_of[not_issued]}))
+        receives = np.flatnonzero(self.graph.index.is_op(RECV_OPS) & self.matched.ended_mask)
+        sends = self.graph.partner[receives]
+        unissued_sends = sends[~self.matched.issued_mask[sends] & ~self.has_no_dump[sends]]
+        return tuple(sorted({int(rank) for rank in self.rank_of[unissued_sends]}))
 
     # ------------------------------------------------------------ positions of ranks
 
@@ -355,14 +355,15 @@ class PositionedRanks:
             messages += [n for n in neighbours if n not in messages and not self.ended_mask[n]]
         if suspects:
             return StallReason(ChainEnd.BUSY, (*suspects,))
-        stuck = [
+        stuck_messages = [
             n
             for n in sorted(messages)
             if not self.ended_mask[n] and not self.ended_mask[self._partner_of(n)]
         ]
-        if stuck:
+        if stuck_messages:
             return StallReason(
-                ChainEnd.STUCK, tuple(sorted((stuck[0], self._partner_of(stuck[0]))))
+                ChainEnd.STUCK,
+                tuple(sorted((stuck_messages[0], self._partner_of(stuck_messages[0])))),
             )
         return StallReason(ChainEnd.ENDED, (position,))
 
@@ -523,7 +524,8 @@ def _make_verdict(positioned: PositionedRanks) -> ProgramVerdict:
             cycle_start = [link.position for link in links].index(links[-1].needed_position)
             cycle = tuple(links[cycle_start:])
     errors = (
-        _find_check_error(positioned.graph, blocks) for blocks in (False, *[True] * bool(cycle))
+        _find_check_error(positioned.graph, blocking_hosts)
+        for blocking_hosts in (False, *[True] * bool(cycle))
     )
     check_error = next((error for error in errors if error is not None), None)
     return ProgramVerdict(positioned, check_error, rank_positions, tuple(causes), cycle)

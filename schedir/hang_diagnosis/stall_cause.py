@@ -264,21 +264,21 @@ class StalledRun:
             members = next(m for m in graph.collective_groups if position in m)
             slices = range(self.layout.tp) if row.group == "model" else [slice_]
             for member_position in members.tolist():
-                for other in slices:
+                for other_slice in slices:
                     yield (
-                        int(self.mesh[replica, graph.index.rank[member_position], other]),
+                        int(self.mesh[replica, graph.index.rank[member_position], other_slice]),
                         member_position,
                     )
         elif row.lane is Lane.TP:
-            yield from ((int(other), position) for other in self.mesh[replica, rank])
+            yield from ((int(participant), position) for participant in self.mesh[replica, rank])
         elif row.lane is Lane.EP and self.program is not None:
             first_replica, ep = replica - replica % self.program.ep, self.program.ep
             yield from (
-                (int(other), position)
-                for other in self.mesh[first_replica : first_replica + ep, rank, slice_]
+                (int(participant), position)
+                for participant in self.mesh[first_replica : first_replica + ep, rank, slice_]
             )
         elif row.lane in (Lane.DP, Lane.PARAMS):
-            yield from ((int(other), position) for other in self.mesh[:, rank, slice_])
+            yield from ((int(participant), position) for participant in self.mesh[:, rank, slice_])
 
     def _has_passed(self, process: int, position: int, occurrence: int) -> bool:
         """Return whether a process has passed an instruction in a phase.
@@ -302,9 +302,9 @@ class StalledRun:
         )
         candidates = [int(p) for p in self.mesh[replica, rank]] if is_in_step else [*self.snapshots]
         is_waiting = bool(snapshot[BlackBoxField.IS_WAITING])
-        for other in candidates:
-            other_snapshot = self.snapshots.get(other)
-            if other_snapshot is None or other == process:
+        for other_process in candidates:
+            other_snapshot = self.snapshots.get(other_process)
+            if other_snapshot is None or other_process == process:
                 continue
             is_behind = (other_snapshot[BlackBoxField.PHASE_COUNT], other_snapshot.position) < (
                 snapshot[BlackBoxField.PHASE_COUNT],
@@ -315,10 +315,11 @@ class StalledRun:
                 and not other_snapshot[BlackBoxField.IS_WAITING]
             )
             if is_waiting and (is_behind or is_in_same_phase):
-                yield WaitingProcess(process, other)
+                yield WaitingProcess(process, other_process)
         if is_waiting and not is_in_step:
             yield from (
-                WaitingProcess(process, other) for other in (*self.missing, *self.unreachable)
+                WaitingProcess(process, other_process)
+                for other_process in (*self.missing, *self.unreachable)
             )
 
     def _name_instruction(self, position: int) -> str:
@@ -502,9 +503,9 @@ class StalledRun:
             return f"{text}, has {'failed' if self.snapshots[process].has_failed else 'ended'}"
         if not waits:
             return text
-        awaited = [*dict.fromkeys(wait.awaited_process for wait in waits)]
-        awaited_text = " and ".join(f"process {p}" for p in awaited[:4]) + " and more" * (
-            len(awaited) > 4
+        awaited_processes = [*dict.fromkeys(wait.awaited_process for wait in waits)]
+        awaited_text = " and ".join(f"process {p}" for p in awaited_processes[:4]) + " and more" * (
+            len(awaited_processes) > 4
         )
         instr_text = next((f" to reach {wait.instr}" for wait in waits if wait.instr), "")
         return f"{text}, waits for {awaited_text}{instr_text}"

@@ -101,11 +101,11 @@ def solve(
         return SolverResult(
             hint_order, inf if hint_order is None else max_length, known_bound, True, False
         )
-    scaled = _to_integer_problem(problem)
-    min_total = floor(known_bound.value * scaled.scale * (1 - RELATIVE_TOLERANCE))
-    model = _CpSatModel(cp_model, scaled.problem, min_total)
+    integer_problem = _to_integer_problem(problem)
+    min_total = floor(known_bound.value * integer_problem.scale * (1 - RELATIVE_TOLERANCE))
+    model = _CpSatModel(cp_model, integer_problem.problem, min_total)
     if isfinite(shorter_than):
-        model.limit_total(scaled.max_length_below(shorter_than))
+        model.limit_total(integer_problem.max_length_below(shorter_than))
     if hint is not None:
         model.add_hint(hint)
     solver = cp_model.CpSolver()
@@ -113,15 +113,17 @@ def solve(
     solver.parameters.num_workers = workers or os.cpu_count() or 1
     solver.parameters.random_seed = seed
     solver.parameters.catch_sigint_signal = False
-    status, interrupted = _run_solver(cp_model, solver, model.model, scaled.scale, report)
+    status, is_interrupted = _run_solver(
+        cp_model, solver, model.model, integer_problem.scale, report
+    )
     if status == cp_model.INFEASIBLE:
         assert isfinite(shorter_than)
-        share = 1.0 if scaled.is_exact else 1 - PROOF_TOLERANCE
+        share = 1.0 if integer_problem.is_exact else 1 - PROOF_TOLERANCE
         return SolverResult(
-            None, inf, LowerBound(shorter_than * share, CLOSED_EXPLANATION), True, interrupted
+            None, inf, LowerBound(shorter_than * share, CLOSED_EXPLANATION), True, is_interrupted
         )
     bound = known_bound
-    value = solver.best_objective_bound / scaled.scale
+    value = solver.best_objective_bound / integer_problem.scale
     if value > known_bound.value * (1 + RELATIVE_TOLERANCE):
         bound = LowerBound(value, f"CP-SAT proved that no order is shorter than {value:.6g}")
     length, order = inf, None
@@ -130,17 +132,17 @@ def solve(
     if status in (cp_model.OPTIMAL, cp_model.FEASIBLE):
         solver_order = model.extract_order(solver.value)
         solver_length = compute_length(problem, solver_order)
-        fits = (
+        fits_by_rank = (
             problem.fits_on_rank(peak, rank)
             for rank, peak in enumerate(compute_peaks(problem, solver_order))
         )
         # With rounded sizes, the solver may return an order that does not fit.
-        if solver_length is not None and solver_length < length and all(fits):
+        if solver_length is not None and solver_length < length and all(fits_by_rank):
             length, order = solver_length, solver_order
     is_proved = length <= bound.value * (1 + PROOF_TOLERANCE)
     if is_proved and bound is not known_bound:
         bound = LowerBound(min(bound.value, length), CLOSED_EXPLANATION)
-    return SolverResult(order, length, bound, is_proved, interrupted)
+    return SolverResult(order, length, bound, is_proved, is_interrupted)
 
 
 def import_cp_sat() -> Any:
@@ -176,21 +178,21 @@ def _run_solver(
         best["bound"] = value / scale
 
     solver.best_bound_callback = update_bound
-    interrupted = False
-    reported = dict(best)
+    is_interrupted = False
+    reported_best = dict(best)
     with ThreadPoolExecutor(1) as pool:
         status = pool.submit(solver.solve, model, Best())
         while not status.done():
             try:
                 wait((status,), timeout=_POLL_SECONDS)
-                if report is not None and best != reported:
-                    reported = dict(best)
-                    report(reported["value"], reported["bound"])
+                if report is not None and best != reported_best:
+                    reported_best = dict(best)
+                    report(reported_best["value"], reported_best["bound"])
             except KeyboardInterrupt:
-                interrupted = True
-            if interrupted:
+                is_interrupted = True
+            if is_interrupted:
                 solver.stop_search()
-    return status.result(), interrupted
+    return status.result(), is_interrupted
 
 
 class _CpSatModel:

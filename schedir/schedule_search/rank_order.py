@@ -137,22 +137,22 @@ def compute_starts(
             codes, rank_starts, time = order[rank], starts[rank], rank_time[rank]
             while len(rank_starts) < len(codes):
                 stage, kind = divmod(codes[len(rank_starts)], KINDS)
-                ready = 0.0
+                ready_time = 0.0
                 if kind == F:
                     k = len(F_end[stage])
                     if stage:
                         if len(F_end[stage - 1]) <= k:
                             break
-                        ready = F_end[stage - 1][k] + problem.act_delay[stage - 1]
+                        ready_time = F_end[stage - 1][k] + problem.act_delay[stage - 1]
                 elif kind == I:
                     k = len(I_end[stage])
                     if stage + 1 < stages:
                         if len(I_end[stage + 1]) <= k:
                             break
-                        ready = I_end[stage + 1][k] + problem.grad_delay[stage + 1]
+                        ready_time = I_end[stage + 1][k] + problem.grad_delay[stage + 1]
                     elif len(F_end[stage]) <= k:
                         break
-                time = max(time, ready)
+                time = max(time, ready_time)
                 rank_starts.append(time)
                 time += (problem.F, problem.I, problem.W)[kind][stage]
                 if kind == F:

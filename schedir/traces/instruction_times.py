@@ -127,15 +127,15 @@ def _merge_batches(spans: list[ExecutedSpan]) -> list[ExecutedSpan]:
         if not span.is_joined:
             batches.append([])
         batches[-1].append(span)
-    merged = []
+    merged_spans = []
     for batch in batches:
         kernels = [span for span in batch if span.end is not None]
         if batch[0].actions[0].op in TRANSFER_OPS and kernels:
             start = min(span.start for span in kernels)
             end = max(span.end or 0 for span in kernels)
             batch = [span._replace(start=start, end=end) for span in batch]
-        merged += batch
-    return merged
+        merged_spans += batch
+    return merged_spans
 
 
 def _has_operators(trace: Trace, item_range: ProfilerRange) -> bool:
@@ -189,11 +189,11 @@ def _add_posted_messages(trace: Trace, items: list[_RangeItem]) -> list[_RangeIt
             return items
         op = _POSTED_ACTIONS[message.name, item.actions[0].op == FORWARD]
         action = item.actions[0]._replace(op=op)
-        posted = [
+        posted_messages = [
             nested_item for nested_item in nested_items[k] if nested_item.actions[0] == action
         ]
-        if posted:  # a boundary of several tensors is one message
-            posted[0].range = posted[0].range._replace(end=message.end)
+        if posted_messages:  # a boundary of several tensors is one message
+            posted_messages[0].range = posted_messages[0].range._replace(end=message.end)
         else:
             nested_items[k].append(_RangeItem((action,), message))
     return [
@@ -250,10 +250,10 @@ def _list_wait_intervals(
     trace: Trace, item_range: ProfilerRange, wait_ends: list[int]
 ) -> Iterator[tuple[int, int]]:
     """Yield the waits inside of a range: each starts at the end of the previous operator."""
-    ops = trace.op_end_times.get(item_range.thread, np.empty(0, np.int64))
+    op_ends = trace.op_end_times.get(item_range.thread, np.empty(0, np.int64))
     for end in wait_ends:
-        k = int(np.searchsorted(ops, end)) - 1
-        yield max(item_range.start, int(ops[k]) if k >= 0 else 0), end
+        k = int(np.searchsorted(op_ends, end)) - 1
+        yield max(item_range.start, int(op_ends[k]) if k >= 0 else 0), end
 
 
 def _union_length(intervals: list[tuple[int, int]]) -> int:
@@ -281,7 +281,7 @@ def _make_gpu_timer(items: list[_RangeItem], trace: Trace) -> Callable[[_RangeIt
     streams = _find_compute_streams(
         [order[lo[k] : hi[k]] for k, entry in enumerate(all_items) if entry.is_compute], kernels
     )
-    on_stream = np.isin(kernels.stream, streams)
+    is_on_stream = np.isin(kernels.stream, streams)
     last_end = 0  # the end of the last compute: a rank's computes do not overlap
 
     def get_span(item: _RangeItem) -> ExecutedSpan:
@@ -294,8 +294,8 @@ def _make_gpu_timer(items: list[_RangeItem], trace: Trace) -> Callable[[_RangeIt
         # they may run while the instruction waits.
         is_included = ~is_nccl if item.is_compute else is_nccl
         indices = indices[is_included] if is_included.any() else indices
-        if item.is_compute and on_stream[indices].any():
-            indices = indices[on_stream[indices]]
+        if item.is_compute and is_on_stream[indices].any():
+            indices = indices[is_on_stream[indices]]
         if not len(indices):
             time = last_end or item.range.start
             is_message = item.actions[0].op in TRANSFER_OPS
@@ -317,10 +317,10 @@ def _find_owners(items: list[_RangeItem], kernels: GpuKernels, autograd: set[int
     launch = kernels.launch_time[by_launch]
     for k, item in enumerate(items):  # nested items come after the outer ones
         lo, hi = np.searchsorted(launch, [item.range.start, item.range.end + 1])
-        launched = by_launch[lo:hi]
+        launched_kernels = by_launch[lo:hi]
         is_backward = any(action.op in BACKWARD_OPS for action in item.actions)
         threads = [item.range.thread, *(autograd if is_backward else ())]
-        owner[launched[np.isin(kernels.launch_thread[launched], threads)]] = k
+        owner[launched_kernels[np.isin(kernels.launch_thread[launched_kernels], threads)]] = k
     return owner
 
 

@@ -175,8 +175,8 @@ class _TraceFile:
         """
         data = self.file.read(size)
         self.bytes_read += len(data)
-        unclosed = sum(map(data.count, (b"[", b"{"))) - sum(map(data.count, (b"]", b"}")))
-        if unclosed > _MAX_OPEN_BRACKETS:
+        num_unclosed = sum(map(data.count, (b"[", b"{"))) - sum(map(data.count, (b"]", b"}")))
+        if num_unclosed > _MAX_OPEN_BRACKETS:
             raise TraceError(f"{self.path} is nested too deeply for a trace of torch.profiler")
         if self.max_bytes is not None and self.bytes_read > self.max_bytes:
             raise TraceError(

@@ -111,17 +111,20 @@ class TracedProcesses:
             {step for trace in traces for step in trace.steps}
             for traces in self.traces_by_process.values()
         ]
-        common = sorted(set.intersection(*steps_of_process))
-        if not common and any(steps_of_process):
-            fewest = min(steps_of_process, key=len)
-            others = (steps for steps in steps_of_process if not fewest or not fewest <= steps)
+        common_steps = sorted(set.intersection(*steps_of_process))
+        if not common_steps and any(steps_of_process):
+            fewest_steps = min(steps_of_process, key=len)
+            other_steps = (
+                steps for steps in steps_of_process if not fewest_steps or not fewest_steps <= steps
+            )
             raise TraceError(
                 "the traces of the ranks have no ProfilerStep in common",
                 hint=" and ".join(
-                    f"one trace has {sorted(steps) or 'none'}" for steps in (fewest, next(others))
+                    f"one trace has {sorted(steps) or 'none'}"
+                    for steps in (fewest_steps, next(other_steps))
                 ),
             )
-        return common
+        return common_steps
 
     def _infer_stages(self) -> dict[int, int]:
         """Return the stage of each process, for ranges that do not name one.
@@ -145,8 +148,8 @@ class TracedProcesses:
                     stage_of_process.setdefault(number, k)
         if len(stage_of_process) == len(self.traces_by_process):
             return stage_of_process
-        files = [trace for traces in self.traces_by_process.values() for trace in traces]
-        has_no_messages = all(trace.op_end_times and not trace.messages for trace in files)
+        all_traces = [trace for traces in self.traces_by_process.values() for trace in traces]
+        has_no_messages = all(trace.op_end_times and not trace.messages for trace in all_traces)
         return {
             number: 0 if has_no_messages else k for k, number in enumerate(self.traces_by_process)
         }
@@ -194,19 +197,19 @@ class TracedProcesses:
             runs_by_process[number] = runs
         process_of_stages, is_one_pipeline = self._choose_pipeline(stages_of_process)
         ranks = {stages: runs_by_process[number] for stages, number in process_of_stages.items()}
-        fewest, most_runs = (f(ranks.values(), key=len) for f in (min, max))
-        if len(fewest) != len(most_runs):
+        fewest_runs, most_runs = (f(ranks.values(), key=len) for f in (min, max))
+        if len(fewest_runs) != len(most_runs):
             raise TraceError(
                 f"{most_runs[0].trace.path} contains {len(most_runs)} runs of the schedule, but "
-                f"{fewest[0].trace.path} contains {len(fewest)}",
+                f"{fewest_runs[0].trace.path} contains {len(fewest_runs)}",
                 hint=""
                 if step is not None
                 else "mark steps with profile(schedule=...) and profiler.step()",
             )
         description = "the complete trace" if step is None else f"ProfilerStep {step}"
         for k in reversed(range(len(most_runs))):
-            nth = _ORDINALS[k] if k < len(_ORDINALS) else f"{k + 1}th"
-            occurrence = f", the {nth} of {len(most_runs)} times that it ran the schedule" * (
+            ordinal = _ORDINALS[k] if k < len(_ORDINALS) else f"{k + 1}th"
+            occurrence = f", the {ordinal} of {len(most_runs)} times that it ran the schedule" * (
                 len(most_runs) > 1
             )
             pipeline = [ranks[stages_of_process][k] for stages_of_process in sorted(ranks)]

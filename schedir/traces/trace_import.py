@@ -148,19 +148,19 @@ def read_run(
         )
     first_error: SchedirError | None = None
     step_numbers: Sequence[int | None] = [step] if step is not None else steps[::-1] or [None]
-    skipped: list[str] = []
+    skip_notes: list[str] = []
     # Evaluations that mark no backward are read if no step trains.
     deferred: list[ScheduleExecution] = []
     runs = (execution for number in step_numbers for execution in processes.list_executions(number))
     for execution in chain(runs, deferred):
         skip_note = f"skipped {execution.description}: it is an evaluation"
-        if skip_note in skipped:
-            skipped.remove(skip_note)
+        if skip_note in skip_notes:
+            skip_notes.remove(skip_note)
         elif execution.is_evaluation:
             first_error = first_error or TraceError(
                 f"{execution.description} is an evaluation: its backwards contain no operators"
             )
-            skipped.append(skip_note)
+            skip_notes.append(skip_note)
             if not execution.has_backwards:
                 deferred.append(execution)
             continue
@@ -170,7 +170,7 @@ def read_run(
             )
         except (CompletenessError, OrderError, ShapeError) as error:  # Traces may be cut off.
             first_error = first_error or error
-            skipped.append(f"skipped {execution.description}: it is not complete")
+            skip_notes.append(f"skipped {execution.description}: it is not complete")
             if isinstance(error, ReductionError) and not program_attributes:
                 error.add_note(
                     "traces do not contain tp, dp, tied_weights and clip_grad_norm: set them"
@@ -179,7 +179,7 @@ def read_run(
         num_traces = execution.num_replica_traces + len(execution.ranks)
         reason = "traces of replicas with the same stages as others"
         notes += [
-            *skipped,
+            *skip_notes,
             *_note_unread(execution.num_replica_traces, num_traces, reason),
             *timeline_notes,
         ]

@@ -59,13 +59,13 @@ def _measure_offset(rounds: int) -> tuple[float, float]:
     best = (0.0, float("inf"))
     remote_time = torch.zeros((), dtype=torch.float64)
     for _ in range(rounds):
-        sent_at = perf_counter()
+        send_time = perf_counter()
         dist.send(remote_time, 0)
         dist.recv(remote_time, 0)
-        received_at = perf_counter()
-        error = (received_at - sent_at) / 2
+        receive_time = perf_counter()
+        error = (receive_time - send_time) / 2
         if error < best[1]:
-            best = (sent_at + error - float(remote_time), error)
+            best = (send_time + error - float(remote_time), error)
     return best
 
 

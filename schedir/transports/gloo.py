@@ -245,10 +245,10 @@ class ProcessTransport:
         self, facts: Mapping[str, str], payload: object = None, record_types: RecordTypes = ()
     ) -> list[Any]:
         """See `Transport.check_agreement`. All processes must call this."""
-        everyone = gather((dict(facts), payload), self.parent_group, record_types)
-        if fact := find_difference([process_facts for process_facts, _ in everyone]):
+        results = gather((dict(facts), payload), self.parent_group, record_types)
+        if fact := find_difference([process_facts for process_facts, _ in results]):
             raise ModelError(fact, program=self.name)
-        return [process_payload for _, process_payload in everyone]
+        return [process_payload for _, process_payload in results]
 
     def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
         """See `Transport.send`."""
@@ -343,11 +343,11 @@ class ProcessTransport:
                 kind, self.groups[group], output_tensor, input_tensor, is_async=True
             )
             return cast(Work, work)
-        lane = self.lane_streams[_LANE_OF_GROUP.get(group, Lane.DP)]
-        lane.wait_stream(torch.cuda.current_stream())
-        with torch.cuda.stream(lane):
+        lane_stream = self.lane_streams[_LANE_OF_GROUP.get(group, Lane.DP)]
+        lane_stream.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(lane_stream):
             self.issue_collective(kind, group, output_tensor, input_tensor)
-        return LaneWork(lane, (output_tensor, input_tensor))
+        return LaneWork(lane_stream, (output_tensor, input_tensor))
 
     def issue_collective(
         self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
@@ -471,7 +471,7 @@ class GlooTransport(ProcessTransport):
 
         Gloo closes the connections of a group when its last reference is dropped.
         """
-        pipeline: Any = self.pipeline_group
+        pipeline_group: Any = self.pipeline_group
         self.pipeline_group: Any = None
-        if pipeline is not None:
-            dist.destroy_process_group(pipeline)
+        if pipeline_group is not None:
+            dist.destroy_process_group(pipeline_group)

@@ -132,10 +132,12 @@ def find_shared_queues(
 
     # The pipeline ranks with the same replica and tensor-parallel rank form a group.
     ranks = transport.mesh.shape[1]
-    hosts = process_groups.make_group(transport.mesh.swapaxes(1, 2).reshape(-1, ranks).tolist())
+    host_group = process_groups.make_group(
+        transport.mesh.swapaxes(1, 2).reshape(-1, ranks).tolist()
+    )
 
     def host_barrier() -> None:
-        dist.all_reduce(torch.zeros(1), group=hosts)
+        dist.all_reduce(torch.zeros(1), group=host_group)
 
     def transfer(edge: DirectedEdge, *, sends: bool) -> Any:
         return transport.start_transfer(edge, tensor_of_edge[edge], is_send=sends)

@@ -134,15 +134,15 @@ def collect_results(
     hung_ranks = () if any(r.traceback for r in reports.values()) else tuple(silent_ranks)
     for rank, report in reports.items():
         if report.traceback == DIED_MESSAGE:
-            code = processes[rank].exitcode
-            reports[rank] = report._replace(traceback=f"{DIED_MESSAGE}, with exit code {code}")
+            exit_code = processes[rank].exitcode
+            reports[rank] = report._replace(traceback=f"{DIED_MESSAGE}, with exit code {exit_code}")
     cause = f"did not end within {timeout:g} s"
     if not hung_ranks:
         cause = f"was killed {grace:g} s after the first failure"
     for rank in silent_ranks:
         path = _stack_path(directory, rank)
-        tb = (path.read_text() if path.exists() else "") or cause
-        reports[rank] = _Report(time.monotonic(), traceback=tb)
+        stack_text = (path.read_text() if path.exists() else "") or cause
+        reports[rank] = _Report(time.monotonic(), traceback=stack_text)
     failures = sorted((r.timestamp, rank) for rank, r in reports.items() if r.traceback)
     raise RankError({rank: reports[rank].traceback for _, rank in failures}, hung_ranks)
 

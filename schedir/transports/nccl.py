@@ -180,10 +180,10 @@ def initialise(timeout: float, **init_args: Any) -> torch.device:
     if not dist.is_nccl_available():
         raise UsageError("this torch is built without NCCL")
     init_args = join_rendezvous(timeout, **init_args)
-    card = str(torch.cuda.get_device_properties(device).uuid)
+    gpu_uuid = str(torch.cuda.get_device_properties(device).uuid)
     host = os.environ.get(HOST_ID_VARIABLE, socket.gethostname())
     require_distinct_gpus(
-        init_args["store"], init_args["rank"], init_args["world_size"], card, host
+        init_args["store"], init_args["rank"], init_args["world_size"], gpu_uuid, host
     )
     # A group with a device is connected when it is created, not at its first use.
     dist.init_process_group(
@@ -222,10 +222,10 @@ def join_rendezvous(
         determined the store.
     """
     if store is None:
-        patience = timedelta(seconds=timeout)
+        store_timeout = timedelta(seconds=timeout)
         url = init_args.pop("init_method", "env://")
-        store, rank, world_size = next(rendezvous(url, rank, world_size, timeout=patience))
-        store.set_timeout(patience)
+        store, rank, world_size = next(rendezvous(url, rank, world_size, timeout=store_timeout))
+        store.set_timeout(store_timeout)
     return {"store": store, "rank": rank, "world_size": world_size, **init_args}
 
 
@@ -346,8 +346,8 @@ def nccl_transport(
             ...
         schedir.errors.ModelError: gpipe: NCCL needs tensors on a GPU, not on cpu
     """
-    make = NCCLGrouped if kind == "grouped" else NCCLEdge
-    return make(
+    transport_class = NCCLGrouped if kind == "grouped" else NCCLEdge
+    return transport_class(
         program,
         timeout,
         device=device,

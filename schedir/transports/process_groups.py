@@ -60,7 +60,7 @@ def partition_disjoint(
             colours.append(free_colour := ([], set()))
         free_colour[0].append(item)
         free_colour[1].update(members)
-    return [some for some, _ in colours]
+    return [colour_items for colour_items, _ in colours]
 
 
 def make_group(

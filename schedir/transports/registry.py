@@ -135,10 +135,10 @@ def choose_transport(name: str, device: str, *programs: Program) -> type[Process
     classes: Iterator[type[ProcessTransport]] = (
         load_object(row.class_path) for row in preferred_rows
     )
-    supported = (
+    supported_classes = (
         transport_class
         for transport_class in classes
         if all([transport_class.supports(program) for program in programs])
     )
-    first_supported: type[ProcessTransport] | None = next(supported, None)
+    first_supported: type[ProcessTransport] | None = next(supported_classes, None)
     return first_supported or load_object(last_row.class_path)

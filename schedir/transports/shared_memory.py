@@ -574,11 +574,11 @@ class SharedMemoryTransport(ProcessTransport):
         size = SharedSegment.compute_size(ranks, buffer_sizes)
         with ExitStack() as resources:
             listener = resources.enter_context(socket.socket(socket.AF_UNIX))
-            memory = -1
+            file_descriptor = -1
             try:
                 name = start_listening(listener, ranks)
-                memory = _create_memory_file(size)
-                resources.callback(os.close, memory)
+                file_descriptor = _create_memory_file(size)
+                resources.callback(os.close, file_descriptor)
             except OSError as error:
                 problem = f"{error.strerror or error}, for {format_bytes(size)}"
             members = dist.get_process_group_ranks(self.parent_group or dist.group.WORLD)
@@ -595,11 +595,11 @@ class SharedMemoryTransport(ProcessTransport):
                         hint='transport = "gloo"',
                     )
             peers = [values_by_process[int(p)] for p in self.mesh[self.dp_rank, :, self.tp_rank]]
-            self.segment = SharedSegment(memory, ranks, buffer_sizes)
+            self.segment = SharedSegment(file_descriptor, ranks, buffer_sizes)
             try:
                 names = [n for n, *_ in peers]
                 sizes_of_peers = [r for *_, r in peers]
-                self._connect_and_map(listener, memory, names, sizes_of_peers, programs)
+                self._connect_and_map(listener, file_descriptor, names, sizes_of_peers, programs)
             except OSError as error:
                 raise ModelError(
                     f"rank {self.rank} cannot connect to a neighbour: {error}",

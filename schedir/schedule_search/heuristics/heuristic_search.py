@@ -214,15 +214,17 @@ class HeuristicSearch:
     def _improve_policies(self, budget_share: float) -> None:
         """Replace each policy of the pool by a better neighbour until no neighbour is better."""
         for k, (length, policy) in enumerate(self._pool):
-            better = None if policy in self._exhausted_policies else policy
+            better_policy = None if policy in self._exhausted_policies else policy
             while (
-                better is not None and not self.is_proved and self._check_budget() <= budget_share
+                better_policy is not None
+                and not self.is_proved
+                and self._check_budget() <= budget_share
             ):
-                policy, better = better, None
+                policy, better_policy = better_policy, None
                 for neighbour in generate_neighbours(self.problem, policy, self._random):
                     changed_length = self._evaluate_policy(neighbour, "changed policy")
                     if changed_length < length * _IMPROVEMENT_FACTOR:
-                        length, better = changed_length, neighbour
+                        length, better_policy = changed_length, neighbour
                         break
                     if self.is_proved or self._check_budget() > budget_share:
                         break

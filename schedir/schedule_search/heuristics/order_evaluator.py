@@ -198,9 +198,9 @@ class OrderEvaluator:
         return length if length < MAX_TIME else inf
 
     def _split_by_rank(self, codes: Any) -> Order:
-        flat = codes.tolist() if self._uses_arrays else codes
+        all_codes = codes.tolist() if self._uses_arrays else codes
         rank_offsets = self._rank_offsets
-        return tuple(tuple(flat[a:b]) for a, b in pairwise(rank_offsets))
+        return tuple(tuple(all_codes[a:b]) for a, b in pairwise(rank_offsets))
 
 
 class AnnealingState:
@@ -217,10 +217,10 @@ class AnnealingState:
     def __init__(
         self, evaluator: OrderEvaluator, order: Order, temperature: float, cooling: float, seed: int
     ) -> None:
-        flat = [code for codes in order for code in codes]
+        all_codes = [code for codes in order for code in codes]
         self._evaluator = evaluator
-        self._codes = evaluator._to_ints(flat)
-        self._best_codes = evaluator._to_ints(flat)
+        self._codes = evaluator._to_ints(all_codes)
+        self._best_codes = evaluator._to_ints(all_codes)
         self.length = evaluator.evaluate_order(order)
         self._temperatures = evaluator._to_floats([temperature, cooling, self.length])
         self._randoms = evaluator._to_ints([seed, 0])

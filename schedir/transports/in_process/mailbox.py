@@ -163,9 +163,11 @@ def make_mailboxes(
     """
     members = [list_group_members(program, rank) for rank in range(program.shape.ranks)]
     if on_cuda:
-        streams = StreamHub()
-        streams.payloads = payloads
-        return [StreamMailbox(streams, rank, m, progress_model) for rank, m in enumerate(members)]
+        stream_hub = StreamHub()
+        stream_hub.payloads = payloads
+        return [
+            StreamMailbox(stream_hub, rank, m, progress_model) for rank, m in enumerate(members)
+        ]
     hub = MailboxHub()
     hub.payloads = payloads
     return [Mailbox(hub, rank, m, progress_model) for rank, m in enumerate(members)]
