@@ -112,6 +112,37 @@ def load(
 
     results = peers.gather_results(expect)
     (plan,) = plans
+    _require_match(plan, manifest, results, is_mapped=name_map is not add_stage_prefix)
+    checkpoint_path = checkpoints.locate_step(manifest.step)
+    for rank in ranks:
+        # Until all tensors are loaded, the rank refuses to step and to save.
+        rank.set_loading(True)
+    try:
+        with torch.no_grad():
+            peers.gather_results(lambda: _read_tensors(plan, manifest, checkpoint_path))
+    except CheckpointError as error:
+        error.hint = error.hint or "create a new executor: this one has only some of the weights"
+        raise
+    for rank in ranks:
+        rank.set_loading(False)
+    _restore_run_state(peers, ranks, checkpoint_path, manifest)
+    for fact in dict.fromkeys(fact for _, _, facts, _ in results for fact in facts):
+        warn_once(peers, fact)
+    return {"step": manifest.step, "extra": manifest.state["extra"]}
+
+
+def _require_match(
+    plan: LoadPlan, manifest: Manifest, results: Sequence[Any], *, is_mapped: bool
+) -> None:
+    """Raise CheckpointError if the model and optimizer do not match the checkpoint.
+
+    Args:
+        plan: The plan of this process.
+        manifest: The manifest of the checkpoint.
+        results: For each process the names it uses, its mismatches, its warnings, and the names of
+            the weights that it trains.
+        is_mapped: True if the user passes a `name_map`.
+    """
     mismatches = [fact for _, facts, _, _ in results for fact in facts]
     if not mismatches:
         mismatches += plan.find_unread(name for used_names, *_ in results for name in used_names)
@@ -128,38 +159,24 @@ def load(
             f"{join_facts(mismatches)}",
             hint="for another division into stages, save and load with name_map=lambda stage, "
             "name: ..., which returns the name in the complete model"
-            if has_other_stages and name_map is add_stage_prefix
+            if has_other_stages and not is_mapped
             else "",
         )
 
-    def read() -> None:
-        for _, shard in plan.shards:
-            shard.memory.detach().zero_()  # The read skips the padding of a shard.
-        dcp_storage.read(
-            checkpoints.locate_step(manifest.step),
-            manifest,
-            [(n, shard.spec.get_all_slices(shard.memory)) for n, shard in plan.shards],
-        )
-        for weight, optimizer_state in plan.optimizer_states:
-            weight.optimizer.state.pop(weight.optimized_tensor, None)
-            if optimizer_state:
-                weight.optimizer.state[weight.optimized_tensor] = optimizer_state
 
-    for rank in ranks:
-        # Until all tensors are loaded, the rank refuses to step and to save.
-        rank.set_loading(True)
-    try:
-        with torch.no_grad():
-            peers.gather_results(read)
-    except CheckpointError as error:
-        error.hint = error.hint or "create a new executor: this one has only some of the weights"
-        raise
-    for rank in ranks:
-        rank.set_loading(False)
-    _restore_run_state(peers, ranks, checkpoints.locate_step(manifest.step), manifest)
-    for fact in dict.fromkeys(fact for _, _, facts, _ in results for fact in facts):
-        warn_once(peers, fact)
-    return {"step": manifest.step, "extra": manifest.state["extra"]}
+def _read_tensors(plan: LoadPlan, manifest: Manifest, directory: Path) -> None:
+    """Read the weights, buffers and optimizer states of this process into its tensors."""
+    for _, shard in plan.shards:
+        shard.memory.detach().zero_()  # The read skips the padding of a shard.
+    dcp_storage.read(
+        directory,
+        manifest,
+        [(n, shard.spec.get_all_slices(shard.memory)) for n, shard in plan.shards],
+    )
+    for weight, optimizer_state in plan.optimizer_states:
+        weight.optimizer.state.pop(weight.optimized_tensor, None)
+        if optimizer_state:
+            weight.optimizer.state[weight.optimized_tensor] = optimizer_state
 
 
 def _find_stages(names: Iterable[str]) -> set[str]:

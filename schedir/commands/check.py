@@ -103,39 +103,87 @@ def run(args: argparse.Namespace) -> str:
         SchedirError: The program is wrong, or does not finish under the requested progress model.
             The hint of the error names the models under which it finishes.
     """
-    from schedir.analysis.memory.unshard_counts import collect_sharding_facts, describe_sharding
     from schedir.analysis.progress_models import MODELS
-    from schedir.predict.recompute_summary import describe_forwards
-    from schedir.verify.check import check
 
     if check_sequence.has_several_programs(args):
         return check_sequence.run(args)
     if args.explain_start is not None:
-        if args.host_device_sync:
-            raise UsageError("--explain-start cannot be combined with --host-device-sync")
-        if args.lazy_communicators or args.eager_limit is not None:
-            option = "--lazy-communicators" if args.lazy_communicators else "--eager-limit"
-            raise UsageError(f"--explain-start cannot be combined with {option}")
+        _require_explain_options(args)
         return _explain_start(args)
     if args.output is not None:
         require_suffix(args.output, "the picture of a refused program", ".svg")
     request = make_request(args, args.source[0])
-    try:
-        program = request.program
-    except SchedirError as error:
-        if args.output is not None:
-            _draw_refused_draft(request, error, args.output)
-        raise
+    program = _compile_or_draw(request, args.output)
     first = request.proven_progress_model
     other_models = [model for model in MODELS if args.progress_model is None and model != first]
-    hosts = {
+    _check_or_draw(args, program, first, other_models)
+    if args.output is not None:  # Not on standard output, which may be JSON.
+        print(
+            f"did not write {args.output}: the program is not refused; `schedir draw` draws it",
+            file=sys.stderr,
+        )
+    check_options = _get_host_options(args) | _get_eager_options(args)
+    models = sorted(
+        [first, *_find_finishing_models(program, other_models, **check_options)],
+        key=MODELS.index,
+    )
+    cpu_models = _find_models_on_cpus(args, program, models)
+    if args.json:
+        return _format_facts(args, program, models, cpu_models)
+    failing_models = [model for model in other_models if model not in models]
+    exceptions = f", but not under {join_words(failing_models)}" if failing_models else ""
+    exceptions += _describe_assumptions(args, models, cpu_models)
+    return _format_text(program, models, exceptions)
+
+
+def _require_explain_options(args: argparse.Namespace) -> None:
+    """Raise UsageError if an option cannot be combined with --explain-start."""
+    if args.host_device_sync:
+        raise UsageError("--explain-start cannot be combined with --host-device-sync")
+    if args.lazy_communicators or args.eager_limit is not None:
+        option = "--lazy-communicators" if args.lazy_communicators else "--eager-limit"
+        raise UsageError(f"--explain-start cannot be combined with {option}")
+
+
+def _compile_or_draw(request: Request, output: str | None) -> Program:
+    """Return the program of a request. If it is refused, draw it to `output` and raise."""
+    try:
+        return request.program
+    except SchedirError as error:
+        if output is not None:
+            _draw_refused_draft(request, error, output)
+        raise
+
+
+def _get_host_options(args: argparse.Namespace) -> dict[str, bool]:
+    """Return the arguments of `check` that say when hosts wait."""
+    return {
         "blocking_hosts": args.blocking_hosts,
         "host_device_sync": args.host_device_sync,
         "lazy_communicators": args.lazy_communicators,
     }
-    eager_options = {"eager_limit": args.eager_limit, "sizes": args.sizes}
+
+
+def _get_eager_options(args: argparse.Namespace) -> dict[str, Any]:
+    """Return the arguments of `check` that say which messages are sent before their receive."""
+    return {"eager_limit": args.eager_limit, "sizes": args.sizes}
+
+
+def _check_or_draw(
+    args: argparse.Namespace,
+    program: Program,
+    progress_model: ProgressModel,
+    other_models: Sequence[ProgressModel],
+) -> None:
+    """Check a program. If it is refused, draw it if requested, and raise with a hint.
+
+    The hint names the models of `other_models` under which the program finishes.
+    """
+    from schedir.verify.check import check
+
+    hosts, eager_options = _get_host_options(args), _get_eager_options(args)
     try:
-        check(program, first, **hosts, **eager_options)
+        check(program, progress_model, **hosts, **eager_options)
     except SchedirError as error:
         if isinstance(error, _PROGRESS_ERRORS):
             finishing_models = _find_finishing_models(
@@ -143,53 +191,74 @@ def run(args: argparse.Namespace) -> str:
             )
             hints = [f"it finishes under {join_words(finishing_models)}"] * bool(finishing_models)
             if isinstance(error, DeadlockError) and not args.lazy_communicators:
-                hints += _describe_eager_limit(program, first, error, hosts)
+                hints += _describe_eager_limit(program, progress_model, error, hosts)
             error.hint = "; ".join(hints) or error.hint
         if args.output is not None:
             _draw_deadlock(program, error, args.output)
         raise
-    if args.output is not None:  # Not on standard output, which may be JSON.
-        print(
-            f"did not write {args.output}: the program is not refused; `schedir draw` draws it",
-            file=sys.stderr,
-        )
-    models = sorted(
-        [first, *_find_finishing_models(program, other_models, **hosts, **eager_options)],
-        key=MODELS.index,
-    )
+
+
+def _find_models_on_cpus(
+    args: argparse.Namespace, program: Program, models: list[ProgressModel]
+) -> list[ProgressModel]:
+    """Return the models of `models` under which a program finishes on blocking hosts.
+
+    If an option sets the behavior of the hosts, return `models`.
+    """
     # `blocking_serial` has one queue for compute and transfers. A program that finishes under it
     # also finishes on blocking hosts, so this case needs no further check.
-    is_known = any(hosts.values()) or ("blocking_serial" in models and args.eager_limit is None)
-    on_cpus = (
-        models
-        if is_known
-        else _find_finishing_models(program, models, blocking_hosts=True, **eager_options)
+    is_serial = "blocking_serial" in models and args.eager_limit is None
+    if is_serial or any(_get_host_options(args).values()):
+        return models
+    return _find_finishing_models(program, models, blocking_hosts=True, **_get_eager_options(args))
+
+
+def _format_facts(
+    args: argparse.Namespace,
+    program: Program,
+    models: list[ProgressModel],
+    cpu_models: list[ProgressModel],
+) -> str:
+    """Return the result of `check --json`."""
+    from schedir.analysis.memory.unshard_counts import collect_sharding_facts
+
+    facts = {"program": program.name, "digest": program.digest, "ranks": program.shape.ranks}
+    facts["stages_per_rank"] = program.shape.stages_per_rank
+    model_facts = {"progress_models": models}
+    if not args.lazy_communicators:  # Blocking hosts are not checked with this option.
+        model_facts["progress_models_with_blocking_hosts"] = cpu_models
+    if args.host_device_sync:
+        model_facts["progress_models_with_host_device_sync"] = models
+    return format_json(
+        facts | {"instructions": len(program)} | model_facts | collect_sharding_facts(program)
     )
-    if args.json:
-        facts = {"program": program.name, "digest": program.digest, "ranks": program.shape.ranks}
-        facts["stages_per_rank"] = program.shape.stages_per_rank
-        model_facts = {"progress_models": models}
-        if not args.lazy_communicators:  # Blocking hosts are not checked with this option.
-            model_facts["progress_models_with_blocking_hosts"] = on_cpus
-        if args.host_device_sync:
-            model_facts["progress_models_with_host_device_sync"] = models
-        return format_json(
-            facts | {"instructions": len(program)} | model_facts | collect_sharding_facts(program)
-        )
-    fails = [model for model in other_models if model not in models]
-    exceptions = f", but not under {join_words(fails)}" if fails else ""
+
+
+def _describe_assumptions(
+    args: argparse.Namespace, models: list[ProgressModel], cpu_models: list[ProgressModel]
+) -> str:
+    """Return the assumptions about messages and hosts under which `models` were found."""
+    text = ""
     if args.eager_limit is not None:
         limit = format_bytes(args.eager_limit)
-        exceptions += f", if messages of at most {limit} do not wait for their receive"
+        text += f", if messages of at most {limit} do not wait for their receive"
     if args.lazy_communicators:
-        exceptions += LAZY_COMMUNICATORS_TEXT
+        text += LAZY_COMMUNICATORS_TEXT
     elif args.host_device_sync:
-        exceptions += DEVICE_SYNC_TEXT
+        text += DEVICE_SYNC_TEXT
     elif args.blocking_hosts:
-        exceptions += BLOCKING_HOSTS_TEXT
-    elif on_cpus != models:
-        only = f"only under {join_words(on_cpus)}" if on_cpus else "under none"
-        exceptions += f"; if hosts block, as CPU hosts do, {only} (--blocking-hosts explains why)"
+        text += BLOCKING_HOSTS_TEXT
+    elif cpu_models != models:
+        only = f"only under {join_words(cpu_models)}" if cpu_models else "under none"
+        text += f"; if hosts block, as CPU hosts do, {only} (--blocking-hosts explains why)"
+    return text
+
+
+def _format_text(program: Program, models: list[ProgressModel], exceptions: str) -> str:
+    """Return the result of `check` in words."""
+    from schedir.analysis.memory.unshard_counts import describe_sharding
+    from schedir.predict.recompute_summary import describe_forwards
+
     shape = program.shape
     ranks = f"{shape.ranks} rank{'s' * (shape.ranks > 1)}"
     ranks += f" ({shape.stages_per_rank_text})" * (shape.stages_per_rank > 1)

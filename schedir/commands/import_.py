@@ -5,12 +5,17 @@ from __future__ import annotations
 import argparse
 import re
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from schedir.commands.common.progress_bar import show_progress
 from schedir.commands.common.schedule_options import add_lowering_options, make_request, parse_count
 from schedir.errors import SchedirError, UsageError
 from schedir.io.files import atomic_write, read_text, require_suffix
 from schedir.io.option_spelling import option_name
+
+if TYPE_CHECKING:
+    from schedir.io.program_request import Request
+    from schedir.traces.trace_import import ImportedRun
 
 EXAMPLES = """\
   schedir import traces -o run.timeline
@@ -143,20 +148,7 @@ def _import_traces(args: argparse.Namespace) -> str:
             "a program"
         )
     request = make_request(args, args.sources[0])
-    option_names = {"costs": "--costs", "sizes": "--sizes", "memory_limit": "--memory-limit",
-           "relower": "--relower"}  # fmt: skip
-    for name in (*option_names, "buffer_sharing", "overlap"):
-        if getattr(args, name):
-            option = option_names.get(name) or option_name(name)
-            raise UsageError(
-                f"{option} does not apply to traces, which contain the program and its times",
-                fields=[name],
-            )
-    for name in request.compile_options:
-        raise UsageError(
-            f"{option_name(name)} does not apply to traces, which contain the program",
-            fields=[name],
-        )
+    _require_trace_options(args, request)
     files = find_trace_files(args.sources)
     result = read_run(
         files,
@@ -177,8 +169,33 @@ def _import_traces(args: argparse.Namespace) -> str:
     else:
         with atomic_write(args.output) as path:
             path.write_text(to_text(program), encoding="utf-8")
+    return _describe_run(args.output, result)
+
+
+def _require_trace_options(args: argparse.Namespace, request: Request) -> None:
+    """Raise UsageError if an option applies only to programs, and not to traces."""
+    option_names = {"costs": "--costs", "sizes": "--sizes", "memory_limit": "--memory-limit",
+           "relower": "--relower"}  # fmt: skip
+    for name in (*option_names, "buffer_sharing", "overlap"):
+        if getattr(args, name):
+            option = option_names.get(name) or option_name(name)
+            raise UsageError(
+                f"{option} does not apply to traces, which contain the program and its times",
+                fields=[name],
+            )
+    for name in request.compile_options:
+        raise UsageError(
+            f"{option_name(name)} does not apply to traces, which contain the program",
+            fields=[name],
+        )
+
+
+def _describe_run(output: str, result: ImportedRun) -> str:
+    """Return a line for the written file, and lines for the run and its idle time."""
+    timeline = result.timeline
+    program, shape = timeline.program, timeline.program.shape
     lines = [
-        f"wrote {args.output}: {shape.ranks} ranks, {shape.stages} stages, {shape.microbatches} "
+        f"wrote {output}: {shape.ranks} ranks, {shape.stages} stages, {shape.microbatches} "
         f"microbatches, {len(program)} instructions",
         f"{result.step}: {timeline.bubble:.1%} of {shape.ranks} ranks x {timeline.span:.6g} s is "
         "idle",

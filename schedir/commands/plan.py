@@ -402,31 +402,7 @@ def run(args: argparse.Namespace) -> str:
         return calibrate_cluster(args)
     from schedir.commands.common.plan_report import format_plans, format_plans_json
 
-    if args.tradeoff and args.picture is None:
-        raise UsageError(
-            "--tradeoff draws a picture, and needs --picture", hint="--picture FILE.svg"
-        )
-    if args.output is not None and Path(args.output).suffix not in (".toml", ".sched"):
-        raise UsageError(f"-o {args.output}: the file of a plan must end in .toml or .sched")
-    if args.picture is not None:
-        from schedir.viz.figures.figure_files import require_figure_suffix
-
-        require_figure_suffix(args.picture)  # Fail before the search for plans.
-    if args.top < 1:
-        raise UsageError(f"--top must be 1 or more, not {args.top}")
-    if args.tokens is not None and not 0 < args.tokens < inf:
-        raise UsageError(f"--tokens must be above 0 and finite, not {args.tokens:g}")
-    if not 0 < args.time_limit < inf:
-        raise UsageError(f"--time-limit must be above 0 s and finite, not {args.time_limit:g}")
-    plan_options = (
-        ("--tradeoff", args.tradeoff),
-        ("--optimize-division", args.optimize_division),
-        ("--improve-schedules", args.improve_schedules),
-    )
-    if args.offload and (
-        option := next((name for name, is_given in plan_options if is_given), None)
-    ):
-        raise UsageError(f"{option} cannot be combined with --offload", fields=["offload"])
+    _require_valid_options(args)
     if args.gpu_counts is not None:
         return _plan_for_gpu_counts(args)
     request = parse_plan_request(args)
@@ -464,6 +440,35 @@ def run(args: argparse.Namespace) -> str:
         + note
         + _describe_written_files(args)
     )
+
+
+def _require_valid_options(args: argparse.Namespace) -> None:
+    """Raise UsageError if an option has an invalid value, or if two options exclude each other."""
+    if args.tradeoff and args.picture is None:
+        raise UsageError(
+            "--tradeoff draws a picture, and needs --picture", hint="--picture FILE.svg"
+        )
+    if args.output is not None and Path(args.output).suffix not in (".toml", ".sched"):
+        raise UsageError(f"-o {args.output}: the file of a plan must end in .toml or .sched")
+    if args.picture is not None:
+        from schedir.viz.figures.figure_files import require_figure_suffix
+
+        require_figure_suffix(args.picture)  # Fail before the search for plans.
+    if args.top < 1:
+        raise UsageError(f"--top must be 1 or more, not {args.top}")
+    if args.tokens is not None and not 0 < args.tokens < inf:
+        raise UsageError(f"--tokens must be above 0 and finite, not {args.tokens:g}")
+    if not 0 < args.time_limit < inf:
+        raise UsageError(f"--time-limit must be above 0 s and finite, not {args.time_limit:g}")
+    plan_options = (
+        ("--tradeoff", args.tradeoff),
+        ("--optimize-division", args.optimize_division),
+        ("--improve-schedules", args.improve_schedules),
+    )
+    if args.offload and (
+        option := next((name for name, is_given in plan_options if is_given), None)
+    ):
+        raise UsageError(f"{option} cannot be combined with --offload", fields=["offload"])
 
 
 def _open_output(path: str | None) -> AbstractContextManager[Path | None]:

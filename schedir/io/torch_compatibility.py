@@ -43,6 +43,16 @@ def require_torch_support(
             offloads, or collectives between segments. Or it reduces gradients of a stage several
             times. Or it has an instruction for which torch has no action.
     """
+    _require_torch_shape(program)
+    _require_no_recompute_or_offload(program)
+    _require_no_segment_collectives(program)
+    _require_torch_actions(program, supported_ops)
+    if not compute_only:
+        _require_single_reduction(program)
+
+
+def _require_torch_shape(program: Program) -> None:
+    """Raise UsageError if a program has several stage replicas, several updates, or skips."""
     if program.shape.placement_rows > 1:
         raise UsageError(
             f"the program has {program.shape.placement_rows} replicas of each stage, but torch's "
@@ -60,6 +70,10 @@ def require_torch_support(
             "the program has skip connections, but torch's stages send to their neighbours only",
             program=program.name,
         )
+
+
+def _require_no_recompute_or_offload(program: Program) -> None:
+    """Raise UsageError if instructions of a program recompute or offload activations."""
     if RECOMPUTE in program.used_opcodes:
         raise UsageError(
             "the program has Recompute instructions (R), but torch's runtime recomputes only "
@@ -74,6 +88,10 @@ def require_torch_support(
             hint="run it with schedir.runtime.Executor; or leave out offload, and use "
             "torch.autograd.graph.save_on_cpu in the modules of the stages",
         )
+
+
+def _require_no_segment_collectives(program: Program) -> None:
+    """Raise UsageError if a program has collectives between the segments of a stage."""
     if has_collectives(program.segment_boundaries):
         raise UsageError(
             "the program has collectives between the segments of a stage, but torch's schedules "
@@ -82,6 +100,10 @@ def require_torch_support(
             hint="leave out stage_segments, or leave out tp and ep if the modules run the "
             "collectives",
         )
+
+
+def _require_torch_actions(program: Program, supported_ops: Collection[Opcode]) -> None:
+    """Raise UsageError if a program has an instruction for which torch has no action."""
     unsupported_ops = sorted(
         op
         for op in program.used_opcodes
@@ -94,11 +116,12 @@ def require_torch_support(
             program=program.name,
             hint=f"compile it without {OPTION_BY_OPCODE.get(unsupported_ops[0], text)}",
         )
+
+
+def _require_single_reduction(program: Program) -> None:
+    """Raise UsageError if a program reduces the gradients of a stage several times."""
     fields = program.words.view(WORD_DTYPE)
-    if (
-        not compute_only
-        and (is_op(fields["op"], _PER_OCCURRENCE_REDUCES) & (fields["mb"] > 0)).any()
-    ):
+    if (is_op(fields["op"], _PER_OCCURRENCE_REDUCES) & (fields["mb"] > 0)).any():
         raise UsageError(
             "the program reduces the gradients of a stage several times, but torch reduces them "
             "once",

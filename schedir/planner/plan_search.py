@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import Any, Final, get_args
 
 import numpy as np
@@ -85,10 +86,7 @@ def estimate_step(
     _require_valid_plan(model, cluster, plan)
     if plan.tp > cluster.gpus_per_node:
         warn_cross_node_tp(plan.tp, cluster, stacklevel=2)
-    if state_bytes is not None:
-        require_type(
-            state_bytes, "state_bytes", StateBytes, "StateBytes(params=2, grads=4, optimizer=12)"
-        )
+    _require_state_bytes(state_bytes)
     constants = constants or SoftwareConstants()
     state_bytes = state_bytes or get_state_bytes(cluster)
     if exact:
@@ -184,10 +182,7 @@ def plan(
         require_host(cluster)
         if not exact:
             raise simulation_only_error()
-    if state_bytes is not None:
-        require_type(
-            state_bytes, "state_bytes", StateBytes, "StateBytes(params=2, grads=4, optimizer=12)"
-        )
+    _require_state_bytes(state_bytes)
     constants = constants or SoftwareConstants()
     state_bytes = state_bytes or get_state_bytes(cluster)
     plan_table = all_plans(
@@ -208,42 +203,68 @@ def plan(
         estimates = [
             (plan_table.estimate_at(model, cluster, row), row) for row in ranked[:top].tolist()
         ]
-        return [
-            attach_relative_bottleneck(model, cluster, estimate, row, plan_table)
-            for estimate, row in estimates
-        ]
-    simulated_plans: list[tuple[PlanEstimate, int]] = []
-    # A plan may need more memory in the simulation than in the closed form, and then not fit.
-    for row in ranked.tolist():
-        if (
-            len(simulated_plans) >= MAX_SIMULATED_PLANS
-            and sum(estimate.fits for estimate, _ in simulated_plans) >= top
-        ):
-            break
+        return _attach_bottlenecks(model, cluster, estimates, plan_table)
+
+    def simulate(row: int) -> PlanEstimate:
         estimate = strip_estimates(plan_table.estimate_at(model, cluster, row))
-        simulated_plans.append(
-            (simulated(model, cluster, estimate, constants, state_bytes=state_bytes), row)
-        )
-    plan_table = plan_table.with_simulations(simulated_plans)
-    simulated_plans = sorted(
-        (pair for pair in simulated_plans if pair[0].fits), key=lambda x: _sort_key(x[0])
-    )
-    other_plans = plan_table.select(is_usual)
+        return simulated(model, cluster, estimate, constants, state_bytes=state_bytes)
+
+    simulated_plans = _simulate_best(ranked.tolist(), simulate, top)
+    simulated_table = plan_table.with_simulations(simulated_plans)
+    other_plans = simulated_table.select(is_usual)
     row_among_usual = np.cumsum(is_usual) - 1
-    best = [
-        attach_relative_bottleneck(model, cluster, estimate, int(row_among_usual[row]), other_plans)
-        for estimate, row in simulated_plans[:top]
-    ]
+    fitting_plans = sorted(
+        (
+            (estimate, int(row_among_usual[row]))
+            for estimate, row in simulated_plans
+            if estimate.fits
+        ),
+        key=lambda x: _sort_key(x[0]),
+    )
+    best = _attach_bottlenecks(model, cluster, fitting_plans[:top], other_plans)
     if offload:
         steps = [estimate.step_time for estimate in best]
         best += simulate_offload_plans(
-            model, cluster, plan_table, max(top, MAX_SIMULATED_PLANS), constants, state_bytes, steps
-        )
+            model, cluster, simulated_table, max(top, MAX_SIMULATED_PLANS), constants, state_bytes,
+            steps,
+        )  # fmt: skip
         smallest = other_plans.estimate_at(model, cluster, int(other_plans.total_memory.argmin()))
         best = attach_offload_comparison(sorted(best, key=_sort_key), smallest)
     if not best:
         raise no_fit_error(model, cluster, other_plans, offload=offload)
     return best[:top]
+
+
+def _simulate_best(
+    rows: list[int], simulate: Callable[[int], PlanEstimate], top: int
+) -> list[tuple[PlanEstimate, int]]:
+    """Return simulated plans with their rows, in the order of `rows`.
+
+    A plan may need more memory in the simulation than in the closed form, and then not fit. So the
+    function simulates `MAX_SIMULATED_PLANS` plans, and then more until `top` of them fit.
+    """
+    simulated_plans: list[tuple[PlanEstimate, int]] = []
+    for row in rows:
+        if (
+            len(simulated_plans) >= MAX_SIMULATED_PLANS
+            and sum(estimate.fits for estimate, _ in simulated_plans) >= top
+        ):
+            break
+        simulated_plans.append((simulate(row), row))
+    return simulated_plans
+
+
+def _attach_bottlenecks(
+    model: TransformerSpec,
+    cluster: Cluster,
+    estimates: list[tuple[PlanEstimate, int]],
+    plan_table: PlanTable,
+) -> list[PlanEstimate]:
+    """Return estimates with their bottlenecks. Each estimate comes with its row of the table."""
+    return [
+        attach_relative_bottleneck(model, cluster, estimate, row, plan_table)
+        for estimate, row in estimates
+    ]
 
 
 def _sort_key(estimate: PlanEstimate) -> tuple[float, bool, int, int]:
@@ -302,6 +323,13 @@ def all_plans(
 def _require_types(model: TransformerSpec, cluster: Cluster) -> None:
     require_type(model, "model", TransformerSpec, 'planner.load_model("gpt-22b")')
     require_type(cluster, "cluster", Cluster, 'planner.cluster_preset("a100", nodes=8)')
+
+
+def _require_state_bytes(state_bytes: StateBytes | None) -> None:
+    if state_bytes is not None:
+        require_type(
+            state_bytes, "state_bytes", StateBytes, "StateBytes(params=2, grads=4, optimizer=12)"
+        )
 
 
 def _require_valid_plan(model: TransformerSpec, cluster: Cluster, plan: ParallelPlan) -> None:

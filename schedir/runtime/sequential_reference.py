@@ -156,115 +156,161 @@ def run_sequential(
     random_streams.begin_step(list_stream_numbers(microbatches))
     tied_locations = _find_tied_locations(stages, tied_weights)
     with random_streams.preserve_generators():
-        return _run_step(stages, batch, loss, program, random_streams, tied_locations)
+        sequential_step = _SequentialStep(stages, batch, loss, program, random_streams)
+        total_loss = sequential_step.run()
+        sequential_step.add_tied_gradients(tied_locations)
+        return total_loss
 
 
-def _run_step(
-    stages: Sequence[nn.Module],
-    batch: StepInputs,
-    loss: Loss,
-    program: Program | None,
-    random_streams: RandomStreams,
-    tied_locations: Sequence[tuple[ParameterLocation, ...]],
-) -> Tensor:
-    """Run the step of `run_sequential`. The caller has begun the step of `random_streams`."""
-    gradients = [GradientBuffers(stage) for stage in stages]
-    frozen_stages = program.frozen_stages if program else 0
-    saved_tensors: list[dict[int, tuple[list[Tensor], list[Tensor]]]] = [{} for _ in stages]
-    skips = program.skips if program is not None else ()
-    skip_ends = dict(skips)
-    skip_begins = {end: begin for begin, end in skips}
-    # (Source stage, microbatch) -> the tensors of a skip connection, and their gradients.
-    skip_tensors: dict[tuple[int, int], tuple[Tensor, ...]] = {}
-    skip_gradients: dict[tuple[int, int], list[Tensor]] = {}
-    stage_inputs = {
-        mb: require_input_tensors(batch.inputs[mb], mb) for mb in range(len(batch.inputs))
-    }
-    losses = [torch.zeros(())] * len(stage_inputs)
-    for k, stage in enumerate(stages):
-        # Use the adapter of executors, because inputs with another memory layout may round
-        # differently.
-        adapter = StageInputAdapter()
-        for mb in _list_forwards(program, k, len(stage_inputs)):
-            random_streams.make_seeded(FORWARD, k, mb)()
-            skip_inputs = skip_tensors[skip_begins[k], mb] if k in skip_begins else ()
-            args, keywords = (*stage_inputs[mb], *skip_inputs), batch.get_keywords(mb)
-            with torch.set_grad_enabled(k >= frozen_stages):
-                y, xs = adapter.run(
-                    stage, args, keywords, is_exclusive=k > 0, skip_input_count=len(skip_inputs)
-                )
-            ys: Sequence[Tensor] = ()
-            if k in skip_ends:
-                main_outputs, skip_outputs = split_skip_output(y, k)
-                ys = (*main_outputs, *skip_outputs)
-            elif k < len(stages) - 1:
-                ys = require_output_tensors(y, k)
-            else:
-                require_loss_input(y, k)
-                ys = (require_scalar_loss(loss(y, batch.targets[mb])),)
-                losses[mb] = ys[0].detach().clone()
-            leaves = [x for x in xs if x.requires_grad] if k else []
-            saved_tensors[k][mb] = leaves, [y for y in ys if y.requires_grad]
-            messages = zip(map(_copy_as_message, ys), infer_requires_grad(ys), strict=True)
-            stage_inputs[mb] = tuple(
-                y.requires_grad_(requires_grad and k >= frozen_stages)
-                for y, requires_grad in messages
+class _SequentialStep:
+    """One step of `run_sequential`. The caller has begun the step of `random_streams`."""
+
+    def __init__(
+        self,
+        stages: Sequence[nn.Module],
+        batch: StepInputs,
+        loss: Loss,
+        program: Program | None,
+        random_streams: RandomStreams,
+    ) -> None:
+        self.stages = stages
+        self.batch = batch
+        self.loss = loss
+        self.program = program
+        self.random_streams = random_streams
+        self.gradients = [GradientBuffers(stage) for stage in stages]
+        self.frozen_stages = program.frozen_stages if program else 0
+        skips = program.skips if program is not None else ()
+        self.skip_ends = dict(skips)
+        self.skip_begins = {end: begin for begin, end in skips}
+        # (Source stage, microbatch) -> the tensors of a skip connection, and their gradients.
+        self.skip_tensors: dict[tuple[int, int], tuple[Tensor, ...]] = {}
+        self.skip_gradients: dict[tuple[int, int], list[Tensor]] = {}
+        # For each stage: microbatch -> the inputs and the outputs that need a gradient.
+        self.saved_tensors: list[dict[int, tuple[list[Tensor], list[Tensor]]]] = [
+            {} for _ in stages
+        ]
+        # For each microbatch: the inputs of the next stage, and the gradients of these inputs.
+        self.stage_inputs = {
+            mb: require_input_tensors(batch.inputs[mb], mb) for mb in range(len(batch.inputs))
+        }
+        self.losses = [torch.zeros(())] * len(self.stage_inputs)
+        self.output_gradients: list[list[Tensor] | None] = [None] * len(self.losses)
+
+    def run(self) -> Tensor:
+        """Run all forwards and backwards, and return the sum of the losses."""
+        for k in range(len(self.stages)):
+            # Use the adapter of executors, because inputs with another memory layout may round
+            # differently.
+            adapter = StageInputAdapter()
+            for mb in _list_forwards(self.program, k, len(self.losses)):
+                self._run_forward(k, mb, adapter)
+        total = sum(self.losses, torch.zeros((), device=self.losses[0].device))
+        for k in reversed(range(len(self.stages))):
+            self._run_backwards(k)
+        return total
+
+    def _run_forward(self, k: int, mb: int, adapter: StageInputAdapter) -> None:
+        """Run a forward of stage `k`, and keep its output as the input of the next stage."""
+        self.random_streams.make_seeded(FORWARD, k, mb)()
+        skip_inputs = self.skip_tensors[self.skip_begins[k], mb] if k in self.skip_begins else ()
+        args, keywords = (*self.stage_inputs[mb], *skip_inputs), self.batch.get_keywords(mb)
+        with torch.set_grad_enabled(k >= self.frozen_stages):
+            y, xs = adapter.run(
+                self.stages[k],
+                args,
+                keywords,
+                is_exclusive=k > 0,
+                skip_input_count=len(skip_inputs),
             )
-            if k in skip_ends:
-                skip_tensors[k, mb] = stage_inputs[mb][len(main_outputs) :]
-                stage_inputs[mb] = stage_inputs[mb][: len(main_outputs)]
-    total_loss = sum(losses, torch.zeros((), device=losses[0].device))
-    dys: list[list[Tensor] | None] = [None] * len(losses)
-    for k in reversed(range(len(stages))):
+        outputs, skip_outputs = self._get_outputs(y, k, mb)
+        ys = (*outputs, *skip_outputs)
+        leaves = [x for x in xs if x.requires_grad] if k else []
+        self.saved_tensors[k][mb] = leaves, [y for y in ys if y.requires_grad]
+        messages = zip(map(_copy_as_message, ys), infer_requires_grad(ys), strict=True)
+        copies = tuple(
+            y.requires_grad_(requires_grad and k >= self.frozen_stages)
+            for y, requires_grad in messages
+        )
+        self.stage_inputs[mb] = copies[: len(outputs)]
+        if k in self.skip_ends:
+            self.skip_tensors[k, mb] = copies[len(outputs) :]
+
+    def _get_outputs(self, y: object, k: int, mb: int) -> tuple[Sequence[Tensor], Sequence[Tensor]]:
+        """Return the tensors for the next stage and for a skip connection.
+
+        The last stage has one output, the loss.
+        """
+        if k in self.skip_ends:
+            return split_skip_output(y, k)
+        if k < len(self.stages) - 1:
+            return require_output_tensors(y, k), ()
+        require_loss_input(y, k)
+        loss = require_scalar_loss(self.loss(y, self.batch.targets[mb]))
+        self.losses[mb] = loss.detach().clone()
+        return (loss,), ()
+
+    def _run_backwards(self, k: int) -> None:
+        """Run the backwards of stage `k` on each of its ranks, and add the ranks' gradients."""
+        gradients = self.gradients[k]
         rank_gradients = []
-        for backwards in _list_backwards(program, k, len(dys)):
-            gradients[k].zero()
+        for backwards in _list_backwards(self.program, k, len(self.losses)):
+            gradients.zero()
             deferred_gradients: dict[int, DeferredGradients] = {}
             for op, _, mb in backwards:
                 is_weight_backward = op in BACKWARD_WEIGHT_OPS
-                random_streams.make_seeded(
+                self.random_streams.make_seeded(
                     BACKWARD_WEIGHT if is_weight_backward else BACKWARD, k, mb
                 )()
                 if is_weight_backward:
                     deferred_gradients.pop(mb).run()
                     continue
-                leaves, roots = saved_tensors[k][mb]
                 is_split = op in BACKWARD_INPUT_OPS
                 with (
                     defer_weight_gradients(deferred_gradients.setdefault(mb, DeferredGradients()))
                     if is_split
                     else nullcontext()
                 ):
-                    if roots:  # no roots: nothing to train up to here
-                        dy = dys[mb]
-                        torch.autograd.backward(
-                            roots, dy and [*dy, *skip_gradients.pop((k, mb), ())]
-                        )
-                dxs = [
-                    _copy_as_message(torch.zeros_like(x) if x.grad is None else x.grad)
-                    for x in leaves
-                ]
-                if k in skip_begins:
-                    edge = skip_begins[k], mb
-                    skip_count = len([x for x in skip_tensors[edge] if x.requires_grad])
-                    skip_gradients[edge] = dxs[len(dxs) - skip_count :]
-                    dxs = dxs[: len(dxs) - skip_count]
-                dys[mb] = dxs
-            gradients[k].scale(batch.grad_scale)
-            rank_gradients.append([flat.clone() for flat in gradients[k].flat])
-        for flat, first, *others in zip(gradients[k].flat, *rank_gradients, strict=True):
+                    self._compute_gradients(k, mb)
+                self._pass_input_gradients(k, mb)
+            gradients.scale(self.batch.grad_scale)
+            rank_gradients.append([flat.clone() for flat in gradients.flat])
+        for flat, first, *others in zip(gradients.flat, *rank_gradients, strict=True):
             flat.copy_(sum(others, first))
-    views_by_stage = [
-        {id(p): view for p, view in stage_gradients.bound_views} for stage_gradients in gradients
-    ]
-    for locations in tied_locations:
-        copies = [views_by_stage[s][id(stages[s].get_parameter(name))] for s, name in locations]
-        total_gradient = copies[0].clone()
-        for copy in copies[1:]:
-            total_gradient += copy
-        for copy in copies:
-            copy.copy_(total_gradient)
-    return total_loss
+
+    def _compute_gradients(self, k: int, mb: int) -> None:
+        """Compute the gradients of a forward with autograd."""
+        _, roots = self.saved_tensors[k][mb]
+        if roots:  # no roots: nothing to train up to here
+            dy = self.output_gradients[mb]
+            torch.autograd.backward(roots, dy and [*dy, *self.skip_gradients.pop((k, mb), ())])
+
+    def _pass_input_gradients(self, k: int, mb: int) -> None:
+        """Keep the gradients of the inputs of a forward for the stages that sent the inputs."""
+        leaves, _ = self.saved_tensors[k][mb]
+        dxs = [_copy_as_message(torch.zeros_like(x) if x.grad is None else x.grad) for x in leaves]
+        if k in self.skip_begins:
+            edge = self.skip_begins[k], mb
+            count = len(dxs) - len([x for x in self.skip_tensors[edge] if x.requires_grad])
+            self.skip_gradients[edge] = dxs[count:]
+            dxs = dxs[:count]
+        self.output_gradients[mb] = dxs
+
+    def add_tied_gradients(self, tied_locations: Sequence[tuple[ParameterLocation, ...]]) -> None:
+        """Give all copies of each tied weight the sum of their gradients."""
+        views_by_stage = [
+            {id(p): view for p, view in stage_gradients.bound_views}
+            for stage_gradients in self.gradients
+        ]
+        for locations in tied_locations:
+            copies = [
+                views_by_stage[s][id(self.stages[s].get_parameter(name))] for s, name in locations
+            ]
+            total_gradient = copies[0].clone()
+            for copy in copies[1:]:
+                total_gradient += copy
+            for copy in copies:
+                copy.copy_(total_gradient)
 
 
 def _copy_as_message(value: Tensor) -> Tensor:

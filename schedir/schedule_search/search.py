@@ -27,7 +27,7 @@ from schedir.schedule_search.search_arguments import (
     require_integer,
     require_seconds,
 )
-from schedir.schedule_search.search_results import LowerBound, SearchResult, SearchStep, StopReason
+from schedir.schedule_search.search_results import SearchResult, SearchStep, StopReason
 from schedir.schedules.schedule_algebra import Schedule
 
 ProofMethod = Literal["closed", "solver"]
@@ -40,6 +40,90 @@ _MAX_PILOTS: Final = 8
 _PILOT_EVALUATIONS: Final = 400
 _PILOT_SECONDS_SHARE: Final = 0.04
 _BUILD_SECONDS_PER_TASK: Final = 2e-5  # Seconds per task, reserved to compile programs.
+
+
+def _require_report(report: object) -> None:
+    """Raise UsageError if `report` is neither None nor a function."""
+    if report is not None and not callable(report):
+        raise UsageError(f"report must be a function, not {describe(report)}", fields=["report"])
+
+
+def _require_proof_method(prove: object) -> None:
+    """Raise UsageError if `prove` is not the name of a method."""
+    if prove not in _PROOF_METHODS:
+        raise UsageError(
+            f"prove must be 'closed' or 'solver', not {describe(prove)}", fields=["prove"]
+        )
+
+
+class _BoundedSearch:
+    """A search for an order, and the lower bound that the search improves."""
+
+    def __init__(
+        self,
+        problem: SchedulingProblem,
+        time_limit: float,
+        seed: int,
+        report: Callable[[SearchStep, float], None] | None,
+    ) -> None:
+        self.problem = problem
+        self.time_limit = time_limit
+        self.seed = seed
+        self.report = report
+        self.bound = compute_bound(problem)
+
+    def report_step(self, step: SearchStep) -> None:
+        """Call the user's function, if there is one, with a step and the bound."""
+        if self.report is not None:
+            self.report(step, self.bound.value)
+
+    def tighten_bound(self) -> float:
+        """Compute a larger bound with more time, and return it."""
+        tighter = compute_bound(self.problem, self.time_limit / 20)
+        self.bound = max(self.bound, tighter, key=lambda bound: bound.value)
+        return self.bound.value
+
+    def run(
+        self,
+        heuristic_search: HeuristicSearch,
+        orders: Sequence[tuple[str, Order]],
+        *,
+        uses_solver: bool,
+    ) -> StopReason:
+        """Search from initial orders, and then by CP-SAT. Return why the search stopped."""
+        stop_reason: StopReason = "time"
+        try:
+            heuristic_search.add_initial_orders(orders)
+            if heuristic_search.run(self.tighten_bound):
+                stop_reason = "no better"
+            if uses_solver and not heuristic_search.is_proved:
+                solution = self._solve_with_cp_sat(heuristic_search)
+                self.bound = solution.bound
+                if solution.order is not None:
+                    heuristic_search.add_order(solution.value, solution.order, "CP-SAT")
+                if solution.interrupted:
+                    raise KeyboardInterrupt
+                stop_reason = "no better" if solution.is_proved else "time"
+        except KeyboardInterrupt:
+            stop_reason = "interrupted"
+        return stop_reason
+
+    def _solve_with_cp_sat(self, heuristic_search: HeuristicSearch) -> SolverResult:
+        """Run CP-SAT for the remaining time, from the best order of the heuristic search."""
+        known_bound = self.bound
+
+        def report_progress(value: float, bound: float) -> None:
+            if self.report is not None:
+                shortest = min(value, heuristic_search.length)
+                step = SearchStep(heuristic_search.elapsed, "CP-SAT", shortest)
+                self.report(step, max(bound, known_bound.value))
+
+        seconds_left = max(self.time_limit - heuristic_search.elapsed, 0.0)
+        hint = heuristic_search.best_order if heuristic_search.shortest_orders else None
+        return solve(
+            self.problem, seconds_left, hint=hint, known_bound=known_bound, seed=self.seed,
+            report=report_progress,
+        )  # fmt: skip
 
 
 @explain_wrong_calls("search_schedule(ranks=4, microbatches=8, max_in_flight=4)")
@@ -132,12 +216,8 @@ def search_schedule(
     max_evaluations = require_evaluations(max_evaluations)
     seed = require_integer(seed, "seed", "seed must be an integer")
     require_type(initial_schedules, "initial_schedules", Sequence, "[schedules.zb_h1]")
-    if report is not None and not callable(report):
-        raise UsageError(f"report must be a function, not {describe(report)}", fields=["report"])
-    if prove not in _PROOF_METHODS:
-        raise UsageError(
-            f"prove must be 'closed' or 'solver', not {describe(prove)}", fields=["prove"]
-        )
+    _require_report(report)
+    _require_proof_method(prove)
     start_time = perf_counter()
     uses_solver = prove == "solver"
     if uses_solver:
@@ -152,73 +232,34 @@ def search_schedule(
         objective=objective,
         split_backward=split_backward,
     )
-    lower_bound = compute_bound(problem)
-
-    def report_step(step: SearchStep) -> None:
-        if report is not None:
-            report(step, lower_bound.value)
-
-    def tighten_bound() -> float:
-        nonlocal lower_bound
-        lower_bound = max(
-            lower_bound, compute_bound(problem, time_limit / 20), key=lambda bound: bound.value
-        )
-        return lower_bound.value
-
+    search = _BoundedSearch(problem, time_limit, seed, report)
     builder = ProgramBuilder(problem, costs, sizes, memory_limit)
     orders = list(list_initial_orders(problem, initial_schedules))
     built, reduced_problem = _reserve_message_memory(
-        builder, problem, orders, lower_bound.value, time_limit, seed
+        builder, problem, orders, search.bound.value, time_limit, seed
     )
     build_seconds = min(problem.num_tasks * _BUILD_SECONDS_PER_TASK, time_limit / 2)
     search_seconds = time_limit * (_HEURISTIC_SHARE if uses_solver else 1) - build_seconds
     heuristic_search = HeuristicSearch(
-        reduced_problem, lower_bound.value, start_time=start_time, seconds=search_seconds,
-        evaluations=max_evaluations, seed=seed,
-        report=report_step,
+        reduced_problem, search.bound.value, start_time=start_time, seconds=search_seconds,
+        evaluations=max_evaluations, seed=seed, report=search.report_step,
     )  # fmt: skip
-    stop_reason: StopReason = "time"
-    try:
-        heuristic_search.add_initial_orders(orders)
-        if heuristic_search.run(tighten_bound):
-            stop_reason = "no better"
-        if uses_solver and not heuristic_search.is_proved:
-            solution = _solve_with_cp_sat(
-                problem, heuristic_search, lower_bound, time_limit, seed, report
-            )
-            lower_bound = solution.bound
-            if solution.order is not None:
-                heuristic_search.add_order(solution.value, solution.order, "CP-SAT")
-            if solution.interrupted:
-                raise KeyboardInterrupt
-            stop_reason = "no better" if solution.is_proved else "time"
-    except KeyboardInterrupt:
-        stop_reason = "interrupted"
+    stop_reason = search.run(heuristic_search, orders, uses_solver=uses_solver)
     num_evaluated = heuristic_search.num_evaluated
-    try:
-        built = builder.build_shortest(heuristic_search.shortest_orders[:1], built)
-        # The program of an initial order may be shorter than that of the shortest order, because
-        # its messages may wait less.
-        built = builder.build_shortest(heuristic_search.initial_orders, built)
-        built = builder.build_shortest(
-            heuristic_search.list_finalists(), built, start_time + time_limit
-        )
-    except KeyboardInterrupt:
-        stop_reason = "interrupted"
-        built = built or builder.build_shortest(
-            heuristic_search.shortest_orders, deadline=start_time
-        )
-    length, timeline = built or builder.build_smallest()
-    assert lower_bound.value <= length * (1 + 1e-6), (
-        "a bug: the schedule is shorter than the lower bound"
+    built, is_interrupted = _build_shortest(
+        builder, heuristic_search, built, start_time, time_limit
     )
-    bound = lower_bound.value
+    if is_interrupted:
+        stop_reason = "interrupted"
+    length, timeline = built or builder.build_smallest()
+    bound = search.bound.value
+    assert bound <= length * (1 + 1e-6), "a bug: the schedule is shorter than the lower bound"
     # The length and the bound are sums of floats in different orders, so they may be rounded
     # differently.
     if length <= bound * (1 + RELATIVE_TOLERANCE):
         stop_reason, bound = "proved", length
     return SearchResult(
-        timeline.program, timeline, length, bound, lower_bound.explanation,
+        timeline.program, timeline, length, bound, search.bound.explanation,
         tuple(heuristic_search.improvements), num_evaluated, seed, stop_reason,
         heuristic_search.numba,
     )  # fmt: skip
@@ -259,24 +300,25 @@ def _reserve_message_memory(
     return best, best_problem if best is not None else reduced_problem
 
 
-def _solve_with_cp_sat(
-    problem: SchedulingProblem,
+def _build_shortest(
+    builder: ProgramBuilder,
     heuristic_search: HeuristicSearch,
-    known_bound: LowerBound,
-    seconds: float,
-    seed: int,
-    report: Callable[[SearchStep, float], None] | None,
-) -> SolverResult:
-    """Run CP-SAT for the remaining time, from the best order of the heuristic search."""
+    built: BuiltProgram | None,
+    start_time: float,
+    time_limit: float,
+) -> tuple[BuiltProgram | None, bool]:
+    """Return the shortest program of the orders that were found, and whether Ctrl-C interrupted.
 
-    def report_progress(value: float, bound: float) -> None:
-        if report is not None:
-            shortest = min(value, heuristic_search.length)
-            step = SearchStep(heuristic_search.elapsed, "CP-SAT", shortest)
-            report(step, max(bound, known_bound.value))
-
-    seconds_left = max(seconds - heuristic_search.elapsed, 0.0)
-    hint = heuristic_search.best_order if heuristic_search.shortest_orders else None
-    return solve(
-        problem, seconds_left, hint=hint, known_bound=known_bound, seed=seed, report=report_progress
-    )
+    If no program of these orders is shorter than `built`, return `built`.
+    """
+    try:
+        built = builder.build_shortest(heuristic_search.shortest_orders[:1], built)
+        # The program of an initial order may be shorter than that of the shortest order, because
+        # its messages may wait less.
+        built = builder.build_shortest(heuristic_search.initial_orders, built)
+        deadline = start_time + time_limit
+        built = builder.build_shortest(heuristic_search.list_finalists(), built, deadline)
+    except KeyboardInterrupt:
+        orders = heuristic_search.shortest_orders
+        return built or builder.build_shortest(orders, deadline=start_time), True
+    return built, False

@@ -16,6 +16,7 @@ from torch.nn.parallel import DistributedDataParallel as Replicated
 from schedir.call_errors import explain_wrong_calls
 from schedir.compiler.evaluation_program import evaluation_program
 from schedir.errors import ExecutionError, UsageError, describe, require_bool
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.ir.pipeline.tied_weights import TiedWeights
 from schedir.ir.program import Program
 from schedir.runtime.checkpoint_state import CheckpointState
@@ -39,6 +40,15 @@ from schedir.transports.rank_agreement import gather_or_raise, require_same
 from schedir.verify.check import check
 
 Runtime = Literal["torch", "schedir"]
+
+
+def _require_runtime(runtime: Any) -> None:
+    """Raise UsageError if `runtime` is not the name of a runtime."""
+    if runtime not in get_args(Runtime):
+        raise UsageError(
+            f"runtime must be 'torch' or 'schedir', not {describe(runtime)}",
+            fields=["runtime"],
+        )
 
 
 @explain_wrong_calls("Schedule([stage], n_microbatches=8, loss_fn=loss, schedule='zb_h1')")
@@ -120,11 +130,7 @@ class Schedule(CheckedRuntime):
 
         def facts() -> dict[str, Any]:
             require_runnable(local_stages, n_microbatches, loss_fn, unsharded_stages)
-            if runtime not in get_args(Runtime):
-                raise UsageError(
-                    f"runtime must be 'torch' or 'schedir', not {describe(runtime)}",
-                    fields=["runtime"],
-                )
+            _require_runtime(runtime)
             program_selection.load_schedule_or_program(schedule, program)
             return {
                 "the stages": [stage.stage_index for stage in local_stages],
@@ -169,48 +175,67 @@ class Schedule(CheckedRuntime):
             if loss_fn is not None
             else None
         )
-        self.program: Program
-        self.forward_program: Program
         model, blocking_hosts = all_facts[0]["the progress model"]
 
-        def compiled() -> str:
+        def compile_programs() -> str:
             source = program_selection.load_schedule_or_program(schedule, program)
-            full_program = program_selection.compile_for_stages(
-                source, shape, self._shared_weights.tied_stages if self._shared_weights else ()
-            )
-            if loss_fn is None and isinstance(source, Program) and full_program.has_backward:
-                raise UsageError(
-                    "loss_fn is missing: the program has backwards",
-                    program=full_program.name,
-                    hint="loss_fn=..., or a program with forwards only",
-                    fields=["loss_fn"],
-                )
-            forward = evaluation_program(full_program)
-            self.program = full_program if loss_fn is not None else forward
-            self.forward_program = forward
+            full_program = self._compile_programs(source, shape)
             if runtime == "torch":
-                for mode_program in (self.program, forward):
+                for mode_program in (self.program, self.forward_program):
                     check(mode_program, model, blocking_hosts=blocking_hosts)
                     actions.make_actions(mode_program)
             return f"{full_program.name} ({full_program.digest[:16]})"
 
-        require_same("the program", gather_or_raise(compiled, group))
+        require_same("the program", gather_or_raise(compile_programs, group))
         if self._shared_weights is not None and self.program.has_backward:
             self._shared_weights.bind_program(self.program)
         self._checkpoint_adapter = TorchCheckpointState(
             local_stages, self.program, self._shared_weights, loss_fn
         )
-        self._losses_by_mb = {}
-        self._given_microbatches: tuple[Any, Any, Any] | None = None
-        self._loss_kwargs = None
-        self._has_failed = False
-        self._last_modules = []
+        self._init_step_state()
         self._executor_runtime: ExecutorRuntime | None = None
         if runtime == "schedir":
             programs = self.program, self.forward_program
             self._executor_runtime = ExecutorRuntime(
                 local_stages, *programs, loss_fn, self.scale_grads, tied_weights, group
             )
+        self._set_actions(unsharded_stages)
+        self._set_mapping()
+        self._split_stages = (
+            actions.find_split_stages(self.program) if self.program.has_backward else frozenset()
+        )
+        if self._split_stages and runtime == "torch":
+            install_hook_counters()
+        self._last_stage_order = actions.get_last_stage_order(self.program, shape.stages - 1)
+        self.register_custom_function(REDUCE_GRAD, self._reduce_gradients)
+
+    def _compile_programs(self, source: Words | Program, shape: PipelineShape) -> Program:
+        """Return the program for the stages, and set the programs that `step` and `eval` run."""
+        full_program = program_selection.compile_for_stages(
+            source, shape, self._shared_weights.tied_stages if self._shared_weights else ()
+        )
+        has_loss = self._loss_fn is not None
+        if not has_loss and isinstance(source, Program) and full_program.has_backward:
+            raise UsageError(
+                "loss_fn is missing: the program has backwards",
+                program=full_program.name,
+                hint="loss_fn=..., or a program with forwards only",
+                fields=["loss_fn"],
+            )
+        self.forward_program: Program = evaluation_program(full_program)
+        self.program: Program = full_program if has_loss else self.forward_program
+        return full_program
+
+    def _init_step_state(self) -> None:
+        """Set the attributes that change from step to step."""
+        self._losses_by_mb = {}
+        self._given_microbatches: tuple[Any, Any, Any] | None = None
+        self._loss_kwargs = None
+        self._has_failed = False
+        self._last_modules = []
+
+    def _set_actions(self, unsharded_stages: int) -> None:
+        """Set torch's actions of both programs. Verify that they unshard stages in time."""
         self._actions_by_mode = {
             mode_program.has_backward: {
                 rank: insert_unshards(rank_actions, unsharded_stages)
@@ -221,14 +246,6 @@ class Schedule(CheckedRuntime):
         for actions_by_rank in self._actions_by_mode.values():
             for rank_actions in actions_by_rank.values():
                 require_unsharded(rank_actions, unsharded_stages)
-        self._set_mapping()
-        self._split_stages = (
-            actions.find_split_stages(self.program) if self.program.has_backward else frozenset()
-        )
-        if self._split_stages and runtime == "torch":
-            install_hook_counters()
-        self._last_stage_order = actions.get_last_stage_order(self.program, shape.stages - 1)
-        self.register_custom_function(REDUCE_GRAD, self._reduce_gradients)
 
     @classmethod
     def with_options(cls, **options: Any) -> type[Schedule]:

@@ -448,30 +448,42 @@ def _combine_samples(
         processors=processor_count,
     )  # fmt: skip
     cluster = fit_cluster(measured)
+    return BenchmarkResult(
+        cluster,
+        _describe_sources(measured, device),
+        _format_errors(cluster, measured),
+        tuple(_find_warnings(samples, processes, processor_count)),
+    )
+
+
+def _describe_sources(measured: MachineMeasurements, device: str) -> dict[str, str]:
+    """Return, for each field of the fitted cluster, how it was measured."""
     rates = sorted(gemm.flops_per_second for gemm in measured.gemms)
-    notes = {
+    return {
         "flops": f"the median of {len(rates)} products, from {rates[0] / 1e9:.4g} to "
         f"{rates[-1] / 1e9:.4g} GFLOP/s; per process, while all processes compute",
-        "memory": "a process's share of the machine" if processor_count else "of the device",
+        "memory": "a process's share of the machine" if measured.processors else "of the device",
         "hbm_bandwidth": f"fitted to {len(measured.layers)} layers; a copy reaches "
         f"{format_bytes(measured.copy_bandwidth)}/s",
-        "nvlink_bandwidth": f"{len(sums)} all-reduces"
-        if sums
+        "nvlink_bandwidth": f"{len(measured.all_reduces)} all-reduces"
+        if measured.all_reduces
         else "not measured: there is one process",
         "network_bandwidth": "not measured: there is one machine",
         "latency": "not measured: there is one machine",
         "kernel_us": "from layers so small that only kernel launches take time",
         "itemsize": "float32" if device == "cpu" else "bfloat16",
     }
+
+
+def _format_errors(cluster: Cluster, measured: MachineMeasurements) -> tuple[str, ...]:
+    """Return a table of the measured and the predicted times, a line each."""
     table = [f"{'measured':>10}  {'predicted':>10}  {'error':>6}"]
     for row in compare_measurements(cluster, measured):
         table.append(
             f"{_format_milliseconds(row.measured)}  {_format_milliseconds(row.predicted)}  "
             f"{row.relative_error:>+6.0%}  {row.subject}"
         )
-    return BenchmarkResult(
-        cluster, notes, tuple(table), tuple(_find_warnings(samples, processes, processor_count))
-    )
+    return tuple(table)
 
 
 def _format_milliseconds(seconds: float) -> str:

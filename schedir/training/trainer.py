@@ -99,6 +99,12 @@ def train(
         ) from error
 
 
+def _choose_device(name: str) -> torch.device:
+    """Return the device of this process: the current GPU for "cuda"."""
+    device = torch.device(name)
+    return torch.device("cuda", torch.cuda.current_device()) if device.type == "cuda" else device
+
+
 class _Trainer:
     def __init__(
         self, config: Config, program: Program, corpus: Corpus, losses: LossLog | None
@@ -107,9 +113,7 @@ class _Trainer:
         self.program = program
         self.losses = losses
         self.batches = corpus.batches
-        self.device = torch.device(config.train.device)
-        if self.device.type == "cuda":
-            self.device = torch.device("cuda", torch.cuda.current_device())
+        self.device = _choose_device(config.train.device)
         program_stages = ProgramStages(config, program)
         self.module = program_stages.model.module
         self.microbatch_size = program_stages.microbatch_size
@@ -141,24 +145,7 @@ class _Trainer:
             self.transport.disconnect()
             program = self.program = fitting
             self.transport = connect(program, extra_programs=make_extra_programs(program))
-        self.executor = Executor(
-            program,
-            self.transport.rank,
-            stages,
-            self.transport,
-            loss=loss,
-            boundary=boundary,
-            optimizer=self.optimizer,
-            gradients=GradientOptions(
-                max_norm=config.train.clip_grad_norm if program.clip_grad_norm else None,
-                loss_scale=self.loss_scale,
-            ),
-            seed=config.data.seed,
-            extra_programs=make_extra_programs(program),
-            execution=ExecutionOptions(
-                record_timestamps=config.output.record, spill_dir=config.memory.spill_dir
-            ),
-        )
+        self.executor = self._create_executor(stages, loss, boundary)
         self.evaluation: Evaluation | None = None
         if config.train.evaluate_every and corpus.held_out_batches is not None:
             self.evaluation = Evaluation(
@@ -179,6 +166,33 @@ class _Trainer:
         self.has_warned = False  # True if it has warned about allocations after the first step.
         self.counted_memory: tuple[int, ...] = ()
 
+    def _create_executor(
+        self,
+        local_stages: dict[int, nn.Module],
+        loss: Callable[..., Tensor],
+        boundary: StageBoundaries,
+    ) -> Executor:
+        """Return the executor of the program and of its evaluation programs."""
+        config = self.config
+        return Executor(
+            self.program,
+            self.transport.rank,
+            local_stages,
+            self.transport,
+            loss=loss,
+            boundary=boundary,
+            optimizer=self.optimizer,
+            gradients=GradientOptions(
+                max_norm=config.train.clip_grad_norm if self.program.clip_grad_norm else None,
+                loss_scale=self.loss_scale,
+            ),
+            seed=config.data.seed,
+            extra_programs=make_evaluation_programs(config, self.program),
+            execution=ExecutionOptions(
+                record_timestamps=config.output.record, spill_dir=config.memory.spill_dir
+            ),
+        )
+
     def run(self, watchdog: Watchdog) -> RunResult | None:
         """Run the remaining steps, with reports, evaluation and checkpoints."""
         train, record, result = self.config.train, self.config.output.record, None
@@ -190,18 +204,12 @@ class _Trainer:
         self.step_queue.last_issued_step = start_step
         if self.losses is not None:  # `begin` may remove old results, so a step must follow.
             self.losses.begin(start_step)
-        prefetch = Prefetch(
-            self.batches,
-            train.steps,
-            self.device,
-            replica=self.transport.dp_rank,
-            replicas=self.program.dp,
-            count_tokens=self.module.count_tokens,
-            first_step=start_step,
-            first_sample=self.checkpoints.start_samples,
-        )
         stop = watchdog.graceful_stop
-        with prefetch, closing(self.checkpoints), watchdog.watch(self.executor):
+        with (
+            self._open_prefetch() as prefetch,
+            closing(self.checkpoints),
+            watchdog.watch(self.executor),
+        ):
             for step in range(start_step, train.steps):
                 if stop is not None and not stop.try_begin_step(step + 1):
                     self._end_on_termination(step, enter)
@@ -212,18 +220,7 @@ class _Trainer:
                 saves = self.checkpoints.should_save_now(step + 1)
                 logs = (step + 1) % train.log_every == 0 or step + 1 == train.steps
                 self.executor.record_timestamps = record and logs
-                start_time = perf_counter()
-                rate = compute_learning_rate(train, step)
-                for group in self.optimizer.param_groups:
-                    group["lr"] = group.get("balance_rate", rate)
-                batch = self._take_batch(prefetch, step)
-                enter(ProcessPhase.STEP, step + 1)
-                if self.config.output.memory and step == min(start_step + 1, train.steps - 1):
-                    with LiveMemory(self.executor) as live_memory:
-                        self.step_queue.issue(batch, rate, start_time)
-                    self.counted_memory = self._gather_counted_memory(live_memory.peak_bytes)
-                else:
-                    self.step_queue.issue(batch, rate, start_time)
+                self._issue_step(prefetch, step, enter)
                 enter(ProcessPhase.REPORT, step + 1)
                 if step == start_step:
                     self.allocation_count = count_allocations(self.device)
@@ -247,6 +244,40 @@ class _Trainer:
                     enter(ProcessPhase.SAVE, step + 1)
                     self.checkpoints.save(step + 1)
         return result
+
+    def _open_prefetch(self) -> Prefetch:
+        """Return the reader of the batches of this process, from the first remaining step on."""
+        return Prefetch(
+            self.batches,
+            self.config.train.steps,
+            self.device,
+            replica=self.transport.dp_rank,
+            replicas=self.program.dp,
+            count_tokens=self.module.count_tokens,
+            first_step=self.checkpoints.start_step,
+            first_sample=self.checkpoints.start_samples,
+        )
+
+    def _issue_step(
+        self, prefetch: Prefetch, step: int, enter: Callable[[ProcessPhase, int], None]
+    ) -> None:
+        """Take the batch of a step, and issue the step with its learning rate.
+
+        One step of the run, if possible the second, also counts the memory if this is requested.
+        """
+        train, start_time = self.config.train, perf_counter()
+        rate = compute_learning_rate(train, step)
+        for group in self.optimizer.param_groups:
+            group["lr"] = group.get("balance_rate", rate)
+        batch = self._take_batch(prefetch, step)
+        enter(ProcessPhase.STEP, step + 1)
+        counted_step = min(self.checkpoints.start_step + 1, train.steps - 1)
+        if self.config.output.memory and step == counted_step:
+            with LiveMemory(self.executor) as live_memory:
+                self.step_queue.issue(batch, rate, start_time)
+            self.counted_memory = self._gather_counted_memory(live_memory.peak_bytes)
+        else:
+            self.step_queue.issue(batch, rate, start_time)
 
     def _end_on_termination(
         self, step: int, enter: Callable[[ProcessPhase, int], None]

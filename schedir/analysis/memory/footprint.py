@@ -447,8 +447,44 @@ def compute_footprints(
     Raises:
         UsageError: See `compute_static_memory`.
     """
-    shape = program.shape
     sizes = sizes.add_expert_rows(program.shape, program.segment_boundaries)
+    static_memory_by_rank = _compute_static_memory_by_rank(program, sizes, tier)
+    lifetimes_by_name, offload_slots = _find_lifetimes(program, sizes, tier, worst_case)
+    lifetimes = [*lifetimes_by_name.values()]
+    # With equal `order_key`, values that are freed come before values that start.
+    is_growth = np.concatenate([lifetime.byte_change > 0 for lifetime in lifetimes])
+    order_key = np.concatenate([lifetime.order_key for lifetime in lifetimes])
+    order = np.lexsort((is_growth, order_key))
+    positions = np.concatenate([lifetime.positions for lifetime in lifetimes])[order]
+    is_at_start = order_key[order] % 2 == 0
+    change_counts = [len(lifetime.positions) for lifetime in lifetimes]
+    name_index = np.repeat(range(len(lifetimes)), change_counts)[order]
+    count_change = np.concatenate([lifetime.count_change for lifetime in lifetimes])[order]
+    byte_change = np.concatenate([lifetime.byte_change for lifetime in lifetimes])[order]
+    rank_starts = np.searchsorted(positions, program.offsets)
+    footprints = []
+    for rank, rank_memory in enumerate(static_memory_by_rank):
+        rank_slice = slice(rank_starts[rank], rank_starts[rank + 1])
+        curves = {}
+        for k, name in enumerate(lifetimes_by_name):
+            has_name = name_index[rank_slice] == k
+            counts = np.cumsum(count_change[rank_slice] * has_name)
+            byte_totals = np.cumsum(byte_change[rank_slice] * has_name)
+            curves[name] = (np.append(0, counts), np.append(0.0, byte_totals))
+        for name, slots in offload_slots.items():
+            curves[name] = slots.bound_usage(rank, curves[name], curves.pop(name + _MOVED_SUFFIX))
+        stream_index = np.append(0, positions[rank_slice] - program.offsets[rank])
+        footprints.append(
+            Footprint(rank_memory, stream_index, np.append(True, is_at_start[rank_slice]), curves)
+        )
+    return footprints
+
+
+def _compute_static_memory_by_rank(
+    program: Program, sizes: Sizes, tier: str
+) -> list[dict[str, tuple[int, float]]]:
+    """Return `Footprint.static_memory` of each rank."""
+    shape = program.shape
     static_memory = compute_static_memory(program, sizes, tier)
     state_bytes = sum(
         (sizes.for_stages(name, shape.stages) for name in sizes.static_sizes if name != "buffers"),
@@ -456,14 +492,49 @@ def compute_footprints(
     )
     version_bytes = sizes.for_stages("version", shape.stages)
     peak_versions = count_peak_versions(program)
-    static_kinds = [kind for kind in BOUNDARY_VALUES if program.takes_memory(kind)]
-    buffer_memory = {kind: _compute_buffer_memory(program, kind, sizes) for kind in static_kinds}
+    buffer_memory = {
+        kind: _compute_buffer_memory(program, kind, sizes) for kind in _list_buffers(program)
+    }
+    memory_by_rank = []
+    for rank, stages in enumerate(shape.stages_on_rank):
+        rank_memory = {n: (len(stages), float(b[rank])) for n, b in static_memory.items()}
+        if tier == TIERS[0]:
+            trained_stages = [s for s in stages if s >= program.frozen_stages]
+            # Copies of the states, with which the rank can repeat the update.
+            if program.norm_check == "after_step" and program.has_backward:
+                size = float(state_bytes[trained_stages].sum())
+                rank_memory["copies"] = (len(trained_stages), size)
+            if shape.optimizer_steps > 1:
+                version_count = int(peak_versions[rank])
+                size = version_count * float(version_bytes[trained_stages].sum())
+                rank_memory["versions"] = (version_count * len(trained_stages), size)
+            for kind, (slot_counts, slot_bytes) in buffer_memory.items():
+                name = _get_memory_name(kind)
+                rank_memory[name] = (int(slot_counts[rank]), float(slot_bytes[rank]))
+        memory_by_rank.append(rank_memory)
+    return memory_by_rank
+
+
+def _list_buffers(program: Program) -> list[Value]:
+    """Return the kinds of values that use static slots on the device."""
+    return [kind for kind in BOUNDARY_VALUES if program.takes_memory(kind)]
+
+
+def _find_lifetimes(
+    program: Program, sizes: Sizes, tier: str, worst_case: bool
+) -> tuple[dict[str, ValueLifetimes], dict[str, OffloadSlots]]:
+    """Return the lifetimes of values on a tier, and the slots of offloaded values, by name.
+
+    The slots are for `worst_case` only. For a kind of value with slots, the name with
+    `_MOVED_SUFFIX` has the lifetimes of the values that move.
+    """
+    static_kinds = _list_buffers(program)
     lifetimes_by_name = dict[str, ValueLifetimes]()
     offload_slots = dict[str, OffloadSlots]()
     for kind in SLOT_KINDS:
         if not program.takes_memory(kind) or (kind in static_kinds and tier == TIERS[0]):
             continue
-        if program.initial_tier(kind) == tier:  # `static_memory` includes it
+        if program.initial_tier(kind) == tier:  # the static memory includes it
             continue
         compute_lifetimes = partial(
             compute_value_lifetimes, program, kind, sizes, TIERS.index(tier), worst_case
@@ -480,48 +551,7 @@ def compute_footprints(
             lifetimes_by_name[_get_memory_name(kind)] = compute_lifetimes()
     if tier == TIERS[0] and len((handovers := _find_handover_memory(program, sizes)).positions):
         lifetimes_by_name[_HANDED_OVER_NAME] = handovers
-    lifetimes = [*lifetimes_by_name.values()]
-    # With equal `order_key`, values that are freed come before values that start.
-    is_growth = np.concatenate([lifetime.byte_change > 0 for lifetime in lifetimes])
-    order_key = np.concatenate([lifetime.order_key for lifetime in lifetimes])
-    order = np.lexsort((is_growth, order_key))
-    positions = np.concatenate([lifetime.positions for lifetime in lifetimes])[order]
-    is_at_start = order_key[order] % 2 == 0
-    change_counts = [len(lifetime.positions) for lifetime in lifetimes]
-    name_index = np.repeat(range(len(lifetimes)), change_counts)[order]
-    count_change = np.concatenate([lifetime.count_change for lifetime in lifetimes])[order]
-    byte_change = np.concatenate([lifetime.byte_change for lifetime in lifetimes])[order]
-    rank_starts = np.searchsorted(positions, program.offsets)
-    footprints = []
-    for rank, stages in enumerate(shape.stages_on_rank):
-        rank_slice = slice(rank_starts[rank], rank_starts[rank + 1])
-        rank_memory = {n: (len(stages), float(b[rank])) for n, b in static_memory.items()}
-        if tier == TIERS[0]:
-            trained_stages = [s for s in stages if s >= program.frozen_stages]
-            # Copies of the states, with which the rank can repeat the update.
-            if program.norm_check == "after_step" and program.has_backward:
-                size = float(state_bytes[trained_stages].sum())
-                rank_memory["copies"] = (len(trained_stages), size)
-            if shape.optimizer_steps > 1:
-                version_count = int(peak_versions[rank])
-                size = version_count * float(version_bytes[trained_stages].sum())
-                rank_memory["versions"] = (version_count * len(trained_stages), size)
-            for kind, (slot_counts, slot_bytes) in buffer_memory.items():
-                name = _get_memory_name(kind)
-                rank_memory[name] = (int(slot_counts[rank]), float(slot_bytes[rank]))
-        curves = {}
-        for k, name in enumerate(lifetimes_by_name):
-            has_name = name_index[rank_slice] == k
-            counts = np.cumsum(count_change[rank_slice] * has_name)
-            byte_totals = np.cumsum(byte_change[rank_slice] * has_name)
-            curves[name] = (np.append(0, counts), np.append(0.0, byte_totals))
-        for name, slots in offload_slots.items():
-            curves[name] = slots.bound_usage(rank, curves[name], curves.pop(name + _MOVED_SUFFIX))
-        stream_index = np.append(0, positions[rank_slice] - program.offsets[rank])
-        footprints.append(
-            Footprint(rank_memory, stream_index, np.append(True, is_at_start[rank_slice]), curves)
-        )
-    return footprints
+    return lifetimes_by_name, offload_slots
 
 
 def _get_memory_name(kind: Value) -> str:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from inspect import signature
-from typing import Any, Final
+from typing import Any, Final, NoReturn
 
 from schedir.errors import ShapeError, describe
 from schedir.ir.cost.zero_states import SHARDED_FROM_LEVEL, ZERO_LEVEL_COUNT
@@ -92,6 +92,143 @@ def _make_choice_type(*choices: str, metavar: str = "WHEN") -> FieldType:
     return FieldType(requirement, parse_choice, str, resolve=resolve_choice, metavar=metavar)
 
 
+def _refuse(fact: str, hint: str, *fields: str) -> NoReturn:
+    """Raise ShapeError for the attributes `fields`."""
+    raise ShapeError(fact, hint=hint, fields=fields)
+
+
+def _require_equally_frozen(tied_weights: TiedStages, frozen_stages: int) -> None:
+    """Raise ShapeError if a weight is shared by a frozen and a trained stage."""
+    for stages in tied_weights:
+        if stages[0] < frozen_stages <= stages[-1]:
+            _refuse(
+                f"stages {format_tied_stages(stages)} share a weight, but stage {stages[0]} is "
+                f"frozen and stage {stages[-1]} is trained",
+                "freeze all stages that share the weight, or do not share it",
+                "tied_weights",
+                "frozen_stages",
+            )
+
+
+def _require_checkable_norm(clip_grad_norm: bool, steps: int) -> None:
+    """Raise ShapeError if a program cannot check the gradient norm after the optimizer step."""
+    if not clip_grad_norm:
+        _refuse(
+            "norm_check='after_step' needs clip_grad_norm: without clipping, there is no norm "
+            "to check",
+            "clip_grad_norm=True; an infinite max_norm clips nothing",
+            "norm_check",
+            "clip_grad_norm",
+        )
+    if steps > 1:
+        _refuse(
+            f"norm_check='after_step' needs optimizer_steps=1, not {steps}: each step computes "
+            "with the weights of the step before it",
+            "norm_check='before_step', or optimizer_steps=1",
+            "norm_check",
+            "optimizer_steps",
+        )
+
+
+def _require_repeatable_step(
+    zero: int, checkpoint_snapshots: bool, optimizer_placement: str
+) -> None:
+    """Raise ShapeError if a rank cannot undo and repeat an optimizer step."""
+    if zero:
+        _refuse(
+            f"norm_check='after_step' needs zero=0, not {zero}: to repeat a step, a rank "
+            "needs full gradients, but ZeRO has freed them",
+            "norm_check='before_step'",
+            "zero",
+            "norm_check",
+        )
+    if checkpoint_snapshots:
+        _refuse(
+            "checkpoint_snapshots are copied during the next step, but with "
+            "norm_check='after_step' that step may undo the update that is copied",
+            "norm_check='before_step', or no checkpoint_snapshots",
+            "checkpoint_snapshots",
+            "norm_check",
+        )
+    if optimizer_placement != "device":
+        _refuse(
+            "norm_check='after_step' needs optimizer_placement='device', not "
+            f"{optimizer_placement!r}: to repeat a step, a rank needs the optimizer state, "
+            "but has moved it off the device",
+            "optimizer_placement='device', or norm_check='before_step'",
+            "optimizer_placement",
+            "norm_check",
+        )
+
+
+def _require_zero_support(zero: int, steps: int, reduce_scatter_at: str) -> None:
+    """Raise ShapeError if the ZeRO level does not permit the other attributes."""
+    if zero and steps > 1:
+        _refuse(
+            f"zero={zero} needs optimizer_steps=1, not {steps}: weights are gathered once per "
+            "program, but several optimizer steps would need a gather after each step",
+            "zero=0, or optimizer_steps=1",
+            "zero",
+            "optimizer_steps",
+        )
+    if reduce_scatter_at == "each_backward" and zero < SHARDED_FROM_LEVEL["grads"]:
+        _refuse(
+            f"reduce_scatter_at='each_backward' needs zero={SHARDED_FROM_LEVEL['grads']} or "
+            f"more, not {zero}: with zero={zero} each replica has the full gradient, and reduces "
+            "it once",
+            f"zero={SHARDED_FROM_LEVEL['grads']}, or reduce_scatter_at='update_end'",
+            "reduce_scatter_at",
+            "zero",
+        )
+
+
+def _require_update_before_next_step(optimizer_placement: str, steps: int) -> None:
+    """Raise ShapeError if the next step would compute before the weights are updated."""
+    if optimizer_placement in TIERS[1:] and steps > 1:
+        _refuse(
+            f"optimizer_placement={optimizer_placement!r} needs optimizer_steps=1, not {steps}: "
+            "the next step would compute while the device updates the weights",
+            "optimizer_placement='cpu_step' or 'device', or optimizer_steps=1",
+            "optimizer_placement",
+            "optimizer_steps",
+        )
+
+
+def _require_parallel_groups(
+    segment_boundaries: str, sequence_parallel: bool, tp: int, dp: int, ep: int
+) -> None:
+    """Raise ShapeError if a tensor-parallel or expert-parallel group is missing or incomplete."""
+    if has_collectives(segment_boundaries, TP_LETTERS) and tp == 1:
+        _refuse(
+            f"segment_boundaries={segment_boundaries!r} has tensor-parallel collectives, but tp "
+            "is 1",
+            "tp=2, or '.' for each f and g",
+            "segment_boundaries",
+            "tp",
+        )
+    if has_collectives(segment_boundaries, EP_LETTERS) and ep == 1:
+        _refuse(
+            f"segment_boundaries={segment_boundaries!r} has all-to-alls of experts, but ep is 1",
+            "ep=2, or '.' for each d and c",
+            "segment_boundaries",
+            "ep",
+        )
+    if dp % ep:
+        _refuse(
+            f"dp={dp} is not a multiple of ep={ep}: experts are distributed over replicas",
+            f"dp={dp - dp % ep + ep}, or an ep that divides {dp}",
+            "ep",
+            "dp",
+        )
+    if sequence_parallel and tp == 1:
+        _refuse(
+            "sequence_parallel splits tokens over tensor-parallel ranks, but tp is 1",
+            "tp=2, or sequence_parallel=False",
+            "sequence_parallel",
+            "tp",
+        )
+
+
 def require_compatible(
     shape: PipelineShape,
     *,
@@ -131,115 +268,13 @@ def require_compatible(
         ShapeError: Two attributes cannot be combined. The hint names values that work.
     """
     steps = shape.optimizer_steps
-
-    def refuse(fact: str, hint: str, *fields: str) -> None:
-        raise ShapeError(fact, hint=hint, fields=fields)
-
-    for stages in tied_weights:
-        if stages[0] < frozen_stages <= stages[-1]:
-            refuse(
-                f"stages {format_tied_stages(stages)} share a weight, but stage {stages[0]} is "
-                f"frozen and stage {stages[-1]} is trained",
-                "freeze all stages that share the weight, or do not share it",
-                "tied_weights",
-                "frozen_stages",
-            )
+    _require_equally_frozen(tied_weights, frozen_stages)
     if norm_check == "after_step":
-        if not clip_grad_norm:
-            refuse(
-                "norm_check='after_step' needs clip_grad_norm: without clipping, there is no norm "
-                "to check",
-                "clip_grad_norm=True; an infinite max_norm clips nothing",
-                "norm_check",
-                "clip_grad_norm",
-            )
-        if steps > 1:
-            refuse(
-                f"norm_check='after_step' needs optimizer_steps=1, not {steps}: each step computes "
-                "with the weights of the step before it",
-                "norm_check='before_step', or optimizer_steps=1",
-                "norm_check",
-                "optimizer_steps",
-            )
-        if zero:
-            refuse(
-                f"norm_check='after_step' needs zero=0, not {zero}: to repeat a step, a rank "
-                "needs full gradients, but ZeRO has freed them",
-                "norm_check='before_step'",
-                "zero",
-                "norm_check",
-            )
-        if checkpoint_snapshots:
-            refuse(
-                "checkpoint_snapshots are copied during the next step, but with "
-                "norm_check='after_step' that step may undo the update that is copied",
-                "norm_check='before_step', or no checkpoint_snapshots",
-                "checkpoint_snapshots",
-                "norm_check",
-            )
-        if optimizer_placement != "device":
-            refuse(
-                "norm_check='after_step' needs optimizer_placement='device', not "
-                f"{optimizer_placement!r}: to repeat a step, a rank needs the optimizer state, "
-                "but has moved it off the device",
-                "optimizer_placement='device', or norm_check='before_step'",
-                "optimizer_placement",
-                "norm_check",
-            )
-    if zero and steps > 1:
-        refuse(
-            f"zero={zero} needs optimizer_steps=1, not {steps}: weights are gathered once per "
-            "program, but several optimizer steps would need a gather after each step",
-            "zero=0, or optimizer_steps=1",
-            "zero",
-            "optimizer_steps",
-        )
-    if reduce_scatter_at == "each_backward" and zero < SHARDED_FROM_LEVEL["grads"]:
-        refuse(
-            f"reduce_scatter_at='each_backward' needs zero={SHARDED_FROM_LEVEL['grads']} or "
-            f"more, not {zero}: with zero={zero} each replica has the full gradient, and reduces "
-            "it once",
-            f"zero={SHARDED_FROM_LEVEL['grads']}, or reduce_scatter_at='update_end'",
-            "reduce_scatter_at",
-            "zero",
-        )
-    if optimizer_placement in TIERS[1:] and steps > 1:
-        refuse(
-            f"optimizer_placement={optimizer_placement!r} needs optimizer_steps=1, not {steps}: "
-            "the next step would compute while the device updates the weights",
-            "optimizer_placement='cpu_step' or 'device', or optimizer_steps=1",
-            "optimizer_placement",
-            "optimizer_steps",
-        )
-    if has_collectives(segment_boundaries, TP_LETTERS) and tp == 1:
-        refuse(
-            f"segment_boundaries={segment_boundaries!r} has tensor-parallel collectives, but tp "
-            "is 1",
-            "tp=2, or '.' for each f and g",
-            "segment_boundaries",
-            "tp",
-        )
-    if has_collectives(segment_boundaries, EP_LETTERS) and ep == 1:
-        refuse(
-            f"segment_boundaries={segment_boundaries!r} has all-to-alls of experts, but ep is 1",
-            "ep=2, or '.' for each d and c",
-            "segment_boundaries",
-            "ep",
-        )
-    if dp % ep:
-        refuse(
-            f"dp={dp} is not a multiple of ep={ep}: experts are distributed over replicas",
-            f"dp={dp - dp % ep + ep}, or an ep that divides {dp}",
-            "ep",
-            "dp",
-        )
-    if sequence_parallel and tp == 1:
-        refuse(
-            "sequence_parallel splits tokens over tensor-parallel ranks, but tp is 1",
-            "tp=2, or sequence_parallel=False",
-            "sequence_parallel",
-            "tp",
-        )
+        _require_checkable_norm(clip_grad_norm, steps)
+        _require_repeatable_step(zero, checkpoint_snapshots, optimizer_placement)
+    _require_zero_support(zero, steps, reduce_scatter_at)
+    _require_update_before_next_step(optimizer_placement, steps)
+    _require_parallel_groups(segment_boundaries, sequence_parallel, tp, dp, ep)
 
 
 # The attributes that `require_compatible` compares: all its parameters except the shape.

@@ -214,46 +214,55 @@ class MemoryTable(NamedTuple):
     outer_stage_params: Floats
 
 
-def estimate_memory(
-    model: TransformerSpec,
-    plans: PlanColumns,
-    shares: RankGroupShares,
-    constants: SoftwareConstants,
-    state_bytes: StateBytes = ADAM,
-) -> MemoryTable:
-    """Estimate the memory of each rank group of many plans.
+class _RankParams(NamedTuple):
+    """The numbers of parameters of the ranks before ZeRO shards them, of shape (plans, groups).
 
-    Args:
-        model: The model.
-        plans: The plans.
-        shares: The layers of each rank group, from `PlanColumns.compute_shares`.
-        constants: Constants of the software.
-        state_bytes: Bytes of weights, gradients and optimizer state per parameter.
+    Attributes:
+        common: The parameters of a rank that all replicas have.
+        experts: The parameters of the experts of a rank.
+        inner: The parameters of the layers of one stage.
+        embedding: The parameters of the embedding, on the first rank.
+        head: The parameters of the last norm and of the head, on the last rank.
     """
-    p, t, d, v, b, m, c, e, zero = (
-        getattr(plans, name)[:, None]
-        for name in (
-            "pp",
-            "tp",
-            "dp",
-            "stages_per_rank",
-            "microbatch_size",
-            "microbatches",
-            "cp",
-            "ep",
-            "zero",
-        )
-    )
+
+    common: Floats
+    experts: Floats
+    inner: Floats
+    embedding: Floats
+    head: Floats
+
+
+def _get_columns(plans: PlanColumns, *names: str) -> tuple[Any, ...]:
+    """Return fields of all plans, each of shape (plans, 1)."""
+    return tuple(getattr(plans, name)[:, None] for name in names)
+
+
+def _count_rank_params(
+    model: TransformerSpec, plans: PlanColumns, shares: RankGroupShares
+) -> _RankParams:
+    """Return the numbers of parameters of each rank group."""
+    t, v, e = _get_columns(plans, "tp", "stages_per_rank", "ep")
     exists = shares.rank_count > 0
-    has_first = shares.has_first_stage
-    has_last = shares.has_last_stage
     common, network = count_layer_params(model, t, e)
     table, norm, matrix = count_end_params(model, t)
-    own_matrix = has_last & ~(has_first & model.tied)
-    embedding = has_first * table
-    head = has_last * norm + own_matrix * matrix
-    common_params = (shares.layers * common + embedding + head) * exists
-    expert_params = shares.layers * network * exists
+    own_matrix = shares.has_last_stage & ~(shares.has_first_stage & model.tied)
+    embedding = shares.has_first_stage * table
+    head = shares.has_last_stage * norm + own_matrix * matrix
+    return _RankParams(
+        common=(shares.layers * common + embedding + head) * exists,
+        experts=shares.layers * network * exists,
+        inner=shares.layers / v * (common + network) * exists,
+        embedding=embedding,
+        head=head,
+    )
+
+
+def _estimate_states(
+    plans: PlanColumns, shares: RankGroupShares, params: _RankParams, state_bytes: StateBytes
+) -> tuple[Floats, Floats, Floats]:
+    """Return the bytes of weights, of gradients and of optimizer state, as ZeRO shards them."""
+    d, v, c, e, zero = _get_columns(plans, "dp", "stages_per_rank", "cp", "ep", "zero")
+    exists = shares.rank_count > 0
     replicas = {"common": d * c, "experts": np.maximum(d * c // e, 1)}
 
     def state(size: float, name: str) -> Any:
@@ -264,27 +273,37 @@ def estimate_memory(
         is_sharded = zero >= SHARDED_FROM_LEVEL[name]
         return size * sum(
             unsharded / np.where(is_sharded, replicas[kind], 1)
-            for kind, unsharded in (("common", common_params), ("experts", expert_params))
+            for kind, unsharded in (("common", params.common), ("experts", params.experts))
         )
 
     # If ZeRO shards weights, two stages are unsharded at the same time
     # (passes/communication/unshard_placement.py). If it shards gradients, the gradients of one
     # stage are unsharded until they are reduced. With at most two stages per rank, all stages are
     # unsharded.
-    inner_params = shares.layers / v * (common + network) * exists
-    has_few_stages, end_params = v <= 2, np.maximum(embedding, head)
-    all_params = common_params + expert_params
+    has_few_stages, end_params = v <= 2, np.maximum(params.embedding, params.head)
+    all_params = params.common + params.experts
     unsharded = {
-        "params": np.where(has_few_stages, all_params, (2 * inner_params + end_params) * exists),
-        "grads": np.where(has_few_stages, all_params, (inner_params + end_params) * exists),
+        "params": np.where(has_few_stages, all_params, (2 * params.inner + end_params) * exists),
+        "grads": np.where(has_few_stages, all_params, (params.inner + end_params) * exists),
     }
     weights, grads = (
         state(size, name) + (zero >= SHARDED_FROM_LEVEL[name]) * size * unsharded[name]
         for name, size in (("params", state_bytes.params), ("grads", state_bytes.grads))
     )
-    optimizer = state(state_bytes.optimizer, "optimizer")
+    return weights, grads, state(state_bytes.optimizer, "optimizer")
 
-    itemsize = state_bytes.params  # Activations have the number type of weights.
+
+def _estimate_activations(
+    model: TransformerSpec,
+    plans: PlanColumns,
+    shares: RankGroupShares,
+    constants: SoftwareConstants,
+    itemsize: float,
+) -> tuple[Floats, Floats]:
+    """Return the bytes of saved activations, and of the buffers at boundaries between stages."""
+    p, t, v, b, m, c = _get_columns(
+        plans, "pp", "tp", "stages_per_rank", "microbatch_size", "microbatches", "cp"
+    )
     saved_per_layer, recomputed = compute_saved_by_plan(
         model, plans, itemsize, constants.gathered_bytes
     )
@@ -305,22 +324,54 @@ def estimate_memory(
     )
     activations = (
         activations
-        + has_first * np.minimum(np.ceil(live_stages / v), m) * boundary_size / sequence_shards
+        + shares.has_first_stage
+        * np.minimum(np.ceil(live_stages / v), m)
+        * boundary_size
+        / sequence_shards
     )
-    activations = activations + has_last * (
+    activations = activations + shares.has_last_stage * (
         loss_microbatches * (2 * itemsize * boundary_size / sequence_shards)
         + constants.logit_bytes * logits
         + (loss_microbatches - 1) * np.where(has_split, np.minimum(itemsize, 4), 4) * logits
     )
     boundary = itemsize * boundary_size / sequence_shards
-    buffers = np.where(p > 1, boundary_buffers * boundary, 0.0)
+    return activations, np.where(p > 1, boundary_buffers * boundary, 0.0)
+
+
+def estimate_memory(
+    model: TransformerSpec,
+    plans: PlanColumns,
+    shares: RankGroupShares,
+    constants: SoftwareConstants,
+    state_bytes: StateBytes = ADAM,
+) -> MemoryTable:
+    """Estimate the memory of each rank group of many plans.
+
+    Args:
+        model: The model.
+        plans: The plans.
+        shares: The layers of each rank group, from `PlanColumns.compute_shares`.
+        constants: Constants of the software.
+        state_bytes: Bytes of weights, gradients and optimizer state per parameter.
+    """
+    v, zero = _get_columns(plans, "stages_per_rank", "zero")
+    params = _count_rank_params(model, plans, shares)
+    weights, grads, optimizer = _estimate_states(plans, shares, params, state_bytes)
+    activations, buffers = _estimate_activations(
+        model,
+        plans,
+        shares,
+        constants,
+        itemsize=state_bytes.params,  # Activations have the number type of weights.
+    )
+    all_params = params.common + params.experts
     buffers = buffers + constants.unsharded_bytes * (zero == 1) * all_params
     used = weights + grads + optimizer + activations + buffers
     other = buffers + constants.allocator_share * used + constants.reserved_bytes
+    exists = shares.rank_count > 0
     memory = np.stack([x * exists for x in (weights, grads, optimizer, activations, other)])
-    return MemoryTable(
-        memory, common_params, expert_params, inner_params + embedding + np.where(v > 1, 0, head)
-    )
+    outer_stage_params = params.inner + params.embedding + np.where(v > 1, 0, params.head)
+    return MemoryTable(memory, params.common, params.experts, outer_stage_params)
 
 
 def compute_saved_by_plan(

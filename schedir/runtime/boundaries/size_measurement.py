@@ -412,12 +412,7 @@ def _measure_stage(
         return sum(n for address, n in storages.items() if address not in excluded_storages)
 
     if s:
-        xs = tuple(
-            torch.zeros(boundary.shape, dtype=boundary.dtype, device=device).requires_grad_(
-                bool(boundary.requires_grad) and begin >= stage_inputs.frozen_stages
-            )
-            for begin, boundary in boundaries.list_inputs(s)
-        )
+        xs = _make_zero_inputs(s, stage_inputs, device)
     packed_tensors: WeakSet[_PackedTensor] = WeakSet()  # without tensors that autograd freed
 
     def pack(tensor: Tensor) -> _PackedTensor:
@@ -430,18 +425,11 @@ def _measure_stage(
             # The module may write to its inputs, so it gets copies of the inputs of the model.
             args, adapter = xs if s else tuple(x.clone() for x in xs), StageInputAdapter()
             skip_inputs = boundaries.count_skip_inputs(s)
-            buffers = [(b, b.clone()) for b in module.buffers()]
-            frozen_parameters = [p for p in module.parameters() if not p.requires_grad]
-            checksums = compute_checksums(frozen_parameters)
+            writes = _ModuleWrites(module)
             y, _ = adapter.run(
                 module, args, keywords, is_exclusive=True, skip_input_count=skip_inputs
             )
-            written_bytes = sum(
-                b.nbytes for b, original in buffers if not has_same_bits(b, original)
-            )
-            new_checksums = compute_checksums(frozen_parameters)
-            checksum_rows = zip(frozen_parameters, checksums, new_checksums, strict=True)
-            written_bytes += sum(p.nbytes for p, before, after in checksum_rows if after != before)
+            written_bytes = writes.count_bytes()
             if not adapter.writes_inputs[module.training]:
                 input_storages = _measure_storages(xs if s else [])
                 excluded_storages |= {*_measure_storages(args)} - {*input_storages}
@@ -464,23 +452,62 @@ def _measure_stage(
         if roots:
             with defer_weight_gradients(tape):
                 torch.autograd.backward(roots, [torch.ones_like(y) * is_last for y in roots])
+    return _StageBytes(
+        saved=saved_bytes,
+        deferred_wgrad=count_bytes(tape.list_saved_tensors()),
+        saved_and_deferred=tape.max_bytes,
+        checkpoint=count_bytes(xs) + written_bytes,
+        **_measure_parameters(module, stage_inputs),
+    )
+
+
+def _measure_parameters(module: nn.Module, stage_inputs: _StageInputs) -> dict[str, float]:
+    """Return the sizes of a stage's parameters, buffers and states, as fields of `_StageBytes`."""
     trained_parameters = [p for p in module.parameters() if p.requires_grad]
     trained_storages = _measure_storages(trained_parameters)
     stage_storages = _measure_storages([*module.parameters(), *module.buffers()])
     states = measure_model_states(
         module, stage_inputs.optimizer_state, stage_inputs.shard_spec, stage_inputs.replicas
     )
-    return _StageBytes(
-        saved=saved_bytes,
-        deferred_wgrad=count_bytes(tape.list_saved_tensors()),
-        saved_and_deferred=tape.max_bytes,
-        checkpoint=count_bytes(xs) + written_bytes,
-        params=states.params,
-        grads=states.grads,
-        optimizer=states.optimizer,
-        buffers=sum(n for address, n in stage_storages.items() if address not in trained_storages),
-        version=sum(p.numel() * p.dtype.itemsize for p in trained_parameters),
+    return {
+        "params": states.params,
+        "grads": states.grads,
+        "optimizer": states.optimizer,
+        "buffers": sum(
+            n for address, n in stage_storages.items() if address not in trained_storages
+        ),
+        "version": sum(p.numel() * p.dtype.itemsize for p in trained_parameters),
+    }
+
+
+def _make_zero_inputs(
+    s: int, stage_inputs: _StageInputs, device: torch.device
+) -> tuple[Tensor, ...]:
+    """Return inputs of zeros for stage `s`, which is not the first stage."""
+    return tuple(
+        torch.zeros(boundary.shape, dtype=boundary.dtype, device=device).requires_grad_(
+            bool(boundary.requires_grad) and begin >= stage_inputs.frozen_stages
+        )
+        for begin, boundary in stage_inputs.boundaries.list_inputs(s)
     )
+
+
+class _ModuleWrites:
+    """Counts the bytes of the buffers and frozen parameters that a module writes to."""
+
+    def __init__(self, module: nn.Module) -> None:
+        self.buffers = [(b, b.clone()) for b in module.buffers()]
+        self.frozen_parameters = [p for p in module.parameters() if not p.requires_grad]
+        self.checksums = compute_checksums(self.frozen_parameters)
+
+    def count_bytes(self) -> int:
+        """Return the bytes of the tensors that have changed since the counter was created."""
+        written_bytes = sum(
+            b.nbytes for b, original in self.buffers if not has_same_bits(b, original)
+        )
+        new_checksums = compute_checksums(self.frozen_parameters)
+        rows = zip(self.frozen_parameters, self.checksums, new_checksums, strict=True)
+        return written_bytes + sum(p.nbytes for p, before, after in rows if after != before)
 
 
 class _PeakTape(DeferredGradients):

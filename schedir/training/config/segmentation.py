@@ -91,20 +91,7 @@ def make_segmentation(
         ...                   layer_boundaries="fgfg", stage_segments="layers")
         StageSegmentation(layers_per_stage=(2, 2), segments_per_stage=(9, 9), microbatch_size=2)
     """
-    microbatch_chunks = (
-        1
-        if microbatch_chunks is None
-        else CHUNK_COUNT_TYPE.resolve("microbatch_chunks", microbatch_chunks, None)
-    )
-    if microbatch_size % microbatch_chunks:
-        raise UsageError(
-            f"microbatch_chunks = {microbatch_chunks} does not divide microbatch_size = "
-            f"{microbatch_size}",
-            hint="microbatch_size = "
-            f"{microbatch_chunks * -(-microbatch_size // microbatch_chunks)}",
-            fields=["microbatch_chunks", "microbatch_size"],
-        )
-    microbatch_size //= microbatch_chunks
+    microbatch_size = _split_microbatch(microbatch_size, microbatch_chunks)
     if stage_segments is None and not segment_boundaries:
         return StageSegmentation(
             split_layers(layers, shape.stages, layers_per_stage),
@@ -118,12 +105,7 @@ def make_segmentation(
             hint="leave out stage_segments",
             fields=["stage_segments", "schedule"],
         )
-    if not layer_boundaries:
-        raise UsageError(
-            f"a model of kind {model_kind!r} has no segments",
-            hint='use kind = "gpt", or stages without segments',
-            fields=[option, "kind"],
-        )
+    _require_segments(layer_boundaries, model_kind, option)
     letters = split_letters_by_stage(segment_boundaries, shape.stages)
     hint = (
         f'stage_segments = "{LAYER_SEGMENTATION}"'
@@ -145,7 +127,52 @@ def make_segmentation(
             letters = parse_segment_letters(stage_segments, shape)
         except UsageError as error:
             raise UsageError(error.fact, hint=hint, fields=error.fields) from error
-    for stage, (boundaries, number) in enumerate(zip(letters, stage_layers, strict=True)):
+    _require_complete_layers(letters, stage_layers, layer_boundaries, hint, option)
+    segmentation = StageSegmentation(
+        stage_layers, tuple(len(boundaries) + 1 for boundaries in letters), microbatch_size
+    )
+    if tied_weights:
+        _require_separate_ends(segmentation, option)
+    if segment_boundaries:
+        _require_complete_frozen_stages(segmentation, frozen_stages)
+    return segmentation
+
+
+def _split_microbatch(microbatch_size: int, microbatch_chunks: int | None) -> int:
+    """Return the number of samples in a chunk of a microbatch. None does not split it."""
+    chunks = (
+        1
+        if microbatch_chunks is None
+        else CHUNK_COUNT_TYPE.resolve("microbatch_chunks", microbatch_chunks, None)
+    )
+    if microbatch_size % chunks:
+        raise UsageError(
+            f"microbatch_chunks = {chunks} does not divide microbatch_size = {microbatch_size}",
+            hint=f"microbatch_size = {chunks * -(-microbatch_size // chunks)}",
+            fields=["microbatch_chunks", "microbatch_size"],
+        )
+    return microbatch_size // chunks
+
+
+def _require_segments(layer_boundaries: str, model_kind: str, option: str) -> None:
+    """Raise UsageError if stages of this kind of model cannot be segmented."""
+    if not layer_boundaries:
+        raise UsageError(
+            f"a model of kind {model_kind!r} has no segments",
+            hint='use kind = "gpt", or stages without segments',
+            fields=[option, "kind"],
+        )
+
+
+def _require_complete_layers(
+    letters: Sequence[str],
+    layers_per_stage: Sequence[int],
+    layer_boundaries: str,
+    hint: str,
+    option: str,
+) -> None:
+    """Raise UsageError if the segments of a stage, as letters, are not those of its layers."""
+    for stage, (boundaries, number) in enumerate(zip(letters, layers_per_stage, strict=True)):
         if boundaries not in ("", layer_boundaries * number):
             raise UsageError(
                 f"stage {stage} has {number} layer{'s' * (number != 1)}, and needs the segment "
@@ -153,21 +180,26 @@ def make_segmentation(
                 hint=hint,
                 fields=[option, "layers_per_stage"],
             )
-    segmentation = StageSegmentation(
-        stage_layers, tuple(len(boundaries) + 1 for boundaries in letters), microbatch_size
-    )
-    if tied_weights and segmentation.segments_per_stage != (1,) and len(letters) == 1:
+
+
+def _require_separate_ends(segmentation: StageSegmentation, option: str) -> None:
+    """Raise UsageError if the embedding and the head are in two segments of one stage."""
+    segments = segmentation.segments_per_stage
+    if segments != (1,) and len(segments) == 1:
         raise UsageError(
             "the embedding and the head share a weight, so they cannot be in two segments of one "
             "stage",
             hint="use two or more stages, or tied = false",
             fields=[option, "tied_weights"],
         )
-    if segment_boundaries and frozen_stages not in segmentation.first_segments:
+
+
+def _require_complete_frozen_stages(segmentation: StageSegmentation, frozen_stages: int) -> None:
+    """Raise UsageError if only some segments of a stage are frozen."""
+    if frozen_stages not in segmentation.first_segments:
         raise UsageError(
             f"frozen_stages is {frozen_stages}, but the first {frozen_stages} segments of the "
             "program are not complete stages",
             hint=f"frozen_stages = {' or '.join(map(str, segmentation.first_segments[1:-1])) or 0}",
             fields=["frozen_stages", "schedule"],
         )
-    return segmentation

@@ -16,7 +16,7 @@ from contextlib import suppress
 from pathlib import Path
 from queue import SimpleQueue
 from threading import Lock, Thread, Timer, current_thread, main_thread
-from typing import IO, Any, Final, NamedTuple
+from typing import IO, TYPE_CHECKING, Any, Final, NamedTuple
 
 from schedir.errors import UsageError
 from schedir.hang_diagnosis.post_mortem import load_program, write_verdict
@@ -37,6 +37,9 @@ from schedir.training.processes.process_exit import (
     EXIT_TIMEOUT,
     LAUNCHER_PID_VARIABLE,
 )
+
+if TYPE_CHECKING:
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
 
 MAX_PROCESSES: Final = 256  # Larger runs need several machines, so torchrun must start them.
 MAX_OUTPUT_BYTES: Final = 2**20  # The launcher forwards at most this many bytes of a process.
@@ -92,27 +95,8 @@ def launch(
             f"{world} processes are more than {MAX_PROCESSES}, the most that schedir train starts",
             hint="start them with torchrun",
         )
-    from torch.distributed import TCPStore  # type: ignore[attr-defined]
-
-    # The rendezvous store is in this process. Its port is reserved from the start.
-    listener = socket.create_server(("127.0.0.1", 0))
-    port = listener.getsockname()[1]
-    store = TCPStore(
-        "127.0.0.1",
-        port,
-        is_master=True,
-        wait_for_workers=False,
-        master_listen_fd=listener.detach(),
-    )
-    environment = os.environ | {
-        "MASTER_ADDR": "127.0.0.1",
-        "MASTER_PORT": str(port),
-        "TORCHELASTIC_USE_AGENT_STORE": "True",  # All processes are clients of the store.
-        "WORLD_SIZE": str(world),
-        "LOCAL_WORLD_SIZE": str(world),
-        "PYTHONUNBUFFERED": "1",
-        LAUNCHER_PID_VARIABLE: str(os.getpid()),
-    }
+    store, port = _open_store()
+    environment = _make_environment(world, port)
     folder = Path(output_dir, BLACK_BOX_DIRECTORY)
     _remove_leftovers(folder)
     failure: FailedExit | None = None
@@ -122,14 +106,7 @@ def launch(
     try:
         signal_forwarding.install()
         for number in range(world):
-            process = subprocess.Popen(
-                [sys.executable, "-m", "schedir", *arguments],
-                stdin=subprocess.PIPE,  # It closes when this process ends. See `end_with_parent`.
-                stdout=subprocess.PIPE if number else None,
-                stderr=subprocess.PIPE,
-                env=environment | {"RANK": str(number), "LOCAL_RANK": str(number)},
-                start_new_session=True,  # Ctrl-C must interrupt this process only.
-            )
+            process = _start_process(number, arguments, environment)
             processes.append(process)
             readers += _start_forwarding(number, process)
         signal_forwarding.forward_pending()
@@ -138,17 +115,7 @@ def launch(
             signal_forwarding.wait()  # All processes are about to exit.
     finally:
         signal_forwarding.restore()
-        for process in processes:
-            process.kill()
-        for process in processes:
-            process.wait()
-        for reader in readers:  # A child of a process may still run, and keep the pipe open.
-            reader.join(EXIT_TIMEOUT)
-        read = not any(reader.is_alive() for reader in readers)
-        for process in processes:
-            for pipe in (process.stdin, *((process.stdout, process.stderr) if read else ())):
-                if pipe is not None:
-                    pipe.close()
+        _end_processes(processes, readers)
         del store
         if failure is None:  # The user has interrupted the run, so no process failed.
             _remove_leftovers(folder)
@@ -156,13 +123,19 @@ def launch(
         _remove_leftovers(folder)
         return 0
     run = compute_run_id(os.getpid(), environment)
+    was_terminated = signal_forwarding.has_received_signal
+    return _report_failure(failure, layout, folder, run, was_terminated=was_terminated)
+
+
+def _report_failure(
+    failure: FailedExit, layout: ProcessLayout, folder: Path, run: int, *, was_terminated: bool
+) -> int:
+    """Print why a run failed, write the verdict if needed, and return the exit code."""
     black_boxes = read_black_boxes(folder, run)
     message, code = _describe_failure(failure, black_boxes, layout, folder)
     print(message, file=sys.stderr)
-    if signal_forwarding.has_received_signal and failure.code in (
-        TERMINATED_EXIT_CODE,
-        -signal.SIGTERM,
-    ):  # If SIGTERM killed a process, the process had nothing to save yet.
+    # If SIGTERM killed a process, the process had nothing to save yet.
+    if was_terminated and failure.code in (TERMINATED_EXIT_CODE, -signal.SIGTERM):
         _remove_leftovers(folder)
         return TERMINATED_EXIT_CODE
     if code == REFUSED_EXIT_CODE:  # The message is complete without the black boxes.
@@ -170,6 +143,65 @@ def launch(
     else:
         write_verdict(folder, run, message)
     return code
+
+
+def _open_store() -> tuple[TCPStore, int]:
+    """Return the rendezvous store of the run, which is in this process, and its port."""
+    from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+    # The port is reserved from the start.
+    listener = socket.create_server(("127.0.0.1", 0))
+    port = listener.getsockname()[1]
+    store = TCPStore(
+        "127.0.0.1",
+        port,
+        is_master=True,
+        wait_for_workers=False,
+        master_listen_fd=listener.detach(),
+    )
+    return store, port
+
+
+def _make_environment(world: int, port: int) -> dict[str, str]:
+    """Return the environment variables that are equal in all processes."""
+    return os.environ | {
+        "MASTER_ADDR": "127.0.0.1",
+        "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",  # All processes are clients of the store.
+        "WORLD_SIZE": str(world),
+        "LOCAL_WORLD_SIZE": str(world),
+        "PYTHONUNBUFFERED": "1",
+        LAUNCHER_PID_VARIABLE: str(os.getpid()),
+    }
+
+
+def _start_process(
+    number: int, arguments: Sequence[str], environment: dict[str, str]
+) -> subprocess.Popen[bytes]:
+    """Start the process with this number."""
+    return subprocess.Popen(
+        [sys.executable, "-m", "schedir", *arguments],
+        stdin=subprocess.PIPE,  # It closes when this process ends. See `end_with_parent`.
+        stdout=subprocess.PIPE if number else None,
+        stderr=subprocess.PIPE,
+        env=environment | {"RANK": str(number), "LOCAL_RANK": str(number)},
+        start_new_session=True,  # Ctrl-C must interrupt this process only.
+    )
+
+
+def _end_processes(processes: Sequence[subprocess.Popen[bytes]], readers: Sequence[Thread]) -> None:
+    """Kill all processes, wait for the rest of their output, and close their pipes."""
+    for process in processes:
+        process.kill()
+    for process in processes:
+        process.wait()
+    for reader in readers:  # A child of a process may still run, and keep the pipe open.
+        reader.join(EXIT_TIMEOUT)
+    read = not any(reader.is_alive() for reader in readers)
+    for process in processes:
+        for pipe in (process.stdin, *((process.stdout, process.stderr) if read else ())):
+            if pipe is not None:
+                pipe.close()
 
 
 # Seconds after the grace time until processes that still run are killed.
