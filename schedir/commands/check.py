@@ -155,7 +155,7 @@ def _compile_or_draw(request: Request, output: str | None) -> Program:
         raise
 
 
-def _get_host_options(args: argparse.Namespace) -> dict[str, bool]:
+def _get_host_options(args: argparse.Namespace) -> dict[str, Any]:
     """Return the arguments of `check` that say when hosts wait."""
     return {
         "blocking_hosts": args.blocking_hosts,
