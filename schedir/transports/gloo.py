@@ -145,8 +145,8 @@ class ProcessTransport:
                 f"there are {world_size} processes, but pp {pp} x tp {self.tp} x dp {self.dp} "
                 f"needs {pp * self.tp * self.dp}",
                 program=program.name,
-                hint=f"torchrun --nproc-per-node {pp * self.tp * self.dp}, or compile the program "
-                f"for {world_size} processes",
+                hint=f"torchrun --nproc-per-node {pp * self.tp * self.dp}, or compile a program "
+                f"whose pp x tp x dp is {world_size}",
             )
         members = np.array(dist.get_process_group_ranks(group or dist.group.WORLD))
         self.mesh: NDArray[np.int64] = members.reshape(self.dp, pp, self.tp)
@@ -451,6 +451,7 @@ class GlooTransport(ProcessTransport):
         Traceback (most recent call last):
             ...
         schedir.errors.ModelError: gpipe: there are 1 processes, but pp 4 x tp 1 x dp 2 needs 8
+          hint: torchrun --nproc-per-node 8, or compile a program whose pp x tp x dp is 1
         >>> distributed.destroy_process_group()
     """
 
