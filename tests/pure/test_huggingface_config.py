@@ -113,7 +113,7 @@ def test_keys_that_are_missing(tmp_path: Path) -> None:
     with pytest.raises(UsageError, match="required fields: layers, heads, sequence") as caught:
         load_model(path)
     keys = "num_hidden_layers, num_attention_heads, max_position_embeddings"
-    assert caught.value.hint == f"add {keys} to the file"
+    assert caught.value.hint == f"add {keys} to the file, or pass layers=N, heads=N, sequence=N"
 
 
 def test_other_names() -> None:
