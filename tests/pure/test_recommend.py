@@ -338,10 +338,11 @@ def test_any_number_of_microbatches_compiles() -> None:
     """Schedules compile for all numbers of microbatches, except for those that the page names."""
     fill = {"zb_v": 7, "dualpipe_v": 8, "dualpipe": 8, "chimera": 2, "bitpipe": 2}
     page = (DOCS / "how-to" / "choose-a-schedule.md").read_text()
-    least = (
-        "`zb_v` 2P-1, `dualpipe_v` 2P, `dualpipe` 2P and an even number, `chimera` and `bitpipe` 2."
+    sentence = (
+        "`zb_v` needs 2P-1 microbatches, `dualpipe_v` 2P, `dualpipe` 2P and an even number, "
+        "`chimera` and `bitpipe` 2."
     )
-    assert least in " ".join(page.split())
+    assert sentence in " ".join(page.split())
     for name, schedule in get_built_in_schedules().items():
         placement, fixed = get_placement_mark(schedule)
         v = fixed or (2 if has_free_v(schedule) else 1)
