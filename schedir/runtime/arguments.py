@@ -122,24 +122,45 @@ def require_stages(
     return stages
 
 
+# Classes of modules that reduce the gradients of replicas.
+_REDUCING_WRAPPERS: Final = (
+    "DistributedDataParallel",
+    "FullyShardedDataParallel",
+    "FSDPModule",
+    "DataParallel",
+)
+
+
+def _find_reducing_wrapper(module: nn.Module) -> str:
+    """Return the name of the wrapper that reduces the gradients of a module, or "".
+
+    A module under `fully_shard` counts only if its parameters are sharded. In place of torch's
+    runtime, they are unsharded before the executor is created.
+    """
+    base_names = {base.__name__ for base in type(module).__mro__}
+    is_sharded = any(type(p).__name__ == "DTensor" for p in module.parameters())
+    if "FSDPModule" in base_names and not is_sharded:
+        return ""
+    return next((wrapper for wrapper in _REDUCING_WRAPPERS if wrapper in base_names), "")
+
+
 def _require_plain_stage(stage: int, module: nn.Module, program: Program) -> None:
     """Refuse a wrapper that reduces gradients itself, and parameters without a shape.
 
     Raises:
         ModelError: The stage has such a module or parameter.
     """
-    wrappers = "DistributedDataParallel", "FullyShardedDataParallel", "FSDPModule", "DataParallel"
     for name, part in module.named_modules():
-        base_names = {base.__name__ for base in type(part).__mro__}
-        if wrapper := next((wrapper for wrapper in wrappers if wrapper in base_names), ""):
-            where = f"module {name!r} of stage {stage}" if name else f"stage {stage}"
-            fsdp = wrapper in ("FSDPModule", "FullyShardedDataParallel")
+        if wrapper := _find_reducing_wrapper(part):
+            location = f"module {name!r} of stage {stage}" if name else f"stage {stage}"
+            options = (
+                "dp=2, zero=3" if wrapper in ("FSDPModule", "FullyShardedDataParallel") else "dp=2"
+            )
             raise ModelError(
-                f"{where} is wrapped in {wrapper}, but the executor itself reduces the gradients "
-                "of replicas",
+                f"{location} is wrapped in {wrapper}, but the executor itself reduces the "
+                "gradients of replicas",
                 program=program.name,
-                hint="pass the module without the wrapper, and compile(..., dp=2"
-                + (", zero=3)" if fsdp else ")"),
+                hint=f"pass the module without the wrapper, and compile(..., {options})",
             )
     for name, parameter in module.named_parameters():
         if isinstance(parameter, nn.UninitializedParameter):
