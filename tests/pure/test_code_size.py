@@ -27,7 +27,7 @@ BUDGET = {
     "schedir/passes": 2_800,
     "schedir/planner": 4_430,
     "schedir/predict": 1_650,
-    "schedir/runtime": 10_150,
+    "schedir/runtime": 10_160,
     "schedir/schedule_search": 3_000,
     "schedir/schedules": 850,
     "schedir/tensor_parallel": 340,
