@@ -255,7 +255,7 @@ def _describe_assumptions(
 
 
 def _format_text(program: Program, models: list[ProgressModel], exceptions: str) -> str:
-    """Return the result of `check` in words."""
+    """Return the result of `check` as text."""
     from schedir.analysis.memory.unshard_counts import describe_sharding
     from schedir.predict.recompute_summary import describe_forwards
 

@@ -126,7 +126,6 @@ def require_stages(
 _REDUCING_WRAPPERS: Final = (
     "DistributedDataParallel",
     "FullyShardedDataParallel",
-    "FSDPModule",
     "DataParallel",
 )
 
@@ -138,9 +137,9 @@ def _find_reducing_wrapper(module: nn.Module) -> str:
     runtime, they are unsharded before the executor is created.
     """
     base_names = {base.__name__ for base in type(module).__mro__}
-    is_sharded = any(type(p).__name__ == "DTensor" for p in module.parameters())
-    if "FSDPModule" in base_names and not is_sharded:
-        return ""
+    if "FSDPModule" in base_names:
+        is_sharded = any(type(p).__name__ == "DTensor" for p in module.parameters())
+        return "FSDPModule" if is_sharded else ""
     return next((wrapper for wrapper in _REDUCING_WRAPPERS if wrapper in base_names), "")
 
 

@@ -102,7 +102,7 @@ def read_traces(
 
 
 def _is_perfetto_export(path: Path) -> bool:
-    """Return whether a trace has the facts that `schedir.io.perfetto` writes at its begin."""
+    """Return whether a trace has the facts that `schedir.io.perfetto` writes at its beginning."""
     with gzip.open(path) if path.suffix == ".gz" else path.open("rb") as file:
         return b'"microseconds_per_unit":' in file.read(_EXPORT_HEADER_BYTES)
 

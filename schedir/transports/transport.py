@@ -270,7 +270,7 @@ def _is_peer_timeout(error: BaseException) -> bool:
 
 @contextmanager
 def require_all_processes(what: str, program_name: str = "") -> Iterator[None]:
-    """Say what a process created while another process did not arrive or had ended.
+    """Raise a clear error if another process is missing while all processes create an object.
 
     Args:
         what: The object that all processes create, such as "an Executor".

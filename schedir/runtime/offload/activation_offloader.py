@@ -403,7 +403,7 @@ class OffloadMoves(ProgramService):
         self.offloading: list[SavedActivations] = []
 
     def release_copied(self) -> None:
-        """Release the device memory of offloads whose copies have ended, without waiting."""
+        """Release the device memory of offloads with completed copies, without waiting."""
         for value in self.offloading:
             if value.offload_job is not None and value.offload_job.is_done:
                 value.release_device_memory()

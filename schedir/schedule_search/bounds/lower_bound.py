@@ -94,7 +94,7 @@ def compute_bound(problem: SchedulingProblem, time_limit: float = 0.005) -> Lowe
         return best
     for relaxation in make_relaxations(problem):
         earliest_bound = compute_earliest_bound(relaxation)
-        # If the bounds are equal, keep the closed form, whose proof is simpler.
+        # If the bounds are equal, keep the closed form. Its proof is simpler.
         if earliest_bound.value > best.value * (1 + RELATIVE_TOLERANCE):
             best = earliest_bound
     return best
