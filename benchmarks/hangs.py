@@ -47,7 +47,7 @@ from schedir.training import trainer
 from schedir.training.config.config_file import read_config
 from schedir.training.processes import process_world
 from schedir.training.train import build_program, run
-from tests.cpu import faulty
+from tests.cpu import process_faults
 
 assert trainer and process_world and torch._dynamo  # imported here, so forked processes share them
 TIMEOUT, MORE, LONGEST = 12.0, 12.0, 60.0  # seconds
@@ -192,12 +192,12 @@ def arm(fault: Fault, note: Path) -> None:
         if fault.is_slow_disk:
             time.sleep(TIMEOUT + 2)
         else:
-            faulty.fault(fault.kind)
+            process_faults.fault(fault.kind)
 
     if fault.op == "save":
-        dcp_storage.write = faulty.after(fault.step, "", dcp_storage.write, fails)
+        dcp_storage.write = process_faults.after(fault.step, "", dcp_storage.write, fails)
     else:
-        faulty.at_instruction(fault.at, fault.step, fault.when, fails)
+        process_faults.at_instruction(fault.at, fault.step, fault.when, fails)
 
 
 def store() -> tuple[int, int]:

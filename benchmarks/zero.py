@@ -70,7 +70,7 @@ from schedir.runtime.services.update_checks import UpdateChecks
 from schedir.schedules.schedule_algebra import get_placement_mark, has_free_v
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.transports.gloo import GlooTransport
-from tests.cpu.spawn import run as run_in
+from tests.cpu.gloo_processes import run as run_in
 
 STEPS, BATCH, CONTEXT, HIDDEN, VOCAB = 5, 2, 8, 24, 31
 COSTS = Costs(F=1, I=1, W=1, send=0.05, unshard=0.5)
@@ -481,7 +481,7 @@ def of_torch(program: Program, held: int) -> list[int]:
     # Other programs import this module without these two modules.
     from torch.distributed.pipelining.schedules import _add_unshard_reshard
 
-    from tests.cpu.test_zero_gathers import actions, residency
+    from tests.cpu.test_zero_unshard_count import actions, residency
 
     found: list[list[int]] = []
     for active in range(1, held + 1):

@@ -20,11 +20,11 @@ ROOT = Path(__file__).resolve().parents[1]
 # The executor, split backwards, ZeRO, traces and checkpoints.  What `schedir train` prints is not
 # compared: torch 2.10 prints lines of its own.
 EXECUTOR = (
-    "test_executor*.py", "test_boundaries.py", "test_split*.py", "test_zero.py",
-    "test_zero_optimizers.py", "test_reduction.py", "test_instrument.py", "test_measured.py",
-    "test_checkpoints.py", "test_optimizer_placements.py",
+    "test_executor*.py", "test_boundary_tensors.py", "test_split_backward*.py", "test_zero.py",
+    "test_zero_optimizers.py", "test_gradient_reduction.py", "test_instrument.py",
+    "test_measured_timelines.py", "test_checkpoint_resharding.py", "test_optimizer_state_tiers.py",
 )  # fmt: skip
-DROP_IN = ("test_torch_face*.py", "test_torch_own*.py")  # needs torch 2.13
+DROP_IN = ("test_drop_in*.py", "test_torchtitan.py", "test_schedir_runtime*.py")  # needs torch 2.13
 
 
 def lowest_torch() -> str:

@@ -47,7 +47,8 @@ def compute_trainer_sizes(
     norm, and one number per attention head in place of its scores. The head saves the input of its
     norm and of its matrix, the logits and the targets. For a split backward, each linear layer
     keeps its input and the gradient of its output. `measure_sizes` measures the same sizes
-    (tests/cpu/test_own_sizes.py). With ZeRO `measure_sizes` also counts the padding of buckets.
+    (tests/cpu/test_planner_memory.py). With ZeRO `measure_sizes` also counts the padding of
+    buckets.
 
     Args:
         model: The model.

@@ -4,7 +4,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from tests.cpu.training import end_all, write_config
+from tests.cpu.train_command import end_all, write_config
 
 # Bits are compared between processes, so each has one thread.
 torch.set_num_threads(1)
@@ -23,14 +23,18 @@ def _ended() -> Iterator[None]:
 
 # Files that take the longest, in seconds of a core or of waiting, the longest first.
 LONG = (
-    "test_gpu_tests", "test_ends", "test_kills", "test_torch_face_replicas", "test_numeric_law",
-    "test_nccl_like", "test_megatron", "test_checkpoints", "test_faults", "test_resume",
-    "test_tutorial", "test_warmup", "test_torch_huggingface", "test_zero", "test_train",
-    "test_train_zero", "test_benchmarks", "test_ahead", "test_torch_own", "test_instrument",
-    "test_states_runs", "test_measure", "test_slots", "test_steps", "test_gpt2", "test_finite",
-    "test_new_row_runs", "test_pieces", "test_aliasing", "test_meeting", "test_edges",
-    "test_train_ends", "test_search_runs", "test_models", "test_full_disk", "test_saver",
-    "test_results", "test_hangs", "test_gpu_run", "test_own_model", "test_programs", "test_corpus",
+    "test_gpu_rehearsal", "test_process_cleanup", "test_checkpoint_kills",
+    "test_drop_in_replicas", "test_numeric_law", "test_nccl_stand_in", "test_megatron",
+    "test_checkpoint_resharding", "test_fault_injection", "test_resume", "test_tutorials",
+    "test_warmup_step", "test_drop_in_huggingface", "test_zero", "test_train",
+    "test_train_zero", "test_benchmarks", "test_post_validation", "test_schedir_runtime",
+    "test_instrument", "test_optimizer_offload", "test_machine_measurement",
+    "test_static_slots", "test_delayed_loss_reads", "test_huggingface_gpt2",
+    "test_nonfinite_steps", "test_new_instruction_runs", "test_segments", "test_shared_outputs",
+    "test_startup_comparison", "test_transport_matching", "test_train_termination",
+    "test_search_execution", "test_model_families", "test_full_disk", "test_background_saver",
+    "test_run_results", "test_hangs", "test_gpu_command", "test_own_model_page",
+    "test_several_programs", "test_packed_documents",
 )  # fmt: skip
 
 

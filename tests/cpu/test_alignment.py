@@ -23,7 +23,7 @@ from schedir.schedules import interleaved, interleaved_zb
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cases import pairs
-from tests.cpu.spawn import run
+from tests.cpu.gloo_processes import run
 
 ROWS, WIDTH, EXTRA = 3, 5, 7  # odd, so that a tensor packed after another one is not aligned
 BOUNDARY = (Boundary((ROWS, WIDTH)), Boundary((EXTRA,)))

@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 
 from benchmarks.harness import lacks, parse, spread
 from tests.cases import cases
-from tests.cpu.training import ROOT, launched
+from tests.cpu.train_command import ROOT, launched
 
 TEXTS = {path.stem: path.read_text() for path in sorted((ROOT / "benchmarks").glob("*.py"))}
 SCRIPTS = [name for name, text in TEXTS.items() if '__name__ == "__main__":\n    ' in text]

@@ -18,8 +18,8 @@ from schedir.checkpoints.tensor_slices import split_range_into_slices
 from schedir.models import gpt
 from schedir.training.train import run
 from tests.commands import run_command, run_refused_command
-from tests.cpu.layouts import whole
-from tests.cpu.training import ALONE, CONFIG
+from tests.cpu.checkpoint_layouts import whole
+from tests.cpu.train_command import ALONE, CONFIG
 
 load_file = pytest.importorskip("safetensors.torch").load_file
 EXPORT = ("checkpoint", "export")

@@ -19,8 +19,8 @@ from schedir.transports.gloo import GlooTransport, ProcessTransport
 from schedir.transports.in_process import mailbox
 from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
 from schedir.transports.shared_memory import SharedMemoryTransport
-from tests.cpu.spawn import run
-from tests.cpu.strict import Strict
+from tests.cpu.gloo_processes import run
+from tests.cpu.per_device_transport import Strict
 from tests.cpu.virtual_gpu import install
 
 TRANSPORTS: tuple[Callable[[Program], ProcessTransport], ...] = (

@@ -34,11 +34,19 @@ from schedir.schedules.schedule_algebra import B, F, RankSchedule
 from schedir.testing.tiny_model import make_batch, make_tiny_stages, squared_error
 from schedir.transports.gloo import GlooTransport
 from tests.cpu import tiny_stages as of_gpt
-from tests.cpu.layouts import Layout, Model, in_process, same, steps
-from tests.cpu.spawn import run
-from tests.cpu.stated import ADAMW, MAKES, equal, left, made, poison_weights, stepped
+from tests.cpu.checkpoint_layouts import Layout, Model, in_process, same, steps
+from tests.cpu.gloo_processes import run
+from tests.cpu.optimizer_offload_programs import (
+    ADAMW,
+    MAKES,
+    equal,
+    left,
+    made,
+    poison_weights,
+    stepped,
+)
 from tests.cpu.test_host_steps import steps_of
-from tests.cpu.test_updates import BOUNDARY, adam, split, stage_by_stage, weights
+from tests.cpu.test_several_updates import BOUNDARY, adam, split, stage_by_stage, weights
 
 torch.set_num_threads(1)
 WHERE = ("device", "cpu_step")

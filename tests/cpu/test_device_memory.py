@@ -12,7 +12,7 @@ from schedir.runtime.recording.allocator_growth import count_allocations
 from schedir.training import trainer
 from schedir.training.step_queue import StepQueue
 from schedir.training.train import run
-from tests.cpu.training import ALONE
+from tests.cpu.train_command import ALONE
 
 
 @pytest.mark.parametrize("grows", [1, 3, 100])

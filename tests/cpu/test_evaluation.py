@@ -15,7 +15,7 @@ from schedir.models import gpt
 from schedir.training.batches.text_batches import Corpus
 from schedir.training.config.config_file import read_config
 from schedir.training.train import run
-from tests.cpu.training import alone, train
+from tests.cpu.train_command import alone, train
 
 DROPS = ["model.dropout=0.2", "pipeline.tp=1"]
 

@@ -32,7 +32,7 @@ from schedir.runtime.services.pending_sends import PendingSends
 from schedir.schedules import gpipe, one_f_one_b
 from schedir.schedules.schedule_algebra import F
 from schedir.transports.gloo import GlooTransport
-from tests.cpu.spawn import RankError, run
+from tests.cpu.gloo_processes import RankError, run
 from tests.cpu.tiny_stages import (
     BATCH,
     BOUNDARY,

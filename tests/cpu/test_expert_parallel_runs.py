@@ -42,7 +42,7 @@ from schedir.runtime.parameters.buckets import ShardSpec, is_expert
 from schedir.training.config.train_config import TrainConfig
 from schedir.training.optimizer import build_optimizer
 from tests.cases import cases
-from tests.cpu.spawn import run
+from tests.cpu.gloo_processes import run
 from tests.cpu.tiny_stages import moe_executor
 
 CONFIG = MoEConfig(

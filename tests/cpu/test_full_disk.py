@@ -22,7 +22,7 @@ from schedir.errors import CheckpointError, UsageError
 from schedir.io.files import atomic_write, require_writable
 from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import one_f_one_b
-from tests.cpu.training import ALONE, ROOT
+from tests.cpu.train_command import ALONE, ROOT
 from tests.file_size_limit import small_files
 
 FULL = Path("/dev/full")

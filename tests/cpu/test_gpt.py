@@ -14,7 +14,7 @@ from schedir.errors import UsageError
 from schedir.models.gpt import GPTConfig, Stage, build_stage, count_tokens, loss
 from schedir.runtime.autograd import split_backward
 from schedir.tensor_parallel.mappings import get_shard_dim
-from tests.cpu.spawn import run
+from tests.cpu.gloo_processes import run
 
 torch.set_num_threads(1)
 

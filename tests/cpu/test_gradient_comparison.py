@@ -21,7 +21,7 @@ from schedir.testing.gradient_comparison import (
     compare_gradients,
 )
 from schedir.testing.unpipelined_model import UnpipelinedModel, split_batch
-from tests.cpu.torchs import WIDTH, Tied, model
+from tests.cpu.torch_pipelines import WIDTH, Tied, model
 
 Gradients = dict[str, Tensor | None]
 

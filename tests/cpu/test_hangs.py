@@ -48,10 +48,10 @@ from schedir.transports.shared_memory import (
 )
 from schedir.transports.transport import PeerLate, PeerLeft
 from tests.cases import cases
-from tests.cpu.faulty import at_instruction, fault
-from tests.cpu.spawn import CONTEXT, run
+from tests.cpu.gloo_processes import CONTEXT, run
+from tests.cpu.process_faults import at_instruction, fault
 from tests.cpu.tiny_stages import gpt_executor, own_batch
-from tests.cpu.training import wait_until
+from tests.cpu.train_command import wait_until
 
 PATIENCE = 2.0  # seconds that processes wait for each other
 MORE = 15.0  # further seconds that a busy machine may take

@@ -22,7 +22,7 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.offload.cpu_optimizer import CpuOptimizer
 from schedir.runtime.services.optimizer_placement import OptimizerPlacement
 from schedir.schedules import interleaved, looped_bfs, one_f_one_b
-from tests.cpu.stated import (
+from tests.cpu.optimizer_offload_programs import (
     ADAMW,
     equal,
     left,

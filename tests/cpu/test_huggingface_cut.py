@@ -13,7 +13,7 @@ from schedir import find_tied_weights
 from schedir.errors import UsageError
 from schedir.models.huggingface import cut
 from schedir.runtime import InProcessExecutor
-from tests.cpu.training import ROOT
+from tests.cpu.train_command import ROOT
 
 transformers = pytest.importorskip("transformers")
 

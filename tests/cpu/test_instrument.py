@@ -22,8 +22,8 @@ from schedir.analysis.progress_models import MODELS
 from schedir.errors import ExecutionError, UsageError
 from schedir.instrumentation import deepspeed, megatron
 from schedir.testing.tiny_model import WIDTH, make_batch, squared_error
-from tests.cpu.ranges import computes, imported, profiled
-from tests.cpu.spawn import run
+from tests.cpu.gloo_processes import run
+from tests.cpu.trainer_traces import computes, imported, profiled
 
 ROOT = Path(__file__).parents[2]
 RANKS, MICROBATCHES = 4, 5

@@ -12,8 +12,8 @@ import torch
 
 import schedir
 from schedir import PipelineShape, schedules
-from tests.cpu.ranges import ELSEWHERE, computes, imported, profiled
-from tests.cpu.spawn import run
+from tests.cpu.gloo_processes import run
+from tests.cpu.trainer_traces import ELSEWHERE, computes, imported, profiled
 
 pytest.importorskip("deepspeed", reason="deepspeed is not installed")
 

@@ -15,8 +15,8 @@ import schedir
 from schedir import PipelineShape, schedules
 from schedir.errors import DeadlockError
 from schedir.transports.local_processes import run_processes
-from tests.cpu.megatrons import WIDTH, chunks_of, on_cpu
-from tests.cpu.ranges import ELSEWHERE, computes, imported, profiled
+from tests.cpu.megatron_on_cpu import WIDTH, chunks_of, on_cpu
+from tests.cpu.trainer_traces import ELSEWHERE, computes, imported, profiled
 from tests.museum.cases import cases
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")

@@ -18,7 +18,7 @@ pytest.importorskip("triton")  # not available on every system
 
 from schedir.errors import UsageError
 from schedir.kernels import backend_choice, cross_entropy, gelu, layer_norm, weight_gradient
-from tests.cpu.interpreted import interpreting, load
+from tests.cpu.triton_interpreter import interpreting, load
 
 FLOATS = st.sampled_from([torch.float32, torch.bfloat16, torch.float16])
 SEEDS = st.integers(0, 99)

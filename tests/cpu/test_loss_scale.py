@@ -28,7 +28,7 @@ from schedir.runtime.parameters.mixed_precision import (
 from schedir.schedules import one_f_one_b
 from schedir.training.config.train_config import TrainConfig
 from schedir.transports.gloo import GlooTransport
-from tests.cpu.spawn import run
+from tests.cpu.gloo_processes import run
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, zb
 
 HALF = Boundary(BOUNDARY.shape, torch.float16)

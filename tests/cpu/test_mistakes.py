@@ -19,9 +19,9 @@ from schedir.errors import ExecutionError, ModelError, SchedirError
 from schedir.ir.pipeline.pipeline_shape import PipelineShape
 from schedir.runtime import Executor, GlooTransport, InProcessExecutor
 from tests.commands import ENV
-from tests.cpu.faces import MB, made
-from tests.cpu.spawn import run, run_fresh
-from tests.cpu.torchs import WIDTH, model
+from tests.cpu.drop_in_steps import MB, made
+from tests.cpu.gloo_processes import run, run_fresh
+from tests.cpu.torch_pipelines import WIDTH, model
 
 PROGRAM = compile("one_f_one_b", PipelineShape(2, 4))
 

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from examples import bert
-from tests.cpu.training import ROOT, launched, script
+from tests.cpu.train_command import ROOT, launched, script
 
 
 @pytest.mark.parametrize("name", ["bert", "encoder_decoder"])

@@ -29,7 +29,9 @@ from schedir.schedules import forward_only, gpipe, one_f_one_b, pipedream_2bw
 from schedir.schedules.schedule_expansion import expand_schedule
 from schedir.testing import compile_options, compute_programs, shapes
 from schedir.verify.check import check
-from tests.cpu.drawn_models import (
+from tests.cpu.activation_offload_programs import moved
+from tests.cpu.optimizer_offload_programs import poison_weights
+from tests.cpu.random_models import (
     Batch,
     Traits,
     make_batch,
@@ -37,9 +39,7 @@ from tests.cpu.drawn_models import (
     make_stages,
     squared_error,
 )
-from tests.cpu.moved import moved
-from tests.cpu.stated import poison_weights
-from tests.cpu.test_zoo_runs import ZOO, newest_first
+from tests.cpu.test_built_in_schedules import ZOO, newest_first
 from tests.laws import least, shape_of
 
 torch.set_num_threads(1)

@@ -20,9 +20,9 @@ from schedir.runtime.offload.copy_lanes import CopyLanes, LaneJob
 from schedir.runtime.offload.memory_tiers import MemoryTiers
 from schedir.schedules import dualpipe_v, gpipe, one_f_one_b
 from tests.cases import cases
-from tests.cpu.happens_before import Races
-from tests.cpu.moved import moved
-from tests.cpu.test_offload_runs import checked
+from tests.cpu.activation_offload_programs import moved
+from tests.cpu.race_detector import Races
+from tests.cpu.test_activation_offload import checked
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_bits
 from tests.cpu.virtual_gpu import VirtualGPU, install
 

@@ -17,10 +17,10 @@ from schedir.training.resume_checks import RUN_FILE
 from schedir.training.run_results import claim_directories
 from schedir.training.step_queue import StepQueue
 from schedir.training.train import run
-from tests.cpu import training
-from tests.cpu.training import ROOT, TORCHRUN, Run, forked, launched, wait_until
+from tests.cpu import train_command
+from tests.cpu.train_command import ROOT, TORCHRUN, Run, forked, launched, wait_until
 
-ALONE = [*training.ALONE, "output.record=false"]  # a picture would take as long as the steps
+ALONE = [*train_command.ALONE, "output.record=false"]  # a picture would take as long as the steps
 TWO = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "output.record=false"]
 STEPS = 7
 
@@ -43,7 +43,7 @@ def steps(folder: Path) -> list[int]:
 @pytest.fixture(scope="module")
 def unbroken(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("unbroken")
-    config = str(training.write_config(folder))
+    config = str(train_command.write_config(folder))
     assert run(config, [*ALONE, *words(folder)[:3], f'output.dir="{folder / "out"}"']) == 0
     return losses(folder)
 
@@ -81,7 +81,7 @@ def test_a_run_goes_on_with_the_bits_of_an_unbroken_one(
     assert losses(folder).count(b"\n") == 5 and steps(folder) == [2, 4]
     with (folder / "out" / "loss.csv").open("a") as file:  # rows of steps after the saved one
         file.write("5,1.0,0.1,0.1,0\n6,1")
-    assert run(config, [*training.ALONE, *words(folder)]) == 0
+    assert run(config, [*train_command.ALONE, *words(folder)]) == 0
     assert losses(folder) == unbroken and steps(folder) == [6, 7]
     said = capsys.readouterr().out
     assert f"resumed at step 4 from {folder / 'saved' / 'step-00000004'}\n" in said

@@ -27,7 +27,7 @@ from schedir.runtime import Boundary, Executor, GlooTransport
 from schedir.testing import assert_same_gradients
 from schedir.testing.gradient_comparison import GradientDifference, StageLocation, WrongGradients
 from schedir.torch_pipelining import Schedule
-from tests.cpu.torchs import (
+from tests.cpu.torch_pipelines import (
     LOOP,
     SINGLE,
     VEE,

@@ -12,7 +12,7 @@ from torch.nn.functional import mse_loss
 
 from schedir.testing import assert_same_gradients
 from schedir.testing.gradient_comparison import WrongGradients
-from tests.cpu.megatrons import WIDTH, chunks_of, on_cpu
+from tests.cpu.megatron_on_cpu import WIDTH, chunks_of, on_cpu
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 

@@ -19,7 +19,7 @@ from schedir.errors import UsageError
 from schedir.testing import assert_same_gradients
 from schedir.testing.gradient_comparison import WrongGradients
 from schedir.testing.unpipelined_model import compute_loss, split_batch
-from tests.cpu.torchs import WIDTH, Layer, batch, model, plain
+from tests.cpu.torch_pipelines import WIDTH, Layer, batch, model, plain
 
 same = partial(assert_same_gradients, ranks=1, microbatches=4, loss_fn=mse_loss, timeout=60)
 Loss = Callable[..., Tensor] | None

@@ -14,7 +14,7 @@ from schedir.io.timeline_file import load_timeline
 from schedir.training.learning_rate import compute_learning_rate
 from schedir.training.train import run
 from tests.check_calls import proofs
-from tests.cpu.training import (
+from tests.cpu.train_command import (
     ALONE,
     TORCHRUN,
     Run,

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from schedir.training.train import run
-from tests.cpu.training import ALONE, ROOT, arguments, forked, launched, losses, small
+from tests.cpu.train_command import ALONE, ROOT, arguments, forked, launched, losses, small
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 
 from schedir.training.train import run
-from tests.cpu.test_finite_runs import BACKWARD, FORWARD, ONE, poison, rows
-from tests.cpu.training import ROOT, forked, launched
+from tests.cpu.test_nonfinite_training import BACKWARD, FORWARD, ONE, poison, rows
+from tests.cpu.train_command import ROOT, forked, launched
 
 __all__ = ["poison"]
 FSDP = ["pipeline.ranks=1", "pipeline.stages_per_rank=4", "pipeline.tp=1", "pipeline.dp=2",

@@ -21,8 +21,8 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.runtime.sequential_reference import run_sequential
 from schedir.schedules import interleaved, one_f_one_b, zb_h1
 from tests.cpu.tiny_stages import gradients
-from tests.cpu.training import CONFIG as TRAINED
-from tests.cpu.training import alone, train
+from tests.cpu.train_command import CONFIG as TRAINED
+from tests.cpu.train_command import alone, train
 
 torch.set_num_threads(1)
 

@@ -20,7 +20,7 @@ from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b, zb
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.shared_memory import SharedMemoryTransport
 from tests.cases import ALL
-from tests.cpu.spawn import run
+from tests.cpu.gloo_processes import run
 
 CASES = {
     "1F1B": Case(one_f_one_b, PipelineShape(2, 3)),

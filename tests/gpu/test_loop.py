@@ -27,7 +27,7 @@ from schedir.training.processes.watchdog import make_stall_error
 from schedir.training.step_queue import StepQueue
 from schedir.training.train import run
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
-from tests.cpu.training import ALONE, CONFIG, alone, losses
+from tests.cpu.train_command import ALONE, CONFIG, alone, losses
 from tests.gpu.shared import no_wait
 
 LONG = 2_000_000_000  # cycles, about a second

@@ -22,7 +22,7 @@ from schedir.runtime.recording.measured_timeline import gather_timeline
 from schedir.schedules import interleaved, one_f_one_b
 from schedir.transports.gloo import GlooTransport
 from schedir.transports.registry import TRANSPORTS
-from tests.cpu.spawn import run_fresh as run
+from tests.cpu.gloo_processes import run_fresh as run
 from tests.cpu.tiny_stages import batch, gpt_executor, gradients_by_stage, zb
 from tests.gpu.shared import REHEARSED, Kind, no_wait, over, share_gpu
 from tests.timeline_legality import too_early

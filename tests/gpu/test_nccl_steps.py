@@ -29,8 +29,8 @@ from schedir.schedules import one_f_one_b, pipedream_2bw
 from schedir.training.processes.process_exit import RunMember
 from schedir.training.processes.watchdog import Watchdog
 from schedir.transports.gloo import GlooTransport, ProcessTransport
-from tests.cpu.spawn import RankError
-from tests.cpu.spawn import run_fresh as run
+from tests.cpu.gloo_processes import RankError
+from tests.cpu.gloo_processes import run_fresh as run
 from tests.cpu.tiny_stages import batch, gpt_executor, own_batch
 from tests.gpu.shared import REHEARSED, no_wait, over, share_gpu, wait_for_device
 

@@ -1,7 +1,7 @@
 """Tests that a new instruction needs a row, a pass and a handler, and other code supports it.
 
 Each test adds instructions of `tests/new_rows` to a copy of the tree.
-`cpu/test_new_row_runs.py` runs them.
+`cpu/test_new_instruction_runs.py` runs them.
 """
 
 from __future__ import annotations

@@ -1,0 +1,149 @@
+"""Tests of activation offload: views of one storage, several programs, and processes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from schedir.compiler.compile import compile
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.program import Program
+from schedir.passes.memory.buffer_sharing import share_slots
+from schedir.runtime.boundaries.size_measurement import measure_sizes
+from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.offload.activation_offloader import OffloadMoves
+from schedir.schedules import (
+    forward_only,
+    gpipe,
+    one_f_one_b,
+    zb_h1,
+)
+from schedir.transports.gloo import GlooTransport
+from schedir.verify.check import check
+from tests.cpu.activation_offload_programs import moved
+from tests.cpu.gloo_processes import run
+from tests.cpu.test_recompute import (
+    BOUNDARY,
+    WIDTH,
+    batch,
+    equal,
+    noisy,
+    squares,
+    state,
+)
+
+torch.set_num_threads(1)
+
+
+def checked(program: Program, slots: str | None = None) -> Program:
+    if slots:
+        program = share_slots(program, "minimal")
+    return check(program, "per_edge")
+
+
+def _dropped() -> nn.Module:
+    return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25))
+
+
+def compared(
+    plain: Program, make: Any, inputs: Any = (), steps: int = 2, folder: Any = None, **how: Any
+) -> InProcessExecutor:
+    """Check that a program with all activations offloaded equals the program without offload.
+
+    With a folder, some go to the disk. Losses, weights, gradients and buffers are compared.
+    """
+    found = []
+    program = checked(moved(plain, 7, spilled=0.5 * (folder is not None)), "minimal")
+    for each in (plain, program):
+        torch.manual_seed(0)
+        stages = make()
+        given = {"boundary": BOUNDARY, "loss": squares, **how}
+        more: dict[str, Any] = (
+            {"execution": ExecutionOptions(spill_dir=folder)} if each is program else {}
+        )
+        world = InProcessExecutor(
+            each, stages, optimizer=lambda own: torch.optim.SGD(own, lr=0.1), **given, **more
+        )
+        data = inputs or [batch(each.shape.microbatches, k) for k in range(steps)]
+        totals = [world.step(x, y, order_seed=k) for k, (x, y) in enumerate(data)]
+        found.append([*totals, *state(stages)])
+    assert equal(*found)
+    return world
+
+
+def test_of_views_that_share_memory() -> None:
+    """A storage moves once, and its views share it again, with their own layouts."""
+
+    class Views(nn.Module):
+        def __init__(self) -> None:
+            super().__init__()
+            self.layer = nn.Linear(WIDTH, 2 * WIDTH)
+
+        def forward(self, x: Tensor) -> Tensor:
+            both: Tensor = self.layer(x)
+            one, other = both[:, ::2], both[:, 1::2]
+            turned = (one * other).tanh().t() @ one
+            return (one * other.sigmoid()) @ turned.t().tanh()
+
+    program = checked(moved(compile(gpipe, PipelineShape(1, 2)), 0, late=1), "minimal")
+    stages = noisy(1, Views)
+    world = InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY)
+    x, y = batch(2)
+    sizes = measure_sizes(stages, x[0], y[0], loss=squares, boundary=BOUNDARY)
+    world.step(x, y)
+    value = world.executors[0].state.service(OffloadMoves).values[0, 1]
+    assert [value.nbytes] == sizes.for_stages("saved", 1).tolist()
+    compared(compile(gpipe, PipelineShape(1, 2)), lambda: noisy(1, Views))
+
+
+def test_beside_programs_that_evaluate_and_train() -> None:
+    shape = PipelineShape(2, 4)
+    program = checked(moved(compile(one_f_one_b, shape), 0), "minimal")
+    half = checked(moved(compile(gpipe, PipelineShape(2, 2)), 1), "minimal")
+    look = compile(forward_only, shape)
+    found = []
+    for each, first in (
+        (compile(one_f_one_b, shape), compile(gpipe, PipelineShape(2, 2))),
+        (program, half),
+    ):
+        stages = noisy(2, _dropped)
+        world = InProcessExecutor(
+            each, stages, loss=squares, boundary=BOUNDARY, extra_programs=[first, look]
+        )
+        (x, y), (more, targets) = batch(4), batch(2, 1)
+        totals = [
+            world.evaluate(x, y),
+            world.step(more, targets, program=first),
+            world.step(x, y),
+            world.evaluate(x, y),
+        ]
+        found.append([*totals, *state(stages)])
+    assert equal(*found)
+
+
+def _between_processes(rank: int, folder: str) -> list[Any]:
+    found = []
+    plain = compile(zb_h1, PipelineShape(2, 4), zero=3, dp=1)
+    for program in (plain, checked(moved(plain, 3, spilled=0.5), "minimal")):
+        stages = noisy(2, _dropped)
+        executor = Executor(
+            program, rank, stages, GlooTransport(program), loss=squares, boundary=BOUNDARY,
+            optimizer=torch.optim.SGD(stages[rank].parameters(), lr=0.1),
+            execution=ExecutionOptions(spill_dir=folder),
+        )  # fmt: skip
+        losses = [executor.step(*batch(4, k)) for k in range(2)]
+        with executor.full_parameters():
+            found.append((losses, [p.detach().clone() for p in stages[rank].parameters()]))
+    return found
+
+
+def test_between_processes_whose_weights_are_in_parts(tmp_path: Path) -> None:
+    for plain, away in run(_between_processes, 2, str(tmp_path)):
+        assert all(a is b or torch.equal(a, b) for a, b in zip(plain[0], away[0], strict=True))
+        assert equal(plain[1], away[1])
+    assert not [*tmp_path.iterdir()]

@@ -1,0 +1,198 @@
+"""Tests that a Saver, which copies and writes during steps, has the bits of a save."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from threading import Event
+from time import sleep
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import schedir
+from schedir import PipelineShape
+from schedir.checkpoints import Saver, save
+from schedir.checkpoints.checkpoint_directory import CheckpointDirectory
+from schedir.errors import CheckpointError, ModelError
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.offload import snapshot_copies
+from schedir.runtime.offload.snapshot_copies import SnapshotCopies
+from schedir.schedules import dualpipe, interleaved, looped_bfs, one_f_one_b, zb_h1
+from tests.cpu.checkpoint_layouts import Layout, Model, executor_of, in_process, same, steps, whole
+from tests.cpu.gloo_processes import run
+
+ON = {"checkpoint_snapshots": True}
+HERE = {
+    "one_f_one_b": Layout(one_f_one_b, PipelineShape(2, 4), options=ON),
+    "interleaved": Layout(interleaved, PipelineShape(2, 4, 2), options=ON),
+    "zb_h1": Layout(zb_h1, PipelineShape(2, 4), options=ON),
+    "two holders": Layout(dualpipe, PipelineShape(2, 4, placement="mirror"), options=ON),
+    "recompute": Layout(one_f_one_b, PipelineShape(2, 4), options=ON | {"recompute": "all"}),
+}
+APART = {
+    "zero 0": Layout(one_f_one_b, PipelineShape(1, 4), dp=2, options=ON),
+    "zero 1": Layout(looped_bfs, PipelineShape(1, 4, 2), dp=2, zero=1, options=ON),
+    "zero 2": Layout(looped_bfs, PipelineShape(1, 4, 2), dp=2, zero=2, options=ON),
+    "zero 3": Layout(looped_bfs, PipelineShape(1, 4, 2), dp=2, zero=3, options=ON),
+    "slices": Layout(one_f_one_b, PipelineShape(1, 4), tp=2, options=ON),
+}
+MODEL = Model(dropout=0.1, clip=True)
+
+
+def slow(pairs: Any) -> None:
+    """Start a copy only when the step has gone on."""
+    sleep(0.1)
+    COPY(pairs)
+
+
+COPY = snapshot_copies.copy_pairs
+
+
+@pytest.fixture
+def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot_copies, "copy_pairs", slow)
+
+
+def alike(one: Path, other: Path, step: int) -> bool:
+    """Return whether two checkpoints have the same tensors and the same state."""
+    ours, theirs = (
+        CheckpointDirectory(folder).load_manifest(step).state for folder in (one, other)
+    )
+    a, b = whole(one, step), whole(other, step)
+    return ours == theirs and a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+
+
+def both(executor: Any, folder: Path) -> None:
+    """Save after two steps, both at once and during the third step."""
+    saver = Saver(executor, folder / "beside", name_map=same)
+    steps(executor, 0, 2)
+    save(executor, folder / "at once", step=2, name_map=same)
+    saver.schedule_save(2)
+    steps(executor, 2, 3)
+    saver.write()
+    steps(executor, 3, 5)
+    saver.wait()
+
+
+@pytest.mark.usefixtures("_slow")
+@pytest.mark.parametrize("half", [False, True])
+@pytest.mark.parametrize("name", HERE)
+def test_a_copy_has_the_bits_of_the_step_before(name: str, half: bool, tmp_path: Path) -> None:
+    both(in_process(HERE[name], MODEL._replace(half=half)), tmp_path)
+    assert alike(tmp_path / "beside", tmp_path / "at once", 2)
+
+
+def test_a_step_that_does_not_wait_spoils_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The tests above can fail: without the wait, the copy begins after the step."""
+    monkeypatch.setattr(
+        snapshot_copies.SnapshotCopies, "wait", lambda self: None
+    )  # before executors bind the method
+    executor = in_process(HERE["one_f_one_b"], MODEL)
+    saver = Saver(executor, tmp_path / "beside", name_map=same)
+    steps(executor, 0, 2)
+    save(executor, tmp_path / "at once", step=2, name_map=same)
+    saver.schedule_save(2)
+    over = Event()  # the first copies of both have ended
+    monkeypatch.setattr(snapshot_copies, "copy_pairs", lambda pairs: over.wait(60) and COPY(pairs))
+    steps(executor, 2, 3)
+    over.set()
+    for rank in executor.executors:
+        late = rank.state.service(SnapshotCopies).pending_copies
+        assert late
+        for one in late:
+            assert isinstance(one, snapshot_copies._ThreadCopy) and one.result_queue.get() is None
+    saver.write()
+    saver.wait()
+    assert not alike(tmp_path / "beside", tmp_path / "at once", 2)
+
+
+def apart(rank: int, layouts: dict[str, Layout], folder: Path) -> None:
+    """Save in all layouts in a process."""
+    snapshot_copies.copy_pairs = slow
+    for name, layout in layouts.items():
+        both(executor_of(layout, MODEL), folder / name)
+
+
+def test_each_replica_and_slice_copies_its_own(tmp_path: Path) -> None:
+    run(apart, 2, APART, tmp_path)
+    for name in APART:
+        assert alike(tmp_path / name / "beside", tmp_path / name / "at once", 2), name
+
+
+class Normed(nn.Module):
+    """A stage whose forwards write to buffers."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear, self.norm = nn.Linear(4, 4), nn.BatchNorm1d(4)
+
+    def forward(self, x: torch.Tensor) -> torch.Tensor:
+        return self.norm(self.linear(x))  # type: ignore[no-any-return]
+
+
+@pytest.mark.usefixtures("_slow")
+def test_buffers_are_those_of_before_the_forwards(tmp_path: Path) -> None:
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), checkpoint_snapshots=True)
+    executor = InProcessExecutor(
+        program, [Normed(), Normed()],
+        loss=nn.functional.mse_loss, boundary=(3, 4), optimizer=partial(torch.optim.Adam, lr=0.1),
+    )  # fmt: skip
+    x = torch.randn(2, 3, 4)
+    saver = Saver(executor, tmp_path / "beside")
+    executor.step(x, x)
+    save(executor, tmp_path / "at once", step=1)
+    saver.schedule_save(1)
+    executor.step(x, x)
+    saver.write()
+    saver.wait()
+    assert "buffers/stages.0.norm.running_mean" in whole(tmp_path / "beside", 1)
+    assert alike(tmp_path / "beside", tmp_path / "at once", 1)
+
+
+def test_nothing_is_copied_unless_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = in_process(HERE["one_f_one_b"], MODEL)
+    monkeypatch.setattr(snapshot_copies, "copy_pairs", pytest.fail)
+    steps(executor, 0, 2)
+
+
+def test_what_is_taken_back_is_not_saved(tmp_path: Path) -> None:
+    executor = in_process(HERE["one_f_one_b"], MODEL)
+    saver = Saver(executor, tmp_path, name_map=same)
+    steps(executor, 0, 1)
+    saver.schedule_save(1)
+    steps(executor, 1, 2)
+    saver.cancel()
+    saver.write()
+    saver.wait()
+    assert CheckpointDirectory(tmp_path).find_newest_step() is None
+
+
+def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
+    without = in_process(Layout(one_f_one_b, PipelineShape(2, 4)), MODEL)
+    with pytest.raises(ModelError) as caught:
+        Saver(without, tmp_path)
+    assert "snapshots=True" in caught.value.hint
+    executor = in_process(HERE["one_f_one_b"], MODEL)
+    saver = Saver(executor, tmp_path, name_map=same)
+    steps(executor, 0, 1)
+    saver.schedule_save(1)
+    with pytest.raises(ModelError) as caught:
+        saver.write()
+    assert "has not been copied" in caught.value.fact
+
+
+def test_what_a_thread_cannot_write_comes_out_at_the_next_call(tmp_path: Path) -> None:
+    (tmp_path / "file").write_text("")
+    executor = in_process(HERE["one_f_one_b"], MODEL)
+    saver = Saver(executor, tmp_path / "file", name_map=same)
+    steps(executor, 0, 1)
+    saver.schedule_save(1)
+    steps(executor, 1, 2)
+    saver.write()
+    with pytest.raises(CheckpointError):
+        saver.schedule_save(2)

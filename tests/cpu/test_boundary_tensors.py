@@ -1,0 +1,348 @@
+"""Tests of several tensors between stages, of any shapes and dtypes, with and without gradients."""
+
+from __future__ import annotations
+
+import math
+import random
+from copy import deepcopy
+from dataclasses import replace
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from schedir.compiler.compile import compile, lower
+from schedir.errors import ExecutionError
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.program import Program
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.boundaries.size_measurement import infer_boundaries, measure_sizes
+from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
+from schedir.runtime.services.message_buffers import MessageBuffers
+from schedir.schedules import (
+    chimera,
+    forward_only,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    pipedream_2bw,
+    zb_h1,
+    zb_v,
+)
+from schedir.testing import compute_programs
+from schedir.transports.gloo import GlooTransport
+from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
+from schedir.transports.shared_memory import SharedMemoryTransport
+from tests.cpu.function_stages import BOTH, COUNT, TWO, Made, X, ranks, squares, total, two, weighed
+from tests.cpu.gloo_processes import run
+from tests.cpu.multi_tensor_stages import batch, drawn, gradients, loss, same_bits
+from tests.strategies import with_slots
+
+torch.set_num_threads(1)
+
+
+def as_in(program: Program, seed: int, order: int | None = None) -> None:
+    """Check that steps of drawn stages have the loss and the gradients of the reference."""
+    stages, boundary = drawn(program.shape.stages, seed)
+    plain = deepcopy(stages)
+    inputs, targets, keywords = batch(program.shape.microbatches)
+    right = run_sequential(plain, inputs, targets, loss=loss, program=program, keywords=keywords)
+    found = infer_boundaries(plain, inputs[0], keywords=keywords[0])
+    assert found == boundary
+    norm = math.inf if program.clip_grad_norm else None  # clips no gradient
+    ranks = InProcessExecutor(
+        program,
+        stages,
+        loss=loss,
+        boundary=found,
+        gradients=GradientOptions(max_norm=norm),
+        execution=ExecutionOptions(record_timestamps=False),
+    )
+    for _ in range(2):  # the second step finds the slots as the first left them
+        total = ranks.step(inputs, targets, order_seed=order, keywords=keywords)
+        assert torch.equal(total, right)
+        assert not program.has_backward or same_bits(gradients(stages), gradients(plain))
+
+
+@given(compute_programs(microbatches=4), st.integers(0, 2**16), st.integers(0, 9))
+@settings(max_examples=40)
+def test_any_tensors_pass_in_any_order(draft: Program, seed: int, order: int) -> None:
+    program = lower(replace(draft, clip_grad_norm=bool(order % 2)))
+    as_in(with_slots(program, random.Random(seed)), seed, order)
+
+
+def test_a_program_of_several_updates_has_the_gradients_of_its_last() -> None:
+    """There is no optimizer, so each update has the same weights."""
+    shape = PipelineShape(3, 8, optimizer_steps=2, weight_delay=1)
+    stages, boundary = drawn(3, 3)
+    plain = deepcopy(stages)
+    inputs, targets, keywords = batch(8)
+    InProcessExecutor(compile(pipedream_2bw, shape), stages, loss=loss, boundary=boundary).step(
+        inputs, targets, keywords=keywords, order_seed=1
+    )
+    run_sequential(plain, inputs[4:], targets[4:], loss=loss, keywords=keywords[4:])
+    assert same_bits(gradients(stages), gradients(plain))
+
+
+def writes(w: Tensor, x: Tensor, count: Tensor) -> Tensor:
+    return w * x * count.add_(1)
+
+
+def test_whole_numbers_may_be_written_to_where_they_are_received() -> None:
+    """Each microbatch receives its own tensor. On one rank it is that of the previous stage."""
+    world = ranks(two, writes)
+    for _ in range(2):
+        assert torch.equal(world.step(X, X), 2 * (COUNT.float()).square().sum())
+    with pytest.raises(ExecutionError) as error:
+        ranks(two, writes, ranks=1).step(X, X)
+    assert "in place" in error.value.fact and str(error.value.sites[0].instr) == "F 1.0"
+
+
+def test_each_tensor_is_written_to_by_itself() -> None:
+    """A stage writes to one of two tensors, and autograd has saved the other."""
+
+    def three(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        return w * x, COUNT.float(), COUNT.clone()
+
+    def beside(w: Tensor, x: Tensor, table: Tensor, count: Tensor) -> Tensor:
+        return w * x * table + count.add_(1)
+
+    world = ranks(
+        three, beside, boundary=(TWO[0], Boundary((4,), requires_grad=False), TWO[1]), loss=total
+    )
+    world.step(X, X)
+    assert weighed(world, 0) == weighed(world, 1) == [0.0, 2.0, 4.0, 6.0]
+
+
+def test_a_stage_that_says_so_writes_to_copies() -> None:
+    """All its inputs are copied if the previous stage is on its rank and may have saved them."""
+
+    class Says(Made):
+        inplace = True
+
+    def keeps(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        mine.append(COUNT.clone())
+        return w * x, mine[-1]
+
+    mine: list[Tensor] = []
+    stages = [Made(keeps), Says(writes)]
+    world = InProcessExecutor(
+        compile(interleaved, PipelineShape(1, 2, 2)),
+        stages,
+        loss=squares,
+        boundary=TWO,
+        execution=ExecutionOptions(record_timestamps=False),
+    )
+    assert torch.equal(world.step(X, X), 2 * COUNT.float().square().sum())
+    assert all(torch.equal(one, COUNT) for one in mine)
+
+
+@pytest.mark.parametrize("own", [1, 2], ids=["one rank", "two ranks"])
+def test_one_tensor_twice_has_the_sum_of_both_gradients(own: int) -> None:
+    def twice(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return (w * x,) * 2
+
+    def uneven(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return w * (2 * x + 5 * y)
+
+    world = ranks(twice, uneven, ranks=own, boundary=BOTH, loss=total)
+    world.step(X, X)
+    assert weighed(world, 0) == weighed(world, 1) == [14.0] * 4
+
+
+@pytest.mark.parametrize("slots", [None, "minimal"])
+def test_what_a_stage_does_not_use_has_a_gradient_of_zeros(slots: Any) -> None:
+    """Only some microbatches use the tensor, and gradients of others are not reused."""
+
+    def both(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        return w * x, w * 3
+
+    def some(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+        return w * (x + y) if float(x.detach().sum()) > 4 else w * x
+
+    inputs = torch.arange(1, 5).float().view(4, 1).expand(4, 4)
+    shape = PipelineShape(2, 4)
+    stages: list[nn.Module] = [Made(both), Made(some)]
+    world = InProcessExecutor(
+        compile(one_f_one_b, shape, buffer_sharing=slots), stages, loss=total, boundary=BOTH
+    )
+    for _ in range(2):
+        world.step(inputs, inputs)
+        assert weighed(world, 0) == [10.0 + 3 * 3] * 4
+
+
+def test_a_gradient_has_the_type_of_its_tensor() -> None:
+    """This holds whatever dtype a user's Function returns."""
+
+    class Wider(torch.autograd.Function):
+        @staticmethod
+        def forward(ctx: Any, x: Tensor) -> Tensor:
+            return x.double()
+
+        @staticmethod
+        def backward(ctx: Any, *dys: Tensor) -> Tensor:
+            return dys[0]
+
+    half = (Boundary((4,), torch.bfloat16), Boundary((4,)))
+    world = ranks(
+        lambda w, x: ((w * x).bfloat16(), w * x),
+        lambda w, x, y: w * Wider.apply(x).float() + y,  # type: ignore[no-untyped-call]
+        boundary=half, loss=total,
+    )  # fmt: skip
+    world.step(X, X)
+    assert weighed(world, 0) == [4.0] * 4
+
+
+def test_of_each_edge_its_own_shapes_are_counted() -> None:
+    """Slots, messages and predictions have the bytes of all tensors that cross the edge."""
+    edges: Any = {0: TWO, 1: Boundary((3,), torch.bfloat16)}
+
+    def narrow(w: Tensor, x: Tensor, count: Tensor) -> Tensor:
+        return (w * x * count)[:3].bfloat16()
+
+    stages = [Made(two), Made(narrow), Made(lambda w, x: w[:3] * x)]
+    sizes = measure_sizes(stages, X[0], X[0, :3], loss=total, boundary=edges)
+    assert sizes.activation == (512.0, 6.0, 0.0) and sizes.activation_grad == (16.0, 6.0, 0.0)
+    world = InProcessExecutor(
+        compile(gpipe, PipelineShape(3, 2)), stages, loss=loss, boundary=edges
+    )
+    received = [
+        {
+            (kind.name, b.nbytes)
+            for (kind, _), b in rank.state.service(MessageBuffers).received.items()
+        }
+        for rank in world.executors
+    ]
+    assert received == [{("GRAD_IN", 16)}, {("ACT_IN", 512), ("GRAD_IN", 6)}, {("ACT_IN", 6)}]
+
+
+def test_nothing_has_a_gradient_where_nothing_is_trained() -> None:
+    def count(w: Tensor, x: Tensor) -> Tensor:
+        return x.long()
+
+    world = ranks(count, lambda w, n: w * n, schedule=forward_only, boundary=TWO[1],
+                  loss=total)  # fmt: skip
+    assert float(world.step(X, X)) == 8
+
+
+def test_stages_are_left_as_they_were() -> None:
+    stages, boundary = drawn(4, 9)
+    stages[1].register_buffer("seen", torch.zeros(()))
+
+    def look(module: nn.Module, _: object) -> None:
+        module.get_buffer("seen").add_(torch.rand(()))
+
+    stages[1].register_forward_pre_hook(look)
+    state, (inputs, _, keywords) = torch.get_rng_state(), batch(1)
+    assert infer_boundaries(stages, inputs[0], keywords=keywords[0]) == boundary
+    assert torch.equal(torch.get_rng_state(), state)
+    assert (
+        not stages[1].get_buffer("seen") and stages[0].get_parameter("take.0.weight").grad is None
+    )
+
+
+# ---------------------------------------------------------------- real processes
+
+
+def test_behind_frozen_stages_nothing_has_a_gradient() -> None:
+    """The first frozen stage may pass on only integers."""
+    stages: list[nn.Module] = [
+        Made(lambda w, x: x.long()),
+        Made(lambda w, n: (w * n, n.float())),
+        Made(lambda w, x, table: (w * x * table, table)),
+        Made(lambda w, x, table: w * (x + table)),
+    ]
+    for stage in stages[:2]:
+        stage.requires_grad_(False)
+    found = infer_boundaries(stages, X[0], frozen_stages=2)
+    assert [[one.requires_grad for one in edge] for edge in found.values()] == [
+        [False], [False, False], [True, False],
+    ]  # fmt: skip
+    plain, program = deepcopy(stages), compile(one_f_one_b, PipelineShape(4, 2), frozen_stages=2)
+    world = InProcessExecutor(program, stages, loss=total, boundary=found)
+    right = run_sequential(plain, X, X, loss=total, program=program)
+    assert torch.equal(world.step(X, X), right)
+    assert same_bits(gradients(stages[2:]), gradients(plain[2:]))
+
+
+class Case(NamedTuple):
+    """A program and its transport."""
+
+    transport: Any
+    schedule: Any
+    shape: PipelineShape
+    options: tuple[tuple[str, Any], ...] = ()
+
+    def program(self) -> Program:
+        model = self.transport.progress_model
+        return compile(
+            self.schedule, self.shape, progress_model=model, overlap=True, **dict(self.options)
+        )
+
+
+CASES = [
+    Case(GlooTransport, one_f_one_b, PipelineShape(4, 6)),
+    Case(GlooTransport, zb_v, PipelineShape(4, 8, 2, "vee"), (("buffer_sharing", "minimal"),)),
+    Case(GlooTransport, one_f_one_b, PipelineShape(2, 3), (("dp", 2),)),
+    Case(GlooTransport, interleaved, PipelineShape(2, 4, 2), (("tp", 2),)),
+    Case(SharedMemoryTransport, zb_h1, PipelineShape(4, 6)),
+    Case(SharedMemoryTransport, one_f_one_b, PipelineShape(2, 4), (("tp", 2),)),
+    Case(SharedMemoryTransport, chimera, PipelineShape(4, 6, placement="mirror")),
+    Case(EdgeGroups, one_f_one_b, PipelineShape(4, 6), (("buffer_sharing", "minimal"),)),
+    Case(GroupedMessages, interleaved, PipelineShape(4, 8, 2)),
+]
+
+
+def own_steps(process: int, cases: list[Case], seed: int) -> list[Any]:
+    """Return for each case the gradients of this process's stages, and the loss."""
+    found = []
+    for case in cases:
+        program, shape = case.program(), case.shape
+        transport = case.transport(program)
+        stages, boundary = drawn(shape.stages, seed)
+        executor = Executor(
+            program,
+            transport.rank,
+            stages,
+            transport,
+            loss=loss,
+            boundary=boundary,
+            execution=ExecutionOptions(record_timestamps=False),
+        )
+        each, m = batch(shape.microbatches * program.dp), shape.microbatches
+        mine = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
+        inputs, targets, keywords = each[0][mine], each[1][mine], each[2][mine]
+        for _ in range(3):
+            sum_of_losses = executor.step(inputs, targets, keywords=keywords)
+        own = {s: gradients([stages[s]])[0] for s in shape.stages_on_rank[transport.rank]}
+        found.append((own, sum_of_losses))
+    return found
+
+
+def test_processes_have_the_bits_of_the_reference() -> None:
+    """Every transport of CPUs is tested with replicas, slices of a boundary, or shared slots."""
+    seed = 1
+    results = run(own_steps, 4, CASES, seed)
+    for case, processes in zip(CASES, zip(*results, strict=True), strict=True):
+        plain, _ = drawn(case.shape.stages, seed)
+        dp = dict(case.options).get("dp", 1)
+        inputs, targets, keywords = batch(case.shape.microbatches * dp)
+        program = None if dp > 1 else case.program()
+        right = run_sequential(
+            plain, inputs, targets, loss=loss, program=program, keywords=keywords
+        )
+        want = gradients(plain)
+        for own, sum_of_losses in processes:
+            for s, got in own.items():
+                if dp == 1:
+                    assert same_bits([got], [want[s]]), (case, s)
+                else:
+                    assert all(torch.allclose(got[n], want[s][n]) for n in got)
+            if sum_of_losses is not None and dp == 1 and case.shape.placement_rows == 1:
+                assert torch.equal(sum_of_losses, right)

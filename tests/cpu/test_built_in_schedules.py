@@ -1,0 +1,84 @@
+"""Tests that built-in schedules train a GPT over Gloo with the bits of the reference."""
+
+from __future__ import annotations
+
+from inspect import signature
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from schedir.compiler.compile import compile
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.program import Program
+from schedir.models import gpt
+from schedir.runtime.executor import Executor
+from schedir.runtime.sequential_reference import run_sequential
+from schedir.schedules import get_built_in_schedules
+from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W, get_placement_mark
+from schedir.transports.gloo import GlooTransport
+from tests.cpu.gloo_processes import run
+from tests.cpu.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits
+
+M = 6
+
+
+def newest_first(r: int, P: int, m: int) -> RankSchedule:
+    """Return GPipe with backwards in the opposite order, the first half of them split."""
+    late = [(m - 1 - k, k < m // 2) for k in range(m)]
+    backwards = sum((I.at(mb) if split else B.at(mb) for mb, split in late), 0 * F)
+    return m * F + backwards + sum((W.at(mb) for mb, split in late if split), 0 * F)
+
+
+def program_of(schedule: Any, overlap: bool = False) -> Program:
+    placement, fixed = get_placement_mark(schedule)
+    v = fixed or (2 if "v" in signature(schedule).parameters else 1)
+    shape = PipelineShape(2, M, v, placement or "loop")
+    return compile(schedule, shape, tied_weights=True, progress_model="per_edge", overlap=overlap)
+
+
+ZOO = {name: s for name, s in get_built_in_schedules().items() if name != "forward_only"}
+
+
+def _promised(program: Program) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    """Return the loss and gradients that a program must have, near those of the reference."""
+    loss, plain = expected(program.shape)
+    if program.reduces_in_microbatch_order:
+        return loss, plain
+    stages = gpt_stages(program.shape.stages)
+    inputs, targets, scale = batch(M)
+    loss = run_sequential(stages, inputs, targets, loss=gpt.loss, grad_scale=scale, program=program)
+    ordered = gradients(stages)
+    for own, other in zip(ordered, plain, strict=True):
+        for name, grad in own.items():
+            assert (grad - other[name]).norm() <= 1e-6 * other[name].norm(), name
+    assert not same_bits(ordered, plain)
+    return loss, ordered
+
+
+OVER_GLOO = ("dualpipe_v", "interleaved_zb", "v_half", "wave", "zb_h2", "zb_v")
+
+
+def _rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]:
+    """Run one schedule after the other in one of two processes."""
+    results = []
+    for name in OVER_GLOO:
+        for overlap in (False, True):
+            program = program_of(ZOO[name], overlap)
+            whole = gpt_stages(program.shape.stages)
+            stages = {s: whole[s] for s in program.shape.stages_on_rank[rank]}
+            executor = Executor(
+                program, rank, stages, GlooTransport(program), loss=gpt.loss, boundary=BOUNDARY
+            )
+            loss = executor.step(*batch(M))
+            results.append((loss, {s: gradients([stage])[0] for s, stage in stages.items()}))
+    return results
+
+
+def test_over_gloo() -> None:
+    for k, results in enumerate(zip(*run(_rank, 2), strict=True)):
+        name = OVER_GLOO[k // 2]
+        loss, right = _promised(program_of(ZOO[name]))
+        assert [torch.equal(got, loss) for got, _ in results if got is not None] == [True], name
+        got = {s: grads for _, stages in results for s, grads in stages.items()}
+        assert same_bits([got[s] for s in range(len(right))], right), name

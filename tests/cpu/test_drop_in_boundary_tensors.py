@@ -1,0 +1,131 @@
+"""Tests of several tensors between stages under `schedir.torch_pipelining.Schedule`.
+
+They have mixed dtypes, and some have no gradient.
+"""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining.stage import PipelineStage
+from torch.nn.functional import mse_loss
+
+from schedir.schedules.schedule_algebra import F, I, RankSchedule, W
+from schedir.testing.gradient_assertion import assert_same_gradients
+from schedir.torch_pipelining import Schedule
+from tests.cpu.drop_in_steps import MB, step_of
+from tests.cpu.gloo_processes import RankError, run
+from tests.cpu.torch_pipelines import WIDTH, batch
+
+
+class Block(nn.Module):
+    """Takes hidden states, a table, a mask and positions, and passes the last three on."""
+
+    def __init__(self, first: bool, last: bool) -> None:
+        super().__init__()
+        self.linear, self.side = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
+        self.first, self.last = first, last
+
+    def forward(self, x: Tensor, *more: Tensor) -> Any:
+        if self.first:
+            rows = torch.arange(len(x))
+            more = (torch.cos(rows)[:, None].repeat(1, WIDTH), rows % 2 == 0, rows, x * 2)
+        table, mask, rows, side = more
+        hidden = torch.tanh(self.linear(x)) * table + (mask * (rows + 1))[:, None] * 0.1
+        side = side + torch.tanh(self.side(1 * hidden))
+        if self.last:
+            return hidden + side
+        return hidden, table, mask, rows, side
+
+
+def blocks(stages: int) -> nn.Sequential:
+    torch.manual_seed(0)
+    return Whole(*(Block(s == 0, s == stages - 1) for s in range(stages)))
+
+
+class Whole(nn.Sequential):
+    def forward(self, *given: Any) -> Any:
+        for part in self:
+            given = part(*given) if isinstance(given, tuple) else part(given)
+        return given
+
+
+@pytest.mark.parametrize(
+    ("name", "placement", "stages"),
+    [
+        ("one_f_one_b", "loop", 2),
+        ("interleaved", "loop", 4),
+        ("zb_h1", "loop", 2),
+        ("zb_v", "vee", 4),
+        ("dualpipe_v", "vee", 4),
+    ],
+)
+def test_mixed_types(name: str, placement: str, stages: int) -> None:
+    step = step_of(placement, schedule=name)
+    assert_same_gradients(step, blocks(stages), batch(), ranks=2, microbatches=MB, loss_fn=mse_loss)
+
+
+class Table(nn.Module):
+    """Passes on its own table, which does not depend on its inputs."""
+
+    def __init__(self, first: bool, last: bool) -> None:
+        super().__init__()
+        self.linear, self.table = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH))
+        self.first, self.last = first, last
+
+    def forward(self, x: Tensor, *more: Tensor) -> Any:
+        x = torch.tanh(self.linear(x)) * (1.0 if self.first else more[0])
+        return x * self.table if self.last else (x, torch.exp(self.table) * 1)
+
+
+def one_by_one(rank: int, ranks: int, m: int) -> RankSchedule:
+    """Return the forward and backward of each microbatch in turn, the last microbatch first."""
+    return sum((F.at(mb) + I.at(mb) + W.at(mb) for mb in range(m - 1, -1, -1)), 0 * F)
+
+
+@pytest.mark.parametrize("name", ["zb_h1", "interleaved_zb", one_by_one])
+def test_weights_past_which_no_input_goes(name: Any) -> None:
+    """torch's split backward silently leaves these weights out."""
+    stages = 4 if name == "interleaved_zb" else 2
+    torch.manual_seed(0)
+    whole = Whole(*(Table(s == 0, s == stages - 1) for s in range(stages)))
+    if stages == 2:
+        whole[0].requires_grad_(False)  # so that no input of the second stage needs a gradient
+    step = step_of("loop", schedule=name)
+    assert_same_gradients(step, whole, batch(), ranks=2, microbatches=MB, loss_fn=mse_loss)
+
+
+def told_without_gradient(rank: int) -> None:
+    """Run a stage that wrongly declares its second output as without gradient."""
+    part, like = Two(rank == 1), torch.empty(2, WIDTH)
+    wanted = torch.empty(2, WIDTH, requires_grad=True)
+    between = (wanted, like)
+    stage = PipelineStage(
+        part, rank, 2, torch.device("cpu"),
+        input_args=between if rank else like, output_args=wanted if rank else between,
+    )  # fmt: skip
+    schedule = Schedule([stage], MB, mse_loss, schedule="one_f_one_b")
+    x, y = batch()
+    schedule.step(*(() if rank else (x,)), target=y if rank else None)
+
+
+class Two(nn.Module):
+    def __init__(self, last: bool) -> None:
+        super().__init__()
+        torch.manual_seed(last)
+        self.a, self.b, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), last
+
+    def forward(self, x: Tensor, *more: Tensor) -> Any:
+        if self.last:
+            return self.a(x) + self.b(more[0])
+        return self.a(x), self.b(x)
+
+
+def test_a_gradient_that_torch_would_not_send_is_refused() -> None:
+    """Otherwise the weights of `b` in the first stage would silently not be trained."""
+    with pytest.raises(RankError) as caught:
+        run(told_without_gradient, 2, limit=20)
+    assert "output 1 of stage 0 needs a gradient" in str(caught.value)

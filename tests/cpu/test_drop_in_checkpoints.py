@@ -1,0 +1,297 @@
+"""Tests of checkpoints of `schedir.torch_pipelining.Schedule`.
+
+Any layout of torch's stages, and an executor, can load the checkpoint of another layout and
+continue as in one run.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+import schedir
+from schedir import PipelineShape, TiedWeights
+from schedir.checkpoints import load, save
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.torch_pipelining import Schedule
+from tests.cpu.checkpoint_layouts import same, whole
+from tests.cpu.gloo_processes import run
+from tests.cpu.torch_pipelines import WIDTH, stage_of
+
+LAYERS, MB, ROWS = 4, 4, 16
+TIED = "layers.0.linear.weight"
+ADAM = partial(torch.optim.AdamW, lr=1e-2)
+
+
+class Layer(nn.Module):
+    """A layer of the model, with the same initial weights in every layout."""
+
+    def __init__(self, number: int, drops: float) -> None:
+        super().__init__()
+        torch.manual_seed(0)
+        first = nn.Linear(WIDTH, WIDTH)
+        torch.manual_seed(number)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+        if number == LAYERS - 1:  # the first and the last layer have one weight
+            self.linear.weight = first.weight
+        self.scale = nn.Parameter(torch.randn(WIDTH), requires_grad=number != 1)
+        self.noise = nn.Dropout(drops)
+        self.register_buffer("steps", torch.zeros((), dtype=torch.int64))
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.noise(torch.tanh(self.linear(x)) * self.scale)
+        return out
+
+
+class Part(nn.Module):
+    """A stage whose layers have their names in the whole model."""
+
+    def __init__(self, stage: int, stages: int, drops: float = 0.0) -> None:
+        super().__init__()
+        each = LAYERS // stages
+        own = range(stage * each, (stage + 1) * each)
+        self.layers = nn.ModuleDict({str(k): Layer(k, drops) for k in own})
+
+    def forward(self, x: Tensor) -> Tensor:
+        for layer in self.layers.values():
+            x = layer(x)
+        return x
+
+
+def tied(stages: int) -> TiedWeights:
+    return TiedWeights((((0, TIED), (stages - 1, f"layers.{LAYERS - 1}.linear.weight")),))
+
+
+def tie(parts: dict[int, nn.Module], stages: int) -> dict[int, nn.Module]:
+    """Make the first and the last stage of a process use one Parameter."""
+    if {0, stages - 1} <= parts.keys():
+        one, other = parts[0].get_submodule("layers.0.linear"), parts[stages - 1]
+        other.get_submodule(f"layers.{LAYERS - 1}.linear").weight = one.weight
+    return parts
+
+
+class Layout(NamedTuple):
+    """A placement of stages and replicas, and the schedule."""
+
+    schedule: str
+    stages: int = 2
+    dp: int = 1
+    placement: str = "loop"
+    runtime: str = "torch"
+    ddp: bool = False
+    copies: bool = False  # copies of the tied weight, even where a process has both
+    drops: float = 0.0
+
+
+class Run:
+    """A process of a run, written as by a user of torch's pipelining."""
+
+    def __init__(self, layout: Layout) -> None:
+        self.layout, world = layout, dist.get_world_size()
+        sizes = (world // layout.dp, layout.dp)
+        mesh = init_device_mesh("cpu", sizes, mesh_dim_names=("pp", "dp"))
+        self.dp, pp = mesh["dp"].get_group(), mesh["pp"].get_group()
+        n = layout.stages
+        shape = PipelineShape(sizes[0], MB, n // sizes[0], layout.placement)
+        own = shape.stages_on_rank[dist.get_rank(pp)]
+        parts: dict[int, nn.Module] = {s: Part(s, n, layout.drops) for s in own}
+        parts = parts if layout.copies else tie(parts, n)
+        self.parts = parts
+        self.parameters = [*dict.fromkeys(p for m in parts.values() for p in m.parameters())]
+        wrap: Any = partial(DistributedDataParallel, process_group=self.dp) if layout.ddp else None
+        held = [stage_of(wrap(m) if wrap else m, s, n, pp) for s, m in parts.items()]
+        how: dict[str, Any] = {"schedule": layout.schedule, "runtime": layout.runtime}
+        self.schedule = Schedule(held, MB, mse_loss, tied_weights=tied(n), **how)
+        self.optimizer = ADAM([p for p in self.parameters if p.requires_grad])
+
+    def steps(self, first: int, end: int) -> None:
+        for step in range(first, end):
+            torch_state = torch.get_rng_state()
+            torch.manual_seed(1000 + step)
+            batch = torch.randn(2, ROWS, WIDTH)
+            torch.set_rng_state(torch_state)
+            x, y = batch.chunk(self.layout.dp, 1)[dist.get_rank(self.dp)]
+            n = self.layout.stages
+            self.optimizer.zero_grad()
+            self.schedule.step(*[x] * (0 in self.parts), target=y if n - 1 in self.parts else None)
+            if self.layout.dp > 1 and not self.layout.ddp:  # the user reduces
+                for p in self.parameters:
+                    if p.grad is not None:
+                        dist.all_reduce(p.grad.div_(self.layout.dp), group=self.dp)
+            self.optimizer.step()
+            for part in self.parts.values():
+                for name, buffer in part.named_buffers():
+                    assert name.endswith("steps")
+                    buffer.add_(1)
+
+    def save(self, folder: Path, step: int) -> None:
+        save(self.schedule, folder, step=step, optimizer=self.optimizer, name_map=same)
+
+    def load(self, folder: Path) -> None:
+        found = load(self.schedule, folder, step=3, optimizer=self.optimizer, name_map=same)
+        assert found == {"step": 3, "extra": {}}
+
+
+def trained(layout: Layout, folder: Path) -> None:
+    """Run six steps, and save after steps 3, 4 and 6."""
+    made = Run(layout)
+    made.steps(0, 3)
+    made.save(folder, 3)
+    _three_more_steps(made, folder)
+
+
+def _three_more_steps(made: Run, folder: Path) -> None:
+    made.steps(3, 4)
+    made.save(folder, 4)
+    made.steps(4, 6)
+    made.save(folder, 6)
+
+
+def resumed(layout: Layout, folder: Path, name: str) -> None:
+    """Load step 3, save it again, and continue to step 6."""
+    made = Run(layout)
+    made.load(folder)
+    made.save(folder / name, 3)
+    _three_more_steps(made, folder / name)
+
+
+def all_of(
+    rank: int, bases: dict[str, Layout], layouts: dict[str, dict[str, Layout]], folder: Path
+) -> None:
+    """Run the base layouts in a process, and continue their runs in other layouts."""
+    for name, base in bases.items():
+        trained(base, folder / name)
+    for name, others in layouts.items():
+        for other, layout in others.items():
+            resumed(layout, folder / name, other)
+
+
+DROPPED = Layout("one_f_one_b", drops=0.2)
+REPLICAS = Layout("interleaved", 2, dp=2)
+BASES = {"two ranks": Layout("one_f_one_b"), "dropped": DROPPED, "replicas": REPLICAS}
+# These layouts sum in the same order, so they have the same bits.
+ALIKE = {
+    "two ranks": {
+        "the same": Layout("one_f_one_b"),
+        "all forwards first": Layout("gpipe"),
+        "split backwards": Layout("zb_h1"),
+        "two stages of each rank": Layout("interleaved", 4),
+        "a vee": Layout("zb_v", 4, placement="vee"),
+        "our executor": Layout("interleaved", 4, runtime="schedir"),
+        "our executor, split": Layout("zb_h1", runtime="schedir"),
+    },
+    "dropped": {"dropped": DROPPED},
+}
+ONE_RANK = {
+    "one rank": Layout("interleaved", 2),
+    "one rank, four stages": Layout("interleaved", 4, copies=True),
+}
+# One rank has the tied weight once, not in two copies: autograd sums its gradient in the order of
+# the backwards. That order is not the base run's, so the sum rounds differently.
+ONCE = ("a vee", "one rank")
+OTHERS = {"two replicas": REPLICAS}
+FOUR = {"replicas of two ranks": Layout("one_f_one_b", dp=2, ddp=True)}
+NO_REPLICAS = {"no replicas": Layout("zb_h1")}
+
+
+def in_process(stages: int) -> InProcessExecutor:
+    """Return the same model in our own runtime."""
+    ties = tied(stages)
+    shape = PipelineShape(2, MB, stages // 2)
+    program = schedir.compile(schedir.schedules.interleaved, shape, tied_weights=ties)
+    parts = tie({s: Part(s, stages) for s in range(stages)}, stages)
+    how: dict[str, Any] = {"loss": mse_loss, "boundary": (ROWS // MB, WIDTH), "optimizer": ADAM}
+    return InProcessExecutor(program, [*parts.values()], tied_weights=ties, **how)
+
+
+def steps_in_process(ranks: InProcessExecutor, first: int, end: int) -> None:
+    for step in range(first, end):
+        torch.manual_seed(1000 + step)
+        x, y = torch.randn(2, ROWS, WIDTH)
+        ranks.step(x.chunk(MB), y.chunk(MB), 1 / MB)
+        for rank in ranks.executors:
+            for stage in rank.stages.values():
+                for buffer in stage.module.buffers():
+                    buffer.add_(1)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("checkpoints")
+    two = {name: dict(of) for name, of in ALIKE.items()}
+    two["two ranks"] |= OTHERS
+    two["replicas"] = NO_REPLICAS
+    run(all_of, 2, BASES, two, folder)
+    run(all_of, 1, {}, {"two ranks": ONE_RANK}, folder)
+    run(all_of, 4, {}, {"two ranks": FOUR}, folder)
+    return folder
+
+
+def differing(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
+    one, other = (
+        {k: v for k, v in of.items() if not k.startswith("generators/")} for of in (one, other)
+    )
+    assert one.keys() == other.keys()
+    # Four layers have four tensors each, without the tied one. Each trained weight has two moments
+    # and a step.
+    assert len(one) == 4 * 4 - 1 + 3 * (4 * 3 - 1 - 1)
+    return {
+        name: float((one[name].double() - other[name].double()).abs().max())
+        for name in one
+        if not torch.equal(one[name], other[name])
+    }
+
+
+SAME_BITS = [(base, name) for base, of in ALIKE.items() for name in of]
+SAME_BITS += [("two ranks", name) for name in ONE_RANK]
+CLOSE = [("two ranks", name) for name in OTHERS | FOUR] + [("replicas", "no replicas")]
+
+
+@pytest.mark.parametrize(("base", "name"), SAME_BITS + CLOSE)
+def test_any_layout_reads_what_was_written(base: str, name: str, folder: Path) -> None:
+    assert not differing(whole(folder / base, 3), whole(folder / base / name, 3))
+
+
+@pytest.mark.parametrize(("base", "name"), SAME_BITS)
+def test_layouts_that_sum_alike_go_on_with_the_bits_of_one_run(
+    base: str, name: str, folder: Path
+) -> None:
+    """A layout of ONCE has another tied weight after its first step.
+
+    From the second step on, every weight depends on that one.
+    """
+    at_4, at_6 = (
+        differing(whole(folder / base, step), whole(folder / base / name, step)) for step in (4, 6)
+    )
+    if name in ONCE:
+        assert {key.split("/")[1] for key in at_4} <= {TIED}
+        assert max(at_6.values(), default=0.0) < 1e-6
+    else:
+        assert not at_4 and not at_6
+
+
+@pytest.mark.parametrize(("base", "name"), CLOSE)
+def test_any_layout_goes_on(base: str, name: str, folder: Path) -> None:
+    found = differing(whole(folder / base, 6), whole(folder / base / name, 6))
+    assert found
+    assert max(found.values()) < 1e-6
+
+
+@pytest.mark.filterwarnings("ignore:the seed of modules is")
+@pytest.mark.parametrize("stages", [2, 4])
+def test_an_executor_goes_on(stages: int, folder: Path) -> None:
+    ranks = in_process(stages)
+    load(ranks, folder / "two ranks", step=3, name_map=same)
+    steps_in_process(ranks, 3, 6)
+    there = folder / "two ranks" / f"executor {stages}"
+    save(ranks, there, step=6, name_map=same)
+    assert not differing(whole(folder / "two ranks", 6), whole(there, 6))

@@ -1,0 +1,125 @@
+"""Tests that `schedir.torch_pipelining.Schedule` sums gradients of a weight's copies once."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.functional import mse_loss
+from torch.nn.parallel import DistributedDataParallel
+
+from schedir import TiedWeights, find_tied_weights
+from schedir.errors import ExecutionError, ModelError
+from schedir.testing.gradient_assertion import assert_same_gradients
+from tests.cpu.drop_in_steps import MB, made, step_of
+from tests.cpu.gloo_processes import run as spawn
+from tests.cpu.test_drop_in_replicas import sharded
+from tests.cpu.torch_pipelines import WIDTH, Step, batch
+
+
+class End(nn.Module):
+    """A first or last stage, each of which has a copy of one weight."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.a = nn.Linear(WIDTH, WIDTH, bias=False)
+        self.b = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.b(torch.tanh(self.a(x))))
+
+
+def tied_model(stages: int, shared: tuple[int, ...]) -> nn.Sequential:
+    """Return a model in which some stages have the same weight."""
+    torch.manual_seed(0)
+    ends = [End() for _ in range(stages)]
+    for s in shared[1:]:
+        ends[s].a.weight = ends[shared[0]].a.weight
+    return nn.Sequential(*ends)
+
+
+def same(step: Step, stages: int = 4, shared: tuple[int, ...] = (0, 3), **options: Any) -> None:
+    given: dict[str, Any] = {"microbatches": MB, "ranks": 2, "loss_fn": mse_loss} | options
+    assert_same_gradients(step, tied_model(stages, shared), batch(16), **given)
+
+
+def places(*stages: int) -> TiedWeights:
+    return TiedWeights((tuple((s, "a.weight") for s in stages),))
+
+
+CASES = [
+    ("zb_h1", "loop", 2, (0, 1)),
+    ("interleaved", "loop", 4, (0, 3)),
+    ("zb_v", "vee", 4, (0, 3)),  # on one rank, as one Parameter
+    ("zb_v", "vee", 4, (0, 1)),
+    ("dualpipe_v", "vee", 4, (0, 1, 3)),  # on both ranks, and one of them has two
+]
+
+
+@pytest.mark.parametrize(("name", "placement", "stages", "shared"), CASES)
+def test_gradients_are_those_of_one_weight(
+    name: str, placement: str, stages: int, shared: tuple[int, ...]
+) -> None:
+    assert find_tied_weights([*tied_model(stages, shared)]) == places(*shared)
+    same(step_of(placement, schedule=name, tied_weights=places(*shared)), stages, shared)
+
+
+def test_one_parameter_of_two_stages_of_a_rank_needs_no_word() -> None:
+    same(step_of("vee", schedule="zb_v"))
+
+
+def test_a_sum_is_of_what_each_step_adds() -> None:
+    step = step_of("loop", schedule="interleaved", tied_weights=places(0, 3), steps=2)
+    same(step, microbatches=2 * MB, reduction=MB)
+    step = step_of("loop", schedule="zb_h1", tied_weights=places(0, 1), steps=2, scale_grads=False)
+    same(step, 2, (0, 1), microbatches=2 * MB, reduction="sum")
+
+
+@pytest.mark.parametrize("how", ["sharded", "replicated"])
+def test_of_stages_with_replicas(how: str) -> None:
+    def in_ddp(module: nn.Module, mesh: Any) -> nn.Module:
+        return DistributedDataParallel(module, process_group=mesh.get_group())
+
+    wrap = in_ddp if how == "replicated" else sharded()
+    step = step_of("loop", schedule="zb_h1", tied_weights=places(0, 1), dp=2, wrap=wrap)
+    same(step, 2, (0, 1), ranks=4, replicas=2, microbatches=2 * MB)
+
+
+def test_equal_weights_that_nobody_ties_are_refused() -> None:
+    with pytest.raises(ExecutionError, match="are equal, but they are not tied"):
+        same(step_of("loop", schedule="zb_h1"), 2, (0, 1))
+
+
+# ---------------------------------------------------------------- weights that are created later
+
+
+def later(rank: int, differ: bool) -> str:
+    """Run a step of stages that are created on the meta device, as torchtitan's are."""
+    with torch.device("meta"):
+        part = End()
+    schedule = made({rank: part}, 2, schedule="zb_h1", tied_weights=places(0, 1))
+    part.to_empty(device="cpu")
+    torch.manual_seed(0)
+    nn.init.normal_(part.a.weight, std=1.0 + rank * differ)
+    torch.manual_seed(1 + rank)
+    nn.init.normal_(part.b.weight)
+    nn.init.zeros_(part.b.bias)
+    x, y = batch()
+    try:
+        schedule.step(*((x,) if rank == 0 else ()), target=y if rank else None)
+    except ModelError as error:
+        return error.fact
+    assert part.a.weight.grad is not None
+    return str(part.a.weight.grad.tolist())
+
+
+def test_weights_that_are_made_after_the_schedule() -> None:
+    one, other = spawn(later, 2, False)
+    assert one == other
+    one, other = spawn(later, 2, True)
+    assert (
+        one == other == "a.weight of stage 0 and a.weight of stage 1 are one weight, but their "
+        "values differ"
+    )

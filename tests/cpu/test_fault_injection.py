@@ -1,0 +1,127 @@
+"""Tests of faulty processes in a run: the right process is blamed, whichever notices first.
+
+Processes are forked from one that has torch loaded, and find each other as under torchrun.
+`test_train_termination.py` tests the launchers themselves. A fault takes seconds, mostly of waiting, so
+only a few are tested, and all with ALL_CASES=1, as in `make campaign`.
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+from torch.distributed import TCPStore  # type: ignore[attr-defined]
+
+from schedir.io.black_box import BLACK_BOX_DIRECTORY, read_black_box
+from schedir.training import trainer
+from schedir.training.processes import process_world
+from schedir.training.train import run as train
+from tests.cases import cases
+from tests.cpu.gloo_processes import CONTEXT
+from tests.cpu.process_faults import goes_wrong
+from tests.cpu.train_command import LIMIT
+
+What = tuple[
+    int, str, str, int
+]  # the process, its fault, the place, and the number of calls before
+SHAPES = {"pp4": (4, 1), "pp2tp2": (2, 2)}
+STUCK = ("stop", "sleep", "spin")  # found only after the timeout
+
+
+def faulty(rank: int, config: str, sets: list[str], port: int, what: What, together: Any) -> None:
+    """Run one process as torchrun would start it, with a fault if it is the faulty one."""
+    process, kind, where, number = what
+    os.environ |= {
+        "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4",
+        "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
+        "TORCHELASTIC_USE_AGENT_STORE": "True",
+    }  # fmt: skip
+    if rank == process:
+        goes_wrong(kind, where, number)
+    assert trainer and process_world  # loaded first, which takes long
+    with open(Path(config).parent / f"said-{rank}", "w") as said:
+        os.dup2(said.fileno(), 2)
+    together.wait()  # until all processes have loaded the modules
+    train(config, sets)
+
+
+def everything(folder: Path) -> str:
+    """Return the output of all processes, without the lines of torch."""
+    lines = [line for path in folder.glob("said-*") for line in path.read_text().splitlines(True)]
+    return "".join(line for line in lines if not line.startswith("["))
+
+
+SHARED = "shared_memory"
+# Kinds of faults, ranks, places, shapes and transports, chosen by hand so that nearly every pair
+# of these occurs.
+FAULTS = [
+    ("pp4", SHARED, 0, "kill", "inside", 5), ("pp4", SHARED, 1, "stop", "inside", 9),
+    ("pp4", "gloo", 2, "raise", "inside", 3), ("pp4", "gloo", 3, "sleep", "loss", 7),
+    ("pp4", SHARED, 3, "spin", "loss", 2), ("pp4", "gloo", 0, "memory", "inside", 6),
+    ("pp4", SHARED, 2, "exit", "between", 3), ("pp4", "gloo", 1, "interrupt", "inside", 8),
+    ("pp4", SHARED, 1, "sys.exit", "inside", 4), ("pp4", "gloo", 3, "kill", "loss", 4),
+    ("pp4", "gloo", 0, "stop", "between", 2), ("pp4", SHARED, 0, "sleep", "inside", 1),
+    ("pp4", "gloo", 2, "spin", "inside", 11), ("pp4", SHARED, 3, "raise", "loss", 5),
+    ("pp4", "gloo", 1, "kill", "set-up", 1), ("pp4", SHARED, 2, "stop", "set-up", 1),
+    ("pp4", "gloo", 3, "exit", "inside", 12), ("pp4", SHARED, 0, "sleep", "between", 3),
+    ("pp2tp2", SHARED, 0, "stop", "inside", 7), ("pp2tp2", SHARED, 1, "kill", "inside", 9),
+    ("pp2tp2", "gloo", 2, "sleep", "inside", 5), ("pp2tp2", "gloo", 3, "raise", "loss", 3),
+    ("pp2tp2", SHARED, 3, "sleep", "loss", 6), ("pp2tp2", "gloo", 0, "spin", "inside", 8),
+    ("pp2tp2", "gloo", 1, "exit", "between", 2), ("pp2tp2", SHARED, 2, "memory", "inside", 4),
+    ("pp2tp2", SHARED, 0, "interrupt", "inside", 3), ("pp2tp2", "gloo", 2, "kill", "set-up", 1),
+    ("pp2tp2", "gloo", 1, "stop", "inside", 10), ("pp2tp2", SHARED, 3, "spin", "loss", 1),
+    ("pp2tp2", SHARED, 1, "sleep", "between", 2), ("pp2tp2", "gloo", 3, "stop", "loss", 5),
+    ("pp2tp2", SHARED, 2, "raise", "set-up", 1), ("pp2tp2", "gloo", 0, "sys.exit", "inside", 2),
+    ("pp2tp2", SHARED, 1, "spin", "inside", 6), ("pp2tp2", "gloo", 2, "sleep", "set-up", 1),
+]  # fmt: skip
+
+
+# A process that dies, stops, fails or sleeps within a step, between steps or in set-up, on both
+# shapes and over both transports.
+SAMPLE = (0, 1, 5, 15, 20, 30)
+TRIED = cases([FAULTS[k] for k in SAMPLE], [f for k, f in enumerate(FAULTS) if k not in SAMPLE])
+
+
+@pytest.mark.parametrize(
+    ("shape", "transport", "process", "kind", "where", "number"), TRIED,
+    ids=["-".join(map(str, each)) for each in TRIED],
+)  # fmt: skip
+def test_the_process_is_blamed_that_had_the_fault(
+    config: str, tmp_path: Path, shape: str, transport: str, process: int, kind: str, where: str,
+    number: int,
+) -> None:  # fmt: skip
+    ranks, tp = SHAPES[shape]
+    sets = [f"pipeline.ranks={ranks}", f"pipeline.tp={tp}", "pipeline.stages_per_rank=1",
+            f"train.transport={transport}", "train.steps=100000", "train.log_every=100000",
+            f"train.timeout={8 if kind in STUCK else 60}",
+            f"output.dir={str(tmp_path / 'out')!r}",
+            "output.record=false", "pipeline.schedule=one_f_one_b"]  # fmt: skip
+    store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
+    what = process, kind, where, number
+    given = config, sets, store.port, what, CONTEXT.Barrier(4)
+    processes = [CONTEXT.Process(target=faulty, args=(rank, *given)) for rank in range(4)]
+    over = time.monotonic() + LIMIT
+    try:
+        for one in processes:
+            one.start()
+        # The first process to end reports the cause, or others do, at once or after the timeout.
+        while time.monotonic() < over and not (said := everything(tmp_path)).endswith("\n"):
+            time.sleep(0.05)
+        processes[process].join(over - time.monotonic())
+    finally:
+        for one in processes:
+            one.kill()
+            one.join()
+    slice_ = f", tp {process % tp}" * (tp > 1)
+    name = f"process {process} (pipeline rank {process // tp}{slice_})"
+    assert name in said.partition("\n")[0], said
+    box = read_black_box(tmp_path / "out" / BLACK_BOX_DIRECTORY / str(process))
+    assert box is not None and box.state == "gone"
+    # Stages and the loss also run once in set-up.
+    assert "in set-up" in said or "of step " in said or "in step " in said or " F " in said, said
+    if where in ("inside", "loss") and number > 2:
+        assert " F " in said, said
+    assert ".cc:" not in said

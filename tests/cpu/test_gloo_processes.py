@@ -1,0 +1,165 @@
+"""Tests of the helper that runs ranks, and of its errors."""
+
+from __future__ import annotations
+
+import gc
+import multiprocessing
+import os
+import signal
+import threading
+import time
+from datetime import timedelta
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch._C._distributed_c10d import FileStore
+
+from schedir.errors import CheckpointError
+from schedir.io.black_box import read_process_state
+from schedir.transports import local_processes
+from schedir.transports.local_processes import run_processes as run_in
+from tests.cpu.gloo_processes import CONTEXT, RankError, run, run_fresh
+from tests.cpu.train_command import wait_until
+
+
+def add_up(rank: int, start: torch.Tensor) -> torch.Tensor:
+    x = start + rank
+    dist.all_reduce(x)
+    return x
+
+
+def fail_on(rank: int, bad: int) -> None:
+    if rank == bad:
+        raise ValueError("the cause")
+    dist.all_reduce(torch.zeros(1))
+
+
+def die_on(rank: int, bad: int) -> None:
+    if rank == bad:
+        os._exit(3)
+    dist.all_reduce(torch.zeros(1))
+
+
+def hang_on(rank: int, bad: int) -> None:
+    if rank == bad:
+        time.sleep(1000)
+
+
+def test_results_come_by_rank() -> None:
+    sums = run(add_up, 3, torch.ones(2))
+    assert [x.tolist() for x in sums] == [[6.0, 6.0]] * 3
+
+
+@pytest.mark.parametrize("how", [run, run_fresh])
+def test_a_failure_shows_its_traceback_first_and_ends_the_others(how: Any) -> None:
+    with pytest.raises(RankError) as error:
+        how(fail_on, 3, 1)
+    assert "the cause" in error.value.tracebacks[1]
+    assert next(iter(error.value.tracebacks)) == 1
+
+
+def test_a_dead_rank_is_named() -> None:
+    with pytest.raises(RankError) as error:
+        run(die_on, 2, 0)
+    assert "died" in error.value.tracebacks[0]
+
+
+def test_a_hang_shows_where() -> None:
+    run(add_up, 2, torch.ones(2))  # otherwise the limit would include the start of processes
+    with pytest.raises(RankError) as error:
+        run(hang_on, 2, 1, limit=4)
+    assert "in hang_on" in error.value.tracebacks[1]
+
+
+@pytest.mark.parametrize(("limit", "shown"), [(3, "in hang_on"), (1, "did not end within 1 s")])
+def test_a_slow_start_counts(monkeypatch: pytest.MonkeyPatch, limit: int, shown: str) -> None:
+    """The stack is written before the limit, though the start has used a part of the time."""
+    monkeypatch.setattr(local_processes, "set_up_child", lambda: time.sleep(2))
+    with pytest.raises(RankError) as error:
+        run_in(hang_on, 1, 0, context=multiprocessing.get_context("fork"), timeout=limit)
+    assert error.value.hung_ranks == (0,) and shown in error.value.tracebacks[0]
+
+
+def change(rank: int, what: str) -> int:
+    if what == "a function":
+        torch.distributed.all_reduce = fail_on  # type: ignore[assignment]
+    if what == "a method":
+        CheckpointError.describe = fail_on  # type: ignore[attr-defined]
+    if what == "a constant":
+        local_processes.GRACE_SECONDS = 2.0
+    if what == "the environment":
+        os.environ["SCHEDIR_TEST"] = "1"
+    if what == "a signal":
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    if what == "a thread":
+        threading.Thread(target=time.sleep, args=(1000,), daemon=True).start()
+    return os.getpid()
+
+
+@pytest.mark.parametrize(
+    "what",
+    ["", "a function", "a method", "a constant", "the environment", "a signal", "a thread"],
+)
+def test_processes_stay_for_the_next_call_unless_they_have_changed(what: str) -> None:
+    first = run(change, 2, what)
+    assert (run(change, 2, "") == first) == (what == "")
+    assert run(add_up, 1, torch.ones(1))[0] == 1
+
+
+def draw(rank: int) -> float:
+    return float(torch.rand(()))
+
+
+def test_each_call_draws_the_same_and_a_fresh_process_is_another() -> None:
+    assert run(draw, 1) == run(draw, 1)
+    assert run_fresh(change, 1, "") != run(change, 1, "")
+
+
+def parent(folder: Path) -> None:
+    run_in(stand, 2, folder, context=multiprocessing.get_context("fork"))
+
+
+def stand(rank: int, folder: Path) -> None:
+    (folder / str(os.getpid())).touch()
+    if rank:
+        dist.all_reduce(torch.zeros(1))
+    time.sleep(1000)
+
+
+def test_ranks_end_with_the_process_that_runs_them(tmp_path: Path) -> None:
+    """This holds however the process ends, since nothing else would end the ranks."""
+    running = CONTEXT.Process(target=parent, args=(tmp_path,))
+    running.start()
+    wait_until(lambda: len([*tmp_path.iterdir()]) == 2)
+    running.kill()
+    running.join()
+    ranks = [int(path.name) for path in tmp_path.iterdir()]
+    wait_until(
+        lambda: not any(read_process_state(rank, 0) in ("runs", "stopped") for rank in ranks)
+    )
+
+
+def collect(rank: int) -> bool:
+    return gc.collect() >= 0
+
+
+def test_a_fork_does_not_collect_what_its_parent_has_left(tmp_path: Path) -> None:
+    """Collecting a process group would end threads, which a fork does not have."""
+    gc.collect()
+    gc.disable()
+    try:
+        store = FileStore(f"{tmp_path}/store", 1)
+        group = dist.ProcessGroupGloo(store, 0, 1, timedelta(seconds=9))
+        cycle = SimpleNamespace(group=group)
+        cycle.own = cycle
+        del cycle, group
+        assert (
+            run_in(collect, 2, context=multiprocessing.get_context("fork"), timeout=20)
+            == [True] * 2
+        )
+    finally:
+        gc.enable()

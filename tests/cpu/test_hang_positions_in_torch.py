@@ -1,0 +1,191 @@
+"""Tests of the hang positions of ranks in real steps of torch.distributed.pipelining.
+
+Gloo has no flight recorder for messages, so the processes record what torch issues, in that order,
+as NCCL's recorder does. One rank stops in the forward of a microbatch, in its second step.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from argparse import Namespace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.pipelining import PipelineStage
+from torch.distributed.pipelining import schedules as theirs
+
+from schedir import PipelineShape, Program, compile, schedules
+from schedir.analysis.dependency_graph import Graph
+from schedir.compiler.compile import finish_lowering
+from schedir.hang_diagnosis.flight_recorder import read_dumps
+from schedir.hang_diagnosis.program_matching import match_program
+from schedir.hang_diagnosis.rank_positions import diagnose_copies
+from schedir.hang_diagnosis.wait_graph import DistributedJob
+from schedir.io import torch_csv
+from schedir.ir.instruction_index import InstructionIndex
+from tests.cpu.gloo_processes import run
+from tests.cpu.torch_schedules import SINGLE, lowered
+from tests.flight_recorder_dumps import Recorder, record, stopped
+
+STOPS, STEP, STAGE, MICROBATCH = 1, 1, 1, 2
+PLANS = {
+    "ScheduleGPipe": PipelineShape(3, 4),
+    "Schedule1F1B": PipelineShape(3, 5),
+    "ScheduleInterleaved1F1B": PipelineShape(2, 4, stages_per_rank=2),
+}
+
+
+LOOSE = SINGLE  # torch receives when it needs the message, and our programs of these earlier
+
+
+class _Seen:
+    """A message that torch has issued. A receive has ended when torch has waited for it."""
+
+    def __init__(self, work: Any, entry: dict[str, Any]) -> None:
+        self.work, self.entry = work, entry
+
+    def wait(self) -> bool:
+        done: bool = self.work.wait()
+        self.entry["state"] = "completed"
+        return done
+
+
+class _Stage(nn.Module):
+    """A layer that waits for an event in one of its forwards."""
+
+    def __init__(self, at: int, stands: threading.Event | None, goes_on: threading.Event) -> None:
+        super().__init__()
+        self.layer = nn.Linear(4, 4)
+        self.at, self.stands, self.goes_on, self.count = at, stands, goes_on, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.stands is not None and self.count == self.at:
+            self.stands.set()
+            self.goes_on.wait(60)
+        self.count += 1
+        out: Tensor = self.layer(x)
+        return out
+
+
+def _train(rank: int, name: str, shape: PipelineShape, folder: str) -> None:
+    recorder = Recorder(rank)
+    recorder.group("0", range(shape.ranks), "default_pg")
+    batched = theirs._batch_p2p
+
+    def batch_p2p(ops: list[dist.P2POp], desc: str | None = None) -> list[Any]:
+        sides = [("send" if op.op is dist.isend else "recv", op.peer) for op in ops]
+        shapes = [list(op.tensor.shape) for op in ops]
+        works = batched(ops, desc)
+        first = len(recorder.entries)
+        if len({kind for kind, _ in sides}) > 1:
+            recorder.messages("0", sides, False, shape=shapes[0])
+            entries = recorder.entries[first:-1]
+            return [_Seen(work, recorder.entries[-1]) for work in works] if entries else []
+        for (kind, peer), shape in zip(sides, shapes, strict=True):
+            recorder.messages("0", [(kind, peer)], kind == "send", shape=shape)
+        return [_Seen(w, e) for w, e in zip(works, recorder.entries[first:], strict=True)]
+
+    vars(theirs)["_batch_p2p"] = batch_p2p
+    goes_on, stands = threading.Event(), threading.Event() if rank == STOPS else None
+    store = dist.distributed_c10d._get_default_store()
+
+    def write() -> None:
+        """Write the record of this process when no process has issued or received for a while."""
+        if stands is not None:
+            stands.wait(60)
+            store.set("stands", "")
+        store.wait(["stands"])
+        before: Any = None
+        while before != (before := [entry["state"] for entry in recorder.entries]):
+            time.sleep(0.5)
+        recorder.save(Path(folder))
+        store.set(f"written {rank}", "")
+        store.wait([f"written {other}" for other in range(shape.ranks)])
+        goes_on.set()
+
+    writer = threading.Thread(target=write)
+    writer.start()
+    at = STEP * shape.microbatches + MICROBATCH
+    at += 1  # torch runs one more forward before its first step, to learn the shapes
+    held = shape.stages_on_rank[rank]
+    stages = [
+        PipelineStage(
+            _Stage(at, stands if s == STAGE else None, goes_on),
+            s,
+            shape.stages,
+            torch.device("cpu"),
+        )
+        for s in held
+    ]
+    kind: Any = getattr(theirs, name)
+    pipe = kind(
+        stages[0] if name in SINGLE else stages,
+        n_microbatches=shape.microbatches,
+        loss_fn=nn.functional.mse_loss,
+    )
+    x, target = torch.randn(2, 2 * shape.microbatches, 4).unbind()
+    for _ in range(STEP + 1):
+        mine = (x,) if 0 in held else ()
+        pipe.step(*mine, **({"target": target} if shape.stages - 1 in held else {}))
+    writer.join()
+
+
+def _program(name: str, shape: PipelineShape) -> Program:
+    """Return the program that torch reports, or our program of the same name if it reports none."""
+    if name == "ScheduleGPipe":
+        return compile(schedules.gpipe, shape)
+    if name == "Schedule1F1B":
+        return compile(schedules.one_f_one_b, shape)
+    return finish_lowering(torch_csv.from_csv(lowered(name, shape)))
+
+
+@pytest.mark.parametrize("name", PLANS)
+def test_the_forward_in_which_a_rank_stops_is_named(name: str, tmp_path: Path) -> None:
+    shape = PLANS[name]
+    run(_train, shape.ranks, name, shape, str(tmp_path))
+    job = DistributedJob(read_dumps([str(tmp_path)])[0])
+    program = _program(name, shape)
+    index = InstructionIndex.from_program(program)
+    (matched,) = match_program(job, program)
+    assert matched.step == STEP and bool(matched.order_mismatch) == (name in LOOSE)
+    # The rank has the input of that forward.
+    ended = [op for op in job.dumps[STOPS].ops if op.is_done and op.kind == "recv"]
+    names = [str(index.locate(matched.position_of_message[STOPS, op.number])[2]) for op in ended]
+    assert f"recv_act {STAGE}.{MICROBATCH}" in names[-2:]
+    if matched.order_mismatch:
+        assert job.root_ranks == (STOPS,)
+        return
+    (verdict,) = diagnose_copies(program, [matched])
+    assert not verdict.is_deadlock
+    assert {int(index.rank[at]) for cause in verdict.causes for at in cause.positions} == {STOPS}
+    place = verdict.positions[STOPS]
+    assert place.is_late
+    between = [str(index.locate(at)[2]) for at in range(*place.compute_range)]
+    assert f"F {STAGE}.{MICROBATCH}" in between
+
+
+def test_torchs_own_reader_pairs_what_these_tests_write(tmp_path: Path) -> None:
+    """All messages of a finished job are paired, and the reader reports no mismatch."""
+    builder = pytest.importorskip("torch.distributed.flight_recorder.components.builder")
+    loader = pytest.importorskip("torch.distributed.flight_recorder.components.loader")
+    program = compile(schedules.interleaved, PipelineShape(2, 4, stages_per_rank=2))
+    whole = stopped(Graph.from_program(program), None, False)
+    for recorder in record(whole, before=1):
+        recorder.collective("1", "all_reduce", ended=True)
+        recorder.save(tmp_path)
+    asked = Namespace(
+        trace_dir=str(tmp_path), prefix="nccl_trace_rank_", allow_incomplete_ranks=False,
+        just_print_entries=False, mismatch_cap=10, pg_filters=None, selected_ranks=None,
+        verbose=False,
+    )  # fmt: skip
+    dumps, version = loader.read_dir(asked)
+    found = builder.build_db(dumps, asked, version)
+    job = DistributedJob(read_dumps([str(tmp_path)])[0])
+    assert len(found.ncclcalls) == sum(len(dump.ops) for dump in job.dumps.values()) > 0
+    assert all(call.collective_id is not None for call in found.ncclcalls)
+    assert all(collective.pass_check for collective in found.collectives)

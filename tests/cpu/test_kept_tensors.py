@@ -1,0 +1,220 @@
+"""Tests of modules that keep a tensor after its use: it stays unchanged, or they are refused."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedir import compile
+from schedir.errors import ExecutionError, ModelError
+from schedir.ir.isa.instructions import Opcode
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.runtime.executor import Executor
+from schedir.runtime.sequential_reference import run_sequential
+from schedir.schedules import one_f_one_b
+from schedir.transports.gloo import GlooTransport
+from schedir.transports.shared_memory import SharedMemoryTransport
+from tests.cpu.gloo_processes import run
+from tests.cpu.stage_chains import (
+    BOUNDARY,
+    MICROBATCHES,
+    ON_ONE_RANK,
+    PROGRAMS,
+    WIDTH,
+    Layer,
+    batch,
+    instruction_of,
+    made,
+    squares,
+    world,
+)
+from tests.cpu.tiny_stages import gradients, same_bits
+
+
+class Keeps(Layer):
+    """Keeps a tensor of each forward; `reads` adds its mean to the next forward's output."""
+
+    def __init__(self, what: str, reads: bool) -> None:
+        super().__init__()
+        self.what, self.reads, self.last = what, reads, None
+
+    def forward(self, x: Tensor) -> Tensor:
+        before: Tensor | None = self.last
+        hidden = torch.tanh(self.linear(x))
+        y = hidden * hidden
+        if self.reads and before is not None:
+            y = y + before.detach().mean()
+        kept = {"input": x, "view": x.detach()[1:], "hidden": hidden, "output": y, "loss": y.sum()}
+        self.last = kept[self.what]  # type: ignore[assignment]
+        return y
+
+
+def kept_by(stages: list[nn.Module]) -> list[Tensor]:
+    kept: list[Any] = [stage.last for stage in stages]
+    return [last.detach().clone() for last in kept]
+
+
+def keepers(what: str, reads: bool) -> list[nn.Module]:
+    return made(*[lambda: Keeps(what, reads)] * 4)
+
+
+@pytest.mark.parametrize("what", ["hidden", "output", "loss", "input", "view"])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_what_a_module_keeps(name: str, what: str) -> None:
+    """The numbers of a kept tensor stay, or its stage is refused in the first step."""
+    reads = "recomputed" not in name  # a recomputed forward would read another tensor
+    right, own = keepers(what, reads), keepers(what, reads)
+    ranks = world(PROGRAMS[name](), own)
+    received = what in ("input", "view") and name not in ON_ONE_RANK
+    if received and not ranks.program.shares_slots:
+        with pytest.raises(ModelError):
+            ranks.step(*batch())
+        return
+    for _ in range(3):
+        total = run_sequential(right, *batch(), loss=squares)
+        assert torch.equal(ranks.step(*batch()), total)
+        assert same_bits(gradients(own), gradients(right))
+        if reads:  # the last forward of a stage is that of the last microbatch
+            assert all(map(torch.equal, kept_by(own), kept_by(right)))
+        assert all(x.isfinite().all() for x in kept_by(own))
+
+
+class KeepsBuffers(Layer):
+    """Keeps each buffer that it replaces."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(WIDTH))
+        self.past: list[Tensor] = []
+
+    def forward(self, x: Tensor) -> Any:
+        self.past.append(self.mean)
+        self.mean = self.mean * 0.5 + x.detach().mean()
+        return torch.tanh(self.linear(x) * self.mean)
+
+
+def test_buffers_that_a_module_keeps_do_not_move() -> None:
+    program = compile(one_f_one_b, PipelineShape(4, MICROBATCHES), recompute="all", offload="all")
+    own = made(*[KeepsBuffers] * 4)
+    world(program, own).step(*batch())
+    past: list[Any] = [stage.past for stage in own]
+    assert all(torch.stack(each).isfinite().all() for each in past)
+
+
+class KeepsGradient(Layer):
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        y.register_hook(lambda gradient: setattr(self, "last", gradient))
+        return y
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_gradient_that_a_module_keeps(name: str) -> None:
+    ranks = world(PROGRAMS[name](), made(*[KeepsGradient] * 4))
+    if name in ON_ONE_RANK:
+        ranks.step(*batch())
+        return
+    with pytest.raises((ModelError, ExecutionError), match="keeps a reference to the gradient"):
+        ranks.step(*batch())
+
+
+class Cyclic(Layer):
+    """Leaves a cycle of references to its input to the garbage collector."""
+
+    def forward(self, x: Tensor) -> Any:
+        cycle: list[Any] = [x]
+        cycle.append(cycle)
+        return super().forward(x)
+
+
+def test_garbage_is_not_kept() -> None:
+    ranks = world(PROGRAMS["1f1b"](), made(*[Cyclic] * 4))
+    for _ in range(2):
+        ranks.step(*batch())
+
+
+def _keeps(rank: int, kind: Any) -> bool:
+    program = compile(one_f_one_b, PipelineShape(2, MICROBATCHES), progress_model="per_edge")
+    own = [Layer(), Keeps("input", reads=False)][rank]
+    executor = Executor(program, rank, {rank: own}, kind(program), loss=squares, boundary=BOUNDARY)
+    try:
+        executor.step(*batch())
+    except ModelError:
+        return True
+    return False
+
+
+@pytest.mark.parametrize("kind", [GlooTransport, SharedMemoryTransport])
+def test_processes_refuse_an_input_that_is_kept(kind: Any) -> None:
+    assert run(_keeps, 2, kind) == [False, True]
+
+
+class InGraph(Layer):
+    """Computes with the input of another microbatch, and its graph."""
+
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        before, self.last = self.last, x
+        y = super().forward(x)
+        return y if before is None else y + before.mean()
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if "recomputed" not in name])
+def test_a_gradient_of_another_microbatch_is_not_lost(name: str) -> None:
+    with pytest.raises(ExecutionError) as error:
+        world(PROGRAMS[name](), made(*[InGraph] * 4)).step(*batch())
+    assert instruction_of(error.value).op in (Opcode.Backward, Opcode.BackwardInput)
+
+
+class KeepsWeight(Layer):
+    last: Tensor | None = None
+
+    def forward(self, x: Tensor) -> Any:
+        self.last = self.linear.weight.detach()
+        return super().forward(x)
+
+
+def test_a_full_weight_that_is_kept() -> None:
+    for zero in (0, 1, 2):
+        own = made(*[KeepsWeight] * 4)
+        world(
+            compile(one_f_one_b, PipelineShape(4, MICROBATCHES), zero=zero, clip_grad_norm=False),
+            own,
+        ).step(*batch())
+        assert all(last.isfinite().all() for last in kept_by(own))
+    program = compile(one_f_one_b, PipelineShape(4, MICROBATCHES), zero=3, clip_grad_norm=False)
+    with pytest.raises(ModelError):
+        world(program, made(*[KeepsWeight] * 4)).step(*batch())
+
+
+class Auxiliary(Layer):
+    """Adds the gradient of its own loss in its forward."""
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        y.square().mean().backward(retain_graph=True)
+        return y
+
+
+@pytest.mark.parametrize("name", [name for name in PROGRAMS if "recomputed" not in name])
+def test_a_backward_in_a_forward_gives_the_gradients_of_a_plain_loop(name: str) -> None:
+    stages, plain = made(Layer, Auxiliary, Layer), nn.Sequential(*made(Layer, Auxiliary, Layer))
+    ranks = world(PROGRAMS[name](), stages)
+    xs, targets = batch()
+    for _ in range(2):  # the first step has checks that later ones do not have
+        ranks.step(xs, targets)
+        for p in plain.parameters():
+            p.grad = None
+        for x, target in zip(xs, targets, strict=True):
+            squares(plain(x), target).backward()
+        for p, q in zip(nn.ModuleList(stages).parameters(), plain.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None
+            assert torch.allclose(p.grad, q.grad, rtol=1e-5, atol=1e-6)

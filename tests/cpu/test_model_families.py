@@ -1,0 +1,214 @@
+"""Tests of models in pipelines, with tensor-parallel ranks and replicas, against a plain loop.
+
+Any schedule has the bits of the reference. Tensor-parallel ranks and replicas sum in another order,
+and are close to it.
+"""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor
+
+from schedir.compiler.compile import compile
+from schedir.errors import UsageError
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.program import Program
+from schedir.models import llama
+from schedir.models.llama_config import LlamaConfig
+from schedir.runtime.executor import Executor
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
+from schedir.schedules import interleaved, one_f_one_b, zb_h1, zb_v
+from schedir.schedules.schedule_algebra import get_placement_mark
+from schedir.tensor_parallel.mappings import get_shard_dim
+from schedir.transports.gloo import GlooTransport
+from tests.cases import cases
+from tests.cpu.gloo_processes import run
+from tests.cpu.test_built_in_schedules import ZOO, program_of
+from tests.cpu.tiny_models import KINDS, Kind, gradients
+from tests.cpu.tiny_stages import same_bits
+
+torch.set_num_threads(1)
+M = 4
+SGD = partial(torch.optim.SGD, lr=0.5)
+USUAL = [one_f_one_b, interleaved, zb_h1, zb_v]
+SCHEDULES = cases(USUAL, [s for s in ZOO.values() if s not in USUAL])
+
+
+def compiled(schedule: Any, kind: Kind, microbatches: int = M, **options: Any) -> Program:
+    found = program_of(schedule).shape
+    shape = PipelineShape(
+        2, microbatches, found.stages_per_rank, get_placement_mark(schedule)[0] or "loop"
+    )
+    return compile(schedule, shape, tied_weights=kind.tied(shape.stages), **options)
+
+
+@pytest.mark.parametrize("options", [{}, {"recompute": "all"}], ids=["kept", "recomputed"])
+@pytest.mark.parametrize("name", KINDS)
+def test_schedules_have_the_bits_of_the_reference(name: str, options: Any) -> None:
+    kind = KINDS[name]
+    given = kind.batch(M, 0)
+    for schedule in SCHEDULES:
+        program = compiled(schedule, kind, **options)
+        count = program.shape.stages
+        stages, plain = kind.stages(count), kind.stages(count)
+        ranks = InProcessExecutor(program, stages, loss=kind.loss, boundary=kind.boundary(count))
+        loss = ranks.step(given.inputs, given.targets, given.scale, keywords=given.keywords)
+        order = None if program.reduces_in_microbatch_order else program
+        due = run_sequential(
+            plain, given.inputs, given.targets, loss=kind.loss, grad_scale=given.scale,
+            program=order,
+            keywords=given.keywords,
+        )  # fmt: skip
+        assert torch.equal(loss, due) and loss > 10, schedule.__name__
+        assert same_bits(gradients(stages), gradients(plain)), schedule.__name__
+        assert all(g.norm() > 0 for own in gradients(stages) for g in own.values())
+
+
+class Case(NamedTuple):
+    """How four processes divide a model."""
+
+    schedule: Any
+    tp: int = 1
+    dp: int = 1
+    zero: int = 0
+    options: Any = ()
+
+
+TP = Case(one_f_one_b, tp=2)
+SPLIT = Case(zb_h1, tp=2)
+AGAIN = Case(one_f_one_b, tp=2, options=(("recompute", "all"),))
+ZERO_2 = Case(zb_h1, dp=2, zero=2)
+ZERO_3 = Case(interleaved, dp=2, zero=3)
+MORE = [
+    *(Case(one_f_one_b, dp=2, zero=zero) for zero in range(4)),
+    Case(zb_v, tp=2),
+    Case(interleaved, tp=2),
+    Case(zb_h1, dp=2, zero=3, options=(("recompute", "all"),)),
+]
+SHARED = [
+    *(("tied llama", case) for case in cases([TP, SPLIT, AGAIN, ZERO_2, ZERO_3], MORE)),
+    *(("bert", case) for case in cases([TP, ZERO_2], [SPLIT, AGAIN, ZERO_3, *MORE])),
+    *(("encoder_decoder", case) for case in cases([SPLIT, ZERO_3], [TP, AGAIN, ZERO_2, *MORE])),
+]
+Weights = dict[tuple[int, str], tuple[Tensor, int | None]]
+
+
+def all_cases(rank: int) -> list[tuple[list[float], Weights]]:
+    """Return losses of two steps and this rank's weights after them, for each kind and case."""
+    return [trained(KINDS[name], case) for name, case in SHARED]
+
+
+def trained(kind: Kind, case: Case) -> tuple[list[float], Weights]:
+    program = compiled(
+        case.schedule, kind, tp=case.tp, dp=case.dp, zero=case.zero, **dict(case.options)
+    )
+    transport, count = GlooTransport(program), program.shape.stages
+    tp = transport.tp_group
+    stages = {s: kind.stage(s, count, tp=tp) for s in program.shape.stages_on_rank[transport.rank]}
+    executor = Executor(
+        program, transport.rank, stages, transport, loss=partial(kind.loss, tp=tp),
+        boundary=kind.boundary(count),
+        optimizer=SGD([p for stage in stages.values() for p in stage.parameters()]),
+    )  # fmt: skip
+    own = slice(transport.dp_rank * M, (transport.dp_rank + 1) * M)
+    found = []
+    for step in range(2):
+        given = kind.batch(M * case.dp, step)
+        keywords = given.keywords[own] if given.keywords else ()
+        loss = executor.step(given.inputs[own], given.targets[own], given.scale, keywords)
+        found += [] if loss is None else [float(loss)]
+    with executor.full_parameters():
+        weights = {
+            (s, n): (p.detach().clone(), get_shard_dim(p))
+            for s, stage in stages.items()
+            for n, p in stage.named_parameters()
+        }
+    return found, weights
+
+
+def plain(kind: Kind, case: Case) -> tuple[list[float], Weights]:
+    """Return the same from one process, without replicas and tensor parallelism."""
+    program = compiled(case.schedule, kind, M * case.dp)
+    count = program.shape.stages
+    stages = kind.stages(count)
+    ranks = InProcessExecutor(
+        program, stages, loss=kind.loss, boundary=kind.boundary(count), optimizer=SGD
+    )
+    found = []
+    for step in range(2):
+        given = kind.batch(M * case.dp, step)
+        found.append(float(ranks.step(*given[:3], keywords=given.keywords)))
+    return found, {
+        (s, n): (p.detach(), None)
+        for s, stage in enumerate(stages)
+        for n, p in stage.named_parameters()
+    }
+
+
+def test_tensor_parallel_ranks_and_replicas_are_one() -> None:
+    ranks = run(all_cases, 4, limit=240)
+    for k, (name, case) in enumerate(SHARED):
+        losses, due = plain(KINDS[name], case)
+        lost = [own[k][0] for own in ranks if own[k][0]]
+        if case.dp > 1:
+            lost = [[sum(each) for each in zip(*lost, strict=True)]]
+        assert lost and all(own == pytest.approx(losses, rel=1e-6) for own in lost)
+        for (s, n), (right, _) in due.items():
+            shards = [own[k][1][s, n] for own in ranks if (s, n) in own[k][1]]
+            assert len(shards) == 2
+            dim = shards[0][1]
+            if dim is None:
+                got = shards[0][0]
+                assert torch.equal(got, shards[1][0]), (name, case, n)
+            else:
+                assert case.tp == 2
+                got = torch.cat([each for each, _ in shards], dim)[: len(right)]
+            assert (got - right).norm() <= 1e-6 * right.norm(), (name, case, n)
+
+
+# Refusals
+
+
+def refusals(rank: int) -> list[tuple[str, ...]]:
+    """Return the fields of errors for models that two ranks cannot divide."""
+    found = []
+    for config in (LlamaConfig(kv_heads=1), LlamaConfig(feed_forward=5)):
+        with pytest.raises(UsageError) as error:
+            llama.build_stage(config, 0, 1, tp=torch.distributed.group.WORLD)
+        found.append((*error.value.fields,))
+    return found
+
+
+def test_ranks_that_cannot_share_are_refused() -> None:
+    assert run(refusals, 2) == [[("tp", "kv_heads"), ()]] * 2
+
+
+@pytest.mark.parametrize(
+    "wrong",
+    [
+        {"layers": 0}, {"kv_heads": 0}, {"kv_heads": 3}, {"hidden": 12}, {"theta": 0.0},
+        {"eps": -1.0}, {"feed_forward": 0},
+    ],
+    ids=lambda wrong: min(wrong),
+)  # fmt: skip
+def test_what_is_no_llama_is_refused(wrong: Any) -> None:
+    with pytest.raises(UsageError) as error:
+        LlamaConfig(**wrong)
+    assert {*wrong} <= {*error.value.fields}
+
+
+def test_the_page_runs() -> None:
+    page = (Path(__file__).parents[2] / "docs/reference/models.md").read_text()
+    (code,) = (block for block in page.split("```")[1::2] if block.startswith("python\n"))
+    exec(code.removeprefix("python\n"), {})
+
+
+def test_a_sequence_longer_than_the_context_is_refused() -> None:
+    with pytest.raises(UsageError):
+        llama.build_stage(LlamaConfig(context=8), 0, 1)(torch.zeros(1, 9, dtype=torch.int64))

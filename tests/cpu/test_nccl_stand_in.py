@@ -1,0 +1,205 @@
+"""Tests that events order all work of a process over NCCL, so that no accesses race.
+
+The processes are tensor-parallel and data-parallel, which virtual ranks of one process cannot be.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from functools import partial
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+
+from schedir import compile
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.program import Program
+from schedir.models.moe_config import MoEConfig
+from schedir.passes.pass_types import BufferSharing
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
+from schedir.runtime.parameters import buckets
+from schedir.runtime.parameters.overlapped_reduction import GradientReduction
+from schedir.schedules import chimera, gpipe, interleaved, one_f_one_b, pipedream_2bw
+from schedir.tensor_parallel import mappings
+from schedir.transports.gloo import GlooTransport, ProcessTransport
+from schedir.transports.nccl import count_streams
+from tests.cases import cases
+from tests.cpu.gloo_processes import run
+from tests.cpu.nccl_stand_in import Kind, NcclLike
+from tests.cpu.race_detector import Races
+from tests.cpu.tiny_stages import (
+    CONTEXT,
+    HIDDEN,
+    gpt_executor,
+    gradients_by_stage,
+    moe_executor,
+    own_batch,
+    zb,
+)
+from tests.cpu.virtual_gpu import install
+
+KINDS: tuple[Kind, ...] = ("send", "recv", "all_reduce", "all_gather", "dX", "all_to_all")
+EXPERTS = MoEConfig(
+    vocab=32, layers=2, hidden=HIDDEN, heads=2, context=CONTEXT, tied=False, experts=4
+)
+Ran = tuple[list[str], Counter[Kind], bool, int]
+BUCKET = 2048  # bytes, so that each stage has several buckets of one or more gradients
+
+
+class Case(NamedTuple):
+    """A program for four processes, and whether its steps are recorded."""
+
+    schedule: Any
+    shape: PipelineShape
+    tp: int = 1
+    dp: int = 1
+    ep: int = 1
+    buffer_sharing: BufferSharing | None = None
+    record: bool = False
+    clip: bool = True
+
+    def compile(self) -> Program:
+        return compile(
+            self.schedule, self.shape, tp=self.tp, dp=self.dp, progress_model="per_edge",
+            overlap=True,
+            tied_weights=self.ep == 1, clip_grad_norm=self.clip, ep=self.ep,
+            stage_segments="dc" if self.ep > 1 else None, buffer_sharing=self.buffer_sharing,
+        )  # fmt: skip
+
+
+CASES = dict(cases(
+    [
+        ("1f1b", Case(one_f_one_b, PipelineShape(2, 4), tp=2)),
+        ("1f1b, slots shared", Case(one_f_one_b, PipelineShape(2, 4), tp=2,
+                                    buffer_sharing="minimal")),
+        ("split, slots shared", Case(zb, PipelineShape(2, 4), tp=2, buffer_sharing="minimal",
+                                     record=True)),
+        ("interleaved, slots shared", Case(interleaved, PipelineShape(2, 4, 2), tp=2,
+                                           buffer_sharing="minimal")),
+        ("gpipe, slots enough", Case(gpipe, PipelineShape(2, 4), tp=2,
+                                     buffer_sharing="latency_preserving")),
+        ("replicas, split", Case(zb, PipelineShape(2, 4), dp=2, buffer_sharing="minimal",
+                                 record=True)),
+        ("two holders", Case(chimera, PipelineShape(2, 4, placement="mirror"), tp=2,
+                             buffer_sharing="minimal")),
+        ("experts", Case(one_f_one_b, PipelineShape(2, 4), dp=2, ep=2, buffer_sharing="minimal")),
+        ("updates", Case(pipedream_2bw, PipelineShape(2, 8, optimizer_steps=2, weight_delay=1),
+                         dp=2, clip=False)),
+    ],
+    [
+        ("1f1b, slots shared, recorded",
+         Case(one_f_one_b, PipelineShape(2, 4), tp=2, buffer_sharing="minimal", record=True)),
+        ("split", Case(zb, PipelineShape(2, 4), tp=2)),
+        ("interleaved", Case(interleaved, PipelineShape(2, 4, 2), tp=2, record=True)),
+        ("replicas", Case(one_f_one_b, PipelineShape(2, 4), dp=2)),
+    ],
+))  # fmt: skip
+
+
+REPLICAS = [name for name, case in CASES.items() if case.dp > 1 and case.ep == 1]
+
+
+def _step(
+    transport: ProcessTransport, case: Case, program: Program, *, only_one: bool = False
+) -> Any:
+    """Return the gradients of a second step. Over NCCL, a warmup step was undone before the first.
+
+    With `only_one`, return those of a first step without a warmup step.
+    """
+    make = partial(moe_executor, cfg=EXPERTS) if case.ep > 1 else gpt_executor
+    executor = make(
+        program,
+        transport,
+        lr=1e-2,
+        execution=ExecutionOptions(record_timestamps=case.record),
+        gradients=GradientOptions(max_norm=1.0 if case.clip else None),
+    )
+    if isinstance(transport, NcclLike):
+        transport.follow(executor)
+    executor.runner.is_warm |= only_one
+    for seed in range(1 if only_one else 2):
+        executor.step(*own_batch(program, transport, seed))
+    return gradients_by_stage(executor)
+
+
+def _steps(case: Case, unwaited: Kind | None, hasty: bool = False) -> Ran:
+    """Return the races of two steps, issued work, equality with Gloo, and uncounted streams.
+
+    The last is the number of streams with work that the step's count does not include, except the
+    streams of NCCL. If `hasty`, a bucket starts when all but one of its gradients are complete.
+    Gradients of mutants are not compared.
+    """
+    program = case.compile()
+    with pytest.MonkeyPatch.context() as patch:
+        gpu = install(patch)
+        patch.setattr(buckets, "BUCKET_BYTES", BUCKET)
+        if hasty:
+            missing = GradientReduction._get_pending_grads
+            patch.setattr(
+                GradientReduction, "_get_pending_grads", lambda self: {*[*missing(self)][1:]}
+            )
+            patch.setattr(GradientReduction, "_require_unwritten", lambda self: None)
+        with Races(gpu) as races:
+            transport = NcclLike(program, gpu, races, unwaited)
+            patch.setattr(mappings, "_start_all_reduce", transport.start_sum)
+            wrong = hasty or unwaited is not None
+            got = _step(transport, case, program, only_one=wrong)
+        found = [*races.found]
+    expected = got if wrong else _step(GlooTransport(program), case, program)
+    same = got.keys() == expected.keys() and all(
+        got[s].keys() == expected[s].keys()
+        and all(torch.equal(g, expected[s][name]) for name, g in got[s].items())
+        for s in got
+    )
+    counted = count_streams(program, transport.rank, "per_edge")
+    theirs = (
+        counted["reductions"] - 1 + counted["messages"] // 2 + 2 * ((case.tp > 1) + (case.ep > 1))
+    )
+    made = sum(stream.seen[stream] > 0 for stream in gpu.streams) + theirs
+    unseen = 0 if case.record else counted["records"]
+    return sorted(set(found)), transport.uses, same, made + unseen - sum(counted.values())
+
+
+def _all(rank: int) -> tuple[dict[str, Ran], dict[str, Ran]]:
+    """Run every case, one case without each of its waits, and cases with early buckets.
+
+    All run in one world, for speed.
+    """
+    mutants = {kind: CASES["1f1b, slots shared"] for kind in KINDS}
+    mutants["all_to_all"] = CASES["experts"]
+    return (
+        {name: _steps(case, None) for name, case in CASES.items()},
+        {
+            **{kind: _steps(mutant, kind) for kind, mutant in mutants.items()},
+            **{name: _steps(CASES[name], None, hasty=True) for name in REPLICAS},
+        },
+    )
+
+
+@pytest.fixture(scope="module")
+def ranks() -> list[tuple[dict[str, Ran], dict[str, Ran]]]:
+    return run(_all, 4, limit=400)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_nothing_races(name: str, ranks: list[Any]) -> None:
+    for found, uses, same, uncounted in (ran[name] for ran, _ in ranks):
+        assert not found
+        assert same
+        assert uncounted == 0
+        assert uses["send"] and uses["recv"] and uses["all_reduce"]
+        case = CASES[name]
+        assert bool(uses["dX"]) == (case.tp > 1) and bool(uses["all_to_all"]) == (case.ep > 1)
+        assert bool(uses["all_gather"]) == (case.tp > 1 or case.ep > 1)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_a_stream_that_does_not_wait_is_seen(kind: Kind, ranks: list[Any]) -> None:
+    assert any(kind in race for _, mutants in ranks for race in mutants[kind][0])
+
+
+@pytest.mark.parametrize("name", REPLICAS)
+def test_a_bucket_that_starts_one_gradient_too_early_is_seen(name: str, ranks: list[Any]) -> None:
+    for _, mutants in ranks:
+        assert any("beside all_reduce" in race for race in mutants[name][0])

@@ -1,0 +1,214 @@
+"""Tests that a run with values that are not finite stops and names the origin, or skips steps."""
+
+from __future__ import annotations
+
+import csv
+import math
+import re
+from collections.abc import Callable
+from functools import partial
+from pathlib import Path
+
+import pytest
+
+from schedir.errors import UsageError
+from schedir.models import gpt
+from schedir.runtime.parameters.mixed_precision import LossScale
+from schedir.runtime.program_runner import ProgramRunner
+from schedir.training.config.train_config import TrainConfig
+from schedir.training.train import run
+from tests.cpu.train_command import forked
+
+GOLDEN = Path(__file__).parents[1] / "golden"
+
+POISON = """\
+import math
+import os
+
+import torch
+
+from schedir.models import gpt
+from schedir.runtime.program_runner import ProgramRunner
+from schedir.schedules import {schedule} as mine
+
+made, begun, now = gpt.build_stage, ProgramRunner.begin_step, [0]
+
+
+def begin(self, *given):
+    if self.program.has_backward:
+        now[0] = self.state.random_streams.step
+    begun(self, *given)
+
+
+def build_stage(config, s, stages, **more):
+    def spoil(module, given, y):
+        if now[0] in {steps} and s == {stage} and os.environ.get("RANK", "0") in {ranks}:
+            {what}
+        return y
+
+    module = made(config, s, stages, **more)
+    module.register_forward_hook(spoil)
+    return module
+
+
+ProgramRunner.begin_step = begin
+gpt.build_stage = build_stage
+"""
+FORWARD, BACKWARD = "y = y * math.nan", "y.register_hook(lambda dy: dy * math.inf)"
+ONE = ["pipeline.ranks=1", "pipeline.tp=1", "pipeline.stages_per_rank=4", "train.log_every=2"]
+
+
+@pytest.fixture
+def poison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
+    """Return a function that writes a schedule whose file spoils a stage in some steps.
+
+    Its patches are undone after the test.
+    """
+    monkeypatch.setattr(gpt, "build_stage", gpt.build_stage)
+    monkeypatch.setattr(ProgramRunner, "begin_step", ProgramRunner.begin_step)
+
+    def write(
+        what: str, stage: int, *steps: int, ranks: str = "01234567", schedule: str = "interleaved"
+    ) -> str:
+        path = tmp_path / f"poison{len([*tmp_path.iterdir()])}.py"
+        path.write_text(
+            POISON.format(what=what, stage=stage, steps=steps, ranks=[*ranks], schedule=schedule)
+        )
+        return f"pipeline.schedule={path}:mine"
+
+    return write
+
+
+def rows(folder: Path) -> list[dict[str, str]]:
+    with (folder / "loss.csv").open() as file:
+        return [*csv.DictReader(file)]
+
+
+@pytest.mark.parametrize("more", [[], ["train.precision=bfloat16"], ["train.precision=float16"]])
+@pytest.mark.parametrize("stage", [0, 2, 3])
+def test_a_run_stops_at_the_first_stage_of_a_loss(
+    config: str,
+    tmp_path: Path,
+    poison: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    stage: int,
+    more: list[str],
+) -> None:
+    sets = [*ONE, *more, poison(FORWARD, stage, 3), f'output.dir="{tmp_path}"']
+    assert run(config, sets) == 1
+    golden = (GOLDEN / "not_finite.txt").read_text().splitlines()
+    err = capsys.readouterr().err.splitlines()
+    assert [re.sub(r" #\d+ +F \d\.0", " #9  F 2.0", line) for line in err] == golden
+    assert err[1].split()[3:5] == ["F", f"{stage}.0"]
+    assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3"]
+    assert all(math.isfinite(float(row["loss"])) for row in rows(tmp_path))
+    assert not (tmp_path / "summary.json").exists()
+
+
+@pytest.mark.parametrize("clip", ["1.0", "0"])
+@pytest.mark.parametrize(
+    ("stage", "sets"),
+    [
+        (1, ONE),
+        (2, [*ONE, "train.precision=bfloat16"]),
+        (1, [*ONE, "pipeline.stages_per_rank=4", "pipeline.placement=[0,0,0,0]",
+             "pipeline.optimizer_steps=3", "pipeline.weight_delay=1"]),
+    ],
+)  # fmt: skip
+def test_a_run_stops_at_the_stage_where_gradients_went_wrong(
+    config: str,
+    tmp_path: Path,
+    poison: Callable[..., str],
+    capsys: pytest.CaptureFixture[str],
+    stage: int,
+    sets: list[str],
+    clip: str,
+) -> None:
+    folder = f'output.dir="{tmp_path}"'
+    assert (
+        run(config, [*sets, f"train.clip_grad_norm={clip}", poison(BACKWARD, stage, 0), folder])
+        == 1
+    )
+    err = capsys.readouterr().err.splitlines()
+    assert err[0].startswith("interleaved: a gradient of step 1 is infinite or NaN")
+    assert err[1].split()[3:5] == ["B", f"{stage}.0"]
+    assert ("only on ranks with finite gradients" in err[0]) == (clip == "0")
+    assert rows(tmp_path) == []
+
+
+def test_the_same_random_numbers_are_drawn_to_find_where_it_began(
+    config: str, tmp_path: Path, poison: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    rare = "y = y / (torch.rand(()) > 0.01)"
+    sets = [*ONE, "train.steps=400", poison(rare, 1, *range(400)), f'output.dir="{tmp_path}"']
+    assert run(config, sets) == 1
+    assert capsys.readouterr().err.splitlines()[1].split()[4].startswith("1.")
+
+
+def test_skipping_goes_on_and_is_counted(
+    config: str, tmp_path: Path, poison: Callable[..., str], capsys: pytest.CaptureFixture[str]
+) -> None:
+    skip = "train.on_nonfinite=skip"
+    sets = [*ONE, skip, poison(FORWARD, 1, 1, 2), f'output.dir="{tmp_path}"']
+    assert run(config, sets) == 0
+    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert [line.partition("skipped ")[2][:1] for line in said] == ["1", "1", "0"]
+    assert [row["skipped"] for row in rows(tmp_path)] == ["0", "1", "1", "0", "0", "0"]
+    finite = [math.isfinite(float(row["loss"])) for row in rows(tmp_path)]
+    assert finite == [True, False, False, True, True, True]
+
+
+def test_what_a_loss_scale_makes_too_large_stops_no_run(
+    config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """Its first steps always overflow and are skipped, as loss.csv says."""
+    folder = f'output.dir="{tmp_path}"'
+    many = ["data.microbatch_size=8", "train.steps=8"]
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr("schedir.training.trainer.LossScale", partial(LossScale, 2.0**22))
+        assert run(config, [*ONE, *many, "train.precision=float16", folder]) == 0
+    skipped = [row["skipped"] for row in rows(tmp_path)]
+    assert skipped[0] == "1" and skipped[-1] == "0" and "skipped" in capsys.readouterr().out
+
+
+@pytest.mark.parametrize(
+    ("what", "stage", "ranks", "sets", "where"),
+    [
+        # The second of two replicas.
+        (FORWARD, 2, "23", ["pipeline.tp=1", "pipeline.dp=2"],
+         ("process 2 (", "rank 0", "F 2.0", "replica 1")),
+        # Without a gradient norm, while all other ranks have finite gradients.
+        (BACKWARD, 0, "0", ["pipeline.tp=1", "pipeline.ranks=3", "model.layers=6",
+                            "train.clip_grad_norm=0",
+                            "train.timeout=10"],
+         ("process 0 (", "rank 0", "B 0.0", "")),
+        # One tensor-parallel rank, whose sums both ranks get.
+        (BACKWARD, 3, "3", ["train.transport=gloo"], ("process ", "rank 1", "B 3.0", "")),
+    ],
+)  # fmt: skip
+def test_all_processes_stop_with_one_message(
+    config: str,
+    tmp_path: Path,
+    poison: Callable[..., str],
+    what: str,
+    stage: int,
+    ranks: str,
+    sets: list[str],
+    where: tuple[str, str, str, str],
+) -> None:
+    sets = [*sets, "train.log_every=2", poison(what, stage, 3, ranks=ranks)]
+    code, _, err = forked(config, tmp_path / "out", *sets)
+    process, rank, instr, replica = where
+    assert code == 1 and err.startswith(process) and err.count("of step 4 is infinite") == 1
+    site = err.splitlines()[1]
+    assert site.strip().startswith(rank) and instr in site and site.endswith(replica)
+    assert [row["step"] for row in rows(tmp_path / "out")] == ["1", "2", "3"]
+
+
+def test_skipping_needs_the_norm() -> None:
+    with pytest.raises(
+        UsageError, match="needs the gradient norm, which clip_grad_norm = 0 does not compute"
+    ):
+        TrainConfig(on_nonfinite="skip", clip_grad_norm=0.0)
+    with pytest.raises(UsageError, match="nonfinite 'go' is not known"):
+        TrainConfig(on_nonfinite="go")

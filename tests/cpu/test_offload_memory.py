@@ -1,0 +1,213 @@
+"""Tests that offload has exactly the predicted bytes on each tier at every instruction."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from dataclasses import replace
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.multiprocessing.reductions import StorageWeakRef
+
+from schedir.analysis.memory.buffer_slots import find_host_values, number_groups
+from schedir.analysis.memory.footprint import Footprint, compute_footprints
+from schedir.compiler.compile import compile
+from schedir.ir.instruction_index import InstructionIndex
+from schedir.ir.isa.instructions import Lane, Opcode
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.program import SlotCounts
+from schedir.runtime.boundaries.size_measurement import measure_sizes
+from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.offload.activation_offloader import OffloadMoves
+from schedir.runtime.offload.copy_lanes import CopyLanes, LaneJob
+from schedir.runtime.offload.memory_tiers import MemoryTiers
+from schedir.runtime.rank_state import Call
+from schedir.runtime.recording.live_memory import LiveMemory
+from schedir.schedules import dualpipe, dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1
+from schedir.verify.check import check
+from tests.cases import cases
+from tests.cpu.activation_offload_programs import moved
+from tests.cpu.test_activation_offload import checked
+from tests.cpu.test_measured_sizes import MODELS, Witness, _refs
+from tests.cpu.test_recompute import BOUNDARY as FLAT
+from tests.cpu.test_recompute import WIDTH, noisy, squares
+from tests.cpu.test_recompute import batch as flat_batch
+from tests.cpu.tiny_stages import BOUNDARY
+
+torch.set_num_threads(1)
+
+SHAPES = [
+    (gpipe, PipelineShape(2, 4)),
+    (one_f_one_b, PipelineShape(3, 4)),
+    (zb_h1, PipelineShape(3, 5)),
+    (dualpipe_v, PipelineShape(2, 5, placement="vee", stages_per_rank=2)),
+    (dualpipe, PipelineShape(2, 4, placement="mirror")),
+]
+KEEPS, AGAIN = ("gpt", None), ("normed", "all")
+
+
+class Tiered(Witness):
+    """A witness that also counts reloads of threads, and memory of the host and the disk."""
+
+    def __init__(self, rank: Executor, own: Footprint, tiers: dict[str, Footprint]) -> None:
+        super().__init__(rank, own)
+        self.most_on = dict.fromkeys(tiers, 0)
+        for k, (wait, run) in enumerate(rank.runner.calls):
+            rank.runner.calls[k] = Call(wait, partial(self.after, k, run, tiers))
+
+    def after(self, k: int, run: Any, tiers: dict[str, Footprint]) -> None:
+        run()
+        for tier, own in tiers.items():
+            now = self.rank.resources.service(MemoryTiers).count_bytes(tier)
+            assert (
+                now == own.total_bytes[int(np.searchsorted(own.positions, k, side="right")) - 1]
+            ), (k, tier)
+            self.most_on[tier] = max(self.most_on[tier], now)
+
+    def living(self) -> dict[StorageWeakRef, int]:
+        back = [
+            x
+            for v in self.rank.state.service(OffloadMoves).values.values()
+            for x in v.list_device_tensors()
+        ]
+        self.born.made |= _refs(back)
+        return super().living()
+
+
+@pytest.fixture
+def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make each operation on a lane end at once."""
+    start = CopyLanes.start
+
+    def waiting(*args: Any) -> LaneJob:
+        job = start(*args)
+        job.wait()
+        return job
+
+    monkeypatch.setattr(CopyLanes, "start", waiting)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shape", "model", "recompute"),
+    cases([(*SHAPES[0], *KEEPS), (*SHAPES[2], *AGAIN), (*SHAPES[3], *AGAIN), (*SHAPES[4], *KEEPS)],
+          [(*SHAPES[1], *KEEPS), (*SHAPES[1], *AGAIN), (*SHAPES[0], *AGAIN), (*SHAPES[2], *KEEPS),
+           (*SHAPES[3], *KEEPS), (*SHAPES[4], *AGAIN)]),
+)  # fmt: skip
+def test_what_is_on_each_tier_is_what_was_predicted(
+    schedule: Any, shape: PipelineShape, model: str, recompute: Any, tmp_path: Path, at_once: None
+) -> None:
+    make, data, loss = MODELS[model]
+    stages, (inputs, targets, scale) = make(shape.stages), data(shape.microbatches)
+    sizes = measure_sizes(
+        stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, optimizer_state=0
+    )
+    program = compile(schedule, shape, progress_model="per_edge", recompute=recompute)
+    program = checked(moved(program, shape.ranks, spilled=0.5), "minimal")
+    world = InProcessExecutor(
+        program,
+        stages,
+        loss=loss,
+        boundary=BOUNDARY,
+        execution=ExecutionOptions(spill_dir=tmp_path),
+    )
+    tiers = [
+        dict(zip(("host", "disk"), each, strict=True)) for each in
+        zip(compute_footprints(program, sizes, "host"),
+            compute_footprints(program, sizes, "disk"), strict=True)
+    ]  # fmt: skip
+    owns = compute_footprints(program, sizes)
+    witnesses = [Tiered(*each) for each in zip(world.executors, owns, tiers, strict=True)]
+    for _ in range(2):
+        world.step(inputs, targets, scale)
+    assert all(witness.beside == 0 for witness in witnesses)
+    assert any(witness.most_on["disk"] for witness in witnesses)
+
+
+def test_a_timeline_says_what_was_on_each_tier(tmp_path: Path, at_once: None) -> None:
+    """The recorded run has no overlap."""
+    make, data, loss = MODELS["gpt"]
+    stages, (inputs, targets, scale) = make(2), data(6)
+    sizes = measure_sizes(
+        stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, optimizer_state=0
+    )
+    program = checked(moved(compile(one_f_one_b, PipelineShape(2, 6)), 1, spilled=0.5), "minimal")
+    world = InProcessExecutor(
+        program,
+        stages,
+        loss=loss,
+        boundary=BOUNDARY,
+        execution=ExecutionOptions(spill_dir=tmp_path),
+    )
+    with ExitStack() as stack:
+        livings = [stack.enter_context(LiveMemory(rank)) for rank in world.executors]
+        world.step(inputs, targets, scale)
+    timeline = replace(world.timeline(), sizes=sizes)
+    for tier in ("host", "disk"):
+        most = [max(curve.total) for curve in timeline.memory_on(tier)]
+        assert [living.peak_by_tier[tier] for living in livings] == most
+        assert max(most) > 0
+    spans = timeline.spans
+    moves = np.isin(
+        spans["op"], [Opcode.Offload, Opcode.Reload, Opcode.OffloadToDisk, Opcode.ReloadFromDisk]
+    )
+    assert (spans["end"] > spans["start"])[moves].all()
+
+
+class Wide(nn.Module):
+    """Saves activations of a given width."""
+
+    def __init__(self, wide: int) -> None:
+        super().__init__()
+        self.up, self.down = nn.Linear(WIDTH, wide), nn.Linear(wide, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.down(torch.tanh(self.up(x)))
+        return y
+
+
+@pytest.mark.parametrize(("more", "spilled"), cases([(0, 0.7), (1, 0.0)], [(0, 0.0), (1, 0.7)]))
+def test_no_more_is_on_the_host_than_has_slots(more: int, spilled: float, tmp_path: Path) -> None:
+    """This holds for slow reloads, and for any sizes."""
+    shape = PipelineShape(1, 6, 3)
+    program = moved(compile(interleaved, shape), 1, spilled=spilled, late=0.0)
+    (least,) = (
+        find_host_values(program)
+        .count_peak(number_groups(InstructionIndex.from_program(program)))
+        .tolist()
+    )
+    slots = least + more
+    program = check(program.with_slots([SlotCounts.unspecified()._replace(host=slots)]), "per_edge")
+    stages = noisy(shape.stages, partial(next, map(Wide, (400, 40, 4))))
+    world = InProcessExecutor(
+        program, stages, loss=squares, boundary=FLAT, execution=ExecutionOptions(spill_dir=tmp_path)
+    )
+    (rank,) = world.executors
+    rank.resources.service(CopyLanes).bandwidth = {Lane.H2D: 2e5, Lane.DISK: 2e5}
+    for k in range(3):
+        world.step(*flat_batch(shape.microbatches, k), order_seed=k or None)
+        spans = world.timeline().spans
+        brings, takes = (
+            spans[when][np.isin(spans["op"], ops)] for when, ops in (
+                ("start", (Opcode.Offload, Opcode.ReloadFromDisk)),
+                ("end", (Opcode.Reload, Opcode.OffloadToDisk)),
+            )
+        )  # fmt: skip
+        there = np.searchsorted(np.sort(brings), brings, "right")
+        assert (there - np.searchsorted(np.sort(takes), brings, "right")).max() <= slots
+        rooms = [room.size for room in rank.resources.service(MemoryTiers).host_arena.free_blocks]
+        largest = max(
+            value.block_size for value in rank.state.service(OffloadMoves).values.values()
+        )
+        assert (
+            len(rooms) == slots
+            and rank.resources.service(MemoryTiers).host_arena.allocated_bytes
+            == sum(rooms)
+            <= slots * largest
+        )

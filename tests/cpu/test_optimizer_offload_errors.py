@@ -1,0 +1,167 @@
+"""Tests of optimizer states on the host: refusals, and changes between steps."""
+
+from __future__ import annotations
+
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import nn
+
+import schedir
+from schedir import PipelineShape
+from schedir.errors import ExecutionError, ModelError
+from schedir.schedules import (
+    gpipe,
+    interleaved,
+    one_f_one_b,
+)
+from tests.cpu.optimizer_offload_programs import (
+    ADAMW,
+    both,
+    equal,
+    left,
+    made,
+    optimizer_of,
+    stepped,
+)
+
+torch.set_num_threads(1)
+
+torch.set_num_threads(1)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+class Own(torch.optim.SGD):
+    """An optimizer of an unknown class."""
+
+
+@pytest.mark.parametrize(
+    ("make", "says"),
+    [
+        (lambda own: torch.optim.LBFGS(own), "LBFGS steps all parameters together"),
+        (lambda own: Own(own, lr=0.1), "Own may not be elementwise"),
+        (None, "this rank has no optimizer"),
+        (
+            lambda own: ADAMW([*own, nn.Parameter(torch.ones(3))]),
+            r"a parameter of shape \[3\] that is in none",
+        ),
+        (lambda own: hooked(own), "AdamW has hooks on its step"),
+        (lambda own: type("Two", (), {"step": lambda self: None})(), "not a torch.optim.Optimizer"),
+    ],
+)
+def test_optimizers_that_cannot_step_by_stage_are_refused(make: Any, says: str) -> None:
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), optimizer_placement="host")
+    with pytest.raises(ModelError, match=says):
+        made(program, make)
+
+
+def hooked(own: list[nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = ADAMW(own)
+    optimizer.register_step_pre_hook(lambda *_: None)
+    return optimizer
+
+
+def test_an_own_optimizer_may_say_what_it_does() -> None:
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2), optimizer_placement="host")
+    kind = type("Known", (Own,), {"elementwise": True})
+    stepped(made(program, lambda own: kind(own, lr=0.1, momentum=0.9)), 0, 1)
+
+
+def test_a_hook_that_comes_later_is_refused_before_anything_is_stepped() -> None:
+    world = made(
+        schedir.compile(interleaved, PipelineShape(1, 2, 2), optimizer_placement="host"), ADAMW
+    )
+    stepped(world, 0)
+    before = [
+        p.detach().clone()
+        for s in world.executors[0].stages.values()
+        for p in s.module.parameters()
+    ]
+    world.executors[0].resources.optimizer.register_step_post_hook(lambda *_: None)  # type: ignore[union-attr]
+    with pytest.raises(ExecutionError, match="stage_step"):
+        stepped(world, 1)
+    after = [p for s in world.executors[0].stages.values() for p in s.module.parameters()]
+    assert equal(before, [p.detach() for p in after])
+    assert not any(t.isnan().any() for t in left(world))
+
+
+def test_programs_of_other_places_are_not_beside_each_other() -> None:
+    device, host = both(one_f_one_b, PipelineShape(2, 2))
+    other = schedir.compile(gpipe, PipelineShape(2, 2), optimizer_placement="host")
+    with pytest.raises(ModelError, match="optimizer_placement is 'host'"):
+        made(device, ADAMW, extra_programs=[other])
+    made(host, ADAMW, extra_programs=[other])
+
+
+# ---------------------------------------------------------------- what changes between steps
+
+
+def test_groups_that_come_later_are_stepped() -> None:
+    found = []
+    for program in both(interleaved, PipelineShape(1, 4, 3)):
+        world = made(program, lambda own: ADAMW(own[-3:]))
+        stepped(world, 0)
+        (rank,) = world.executors
+        optimizer = optimizer_of(rank)
+        has = {p for group in optimizer.param_groups for p in group["params"]}
+        every = [p for stage in rank.stages.values() for p in stage.module.parameters()]
+        optimizer.add_param_group({"params": [p for p in every if p not in has], "lr": 0.1})
+        stepped(world, 1, 2)
+        found.append(left(world))
+    assert equal(*found)
+
+
+def test_a_stranger_that_comes_later_is_refused_before_the_step() -> None:
+    world = made(
+        schedir.compile(interleaved, PipelineShape(1, 2, 2), optimizer_placement="host"), ADAMW
+    )
+    stepped(world, 0)
+    (rank,) = world.executors
+    optimizer_of(rank).add_param_group({"params": [nn.Parameter(torch.ones(3))]})
+    with pytest.raises(ModelError, match=r"a parameter of shape \[3\] that is in none"):
+        stepped(world, 1)
+    optimizer_of(rank).param_groups.pop()
+    stepped(world, 1)
+
+
+class Counts(Own):
+    """An optimizer whose learning rate falls with each call."""
+
+    elementwise = True
+
+    def step(self, closure: Any = None) -> Any:
+        for group in self.param_groups:
+            group["lr"] *= 0.5
+        return super().step(closure)
+
+
+def test_an_optimizer_that_changes_its_groups_is_refused() -> None:
+    world = made(
+        schedir.compile(interleaved, PipelineShape(1, 2, 2), optimizer_placement="host"),
+        partial(Counts, lr=1),
+    )
+    with pytest.raises(ExecutionError, match="a step of Counts changes 'lr' of a parameter group"):
+        stepped(world, 0)
+
+
+class Numbered(Own):
+    """An optimizer that numbers its steps."""
+
+    elementwise = True
+    number = 0
+
+    def step(self, closure: Any = None) -> Any:
+        self.number += 1
+        return super().step(closure)
+
+
+def test_an_optimizer_that_counts_its_steps_itself_is_refused() -> None:
+    program = schedir.compile(interleaved, PipelineShape(1, 2, 2), optimizer_placement="host")
+    with pytest.raises(ExecutionError, match="a step of Numbered changes its 'number', from"):
+        stepped(made(program, partial(Numbered, lr=1)), 0)
+    alone = schedir.compile(one_f_one_b, PipelineShape(2, 2), optimizer_placement="host")
+    stepped(made(alone, partial(Numbered, lr=1)), 0)  # with one stage per rank the count is right

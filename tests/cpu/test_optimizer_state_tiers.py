@@ -1,0 +1,230 @@
+"""Tests that optimizer states on host or disk, and steps of the host, give the device's bits."""
+
+from __future__ import annotations
+
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+import schedir
+from benchmarks.zero import Case, differing, train
+from schedir import PipelineShape
+from schedir.checkpoints import Saver, load, save
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.parameters.mixed_precision import LossScale
+from schedir.schedules import forward_only, gpipe, interleaved, looped_bfs
+from tests.cpu.checkpoint_layouts import Layout, Model, in_process, same, steps
+from tests.cpu.gloo_processes import run
+from tests.cpu.optimizer_offload_programs import (
+    ADAMW,
+    MAKES,
+    SHAPES,
+    equal,
+    left,
+    made,
+    poison_weights,
+    stepped,
+)
+from tests.cpu.tiny_stages import batch
+
+torch.set_num_threads(1)
+
+PLACEMENTS = ("host", "disk", "cpu_step")
+# Options of the program, and those for one placement only, by shape and optimizer.
+CASES: dict[tuple[str, str], tuple[dict[str, Any], dict[str, dict[str, Any]]]] = {
+    ("interleaved", "AdamW"): (
+        {"clip_grad_norm": True, "tied_weights": True},
+        {"disk": {"optimizer_host_buffers": 1}},
+    ),
+    ("interleaved", "bfloat16"): ({"recompute": "all", "frozen_stages": 2}, {}),
+    ("interleaved", "AdamW, fused"): (
+        {},
+        {"host": {"optimizer_device_buffers": 1}, "cpu_step": {"offload": "all"}},
+    ),
+    ("1F1B", "momentum"): (
+        {"tied_weights": True},
+        {"disk": {"offload": "all", "offload_to_disk": [0]}},
+    ),
+    ("1F1B", "NAdam"): ({"clip_grad_norm": True}, {}),
+    ("in a vee", "Adam, groups"): (
+        {"clip_grad_norm": True, "tied_weights": True, "buffer_sharing": "minimal"},
+        {"disk": {"optimizer_host_buffers": 3}},
+    ),
+    ("mirrored", "bfloat16"): (
+        {"clip_grad_norm": True},
+        {"disk": {"optimizer_device_buffers": 1}},
+    ),
+}
+
+
+def _world(
+    make: str, folder: Path, case: tuple[Any, PipelineShape], **how: Any
+) -> InProcessExecutor:
+    options = {name: how.pop(name) for name in ("gradients", "extra_programs") if name in how}
+    program = schedir.compile(*case, progress_model="per_edge", **how)
+    execution = ExecutionOptions(spill_dir=folder)
+    half = make == "bfloat16"
+    return made(program, MAKES[make], half=half, execution=execution, **options)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(("shape", "make"), CASES)
+def test_the_bits_are_those_of_the_device(
+    shape: str, make: str, placement: str, tmp_path: Path
+) -> None:
+    how, own = CASES[shape, make]
+    more = own.get(placement, {})
+    shared = {name: one for name, one in more.items() if name.startswith("offload")}
+    device = _world(make, tmp_path, SHAPES[shape], **how, **shared)
+    placed = _world(make, tmp_path, SHAPES[shape], optimizer_placement=placement, **how, **more)
+    poison_weights(placed)  # A read of weights while the host steps them finds NaN.
+    assert equal(*(stepped(world, 0, 1, 2) for world in (device, placed)))
+    assert equal(left(device), left(placed))
+    assert not [*tmp_path.iterdir()]  # The file of the disk has no name.
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+@pytest.mark.parametrize(
+    ("make", "clip"),
+    [("AdamW", True), ("AdamW, fused", False), ("momentum", True), ("bfloat16", False)],
+)
+def test_nothing_is_stepped_where_one_gradient_is_not_finite(
+    make: str, clip: bool, placement: str, tmp_path: Path
+) -> None:
+    """The gradient is that of the last stage, before which all others would have been stepped."""
+    how = {
+        "clip_grad_norm": clip,
+        "gradients": GradientOptions(loss_scale=LossScale(8.0) if clip else None),
+    }
+    worlds = [
+        _world(
+            make, tmp_path, (interleaved, PipelineShape(1, 4, 3)), optimizer_placement=one, **how
+        )
+        for one in ("device", placement)
+    ]
+    for world in worlds:
+        stepped(world, 0)
+        (rank,) = world.executors
+        before = left(world)
+        first = next(rank.stages[0].module.parameters())
+        hook = first.register_hook(lambda gradient: gradient * torch.nan)
+        stepped(world, 1)
+        hook.remove()
+        after = left(world)
+        assert not bool(rank.finite_updates)
+        if clip:
+            assert float(after.pop()) == float(before.pop()) / 2
+        assert equal(before, after)
+    losses = [stepped(world, 2, 3) for world in worlds]
+    assert equal(*losses) and equal(*map(left, worlds))
+    assert bool(rank.finite_updates) and not any(t.isnan().any() for t in after)
+
+
+LEVELS = ((0, True, False), (1, False, True), (2, False, True), (3, True, True), (3, False, False))
+
+
+def _processes(rank: int, folder: str) -> Any:
+    torch.set_num_threads(1)
+    return [
+        train(
+            rank,
+            Case(
+                looped_bfs, PipelineShape(1, 3, 3), half=half,
+                options={"optimizer_placement": placement, "clip_grad_norm": clip},
+                folder=folder,
+            ),
+            zero,
+        )
+        for zero, half, clip in LEVELS
+        for placement in ("device", *PLACEMENTS)
+    ]  # fmt: skip
+
+
+def test_each_replica_has_its_shard(tmp_path: Path) -> None:
+    """At each level of ZeRO the shard is on the host or in the replica's own file."""
+    told = run(partial(_processes, folder=str(tmp_path)), 2)
+    count = 1 + len(PLACEMENTS)
+    runs = [[own[k] for own in told] for k in range(count * len(LEVELS))]
+    for k, placed in enumerate(runs):
+        assert not differing(runs[k - k % count], placed)
+
+
+@pytest.mark.parametrize("placement", PLACEMENTS)
+def test_programs_beside_each_other(placement: str, tmp_path: Path) -> None:
+    """Two programs train different numbers of microbatches, and one evaluates."""
+    found = []
+    for one in ("device", placement):
+        how: dict[str, Any] = {"progress_model": "per_edge", "optimizer_placement": one}
+        large, small = (
+            schedir.compile(gpipe, PipelineShape(2, m), clip_grad_norm=True, **how) for m in (3, 2)
+        )
+        looks = schedir.compile(forward_only, PipelineShape(2, 2), **how)
+        execution = ExecutionOptions(spill_dir=tmp_path)
+        world = made(small, ADAMW, extra_programs=[large, looks], execution=execution)
+        x, y, scale = batch(5)
+        losses = []
+        for _ in range(2):
+            losses.append(world.step(x[:3], y[:3], scale, program=large))
+            losses.append(world.step(x[3:], y[3:], scale, program=small))
+            losses.append(world.evaluate(x[:2], y[:2], program=looks))
+        found.append((losses, left(world)))
+    assert equal(found[0][0], found[1][0]) and equal(found[0][1], found[1][1])
+
+
+MODEL = Model(dropout=0.1, clip=True)
+
+
+def _make_layout(placement: str, folder: Path, model: Model = MODEL, **options: Any) -> Any:
+    layout = Layout(
+        interleaved, PipelineShape(2, 4, 2), options={"optimizer_placement": placement, **options}
+    )
+    return in_process(layout, model, execution=ExecutionOptions(spill_dir=folder))
+
+
+@pytest.mark.parametrize(
+    ("first", "then", "half"),
+    [
+        ("host", "device", True),
+        ("device", "host", False),
+        ("disk", "device", True),
+        ("device", "disk", False),
+        ("cpu_step", "device", True),
+        ("host", "cpu_step", False),
+    ],
+)
+def test_a_checkpoint_is_read_with_another_placement(
+    first: str, then: str, half: bool, tmp_path: Path
+) -> None:
+    model = MODEL._replace(half=half)
+    one, other, unbroken = (
+        _make_layout(placement, tmp_path, model) for placement in (first, then, "device")
+    )
+    steps(one, 0, 2)
+    save(one, tmp_path / "saved", step=2, name_map=same)
+    load(other, tmp_path / "saved", name_map=same)
+    steps(other, 2, 4)
+    steps(unbroken, 0, 4)
+    assert equal(left(other), left(unbroken))
+
+
+@pytest.mark.parametrize("placement", ["host", "disk"])
+def test_a_snapshot_has_the_state_of_its_step(placement: str, tmp_path: Path) -> None:
+    world = _make_layout(placement, tmp_path, checkpoint_snapshots=True)
+    saver = Saver(world, tmp_path / "snapshot", name_map=same)
+    steps(world, 0, 2)
+    save(world, tmp_path / "saved", step=2, name_map=same)
+    saver.schedule_save(2)
+    steps(world, 2, 3)
+    saver.write()
+    steps(world, 3, 4)
+    saver.wait()
+    found = []
+    for folder in ("snapshot", "saved"):
+        other = _make_layout(placement, tmp_path)
+        load(other, tmp_path / folder, name_map=same)
+        found.append(left(other))
+    assert equal(*found)

@@ -1,0 +1,158 @@
+"""Tests of training data: tokenizers, documents, held-out data, and a run on them."""
+
+from __future__ import annotations
+
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+
+from schedir.data.corpus import get_tokenizer
+from schedir.data.megatron_indexed_dataset import read_indexed_dataset
+from schedir.errors import UsageError
+from schedir.models import gpt
+from schedir.models.gpt_config import GPTConfig
+from schedir.training.batches import text_batches
+from schedir.training.batches.text_batches import Corpus
+from schedir.training.config.run_config import Config, DataConfig
+from tests import tokens
+from tests.cpu.train_command import alone, train
+
+SIZES = np.random.default_rng(1).integers(1, 30, 60)
+TEXTS = [" ".join(["the", "quick", "brown", "fox"][k % 4] for k in range(n)) for n in SIZES]
+
+
+@pytest.fixture
+def source(tmp_path: Path) -> str:
+    folder = tmp_path / "texts"
+    folder.mkdir()
+    for number, text in enumerate(TEXTS):
+        (folder / f"{number:02}.txt").write_text(text)
+    return str(folder / "*.txt")
+
+
+@pytest.fixture
+def tokenizer(tmp_path: Path) -> str:
+    path = tmp_path / "tokenizer.json"
+    path.write_text(tokens.train(TEXTS, 300))
+    return str(path)
+
+
+def told(source: str, vocab: int = 257, **data: Any) -> Config:
+    return Config(GPTConfig(vocab=vocab, context=16), data=DataConfig(source=source, **data))
+
+
+def test_only_targets_of_one_document_count(source: str) -> None:
+    samples = Corpus(told(source, packing="best_fit")).batches
+    inputs, targets = samples.read_batch(0, len(samples))
+    counted = targets != gpt.IGNORE_INDEX
+    assert gpt.count_tokens(targets) == sum(map(len, TEXTS))  # with the end of each document
+    assert not counted.all() and (targets[counted] < 257).all()
+    # The end of a document has no target.
+    assert not counted[inputs == 256].any()
+    assert int((targets == 256).sum()) == len(TEXTS)
+    _, targets = Corpus(told(source)).batches.read_batch(0, 5)
+    assert (targets != gpt.IGNORE_INDEX).all()
+
+
+@pytest.mark.parametrize("share", [0.2, "other"])
+def test_whole_documents_are_held_out(
+    source: str, tokenizer: str, tmp_path: Path, share: float | str
+) -> None:
+    if isinstance(share, str):
+        share = str(shutil.copytree(Path(source).parent, tmp_path / share) / "*.txt")
+    config = told(source, tokenizer=tokenizer, packing="best_fit", validation=share, vocab=300)
+    kept = Corpus(config).held_out_batches
+    assert kept is not None
+    ends = [int((x.read_batch(0, len(x))[1] == 0).sum()) for x in (Corpus(config).batches, kept)]
+    assert sum(ends) == (60 if isinstance(share, float) else 120) and min(ends) > 5
+    assert Corpus(config).facts["the held-out data"] == kept.description
+
+
+def test_what_does_not_go_together_is_refused(source: str, tokenizer: str, tmp_path: Path) -> None:
+    np.zeros(99, "<u2").tofile(tmp_path / "a.bin")
+    for data, fact, field in (
+        ({"tokenizer": "bep"}, "cannot read tokenizer bep", "tokenizer"),
+        ({"validation": source}, "is both in data.validation and in data.source", "validation"),
+        (
+            {"source": str(tmp_path / "a.bin"), "packing": "best_fit"},
+            "needs the ends of documents",
+            "packing",
+        ),
+        (
+            {"source": str(tmp_path / "a.bin"), "tokenizer": tokenizer},
+            "so tokenizer does not apply",
+            "tokenizer",
+        ),
+        ({"packing": "cut"}, "'cut' is not known", "packing"),
+        ({"end_of_document": "<s>"}, 'tokenizer = "bytes" has its own', "end_of_document"),
+    ):
+        with pytest.raises(UsageError) as caught:
+            _ = Corpus(told(**{"source": source} | data, vocab=300)).batches
+        assert fact in caught.value.fact and caught.value.fields[0] == field
+
+
+def test_a_run_on_packed_documents(
+    config: str, source: str, tokenizer: str, tmp_path: Path
+) -> None:
+    """Losses in two processes and in one are equal, with different target counts per microbatch."""
+    sets = [f'data.source="{source}"', f'data.tokenizer="{tokenizer}"', "model.vocab=300",
+            "data.packing=best_fit", "data.validation=0.1", "pipeline.tp=1",
+            "train.steps=3"]  # fmt: skip
+    one = alone(config, tmp_path / "one", *sets)
+    assert train(config, tmp_path / "many", *sets) == pytest.approx(one, rel=1e-5)
+
+
+def test_a_run_reads_its_data_once(
+    config: str, source: str, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """This includes the held-out data for evaluations."""
+    asked: list[str] = []
+
+    def counted(name: str, *rest: object) -> object:
+        asked.append(name)
+        return get_tokenizer(name, *rest)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(text_batches, "get_tokenizer", counted)
+    alone(config, tmp_path / "out", f'data.source="{source}"', f'data.tokenizer="{tokenizer}"',
+          "model.vocab=300", "data.validation=0.1", "train.evaluate_every=2",
+          "train.steps=2")  # fmt: skip
+    assert asked == [tokenizer]
+
+
+MEGATRON = """
+import sys
+import numpy as np, torch
+from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
+at = sys.argv[1]
+made = IndexedDatasetBuilder(at + "/m.bin", dtype=np.int32)
+made.add_item(torch.tensor([7, 8, 50256]))
+made.end_document()
+made.add_document(torch.tensor([1, 2, 70000, 4]), [1, 3])  # of two sequences
+made.finalize(at + "/m.idx")
+theirs = IndexedDataset(at + "/ours")
+print([theirs[k].tolist() for k in range(len(theirs))])
+"""
+
+
+def test_megatron_reads_what_is_written_and_the_other_way(tmp_path: Path) -> None:
+    pytest.importorskip("megatron.core", exc_type=ImportError)
+    np.array([5, 6, 7, 8, 9], "<u2").tofile(tmp_path / "ours.bin")
+    tokens.write_index(tmp_path / "ours.idx", np.dtype("<u2"), [2, 3])
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", "-c", MEGATRON, str(tmp_path)],
+        capture_output=True, text=True, check=False, timeout=240,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+    assert done.stdout.splitlines()[-1] == "[[5, 6], [7, 8, 9]]"
+    read_tokens, ends = read_indexed_dataset(tmp_path / "m.bin")
+    assert read_tokens.tolist() == [7, 8, 50256, 1, 2, 70000, 4]
+    assert ends is not None and ends.tolist() == [3, 7]
+    samples = Corpus(told(str(tmp_path / "m.bin"), 70001, packing="best_fit")).batches
+    assert gpt.count_tokens(samples.read_batch(0, 1)[1]) == 5
+    assert torch.equal(samples.read_batch(0, 1)[0][0, :4], torch.tensor([1, 2, 70000, 4]))

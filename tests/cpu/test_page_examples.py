@@ -1,0 +1,56 @@
+"""Tests of examples on pages that need torch: Python code, and runs of `schedir train`."""
+
+import re
+import shlex
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from schedir.__main__ import main
+from tests.cpu.train_command import Run
+from tests.pure.test_page_examples import commands
+from tests.tutorial import READERS, ROOT, steps
+
+BLOCKS = [
+    (name, step.text)
+    for name in READERS
+    for step in steps((ROOT / "docs" / f"{name}.md").read_text())
+    if step.kind == "python" and step.needs_torch
+]
+
+
+@pytest.mark.parametrize("text", [text for _, text in BLOCKS], ids=[name for name, _ in BLOCKS])
+def test_block_runs(text: str) -> None:
+    exec(compile(text, "page", "exec"), {})
+
+
+TRAINS = [
+    (name, step.text, step.prints)
+    for name in READERS
+    for step in steps((ROOT / "docs" / f"{name}.md").read_text())
+    if step.kind == "command" and step.text.startswith("schedir train") and step.prints
+]
+
+
+@pytest.mark.parametrize(("text", "prints"), [train[1:] for train in TRAINS])
+def test_a_run_says_what_the_page_shows(text: str, prints: str, tmp_path: Path) -> None:
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    _, out, err = Run(shlex.split(text)[1:], tmp_path / "run", cwd=str(tmp_path)).finish()
+    shown = ".*".join(map(re.escape, prints.split("...\n")))
+    assert re.fullmatch(shown, out, flags=re.S), (out, err)
+
+
+def test_save_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop saves checkpoints, runs again from the newest, and the commands read them."""
+    page = (ROOT / "docs" / "how-to" / "save-and-resume.md").read_text()
+    (loop,) = [step.text for step in steps(page) if step.kind == "python"]
+    monkeypatch.chdir(tmp_path)
+    for first in (0, 20):
+        names: dict[str, Any] = {}
+        exec(compile(loop, "save-and-resume.md", "exec"), names)
+        assert names["first"] == first
+    found = commands(page)
+    assert len(found) == 4
+    for command in found:
+        assert main(shlex.split(command, comments=True)[1:]) == 0, command

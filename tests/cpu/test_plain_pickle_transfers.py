@@ -1,0 +1,152 @@
+"""Tests that values between processes arrive unchanged, and that other bytes are refused."""
+
+from __future__ import annotations
+
+import ast
+import pickle
+from contextlib import suppress
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir.errors import InstructionSite, ModelError
+from schedir.ir.isa.instructions import Instr, Opcode
+from schedir.ir.pipeline.tied_weights import TiedWeights
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.transports import json_collectives
+from schedir.transports.json_collectives import decode_value, encode_value, gather
+from tests.cpu.gloo_processes import RankError, run
+
+KINDS = [Instr, Opcode, InstructionSite, TiedWeights, Boundary]
+NUMBERS = st.integers() | st.floats(allow_nan=False) | st.booleans() | st.none() | st.text()
+TYPES = st.sampled_from([torch.float32, torch.bfloat16, torch.int64])
+RECORDS = st.builds(Instr, st.sampled_from(Opcode), st.integers(0, 9), st.integers(0, 9))
+VALUES = st.recursive(
+    NUMBERS | TYPES | RECORDS,
+    lambda inside: st.lists(inside) | st.lists(inside).map(tuple)
+    | st.dictionaries(st.integers() | st.text(), inside),
+    max_leaves=20,
+)  # fmt: skip
+
+
+@given(VALUES)
+def test_a_value_comes_as_it_was_sent(value: object) -> None:
+    found = decode_value(encode_value(value, KINDS), "process 0", KINDS)
+    assert found == value and repr(found) == repr(value)
+
+
+def test_records_come_as_they_were_sent() -> None:
+    records = [
+        Boundary((2, 3), torch.float16),
+        InstructionSite(1, 2, "F 0.0"),
+        TiedWeights((((0, "a"), (1, "b")),)),
+    ]
+    assert decode_value(encode_value(records, KINDS), "process 0", KINDS) == records
+
+
+class _Runs:
+    def __reduce__(self) -> tuple[object, tuple[str]]:
+        return exec, ("raise SystemExit('code of a peer ran')",)
+
+
+@pytest.mark.parametrize(
+    "data",
+    [
+        pickle.dumps(_Runs()), pickle.dumps((1, 2)), b"", b"{", b"[" * 10**5, b"\xff", b"9" * 5000,
+        b'{"record": ["Popen", ["true"]]}', b'{"record": ["Instr", 1]}', b'{"dtype": "load"}',
+        b'{"dtype": "hub"}', b'{"dict": [[[], 1]]}', b'{"tuple": 1}', b'{"other": []}', b"{}",
+        b'{"record": {}}', b'{"tuple": [], "dict": []}', b'{"record": ["Opcode", 999]}',
+    ],
+)  # fmt: skip
+def test_other_bytes_are_refused(data: bytes) -> None:
+    with pytest.raises(ModelError, match="process 3 sent data that schedir cannot decode"):
+        decode_value(data, "process 3", KINDS)
+
+
+@given(st.binary() | VALUES.map(lambda value: encode_value(value, KINDS)[::-1]))
+def test_any_bytes_are_a_value_or_refused(data: bytes) -> None:
+    with suppress(ModelError):
+        decode_value(data, "process 3", KINDS)
+
+
+def test_what_is_no_value_is_not_told() -> None:
+    for value in (_Runs(), Opcode.Forward, {1: object()}):
+        with pytest.raises(TypeError):
+            encode_value(value)
+
+
+def _tell(process: int, what: str) -> None:
+    if what == "values":
+        assert gather((process, "x" * 1000 * process)) == [(0, ""), (1, "x" * 1000)]
+        assert json_collectives.broadcast({process: torch.int64} if process else None, 1) == {
+            1: torch.int64
+        }
+    elif what == "pickle":  # like a peer of another version, or a foreign process
+        told = json_collectives.gather_bytes(pickle.dumps(_Runs()) if process else encode_value(1))
+        for k, data in enumerate(told):
+            decode_value(data, f"process {k}")
+    else:
+        sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
+        if process:
+            dist.all_gather(sizes, torch.tensor([2**40]))
+        else:
+            gather(1)
+
+
+@pytest.mark.parametrize(
+    ("what", "said"),
+    [
+        ("values", ""),
+        ("pickle", "process 1 sent data that schedir cannot decode"),
+        ("size", "1099511627776 by"),
+    ],
+)
+def test_processes_tell_each_other(what: str, said: str) -> None:
+    if not said:
+        run(_tell, 2, what)
+        return
+    with pytest.raises(RankError, match=said):
+        run(partial(_tell), 2, what)
+
+
+UNPICKLES = {"loads", "load", "all_gather_object", "broadcast_object_list", "gather_object",
+             "scatter_object_list", "send_object_list", "recv_object_list"}  # fmt: skip
+OWN = {
+    "transports/local_processes.py": "a pipe between a parent and the children that it has made",
+    "testing/gradient_assertion.py": "whether what children are given can be pickled",
+    "checkpoints/dcp_storage.py": "one tensor of a checkpoint, which torch reads with weights_only",
+    "megatron/forward_backward_func.py": "losses, which torch reads with weights_only",
+}
+
+
+def test_nothing_is_unpickled() -> None:
+    """Exceptions are messages from a parent's own children, and the loader of plain values."""
+    root, found = Path(json_collectives.__file__).parents[1], dict[str, Any]()
+    for path in root.rglob("*.py"):
+        tree = ast.parse(path.read_text())
+        named = {
+            n.attr
+            for n in ast.walk(tree)
+            if isinstance(n, ast.Attribute)
+            if isinstance(n.value, ast.Name)
+            and n.value.id in ("pickle", "dist", "torch", "marshal", "distributed")
+        }
+        named |= {
+            a.name
+            for n in ast.walk(tree)
+            if isinstance(n, ast.ImportFrom)
+            if n.module in ("pickle", "marshal", "torch.distributed")
+            for a in n.names
+        }
+        if named & UNPICKLES:
+            found[str(path.relative_to(root))] = named & UNPICKLES
+    assert found.keys() <= OWN.keys()
+    for name in ("checkpoints/dcp_storage.py", "megatron/forward_backward_func.py"):
+        text = (root / name).read_text()
+        assert text.count("torch.load(") == text.count("weights_only=True") == 1

@@ -1,0 +1,194 @@
+"""Tests of the end of a run: black boxes of other machines, and no process after its launcher."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import sys
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+from datetime import timedelta
+from pathlib import Path
+from time import monotonic_ns
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+
+from schedir.hang_diagnosis.stall_cause import ProcessLayout, StalledRun
+from schedir.io.black_box import (
+    BLACK_BOX_DIRECTORY,
+    POSITION_FIELD,
+    BlackBox,
+    BlackBoxField,
+    BlackBoxSnapshot,
+    ProcessPhase,
+    read_black_boxes,
+)
+from schedir.training.processes.process_exit import exchange_black_boxes
+from schedir.transports.transport import describe_peer_error, is_caused_by_peer
+from tests.cpu.test_train_termination import gone
+from tests.cpu.train_command import TORCHRUN, Run, arguments, finish, start, wait_until
+
+
+def seen(process: int, *, waits: bool) -> BlackBoxSnapshot:
+    """Return a snapshot of the black box of a process in set-up."""
+    box = BlackBox(process=process, world=3)
+    box.enter_phase(ProcessPhase.SET_UP)
+    box.values[BlackBoxField.IS_WAITING], box.values[POSITION_FIELD] = waits, 0
+    return BlackBoxSnapshot(bytes(box.memory), monotonic_ns(), "runs")
+
+
+def test_boxes_of_other_machines_come_over_the_store() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+    one, other = {0: seen(0, waits=True), 1: seen(1, waits=True)}, {2: seen(2, waits=False)}
+    assert exchange_black_boxes(store, one, [2], timeout=0.0) == {}  # no process has sent it
+    assert exchange_black_boxes(store, other, [0, 1]) == one
+    all_of = one | exchange_black_boxes(store, one, [2])
+    found = StalledRun(all_of, ProcessLayout(3, 1, 1)).find_cause()
+    assert found is not None and found.process == 2
+
+
+def test_no_process_outlives_torchrun(config: str, tmp_path: Path) -> None:
+    sets = ["train.steps=1000000", "train.log_every=1", "pipeline.tp=1",
+            "pipeline.stages_per_rank=1", "pipeline.schedule=one_f_one_b"]  # fmt: skip
+    agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "schedir"]
+    run = Run([*agent, *arguments(config, tmp_path / "out", *sets)], tmp_path / "out")
+    run.wait_for("\nstep ")
+    pids = [
+        one[BlackBoxField.PID]
+        for one in read_black_boxes(tmp_path / "out" / BLACK_BOX_DIRECTORY).values()
+    ]
+    assert len(pids) == 2
+    os.kill(run.pid, signal.SIGKILL)
+    wait_until(lambda: all(map(gone, pids)))
+
+
+# A schedule's file is the user's own code.
+DIES = """\
+import os
+import signal
+
+from schedir.schedules import one_f_one_b as mine
+from schedir.models import gpt
+
+forward = gpt.Layer.forward
+
+
+def dies(self, x):
+    if os.path.exists(os.environ["TRAINS"]):
+        os.kill(os.getpid(), signal.SIGKILL)
+    return forward(self, x)
+
+
+if os.environ.get("RANK") == "1":
+    gpt.Layer.forward = dies
+"""
+
+
+def test_of_two_nodes_the_other_one_says_who_has_died(config: str, tmp_path: Path) -> None:
+    """torchrun's report of the other node, which knows only its own processes, says it too."""
+    schedule = tmp_path / "mine.py"
+    schedule.write_text(DIES)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]
+    agent = [*TORCHRUN, "--nnodes=2", "--nproc-per-node=1", "--rdzv-id=it", "--rdzv-backend=c10d",
+             f"--rdzv-endpoint=127.0.0.1:{port}", "-m", "schedir"]  # fmt: skip
+    command = [*agent, *arguments(config, tmp_path / "out", *sets)]
+    trains = str(tmp_path / "out" / "loss.csv")
+    nodes = [Run(command, tmp_path / "first", TRAINS=trains)]
+
+    def listens() -> bool:
+        with suppress(OSError), socket.create_connection(("127.0.0.1", port)):
+            return True
+        assert nodes[0].process.exitcode is None
+        return False
+
+    wait_until(listens)  # the first node has the rendezvous, which the other agent needs
+    nodes.append(Run(command, tmp_path / "second", TRAINS=trains))
+    both = [node.finish()[2] for node in nodes]
+    said = "process 1 (pipeline rank 1) has sent no information from its machine"
+    (own,) = (err for err in both if "rank      : 1 " in err)  # the node of the dead process
+    (other,) = (err for err in both if err is not own)
+    assert "exitcode  : -9" in own
+    assert said in other.splitlines()[0] and said in other.partition("traceback : ")[2], other
+
+
+LATE = """\
+import os
+import time
+
+if os.environ.get("RANK") == "1":
+    box = os.environ["BEGUN"]
+    while not os.path.exists(box) or not open(box, "rb").read()[{phase}:{phase} + 1].strip(b"\\0"):
+        time.sleep(0.05)
+    {what}
+"""
+
+
+@pytest.mark.parametrize(
+    ("launcher", "what", "said"),
+    [
+        ("schedir", "os._exit(3)",
+         "process 1 (pipeline rank 1) exited with code 3, before it joined the run"),
+        ("torchrun", "os._exit(3)",
+         "process 1 (pipeline rank 1) has not started: it has no black box; "
+         "process 0 (pipeline rank 0) received SIGTERM, in set-up"),
+        ("schedir", "import sys; sys.modules['torch.distributed'] = None",
+         "process 1 (pipeline rank 1): Traceback"),
+    ],
+)  # fmt: skip
+def test_who_dies_before_it_has_begun_is_named(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, what: str,
+    said: str,
+) -> None:  # fmt: skip
+    (tmp_path / "sitecustomize.py").write_text(
+        LATE.format(what=what, phase=BlackBoxField.PHASE * 8)
+    )
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    monkeypatch.setenv("BEGUN", str(tmp_path / "out" / BLACK_BOX_DIRECTORY / "0"))
+    agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "2"] if launcher == "torchrun" else []
+    sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=one_f_one_b"]
+    process = start(
+        [sys.executable, *agent, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)]
+    )
+    code, _, err = finish(process)
+    ours = [line for line in err.splitlines() if line.startswith("process ")]
+    assert code == 1 and ours[0].startswith(said), err
+    assert "During handling" not in err  # there is no other error
+    assert "rank      : 1 " in err.partition("Root Cause")[2] or launcher == "schedir", err
+
+
+def test_a_peer_that_does_not_come_is_no_line_of_gloos() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+
+    def group(rank: int) -> Any:
+        return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=1))
+
+    with ThreadPoolExecutor(2) as threads:
+        one, _ = threads.map(group, range(2))
+    with pytest.raises(RuntimeError) as error:
+        one.recv([torch.empty(1)], 1, 0).wait(timedelta(seconds=0.2))
+    assert ".cc:" in str(error.value) and is_caused_by_peer(error.value)
+    assert describe_peer_error(error.value) == "a peer did not respond within the timeout"
+    assert describe_peer_error(RuntimeError("a timeout of a module's own")) == ""
+
+
+def test_what_gloo_gives_up_with_another_wait_is_late_as_well() -> None:
+    store = dist.HashStore()  # type: ignore[attr-defined]
+
+    def group(rank: int) -> Any:
+        return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=1))
+
+    with ThreadPoolExecutor(2) as threads:
+        one, _ = threads.map(group, range(2))
+    first, second = (one.allreduce([torch.ones(1)]) for _ in range(2))
+    for work in (second, first):
+        with pytest.raises(RuntimeError) as error:
+            work.wait()
+        assert describe_peer_error(error.value) == "a peer did not respond within the timeout", (
+            error.value
+        )

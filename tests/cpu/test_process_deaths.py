@@ -1,0 +1,179 @@
+"""Tests that a dead process of a run causes one message, which names it."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedir import compile
+from schedir.errors import ExecutionError
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.schedules import one_f_one_b
+from tests.cases import cases
+from tests.cpu.train_command import TORCHRUN, arguments, launched
+
+DEADLY = """\
+import os
+import signal
+import sys
+
+import schedir.training.batches.samples
+from schedir.schedules import one_f_one_b as mine
+
+drawn = schedir.training.batches.samples.Batches.read_batch
+
+
+def batch(self, first, count):
+    if first == 2 * self.batch_size and os.environ.get("RANK") == "1":
+        {how}
+    return drawn(self, first, count)
+
+
+schedir.training.batches.samples.Batches.read_batch = batch
+"""
+KILL = "os.kill(os.getpid(), signal.SIGKILL)"
+
+
+def dying(config: str, tmp_path: Path, how: str, transport: str, ranks: int = 3) -> list[str]:
+    """Return the arguments of `schedir train` for a run whose second rank dies."""
+    schedule = tmp_path / "mine.py"
+    schedule.write_text(DEADLY.format(how=how))
+    sets = [f"pipeline.ranks={ranks}", "pipeline.tp=1", "pipeline.stages_per_rank=1",
+            f"model.layers={ranks}", f"train.transport={transport}",
+            f"pipeline.schedule={schedule}:mine"]  # fmt: skip
+    return arguments(config, tmp_path / "out", *sets)
+
+
+@pytest.mark.parametrize(
+    ("how", "transport", "said"),
+    cases(
+        [
+            (KILL, "shared_memory", " was killed by signal 9 (Killed), "),
+            ("os._exit(0)", "shared_memory", " exited with code 0, "),
+            ("os._exit(2)", "gloo", " exited with code 2, "),
+            ("raise KeyboardInterrupt", "shared_memory", ": interrupted, "),
+            ("sys.exit(3)", "gloo", ": sys.exit(3) was called, "),
+        ],
+        [
+            (KILL, "gloo", " was killed by signal 9 (Killed), "),
+            ("os._exit(7)", "gloo", " exited with code 7, "),
+        ],
+    ),
+)
+def test_the_launcher_says_who_died_and_how(
+    config: str, tmp_path: Path, how: str, transport: str, said: str
+) -> None:
+    words = dying(config, tmp_path, how, transport, ranks=3 if how == KILL else 2)
+    code, _, err = launched(words, tmp_path / "out")
+    assert code == 1 and err.count("\n") == 1
+    assert err.startswith(f"process 1 (pipeline rank 1){said}")
+    # Another thread draws the batch of a step, during the step or before.
+    assert "in step " in err or "of step " in err
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    cases(
+        [("os._exit(1)", "process 1 (pipeline rank 1) exited with code 1, ")],
+        [("os._exit(0)", "process 1 (pipeline rank 1) exited with code 0, ")],
+    ),
+)
+def test_a_warning_says_nothing_of_a_death(
+    config: str, tmp_path: Path, how: str, said: str
+) -> None:
+    words = dying(config, tmp_path, how, "gloo", ranks=2)
+    schedule = tmp_path / "mine.py"
+    schedule.write_text(f"import warnings\n{schedule.read_text()}\nwarnings.warn('odd')\n")
+    code, _, err = launched(words, tmp_path / "out")
+    assert code == 1 and "\n[1] " in err and "UserWarning: odd" in err
+    assert err.splitlines()[-1].startswith(said)
+    assert not (tmp_path / "out" / "summary.json").exists()
+
+
+@pytest.mark.parametrize(
+    ("how", "said"),
+    [
+        ("raise ConnectionResetError('connection reset by the store')",
+         "ConnectionResetError: connection reset by the store"),
+        ("raise RuntimeError(100_000 * 'x')", f"RuntimeError: {1000 * 'x'}..."),
+        ("raise Unsaid", "Unsaid"),
+        ("raise NotImplementedError", "NotImplementedError"),
+    ],
+)  # fmt: skip
+def test_what_a_module_raises_is_said_as_its_own(how: str, said: str) -> None:
+    class Unsaid(Exception):
+        def __str__(self) -> str:
+            raise ValueError
+
+    class Raises(nn.Linear):
+        def forward(self, x: Tensor) -> Tensor:
+            exec(how, {"Unsaid": Unsaid})
+            return x
+
+    program = compile(one_f_one_b, PipelineShape(1, 2))
+    world = InProcessExecutor(program, [Raises(2, 2)], loss=torch.dist, boundary=(2, 2))
+    with pytest.raises(ExecutionError) as error:
+        world.step(torch.ones(2, 2, 2), torch.ones(2, 2, 2))
+    assert error.value.fact == said
+
+
+@pytest.mark.parametrize("transport", cases(["gloo"], ["shared_memory"]))
+def test_under_torchrun_a_neighbour_says_who_died(
+    config: str, tmp_path: Path, transport: str
+) -> None:
+    agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "3", "-m", "schedir"]
+    words = [*agent, *dying(config, tmp_path, KILL, transport)]
+    code, _, err = launched(words, tmp_path / "out")
+    ours = [line for line in err.splitlines() if line.startswith("process ")]
+    assert code == 1 and "pair.cc" not in err
+    # torchrun ends the others at once, and they report the dead process.
+    (said,) = ours
+    assert said.startswith("process 1 (pipeline rank 1) has died without a message, ")
+    assert "Root Cause" in err and "rank      : 1 " in err
+
+
+FORKS = """\
+import os
+import signal
+import sys
+import time
+
+from schedir.schedules import one_f_one_b as mine
+from schedir.training.processes.process_exit import get_current_member
+from schedir.training.batches.prefetch import Prefetch
+
+take = Prefetch.take
+
+
+def forking(self, step):
+    if step == 2 and os.environ.get("RANK") == "1":
+        if os.fork() == 0:
+            raise ValueError("a child")
+        child = os.fork()
+        if child == 0:
+            time.sleep(100)
+        os.kill(child, signal.SIGTERM)
+        ended = {os.wait()[1] for _ in range(2)}
+        print(ended == {signal.SIGTERM, 256},
+            get_current_member().collect_black_boxes()[1].has_failed,
+            file=sys.stderr)
+    return take(self, step)
+
+
+Prefetch.take = forking
+"""
+
+
+def test_a_child_that_a_persons_code_forks_is_none_of_the_run(config: str, tmp_path: Path) -> None:
+    words = dying(config, tmp_path, KILL, "gloo", ranks=2)
+    (tmp_path / "mine.py").write_text(FORKS)
+    code, _, err = launched(words, tmp_path / "out")
+    assert code == 0, err
+    assert (
+        "a child of process 1 (pipeline rank 1): Traceback" in err and "ValueError: a child" in err
+    )
+    assert err.endswith("[1] True False\n")

@@ -1,0 +1,219 @@
+"""Tests of activation recomputation: autocast, generators, hooks, and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedir.compiler.compile import compile
+from schedir.errors import ExecutionError, UsageError
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.program import Program
+from schedir.runtime.autograd.splittable_layers import make_backward_splittable
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
+from schedir.schedules import (
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zb_h1,
+)
+from schedir.transports.gloo import GlooTransport
+from schedir.transports.shared_memory import SharedMemoryTransport
+from tests.cpu.gloo_processes import run
+
+torch.set_num_threads(1)
+WIDTH = 6
+BOUNDARY = Boundary((2, WIDTH))
+
+
+class Noisy(nn.Module):
+    """A stage with dropout, running statistics, and a split layer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.norm = nn.Linear(WIDTH, WIDTH), nn.BatchNorm1d(WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return nn.functional.dropout(torch.tanh(self.norm(self.layer(x))), 0.25).to(x.dtype)
+
+
+def noisy(stages: int, layer: Callable[[], nn.Module] = Noisy) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [make_backward_splittable(layer()) for _ in range(stages)]
+
+
+def squares(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().sum()
+
+
+def batch(microbatches: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+    draw = torch.Generator().manual_seed(seed)
+    x, y = torch.randn(2, microbatches, *BOUNDARY.shape, generator=draw)
+    return x, y
+
+
+def state(stages: Sequence[nn.Module]) -> list[Tensor]:
+    found: list[Tensor] = []
+    for stage in stages:
+        for p in stage.parameters():
+            assert p.grad is not None or not p.requires_grad
+            found += [p] if p.grad is None else [p.grad, p]
+        found += stage.buffers()
+    return [x.detach().clone() for x in found]
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def as_reference(
+    program: Program, stages: list[nn.Module], steps: int = 2, **more: Any
+) -> InProcessExecutor:
+    """Compare steps of a program in random orders with the reference."""
+    plain = deepcopy(stages)
+    sgd = partial(torch.optim.SGD, lr=0.1)
+    step = sgd([p for stage in plain for p in stage.parameters()])
+    world = InProcessExecutor(
+        program, stages, loss=squares, boundary=BOUNDARY, optimizer=lambda own: sgd(own), **more
+    )
+    for k in range(steps):
+        x, y = batch(program.shape.microbatches, k)
+        step.zero_grad()
+        total = run_sequential(plain, x, y, loss=squares, program=program, step=k)
+        step.step()
+        assert torch.equal(world.step(x, y, order_seed=k), total)
+        assert equal(state(stages), state(plain))
+    return world
+
+
+# ---------------------------------------------------------------- same bits
+
+
+def test_under_autocast() -> None:
+    found = []
+    for recompute in (None, "all"):
+        stages = noisy(2)
+        program = compile(one_f_one_b, PipelineShape(2, 3), recompute=recompute)
+        world = InProcessExecutor(program, stages, loss=squares, boundary=Boundary((2, WIDTH)))
+        with torch.autocast("cpu", dtype=torch.bfloat16):
+            total = world.step(*batch(3))
+        found.append([total, *state(stages)])
+    assert equal(*found)
+
+
+def _unseeded(rank: int, shared: bool) -> list[Any]:
+    torch.manual_seed(100 + rank)
+    results = []
+    for recompute in (None, "all"):
+        torch.manual_seed(7)
+        program = compile(
+            zb_h1, PipelineShape(2, 4), recompute=recompute, progress_model="per_edge"
+        )
+        stages = noisy(2)
+        transport = SharedMemoryTransport(program) if shared else GlooTransport(program)
+        torch.manual_seed(rank)
+        executor = Executor(
+            program, rank, stages, transport, loss=squares, boundary=BOUNDARY,
+            optimizer=torch.optim.SGD(stages[rank].parameters(), lr=0.1), seed=None,
+        )  # fmt: skip
+        losses = [executor.step(*batch(4, k)) for k in range(2)]
+        results.append((losses, state([stages[rank]])))
+    return results
+
+
+@pytest.mark.parametrize("shared", [False, True])
+def test_between_processes_that_nobody_seeds(shared: bool) -> None:
+    """The states of generators are kept, and later random numbers are as without recomputation."""
+    for plain, again in run(_unseeded, 2, shared):
+        assert all(a is b or torch.equal(a, b) for a, b in zip(plain[0], again[0], strict=True))
+        assert equal(plain[1], again[1])
+
+
+# ---------------------------------------------------------------- side effects of stages
+
+
+class Own(nn.Module):
+    """Draws from its own generator."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.draw = nn.Linear(WIDTH, WIDTH), torch.Generator()
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x) * torch.rand(WIDTH, generator=self.draw)
+        return y
+
+
+def test_a_stage_that_does_not_do_the_same_again() -> None:
+    program = compile(gpipe, PipelineShape(2, 4), recompute="all")
+    world = InProcessExecutor(program, noisy(2, Own), loss=squares, boundary=BOUNDARY)
+    with pytest.raises(ExecutionError, match="returns a different output for microbatch") as caught:
+        world.step(*batch(4))
+    assert str(caught.value.sites[0].instr).startswith("R ")
+    assert "generators" in caught.value.hint
+
+
+def test_a_loss_that_writes_to_its_target() -> None:
+    def loss(y: Tensor, target: Tensor) -> Tensor:
+        return (y - target.mul_(2)).square().sum()
+
+    program = compile(gpipe, PipelineShape(2, 4), recompute="all")
+    world = InProcessExecutor(program, noisy(2), loss=loss, boundary=BOUNDARY)
+    with pytest.raises(ExecutionError, match="changes the target of microbatch 0 in place"):
+        world.step(*batch(4))
+
+
+def test_debug_is_yes_or_no() -> None:
+    program = compile(gpipe, PipelineShape(1, 1))
+    with pytest.raises(UsageError, match="debug"):
+        InProcessExecutor(
+            program,
+            noisy(1),
+            loss=squares,
+            boundary=BOUNDARY,
+            execution=ExecutionOptions(debug=2),  # type: ignore[arg-type]
+        )
+
+
+class _HooksItsInput(nn.Module):
+    """Doubles the gradient of its input in a hook on the input."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = make_backward_splittable(nn.Sequential(nn.Linear(WIDTH, WIDTH)))
+
+    def forward(self, x: Tensor) -> Tensor:
+        if x.requires_grad:
+            x.register_hook(lambda gradient: 2 * gradient)
+        y: Tensor = self.layer(x)
+        return y
+
+
+@pytest.mark.parametrize("schedule", [gpipe, interleaved, zb_h1])
+def test_a_hook_on_an_input_runs_once(schedule: Any) -> None:
+    """The first run of a forward must not leave its hooks on the input of the second run."""
+    found = []
+    every: list[dict[str, Any]] = [{}, {"recompute": "all"}]
+    for options in every:
+        torch.manual_seed(0)
+        program = compile(
+            schedule, PipelineShape(2, 2, 2 if schedule is interleaved else 1), **options
+        )
+        stages = [_HooksItsInput() for _ in range(program.shape.stages)]
+        loss = nn.functional.mse_loss
+        InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY).step(
+            *torch.ones(2, 2, 2, WIDTH)
+        )
+        found.append([p.grad for stage in stages for p in stage.parameters()])
+    for kept, recomputed in zip(*found, strict=True):
+        assert kept is not None and recomputed is not None and torch.equal(kept, recomputed)

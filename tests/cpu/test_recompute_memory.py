@@ -1,0 +1,101 @@
+"""Tests that recomputation has exactly the predicted memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+
+from schedir.analysis.memory.footprint import compute_footprints
+from schedir.compiler.compile import compile
+from schedir.errors import MemoryLimitError
+from schedir.ir.isa.instructions import RECOMPUTE
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.predict.simulate import simulate
+from schedir.runtime.boundaries.size_measurement import measure_sizes
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.schedules import (
+    dualpipe,
+    dualpipe_v,
+    gpipe,
+    interleaved,
+    one_f_one_b,
+    zb_h1,
+    zb_v,
+)
+from tests.cases import pairs
+from tests.cpu import test_recompute as runs
+from tests.cpu.test_measured_sizes import MODELS, Witness
+from tests.cpu.test_recompute import WIDTH, noisy, squares
+from tests.cpu.test_recompute_of_writing_stages import Means
+from tests.cpu.tiny_stages import BOUNDARY
+
+torch.set_num_threads(1)
+
+# ---------------------------------------------------------------- bytes
+
+SHAPES = [
+    (gpipe, PipelineShape(2, 4)),
+    (one_f_one_b, PipelineShape(3, 4)),
+    (zb_h1, PipelineShape(3, 5)),
+    (interleaved, PipelineShape(2, 4, 2)),
+    (zb_v, PipelineShape(2, 4, placement="vee", stages_per_rank=2)),
+    (dualpipe_v, PipelineShape(2, 5, placement="vee", stages_per_rank=2)),
+    (dualpipe, PipelineShape(2, 4, placement="mirror")),
+]
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shape", "which", "model"),
+    pairs(SHAPES, ["all", "late", "some"], ["gpt", "normed"]),
+)
+def test_what_lives_is_what_was_predicted(
+    schedule: Any, shape: PipelineShape, which: str, model: str
+) -> None:
+    """Bytes are those of live storages during and after each instruction."""
+    make, data, loss = MODELS[model]
+    stages, (inputs, targets, scale) = make(shape.stages), data(shape.microbatches)
+    sizes = measure_sizes(
+        stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, optimizer_state=0
+    )
+    hows: dict[str, dict[str, Any]] = {
+        "all": {"recompute": "all"},
+        "late": {"recompute": "all", "recompute_at": "late"},
+        "some": {"recompute": lambda s, m: (s + m) % 2 == 0},
+    }
+    how = hows[which]
+    plain = compile(schedule, shape, buffer_sharing="minimal")
+    free = compile(schedule, shape, buffer_sharing="minimal", **how)
+    assert RECOMPUTE in free.used_opcodes
+    most, before = (simulate(p, sizes=sizes).peak_memory for p in (free, plain))
+    assert (most <= before).all() and (most < before).any()
+    limit = float(most.max())
+    program = compile(
+        schedule, shape, buffer_sharing="minimal", sizes=sizes, memory_limit=limit, **how
+    )
+    world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
+    owns = compute_footprints(program, sizes)
+    witnesses = [Witness(rank, own) for rank, own in zip(world.executors, owns, strict=True)]
+    world.step(inputs, targets, scale)
+    assert all(witness.beside == 0 for witness in witnesses)
+    with pytest.raises(MemoryLimitError):
+        compile(
+            schedule, shape, buffer_sharing="minimal", sizes=sizes, memory_limit=limit - 1, **how
+        )
+
+
+def test_a_checkpoint_has_the_buffers_that_are_written() -> None:
+    x = runs.batch(1)[0][0]
+    found = measure_sizes(noisy(2), x, x, loss=squares, boundary=runs.BOUNDARY).recompute_inputs
+    written = 2 * 4 * WIDTH + 8  # mean and variance, and the number of batches
+    assert found == (written, 4 * 2 * WIDTH + written)
+
+
+def test_a_checkpoint_has_the_parameters_that_are_written_and_nobody_trains() -> None:
+    x, stages = runs.batch(1)[0][0], noisy(2, Means)
+    was = [stage.state_dict()[name].clone() for stage in stages for name in stage.state_dict()]
+    found = measure_sizes(stages, x, x, loss=squares, boundary=runs.BOUNDARY).recompute_inputs
+    assert found == (3 * 4 * WIDTH, 4 * 2 * WIDTH + 3 * 4 * WIDTH)
+    now = [stage.state_dict()[name] for stage in stages for name in stage.state_dict()]
+    assert all(map(torch.equal, was, now))

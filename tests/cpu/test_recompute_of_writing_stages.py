@@ -1,0 +1,178 @@
+"""Tests that recomputation of stages that write to buffers and Parameters leaves no trace."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedir.compiler.compile import compile
+from schedir.errors import ExecutionError
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.runtime.executor_options import ExecutionOptions
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.schedules import gpipe, interleaved, zb_h1
+from tests.cpu.test_recompute import BOUNDARY, WIDTH, as_reference, batch, noisy, squares
+
+
+class Power(nn.Module):
+    """Returns an output that depends on a buffer that each forward writes to."""
+
+    u: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        self.register_buffer("u", torch.ones(WIDTH))
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.u.mul_(0.5).add_(x.mean())
+        y: Tensor = self.layer(x) * self.u.clone()
+        return y
+
+
+class Another(Power):
+    """Does the same, but replaces the buffer by a new one."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.u = self.u * 0.5 + x.detach().mean()
+        y: Tensor = self.layer(x) * self.u
+        return y
+
+
+class Means(nn.Module):
+    """Updates frozen Parameters from its weight, also without raising the version counter."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+        still = (nn.Parameter(torch.ones(WIDTH), requires_grad=False) for _ in range(3))
+        self.written, self.traceless, self.set = still
+
+    def forward(self, x: Tensor) -> Tensor:
+        now = torch.tanh(self.layer.bias.detach() + x.detach().mean(0))
+        with torch.no_grad():
+            self.written.mul_(0.9).add_(now)
+        self.traceless.data.mul_(0.9).add_(now)
+        self.set.data = self.set.data * 0.9 + now
+        y: Tensor = torch.tanh(
+            self.layer(x) + self.written.clone() + self.traceless * self.set.data
+        )
+        return y
+
+
+class Counted(nn.Module):
+    """Two layers that count in one buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.one, self.other = Power(), Power()
+        self.other.u = self.one.u
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.other(self.one(x))
+        return y
+
+
+@pytest.mark.parametrize("layer", [Power, Another, Means, Counted])
+def test_buffers_are_what_the_forward_found(layer: Any) -> None:
+    for schedule, shape in (
+        (gpipe, PipelineShape(2, 4)),
+        (zb_h1, PipelineShape(2, 4)),
+        (interleaved, PipelineShape(2, 4, 2)),
+    ):
+        as_reference(compile(schedule, shape, recompute="all"), noisy(shape.stages, layer))
+
+
+class Late(Power):
+    """Writes to its buffer from the second forward on."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        if getattr(self, "ran", False):
+            self.u.add_(1)
+        self.ran = True
+        y: Tensor = self.layer(x) * self.u.clone()
+        return y
+
+
+def test_a_buffer_that_was_left_alone() -> None:
+    program = compile(gpipe, PipelineShape(2, 4), recompute="all")
+    world = InProcessExecutor(program, noisy(2, Late), loss=squares, boundary=BOUNDARY)
+    with pytest.raises(
+        ExecutionError, match="writes to its buffer u, but its first forward did not"
+    ):
+        world.step(*batch(4))
+
+
+class Listed(Power):
+    """Writes to its buffer through another reference."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.listed = [self.u]
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.listed[0].add_(1)
+        y: Tensor = self.layer(x)
+        return y
+
+
+class Decayed(Power):
+    """Writes to its trained bias."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.layer.bias.data.mul_(0.9)
+        y: Tensor = nn.functional.linear(x, self.layer.weight) + self.layer.bias.sum() * 0
+        return y
+
+
+@pytest.mark.parametrize(
+    ("layer", "what"),
+    [(Listed, "through another reference"), (Decayed, "writes to trained Parameters")],
+)
+def test_what_would_be_written_twice(layer: Any, what: str) -> None:
+    program = compile(gpipe, PipelineShape(2, 4), recompute="all")
+    world = InProcessExecutor(program, noisy(2, layer), loss=squares, boundary=BOUNDARY)
+    with pytest.raises(ExecutionError, match=what):
+        world.step(*batch(4))
+
+
+class Penalty(nn.Module):
+    """Differentiates in its forward, as a gradient penalty or a force does."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = torch.tanh(self.layer(x))
+        (gradient,) = torch.autograd.grad(y.sum(), self.layer.weight, create_graph=True)
+        return y + gradient.sum()
+
+
+def test_a_forward_that_runs_a_backward() -> None:
+    stages = [*noisy(1, Penalty), *noisy(1, Another)]
+    program = compile(gpipe, PipelineShape(2, 4), recompute="all")
+    world = InProcessExecutor(
+        program,
+        stages,
+        loss=squares,
+        boundary=BOUNDARY,
+        execution=ExecutionOptions(allow_identical_stages=True),
+    )
+    with pytest.raises(ExecutionError, match=r"stage 0 .*torch\.autograd\.grad") as error:
+        world.step(*batch(4))
+    (site,) = error.value.sites
+    assert (site.rank, str(site.instr)) == (0, "F 0.0") and "stage != 0" in error.value.hint
+    others = compile(gpipe, PipelineShape(2, 4), recompute=lambda stage, mb: stage != 0)
+    fresh = InProcessExecutor(
+        others,
+        stages,
+        loss=squares,
+        boundary=BOUNDARY,
+        execution=ExecutionOptions(allow_identical_stages=True),
+    )
+    assert fresh.step(*batch(4)).isfinite()

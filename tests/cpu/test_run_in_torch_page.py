@@ -1,0 +1,85 @@
+"""Tests that the script of docs/how-to/run-in-torch.md has the output that the page shows."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from schedir.errors import UsageError
+from schedir.io.source_loader import load_source
+from tests.cpu.train_command import ROOT, script
+
+PAGE = (ROOT / "docs" / "how-to" / "run-in-torch.md").read_text()
+
+# This does what torchtitan does with a schedule class: it creates the number of stages for the kind
+# of the class, and calls the class with keywords.
+TITAN = """\
+from torch.distributed.pipelining import schedules
+from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
+from torch.distributed.pipelining.schedules import get_schedule_class
+
+
+def placed(rank, ranks):
+    kind = get_schedule_class("1F1B")
+    assert kind not in (ScheduleZBVZeroBubble, ScheduleDualPipeV)
+    return [rank] if issubclass(kind, schedules.PipelineScheduleSingle) else [rank, rank + ranks]
+
+
+def build(stages, loss_fn):
+    kind = get_schedule_class("1F1B")
+    assert issubclass(kind, schedules.PipelineScheduleMulti)
+    return kind(
+        stages, n_microbatches=8, loss_fn=loss_fn, scale_grads=False,
+        backward_requires_autograd=True,
+    )
+"""
+STEP = """
+import torchtitan.distributed.pipeline_parallel as titan
+
+parts = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)]
+own = [PipelineStage(parts[s], s, 2, device) for s in titan.placed(rank, 2)]
+schedule = titan.build(own, lambda y, target, scale: scale * loss_fn(y, target))
+first = rank == 0
+losses = None if first else []
+schedule.step(
+    arg_mbs=[(each,) for each in xs] if first else None, kwarg_mbs=[{} for _ in xs],
+    target_mbs=None if first else [*ys], losses=losses, loss_kwargs={"scale": 2},
+    return_outputs=False,
+)
+assert first or len(losses) == 8
+assert all(p.grad is not None for stage in own for p in stage.submod.parameters())
+dist.barrier()
+dist.destroy_process_group()
+if rank == 0:
+    print("done")
+"""
+
+
+def test_the_page_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
+    blocks = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.S)
+    csv, refusal = [body for kind, body in blocks if kind == "text"]
+    code = "\n".join(body for kind, body in blocks if kind == "python")
+    for name, text in (
+        ("torchtitan/distributed/pipeline_parallel.py", TITAN),
+        ("torchtitan/train.py", "def main():\n    pass\n"),
+        ("torchtitan-0.3.0.dist-info/METADATA", "Name: torchtitan\nVersion: 0.3.0\n"),
+        ("mine.csv", csv),
+        ("train.py", code + STEP),
+    ):
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    assert script(tmp_path / "train.py", 2, tmp_path / "run") == refusal + "done\n"
+
+
+def test_torchs_names_lead_to_ours() -> None:
+    """The names are those in the table of the page, also with the prefix of torch's classes."""
+    rows = PAGE.split("| torch | schedir |\n| --- | --- |\n")[1].split("\n\n")[0].splitlines()
+    assert len(rows) == 6
+    for row in rows:
+        one, other, *_ = re.findall(r"`(\w+)`", row)
+        for name in (one, f"Schedule{one}"):
+            with pytest.raises(UsageError) as caught:
+                load_source(name)
+            assert caught.value.hint == f"did you mean {other!r}?"

@@ -1,0 +1,110 @@
+"""Tests of errors of assert_same_gradients, also for ranks that fail, die or hang."""
+
+from __future__ import annotations
+
+import os
+import time
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.nn.functional import mse_loss
+
+from schedir.errors import ExecutionError, SchedirError
+from schedir.testing import assert_same_gradients
+from tests.cpu.torch_pipelines import WIDTH, batch, model
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "gradients.txt"
+same = partial(assert_same_gradients, ranks=2, microbatches=4, loss_fn=mse_loss, timeout=60)
+
+
+def test_a_rank_that_fails_is_shown_once() -> None:
+    def fails(rank: int, ranks: int, model: Any, batch: Any) -> None:
+        if rank == 1:
+            raise ValueError("no such thing")
+        dist.barrier()
+
+    with pytest.raises(ExecutionError) as caught:
+        same(fails, model(2), batch())
+    text = str(caught.value)
+    assert text.startswith("step failed on rank 1: ValueError: no such thing")
+    assert text.count("in fails") == 1 and "rank 0" not in text
+
+
+def test_a_rank_that_dies_is_named() -> None:
+    def dies(rank: int, ranks: int, model: Any, batch: Any) -> None:
+        if rank == 1:
+            os._exit(3)
+        dist.barrier()
+
+    with pytest.raises(
+        ExecutionError, match="rank 1: died without an error report, with exit code 3"
+    ):
+        same(dies, model(2), batch())
+
+
+def test_a_hang_is_one_error_that_says_where() -> None:
+    def hangs(rank: int, ranks: int, model: Any, batch: Any) -> None:
+        if rank == 1:
+            time.sleep(1000)
+
+    with pytest.raises(ExecutionError) as caught:
+        same(hangs, model(2), batch(), timeout=8)
+    first, where = str(caught.value).splitlines()
+    assert first == "rank 1 did not finish the step in 8 s"
+    assert "rank 1 is at" in where and "in hangs" in where
+
+
+def plain_step(rank: int, ranks: int, model: Any, batch: Any) -> None:
+    mse_loss(model(batch[0]), batch[1]).backward()
+
+
+def test_a_process_group_of_ours_is_left_alone(tmp_path: Path) -> None:
+    """Forks would share its connections, so functions run in spawned processes."""
+    dist.init_process_group("gloo", init_method=(tmp_path / "s").as_uri(), rank=0, world_size=1)
+    try:
+        same(plain_step, model(1), batch(), ranks=1)
+    finally:
+        dist.destroy_process_group()
+
+
+LINEAR = nn.Linear(WIDTH, WIDTH)
+GIVEN: dict[str, dict[str, Any]] = {
+    "no step": {"step": 3},
+    "no model": {"model": "gpt2"},
+    "a model that is elsewhere": {"model": nn.Linear(6, 6, device="meta")},
+    "a batch of one tensor": {"batch": torch.zeros(8, WIDTH)},
+    "a batch too short": {"batch": batch(2)},
+    "no number of microbatches": {"microbatches": None},
+    "a list that is cut already": {"batch": [batch(2), batch(2)]},
+    "another reduction": {"reduction": "median"},
+    "no ranks": {"ranks": 0},
+    "replicas of unequal shares": {"replicas": 3},
+    "no time": {"timeout": None},
+    "no tolerance": {"tolerance": float("nan")},
+    "another start": {"start_method": "forkserver"},
+    "dropout": {"model": nn.Sequential(LINEAR, nn.Dropout())},
+    "a loss of many numbers": {"loss_fn": lambda y, t: y - t},
+    "no loss": {"loss_fn": None, "batch": batch()[0]},
+    "frozen": {"model": nn.Linear(WIDTH, WIDTH).requires_grad_(False)},
+    "a step that does nothing": {},
+    "a step that steps": {"step": lambda r, P, model, b: (nn.init.zeros_(model.bias), None)[1]},
+    "a step that returns losses": {"step": lambda r, P, model, b: [0.25]},
+    "another name": {"step": lambda r, P, model, b: {"weihgt": None}},
+    "a slice": {"step": lambda r, P, model, b: {"weight": torch.zeros(3, WIDTH)}},
+    "a function of nowhere": {"start_method": "spawn", "step": lambda *_: None},
+}
+
+
+def test_what_cannot_be_compared_is_refused_in_one_way() -> None:
+    said = ""
+    for name, given in GIVEN.items():
+        every = {"step": lambda *_: None, "model": LINEAR, "batch": batch(), "ranks": 1, **given}
+        with pytest.raises(SchedirError) as error:
+            same(**every)
+        said += f"{name}\n  {type(error.value).__name__}: {error.value}\n"
+    assert said == GOLDEN.read_text()

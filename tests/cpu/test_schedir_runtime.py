@@ -1,0 +1,351 @@
+"""Tests of runtime="schedir", which uses our Executor in place of torch's runtime."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+from copy import deepcopy
+from typing import Any, Literal
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.distributed.device_mesh import init_device_mesh
+from torch.nn.functional import mse_loss
+
+from schedir.errors import ExecutionError, UsageError
+from schedir.torch_pipelining.schedule import Schedule
+from tests.cpu.gloo_processes import run
+from tests.cpu.torch_pipelines import WIDTH, Layer, owned, stage_of
+
+N = 8
+ROWS = 16
+
+
+class Part(nn.Module):
+    """Two layers, one of which may be skipped, and noise."""
+
+    def __init__(self, noise: float = 0.0) -> None:
+        super().__init__()
+        self.one, self.two, self.unused = Layer(), Layer(), Layer()
+        self.noise = nn.Dropout(noise)
+
+    def forward(self, x: Tensor) -> Tensor:
+        out: Tensor = self.noise(self.two(self.one(x)))
+        return out
+
+
+def parts(stages: int, noise: float = 0.0) -> list[nn.Module]:
+    torch.manual_seed(0)
+    return [Part(noise) for _ in range(stages)]
+
+
+def data(seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+    torch.manual_seed(seed + 1)
+    return torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
+
+
+Runtime = Literal["torch", "schedir"]
+
+
+def made(
+    modules: list[nn.Module],
+    name: str,
+    runtime: Runtime = "schedir",
+    group: Any = None,
+    loss_fn: Any = mse_loss,
+    scale_grads: bool = True,
+    vee: bool = False,
+) -> tuple[Schedule, list[nn.Module]]:
+    """Return a schedule of this process's stages, and their modules."""
+    rank, ranks = dist.get_rank(group), dist.get_world_size(group)
+    own = owned("ScheduleZBVZeroBubble" if vee else "", rank, ranks, len(modules))
+    stages = [stage_of(modules[s], s, len(modules), group) for s in own]
+    schedule = Schedule(
+        stages, N, loss_fn=loss_fn, scale_grads=scale_grads, schedule=name, runtime=runtime,
+        allow_identical_stages=True,
+    )  # fmt: skip
+    return schedule, [modules[s] for s in own]
+
+
+def given(schedule: Schedule, x: Tensor) -> tuple[Tensor, ...]:
+    return (x,) if any(stage.is_first for stage in schedule._stages) else ()
+
+
+def stepped(schedule: Schedule, seed: int, **more: Any) -> tuple[Any, list[Tensor]]:
+    x, y = data(seed)
+    losses: list[Tensor] = []
+    out = schedule.step(*given(schedule, x), target=y, losses=losses, **more)
+    return out, losses
+
+
+def gradients(modules: Iterable[nn.Module]) -> list[Tensor | None]:
+    return [p.grad for module in modules for p in module.parameters()]
+
+
+def equal(one: object, other: object) -> bool:
+    if isinstance(one, list | tuple) and isinstance(other, list | tuple):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return one is other
+
+
+def looped(
+    modules: list[nn.Module], seed: int, scale: bool, before: dict[Any, Tensor | None]
+) -> tuple[Tensor, list[Tensor]]:
+    """Run a plain loop, which divides the step's gradients and adds them to earlier ones."""
+    x, y = data(seed)
+    outs, losses = [], []
+    for p in before:
+        p.grad = None
+    for mb_x, mb_y in zip(x.chunk(N), y.chunk(N), strict=True):
+        out = mb_x
+        for module in modules:
+            out = module(out)
+        loss = mse_loss(out, mb_y)
+        loss.backward()
+        outs.append(out.detach())
+        losses.append(loss.detach())
+    for p, old in before.items():
+        if p.grad is not None and scale:
+            p.grad /= N
+        if old is not None and p.grad is not None:
+            p.grad = old + p.grad
+    return torch.cat(outs), losses
+
+
+CASES = [
+    ("one_f_one_b", 1, False),
+    ("interleaved", 2, False),
+    ("zb_h1", 1, False),
+    ("zb_v", 2, True),
+    ("dualpipe_v", 2, True),
+]
+
+
+def trained(rank: int) -> dict[str, bool]:
+    """Compare two accumulating steps and a further one in both runtimes and a plain loop."""
+    found = {}
+    for name, each, vee in CASES:
+        for scale in (True, False) if name in ("interleaved", "zb_v") else (True,):
+            stages = dist.get_world_size() * each
+            ours, mine = made(parts(stages), name, scale_grads=scale, vee=vee)
+            theirs, other = made(parts(stages), name, "torch", scale_grads=scale, vee=vee)
+            plain = parts(stages)
+            held = [plain[stage.stage_index] for stage in ours._stages]
+            for step, zeroed in enumerate((False, False, True)):
+                if zeroed:
+                    for module in (*mine, *other, *plain):
+                        module.zero_grad()
+                got, torchs = stepped(ours, step), stepped(theirs, step)
+                before = {p: p.grad for m in plain for p in m.parameters()}
+                right = looped(plain, step, scale, before)
+                where = f"{name}, scale_grads {scale}, step {step}: "
+                if got[1]:
+                    found[where + "outputs"] = equal(got, right)
+                    found[where + "torch's outputs"] = equal(got, torchs)
+                found[where + "gradients"] = equal(gradients(mine), gradients(other))
+                # Sums over several steps have another order than in a plain loop.
+                found[where + "plain gradients"] = (step > 0 and not scale) or equal(
+                    gradients(mine), gradients(held)
+                )
+    return found
+
+
+@pytest.mark.parametrize("ranks", [2, 4])
+def test_gradients_outputs_and_losses_are_those_of_torchs_runtime_and_a_plain_loop(
+    ranks: int,
+) -> None:
+    each = run(trained, ranks)
+    for rank, found in enumerate(each):
+        assert not [(rank, what) for what, same in found.items() if not same]
+    assert any("outputs" in what for what in each[-1]) or any("outputs" in what for what in each[0])
+
+
+def changed(rank: int) -> dict[str, bool]:
+    """Compare both runtimes when options change between steps, on one rank or on all."""
+    found: dict[str, bool] = {}
+    noise = 0.5
+
+    def weighed(y: Tensor, target: Tensor, weight: float = 1.0) -> Tensor:
+        return weight * (y - target).square().sum()
+
+    both = [
+        made(parts(4, noise), "interleaved", r, loss_fn=weighed, scale_grads=False)
+        for r in ("schedir", "torch")
+    ]
+
+    def compare(what: str, **more: Any) -> None:
+        each = []
+        for schedule, modules in both:
+            torch.manual_seed(5)
+            done = stepped(schedule, 0, **more), gradients(modules)
+            each.append((done, torch.rand(())))  # and the state of the generator
+            for module in modules:
+                module.zero_grad()
+        found[what] = equal(*each)
+
+    compare("noise is drawn as it comes")
+    compare("keywords of the loss", loss_kwargs={"weight": 3.0})
+    for _, modules in both:
+        modules[0].get_submodule("one").requires_grad_(rank == 0)
+    compare("frozen on one rank")
+    for _, modules in both:
+        modules[0].requires_grad_(True)
+    compare("not any more")
+    x, y = data(3)
+    outs = []
+    kept = [torch.ones_like(p) for p in both[0][1][0].parameters()]
+    for p, grad in zip(both[0][1][0].parameters(), kept, strict=True):
+        p.grad = grad
+    for schedule, modules in both:
+        for module in modules:
+            module.eval()
+        losses: list[Tensor] = []
+        with torch.no_grad():
+            outs.append((schedule.eval(*given(schedule, x), target=y, losses=losses), losses))
+        for module in modules:
+            module.train()
+    found["eval"] = equal(*outs)
+    with torch.inference_mode():
+        schedule, modules = both[0]
+        short = schedule.eval(*given(schedule, x[:N]))
+        found["eval of fewer rows, with no target"] = short is None or short.shape == (N, WIDTH)
+    left = [p.grad is grad for p, grad in zip(modules[0].parameters(), kept, strict=True)]
+    found["an evaluation leaves gradients alone"] = all(left) and bool(kept[0].all())
+    modules[0].zero_grad()
+    compare("training after an evaluation")
+    own = both[0][0]._executor_runtime
+    assert own is not None
+    found["executors are kept"] = len(own.executors) == 4
+
+    schedule, modules = both[0]
+    mbs: dict[str, Any] = {"arg_mbs": None, "target_mbs": None}
+    if rank == 0:
+        mbs["arg_mbs"] = [(one,) for one in x.chunk(N)]
+    else:
+        mbs["target_mbs"] = [*y.chunk(N)]
+    whole = stepped(schedule, 3)
+    cut: list[Tensor] = []
+    data(3)  # sets the seed
+    found["of microbatches"] = equal(whole, (schedule.step(**mbs, losses=cut), cut))
+
+    half = [chunk[:1] for chunk in x.chunk(N)]
+    if rank == 0:
+        mbs["arg_mbs"] = [*((one,) for one in half[:-1]), (x[:2],)]
+    try:
+        schedule.step(**mbs)
+    except UsageError:
+        found["shapes of one step that differ are refused on all ranks"] = True
+
+    if rank == 1:
+        both[0][0]._stages[0].submod = both[0][1][0] = both[1][0]._stages[0].submod
+    found["after a module is replaced"] = equal(stepped(schedule, 3)[1], whole[1])
+    return found
+
+
+def test_what_may_change_between_steps() -> None:
+    for rank, found in enumerate(run(changed, 2)):
+        assert len(found) == 12
+        assert not [(rank, what) for what, same in found.items() if not same]
+
+
+def of_other_kinds(rank: int) -> dict[str, bool]:
+    """Compare changes that no input shape shows, but that change messages or trained weights."""
+    modules, plain = parts(2), parts(2)
+    for module in (*modules, *plain):
+        module.add_module("head", nn.Linear(WIDTH, WIDTH))
+        module.register_forward_hook(lambda m, _, y: m.head(y))
+    plain[0].load_state_dict(modules[0].state_dict())
+    plain[1].load_state_dict(modules[1].state_dict())
+    schedule, own = made(modules, "one_f_one_b")
+    found = {}
+
+    def compare(what: str) -> None:
+        for module in (*modules, *plain):
+            module.zero_grad()
+        stepped(schedule, 0)
+        looped(plain, 0, True, {p: None for m in plain for p in m.parameters()})
+        found[what] = equal(gradients(own), gradients(plain[rank : rank + 1]))
+
+    compare("as it is")
+    with torch.autocast("cpu", dtype=torch.bfloat16):
+        compare("under autocast")
+    compare("without it")
+    for module in (*modules, *plain):
+        one = {name: p.clone() + 1 for name, p in module.state_dict().items()}
+        module.load_state_dict(one, assign=True)
+    compare("of other Parameters")
+    for module in (*modules, *plain):
+        layer = nn.Linear(WIDTH, WIDTH)
+        nn.init.ones_(layer.weight), nn.init.ones_(layer.bias)
+        module.get_submodule("one").linear = layer
+    compare("of another layer")
+    return found
+
+
+def test_steps_follow_types_and_parameters() -> None:
+    for rank, found in enumerate(run(of_other_kinds, 2)):
+        assert len(found) == 5
+        assert not [(rank, what) for what, same in found.items() if not same]
+
+
+def failed(rank: int) -> list[str]:
+    """Return the errors when a module fails on one rank, and then works again."""
+    schedule, modules = made(parts(2), "one_f_one_b")
+    stepped(schedule, 0)
+    hook = modules[0].register_forward_hook(lambda *_: 1 / 0) if rank else None
+    said = []
+    try:
+        stepped(schedule, 0)
+    except ExecutionError as error:
+        said.append(error.fact)
+    if hook is not None:
+        hook.remove()
+    for module in modules:
+        module.zero_grad()
+    stepped(schedule, 1)
+    plain = parts(2)
+    looped(plain, 1, True, {p: None for m in plain for p in m.parameters()})
+    assert equal(gradients(modules), gradients(plain[rank : rank + 1]))
+    return said
+
+
+def test_a_rank_that_fails_is_named_and_others_do_not_wait_for_it() -> None:
+    (first,), (second,) = run(failed, 2, limit=40)
+    assert "has left" in first or "another process was lost" in first
+    assert "ZeroDivisionError" in second
+
+
+def replicated(rank: int) -> bool:
+    """Return whether replicated pipelines, reduced by DDP or by hand, equal a single process."""
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
+    dp, pp = mesh.get_group("dp"), mesh.get_group("pp")
+    same = []
+    for name, wrapped in (("one_f_one_b", True), ("zb_h1", True), ("one_f_one_b", False)):
+        modules: list[nn.Module] = [nn.Sequential(Layer(), Layer()) for _ in range(2)]
+        torch.manual_seed(0)
+        for p in (p for module in modules for p in module.parameters()):
+            nn.init.normal_(p)
+        plain = [*map(deepcopy, modules)]
+        if wrapped:
+            modules = [nn.parallel.DistributedDataParallel(m, process_group=dp) for m in modules]
+        schedule, own = made(modules, name, group=pp)
+        stepped(schedule, dist.get_rank(dp))
+        if not wrapped:
+            for p in own[0].parameters():
+                assert p.grad is not None
+                dist.all_reduce(p.grad, group=dp)
+                p.grad /= 2
+        for replica in range(2):
+            looped(plain, replica, True, {p: p.grad for m in plain for p in m.parameters()})
+        right = plain[dist.get_rank(pp)]
+        for p, q in zip(own[0].parameters(), right.parameters(), strict=True):
+            assert p.grad is not None and q.grad is not None
+            same.append(torch.allclose(p.grad, q.grad / 2, rtol=1e-6, atol=1e-7))
+    return all(same)
+
+
+def test_pipelines_of_a_mesh_with_replicas() -> None:
+    assert all(run(replicated, 4))

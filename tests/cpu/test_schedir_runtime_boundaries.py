@@ -1,0 +1,108 @@
+"""Tests of several tensors and keywords between torch's stages under runtime="schedir"."""
+
+from __future__ import annotations
+
+import warnings
+from typing import Any
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from schedir.torch_pipelining.executor_factory import collect_shapes
+from schedir.torch_pipelining.schedule import Runtime, Schedule
+from tests.cpu.gloo_processes import run
+from tests.cpu.torch_pipelines import stage_of
+
+N, ROWS, LONG = 4, 8, 5
+WIDTHS = (6, 4, 8, 3, 6)  # of the input of each stage, and of the last output
+
+
+class Attends(nn.Module):
+    """Takes values, a mask and indices, and returns values of another width and the mask."""
+
+    def __init__(self, s: int) -> None:
+        super().__init__()
+        self.linear, self.last = nn.Linear(WIDTHS[s], WIDTHS[s + 1]), s == len(WIDTHS) - 2
+        self.table = nn.Embedding(7, WIDTHS[s])
+
+    def forward(self, x: Tensor, mask: Tensor, at: Tensor, *, times: Tensor, name: str = "") -> Any:
+        # torch infers shapes with uninitialized memory, so the values are clamped to indices.
+        y = (
+            torch.tanh(self.linear(x + self.table(at.clamp(0, 6)))).masked_fill(
+                mask[..., None], 0.0
+            )
+            * times
+        )
+        return y if self.last else (y, mask, at + 1)
+
+
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+def batch(seed: int, long: int) -> tuple[Tensor, ...]:
+    torch.manual_seed(seed)
+    return (
+        torch.randn(ROWS, long, WIDTHS[0]),
+        torch.rand(ROWS, long) < 0.3,
+        torch.randint(0, 3, (ROWS, long)),
+        torch.randn(ROWS, long, WIDTHS[-1]),
+        torch.randn(ROWS, 1, 1),
+    )
+
+
+def stepped(rank: int, name: str, runtime: Runtime, longs: list[int]) -> list[Any]:
+    torch.manual_seed(0)
+    every = [Attends(s) for s in range(4)]
+    vee, ranks = name == "zb_v", dist.get_world_size()
+    own = [s for s in range(4) if (min(s, 3 - s) if vee else s % ranks) == rank]
+    stages = [stage_of(every[s], s, 4) for s in own]
+    schedule = Schedule(
+        stages, N, loss_fn=loss, schedule=name, runtime=runtime, allow_identical_stages=True
+    )
+    told: list[Any] = []
+    for step, long in enumerate(longs):
+        x, mask, at, y, times = batch(step, long)
+        losses: list[Tensor] = []
+        args = (x, mask, at) if 0 in own else ()
+        out = schedule.step(*args, target=y, losses=losses, times=times, name="kept")
+        told += [out, losses, [p.grad for s in own for p in every[s].parameters()]]
+        for s in own:
+            every[s].zero_grad()
+    with torch.no_grad():
+        told += [schedule.eval(*args, times=times, name="kept")]
+    return told
+
+
+def both(rank: int) -> list[bool]:
+    same = []
+    warnings.simplefilter("ignore")
+    for name in ("interleaved", "zb_v"):
+        ours, theirs = (stepped(rank, name, r, [LONG, LONG]) for r in ("schedir", "torch"))
+        same += [equal(one, other) for one, other in zip(ours, theirs, strict=True)]
+    again = stepped(rank, "interleaved", "schedir", [LONG, LONG + 1, LONG])
+    first = stepped(rank, "interleaved", "schedir", [LONG])
+    return [*same, equal(first[:3], again[:3])]
+
+
+def equal(one: Any, other: Any) -> bool:
+    if isinstance(one, list) and isinstance(other, list):
+        return len(one) == len(other) and all(map(equal, one, other))
+    if isinstance(one, Tensor) and isinstance(other, Tensor):
+        return torch.equal(one, other)
+    return one is other
+
+
+def test_several_tensors_of_each_edge_and_keywords_of_each_stage() -> None:
+    for same in run(both, 2):
+        assert len(same) == 15
+        assert all(same)
+
+
+def test_keywords_that_say_which_way_to_go_are_told_apart() -> None:
+    assert collect_shapes({"mode": "short", "step": 1}) != collect_shapes(
+        {"mode": "long", "step": 1}
+    )
+    assert collect_shapes({"masked": True}) != collect_shapes({"masked": False})
+    assert collect_shapes({"step": 1}) == collect_shapes({"step": 2})  # counts, without new objects

@@ -1,0 +1,110 @@
+"""Tests of inputs and results of a step under runtime="schedir"."""
+
+from __future__ import annotations
+
+import warnings
+from copy import deepcopy
+from typing import Any, cast
+
+import torch
+from torch import Tensor, nn
+
+from schedir.errors import UsageError
+from schedir.torch_pipelining.schedule import Schedule
+from tests.cpu.gloo_processes import run
+from tests.cpu.torch_pipelines import stage_of
+
+N, ROWS = 4, 8
+
+
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    return (y - target).square().mean()
+
+
+def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+def kept(rank: int) -> bool:
+    """Return whether losses that are views of received tensors are unchanged by the next step."""
+    torch.manual_seed(0)
+    every = [nn.Linear(4, 4), nn.Identity()]
+    schedule = Schedule(
+        [stage_of(every[rank], rank, 2)], N, schedule="one_f_one_b", runtime="schedir",
+        allow_identical_stages=True,
+        loss_fn=lambda y, _: y.flatten()[0],
+    )  # fmt: skip
+    told: list[list[Tensor]] = []
+    copies: list[list[Tensor]] = []
+    for seed in range(2):
+        torch.manual_seed(seed)
+        x, losses = torch.randn(ROWS, 4), list[Tensor]()
+        schedule.eval(*((x,) if rank == 0 else ()), target=x, losses=losses)
+        told.append(losses)
+        copies.append([one.clone() for one in losses])
+    return all(map(equal, told, copies)) and (rank == 0 or not equal(*told))
+
+
+def test_what_a_step_gives_outlives_the_next() -> None:
+    assert all(run(kept, 2))
+
+
+def compiled(rank: int) -> list[str]:
+    """Run compiled stages as they are, with whole backwards even if the program splits them."""
+    torch.manual_seed(0)
+    plain = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)]
+    own = deepcopy(plain[rank])
+    stage = stage_of(cast(nn.Module, torch.compile(own, backend="aot_eager")), rank, 2)
+    schedule = Schedule(
+        [stage], N, loss_fn=loss, schedule="zb_h1", runtime="schedir", allow_identical_stages=True
+    )
+    x, y = torch.randn(ROWS, 4), torch.randn(ROWS, 4)
+    with warnings.catch_warnings(record=True) as said:
+        warnings.simplefilter("always")
+        for _ in range(2):
+            schedule.step(*((x,) if rank == 0 else ()), target=y)
+    for _ in range(2):
+        for mb_x, mb_y in zip(x.chunk(N), y.chunk(N), strict=True):
+            (loss(plain[1](plain[0](mb_x)), mb_y) / N).backward()
+    for p, q in zip(own.parameters(), plain[rank].parameters(), strict=True):
+        torch.testing.assert_close(p.grad, q.grad)
+    return [str(one.message) for one in said if "is not split" in str(one.message)]
+
+
+def test_compiled_stages_run_whole() -> None:
+    for said in run(compiled, 2):
+        assert len(said) == 1
+
+
+WRONG: list[dict[str, Any]] = [
+    {"losses": ()},
+    {"target_mbs": None},
+    {"target_mbs": [torch.ones(1)]},
+    {"target_mbs": 5},
+    {"arg_mbs": [torch.ones(1)] * N},
+    {"kwarg_mbs": [5] * N},
+    {"kwarg_mbs": ({},) * N},
+]
+
+
+def mistaken(rank: int) -> list[str]:
+    """Return the errors of wrong inputs of the last rank."""
+    torch.manual_seed(rank)
+    stage = stage_of(nn.Linear(4, 4), rank, 2)
+    schedule = Schedule([stage], N, loss_fn=loss, schedule="one_f_one_b", runtime="schedir")
+    rows = [torch.ones(2, 4) for _ in range(N)]
+    right: dict[str, Any] = {"target_mbs": rows} if rank else {"arg_mbs": [(x,) for x in rows]}
+    said = []
+    for wrong in WRONG:
+        try:
+            schedule.step(**right | (wrong if rank else {}))
+        except UsageError as error:
+            said.append(error.fact)
+    schedule.step(**right)
+    return said
+
+
+def test_a_mistake_on_one_rank_is_told_on_all() -> None:
+    first, second = run(mistaken, 2, limit=40)
+    assert first == second
+    assert len(first) == len(WRONG)

@@ -1,0 +1,394 @@
+"""Tests of segments of stages over Gloo: equal bits as whole stages, and refused in-place sums."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import replace
+from functools import partial
+from itertools import accumulate
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from schedir import Costs, PipelineShape, compile, schedules
+from schedir.errors import ModelError
+from schedir.models import gpt
+from schedir.models.gpt_segments import build_boundaries, count_segments, split_stage
+from schedir.models.partial_module import select_submodules
+from schedir.runtime import (
+    Boundary,
+    Executor,
+    GlooTransport,
+    GradientOptions,
+    InProcessExecutor,
+    measure_sizes,
+)
+from schedir.runtime.boundaries.boundary import ModelBoundaries
+from schedir.runtime.boundaries.boundary_table import require_fit
+from schedir.tensor_parallel.layers import ColumnParallelLinear, RowParallelLinear
+from tests.cpu.gloo_processes import RankError, run
+
+CONFIG = gpt.GPTConfig(vocab=61, layers=4, hidden=32, heads=4, context=8, dropout=0.1)
+HIDDEN = (2, 8, 32)
+
+# For each schedule: the stages per rank, the number of chunks per microbatch (so that there are
+# four chunks in all), and further options of the program.
+CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
+    "one_f_one_b": (1, 2, {"recompute": lambda s, mb: mb == 1, "overlap": True}),
+    "zb_h1": (1, 1, {"buffer_sharing": "minimal"}),
+    "interleaved": (2, 1, {}),
+}
+# Options for tensor-parallel ranks that divide the sequence.
+SHARED: dict[str, dict[str, Any]] = {
+    "one_f_one_b": {"recompute": lambda s, mb: mb == 1, "overlap": True},
+    "zb_h1": {
+        "fill_collective_waits": "W",
+        "costs": Costs(F=1, I=1, W=1, tp_reduce=1, tp_gather=1),
+    },
+    "interleaved": {"buffer_sharing": "minimal"},
+}
+
+
+def modules(
+    stages: Mapping[int, gpt.Stage], cut: tuple[int, ...] | None
+) -> Mapping[int, nn.Module]:
+    """Return the stages by number, or all their segments."""
+    if cut is None:
+        return stages
+    first = [0, *accumulate(cut)]
+    return {first[s] + k: one for s in stages for k, one in enumerate(split_stage(stages[s]))}
+
+
+def trained(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dict[str, Any]:
+    """Return losses, norm, weights and gradients of two steps, and the loss of an evaluation."""
+    torch.manual_seed(0)
+    v, chunks, _ = CASES[name]
+    shape = PipelineShape(2, 4 // chunks if cut else 4, v)
+    finer: Any = {"stage_segments": cut, "microbatch_chunks": chunks if cut else None}
+    if not cut:
+        more = {key: value for key, value in more.items() if key != "fill_collective_waits"}
+    sequence = more.get("sequence_parallel", False)
+    every: Any = {
+        "tp": 2,
+        "tied_weights": True,
+        "progress_model": "per_edge",
+        "sequence_parallel": sequence,
+        **finer,
+    }
+    program = compile(
+        getattr(schedules, name), shape, blocking_hosts=True, clip_grad_norm=True, **every | more
+    )
+    evaluates = compile(schedules.forward_only, shape, blocking_hosts=True, **every)
+    transport = GlooTransport(program, extra_programs=[evaluates])
+    tp = transport.tp_group
+    stages = {
+        s: gpt.build_stage(CONFIG, s, shape.stages, tp=tp, sequence_parallel=sequence)
+        for s in shape.stages_on_rank[transport.rank]
+    }
+    share = 2 if sequence else 1
+    passes = (2, 8 // share, 32)
+    own = {f"{s} {n}": p for s, stage in stages.items() for n, p in stage.named_parameters()}
+    executor = Executor(
+        program, transport.rank, modules(stages, cut), transport, loss=partial(gpt.loss, tp=tp),
+        boundary=passes if cut is None else build_boundaries(cut, passes, tp_size=share),
+        gradients=GradientOptions(max_norm=1.0),
+        optimizer=torch.optim.SGD(own.values(), lr=0.1), extra_programs=[evaluates],
+    )  # fmt: skip
+    tokens = torch.randint(CONFIG.vocab, (4, 2, 9))
+    batch = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
+    told: dict[str, Any] = {"loss": [executor.step(*batch, 0.01) for _ in range(2)]}
+    told |= {"norm": executor.grad_norm, "evaluated": executor.evaluate(*batch)}
+    return told | {name: (p.detach(), p.grad) for name, p in own.items()}
+
+
+def both(rank: int, name: str, sequence: bool) -> list[str]:
+    """Return the results of a run in segments whose bits differ from a run of whole stages.
+
+    The run of whole stages has as many microbatches as the other has chunks.
+    """
+    shape, more = PipelineShape(2, 4, CASES[name][0]), CASES[name][2]
+    uncut, cut = (
+        trained(name, each, SHARED[name] | {"sequence_parallel": True} if sequence else more)
+        for each in (None, count_segments([CONFIG.layers // shape.stages] * shape.stages))
+    )
+    return [key for key, value in uncut.items() if not _same(value, cut[key])]
+
+
+def _same(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if one is None:
+        return other is None
+    return all(_same(a, b) for a, b in zip(one, other, strict=True))
+
+
+@pytest.mark.parametrize("sequence", [False, True])
+@pytest.mark.parametrize("name", CASES)
+def test_pieces_have_the_bits_of_stages(name: str, sequence: bool) -> None:
+    """Losses, gradients, weights and norm are equal, for a tied model with dropout.
+
+    It runs on 2 x 2 processes, with sums in place or with the sequence divided.
+    """
+    assert run(both, 4, name, sequence) == [[]] * 4
+
+
+def test_pieces_behind_a_frozen_stage() -> None:
+    """The inputs of the first trained segment have no gradient, nor has its residual input."""
+    found: list[Any] = []
+    for cut in (None, count_segments([2, 2])):
+        program = compile(
+            schedules.one_f_one_b, PipelineShape(2, 4), frozen_stages=1, stage_segments=cut
+        )
+        config = replace(CONFIG, tied=False)
+        stages = {s: gpt.build_stage(config, s, 2) for s in range(2)}
+        stages[0].requires_grad_(False)
+        each = modules(stages, cut)
+        boundary: Any = HIDDEN if cut is None else build_boundaries(cut, HIDDEN, frozen_stages=1)
+        ranks = InProcessExecutor(
+            program, [each[s] for s in sorted(each)], loss=gpt.loss, boundary=boundary
+        )
+        tokens = torch.arange(72).view(4, 2, 9) % CONFIG.vocab
+        loss = ranks.step(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous())
+        found.append([loss, *(p.grad for s in stages for p in stages[s].parameters())])
+    assert _same(*found) and sum(p is not None for p in found[0]) > 20
+
+
+# ---------------------------------------------------------------- users' own modules
+
+
+class Ahead(nn.Module):
+    """Computes a rank's part of a sum, from its slice of the features."""
+
+    def __init__(self, up: ColumnParallelLinear, down: RowParallelLinear) -> None:
+        super().__init__()
+        self.up, self.down = up, select_submodules(down, ["weight"])
+
+    def forward(self, x: Tensor, residual: Tensor) -> tuple[Tensor, Tensor]:
+        return self.down.project_partial(self.up.forward_local(x).relu()), residual
+
+
+class Behind(nn.Module):
+    def __init__(self, down: RowParallelLinear, last: bool) -> None:
+        super().__init__()
+        self.down, self.last = select_submodules(down, ["bias"]), last
+
+    def forward(self, part: Tensor, residual: Tensor) -> Any:
+        x = residual + self.down.add_bias(part)
+        return x.sum(-1) if self.last else x
+
+
+class Twice(nn.Module):
+    """Returns its input twice: the first output is summed over ranks, and the second is not."""
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        return x, x
+
+
+def mine(rank: int) -> bool:
+    """Return whether a user's stage, cut "fg", has the gradients of one process without TP."""
+    program = compile(
+        schedules.one_f_one_b,
+        PipelineShape(1, 3),
+        tp=2,
+        stage_segments="fg",
+        progress_model="per_edge",
+    )
+    transport = GlooTransport(program)
+    torch.manual_seed(0)
+    w, b, v, c = torch.randn(8, 4), torch.randn(8), torch.randn(4, 8), torch.randn(4)
+    group = transport.tp_group
+    up, down = ColumnParallelLinear(w, b, group), RowParallelLinear(v, c, group)
+    one = Boundary((2, 4))
+    x = torch.randn(3, 2, 4)
+    executor = Executor(
+        program, 0, [Twice(), Ahead(up, down), Behind(down, True)], transport,
+        loss=lambda y, target: ((y - target) ** 2).sum(), boundary=(one, one),
+    )  # fmt: skip
+    loss = executor.step(x, torch.ones(3, 2))
+    whole = [p.clone().requires_grad_() for p in (w, b, v, c)]
+    y = x + (x @ whole[0].T + whole[1]).relu() @ whole[2].T + whole[3]
+    want = ((y.sum(-1) - 1) ** 2).sum()
+    want.backward()
+    mine = slice(4 * rank, 4 * rank + 4)
+    parts = (whole[0].grad[mine], whole[1].grad[mine], whole[2].grad[:, mine], whole[3].grad)  # type: ignore[index]
+    got = (up.weight.grad, up.bias.grad, down.weight.grad, down.bias.grad)  # type: ignore[union-attr]
+    close = [torch.allclose(a, b, rtol=1e-5) for a, b in zip(got, parts, strict=True)]  # type: ignore[arg-type]
+    return all(close) and loss is not None and torch.allclose(loss, want.detach())
+
+
+def shared(rank: int) -> list[bool]:
+    """Return the same with one of two tokens per rank, for several samples and for one."""
+    right = []
+    for samples in ((3,), ()):
+        program = compile(
+            schedules.zb_h1,
+            PipelineShape(1, 3),
+            tp=2,
+            stage_segments="fg",
+            progress_model="per_edge",
+            sequence_parallel=True,
+        )
+        transport = GlooTransport(program)
+        torch.manual_seed(0)
+        w, b, v, c = torch.randn(8, 4), torch.randn(8), torch.randn(4, 8), torch.randn(4)
+        how: Any = {"group": transport.tp_group, "sequence_parallel": True}
+        up, down = ColumnParallelLinear(w, b, **how), RowParallelLinear(v, c, **how)
+        own, every = (*samples, 1, 4), (*samples, 2, 4)
+        executor = Executor(
+            program, 0, [Twice(), Ahead(up, down), Behind(down, True)], transport,
+            loss=lambda y, target: ((y - target) ** 2).sum(),
+            boundary={0: (Boundary(own, received_shape=every), Boundary(own)),
+                      1: (Boundary(every, received_shape=own), Boundary(own))},
+        )  # fmt: skip
+        x = torch.randn(3, *every)
+        mine = x[..., rank : rank + 1, :].contiguous()
+        loss = executor.step(mine, torch.ones(3, *samples, 1))
+        assert loss is not None
+        dist.all_reduce(loss, group=transport.tp_group)
+        whole = [p.clone().requires_grad_() for p in (w, b, v, c)]
+        y = x + (x @ whole[0].T + whole[1]).relu() @ whole[2].T + whole[3]
+        want = ((y.sum(-1) - 1) ** 2).sum()
+        want.backward()
+        at = slice(4 * rank, 4 * rank + 4)
+        parts = (whole[0].grad[at], whole[1].grad[at], whole[2].grad[:, at], whole[3].grad)  # type: ignore[index]
+        got = (up.weight.grad, up.bias.grad, down.weight.grad, down.bias.grad, loss)  # type: ignore[union-attr]
+        right += [
+            torch.allclose(one, other, rtol=1e-5, atol=1e-6)  # type: ignore[arg-type]
+            for one, other in zip(got, (*parts, want.detach()), strict=True)
+        ]
+    return right
+
+
+def both_ways(rank: int) -> list[bool]:
+    return [mine(rank), *shared(rank)]
+
+
+def test_a_stage_of_ones_own() -> None:
+    """This holds with sums in place, and with a divided sequence."""
+    assert run(both_ways, 2) == [[True] * 11] * 2
+
+
+OWN, EVERY = (2, 4, 8), (2, 8, 8)
+REFUSED: dict[str, tuple[Any, str]] = {
+    "not said": (OWN, r"tensor 0 from stage 0 .* gives this tensor the shape \[2, 8, 8\]"),
+    "of another": (
+        Boundary(OWN, received_shape=(2, 4, 16)),
+        r"received as \[2, 4, 16\], but the program gives this tensor the shape \[2, 8, 8",
+    ),
+    "beside": (
+        (Boundary(OWN, received_shape=EVERY), Boundary(OWN, received_shape=EVERY)),
+        r"tensor 1 from stage 0",
+    ),
+    "a vector": ((8,), "must share its sequence, which is the second last dimension"),
+}
+
+
+@pytest.mark.parametrize("name", REFUSED)
+def test_what_ranks_make_of_tokens_is_told_right(name: str) -> None:
+    program = compile(
+        schedules.gpipe, PipelineShape(1, 1), tp=2, stage_segments="fg", sequence_parallel=True
+    )
+    behind, words = REFUSED[name]
+    right: Any = {0: Boundary(OWN, received_shape=EVERY), 1: Boundary(EVERY, received_shape=OWN)}
+    require_fit(ModelBoundaries.from_edges(right, 3), program)
+    with pytest.raises(ModelError, match=words):
+        require_fit(ModelBoundaries.from_edges(right | {0: behind}, 3), program)
+    for other in (replace(right[1], shape=(2, 7, 8)), Boundary(EVERY)):
+        with pytest.raises(ModelError, match="tensor 0 from stage 1 is"):
+            require_fit(ModelBoundaries.from_edges(right | {1: other}, 3), program)
+    whole = compile(schedules.gpipe, PipelineShape(1, 1), tp=2, stage_segments="fg")
+    with pytest.raises(ModelError, match=r"gives this tensor the shape \[2, 4, 8\]"):
+        require_fit(ModelBoundaries.from_edges(right, 3), whole)
+
+
+def test_what_a_piece_takes_in_is_held_whole() -> None:
+    """A tensor is in memory in both shapes while ranks gather or sum it. Inputs are saved."""
+    config = replace(CONFIG, layers=1, tied=False)
+    parts, tokens = split_stage(gpt.build_stage(config, 0, 1)), torch.zeros(2, 8, dtype=torch.long)
+    own = torch.zeros(2, 4, 32).nbytes
+    for share, each in ((1, 2 * own), (2, 2 * own + 2 * own)):
+        behind = build_boundaries((5,), (2, 4, 32), tp_size=share)
+        said = tokens[:, : 8 // 2]
+        sizes = measure_sizes(parts, said, said, loss=gpt.loss, boundary=behind)
+        assert sizes.activation == each and sizes.activation_grad is None
+        widths = 3 + 1 + 1  # attention keeps at least its input, q, k, v and its output
+        assert np.all(
+            sizes.per_microbatch("saved", PipelineShape(1, 1, 5))[1] >= widths * share * own
+        )
+
+
+class Saves(nn.Module):
+    """A module whose backward needs its output."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x * self.scale).sigmoid()
+
+
+class Same(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x
+
+
+class Sums(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(4))
+
+    def forward(self, *x: Tensor) -> Tensor:
+        return (x[0] * self.scale).sum()
+
+
+def of_two(
+    first: nn.Module, boundary: Any = (2, 4), inputs: Tensor | None = None
+) -> tuple[Tensor | None, Tensor]:
+    program = compile(
+        schedules.gpipe, PipelineShape(1, 2), tp=2, stage_segments="g", progress_model="per_edge"
+    )
+    x = torch.ones(2, 2, 4) if inputs is None else inputs
+    executor = Executor(
+        program, 0, [first, Sums()], GlooTransport(program), loss=lambda y, _: y, boundary=boundary
+    )
+    return executor.step(x, torch.ones(2, 1)), x
+
+
+def alone(rank: int) -> None:
+    """Run a stage whose output is summed in place, although its backward has saved that output."""
+    of_two(Saves())
+
+
+def inputs_stay(rank: int) -> tuple[float, float]:
+    loss, x = of_two(Same())
+    assert loss is not None
+    return float(loss), float(x.sum())
+
+
+def without_gradient(rank: int) -> None:
+    table = Boundary((2, 4), torch.float32, requires_grad=False)
+    of_two(Twice(), (table, Boundary((2, 4))))
+
+
+def test_what_is_summed_in_its_place() -> None:
+    """Inputs that a stage returns unchanged are not overwritten.
+
+    A sum in place of a tensor that a backward needs, or that has no gradient, is refused.
+    """
+    assert run(inputs_stay, 2) == [(32.0, 16.0)] * 2
+    with pytest.raises(RankError, match="modified by an inplace operation"):
+        run(alone, 2)
+    with pytest.raises(RankError, match=r"sums tensor 0 .* has no gradient"):
+        run(without_gradient, 2)
+
+
+def test_pieces_of_a_whole_tied_model_are_refused() -> None:
+    with pytest.raises(ModelError, match="use two or more stages, or tied=False"):
+        split_stage(gpt.build_stage(CONFIG, 0, 1))
+    with pytest.raises(ModelError, match="has no parameter or submodule 'up'"):
+        select_submodules(nn.Linear(2, 2), ["up.weight"])

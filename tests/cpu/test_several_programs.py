@@ -1,0 +1,325 @@
+"""Tests of several programs on the same stages: partial batches, and evaluations between steps."""
+
+from __future__ import annotations
+
+import re
+from functools import partial
+from inspect import signature
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import schedir
+from schedir import PipelineShape
+from schedir.errors import ExecutionError, ModelError, ProgramSequenceError, SchedirError
+from schedir.io.terminal_output import format_error
+from schedir.ir.program import Program
+from schedir.models import gpt
+from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions
+from schedir.runtime.extra_programs import ProgramOrder
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.schedules import forward_only, get_built_in_schedules, gpipe, interleaved, one_f_one_b
+from schedir.schedules.schedule_algebra import get_placement_mark
+from schedir.transports.gloo import GlooTransport
+from schedir.transports.shared_memory import SharedMemoryTransport
+from tests.cpu.gloo_processes import run
+from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
+
+PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "run-several-programs.md"
+GOLDEN = Path(__file__).parents[1] / "golden" / "programs"
+ZOO = {name: s for name, s in get_built_in_schedules().items() if s is not forward_only}
+ADAM = partial(torch.optim.AdamW, lr=1e-2)
+
+
+class Drops(nn.Module):
+    """A stage that draws random numbers, and counts its training forwards in a buffer."""
+
+    def __init__(self, inner: nn.Module) -> None:
+        super().__init__()
+        self.inner = inner
+        self.register_buffer("trained", torch.zeros(()))
+
+    @property
+    def tied_weight(self) -> Any:
+        return getattr(self.inner, "tied_weight", None)
+
+    def forward(self, x: Tensor) -> Any:
+        y = self.inner(x)
+        return nn.functional.dropout(y, 0.2, self.training) if y.is_floating_point() else y
+
+
+def shape_of(schedule: Any, microbatches: int, ranks: int = 2) -> PipelineShape:
+    placement, fixed = get_placement_mark(schedule)
+    v = fixed or (2 if "v" in signature(schedule).parameters else 1)
+    return PipelineShape(ranks, microbatches, v, placement or "loop")
+
+
+def stages_of(program: Program) -> list[nn.Module]:
+    return [Drops(stage) for stage in gpt_stages(program.shape.stages, bool(program.tied_weights))]
+
+
+def ranks_of(program: Program, stages: list[nn.Module], **options: Any) -> InProcessExecutor:
+    usual: dict[str, Any] = {"loss": gpt.loss, "boundary": BOUNDARY, "optimizer": ADAM}
+    return InProcessExecutor(program, stages, **usual | options)
+
+
+def numbers_of(ranks: InProcessExecutor, stages: list[nn.Module], total: Tensor) -> list[Tensor]:
+    """Return the results of a step: its loss, its norm, weights and gradients."""
+    own = [p for stage in stages for p in stage.parameters()]
+    found = [
+        total,
+        ranks.executors[0].grad_norm,
+        *own,
+        *(p.grad for p in own if p.grad is not None),
+    ]
+    return [x.detach().clone() for x in found]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return len(one) == len(other) and all(map(torch.equal, one, other))
+
+
+@pytest.mark.parametrize(
+    ("name", "zero"),
+    [
+        ("one_f_one_b", 2),
+        ("interleaved", 3),
+        ("dualpipe", 0),
+        ("dualpipe", 3),
+        ("pipedream_2bw", 0),
+    ],
+)
+def test_evaluations_leave_nothing(name: str, zero: int) -> None:
+    """A run with evaluations between and within steps has the bits of a run without them."""
+    schedule, m = ZOO[name], 8
+    shape = (
+        PipelineShape(2, m, optimizer_steps=4, weight_delay=1)
+        if name == "pipedream_2bw"
+        else shape_of(schedule, m)
+    )
+    two_way = shape.placement_rows > 1
+    program = schedir.compile(
+        schedule,
+        shape,
+        tied_weights=True,
+        clip_grad_norm=True,
+        zero=zero,
+        progress_model="per_edge",
+    )
+    looks = schedir.evaluation_program(program, "per_edge")
+    found, losses = [], []
+    for evaluates in (False, True):
+        stages: list[nn.Module] = [Drops(s) for s in gpt_stages(shape.stages)]
+        ranks = ranks_of(program, stages, extra_programs=[looks])
+        steps: list[Tensor] = []
+        for k in range(2):
+            if evaluates:
+                before = ranks.executors[0].random_streams.step
+                n = looks.shape.microbatches
+                inputs, targets, _ = batch(n, 99)
+                losses += [ranks.evaluate(inputs, targets, order_seed=s) for s in (None, 5)]
+                assert ranks.executors[0].random_streams.step == before
+                assert all(module.training for module in stages)
+            inputs, targets, scale = batch(shape.microbatches, k)
+            steps += numbers_of(ranks, stages, ranks.step(inputs, targets, scale))
+        found.append(steps)
+    assert same(*found) and two_way == (name == "dualpipe")
+    assert all(map(torch.equal, losses[::2], losses[1::2]))
+    assert losses[0] != losses[-1]
+
+
+def test_the_page_does_what_it_says() -> None:
+    (body,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
+    exec(compile(body, PAGE.name, "exec"), {})
+
+
+# ---------------------------------------------------------------- processes
+
+
+def programs_of(dp: int, zero: int) -> list[Program]:
+    """Return programs that train 6 microbatches, train 3, and evaluate 2."""
+    how: dict[str, Any] = {"dp": dp, "zero": zero, "progress_model": "per_edge"}
+    large, small = (
+        schedir.compile(
+            schedule, PipelineShape(2, m), clip_grad_norm=True, tied_weights=True, **how
+        )
+        for schedule, m in ((gpipe, 6), (one_f_one_b, 3))
+    )
+    return [large, small, schedir.compile(forward_only, PipelineShape(2, 2), **how)]
+
+
+def own_stage(rank: int) -> dict[int, nn.Module]:
+    return {rank: Drops(gpt_stages(2)[rank])}
+
+
+def in_processes(rank: int, kind: str, dp: int, zero: int) -> list[list[Tensor]]:
+    """Run steps of two programs, without and with evaluations of smaller microbatches between."""
+    found: list[list[Tensor]] = []
+    large, small, looks = programs_of(dp, zero)
+    for evaluates in (False, True):
+        others = [small, looks] if evaluates else [small]
+        transport = {"gloo": GlooTransport, "shared": SharedMemoryTransport}[kind](
+            large, 20.0, extra_programs=others
+        )
+        more: list[Any] = [p if p.has_backward else (p, (1, *BOUNDARY.shape[1:])) for p in others]
+        stages = own_stage(transport.rank)
+        optimizer = ADAM([p for stage in stages.values() for p in stage.parameters()])
+        executor = Executor(
+            large, transport.rank, stages, transport, loss=gpt.loss, boundary=BOUNDARY,
+            optimizer=optimizer, extra_programs=more,
+        )  # fmt: skip
+        numbers: list[Tensor] = []
+        for k, program in enumerate([large, small, small, large]):
+            m = program.shape.microbatches
+            inputs, targets, scale = batch(m * dp, k)
+            own = [t[transport.dp_rank * m :][:m] for t in (inputs, targets)]
+            if evaluates:
+                executor.evaluate(own[0][:2, :1], own[1][:2, :1])
+            total = executor.step(own[0], own[1], scale, program=program)
+            numbers += [torch.zeros(()) if total is None else total, executor.grad_norm]
+            with executor.full_parameters():
+                numbers += [p.detach().clone() for p in stages[transport.rank].parameters()]
+        found.append(numbers)
+    return found
+
+
+@pytest.mark.parametrize(
+    ("kind", "dp", "zero"), [("gloo", 2, 0), ("shared", 2, 3), ("shared", 1, 0)]
+)
+def test_in_processes(kind: str, dp: int, zero: int) -> None:
+    for without, with_evaluations in run(in_processes, 2 * dp, kind, dp, zero):
+        assert same(without, with_evaluations)
+
+
+def out_of_order(rank: int) -> str:
+    """Let one rank evaluate twice before it trains, and the other once."""
+    _, program, looks = programs_of(1, 0)
+    transport = SharedMemoryTransport(program, 20.0, extra_programs=[looks])
+    executor = Executor(
+        program,
+        rank,
+        own_stage(rank),
+        transport,
+        loss=gpt.loss,
+        boundary=BOUNDARY,
+        extra_programs=[looks],
+    )
+    inputs, targets, scale = batch(3)
+    with pytest.raises(ProgramSequenceError) as error:
+        for evaluations in (1, 1 if rank else 2):
+            for _ in range(evaluations):
+                executor.evaluate(inputs[:2], targets[:2])
+            executor.step(inputs, targets, scale)
+    return format_error(error.value)
+
+
+def test_steps_that_would_meet_each_others_messages_are_refused() -> None:
+    """The first rank of the second evaluation only sends, and would go on to the step."""
+    one, other = run(out_of_order, 2)
+    assert one == other
+    assert one + "\n" == (GOLDEN / "sequence.txt").read_text()
+
+
+def test_a_switch_that_no_other_process_makes_has_the_names_of_the_programs() -> None:
+    class Deserted(GlooTransport):
+        dp_rank = tp_rank = 0
+
+        def __init__(self) -> None: ...
+
+        def check_agreement(self, *_: Any) -> Any:
+            raise RuntimeError("Timed out waiting 12000ms for send operation to complete")
+
+    train = schedir.compile(gpipe, PipelineShape(2, 4))
+    order = ProgramOrder([train, schedir.evaluation_program(train)], 0, Deserted())
+    order.start_run(0)
+    with pytest.raises(
+        ExecutionError, match="this process runs forwards of gpipe after gpipe"
+    ) as error:
+        order.start_run(1)
+    assert "same order on all processes" in error.value.hint
+    assert isinstance(error.value.__cause__, RuntimeError)
+
+
+# ---------------------------------------------------------------- refusals
+
+
+def refused() -> list[Exception]:
+    """Return the errors of wrong combinations of programs."""
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 4), clip_grad_norm=True)
+    looks = schedir.evaluation_program(program)
+    stages = gpt_stages(2, False)
+    found: list[Exception] = []
+
+    def tried(attempt: Any) -> None:
+        with pytest.raises(SchedirError) as error:
+            attempt()
+        found.append(error.value)
+
+    def beside(*more: Any, of: Program = program) -> Any:
+        return lambda: ranks_of(of, stages, extra_programs=more)
+
+    tried(beside(schedir.compile(interleaved, PipelineShape(2, 4, 2), clip_grad_norm=True)))
+    tried(beside(schedir.compile(gpipe, PipelineShape(2, 4))))
+    tried(beside(schedir.compile(gpipe, PipelineShape(2, 4), clip_grad_norm=True, zero=1)))
+    tried(beside(schedir.compile(gpipe, PipelineShape(2, 4), clip_grad_norm=True, dp=2)))
+    tried(beside(program))
+    tried(beside(program, of=looks))
+    after = partial(schedir.compile, clip_grad_norm=True, norm_check="after_step")
+    tried(beside(after(gpipe, PipelineShape(2, 4)), of=after(one_f_one_b, PipelineShape(2, 4))))
+
+    part = schedir.compile(one_f_one_b, PipelineShape(2, 2), clip_grad_norm=True)
+    ranks = ranks_of(program, stages, extra_programs=[looks, part], optimizer=None)
+    inputs, targets, _ = batch(4)
+    tried(lambda: ranks.step(inputs, targets, program=looks))
+    alone = ranks_of(program, stages, optimizer=None)
+    tried(lambda: alone.evaluate(inputs, targets))
+    tried(lambda: ranks.evaluate(inputs[:2], targets[:2], program=part))
+    return found
+
+
+def test_what_does_not_go_together_is_refused() -> None:
+    said = "\n".join(map(format_error, refused()))  # type: ignore[arg-type]
+    assert said + "\n" == (GOLDEN / "refused.txt").read_text()
+
+
+class Writes(nn.Module):
+    """A stage that writes to its weight, or to a buffer, in each forward."""
+
+    def __init__(self, *, parameter: bool, data: bool = False) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.ones(4))
+        self.register_buffer("seen", torch.zeros(4))
+        self.parameter, self.data = parameter, data
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            into = self.weight if self.parameter else self.seen
+            assert isinstance(into, Tensor)
+            (into.data if self.data else into).add_(1.0)
+        return x * self.weight
+
+
+@pytest.mark.parametrize("data", [False, True])
+def test_forwards_that_write_are_put_back_or_refused(data: bool) -> None:
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 2))
+    looks, x = schedir.evaluation_program(program), torch.ones(2, 1, 4)
+    how: dict[str, Any] = {
+        "loss": nn.functional.mse_loss,
+        "boundary": (1, 4),
+        "extra_programs": [looks],
+    }
+    for parameter in (False, True):
+        stages = [Writes(parameter=parameter, data=data), Writes(parameter=False)]
+        ranks = InProcessExecutor(
+            program, stages, execution=ExecutionOptions(allow_identical_stages=True), **how
+        )
+        if parameter:
+            with pytest.raises(ModelError, match="writes to Parameter weight in an evaluation"):
+                ranks.evaluate(x, x)
+        else:
+            ranks.evaluate(x, x)
+        assert not any(stage.get_buffer("seen").any() for stage in stages)

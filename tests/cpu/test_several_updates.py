@@ -1,0 +1,296 @@
+"""Tests of several optimizer steps without a flush: PipeDream-2BW, weight versions, refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn.utils import parameters_to_vector, vector_to_parameters
+from torch.utils.checkpoint import checkpoint
+
+from schedir.compiler.compile import compile
+from schedir.errors import ExecutionError, ModelError
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.executor import Executor
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
+from schedir.schedules import pipedream_2bw
+from schedir.schedules.schedule_algebra import B, F, I, RankSchedule, W
+from schedir.testing.tiny_model import WIDTH, make_batch, make_tiny_stages, squared_error
+from schedir.transports.gloo import GlooTransport
+from tests.cpu.gloo_processes import run
+
+BOUNDARY = Boundary((2, WIDTH), torch.float64)
+LR = 0.02
+sgd = partial(torch.optim.SGD, lr=LR)
+adam = partial(torch.optim.AdamW, lr=LR)
+
+
+def split(r: int, P: int, m: int) -> RankSchedule:
+    """Return 1F1B with split backwards, where W follows at once."""
+    lead = min(P - 1 - r, m)
+    return lead * F + (m - lead) * (F + I + W) + lead * (I + W)
+
+
+def weights(stages: Sequence[nn.Module]) -> list[Tensor]:
+    return [p.detach().clone() for stage in stages for p in stage.parameters()]
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def gradient(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+    """Return the gradient of the losses of an update, computed microbatch by microbatch."""
+    model.zero_grad()
+    for x, target in zip(inputs, targets, strict=True):
+        torch.autograd.backward(squared_error(model(x), target))
+    return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
+
+
+def two_buffered(shape: PipelineShape, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+    """Compute W(t+1) = W(t) - lr grad(W(t-1)), the paper's rule, without schedir."""
+    model = nn.Sequential(*make_tiny_stages(shape.stages))
+    now = parameters_to_vector(model.parameters()).detach()
+    before = now
+    for x, target in zip(
+        inputs.chunk(shape.optimizer_steps), targets.chunk(shape.optimizer_steps), strict=True
+    ):
+        vector_to_parameters(before, model.parameters())
+        now, before = now.add(gradient(model, x, target), alpha=-LR), now
+    vector_to_parameters(now, model.parameters())
+    return weights([model])
+
+
+def stage_by_stage(
+    shape: PipelineShape, inputs: Tensor, targets: Tensor, optimizer: Any
+) -> list[Tensor]:
+    """Return the weights of a plain loop, which assembles each model from old versions."""
+    stages = make_tiny_stages(shape.stages)
+    steps = [optimizer(list(stage.parameters())) for stage in stages]
+    kept = [[deepcopy(stage)] for stage in stages]
+    for u in range(shape.optimizer_steps):
+        mb = slice(u * shape.microbatches_per_update, (u + 1) * shape.microbatches_per_update)
+        used = [versions[int(shape.weight_version(s, mb.start))] for s, versions in enumerate(kept)]
+        gradient(nn.Sequential(*used), inputs[mb], targets[mb])
+        for stage, old, step, versions in zip(stages, used, steps, kept, strict=True):
+            for p, q in zip(stage.parameters(), old.parameters(), strict=True):
+                p.grad = q.grad
+            step.step()
+            versions.append(deepcopy(stage))
+    return weights(stages)
+
+
+def in_process(schedule: Any, shape: PipelineShape, optimizer: Any, seed: int = 0) -> list[Tensor]:
+    program = compile(schedule, shape, progress_model="per_edge")
+    stages = make_tiny_stages(shape.stages)
+    own = weights(stages)
+    ranks = InProcessExecutor(
+        program, stages, loss=squared_error, boundary=BOUNDARY, optimizer=optimizer
+    )
+    ranks.step(*make_batch(shape.microbatches), order_seed=seed)
+    assert not same(own, weights(stages))
+    return weights(stages)
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [
+        PipelineShape(2, 6, optimizer_steps=6, weight_delay=1),
+        PipelineShape(4, 12, optimizer_steps=4, weight_delay=1),
+    ],
+)
+def test_2bw_is_its_rule(shape: PipelineShape) -> None:
+    right = two_buffered(shape, *make_batch(shape.microbatches))
+    for seed in range(3):
+        assert same(in_process(pipedream_2bw, shape, sgd, seed), right)
+
+
+class Beside(nn.Module):
+    """A stage that keeps its own reference to a weight."""
+
+    def __init__(self, beside: bool) -> None:
+        super().__init__()
+        self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        self.own = [self.layer.weight] * beside
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = torch.tanh(self.layer(x))
+        return sum((y @ weight for weight in self.own), y)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_versions_have_the_hooks_of_their_weights(late: bool) -> None:
+    """A step of two updates without delay equals two steps, also with hooks on gradients."""
+    found = []
+    for updates in (1, 2):
+        torch.manual_seed(0)
+        stages: list[nn.Module] = [Beside(False), Beside(False)]
+        for stage in stages:
+            for weight in stage.parameters():
+                if late:
+                    weight.register_post_accumulate_grad_hook(_halve)
+                else:
+                    weight.register_hook(lambda gradient: gradient * 0.5)
+        program = compile(_in_turns, PipelineShape(2, 2 * updates, optimizer_steps=updates))
+        ranks = InProcessExecutor(
+            program,
+            stages,
+            loss=squared_error,
+            boundary=BOUNDARY,
+            optimizer=partial(torch.optim.SGD, lr=LR),
+        )
+        inputs, targets = make_batch(4)
+        for own in range(0, 4, 2 * updates):
+            ranks.step(inputs[own : own + 2 * updates], targets[own : own + 2 * updates])
+        found.append(weights(stages))
+    assert same(*found)
+
+
+def _halve(weight: Tensor) -> None:
+    assert weight.grad is not None
+    weight.grad *= 0.5
+
+
+def _in_turns(r: int, P: int, m: int) -> RankSchedule:
+    return m // 2 * (2 * F + 2 * B)
+
+
+def test_a_reference_to_a_weight_that_has_versions_is_refused() -> None:
+    inputs, targets = make_batch(4)
+    stages: list[nn.Module] = [Beside(True), Beside(True)]
+    ranks = InProcessExecutor(
+        compile(_in_turns, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1)), stages,
+        loss=squared_error,
+        boundary=BOUNDARY,
+        optimizer=sgd,
+    )  # fmt: skip
+    with pytest.raises(
+        ExecutionError, match=r"layer\.weight through a reference outside of its module"
+    ):
+        ranks.step(inputs, targets)
+    y = stages[0](inputs[0]).sum()
+    torch.autograd.backward(y)  # after the step the user may use the module
+
+
+def test_evaluation_uses_the_weights_as_they_are() -> None:
+    program = compile(
+        lambda r, P, m: m * F,
+        PipelineShape(2, 6, optimizer_steps=3, weight_delay=1),
+        progress_model="per_edge",
+    )
+    stages, (inputs, targets) = make_tiny_stages(2), make_batch(6)
+    ranks = InProcessExecutor(program, stages, loss=squared_error, boundary=BOUNDARY)
+    assert ranks.step(inputs, targets) == run_sequential(
+        make_tiny_stages(2), inputs, targets, loss=squared_error
+    )
+
+
+class Odd(nn.Module):
+    """A layer that runs twice, once in a recomputed forward, and a frozen weight."""
+
+    def __init__(self, seed: int) -> None:
+        super().__init__()
+        (self.one,) = make_tiny_stages(1, seed)
+        self.same = self.one
+        self.shift = nn.Parameter(torch.ones(WIDTH, dtype=torch.float64), requires_grad=False)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = checkpoint(self.same, self.one(x), use_reentrant=False)
+        return y + self.shift
+
+
+def test_old_weights_are_used_wherever_they_are() -> None:
+    shape = PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)
+    right = nn.Sequential(Odd(0), Odd(1))
+    kept = [deepcopy(right)]
+    optimizer = sgd([p for p in right.parameters() if p.requires_grad])
+    for u, (x, target) in enumerate(zip(*(b.chunk(4) for b in make_batch(8)), strict=True)):
+        used = kept[max(u - 1, 0)]
+        gradient(used, x, target)
+        for p, q in zip(right.parameters(), used.parameters(), strict=True):
+            p.grad = q.grad
+        optimizer.step()
+        kept.append(deepcopy(right))
+    stages = [Odd(0), Odd(1)]
+    ranks = InProcessExecutor(
+        compile(pipedream_2bw, shape, progress_model="per_edge"),
+        stages,
+        loss=squared_error,
+        boundary=BOUNDARY,
+        optimizer=lambda own: sgd([p for p in own if p.requires_grad]),
+    )
+    ranks.step(*make_batch(8))
+    assert same(weights(stages), weights([right]))
+    assert all(stage.same is stage.one and stage.one.weight.is_leaf for stage in stages)
+
+
+def _one_rank(rank: int, shape: PipelineShape) -> Any:
+    program = compile(pipedream_2bw, shape, progress_model="per_edge", dp=1)
+    stages = {
+        s: m
+        for s, m in enumerate(make_tiny_stages(shape.stages))
+        if s in shape.stages_on_rank[rank]
+    }
+    executor = Executor(
+        program, rank, stages, GlooTransport(program), loss=squared_error, boundary=BOUNDARY,
+        optimizer=sgd([p for m in stages.values() for p in m.parameters()]),
+    )  # fmt: skip
+    executor.step(*make_batch(shape.microbatches))
+    return weights([*stages.values()])
+
+
+def test_2bw_on_gloo() -> None:
+    shape = PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)
+    held = run(_one_rank, 2, shape)
+    assert same([p for rank in held for p in rank], two_buffered(shape, *make_batch(8)))
+
+
+class _Clamps(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.clamp_(-0.1, 0.1)
+        return super().forward(x)
+
+
+class _Renormalizes(nn.Embedding):
+    def __init__(self) -> None:
+        super().__init__(WIDTH, WIDTH, max_norm=0.1)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return super().forward(x.argmax(-1))
+
+
+@pytest.mark.parametrize("first", [lambda: _Clamps(WIDTH, WIDTH), _Renormalizes])
+def test_a_stage_that_writes_to_its_weight_is_refused(first: Any) -> None:
+    """Each update computes with copies of the weights, so writes to a copy would be lost."""
+    stages = [first(), nn.Linear(WIDTH, WIDTH)]
+    program = compile(pipedream_2bw, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1))
+    ranks = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(3, WIDTH))
+    with pytest.raises(ModelError, match="stage 0 writes to its weight weight") as refused:
+        ranks.step(*torch.randn(2, 4, 3, WIDTH))
+    assert "one update" in refused.value.hint
+
+
+class _Auxiliary(nn.Linear):
+    """Adds the gradient of its own loss in its forward."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        y = super().forward(x)
+        y.square().sum().backward(retain_graph=True)
+        return y
+
+
+def test_a_backward_in_a_forward_is_refused() -> None:
+    """The forward may run before the optimizer step of the previous update."""
+    stages = [_Auxiliary(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    program = compile(pipedream_2bw, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1))
+    ranks = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(3, WIDTH))
+    with pytest.raises(ExecutionError, match="calls backward\\(\\) in its forward"):
+        ranks.step(*torch.randn(2, 4, 3, WIDTH))

@@ -1,0 +1,285 @@
+"""Tests of messages through shared memory."""
+
+from __future__ import annotations
+
+import os
+import time
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from schedir import compile
+from schedir.errors import ModelError
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.program import Program
+from schedir.models import gpt
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.executor import Executor
+from schedir.schedules import bitpipe, chimera, one_f_one_b
+from schedir.schedules.schedule_algebra import F, RankSchedule, Schedule
+from schedir.transports import shared_memory
+from schedir.transports.shared_memory import SharedMemoryTransport
+from tests.cpu.gloo_processes import RankError, run
+from tests.cpu.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits
+
+
+def forwards(r: int, P: int, m: int) -> RankSchedule:
+    """Return only forwards, so that only the transport delays a sender."""
+    return m * F
+
+
+class Double(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.two = nn.Parameter(torch.full((), 2.0))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.two
+
+
+def executor(
+    program: Program,
+    rank: int,
+    seconds: float = 20.0,
+    transport: SharedMemoryTransport | None = None,
+) -> Executor:
+    """Return a rank that doubles four numbers. The loss is their sum minus a target."""
+    return Executor(
+        program,
+        rank,
+        {rank: Double()},
+        transport or SharedMemoryTransport(program, seconds),
+        loss=lambda y, target: (y - target).sum(),
+        boundary=Boundary((4,)),
+    )
+
+
+def both_ways(rank: int, schedule: Schedule, shape: PipelineShape) -> Any:
+    program = compile(schedule, shape, progress_model="per_edge", tied_weights=True)
+    stages = gpt_stages(shape.stages)
+    own = {s: stages[s] for s in shape.stages_on_rank[rank]}
+    world = Executor(
+        program, rank, own, SharedMemoryTransport(program), loss=gpt.loss, boundary=BOUNDARY
+    )
+    world.step(*batch(shape.microbatches))
+    return {s: gradients([m])[0] for s, m in own.items()}
+
+
+@pytest.mark.parametrize(("schedule", "where"), [(chimera, "mirror"), (bitpipe, "mirror-vee")])
+def test_stages_with_two_holders(schedule: Schedule, where: str) -> None:
+    shape = PipelineShape(4, 6, placement=where)
+    _, right = expected(
+        shape, program=compile(schedule, shape, tied_weights=True, progress_model="per_edge")
+    )
+    for own in run(both_ways, shape.ranks, schedule, shape):
+        assert same_bits(list(own.values()), [right[s] for s in own])
+
+
+def ahead(rank: int, steps: int, m: int) -> list[Tensor | None]:
+    """Return the losses of steps whose first rank waits only for free memory."""
+    own = executor(compile(forwards, PipelineShape(2, m), progress_model="per_edge"), rank)
+    losses = []
+    for step in range(steps):
+        if rank:
+            time.sleep(0.2)
+        x = torch.full((m, 4), float(step))
+        losses.append(own.step(x, torch.zeros(m, 4)))
+    return losses
+
+
+def test_a_sender_does_not_overwrite_the_step_before() -> None:
+    _, losses = run(ahead, 2, 4, 3)
+    assert [float(loss) for loss in losses] == [step * 4.0 * 4 * 3 for step in range(4)]
+
+
+def unread(rank: int, m: int) -> Tensor | None:
+    """Send all messages before any is received, which is more than a socket holds."""
+    own = executor(compile(forwards, PipelineShape(2, m), progress_model="per_edge"), rank)
+    if rank:
+        dist.barrier()
+    loss = own.step(torch.ones(m, 4), torch.zeros(m, 4))
+    if not rank:
+        dist.barrier()
+    return loss
+
+
+def test_a_send_never_waits_for_its_receive() -> None:
+    _, loss = run(unread, 2, 1500)
+    assert float(loss) == 16 * 1500
+
+
+def alone(rank: int, leaves: bool) -> None:
+    own = executor(
+        compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge"), rank, seconds=1.5
+    )
+    if rank and leaves:
+        os._exit(0)
+    if rank:
+        time.sleep(6)
+    own.step(torch.ones(3, 4), torch.zeros(3, 4))
+
+
+@pytest.mark.parametrize(
+    ("leaves", "why"),
+    [
+        (True, "rank 1 has left"),
+        (False, "PeerLate: rank 1 sent nothing within the timeout"),
+    ],
+)
+def test_a_neighbour_that_leaves_or_sleeps(leaves: bool, why: str) -> None:
+    with pytest.raises(RankError) as error:
+        run(alone, 2, leaves, grace=10.0)
+    assert why in error.value.tracebacks[0]
+
+
+def left(rank: int, place: str, problem: bool) -> str:
+    """Use one directory for shared memory, or a missing one for the second rank."""
+    program = compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
+    transport = SharedMemoryTransport(program, 20.0)
+    shared_memory.MEMORY_DIRECTORIES = (place if rank == 0 or not problem else f"{place}/none",)
+    try:
+        own = executor(program, rank, transport=transport)
+    except ModelError as error:
+        return error.fact
+    own.step(torch.ones(3, 4), torch.zeros(3, 4))
+    return ""
+
+
+@pytest.mark.parametrize("problem", [False, True])
+def test_nothing_is_left_behind(problem: bool, tmp_path: Path) -> None:
+    for fact in run(left, 2, str(tmp_path), problem):
+        assert fact.startswith("process 1 cannot allocate shared memory: No such file") == problem
+    assert not list(tmp_path.iterdir())
+
+
+def apart(rank: int, spaces: list[str]) -> bool:
+    shared_memory.NETWORK_NAMESPACE = spaces[rank]
+    return shared_memory.can_share_memory()
+
+
+def test_processes_that_do_not_see_one_place_cannot_share(tmp_path: Path) -> None:
+    spaces = [str(tmp_path / "a"), str(tmp_path / "b")]
+    for space in spaces:
+        os.symlink(f"net:[{space}]", space)
+    assert run(apart, 2, spaces) == [False, False]
+    assert run(apart, 2, spaces[:1] * 2) == [True, True]
+
+
+def again(rank: int) -> list[float]:
+    """Run executors one after the other on one transport."""
+    program = compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
+    transport = SharedMemoryTransport(program, 5.0)
+    losses = []
+    for k in range(2):
+        own = executor(program, rank, transport=transport)
+        for _ in range(2):
+            losses.append(own.step(torch.full((3, 4), k + 1.0), torch.zeros(3, 4)))
+    return [float(loss) for loss in losses if loss is not None]
+
+
+def test_a_transport_serves_one_executor_after_the_other() -> None:
+    assert run(again, 2, grace=6.0) == [[], [48.0, 48.0, 96.0, 96.0]]
+
+
+def identity(rank: int) -> list[Tensor | None]:
+    """Return the loss, which is the received tensor in memory that the first stage writes."""
+    program = compile(forwards, PipelineShape(2, 3), progress_model="per_edge")
+    transport = SharedMemoryTransport(program, 20.0)
+    stage = Double() if rank == 0 else nn.Identity()
+    own = Executor(
+        program, rank, {rank: stage}, transport, loss=lambda y, _: y, boundary=Boundary(())
+    )
+    ended = own.state.transport.on_step_end
+
+    def slow() -> None:
+        ended()
+        time.sleep(0.3)
+
+    own.state.transport.on_step_end = slow  # type: ignore[method-assign]
+    return [own.step(torch.full((3,), float(step)), torch.zeros(3)) for step in range(3)]
+
+
+def test_a_loss_in_memory_that_is_received_is_summed_before_it_is_left() -> None:
+    _, losses = run(identity, 2)
+    assert [float(loss) for loss in losses] == [0.0, 6.0, 12.0]
+
+
+class _Late:
+    """A connection with late bytes, where the receiver finishes before the last byte."""
+
+    def __init__(self, connection: Any, messages: int) -> None:
+        self.connection, self.left = connection, messages
+
+    def __getattr__(self, name: str) -> Any:
+        return getattr(self.connection, name)
+
+    def send(self, *how: Any) -> None:
+        self.left -= 1
+        if not self.left:
+            dist.barrier()  # the receiver finds the counts
+            dist.barrier()
+        self.connection.send(*how)
+
+
+def served(rank: int) -> float:
+    program = compile(forwards, PipelineShape(2, 3), progress_model="per_edge")
+    transport = SharedMemoryTransport(program, 5.0)
+    own = executor(program, rank, transport=transport)
+    if rank == 0:
+        (way,) = transport.outgoing.values()
+        way.connection = _Late(way.connection, 3)  # type: ignore[assignment]
+    else:
+        dist.barrier()
+    loss = own.step(torch.ones(3, 4), torch.zeros(3, 4))
+    if rank:
+        for way_in in transport.incoming.values():
+            way_in.connection.close()
+        dist.barrier()
+    return float(loss or 0)
+
+
+def test_a_receiver_that_leaves_when_it_is_served_is_no_failure() -> None:
+    assert run(served, 2) == [0.0, 48.0]
+
+
+def waiting(rank: int, place: str) -> list[str]:
+    """Return the files of the first rank before the second has arrived."""
+    program = compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
+    transport = SharedMemoryTransport(program, 20.0)
+    shared_memory.MEMORY_DIRECTORIES = (place,)
+    found = []
+
+    def late(*how: Any) -> Any:
+        time.sleep(1)
+        found.extend(os.listdir(place))
+        return SharedMemoryTransport.allocate_buffers(transport, *how)
+
+    if rank:
+        transport.allocate_buffers = late  # type: ignore[method-assign, assignment]
+    executor(program, rank, transport=transport)
+    return found
+
+
+def test_who_waits_for_others_has_made_no_file(tmp_path: Path) -> None:
+    assert run(waiting, 2, str(tmp_path)) == [[], []]
+
+
+def slots(rank: int) -> str:
+    with pytest.raises(ModelError) as error:
+        SharedMemoryTransport(
+            compile(
+                one_f_one_b,
+                PipelineShape(2, 3),
+                progress_model="per_edge",
+                buffer_sharing="minimal",
+            )
+        )
+    return error.value.hint
+
+
+def test_shared_slots_are_refused() -> None:
+    assert run(slots, 2) == ['transport = "gloo"'] * 2

@@ -1,0 +1,283 @@
+"""Tests of stages that overwrite or share outputs: bits of the reference, or one error."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from copy import deepcopy
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from torch import Tensor, nn
+from torch.nn import functional
+
+from schedir import compile
+from schedir.errors import ExecutionError, ModelError
+from schedir.ir.isa.instructions import Opcode
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.executor import Executor
+from schedir.runtime.sequential_reference import run_sequential
+from schedir.schedules import forward_only, one_f_one_b
+from schedir.transports.gloo import GlooTransport
+from schedir.transports.shared_memory import SharedMemoryTransport
+from tests.cases import pairs
+from tests.cpu.gloo_processes import RankError, run
+from tests.cpu.stage_chains import (
+    BOUNDARY,
+    MICROBATCHES,
+    ON_ONE_RANK,
+    PROGRAMS,
+    WIDTH,
+    Layer,
+    batch,
+    instruction_of,
+    made,
+    squares,
+    world,
+)
+from tests.cpu.tiny_stages import gradients, same_bits
+
+# ------------------------------------------------------------ outputs that are overwritten
+
+
+class Reuses(nn.Module):
+    """Returns its own buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.buffer = torch.zeros(3, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.add(x, 1, out=self.buffer)
+
+
+class ReusesUnseen(Reuses):
+    """Does the same with a write that no version counter shows."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.buffer.data.copy_(x + 1)
+        return self.buffer
+
+
+class Fresh(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + 1
+
+
+@pytest.mark.parametrize("others", [[], [nn.Identity, nn.Identity]])
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_a_buffer_that_is_returned_twice(name: str, others: list[Any]) -> None:
+    """In any order, the stage has the bits of one that returns new tensors, or is refused."""
+    program, refused = PROGRAMS[name](), 0
+    right = made(Fresh, *others)
+    total = run_sequential(right, *batch(), loss=squares)
+    for seed in (None, 0, 1, 2):
+        own = made(Reuses, *others)
+        try:
+            assert torch.equal(world(program, own).step(*batch(), order_seed=seed), total)
+            assert same_bits(gradients(own), gradients(right))
+        except ExecutionError as error:
+            assert instruction_of(error).op is not Opcode.OptimizerStep
+            refused += 1
+    if not program.shares_slots and not (name == "interleaved" and others):
+        assert refused  # a value that is still being sent is overwritten
+
+
+@settings(max_examples=30, deadline=None)
+@given(seed=st.integers(0, 1000), kind=st.sampled_from([Reuses, ReusesUnseen]))
+def test_any_legal_order_has_the_bits_of_the_reference_or_is_refused(seed: int, kind: Any) -> None:
+    program = PROGRAMS["zb_h1"]()
+    own, right = made(kind), made(Fresh)
+    total = run_sequential(right, *batch(), loss=squares)
+    try:
+        assert torch.equal(world(program, own).step(*batch(), order_seed=seed), total)
+    except ExecutionError as error:
+        assert instruction_of(error).stage in (0, 1)
+        return
+    assert same_bits(gradients(own), gradients(right))
+
+
+def _reuses(rank: int, kind: Any) -> None:
+    program = compile(one_f_one_b, PipelineShape(2, MICROBATCHES), progress_model="per_edge")
+    own = made(Reuses)[:1] if rank == 0 else [Layer()]
+    executor = Executor(
+        program, rank, {rank: own[0]}, kind(program), loss=squares, boundary=BOUNDARY
+    )
+    executor.step(*batch())
+
+
+@pytest.mark.parametrize("kind", [GlooTransport, SharedMemoryTransport])
+def test_processes_refuse_a_buffer_that_is_returned_twice(kind: Any) -> None:
+    with pytest.raises(RankError, match="send_act"):
+        run(_reuses, 2, kind)
+
+
+class Sums(nn.Module):
+    """A loss that returns its own buffer."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.total = torch.zeros(())
+
+    def forward(self, y: Tensor, target: Tensor) -> Tensor:
+        with torch.no_grad():
+            return torch.sum((y - target).square(), dim=(0, 1), out=self.total)
+
+
+def test_a_loss_that_is_returned_twice() -> None:
+    program = compile(forward_only, PipelineShape(4, MICROBATCHES))
+    with pytest.raises(ModelError):
+        world(program, made(Layer), loss=Sums()).step(*batch())
+    alone = compile(forward_only, PipelineShape(4, 1))
+    own = made(Layer)
+    x, target = batch(1)
+    want = run_sequential(deepcopy(own), x, target, loss=squares)
+    assert torch.equal(world(alone, own, loss=Sums()).step(x, target), want)
+
+
+# ------------------------------------------------------------ outputs that share memory
+
+
+class Two(Layer):
+    def __init__(self, second: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.second = second
+
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = self.linear(x)
+        return y, self.second(y)
+
+
+class Both(nn.Module):
+    """Changes its first input, its second, or none in place."""
+
+    def __init__(self, which: int | None, says_so: bool) -> None:
+        super().__init__()
+        self.which, self.inplace = which, says_so
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, *xs: Tensor) -> Any:
+        if self.which is not None:
+            functional.relu_(xs[self.which])
+        return self.linear(xs[0] * 2 + xs[1].sum())
+
+
+OVERLAPPING: list[tuple[Any, Boundary]] = [
+    (lambda y: y, BOUNDARY),
+    (lambda y: y[:], BOUNDARY),
+    (lambda y: y.detach(), Boundary((3, WIDTH), requires_grad=False)),
+    (lambda y: y[1:, :2], Boundary((2, 2))),
+    (lambda y: y.t(), Boundary((WIDTH, 3))),
+]
+
+
+@pytest.mark.parametrize(("second", "boundary"), OVERLAPPING)
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_outputs_that_overlap_pass(name: str, second: Any, boundary: Boundary) -> None:
+    """The gradients are those of a loop over the stages without changes in place."""
+    own, plain = (made(lambda: Two(second), lambda: Both(None, says_so=True)) for _ in range(2))
+    edges = {0: (BOUNDARY, boundary), 1: BOUNDARY, 2: BOUNDARY}
+    ranks = world(PROGRAMS[name](), own, boundary=edges)
+    for x, target in zip(*batch(), strict=True):
+        y = plain[3](plain[2](plain[1](*plain[0](x))))
+        squares(y, target).backward()
+    for _ in range(2):
+        ranks.step(*batch())
+        for one, other in zip(gradients(own), gradients(plain), strict=True):
+            for name_of, gradient in one.items():
+                torch.testing.assert_close(gradient, other[name_of])
+
+
+@pytest.mark.parametrize("says_so", [False, True])
+@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize(("second", "boundary"), OVERLAPPING)
+@pytest.mark.parametrize("name", ["1f1b", "one rank"])
+def test_an_output_that_overlaps_another_is_not_changed_in_place(
+    name: str, second: Any, boundary: Boundary, which: int, says_so: bool
+) -> None:
+    own = made(lambda: Two(second), lambda: Both(which, says_so))
+    edges = {0: (BOUNDARY, boundary), 1: BOUNDARY, 2: BOUNDARY}
+    with pytest.raises(ExecutionError) as error:
+        world(PROGRAMS[name](), own, boundary=edges).step(*batch())
+    assert instruction_of(error.value)[:2] == (Opcode.Forward, 1)
+    with pytest.raises(ModelError, match="in place"):
+        run_sequential(own, *batch(), loss=squares)
+
+
+class Halves(Layer):
+    def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
+        y = torch.cat([self.linear(x), torch.sin(x)], -1)
+        return y[:, :WIDTH], y[:, WIDTH:]
+
+
+@pytest.mark.parametrize("name", PROGRAMS)
+def test_outputs_in_one_storage_that_do_not_overlap(name: str) -> None:
+    right, own = (made(Halves, lambda: Both(0, says_so=True)) for _ in range(2))
+    edges = {0: (BOUNDARY, BOUNDARY), 1: BOUNDARY, 2: BOUNDARY}
+    ranks = world(PROGRAMS[name](), own, boundary=edges)
+    for _ in range(2):
+        assert torch.equal(ranks.step(*batch()), run_sequential(right, *batch(), loss=squares))
+        assert same_bits(gradients(own), gradients(right))
+
+
+class Returns(Layer):
+    """Returns a tensor that shares memory with another one."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__()
+        self.what, self.rows = what, nn.Parameter(torch.randn(4, WIDTH))
+
+    def forward(self, x: Tensor) -> Any:
+        y = super().forward(x)
+        kinds = {
+            "input": x,
+            "view of input": x.view(-1).view(3, WIDTH),
+            "expanded": y[:1].expand(3, WIDTH),
+            "transposed": y.t().contiguous().t(),
+            "weight": self.rows[:1].expand(3, WIDTH),
+            "view of weight": self.rows[1:],
+            "saved": y,
+        }
+        return kinds[self.what]
+
+
+class Writes(Layer):
+    def __init__(self, says_so: bool) -> None:
+        super().__init__()
+        self.inplace = says_so
+
+    def forward(self, x: Tensor) -> Any:
+        return super().forward(functional.dropout(x.add_(1), 0.5, True, inplace=True))
+
+
+@pytest.mark.parametrize(
+    ("name", "what", "says_so"),
+    pairs(
+        ["1f1b, fewest slots", "zb_h1", "two stages per rank", *ON_ONE_RANK],
+        ["input", "view of input", "expanded", "transposed", "weight", "view of weight", "saved"],
+        [False, True],
+    ),
+)
+def test_a_stage_that_changes_what_another_has(name: str, what: str, says_so: bool) -> None:
+    """The stage changes a copy, or it is refused. No other tensor changes in either case."""
+    returns = lambda: Returns(what)  # noqa: E731
+    before = [] if "weight" in what else [Layer]  # a weight does not depend on an input
+    stages = [*before, returns, lambda: Writes(says_so)]
+    right, own = made(*stages), made(*stages)
+    x, target = batch()
+    given, weights = x.clone(), deepcopy([stage.state_dict() for stage in own])
+    ranks = world(PROGRAMS[name](), own)
+    try:
+        for step in range(2):
+            total = run_sequential(right, x, target, loss=squares, step=step)
+            assert torch.equal(ranks.step(x, target), total)
+            assert same_bits(gradients(own), gradients(right))
+    except ExecutionError as error:
+        assert not says_so and instruction_of(error)[:2] == (Opcode.Forward, len(before) + 1)
+        return
+    assert torch.equal(x, given)
+    for stage, was in zip(own, weights, strict=True):
+        assert all(map(torch.equal, stage.state_dict().values(), was.values()))

@@ -1,0 +1,231 @@
+"""Tests that processes compare all their settings before any other communication."""
+
+from __future__ import annotations
+
+import socket
+from dataclasses import replace
+from pathlib import Path
+from threading import Thread
+from typing import Any
+
+import numpy as np
+import pytest
+from torch.distributed import HashStore  # type: ignore[attr-defined]
+
+from schedir.errors import ExecutionError, ModelError
+from schedir.training.batches.samples import Batches
+from schedir.training.config.run_config import Config, OutputConfig, PipelineConfig
+from schedir.training.processes.rendezvous_store import connect_store
+from schedir.training.processes.startup_consistency import collect_config_facts, compare_facts
+from schedir.transports.json_collectives import encode_value
+from tests.cpu.train_command import TORCHRUN, arguments, fork, launched
+
+
+def said(each: list[tuple[int, int, dict[str, str]]], timeout: float = 20) -> list[str]:
+    """Return the errors of processes with these (RANK, WORLD_SIZE, facts) at a real store.
+
+    Each process is a thread.
+    """
+    store, found = HashStore(), [""] * len(each)
+
+    def one(k: int) -> None:
+        rank, world, facts = each[k]
+        try:
+            compare_facts(store, rank, world, facts | {"WORLD_SIZE": str(world)}, timeout)
+        except (ModelError, ExecutionError) as error:
+            found[k] = error.fact
+
+    threads = [Thread(target=one, args=(k,)) for k in range(len(each))]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    return found
+
+
+def test_processes_that_were_told_the_same_meet() -> None:
+    assert said([(k, 4, {"a": "1"}) for k in range(4)]) == [""] * 4
+
+
+@pytest.mark.parametrize(
+    ("each", "fact"),
+    [
+        ([(0, 2, {"a": "1"}), (1, 2, {"a": "2"})], "not agree on a: 1 and 2"),
+        ([(0, 3, {}), (1, 2, {}), (2, 3, {})], "not agree on WORLD_SIZE: 3 and 2"),
+        # This is found before the wait for the third process, which never comes.
+        ([(0, 3, {}), (1, 2, {})], "processes 0 and 1 do not agree on WORLD_SIZE: 3 and 2"),
+        ([(0, 3, {}), (1, 3, {}), (1, 3, {})], "two processes have RANK 1"),
+        ([(0, 2, {}), (0, 2, {})], "two processes have RANK 0"),
+    ],
+)
+def test_all_are_told_in_what_they_differ(each: Any, fact: str) -> None:
+    found = said(each)
+    assert all(fact in one for one in found), found
+
+
+def test_who_does_not_come_is_named() -> None:
+    assert said([(0, 3, {}), (1, 3, {})], timeout=0.5)[0] == "process 2 did not connect in time"
+    # The process that compares has not come, so no one reports that others differ too.
+    assert said([(1, 3, {}), (2, 2, {})], timeout=0.5) == ["process 0 did not connect in time"] * 2
+
+
+def test_what_comes_from_a_peer_is_no_code() -> None:
+    store: Any = HashStore()
+    store.set("facts 1", b"cos\nsystem\n(S'true'\ntR.")
+    with pytest.raises(ModelError, match="process 1 sent data that schedir cannot decode"):
+        compare_facts(store, 0, 2, {}, 5)
+
+
+@pytest.mark.parametrize(
+    "told", [5, ({"a": 1}, None), ({1: "a"}, None), ({}, ([],)), ({}, "a"), ({},)]
+)
+def test_what_no_process_tells_is_one_sentence(told: object) -> None:
+    store: Any = HashStore()
+    store.set("facts 1", encode_value(told))
+    with pytest.raises(ModelError, match="process 1 sent invalid facts"):
+        compare_facts(store, 0, 2, {"a": "1"}, 5)
+    assert store.get("verdict").startswith(b"process 1 sent invalid facts")
+
+
+def test_the_whole_configuration_is_compared() -> None:
+    base = Config()
+    for other, name in (
+        (replace(base, output=OutputConfig(record=False)), "output.record"),
+        (
+            replace(base, pipeline=PipelineConfig(buffer_sharing="minimal")),
+            "pipeline.buffer_sharing",
+        ),
+    ):
+        one, two = collect_config_facts(base), collect_config_facts(other)
+        assert {fact for fact in one if one[fact] != two[fact]} == {name}
+    sections = {
+        name.partition(".")[0] for name in collect_config_facts(base) if not name.startswith("the ")
+    }
+    assert sections == {"model", "pipeline", "memory", "data", "train", "output"}
+    assert {"the version of schedir", "the version of torch", "the version of Python"} <= {*one}
+
+
+def test_the_digest_of_data_is_of_all_of_it() -> None:
+    data = np.random.default_rng(1).integers(0, 255, 300_000).astype("u1")
+    told = Batches(data, 8, 1).description
+    assert (
+        told.startswith("300000 tokens of uint8") and told == Batches(data.copy(), 8, 1).description
+    )
+    for at in (0, 150_000, 299_999):
+        other = data.copy()
+        other[at] ^= 1
+        assert Batches(other, 8, 1).description != told
+    assert Batches(data[:-1], 8, 1).description != told
+
+
+@pytest.mark.parametrize("listens", [False, True])
+def test_where_no_store_answers_patience_ends(
+    monkeypatch: pytest.MonkeyPatch, listens: bool
+) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as silent:
+        port = silent.getsockname()[1]
+        monkeypatch.setenv("MASTER_ADDR", "127.0.0.1")
+        monkeypatch.setenv("MASTER_PORT", str(port))
+        if not listens:
+            silent.close()
+        with pytest.raises(ExecutionError) as error:
+            connect_store(0.5)
+    assert error.value.fact == f"the rendezvous store at 127.0.0.1:{port} does not answer"
+
+
+# ---------------------------------------------------------------- runs
+
+
+def by_hand(config: str, folder: Path, sets: list[list[str]]) -> list[tuple[int, str]]:
+    """Return the exit codes and errors of processes that start one by one with own settings."""
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    words = [arguments(config, folder, "pipeline.tp=1", *own) for own in sets]
+    return [(code, err) for code, _, err in fork(words, folder, port)]
+
+
+@pytest.mark.parametrize(
+    ("one", "other", "fact"),
+    [
+        ("output.record=true", "output.record=false", "output.record: True and False"),
+        (
+            "pipeline.buffer_sharing=none",
+            "pipeline.buffer_sharing=minimal",
+            "pipeline.buffer_sharing: none and minimal",
+        ),
+        ("data.source=README.md", "data.source=LICENSE", "the data: "),
+    ],
+)
+def test_a_run_of_processes_that_differ_is_refused(
+    config: str, tmp_path: Path, one: str, other: str, fact: str
+) -> None:
+    found = by_hand(config, tmp_path / "out", [[one], [other]])
+    assert [code for code, _ in found] == [2, 2], found
+    spoke = "".join(err for _, err in found)  # only the first process to fail reports
+    assert spoke.count(f"processes 0 and 1 do not agree on {fact}") == 1, spoke
+    assert "Traceback" not in spoke and ".cpp" not in spoke and spoke.count("\n") == 1
+    assert not (tmp_path / "out" / "loss.csv").exists()
+
+
+def test_two_processes_of_a_node_have_two_local_ranks(
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    monkeypatch.setenv("LOCAL_RANK", "0")
+    fact = "processes 0 and 1 of one machine both have LOCAL_RANK 0"
+    assert said([(0, 2, {}), (1, 2, {})]) == [fact] * 2
+
+
+OTHER = """
+import os
+
+import schedir
+from schedir import schedules
+
+mine = schedules.one_f_one_b
+if os.environ.get("RANK") == "1":
+    schedir.__version__ = "0.0.9"
+"""
+
+
+@pytest.mark.parametrize("launcher", ["schedir", "torchrun"])
+def test_versions_are_compared(config: str, tmp_path: Path, launcher: str) -> None:
+    schedule = tmp_path / "mine.py"
+    schedule.write_text(OTHER)
+    sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]
+    words = arguments(config, tmp_path / "out", *sets)
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    own = [*TORCHRUN, f"--master-port={port}", "--nproc-per-node=2", "-m", "schedir"]
+    command = [*own, *words] if launcher == "torchrun" else words
+    code, _, err = launched(command, tmp_path / "out")
+    assert code == (1 if launcher == "torchrun" else 2), err
+    assert err.count("do not agree on the version of schedir: 0.1.0 and 0.0.9") == 1, err
+    assert not (tmp_path / "out" / "loss.csv").exists()
+
+
+SAMPLED = """
+import schedir.training.batches.samples
+from schedir import schedules
+
+mine = schedules.one_f_one_b
+schedir.training.batches.samples._MAX_DIGEST_BLOCKS = 1
+"""
+
+
+def test_data_that_differ_where_no_sample_was_taken_are_refused(
+    config: str, tmp_path: Path
+) -> None:
+    schedule, rng = tmp_path / "mine.py", np.random.default_rng(2)
+    schedule.write_text(SAMPLED)
+    first, told = rng.integers(0, 255, 2**16).astype("u1"), []
+    for name in ("one", "other"):
+        rest = rng.integers(0, 255, 200_000).astype("u1")
+        (tmp_path / name).write_bytes(first.tobytes() + rest.tobytes())
+        told.append([f'data.source="{tmp_path / name}"', f"pipeline.schedule={schedule}:mine"])
+    sets = ["pipeline.stages_per_rank=1", "train.log_every=2", "train.steps=4"]
+    found = by_hand(config, tmp_path / "out", [[*own, *sets] for own in told])
+    assert [code for code, _ in found] == [2, 2], found
+    spoke = "".join(err for _, err in found)
+    assert spoke.count("processes 0 and 1 do not agree on the data read up to step 2: crc32") == 1
+    assert "Traceback" not in spoke and ".cpp" not in spoke, spoke
+    assert (tmp_path / "out" / "loss.csv").read_text().count("\n") == 1  # no step was reported

@@ -1,0 +1,233 @@
+"""Tests of static slots in a run, with the predicted number and the bits of the reference."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.utils._pytree import tree_leaves
+
+from schedir.analysis.memory.buffer_slots import SLOT_KINDS, count_slots
+from schedir.compiler.compile import compile
+from schedir.errors import ExecutionError
+from schedir.ir.isa.instructions import Opcode, Value
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.passes.pass_types import BufferSharing
+from schedir.runtime.autograd.split_backward import linear
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.executor import Executor
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
+from schedir.runtime.services.message_buffers import MessageBuffers
+from schedir.runtime.services.pending_sends import PendingSends
+from schedir.schedules import gpipe, interleaved, one_f_one_b
+from schedir.schedules.schedule_algebra import Schedule
+from schedir.testing import tiny_model
+from tests.cpu.test_gloo_executor import step_on_gloo
+from tests.cpu.tiny_stages import expected, gradients, same_bits, zb
+from tests.laws import ZOO, least, shape_of
+
+BOUNDARY = Boundary((2, tiny_model.WIDTH), torch.float64)
+
+
+def watch(rank: Executor, used: dict[Value, set[int]]) -> None:
+    """Record which slots are ever filled, where sent tensors still fill theirs."""
+    call = rank.runner.run_instruction
+
+    def watched(index: int) -> None:
+        call(index)
+        for kind, slots in rank.state.slot_tables.items():
+            used[kind] |= {n for n, value in enumerate(slots.values) if value is not None}
+        for kind, send in ((Value.ACT_OUT, Opcode.SendAct), (Value.GRAD_OUT, Opcode.SendGrad)):
+            leaving = sum(
+                rank.state.stream[sent].op == send
+                for sent in rank.state.service(PendingSends).works
+            )
+            assert rank.state.slot_tables[kind].num_occupied + leaving <= len(
+                rank.state.slot_tables[kind].values
+            )
+
+    rank.runner.run_instruction = watched  # type: ignore[method-assign]
+
+
+@pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
+def test_as_many_slots_are_used_as_are_predicted(schedule: Schedule) -> None:
+    """The numbers are exact by rank and kind in any legal order, and no value is overwritten."""
+    shape = shape_of(schedule, 4, max(6, least(schedule, 4)))
+    stages = tiny_model.make_tiny_stages(shape.stages)
+    inputs, targets = tiny_model.make_batch(shape.microbatches)
+    choices: list[BufferSharing | None] = [None, "minimal", "latency_preserving"]
+    for overlap in (False, True):
+        results: list[tuple[Tensor, list[dict[str, Tensor]]]] = []
+        for choice in choices:
+            program = compile(
+                schedule, shape, progress_model="per_edge", overlap=overlap, buffer_sharing=choice
+            )
+            predicted = count_slots(program)
+            ranks = InProcessExecutor(
+                program, stages, loss=tiny_model.squared_error, boundary=BOUNDARY
+            )
+            used: list[dict[Value, set[int]]] = [
+                {k: set() for k in SLOT_KINDS} for _ in ranks.executors
+            ]
+            for rank, noted in zip(ranks.executors, used, strict=True):
+                watch(rank, noted)
+            buffers = [
+                {k: b.data_ptr() for k, b in r.state.service(MessageBuffers).received.items()}
+                for r in ranks.executors
+            ]
+            for seed in range(2):
+                loss = ranks.step(inputs, targets, order_seed=seed)
+                results.append((loss, gradients(stages)))
+            for r, rank in enumerate(ranks.executors):
+                own = {kind: len(used[r][kind]) for kind in SLOT_KINDS}
+                assert own == dict(zip(SLOT_KINDS, predicted[r].tolist(), strict=True))
+                assert all(
+                    s.max_occupied <= len(s.values) and not s.num_occupied
+                    for s in rank.state.slot_tables.values()
+                )
+                received = {
+                    key: b.data_ptr()
+                    for key, b in rank.state.service(MessageBuffers).received.items()
+                }
+                assert received == buffers[r]
+                assert len(received) == own[Value.ACT_IN] + own[Value.GRAD_IN]
+        for loss, grads in results[1:]:
+            assert torch.equal(loss, results[0][0]) and same_bits(grads, results[0][1])
+
+
+class Odd(nn.Module):
+    """Returns its input as its output, and so its output gradient as its input gradient."""
+
+    def __init__(self, inner: Any = None) -> None:
+        super().__init__()
+        self.inner = inner
+
+    def forward(self, x: Tensor) -> Tensor:
+        return (x if self.inner is None else linear(x, self.inner.weight)).view(*x.shape)
+
+
+def keep_apart(rank: Executor) -> None:
+    """Check that no value that outlives a buffer has its memory."""
+    call, static = (
+        rank.runner.run_instruction,
+        {memory(b) for b in rank.state.service(MessageBuffers).received.values()},
+    )
+
+    def watched(index: int) -> None:
+        call(index)
+        out = [
+            v
+            for kind in (Value.ACT_OUT, Value.GRAD_OUT)
+            for v in rank.state.slot_tables[kind].values
+        ]
+        for tape in filter(None, rank.state.slot_tables[Value.DEFERRED_WGRAD].values):
+            out += tape.list_saved_tensors()
+        out += [
+            saved[0] for saved in rank.state.slot_tables[Value.SAVED].values if saved is not None
+        ]
+        assert not static & {memory(value) for value in tree_leaves(out) if value is not None}
+
+    rank.runner.run_instruction = watched  # type: ignore[method-assign]
+
+
+def memory(tensor: Tensor) -> int:
+    return tensor.untyped_storage().data_ptr()
+
+
+@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, zb])
+def test_what_autograd_hands_on_is_not_overwritten(schedule: Any) -> None:
+    """This holds for several steps, even if stages return inputs and gradients unchanged."""
+    shape = PipelineShape(4, 6)
+    inputs, targets = tiny_model.make_batch(shape.microbatches)
+
+    def stages() -> list[nn.Module]:
+        first, inner, last = tiny_model.make_tiny_stages(3)
+        return [first, Odd(), Odd(inner), last]
+
+    one = stages()
+    total = run_sequential(one, inputs, targets, loss=tiny_model.squared_error)
+    for choice in (None, "minimal"):
+        other = stages()
+        program = compile(
+            schedule, shape, progress_model="per_edge", overlap=True, buffer_sharing=choice
+        )
+        ranks = InProcessExecutor(program, other, loss=tiny_model.squared_error, boundary=BOUNDARY)
+        for rank in (
+            ranks.executors if choice else ()
+        ):  # without sharing, a buffer has one value per step
+            keep_apart(rank)
+        for seed in range(4):
+            assert torch.equal(ranks.step(inputs, targets, order_seed=seed), total)
+            assert same_bits(gradients(one), gradients(other))
+
+
+def test_outputs_are_let_go_when_they_are_sent() -> None:
+    """A backward needs the graph of an output, and not its memory."""
+    program = compile(gpipe, PipelineShape(2, 4), progress_model="per_edge")
+    ranks = InProcessExecutor(
+        program, tiny_model.make_tiny_stages(2), loss=tiny_model.squared_error, boundary=BOUNDARY
+    )
+    saved = ranks.executors[0].state.slot_tables[Value.SAVED]
+    call, roots = ranks.executors[0].runner.run_instruction, list[Any]()
+
+    def watched(index: int) -> None:
+        call(index)
+        roots.extend(value[1] for value in saved.values if value is not None)
+
+    ranks.executors[0].runner.run_instruction = watched  # type: ignore[method-assign]
+    ranks.step(*tiny_model.make_batch(4))
+    assert roots and not any(isinstance(root, Tensor) for root in roots)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shape", "options"),
+    [
+        (one_f_one_b, PipelineShape(4, 6), {"overlap": True}),
+        (gpipe, PipelineShape(2, 4), {}),
+        (interleaved, PipelineShape(2, 4, 2), {}),
+    ],
+)
+def test_processes_with_the_fewest_slots(schedule: Any, shape: PipelineShape, options: Any) -> None:
+    loss, right = expected(shape)
+    results = step_on_gloo(schedule, shape, buffer_sharing="minimal", **options)
+    got = {s: g for grads, _, _ in results for s, g in grads.items()}
+    assert same_bits([got[s] for s in range(shape.stages)], right)
+    assert [torch.equal(l, loss) for _, l, _ in results if l is not None] == [True]
+
+
+def test_tensor_parallel_processes_with_the_fewest_slots() -> None:
+    """Slices are received into their position in the whole tensor."""
+    shape = PipelineShape(2, 4)
+    own, few = (step_on_gloo(zb, shape, tp=2, buffer_sharing=slots) for slots in (None, "minimal"))
+    for (grads, _, _), (same, _, _) in zip(own, few, strict=True):
+        assert same_bits(list(grads.values()), list(same.values()))
+
+
+class Failing(nn.Linear):
+    """Fails once, in its second forward."""
+
+    runs = 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.runs += 1
+        if self.runs == 2:
+            raise KeyboardInterrupt
+        return super().forward(x)
+
+
+def test_no_step_follows_one_that_has_failed() -> None:
+    """Messages in transit would be mistaken for those of the next step."""
+    stages = [Failing(1, 1), nn.Linear(1, 1)]
+    program = compile(one_f_one_b, PipelineShape(2, 3))
+    x = torch.ones(3, 1)
+    ranks = InProcessExecutor(program, stages, loss=nn.MSELoss(), boundary=Boundary((1,)))
+    with pytest.raises(ExecutionError, match="2 inputs"):
+        ranks.step(x[:2], x)  # refused before it begins
+    with pytest.raises(KeyboardInterrupt):
+        ranks.step(x, x)
+    with pytest.raises(ExecutionError) as error:
+        ranks.step(x, x)
+    assert "an earlier step failed on rank 0" in error.value.fact

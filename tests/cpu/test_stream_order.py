@@ -1,0 +1,113 @@
+"""Tests that events order the work of virtual ranks on streams, whatever runs first."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+import torch
+
+from schedir import compile
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.models import gpt
+from schedir.passes.pass_types import BufferSharing
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.schedules import chimera, interleaved, one_f_one_b
+from schedir.transports.in_process import cuda_streams
+from tests.cases import pairs
+from tests.cpu.race_detector import Races
+from tests.cpu.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits, zb
+from tests.cpu.virtual_gpu import install
+
+PLANS = [
+    (one_f_one_b, PipelineShape(3, 4)),
+    (zb, PipelineShape(2, 4)),
+    (interleaved, PipelineShape(2, 4, 2)),
+    (chimera, PipelineShape(2, 4, placement="mirror")),
+]
+
+
+@pytest.fixture
+def races(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
+    with Races(install(monkeypatch)) as races:
+        yield races
+
+
+def run(
+    schedule: Any,
+    shape: PipelineShape,
+    buffer_sharing: BufferSharing | None = None,
+    record: bool = False,
+) -> Any:
+    program = compile(
+        schedule,
+        shape,
+        progress_model="per_edge",
+        overlap=True,
+        tied_weights=True,
+        clip_grad_norm=True,
+        buffer_sharing=buffer_sharing,
+    )
+    stages = gpt_stages(shape.stages)
+    world = InProcessExecutor(
+        program, stages, loss=gpt.loss, boundary=BOUNDARY,
+        execution=ExecutionOptions(record_timestamps=record),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.0),
+        gradients=GradientOptions(max_norm=1e9),
+    )  # fmt: skip
+    for seed in (None, 0, 1):
+        world.step(*batch(shape.microbatches), order_seed=seed)
+    return gradients(stages)
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shape", "buffer_sharing", "static"),
+    pairs(PLANS, [None, "minimal"], [False, True]),
+)
+def test_nothing_races(
+    schedule: Any,
+    shape: PipelineShape,
+    buffer_sharing: BufferSharing | None,
+    static: bool,
+    races: Races,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:
+    """This is tested with static send memory, as for NCCL, and without, and with records."""
+    monkeypatch.setattr(cuda_streams.StreamMailbox, "uses_static_buffers", static)
+    got = run(schedule, shape, buffer_sharing, record=static)
+    assert not races.found
+    assert same_bits(got, expected(shape)[1]) or shape.placement_rows > 1
+
+
+class _Ready(cuda_streams.StreamPoint):
+    """A point for which no stream waits."""
+
+    def __init__(self) -> None: ...
+
+    def wait(self) -> None: ...
+
+
+@pytest.mark.parametrize("side", ["source", "target"])
+def test_a_copy_that_does_not_wait_is_seen(
+    side: str, races: Races, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    copy = cuda_streams._copy_message
+
+    def hasty(source: Any, target: Any) -> Any:
+        sides = {"source": source, "target": target}
+        sides[side] = sides[side]._replace(ready_point=_Ready())
+        return copy(**sides)
+
+    monkeypatch.setattr(cuda_streams, "_copy_message", hasty)
+    run(one_f_one_b, PipelineShape(3, 4), "minimal")
+    assert any("copy_" in race for race in races.found)
+
+
+def test_a_step_that_does_not_follow_the_caller_is_seen(
+    races: Races, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(cuda_streams.StreamMailbox, "wait_for_caller", lambda self: None)
+    run(one_f_one_b, PipelineShape(3, 4))
+    assert races.found

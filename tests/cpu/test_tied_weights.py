@@ -1,0 +1,300 @@
+"""Tests that stages train tied weights as the unsplit model, in one process and in several."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from copy import deepcopy
+from functools import partial
+from typing import Any
+
+import pytest
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+
+import schedir
+from schedir import PipelineShape
+from schedir.runtime import make_backward_splittable
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import GradientOptions
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
+from schedir.schedules import dualpipe, interleaved, one_f_one_b, zb_h1, zb_v
+from schedir.transports.gloo import GlooTransport
+from tests.cpu.gloo_processes import run
+from tests.cpu.tiny_stages import gpt_executor, gradients, own_batch
+
+VOCAB, WIDTH, LENGTH = 11, 6, 5
+SCALE = 0.25
+adam = partial(torch.optim.AdamW, lr=0.02)
+MIDDLE = ((1, 2),)  # layers with the same matrix
+THREE = ((0, 1, 3),)
+
+
+class Layer(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.norm = nn.LayerNorm(WIDTH)
+        self.up = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = x + torch.tanh(self.up(self.norm(x)))
+        return y
+
+
+class Model(nn.Module):
+    """A model whose head's weight is the embedding's Parameter, as in Hugging Face's GPT-2."""
+
+    h: Any
+
+    def __init__(self, layers: int, shared: Sequence[Sequence[int]] = (), seed: int = 0) -> None:
+        super().__init__()
+        torch.manual_seed(seed)
+        self.wte = nn.Embedding(VOCAB, WIDTH)
+        self.h = nn.ModuleList(Layer() for _ in range(layers))
+        self.lm_head = nn.Linear(WIDTH, VOCAB, bias=False)
+        self.lm_head.weight = self.wte.weight
+        for first, *others in shared:
+            for other in others:
+                self.h[other].up.weight = self.h[first].up.weight
+        self.double()
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.wte(x)
+        for layer in self.h:
+            x = layer(x)
+        y: Tensor = self.lm_head(x)
+        return y
+
+
+class Part(nn.Module):
+    """A layer, with the embedding or the head. The names are not those of the model."""
+
+    def __init__(self, model: Model, s: int) -> None:
+        super().__init__()
+        self.words = model.wte if s == 0 else None
+        self.layer = model.h[s]
+        self.head = model.lm_head if s == len(model.h) - 1 else None
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = x if self.words is None else self.words(x)
+        x = self.layer(x)
+        return x if self.head is None else self.head(x)
+
+
+def parts(model: Model) -> list[Any]:
+    return [Part(model, s) for s in range(len(model.h))]
+
+
+def loss(y: Tensor, target: Tensor) -> Tensor:
+    return F.cross_entropy(y.flatten(0, 1), target.flatten(), reduction="sum")
+
+
+def batch(microbatches: int, step: int) -> tuple[Tensor, Tensor]:
+    numbers = torch.Generator().manual_seed(100 + step)
+    x = torch.randint(0, VOCAB, (microbatches, 2, LENGTH + 1), generator=numbers)
+    return x[..., :-1], x[..., 1:]
+
+
+BOUNDARY = Boundary((2, LENGTH, WIDTH), torch.float64)
+
+
+def plain(
+    model: nn.Module, microbatches: int, steps: int = 3, optimizer: Any = adam, clip: float = 0.0
+) -> list[float]:
+    """Train the whole model microbatch by microbatch, and return the norms of its gradients."""
+    made, norms = optimizer(model.parameters()), []
+    for step in range(steps):
+        model.zero_grad()
+        for x, target in zip(*batch(microbatches, step), strict=True):
+            torch.autograd.backward(loss(model(x), target) * SCALE)
+        if clip:
+            norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
+        made.step()
+    return norms
+
+
+def near(one: nn.Module, other: nn.Module, most: float = 1e-9) -> bool:
+    return all(
+        torch.allclose(p, q, rtol=0, atol=most)
+        for p, q in zip(one.parameters(), other.parameters(), strict=True)
+    )
+
+
+VEE = PipelineShape(2, 4, 2, "vee")
+CASES = [
+    (one_f_one_b, PipelineShape(4, 4), THREE),
+    (zb_v, VEE, MIDDLE),
+    (interleaved, PipelineShape(1, 3, 4), ()),
+    (dualpipe, PipelineShape(4, 8, placement="mirror"), ((0, 1, 2),)),
+]
+
+
+@pytest.mark.parametrize(("schedule", "shape", "shared"), CASES)
+def test_in_process(schedule: Any, shape: PipelineShape, shared: Any) -> None:
+    whole, model = Model(4, shared), Model(4, shared)
+    stages = parts(model)
+    make_backward_splittable(model)
+    ties = schedir.find_tied_weights(stages)
+    assert ties == schedir.find_tied_weights(model).locate_in_stages(stages)
+    program = schedir.compile(
+        schedule, shape, progress_model="per_edge", tied_weights=ties, clip_grad_norm=True
+    )
+    ranks = InProcessExecutor(
+        program,
+        stages,
+        loss=loss,
+        boundary=BOUNDARY,
+        optimizer=adam,
+        gradients=GradientOptions(max_norm=0.5),
+    )
+    norms = plain(whole, shape.microbatches, clip=0.5)
+    for step in range(3):
+        twin = deepcopy(stages)  # all at once, so that the copies share weights too
+        total = ranks.step(*batch(shape.microbatches, step), SCALE, order_seed=step)
+        right = run_sequential(
+            twin, *batch(shape.microbatches, step), loss=loss, grad_scale=SCALE, program=program
+        )
+        assert torch.equal(total, right)
+        norm = float(ranks.executors[0].grad_norm)
+        assert norm == pytest.approx(norms[step], rel=1e-9)
+        shrink = min(1.0, 0.5 / (norm + 1e-6))
+        for got, want in zip(gradients(stages), gradients(twin), strict=True):
+            assert all(torch.allclose(got[n], want[n] * shrink, rtol=1e-12) for n in want)
+    assert near(model, whole)
+    assert stages[0].words.weight is stages[-1].head.weight is model.wte.weight
+    for first, *others in shared:
+        assert all(model.h[first].up.weight is model.h[other].up.weight for other in others)
+
+
+def test_true_is_first_and_last_whose_one_parameter_is_seen() -> None:
+    whole, model = Model(2), Model(2)
+    make_backward_splittable(model)
+    program = schedir.compile(zb_v, PipelineShape(1, 3, 2, "vee"), tied_weights=True)
+    ranks = InProcessExecutor(
+        program, parts(model), loss=loss, boundary=BOUNDARY, optimizer=adam, tied_weights=None
+    )
+    for step in range(3):
+        ranks.step(*batch(3, step), SCALE)
+    plain(whole, 3)
+    assert near(model, whole)
+
+
+def test_a_module_in_two_stages() -> None:
+    """`stages[0].mix is stages[-1].mix` holds, with both on one rank or on two ranks."""
+
+    def make() -> list[Any]:
+        torch.manual_seed(1)
+        mix = nn.Linear(WIDTH, WIDTH)
+        return [nn.Sequential(nn.Linear(WIDTH, WIDTH), mix, nn.Tanh()).double() for _ in range(2)]
+
+    def squares(y: Tensor, target: Tensor) -> Tensor:
+        return (y - target).square().sum()
+
+    x = torch.randn(3, 2, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
+    whole = nn.Sequential(*make())
+    optimizer = adam(whole.parameters())
+    for _ in range(3):
+        whole.zero_grad()
+        for one in x:
+            torch.autograd.backward(squares(whole(one), one + 1) * SCALE)
+        optimizer.step()
+    for schedule, shape in (
+        (interleaved, PipelineShape(1, 3, 2)),
+        (one_f_one_b, PipelineShape(2, 3)),
+    ):
+        stages = make()
+        program = schedir.compile(schedule, shape, tied_weights=schedir.find_tied_weights(stages))
+        ranks = InProcessExecutor(
+            program, stages, loss=squares, optimizer=adam,
+            boundary=Boundary((2, WIDTH), torch.float64),
+        )  # fmt: skip
+        for _ in range(3):
+            ranks.step(x, x + 1, SCALE)
+        assert near(nn.Sequential(*stages), whole)
+        assert stages[0][1] is stages[1][1]
+
+
+# ---------------------------------------------------------------- processes
+
+
+def _train(
+    process: int, schedule: Any, shape: PipelineShape, shared: Any, dp: int, how: str
+) -> dict[int, dict[str, Tensor]]:
+    """Return the weights of a process after three steps."""
+    stages = parts(Model(shape.stages, shared))
+    make_backward_splittable(nn.ModuleList(stages))
+    ties = schedir.find_tied_weights(stages)
+    program = schedir.compile(
+        schedule, shape, dp=dp, progress_model="per_edge", tied_weights=ties, clip_grad_norm=True
+    )
+    transport = GlooTransport(program)
+    own = {s: stages[s] for s in shape.stages_on_rank[transport.rank]}
+    if how == "copied":
+        own = {s: deepcopy(module) for s, module in own.items()}
+    parameters = dict.fromkeys(p for module in own.values() for p in module.parameters())
+    executor = Executor(
+        program, transport.rank, own, transport, loss=loss, boundary=BOUNDARY,
+        optimizer=adam(parameters), tied_weights=ties, gradients=GradientOptions(max_norm=0.5),
+    )  # fmt: skip
+    m = shape.microbatches
+    for step in range(3):
+        x, y = batch(m * dp, step)
+        mine = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
+        executor.step(x[mine], y[mine], SCALE)
+    return {s: module.state_dict() for s, module in own.items()}
+
+
+@pytest.mark.parametrize(
+    ("schedule", "shape", "shared", "dp", "how"),
+    [
+        (zb_h1, PipelineShape(4, 4), THREE, 1, "copied"),
+        (zb_v, VEE, (), 2, "shared"),
+        (dualpipe, PipelineShape(4, 8, placement="mirror"), MIDDLE, 1, "shared"),
+    ],
+)
+def test_processes(schedule: Any, shape: PipelineShape, shared: Any, dp: int, how: str) -> None:
+    held = run(_train, shape.ranks * dp, schedule, shape, shared, dp, how)
+    whole = Model(shape.stages, shared)
+    plain(whole, shape.microbatches * dp, clip=0.5)
+    want = [part.state_dict() for part in parts(whole)]
+    seen: dict[Any, Tensor] = {}
+    for own in held:
+        for s, weights in own.items():
+            for name, p in weights.items():
+                assert torch.allclose(p, want[s][name], rtol=0, atol=1e-9)
+                key = want[s][name].data_ptr()  # the same for all copies
+                assert torch.equal(seen.setdefault(key, p), p)
+
+
+def _sharded(process: int, how: str) -> dict[int, dict[str, Tensor]]:
+    """Return gradients of a GPT with a divided embedding, and ties given by hand or by modules."""
+    program = schedir.compile(
+        one_f_one_b,
+        PipelineShape(2, 3),
+        tp=2,
+        progress_model="per_edge",
+        tied_weights=True,
+        clip_grad_norm=True,
+    )
+    transport = GlooTransport(program)
+    ties = (
+        schedir.TiedWeights((((0, "embedding.weight"), (1, "head.weight")),))
+        if how == "said"
+        else None
+    )
+    executor = gpt_executor(program, transport, lr=0.01, tied_weights=ties)
+    for step in range(2):
+        executor.step(*own_batch(program, transport, step))
+    return {s: stage.module.state_dict() for s, stage in executor.stages.items()}
+
+
+def test_slices_of_a_tied_weight() -> None:
+    said, named = (run(_sharded, 4, how) for how in ("said", "named"))
+    for own, other in zip(said, named, strict=True):
+        for s in own:
+            assert all(torch.equal(own[s][n], other[s][n]) for n in own[s])
+    for slice_ in (0, 1):
+        first, last = said[slice_][0]["embedding.weight"], said[2 + slice_][1]["head.weight"]
+        assert torch.equal(first, last) and first.shape[0] == 16

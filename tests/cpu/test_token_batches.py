@@ -1,0 +1,205 @@
+"""Tests of token streams and batches."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from schedir.data.token_files import load_python_sources, load_tokens
+from schedir.errors import ModelError, UsageError
+from schedir.models.gpt_config import GPTConfig
+from schedir.training.batches.samples import Batches
+from schedir.training.batches.text_batches import Corpus
+from schedir.training.config.run_config import Config, DataConfig
+from tests.cpu.gloo_processes import run
+
+
+@given(
+    length=st.integers(2, 50),
+    context=st.integers(1, 20),
+    count=st.integers(1, 9),
+    seed=st.integers(0, 2**40),
+    first=st.integers(0, 2**40),
+)
+def test_samples_are_windows_and_a_function_of_seed_and_number(
+    length: int, context: int, count: int, seed: int, first: int
+) -> None:
+    context = min(context, length - 1)
+    tokens = np.arange(length, dtype=np.uint16)
+    inputs, targets = Batches(tokens, context, 1, seed).read_batch(first, count)
+    assert inputs.shape == targets.shape == (count, context)
+    assert inputs.dtype == targets.dtype == torch.int64
+    assert torch.equal(inputs + 1, targets)
+    assert torch.equal(inputs, inputs[:, :1] + torch.arange(context))
+    again, _ = Batches(tokens, context, 7, seed).read_batch(first + count - 1, 1)
+    assert torch.equal(inputs[-1:], again)
+
+
+@given(
+    length=st.integers(3, 60),
+    context=st.integers(1, 5),
+    sizes=st.lists(st.integers(1, 12), min_size=1, max_size=5),
+    seed=st.integers(0, 9),
+)
+def test_whatever_is_taken_at_once_epochs_have_every_window_once(
+    length: int, context: int, sizes: list[int], seed: int
+) -> None:
+    """The number of replicas or of microbatches may change between runs, for example."""
+    context = min(context, length - 1)
+    batches = Batches(np.arange(length, dtype=np.uint8), context, 1, seed)
+    taken, parts = 0, []
+    for size in sizes:
+        own = Batches(batches.tokens, context, size, seed)
+        assert own.read_cursor(batches.make_cursor(taken)) == taken
+        parts.append(own.read_batch(taken, size)[0][:, 0])
+        taken += size
+    seen = torch.cat(parts)
+    assert torch.equal(seen, batches.read_batch(0, taken)[0][:, 0])
+    windows = list(range(0, length - context, context))
+    assert len(batches) == len(windows)
+    for epoch in seen.split(len(windows)):
+        assert len({*epoch.tolist()}) == len(epoch)
+        assert len(epoch) < len(windows) or sorted(epoch.tolist()) == windows
+
+
+def test_epochs_and_seeds_differ() -> None:
+    tokens = np.arange(250, dtype=np.uint8)
+    first = Batches(tokens, 4, 8, seed=1).read_batch(0, 62)[0]
+    assert not torch.equal(first, Batches(tokens, 4, 8, seed=1).read_batch(62, 62)[0])
+    assert not torch.equal(first, Batches(tokens, 4, 8, seed=2).read_batch(0, 62)[0])
+    in_order = Batches(tokens, 4, 8, None).read_batch(62, 62)[0]
+    assert torch.equal(in_order, torch.arange(62 * 4).reshape(62, 4))
+
+
+def test_a_cursor_of_other_samples_is_refused() -> None:
+    tokens = np.arange(250, dtype=np.uint8)
+    cursor = Batches(tokens, 4, 8, seed=1).make_cursor(24)
+    for other, field in (
+        (Batches(tokens, 4, 8, seed=2), "seed"),
+        (Batches(tokens, 5, 8, seed=1), "source"),
+        (Batches(tokens[:-1], 4, 8, seed=1), "source"),
+    ):
+        with pytest.raises(ModelError) as caught:
+            other.read_cursor(cursor)
+        assert caught.value.fields == (field,)
+    with pytest.raises(ModelError, match="invalid number of samples: 'many'"):
+        Batches(tokens, 4, 8, seed=1).read_cursor(cursor | {"samples": "many"})
+
+
+def test_token_file(tmp_path: Path) -> None:
+    path = tmp_path / "train.bin"
+    np.array([1, 50256, 3, 4], "<u2").tofile(path)
+    tokens = load_tokens(path)
+    assert isinstance(tokens, np.memmap) and tokens.tolist() == [1, 50256, 3, 4]
+    assert Batches(tokens, 3, 1, vocab=50257).read_batch(0, 1)[0].tolist() == [[1, 50256, 3]]
+    with pytest.raises(UsageError) as error:
+        Batches(tokens, 3, 2).read_batch(0, 2)
+    assert "token 50256 at position 1 " in error.value.fact and str(path) in error.value.fact
+
+
+def test_text_files(tmp_path: Path) -> None:
+    (tmp_path / "b.txt").write_bytes(b"two")
+    (tmp_path / "a.txt").write_bytes(b"one")
+    (tmp_path / "c[1].md").write_bytes(b"\xff")
+    (tmp_path / "empty.md").touch()
+    assert bytes(load_tokens(tmp_path / "a.txt")) == b"one"
+    assert bytes(load_tokens(str(tmp_path / "*.txt"))) == b"onetwo"
+    assert bytes(load_tokens([tmp_path / "c[1].md", str(tmp_path / "**/b.*")])) == b"\xfftwo"
+    assert len(load_tokens(tmp_path / "empty.md")) == 0
+
+
+def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
+    odd, text = tmp_path / "odd.bin", tmp_path / "a.txt"
+    odd.write_bytes(b"123")
+    text.write_bytes(b"1")
+    sources: list[tuple[list[str | Path], str]] = [
+        ([odd], "odd.bin"),
+        ([odd, text], "a.txt"),
+        ([tmp_path / "no"], "no"),
+        (["*.no"], "*.no"),
+        ([], "list of files is empty"),
+        ([tmp_path], str(tmp_path)),
+    ]
+    for source, names in sources:
+        with pytest.raises(UsageError) as caught:
+            load_tokens(source)
+        assert names in caught.value.fact
+
+
+def test_numbers_out_of_range_are_refused() -> None:
+    tokens = np.arange(4, dtype=np.uint8)
+    for context, batch, seed, names in [
+        (4, 1, 0, "context + 1 = 5"), (0, 1, 0, "context"), (1, 0, 0, "batch"), (1, 1, -1, "seed"),
+    ]:  # fmt: skip
+        with pytest.raises(UsageError) as caught:
+            Batches(tokens, context, batch, seed)
+        assert names in caught.value.fact
+    for first, count in ((-1, 1), (0, 0)):
+        with pytest.raises(UsageError):
+            Batches(tokens, 1, 1).read_batch(first, count)
+
+
+@pytest.fixture
+def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    library = tmp_path / "lib"
+    for name in ("b.py", "a/c.py", "site-packages/x.py", "a/notes.txt"):
+        path = library / name
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_text(name)
+    monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
+    return library
+
+
+def test_python_sources_are_joined_once(sources: Path) -> None:
+    assert bytes(load_python_sources(sources)) == b"a/c.pyb.py"
+    (sources / "b.py").write_text("changed")
+    assert bytes(load_python_sources(sources)) == b"a/c.pyb.py"
+    assert len(list((sources.parent / "cache/schedir").iterdir())) == 1  # nothing left over
+
+
+def test_a_cache_that_cannot_be_written_is_refused(sources: Path) -> None:
+    (sources.parent / "cache").write_text("a file, no folder")
+    with pytest.raises(UsageError):
+        load_python_sources(sources)
+
+
+def draw(rank: int, cache: str) -> torch.Tensor:
+    os.environ["XDG_CACHE_HOME"] = cache
+    return Batches(load_tokens(), 64, 4, seed=7).read_batch(3, 4)[0]
+
+
+def test_ranks_that_build_the_cache_at_once_draw_the_same(tmp_path: Path) -> None:
+    first, second = run(draw, 2, str(tmp_path))
+    assert torch.equal(first, second)
+
+
+def held(source: Path, held_out: object) -> Config:
+    data = DataConfig(source=str(source), validation=held_out)  # type: ignore[arg-type]
+    return Config(GPTConfig(context=4), data=data)
+
+
+def test_what_is_held_out_is_never_trained_on(tmp_path: Path) -> None:
+    text, other = tmp_path / "text", tmp_path / "other"
+    text.write_bytes(bytes(range(100)))
+    other.write_bytes(bytes(range(200, 230)))
+    assert Corpus(held(text, None)).held_out_batches is None
+    samples = Corpus(held(text, 0.2)).batches
+    kept = Corpus(held(text, 0.2)).held_out_batches
+    assert kept is not None
+    assert int(samples.read_batch(0, 3 * len(samples))[1].max()) < 80
+    inputs, _ = kept.read_batch(0, len(kept))
+    assert torch.equal(inputs, torch.arange(80, 96).reshape(4, 4))
+    kept = Corpus(held(text, str(other))).held_out_batches
+    assert kept is not None and kept.read_batch(0, 1)[0].tolist() == [[200, 201, 202, 203]]
+    assert (
+        Corpus(held(text, str(other))).batches.description
+        == Corpus(held(text, None)).batches.description
+    )
+    with pytest.raises(UsageError, match="for evaluation has 1 tokens"):
+        _ = Corpus(held(text, 0.01)).held_out_batches

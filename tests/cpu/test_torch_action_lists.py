@@ -1,0 +1,243 @@
+"""Tests that schedir reads torch.distributed.pipelining's programs, and that torch runs ours."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.distributed.pipelining import schedules as theirs
+from torch.distributed.pipelining.stage import PipelineStage
+
+from schedir import schedules, search_schedule
+from schedir.analysis.progress_models import MODELS
+from schedir.compiler.compile import compile, finish_lowering, lower
+from schedir.errors import CsvCellError
+from schedir.io import torch_csv
+from schedir.ir.cost.costs import Costs
+from schedir.ir.isa.instructions import COMPUTE_OPS
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.program import Program
+from schedir.predict.simulate import simulate
+from schedir.predict.what_if import advise
+from schedir.runtime.sequential_reference import run_sequential
+from schedir.testing.tiny_model import WIDTH, make_batch, squared_error
+from schedir.verify.check import check, check_draft
+from tests.cpu.gloo_processes import run
+from tests.cpu.torch_schedules import LOOP, SINGLE, VEE, built
+
+# ---------------------------------------------------------------- torch's programs in schedir
+
+
+def rows(order: dict[int, list[Any]]) -> str:
+    return "\n".join(",".join(str(a or "") for a in order[rank]) for rank in sorted(order))
+
+
+def right(text: str) -> Program:
+    """Return the program of a CSV, lowered if necessary, and checked under every model."""
+    program = torch_csv.from_csv(text)
+    program = lower(check_draft(program)) if program.is_draft else finish_lowering(program)
+    for model in MODELS:
+        check(program, model)
+    return program
+
+
+def test_all_of_torchs_schedules_are_here() -> None:
+    """A new schedule of torch needs an entry in these tests."""
+    bases = {"PipelineScheduleSingle", "PipelineScheduleMulti", "get_schedule_class"}
+    assert {*theirs.__all__} - bases == {*VEE, *LOOP, *SINGLE}
+
+
+@pytest.mark.parametrize("shape", [PipelineShape(2, 4, 2, "vee"), PipelineShape(3, 8, 2, "vee")])
+@pytest.mark.parametrize("name", VEE)
+def test_their_vee(name: str, shape: PipelineShape, tmp_path: Path) -> None:
+    theirs_imports(name, shape, tmp_path / "x.csv")
+
+
+@pytest.mark.parametrize(
+    "shape",
+    [PipelineShape(1, 2, 2), PipelineShape(2, 4), PipelineShape(2, 6, 3), PipelineShape(4, 8, 2)],
+)
+@pytest.mark.parametrize("name", LOOP)
+def test_their_loops(name: str, shape: PipelineShape, tmp_path: Path) -> None:
+    theirs_imports(name, shape, tmp_path / "x.csv")
+
+
+def theirs_imports(name: str, shape: PipelineShape, path: Path) -> None:
+    """Check that both forms are legal under every model, and are the same computation."""
+    schedule = built(name, shape)
+    orders = []
+    for form in ("compute_only", "compute_comms"):
+        schedule._dump_csv(str(path), format=form)
+        program = right(path.read_text())
+        assert program.shape.first_rank_per_stage.tolist() == shape.first_rank_per_stage.tolist()
+        assert program.shape.microbatches == shape.microbatches
+        orders.append([s.words[np.isin(s.op, COMPUTE_OPS)].tolist() for s in program.streams])
+    assert orders[0] == orders[1]
+
+
+# The page with the spans of torch 2.13's transfers and of ours, by schedule and model, for 4 ranks,
+# 8 stages and 8 microbatches.
+DOCS = Path(__file__).parents[2] / "docs" / "how-to" / "speed-up-a-run.md"
+SPANS = {
+    f"Schedule{name}": dict(
+        zip(("per_edge", "per_device", "blocking_serial"), cells.split(" | "), strict=True)
+    )
+    for name, cells in re.findall(r"^\| (\w+) \| ([\d., |]+) \|$", DOCS.read_text(), re.MULTILINE)
+}
+
+
+def test_the_docs_tell_of_all() -> None:
+    assert {*SPANS} == {*VEE, *LOOP}
+
+
+@pytest.mark.parametrize("name", SPANS)
+def test_what_their_compute_takes_with_other_transfers(name: str, tmp_path: Path) -> None:
+    """The claims of `explain` are right, and torch loads the file it suggests."""
+    shape = PipelineShape(4, 8, 2, "vee" if name in VEE else "loop")
+    schedule, path = built(name, shape), str(tmp_path / "x.csv")
+    schedule._dump_csv(path, format="compute_comms")
+    program, costs = (
+        finish_lowering(torch_csv.from_csv(Path(path).read_text())),
+        Costs(F=1, B=2, send=0.1),
+    )
+    for model in MODELS:
+        advice = advise(simulate(program, costs, progress_model=model), costs)
+        (own,) = (c for c in advice.changes if c.row.kind == "transfers")
+        spans = advice.baseline.span, advice.baseline.span * (1 - own.saved_share)
+        assert spans[1] <= spans[0] * (1 + 1e-9)
+        if model in SPANS[name] and torch.__version__ >= "2.13":
+            assert ", ".join(f"{span:.1f}" for span in spans) == SPANS[name][model]
+        edge = [
+            advice.baseline.span * (1 - c.saved_share)
+            for c in advice.changes
+            if c.row.progress_model == "per_edge"
+        ]
+        here = simulate(program, costs, progress_model="per_edge").span
+        assert edge == [pytest.approx(here)] * (model != "per_edge")
+        other = torch_csv.to_csv(own.run.program, "torch-2.13")
+        Path(path).write_text(other)
+        runtime = theirs._PipelineScheduleRuntime(
+            schedule._stages, n_microbatches=shape.microbatches, loss_fn=squared_error
+        )
+        runtime._load_csv(path, format="compute_comms")
+        assert rows(runtime.pipeline_order_with_comms) == other.rstrip("\n")
+        if "OVERLAP" not in other:  # torch's own search for deadlocks does not support these
+            order = {
+                rank: [a for a in actions if "REDUCE_GRAD" not in str(a)]
+                for rank, actions in runtime.pipeline_order_with_comms.items()
+            }
+            rank_of = shape.first_rank_per_stage.tolist()
+            theirs._simulate_comms_compute(order, rank_of.__getitem__, shape.stages)
+
+
+@pytest.mark.parametrize("shape", [PipelineShape(1, 3), PipelineShape(2, 4), PipelineShape(4, 9)])
+def test_their_gpipe_is_ours(shape: PipelineShape) -> None:
+    program = right(rows(built("ScheduleGPipe", shape)._get_pipeline_order()))
+    assert program.streams == compile(schedules.gpipe, shape).streams
+
+
+def test_their_list_of_1f1b_is_refused_or_ours() -> None:
+    """torch 2.13 lists an order for its last rank that begins with microbatch 1.
+
+    The code that runs the schedule is separate.
+    """
+    shape = PipelineShape(2, 4)
+    text = rows(built("Schedule1F1B", shape)._get_pipeline_order())
+    if "1F4" in text:
+        with pytest.raises(CsvCellError) as caught:
+            right(text)
+        assert (caught.value.line, caught.value.column) == (2, 7)
+    else:
+        assert right(text).streams == compile(schedules.one_f_one_b, shape).streams
+
+
+# ---------------------------------------------------------------- schedir's programs in torch
+
+OURS = [
+    ("gpipe", PipelineShape(2, 4)),
+    ("one_f_one_b", PipelineShape(2, 4)),
+    ("interleaved", PipelineShape(2, 4, 2)),  # both neighbours are the same peer
+    ("zb_h1", PipelineShape(2, 4)),
+    ("interleaved_zb", PipelineShape(2, 4, 2)),
+    ("zb_v", PipelineShape(2, 4, placement="vee")),
+    ("v_half", PipelineShape(2, 4, placement="vee")),
+    ("dualpipe_v", PipelineShape(2, 4, placement="vee")),
+    ("search", PipelineShape(2, 4)),  # a found schedule
+    ("search", PipelineShape(2, 4, 2)),
+]
+RUNS = [(name, shape, form) for name, shape in OURS for form in torch_csv.CSV_FORMATS]
+
+
+class Layer(nn.Module):
+    def __init__(self, numbers: torch.Generator) -> None:
+        super().__init__()
+        self.linear = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
+        with torch.no_grad():
+            for p in self.parameters():
+                p.copy_(torch.randn(p.shape, generator=numbers, dtype=p.dtype))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return torch.tanh(self.linear(x))
+
+
+def layers(stages: int) -> list[nn.Module]:
+    numbers = torch.Generator().manual_seed(0)
+    return [Layer(numbers) for _ in range(stages)]
+
+
+def in_torch(rank: int, folder: str) -> list[dict[int, list[Tensor]]]:
+    """Return the gradients of this rank's stages, by stage, for each of RUNS."""
+    return [_step(rank, *each, f"{folder}/{k}.csv") for k, each in enumerate(RUNS)]
+
+
+def _step(
+    rank: int, name: str, shape: PipelineShape, form: str, path: str
+) -> dict[int, list[Tensor]]:
+    stages, own = layers(shape.stages), shape.stages_on_rank[rank]
+    held = [PipelineStage(stages[s], s, shape.stages, torch.device("cpu")) for s in own]
+    for stage in held:
+        # These first messages are only for NCCL. torch 2.11 sends them to itself, which Gloo
+        # refuses.
+        stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
+    runtime = theirs._PipelineScheduleRuntime(
+        held,
+        n_microbatches=shape.microbatches,
+        loss_fn=squared_error,
+    )
+    runtime._load_csv(path, format="compute_only" if form == "torch" else "compute_comms")
+    inputs, targets = (x.flatten(0, 1) for x in make_batch(shape.microbatches))
+    args = (inputs,) if 0 in own else ()
+    runtime.step(*args, target=targets if shape.stages - 1 in own else None)
+    return {s: [p.grad for p in stages[s].parameters() if p.grad is not None] for s in own}
+
+
+def test_ours_run_in_torch(tmp_path: Path) -> None:
+    """Our files give the right gradients in torch, whose REDUCE_GRAD divides by microbatches."""
+    for k, (name, shape, form) in enumerate(RUNS):
+        costs = Costs(F=1.1, I=1.3, W=0.7, send=0.1)
+        if name == "search":
+            program = search_schedule(shape, costs, max_in_flight=3, max_evaluations=30).program
+        else:
+            program = compile(getattr(schedules, name), shape)
+        (tmp_path / f"{k}.csv").write_text(torch_csv.to_csv(program, form))
+    results = run(in_torch, 2, str(tmp_path))
+    for (name, shape, form), *ranks in zip(RUNS, *results, strict=True):
+        plain = layers(shape.stages)
+        run_sequential(
+            plain,
+            *make_batch(shape.microbatches),
+            loss=squared_error,
+            grad_scale=1 / shape.microbatches,
+        )
+        for rank, grads in enumerate(ranks):
+            assert {*grads} == {*shape.stages_on_rank[rank]}
+            for stage, got in grads.items():
+                expected = [p.grad for p in plain[stage].parameters()]
+                assert len(got) == len(expected)
+                for one, other in zip(got, expected, strict=True):
+                    torch.testing.assert_close(one, other, rtol=1e-12, atol=0, msg=f"{name} {form}")

@@ -1,0 +1,44 @@
+"""Tests that torch's own programs with deferred receives are refused, as the museum shows."""
+
+from __future__ import annotations
+
+from inspect import signature
+
+import pytest
+from torch.distributed.pipelining import schedules
+
+from schedir.analysis.progress_models import MODELS
+from schedir.compiler.compile import finish_lowering
+from schedir.errors import DeadlockError
+from schedir.io import torch_csv
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.program import Program
+from schedir.verify.check import check
+from tests.cpu.torch_schedules import LOOP, VEE, lowered
+from tests.museum.cases import cases
+
+pytestmark = pytest.mark.skipif(
+    "defer_pp_recv" not in signature(schedules.ScheduleInterleaved1F1B).parameters,
+    reason="torch began to defer receives in 2.13",
+)
+
+
+def program(name: str, defer: bool) -> Program:
+    """Return torch's program of a schedule on 2 ranks, with 2 microbatches, or 4 in a vee."""
+    shape = PipelineShape(2, 4, 2, "vee") if name in VEE else PipelineShape(2, 2, 2)
+    return finish_lowering(torch_csv.from_csv(lowered(name, shape, defer_pp_recv=defer)))
+
+
+def test_the_museum_has_what_torch_writes() -> None:
+    (case,) = [case for case in cases() if case.name == "torch_defer_pp_recv"]
+    assert case.made().streams == program("ScheduleInterleaved1F1B", defer=True).streams
+
+
+@pytest.mark.parametrize("name", LOOP + VEE)
+def test_deferred_receives_wait_for_each_other(name: str) -> None:
+    for model in MODELS:
+        check(program(name, defer=False), model)
+    check(program(name, defer=True), "per_edge")
+    with pytest.raises(DeadlockError) as caught:
+        check(program(name, defer=True), "per_device")
+    assert {wait.rank for wait in caught.value.cycle} == {0, 1}

@@ -1,0 +1,297 @@
+"""Tests that training runs end together, and with one clear error."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+import torch
+
+from schedir.__main__ import main
+from schedir.errors import ConfigError, SchedirError, UsageError
+from schedir.io.black_box import read_process_state
+from schedir.models import gpt
+from schedir.training.train import run
+from tests.cases import cases
+from tests.cpu.train_command import ALONE, Run, arguments, launched, wait_until
+
+# How runs end
+
+SCHEDULE = """\
+import os
+from pathlib import Path
+
+from schedir import B, F
+
+
+def mine(rank, ranks, microbatches):
+    Path({folder!r}, os.environ.get("RANK", "parent")).write_text(str(os.getpid()))
+    return microbatches * (F + B)
+"""
+
+
+@pytest.fixture
+def endless(config: str, tmp_path: Path) -> Iterator[tuple[Run, list[int]]]:
+    """Yield a running run of two ranks and its process ids, and check that nothing remains."""
+    temporary = tmp_path / "temporary"
+    temporary.mkdir()
+    shared = {*os.listdir("/dev/shm")}
+    folder = tmp_path / "pids"
+    folder.mkdir()
+    schedule = tmp_path / "mine.py"
+    schedule.write_text(SCHEDULE.format(folder=str(folder)))
+    sets = ["train.steps=1000000", "train.log_every=1", "train.timeout=10", "pipeline.tp=1",
+            "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]  # fmt: skip
+    out = tmp_path / "out"
+    launcher = Run(arguments(config, out, *sets), out, TMPDIR=str(temporary))
+    launcher.wait_for("\nstep ")
+    yield launcher, [int((folder / rank).read_text()) for rank in "01"]
+    assert not [*temporary.glob("schedir*"), *temporary.glob("tmp*")]
+    assert not [name for name in {*os.listdir("/dev/shm")} - shared if "schedir" in name]
+
+
+def gone(pid: int) -> bool:
+    """Return whether a process has ended, though no one may have read its exit code."""
+    return read_process_state(pid, 0) == "gone"
+
+
+@pytest.mark.parametrize(
+    ("to", "what", "code", "said"),
+    cases(
+        [
+            ("rank 1", signal.SIGKILL, 1, "process 1 (pipeline rank 1) was killed by signal 9"),
+            ("rank 1", signal.SIGSTOP, 1, "process 1 (pipeline rank 1) is stopped, "),
+            ("launcher", signal.SIGINT, 130, ""),
+            ("launcher", signal.SIGKILL, -signal.SIGKILL, ""),
+            ("launcher", signal.SIGTERM, -signal.SIGTERM, ""),
+            ("launcher", signal.SIGQUIT, -signal.SIGQUIT, ""),
+        ],
+        [("launcher", signal.SIGHUP, -signal.SIGHUP, "")],
+    ),
+)
+def test_all_end_together(
+    endless: tuple[Run, list[int]],
+    tmp_path: Path,
+    capsys: pytest.CaptureFixture[str],
+    to: str,
+    what: signal.Signals,
+    code: int,
+    said: str,
+) -> None:
+    launcher, pids = endless
+    out = tmp_path / "out"
+    os.kill(pids[1] if to == "rank 1" else launcher.pid, what)
+    if what is signal.SIGSTOP:  # until the timeout
+        while (now := where(capsys, out)).startswith("the run makes progress"):
+            time.sleep(0.05)
+        assert (
+            "no process has made progress for " in now
+            and "process 1 (pipeline rank 1) is stopped, " in now
+        )
+        assert "\n  process 0 (pipeline rank 0)  " in now  # at any place by then
+    got, _, err = launcher.finish()
+    assert got == code and said in err
+    assert err.count("\n") <= 3 and "Traceback" not in err
+    wait_until(lambda: all(map(gone, pids)))
+    if to == "rank 1":
+        assert where(capsys, out).startswith(err)
+    elif what is signal.SIGKILL:  # no process was left to clean up
+        assert where(capsys, out).startswith(
+            "no process is the cause: all 2 processes ended at once, "
+        )
+    elif what is not signal.SIGTERM:
+        assert not (out / "boxes").exists()
+
+
+def where(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
+    """Return the output of `schedir diagnose` for a run."""
+    assert main(["diagnose", str(folder)]) == 0
+    return capsys.readouterr().out
+
+
+# Refusals
+
+
+@pytest.mark.parametrize(
+    ("setting", "kind"),
+    [
+        ("pipeline.tp=3", ConfigError),
+        ("pipeline.ranks=3", ConfigError),
+        ("pipeline.schedule=gpip", UsageError),
+        ("pipeline.schedule=gpipe", SchedirError),  # it leaves out the second stages
+        ("pipeline.dp=1000", UsageError),
+        ("data.source=no-such-file.txt", UsageError),
+        (f"data.source={'x' * 5000}", UsageError),
+        ("model.vocab=100", UsageError),  # the text has larger bytes
+        ("model.context=100000", UsageError),
+        ("data.microbatch_size=1000000000000", UsageError),  # more than fits into memory
+        ("model.vocab=1000000000000", UsageError),
+        ("model.hidden=1000000000", UsageError),
+    ],
+)
+def test_what_cannot_be_is_refused_before_anything_starts(
+    config: str, tmp_path: Path, setting: str, kind: type[SchedirError]
+) -> None:
+    with pytest.raises(kind):
+        run(config, [setting, f'output.dir="{tmp_path / "out"}"'])
+    assert not (tmp_path / "out" / "loss.csv").exists()
+
+
+def test_an_output_folder_that_cannot_be_written_is_refused(config: str, tmp_path: Path) -> None:
+    file = tmp_path / "file"
+    file.touch()
+    code, out, err = launched(arguments(config, file / "out"), tmp_path / "out")
+    assert (code, out) == (2, "") and str(file / "out") in err and "Traceback" not in err
+
+
+@pytest.mark.parametrize("name", ["loss.csv", "summary.json", "timeline.png"])
+def test_results_that_are_no_files_are_refused(config: str, tmp_path: Path, name: str) -> None:
+    (tmp_path / name).mkdir()
+    with pytest.raises(UsageError) as error:
+        run(config, [*ALONE, f'output.dir="{tmp_path}"'])
+    assert str(tmp_path / name) in error.value.fact
+
+
+def test_a_program_file_must_fit_the_configuration(config: str, tmp_path: Path) -> None:
+    import schedir
+
+    program = schedir.compile(
+        schedir.schedules.gpipe, schedir.PipelineShape(1, 3), progress_model="per_edge"
+    )
+    path = tmp_path / "program.sched"
+    path.write_text(schedir.to_text(program))
+    plain = tmp_path / "plain.toml"
+    plain.write_text(f"[pipeline]\nschedule = '{path}'\n")
+    with pytest.raises(UsageError) as error:
+        run(str(plain))
+    assert "clip" in error.value.fact and error.value.hint.startswith(
+        "train.clip_grad_norm = 0.0, or"
+    )
+    forward = schedir.compile(lambda r, P, m: m * schedir.F, schedir.PipelineShape(1, 3))
+    path.write_text(schedir.to_text(forward).replace("<lambda>", "forward"))
+    with pytest.raises(SchedirError):
+        run(str(plain), ["train.clip_grad_norm=0"])
+
+
+def test_a_rank_without_a_world_is_refused(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("RANK", "0")
+    with pytest.raises(UsageError) as error:
+        run(config)
+    assert "MASTER_ADDR" in error.value.fact
+
+
+WORLD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("RANK", "x"), ("RANK", "-1"), ("RANK", "2"), ("MASTER_PORT", "abc"), ("MASTER_PORT", "65536"),
+     ("WORLD_SIZE", "0"), ("WORLD_SIZE", "9" * 30)],
+)  # fmt: skip
+def test_an_odd_environment_is_refused(
+    config: str, monkeypatch: pytest.MonkeyPatch, name: str, value: str
+) -> None:
+    for variable, usual in (WORLD | {name: value}).items():
+        monkeypatch.setenv(variable, usual)
+    with pytest.raises(UsageError) as error:
+        run(config)
+    fact = error.value.fact
+    assert fact.startswith(f"the environment variable {name} must be ")
+    assert fact.endswith(f", not {value!r}") and "torchrun" in error.value.hint
+
+
+def test_a_peer_that_never_comes_is_one_error(config: str, tmp_path: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = str(free.getsockname()[1])
+    words = arguments(config, tmp_path / "out", "train.timeout=1", "pipeline.tp=1")
+    rank = Run(words, tmp_path / "out", **WORLD | {"MASTER_PORT": port})
+    code, _, err = rank.finish()
+    assert code == 1 and err.count("the processes did not connect in 1 s") == 1
+    assert "Traceback" not in err
+
+
+# A schedule's file is the user's own code, and here it makes rank 1 fail.
+FAILING = """\
+import os
+
+import schedir.training.batches.samples
+from schedir import schedules
+from schedir.models import gpt
+from schedir.training import train
+from schedir.errors import UsageError
+
+mine = schedules.one_f_one_b
+
+
+def refuse(self, first, count):
+    raise UsageError("no such luck")
+
+
+if os.environ.get("RANK") == "1":
+    {what}
+"""
+
+
+@pytest.mark.parametrize(
+    ("what", "code", "said"),
+    [
+        (
+            "schedir.training.batches.samples.Batches.read_batch = refuse",
+            2,
+            "process 1 (pipeline rank 1): UsageError: no such luck\n",
+        ),
+        ("mine = schedules.gpipe", 2, "processes 0 and 1 do not agree on the program"),
+        (
+            "train.exit_cleanly = lambda: os._exit(9)",
+            1,
+            "process 1 (pipeline rank 1) exited with code 9, at",
+        ),
+    ],
+)
+def test_the_rank_that_fails_says_why(
+    config: str, tmp_path: Path, what: str, code: int, said: str
+) -> None:
+    schedule = tmp_path / "mine.py"
+    schedule.write_text(FAILING.format(what=what))
+    sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]
+    got, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")
+    assert got == code and err.count("\n") == 1 and said in err
+    # A rank that fails at the very end does not keep the first rank from writing its results.
+    assert (tmp_path / "out" / "summary.json").exists() == ("exit_cleanly" in what)
+    assert (tmp_path / "out" / "timeline.png").exists() == ("exit_cleanly" in what)
+
+
+def test_a_rank_that_stands_outside_of_a_step_is_one_error(config: str, tmp_path: Path) -> None:
+    """The rank stops before it reports its numbers, and no message of Gloo is shown."""
+    schedule = tmp_path / "mine.py"
+    what = "trainer._Trainer._report = lambda self, step: os.kill(os.getpid(), signal.SIGSTOP)"
+    more = "import signal\nfrom schedir.training import trainer\n"
+    schedule.write_text(more + FAILING.format(what=what))
+    sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine",
+            "train.timeout=6", "train.log_every=1"]  # fmt: skip
+    got, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")
+    assert got == 1
+    assert "process 1 (pipeline rank 1) is stopped, gathering the results of step 1" in err
+    assert "Traceback" not in err and "unbound_buffer" not in err
+
+
+def test_out_of_memory_before_the_first_step_is_one_error(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """This is a GPU's memory. An error within an instruction would name the instruction."""
+
+    def full(*given: object, **more: object) -> None:
+        raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
+
+    monkeypatch.setattr(gpt, "build_stage", full)
+    code = run(config, [*ALONE, f'output.dir="{tmp_path}"'])
+    (said,) = capsys.readouterr().err.splitlines()
+    assert code == 1 and said.endswith(
+        "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB; this happened outside "
+        "of a step"
+    )

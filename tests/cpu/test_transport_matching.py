@@ -1,0 +1,294 @@
+"""Tests of other transports than plain Gloo: NCCL's queues over Gloo, and shared memory."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from schedir import compile, expand_schedule
+from schedir.analysis.progress_models import ProgressModel
+from schedir.errors import DeadlockError
+from schedir.ir.isa.instructions import SEND_OPS, Lane
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.program import Program
+from schedir.passes.pass_types import BufferSharing
+from schedir.schedules import gpipe, interleaved, one_f_one_b
+from schedir.transports import process_groups
+from schedir.transports.gloo import ProcessTransport
+from schedir.transports.p2p_groups import (
+    EdgeGroups,
+    GroupedMessages,
+    directed_edges,
+    partition_disjoint_edges,
+)
+from schedir.transports.shared_memory import SharedMemoryTransport
+from schedir.transports.transport import Work
+from schedir.verify.check import check
+from tests.cpu.gloo_processes import RankError, run
+from tests.cpu.per_device_transport import Strict
+from tests.cpu.tiny_stages import batch, expected, gpt_executor, gradients_by_stage, same_bits, zb
+from tests.pure.test_check import naive
+
+TRANSPORTS: dict[str, type[ProcessTransport]] = {
+    "per_edge": EdgeGroups,
+    "grouped": GroupedMessages,
+    "strict": Strict,
+    "shared": SharedMemoryTransport,
+}
+
+
+def _step(transport: ProcessTransport, program: Program) -> Any:
+    executor = gpt_executor(program, transport)
+    for _ in range(2):
+        executor.step(*batch(program.shape.microbatches))
+    return gradients_by_stage(executor)
+
+
+def one_rank(rank: int, kind: str, schedule: Any, shape: PipelineShape, tp: int) -> Any:
+    model: ProgressModel = TRANSPORTS[kind].progress_model
+    program = compile(schedule, shape, tp=tp, progress_model=model, tied_weights=True, overlap=True)
+    return _step(TRANSPORTS[kind](program), program)
+
+
+@pytest.mark.parametrize(
+    ("kind", "schedule", "shape"),
+    [
+        ("per_edge", one_f_one_b, PipelineShape(3, 4)),
+        ("per_edge", interleaved, PipelineShape(2, 4, 2)),  # both neighbours are the same peer
+        ("grouped", one_f_one_b, PipelineShape(3, 4)),
+        ("grouped", interleaved, PipelineShape(2, 4, 2)),
+        ("strict", one_f_one_b, PipelineShape(3, 4)),
+        ("strict", gpipe, PipelineShape(2, 3)),
+        ("shared", zb, PipelineShape(3, 4)),
+        ("shared", interleaved, PipelineShape(2, 4, 2)),
+    ],
+)
+def test_the_bits_of_the_reference(kind: str, schedule: Any, shape: PipelineShape) -> None:
+    _, right = expected(shape)
+    results = run(one_rank, shape.ranks, kind, schedule, shape, 1)
+    got = {s: g for grads in results for s, g in grads.items()}
+    assert same_bits([got[s] for s in range(shape.stages)], right)
+
+
+def test_programs_have_groups_to_issue() -> None:
+    for schedule, shape in (
+        (one_f_one_b, PipelineShape(3, 4)),
+        (interleaved, PipelineShape(2, 4, 2)),
+    ):
+        program = compile(schedule, shape, progress_model="per_device", overlap=True)
+        assert all(stream.joined.any() for stream in program.streams)
+
+
+def test_edges_and_tensor_parallel_groups_together() -> None:
+    """Scattered messages cross the edges of each slice, and all transports give the same bits."""
+    shape = PipelineShape(2, 3)
+    edge, *others = (run(one_rank, 4, kind, one_f_one_b, shape, 2) for kind in TRANSPORTS)
+    for other in others:
+        for one, same in zip(edge, other, strict=True):
+            assert same_bits(list(one.values()), list(same.values()))
+
+
+class Static(EdgeGroups):
+    """Sends from static memory, as NCCL does, and records the addresses."""
+
+    def __init__(self, program: Program) -> None:
+        self.sent: list[int] = []
+        super().__init__(program)
+        self.uses_static_buffers = True
+
+    def send(self, tensor: Tensor, peer: int, lane: Lane) -> Work:
+        self.sent.append(tensor.data_ptr())
+        # The buffer is as large as the message: a part of a boundary is not in a whole one.
+        assert tensor.untyped_storage().nbytes() == tensor.nbytes
+        return super().send(tensor, peer, lane)
+
+
+def addresses(
+    rank: int, schedule: Any, shape: PipelineShape, tp: int, buffer_sharing: BufferSharing | None
+) -> Any:
+    """Return whether two steps send from the same addresses, how many there are, and gradients.
+
+    Addresses of warmup steps are counted too.
+    """
+    program = compile(schedule, shape, tp=tp, tied_weights=True, buffer_sharing=buffer_sharing)
+    transport = Static(program)
+    transport.sent.clear()
+    grads = _step(transport, program)
+    sent, sends = (
+        transport.sent,
+        sum(op in SEND_OPS for op, _, _ in program.streams[transport.rank]),
+    )
+    return sent[-2 * sends : -sends] == sent[-sends:], len({*sent}), grads
+
+
+@pytest.mark.parametrize("buffer_sharing", [None, "minimal"])
+@pytest.mark.parametrize(
+    ("schedule", "shape"), [(zb, PipelineShape(2, 4)), (interleaved, PipelineShape(2, 4, 2))]
+)
+def test_what_is_sent_lies_in_static_memory(
+    schedule: Any, shape: PipelineShape, buffer_sharing: BufferSharing | None
+) -> None:
+    _, right = expected(shape)
+    results = run(addresses, shape.ranks, schedule, shape, 1, buffer_sharing)
+    program = compile(schedule, shape, tied_weights=True, buffer_sharing=buffer_sharing)
+    got = {s: g for _, _, grads in results for s, g in grads.items()}
+    assert same_bits([got[s] for s in range(shape.stages)], right)
+    for (same, places, _), stream in zip(results, program.streams, strict=True):
+        sends = sum(op in SEND_OPS for op, _, _ in stream)
+        assert same and 0 < places <= sends and (places == sends) == (buffer_sharing is None)
+
+
+def test_parts_of_boundaries_lie_in_static_memory() -> None:
+    shape = PipelineShape(2, 3)
+    static = run(addresses, 4, one_f_one_b, shape, 2, None)
+    plain = run(one_rank, 4, "per_edge", one_f_one_b, shape, 2)
+    for (same, places, grads), right in zip(static, plain, strict=True):
+        assert same and places == 3
+        assert same_bits([*grads.values()], [*right.values()])
+
+
+def without_check(rank: int, kind: str) -> Any:
+    """Run a program that only `per_edge` accepts, on a transport that claims this model."""
+    program = naive(expand_schedule(one_f_one_b, PipelineShape(2, 4)))
+    transport: ProcessTransport = (
+        Strict(program, waits=2.0) if kind == "strict" else EdgeGroups(program)
+    )
+    with pytest.raises(DeadlockError):
+        check(program, "per_device")
+    transport.progress_model = "per_edge"
+    return len(_step(transport, program))
+
+
+def test_what_the_model_forbids_hangs_where_it_is_strict_and_only_there() -> None:
+    assert run(without_check, 2, "per_edge") == [1, 1]
+    with pytest.raises(RankError) as error:
+        run(without_check, 2, "strict", limit=30)
+    assert any("Stuck" in tb for tb in error.value.tracebacks.values())
+
+
+def groups_made(rank: int) -> Any:
+    """Record the groups that this process helps to create, in order, and check its edges."""
+    made, new_group = [], dist.new_group
+
+    def noted(ranks: list[int], *args: Any, **options: Any) -> Any:
+        made.append(tuple(ranks))
+        return new_group(ranks, *args, **options)
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist, "new_group", noted)
+        transport = EdgeGroups(compile(one_f_one_b, PipelineShape(3, 4), tp=2))
+    return made, sorted(transport.edge_groups)
+
+
+def test_a_process_makes_its_own_groups_and_no_others() -> None:
+    program = compile(one_f_one_b, PipelineShape(3, 4), tp=2)
+    for rank, (made, own) in enumerate(run(groups_made, 6)):
+        before, after = (rank - 2, rank), (rank, rank + 2)
+        here = [before] * 2 * (rank >= 2) + [after] * 2 * (rank < 4)  # activations and gradients
+        # There are groups for the model, the layers and the gathers, and four colours of edges. A
+        # process without an edge of a colour is alone in that group.
+        assert len(made) == 7 and all(rank in row for row in made)
+        assert sorted(row for row in made[3:] if len(row) > 1) == sorted(here)
+        assert own == [e for e in directed_edges(program) if rank // 2 in (e.source, e.target)]
+
+
+def test_edges_apart_have_no_rank_in_common() -> None:
+    for schedule, shape, most in (
+        (
+            one_f_one_b,
+            PipelineShape(16, 16),
+            4,
+        ),  # the minimum, since a rank in the middle has four edges
+        (interleaved, PipelineShape(8, 8, 2), 4),
+        (
+            interleaved,
+            PipelineShape(5, 10, 2),
+            5,
+        ),  # 10 edges, and five ranks have at most two disjoint pairs
+    ):
+        edges = directed_edges(compile(schedule, shape))
+        colours = partition_disjoint_edges(edges)
+        assert sorted(e for colour in colours for e in colour) == edges
+        for colour in colours:
+            ends = [rank for e in colour for rank in (e.source, e.target)]
+            assert len({*ends}) == len(ends)
+        assert len(colours) == most
+
+
+def uneven(rank: int) -> Any:
+    """Create edges where processes already created different numbers of groups.
+
+    torch also has the same colour for all groups, of which NCCL would make one group.
+    """
+    if rank < 2:
+        dist.new_group([0, 1], use_local_synchronization=True)
+    program = compile(one_f_one_b, PipelineShape(3, 4), tied_weights=True)
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(dist.distributed_c10d, "_process_group_color", lambda ranks: 7)
+        return _step(EdgeGroups(program), program)
+
+
+def test_groups_where_processes_have_others() -> None:
+    shape = PipelineShape(3, 4)
+    _, right = expected(shape)
+    got = {s: g for grads in run(uneven, 3, limit=30) for s, g in grads.items()}
+    assert same_bits([got[s] for s in range(shape.stages)], right)
+
+
+def anew(rank: int) -> Any:
+    """Create a transport after another one, some or all of whose groups were destroyed."""
+    program = compile(one_f_one_b, PipelineShape(3, 4), tied_weights=True)
+    for _ in range(2):
+        transport = EdgeGroups(program, timeout=10.0)
+        for group in transport.groups.values():
+            if group is not None:
+                dist.destroy_process_group(group)
+    for group in transport.edge_groups.values():
+        dist.destroy_process_group(group)
+    return _step(EdgeGroups(program, timeout=10.0), program)
+
+
+def test_groups_where_others_have_been_destroyed() -> None:
+    shape = PipelineShape(3, 4)
+    _, right = expected(shape)
+    got = {s: g for grads in run(anew, 3, limit=30) for s, g in grads.items()}
+    assert same_bits([got[s] for s in range(shape.stages)], right)
+
+
+def test_rows_of_one_colour_are_split_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+    rows = [(0, 1), (2, 3), (4, 5)]
+    assert process_groups._partition_by_color(rows) == [rows]
+    monkeypatch.setattr(dist.distributed_c10d, "_process_group_color", lambda ranks: ranks[0] % 4)
+    assert process_groups._partition_by_color(rows) == [[(0, 1), (2, 3)], [(4, 5)]]
+
+
+def test_edges_of_a_chain() -> None:
+    edges = directed_edges(compile(one_f_one_b, PipelineShape(3, 4)))
+    assert [(e.lane.name, e.source, e.target) for e in edges] == [
+        ("ACT", 0, 1),
+        ("ACT", 1, 2),
+        ("GRAD", 1, 0),
+        ("GRAD", 2, 1),
+    ]
+
+
+def held_back(rank: int) -> Any:
+    """Check that waiting for a transfer of an open group, which would never end, is refused."""
+    transport = GroupedMessages(compile(one_f_one_b, PipelineShape(2, 2)))
+    transport.start_group()
+    work = transport.send(torch.zeros(1), 1 - rank, Lane.ACT)
+    with pytest.raises(AssertionError):
+        work.wait()
+    other = transport.recv(torch.empty(1), 1 - rank, Lane.GRAD)
+    transport.end_group()
+    other.wait()
+    work.wait()
+    return True
+
+
+def test_a_group_is_issued_at_its_end() -> None:
+    assert run(held_back, 2) == [True, True]

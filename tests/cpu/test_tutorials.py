@@ -1,0 +1,107 @@
+"""Tests of the tutorials on training and on traces, which start processes."""
+
+import re
+import runpy
+import shlex
+import sys
+from pathlib import Path
+
+import pytest
+
+from schedir.__main__ import main
+from tests.cpu.train_command import Run, script
+from tests.tutorial import READ_A_TRACE, ROOT, TRAIN_A_MODEL, Step, numbers_apart, steps
+
+# The difference between a prediction and its run depends on the machine.
+NEAR = (
+    r"bubble N%, (predicted N%( and N% unexplained)?"
+    r"|not predicted: the simulation takes N% (more|less))(?= |$)"
+)
+
+
+def said(text: str) -> str:
+    return re.sub(NEAR, "bubble", numbers_apart(text))
+
+
+def test_a_run_may_be_predicted_or_not() -> None:
+    step = "step 5  loss 4.6  norm 3.4  bubble 45.8%, "
+    predicted = said(f"{step}predicted 32.2% and 13.8% unexplained\nstep 10")
+    for other in ("predicted 32.2%", "not predicted: the simulation takes 12% more"):
+        assert said(f"{step}{other}\nstep 10") == predicted
+    for other in ("predicted", "predicted 3% of it", "not predicted"):
+        assert said(f"{step}{other}\nstep 10") != predicted
+
+
+def run(step: Step, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+    """Run a command of a page in the current folder, and return what it prints."""
+    words = shlex.split(step.text)
+    if words[0] == "torchrun":
+        assert words[1] == "--nproc-per-node"
+        return script(folder / words[3], int(words[2]), folder / "by torchrun")
+    if words[:2] == ["python", "train.py"]:
+        runpy.run_path(words[1], run_name="__main__")
+        return capsys.readouterr().out
+    if words[0] == "schedir" and words[1] != "train":
+        assert main(words[1:]) == 0, step.text
+        return capsys.readouterr().out
+    argv = [str(ROOT / words[1]), *words[2:]] if words[0] == "python" else words[1:]
+    logs = folder / f"run {words[2:]}".replace("/", " ")
+    code, out, err = Run(argv, logs, cwd=str(folder), COLUMNS="80").finish()
+    assert code == 0, (step.text, out, err)
+    return out
+
+
+def losses(text: str) -> list[str]:
+    return re.findall(r"loss ([\d.]+)", text)
+
+
+def test_train_a_model(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The whole page runs in an empty folder."""
+    monkeypatch.chdir(tmp_path)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    page = list(steps(TRAIN_A_MODEL.read_text()))
+    assert {step.kind for step in page} == {"file", "command"}
+    for step in page:
+        if step.kind == "file":
+            with open(tmp_path / step.named, "a") as file:
+                file.write(step.text)
+    commands = [step for step in page if step.kind == "command"]
+    try:
+        printed = [run(step, tmp_path, capsys) for step in commands]
+    finally:
+        sys.modules.pop("mine", None)
+    for step, out in zip(commands, printed, strict=True):
+        assert said(out) == said(step.prints), step.text
+    in_process, in_four, *trained = map(losses, printed)
+    assert in_process == 2 * in_four and len(in_four) == 3  # the same losses, as the page states
+    assert len(trained) == 2 and trained[0] == trained[1]
+    shown = [losses(step.prints) for step in commands]
+    assert shown[0] == 2 * shown[1] and shown[2] == shown[3]
+    assert {path.name for path in tmp_path.iterdir()} >= {"schedir-output", "second"}
+
+
+def test_read_a_trace(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    """The commands that record and read a run work in order."""
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "examples").symlink_to(ROOT / "examples")
+    page = [step for step in steps(READ_A_TRACE.read_text()) if step.kind == "command"]
+    commands = [step for step in page if "traced.timeline" not in step.text]
+    assert len(commands) == 6
+    for step in commands:
+        out = run(step, tmp_path, capsys)
+        if step.text.startswith(
+            "schedir compare"
+        ):  # the width of its columns depends on the numbers
+            # The machine decides whether a line warns that a simulation is far from the run.
+            out, shown = (
+                re.sub("(?m)^a simulation of .*", "", text) for text in (out, step.prints)
+            )
+            out, shown = ("".join(re.findall(r"\w+", text)) for text in (out, shown))
+            assert re.sub(r"\d", "", out) == re.sub(r"\d", "", shown)
+        else:
+            assert numbers_apart(out) == numbers_apart(step.prints), step.text
+    assert (tmp_path / "again.timeline").stat().st_size > 1000

@@ -1,0 +1,320 @@
+"""Tests that undone steps leave no trace in modules, optimizers, losses and batches."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from contextlib import contextmanager
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.optim import SGD, AdamW, Optimizer
+from torch.optim.optimizer import register_optimizer_step_post_hook
+from torch.utils._pytree import tree_leaves
+
+from schedir import compile
+from schedir.errors import ExecutionError
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.executor import Executor
+from schedir.schedules import interleaved
+from tests.cpu.gloo_processes import run
+from tests.cpu.test_warmup_step import Streamed
+
+STEPS = 2
+
+
+class Made(NamedTuple):
+    """A model of two stages, its optimizer, and other objects that a step may change."""
+
+    first: nn.Module
+    optimizer: Optimizer | None
+    last: nn.Module
+    watched: Any = ()
+    loss: Callable[[Tensor, Tensor], Tensor] = nn.MSELoss()
+    between: Callable[[], object] = lambda: None
+    batch: Callable[[Tensor], Tensor] = lambda x: x
+
+
+def _made(
+    first: nn.Module | None = None,
+    optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
+    **options: Any,
+) -> Made:
+    first, last = first or nn.Linear(8, 8), nn.Linear(8, 8)
+    parameters = [*first.parameters(), *last.parameters()]
+    return Made(first, optimizer(parameters) if optimizer else None, last, **options)
+
+
+class Mean(nn.Module):
+    """Subtracts a mean that its first forward creates."""
+
+    mean: Tensor | None
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+        self.register_buffer("mean", None)
+
+    def forward(self, x: Tensor) -> Tensor:
+        y: Tensor = self.layer(x)
+        now = y.detach().mean(0)
+        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
+        return y - self.mean
+
+
+class TwoNames(nn.Module):
+    """Has one buffer under two names, and replaces the second by another buffer."""
+
+    other: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, ones = nn.Linear(8, 8), torch.ones(8)
+        self.register_buffer("one", ones)
+        self.register_buffer("other", ones)
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.other = self.other * 0.5
+        y: Tensor = self.layer(x) * self.other
+        return y
+
+
+class Sparse(nn.Module):
+    """Has sparse buffers."""
+
+    coo: Tensor
+    csr: Tensor
+    csc: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, eye = nn.Linear(8, 8), torch.eye(8)
+        self.register_buffer("coo", eye.to_sparse())
+        self.register_buffer("csr", eye.to_sparse_csr())
+        self.register_buffer("csc", eye.to_sparse_csc())
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.coo = self.coo * 0.5
+        y: Tensor = torch.sparse.mm(self.coo, self.layer(x).T).T
+        return y
+
+
+class Shrinks(nn.Module):
+    """Writes to its own weights."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 8)
+
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.layer.bias.mul_(0.5)
+        y: Tensor = self.layer(x)
+        return y
+
+
+class Scaled(nn.Module):
+    """A loss that divides by its own running mean."""
+
+    mean: Tensor
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.register_buffer("mean", torch.ones(()))
+
+    def forward(self, y: Tensor, target: Tensor) -> Tensor:
+        loss = nn.functional.mse_loss(y, target)
+        self.mean.mul_(0.9).add_(loss.detach(), alpha=0.1)
+        return loss / self.mean
+
+
+def _expanded() -> Made:
+    """Return a model with expanded and strided buffers."""
+    layer = nn.Linear(8, 8)
+    layer.register_buffer("ones", torch.ones(1, 8).expand(2, 8))
+    layer.register_buffer("other", torch.ones(16)[::2])
+    layer.register_buffer("one", torch.ones(1).expand(3)[:1])
+    return _made(layer)
+
+
+def _averaged(fused: bool) -> Made:
+    """Return a model whose optimizer has a hook that updates an average of the weights."""
+    made = _made(optimizer=lambda ps: AdamW(ps, 0.1, fused=fused))
+    assert made.optimizer is not None
+    mean = torch.zeros(8, 8)
+    weight = next(made.first.parameters()).detach()
+
+    def average(*_: object) -> None:
+        mean.lerp_(weight, 0.5)
+
+    made.optimizer.register_step_post_hook(average)
+    return made._replace(watched=mean)
+
+
+def _rate() -> Made:
+    """Return a model whose learning rate is a tensor that its owner changes."""
+    rate = torch.tensor(0.1)
+    return _made(
+        optimizer=lambda ps: AdamW(ps, lr=rate, foreach=False), between=lambda: rate.mul_(0.1)
+    )
+
+
+def _foreign() -> Made:
+    """Return a model whose optimizer also has a foreign Parameter with a gradient."""
+    other = nn.Parameter(torch.ones(3))
+    other.grad = torch.ones(3)
+    return _made(optimizer=lambda ps: AdamW([*ps, other], 0.1), watched=other)
+
+
+def _later() -> Made:
+    """Return a model where a parameter group was added after the others had momentum."""
+
+    def sgd(parameters: list[nn.Parameter]) -> Optimizer:
+        made = SGD(parameters[:2], lr=0.1, momentum=0.9, fused=True)
+        for p in parameters[:2]:
+            p.grad = torch.ones_like(p)
+        made.step()
+        made.add_param_group({"params": parameters[2:]})
+        return made
+
+    return _made(optimizer=sgd)
+
+
+def _inputs_with_gradients() -> Made:
+    seen: list[Tensor] = []
+
+    def batch(x: Tensor) -> Tensor:
+        seen.append(x.requires_grad_())
+        return x
+
+    return _made(watched=seen, batch=batch)
+
+
+def _writes_to_its_target(y: Tensor, target: Tensor) -> Tensor:
+    return nn.functional.mse_loss(y, target.mul_(0.5))
+
+
+CASES: Mapping[str, Callable[[], Made]] = {
+    "a buffer made in a forward": lambda: _made(Mean()),
+    "a buffer that is expanded": _expanded,
+    "one buffer by two names": lambda: _made(TwoNames()),
+    "buffers that are sparse": lambda: _made(Sparse()),
+    "weights written in a forward": lambda: _made(Shrinks()),
+    "and an optimizer held back": lambda: _made(
+        Shrinks(), lambda ps: AdamW(ps, 0.1, fused=True)
+    ),
+    "a loss with a buffer": lambda: _made(loss=Scaled()),
+    "a loss that writes to its target": lambda: _made(loss=_writes_to_its_target),
+    "inputs with gradients": _inputs_with_gradients,
+    "a hook on the step": lambda: _averaged(False),
+    "a hook on a fused step": lambda: _averaged(True),
+    "a learning rate in a tensor": _rate,
+    "a Parameter of the optimizer alone": _foreign,
+    "a group that has come later": _later,
+}  # fmt: skip
+
+
+def _steps(make: Callable[[], Made], warm: bool) -> list[Tensor]:
+    """Return all state after some steps, with or without undone steps."""
+    torch.manual_seed(0)
+    made = make()
+    program = compile(
+        interleaved, PipelineShape(1, 2, 2), progress_model="per_edge", clip_grad_norm=True
+    )
+    executor = Executor(
+        program, 0, [made.first, made.last], Streamed(program), loss=made.loss,
+        boundary=Boundary((2, 8)), optimizer=made.optimizer,
+    )  # fmt: skip
+    executor.runner.is_warm = not warm
+    found: list[Any] = []
+    for step in range(STEPS):
+        torch.manual_seed(step)
+        found += [executor.step(made.batch(torch.randn(2, 2, 8)), torch.randn(2, 2, 8))]
+        found += [executor.grad_norm.clone(), executor.finite_updates.clone()]
+        made.between()
+    modules = nn.ModuleList([made.first, made.last])
+    buffers = [b.to_dense() for b in modules.buffers()]
+    state = made.optimizer.state_dict() if made.optimizer else None
+    watched = [(t, t.grad) for t in tree_leaves(made.watched) if t.is_leaf]
+    found += [*modules.parameters(), buffers, state, watched]
+    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+
+
+def same(rank: int) -> dict[str, bool]:
+    torch.use_deterministic_algorithms(True)  # unwritten memory is NaN
+    found = {}
+    for name, make in CASES.items():
+        cold, warm = (_steps(make, warm) for warm in (False, True))
+        found[name] = len(cold) == len(warm) and all(map(torch.equal, cold, warm))
+    return found
+
+
+def test_what_is_undone_leaves_no_trace() -> None:
+    (found,) = run(same, 1)
+    assert not [name for name, good in found.items() if not good]
+
+
+@contextmanager
+def _counting() -> Iterator[list[object]]:
+    """Yield a list of the arguments that a hook on all optimizer steps is called with."""
+    calls: list[object] = []
+    hook = register_optimizer_step_post_hook(lambda *given: calls.append(given))
+    try:
+        yield calls
+    finally:
+        hook.remove()
+
+
+def hooked(rank: int) -> int:
+    with _counting() as calls:
+        _steps(lambda: _made(optimizer=lambda ps: AdamW(ps, 0.1, fused=True)), warm=True)
+    return len(calls)
+
+
+def test_a_hook_on_all_optimizers_is_not_called_for_what_is_undone() -> None:
+    assert run(hooked, 1) == [STEPS]
+
+
+class Stops(nn.Module):
+    """Is interrupted in its fifth forward, which is in the third step of two microbatches."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer, self.count = nn.BatchNorm1d(8), 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.count += 1
+        y: Tensor = self.layer(x)
+        if self.count == 5:
+            raise KeyboardInterrupt
+        return y
+
+
+def interrupted(rank: int) -> bool:
+    """Return whether an interrupt leaves all state as before, and a new executor can step."""
+    program = compile(interleaved, PipelineShape(1, 2, 2), progress_model="per_edge")
+    stages = nn.ModuleList([Stops(), nn.Linear(8, 8)])
+    adam = AdamW(stages.parameters(), 0.1)
+    before = {name: t.clone() for name, t in stages.state_dict().items()}
+    x = torch.ones(2, 2, 8)
+
+    def make() -> Executor:
+        return Executor(
+            program, 0, [*stages], Streamed(program), loss=nn.MSELoss(), boundary=(2, 8),
+            optimizer=adam,
+        )  # fmt: skip
+
+    with pytest.raises(ExecutionError, match="has 1 inputs"):
+        make().step(x[:1], x)
+    with pytest.raises(KeyboardInterrupt):
+        make().step(x, x)
+    after = stages.state_dict()
+    same = all(torch.equal(t, after[name]) for name, t in before.items()) and not adam.state
+    make().step(x, x)
+    return same and len(adam.state) == 4
+
+
+def test_an_interrupt_undoes_it_too() -> None:
+    assert run(interrupted, 1) == [True]

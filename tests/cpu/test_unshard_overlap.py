@@ -1,0 +1,222 @@
+"""Tests of gathers in flight during collectives of layers: reference bits and predicted times."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from dataclasses import replace
+from functools import partial
+from typing import Any
+
+import numpy as np
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+from schedir import Costs, compile, simulate
+from schedir.analysis.dependency_graph import Graph
+from schedir.ir.isa.instructions import TRANSFER_OPS
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.models import gpt
+from schedir.passes.pass_types import BufferSharing
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.executor import Executor
+from schedir.runtime.in_process import ExecutionOrders, InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
+from schedir.schedules import gpipe, interleaved, one_f_one_b
+from schedir.schedules.schedule_algebra import Schedule
+from schedir.testing import tiny_model
+from schedir.transports.collectives import Collective, GroupKey
+from schedir.transports.gloo import GlooTransport
+from schedir.transports.in_process.cuda_streams import StreamHub, StreamMailbox, StreamPoint
+from schedir.transports.transport import Work
+from tests.cpu.gloo_processes import run
+from tests.cpu.tiny_stages import BOUNDARY, batch, config, gradients, paired, same_bits, zb
+from tests.cpu.virtual_gpu import VirtualGPU, charge, copies, install
+from tests.laws import shape_of
+
+PLANS = [
+    (paired, PipelineShape(2, 4)),
+    (one_f_one_b, PipelineShape(2, 4)),
+    (zb, PipelineShape(2, 4)),
+    (interleaved, PipelineShape(2, 4, 2)),
+]
+SLOTS: list[BufferSharing | None] = [None, "minimal"]
+
+
+class Late(GlooTransport):
+    """A transport whose gathers write as late as they may.
+
+    Until the wait, a gather leaves garbage in its output. No one may write to its input.
+    """
+
+    def __init__(self, program: Any) -> None:
+        super().__init__(program)
+        self.open: set[_LateGather] = set()
+        self.beside = 0  # collectives of layers that were called while a gather was in flight
+
+    def start_collective(
+        self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
+    ) -> Work:
+        if kind == "all_gather":
+            return _LateGather(self, output_tensor, input_tensor)
+        return super().start_collective(kind, group, output_tensor, input_tensor)
+
+    def all_reduce_of_layers(self, tensor: Tensor, *args: Any, **how: Any) -> Any:
+        if how.get("group") is self.tp_group:
+            self.beside += bool(self.open)
+        return _ALL_REDUCE(tensor, *args, **how)
+
+
+_ALL_REDUCE = dist.all_reduce
+
+
+class _LateGather:
+    def __init__(self, transport: Late, whole: Tensor, shard: Tensor) -> None:
+        self.transport, self.whole, self.shard = transport, whole, shard
+        self.read, self.written = shard.clone(), whole.clone()
+        own = self.written.view(transport.tp, -1)[transport.tp_rank]
+        self.work = GlooTransport.start_collective(transport, "all_gather", "tp", self.written, own)
+        whole.fill_(torch.nan)
+        shard.copy_(self.read)
+        transport.open.add(self)
+
+    def wait(self) -> None:
+        self.transport.open.remove(self)
+        self.work.wait()
+        assert torch.equal(self.shard, self.read)
+        self.whole.copy_(self.written)
+
+
+def turned(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+    """Return the same numbers in another memory layout, where a slice is not contiguous."""
+    y = y.transpose(0, 1).contiguous().transpose(0, 1)
+    assert not y.is_contiguous()
+    return y
+
+
+def one_rank(
+    rank: int, schedule: Any, shape: PipelineShape, hook: Any = None
+) -> list[tuple[bool, int]]:
+    """Return whether bits equal the reference, and the number of collectives during gathers."""
+    inputs, targets, scale = batch(shape.microbatches)
+    found = []
+    for slots in SLOTS:
+        program = compile(
+            schedule,
+            shape,
+            tp=2,
+            progress_model="per_edge",
+            tied_weights=True,
+            overlap=True,
+            buffer_sharing=slots,
+        )
+        transport = Late(program)
+        group = transport.tp_group
+        loss = partial(gpt.loss, tp=group)
+        ours, right = (
+            [gpt.build_stage(config(shape.stages), s, shape.stages, tp=group) for s in own]
+            for own in (shape.stages_on_rank[transport.rank], range(shape.stages))
+        )
+        for stage in ours if hook else ():
+            stage.register_forward_hook(hook)
+        stages = dict(zip(shape.stages_on_rank[transport.rank], ours, strict=True))
+        executor = Executor(
+            program, transport.rank, stages, transport, loss=loss, boundary=BOUNDARY
+        )
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(dist, "all_reduce", transport.all_reduce_of_layers)
+            for _ in range(2):  # twice, since a step must leave no state behind
+                executor.step(inputs, targets, scale)
+        assert not transport.open
+        run_sequential(right, inputs, targets, loss=loss, grad_scale=scale)
+        wanted = [gradients(right)[s] for s in stages]
+        found.append((same_bits(gradients(ours), wanted), transport.beside))
+    return found
+
+
+@pytest.mark.parametrize(("schedule", "shape"), PLANS)
+def test_the_bits_of_the_reference_with_gathers_in_flight(
+    schedule: Any, shape: PipelineShape
+) -> None:
+    results = run(one_rank, 4, schedule, shape)
+    assert all(same for found in results for same, _ in found)
+    for of_slots in zip(*results, strict=True):
+        assert any(beside for _, beside in of_slots)
+
+
+def test_parts_of_what_is_not_contiguous() -> None:
+    results = run(one_rank, 4, one_f_one_b, PipelineShape(2, 4), turned)
+    assert all(same for found in results for same, _ in found)
+
+
+# ---------------------------------------------------------------- on a virtual GPU
+
+
+class Sliced(StreamMailbox):
+    """One of two tensor-parallel ranks, where the other rank has the same data."""
+
+    tp = 2
+
+    def __init__(self, hub: StreamHub, rank: int, gpu: VirtualGPU, seconds: float) -> None:
+        super().__init__(hub, rank, {}, "per_edge")
+        self.gpu, self.seconds = gpu, seconds
+        self.messages, self.gathers = torch.cuda.Stream(), torch.cuda.Stream()
+
+    def side_stream(self) -> AbstractContextManager[object]:
+        return torch.cuda.stream(self.messages)
+
+    def start_collective(
+        self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
+    ) -> Work:
+        if kind != "all_gather":
+            return super().start_collective(kind, group, output_tensor, input_tensor)
+        self.gathers.wait_stream(torch.cuda.current_stream())
+        with torch.cuda.stream(self.gathers):
+            output_tensor.view(self.tp, -1)[1].copy_(input_tensor)
+            self.gpu.work(self.seconds)
+            return StreamPoint(self.gathers)
+
+
+@pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, interleaved])
+@pytest.mark.parametrize("buffer_sharing", [None, "minimal"])
+def test_gathers_run_beside_computes_as_predicted(
+    schedule: Schedule, buffer_sharing: BufferSharing | None, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    costs = Costs(F=2.0, I=2.0, W=1.0, send=0.25, tp_gather=0.75)
+    shape = shape_of(schedule, 4, 5)
+    program = compile(
+        schedule,
+        shape,
+        tp=2,
+        progress_model="per_edge",
+        costs=costs,
+        overlap=True,
+        buffer_sharing=buffer_sharing,
+    )
+    boundary = Boundary((2, tiny_model.WIDTH), torch.float64)
+    gpu, hub, stages = install(monkeypatch), StreamHub(), tiny_model.make_tiny_stages(shape.stages)
+    ranks = InProcessExecutor.__new__(
+        InProcessExecutor
+    )  # its __init__ refuses tensor-parallel ranks
+    ranks.program, ranks.graph, ranks.stage_replicas = program, Graph(program, "per_edge"), []
+    ranks.execution_orders = {program.digest: ExecutionOrders(program, "per_edge")}
+    ranks.mailboxes = [Sliced(hub, rank, gpu, 0.75) for rank in range(shape.ranks)]
+    ranks.executors = []
+    for rank, mail in enumerate(ranks.mailboxes):
+        own = {s: stages[s] for s in shape.stages_on_rank[rank]}
+        executor = Executor(
+            program, rank, own, mail, loss=tiny_model.squared_error, boundary=boundary
+        )
+        ranks.executors.append(executor)
+    charge(ranks, gpu, replace(costs, tp_gather=0.0))
+    for _ in range(2):
+        gpu.host = gpu.over
+        with copies(gpu, costs):
+            ranks.step(*tiny_model.make_batch(shape.microbatches))
+    timeline, predicted = ranks.timeline(), simulate(program, costs, progress_model="per_edge")
+    for name in ("start", "end"):
+        moves = ~np.isin(timeline.spans["op"], TRANSFER_OPS) | (name == "end")
+        np.testing.assert_allclose(
+            timeline.spans[name][moves], predicted.spans[name][moves], atol=1e-9
+        )

@@ -1,0 +1,163 @@
+"""Tests of microbatches of different shapes: bytes of buffers, processes, and refusals."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from schedir.compiler.compile import compile
+from schedir.errors import SchedirError
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.passes.pass_types import BufferSharing
+from schedir.runtime.autograd.splittable_layers import make_backward_splittable
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.boundaries.boundary_table import PerMicrobatchBoundary
+from schedir.runtime.boundaries.size_measurement import measure_sizes
+from schedir.runtime.executor import Executor
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.sequential_reference import run_sequential
+from schedir.runtime.services.message_buffers import MessageBuffers
+from schedir.schedules import gpipe, one_f_one_b
+from schedir.transports.gloo import GlooTransport
+from schedir.transports.shared_memory import SharedMemoryTransport
+from tests.cpu.gloo_processes import run
+from tests.cpu.multi_tensor_stages import gradients, loss, same_bits
+from tests.cpu.train_command import launched
+
+torch.set_num_threads(1)
+WIDTH = 4
+
+
+class Packed(nn.Module):
+    """Passes numbers, and the ends of the packed sequences."""
+
+    def __init__(self, number: int) -> None:
+        super().__init__()
+        torch.manual_seed(number)
+        self.linear = nn.Linear(WIDTH, WIDTH)
+
+    def forward(self, x: Tensor, ends: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(self.linear(x)) + x.cumsum(0)[ends].sum(0), ends
+
+
+class Last(Packed):
+    """Returns only the numbers."""
+
+    def forward(self, x: Tensor, ends: Tensor) -> Tensor:  # type: ignore[override]
+        return super().forward(x, ends)[0]
+
+
+def model(stages: int) -> list[nn.Module]:
+    return [
+        make_backward_splittable(each) for each in (*map(Packed, range(stages - 1)), Last(stages))
+    ]
+
+
+def batch(lengths: list[tuple[int, int]]) -> tuple[Any, Any, PerMicrobatchBoundary]:
+    """Return microbatches with these numbers of tokens and sequences."""
+    torch.manual_seed(1)
+    x = [(torch.randn(n, WIDTH), torch.randint(n, (k,))) for n, k in lengths]
+    y = [torch.randn(n, WIDTH) for n, _ in lengths]
+    each = [(Boundary((n, WIDTH)), Boundary((k,), torch.int64)) for n, k in lengths]
+    return x, y, PerMicrobatchBoundary(each)
+
+
+LENGTHS = [(3, 1), (5, 2), (1, 1), (4, 3)]
+
+
+def test_a_slot_has_room_for_the_largest_that_it_holds() -> None:
+    x, y, boundary = batch([(300, 1), (500, 2), (100, 1), (400, 3)])
+    each = [300, 500, 100, 400]
+    choices: list[tuple[BufferSharing | None, list[int]]] = [("minimal", [max(each)]), (None, each)]
+    for slots, expected in choices:
+        program = compile(gpipe, PipelineShape(2, 4), buffer_sharing=slots)
+        ranks = InProcessExecutor(program, model(2), loss=loss, boundary=boundary)
+        ranks.step(x, y)
+        rooms = [
+            own.nbytes for own in ranks.executors[1].state.service(MessageBuffers).received.values()
+        ]
+        # The ends of sequences follow the numbers, and both start at multiples of 256 bytes.
+        assert rooms == [-(-n * WIDTH * 4 // 256) * 256 + 256 for n in expected]
+
+
+CASES: list[tuple[Any, PipelineShape, dict[str, Any]]] = [
+    (GlooTransport, PipelineShape(2, 4), {}),
+    (GlooTransport, PipelineShape(2, 4), {"buffer_sharing": "minimal"}),
+    (GlooTransport, PipelineShape(1, 4), {"tp": 2}),
+    (SharedMemoryTransport, PipelineShape(2, 4), {}),
+]
+
+
+def own_steps(process: int) -> list[Any]:
+    """Return for each case the gradients of this process's stages."""
+    x, y, boundary = batch(LENGTHS)
+    found = []
+    for make, shape, options in CASES:
+        program = compile(one_f_one_b, shape, progress_model=make.progress_model, **options)
+        transport, stages = make(program), model(shape.stages)
+        own = Executor(program, transport.rank, stages, transport, loss=loss, boundary=boundary)
+        for _ in range(2):
+            own.step(x, y)
+        found.append(gradients([stages[s] for s in shape.stages_on_rank[transport.rank]]))
+    return found
+
+
+def test_processes_have_the_bits_of_the_reference() -> None:
+    """This is tested over Gloo, with and without shared slots, and with shared memory."""
+    results = run(own_steps, 2)
+    x, y, _ = batch(LENGTHS)
+    for case, (_, shape, _) in enumerate(CASES):
+        plain = model(shape.stages)
+        run_sequential(plain, x, y, loss=loss)
+        for rank in range(2):
+            own = shape.stages_on_rank[rank if shape.ranks > 1 else 0]
+            assert same_bits(results[rank][case], gradients([plain[s] for s in own]))
+
+
+def test_seq1f1b_runs_on_real_processes(tmp_path: Path) -> None:
+    """The example itself compares gradients with loops over chunks and over sequences."""
+    example = Path(__file__).parents[2] / "examples/seq1f1b_run.py"
+    code, _, err = launched([str(example)], tmp_path / "run")
+    assert code == 0, err
+
+
+# ---------------------------------------------------------------- refusals
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "per_microbatch.txt"
+SHAPES = [(3, WIDTH), (2, WIDTH)]
+
+
+def step(boundary: Any, lengths: tuple[int, ...] = (3, 2)) -> object:
+    stages = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    ranks = InProcessExecutor(
+        compile(gpipe, PipelineShape(2, 2)), stages, loss=loss, boundary=boundary
+    )
+    return ranks.step([torch.ones(n, WIDTH) for n in lengths], [torch.ones(WIDTH)] * 2)
+
+
+WRONG: dict[str, Callable[[], object]] = {
+    "another number": lambda: step(PerMicrobatchBoundary(SHAPES[:1])),
+    "a generator": lambda: step(PerMicrobatchBoundary(shape for shape in SHAPES)),  # type: ignore[arg-type]
+    "another shape": lambda: step(PerMicrobatchBoundary(SHAPES), (3, 3)),
+    "an edge of one": lambda: step(PerMicrobatchBoundary([{0: SHAPES[0]}, {1: SHAPES[1]}])),
+    "sizes of several": lambda: measure_sizes(
+        [nn.Identity(), nn.Identity()], torch.ones(WIDTH), torch.ones(WIDTH), loss=loss,
+        boundary=PerMicrobatchBoundary(SHAPES),  # type: ignore[arg-type]
+    ),
+}  # fmt: skip
+
+
+def told(wrong: Callable[[], object]) -> str:
+    with pytest.raises(SchedirError) as error:
+        wrong()
+    return f"{type(error.value).__name__}: {error.value}"
+
+
+def test_what_is_refused() -> None:
+    said = "".join(f"{name}\n  {told(wrong)}\n" for name, wrong in WRONG.items())
+    assert said == GOLDEN.read_text()

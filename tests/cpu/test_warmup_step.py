@@ -1,0 +1,324 @@
+"""Tests of the undone warmup step over transports with streams, which does the one-time work."""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any, NamedTuple
+
+import pytest
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.utils._python_dispatch import _disable_current_modes
+
+from schedir import check, compile
+from schedir.errors import DeadlockError, ExecutionError
+from schedir.ir.pipeline.pipeline_shape import PipelineShape
+from schedir.ir.program import Program
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.executor import Executor
+from schedir.runtime.executor_options import ExecutionOptions, GradientOptions
+from schedir.runtime.step_inputs import StepInputs
+from schedir.schedules import dualpipe, interleaved, one_f_one_b, pipedream_2bw
+from schedir.transports.collectives import Collective, GroupKey
+from schedir.transports.gloo import ProcessTransport
+from schedir.transports.p2p_groups import EdgeGroups, GroupedMessages
+from schedir.transports.transport import CompletedWork, Work
+from tests.cpu.caching_allocator import CachingAllocator
+from tests.cpu.gloo_processes import run
+from tests.cpu.nccl_stand_in import NcclLike
+from tests.cpu.race_detector import Races
+from tests.cpu.tiny_stages import gpt_executor, gradients_by_stage, own_batch, zb
+from tests.cpu.virtual_gpu import install
+
+
+class Case(NamedTuple):
+    """A program for four processes."""
+
+    schedule: Any
+    shape: PipelineShape
+    tp: int = 1
+    dp: int = 1
+    slots: Any = None
+    clip: bool = True
+
+    def compile(self) -> Program:
+        return compile(
+            self.schedule, self.shape, tp=self.tp, dp=self.dp, progress_model="per_edge",
+            overlap=True,
+            tied_weights=self.shape.placement_rows == 1, clip_grad_norm=self.clip,
+            buffer_sharing=self.slots,
+        )  # fmt: skip
+
+
+CASES = {
+    "1f1b": Case(one_f_one_b, PipelineShape(4, 8)),
+    "1f1b, tp": Case(one_f_one_b, PipelineShape(2, 4), tp=2, slots="minimal"),
+    "split, dp": Case(zb, PipelineShape(2, 4), dp=2),
+    "interleaved": Case(interleaved, PipelineShape(2, 4, 2), tp=2),
+    "two holders": Case(dualpipe, PipelineShape(2, 4, 2, "mirror"), dp=2),
+    "optimizer_steps": Case(
+        pipedream_2bw, PipelineShape(2, 8, optimizer_steps=2, weight_delay=1), dp=2, clip=False
+    ),
+}
+
+
+class Streamed(EdgeGroups):
+    """A transport that claims to use streams, and records the groups that communicate.
+
+    `held` are its messages whose end no one has waited for.
+    """
+
+    def __init__(self, program: Program) -> None:
+        self.met: Counter[GroupKey] = Counter()
+        self.held: list[_Held] = []
+        super().__init__(program)
+        self.uses_static_buffers = True
+
+    def _hold(self, work: Work) -> Work:
+        self.held.append(held := _Held(work))
+        return held
+
+    def send(self, tensor: Tensor, peer: int, lane: Any) -> Work:
+        return self._hold(super().send(tensor, peer, lane))
+
+    def recv(self, tensor: Tensor, peer: int, lane: Any) -> Work:
+        return self._hold(super().recv(tensor, peer, lane))
+
+    def start_collective(
+        self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
+    ) -> Work:
+        self.met[group] += 1
+        return self._hold(super().start_collective(kind, group, output_tensor, input_tensor))
+
+    def synchronize(self) -> None:
+        """Wait for the whole device."""
+        while self.held:
+            self.held.pop().wait()
+
+
+class _Held:
+    """Work that can be waited for several times."""
+
+    def __init__(self, work: Work) -> None:
+        self.work = work
+
+    def wait(self) -> None:
+        work, self.work = self.work, CompletedWork()
+        work.wait()
+
+
+def _bits(executor: Executor) -> list[Any]:
+    """Return the gradients, and all state that a step changes."""
+    optimizer: Any = executor.resources.optimizer
+    parameters = [
+        p.detach().clone() for s in executor.stages.values() for p in s.module.parameters()
+    ]
+    return [
+        gradients_by_stage(executor),
+        parameters,
+        optimizer.state_dict(),
+        executor.random_streams.step,
+    ]
+
+
+def _equal(one: Any, other: Any) -> bool:
+    if isinstance(one, Tensor):
+        return torch.equal(one, other)
+    if isinstance(one, dict):
+        return one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
+    if isinstance(one, list):
+        return len(one) == len(other) and all(map(_equal, one, other))
+    return bool(one == other)
+
+
+def undone_step(rank: int) -> dict[str, tuple[bool, set[GroupKey], set[GroupKey]]]:
+    """Return for each case whether the warmup step leaves the bits of later steps unchanged.
+
+    Also return the groups that communicated before the first step, and those that must.
+    """
+    found = {}
+    for number, (name, case) in enumerate(CASES.items()):
+        program, fused = case.compile(), number % 2 > 0
+        ran = []
+        for warm in (False, True):
+            transport = Streamed(program)
+            executor = gpt_executor(
+                program, transport, gradients=GradientOptions(max_norm=1.0 if case.clip else None)
+            )
+            parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
+            executor.resources.optimizer = torch.optim.AdamW(parameters, 1e-2, fused=fused)
+            assert not executor.runner.is_warm
+            executor.runner.is_warm = not warm
+            inputs, targets, scale = own_batch(program, transport)
+            if warm:
+                before = _bits(executor)
+                executor.runner._warm_up(StepInputs(inputs, targets, scale))
+                after, met = _bits(executor), {*transport.met}
+                if fused:  # the state exists, with its initial values
+                    state = after[2].pop("state")
+                    before[2].pop("state")
+                    assert not any(t.any() for own in state.values() for t in own.values())
+                assert executor.runner.is_warm and _equal(before[1:], after[1:])
+                transport.met.clear()
+            for seed in range(2):
+                executor.step(*own_batch(program, transport, seed))
+            ran.append(_bits(executor))
+        found[name] = (_equal(*ran), met, {*transport.met})
+    return found
+
+
+def test_the_first_step_is_as_without() -> None:
+    for cases in run(undone_step, 4):
+        for name, (same, met, wanted) in cases.items():
+            assert same and met == wanted and ("model" in met) == CASES[name].clip, name
+
+
+class Growing(nn.Module):
+    """A layer that waits for the device whenever it holds more microbatches than ever before."""
+
+    def __init__(self, transport: Streamed) -> None:
+        super().__init__()
+        self.layer, self.transport, self.most, self.holds = nn.Linear(4, 4), transport, 0, 0
+
+    def forward(self, x: Tensor) -> Tensor:
+        self.holds += 1
+        if self.holds > self.most:
+            self.most = self.holds
+            self.transport.synchronize()
+        y: Tensor = _Let.apply(self.layer(x), self)  # type: ignore[no-untyped-call]
+        return y
+
+
+class _Let(torch.autograd.Function):
+    @staticmethod
+    def forward(ctx: Any, y: Tensor, layer: Growing) -> Tensor:
+        ctx.layer = layer
+        return y.view_as(y)
+
+    @staticmethod
+    def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, None]:
+        ctx.layer.holds -= 1
+        return dys[0], None
+
+
+def growing(rank: int, cold: bool) -> int:
+    """Run steps of a program that would hang if a rank waited for the device."""
+    program = compile(one_f_one_b, PipelineShape(4, 8), progress_model="per_edge", overlap=True)
+    with pytest.raises(DeadlockError):
+        check(program, "per_edge", host_device_sync=True)
+    transport = Streamed(program)
+    layer = Growing(transport)
+    executor = Executor(
+        program, rank, {rank: layer}, transport, loss=lambda y, _: y.sum(), boundary=Boundary((4,)),
+        execution=ExecutionOptions(allow_identical_stages=True),
+    )  # fmt: skip
+    executor.runner.is_warm = cold
+    x = torch.ones(8, 4)
+    for _ in range(2):
+        executor.step(x, x)
+    return layer.most
+
+
+def test_memory_grows_before_any_receive_waits() -> None:
+    assert run(growing, 4, False) == [4, 3, 2, 1]
+
+
+_all_reduce = dist.all_reduce
+
+
+def _summed(tensor: Tensor, *how: Any, async_op: bool = False, **more: Any) -> Any:
+    """All-reduce a copy, since Gloo's thread may hold its argument a little longer."""
+    with _disable_current_modes():
+        copy = tensor.clone()
+        _all_reduce(copy, *how, **more)
+        tensor.copy_(copy)
+    return CompletedWork() if async_op else None
+
+
+def asked(rank: int, warm: bool) -> dict[str, list[int]]:
+    """Return for each case the number of memory requests in each of three steps, or in one."""
+    found: dict[str, list[int]] = {}
+    for name, case in CASES.items() if warm else [*CASES.items()][:2]:
+        program = case.compile()
+        with pytest.MonkeyPatch.context() as patch:
+            gpu = install(patch)
+            patch.setattr(dist, "all_reduce", _summed)
+            transport = NcclLike(program, gpu, Races(gpu))
+            norm = 1.0 if case.clip else None
+            executor = gpt_executor(
+                program,
+                transport,
+                gradients=GradientOptions(max_norm=norm),
+                execution=ExecutionOptions(record_timestamps=False),
+            )
+            parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
+            executor.resources.optimizer = torch.optim.AdamW(parameters, 1e-2, fused=True)
+            given = own_batch(program, transport)
+            with CachingAllocator(gpu) as allocator:
+                if warm:
+                    executor.runner._warm_up(StepInputs(*given))
+                executor.runner.is_warm = True
+                found[name] = []
+                for _ in range(3 if warm else 1):
+                    before = allocator.asked
+                    executor.step(*given)
+                    found[name].append(allocator.asked - before)
+    return found
+
+
+@pytest.mark.parametrize("warm", [True, False])
+def test_no_memory_is_asked_for_after_steps_that_are_undone(warm: bool) -> None:
+    for rank in run(asked, 4, warm):
+        for name, (first, *others) in rank.items():
+            assert (first, others) == (0, [0, 0]) if warm else first, (name, first, others)
+
+
+def turned(rank: int, kind: str) -> bool:
+    """Return whether a step that issues the parts of groups one by one has the same bits."""
+    program = compile(
+        one_f_one_b, PipelineShape(4, 8), overlap=True, tied_weights=True, clip_grad_norm=True
+    )
+    assert program.joined.any()
+    found = []
+    for in_turn in (False, True):
+        transport: ProcessTransport = (
+            GroupedMessages(program) if kind == "grouped" else EdgeGroups(program)
+        )
+        transport.uses_static_buffers = True
+        executor = gpt_executor(
+            program, transport, lr=1e-2, gradients=GradientOptions(max_norm=1.0)
+        )
+        executor.runner.is_warm = True
+        step = executor.runner.step_serialized if in_turn else executor.step
+        for seed in range(2):
+            step(*own_batch(program, transport, seed))
+        found.append(_bits(executor))
+    return _equal(*found)
+
+
+@pytest.mark.parametrize("kind", ["grouped", "edge"])
+def test_one_by_one_has_the_bits_of_a_step(kind: str) -> None:
+    assert all(run(turned, 4, kind))
+
+
+class Greedy(nn.Module):
+    def forward(self, x: Tensor) -> Tensor:
+        return x + torch.empty(1 << 45)  # larger than the address space
+
+
+def too_large(rank: int) -> tuple[int, str, str]:
+    program = compile(interleaved, PipelineShape(1, 2, 2), progress_model="per_edge")
+    executor = Executor(
+        program, rank, [nn.Linear(4, 4), Greedy()], Streamed(program),
+        loss=lambda y, _: y.sum(), boundary=Boundary((2, 4)),
+    )  # fmt: skip
+    with pytest.raises(ExecutionError) as error:
+        executor.step(torch.ones(2, 2, 4), torch.ones(2, 2))
+    (site,) = error.value.sites
+    return site.rank, str(site.instr), error.value.fact
+
+
+def test_a_stage_that_does_not_fit_is_named() -> None:
+    ((rank, instr, fact),) = run(too_large, 1)
+    assert (rank, instr) == (0, "F 1.0") and "memory" in fact

@@ -1,0 +1,308 @@
+"""Tests of ZeRO in one process: full parameters between steps, order of sums, and refusals."""
+
+from __future__ import annotations
+
+from contextlib import ExitStack
+from copy import deepcopy
+from functools import partial
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+import schedir
+from schedir import PipelineShape
+from schedir.errors import ExecutionError, ModelError
+from schedir.ir.isa.instructions import GRAD_ADDING_OPS, Instr, Opcode
+from schedir.ir.program import Program, Stream
+from schedir.models import gpt
+from schedir.runtime.autograd.splittable_layers import (
+    make_backward_splittable,
+    register_splittable_layer,
+)
+from schedir.runtime.boundaries.boundary import Boundary
+from schedir.runtime.in_process import InProcessExecutor
+from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
+from schedir.runtime.sequential_reference import run_sequential
+from schedir.schedules import interleaved, looped_bfs, one_f_one_b
+from tests.cpu.test_zero_user_code import Keeps, WritesData
+from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients
+
+GOLDEN = Path(__file__).parents[1] / "golden" / "zero_refused.txt"
+ADAM = partial(torch.optim.AdamW, lr=1e-2)
+
+
+def ranks_of(program: Program, stages: list[nn.Module], **options: Any) -> InProcessExecutor:
+    usual: dict[str, Any] = {"loss": gpt.loss, "boundary": BOUNDARY, "optimizer": ADAM}
+    return InProcessExecutor(program, stages, **usual | options)
+
+
+def same(one: list[Tensor], other: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+
+
+def turns_of(program: Program, stage: int) -> list[list[int]]:
+    """Return the microbatches that are reduced together in a stage's gradient, in order."""
+    turns: list[list[int]] = [[]]
+    for i in program.streams[int(program.shape.first_rank_per_stage[stage])]:
+        if i.stage == stage and i.op in GRAD_ADDING_OPS:
+            turns[-1].append(i.mb)
+        elif i.stage == stage and i.op is Opcode.ReduceScatter:
+            turns.append([])
+    assert not turns.pop()
+    return turns
+
+
+@pytest.mark.parametrize("zero", [2, 3])
+@pytest.mark.parametrize("schedule", [interleaved, looped_bfs, one_f_one_b])
+def test_turns_add_up_in_their_order(schedule: Any, zero: int) -> None:
+    shape = PipelineShape(2, 4, 1 if schedule is one_f_one_b else 2)
+    program = schedir.compile(
+        schedule, shape, zero=zero, reduce_scatter_at="each_backward", clip_grad_norm=False
+    )
+    stages, plain = (gpt_stages(shape.stages, False) for _ in range(2))
+    inputs, targets, scale = batch(4)
+    ranks_of(program, stages, optimizer=None).step(inputs, targets, scale)
+    each: list[list[dict[str, Tensor]]] = []  # the gradients of single microbatches
+    for mb in range(4):
+        run_sequential(plain, inputs[[mb]], targets[[mb]], loss=gpt.loss)
+        each.append(gradients(plain))
+    several = 0
+    for s, stage in enumerate(stages):
+        turns = turns_of(program, s)
+        several += len(turns) > 1
+        for name, p in stage.named_parameters():
+            sums = []
+            for turn in turns:
+                sums.append(each[turn[0]][s][name].clone())
+                for mb in turn[1:]:
+                    sums[-1] += each[mb][s][name]
+                sums[-1] *= scale
+            total = sums[0]
+            for one in sums[1:]:
+                total = total + one
+            assert p.grad is not None and torch.equal(p.grad, total.flatten())
+    assert several or schedule is not interleaved
+
+
+@pytest.mark.parametrize("zero", [1, 3])
+def test_weights_are_pieces_between_steps_and_whole_on_request(zero: int) -> None:
+    program = schedir.compile(interleaved, PipelineShape(2, 4, 2), zero=zero, clip_grad_norm=True)
+    stages, plain = (gpt_stages(4, False) for _ in range(2))
+    shapes = [p.shape for stage in stages for p in stage.parameters()]
+    ranks = ranks_of(program, stages)
+    ranks_of(schedir.compile(interleaved, PipelineShape(2, 4, 2), clip_grad_norm=True), plain).step(
+        *batch(4)
+    )
+    ranks.step(*batch(4))
+    assert all(p.dim() == 1 and p.grad is not None for m in stages for p in m.parameters())
+    with ExitStack() as whole:
+        for rank in ranks.executors:
+            whole.enter_context(rank.full_parameters())
+        assert [p.shape for stage in stages for p in stage.parameters()] == shapes
+        kept = [deepcopy(stage.state_dict()) for stage in stages]
+        for state, right in zip(kept, plain, strict=True):
+            assert all(torch.equal(state[n], p) for n, p in right.state_dict().items())
+        with pytest.raises(ModelError, match="weights are unsharded within"):
+            ranks.step(*batch(4))
+        for stage in stages:
+            for p in stage.parameters():
+                p.data = torch.zeros_like(p)
+    assert all(p.dim() == 1 and not p.any() for m in stages for p in m.parameters())
+
+
+def test_state_and_copies_of_an_optimizer_are_cut() -> None:
+    """An optimizer that has stepped full weights continues with shards, and so do its copies."""
+    found = []
+    for zero in (0, 3):
+        stages = gpt_stages(2, False)
+        for stage in stages:
+            use_float32_gradients(stage.bfloat16())
+        made = []
+
+        def make(parameters: list[nn.Parameter]) -> MainOptimizer:
+            optimizer = MainOptimizer(parameters, ADAM)
+            for p in parameters:
+                p.grad = torch.ones_like(p, dtype=torch.float32)
+            optimizer.step()
+            made.append(optimizer)  # noqa: B023
+            return optimizer
+
+        program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=zero, clip_grad_norm=True)
+        ranks_of(
+            program, stages, optimizer=make, boundary=Boundary(BOUNDARY.shape, torch.bfloat16)
+        ).step(*batch(3))
+        found.append(
+            [
+                t.flatten()
+                for optimizer in made
+                for m in optimizer.main_parameters
+                for t in (m.detach(), *optimizer.inner.state[m].values())
+            ]
+        )
+    assert same(*found)
+
+
+def test_an_evaluation_in_parts() -> None:
+    found = []
+    for zero in (0, 1, 3):
+        stages = gpt_stages(4, False)
+        program = schedir.compile(
+            schedir.schedules.forward_only, PipelineShape(2, 4, 2), zero=zero, clip_grad_norm=False
+        )
+        found.append(ranks_of(program, stages, optimizer=None).step(*batch(4)))
+    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+
+
+class Fails(nn.Linear):
+    now = False
+
+    def forward(self, x: Tensor) -> Tensor:
+        if Fails.now:
+            raise ValueError("as told")
+        return super().forward(x)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_after_a_step_that_fails_weights_are_pieces(zero: int) -> None:
+    stages: list[nn.Module] = [Fails(4, 4), nn.Linear(4, 4)]
+    before = [p.detach().flatten().clone() for stage in stages for p in stage.parameters()]
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=zero)
+    ranks = InProcessExecutor(
+        program, stages, loss=nn.functional.mse_loss, boundary=(2, 4), optimizer=ADAM
+    )
+    Fails.now = True
+    try:
+        with pytest.raises(ExecutionError, match="as told"):
+            ranks.step(torch.ones(3, 2, 4), torch.ones(3, 2, 4))
+    finally:
+        Fails.now = False
+    assert same([p.detach() for stage in stages for p in stage.parameters()], before)
+
+
+_F, _I, _W = Opcode.Forward, Opcode.BackwardInput, Opcode.BackwardWeight
+ORDER = (_F, 0), (_F, 1), (_I, 1), (_I, 0), (_W, 1), (_W, 0)
+
+
+class Scale(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.weight = nn.Parameter(torch.full((4,), 0.5))
+
+    def forward(self, x: Tensor) -> Tensor:
+        return x * self.weight
+
+
+@pytest.mark.parametrize("reads", [False, True])
+def test_a_rule_of_w_that_reads_a_weight_in_parts_is_refused(reads: bool) -> None:
+    """W runs without full weights, so a user's split rule must not read them."""
+
+    def later(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
+        total = (x * dy).flatten(0, -2).sum(0)
+        return total + 0 * layer.weight if reads else total
+
+    class Own(Scale):
+        pass
+
+    register_splittable_layer(
+        Own, input_grad=lambda layer, x, dy: dy * layer.weight, deferred_grads={"weight": later}
+    )
+    shape = PipelineShape(1, 2, 2)
+    stages: list[nn.Module] = [Own(), Own()]
+    for stage in stages:
+        make_backward_splittable(stage)
+
+    order = [
+        (op, s, mb) for op, s in ORDER for mb in range(2)
+    ]  # W follow all instructions that need weights
+    draft = Program("late", shape, (Stream.from_instructions([Instr(*each) for each in order]),))
+    program = schedir.compile(draft, zero=3, unsharded_stages=1, clip_grad_norm=False)
+    ranks = InProcessExecutor(
+        program, stages, loss=nn.functional.mse_loss, boundary=(2, 4), optimizer=ADAM
+    )
+    x = torch.ones(2, 2, 4)
+    if reads:
+        with pytest.raises(ExecutionError, match="reads a weight"):
+            ranks.step(x, x)
+    else:
+        ranks.step(x, x)
+
+
+# ------------------------------------------------------------ refusals
+
+
+class Own(torch.optim.SGD):
+    pass
+
+
+class Writes(nn.Linear):
+    def forward(self, x: Tensor) -> Tensor:
+        with torch.no_grad():
+            self.weight.mul_(0.5)
+        return super().forward(x)
+
+
+def strided() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.weight = nn.Parameter(torch.ones(4, 4).t())
+    layer.weight.data = torch.randn(4, 4).t()
+    return layer
+
+
+def one_memory() -> nn.Module:
+    layer = nn.Linear(4, 4)
+    layer.other = nn.Parameter(layer.weight.data)
+    return layer
+
+
+def scaled_rows() -> nn.Module:
+    return nn.Sequential(nn.Embedding(4, 4, max_norm=1.0))
+
+
+REFUSED: dict[str, tuple[Any, Any]] = {
+    "muon": (lambda p: torch.optim.Muon([q for q in p if q.dim() == 2]), None),
+    "lbfgs": (lambda p: torch.optim.LBFGS(p), None),
+    "an optimizer of one's own": (lambda p: Own(p, 0.1), None),
+    "not contiguous": (ADAM, strided),
+    "one memory": (ADAM, one_memory),
+    "a view is kept": (ADAM, Keeps),
+    "scaled rows": (ADAM, scaled_rows),
+    "written in a forward": (ADAM, lambda: Writes(4, 4)),
+    "written to data": (ADAM, lambda: WritesData(4, 4)),
+}
+
+
+def refusal(make: Any, module: Any) -> str:
+    first = module() if module else nn.Linear(4, 4)
+    x = torch.zeros(3, 2, dtype=torch.long) if module is scaled_rows else torch.ones(3, 2, 4)
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=3)
+    with pytest.raises((ModelError, ExecutionError)) as error:
+        ranks = InProcessExecutor(
+            program,
+            [first, nn.Linear(4, 4)],
+            loss=nn.functional.mse_loss,
+            boundary=(2, 4),
+            optimizer=make,
+        )
+        ranks.step(x, torch.ones(3, 2, 4))
+    return str(error.value)
+
+
+def test_what_cannot_be_cut_is_refused() -> None:
+    texts = [f"{name}\n{refusal(*how)}\n" for name, how in REFUSED.items()]
+    stages: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4)]
+    options: dict[str, Any] = {
+        "loss": nn.functional.mse_loss, "boundary": (2, 4), "optimizer": ADAM,
+    }  # fmt: skip
+    program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=1)
+    ranks = InProcessExecutor(program, stages, **options)
+    with pytest.raises(ModelError) as twice:
+        InProcessExecutor(schedir.compile(one_f_one_b, PipelineShape(2, 3)), stages, **options)
+    stages[1].double()
+    with pytest.raises(ModelError) as moved:
+        ranks.step(torch.ones(3, 2, 4), torch.ones(3, 2, 4))
+    texts += [f"in parts already\n{twice.value}\n", f"moved\n{moved.value}\n"]
+    text = "\n".join(texts)
+    assert text == GOLDEN.read_text()
