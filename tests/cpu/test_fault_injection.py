@@ -1,8 +1,8 @@
 """Tests of faulty processes in a run: the right process is blamed, whichever notices first.
 
 Processes are forked from one that has torch loaded, and find each other as under torchrun.
-`test_train_termination.py` tests the launchers themselves. A fault takes seconds, mostly of waiting,
-so only a few are tested, and all with ALL_CASES=1, as in `make campaign`.
+`test_train_termination.py` tests the launchers themselves. A fault takes seconds, mostly of
+waiting, so only a few are tested, and all with ALL_CASES=1, as in `make campaign`.
 """
 
 from __future__ import annotations
