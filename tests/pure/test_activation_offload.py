@@ -30,26 +30,26 @@ from tests.laws import ZOO, least, shape_of
 
 SIZES = Sizes(saved=10, recompute_inputs=1)
 COSTS = Costs(F=1, I=1, W=1, offload=1, reload=1, offload_to_disk=0.5, reload_from_disk=0.5)
-TRAINED = {
+TRAINED_SCHEDULES = {
     name: each for name, each in ZOO.items() if each is not get_built_in_schedules()["forward_only"]
 }
 
 
-def moved(program: Program, op: Opcode = Opcode.Offload) -> list[list[tuple[int, int]]]:
+def list_moved_pairs(program: Program, op: Opcode = Opcode.Offload) -> list[list[tuple[int, int]]]:
     """Return the (stage, microbatch) pairs that each rank moves, in its order."""
     return [[(i.stage, i.mb) for i in stream if i.op is op] for stream in program.streams]
 
 
-def of(schedule: Any, P: int = 4, m: int = 8) -> PipelineShape:
+def build_shape(schedule: Any, P: int = 4, m: int = 8) -> PipelineShape:
     return shape_of(schedule, P, max(m, least(schedule, P)))
 
 
 # ---------------------------------------------------------------- positions
 
 
-@pytest.mark.parametrize("schedule", TRAINED.values(), ids=TRAINED)
-def test_all_that_fits_on_the_lanes_costs_nothing(schedule: Any) -> None:
-    shape, costs = of(schedule), Costs(F=1, I=1, W=1, send=0.125, offload=0.5, reload=0.5)
+@pytest.mark.parametrize("schedule", TRAINED_SCHEDULES.values(), ids=TRAINED_SCHEDULES)
+def test_offload_within_free_lane_time_keeps_span(schedule: Any) -> None:
+    shape, costs = build_shape(schedule), Costs(F=1, I=1, W=1, send=0.125, offload=0.5, reload=0.5)
     plain = simulate(compile(schedule, shape, costs=costs), costs, sizes=SIZES)
     for how in ("all", "half"):
         program = compile(schedule, shape, costs=costs, offload=how, debug=True)
@@ -60,15 +60,15 @@ def test_all_that_fits_on_the_lanes_costs_nothing(schedule: Any) -> None:
         if how == "all":
             assert run.peak_memory.sum() < plain.peak_memory.sum()
         if how == "half":
-            assert not any(mb % 2 for own in moved(program) for _, mb in own)
+            assert not any(mb % 2 for pairs in list_moved_pairs(program) for _, mb in pairs)
 
 
-def test_memory_is_that_counted_by_hand() -> None:
+def test_gpipe_offload_memory_matches_hand_count() -> None:
     """With offload, two activations are on the device: one is moved while the next is computed."""
-    how: list[dict[str, Any]] = [{}, {"offload": "all"}, {"offload": "half"}]
+    options: list[dict[str, Any]] = [{}, {"offload": "all"}, {"offload": "half"}]
     runs = [
-        simulate(compile(gpipe, PipelineShape(2, 8), costs=COSTS, **each), COSTS, sizes=SIZES)
-        for each in how
+        simulate(compile(gpipe, PipelineShape(2, 8), costs=COSTS, **option), COSTS, sizes=SIZES)
+        for option in options
     ]
     assert [run.span for run in runs] == [27, 27, 27]
     assert [run.peak_memory.tolist() for run in runs] == [[80, 80], [20, 30], [50, 60]]
@@ -76,42 +76,51 @@ def test_memory_is_that_counted_by_hand() -> None:
     assert host == [80, 70]
 
 
-def test_what_comes_back_ends_as_late_as_it_may() -> None:
+def test_reload_ends_before_backward_in_microbatch_order() -> None:
     """Each Reload ends before its B starts, and reloads have the order of microbatches."""
     program = compile(gpipe, PipelineShape(1, 4), costs=COSTS, offload="all")
     spans = simulate(program, COSTS).spans
-    back = {s["mb"]: s["end"] for s in spans if s["op"] == Opcode.Reload}
-    used = {s["mb"]: s["start"] for s in spans if s["op"] == Opcode.Backward}
-    assert all(back[mb] <= used[mb] for mb in back)
-    assert [int(s["mb"]) for s in spans if s["op"] == Opcode.Reload] == sorted(back)
+    reload_ends = {s["mb"]: s["end"] for s in spans if s["op"] == Opcode.Reload}
+    backward_starts = {s["mb"]: s["start"] for s in spans if s["op"] == Opcode.Backward}
+    assert all(reload_ends[mb] <= backward_starts[mb] for mb in reload_ends)
+    assert [int(s["mb"]) for s in spans if s["op"] == Opcode.Reload] == sorted(reload_ends)
 
 
-def test_nothing_goes_that_is_needed_at_once() -> None:
+def test_offload_skips_activations_needed_soon() -> None:
     program = compile(one_f_one_b, PipelineShape(4, 8), costs=COSTS, offload="all")
-    assert [len(own) for own in moved(program)] == [8, 8, 8, 0]
+    assert [len(pairs) for pairs in list_moved_pairs(program)] == [8, 8, 8, 0]
     slow = Costs(F=1, B=2, offload=4, reload=4)
     program = compile(one_f_one_b, PipelineShape(4, 8), costs=slow, offload="all")
-    assert [len(own) for own in moved(program)] == [8, 0, 0, 0] or moved(program)[2] == []
+    assert [len(pairs) for pairs in list_moved_pairs(program)] == [8, 0, 0, 0] or list_moved_pairs(
+        program
+    )[2] == []
     with pytest.warns(
         UserWarning, match="offload selects 3.0, but moves no activation of this selection"
     ):
         which: Any = [2, (3, 0)]
         named = compile(one_f_one_b, PipelineShape(4, 8), costs=slow, offload=which)
-    assert [len(own) for own in moved(named)] == [0, 0, 8, 0]
+    assert [len(pairs) for pairs in list_moved_pairs(named)] == [0, 0, 8, 0]
 
 
-def test_spilled_goes_on_and_comes_back_through_the_host() -> None:
+def test_disk_offload_passes_through_host() -> None:
     program = compile(
         gpipe, PipelineShape(2, 8), costs=COSTS, offload="all", offload_to_disk="half", debug=True
     )
-    assert moved(program, Opcode.OffloadToDisk) == moved(program, Opcode.ReloadFromDisk)
-    assert {mb for own in moved(program, Opcode.OffloadToDisk) for _, mb in own} == {0, 2, 4, 6}
+    assert list_moved_pairs(program, Opcode.OffloadToDisk) == list_moved_pairs(
+        program, Opcode.ReloadFromDisk
+    )
+    assert {mb for pairs in list_moved_pairs(program, Opcode.OffloadToDisk) for _, mb in pairs} == {
+        0,
+        2,
+        4,
+        6,
+    }
     run = simulate(program, COSTS, sizes=SIZES)
     assert max(max(curve.total) for curve in run.memory_on("disk")) == 40
     assert all(curve.total[-1] == 0 for curve in run.memory_on("host"))
 
 
-def test_what_is_recomputed_moves_its_checkpoint() -> None:
+def test_recomputed_microbatch_offloads_only_its_inputs() -> None:
     program = compile(
         gpipe, PipelineShape(2, 4), costs=COSTS, offload="all", recompute="all", debug=True
     )
@@ -121,7 +130,7 @@ def test_what_is_recomputed_moves_its_checkpoint() -> None:
     assert order[:4] == ["Forward", "Offload", "Reload", "Recompute"]
 
 
-def test_moves_that_nobody_prices_are_planned_as_if_they_took_time() -> None:
+def test_offload_without_costs_is_planned_with_default_costs() -> None:
     program = compile(gpipe, PipelineShape(1, 8), offload="all")
     assert program.slots[0].saved == 3
     late = simulate(program, Costs(F=1, B=2, offload=0.5, reload=0.5))
@@ -131,25 +140,25 @@ def test_moves_that_nobody_prices_are_planned_as_if_they_took_time() -> None:
 # ---------------------------------------------------------------- limits
 
 
-def test_a_limit_that_only_offload_holds() -> None:
+def test_memory_limit_needs_offload_and_recomputation() -> None:
     """Only offload together with recomputation meets a memory limit of 12.
 
     Plain 1F1B needs 40, recomputation 13 and offload 20.
     """
     shape = PipelineShape(4, 16)
     for limit, how in ((30, {}), (12, {"recompute": "all"}), (15, {"offload": "all"})):
-        more: dict[str, Any] = how
+        options: dict[str, Any] = how
         with pytest.raises(MemoryLimitError):
-            compile(one_f_one_b, shape, costs=COSTS, sizes=SIZES, memory_limit=limit, **more)
-    both: dict[str, Any] = {"recompute": "all", "offload": "all", "recompute_at": "late"}
-    program = compile(one_f_one_b, shape, costs=COSTS, sizes=SIZES, memory_limit=12, **both)
+            compile(one_f_one_b, shape, costs=COSTS, sizes=SIZES, memory_limit=limit, **options)
+    both_options: dict[str, Any] = {"recompute": "all", "offload": "all", "recompute_at": "late"}
+    program = compile(one_f_one_b, shape, costs=COSTS, sizes=SIZES, memory_limit=12, **both_options)
     assert simulate(program, COSTS, sizes=SIZES).peak_memory.max() <= 12
 
 
-def test_as_few_as_fit_and_no_longer() -> None:
+def test_offload_fit_moves_more_under_smaller_limit_at_same_span() -> None:
     shape = PipelineShape(4, 16)
     plain = simulate(compile(one_f_one_b, shape, costs=COSTS), COSTS)
-    number = []
+    numbers_of_moves = []
     for limit in (40, 30, 20):
         program = compile(
             one_f_one_b,
@@ -162,19 +171,19 @@ def test_as_few_as_fit_and_no_longer() -> None:
         )
         run = simulate(program, COSTS, sizes=SIZES)
         assert run.span == plain.span and run.peak_memory.max() <= limit
-        number.append(sum(map(len, moved(program))))
-    assert number[0] == 0 < number[1] < number[2] <= 3 * 16
+        numbers_of_moves.append(sum(map(len, list_moved_pairs(program))))
+    assert numbers_of_moves[0] == 0 < numbers_of_moves[1] < numbers_of_moves[2] <= 3 * 16
 
 
 @pytest.mark.parametrize(("move", "limit"), [(1, 12), (2, 20), (4, 32)])
-def test_with_both_the_step_is_as_short_as_with_either(move: int, limit: int) -> None:
-    """A limit of 12 needs both. With other limits, both are at least as fast as one of them."""
+def test_recompute_and_offload_fit_is_no_slower_than_one_of_them(move: int, limit: int) -> None:
+    """A limit of 12 needs both. With another limit, both together are no slower than one."""
     costs, shape = Costs(F=1, B=2, offload=move, reload=move), PipelineShape(4, 8)
     spans = []
     for how in ({"recompute": "fit"}, {"offload": "fit"}, {"recompute": "fit", "offload": "fit"}):
-        more: dict[str, Any] = {"costs": costs, "sizes": SIZES, "memory_limit": limit, **how}
+        options: dict[str, Any] = {"costs": costs, "sizes": SIZES, "memory_limit": limit, **how}
         try:
-            spans.append(simulate(compile(one_f_one_b, shape, **more), costs).span)
+            spans.append(simulate(compile(one_f_one_b, shape, **options), costs).span)
         except MemoryLimitError:
             spans.append(np.inf)
     assert np.isfinite(spans[2]) and spans[2] <= min(spans[:2])
@@ -182,21 +191,27 @@ def test_with_both_the_step_is_as_short_as_with_either(move: int, limit: int) ->
 
 
 @pytest.mark.parametrize(("schedule", "limit"), [(gpipe, 20), (one_f_one_b, 20)])
-def test_no_choice_of_the_same_kind_is_much_better(schedule: Any, limit: int) -> None:
+def test_offload_fit_is_within_ten_percent_of_best_subset(schedule: Any, limit: int) -> None:
     """Compare "fit" with all subsets of offloads: it is at most 10 % longer than the best."""
     shape, costs = PipelineShape(2, 3), Costs(F=1, B=2, offload=1, reload=1)
-    how: dict[str, Any] = {"costs": costs, "sizes": SIZES}
-    there = [one for own in moved(compile(schedule, shape, **how, offload="all")) for one in own]
+    options: dict[str, Any] = {"costs": costs, "sizes": SIZES}
+    all_pairs = [
+        pair
+        for pairs in list_moved_pairs(compile(schedule, shape, **options, offload="all"))
+        for pair in pairs
+    ]
     best = np.inf
-    for number in range(len(there) + 1):
-        for some in combinations(there, number):
+    for number in range(len(all_pairs) + 1):
+        for subset in combinations(all_pairs, number):
             try:
-                one = compile(schedule, shape, **how, memory_limit=limit, offload=some or None)
+                program = compile(
+                    schedule, shape, **options, memory_limit=limit, offload=subset or None
+                )
             except MemoryLimitError:
                 continue
-            best = min(best, simulate(one, costs).span)
-    found = compile(schedule, shape, **how, memory_limit=limit, offload="fit")
-    assert best <= simulate(found, costs).span <= 1.1 * best
+            best = min(best, simulate(program, costs).span)
+    fitted = compile(schedule, shape, **options, memory_limit=limit, offload="fit")
+    assert best <= simulate(fitted, costs).span <= 1.1 * best
 
 
 # ---------------------------------------------------------------- costs
@@ -207,27 +222,36 @@ NODE = Cluster(1, 2, flops=1e12, memory=80e9, hbm_bandwidth=1e12, nvlink_bandwid
                disk_bandwidth=1e9, latency=1e-3)  # fmt: skip
 
 
-def test_a_cluster_prices_moves_by_their_bytes() -> None:
+def test_cluster_computes_offload_costs_from_bytes() -> None:
     sizes = Sizes(activation=1e6, saved=(1e9, 2e9), params=1, grads=1, recompute_inputs=1e8)
-    told = Costs(F=0.1, B=0.2)
-    found = NODE.fill_costs(PipelineShape(2, 4), sizes, told, offload=True, offload_to_disk=True)
-    assert found.offload == found.reload == (0.101, 0.201)
-    assert found.offload_to_disk == found.reload_from_disk == (1.001, 2.001)
-    again = NODE.fill_costs(PipelineShape(2, 2), sizes, told, offload=True, recomputed=[(0, 1)])
-    assert again.offload == ((0.101, 0.011), (0.201, 0.201)) and again.offload_to_disk is None
-    own = NODE.fill_costs(PipelineShape(2, 4), sizes, replace(told, offload=3.0), offload=True)
-    assert own.offload == 3.0 and own.reload == (0.101, 0.201)
+    specified = Costs(F=0.1, B=0.2)
+    filled = NODE.fill_costs(
+        PipelineShape(2, 4), sizes, specified, offload=True, offload_to_disk=True
+    )
+    assert filled.offload == filled.reload == (0.101, 0.201)
+    assert filled.offload_to_disk == filled.reload_from_disk == (1.001, 2.001)
+    recomputed_costs = NODE.fill_costs(
+        PipelineShape(2, 2), sizes, specified, offload=True, recomputed=[(0, 1)]
+    )
+    assert (
+        recomputed_costs.offload == ((0.101, 0.011), (0.201, 0.201))
+        and recomputed_costs.offload_to_disk is None
+    )
+    with_offload_cost = NODE.fill_costs(
+        PipelineShape(2, 4), sizes, replace(specified, offload=3.0), offload=True
+    )
+    assert with_offload_cost.offload == 3.0 and with_offload_cost.reload == (0.101, 0.201)
     with pytest.raises(UsageError, match="from sizes that are missing: saved"):
-        NODE.fill_costs(PipelineShape(2, 4), replace(sizes, saved=0.0), told, offload=True)
+        NODE.fill_costs(PipelineShape(2, 4), replace(sizes, saved=0.0), specified, offload=True)
     with pytest.raises(UsageError, match="disk_bandwidth is missing"):
         replace(NODE, disk_bandwidth=None).fill_costs(
-            PipelineShape(2, 4), sizes, told, offload=True, offload_to_disk=True
+            PipelineShape(2, 4), sizes, specified, offload=True, offload_to_disk=True
         )
     with pytest.raises(UsageError, match="host"):
         replace(NODE, host_bandwidth=0)
 
 
-def test_the_command_says_what_is_free(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_lists_missing_offload_costs(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["simulate", "gpipe", "--ranks", "2", "--microbatches", "8", "--sizes", "saved=10"]
     assert main([*shape, "-O", "offload=all"]) == 0
     assert "without a cost, and so free: offload, reload; give --costs " in capsys.readouterr().out
@@ -250,30 +274,30 @@ def test_the_command_says_what_is_free(capsys: pytest.CaptureFixture[str]) -> No
 
 
 SHAPES = st.tuples(
-    st.sampled_from(sorted(TRAINED)), st.just(2) | st.just(4), st.just(4) | st.just(8)
+    st.sampled_from(sorted(TRAINED_SCHEDULES)), st.just(2) | st.just(4), st.just(4) | st.just(8)
 )
 TIMES = st.sampled_from([0.0, 0.125, 0.5, 1.0, 3.0])
 
 
 @settings(max_examples=8, deadline=None)
 @given(SHAPES, st.floats(0.2, 0.9), st.floats(0.3, 1.0), st.data())
-def test_limits_hold_whatever_takes_how_long(
+def test_memory_limits_hold_at_any_costs(
     counts: tuple[str, int, int], part: float, away: float, data: st.DataObject
 ) -> None:
-    """Programs keep the limits of all tiers at any costs, or the compilation is refused."""
-    schedule = TRAINED[counts[0]]
-    shape = of(schedule, *counts[1:])
-    limit = part * max(map(float, peaks(compile(schedule, shape), "device")))
-    how: dict[str, Any] = {
+    """A compiled program keeps the limits of all tiers, whatever its instructions cost."""
+    schedule = TRAINED_SCHEDULES[counts[0]]
+    shape = build_shape(schedule, *counts[1:])
+    limit = part * max(map(float, compute_peaks(compile(schedule, shape), "device")))
+    options: dict[str, Any] = {
         "offload": "fit",
         "offload_to_disk": "fit",
         "memory_limit": limit,
         "sizes": SIZES,
     }
     try:
-        program = compile(schedule, shape, costs=COSTS, **how, host_memory_limit=1e9)
-        host = away * max(peaks(program, "host"))
-        program = compile(schedule, shape, costs=COSTS, **how, host_memory_limit=host)
+        program = compile(schedule, shape, costs=COSTS, **options, host_memory_limit=1e9)
+        host = away * max(compute_peaks(program, "host"))
+        program = compile(schedule, shape, costs=COSTS, **options, host_memory_limit=host)
     except MemoryLimitError:
         return
     assert from_text(to_text(program)) == program
@@ -285,10 +309,10 @@ def test_limits_hold_whatever_takes_how_long(
         assert all(max(curve.total) <= add_tolerance(host) for curve in run.memory_on("host"))
 
 
-def peaks(program: Program, tier: str) -> list[float]:
+def compute_peaks(program: Program, tier: str) -> list[float]:
     return [
-        float(own.total_bytes.max())
-        for own in compute_footprints(program, SIZES, tier, worst_case=True)
+        float(footprint.total_bytes.max())
+        for footprint in compute_footprints(program, SIZES, tier, worst_case=True)
     ]
 
 
@@ -313,7 +337,7 @@ def peaks(program: Program, tier: str) -> list[float]:
         ),
     ],
 )
-def test_what_says_nothing_is_refused(how: Any, error: type[Exception], says: str) -> None:
+def test_invalid_offload_selection_is_refused(how: Any, error: type[Exception], says: str) -> None:
     with pytest.raises(error, match=says):
         compile(one_f_one_b, PipelineShape(4, 8), **how)
 
@@ -333,12 +357,12 @@ def test_what_says_nothing_is_refused(how: Any, error: type[Exception], says: st
         ({"offload": "all", "host_memory_limit": -1, "sizes": SIZES}, "number of bytes"),
     ],
 )
-def test_who_chooses_is_told_by_what(how: Any, says: str) -> None:
+def test_offload_without_required_options_is_refused(how: Any, says: str) -> None:
     with pytest.raises(UsageError, match=says):
         compile(one_f_one_b, PipelineShape(4, 8), **how)
 
 
-def test_what_the_host_cannot_hold_is_refused_by_rank() -> None:
+def test_host_memory_limit_error_names_rank() -> None:
     with pytest.raises(MemoryLimitError, match="rank 0 needs 40 B on the host") as caught:
         compile(
             one_f_one_b,
@@ -352,32 +376,36 @@ def test_what_the_host_cannot_hold_is_refused_by_rank() -> None:
     assert "offload_to_disk" in caught.value.hint
 
 
-def test_slots_of_which_too_few_are_said_are_refused() -> None:
+def test_too_few_saved_or_host_slots_are_refused() -> None:
     program = compile(gpipe, PipelineShape(2, 8), offload="all", sizes=SIZES, host_memory_limit=80)
     for name in ("saved", "host"):
-        slots = tuple(own._replace(**{name: 1}) for own in program.slots)
+        slots = tuple(counts._replace(**{name: 1}) for counts in program.slots)
         with pytest.raises(SlotError, match=f"rank . has 1 {name} slot, but .* needs one more"):
             check(replace(program, slots=slots))
 
 
-def test_forwards_alone_save_nothing() -> None:
+def test_offload_without_backward_is_refused() -> None:
     with pytest.raises(ShapeError, match="no backward"):
         compile(forward_only, PipelineShape(2, 4), offload="all")
 
 
-def test_a_program_says_what_it_was_lowered_with() -> None:
+def test_infer_options_restores_offload_options() -> None:
     from schedir.compiler.relower import extract_compute, infer_options
 
     program = compile(
         interleaved, PipelineShape(2, 4, 2), costs=COSTS, offload="half", offload_to_disk=[0]
     )
-    again = compile(extract_compute(program), costs=COSTS, **infer_options(program, "per_device"))
-    assert moved(again) == moved(program)
-    assert moved(again, Opcode.ReloadFromDisk) == moved(program, Opcode.ReloadFromDisk)
-    assert np.array_equal(again.slots, program.slots)
+    recompiled = compile(
+        extract_compute(program), costs=COSTS, **infer_options(program, "per_device")
+    )
+    assert list_moved_pairs(recompiled) == list_moved_pairs(program)
+    assert list_moved_pairs(recompiled, Opcode.ReloadFromDisk) == list_moved_pairs(
+        program, Opcode.ReloadFromDisk
+    )
+    assert np.array_equal(recompiled.slots, program.slots)
 
 
-def test_what_cannot_finish_is_refused_as_without() -> None:
+def test_order_error_is_same_with_and_without_offload() -> None:
     """A program that cannot finish is refused with the same error with and without offload."""
     for shape in (PipelineShape(4, 8, optimizer_steps=2), PipelineShape(2, 4, optimizer_steps=2)):
         texts = []
@@ -388,27 +416,27 @@ def test_what_cannot_finish_is_refused_as_without() -> None:
         assert texts[0] == texts[1] == texts[2]
 
 
-def test_what_is_said_in_other_forms_is_the_same() -> None:
-    shape: dict[str, Any] = {"costs": COSTS, "sizes": SIZES, "memory_limit": 30}
-    told = compile(one_f_one_b, PipelineShape(4, 8), **shape, offload="fit")
-    text = compile(
-        one_f_one_b, PipelineShape(4, 8), **(shape | {"memory_limit": "30B"}), offload="fit"
+def test_equivalent_offload_options_compile_equally() -> None:
+    options: dict[str, Any] = {"costs": COSTS, "sizes": SIZES, "memory_limit": 30}
+    from_number = compile(one_f_one_b, PipelineShape(4, 8), **options, offload="fit")
+    from_text = compile(
+        one_f_one_b, PipelineShape(4, 8), **(options | {"memory_limit": "30B"}), offload="fit"
     )
-    assert text == told
-    once = compile(
+    assert from_text == from_number
+    from_iterators = compile(
         one_f_one_b, PipelineShape(4, 8), costs=COSTS, offload=iter([0]), offload_to_disk=iter([0])
     )
-    assert once == compile(
+    assert from_iterators == compile(
         one_f_one_b, PipelineShape(4, 8), costs=COSTS, offload=[0], offload_to_disk=[0]
     )
-    assert len(moved(once, Opcode.OffloadToDisk)[0]) == 8
-    wrong: list[Any] = [[1.5], [True], [(0, 1.5)], b"all"]
-    for which in wrong:
+    assert len(list_moved_pairs(from_iterators, Opcode.OffloadToDisk)[0]) == 8
+    invalid_selections: list[Any] = [[1.5], [True], [(0, 1.5)], b"all"]
+    for selection in invalid_selections:
         with pytest.raises(UsageError, match="offload must be"):
-            compile(one_f_one_b, PipelineShape(4, 8), offload=which)
+            compile(one_f_one_b, PipelineShape(4, 8), offload=selection)
 
 
-def test_torch_has_no_moves() -> None:
+def test_torch_csv_export_of_offload_is_refused() -> None:
     """Refuse the export to torch's CSV format, which has no offload."""
     program = compile(one_f_one_b, PipelineShape(2, 4), costs=COSTS, offload="all")
     for form in torch_csv.CSV_FORMATS:
@@ -417,9 +445,9 @@ def test_torch_has_no_moves() -> None:
 
 
 @pytest.mark.parametrize("most", [1.0, 1e290])
-def test_what_takes_no_time_and_what_takes_all(most: float) -> None:
+def test_offload_with_zero_or_huge_costs_compiles(most: float) -> None:
     """Offload works with computes and moves that take no time, or all the time."""
     for costs in (Costs(F=1, B=(0, 0), offload=1, reload=(0, most)), Costs(offload=most, reload=1)):
         program = compile(gpipe, PipelineShape(2, 4), costs=costs, offload=[0, 1])
-        assert sum(map(len, moved(program))) == 8
+        assert sum(map(len, list_moved_pairs(program))) == 8
         assert simulate(program, costs).span >= 4

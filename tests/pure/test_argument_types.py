@@ -1,4 +1,4 @@
-"""Tests that arguments of a wrong type give one error, which says what the function takes."""
+"""Tests that a function refuses an argument of a wrong type with a schedir error."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ from schedir.viz.figures import gantt_chart
 PLAN = PipelineShape(2, 4)
 PROGRAM = compile(one_f_one_b, PLAN)
 RUN = simulate(PROGRAM)
-KINDS: list[Any] = [
+VALUES: list[Any] = [
     None,
     3,
     {},
@@ -57,7 +57,7 @@ KINDS: list[Any] = [
     F,
     "x",
 ]
-TAKES: dict[str, tuple[Callable[[Any], object], tuple[type, ...]]] = {
+ACCEPTED_TYPES: dict[str, tuple[Callable[[Any], object], tuple[type, ...]]] = {
     "compile": (lambda v: compile(one_f_one_b, v), (PipelineShape,)),
     "compile for": (lambda v: compile(one_f_one_b, PLAN, progress_model=v), ()),
     "check": (check, ()),
@@ -108,15 +108,15 @@ TAKES: dict[str, tuple[Callable[[Any], object], tuple[type, ...]]] = {
 }
 
 
-@pytest.mark.parametrize("value", KINDS, ids=lambda v: getattr(v, "__name__", type(v).__name__))
-@pytest.mark.parametrize("name", TAKES)
-def test_a_wrong_kind_is_one_error(
+@pytest.mark.parametrize("value", VALUES, ids=lambda v: getattr(v, "__name__", type(v).__name__))
+@pytest.mark.parametrize("name", ACCEPTED_TYPES)
+def test_argument_of_wrong_type_raises_schedir_error(
     name: str, value: Any, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    call, fine = TAKES[name]
-    programs = name in ("check", "simulate", "show") and value is PROGRAM
-    if isinstance(value, fine) or programs:
+    call, accepted = ACCEPTED_TYPES[name]
+    is_accepted_program = name in ("check", "simulate", "show") and value is PROGRAM
+    if isinstance(value, accepted) or is_accepted_program:
         call(value)
         return
     with pytest.raises(SchedirError) as error:
@@ -125,7 +125,7 @@ def test_a_wrong_kind_is_one_error(
 
 
 @pytest.mark.parametrize("value", [None, 3, [F], np.arange(3), PLAN, "F"], ids=str)
-def test_words_are_made_of_words(value: Any) -> None:
+def test_schedule_algebra_refuses_other_types(value: Any) -> None:
     calls: dict[str, Callable[[], object]] = {
         "second of overlapped_pair": lambda: overlapped_pair(F, value),
         "first of overlapped_pair": lambda: overlapped_pair(value, F),
@@ -142,6 +142,6 @@ def test_words_are_made_of_words(value: Any) -> None:
             weave(4 * F, 4 * B, value)
 
 
-def test_an_array_without_dimensions_is_a_number() -> None:
-    given: list[Any] = [np.array(2.0), np.float32(2), np.array([2.0, 1.0])]
-    assert [Costs(F=value).F for value in given] == [2.0, 2.0, (2.0, 1.0)]
+def test_costs_accept_numpy_scalars_and_arrays() -> None:
+    forwards: list[Any] = [np.array(2.0), np.float32(2), np.array([2.0, 1.0])]
+    assert [Costs(F=value).F for value in forwards] == [2.0, 2.0, (2.0, 1.0)]

@@ -26,13 +26,13 @@ from schedir.schedules.schedule_algebra import get_placement_mark, get_weight_de
 from schedir.viz import compare, gantt
 from tests.commands import run_command
 
-RUN = Path(__file__).parents[2] / "examples" / "traced.timeline"
+TIMELINE_FILE = Path(__file__).parents[2] / "examples" / "traced.timeline"
 UNEVEN = Costs(F=(1, 1.2, 0.9, 1.4), I=(1.1, 1, 1.3, 1), W=(0.5, 0.7, 0.6, 0.9), send=0.1)
 LEGEND = "lower bound at this peak"
-SAID = "--costs=F=1:1.2:0.9:1.4,I=1.1:1:1.3:1,W=0.5:0.7:0.6:0.9,send=0.1"
+UNEVEN_OPTION = "--costs=F=1:1.2:0.9:1.4,I=1.1:1:1.3:1,W=0.5:0.7:0.6:0.9,send=0.1"
 
 
-def run_of(name: str, costs: Costs | None = None, v: int | None = None) -> Timeline:
+def simulate_built_in(name: str, costs: Costs | None = None, v: int | None = None) -> Timeline:
     schedule = get_built_in_schedules()[name]
     placement, fixed = get_placement_mark(schedule)
     v = v or fixed or (2 if has_free_v(schedule) else 1)
@@ -40,7 +40,7 @@ def run_of(name: str, costs: Costs | None = None, v: int | None = None) -> Timel
     return simulate(program, costs)
 
 
-def facts(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
+def read_json_output(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
     return json.loads(run_command(capsys, *argv, "--json"))
 
 
@@ -48,15 +48,15 @@ def facts(capsys: pytest.CaptureFixture[str], *argv: str) -> Any:
 
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1", "gpipe", "zb_h2"])
-def test_simulate_says_what_can_be_gained(capsys: pytest.CaptureFixture[str], name: str) -> None:
-    run = run_of(name, UNEVEN)
+def test_simulate_prints_bound_and_gain(capsys: pytest.CaptureFixture[str], name: str) -> None:
+    run = simulate_built_in(name, UNEVEN)
     bound = compute_program_bound(run.program, UNEVEN)
     assert bound is not None and bound.value <= run.span * (1 + 1e-9)
-    row = facts(capsys, "simulate", name, SAID)
+    row = read_json_output(capsys, "simulate", name, UNEVEN_OPTION)
     assert row["bound"] == bound.value and row["gap_to_bound"] == max(run.span / bound.value - 1, 0)
     (line,) = (
         line
-        for line in run_command(capsys, "simulate", name, SAID).splitlines()
+        for line in run_command(capsys, "simulate", name, UNEVEN_OPTION).splitlines()
         if "shorter" in line
     )
     assert f"is shorter than {bound.value:.6g}: " in line
@@ -65,11 +65,11 @@ def test_simulate_says_what_can_be_gained(capsys: pytest.CaptureFixture[str], na
     assert line.endswith(f"at most {gain:.1%} can be gained" if gain > 1e-9 else "proved shortest")
 
 
-def test_what_is_proved_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_proved_shortest_schedule_is_printed(capsys: pytest.CaptureFixture[str]) -> None:
     """A single rank is never idle."""
-    told = run_command(capsys, "simulate", "gpipe", "--ranks=1")
-    assert "is shorter than 6: proved shortest\n" in told
-    assert facts(capsys, "simulate", "gpipe", "--ranks=1")["gap_to_bound"] == 0
+    output = run_command(capsys, "simulate", "gpipe", "--ranks=1")
+    assert "is shorter than 6: proved shortest\n" in output
+    assert read_json_output(capsys, "simulate", "gpipe", "--ranks=1")["gap_to_bound"] == 0
     assert "to gain" in run_command(capsys, "compare", "gpipe", "--ranks=1").splitlines()[0]
     assert run_command(capsys, "explain", "gpipe", "--ranks=1").endswith(
         "activations saves nothing\n"
@@ -77,60 +77,68 @@ def test_what_is_proved_is_said(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(capsys, "compare", "gpipe", "--ranks=1").split("%")[1].split()[0] == "none"
 
 
-def test_nothing_is_said_where_nothing_is_known(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_bound_is_printed_for_unknown_bound(capsys: pytest.CaptureFixture[str]) -> None:
     for source in ("dualpipe", "forward_only"):
         assert "no schedule" not in run_command(capsys, "simulate", source)
-        assert facts(capsys, "simulate", source)["bound"] is None
+        assert read_json_output(capsys, "simulate", source)["bound"] is None
     # A measured run has no bound, since the costs of its instructions are unknown.
-    assert "no schedule" not in run_command(capsys, "simulate", str(RUN))
-    assert facts(capsys, "simulate", str(RUN))["gap_to_bound"] is None
+    assert "no schedule" not in run_command(capsys, "simulate", str(TIMELINE_FILE))
+    assert read_json_output(capsys, "simulate", str(TIMELINE_FILE))["gap_to_bound"] is None
     # Its program at given costs is a prediction.
-    run = load_timeline(RUN)
-    row = facts(capsys, "simulate", str(RUN), "--costs=F=1,B=2")
+    run = load_timeline(TIMELINE_FILE)
+    row = read_json_output(capsys, "simulate", str(TIMELINE_FILE), "--costs=F=1,B=2")
     bound = compute_program_bound(run.program, Costs(F=1, B=2))
     assert bound is not None and row["bound"] == bound.value <= row["span"]
 
 
-def test_tables_have_a_column(capsys: pytest.CaptureFixture[str]) -> None:
-    compared = ("compare", "zb_h1", "zb_v", str(RUN), "--costs=F=1,I=1,W=1")
-    rows, told = facts(capsys, *compared), run_command(capsys, *compared)
+def test_compare_and_recommend_tables_have_bound_column(capsys: pytest.CaptureFixture[str]) -> None:
+    arguments = ("compare", "zb_h1", "zb_v", str(TIMELINE_FILE), "--costs=F=1,I=1,W=1")
+    rows, output = read_json_output(capsys, *arguments), run_command(capsys, *arguments)
     assert [row["bound"] is None for row in rows] == [False, False, True]
-    for row, line in zip(rows, told.splitlines()[2:], strict=False):
+    for row, line in zip(rows, output.splitlines()[2:], strict=False):
         cells = re.split(r" {2,}", line.strip())
         gain = None if row["bound"] is None else 1 - row["bound"] / row["span"]
         assert cells[6] == ("-" if gain is None else f"{gain:.1%}" if gain > 1e-9 else "none")
-    half = compute_program_bound(run_of("zb_v").program, Costs(F=0.5, I=0.5, W=0.5))
-    assert half is not None and rows[1]["bound"] == half.value  # half of a rank's costs
-    for row in facts(capsys, "recommend", "--ranks=4", "--microbatches=8", SAID):
+    bound_of_zb_v = compute_program_bound(
+        simulate_built_in("zb_v").program, Costs(F=0.5, I=0.5, W=0.5)
+    )
+    assert (
+        bound_of_zb_v is not None and rows[1]["bound"] == bound_of_zb_v.value
+    )  # half of a rank's costs
+    for row in read_json_output(
+        capsys, "recommend", "--ranks=4", "--microbatches=8", UNEVEN_OPTION
+    ):
         assert (row["bound"] is None) == (row["parameter_copies"] > 1)
         assert row["bound"] is None or row["bound"] <= row["span"] * (1 + 1e-9)
     assert " to gain " in run_command(capsys, "recommend", "--ranks=4").splitlines()[1]
 
 
-def test_bytes_are_the_memory_where_they_are_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_sizes_option_enters_bound(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = Sizes(saved=1e9, deferred_wgrad=0.25e9)
-    row = facts(capsys, "simulate", "zb_h1", SAID, "--sizes=saved=1GB,deferred_wgrad=0.25GB")
-    bound = compute_program_bound(run_of("zb_h1", UNEVEN).program, UNEVEN, sizes)
+    row = read_json_output(
+        capsys, "simulate", "zb_h1", UNEVEN_OPTION, "--sizes=saved=1GB,deferred_wgrad=0.25GB"
+    )
+    bound = compute_program_bound(simulate_built_in("zb_h1", UNEVEN).program, UNEVEN, sizes)
     assert bound is not None and row["bound"] == bound.value
 
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1"])
-def test_what_messages_take_is_memory_that_others_may_use(name: str) -> None:
-    """A schedule found within a run's memory is no shorter than the bound of that run."""
+def test_bound_is_below_searched_span_within_same_memory(name: str) -> None:
+    """A search within a run's peak memory finds no span below the bound of that run."""
     shape = PipelineShape(ranks=2, microbatches=7)
     costs = Costs(F=(1.7, 1.65), I=(0.94, 0.73), W=1)
     sizes = Sizes(activation=0.1, saved=1, deferred_wgrad=0.5, model_states=(0, 0.2))
     run = simulate(compile(get_built_in_schedules()[name], shape), costs, sizes=sizes)
     bound = compute_program_bound(run.program, costs, sizes, split_backward=True)
     limit = float(run.peak_memory.max())
-    found = search_schedule(shape, costs, sizes, limit, max_evaluations=60)
-    assert bound is not None and bound.value <= found.span * (1 + 1e-9) < run.span
+    result = search_schedule(shape, costs, sizes, limit, max_evaluations=60)
+    assert bound is not None and bound.value <= result.span * (1 + 1e-9) < run.span
 
 
 # ---------------------------------------------------------------- advice
 
 
-def zoo() -> list[str]:
+def list_schedules_without_weight_delay() -> list[str]:
     return [
         name
         for name, schedule in get_built_in_schedules().items()
@@ -139,49 +147,49 @@ def zoo() -> list[str]:
 
 
 @pytest.mark.parametrize("costs", [Costs(F=1, B=2), Costs(F=2, I=2, W=1, send=0.3)])
-@pytest.mark.parametrize("name", zoo())
-def test_no_advice_promises_more_than_can_be(name: str, costs: Costs) -> None:
+@pytest.mark.parametrize("name", list_schedules_without_weight_delay())
+def test_advice_saves_no_more_than_bound_allows(name: str, costs: Costs) -> None:
     """This holds for advice that changes only the order, not stages, costs or memory."""
-    run = run_of(name, costs)
+    run = simulate_built_in(name, costs)
     shape, program = run.program.shape, run.program
-    priced = fill_missing_backwards(costs, program)
-    split = compute_program_bound(program, priced, split_backward=True)
-    if split is None:
+    full_costs = fill_missing_backwards(costs, program)
+    bound = compute_program_bound(program, full_costs, split_backward=True)
+    if bound is None:
         return
-    same = [f"{other} with {shape.stages_per_rank} stage" for other in get_built_in_schedules()
+    order_changes = [f"{other} with {shape.stages_per_rank} stage" for other in get_built_in_schedules()
             if get_placement_mark(get_built_in_schedules()[other])[0] is None
             and shape.placement == "loop"]  # fmt: skip
-    same += ["a greedy order, with", "the same compute", "the same program"]
-    tried = advise(run, costs).changes
-    promised = [change for change in tried if change.description.startswith(tuple(same))]
-    assert promised or not tried
-    for change in promised:
-        assert change.saved_share <= 1 - split.value / run.span + 1e-9, change.description
+    order_changes += ["a greedy order, with", "the same compute", "the same program"]
+    changes = advise(run, costs).changes
+    relevant = [change for change in changes if change.description.startswith(tuple(order_changes))]
+    assert relevant or not changes
+    for change in relevant:
+        assert change.saved_share <= 1 - bound.value / run.span + 1e-9, change.description
 
 
-def test_explain_says_the_most_that_an_order_saves(capsys: pytest.CaptureFixture[str]) -> None:
-    costs = fill_missing_backwards(UNEVEN, run_of("one_f_one_b").program)
-    run = run_of("one_f_one_b", UNEVEN)
+def test_explain_prints_largest_saving_of_another_order(capsys: pytest.CaptureFixture[str]) -> None:
+    costs = fill_missing_backwards(UNEVEN, simulate_built_in("one_f_one_b").program)
+    run = simulate_built_in("one_f_one_b", UNEVEN)
     bounds = [
         compute_program_bound(run.program, costs, split_backward=split) for split in (False, True)
     ]
     most = [1 - bound.value / run.span for bound in bounds if bound is not None]
-    line = run_command(capsys, "explain", "one_f_one_b", SAID).splitlines()[-1]
+    line = run_command(capsys, "explain", "one_f_one_b", UNEVEN_OPTION).splitlines()[-1]
     assert abs(most[0]) < 1e-9 < most[1]
     assert line == (
         "another order of these stages with no more activations saves nothing with full "
         f"backwards, at most {most[1]:.1%} with split backwards"
     )
-    row = facts(capsys, "explain", "one_f_one_b", SAID)
+    row = read_json_output(capsys, "explain", "one_f_one_b", UNEVEN_OPTION)
     assert row["bound"] == bounds[0][0] and row["split_backward_bound"] == bounds[1][0]  # type: ignore[index]
     assert row["gap_to_bound"] == pytest.approx(run.span / row["bound"] - 1)
 
 
-def test_explain_of_a_run_bounds_its_simulation(
+def test_explain_of_run_bounds_its_simulation(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    run = load_timeline(RUN)
-    row = facts(capsys, "explain", str(RUN))
+    run = load_timeline(TIMELINE_FILE)
+    row = read_json_output(capsys, "explain", str(TIMELINE_FILE))
     costs = fill_missing_backwards(calibrate(run), run.program)
     bound = compute_program_bound(run.program, costs, split_backward=False)
     assert bound is not None and row["bound"] == bound.value
@@ -189,45 +197,47 @@ def test_explain_of_a_run_bounds_its_simulation(
     spans = run.spans.copy()
     spans["end"][run.critical_path[-1]] += 1  # mean costs do not explain this
     schedir.save_timeline(replace(run, spans=spans), tmp_path / "x.timeline")
-    told = run_command(capsys, "explain", str(tmp_path / "x.timeline"))
-    assert "no advice: a simulation" in told and "another order" not in told
-    assert facts(capsys, "explain", str(tmp_path / "x.timeline"))["bound"] is None
+    output = run_command(capsys, "explain", str(tmp_path / "x.timeline"))
+    assert "no advice: a simulation" in output and "another order" not in output
+    assert read_json_output(capsys, "explain", str(tmp_path / "x.timeline"))["bound"] is None
 
 
 # ---------------------------------------------------------------- pictures
 
 
-def marks(axes: Any) -> list[float]:
+def read_mark_positions(axes: Any) -> list[float]:
     lines = [np.asarray(line.get_xdata()) for line in axes.lines if isinstance(line, Line2D)]
     return [float(x[0]) for x in lines]
 
 
-def test_a_chart_has_a_mark_at_the_bound() -> None:
-    run = run_of("one_f_one_b", UNEVEN)
+def test_chart_marks_bound() -> None:
+    run = simulate_built_in("one_f_one_b", UNEVEN)
     bound = compute_program_bound(run.program, UNEVEN, split_backward=True)
     assert bound is not None and bound.value < 0.99 * run.span
     (axes,) = gantt(run, bound=bound.value).axes
-    assert marks(axes) == [bound.value]
+    assert read_mark_positions(axes) == [bound.value]
     gain = 1 - bound.value / run.span
     within = " with full B in 4 activations, span "
     assert f", at most {gain:.1%} to gain{within}" in axes.get_title("right")
     (axes,) = gantt(run).axes
-    assert not marks(axes) and "peak 4 activations" in axes.get_title("right")
+    assert not read_mark_positions(axes) and "peak 4 activations" in axes.get_title("right")
     (axes,) = gantt(run, bound=run.span).axes
-    assert f", shortest{within}" in axes.get_title("right") and marks(axes) == [run.span]
-    split = run_of("zb_h1")
+    assert f", shortest{within}" in axes.get_title("right") and read_mark_positions(axes) == [
+        run.span
+    ]
+    split = simulate_built_in("zb_h1")
     (axes,) = gantt(split, bound=split.span).axes
     assert ", shortest in 4 activations, span " in axes.get_title("right")
     (axes,) = gantt(run, bound=bound.value, time=(0, bound.value / 2)).axes
-    assert not marks(axes)
+    assert not read_mark_positions(axes)
     figure = compare([run, run], bounds=[None, bound.value])
-    assert [len(marks(axes)) for axes in figure.axes] == [0, 1]
+    assert [len(read_mark_positions(axes)) for axes in figure.axes] == [0, 1]
     assert LEGEND in [text.get_text() for text in figure.legends[0].get_texts()]
 
 
 @pytest.mark.parametrize("bound", [0, -1, float("nan"), float("inf"), "24", [1.0, 2.0]])
-def test_a_bound_that_is_none_is_refused(bound: Any) -> None:
-    run = run_of("zb_h1")
+def test_invalid_bound_is_refused(bound: Any) -> None:
+    run = simulate_built_in("zb_h1")
     with pytest.raises(UsageError, match="bound"):
         gantt(run, bound=bound)
     with pytest.raises(UsageError, match="bound"):
@@ -236,12 +246,17 @@ def test_a_bound_that_is_none_is_refused(bound: Any) -> None:
         compare([run], bounds=[1.0, 2.0])
 
 
-def test_draw_marks_it(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    told = run_command(capsys, "draw", "zb_h1", SAID)
-    bound = compute_program_bound(run_of("zb_h1", UNEVEN).program, UNEVEN)
-    assert bound is not None and f"is shorter than {bound.value:.6g}: " in told.splitlines()[-1]
-    for argv in (("draw", "zb_h1", SAID), ("compare", "zb_h1", "--ranks=4", SAID)):
+def test_draw_output_and_picture_have_bound(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    output = run_command(capsys, "draw", "zb_h1", UNEVEN_OPTION)
+    bound = compute_program_bound(simulate_built_in("zb_h1", UNEVEN).program, UNEVEN)
+    assert bound is not None and f"is shorter than {bound.value:.6g}: " in output.splitlines()[-1]
+    for argv in (
+        ("draw", "zb_h1", UNEVEN_OPTION),
+        ("compare", "zb_h1", "--ranks=4", UNEVEN_OPTION),
+    ):
         run_command(capsys, *argv, "-o", str(tmp_path / "x.svg"))
         assert LEGEND in (tmp_path / "x.svg").read_text()
-    run_command(capsys, "draw", str(RUN), "-o", str(tmp_path / "x.svg"))
+    run_command(capsys, "draw", str(TIMELINE_FILE), "-o", str(tmp_path / "x.svg"))
     assert LEGEND not in (tmp_path / "x.svg").read_text()

@@ -28,174 +28,180 @@ from tests.strategies import compute_programs, costs
 WAITS = (IdleCause.WARMUP, IdleCause.COOLDOWN, IdleCause.PEER, IdleCause.IMBALANCE)
 
 
-def covers(timeline: Timeline) -> None:
+def assert_spans_covered(timeline: Timeline) -> None:
     """Assert that on each rank idle intervals and work cover the span exactly once."""
     idle, spans = idleness(timeline), timeline.spans
     second = timeline.is_second_of_pair
     for rank in range(timeline.ranks):
         work = (spans["rank"] == rank) & (spans["lane"] == Lane.COMPUTE) & ~second
-        own = idle[idle["rank"] == rank]
-        assert (own["end"] > own["start"]).all()
-        both = np.concatenate([own[["start", "end"]], spans[work][["start", "end"]]])
-        both.sort()
-        assert both["start"][0] == timeline.start_time and both["end"][-1] == spans["end"].max()
-        assert (both["end"][:-1] == both["start"][1:]).all()
+        rank_idle = idle[idle["rank"] == rank]
+        assert (rank_idle["end"] > rank_idle["start"]).all()
+        intervals = np.concatenate([rank_idle[["start", "end"]], spans[work][["start", "end"]]])
+        intervals.sort()
+        assert (
+            intervals["start"][0] == timeline.start_time
+            and intervals["end"][-1] == spans["end"].max()
+        )
+        assert (intervals["end"][:-1] == intervals["start"][1:]).all()
     assert np.allclose(sum_by_cause(idle, timeline.ranks).sum(1), timeline.idle, rtol=0, atol=1e-9)
 
 
-def program_of(draft: Program, how: str) -> Program:
+def lower_draft(draft: Program, how: str) -> Program:
     return group_opposite_transfers(lower(draft)) if how == "grouped" else lower(draft)
 
 
-HOW = st.sampled_from(["lowered", "grouped"])
+TRANSFER_FORMS = st.sampled_from(["lowered", "grouped"])
 
 
-@given(compute_programs(), st.data(), st.sampled_from(MODELS), HOW)
-def test_intervals_are_all_the_idle_time(
+@given(compute_programs(), st.data(), st.sampled_from(MODELS), TRANSFER_FORMS)
+def test_idle_intervals_cover_all_idle_time(
     draft: Program, data: st.DataObject, progress_model: ProgressModel, how: str
 ) -> None:
     progress_model = "per_edge" if how == "grouped" else progress_model
     timeline = schedir.simulate(
-        program_of(draft, how), data.draw(costs(draft.shape)), progress_model=progress_model
+        lower_draft(draft, how), data.draw(costs(draft.shape)), progress_model=progress_model
     )
-    covers(timeline)
+    assert_spans_covered(timeline)
     idle, spans = idleness(timeline), timeline.spans
     assert (
         sum_by_cause(idle, timeline.ranks).sum(1) == timeline.idle
     ).all()  # exact, since costs are whole numbers
     assert not (idle["cause"] == IdleCause.HOST).any()
     work = np.flatnonzero(spans["lane"] == Lane.COMPUTE)
-    last = {int(spans["rank"][k]): k for k in work}  # the last work of each rank
-    for one in idle:
-        awaited = spans[one["awaits"]]
-        if one["awaits"] < 0:
-            assert one["cause"] in (IdleCause.COOLDOWN, IdleCause.IMBALANCE)
-            assert one["start"] >= spans["end"][last[one["rank"]]]
-        elif one["cause"] in WAITS:  # waits for work on another rank that has not ended
-            assert awaited["rank"] != one["rank"] and awaited["lane"] == Lane.COMPUTE
-            assert awaited["end"] >= one["end"]
-        elif one["cause"] == IdleCause.REDUCTION:
-            assert awaited["lane"] == Lane.DP and awaited["start"] <= one["start"]
-            assert awaited["end"] >= one["end"]
+    last_work = {int(spans["rank"][k]): k for k in work}  # the last work of each rank
+    for interval in idle:
+        awaited = spans[interval["awaits"]]
+        if interval["awaits"] < 0:
+            assert interval["cause"] in (IdleCause.COOLDOWN, IdleCause.IMBALANCE)
+            assert interval["start"] >= spans["end"][last_work[interval["rank"]]]
+        elif interval["cause"] in WAITS:  # waits for work on another rank that has not ended
+            assert awaited["rank"] != interval["rank"] and awaited["lane"] == Lane.COMPUTE
+            assert awaited["end"] >= interval["end"]
+        elif interval["cause"] == IdleCause.REDUCTION:
+            assert awaited["lane"] == Lane.DP and awaited["start"] <= interval["start"]
+            assert awaited["end"] >= interval["end"]
         else:
             assert awaited["op"] in TRANSFER_OPS + TP_SPLIT_OPS
-            assert awaited["start"] <= one["start"] < one["end"] <= awaited["end"]
+            assert awaited["start"] <= interval["start"] < interval["end"] <= awaited["end"]
     spare = timeline.busy.max() - timeline.busy
     assert (sum_by_cause(idle, timeline.ranks)[:, IdleCause.IMBALANCE] <= spare).all()
 
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS))
-def test_measured_times_that_nothing_explains(
+def test_unexplained_idle_time_of_measured_run_is_covered(
     draft: Program, data: st.DataObject, progress_model: ProgressModel
 ) -> None:
-    """Work ends early and clocks differ, and the unexplained time is attributed to the host."""
+    """Instructions end early, and the clocks of the ranks differ."""
     timeline = schedir.simulate(
         lower(draft), data.draw(costs(draft.shape)), progress_model=progress_model
     )
     random = np.random.default_rng(data.draw(st.integers(0, 2**32)))
     spans = timeline.spans.copy()
-    took = (spans["end"] - spans["start"]) * random.random(len(spans))
-    off = random.normal(size=timeline.ranks)[spans["rank"]]
-    spans["start"] += off
-    spans["end"] = spans["start"] + took
-    covers(replace(timeline, spans=spans, kind="measured", unit="s"))
+    durations = (spans["end"] - spans["start"]) * random.random(len(spans))
+    clock_offsets = random.normal(size=timeline.ranks)[spans["rank"]]
+    spans["start"] += clock_offsets
+    spans["end"] = spans["start"] + durations
+    assert_spans_covered(replace(timeline, spans=spans, kind="measured", unit="s"))
 
 
-def causes(timeline: Timeline) -> dict[IdleCause, list[float]]:
+def read_causes(timeline: Timeline) -> dict[IdleCause, list[float]]:
     """Return the causes that occur, with the idle time of each rank."""
     table = sum_by_cause(idleness(timeline), timeline.ranks)
     return {c: table[:, c].round(9).tolist() for c in IdleCause if table[:, c].any()}
 
 
-def test_an_even_pipeline_fills_and_drains() -> None:
+def test_idle_time_of_even_1f1b_is_warmup_and_cooldown() -> None:
     """1F1B is idle for (P-1)(F+B) on every rank. The warmup ends at the first backward."""
     timeline = schedir.simulate(schedir.compile(one_f_one_b, PipelineShape(4, 8)), Costs(F=1, B=2))
-    assert causes(timeline) == {IdleCause.WARMUP: [6, 5, 4, 3], IdleCause.COOLDOWN: [3, 4, 5, 6]}
+    assert read_causes(timeline) == {
+        IdleCause.WARMUP: [6, 5, 4, 3],
+        IdleCause.COOLDOWN: [3, 4, 5, 6],
+    }
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
-def test_what_a_slow_stage_costs_the_others(
+def test_slow_stage_causes_imbalance_on_other_ranks(
     schedule: schedir.schedules.schedule_algebra.Schedule,
 ) -> None:
     slow = Costs(F=(1, 1, 1.5, 1), B=(2, 2, 3, 2))
     timeline = schedir.simulate(schedir.compile(schedule, PipelineShape(4, 8)), slow)
-    assert causes(timeline)[IdleCause.IMBALANCE] == [12, 12, 0, 12]
+    assert read_causes(timeline)[IdleCause.IMBALANCE] == [12, 12, 0, 12]
 
 
-def test_messages_reductions_and_steps() -> None:
+def test_idle_time_of_messages_and_reductions() -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2), dp=2, clip_grad_norm=True)
     costs = Costs(F=1, B=2, send=0.25, reduce_grads=4, reduce_norm=0.5, step=1)
-    found = causes(schedir.simulate(program, costs))
+    idle_by_cause = read_causes(schedir.simulate(program, costs))
     # Rank 1 waits for the first activation and then computes. Rank 0 waits for each gradient.
-    assert found[IdleCause.REDUCTION] == [4.5, 4.5]
-    assert found[IdleCause.WARMUP] == [2.25, 1]
-    assert found[IdleCause.MESSAGE][1] == 0.25
-    assert found[IdleCause.COOLDOWN][1] == 2.25
+    assert idle_by_cause[IdleCause.REDUCTION] == [4.5, 4.5]
+    assert idle_by_cause[IdleCause.WARMUP] == [2.25, 1]
+    assert idle_by_cause[IdleCause.MESSAGE][1] == 0.25
+    assert idle_by_cause[IdleCause.COOLDOWN][1] == 2.25
 
 
-def test_sums_of_pieces_and_of_shared_sequences() -> None:
+def test_tensor_parallel_sums_have_their_own_idle_causes() -> None:
     """Waiting for the sum of a segment is not waiting for a message.
 
     Sums of sequence parallelism count as reductions.
     """
     program = schedir.compile(gpipe, PipelineShape(1, 2), tp=2, stage_segments="fg")
     timeline = schedir.simulate(program, Costs(tp_reduce=1.5))
-    assert causes(timeline) == {IdleCause.SUM: [2 * 2 * 1.5]}
-    covers(timeline)
+    assert read_causes(timeline) == {IdleCause.SUM: [2 * 2 * 1.5]}
+    assert_spans_covered(timeline)
     program = schedir.compile(one_f_one_b, PipelineShape(1, 2), tp=2, sequence_parallel=True)
     timeline = schedir.simulate(program, Costs(reduce_sequence_parallel_grads=3))
-    assert causes(timeline) == {IdleCause.REDUCTION: [3]}
+    assert read_causes(timeline) == {IdleCause.REDUCTION: [3]}
 
 
-def test_a_gather_is_part_of_the_message() -> None:
+def test_waiting_for_gather_or_scatter_counts_as_message() -> None:
     program = schedir.compile(interleaved, PipelineShape(2, 2, 2), tp=2)
     timeline = schedir.simulate(program, Costs(tp_gather=1, tp_scatter=1))
     idle = idleness(timeline)
     ops = timeline.spans["op"][idle["awaits"][idle["cause"] == IdleCause.MESSAGE]]
     assert {*ops.tolist()} <= {*map(int, TP_SPLIT_OPS)}
-    covers(timeline)
+    assert_spans_covered(timeline)
 
 
-def test_pairs_run_together() -> None:
+def test_idle_intervals_cover_schedule_with_overlapped_pairs() -> None:
     program = schedir.compile(dualpipe_v, PipelineShape(4, 10, 2, "vee"))
-    covers(schedir.simulate(program, Costs(F=1, I=1, W=1, FB=2, send=0.5)))
+    assert_spans_covered(schedir.simulate(program, Costs(F=1, I=1, W=1, FB=2, send=0.5)))
 
 
-def test_nothing_is_idle_alone() -> None:
+def test_single_rank_has_no_idle_intervals() -> None:
     assert not len(idleness(schedir.simulate(schedir.compile(gpipe, PipelineShape(1, 3)))))
 
 
 # ---------------------------------------------------------------- quality measures of a run
 
 
-@given(compute_programs(), st.data(), st.sampled_from(MODELS), HOW)
-def test_a_prediction_has_no_gap_where_nothing_is_missing(
+@given(compute_programs(), st.data(), st.sampled_from(MODELS), TRANSFER_FORMS)
+def test_prediction_has_no_ready_gaps(
     draft: Program, data: st.DataObject, progress_model: ProgressModel, how: str
 ) -> None:
     progress_model = "per_edge" if how == "grouped" else progress_model
     timeline = schedir.simulate(
-        program_of(draft, how), data.draw(costs(draft.shape)), progress_model=progress_model
+        lower_draft(draft, how), data.draw(costs(draft.shape)), progress_model=progress_model
     )
     assert not find_ready_gaps(timeline).any()
     assert 0 <= compute_exposed_share(timeline) <= 1
 
 
-def test_gaps_are_those_for_which_nothing_is_missing() -> None:
+def test_ready_gaps_are_delays_without_missing_inputs() -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2), progress_model="per_edge")
     timeline = schedir.simulate(program, Costs(F=1, B=2, send=0.5), progress_model="per_edge")
     spans = timeline.spans.copy()
-    for instr, late in (("F 0.1", 0.25), ("B 1.1", 0.5)):  # delays it and all later instructions
-        of = [str(timeline.graph.index.locate(k)[2]) for k in range(len(spans))]
-        after = spans["start"] >= spans["start"][of.index(instr)]
-        spans["start"][after] += late
-        spans["end"][after] += late
+    for instr, delay in (("F 0.1", 0.25), ("B 1.1", 0.5)):  # delays it and all later instructions
+        names = [str(timeline.graph.index.locate(k)[2]) for k in range(len(spans))]
+        is_delayed = spans["start"] >= spans["start"][names.index(instr)]
+        spans["start"][is_delayed] += delay
+        spans["end"][is_delayed] += delay
     gaps = find_ready_gaps(replace(timeline, spans=spans))
     # Rank 0 runs F and F, then B waits for its message, B for another, and then step. Rank 1 runs
     # F, B, F, B and step, where each B needs only its F.
     assert sorted(gaps.tolist()) == [0.0, 0.0, 0.0, 0.0, 0.25, 0.5]
 
 
-def test_exposed_transfers_are_those_of_the_steady_phase() -> None:
+def test_exposed_share_counts_steady_state_transfers() -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
     timeline = schedir.simulate(program, Costs(F=1, B=2, send=0.5), progress_model="per_edge")
     # Rank 0 is in steady state from 5 to 8 and never waits there. Rank 1 is from 2.5 to 9.5, and
@@ -205,8 +211,10 @@ def test_exposed_transfers_are_those_of_the_steady_phase() -> None:
         compute_exposed_share(schedir.simulate(program, Costs(F=1, B=2), progress_model="per_edge"))
         == 0
     )
-    none = schedir.compile(gpipe, PipelineShape(2, 3), progress_model="per_edge")
+    without_steady_state = schedir.compile(gpipe, PipelineShape(2, 3), progress_model="per_edge")
     assert (
-        compute_exposed_share(schedir.simulate(none, Costs(send=0.5), progress_model="per_edge"))
+        compute_exposed_share(
+            schedir.simulate(without_steady_state, Costs(send=0.5), progress_model="per_edge")
+        )
         == 0
     )

@@ -12,27 +12,30 @@ from tests.cases import ALL
 from tests.certified_optima import Case, cases
 
 
-def test_half_of_the_cases_have_no_optimal_schedule_in_the_zoo() -> None:
-    found = Counter(
+def test_built_in_schedules_are_optimal_in_at_most_half_of_cases() -> None:
+    counts = Counter(
         c.zoo is not None and c.zoo <= c.optimum * (1 + PROOF_TOLERANCE) for c in cases()
     )
-    assert found.total() >= 150 and found[False] >= found[True] > 0
+    assert counts.total() >= 150 and counts[False] >= counts[True] > 0
 
 
 @cache
-def bound_in_5_ms(case: Case) -> float:
+def compute_bound_in_5_ms(case: Case) -> float:
     return compute_bound(case.problem, 0.005).value
 
 
-def test_no_bound_is_above_an_optimum() -> None:
+def test_bounds_are_at_most_optimum() -> None:
     bounds = {
-        case: max(compute_bound(case.problem, 0.0).value, bound_in_5_ms(case)) for case in cases()
+        case: max(compute_bound(case.problem, 0.0).value, compute_bound_in_5_ms(case))
+        for case in cases()
     }
     assert not [case for case, bound in bounds.items() if bound > case.optimum * (1 + 1e-9)]
 
 
-def test_seven_in_ten_bounds_are_exact() -> None:
-    exact = [bound_in_5_ms(case) >= case.optimum * (1 - PROOF_TOLERANCE) for case in cases()]
+def test_seventy_percent_of_bounds_are_exact() -> None:
+    exact = [
+        compute_bound_in_5_ms(case) >= case.optimum * (1 - PROOF_TOLERANCE) for case in cases()
+    ]
     assert sum(exact) >= 0.7 * len(exact)
 
 
@@ -41,13 +44,13 @@ SLOW = "4x4 v=2 vee k=10 split span"  # takes as long as all others together
 
 
 @pytest.mark.parametrize("case", [case for case in SMALL if ALL or str(case) != SLOW], ids=str)
-def test_a_search_finds_the_optimum(case: Case) -> None:
-    """The time is that of the order alone. In a simulation, queues of messages may delay it."""
-    found = search_schedule(
+def test_search_finds_optimum(case: Case) -> None:
+    """The optimum is the span of the order alone. A simulation may add delays of messages."""
+    result = search_schedule(
         case.shape, case.costs, case.sizes, case.limit, max_in_flight=case.in_flight,
         objective=case.objective, split_backward=case.split, time_limit=100,
         max_evaluations=400_000,
     )  # fmt: skip
-    assert found.improvements[-1].span == pytest.approx(case.optimum, rel=PROOF_TOLERANCE)
-    assert found.bound <= case.optimum * (1 + 1e-9)
-    assert found.span >= found.improvements[-1].span * (1 - 1e-9)
+    assert result.improvements[-1].span == pytest.approx(case.optimum, rel=PROOF_TOLERANCE)
+    assert result.bound <= case.optimum * (1 + 1e-9)
+    assert result.span >= result.improvements[-1].span * (1 - 1e-9)

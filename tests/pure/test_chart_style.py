@@ -1,4 +1,4 @@
-"""Tests of the look of charts: titles, palettes, colours, the time axis, and narrow charts."""
+"""Tests of the style of charts: titles, palettes, colours, time axis and narrow charts."""
 
 from __future__ import annotations
 
@@ -33,29 +33,29 @@ from schedir.viz.palette import (
 from tests.commands import run_command, run_refused_command
 
 
-def timeline(schedule: Schedule = one_f_one_b, m: int = 8, **cost: float) -> Timeline:
+def simulate_schedule(schedule: Schedule = one_f_one_b, m: int = 8, **cost: float) -> Timeline:
     costs = Costs(**cost)
     return simulate(compile(schedule, PipelineShape(4, m), costs=costs), costs)
 
 
-def faces(figure: Figure) -> set[str]:
+def read_box_colours(figure: Figure) -> set[str]:
     """Return the colours of the boxes."""
     return {to_hex(face) for face in np.asarray(figure.axes[0].collections[2].get_facecolor())}
 
 
-def test_a_column_keeps_the_numbers_of_microbatches() -> None:
-    texts = [t.get_text() for t in gantt(timeline(), width="column").axes[0].texts]
+def test_column_chart_keeps_microbatch_numbers() -> None:
+    texts = [t.get_text() for t in gantt(simulate_schedule(), width="column").axes[0].texts]
     assert sorted(texts) == sorted(8 * [str(mb) for mb in range(8)])
-    assert {t.get_text()[0] for t in gantt(timeline()).axes[0].texts} == {"F", "B"}
+    assert {t.get_text()[0] for t in gantt(simulate_schedule()).axes[0].texts} == {"F", "B"}
 
 
-def test_titles() -> None:
-    figure = compare([timeline(), timeline(gpipe)], titles=["mine", ""])
+def test_titles_of_compared_charts() -> None:
+    figure = compare([simulate_schedule(), simulate_schedule(gpipe)], titles=["mine", ""])
     titles = [(axes.get_title("left"), axes.get_title("right")) for axes in figure.axes]
     assert titles == [("mine", "bubble 27.3%, peak 4 activations, span 33"), ("", "")]
-    assert gantt(timeline(), title="$x").axes[0].get_title("left") == "$x"
+    assert gantt(simulate_schedule(), title="$x").axes[0].get_title("left") == "$x"
     with pytest.raises(UsageError, match="titles must have 2 titles, one per chart, not 1"):
-        compare([timeline(), timeline()], titles=["one"])
+        compare([simulate_schedule(), simulate_schedule()], titles=["one"])
 
 
 @pytest.mark.parametrize("width", ["column", "page", 1.5, None], ids=str)
@@ -64,8 +64,8 @@ def test_titles() -> None:
     [None, "W" * 99, "i" * 400, "two\nlines", "説明" * 40],
     ids=("name", "wide", "long", "lines", "boxes"),
 )
-def test_what_stands_above_a_chart_does_not_overlap(width: Any, title: str | None) -> None:
-    run = timeline(interleaved, m=16)
+def test_chart_titles_do_not_overlap(width: Any, title: str | None) -> None:
+    run = simulate_schedule(interleaved, m=16)
     axes = gantt(run, width=width, title=title).axes[0]
     figure = axes.figure
     figure.dpi = 200  # the resolution of saved files
@@ -77,36 +77,36 @@ def test_what_stands_above_a_chart_does_not_overlap(width: Any, title: str | Non
     assert left.height < 40  # pixels: one line
 
 
-def test_a_title_comes_before_figures() -> None:
-    told = "forward and backward, eight microbatches"
-    axes = gantt(timeline(), width="column", title=told).axes[0]
-    assert (axes.get_title("left"), axes.get_title("right")) == (told, "")
-    axes = gantt(timeline(interleaved, m=16), width="column").axes[0]
+def test_long_title_replaces_measures() -> None:
+    title = "forward and backward, eight microbatches"
+    axes = gantt(simulate_schedule(), width="column", title=title).axes[0]
+    assert (axes.get_title("left"), axes.get_title("right")) == (title, "")
+    axes = gantt(simulate_schedule(interleaved, m=16), width="column").axes[0]
     assert axes.get_title("left") == "interleaved" and "bubble" in axes.get_title("right")
 
 
-def test_palettes_and_colours() -> None:
+def test_palettes_and_colours_set_box_colours() -> None:
     for name, palette in PALETTES.items():
         ops = (Opcode.Forward, Opcode.Backward)
-        assert faces(gantt(timeline(), palette=name)) == {
+        assert read_box_colours(gantt(simulate_schedule(), palette=name)) == {
             format_hex(choose_box_color(op, 0, 1, palette)) for op in ops
         }
-    for face in faces(gantt(timeline(zb_h1), palette="grey")):
+    for face in read_box_colours(gantt(simulate_schedule(zb_h1), palette="grey")):
         assert face[1:3] == face[3:5] == face[5:7]
-    own = gantt(timeline(), colours={"F": "navy", "B": "#ff8800"})
-    assert faces(own) == {"#000080", "#ff8800"}
-    assert faces(gantt(timeline(), colours={"F": "white"})) == {
+    figure = gantt(simulate_schedule(), colours={"F": "navy", "B": "#ff8800"})
+    assert read_box_colours(figure) == {"#000080", "#ff8800"}
+    assert read_box_colours(gantt(simulate_schedule(), colours={"F": "white"})) == {
         "#ffffff", format_hex(choose_box_color(Opcode.Backward, 0, 1)),
     }  # fmt: skip
     shades = recolor(LIGHT_PALETTE, {"F": "#808080"})
-    each = [lightness(choose_box_color(Opcode.Forward, k, 3, shades)) for k in range(3)]
-    assert each[0] > each[1] > each[2]
+    lightnesses = [lightness(choose_box_color(Opcode.Forward, k, 3, shades)) for k in range(3)]
+    assert lightnesses[0] > lightnesses[1] > lightnesses[2]
 
 
-def test_white_boxes_are_seen_on_paper() -> None:
+def test_white_boxes_have_outline() -> None:
     """White boxes have an outline, and so have their legend entries."""
     for fill, edge in (("white", IDLE_COLOR), ("#fdfdfd", IDLE_COLOR), ("skyblue", "white")):
-        figure = gantt(timeline(), colours={"F": fill})
+        figure = gantt(simulate_schedule(), colours={"F": fill})
         boxes: Any = figure.axes[0].collections[2]
         pairs = zip(boxes.get_facecolor(), boxes.get_edgecolor(), strict=True)
         assert (to_hex(fill), to_hex(edge)) in {(to_hex(f), to_hex(e)) for f, e in pairs}
@@ -114,18 +114,20 @@ def test_white_boxes_are_seen_on_paper() -> None:
         assert (to_hex(first.get_edgecolor()) == IDLE_COLOR) is (edge == IDLE_COLOR)
 
 
-def test_the_bright_palette_is_told_apart_by_hue() -> None:
-    seen = [np.array(choose_box_color(op, 0, 1, PALETTES["bright"])) for op in LIGHT_PALETTE.tones]
-    apart = [float(np.abs(a - b).sum()) for k, a in enumerate(seen) for b in seen[:k]]
-    assert min(apart) > 0.4
+def test_bright_palette_colours_differ() -> None:
+    colours = [
+        np.array(choose_box_color(op, 0, 1, PALETTES["bright"])) for op in LIGHT_PALETTE.tones
+    ]
+    distances = [float(np.abs(a - b).sum()) for k, a in enumerate(colours) for b in colours[:k]]
+    assert min(distances) > 0.4
 
 
-def test_the_time_axis() -> None:
-    axes = gantt(timeline(), axis="microseconds", time=(10, 20)).axes[0]
+def test_time_axis_label_and_limits() -> None:
+    axes = gantt(simulate_schedule(), axis="microseconds", time=(10, 20)).axes[0]
     assert axes.get_xlabel() == "microseconds" and axes.get_xlim() == (10, 20)
     for text in axes.texts:  # no text is outside
         assert 10 <= text.get_position()[0] <= 20
-    axes = gantt(timeline(), axis="none").axes[0]
+    axes = gantt(simulate_schedule(), axis="none").axes[0]
     assert axes.get_xlabel() == "" and not axes.spines["bottom"].get_visible()
 
 
@@ -137,23 +139,25 @@ def test_the_time_axis() -> None:
     ],
     ids=str,
 )  # fmt: skip
-def test_a_style_that_cannot_be(style: Any) -> None:
+def test_invalid_style_is_refused(style: Any) -> None:
     with pytest.raises(UsageError):
-        gantt(timeline(), **style)
+        gantt(simulate_schedule(), **style)
 
 
-def test_shares_of_a_tradeoff_are_what_they_stand_at() -> None:
+def test_tick_labels_of_bubble_axis_match_their_positions() -> None:
     for m in (8, 16, 64):
-        figure = bubble_vs_memory([timeline(m=m), timeline(zb_h1, m=m)])
+        figure = bubble_vs_memory([simulate_schedule(m=m), simulate_schedule(zb_h1, m=m)])
         figure.canvas.draw()
         axes = figure.axes[0]
-        for at, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True):
-            assert float(label.get_text().rstrip("%")) == pytest.approx(100 * at, abs=1e-9)
+        for position, label in zip(axes.get_yticks(), axes.get_yticklabels(), strict=True):
+            assert float(label.get_text().rstrip("%")) == pytest.approx(100 * position, abs=1e-9)
 
 
-def test_the_same_from_the_command_line(capsys: pytest.CaptureFixture[str], tmp_path: Path) -> None:
+def test_style_options_of_draw_and_compare(
+    capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
     file = tmp_path / "x.svg"
-    look = [
+    options = [
         "--title",
         "mine",
         "--palette",
@@ -163,19 +167,21 @@ def test_the_same_from_the_command_line(capsys: pytest.CaptureFixture[str], tmp_
         "--axis-label",
         "in µs",
     ]
-    run_command(capsys, "draw", "gpipe", *look, "--time-range", "3:9", "-o", str(file))
+    run_command(capsys, "draw", "gpipe", *options, "--time-range", "3:9", "-o", str(file))
     text = file.read_text()
     assert ">mine</text>" in text and ">in µs</text>" in text and "#ff8800" in text
     run_command(capsys, "compare", "gpipe", "zb_h1", "--title=a", "--title=", "-o", str(file))
     assert ">a</text>" in file.read_text() and "zb_h1" not in file.read_text()
-    for wrong, named in (
+    for invalid_option, message in (
         ("--colors=F", "--colors"),
         ("--time-range=5", "--time-range"),
         ("--time-range=٣:9", "--time-range"),
         ("--time-range=9:3", "a time range is (begin, end) with "),
         ("--palette=x", "palette must be plain or grey or bright"),
     ):
-        assert named in run_refused_command(capsys, "draw", "gpipe", wrong, "-o", "x.svg")
+        assert message in run_refused_command(
+            capsys, "draw", "gpipe", invalid_option, "-o", "x.svg"
+        )
     for option in (
         "--title=x",
         "--palette=grey",

@@ -1,4 +1,4 @@
-"""Tests of which programs the checker refuses, and which it must accept."""
+"""Tests that `check` refuses invalid programs and accepts valid ones."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ from schedir.verify.check import check, check_draft
 from tests.edits import written
 
 
-def zb(r: int, P: int, m: int) -> RankSchedule:
+def zero_bubble_schedule(r: int, P: int, m: int) -> RankSchedule:
     lead = min(P - 1 - r, m)
     return lead * F + (m - lead) * (F + I + W) + lead * (I + W)
 
@@ -48,49 +48,49 @@ def edited(program: Program, *edits: tuple[str, str]) -> Program:
     return from_text(text)
 
 
-WHOLE = compile(one_f_one_b, PipelineShape(2, 4), tied_weights=True, clip_grad_norm=True)
-SPLIT = compile(zb, PipelineShape(2, 4))
+FULL_BACKWARD = compile(one_f_one_b, PipelineShape(2, 4), tied_weights=True, clip_grad_norm=True)
+SPLIT_BACKWARD = compile(zero_bubble_schedule, PipelineShape(2, 4))
 SHARDED = compile(one_f_one_b, PipelineShape(2, 2), tp=2)
 
 REFUSED = {
     # name: (program, edits, error)
-    "a forward less": (WHOLE, [(r"  F 0.2\n", "")], CompletenessError),
-    "no backward": (WHOLE, [(r"  B 1.3\n", "")], CompletenessError),
-    "twice": (WHOLE, [(r"  F 0.1\n", "  F 0.1\n  F 0.1\n")], CompletenessError),
-    "mb out of range": (WHOLE, [(r"  F 0.3", "  F 0.4")], CompletenessError),
-    "stage out of range": (WHOLE, [(r"  F 0.3", "  F 7.3")], CompletenessError),
-    "foreign stage": (WHOLE, [(r"  F 0.3\n", ""), (r"  F 1.3", "  F 1.3\n  F 0.3")],
+    "a forward less": (FULL_BACKWARD, [(r"  F 0.2\n", "")], CompletenessError),
+    "no backward": (FULL_BACKWARD, [(r"  B 1.3\n", "")], CompletenessError),
+    "twice": (FULL_BACKWARD, [(r"  F 0.1\n", "  F 0.1\n  F 0.1\n")], CompletenessError),
+    "mb out of range": (FULL_BACKWARD, [(r"  F 0.3", "  F 0.4")], CompletenessError),
+    "stage out of range": (FULL_BACKWARD, [(r"  F 0.3", "  F 7.3")], CompletenessError),
+    "foreign stage": (FULL_BACKWARD, [(r"  F 0.3\n", ""), (r"  F 1.3", "  F 1.3\n  F 0.3")],
                       CompletenessError),
-    "W before I": (SPLIT, [(r"  I 1.1\n", "  W 1.1\n  I 1.1\n"),
+    "W before I": (SPLIT_BACKWARD, [(r"  I 1.1\n", "  W 1.1\n  I 1.1\n"),
                            (r"(I 1.1\n(.*\n)*?)  W 1.1\n", r"\1")],
                    OrderError),
-    "W without I": (SPLIT, [(r"  I 1.1\n", "")], CompletenessError),
-    "I without W": (SPLIT, [(r"  W 1.1\n", "")], CompletenessError),
-    "B beside I and W": (SPLIT, [(r"  W 1.1", "  W 1.1\n  B 1.1")], CompletenessError),
-    "B beside I": (SPLIT, [(r"  W 1.1", "  B 1.1")], CompletenessError),
-    "send without receive": (WHOLE, [(r"  recv_act 1.2\n", "")], UnmatchedTransferError),
-    "receive without send": (WHOLE, [(r"  send_grad 1.2\n", "")], UnmatchedTransferError),
-    "neither": (WHOLE, [(r"  send_act 0.2\n", ""), (r"  recv_act 1.2\n", "")],
+    "W without I": (SPLIT_BACKWARD, [(r"  I 1.1\n", "")], CompletenessError),
+    "I without W": (SPLIT_BACKWARD, [(r"  W 1.1\n", "")], CompletenessError),
+    "B beside I and W": (SPLIT_BACKWARD, [(r"  W 1.1", "  W 1.1\n  B 1.1")], CompletenessError),
+    "B beside I": (SPLIT_BACKWARD, [(r"  W 1.1", "  B 1.1")], CompletenessError),
+    "send without receive": (FULL_BACKWARD, [(r"  recv_act 1.2\n", "")], UnmatchedTransferError),
+    "receive without send": (FULL_BACKWARD, [(r"  send_grad 1.2\n", "")], UnmatchedTransferError),
+    "neither": (FULL_BACKWARD, [(r"  send_act 0.2\n", ""), (r"  recv_act 1.2\n", "")],
                 UnmatchedTransferError),
-    "send into nothing": (WHOLE, [(r"  F 1.2", "  F 1.2\n  send_act 1.2")], UnmatchedTransferError),
-    "two receives swapped": (WHOLE, [("recv_act 1.0", "recv_act 1.X"), ("recv_act 1.1",
+    "send into nothing": (FULL_BACKWARD, [(r"  F 1.2", "  F 1.2\n  send_act 1.2")], UnmatchedTransferError),
+    "two receives swapped": (FULL_BACKWARD, [("recv_act 1.0", "recv_act 1.X"), ("recv_act 1.1",
                              "recv_act 1.0"), ("recv_act 1.X", "recv_act 1.1")], OrderError),
-    "send before its forward": (WHOLE, [(r"  F 0.0\n  send_act 0.0",
+    "send before its forward": (FULL_BACKWARD, [(r"  F 0.0\n  send_act 0.0",
                                          "  send_act 0.0\n  F 0.0")], OrderError),
-    "no reduce": (WHOLE, [(r"  reduce_grads 1\n", "")], ReductionError),
+    "no reduce": (FULL_BACKWARD, [(r"  reduce_grads 1\n", "")], ReductionError),
     "reduce before the last backward": (
-        WHOLE, [(r"  reduce_grads 0\n", ""), (r"  B 0.3", "  reduce_grads 0\n  B 0.3")],
+        FULL_BACKWARD, [(r"  reduce_grads 0\n", ""), (r"  B 0.3", "  reduce_grads 0\n  B 0.3")],
         OrderError),
-    "no tied": (WHOLE, [(r"  reduce_tied 1\n", "")], ReductionError),
-    "tied twice": (WHOLE, [(r"  reduce_tied 1\n", "  reduce_tied 1\n  reduce_tied 1\n")],
+    "no tied": (FULL_BACKWARD, [(r"  reduce_tied 1\n", "")], ReductionError),
+    "tied twice": (FULL_BACKWARD, [(r"  reduce_tied 1\n", "  reduce_tied 1\n  reduce_tied 1\n")],
                    ReductionError),
-    "tied though not": (WHOLE, [("tied_weights yes", "tied_weights no")], ReductionError),
-    "no norm": (WHOLE, [(r"  reduce_norm\n", "")], ReductionError),
-    "norm before tied": (WHOLE, [(r"  reduce_tied 0\n  reduce_norm",
+    "tied though not": (FULL_BACKWARD, [("tied_weights yes", "tied_weights no")], ReductionError),
+    "no norm": (FULL_BACKWARD, [(r"  reduce_norm\n", "")], ReductionError),
+    "norm before tied": (FULL_BACKWARD, [(r"  reduce_tied 0\n  reduce_norm",
                                   "  reduce_norm\n  reduce_tied 0")], OrderError),
-    "no step": (WHOLE, [(r"  step\n", "")], ReductionError),
-    "two steps": (WHOLE, [(r"  step\n", "  step\n  step\n")], ReductionError),
-    "step before norm": (WHOLE, [(r"  reduce_norm\n  step", "  step\n  reduce_norm")],
+    "no step": (FULL_BACKWARD, [(r"  step\n", "")], ReductionError),
+    "two steps": (FULL_BACKWARD, [(r"  step\n", "  step\n  step\n")], ReductionError),
+    "step before norm": (FULL_BACKWARD, [(r"  reduce_norm\n  step", "  step\n  reduce_norm")],
                          OrderError),
     "scatter without gather": (SHARDED, [(r"  tp_gather_act 1.0\n", "")], UnmatchedTransferError),
     "gather without scatter": (SHARDED, [(r"  tp_scatter_grad 1.1\n", "")], UnmatchedTransferError),
@@ -100,47 +100,47 @@ REFUSED = {
     "scatter after the send": (SHARDED, [(r"  tp_scatter_act 0.0\n  send_act 0.0",
                                           "  send_act 0.0\n  tp_scatter_act 0.0")], OrderError),
     "sharding without tp": (SHARDED, [("tp 2", "tp 1")], CompletenessError),
-    "joined to nothing": (WHOLE, [(r"rank 1\n  recv_act 1.0\n",
+    "joined to nothing": (FULL_BACKWARD, [(r"rank 1\n  recv_act 1.0\n",
                                    "rank 1\n  recv_act 1.0 & F 1.0\n"), (r"  F 1.0\n", "")],
                           GroupError),
-    "three computes as one": (WHOLE, [(r"  F 0.1\n", ""), (r"  F 0.2\n", ""),
+    "three computes as one": (FULL_BACKWARD, [(r"  F 0.1\n", ""), (r"  F 0.2\n", ""),
                                       (r"  F 0.0\n", "  F 0.0 & F 0.1 & F 0.2\n")], GroupError),
-    "pair that needs each other": (WHOLE, [(r"  F 1.1\n(.*\n)*?  B 1.1\n", "  F 1.1 & B 1.1\n")],
+    "pair that needs each other": (FULL_BACKWARD, [(r"  F 1.1\n(.*\n)*?  B 1.1\n", "  F 1.1 & B 1.1\n")],
                                    SchedirError),
 }  # fmt: skip
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_refused(name: str) -> None:
+def test_invalid_program_is_refused(name: str) -> None:
     program, edits, error = REFUSED[name]
-    wrong = edited(program, *edits)
+    invalid = edited(program, *edits)
     for model in MODELS:
         with pytest.raises(error) as caught:
-            check(wrong, model)
-        assert caught.value.program == wrong.name
+            check(invalid, model)
+        assert caught.value.program == invalid.name
         assert "\n" not in caught.value.fact
     for site in caught.value.sites:
-        assert wrong.streams[site.rank][site.index] == site.instr
+        assert invalid.streams[site.rank][site.index] == site.instr
 
 
-def test_the_right_ones_pass() -> None:
-    for program in (WHOLE, SPLIT, SHARDED):
+def test_valid_programs_pass() -> None:
+    for program in (FULL_BACKWARD, SPLIT_BACKWARD, SHARDED):
         for model in MODELS:
             assert check(program, model) is program
 
 
-def test_a_wrong_size_is_refused_before_anything_is_made() -> None:
-    one = Stream(pack(0, 0, 0))
-    many = Stream(np.zeros(100_000, np.int64))
+def test_wrong_program_size_is_refused_without_large_allocation() -> None:
+    one_instruction = Stream(pack(0, 0, 0))
+    many_instructions = Stream(np.zeros(100_000, np.int64))
     for shape, stream, fact in (
         (
             PipelineShape(1, 2**20),
-            one,
+            one_instruction,
             "1 instructions are far too few for 1 stages x 1048576 microbatches",
         ),
         (
             PipelineShape(1, 8),
-            many,
+            many_instructions,
             "100000 instructions are far too many for 1 stages x 8 microbatches",
         ),
     ):
@@ -151,9 +151,9 @@ def test_a_wrong_size_is_refused_before_anything_is_made() -> None:
         tracemalloc.stop()
 
 
-def test_a_plan_has_room_for_its_programs() -> None:
+def test_max_instructions_exceeds_compiled_length() -> None:
     for schedule, shape in (
-        (zb, PipelineShape(4, 6)),
+        (zero_bubble_schedule, PipelineShape(4, 6)),
         (dualpipe, PipelineShape(4, 16, placement="mirror")),
         (pipedream_2bw, PipelineShape(4, 16, optimizer_steps=4, weight_delay=1)),
     ):
@@ -161,14 +161,14 @@ def test_a_plan_has_room_for_its_programs() -> None:
         assert shape.stages * shape.microbatches < len(program) < shape.max_instructions
 
 
-def test_draft_is_refused_where_a_program_is_needed() -> None:
+def test_check_refuses_draft_and_check_draft_refuses_program() -> None:
     with pytest.raises(LoweringLevelError):
         check(expand_schedule(one_f_one_b, PipelineShape(2, 4)))
     with pytest.raises(CompletenessError):
-        check_draft(WHOLE)
+        check_draft(FULL_BACKWARD)
 
 
-def test_deadlock_names_the_cycle() -> None:
+def test_deadlock_error_names_cycle() -> None:
     def wrong(r: int, P: int, m: int) -> RankSchedule:
         lead = min(r, m)
         return lead * F + (m - lead) * (F + B) + lead * B
@@ -181,17 +181,17 @@ def test_deadlock_names_the_cycle() -> None:
     assert (caught.value.executed_count, caught.value.instruction_count) == (4, 64)
 
 
-def chain(program: Program, **how: object) -> list[str]:
-    """Return which instruction waits for which in the cycle of a deadlock under `per_edge`."""
+def find_cycle(program: Program, **how: object) -> list[str]:
+    """Return the waits, as "instruction < needed instruction", of a deadlock under `per_edge`."""
     with pytest.raises(DeadlockError) as caught:
         check(program, "per_edge", **how)  # type: ignore[arg-type]
     links = caught.value.cycle
-    for one, after in pairwise([*links, links[0]]):
-        assert (one.needed_rank, one.current_index) == (after.rank, after.index)
+    for link, next_link in pairwise([*links, links[0]]):
+        assert (link.needed_rank, link.current_index) == (next_link.rank, next_link.index)
     return [f"{w.instr} < {w.needed_instr}" for w in links]
 
 
-def test_two_groups_that_are_there_do_not_wait_for_each_other() -> None:
+def test_cycle_names_missing_message_of_group() -> None:
     """Each group waits for another of its messages, and the cycle names that message."""
     groups = written(
         "F 0.0; send_act 0.0; F 0.1; send_act 0.1 & recv_act 3.0; F 3.0; B 3.0; recv_act 3.1;"
@@ -202,10 +202,10 @@ def test_two_groups_that_are_there_do_not_wait_for_each_other() -> None:
         "reduce_grads 2; B 1.1; reduce_grads 1; send_grad 1.1; step",
         microbatches=2, header="stages_per_rank 2 placement vee",
     )  # fmt: skip
-    assert chain(groups) == ["recv_grad 0.1 < send_grad 1.1", "send_grad 1.0 < recv_grad 0.0"]
+    assert find_cycle(groups) == ["recv_grad 0.1 < send_grad 1.1", "send_grad 1.0 < recv_grad 0.0"]
 
 
-def test_a_group_waits_for_what_stands_before_any_of_it() -> None:
+def test_group_waits_for_instructions_before_its_messages() -> None:
     """The group on rank 1 has its gradient, but a receive precedes its other message."""
     program = written(
         "F 0.0; send_act 0.0; F 0.1; F 0.2; send_act 0.2; recv_grad 0.0; B 0.0; recv_grad 0.1;"
@@ -214,7 +214,7 @@ def test_a_group_waits_for_what_stands_before_any_of_it() -> None:
         "send_grad 1.1; F 1.2; B 1.2; reduce_grads 1; send_grad 1.2; step",
         microbatches=3,
     )
-    assert chain(program, blocking_hosts=True, eager_limit=1, sizes=Sizes(activation=1)) == [
+    assert find_cycle(program, blocking_hosts=True, eager_limit=1, sizes=Sizes(activation=1)) == [
         "recv_grad 0.0 < send_grad 1.0",
         "send_grad 1.0 < recv_act 1.1",
         "recv_act 1.1 < send_act 0.1",
@@ -224,7 +224,7 @@ def test_a_group_waits_for_what_stands_before_any_of_it() -> None:
 
 
 # A mutant of `interleaved`, in which receives are posted early.
-LACKING = """
+MISSING_INPUTS = """
 schedir 1
 program interleaved
 ranks 2  microbatches 2  stages_per_rank 2  placement loop
@@ -242,9 +242,9 @@ rank 1
 """
 
 
-def test_who_lacks_something_does_not_wait_for_who_is_first() -> None:
+def test_groups_with_missing_inputs_form_no_direct_cycle() -> None:
     """Two sides of one message, each in a group that lacks another input, are not a cycle."""
-    steps = chain(from_text(LACKING.strip() + "\n"), host_device_sync=True)
+    steps = find_cycle(from_text(MISSING_INPUTS.strip() + "\n"), host_device_sync=True)
     assert "send_grad 2.0 < recv_grad 1.0" not in steps and len(steps) > 2
 
 
@@ -253,22 +253,22 @@ def naive(program: Program) -> Program:
     lowered = lower(program)
     streams = []
     for stream in lowered.streams:
-        out = []
+        instructions = []
         instrs = list(stream)
-        moved = {(i.op, i.stage, i.mb): i for i in instrs}
+        transfers = {(i.op, i.stage, i.mb): i for i in instrs}
         for i in instrs:
             if i.op not in COMPUTE_OPS:
                 continue
-            back = i.op != COMPUTE_OPS[0]
-            before = moved.get((RECV_OPS[back], i.stage, i.mb))
-            after = moved.get((SEND_OPS[back], i.stage, i.mb))
-            out += [x for x in (before, i, after) if x]
+            is_backward = i.op != COMPUTE_OPS[0]
+            receive = transfers.get((RECV_OPS[is_backward], i.stage, i.mb))
+            send = transfers.get((SEND_OPS[is_backward], i.stage, i.mb))
+            instructions += [x for x in (receive, i, send) if x]
         tail = [i for i in instrs if i.op not in (*COMPUTE_OPS, *SEND_OPS, *RECV_OPS)]
-        streams.append(Stream.from_instructions([*out, *tail]))
+        streams.append(Stream.from_instructions([*instructions, *tail]))
     return replace(lowered, streams=tuple(streams))
 
 
-def test_naive_1f1b_passes_edge_and_hangs_elsewhere() -> None:
+def test_naive_1f1b_finishes_only_under_per_edge() -> None:
     for ranks, m in ((2, 4), (4, 8), (8, 16)):
         program = naive(expand_schedule(one_f_one_b, PipelineShape(ranks, m)))
         check(program, "per_edge")
@@ -279,30 +279,30 @@ def test_naive_1f1b_passes_edge_and_hangs_elsewhere() -> None:
             assert len({w.rank for w in caught.value.cycle}) == 2
 
 
-def test_receives_swapped_on_one_edge_are_a_deadlock() -> None:
+def test_swapped_receives_of_one_edge_deadlock() -> None:
     program = compile(gpipe, PipelineShape(2, 3))
-    wrong = _swap(program)
+    swapped = _swap_receives(program)
     for model in MODELS:
         with pytest.raises(DeadlockError):
-            check(wrong, model)
+            check(swapped, model)
 
 
-def _swap(program: Program) -> Program:
+def _swap_receives(program: Program) -> Program:
     """Make rank 1 receive microbatches 1 and 2 in the wrong order, both before their use."""
-    own = [i for i in program.streams[1] if str(i) not in ("recv_act 1.1", "recv_act 1.2")]
-    two = [i for i in program.streams[1] if str(i) in ("recv_act 1.1", "recv_act 1.2")]
+    others = [i for i in program.streams[1] if str(i) not in ("recv_act 1.1", "recv_act 1.2")]
+    receives = [i for i in program.streams[1] if str(i) in ("recv_act 1.1", "recv_act 1.2")]
     return replace(
-        program, streams=(program.streams[0], Stream.from_instructions([*two[::-1], *own]))
+        program, streams=(program.streams[0], Stream.from_instructions([*receives[::-1], *others]))
     )
 
 
-def test_two_ranks_with_both_neighbours_the_same() -> None:
+def test_two_ranks_with_same_neighbour_pass() -> None:
     """With P=2 and v=2, one peer is both the previous and the next rank. Messages differ anyway."""
     for model in MODELS:
         check(compile(interleaved, PipelineShape(2, 4, 2), progress_model=model), model)
 
 
-def test_ring_of_groups_is_legal() -> None:
+def test_ring_of_groups_passes() -> None:
     """Each rank groups a send to the next rank with a receive from the previous one: no cycle."""
     text = """schedir 1
 program ring
@@ -330,7 +330,7 @@ rank 2
         check(ungrouped, "blocking_serial")
 
 
-def test_overlapped_pair_is_one_node() -> None:
+def test_overlapped_pairs_compile() -> None:
     def cell(r: int, P: int, m: int) -> RankSchedule:
         return F + (m - 1) * overlapped_pair(F, B) + B
 
@@ -345,7 +345,7 @@ def test_forward_only_needs_no_reductions() -> None:
     assert {i.op.name for s in program.streams for i in s} == {"Forward", "SendAct", "RecvAct"}
 
 
-def test_words_that_are_no_instructions() -> None:
+def test_invalid_instruction_words_are_refused() -> None:
     shape = PipelineShape(1, 1)
     for word in (-1, 99 << 48, 1 << 60, int(pack(15, 3, 0)[0]), int(pack(12, 0, 5)[0])):
         with pytest.raises(CompletenessError):

@@ -1,4 +1,4 @@
-"""Tests that checkpoints in a folder are complete or absent, whenever their writer ends."""
+"""Tests that checkpoints are complete or absent, whenever the writing process ends."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ from tests.file_size_limit import small_files
 DATA = bytes(range(32))
 
 
-def fill(path: Path, step: int, note: str = "") -> Manifest:
+def write_files(path: Path, step: int, note: str = "") -> Manifest:
     """Write two files of a checkpoint, and return its manifest."""
     files, stored = {}, []
     for k, name in enumerate(("__0_0.distcp", "__1_0.distcp")):
@@ -50,22 +50,22 @@ def fill(path: Path, step: int, note: str = "") -> Manifest:
 
 
 def save(folder: CheckpointDirectory, step: int, keep: int | None = None, note: str = "") -> Path:
-    return folder.finish(fill(folder.begin(step), step, note), keep)
+    return folder.finish(write_files(folder.begin(step), step, note), keep)
 
 
 @pytest.fixture
 def folder(tmp_path: Path) -> Iterator[CheckpointDirectory]:
-    made = CheckpointDirectory(tmp_path / "run")
-    yield made
-    made.release()
+    directory = CheckpointDirectory(tmp_path / "run")
+    yield directory
+    directory.release()
 
 
-def test_what_is_saved_is_read(folder: CheckpointDirectory) -> None:
+def test_saved_checkpoint_is_read_back(folder: CheckpointDirectory) -> None:
     assert folder.list_steps() == [] and folder.find_newest_step() is None
     path = save(folder, 12, note="ü \N{SNOWMAN}")
     read = folder.verify(12)
     assert (
-        read == replace(fill(path, 12, "ü \N{SNOWMAN}"), finished_at=read.finished_at)
+        read == replace(write_files(path, 12, "ü \N{SNOWMAN}"), finished_at=read.finished_at)
         and read.finished_at
     )
     assert folder.load_manifest(12, include_tensors=False).files == read.files
@@ -78,7 +78,7 @@ def test_what_is_saved_is_read(folder: CheckpointDirectory) -> None:
 # Interrupted writers
 
 
-def test_what_cannot_be_removed_is_said(
+def test_failed_removal_is_reported(
     folder: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     save(folder, 7)
@@ -92,32 +92,32 @@ def test_what_cannot_be_removed_is_said(
     assert folder.find_newest_step() == 7
 
 
-def test_all_is_on_the_disk_before_it_has_its_name(
+def test_files_are_synced_before_folder_is_renamed(
     folder: CheckpointDirectory, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    order: list[str] = []
+    events: list[str] = []
     sync, rename = os.fsync, os.rename
 
     def syncs(file: int) -> None:
-        order.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
+        events.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
         sync(file)
 
     def renames(path: Path, to: Path) -> Path:
-        order.append("rename")
+        events.append("rename")
         rename(path, to)
         return to
 
     monkeypatch.setattr(os, "fsync", syncs)
     monkeypatch.setattr(Path, "rename", renames)
     save(folder, 1)
-    assert order == [
+    assert events == [
         "__0_0.distcp", "__1_0.distcp", MANIFEST_NAME, "step-00000001.tmp", "rename", "run",
     ]  # fmt: skip
 
 
-def test_no_room_for_the_manifest_leaves_nothing_but_what_was(folder: CheckpointDirectory) -> None:
+def test_full_disk_keeps_only_earlier_checkpoint(folder: CheckpointDirectory) -> None:
     save(folder, 1)
-    manifest = fill(folder.begin(2), 2)
+    manifest = write_files(folder.begin(2), 2)
     with small_files(100), pytest.raises(CheckpointError) as error:
         folder.finish(manifest, keep=1)
     assert error.value.step == 2 and "File too large" in error.value.fact
@@ -127,15 +127,15 @@ def test_no_room_for_the_manifest_leaves_nothing_but_what_was(folder: Checkpoint
     )
 
 
-def test_what_is_not_all_there_is_not_finished(folder: CheckpointDirectory) -> None:
-    manifest = fill(folder.begin(1), 1)
+def test_incomplete_checkpoint_is_not_finished(folder: CheckpointDirectory) -> None:
+    manifest = write_files(folder.begin(1), 1)
     with pytest.raises(CheckpointError, match="of its 8 elements"):  # a process reported no slices
         folder.finish(replace(manifest, slices=manifest.slices[:1]))
-    strange: list[Any] = [{1: 2}, {"x": float("nan")}, {"x": object()}]
-    for state in strange:
+    invalid_states: list[Any] = [{1: 2}, {"x": float("nan")}, {"x": object()}]
+    for state in invalid_states:
         with pytest.raises(CheckpointError):
-            folder.finish(replace(fill(folder.begin(1), 1), state=state))
-    manifest = fill(folder.begin(1), 1)
+            folder.finish(replace(write_files(folder.begin(1), 1), state=state))
+    manifest = write_files(folder.begin(1), 1)
     (folder.get_unfinished_path(1) / "__1_0.distcp").write_bytes(b"short")
     with pytest.raises(CheckpointError) as error:
         folder.finish(manifest)
@@ -145,7 +145,9 @@ def test_what_is_not_all_there_is_not_finished(folder: CheckpointDirectory) -> N
 # Removal of old checkpoints
 
 
-def test_only_whole_ones_count_and_those_of_others_stay(folder: CheckpointDirectory) -> None:
+def test_keep_counts_complete_checkpoints_and_leaves_foreign_files(
+    folder: CheckpointDirectory,
+) -> None:
     for name in ("step-5", "notes.tmp", "step-00000005.bak"):
         (folder.path / name).mkdir(parents=True)
     for step in (1, 2, 3):
@@ -165,7 +167,7 @@ def test_only_whole_ones_count_and_those_of_others_stay(folder: CheckpointDirect
     )
 
 
-def test_a_second_writer_is_refused_until_the_first_has_ended(folder: CheckpointDirectory) -> None:
+def test_second_writer_is_refused_until_first_writer_ends(folder: CheckpointDirectory) -> None:
     code = (
         "import sys; from schedir.checkpoints.checkpoint_directory import CheckpointDirectory; "
         "f = CheckpointDirectory(sys.argv[1]); "
@@ -191,7 +193,7 @@ def test_a_second_writer_is_refused_until_the_first_has_ended(folder: Checkpoint
 # Reading
 
 
-def test_the_newest_whole_one_and_why_others_are_not(folder: CheckpointDirectory) -> None:
+def test_newest_complete_checkpoint_and_skip_reasons(folder: CheckpointDirectory) -> None:
     for step in range(1, 6):
         save(folder, step)
     (folder.locate_step(5) / "__1_0.distcp").write_bytes(DATA)
@@ -202,10 +204,12 @@ def test_the_newest_whole_one_and_why_others_are_not(folder: CheckpointDirectory
         file.truncate(200)
     (folder.locate_step(2) / "__0_0.distcp").unlink()
     (folder.locate_step(2) / "__0_0.distcp").symlink_to("/dev/zero")
-    found = folder.find_checkpoint()
-    assert found.manifest is not None and found.manifest.step == 1 and len(found.skip_reasons) == 4
+    result = folder.find_checkpoint()
+    assert (
+        result.manifest is not None and result.manifest.step == 1 and len(result.skip_reasons) == 4
+    )
     size = len(DATA) + len("5 1 ")
-    assert found.skip_reasons[0] == (
+    assert result.skip_reasons[0] == (
         f"step-00000005 is not complete: __1_0.distcp has 32 bytes instead of {size}"
     )
     for step, name in ((5, "__1_0.distcp"), (4, "__0_0.distcp"), (3, MANIFEST_NAME)):
@@ -214,41 +218,41 @@ def test_the_newest_whole_one_and_why_others_are_not(folder: CheckpointDirectory
         assert (error.value.step, error.value.file) == (step, name)
 
 
-def test_processes_agree_though_each_reads_files_of_its_own(folder: CheckpointDirectory) -> None:
+def test_processes_with_different_files_agree_on_checkpoint(folder: CheckpointDirectory) -> None:
     for step in (1, 2):
         save(folder, step)
     broken = bytearray((folder.locate_step(2) / "__0_0.distcp").read_bytes())
     broken[3] ^= 1
     (folder.locate_step(2) / "__0_0.distcp").write_bytes(broken)
     rounds: list[dict[int, str]] = []
-    meet = Barrier(2)
+    barrier = Barrier(2)
 
     def process(k: int) -> int:
-        turn = 0
+        round_number = 0
 
         def agree(text: str) -> list[str]:
-            nonlocal turn
-            meet.wait(30)
-            while len(rounds) <= turn:
+            nonlocal round_number
+            barrier.wait(30)
+            while len(rounds) <= round_number:
                 rounds.append({})
-            rounds[turn][k] = text
-            meet.wait(30)
-            turn += 1
-            return [rounds[turn - 1][0], rounds[turn - 1][1]]
+            rounds[round_number][k] = text
+            barrier.wait(30)
+            round_number += 1
+            return [rounds[round_number - 1][0], rounds[round_number - 1][1]]
 
-        found = folder.find_checkpoint(lambda manifest: [f"__{k}_0.distcp"], agree)
-        assert len(found.skip_reasons) == 1 and "__0_0.distcp" in found.skip_reasons[0]
-        assert found.manifest is not None
-        return found.manifest.step
+        result = folder.find_checkpoint(lambda manifest: [f"__{k}_0.distcp"], agree)
+        assert len(result.skip_reasons) == 1 and "__0_0.distcp" in result.skip_reasons[0]
+        assert result.manifest is not None
+        return result.manifest.step
 
     with ThreadPoolExecutor(2) as pool:
         assert [*pool.map(process, range(2))] == [1, 1]
 
 
-def test_another_format_is_no_reason_to_go_back(folder: CheckpointDirectory) -> None:
+def test_unknown_format_does_not_select_older_checkpoint(folder: CheckpointDirectory) -> None:
     save(folder, 1)
     save(folder, 2)
-    reseal(
+    rewrite_manifest(
         folder.locate_step(2),
         lambda lines: [lines[0].replace(b'"schedir_checkpoint":1', b'"schedir_checkpoint":2')],
     )
@@ -257,14 +261,14 @@ def test_another_format_is_no_reason_to_go_back(folder: CheckpointDirectory) -> 
     assert not isinstance(error.value, IncompleteCheckpointError)
 
 
-def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_checkpoint_paths_and_steps(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     (tmp_path / "file").touch()
-    for place in (tmp_path / "file", tmp_path / ("x" * 300), tmp_path / "y" / ("z" * 300)):
+    for path in (tmp_path / "file", tmp_path / ("x" * 300), tmp_path / "y" / ("z" * 300)):
         with pytest.raises(CheckpointError):
-            CheckpointDirectory(place).begin(1)
-    for bad in ("a\0b", "~nobody-of-this-name/x", 3):
+            CheckpointDirectory(path).begin(1)
+    for invalid_path in ("a\0b", "~nobody-of-this-name/x", 3):
         with pytest.raises(UsageError):
-            CheckpointDirectory(bad)  # type: ignore[arg-type]
+            CheckpointDirectory(invalid_path)  # type: ignore[arg-type]
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.chdir(tmp_path)
     (tmp_path / "real ü").mkdir()
@@ -279,8 +283,8 @@ def test_places(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
             relative.begin(step)  # type: ignore[arg-type]
 
 
-def reseal(path: Path, change: Any) -> None:
-    """Change the lines of a manifest, and write their new digest."""
+def rewrite_manifest(path: Path, change: Any) -> None:
+    """Change lines of a manifest, and write the new digest."""
     lines = (path / MANIFEST_NAME).read_bytes().splitlines(keepends=True)[:-1]
     changed = b"".join([*change(lines), *lines[len(change(lines)) :]])
     seal = json.dumps({"sha256": hashlib.sha256(changed).hexdigest()}).encode() + b"\n"
@@ -318,12 +322,12 @@ def reseal(path: Path, change: Any) -> None:
         ('"when"', '"then"'),
     ],
 )  # fmt: skip
-def test_a_manifest_that_lies_is_refused(folder: CheckpointDirectory, old: str, new: str) -> None:
+def test_inconsistent_manifest_is_refused(folder: CheckpointDirectory, old: str, new: str) -> None:
     path = save(folder, 12)
     text = (path / MANIFEST_NAME).read_text()
     assert old in text
     lines = text.replace(old, new, 1).encode().splitlines(keepends=True)[:-1]
-    reseal(path, lambda _: lines)
+    rewrite_manifest(path, lambda _: lines)
     with pytest.raises(IncompleteCheckpointError) as error:
         folder.load_manifest(12)
     assert (error.value.step, error.value.file) == (12, MANIFEST_NAME) and len(
@@ -332,22 +336,22 @@ def test_a_manifest_that_lies_is_refused(folder: CheckpointDirectory, old: str, 
 
 
 @given(st.lists(st.integers(1, 4), max_size=3), st.data())
-def test_boxes_cover_a_tensor_or_do_not(shape: list[int], data: st.DataObject) -> None:
-    """Boxes of all its elements cover it in any order. A missing or double one does not."""
-    total = 1
+def test_exact_cover_by_slices(shape: list[int], data: st.DataObject) -> None:
+    """Slices of all elements cover a tensor in any order. A missing or double slice does not."""
+    element_count = 1
     for length in shape:
-        total *= length
-    cuts = sorted(data.draw(st.lists(st.integers(0, total), max_size=3)))
-    whole = [
+        element_count *= length
+    cuts = sorted(data.draw(st.lists(st.integers(0, element_count), max_size=3)))
+    slices = [
         StoredSlice("t", box.offset, box.size, "f", 0, 0)
-        for low, high in zip([0, *cuts], [*cuts, total], strict=True)
+        for low, high in zip([0, *cuts], [*cuts, element_count], strict=True)
         for box in split_range_into_slices(shape, low, high)
     ]
-    whole = data.draw(st.permutations(whole))
-    assert _is_exact_cover(tuple(shape), whole)
-    k = data.draw(st.integers(0, len(whole) - 1))
-    assert not _is_exact_cover(tuple(shape), whole[:k] + whole[k + 1 :])
-    assert not _is_exact_cover(tuple(shape), [*whole, whole[k]])
-    if len(whole) > 1:
-        other = whole[k - 1]
-        assert not _is_exact_cover(tuple(shape), whole[:k] + whole[k + 1 :] + [other])
+    slices = data.draw(st.permutations(slices))
+    assert _is_exact_cover(tuple(shape), slices)
+    k = data.draw(st.integers(0, len(slices) - 1))
+    assert not _is_exact_cover(tuple(shape), slices[:k] + slices[k + 1 :])
+    assert not _is_exact_cover(tuple(shape), [*slices, slices[k]])
+    if len(slices) > 1:
+        duplicate = slices[k - 1]
+        assert not _is_exact_cover(tuple(shape), slices[:k] + slices[k + 1 :] + [duplicate])

@@ -23,7 +23,7 @@ from schedir.checkpoints.checkpoint_directory import (
 )
 from tests.commands import ENV, run_command, run_refused_command
 
-KINDS = {
+TENSORS = {
     "weights/up": TensorMeta((4, 2), "bfloat16"),
     "main/up": TensorMeta((4, 2), "float32"),
     "optimizer/up/exp_avg": TensorMeta((4, 2), "float32"),
@@ -40,23 +40,23 @@ def saved(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.chdir(tmp_path)
     folder = CheckpointDirectory("run")
     for step in (2, 4, 6):
-        at, data, boxes = folder.begin(step), b"", []
-        for name, kind in KINDS.items():
-            boxes.append(
+        path, data, slices = folder.begin(step), b"", []
+        for name, meta in TENSORS.items():
+            slices.append(
                 StoredSlice(
-                    name, (0,) * len(kind.shape), kind.shape, "__0_0", len(data), kind.nbytes
+                    name, (0,) * len(meta.shape), meta.shape, "__0_0", len(data), meta.nbytes
                 )
             )
-            data += bytes([step]) * kind.nbytes
-        (at / "__0_0").write_bytes(data)
+            data += bytes([step]) * meta.nbytes
+        (path / "__0_0").write_bytes(data)
         files = {"__0_0": ManifestFile(len(data), hashlib.sha256(data).hexdigest())}
         facts = {"program": "gpipe\x1b[2J", "tp": 2}
-        folder.finish(Manifest(step, files, KINDS, tuple(boxes), facts, STATE))
+        folder.finish(Manifest(step, files, TENSORS, tuple(slices), facts, STATE))
     folder.release()
     return tmp_path / "run"
 
 
-def test_a_table_of_all_and_what_the_newest_has(
+def test_tables_of_checkpoints_and_newest_tensors(
     saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = run_command(capsys, "checkpoint", "inspect", "run")
@@ -74,7 +74,7 @@ def test_a_table_of_all_and_what_the_newest_has(
     assert rows["weights"] == ["2", "11", "28", "B"] and rows["all"] == ["6", "29", "104", "B"]
 
 
-def test_what_is_not_whole_is_told_and_passed_over(
+def test_incomplete_checkpoints_are_reported_and_skipped(
     saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (saved / "step-00000006" / MANIFEST_NAME).unlink()
@@ -95,10 +95,10 @@ def test_what_is_not_whole_is_told_and_passed_over(
     )
 
 
-def test_a_program_reads_the_same(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_has_same_facts(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (saved / "step-00000002" / "__0_0").unlink()
     facts = json.loads(run_command(capsys, "checkpoint", "inspect", "run", "--json"))
-    assert [(one["step"], one["is_complete"], one["bytes"]) for one in facts["checkpoints"]] == [
+    assert [(checkpoint["step"], checkpoint["is_complete"], checkpoint["bytes"]) for checkpoint in facts["checkpoints"]] == [
         (2, False, 104), (4, None, 104), (6, None, 104),
     ]  # fmt: skip
     newest = facts["newest_checkpoint"]
@@ -107,36 +107,36 @@ def test_a_program_reads_the_same(saved: Path, capsys: pytest.CaptureFixture[str
     assert newest["totals"]["optimizer"] == {"tensors": 2, "elements": 9, "bytes": 36}
     main(["checkpoint", "inspect", "run", "--json", "--verify"])
     facts = json.loads(capsys.readouterr().out)
-    assert [one["is_complete"] for one in facts["checkpoints"]] == [False, True, True]
+    assert [checkpoint["is_complete"] for checkpoint in facts["checkpoints"]] == [False, True, True]
 
 
-def test_it_needs_no_torch_and_no_reader(saved: Path) -> None:
+def test_inspect_runs_without_torch_and_with_closed_pipe(saved: Path) -> None:
     code = (
         "import sys; from schedir.__main__ import main; main(sys.argv[1:]); "
         "assert 'torch' not in sys.modules"
     )
-    words = [sys.executable, "-c", code, "checkpoint", "inspect", "run", "--verify"]
-    done = subprocess.run(words, capture_output=True, text=True, env=ENV)
-    assert (done.returncode, done.stderr) == (0, "")
-    words[1:3] = ["-m", "schedir"]
+    command = [sys.executable, "-c", code, "checkpoint", "inspect", "run", "--verify"]
+    completed = subprocess.run(command, capture_output=True, text=True, env=ENV)
+    assert (completed.returncode, completed.stderr) == (0, "")
+    command[1:3] = ["-m", "schedir"]
     with subprocess.Popen(
-        words, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV
+        command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENV
     ) as run:
         assert run.stdout is not None and run.stderr is not None
         run.stdout.close()  # like `| head`
         assert run.stderr.read() == "" and run.wait() == 0
 
 
-def test_what_is_not_there_is_refused(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_checkpoints_are_refused(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     Path("empty").mkdir()
     golden = Path(__file__).parents[1] / "golden" / "checkpoint_inspect.txt"
-    found = []
-    for words in (
+    outputs = []
+    for arguments in (
         "nowhere", "empty", "run --step 5", "run/step-00000006", "empty --step 5", "run --step x",
     ):  # fmt: skip
-        found.append(
-            f"{words}\n{run_refused_command(capsys, 'checkpoint', 'inspect', *words.split())}"
+        outputs.append(
+            f"{arguments}\n{run_refused_command(capsys, 'checkpoint', 'inspect', *arguments.split())}"
         )
     if "UPDATE_GOLDEN" in os.environ:
-        golden.write_text("\n".join(found))
-    assert "\n".join(found) == golden.read_text()
+        golden.write_text("\n".join(outputs))
+    assert "\n".join(outputs) == golden.read_text()

@@ -24,7 +24,7 @@ def tmp_path() -> Iterator[Path]:
         yield Path(folder)
 
 
-def test_killed_before_any_call_there_is_a_whole_one_all_the_time(tmp_path: Path) -> None:
+def test_killed_save_leaves_complete_checkpoint(tmp_path: Path) -> None:
     """A repeated save also removes an older checkpoint and cleans up a stale one."""
     template = CheckpointDirectory(tmp_path / "template")
     for step in (20, 30):
@@ -34,40 +34,42 @@ def test_killed_before_any_call_there_is_a_whole_one_all_the_time(tmp_path: Path
     template.release()
     notes = set()
     for call in range(1000):
-        place = CheckpointDirectory(tmp_path / "run")
-        shutil.copytree(template.path, place.path)
-        ended = not killed_before(call, partial(save, place, 30, 1, "new"))
-        found = place.find_checkpoint()
-        assert found.manifest is not None and found.manifest.step == 30 and not found.skip_reasons
-        notes.add(found.manifest.facts["note"])
-        assert not ended or found.manifest.facts["note"] == "new"
-        save(place, 40, keep=2)  # the lock of a killed process does not block others
-        assert sorted(os.listdir(place.path)) == [LOCK_FILE, "step-00000030", "step-00000040"]
-        place.release()
-        shutil.rmtree(place.path)
-        if ended:
+        directory = CheckpointDirectory(tmp_path / "run")
+        shutil.copytree(template.path, directory.path)
+        has_ended = not killed_before(call, partial(save, directory, 30, 1, "new"))
+        result = directory.find_checkpoint()
+        assert (
+            result.manifest is not None and result.manifest.step == 30 and not result.skip_reasons
+        )
+        notes.add(result.manifest.facts["note"])
+        assert not has_ended or result.manifest.facts["note"] == "new"
+        save(directory, 40, keep=2)  # the lock of a killed process does not block others
+        assert sorted(os.listdir(directory.path)) == [LOCK_FILE, "step-00000030", "step-00000040"]
+        directory.release()
+        shutil.rmtree(directory.path)
+        if has_ended:
             break
-    assert ended and call > 40 and notes == {"old", "new"}
+    assert has_ended and call > 40 and notes == {"old", "new"}
 
 
-def test_killed_while_all_are_removed_there_are_whole_ones_or_none(tmp_path: Path) -> None:
-    """The newest checkpoint is there as long as any is."""
-    template, left = CheckpointDirectory(tmp_path / "template"), set()
+def test_killed_removal_leaves_complete_checkpoints_or_none(tmp_path: Path) -> None:
+    """The removal deletes the newest checkpoint last."""
+    template, remaining_steps = CheckpointDirectory(tmp_path / "template"), set()
     for step in (20, 30):
         save(template, step)
     (template.path / "step-00000010.tmp").mkdir()
     template.release()
     for call in range(1000):
-        place = CheckpointDirectory(tmp_path / "run")
-        shutil.copytree(template.path, place.path)
-        ended = not killed_before(call, place.remove_all)
-        for step in place.list_steps():
-            place.verify(step)
-        left.add(tuple(place.list_steps()))
-        save(place, 40, keep=1)
-        assert sorted(os.listdir(place.path)) == [LOCK_FILE, "step-00000040"]
-        place.release()
-        shutil.rmtree(place.path)
-        if ended:
+        directory = CheckpointDirectory(tmp_path / "run")
+        shutil.copytree(template.path, directory.path)
+        has_ended = not killed_before(call, directory.remove_all)
+        for step in directory.list_steps():
+            directory.verify(step)
+        remaining_steps.add(tuple(directory.list_steps()))
+        save(directory, 40, keep=1)
+        assert sorted(os.listdir(directory.path)) == [LOCK_FILE, "step-00000040"]
+        directory.release()
+        shutil.rmtree(directory.path)
+        if has_ended:
             break
-    assert ended and left == {(20, 30), (30,), ()}
+    assert has_ended and remaining_steps == {(20, 30), (30,), ()}

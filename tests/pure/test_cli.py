@@ -24,14 +24,14 @@ from schedir.schedules import get_built_in_schedules, gpipe, one_f_one_b
 from schedir.schedules.schedule_expansion import expand_schedule
 from tests.commands import ENV, run_command, run_process, run_refused_command
 
-IN_PAIRS = """
+PAIRED_SCHEDULE = """
 from schedir import B, F
 
 def in_pairs(rank, ranks, microbatches):
     return microbatches // 2 * (2 * F + 2 * B)
 """
-# Both ranks send first. This finishes if each direction has a queue, and hangs with one queue.
-NARROW = """schedir 1
+# Both ranks send first. The program finishes if each direction has a queue, and hangs with one.
+ONE_QUEUE_DEADLOCK = """schedir 1
 program narrow
 ranks 2  microbatches 2
 
@@ -50,7 +50,7 @@ rank 1
 def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """Run every test in a new folder that has a schedule file and a program file."""
     monkeypatch.chdir(tmp_path)
-    Path("mine.py").write_text(IN_PAIRS)
+    Path("mine.py").write_text(PAIRED_SCHEDULE)
     Path("f.sched").write_text(
         to_text(compile(one_f_one_b, PipelineShape(4, 8), tp=2, clip_grad_norm=True))
     )
@@ -60,10 +60,10 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 # ---------------------------------------------------------------- the command as a user types it
 
 
-def test_the_command_itself() -> None:
-    done = run_process("print", "mine.py:in_pairs", "--ranks", "4", "--microbatches", "8")
-    assert (done.returncode, done.stderr) == (0, "")
-    program = from_text(done.stdout)
+def test_print_and_draw_in_process() -> None:
+    completed = run_process("print", "mine.py:in_pairs", "--ranks", "4", "--microbatches", "8")
+    assert (completed.returncode, completed.stderr) == (0, "")
+    program = from_text(completed.stdout)
     assert (program.name, program.shape) == ("in_pairs", PipelineShape(4, 8))
     refusal = run_process("print", "gpip")
     assert (refusal.returncode, refusal.stdout) == (2, "")
@@ -76,7 +76,7 @@ def test_the_command_itself() -> None:
     assert (drawn.returncode, drawn.stdout, drawn.stderr) == (0, "wrote x.png\n", "")
 
 
-def test_traces_are_for_import(capsys: pytest.CaptureFixture[str]) -> None:
+def test_traces_as_source_hint_at_import(capsys: pytest.CaptureFixture[str]) -> None:
     Path("traces").mkdir()
     # The folder has no traces yet.
     assert "schedir import" not in run_refused_command(capsys, "explain", "traces")
@@ -89,22 +89,22 @@ def test_traces_are_for_import(capsys: pytest.CaptureFixture[str]) -> None:
         assert hint in run_refused_command(capsys, *argv)
 
 
-def test_a_folder_of_a_run_leads_to_its_timeline(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_folder_as_source_hints_at_its_timeline(capsys: pytest.CaptureFixture[str]) -> None:
     Path("out/trace").mkdir(parents=True)
     Path("out/trace/measured.timeline").touch()
     Path("out/summary.json").write_text("{}")
     for source in ("out", "out/trace", "out/summary.json"):
-        words = run_refused_command(capsys, "explain", source)
-        assert "hint: did you mean out/trace/measured.timeline?" in words
+        output = run_refused_command(capsys, "explain", source)
+        assert "hint: did you mean out/trace/measured.timeline?" in output
 
 
-def test_help_names_the_commands(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_lists_commands(capsys: pytest.CaptureFixture[str]) -> None:
     out = run_command(capsys, "--help")
     assert all(word in out for word in ["print", "check", "simulate", "draw", "train", "compare"])
     assert "--microbatches" in run_command(capsys, "print", "--help")
 
 
-def test_help_of_train_tells_the_settings(capsys: pytest.CaptureFixture[str]) -> None:
+def test_train_help_lists_settings(capsys: pytest.CaptureFixture[str]) -> None:
     out = run_command(capsys, "train", "--help")
     lines = {
         line.split()[0]: line
@@ -118,34 +118,38 @@ def test_help_of_train_tells_the_settings(capsys: pytest.CaptureFixture[str]) ->
     assert max(map(len, out.splitlines())) <= 100
 
 
-def test_help_loads_little() -> None:
+def test_help_imports_no_large_packages() -> None:
     code = (
         "import sys\nfrom schedir.__main__ import main\nmain(['--help'])\n"
         "print('loaded:', *({'torch', 'matplotlib', 'networkx', 'rich'} & sys.modules.keys()))"
     )
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENV)
-    assert done.stdout.splitlines()[-1] == "loaded:", done.stderr
+    completed = subprocess.run(
+        [sys.executable, "-c", code], capture_output=True, text=True, env=ENV
+    )
+    assert completed.stdout.splitlines()[-1] == "loaded:", completed.stderr
 
 
-def test_a_closed_pipe_is_silent() -> None:
+def test_closed_pipe_exits_silently() -> None:
     line = f"{sys.executable} -m schedir print gpipe --microbatches 5000 --no-repeat | head -1"
     script = ["bash", "-o", "pipefail", "-c", line]
-    done = subprocess.run(script, capture_output=True, text=True, env=ENV, timeout=120)
-    assert (done.returncode, done.stdout, done.stderr) == (0, "schedir 1\n", "")
+    completed = subprocess.run(script, capture_output=True, text=True, env=ENV, timeout=120)
+    assert (completed.returncode, completed.stdout, completed.stderr) == (0, "schedir 1\n", "")
 
 
 @pytest.mark.parametrize("command", ["print", "simulate"])  # one prints text, one a table
 @pytest.mark.skipif(not Path("/dev/full").exists(), reason="no /dev/full here")
-def test_a_full_disk_is_said(command: str) -> None:
+def test_full_disk_is_reported(command: str) -> None:
     with open("/dev/full", "w") as full:
         argv = [sys.executable, "-m", "schedir", command, "gpipe"]
-        done = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, env=ENV)
-    assert done.returncode == 2 and done.stderr.startswith("UsageError: cannot write to standard")
+        completed = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, env=ENV)
+    assert completed.returncode == 2 and completed.stderr.startswith(
+        "UsageError: cannot write to standard"
+    )
 
 
 # One command writes to standard output, one to a file.
 @pytest.mark.parametrize("argv", ["print gpipe", "draw gpipe -o x.svg"])
-def test_nobody_listens(argv: str) -> None:
+def test_closed_output_and_error_do_not_fail_command(argv: str) -> None:
     """Commands succeed and write their files if standard output and error are closed."""
     line = f"{sys.executable} -m schedir {argv} >&- 2>&-"
     assert subprocess.run(["bash", "-c", line], env=ENV).returncode == 0
@@ -153,16 +157,16 @@ def test_nobody_listens(argv: str) -> None:
         assert Path("x.svg").read_text().startswith("<?xml")
 
 
-def test_nobody_listens_to_an_error() -> None:
+def test_refused_command_with_closed_output_exits_with_2() -> None:
     line = f"{sys.executable} -m schedir print nothing >&- 2>&-"
     assert subprocess.run(["bash", "-c", line], env=ENV).returncode == 2
 
 
-def test_version(capsys: pytest.CaptureFixture[str]) -> None:
+def test_version_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(capsys, "--version") == f"schedir {schedir.__version__}\n"
 
 
-def test_interrupt_ends_with_130() -> None:
+def test_interrupt_exits_with_130() -> None:
     Path("slow.py").write_text(
         "import sys, time\ndef f(r, P, m):\n    print('here', flush=True)\n    time.sleep(60)\n"
     )
@@ -181,7 +185,7 @@ def test_interrupt_ends_with_130() -> None:
         assert child.stderr.read() == b""
 
 
-def test_a_bug_of_ours_says_so(
+def test_internal_error_is_reported_as_bug(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(check, "make_request", None)
@@ -192,31 +196,35 @@ def test_a_bug_of_ours_says_so(
 
 def _run_on_terminal(stream: str, *argv: str, **env: str) -> tuple[str, str]:
     """Return what a command prints to a stream that is a terminal, and to the other stream."""
-    ours, theirs = pty.openpty()
-    streams: dict[str, Any] = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, stream: theirs}
+    terminal, child_terminal = pty.openpty()
+    streams: dict[str, Any] = {
+        "stdout": subprocess.PIPE,
+        "stderr": subprocess.PIPE,
+        stream: child_terminal,
+    }
     with subprocess.Popen(
         [sys.executable, "-m", "schedir", *argv], **streams, env=ENV | {"TERM": "xterm"} | env
     ) as child:
-        os.close(theirs)
+        os.close(child_terminal)
         raw = b""
         try:
-            while chunk := os.read(ours, 4096):
+            while chunk := os.read(terminal, 4096):
                 raw += chunk
         except OSError:  # a terminal raises this when the process has closed it
-            os.close(ours)
+            os.close(terminal)
         other = b"".join(pipe.read() for pipe in (child.stdout, child.stderr) if pipe is not None)
         assert child.wait(60) == 0
     return raw.decode().replace("\r\n", "\n"), other.decode()
 
 
 @pytest.mark.parametrize("no_color", ["", "1"])
-def test_colour_is_for_terminals(no_color: str) -> None:
+def test_colour_is_printed_only_on_terminals(no_color: str) -> None:
     out, errors = _run_on_terminal("stdout", "print", "gpipe", NO_COLOR=no_color)
     assert not errors and ("\x1b[" in out) == (not no_color)
     assert from_text(re.sub(r"\x1b\[[\d;]*m", "", out)) == compile(gpipe, PipelineShape(4, 8))
 
 
-def test_progress_is_shown_on_a_terminal_and_removed() -> None:
+def test_search_progress_is_shown_on_terminal_and_erased() -> None:
     command = ["search", "--costs", "F=1,I=1,W=1"]  # the search ends in a few milliseconds
     errors, out = _run_on_terminal("stderr", *command, COLUMNS="100")
     assert "lower bound 27: nothing to gain" in errors
@@ -226,7 +234,7 @@ def test_progress_is_shown_on_a_terminal_and_removed() -> None:
     assert not run_process(*command).stderr
 
 
-def test_a_long_command_shows_that_it_is_at_work(
+def test_long_command_shows_progress_bar(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(progress_bar, "DELAY", 0)
@@ -243,7 +251,7 @@ def test_a_long_command_shows_that_it_is_at_work(
 # ---------------------------------------------------------------- show
 
 
-def test_show_forms(capsys: pytest.CaptureFixture[str]) -> None:
+def test_print_options_select_form(capsys: pytest.CaptureFixture[str]) -> None:
     program, compute = (
         compile(gpipe, PipelineShape(2, 4)),
         expand_schedule(gpipe, PipelineShape(2, 4)),
@@ -256,7 +264,7 @@ def test_show_forms(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(capsys, "print", "gpipe", *shape, "--compute-only") == to_text(compute)
 
 
-def test_show_writes_what_it_reads(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_printed_file_is_read_back(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     options = (
         "--stages-per-rank 2 -O tp=2 -O dp=3 -O tied_weights -O clip_grad_norm "
         "--progress-model blocking_serial "
@@ -274,17 +282,17 @@ def test_show_writes_what_it_reads(capsys: pytest.CaptureFixture[str], folder: P
     )
     assert program.shape == PipelineShape(4, 8, 2)
     assert run_command(capsys, "print", "x.sched") == to_text(program)
-    again = "--stages-per-rank 2 -O tp=2 -O tied_weights --ranks 4 --placement loop"
-    assert run_command(capsys, "print", "x.sched", *again.split()) == to_text(program)
+    same_options = "--stages-per-rank 2 -O tp=2 -O tied_weights --ranks 4 --placement loop"
+    assert run_command(capsys, "print", "x.sched", *same_options.split()) == to_text(program)
 
 
-def test_every_built_in_shows(capsys: pytest.CaptureFixture[str]) -> None:
+def test_built_in_schedules_have_no_helper_functions(capsys: pytest.CaptureFixture[str]) -> None:
     assert {"gpipe", "one_f_one_b", "interleaved"} <= get_built_in_schedules().keys()
     assert "weave" not in get_built_in_schedules()
 
 
 @pytest.mark.parametrize("where", ["vee", "0,1,1,0"])
-def test_placement(capsys: pytest.CaptureFixture[str], where: str) -> None:
+def test_placement_option(capsys: pytest.CaptureFixture[str], where: str) -> None:
     Path("vee.py").write_text(
         "from schedir import B, F\ndef f(r, P, m):\n    return m * (F[0] + F[1] + B[1] + B[0])\n"
     )
@@ -292,13 +300,15 @@ def test_placement(capsys: pytest.CaptureFixture[str], where: str) -> None:
     assert f"placement {where}" in run_command(capsys, "print", *argv, "--compute-only")
 
 
-def test_a_run_is_a_program_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_timeline_file_is_a_program_source(capsys: pytest.CaptureFixture[str]) -> None:
     run_command(capsys, "simulate", "f.sched", "-o", "x.timeline")
     assert run_command(capsys, "print", "x.timeline") == Path("f.sched").read_text()
     assert run_command(capsys, "check", "x.timeline") == run_command(capsys, "check", "f.sched")
 
 
-def test_a_file_finds_its_neighbours(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_schedule_file_imports_from_its_folder(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
     (folder / "sub").mkdir()
     (folder / "sub" / "helper.py").write_text("from schedir import B, F\nPAIR = F + B\n")
     (folder / "sub" / "random.py").write_text(
@@ -313,7 +323,7 @@ def test_a_file_finds_its_neighbours(capsys: pytest.CaptureFixture[str], folder:
 
 
 @pytest.mark.parametrize("columns", ["20", "80", "200"])
-def test_a_narrow_terminal_cuts_no_number(
+def test_narrow_terminal_keeps_all_numbers(
     columns: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     wide = run_command(capsys, "compare", "gpipe", "zb_v", "--costs", "send=0.1")
@@ -326,7 +336,7 @@ def test_a_narrow_terminal_cuts_no_number(
     assert (lines == wide.splitlines()) == (columns == "200")
 
 
-def test_check_says_what_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_prints_progress_models(capsys: pytest.CaptureFixture[str]) -> None:
     n = len(compile(one_f_one_b, PipelineShape(4, 8)))
     assert run_command(capsys, "check", "one_f_one_b") == (
         f"one_f_one_b: {n} instructions on 4 ranks are complete and in order, and finish under "
@@ -336,13 +346,13 @@ def test_check_says_what_is_proven(capsys: pytest.CaptureFixture[str]) -> None:
     assert out.endswith("finish under per_pair\n")
 
 
-def test_check_says_that_nothing_is_trained(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_reports_forward_only_program(capsys: pytest.CaptureFixture[str]) -> None:
     """A program without backwards is legal, but the backwards may have been forgotten."""
     assert "which run forward only," in run_command(capsys, "check", "forward_only")
 
 
-def test_check_of_a_file_names_the_models_that_hold(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("narrow.sched").write_text(NARROW)
+def test_check_hints_at_progress_models_that_finish(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("narrow.sched").write_text(ONE_QUEUE_DEADLOCK)
     err = run_refused_command(capsys, "check", "narrow.sched")
     assert (
         "DeadlockError" in err and "hint: it finishes under per_edge and per_direction; it" in err
@@ -354,8 +364,8 @@ def test_check_of_a_file_names_the_models_that_hold(capsys: pytest.CaptureFixtur
         assert "DeadlockError" in run_refused_command(capsys, argv[0], "narrow.sched", *argv[1:])
 
 
-# A send after a compute that needs the answer to it. Queues that progress without the host finish.
-LATE = """schedir 1
+# `send_act 0.1` follows a compute that needs a reply to it. Only blocking hosts deadlock.
+LATE_SEND = """schedir 1
 program late
 ranks 2  microbatches 2
 
@@ -368,9 +378,9 @@ rank 1
 """
 
 
-def test_check_says_what_cpus_finish(capsys: pytest.CaptureFixture[str]) -> None:
-    Path("late.sched").write_text(LATE)
-    Path("narrow.sched").write_text(NARROW)
+def test_check_with_blocking_hosts(capsys: pytest.CaptureFixture[str]) -> None:
+    Path("late.sched").write_text(LATE_SEND)
+    Path("narrow.sched").write_text(ONE_QUEUE_DEADLOCK)
     argv = ["check", "late.sched", "--progress-model", "per_edge"]
     assert "under per_edge; if hosts block, as CPU hosts do, under none" in run_command(
         capsys, *argv
@@ -386,7 +396,7 @@ def test_check_says_what_cpus_finish(capsys: pytest.CaptureFixture[str]) -> None
     assert out.endswith("under per_edge, if hosts block, as CPU hosts do\n")
 
 
-def test_check_says_what_lives_through_a_wait_for_the_device(
+def test_check_with_host_device_sync(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     argv = ["check", "gpipe", "--ranks", "3", "--progress-model", "per_edge", "--host-device-sync"]
@@ -397,7 +407,7 @@ def test_check_says_what_lives_through_a_wait_for_the_device(
     assert "--explain-start" in run_refused_command(capsys, *argv, "--explain-start", "0:1")
 
 
-def test_check_json(capsys: pytest.CaptureFixture[str]) -> None:
+def test_check_json_output(capsys: pytest.CaptureFixture[str]) -> None:
     program = from_text(Path("f.sched").read_text())
     assert json.loads(run_command(capsys, "check", "f.sched", "--json")) == {
         "program": "one_f_one_b", "digest": program.digest, "ranks": 4,
@@ -406,7 +416,7 @@ def test_check_json(capsys: pytest.CaptureFixture[str]) -> None:
     }  # fmt: skip
 
 
-def test_simulate(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_output_and_json(capsys: pytest.CaptureFixture[str]) -> None:
     out = run_command(capsys, "simulate", "one_f_one_b", "--costs", "F=1,B=2")
     rows = [line.split() for line in out.splitlines() if line.strip()[:1].isdigit()]
     assert rows == [
@@ -419,25 +429,27 @@ def test_simulate(capsys: pytest.CaptureFixture[str]) -> None:
     assert facts["bubble_over_ideal"] == 0.375
 
 
-def test_costs_reach_the_clock(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_uses_costs_option(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["simulate", "gpipe", "--ranks", "2", "--microbatches", "1", "--json", "--costs"]
     for costs, span in [("F=2,B=3", 10), ("F=1:4,B=0", 5), ("I=1,W=3,F=0", 8), ("send=1", 8)]:
         assert json.loads(run_command(capsys, *argv, costs))["span"] == span
 
 
 @pytest.mark.parametrize("name", ["x.png", "x.svg", "x.pdf"])
-def test_draw(capsys: pytest.CaptureFixture[str], folder: Path, name: str) -> None:
+def test_draw_writes_each_picture_format(
+    capsys: pytest.CaptureFixture[str], folder: Path, name: str
+) -> None:
     assert run_command(capsys, "draw", "f.sched", "-o", name) == f"wrote {name}\n"
     assert (folder / name).stat().st_size > 1000
 
 
-def test_a_draft_in_a_file_can_be_simulated(capsys: pytest.CaptureFixture[str]) -> None:
+def test_draft_file_can_be_simulated(capsys: pytest.CaptureFixture[str]) -> None:
     run_command(capsys, "print", "gpipe", "--compute-only", "-o", "d.sched")
     assert json.loads(run_command(capsys, "simulate", "d.sched", "--json"))["span"] == 33
     assert "LoweringLevelError" in run_refused_command(capsys, "check", "d.sched")
 
 
-def test_compare_is_fair(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_compare_uses_equal_models(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
     names = ["gpipe", "one_f_one_b", "interleaved", "f.sched", "mine.py:in_pairs"]
     argv = ["compare", *names, "--stages-per-rank", "2"]
     out = run_command(capsys, *argv, "-o", "x.png")
@@ -450,18 +462,20 @@ def test_compare_is_fair(capsys: pytest.CaptureFixture[str], folder: Path) -> No
     assert facts["interleaved"]["peak_activations"] == facts["interleaved"]["peak_in_flight"] / 2
 
 
-def test_check_why(capsys: pytest.CaptureFixture[str]) -> None:
-    words = ["check", "one_f_one_b", "--ranks", "3", "--microbatches", "2", "--costs", "send=1"]
-    chain = json.loads(run_command(capsys, *words, "--explain-start", "2:1", "--json"))
+def test_check_explain_start(capsys: pytest.CaptureFixture[str]) -> None:
+    command = ["check", "one_f_one_b", "--ranks", "3", "--microbatches", "2", "--costs", "send=1"]
+    chain = json.loads(run_command(capsys, *command, "--explain-start", "2:1", "--json"))
     assert [(link["instruction"], link["start"]) for link in chain] == [
         ("F 0.0", 0), ("recv_act 1.0", 1), ("F 1.0", 2), ("recv_act 2.0", 3), ("F 2.0", 4),
     ]  # fmt: skip
-    assert "starts at 4 under per_device" in run_command(capsys, *words, "--explain-start", "2:1")
-    for wrong in ("3:0", "0:999", "x", "0", "0:-1", "99999999999:0"):
-        assert "--explain-start" in run_refused_command(capsys, *words, "--explain-start", wrong)
+    assert "starts at 4 under per_device" in run_command(capsys, *command, "--explain-start", "2:1")
+    for invalid_start in ("3:0", "0:999", "x", "0", "0:-1", "99999999999:0"):
+        assert "--explain-start" in run_refused_command(
+            capsys, *command, "--explain-start", invalid_start
+        )
 
 
-def test_options_of_a_schedule_and_overlap(capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedule_options_and_overlap(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ("--ranks", "2", "--stages-per-rank", "2", "--microbatches", "8")
     plain = run_command(capsys, "print", "interleaved", *shape)
     assert run_command(capsys, "print", "interleaved(group = None)", *shape) == plain
@@ -482,7 +496,7 @@ def test_options_of_a_schedule_and_overlap(capsys: pytest.CaptureFixture[str]) -
         ("gpip(group=4)", "did you mean 'gpipe'?"),
     ],
 )
-def test_options_that_cannot_be_are_refused(
+def test_invalid_schedule_options_are_refused(
     capsys: pytest.CaptureFixture[str], source: str, word: str
 ) -> None:
     assert word in run_refused_command(capsys, "check", source)

@@ -29,46 +29,50 @@ from schedir.errors import ConfigError, CostsError, UsageError
 from tests.commands import run_command
 
 ROOT = Path(__file__).parents[2]
-FIVE = ("simulate", "explain", "compare", "recommend", "draw")
+COMMANDS = ("simulate", "explain", "compare", "recommend", "draw")
 SIZES = Sizes(activation=60e6, params=2e9, grads=4e9, optimizer=12e9)
 OPTION = "--sizes=activation=60MB,params=2GB,grads=4GB,optimizer=12GB"
 
 
-def cluster(nodes: int = 2, gpus_per_node: int = 4, **more: Any) -> Cluster:
-    usual: dict[str, Any] = {
+def make_cluster(nodes: int = 2, gpus_per_node: int = 4, **more: Any) -> Cluster:
+    defaults: dict[str, Any] = {
         "flops": 300e12, "memory": 80e9, "hbm_bandwidth": 2e12, "nvlink_bandwidth": 300e9,
         "network_bandwidth": 20e9,
         "latency": 1e-5, "kernel_us": 5,
     }  # fmt: skip
-    return Cluster(nodes, gpus_per_node, **(usual | more))
+    return Cluster(nodes, gpus_per_node, **(defaults | more))
 
 
 # ---------------------------------------------------------------- formulas
 
 
-def walked(of: Cluster, size: float, processes: list[int], turns: int) -> float:
-    """Return the time of some turns of a ring collective, by simulating each message.
+def simulate_ring(cluster: Cluster, size: float, processes: list[int], turns: int) -> float:
+    """Return the time of `turns` turns of a ring collective, by simulating each message.
 
     There is one ring for each link out of a node. The rings divide the bytes and NVLink among them.
     A message starts when the previous message has arrived and its link is free.
     """
-    node = [p // of.gpus_per_node for p in processes]
+    node = [p // cluster.gpus_per_node for p in processes]
     rings = min(node.count(n) for n in node) if len({*node}) > 1 else 1
     g, latest = len(processes), 0.0
     for _ in range(rings):
-        free, came = [0.0] * g, [0.0] * g
+        link_free, arrivals = [0.0] * g, [0.0] * g
         for _ in range(turns):
-            arrives = [0.0] * g
+            next_arrivals = [0.0] * g
             for k in range(g):
-                after = (k + 1) % g
-                width = (
-                    of.nvlink_bandwidth / rings if node[k] == node[after] else of.network_bandwidth
+                neighbour = (k + 1) % g
+                bandwidth = (
+                    cluster.nvlink_bandwidth / rings
+                    if node[k] == node[neighbour]
+                    else cluster.network_bandwidth
                 )
-                width = min(width, of.nvlink_bandwidth / rings)
-                free[k] = max(free[k], came[k]) + of.latency + size / rings / g / width
-                arrives[after] = free[k]
-            came = arrives
-        latest = max(latest, *came)
+                bandwidth = min(bandwidth, cluster.nvlink_bandwidth / rings)
+                link_free[k] = (
+                    max(link_free[k], arrivals[k]) + cluster.latency + size / rings / g / bandwidth
+                )
+                next_arrivals[neighbour] = link_free[k]
+            arrivals = next_arrivals
+        latest = max(latest, *arrivals)
     return latest
 
 
@@ -76,63 +80,72 @@ def walked(of: Cluster, size: float, processes: list[int], turns: int) -> float:
     nodes=st.integers(1, 4), each=st.integers(1, 4), apart=st.integers(1, 4),
     size=st.floats(1, 1e10), nvlink=st.floats(1e9, 1e12), network=st.floats(1e9, 1e12),
 )  # fmt: skip
-def test_rings_take_what_their_messages_take(
+def test_collective_times_match_simulated_rings(
     nodes: int, each: int, apart: int, size: float, nvlink: float, network: float
 ) -> None:
     """Compare collectives of any number of processes per node with the simulated rings."""
-    of = cluster(nodes, each * apart, nvlink_bandwidth=nvlink, network_bandwidth=network)
+    cluster = make_cluster(nodes, each * apart, nvlink_bandwidth=nvlink, network_bandwidth=network)
     ring = [n * each * apart + k * apart for n in range(nodes) for k in range(each)]
     g = len(ring)
-    once = walked(of, size, ring, g - 1) if g > 1 else 0.0
-    assert of.all_gather_time(size, ring) == pytest.approx(once)
-    assert of.reduce_scatter_time(size, ring) == pytest.approx(once)
-    twice = walked(of, size, ring, 2 * (g - 1)) if g > 1 else 0.0
-    assert of.all_reduce_time(size, ring) == pytest.approx(twice)
+    once = simulate_ring(cluster, size, ring, g - 1) if g > 1 else 0.0
+    assert cluster.all_gather_time(size, ring) == pytest.approx(once)
+    assert cluster.reduce_scatter_time(size, ring) == pytest.approx(once)
+    twice = simulate_ring(cluster, size, ring, 2 * (g - 1)) if g > 1 else 0.0
+    assert cluster.all_reduce_time(size, ring) == pytest.approx(twice)
 
 
-def test_formulas_of_one_gpu() -> None:
-    of = cluster(host_bandwidth=12e9, disk_bandwidth=2e9)
-    assert of.gemm_time(4096, 4096, 4096) == 2 * 4096**3 / 300e12  # limited by compute
-    assert of.gemm_time(4096, 1, 4096) == 2 * (4096**2 + 2 * 4096) / 2e12  # limited by memory
-    assert of.gemm_time(1, 1, 1) == 5e-6 == of.elementwise_time(2)  # limited by the launch
-    assert of.elementwise_time(2e9) == 1e-3
-    assert of.host_transfer_time(12e9) == 1 + 1e-5 and of.disk_transfer_time(2e9) == 1 + 1e-5
-    assert of.send_time(3e9, 0, 3) == 0.01 + 1e-5 and of.send_time(2e9, 3, 4) == 0.1 + 1e-5
+def test_times_of_single_gpu_and_link() -> None:
+    cluster = make_cluster(host_bandwidth=12e9, disk_bandwidth=2e9)
+    assert cluster.gemm_time(4096, 4096, 4096) == 2 * 4096**3 / 300e12  # limited by compute
+    assert cluster.gemm_time(4096, 1, 4096) == 2 * (4096**2 + 2 * 4096) / 2e12  # limited by memory
     assert (
-        of.send_time(1e9, 2, 2) == of.all_reduce_time(1e9, 1) == of.small_all_reduce_time(8, 1) == 0
+        cluster.gemm_time(1, 1, 1) == 5e-6 == cluster.elementwise_time(2)
+    )  # limited by the launch
+    assert cluster.elementwise_time(2e9) == 1e-3
+    assert (
+        cluster.host_transfer_time(12e9) == 1 + 1e-5 and cluster.disk_transfer_time(2e9) == 1 + 1e-5
     )
-    assert of.small_all_reduce_time(8, 4) == pytest.approx(2 * (1e-5 + 8 / 300e9))
+    assert (
+        cluster.send_time(3e9, 0, 3) == 0.01 + 1e-5 and cluster.send_time(2e9, 3, 4) == 0.1 + 1e-5
+    )
+    assert (
+        cluster.send_time(1e9, 2, 2)
+        == cluster.all_reduce_time(1e9, 1)
+        == cluster.small_all_reduce_time(8, 1)
+        == 0
+    )
+    assert cluster.small_all_reduce_time(8, 4) == pytest.approx(2 * (1e-5 + 8 / 300e9))
     for name in ("host", "disk"):
         with pytest.raises(UsageError) as caught:
-            getattr(cluster(), f"{name}_transfer_time")(1)
+            getattr(make_cluster(), f"{name}_transfer_time")(1)
         assert caught.value.fields == (f"{name}_bandwidth",)
 
 
 @pytest.mark.parametrize("processes", [0, 9, -1, [], [0, 8], [-1, 0], [1, 1]])
-def test_groups_are_processes_of_the_cluster(processes: Any) -> None:
-    of = cluster()  # 8 processes
+def test_processes_outside_cluster_are_refused(processes: Any) -> None:
+    cluster = make_cluster()  # 8 processes
     for collective in (
-        of.all_gather_time,
-        of.reduce_scatter_time,
-        of.all_reduce_time,
-        of.small_all_reduce_time,
+        cluster.all_gather_time,
+        cluster.reduce_scatter_time,
+        cluster.all_reduce_time,
+        cluster.small_all_reduce_time,
     ):
         with pytest.raises(UsageError) as caught:
             collective(1e6, processes)
         assert caught.value.fields == ("processes",)
     with pytest.raises(UsageError) as caught:
-        of.send_time(1e6, 0, 8)
+        cluster.send_time(1e6, 0, 8)
     with pytest.raises(UsageError) as caught:
-        of.send_time(-1, 0, 1)
+        cluster.send_time(-1, 0, 1)
     assert caught.value.fields == ("size",)
 
 
 # ---------------------------------------------------------------- filling in costs
 
 
-def test_links_are_those_of_the_nodes_that_processes_are_on() -> None:
+def test_send_costs_follow_nodes_of_ranks() -> None:
     """Four ranks are on two nodes. Stage 1 sends to the other node, and stage 2 sends back."""
-    costs = cluster(2, 2).fill_costs(PipelineShape(4, 8), SIZES, Costs(F=1, B=2))
+    costs = make_cluster(2, 2).fill_costs(PipelineShape(4, 8), SIZES, Costs(F=1, B=2))
     near, far = 1e-5 + 60e6 / 300e9, 1e-5 + 60e6 / 20e9
     assert costs.send == pytest.approx((near, far, far, near))
     assert costs.step == pytest.approx((2 * 2e9 + 4e9 + 2 * 12e9) / 2e12)
@@ -141,114 +154,122 @@ def test_links_are_those_of_the_nodes_that_processes_are_on() -> None:
     assert (costs.F, costs.B, costs.I, costs.W) == (1, 2, 1, 1)
 
 
-def test_slices_and_replicas() -> None:
+def test_costs_of_tensor_parallel_ranks_and_replicas() -> None:
     """Processes are numbered by tensor-parallel rank, then rank, then replica."""
-    of = cluster(3, 8)
-    costs = of.fill_costs(PipelineShape(4, 8), SIZES, Costs(F=1, I=1, W=1), tp=2, dp=3)
+    cluster = make_cluster(3, 8)
+    costs = cluster.fill_costs(PipelineShape(4, 8), SIZES, Costs(F=1, I=1, W=1), tp=2, dp=3)
     assert costs.send == pytest.approx(1e-5 + 30e6 / 300e9)
-    assert costs.tp_gather == pytest.approx(of.all_gather_time(60e6, 2))
+    assert costs.tp_gather == pytest.approx(cluster.all_gather_time(60e6, 2))
     assert costs.tp_scatter == pytest.approx(2 * 30e6 / 2e12)
-    assert costs.reduce_grads == pytest.approx(of.all_reduce_time(4e9, range(0, 24, 8)))
-    beside = cluster(4, 6).fill_costs(PipelineShape(4, 8), SIZES, Costs(F=1, I=1, W=1), tp=2, dp=3)
-    assert beside.reduce_grads == pytest.approx(cluster(4, 6).all_reduce_time(4e9, [0, 8, 16]))
+    assert costs.reduce_grads == pytest.approx(cluster.all_reduce_time(4e9, range(0, 24, 8)))
+    other_nodes = make_cluster(4, 6).fill_costs(
+        PipelineShape(4, 8), SIZES, Costs(F=1, I=1, W=1), tp=2, dp=3
+    )
+    assert other_nodes.reduce_grads == pytest.approx(
+        make_cluster(4, 6).all_reduce_time(4e9, [0, 8, 16])
+    )
     # In some replica, each boundary is between two nodes.
-    assert beside.send == pytest.approx(1e-5 + 30e6 / 20e9)
+    assert other_nodes.send == pytest.approx(1e-5 + 30e6 / 20e9)
 
 
-def test_a_mesh_says_where_processes_are() -> None:
-    """A mesh gives other places to processes: here replicas are adjacent, as in Megatron-LM."""
-    of, told = cluster(2, 4), Costs(F=1, I=1, W=1)
+def test_mesh_places_processes_on_nodes() -> None:
+    """A mesh numbers processes in another order: here replicas are adjacent, as in Megatron-LM."""
+    cluster, compute_costs = make_cluster(2, 4), Costs(F=1, I=1, W=1)
     mesh = np.arange(8).reshape(2, 4, 1).swapaxes(0, 1)  # [replica, rank, tensor-parallel rank]
-    costs = of.fill_costs(PipelineShape(2, 8), SIZES, told, dp=4, mesh=mesh)
-    assert costs.reduce_grads == pytest.approx(of.all_reduce_time(4e9, 4))
+    costs = cluster.fill_costs(PipelineShape(2, 8), SIZES, compute_costs, dp=4, mesh=mesh)
+    assert costs.reduce_grads == pytest.approx(cluster.all_reduce_time(4e9, 4))
     assert costs.send == pytest.approx(1e-5 + 60e6 / 20e9)
-    usual = of.fill_costs(PipelineShape(2, 8), SIZES, told, dp=4)
-    assert usual.reduce_grads == pytest.approx(of.all_reduce_time(4e9, [0, 2, 4, 6]))
-    assert usual.send == pytest.approx(1e-5 + 60e6 / 300e9)
+    without_mesh = cluster.fill_costs(PipelineShape(2, 8), SIZES, compute_costs, dp=4)
+    assert without_mesh.reduce_grads == pytest.approx(cluster.all_reduce_time(4e9, [0, 2, 4, 6]))
+    assert without_mesh.send == pytest.approx(1e-5 + 60e6 / 300e9)
     with pytest.raises(UsageError):
-        of.fill_costs(PipelineShape(2, 8), SIZES, told, dp=4, mesh=mesh.T)
+        cluster.fill_costs(PipelineShape(2, 8), SIZES, compute_costs, dp=4, mesh=mesh.T)
 
 
-def test_bytes_of_each_stage_and_microbatch() -> None:
+def test_costs_follow_sizes_of_stage_and_microbatch() -> None:
     sizes = replace(SIZES, activation=((3e6, 6e6), (9e6, 3e6), (0, 0)), grads=(1e9, 2e9, 0))
-    costs = cluster(1, 6, latency=0).fill_costs(PipelineShape(3, 2), sizes, Costs(F=1, B=1), dp=2)
+    costs = make_cluster(1, 6, latency=0).fill_costs(
+        PipelineShape(3, 2), sizes, Costs(F=1, B=1), dp=2
+    )
     us = np.array(costs.send) * 1e6
     assert us.tolist() == pytest.approx(np.array([[10, 20], [30, 20], [30, 10]]))
     assert costs.reduce_grads == pytest.approx((1e9 / 300e9, 2e9 / 300e9, 0))
 
 
-def test_holders_and_stages_beside_each_other() -> None:
+def test_costs_of_adjacent_stages_and_stage_replicas() -> None:
     """Adjacent stages on one rank send nothing. Stage replicas reduce over their ranks."""
-    near = cluster(1, 2).fill_costs(
+    near = make_cluster(1, 2).fill_costs(
         PipelineShape(2, 4, placement=(0, 0, 1)), SIZES, Costs(F=1, B=1)
     )
     assert near.send == pytest.approx((0, 1e-5 + 60e6 / 300e9, 1e-5 + 60e6 / 300e9))
     assert near.step == pytest.approx((0.032, 0.016, 0.016))
     mirror = PipelineShape(2, 4, placement="mirror")
-    assert cluster(2, 1).fill_costs(
+    assert make_cluster(2, 1).fill_costs(
         mirror, SIZES, Costs(F=1, B=1)
-    ).reduce_replicated_stages == pytest.approx(cluster(2, 1).all_reduce_time(4e9, 2))
+    ).reduce_replicated_stages == pytest.approx(make_cluster(2, 1).all_reduce_time(4e9, 2))
 
 
 @given(st.sets(st.sampled_from(["send", "step", "reduce_grads", "reduce_norm", "tp_gather"])))
-def test_what_is_told_stays(names: set[str]) -> None:
-    told = Costs(F=1, I=2, W=3, **dict.fromkeys(names, 0.0))
-    found = cluster(2, 4).fill_costs(PipelineShape(2, 4), SIZES, told, tp=2, dp=2)
-    for name, cost in told.specified.items():
-        assert getattr(found, name) == cost
+def test_specified_costs_are_kept(names: set[str]) -> None:
+    specified = Costs(F=1, I=2, W=3, **dict.fromkeys(names, 0.0))
+    filled = make_cluster(2, 4).fill_costs(PipelineShape(2, 4), SIZES, specified, tp=2, dp=2)
+    for name, cost in specified.specified.items():
+        assert getattr(filled, name) == cost
     # The size of tied weights is unknown. B follows from I and W.
-    assert found.reduce_tied is None and found.B is None
+    assert filled.reduce_tied is None and filled.B is None
     assert {"send", "step", "reduce_grads", "tp_gather"} - names <= {
-        name for name, cost in found.specified.items() if cost
+        name for name, cost in filled.specified.items() if cost
     }
 
 
-def test_only_what_is_filled_needs_bytes() -> None:
-    of, shape = cluster(2, 4), PipelineShape(2, 4)
-    told = {"send": 0, "tp_scatter": 0, "tp_gather": 0, "reduce_grads": 0, "step": 0}
+def test_only_filled_costs_need_sizes() -> None:
+    cluster, shape = make_cluster(2, 4), PipelineShape(2, 4)
+    zero_costs = {"send": 0, "tp_scatter": 0, "tp_gather": 0, "reduce_grads": 0, "step": 0}
     for name, sizes in [("send", {"activation"}), ("tp_scatter", {"activation"}),
                         ("tp_gather", {"activation"}), ("reduce_grads", {"grads"}),
                         ("step", {"params", "grads", "optimizer"})]:  # fmt: skip
-        rest = {other: cost for other, cost in told.items() if other != name}
+        other_costs = {other: cost for other, cost in zero_costs.items() if other != name}
         with pytest.raises(UsageError) as caught:
-            of.fill_costs(shape, Sizes(model_states=1e9), Costs(F=1, B=2, **rest), tp=2, dp=2)
+            cluster.fill_costs(
+                shape, Sizes(model_states=1e9), Costs(F=1, B=2, **other_costs), tp=2, dp=2
+            )
         assert {*caught.value.fields} == sizes
-    assert of.fill_costs(shape, None, Costs(F=1, B=2, **told), tp=2, dp=2).send == 0
+    assert cluster.fill_costs(shape, None, Costs(F=1, B=2, **zero_costs), tp=2, dp=2).send == 0
 
 
 @pytest.mark.parametrize(
     "told", [{}, {"F": 1}, {"B": 2}, {"F": 1, "I": 1}, {"F": 1, "B": 2, "I": 1}]
 )
-def test_compute_must_be_told(told: set[str]) -> None:
-    """Costs of compute are required, because a default of 1 would mean a second."""
+def test_missing_compute_costs_are_refused(told: set[str]) -> None:
+    """Costs of compute are required, because the default of 1 would be one second."""
     with pytest.raises(CostsError):
-        cluster(1, 2).fill_costs(PipelineShape(2, 4), SIZES, Costs(**dict.fromkeys(told, 1.0)))
+        make_cluster(1, 2).fill_costs(PipelineShape(2, 4), SIZES, Costs(**dict.fromkeys(told, 1.0)))
 
 
 @pytest.mark.parametrize(("tp", "dp"), [(1, 1), (2, 1), (3, 2), (8, 2)])
-def test_gpus_are_the_product(tp: int, dp: int) -> None:
+def test_gpu_count_must_match_parallel_degrees(tp: int, dp: int) -> None:
     with pytest.raises(UsageError) as caught:
-        cluster(2, 8).fill_costs(PipelineShape(4, 4), SIZES, Costs(F=1, B=1), tp=tp, dp=dp)
+        make_cluster(2, 8).fill_costs(PipelineShape(4, 4), SIZES, Costs(F=1, B=1), tp=tp, dp=dp)
     assert {"nodes", "gpus_per_node", "tp", "dp"} <= {*caught.value.fields}
 
 
 # ---------------------------------------------------------------- numbers and files
 
 
-def test_texts_have_units() -> None:
-    text = cluster(
+def test_text_values_with_units() -> None:
+    text = make_cluster(
         nodes="2", flops="300TFLOP/s", memory="80GB",  # type: ignore[arg-type]
         hbm_bandwidth="2TB/s", nvlink_bandwidth="300 GB/s",
         network_bandwidth="20e9", latency="10us", kernel_us="5",
     )  # fmt: skip
-    assert text == cluster() and text.gpu_count == 8
-    assert cluster(latency="1ms").latency == cluster(latency="0.001s").latency == 1e-3
-    assert cluster(memory="64GiB").memory == 64 * 2**30
+    assert text == make_cluster() and text.gpu_count == 8
+    assert make_cluster(latency="1ms").latency == make_cluster(latency="0.001s").latency == 1e-3
+    assert make_cluster(memory="64GiB").memory == 64 * 2**30
     with pytest.raises(FrozenInstanceError):
         text.nodes = 3  # type: ignore[misc]
 
 
-WRONG: dict[str, list[Any]] = {
+INVALID_VALUES: dict[str, list[Any]] = {
     "nodes": [0, -1, 1.5, True, "two", None],
     "flops": [0, -1e12, float("inf"), "312 TFLOPs", "312T"],
     "memory": ["80 gigabytes", "80GB/s", 0, []],
@@ -259,16 +280,18 @@ WRONG: dict[str, list[Any]] = {
 }
 
 
-@pytest.mark.parametrize(("name", "value"), [(n, v) for n, some in WRONG.items() for v in some])
-def test_what_is_no_number_of_a_field(name: str, value: Any) -> None:
+@pytest.mark.parametrize(
+    ("name", "value"), [(n, v) for n, some in INVALID_VALUES.items() for v in some]
+)
+def test_invalid_field_value_is_refused(name: str, value: Any) -> None:
     with pytest.raises(UsageError) as caught:
-        cluster(**{name: value})
+        make_cluster(**{name: value})
     assert caught.value.fields == (name,)
 
 
-def test_the_example_is_read() -> None:
-    of = load_cluster(ROOT / "examples" / "selene.toml")
-    assert (of.gpu_count, of.flops, of.network_bandwidth) == (16, 312e12, 25e9)
+def test_example_cluster_file_is_read() -> None:
+    cluster = load_cluster(ROOT / "examples" / "selene.toml")
+    assert (cluster.gpu_count, cluster.flops, cluster.network_bandwidth) == (16, 312e12, 25e9)
 
 
 @pytest.mark.parametrize(
@@ -277,16 +300,19 @@ def test_the_example_is_read() -> None:
      ("[network_bandwidth]", "network_bandwidth"), ("latency = -1", "latency"),
      ("nodes = true", "nodes")],
 )  # fmt: skip
-def test_a_file_says_where(line: str, name: str, tmp_path: Path) -> None:
-    rest = [
+def test_cluster_file_error_has_line_and_column(line: str, name: str, tmp_path: Path) -> None:
+    other_fields = [
         f.name for f in fields(Cluster) if f.name not in (name, "host_bandwidth", "disk_bandwidth")
     ]
     path = tmp_path / "cluster.toml"
-    path.write_text("".join(f"{other} = 1\n" for other in rest) + f"  {line}\n")
+    path.write_text("".join(f"{other} = 1\n" for other in other_fields) + f"  {line}\n")
     with pytest.raises(ConfigError) as caught:
         load_cluster(path)
     assert caught.value.fields == (name,)
-    assert (caught.value.line, caught.value.column) == (len(rest) + 1, 3 + ("[" in line[:1]))
+    assert (caught.value.line, caught.value.column) == (
+        len(other_fields) + 1,
+        3 + ("[" in line[:1]),
+    )
     path.write_text("nodes = 1\n")
     with pytest.raises(ConfigError) as caught:
         load_cluster(path)
@@ -296,49 +322,53 @@ def test_a_file_says_where(line: str, name: str, tmp_path: Path) -> None:
 # ---------------------------------------------------------------- commands
 
 
-def _shape(command: str) -> list[str]:
+def _command_with_cluster(command: str) -> list[str]:
     sources = {"compare": ["gpipe", "zb_h1"], "recommend": []}.get(command, ["zb_h1"])
     shape = ["--ranks=4", "--microbatches=4", "-O", "tp=2", "-O", "dp=2", OPTION]
     return [command, *sources, *shape, f"--cluster={ROOT}/examples/selene.toml"]
 
 
-@pytest.mark.parametrize("command", FIVE)
-def test_commands_say_what_is_filled(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+@pytest.mark.parametrize("command", COMMANDS)
+def test_commands_print_and_use_cluster_costs(
+    command: str, capsys: pytest.CaptureFixture[str]
+) -> None:
     """Commands print the costs that the cluster fills in, and simulate with them."""
-    of = load_cluster(ROOT / "examples" / "selene.toml")
-    costs = of.fill_costs(PipelineShape(4, 4), SIZES, Costs(F=0.01, B=0.02, send=1e-3), tp=2, dp=2)
-    told = "--costs=F=0.01,B=0.02,send=1e-3"
-    line = run_command(capsys, *_shape(command), told).partition(
+    cluster = load_cluster(ROOT / "examples" / "selene.toml")
+    costs = cluster.fill_costs(
+        PipelineShape(4, 4), SIZES, Costs(F=0.01, B=0.02, send=1e-3), tp=2, dp=2
+    )
+    option = "--costs=F=0.01,B=0.02,send=1e-3"
+    line = run_command(capsys, *_command_with_cluster(command), option).partition(
         "costs from the cluster, in seconds: "
     )[2]
     assert "I=" in line and "reduce_grads=" in line and "send" not in line
     if command in ("simulate", "explain", "compare"):
-        found = json.loads(run_command(capsys, *_shape(command), told, "--json"))
-        found = found[-1] if command == "compare" else found
-        assert found["cluster_costs"]["reduce_grads"] == costs.reduce_grads
-        assert found["unit"] == "s" and "send" not in found["cluster_costs"]
+        facts = json.loads(run_command(capsys, *_command_with_cluster(command), option, "--json"))
+        facts = facts[-1] if command == "compare" else facts
+        assert facts["cluster_costs"]["reduce_grads"] == costs.reduce_grads
+        assert facts["unit"] == "s" and "send" not in facts["cluster_costs"]
         program = compile(schedules.zb_h1, PipelineShape(4, 4), tp=2, dp=2, costs=costs)
-        assert found["span"] == simulate(program, costs).span
+        assert facts["span"] == simulate(program, costs).span
 
 
-def test_a_program_in_a_file_brings_its_groups(
+def test_program_file_supplies_tp_and_dp(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A program file has tp and dp, so the command needs no options for them."""
-    told = "--costs=F=0.01,B=0.02"
-    file, shape = str(tmp_path / "zb_h1.sched"), _shape("simulate")
+    """A program file contains tp and dp, so the command needs no options for them."""
+    option = "--costs=F=0.01,B=0.02"
+    file, shape = str(tmp_path / "zb_h1.sched"), _command_with_cluster("simulate")
     run_command(capsys, "print", "zb_h1", *shape[2:8], "-o", file)
-    by_file = run_command(capsys, "simulate", file, *shape[8:], told, "--json")
-    of_both = [json.loads(text) for text in (by_file, run_command(capsys, *shape, told, "--json"))]
-    assert of_both[0]["cluster_costs"] == of_both[1]["cluster_costs"]
-    assert of_both[0]["span"] == of_both[1]["span"]
+    by_file = run_command(capsys, "simulate", file, *shape[8:], option, "--json")
+    facts = [json.loads(text) for text in (by_file, run_command(capsys, *shape, option, "--json"))]
+    assert facts[0]["cluster_costs"] == facts[1]["cluster_costs"]
+    assert facts[0]["span"] == facts[1]["span"]
 
 
-def test_what_stays_free_is_said(capsys: pytest.CaptureFixture[str]) -> None:
-    told = [*_shape("simulate"), "--costs=F=0.01,B=0.02", "-O", "tied_weights"]
-    assert "reduce_tied" in run_command(capsys, *told)
+def test_simulate_lists_costs_that_stay_zero(capsys: pytest.CaptureFixture[str]) -> None:
+    command = [*_command_with_cluster("simulate"), "--costs=F=0.01,B=0.02", "-O", "tied_weights"]
+    assert "reduce_tied" in run_command(capsys, *command)
     assert "reduce_tied" not in run_command(
-        capsys, *told[:-3], told[-3] + ",reduce_tied=0.001", "-O", "tied_weights"
+        capsys, *command[:-3], command[-3] + ",reduce_tied=0.001", "-O", "tied_weights"
     )
 
 
@@ -346,7 +376,7 @@ REFUSED = (ROOT / "tests" / "golden" / "cluster.txt").read_text().split("\n\n")
 
 
 @pytest.mark.parametrize("told", REFUSED, ids=range(len(REFUSED)))
-def test_what_a_person_is_told(
+def test_command_error_matches_golden_text(
     told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -363,7 +393,7 @@ def test_what_a_person_is_told(
     assert capsys.readouterr().err == message + "\n"
 
 
-def test_the_command_of_the_example_can_be_copied(
+def test_command_in_example_file_runs(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(ROOT)

@@ -1,4 +1,4 @@
-"""Tests that written cluster files are read as the same Cluster, and are complete or absent."""
+"""Tests that `save_cluster` writes complete files, which `load_cluster` reads back."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ COUNTS = st.integers(1, 10**6)
 SMALL = st.just(0.0) | st.floats(MIN_RATE, 1e3)
 
 
-def numbers(name: str) -> st.SearchStrategy[float]:
+def choose_strategy(name: str) -> st.SearchStrategy[float]:
     """Return a strategy for the values of a field."""
     if name in ("nodes", "gpus_per_node", "num_sms", "itemsize", "processors", "calibrated_gpus"):
         return COUNTS
@@ -28,7 +28,7 @@ def numbers(name: str) -> st.SearchStrategy[float]:
     return SMALL if name in small else RATES
 
 
-_LEFT_OUT = (
+_OPTIONAL_FIELDS = (
     "host_bandwidth", "host_memory", "disk_bandwidth", "peak", "fp8_peak", "num_sms", "processors",
     "network_latency", "calibrated_gpus",
 )  # fmt: skip
@@ -37,20 +37,20 @@ _LEFT_OUT = (
 @st.composite
 def clusters(draw: st.DrawFn) -> Cluster:
     """Draw any Cluster, with some of its optional fields."""
-    said = {
-        f.name: draw(numbers(f.name))
+    values = {
+        f.name: draw(choose_strategy(f.name))
         for f in fields(Cluster)
-        if f.name not in _LEFT_OUT or draw(st.booleans())
+        if f.name not in _OPTIONAL_FIELDS or draw(st.booleans())
     }
-    said["peak"] = max(said.get("peak", 0), said["flops"])
-    if "fp8_peak" in said:
-        said["fp8_peak"] = max(said["fp8_peak"], said["peak"])
-    said["gpus_per_node"] = min(said["gpus_per_node"], MAX_GPUS // int(said["nodes"]))
-    return Cluster(**said)  # type: ignore[arg-type]
+    values["peak"] = max(values.get("peak", 0), values["flops"])
+    if "fp8_peak" in values:
+        values["fp8_peak"] = max(values["fp8_peak"], values["peak"])
+    values["gpus_per_node"] = min(values["gpus_per_node"], MAX_GPUS // int(values["nodes"]))
+    return Cluster(**values)  # type: ignore[arg-type]
 
 
 @given(clusters())
-def test_what_is_written_is_read(cluster: Cluster) -> None:
+def test_saved_cluster_is_read_back(cluster: Cluster) -> None:
     with TemporaryDirectory() as folder:
         path = Path(folder, "cluster.toml")
         save_cluster(
@@ -61,12 +61,12 @@ def test_what_is_written_is_read(cluster: Cluster) -> None:
         assert path.read_text().startswith("# One\n#\n# two\nnodes = ")
 
 
-def test_known_clusters_have_short_numbers(tmp_path: Path) -> None:
+def test_preset_is_saved_with_short_numbers(tmp_path: Path) -> None:
     save_cluster(planner.cluster_preset("a100"), tmp_path / "a100.toml", notes={"flops": "of 312"})
     assert 'flops = "252TFLOP/s"  # of 312\n' in (tmp_path / "a100.toml").read_text()
 
 
-def test_what_cannot_be_written_leaves_what_is_there(tmp_path: Path) -> None:
+def test_refused_save_keeps_existing_file(tmp_path: Path) -> None:
     path = tmp_path / "cluster.toml"
     path.write_text("nodes = 1\n")
     with pytest.raises(UsageError, match="no field 'hmb'"):
@@ -81,44 +81,48 @@ def test_what_cannot_be_written_leaves_what_is_there(tmp_path: Path) -> None:
         save_cluster(a_dict, path)
 
 
-def test_the_name_of_a_preset_is_no_file() -> None:
+def test_preset_name_as_file_hints_at_cluster_preset() -> None:
     with pytest.raises(UsageError, match="cannot read a100") as caught:
         load_cluster("a100")
     assert caught.value.hint == "schedir.planner.cluster_preset('a100') returns a cluster by name"
 
 
-def here(**more: Any) -> Cluster:
+def make_cluster(**more: Any) -> Cluster:
     """Return a Cluster of four processes with simple rates."""
-    usual: dict[str, Any] = {
+    defaults: dict[str, Any] = {
         "flops": 1e10, "memory": 1e9, "hbm_bandwidth": 1e9, "nvlink_bandwidth": 1e9,
         "network_bandwidth": 1e9, "kernel_us": 10,
         "itemsize": 4,
     }  # fmt: skip
-    return Cluster(1, 4, **(usual | more))
+    return Cluster(1, 4, **(defaults | more))
 
 
-def test_processors_do_one_thing_after_the_other() -> None:
-    """Compute, memory and issue times add up, and no sum overlaps with other work."""
+def test_compute_memory_and_issue_times_add_up_on_cpus() -> None:
+    """On CPUs, compute, memory and issue times add up, and no collective overlaps with compute."""
     model = planner.TransformerSpec(layers=1, hidden=64, heads=4, vocab=128, sequence=32)
     choice = planner.ParallelPlan(tp=2, microbatch_size=1, attention="flash")
-    gpus, cpus = (planner.layer_time(model, here(processors=n), choice) for n in (None, 2))
+    gpus, cpus = (planner.layer_time(model, make_cluster(processors=n), choice) for n in (None, 2))
     faster: list[dict[str, float]] = [{"flops": 1e30}, {"hbm_bandwidth": 1e30}, {"kernel_us": 0}]
-    without = [planner.layer_time(model, here(processors=2, **more), choice) for more in faster]
-    parts = [cpus.compute.F - one.compute.F for one in without]
+    without = [
+        planner.layer_time(model, make_cluster(processors=2, **changes), choice)
+        for changes in faster
+    ]
+    parts = [cpus.compute.F - layer.compute.F for layer in without]
     assert pytest.approx(sum(parts)) == cpus.compute.F
     assert min(parts) > 0
     assert cpus.layer_collectives.I > gpus.layer_collectives.I
 
 
-def test_a_process_alone_is_faster_where_processors_are_shared() -> None:
-    assert [here(processors=n).solo_speedup for n in (None, 1, 2, 4, 8)] == [1, 4, 2, 1, 1]
+def test_solo_speedup_of_shared_processors() -> None:
+    assert [make_cluster(processors=n).solo_speedup for n in (None, 1, 2, 4, 8)] == [1, 4, 2, 1, 1]
 
 
-def test_numbers_of_32_bits_take_twice_the_bytes() -> None:
+def test_four_byte_items_take_twice_as_long_as_two_byte_items() -> None:
     model = planner.TransformerSpec(layers=1, hidden=64, heads=4, vocab=128, sequence=32)
     choice = planner.ParallelPlan(tp=2, microbatch_size=1, attention="flash")
     short, long = (
-        planner.layer_time(model, here(itemsize=n, kernel_us=0, flops=1e30), choice) for n in (2, 4)
+        planner.layer_time(model, make_cluster(itemsize=n, kernel_us=0, flops=1e30), choice)
+        for n in (2, 4)
     )
     for a, b in (
         (short.layer_collectives.F, long.layer_collectives.F),

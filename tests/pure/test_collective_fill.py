@@ -1,4 +1,4 @@
-"""Tests of computes that fill the waits of segments for sums, and of what they must not cost."""
+"""Tests of `fill_collective_waits`: computes run while segments wait for their collectives."""
 
 from __future__ import annotations
 
@@ -26,44 +26,46 @@ from schedir.ir.pipeline.placement import find_named_placement
 from tests.mutants import known
 from tests.oracle_threads import verdict
 
-PIECES = 5
+SEGMENTS = 5
 SHARES = (0.2, 1, 0.2, 1, 0.2)
 
 
-def costs_of(shape: PipelineShape, sum: float = 0.6) -> Costs:
+def split_stage_costs(shape: PipelineShape, sum: float = 0.6) -> Costs:
     """Return the costs of segments of a stage whose forward takes 2."""
-    return split_costs(Costs(F=2, B=4, I=2, W=2, send=0.1, tp_reduce=sum), PIECES, shape, SHARES)
+    return split_costs(Costs(F=2, B=4, I=2, W=2, send=0.1, tp_reduce=sum), SEGMENTS, shape, SHARES)
 
 
-def made(schedule: Any, shape: PipelineShape, fill: str | None, **more: Any) -> Timeline:
-    costs = costs_of(shape)
+def simulate_filled(
+    schedule: Any, shape: PipelineShape, fill: str | None, **overrides: Any
+) -> Timeline:
+    costs = split_stage_costs(shape)
     program = compile(
         schedule,
         shape,
         tp=2,
-        stage_segments=PIECES,
+        stage_segments=SEGMENTS,
         costs=costs,
         fill_collective_waits=fill,
-        **more,
+        **overrides,
     )
     return simulate(program, costs)
 
 
 @pytest.mark.parametrize("schedule", known(), ids=lambda schedule: schedule.__name__)
-def test_whole_zoo_filled(schedule: Any) -> None:
-    """A filled program has the same work in another legal order, which takes no longer.
+def test_filled_built_in_schedules_keep_work_and_are_no_slower(schedule: Any) -> None:
+    """A filled program has the same instructions in another legal order, and is no slower.
 
-    It sums in the same order, and has no more forwards in flight.
+    It reduces in the same order, and has no more forwards in flight.
     """
     placement, v = getattr(schedule, "placed", ("loop", None))
     shape = PipelineShape(2, 4, v or find_named_placement(placement).stages_per_rank, placement)
     try:
-        plain = made(schedule, shape, None)
+        plain = simulate_filled(schedule, shape, None)
     except SchedirError:
         pytest.skip("not for this shape")
     spans = {}
     for fill in ("W", "F", "all"):
-        timeline = made(schedule, shape, fill)
+        timeline = simulate_filled(schedule, shape, fill)
         program, spans[fill] = timeline.program, timeline.span
         assert (
             check(program, "per_edge", blocking_hosts=True)
@@ -73,8 +75,8 @@ def test_whole_zoo_filled(schedule: Any) -> None:
         assert program.reduces_in_microbatch_order == plain.program.reduces_in_microbatch_order
         if program.has_backward:
             assert (timeline.peak_in_flight <= plain.peak_in_flight).all()
-        for own, was in zip(program.streams, plain.program.streams, strict=True):
-            assert sorted(map(str, own)) == sorted(map(str, was))
+        for stream, plain_stream in zip(program.streams, plain.program.streams, strict=True):
+            assert sorted(map(str, stream)) == sorted(map(str, plain_stream))
     assert spans["all"] <= min(spans.values()) * (1 + 1e-9)
 
 
@@ -92,7 +94,7 @@ def test_whole_zoo_filled(schedule: Any) -> None:
         ),
     ],
 )  # fmt: skip
-def test_several_that_fill_one_wait_hold_no_more(
+def test_filled_forwards_keep_peak_in_flight(
     schedule: Any, shape: PipelineShape, frozen_stages: int, costs: Costs
 ) -> None:
     """Forwards follow each other before a backward. Forwards of frozen stages save no memory."""
@@ -111,10 +113,10 @@ def test_several_that_fill_one_wait_hold_no_more(
     assert (peaks[1] <= peaks[0]).all() and (peaks[2] <= peaks[0]).all()
 
 
-def test_weight_gradients_run_under_sums() -> None:
+def test_weight_gradients_overlap_gradient_sums() -> None:
     """Each W that fits runs while a gradient is summed, and all others keep their order."""
     shape = PipelineShape(1, 4)
-    plain, filled = (made(schedules.zb_h1, shape, fill) for fill in (None, "W"))
+    plain, filled = (simulate_filled(schedules.zb_h1, shape, fill) for fill in (None, "W"))
     assert filled.span < plain.span - 3
 
     def others(program: Program) -> list[str]:
@@ -127,26 +129,26 @@ def test_weight_gradients_run_under_sums() -> None:
     assert others(filled.program)[:8] == others(plain.program)[:8]
 
 
-def test_what_it_wins() -> None:
+def test_fill_hides_all_but_first_and_last_sum() -> None:
     """All sums except the first and the last overlap with compute of other microbatches."""
     shape = PipelineShape(1, 8)
-    plain = made(schedules.gpipe, shape, None)
+    plain = simulate_filled(schedules.gpipe, shape, None)
     assert plain.span == pytest.approx(8 * (2 + 4) + 8 * 4 * 0.6)
-    assert made(schedules.gpipe, shape, "all").span < 8 * (2 + 4) + 4 * 0.6 + 1e-9
+    assert simulate_filled(schedules.gpipe, shape, "all").span < 8 * (2 + 4) + 4 * 0.6 + 1e-9
     two = PipelineShape(4, 8, 2)
-    assert made(schedules.interleaved, two, "F").span < 0.95 * made(
+    assert simulate_filled(schedules.interleaved, two, "F").span < 0.95 * simulate_filled(
         schedules.interleaved, two, None
     ).span  # fmt: skip
 
 
-def test_within_a_limit() -> None:
+def test_fill_keeps_memory_limit() -> None:
     """A memory limit allows more forwards in flight, but never more bytes than the limit."""
-    shape, costs = PipelineShape(4, 16), costs_of(PipelineShape(4, 16))
-    sizes = split_costs(Sizes(activation=1.0, saved=100.0), PIECES, shape, SHARES)
+    shape, costs = PipelineShape(4, 16), split_stage_costs(PipelineShape(4, 16))
+    sizes = split_costs(Sizes(activation=1.0, saved=100.0), SEGMENTS, shape, SHARES)
     spans = []
     for limit in (460.0, 1800.0):
         program = compile(
-            schedules.one_f_one_b, shape, tp=2, stage_segments=PIECES, costs=costs,
+            schedules.one_f_one_b, shape, tp=2, stage_segments=SEGMENTS, costs=costs,
             fill_collective_waits="all", sizes=sizes,
             memory_limit=limit, boundary="sharded",
         )  # fmt: skip
@@ -154,29 +156,31 @@ def test_within_a_limit() -> None:
         assert (timeline.peak_memory <= limit).all()
         spans.append(timeline.span)
     assert spans[1] < 0.95 * spans[0], "room for more lets more run"
-    assert np.isclose(spans[0], made(schedules.one_f_one_b, shape, None).span, rtol=0.03)
+    assert np.isclose(spans[0], simulate_filled(schedules.one_f_one_b, shape, None).span, rtol=0.03)
 
 
-def test_refusals() -> None:
-    def of(**more: Any) -> Any:
+def test_invalid_fill_is_refused() -> None:
+    def compile_filled(**overrides: Any) -> Any:
         shape = PipelineShape(2, 4)
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "tp": 2,
-            "stage_segments": PIECES,
-            "costs": costs_of(shape),
+            "stage_segments": SEGMENTS,
+            "costs": split_stage_costs(shape),
             "fill_collective_waits": "W",
-        } | more
-        return compile(schedules.zb_h1, shape, **how)
+        } | overrides
+        return compile(schedules.zb_h1, shape, **options)
 
     with pytest.raises(UsageError, match="fill_collective_waits must be W, F or all, not 'X'"):
-        of(fill_collective_waits="X")
+        compile_filled(fill_collective_waits="X")
     with pytest.raises(UsageError, match="needs costs"):
-        of(costs=None)
+        compile_filled(costs=None)
     with pytest.raises(UsageError, match="but these collectives take no time"):
-        of(costs=Costs(F=1, B=2))  # like the command line without costs
+        compile_filled(costs=Costs(F=1, B=2))  # like the command line without costs
     with pytest.raises(UsageError, match="no stage has segments"):
-        of(stage_segments=None)
-    assert of(tp=1) == of(tp=1, fill_collective_waits=None), "one rank meets nobody"
+        compile_filled(stage_segments=None)
+    assert compile_filled(tp=1) == compile_filled(tp=1, fill_collective_waits=None), (
+        "one rank meets nobody"
+    )
     text = "F 0.0; F 1.0; B 1.0; F 0.1 & B 0.0; F 1.1; B 1.1; B 0.1"
     header = "stages_per_rank 2 placement 0,0 tp 2\nmeets g"
     pair = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")

@@ -28,14 +28,14 @@ NAMES = sorted(get_built_in_schedules())
 
 
 @given(st.sampled_from(NAMES), st.sampled_from((2, 4)), st.sampled_from((8, 12)))
-def test_a_name_is_its_function(name: str, ranks: int, microbatches: int) -> None:
+def test_name_compiles_like_its_function(name: str, ranks: int, microbatches: int) -> None:
     by_name = schedir.compile(name, ranks=ranks, microbatches=microbatches)
     shape = PipelineShape(ranks, microbatches)
     assert by_name == schedir.compile(getattr(schedules, name), shape)
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_defaults_are_those_of_the_command_line(name: str, tmp_path: Path) -> None:
+def test_defaults_match_command_line(name: str, tmp_path: Path) -> None:
     file = tmp_path / "x.sched"
     size = {"ranks": 4, "microbatches": 8} | (
         {"optimizer_steps": 2} if name == "pipedream_2bw" else {}
@@ -45,7 +45,7 @@ def test_defaults_are_those_of_the_command_line(name: str, tmp_path: Path) -> No
     assert schedir.from_text(file.read_text()) == schedir.compile(name, **size)  # type: ignore[arg-type]
 
 
-def test_stages_that_are_given_stay() -> None:
+def test_explicit_stages_per_rank_is_kept() -> None:
     one = PipelineShape(4, 8, stages_per_rank=1)
     assert one == PipelineShape(4, 8) and one.default_fields == {"placement", "weight_delay"}
     assert apply_schedule_defaults(schedules.interleaved, one) is one
@@ -53,8 +53,8 @@ def test_stages_that_are_given_stay() -> None:
     assert schedir.compile(schedules.interleaved, PipelineShape(4, 8)).shape.stages_per_rank == 2
 
 
-def three(rank: int, ranks: int, microbatches: int, v: int = 3) -> schedir.RankSchedule:
-    """Return a user's own schedule, with three stages per rank by default."""
+def three_stages(rank: int, ranks: int, microbatches: int, v: int = 3) -> schedir.RankSchedule:
+    """Return the schedule of a rank, with three stages per rank by default."""
     return sum((microbatches * F[j] for j in range(v)), EMPTY) + sum(
         (microbatches * B[v - 1 - j] for j in range(v)), EMPTY
     )
@@ -62,22 +62,22 @@ def three(rank: int, ranks: int, microbatches: int, v: int = 3) -> schedir.RankS
 
 @pytest.mark.parametrize("placement", ["loop", "vee", "mirror-vee"])
 @pytest.mark.parametrize("name", [*NAMES, "three"])
-def test_a_placement_has_the_defaults_of_the_command_line(name: str, placement: str) -> None:
+def test_placement_has_same_defaults_as_command_line(name: str, placement: str) -> None:
     """If only the placement is given, the stages per rank are those of the schedule."""
-    schedule = three if name == "three" else getattr(schedules, name)
+    schedule = three_stages if name == "three" else getattr(schedules, name)
     request = Request(
         Source.from_loaded(schedule, name),
         {"ranks": 4, "microbatches": 8, "placement": placement},
         {},
     )
     try:
-        wanted = request.shape
+        expected = request.shape
     except SchedirError:
         return
-    assert apply_schedule_defaults(schedule, PipelineShape(4, 8, placement=placement)) == wanted
+    assert apply_schedule_defaults(schedule, PipelineShape(4, 8, placement=placement)) == expected
 
 
-def test_a_program_has_no_open_fields() -> None:
+def test_program_shape_has_no_default_fields() -> None:
     """A program compiled for one schedule has no defaults of another."""
     shape = schedir.compile("one_f_one_b", ranks=4, microbatches=8).shape
     assert (
@@ -89,7 +89,7 @@ def test_a_program_has_no_open_fields() -> None:
         assert same == shape and same.default_fields == shape.default_fields
 
 
-def test_a_draft_takes_a_shape_with_open_fields() -> None:
+def test_draft_accepts_shape_with_default_fields() -> None:
     draft = schedir.expand_schedule(schedules.zb_v, PipelineShape(4, 8, 2, "vee"))
     assert schedir.compile(draft, ranks=4, microbatches=8).shape == draft.shape
     with pytest.raises(UsageError, match="the draft has the shape"):
@@ -97,38 +97,43 @@ def test_a_draft_takes_a_shape_with_open_fields() -> None:
 
 
 @pytest.mark.parametrize("v", [None, "x"])
-def test_a_strange_default_is_none(v: object) -> None:
+def test_non_integer_default_of_v_is_ignored(v: object) -> None:
     def odd(rank: int, ranks: int, microbatches: int, v: object = v) -> schedir.RankSchedule:
         return microbatches * (F[0] + F[1]) + microbatches * (B[1] + B[0])
 
     assert schedir.compile(odd, ranks=2, microbatches=4).shape.stages_per_rank == 2
 
 
-def test_assertions_take_the_shape_as_it_is() -> None:
+def test_assert_schedule_uses_given_shape() -> None:
     with pytest.raises(AssertionError, match="needs placement 'vee'"):
         assert_schedule(schedules.zb_v, shapes=[PipelineShape(2, 4)])
 
 
-def refused(**given: object) -> UsageError:
+def compile_refused(**given: object) -> UsageError:
     with pytest.raises(UsageError) as caught:
         schedir.compile(**given)  # type: ignore[arg-type]
     return caught.value
 
 
-def test_what_does_not_go_together_is_refused() -> None:
-    error = refused(schedule="zb-v", ranks=4, microbatches=8)
+def test_conflicting_arguments_are_refused() -> None:
+    error = compile_refused(schedule="zb-v", ranks=4, microbatches=8)
     assert "no built-in schedule 'zb-v'" in str(error) and error.hint == "did you mean 'zb_v'?"
-    error = refused(schedule="gpipe", ranks=4)
+    error = compile_refused(schedule="gpipe", ranks=4)
     assert "compile needs microbatches; given: ranks" in str(error)
-    error = refused(schedule="gpipe", shape=PipelineShape(2, 2), ranks=3)
+    error = compile_refused(schedule="gpipe", shape=PipelineShape(2, 2), ranks=3)
     assert "shape and ranks cannot both be given" in str(error)
-    assert "needs ranks and microbatches for this schedule" in str(refused(schedule="gpipe"))
-    assert refused(schedule="gpipe", plan=PipelineShape(2, 2)).hint == "it is now shape"
-    assert refused(schedule="gpipe", ranks=2, microbatches=2, zreo=2).hint == "did you mean 'zero'?"
+    assert "needs ranks and microbatches for this schedule" in str(
+        compile_refused(schedule="gpipe")
+    )
+    assert compile_refused(schedule="gpipe", plan=PipelineShape(2, 2)).hint == "it is now shape"
+    assert (
+        compile_refused(schedule="gpipe", ranks=2, microbatches=2, zreo=2).hint
+        == "did you mean 'zero'?"
+    )
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_simulate_takes_a_schedule(name: str) -> None:
+def test_simulate_accepts_schedule_name_and_function(name: str) -> None:
     costs = schedir.Costs(F=1, B=2, send=0.25)
     program = schedir.compile(name, ranks=4, microbatches=8, costs=costs)
     expected = schedir.simulate(program, costs).span
@@ -137,14 +142,14 @@ def test_simulate_takes_a_schedule(name: str) -> None:
     assert schedir.simulate(schedule, costs, ranks=4, microbatches=8).span == expected
 
 
-def test_a_search_takes_the_shape_as_keywords() -> None:
+def test_search_accepts_shape_fields_as_keywords() -> None:
     shape = PipelineShape(3, 4, stages_per_rank=2, placement="vee")
     fields = {"ranks": 3, "microbatches": 4, "stages_per_rank": 2, "placement": "vee"}
-    found = schedir.search_schedule(**fields, max_evaluations=20)  # type: ignore[arg-type]
-    assert found.span == schedir.search_schedule(shape, max_evaluations=20).span
+    result = schedir.search_schedule(**fields, max_evaluations=20)  # type: ignore[arg-type]
+    assert result.span == schedir.search_schedule(shape, max_evaluations=20).span
 
 
-def test_a_shape_is_needed_once() -> None:
+def test_missing_or_duplicate_shape_is_refused() -> None:
     program = schedir.compile("gpipe", ranks=2, microbatches=4)
     with pytest.raises(UsageError, match="ranks cannot be applied to a program"):
         schedir.simulate(program, ranks=2)
@@ -185,7 +190,7 @@ class ScheduleGPipe:  # the name of torch's class
     ],
     ids=["wrong option", "no options", "unbound method", "class"],
 )
-def test_a_wrong_schedule_is_named(schedule: Any, fact: str, hint: str) -> None:
-    with pytest.raises(ScheduleError) as refused:
+def test_invalid_schedule_error_names_schedule(schedule: Any, fact: str, hint: str) -> None:
+    with pytest.raises(ScheduleError) as caught:
         schedir.compile(schedule, ranks=2, microbatches=4)
-    assert fact in refused.value.fact and hint in refused.value.hint
+    assert fact in caught.value.fact and hint in caught.value.hint

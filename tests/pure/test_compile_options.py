@@ -10,7 +10,7 @@ from schedir.ir.program import ATTRIBUTE_FIELDS
 from schedir.passes.pass_registry import PASS_OPTIONS
 
 
-def test_the_typed_options_are_those_of_the_tables() -> None:
+def test_signature_lists_all_options() -> None:
     parameters = signature(schedir.compile).parameters
     assert Parameter.VAR_KEYWORD not in {parameter.kind for parameter in parameters.values()}
     defined = {*PASS_OPTIONS, *(field.name for field in ATTRIBUTE_FIELDS)}
@@ -19,7 +19,7 @@ def test_the_typed_options_are_those_of_the_tables() -> None:
     assert parameters["zero"].annotation == "int | None"
 
 
-def test_the_stub_is_fresh() -> None:
+def test_stub_file_is_current() -> None:
     text = make_stub(schedir.compile)
     assert STUB_PATH.read_text() == text, "python -m schedir.compiler.compile writes it"
     assert "    zero: int | None\n" in text and "    tp: " not in text

@@ -1,4 +1,4 @@
-"""Tests of configurations: which are read, which are refused, and what the error points to."""
+"""Tests that valid configurations are read, and that errors of invalid ones name the line."""
 
 from __future__ import annotations
 
@@ -43,18 +43,18 @@ betas = [0.5, 0.75]
 """
 
 
-def write(folder: Path, text: str) -> str:
+def write_config(folder: Path, text: str) -> str:
     path = folder / "run.toml"
     path.write_text(text)
     return str(path)
 
 
-def test_an_empty_file_is_all_defaults(tmp_path: Path) -> None:
-    assert read_config(write(tmp_path, "")) == Config()
+def test_empty_file_gives_defaults(tmp_path: Path) -> None:
+    assert read_config(write_config(tmp_path, "")) == Config()
 
 
-def test_a_file_is_read(tmp_path: Path) -> None:
-    config = read_config(write(tmp_path, FULL))
+def test_file_is_read(tmp_path: Path) -> None:
+    config = read_config(write_config(tmp_path, FULL))
     assert config.model == GPTConfig(layers=4, heads=4)
     assert config.pipeline.shape == schedir.PipelineShape(2, 8, 2)
     assert config.world_size == 8
@@ -63,12 +63,12 @@ def test_a_file_is_read(tmp_path: Path) -> None:
     assert config.train.betas == (0.5, 0.75)
 
 
-def test_the_demo_is_for_four_processes() -> None:
+def test_demo_config_is_for_four_processes() -> None:
     config = read_config(str(Path(__file__).resolve().parents[2] / "examples" / "demo.toml"))
     assert config.world_size == 4 and config.pipeline.shape.stages == 4
 
 
-def test_sets_come_on_top(tmp_path: Path) -> None:
+def test_set_options_override_file(tmp_path: Path) -> None:
     sets = [
         "pipeline.microbatches=4",
         "pipeline.schedule = gpipe",
@@ -77,21 +77,21 @@ def test_sets_come_on_top(tmp_path: Path) -> None:
         "pipeline.layers_per_stage=[1, 3]",
         "model.tied=false",
     ]
-    config = read_config(write(tmp_path, FULL), sets)
+    config = read_config(write_config(tmp_path, FULL), sets)
     assert config.pipeline.shape == schedir.PipelineShape(2, 4)
     assert config.pipeline.schedule == "gpipe" and config.pipeline.layers_per_stage == (1, 3)
     assert config.output.dir == "a b" and not config.model.tied
 
 
-def test_lists_of_numbers_need_no_brackets(tmp_path: Path) -> None:
+def test_number_lists_need_no_brackets(tmp_path: Path) -> None:
     sets = ["pipeline.placement=0,1,1,0", "train.betas=0.5, 0.75", "pipeline.ranks=2"]
-    config = read_config(write(tmp_path, ""), sets)
+    config = read_config(write_config(tmp_path, ""), sets)
     assert config.pipeline.placement == (0, 1, 1, 0) and config.train.betas == (0.5, 0.75)
-    assert read_config(write(tmp_path, ""), ["data.source=a,b.txt"]).data.source == "a,b.txt"
+    assert read_config(write_config(tmp_path, ""), ["data.source=a,b.txt"]).data.source == "a,b.txt"
 
 
-def test_a_schedule_brings_its_placement(tmp_path: Path) -> None:
-    vee = write(tmp_path, "[pipeline]\nschedule = 'v_half'\nranks = 2")
+def test_schedule_sets_default_placement_and_stages(tmp_path: Path) -> None:
+    vee = write_config(tmp_path, "[pipeline]\nschedule = 'v_half'\nranks = 2")
     assert read_config(vee).pipeline.shape == schedir.PipelineShape(2, 8, 2, "vee")
     # A placement that is given explicitly is kept, though the schedule may refuse it later.
     assert read_config(vee, ["pipeline.placement=0,1,1,0"]).pipeline.placement == (0, 1, 1, 0)
@@ -99,68 +99,72 @@ def test_a_schedule_brings_its_placement(tmp_path: Path) -> None:
         read_config(vee, ["pipeline.stages_per_rank=4", "model.layers=8"]).pipeline.shape.stages
         == 8
     )
-    partly = read_config(vee, ["pipeline.schedule=interleaved(group=2)"]).pipeline
-    assert (partly.placement, partly.stages_per_rank) == ("loop", 2)
+    with_option = read_config(vee, ["pipeline.schedule=interleaved(group=2)"]).pipeline
+    assert (with_option.placement, with_option.stages_per_rank) == ("loop", 2)
     mapped = read_config(vee, ["pipeline.schedule=interleaved", "pipeline.placement=0,1"]).pipeline
     assert mapped.shape == schedir.PipelineShape(2, 8, placement=(0, 1))
-    told = read_config(
+    explicit = read_config(
         vee, ["pipeline.schedule=interleaved", "pipeline.stages_per_rank=1"]
     ).pipeline
-    assert told.stages_per_rank == 1
+    assert explicit.stages_per_rank == 1
 
 
-def test_options_and_overlap_reach_the_program(tmp_path: Path) -> None:
+def test_schedule_options_and_overlap_change_program(tmp_path: Path) -> None:
     sets = ["pipeline.ranks=2", "pipeline.stages_per_rank=2", "pipeline.microbatches=8"]
 
-    def program(*more: str) -> schedir.Program:
-        return build_program(read_config(write(tmp_path, ""), [*sets, *more]))
+    def build(*settings: str) -> schedir.Program:
+        return build_program(read_config(write_config(tmp_path, ""), [*sets, *settings]))
 
-    plain = program("pipeline.schedule=interleaved")
-    wide = program("pipeline.schedule=interleaved(group=4)")
-    assert wide.digest != plain.digest
-    late = program("pipeline.schedule=interleaved", "pipeline.overlap=false")
-    assert late.digest != plain.digest and sorted(late.words) != sorted(plain.words)
-    few = program("pipeline.schedule=interleaved", "pipeline.buffer_sharing=minimal")
-    assert few.slots and not plain.slots and few.streams == plain.streams
+    plain = build("pipeline.schedule=interleaved")
+    grouped = build("pipeline.schedule=interleaved(group=4)")
+    assert grouped.digest != plain.digest
+    without_overlap = build("pipeline.schedule=interleaved", "pipeline.overlap=false")
+    assert without_overlap.digest != plain.digest and sorted(without_overlap.words) != sorted(
+        plain.words
+    )
+    minimal = build("pipeline.schedule=interleaved", "pipeline.buffer_sharing=minimal")
+    assert minimal.slots and not plain.slots and minimal.streams == plain.streams
     with pytest.raises(schedir.errors.UsageError, match="'few' is not known"):
-        program("pipeline.buffer_sharing=few")
-    assert program("pipeline.schedule=interleaved", "pipeline.buffer_sharing=none") == plain
+        build("pipeline.buffer_sharing=few")
+    assert build("pipeline.schedule=interleaved", "pipeline.buffer_sharing=none") == plain
     draft = tmp_path / "draft.sched"
     draft.write_text(
         schedir.to_text(schedir.expand_schedule(schedir.schedules.interleaved, plain.shape))
     )
-    same = build_program(
-        read_config(write(tmp_path, f"[pipeline]\nschedule = '{draft}'\noverlap = true\n"))
+    from_draft = build_program(
+        read_config(write_config(tmp_path, f"[pipeline]\nschedule = '{draft}'\noverlap = true\n"))
     )
-    assert same.digest == plain.digest
+    assert from_draft.digest == plain.digest
 
 
-def test_on_gpus_values_share_slots_unless_told(tmp_path: Path) -> None:
-    path = write(tmp_path, "[pipeline]\nranks = 4\nmicrobatches = 16\nschedule = 'gpipe'")
+def test_gpu_programs_share_buffers_by_default(tmp_path: Path) -> None:
+    path = write_config(tmp_path, "[pipeline]\nranks = 4\nmicrobatches = 16\nschedule = 'gpipe'")
     gpu, file = "train.device=cuda", tmp_path / "own.sched"
 
-    def program(*sets: str) -> schedir.Program:
+    def build(*sets: str) -> schedir.Program:
         return build_program(read_config(path, sets))
 
-    own, few = program(), program("pipeline.buffer_sharing=minimal")
-    assert program(gpu) == program("pipeline.buffer_sharing=latency_preserving") not in (own, few)
-    assert program(gpu, "pipeline.buffer_sharing=none") == own and not own.slots
-    for said, there in (
-        (own, program(gpu)),
-        (few, few),
+    unshared, minimal = build(), build("pipeline.buffer_sharing=minimal")
+    assert (
+        build(gpu) == build("pipeline.buffer_sharing=latency_preserving") not in (unshared, minimal)
+    )
+    assert build(gpu, "pipeline.buffer_sharing=none") == unshared and not unshared.slots
+    for written, expected in (
+        (unshared, build(gpu)),
+        (minimal, minimal),
     ):  # the slots that a program file gives are kept
-        file.write_text(schedir.to_text(said))
-        assert program(gpu, f"pipeline.schedule={file}").slots == there.slots
+        file.write_text(schedir.to_text(written))
+        assert build(gpu, f"pipeline.schedule={file}").slots == expected.slots
 
 
 @pytest.mark.parametrize("schedule", sorted({*get_built_in_schedules()} - {"forward_only"}))
 @pytest.mark.parametrize("transport", ["nccl_per_edge", "nccl_grouped"])
-def test_no_built_in_schedule_is_refused_for_the_slots_of_gpus(
+def test_built_in_schedules_compile_with_gpu_slots(
     tmp_path: Path, schedule: str, transport: str
 ) -> None:
     sets = [f"pipeline.schedule={schedule}", f"train.transport={transport}", "model.layers=8"]
     text = "[pipeline]\nranks = 4\nmicrobatches = 16\ntp = 2\n[train]\ndevice = 'cuda'"
-    config = read_config(write(tmp_path, text), sets)
+    config = read_config(write_config(tmp_path, text), sets)
     assert build_program(config).slots
 
 
@@ -210,10 +214,10 @@ def test_no_built_in_schedule_is_refused_for_the_slots_of_gpus(
         ("[pipeline]\n'ranks' = 'two'", 2, 1, "integer"),
     ],
 )  # fmt: skip
-def test_what_is_wrong_is_refused_with_its_place(
+def test_invalid_setting_error_has_line_and_column(
     tmp_path: Path, text: str, line: int, column: int, word: str
 ) -> None:
-    path = write(tmp_path, text)
+    path = write_config(tmp_path, text)
     with pytest.raises(ConfigError) as error:
         read_config(path)
     assert (error.value.location, error.value.line, error.value.column) == (path, line, column)
@@ -238,20 +242,20 @@ def test_what_is_wrong_is_refused_with_its_place(
         ("pipeline.ranks=3", "3 stages"),
     ],
 )
-def test_a_wrong_set_is_refused(tmp_path: Path, option: str, word: str) -> None:
+def test_invalid_set_option_is_refused(tmp_path: Path, option: str, word: str) -> None:
     with pytest.raises(ConfigError) as error:
-        read_config(write(tmp_path, ""), [option])
+        read_config(write_config(tmp_path, ""), [option])
     assert word in str(error.value)
 
 
-def test_a_share_of_the_source_is_not_turned_into_a_path(tmp_path: Path) -> None:
+def test_number_out_of_range_gets_no_path_hint(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match=r"data\.validation must be a number") as error:
-        read_config(write(tmp_path, ""), ["data.validation=1.5"])
+        read_config(write_config(tmp_path, ""), ["data.validation=1.5"])
     assert error.value.hint == ""
 
 
-def test_layers_that_cannot_be_divided_are_refused_with_a_division(tmp_path: Path) -> None:
-    path = write(tmp_path, "[model]\nlayers = 5\n[pipeline]\nranks = 2")
+def test_indivisible_layers_error_hints_at_division(tmp_path: Path) -> None:
+    path = write_config(tmp_path, "[model]\nlayers = 5\n[pipeline]\nranks = 2")
     with pytest.raises(ConfigError) as error:
         read_config(path)
     assert error.value.line == 2 and "[3, 2]" in error.value.hint
@@ -262,7 +266,7 @@ def test_layers_that_cannot_be_divided_are_refused_with_a_division(tmp_path: Pat
 
 
 @pytest.mark.parametrize("content", [None, b"\xff\xfe"])
-def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes | None) -> None:
+def test_unreadable_file_is_refused(tmp_path: Path, content: bytes | None) -> None:
     path = tmp_path / "run.toml"
     if content:
         path.write_bytes(content)
@@ -274,73 +278,79 @@ def test_a_file_that_cannot_be_read_is_refused(tmp_path: Path, content: bytes | 
 
 
 @pytest.fixture
-def program(tmp_path: Path) -> Path:
+def program_file(tmp_path: Path) -> Path:
     path = tmp_path / "mine.sched"
     shape = schedir.PipelineShape(ranks=4, microbatches=6, placement=(0, 1, 2, 3))
     path.write_text(schedir.to_text(schedir.compile(schedir.schedules.gpipe, shape, tp=2)))
     return path
 
 
-def test_a_program_brings_its_shape(tmp_path: Path, program: Path) -> None:
-    config = read_config(write(tmp_path, f"[pipeline]\nschedule = '{program}'\nranks = 4"))
+def test_program_file_sets_shape_and_tp(tmp_path: Path, program_file: Path) -> None:
+    config = read_config(
+        write_config(tmp_path, f"[pipeline]\nschedule = '{program_file}'\nranks = 4")
+    )
     assert config.pipeline.shape == schedir.PipelineShape(4, 6, placement=(0, 1, 2, 3))
     assert config.pipeline.tp == 2 and config.world_size == 8
 
 
 @pytest.mark.parametrize("setting", ["ranks = 2", "microbatches = 8", "tp = 1", "dp = 2"])
-def test_a_program_is_not_contradicted(tmp_path: Path, program: Path, setting: str) -> None:
+def test_setting_that_contradicts_program_file_is_refused(
+    tmp_path: Path, program_file: Path, setting: str
+) -> None:
     with pytest.raises(ConfigError) as error:
-        read_config(write(tmp_path, f"[pipeline]\nschedule = '{program}'\n{setting}"))
-    assert error.value.line == 3 and str(program) in error.value.fact
+        read_config(write_config(tmp_path, f"[pipeline]\nschedule = '{program_file}'\n{setting}"))
+    assert error.value.line == 3 and str(program_file) in error.value.fact
 
 
-def test_a_lowered_program_has_no_overlap_to_choose(tmp_path: Path, program: Path) -> None:
+def test_overlap_of_lowered_program_is_refused(tmp_path: Path, program_file: Path) -> None:
     with pytest.raises(ConfigError) as error:
-        read_config(write(tmp_path, f"[pipeline]\nschedule = '{program}'\noverlap = true"))
+        read_config(
+            write_config(tmp_path, f"[pipeline]\nschedule = '{program_file}'\noverlap = true")
+        )
     assert error.value.line == 3
 
 
-def test_a_draft_takes_tp_and_dp(tmp_path: Path) -> None:
+def test_draft_file_accepts_tp(tmp_path: Path) -> None:
     path = tmp_path / "draft.sched"
     path.write_text(
         schedir.to_text(
             schedir.expand_schedule(schedir.schedules.gpipe, schedir.PipelineShape(2, 4))
         )
     )
-    config = read_config(write(tmp_path, f"[pipeline]\nschedule = '{path}'\ntp = 2"))
+    config = read_config(write_config(tmp_path, f"[pipeline]\nschedule = '{path}'\ntp = 2"))
     assert (config.pipeline.ranks, config.pipeline.tp) == (2, 2)
 
 
-def test_a_draft_brings_its_traits_unless_a_setting_says_another(tmp_path: Path) -> None:
+def test_setting_overrides_tp_of_draft_file(tmp_path: Path) -> None:
     drafted = replace(
         schedir.expand_schedule(schedir.schedules.gpipe, schedir.PipelineShape(2, 4)), tp=2
     )
     path = tmp_path / "draft.sched"
     path.write_text(schedir.to_text(drafted))
     text = f"[pipeline]\nschedule = '{path}'\n"
-    assert read_config(write(tmp_path, text)).pipeline.tp == 2
-    assert read_config(write(tmp_path, text + "tp = 1")).pipeline.tp == 1
+    assert read_config(write_config(tmp_path, text)).pipeline.tp == 2
+    assert read_config(write_config(tmp_path, text + "tp = 1")).pipeline.tp == 1
 
 
-def test_a_program_that_is_none_is_refused_with_its_place(tmp_path: Path, program: Path) -> None:
-    program.write_text(program.read_text().replace("send_act", "sent_act"))
+def test_invalid_program_file_error_has_line(tmp_path: Path, program_file: Path) -> None:
+    program_file.write_text(program_file.read_text().replace("send_act", "sent_act"))
     with pytest.raises(ParseError) as error:
-        read_config(write(tmp_path, f"[pipeline]\nschedule = '{program}'"))
+        read_config(write_config(tmp_path, f"[pipeline]\nschedule = '{program_file}'"))
     assert error.value.line > 5
-    program.unlink()
+    program_file.unlink()
     with pytest.raises(SchedirError):
-        read_config(write(tmp_path, f"[pipeline]\nschedule = '{program}'"))
+        read_config(write_config(tmp_path, f"[pipeline]\nschedule = '{program_file}'"))
 
 
-def test_nothing_heavy_is_needed(tmp_path: Path) -> None:
+def test_reading_config_does_not_import_torch(tmp_path: Path) -> None:
     code = """
 import sys, schedir.training.config.config_file as c
 c.read_config(sys.argv[1])
 print('torch' in sys.modules)"""
-    done = subprocess.run(
-        [sys.executable, "-c", code, write(tmp_path, FULL)], capture_output=True, text=True
+    completed = subprocess.run(
+        [sys.executable, "-c", code, write_config(tmp_path, FULL)], capture_output=True, text=True
     )
-    assert done.stdout == "False\n", done.stderr
+    assert completed.stdout == "False\n", completed.stderr
 
 
 @pytest.mark.parametrize(
@@ -359,13 +369,13 @@ print('torch' in sys.modules)"""
         (["data.seed=x"], "--set data.seed=x: data.seed must be an integer of at least 0"),
     ],
 )
-def test_messages(tmp_path: Path, sets: list[str], message: str) -> None:
+def test_set_option_error_messages(tmp_path: Path, sets: list[str], message: str) -> None:
     with pytest.raises(ConfigError) as error:
-        read_config(write(tmp_path, ""), sets)
+        read_config(write_config(tmp_path, ""), sets)
     assert str(error.value).startswith(message)
 
 
-def test_the_learning_rate_warms_up_and_falls() -> None:
+def test_learning_rate_warms_up_and_decays() -> None:
     train: Any = Config().train
     rates = [compute_learning_rate(train, step) for step in range(train.steps)]
     top = rates.index(max(rates))
@@ -382,14 +392,14 @@ def test_the_learning_rate_warms_up_and_falls() -> None:
         ('recompute = "all"\nrecompute_at = 3', "must be a string"),
     ],
 )
-def test_memory_that_cannot_be(settings: str, fact: str, tmp_path: Path) -> None:
+def test_invalid_memory_setting_is_refused(settings: str, fact: str, tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text(f"[memory]\n{settings}\n")
     with pytest.raises(ConfigError, match=fact):
         read_config(str(path), [])
 
 
-def test_an_unknown_schedule_has_its_line(tmp_path: Path) -> None:
+def test_unknown_schedule_error_has_line(tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text('[pipeline]\nranks = 2\nschedule = "1f1b"\n')
     with pytest.raises(ConfigError, match=r"config\.toml, line 3, column 1: '1f1b' is") as caught:
@@ -397,8 +407,8 @@ def test_an_unknown_schedule_has_its_line(tmp_path: Path) -> None:
     assert caught.value.hint == "did you mean 'one_f_one_b'?"
 
 
-def test_memory_is_of_the_program(tmp_path: Path) -> None:
-    """`recompute = "fit"` needs the sizes. Any other value applies at once."""
+def test_recompute_fit_waits_for_sizes(tmp_path: Path) -> None:
+    """`recompute = "fit"` needs sizes. Any other value takes effect without sizes."""
     path = tmp_path / "config.toml"
     path.write_text('[pipeline]\nranks = 2\n[memory]\nmemory_limit = "15"\nrecompute = "fit"\n')
     sizes = Sizes(saved=10, recompute_inputs=1)

@@ -20,7 +20,7 @@ MOVES = ("late_send", "early_receive", "swap_neighbours", "swap_pairs", *TURNED)
 
 
 @pytest.mark.parametrize("seed", range(60))
-def test_two_replicas_finish_where_the_checker_says_that_one_does(seed: int) -> None:
+def test_two_replicas_finish_if_check_accepts_program(seed: int) -> None:
     rng = random.Random(seed)
     program = any_legal(seed, turns=True)
     for name in rng.choices(MOVES, k=2):
@@ -29,9 +29,9 @@ def test_two_replicas_finish_where_the_checker_says_that_one_does(seed: int) -> 
         for blocks in (False, True):
             try:
                 check(program, model, blocking_hosts=blocks)
-                accepted = True
+                is_accepted = True
             except SchedirError:
-                accepted = False
+                is_accepted = False
             for replicas in (1, 2):
                 run = verdict(program, model, seed, blocking_hosts=blocks, replicas=replicas)
-                assert (run.kind == "ok") is accepted, (model, blocks, replicas, run)
+                assert (run.kind == "ok") is is_accepted, (model, blocks, replicas, run)

@@ -28,7 +28,7 @@ SVG = "{http://www.w3.org/2000/svg}"
 MOVES = ("swap_neighbours", "swap_any", "move_anywhere", "swap_receives", "late_send")
 
 
-def drawn(program: Program, error: SchedirError) -> ElementTree.Element:
+def draw_and_measure(program: Program, error: SchedirError) -> ElementTree.Element:
     picture = ElementTree.fromstring(draw_deadlock(program, error))
     wide, high = (float(picture.get(side, "")) for side in ("width", "height"))
     for box in picture.iter(f"{SVG}rect"):
@@ -40,7 +40,7 @@ def drawn(program: Program, error: SchedirError) -> ElementTree.Element:
     return picture
 
 
-def filled(picture: ElementTree.Element, fill: str) -> list[str]:
+def read_texts_in_boxes(picture: ElementTree.Element, fill: str) -> list[str]:
     """Return the texts in the boxes of a colour, which are drawn directly after the boxes."""
     items = list(picture)
     return sorted(
@@ -50,13 +50,13 @@ def filled(picture: ElementTree.Element, fill: str) -> list[str]:
     )
 
 
-def arrows(picture: ElementTree.Element) -> int:
+def count_arrows(picture: ElementTree.Element) -> int:
     return sum("marker-end" in path.attrib for path in picture.iter(f"{SVG}path"))
 
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**32), st.sampled_from(MOVES))
-def test_a_deadlock(seed: int, move: str) -> None:
+def test_picture_of_deadlock_shows_cycle(seed: int, move: str) -> None:
     try:
         _, program = mutate(move, seed, corpus=CORPUS)
     except SchedirError:
@@ -64,19 +64,21 @@ def test_a_deadlock(seed: int, move: str) -> None:
     try:
         check(program, "per_device")
     except DeadlockError as error:
-        picture = drawn(program, error)
-        assert filled(picture, ACCENT_COLOR) == sorted(str(wait.instr) for wait in error.cycle)
+        picture = draw_and_measure(program, error)
+        assert read_texts_in_boxes(picture, ACCENT_COLOR) == sorted(
+            str(wait.instr) for wait in error.cycle
+        )
         waits = {(wait.rank, wait.index) for wait in error.cycle}
         needs = {(wait.needed_rank, wait.needed_index): wait.needed_instr for wait in error.cycle}
         others = [str(instr) for place, instr in needs.items() if place not in waits]
-        assert filled(picture, "#fbe3ee") == sorted(others)
-        assert arrows(picture) == len(error.cycle) - sum(
+        assert read_texts_in_boxes(picture, "#fbe3ee") == sorted(others)
+        assert count_arrows(picture) == len(error.cycle) - sum(
             (wait.rank, wait.index) == (wait.needed_rank, wait.needed_index) for wait in error.cycle
         )
         heads = {text.text for text in picture.iter(f"{SVG}text") if text.get("font-weight")}
         assert {f"rank {wait.rank}" for wait in error.cycle} <= heads
     except SchedirError as error:
-        drawn(program, error)
+        draw_and_measure(program, error)
 
 
 @pytest.mark.parametrize(
@@ -84,28 +86,32 @@ def test_a_deadlock(seed: int, move: str) -> None:
     [c for c in cases() if c.program and c.refusal("per_device")],
     ids=lambda case: case.name,
 )
-def test_every_refusal_can_be_drawn(case: Case) -> None:
+def test_museum_refusals_can_be_drawn(case: Case) -> None:
     error = case.refusal("per_device")
     assert error is not None
-    picture = drawn(case.made(), error)
+    picture = draw_and_measure(case.made(), error)
     if isinstance(error, GroupError) and len(error.sites) == 4:
-        assert arrows(picture) == 2
+        assert count_arrows(picture) == 2
     elif not isinstance(error, DeadlockError):
-        assert filled(picture, ACCENT_COLOR) == sorted(str(site.instr) for site in error.sites)
+        assert read_texts_in_boxes(picture, ACCENT_COLOR) == sorted(
+            str(site.instr) for site in error.sites
+        )
 
 
-def test_of_many_ranks_those_that_wait_are_shown() -> None:
+def test_picture_shows_only_waiting_ranks() -> None:
     text = to_text(compile(gpipe, PipelineShape(12, 2)), folded=False)
-    early = text.replace("  recv_act 5.1\n", "")
-    program = from_text(early.replace("  recv_act 5.0\n", "  recv_act 5.1\n  recv_act 5.0\n"))
+    text_without_receive = text.replace("  recv_act 5.1\n", "")
+    program = from_text(
+        text_without_receive.replace("  recv_act 5.0\n", "  recv_act 5.1\n  recv_act 5.0\n")
+    )
     with pytest.raises(DeadlockError) as caught:
         check(program)
-    picture = drawn(program, caught.value)
+    picture = draw_and_measure(program, caught.value)
     heads = [text.text for text in picture.iter(f"{SVG}text") if text.get("font-weight")]
     assert heads == ["rank 4", "rank 5"]
 
 
-def test_the_shell_writes_it(
+def test_check_writes_picture(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -120,8 +126,8 @@ def test_the_shell_writes_it(
     assert main(["check", "late.sched", "--progress-model", "per_edge", "-o", "z.svg"]) == 0
     assert {path.name for path in Path().iterdir()} == {"late.sched", "x.svg"}
     assert "did not write z.svg: the program is not refused" in capsys.readouterr().err
-    less = to_text(case.made(), folded=False).replace("  F 3.1\n", "")
-    Path("less.sched").write_text(less)
+    incomplete = to_text(case.made(), folded=False).replace("  F 3.1\n", "")
+    Path("less.sched").write_text(incomplete)
     text = run_refused_command(capsys, "check", "less.sched", "-o", "z.svg")
     assert (
         "F 3.1 is missing" in text
@@ -130,7 +136,7 @@ def test_the_shell_writes_it(
     )
 
 
-def test_a_schedule_that_hangs_before_it_has_messages_is_drawn(
+def test_deadlock_of_draft_is_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -141,11 +147,11 @@ def test_a_schedule_that_hangs_before_it_has_messages_is_drawn(
         "def lacks(rank, ranks, microbatches):\n"
         "    return F + microbatches * B\n"
     )
-    shape = ["--ranks", "2", "--microbatches", "4"]
+    options = ["--ranks", "2", "--microbatches", "4"]
     assert "wrote x.svg" in run_refused_command(
-        capsys, "check", "mine.py:hangs", *shape, "-o", "x.svg"
+        capsys, "check", "mine.py:hangs", *options, "-o", "x.svg"
     )
     text = Path("x.svg").read_text()
     assert "B 0.0" in text and "send" not in text
-    text = run_refused_command(capsys, "check", "mine.py:lacks", *shape, "-o", "y.svg")
+    text = run_refused_command(capsys, "check", "mine.py:lacks", *options, "-o", "y.svg")
     assert "did not write y.svg" in text and not Path("y.svg").exists()

@@ -1,4 +1,4 @@
-"""Tests of hosts that wait for their whole device: the checker accepts exactly what finishes."""
+"""Tests that `check` accepts exactly the programs that finish if hosts wait for their devices."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ CASES = {
 
 @pytest.mark.parametrize("tp", [1, 2])
 @pytest.mark.parametrize("name", CASES)
-def test_receives_posted_early_do_not_live_through_it(name: str, tp: int) -> None:
+def test_early_receives_deadlock_with_host_device_sync(name: str, tp: int) -> None:
     schedule, shape = getattr(schedules, name), CASES[name]
     check(
         compile(schedule, shape, tp=tp, dp=2, progress_model="per_edge"),
@@ -42,27 +42,30 @@ def test_receives_posted_early_do_not_live_through_it(name: str, tp: int) -> Non
     assert "a host that waits for its device" in caught.value.hint
 
 
-def test_a_message_behind_a_reduction_is_issued_when_that_has_waited() -> None:
+def test_message_after_reduction_deadlocks_with_host_device_sync() -> None:
     """The receive before the reduction needs the message sent after it."""
-    reduces = ("reduce_grads 2; send_grad 2.0", "send_grad 2.0; reduce_grads 2")
-    wrong, right = (
+    endings = ("reduce_grads 2; send_grad 2.0", "send_grad 2.0; reduce_grads 2")
+    send_after_reduction, send_before_reduction = (
         written(
             "F 0.0; send_act 0.0; recv_act 2.0; F 2.0; send_act 2.0; recv_grad 2.0; B 2.0; "
-            f"recv_grad 0.0; {ends}; B 0.0; reduce_grads 0; step",
+            f"recv_grad 0.0; {ending}; B 0.0; reduce_grads 0; step",
             "recv_act 1.0; F 1.0; send_act 1.0; recv_act 3.0; F 3.0; B 3.0; send_grad 3.0; "
             "recv_grad 1.0; B 1.0; send_grad 1.0; reduce_grads 3; reduce_grads 1; step",
             header="stages_per_rank 2",
         )
-        for ends in reduces
+        for ending in endings
     )
-    check(right, "per_edge", host_device_sync=True)
-    check(wrong, "per_edge", blocking_hosts=True)
+    check(send_before_reduction, "per_edge", host_device_sync=True)
+    check(send_after_reduction, "per_edge", blocking_hosts=True)
     with pytest.raises(DeadlockError):
-        check(wrong, "per_edge", host_device_sync=True)
-    assert (lives(wrong), lives(right)) == (False, True)
+        check(send_after_reduction, "per_edge", host_device_sync=True)
+    assert (
+        synchronizing_hosts_finish(send_after_reduction),
+        synchronizing_hosts_finish(send_before_reduction),
+    ) == (False, True)
 
 
-def lives(program: Program) -> bool:
+def synchronizing_hosts_finish(program: Program) -> bool:
     """Return whether hosts that make one call after the other finish, under `per_edge`.
 
     Before each call that is not a message, they wait until all started work has ended. A group is
@@ -71,35 +74,37 @@ def lives(program: Program) -> bool:
     """
     machine = Machine(program, "per_edge", Costs())
     machine.run()  # fills its tables
-    at, lists = [0] * len(program.streams), machine.lists
-    over: set[tuple[int, int]] = set()
+    positions, lists = [0] * len(program.streams), machine.lists
+    ended: set[tuple[int, int]] = set()
     grouped = [{k: group for group in groups for k in group} for groups in machine.groups]
 
-    def under_way(rank: int, k: int) -> bool:
+    def is_in_progress(rank: int, k: int) -> bool:
         group = grouped[rank][k]
-        before = (j for own in machine.before[rank, group[0]] for j in own)
-        return group[-1] < at[rank] and all((rank, j) in over for j in before)
+        earlier = (j for lane in machine.before[rank, group[0]] for j in lane)
+        return group[-1] < positions[rank] and all((rank, j) in ended for j in earlier)
 
-    def moves(rank: int, k: int) -> bool:
+    def can_issue(rank: int, k: int) -> bool:
         message = bool(INSTRUCTIONS[lists[rank][k].op].peer)
         others = (j for j in range(k) if j not in grouped[rank][k])
-        return message or all((rank, j) in over for j in others)
+        return message or all((rank, j) in ended for j in others)
 
-    moved = True
-    while moved:
-        was = sum(at) + len(over)
-        for rank, own in enumerate(lists):
-            at[rank] += at[rank] < len(own) and moves(rank, at[rank])
-            for k in (k for k in range(at[rank]) if (rank, k) not in over):
-                sides = machine._partners(rank, own[k])
-                if all(under_way(*side) for side in sides):
-                    over.update(sides)
-        moved = sum(at) + len(over) > was
-    return all(k == len(own) for k, own in zip(at, lists, strict=True))
+    has_advanced = True
+    while has_advanced:
+        progress_before = sum(positions) + len(ended)
+        for rank, instructions in enumerate(lists):
+            positions[rank] += positions[rank] < len(instructions) and can_issue(
+                rank, positions[rank]
+            )
+            for k in (k for k in range(positions[rank]) if (rank, k) not in ended):
+                sides = machine._partners(rank, instructions[k])
+                if all(is_in_progress(*side) for side in sides):
+                    ended.update(sides)
+        has_advanced = sum(positions) + len(ended) > progress_before
+    return all(k == len(instructions) for k, instructions in zip(positions, lists, strict=True))
 
 
 @pytest.mark.parametrize("slots", [False, True])
-def test_checker_equals_hosts_that_wait_for_their_device(slots: bool) -> None:
+def test_check_accepts_programs_that_synchronizing_hosts_finish(slots: bool) -> None:
     verdicts = {True: 0, False: 0}
     for seed in range(80 if ALL else 40):
         rng = random.Random(seed)
@@ -117,8 +122,8 @@ def test_checker_equals_hosts_that_wait_for_their_device(slots: bool) -> None:
             check(program, "per_edge", host_device_sync=True)
         except DeadlockError as error:
             verdicts[False] += 1
-            assert str(error) and not lives(program), seed
+            assert str(error) and not synchronizing_hosts_finish(program), seed
         else:
             verdicts[True] += 1
-            assert lives(program), seed
+            assert synchronizing_hosts_finish(program), seed
     assert min(verdicts.values()) > 5

@@ -33,8 +33,10 @@ Capture = pytest.CaptureFixture[str]
 Change = Callable[[memoryview], None]
 
 
-def leave(folder: Path, process: int, at: int, *changes: Change, ago: int = LONG) -> BlackBox:
-    """Write the box of one of two processes, which is in step 3, with some changes."""
+def write_black_box(
+    folder: Path, process: int, at: int, *changes: Change, ago: int = LONG
+) -> BlackBox:
+    """Write the black box of one of two processes, in step 3, and apply `changes` to it."""
     box = BlackBox(folder / BLACK_BOX_DIRECTORY / str(process), process=process, world=2)
     (folder / BLACK_BOX_DIRECTORY / PROGRAM_FILE).write_text(to_text(PROGRAM_RUN))
     box.enter_phase(ProcessPhase.STEP, 3)
@@ -45,105 +47,105 @@ def leave(folder: Path, process: int, at: int, *changes: Change, ago: int = LONG
     return box
 
 
-def gone(words: memoryview) -> None:
+def mark_as_ended(values: memoryview) -> None:
     with subprocess.Popen(["true"]) as process:
-        words[BlackBoxField.PID] = process.pid
+        values[BlackBoxField.PID] = process.pid
 
 
-def where(capsys: Capture, *given: str) -> list[str]:
+def run_diagnose(capsys: Capture, *given: str) -> list[str]:
     assert main(["diagnose", *given]) == 0
     return capsys.readouterr().out.splitlines()
 
 
-def test_of_a_run_that_stands_the_cause_and_who_waits(tmp_path: Path, capsys: Capture) -> None:
+def test_diagnose_prints_cause_and_waiting_processes(tmp_path: Path, capsys: Capture) -> None:
     at = [str(instr) for instr in PROGRAM_RUN.streams[0]].index("B 0.0")
-    leave(tmp_path, 0, at)
-    leave(tmp_path, 1, 1)
-    said = where(capsys, str(tmp_path))
-    assert said[0].startswith("one_f_one_b: no process has made progress for 5.")
+    write_black_box(tmp_path, 0, at)
+    write_black_box(tmp_path, 1, 1)
+    lines = run_diagnose(capsys, str(tmp_path))
+    assert lines[0].startswith("one_f_one_b: no process has made progress for 5.")
     assert (
         "process 1 (pipeline rank 1) waits for no process, and makes no progress: in step 3"
-        in said[0]
+        in lines[0]
     )
-    assert said[1:] == [
+    assert lines[1:] == [
         f"  process 0 (pipeline rank 0)  in step 3 at #{at} B 0.0, "
         "waits for process 1 to reach #4 send_grad 1.0"
     ]
-    assert where(capsys, str(tmp_path / BLACK_BOX_DIRECTORY))[1:] == said[1:]
-    facts = json.loads("\n".join(where(capsys, str(tmp_path), "--json")))
+    assert run_diagnose(capsys, str(tmp_path / BLACK_BOX_DIRECTORY))[1:] == lines[1:]
+    facts = json.loads("\n".join(run_diagnose(capsys, str(tmp_path), "--json")))
     assert facts["cause"] == {"process": 1, "kind": "busy", "is_certain": True}
-    assert [one["position"] for one in facts["processes"]] == [at, 1]
+    assert [process["position"] for process in facts["processes"]] == [at, 1]
     assert facts["processes_without_box"] == []
     assert "leave out --program" in run_refused_command(
         capsys, "diagnose", str(tmp_path), "--program", "gpipe"
     )
 
 
-def test_a_run_that_goes_on_has_no_cause(tmp_path: Path, capsys: Capture) -> None:
-    leave(tmp_path, 0, 3)
-    leave(tmp_path, 1, 1, ago=0)
-    said = where(capsys, str(tmp_path))
-    assert said[0].startswith("the run makes progress: ") and len(said) == 3
+def test_running_run_has_no_cause(tmp_path: Path, capsys: Capture) -> None:
+    write_black_box(tmp_path, 0, 3)
+    write_black_box(tmp_path, 1, 1, ago=0)
+    lines = run_diagnose(capsys, str(tmp_path))
+    assert lines[0].startswith("the run makes progress: ") and len(lines) == 3
 
 
-def test_who_has_died_is_told_apart_from_processes_that_were_ended(
-    tmp_path: Path, capsys: Capture
-) -> None:
-    def before(words: memoryview) -> None:
-        words[BlackBoxField.HEARTBEAT] -= LONG
+def test_diagnose_distinguishes_dead_from_ended_processes(tmp_path: Path, capsys: Capture) -> None:
+    def end_earlier(values: memoryview) -> None:
+        values[BlackBoxField.HEARTBEAT] -= LONG
 
-    leave(tmp_path, 0, 3, gone)
-    leave(tmp_path, 1, 1, gone)
-    assert where(capsys, str(tmp_path))[0].startswith(
+    write_black_box(tmp_path, 0, 3, mark_as_ended)
+    write_black_box(tmp_path, 1, 1, mark_as_ended)
+    assert run_diagnose(capsys, str(tmp_path))[0].startswith(
         "no process is the cause: all 2 processes ended"
     )
-    leave(tmp_path, 1, 1, gone, before)
-    said = where(capsys, str(tmp_path))
-    assert said[0].startswith("process 1 (pipeline rank 1) has died without a message, in step 3")
+    write_black_box(tmp_path, 1, 1, mark_as_ended, end_earlier)
+    lines = run_diagnose(capsys, str(tmp_path))
+    assert lines[0].startswith("process 1 (pipeline rank 1) has died without a message, in step 3")
     write_verdict(
         tmp_path / BLACK_BOX_DIRECTORY, compute_run_id(os.getppid()), "process 1 had no luck"
     )
-    said = where(capsys, str(tmp_path))
-    assert said[0] == "process 1 had no luck" and len(said) == 3
-    boxes = tmp_path / BLACK_BOX_DIRECTORY
-    (boxes / VERDICT_FILE).rename(boxes / FORMER_VERDICT_FILE)
-    assert where(capsys, str(tmp_path)) == said
-    (boxes / FORMER_VERDICT_FILE).unlink()
+    lines = run_diagnose(capsys, str(tmp_path))
+    assert lines[0] == "process 1 had no luck" and len(lines) == 3
+    folder = tmp_path / BLACK_BOX_DIRECTORY
+    (folder / VERDICT_FILE).rename(folder / FORMER_VERDICT_FILE)
+    assert run_diagnose(capsys, str(tmp_path)) == lines
+    (folder / FORMER_VERDICT_FILE).unlink()
     write_verdict(tmp_path / BLACK_BOX_DIRECTORY, 1, "of another run")
-    assert where(capsys, str(tmp_path))[0].startswith("process 1 (pipeline rank 1) has died")
-    leave(tmp_path, 0, 3).report_failure("process 0: why\n  process 1 somewhere", 1)
-    assert where(capsys, str(tmp_path)) == ["process 0: why", "  process 1 somewhere"]
+    assert run_diagnose(capsys, str(tmp_path))[0].startswith("process 1 (pipeline rank 1) has died")
+    write_black_box(tmp_path, 0, 3).report_failure("process 0: why\n  process 1 somewhere", 1)
+    assert run_diagnose(capsys, str(tmp_path)) == ["process 0: why", "  process 1 somewhere"]
 
 
-def test_boxes_of_an_earlier_run_are_not_looked_at(tmp_path: Path, capsys: Capture) -> None:
-    def earlier(words: memoryview) -> None:
+def test_black_boxes_of_earlier_run_are_ignored(tmp_path: Path, capsys: Capture) -> None:
+    def mark_as_earlier_run(values: memoryview) -> None:
         (
-            words[BlackBoxField.RUN_ID],
-            words[BlackBoxField.START_TIME],
-            words[BlackBoxField.HEARTBEAT],
+            values[BlackBoxField.RUN_ID],
+            values[BlackBoxField.START_TIME],
+            values[BlackBoxField.HEARTBEAT],
         ) = 1, 1, 1
 
-    leave(tmp_path, 0, 3, gone, earlier)
-    leave(tmp_path, 1, 1)
-    said = where(capsys, str(tmp_path))
-    assert said[-1] == "no black box here of 1 processes: 0" and "process 0 (" not in "".join(said)
+    write_black_box(tmp_path, 0, 3, mark_as_ended, mark_as_earlier_run)
+    write_black_box(tmp_path, 1, 1)
+    lines = run_diagnose(capsys, str(tmp_path))
+    assert lines[-1] == "no black box here of 1 processes: 0" and "process 0 (" not in "".join(
+        lines
+    )
 
 
-def test_boxes_of_another_machine(tmp_path: Path, capsys: Capture) -> None:
-    def elsewhere(words: memoryview) -> None:
-        words[BlackBoxField.NAMESPACE_ID] = 7
+def test_black_boxes_of_another_machine_are_marked(tmp_path: Path, capsys: Capture) -> None:
+    def mark_as_other_machine(values: memoryview) -> None:
+        values[BlackBoxField.NAMESPACE_ID] = 7
         for word in (
             BlackBoxField.PHASE_TIME,
             BlackBoxField.POSITION_TIME,
             BlackBoxField.HEARTBEAT,
         ):
-            words[word] -= 10**15
+            values[word] -= 10**15
 
-    leave(tmp_path, 0, 3, elsewhere)
-    leave(tmp_path, 1, 1, elsewhere)
-    said = where(capsys, str(tmp_path))
-    assert "for 5.0 s" in said[0] or "for 4.9 s" in said[0] or "for 5.1 s" in said[0]
-    assert "on another machine" in said[-1]
+    write_black_box(tmp_path, 0, 3, mark_as_other_machine)
+    write_black_box(tmp_path, 1, 1, mark_as_other_machine)
+    lines = run_diagnose(capsys, str(tmp_path))
+    assert "for 5.0 s" in lines[0] or "for 4.9 s" in lines[0] or "for 5.1 s" in lines[0]
+    assert "on another machine" in lines[-1]
 
 
 @pytest.mark.parametrize(
@@ -156,11 +158,11 @@ def test_boxes_of_another_machine(tmp_path: Path, capsys: Capture) -> None:
         (BlackBoxField.TP, 2**40),
     ],
 )
-def test_boxes_of_no_run_are_refused(
+def test_inconsistent_black_boxes_are_refused(
     tmp_path: Path, capsys: Capture, word: BlackBoxField, value: int
 ) -> None:
-    def odd(words: memoryview) -> None:
-        words[word] = value
+    def set_invalid_value(values: memoryview) -> None:
+        values[word] = value
 
-    leave(tmp_path, 0, 3, odd)
+    write_black_box(tmp_path, 0, 3, set_invalid_value)
     assert "do not belong to one run of " in run_refused_command(capsys, "diagnose", str(tmp_path))

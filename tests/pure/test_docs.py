@@ -17,7 +17,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 
 
 @pytest.mark.parametrize("name", PAGES)
-def test_page_is_fresh(name: str) -> None:
+def test_generated_page_is_current(name: str) -> None:
     assert (DOCS / name).read_text() == PAGES[name](), "run: python docs/generate.py"
 
 
@@ -26,7 +26,7 @@ README = (ROOT / "README.md").read_text()
 BLOCKS = [b.split("\n", 1) for b in README.split("```")[1::2]]
 
 
-def test_readme_python_runs(
+def test_readme_code_prints_documented_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The code has at most ten lines, prints the output on the page, and writes its picture."""
@@ -38,7 +38,7 @@ def test_readme_python_runs(
     assert (tmp_path / "my_1f1b.png").stat().st_size > 10_000
 
 
-def test_readme_commands_print_what_is_shown(
+def test_readme_commands_print_documented_output(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from schedir.__main__ import main
@@ -53,7 +53,7 @@ def test_readme_commands_print_what_is_shown(
         assert out + err == step.prints, step.text
 
 
-def test_readme_is_short() -> None:
+def test_readme_has_at_most_120_lines() -> None:
     assert len(README.splitlines()) <= 120
 
 
@@ -72,7 +72,7 @@ EXAMPLE = "examples/mine.py:in_pairs --ranks 4 --microbatches 8"
         f"compare one_f_one_b {EXAMPLE} -o both.png",
     ],
 )
-def test_commands_take_the_example(
+def test_commands_accept_example_schedule(
     command: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     from schedir.__main__ import main
@@ -82,7 +82,7 @@ def test_commands_take_the_example(
     assert main(command.split()) == 0
 
 
-def test_a_real_run_is_what_the_page_says(
+def test_import_traces_page_matches_explain_output(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The page shows the output of `explain` for its run, and the counts of `import`."""
@@ -94,48 +94,52 @@ def test_a_real_run_is_what_the_page_says(
     )
     assert main(["explain", "traced.timeline"]) == 0
     assert capsys.readouterr().out == explained
-    said = [
+    idle_texts = [
         re.search(r"[\d.]+% of 4 ranks x [\d.]+ s is idle", text) for text in (imported, explained)
     ]
-    assert said[0] and said[1] and said[0][0] == said[1][0]
+    assert idle_texts[0] and idle_texts[1] and idle_texts[0][0] == idle_texts[1][0]
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_have_existing_targets() -> None:
     for page in [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("*/README.md")]:
         for link, place in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
             if "://" in link:
                 continue
             target = page.parent / link if link else page
             assert target.exists(), (page, link)
-            assert not place or place in places(target.read_text()), (page, link, place)
+            assert not place or place in list_link_targets(target.read_text()), (page, link, place)
 
 
-def test_every_page_has_a_place_in_the_site() -> None:
+def test_pages_are_listed_once_in_site_tree() -> None:
     """Each page is once in the tree of docs/conf.py. Sphinx checks the tree itself."""
     (tree,) = [
         ast.literal_eval(node.value)
         for node in ast.parse((DOCS / "conf.py").read_text()).body
         if isinstance(node, ast.AnnAssign) and node.value and ast.unparse(node.target) == "TREE"
     ]
-    below = [one for captions in tree.values() for pages in captions.values() for one in pages]
-    named = [re.sub(r".*<(.*)>", r"\1", one).removeprefix("/") for one in below]
+    entries = [
+        entry for captions in tree.values() for pages in captions.values() for entry in pages
+    ]
+    patterns = [re.sub(r".*<(.*)>", r"\1", entry).removeprefix("/") for entry in entries]
     for page in DOCS.rglob("*.md"):
         name = str(page.relative_to(ROOT).with_suffix(""))
-        times = sum(fnmatch(name, one) for one in named if name not in tree or "*" not in one)
+        times = sum(
+            fnmatch(name, entry) for entry in patterns if name not in tree or "*" not in entry
+        )
         assert times == (name != "docs/index"), f"{name}: is {times} times in TREE of docs/conf.py"
 
 
-def places(page: str) -> set[str]:
+def list_link_targets(page: str) -> set[str]:
     """Return the link targets of a page: its headings, with numbers for equal names."""
     code = re.compile(r"^```.*?^```", re.MULTILINE | re.DOTALL)
     headings = re.findall(r"^#+ (.*)$", code.sub("", page), re.MULTILINE)
     slugs = [re.sub(r"[^\w -]", "", heading.lower()).replace(" ", "-") for heading in headings]
-    before = [slugs[:k].count(slug) for k, slug in enumerate(slugs)]
-    return {f"{slug}-{k}" if k else slug for slug, k in zip(slugs, before, strict=True)}
+    counts_before = [slugs[:k].count(slug) for k, slug in enumerate(slugs)]
+    return {f"{slug}-{k}" if k else slug for slug, k in zip(slugs, counts_before, strict=True)}
 
 
-def test_news_fragments_have_a_type_of_the_changelog() -> None:
-    """Each is one paragraph without a bullet, as changes/README.md describes."""
+def test_news_fragments_have_changelog_types() -> None:
+    """A fragment is one paragraph without a bullet, as changes/README.md describes."""
     towncrier = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["towncrier"]
     types = [kind["directory"] for kind in towncrier["type"]]
     assert (
@@ -148,7 +152,7 @@ def test_news_fragments_have_a_type_of_the_changelog() -> None:
     assert "<!-- towncrier release notes start -->" in (ROOT / towncrier["filename"]).read_text()
 
 
-def test_files_that_pages_name_are_there() -> None:
+def test_python_files_named_in_pages_exist() -> None:
     folders = ("schedir", "kernels", "viz", "tests", "examples", "docs", "benchmarks")
     files = [str(file) for folder in folders for file in (ROOT / folder).rglob("*.py")]
     for page in [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("*/README.md")]:

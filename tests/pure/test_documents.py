@@ -20,7 +20,7 @@ from tests.tokens import write_index
 
 
 @pytest.mark.parametrize("kind", ["<u2", "<i4", "u1"])
-def test_what_is_written_is_read(tmp_path: Path, kind: str) -> None:
+def test_indexed_tokens_are_read_back(tmp_path: Path, kind: str) -> None:
     path = tmp_path / "a.bin"
     np.arange(9).astype(kind).tofile(path)
     write_index(path.with_suffix(".idx"), np.dtype(kind), [4, 0, 5])
@@ -29,7 +29,7 @@ def test_what_is_written_is_read(tmp_path: Path, kind: str) -> None:
     assert read_documents(str(path), Bytes(), 256).ends is not None
 
 
-def spoil(at: int, value: bytes) -> object:
+def replace_bytes(at: int, value: bytes) -> object:
     return lambda raw: raw[:at] + value + raw[at + len(value) :]
 
 
@@ -38,19 +38,19 @@ def spoil(at: int, value: bytes) -> object:
     [
         (lambda raw: b"", "does not begin with MMIDIDX"),
         (lambda raw: raw[:20], "does not begin with MMIDIDX"),
-        (spoil(0, b"N"), "does not begin with MMIDIDX"),
-        (spoil(9, b"\2"), "has version 2"),
-        (spoil(17, b"\6"), "gives the type code 6 for its tokens"),
-        (spoil(17, b"\4"), "has gaps or overlaps"),
-        (spoil(18, b"\xff" * 8), "is cut off"),
+        (replace_bytes(0, b"N"), "does not begin with MMIDIDX"),
+        (replace_bytes(9, b"\2"), "has version 2"),
+        (replace_bytes(17, b"\6"), "gives the type code 6 for its tokens"),
+        (replace_bytes(17, b"\4"), "has gaps or overlaps"),
+        (replace_bytes(18, b"\xff" * 8), "is cut off"),
         (lambda raw: raw[:-1], "is cut off"),
-        (spoil(34, b"\xff\xff\xff\xff"), "has gaps or overlaps"),
-        (spoil(38, b"\6"), "needs 10 tokens of 2 bytes in a.bin"),
-        (spoil(58, b"\1"), "bounds of documents that do not increase from 0 to 2"),
-        (spoil(66, b"\3"), "bounds of documents that do not increase from 0 to 2"),
+        (replace_bytes(34, b"\xff\xff\xff\xff"), "has gaps or overlaps"),
+        (replace_bytes(38, b"\6"), "needs 10 tokens of 2 bytes in a.bin"),
+        (replace_bytes(58, b"\1"), "bounds of documents that do not increase from 0 to 2"),
+        (replace_bytes(66, b"\3"), "bounds of documents that do not increase from 0 to 2"),
     ],
 )  # fmt: skip
-def test_an_index_that_is_odd_is_refused(tmp_path: Path, change: object, said: str) -> None:
+def test_invalid_index_is_refused(tmp_path: Path, change: object, said: str) -> None:
     path = tmp_path / "a.bin"
     np.arange(9, dtype="<u2").tofile(path)
     index = path.with_suffix(".idx")
@@ -62,7 +62,7 @@ def test_an_index_that_is_odd_is_refused(tmp_path: Path, change: object, said: s
 
 
 @given(st.integers(0, 81), st.integers(0, 255), st.integers(0, 82))
-def test_any_change_of_an_index_is_read_or_refused(
+def test_changed_index_is_read_or_refused(
     tmp_path_factory: pytest.TempPathFactory, at: int, byte: int, size: int
 ) -> None:
     path = tmp_path_factory.getbasetemp() / "odd.bin"
@@ -83,7 +83,7 @@ def test_any_change_of_an_index_is_read_or_refused(
 # Documents of bytes
 
 
-def test_documents_of_bytes_have_their_ends(tmp_path: Path) -> None:
+def test_byte_documents_have_end_tokens(tmp_path: Path) -> None:
     for name, text in (("a.txt", b"ab"), ("b.txt", b""), ("c.txt", b"\xff")):
         (tmp_path / name).write_bytes(text)
     source = str(tmp_path / "*.txt")
@@ -96,7 +96,7 @@ def test_documents_of_bytes_have_their_ends(tmp_path: Path) -> None:
     assert read_documents(source, Bytes(), 256).tokens.tolist() == [97, 98, 255]
 
 
-def test_lines_of_json_are_refused_with_a_hint(tmp_path: Path) -> None:
+def test_json_lines_are_refused_with_hint(tmp_path: Path) -> None:
     (tmp_path / "a.jsonl").write_text('{"text": "ab"}\n')
     for source in (str(tmp_path / "a.jsonl"), [str(tmp_path / "*.jsonl")]):
         with pytest.raises(UsageError, match="has JSON lines instead of plain text") as caught:
@@ -105,7 +105,7 @@ def test_lines_of_json_are_refused_with_a_hint(tmp_path: Path) -> None:
         assert caught.value.fields == ("source",)
 
 
-def test_whole_documents_are_held_out() -> None:
+def test_validation_split_keeps_documents_intact() -> None:
     tokens, ends = np.arange(10), np.array([4, 6, 10])
     trained, held_out = split_documents(Documents(tokens, ends), 0.3)
     assert trained.tokens.tolist() == [*range(6)] and trained.ends.tolist() == [4, 6]  # type: ignore[union-attr]

@@ -46,13 +46,13 @@ ROOT = Path(__file__).resolve().parents[2]
         ({"sequence_chunks": 8, "placement": "mirror"}, ["sequence_chunks", "microbatches"]),
     ],
 )
-def test_a_plan_that_cannot_be_names_its_fields(shape: dict[str, Any], blamed: list[str]) -> None:
+def test_invalid_pipeline_shape_error_has_fields(shape: dict[str, Any], blamed: list[str]) -> None:
     with pytest.raises(ShapeError) as caught:
         PipelineShape(**{"ranks": 2, "microbatches": 8} | shape)
     assert [*caught.value.fields][: len(blamed)] == blamed
 
 
-def test_a_plan_that_is_too_large_names_its_fields() -> None:
+def test_too_large_pipeline_shape_error_has_fields() -> None:
     with input_limits(max_instructions=10**8), pytest.raises(ShapeError) as caught:
         PipelineShape(ranks=2**10, microbatches=2**20)
     assert [*caught.value.fields][:2] == ["microbatches", "ranks"]
@@ -66,7 +66,7 @@ def test_a_plan_that_is_too_large_names_its_fields() -> None:
         {"slots": [(1, 1, 1, 1)]}, {"name": "a#b"}, {"name": " x"},
     ],
 )  # fmt: skip
-def test_a_program_that_cannot_be_names_its_fields(wrong: dict[str, Any]) -> None:
+def test_invalid_program_error_has_fields(wrong: dict[str, Any]) -> None:
     with pytest.raises(SchedirError) as caught:
         Program(**{"name": "x", "shape": PipelineShape(2, 4), "streams": ()} | wrong)  # type: ignore[arg-type]
     assert caught.value.fields == (*wrong,)
@@ -92,7 +92,7 @@ def test_a_program_that_cannot_be_names_its_fields(wrong: dict[str, Any]) -> Non
          "--set pipeline.ranks=3", "ranks"),
     ],
 )  # fmt: skip
-def test_a_configuration_is_blamed_where_it_is_said(
+def test_config_error_has_location_and_field(
     tmp_path: Path, sets: list[str], where: str, blamed: str
 ) -> None:
     (tmp_path / "run.toml").write_text("")
@@ -101,15 +101,15 @@ def test_a_configuration_is_blamed_where_it_is_said(
     assert caught.value.location == where and blamed in caught.value.fields
 
 
-def test_a_name_in_a_value_is_not_to_blame() -> None:
-    """A message may contain a user's value that equals the name of another field."""
+def test_field_name_in_value_does_not_set_error_position() -> None:
+    """The value of `placement` here equals the name of another field, `dp`."""
     text = "schedir 1\nprogram x\ndp 1\nranks 2  microbatches 2  placement dp\nrank 0\nrank 1\n"
     with pytest.raises(ParseError) as caught:
         from_text(text)
     assert (caught.value.line, caught.value.column) == (4, 36)
 
 
-def test_every_refusal_of_a_setting_names_it() -> None:
+def test_setting_errors_pass_fields() -> None:
     for path in (
         "ir/pipeline/pipeline_shape",
         "ir/program",
@@ -124,16 +124,23 @@ def test_every_refusal_of_a_setting_names_it() -> None:
                 assert "fields" in [word.arg for word in node.keywords], ast.unparse(node)
 
 
-def test_a_configuration_has_each_field() -> None:
-    """Fields of a configuration have the same defaults, except the shape of a run."""
-    own = {f.name: f for kind in (PipelineConfig, MemoryConfig) for f in fields(kind)}
-    differ = [f.name for f in HEADER_FIELDS if f.in_config and own[f.name].default != f.default]
-    assert differ == ["ranks", "microbatches"]
-    assert [f.name for f in HEADER_FIELDS if f.default is MISSING] == differ
+def test_config_and_program_header_have_same_defaults() -> None:
+    """Only `ranks` and `microbatches` have other defaults in a configuration."""
+    config_fields = {f.name: f for kind in (PipelineConfig, MemoryConfig) for f in fields(kind)}
+    different_defaults = [
+        f.name for f in HEADER_FIELDS if f.in_config and config_fields[f.name].default != f.default
+    ]
+    assert different_defaults == ["ranks", "microbatches"]
+    assert [f.name for f in HEADER_FIELDS if f.default is MISSING] == different_defaults
     program = Config().request.program
-    ours = {"tied_weights", "clip_grad_norm", "skips", "sequence_chunks"}
-    ours |= {"checkpoint_snapshots", "norm_check", "segment_boundaries", "chunks_per_microbatch"}
-    assert {f.name for f in HEADER_FIELDS if not f.in_config} == ours
+    program_only = {"tied_weights", "clip_grad_norm", "skips", "sequence_chunks"}
+    program_only |= {
+        "checkpoint_snapshots",
+        "norm_check",
+        "segment_boundaries",
+        "chunks_per_microbatch",
+    }
+    assert {f.name for f in HEADER_FIELDS if not f.in_config} == program_only
     assert (program.tied_weights, program.clip_grad_norm) == (
         (),
         True,

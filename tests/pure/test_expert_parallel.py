@@ -43,7 +43,7 @@ EXPERTS: dict[str, Any] = {"dp": 2, "ep": 2, "stage_segments": "dc"}
 ALL_TO_ALL = Costs(F=1, B=2, I=1, W=1, dispatch=0.7, combine=0.5)
 
 
-def exposed_time(program: Program, costs: Costs) -> float:
+def compute_exposed_time(program: Program, costs: Costs) -> float:
     """Return the time in which ranks wait for all-to-alls, summed over ranks."""
     idle = idleness(simulate(program, costs))
     waits = idle[idle["cause"] == IdleCause.ALL_TO_ALL]
@@ -57,7 +57,7 @@ def exposed_time(program: Program, costs: Costs) -> float:
     microbatches=st.integers(1, 6),
     letters=st.sampled_from(["dc", "dcdc", "d.c", ".dc."]),
 )
-def test_each_boundary_with_a_letter_has_its_all_to_alls(
+def test_boundary_letters_give_all_to_alls(
     schedule: Any, ranks: int, microbatches: int, letters: str
 ) -> None:
     options = EXPERTS | {"stage_segments": letters}
@@ -66,38 +66,42 @@ def test_each_boundary_with_a_letter_has_its_all_to_alls(
     except SchedirError:
         return  # the schedule has no program of this shape
     check(program, "per_direction")
-    backward = any(op in BACKWARD_OPS for op in program.used_opcodes)
+    has_backward = any(op in BACKWARD_OPS for op in program.used_opcodes)
     for letter, forward_op, backward_op in (
         ("d", Opcode.Dispatch, Opcode.DispatchGrad),
         ("c", Opcode.Combine, Opcode.CombineGrad),
     ):
         count = program.segment_boundaries.count(letter) * program.shape.microbatches
         assert int((program.op == forward_op).sum()) == count
-        assert int((program.op == backward_op).sum()) == count * backward
+        assert int((program.op == backward_op).sum()) == count * has_backward
     assert from_text(to_text(program)) == program
 
 
-def test_one_rank_waits_for_each_all_to_all_once() -> None:
+def test_single_rank_waits_once_per_all_to_all() -> None:
     program = compile(schedules.gpipe, ranks=1, microbatches=1, **EXPERTS)
     timeline = simulate(program, ALL_TO_ALL)
     # A forward is F dispatch F combine F, and a backward is B combine_grad B dispatch_grad B.
     assert timeline.span == pytest.approx(3 * 1 + 0.7 + 0.5 + 3 * 2 + 0.7 + 0.5)
-    assert exposed_time(program, ALL_TO_ALL) == pytest.approx(2.4)
+    assert compute_exposed_time(program, ALL_TO_ALL) == pytest.approx(2.4)
 
 
-def test_another_microbatch_hides_the_all_to_alls() -> None:
+def test_other_microbatches_hide_all_to_alls() -> None:
     shape: dict[str, Any] = {"ranks": 4, "microbatches": 16}
     exposed = compile("eager_1f1b", **shape, **EXPERTS)
     filled = compile(
         "eager_1f1b", **shape, **EXPERTS, fill_collective_waits="all", costs=ALL_TO_ALL
     )
     combined = compile(combined_1f1b, **shape, **EXPERTS)
-    assert exposed_time(filled, ALL_TO_ALL) < 0.3 * exposed_time(exposed, ALL_TO_ALL)
-    assert exposed_time(combined, ALL_TO_ALL) < 0.4 * exposed_time(exposed, ALL_TO_ALL)
+    assert compute_exposed_time(filled, ALL_TO_ALL) < 0.3 * compute_exposed_time(
+        exposed, ALL_TO_ALL
+    )
+    assert compute_exposed_time(combined, ALL_TO_ALL) < 0.4 * compute_exposed_time(
+        exposed, ALL_TO_ALL
+    )
     assert simulate(combined, ALL_TO_ALL).span < simulate(exposed, ALL_TO_ALL).span
 
 
-def test_without_expert_parallelism_segments_have_no_all_to_alls() -> None:
+def test_no_all_to_alls_without_expert_parallelism() -> None:
     program = compile(schedules.gpipe, ranks=2, microbatches=2, stage_segments="dc")
     assert program.segment_boundaries == "..-.." and program.ep == 1
     assert program.used_opcodes.isdisjoint(EP_COLLECTIVE_OPS)
@@ -108,7 +112,7 @@ def test_without_expert_parallelism_segments_have_no_all_to_alls() -> None:
     assert {Opcode.TPReduceAct, Opcode.Combine} <= with_tp.used_opcodes
 
 
-def test_a_missing_misplaced_or_unexpected_all_to_all_is_refused() -> None:
+def test_missing_late_or_extra_all_to_all_is_refused() -> None:
     program = compile(schedules.one_f_one_b, ranks=2, microbatches=2, **EXPERTS)
     text = to_text(program, folded=False)
     for line in ("  dispatch 4.0\n", "  combine_grad 4.0\n"):
@@ -135,24 +139,26 @@ def test_a_missing_misplaced_or_unexpected_all_to_all_is_refused() -> None:
         ({"ep": 0}, {"ep"}),
     ],
 )
-def test_groups_and_letters_that_do_not_fit(change: dict[str, Any], fields: set[str]) -> None:
+def test_invalid_ep_or_segment_boundaries_are_refused(
+    change: dict[str, Any], fields: set[str]
+) -> None:
     program = compile(schedules.gpipe, ranks=2, microbatches=2, **EXPERTS)
     with pytest.raises(ShapeError) as caught:
         replace(program, **change)
     assert {*caught.value.fields} == fields
 
 
-def test_torch_schedules_have_no_all_to_alls() -> None:
+def test_torch_support_refuses_expert_parallel_program() -> None:
     program = compile(schedules.gpipe, PipelineShape(2, 2), **EXPERTS)
     with pytest.raises(UsageError, match="between the segments"):
         require_torch_support(program, compute_only=False, supported_ops=frozenset(Opcode))
 
 
-def test_memory_has_the_rows_that_dispatch_leaves() -> None:
+def test_peak_memory_includes_routed_rows_and_expert_buffer() -> None:
     program = compile(schedules.one_f_one_b, ranks=2, microbatches=4, **EXPERTS)
     rows = Sizes(activation=2, saved=10, routed=3, expert_buffer=5)
     by_hand = Sizes(activation=(10, 10, 2, 10, 10, 2), saved=10)
-    peaks = [simulate(program, sizes=one).peak_memory.tolist() for one in (rows, by_hand)]
+    peaks = [simulate(program, sizes=sizes).peak_memory.tolist() for sizes in (rows, by_hand)]
     assert peaks[0] == peaks[1]
     limit = max(peaks[0]) - 1
     with pytest.raises(MemoryLimitError):
@@ -161,10 +167,8 @@ def test_memory_has_the_rows_that_dispatch_leaves() -> None:
 
 
 @pytest.mark.parametrize(("ranks", "bandwidth"), [(4, 25e9), (2, 300e9)])
-def test_a_cluster_prices_all_to_alls_by_the_link_of_their_group(
-    ranks: int, bandwidth: float
-) -> None:
-    """Neighbouring replicas of 4 ranks are on two nodes of 4 GPUs, and smaller ones on one."""
+def test_cluster_computes_all_to_all_costs_from_link(ranks: int, bandwidth: float) -> None:
+    """With 4 ranks, the two replicas of a group are on two nodes. With 2 ranks, they are on one."""
     cluster = Cluster(
         nodes=2, gpus_per_node=4, flops=312e12, memory=80e9, hbm_bandwidth=2e12,
         nvlink_bandwidth=300e9, network_bandwidth=25e9, latency=1e-5,
@@ -179,7 +183,7 @@ def test_a_cluster_prices_all_to_alls_by_the_link_of_their_group(
         compile_options={"stage_segments": "dc"},
     )  # fmt: skip
     assert request.program_costs.dispatch == filled.dispatch
-    assert exposed_time(request.program, request.program_costs) > 0
+    assert compute_exposed_time(request.program, request.program_costs) > 0
     for change in ({"stage_segments": "fgdc", "tp": 2}, {"microbatch_chunks": 2}):
         options = {k: v for k, v in change.items() if k != "tp"}
         tp = {"tp": 2, "dp": 4 // ranks * 2} if "tp" in change else {}

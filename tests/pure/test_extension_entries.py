@@ -1,4 +1,4 @@
-"""Tests that a new trait is one entry, and that a new command is a row and a file."""
+"""Tests that a new program attribute is one entry, and a new command one row and one file."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from schedir import commands
 
 ROOT = Path(__file__).resolve().parents[2]
 
-TRAIT = """\
+ATTRIBUTE = """\
     echo: int = field(
         default=0,
         metadata=program_attributes.make_field_metadata(
@@ -52,14 +52,14 @@ def copy(tmp_path: Path) -> Path:
 
 def run_python(folder: Path, *argv: str) -> tuple[int, str]:
     """Return the exit code and all output of python with the copy in `folder`."""
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, *argv], cwd=folder, env={"PYTHONPATH": str(folder), "COLUMNS": "200"},
         capture_output=True, text=True,
     )  # fmt: skip
-    return done.returncode, done.stdout + done.stderr
+    return completed.returncode, completed.stdout + completed.stderr
 
 
-COMMANDS = """
+RUN_COMMANDS = """
 import contextlib, io, json, sys
 from schedir.__main__ import main
 
@@ -76,12 +76,12 @@ print(json.dumps(results))
 def run_commands(folder: Path, *commands: str) -> list[tuple[int, str]]:
     """Return the exit codes and outputs of commands of the copy, which share a process."""
     argv = json.dumps([command.split() for command in commands])
-    code, output = run_python(folder, "-c", COMMANDS, argv)
+    code, output = run_python(folder, "-c", RUN_COMMANDS, argv)
     assert code == 0, output
     return [(code, text) for code, text in json.loads(output)]
 
 
-USE = """
+ATTRIBUTE_CHECKS = """
 import sys
 from dataclasses import replace
 import schedir
@@ -129,7 +129,7 @@ for given, says in (("echo=4", "pipeline.echo must be an integer of at least 0 a
 """
 
 
-def test_a_trait_is_one_entry(copy: Path) -> None:
+def test_program_attribute_is_one_entry(copy: Path) -> None:
     path = copy / "schedir" / "ir" / "program.py"
     before = (
         "    clip_grad_norm: bool = field(default=False, "
@@ -137,9 +137,9 @@ def test_a_trait_is_one_entry(copy: Path) -> None:
     )
     text = path.read_text()
     assert text.count(before) == 1
-    path.write_text(text.replace(before, before + TRAIT))
+    path.write_text(text.replace(before, before + ATTRIBUTE))
     plain = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 4))
-    code, output = run_python(copy, "-c", USE, plain.digest)
+    code, output = run_python(copy, "-c", ATTRIBUTE_CHECKS, plain.digest)
     assert code == 0, output
 
     options, printed, same, other, too_large = run_commands(
@@ -178,7 +178,7 @@ PASSES = (
 """
 
 
-def test_options_of_a_pass_are_options_of_all_commands_and_settings(copy: Path) -> None:
+def test_pass_options_apply_to_commands_and_settings(copy: Path) -> None:
     (copy / "schedir" / "passes" / "mark.py").write_text(PASS)
     options, marked, plain, too_large, written, refused = run_commands(
         copy,
@@ -221,7 +221,7 @@ def test_options_of_a_pass_are_options_of_all_commands_and_settings(copy: Path) 
 
 
 @pytest.mark.parametrize("file", ["count", "import_as_well", "async_"])
-def test_a_command_is_a_row_and_a_file(copy: Path, file: str) -> None:
+def test_command_is_one_row_and_one_file(copy: Path, file: str) -> None:
     folder, name = copy / "schedir" / "commands", file.rstrip("_")
     (folder / f"{file}.py").write_text(COMMAND.lstrip())
     table = (folder / "__init__.py").read_text()
@@ -236,7 +236,7 @@ def test_a_command_is_a_row_and_a_file(copy: Path, file: str) -> None:
     assert "--microbatches" in options[1]
 
 
-def test_each_file_of_a_command_has_a_row() -> None:
+def test_command_files_have_rows() -> None:
     folder = Path(commands.__file__).parent
     files = {file.stem for file in folder.glob("[a-z]*.py")}
     files |= {file.parent.name for file in folder.glob("*/__init__.py")} - {"common"}

@@ -1,6 +1,6 @@
-"""Tests of the number of files of an extension: each kind is added to a copy of the tree and run.
+"""Tests that an extension changes as many files as CONTRIBUTING.md documents.
 
-They compare the numbers with the table in CONTRIBUTING.
+Each test adds one kind of extension to a copy of the source tree and runs it.
 """
 
 from __future__ import annotations
@@ -170,7 +170,7 @@ assert [float(out) for out in outs] == [2.0, 2.0, 2.0]
 }  # fmt: skip
 
 
-def _instruction(tree: Path) -> str:
+def _add_instruction(tree: Path) -> str:
     new_rows.copy_tree(tree, "stash")
     return """
 import schedir
@@ -179,7 +179,7 @@ assert "stash 0.0" in schedir.to_text(program, folded=False)
 """
 
 
-def _edited(tree: Path, name: str) -> str:
+def _apply_extension(tree: Path, name: str) -> str:
     extension = EXTENSIONS[name]
     new_rows.copy_folders(tree, *new_rows.PRODUCT)
     for file, line, new in extension.edits:
@@ -190,7 +190,7 @@ def _edited(tree: Path, name: str) -> str:
     return extension.use
 
 
-def _changed(tree: Path) -> list[str]:
+def _list_changed_files(tree: Path) -> list[str]:
     """Return the files of schedir that are new or changed."""
 
     def files(root: Path) -> dict[str, bytes]:
@@ -201,22 +201,22 @@ def _changed(tree: Path) -> list[str]:
     return sorted(name for name in new if new[name] != old.get(name))
 
 
-MAKE: dict[str, Callable[[Path], str]] = {
-    "an instruction": _instruction,
-    **{name: lambda tree, name=name: _edited(tree, name) for name in EXTENSIONS},  # type: ignore[misc]
+BUILDERS: dict[str, Callable[[Path], str]] = {
+    "an instruction": _add_instruction,
+    **{name: lambda tree, name=name: _apply_extension(tree, name) for name in EXTENSIONS},  # type: ignore[misc]
 }
 
 
-@pytest.mark.parametrize("name", MAKE)
-def test_an_extension_takes_as_many_files_as_is_said(tmp_path: Path, name: str) -> None:
-    use = MAKE[name](tmp_path)
+@pytest.mark.parametrize("name", BUILDERS)
+def test_extension_changes_documented_number_of_files(tmp_path: Path, name: str) -> None:
+    code = BUILDERS[name](tmp_path)
     env = {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    done = subprocess.run([sys.executable, "-c", use], cwd=tmp_path, env=env, capture_output=True,
+    completed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True,
                           text=True)  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     rows = re.findall(r"^\| (an? [^|]+) \| (\d) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
-    said = {kind.strip(): int(files) for kind, files in rows}
+    documented = {kind.strip(): int(files) for kind, files in rows}
     assert (
-        said[name] == len(_changed(tmp_path)) <= 3 + (name == "an instruction")
+        documented[name] == len(_list_changed_files(tmp_path)) <= 3 + (name == "an instruction")
     )  # an instruction also needs its number
-    assert set(MAKE) == said.keys()
+    assert set(BUILDERS) == documented.keys()

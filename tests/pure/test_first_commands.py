@@ -34,14 +34,14 @@ def complete(line: str) -> list[str]:
         f"import os; os.dup2({writer}, 8); "
         "from schedir.__main__ import main; import sys; sys.exit(main([]))"
     )
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-c", code], env=environment, pass_fds=[writer], capture_output=True,
         timeout=60,
     )  # fmt: skip
     os.close(writer)
     with os.fdopen(reader, encoding="utf-8") as pipe:
         text = pipe.read()
-    assert not done.stdout, done
+    assert not completed.stdout, completed
     return text.split()
 
 
@@ -59,29 +59,29 @@ def complete(line: str) -> list[str]:
         ("schedir plan --stack n", ["nanotron"]),
     ],
 )
-def test_names_are_completed(line: str, offers: list[str]) -> None:
+def test_shell_completes_names(line: str, offers: list[str]) -> None:
     assert complete(line) == offers
 
 
 @needs_argcomplete
 @pytest.mark.parametrize("shell", ["bash", "zsh", "fish"])
-def test_a_shell_gets_its_code(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_completion_prints_shell_code(shell: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert "_ARGCOMPLETE" in run_command(capsys, "completion", shell)
 
 
-def test_a_missing_package_is_named(
+def test_missing_completion_package_is_named(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr("schedir.extras.find_spec", lambda name: None)
     assert "pip install 'schedir[completion]'" in run_refused_command(capsys, "completion", "bash")
 
 
-def test_completed_arguments_exist() -> None:
+def test_completed_arguments_are_arguments_of_commands() -> None:
     names = {action.dest for parser in command_parsers().values() for action in parser._actions}
     assert {*_NAMES} <= names
 
 
-def test_examples_are_written_once(
+def test_examples_command_does_not_overwrite_folder(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -106,22 +106,24 @@ def test_examples_are_written_once(
     assert "complete and in order" in run_command(capsys, "check", "examples/mine.py:in_pairs")
 
 
-def test_all_built_in_schedules_are_listed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_schedules_command_lists_built_in_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     text = run_command(capsys, "schedules")
     names = [line.split()[0] for line in text.splitlines() if not line.startswith(" ")]
     assert names == [*get_built_in_schedules()]
     assert max(map(len, text.splitlines())) <= 100
     facts = json.loads(run_command(capsys, "schedules", "--json"))
-    assert [each["schedule"] for each in facts] == names
+    assert [entry["schedule"] for entry in facts] == names
     assert {"zb_v": (2, "vee"), "gpipe": (1, "loop")}.items() <= {
-        each["schedule"]: (each["stages_per_rank"], each["placement"]) for each in facts
+        entry["schedule"]: (entry["stages_per_rank"], entry["placement"]) for entry in facts
     }.items()
 
 
-def test_options_of_a_command_are_in_its_help(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_option_name_hints_at_help_or_similar_name(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     assert "hint: schedir train --help" in run_refused_command(capsys, "options", "train")
     assert "did you mean -O recompute?" in run_refused_command(capsys, "options", "recomput")
 
 
-def test_a_missing_letter_of_an_option_is_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_misspelt_option_hints_at_correct_option(capsys: pytest.CaptureFixture[str]) -> None:
     assert "did you mean --ranks?" in run_refused_command(capsys, "check", "zb_h1", "--rank", "4")

@@ -1,4 +1,4 @@
-"""Tests of the frontier: schedules at each limit, other runs, lower bounds, and its picture."""
+"""Tests of the memory frontier: its levels, built-in schedules, lower bounds and picture."""
 
 from __future__ import annotations
 
@@ -32,67 +32,65 @@ CASES: dict[str, dict[str, Any]] = {
 
 
 @pytest.fixture(params=CASES.values(), ids=[*CASES], scope="module")
-def found(request: pytest.FixtureRequest) -> MemoryFrontier:
+def frontier(request: pytest.FixtureRequest) -> MemoryFrontier:
     return memory_frontier(**request.param, max_evaluations=200)
 
 
-def test_what_fits_a_smaller_limit_fits_a_larger_one(found: MemoryFrontier) -> None:
-    limits = [level.limit for level in found.levels]
+def test_levels_keep_limits_and_spans_decrease(frontier: MemoryFrontier) -> None:
+    limits = [level.limit for level in frontier.levels]
     assert limits == sorted(set(limits))
-    spans = [level.timeline.span for level in found.levels]
+    spans = [level.timeline.span for level in frontier.levels]
     assert spans == sorted(spans, reverse=True)
-    for level in found.levels:
-        assert found.measure_memory(level.timeline) <= level.limit * (1 + 1e-9)
+    for level in frontier.levels:
+        assert frontier.measure_memory(level.timeline) <= level.limit * (1 + 1e-9)
         assert 0 < level.bound <= level.timeline.span
-    assert found.is_complete
+    assert frontier.is_complete
 
 
-def test_bounds_descend_to_that_without_a_limit_and_lie_below_all(found: MemoryFrontier) -> None:
-    limits, bounds = zip(*found.bounds, strict=True)
+def test_bounds_decrease_and_are_below_all_spans(frontier: MemoryFrontier) -> None:
+    limits, bounds = zip(*frontier.bounds, strict=True)
     assert limits[-1] == inf and list(limits) == sorted(set(limits))
     assert list(bounds) == sorted(bounds, reverse=True)
-    runs = [*found.timelines, *(level.timeline for level in found.levels)]
+    runs = [*frontier.timelines, *(level.timeline for level in frontier.levels)]
     for run in runs:
-        for limit, bound in found.bounds:
-            if found.measure_memory(run) <= limit * (1 - 1e-9):
+        for limit, bound in frontier.bounds:
+            if frontier.measure_memory(run) <= limit * (1 - 1e-9):
                 assert run.span >= bound * (1 - 1e-9)
 
 
-def test_no_run_beside_is_shorter_than_what_is_found_in_its_memory(found: MemoryFrontier) -> None:
-    for run in found.timelines:
-        fits = [
+def test_built_in_schedules_are_no_shorter_than_frontier(frontier: MemoryFrontier) -> None:
+    for run in frontier.timelines:
+        spans = [
             v.timeline.span
-            for v in found.levels
-            if v.limit <= found.measure_memory(run) * (1 + 1e-9)
+            for v in frontier.levels
+            if v.limit <= frontier.measure_memory(run) * (1 + 1e-9)
         ]
-        assert not fits or min(fits) <= run.span * (1 + 1e-9), run
+        assert not spans or min(spans) <= run.span * (1 + 1e-9), run
 
 
-def test_runs_are_those_of_the_zoo() -> None:
+def test_frontier_compares_built_in_schedules() -> None:
     shape, costs = PipelineShape(4, 8), Costs(F=2, I=2, W=1)
-    found = memory_frontier(shape, costs, max_evaluations=200)
-    assert {t.program.name: t.span for t in found.timelines} == {
+    frontier = memory_frontier(shape, costs, max_evaluations=200)
+    assert {t.program.name: t.span for t in frontier.timelines} == {
         name: simulate(compile(getattr(schedules, name), shape, costs=costs), costs).span
         for name in ("eager_1f1b", "gpipe", "one_f_one_b", "zb_h1", "zb_h2")
     }
     assert (
-        found.levels[-1].timeline.span == schedir.lower_bound(shape, costs).value
+        frontier.levels[-1].timeline.span == schedir.lower_bound(shape, costs).value
     )  # it reaches the bound
     program = compile(schedules.interleaved, PipelineShape(2, 4, 2))
-    again = memory_frontier(program.shape, max_evaluations=20, initial_schedules=[program])
-    assert again.timelines[0].program.digest == program.digest
-    whole = memory_frontier(shape, costs, max_evaluations=20, split_backward=False)
-    assert {"zb_h1", "zb_h2"}.isdisjoint(t.program.name for t in whole.timelines)
+    with_program = memory_frontier(program.shape, max_evaluations=20, initial_schedules=[program])
+    assert with_program.timelines[0].program.digest == program.digest
+    full_backward = memory_frontier(shape, costs, max_evaluations=20, split_backward=False)
+    assert {"zb_h1", "zb_h2"}.isdisjoint(t.program.name for t in full_backward.timelines)
     # Schedules with whole backwards are left out if these are cheaper than I and W.
-    cheap = memory_frontier(shape, Costs(F=2, I=2, W=1, B=2.5), max_evaluations=20)
-    assert {t.program.name for t in cheap.timelines} == {"zb_h1", "zb_h2"}
+    cheap_backward = memory_frontier(shape, Costs(F=2, I=2, W=1, B=2.5), max_evaluations=20)
+    assert {t.program.name for t in cheap_backward.timelines} == {"zb_h1", "zb_h2"}
 
 
 @settings(max_examples=8)
 @given(st.integers(2, 4), st.integers(1, 6), st.integers(0, 99), st.booleans())
-def test_the_same_numbers_give_the_same_frontier(
-    ranks: int, microbatches: int, seed: int, sized: bool
-) -> None:
+def test_frontier_is_deterministic(ranks: int, microbatches: int, seed: int, sized: bool) -> None:
     shape, sizes = (
         PipelineShape(ranks, microbatches),
         Sizes(saved=2, deferred_wgrad=1) if sized else None,
@@ -107,22 +105,22 @@ def test_the_same_numbers_give_the_same_frontier(
     ]
 
 
-def test_what_has_no_frontier_is_refused() -> None:
-    for wrong in ({"levels": 0}, {"time_limit": 0}, {"max_evaluations": 0}):
+def test_invalid_frontier_arguments_are_refused() -> None:
+    for arguments in ({"levels": 0}, {"time_limit": 0}, {"max_evaluations": 0}):
         with pytest.raises(UsageError):
-            memory_frontier(PipelineShape(2, 2), **wrong)  # type: ignore[arg-type]
+            memory_frontier(PipelineShape(2, 2), **arguments)  # type: ignore[arg-type]
     with pytest.raises(ShapeError):
         memory_frontier(PipelineShape(2, 2, placement="mirror"))
 
 
-def test_the_picture_shows_it(found: MemoryFrontier) -> None:
-    (axes,) = viz.memory_frontier(found).axes
+def test_frontier_picture_shows_schedules_and_bounds(frontier: MemoryFrontier) -> None:
+    (axes,) = viz.memory_frontier(frontier).axes
     (points,) = (c for c in axes.collections if isinstance(c, PathCollection))
-    unit = 1e9 if found.is_in_bytes else found.shape.stages / found.shape.ranks
+    unit = 1e9 if frontier.is_in_bytes else frontier.shape.stages / frontier.shape.ranks
     assert np.asarray(points.get_offsets()).tolist() == [
-        [found.measure_memory(t) / unit, t.bubble] for t in found.timelines
+        [frontier.measure_memory(t) / unit, t.bubble] for t in frontier.timelines
     ]
-    assert {text.get_text() for text in axes.texts} == {t.program.name for t in found.timelines}
+    assert {text.get_text() for text in axes.texts} == {t.program.name for t in frontier.timelines}
     (line,) = axes.lines
     x, y = np.asarray(line.get_xdata()), np.asarray(line.get_ydata())
     assert (np.diff(y) <= 0).all() and x[-1] == axes.get_xlim()[1]
@@ -134,33 +132,33 @@ def test_the_picture_shows_it(found: MemoryFrontier) -> None:
     for middle, height in zip(between, y, strict=False):
         assert not path.contains_point((middle, height + 1e-6))
         assert path.contains_point((middle, -1e-9 + min(height / 2, 0.001))) or height < 1e-6
-    assert ("GB" in axes.get_xlabel()) == found.is_in_bytes
+    assert ("GB" in axes.get_xlabel()) == frontier.is_in_bytes
 
 
-AT = ("search", "--ranks=4", "--microbatches=8", "--costs=F=2,I=2,W=1", "--max-evaluations=300")
+SEARCH = ("search", "--ranks=4", "--microbatches=8", "--costs=F=2,I=2,W=1", "--max-evaluations=300")
 
 
-def test_the_command_tells_and_draws_it(
+def test_search_frontier_prints_and_draws_levels(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    told = run_command(capsys, *AT, "--frontier", "-o", "x.svg")
-    assert "4 in flight" in told and "zb_h1 49 (4 in flight)" in told and Path("x.svg").exists()
-    facts = json.loads(run_command(capsys, *AT, "--frontier", "--json"))
-    found = memory_frontier(PipelineShape(4, 8), Costs(F=2, I=2, W=1), max_evaluations=300)
+    output = run_command(capsys, *SEARCH, "--frontier", "-o", "x.svg")
+    assert "4 in flight" in output and "zb_h1 49 (4 in flight)" in output and Path("x.svg").exists()
+    facts = json.loads(run_command(capsys, *SEARCH, "--frontier", "--json"))
+    frontier = memory_frontier(PipelineShape(4, 8), Costs(F=2, I=2, W=1), max_evaluations=300)
     assert facts["levels"] == [
         {"limit": v.limit, "span": v.timeline.span, "bubble": v.timeline.bubble, "bound": v.bound}
-        for v in found.levels
+        for v in frontier.levels
     ]
     assert facts["is_complete"] and facts["memory_unit"] == "in flight"
-    sized = run_command(capsys, *AT, "--frontier", "--sizes=saved=1GB,deferred_wgrad=0.4GB")
+    sized = run_command(capsys, *SEARCH, "--frontier", "--sizes=saved=1GB,deferred_wgrad=0.4GB")
     assert "1 GB" in sized and "in flight" not in sized
-    for wrong in (
+    for options in (
         ("--memory-limit=4GB", "--sizes=saved=1GB"),
         ("--max-in-flight=4",),
         ("--objective=active_span",),
         ("--bound=solver",),
         ("-o", "x.sched"),
     ):
-        run_refused_command(capsys, *AT, "--frontier", *wrong)
+        run_refused_command(capsys, *SEARCH, "--frontier", *options)
     assert not Path("x.sched").exists()

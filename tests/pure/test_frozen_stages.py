@@ -1,4 +1,4 @@
-"""Tests of frozen first stages, which have no backward and nothing that belongs to one."""
+"""Tests of frozen stages, which have no backward, gradient messages or reductions."""
 
 from __future__ import annotations
 
@@ -53,32 +53,38 @@ from tests.oracle_threads import verdict
 from tests.strategies import costs
 
 O = Opcode
-TWO_OF_FOUR = PipelineShape(4, 8)
+SHAPE = PipelineShape(4, 8)
 
 
-def lowered(source: Any, shape: PipelineShape | None = None, **traits: Any) -> Program | None:
+def compile_or_skip(
+    source: Any, shape: PipelineShape | None = None, **traits: Any
+) -> Program | None:
     """Compile a program, or return None for a schedule that does not support the shape."""
     try:
         return compile(source, shape, **traits)
     except SchedirError:
         assert not isinstance(source, Program)
         with pytest.raises(SchedirError):
-            check_draft(expand_schedule(source, shape or TWO_OF_FOUR))
+            check_draft(expand_schedule(source, shape or SHAPE))
         return None
 
 
-def compute(program: Program) -> list[list[str]]:
+def list_compute(program: Program) -> list[list[str]]:
     """Return the compute instructions of each rank in order."""
     return [
-        [str(i) for i in own if i.op in (O.Forward, O.Backward, O.BackwardInput, O.BackwardWeight)]
-        for own in program.streams
+        [
+            str(i)
+            for i in stream
+            if i.op in (O.Forward, O.Backward, O.BackwardInput, O.BackwardWeight)
+        ]
+        for stream in program.streams
     ]
 
 
 @settings(max_examples=60)
 @given(st.data())
-def test_only_what_is_of_backwards_goes(data: st.DataObject) -> None:
-    """This holds for any schedule or draft under every model. Other compute keeps its order."""
+def test_freezing_removes_only_backwards_of_frozen_stages(data: st.DataObject) -> None:
+    """The remaining compute keeps its order, for any schedule or draft and progress model."""
     source: Any = data.draw(
         compute_programs() if data.draw(st.booleans()) else st.sampled_from(known())
     )
@@ -91,10 +97,12 @@ def test_only_what_is_of_backwards_goes(data: st.DataObject) -> None:
             v or find_named_placement(where).stages_per_rank, where,
         )  # fmt: skip
     frozen = data.draw(st.integers(0, shape.stages - 1))
-    how = {"clip_grad_norm": data.draw(st.booleans()), "tp": data.draw(st.integers(1, 2))}
-    own_plan = None if isinstance(source, Program) else shape
-    program, whole = (lowered(source, own_plan, frozen_stages=n, **how) for n in (frozen, 0))
-    if program is None or whole is None:
+    options = {"clip_grad_norm": data.draw(st.booleans()), "tp": data.draw(st.integers(1, 2))}
+    source_shape = None if isinstance(source, Program) else shape
+    program, trained = (
+        compile_or_skip(source, source_shape, frozen_stages=n, **options) for n in (frozen, 0)
+    )
+    if program is None or trained is None:
         return
     for model in MODELS:
         check(program, model)
@@ -102,23 +110,25 @@ def test_only_what_is_of_backwards_goes(data: st.DataObject) -> None:
     assert not [
         i for s in program.streams for i in s if i.op in TRAINED_STAGE_OPS and i.stage < frozen
     ]
-    gone = {f"{text} {s}" for text in "BIW" for s in range(frozen)}
-    assert compute(program) == [
-        [i for i in own if i.split(".")[0] not in gone] for own in compute(whole)
+    dropped = {f"{text} {s}" for text in "BIW" for s in range(frozen)}
+    assert list_compute(program) == [
+        [i for i in texts if i.split(".")[0] not in dropped] for texts in list_compute(trained)
     ]
     assert from_text(to_text(program)) == program
-    assert (program.digest == whole.digest) == (frozen == 0)
+    assert (program.digest == trained.digest) == (frozen == 0)
 
 
-def test_what_it_saves() -> None:
-    program, whole = (compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=n) for n in (2, 0))
-    priced, sizes = Costs(F=1, B=2), Sizes(activation=1.0, saved=10.0, model_states=100.0)
-    assert simulate(program, priced).span == 2 + 8 * 3 + 3  # two forwards before 1F1B on two ranks
-    assert simulate(whole, priced).span == 33
+def test_frozen_stages_save_time_memory_and_messages() -> None:
+    program, trained = (compile(one_f_one_b, SHAPE, frozen_stages=n) for n in (2, 0))
+    costs_of_ops, sizes = Costs(F=1, B=2), Sizes(activation=1.0, saved=10.0, model_states=100.0)
+    assert (
+        simulate(program, costs_of_ops).span == 2 + 8 * 3 + 3
+    )  # two forwards before 1F1B on two ranks
+    assert simulate(trained, costs_of_ops).span == 33
     assert peak_in_flight(program).tolist() == [0, 0, 2, 1]
     assert [
-        int(own.dynamic_memory["saved"][0].max(initial=0))
-        for own in compute_footprints(program, sizes)
+        int(footprint.dynamic_memory["saved"][0].max(initial=0))
+        for footprint in compute_footprints(program, sizes)
     ] == [
         0,
         0,
@@ -129,8 +139,8 @@ def test_what_it_saves() -> None:
     assert sends == [0, 0, 0, 8]
 
 
-def test_every_rank_steps_and_meets_at_the_norm() -> None:
-    program = compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2, clip_grad_norm=True)
+def test_frozen_ranks_reduce_norm_and_step() -> None:
+    program = compile(one_f_one_b, SHAPE, frozen_stages=2, clip_grad_norm=True)
     texts = [[str(i) for i in stream][-3:] for stream in program.streams]
     assert texts[0][1:] == ["reduce_norm", "step"] and "reduce_grads 0" not in texts[0]
     assert texts[2] == ["reduce_grads 2", "reduce_norm", "step"]
@@ -139,7 +149,7 @@ def test_every_rank_steps_and_meets_at_the_norm() -> None:
 @pytest.mark.parametrize("clip", [False, True])
 @pytest.mark.parametrize("frozen_stages", [1, 2, 3])
 @pytest.mark.parametrize("schedule", [pipedream_2bw, one_f_one_b])
-def test_several_updates(schedule: Any, frozen_stages: int, clip: bool) -> None:
+def test_several_updates_with_frozen_stages(schedule: Any, frozen_stages: int, clip: bool) -> None:
     """Frozen weights have one version, and a forward that uses them waits for no step."""
     shape = PipelineShape(4, 12, optimizer_steps=3, weight_delay=1)
     program = compile(schedule, shape, frozen_stages=frozen_stages, clip_grad_norm=clip)
@@ -149,18 +159,18 @@ def test_several_updates(schedule: Any, frozen_stages: int, clip: bool) -> None:
     assert count_peak_versions(program).tolist() == [
         1 if r < frozen_stages else 2 for r in range(4)
     ]
-    own = compute_footprints(program, Sizes(version=1.0, model_states=1.0))
-    assert [rank.static_memory["versions"][0] for rank in own][:frozen_stages] == [
+    footprints = compute_footprints(program, Sizes(version=1.0, model_states=1.0))
+    assert [rank.static_memory["versions"][0] for rank in footprints][:frozen_stages] == [
         0
     ] * frozen_stages
     for stream in program.streams:  # each step follows the work of its update
         steps = [k for k, i in enumerate(stream) if i.op in OPTIMIZER_STEP_OPS]
-        for update, at in enumerate(steps):
+        for update, step in enumerate(steps):
             last = max(k for k, i in enumerate(stream) if i.op is O.Forward and i.mb // 4 == update)
-            assert last < at
+            assert last < step
 
 
-def test_without_a_delay_a_flush_is_still_needed() -> None:
+def test_trained_stages_without_weight_delay_need_flush() -> None:
     with pytest.raises(SchedirError, match="needs the weights"):
         compile(one_f_one_b, PipelineShape(4, 8, optimizer_steps=2), frozen_stages=1)
     compile(
@@ -168,14 +178,14 @@ def test_without_a_delay_a_flush_is_still_needed() -> None:
     )  # only the last stage is trained
 
 
-def ahead(rank: int, ranks: int, m: int, v: int) -> RankSchedule:
+def forwards_first(rank: int, ranks: int, m: int, v: int) -> RankSchedule:
     """Return all forwards of a frozen stage, and then a trained stage's microbatches in turn."""
     return m * F[0] + m * (F[1] + B[1])
 
 
-def test_frozen_forwards_wait_for_no_step_of_their_rank() -> None:
+def test_frozen_forwards_do_not_wait_for_step() -> None:
     shape = PipelineShape(1, 4, 2, optimizer_steps=2)
-    compile(ahead, shape, frozen_stages=1)
+    compile(forwards_first, shape, frozen_stages=1)
     with pytest.raises(SchedirError):
         compile(lambda r, P, m, v: m * F[0] + m * (F[1] + B[1] + B[0]), shape)
 
@@ -183,7 +193,7 @@ def test_frozen_forwards_wait_for_no_step_of_their_rank() -> None:
 # ---------------------------------------------------------------- refusals
 
 
-def edited(program: Program, a: str, b: str) -> Program:
+def edit_text(program: Program, a: str, b: str) -> Program:
     """Replace a part of the text of a program."""
     text = to_text(program, folded=False)
     assert a in text
@@ -192,10 +202,8 @@ def edited(program: Program, a: str, b: str) -> Program:
 
 @pytest.mark.parametrize("order", [(2, 3, 0, 1), (0, 2, 3, 1), (3, 0, 1, 2)])
 @pytest.mark.parametrize("frozen_stages", [1, 2])
-def test_a_rank_that_only_runs_forwards_ends_its_updates_in_turn(
-    order: tuple[int, ...], frozen_stages: int
-) -> None:
-    """Its Stream has the steps in order too, though it may end the first update last."""
+def test_frozen_rank_steps_in_order_of_updates(order: tuple[int, ...], frozen_stages: int) -> None:
+    """The stream has the steps in order, even if the forwards of the first update end last."""
 
     def mine(rank: int, ranks: int, microbatches: int) -> RankSchedule:
         if rank < frozen_stages:
@@ -212,44 +220,44 @@ def test_a_rank_that_only_runs_forwards_ends_its_updates_in_turn(
         assert not (early and rank < frozen_stages)
 
 
-def test_a_backward_of_a_frozen_stage_is_refused() -> None:
-    program = compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2)
+def test_backward_of_frozen_stage_is_refused() -> None:
+    program = compile(one_f_one_b, SHAPE, frozen_stages=2)
     with pytest.raises(CompletenessError, match="stage 1 is frozen") as caught:
-        check(edited(program, "send_act 1.0\n", "send_act 1.0\n  B 1.0\n"))
+        check(edit_text(program, "send_act 1.0\n", "send_act 1.0\n  B 1.0\n"))
     assert [str(site.instr) for site in caught.value.sites] == ["B 1.0"]
     with pytest.raises(CompletenessError, match="no backward in stage 2"):
-        check(edited(program, "B 2.3\n", ""))
+        check(edit_text(program, "B 2.3\n", ""))
     with pytest.raises(UnmatchedTransferError, match="stage 1 is frozen") as lost:
-        check(edited(program, "B 2.3\n", "B 2.3\n  send_grad 2.3\n"))
+        check(edit_text(program, "B 2.3\n", "B 2.3\n  send_grad 2.3\n"))
     assert lost.value.sites[0].rank == 2
     with pytest.raises(CompletenessError, match="stage 0 is frozen, and has no reduce_grads"):
-        check(edited(program, "  step\n", "  reduce_grads 0\n  step\n"))
+        check(edit_text(program, "  step\n", "  reduce_grads 0\n  step\n"))
     with pytest.raises(CompletenessError, match="no backward in stage 1"):
         check(replace(program, frozen_stages=1))
 
 
 @pytest.mark.parametrize("frozen", [-1, 4, 99, True, "2", 1.5])
-def test_a_number_of_the_first_stages_but_not_all(frozen: Any) -> None:
+def test_invalid_number_of_frozen_stages_is_refused(frozen: Any) -> None:
     with pytest.raises(ShapeError) as caught:
-        compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=frozen)
+        compile(one_f_one_b, SHAPE, frozen_stages=frozen)
     assert caught.value.fields == ("frozen_stages",)
     if frozen in (4, 99):
         assert "forward_only" in caught.value.hint
 
 
-def test_one_weight_is_not_both() -> None:
+def test_weight_tied_between_frozen_and_trained_stage_is_refused() -> None:
     with pytest.raises(ShapeError) as caught:
-        compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=1, tied_weights=True)
+        compile(one_f_one_b, SHAPE, frozen_stages=1, tied_weights=True)
     assert caught.value.fields == ("tied_weights", "frozen_stages")
-    program = compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2, tied_weights=[(0, 1), (2, 3)])
+    program = compile(one_f_one_b, SHAPE, frozen_stages=2, tied_weights=[(0, 1), (2, 3)])
     reduced = [[i.stage for i in s if i.op is O.ReduceTied] for s in program.streams]
     assert reduced == [[], [], [2], [3]]  # if all copies are frozen, there is nothing to sum
-    program = compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2, tied_weights=[(0, 1)])
+    program = compile(one_f_one_b, SHAPE, frozen_stages=2, tied_weights=[(0, 1)])
     assert not [i for s in program.streams for i in s if i.op is O.ReduceTied]
 
 
-def test_torch_has_no_such_schedule() -> None:
-    program = compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2)
+def test_torch_csv_export_of_frozen_stages_is_refused() -> None:
+    program = compile(one_f_one_b, SHAPE, frozen_stages=2)
     for form in torch_csv.CSV_FORMATS:
         with pytest.raises(UsageError, match="frozen"):
             torch_csv.to_csv(program, form)
@@ -258,7 +266,7 @@ def test_torch_has_no_such_schedule() -> None:
 # ---------------------------------------------------------------- drafts
 
 
-def behind(r: int, P: int, m: int, v: int) -> RankSchedule:
+def joined_backwards(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Join forwards of the second stage to backwards of the first, as their second part."""
     return (
         m * F[0]
@@ -274,52 +282,60 @@ def behind(r: int, P: int, m: int, v: int) -> RankSchedule:
     ("schedule", "shape"),
     [
         (schedules.dualpipe_v, PipelineShape(2, 8, placement="vee")),
-        (behind, PipelineShape(1, 3, 2)),
+        (joined_backwards, PipelineShape(1, 3, 2)),
     ],
 )
-def test_a_draft_may_say_what_is_left_out(schedule: Any, shape: PipelineShape) -> None:
+def test_draft_with_frozen_stages_may_contain_their_backwards(
+    schedule: Any, shape: PipelineShape
+) -> None:
     """A forward that was joined to a dropped backward runs alone."""
-    whole = expand_schedule(schedule, shape)
-    assert any(stream.joined.any() for stream in whole.streams)
-    said = check_draft(replace(whole, frozen_stages=shape.stages // 2))
-    less = drop_frozen_backwards(said)
-    assert check_draft(less) == less and len(less) < len(said)
+    trained = expand_schedule(schedule, shape)
+    assert any(stream.joined.any() for stream in trained.streams)
+    with_backwards = check_draft(replace(trained, frozen_stages=shape.stages // 2))
+    without_backwards = drop_frozen_backwards(with_backwards)
+    assert check_draft(without_backwards) == without_backwards and len(without_backwards) < len(
+        with_backwards
+    )
     assert (
-        simulate(said).program
-        == simulate(less).program
-        == compile(whole, frozen_stages=shape.stages // 2)
+        simulate(with_backwards).program
+        == simulate(without_backwards).program
+        == compile(trained, frozen_stages=shape.stages // 2)
     )
     pairs = [
-        {s[k - 1].op, s[k].op} for s in less.streams for k in np.flatnonzero(s.joined).tolist()
+        {s[k - 1].op, s[k].op}
+        for s in without_backwards.streams
+        for k in np.flatnonzero(s.joined).tolist()
     ]
     assert all(O.Forward in pair and len(pair) == 2 for pair in pairs)
-    assert bool(pairs) == (schedule is not behind)
+    assert bool(pairs) == (schedule is not joined_backwards)
 
 
 @settings(max_examples=60)
 @given(st.data())
-def test_greedy_knows_of_it(data: st.DataObject) -> None:
+def test_greedy_schedule_omits_frozen_backwards(data: st.DataObject) -> None:
     shape = data.draw(shapes())
     frozen, priced = data.draw(st.integers(0, shape.stages - 1)), data.draw(costs(shape))
     prefer = data.draw(st.sampled_from(["BF", "FB", "FIW", "IFW", "WIF"]))
     limits = [sum(s >= frozen for s in own) for own in shape.stages_on_rank]
-    found = greedy_schedule(shape, prefer, limits.__getitem__, priced, frozen_stages=frozen)
-    program = compile(found, costs=priced)
-    assert program.frozen_stages == frozen and check_draft(found) == drop_frozen_backwards(found)
+    draft = greedy_schedule(shape, prefer, limits.__getitem__, priced, frozen_stages=frozen)
+    program = compile(draft, costs=priced)
+    assert program.frozen_stages == frozen and check_draft(draft) == drop_frozen_backwards(draft)
     check(program, "blocking_serial")
     assert (peak_in_flight(program) <= limits).all()
 
 
 @pytest.mark.parametrize("frozen_stages", [1, 2, 3])
 @pytest.mark.parametrize("priced", [Costs(F=1, B=2), Costs(F=(3, 1, 1, 1), B=2), Costs(send=0.5)])
-def test_a_greedy_order_that_knows_is_not_worse(frozen_stages: int, priced: Costs) -> None:
-    room = [4 - r for r in range(4)]
-    told = greedy_schedule(TWO_OF_FOUR, "BF", room.__getitem__, priced, frozen_stages=frozen_stages)
-    untold = greedy_schedule(TWO_OF_FOUR, "BF", room.__getitem__, priced)
+def test_greedy_schedule_with_frozen_stages_is_fastest(frozen_stages: int, priced: Costs) -> None:
+    limits = [4 - r for r in range(4)]
+    with_frozen = greedy_schedule(
+        SHAPE, "BF", limits.__getitem__, priced, frozen_stages=frozen_stages
+    )
+    without_frozen = greedy_schedule(SHAPE, "BF", limits.__getitem__, priced)
     spans = [
-        simulate(compile(source, None if isinstance(source, Program) else TWO_OF_FOUR,
+        simulate(compile(source, None if isinstance(source, Program) else SHAPE,
                          costs=priced, frozen_stages=frozen_stages), priced).span
-        for source in (told, untold, one_f_one_b)
+        for source in (with_frozen, without_frozen, one_f_one_b)
     ]  # fmt: skip
     assert spans[0] == min(spans)
 
@@ -327,11 +343,11 @@ def test_a_greedy_order_that_knows_is_not_worse(frozen_stages: int, priced: Cost
 # ---------------------------------------------------------------- command line
 
 
-def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_accept_frozen_stages(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["--ranks", "4", "--microbatches", "8"]
     file = str(tmp_path / "frozen.sched")
     assert main(["print", "one_f_one_b", *shape, "-O", "frozen_stages=2", "-o", file]) == 0
-    assert from_text(Path(file).read_text()) == compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2)
+    assert from_text(Path(file).read_text()) == compile(one_f_one_b, SHAPE, frozen_stages=2)
     assert main(["check", file]) == 0
     assert main(["explain", file, "--costs", "F=1,B=2"]) == 0
     assert main(["compare", file, "one_f_one_b", *shape, "-O", "frozen_stages=2"]) == 0
@@ -341,15 +357,15 @@ def test_commands(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert "no stage would be trained" in capsys.readouterr().err
 
 
-def test_compared_schedules_freeze_the_same_part_of_the_model(tmp_path: Path) -> None:
+def test_compared_schedules_freeze_same_part_of_model(tmp_path: Path) -> None:
     """This holds for any number of stages."""
     file = tmp_path / "frozen.sched"
-    file.write_text(to_text(compile(one_f_one_b, TWO_OF_FOUR, frozen_stages=2)))
-    said = {"ranks": 4, "microbatches": 8, "frozen_stages": 2}
+    file.write_text(to_text(compile(one_f_one_b, SHAPE, frozen_stages=2)))
+    specified = {"ranks": 4, "microbatches": 8, "frozen_stages": 2}
     for name in ("one_f_one_b", "interleaved", "dualpipe", "chimera", str(file)):
-        program = Request(Source(name), said, defaults={}, for_comparison=True).program
+        program = Request(Source(name), specified, defaults={}, for_comparison=True).program
         assert 2 * program.frozen_stages == program.shape.stages
-    uneven = {**said, "frozen_stages": 1, "placement": (0, 1, 1, 2, 3)}
+    uneven = {**specified, "frozen_stages": 1, "placement": (0, 1, 1, 2, 3)}
     with pytest.raises(ShapeError) as caught:
         _ = Request(Source("gpipe"), uneven, defaults={}, for_comparison=True).program
     assert "frozen_stages" in caught.value.fields

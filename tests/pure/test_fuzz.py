@@ -10,7 +10,7 @@ import pytest
 
 from tests.fuzz import ENDS, Reader, by_hand, judge, mutated, readers
 
-MUTATED, BY_HAND = 2000, 200
+RANDOM_CHANGES, MANUAL_CHANGES = 2000, 200
 READERS = (
     "program, .sched", "torch's CSV", "configuration, TOML", "cluster, TOML", "costs, @FILE",
     "sizes, @FILE", "run, .timeline", "a run's header", "trace of torch.profiler",
@@ -19,23 +19,25 @@ READERS = (
 
 
 @pytest.fixture(scope="module")
-def known(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reader]:
+def readers_by_name(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reader]:
     return readers(tmp_path_factory.mktemp("right"))
 
 
-def test_all_readers_are_tried(known: dict[str, Reader]) -> None:
-    assert tuple(known) == READERS
+def test_readers_are_listed(readers_by_name: dict[str, Reader]) -> None:
+    assert tuple(readers_by_name) == READERS
 
 
 @pytest.mark.parametrize("what", READERS)
-def test_a_reader_takes_a_file_or_refuses_it(
-    what: str, known: dict[str, Reader], tmp_path: Path
+def test_reader_accepts_or_refuses_changed_files(
+    what: str, readers_by_name: dict[str, Reader], tmp_path: Path
 ) -> None:
-    reader, path = known[what], tmp_path / ENDS.get(what, "file")
-    right = judge(reader, iter(reader.right), path)
-    assert right.kinds == {"taken": len(reader.right)}, right.failed
-    hand = judge(reader, islice(by_hand(reader.right), BY_HAND), path)
+    reader, path = readers_by_name[what], tmp_path / ENDS.get(what, "file")
+    valid = judge(reader, iter(reader.right), path)
+    assert valid.kinds == {"taken": len(reader.right)}, valid.failed
+    manual = judge(reader, islice(by_hand(reader.right), MANUAL_CHANGES), path)
     rng = random.Random(f"1 {what}")
-    random_ = judge(reader, (mutated(reader.right, rng) for _ in range(MUTATED)), path)
-    assert not hand.failed + random_.failed
-    assert hand.kinds.total() == BY_HAND and len(random_.kinds) > 1, "all were taken, or none"
+    random_ = judge(reader, (mutated(reader.right, rng) for _ in range(RANDOM_CHANGES)), path)
+    assert not manual.failed + random_.failed
+    assert manual.kinds.total() == MANUAL_CHANGES and len(random_.kinds) > 1, (
+        "all were taken, or none"
+    )

@@ -27,7 +27,7 @@ NAMES = {**PUBLIC, **vars(schedir.schedules), "partial": partial}
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("*.sched")), ids=lambda p: p.stem)
-def test_program(path: Path) -> None:
+def test_golden_program_compiles_to_its_text(path: Path) -> None:
     text = path.read_text()
     call, body = text.split("\n", 1)
     program = eval(call.removeprefix("# "), dict(NAMES))
@@ -37,14 +37,14 @@ def test_program(path: Path) -> None:
         check(from_text(text), model)
 
 
-def test_digests() -> None:
+def test_golden_program_digests() -> None:
     programs = {path.stem: from_text(path.read_text()) for path in sorted(GOLDEN.glob("*.sched"))}
-    said = "".join(f"{program.digest} {name}\n" for name, program in programs.items())
-    assert said == (GOLDEN / "digests.txt").read_text()
+    text = "".join(f"{program.digest} {name}\n" for name, program in programs.items())
+    assert text == (GOLDEN / "digests.txt").read_text()
 
 
 @pytest.mark.parametrize("path", sorted(GOLDEN.glob("refused/*.txt")), ids=lambda p: p.stem)
-def test_refused(path: Path) -> None:
+def test_golden_invalid_program_is_refused_with_message(path: Path) -> None:
     text, message = re.split(r"^-+\n", path.read_text(), maxsplit=1, flags=re.M)
     with pytest.raises(SchedirError) as caught:
         check(from_text(text))
@@ -55,7 +55,7 @@ MISTAKES = re.split(r"^={10,}\n", (GOLDEN / "mistakes.txt").read_text(), flags=r
 
 
 @pytest.mark.parametrize("mistake", MISTAKES, ids=lambda m: m.split("(")[0].split()[-1])
-def test_mistake(
+def test_golden_mistake_is_reported_with_message(
     mistake: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,

@@ -1,4 +1,4 @@
-"""Tests of the shape of a GPT and its division."""
+"""Tests of the GPT configuration, and of the division of layers and heads."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ def test_layers_are_divided_evenly_or_refused(layers: int, stages: int) -> None:
     assert split_layers(layers, stages, counts) == counts
 
 
-def test_the_hint_is_a_division() -> None:
+def test_layer_error_hints_at_division() -> None:
     with pytest.raises(UsageError) as error:
         split_layers(10, 4)
     assert "[3, 3, 2, 2]" in error.value.hint
@@ -34,17 +34,17 @@ def test_the_hint_is_a_division() -> None:
 
 
 @pytest.mark.parametrize("division", [(2, 2), (1, 1, 1), (3, 0, 1), (5, -1, 0), ()])
-def test_a_wrong_division_is_refused(division: tuple[int, ...]) -> None:
+def test_invalid_layer_division_is_refused(division: tuple[int, ...]) -> None:
     with pytest.raises(UsageError):
         split_layers(4, 3, division)
 
 
-def test_no_stages_are_refused() -> None:
+def test_zero_stages_are_refused() -> None:
     with pytest.raises(UsageError):
         split_layers(4, 0)
 
 
-def test_heads_are_shared_evenly() -> None:
+def test_heads_are_divided_evenly_or_refused() -> None:
     assert split_heads(12, 4) == 3
     with pytest.raises(UsageError):
         split_heads(4, 3)
@@ -61,13 +61,13 @@ def test_heads_are_shared_evenly() -> None:
         {"stride": (1, 1), "window": 8}, {"window": True}, {"window": [4] * 4},
     ],
 )  # fmt: skip
-def test_a_wrong_configuration_is_refused(wrong: dict[str, Any]) -> None:
+def test_invalid_gpt_config_is_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError, match=next(iter(wrong))):
         GPTConfig(**wrong)
 
 
-def test_windows_of_layers() -> None:
-    """One number is for all layers, strides need windows, and a window over all is no window."""
+def test_windows_and_strides_of_layers() -> None:
+    """A single number applies to all layers. A window of the whole sequence counts as no window."""
     assert get_windows(GPTConfig()) == (None,) * 4
     assert get_windows(GPTConfig(window=32, stride=8)) == ((32, 8),) * 4
     assert get_windows(GPTConfig(window=128)) == (None,) * 4
@@ -76,7 +76,7 @@ def test_windows_of_layers() -> None:
 
 
 @pytest.mark.parametrize("wrong", [{"window": -1}, {"stride": 2}, {"window": (8, 8)}])
-def test_a_llama_has_the_same_windows(wrong: dict[str, Any]) -> None:
+def test_llama_config_has_same_windows(wrong: dict[str, Any]) -> None:
     assert get_windows(LlamaConfig(window=32, stride=8)) == ((32, 8),) * 4
     with pytest.raises(UsageError, match=next(iter(wrong))):
         LlamaConfig(**wrong)

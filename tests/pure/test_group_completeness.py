@@ -1,4 +1,4 @@
-"""Tests that all members of a group take part in a collective or none, without pass rules too."""
+"""Tests that `require_group_members` refuses a collective that only some ranks have."""
 
 from __future__ import annotations
 
@@ -18,11 +18,11 @@ from schedir.verify.communication import require_group_members
 from schedir.verify.inspector import Inspector
 
 
-def met(program: Program) -> None:
+def check_groups(program: Program) -> None:
     require_group_members(Inspector(program, InstructionIndex.from_program(program)))
 
 
-def without(program: Program, rank: int, what: str) -> Program:
+def remove_instruction(program: Program, rank: int, what: str) -> Program:
     head, *ranks = to_text(program, folded=False).split("\nrank ")
     assert ranks[rank].count(f"  {what}\n") == 1
     ranks[rank] = ranks[rank].replace(f"  {what}\n", "")
@@ -31,34 +31,38 @@ def without(program: Program, rank: int, what: str) -> Program:
 
 @pytest.mark.parametrize("rank", range(3))
 @pytest.mark.parametrize("update", range(2))
-def test_one_of_all_ranks_is_missing(rank: int, update: int) -> None:
+def test_missing_norm_reduction_of_one_rank_is_refused(rank: int, update: int) -> None:
     shape = PipelineShape(3, 4, optimizer_steps=2, weight_delay=1)
     program = compile(one_f_one_b, shape, clip_grad_norm=True)
-    met(program)
+    check_groups(program)
     what = "reduce_norm" + " 1" * update
     with pytest.raises(
         UnmatchedTransferError, match=f"has no counterpart on rank {rank}"
     ) as caught:
-        met(without(program, rank, what))
+        check_groups(remove_instruction(program, rank, what))
     (site,) = caught.value.sites
     assert str(site.instr) == what and site.rank == (rank == 0)
-    met(without(without(without(program, 0, what), 1, what), 2, what))
+    check_groups(
+        remove_instruction(
+            remove_instruction(remove_instruction(program, 0, what), 1, what), 2, what
+        )
+    )
 
 
 @pytest.mark.parametrize("stage", range(4))
 @pytest.mark.parametrize("side", range(2))
-def test_one_of_two_holders_is_missing(stage: int, side: int) -> None:
+def test_missing_reduction_of_one_stage_replica_is_refused(stage: int, side: int) -> None:
     shape = PipelineShape(4, 4, placement="mirror")
     program = compile(random_compute_program(shape, random.Random(1)))
-    met(program)
+    check_groups(program)
     rank, other = shape.replica_ranks[side, stage], shape.replica_ranks[1 - side, stage]
     with pytest.raises(
         UnmatchedTransferError, match=f"has no counterpart on rank {rank}"
     ) as caught:
-        met(without(program, rank, f"reduce_replicated_stages {stage}"))
+        check_groups(remove_instruction(program, rank, f"reduce_replicated_stages {stage}"))
     (site,) = caught.value.sites
     assert str(site.instr) == f"reduce_replicated_stages {stage}" and site.rank == other
 
 
-def test_programs_without_meetings() -> None:
-    met(compile(dualpipe_v, PipelineShape(2, 4, 2, "vee")))
+def test_program_without_collectives_is_accepted() -> None:
+    check_groups(compile(dualpipe_v, PipelineShape(2, 4, 2, "vee")))
