@@ -1,4 +1,4 @@
-"""Controls a headless Chromium over its DevTools pipe, without other packages."""
+"""Control a headless Chromium over its DevTools pipe, without other packages."""
 
 from __future__ import annotations
 
@@ -26,27 +26,29 @@ def found() -> str | None:
 
 
 class Chromium:
-    """A tab. `said` are all messages of its console, and `asked` all addresses it requested."""
+    """A tab. `said` lists the messages of its console, and `asked` the addresses it requested."""
 
     def __init__(self, path: str, width: int = 1400, height: int = 860, ratio: float = 1.0) -> None:
         self.said: list[str] = []
         self.asked: list[str] = []
         self._size = {"width": width, "height": height, "deviceScaleFactor": ratio, "mobile": False}
         self._home = TemporaryDirectory(ignore_cleanup_errors=True)
-        to_it, self._write = os.pipe()
-        self._read, from_it = os.pipe()
+        command_reader, self._write = os.pipe()
+        self._read, answer_writer = os.pipe()
         flags = [
             "--headless=new", "--no-sandbox", "--disable-gpu", "--disable-dev-shm-usage",
             "--no-first-run", "--remote-debugging-pipe", f"--user-data-dir={self._home.name}",
         ]  # fmt: skip
         # Chromium reads commands from descriptor 3 and answers on 4.
-        shell = f'exec "$0" "$@" 3<&{to_it} 4>&{from_it}'
+        shell = f'exec "$0" "$@" 3<&{command_reader} 4>&{answer_writer}'
         self._process = subprocess.Popen(
             ["bash", "-c", shell, path, *flags, "about:blank"],
-            pass_fds=(to_it, from_it), stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
-        )  # fmt: skip
-        os.close(to_it)
-        os.close(from_it)
+            pass_fds=(command_reader, answer_writer),
+            stdout=subprocess.DEVNULL,
+            stderr=subprocess.DEVNULL,
+        )
+        os.close(command_reader)
+        os.close(answer_writer)
         self._number, self._rest, self._session = 0, b"", ""
         target = self.call("Target.createTarget", url="about:blank")["targetId"]
         attached = self.call("Target.attachToTarget", targetId=target, flatten=True)
@@ -68,10 +70,10 @@ class Chromium:
     def call(self, method: str, **params: Any) -> Any:
         """Send a command of the DevTools protocol, and return its answer."""
         self._number += 1
-        asked = {"id": self._number, "method": method, "params": params}
+        command = {"id": self._number, "method": method, "params": params}
         if self._session:
-            asked["sessionId"] = self._session
-        os.write(self._write, json.dumps(asked).encode() + b"\0")
+            command["sessionId"] = self._session
+        os.write(self._write, json.dumps(command).encode() + b"\0")
         while True:
             answer = self._next()
             if answer.get("id") == self._number:
@@ -83,11 +85,11 @@ class Chromium:
         while b"\0" not in self._rest:
             ready, _, _ = select.select([self._read], [], [], _PATIENCE)
             assert ready, "Chromium does not answer"
-            part = os.read(self._read, 1 << 16)
-            assert part, "Chromium has gone"
-            self._rest += part
-        whole, _, self._rest = self._rest.partition(b"\0")
-        return json.loads(whole)
+            data = os.read(self._read, 1 << 16)
+            assert data, "Chromium has ended"
+            self._rest += data
+        message, _, self._rest = self._rest.partition(b"\0")
+        return json.loads(message)
 
     def _note(self, event: dict[str, Any]) -> None:
         method, params = event.get("method"), event.get("params", {})
@@ -110,15 +112,17 @@ class Chromium:
 
     def js(self, code: str) -> Any:
         """Return the value of an expression."""
-        got = self.call("Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True)
-        assert "exceptionDetails" not in got, got
-        return got["result"].get("value")
+        answer = self.call(
+            "Runtime.evaluate", expression=code, returnByValue=True, awaitPromise=True
+        )
+        assert "exceptionDetails" not in answer, answer
+        return answer["result"].get("value")
 
     def until(self, holds: Callable[[], bool]) -> None:
         """Wait until a condition holds, and fail after a timeout."""
         end = time.monotonic() + _PATIENCE
         while not holds():
-            assert time.monotonic() < end, f"waited in vain; the console says {self.said}"
+            assert time.monotonic() < end, f"timeout; the console has {self.said}"
             time.sleep(0.02)
         self.frame()
 

@@ -1,4 +1,4 @@
-"""Tests of the interactive page in a real browser: it opens, reacts, and requests nothing else."""
+"""Tests of the interactive page in a real browser."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ GUTTER, HEAD = 96, 70  # from scene.js
 Page = Callable[..., Chromium]
 
 
-def slower(t: Timeline, factor: float = 1.5e-3) -> Timeline:
+def scale_to_seconds(t: Timeline, factor: float = 1.5e-3) -> Timeline:
     """Return the same Timeline, as measured in seconds."""
     spans = t.spans.copy()
     spans["start"], spans["end"] = spans["start"] * factor + 3, spans["end"] * factor + 3
@@ -38,12 +38,12 @@ def slower(t: Timeline, factor: float = 1.5e-3) -> Timeline:
 
 @pytest.fixture
 def page(chromium: Chromium, tmp_path: Path) -> Iterator[Page]:
-    """Yield a function that opens the page of some runs.
+    """Yield a function that opens the page of some timelines.
 
-    At the end, check that the browser requested nothing and logged no complaint.
+    At the end, check that the browser requested only the page and logged nothing.
     """
 
-    def opened(*runs: Timeline) -> Chromium:
+    def open_page(*runs: Timeline) -> Chromium:
         save_html(tmp_path / "x.html", *runs)
         chromium.prefer("light")
         chromium.open(tmp_path / "x.html")
@@ -51,18 +51,18 @@ def page(chromium: Chromium, tmp_path: Path) -> Iterator[Page]:
 
     chromium.said.clear()
     chromium.asked.clear()
-    yield opened
+    yield open_page
     assert chromium.said == []
     assert {*chromium.asked} <= {(tmp_path / "x.html").as_uri()}
 
 
-def text(browser: Chromium, name: str) -> str:
+def read_text(browser: Chromium, name: str) -> str:
     """Return the visible text of an element, which is empty if it is hidden."""
     shown = f"((e) => e.checkVisibility() ? e.innerText : '')(document.getElementById('{name}'))"
     return str(browser.js(shown))
 
 
-def place(browser: Chromium, t: float, span: float) -> tuple[float, float]:
+def locate_time(browser: Chromium, t: float, span: float) -> tuple[float, float]:
     """Return the point of a time on rank 0's row, when the whole run is in view."""
     left, top, width = browser.js(
         "(({x, y, width}) => [x, y, width])(document.getElementById('canvas')"
@@ -72,40 +72,40 @@ def place(browser: Chromium, t: float, span: float) -> tuple[float, float]:
     return left + x, top + HEAD + 20
 
 
-def pixels(browser: Chromium, colour: tuple[int, int, int]) -> int:
+def count_pixels(browser: Chromium, colour: tuple[int, int, int]) -> int:
     """Return the number of pixels with nearly this colour."""
-    seen = imread(BytesIO(browser.picture()))[..., :3] * 255
-    return int((abs(seen - np.array(colour)) < 3).all(-1).sum())
+    screenshot = imread(BytesIO(browser.picture()))[..., :3] * 255
+    return int((abs(screenshot - np.array(colour)) < 3).all(-1).sum())
 
 
-def test_hovering_tells_of_an_instruction_and_what_it_waited_for(page: Page) -> None:
+def test_tooltip_shows_instruction_and_its_waits(page: Page) -> None:
     browser = page(PREDICTED)
-    assert text(browser, "tip") == ""
+    assert read_text(browser, "tip") == ""
     first = PREDICTED.spans[(PREDICTED.spans["rank"] == 0) & (PREDICTED.spans["op"] == 1)][0]
-    x, y = place(browser, float(first["start"]) + 1, PREDICTED.span)
+    x, y = locate_time(browser, float(first["start"]) + 1, PREDICTED.span)
     browser.mouse("mouseMoved", x, y)
-    said = text(browser, "tip")
-    assert "B 0.0" in said and "length\n2\n" in said
-    assert f"start\n{first['start']:g}\n" in said
-    assert f"waited\n{first['start'] - 4:g}, last for recv_grad 0.0" in said
-    assert "warmup: B 1.0 on rank 1" in said and "message: recv_grad 0.0" in said
-    browser.mouse("mouseMoved", *place(browser, 6, PREDICTED.span))
-    said = text(browser, "tip")
-    assert "rank 0 is idle" in said and "until\nB 0.0" in said
+    tip = read_text(browser, "tip")
+    assert "B 0.0" in tip and "length\n2\n" in tip
+    assert f"start\n{first['start']:g}\n" in tip
+    assert f"waited\n{first['start'] - 4:g}, last for recv_grad 0.0" in tip
+    assert "warmup: B 1.0 on rank 1" in tip and "message: recv_grad 0.0" in tip
+    browser.mouse("mouseMoved", *locate_time(browser, 6, PREDICTED.span))
+    tip = read_text(browser, "tip")
+    assert "rank 0 is idle" in tip and "until\nB 0.0" in tip
     browser.mouse("mouseMoved", 5, 5)
-    assert text(browser, "tip") == ""
+    assert read_text(browser, "tip") == ""
 
 
-def test_times_are_told_as_finely_as_they_differ(page: Page) -> None:
+def test_times_have_enough_digits(page: Page) -> None:
     costs = Costs(F=10000.125, B=0.125)
     browser = page(simulate(compile(one_f_one_b, PipelineShape(1, 2), costs=costs), costs))
     browser.key("/")
     browser.type("B 0.1")
     browser.key("Enter")
-    assert "start\n20000.375\nlength\n0.125" in text(browser, "selected")
+    assert "start\n20000.375\nlength\n0.125" in read_text(browser, "selected")
 
 
-def test_what_is_of_a_later_update_says_so(page: Page) -> None:
+def test_instructions_of_later_updates_show_update_number(page: Page) -> None:
     shape = PipelineShape(2, 6, optimizer_steps=3, weight_delay=1)
     browser = page(simulate(compile(pipedream_2bw, shape), Costs(step=1)))
     browser.key("/")
@@ -113,57 +113,59 @@ def test_what_is_of_a_later_update_says_so(page: Page) -> None:
     names = []
     for _ in range(3):
         browser.key("Enter")
-        names.append(text(browser, "selected").partition("\n")[0])
+        names.append(read_text(browser, "selected").partition("\n")[0])
     assert [name.removesuffix("optimizer step").strip() for name in names] == [
         "step", "step 1", "step 2"
     ]  # fmt: skip
 
 
-def test_zoom_and_pan(page: Page) -> None:
+def test_zoom_and_pan_keep_time_under_pointer(page: Page) -> None:
     browser = page(PREDICTED)
 
-    def told(t: float, away: float = 0) -> str:
-        x, y = place(browser, t, PREDICTED.span)
-        browser.mouse("mouseMoved", x + away, y)
-        return text(browser, "tip").partition("\n")[0].partition(" forward")[0]
+    def name_at(t: float, offset: float = 0) -> str:
+        x, y = locate_time(browser, t, PREDICTED.span)
+        browser.mouse("mouseMoved", x + offset, y)
+        return read_text(browser, "tip").partition("\n")[0].partition(" forward")[0]
 
-    assert [told(1.5), told(1.5, 60)] == ["F 0.1", "F 0.3"]
-    x, y = place(browser, 1.5, PREDICTED.span)
+    assert [name_at(1.5), name_at(1.5, 60)] == ["F 0.1", "F 0.3"]
+    x, y = locate_time(browser, 1.5, PREDICTED.span)
     for _ in range(4):
         browser.mouse("mouseWheel", x, y, deltaX=0, deltaY=-150)
-    assert [told(1.5), told(1.5, 60)] == ["F 0.1", "F 0.1"]  # zoomed in at the pointer
-    wide = 240.0
+    assert [name_at(1.5), name_at(1.5, 60)] == ["F 0.1", "F 0.1"]  # zoomed in at the pointer
+    distance = 240.0
     browser.mouse("mousePressed", x, y, button="left", clickCount=1)
-    browser.mouse("mouseMoved", x + wide / 2, y, button="left", buttons=1)
-    browser.mouse("mouseMoved", x + wide, y, button="left", buttons=1)
-    browser.mouse("mouseReleased", x + wide, y, button="left", clickCount=1)
-    assert told(1.5) == "F 0.0"
-    assert text(browser, "selected").startswith("SELECTED")  # a drag chooses nothing
+    browser.mouse("mouseMoved", x + distance / 2, y, button="left", buttons=1)
+    browser.mouse("mouseMoved", x + distance, y, button="left", buttons=1)
+    browser.mouse("mouseReleased", x + distance, y, button="left", clickCount=1)
+    assert name_at(1.5) == "F 0.0"
+    assert read_text(browser, "selected").startswith("SELECTED")  # a drag chooses nothing
     browser.key("0")
-    assert [told(1.5), told(1.5, 60)] == ["F 0.1", "F 0.3"]
+    assert [name_at(1.5), name_at(1.5, 60)] == ["F 0.1", "F 0.3"]
     browser.key("w")
-    assert told(1.5) != "F 0.1"
+    assert name_at(1.5) != "F 0.1"
     browser.key("s")
     browser.js("document.getElementById('fit').click()")
-    assert told(1.5) == "F 0.1"
+    assert name_at(1.5) == "F 0.1"
 
 
-def test_a_click_shows_the_critical_path_and_the_messages(page: Page) -> None:
+def test_click_shows_critical_path_and_messages(page: Page) -> None:
     browser = page(PREDICTED)
-    assert pixels(browser, ACCENT) == 0
+    assert count_pixels(browser, ACCENT) == 0
     first = PREDICTED.spans[(PREDICTED.spans["rank"] == 0) & (PREDICTED.spans["op"] == 1)][0]
-    browser.click(*place(browser, float(first["start"]) + 1, PREDICTED.span))
-    said = text(browser, "selected")
-    assert said.startswith("B 0.0") and "receives from\nB 1.0, rank 1" in said
+    browser.click(*locate_time(browser, float(first["start"]) + 1, PREDICTED.span))
+    selected = read_text(browser, "selected")
+    assert selected.startswith("B 0.0") and "receives from\nB 1.0, rank 1" in selected
     links = len(PREDICTED.critical_path_to(int(np.flatnonzero(PREDICTED.spans == first)[0])))
-    assert f"{links} links" in said and "on 4 ranks" in said
-    assert pixels(browser, ACCENT) > 500
+    assert f"{links} links" in selected and "on 4 ranks" in selected
+    assert count_pixels(browser, ACCENT) > 500
     browser.js("document.querySelector('#selected .link').click()")
-    assert text(browser, "selected").startswith("recv_grad 0.0")
+    assert read_text(browser, "selected").startswith("recv_grad 0.0")
     browser.key("Escape")
-    assert text(browser, "selected").startswith("SELECTED") and pixels(browser, ACCENT) == 0
+    assert (
+        read_text(browser, "selected").startswith("SELECTED") and count_pixels(browser, ACCENT) == 0
+    )
     browser.key("p")
-    assert pixels(browser, ACCENT) > 500
+    assert count_pixels(browser, ACCENT) > 500
 
 
 @pytest.mark.parametrize(
@@ -172,26 +174,26 @@ def test_a_click_shows_the_critical_path_and_the_messages(page: Page) -> None:
      ("B .", "none"), ("mb 3", "20"), ("F rank 1", "8"), ("sendgrad 2.", "8"), ("zzz", "none"),
      ("rank", "none")],
 )  # fmt: skip
-def test_finding(page: Page, asked: str, found: str) -> None:
+def test_search_field_counts_matches(page: Page, asked: str, found: str) -> None:
     browser = page(PREDICTED)
     browser.key("/")
     browser.type(asked)
-    assert text(browser, "found") == found
+    assert read_text(browser, "found") == found
     if found == "1":
         browser.key("Enter")
-        assert text(browser, "found") == "1 of 1"
-        assert text(browser, "selected").startswith("F 2.3")
+        assert read_text(browser, "found") == "1 of 1"
+        assert read_text(browser, "selected").startswith("F 2.3")
 
 
-def test_keys_alone_reach_everything(page: Page) -> None:
+def test_keyboard_selects_and_toggles(page: Page) -> None:
     browser = page(PREDICTED)
     browser.js("document.getElementById('canvas').focus()")
     browser.key("ArrowRight")
-    assert text(browser, "selected").startswith("F 0.0")
+    assert read_text(browser, "selected").startswith("F 0.0")
     browser.key("ArrowRight")
-    assert text(browser, "selected").startswith("F 0.1")
+    assert read_text(browser, "selected").startswith("F 0.1")
     browser.key("ArrowDown")
-    assert text(browser, "selected").startswith("send_act 0.1")
+    assert read_text(browser, "selected").startswith("send_act 0.1")
     for name, key in (("messages", "m"), ("curves", "c"), ("path", "p")):
         before = browser.js(f"document.getElementById('{name}').ariaPressed")
         browser.key(key)
@@ -201,73 +203,75 @@ def test_keys_alone_reach_everything(page: Page) -> None:
     browser.js("document.getElementById('keys').close()")
 
 
-def test_light_and_dark(page: Page) -> None:
+def test_light_and_dark_theme(page: Page) -> None:
     browser = page(PREDICTED)
     light, dark = (0xFF, 0xFF, 0xFF), (0x12, 0x15, 0x1B)  # from page.css
-    assert pixels(browser, light) > 100_000 > pixels(browser, dark)
+    assert count_pixels(browser, light) > 100_000 > count_pixels(browser, dark)
     browser.prefer("dark")
-    assert pixels(browser, dark) > 100_000 > pixels(browser, light)
+    assert count_pixels(browser, dark) > 100_000 > count_pixels(browser, light)
     browser.key("t")
-    assert pixels(browser, light) > 100_000
+    assert count_pixels(browser, light) > 100_000
 
 
-def test_two_runs_and_a_switch(page: Page) -> None:
-    browser = page(PREDICTED, slower(PREDICTED))
+def test_two_timelines_can_be_switched(page: Page) -> None:
+    browser = page(PREDICTED, scale_to_seconds(PREDICTED))
     names = browser.js("[...document.querySelectorAll('#runs button')].map((b) => b.innerText)")
     assert names == ["predicted", "measured", "both"]
     shown = []
     for _ in range(3):
         browser.key("v")
-        shown.append(text(browser, "facts"))
+        shown.append(read_text(browser, "facts"))
     assert [s.count("bubble") for s in shown] == [1, 1, 2]
     assert "ms" not in shown[0] and "ms" in shown[1]
     browser.key("v")
     browser.key("v")
-    browser.mouse("mouseMoved", *place(browser, 1.5, PREDICTED.span))
-    assert "F 0.1" in text(browser, "tip") and "predicted\n1, 1 long" in text(browser, "tip")
+    browser.mouse("mouseMoved", *locate_time(browser, 1.5, PREDICTED.span))
+    assert "F 0.1" in read_text(browser, "tip") and "predicted\n1, 1 long" in read_text(
+        browser, "tip"
+    )
 
 
-def test_the_panel_has_the_times_of_the_instruction_in_another_program(page: Page) -> None:
+def test_tooltip_has_times_of_both_programs(page: Page) -> None:
     """The instruction has another position in each program."""
     other = simulate(compile(gpipe, PREDICTED.program.shape, costs=COSTS), COSTS)
     browser = page(PREDICTED, other)
     for _ in range(2):
         browser.key("v")
     first = other.spans[(other.spans["rank"] == 0) & (other.spans["op"] == 1)][0]
-    browser.mouse("mouseMoved", *place(browser, float(first["start"]) + 1, other.span))
-    tip = text(browser, "tip").splitlines()
+    browser.mouse("mouseMoved", *locate_time(browser, float(first["start"]) + 1, other.span))
+    tip = read_text(browser, "tip").splitlines()
     assert tip[1] == "backward"
     spans = PREDICTED.spans[(PREDICTED.spans["rank"] == 0) & (PREDICTED.spans["op"] == 1)]
     start = float(spans["start"][spans["mb"] == int(tip[tip.index("microbatch") + 1])][0])
     assert tip[tip.index("one_f_one_b") + 1].startswith(f"{start:g}, 2 long")
 
 
-def test_names_do_nothing(page: Page) -> None:
+def test_program_name_is_not_executed(page: Page) -> None:
     name = "</script><script>document.title='bad'</script><img src=x onerror=alert(1)>"
     t = PREDICTED
     named = Program(name, t.program.shape, t.program.streams)
-    browser = page(Timeline(named, t.spans), slower(Timeline(named, t.spans)))
-    assert text(browser, "facts")
+    browser = page(Timeline(named, t.spans), scale_to_seconds(Timeline(named, t.spans)))
+    assert read_text(browser, "facts")
     assert browser.js("document.querySelector('h1').textContent") == name
     assert browser.js("document.title") == name and not browser.js("document.images.length")
 
 
-def test_nothing_else_runs_and_nobody_is_asked(page: Page) -> None:
+def test_page_blocks_other_scripts_and_requests(page: Page) -> None:
     browser = page(PREDICTED)
     browser.js(
         "(() => { const bad = document.createElement('script'); bad.textContent = 'hurt = 1';"
         " document.body.append(bad); })()"
     )
     assert browser.js("typeof hurt") == "undefined"
-    went = "fetch('http://127.0.0.1:9/').then(() => 'went', () => 'held')"
-    assert browser.js(went) == "held"
+    request = "fetch('http://127.0.0.1:9/').then(() => 'went', () => 'held')"
+    assert browser.js(request) == "held"
     assert len(browser.said) >= 2 and all("Content Security Policy" in s for s in browser.said[:2])
     browser.said.clear()
     browser.asked.clear()
 
 
 @pytest.mark.parametrize("kind", ["stages", "large", "none"])
-def test_every_kind_of_run_opens(page: Page, kind: str) -> None:
+def test_page_opens_for_staged_large_and_empty_runs(page: Page, kind: str) -> None:
     if kind == "stages":
         t = simulate(
             compile(interleaved, PipelineShape(4, 8, 2), tp=2, dp=2), Costs(reduce_grads=1)
@@ -282,7 +286,7 @@ def test_every_kind_of_run_opens(page: Page, kind: str) -> None:
         browser.key(key)
 
 
-def test_what_runs_again_is_hatched(page: Page) -> None:
+def test_recompute_is_hatched(page: Page) -> None:
     """R has the hue of F with diagonal lines, so its colour alternates along a row of pixels."""
     run = simulate(compile(one_f_one_b, PipelineShape(2, 4), recompute="all"))
     browser = page(run)
@@ -293,7 +297,7 @@ def test_what_runs_again_is_hatched(page: Page) -> None:
     changes = []
     for op in (Opcode.Forward, Opcode.Recompute):
         fill = format_hex(choose_box_color(op, 0, 1))
-        own = (row == [int(fill[at : at + 2], 16) for at in (1, 3, 5)]).all(1)
-        changes.append(int((own[1:] != own[:-1]).sum()))
+        has_fill = (row == [int(fill[digit : digit + 2], 16) for digit in (1, 3, 5)]).all(1)
+        changes.append(int((has_fill[1:] != has_fill[:-1]).sum()))
     assert 0 < changes[0] <= 2 * 4  # the two sides of each box
     assert changes[1] > 4 * 4

@@ -18,23 +18,23 @@ ROOT = Path(__file__).parents[2]
 
 @pytest.fixture(scope="module")
 def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the folder of the site, which is built if necessary."""
-    if made := os.environ.get("SCHEDIR_SITE"):
-        return Path(shutil.copytree(ROOT / made, tmp_path_factory.mktemp("made") / "site"))
+    """Return the folder of the site, and build the site if necessary."""
+    if site_folder := os.environ.get("SCHEDIR_SITE"):
+        return Path(shutil.copytree(ROOT / site_folder, tmp_path_factory.mktemp("made") / "site"))
     recipe = r"^\t\$\(BIN\)/sphinx-build (.*) \. build/site$"
     (flags,) = re.findall(recipe, (ROOT / "Makefile").read_text(), re.M)
     folder = tmp_path_factory.mktemp("site")
-    done = subprocess.run(
+    completed = subprocess.run(
         [sys.executable, "-m", "sphinx", *flags.split(), ".", str(folder)],
         cwd=ROOT, capture_output=True, text=True, timeout=300,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
+    assert completed.returncode == 0, completed.stderr
     return folder
 
 
 @pytest.mark.parametrize("width", [360, 1280])
-def test_pages_are_whole_and_fit(chromium: Chromium, site: Path, width: int) -> None:
-    """Pages have no broken parts, fit the width, and request nothing from other hosts."""
+def test_pages_load_fully_and_fit_width(chromium: Chromium, site: Path, width: int) -> None:
+    """Pages have no broken images, fit the width, and request nothing from other hosts."""
     (site / "index.html").unlink(missing_ok=True)  # it redirects to the first page
     source = [site / "source" / "schedir" / "ir" / "ops.py.html"]
     pages = [page for page in site.rglob("*.html") if "source" not in page.parts] + source

@@ -40,25 +40,25 @@ Opener = Callable[..., Chromium]
 
 @pytest.fixture(scope="module")
 def runner() -> Iterator[CodeRunner]:
-    made = CodeRunner(300_000, max_seconds=3)
-    yield made
-    made.close()
+    code_runner = CodeRunner(300_000, max_seconds=3)
+    yield code_runner
+    code_runner.close()
 
 
 @pytest.fixture
 def studio(chromium: Chromium, runner: CodeRunner) -> Iterator[Opener]:
     """Yield a function that opens a studio.
 
-    At the end, check that the browser asked no other host and logged no complaint.
+    At the end, check that the browser requested nothing from other hosts and logged nothing.
     """
     servers: list[StudioServer] = []
 
-    def opened(
+    def open_studio(
         state: StudioState | None = None, *, run: Source | None = None, code: bool = True,
         address: str = "", scheme: str = "light",
     ) -> Chromium:  # fmt: skip
-        own = Studio(run, runner.expand if code else None)
-        server = StudioServer(own, (state or StudioState(options=DEFAULTS)).to_json())
+        studio_state = Studio(run, runner.expand if code else None)
+        server = StudioServer(studio_state, (state or StudioState(options=DEFAULTS)).to_json())
         servers.append(server)
         Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01}, daemon=True).start()
         chromium.prefer(scheme)
@@ -68,7 +68,7 @@ def studio(chromium: Chromium, runner: CodeRunner) -> Iterator[Opener]:
 
     chromium.said.clear()
     chromium.asked.clear()
-    yield opened
+    yield open_studio
     hosts = {f"http://127.0.0.1:{server.server_port}/" for server in servers}
     asked = {url.partition("?")[0] for url in chromium.asked if not url.startswith("data:image/")}
     assert asked <= hosts and chromium.said == []
@@ -83,11 +83,11 @@ def text(browser: Chromium, name: str) -> str:
     return re.sub("[\u2000-\u200a]+", " ", str(browser.js(shown)))
 
 
-def value(browser: Chromium, name: str) -> str:
+def read_value(browser: Chromium, name: str) -> str:
     return str(browser.js(f"document.getElementById('{name}').value"))
 
 
-def answered(browser: Chromium, act: Callable[[], object]) -> None:
+def wait_for_answer(browser: Chromium, act: Callable[[], object]) -> None:
     """Run `act`, and wait until the studio's answer to it is drawn."""
     before = browser.js(ANSWERED)
     act()
@@ -99,7 +99,7 @@ def enter(browser: Chromium, name: str, entered: str) -> None:
     element, command = f"document.getElementById('{name}')", "document.execCommand"
     browser.js(f"{element}.focus(); {element}.select()")
     typed = f"{command}('insertText', false, {json.dumps(entered)}) || {command}('delete')"
-    answered(browser, lambda: browser.js(typed))
+    wait_for_answer(browser, lambda: browser.js(typed))
     browser.js("document.activeElement.blur()")
 
 
@@ -107,13 +107,13 @@ def choose(browser: Chromium, name: str, chosen: str) -> None:
     """Choose an entry of a list."""
     chosen, element = json.dumps(chosen), f"document.getElementById('{name}')"
     events = "".join(f"{element}.dispatchEvent(new Event('{e}'));" for e in ("input", "change"))
-    answered(browser, lambda: browser.js(f"{element}.value = {chosen}; {events} 0"))
+    wait_for_answer(browser, lambda: browser.js(f"{element}.value = {chosen}; {events} 0"))
 
 
 def run_code(browser: Chromium, code: str) -> None:
     """Type code into the editor, and run it."""
     type_code(browser, code)
-    answered(browser, lambda: press(browser, "run-code"))
+    wait_for_answer(browser, lambda: press(browser, "run-code"))
 
 
 def type_code(browser: Chromium, code: str) -> None:
@@ -132,15 +132,15 @@ def press(browser: Chromium, name: str) -> None:
     browser.click(left, top)
 
 
-def place(browser: Chromium, t: float, rank: int = 0) -> tuple[float, float]:
+def locate_time(browser: Chromium, t: float, rank: int = 0) -> tuple[float, float]:
     """Return the point of a time on the row of a rank, when the complete run is in view."""
     left, top, width = browser.js(
         "(({x, y, width}) => [x, y, width])(document.getElementById('canvas')"
         ".getBoundingClientRect())"
     )
     span = float(re.search(r"span\s+([\d.]+)", text(browser, "facts")).group(1))  # type: ignore[union-attr]
-    high = 128 if rank else 0  # height of a rank, with its messages and curves
-    return left + 96 + (t / span + 0.005) / 1.02 * (width - 96), top + 70 + 25 + rank * high
+    rank_height = 128 if rank else 0  # height of a rank, with its messages and curves
+    return left + 96 + (t / span + 0.005) / 1.02 * (width - 96), top + 70 + 25 + rank * rank_height
 
 
 def drag(browser: Chromium, start: tuple[float, float], end: tuple[float, float]) -> None:
@@ -162,8 +162,8 @@ def test_controls_change_the_timeline(studio: Opener) -> None:
     assert "This is zb_h1" in text(browser, "verdict")
     slider = "document.getElementById('slider-microbatches')"
     browser.js(f"{slider}.focus()")
-    answered(browser, lambda: browser.key("ArrowRight"))
-    assert value(browser, "control-microbatches") == "9" and "9 microbatches" in text(
+    wait_for_answer(browser, lambda: browser.key("ArrowRight"))
+    assert read_value(browser, "control-microbatches") == "9" and "9 microbatches" in text(
         browser, "summary"
     )
     enter(browser, "control-ranks", "2")
@@ -196,10 +196,10 @@ def test_controls_change_the_timeline(studio: Opener) -> None:
     browser.until(lambda: "finishes under per_edge" in text(browser, "verdict"))
 
 
-def test_code_is_run_and_its_errors_are_at_their_lines(studio: Opener) -> None:
+def test_code_runs_and_errors_have_lines(studio: Opener) -> None:
     browser = studio()
     press(browser, "code-tab")
-    assert "def mine(" in value(browser, "editor")
+    assert "def mine(" in read_value(browser, "editor")
 
     def write(code: str) -> None:
         run_code(browser, code)
@@ -209,7 +209,7 @@ def test_code_is_run_and_its_errors_are_at_their_lines(studio: Opener) -> None:
     assert browser.js("document.querySelector('.editor pre b').innerText") == "5"
     write(CODE)
     assert "This is one_f_one_b" in text(browser, "verdict") and text(browser, "problem") == ""
-    assert value(browser, "control-ranks") == "4"
+    assert read_value(browser, "control-ranks") == "4"
     write(BACKWARD_FIRST)
     picture = "decodeURIComponent(document.querySelector('#problem img').src)"
     assert "F 0.0 gives only later" in text(browser, "problem")
@@ -232,80 +232,89 @@ def test_code_is_run_and_its_errors_are_at_their_lines(studio: Opener) -> None:
     press(browser, "controls-tab")
     enter(browser, "control-ranks", "3")
     assert "mine, predicted: 3 ranks" in text(browser, "summary")
-    answered(browser, lambda: press(browser, "undo"))
+    wait_for_answer(browser, lambda: press(browser, "undo"))
     assert "mine, predicted: 4 ranks" in text(browser, "summary")
     press(browser, "code-tab")
-    answered(browser, lambda: press(browser, "undo"))
-    assert value(browser, "editor") == endless and "press Run" in text(browser, "code-message")
+    wait_for_answer(browser, lambda: press(browser, "undo"))
+    assert read_value(browser, "editor") == endless and "press Run" in text(browser, "code-message")
 
 
-def test_no_code_runs_if_the_user_forbids_it(studio: Opener) -> None:
+def test_no_code_option_disables_code(studio: Opener) -> None:
     browser = studio(code=False)
     press(browser, "code-tab")
     assert browser.js("document.getElementById('editor').disabled")
-    got = browser.js(
+    fact = browser.js(
         "fetch('/', {method: 'POST', headers: {'X-Studio-Token': new URLSearchParams("
         "location.search).get('token')}, body: JSON.stringify({state: {code: 'x = 1'}})})"
         ".then((r) => r.json()).then((a) => a.error.fact)"
     )
-    assert "--no-code" in got
+    assert "--no-code" in fact
 
 
-def test_an_instruction_is_dragged_refused_and_undone(studio: Opener) -> None:
+def test_instruction_drag_is_applied_refused_and_undone(studio: Opener) -> None:
     browser = studio()
-    answered(browser, lambda: drag(browser, place(browser, 13.3), place(browser, 8)))
+    wait_for_answer(
+        browser, lambda: drag(browser, locate_time(browser, 13.3), locate_time(browser, 8))
+    )
     assert "until compute #4 of rank 0, which is F 0.4 instead of B 0.0" in text(browser, "verdict")
     assert "peak in flight 5" in text(browser, "facts")
     assert browser.js("document.getElementById('control-ranks').disabled")
-    answered(browser, lambda: drag(browser, place(browser, 12), place(browser, 0.2)))
+    wait_for_answer(
+        browser, lambda: drag(browser, locate_time(browser, 12), locate_time(browser, 0.2))
+    )
     assert "Not moved: B 0.0 needs the saved activations" in text(browser, "problem")
     assert "peak in flight 5" in text(browser, "facts")
     enter(browser, "control-B", "3")
     assert "peak in flight 5" in text(browser, "facts")
-    answered(browser, lambda: press(browser, "undo"))
-    answered(browser, lambda: press(browser, "undo"))
+    wait_for_answer(browser, lambda: press(browser, "undo"))
+    wait_for_answer(browser, lambda: press(browser, "undo"))
     assert "This is one_f_one_b." in text(browser, "verdict")
     assert not browser.js("document.getElementById('control-ranks').disabled")
 
 
-def test_keys_alone_move_an_instruction_and_explain_idle_time(studio: Opener) -> None:
+def test_keyboard_moves_instruction_and_explains_idle_time(studio: Opener) -> None:
     browser = studio()
     browser.js("document.getElementById('canvas').focus()")
     browser.key("ArrowRight")
     assert text(browser, "selected").startswith("F 0.0")
     assert "in flight\n1 while it runs" in text(browser, "selected")
-    answered(browser, lambda: browser.key("]"))
+    wait_for_answer(browser, lambda: browser.key("]"))
     browser.until(lambda: text(browser, "selected").startswith("F 0.0"))
     assert "which is F 0.1 instead of F 0.0" in text(browser, "verdict")
     assert "start\n1\n" in text(browser, "selected")
-    answered(browser, lambda: browser.key("["))
+    wait_for_answer(browser, lambda: browser.key("["))
     browser.until(lambda: "This is one_f_one_b." in text(browser, "verdict"))
     browser.key("b")
-    told = text(browser, "selected")
-    assert told.startswith("rank 3 is idle") or told.startswith("rank 0 is idle")
+    selected = text(browser, "selected")
+    assert selected.startswith("rank 3 is idle") or selected.startswith("rank 0 is idle")
     browser.until(lambda: "CHANGES THAT SHORTEN THE STEP" in text(browser, "selected"))
     browser.key("b")
-    assert text(browser, "selected") != told
+    assert text(browser, "selected") != selected
 
 
-def test_idle_time_has_its_cause_its_chain_and_a_remedy(studio: Opener) -> None:
+def test_idle_time_shows_cause_chain_and_changes(studio: Opener) -> None:
     browser = studio()
-    browser.click(*place(browser, 7))
+    browser.click(*locate_time(browser, 7))
     browser.until(lambda: "10% LESS OF A COST" in text(browser, "selected"))
-    told = text(browser, "selected")
-    assert told.startswith("rank 0 is idle") and "warmup: B 1.0 on rank 1" in told
-    assert "waits for\nB 1.0, rank 1" in told and "B of stage 3\nidle 6.6 → 6.4" in told
-    assert "zb_v" in told.partition("CHANGES THAT SHORTEN THE STEP")[2]
+    selected = text(browser, "selected")
+    assert selected.startswith("rank 0 is idle") and "warmup: B 1.0 on rank 1" in selected
+    assert "waits for\nB 1.0, rank 1" in selected and "B of stage 3\nidle 6.6 → 6.4" in selected
+    assert "zb_v" in selected.partition("CHANGES THAT SHORTEN THE STEP")[2]
     buttons = "[...document.querySelectorAll('#selected button')]"
     change = f"{buttons}.find((e) => e.innerText.startsWith('zb_v'))"
-    answered(browser, lambda: browser.js(f"{change}.click()"))
-    assert value(browser, "control-schedule") == "zb_v" and "span 27 " in text(browser, "facts")
-    assert value(browser, "control-F") == "0.5" and value(browser, "control-saved") == "0.5GB"
-    answered(browser, lambda: press(browser, "undo"))
-    assert value(browser, "control-schedule") == "one_f_one_b"
+    wait_for_answer(browser, lambda: browser.js(f"{change}.click()"))
+    assert read_value(browser, "control-schedule") == "zb_v" and "span 27 " in text(
+        browser, "facts"
+    )
+    assert (
+        read_value(browser, "control-F") == "0.5"
+        and read_value(browser, "control-saved") == "0.5GB"
+    )
+    wait_for_answer(browser, lambda: press(browser, "undo"))
+    assert read_value(browser, "control-schedule") == "one_f_one_b"
 
 
-def test_a_program_of_a_file_and_a_run(studio: Opener, tmp_path: Path) -> None:
+def test_studio_opens_program_and_measured_run(studio: Opener, tmp_path: Path) -> None:
     program = compile("zb_h1", ranks=2, microbatches=4)
     browser = studio(StudioState(program=to_text(program), options=DEFAULTS))
     assert "This is zb_h1" in text(browser, "verdict")
@@ -321,7 +330,7 @@ def test_a_program_of_a_file_and_a_run(studio: Opener, tmp_path: Path) -> None:
     assert "This is gpipe" in text(browser, "verdict")
 
 
-def test_names_and_code_are_shown_as_text(studio: Opener) -> None:
+def test_names_and_code_are_escaped(studio: Opener) -> None:
     name = "<img src=x onerror=alert(1)>"
     program = extract_compute(compile("gpipe", ranks=2, microbatches=2))
     named = to_text(program).replace("program gpipe", "program a&lt;b")
@@ -335,33 +344,33 @@ def test_names_and_code_are_shown_as_text(studio: Opener) -> None:
     assert name in text(browser, "code-message") and browser.js("document.images.length") == 0
 
 
-def test_an_address_has_the_state_and_runs_no_code(studio: Opener) -> None:
+def test_address_restores_state_without_running_code(studio: Opener) -> None:
     state = {"schedule": "zb_v", "options": {"ranks": "2", "microbatches": "5"}}
     browser = studio(address=f"#{json.dumps(state)}")
     browser.until(lambda: "This is zb_v" in text(browser, "verdict"))
-    assert value(browser, "control-microbatches") == "5"
+    assert read_value(browser, "control-microbatches") == "5"
     browser = studio(address=f"#{json.dumps(state | {'code': CODE})}")
     browser.until(lambda: "press Run" in text(browser, "code-message"))
-    assert "This is zb_v" in text(browser, "verdict") and value(browser, "editor") == CODE
-    answered(browser, lambda: press(browser, "run-code"))
+    assert "This is zb_v" in text(browser, "verdict") and read_value(browser, "editor") == CODE
+    wait_for_answer(browser, lambda: press(browser, "run-code"))
     assert "mine, predicted: 2 ranks" in text(browser, "summary")
 
 
-def test_two_schedules_are_compared_with_linked_cursors(studio: Opener) -> None:
+def test_two_schedules_have_linked_cursors(studio: Opener) -> None:
     browser = studio()
     choose(browser, "control-other", "zb_h1")
     names = browser.js("[...document.querySelectorAll('#runs button')].map((b) => b.innerText)")
     assert names == ["one_f_one_b", "zb_h1", "both"]
     assert "Compared with zb_h1: span +" in text(browser, "verdict")
     before = browser.picture()
-    browser.mouse("mouseMoved", *place(browser, 0.5))
+    browser.mouse("mouseMoved", *locate_time(browser, 0.5))
     assert browser.picture() != before and "zb_h1\n0, 1 long" in text(browser, "tip")
     choose(browser, "control-other", "forward_only")
     choose(browser, "control-other", "")
     assert text(browser, "runs") == ""
 
 
-def test_what_is_seen_is_exported_and_copied(studio: Opener) -> None:
+def test_schedule_is_exported_and_copied(studio: Opener) -> None:
     browser = studio()
     browser.js(
         "navigator.clipboard.writeText = async (text) => { window.copied = text; };"
@@ -384,18 +393,18 @@ def test_what_is_seen_is_exported_and_copied(studio: Opener) -> None:
         browser.until(lambda holds=holds: bool(browser.js(holds)))  # type: ignore[misc]
 
 
-def test_a_challenge_is_solved(studio: Opener) -> None:
+def test_challenge_is_solved(studio: Opener) -> None:
     browser = studio()
     press(browser, "challenges-tab")
-    answered(browser, lambda: press(browser, "challenge-zero-bubble"))
+    wait_for_answer(browser, lambda: press(browser, "challenge-zero-bubble"))
     assert "Not yet: the span is 33, the goal is 27." in text(browser, "challenge-status")
     press(browser, "controls-tab")
     choose(browser, "control-schedule", "zb_h1")
     press(browser, "challenges-tab")
     assert "your schedule is optimal" in text(browser, "challenge-status")
     assert text(browser, "challenge-zero-bubble").startswith("\u2713")
-    answered(browser, lambda: press(browser, "challenge-a-hang"))
-    assert "2 ranks wait" in text(browser, "problem") and "lead = min(rank" in value(
+    wait_for_answer(browser, lambda: press(browser, "challenge-a-hang"))
+    assert "2 ranks wait" in text(browser, "problem") and "lead = min(rank" in read_value(
         browser, "editor"
     )
     assert text(browser, "facts") == ""  # the timeline of the previous challenge is gone
@@ -403,11 +412,11 @@ def test_a_challenge_is_solved(studio: Opener) -> None:
     run_code(browser, CODE)
     press(browser, "challenges-tab")
     assert "Solved: the span is 33" in text(browser, "challenge-status")
-    answered(browser, lambda: press(browser, "challenge-a-hang"))
-    answered(browser, lambda: press(browser, "leave-challenge"))
+    wait_for_answer(browser, lambda: press(browser, "challenge-a-hang"))
+    wait_for_answer(browser, lambda: press(browser, "leave-challenge"))
     assert browser.js("document.getElementById('challenge-status')") is None
-    assert text(browser, "problem") == value(browser, "control-memory_limit") == ""
-    assert "span 34.6" in text(browser, "facts") and "mine" in value(browser, "editor")
+    assert text(browser, "problem") == read_value(browser, "control-memory_limit") == ""
+    assert "span 34.6" in text(browser, "facts") and "mine" in read_value(browser, "editor")
     browser.js("window.loadedBefore = 1")
     browser.call("Page.reload")
     browser.until(lambda: bool(browser.js(f"!window.loadedBefore && {ANSWERED} > 0")))
@@ -415,7 +424,7 @@ def test_a_challenge_is_solved(studio: Opener) -> None:
     assert text(browser, "challenge-zero-bubble").startswith("\u2713")
 
 
-def test_an_exported_page_needs_no_server(chromium: Chromium, tmp_path: Path) -> None:
+def test_exported_page_works_without_server(chromium: Chromium, tmp_path: Path) -> None:
     export_page(Studio(), StudioState(options=DEFAULTS), str(tmp_path))
     chromium.said.clear()
     chromium.asked.clear()
@@ -424,7 +433,9 @@ def test_an_exported_page_needs_no_server(chromium: Chromium, tmp_path: Path) ->
     choose(chromium, "control-schedule", "zb_v")
     assert "This is zb_v" in text(chromium, "verdict")
     assert chromium.js("document.getElementById('control-ranks').disabled")
-    answered(chromium, lambda: drag(chromium, place(chromium, 0.5), place(chromium, 3)))
+    wait_for_answer(
+        chromium, lambda: drag(chromium, locate_time(chromium, 0.5), locate_time(chromium, 3))
+    )
     assert "precomputed timelines" in text(chromium, "problem")
     chromium.key("b")
     chromium.until(lambda: "precomputed" in text(chromium, "selected"))
@@ -433,7 +444,9 @@ def test_an_exported_page_needs_no_server(chromium: Chromium, tmp_path: Path) ->
 
 @pytest.mark.parametrize("scheme", ["light", "dark"])
 @pytest.mark.parametrize("width", [1280, 1920])
-def test_every_control_has_a_name_a_key_and_room(studio: Opener, scheme: str, width: int) -> None:
+def test_controls_have_names_and_keys_and_fit_width(
+    studio: Opener, scheme: str, width: int
+) -> None:
     browser = studio(scheme=scheme)
     size = {"height": 900, "deviceScaleFactor": 1, "mobile": False}
     browser.call("Emulation.setDeviceMetricsOverride", width=width, **size)
@@ -453,19 +466,19 @@ def test_every_control_has_a_name_a_key_and_room(studio: Opener, scheme: str, wi
     browser.call("Emulation.setDeviceMetricsOverride", width=1400, **size | {"height": 860})
 
 
-def test_a_stopped_studio_is_told(studio: Opener) -> None:
+def test_stopped_server_is_reported(studio: Opener) -> None:
     browser = studio()
-    gone = "Promise.reject(new Error('gone'))"
+    rejected = "Promise.reject(new Error('gone'))"
     for ranks, response in (
-        ("3", gone),
-        ("5", f"Promise.resolve({{ ok: true, json: () => {gone} }})"),
+        ("3", rejected),
+        ("5", f"Promise.resolve({{ ok: true, json: () => {rejected} }})"),
     ):
         browser.js(f"fetch = () => {response}; document.getElementById('problem').hidden = true; 0")
         enter(browser, "control-ranks", ranks)
         assert "The studio has stopped" in text(browser, "problem")
 
 
-def test_the_widget_of_a_notebook_shows_the_timeline(chromium: Chromium, tmp_path: Path) -> None:
+def test_notebook_widget_shows_timeline(chromium: Chromium, tmp_path: Path) -> None:
     run = simulate(compile("gpipe", ranks=2, microbatches=2))
     data = describe_runs([run]) | {
         "title": "gpipe", "summary": describe_run(run), "tables": [build_table(run, "predicted")]
@@ -489,7 +502,7 @@ def test_the_widget_of_a_notebook_shows_the_timeline(chromium: Chromium, tmp_pat
     assert all("bubble" in shown for shown in chromium.js(words)) and chromium.said == []
 
 
-def test_the_widget_needs_anywidget() -> None:
+def test_widget_without_anywidget_is_refused() -> None:
     from schedir import viz
 
     run = simulate(compile("gpipe", ranks=2, microbatches=2))
@@ -501,7 +514,7 @@ def test_the_widget_needs_anywidget() -> None:
         assert json.loads(shown.data)["title"] == "gpipe"
 
 
-def test_interrupting_the_command_leaves_no_process(tmp_path: Path) -> None:
+def test_interrupted_command_leaves_no_process(tmp_path: Path) -> None:
     started = subprocess.Popen(
         [sys.executable, "-m", "schedir", "studio", "zb_h1", "--no-browser"],
         stdout=subprocess.PIPE, text=True, start_new_session=True,

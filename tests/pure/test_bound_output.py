@@ -156,9 +156,12 @@ def test_advice_saves_no_more_than_bound_allows(name: str, costs: Costs) -> None
     bound = compute_program_bound(program, full_costs, split_backward=True)
     if bound is None:
         return
-    order_changes = [f"{other} with {shape.stages_per_rank} stage" for other in get_built_in_schedules()
-            if get_placement_mark(get_built_in_schedules()[other])[0] is None
-            and shape.placement == "loop"]  # fmt: skip
+    order_changes = [
+        f"{other} with {shape.stages_per_rank} stage"
+        for other in get_built_in_schedules()
+        if get_placement_mark(get_built_in_schedules()[other])[0] is None
+        and shape.placement == "loop"
+    ]
     order_changes += ["a greedy order, with", "the same compute", "the same program"]
     changes = advise(run, costs).changes
     relevant = [change for change in changes if change.description.startswith(tuple(order_changes))]

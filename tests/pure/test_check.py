@@ -48,49 +48,49 @@ def edited(program: Program, *edits: tuple[str, str]) -> Program:
     return from_text(text)
 
 
-FULL_BACKWARD = compile(one_f_one_b, PipelineShape(2, 4), tied_weights=True, clip_grad_norm=True)
-SPLIT_BACKWARD = compile(zero_bubble_schedule, PipelineShape(2, 4))
+FULL = compile(one_f_one_b, PipelineShape(2, 4), tied_weights=True, clip_grad_norm=True)
+SPLIT = compile(zero_bubble_schedule, PipelineShape(2, 4))
 SHARDED = compile(one_f_one_b, PipelineShape(2, 2), tp=2)
 
 REFUSED = {
     # name: (program, edits, error)
-    "a forward less": (FULL_BACKWARD, [(r"  F 0.2\n", "")], CompletenessError),
-    "no backward": (FULL_BACKWARD, [(r"  B 1.3\n", "")], CompletenessError),
-    "twice": (FULL_BACKWARD, [(r"  F 0.1\n", "  F 0.1\n  F 0.1\n")], CompletenessError),
-    "mb out of range": (FULL_BACKWARD, [(r"  F 0.3", "  F 0.4")], CompletenessError),
-    "stage out of range": (FULL_BACKWARD, [(r"  F 0.3", "  F 7.3")], CompletenessError),
-    "foreign stage": (FULL_BACKWARD, [(r"  F 0.3\n", ""), (r"  F 1.3", "  F 1.3\n  F 0.3")],
+    "a forward less": (FULL, [(r"  F 0.2\n", "")], CompletenessError),
+    "no backward": (FULL, [(r"  B 1.3\n", "")], CompletenessError),
+    "twice": (FULL, [(r"  F 0.1\n", "  F 0.1\n  F 0.1\n")], CompletenessError),
+    "mb out of range": (FULL, [(r"  F 0.3", "  F 0.4")], CompletenessError),
+    "stage out of range": (FULL, [(r"  F 0.3", "  F 7.3")], CompletenessError),
+    "foreign stage": (FULL, [(r"  F 0.3\n", ""), (r"  F 1.3", "  F 1.3\n  F 0.3")],
                       CompletenessError),
-    "W before I": (SPLIT_BACKWARD, [(r"  I 1.1\n", "  W 1.1\n  I 1.1\n"),
+    "W before I": (SPLIT, [(r"  I 1.1\n", "  W 1.1\n  I 1.1\n"),
                            (r"(I 1.1\n(.*\n)*?)  W 1.1\n", r"\1")],
                    OrderError),
-    "W without I": (SPLIT_BACKWARD, [(r"  I 1.1\n", "")], CompletenessError),
-    "I without W": (SPLIT_BACKWARD, [(r"  W 1.1\n", "")], CompletenessError),
-    "B beside I and W": (SPLIT_BACKWARD, [(r"  W 1.1", "  W 1.1\n  B 1.1")], CompletenessError),
-    "B beside I": (SPLIT_BACKWARD, [(r"  W 1.1", "  B 1.1")], CompletenessError),
-    "send without receive": (FULL_BACKWARD, [(r"  recv_act 1.2\n", "")], UnmatchedTransferError),
-    "receive without send": (FULL_BACKWARD, [(r"  send_grad 1.2\n", "")], UnmatchedTransferError),
-    "neither": (FULL_BACKWARD, [(r"  send_act 0.2\n", ""), (r"  recv_act 1.2\n", "")],
+    "W without I": (SPLIT, [(r"  I 1.1\n", "")], CompletenessError),
+    "I without W": (SPLIT, [(r"  W 1.1\n", "")], CompletenessError),
+    "B beside I and W": (SPLIT, [(r"  W 1.1", "  W 1.1\n  B 1.1")], CompletenessError),
+    "B beside I": (SPLIT, [(r"  W 1.1", "  B 1.1")], CompletenessError),
+    "send without receive": (FULL, [(r"  recv_act 1.2\n", "")], UnmatchedTransferError),
+    "receive without send": (FULL, [(r"  send_grad 1.2\n", "")], UnmatchedTransferError),
+    "neither": (FULL, [(r"  send_act 0.2\n", ""), (r"  recv_act 1.2\n", "")],
                 UnmatchedTransferError),
-    "send into nothing": (FULL_BACKWARD, [(r"  F 1.2", "  F 1.2\n  send_act 1.2")], UnmatchedTransferError),
-    "two receives swapped": (FULL_BACKWARD, [("recv_act 1.0", "recv_act 1.X"), ("recv_act 1.1",
+    "send into nothing": (FULL, [(r"  F 1.2", "  F 1.2\n  send_act 1.2")], UnmatchedTransferError),
+    "two receives swapped": (FULL, [("recv_act 1.0", "recv_act 1.X"), ("recv_act 1.1",
                              "recv_act 1.0"), ("recv_act 1.X", "recv_act 1.1")], OrderError),
-    "send before its forward": (FULL_BACKWARD, [(r"  F 0.0\n  send_act 0.0",
+    "send before its forward": (FULL, [(r"  F 0.0\n  send_act 0.0",
                                          "  send_act 0.0\n  F 0.0")], OrderError),
-    "no reduce": (FULL_BACKWARD, [(r"  reduce_grads 1\n", "")], ReductionError),
+    "no reduce": (FULL, [(r"  reduce_grads 1\n", "")], ReductionError),
     "reduce before the last backward": (
-        FULL_BACKWARD, [(r"  reduce_grads 0\n", ""), (r"  B 0.3", "  reduce_grads 0\n  B 0.3")],
+        FULL, [(r"  reduce_grads 0\n", ""), (r"  B 0.3", "  reduce_grads 0\n  B 0.3")],
         OrderError),
-    "no tied": (FULL_BACKWARD, [(r"  reduce_tied 1\n", "")], ReductionError),
-    "tied twice": (FULL_BACKWARD, [(r"  reduce_tied 1\n", "  reduce_tied 1\n  reduce_tied 1\n")],
+    "no tied": (FULL, [(r"  reduce_tied 1\n", "")], ReductionError),
+    "tied twice": (FULL, [(r"  reduce_tied 1\n", "  reduce_tied 1\n  reduce_tied 1\n")],
                    ReductionError),
-    "tied though not": (FULL_BACKWARD, [("tied_weights yes", "tied_weights no")], ReductionError),
-    "no norm": (FULL_BACKWARD, [(r"  reduce_norm\n", "")], ReductionError),
-    "norm before tied": (FULL_BACKWARD, [(r"  reduce_tied 0\n  reduce_norm",
+    "tied though not": (FULL, [("tied_weights yes", "tied_weights no")], ReductionError),
+    "no norm": (FULL, [(r"  reduce_norm\n", "")], ReductionError),
+    "norm before tied": (FULL, [(r"  reduce_tied 0\n  reduce_norm",
                                   "  reduce_norm\n  reduce_tied 0")], OrderError),
-    "no step": (FULL_BACKWARD, [(r"  step\n", "")], ReductionError),
-    "two steps": (FULL_BACKWARD, [(r"  step\n", "  step\n  step\n")], ReductionError),
-    "step before norm": (FULL_BACKWARD, [(r"  reduce_norm\n  step", "  step\n  reduce_norm")],
+    "no step": (FULL, [(r"  step\n", "")], ReductionError),
+    "two steps": (FULL, [(r"  step\n", "  step\n  step\n")], ReductionError),
+    "step before norm": (FULL, [(r"  reduce_norm\n  step", "  step\n  reduce_norm")],
                          OrderError),
     "scatter without gather": (SHARDED, [(r"  tp_gather_act 1.0\n", "")], UnmatchedTransferError),
     "gather without scatter": (SHARDED, [(r"  tp_scatter_grad 1.1\n", "")], UnmatchedTransferError),
@@ -100,12 +100,12 @@ REFUSED = {
     "scatter after the send": (SHARDED, [(r"  tp_scatter_act 0.0\n  send_act 0.0",
                                           "  send_act 0.0\n  tp_scatter_act 0.0")], OrderError),
     "sharding without tp": (SHARDED, [("tp 2", "tp 1")], CompletenessError),
-    "joined to nothing": (FULL_BACKWARD, [(r"rank 1\n  recv_act 1.0\n",
+    "joined to nothing": (FULL, [(r"rank 1\n  recv_act 1.0\n",
                                    "rank 1\n  recv_act 1.0 & F 1.0\n"), (r"  F 1.0\n", "")],
                           GroupError),
-    "three computes as one": (FULL_BACKWARD, [(r"  F 0.1\n", ""), (r"  F 0.2\n", ""),
+    "three computes as one": (FULL, [(r"  F 0.1\n", ""), (r"  F 0.2\n", ""),
                                       (r"  F 0.0\n", "  F 0.0 & F 0.1 & F 0.2\n")], GroupError),
-    "pair that needs each other": (FULL_BACKWARD, [(r"  F 1.1\n(.*\n)*?  B 1.1\n", "  F 1.1 & B 1.1\n")],
+    "pair that needs each other": (FULL, [(r"  F 1.1\n(.*\n)*?  B 1.1\n", "  F 1.1 & B 1.1\n")],
                                    SchedirError),
 }  # fmt: skip
 
@@ -124,7 +124,7 @@ def test_invalid_program_is_refused(name: str) -> None:
 
 
 def test_valid_programs_pass() -> None:
-    for program in (FULL_BACKWARD, SPLIT_BACKWARD, SHARDED):
+    for program in (FULL, SPLIT, SHARDED):
         for model in MODELS:
             assert check(program, model) is program
 
@@ -165,7 +165,7 @@ def test_check_refuses_draft_and_check_draft_refuses_program() -> None:
     with pytest.raises(LoweringLevelError):
         check(expand_schedule(one_f_one_b, PipelineShape(2, 4)))
     with pytest.raises(CompletenessError):
-        check_draft(FULL_BACKWARD)
+        check_draft(FULL)
 
 
 def test_deadlock_error_names_cycle() -> None:

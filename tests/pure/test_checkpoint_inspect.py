@@ -98,9 +98,12 @@ def test_incomplete_checkpoints_are_reported_and_skipped(
 def test_json_output_has_same_facts(saved: Path, capsys: pytest.CaptureFixture[str]) -> None:
     (saved / "step-00000002" / "__0_0").unlink()
     facts = json.loads(run_command(capsys, "checkpoint", "inspect", "run", "--json"))
-    assert [(checkpoint["step"], checkpoint["is_complete"], checkpoint["bytes"]) for checkpoint in facts["checkpoints"]] == [
-        (2, False, 104), (4, None, 104), (6, None, 104),
-    ]  # fmt: skip
+    checkpoints = facts["checkpoints"]
+    assert [(entry["step"], entry["is_complete"], entry["bytes"]) for entry in checkpoints] == [
+        (2, False, 104),
+        (4, None, 104),
+        (6, None, 104),
+    ]
     newest = facts["newest_checkpoint"]
     assert (newest["step"], newest["state"]) == (6, STATE)
     assert newest["tensors"]["weights/up"] == {"shape": [4, 2], "dtype": "bfloat16", "bytes": 16}
@@ -134,9 +137,8 @@ def test_missing_checkpoints_are_refused(saved: Path, capsys: pytest.CaptureFixt
     for arguments in (
         "nowhere", "empty", "run --step 5", "run/step-00000006", "empty --step 5", "run --step x",
     ):  # fmt: skip
-        outputs.append(
-            f"{arguments}\n{run_refused_command(capsys, 'checkpoint', 'inspect', *arguments.split())}"
-        )
+        error = run_refused_command(capsys, "checkpoint", "inspect", *arguments.split())
+        outputs.append(f"{arguments}\n{error}")
     if "UPDATE_GOLDEN" in os.environ:
         golden.write_text("\n".join(outputs))
     assert "\n".join(outputs) == golden.read_text()

@@ -300,7 +300,7 @@ def test_placement_option(capsys: pytest.CaptureFixture[str], where: str) -> Non
     assert f"placement {where}" in run_command(capsys, "print", *argv, "--compute-only")
 
 
-def test_timeline_file_is_a_program_source(capsys: pytest.CaptureFixture[str]) -> None:
+def test_timeline_file_is_program_source(capsys: pytest.CaptureFixture[str]) -> None:
     run_command(capsys, "simulate", "f.sched", "-o", "x.timeline")
     assert run_command(capsys, "print", "x.timeline") == Path("f.sched").read_text()
     assert run_command(capsys, "check", "x.timeline") == run_command(capsys, "check", "f.sched")

@@ -53,7 +53,7 @@ def test_readme_commands_print_documented_output(
         assert out + err == step.prints, step.text
 
 
-def test_readme_has_at_most_120_lines() -> None:
+def test_readme_is_short() -> None:
     assert len(README.splitlines()) <= 120
 
 

@@ -42,7 +42,7 @@ def run(args: argparse.Namespace) -> str:
 
 
 @pytest.fixture
-def copy(tmp_path: Path) -> Path:
+def source_copy(tmp_path: Path) -> Path:
     """Copy the folders that are imported as schedir."""
     for name in ("schedir", "kernels", "viz"):
         ignore = shutil.ignore_patterns("__pycache__")
@@ -129,8 +129,8 @@ for given, says in (("echo=4", "pipeline.echo must be an integer of at least 0 a
 """
 
 
-def test_program_attribute_is_one_entry(copy: Path) -> None:
-    path = copy / "schedir" / "ir" / "program.py"
+def test_program_attribute_is_one_entry(source_copy: Path) -> None:
+    path = source_copy / "schedir" / "ir" / "program.py"
     before = (
         "    clip_grad_norm: bool = field(default=False, "
         "metadata=program_attributes.CLIP_GRAD_NORM)\n"
@@ -139,11 +139,11 @@ def test_program_attribute_is_one_entry(copy: Path) -> None:
     assert text.count(before) == 1
     path.write_text(text.replace(before, before + ATTRIBUTE))
     plain = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 4))
-    code, output = run_python(copy, "-c", ATTRIBUTE_CHECKS, plain.digest)
+    code, output = run_python(source_copy, "-c", ATTRIBUTE_CHECKS, plain.digest)
     assert code == 0, output
 
     options, printed, same, other, too_large = run_commands(
-        copy,
+        source_copy,
         "options",
         "print gpipe -O echo=2",
         "print x.sched -O echo=2",
@@ -178,10 +178,10 @@ PASSES = (
 """
 
 
-def test_pass_options_apply_to_commands_and_settings(copy: Path) -> None:
-    (copy / "schedir" / "passes" / "mark.py").write_text(PASS)
+def test_pass_options_apply_to_commands_and_settings(source_copy: Path) -> None:
+    (source_copy / "schedir" / "passes" / "mark.py").write_text(PASS)
     options, marked, plain, too_large, written, refused = run_commands(
-        copy,
+        source_copy,
         "options",
         "print gpipe -O mark_by=0",
         "print gpipe -O doubtful",
@@ -196,7 +196,7 @@ def test_pass_options_apply_to_commands_and_settings(copy: Path) -> None:
     assert written[0] == 0
     assert refused[0] == 2 and "-O mark_by applies only to schedules" in refused[1]
     code, output = run_python(
-        copy,
+        source_copy,
         "-c",
         """if True:
         from schedir.errors import ConfigError
@@ -221,13 +221,15 @@ def test_pass_options_apply_to_commands_and_settings(copy: Path) -> None:
 
 
 @pytest.mark.parametrize("file", ["count", "import_as_well", "async_"])
-def test_command_is_one_row_and_one_file(copy: Path, file: str) -> None:
-    folder, name = copy / "schedir" / "commands", file.rstrip("_")
+def test_command_is_one_row_and_one_file(source_copy: Path, file: str) -> None:
+    folder, name = source_copy / "schedir" / "commands", file.rstrip("_")
     (folder / f"{file}.py").write_text(COMMAND.lstrip())
     table = (folder / "__init__.py").read_text()
     row = f'    "{name}": "say how many instructions a program has",\n'
     (folder / "__init__.py").write_text(table.replace("}\n", row + "}\n", 1))
-    commands, counted, options = run_commands(copy, "--help", f"{name} gpipe", f"{name} --help")
+    commands, counted, options = run_commands(
+        source_copy, "--help", f"{name} gpipe", f"{name} --help"
+    )
     listed = re.findall(r"^    (\w+)(?:\s|$)", commands[1], re.M)
     assert commands[0] == 0 and listed[-3:] == ["completion", "options", name]
     assert "say how many instructions a program has" in commands[1]

@@ -211,8 +211,8 @@ BUILDERS: dict[str, Callable[[Path], str]] = {
 def test_extension_changes_documented_number_of_files(tmp_path: Path, name: str) -> None:
     code = BUILDERS[name](tmp_path)
     env = {"PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    completed = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, env=env, capture_output=True,
-                          text=True)  # fmt: skip
+    command = [sys.executable, "-c", code]
+    completed = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True)
     assert completed.returncode == 0, completed.stderr
     rows = re.findall(r"^\| (an? [^|]+) \| (\d) \|", (ROOT / "CONTRIBUTING.md").read_text(), re.M)
     documented = {kind.strip(): int(files) for kind, files in rows}

@@ -132,7 +132,7 @@ def _write_bytes(data: bytes) -> Callable[[Path], None]:
 
 
 PICKLE = pickle.dumps(make_recorder().dump(), 2)
-TEXT = json.dumps(make_recorder().dump()).encode()
+JSON_TEXT = json.dumps(make_recorder().dump()).encode()
 INVALID_DUMPS: dict[str, Callable[[Path], None]] = {
     "empty": _write_bytes(b""),
     "text": _write_bytes(b"rank 0 stands still\n"),
@@ -142,10 +142,10 @@ INVALID_DUMPS: dict[str, Callable[[Path], None]] = {
     "a pickle that claims more than it has": _write_bytes(b"\x80\x04\x8d" + b"\xff" * 7 + b"\x7f."),
     "a pickle with numbers for keys": _write_bytes(pickle.dumps({0: 1}, 2)),
     "a pickle of another thing": _write_bytes(pickle.dumps([1, 2], 2)),
-    "JSON cut off": _write_bytes(TEXT[:1000]),
+    "JSON cut off": _write_bytes(JSON_TEXT[:1000]),
     "JSON nested": _write_bytes(b'{"a":' + b"[" * 200000),
     "JSON of another thing": _write_bytes(b'{"traceEvents": []}'),
-    "JSON in Latin-1": _write_bytes(TEXT.replace(b"train.py", b"tr\xe4in.py")),
+    "JSON in Latin-1": _write_bytes(JSON_TEXT.replace(b"train.py", b"tr\xe4in.py")),
     "too large": _write_bytes(b"{" + b" " * 2**25),
     "of an old version": _write_changed(_version="1.5"),
     "entries that are none": _write_changed(_entries=[1, 2]),

@@ -1,4 +1,4 @@
-"""Tests of dumps that belong to another program, though some of their numbers would fit."""
+"""Tests that dumps of another program are refused, even if some of their counts match."""
 
 from __future__ import annotations
 
@@ -15,10 +15,10 @@ from tests.flight_recorder_dumps import Layout, a_group_each, job_of, one_group,
 
 
 @pytest.mark.parametrize("layout", [one_group, a_group_each])
-def test_more_messages_than_the_program_has(
+def test_too_many_messages_for_program_are_refused(
     tmp_path: Path, layout: Callable[[Sequence[int]], Layout]
 ) -> None:
-    """Each process group alone would fit: six activations are one and a half steps of four."""
+    """Each process group alone would match: six activations are one and a half steps of four."""
     graph = Graph(compile(schedules.gpipe, PipelineShape(2, 8)), "per_edge", blocking_hosts=True)
     at = next(k for k in range(len(graph)) if str(graph.index.locate(k)[2]) == "F 1.6")
     job = job_of(tmp_path, record(stopped(graph, at, True), layout=layout(range(2))))
@@ -27,8 +27,8 @@ def test_more_messages_than_the_program_has(
     assert "messages of the previous step" in caught.value.fact or layout is one_group
 
 
-def test_two_tensors_of_a_stage(tmp_path: Path) -> None:
-    """With two messages per boundary, their numbers do not identify them."""
+def test_two_messages_per_boundary_are_refused(tmp_path: Path) -> None:
+    """With two messages per boundary, sequence numbers do not identify a message."""
     program = compile(schedules.gpipe, PipelineShape(3, 4))
     graph = Graph(program, "per_edge", blocking_hosts=True)
     at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 0.2")
@@ -41,7 +41,7 @@ def test_two_tensors_of_a_stage(tmp_path: Path) -> None:
     assert "messages of the previous step" in caught.value.fact
 
 
-def test_only_whole_numbers_place_no_program(tmp_path: Path) -> None:
+def test_integer_messages_alone_do_not_match_program(tmp_path: Path) -> None:
     program = compile(schedules.gpipe, PipelineShape(2, 4))
     recorders = record(stopped(Graph(program), None, False))
     for recorder in recorders:

@@ -1,4 +1,4 @@
-"""Hang diagnosis finds the instruction at which a rank was stopped."""
+"""Tests that hang diagnosis finds the instruction at which a rank was stopped."""
 
 from __future__ import annotations
 
@@ -33,17 +33,17 @@ PROGRAMS = {
 }
 
 
-def program_of(name: str, overlap: bool = False) -> Program:
+def compile_case(name: str, overlap: bool = False) -> Program:
     return compile(getattr(schedules, name), PROGRAMS[name], overlap=overlap)
 
 
-def verdicts_of(
+def diagnose(
     job: DistributedJob, program: Program, progress_model: ProgressModel | None = None
 ) -> list[ProgramVerdict]:
     return diagnose_copies(program, match_program(job, program), progress_model)
 
 
-def culprits(verdict: ProgramVerdict) -> set[int]:
+def list_cause_ranks(verdict: ProgramVerdict) -> set[int]:
     """Return the ranks that the diagnosis names as the cause."""
     return {
         int(verdict.positioned.rank_of[at]) for cause in verdict.causes for at in cause.positions
@@ -52,41 +52,41 @@ def culprits(verdict: ProgramVerdict) -> set[int]:
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=150)
 @given(st.data())
-def test_stopped_anywhere_it_is_found(tmp_path: Path, data: st.DataObject) -> None:
-    """Test all progress models, both kinds of hosts, several steps and all process groups."""
-    program = program_of(data.draw(st.sampled_from([*PROGRAMS])), data.draw(st.booleans()))
+def test_stopped_rank_is_cause_at_any_instruction(tmp_path: Path, data: st.DataObject) -> None:
+    """Draw the progress model, the kind of host, the number of steps and the process groups."""
+    program = compile_case(data.draw(st.sampled_from([*PROGRAMS])), data.draw(st.booleans()))
     groups = data.draw(st.sampled_from([one_group, a_group_each]))
     model: ProgressModel = data.draw(st.sampled_from(MODELS)) if groups is one_group else "per_edge"
     blocks = data.draw(st.booleans())
     graph = Graph(program, model, blocking_hosts=blocks)
     at = data.draw(st.integers(0, len(program) - 1))
-    kernels = not blocks and data.draw(st.booleans())
-    state = stopped(graph, at, blocks, kernels)
+    is_in_kernel = not blocks and data.draw(st.booleans())
+    state = stopped(graph, at, blocks, is_in_kernel)
     transfers = [k for k in range(len(program)) if graph.index.op[k] in TRANSFER_OPS]
     assume(not all(state.ended[k] for k in transfers))
     before = data.draw(st.sampled_from([0, 0, 3]))
     ranks = range(program.shape.ranks)
     recorders = record(state, before=before, layout=groups(ranks))
     job = job_of(tmp_path, recorders, as_json=data.draw(st.booleans()))
-    (verdict,) = verdicts_of(job, program, model)
+    (verdict,) = diagnose(job, program, model)
     placed, rank = verdict.positioned, int(graph.index.rank[at])
     # All recorded transfers are matched to the program.
     assert verdict.matched.step == before
     for k in transfers:
-        whole = placed._list_group(k)
+        group = placed._list_group(k)
         assert verdict.matched.issued_mask[k] == state.issued[k]
-        assert verdict.matched.ended_mask[k] == all(state.ended[one] for one in whole)
+        assert verdict.matched.ended_mask[k] == all(state.ended[k_of_group] for k_of_group in group)
     # Only the stopped rank is the cause. If it computes on its device, the dumps show only that it
     # has one side of a message, and not which one.
     assert not verdict.is_deadlock
-    waits = any(state.issued[k] and not state.ended[k] for k in transfers)
-    assert bool(verdict.causes) or not waits
-    if waits and (graph.index.has_joined or program.shape.placement_rows > 1):
-        assert rank in culprits(verdict)
-    elif kernels:  # a message may wait for a compute, so both of its ranks may be the cause
-        named = [line for line in describe_program(job, [verdict]) if " is the cause" in line]
-        assert all(line.startswith(f"rank {rank} ") for line in named)
-    elif waits:
+    has_waits = any(state.issued[k] and not state.ended[k] for k in transfers)
+    assert bool(verdict.causes) or not has_waits
+    if has_waits and (graph.index.has_joined or program.shape.placement_rows > 1):
+        assert rank in list_cause_ranks(verdict)
+    elif is_in_kernel:  # a message may wait for a compute, so both of its ranks may be the cause
+        cause_lines = [line for line in describe_program(job, [verdict]) if " is the cause" in line]
+        assert all(line.startswith(f"rank {rank} ") for line in cause_lines)
+    elif has_waits:
         for cause in verdict.causes:
             owners = {int(placed.rank_of[k]) for k in cause.positions}
             assert owners == {rank} or (cause.kind is ChainEnd.BUSY and rank in owners)
@@ -94,35 +94,33 @@ def test_stopped_anywhere_it_is_found(tmp_path: Path, data: st.DataObject) -> No
     # The stopped rank is at its instruction. Each rank that waits is at one of its transfers.
     for place in verdict.positions:
         if place.position is not None and place.is_late:
-            lo, hi = place.compute_range
-            own = place.rank == rank and (
-                lo <= at <= hi or at in placed._list_group(place.position)
+            first, last = place.compute_range
+            is_stopped_here = place.rank == rank and (
+                first <= at <= last or at in placed._list_group(place.position)
             )
-            assert own or program.shape.placement_rows > 1
+            assert is_stopped_here or program.shape.placement_rows > 1
         elif place.position is not None:
             assert not placed.ended_mask[place.position]
     for cause in verdict.causes:
-        if cause.kind is ChainEnd.BUSY and not kernels:
+        if cause.kind is ChainEnd.BUSY and not is_in_kernel:
             assert any(graph.index.rank[k] == rank and at <= k for k in cause.positions)
             assert not placed.surely_ended[at]
 
 
 @pytest.mark.parametrize("blocking_hosts", [True, False])
-def test_a_rank_that_waits_is_named_with_what_it_waits_for(
-    tmp_path: Path, blocking_hosts: bool
-) -> None:
-    program = program_of("one_f_one_b")
+def test_waiting_ranks_are_at_their_transfers(tmp_path: Path, blocking_hosts: bool) -> None:
+    program = compile_case("one_f_one_b")
     graph = Graph(program, "per_device", blocking_hosts=blocking_hosts)
     at = int(program.offsets[2]) + 8
     assert str(graph.index.locate(at)[2]) == "B 2.0"
-    (verdict,) = verdicts_of(
+    (verdict,) = diagnose(
         job_of(tmp_path, record(stopped(graph, at, blocking_hosts), before=2)), program
     )
-    stands = [
+    instructions = [
         None if p.position is None else str(graph.index.locate(p.position)[2])
         for p in verdict.positions
     ]
-    assert stands == ["recv_grad 0.0", "recv_grad 1.0", "send_grad 2.0", "recv_act 3.2"]
+    assert instructions == ["recv_grad 0.0", "recv_grad 1.0", "send_grad 2.0", "recv_act 3.2"]
     assert [p.is_late for p in verdict.positions] == [False, False, blocking_hosts, False]
 
 
@@ -136,116 +134,116 @@ DEADLOCKS = [
 
 
 @pytest.mark.parametrize(("name", "progress_model"), DEADLOCKS)
-def test_the_deadlocks_of_the_museum(
+def test_museum_deadlocks_have_same_cycle_as_check(
     name: str, progress_model: ProgressModel, tmp_path: Path
 ) -> None:
     """The diagnosis finds the cycle that `check` finds, with its text, also without a program."""
     program = CASES[name].made()
     graph = Graph(program, progress_model)
     job = job_of(tmp_path, record(stopped(graph, None, False)))
-    (verdict,) = verdicts_of(job, program, progress_model)
+    (verdict,) = diagnose(job, program, progress_model)
     with pytest.raises(DeadlockError) as caught:
         check(program, progress_model)
     assert verdict.is_deadlock
     ranks = {int(graph.index.rank[link.position]) for link in verdict.cycle}
     assert ranks == {wait.rank for wait in caught.value.cycle}
     lines = describe_program(job, [verdict])
-    said = str(caught.value).splitlines()
-    assert lines[2 : 2 + len(said)] == said
+    error_lines = str(caught.value).splitlines()
+    assert lines[2 : 2 + len(error_lines)] == error_lines
     assert {wait.rank for wait in job.cycle} == ranks
 
 
-def test_there_are_deadlocks_in_the_museum() -> None:
+def test_museum_has_deadlocks() -> None:
     assert len({name for name, _ in DEADLOCKS}) >= 3
 
 
-def test_a_rank_without_a_dump_is_the_cause(tmp_path: Path) -> None:
-    program = program_of("one_f_one_b")
+def test_rank_without_dump_is_cause(tmp_path: Path) -> None:
+    program = compile_case("one_f_one_b")
     graph = Graph(program, "per_device", blocking_hosts=True)
     state = stopped(graph, int(program.offsets[2]) + 8, True)
-    recorders = [one for one in record(state) if one.rank != 2]
+    recorders = [recorder for recorder in record(state) if recorder.rank != 2]
     job = job_of(tmp_path, recorders)
-    (verdict,) = verdicts_of(job, program)
+    (verdict,) = diagnose(job, program)
     assert job.ranks_without_dump == (2,) and job.root_ranks == (2,)
-    assert {cause.kind for cause in verdict.causes} == {ChainEnd.NO_DUMP} and culprits(verdict) == {
-        2
-    }
+    assert {cause.kind for cause in verdict.causes} == {ChainEnd.NO_DUMP} and list_cause_ranks(
+        verdict
+    ) == {2}
     assert [place.rank for place in verdict.positions] == [0, 1, 3]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_a_ring_that_has_lost_its_beginning(tmp_path: Path, overlap: bool) -> None:
-    program = program_of("zb_h1", overlap)
+def test_positions_from_dumps_with_lost_entries(tmp_path: Path, overlap: bool) -> None:
+    program = compile_case("zb_h1", overlap)
     graph = Graph(program, "per_device", blocking_hosts=True)
     state = stopped(graph, int(program.offsets[1]) + 12, True)
-    whole = verdicts_of(job_of(tmp_path, record(state, before=41)), program)
+    complete = diagnose(job_of(tmp_path, record(state, before=41)), program)
     for last in (40, 9, 5):
         job = job_of(tmp_path, record(state, before=41), last)
         assert all(dump.num_lost for dump in job.dumps.values())
-        (verdict,) = verdicts_of(job, program)
+        (verdict,) = diagnose(job, program)
         assert verdict.matched.step == 41
-        assert (verdict.positions, verdict.causes) == (whole[0].positions, whole[0].causes)
+        assert (verdict.positions, verdict.causes) == (complete[0].positions, complete[0].causes)
         assert job.root_ranks == (1,)
 
 
-def test_where_only_counters_tell_the_place_in_a_step(tmp_path: Path) -> None:
+def test_counters_give_position_without_other_entries(tmp_path: Path) -> None:
     """If only sends are recorded, the counters determine the position of the first rank."""
     program = compile(schedules.gpipe, PipelineShape(2, 8))
     graph = Graph(program, "per_device", blocking_hosts=True)
     at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 0.6")
     recorders = record(stopped(graph, at, True), before=5)
-    (verdict,) = verdicts_of(job_of(tmp_path, recorders, last=4), program)
+    (verdict,) = diagnose(job_of(tmp_path, recorders, last=4), program)
     assert verdict.matched.counter_ranks == (0, 1) and verdict.matched.step == 5
-    assert verdict.positions[0].position is not None and culprits(verdict) == {0}
+    assert verdict.positions[0].position is not None and list_cause_ranks(verdict) == {0}
     assert str(graph.index.locate(verdict.positions[0].position)[2]) == "send_act 0.6"
     assert any(
         "the position comes from counters" in line
         for line in describe_program(DistributedJob({}), [verdict])
     )
-    (verdict,) = verdicts_of(job_of(tmp_path, recorders, last=30), program)
+    (verdict,) = diagnose(job_of(tmp_path, recorders, last=30), program)
     assert verdict.matched.counter_ranks == () and verdict.matched.step == 5
     # Counters that also count other messages do not determine the position.
     for recorder in recorders:
         recorder.entries[-2]["op_id"] += 1
         recorder.entries[-1]["op_id"] += 1
     with pytest.raises(UsageError):
-        verdicts_of(job_of(tmp_path, recorders, last=4), program)
+        diagnose(job_of(tmp_path, recorders, last=4), program)
 
 
-def test_a_process_group_that_is_not_used_yet_is_of_this_step(tmp_path: Path) -> None:
+def test_unused_process_group_belongs_to_current_step(tmp_path: Path) -> None:
     """If all activations and no gradients are recorded, the rank is in the middle of a step."""
     program = compile(schedules.gpipe, PipelineShape(2, 4))
     graph = Graph(program, "per_edge", blocking_hosts=True)
     at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "B 1.0")
     recorders = record(stopped(graph, at, True), layout=a_group_each(range(2)))
-    (verdict,) = verdicts_of(job_of(tmp_path, recorders[1:]), program)
+    (verdict,) = diagnose(job_of(tmp_path, recorders[1:]), program)
     assert verdict.matched.step == 0
     place = verdict.positions[0]
     assert place.is_late and place.compute_range[0] <= at <= place.compute_range[1]
 
 
-def test_of_one_queue_what_is_behind_does_not_end_first(tmp_path: Path) -> None:
-    """Under per_device, transfers end in the order of the queue. Other dumps contradict it."""
-    program = program_of("interleaved")
+def test_dumps_that_contradict_queue_order_are_refused(tmp_path: Path) -> None:
+    """Under per_device, transfers end in the order of the queue. These dumps have another order."""
+    program = compile_case("interleaved")
     edge, device = Graph(program, "per_edge"), Graph(program, "per_device")
-    found = 0
+    contradictions = 0
     for at in range(0, len(program), 3):
         state, before = stopped(edge, at, False), device.queue_predecessor
-        passed = [
+        ended = [
             k for k in range(len(program)) if state.ended[k] and device.index.op[k] in TRANSFER_OPS
         ]
-        if all(before[k] < 0 or state.ended[before[k]] for k in passed):
+        if all(before[k] < 0 or state.ended[before[k]] for k in ended):
             continue
-        found += 1
+        contradictions += 1
         job = job_of(tmp_path, record(state))
         with pytest.raises(UsageError) as caught:
-            verdicts_of(job, program, "per_device")
+            diagnose(job, program, "per_device")
         assert caught.value.fields == ("progress_model",)
-        assert verdicts_of(job, program)[0].progress_model != "per_device"
-    assert found
+        assert diagnose(job, program)[0].progress_model != "per_device"
+    assert contradictions
 
 
-def test_another_order_of_computes_is_another_program(tmp_path: Path) -> None:
+def test_other_order_of_computes_does_not_match(tmp_path: Path) -> None:
     """On two ranks, GPipe and 1F1B send equal messages, but their computes have another order."""
     gpipe, other = (
         compile(s, PipelineShape(2, 4)) for s in (schedules.gpipe, schedules.one_f_one_b)
@@ -256,9 +254,9 @@ def test_another_order_of_computes_is_another_program(tmp_path: Path) -> None:
     assert "after the compute that needs it" in caught.value.fact
 
 
-def test_where_only_the_pattern_tells_the_place_in_a_step(tmp_path: Path) -> None:
+def test_message_pattern_gives_position(tmp_path: Path) -> None:
     """Messages with shapes also count, so only the pattern of messages determines the position."""
-    program = program_of("one_f_one_b")
+    program = compile_case("one_f_one_b")
     graph = Graph(program, "per_device", blocking_hosts=True)
     state = stopped(graph, int(program.offsets[2]) + 8, True)
     recorders = record(state, before=5)
@@ -268,25 +266,28 @@ def test_where_only_the_pattern_tells_the_place_in_a_step(tmp_path: Path) -> Non
         for number, entry in enumerate(recorder.entries):
             entry["record_id"] = number
             entry["op_id"] += number >= 30
-    whole = verdicts_of(job_of(tmp_path, recorders), program)
-    assert whole[0].matched.step == 5 and whole[0].matched.num_ignored == 4
-    (verdict,) = verdicts_of(job_of(tmp_path, recorders, last=40), program)
+    complete = diagnose(job_of(tmp_path, recorders), program)
+    assert complete[0].matched.step == 5 and complete[0].matched.num_ignored == 4
+    (verdict,) = diagnose(job_of(tmp_path, recorders, last=40), program)
     assert verdict.matched.step is None
-    assert (verdict.positions, verdict.causes) == (whole[0].positions, whole[0].causes)
+    assert (verdict.positions, verdict.causes) == (complete[0].positions, complete[0].causes)
     with pytest.raises(UsageError):  # too few entries to determine a position
-        verdicts_of(job_of(tmp_path, recorders, last=3) and _marked(tmp_path, recorders), program)
+        diagnose(
+            job_of(tmp_path, recorders, last=3) and _record_last_entries(tmp_path, recorders),
+            program,
+        )
 
 
-def _marked(tmp_path: Path, recorders: Sequence[Recorder]) -> DistributedJob:
+def _record_last_entries(tmp_path: Path, recorders: Sequence[Recorder]) -> DistributedJob:
     """Return the job of the last three entries of each rank, one with an integer tensor."""
     for recorder in recorders:
         recorder.entries[-3]["input_dtypes"] = ["Long"]
     return job_of(tmp_path, recorders, last=3)
 
 
-def test_copies_of_tensor_and_data_parallel_ranks(tmp_path: Path) -> None:
+def test_pipelines_of_tensor_and_data_parallel_ranks(tmp_path: Path) -> None:
     """Four pipelines run the program. Their process groups show which ranks form a pipeline."""
-    program = program_of("gpipe")
+    program = compile_case("gpipe")
     graph = Graph(program, "per_device", blocking_hosts=True)
     late = stopped(graph, int(program.offsets[1]) + 4, True)
     pipelines = [(0, 4, 8), (1, 5, 9), (2, 6, 10), (3, 7, 11)]
@@ -295,20 +296,20 @@ def test_copies_of_tensor_and_data_parallel_ranks(tmp_path: Path) -> None:
         recorders += record(late if k == 2 else stopped(graph, None, True), ranks, before=1,
                             layout=one_group(ranks, f"pp{k}"))  # fmt: skip
     job = job_of(tmp_path, recorders)
-    verdicts = verdicts_of(job, program)
+    verdicts = diagnose(job, program)
     assert [v.matched.ranks for v in verdicts] == pipelines
     assert [bool(v.causes) for v in verdicts] == [False, False, True, False]
-    assert culprits(verdicts[2]) == {1} and job.root_ranks == (6,)
+    assert list_cause_ranks(verdicts[2]) == {1} and job.root_ranks == (6,)
     # Pipeline ranks have the order of the process group, which may be any order.
-    turned = (9, 3, 5)
-    job = job_of(tmp_path, record(late, turned))
-    assert [v.matched.ranks for v in verdicts_of(job, program)] == [turned]
+    reordered = (9, 3, 5)
+    job = job_of(tmp_path, record(late, reordered))
+    assert [v.matched.ranks for v in diagnose(job, program)] == [reordered]
     assert job.root_ranks == (3,)
 
 
-def test_the_late_rank_may_stand_in_a_collective(tmp_path: Path) -> None:
-    """A late rank may wait in a collective. Then the missing member of it is the cause."""
-    program = program_of("gpipe")
+def test_missing_member_of_collective_is_cause(tmp_path: Path) -> None:
+    """A late rank waits in a collective. The rank that has not issued it is the cause."""
+    program = compile_case("gpipe")
     graph = Graph(program, "per_device", blocking_hosts=True)
     recorders = record(stopped(graph, int(program.offsets[1]) + 4, True))
     recorders[1].group("tp", (1, 3), "tp")
@@ -320,7 +321,7 @@ def test_the_late_rank_may_stand_in_a_collective(tmp_path: Path) -> None:
     assert [(w.rank, w.awaited_rank, w.reason) for w in job.waits[1]] == [
         (1, 3, WaitReason.NOT_ISSUED)
     ]
-    lines = describe_program(job, verdicts_of(job, program))
+    lines = describe_program(job, diagnose(job, program))
     assert any("it waits in all_reduce 1 of tp" in line and "rank 3" in line for line in lines)
 
 
@@ -339,7 +340,7 @@ rank 1
 """
 
 
-def test_a_receive_that_is_posted_early_is_no_deadlock(tmp_path: Path) -> None:
+def test_early_receive_is_no_deadlock(tmp_path: Path) -> None:
     """Rank 0 has posted a receive early and still computes. Only the program shows this."""
     program = check(from_text(POSTED_EARLY), "per_edge", blocking_hosts=True)
     graph = Graph(program, "per_edge", blocking_hosts=True)
@@ -347,41 +348,41 @@ def test_a_receive_that_is_posted_early_is_no_deadlock(tmp_path: Path) -> None:
     job = job_of(tmp_path, record(stopped(graph, 3, True)))
     assert {wait.rank for wait in job.cycle} == {0, 1}
     assert any("may still compute" in line for line in describe_job(job))
-    (verdict,) = verdicts_of(job, program, "per_edge")
-    assert not verdict.is_deadlock and culprits(verdict) == {0}
+    (verdict,) = diagnose(job, program, "per_edge")
+    assert not verdict.is_deadlock and list_cause_ranks(verdict) == {0}
 
 
-def test_a_model_that_the_dumps_contradict(tmp_path: Path) -> None:
+def test_dumps_contradict_progress_model(tmp_path: Path) -> None:
     """Dumps with a process group per edge contradict per_device, which has a single queue."""
-    program = program_of("one_f_one_b")
+    program = compile_case("one_f_one_b")
     graph = Graph(program, "per_edge", blocking_hosts=True)
     state = stopped(graph, int(program.offsets[2]) + 8, True)
-    apart = job_of(tmp_path, record(state, layout=a_group_each(range(4))))
+    job = job_of(tmp_path, record(state, layout=a_group_each(range(4))))
     with pytest.raises(UsageError) as caught:
-        verdicts_of(apart, program, "per_device")
+        diagnose(job, program, "per_device")
     assert caught.value.fields == ("progress_model",)
-    assert verdicts_of(apart, program)[0].progress_model == "per_edge"
-    assert verdicts_of(job_of(tmp_path, record(state)), program)[0].progress_model == "per_device"
+    assert diagnose(job, program)[0].progress_model == "per_edge"
+    assert diagnose(job_of(tmp_path, record(state)), program)[0].progress_model == "per_device"
 
 
-def test_dumps_of_another_program(tmp_path: Path) -> None:
-    program = program_of("one_f_one_b")
+def test_dumps_of_another_program_are_refused(tmp_path: Path) -> None:
+    program = compile_case("one_f_one_b")
     job = job_of(tmp_path, record(stopped(Graph(program), None, False)))
     for other, fields in (
         (compile(schedules.gpipe, PipelineShape(4, 6)), ("program",)),
         (compile(schedules.one_f_one_b, PipelineShape(3, 6)), ("ranks",)),
     ):
         with pytest.raises(UsageError) as caught:
-            verdicts_of(job, other)
+            diagnose(job, other)
         assert caught.value.fields == fields
     with pytest.raises(SchedirError):
-        verdicts_of(job, replace(program, streams=program.streams[:3] + program.streams[:1]))
+        diagnose(job, replace(program, streams=program.streams[:3] + program.streams[:1]))
 
 
-def test_only_collectives_place_no_program(tmp_path: Path) -> None:
+def test_collectives_alone_do_not_match_program(tmp_path: Path) -> None:
     ends = Recorder(0), Recorder(1)
     for recorder in ends:
         recorder.group("0", (0, 1), "default_pg")
         recorder.collective("0", "all_reduce", recorder.rank == 0)
     with pytest.raises(UsageError):
-        verdicts_of(job_of(tmp_path, ends), compile(schedules.gpipe, PipelineShape(2, 4)))
+        diagnose(job_of(tmp_path, ends), compile(schedules.gpipe, PipelineShape(2, 4)))

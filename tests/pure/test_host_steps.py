@@ -1,4 +1,4 @@
-"""Optimizer steps on the host: gradients are copied to it, and new weights back."""
+"""Tests of optimizer steps on the host, with copies of gradients to it and of weights back."""
 
 from __future__ import annotations
 
@@ -37,23 +37,25 @@ from schedir.schedules.schedule_algebra import B, F
 from schedir.testing import shapes
 from schedir.testing.strategies import random_compute_program
 
-ROWS = (Opcode.OffloadGrads, Opcode.HostOptimizerStep, Opcode.ReloadWeights)
+HOST_OPS = (Opcode.OffloadGrads, Opcode.HostOptimizerStep, Opcode.ReloadWeights)
 PLAN = PipelineShape(2, 4, 3)
 
 
-def lowered(schedule: Any = interleaved, shape: PipelineShape = PLAN, **how: Any) -> Program:
+def compile_host_steps(
+    schedule: Any = interleaved, shape: PipelineShape = PLAN, **how: Any
+) -> Program:
     return schedir.compile(schedule, shape, optimizer_placement="cpu_step", **how)
 
 
-def names(program: Program, rank: int) -> list[str]:
-    return [str(i) for i in program.streams[rank] if i.op in ROWS]
+def list_host_instructions(program: Program, rank: int) -> list[str]:
+    return [str(i) for i in program.streams[rank] if i.op in HOST_OPS]
 
 
 # ---------------------------------------------------------------- positions of instructions
 
 
-def test_gradients_go_behind_their_reduction_where_nobody_else_adds() -> None:
-    stream = [str(i) for i in lowered(clip_grad_norm=True).streams[1]]
+def test_gradients_are_offloaded_after_their_last_reduction() -> None:
+    stream = [str(i) for i in compile_host_steps(clip_grad_norm=True).streams[1]]
     for s in (5, 3, 1):
         assert stream[stream.index(f"reduce_grads {s}") + 1] == f"offload_grads {s}"
     steps = [f"host_step {s}" for s in (5, 3, 1)]
@@ -63,50 +65,50 @@ def test_gradients_go_behind_their_reduction_where_nobody_else_adds() -> None:
         *(f"reload_weights {s}" for s in (5, 3, 1)),
         "step",
     ]
-    ways: list[dict[str, Any]] = [{"dp": 2}, {"dp": 2, "zero": 1}]
-    for how in ways:  # gradients are reduced at the end of the update
-        stream = [str(i) for i in lowered(**how).streams[1]]
+    option_sets: list[dict[str, Any]] = [{"dp": 2}, {"dp": 2, "zero": 1}]
+    for options in option_sets:  # gradients are reduced at the end of the update
+        stream = [str(i) for i in compile_host_steps(**options).streams[1]]
         assert [i.split()[0] for i in stream[-10:-1]] == [
             *["offload_grads"] * 3, *["host_step"] * 3, *["reload_weights"] * 3,
         ]  # fmt: skip
-    stream = [str(i) for i in lowered(tied_weights=True).streams[1]]
+    stream = [str(i) for i in compile_host_steps(tied_weights=True).streams[1]]
     assert stream[-9:-6] == ["reduce_tied 5", "offload_grads 5", "host_step 3"]
 
 
 @given(shapes(), st.integers(0, 2**32 - 1), st.booleans(), st.integers(0, 3), st.integers(1, 2))
-def test_any_draft_has_them_once_and_is_legal(
+def test_random_drafts_have_one_host_step_per_stage_and_pass(
     shape: PipelineShape, seed: int, clip: bool, zero: int, dp: int
 ) -> None:
     draft = random_compute_program(shape, random.Random(seed))
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "clip_grad_norm": clip,
         "zero": zero,
         "dp": dp,
         "tied_weights": shape.stages > 1,
     }
-    program = lowered(draft, shape, **how)
+    program = compile_host_steps(draft, shape, **options)
     for model in MODELS:
         schedir.check(program, model, blocking_hosts=True)
     assert schedir.from_text(schedir.to_text(program)) == program
-    for op in ROWS:
+    for op in HOST_OPS:
         assert np.count_nonzero(program.op == op) == shape.replica_ranks.size
-    plain = schedir.compile(draft, shape, **how)
-    assert (program.words[~np.isin(program.op, ROWS)] == plain.words).all()
+    plain = schedir.compile(draft, shape, **options)
+    assert (program.words[~np.isin(program.op, HOST_OPS)] == plain.words).all()
     assert len({program.digest, plain.digest}) == 2
 
 
-def test_what_is_frozen_or_does_not_step_has_none() -> None:
-    assert len(names(lowered(frozen_stages=3), 0)) == 3
-    assert not lowered(forward_only, PipelineShape(2, 4)).used_opcodes & {*ROWS}
+def test_frozen_and_forward_only_stages_have_no_host_step() -> None:
+    assert len(list_host_instructions(compile_host_steps(frozen_stages=3), 0)) == 3
+    assert not compile_host_steps(forward_only, PipelineShape(2, 4)).used_opcodes & {*HOST_OPS}
     # Each rank with a replica of a stage has its optimizer state.
-    both = lowered(dualpipe, PipelineShape(2, 4, placement="mirror"))
-    assert len(names(both, 0)) == len(names(both, 1)) == 6
+    both = compile_host_steps(dualpipe, PipelineShape(2, 4, placement="mirror"))
+    assert len(list_host_instructions(both, 0)) == len(list_host_instructions(both, 1)) == 6
 
 
 # ---------------------------------------------------------------- refusals
 
 
-def moved(text: str, what: str, before: str) -> Program:
+def move_instruction(text: str, what: str, before: str) -> Program:
     """Move an instruction of rank 1 before another one, or remove it if `before` is ""."""
     first, text = text.split("\nrank 1\n", 1)
     assert text.count(f"  {what}\n") == 1, what
@@ -133,10 +135,10 @@ def moved(text: str, what: str, before: str) -> Program:
         ("reload_weights 3", "", CompletenessError, "reload_weights 3"),
     ],
 )
-def test_a_wrong_order_is_refused(what: str, before: str, error: Any, says: str) -> None:
+def test_wrong_order_of_host_step_is_refused(what: str, before: str, error: Any, says: str) -> None:
     """Refuse incomplete gradients, steps that are too early, and old weights."""
-    text = schedir.to_text(lowered(clip_grad_norm=True, tied_weights=True), folded=False)
-    program = moved(text, what, before)
+    text = schedir.to_text(compile_host_steps(clip_grad_norm=True, tied_weights=True), folded=False)
+    program = move_instruction(text, what, before)
     if error is None:
         schedir.check(program, blocking_hosts=True)
         return
@@ -145,90 +147,91 @@ def test_a_wrong_order_is_refused(what: str, before: str, error: Any, says: str)
 
 
 @pytest.mark.parametrize("op", ["offload_grads", "host_step", "reload_weights"])
-def test_twice_or_not_asked_for_is_refused(op: str) -> None:
-    text = schedir.to_text(lowered(), folded=False)
+def test_duplicate_or_unexpected_host_step_is_refused(op: str) -> None:
+    text = schedir.to_text(compile_host_steps(), folded=False)
     with pytest.raises(SchedirError):
         schedir.check(schedir.from_text(text.replace(f"  {op} 3\n", f"  {op} 3\n  {op} 3\n")))
-    for said in ("", "optimizer_placement device\n", "optimizer_placement host\n"):
+    for header in ("", "optimizer_placement device\n", "optimizer_placement host\n"):
         with pytest.raises(
             CompletenessError, match=r"optimizer_placement (device|host)|load_state"
         ):
-            schedir.check(schedir.from_text(text.replace("optimizer_placement cpu_step\n", said)))
+            schedir.check(schedir.from_text(text.replace("optimizer_placement cpu_step\n", header)))
 
 
-def test_a_host_that_waits_for_a_sum_may_wait_for_ever() -> None:
+def test_early_gradient_offload_deadlocks_blocking_hosts() -> None:
     """A blocking host waits for all earlier reductions before it copies a gradient.
 
-    A later message that another rank needs before its side of a reduction causes a deadlock.
+    The other rank needs a message before it issues its side of the reduction. If rank 1 sends
+    the message after the copy, the ranks deadlock.
     """
-    program = lowered(dualpipe, PipelineShape(2, 4, placement="mirror"))
+    program = compile_host_steps(dualpipe, PipelineShape(2, 4, placement="mirror"))
     first, rest = schedir.to_text(program, folded=False).split("rank 1", 1)
-    gone, goes, message = (
+    reduction, offload, message = (
         "  reduce_replicated_stages 1\n",
         "  offload_grads 1\n",
         "  send_grad 1.0\n",
     )
-    assert all(rest.count(line) == 1 for line in (gone, goes, message))
-    rest = rest.replace(message, "").replace(gone, gone + message)
+    assert all(rest.count(line) == 1 for line in (reduction, offload, message))
+    rest = rest.replace(message, "").replace(reduction, reduction + message)
     schedir.check(schedir.from_text(f"{first}rank 1{rest}"), blocking_hosts=True)
-    rest = rest.replace(goes, "").replace(message, goes + message)
-    late = schedir.from_text(f"{first}rank 1{rest}")
-    schedir.check(late)
+    rest = rest.replace(offload, "").replace(message, offload + message)
+    early_offload = schedir.from_text(f"{first}rank 1{rest}")
+    schedir.check(early_offload)
     with pytest.raises(DeadlockError):
-        schedir.check(late, blocking_hosts=True)
+        schedir.check(early_offload, blocking_hosts=True)
 
 
-def test_what_does_not_go_together_is_refused() -> None:
+def test_conflicting_options_are_refused() -> None:
     with pytest.raises(OrderError, match="needs the weights"):  # the updates have no delay
-        lowered(one_f_one_b, PipelineShape(2, 4, optimizer_steps=2))
+        compile_host_steps(one_f_one_b, PipelineShape(2, 4, optimizer_steps=2))
     with pytest.raises(ShapeError, match="norm_check='after_step'"):
-        lowered(clip_grad_norm=True, norm_check="after_step")
+        compile_host_steps(clip_grad_norm=True, norm_check="after_step")
     with pytest.raises(UsageError, match="but optimizer_placement is 'cpu_step'"):
-        lowered(optimizer_device_buffers=2)
+        compile_host_steps(optimizer_device_buffers=2)
 
 
 # ---------------------------------------------------------------- bytes and time
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_bytes_are_told_by_tier(zero: int) -> None:
-    """The host always has optimizer state, gradients and weights, or shards of them.
+def test_optimizer_memory_is_on_host(zero: int) -> None:
+    """The host has the optimizer state, gradients and weights, or shards of them.
 
     The device never has optimizer state.
     """
     dp, sizes = 2, Sizes(optimizer=(8, 16, 24, 32, 40, 48), params=2, grads=4)
-    more: dict[str, Any] = {"dp": dp, "zero": zero, "unsharded_stages": 3 if zero == 3 else None}
-    run = schedir.simulate(lowered(**more), Costs(), sizes=sizes)
+    options: dict[str, Any] = {"dp": dp, "zero": zero, "unsharded_stages": 3 if zero == 3 else None}
+    run = schedir.simulate(compile_host_steps(**options), Costs(), sizes=sizes)
     for rank, curve in enumerate(run.memory_on("host")):
-        own = sum(8 * (s + 1) + 2 + 4 for s in range(rank, 6, 2))
-        assert (curve.total == own / (dp if zero else 1)).all()
+        expected = sum(8 * (s + 1) + 2 + 4 for s in range(rank, 6, 2))
+        assert (curve.total == expected / (dp if zero else 1)).all()
     for curve in run.memory:
         assert not {"optimizer", "sharded optimizer state"} & curve.by_kind.keys()
         assert not curve.by_kind["state"].any()
 
 
-def test_a_limit_of_the_host_counts_what_it_has() -> None:
+def test_host_memory_limit_counts_optimizer_state() -> None:
     sizes = Sizes(saved=10, optimizer=100, params=10, grads=10)
     shape = PipelineShape(2, 4, 4)
-    lowered(shape=shape, sizes=sizes, host_memory_limit=480, memory_limit=170)
+    compile_host_steps(shape=shape, sizes=sizes, host_memory_limit=480, memory_limit=170)
     with pytest.raises(
         MemoryLimitError, match=r'(?s)480 B on the host.*optimizer_placement="device"'
     ):
-        lowered(shape=shape, sizes=sizes, host_memory_limit=479)
+        compile_host_steps(shape=shape, sizes=sizes, host_memory_limit=479)
 
 
 @pytest.mark.parametrize("times", [(1, 1, 1), (0.5, 3, 0.25), (2, 0.5, 1)])
-def test_a_step_is_a_pipeline_of_three(times: tuple[float, float, float]) -> None:
+def test_step_is_pipeline_of_offload_step_and_reload(times: tuple[float, float, float]) -> None:
     """The host steps no stage before all gradients are copied, because one may not be finite."""
-    away, step, back = times
-    costs = Costs(F=0, B=0, offload_grads=away, host_step=step, reload_weights=back)
-    span = schedir.simulate(lowered(looped_bfs, PipelineShape(1, 2, 3)), costs).span
-    assert span == pytest.approx(3 * away + step + back + 2 * max(step, back))
+    offload, step, reload = times
+    costs = Costs(F=0, B=0, offload_grads=offload, host_step=step, reload_weights=reload)
+    span = schedir.simulate(compile_host_steps(looped_bfs, PipelineShape(1, 2, 3)), costs).span
+    assert span == pytest.approx(3 * offload + step + reload + 2 * max(step, reload))
 
 
-def test_gradients_go_under_backwards_and_hosts_step_beside_other_ranks() -> None:
+def test_gradient_offload_and_host_step_overlap_compute() -> None:
     costs = Costs(F=1, B=2, offload_grads=1, host_step=1, reload_weights=0.5)
-    program = lowered(looped_bfs, PipelineShape(1, 4, 4))
+    program = compile_host_steps(looped_bfs, PipelineShape(1, 4, 4))
     alone = schedir.simulate(schedir.compile(looped_bfs, PipelineShape(1, 4, 4)), costs).span
     assert schedir.simulate(program, costs).span == alone + 1 + 4 + 0.5
     shape = PipelineShape(4, 8)  # the host of the last rank steps while the first rank computes
@@ -243,26 +246,28 @@ def test_gradients_go_under_backwards_and_hosts_step_beside_other_ranks() -> Non
     assert idle[0, IdleCause.STEP] == 4 and idle[0, IdleCause.OFFLOAD] == 1.5
 
 
-def test_a_cluster_prices_them() -> None:
-    made: dict[str, Any] = {
+def test_cluster_computes_host_step_costs() -> None:
+    fields: dict[str, Any] = {
         "nodes": 1, "gpus_per_node": 4, "flops": 1e15, "memory": "80GB", "hbm_bandwidth": "2TB/s",
         "nvlink_bandwidth": "300GB/s", "network_bandwidth": "25GB/s", "host_bandwidth": "20GB/s",
     }  # fmt: skip
-    node = Cluster(**made | {"dram_bandwidth": "100GB/s"})
+    node = Cluster(**fields | {"dram_bandwidth": "100GB/s"})
     sizes = Sizes(activation=1, params=2e9, grads=4e9, optimizer=12e9)
     costs, shape = Costs(F=1, B=2), PipelineShape(2, 4)
-    for zero, part in ((0, 1), (1, 2)):
-        found = node.fill_costs(
+    for zero, replicas in ((0, 1), (1, 2)):
+        filled = node.fill_costs(
             shape, sizes, costs, dp=2, zero=zero, optimizer_placement="cpu_step"
         )
-        assert found.offload_grads == pytest.approx(4e9 / 20e9 / part)
-        assert found.reload_weights == pytest.approx(2e9 / 20e9 / part)
-        assert found.host_step == pytest.approx((2 * 2e9 + 4e9 + 2 * 12e9) / 100e9 / part)
-        assert found.step == 0 and found.reload_state is None
+        assert filled.offload_grads == pytest.approx(4e9 / 20e9 / replicas)
+        assert filled.reload_weights == pytest.approx(2e9 / 20e9 / replicas)
+        assert filled.host_step == pytest.approx((2 * 2e9 + 4e9 + 2 * 12e9) / 100e9 / replicas)
+        assert filled.step == 0 and filled.reload_state is None
     with pytest.raises(UsageError, match="the cluster has no dram_bandwidth"):
-        Cluster(**made).fill_costs(shape, sizes, costs, dp=2, optimizer_placement="cpu_step")
+        Cluster(**fields).fill_costs(shape, sizes, costs, dp=2, optimizer_placement="cpu_step")
     assert (
-        Cluster(**made).fill_costs(shape, sizes, costs, dp=2, optimizer_placement="host").host_step
+        Cluster(**fields)
+        .fill_costs(shape, sizes, costs, dp=2, optimizer_placement="host")
+        .host_step
         is None
     )
 
@@ -270,32 +275,43 @@ def test_a_cluster_prices_them() -> None:
 # ---------------------------------------------------------------- several updates
 
 
-def late(P: int = 2, n: int = 3, updates: int = 3, **how: Any) -> Program:
-    """Return a program whose host steps an update of n microbatches during the next update."""
-    return lowered(
+def compile_delayed_updates(P: int = 2, n: int = 3, updates: int = 3, **how: Any) -> Program:
+    """Return a program whose host step of an update of n microbatches overlaps the next update."""
+    return compile_host_steps(
         pipedream_2bw, PipelineShape(P, n * updates, optimizer_steps=updates, weight_delay=1), **how
     )
 
 
-def test_an_update_is_stepped_under_the_next_and_awaited_by_the_one_behind() -> None:
-    ends = [
-        i for i in map(str, late(clip_grad_norm=True).streams[1]) if i[:4] not in ("recv", "send")
+def test_host_step_overlaps_next_update() -> None:
+    last_rank = [
+        i
+        for i in map(str, compile_delayed_updates(clip_grad_norm=True).streams[1])
+        if i[:4] not in ("recv", "send")
     ]
-    first = ends.index("check_grads_finite")
-    assert ends[first - 3 : first + 3] == [
+    first = last_rank.index("check_grads_finite")
+    assert last_rank[first - 3 : first + 3] == [
         "reduce_grads 1", "offload_grads 1", "reduce_norm", "check_grads_finite", "host_step 1",
         "F 1.3",
     ]  # fmt: skip
-    at = ends.index("step")
-    assert ends[at - 3 : at + 2] == [
+    step_position = last_rank.index("step")
+    assert last_rank[step_position - 3 : step_position + 2] == [
         "B 1.5", "reduce_grads 1.1", "reload_weights 1", "step", "offload_grads 1.1",
     ]  # fmt: skip
-    ahead = [
-        str(i) for i in late(clip_grad_norm=True).streams[0] if str(i)[:4] not in ("recv", "send")
+    first_rank = [
+        str(i)
+        for i in compile_delayed_updates(clip_grad_norm=True).streams[0]
+        if str(i)[:4] not in ("recv", "send")
     ]
-    at = ahead.index("step")  # a forward of the third update precedes a B of the second
-    assert ahead[at - 2 : at + 2] == ["B 0.4", "reload_weights 0", "step", "F 0.6"]
-    flush = lowered(
+    step_position = first_rank.index(
+        "step"
+    )  # a forward of the third update precedes a B of the second
+    assert first_rank[step_position - 2 : step_position + 2] == [
+        "B 0.4",
+        "reload_weights 0",
+        "step",
+        "F 0.6",
+    ]
+    flush = compile_host_steps(
         lambda r, P, m: m // 2 * (2 * F + 2 * B), PipelineShape(1, 4, optimizer_steps=2)
     )
     assert [str(i) for i in flush.streams[0]][5:10] == [  # without a delay, compute waits
@@ -320,14 +336,16 @@ def test_an_update_is_stepped_under_the_next_and_awaited_by_the_one_behind() -> 
         ("check_grads_finite", "", "check_grads_finite is missing on rank 1"),
     ],
 )
-def test_updates_that_would_mix_are_refused(what: str, before: str, says: str) -> None:
-    program = moved(schedir.to_text(late(clip_grad_norm=True), folded=False), what, before)
+def test_mixed_updates_are_refused(what: str, before: str, says: str) -> None:
+    program = move_instruction(
+        schedir.to_text(compile_delayed_updates(clip_grad_norm=True), folded=False), what, before
+    )
     with pytest.raises(SchedirError, match=says):
         schedir.check(program, blocking_hosts=True)
 
 
-def test_one_update_releases_nothing() -> None:
-    text = schedir.to_text(lowered(), folded=False).replace(
+def test_single_update_refuses_gradient_check() -> None:
+    text = schedir.to_text(compile_host_steps(), folded=False).replace(
         "  host_step 3\n", "  check_grads_finite\n  host_step 3\n"
     )
     with pytest.raises(CompletenessError, match="the program has one update only"):
@@ -344,17 +362,17 @@ def test_one_update_releases_nothing() -> None:
     st.integers(1, 3), st.integers(1, 2), st.integers(1, 3), st.integers(2, 3), st.integers(0, 2),
     st.integers(0, 2**32 - 1), st.booleans(), st.booleans(),
 )  # fmt: skip
-def test_a_program_of_several_updates_is_legal_with_the_host_where_it_is_without(
+def test_host_steps_keep_legal_programs_of_updates_legal(
     P: int, v: int, each: int, updates: int, delay: int, seed: int, clip: bool, tied: bool
 ) -> None:
     shape = PipelineShape(P, each * updates, v, optimizer_steps=updates, weight_delay=delay)
     draft = random_compute_program(shape, random.Random(seed))
-    how: dict[str, Any] = {"clip_grad_norm": clip, "tied_weights": tied and shape.stages > 1}
+    options: dict[str, Any] = {"clip_grad_norm": clip, "tied_weights": tied and shape.stages > 1}
     try:
-        plain = schedir.compile(draft, shape, **how)
+        plain = schedir.compile(draft, shape, **options)
     except SchedirError:
         assume(False)
-    program = lowered(draft, shape, **how)
+    program = compile_host_steps(draft, shape, **options)
     for model in MODELS:
         try:
             schedir.check(plain, model, blocking_hosts=True)
@@ -362,30 +380,34 @@ def test_a_program_of_several_updates_is_legal_with_the_host_where_it_is_without
             continue
         schedir.check(program, model, blocking_hosts=True)
     assert schedir.from_text(schedir.to_text(program)) == program
-    added = np.isin(program.op, (*ROWS, Opcode.CheckGradsFinite))
-    stay = program.op[~added] != Opcode.OptimizerStep
-    words = program.words[~added][stay]
+    is_added = np.isin(program.op, (*HOST_OPS, Opcode.CheckGradsFinite))
+    is_no_step = program.op[~is_added] != Opcode.OptimizerStep
+    words = program.words[~is_added][is_no_step]
     assert (words == plain.words[plain.op != Opcode.OptimizerStep]).all()
 
 
-def test_what_the_host_does_is_hidden_under_the_next_update() -> None:
+def test_host_step_is_hidden_by_next_update() -> None:
     """All host steps except the last are hidden, if they are shorter than the next update."""
     updates, n = 6, 8
     costs = Costs(F=1, B=2, offload_grads=0.25, reload_weights=0.25)
     for host in (0, 4, 12, 20, 30):
-        span = schedir.simulate(late(1, n, updates), replace(costs, host_step=host)).span
-        each = max(n * 3, host + 0.5)  # time of an update: its compute, or its host step and copies
+        span = schedir.simulate(
+            compile_delayed_updates(1, n, updates), replace(costs, host_step=host)
+        ).span
+        update_time = max(
+            n * 3, host + 0.5
+        )  # time of an update: its compute, or its host step and copies
         copies = (updates - 1) * 0.25 * (host + 0.25 <= n * 3)  # compute waits for these copies
         first = n * 3 + 0.25 + host + 0.25
-        assert span == pytest.approx(first + (updates - 1) * each + copies), host
+        assert span == pytest.approx(first + (updates - 1) * update_time + copies), host
 
 
 @pytest.mark.parametrize("states", ["host", "disk"])
-def test_what_the_device_steps_is_stepped_in_one_update(states: str) -> None:
-    with pytest.raises(ShapeError, match="optimizer_steps=1, not 2") as told:
+def test_device_steps_refuse_several_updates(states: str) -> None:
+    with pytest.raises(ShapeError, match="optimizer_steps=1, not 2") as caught:
         schedir.compile(
             pipedream_2bw,
             PipelineShape(2, 4, optimizer_steps=2, weight_delay=1),
             optimizer_placement=states,
         )
-    assert "'cpu_step'" in told.value.hint
+    assert "'cpu_step'" in caught.value.hint

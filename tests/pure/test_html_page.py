@@ -36,12 +36,12 @@ from schedir.viz import html, save_html
 from tests.strategies import costs
 
 
-def timeline(ranks: int = 4, m: int = 8, **cost: float) -> Timeline:
-    priced = Costs(**cost)
-    return simulate(compile(one_f_one_b, PipelineShape(ranks, m), costs=priced), priced)
+def simulate_1f1b(ranks: int = 4, m: int = 8, **cost: float) -> Timeline:
+    given_costs = Costs(**cost)
+    return simulate(compile(one_f_one_b, PipelineShape(ranks, m), costs=given_costs), given_costs)
 
 
-def measured(t: Timeline, seed: int = 0) -> Timeline:
+def perturb_times(t: Timeline, seed: int = 0) -> Timeline:
     """Return the same Timeline in seconds, with all durations different."""
     spans = t.spans.copy()
     late = np.random.default_rng(seed).random(len(t)).cumsum() * 1e-6
@@ -49,7 +49,7 @@ def measured(t: Timeline, seed: int = 0) -> Timeline:
     return Timeline(t.program, spans, "measured", "s")
 
 
-class Parts(HTMLParser):
+class PageParser(HTMLParser):
     """A parser that collects the elements of a page and their text."""
 
     def __init__(self, text: str) -> None:
@@ -72,21 +72,21 @@ class Parts(HTMLParser):
         return [text for where, text in self.texts if where == tag]
 
 
-def data_of(text: str) -> Any:
+def read_data(text: str) -> Any:
     found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
     assert found
     return json.loads(found[1])
 
 
-def column(run: Any, name: str) -> np.ndarray:
+def read_column(run: Any, name: str) -> np.ndarray:
     kind, at, count = run["columns"][name]
     packed = zlib.decompress(b64decode(run["packedColumns"]))
     return np.frombuffer(packed, f"<{kind}", count, at)
 
 
-def test_it_asks_for_nothing_and_runs_only_what_it_brought() -> None:
-    text = html(timeline())
-    parts = Parts(text)
+def test_page_makes_no_requests_and_runs_only_its_scripts() -> None:
+    text = html(simulate_1f1b())
+    parts = PageParser(text)
     (policy,) = [a["content"] for t, a in parts.tags if "Content-Security-Policy" in a.values()]
     assert policy is not None and policy.startswith("default-src 'none'; ")
     script, style = parts.all("script")[-1], parts.all("style")[0]
@@ -101,31 +101,38 @@ def test_it_asks_for_nothing_and_runs_only_what_it_brought() -> None:
     assert "<b>" not in script and "eval(" not in script
 
 
-def test_equal_runs_make_equal_pages(tmp_path: Path) -> None:
-    assert html(timeline()) == html(timeline())
-    save_html(tmp_path / "x.html", timeline())
-    assert (tmp_path / "x.html").read_text(encoding="utf-8") == html(timeline())
+def test_equal_timelines_give_equal_pages(tmp_path: Path) -> None:
+    assert html(simulate_1f1b()) == html(simulate_1f1b())
+    save_html(tmp_path / "x.html", simulate_1f1b())
+    assert (tmp_path / "x.html").read_text(encoding="utf-8") == html(simulate_1f1b())
     with pytest.raises(UsageError, match=r"no/x\.html"):
-        save_html(tmp_path / "no" / "x.html", timeline())
+        save_html(tmp_path / "no" / "x.html", simulate_1f1b())
 
 
-NASTY = ["</script><script>alert(1)</script>", "<!--", "<img src=x onerror=a>", "]]>", "&amp;", '"']
+MARKUP = [
+    "</script><script>alert(1)</script>",
+    "<!--",
+    "<img src=x onerror=a>",
+    "]]>",
+    "&amp;",
+    '"',
+]
 
 
 @given(
-    st.lists(st.sampled_from(NASTY) | st.text(max_size=8), min_size=1, max_size=4).map("".join),
+    st.lists(st.sampled_from(MARKUP) | st.text(max_size=8), min_size=1, max_size=4).map("".join),
     st.booleans(),
 )
-def test_a_name_is_only_text(name: str, twice: bool) -> None:
-    t = timeline(2, 2)
+def test_program_name_is_escaped(name: str, twice: bool) -> None:
+    t = simulate_1f1b(2, 2)
     try:
         named = Program(name, t.program.shape, t.program.streams)
     except ShapeError:
         return  # no program has this name
     run = Timeline(named, t.spans)
-    text = html(run, measured(run) if twice else None)
-    plain = html(t, measured(t) if twice else None)
-    parts, others = Parts(text), Parts(plain)
+    text = html(run, perturb_times(run) if twice else None)
+    plain = html(t, perturb_times(t) if twice else None)
+    parts, others = PageParser(text), PageParser(plain)
     assert [tag for tag, _ in parts.tags] == [tag for tag, _ in others.tags]
     assert parts.all("script")[-1] == others.all("script")[-1]
     assert text.count("<!--") == 0 and text.count("</script") == plain.count("</script")
@@ -135,133 +142,135 @@ def test_a_name_is_only_text(name: str, twice: bool) -> None:
 
 
 @given(compute_programs(), st.data())
-def test_the_numbers_arrive(draft: Program, data: st.DataObject) -> None:
+def test_page_data_equals_timeline(draft: Program, data: st.DataObject) -> None:
     t = simulate(lower(draft), data.draw(costs(draft.shape)))
-    run = data_of(html(t))["runs"][0]
+    run = read_data(html(t))["runs"][0]
     spans, n = t.spans, np.arange(len(t))
-    assert (column(run, "op") == spans["op"]).all()
-    assert (column(run, "stage") == spans["stage"]).all()
-    assert (np.cumsum(column(run, "mb")) == spans["mb"]).all()
-    ticks = np.cumsum(column(run, "start"), dtype="u4").astype(float)
+    assert (read_column(run, "op") == spans["op"]).all()
+    assert (read_column(run, "stage") == spans["stage"]).all()
+    assert (np.cumsum(read_column(run, "mb")) == spans["mb"]).all()
+    ticks = np.cumsum(read_column(run, "start"), dtype="u4").astype(float)
     slack = 1e-6 * (t.span or 1)
     assert np.allclose(ticks * run["tick"], spans["start"], atol=slack)
-    ends = (ticks + column(run, "length")) * run["tick"]
+    ends = (ticks + read_column(run, "length")) * run["tick"]
     assert np.allclose(ends, spans["end"], atol=slack)
-    for name, want in (("criticalPredecessor", t.critical_predecessor),
+    for name, expected in (("criticalPredecessor", t.critical_predecessor),
                        ("partner", t.graph.partner), ("need0", t.graph.needs[0]),
                        ("need1", t.graph.needs[1])):  # fmt: skip
-        away = column(run, name)
-        assert (np.where(away == 0, -1, n + away) == want).all(), name
+        distances = read_column(run, name)
+        assert (np.where(distances == 0, -1, n + distances) == expected).all(), name
     idle = idleness(t)
-    assert (column(run, "gapAwaited") == idle["awaits"]).all()
+    assert (read_column(run, "gapAwaited") == idle["awaits"]).all()
     bounds = run["gapOffsets"]
     for rank in range(t.ranks):
         assert (idle["rank"][bounds[rank] : bounds[rank + 1]] == rank).all()
 
 
-def test_curves_leave_out_what_lasts_no_time() -> None:
-    t = timeline(2, 4, B=2)
-    run = data_of(html(t))["runs"][0]
+def test_curves_have_distinct_times() -> None:
+    t = simulate_1f1b(2, 4, B=2)
+    run = read_data(html(t))["runs"][0]
     (curve,) = run["curves"]
     for rank in range(2):
         lo, hi = curve["offsets"][rank : rank + 2]
-        at = np.cumsum(column(run, "times0")[lo:hi], dtype="u4") * run["tick"]
-        values = column(run, "values0")[lo:hi]
+        at = np.cumsum(read_column(run, "times0")[lo:hi], dtype="u4") * run["tick"]
+        values = read_column(run, "values0")[lo:hi]
         assert (np.diff(at) > 0).all()
         assert values.max() == t.peak_in_flight[rank] and values[-1] == 0
 
 
-def test_memory_has_a_curve_where_sizes_are_given() -> None:
-    t = replace(timeline(2, 4, B=2), sizes=Sizes(saved=1e9))
-    run = data_of(html(t))["runs"][0]
+def test_sizes_add_memory_curve() -> None:
+    t = replace(simulate_1f1b(2, 4, B=2), sizes=Sizes(saved=1e9))
+    run = read_data(html(t))["runs"][0]
     assert [(c["name"], c["unit"]) for c in run["curves"]] == [("in flight", ""), ("memory", "B")]
     lo, hi = run["curves"][1]["offsets"][:2]
-    assert column(run, "values1")[lo:hi].max() == pytest.approx(t.peak_memory[0])
+    assert read_column(run, "values1")[lo:hi].max() == pytest.approx(t.peak_memory[0])
     text = html(t)
     assert text.count("<td>2 GB</td>") == 1 and "No rank uses more than 2 GB." in text
     assert "peak memory" in text and "peak memory" not in html(replace(t, sizes=None))
 
 
-def test_a_pair_is_two_halves() -> None:
+def test_overlapped_pair_is_two_halves() -> None:
     p = compile(dualpipe_v, PipelineShape(4, 12, 2, "vee"))
-    half = column(data_of(html(simulate(p)))["runs"][0], "half")
+    half = read_column(read_data(html(simulate(p)))["runs"][0], "half")
     second = np.concatenate([s.joined for s in p.streams]) & (p.words >> 48 & 0xFF <= 3)
     assert second.any() and ((half == 2) == second).all() and ((half == 1)[:-1] == second[1:]).all()
 
 
-def test_two_runs_share_an_axis_and_are_told_apart() -> None:
-    predicted, real = timeline(), measured(timeline(send=0.5))
-    one, two = data_of(html(predicted, real))["runs"]
+def test_two_timelines_share_axis_and_have_labels() -> None:
+    predicted, real = simulate_1f1b(), perturb_times(simulate_1f1b(send=0.5))
+    one, two = read_data(html(predicted, real))["runs"]
     assert (one["label"], two["label"]) == ("predicted", "measured")
     assert one["scale"] == 1
     assert two["scale"] * real.busy.mean() == pytest.approx(predicted.busy.mean())
     other = simulate(compile(gpipe, PipelineShape(4, 8)))
-    labels = [run["label"] for run in data_of(html(predicted, other))["runs"]]
+    labels = [run["label"] for run in read_data(html(predicted, other))["runs"]]
     assert labels == ["one_f_one_b", "gpipe"]
-    assert [r["label"] for r in data_of(html(other, other))["runs"]] == ["first", "second"]
+    assert [r["label"] for r in read_data(html(other, other))["runs"]] == ["first", "second"]
     with pytest.raises(UsageError, match="one run has 4 ranks and the other 2"):
-        html(predicted, timeline(2, 2))
+        html(predicted, simulate_1f1b(2, 2))
 
 
-def test_the_words_say_what_the_picture_shows() -> None:
-    parts = Parts(html(timeline(B=2)))
-    said = " ".join(parts.all("p"))
-    assert "one_f_one_b, predicted: 4 ranks, 4 stages, 8 microbatches" in said
-    assert "idle 27.3% of the time, the same on each rank" in said
-    assert "Rank 0 has the most in flight, 4." in said
+def test_page_text_describes_timeline() -> None:
+    parts = PageParser(html(simulate_1f1b(B=2)))
+    text = " ".join(parts.all("p"))
+    assert "one_f_one_b, predicted: 4 ranks, 4 stages, 8 microbatches" in text
+    assert "idle 27.3% of the time, the same on each rank" in text
+    assert "Rank 0 has the most in flight, 4." in text
     assert len([tag for tag, a in parts.tags if tag == "th" and a.get("scope") == "row"]) == 4
 
 
-def test_100_000_spans_take_less_than_4_mb() -> None:
-    t = measured(timeline(16, 1100, send=0.1), seed=1)
+def test_100_000_spans_take_less_than_4_MB() -> None:
+    t = perturb_times(simulate_1f1b(16, 1100, send=0.1), seed=1)
     assert len(t) > 100_000
     assert len(html(t).encode()) < 4_000_000
 
 
-def test_runs_without_time_or_instructions_are_pages_too() -> None:
-    html(timeline(2, 2, F=0, I=0, W=0))
+def test_empty_timelines_have_pages() -> None:
+    html(simulate_1f1b(2, 2, F=0, I=0, W=0))
     from schedir.ir.text_format import from_text
 
     empty = from_text("schedir 1\nprogram none\nranks 1 microbatches 1\nrank 0\n")
     none = np.empty(0)
-    data = data_of(html(Timeline(empty, build_spans(empty, none, none))))
+    data = read_data(html(Timeline(empty, build_spans(empty, none, none))))
     assert data["runs"][0]["count"] == 0
 
 
-def test_every_instruction_has_a_colour_of_its_own_or_its_lanes() -> None:
-    fills = data_of(html(timeline()))["fills"]
+def test_instructions_have_colours() -> None:
+    fills = read_data(html(simulate_1f1b()))["fills"]
     for theme in ("light", "dark"):
         assert len(fills[theme]) == len(Opcode)
-        for own in fills[theme]:
-            assert all(re.fullmatch(r"#[0-9a-f]{6}", fill) for fill, _ in own)
+        for colours in fills[theme]:
+            assert all(re.fullmatch(r"#[0-9a-f]{6}", fill) for fill, _ in colours)
 
 
-def test_draw_writes_a_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_draw_writes_html_page(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
     assert main(["draw", "gpipe", "-o", "x.HTML"]) == 0
-    assert len(data_of(Path("x.HTML").read_text())["runs"]) == 1
+    assert len(read_data(Path("x.HTML").read_text())["runs"]) == 1
     assert main(["draw", "gpipe", "one_f_one_b", "-o", "two.html"]) == 0
-    assert len(data_of(Path("two.html").read_text())["runs"]) == 2
+    assert len(read_data(Path("two.html").read_text())["runs"]) == 2
     # A measured run is shown with the prediction from its mean times.
-    save_timeline(measured(timeline()), "real.timeline")
+    save_timeline(perturb_times(simulate_1f1b()), "real.timeline")
     assert main(["draw", "real.timeline", "-o", "x.html"]) == 0
-    runs = data_of(Path("x.html").read_text())["runs"]
+    runs = read_data(Path("x.html").read_text())["runs"]
     assert [(r["label"], r["unit"]) for r in runs] == [("predicted", "s"), ("measured", "s")]
     assert main(["draw", "gpipe", "gpipe", "gpipe", "-o", "y.html"]) == 2
     assert not Path("y.html").exists()
 
 
-def test_a_measured_run_stands_beside_what_its_own_hosts_would_do(tmp_path: Path) -> None:
-    """A blocking host, as on CPUs, is late for slow messages, in the prediction too."""
-    given = Costs(send=3)
+def test_prediction_beside_measured_run_has_blocking_hosts(tmp_path: Path) -> None:
+    """A blocking host, as on CPUs, reaches slow messages late. The prediction includes this."""
+    slow_send = Costs(send=3)
     program = compile(gpipe, PipelineShape(2, 4), progress_model="per_edge")
     spans = [
-        simulate(program, given, progress_model="per_edge", blocking_hosts=blocks).span
+        simulate(program, slow_send, progress_model="per_edge", blocking_hosts=blocks).span
         for blocks in (False, True)
     ]
-    run = simulate(program, given, progress_model="per_edge", blocking_hosts=True)
+    run = simulate(program, slow_send, progress_model="per_edge", blocking_hosts=True)
     save_timeline(replace(run, kind="measured"), tmp_path / "run.timeline")
     file = tmp_path / "x.html"
     assert main(["draw", str(tmp_path / "run.timeline"), "-o", str(file)]) == 0
-    told = [float(span) for span in re.findall(r"instructions in ([\d.]+)", file.read_text())]
-    assert spans == [30, 39] and told == [39, 39]
+    shown_spans = [
+        float(span) for span in re.findall(r"instructions in ([\d.]+)", file.read_text())
+    ]
+    assert spans == [30, 39] and shown_spans == [39, 39]

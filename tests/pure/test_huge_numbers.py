@@ -1,4 +1,4 @@
-"""Tests of impossibly large numbers in files and options: one error each, with its place."""
+"""Tests that an impossibly large number in a file or option gives one error with its place."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ from schedir.errors import CostsError, SchedirError, TraceError, UsageError, des
 from schedir.ir.cost.cluster import Cluster
 from schedir.ir.cost.sizes import Sizes
 
-DIGITS = "9" * 400  # Python converts it to an int, but not to a float
+HUGE_INTEGER = "9" * 400  # Python converts it to an int, but not to a float
 CLUSTER = {
     "nodes": "1", "gpus_per_node": "4", "flops": "1e14", "memory": "8e10", "hbm_bandwidth": "2e12",
     "nvlink_bandwidth": "3e11", "network_bandwidth": "2e10",
@@ -27,11 +27,11 @@ CLUSTER = {
 MODEL = {"layers": "4", "hidden": "64", "heads": "4", "vocab": "128", "sequence": "32"}
 
 
-def toml(table: dict[str, str]) -> str:
+def format_toml(table: dict[str, str]) -> str:
     return "".join(f"{name} = {value}\n" for name, value in table.items())
 
 
-def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
+def read_refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     """Return the single error of a command."""
     assert main(argv) == 2
     text = capsys.readouterr().err
@@ -39,51 +39,55 @@ def refusal(argv: list[str], capsys: pytest.CaptureFixture[str]) -> str:
     return text
 
 
-@pytest.mark.parametrize("value", [DIGITS, f"-{DIGITS}", f'"{DIGITS}"', "inf", "nan", "1e400"])
+@pytest.mark.parametrize(
+    "value", [HUGE_INTEGER, f"-{HUGE_INTEGER}", f'"{HUGE_INTEGER}"', "inf", "nan", "1e400"]
+)
 @pytest.mark.parametrize("name", [*CLUSTER, "processors", "latency", "host_memory"])
-def test_a_cluster_file(
+def test_huge_number_in_cluster_file_is_refused(
     name: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     path = tmp_path / "cluster.toml"
-    path.write_text(toml(CLUSTER | {name: value}))
+    path.write_text(format_toml(CLUSTER | {name: value}))
     model = [f"--{key}={number}" for key, number in MODEL.items()]
-    text = refusal(["plan", *model, "--batch=8", "--cluster", str(path)], capsys)
+    text = read_refusal(["plan", *model, "--batch=8", "--cluster", str(path)], capsys)
     assert f"{path}, line " in text and name in text
 
 
-@pytest.mark.parametrize("value", [DIGITS, "999999999", "-1", "inf", "1e3"])
+@pytest.mark.parametrize("value", [HUGE_INTEGER, "999999999", "-1", "inf", "1e3"])
 @pytest.mark.parametrize("name", [*MODEL, "ffn", "kv_heads", "experts"])
-def test_a_model_file(
+def test_huge_number_in_model_file_is_refused(
     name: str, value: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The file has a table or none."""
+    """With `HUGE_INTEGER` the file has a table `[model]`, otherwise top-level keys."""
     path = tmp_path / "model.toml"
-    path.write_text("[model]\n" * (value == DIGITS) + toml(MODEL | {name: value}))
-    machines = ["--cluster=a100", "--gpus=8", "--batch=8"]
-    text = refusal(["plan", "--model", str(path), *machines], capsys)
+    path.write_text("[model]\n" * (value == HUGE_INTEGER) + format_toml(MODEL | {name: value}))
+    other_options = ["--cluster=a100", "--gpus=8", "--batch=8"]
+    text = read_refusal(["plan", "--model", str(path), *other_options], capsys)
     assert name in text or "is not known" in text
 
 
 @pytest.mark.parametrize("option", ["batch", "layers", "hidden", "gpus", "pp", "microbatch-size"])
-def test_an_option_of_plan(option: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_huge_option_of_plan_is_refused(option: str, capsys: pytest.CaptureFixture[str]) -> None:
     options = MODEL | {"batch": "8", "gpus": "8"} | {option: "8" * 18}
-    words = [f"--{name}={value}" for name, value in options.items()]
-    text = refusal(["plan", "--cluster=a100", *words], capsys)
+    arguments = [f"--{name}={value}" for name, value in options.items()]
+    text = read_refusal(["plan", "--cluster=a100", *arguments], capsys)
     assert re.search(r"must be (at most|an integer from 1 to) \d+", text), text
 
 
-def test_a_model_of_a_training_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_huge_layer_count_in_train_config_is_refused(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     path = tmp_path / "train.toml"
     path.write_text("[model]\nlayers = 999999999\n")
-    text = refusal(["train", str(path)], capsys)
+    text = read_refusal(["train", str(path)], capsys)
     assert f"{path}, line 2" in text and "layers is 999999999; it must be at most 65536" in text
 
 
-def test_an_error_shows_no_number_of_many_digits() -> None:
+def test_errors_do_not_print_huge_integers() -> None:
     assert describe(10**30 - 1) == "9" * 30
     assert describe(10**5000) == describe(-(10**30)) == "an integer of more than 30 digits"
     huge = 10**5000  # Python refuses to write its digits
-    refused: dict[str, Callable[[], object]] = {
+    constructors: dict[str, Callable[[], object]] = {
         "cluster": lambda: Cluster(
             huge,
             1,
@@ -109,30 +113,30 @@ def test_an_error_shows_no_number_of_many_digits() -> None:
         "sizes": lambda: Sizes(saved=huge),
         "shape": lambda: PipelineShape(huge, 1),
     }
-    for what, make in refused.items():
+    for what, construct in constructors.items():
         with pytest.raises(SchedirError) as caught:
-            make()
+            construct()
         assert len(str(caught.value)) < 200, what
 
 
-def test_sizes_have_a_limit() -> None:
+def test_size_above_limit_is_refused() -> None:
     with pytest.raises(UsageError, match=r"size saved must be at most 1e\+30, not 1e\+31"):
         Sizes(saved=1e31)
 
 
-def test_costs_that_add_up_to_more_than_a_run_can_take() -> None:
+def test_too_large_sum_of_costs_is_refused() -> None:
     program = compile(schedules.gpipe, PipelineShape(2, 8))
     with pytest.raises(CostsError, match=r"add up to more than 1e\+300"):
         simulate(program, Costs(F=1e300, B=0))
     simulate(program, Costs(F=1e298, B=0)).idle.sum()
 
 
-def test_costs_of_parts_that_overflow(capsys: pytest.CaptureFixture[str]) -> None:
-    assert "finite" in refusal(["recommend", "--costs", "B=1e300/1e308"], capsys)
+def test_overflowing_cost_fraction_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+    assert "finite" in read_refusal(["recommend", "--costs", "B=1e300/1e308"], capsys)
 
 
 @pytest.mark.parametrize("command", [[], ["-o", "a.svg"]])
-def test_a_run_that_ends_very_late(
+def test_timeline_with_huge_end_time_is_refused(
     command: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str],
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:  # fmt: skip
@@ -141,9 +145,9 @@ def test_a_run_that_ends_very_late(
     schedir.save_timeline(run, "right.timeline")
     with ZipFile("right.timeline") as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
-    for most, code in ((1e299, 0), (1e308, 2)):
+    for last_end, code in ((1e299, 0), (1e308, 2)):
         end = np.load(io.BytesIO(members["end.npy"]))
-        end[-1] = most
+        end[-1] = last_end
         file = io.BytesIO()
         np.save(file, end)
         with ZipFile("late.timeline", "w") as archive:
@@ -154,12 +158,12 @@ def test_a_run_that_ends_very_late(
     assert "end.npy has the time 1e+308; times are at most 1e+300" in text
 
 
-def test_a_clock_error_of_many_digits(tmp_path: Path) -> None:
+def test_timeline_with_huge_clock_error_is_refused(tmp_path: Path) -> None:
     run = simulate(compile(schedules.one_f_one_b, PipelineShape(2, 3)))
     schedir.save_timeline(run, tmp_path / "right.timeline")
     with ZipFile(tmp_path / "right.timeline") as archive:
         members = {name: archive.read(name) for name in archive.namelist()}
-    header = json.loads(members["header.json"]) | {"clock_error": int(DIGITS)}
+    header = json.loads(members["header.json"]) | {"clock_error": int(HUGE_INTEGER)}
     with ZipFile(tmp_path / "wrong.timeline", "w") as archive:
         for name, member in (members | {"header.json": json.dumps(header).encode()}).items():
             archive.writestr(name, member)

@@ -1,4 +1,4 @@
-"""Models of the planner from a Hugging Face `config.json`, and by their other names."""
+"""Tests of planner models from a Hugging Face `config.json`, and of model aliases."""
 
 from __future__ import annotations
 
@@ -19,20 +19,20 @@ LLAMA: dict[str, Any] = {
 }  # fmt: skip
 
 
-def write(folder: Path, **changes: Any) -> Path:
+def write_config(folder: Path, **changes: Any) -> Path:
     path = folder / "config.json"
     path.write_text(json.dumps({**LLAMA, **changes}))
     return path
 
 
-def test_llama_is_its_preset(tmp_path: Path) -> None:
-    assert load_model(write(tmp_path)) == load_model("llama-3-8b")
-    assert load_model(write(tmp_path), sequence=4096).sequence == 4096
+def test_llama_config_equals_preset(tmp_path: Path) -> None:
+    assert load_model(write_config(tmp_path)) == load_model("llama-3-8b")
+    assert load_model(write_config(tmp_path), sequence=4096).sequence == 4096
 
 
-def test_qwen3_is_its_preset(tmp_path: Path) -> None:
-    """Its heads are wider than hidden / heads, and the sizes are those of arXiv 2505.09388."""
-    path = write(
+def test_qwen3_moe_config_equals_preset(tmp_path: Path) -> None:
+    """The heads are wider than hidden / heads. The sizes are those of arXiv 2505.09388."""
+    path = write_config(
         tmp_path, model_type="qwen3_moe", num_hidden_layers=94, num_attention_heads=64,
         num_key_value_heads=4, head_dim=128, intermediate_size=12288, moe_intermediate_size=1536,
         num_experts=128, num_experts_per_tok=8, vocab_size=151936, max_position_embeddings=4096,
@@ -48,7 +48,7 @@ def test_qwen3_is_its_preset(tmp_path: Path) -> None:
         assert abs(load_model(name).params / 1e9 - billions) < 0.1
 
 
-def test_gpt2_has_other_keys(tmp_path: Path) -> None:
+def test_gpt2_config_keys(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text(json.dumps({
         "model_type": "gpt2", "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024,
@@ -72,34 +72,34 @@ def test_gpt2_has_other_keys(tmp_path: Path) -> None:
         ({"hidden_size": "large"}, "hidden must be an integer"),
     ],
 )
-def test_refused(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
+def test_unsupported_config_is_refused(tmp_path: Path, changes: dict[str, Any], text: str) -> None:
     with pytest.raises(UsageError) as caught:
-        load_model(write(tmp_path, **changes))
+        load_model(write_config(tmp_path, **changes))
     assert text in str(caught.value)
 
 
-def test_a_wrong_value_has_its_file_and_its_key(tmp_path: Path) -> None:
-    path = write(tmp_path, hidden_size="4096")
+def test_invalid_value_error_names_file_and_key(tmp_path: Path) -> None:
+    path = write_config(tmp_path, hidden_size="4096")
     with pytest.raises(UsageError) as caught:
         load_model(path)
     assert caught.value.fact.startswith(f"model {path}: hidden must be an integer")
     assert caught.value.hint == "the key of the file is hidden_size or n_embd"
 
 
-def test_a_window_that_is_not_used(tmp_path: Path) -> None:
-    path = write(tmp_path, model_type="qwen2", sliding_window=4096, use_sliding_window=False)
+def test_unused_sliding_window_is_ignored(tmp_path: Path) -> None:
+    path = write_config(tmp_path, model_type="qwen2", sliding_window=4096, use_sliding_window=False)
     assert load_model(path).gated
 
 
 @pytest.mark.parametrize("text", ["[]", "[" * 100_000])
-def test_not_a_configuration(tmp_path: Path, text: str) -> None:
+def test_non_object_json_is_refused(tmp_path: Path, text: str) -> None:
     path = tmp_path / "config.json"
     path.write_text(text)
     with pytest.raises(ConfigError, match="not a JSON object"):
         load_model(path)
 
 
-def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
+def test_truncated_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"model_type":\n')
     with pytest.raises(ConfigError, match="line 2, column 1: the file is not JSON") as caught:
@@ -107,7 +107,7 @@ def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
     assert caught.value.hint == "the file is cut off"
 
 
-def test_keys_that_are_missing(tmp_path: Path) -> None:
+def test_missing_keys_are_refused(tmp_path: Path) -> None:
     path = tmp_path / "config.json"
     path.write_text('{"model_type": "llama", "hidden_size": 8, "vocab_size": 8}')
     with pytest.raises(UsageError, match="required fields: layers, heads, sequence") as caught:
@@ -116,7 +116,7 @@ def test_keys_that_are_missing(tmp_path: Path) -> None:
     assert caught.value.hint == f"add {keys} to the file, or pass layers=N, heads=N, sequence=N"
 
 
-def test_other_names() -> None:
+def test_model_aliases_find_presets() -> None:
     assert {*MODEL_ALIASES.values()} <= {*MODEL_PRESETS}
     assert [find_preset(name) for name in MODEL_PRESETS] == [*MODEL_PRESETS]
     assert find_preset("LLaMA 3 70B") == find_preset("Llama-3.1-70B") == "llama-3-70b"

@@ -1,6 +1,6 @@
-"""Known traps: programs that other checks accept, or that only some transports finish.
+"""Tests of programs that other checks accept, or that only some transports finish.
 
-The checker and an execution judge each program.
+The tests compare `check` with an execution of each program.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ VEE = "stages_per_rank 2 placement vee"
 LOOP = "stages_per_rank 2"
 
 
-def accepted(program: Program) -> list[str]:
-    """Return the models that accept a program. The checker and the execution must agree."""
+def list_accepting_models(program: Program) -> list[str]:
+    """Return the models under which `check` accepts a program, and the execution finishes."""
     models: list[str] = []
     for model in MODELS:
         try:
@@ -50,7 +50,7 @@ def accepted(program: Program) -> list[str]:
     return models
 
 
-def refused(program: Program, progress_model: ProgressModel = "per_device") -> SchedirError:
+def read_refusal(program: Program, progress_model: ProgressModel = "per_device") -> SchedirError:
     assert verdict(program, progress_model).kind != "ok"
     with pytest.raises(SchedirError) as caught:
         check(program, progress_model)
@@ -59,7 +59,7 @@ def refused(program: Program, progress_model: ProgressModel = "per_device") -> S
 
 # ---------------------------------------------------------------- each model allows less
 
-STRICTER = {
+STRICTEST_MODEL = {
     "per_edge": written(  # no other model accepts it
         "recv_act 3.0; F 0.0; send_act 0.0; F 3.0",  # the receive precedes the send
         "recv_act 1.0; F 1.0; F 2.0; send_act 2.0",
@@ -88,7 +88,7 @@ STRICTER = {
 }
 
 
-LEGAL = {
+ACCEPTING_MODELS = {
     "per_edge": ["per_edge"],
     "per_pair": ["per_edge", "per_pair", "torch_lazy"],
     "per_direction": ["per_edge", "per_direction"],
@@ -97,60 +97,64 @@ LEGAL = {
 }
 
 
-@pytest.mark.parametrize("model", STRICTER)
-def test_legal_up_to(model: str) -> None:
-    assert accepted(STRICTER[model]) == LEGAL[model]
+@pytest.mark.parametrize("model", STRICTEST_MODEL)
+def test_progress_models_that_accept_program(model: str) -> None:
+    assert list_accepting_models(STRICTEST_MODEL[model]) == ACCEPTING_MODELS[model]
 
 
 # ---------------------------------------------------------------- only with unbounded buffers
 
 
-def test_both_send_before_they_receive() -> None:
-    """A transport that buffers sends finishes. On one communicator of NCCL, both ranks wait."""
+def test_sends_before_receives_deadlock_on_one_communicator() -> None:
+    """A transport with buffered sends finishes. On one NCCL communicator, both ranks wait."""
     program = written(
         "F 0.0; send_act 0.0; F 0.1; send_act 0.1; recv_act 3.0; recv_act 3.1; F 3.0; F 3.1",
         "recv_act 1.0; F 1.0; F 2.0; send_act 2.0; recv_act 1.1; F 1.1; F 2.1; send_act 2.1",
         microbatches=2, header=VEE,
     )  # fmt: skip
-    assert accepted(program) == ["per_edge"]
-    error = refused(program, "per_pair")
+    assert list_accepting_models(program) == ["per_edge"]
+    error = read_refusal(program, "per_pair")
     assert isinstance(error, DeadlockError)
     assert [(w.rank, str(w.instr), str(w.needed_instr)) for w in error.cycle] == [
         (0, "send_act 0.1", "recv_act 1.1"), (1, "send_act 2.0", "recv_act 3.0"),
     ]  # fmt: skip
 
 
-def test_received_in_another_order_than_sent() -> None:
-    """A transport that finds messages by name would finish. Elsewhere the messages cross."""
+def test_receives_in_other_order_than_sends_deadlock() -> None:
+    """Only a transport that matches messages by name would finish."""
     program = written(
         "F 0.0; F 0.1; send_act 0.0; send_act 0.1", "recv_act 1.1; recv_act 1.0; F 1.0; F 1.1",
         microbatches=2,
     )  # fmt: skip
-    assert accepted(program) == []
-    assert isinstance(refused(program), DeadlockError)
+    assert list_accepting_models(program) == []
+    assert isinstance(read_refusal(program), DeadlockError)
 
 
 # ---------------------------------------------------------------- groups
 
 
-def in_bulk(size: int) -> Program:
+def build_large_group(size: int) -> Program:
     """Return a program with all activations in one group, on both sides."""
-    every = range(size)
+    microbatches = range(size)
     return written(
-        "; ".join(f"F 0.{k}" for k in every) + "; " + " & ".join(f"send_act 0.{k}" for k in every),
-        " & ".join(f"recv_act 1.{k}" for k in every) + "; " + "; ".join(f"F 1.{k}" for k in every),
+        "; ".join(f"F 0.{k}" for k in microbatches)
+        + "; "
+        + " & ".join(f"send_act 0.{k}" for k in microbatches),
+        " & ".join(f"recv_act 1.{k}" for k in microbatches)
+        + "; "
+        + "; ".join(f"F 1.{k}" for k in microbatches),
         microbatches=size,
     )
 
 
-def test_groups_that_nccl_hangs_on() -> None:
-    assert accepted(in_bulk(256)) == [*MODELS]
-    error = refused(in_bulk(257))
+def test_groups_above_256_transfers_are_refused() -> None:
+    assert list_accepting_models(build_large_group(256)) == [*MODELS]
+    error = read_refusal(build_large_group(257))
     assert isinstance(error, GroupError)
     assert [(s.rank, s.index, str(s.instr)) for s in error.sites] == [(0, 257, "send_act 0.0")]
 
 
-RECEIVED = {
+RECEIVE_ORDERS = {
     "as one": ("recv_act 1.0 & recv_act 1.1", True),
     "one by one": ("recv_act 1.0; recv_act 1.1", True),
     "as one, crossed": ("recv_act 1.1 & recv_act 1.0", False),
@@ -158,24 +162,24 @@ RECEIVED = {
 }
 
 
-@pytest.mark.parametrize("how", RECEIVED)
-def test_messages_sent_as_one_arrive_in_their_order(how: str) -> None:
+@pytest.mark.parametrize("how", RECEIVE_ORDERS)
+def test_group_transfers_match_by_order(how: str) -> None:
     """NCCL matches the sends and the receives of a group by their order only."""
-    receives, right = RECEIVED[how]
+    receives, is_accepted = RECEIVE_ORDERS[how]
     program = written(
         "F 0.0; F 0.1; send_act 0.0 & send_act 0.1", f"{receives}; F 1.0; F 1.1", microbatches=2
     )
-    assert accepted(program) == ([*MODELS] if right else [])
-    if not right:
-        error = refused(program)
+    assert list_accepting_models(program) == ([*MODELS] if is_accepted else [])
+    if not is_accepted:
+        error = read_refusal(program)
         assert isinstance(error, GroupError)
         assert [(s.rank, str(s.instr)) for s in error.sites] == [
             (1, "recv_act 1.1"), (1, "recv_act 1.0"), (0, "send_act 0.0"), (0, "send_act 0.1"),
         ]  # fmt: skip
 
 
-def test_an_activation_and_a_gradient_of_one_group_cross() -> None:
-    """They use two channels under `per_edge`, and one where both use one communicator."""
+def test_group_of_activation_and_gradient_needs_two_channels() -> None:
+    """They use two channels under `per_edge`, and one channel if they share a communicator."""
     program = written(
         "F 0.0; send_act 0.0; recv_act 2.0; F 2.0; send_act 2.0; recv_grad 2.0; B 2.0;"
         "F 0.1; send_act 0.1 & send_grad 2.0; recv_grad 0.0; B 0.0;"
@@ -187,60 +191,64 @@ def test_an_activation_and_a_gradient_of_one_group_cross() -> None:
         "send_grad 1.1; reduce_grads 1; reduce_grads 3; step",
         microbatches=2, header=LOOP,
     )  # fmt: skip
-    assert accepted(program) == ["per_edge", "per_direction"]
-    assert isinstance(refused(program, "per_pair"), GroupError)
-    assert isinstance(refused(program, "torch_lazy"), DeadlockError)  # it sends them one by one
+    assert list_accepting_models(program) == ["per_edge", "per_direction"]
+    assert isinstance(read_refusal(program, "per_pair"), GroupError)
+    assert isinstance(
+        read_refusal(program, "torch_lazy"), DeadlockError
+    )  # it sends them one by one
 
 
-def test_an_asymmetric_group_is_legal() -> None:
+def test_one_sided_group_is_accepted() -> None:
     """One side is a group, and the other side issues its parts one by one in either order.
 
-    But torch uses different communicators for a group in both directions and for single messages.
+    torch uses other communicators for a group in both directions than for single messages.
     """
-    for there in ("recv_act 1.1; send_act 2.0", "send_act 2.0; recv_act 1.1"):
+    for rank_1_order in ("recv_act 1.1; send_act 2.0", "send_act 2.0; recv_act 1.1"):
         program = written(
             "F 0.0; send_act 0.0; F 0.1; send_act 0.1 & recv_act 3.0; F 3.0; recv_act 3.1; F 3.1",
-            f"recv_act 1.0; F 1.0; F 2.0; {there}; F 1.1; F 2.1; send_act 2.1",
+            f"recv_act 1.0; F 1.0; F 2.0; {rank_1_order}; F 1.1; F 2.1; send_act 2.1",
             microbatches=2, header=VEE,
         )  # fmt: skip
-        assert accepted(program) == [model for model in MODELS if model != "torch_lazy"]
-        assert isinstance(refused(program, "torch_lazy"), ChannelMismatchError)
+        assert list_accepting_models(program) == [
+            model for model in MODELS if model != "torch_lazy"
+        ]
+        assert isinstance(read_refusal(program, "torch_lazy"), ChannelMismatchError)
 
 
-def test_an_asymmetric_group_that_waits_for_itself() -> None:
+def test_one_sided_group_that_waits_for_itself_deadlocks() -> None:
     """A member of a group must not wait, through other ranks, for an effect of another member."""
     program = written(
         "F 0.0; send_act 0.0 & recv_act 3.1; F 3.1; F 0.1; send_act 0.1; recv_act 3.0; F 3.0",
         "recv_act 1.0; F 1.0; F 2.0; recv_act 1.1; F 1.1; F 2.1; send_act 2.1; send_act 2.0",
         microbatches=2, header=VEE,
     )  # fmt: skip
-    assert accepted(program) == []
-    assert isinstance(refused(program), DeadlockError)
+    assert list_accepting_models(program) == []
+    assert isinstance(read_refusal(program), DeadlockError)
 
 
 # ---------------------------------------------------------------- collectives
 
 
-def test_collectives_in_different_order_on_two_ranks() -> None:
-    """The sum of tied copies and the norm use two groups of ranks. Mixing their order hangs."""
+def test_collectives_in_different_order_are_refused() -> None:
+    """The sum of tied weights and the norm are in different groups of ranks."""
     first = "F 0.0; send_act 0.0; recv_grad 0.0; B 0.0; reduce_grads 0;"
     second = "recv_act 1.0; F 1.0; B 1.0; send_grad 1.0; reduce_grads 1;"
     right, wrong = "; reduce_norm; step", "reduce_norm; "
     header = "tied_weights yes clip_grad_norm yes"
-    one, other = f"{first} reduce_tied 0{right}", f"{second} reduce_tied 1{right}"
-    assert accepted(written(one, other, header=header)) == [*MODELS]
-    mixed = written(one, f"{second} {wrong} reduce_tied 1; step", header=header)
-    assert accepted(mixed) == []
-    error = refused(mixed)
+    rank_0, rank_1 = f"{first} reduce_tied 0{right}", f"{second} reduce_tied 1{right}"
+    assert list_accepting_models(written(rank_0, rank_1, header=header)) == [*MODELS]
+    mixed = written(rank_0, f"{second} {wrong} reduce_tied 1; step", header=header)
+    assert list_accepting_models(mixed) == []
+    error = read_refusal(mixed)
     assert isinstance(error, OrderError)
     assert [(s.rank, str(s.instr)) for s in error.sites] == [
         (1, "reduce_norm"), (1, "reduce_tied 1"),
     ]  # fmt: skip
 
 
-def test_a_collective_before_a_message_that_it_waits_for() -> None:
+def test_collective_before_awaited_message_deadlocks_one_queue() -> None:
     """Reductions have their own queue, except in models with a single queue."""
-    error = refused(STRICTER["per_device"], "blocking_serial")
+    error = read_refusal(STRICTEST_MODEL["per_device"], "blocking_serial")
     assert isinstance(error, DeadlockError)
     assert {str(w.instr) for w in error.cycle} == {"recv_grad 0.0", "reduce_tied 1"}
 
@@ -248,25 +256,27 @@ def test_a_collective_before_a_message_that_it_waits_for() -> None:
 # ---------------------------------------------------------------- forwards only
 
 
-def test_a_gradient_that_nobody_made() -> None:
-    """The messages are complete, in order and without a cycle, but one was never computed."""
+def test_gradient_without_backward_is_refused() -> None:
+    """The messages are complete, in order and without a cycle, but no backward computes one."""
     program = written(
         "F 0.0; send_act 0.0; recv_grad 0.0", "recv_act 1.0; F 1.0; send_grad 1.0"
     )  # fmt: skip
-    assert accepted(program) == []
-    assert isinstance(refused(program), CompletenessError)
+    assert list_accepting_models(program) == []
+    assert isinstance(read_refusal(program), CompletenessError)
 
 
-def test_costs_that_add_up_to_infinity_are_no_deadlock() -> None:
+def test_infinite_sum_of_costs_is_no_deadlock() -> None:
     program = compile(one_f_one_b, PipelineShape(2, 4), costs=Costs(F=1e308))
     with pytest.raises(CostsError, match="add up"):
         simulate(program, Costs(F=1e308))
 
 
-def test_a_walk_ends_where_an_instruction_is_there_twice() -> None:
-    """This is for callers that do not first check whether a program is complete."""
+def test_longest_path_ends_for_duplicate_instructions() -> None:
+    """Some callers do not first check whether a program is complete."""
     program = compile(one_f_one_b, PipelineShape(2, 4))
-    one, two = program.streams
-    twice = replace(program, streams=(Stream(np.concatenate([one.words, one.words])), two))
+    first, second = program.streams
+    duplicated = replace(
+        program, streams=(Stream(np.concatenate([first.words, first.words])), second)
+    )
     for model in MODELS:
-        assert compute_earliest_times(Graph(twice, model)).is_done.any()
+        assert compute_earliest_times(Graph(duplicated, model)).is_done.any()

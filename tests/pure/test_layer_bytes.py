@@ -16,7 +16,7 @@ from schedir.predict.activation_bytes import ACTIVATION_TERMS, compute_layer_ter
 GOLDEN = Path(__file__).parents[1] / "golden" / "rar_table2_activation_memory.csv"
 LINES = [line.partition(",") for line in GOLDEN.read_text().splitlines() if line[0] != "#"]
 FORMULAS = {name: formula for name, _, formula in LINES[1:]}
-HOW: dict[str, dict[str, Any]] = {
+OPTIONS: dict[str, dict[str, Any]] = {
     "no parallelism": {"tp": 1},
     "tensor parallel (baseline)": {},
     "tensor+sequence": {"sequence_parallel": True},
@@ -29,18 +29,20 @@ SIZE = st.integers(1, 10**4)
 
 @pytest.mark.parametrize("name", FORMULAS)
 @given(s=SIZE, b=SIZE, h=SIZE, a=SIZE, t=st.integers(1, 64))
-def test_the_table_of_the_paper(name: str, s: int, b: int, h: int, a: int, t: int) -> None:
-    how = {"tp": t} | HOW[name]
-    printed = eval(FORMULAS[name], {}, {"s": s, "b": b, "h": h, "a": a, "t": how["tp"]})
-    assert activation_bytes_per_layer(s, b, h, a, **how) == pytest.approx(printed)
-    if how.get("recompute") != "full":
-        assert len(compute_layer_terms(s, b, h, a, **how)) == len(ACTIVATION_TERMS) - 3 * (
-            "recompute" in how
+def test_activation_bytes_match_published_formulas(
+    name: str, s: int, b: int, h: int, a: int, t: int
+) -> None:
+    options = {"tp": t} | OPTIONS[name]
+    printed = eval(FORMULAS[name], {}, {"s": s, "b": b, "h": h, "a": a, "t": options["tp"]})
+    assert activation_bytes_per_layer(s, b, h, a, **options) == pytest.approx(printed)
+    if options.get("recompute") != "full":
+        assert len(compute_layer_terms(s, b, h, a, **options)) == len(ACTIVATION_TERMS) - 3 * (
+            "recompute" in options
         )
 
 
-def test_the_table_has_all_rows() -> None:
-    assert FORMULAS.keys() == HOW.keys()
+def test_published_table_is_complete() -> None:
+    assert FORMULAS.keys() == OPTIONS.keys()
 
 
 @pytest.mark.parametrize(
@@ -48,8 +50,8 @@ def test_the_table_has_all_rows() -> None:
     [("sequence", 0), ("microbatch_size", -1), ("hidden", 1.5), ("heads", True), ("tp", 0),
      ("recompute", "half"), ("recompute", True)],
 )  # fmt: skip
-def test_what_is_no_size(name: str, value: Any) -> None:
-    given: Any = {"sequence": 8, "microbatch_size": 1, "hidden": 8, "heads": 2}
+def test_invalid_argument_is_refused(name: str, value: Any) -> None:
+    arguments: Any = {"sequence": 8, "microbatch_size": 1, "hidden": 8, "heads": 2}
     with pytest.raises(UsageError) as caught:
-        activation_bytes_per_layer(**given | {name: value})
+        activation_bytes_per_layer(**arguments | {name: value})
     assert caught.value.fields == (name,)

@@ -1,4 +1,4 @@
-"""The rules of the source tree: layers, packages, file sizes and imports."""
+"""Tests of the rules of the source tree: layers, packages, file sizes and imports."""
 
 import ast
 import re
@@ -84,7 +84,7 @@ def module_name(path: Path) -> str:
 MODULES = {module_name(f): f for f in python_files("schedir", "kernels", "viz")}
 
 
-def imports(path: Path, package: str = "") -> Iterator[str]:
+def list_imports(path: Path, package: str = "") -> Iterator[str]:
     """Yield every dotted name that a file imports anywhere. Relative ones start at `package`."""
     for node in ast.walk(ast.parse(path.read_bytes())):
         if isinstance(node, ast.Import):
@@ -112,7 +112,7 @@ def has_import_in_name(function: ast.expr) -> bool:
 def module_imports(name: str) -> frozenset[str]:
     path = MODULES[name]
     package = name if path.name == "__init__.py" else name.rpartition(".")[0]
-    return frozenset(imports(path, package))
+    return frozenset(list_imports(path, package))
 
 
 def package_of(name: str) -> str:
@@ -124,57 +124,64 @@ def package_of(name: str) -> str:
     return second if second in LAYER_OF or f"schedir.{second}" in MODULES else "__init__"
 
 
-def own(names: frozenset[str]) -> set[str]:
+def select_schedir_names(names: frozenset[str]) -> set[str]:
     return {name for name in names if name.split(".")[0] == "schedir"}
 
 
-def test_modules_are_found() -> None:
+def test_module_list_has_core_modules() -> None:
     assert {"schedir.ir.isa.instructions", "schedir.ir.program"} <= MODULES.keys()
 
 
-def test_each_package_has_a_layer() -> None:
+def test_packages_have_layers() -> None:
     assert {package_of(name) for name in MODULES} <= LAYER_OF.keys()
 
 
-def test_imports_go_down() -> None:
-    wrong = []
+def test_imports_are_from_lower_layers() -> None:
+    violations = []
     for name in MODULES:
-        here = package_of(name)
-        for target in own(module_imports(name)):
-            there = package_of(target)
-            is_inside = here == there != "__init__"
-            if not (is_inside or LAYER_OF[there] < LAYER_OF[here] or (here, there) in ALLOWED):
-                wrong.append(f"{name} imports {target}")
-    assert not wrong
+        importer = package_of(name)
+        for target in select_schedir_names(module_imports(name)):
+            imported = package_of(target)
+            is_inside = importer == imported != "__init__"
+            if not (
+                is_inside
+                or LAYER_OF[imported] < LAYER_OF[importer]
+                or (importer, imported) in ALLOWED
+            ):
+                violations.append(f"{name} imports {target}")
+    assert not violations
 
 
-def test_only_some_packages_import_leaves() -> None:
+def test_only_allowed_packages_import_leaves() -> None:
     """The core and the runtime work without pictures, planner, search, traces and diagnosis."""
-    found = {
+    pairs = {
         (package_of(name), package_of(target))
         for name in MODULES
-        for target in own(module_imports(name))
+        for target in select_schedir_names(module_imports(name))
         if package_of(target) in LEAVES and package_of(name) not in LEAVES
     }
-    assert {here for here, _ in found} <= USERS_OF_LEAVES
-    assert {there for here, there in found if here == "runtime"} <= {"hang_diagnosis"}
+    assert {importer for importer, _ in pairs} <= USERS_OF_LEAVES
+    assert {imported for importer, imported in pairs if importer == "runtime"} <= {"hang_diagnosis"}
 
 
-def test_nothing_runs_on_the_tests_of_users() -> None:
+def test_no_package_imports_testing() -> None:
     users = {
         package_of(name)
         for name in MODULES
-        if any(package_of(t) == "testing" for t in own(module_imports(name)))
+        if any(package_of(t) == "testing" for t in select_schedir_names(module_imports(name)))
     }
     assert users <= {"testing", "__init__"}
 
 
-def test_imports_have_no_cycle() -> None:
+def test_module_imports_have_no_cycle() -> None:
     def resolve(target: str) -> str:
         return target if target in MODULES else target.rpartition(".")[0]
 
     TopologicalSorter(
-        {name: {resolve(t) for t in own(module_imports(name))} - {name} for name in MODULES}
+        {
+            name: {resolve(t) for t in select_schedir_names(module_imports(name))} - {name}
+            for name in MODULES
+        }
     ).prepare()
 
 
@@ -189,22 +196,22 @@ def may_import(name: str, root: str) -> bool:
     }.get(root, True)
 
 
-def test_heavy_imports_stay_home() -> None:
+def test_large_packages_are_imported_only_where_allowed() -> None:
     imported = [
         (name, root) for name in MODULES for root in {t.split(".")[0] for t in module_imports(name)}
     ]
     assert not [pair for pair in imported if not may_import(*pair)]
 
 
-def test_pure_tests_use_no_torch() -> None:
+def test_pure_tests_do_not_import_torch() -> None:
     files = python_files("tests/pure")
-    assert not [f.name for f in files if "torch" in {t.split(".")[0] for t in imports(f)}]
+    assert not [f.name for f in files if "torch" in {t.split(".")[0] for t in list_imports(f)}]
 
 
-PYTHON = python_files("schedir", "kernels", "viz", "tests", "examples", "docs")
+PYTHON_FILES = python_files("schedir", "kernels", "viz", "tests", "examples", "docs")
 
 
-def test_top_level_modules() -> None:
+def test_top_level_modules_are_listed() -> None:
     files = {f.stem for f in SOURCE.glob("*.py")}
     assert files == {
         "__init__",
@@ -224,13 +231,13 @@ TABLE = (
     "schedir.ir.isa.instruction_table",
     "schedir.ir.isa.table_validation",
 )
-NAMED = {
+ALLOWED_OPCODE_NAMES = {
     "schedir.io.torch_csv": (12, "torch has a word for each of these, and no others"),
     "schedir.viz.palette": (22, "each has a colour and a name that people know; others get grey"),
 }
 
 
-def names_of_opcodes(path: Path) -> int:
+def count_opcode_names(path: Path) -> int:
     """Return how often a file names an instruction, as `Opcode.Forward` or by an alias."""
     tree = ast.parse(path.read_bytes())
     other = {
@@ -250,34 +257,36 @@ def names_of_opcodes(path: Path) -> int:
     )
 
 
-def test_instructions_are_named_by_the_table_passes_and_handlers() -> None:
+def test_opcodes_are_named_only_in_allowed_files() -> None:
     counted = {
-        name: names_of_opcodes(path)
+        name: count_opcode_names(path)
         for name, path in MODULES.items()
         if name not in TABLE and package_of(name) != "passes" and not name.endswith("_handlers")
     }
-    assert {name: n for name, n in counted.items() if n} == {k: n for k, (n, _) in NAMED.items()}
+    assert {name: n for name, n in counted.items() if n} == {
+        k: n for k, (n, _) in ALLOWED_OPCODE_NAMES.items()
+    }
 
 
-def test_files_hold_one_idea() -> None:
-    """The table of instructions may be long: it is data, and each row is read by itself."""
-    both = PYTHON + python_files("benchmarks")
-    texts = {f.name: text for f in both if (text := f.read_text()).count("\n") >= 400}
+def test_files_are_shorter_than_400_lines() -> None:
+    """Only the table of instructions may be longer, because it is data."""
+    files = PYTHON_FILES + python_files("benchmarks")
+    texts = {f.name: text for f in files if (text := f.read_text()).count("\n") >= 400}
     long = [name for name, text in texts.items() if code_lines(text) >= 400]
     assert long == ["instruction_table.py"]
 
 
-def test_nothing_is_left_of_a_merge() -> None:
-    texts = [*PYTHON, *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
+def test_files_have_no_merge_markers() -> None:
+    texts = [*PYTHON_FILES, *ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]
     assert not [f for f in texts if re.search(r"^(<{7}|>{7}) ", f.read_text(), re.M)]
 
 
-def test_kernels_and_viz_are_not_top_level_names() -> None:
-    roots = {(f, target.split(".")[0]) for f in PYTHON for target in imports(f)}
+def test_kernels_and_viz_are_not_imported_as_top_level() -> None:
+    roots = {(f, target.split(".")[0]) for f in PYTHON_FILES for target in list_imports(f)}
     assert not [(f, root) for f, root in roots if root in ("kernels", "viz")]
 
 
-def test_packages_are_the_folders() -> None:
+def test_configured_packages_match_folders() -> None:
     setuptools = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]
     mapped = setuptools["package-dir"]
     folders = {module_name(file.with_name("__init__.py")) for file in MODULES.values()}
@@ -317,8 +326,10 @@ except SystemExit as end:
     ],
     ids=["import", "api", "settings", "help"],
 )
-def test_nothing_heavy_is_loaded(code: str) -> None:
+def test_common_code_loads_no_large_packages(code: str) -> None:
     report = f"{code}\nimport sys\nprint('loaded:', *(m for m in {HEAVY} if m in sys.modules))"
-    done = subprocess.run([sys.executable, "-c", report], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1].split() == ["loaded:"]
+    completed = subprocess.run(
+        [sys.executable, "-c", report], cwd=ROOT, capture_output=True, text=True
+    )
+    assert completed.returncode == 0, completed.stderr
+    assert completed.stdout.splitlines()[-1].split() == ["loaded:"]

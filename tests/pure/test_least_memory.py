@@ -1,4 +1,4 @@
-"""Tests of the sentence about a schedule that is as short with less memory."""
+"""Tests of the sentence that names a schedule with the same span and less memory."""
 
 from __future__ import annotations
 
@@ -26,28 +26,28 @@ LEAST = "in flight, the least for this span"
         ),
     ],
 )
-def test_less_memory_at_the_same_span(
+def test_simulate_names_schedule_with_less_memory(
     arguments: str, sentence: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = run_command(capsys, "simulate", *arguments.split(), "--ranks=4", "--microbatches=8")
     lines = text.splitlines()
-    (at,) = [k for k, line in enumerate(lines) if line.endswith("proved shortest")]
-    below = lines[at + 1] if at + 1 < len(lines) else ""
-    assert below == sentence or (not sentence and "is as short" not in text)
+    (proof_line,) = [k for k, line in enumerate(lines) if line.endswith("proved shortest")]
+    next_line = lines[proof_line + 1] if proof_line + 1 < len(lines) else ""
+    assert next_line == sentence or (not sentence and "is as short" not in text)
     if not sentence.endswith("GB"):
         assert sentence in run_command(
             capsys, "draw", *arguments.split(), "--ranks=4", "--microbatches=8"
         )
 
 
-def test_a_search_names_it_too(capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_names_schedule_with_less_memory(capsys: pytest.CaptureFixture[str]) -> None:
     limits = ("--no-split-backward", "--max-in-flight=8", "--time-limit=5")
     text = run_command(capsys, "search", "--ranks=4", "--microbatches=8", *limits)
     assert "\nthe built-in one_f_one_b is as short with 4 instead of " in text
 
 
-def test_only_what_is_proved_is_the_least() -> None:
-    """With 6 in flight a schedule can be as short, so 7 are not the least."""
+def test_least_memory_is_claimed_only_if_proved() -> None:
+    """A schedule with 6 in flight can have the same span, so 7 is not the least."""
     program = schedir.compile("gpipe", ranks=4, microbatches=8)
     costs = Costs(F=1, B=2)
     timeline = schedir.simulate(program, costs)

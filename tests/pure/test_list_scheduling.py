@@ -1,4 +1,4 @@
-"""Tests that list scheduling gives the known schedules, and no program that hangs."""
+"""Tests that list scheduling gives known schedules, and only programs that finish."""
 
 from __future__ import annotations
 
@@ -22,56 +22,58 @@ from tests.strategies import costs
 
 @pytest.mark.parametrize("priced", [Costs(), Costs(F=3, B=5), Costs(F=2, B=1)])
 @pytest.mark.parametrize("P", range(1, 7))
-def test_1f1b_and_gpipe_come_out(P: int, priced: Costs) -> None:
+def test_greedy_schedule_gives_1f1b_and_gpipe(P: int, priced: Costs) -> None:
     for m in (1, P - 1 or 1, P, 2 * P + 1):
         shape = PipelineShape(P, m)
-        found = greedy_schedule(shape, "BF", lambda rank: P - rank, priced)
-        assert found.streams == expand_schedule(one_f_one_b, shape).streams
-        found = greedy_schedule(shape, "FB", lambda rank: 99, priced)
-        assert found.streams == expand_schedule(gpipe, shape).streams
+        draft = greedy_schedule(shape, "BF", lambda rank: P - rank, priced)
+        assert draft.streams == expand_schedule(one_f_one_b, shape).streams
+        draft = greedy_schedule(shape, "FB", lambda rank: 99, priced)
+        assert draft.streams == expand_schedule(gpipe, shape).streams
 
 
-def test_time_decides() -> None:
-    """A rank that waits for its next forward runs a backward meanwhile, whatever its preference."""
+def test_greedy_schedule_depends_on_costs() -> None:
+    """A rank that waits for a forward runs a backward, even if it prefers forwards."""
     shape = PipelineShape(2, 4)
     slow = Costs(F=(3, 1), B=2)
-    found = greedy_schedule(shape, "FB", lambda rank: 4, slow)
-    assert found.streams != expand_schedule(gpipe, shape).streams
-    assert simulate(found, slow).span < simulate(expand_schedule(gpipe, shape), slow).span
+    draft = greedy_schedule(shape, "FB", lambda rank: 4, slow)
+    assert draft.streams != expand_schedule(gpipe, shape).streams
+    assert simulate(draft, slow).span < simulate(expand_schedule(gpipe, shape), slow).span
 
 
 @settings(max_examples=150)
 @given(st.data())
-def test_whatever_comes_out_is_legal(data: st.DataObject) -> None:
+def test_greedy_schedules_pass_check(data: st.DataObject) -> None:
     shape = data.draw(shapes())
-    priced = data.draw(costs(shape))
+    drawn_costs = data.draw(costs(shape))
     prefer = data.draw(st.sampled_from(["BF", "FB", "FIW", "FWI", "IFW", "IWF", "WFI", "WIF"]))
-    limits = [data.draw(st.integers(len(own), len(own) + 4)) for own in shape.stages_on_rank]
-    found = greedy_schedule(shape, prefer, limits.__getitem__, priced)
-    check(lower(found, priced), "blocking_serial")
-    assert (peak_in_flight(found) <= limits).all()
-    again = greedy_schedule(shape, prefer, limits.__getitem__, priced)
-    assert found == again
+    limits = [
+        data.draw(st.integers(len(stages), len(stages) + 4)) for stages in shape.stages_on_rank
+    ]
+    draft = greedy_schedule(shape, prefer, limits.__getitem__, drawn_costs)
+    check(lower(draft, drawn_costs), "blocking_serial")
+    assert (peak_in_flight(draft) <= limits).all()
+    again = greedy_schedule(shape, prefer, limits.__getitem__, drawn_costs)
+    assert draft == again
 
 
-def test_weights_fill_what_1f1b_leaves() -> None:
-    priced = Costs(F=(1, 3, 2, 1), I=2, W=1, send=0.5)
-    filled = simulate(greedy_schedule(PipelineShape(4, 9), "IFW", lambda rank: 4, priced), priced)
-    assert filled.span < simulate(expand_schedule(one_f_one_b, PipelineShape(4, 9)), priced).span
+def test_weight_gradients_fill_idle_time_of_1f1b() -> None:
+    uneven = Costs(F=(1, 3, 2, 1), I=2, W=1, send=0.5)
+    filled = simulate(greedy_schedule(PipelineShape(4, 9), "IFW", lambda rank: 4, uneven), uneven)
+    assert filled.span < simulate(expand_schedule(one_f_one_b, PipelineShape(4, 9)), uneven).span
 
 
 @pytest.mark.parametrize("prefer", ["", "F", "BB", "FBW", "FI", "fb"])
-def test_bad_preferences(prefer: str) -> None:
+def test_invalid_preference_is_refused(prefer: str) -> None:
     with pytest.raises(ScheduleError):
         greedy_schedule(PipelineShape(2, 2), prefer, lambda rank: 2)
 
 
-def test_too_little_room() -> None:
+def test_too_small_limit_is_refused() -> None:
     with pytest.raises(ScheduleError, match="rank 1"):
         greedy_schedule(PipelineShape(2, 2, 2), "FB", lambda rank: 2 - rank)
 
 
-def test_room_may_be_a_number() -> None:
+def test_limit_may_be_number() -> None:
     assert greedy_schedule(PipelineShape(3, 5), "BF", 2) == greedy_schedule(
         PipelineShape(3, 5), "BF", lambda rank: 2
     )

@@ -1,4 +1,4 @@
-"""Tests that three ways to the longest path agree exactly, and that none needs numba."""
+"""Tests that three solvers of the longest path agree exactly, and that none needs numba."""
 
 from __future__ import annotations
 
@@ -27,21 +27,21 @@ from tests.mutants import CORPUS, mutate
 from tests.strategies import with_slots
 
 
-def agree(problem: LongestPathProblem) -> bool:
-    """Solve a problem in each available way, and return whether all nodes were reached."""
+def solve_and_compare(problem: LongestPathProblem) -> bool:
+    """Compare all available solvers on a problem, and return whether they reach all nodes."""
     problem = problem._replace(edges=[*problem.edges])
-    ways = [solve_by_loop(problem), solve_by_frontiers(problem)]
+    solutions = [solve_by_loop(problem), solve_by_frontiers(problem)]
     if (machine_code := numba_jit._compile(LOOPS)) is not None:
-        ways.append(solve_by_loop(problem, machine_code))
-    start, turn = ways[0]
-    for other_start, other_turn in ways[1:]:
-        np.testing.assert_array_equal(turn, other_turn)
-        reached = turn > 0
+        solutions.append(solve_by_loop(problem, machine_code))
+    start, order = solutions[0]
+    for other_start, other_order in solutions[1:]:
+        np.testing.assert_array_equal(order, other_order)
+        reached = order > 0
         np.testing.assert_array_equal(start[reached], other_start[reached])
-    return bool((turn > 0)[problem.node_mask].all())
+    return bool((order > 0)[problem.node_mask].all())
 
 
-def odd(shape: PipelineShape, rng: random.Random) -> Costs:
+def draw_rounded_costs(shape: PipelineShape, rng: random.Random) -> Costs:
     """Return costs whose sums are rounded."""
 
     def per_stage() -> tuple[float, ...]:
@@ -50,17 +50,21 @@ def odd(shape: PipelineShape, rng: random.Random) -> Costs:
     return Costs(F=per_stage(), B=per_stage(), I=per_stage(), W=per_stage(), send=per_stage())
 
 
-def known(program: Program, rng: random.Random) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
+def draw_end_times(
+    program: Program, rng: random.Random
+) -> np.ndarray[tuple[int], np.dtype[np.float64]]:
     """Return given end times for about every third instruction."""
     return np.array([rng.random() * 9 if rng.random() < 0.3 else np.nan for _ in program.words])
 
 
 @given(compute_programs(), st.integers(0, 2**32))
 @settings(deadline=None)
-def test_of_drafts(draft: Program, seed: int) -> None:
+def test_solvers_agree_on_drafts(draft: Program, seed: int) -> None:
     rng = random.Random(seed)
-    ends = known(draft, rng) if seed % 3 == 0 else None
-    assert agree(build_problem(Graph(draft), odd(draft.shape, rng), ends))
+    ends = draw_end_times(draft, rng) if seed % 3 == 0 else None
+    assert solve_and_compare(
+        build_problem(Graph(draft), draw_rounded_costs(draft.shape, rng), ends)
+    )
 
 
 CHANGES = ("swap_any", "move_anywhere", "join_computes", "join_transfers", "join_both_sides")
@@ -68,22 +72,28 @@ CHANGES = ("swap_any", "move_anywhere", "join_computes", "join_transfers", "join
 
 @given(st.sampled_from(CHANGES), st.sampled_from(MODELS), st.booleans(), st.integers(0, 2**32))
 @settings(deadline=None)
-def test_of_programs(
+def test_solvers_agree_on_programs(
     change: str, progress_model: ProgressModel, blocking_hosts: bool, seed: int
 ) -> None:
     rng = random.Random(seed)
     for program in mutate(change, seed, corpus=CORPUS):
         program = with_slots(program, rng)
-        ends = known(program, rng) if seed % 3 == 0 else None
+        ends = draw_end_times(program, rng) if seed % 3 == 0 else None
         graph = Graph(program, progress_model, blocking_hosts=blocking_hosts)
-        event("ends" if agree(build_problem(graph, odd(program.shape, rng), ends)) else "hangs")
+        event(
+            "ends"
+            if solve_and_compare(build_problem(graph, draw_rounded_costs(program.shape, rng), ends))
+            else "hangs"
+        )
 
 
 @given(
     st.sampled_from((1, 9, 400)), st.integers(0, 30), st.booleans(), st.booleans(), st.integers()
 )
 @settings(deadline=None)
-def test_of_any_graph(nodes: int, edges: int, fixes: bool, hops: bool, seed: int) -> None:
+def test_solvers_agree_on_random_graphs(
+    nodes: int, edges: int, fixes: bool, hops: bool, seed: int
+) -> None:
     """Graphs have many successors, double edges, cycles, and numbers that are not nodes."""
     rng = np.random.default_rng(abs(seed))
     mask = rng.random(nodes) < 0.95
@@ -92,10 +102,10 @@ def test_of_any_graph(nodes: int, edges: int, fixes: bool, hops: bool, seed: int
         pair = np.sort(rng.integers(0, nodes, (edges, 2)).astype(np.int32), 1)
         pair[:, 0] //= 64
         pair = pair[mask[pair].all(1) & (pair[:, 0] < pair[:, 1])]
-        back = rng.random(len(pair)) < 0.01
-        pair[back] = pair[back][:, ::-1]
+        is_reversed = rng.random(len(pair)) < 0.01
+        pair[is_reversed] = pair[is_reversed][:, ::-1]
         parts.append((pair[:, 0], pair[:, 1]))
-    agree(
+    solve_and_compare(
         LongestPathProblem(
             parts,
             mask,
@@ -109,14 +119,16 @@ def test_of_any_graph(nodes: int, edges: int, fixes: bool, hops: bool, seed: int
 
 @given(st.lists(st.integers(0, 200), min_size=1, max_size=6), st.booleans(), st.integers(0, 2**32))
 @settings(deadline=None)
-def test_of_hubs(readers: list[int], hops: bool, seed: int) -> None:
+def test_solvers_agree_on_nodes_with_many_successors(
+    readers: list[int], hops: bool, seed: int
+) -> None:
     """Some nodes have more successors than the table has columns, like a gather of ZeRO 3."""
     rng = np.random.default_rng(seed)
     nodes = 512
     parts = []
-    for hub, many in enumerate(readers):
-        target = rng.integers(hub + 1, nodes, many).astype(np.int32)
-        parts.append((np.full(many, hub, np.int32), target))
+    for hub, count in enumerate(readers):
+        target = rng.integers(hub + 1, nodes, count).astype(np.int32)
+        parts.append((np.full(count, hub, np.int32), target))
     pair = np.sort(rng.integers(0, nodes, (nodes, 2)).astype(np.int32), 1)
     pair = pair[pair[:, 0] < pair[:, 1]]
     parts.append((pair[:, 0], pair[:, 1]))
@@ -124,11 +136,11 @@ def test_of_hubs(readers: list[int], hops: bool, seed: int) -> None:
     if hops:
         rank = rng.integers(0, 3, nodes).astype(np.int32)
         problem = problem._replace(rank=rank, hop_time=rng.random(nodes))
-    assert agree(problem)
+    assert solve_and_compare(problem)
 
 
 @pytest.mark.parametrize("hops", [False, True])
-def test_memory_of_a_walk_grows_with_its_edges(hops: bool) -> None:
+def test_solver_memory_is_linear_in_edges(hops: bool) -> None:
     """A table with a column per successor would have quadratic size, 64 MB for this graph."""
     nodes = 4096
     hubs = [np.full(nodes - 8, hub, np.int32) for hub in range(4)]
@@ -145,29 +157,29 @@ def test_memory_of_a_walk_grows_with_its_edges(hops: bool) -> None:
     assert peak < 200 * sum(map(len, hubs))
 
 
-def test_one_that_many_wait_for() -> None:
-    """The frontier is larger than any before it, like for the norm of a thousand ranks."""
+def test_solvers_agree_on_star_graph() -> None:
+    """One node has a hundred successors, as the norm of many ranks has."""
     many, nodes = np.arange(1, 101, dtype=np.int32), 100 * 64
     star = (np.zeros_like(many), many)
-    assert agree(LongestPathProblem([star], np.arange(nodes) <= 100, np.ones(nodes)))
+    assert solve_and_compare(LongestPathProblem([star], np.arange(nodes) <= 100, np.ones(nodes)))
 
 
-def test_of_a_large_program(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A command that solves once uses frontiers, and callers may request compiled loops."""
+def test_solvers_agree_on_large_program(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A large problem is solved by frontiers, with the same spans as by the loop."""
     program = compile(schedules.interleaved, PipelineShape(8, 64, 2), costs=Costs(send=0.1))
-    assert agree(build_problem(Graph(program), Costs(F=1.1, send=0.3)))
+    assert solve_and_compare(build_problem(Graph(program), Costs(F=1.1, send=0.3)))
     spans = simulate(program, Costs(F=1.1, send=0.3)).spans
     monkeypatch.setattr(longest_path, "MAX_LOOP_NODES", 0)
     assert (simulate(program, Costs(F=1.1, send=0.3)).spans == spans).all()
 
 
-def run(code: str) -> list[str]:
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    return done.stdout.split()
+def run_code(code: str) -> list[str]:
+    completed = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert completed.returncode == 0, completed.stderr
+    return completed.stdout.split()
 
 
-WALK = """
+SIMULATE = """
 import sys
 from schedir import PipelineShape, compile, schedules, simulate
 from schedir.analysis import numba_jit
@@ -176,28 +188,28 @@ def times():
 """
 
 
-def test_a_short_process_does_not_import_numba() -> None:
-    assert run(WALK + "print(times(), 'numba' in sys.modules)") == ["813.0", "False"]
+def test_short_process_does_not_import_numba() -> None:
+    assert run_code(SIMULATE + "print(times(), 'numba' in sys.modules)") == ["813.0", "False"]
 
 
-def test_rent_becomes_a_price() -> None:
+def test_enough_uncompiled_time_imports_numba() -> None:
     pytest.importorskip("numba")
     code = "numba_jit.add_uncompiled_time(numba_jit.IMPORT_SECONDS)\n"
     code += "print(times(), 'numba' in sys.modules)"
-    assert run(WALK + code) == ["813.0", "True"]
+    assert run_code(SIMULATE + code) == ["813.0", "True"]
 
 
-def test_a_first_walk_that_is_long_imports_numba() -> None:
+def test_long_first_solve_imports_numba() -> None:
     pytest.importorskip("numba")
     code = """
 from schedir.analysis.critical_path import longest_path
 longest_path.SECONDS_PER_NODE = 1.0
 print(times(), "numba" in sys.modules)
 """
-    assert run(WALK + code) == ["813.0", "True"]
+    assert run_code(SIMULATE + code) == ["813.0", "True"]
 
 
-def test_small_programs_pay_rent_too() -> None:
+def test_small_programs_add_uncompiled_time() -> None:
     pytest.importorskip("numba")
     code = """
 numba_jit.IMPORT_SECONDS = 1e-9
@@ -205,20 +217,22 @@ for _ in range(2):
     simulate(compile(schedules.gpipe, PipelineShape(2, 4)))
 print("numba" in sys.modules)
 """
-    assert run(WALK + code) == ["True"]
+    assert run_code(SIMULATE + code) == ["True"]
 
 
-def test_without_numba_all_works() -> None:
-    hide = "import sys\nsys.modules['numba'] = None\n" + WALK
-    assert run(hide + "numba_jit.add_uncompiled_time(9)\nprint(times())") == ["813.0"]
+def test_simulation_works_without_numba() -> None:
+    hide = "import sys\nsys.modules['numba'] = None\n" + SIMULATE
+    assert run_code(hide + "numba_jit.add_uncompiled_time(9)\nprint(times())") == ["813.0"]
     code = "\ntry:\n    numba_jit.enable_numba()\nexcept Exception as error:\n"
     code += "    print(type(error).__name__)"
-    assert run(hide + code) == [UsageError.__name__]
+    assert run_code(hide + code) == [UsageError.__name__]
 
 
-def test_load_is_at_once() -> None:
+def test_enable_numba_imports_at_once() -> None:
     pytest.importorskip("numba")
-    assert run(WALK + "numba_jit.enable_numba()\nprint('numba' in sys.modules, times())") == [
+    assert run_code(
+        SIMULATE + "numba_jit.enable_numba()\nprint('numba' in sys.modules, times())"
+    ) == [
         "True",
         "813.0",
     ]

@@ -1,4 +1,4 @@
-"""Tests of lower bounds: no schedule is shorter, and bounds equal those of published proofs."""
+"""Tests that no schedule is below a lower bound, and that bounds match published results."""
 
 from __future__ import annotations
 
@@ -40,12 +40,12 @@ from tests.interleavings import shortest
 from tests.strategies import costs
 
 ONE_HOLDER = ("loop", "vee", "given")
-FINE = 1 - 1e-9
+TOLERANCE = 1 - 1e-9
 
 # arXiv 2401.10241: from Table 9 the times of F, B, W and a message, and from Table 5 the idle part
 # of ZB-1p's own span.
 # fmt: off
-ZB_1P = [  # hidden size, heads, ranks, microbatches
+ZB_1P_ROWS = [  # hidden size, heads, ranks, microbatches
     (2304, 24, 8, 24, 18.522, 18.086, 9.337, 0.601, 0.1585),
     (2304, 24, 8, 32, 18.513, 18.086, 9.331, 0.626, 0.1242),
     (2304, 24, 8, 64, 18.546, 18.097, 9.321, 0.762, 0.0674),
@@ -59,15 +59,13 @@ ZB_1P = [  # hidden size, heads, ranks, microbatches
     (6144, 48, 32, 128, 10.408, 10.204, 7.703, 0.408, 0.1106),
     (6144, 48, 32, 256, 10.402, 10.248, 7.698, 0.460, 0.0594),
 ]
-ZB_2P = [0.0433, 0.0039, 0.0026, 0.0029, 0.0022, 0.0010,
+ZB_2P_IDLE_SHARES = [0.0433, 0.0039, 0.0026, 0.0029, 0.0022, 0.0010,
          0.0066, 0.0054, 0.0028, 0.0038, 0.0029, 0.0018]
 # fmt: on
 
 
-@pytest.mark.parametrize(("row", "twice"), [*zip(ZB_1P, ZB_2P, strict=True)])
-def test_the_automatic_schedules_of_the_zero_bubble_paper(
-    row: tuple[float, ...], twice: float
-) -> None:
+@pytest.mark.parametrize(("row", "twice"), [*zip(ZB_1P_ROWS, ZB_2P_IDLE_SHARES, strict=True)])
+def test_bounds_match_zero_bubble_paper(row: tuple[float, ...], twice: float) -> None:
     """The paper's ZB-1p reaches the lower bound at its memory. Its ZB-2p is not below the bound."""
     hidden, heads, ranks, m = map(int, row[:4])
     *times, printed = row[4:]
@@ -85,7 +83,7 @@ def test_the_automatic_schedules_of_the_zero_bubble_paper(
     assert two <= twice + 5e-5
 
 
-def test_why_is_a_proof_in_words() -> None:
+def test_explanation_of_bound() -> None:
     priced = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
     least = lower_bound(PipelineShape(8, 24), priced, max_in_flight=8)
     assert least.explanation == (
@@ -95,7 +93,7 @@ def test_why_is_a_proof_in_words() -> None:
     assert least.value == pytest.approx(1102.68 + 135.016 + 72.709)
 
 
-def test_nothing_of_the_zoo_is_shorter() -> None:
+def test_built_in_schedules_are_not_below_bound() -> None:
     tried, tight = 0, 0
     for name in schedules.__all__:
         schedule = getattr(schedules, name)
@@ -107,160 +105,167 @@ def test_nothing_of_the_zoo_is_shorter() -> None:
                 continue
             if (least := compute_program_bound(program, priced)) is not None:
                 span = simulate(program, priced).span
-                assert least.value * FINE <= span, (name, shape)
-                tried, tight = tried + 1, tight + (span * FINE <= least.value)
+                assert least.value * TOLERANCE <= span, (name, shape)
+                tried, tight = tried + 1, tight + (span * TOLERANCE <= least.value)
     assert tried > tight > 300
 
 
 @settings(max_examples=150)
 @given(st.data())
-def test_no_program_is_shorter(data: st.DataObject) -> None:
-    """This holds for any order, for whole and split backwards, and for limits in bytes too."""
-    made = data.draw(compute_programs(placements=ONE_HOLDER))
+def test_random_programs_are_not_below_bound(data: st.DataObject) -> None:
+    """This holds for any order, full and split backwards, and memory in counts and bytes."""
+    draft = data.draw(compute_programs(placements=ONE_HOLDER))
     if data.draw(st.booleans()):
-        made = _mixed_up(made, data.draw(st.randoms(use_true_random=False)))
-    priced = data.draw(costs(made.shape))
-    priced = replace(priced, step=data.draw(st.integers(0, 3)))
+        draft = _shuffle_microbatches(draft, data.draw(st.randoms(use_true_random=False)))
+    drawn_costs = data.draw(costs(draft.shape))
+    drawn_costs = replace(drawn_costs, step=data.draw(st.integers(0, 3)))
     sizes = Sizes(saved=3, deferred_wgrad=data.draw(st.integers(0, 5)), model_states=1)
-    program = lower(made, priced)
-    timeline = simulate(program, priced)
-    for told in (None, sizes):
+    program = lower(draft, drawn_costs)
+    timeline = simulate(program, drawn_costs)
+    for sizes_or_none in (None, sizes):
         for objective in OBJECTIVES:
-            least = compute_program_bound(program, priced, told, objective=objective)
-            took = timeline.span if objective == "span" else timeline.active_span.max()
-            assert least is None or least.value * FINE <= took
+            least = compute_program_bound(program, drawn_costs, sizes_or_none, objective=objective)
+            duration = timeline.span if objective == "span" else timeline.active_span.max()
+            assert least is None or least.value * TOLERANCE <= duration
 
 
-def _mixed_up(made: Program, rng: random.Random) -> Program:
+def _shuffle_microbatches(draft: Program, rng: random.Random) -> Program:
     """Return the same program with shuffled microbatch numbers, so that no order ascends."""
-    number = [*range(made.shape.microbatches)]
+    number = [*range(draft.shape.microbatches)]
     rng.shuffle(number)
     streams = tuple(
         schedir.Stream.from_instructions([i._replace(mb=number[i.mb]) for i in stream])
-        for stream in made.streams
+        for stream in draft.streams
     )
-    return replace(made, streams=streams)
+    return replace(draft, streams=streams)
 
 
 @settings(max_examples=150)
 @given(st.data())
-def test_no_order_is_shorter(data: st.DataObject) -> None:
-    """This holds for uneven memory, for whole backwards, and for every objective."""
+def test_random_orders_are_not_below_bound(data: st.DataObject) -> None:
+    """This holds for uneven memory, full and split backwards, and every objective."""
     split = data.draw(st.booleans())
-    made = data.draw(compute_programs(3, 4, 2, split=float(split), placements=ONE_HOLDER))
+    draft = data.draw(compute_programs(3, 4, 2, split=float(split), placements=ONE_HOLDER))
     problem, order = (
-        data.draw(problems(made.shape, split)),
-        order_of_program(made, split_backward=split),
+        data.draw(problems(draft.shape, split)),
+        order_of_program(draft, split_backward=split),
     )
-    room = compute_peaks(problem, order)
+    peaks = compute_peaks(problem, order)
     if data.draw(st.booleans()):
-        room = [max(room)] * len(room)
-    problem = replace(problem, capacity=tuple(room))
-    took = compute_length(problem, order)
-    assert took is not None
+        peaks = [max(peaks)] * len(peaks)
+    problem = replace(problem, capacity=tuple(peaks))
+    length = compute_length(problem, order)
+    assert length is not None
     for least in (compute_closed_bound(problem), compute_bound(problem, 1.0)):
-        assert least.value * FINE <= took, least.explanation
+        assert least.value * TOLERANCE <= length, least.explanation
 
 
 @settings(max_examples=200)
 @given(st.data())
-def test_what_does_not_fit_waits(data: st.DataObject) -> None:
+def test_memory_lags_hold_in_random_orders(data: st.DataObject) -> None:
     """Each lag holds in every order, when the capacity is the peak of that order."""
     split = data.draw(st.booleans())
-    made = data.draw(compute_programs(2, 5, 3, split=float(split), placements=ONE_HOLDER))
-    lags_hold(data.draw(problems(made.shape, split)), order_of_program(made, split_backward=split))
+    draft = data.draw(compute_programs(2, 5, 3, split=float(split), placements=ONE_HOLDER))
+    assert_lags_hold(
+        data.draw(problems(draft.shape, split)), order_of_program(draft, split_backward=split)
+    )
 
 
 @pytest.mark.parametrize("saved", [1.0, 2.0])
-def test_tapes_of_a_later_stage_wait_for_no_more_than_they_must(saved: float) -> None:
+def test_memory_lags_of_later_stage_hold(saved: float) -> None:
     """Two deferred W of the later stage are in memory, and only one F fits beside them."""
     problem = replace(make_problem(PipelineShape(1, 3, 2)), saved=(saved, 1.0))
-    there = (0, 3, 4, 1, 2)  # F and F, I and I, W of the first stage
-    lags_hold(problem, [(*there, *there, 0, 5, 5, *there[1:], 5)])
+    first_order = (0, 3, 4, 1, 2)  # F and F, I and I, W of the first stage
+    assert_lags_hold(problem, [(*first_order, *first_order, 0, 5, 5, *first_order[1:], 5)])
 
 
-def lags_hold(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> None:
+def assert_lags_hold(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -> None:
     lags = MemoryLags.from_problem(replace(problem, capacity=tuple(compute_peaks(problem, order))))
-    at = [
+    positions = [
         [k for k, c in enumerate(order[problem.rank_of[code // KINDS]]) if c == code]
         for code in range(KINDS * problem.shape.stages)
     ]
-    for late, early, each in (
+    for late, early, stage_lags in (
         (F, I, lags.F_after_I),
         (F, W, lags.F_after_W),
         (I, W, lags.I_after_W),
     ):
-        for s, q, lag in each:
-            begins, ends = at[KINDS * s + late], at[KINDS * q + early]
+        for s, q, lag in stage_lags:
+            begins, ends = positions[KINDS * s + late], positions[KINDS * q + early]
             assert all(ends[j - lag] < begins[j] for j in range(lag, len(begins)))
 
 
 @settings(max_examples=150)
 @given(st.data())
-def test_what_crosses_is_late(data: st.DataObject) -> None:
+def test_crossing_delays_bound_delays_of_microbatches(data: st.DataObject) -> None:
     """For microbatches in a row on a stage, one of the options is a lower bound of their delays."""
     k = data.draw(st.integers(2, 4))
     shape = PipelineShape(data.draw(st.integers(2, 5)), data.draw(st.integers(k + 1, 3 * k + 2)))
     even = st.builds(Costs, F=st.just(1), I=st.integers(1, 2), W=st.integers(0, 1))
-    priced = data.draw(st.one_of(even, costs(shape)))
-    made = schedir.greedy_schedule(
-        shape, data.draw(st.sampled_from(["FIW", "IFW", "WIF"])), k, priced
+    drawn_costs = data.draw(st.one_of(even, costs(shape)))
+    draft = schedir.greedy_schedule(
+        shape, data.draw(st.sampled_from(["FIW", "IFW", "WIF"])), k, drawn_costs
     )
     try:
-        problem = make_problem(shape, priced, max_in_flight=k)
+        problem = make_problem(shape, drawn_costs, max_in_flight=k)
     except CostsError:  # all of them are 0
         reject()
     order, paths = (
-        order_of_program(made, split_backward=True),
+        order_of_program(draft, split_backward=True),
         MicrobatchLatency.from_problem(problem),
     )
     started = compute_starts(problem, order)
     assert started is not None
     for s in range(shape.ranks - 1):
-        begins, back = (
+        begins, backward_starts = (
             [t for t, code in zip(started[s], order[s], strict=True) if code == KINDS * s + kind]
             for kind in (F, I)
         )
-        way = problem.F[s] + paths.forward_to_backward[s]
-        away = way + problem.I[s] + problem.W[s]
-        late = [i - f - way for f, i in zip(begins, back, strict=True)]
-        options = [*crossing_delays(problem, paths, s, away)]
+        latency = problem.F[s] + paths.forward_to_backward[s]
+        round_trip = latency + problem.I[s] + problem.W[s]
+        delays = [i - f - latency for f, i in zip(begins, backward_starts, strict=True)]
+        options = [*crossing_delays(problem, paths, s, round_trip)]
         for j in range(shape.microbatches - k):
-            more = begins[j + k] - begins[j] - away  # delay and waiting time
-            assert more >= late[j] - 1e-9
+            extra = begins[j + k] - begins[j] - round_trip  # delay and waiting time
+            assert extra >= delays[j] - 1e-9
             for i in range(1, k):
-                three = more + late[j + i] + late[j + k] + 1e-9
-                assert any(late[j + i] + 1e-9 >= x and three >= y for x, y in options)
+                three = extra + delays[j + i] + delays[j + k] + 1e-9
+                assert any(delays[j + i] + 1e-9 >= x and three >= y for x, y in options)
 
 
 @st.composite
 def problems(draw: st.DrawFn, shape: PipelineShape, split: bool) -> SchedulingProblem:
     """Draw scheduling problems without a memory limit."""
-    priced = replace(draw(costs(shape)), step=draw(st.integers(0, 4)))
+    drawn_costs = replace(draw(costs(shape)), step=draw(st.integers(0, 4)))
     try:
         problem = make_problem(
-            shape, priced, split_backward=split, objective=draw(st.sampled_from(OBJECTIVES))
+            shape, drawn_costs, split_backward=split, objective=draw(st.sampled_from(OBJECTIVES))
         )
     except CostsError:  # all of them are 0
         problem = make_problem(shape, split_backward=split)
     saved = [draw(st.integers(1, 4)) for _ in range(shape.stages)]
     tape = [draw(st.integers(0, s + 1)) if split else 0 for s in saved]
     both = [draw(st.integers(max(s, t), s + t)) for s, t in zip(saved, tape, strict=True)]
-    one, two, three = (tuple(map(float, size)) for size in (saved, tape, both))
-    return replace(problem, saved=one, deferred_wgrad=two, saved_and_deferred=three)
+    saved_sizes, deferred_sizes, joint_sizes = (
+        tuple(map(float, size)) for size in (saved, tape, both)
+    )
+    return replace(
+        problem, saved=saved_sizes, deferred_wgrad=deferred_sizes, saved_and_deferred=joint_sizes
+    )
 
 
 @pytest.mark.parametrize("saved", [3948874965.6583247, 1.1, 7e9 / 3])
-def test_bytes_that_sums_round_are_as_many(saved: float) -> None:
+def test_rounded_sums_of_bytes_keep_bound(saved: float) -> None:
     """A limit of three saved activations allows three, however sums of bytes are rounded."""
     for tape in (0.77 * saved, 0.0):
-        room = Sizes(saved=saved, deferred_wgrad=tape), 3 * saved
-        like = Sizes(saved=1.0, deferred_wgrad=tape / saved), 3.0
+        in_bytes = Sizes(saved=saved, deferred_wgrad=tape), 3 * saved
+        in_units = Sizes(saved=1.0, deferred_wgrad=tape / saved), 3.0
         priced = Costs(F=2, I=2, W=2, send=0.1)
         for shape in (PipelineShape(4, 8), PipelineShape(1, 5, 3), PipelineShape(2, 5, 2)):
             for seconds in (1e-9, 1.0):
                 one, other = (
-                    lower_bound(shape, priced, *told, time_limit=seconds) for told in (room, like)
+                    lower_bound(shape, priced, *limits, time_limit=seconds)
+                    for limits in (in_bytes, in_units)
                 )
                 assert one.value == pytest.approx(other.value, rel=1e-9)
 
@@ -270,7 +275,7 @@ def test_bytes_that_sums_round_are_as_many(saved: float) -> None:
 
 @settings(max_examples=40, deadline=None)
 @given(st.data())
-def test_no_order_at_all_is_shorter(data: st.DataObject) -> None:
+def test_exhaustive_optimum_is_not_below_bound(data: st.DataObject) -> None:
     shape = data.draw(
         st.sampled_from(
             [
@@ -283,16 +288,18 @@ def test_no_order_at_all_is_shorter(data: st.DataObject) -> None:
         )
     )
     problem = data.draw(problems(shape, data.draw(st.booleans())))
-    room = [problem.get_min_capacity(r) + data.draw(st.integers(0, 4)) for r in range(shape.ranks)]
-    problem = replace(problem, capacity=tuple(room))
+    capacity = [
+        problem.get_min_capacity(r) + data.draw(st.integers(0, 4)) for r in range(shape.ranks)
+    ]
+    problem = replace(problem, capacity=tuple(capacity))
     least = shortest(problem)
-    assert compute_closed_bound(problem).value * FINE <= least
-    assert compute_bound(problem, 1.0).value * FINE <= least
+    assert compute_closed_bound(problem).value * TOLERANCE <= least
+    assert compute_bound(problem, 1.0).value * TOLERANCE <= least
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
 @pytest.mark.parametrize("in_flight", [1, 2, 3])
-def test_it_is_often_exact(in_flight: int, objective: Objective) -> None:
+def test_bound_of_small_shape_is_exact(in_flight: int, objective: Objective) -> None:
     for priced in (Costs(), Costs(F=2, I=3, W=1, send=1), Costs(F=(3, 1), I=2, W=(0, 4))):
         problem = make_problem(
             PipelineShape(2, 3), priced, max_in_flight=in_flight, objective=objective
@@ -313,22 +320,22 @@ def test_it_is_often_exact(in_flight: int, objective: Objective) -> None:
     ],
 )
 @pytest.mark.parametrize("split", [True, False])
-def test_what_is_strange_has_a_bound(
+def test_bound_exists_for_extreme_inputs(
     shape: PipelineShape, priced: Costs, given: dict[str, Any], split: bool
 ) -> None:
     least = lower_bound(shape, priced, **given, split_backward=split)
-    made = schedir.greedy_schedule(
+    draft = schedir.greedy_schedule(
         shape, "FIW" if split else "BF", len(shape.stages_on_rank[0]), priced
     )
-    assert 0 < least.value <= simulate(made, priced).span
+    assert 0 < least.value <= simulate(draft, priced).span
     assert least.explanation
 
 
 # ---------------------------------------------------------------- bounds of programs
 
 
-def test_of_a_program_at_its_memory() -> None:
-    """1F1B is as short as any schedule with whole backwards at its memory. Split ones gain time."""
+def test_program_bound_of_1f1b() -> None:
+    """1F1B is optimal with full backwards at its memory. Split backwards shorten the span."""
     shape, priced = PipelineShape(4, 8), Costs()
     program = schedir.compile(schedules.one_f_one_b, shape)
     span = simulate(program, priced).span
@@ -341,7 +348,7 @@ def test_of_a_program_at_its_memory() -> None:
     assert split.value == simulate(schedir.compile(schedules.zb_h1, shape), priced).span < span
 
 
-def test_in_bytes_a_program_has_what_it_holds() -> None:
+def test_program_bound_in_bytes() -> None:
     program = schedir.compile(schedules.zb_h1, PipelineShape(4, 8))
     in_bytes = compute_program_bound(
         program, sizes=Sizes(saved=2e9, deferred_wgrad=2e9, model_states=(3e9, 0, 0, 0))
@@ -351,13 +358,13 @@ def test_in_bytes_a_program_has_what_it_holds() -> None:
     assert in_bytes.value == counted.value
 
 
-def test_costs_of_microbatches_count_as_the_least() -> None:
+def test_program_bound_uses_least_microbatch_cost() -> None:
     program = schedir.compile(schedules.zb_h1, PipelineShape(2, 3))
     uneven = compute_program_bound(program, Costs(F=((1, 2, 5),)))
     assert uneven == compute_program_bound(program, Costs(F=1))
 
 
-def test_nothing_is_said_of_what_is_not_known() -> None:
+def test_unsupported_programs_have_no_bound() -> None:
     zb, chimera = schedules.zb_h1, schedules.chimera
     assert compute_program_bound(schedir.compile(zb, PipelineShape(4, 8), frozen_stages=1)) is None
     assert compute_program_bound(schedir.compile(zb, PipelineShape(4, 8), recompute="all")) is None

@@ -1,4 +1,4 @@
-"""Tests of the guarantee of the lowering, and of the graph against a machine without one."""
+"""Tests that lowered drafts finish, and that the graph equals a machine that has no graph."""
 
 from __future__ import annotations
 
@@ -34,23 +34,23 @@ from tests.oracle import Machine
 from tests.strategies import costs, with_slots
 
 models = st.sampled_from(MODELS)
-REORDER = ("run_order", "swap_neighbours", "swap_any", "move_anywhere", "swap_receives",
+MUTATIONS = ("run_order", "swap_neighbours", "swap_any", "move_anywhere", "swap_receives",
            "early_receive", "late_send", "join_both_sides", "join_next_transfer")  # fmt: skip
 
 
-def programs(draw: st.DataObject, draft: Program) -> tuple[Program, Costs]:
+def draw_program_and_costs(draw: st.DataObject, draft: Program) -> tuple[Program, Costs]:
     """Draw a lowered program with random options, and costs."""
     tp, clip = draw.draw(st.integers(1, 2)), draw.draw(st.booleans())
     tied = draw.draw(tied_weights(draft.shape))
     draft = replace(draft, tp=tp, tied_weights=tied, clip_grad_norm=clip)
-    priced = draw.draw(costs(draft.shape))
-    return lower(draft, draw.draw(st.sampled_from([None, priced]))), priced
+    drawn_costs = draw.draw(costs(draft.shape))
+    return lower(draft, draw.draw(st.sampled_from([None, drawn_costs]))), drawn_costs
 
 
 @settings(max_examples=200)
 @given(compute_programs(), st.data())
-def test_what_can_be_walked_is_legal_under_every_model(draft: Program, data: st.DataObject) -> None:
-    program, _ = programs(data, draft)
+def test_lowered_drafts_pass_check_under_all_models(draft: Program, data: st.DataObject) -> None:
+    program, _ = draw_program_and_costs(data, draft)
     for model in MODELS:
         check(program, model)
 
@@ -60,16 +60,18 @@ def test_what_can_be_walked_is_legal_under_every_model(draft: Program, data: st.
 def test_overlap_keeps_programs_legal(
     draft: Program, data: st.DataObject, progress_model: ProgressModel, ahead: int
 ) -> None:
-    program, _ = programs(data, draft)
+    program, _ = draw_program_and_costs(data, draft)
     grouped = group_opposite_transfers(program)
     for other in MODELS:
         check(grouped, other)
     for start in (program, grouped):
-        begun = start_gathers_early(start, ahead)
+        with_early_gathers = start_gathers_early(start, ahead)
         for other in MODELS:
-            check(begun, other, blocking_hosts=True)
+            check(with_early_gathers, other, blocking_hosts=True)
         check(
-            post_receives_early(begun, progress_model, ahead), progress_model, blocking_hosts=True
+            post_receives_early(with_early_gathers, progress_model, ahead),
+            progress_model,
+            blocking_hosts=True,
         )
         check(
             post_receives_early(start, progress_model, ahead), progress_model, blocking_hosts=True
@@ -78,21 +80,21 @@ def test_overlap_keeps_programs_legal(
 
 @settings(max_examples=200)
 @given(st.integers(0, 2**32), models, st.booleans())
-def test_nobody_trusts_the_order_that_a_program_brings(
+def test_wrong_message_order_does_not_change_verdict(
     seed: int, progress_model: ProgressModel, made_up: bool
 ) -> None:
-    """A wrong order, from before a change or made up, does not make a hanging program pass."""
+    """A wrong `message_order`, outdated or random, does not change the verdict of `check`."""
     rng = random.Random(seed)
-    program, mutant = mutate(rng.choice(REORDER), seed, corpus=CORPUS)
+    program, mutant = mutate(rng.choice(MUTATIONS), seed, corpus=CORPUS)
     order = program.message_order
     if made_up:
         order = {
             op: np.array(rng.choices(range(9), k=len(at)), np.int32) for op, at in order.items()
         }
     verdicts = []
-    for brought in ({}, order):
+    for given_order in ({}, order):
         try:
-            check(replace(mutant, message_order=brought), progress_model)
+            check(replace(mutant, message_order=given_order), progress_model)
             verdicts.append("")
         except SchedirError as error:
             verdicts.append(str(error))
@@ -101,8 +103,8 @@ def test_nobody_trusts_the_order_that_a_program_brings(
 
 
 @pytest.mark.parametrize("schedule", [interleaved, interleaved_zb])
-def test_no_message_waits_for_a_ring_of_others(schedule: Schedule) -> None:
-    """A program lowered for free messages takes little longer with one queue and real ones."""
+def test_one_queue_is_barely_slower_than_queue_per_edge(schedule: Schedule) -> None:
+    """A program lowered for free messages is at most 3 % slower with one queue per device."""
     program = compile(schedule, PipelineShape(ranks=16, microbatches=32, stages_per_rank=2))
     priced = Costs(send=0.1)
     edge, device = (
@@ -111,46 +113,48 @@ def test_no_message_waits_for_a_ring_of_others(schedule: Schedule) -> None:
     assert device < 1.03 * edge
 
 
-def agrees(program: Program, progress_model: ProgressModel, priced: Costs) -> None:
+def assert_graph_equals_machine(
+    program: Program, progress_model: ProgressModel, priced: Costs
+) -> None:
     machine = Machine(program, progress_model, priced)
-    finishes = machine.run()
-    if not finishes:
+    is_finished = machine.run()
+    if not is_finished:
         with pytest.raises(DeadlockError):
             simulate(program, priced, progress_model=progress_model, skip_checks=True)
         return
     timeline = simulate(program, priced, progress_model=progress_model, skip_checks=True)
     graph = Graph(program, progress_model)
-    left = np.zeros(graph.node_id_limit)  # a group ends when all its transfers have ended
-    np.maximum.at(left, graph.entry_exit_nodes[1], compute_earliest_times(graph, priced).end)
+    exit_times = np.zeros(graph.node_id_limit)  # a group ends when all its transfers have ended
+    np.maximum.at(exit_times, graph.entry_exit_nodes[1], compute_earliest_times(graph, priced).end)
     for (rank, index), end in machine.ended.items():
-        assert left[graph.entry_exit_nodes[1][int(program.offsets[rank]) + index]] == end
+        assert exit_times[graph.entry_exit_nodes[1][int(program.offsets[rank]) + index]] == end
     assert timeline.span == max(machine.ended.values(), default=0.0)
 
 
 @settings(max_examples=100)
 @given(compute_programs(ranks=3, microbatches=4), st.data(), models)
-def test_graph_equals_the_machine(
+def test_graph_times_equal_machine_times(
     draft: Program, data: st.DataObject, progress_model: ProgressModel
 ) -> None:
-    program, priced = programs(data, draft)
+    program, priced = draw_program_and_costs(data, draft)
     if data.draw(st.booleans()):
         program = group_opposite_transfers(program)
     if data.draw(st.booleans()):
         program = start_gathers_early(program, data.draw(st.integers(1, 3)))
     if data.draw(st.booleans()):
         program = post_receives_early(program, progress_model, data.draw(st.integers(1, 3)))
-    agrees(
+    assert_graph_equals_machine(
         with_slots(program, data.draw(st.randoms(use_true_random=False))), progress_model, priced
     )
 
 
 @settings(max_examples=200)
 @given(compute_programs(ranks=3, microbatches=3), st.data(), models)
-def test_graph_equals_the_machine_on_shuffled_programs(
+def test_graph_equals_machine_on_shuffled_programs(
     draft: Program, data: st.DataObject, progress_model: ProgressModel
 ) -> None:
-    """Many of these hang, and the verdicts must agree too."""
-    program, priced = programs(data, draft)
+    """Many of these programs hang. The verdicts must agree too."""
+    program, priced = draw_program_and_costs(data, draft)
     rng = random.Random(data.draw(st.integers(0, 2**32)))
     streams = []
     for stream in program.streams:
@@ -159,12 +163,14 @@ def test_graph_equals_the_machine_on_shuffled_programs(
             k = rng.randrange(max(len(words) - 1, 1))
             words[k : k + 2] = words[k : k + 2][::-1]
         streams.append(Stream(words))
-    agrees(with_slots(replace(program, streams=tuple(streams)), rng), progress_model, priced)
+    assert_graph_equals_machine(
+        with_slots(replace(program, streams=tuple(streams)), rng), progress_model, priced
+    )
 
 
 @pytest.mark.parametrize("ranks", [5000, 12000])
-def test_queues_of_very_many_ranks_are_told_apart(ranks: int) -> None:
-    """There are more queues than 16 bits count, and more possible ones than a table holds."""
+def test_queues_of_many_ranks_are_distinct(ranks: int) -> None:
+    """The programs have more queues than 16 bits can count."""
     ops = (O.Forward, O.ReduceGrads, O.SendAct, O.RecvGrad, O.RecvAct, O.SendGrad)
     words = np.stack([pack(op, np.arange(ranks), 0) for op in ops], 1)
     ends = Stream(words[0, :4]), Stream(words[-1, [0, 1, 4, 5]])

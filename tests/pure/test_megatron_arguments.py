@@ -30,22 +30,22 @@ torchrun pretrain_gpt.py ${GPT_MODEL_ARGS[@]}
 LLAMA = load_model("llama-3-8b")
 
 
-def read(folder: Path, text: str, name: str = "train.sh") -> TransformerSpec:
+def read_model(folder: Path, text: str, name: str = "train.sh") -> TransformerSpec:
     path = folder / name
     path.write_text(text)
     return load_model(path)
 
 
-def test_a_script_has_the_model_of_the_preset(tmp_path: Path) -> None:
-    assert read(tmp_path, SCRIPT) == LLAMA
+def test_launch_script_gives_preset_model(tmp_path: Path) -> None:
+    assert read_model(tmp_path, SCRIPT) == LLAMA
     listed = " ".join(SCRIPT.replace("\\", "").partition("(")[2].partition(")")[0].split())
-    assert read(tmp_path, f"SEQ=8192\n{listed}", "args.txt") == LLAMA
+    assert read_model(tmp_path, f"SEQ=8192\n{listed}", "args.txt") == LLAMA
     yaml = "\n".join(
         ("MODEL_ARGS:", "  --num-layers: 2", "  --hidden-size: 64", "  --num-attention-heads: 4",
          "  --seq-length: 32", "  --vocab-size: 100", "  --swiglu: true",
          "  --group-query-attention: false")
     )  # fmt: skip
-    assert read(tmp_path, yaml, "model.yaml") == TransformerSpec(
+    assert read_model(tmp_path, yaml, "model.yaml") == TransformerSpec(
         2, 64, 4, vocab=100, sequence=32, gated=True
     )
 
@@ -57,33 +57,36 @@ def test_a_script_has_the_model_of_the_preset(tmp_path: Path) -> None:
         "LAYERS=32\nif large; then\n  LAYERS=48\nfi\n--num-layers $LAYERS",
     ],
 )
-def test_two_values_of_an_option_are_refused(tmp_path: Path, second: str) -> None:
-    """Which branch of a script runs is not known."""
+def test_conflicting_option_values_are_refused(tmp_path: Path, second: str) -> None:
+    """The reader does not know which branch of a script runs."""
     with pytest.raises(ConfigError, match="2 values of --num-layers: 32, 48") as caught:
-        read(tmp_path, f"{SCRIPT}\n{second}")
+        read_model(tmp_path, f"{SCRIPT}\n{second}")
     assert caught.value.fields == ("num-layers",)
-    assert read(tmp_path, f"{SCRIPT}\n--num-layers 32") == LLAMA
+    assert read_model(tmp_path, f"{SCRIPT}\n--num-layers 32") == LLAMA
 
 
-def test_defaults_are_those_of_megatron(tmp_path: Path) -> None:
+def test_megatron_defaults_are_used(tmp_path: Path) -> None:
     base = (
         "--num-layers 2 --hidden-size 64 --num-attention-heads 4 --seq-length 32 --vocab-size 100"
     )
-    plain = read(tmp_path, base)
+    plain = read_model(tmp_path, base)
     assert (plain.ffn, plain.kv_heads, plain.gated, plain.tied) == (256, 4, False, True)
-    assert read(tmp_path, f"{base} --num-query-groups 2").kv_heads == 4
-    assert read(tmp_path, f"{base} --group-query-attention").kv_heads == 1
-    experts = read(tmp_path, f"{base} --num-experts 8 --moe-ffn-hidden-size 48")
+    assert read_model(tmp_path, f"{base} --num-query-groups 2").kv_heads == 4
+    assert read_model(tmp_path, f"{base} --group-query-attention").kv_heads == 1
+    experts = read_model(tmp_path, f"{base} --num-experts 8 --moe-ffn-hidden-size 48")
     assert (experts.experts, experts.active, experts.ffn) == (8, 2, 48)
 
 
-def test_text_that_starts_nothing_is_ignored(tmp_path: Path) -> None:
-    """Comments and printed lines set nothing, but the first option of a string does."""
+def test_comments_and_printed_text_are_ignored(tmp_path: Path) -> None:
+    """Comments and printed lines set nothing. An option at the start of a string is read."""
     commented = SCRIPT.replace("--lr -0.5", "--lr -0.5  # not --num-layers 7 --num-experts 8")
-    assert read(tmp_path, f'echo "--num-layers 9"\n{commented}\n  printf --hidden-size 9') == LLAMA
+    assert (
+        read_model(tmp_path, f'echo "--num-layers 9"\n{commented}\n  printf --hidden-size 9')
+        == LLAMA
+    )
     strings = '--num-layers 2"\nB="--hidden-size 64"\nC=\'--num-attention-heads 4 --swiglu\''
     arrays = "(--seq-length 32 --vocab-size 100)"
-    assert read(tmp_path, f'A="{strings}\nD={arrays}') == TransformerSpec(
+    assert read_model(tmp_path, f'A="{strings}\nD={arrays}') == TransformerSpec(
         2, 64, 4, vocab=100, sequence=32, gated=True
     )
 
@@ -99,16 +102,16 @@ def test_text_that_starts_nothing_is_ignored(tmp_path: Path) -> None:
         ("--vocab-size 128000", "", "has no value for its required fields: vocab"),
     ],
 )
-def test_what_the_planner_cannot_know_is_refused(
+def test_unsupported_or_missing_options_are_refused(
     tmp_path: Path, old: str, new: str, message: str
 ) -> None:
     with pytest.raises((ConfigError, UsageError), match=message):
-        read(tmp_path, SCRIPT.replace(old, new))
+        read_model(tmp_path, SCRIPT.replace(old, new))
 
 
-def test_a_job_of_torchtitan(tmp_path: Path) -> None:
+def test_torchtitan_job_gives_preset_model(tmp_path: Path) -> None:
     job = '[model]\nname = "llama3"\nflavor = "8B"\n[training]\nseq_len = 4096\n'
-    found = read(tmp_path, job, "job.toml")
-    assert (found.sequence, found.layers, found.ffn) == (4096, LLAMA.layers, LLAMA.ffn)
+    model = read_model(tmp_path, job, "job.toml")
+    assert (model.sequence, model.layers, model.ffn) == (4096, LLAMA.layers, LLAMA.ffn)
     with pytest.raises(ConfigError, match="no model preset for torchtitan's 'llama3-debugmodel'"):
-        read(tmp_path, job.replace("8B", "debugmodel"), "job.toml")
+        read_model(tmp_path, job.replace("8B", "debugmodel"), "job.toml")

@@ -1,4 +1,4 @@
-"""Memory in bytes: the memory curve and the peak of each rank, and programs over their limit."""
+"""Tests of memory in bytes: curve and peak of each rank, and programs over their limit."""
 
 from __future__ import annotations
 
@@ -35,20 +35,20 @@ def sizes(draw: st.DrawFn, shape: PipelineShape) -> Sizes:
     """Draw integer sizes, so that sums are exact."""
 
     def some() -> float | tuple[float, ...]:
-        one = st.integers(0, 9).map(float)
-        each = st.lists(one, min_size=shape.stages, max_size=shape.stages).map(tuple)
-        return draw(one | each)
+        number = st.integers(0, 9).map(float)
+        per_stage = st.lists(number, min_size=shape.stages, max_size=shape.stages).map(tuple)
+        return draw(number | per_stage)
 
     names = ("activation", "activation_grad", "saved", "deferred_wgrad", "model_states")
-    given = Sizes(**{name: some() for name in names if draw(st.booleans())})
+    drawn = Sizes(**{name: some() for name in names if draw(st.booleans())})
     if draw(st.booleans()):
-        saved, tape = (given.for_stages(name, shape.stages) for name in ("saved", "deferred_wgrad"))
+        saved, tape = (drawn.for_stages(name, shape.stages) for name in ("saved", "deferred_wgrad"))
         new = [draw(st.integers(0, int(n))) for n in np.minimum(saved, tape)]
-        given = replace(given, saved_and_deferred=tuple(np.maximum(saved, tape) + new))
-    return given
+        drawn = replace(drawn, saved_and_deferred=tuple(np.maximum(saved, tape) + new))
+    return drawn
 
 
-def by_hand(machine: Machine, given: Sizes, rank: int) -> list[dict[str, float]]:
+def compute_reference(machine: Machine, given: Sizes, rank: int) -> list[dict[str, float]]:
     """Return the bytes of each kind of value of a rank during each instruction.
 
     `machine` must have run the program.
@@ -58,84 +58,88 @@ def by_hand(machine: Machine, given: Sizes, rank: int) -> list[dict[str, float]]
     size = {name: given.for_stages(name, shape.stages).tolist() for name in
             ("activation", "activation_grad", "saved", "deferred_wgrad", "saved_and_deferred",
              "model_states")}  # fmt: skip
-    values, at = machine.values(rank), {i: k for k, i in enumerate(stream)}
-    number = slots_by_hand(machine, rank)
+    values, position_of = machine.values(rank), {i: k for k, i in enumerate(stream)}
+    slot_of = assign_reference_slots(machine, rank)
     fixed = {"model_states": sum(size["model_states"][s] for s in shape.stages_on_rank[rank])}
-    handed: list[tuple[int, int, float]] = []  # (first index, last index, bytes)
+    handed_over: list[tuple[int, int, float]] = []  # (first index, last index, bytes)
     for kind in SlotCounts._fields:
-        most, has = 0.0, set[tuple[int, float]]()  # (slot, its share of a boundary)
-        for (one, stage, mb), (fill, free) in values.items():
-            if one != kind:
+        largest, slot_shares = 0.0, set[tuple[int, float]]()  # (slot, its share of a boundary)
+        for (value_kind, stage, mb), (fill, free) in values.items():
+            if value_kind != kind:
                 continue
             edge = stage - 1 if kind in ("act_in", "grad_out") else stage
-            whole = size["activation" if kind.startswith("act") else "activation_grad"][edge]
+            value_size = size["activation" if kind.startswith("act") else "activation_grad"][edge]
             out = {"act_out": Opcode.TPScatterAct, "grad_out": Opcode.TPScatterGrad}.get(kind)
-            cut = at.get(Instr(out, stage, mb)) if out is not None else None
-            taken = out is None or stream[free].op in SEND_OPS
-            if taken:
-                most = max(most, whole)
-                has.add((number[kind, stage, mb], 1 if cut is None else 1 / program.tp))
-            if not taken or cut is not None:
-                handed.append((fill, free if cut is None else cut, whole))
-        fixed[kind] = most * sum(share for _, share in has)
-    holds, alive = [], {"saved": 0.0, "deferred_wgrad": 0.0, "handed_over": 0.0}
+            scatter = position_of.get(Instr(out, stage, mb)) if out is not None else None
+            has_slot = out is None or stream[free].op in SEND_OPS
+            if has_slot:
+                largest = max(largest, value_size)
+                slot_shares.add(
+                    (slot_of[kind, stage, mb], 1 if scatter is None else 1 / program.tp)
+                )
+            if not has_slot or scatter is not None:
+                handed_over.append((fill, free if scatter is None else scatter, value_size))
+        fixed[kind] = largest * sum(share for _, share in slot_shares)
+    holds, live = [], {"saved": 0.0, "deferred_wgrad": 0.0, "handed_over": 0.0}
     for group in machine.groups[rank]:
         rows = [(INSTRUCTIONS[stream[k].op], stream[k].stage) for k in group]
-        alive["handed_over"] += sum(whole for fill, _, whole in handed if fill in group)
+        live["handed_over"] += sum(
+            value_size for fill, _, value_size in handed_over if fill in group
+        )
         for row, stage in rows:
             for token in (
                 {Value.SAVED, Value.DEFERRED_WGRAD} & {*row.gives} if program.has_backward else ()
             ):
-                alive[token.name.lower()] += size[token.name.lower()][stage]
+                live[token.name.lower()] += size[token.name.lower()][stage]
         # I frees saved activations while it creates deferred tensors. Some of them are shared.
         shared = sum(
             size["saved"][stage] + size["deferred_wgrad"][stage] - size["saved_and_deferred"][stage]
             for row, stage in rows
             if row.op is Opcode.BackwardInput
         )
-        alive["deferred_wgrad"] -= shared
-        holds += [fixed | alive] * len(group)
-        alive["deferred_wgrad"] += shared
+        live["deferred_wgrad"] -= shared
+        holds += [fixed | live] * len(group)
+        live["deferred_wgrad"] += shared
         for row, stage in rows:
             for token in {Value.SAVED, Value.DEFERRED_WGRAD} & {*row.frees}:
-                alive[token.name.lower()] -= size[token.name.lower()][stage]
-        alive["handed_over"] -= sum(whole for _, end, whole in handed if end in group)
-    assert not any(alive.values())
+                live[token.name.lower()] -= size[token.name.lower()][stage]
+        live["handed_over"] -= sum(value_size for _, end, value_size in handed_over if end in group)
+    assert not any(live.values())
     return holds
 
 
-def slots_by_hand(machine: Machine, rank: int) -> dict[tuple[str, int, int], int]:
+def assign_reference_slots(machine: Machine, rank: int) -> dict[tuple[str, int, int], int]:
     """Return the slot of each value: the free slot of its kind that was freed first."""
-    program, values, found = machine.program, machine.values(rank), {}
+    program, values, slots = machine.program, machine.values(rank), {}
     for kind in SlotCounts._fields:
-        own = {value: ends for value, ends in values.items() if value[0] == kind}
-        count = getattr(program.slots[rank], kind) if program.slots else len(own)
-        free = deque(range(min(count, len(own))))
+        lifetimes = {value: ends for value, ends in values.items() if value[0] == kind}
+        count = getattr(program.slots[rank], kind) if program.slots else len(lifetimes)
+        free = deque(range(min(count, len(lifetimes))))
         for group in machine.groups[rank]:
-            for value, _ in sorted(own.items(), key=lambda item: item[1]):
-                if own[value][0] in group:
-                    found[value] = free.popleft()
-            for _, value in sorted((end, value) for value, (_, end) in own.items()):
-                if own[value][1] in group:
-                    free.append(found[value])
-    return found
+            for value, _ in sorted(lifetimes.items(), key=lambda item: item[1]):
+                if lifetimes[value][0] in group:
+                    slots[value] = free.popleft()
+            for _, value in sorted((end, value) for value, (_, end) in lifetimes.items()):
+                if lifetimes[value][1] in group:
+                    free.append(slots[value])
+    return slots
 
 
 @settings(max_examples=60)
 @given(compute_programs(), st.data(), st.randoms(use_true_random=False))
-def test_peaks_are_those_counted_by_hand(
+def test_peak_memory_matches_reference(
     draft: Program, data: st.DataObject, rng: random.Random
 ) -> None:
     program = lower(replace(draft, tp=data.draw(st.sampled_from([1, 2]))))
     if data.draw(st.booleans()):
         program = group_opposite_transfers(program)
-    program, given = with_slots(program, rng), data.draw(sizes(draft.shape))
-    timeline = simulate(program, data.draw(costs(draft.shape)), sizes=given)
+    program, drawn = with_slots(program, rng), data.draw(sizes(draft.shape))
+    timeline = simulate(program, data.draw(costs(draft.shape)), sizes=drawn)
     machine = Machine(program, "blocking_serial", Costs())
     machine.run()
     peaks = []
     for rank, curve in enumerate(timeline.memory):
-        holds = by_hand(machine, given, rank)
+        holds = compute_reference(machine, drawn, rank)
         total = [sum(kinds.values()) for kinds in holds]
         peaks.append(max(total))
         assert curve.total.max() == timeline.peak_memory[rank] == max(total)
@@ -144,27 +148,27 @@ def test_peaks_are_those_counted_by_hand(
         assert np.array_equal(np.sum([*curve.by_kind.values()], axis=0), curve.total)
         assert curve.total[0] == curve.total[-1]  # a step frees all memory that it allocates
         assert (np.diff(curve.times) >= 0).all() and curve.times[0] == timeline.start_time
-    assert check_memory(program, given, max(peaks)) is program
+    assert check_memory(program, drawn, max(peaks)) is program
     if not max(peaks):
         return
     with pytest.raises(MemoryLimitError) as caught:
-        check_memory(program, given, max(peaks) - 1)
+        check_memory(program, drawn, max(peaks) - 1)
     error, site = caught.value, caught.value.sites[0]
     assert error.required_bytes == peaks[site.rank] == sum(size for _, _, size in error.live_values)
-    then = by_hand(machine, given, site.rank)[site.index]
+    expected = compute_reference(machine, drawn, site.rank)[site.index]
     assert {kind: size for kind, _, size in error.live_values} == {
-        k: b for k, b in then.items() if b
+        k: b for k, b in expected.items() if b
     }
 
 
-def test_without_sizes_it_is_in_activations() -> None:
+def test_memory_without_sizes_is_in_activations() -> None:
     for schedule, shape in ((zb_h1, PipelineShape(3, 6)), (interleaved, PipelineShape(2, 4, 2))):
         timeline = simulate(compile(schedule, shape))
         assert timeline.peak_memory.tolist() == timeline.peak_in_flight.tolist()
         assert [c.total.max() for c in timeline.memory] == timeline.peak_in_flight.tolist()
 
 
-def test_what_is_kept_is_there_from_a_start_to_an_end() -> None:
+def test_saved_bytes_last_from_forward_start_to_backward_end() -> None:
     timeline = simulate(
         compile(gpipe, PipelineShape(1, 2)), Costs(F=1, B=2), sizes=Sizes(saved=5, model_states=1)
     )
@@ -173,20 +177,20 @@ def test_what_is_kept_is_there_from_a_start_to_an_end() -> None:
     assert curve.total.tolist() == [1, 6, 11, 6, 1]
 
 
-def test_what_does_not_train_keeps_nothing() -> None:
+def test_forward_only_saves_nothing() -> None:
     program = compile(lambda r, P, m: m * F, PipelineShape(2, 4), buffer_sharing="minimal")
-    given = Sizes(activation=3, saved=100, model_states=10)
-    assert simulate(program, sizes=given).peak_memory.tolist() == [13, 13]
+    value_sizes = Sizes(activation=3, saved=100, model_states=10)
+    assert simulate(program, sizes=value_sizes).peak_memory.tolist() == [13, 13]
     assert simulate(program).peak_memory.tolist() == [0, 0]
     with pytest.raises(MemoryLimitError) as caught:
-        check_memory(program, given, 12)
+        check_memory(program, value_sizes, 12)
     assert caught.value.sites[0].index == 0
 
 
 @pytest.mark.parametrize("schedule", [one_f_one_b, zb_h1, v_half])
 @given(st.floats(0.1, 1.0))
-def test_the_error_names_the_fullest_rank(schedule: Schedule, share: float) -> None:
-    """The needed memory is that of the run without a limit, whatever the limit is."""
+def test_memory_limit_error_has_peak_without_limit(schedule: Schedule, share: float) -> None:
+    """The required bytes are the peak of a run without a limit, for any limit."""
     program = compile(schedule, ranks=4, microbatches=8)
     sizes = Sizes(activation=1, saved=3, model_states=5)
     peaks = simulate(program, sizes=sizes).peak_memory
@@ -194,14 +198,15 @@ def test_the_error_names_the_fullest_rank(schedule: Schedule, share: float) -> N
         check_memory(program, sizes, share * 0.99 * peaks.max())
     assert caught.value.required_bytes >= peaks.max()
     assert caught.value.required_bytes == max(
-        own.total_bytes.max() for own in compute_footprints(program, sizes, worst_case=True)
+        footprint.total_bytes.max()
+        for footprint in compute_footprints(program, sizes, worst_case=True)
     )
 
 
-def test_the_message_says_who_when_and_what() -> None:
-    given = Sizes(activation=32e6, saved=1.2e9, model_states=8e9)
+def test_memory_limit_error_lists_rank_instruction_and_values() -> None:
+    value_sizes = Sizes(activation=32e6, saved=1.2e9, model_states=8e9)
     with pytest.raises(MemoryLimitError) as caught:
-        compile(gpipe, PipelineShape(4, 16), sizes=given, memory_limit=27.5e9)
+        compile(gpipe, PipelineShape(4, 16), sizes=value_sizes, memory_limit=27.5e9)
     assert (
         str(caught.value)
         == """\
@@ -215,27 +220,37 @@ gpipe: rank 1 needs 29.25 GB, but the limit is 27.5 GB
     grad_out      16    512 MB
   hint: with buffer_sharing="minimal" ranks need at most 27.33 GB"""
     )
-    compile(gpipe, PipelineShape(4, 16), buffer_sharing="minimal", sizes=given, memory_limit=27.5e9)
+    compile(
+        gpipe,
+        PipelineShape(4, 16),
+        buffer_sharing="minimal",
+        sizes=value_sizes,
+        memory_limit=27.5e9,
+    )
     with pytest.raises(MemoryLimitError) as caught:
         compile(
-            gpipe, PipelineShape(4, 16), buffer_sharing="minimal", sizes=given, memory_limit=27e9
+            gpipe,
+            PipelineShape(4, 16),
+            buffer_sharing="minimal",
+            sizes=value_sizes,
+            memory_limit=27e9,
         )
     assert caught.value.hint.startswith('19.2 GB are saved activations: offload="fit"')
 
 
-def test_a_split_backward_holds_no_more_than_a_whole_one_unless_told() -> None:
+def test_split_backward_has_peak_of_full_backward() -> None:
     """ZB-H1 has the peaks of 1F1B if deferred tensors are a part of the saved ones."""
     small = Sizes(saved=10, deferred_wgrad=4)
-    whole, split = (
+    full, split = (
         simulate(compile(s, PipelineShape(3, 8)), sizes=small) for s in (one_f_one_b, zb_h1)
     )
-    assert whole.peak_memory.tolist() == [30, 20, 10]
+    assert full.peak_memory.tolist() == [30, 20, 10]
     assert split.peak_memory[0] == 30
     curve = split.memory[0]
     assert curve.by_kind["deferred_wgrad"].max() == 4 and curve.by_kind["saved"].max() == 30
 
 
-def test_what_is_handed_over_on_a_rank_has_no_slot() -> None:
+def test_values_between_stages_of_one_rank_have_no_slot() -> None:
     """The last rank of a vee has two adjacent stages, which exchange values without slots."""
     program = compile(zb_v, PipelineShape(2, 8, placement="vee"))
     assert count_slots(program)[1, SLOT_KINDS.index(Value.ACT_OUT)] == 16
@@ -244,7 +259,7 @@ def test_what_is_handed_over_on_a_rank_has_no_slot() -> None:
     assert curve.by_kind["handed_over"].max() == 2  # not one value per microbatch
 
 
-def test_what_is_scattered_is_whole_only_before() -> None:
+def test_scattered_values_and_shared_deferred_bytes() -> None:
     program = compile(one_f_one_b, PipelineShape(2, 8), tp=4, buffer_sharing="minimal")
     curve = simulate(program, sizes=Sizes(activation=1)).memory[0]
     assert {kind: part.max() for kind, part in curve.by_kind.items() if part.any()} == {
@@ -252,8 +267,8 @@ def test_what_is_scattered_is_whole_only_before() -> None:
     }  # fmt: skip
 
     program = compile(lambda r, P, m: F + I + W, PipelineShape(1, 1))
-    told = Sizes(saved=10, deferred_wgrad=4, saved_and_deferred=12)
-    curve = simulate(program, Costs(), sizes=told).memory[0]
+    value_sizes = Sizes(saved=10, deferred_wgrad=4, saved_and_deferred=12)
+    curve = simulate(program, Costs(), sizes=value_sizes).memory[0]
     assert [part.tolist() for part in (curve.times, curve.total)] == [
         [0, 0, 1, 2, 2, 3],
         [0, 10, 12, 2, 4, 0],
@@ -261,7 +276,7 @@ def test_what_is_scattered_is_whole_only_before() -> None:
     assert curve.by_kind["saved"].tolist() == [0, 10, 10, 0, 0, 0]
     assert simulate(program, sizes=Sizes(saved=4, deferred_wgrad=10)).peak_memory.tolist() == [10]
     with pytest.raises(MemoryLimitError) as caught:
-        check_memory(program, told, 11)
+        check_memory(program, value_sizes, 11)
     assert caught.value.required_bytes == 12 and caught.value.sites[0].index == 1
     assert caught.value.live_values == (("saved", 1, 10.0), ("deferred_wgrad", 1, 2.0))
     assert (
@@ -272,11 +287,11 @@ def test_what_is_scattered_is_whole_only_before() -> None:
     saved           1      10 B
     deferred_wgrad  1       2 B"""
     )
-    assert check_memory(program, told, 12) is program
+    assert check_memory(program, value_sizes, 12) is program
 
 
 @pytest.mark.parametrize("both", [9, 15, (12, 15)])
-def test_what_cannot_be_there_at_once(both: float) -> None:
+def test_invalid_saved_and_deferred_is_refused(both: float) -> None:
     with pytest.raises(UsageError, match=r"size saved_and_deferred .* from 10 to 14, not"):
         Sizes(saved=10, deferred_wgrad=4, saved_and_deferred=both)
 
@@ -292,17 +307,17 @@ def test_what_cannot_be_there_at_once(both: float) -> None:
         ("1e3MB", 1e9),
     ],
 )
-def test_bytes_are_read(text: str, number: float) -> None:
+def test_bytes_are_parsed(text: str, number: float) -> None:
     assert parse_bytes(text) == number
 
 
 @pytest.mark.parametrize("text", ["", "GB", "4G", "4gb", "-1GB", "nan", "1.2.3", "1 GB x"])
-def test_what_are_no_bytes(text: str) -> None:
+def test_invalid_bytes_are_refused(text: str) -> None:
     with pytest.raises(ValueError):
         parse_bytes(text)
 
 
-def test_bytes_are_said() -> None:
+def test_bytes_are_formatted() -> None:
     assert [format_bytes(b) for b in (0, 999, 1000, 1.5e9, 2.25e16)] == [
         "0 B", "999 B", "1 kB", "1.5 GB", "22.5 PB"
     ]  # fmt: skip
@@ -311,23 +326,23 @@ def test_bytes_are_said() -> None:
 @pytest.mark.parametrize(
     "wrong", [{"saved": -1}, {"saved": float("nan")}, {"saved": "x"}, {"saved": ()}]
 )
-def test_sizes_that_cannot_be(wrong: dict[str, float]) -> None:
+def test_invalid_sizes_are_refused(wrong: dict[str, float]) -> None:
     with pytest.raises(UsageError, match="saved"):
         Sizes(**wrong)
 
 
-def test_a_size_with_a_unit_is_refused_with_its_number() -> None:
+def test_size_with_unit_is_refused_with_hint() -> None:
     with pytest.raises(UsageError) as caught:
         Sizes(saved="1.2GB")  # type: ignore[arg-type]
     assert caught.value.fields == ("saved",) and caught.value.hint == "Sizes(saved=1.2e+09)"
 
 
-def test_sizes_of_too_few_stages() -> None:
+def test_sizes_of_too_few_stages_are_refused() -> None:
     with pytest.raises(UsageError, match="2 numbers for 3 stages"):
         assert simulate(compile(gpipe, PipelineShape(3, 3)), sizes=Sizes(saved=(1, 2))).memory
 
 
-def test_slots_cost_what_the_command_says(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_prints_time_cost_of_slots(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("simulate", "gpipe", "--microbatches", "16", "--progress-model", "per_edge",
             "--costs", "F=1,B=2,send=0.1")  # fmt: skip
     out = run_command(
@@ -340,7 +355,7 @@ def test_slots_cost_what_the_command_says(capsys: pytest.CaptureFixture[str]) ->
     assert out.splitlines()[6].split() == ["3", "48", "9.6", "0", "16"]  # not 7e-15
 
 
-def test_what_sharing_slots_would_save_is_said(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_hints_at_memory_saved_by_slots(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("simulate", "gpipe", "--microbatches", "16", "--sizes", "activation=32MB")
     hint = "with -O buffer_sharing=latency_preserving, no rank uses more than "
     assert f"{hint}192 MB" in run_command(capsys, *argv)
@@ -363,30 +378,28 @@ def test_what_sharing_slots_would_save_is_said(capsys: pytest.CaptureFixture[str
         (("--sizes", "saved=1GB", "--memory-limit", "4GB"), "rank 0 #14  F 0.7"),
     ],
 )
-def test_commands_refuse(
+def test_invalid_memory_options_are_refused(
     capsys: pytest.CaptureFixture[str], options: tuple[str, ...], names: str
 ) -> None:
     assert names in run_refused_command(capsys, "check", "gpipe", *options)
 
 
 @given(compute_programs(), st.data())
-def test_what_ranks_hold_together_is_the_sum_at_one_time(
-    draft: Program, data: st.DataObject
-) -> None:
+def test_peak_over_all_ranks_is_sum_at_one_time(draft: Program, data: st.DataObject) -> None:
     shape = draft.shape
     timeline = simulate(lower(draft), data.draw(costs(shape)), sizes=data.draw(sizes(shape)))
     curves = timeline.memory
     # If memory changes several times at one time, the last change counts.
-    now = [
+    totals = [
         sum(float(c.total[np.searchsorted(c.times, t, "right") - 1]) for c in curves)
         for t in {*np.concatenate([c.times for c in curves]).tolist()}
     ]
-    assert max(now) <= timeline.peak_over_all_ranks <= timeline.peak_memory.sum()
+    assert max(totals) <= timeline.peak_over_all_ranks <= timeline.peak_memory.sum()
     if timeline.ranks == 1:
         assert timeline.peak_over_all_ranks == timeline.peak_memory[0]
 
 
-def test_memory_of_what_is_not_known_is_refused() -> None:
+def test_unknown_memory_is_refused() -> None:
     run = simulate(compile(one_f_one_b, PipelineShape(2, 4)))
     for tier in ("device", "host", "attic"):
         with pytest.raises(UsageError):

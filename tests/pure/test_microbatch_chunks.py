@@ -1,4 +1,4 @@
-"""Tests of microbatches in chunks, whose sums overlap with the next chunk, and of refusals."""
+"""Tests of microbatch chunks: their order, their overlap with collectives, and refusals."""
 
 from __future__ import annotations
 
@@ -32,36 +32,36 @@ from tests.pure.test_stage_segments import NAMES, edited, refused, shape_of
 
 
 @pytest.mark.parametrize("schedule", known(), ids=NAMES)
-def test_whole_zoo_in_chunks(schedule: Any) -> None:
-    """Programs in chunks are right under every model, and sum in the same order.
+def test_built_in_schedules_in_chunks(schedule: Any) -> None:
+    """Programs in chunks are legal under every model, and reduce in the same order.
 
-    The independent machine agrees. If chunks have no extra cost, such a program takes no longer and
+    An independent machine agrees. If chunks have no extra cost, such a program is no slower and
     needs no more memory.
     """
     shape = shape_of(schedule)
     costs, sizes = Costs(F=6, B=12, I=6, W=6, tp_reduce=1), Sizes(activation=2.0, saved=12.0)
     try:
-        whole = compile(schedule, shape, tp=2, stage_segments=3)
+        unchunked = compile(schedule, shape, tp=2, stage_segments=3)
     except SchedirError:
         pytest.skip("not for this shape")
     program = compile(schedule, shape, tp=2, stage_segments=3, microbatch_chunks=2)
     assert check(program, "blocking_serial") and verdict(program, "per_edge").kind == "ok"
-    assert from_text(to_text(program)) == program and len(program) > len(whole)
-    assert program.reduces_in_microbatch_order == whole.reduces_in_microbatch_order
+    assert from_text(to_text(program)) == program and len(program) > len(unchunked)
+    assert program.reduces_in_microbatch_order == unchunked.reduces_in_microbatch_order
     before, after = (
         simulate(
-            one,
+            source,
             split_costs(costs, 3, shape, chunks=n),
             sizes=split_costs(sizes, 3, shape, chunks=n),
         )
-        for one, n in ((whole, 1), (program, 2))
+        for source, n in ((unchunked, 1), (program, 2))
     )
     assert after.span <= before.span * (1 + 1e-9)
     assert (after.peak_memory <= before.peak_memory * (1 + 1e-9)).all()
 
 
 @given(st.integers(1, 16), st.integers(0, 1000), st.integers(0, 1000), st.booleans())
-def test_a_product_beside_its_own_sum(n: int, g: int, s: int, back: bool) -> None:
+def test_chunked_product_overlaps_its_sum(n: int, g: int, s: int, back: bool) -> None:
     """A product of time g and its sum of time s overlap in n chunks without extra cost.
 
     They are two machines in a row with n equal jobs, so the time is
@@ -76,37 +76,46 @@ def test_a_product_beside_its_own_sum(n: int, g: int, s: int, back: bool) -> Non
         stage_segments="f" if back else "g",
         microbatch_chunks=n,
     )
-    of_a_chunk = Costs(F=0, B=(0, g), tp_reduce=s) if back else Costs(F=(g, 0), tp_reduce=s)
-    assert simulate(program, of_a_chunk).span == g + (n - 1) * max(g, s) + s
-    parts = split_costs(
-        of_a_chunk, 1, PipelineShape(1, 1, 2), chunks=n
+    chunk_costs = Costs(F=0, B=(0, g), tp_reduce=s) if back else Costs(F=(g, 0), tp_reduce=s)
+    assert simulate(program, chunk_costs).span == g + (n - 1) * max(g, s) + s
+    split = split_costs(
+        chunk_costs, 1, PipelineShape(1, 1, 2), chunks=n
     )  # from g and s of the whole
-    span = simulate(program, parts).span
+    span = simulate(program, split).span
     assert span == pytest.approx(g / n + (n - 1) * max(g, s) / n + s / n, rel=1e-12)
 
 
-def test_chunks_go_through_a_piece_in_turn() -> None:
+def test_chunks_pass_through_segment_in_order() -> None:
     program = compile(
         schedules.zb_h1, PipelineShape(1, 2), tp=2, stage_segments="g", microbatch_chunks=2
     )
-    found = [
+    instructions = [
         str(i)
         for i in program.streams[0]
         if i.op not in find_segment_collectives(sequence_parallel=False)
     ]
-    assert found[:8] == ["F 0.0", "F 0.1", "F 1.0", "F 1.1", "I 1.0", "I 1.1", "I 0.0", "I 0.1"]
-    assert found[8:12] == ["W 1.0", "W 1.1", "W 0.0", "W 0.1"]
+    assert instructions[:8] == [
+        "F 0.0",
+        "F 0.1",
+        "F 1.0",
+        "F 1.1",
+        "I 1.0",
+        "I 1.1",
+        "I 0.0",
+        "I 0.1",
+    ]
+    assert instructions[8:12] == ["W 1.0", "W 1.1", "W 0.0", "W 0.1"]
     assert program.shape.microbatches == 4 and program.shape.stages == 2
-    alone = compile(schedules.one_f_one_b, PipelineShape(2, 3), microbatch_chunks=2)
-    assert alone.shape == PipelineShape(2, 6) and [
-        str(i) for i in alone.streams[1] if i.op in (0, 1)
+    without_segments = compile(schedules.one_f_one_b, PipelineShape(2, 3), microbatch_chunks=2)
+    assert without_segments.shape == PipelineShape(2, 6) and [
+        str(i) for i in without_segments.streams[1] if i.op in (0, 1)
     ] == [f"{op} 1.{2 * mb + k}" for mb in range(3) for op in "FB" for k in range(2)]
     assert compile(schedules.gpipe, PipelineShape(2, 2), microbatch_chunks=1) == compile(
         schedules.gpipe, PipelineShape(2, 2)
     )
 
 
-def test_of_pieces_that_somebody_drafts() -> None:
+def test_draft_with_segments_is_compiled_in_chunks() -> None:
     drafted = compile(
         schedules.one_f_one_b, PipelineShape(1, 4), tp=2, stage_segments="gf", microbatch_chunks=2
     )
@@ -119,7 +128,7 @@ def test_of_pieces_that_somebody_drafts() -> None:
     )
 
 
-def test_updates_rows_and_segments() -> None:
+def test_chunks_keep_updates_rows_and_sequences() -> None:
     """A chunk belongs to the update, the placement row and the sequence of its microbatch."""
     program = compile(
         schedules.pipedream_2bw,
@@ -141,16 +150,18 @@ def test_updates_rows_and_segments() -> None:
     text = "F 0.0; F 0.1; F 0.2; F 0.3; B 0.1; B 0.0; B 0.3; B 0.2"
     header = "stages_per_rank 1 placement 0 segments 2"
     draft = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 4 {header}\nrank 0\n  {text}")
-    found = [i.mb for i in compile(draft, microbatch_chunks=2).streams[0] if str(i)[0] in "FB"]
-    assert found == [0, 2, 1, 3, 4, 6, 5, 7, 1, 3, 0, 2, 5, 7, 4, 6]
+    microbatches = [
+        i.mb for i in compile(draft, microbatch_chunks=2).streams[0] if str(i)[0] in "FB"
+    ]
+    assert microbatches == [0, 2, 1, 3, 4, 6, 5, 7, 1, 3, 0, 2, 5, 7, 4, 6]
     costs = split_costs(Costs(F=((1, 2, 3, 4),), B=2), 1, shape, chunks=2)
     assert costs.F == ((0.5, 1.0, 0.5, 1.0, 1.5, 2.0, 1.5, 2.0),) and costs.B == 1
 
 
-def test_what_is_ranked_holds_whole_microbatches(
+def test_activations_are_counted_in_whole_microbatches(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A chunk counts as a part of an activation for `--max-activations`, in tables and pictures."""
+    """A chunk counts as a part of an activation in `--max-activations`, tables and pictures."""
     for argv in (
         ("compare", "gpipe", "one_f_one_b"), ("recommend", "--max-activations=2",
                                               "--stages-per-rank=1"),
@@ -165,48 +176,53 @@ def test_what_is_ranked_holds_whole_microbatches(
             )
             for chunks in (1, 2)
         }  # fmt: skip
-        held = [{r["program"]: r["peak_activations"] for r in own} for own in rows.values()]
-        assert held[0]["one_f_one_b"] == held[1]["one_f_one_b"] == 2
-        assert held[0].get("gpipe") == held[1].get("gpipe") == {"compare": 4}.get(argv[0])
-    drawn = list[Any]()
-    monkeypatch.setattr("schedir.viz.save", lambda figure, path: drawn.append(figure.axes[0]))
+        peaks = [
+            {r["program"]: r["peak_activations"] for r in rows_of_chunks}
+            for rows_of_chunks in rows.values()
+        ]
+        assert peaks[0]["one_f_one_b"] == peaks[1]["one_f_one_b"] == 2
+        assert peaks[0].get("gpipe") == peaks[1].get("gpipe") == {"compare": 4}.get(argv[0])
+    drawn_axes = list[Any]()
+    monkeypatch.setattr("schedir.viz.save", lambda figure, path: drawn_axes.append(figure.axes[0]))
     for chunks in (1, 2):
         run_command(
             capsys, "compare", "gpipe", "one_f_one_b", "--ranks=2", "--microbatches=4", "-O",
             "stage_segments=3",
             "-O", "tp=2", "-O", f"microbatch_chunks={chunks}", "--tradeoff", "-o", "x.png",
         )  # fmt: skip
-    assert [a.collections[-1].get_offsets()[:, 0].tolist() for a in drawn] == 2 * [[4, 2]]
+    assert [a.collections[-1].get_offsets()[:, 0].tolist() for a in drawn_axes] == 2 * [[4, 2]]
 
 
-def test_refusals() -> None:
-    def of(chunks: Any) -> Any:
+def test_invalid_chunks_are_refused() -> None:
+    def compile_in_chunks(chunks: Any) -> Any:
         return lambda: compile(
             schedules.gpipe, PipelineShape(2, 2), tp=2, stage_segments="g", microbatch_chunks=chunks
         )
 
-    for wrong in (0, 2.5, True, "x", (1, 2)):
-        refused(of(wrong), ShapeError, "microbatch_chunks")
-    refused(of(2**20), ShapeError, "microbatches must be from 1 to")
-    odd = PipelineShape(2, 3, 2, "mirror")
+    for invalid in (0, 2.5, True, "x", (1, 2)):
+        refused(compile_in_chunks(invalid), ShapeError, "microbatch_chunks")
+    refused(compile_in_chunks(2**20), ShapeError, "microbatches must be from 1 to")
+    odd_shape = PipelineShape(2, 3, 2, "mirror")
     refused(
-        lambda: compile(schedules.chimera, odd, microbatch_chunks=2),
+        lambda: compile(schedules.chimera, odd_shape, microbatch_chunks=2),
         UsageError, "the shares of 3 microbatches", "[2, 3]", "[3, 6]",
     )  # fmt: skip
-    refused(lambda: split_costs(Costs(), 1, odd, chunks=0), ShapeError, "chunks must be from 1")
+    refused(
+        lambda: split_costs(Costs(), 1, odd_shape, chunks=0), ShapeError, "chunks must be from 1"
+    )
 
 
-def test_checker_demands_all_chunks() -> None:
+def test_check_requires_all_chunks() -> None:
     program = compile(
         schedules.one_f_one_b, PipelineShape(1, 1), tp=2, stage_segments="g", microbatch_chunks=2
     )
-    for one, missing in {
+    for instruction, missing in {
         "  F 0.1\n": "F 0.1 is missing on rank 0",
         "  tp_reduce_act 1.1\n": "tp_reduce_act 1.1 is missing on rank 0",
         "  B 1.0\n": "microbatch 0 has no backward in stage 1 (rank 0)",
     }.items():
-        refused(lambda s=one: check(edited(program, s, "")), CompletenessError, missing)
-        refused(lambda s=one: check(edited(program, s, 2 * s)), CompletenessError, "twice")
+        refused(lambda s=instruction: check(edited(program, s, "")), CompletenessError, missing)
+        refused(lambda s=instruction: check(edited(program, s, 2 * s)), CompletenessError, "twice")
     late = edited(
         edited(program, "  tp_reduce_act 1.1\n", ""), "  B 1.0\n", "  tp_reduce_act 1.1\n  B 1.0\n"
     )
@@ -227,39 +243,44 @@ WITH_SKIPS: dict[Any, tuple[PipelineShape, tuple[tuple[int, int], ...]]] = {
 
 @settings(max_examples=25)
 @given(
-    st.sampled_from(sorted(WITH_SKIPS, key=lambda one: str(one.__name__))),
+    st.sampled_from(sorted(WITH_SKIPS, key=lambda checked: str(checked.__name__))),
     st.integers(2, 3), st.sampled_from([1, 2, "gf"]), st.booleans(), st.booleans(),
 )  # fmt: skip
-def test_with_skips_holders_and_evaluation(
+def test_chunks_with_skips_replicas_and_evaluation(
     schedule: Any, chunks: int, pieces: Any, skipping: bool, overlap: bool
 ) -> None:
-    """Chunks and their skips take the way of their microbatch, on the ranks that hold it.
+    """Chunks and their skips pass through the same ranks and stages as their microbatch.
 
-    So do evaluations on these stages. The checker and the independent machine agree.
+    This holds for evaluations too. `check` and an independent machine agree.
     """
     shape, skips = WITH_SKIPS[schedule]
-    how: dict[str, Any] = {"tp": 2, "stage_segments": pieces, "skips": skips if skipping else None}
-    whole = compile(schedule, shape, **how)
-    program = compile(schedule, shape, microbatch_chunks=chunks, overlap=overlap, **how)
-    assert len(program.skips) == len(whole.skips) == len(skips) * skipping
-    for one in (program, evaluation_program(program)):
-        assert check(one, "per_edge") and verdict(one, "per_edge").kind == "ok"
-    for found, own in zip(
-        (program, evaluation_program(program)), (whole, evaluation_program(whole)), strict=True
+    options: dict[str, Any] = {
+        "tp": 2,
+        "stage_segments": pieces,
+        "skips": skips if skipping else None,
+    }
+    unchunked = compile(schedule, shape, **options)
+    program = compile(schedule, shape, microbatch_chunks=chunks, overlap=overlap, **options)
+    assert len(program.skips) == len(unchunked.skips) == len(skips) * skipping
+    for checked in (program, evaluation_program(program)):
+        assert check(checked, "per_edge") and verdict(checked, "per_edge").kind == "ok"
+    for chunked, expected_program in zip(
+        (program, evaluation_program(program)),
+        (unchunked, evaluation_program(unchunked)),
+        strict=True,
     ):
-        for rank, stream in enumerate(own.streams):
-            want = computes(stream, 1, 0)
+        for rank, stream in enumerate(expected_program.streams):
+            expected = list_chunk_instructions(stream, 1, 0)
             for chunk in range(chunks):
-                assert computes(found.streams[rank], chunks, chunk) == want
+                assert list_chunk_instructions(chunked.streams[rank], chunks, chunk) == expected
 
 
-def computes(stream: Iterable[Instr], chunks: int, chunk: int) -> list[tuple[Opcode, int, int]]:
-    """Return the compute, sums and skips of a rank for one chunk of each microbatch.
-
-    They are in order, except the transfers.
-    """
-    every = [
+def list_chunk_instructions(
+    stream: Iterable[Instr], chunks: int, chunk: int
+) -> list[tuple[Opcode, int, int]]:
+    """Return the computes of one chunk of each microbatch in order, then its skips sorted."""
+    instructions = [
         (i.op, i.stage, i.mb // chunks) for i in stream if i.mb % chunks == chunk and i.mb >= 0
     ]
-    passed = sorted(one for one in every if "Skip" in Opcode(one[0]).name)
-    return [one for one in every if one[0] in COMPUTE_OPS] + passed
+    skips = sorted(one for one in instructions if "Skip" in Opcode(one[0]).name)
+    return [one for one in instructions if one[0] in COMPUTE_OPS] + skips

@@ -1,4 +1,4 @@
-"""Costs and sizes per microbatch, compared with a reference that reads each of them."""
+"""Tests of costs and sizes per microbatch, against a reference that reads each value."""
 
 from __future__ import annotations
 
@@ -60,16 +60,16 @@ COSTS = ("F", "I", "W", "B", "send", "tp_scatter", "tp_gather")
 SIZES = ("activation", "activation_grad", "saved", "deferred_wgrad")
 
 
-def arrays(shape: PipelineShape, most: int = 5) -> st.SearchStrategy[PerStage]:
+def draw_values(shape: PipelineShape, most: int = 5) -> st.SearchStrategy[PerStage]:
     """Return a strategy of integer costs: a number, or numbers per stage, microbatch or both."""
-    one = st.integers(0, most).map(float)
-    row = st.lists(one, min_size=shape.microbatches, max_size=shape.microbatches)
-    several = st.lists(one, min_size=shape.stages, max_size=shape.stages).map(tuple)
+    number = st.integers(0, most).map(float)
+    row = st.lists(number, min_size=shape.microbatches, max_size=shape.microbatches)
+    per_stage = st.lists(number, min_size=shape.stages, max_size=shape.stages).map(tuple)
     rows = st.one_of(*(st.lists(row, min_size=n, max_size=n) for n in {1, shape.stages}))
-    return st.one_of(one, several, rows)
+    return st.one_of(number, per_stage, rows)
 
 
-def naive(value: Any, stage: int, mb: int) -> float:
+def get_value(value: Any, stage: int, mb: int) -> float:
     """Return the cost or size of one microbatch in one stage."""
     if isinstance(value, tuple):
         value = value[0 if len(value) == 1 else stage]
@@ -78,8 +78,8 @@ def naive(value: Any, stage: int, mb: int) -> float:
 
 @given(compute_programs(), st.data())
 @settings(max_examples=40)
-def test_times_are_those_of_a_machine_that_looks_each_up(drafted: Program, data: Any) -> None:
-    costs = Costs(**{name: data.draw(arrays(drafted.shape), name) for name in COSTS})
+def test_simulated_times_equal_machine_times(drafted: Program, data: Any) -> None:
+    costs = Costs(**{name: data.draw(draw_values(drafted.shape), name) for name in COSTS})
     model = data.draw(st.sampled_from(["per_device", "per_edge", "per_direction"]))
     tp = data.draw(st.sampled_from([1, 2]))
     program = compile(drafted, progress_model=model, costs=costs, tp=tp)
@@ -93,122 +93,134 @@ def test_times_are_those_of_a_machine_that_looks_each_up(drafted: Program, data:
 
 @given(compute_programs(), st.data())
 @settings(max_examples=40)
-def test_a_draft_takes_as_long_as_with_arrays_of_one_number(drafted: Program, data: Any) -> None:
+def test_number_per_stage_equals_array_of_equal_numbers(drafted: Program, data: Any) -> None:
     """A cost that is equal for all microbatches can be one number or an array of equal numbers."""
     shape = drafted.shape
-    few = {
+    per_stage = {
         name: data.draw(st.tuples(*[st.integers(0, 5).map(float)] * shape.stages), name)
         for name in COSTS
     }
-    many = {name: [[each] * shape.microbatches for each in row] for name, row in few.items()}
-    programs = [compile(drafted, costs=Costs(**costs)) for costs in (few, many)]
+    as_arrays = {
+        name: [[each] * shape.microbatches for each in row] for name, row in per_stage.items()
+    }
+    programs = [compile(drafted, costs=Costs(**costs)) for costs in (per_stage, as_arrays)]
     assert programs[0] == programs[1]
-    runs = [simulate(p, Costs(**c)) for p, c in zip(programs, (few, many), strict=True)]
+    runs = [simulate(p, Costs(**c)) for p, c in zip(programs, (per_stage, as_arrays), strict=True)]
     assert (runs[0].spans == runs[1].spans).all()
     sizes = {
         name: data.draw(st.tuples(*[st.integers(0, 5).map(float)] * shape.stages), name)
         for name in SIZES
     }
-    wide = {
+    sizes_as_arrays = {
         name: np.repeat(np.array(row)[:, None], shape.microbatches, 1)
         for name, row in sizes.items()
     }
-    held_by = [compute_footprints(programs[0], Sizes(**each)) for each in (sizes, wide)]
-    for one, other in zip(*held_by, strict=True):
+    footprints = [
+        compute_footprints(programs[0], Sizes(**each)) for each in (sizes, sizes_as_arrays)
+    ]
+    for one, other in zip(*footprints, strict=True):
         assert one.total_bytes.tolist() == other.total_bytes.tolist()
 
 
-def swept(program: Program, rank: int, sizes: Sizes) -> float:
+def sweep_peak_memory(program: Program, rank: int, sizes: Sizes) -> float:
     """Return the peak memory of a rank, by adding the sizes of all live values.
 
-    It supports only programs without split backwards. Values of messages count with their slots. A
-    slot has the size of the largest value of its kind.
+    It supports only programs without split backwards. Values of messages count with their slots.
+    A slot has the size of the largest value of its kind.
     """
-    own = list(program.streams[rank])
+    instructions = list(program.streams[rank])
     machine = Machine(program, "per_device", Costs())
     machine.lists = [list(s) for s in program.streams]
     kinds: dict[str, list[float]] = {}
     for kind, s, mb in machine.values(rank):
         row = VALUES[Value[kind.upper()]]
         ops = {"act_out": Opcode.SendAct, "grad_out": Opcode.SendGrad}
-        if kind in ops and Instr(ops[kind], s, mb) not in own:
+        if kind in ops and Instr(ops[kind], s, mb) not in instructions:
             continue  # the next stage is on the same rank, so the value has no slot
-        said = (
+        grad_size = (
             sizes.activation_grad
             if row.size == "activation_grad" and sizes.activation_grad is not None
             else None
         )
-        value = sizes.activation if said is None else said
-        kinds.setdefault(kind, []).append(naive(value, s - (kind in ("act_in", "grad_out")), mb))
+        value = sizes.activation if grad_size is None else grad_size
+        kinds.setdefault(kind, []).append(
+            get_value(value, s - (kind in ("act_in", "grad_out")), mb)
+        )
     total = 0.0
-    for kind, each in kinds.items():
-        said_slots = program.slots[rank]._asdict()[kind] if program.slots else len(each)
-        total += min(said_slots, len(each)) * max(each)
-    now = most = 0.0
-    for instr in own:
+    for kind, sizes_of_kind in kinds.items():
+        slot_count = program.slots[rank]._asdict()[kind] if program.slots else len(sizes_of_kind)
+        total += min(slot_count, len(sizes_of_kind)) * max(sizes_of_kind)
+    saved = peak = 0.0
+    for instr in instructions:
         if instr.op is Opcode.Forward:
-            now += naive(sizes.saved, instr.stage, instr.mb)
-        most = max(most, now)
+            saved += get_value(sizes.saved, instr.stage, instr.mb)
+        peak = max(peak, saved)
         if instr.op is Opcode.Backward:
-            now -= naive(sizes.saved, instr.stage, instr.mb)
-    return total + most
+            saved -= get_value(sizes.saved, instr.stage, instr.mb)
+    return total + peak
 
 
 @given(st.integers(1, 4), st.integers(1, 6), st.data())
-def test_bytes_are_those_of_a_sweep(ranks: int, microbatches: int, data: Any) -> None:
+def test_peak_memory_equals_reference_sweep(ranks: int, microbatches: int, data: Any) -> None:
     """Compare with `swept`, for programs with one stage per rank and full backwards."""
     shape = PipelineShape(ranks, microbatches)
-    which = data.draw(st.sampled_from([schedules.gpipe, schedules.one_f_one_b]))
-    program = with_slots(compile(which, shape), random.Random(data.draw(st.integers(0, 9))))
+    schedule = data.draw(st.sampled_from([schedules.gpipe, schedules.one_f_one_b]))
+    program = with_slots(compile(schedule, shape), random.Random(data.draw(st.integers(0, 9))))
     sizes = Sizes(
         **{
-            name: data.draw(arrays(shape), name)
+            name: data.draw(draw_values(shape), name)
             for name in ("activation", "activation_grad", "saved")
         }
     )
     footprints = compute_footprints(program, sizes)
-    most = [float(own.total_bytes.max()) for own in footprints]
-    assert most == [swept(program, rank, sizes) for rank in range(ranks)]
-    if max(most) > 0:
+    peaks = [float(footprint.total_bytes.max()) for footprint in footprints]
+    assert peaks == [sweep_peak_memory(program, rank, sizes) for rank in range(ranks)]
+    if max(peaks) > 0:
         with pytest.raises(MemoryLimitError) as caught:
-            compile(expand_schedule(which, shape), sizes=sizes, memory_limit=0.0)
+            compile(expand_schedule(schedule, shape), sizes=sizes, memory_limit=0.0)
         assert caught.value.limit_bytes == 0
-    assert simulate(program, sizes=sizes).peak_memory.tolist() == most
+    assert simulate(program, sizes=sizes).peak_memory.tolist() == peaks
 
 
 @given(compute_programs(), st.data())
-def test_messages_have_their_own_sizes(drafted: Program, data: Any) -> None:
+def test_message_sizes_are_per_microbatch(drafted: Program, data: Any) -> None:
     program = compile(drafted)
     sizes = Sizes(
-        activation=data.draw(arrays(program.shape)),
-        activation_grad=data.draw(arrays(program.shape)),
+        activation=data.draw(draw_values(program.shape)),
+        activation_grad=data.draw(draw_values(program.shape)),
     )
     index = InstructionIndex.from_program(program)
     sends = index.find_all_positions(SEND_OPS)
     expected = []
-    for at in sends.tolist():
-        _, _, (op, s, mb) = index.locate(at)
-        act = op is Opcode.SendAct
+    for position in sends.tolist():
+        _, _, (op, s, mb) = index.locate(position)
+        is_activation = op is Opcode.SendAct
         expected.append(
-            naive(sizes.activation if act else sizes.activation_grad, s - (not act), mb)
+            get_value(
+                sizes.activation if is_activation else sizes.activation_grad,
+                s - (not is_activation),
+                mb,
+            )
         )
     assert compute_message_sizes(program, sizes, sends).tolist() == expected
 
 
 @given(compute_programs(), st.data())
-def test_a_run_tells_the_costs_of_each_microbatch(drafted: Program, data: Any) -> None:
+def test_calibrate_recovers_costs_per_microbatch(drafted: Program, data: Any) -> None:
     """A simulation with the costs that `calibrate` reads from a run gives the same run."""
     names = ("F", "B", "I", "W")
-    costs = Costs(**{name: data.draw(arrays(drafted.shape), name) for name in names})
+    costs = Costs(**{name: data.draw(draw_values(drafted.shape), name) for name in names})
     run = simulate(compile(drafted), costs)
-    found = calibrate(run, per_microbatch=True)
-    again = simulate(run.program, found)
-    assert (again.spans["end"] == run.spans["end"]).all()
-    text = format_costs(fill_missing_backwards(found, run.program))
-    assert round_costs(parse_costs(text)) == round_costs(fill_missing_backwards(found, run.program))
+    calibrated = calibrate(run, per_microbatch=True)
+    prediction = simulate(run.program, calibrated)
+    assert (prediction.spans["end"] == run.spans["end"]).all()
+    text = format_costs(fill_missing_backwards(calibrated, run.program))
+    assert round_costs(parse_costs(text)) == round_costs(
+        fill_missing_backwards(calibrated, run.program)
+    )
 
 
-def test_the_mean_misses_what_an_array_tells() -> None:
+def test_mean_costs_underestimate_uneven_microbatches() -> None:
     costs = Costs(F=((1, 1, 1, 9, 1, 1, 1, 1),), B=((2, 2, 2, 18, 2, 2, 2, 2),))
     run = simulate(compile(schedules.one_f_one_b, PipelineShape(4, 8)), costs)
     assert simulate(run.program, calibrate(run, per_microbatch=True)).span == run.span
@@ -227,7 +239,7 @@ def test_the_mean_misses_what_an_array_tells() -> None:
         ([[1, float("nan")]], "not nan"),
     ],
 )
-def test_what_is_no_array(value: Any, says: str) -> None:
+def test_invalid_array_is_refused(value: Any, says: str) -> None:
     for error, make in (
         (CostsError, lambda: Costs(F=value)),
         (UsageError, lambda: Sizes(saved=value)),
@@ -236,13 +248,13 @@ def test_what_is_no_array(value: Any, says: str) -> None:
             make()
 
 
-def test_only_given_costs_are_printed() -> None:
+def test_repr_has_only_given_costs() -> None:
     for costs in (Costs(F=1, send=(0.1, 0.2)), Costs()):
         assert eval(repr(costs)) == costs
     assert repr(Costs(F=1, B=2)) == "Costs(F=1.0, B=2.0)"
 
 
-def test_what_is_of_no_microbatch_takes_no_array() -> None:
+def test_costs_without_microbatch_refuse_arrays() -> None:
     for name in ("step", "reduce_grads", "reduce_replicated_stages", "reduce_tied", "reduce_norm"):
         with pytest.raises(CostsError, match=f"cost {name} must be a number or one per stage, not"):
             Costs(**{name: ((1.0, 2.0),)})
@@ -252,13 +264,13 @@ def test_what_is_of_no_microbatch_takes_no_array() -> None:
 
 
 @pytest.mark.parametrize("shape", [(2, 7), (3, 8), (8, 2), (1, 1), (2, 1)])
-def test_an_array_of_another_plan(shape: tuple[int, int]) -> None:
+def test_array_of_other_shape_is_refused(shape: tuple[int, int]) -> None:
     """Refuse an array of another shape. An array of (2, 1) is not a number per stage."""
-    program, given = compile(schedules.gpipe, PipelineShape(2, 8)), cast("PerStage", np.ones(shape))
+    program, array = compile(schedules.gpipe, PipelineShape(2, 8)), cast("PerStage", np.ones(shape))
     with pytest.raises(
         CostsError, match=f"{shape[0]} x {shape[1]} numbers; it must have 2 stages x 8"
     ):
-        simulate(program, Costs(F=given))
+        simulate(program, Costs(F=array))
     for call in (
         lambda sizes: check(program, sizes=sizes),
         lambda sizes: compute_footprints(program, sizes),
@@ -267,10 +279,10 @@ def test_an_array_of_another_plan(shape: tuple[int, int]) -> None:
         with pytest.raises(
             UsageError, match=f"{shape[0]} x {shape[1]} numbers; it must have 2 stages x 8"
         ):
-            call(Sizes(saved=given))
+            call(Sizes(saved=array))
 
 
-def test_sizes_that_nobody_asks_for_are_refused_before_a_file_has_them(tmp_path: Path) -> None:
+def test_unused_sizes_of_other_shape_are_refused_before_saving(tmp_path: Path) -> None:
     program = compile(schedules.gpipe, PipelineShape(4, 8))
     for name in ("skip", "deferred_wgrad"):  # the program has no such values
         with pytest.raises(UsageError, match=f"size {name} is an array of 4 x 3 numbers"):
@@ -278,10 +290,10 @@ def test_sizes_that_nobody_asks_for_are_refused_before_a_file_has_them(tmp_path:
             save_timeline(run, tmp_path / "a.timeline")
 
 
-def test_arrays_are_kept_as_tuples() -> None:
+def test_arrays_are_stored_as_tuples() -> None:
     """Arrays become tuples, so that costs and sizes can be compared and be keys."""
-    given: Any = np.array([[1, 2], [3, 4]])
-    costs, sizes = Costs(F=given), Sizes(activation=given[:1])
+    array: Any = np.array([[1, 2], [3, 4]])
+    costs, sizes = Costs(F=array), Sizes(activation=array[:1])
     assert costs.F == ((1.0, 2.0), (3.0, 4.0)) and sizes.activation == ((1.0, 2.0),)
     assert {costs: 1}[Costs(F=((1, 2), (3, 4)))] == 1
     program = compile(schedules.gpipe, PipelineShape(2, 2))
@@ -289,44 +301,44 @@ def test_arrays_are_kept_as_tuples() -> None:
     assert sizes.for_stages("activation_grad", 3).tolist() == [2.0] * 3  # the largest activation
 
 
-def test_greedy_knows_what_each_microbatch_takes() -> None:
+def test_greedy_schedule_uses_costs_per_microbatch() -> None:
     """The order depends on whether the first gradient arrives before the third forward."""
     for first, expected in ((1.0, "F 0.0 F 0.1 B"), (9.0, "F 0.0 F 0.1 F 0.2")):
         costs = Costs(F=((1.0, 3.0, 1.0), (first, 1.0, 1.0)), B=1.0)
-        own = greedy_schedule(PipelineShape(2, 3), "BF", 3, costs).streams[0]
-        assert " ".join(map(str, own)).startswith(expected)
+        first_stream = greedy_schedule(PipelineShape(2, 3), "BF", 3, costs).streams[0]
+        assert " ".join(map(str, first_stream)).startswith(expected)
 
 
-def test_advice_takes_arrays() -> None:
+def test_advice_accepts_costs_per_microbatch() -> None:
     """Changes of the stages or the number of microbatches keep the costs per microbatch."""
     costs = Costs(F=((1, 2, 3, 4), (3, 6, 9, 12)), B=((2, 4, 6, 8), (6, 12, 18, 24)))
     run = simulate(compile(schedules.one_f_one_b, PipelineShape(2, 4)), costs)
-    found = {
+    saved_shares = {
         change.description.split(" (")[0]: change.saved_share
         for change in advise(run, costs).changes
     }
     even = Costs(F=((2, 4, 6, 8),), B=((4, 8, 12, 16),))
-    wanted = 1 - simulate(run.program, even).span / run.span
-    assert found["stages that all take the mean"] == pytest.approx(wanted)
+    expected = 1 - simulate(run.program, even).span / run.span
+    assert saved_shares["stages that all take the mean"] == pytest.approx(expected)
     twice: Any = {name: np.tile(to_grid(costs.specified[name]), 2) for name in ("F", "B")}
-    wanted = (
+    expected = (
         1
         - simulate(compile(schedules.one_f_one_b, PipelineShape(2, 8)), Costs(**twice)).span
         / 2
         / run.span
     )
-    assert found["twice as many microbatches of this size"] == pytest.approx(wanted)
+    assert saved_shares["twice as many microbatches of this size"] == pytest.approx(expected)
 
 
-def test_arrays_as_text(tmp_path: Any) -> None:
+def test_arrays_are_parsed_from_text(tmp_path: Any) -> None:
     assert parse_costs("F=1/2:3/4,B=5/6").F == ((1.0, 2.0), (3.0, 4.0))
     assert parse_costs("F=1/2:3/4,B=5/6").B == ((5.0, 6.0),)
     assert parse_sizes("saved=1KB/2KB").saved == ((1000.0, 2000.0),)
     (tmp_path / "costs").write_text("F=1/2:\n  3/4,\nB=5/6\n")
     assert parse_costs(f"@{tmp_path}/costs") == parse_costs("F=1/2:3/4,B=5/6")
-    for bad in ("F=1/", "F=/", "F=1/x", "F=1//2"):
+    for invalid in ("F=1/", "F=/", "F=1/x", "F=1//2"):
         with pytest.raises(UsageError, match="--costs: F must be"):
-            parse_costs(bad)
+            parse_costs(invalid)
     with pytest.raises(CostsError, match="rows of 1 and of 2"):
         parse_costs("F=1/2:3")
     with pytest.raises(UsageError, match="cannot read"):
@@ -334,36 +346,36 @@ def test_arrays_as_text(tmp_path: Any) -> None:
 
 
 @given(st.integers(1, 3), st.integers(1, 3), st.integers(1, 3), st.data())
-def test_stages_are_cut_for_each_microbatch(parts: int, into: int, m: int, data: Any) -> None:
+def test_stages_are_redistributed_per_microbatch(parts: int, into: int, m: int, data: Any) -> None:
     rows = [data.draw(st.tuples(*[st.integers(0, 5).map(float)] * m)) for _ in range(parts)]
-    found = to_grid(redistribute_stages(tuple(rows), parts, into))
+    redistributed = to_grid(redistribute_stages(tuple(rows), parts, into))
     for mb in range(m):
-        alone = redistribute_stages(tuple(row[mb] for row in rows), parts, into)
-        expected = expand_by_stage("x", alone, into, UsageError)
+        of_microbatch = redistribute_stages(tuple(row[mb] for row in rows), parts, into)
+        expected = expand_by_stage("x", of_microbatch, into, UsageError)
         if parts == 1:  # a single row is for all stages
             expected = np.full((1, 1), rows[0][mb] / into)
-        assert found[:, mb] == pytest.approx(expected[:, 0])
-    assert to_grid(from_grid(found)).tolist() == found.tolist()
+        assert redistributed[:, mb] == pytest.approx(expected[:, 0])
+    assert to_grid(from_grid(redistributed)).tolist() == redistributed.tolist()
 
 
 REFUSED = (Path(__file__).parents[1] / "golden" / "arrays.txt").read_text().split("\n\n")
 
 
 @pytest.mark.parametrize("told", REFUSED, ids=lambda told: told.split("\n")[0].split()[-1])
-def test_what_a_person_is_told(told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_error_matches_golden_text(told: str, capsys: pytest.CaptureFixture[str]) -> None:
     command, message = told.strip().split("\n", 1)
     assert main(command.removeprefix("$ schedir ").split()) == 2
     assert capsys.readouterr().err == message + "\n"
 
 
-def test_a_file_keeps_sizes(tmp_path: Path) -> None:
+def test_timeline_file_keeps_sizes(tmp_path: Path) -> None:
     run = simulate(
         compile(schedules.gpipe, PipelineShape(2, 3)), sizes=Sizes(saved=((1, 2, 3), (4, 5, 6)))
     )
     save_timeline(run, tmp_path / "run.timeline")
     assert load_timeline(tmp_path / "run.timeline").sizes == run.sizes
-    many = 10 ** np.random.default_rng(0).random((2, 250_000))
-    run = replace(run, sizes=Sizes(saved=cast("PerStage", many)))
+    large = 10 ** np.random.default_rng(0).random((2, 250_000))
+    run = replace(run, sizes=Sizes(saved=cast("PerStage", large)))
     with pytest.raises(UsageError, match="more than 8388608"):
         save_timeline(run, tmp_path / "large.timeline")
     assert not (tmp_path / "large.timeline").exists()
@@ -373,16 +385,16 @@ def test_a_file_keeps_sizes(tmp_path: Path) -> None:
     st.floats(0, 100) | st.none(),
     st.floats(0, 100) | st.lists(st.floats(0, 100), min_size=3, max_size=3) | st.none(),
 )
-def test_computes_that_are_not_given_follow_those_that_are(F: float | None, B: Any) -> None:
+def test_missing_compute_costs_follow_given_ones(F: float | None, B: Any) -> None:
     """I and W without costs follow from B, or from F if B has no cost either."""
     costs, shape = Costs(F=F, B=B), PipelineShape(3, 2)
-    forward, whole, first, late = (
+    forward, full, input_grads, weight_grads = (
         costs.for_opcode(op, shape) for op in (FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT)
     )
     np.testing.assert_array_equal(forward, np.full((3, 1), 1.0 if F is None else F))
-    np.testing.assert_array_equal(first, late)
-    np.testing.assert_allclose(whole, first + late, atol=5e-324, rtol=1e-15)
+    np.testing.assert_array_equal(input_grads, weight_grads)
+    np.testing.assert_allclose(full, input_grads + weight_grads, atol=5e-324, rtol=1e-15)
     if B is None:
-        np.testing.assert_array_equal(first, forward)
+        np.testing.assert_array_equal(input_grads, forward)
     else:
-        np.testing.assert_array_equal(whole[:, 0], np.broadcast_to(B, 3))
+        np.testing.assert_array_equal(full[:, 0], np.broadcast_to(B, 3))

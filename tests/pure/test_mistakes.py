@@ -1,4 +1,4 @@
-"""Tests of common mistakes: the message names the mistake, and its hint is the right change."""
+"""Tests of common mistakes: the message names the mistake, and the hint has the right change."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ torchrun pretrain_gpt.py --num-layers 4 --hidden-size 64 --num-attention-heads 4
 
 
 @pytest.fixture(autouse=True)
-def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def working_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Start each test in a folder that has files of schedir."""
     monkeypatch.chdir(tmp_path)
     program = compile("one_f_one_b", ranks=2, microbatches=2)
@@ -34,7 +34,7 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
         ("mine.toml", "a configuration", "schedir train mine.toml"),
     ],
 )
-def test_files_of_schedir_need_no_import(
+def test_import_refuses_files_of_schedir(
     capsys: pytest.CaptureFixture[str], name: str, kind: str, command: str
 ) -> None:
     error = run_refused_command(capsys, "import", name, "-o", "x.sched")
@@ -43,9 +43,7 @@ def test_files_of_schedir_need_no_import(
 
 
 @pytest.mark.parametrize("name", ["run.json", "run.json.gz"])
-def test_an_export_for_perfetto_is_not_imported(
-    capsys: pytest.CaptureFixture[str], name: str
-) -> None:
+def test_import_refuses_perfetto_export(capsys: pytest.CaptureFixture[str], name: str) -> None:
     run_command(capsys, "export", "mine.timeline", "--to", "perfetto", "-o", name)
     error = run_refused_command(capsys, "import", name, "-o", "x.timeline")
     assert f"{name} was written by schedir export --to perfetto" in error
@@ -67,7 +65,7 @@ def test_an_export_for_perfetto_is_not_imported(
         ("afab", "gpipe"),
     ],
 )
-def test_names_of_other_projects_lead_to_the_same_schedule(name: str, expected: str) -> None:
+def test_schedule_names_of_other_projects_get_hint(name: str, expected: str) -> None:
     assert suggest_schedules(name, [*get_built_in_schedules()]) == f"did you mean {expected!r}?"
 
 
@@ -82,27 +80,27 @@ def test_names_of_other_projects_lead_to_the_same_schedule(name: str, expected: 
         ("num_microbatches=8", "--microbatches"),
     ],
 )
-def test_options_of_other_projects_lead_to_the_same_option(
+def test_option_names_of_other_projects_get_hint(
     capsys: pytest.CaptureFixture[str], name: str, expected: str
 ) -> None:
     error = run_refused_command(capsys, "check", "gpipe", "-O", name)
     assert f"hint: did you mean {expected}?\n" in error + "\n"
 
 
-def test_an_option_of_another_project_in_python() -> None:
+def test_keyword_of_other_project_gets_hint() -> None:
     with pytest.raises(UsageError, match="did you mean 'recompute'"):
         compile("gpipe", ranks=2, microbatches=4, gradient_checkpointing="all")  # type: ignore[call-arg]
 
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "zb_h1"])
-def test_a_deadlock_of_a_placement_names_the_placement(name: str) -> None:
+def test_deadlock_from_placement_hints_at_placement(name: str) -> None:
     shape = PipelineShape(4, 8, placement=(3, 2, 1, 0))
     with pytest.raises(DeadlockError) as caught:
         compile(name, shape)
     assert caught.value.hint.startswith(f"use placement loop: {name} takes the rank as")
 
 
-def test_a_path_in_the_place_of_a_text() -> None:
+def test_path_instead_of_text_gets_hint() -> None:
     with pytest.raises(ParseError) as caught:
         from_text("mine.sched")
     assert caught.value.hint == "from_text takes the text of a file: Path('mine.sched').read_text()"
@@ -111,7 +109,7 @@ def test_a_path_in_the_place_of_a_text() -> None:
     assert caught.value.hint == "from_csv takes the text of a file: Path('mine.csv').read_text()"
 
 
-def test_a_script_of_megatron_without_a_vocabulary(capsys: pytest.CaptureFixture[str]) -> None:
+def test_megatron_script_without_vocabulary_gets_hint(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--cluster", "a100", "--gpus", "8", "--batch", "8", "--closed-form-only")
     error = run_refused_command(capsys, "plan", "--model", "meg.sh", *argv)
     assert "hint: add --vocab-size N to the file, or give --vocab N" in error
@@ -121,7 +119,7 @@ def test_a_script_of_megatron_without_a_vocabulary(capsys: pytest.CaptureFixture
     run_command(capsys, "plan", "--model", "meg.sh", "--vocab", "256", *argv)
 
 
-def test_closed_forms_of_offload(capsys: pytest.CaptureFixture[str]) -> None:
+def test_closed_form_plan_with_offload_gets_hint(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ("--cluster", "a100", "--gpus", "8", "--batch", "8", "--closed-form-only", "--offload")
     error = run_refused_command(capsys, "plan", "--model", "llama-7b", *argv)
     assert error.rstrip().endswith("hint: leave out --closed-form-only")

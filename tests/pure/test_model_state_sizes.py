@@ -36,30 +36,30 @@ CELLS = [
 ]
 
 
-def test_parts_are_held_as_their_sum() -> None:
+def test_separate_sizes_equal_their_sum_in_memory() -> None:
     """The curves are equal, and each part has the bytes of the rank's stages by name."""
     program = compile(one_f_one_b, PipelineShape(2, 4))
     parts: dict[str, Any] = {"params": (1, 2), "grads": (2, 4), "optimizer": 6}
     parts["buffers"] = (0, 0.5)
-    apart = Sizes(activation=3, saved=10, **parts)
-    both = Sizes(activation=3, saved=10, model_states=(9.0, 12.5))
-    assert apart.for_stages("model_states", 2).tolist() == [9, 12.5]
+    separate = Sizes(activation=3, saved=10, **parts)
+    summed = Sizes(activation=3, saved=10, model_states=(9.0, 12.5))
+    assert separate.for_stages("model_states", 2).tolist() == [9, 12.5]
     for one, other in zip(
-        compute_footprints(program, apart), compute_footprints(program, both), strict=True
+        compute_footprints(program, separate), compute_footprints(program, summed), strict=True
     ):
         assert one.total_bytes.tolist() == other.total_bytes.tolist()
-    rows = compute_footprints(program, apart)[1].static_memory
+    rows = compute_footprints(program, separate)[1].static_memory
     assert {name: rows[name] for name in STATIC_SIZES} == {
         "params": (1, 2), "grads": (1, 4), "optimizer": (1, 6), "buffers": (1, 0.5)
     }  # fmt: skip
-    assert "model_states" not in rows and compute_footprints(program, both)[1].static_memory[
+    assert "model_states" not in rows and compute_footprints(program, summed)[1].static_memory[
         "model_states"
     ] == (1, 12.5)
-    curve = simulate(program, Costs(), sizes=apart).memory[0]
+    curve = simulate(program, Costs(), sizes=separate).memory[0]
     assert np.sum([*curve.by_kind.values()], 0).tolist() == curve.total.tolist()
 
 
-def test_pictures_and_tables_have_a_part_each(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pictures_and_tables_show_separate_sizes(capsys: pytest.CaptureFixture[str]) -> None:
     """The memory curve of each rank has a layer for each part, and tables have a column."""
     sizes = Sizes(saved=1, params=2, grads=1, optimizer=(3, 9))
     run = simulate(compile(one_f_one_b, PipelineShape(2, 4)), sizes=sizes)
@@ -67,15 +67,17 @@ def test_pictures_and_tables_have_a_part_each(capsys: pytest.CaptureFixture[str]
     assert floors == {"params": [2, 2], "grads": [3, 3], "optimizer": [6, 12]}
     figure = gantt(run, show=("memory",))
     assert "optimizer" in [text.get_text() for text in figure.axes[0].texts]
-    told = "--ranks=2", "--microbatches=4", "--sizes=saved=1,params=2,grads=1,optimizer=3:9"
-    assert main(["simulate", "one_f_one_b", *told, "--json"]) == 0
+    options = "--ranks=2", "--microbatches=4", "--sizes=saved=1,params=2,grads=1,optimizer=3:9"
+    assert main(["simulate", "one_f_one_b", *options, "--json"]) == 0
     assert json.loads(capsys.readouterr().out)["optimizer"] == [3, 9]
-    one = simulate(compile(one_f_one_b, PipelineShape(2, 4)), sizes=Sizes(saved=1, model_states=9))
-    assert one.static_memory == {} and compute_memory_curve(one).static_layers == {}
+    summed = simulate(
+        compile(one_f_one_b, PipelineShape(2, 4)), sizes=Sizes(saved=1, model_states=9)
+    )
+    assert summed.static_memory == {} and compute_memory_curve(summed).static_layers == {}
 
 
 @pytest.mark.parametrize("name", STATIC_SIZES)
-def test_a_sum_and_a_part_of_it_are_refused(name: str) -> None:
+def test_model_states_with_separate_size_is_refused(name: str) -> None:
     with pytest.raises(UsageError) as caught:
         Sizes(model_states=0, **{name: 1})
     assert caught.value.fields == ("model_states", name)
@@ -87,13 +89,13 @@ REFUSED = (GOLDEN / "at_rest.txt").read_text().split("\n\n")
 
 
 @pytest.mark.parametrize("told", REFUSED)
-def test_what_a_person_is_told(told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_error_matches_golden_text(told: str, capsys: pytest.CaptureFixture[str]) -> None:
     command, message = told.strip().split("\n", 1)
     assert main(command.removeprefix("$ schedir ").split()) == 2
     assert capsys.readouterr().err == message + "\n"
 
 
-def test_limits_count_all_parts() -> None:
+def test_memory_limit_counts_all_sizes() -> None:
     sizes = Sizes(saved=1, params=2, grads=3, optimizer=4, buffers=5)
     compile(gpipe, PipelineShape(1, 2), sizes=sizes, memory_limit=16)
     with pytest.raises(MemoryLimitError) as caught:
@@ -105,15 +107,17 @@ def test_limits_count_all_parts() -> None:
 
 
 @pytest.mark.parametrize(("billions", "dp", "zero", "printed"), CELLS)
-def test_the_table_of_the_paper(billions: float, dp: int, zero: int, printed: str) -> None:
+def test_zero_model_states_match_published_table(
+    billions: float, dp: int, zero: int, printed: str
+) -> None:
     """Each cell of Table 1 of arXiv 1910.02054 is within one unit of its last digit."""
     digits = len(printed.partition(".")[2])
     psi = billions  # units of 10^9 parameters, and so of 10^9 bytes
-    found = zero_model_states(2 * psi, 2 * psi, 12 * psi, zero=zero, dp=dp).total
-    assert abs(found - float(printed)) <= 10.0**-digits
+    total = zero_model_states(2 * psi, 2 * psi, 12 * psi, zero=zero, dp=dp).total
+    assert abs(total - float(printed)) <= 10.0**-digits
 
 
-def test_the_table_has_all_cells() -> None:
+def test_published_table_is_complete() -> None:
     assert len(CELLS) == 54
 
 
@@ -122,22 +126,22 @@ def test_the_table_has_all_cells() -> None:
     dp=st.integers(1, 64),
     item=st.tuples(*[st.integers(1, 16)] * 3),
 )
-def test_parts_with_padding_hold_all(
+def test_padded_shards_hold_all_parameters(
     numbers: list[int], dp: int, item: tuple[int, int, int]
 ) -> None:
-    """Shards have whole numbers of parameters, hold all, and each has less than one too many."""
+    """Shards have whole numbers of parameters, hold all of them, and pad by less than one each."""
     params, grads, optimizer = ([k * n for n in numbers] for k in item)
     for zero in range(4):
         states = zero_model_states(
             params, grads, optimizer, zero=zero, dp=dp, parameter_counts=numbers
         )
-        for level, k, left in zip((3, 2, 1), item, states, strict=True):
+        for level, k, bytes_per_replica in zip((3, 2, 1), item, states, strict=True):
             if zero < level or dp == 1:
-                assert left.tolist() == [k * n for n in numbers]
+                assert bytes_per_replica.tolist() == [k * n for n in numbers]
                 continue
-            parts = np.round(left / k)
-            assert np.allclose(parts * k, left)
-            assert (parts * dp >= numbers).all() and (parts * dp < np.array(numbers) + dp).all()
+            shards = np.round(bytes_per_replica / k)
+            assert np.allclose(shards * k, bytes_per_replica)
+            assert (shards * dp >= numbers).all() and (shards * dp < np.array(numbers) + dp).all()
 
 
 @pytest.mark.parametrize(
@@ -145,12 +149,12 @@ def test_parts_with_padding_hold_all(
     [({"zero": 4}, "zero"), ({"zero": -1}, "zero"), ({"zero": True}, "zero"), ({"dp": 0}, "dp"),
      ({"dp": 2.0}, "dp")],
 )  # fmt: skip
-def test_what_is_no_level_and_no_group(how: dict[str, int], field: str) -> None:
+def test_invalid_zero_or_dp_is_refused(how: dict[str, int], field: str) -> None:
     with pytest.raises(UsageError) as caught:
         zero_model_states(2, 2, 12, **{"zero": 1, "dp": 2, **how})
     assert caught.value.fields == (field,)
 
 
-def test_bytes_are_not_negative() -> None:
+def test_negative_bytes_are_refused() -> None:
     with pytest.raises(UsageError):
         zero_model_states(-2, 2, 12, zero=1, dp=2)

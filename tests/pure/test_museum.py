@@ -1,4 +1,4 @@
-"""Tests of the museum: each real failure is refused exactly as its file says."""
+"""Tests of the museum: `check` refuses each real failure with the error in its file."""
 
 from __future__ import annotations
 
@@ -15,26 +15,26 @@ from tests.oracle_step_sequences import verdict as in_turn
 from tests.oracle_threads import verdict as ran
 
 CASES = cases()
-SAID = [case for case in CASES if case.is_said]
+DESCRIBED = [case for case in CASES if case.is_said]
 
 
-@pytest.mark.parametrize("case", SAID, ids=lambda case: case.name)
-def test_verdicts(case: Case) -> None:
+@pytest.mark.parametrize("case", DESCRIBED, ids=lambda case: case.name)
+def test_museum_cases_have_expected_errors(case: Case) -> None:
     assert {model: verdict(case.refusal(model)) for model in MODELS} == {
         model: case.expected(model) for model in MODELS
     }
 
 
-@pytest.mark.parametrize("case", [c for c in SAID if not c.runs], ids=lambda case: case.name)
-def test_first_uses(case: Case) -> None:
+@pytest.mark.parametrize("case", [c for c in DESCRIBED if not c.runs], ids=lambda case: case.name)
+def test_museum_cases_with_lazy_communicators(case: Case) -> None:
     free = [model for model in MODELS if not case.expected(model)]
-    found = {model: verdict(case.refusal(model, lazy_communicators=True)) for model in free}
-    assert found == {model: case.lazy.get(model, []) for model in free}
+    errors = {model: verdict(case.refusal(model, lazy_communicators=True)) for model in free}
+    assert errors == {model: case.lazy.get(model, []) for model in free}
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.activation], ids=lambda case: case.name)
-def test_small_messages(case: Case) -> None:
-    """The case runs only where messages of this size are eager."""
+def test_eager_messages_let_case_finish(case: Case) -> None:
+    """The case finishes only if messages of this size are eager."""
     for model in MODELS:
         assert case.refusal(model, eager_limit=case.activation) is None
         large = case.refusal(model, eager_limit=case.activation - 1)
@@ -43,14 +43,14 @@ def test_small_messages(case: Case) -> None:
 
 
 @pytest.mark.parametrize("case", [c for c in CASES if c.mended], ids=lambda case: case.name)
-def test_what_is_mended_is_right(case: Case) -> None:
+def test_mended_programs_pass_check(case: Case) -> None:
     for model in MODELS:
         check(from_text(case.mended), model)
 
 
 # The machine has unlimited memory.
 UNSEEN = ("the_fullest_rank", "one_place_for_gradients")
-EXECUTED = [case for case in SAID if case.name not in UNSEEN]
+EXECUTED = [case for case in DESCRIBED if case.name not in UNSEEN]
 
 
 @pytest.mark.parametrize("case", EXECUTED, ids=lambda case: case.name)
@@ -63,8 +63,8 @@ def test_execution_agrees(case: Case) -> None:
             assert kind == "hang"
 
 
-def test_each_is_told_whole() -> None:
-    assert len(SAID) >= 20
+def test_museum_files_are_complete() -> None:
+    assert len(DESCRIBED) >= 20
     titles = [case.title for case in CASES]
     assert len({*titles}) == len(titles)
     for case in CASES:

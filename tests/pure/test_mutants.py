@@ -1,4 +1,4 @@
-"""Tests that the checker accepts exactly those mutated programs that run, under each model.
+"""Tests that `check` accepts exactly the mutated programs that finish, under each model.
 
 `benchmarks/mutants.py` does the same for any number of programs.
 """
@@ -22,13 +22,16 @@ SEED = int(os.environ.get("MUTANTS_SEED", "0"))
 
 
 @pytest.mark.parametrize("name", MUTATIONS)
-def test_checker_equals_execution(name: str) -> None:
+def test_check_accepts_exactly_mutants_that_finish(name: str) -> None:
     """Call `print(tests.mutants.trial(name, seed, corpus=CORPUS))` to repeat a trial.
 
     Some mutations are judged under one model each, and some use a program for more mutants.
     """
-    share, one = TRIALS // 3 if name in TURNED else 4, name in (*TURNED, *AWAY, *STEPPED, *SUMMED)
-    models = [[model] if one else MODELS for model in MODELS]
+    share, has_single_model = (
+        TRIALS // 3 if name in TURNED else 4,
+        name in (*TURNED, *AWAY, *STEPPED, *SUMMED),
+    )
+    models = [[model] if has_single_model else MODELS for model in MODELS]
     seeds = range(SEED, SEED + TRIALS)
     trials = [trial(name, seed, models[seed % len(MODELS)], share, CORPUS) for seed in seeds]
     disagreements = [t for t in trials if t.disagreements]

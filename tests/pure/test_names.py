@@ -84,28 +84,28 @@ CLASSES_TWICE = {
 }
 
 
-def modules() -> dict[str, Path]:
+def list_modules() -> dict[str, Path]:
     """Return the modules of the product, by their path without `schedir/` and suffix."""
     paths = {path: path.relative_to(ROOT).with_suffix("") for path in MODULES.values()}
     named = {str(rel).removeprefix("schedir/"): path for path, rel in paths.items()}
     return {name: path for name, path in named.items() if not name.endswith("__init__")}
 
 
-FILES = modules()
+FILES = list_modules()
 
 
 @cache
 def find_classes() -> dict[str, list[str]]:
     """Return the modules that define each top-level class."""
-    found: dict[str, list[str]] = defaultdict(list)
+    modules_by_class: dict[str, list[str]] = defaultdict(list)
     for name, path in FILES.items():
         for node in ast.parse(path.read_bytes()).body:
             if isinstance(node, ast.ClassDef):
-                found[node.name].append(name)
-    return found
+                modules_by_class[node.name].append(name)
+    return modules_by_class
 
 
-def exported(package: Path) -> set[str]:
+def read_all(package: Path) -> set[str]:
     """Return the names in the `__all__` of a package."""
     for node in ast.parse(package.read_bytes()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
@@ -113,14 +113,14 @@ def exported(package: Path) -> set[str]:
     return set()
 
 
-def test_a_folder_fits_on_a_screen() -> None:
+def test_folders_have_at_most_15_modules() -> None:
     counted = Counter(name.rpartition("/")[0] for name in FILES)
     assert not {
         folder: n for folder, n in counted.items() if n > MAX_MODULES and folder not in LARGE
     }
 
 
-def test_a_file_name_occurs_once() -> None:
+def test_file_names_are_unique() -> None:
     counted = Counter(name.rpartition("/")[2] for name in FILES)
     assert {name for name, n in counted.items() if n > 1} == set(TWICE)
 
@@ -134,20 +134,20 @@ def test_class_names_are_nouns() -> None:
     assert not [name for name in find_classes() if name.strip("_").lower() in VAGUE]
 
 
-def members(tree: ast.Module) -> set[str]:
+def list_members(tree: ast.Module) -> set[str]:
     """Return the names of functions, and of methods and annotated fields of classes."""
     classes = [node for node in ast.walk(tree) if isinstance(node, ast.ClassDef)]
     bodies = [tree.body, *(node.body for node in classes)]
-    found = {node.name for body in bodies for node in body if isinstance(node, ast.FunctionDef)}
+    functions = {node.name for body in bodies for node in body if isinstance(node, ast.FunctionDef)}
     fields = [node for owner in classes for node in owner.body if isinstance(node, ast.AnnAssign)]
-    return found | {node.target.id for node in fields if isinstance(node.target, ast.Name)}
+    return functions | {node.target.id for node in fields if isinstance(node.target, ast.Name)}
 
 
-def test_names_of_functions_and_members_say_something() -> None:
+def test_function_and_member_names_are_not_vague() -> None:
     vague: dict[str, str] = {}
     for name, path in FILES.items():
-        found = members(ast.parse(path.read_bytes()))
-        vague |= {member.strip("_"): name for member in found if member.strip("_") in VAGUE}
+        names = list_members(ast.parse(path.read_bytes()))
+        vague |= {member.strip("_"): name for member in names if member.strip("_") in VAGUE}
     assert vague.keys() == GOOD_MEMBERS.keys(), vague
 
 
@@ -160,24 +160,28 @@ def test_few_local_variables_have_vague_names() -> None:
     assert vague.total() <= VAGUE_LOCALS_BUDGET, vague.most_common(5)
 
 
-def test_a_class_name_means_one_class() -> None:
-    twice = {name for name, where in find_classes().items() if len(where) > 1}
-    assert twice == set(CLASSES_TWICE)
+def test_class_names_are_unique() -> None:
+    repeated = {
+        name for name, defining_modules in find_classes().items() if len(defining_modules) > 1
+    }
+    assert repeated == set(CLASSES_TWICE)
 
 
-def test_no_module_hides_a_function() -> None:
+def test_no_module_shadows_exported_function() -> None:
     """The import of a module would replace a function of the same name in its package."""
     for name in (name for name, path in MODULES.items() if path.name == "__init__.py"):
         folder = MODULES[name].parent
-        inside = {path.stem for path in folder.glob("*.py")}
-        inside |= {path.parent.name for path in folder.glob("*/__init__.py")}
-        functions = exported(MODULES[name]) & inside
+        module_names = {path.stem for path in folder.glob("*.py")}
+        module_names |= {path.parent.name for path in folder.glob("*/__init__.py")}
+        functions = read_all(MODULES[name]) & module_names
         if name == "schedir":  # it also exports modules
-            functions = {each for each in functions if ":" in schedir._LAZY_IMPORTS[each]}
+            functions = {
+                function for function in functions if ":" in schedir._LAZY_IMPORTS[function]
+            }
         assert not functions, name
 
 
-def test_no_option_has_a_retired_name() -> None:
+def test_options_have_no_retired_names() -> None:
     """This holds in Python, after `-O`, in a configuration, and in the text of a program."""
     options = {
         *PROGRAM_OPTIONS,
@@ -185,17 +189,19 @@ def test_no_option_has_a_retired_name() -> None:
         *signature(schedir.check).parameters,
     }
     assert options.isdisjoint(RENAMED_FIELDS)
-    found = {
-        f"{section}.{one.name}" for section, (_, own) in list_settings().items() for one in own
+    settings = {
+        f"{section}.{setting.name}"
+        for section, (_, settings_of_section) in list_settings().items()
+        for setting in settings_of_section
     }
-    assert found.isdisjoint(RETIRED_HINTS)
+    assert settings.isdisjoint(RETIRED_HINTS)
     assert {row.text for row in INSTRUCTIONS}.isdisjoint(RENAMED_INSTRUCTIONS)
     assert {f.name for f in fields(schedir.Costs)}.isdisjoint(RENAMED_COSTS)
     assert {f.name for f in fields(schedir.Sizes)}.isdisjoint(RENAMED_SIZES)
     assert {*MODELS}.isdisjoint(RENAMED_VALUES["progress_model"])
 
 
-def test_every_retired_name_leads_to_one_that_there_is() -> None:
+def test_retired_names_map_to_current_names() -> None:
     shape = {"shape", "progress_model", "blocking_hosts", "memory_limit", "buffer_sharing"}
     hosts = {*signature(schedir.check).parameters}
     assert {*RENAMED_FIELDS.values()} <= {*PROGRAM_OPTIONS} | shape | hosts

@@ -1,7 +1,7 @@
-"""Tests of the dependency graph, which is listed edge by edge and analysed by networkx.
+"""Tests that networkx gives the same verdict and span for an explicit dependency graph.
 
-The verdict and the predicted time must be exactly those of schedir. The rules are those of
-`tests/oracle.py`. These tests also show that "acyclic" and "longest path" have their usual meaning.
+The graph follows the rules of `tests/oracle.py`. The tests also show that "acyclic" and
+"longest path" have their usual meaning.
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ NAMES = (
 )  # fmt: skip
 
 
-def explicit(program: Program, progress_model: ProgressModel, costs: Costs) -> nx.DiGraph:
+def build_graph(program: Program, progress_model: ProgressModel, costs: Costs) -> nx.DiGraph:
     """Return the graph in which each group has a node for its start and one for its end.
 
     Between the two is the cost of the group. A message connects its two groups.
@@ -45,7 +45,7 @@ def explicit(program: Program, progress_model: ProgressModel, costs: Costs) -> n
     machine.run()
     graph = nx.DiGraph()
     for rank, groups in enumerate(machine.groups):
-        own = machine.lists[rank]
+        instructions = machine.lists[rank]
         for group in groups:
             posted, complete = ("posted", rank, group), ("complete", rank, group)
             graph.add_edge(posted, complete, weight=0.0)
@@ -53,16 +53,16 @@ def explicit(program: Program, progress_model: ProgressModel, costs: Costs) -> n
                 graph.add_edge(("complete", rank, before), posted, weight=0.0)
             for k in group:
                 for free in machine.left[rank].get(k, ()):
-                    left = machine._group_of(rank, free)
-                    graph.add_edge(("complete", rank, left), posted, weight=0.0)
-                needs = [(rank, at) for at in machine._of_parts(rank, k)]
-                for giver, at in machine._needs(rank, own[k]) + needs:
-                    done = ("complete", giver, machine._group_of(giver, at))
-                    graph.add_edge(done, posted, weight=0.0)
-                if INSTRUCTIONS[own[k].op].partner is None:
-                    graph[posted][complete]["weight"] += machine._cost(rank, own[k])
+                    holder_group = machine._group_of(rank, free)
+                    graph.add_edge(("complete", rank, holder_group), posted, weight=0.0)
+                needs = [(rank, need) for need in machine._of_parts(rank, k)]
+                for giver, need in machine._needs(rank, instructions[k]) + needs:
+                    giver_complete = ("complete", giver, machine._group_of(giver, need))
+                    graph.add_edge(giver_complete, posted, weight=0.0)
+                if INSTRUCTIONS[instructions[k].op].partner is None:
+                    graph[posted][complete]["weight"] += machine._cost(rank, instructions[k])
                     continue
-                partners = machine._partners(rank, own[k])
+                partners = machine._partners(rank, instructions[k])
                 if progress_model == "torch_lazy" and machine._apart(partners):
                     graph.add_edge(complete, posted, weight=0.0)  # it never ends
                 cost = max(machine._cost(r, machine.lists[r][n]) for r, n in partners)
@@ -71,8 +71,8 @@ def explicit(program: Program, progress_model: ProgressModel, costs: Costs) -> n
     return graph
 
 
-def whole_costs(rng: random.Random, stages: int) -> Costs:
-    """Return costs of whole numbers per stage, so that sums are exact."""
+def draw_integer_costs(rng: random.Random, stages: int) -> Costs:
+    """Draw an integer cost per stage, so that sums are exact."""
 
     def per_stage() -> tuple[float, ...]:
         return tuple(float(rng.randint(0, 5)) for _ in range(stages))
@@ -102,18 +102,20 @@ def whole_costs(rng: random.Random, stages: int) -> Costs:
 @example(2296, "swap_neighbours", "blocking_serial")
 @example(568612525, "reduce_early", "per_device")
 @given(st.integers(0, 2**32), st.sampled_from(NAMES), st.sampled_from(MODELS))
-def test_networkx_says_the_same(seed: int, name: str, progress_model: ProgressModel) -> None:
+def test_networkx_gives_same_verdict_and_span(
+    seed: int, name: str, progress_model: ProgressModel
+) -> None:
     _, program = mutate(name, seed, corpus=CORPUS)
     program = with_slots(program, random.Random(seed))
-    priced = whole_costs(random.Random(seed), program.shape.stages)
+    drawn_costs = draw_integer_costs(random.Random(seed), program.shape.stages)
     try:
-        span = simulate(program, priced, progress_model=progress_model, skip_checks=True).span
+        span = simulate(program, drawn_costs, progress_model=progress_model, skip_checks=True).span
     except (DeadlockError, ChannelMismatchError, OrderError):  # OrderError for a single rank
         event("deadlock")
-        assert not nx.is_directed_acyclic_graph(explicit(program, progress_model, priced))
+        assert not nx.is_directed_acyclic_graph(build_graph(program, progress_model, drawn_costs))
     except (GroupError, CompletenessError):  # these are reported before all other errors
         event("no such group, or turns out of turn")
     else:
-        graph = explicit(program, progress_model, priced)
+        graph = build_graph(program, progress_model, drawn_costs)
         assert nx.is_directed_acyclic_graph(graph)
         assert nx.dag_longest_path_length(graph) == span
