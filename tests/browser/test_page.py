@@ -81,13 +81,14 @@ def count_pixels(browser: Chromium, colour: tuple[int, int, int]) -> int:
 def test_tooltip_shows_instruction_and_its_waits(page: Page) -> None:
     browser = page(PREDICTED)
     assert read_text(browser, "tip") == ""
-    first = PREDICTED.spans[(PREDICTED.spans["rank"] == 0) & (PREDICTED.spans["op"] == 1)][0]
-    x, y = locate_time(browser, float(first["start"]) + 1, PREDICTED.span)
+    of_rank_0 = PREDICTED.spans[PREDICTED.spans["rank"] == 0]
+    first_backward = of_rank_0[of_rank_0["op"] == 1][0]
+    x, y = locate_time(browser, float(first_backward["start"]) + 1, PREDICTED.span)
     browser.mouse("mouseMoved", x, y)
     tip = read_text(browser, "tip")
     assert "B 0.0" in tip and "length\n2\n" in tip
-    assert f"start\n{first['start']:g}\n" in tip
-    assert f"waited\n{first['start'] - 4:g}, last for recv_grad 0.0" in tip
+    assert f"start\n{first_backward['start']:g}\n" in tip
+    assert f"waited\n{first_backward['start'] - 4:g}, last for recv_grad 0.0" in tip
     assert "warmup: B 1.0 on rank 1" in tip and "message: recv_grad 0.0" in tip
     browser.mouse("mouseMoved", *locate_time(browser, 6, PREDICTED.span))
     tip = read_text(browser, "tip")
@@ -151,11 +152,14 @@ def test_zoom_and_pan_keep_time_under_pointer(page: Page) -> None:
 def test_click_shows_critical_path_and_messages(page: Page) -> None:
     browser = page(PREDICTED)
     assert count_pixels(browser, ACCENT) == 0
-    first = PREDICTED.spans[(PREDICTED.spans["rank"] == 0) & (PREDICTED.spans["op"] == 1)][0]
-    browser.click(*locate_time(browser, float(first["start"]) + 1, PREDICTED.span))
+    of_rank_0 = PREDICTED.spans[PREDICTED.spans["rank"] == 0]
+    first_backward = of_rank_0[of_rank_0["op"] == 1][0]
+    browser.click(*locate_time(browser, float(first_backward["start"]) + 1, PREDICTED.span))
     selected = read_text(browser, "selected")
     assert selected.startswith("B 0.0") and "receives from\nB 1.0, rank 1" in selected
-    links = len(PREDICTED.critical_path_to(int(np.flatnonzero(PREDICTED.spans == first)[0])))
+    links = len(
+        PREDICTED.critical_path_to(int(np.flatnonzero(PREDICTED.spans == first_backward)[0]))
+    )
     assert f"{links} links" in selected and "on 4 ranks" in selected
     assert count_pixels(browser, ACCENT) > 500
     browser.js("document.querySelector('#selected .link').click()")
@@ -237,8 +241,11 @@ def test_tooltip_has_times_of_both_programs(page: Page) -> None:
     browser = page(PREDICTED, other)
     for _ in range(2):
         browser.key("v")
-    first = other.spans[(other.spans["rank"] == 0) & (other.spans["op"] == 1)][0]
-    browser.mouse("mouseMoved", *locate_time(browser, float(first["start"]) + 1, other.span))
+    of_rank_0 = other.spans[other.spans["rank"] == 0]
+    first_backward = of_rank_0[of_rank_0["op"] == 1][0]
+    browser.mouse(
+        "mouseMoved", *locate_time(browser, float(first_backward["start"]) + 1, other.span)
+    )
     tip = read_text(browser, "tip").splitlines()
     assert tip[1] == "backward"
     spans = PREDICTED.spans[(PREDICTED.spans["rank"] == 0) & (PREDICTED.spans["op"] == 1)]

@@ -362,9 +362,9 @@ def test_two_schedules_have_linked_cursors(studio: Opener) -> None:
     names = browser.js("[...document.querySelectorAll('#runs button')].map((b) => b.innerText)")
     assert names == ["one_f_one_b", "zb_h1", "both"]
     assert "Compared with zb_h1: span +" in text(browser, "verdict")
-    before = browser.picture()
+    picture_before = browser.picture()
     browser.mouse("mouseMoved", *locate_time(browser, 0.5))
-    assert browser.picture() != before and "zb_h1\n0, 1 long" in text(browser, "tip")
+    assert browser.picture() != picture_before and "zb_h1\n0, 1 long" in text(browser, "tip")
     choose(browser, "control-other", "forward_only")
     choose(browser, "control-other", "")
     assert text(browser, "runs") == ""

@@ -1,4 +1,4 @@
-"""Activation offload: which activations are moved and when, the memory, and errors."""
+"""Tests of activation offload: the selection and order of transfers, memory and errors."""
 
 from __future__ import annotations
 
@@ -31,12 +31,14 @@ from tests.laws import ZOO, least, shape_of
 SIZES = Sizes(saved=10, recompute_inputs=1)
 COSTS = Costs(F=1, I=1, W=1, offload=1, reload=1, offload_to_disk=0.5, reload_from_disk=0.5)
 TRAINED_SCHEDULES = {
-    name: each for name, each in ZOO.items() if each is not get_built_in_schedules()["forward_only"]
+    name: schedule
+    for name, schedule in ZOO.items()
+    if schedule is not get_built_in_schedules()["forward_only"]
 }
 
 
 def list_moved_pairs(program: Program, op: Opcode = Opcode.Offload) -> list[list[tuple[int, int]]]:
-    """Return the (stage, microbatch) pairs that each rank moves, in its order."""
+    """Return the (stage, microbatch) pairs that each rank offloads or reloads, in order."""
     return [[(i.stage, i.mb) for i in stream if i.op is op] for stream in program.streams]
 
 
@@ -51,20 +53,20 @@ def build_shape(schedule: Any, P: int = 4, m: int = 8) -> PipelineShape:
 def test_offload_within_free_lane_time_keeps_span(schedule: Any) -> None:
     shape, costs = build_shape(schedule), Costs(F=1, I=1, W=1, send=0.125, offload=0.5, reload=0.5)
     plain = simulate(compile(schedule, shape, costs=costs), costs, sizes=SIZES)
-    for how in ("all", "half"):
-        program = compile(schedule, shape, costs=costs, offload=how, debug=True)
+    for selection in ("all", "half"):
+        program = compile(schedule, shape, costs=costs, offload=selection, debug=True)
         assert from_text(to_text(program)) == program == check(program)
         run = simulate(program, costs, sizes=SIZES)
         assert run.span <= plain.span * (1 + 1e-9)
         assert (run.peak_memory <= plain.peak_memory).all()
-        if how == "all":
+        if selection == "all":
             assert run.peak_memory.sum() < plain.peak_memory.sum()
-        if how == "half":
+        if selection == "half":
             assert not any(mb % 2 for pairs in list_moved_pairs(program) for _, mb in pairs)
 
 
 def test_gpipe_offload_memory_matches_hand_count() -> None:
-    """With offload, two activations are on the device: one is moved while the next is computed."""
+    """Two activations are on the device: a forward computes one while the other is offloaded."""
     options: list[dict[str, Any]] = [{}, {"offload": "all"}, {"offload": "half"}]
     runs = [
         simulate(compile(gpipe, PipelineShape(2, 8), costs=COSTS, **option), COSTS, sizes=SIZES)
@@ -97,8 +99,8 @@ def test_offload_skips_activations_needed_soon() -> None:
     with pytest.warns(
         UserWarning, match="offload selects 3.0, but moves no activation of this selection"
     ):
-        which: Any = [2, (3, 0)]
-        named = compile(one_f_one_b, PipelineShape(4, 8), costs=slow, offload=which)
+        selection: Any = [2, (3, 0)]
+        named = compile(one_f_one_b, PipelineShape(4, 8), costs=slow, offload=selection)
     assert [len(pairs) for pairs in list_moved_pairs(named)] == [0, 0, 8, 0]
 
 
@@ -133,8 +135,8 @@ def test_recomputed_microbatch_offloads_only_its_inputs() -> None:
 def test_offload_without_costs_is_planned_with_default_costs() -> None:
     program = compile(gpipe, PipelineShape(1, 8), offload="all")
     assert program.slots[0].saved == 3
-    late = simulate(program, Costs(F=1, B=2, offload=0.5, reload=0.5))
-    assert late.span == simulate(compile(gpipe, PipelineShape(1, 8)), Costs(F=1, B=2)).span
+    timeline = simulate(program, Costs(F=1, B=2, offload=0.5, reload=0.5))
+    assert timeline.span == simulate(compile(gpipe, PipelineShape(1, 8)), Costs(F=1, B=2)).span
 
 
 # ---------------------------------------------------------------- limits
@@ -146,8 +148,8 @@ def test_memory_limit_needs_offload_and_recomputation() -> None:
     Plain 1F1B needs 40, recomputation 13 and offload 20.
     """
     shape = PipelineShape(4, 16)
-    for limit, how in ((30, {}), (12, {"recompute": "all"}), (15, {"offload": "all"})):
-        options: dict[str, Any] = how
+    for limit, single_option in ((30, {}), (12, {"recompute": "all"}), (15, {"offload": "all"})):
+        options: dict[str, Any] = single_option
         with pytest.raises(MemoryLimitError):
             compile(one_f_one_b, shape, costs=COSTS, sizes=SIZES, memory_limit=limit, **options)
     both_options: dict[str, Any] = {"recompute": "all", "offload": "all", "recompute_at": "late"}
@@ -180,8 +182,17 @@ def test_recompute_and_offload_fit_is_no_slower_than_one_of_them(move: int, limi
     """A limit of 12 needs both. With another limit, both together are no slower than one."""
     costs, shape = Costs(F=1, B=2, offload=move, reload=move), PipelineShape(4, 8)
     spans = []
-    for how in ({"recompute": "fit"}, {"offload": "fit"}, {"recompute": "fit", "offload": "fit"}):
-        options: dict[str, Any] = {"costs": costs, "sizes": SIZES, "memory_limit": limit, **how}
+    for fit_options in (
+        {"recompute": "fit"},
+        {"offload": "fit"},
+        {"recompute": "fit", "offload": "fit"},
+    ):
+        options: dict[str, Any] = {
+            "costs": costs,
+            "sizes": SIZES,
+            "memory_limit": limit,
+            **fit_options,
+        }
         try:
             spans.append(simulate(compile(one_f_one_b, shape, **options), costs).span)
         except MemoryLimitError:
@@ -409,9 +420,13 @@ def test_order_error_is_same_with_and_without_offload() -> None:
     """A program that cannot finish is refused with the same error with and without offload."""
     for shape in (PipelineShape(4, 8, optimizer_steps=2), PipelineShape(2, 4, optimizer_steps=2)):
         texts = []
-        for how in ({}, {"offload": "all"}, {"offload": "fit", "memory_limit": 30, "sizes": SIZES}):
+        for options in (
+            {},
+            {"offload": "all"},
+            {"offload": "fit", "memory_limit": 30, "sizes": SIZES},
+        ):
             with pytest.raises(OrderError) as caught:
-                compile(one_f_one_b, shape, costs=COSTS, **how)
+                compile(one_f_one_b, shape, costs=COSTS, **options)
             texts.append(str(caught.value))
         assert texts[0] == texts[1] == texts[2]
 
@@ -437,7 +452,7 @@ def test_equivalent_offload_options_compile_equally() -> None:
 
 
 def test_torch_csv_export_of_offload_is_refused() -> None:
-    """Refuse the export to torch's CSV format, which has no offload."""
+    """torch's CSV format has no offload."""
     program = compile(one_f_one_b, PipelineShape(2, 4), costs=COSTS, offload="all")
     for form in torch_csv.CSV_FORMATS:
         with pytest.raises(UsageError, match="the program offloads activations"):

@@ -35,8 +35,8 @@ from schedir.ir.program import Program
 
 
 def make_snapshot(
-    process: int, at: int, *, turn: int = 5, phase: ProcessPhase = ProcessPhase.STEP,
-    state: ProcessState = "runs", waits: bool = False, said: str = "",
+    process: int, position: int, *, phase_count: int = 5, phase: ProcessPhase = ProcessPhase.STEP,
+    state: ProcessState = "runs", waits: bool = False, failure: str = "",
 ) -> BlackBoxSnapshot:  # fmt: skip
     """Return a snapshot of the black box of a process at a position."""
     box = BlackBox(process=process, world=4)
@@ -45,13 +45,15 @@ def make_snapshot(
         box.values[BlackBoxField.PHASE_COUNT],
         box.values[POSITION_FIELD],
         box.values[BlackBoxField.IS_WAITING],
-    ) = turn, at, waits
-    if said:
-        box.report_failure(said, 1)
+    ) = phase_count, position, waits
+    if failure:
+        box.report_failure(failure, 1)
     return BlackBoxSnapshot(bytes(box.memory), monotonic_ns(), state)
 
 
-def build_stalled_snapshots(program: Program, stuck: int, at: int) -> dict[int, BlackBoxSnapshot]:
+def build_stalled_snapshots(
+    program: Program, stuck: int, stuck_position: int
+) -> dict[int, BlackBoxSnapshot]:
     """Return the snapshots of all processes if one of them does not end an instruction.
 
     The other processes advance as far as the dependency graph allows.
@@ -64,7 +66,9 @@ def build_stalled_snapshots(program: Program, stuck: int, at: int) -> dict[int, 
         has_moved = False
         for rank in range(program.shape.ranks):
             first, end = offsets[rank : rank + 2]
-            while first + positions[rank] < end and not (rank == stuck and positions[rank] == at):
+            while first + positions[rank] < end and not (
+                rank == stuck and positions[rank] == stuck_position
+            ):
                 k = first + positions[rank]
                 if not all(
                     _has_partners_started(graph, int(n), positions)
@@ -76,7 +80,7 @@ def build_stalled_snapshots(program: Program, stuck: int, at: int) -> dict[int, 
                 has_moved = True
     return {
         rank: make_snapshot(rank, k) if k < len(program.streams[rank])
-        else make_snapshot(rank, 0, turn=6, phase=ProcessPhase.REPORT, waits=True)
+        else make_snapshot(rank, 0, phase_count=6, phase=ProcessPhase.REPORT, waits=True)
         for rank, k in enumerate(positions)
     }  # fmt: skip
 
@@ -112,9 +116,9 @@ def test_busy_process_is_cause_of_stall(
         progress_model="per_edge",
         clip_grad_norm=clip,
     )
-    at = int(where * len(program.streams[stuck]))
+    position = int(where * len(program.streams[stuck]))
     cause = StalledRun(
-        build_stalled_snapshots(program, stuck, at), ProcessLayout(4, 1, 1), program
+        build_stalled_snapshots(program, stuck, position), ProcessLayout(4, 1, 1), program
     ).find_cause()
     assert (
         cause is not None
@@ -123,7 +127,7 @@ def test_busy_process_is_cause_of_stall(
         and cause.is_certain
     )
     assert f"process {stuck} (pipeline rank {stuck})" in cause.fact
-    assert f"in step 3 at #{at} {program.streams[stuck][at]}" in cause.fact
+    assert f"in step 3 at #{position} {program.streams[stuck][position]}" in cause.fact
 
 
 PROGRAM = compile(
@@ -162,7 +166,7 @@ def test_dead_or_stopped_process_is_cause_before_busy_process() -> None:
 
 def test_process_with_failure_message_is_cause_before_ended_process() -> None:
     snapshots = build_stalled_snapshots(PROGRAM, 1, 4)
-    snapshots[1] = replace(make_snapshot(1, 4, said="ValueError"), state="gone")
+    snapshots[1] = replace(make_snapshot(1, 4, failure="ValueError"), state="gone")
     ended_box = BlackBox(process=0, world=4)
     ended_box.report_failure("", 1)
     snapshots[0] = BlackBoxSnapshot(bytes(ended_box.memory), monotonic_ns(), "gone")
@@ -212,9 +216,10 @@ def test_late_expert_parallel_process_is_cause(ahead: int) -> None:
 
 def test_late_or_missing_process_is_cause_outside_steps() -> None:
     snapshots = {
-        p: make_snapshot(p, 0, turn=2, phase=ProcessPhase.SET_UP, waits=True) for p in range(4)
+        p: make_snapshot(p, 0, phase_count=2, phase=ProcessPhase.SET_UP, waits=True)
+        for p in range(4)
     }
-    snapshots[2] = make_snapshot(2, 0, turn=2, phase=ProcessPhase.SET_UP)
+    snapshots[2] = make_snapshot(2, 0, phase_count=2, phase=ProcessPhase.SET_UP)
     cause = StalledRun(snapshots, ProcessLayout(4, 1, 1)).find_cause()
     assert cause is not None and (cause.process, cause.is_certain) == (2, True)
     del snapshots[2]
@@ -223,8 +228,10 @@ def test_late_or_missing_process_is_cause_outside_steps() -> None:
 
 
 def test_process_in_earliest_phase_is_uncertain_cause() -> None:
-    snapshots = {p: make_snapshot(p, 0, turn=3, phase=ProcessPhase.DATA_WAIT) for p in range(4)}
-    snapshots[2] = make_snapshot(2, 0, turn=2, phase=ProcessPhase.SET_UP)
+    snapshots = {
+        p: make_snapshot(p, 0, phase_count=3, phase=ProcessPhase.DATA_WAIT) for p in range(4)
+    }
+    snapshots[2] = make_snapshot(2, 0, phase_count=2, phase=ProcessPhase.SET_UP)
     cause = StalledRun(snapshots, ProcessLayout(4, 1, 1)).find_cause()
     assert cause is not None and (cause.process, cause.kind, cause.is_certain) == (
         2,
@@ -305,7 +312,7 @@ def test_full_disk_does_not_stop_run(tmp_path: Path) -> None:
 
 
 def test_snapshot_bytes_round_trip(tmp_path: Path) -> None:
-    snapshot = make_snapshot(1, 4, said="why")
+    snapshot = make_snapshot(1, 4, failure="why")
     assert BlackBoxSnapshot.from_bytes(snapshot.to_bytes()) == snapshot
     (tmp_path / "0").write_bytes(b"no box")
     assert read_black_boxes(tmp_path) == {}

@@ -90,13 +90,13 @@ def test_early_gather_deadlocks_gathers_and_blocking_hosts() -> None:
         assert any(str(wait.instr) == "tp_gather_act 3.0" for wait in caught.value.cycle)
 
 
-def move_gather(program: Program, rank: int, what: str, ahead: str) -> Program:
+def move_gather(program: Program, rank: int, gather: str, target: str) -> Program:
     """Move a gather, with its receive, before another instruction."""
     lists = [[*map(str, stream)] for stream in program.streams]
     instructions = lists[rank]
-    position = instructions.index(what)
+    position = instructions.index(gather)
     pair = [instructions.pop(position - 1), instructions.pop(position - 1)]
-    instructions[instructions.index(ahead) : instructions.index(ahead)] = pair
+    instructions[instructions.index(target) : instructions.index(target)] = pair
     return written(*map("; ".join, lists), header="stages_per_rank 2 tp 2")
 
 

@@ -46,8 +46,8 @@ def assert_spans_covered(timeline: Timeline) -> None:
     assert np.allclose(sum_by_cause(idle, timeline.ranks).sum(1), timeline.idle, rtol=0, atol=1e-9)
 
 
-def lower_draft(draft: Program, how: str) -> Program:
-    return group_opposite_transfers(lower(draft)) if how == "grouped" else lower(draft)
+def lower_draft(draft: Program, form: str) -> Program:
+    return group_opposite_transfers(lower(draft)) if form == "grouped" else lower(draft)
 
 
 TRANSFER_FORMS = st.sampled_from(["lowered", "grouped"])

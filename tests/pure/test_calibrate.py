@@ -75,7 +75,7 @@ def test_absent_instructions_cost_zero() -> None:
 
 
 def test_computes_cost_at_least_their_duration() -> None:
-    """This holds even where a stage's messages took much less time than those of others."""
+    """The messages of one stage take much less time than those of the others."""
     costs = Costs(F=1, B=2, send=(1, 50, 50, 50))
     program = schedir.compile(one_f_one_b, PipelineShape(4, 8))
     calibrated = calibrate(schedir.simulate(program, costs, progress_model="per_edge"))
@@ -150,7 +150,7 @@ def test_late_observation_keeps_predicted_span(case: tuple[Program, Costs]) -> N
 @settings(max_examples=50)
 @given(programs_with_costs())
 def test_prediction_includes_host_time(case: tuple[Program, Costs]) -> None:
-    """Only the host's time before the very first instruction cannot be seen."""
+    """Only the host time before the first instruction is not recorded."""
     run = measured(*case, host=0.25)
     assert predict_again(run).span == pytest.approx(run.span, abs=0.25 + 1e-9)
 
@@ -186,7 +186,7 @@ def test_calibrated_run_of_blocking_hosts_is_predicted(
 
 
 def test_hidden_messages_cost_no_more_than_send() -> None:
-    """Stages 0 and 2 are on one rank, which always has work."""
+    """Stages 0 and 2 are on one rank, which is never idle."""
     shape = PipelineShape(2, 8, placement=(0, 1, 0))
     program = schedir.compile(looped_bfs, shape, progress_model="per_edge")
     costs = Costs(F=(2, 2, 3), B=(4, 4, 5), send=0.05, step=1)
@@ -252,10 +252,10 @@ def test_step_cost_of_rank_fits_any_stages_per_rank(numbers: list[int]) -> None:
     run = schedir.simulate(vee, Costs(step=(*numbers, 1, 1, 1)))
     step = calibrate(run).step
     assert step == (numbers[0] if len({*numbers}) == 1 else (*map(float, numbers),))
-    one = schedir.compile("one_f_one_b", ranks=3, microbatches=6)
-    ends = schedir.simulate(one, Costs(step=step)).spans
-    steps = ends[ends["op"] == Opcode.OptimizerStep]
+    single_stage = schedir.compile("one_f_one_b", ranks=3, microbatches=6)
+    spans = schedir.simulate(single_stage, Costs(step=step)).spans
+    steps = spans[spans["op"] == Opcode.OptimizerStep]
     assert (steps["end"] - steps["start"]).tolist() == [*map(float, numbers)]
-    assert split_costs(Costs(step=step), "fg", one.shape).step == step
+    assert split_costs(Costs(step=step), "fg", single_stage.shape).step == step
     with pytest.raises(CostsError, match="5 numbers for 3 ranks"):
-        schedir.simulate(one, Costs(step=(1, 2, 3, 4, 5)))
+        schedir.simulate(single_stage, Costs(step=(1, 2, 3, 4, 5)))

@@ -1,4 +1,4 @@
-"""Tests of certified optima, half of which no built-in schedule has, and of bounds."""
+"""Tests of bounds and searches against certified optima."""
 
 from collections import Counter
 from functools import cache

@@ -181,10 +181,10 @@ def test_deadlock_error_names_cycle() -> None:
     assert (caught.value.executed_count, caught.value.instruction_count) == (4, 64)
 
 
-def find_cycle(program: Program, **how: object) -> list[str]:
+def find_cycle(program: Program, **options: object) -> list[str]:
     """Return the waits, as "instruction < needed instruction", of a deadlock under `per_edge`."""
     with pytest.raises(DeadlockError) as caught:
-        check(program, "per_edge", **how)  # type: ignore[arg-type]
+        check(program, "per_edge", **options)  # type: ignore[arg-type]
     links = caught.value.cycle
     for link, next_link in pairwise([*links, links[0]]):
         assert (link.needed_rank, link.current_index) == (next_link.rank, next_link.index)
@@ -243,7 +243,7 @@ rank 1
 
 
 def test_groups_with_missing_inputs_form_no_direct_cycle() -> None:
-    """Two sides of one message, each in a group that lacks another input, are not a cycle."""
+    """Two groups with the sides of one message each miss another input, which is no cycle."""
     steps = find_cycle(from_text(MISSING_INPUTS.strip() + "\n"), host_device_sync=True)
     assert "send_grad 2.0 < recv_grad 1.0" not in steps and len(steps) > 2
 
@@ -297,7 +297,7 @@ def _swap_receives(program: Program) -> Program:
 
 
 def test_two_ranks_with_same_neighbour_pass() -> None:
-    """With P=2 and v=2, one peer is both the previous and the next rank. Messages differ anyway."""
+    """With P=2 and v=2, one rank is both the previous and the next rank."""
     for model in MODELS:
         check(compile(interleaved, PipelineShape(2, 4, 2), progress_model=model), model)
 

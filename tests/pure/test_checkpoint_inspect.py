@@ -60,8 +60,8 @@ def test_tables_of_checkpoints_and_newest_tensors(
     saved: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = run_command(capsys, "checkpoint", "inspect", "run")
-    first = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "(when)", out)
-    assert re.findall(r"^ (\d) +(\S+ B) +\(when\) +(.*)$", first, re.M) == [
+    table = re.sub(r"\d{4}-\d\d-\d\d \d\d:\d\d:\d\d", "(when)", out)
+    assert re.findall(r"^ (\d) +(\S+ B) +\(when\) +(.*)$", table, re.M) == [
         (step, "104 B", "by file sizes") for step in "246"
     ]
     assert "--verify reads the files" in out and "\nstep 6\n" in out

@@ -1,4 +1,4 @@
-"""The command line: its output, its errors and its exit codes."""
+"""Tests of the command line: output, errors and exit codes."""
 
 import json
 import os
@@ -314,9 +314,9 @@ def test_schedule_file_imports_from_its_folder(
     (folder / "sub" / "random.py").write_text(
         "from helper import PAIR\ndef f(r, P, m):\n    return m * PAIR\n"
     )
-    before = list(sys.path)
+    path_before = list(sys.path)
     assert from_text(run_command(capsys, "print", "sub/random.py:f", "--ranks", "1")).name == "f"
-    assert sys.path == before
+    assert sys.path == path_before
 
 
 # ---------------------------------------------------------------- check, simulate, draw, compare

@@ -1,4 +1,4 @@
-"""Clusters: times of collectives and links, and the costs that a cluster fills in."""
+"""Tests of clusters: times of collectives and links, and the costs that a cluster computes."""
 
 from __future__ import annotations
 
@@ -34,13 +34,13 @@ SIZES = Sizes(activation=60e6, params=2e9, grads=4e9, optimizer=12e9)
 OPTION = "--sizes=activation=60MB,params=2GB,grads=4GB,optimizer=12GB"
 
 
-def make_cluster(nodes: int = 2, gpus_per_node: int = 4, **more: Any) -> Cluster:
+def make_cluster(nodes: int = 2, gpus_per_node: int = 4, **overrides: Any) -> Cluster:
     defaults: dict[str, Any] = {
         "flops": 300e12, "memory": 80e9, "hbm_bandwidth": 2e12, "nvlink_bandwidth": 300e9,
         "network_bandwidth": 20e9,
         "latency": 1e-5, "kernel_us": 5,
     }  # fmt: skip
-    return Cluster(nodes, gpus_per_node, **(defaults | more))
+    return Cluster(nodes, gpus_per_node, **(defaults | overrides))
 
 
 # ---------------------------------------------------------------- formulas
@@ -98,9 +98,8 @@ def test_times_of_single_gpu_and_link() -> None:
     cluster = make_cluster(host_bandwidth=12e9, disk_bandwidth=2e9)
     assert cluster.gemm_time(4096, 4096, 4096) == 2 * 4096**3 / 300e12  # limited by compute
     assert cluster.gemm_time(4096, 1, 4096) == 2 * (4096**2 + 2 * 4096) / 2e12  # limited by memory
-    assert (
-        cluster.gemm_time(1, 1, 1) == 5e-6 == cluster.elementwise_time(2)
-    )  # limited by the launch
+    # These two are limited by the launch of the kernel.
+    assert cluster.gemm_time(1, 1, 1) == 5e-6 == cluster.elementwise_time(2)
     assert cluster.elementwise_time(2e9) == 1e-3
     assert (
         cluster.host_transfer_time(12e9) == 1 + 1e-5 and cluster.disk_transfer_time(2e9) == 1 + 1e-5

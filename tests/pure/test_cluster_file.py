@@ -87,14 +87,14 @@ def test_preset_name_as_file_hints_at_cluster_preset() -> None:
     assert caught.value.hint == "schedir.planner.cluster_preset('a100') returns a cluster by name"
 
 
-def make_cluster(**more: Any) -> Cluster:
+def make_cluster(**overrides: Any) -> Cluster:
     """Return a Cluster of four processes with simple rates."""
     defaults: dict[str, Any] = {
         "flops": 1e10, "memory": 1e9, "hbm_bandwidth": 1e9, "nvlink_bandwidth": 1e9,
         "network_bandwidth": 1e9, "kernel_us": 10,
         "itemsize": 4,
     }  # fmt: skip
-    return Cluster(1, 4, **(defaults | more))
+    return Cluster(1, 4, **(defaults | overrides))
 
 
 def test_compute_memory_and_issue_times_add_up_on_cpus() -> None:
@@ -103,13 +103,13 @@ def test_compute_memory_and_issue_times_add_up_on_cpus() -> None:
     choice = planner.ParallelPlan(tp=2, microbatch_size=1, attention="flash")
     gpus, cpus = (planner.layer_time(model, make_cluster(processors=n), choice) for n in (None, 2))
     faster: list[dict[str, float]] = [{"flops": 1e30}, {"hbm_bandwidth": 1e30}, {"kernel_us": 0}]
-    without = [
+    faster_layers = [
         planner.layer_time(model, make_cluster(processors=2, **changes), choice)
         for changes in faster
     ]
-    parts = [cpus.compute.F - layer.compute.F for layer in without]
-    assert pytest.approx(sum(parts)) == cpus.compute.F
-    assert min(parts) > 0
+    shares = [cpus.compute.F - layer.compute.F for layer in faster_layers]
+    assert pytest.approx(sum(shares)) == cpus.compute.F
+    assert min(shares) > 0
     assert cpus.layer_collectives.I > gpus.layer_collectives.I
 
 
@@ -120,12 +120,12 @@ def test_solo_speedup_of_shared_processors() -> None:
 def test_four_byte_items_take_twice_as_long_as_two_byte_items() -> None:
     model = planner.TransformerSpec(layers=1, hidden=64, heads=4, vocab=128, sequence=32)
     choice = planner.ParallelPlan(tp=2, microbatch_size=1, attention="flash")
-    short, long = (
+    two_byte, four_byte = (
         planner.layer_time(model, make_cluster(itemsize=n, kernel_us=0, flops=1e30), choice)
         for n in (2, 4)
     )
     for a, b in (
-        (short.layer_collectives.F, long.layer_collectives.F),
-        (short.compute.F, long.compute.F),
+        (two_byte.layer_collectives.F, four_byte.layer_collectives.F),
+        (two_byte.compute.F, four_byte.compute.F),
     ):
         assert pytest.approx(2 * a) == b

@@ -135,9 +135,9 @@ def test_fill_hides_all_but_first_and_last_sum() -> None:
     plain = simulate_filled(schedules.gpipe, shape, None)
     assert plain.span == pytest.approx(8 * (2 + 4) + 8 * 4 * 0.6)
     assert simulate_filled(schedules.gpipe, shape, "all").span < 8 * (2 + 4) + 4 * 0.6 + 1e-9
-    two = PipelineShape(4, 8, 2)
-    assert simulate_filled(schedules.interleaved, two, "F").span < 0.95 * simulate_filled(
-        schedules.interleaved, two, None
+    four_ranks = PipelineShape(4, 8, 2)
+    assert simulate_filled(schedules.interleaved, four_ranks, "F").span < 0.95 * simulate_filled(
+        schedules.interleaved, four_ranks, None
     ).span  # fmt: skip
 
 

@@ -46,10 +46,13 @@ def test_defaults_match_command_line(name: str, tmp_path: Path) -> None:
 
 
 def test_explicit_stages_per_rank_is_kept() -> None:
-    one = PipelineShape(4, 8, stages_per_rank=1)
-    assert one == PipelineShape(4, 8) and one.default_fields == {"placement", "weight_delay"}
-    assert apply_schedule_defaults(schedules.interleaved, one) is one
-    assert schedir.compile(schedules.interleaved, one).shape.stages_per_rank == 1
+    explicit = PipelineShape(4, 8, stages_per_rank=1)
+    assert explicit == PipelineShape(4, 8) and explicit.default_fields == {
+        "placement",
+        "weight_delay",
+    }
+    assert apply_schedule_defaults(schedules.interleaved, explicit) is explicit
+    assert schedir.compile(schedules.interleaved, explicit).shape.stages_per_rank == 1
     assert schedir.compile(schedules.interleaved, PipelineShape(4, 8)).shape.stages_per_rank == 2
 
 
@@ -85,8 +88,12 @@ def test_program_shape_has_no_default_fields() -> None:
     )
     shape = PipelineShape(4, 8)
     assert shape.resolve_defaults() == shape and not shape.resolve_defaults().default_fields
-    for same in (copy.copy(shape), pickle.loads(pickle.dumps(shape)), replace(shape, ranks=4)):
-        assert same == shape and same.default_fields == shape.default_fields
+    for shape_copy in (
+        copy.copy(shape),
+        pickle.loads(pickle.dumps(shape)),
+        replace(shape, ranks=4),
+    ):
+        assert shape_copy == shape and shape_copy.default_fields == shape.default_fields
 
 
 def test_draft_accepts_shape_with_default_fields() -> None:
@@ -109,9 +116,9 @@ def test_assert_schedule_uses_given_shape() -> None:
         assert_schedule(schedules.zb_v, shapes=[PipelineShape(2, 4)])
 
 
-def compile_refused(**given: object) -> UsageError:
+def compile_refused(**arguments: object) -> UsageError:
     with pytest.raises(UsageError) as caught:
-        schedir.compile(**given)  # type: ignore[arg-type]
+        schedir.compile(**arguments)  # type: ignore[arg-type]
     return caught.value
 
 

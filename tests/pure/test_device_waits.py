@@ -35,10 +35,10 @@ def test_early_receives_deadlock_with_host_device_sync(name: str, tp: int) -> No
         host_device_sync=True,
     )
     check(compile(schedule, shape, tp=tp, overlap=True), host_device_sync=True)
-    early = compile(schedule, shape, tp=tp, progress_model="per_edge", overlap=True)
-    check(early, "per_edge", blocking_hosts=True)
+    program = compile(schedule, shape, tp=tp, progress_model="per_edge", overlap=True)
+    check(program, "per_edge", blocking_hosts=True)
     with pytest.raises(DeadlockError) as caught:
-        check(early, "per_edge", host_device_sync=True)
+        check(program, "per_edge", host_device_sync=True)
     assert "a host that waits for its device" in caught.value.hint
 
 

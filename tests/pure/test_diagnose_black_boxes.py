@@ -34,13 +34,16 @@ Change = Callable[[memoryview], None]
 
 
 def write_black_box(
-    folder: Path, process: int, at: int, *changes: Change, ago: int = LONG
+    folder: Path, process: int, position: int, *changes: Change, ago: int = LONG
 ) -> BlackBox:
     """Write the black box of one of two processes, in step 3, and apply `changes` to it."""
     box = BlackBox(folder / BLACK_BOX_DIRECTORY / str(process), process=process, world=2)
     (folder / BLACK_BOX_DIRECTORY / PROGRAM_FILE).write_text(to_text(PROGRAM_RUN))
     box.enter_phase(ProcessPhase.STEP, 3)
-    box.values[POSITION_FIELD], box.values[BlackBoxField.PHASE_TIME] = at, monotonic_ns() - ago
+    box.values[POSITION_FIELD], box.values[BlackBoxField.PHASE_TIME] = (
+        position,
+        monotonic_ns() - ago,
+    )
     box.values[BlackBoxField.POSITION_TIME] = monotonic_ns() - ago
     for change in changes:
         change(box.values)
@@ -52,14 +55,14 @@ def mark_as_ended(values: memoryview) -> None:
         values[BlackBoxField.PID] = process.pid
 
 
-def run_diagnose(capsys: Capture, *given: str) -> list[str]:
-    assert main(["diagnose", *given]) == 0
+def run_diagnose(capsys: Capture, *arguments: str) -> list[str]:
+    assert main(["diagnose", *arguments]) == 0
     return capsys.readouterr().out.splitlines()
 
 
 def test_diagnose_prints_cause_and_waiting_processes(tmp_path: Path, capsys: Capture) -> None:
-    at = [str(instr) for instr in PROGRAM_RUN.streams[0]].index("B 0.0")
-    write_black_box(tmp_path, 0, at)
+    position = [str(instr) for instr in PROGRAM_RUN.streams[0]].index("B 0.0")
+    write_black_box(tmp_path, 0, position)
     write_black_box(tmp_path, 1, 1)
     lines = run_diagnose(capsys, str(tmp_path))
     assert lines[0].startswith("one_f_one_b: no process has made progress for 5.")
@@ -68,13 +71,13 @@ def test_diagnose_prints_cause_and_waiting_processes(tmp_path: Path, capsys: Cap
         in lines[0]
     )
     assert lines[1:] == [
-        f"  process 0 (pipeline rank 0)  in step 3 at #{at} B 0.0, "
+        f"  process 0 (pipeline rank 0)  in step 3 at #{position} B 0.0, "
         "waits for process 1 to reach #4 send_grad 1.0"
     ]
     assert run_diagnose(capsys, str(tmp_path / BLACK_BOX_DIRECTORY))[1:] == lines[1:]
     facts = json.loads("\n".join(run_diagnose(capsys, str(tmp_path), "--json")))
     assert facts["cause"] == {"process": 1, "kind": "busy", "is_certain": True}
-    assert [process["position"] for process in facts["processes"]] == [at, 1]
+    assert [process["position"] for process in facts["processes"]] == [position, 1]
     assert facts["processes_without_box"] == []
     assert "leave out --program" in run_refused_command(
         capsys, "diagnose", str(tmp_path), "--program", "gpipe"

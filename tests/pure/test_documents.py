@@ -29,8 +29,8 @@ def test_indexed_tokens_are_read_back(tmp_path: Path, kind: str) -> None:
     assert read_documents(str(path), Bytes(), 256).ends is not None
 
 
-def replace_bytes(at: int, value: bytes) -> object:
-    return lambda raw: raw[:at] + value + raw[at + len(value) :]
+def replace_bytes(offset: int, value: bytes) -> object:
+    return lambda raw: raw[:offset] + value + raw[offset + len(value) :]
 
 
 @pytest.mark.parametrize(

@@ -131,18 +131,18 @@ for given, says in (("echo=4", "pipeline.echo must be an integer of at least 0 a
 
 def test_program_attribute_is_one_entry(source_copy: Path) -> None:
     path = source_copy / "schedir" / "ir" / "program.py"
-    before = (
+    previous_field = (
         "    clip_grad_norm: bool = field(default=False, "
         "metadata=program_attributes.CLIP_GRAD_NORM)\n"
     )
     text = path.read_text()
-    assert text.count(before) == 1
-    path.write_text(text.replace(before, before + ATTRIBUTE))
+    assert text.count(previous_field) == 1
+    path.write_text(text.replace(previous_field, previous_field + ATTRIBUTE))
     plain = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 4))
     code, output = run_python(source_copy, "-c", ATTRIBUTE_CHECKS, plain.digest)
     assert code == 0, output
 
-    options, printed, same, other, too_large = run_commands(
+    options, printed, same_value, other_value, too_large = run_commands(
         source_copy,
         "options",
         "print gpipe -O echo=2",
@@ -152,8 +152,8 @@ def test_program_attribute_is_one_entry(source_copy: Path) -> None:
     )
     assert "-O echo=N" in options[1]
     assert printed[0] == 0 and "\necho 2\n" in printed[1]
-    assert same[0] == 0
-    assert other[0] == 2 and "has echo 2, not 1\n  hint: leave out -O echo" in other[1]
+    assert same_value[0] == 0
+    assert other_value[0] == 2 and "has echo 2, not 1\n  hint: leave out -O echo" in other_value[1]
     assert too_large[0] == 2 and "-O echo: must be an integer from 0 to 3" in too_large[1]
 
 

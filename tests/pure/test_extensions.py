@@ -194,8 +194,8 @@ def _list_changed_files(tree: Path) -> list[str]:
     """Return the files of schedir that are new or changed."""
 
     def files(root: Path) -> dict[str, bytes]:
-        found = (f for f in (root / "schedir").rglob("*.py") if "__pycache__" not in f.parts)
-        return {str(f.relative_to(root)): f.read_bytes() for f in found}
+        paths = (f for f in (root / "schedir").rglob("*.py") if "__pycache__" not in f.parts)
+        return {str(f.relative_to(root)): f.read_bytes() for f in paths}
 
     old, new = files(ROOT), files(tree)
     return sorted(name for name in new if new[name] != old.get(name))

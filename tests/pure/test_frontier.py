@@ -95,13 +95,13 @@ def test_frontier_is_deterministic(ranks: int, microbatches: int, seed: int, siz
         PipelineShape(ranks, microbatches),
         Sizes(saved=2, deferred_wgrad=1) if sized else None,
     )
-    one, other = (
+    first, second = (
         memory_frontier(shape, Costs(W=0.5), sizes, max_evaluations=100, seed=seed, levels=3)
         for _ in "ab"
     )
-    assert one.bounds == other.bounds
-    assert [(v.limit, v.timeline.program.digest) for v in one.levels] == [
-        (v.limit, v.timeline.program.digest) for v in other.levels
+    assert first.bounds == second.bounds
+    assert [(v.limit, v.timeline.program.digest) for v in first.levels] == [
+        (v.limit, v.timeline.program.digest) for v in second.levels
     ]
 
 
@@ -128,8 +128,8 @@ def test_frontier_picture_shows_schedules_and_bounds(frontier: MemoryFrontier) -
     (region,) = (c for c in axes.collections if type(c) is not PathCollection)
     assert isinstance(region, PolyCollection)
     (path,) = region.get_paths()
-    between = (x[1:] + x[:-1]) / 2
-    for middle, height in zip(between, y, strict=False):
+    midpoints = (x[1:] + x[:-1]) / 2
+    for middle, height in zip(midpoints, y, strict=False):
         assert not path.contains_point((middle, height + 1e-6))
         assert path.contains_point((middle, -1e-9 + min(height / 2, 0.001))) or height < 1e-6
     assert ("GB" in axes.get_xlabel()) == frontier.is_in_bytes

@@ -91,10 +91,10 @@ def test_freezing_removes_only_backwards_of_frozen_stages(data: st.DataObject) -
     if isinstance(source, Program):
         shape = source.shape
     else:
-        where, v = getattr(source, "placed", ("loop", None))
+        placement, v = getattr(source, "placed", ("loop", None))
         shape = PipelineShape(
             2 * data.draw(st.integers(1, 2)), 2 * data.draw(st.integers(1, 3)),
-            v or find_named_placement(where).stages_per_rank, where,
+            v or find_named_placement(placement).stages_per_rank, placement,
         )  # fmt: skip
     frozen = data.draw(st.integers(0, shape.stages - 1))
     options = {"clip_grad_norm": data.draw(st.booleans()), "tp": data.draw(st.integers(1, 2))}
@@ -121,9 +121,8 @@ def test_freezing_removes_only_backwards_of_frozen_stages(data: st.DataObject) -
 def test_frozen_stages_save_time_memory_and_messages() -> None:
     program, trained = (compile(one_f_one_b, SHAPE, frozen_stages=n) for n in (2, 0))
     costs_of_ops, sizes = Costs(F=1, B=2), Sizes(activation=1.0, saved=10.0, model_states=100.0)
-    assert (
-        simulate(program, costs_of_ops).span == 2 + 8 * 3 + 3
-    )  # two forwards before 1F1B on two ranks
+    # Two forwards precede 1F1B on two ranks.
+    assert simulate(program, costs_of_ops).span == 2 + 8 * 3 + 3
     assert simulate(trained, costs_of_ops).span == 33
     assert peak_in_flight(program).tolist() == [0, 0, 2, 1]
     assert [
@@ -214,10 +213,14 @@ def test_frozen_rank_steps_in_order_of_updates(order: tuple[int, ...], frozen_st
         mine, PipelineShape(3, 4, optimizer_steps=2, weight_delay=1), frozen_stages=frozen_stages
     )
     for rank, stream in enumerate(program.streams):
-        steps = [(at, i.mb) for at, i in enumerate(stream) if i.op in OPTIMIZER_STEP_OPS]
+        steps = [
+            (position, i.mb) for position, i in enumerate(stream) if i.op in OPTIMIZER_STEP_OPS
+        ]
         assert [update for _, update in steps] == [0, 1]
-        early = {i.mb for i in stream[steps[0][0] + 1 :] if i.op is O.Forward and i.mb < 2}
-        assert not (early and rank < frozen_stages)
+        early_microbatches = {
+            i.mb for i in stream[steps[0][0] + 1 :] if i.op is O.Forward and i.mb < 2
+        }
+        assert not (early_microbatches and rank < frozen_stages)
 
 
 def test_backward_of_frozen_stage_is_refused() -> None:
@@ -314,11 +317,11 @@ def test_draft_with_frozen_stages_may_contain_their_backwards(
 @given(st.data())
 def test_greedy_schedule_omits_frozen_backwards(data: st.DataObject) -> None:
     shape = data.draw(shapes())
-    frozen, priced = data.draw(st.integers(0, shape.stages - 1)), data.draw(costs(shape))
+    frozen, drawn_costs = data.draw(st.integers(0, shape.stages - 1)), data.draw(costs(shape))
     prefer = data.draw(st.sampled_from(["BF", "FB", "FIW", "IFW", "WIF"]))
-    limits = [sum(s >= frozen for s in own) for own in shape.stages_on_rank]
-    draft = greedy_schedule(shape, prefer, limits.__getitem__, priced, frozen_stages=frozen)
-    program = compile(draft, costs=priced)
+    limits = [sum(s >= frozen for s in stages) for stages in shape.stages_on_rank]
+    draft = greedy_schedule(shape, prefer, limits.__getitem__, drawn_costs, frozen_stages=frozen)
+    program = compile(draft, costs=drawn_costs)
     assert program.frozen_stages == frozen and check_draft(draft) == drop_frozen_backwards(draft)
     check(program, "blocking_serial")
     assert (peak_in_flight(program) <= limits).all()

@@ -71,8 +71,8 @@ def test_windows_and_strides_of_layers() -> None:
     assert get_windows(GPTConfig()) == (None,) * 4
     assert get_windows(GPTConfig(window=32, stride=8)) == ((32, 8),) * 4
     assert get_windows(GPTConfig(window=128)) == (None,) * 4
-    found = get_windows(GPTConfig(window=(32, 0, 64, 200), stride=32))
-    assert found == ((32, 32), None, (64, 32), None)
+    windows = get_windows(GPTConfig(window=(32, 0, 64, 200), stride=32))
+    assert windows == ((32, 32), None, (64, 32), None)
 
 
 @pytest.mark.parametrize("wrong", [{"window": -1}, {"stride": 2}, {"window": (8, 8)}])

@@ -22,10 +22,10 @@ def check_groups(program: Program) -> None:
     require_group_members(Inspector(program, InstructionIndex.from_program(program)))
 
 
-def remove_instruction(program: Program, rank: int, what: str) -> Program:
+def remove_instruction(program: Program, rank: int, instruction: str) -> Program:
     head, *ranks = to_text(program, folded=False).split("\nrank ")
-    assert ranks[rank].count(f"  {what}\n") == 1
-    ranks[rank] = ranks[rank].replace(f"  {what}\n", "")
+    assert ranks[rank].count(f"  {instruction}\n") == 1
+    ranks[rank] = ranks[rank].replace(f"  {instruction}\n", "")
     return from_text("\nrank ".join([head, *ranks]))
 
 
@@ -35,16 +35,18 @@ def test_missing_norm_reduction_of_one_rank_is_refused(rank: int, update: int) -
     shape = PipelineShape(3, 4, optimizer_steps=2, weight_delay=1)
     program = compile(one_f_one_b, shape, clip_grad_norm=True)
     check_groups(program)
-    what = "reduce_norm" + " 1" * update
+    instruction = "reduce_norm" + " 1" * update
     with pytest.raises(
         UnmatchedTransferError, match=f"has no counterpart on rank {rank}"
     ) as caught:
-        check_groups(remove_instruction(program, rank, what))
+        check_groups(remove_instruction(program, rank, instruction))
     (site,) = caught.value.sites
-    assert str(site.instr) == what and site.rank == (rank == 0)
+    assert str(site.instr) == instruction and site.rank == (rank == 0)
     check_groups(
         remove_instruction(
-            remove_instruction(remove_instruction(program, 0, what), 1, what), 2, what
+            remove_instruction(remove_instruction(program, 0, instruction), 1, instruction),
+            2,
+            instruction,
         )
     )
 

@@ -20,8 +20,8 @@ def test_too_many_messages_for_program_are_refused(
 ) -> None:
     """Each process group alone would match: six activations are one and a half steps of four."""
     graph = Graph(compile(schedules.gpipe, PipelineShape(2, 8)), "per_edge", blocking_hosts=True)
-    at = next(k for k in range(len(graph)) if str(graph.index.locate(k)[2]) == "F 1.6")
-    job = job_of(tmp_path, record(stopped(graph, at, True), layout=layout(range(2))))
+    stop = next(k for k in range(len(graph)) if str(graph.index.locate(k)[2]) == "F 1.6")
+    job = job_of(tmp_path, record(stopped(graph, stop, True), layout=layout(range(2))))
     with pytest.raises(UsageError) as caught:
         match_program(job, compile(schedules.gpipe, PipelineShape(2, 4)))
     assert "messages of the previous step" in caught.value.fact or layout is one_group
@@ -31,11 +31,11 @@ def test_two_messages_per_boundary_are_refused(tmp_path: Path) -> None:
     """With two messages per boundary, sequence numbers do not identify a message."""
     program = compile(schedules.gpipe, PipelineShape(3, 4))
     graph = Graph(program, "per_edge", blocking_hosts=True)
-    at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 0.2")
-    recorders = record(stopped(graph, at, True))
+    stop = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 0.2")
+    recorders = record(stopped(graph, stop, True))
     for recorder in recorders:
-        twice = [dict(entry) for entry in recorder.entries for _ in range(2)]
-        recorder.entries = [entry | {"record_id": k} for k, entry in enumerate(twice)]
+        doubled = [dict(entry) for entry in recorder.entries for _ in range(2)]
+        recorder.entries = [entry | {"record_id": k} for k, entry in enumerate(doubled)]
     with pytest.raises(UsageError) as caught:
         match_program(job_of(tmp_path, recorders), program)
     assert "messages of the previous step" in caught.value.fact

@@ -46,7 +46,9 @@ def diagnose(
 def list_cause_ranks(verdict: ProgramVerdict) -> set[int]:
     """Return the ranks that the diagnosis names as the cause."""
     return {
-        int(verdict.positioned.rank_of[at]) for cause in verdict.causes for at in cause.positions
+        int(verdict.positioned.rank_of[position])
+        for cause in verdict.causes
+        for position in cause.positions
     }
 
 
@@ -59,19 +61,19 @@ def test_stopped_rank_is_cause_at_any_instruction(tmp_path: Path, data: st.DataO
     model: ProgressModel = data.draw(st.sampled_from(MODELS)) if groups is one_group else "per_edge"
     blocks = data.draw(st.booleans())
     graph = Graph(program, model, blocking_hosts=blocks)
-    at = data.draw(st.integers(0, len(program) - 1))
+    stop = data.draw(st.integers(0, len(program) - 1))
     is_in_kernel = not blocks and data.draw(st.booleans())
-    state = stopped(graph, at, blocks, is_in_kernel)
+    state = stopped(graph, stop, blocks, is_in_kernel)
     transfers = [k for k in range(len(program)) if graph.index.op[k] in TRANSFER_OPS]
     assume(not all(state.ended[k] for k in transfers))
-    before = data.draw(st.sampled_from([0, 0, 3]))
+    steps_before = data.draw(st.sampled_from([0, 0, 3]))
     ranks = range(program.shape.ranks)
-    recorders = record(state, before=before, layout=groups(ranks))
+    recorders = record(state, before=steps_before, layout=groups(ranks))
     job = job_of(tmp_path, recorders, as_json=data.draw(st.booleans()))
     (verdict,) = diagnose(job, program, model)
-    placed, rank = verdict.positioned, int(graph.index.rank[at])
+    placed, rank = verdict.positioned, int(graph.index.rank[stop])
     # All recorded transfers are matched to the program.
-    assert verdict.matched.step == before
+    assert verdict.matched.step == steps_before
     for k in transfers:
         group = placed._list_group(k)
         assert verdict.matched.issued_mask[k] == state.issued[k]
@@ -96,25 +98,25 @@ def test_stopped_rank_is_cause_at_any_instruction(tmp_path: Path, data: st.DataO
         if place.position is not None and place.is_late:
             first, last = place.compute_range
             is_stopped_here = place.rank == rank and (
-                first <= at <= last or at in placed._list_group(place.position)
+                first <= stop <= last or stop in placed._list_group(place.position)
             )
             assert is_stopped_here or program.shape.placement_rows > 1
         elif place.position is not None:
             assert not placed.ended_mask[place.position]
     for cause in verdict.causes:
         if cause.kind is ChainEnd.BUSY and not is_in_kernel:
-            assert any(graph.index.rank[k] == rank and at <= k for k in cause.positions)
-            assert not placed.surely_ended[at]
+            assert any(graph.index.rank[k] == rank and stop <= k for k in cause.positions)
+            assert not placed.surely_ended[stop]
 
 
 @pytest.mark.parametrize("blocking_hosts", [True, False])
 def test_waiting_ranks_are_at_their_transfers(tmp_path: Path, blocking_hosts: bool) -> None:
     program = compile_case("one_f_one_b")
     graph = Graph(program, "per_device", blocking_hosts=blocking_hosts)
-    at = int(program.offsets[2]) + 8
-    assert str(graph.index.locate(at)[2]) == "B 2.0"
+    stop = int(program.offsets[2]) + 8
+    assert str(graph.index.locate(stop)[2]) == "B 2.0"
     (verdict,) = diagnose(
-        job_of(tmp_path, record(stopped(graph, at, blocking_hosts), before=2)), program
+        job_of(tmp_path, record(stopped(graph, stop, blocking_hosts), before=2)), program
     )
     instructions = [
         None if p.position is None else str(graph.index.locate(p.position)[2])
@@ -190,8 +192,8 @@ def test_counters_give_position_without_other_entries(tmp_path: Path) -> None:
     """If only sends are recorded, the counters determine the position of the first rank."""
     program = compile(schedules.gpipe, PipelineShape(2, 8))
     graph = Graph(program, "per_device", blocking_hosts=True)
-    at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 0.6")
-    recorders = record(stopped(graph, at, True), before=5)
+    stop = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 0.6")
+    recorders = record(stopped(graph, stop, True), before=5)
     (verdict,) = diagnose(job_of(tmp_path, recorders, last=4), program)
     assert verdict.matched.counter_ranks == (0, 1) and verdict.matched.step == 5
     assert verdict.positions[0].position is not None and list_cause_ranks(verdict) == {0}
@@ -214,12 +216,12 @@ def test_unused_process_group_belongs_to_current_step(tmp_path: Path) -> None:
     """If all activations and no gradients are recorded, the rank is in the middle of a step."""
     program = compile(schedules.gpipe, PipelineShape(2, 4))
     graph = Graph(program, "per_edge", blocking_hosts=True)
-    at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "B 1.0")
-    recorders = record(stopped(graph, at, True), layout=a_group_each(range(2)))
+    stop = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "B 1.0")
+    recorders = record(stopped(graph, stop, True), layout=a_group_each(range(2)))
     (verdict,) = diagnose(job_of(tmp_path, recorders[1:]), program)
     assert verdict.matched.step == 0
     place = verdict.positions[0]
-    assert place.is_late and place.compute_range[0] <= at <= place.compute_range[1]
+    assert place.is_late and place.compute_range[0] <= stop <= place.compute_range[1]
 
 
 def test_dumps_that_contradict_queue_order_are_refused(tmp_path: Path) -> None:
@@ -227,12 +229,12 @@ def test_dumps_that_contradict_queue_order_are_refused(tmp_path: Path) -> None:
     program = compile_case("interleaved")
     edge, device = Graph(program, "per_edge"), Graph(program, "per_device")
     contradictions = 0
-    for at in range(0, len(program), 3):
-        state, before = stopped(edge, at, False), device.queue_predecessor
+    for stop in range(0, len(program), 3):
+        state, predecessor = stopped(edge, stop, False), device.queue_predecessor
         ended = [
             k for k in range(len(program)) if state.ended[k] and device.index.op[k] in TRANSFER_OPS
         ]
-        if all(before[k] < 0 or state.ended[before[k]] for k in ended):
+        if all(predecessor[k] < 0 or state.ended[predecessor[k]] for k in ended):
             continue
         contradictions += 1
         job = job_of(tmp_path, record(state))
@@ -261,8 +263,8 @@ def test_message_pattern_gives_position(tmp_path: Path) -> None:
     state = stopped(graph, int(program.offsets[2]) + 8, True)
     recorders = record(state, before=5)
     for recorder in recorders:
-        first = dict(recorder.entries[30])
-        recorder.entries.insert(30, first | {"input_dtypes": ["Long"]})
+        entry_30 = dict(recorder.entries[30])
+        recorder.entries.insert(30, entry_30 | {"input_dtypes": ["Long"]})
         for number, entry in enumerate(recorder.entries):
             entry["record_id"] = number
             entry["op_id"] += number >= 30
@@ -289,12 +291,12 @@ def test_pipelines_of_tensor_and_data_parallel_ranks(tmp_path: Path) -> None:
     """Four pipelines run the program. Their process groups show which ranks form a pipeline."""
     program = compile_case("gpipe")
     graph = Graph(program, "per_device", blocking_hosts=True)
-    late = stopped(graph, int(program.offsets[1]) + 4, True)
+    stopped_state = stopped(graph, int(program.offsets[1]) + 4, True)
     pipelines = [(0, 4, 8), (1, 5, 9), (2, 6, 10), (3, 7, 11)]
     recorders = []
     for k, ranks in enumerate(pipelines):
-        recorders += record(late if k == 2 else stopped(graph, None, True), ranks, before=1,
-                            layout=one_group(ranks, f"pp{k}"))  # fmt: skip
+        state = stopped_state if k == 2 else stopped(graph, None, True)
+        recorders += record(state, ranks, before=1, layout=one_group(ranks, f"pp{k}"))
     job = job_of(tmp_path, recorders)
     verdicts = diagnose(job, program)
     assert [v.matched.ranks for v in verdicts] == pipelines
@@ -302,7 +304,7 @@ def test_pipelines_of_tensor_and_data_parallel_ranks(tmp_path: Path) -> None:
     assert list_cause_ranks(verdicts[2]) == {1} and job.root_ranks == (6,)
     # Pipeline ranks have the order of the process group, which may be any order.
     reordered = (9, 3, 5)
-    job = job_of(tmp_path, record(late, reordered))
+    job = job_of(tmp_path, record(stopped_state, reordered))
     assert [v.matched.ranks for v in diagnose(job, program)] == [reordered]
     assert job.root_ranks == (3,)
 
@@ -380,9 +382,9 @@ def test_dumps_of_another_program_are_refused(tmp_path: Path) -> None:
 
 
 def test_collectives_alone_do_not_match_program(tmp_path: Path) -> None:
-    ends = Recorder(0), Recorder(1)
-    for recorder in ends:
+    recorders = Recorder(0), Recorder(1)
+    for recorder in recorders:
         recorder.group("0", (0, 1), "default_pg")
         recorder.collective("0", "all_reduce", recorder.rank == 0)
     with pytest.raises(UsageError):
-        diagnose(job_of(tmp_path, ends), compile(schedules.gpipe, PipelineShape(2, 4)))
+        diagnose(job_of(tmp_path, recorders), compile(schedules.gpipe, PipelineShape(2, 4)))

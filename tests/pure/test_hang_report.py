@@ -116,7 +116,9 @@ def test_issued_message_that_has_not_ended_has_no_cause(tmp_path: Path) -> None:
 def move_receives_before_use(program: Program) -> Program:
     """Return the same computes, with each receive just before the instruction that needs it."""
     graph = Graph.from_program(program)
-    first_use = {int(at): k for row in graph.needs for k, at in enumerate(row) if at >= 0}
+    first_use = {
+        int(position): k for row in graph.needs for k, position in enumerate(row) if position >= 0
+    }
     receives = graph.index.is_op(RECV_OPS)
     key = [first_use[k] - 0.5 if receives[k] else float(k) for k in range(len(program))]
     streams = []
@@ -145,8 +147,8 @@ def _write_dumps(folder: Path, name: str) -> list[str]:
         program = compile(schedules.one_f_one_b, PipelineShape(4, 6))
         program = move_receives_before_use(program) if "other" in name else program
         graph = Graph(program, "per_edge" if "other" in name else "per_device", blocking_hosts=True)
-        at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "B 2.0")
-        job_of(folder, record(stopped(graph, at, True), before=3))
+        stop = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "B 2.0")
+        job_of(folder, record(stopped(graph, stop, True), before=3))
         return ["--program", "one_f_one_b", "--microbatches", "6"] * ("program" in name)
     if name.startswith("deadlock"):
         (folder / "moved.sched").write_text(LATE_RECEIVES.program.lstrip())
@@ -223,8 +225,8 @@ def test_rank_computing_before_open_receive_may_be_cause(tmp_path: Path) -> None
     """On NCCL, a receive waits for earlier kernels of its rank, even if its sender has finished."""
     program = compile(schedules.gpipe, PipelineShape(3, 4))
     graph = Graph(program)
-    at = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 2.2")
-    recorders = record(stopped(graph, at, False, kernels=True))
+    stop = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 2.2")
+    recorders = record(stopped(graph, stop, False, kernels=True))
     job = job_of(tmp_path, recorders)
     lines = describe_program(job, diagnose_copies(program, match_program(job, program)))
     assert any(line.startswith("rank 1 or rank 2 may be the cause") for line in lines)
@@ -255,8 +257,8 @@ def test_older_dump_is_reported_without_cause(tmp_path: Path) -> None:
     program = compile(schedules.one_f_one_b, PipelineShape(4, 6))
     graph = Graph(program, blocking_hosts=True)
     early, late = (
-        record(stopped(graph, int(program.offsets[rank]) + at, True))
-        for rank, at in ((2, 8), (1, 17))
+        record(stopped(graph, int(program.offsets[rank]) + position, True))
+        for rank, position in ((2, 8), (1, 17))
     )
     job = job_of(tmp_path, [*late[:2], early[2], late[3]])
     assert job.old_dump_ranks == (2,)

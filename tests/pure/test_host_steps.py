@@ -42,9 +42,9 @@ PLAN = PipelineShape(2, 4, 3)
 
 
 def compile_host_steps(
-    schedule: Any = interleaved, shape: PipelineShape = PLAN, **how: Any
+    schedule: Any = interleaved, shape: PipelineShape = PLAN, **options: Any
 ) -> Program:
-    return schedir.compile(schedule, shape, optimizer_placement="cpu_step", **how)
+    return schedir.compile(schedule, shape, optimizer_placement="cpu_step", **options)
 
 
 def list_host_instructions(program: Program, rank: int) -> list[str]:
@@ -101,22 +101,22 @@ def test_frozen_and_forward_only_stages_have_no_host_step() -> None:
     assert len(list_host_instructions(compile_host_steps(frozen_stages=3), 0)) == 3
     assert not compile_host_steps(forward_only, PipelineShape(2, 4)).used_opcodes & {*HOST_OPS}
     # Each rank with a replica of a stage has its optimizer state.
-    both = compile_host_steps(dualpipe, PipelineShape(2, 4, placement="mirror"))
-    assert len(list_host_instructions(both, 0)) == len(list_host_instructions(both, 1)) == 6
+    mirror = compile_host_steps(dualpipe, PipelineShape(2, 4, placement="mirror"))
+    assert len(list_host_instructions(mirror, 0)) == len(list_host_instructions(mirror, 1)) == 6
 
 
 # ---------------------------------------------------------------- refusals
 
 
-def move_instruction(text: str, what: str, before: str) -> Program:
-    """Move an instruction of rank 1 before another one, or remove it if `before` is ""."""
-    first, text = text.split("\nrank 1\n", 1)
-    assert text.count(f"  {what}\n") == 1, what
-    text = text.replace(f"  {what}\n", "")
-    if before:
-        assert text.count(f"  {before}\n") == 1, before
-        text = text.replace(f"  {before}\n", f"  {what}\n  {before}\n")
-    return schedir.from_text(f"{first}\nrank 1\n{text}")
+def move_instruction(text: str, instruction: str, target: str) -> Program:
+    """Move an instruction of rank 1 before another one, or remove it if `target` is ""."""
+    head, text = text.split("\nrank 1\n", 1)
+    assert text.count(f"  {instruction}\n") == 1, instruction
+    text = text.replace(f"  {instruction}\n", "")
+    if target:
+        assert text.count(f"  {target}\n") == 1, target
+        text = text.replace(f"  {target}\n", f"  {instruction}\n  {target}\n")
+    return schedir.from_text(f"{head}\nrank 1\n{text}")
 
 
 @pytest.mark.parametrize(
@@ -165,17 +165,17 @@ def test_early_gradient_offload_deadlocks_blocking_hosts() -> None:
     the message after the copy, the ranks deadlock.
     """
     program = compile_host_steps(dualpipe, PipelineShape(2, 4, placement="mirror"))
-    first, rest = schedir.to_text(program, folded=False).split("rank 1", 1)
+    head, rank_1 = schedir.to_text(program, folded=False).split("rank 1", 1)
     reduction, offload, message = (
         "  reduce_replicated_stages 1\n",
         "  offload_grads 1\n",
         "  send_grad 1.0\n",
     )
-    assert all(rest.count(line) == 1 for line in (reduction, offload, message))
-    rest = rest.replace(message, "").replace(reduction, reduction + message)
-    schedir.check(schedir.from_text(f"{first}rank 1{rest}"), blocking_hosts=True)
-    rest = rest.replace(offload, "").replace(message, offload + message)
-    early_offload = schedir.from_text(f"{first}rank 1{rest}")
+    assert all(rank_1.count(line) == 1 for line in (reduction, offload, message))
+    rank_1 = rank_1.replace(message, "").replace(reduction, reduction + message)
+    schedir.check(schedir.from_text(f"{head}rank 1{rank_1}"), blocking_hosts=True)
+    rank_1 = rank_1.replace(offload, "").replace(message, offload + message)
+    early_offload = schedir.from_text(f"{head}rank 1{rank_1}")
     schedir.check(early_offload)
     with pytest.raises(DeadlockError):
         schedir.check(early_offload, blocking_hosts=True)
@@ -232,8 +232,10 @@ def test_step_is_pipeline_of_offload_step_and_reload(times: tuple[float, float, 
 def test_gradient_offload_and_host_step_overlap_compute() -> None:
     costs = Costs(F=1, B=2, offload_grads=1, host_step=1, reload_weights=0.5)
     program = compile_host_steps(looped_bfs, PipelineShape(1, 4, 4))
-    alone = schedir.simulate(schedir.compile(looped_bfs, PipelineShape(1, 4, 4)), costs).span
-    assert schedir.simulate(program, costs).span == alone + 1 + 4 + 0.5
+    span_without_host = schedir.simulate(
+        schedir.compile(looped_bfs, PipelineShape(1, 4, 4)), costs
+    ).span
+    assert schedir.simulate(program, costs).span == span_without_host + 1 + 4 + 0.5
     shape = PipelineShape(4, 8)  # the host of the last rank steps while the first rank computes
     spans = [
         schedir.simulate(
@@ -275,10 +277,12 @@ def test_cluster_computes_host_step_costs() -> None:
 # ---------------------------------------------------------------- several updates
 
 
-def compile_delayed_updates(P: int = 2, n: int = 3, updates: int = 3, **how: Any) -> Program:
+def compile_delayed_updates(P: int = 2, n: int = 3, updates: int = 3, **options: Any) -> Program:
     """Return a program whose host step of an update of n microbatches overlaps the next update."""
     return compile_host_steps(
-        pipedream_2bw, PipelineShape(P, n * updates, optimizer_steps=updates, weight_delay=1), **how
+        pipedream_2bw,
+        PipelineShape(P, n * updates, optimizer_steps=updates, weight_delay=1),
+        **options,
     )
 
 
@@ -288,8 +292,8 @@ def test_host_step_overlaps_next_update() -> None:
         for i in map(str, compile_delayed_updates(clip_grad_norm=True).streams[1])
         if i[:4] not in ("recv", "send")
     ]
-    first = last_rank.index("check_grads_finite")
-    assert last_rank[first - 3 : first + 3] == [
+    check_position = last_rank.index("check_grads_finite")
+    assert last_rank[check_position - 3 : check_position + 3] == [
         "reduce_grads 1", "offload_grads 1", "reduce_norm", "check_grads_finite", "host_step 1",
         "F 1.3",
     ]  # fmt: skip
@@ -302,9 +306,8 @@ def test_host_step_overlaps_next_update() -> None:
         for i in compile_delayed_updates(clip_grad_norm=True).streams[0]
         if str(i)[:4] not in ("recv", "send")
     ]
-    step_position = first_rank.index(
-        "step"
-    )  # a forward of the third update precedes a B of the second
+    # A forward of the third update precedes a B of the second update.
+    step_position = first_rank.index("step")
     assert first_rank[step_position - 2 : step_position + 2] == [
         "B 0.4",
         "reload_weights 0",
@@ -394,12 +397,11 @@ def test_host_step_is_hidden_by_next_update() -> None:
         span = schedir.simulate(
             compile_delayed_updates(1, n, updates), replace(costs, host_step=host)
         ).span
-        update_time = max(
-            n * 3, host + 0.5
-        )  # time of an update: its compute, or its host step and copies
+        # An update takes the time of its compute, or of its host step and copies.
+        update_time = max(n * 3, host + 0.5)
         copies = (updates - 1) * 0.25 * (host + 0.25 <= n * 3)  # compute waits for these copies
-        first = n * 3 + 0.25 + host + 0.25
-        assert span == pytest.approx(first + (updates - 1) * update_time + copies), host
+        first_update = n * 3 + 0.25 + host + 0.25
+        assert span == pytest.approx(first_update + (updates - 1) * update_time + copies), host
 
 
 @pytest.mark.parametrize("states", ["host", "disk"])

@@ -44,8 +44,8 @@ def simulate_1f1b(ranks: int = 4, m: int = 8, **cost: float) -> Timeline:
 def perturb_times(t: Timeline, seed: int = 0) -> Timeline:
     """Return the same Timeline in seconds, with all durations different."""
     spans = t.spans.copy()
-    late = np.random.default_rng(seed).random(len(t)).cumsum() * 1e-6
-    spans["start"], spans["end"] = spans["start"] + late, spans["end"] + late
+    delays = np.random.default_rng(seed).random(len(t)).cumsum() * 1e-6
+    spans["start"], spans["end"] = spans["start"] + delays, spans["end"] + delays
     return Timeline(t.program, spans, "measured", "s")
 
 
@@ -69,32 +69,32 @@ class PageParser(HTMLParser):
             self.texts.append((self.open, data))
 
     def all(self, tag: str) -> list[str]:
-        return [text for where, text in self.texts if where == tag]
+        return [text for tag_of_text, text in self.texts if tag_of_text == tag]
 
 
 def read_data(text: str) -> Any:
-    found = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
-    assert found
-    return json.loads(found[1])
+    match = re.search(r'<script type="application/json" id="data">(.*?)</script>', text, re.S)
+    assert match
+    return json.loads(match[1])
 
 
 def read_column(run: Any, name: str) -> np.ndarray:
-    kind, at, count = run["columns"][name]
+    kind, offset, count = run["columns"][name]
     packed = zlib.decompress(b64decode(run["packedColumns"]))
-    return np.frombuffer(packed, f"<{kind}", count, at)
+    return np.frombuffer(packed, f"<{kind}", count, offset)
 
 
 def test_page_makes_no_requests_and_runs_only_its_scripts() -> None:
     text = html(simulate_1f1b())
-    parts = PageParser(text)
-    (policy,) = [a["content"] for t, a in parts.tags if "Content-Security-Policy" in a.values()]
+    page = PageParser(text)
+    (policy,) = [a["content"] for t, a in page.tags if "Content-Security-Policy" in a.values()]
     assert policy is not None and policy.startswith("default-src 'none'; ")
-    script, style = parts.all("script")[-1], parts.all("style")[0]
-    for what, source in (("script", script), ("style", style)):
+    script, style = page.all("script")[-1], page.all("style")[0]
+    for kind, source in (("script", script), ("style", style)):
         digest = b64encode(sha256(source.encode()).digest()).decode()
-        assert f"{what}-src 'sha256-{digest}'" in policy
+        assert f"{kind}-src 'sha256-{digest}'" in policy
     assert "unsafe" not in policy and "http" not in policy
-    for tag, attributes in parts.tags:
+    for tag, attributes in page.tags:
         assert not {"src", "srcset", "action", "style", "onclick", "onload"} & {*attributes}, tag
         assert not (attributes.get("href") or "data:").partition("data:")[0]
     assert "fetch(" not in script and "import(" not in script and "innerHTML" not in script
@@ -132,9 +132,9 @@ def test_program_name_is_escaped(name: str, twice: bool) -> None:
     run = Timeline(named, t.spans)
     text = html(run, perturb_times(run) if twice else None)
     plain = html(t, perturb_times(t) if twice else None)
-    parts, others = PageParser(text), PageParser(plain)
-    assert [tag for tag, _ in parts.tags] == [tag for tag, _ in others.tags]
-    assert parts.all("script")[-1] == others.all("script")[-1]
+    named_page, plain_page = PageParser(text), PageParser(plain)
+    assert [tag for tag, _ in named_page.tags] == [tag for tag, _ in plain_page.tags]
+    assert named_page.all("script")[-1] == plain_page.all("script")[-1]
     assert text.count("<!--") == 0 and text.count("</script") == plain.count("</script")
     shown = re.findall(r"<h1>(.*?)</h1>", text, re.S)
     assert [unescape(h) for h in shown] == [name.replace("\0", "\0")]
@@ -172,9 +172,9 @@ def test_curves_have_distinct_times() -> None:
     (curve,) = run["curves"]
     for rank in range(2):
         lo, hi = curve["offsets"][rank : rank + 2]
-        at = np.cumsum(read_column(run, "times0")[lo:hi], dtype="u4") * run["tick"]
+        times = np.cumsum(read_column(run, "times0")[lo:hi], dtype="u4") * run["tick"]
         values = read_column(run, "values0")[lo:hi]
-        assert (np.diff(at) > 0).all()
+        assert (np.diff(times) > 0).all()
         assert values.max() == t.peak_in_flight[rank] and values[-1] == 0
 
 
@@ -198,10 +198,10 @@ def test_overlapped_pair_is_two_halves() -> None:
 
 def test_two_timelines_share_axis_and_have_labels() -> None:
     predicted, real = simulate_1f1b(), perturb_times(simulate_1f1b(send=0.5))
-    one, two = read_data(html(predicted, real))["runs"]
-    assert (one["label"], two["label"]) == ("predicted", "measured")
-    assert one["scale"] == 1
-    assert two["scale"] * real.busy.mean() == pytest.approx(predicted.busy.mean())
+    first_run, second_run = read_data(html(predicted, real))["runs"]
+    assert (first_run["label"], second_run["label"]) == ("predicted", "measured")
+    assert first_run["scale"] == 1
+    assert second_run["scale"] * real.busy.mean() == pytest.approx(predicted.busy.mean())
     other = simulate(compile(gpipe, PipelineShape(4, 8)))
     labels = [run["label"] for run in read_data(html(predicted, other))["runs"]]
     assert labels == ["one_f_one_b", "gpipe"]
@@ -211,12 +211,12 @@ def test_two_timelines_share_axis_and_have_labels() -> None:
 
 
 def test_page_text_describes_timeline() -> None:
-    parts = PageParser(html(simulate_1f1b(B=2)))
-    text = " ".join(parts.all("p"))
+    page = PageParser(html(simulate_1f1b(B=2)))
+    text = " ".join(page.all("p"))
     assert "one_f_one_b, predicted: 4 ranks, 4 stages, 8 microbatches" in text
     assert "idle 27.3% of the time, the same on each rank" in text
     assert "Rank 0 has the most in flight, 4." in text
-    assert len([tag for tag, a in parts.tags if tag == "th" and a.get("scope") == "row"]) == 4
+    assert len([tag for tag, a in page.tags if tag == "th" and a.get("scope") == "row"]) == 4
 
 
 def test_100_000_spans_take_less_than_4_MB() -> None:

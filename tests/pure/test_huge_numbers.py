@@ -113,10 +113,10 @@ def test_errors_do_not_print_huge_integers() -> None:
         "sizes": lambda: Sizes(saved=huge),
         "shape": lambda: PipelineShape(huge, 1),
     }
-    for what, construct in constructors.items():
+    for name, construct in constructors.items():
         with pytest.raises(SchedirError) as caught:
             construct()
-        assert len(str(caught.value)) < 200, what
+        assert len(str(caught.value)) < 200, name
 
 
 def test_size_above_limit_is_refused() -> None:

@@ -193,9 +193,8 @@ def test_group_of_activation_and_gradient_needs_two_channels() -> None:
     )  # fmt: skip
     assert list_accepting_models(program) == ["per_edge", "per_direction"]
     assert isinstance(read_refusal(program, "per_pair"), GroupError)
-    assert isinstance(
-        read_refusal(program, "torch_lazy"), DeadlockError
-    )  # it sends them one by one
+    # torch_lazy sends them one by one.
+    assert isinstance(read_refusal(program, "torch_lazy"), DeadlockError)
 
 
 def test_one_sided_group_is_accepted() -> None:
@@ -233,11 +232,11 @@ def test_collectives_in_different_order_are_refused() -> None:
     """The sum of tied weights and the norm are in different groups of ranks."""
     first = "F 0.0; send_act 0.0; recv_grad 0.0; B 0.0; reduce_grads 0;"
     second = "recv_act 1.0; F 1.0; B 1.0; send_grad 1.0; reduce_grads 1;"
-    right, wrong = "; reduce_norm; step", "reduce_norm; "
+    norm_last, norm_first = "; reduce_norm; step", "reduce_norm; "
     header = "tied_weights yes clip_grad_norm yes"
-    rank_0, rank_1 = f"{first} reduce_tied 0{right}", f"{second} reduce_tied 1{right}"
+    rank_0, rank_1 = f"{first} reduce_tied 0{norm_last}", f"{second} reduce_tied 1{norm_last}"
     assert list_accepting_models(written(rank_0, rank_1, header=header)) == [*MODELS]
-    mixed = written(rank_0, f"{second} {wrong} reduce_tied 1; step", header=header)
+    mixed = written(rank_0, f"{second} {norm_first} reduce_tied 1; step", header=header)
     assert list_accepting_models(mixed) == []
     error = read_refusal(mixed)
     assert isinstance(error, OrderError)

@@ -51,10 +51,10 @@ def test_least_memory_is_claimed_only_if_proved() -> None:
     program = schedir.compile("gpipe", ranks=4, microbatches=8)
     costs = Costs(F=1, B=2)
     timeline = schedir.simulate(program, costs)
-    others = [
+    other_timelines = [
         schedir.simulate(schedir.compile(name, ranks=4, microbatches=8), costs)
         for name in ("eager_1f1b", "forward_only", "zb_h1", "gpipe")
     ]
-    text = describe_least_memory(timeline, costs, others)
+    text = describe_least_memory(timeline, costs, other_timelines)
     assert text == "the built-in eager_1f1b is as short with 7 instead of 8 in flight"
-    assert describe_least_memory(timeline, costs, others[1:]) == ""
+    assert describe_least_memory(timeline, costs, other_timelines[1:]) == ""

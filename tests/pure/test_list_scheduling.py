@@ -52,8 +52,8 @@ def test_greedy_schedules_pass_check(data: st.DataObject) -> None:
     draft = greedy_schedule(shape, prefer, limits.__getitem__, drawn_costs)
     check(lower(draft, drawn_costs), "blocking_serial")
     assert (peak_in_flight(draft) <= limits).all()
-    again = greedy_schedule(shape, prefer, limits.__getitem__, drawn_costs)
-    assert draft == again
+    second_draft = greedy_schedule(shape, prefer, limits.__getitem__, drawn_costs)
+    assert draft == second_draft
 
 
 def test_weight_gradients_fill_idle_time_of_1f1b() -> None:

@@ -97,17 +97,17 @@ def test_solvers_agree_on_random_graphs(
     """Graphs have many successors, double edges, cycles, and numbers that are not nodes."""
     rng = np.random.default_rng(abs(seed))
     mask = rng.random(nodes) < 0.95
-    parts = []
+    edge_lists = []
     for _ in range(int(rng.integers(1, 4))):
         pair = np.sort(rng.integers(0, nodes, (edges, 2)).astype(np.int32), 1)
         pair[:, 0] //= 64
         pair = pair[mask[pair].all(1) & (pair[:, 0] < pair[:, 1])]
         is_reversed = rng.random(len(pair)) < 0.01
         pair[is_reversed] = pair[is_reversed][:, ::-1]
-        parts.append((pair[:, 0], pair[:, 1]))
+        edge_lists.append((pair[:, 0], pair[:, 1]))
     solve_and_compare(
         LongestPathProblem(
-            parts,
+            edge_lists,
             mask,
             rng.random(nodes),
             np.where(rng.random(nodes) < 0.3, rng.random(nodes), np.nan) if fixes else np.empty(0),
@@ -125,14 +125,14 @@ def test_solvers_agree_on_nodes_with_many_successors(
     """Some nodes have more successors than the table has columns, like a gather of ZeRO 3."""
     rng = np.random.default_rng(seed)
     nodes = 512
-    parts = []
+    edge_lists = []
     for hub, count in enumerate(readers):
         target = rng.integers(hub + 1, nodes, count).astype(np.int32)
-        parts.append((np.full(count, hub, np.int32), target))
+        edge_lists.append((np.full(count, hub, np.int32), target))
     pair = np.sort(rng.integers(0, nodes, (nodes, 2)).astype(np.int32), 1)
     pair = pair[pair[:, 0] < pair[:, 1]]
-    parts.append((pair[:, 0], pair[:, 1]))
-    problem = LongestPathProblem(parts, np.ones(nodes, bool), rng.random(nodes))
+    edge_lists.append((pair[:, 0], pair[:, 1]))
+    problem = LongestPathProblem(edge_lists, np.ones(nodes, bool), rng.random(nodes))
     if hops:
         rank = rng.integers(0, 3, nodes).astype(np.int32)
         problem = problem._replace(rank=rank, hop_time=rng.random(nodes))
@@ -159,8 +159,8 @@ def test_solver_memory_is_linear_in_edges(hops: bool) -> None:
 
 def test_solvers_agree_on_star_graph() -> None:
     """One node has a hundred successors, as the norm of many ranks has."""
-    many, nodes = np.arange(1, 101, dtype=np.int32), 100 * 64
-    star = (np.zeros_like(many), many)
+    successors, nodes = np.arange(1, 101, dtype=np.int32), 100 * 64
+    star = (np.zeros_like(successors), successors)
     assert solve_and_compare(LongestPathProblem([star], np.arange(nodes) <= 100, np.ones(nodes)))
 
 

@@ -59,8 +59,10 @@ ZB_1P_ROWS = [  # hidden size, heads, ranks, microbatches
     (6144, 48, 32, 128, 10.408, 10.204, 7.703, 0.408, 0.1106),
     (6144, 48, 32, 256, 10.402, 10.248, 7.698, 0.460, 0.0594),
 ]
-ZB_2P_IDLE_SHARES = [0.0433, 0.0039, 0.0026, 0.0029, 0.0022, 0.0010,
-         0.0066, 0.0054, 0.0028, 0.0038, 0.0029, 0.0018]
+ZB_2P_IDLE_SHARES = [
+    0.0433, 0.0039, 0.0026, 0.0029, 0.0022, 0.0010,
+    0.0066, 0.0054, 0.0028, 0.0038, 0.0029, 0.0018,
+]
 # fmt: on
 
 
@@ -69,28 +71,31 @@ def test_bounds_match_zero_bubble_paper(row: tuple[float, ...], twice: float) ->
     """The paper's ZB-1p reaches the lower bound at its memory. Its ZB-2p is not below the bound."""
     hidden, heads, ranks, m = map(int, row[:4])
     *times, printed = row[4:]
-    tape = 32 * hidden / (34 * hidden + 5 * heads * 1024)  # section 3.1 there; sequences of 1024
-    priced = Costs(F=times[0], I=times[1], W=times[2], send=times[3])
-    sizes = Sizes(saved=1.0, deferred_wgrad=tape)
+    # Section 3.1 of the paper, with sequences of 1024 tokens.
+    deferred = 32 * hidden / (34 * hidden + 5 * heads * 1024)
+    measured_costs = Costs(F=times[0], I=times[1], W=times[2], send=times[3])
+    sizes = Sizes(saved=1.0, deferred_wgrad=deferred)
     work = m * sum(times[:3])
-    one, two = (
+    idle_of_zb_1p, idle_of_zb_2p = (
         1
         - work
-        / lower_bound(PipelineShape(ranks, m), priced, sizes, limit, objective="active_span").value
+        / lower_bound(
+            PipelineShape(ranks, m), measured_costs, sizes, limit, objective="active_span"
+        ).value
         for limit in (ranks, 2 * ranks)
     )
-    assert round(one, 4) == printed
-    assert two <= twice + 5e-5
+    assert round(idle_of_zb_1p, 4) == printed
+    assert idle_of_zb_2p <= twice + 5e-5
 
 
 def test_explanation_of_bound() -> None:
-    priced = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
-    least = lower_bound(PipelineShape(8, 24), priced, max_in_flight=8)
-    assert least.explanation == (
+    measured_costs = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
+    bound = lower_bound(PipelineShape(8, 24), measured_costs, max_in_flight=8)
+    assert bound.explanation == (
         "rank 0 computes for 1102.68 with at most 8 in flight; it is idle for 135.016 between its "
         "8th F and its first I, and 72.709 between its last F and its last I"
     )
-    assert least.value == pytest.approx(1102.68 + 135.016 + 72.709)
+    assert bound.value == pytest.approx(1102.68 + 135.016 + 72.709)
 
 
 def test_built_in_schedules_are_not_below_bound() -> None:
@@ -98,15 +103,17 @@ def test_built_in_schedules_are_not_below_bound() -> None:
     for name in schedules.__all__:
         schedule = getattr(schedules, name)
         for shape in shapes_for(schedule, ranks=4, microbatches=8, stages_per_rank=2):
-            priced = Costs(F=tuple(3.0 + s % 3 for s in range(shape.stages)), I=3, W=2, send=0.5)
+            uneven_costs = Costs(
+                F=tuple(3.0 + s % 3 for s in range(shape.stages)), I=3, W=2, send=0.5
+            )
             try:
-                program = lower(expand_schedule(schedule, shape), priced)
+                program = lower(expand_schedule(schedule, shape), uneven_costs)
             except ScheduleError:  # the schedule needs more microbatches
                 continue
-            if (least := compute_program_bound(program, priced)) is not None:
-                span = simulate(program, priced).span
-                assert least.value * TOLERANCE <= span, (name, shape)
-                tried, tight = tried + 1, tight + (span * TOLERANCE <= least.value)
+            if (bound := compute_program_bound(program, uneven_costs)) is not None:
+                span = simulate(program, uneven_costs).span
+                assert bound.value * TOLERANCE <= span, (name, shape)
+                tried, tight = tried + 1, tight + (span * TOLERANCE <= bound.value)
     assert tried > tight > 300
 
 
@@ -124,9 +131,9 @@ def test_random_programs_are_not_below_bound(data: st.DataObject) -> None:
     timeline = simulate(program, drawn_costs)
     for sizes_or_none in (None, sizes):
         for objective in OBJECTIVES:
-            least = compute_program_bound(program, drawn_costs, sizes_or_none, objective=objective)
+            bound = compute_program_bound(program, drawn_costs, sizes_or_none, objective=objective)
             duration = timeline.span if objective == "span" else timeline.active_span.max()
-            assert least is None or least.value * TOLERANCE <= duration
+            assert bound is None or bound.value * TOLERANCE <= duration
 
 
 def _shuffle_microbatches(draft: Program, rng: random.Random) -> Program:
@@ -156,8 +163,8 @@ def test_random_orders_are_not_below_bound(data: st.DataObject) -> None:
     problem = replace(problem, capacity=tuple(peaks))
     length = compute_length(problem, order)
     assert length is not None
-    for least in (compute_closed_bound(problem), compute_bound(problem, 1.0)):
-        assert least.value * TOLERANCE <= length, least.explanation
+    for bound in (compute_closed_bound(problem), compute_bound(problem, 1.0)):
+        assert bound.value * TOLERANCE <= length, bound.explanation
 
 
 @settings(max_examples=200)
@@ -185,14 +192,20 @@ def assert_lags_hold(problem: SchedulingProblem, order: Sequence[Sequence[int]])
         [k for k, c in enumerate(order[problem.rank_of[code // KINDS]]) if c == code]
         for code in range(KINDS * problem.shape.stages)
     ]
-    for late, early, stage_lags in (
+    for later_kind, earlier_kind, stage_lags in (
         (F, I, lags.F_after_I),
         (F, W, lags.F_after_W),
         (I, W, lags.I_after_W),
     ):
         for s, q, lag in stage_lags:
-            begins, ends = positions[KINDS * s + late], positions[KINDS * q + early]
-            assert all(ends[j - lag] < begins[j] for j in range(lag, len(begins)))
+            later_positions, earlier_positions = (
+                positions[KINDS * s + later_kind],
+                positions[KINDS * q + earlier_kind],
+            )
+            assert all(
+                earlier_positions[j - lag] < later_positions[j]
+                for j in range(lag, len(later_positions))
+            )
 
 
 @settings(max_examples=150)
@@ -229,8 +242,8 @@ def test_crossing_delays_bound_delays_of_microbatches(data: st.DataObject) -> No
             extra = begins[j + k] - begins[j] - round_trip  # delay and waiting time
             assert extra >= delays[j] - 1e-9
             for i in range(1, k):
-                three = extra + delays[j + i] + delays[j + k] + 1e-9
-                assert any(delays[j + i] + 1e-9 >= x and three >= y for x, y in options)
+                sum_of_three = extra + delays[j + i] + delays[j + k] + 1e-9
+                assert any(delays[j + i] + 1e-9 >= x and sum_of_three >= y for x, y in options)
 
 
 @st.composite
@@ -245,9 +258,9 @@ def problems(draw: st.DrawFn, shape: PipelineShape, split: bool) -> SchedulingPr
         problem = make_problem(shape, split_backward=split)
     saved = [draw(st.integers(1, 4)) for _ in range(shape.stages)]
     tape = [draw(st.integers(0, s + 1)) if split else 0 for s in saved]
-    both = [draw(st.integers(max(s, t), s + t)) for s, t in zip(saved, tape, strict=True)]
+    joint = [draw(st.integers(max(s, t), s + t)) for s, t in zip(saved, tape, strict=True)]
     saved_sizes, deferred_sizes, joint_sizes = (
-        tuple(map(float, size)) for size in (saved, tape, both)
+        tuple(map(float, size)) for size in (saved, tape, joint)
     )
     return replace(
         problem, saved=saved_sizes, deferred_wgrad=deferred_sizes, saved_and_deferred=joint_sizes
@@ -256,18 +269,18 @@ def problems(draw: st.DrawFn, shape: PipelineShape, split: bool) -> SchedulingPr
 
 @pytest.mark.parametrize("saved", [3948874965.6583247, 1.1, 7e9 / 3])
 def test_rounded_sums_of_bytes_keep_bound(saved: float) -> None:
-    """A limit of three saved activations allows three, however sums of bytes are rounded."""
+    """A limit of three saved activations allows three, also if sums of bytes are rounded."""
     for tape in (0.77 * saved, 0.0):
         in_bytes = Sizes(saved=saved, deferred_wgrad=tape), 3 * saved
         in_units = Sizes(saved=1.0, deferred_wgrad=tape / saved), 3.0
         priced = Costs(F=2, I=2, W=2, send=0.1)
         for shape in (PipelineShape(4, 8), PipelineShape(1, 5, 3), PipelineShape(2, 5, 2)):
             for seconds in (1e-9, 1.0):
-                one, other = (
+                bound_in_bytes, bound_in_units = (
                     lower_bound(shape, priced, *limits, time_limit=seconds)
                     for limits in (in_bytes, in_units)
                 )
-                assert one.value == pytest.approx(other.value, rel=1e-9)
+                assert bound_in_bytes.value == pytest.approx(bound_in_units.value, rel=1e-9)
 
 
 # ---------------------------------------------------------------- against all orders
@@ -292,9 +305,9 @@ def test_exhaustive_optimum_is_not_below_bound(data: st.DataObject) -> None:
         problem.get_min_capacity(r) + data.draw(st.integers(0, 4)) for r in range(shape.ranks)
     ]
     problem = replace(problem, capacity=tuple(capacity))
-    least = shortest(problem)
-    assert compute_closed_bound(problem).value * TOLERANCE <= least
-    assert compute_bound(problem, 1.0).value * TOLERANCE <= least
+    optimum = shortest(problem)
+    assert compute_closed_bound(problem).value * TOLERANCE <= optimum
+    assert compute_bound(problem, 1.0).value * TOLERANCE <= optimum
 
 
 @pytest.mark.parametrize("objective", OBJECTIVES)
@@ -323,12 +336,12 @@ def test_bound_of_small_shape_is_exact(in_flight: int, objective: Objective) -> 
 def test_bound_exists_for_extreme_inputs(
     shape: PipelineShape, priced: Costs, given: dict[str, Any], split: bool
 ) -> None:
-    least = lower_bound(shape, priced, **given, split_backward=split)
+    bound = lower_bound(shape, priced, **given, split_backward=split)
     draft = schedir.greedy_schedule(
         shape, "FIW" if split else "BF", len(shape.stages_on_rank[0]), priced
     )
-    assert 0 < least.value <= simulate(draft, priced).span
-    assert least.explanation
+    assert 0 < bound.value <= simulate(draft, priced).span
+    assert bound.explanation
 
 
 # ---------------------------------------------------------------- bounds of programs
@@ -336,16 +349,20 @@ def test_bound_exists_for_extreme_inputs(
 
 def test_program_bound_of_1f1b() -> None:
     """1F1B is optimal with full backwards at its memory. Split backwards shorten the span."""
-    shape, priced = PipelineShape(4, 8), Costs()
+    shape, unit_costs = PipelineShape(4, 8), Costs()
     program = schedir.compile(schedules.one_f_one_b, shape)
-    span = simulate(program, priced).span
-    least, split = (
-        compute_program_bound(program, priced, split_backward=split) for split in (None, True)
+    span = simulate(program, unit_costs).span
+    full_bound, split_bound = (
+        compute_program_bound(program, unit_costs, split_backward=split) for split in (None, True)
     )
-    assert least is not None
-    assert split is not None
-    assert least.value == span
-    assert split.value == simulate(schedir.compile(schedules.zb_h1, shape), priced).span < span
+    assert full_bound is not None
+    assert split_bound is not None
+    assert full_bound.value == span
+    assert (
+        split_bound.value
+        == simulate(schedir.compile(schedules.zb_h1, shape), unit_costs).span
+        < span
+    )
 
 
 def test_program_bound_in_bytes() -> None:

@@ -89,7 +89,8 @@ def test_wrong_message_order_does_not_change_verdict(
     order = program.message_order
     if made_up:
         order = {
-            op: np.array(rng.choices(range(9), k=len(at)), np.int32) for op, at in order.items()
+            op: np.array(rng.choices(range(9), k=len(ranks_of_messages)), np.int32)
+            for op, ranks_of_messages in order.items()
         }
     verdicts = []
     for given_order in ({}, order):
@@ -114,18 +115,20 @@ def test_one_queue_is_barely_slower_than_queue_per_edge(schedule: Schedule) -> N
 
 
 def assert_graph_equals_machine(
-    program: Program, progress_model: ProgressModel, priced: Costs
+    program: Program, progress_model: ProgressModel, drawn_costs: Costs
 ) -> None:
-    machine = Machine(program, progress_model, priced)
+    machine = Machine(program, progress_model, drawn_costs)
     is_finished = machine.run()
     if not is_finished:
         with pytest.raises(DeadlockError):
-            simulate(program, priced, progress_model=progress_model, skip_checks=True)
+            simulate(program, drawn_costs, progress_model=progress_model, skip_checks=True)
         return
-    timeline = simulate(program, priced, progress_model=progress_model, skip_checks=True)
+    timeline = simulate(program, drawn_costs, progress_model=progress_model, skip_checks=True)
     graph = Graph(program, progress_model)
     exit_times = np.zeros(graph.node_id_limit)  # a group ends when all its transfers have ended
-    np.maximum.at(exit_times, graph.entry_exit_nodes[1], compute_earliest_times(graph, priced).end)
+    np.maximum.at(
+        exit_times, graph.entry_exit_nodes[1], compute_earliest_times(graph, drawn_costs).end
+    )
     for (rank, index), end in machine.ended.items():
         assert exit_times[graph.entry_exit_nodes[1][int(program.offsets[rank]) + index]] == end
     assert timeline.span == max(machine.ended.values(), default=0.0)
@@ -136,7 +139,7 @@ def assert_graph_equals_machine(
 def test_graph_times_equal_machine_times(
     draft: Program, data: st.DataObject, progress_model: ProgressModel
 ) -> None:
-    program, priced = draw_program_and_costs(data, draft)
+    program, drawn_costs = draw_program_and_costs(data, draft)
     if data.draw(st.booleans()):
         program = group_opposite_transfers(program)
     if data.draw(st.booleans()):
@@ -144,7 +147,9 @@ def test_graph_times_equal_machine_times(
     if data.draw(st.booleans()):
         program = post_receives_early(program, progress_model, data.draw(st.integers(1, 3)))
     assert_graph_equals_machine(
-        with_slots(program, data.draw(st.randoms(use_true_random=False))), progress_model, priced
+        with_slots(program, data.draw(st.randoms(use_true_random=False))),
+        progress_model,
+        drawn_costs,
     )
 
 
@@ -154,7 +159,7 @@ def test_graph_equals_machine_on_shuffled_programs(
     draft: Program, data: st.DataObject, progress_model: ProgressModel
 ) -> None:
     """Many of these programs hang. The verdicts must agree too."""
-    program, priced = draw_program_and_costs(data, draft)
+    program, drawn_costs = draw_program_and_costs(data, draft)
     rng = random.Random(data.draw(st.integers(0, 2**32)))
     streams = []
     for stream in program.streams:
@@ -164,7 +169,7 @@ def test_graph_equals_machine_on_shuffled_programs(
             words[k : k + 2] = words[k : k + 2][::-1]
         streams.append(Stream(words))
     assert_graph_equals_machine(
-        with_slots(replace(program, streams=tuple(streams)), rng), progress_model, priced
+        with_slots(replace(program, streams=tuple(streams)), rng), progress_model, drawn_costs
     )
 
 

@@ -34,13 +34,13 @@ from tests.strategies import costs, with_slots
 def sizes(draw: st.DrawFn, shape: PipelineShape) -> Sizes:
     """Draw integer sizes, so that sums are exact."""
 
-    def some() -> float | tuple[float, ...]:
+    def draw_size() -> float | tuple[float, ...]:
         number = st.integers(0, 9).map(float)
         per_stage = st.lists(number, min_size=shape.stages, max_size=shape.stages).map(tuple)
         return draw(number | per_stage)
 
     names = ("activation", "activation_grad", "saved", "deferred_wgrad", "model_states")
-    drawn = Sizes(**{name: some() for name in names if draw(st.booleans())})
+    drawn = Sizes(**{name: draw_size() for name in names if draw(st.booleans())})
     if draw(st.booleans()):
         saved, tape = (drawn.for_stages(name, shape.stages) for name in ("saved", "deferred_wgrad"))
         new = [draw(st.integers(0, int(n))) for n in np.minimum(saved, tape)]
@@ -48,14 +48,14 @@ def sizes(draw: st.DrawFn, shape: PipelineShape) -> Sizes:
     return drawn
 
 
-def compute_reference(machine: Machine, given: Sizes, rank: int) -> list[dict[str, float]]:
+def compute_reference(machine: Machine, value_sizes: Sizes, rank: int) -> list[dict[str, float]]:
     """Return the bytes of each kind of value of a rank during each instruction.
 
     `machine` must have run the program.
     """
     program = machine.program
     shape, stream = program.shape, program.streams[rank]
-    size = {name: given.for_stages(name, shape.stages).tolist() for name in
+    size = {name: value_sizes.for_stages(name, shape.stages).tolist() for name in
             ("activation", "activation_grad", "saved", "deferred_wgrad", "saved_and_deferred",
              "model_states")}  # fmt: skip
     values, position_of = machine.values(rank), {i: k for k, i in enumerate(stream)}
@@ -112,7 +112,7 @@ def assign_reference_slots(machine: Machine, rank: int) -> dict[tuple[str, int, 
     """Return the slot of each value: the free slot of its kind that was freed first."""
     program, values, slots = machine.program, machine.values(rank), {}
     for kind in SlotCounts._fields:
-        lifetimes = {value: ends for value, ends in values.items() if value[0] == kind}
+        lifetimes = {value: lifetime for value, lifetime in values.items() if value[0] == kind}
         count = getattr(program.slots[rank], kind) if program.slots else len(lifetimes)
         free = deque(range(min(count, len(lifetimes))))
         for group in machine.groups[rank]:

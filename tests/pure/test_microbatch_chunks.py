@@ -48,7 +48,7 @@ def test_built_in_schedules_in_chunks(schedule: Any) -> None:
     assert check(program, "blocking_serial") and verdict(program, "per_edge").kind == "ok"
     assert from_text(to_text(program)) == program and len(program) > len(unchunked)
     assert program.reduces_in_microbatch_order == unchunked.reduces_in_microbatch_order
-    before, after = (
+    unchunked_run, chunked_run = (
         simulate(
             source,
             split_costs(costs, 3, shape, chunks=n),
@@ -56,8 +56,8 @@ def test_built_in_schedules_in_chunks(schedule: Any) -> None:
         )
         for source, n in ((unchunked, 1), (program, 2))
     )
-    assert after.span <= before.span * (1 + 1e-9)
-    assert (after.peak_memory <= before.peak_memory * (1 + 1e-9)).all()
+    assert chunked_run.span <= unchunked_run.span * (1 + 1e-9)
+    assert (chunked_run.peak_memory <= unchunked_run.peak_memory * (1 + 1e-9)).all()
 
 
 @given(st.integers(1, 16), st.integers(0, 1000), st.integers(0, 1000), st.booleans())
@@ -282,5 +282,7 @@ def list_chunk_instructions(
     instructions = [
         (i.op, i.stage, i.mb // chunks) for i in stream if i.mb % chunks == chunk and i.mb >= 0
     ]
-    skips = sorted(one for one in instructions if "Skip" in Opcode(one[0]).name)
-    return [one for one in instructions if one[0] in COMPUTE_OPS] + skips
+    skips = sorted(
+        instruction for instruction in instructions if "Skip" in Opcode(instruction[0]).name
+    )
+    return [instruction for instruction in instructions if instruction[0] in COMPUTE_OPS] + skips

@@ -118,8 +118,8 @@ def test_number_per_stage_equals_array_of_equal_numbers(drafted: Program, data: 
     footprints = [
         compute_footprints(programs[0], Sizes(**each)) for each in (sizes, sizes_as_arrays)
     ]
-    for one, other in zip(*footprints, strict=True):
-        assert one.total_bytes.tolist() == other.total_bytes.tolist()
+    for footprint, array_footprint in zip(*footprints, strict=True):
+        assert footprint.total_bytes.tolist() == array_footprint.total_bytes.tolist()
 
 
 def sweep_peak_memory(program: Program, rank: int, sizes: Sizes) -> float:
@@ -162,7 +162,7 @@ def sweep_peak_memory(program: Program, rank: int, sizes: Sizes) -> float:
 
 @given(st.integers(1, 4), st.integers(1, 6), st.data())
 def test_peak_memory_equals_reference_sweep(ranks: int, microbatches: int, data: Any) -> None:
-    """Compare with `swept`, for programs with one stage per rank and full backwards."""
+    """The programs have one stage per rank and full backwards."""
     shape = PipelineShape(ranks, microbatches)
     schedule = data.draw(st.sampled_from([schedules.gpipe, schedules.one_f_one_b]))
     program = with_slots(compile(schedule, shape), random.Random(data.draw(st.integers(0, 9))))
@@ -291,7 +291,7 @@ def test_unused_sizes_of_other_shape_are_refused_before_saving(tmp_path: Path) -
 
 
 def test_arrays_are_stored_as_tuples() -> None:
-    """Arrays become tuples, so that costs and sizes can be compared and be keys."""
+    """Costs and sizes can be compared, and can be keys of a dict."""
     array: Any = np.array([[1, 2], [3, 4]])
     costs, sizes = Costs(F=array), Sizes(activation=array[:1])
     assert costs.F == ((1.0, 2.0), (3.0, 4.0)) and sizes.activation == ((1.0, 2.0),)
@@ -303,8 +303,8 @@ def test_arrays_are_stored_as_tuples() -> None:
 
 def test_greedy_schedule_uses_costs_per_microbatch() -> None:
     """The order depends on whether the first gradient arrives before the third forward."""
-    for first, expected in ((1.0, "F 0.0 F 0.1 B"), (9.0, "F 0.0 F 0.1 F 0.2")):
-        costs = Costs(F=((1.0, 3.0, 1.0), (first, 1.0, 1.0)), B=1.0)
+    for first_cost, expected in ((1.0, "F 0.0 F 0.1 B"), (9.0, "F 0.0 F 0.1 F 0.2")):
+        costs = Costs(F=((1.0, 3.0, 1.0), (first_cost, 1.0, 1.0)), B=1.0)
         first_stream = greedy_schedule(PipelineShape(2, 3), "BF", 3, costs).streams[0]
         assert " ".join(map(str, first_stream)).startswith(expected)
 

@@ -37,17 +37,17 @@ CELLS = [
 
 
 def test_separate_sizes_equal_their_sum_in_memory() -> None:
-    """The curves are equal, and each part has the bytes of the rank's stages by name."""
+    """The curves are equal, and each size has its own row."""
     program = compile(one_f_one_b, PipelineShape(2, 4))
-    parts: dict[str, Any] = {"params": (1, 2), "grads": (2, 4), "optimizer": 6}
-    parts["buffers"] = (0, 0.5)
-    separate = Sizes(activation=3, saved=10, **parts)
+    sizes: dict[str, Any] = {"params": (1, 2), "grads": (2, 4), "optimizer": 6}
+    sizes["buffers"] = (0, 0.5)
+    separate = Sizes(activation=3, saved=10, **sizes)
     summed = Sizes(activation=3, saved=10, model_states=(9.0, 12.5))
     assert separate.for_stages("model_states", 2).tolist() == [9, 12.5]
-    for one, other in zip(
+    for footprint, summed_footprint in zip(
         compute_footprints(program, separate), compute_footprints(program, summed), strict=True
     ):
-        assert one.total_bytes.tolist() == other.total_bytes.tolist()
+        assert footprint.total_bytes.tolist() == summed_footprint.total_bytes.tolist()
     rows = compute_footprints(program, separate)[1].static_memory
     assert {name: rows[name] for name in STATIC_SIZES} == {
         "params": (1, 2), "grads": (1, 4), "optimizer": (1, 6), "buffers": (1, 0.5)

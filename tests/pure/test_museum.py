@@ -55,7 +55,7 @@ EXECUTED = [case for case in DESCRIBED if case.name not in UNSEEN]
 
 @pytest.mark.parametrize("case", EXECUTED, ids=lambda case: case.name)
 def test_execution_agrees(case: Case) -> None:
-    """An execution without the checker hangs or fails where a case is refused."""
+    """If `check` refuses a case, its execution without `check` hangs or fails."""
     for model in MODELS:
         kind = (in_turn(case.ran(), model, 0) if case.runs else ran(case.made(), model)).kind
         assert (kind == "ok") == (not case.expected(model)), (model, kind)

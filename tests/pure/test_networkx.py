@@ -49,8 +49,8 @@ def build_graph(program: Program, progress_model: ProgressModel, costs: Costs) -
         for group in groups:
             posted, complete = ("posted", rank, group), ("complete", rank, group)
             graph.add_edge(posted, complete, weight=0.0)
-            for before in machine.before[rank, group[0]]:
-                graph.add_edge(("complete", rank, before), posted, weight=0.0)
+            for earlier_group in machine.before[rank, group[0]]:
+                graph.add_edge(("complete", rank, earlier_group), posted, weight=0.0)
             for k in group:
                 for free in machine.left[rank].get(k, ()):
                     holder_group = machine._group_of(rank, free)
