@@ -502,7 +502,7 @@ def test_notebook_widget_shows_timeline(chromium: Chromium, tmp_path: Path) -> N
     assert all("bubble" in shown for shown in chromium.js(words)) and chromium.said == []
 
 
-def test_widget_without_anywidget_is_refused() -> None:
+def test_widget_has_title_or_hints_at_anywidget() -> None:
     from schedir import viz
 
     run = simulate(compile("gpipe", ranks=2, microbatches=2))

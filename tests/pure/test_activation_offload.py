@@ -132,7 +132,7 @@ def test_recomputed_microbatch_offloads_only_its_inputs() -> None:
     assert order[:4] == ["Forward", "Offload", "Reload", "Recompute"]
 
 
-def test_offload_without_costs_is_planned_with_default_costs() -> None:
+def test_offload_without_costs_is_planned_with_nonzero_costs() -> None:
     program = compile(gpipe, PipelineShape(1, 8), offload="all")
     assert program.slots[0].saved == 3
     timeline = simulate(program, Costs(F=1, B=2, offload=0.5, reload=0.5))

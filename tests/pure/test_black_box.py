@@ -90,7 +90,7 @@ def _has_partners_started(graph: Graph, need: int, positions: list[int]) -> bool
     op = graph.index.op[need]
     if INSTRUCTIONS[op].peer:
         partners = [int(graph.partner[need])]
-        if op in SEND_OPS:  # it writes to its own memory, without its receiver
+        if op in SEND_OPS:  # a send only writes to the memory of its own rank
             return True
     elif INSTRUCTIONS[op].group:
         partners = next(m for m in graph.collective_groups if need in m).tolist()
@@ -284,7 +284,7 @@ def test_black_box_is_readable_after_process_is_killed(tmp_path: Path) -> None:
     assert states == ["runs", "stopped", "gone"]
     assert stat.S_IMODE(path.stat().st_mode) == 0o600 and path.stat().st_size == FILE_SIZE
     assert [*read_black_boxes(path.parent)] == [3]
-    assert read_black_boxes(path.parent, 12345) == {}  # from another run
+    assert read_black_boxes(path.parent, 12345) == {}  # the boxes are of another run
 
 
 @given(st.binary(max_size=200) | st.binary(min_size=FILE_SIZE, max_size=FILE_SIZE + 60))

@@ -84,7 +84,7 @@ def test_early_gather_deadlocks_gathers_and_blocking_hosts() -> None:
         check(on_rank_0, "per_edge", blocking_hosts=True)
     assert any(str(wait.instr) == "tp_gather_act 2.0" for wait in caught.value.cycle)
     on_rank_1 = move_gather(GATHER_PROGRAM, 1, "tp_gather_act 3.0", "tp_gather_act 1.0")
-    for blocks in (False, True):  # one communicator
+    for blocks in (False, True):  # both gathers use one communicator
         with pytest.raises(DeadlockError) as caught:
             check(on_rank_1, "per_edge", blocking_hosts=blocks)
         assert any(str(wait.instr) == "tp_gather_act 3.0" for wait in caught.value.cycle)
@@ -103,12 +103,12 @@ def move_gather(program: Program, rank: int, gather: str, target: str) -> Progra
 def blocking_hosts_finish(program: Program) -> bool:
     """Return whether hosts that make one call after the other finish, under `per_edge`.
 
-    Transfers and reductions are only started. A compute waits for the messages of its inputs, and
-    for those that empty its slot. A reduction with partners waits for earlier reductions. That of
-    two holders waits only for replicas.
+    A host only starts transfers and reductions of gradients. A compute waits for the messages of
+    its inputs, and for the messages that empty its slot. Other reductions wait for all earlier
+    reductions. A reduction of stage replicas waits only if there are data-parallel replicas.
     """
     machine = Machine(program, "per_edge", Costs())
-    machine.run()  # fills its tables
+    machine.run()  # fills the tables of the machine
     positions, lists = [0] * len(program.streams), machine.lists
     started: set[tuple[int, int]] = set()
 

@@ -146,7 +146,7 @@ def list_schedules_without_weight_delay() -> list[str]:
 @pytest.mark.parametrize("costs", [Costs(F=1, B=2), Costs(F=2, I=2, W=1, send=0.3)])
 @pytest.mark.parametrize("name", list_schedules_without_weight_delay())
 def test_advice_saves_no_more_than_bound_allows(name: str, costs: Costs) -> None:
-    """This holds for advice that changes only the order, not stages, costs or memory."""
+    """The bound limits only advice that changes the order, but not stages, costs or memory."""
     run = simulate_built_in(name, costs)
     shape, program = run.program.shape, run.program
     full_costs = fill_missing_backwards(costs, program)
@@ -195,7 +195,7 @@ def test_explain_of_run_bounds_its_simulation(
     assert bound is not None and row["bound"] == bound.value
     assert row["gap_to_bound"] == pytest.approx(row["simulated_span"] / bound.value - 1)
     spans = run.spans.copy()
-    spans["end"][run.critical_path[-1]] += 1  # mean costs do not explain this
+    spans["end"][run.critical_path[-1]] += 1  # a delay that mean costs do not explain
     schedir.save_timeline(replace(run, spans=spans), tmp_path / "x.timeline")
     output = run_command(capsys, "explain", str(tmp_path / "x.timeline"))
     assert "no advice: a simulation" in output and "another order" not in output

@@ -125,7 +125,7 @@ def test_bright_palette_colours_differ() -> None:
 def test_time_axis_label_and_limits() -> None:
     axes = gantt(simulate_schedule(), axis="microseconds", time=(10, 20)).axes[0]
     assert axes.get_xlabel() == "microseconds" and axes.get_xlim() == (10, 20)
-    for text in axes.texts:  # no text is outside
+    for text in axes.texts:  # all texts are inside the time range
         assert 10 <= text.get_position()[0] <= 20
     axes = gantt(simulate_schedule(), axis="none").axes[0]
     assert axes.get_xlabel() == "" and not axes.spines["bottom"].get_visible()

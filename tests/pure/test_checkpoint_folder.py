@@ -182,7 +182,7 @@ def test_second_writer_is_refused_until_first_writer_ends(folder: CheckpointDire
         with pytest.raises(CheckpointError) as error:
             folder.begin(6)
         assert f"process {other.pid}" in error.value.fact
-        assert folder.get_unfinished_path(5).is_dir()  # its process is alive
+        assert folder.get_unfinished_path(5).is_dir()  # its process still runs
     finally:
         other.kill()
         other.communicate(timeout=30)

@@ -82,7 +82,7 @@ def test_incomplete_checkpoints_are_reported_and_skipped(
     file.write_bytes(b"?" + file.read_bytes()[1:])
     out = run_command(capsys, "checkpoint", "inspect", "run")
     assert f"step 6: step-00000006 is not complete: {MANIFEST_NAME} is missing\n" in out
-    assert "\nstep 4\n" in out  # its file sizes are right
+    assert "\nstep 4\n" in out  # the file sizes are correct
     assert main(["checkpoint", "inspect", "run", "--verify"]) == 2
     out = capsys.readouterr().out
     assert "step 4: step-00000004 is not complete: __0_0 does not match its digest\n" in out

@@ -243,7 +243,7 @@ def test_long_command_shows_progress_bar(
         monkeypatch.setenv("TTY_COMPATIBLE", "1")
         main(["check", "zb_h1", "--ranks", "32", "--microbatches", "500"])
         assert ("schedir check" in capsys.readouterr().err) == is_terminal
-        # The invalid port ends the command. Otherwise it would run until it is interrupted.
+        # The invalid port ends the command. With a valid port it would run until an interrupt.
         main(["studio", "--port", "99999", "--no-browser", "--no-code"])
         assert "\x1b" not in capsys.readouterr().err
 

@@ -73,7 +73,7 @@ def synchronizing_hosts_finish(program: Program) -> bool:
     message or collective ends when all its sides are in progress.
     """
     machine = Machine(program, "per_edge", Costs())
-    machine.run()  # fills its tables
+    machine.run()  # fills the tables of the machine
     positions, lists = [0] * len(program.streams), machine.lists
     ended: set[tuple[int, int]] = set()
     grouped = [{k: group for group in groups for k in group} for groups in machine.groups]

@@ -77,13 +77,13 @@ def test_frontier_compares_built_in_schedules() -> None:
     }
     assert (
         frontier.levels[-1].timeline.span == schedir.lower_bound(shape, costs).value
-    )  # it reaches the bound
+    )  # the last level reaches the bound
     program = compile(schedules.interleaved, PipelineShape(2, 4, 2))
     with_program = memory_frontier(program.shape, max_evaluations=20, initial_schedules=[program])
     assert with_program.timelines[0].program.digest == program.digest
     full_backward = memory_frontier(shape, costs, max_evaluations=20, split_backward=False)
     assert {"zb_h1", "zb_h2"}.isdisjoint(t.program.name for t in full_backward.timelines)
-    # Schedules with whole backwards are left out if these are cheaper than I and W.
+    # The frontier leaves out schedules with full backwards if B is cheaper than I and W.
     cheap_backward = memory_frontier(shape, Costs(F=2, I=2, W=1, B=2.5), max_evaluations=20)
     assert {t.program.name for t in cheap_backward.timelines} == {"zb_h1", "zb_h2"}
 

@@ -162,7 +162,7 @@ def test_several_updates_with_frozen_stages(schedule: Any, frozen_stages: int, c
     assert [rank.static_memory["versions"][0] for rank in footprints][:frozen_stages] == [
         0
     ] * frozen_stages
-    for stream in program.streams:  # each step follows the work of its update
+    for stream in program.streams:  # each step follows the forwards of its update
         steps = [k for k, i in enumerate(stream) if i.op in OPTIMIZER_STEP_OPS]
         for update, step in enumerate(steps):
             last = max(k for k, i in enumerate(stream) if i.op is O.Forward and i.mb // 4 == update)
@@ -361,7 +361,7 @@ def test_commands_accept_frozen_stages(tmp_path: Path, capsys: pytest.CaptureFix
 
 
 def test_compared_schedules_freeze_same_part_of_model(tmp_path: Path) -> None:
-    """This holds for any number of stages."""
+    """The schedules have different numbers of stages."""
     file = tmp_path / "frozen.sched"
     file.write_text(to_text(compile(one_f_one_b, SHAPE, frozen_stages=2)))
     specified = {"ranks": 4, "microbatches": 8, "frozen_stages": 2}

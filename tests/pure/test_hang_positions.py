@@ -72,7 +72,7 @@ def test_stopped_rank_is_cause_at_any_instruction(tmp_path: Path, data: st.DataO
     job = job_of(tmp_path, recorders, as_json=data.draw(st.booleans()))
     (verdict,) = diagnose(job, program, model)
     placed, rank = verdict.positioned, int(graph.index.rank[stop])
-    # All recorded transfers are matched to the program.
+    # The diagnosis matches all recorded transfers to the program.
     assert verdict.matched.step == steps_before
     for k in transfers:
         group = placed._list_group(k)
@@ -189,7 +189,7 @@ def test_positions_from_dumps_with_lost_entries(tmp_path: Path, overlap: bool) -
 
 
 def test_counters_give_position_without_other_entries(tmp_path: Path) -> None:
-    """If only sends are recorded, the counters determine the position of the first rank."""
+    """If a dump has only sends, the counters determine the position of the first rank."""
     program = compile(schedules.gpipe, PipelineShape(2, 8))
     graph = Graph(program, "per_device", blocking_hosts=True)
     stop = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "F 0.6")
@@ -213,7 +213,7 @@ def test_counters_give_position_without_other_entries(tmp_path: Path) -> None:
 
 
 def test_unused_process_group_belongs_to_current_step(tmp_path: Path) -> None:
-    """If all activations and no gradients are recorded, the rank is in the middle of a step."""
+    """If a dump has all activations and no gradients, the rank is in the middle of a step."""
     program = compile(schedules.gpipe, PipelineShape(2, 4))
     graph = Graph(program, "per_edge", blocking_hosts=True)
     stop = next(k for k in range(len(program)) if str(graph.index.locate(k)[2]) == "B 1.0")

@@ -60,19 +60,19 @@ def read_refusal(program: Program, progress_model: ProgressModel = "per_device")
 # ---------------------------------------------------------------- each model allows less
 
 STRICTEST_MODEL = {
-    "per_edge": written(  # no other model accepts it
-        "recv_act 3.0; F 0.0; send_act 0.0; F 3.0",  # the receive precedes the send
+    "per_edge": written(  # the receive of rank 0 precedes its send
+        "recv_act 3.0; F 0.0; send_act 0.0; F 3.0",
         "recv_act 1.0; F 1.0; F 2.0; send_act 2.0",
         header=VEE,
     ),
-    "per_pair": written(
-        "recv_act 3.0; F 0.0; send_act 0.0; F 3.0; send_act 3.0",  # from another rank
+    "per_pair": written(  # the first receive of rank 0 is from rank 2
+        "recv_act 3.0; F 0.0; send_act 0.0; F 3.0; send_act 3.0",
         "recv_act 1.0; recv_act 4.0; F 1.0; send_act 1.0; F 4.0; send_act 4.0",
         "recv_act 2.0; recv_act 5.0; F 2.0; F 5.0; send_act 2.0",
         header=LOOP,
     ),
-    "per_direction": written(
-        "F 0.0; recv_grad 0.0; send_act 0.0; B 0.0; reduce_grads 0; step",  # the other kind
+    "per_direction": written(  # the receive of a gradient precedes the send of an activation
+        "F 0.0; recv_grad 0.0; send_act 0.0; B 0.0; reduce_grads 0; step",
         "recv_act 1.0; F 1.0; B 1.0; send_grad 1.0; reduce_grads 1; step",
     ),
     "per_device": written(

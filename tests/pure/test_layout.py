@@ -17,10 +17,10 @@ from tests.lines_of_code import code_lines
 ROOT = Path(__file__).resolve().parents[2]
 SOURCE = ROOT / "schedir"
 
-# The packages of schedir by layer, the lowest first.  A package is a folder of schedir or a file
-# beside them.  It imports from lower layers only.  Files inside a package import each other, but
-# never in a cycle.  `__init__` is the public API and `__main__` the command line: they may import
-# everything, and nothing imports them.
+# The packages of schedir by layer, the lowest first.  A package is a folder or a file in schedir/.
+# It imports from lower layers only.  Files inside a package import each other, but never in a
+# cycle.  `__init__` is the public API and `__main__` the command line: they may import everything,
+# and nothing imports them.
 LAYERS = (
     {"errors"},
     {"extras", "retired_names"},
@@ -164,7 +164,7 @@ def test_only_allowed_packages_import_leaves() -> None:
     assert {imported for importer, imported in pairs if importer == "runtime"} <= {"hang_diagnosis"}
 
 
-def test_no_package_imports_testing() -> None:
+def test_only_public_api_imports_testing() -> None:
     users = {
         package_of(name)
         for name in MODULES
@@ -225,7 +225,7 @@ def test_top_level_modules_are_listed() -> None:
 
 
 # The files that name instructions, with the number of names and the reason. All other files read
-# from the table what an instruction needs and gives, so they support new rows.
+# the table of instructions, so they support new instructions.
 TABLE = (
     "schedir.ir.isa.instructions",
     "schedir.ir.isa.instruction_table",

@@ -170,7 +170,7 @@ def test_random_orders_are_not_below_bound(data: st.DataObject) -> None:
 @settings(max_examples=200)
 @given(st.data())
 def test_memory_lags_hold_in_random_orders(data: st.DataObject) -> None:
-    """Each lag holds in every order, when the capacity is the peak of that order."""
+    """Each lag holds in any order if the capacity is the peak memory of the order."""
     split = data.draw(st.booleans())
     draft = data.draw(compute_programs(2, 5, 3, split=float(split), placements=ONE_HOLDER))
     assert_lags_hold(
@@ -221,7 +221,7 @@ def test_crossing_delays_bound_delays_of_microbatches(data: st.DataObject) -> No
     )
     try:
         problem = make_problem(shape, drawn_costs, max_in_flight=k)
-    except CostsError:  # all of them are 0
+    except CostsError:  # all costs are 0
         reject()
     order, paths = (
         order_of_program(draft, split_backward=True),
@@ -254,7 +254,7 @@ def problems(draw: st.DrawFn, shape: PipelineShape, split: bool) -> SchedulingPr
         problem = make_problem(
             shape, drawn_costs, split_backward=split, objective=draw(st.sampled_from(OBJECTIVES))
         )
-    except CostsError:  # all of them are 0
+    except CostsError:  # all costs are 0
         problem = make_problem(shape, split_backward=split)
     saved = [draw(st.integers(1, 4)) for _ in range(shape.stages)]
     tape = [draw(st.integers(0, s + 1)) if split else 0 for s in saved]

@@ -80,7 +80,7 @@ def test_chunked_product_overlaps_its_sum(n: int, g: int, s: int, back: bool) ->
     assert simulate(program, chunk_costs).span == g + (n - 1) * max(g, s) + s
     split = split_costs(
         chunk_costs, 1, PipelineShape(1, 1, 2), chunks=n
-    )  # from g and s of the whole
+    )  # from the costs of a whole microbatch
     span = simulate(program, split).span
     assert span == pytest.approx(g / n + (n - 1) * max(g, s) / n + s / n, rel=1e-12)
 

@@ -64,7 +64,7 @@ def build_graph(program: Program, progress_model: ProgressModel, costs: Costs) -
                     continue
                 partners = machine._partners(rank, instructions[k])
                 if progress_model == "torch_lazy" and machine._apart(partners):
-                    graph.add_edge(complete, posted, weight=0.0)  # it never ends
+                    graph.add_edge(complete, posted, weight=0.0)  # a cycle: the transfer never ends
                 cost = max(machine._cost(r, machine.lists[r][n]) for r, n in partners)
                 graph.add_edge(posted, frozenset(partners), weight=0.0)
                 graph.add_edge(frozenset(partners), complete, weight=cost)
@@ -110,10 +110,10 @@ def test_networkx_gives_same_verdict_and_span(
     drawn_costs = draw_integer_costs(random.Random(seed), program.shape.stages)
     try:
         span = simulate(program, drawn_costs, progress_model=progress_model, skip_checks=True).span
-    except (DeadlockError, ChannelMismatchError, OrderError):  # OrderError for a single rank
+    except (DeadlockError, ChannelMismatchError, OrderError):  # a single rank gives an OrderError
         event("deadlock")
         assert not nx.is_directed_acyclic_graph(build_graph(program, progress_model, drawn_costs))
-    except (GroupError, CompletenessError):  # these are reported before all other errors
+    except (GroupError, CompletenessError):  # `simulate` reports these before all other errors
         event("no such group, or turns out of turn")
     else:
         graph = build_graph(program, progress_model, drawn_costs)
