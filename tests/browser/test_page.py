@@ -56,7 +56,7 @@ def page(chromium: Chromium, tmp_path: Path) -> Iterator[Page]:
     assert {*chromium.asked} <= {(tmp_path / "x.html").as_uri()}
 
 
-def read_text(browser: Chromium, name: str) -> str:
+def get_text(browser: Chromium, name: str) -> str:
     """Return the visible text of an element, which is empty if it is hidden."""
     shown = f"((e) => e.checkVisibility() ? e.innerText : '')(document.getElementById('{name}'))"
     return str(browser.js(shown))
@@ -80,21 +80,21 @@ def count_pixels(browser: Chromium, colour: tuple[int, int, int]) -> int:
 
 def test_tooltip_shows_instruction_and_its_waits(page: Page) -> None:
     browser = page(PREDICTED)
-    assert read_text(browser, "tip") == ""
+    assert get_text(browser, "tip") == ""
     of_rank_0 = PREDICTED.spans[PREDICTED.spans["rank"] == 0]
     first_backward = of_rank_0[of_rank_0["op"] == 1][0]
     x, y = locate_time(browser, float(first_backward["start"]) + 1, PREDICTED.span)
     browser.mouse("mouseMoved", x, y)
-    tip = read_text(browser, "tip")
+    tip = get_text(browser, "tip")
     assert "B 0.0" in tip and "length\n2\n" in tip
     assert f"start\n{first_backward['start']:g}\n" in tip
     assert f"waited\n{first_backward['start'] - 4:g}, last for recv_grad 0.0" in tip
     assert "warmup: B 1.0 on rank 1" in tip and "message: recv_grad 0.0" in tip
     browser.mouse("mouseMoved", *locate_time(browser, 6, PREDICTED.span))
-    tip = read_text(browser, "tip")
+    tip = get_text(browser, "tip")
     assert "rank 0 is idle" in tip and "until\nB 0.0" in tip
     browser.mouse("mouseMoved", 5, 5)
-    assert read_text(browser, "tip") == ""
+    assert get_text(browser, "tip") == ""
 
 
 def test_times_have_enough_digits(page: Page) -> None:
@@ -103,7 +103,7 @@ def test_times_have_enough_digits(page: Page) -> None:
     browser.key("/")
     browser.type("B 0.1")
     browser.key("Enter")
-    assert "start\n20000.375\nlength\n0.125" in read_text(browser, "selected")
+    assert "start\n20000.375\nlength\n0.125" in get_text(browser, "selected")
 
 
 def test_instructions_of_later_updates_show_update_number(page: Page) -> None:
@@ -114,7 +114,7 @@ def test_instructions_of_later_updates_show_update_number(page: Page) -> None:
     names = []
     for _ in range(3):
         browser.key("Enter")
-        names.append(read_text(browser, "selected").partition("\n")[0])
+        names.append(get_text(browser, "selected").partition("\n")[0])
     assert [name.removesuffix("optimizer step").strip() for name in names] == [
         "step", "step 1", "step 2"
     ]  # fmt: skip
@@ -126,7 +126,7 @@ def test_zoom_and_pan_keep_time_under_pointer(page: Page) -> None:
     def name_at(t: float, offset: float = 0) -> str:
         x, y = locate_time(browser, t, PREDICTED.span)
         browser.mouse("mouseMoved", x + offset, y)
-        return read_text(browser, "tip").partition("\n")[0].partition(" forward")[0]
+        return get_text(browser, "tip").partition("\n")[0].partition(" forward")[0]
 
     assert [name_at(1.5), name_at(1.5, 60)] == ["F 0.1", "F 0.3"]
     x, y = locate_time(browser, 1.5, PREDICTED.span)
@@ -139,7 +139,7 @@ def test_zoom_and_pan_keep_time_under_pointer(page: Page) -> None:
     browser.mouse("mouseMoved", x + distance, y, button="left", buttons=1)
     browser.mouse("mouseReleased", x + distance, y, button="left", clickCount=1)
     assert name_at(1.5) == "F 0.0"
-    assert read_text(browser, "selected").startswith("SELECTED")  # a drag chooses nothing
+    assert get_text(browser, "selected").startswith("SELECTED")  # a drag chooses nothing
     browser.key("0")
     assert [name_at(1.5), name_at(1.5, 60)] == ["F 0.1", "F 0.3"]
     browser.key("w")
@@ -155,7 +155,7 @@ def test_click_shows_critical_path_and_messages(page: Page) -> None:
     of_rank_0 = PREDICTED.spans[PREDICTED.spans["rank"] == 0]
     first_backward = of_rank_0[of_rank_0["op"] == 1][0]
     browser.click(*locate_time(browser, float(first_backward["start"]) + 1, PREDICTED.span))
-    selected = read_text(browser, "selected")
+    selected = get_text(browser, "selected")
     assert selected.startswith("B 0.0") and "receives from\nB 1.0, rank 1" in selected
     links = len(
         PREDICTED.critical_path_to(int(np.flatnonzero(PREDICTED.spans == first_backward)[0]))
@@ -163,10 +163,10 @@ def test_click_shows_critical_path_and_messages(page: Page) -> None:
     assert f"{links} links" in selected and "on 4 ranks" in selected
     assert count_pixels(browser, ACCENT) > 500
     browser.js("document.querySelector('#selected .link').click()")
-    assert read_text(browser, "selected").startswith("recv_grad 0.0")
+    assert get_text(browser, "selected").startswith("recv_grad 0.0")
     browser.key("Escape")
     assert (
-        read_text(browser, "selected").startswith("SELECTED") and count_pixels(browser, ACCENT) == 0
+        get_text(browser, "selected").startswith("SELECTED") and count_pixels(browser, ACCENT) == 0
     )
     browser.key("p")
     assert count_pixels(browser, ACCENT) > 500
@@ -182,22 +182,22 @@ def test_search_field_counts_matches(page: Page, asked: str, found: str) -> None
     browser = page(PREDICTED)
     browser.key("/")
     browser.type(asked)
-    assert read_text(browser, "found") == found
+    assert get_text(browser, "found") == found
     if found == "1":
         browser.key("Enter")
-        assert read_text(browser, "found") == "1 of 1"
-        assert read_text(browser, "selected").startswith("F 2.3")
+        assert get_text(browser, "found") == "1 of 1"
+        assert get_text(browser, "selected").startswith("F 2.3")
 
 
 def test_keyboard_selects_and_toggles(page: Page) -> None:
     browser = page(PREDICTED)
     browser.js("document.getElementById('canvas').focus()")
     browser.key("ArrowRight")
-    assert read_text(browser, "selected").startswith("F 0.0")
+    assert get_text(browser, "selected").startswith("F 0.0")
     browser.key("ArrowRight")
-    assert read_text(browser, "selected").startswith("F 0.1")
+    assert get_text(browser, "selected").startswith("F 0.1")
     browser.key("ArrowDown")
-    assert read_text(browser, "selected").startswith("send_act 0.1")
+    assert get_text(browser, "selected").startswith("send_act 0.1")
     for name, key in (("messages", "m"), ("curves", "c"), ("path", "p")):
         before = browser.js(f"document.getElementById('{name}').ariaPressed")
         browser.key(key)
@@ -224,13 +224,13 @@ def test_two_timelines_can_be_switched(page: Page) -> None:
     shown = []
     for _ in range(3):
         browser.key("v")
-        shown.append(read_text(browser, "facts"))
+        shown.append(get_text(browser, "facts"))
     assert [s.count("bubble") for s in shown] == [1, 1, 2]
     assert "ms" not in shown[0] and "ms" in shown[1]
     browser.key("v")
     browser.key("v")
     browser.mouse("mouseMoved", *locate_time(browser, 1.5, PREDICTED.span))
-    assert "F 0.1" in read_text(browser, "tip") and "predicted\n1, 1 long" in read_text(
+    assert "F 0.1" in get_text(browser, "tip") and "predicted\n1, 1 long" in get_text(
         browser, "tip"
     )
 
@@ -246,7 +246,7 @@ def test_tooltip_has_times_of_both_programs(page: Page) -> None:
     browser.mouse(
         "mouseMoved", *locate_time(browser, float(first_backward["start"]) + 1, other.span)
     )
-    tip = read_text(browser, "tip").splitlines()
+    tip = get_text(browser, "tip").splitlines()
     assert tip[1] == "backward"
     spans = PREDICTED.spans[(PREDICTED.spans["rank"] == 0) & (PREDICTED.spans["op"] == 1)]
     start = float(spans["start"][spans["mb"] == int(tip[tip.index("microbatch") + 1])][0])
@@ -258,7 +258,7 @@ def test_program_name_is_not_executed(page: Page) -> None:
     t = PREDICTED
     named = Program(name, t.program.shape, t.program.streams)
     browser = page(Timeline(named, t.spans), scale_to_seconds(Timeline(named, t.spans)))
-    assert read_text(browser, "facts")
+    assert get_text(browser, "facts")
     assert browser.js("document.querySelector('h1').textContent") == name
     assert browser.js("document.title") == name and not browser.js("document.images.length")
 

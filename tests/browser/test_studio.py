@@ -78,12 +78,12 @@ def studio(chromium: Chromium, runner: CodeRunner) -> Iterator[Opener]:
         server.server_close()
 
 
-def text(browser: Chromium, name: str) -> str:
+def get_text(browser: Chromium, name: str) -> str:
     shown = f"((e) => e.checkVisibility() ? e.innerText : '')(document.getElementById('{name}'))"
     return re.sub("[\u2000-\u200a]+", " ", str(browser.js(shown)))
 
 
-def read_value(browser: Chromium, name: str) -> str:
+def get_value(browser: Chromium, name: str) -> str:
     return str(browser.js(f"document.getElementById('{name}').value"))
 
 
@@ -138,7 +138,7 @@ def locate_time(browser: Chromium, t: float, rank: int = 0) -> tuple[float, floa
         "(({x, y, width}) => [x, y, width])(document.getElementById('canvas')"
         ".getBoundingClientRect())"
     )
-    span = float(re.search(r"span\s+([\d.]+)", text(browser, "facts")).group(1))  # type: ignore[union-attr]
+    span = float(re.search(r"span\s+([\d.]+)", get_text(browser, "facts")).group(1))  # type: ignore[union-attr]
     rank_height = 128 if rank else 0  # height of a rank, with its messages and curves
     return left + 96 + (t / span + 0.005) / 1.02 * (width - 96), top + 70 + 25 + rank * rank_height
 
@@ -154,89 +154,93 @@ def drag(browser: Chromium, start: tuple[float, float], end: tuple[float, float]
 
 def test_controls_change_the_timeline(studio: Opener) -> None:
     browser = studio()
-    assert "span 34.6" in text(browser, "facts") and "This is one_f_one_b" in text(
+    assert "span 34.6" in get_text(browser, "facts") and "This is one_f_one_b" in get_text(
         browser, "verdict"
     )
     choose(browser, "control-schedule", "zb_h1")
     assert browser.js("document.querySelector('h1').innerText") == "zb_h1"
-    assert "This is zb_h1" in text(browser, "verdict")
+    assert "This is zb_h1" in get_text(browser, "verdict")
     slider = "document.getElementById('slider-microbatches')"
     browser.js(f"{slider}.focus()")
     wait_for_answer(browser, lambda: browser.key("ArrowRight"))
-    assert read_value(browser, "control-microbatches") == "9" and "9 microbatches" in text(
+    assert get_value(browser, "control-microbatches") == "9" and "9 microbatches" in get_text(
         browser, "summary"
     )
     enter(browser, "control-ranks", "2")
-    assert "2 ranks" in text(browser, "summary")
+    assert "2 ranks" in get_text(browser, "summary")
     assert browser.js("document.querySelectorAll('#tables tbody tr').length") == 2
     enter(browser, "control-factors", "1:3")
     assert "F=1:3,B=2:6" in json.loads(browser.js("decodeURIComponent(location.hash.slice(1))"))[
         "options"]["costs"]  # fmt: skip
     enter(browser, "control-factors", "1:2:3")
-    assert "3 numbers for 2 stages" in text(browser, "problem")
+    assert "3 numbers for 2 stages" in get_text(browser, "problem")
     assert browser.js("document.getElementById('control-factors').ariaInvalid") == "true"
     enter(browser, "control-factors", "")
-    assert text(browser, "problem") == ""
+    assert get_text(browser, "problem") == ""
     enter(browser, "control-memory_limit", "1GB")
-    assert "needs 2 GB, but the limit is 1 GB" in text(browser, "problem")
-    assert "offload=fit moves them to the host" in text(browser, "problem")
+    assert "needs 2 GB, but the limit is 1 GB" in get_text(browser, "problem")
+    assert "offload=fit moves them to the host" in get_text(browser, "problem")
     enter(browser, "control-memory_limit", "")
     enter(browser, "control-recompute", "fit")
-    assert "rank limit 40GB" in text(browser, "problem")
+    assert "rank limit 40GB" in get_text(browser, "problem")
     enter(browser, "control-recompute", "all")
-    assert "R recompute" in text(browser, "legend")
+    assert "R recompute" in get_text(browser, "legend")
     enter(browser, "control-dp", "2")
     choose(browser, "control-zero", "3")
-    assert "unshard" in text(browser, "legend")
+    assert "unshard" in get_text(browser, "legend")
     choose(browser, "control-progress_model", "per_edge")
-    assert "finishes under per_edge" in text(browser, "verdict")
+    assert "finishes under per_edge" in get_text(browser, "verdict")
     press(browser, "undo")
-    browser.until(lambda: "finishes under per_device" in text(browser, "verdict"))
+    browser.until(lambda: "finishes under per_device" in get_text(browser, "verdict"))
     press(browser, "redo")
-    browser.until(lambda: "finishes under per_edge" in text(browser, "verdict"))
+    browser.until(lambda: "finishes under per_edge" in get_text(browser, "verdict"))
 
 
 def test_code_runs_and_errors_have_lines(studio: Opener) -> None:
     browser = studio()
     press(browser, "code-tab")
-    assert "def mine(" in read_value(browser, "editor")
+    assert "def mine(" in get_value(browser, "editor")
 
     def write(code: str) -> None:
         run_code(browser, code)
 
     write(CODE.replace("rank, microbatches)", "rnk, microbatches)"))
-    assert text(browser, "code-message").startswith("Line 5: ")
+    assert get_text(browser, "code-message").startswith("Line 5: ")
     assert browser.js("document.querySelector('.editor pre b').innerText") == "5"
     write(CODE)
-    assert "This is one_f_one_b" in text(browser, "verdict") and text(browser, "problem") == ""
-    assert read_value(browser, "control-ranks") == "4"
+    assert (
+        "This is one_f_one_b" in get_text(browser, "verdict") and get_text(browser, "problem") == ""
+    )
+    assert get_value(browser, "control-ranks") == "4"
     write(BACKWARD_FIRST)
     picture = "decodeURIComponent(document.querySelector('#problem img').src)"
-    assert "F 0.0 gives only later" in text(browser, "problem")
+    assert "F 0.0 gives only later" in get_text(browser, "problem")
     assert ">B 0.0<" in browser.js(picture) and ">F 0.0<" in browser.js(picture)
     write(HANG)
-    assert "2 ranks wait for each other" in text(browser, "problem")
+    assert "2 ranks wait for each other" in get_text(browser, "problem")
     assert browser.js(picture).count("marker-end") == 2
     endless = "def f(r, p, m):\n    while True: pass"
     type_code(browser, endless)
-    assert "2 ranks wait for each other" in text(browser, "problem")  # typing runs nothing
+    assert "2 ranks wait for each other" in get_text(browser, "problem")  # typing runs nothing
     assert browser.js("document.getElementById('code-from-timeline').disabled")
     before = browser.js(ANSWERED)
     press(browser, "run-code")
-    browser.until(lambda: "running…" in text(browser, "verdict"))
+    browser.until(lambda: "running…" in get_text(browser, "verdict"))
     assert browser.js("document.getElementById('run-code').disabled")
-    assert text(browser, "problem") == "" and browser.js(ANSWERED) == before
+    assert get_text(browser, "problem") == "" and browser.js(ANSWERED) == before
     browser.until(lambda: bool(browser.js(f"{ANSWERED} > {before}")))
-    assert "did not finish within 3 s" in text(browser, "code-message")
+    assert "did not finish within 3 s" in get_text(browser, "code-message")
     write(CODE)
     press(browser, "controls-tab")
     enter(browser, "control-ranks", "3")
-    assert "mine, predicted: 3 ranks" in text(browser, "summary")
+    assert "mine, predicted: 3 ranks" in get_text(browser, "summary")
     wait_for_answer(browser, lambda: press(browser, "undo"))
-    assert "mine, predicted: 4 ranks" in text(browser, "summary")
+    assert "mine, predicted: 4 ranks" in get_text(browser, "summary")
     press(browser, "code-tab")
     wait_for_answer(browser, lambda: press(browser, "undo"))
-    assert read_value(browser, "editor") == endless and "press Run" in text(browser, "code-message")
+    assert get_value(browser, "editor") == endless and "press Run" in get_text(
+        browser, "code-message"
+    )
 
 
 def test_no_code_option_disables_code(studio: Opener) -> None:
@@ -256,19 +260,21 @@ def test_instruction_drag_is_applied_refused_and_undone(studio: Opener) -> None:
     wait_for_answer(
         browser, lambda: drag(browser, locate_time(browser, 13.3), locate_time(browser, 8))
     )
-    assert "until compute #4 of rank 0, which is F 0.4 instead of B 0.0" in text(browser, "verdict")
-    assert "peak in flight 5" in text(browser, "facts")
+    assert "until compute #4 of rank 0, which is F 0.4 instead of B 0.0" in get_text(
+        browser, "verdict"
+    )
+    assert "peak in flight 5" in get_text(browser, "facts")
     assert browser.js("document.getElementById('control-ranks').disabled")
     wait_for_answer(
         browser, lambda: drag(browser, locate_time(browser, 12), locate_time(browser, 0.2))
     )
-    assert "Not moved: B 0.0 needs the saved activations" in text(browser, "problem")
-    assert "peak in flight 5" in text(browser, "facts")
+    assert "Not moved: B 0.0 needs the saved activations" in get_text(browser, "problem")
+    assert "peak in flight 5" in get_text(browser, "facts")
     enter(browser, "control-B", "3")
-    assert "peak in flight 5" in text(browser, "facts")
+    assert "peak in flight 5" in get_text(browser, "facts")
     wait_for_answer(browser, lambda: press(browser, "undo"))
     wait_for_answer(browser, lambda: press(browser, "undo"))
-    assert "This is one_f_one_b." in text(browser, "verdict")
+    assert "This is one_f_one_b." in get_text(browser, "verdict")
     assert not browser.js("document.getElementById('control-ranks').disabled")
 
 
@@ -276,48 +282,47 @@ def test_keyboard_moves_instruction_and_explains_idle_time(studio: Opener) -> No
     browser = studio()
     browser.js("document.getElementById('canvas').focus()")
     browser.key("ArrowRight")
-    assert text(browser, "selected").startswith("F 0.0")
-    assert "in flight\n1 while it runs" in text(browser, "selected")
+    assert get_text(browser, "selected").startswith("F 0.0")
+    assert "in flight\n1 while it runs" in get_text(browser, "selected")
     wait_for_answer(browser, lambda: browser.key("]"))
-    browser.until(lambda: text(browser, "selected").startswith("F 0.0"))
-    assert "which is F 0.1 instead of F 0.0" in text(browser, "verdict")
-    assert "start\n1\n" in text(browser, "selected")
+    browser.until(lambda: get_text(browser, "selected").startswith("F 0.0"))
+    assert "which is F 0.1 instead of F 0.0" in get_text(browser, "verdict")
+    assert "start\n1\n" in get_text(browser, "selected")
     wait_for_answer(browser, lambda: browser.key("["))
-    browser.until(lambda: "This is one_f_one_b." in text(browser, "verdict"))
+    browser.until(lambda: "This is one_f_one_b." in get_text(browser, "verdict"))
     browser.key("b")
-    selected = text(browser, "selected")
+    selected = get_text(browser, "selected")
     assert selected.startswith("rank 3 is idle") or selected.startswith("rank 0 is idle")
-    browser.until(lambda: "CHANGES THAT SHORTEN THE STEP" in text(browser, "selected"))
+    browser.until(lambda: "CHANGES THAT SHORTEN THE STEP" in get_text(browser, "selected"))
     browser.key("b")
-    assert text(browser, "selected") != selected
+    assert get_text(browser, "selected") != selected
 
 
 def test_idle_time_shows_cause_chain_and_changes(studio: Opener) -> None:
     browser = studio()
     browser.click(*locate_time(browser, 7))
-    browser.until(lambda: "10% LESS OF A COST" in text(browser, "selected"))
-    selected = text(browser, "selected")
+    browser.until(lambda: "10% LESS OF A COST" in get_text(browser, "selected"))
+    selected = get_text(browser, "selected")
     assert selected.startswith("rank 0 is idle") and "warmup: B 1.0 on rank 1" in selected
     assert "waits for\nB 1.0, rank 1" in selected and "B of stage 3\nidle 6.6 → 6.4" in selected
     assert "zb_v" in selected.partition("CHANGES THAT SHORTEN THE STEP")[2]
     buttons = "[...document.querySelectorAll('#selected button')]"
     change = f"{buttons}.find((e) => e.innerText.startsWith('zb_v'))"
     wait_for_answer(browser, lambda: browser.js(f"{change}.click()"))
-    assert read_value(browser, "control-schedule") == "zb_v" and "span 27 " in text(
+    assert get_value(browser, "control-schedule") == "zb_v" and "span 27 " in get_text(
         browser, "facts"
     )
     assert (
-        read_value(browser, "control-F") == "0.5"
-        and read_value(browser, "control-saved") == "0.5GB"
+        get_value(browser, "control-F") == "0.5" and get_value(browser, "control-saved") == "0.5GB"
     )
     wait_for_answer(browser, lambda: press(browser, "undo"))
-    assert read_value(browser, "control-schedule") == "one_f_one_b"
+    assert get_value(browser, "control-schedule") == "one_f_one_b"
 
 
 def test_studio_opens_program_and_measured_run(studio: Opener, tmp_path: Path) -> None:
     program = compile("zb_h1", ranks=2, microbatches=4)
     browser = studio(StudioState(program=to_text(program), options=DEFAULTS))
-    assert "This is zb_h1" in text(browser, "verdict")
+    assert "This is zb_h1" in get_text(browser, "verdict")
     assert browser.js("document.getElementById('control-zero').disabled")
     run = simulate(program)
     spans = run.spans.copy()
@@ -325,9 +330,9 @@ def test_studio_opens_program_and_measured_run(studio: Opener, tmp_path: Path) -
     save_timeline(Timeline(program, spans, "measured", "s"), tmp_path / "x.timeline")
     browser = studio(StudioState(run=True), run=Source(str(tmp_path / "x.timeline")))
     names = browser.js("[...document.querySelectorAll('#runs button')].map((b) => b.innerText)")
-    assert names == ["predicted", "measured", "both"] and "ms" in text(browser, "facts")
+    assert names == ["predicted", "measured", "both"] and "ms" in get_text(browser, "facts")
     choose(browser, "control-schedule", "gpipe")
-    assert "This is gpipe" in text(browser, "verdict")
+    assert "This is gpipe" in get_text(browser, "verdict")
 
 
 def test_names_and_code_are_escaped(studio: Opener) -> None:
@@ -338,22 +343,22 @@ def test_names_and_code_are_escaped(studio: Opener) -> None:
     assert browser.js("document.querySelector('h1').textContent") == "a&lt;b"
     enter(browser, "control-more", f"{name}=1")
     enter(browser, "control-other_costs", name)
-    assert name.split()[0] in text(browser, "problem")
+    assert name.split()[0] in get_text(browser, "problem")
     press(browser, "code-tab")
     run_code(browser, f"raise ValueError({name!r})")
-    assert name in text(browser, "code-message") and browser.js("document.images.length") == 0
+    assert name in get_text(browser, "code-message") and browser.js("document.images.length") == 0
 
 
 def test_address_restores_state_without_running_code(studio: Opener) -> None:
     state = {"schedule": "zb_v", "options": {"ranks": "2", "microbatches": "5"}}
     browser = studio(address=f"#{json.dumps(state)}")
-    browser.until(lambda: "This is zb_v" in text(browser, "verdict"))
-    assert read_value(browser, "control-microbatches") == "5"
+    browser.until(lambda: "This is zb_v" in get_text(browser, "verdict"))
+    assert get_value(browser, "control-microbatches") == "5"
     browser = studio(address=f"#{json.dumps(state | {'code': CODE})}")
-    browser.until(lambda: "press Run" in text(browser, "code-message"))
-    assert "This is zb_v" in text(browser, "verdict") and read_value(browser, "editor") == CODE
+    browser.until(lambda: "press Run" in get_text(browser, "code-message"))
+    assert "This is zb_v" in get_text(browser, "verdict") and get_value(browser, "editor") == CODE
     wait_for_answer(browser, lambda: press(browser, "run-code"))
-    assert "mine, predicted: 2 ranks" in text(browser, "summary")
+    assert "mine, predicted: 2 ranks" in get_text(browser, "summary")
 
 
 def test_two_schedules_have_linked_cursors(studio: Opener) -> None:
@@ -361,13 +366,13 @@ def test_two_schedules_have_linked_cursors(studio: Opener) -> None:
     choose(browser, "control-other", "zb_h1")
     names = browser.js("[...document.querySelectorAll('#runs button')].map((b) => b.innerText)")
     assert names == ["one_f_one_b", "zb_h1", "both"]
-    assert "Compared with zb_h1: span +" in text(browser, "verdict")
+    assert "Compared with zb_h1: span +" in get_text(browser, "verdict")
     picture_before = browser.picture()
     browser.mouse("mouseMoved", *locate_time(browser, 0.5))
-    assert browser.picture() != picture_before and "zb_h1\n0, 1 long" in text(browser, "tip")
+    assert browser.picture() != picture_before and "zb_h1\n0, 1 long" in get_text(browser, "tip")
     choose(browser, "control-other", "forward_only")
     choose(browser, "control-other", "")
-    assert text(browser, "runs") == ""
+    assert get_text(browser, "runs") == ""
 
 
 def test_schedule_is_exported_and_copied(studio: Opener) -> None:
@@ -397,31 +402,31 @@ def test_challenge_is_solved(studio: Opener) -> None:
     browser = studio()
     press(browser, "challenges-tab")
     wait_for_answer(browser, lambda: press(browser, "challenge-zero-bubble"))
-    assert "Not yet: the span is 33, the goal is 27." in text(browser, "challenge-status")
+    assert "Not yet: the span is 33, the goal is 27." in get_text(browser, "challenge-status")
     press(browser, "controls-tab")
     choose(browser, "control-schedule", "zb_h1")
     press(browser, "challenges-tab")
-    assert "your schedule is optimal" in text(browser, "challenge-status")
-    assert text(browser, "challenge-zero-bubble").startswith("\u2713")
+    assert "your schedule is optimal" in get_text(browser, "challenge-status")
+    assert get_text(browser, "challenge-zero-bubble").startswith("\u2713")
     wait_for_answer(browser, lambda: press(browser, "challenge-a-hang"))
-    assert "2 ranks wait" in text(browser, "problem") and "lead = min(rank" in read_value(
+    assert "2 ranks wait" in get_text(browser, "problem") and "lead = min(rank" in get_value(
         browser, "editor"
     )
-    assert text(browser, "facts") == ""  # the timeline of the previous challenge is gone
+    assert get_text(browser, "facts") == ""  # the timeline of the previous challenge is gone
     press(browser, "code-tab")
     run_code(browser, CODE)
     press(browser, "challenges-tab")
-    assert "Solved: the span is 33" in text(browser, "challenge-status")
+    assert "Solved: the span is 33" in get_text(browser, "challenge-status")
     wait_for_answer(browser, lambda: press(browser, "challenge-a-hang"))
     wait_for_answer(browser, lambda: press(browser, "leave-challenge"))
     assert browser.js("document.getElementById('challenge-status')") is None
-    assert text(browser, "problem") == read_value(browser, "control-memory_limit") == ""
-    assert "span 34.6" in text(browser, "facts") and "mine" in read_value(browser, "editor")
+    assert get_text(browser, "problem") == get_value(browser, "control-memory_limit") == ""
+    assert "span 34.6" in get_text(browser, "facts") and "mine" in get_value(browser, "editor")
     browser.js("window.loadedBefore = 1")
     browser.call("Page.reload")
     browser.until(lambda: bool(browser.js(f"!window.loadedBefore && {ANSWERED} > 0")))
     press(browser, "challenges-tab")
-    assert text(browser, "challenge-zero-bubble").startswith("\u2713")
+    assert get_text(browser, "challenge-zero-bubble").startswith("\u2713")
 
 
 def test_exported_page_works_without_server(chromium: Chromium, tmp_path: Path) -> None:
@@ -431,14 +436,14 @@ def test_exported_page_works_without_server(chromium: Chromium, tmp_path: Path) 
     chromium.call("Page.navigate", url=(tmp_path / "index.html").as_uri())
     chromium.until(lambda: bool(chromium.js(f"{ANSWERED} > 0")))
     choose(chromium, "control-schedule", "zb_v")
-    assert "This is zb_v" in text(chromium, "verdict")
+    assert "This is zb_v" in get_text(chromium, "verdict")
     assert chromium.js("document.getElementById('control-ranks').disabled")
     wait_for_answer(
         chromium, lambda: drag(chromium, locate_time(chromium, 0.5), locate_time(chromium, 3))
     )
-    assert "precomputed timelines" in text(chromium, "problem")
+    assert "precomputed timelines" in get_text(chromium, "problem")
     chromium.key("b")
-    chromium.until(lambda: "precomputed" in text(chromium, "selected"))
+    chromium.until(lambda: "precomputed" in get_text(chromium, "selected"))
     assert all(url.startswith("file:") for url in chromium.asked) and chromium.said == []
 
 
@@ -475,7 +480,7 @@ def test_stopped_server_is_reported(studio: Opener) -> None:
     ):
         browser.js(f"fetch = () => {response}; document.getElementById('problem').hidden = true; 0")
         enter(browser, "control-ranks", ranks)
-        assert "The studio has stopped" in text(browser, "problem")
+        assert "The studio has stopped" in get_text(browser, "problem")
 
 
 def test_notebook_widget_shows_timeline(chromium: Chromium, tmp_path: Path) -> None:

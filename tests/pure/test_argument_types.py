@@ -39,8 +39,8 @@ from schedir.schedules.schedule_algebra import B, concat, overlapped_pair, weave
 from schedir.viz import gantt, save, save_html
 from schedir.viz.figures import gantt_chart
 
-PLAN = PipelineShape(2, 4)
-PROGRAM = compile(one_f_one_b, PLAN)
+SHAPE = PipelineShape(2, 4)
+PROGRAM = compile(one_f_one_b, SHAPE)
 RUN = simulate(PROGRAM)
 VALUES: list[Any] = [
     None,
@@ -49,7 +49,7 @@ VALUES: list[Any] = [
     [1],
     np.arange(3),
     PipelineShape,
-    PLAN,
+    SHAPE,
     one_f_one_b,
     PROGRAM,
     Costs(),
@@ -59,7 +59,7 @@ VALUES: list[Any] = [
 ]
 ACCEPTED_TYPES: dict[str, tuple[Callable[[Any], object], tuple[type, ...]]] = {
     "compile": (lambda v: compile(one_f_one_b, v), (PipelineShape,)),
-    "compile for": (lambda v: compile(one_f_one_b, PLAN, progress_model=v), ()),
+    "compile for": (lambda v: compile(one_f_one_b, SHAPE, progress_model=v), ()),
     "check": (check, ()),
     "check under": (lambda v: check(PROGRAM, v), ()),
     "simulate": (lambda v: simulate(v), ()),
@@ -68,11 +68,11 @@ ACCEPTED_TYPES: dict[str, tuple[Callable[[Any], object], tuple[type, ...]]] = {
     "show": (to_text, ()),
     "parse": (from_text, ()),
     "torch_csv.parse": (torch_csv.from_csv, ()),
-    "compile at": (lambda v: compile(one_f_one_b, PLAN, costs=v), (Costs, NoneType)),
-    "compile of": (lambda v: compile(one_f_one_b, PLAN, sizes=v), (Sizes, NoneType)),
-    "compile, clipping": (lambda v: compile(one_f_one_b, PLAN, clip_grad_norm=v), (NoneType,)),
-    "compile, overlapping": (lambda v: compile(one_f_one_b, PLAN, overlap=v), ()),
-    "compile with tp": (lambda v: compile(one_f_one_b, PLAN, tp=v), (int, NoneType)),
+    "compile at": (lambda v: compile(one_f_one_b, SHAPE, costs=v), (Costs, NoneType)),
+    "compile of": (lambda v: compile(one_f_one_b, SHAPE, sizes=v), (Sizes, NoneType)),
+    "compile, clipping": (lambda v: compile(one_f_one_b, SHAPE, clip_grad_norm=v), (NoneType,)),
+    "compile, overlapping": (lambda v: compile(one_f_one_b, SHAPE, overlap=v), ()),
+    "compile with tp": (lambda v: compile(one_f_one_b, SHAPE, tp=v), (int, NoneType)),
     "slots": (lambda v: replace(PROGRAM, slots=v), (dict,)),
     "slots of a rank": (lambda v: replace(PROGRAM, slots=(v, v)), ()),
     "a number of slots": (lambda v: replace(PROGRAM, slots=(SlotCounts(1, 1, 1, v),) * 2), (int,)),
@@ -82,9 +82,9 @@ ACCEPTED_TYPES: dict[str, tuple[Callable[[Any], object], tuple[type, ...]]] = {
     "simulate at": (lambda v: simulate(PROGRAM, v), (Costs, NoneType)),
     "simulate of": (lambda v: simulate(PROGRAM, sizes=v), (Sizes, NoneType)),
     "greedy": (lambda v: greedy_schedule(v, "BF", 4), (PipelineShape,)),
-    "greedy, preferring": (lambda v: greedy_schedule(PLAN, v, 4), ()),
-    "greedy, holding": (lambda v: greedy_schedule(PLAN, "BF", lambda rank: v), (int,)),
-    "greedy at": (lambda v: greedy_schedule(PLAN, "BF", 4, v), (Costs, NoneType)),
+    "greedy, preferring": (lambda v: greedy_schedule(SHAPE, v, 4), ()),
+    "greedy, holding": (lambda v: greedy_schedule(SHAPE, "BF", lambda rank: v), (int,)),
+    "greedy at": (lambda v: greedy_schedule(SHAPE, "BF", 4, v), (Costs, NoneType)),
     "ties": (find_tied_weights, (dict,)),
     "Ties": (TiedWeights, (dict,)),
     "calibrate": (calibrate, ()),
@@ -124,7 +124,7 @@ def test_argument_of_wrong_type_raises_schedir_error(
     assert " at 0x" not in str(error.value)
 
 
-@pytest.mark.parametrize("value", [None, 3, [F], np.arange(3), PLAN, "F"], ids=str)
+@pytest.mark.parametrize("value", [None, 3, [F], np.arange(3), SHAPE, "F"], ids=str)
 def test_schedule_algebra_refuses_other_types(value: Any) -> None:
     calls: dict[str, Callable[[], object]] = {
         "second of overlapped_pair": lambda: overlapped_pair(F, value),

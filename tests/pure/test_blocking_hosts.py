@@ -116,7 +116,7 @@ def blocking_hosts_finish(program: Program) -> bool:
         """Return whether all sides of a transfer or collective have started."""
         return all(side in started for side in machine._partners(rank, lists[rank][k]))
 
-    def may(rank: int, k: int) -> bool:
+    def can_issue(rank: int, k: int) -> bool:
         spec = INSTRUCTIONS[lists[rank][k].op]
         if spec.peer or spec.op is Opcode.ReduceGrads:
             return True
@@ -136,7 +136,7 @@ def blocking_hosts_finish(program: Program) -> bool:
     while has_advanced:
         has_advanced = False
         for rank, instructions in enumerate(lists):
-            while positions[rank] < len(instructions) and may(rank, positions[rank]):
+            while positions[rank] < len(instructions) and can_issue(rank, positions[rank]):
                 started.add((rank, positions[rank]))
                 positions[rank] += 1
                 has_advanced = True

@@ -92,10 +92,10 @@ def test_calibrate_single_rank() -> None:
 
 
 def test_calibrate_full_and_split_backward_by_stage() -> None:
-    def mixed(r: int, P: int, m: int) -> RankSchedule:
+    def backward_by_rank(r: int, P: int, m: int) -> RankSchedule:
         return m * F + (m * (I + W) if r else m * B)
 
-    program = schedir.compile(mixed, PipelineShape(2, 3))
+    program = schedir.compile(backward_by_rank, PipelineShape(2, 3))
     calibrated = calibrate(schedir.simulate(program, Costs(B=5, I=2, W=3)))
     assert (calibrated.B, calibrated.I, calibrated.W) == ((5.0, 0.0), (0.0, 2.0), (0.0, 3.0))
 

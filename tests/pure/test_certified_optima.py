@@ -39,11 +39,13 @@ def test_seventy_percent_of_bounds_are_exact() -> None:
     assert sum(exact) >= 0.7 * len(exact)
 
 
-SMALL = [case for case in cases() if case.cells <= 72][::8]
-SLOW = "4x4 v=2 vee k=10 split span"  # takes as long as all others together
+SMALL_CASES = [case for case in cases() if case.cells <= 72][::8]
+SLOW_CASE = "4x4 v=2 vee k=10 split span"  # takes as long as all others together
 
 
-@pytest.mark.parametrize("case", [case for case in SMALL if ALL or str(case) != SLOW], ids=str)
+@pytest.mark.parametrize(
+    "case", [case for case in SMALL_CASES if ALL or str(case) != SLOW_CASE], ids=str
+)
 def test_search_finds_optimum(case: Case) -> None:
     """The optimum is the span of the order alone. A simulation may add delays of messages."""
     result = search_schedule(

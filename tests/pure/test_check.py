@@ -39,7 +39,7 @@ def zero_bubble_schedule(r: int, P: int, m: int) -> RankSchedule:
     return lead * F + (m - lead) * (F + I + W) + lead * (I + W)
 
 
-def edited(program: Program, *edits: tuple[str, str]) -> Program:
+def edit_text(program: Program, *edits: tuple[str, str]) -> Program:
     """Edit the flat text of a program with patterns, each of which must match."""
     text = to_text(program, folded=False)
     for old, new in edits:
@@ -113,7 +113,7 @@ REFUSED = {
 @pytest.mark.parametrize("name", REFUSED)
 def test_invalid_program_is_refused(name: str) -> None:
     program, edits, error = REFUSED[name]
-    invalid = edited(program, *edits)
+    invalid = edit_text(program, *edits)
     for model in MODELS:
         with pytest.raises(error) as caught:
             check(invalid, model)
@@ -169,12 +169,12 @@ def test_check_refuses_draft_and_check_draft_refuses_program() -> None:
 
 
 def test_deadlock_error_names_cycle() -> None:
-    def wrong(r: int, P: int, m: int) -> RankSchedule:
+    def late_warmup(r: int, P: int, m: int) -> RankSchedule:
         lead = min(r, m)
         return lead * F + (m - lead) * (F + B) + lead * B
 
     with pytest.raises(DeadlockError) as caught:
-        compile(wrong, PipelineShape(4, 8))
+        compile(late_warmup, PipelineShape(4, 8))
     cycle = caught.value.cycle
     assert [(w.rank, w.index, str(w.instr)) for w in cycle] == [(0, 1, "B 0.0"), (1, 1, "F 1.1")]
     assert [(w.needed_rank, str(w.needed_instr)) for w in cycle] == [(1, "B 1.0"), (0, "F 0.1")]
@@ -331,10 +331,10 @@ rank 2
 
 
 def test_overlapped_pairs_compile() -> None:
-    def cell(r: int, P: int, m: int) -> RankSchedule:
+    def overlapped_schedule(r: int, P: int, m: int) -> RankSchedule:
         return F + (m - 1) * overlapped_pair(F, B) + B
 
-    check(compile(cell, PipelineShape(1, 4), debug=True))
+    check(compile(overlapped_schedule, PipelineShape(1, 4), debug=True))
 
 
 def test_forward_only_needs_no_reductions() -> None:

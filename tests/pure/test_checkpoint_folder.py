@@ -83,10 +83,10 @@ def test_failed_removal_is_reported(
 ) -> None:
     save(folder, 7)
 
-    def fails(*_: object) -> None:
+    def raise_permission_error(*_: object) -> None:
         raise PermissionError(13, "Permission denied")
 
-    monkeypatch.setattr(Path, "rename", fails)
+    monkeypatch.setattr(Path, "rename", raise_permission_error)
     with pytest.raises(CheckpointError, match=r"cannot remove step 7 of \S*run"):
         folder.remove_all()
     assert folder.find_newest_step() == 7
@@ -98,17 +98,17 @@ def test_files_are_synced_before_folder_is_renamed(
     events: list[str] = []
     sync, rename = os.fsync, os.rename
 
-    def syncs(file: int) -> None:
+    def record_sync(file: int) -> None:
         events.append(Path(os.readlink(f"/proc/self/fd/{file}")).name)
         sync(file)
 
-    def renames(path: Path, to: Path) -> Path:
+    def record_rename(path: Path, to: Path) -> Path:
         events.append("rename")
         rename(path, to)
         return to
 
-    monkeypatch.setattr(os, "fsync", syncs)
-    monkeypatch.setattr(Path, "rename", renames)
+    monkeypatch.setattr(os, "fsync", record_sync)
+    monkeypatch.setattr(Path, "rename", record_rename)
     save(folder, 1)
     assert events == [
         "__0_0.distcp", "__1_0.distcp", MANIFEST_NAME, "step-00000001.tmp", "rename", "run",
@@ -227,10 +227,10 @@ def test_processes_with_different_files_agree_on_checkpoint(folder: CheckpointDi
     rounds: list[dict[int, str]] = []
     barrier = Barrier(2)
 
-    def process(k: int) -> int:
+    def find_newest_step_of(k: int) -> int:
         round_number = 0
 
-        def agree(text: str) -> list[str]:
+        def exchange_texts(text: str) -> list[str]:
             nonlocal round_number
             barrier.wait(30)
             while len(rounds) <= round_number:
@@ -240,13 +240,13 @@ def test_processes_with_different_files_agree_on_checkpoint(folder: CheckpointDi
             round_number += 1
             return [rounds[round_number - 1][0], rounds[round_number - 1][1]]
 
-        result = folder.find_checkpoint(lambda manifest: [f"__{k}_0.distcp"], agree)
+        result = folder.find_checkpoint(lambda manifest: [f"__{k}_0.distcp"], exchange_texts)
         assert len(result.skip_reasons) == 1 and "__0_0.distcp" in result.skip_reasons[0]
         assert result.manifest is not None
         return result.manifest.step
 
     with ThreadPoolExecutor(2) as pool:
-        assert [*pool.map(process, range(2))] == [1, 1]
+        assert [*pool.map(find_newest_step_of, range(2))] == [1, 1]
 
 
 def test_unknown_format_does_not_select_older_checkpoint(folder: CheckpointDirectory) -> None:

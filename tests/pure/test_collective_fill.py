@@ -119,14 +119,14 @@ def test_weight_gradients_overlap_gradient_sums() -> None:
     plain, filled = (simulate_filled(schedules.zb_h1, shape, fill) for fill in (None, "W"))
     assert filled.span < plain.span - 3
 
-    def others(program: Program) -> list[str]:
+    def list_other_instructions(program: Program) -> list[str]:
         return [
             str(i)
             for i in program.streams[0]
             if i.op not in BACKWARD_WEIGHT_OPS and "tp_reduce" not in str(i)
         ]
 
-    assert others(filled.program)[:8] == others(plain.program)[:8]
+    assert list_other_instructions(filled.program)[:8] == list_other_instructions(plain.program)[:8]
 
 
 def test_fill_hides_all_but_first_and_last_sum() -> None:

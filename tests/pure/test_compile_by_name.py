@@ -105,10 +105,14 @@ def test_draft_accepts_shape_with_default_fields() -> None:
 
 @pytest.mark.parametrize("v", [None, "x"])
 def test_non_integer_default_of_v_is_ignored(v: object) -> None:
-    def odd(rank: int, ranks: int, microbatches: int, v: object = v) -> schedir.RankSchedule:
+    def schedule_with_default_v(
+        rank: int, ranks: int, microbatches: int, v: object = v
+    ) -> schedir.RankSchedule:
         return microbatches * (F[0] + F[1]) + microbatches * (B[1] + B[0])
 
-    assert schedir.compile(odd, ranks=2, microbatches=4).shape.stages_per_rank == 2
+    assert (
+        schedir.compile(schedule_with_default_v, ranks=2, microbatches=4).shape.stages_per_rank == 2
+    )
 
 
 def test_assert_schedule_uses_given_shape() -> None:
@@ -170,7 +174,7 @@ def test_missing_or_duplicate_shape_is_refused() -> None:
         schedir.search_schedule()
 
 
-class _Recipe:
+class _ScheduleBuilder:
     def build(self, rank: int, ranks: int, microbatches: int) -> RankSchedule:
         return microbatches * F + microbatches * B
 
@@ -192,7 +196,7 @@ class ScheduleGPipe:  # the name of torch's class
             "gpipe has no option 'depth'",
             "it has no options",
         ),
-        (_Recipe.build, "but this one takes (self, rank", "MyClass().build"),
+        (_ScheduleBuilder.build, "but this one takes (self, rank", "MyClass().build"),
         (ScheduleGPipe, "not the class ScheduleGPipe", "did you mean 'gpipe'?"),
     ],
     ids=["wrong option", "no options", "unbound method", "class"],

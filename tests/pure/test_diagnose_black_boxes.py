@@ -28,13 +28,13 @@ from schedir.io.black_box import (
 from tests.commands import run_refused_command
 
 PROGRAM_RUN = compile(schedules.one_f_one_b, PipelineShape(2, 2), progress_model="per_edge")
-LONG = 5 * 10**9
+LONG_AGO_NS = 5 * 10**9
 Capture = pytest.CaptureFixture[str]
 Change = Callable[[memoryview], None]
 
 
 def write_black_box(
-    folder: Path, process: int, position: int, *changes: Change, ago: int = LONG
+    folder: Path, process: int, position: int, *changes: Change, ago: int = LONG_AGO_NS
 ) -> BlackBox:
     """Write the black box of one of two processes, in step 3, and apply `changes` to it."""
     box = BlackBox(folder / BLACK_BOX_DIRECTORY / str(process), process=process, world=2)
@@ -93,7 +93,7 @@ def test_running_run_has_no_cause(tmp_path: Path, capsys: Capture) -> None:
 
 def test_diagnose_distinguishes_dead_from_ended_processes(tmp_path: Path, capsys: Capture) -> None:
     def end_earlier(values: memoryview) -> None:
-        values[BlackBoxField.HEARTBEAT] -= LONG
+        values[BlackBoxField.HEARTBEAT] -= LONG_AGO_NS
 
     write_black_box(tmp_path, 0, 3, mark_as_ended)
     write_black_box(tmp_path, 1, 1, mark_as_ended)

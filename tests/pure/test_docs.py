@@ -23,7 +23,7 @@ def test_generated_page_is_current(name: str) -> None:
 
 ROOT = DOCS.parent
 README = (ROOT / "README.md").read_text()
-BLOCKS = [b.split("\n", 1) for b in README.split("```")[1::2]]
+README_BLOCKS = [b.split("\n", 1) for b in README.split("```")[1::2]]
 
 
 def test_readme_code_prints_documented_output(
@@ -31,7 +31,7 @@ def test_readme_code_prints_documented_output(
 ) -> None:
     """The code has at most ten lines, prints the output on the page, and writes its picture."""
     monkeypatch.chdir(tmp_path)
-    (code,) = [body for kind, body in BLOCKS if kind == "python"]
+    (code,) = [body for kind, body in README_BLOCKS if kind == "python"]
     assert sum(bool(line.strip()) for line in code.splitlines()) <= 10
     exec(compile(code, "README.md", "exec"), {})
     assert f"It prints `{capsys.readouterr().out.strip()}`." in README

@@ -204,13 +204,15 @@ def edit_text(program: Program, a: str, b: str) -> Program:
 def test_frozen_rank_steps_in_order_of_updates(order: tuple[int, ...], frozen_stages: int) -> None:
     """The stream has the steps in order, even if the forwards of the first update end last."""
 
-    def mine(rank: int, ranks: int, microbatches: int) -> RankSchedule:
+    def permuted_forwards(rank: int, ranks: int, microbatches: int) -> RankSchedule:
         if rank < frozen_stages:
             return sum((F.at(mb) for mb in order), 0 * F) + microbatches * B
         return microbatches * (F + B)
 
     program = compile(
-        mine, PipelineShape(3, 4, optimizer_steps=2, weight_delay=1), frozen_stages=frozen_stages
+        permuted_forwards,
+        PipelineShape(3, 4, optimizer_steps=2, weight_delay=1),
+        frozen_stages=frozen_stages,
     )
     for rank, stream in enumerate(program.streams):
         steps = [

@@ -38,11 +38,11 @@ from schedir.testing import shapes
 from schedir.testing.strategies import random_compute_program
 
 HOST_OPS = (Opcode.OffloadGrads, Opcode.HostOptimizerStep, Opcode.ReloadWeights)
-PLAN = PipelineShape(2, 4, 3)
+SHAPE = PipelineShape(2, 4, 3)
 
 
 def compile_host_steps(
-    schedule: Any = interleaved, shape: PipelineShape = PLAN, **options: Any
+    schedule: Any = interleaved, shape: PipelineShape = SHAPE, **options: Any
 ) -> Program:
     return schedir.compile(schedule, shape, optimizer_placement="cpu_step", **options)
 

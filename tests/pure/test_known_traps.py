@@ -59,7 +59,7 @@ def read_refusal(program: Program, progress_model: ProgressModel = "per_device")
 
 # ---------------------------------------------------------------- each model allows less
 
-STRICTEST_MODEL = {
+PROGRAM_BY_STRICTEST_MODEL = {
     "per_edge": written(  # the receive of rank 0 precedes its send
         "recv_act 3.0; F 0.0; send_act 0.0; F 3.0",
         "recv_act 1.0; F 1.0; F 2.0; send_act 2.0",
@@ -97,9 +97,9 @@ ACCEPTING_MODELS = {
 }
 
 
-@pytest.mark.parametrize("model", STRICTEST_MODEL)
+@pytest.mark.parametrize("model", PROGRAM_BY_STRICTEST_MODEL)
 def test_progress_models_that_accept_program(model: str) -> None:
-    assert list_accepting_models(STRICTEST_MODEL[model]) == ACCEPTING_MODELS[model]
+    assert list_accepting_models(PROGRAM_BY_STRICTEST_MODEL[model]) == ACCEPTING_MODELS[model]
 
 
 # ---------------------------------------------------------------- only with unbounded buffers
@@ -247,7 +247,7 @@ def test_collectives_in_different_order_are_refused() -> None:
 
 def test_collective_before_awaited_message_deadlocks_one_queue() -> None:
     """Reductions have their own queue, except in models with a single queue."""
-    error = read_refusal(STRICTEST_MODEL["per_device"], "blocking_serial")
+    error = read_refusal(PROGRAM_BY_STRICTEST_MODEL["per_device"], "blocking_serial")
     assert isinstance(error, DeadlockError)
     assert {str(w.instr) for w in error.cycle} == {"recv_grad 0.0", "reduce_tied 1"}
 

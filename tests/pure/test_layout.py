@@ -57,10 +57,10 @@ ALLOWED = {
     ("viz", "planner"): "it draws plans",
     ("viz", "schedule_search"): "it draws frontiers",
 }
-HEAVY = ("torch", "triton", "matplotlib", "networkx", "numba", "ortools")
+LARGE_PACKAGES = ("torch", "triton", "matplotlib", "networkx", "numba", "ortools")
 
 LAYER_OF = {package: layer for layer, packages in enumerate(LAYERS) for package in packages}
-TORCH_FROM = LAYER_OF["kernels"]
+LOWEST_TORCH_LAYER = LAYER_OF["kernels"]
 
 
 def python_files(*folders: str) -> list[Path]:
@@ -186,9 +186,9 @@ def test_module_imports_have_no_cycle() -> None:
 
 
 def may_import(name: str, root: str) -> bool:
-    """Return whether a module may import one of the packages in `HEAVY`."""
+    """Return whether a module may import one of the packages in `LARGE_PACKAGES`."""
     return {
-        "torch": LAYER_OF[package_of(name)] >= TORCH_FROM,
+        "torch": LAYER_OF[package_of(name)] >= LOWEST_TORCH_LAYER,
         "matplotlib": package_of(name) == "viz",
         "numba": name == "schedir.analysis.numba_jit",
         "ortools": name == "schedir.schedule_search.cp_sat",
@@ -327,7 +327,9 @@ except SystemExit as end:
     ids=["import", "api", "settings", "help"],
 )
 def test_common_code_loads_no_large_packages(code: str) -> None:
-    report = f"{code}\nimport sys\nprint('loaded:', *(m for m in {HEAVY} if m in sys.modules))"
+    report = (
+        f"{code}\nimport sys\nprint('loaded:', *(m for m in {LARGE_PACKAGES} if m in sys.modules))"
+    )
     completed = subprocess.run(
         [sys.executable, "-c", report], cwd=ROOT, capture_output=True, text=True
     )

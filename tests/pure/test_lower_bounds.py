@@ -39,7 +39,7 @@ from schedir.testing import compute_programs, shapes_for
 from tests.interleavings import shortest
 from tests.strategies import costs
 
-ONE_HOLDER = ("loop", "vee", "given")
+UNREPLICATED_PLACEMENTS = ("loop", "vee", "given")
 TOLERANCE = 1 - 1e-9
 
 # arXiv 2401.10241: from Table 9 the times of F, B, W and a message, and from Table 5 the idle part
@@ -121,7 +121,7 @@ def test_built_in_schedules_are_not_below_bound() -> None:
 @given(st.data())
 def test_random_programs_are_not_below_bound(data: st.DataObject) -> None:
     """This holds for any order, full and split backwards, and memory in counts and bytes."""
-    draft = data.draw(compute_programs(placements=ONE_HOLDER))
+    draft = data.draw(compute_programs(placements=UNREPLICATED_PLACEMENTS))
     if data.draw(st.booleans()):
         draft = _shuffle_microbatches(draft, data.draw(st.randoms(use_true_random=False)))
     drawn_costs = data.draw(costs(draft.shape))
@@ -152,7 +152,9 @@ def _shuffle_microbatches(draft: Program, rng: random.Random) -> Program:
 def test_random_orders_are_not_below_bound(data: st.DataObject) -> None:
     """This holds for uneven memory, full and split backwards, and every objective."""
     split = data.draw(st.booleans())
-    draft = data.draw(compute_programs(3, 4, 2, split=float(split), placements=ONE_HOLDER))
+    draft = data.draw(
+        compute_programs(3, 4, 2, split=float(split), placements=UNREPLICATED_PLACEMENTS)
+    )
     problem, order = (
         data.draw(problems(draft.shape, split)),
         order_of_program(draft, split_backward=split),
@@ -172,7 +174,9 @@ def test_random_orders_are_not_below_bound(data: st.DataObject) -> None:
 def test_memory_lags_hold_in_random_orders(data: st.DataObject) -> None:
     """Each lag holds in any order if the capacity is the peak memory of the order."""
     split = data.draw(st.booleans())
-    draft = data.draw(compute_programs(2, 5, 3, split=float(split), placements=ONE_HOLDER))
+    draft = data.draw(
+        compute_programs(2, 5, 3, split=float(split), placements=UNREPLICATED_PLACEMENTS)
+    )
     assert_lags_hold(
         data.draw(problems(draft.shape, split)), order_of_program(draft, split_backward=split)
     )

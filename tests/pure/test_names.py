@@ -29,7 +29,7 @@ from tests.pure.test_layout import MODULES, ROOT
 
 # A folder fits on a screen, with the exceptions and their reasons.
 MAX_MODULES = 15
-LARGE = {"commands": "a file per command"}
+LARGE_FOLDERS = {"commands": "a file per command"}
 
 # Words that say nothing about a thing without a noun: participles, adverbs, prepositions, bare
 # adjectives, and nouns that had several private meanings.
@@ -69,7 +69,7 @@ GOOD_MEMBERS = {
     "words": "the int64 words of a Stream",
 }
 # File names that occur twice, with the reason.
-TWICE = {
+REPEATED_FILE_NAMES = {
     "__main__": "Python runs the file of this name in a package",
     "schedule_algebra": "the public module re-exports the one of schedules/",
     **dict.fromkeys(
@@ -78,7 +78,7 @@ TWICE = {
     ),
 }
 # Class names that occur twice, with the reason.
-CLASSES_TWICE = {
+REPEATED_CLASS_NAMES = {
     "Layer": "each model has its own, as in its paper",
     "Stage": "each model has its own, as in its paper",
 }
@@ -116,13 +116,15 @@ def read_all(package: Path) -> set[str]:
 def test_folders_have_at_most_15_modules() -> None:
     counted = Counter(name.rpartition("/")[0] for name in FILES)
     assert not {
-        folder: n for folder, n in counted.items() if n > MAX_MODULES and folder not in LARGE
+        folder: n
+        for folder, n in counted.items()
+        if n > MAX_MODULES and folder not in LARGE_FOLDERS
     }
 
 
 def test_file_names_are_unique() -> None:
     counted = Counter(name.rpartition("/")[2] for name in FILES)
-    assert {name for name, n in counted.items() if n > 1} == set(TWICE)
+    assert {name for name, n in counted.items() if n > 1} == set(REPEATED_FILE_NAMES)
 
 
 def test_module_names_are_nouns() -> None:
@@ -164,7 +166,7 @@ def test_class_names_are_unique() -> None:
     repeated = {
         name for name, defining_modules in find_classes().items() if len(defining_modules) > 1
     }
-    assert repeated == set(CLASSES_TWICE)
+    assert repeated == set(REPEATED_CLASS_NAMES)
 
 
 def test_no_module_shadows_exported_function() -> None:
