@@ -173,17 +173,17 @@ def test_click_shows_critical_path_and_messages(page: Page) -> None:
 
 
 @pytest.mark.parametrize(
-    ("asked", "found"),
+    ("query", "matches"),
     [("F 2.3", "1"), ("rank 1", "50"), ("send_act", "24"), ("BACKWARD stage 0", "8"),
      ("B .", "none"), ("mb 3", "20"), ("F rank 1", "8"), ("sendgrad 2.", "8"), ("zzz", "none"),
      ("rank", "none")],
 )  # fmt: skip
-def test_search_field_counts_matches(page: Page, asked: str, found: str) -> None:
+def test_search_field_counts_matches(page: Page, query: str, matches: str) -> None:
     browser = page(PREDICTED)
     browser.key("/")
-    browser.type(asked)
-    assert get_text(browser, "found") == found
-    if found == "1":
+    browser.type(query)
+    assert get_text(browser, "found") == matches
+    if matches == "1":
         browser.key("Enter")
         assert get_text(browser, "found") == "1 of 1"
         assert get_text(browser, "selected").startswith("F 2.3")

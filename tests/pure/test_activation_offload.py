@@ -331,7 +331,7 @@ def compute_peaks(program: Program, tier: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("how", "error", "says"),
+    ("how", "error", "message"),
     [
         ({"offload": 4}, UsageError, "offload must be"),
         ({"offload": "some"}, UsageError, "offload must be"),
@@ -348,13 +348,15 @@ def compute_peaks(program: Program, tier: str) -> list[float]:
         ),
     ],
 )
-def test_invalid_offload_selection_is_refused(how: Any, error: type[Exception], says: str) -> None:
-    with pytest.raises(error, match=says):
+def test_invalid_offload_selection_is_refused(
+    how: Any, error: type[Exception], message: str
+) -> None:
+    with pytest.raises(error, match=message):
         compile(one_f_one_b, PipelineShape(4, 8), **how)
 
 
 @pytest.mark.parametrize(
-    ("how", "says"),
+    ("how", "message"),
     [
         ({"offload": "fit"}, "needs sizes and memory_limit"),
         ({"offload": "fit", "sizes": SIZES}, "needs memory_limit"),
@@ -368,8 +370,8 @@ def test_invalid_offload_selection_is_refused(how: Any, error: type[Exception], 
         ({"offload": "all", "host_memory_limit": -1, "sizes": SIZES}, "number of bytes"),
     ],
 )
-def test_offload_without_required_options_is_refused(how: Any, says: str) -> None:
-    with pytest.raises(UsageError, match=says):
+def test_offload_without_required_options_is_refused(how: Any, message: str) -> None:
+    with pytest.raises(UsageError, match=message):
         compile(one_f_one_b, PipelineShape(4, 8), **how)
 
 

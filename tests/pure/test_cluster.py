@@ -374,9 +374,12 @@ def test_simulate_lists_costs_that_stay_zero(capsys: pytest.CaptureFixture[str])
 REFUSED = (ROOT / "tests" / "golden" / "cluster.txt").read_text().split("\n\n")
 
 
-@pytest.mark.parametrize("told", REFUSED, ids=range(len(REFUSED)))
+@pytest.mark.parametrize("golden_text", REFUSED, ids=range(len(REFUSED)))
 def test_command_error_matches_golden_text(
-    told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+    golden_text: str,
+    tmp_path: Path,
+    monkeypatch: pytest.MonkeyPatch,
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     monkeypatch.chdir(tmp_path)
     text = (ROOT / "examples" / "selene.toml").read_text()
@@ -387,7 +390,7 @@ def test_command_error_matches_golden_text(
     Path("negative.toml").write_text(text.replace('"80GB"', "-80e9"))
     Path("broken.toml").write_text("nodes = \n")
     save_timeline(simulate(compile(schedules.gpipe, PipelineShape(4, 4))), "run.timeline")
-    command, message = told.strip().split("\n", 1)
+    command, message = golden_text.strip().split("\n", 1)
     assert main(command.removeprefix("$ schedir ").split()) == 2
     assert capsys.readouterr().err == message + "\n"
 

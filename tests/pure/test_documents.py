@@ -34,7 +34,7 @@ def replace_bytes(offset: int, value: bytes) -> object:
 
 
 @pytest.mark.parametrize(
-    ("change", "said"),
+    ("change", "message"),
     [
         (lambda raw: b"", "does not begin with MMIDIDX"),
         (lambda raw: raw[:20], "does not begin with MMIDIDX"),
@@ -50,7 +50,7 @@ def replace_bytes(offset: int, value: bytes) -> object:
         (replace_bytes(66, b"\3"), "bounds of documents that do not increase from 0 to 2"),
     ],
 )  # fmt: skip
-def test_invalid_index_is_refused(tmp_path: Path, change: object, said: str) -> None:
+def test_invalid_index_is_refused(tmp_path: Path, change: object, message: str) -> None:
     path = tmp_path / "a.bin"
     np.arange(9, dtype="<u2").tofile(path)
     index = path.with_suffix(".idx")
@@ -58,7 +58,7 @@ def test_invalid_index_is_refused(tmp_path: Path, change: object, said: str) -> 
     index.write_bytes(change(index.read_bytes()))  # type: ignore[operator]
     with pytest.raises(UsageError) as caught:
         read_indexed(path)
-    assert str(index) in caught.value.fact and said in caught.value.fact
+    assert str(index) in caught.value.fact and message in caught.value.fact
 
 
 @given(st.integers(0, 81), st.integers(0, 255), st.integers(0, 82))

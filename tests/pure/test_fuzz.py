@@ -27,15 +27,15 @@ def test_readers_are_listed(readers_by_name: dict[str, Reader]) -> None:
     assert tuple(readers_by_name) == READERS
 
 
-@pytest.mark.parametrize("what", READERS)
+@pytest.mark.parametrize("reader_name", READERS)
 def test_reader_accepts_or_refuses_changed_files(
-    what: str, readers_by_name: dict[str, Reader], tmp_path: Path
+    reader_name: str, readers_by_name: dict[str, Reader], tmp_path: Path
 ) -> None:
-    reader, path = readers_by_name[what], tmp_path / ENDS.get(what, "file")
+    reader, path = readers_by_name[reader_name], tmp_path / ENDS.get(reader_name, "file")
     valid = judge(reader, iter(reader.right), path)
     assert valid.kinds == {"taken": len(reader.right)}, valid.failed
     manual = judge(reader, islice(by_hand(reader.right), MANUAL_CHANGES), path)
-    rng = random.Random(f"1 {what}")
+    rng = random.Random(f"1 {reader_name}")
     random_ = judge(reader, (mutated(reader.right, rng) for _ in range(RANDOM_CHANGES)), path)
     assert not manual.failed + random_.failed
     assert manual.kinds.total() == MANUAL_CHANGES and len(random_.kinds) > 1, (

@@ -120,7 +120,7 @@ def move_instruction(text: str, instruction: str, target: str) -> Program:
 
 
 @pytest.mark.parametrize(
-    ("what", "before", "error", "says"),
+    ("instruction", "target", "error", "message"),
     [
         ("offload_grads 3", "reduce_grads 3", OrderError, "reduce_grads 3 gives only later"),
         ("offload_grads 1", "reduce_tied 5", None, ""),
@@ -135,14 +135,16 @@ def move_instruction(text: str, instruction: str, target: str) -> Program:
         ("reload_weights 3", "", CompletenessError, "reload_weights 3"),
     ],
 )
-def test_wrong_order_of_host_step_is_refused(what: str, before: str, error: Any, says: str) -> None:
+def test_wrong_order_of_host_step_is_refused(
+    instruction: str, target: str, error: Any, message: str
+) -> None:
     """Refuse incomplete gradients, steps that are too early, and old weights."""
     text = schedir.to_text(compile_host_steps(clip_grad_norm=True, tied_weights=True), folded=False)
-    program = move_instruction(text, what, before)
+    program = move_instruction(text, instruction, target)
     if error is None:
         schedir.check(program, blocking_hosts=True)
         return
-    with pytest.raises(error, match=says):
+    with pytest.raises(error, match=message):
         schedir.check(program, blocking_hosts=True)
 
 
@@ -323,7 +325,7 @@ def test_host_step_overlaps_next_update() -> None:
 
 
 @pytest.mark.parametrize(
-    ("what", "before", "says"),
+    ("instruction", "target", "message"),
     [
         (
             "check_grads_finite",
@@ -339,11 +341,13 @@ def test_host_step_overlaps_next_update() -> None:
         ("check_grads_finite", "", "check_grads_finite is missing on rank 1"),
     ],
 )
-def test_mixed_updates_are_refused(what: str, before: str, says: str) -> None:
+def test_mixed_updates_are_refused(instruction: str, target: str, message: str) -> None:
     program = move_instruction(
-        schedir.to_text(compile_delayed_updates(clip_grad_norm=True), folded=False), what, before
+        schedir.to_text(compile_delayed_updates(clip_grad_norm=True), folded=False),
+        instruction,
+        target,
     )
-    with pytest.raises(SchedirError, match=says):
+    with pytest.raises(SchedirError, match=message):
         schedir.check(program, blocking_hosts=True)
 
 

@@ -162,10 +162,10 @@ RECEIVE_ORDERS = {
 }
 
 
-@pytest.mark.parametrize("how", RECEIVE_ORDERS)
-def test_group_transfers_match_by_order(how: str) -> None:
+@pytest.mark.parametrize("order_name", RECEIVE_ORDERS)
+def test_group_transfers_match_by_order(order_name: str) -> None:
     """NCCL matches the sends and the receives of a group by their order only."""
-    receives, is_accepted = RECEIVE_ORDERS[how]
+    receives, is_accepted = RECEIVE_ORDERS[order_name]
     program = written(
         "F 0.0; F 0.1; send_act 0.0 & send_act 0.1", f"{receives}; F 1.0; F 1.1", microbatches=2
     )

@@ -228,7 +228,7 @@ def test_mean_costs_underestimate_uneven_microbatches() -> None:
 
 
 @pytest.mark.parametrize(
-    ("value", "says"),
+    ("value", "message"),
     [
         ([[1, 2], [3]], "rows of 1 and of 2"),
         ([[1, 2, 3, 4], 5], "must be a number or one per stage, or an array"),
@@ -239,12 +239,12 @@ def test_mean_costs_underestimate_uneven_microbatches() -> None:
         ([[1, float("nan")]], "not nan"),
     ],
 )
-def test_invalid_array_is_refused(value: Any, says: str) -> None:
+def test_invalid_array_is_refused(value: Any, message: str) -> None:
     for error, make in (
         (CostsError, lambda: Costs(F=value)),
         (UsageError, lambda: Sizes(saved=value)),
     ):
-        with pytest.raises(error, match=says):
+        with pytest.raises(error, match=message):
             make()
 
 
@@ -361,9 +361,13 @@ def test_stages_are_redistributed_per_microbatch(parts: int, into: int, m: int, 
 REFUSED = (Path(__file__).parents[1] / "golden" / "arrays.txt").read_text().split("\n\n")
 
 
-@pytest.mark.parametrize("told", REFUSED, ids=lambda told: told.split("\n")[0].split()[-1])
-def test_command_error_matches_golden_text(told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command, message = told.strip().split("\n", 1)
+@pytest.mark.parametrize(
+    "golden_text", REFUSED, ids=lambda golden_text: golden_text.split("\n")[0].split()[-1]
+)
+def test_command_error_matches_golden_text(
+    golden_text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, message = golden_text.strip().split("\n", 1)
     assert main(command.removeprefix("$ schedir ").split()) == 2
     assert capsys.readouterr().err == message + "\n"
 

@@ -88,9 +88,11 @@ def test_model_states_with_separate_size_is_refused(name: str) -> None:
 REFUSED = (GOLDEN / "at_rest.txt").read_text().split("\n\n")
 
 
-@pytest.mark.parametrize("told", REFUSED)
-def test_command_error_matches_golden_text(told: str, capsys: pytest.CaptureFixture[str]) -> None:
-    command, message = told.strip().split("\n", 1)
+@pytest.mark.parametrize("golden_text", REFUSED)
+def test_command_error_matches_golden_text(
+    golden_text: str, capsys: pytest.CaptureFixture[str]
+) -> None:
+    command, message = golden_text.strip().split("\n", 1)
     assert main(command.removeprefix("$ schedir ").split()) == 2
     assert capsys.readouterr().err == message + "\n"
 
