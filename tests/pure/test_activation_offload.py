@@ -37,7 +37,7 @@ TRAINED_SCHEDULES = {
 }
 
 
-def list_moved_pairs(program: Program, op: Opcode = Opcode.Offload) -> list[list[tuple[int, int]]]:
+def list_moves(program: Program, op: Opcode = Opcode.Offload) -> list[list[tuple[int, int]]]:
     """Return the (stage, microbatch) pairs that each rank offloads or reloads, in order."""
     return [[(i.stage, i.mb) for i in stream if i.op is op] for stream in program.streams]
 
@@ -62,7 +62,7 @@ def test_offload_within_free_lane_time_keeps_span(schedule: Any) -> None:
         if selection == "all":
             assert run.peak_memory.sum() < plain.peak_memory.sum()
         if selection == "half":
-            assert not any(mb % 2 for pairs in list_moved_pairs(program) for _, mb in pairs)
+            assert not any(mb % 2 for pairs in list_moves(program) for _, mb in pairs)
 
 
 def test_gpipe_offload_memory_matches_hand_count() -> None:
@@ -90,33 +90,26 @@ def test_reload_ends_before_backward_in_microbatch_order() -> None:
 
 def test_offload_skips_activations_needed_soon() -> None:
     program = compile(one_f_one_b, PipelineShape(4, 8), costs=COSTS, offload="all")
-    assert [len(pairs) for pairs in list_moved_pairs(program)] == [8, 8, 8, 0]
+    assert [len(pairs) for pairs in list_moves(program)] == [8, 8, 8, 0]
     slow = Costs(F=1, B=2, offload=4, reload=4)
     program = compile(one_f_one_b, PipelineShape(4, 8), costs=slow, offload="all")
-    assert [len(pairs) for pairs in list_moved_pairs(program)] == [8, 0, 0, 0] or list_moved_pairs(
-        program
-    )[2] == []
+    counts = [len(pairs) for pairs in list_moves(program)]
+    assert counts == [8, 0, 0, 0] or counts[2] == 0
     with pytest.warns(
         UserWarning, match="offload selects 3.0, but moves no activation of this selection"
     ):
         selection: Any = [2, (3, 0)]
         named = compile(one_f_one_b, PipelineShape(4, 8), costs=slow, offload=selection)
-    assert [len(pairs) for pairs in list_moved_pairs(named)] == [0, 0, 8, 0]
+    assert [len(pairs) for pairs in list_moves(named)] == [0, 0, 8, 0]
 
 
 def test_disk_offload_passes_through_host() -> None:
     program = compile(
         gpipe, PipelineShape(2, 8), costs=COSTS, offload="all", offload_to_disk="half", debug=True
     )
-    assert list_moved_pairs(program, Opcode.OffloadToDisk) == list_moved_pairs(
-        program, Opcode.ReloadFromDisk
-    )
-    assert {mb for pairs in list_moved_pairs(program, Opcode.OffloadToDisk) for _, mb in pairs} == {
-        0,
-        2,
-        4,
-        6,
-    }
+    assert list_moves(program, Opcode.OffloadToDisk) == list_moves(program, Opcode.ReloadFromDisk)
+    disk_moves = list_moves(program, Opcode.OffloadToDisk)
+    assert {mb for pairs in disk_moves for _, mb in pairs} == {0, 2, 4, 6}
     run = simulate(program, COSTS, sizes=SIZES)
     assert max(max(curve.total) for curve in run.memory_on("disk")) == 40
     assert all(curve.total[-1] == 0 for curve in run.memory_on("host"))
@@ -173,7 +166,7 @@ def test_offload_fit_moves_more_under_smaller_limit_at_same_span() -> None:
         )
         run = simulate(program, COSTS, sizes=SIZES)
         assert run.span == plain.span and run.peak_memory.max() <= limit
-        numbers_of_moves.append(sum(map(len, list_moved_pairs(program))))
+        numbers_of_moves.append(sum(map(len, list_moves(program))))
     assert numbers_of_moves[0] == 0 < numbers_of_moves[1] < numbers_of_moves[2] <= 3 * 16
 
 
@@ -187,12 +180,8 @@ def test_recompute_and_offload_fit_is_no_slower_than_one_of_them(move: int, limi
         {"offload": "fit"},
         {"recompute": "fit", "offload": "fit"},
     ):
-        options: dict[str, Any] = {
-            "costs": costs,
-            "sizes": SIZES,
-            "memory_limit": limit,
-            **fit_options,
-        }
+        options: dict[str, Any] = {"costs": costs, "sizes": SIZES, "memory_limit": limit}
+        options |= fit_options
         try:
             spans.append(simulate(compile(one_f_one_b, shape, **options), costs).span)
         except MemoryLimitError:
@@ -208,7 +197,7 @@ def test_offload_fit_is_within_ten_percent_of_best_subset(schedule: Any, limit: 
     options: dict[str, Any] = {"costs": costs, "sizes": SIZES}
     all_pairs = [
         pair
-        for pairs in list_moved_pairs(compile(schedule, shape, **options, offload="all"))
+        for pairs in list_moves(compile(schedule, shape, **options, offload="all"))
         for pair in pairs
     ]
     best = np.inf
@@ -411,8 +400,8 @@ def test_infer_options_restores_offload_options() -> None:
     recompiled = compile(
         extract_compute(program), costs=COSTS, **infer_options(program, "per_device")
     )
-    assert list_moved_pairs(recompiled) == list_moved_pairs(program)
-    assert list_moved_pairs(recompiled, Opcode.ReloadFromDisk) == list_moved_pairs(
+    assert list_moves(recompiled) == list_moves(program)
+    assert list_moves(recompiled, Opcode.ReloadFromDisk) == list_moves(
         program, Opcode.ReloadFromDisk
     )
     assert np.array_equal(recompiled.slots, program.slots)
@@ -446,7 +435,7 @@ def test_equivalent_offload_options_compile_equally() -> None:
     assert from_iterators == compile(
         one_f_one_b, PipelineShape(4, 8), costs=COSTS, offload=[0], offload_to_disk=[0]
     )
-    assert len(list_moved_pairs(from_iterators, Opcode.OffloadToDisk)[0]) == 8
+    assert len(list_moves(from_iterators, Opcode.OffloadToDisk)[0]) == 8
     invalid_selections: list[Any] = [[1.5], [True], [(0, 1.5)], b"all"]
     for selection in invalid_selections:
         with pytest.raises(UsageError, match="offload must be"):
@@ -466,5 +455,5 @@ def test_offload_with_zero_or_huge_costs_compiles(most: float) -> None:
     """Offload works with computes and moves that take no time, or all the time."""
     for costs in (Costs(F=1, B=(0, 0), offload=1, reload=(0, most)), Costs(offload=most, reload=1)):
         program = compile(gpipe, PipelineShape(2, 4), costs=costs, offload=[0, 1])
-        assert sum(map(len, list_moved_pairs(program))) == 8
+        assert sum(map(len, list_moves(program))) == 8
         assert simulate(program, costs).span >= 4

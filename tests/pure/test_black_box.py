@@ -270,15 +270,9 @@ def test_black_box_is_readable_after_process_is_killed(tmp_path: Path) -> None:
             if signal_number is signal.SIGKILL:
                 process.wait()
             snapshot = read_black_box(path)
-            assert snapshot is not None and (
-                snapshot.process,
-                snapshot.position,
-                snapshot.note,
-            ) == (
-                3,
-                11,
-                "mine.py:3 in loss",
-            )
+            assert snapshot is not None
+            assert (snapshot.process, snapshot.position) == (3, 11)
+            assert snapshot.note == "mine.py:3 in loss"
             assert snapshot.activity == "in step 7"
             states.append(snapshot.state)
     assert states == ["runs", "stopped", "gone"]

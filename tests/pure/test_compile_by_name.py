@@ -47,10 +47,8 @@ def test_defaults_match_command_line(name: str, tmp_path: Path) -> None:
 
 def test_explicit_stages_per_rank_is_kept() -> None:
     explicit = PipelineShape(4, 8, stages_per_rank=1)
-    assert explicit == PipelineShape(4, 8) and explicit.default_fields == {
-        "placement",
-        "weight_delay",
-    }
+    assert explicit == PipelineShape(4, 8)
+    assert explicit.default_fields == {"placement", "weight_delay"}
     assert apply_schedule_defaults(schedules.interleaved, explicit) is explicit
     assert schedir.compile(schedules.interleaved, explicit).shape.stages_per_rank == 1
     assert schedir.compile(schedules.interleaved, PipelineShape(4, 8)).shape.stages_per_rank == 2

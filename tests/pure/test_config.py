@@ -149,10 +149,8 @@ def test_gpu_programs_share_buffers_by_default(tmp_path: Path) -> None:
         build(gpu) == build("pipeline.buffer_sharing=latency_preserving") not in (unshared, minimal)
     )
     assert build(gpu, "pipeline.buffer_sharing=none") == unshared and not unshared.slots
-    for written, expected in (
-        (unshared, build(gpu)),
-        (minimal, minimal),
-    ):  # the slots that a program file gives are kept
+    # The run keeps the slots of a program file.
+    for written, expected in ((unshared, build(gpu)), (minimal, minimal)):
         file.write_text(schedir.to_text(written))
         assert build(gpu, f"pipeline.schedule={file}").slots == expected.slots
 

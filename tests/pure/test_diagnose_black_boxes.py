@@ -40,10 +40,8 @@ def write_black_box(
     box = BlackBox(folder / BLACK_BOX_DIRECTORY / str(process), process=process, world=2)
     (folder / BLACK_BOX_DIRECTORY / PROGRAM_FILE).write_text(to_text(PROGRAM_RUN))
     box.enter_phase(ProcessPhase.STEP, 3)
-    box.values[POSITION_FIELD], box.values[BlackBoxField.PHASE_TIME] = (
-        position,
-        monotonic_ns() - ago,
-    )
+    box.values[POSITION_FIELD] = position
+    box.values[BlackBoxField.PHASE_TIME] = monotonic_ns() - ago
     box.values[BlackBoxField.POSITION_TIME] = monotonic_ns() - ago
     for change in changes:
         change(box.values)

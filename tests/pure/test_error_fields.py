@@ -134,12 +134,8 @@ def test_config_and_program_header_have_same_defaults() -> None:
     assert [f.name for f in HEADER_FIELDS if f.default is MISSING] == different_defaults
     program = Config().request.program
     program_only = {"tied_weights", "clip_grad_norm", "skips", "sequence_chunks"}
-    program_only |= {
-        "checkpoint_snapshots",
-        "norm_check",
-        "segment_boundaries",
-        "chunks_per_microbatch",
-    }
+    program_only |= {"checkpoint_snapshots", "norm_check"}
+    program_only |= {"segment_boundaries", "chunks_per_microbatch"}
     assert {f.name for f in HEADER_FIELDS if not f.in_config} == program_only
     assert (program.tied_weights, program.clip_grad_norm) == (
         (),

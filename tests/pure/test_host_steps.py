@@ -310,12 +310,8 @@ def test_host_step_overlaps_next_update() -> None:
     ]
     # A forward of the third update precedes a B of the second update.
     step_position = first_rank.index("step")
-    assert first_rank[step_position - 2 : step_position + 2] == [
-        "B 0.4",
-        "reload_weights 0",
-        "step",
-        "F 0.6",
-    ]
+    around_step = first_rank[step_position - 2 : step_position + 2]
+    assert around_step == ["B 0.4", "reload_weights 0", "step", "F 0.6"]
     flush = compile_host_steps(
         lambda r, P, m: m // 2 * (2 * F + 2 * B), PipelineShape(1, 4, optimizer_steps=2)
     )

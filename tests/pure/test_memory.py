@@ -352,13 +352,8 @@ def test_simulate_prints_time_cost_of_slots(capsys: pytest.CaptureFixture[str]) 
     assert "19.33 GB" in out
     out = run_command(capsys, *argv, "-O", "buffer_sharing=latency_preserving")
     assert "the span would be 57.6, the same" in out
-    assert out.splitlines()[6].split() == [
-        "3",
-        "48",
-        "9.6",
-        "0",
-        "16",
-    ]  # 0, without a rounding error such as 7e-15
+    # The idle time is 0, without a rounding error such as 7e-15.
+    assert out.splitlines()[6].split() == ["3", "48", "9.6", "0", "16"]
 
 
 def test_simulate_hints_at_memory_saved_by_slots(capsys: pytest.CaptureFixture[str]) -> None:

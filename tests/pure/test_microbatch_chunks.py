@@ -94,16 +94,8 @@ def test_chunks_pass_through_segment_in_order() -> None:
         for i in program.streams[0]
         if i.op not in find_segment_collectives(sequence_parallel=False)
     ]
-    assert instructions[:8] == [
-        "F 0.0",
-        "F 0.1",
-        "F 1.0",
-        "F 1.1",
-        "I 1.0",
-        "I 1.1",
-        "I 0.0",
-        "I 0.1",
-    ]
+    assert instructions[:4] == ["F 0.0", "F 0.1", "F 1.0", "F 1.1"]
+    assert instructions[4:8] == ["I 1.0", "I 1.1", "I 0.0", "I 0.1"]
     assert instructions[8:12] == ["W 1.0", "W 1.1", "W 0.0", "W 0.1"]
     assert program.shape.microbatches == 4 and program.shape.stages == 2
     without_segments = compile(schedules.one_f_one_b, PipelineShape(2, 3), microbatch_chunks=2)

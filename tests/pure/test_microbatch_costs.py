@@ -195,13 +195,8 @@ def test_message_sizes_are_per_microbatch(drafted: Program, data: Any) -> None:
     for position in sends.tolist():
         _, _, (op, s, mb) = index.locate(position)
         is_activation = op is Opcode.SendAct
-        expected.append(
-            get_value(
-                sizes.activation if is_activation else sizes.activation_grad,
-                s - (not is_activation),
-                mb,
-            )
-        )
+        size = sizes.activation if is_activation else sizes.activation_grad
+        expected.append(get_value(size, s - (not is_activation), mb))
     assert compute_message_sizes(program, sizes, sends).tolist() == expected
 
 
