@@ -233,10 +233,8 @@ def test_cluster_computes_offload_costs_from_bytes() -> None:
     recomputed_costs = NODE.fill_costs(
         PipelineShape(2, 2), sizes, specified, offload=True, recomputed=[(0, 1)]
     )
-    assert (
-        recomputed_costs.offload == ((0.101, 0.011), (0.201, 0.201))
-        and recomputed_costs.offload_to_disk is None
-    )
+    assert recomputed_costs.offload == ((0.101, 0.011), (0.201, 0.201))
+    assert recomputed_costs.offload_to_disk is None
     with_offload_cost = NODE.fill_costs(
         PipelineShape(2, 4), sizes, replace(specified, offload=3.0), offload=True
     )

@@ -120,12 +120,10 @@ def test_busy_process_is_cause_of_stall(
     cause = StalledRun(
         build_stalled_snapshots(program, stuck, position), ProcessLayout(4, 1, 1), program
     ).find_cause()
-    assert (
-        cause is not None
-        and cause.process == stuck
-        and cause.kind is StallKind.BUSY
-        and cause.is_certain
-    )
+    assert cause is not None
+    assert cause.process == stuck
+    assert cause.kind is StallKind.BUSY
+    assert cause.is_certain
     assert f"process {stuck} (pipeline rank {stuck})" in cause.fact
     assert f"in step 3 at #{position} {program.streams[stuck][position]}" in cause.fact
 
@@ -233,7 +231,8 @@ def test_process_in_earliest_phase_is_uncertain_cause() -> None:
     }
     snapshots[2] = make_snapshot(2, 0, phase_count=2, phase=ProcessPhase.SET_UP)
     cause = StalledRun(snapshots, ProcessLayout(4, 1, 1)).find_cause()
-    assert cause is not None and (cause.process, cause.kind, cause.is_certain) == (
+    assert cause is not None
+    assert (cause.process, cause.kind, cause.is_certain) == (
         2,
         StallKind.BUSY,
         False,

@@ -38,10 +38,8 @@ def assert_spans_covered(timeline: Timeline) -> None:
         assert (rank_idle["end"] > rank_idle["start"]).all()
         intervals = np.concatenate([rank_idle[["start", "end"]], spans[work][["start", "end"]]])
         intervals.sort()
-        assert (
-            intervals["start"][0] == timeline.start_time
-            and intervals["end"][-1] == spans["end"].max()
-        )
+        assert intervals["start"][0] == timeline.start_time
+        assert intervals["end"][-1] == spans["end"].max()
         assert (intervals["end"][:-1] == intervals["start"][1:]).all()
     assert np.allclose(sum_by_cause(idle, timeline.ranks).sum(1), timeline.idle, rtol=0, atol=1e-9)
 

@@ -64,10 +64,8 @@ def test_saved_checkpoint_is_read_back(folder: CheckpointDirectory) -> None:
     assert folder.list_steps() == [] and folder.find_newest_step() is None
     path = save(folder, 12, note="ü \N{SNOWMAN}")
     read = folder.verify(12)
-    assert (
-        read == replace(write_files(path, 12, "ü \N{SNOWMAN}"), finished_at=read.finished_at)
-        and read.finished_at
-    )
+    assert read == replace(write_files(path, 12, "ü \N{SNOWMAN}"), finished_at=read.finished_at)
+    assert read.finished_at
     assert folder.load_manifest(12, include_tensors=False).files == read.files
     assert (folder.find_newest_step(), folder.locate_step(12)) == (12, path)
     assert {*read.assign_files(0, 2), *read.assign_files(1, 2)} == {
@@ -205,9 +203,9 @@ def test_newest_complete_checkpoint_and_skip_reasons(folder: CheckpointDirectory
     (folder.locate_step(2) / "__0_0.distcp").unlink()
     (folder.locate_step(2) / "__0_0.distcp").symlink_to("/dev/zero")
     result = folder.find_checkpoint()
-    assert (
-        result.manifest is not None and result.manifest.step == 1 and len(result.skip_reasons) == 4
-    )
+    assert result.manifest is not None
+    assert result.manifest.step == 1
+    assert len(result.skip_reasons) == 4
     size = len(DATA) + len("5 1 ")
     assert result.skip_reasons[0] == (
         f"step-00000005 is not complete: __1_0.distcp has 32 bytes instead of {size}"

@@ -38,9 +38,9 @@ def test_killed_save_leaves_complete_checkpoint(tmp_path: Path) -> None:
         shutil.copytree(template.path, directory.path)
         has_ended = not killed_before(call, partial(save, directory, 30, 1, "new"))
         result = directory.find_checkpoint()
-        assert (
-            result.manifest is not None and result.manifest.step == 30 and not result.skip_reasons
-        )
+        assert result.manifest is not None
+        assert result.manifest.step == 30
+        assert not result.skip_reasons
         notes.add(result.manifest.facts["note"])
         assert not has_ended or result.manifest.facts["note"] == "new"
         save(directory, 40, keep=2)  # the lock of a killed process does not block others

@@ -142,9 +142,8 @@ def test_full_disk_is_reported(command: str) -> None:
     with open("/dev/full", "w") as full:
         argv = [sys.executable, "-m", "schedir", command, "gpipe"]
         completed = subprocess.run(argv, stdout=full, stderr=subprocess.PIPE, text=True, env=ENV)
-    assert completed.returncode == 2 and completed.stderr.startswith(
-        "UsageError: cannot write to standard"
-    )
+    assert completed.returncode == 2
+    assert completed.stderr.startswith("UsageError: cannot write to standard")
 
 
 # One command writes to standard output, one to a file.

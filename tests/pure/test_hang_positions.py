@@ -167,9 +167,8 @@ def test_rank_without_dump_is_cause(tmp_path: Path) -> None:
     job = job_of(tmp_path, recorders)
     (verdict,) = diagnose(job, program)
     assert job.ranks_without_dump == (2,) and job.root_ranks == (2,)
-    assert {cause.kind for cause in verdict.causes} == {ChainEnd.NO_DUMP} and list_cause_ranks(
-        verdict
-    ) == {2}
+    assert {cause.kind for cause in verdict.causes} == {ChainEnd.NO_DUMP}
+    assert list_cause_ranks(verdict) == {2}
     assert [place.rank for place in verdict.positions] == [0, 1, 3]
 
 

@@ -99,9 +99,10 @@ def test_chunks_pass_through_segment_in_order() -> None:
     assert instructions[8:12] == ["W 1.0", "W 1.1", "W 0.0", "W 0.1"]
     assert program.shape.microbatches == 4 and program.shape.stages == 2
     without_segments = compile(schedules.one_f_one_b, PipelineShape(2, 3), microbatch_chunks=2)
-    assert without_segments.shape == PipelineShape(2, 6) and [
-        str(i) for i in without_segments.streams[1] if i.op in (0, 1)
-    ] == [f"{op} 1.{2 * mb + k}" for mb in range(3) for op in "FB" for k in range(2)]
+    assert without_segments.shape == PipelineShape(2, 6)
+    assert [str(i) for i in without_segments.streams[1] if i.op in (0, 1)] == [
+        f"{op} 1.{2 * mb + k}" for mb in range(3) for op in "FB" for k in range(2)
+    ]
     assert compile(schedules.gpipe, PipelineShape(2, 2), microbatch_chunks=1) == compile(
         schedules.gpipe, PipelineShape(2, 2)
     )
