@@ -232,11 +232,7 @@ def test_process_in_earliest_phase_is_uncertain_cause() -> None:
     snapshots[2] = make_snapshot(2, 0, phase_count=2, phase=ProcessPhase.SET_UP)
     cause = StalledRun(snapshots, ProcessLayout(4, 1, 1)).find_cause()
     assert cause is not None
-    assert (cause.process, cause.kind, cause.is_certain) == (
-        2,
-        StallKind.BUSY,
-        False,
-    )
+    assert (cause.process, cause.kind, cause.is_certain) == (2, StallKind.BUSY, False)
     assert "; the cause may also be process " in cause.fact
 
 

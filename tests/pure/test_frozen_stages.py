@@ -159,9 +159,8 @@ def test_several_updates_with_frozen_stages(schedule: Any, frozen_stages: int, c
         1 if r < frozen_stages else 2 for r in range(4)
     ]
     footprints = compute_footprints(program, Sizes(version=1.0, model_states=1.0))
-    assert [rank.static_memory["versions"][0] for rank in footprints][:frozen_stages] == [
-        0
-    ] * frozen_stages
+    versions = [footprint.static_memory["versions"][0] for footprint in footprints]
+    assert versions[:frozen_stages] == [0] * frozen_stages
     for stream in program.streams:  # each step follows the forwards of its update
         steps = [k for k, i in enumerate(stream) if i.op in OPTIMIZER_STEP_OPS]
         for update, step in enumerate(steps):
