@@ -290,13 +290,13 @@ def test_built_in_schedules_have_no_helper_functions(capsys: pytest.CaptureFixtu
     assert "weave" not in get_built_in_schedules()
 
 
-@pytest.mark.parametrize("where", ["vee", "0,1,1,0"])
-def test_placement_option(capsys: pytest.CaptureFixture[str], where: str) -> None:
+@pytest.mark.parametrize("placement", ["vee", "0,1,1,0"])
+def test_placement_option(capsys: pytest.CaptureFixture[str], placement: str) -> None:
     Path("vee.py").write_text(
         "from schedir import B, F\ndef f(r, P, m):\n    return m * (F[0] + F[1] + B[1] + B[0])\n"
     )
-    argv = ["vee.py:f", "--ranks", "2", "--microbatches", "2", "--placement", where]
-    assert f"placement {where}" in run_command(capsys, "print", *argv, "--compute-only")
+    argv = ["vee.py:f", "--ranks", "2", "--microbatches", "2", "--placement", placement]
+    assert f"placement {placement}" in run_command(capsys, "print", *argv, "--compute-only")
 
 
 def test_timeline_file_is_program_source(capsys: pytest.CaptureFixture[str]) -> None:
@@ -483,7 +483,7 @@ def test_schedule_options_and_overlap(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize(
-    ("source", "word"),
+    ("source", "message"),
     [
         ("interleaved(grup=4)", "did you mean 'group'?"),
         ("interleaved(4)", "cannot be read"),
@@ -496,6 +496,6 @@ def test_schedule_options_and_overlap(capsys: pytest.CaptureFixture[str]) -> Non
     ],
 )
 def test_invalid_schedule_options_are_refused(
-    capsys: pytest.CaptureFixture[str], source: str, word: str
+    capsys: pytest.CaptureFixture[str], source: str, message: str
 ) -> None:
-    assert word in run_refused_command(capsys, "check", source)
+    assert message in run_refused_command(capsys, "check", source)

@@ -143,8 +143,8 @@ def test_processes_outside_cluster_are_refused(processes: Any) -> None:
 def test_send_costs_follow_nodes_of_ranks() -> None:
     """Four ranks are on two nodes. Stage 1 sends to the other node, and stage 2 sends back."""
     costs = make_cluster(2, 2).fill_costs(PipelineShape(4, 8), SIZES, Costs(F=1, B=2))
-    near, far = 1e-5 + 60e6 / 300e9, 1e-5 + 60e6 / 20e9
-    assert costs.send == pytest.approx((near, far, far, near))
+    within_node, between_nodes = 1e-5 + 60e6 / 300e9, 1e-5 + 60e6 / 20e9
+    assert costs.send == pytest.approx((within_node, between_nodes, between_nodes, within_node))
     assert costs.step == pytest.approx((2 * 2e9 + 4e9 + 2 * 12e9) / 2e12)
     assert (costs.reduce_grads, costs.tp_scatter, costs.tp_gather) == (0, 0, 0)
     assert costs.reduce_norm == pytest.approx(2 * (1e-5 + 8 / (2 * 20e9)))
@@ -195,11 +195,11 @@ def test_costs_follow_sizes_of_stage_and_microbatch() -> None:
 
 def test_costs_of_adjacent_stages_and_stage_replicas() -> None:
     """Adjacent stages on one rank send nothing. Stage replicas reduce over their ranks."""
-    near = make_cluster(1, 2).fill_costs(
+    costs = make_cluster(1, 2).fill_costs(
         PipelineShape(2, 4, placement=(0, 0, 1)), SIZES, Costs(F=1, B=1)
     )
-    assert near.send == pytest.approx((0, 1e-5 + 60e6 / 300e9, 1e-5 + 60e6 / 300e9))
-    assert near.step == pytest.approx((0.032, 0.016, 0.016))
+    assert costs.send == pytest.approx((0, 1e-5 + 60e6 / 300e9, 1e-5 + 60e6 / 300e9))
+    assert costs.step == pytest.approx((0.032, 0.016, 0.016))
     mirror = PipelineShape(2, 4, placement="mirror")
     assert make_cluster(2, 1).fill_costs(
         mirror, SIZES, Costs(F=1, B=1)
@@ -278,7 +278,7 @@ INVALID_VALUES: dict[str, list[Any]] = {
 
 
 @pytest.mark.parametrize(
-    ("name", "value"), [(n, v) for n, some in INVALID_VALUES.items() for v in some]
+    ("name", "value"), [(n, v) for n, values in INVALID_VALUES.items() for v in values]
 )
 def test_invalid_field_value_is_refused(name: str, value: Any) -> None:
     with pytest.raises(UsageError) as caught:

@@ -100,12 +100,11 @@ def make_cluster(**overrides: Any) -> Cluster:
 def test_compute_memory_and_issue_times_add_up_on_cpus() -> None:
     """On CPUs, compute, memory and issue times add up, and no collective overlaps with compute."""
     model = planner.TransformerSpec(layers=1, hidden=64, heads=4, vocab=128, sequence=32)
-    choice = planner.ParallelPlan(tp=2, microbatch_size=1, attention="flash")
-    gpus, cpus = (planner.layer_time(model, make_cluster(processors=n), choice) for n in (None, 2))
+    plan = planner.ParallelPlan(tp=2, microbatch_size=1, attention="flash")
+    gpus, cpus = (planner.layer_time(model, make_cluster(processors=n), plan) for n in (None, 2))
     faster: list[dict[str, float]] = [{"flops": 1e30}, {"hbm_bandwidth": 1e30}, {"kernel_us": 0}]
     faster_layers = [
-        planner.layer_time(model, make_cluster(processors=2, **changes), choice)
-        for changes in faster
+        planner.layer_time(model, make_cluster(processors=2, **changes), plan) for changes in faster
     ]
     shares = [cpus.compute.F - layer.compute.F for layer in faster_layers]
     assert pytest.approx(sum(shares)) == cpus.compute.F
@@ -119,9 +118,9 @@ def test_solo_speedup_of_shared_processors() -> None:
 
 def test_four_byte_items_take_twice_as_long_as_two_byte_items() -> None:
     model = planner.TransformerSpec(layers=1, hidden=64, heads=4, vocab=128, sequence=32)
-    choice = planner.ParallelPlan(tp=2, microbatch_size=1, attention="flash")
+    plan = planner.ParallelPlan(tp=2, microbatch_size=1, attention="flash")
     two_byte, four_byte = (
-        planner.layer_time(model, make_cluster(itemsize=n, kernel_us=0, flops=1e30), choice)
+        planner.layer_time(model, make_cluster(itemsize=n, kernel_us=0, flops=1e30), plan)
         for n in (2, 4)
     )
     for a, b in (

@@ -166,7 +166,7 @@ def test_built_in_schedules_compile_with_gpu_slots(
 
 
 @pytest.mark.parametrize(
-    ("text", "line", "column", "word"),
+    ("text", "line", "column", "message"),
     [
         ("[model]\nlayer = 4", 2, 1, "'layers'"),
         ("[modell]\nlayers = 4", 1, 2, "'model'"),
@@ -212,17 +212,17 @@ def test_built_in_schedules_compile_with_gpu_slots(
     ],
 )  # fmt: skip
 def test_invalid_setting_error_has_line_and_column(
-    tmp_path: Path, text: str, line: int, column: int, word: str
+    tmp_path: Path, text: str, line: int, column: int, message: str
 ) -> None:
     path = write_config(tmp_path, text)
     with pytest.raises(ConfigError) as error:
         read_config(path)
     assert (error.value.location, error.value.line, error.value.column) == (path, line, column)
-    assert word in str(error.value)
+    assert message in str(error.value)
 
 
 @pytest.mark.parametrize(
-    ("option", "word"),
+    ("option", "message"),
     [
         ("pipeline.ranks", "SECTION.NAME=VALUE"),
         ("ranks=2", "SECTION.NAME=VALUE"),
@@ -239,10 +239,10 @@ def test_invalid_setting_error_has_line_and_column(
         ("pipeline.ranks=3", "3 stages"),
     ],
 )
-def test_invalid_set_option_is_refused(tmp_path: Path, option: str, word: str) -> None:
+def test_invalid_set_option_is_refused(tmp_path: Path, option: str, message: str) -> None:
     with pytest.raises(ConfigError) as error:
         read_config(write_config(tmp_path, ""), [option])
-    assert word in str(error.value)
+    assert message in str(error.value)
 
 
 def test_number_out_of_range_gets_no_path_hint(tmp_path: Path) -> None:
@@ -381,7 +381,7 @@ def test_learning_rate_warms_up_and_decays() -> None:
 
 
 @pytest.mark.parametrize(
-    ("settings", "fact"),
+    ("settings", "message"),
     [
         ('memory_limit = "2X"', "memory_limit must be a number of bytes, not '2X'"),
         ('recompute = "fit"', "needs memory_limit"),
@@ -389,10 +389,10 @@ def test_learning_rate_warms_up_and_decays() -> None:
         ('recompute = "all"\nrecompute_at = 3', "must be a string"),
     ],
 )
-def test_invalid_memory_setting_is_refused(settings: str, fact: str, tmp_path: Path) -> None:
+def test_invalid_memory_setting_is_refused(settings: str, message: str, tmp_path: Path) -> None:
     path = tmp_path / "config.toml"
     path.write_text(f"[memory]\n{settings}\n")
-    with pytest.raises(ConfigError, match=fact):
+    with pytest.raises(ConfigError, match=message):
         read_config(str(path), [])
 
 

@@ -30,13 +30,13 @@ MOVES = ("swap_neighbours", "swap_any", "move_anywhere", "swap_receives", "late_
 
 def draw_and_measure(program: Program, error: SchedirError) -> ElementTree.Element:
     picture = ElementTree.fromstring(draw_deadlock(program, error))
-    wide, high = (float(picture.get(side, "")) for side in ("width", "height"))
+    picture_width, picture_height = (float(picture.get(side, "")) for side in ("width", "height"))
     for box in picture.iter(f"{SVG}rect"):
         if box.get("rx"):
             left, top, width = (float(box.get(name, "")) for name in ("x", "y", "width"))
-            assert left >= 0 and left + width <= wide and 0 <= top <= high
+            assert left >= 0 and left + width <= picture_width and 0 <= top <= picture_height
     for text in picture.iter(f"{SVG}text"):
-        assert 0 < float(text.get("y", "")) < high
+        assert 0 < float(text.get("y", "")) < picture_height
     return picture
 
 
@@ -70,8 +70,8 @@ def test_picture_of_deadlock_shows_cycle(seed: int, move: str) -> None:
         )
         waits = {(wait.rank, wait.index) for wait in error.cycle}
         needs = {(wait.needed_rank, wait.needed_index): wait.needed_instr for wait in error.cycle}
-        others = [str(instr) for place, instr in needs.items() if place not in waits]
-        assert read_texts_in_boxes(picture, "#fbe3ee") == sorted(others)
+        needed_only = [str(instr) for place, instr in needs.items() if place not in waits]
+        assert read_texts_in_boxes(picture, "#fbe3ee") == sorted(needed_only)
         assert count_arrows(picture) == len(error.cycle) - sum(
             (wait.rank, wait.index) == (wait.needed_rank, wait.needed_index) for wait in error.cycle
         )

@@ -102,12 +102,16 @@ def test_import_traces_page_matches_explain_output(
 
 def test_links_have_existing_targets() -> None:
     for page in [*DOCS.rglob("*.md"), *ROOT.glob("*.md"), *ROOT.glob("*/README.md")]:
-        for link, place in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
+        for link, anchor in re.findall(r"\]\(([^)#]*)#?([^)]*)\)", page.read_text()):
             if "://" in link:
                 continue
             target = page.parent / link if link else page
             assert target.exists(), (page, link)
-            assert not place or place in list_link_targets(target.read_text()), (page, link, place)
+            assert not anchor or anchor in list_link_targets(target.read_text()), (
+                page,
+                link,
+                anchor,
+            )
 
 
 def test_pages_are_listed_once_in_site_tree() -> None:

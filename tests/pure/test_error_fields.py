@@ -73,7 +73,7 @@ def test_invalid_program_error_has_fields(wrong: dict[str, Any]) -> None:
 
 
 @pytest.mark.parametrize(
-    ("sets", "where", "field"),
+    ("sets", "location", "field"),
     [
         (["pipeline.ranks=3"], "--set pipeline.ranks=3", "ranks"),  # not in its message
         (["pipeline.ranks=2", "model.layers=5"], "--set model.layers=5", "layers"),
@@ -93,12 +93,12 @@ def test_invalid_program_error_has_fields(wrong: dict[str, Any]) -> None:
     ],
 )  # fmt: skip
 def test_config_error_has_location_and_field(
-    tmp_path: Path, sets: list[str], where: str, field: str
+    tmp_path: Path, sets: list[str], location: str, field: str
 ) -> None:
     (tmp_path / "run.toml").write_text("")
     with pytest.raises(ConfigError) as caught:
         read_config(str(tmp_path / "run.toml"), sets)
-    assert caught.value.location == where and field in caught.value.fields
+    assert caught.value.location == location and field in caught.value.fields
 
 
 def test_field_name_in_value_does_not_set_error_position() -> None:

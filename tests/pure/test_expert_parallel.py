@@ -120,10 +120,10 @@ def test_missing_late_or_extra_all_to_all_is_refused() -> None:
         with pytest.raises(CompletenessError) as missing:
             check(from_text(text.replace(line, "")))
         assert line.strip() in str(missing.value)
-    late = text.replace("  dispatch 4.0\n  F 4.0\n", "  F 4.0\n  dispatch 4.0\n")
-    assert late != text
+    late_text = text.replace("  dispatch 4.0\n  F 4.0\n", "  F 4.0\n  dispatch 4.0\n")
+    assert late_text != text
     with pytest.raises(OrderError, match=r"F 4\.0"):
-        check(from_text(late))
+        check(from_text(late_text))
     with pytest.raises(CompletenessError, match=r"combine 4\.0"):
         check(from_text(text.replace("  dispatch 4.0\n", "  dispatch 4.0\n  combine 4.0\n")))
 

@@ -94,15 +94,15 @@ def test_stopped_rank_is_cause_at_any_instruction(tmp_path: Path, data: st.DataO
             assert owners == {rank} or (cause.kind is ChainEnd.BUSY and rank in owners)
             assert len(owners) <= 2
     # The stopped rank is at its instruction. Each rank that waits is at one of its transfers.
-    for place in verdict.positions:
-        if place.position is not None and place.is_late:
-            first, last = place.compute_range
-            is_stopped_here = place.rank == rank and (
-                first <= stop <= last or stop in placed._list_group(place.position)
+    for rank_position in verdict.positions:
+        if rank_position.position is not None and rank_position.is_late:
+            first, last = rank_position.compute_range
+            is_stopped_here = rank_position.rank == rank and (
+                first <= stop <= last or stop in placed._list_group(rank_position.position)
             )
             assert is_stopped_here or program.shape.placement_rows > 1
-        elif place.position is not None:
-            assert not placed.ended_mask[place.position]
+        elif rank_position.position is not None:
+            assert not placed.ended_mask[rank_position.position]
     for cause in verdict.causes:
         if cause.kind is ChainEnd.BUSY and not is_in_kernel:
             assert any(graph.index.rank[k] == rank and stop <= k for k in cause.positions)
@@ -169,7 +169,7 @@ def test_rank_without_dump_is_cause(tmp_path: Path) -> None:
     assert job.ranks_without_dump == (2,) and job.root_ranks == (2,)
     assert {cause.kind for cause in verdict.causes} == {ChainEnd.NO_DUMP}
     assert list_cause_ranks(verdict) == {2}
-    assert [place.rank for place in verdict.positions] == [0, 1, 3]
+    assert [rank_position.rank for rank_position in verdict.positions] == [0, 1, 3]
 
 
 @pytest.mark.parametrize("overlap", [False, True])
@@ -219,8 +219,11 @@ def test_unused_process_group_belongs_to_current_step(tmp_path: Path) -> None:
     recorders = record(stopped(graph, stop, True), layout=a_group_each(range(2)))
     (verdict,) = diagnose(job_of(tmp_path, recorders[1:]), program)
     assert verdict.matched.step == 0
-    place = verdict.positions[0]
-    assert place.is_late and place.compute_range[0] <= stop <= place.compute_range[1]
+    rank_position = verdict.positions[0]
+    assert (
+        rank_position.is_late
+        and rank_position.compute_range[0] <= stop <= rank_position.compute_range[1]
+    )
 
 
 def test_dumps_that_contradict_queue_order_are_refused(tmp_path: Path) -> None:

@@ -107,9 +107,10 @@ def test_wrong_message_order_does_not_change_verdict(
 def test_one_queue_is_barely_slower_than_queue_per_edge(schedule: Schedule) -> None:
     """A program lowered for free messages is at most 3 % slower with one queue per device."""
     program = compile(schedule, PipelineShape(ranks=16, microbatches=32, stages_per_rank=2))
-    priced = Costs(send=0.1)
+    send_costs = Costs(send=0.1)
     edge, device = (
-        simulate(program, priced, progress_model=model).span for model in ("per_edge", "per_device")
+        simulate(program, send_costs, progress_model=model).span
+        for model in ("per_edge", "per_device")
     )
     assert device < 1.03 * edge
 

@@ -60,9 +60,9 @@ COSTS = ("F", "I", "W", "B", "send", "tp_scatter", "tp_gather")
 SIZES = ("activation", "activation_grad", "saved", "deferred_wgrad")
 
 
-def draw_values(shape: PipelineShape, most: int = 5) -> st.SearchStrategy[PerStage]:
+def draw_values(shape: PipelineShape, max_value: int = 5) -> st.SearchStrategy[PerStage]:
     """Return a strategy of integer costs: a number, or numbers per stage, microbatch or both."""
-    number = st.integers(0, most).map(float)
+    number = st.integers(0, max_value).map(float)
     row = st.lists(number, min_size=shape.microbatches, max_size=shape.microbatches)
     per_stage = st.lists(number, min_size=shape.stages, max_size=shape.stages).map(tuple)
     rows = st.one_of(*(st.lists(row, min_size=n, max_size=n) for n in {1, shape.stages}))
@@ -101,7 +101,7 @@ def test_number_per_stage_equals_array_of_equal_numbers(drafted: Program, data: 
         for name in COSTS
     }
     as_arrays = {
-        name: [[each] * shape.microbatches for each in row] for name, row in per_stage.items()
+        name: [[cost] * shape.microbatches for cost in row] for name, row in per_stage.items()
     }
     programs = [compile(drafted, costs=Costs(**costs)) for costs in (per_stage, as_arrays)]
     assert programs[0] == programs[1]
@@ -116,7 +116,8 @@ def test_number_per_stage_equals_array_of_equal_numbers(drafted: Program, data: 
         for name, row in sizes.items()
     }
     footprints = [
-        compute_footprints(programs[0], Sizes(**each)) for each in (sizes, sizes_as_arrays)
+        compute_footprints(programs[0], Sizes(**size_fields))
+        for size_fields in (sizes, sizes_as_arrays)
     ]
     for footprint, array_footprint in zip(*footprints, strict=True):
         assert footprint.total_bytes.tolist() == array_footprint.total_bytes.tolist()
