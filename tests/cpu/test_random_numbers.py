@@ -104,7 +104,7 @@ def expected(stages: list[nn.Module], m: int = M, **options: Any) -> tuple[Tenso
     st.integers(-(2**70), 2**70),
     st.booleans(),
 )
-def test_random_schedules_in_random_orders(
+def test_random_programs_match_sequential_reference(
     shape: PipelineShape, order: int, seed: int, again: bool
 ) -> None:
     """Masks are equal with and without recomputation, and for keys by layer and by stage."""
@@ -126,7 +126,7 @@ def masks(**options: Any) -> list[Tensor]:
     return [mask for stage in stages for mask in stage.masks]  # type: ignore[union-attr]
 
 
-def test_what_decides_a_draw() -> None:
+def test_seed_and_step_determine_dropout_masks() -> None:
     found = masks()
     assert all(torch.equal(a, b) for a, b in zip(found, masks(), strict=True))
     drawn = [*found, *masks(seed=1), *masks(step=1)]
@@ -139,7 +139,7 @@ def test_what_decides_a_draw() -> None:
     assert torch.equal(ranks.step(*batch(4)), first)
 
 
-def test_keys_are_those_of_splitmix64() -> None:
+def test_derived_keys_match_splitmix64() -> None:
     """The expected numbers are those of Vigna's splitmix64.c for the seed 1234567."""
     golden = 0x9E3779B97F4A7C15
     given = [mix_bits(1234567 + k * golden & 2**64 - 1) for k in range(3)]
@@ -151,7 +151,7 @@ def test_keys_are_those_of_splitmix64() -> None:
     assert len(keys) == 7  # only the lowest 64 bits of 2**70 count
 
 
-def test_generators_are_afterwards_as_they_were() -> None:
+def test_step_restores_torch_generator_state() -> None:
     x, _ = batch(4)
     found = compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
     ranks, stages = virtual(found, noisy(2)), noisy(2)
@@ -168,7 +168,7 @@ def test_generators_are_afterwards_as_they_were() -> None:
     assert torch.equal(torch.rand(1), drawn)
 
 
-def test_numbers_of_layers() -> None:
+def test_layer_number_must_be_32_bit_integer() -> None:
     """The number of a layer is a 32-bit integer, as a field of the key, in a step and elsewhere."""
     for number in (-1, 2**32, 1.5, "h.0", None):
         with (
@@ -203,7 +203,7 @@ class Within(Noisy):
             return F.dropout(super().forward(x))
 
 
-def test_a_step_within_a_forward_leaves_its_numbers_alone() -> None:
+def test_nested_step_does_not_change_random_numbers() -> None:
     found = compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
     with_others, without = ([Within(k) for k in range(2)] for _ in range(2))
     for stage in without:
@@ -212,7 +212,7 @@ def test_a_step_within_a_forward_leaves_its_numbers_alone() -> None:
     assert torch.equal(*losses)
 
 
-def test_generators_are_as_they_were_after_a_failure() -> None:
+def test_failed_step_restores_generator_state() -> None:
     def fails(y: Tensor, target: Tensor) -> Tensor:
         raise ValueError("no such luck")
 
@@ -230,7 +230,7 @@ def test_generators_are_as_they_were_after_a_failure() -> None:
 
 @pytest.mark.parametrize("number", [None, 5])
 @pytest.mark.parametrize("schedule", [one_f_one_b, zb, dualpipe])
-def test_what_is_recomputed_draws_the_same(schedule: Any, number: int | None) -> None:
+def test_recompute_draws_same_random_numbers(schedule: Any, number: int | None) -> None:
     shape = PipelineShape(2, 4, placement="mirror" if schedule is dualpipe else "loop")
     found = compile(schedule, shape, progress_model="per_edge")
     _, right = expected(noisy(2, number=number), 4, program=found)
@@ -243,7 +243,7 @@ def test_what_is_recomputed_draws_the_same(schedule: Any, number: int | None) ->
         assert same_bits(gradients(again), right)
 
 
-def test_layers_draw_the_same_in_any_stage() -> None:
+def test_numbered_layers_draw_same_numbers_in_any_stage() -> None:
     """Four layers in one, two and four stages draw the numbers of their own layer number."""
     found = []
     for stages in (1, 2, 4):
@@ -263,7 +263,7 @@ def test_layers_draw_the_same_in_any_stage() -> None:
     assert len({str(mask) for mask in found[0][1]}) == 4
 
 
-def test_updates_of_a_step_go_on_counting_microbatches() -> None:
+def test_second_update_continues_microbatch_numbering() -> None:
     shape = PipelineShape(2, 4, optimizer_steps=2, weight_delay=1)
     loss, _ = expected(noisy(2), 4)
     assert torch.equal(virtual(compile(one_f_one_b, shape), noisy(2)).step(*batch(4)), loss)
@@ -278,7 +278,7 @@ class Shaken(torch.optim.SGD):
                 p.data += torch.rand_like(p)
 
 
-def test_two_holders_step_by_the_same_numbers() -> None:
+def test_optimizers_of_stage_replicas_draw_same_numbers() -> None:
     found = compile(chimera, PipelineShape(4, 4, placement="mirror"))
     ranks = virtual(found, noisy(4), optimizer=lambda ps: Shaken(ps, lr=0.1))
     ranks.step(*batch(4), order_seed=3)
@@ -287,7 +287,7 @@ def test_two_holders_step_by_the_same_numbers() -> None:
         assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
 
 
-def test_an_optimizer_that_draws_for_copies_of_a_weight_is_said() -> None:
+def test_optimizer_noise_on_tied_weight_copies_warns() -> None:
     """There is a warning, except where the optimizer steps only one Parameter and draws once."""
     for ranks in (1, 2):
         stages: list[Any] = noisy(2)
@@ -331,7 +331,7 @@ class Plain(nn.Module):
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute"
 )  # torch suppresses it, unless warnings are errors
-def test_compiled_stages_are_those_of_a_compiled_reference(backend: str, again: bool) -> None:
+def test_compiled_stages_match_compiled_reference(backend: str, again: bool) -> None:
     """Inductor draws other numbers than eager torch, and aot_eager draws the same."""
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
@@ -366,7 +366,7 @@ def _replica(rank: int) -> Any:
     return [stage.masks for stage in stages], gradients(stages)
 
 
-def test_replicas_draw_as_one_that_has_all_microbatches() -> None:
+def test_replicas_draw_same_masks_as_one_process() -> None:
     stages = noisy(2)
     _, right = expected(stages, 4)
     results = run(_replica, 2)
@@ -378,7 +378,7 @@ def test_replicas_draw_as_one_that_has_all_microbatches() -> None:
             assert all(torch.allclose(one[n], other[n], rtol=1e-5, atol=1e-6) for n in one)
 
 
-def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dropout_example_prints_equal_losses(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(Path(__file__).parents[2] / "examples/dropout.py"), run_name="__main__")
     first, *others = (line.split()[-1] for line in capsys.readouterr().out.splitlines())
     assert others == [first, first]

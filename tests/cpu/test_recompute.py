@@ -99,7 +99,7 @@ def as_reference(
 # ---------------------------------------------------------------- same bits
 
 
-def test_under_autocast() -> None:
+def test_recompute_under_autocast_has_same_bits() -> None:
     found = []
     for recompute in (None, "all"):
         stages = noisy(2)
@@ -132,7 +132,7 @@ def _unseeded(rank: int, shared: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_between_processes_that_nobody_seeds(shared: bool) -> None:
+def test_recompute_without_seed_keeps_generator_states(shared: bool) -> None:
     """The states of generators are kept, and later random numbers are as without recomputation."""
     for plain, again in run(_unseeded, 2, shared):
         assert all(a is b or torch.equal(a, b) for a, b in zip(plain[0], again[0], strict=True))
@@ -154,7 +154,7 @@ class Own(nn.Module):
         return y
 
 
-def test_a_stage_that_does_not_do_the_same_again() -> None:
+def test_different_output_of_recompute_is_refused() -> None:
     program = compile(gpipe, PipelineShape(2, 4), recompute="all")
     world = InProcessExecutor(program, noisy(2, Own), loss=squares, boundary=BOUNDARY)
     with pytest.raises(ExecutionError, match="returns a different output for microbatch") as caught:
@@ -163,7 +163,7 @@ def test_a_stage_that_does_not_do_the_same_again() -> None:
     assert "generators" in caught.value.hint
 
 
-def test_a_loss_that_writes_to_its_target() -> None:
+def test_loss_that_changes_its_target_is_refused() -> None:
     def loss(y: Tensor, target: Tensor) -> Tensor:
         return (y - target.mul_(2)).square().sum()
 
@@ -173,7 +173,7 @@ def test_a_loss_that_writes_to_its_target() -> None:
         world.step(*batch(4))
 
 
-def test_debug_is_yes_or_no() -> None:
+def test_debug_option_must_be_boolean() -> None:
     program = compile(gpipe, PipelineShape(1, 1))
     with pytest.raises(UsageError, match="debug"):
         InProcessExecutor(
@@ -200,7 +200,7 @@ class _HooksItsInput(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", [gpipe, interleaved, zb_h1])
-def test_a_hook_on_an_input_runs_once(schedule: Any) -> None:
+def test_input_hook_runs_once_under_recompute(schedule: Any) -> None:
     """The first run of a forward must not leave its hooks on the input of the second run."""
     found = []
     every: list[dict[str, Any]] = [{}, {"recompute": "all"}]

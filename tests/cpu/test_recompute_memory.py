@@ -50,7 +50,7 @@ SHAPES = [
     ("schedule", "shape", "which", "model"),
     pairs(SHAPES, ["all", "late", "some"], ["gpt", "normed"]),
 )
-def test_what_lives_is_what_was_predicted(
+def test_live_memory_with_recompute_matches_prediction(
     schedule: Any, shape: PipelineShape, which: str, model: str
 ) -> None:
     """Bytes are those of live storages during and after each instruction."""
@@ -85,14 +85,14 @@ def test_what_lives_is_what_was_predicted(
         )
 
 
-def test_a_checkpoint_has_the_buffers_that_are_written() -> None:
+def test_recompute_inputs_include_written_buffers() -> None:
     x = runs.batch(1)[0][0]
     found = measure_sizes(noisy(2), x, x, loss=squares, boundary=runs.BOUNDARY).recompute_inputs
     written = 2 * 4 * WIDTH + 8  # mean and variance, and the number of batches
     assert found == (written, 4 * 2 * WIDTH + written)
 
 
-def test_a_checkpoint_has_the_parameters_that_are_written_and_nobody_trains() -> None:
+def test_recompute_inputs_include_written_frozen_parameters() -> None:
     x, stages = runs.batch(1)[0][0], noisy(2, Means)
     was = [stage.state_dict()[name].clone() for stage in stages for name in stage.state_dict()]
     found = measure_sizes(stages, x, x, loss=squares, boundary=runs.BOUNDARY).recompute_inputs

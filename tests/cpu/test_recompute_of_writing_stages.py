@@ -78,7 +78,7 @@ class Counted(nn.Module):
 
 
 @pytest.mark.parametrize("layer", [Power, Another, Means, Counted])
-def test_buffers_are_what_the_forward_found(layer: Any) -> None:
+def test_recompute_restores_written_buffers(layer: Any) -> None:
     for schedule, shape in (
         (gpipe, PipelineShape(2, 4)),
         (zb_h1, PipelineShape(2, 4)),
@@ -98,7 +98,7 @@ class Late(Power):
         return y
 
 
-def test_a_buffer_that_was_left_alone() -> None:
+def test_buffer_written_only_by_second_forward_is_refused() -> None:
     program = compile(gpipe, PipelineShape(2, 4), recompute="all")
     world = InProcessExecutor(program, noisy(2, Late), loss=squares, boundary=BOUNDARY)
     with pytest.raises(
@@ -133,7 +133,7 @@ class Decayed(Power):
     ("layer", "what"),
     [(Listed, "through another reference"), (Decayed, "writes to trained Parameters")],
 )
-def test_what_would_be_written_twice(layer: Any, what: str) -> None:
+def test_write_that_recompute_cannot_undo_is_refused(layer: Any, what: str) -> None:
     program = compile(gpipe, PipelineShape(2, 4), recompute="all")
     world = InProcessExecutor(program, noisy(2, layer), loss=squares, boundary=BOUNDARY)
     with pytest.raises(ExecutionError, match=what):
@@ -153,7 +153,7 @@ class Penalty(nn.Module):
         return y + gradient.sum()
 
 
-def test_a_forward_that_runs_a_backward() -> None:
+def test_forward_that_calls_autograd_grad_is_refused() -> None:
     stages = [*noisy(1, Penalty), *noisy(1, Another)]
     program = compile(gpipe, PipelineShape(2, 4), recompute="all")
     world = InProcessExecutor(

@@ -54,7 +54,7 @@ def shape_for(schedule: Schedule) -> PipelineShape:
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
-def test_a_step_on_a_cpu_is_a_legal_timeline(seed: int | None) -> None:
+def test_recorded_cpu_timeline_is_legal(seed: int | None) -> None:
     for name, schedule in ZOO.items():
         shape = shape_for(schedule)
         program = schedir.compile(
@@ -76,7 +76,7 @@ def test_a_step_on_a_cpu_is_a_legal_timeline(seed: int | None) -> None:
         assert not timeline.causality_warning, name
 
 
-def test_too_early_is_found() -> None:
+def test_too_early_detects_violated_dependency() -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
     timeline = schedir.simulate(program, Costs(send=1.0), progress_model="per_edge")
     assert not too_early(timeline)
@@ -126,7 +126,7 @@ def programs(draw: st.DrawFn) -> tuple[Program, Costs]:
 
 @settings(max_examples=25)
 @given(programs())
-def test_streams_run_what_the_graph_allows_and_no_sooner(case: tuple[Program, Costs]) -> None:
+def test_gpu_streams_run_no_earlier_than_predicted(case: tuple[Program, Costs]) -> None:
     program, costs = case
     timeline, _, _ = on_gpu(program, costs)
     predicted = schedir.simulate(program, costs, progress_model="per_edge")
@@ -139,7 +139,7 @@ def test_streams_run_what_the_graph_allows_and_no_sooner(case: tuple[Program, Co
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, interleaved])
-def test_receives_posted_early_let_streams_run_as_predicted(schedule: Schedule) -> None:
+def test_early_receives_make_streams_run_as_predicted(schedule: Schedule) -> None:
     costs = Costs(F=2.0, I=2.0, W=1.0, send=0.25)
     program = schedir.compile(
         schedule, shape_for(schedule), progress_model="per_edge", costs=costs, overlap=True
@@ -155,7 +155,7 @@ def test_receives_posted_early_let_streams_run_as_predicted(schedule: Schedule) 
     assert again.span == pytest.approx(timeline.span)
 
 
-def test_a_late_host_is_seen() -> None:
+def test_slow_host_causes_host_idle_time() -> None:
     costs = Costs(F=1.0, B=2.0)
     program = schedir.compile(gpipe, PipelineShape(1, 8), progress_model="per_edge")
     prompt, _, _ = on_gpu(program, costs, host=0.25)
@@ -167,7 +167,7 @@ def test_a_late_host_is_seen() -> None:
     )
 
 
-def test_a_message_ends_when_it_has_arrived_and_not_when_somebody_looks() -> None:
+def test_message_ends_at_its_arrival() -> None:
     costs = Costs(F=(1.0, 10.0), B=2.0, send=0.5)
     program = schedir.compile(gpipe, PipelineShape(2, 3), progress_model="per_edge", overlap=True)
     timeline, _, _ = on_gpu(program, costs)
@@ -197,7 +197,7 @@ class _Slow(Mailbox):
         return _Ended()
 
 
-def test_an_instruction_that_has_waited_goes_on_being_recorded() -> None:
+def test_wait_within_instruction_extends_its_end_time() -> None:
     stamps, tensor = HostTimestamps(1), torch.zeros(1)
     transport = RecordedTransport(_Slow(MailboxHub(), 0, {}, "per_edge"), stamps)
     stamps.begin_instruction(0)
@@ -208,7 +208,7 @@ def test_an_instruction_that_has_waited_goes_on_being_recorded() -> None:
         assert stamps.end_times[0] > 0
 
 
-def test_events_are_made_before_a_step() -> None:
+def test_events_are_created_before_step() -> None:
     program = schedir.compile(
         one_f_one_b, PipelineShape(2, 3), progress_model="per_edge", clip_grad_norm=True
     )
@@ -238,7 +238,7 @@ class _Library(Mailbox):
         return _Later(self.gpu, 2.0 + self.count)
 
 
-def test_what_cannot_be_marked_is_awaited_beside_the_compute_stream(
+def test_library_work_is_timed_on_separate_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = install(monkeypatch)
@@ -272,7 +272,7 @@ def test_what_cannot_be_marked_is_awaited_beside_the_compute_stream(
 
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
-def test_each_stream_runs_in_its_order(schedule: Schedule) -> None:
+def test_round_robin_keeps_order_of_each_stream(schedule: Schedule) -> None:
     """No work is issued before the work it waits for, which on streams would not wait at all."""
     shape = shape_for(schedule)
     program = schedir.compile(
@@ -290,7 +290,7 @@ def test_each_stream_runs_in_its_order(schedule: Schedule) -> None:
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_a_sum_is_by_rank_in_whatever_order_ranks_come(
+def test_all_reduce_sum_is_independent_of_arrival_order(
     on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Each rank contributes twice, before others have contributed at all."""

@@ -71,7 +71,7 @@ def broken(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 # Runs that continue
 
 
-def test_a_run_goes_on_with_the_bits_of_an_unbroken_one(
+def test_resumed_run_has_losses_of_unbroken_run(
     config: str,
     unbroken: bytes,
     broken: Callable[..., Path],
@@ -89,7 +89,7 @@ def test_a_run_goes_on_with_the_bits_of_an_unbroken_one(
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_what_is_no_weight_is_saved_too(
+def test_checkpoint_has_main_parameters_and_loss_scale(
     config: str, broken: Callable[..., Path], tmp_path: Path, precision: str
 ) -> None:
     """Checkpoints also contain the float32 copies of weights and the loss scale."""
@@ -100,7 +100,7 @@ def test_what_is_no_weight_is_saved_too(
     assert losses(tmp_path) == losses(whole)
 
 
-def test_a_run_that_broke_before_it_saved_begins_again(
+def test_run_without_checkpoint_starts_again(
     config: str, unbroken: bytes, broken: Callable[..., Path]
 ) -> None:
     """The results are those of the same run, so they are replaced without `overwrite`."""
@@ -110,7 +110,7 @@ def test_a_run_that_broke_before_it_saved_begins_again(
     assert losses(folder) == unbroken
 
 
-def test_a_run_that_has_made_its_steps_says_so(
+def test_complete_run_is_reported_and_unchanged(
     config: str, tmp_path: Path, unbroken: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(config, [*ALONE, *words(tmp_path)]) == 0
@@ -123,7 +123,7 @@ def test_a_run_that_has_made_its_steps_says_so(
     assert (tmp_path / "out" / "summary.json").exists() and losses(tmp_path) == unbroken
 
 
-def test_what_has_changed_since_is_said(
+def test_changed_settings_are_reported(
     config: str, broken: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = broken(4)
@@ -132,7 +132,7 @@ def test_what_has_changed_since_is_said(
     assert "; changed since: pipeline.microbatches 3 to 2, train.lr 0.001 to 0.002\n" in said
 
 
-def test_a_new_folder_of_results_begins_after_the_checkpoint(
+def test_new_output_folder_has_only_resumed_losses(
     config: str, broken: Callable[..., Path], unbroken: bytes
 ) -> None:
     folder = broken(4)
@@ -142,7 +142,7 @@ def test_a_new_folder_of_results_begins_after_the_checkpoint(
     assert losses(folder / "new") == b"".join([lines[0], *lines[3:]])
 
 
-def test_a_step_that_is_not_finite_is_not_saved(
+def test_step_with_nonfinite_gradients_is_not_saved(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """A step is checked before it is saved, though its result may be known one step later."""
@@ -158,7 +158,7 @@ def test_a_step_that_is_not_finite_is_not_saved(
 # Runs that are refused
 
 
-def test_what_cannot_go_on_is_refused_and_nothing_is_lost(
+def test_incompatible_resume_is_refused_and_keeps_files(
     config: str, tmp_path: Path, broken: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -200,7 +200,7 @@ def test_what_cannot_go_on_is_refused_and_nothing_is_lost(
     assert {**kept, "run/out/loss.csv": b""} == {**had, "run/out/loss.csv": b""}
 
 
-def test_results_of_another_run_are_refused(
+def test_output_folder_of_another_run_is_refused(
     config: str, tmp_path: Path, broken: Callable[..., Path]
 ) -> None:
     folder = broken(4)
@@ -213,7 +213,7 @@ def test_results_of_another_run_are_refused(
     assert run(config, [*ALONE, *words(folder)]) == 0
 
 
-def test_checkpoints_are_removed_where_that_is_said(
+def test_overwrite_removes_old_checkpoints(
     config: str, unbroken: bytes, broken: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = broken(6)
@@ -222,7 +222,7 @@ def test_checkpoints_are_removed_where_that_is_said(
     assert losses(folder) == unbroken and "resumed" not in capsys.readouterr().out
 
 
-def test_a_folder_of_checkpoints_is_one_runs_at_a_time(tmp_path: Path) -> None:
+def test_checkpoint_folder_in_use_is_refused(tmp_path: Path) -> None:
     def of(name: str) -> Config:
         train = TrainConfig(checkpoint_dir=str(tmp_path / "saved"))
         return Config(output=OutputConfig(str(tmp_path / name)), train=train)
@@ -233,7 +233,7 @@ def test_a_folder_of_checkpoints_is_one_runs_at_a_time(tmp_path: Path) -> None:
     assert error.value.fact.startswith(f"the checkpoint folder {tmp_path / 'saved'} is in use")
 
 
-def test_a_full_disk_ends_a_run_and_the_last_whole_checkpoint_stays(
+def test_full_disk_keeps_last_complete_checkpoint(
     config: str, tmp_path: Path, broken: Callable[..., Path]
 ) -> None:
     """A limit of the system stands in for the full disk. Only files of losses are small enough."""
@@ -250,7 +250,7 @@ def test_a_full_disk_ends_a_run_and_the_last_whole_checkpoint_stays(
 
 
 @pytest.mark.parametrize("how", ["tampered", "manifest"])
-def test_a_checkpoint_that_is_not_whole_is_passed_over(
+def test_damaged_checkpoint_is_skipped(
     config: str,
     unbroken: bytes,
     broken: Callable[..., Path],
@@ -297,7 +297,7 @@ def begun(config: str, folder: Path, *more: str) -> Run:
     return launcher
 
 
-def test_told_to_end_all_finish_one_step_and_save_it(config: str, tmp_path: Path) -> None:
+def test_sigterm_saves_same_step_on_all_processes(config: str, tmp_path: Path) -> None:
     launcher = begun(config, tmp_path)
     os.kill(launcher.pid, signal.SIGTERM)
     code, _, err = launcher.finish()
@@ -314,7 +314,7 @@ def test_told_to_end_all_finish_one_step_and_save_it(config: str, tmp_path: Path
     assert losses(tmp_path).count(b"\n") == last + 3
 
 
-def test_past_the_grace_all_end_without_and_say_so(config: str, tmp_path: Path) -> None:
+def test_shutdown_grace_ends_run_without_checkpoint(config: str, tmp_path: Path) -> None:
     schedule = tmp_path / "mine.py"
     schedule.write_text(SLOW)
     launcher = begun(
@@ -327,7 +327,7 @@ def test_past_the_grace_all_end_without_and_say_so(config: str, tmp_path: Path) 
     assert steps(tmp_path) == []
 
 
-def test_told_twice_all_end_at_once(config: str, tmp_path: Path) -> None:
+def test_second_sigterm_ends_run_at_once(config: str, tmp_path: Path) -> None:
     schedule = tmp_path / "mine.py"
     schedule.write_text(SLOW)
     launcher = begun(
@@ -363,7 +363,7 @@ step_queue.StepQueue.issue = issues
 """
 
 
-def test_torchrun_comes_back_by_itself(config: str, tmp_path: Path) -> None:
+def test_torchrun_restart_resumes_from_checkpoint(config: str, tmp_path: Path) -> None:
     """Two failures: before the first checkpoint, and after it when the next is due."""
     schedule = tmp_path / "mine.py"
     schedule.write_text(DYING)

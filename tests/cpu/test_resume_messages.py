@@ -26,7 +26,7 @@ def resumed(said: str) -> str:
     return next(line for line in said.splitlines() if line.startswith("resumed"))
 
 
-def test_another_size_of_a_microbatch_and_another_text_that_is_held_out(
+def test_changed_microbatch_size_and_held_out_text_are_reported(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     held = tmp_path / "held.txt"
@@ -44,7 +44,7 @@ def test_another_size_of_a_microbatch_and_another_text_that_is_held_out(
     ), said
 
 
-def test_fewer_steps_than_have_been_made(
+def test_fewer_steps_than_complete_are_reported(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(config, words(tmp_path, 4)) == 0
@@ -55,7 +55,7 @@ def test_fewer_steps_than_have_been_made(
     )
 
 
-def test_a_tokenizer_that_has_moved_and_another_one(
+def test_moved_tokenizer_is_accepted_and_another_is_refused(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (tmp_path / "text.txt").read_text()
@@ -80,7 +80,7 @@ def test_a_tokenizer_that_has_moved_and_another_one(
     ("had", "sets"),
     [("gpt", ["model.window=8"]), ("gpt", ["model.kind=llama"]), ("llama", ["model.window=8"])],
 )
-def test_a_setting_that_a_run_did_not_have_yet(
+def test_setting_missing_in_old_checkpoint_has_default(
     config: str, tmp_path: Path, had: str, sets: list[str]
 ) -> None:
     """A missing setting had its default: older versions had no windows or kinds."""
@@ -95,7 +95,7 @@ def test_a_setting_that_a_run_did_not_have_yet(
         require_resumable(read_config(config, [*own, *sets]))
 
 
-def test_settings_with_the_names_of_before_are_compared(tmp_path: Path) -> None:
+def test_settings_under_old_names_are_compared(tmp_path: Path) -> None:
     """A checkpoint of an older version has its settings under their old names."""
     now = {"train.clip_grad_norm": "0.5", "pipeline.buffer_sharing": "minimal"}
     then = {"train.clip": "1.0", "pipeline.slots": "fewest"}

@@ -57,7 +57,7 @@ if rank == 0:
 """
 
 
-def test_the_page_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
+def test_page_script_prints_documented_output(tmp_path: Path) -> None:
     blocks = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.S)
     csv, refusal = [body for kind, body in blocks if kind == "text"]
     code = "\n".join(body for kind, body in blocks if kind == "python")
@@ -73,7 +73,7 @@ def test_the_page_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
     assert script(tmp_path / "train.py", 2, tmp_path / "run") == refusal + "done\n"
 
 
-def test_torchs_names_lead_to_ours() -> None:
+def test_torch_schedule_name_has_hint() -> None:
     """The names are those in the table of the page, also with the prefix of torch's classes."""
     rows = PAGE.split("| torch | schedir |\n| --- | --- |\n")[1].split("\n\n")[0].splitlines()
     assert len(rows) == 6

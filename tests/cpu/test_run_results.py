@@ -44,7 +44,7 @@ def refused(config: str, *sets: str) -> UsageError:
 # A second run
 
 
-def test_results_are_not_written_over_unless_that_is_said(config: str, tmp_path: Path) -> None:
+def test_existing_results_need_overwrite_option(config: str, tmp_path: Path) -> None:
     sets = [f'output.dir="{tmp_path / "out"}"', f'output.trace="{tmp_path / "traces"}"']
     assert run(config, [*ALONE, *sets]) == 0
     had = held(tmp_path / "out") | held(tmp_path / "traces")
@@ -72,20 +72,20 @@ def test_results_are_not_written_over_unless_that_is_said(config: str, tmp_path:
     assert held(tmp_path / "out")["loss.csv"].count(b"\n") == 3
 
 
-def test_what_never_made_a_step_is_in_nobodys_way(config: str, tmp_path: Path) -> None:
+def test_results_without_step_are_replaced(config: str, tmp_path: Path) -> None:
     (tmp_path / "loss.csv").write_text(LOSSES_HEADER)
     assert run(config, [*ALONE, f'output.dir="{tmp_path}"', "train.steps=1"]) == 0
     assert held(tmp_path)["loss.csv"].count(b"\n") == 2
 
 
 @pytest.mark.parametrize("name", [*RESULT_FILES[1:], TRACE_FILE])
-def test_any_result_counts(config: str, tmp_path: Path, name: str) -> None:
+def test_each_result_file_prevents_run(config: str, tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
     assert name in refused(config, f'output.dir="{tmp_path}"').fact
     assert (tmp_path / name).exists()
 
 
-def test_a_missing_data_file_is_reported_before_old_results(config: str, tmp_path: Path) -> None:
+def test_missing_data_file_is_reported_before_old_results(config: str, tmp_path: Path) -> None:
     (tmp_path / "loss.csv").write_text("of an earlier run")
     output = f'output.dir="{tmp_path}"'
     assert "loss.csv" in refused(config, output).fact
@@ -94,7 +94,7 @@ def test_a_missing_data_file_is_reported_before_old_results(config: str, tmp_pat
         assert "none.txt" in error.fact and "loss.csv" not in error.fact
 
 
-def test_nothing_is_replaced_before_processes_agree(
+def test_results_are_not_replaced_before_agreement(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """This holds even for the last check, after the model has been created."""
@@ -113,7 +113,7 @@ def test_nothing_is_replaced_before_processes_agree(
     assert {name: (tmp_path / name).read_bytes() for name in RESULT_FILES} == had
 
 
-def test_a_run_stopped_between_steps_keeps_its_losses_and_no_summary(
+def test_interrupted_run_keeps_losses_without_summary(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in RESULT_FILES:
@@ -140,9 +140,7 @@ def test_a_run_stopped_between_steps_keeps_its_losses_and_no_summary(
 ENDLESS = ["train.steps=1000000", "train.timeout=20", "output.record=false"]
 
 
-def test_a_folder_in_use_is_refused_until_its_run_ends_however_it_does(
-    config: str, tmp_path: Path
-) -> None:
+def test_folder_in_use_is_refused_until_run_ends(config: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
     first = Run(arguments(config, folder, *TWO, *ENDLESS), folder)
     first.wait_for("\nstep ")
@@ -169,9 +167,7 @@ def taken(folder: Path) -> bool:
     return False
 
 
-def test_a_lock_that_its_owner_takes_away_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deleted_lock_file_gives_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner deletes the file of its lock while another process is about to lock it."""
     lock, went = fcntl.flock, list[Path]()
 
@@ -188,7 +184,7 @@ def test_a_lock_that_its_owner_takes_away_is_none(
     assert went and "in use" in error.value.fact
 
 
-def test_folders_that_are_one_are_claimed_once(tmp_path: Path) -> None:
+def test_symlink_to_same_folder_is_claimed_once(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     output = Config(output=OutputConfig(str(tmp_path), trace=str(tmp_path / "link")))
     with claim_directories(output), pytest.raises(UsageError) as error, claim_directories(output):
@@ -198,7 +194,7 @@ def test_folders_that_are_one_are_claimed_once(tmp_path: Path) -> None:
         pass
 
 
-def test_a_file_system_without_locks_is_told(
+def test_missing_file_locks_cause_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def none(file: int, how: int) -> None:
@@ -235,7 +231,7 @@ train.save_results = slowly
 """
 
 
-def test_writing_may_take_longer_than_the_timeout(config: str, tmp_path: Path) -> None:
+def test_writing_results_may_exceed_timeout(config: str, tmp_path: Path) -> None:
     schedule = tmp_path / "mine.py"
     schedule.write_text(SLOW)
     sets = [*TWO, "train.timeout=5", "train.steps=2", f"pipeline.schedule={schedule}:mine"]
@@ -247,7 +243,7 @@ def test_writing_may_take_longer_than_the_timeout(config: str, tmp_path: Path) -
     ).exists()
 
 
-def test_a_first_process_that_gives_no_sign_is_not_waited_for() -> None:
+def test_missing_heartbeat_of_process_0_is_error() -> None:
     with pytest.raises(ExecutionError, match="process 0 sent no heartbeat"):
         wait_for_results(HashStore(), 0.3)
 
@@ -262,7 +258,7 @@ def strict(text: str) -> object:
     return json.loads(text, parse_constant=no)
 
 
-def test_a_summary_is_json_whatever_the_numbers_are(
+def test_summary_is_strict_json_with_nan_and_infinity(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = run_results.save_results
@@ -276,7 +272,7 @@ def test_a_summary_is_json_whatever_the_numbers_are(
     assert isinstance(facts, dict) and facts["loss"] is facts["tokens_per_second"] is None
 
 
-def test_a_picture_that_cannot_be_written_keeps_no_summary_away(
+def test_summary_is_written_if_picture_fails(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = run_results.LossLog.write
@@ -312,7 +308,7 @@ Prefetch.take = removing
 """
 
 
-def test_a_folder_that_is_removed_under_a_run_is_named(config: str, tmp_path: Path) -> None:
+def test_removed_output_folder_is_named_in_error(config: str, tmp_path: Path) -> None:
     schedule, folder = tmp_path / "mine.py", tmp_path / "out"
     schedule.write_text(REMOVES.format(folder=str(folder)))
     words = arguments(config, folder, *TWO, f"pipeline.schedule={schedule}:mine")

@@ -59,17 +59,17 @@ def wrong(step: Step, whole: Any, given: Any = None, **options: Any) -> list[Gra
 
 
 @pytest.mark.parametrize("name", [*SINGLE, *LOOP, *VEE])
-def test_torchs_schedules_are_right(name: str) -> None:
+def test_torch_schedules_pass(name: str) -> None:
     off = same(plain(name), model(2 if name in SINGLE else 4), batch())
     assert off < 1e-6
 
 
-def test_a_sum_is_right_without_scaling() -> None:
+def test_summed_loss_without_scaling_passes() -> None:
     step = plain("Schedule1F1B", loss_fn=squares, scale_grads=False)
     same(step, model(2), batch(), loss_fn=squares, reduction="sum")
 
 
-def test_steps_add_up() -> None:
+def test_accumulated_steps_pass() -> None:
     step = plain("ScheduleGPipe", steps=2, microbatches=2, scale_grads=False)
     same(step, model(2), batch(), reduction="sum")
 
@@ -84,12 +84,12 @@ def fsdp(part: nn.Module, mesh: Any) -> nn.Module:
 
 
 @pytest.mark.parametrize("wrap", [ddp, fsdp])
-def test_replicas_are_right(wrap: Any) -> None:
+def test_ddp_and_fsdp_replicas_pass(wrap: Any) -> None:
     step = replicated("ScheduleInterleaved1F1B", wrap)
     same(step, model(4), batch(16), ranks=4, replicas=2, microbatches=8)
 
 
-def test_our_executor_is_right() -> None:
+def test_executor_passes() -> None:
     """The executor leaves gradients as any other step does, so it can be checked too."""
     program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 4))
 
@@ -112,7 +112,7 @@ def test_our_executor_is_right() -> None:
     assert difference.error == pytest.approx(3)
 
 
-def test_a_batch_is_counted_that_nobody_gave() -> None:
+def test_extra_forward_for_shape_inference_passes() -> None:
     """torch 2.13 runs a stage once more to learn shapes, which does not change the gradients."""
 
     def step(rank: int, ranks: int, model: Any, batch: Any) -> None:
@@ -131,7 +131,7 @@ class Priced(Layer):
         return y if labels is None else SimpleNamespace(loss=mse_loss(y, labels))
 
 
-def test_a_model_may_give_its_loss() -> None:
+def test_model_that_returns_its_loss_passes() -> None:
     def step(rank: int, ranks: int, model: Any, batch: dict[str, Tensor]) -> None:
         assert os.environ["RANK"] == str(rank) and os.environ["WORLD_SIZE"] == str(ranks)
         run("Schedule1F1B", {rank: model}, 1, [(batch["x"], batch["labels"])])
@@ -140,7 +140,7 @@ def test_a_model_may_give_its_loss() -> None:
     same(step, Priced(), {"x": x, "labels": y}, ranks=1, loss_fn=None)
 
 
-def test_a_step_may_work_on_copies() -> None:
+def test_step_on_copies_must_return_gradients() -> None:
     def step(rank: int, ranks: int, model: nn.Module, batch: Any) -> dict[str, Tensor | None]:
         own = Layer()
         own.load_state_dict(model[rank].state_dict())  # type: ignore[index]
@@ -159,7 +159,7 @@ def test_a_step_may_work_on_copies() -> None:
 # ---------------------------------------------------------------- known mistakes of users
 
 
-def test_losses_that_are_divided_otherwise() -> None:
+def test_wrong_loss_scaling_is_detected() -> None:
     """This is the fault of pytorch/torchtitan#2972 and of inclusionAI/AReaL PR 1273."""
     (never,) = wrong(plain("Schedule1F1B", scale_grads=False), model(2))
     assert never.has_all_parameters and never.locations == (
@@ -174,7 +174,7 @@ def test_losses_that_are_divided_otherwise() -> None:
     assert twice.stages == (0, 1, 2, 3) and twice.error == pytest.approx(3 / 4)
 
 
-def test_gradients_that_are_divided_at_every_step() -> None:
+def test_gradients_scaled_at_every_step_are_detected() -> None:
     """In pytorch/torchtitan#1733, scale_grads=True while several steps accumulate gradients."""
     differences = wrong(plain("Schedule1F1B", steps=2, microbatches=2), model(2), reduction=2)
     assert [d.stages for d in differences] == [(0,), (1,)]
@@ -202,7 +202,7 @@ def weights_as_before(weights: Any, groups: Any, retain_graph: bool = False) -> 
     return ()
 
 
-def test_a_weight_that_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_double_counted_weight_gradient_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """A split backward counts a part of its gradient twice: pytorch/pytorch#180952.
 
     PR 181365 fixed this.
@@ -223,7 +223,7 @@ def tied(rank: int, ranks: int, model: Any, batch: Any, *, summed: bool) -> None
         dist.all_reduce(model.embed.weight.grad)
 
 
-def test_copies_of_a_tied_weight_that_are_not_summed() -> None:
+def test_unsummed_tied_weight_gradient_is_detected() -> None:
     """This is the fault of uw-syfi/piper#13."""
     torch.manual_seed(0)
     same(partial(tied, summed=True), Tied(), batch())
@@ -243,7 +243,7 @@ def in_2_13(step: Step, whole: Any, given: Any, **options: Any) -> list[Gradient
     pytest.skip("this torch is right")
 
 
-def test_gradients_that_are_set_to_none_between() -> None:
+def test_lost_gradients_between_steps_are_detected() -> None:
     def forget(schedule: Any, *_: Any) -> None:
         schedule._stage.submod.zero_grad(set_to_none=True)
 
@@ -254,7 +254,7 @@ def test_gradients_that_are_set_to_none_between() -> None:
     )
 
 
-def test_stages_of_fsdp_that_are_prepared_anew() -> None:
+def test_lost_gradients_of_prepared_fsdp_stages_are_detected() -> None:
     """FSDP stages lose their gradients when they are prepared again: NeMo/Automodel PR 3530.
 
     torch prepares them when it changes between step and eval.
@@ -285,7 +285,7 @@ def test_stages_of_fsdp_that_are_prepared_anew() -> None:
     )
 
 
-def test_split_backwards_under_ddp() -> None:
+def test_missing_ddp_reduction_of_split_backward_is_detected() -> None:
     """Split backwards call no hooks, so DDP reduces nothing: pytorch/pytorch#144530."""
     torch.manual_seed(0)
     step = replicated("ScheduleInterleavedZeroBubble", ddp)
@@ -362,7 +362,7 @@ def with_chunked_loss(make: Any) -> Step:
     return step
 
 
-def test_a_norm_that_a_chunked_loss_shards_again() -> None:
+def test_norm_resharded_by_chunked_loss_is_detected() -> None:
     """torchtitan 0.3.0 with ZBVZeroBubble trains its last norm without a gradient."""
     torch.manual_seed(0)
     whole = [Layer(), Layer(), Layer(), Last()]
@@ -374,7 +374,7 @@ def test_a_norm_that_a_chunked_loss_shards_again() -> None:
         same(with_chunked_loss(ours), whole, batch())
 
 
-def test_gradients_that_every_stage_divides() -> None:
+def test_gradients_scaled_by_every_stage_are_detected() -> None:
     """A hook on each stage's output divides its gradient, as in deepspeedai/DeepSpeed PR 8154."""
 
     def step(rank: int, ranks: int, model: Any, batch: Any) -> None:
@@ -389,7 +389,7 @@ def test_gradients_that_every_stage_divides() -> None:
     assert first.error == pytest.approx(1 - 1 / 16) and second.error == pytest.approx(1 - 1 / 4)
 
 
-def test_a_part_that_is_in_no_stage() -> None:
+def test_layer_without_stage_is_detected() -> None:
     """As in NVIDIA/Megatron-LM#1304, where 28 of 30 layers are built on 4 stages."""
 
     def step(rank: int, ranks: int, model: Any, batch: Any) -> None:
@@ -400,7 +400,7 @@ def test_a_part_that_is_in_no_stage() -> None:
     assert str(missing) == "on no rank, all 2 parameters: no gradient"
 
 
-def test_the_page_runs_and_shows_what_is_said() -> None:
+def test_page_example_raises_documented_error() -> None:
     page = PAGE.read_text()
     names: dict[str, Any] = {}
     exec(page.split("```python")[1].split("```")[0], names)

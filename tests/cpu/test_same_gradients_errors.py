@@ -22,7 +22,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "gradients.txt"
 same = partial(assert_same_gradients, ranks=2, microbatches=4, loss_fn=mse_loss, timeout=60)
 
 
-def test_a_rank_that_fails_is_shown_once() -> None:
+def test_error_of_failed_rank_is_shown_once() -> None:
     def fails(rank: int, ranks: int, model: Any, batch: Any) -> None:
         if rank == 1:
             raise ValueError("no such thing")
@@ -35,7 +35,7 @@ def test_a_rank_that_fails_is_shown_once() -> None:
     assert text.count("in fails") == 1 and "rank 0" not in text
 
 
-def test_a_rank_that_dies_is_named() -> None:
+def test_dead_rank_is_named() -> None:
     def dies(rank: int, ranks: int, model: Any, batch: Any) -> None:
         if rank == 1:
             os._exit(3)
@@ -47,7 +47,7 @@ def test_a_rank_that_dies_is_named() -> None:
         same(dies, model(2), batch())
 
 
-def test_a_hang_is_one_error_that_says_where() -> None:
+def test_hang_error_has_location_of_rank() -> None:
     def hangs(rank: int, ranks: int, model: Any, batch: Any) -> None:
         if rank == 1:
             time.sleep(1000)
@@ -63,7 +63,7 @@ def plain_step(rank: int, ranks: int, model: Any, batch: Any) -> None:
     mse_loss(model(batch[0]), batch[1]).backward()
 
 
-def test_a_process_group_of_ours_is_left_alone(tmp_path: Path) -> None:
+def test_process_group_of_caller_is_unchanged(tmp_path: Path) -> None:
     """Forks would share its connections, so functions run in spawned processes."""
     dist.init_process_group("gloo", init_method=(tmp_path / "s").as_uri(), rank=0, world_size=1)
     try:
@@ -100,7 +100,7 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 
 
-def test_what_cannot_be_compared_is_refused_in_one_way() -> None:
+def test_wrong_arguments_are_refused_with_golden_errors() -> None:
     said = ""
     for name, given in GIVEN.items():
         every = {"step": lambda *_: None, "model": LINEAR, "batch": batch(), "ranks": 1, **given}

@@ -55,7 +55,7 @@ same = partial(assert_same_gradients, batch=BATCH, ranks=2, loss_fn=mse_loss)
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_megatron_divides_by_the_microbatches(stages: int) -> None:
+def test_megatron_gradients_are_divided_by_microbatches(stages: int) -> None:
     """With a summed loss, all gradients of 1F1B and interleaved are 4 times too small.
 
     This is the fault of AReaL PR 1273.
@@ -69,7 +69,7 @@ def test_megatron_divides_by_the_microbatches(stages: int) -> None:
     assert difference.has_all_parameters and difference.error == pytest.approx(3 / 4)
 
 
-def test_two_ranks_that_are_neighbours_on_both_sides_mix_up_their_messages() -> None:
+def test_wrong_gradients_of_two_rank_interleaving_are_detected() -> None:
     """Messages between them match only by position: NVIDIA/Megatron-LM#750 and #1450.
 
     Megatron's command line refuses this case, but megatron-core does not.

@@ -59,7 +59,7 @@ class Buffered(Layer):
         return super().forward(x) * self.late / self.seen[-1]
 
 
-def test_buffers_may_come_and_grow() -> None:
+def test_new_and_growing_buffers_pass() -> None:
     same(step, Buffered(), batch())
     with pytest.raises(WrongGradients) as caught:
         same(lambda r, P, m, b: loop(m, b, divisor=1), Buffered(), batch())
@@ -67,12 +67,12 @@ def test_buffers_may_come_and_grow() -> None:
     assert difference.has_all_parameters and difference.error == pytest.approx(3)
 
 
-def test_sparse_gradients_are_gradients() -> None:
+def test_sparse_gradients_pass() -> None:
     whole = nn.Sequential(nn.Embedding(9, WIDTH, sparse=True), Layer())
     same(step, whole, (torch.arange(8), batch()[1]))
 
 
-def test_hooks_of_gradients_are_the_models() -> None:
+def test_gradient_hooks_pass_and_accumulate_hooks_are_refused() -> None:
     whole = Layer()
     whole.linear.weight.register_hook(lambda gradient: gradient * torch.eye(WIDTH))
     same(step, whole, batch())
@@ -81,7 +81,7 @@ def test_hooks_of_gradients_are_the_models() -> None:
         same(step, whole, batch())
 
 
-def test_a_frozen_weight_is_due_no_gradient() -> None:
+def test_gradient_of_frozen_weight_is_detected() -> None:
     whole = nn.Sequential(Layer(), Layer())
     whole[0].requires_grad_(False)
     same(step, whole, batch())
@@ -98,7 +98,7 @@ def test_a_frozen_weight_is_due_no_gradient() -> None:
 
 
 @pytest.mark.filterwarnings("error")
-def test_of_a_complex_weight_both_parts_count() -> None:
+def test_complex_gradient_is_compared_in_both_parts() -> None:
     def squares(y: Tensor, target: Tensor) -> Tensor:
         return (y - target).abs().square().mean()
 
@@ -119,7 +119,7 @@ def test_of_a_complex_weight_both_parts_count() -> None:
 
 
 @pytest.mark.parametrize("wrap", [checkpoint_wrapper, partial(torch.compile, backend="eager")])
-def test_a_step_may_wrap_modules(wrap: Any) -> None:
+def test_step_that_wraps_modules_passes(wrap: Any) -> None:
     """The parameters of wrapped modules have other names."""
 
     def wrapped(rank: int, ranks: int, model: Any, batch: Any) -> None:
@@ -131,7 +131,7 @@ def test_a_step_may_wrap_modules(wrap: Any) -> None:
     same(wrapped, model(2), batch())
 
 
-def test_zeros_of_what_is_anothers_are_no_gradient() -> None:
+def test_zero_gradients_of_other_stages_are_ignored() -> None:
     """A rank may have zero gradients for the whole model, but train only one stage."""
 
     def zeroed(rank: int, ranks: int, model: Any, batch: Any) -> None:
@@ -142,7 +142,7 @@ def test_zeros_of_what_is_anothers_are_no_gradient() -> None:
     same(zeroed, model(2), batch(), ranks=2)
 
 
-def test_each_replica_is_due_a_gradient() -> None:
+def test_missing_gradient_of_replica_is_detected() -> None:
     """Each replica needs one unless the step says otherwise, as with a sharded optimizer."""
 
     def one(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
@@ -160,7 +160,7 @@ def test_each_replica_is_due_a_gradient() -> None:
     same(other, Layer(), batch(), ranks=2, replicas=2)
 
 
-def test_a_step_may_load_its_data_and_end_its_process_group() -> None:
+def test_step_with_data_loader_and_group_destruction_passes() -> None:
     """The main function of a trainer does both."""
 
     def trains(rank: int, ranks: int, model: Any, batch: Any) -> None:
@@ -177,7 +177,7 @@ class Named(Layer):
         return super().forward(x)
 
 
-def test_a_batch_may_be_a_dict_of_another_kind() -> None:
+def test_batch_may_be_any_mapping() -> None:
     """An example is the BatchEncoding of transformers. Each microbatch gets its part."""
     x, y = batch(10)
 
@@ -188,7 +188,7 @@ def test_a_batch_may_be_a_dict_of_another_kind() -> None:
     same(named, Named(), (UserDict({"x": x, "scale": None}), y))
 
 
-def test_inputs_of_the_caller_stay_as_they_are() -> None:
+def test_inputs_of_caller_get_no_gradient() -> None:
     x, y = batch()
     leaf = x.requires_grad_()
     with torch.no_grad():  # applies to the caller, and not to the step
@@ -197,7 +197,7 @@ def test_inputs_of_the_caller_stay_as_they_are() -> None:
     assert leaf.grad is None
 
 
-def test_random_numbers_of_the_caller_stay_as_they_are() -> None:
+def test_generator_state_of_caller_is_unchanged() -> None:
     whole, given, before = nn.Sequential(Layer(), nn.Dropout()), batch(), torch.get_rng_state()
     with pytest.raises(Exception, match="model uses random numbers"):
         same(step, whole, given)

@@ -154,7 +154,7 @@ def trained(rank: int) -> dict[str, bool]:
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_gradients_outputs_and_losses_are_those_of_torchs_runtime_and_a_plain_loop(
+def test_schedir_runtime_equals_torch_runtime_and_plain_loop(
     ranks: int,
 ) -> None:
     each = run(trained, ranks)
@@ -245,7 +245,7 @@ def changed(rank: int) -> dict[str, bool]:
     return found
 
 
-def test_what_may_change_between_steps() -> None:
+def test_options_may_change_between_steps() -> None:
     for rank, found in enumerate(run(changed, 2)):
         assert len(found) == 12
         assert not [(rank, what) for what, same in found.items() if not same]
@@ -285,7 +285,7 @@ def of_other_kinds(rank: int) -> dict[str, bool]:
     return found
 
 
-def test_steps_follow_types_and_parameters() -> None:
+def test_step_follows_changed_dtypes_and_parameters() -> None:
     for rank, found in enumerate(run(of_other_kinds, 2)):
         assert len(found) == 5
         assert not [(rank, what) for what, same in found.items() if not same]
@@ -312,7 +312,7 @@ def failed(rank: int) -> list[str]:
     return said
 
 
-def test_a_rank_that_fails_is_named_and_others_do_not_wait_for_it() -> None:
+def test_failed_rank_is_named_without_hang() -> None:
     (first,), (second,) = run(failed, 2, limit=40)
     assert "has left" in first or "another process was lost" in first
     assert "ZeroDivisionError" in second
@@ -347,5 +347,5 @@ def replicated(rank: int) -> bool:
     return all(same)
 
 
-def test_pipelines_of_a_mesh_with_replicas() -> None:
+def test_replicated_pipelines_of_device_mesh_equal_one_process() -> None:
     assert all(run(replicated, 4))

@@ -94,13 +94,13 @@ def equal(one: Any, other: Any) -> bool:
     return one is other
 
 
-def test_several_tensors_of_each_edge_and_keywords_of_each_stage() -> None:
+def test_several_tensors_and_keywords_equal_torch_runtime() -> None:
     for same in run(both, 2):
         assert len(same) == 15
         assert all(same)
 
 
-def test_keywords_that_say_which_way_to_go_are_told_apart() -> None:
+def test_shape_key_distinguishes_string_and_bool_keywords() -> None:
     assert collect_shapes({"mode": "short", "step": 1}) != collect_shapes(
         {"mode": "long", "step": 1}
     )

@@ -45,7 +45,7 @@ def kept(rank: int) -> bool:
     return all(map(equal, told, copies)) and (rank == 0 or not equal(*told))
 
 
-def test_what_a_step_gives_outlives_the_next() -> None:
+def test_losses_are_unchanged_by_next_step() -> None:
     assert all(run(kept, 2))
 
 
@@ -71,7 +71,7 @@ def compiled(rank: int) -> list[str]:
     return [str(one.message) for one in said if "is not split" in str(one.message)]
 
 
-def test_compiled_stages_run_whole() -> None:
+def test_compiled_stages_run_full_backward_with_warning() -> None:
     for said in run(compiled, 2):
         assert len(said) == 1
 
@@ -104,7 +104,7 @@ def mistaken(rank: int) -> list[str]:
     return said
 
 
-def test_a_mistake_on_one_rank_is_told_on_all() -> None:
+def test_wrong_input_on_one_rank_is_error_on_all_ranks() -> None:
     first, second = run(mistaken, 2, limit=40)
     assert first == second
     assert len(first) == len(WRONG)

@@ -69,7 +69,9 @@ CASES = [
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("shape", "in_flight", "split"), CASES)
-def test_in_process(shape: PipelineShape, in_flight: int, split: bool, tied: bool) -> None:
+def test_searched_schedule_has_reference_bits_in_process(
+    shape: PipelineShape, in_flight: int, split: bool, tied: bool
+) -> None:
     program = found(shape, in_flight, split)
     assert program.reduces_in_microbatch_order
     if tied:
@@ -82,7 +84,7 @@ def test_in_process(shape: PipelineShape, in_flight: int, split: bool, tied: boo
         assert same_bits(gradients(stages), right)
 
 
-def test_no_built_in_schedule_is_what_is_run() -> None:
+def test_searched_schedule_differs_from_built_in_schedules() -> None:
     shape, in_flight, split = CASES[0]
     streams = extract_compute(found(shape, in_flight, split)).streams
     for name in ("gpipe", "one_f_one_b", "zb_h1", "zb_h2", "eager_1f1b"):
@@ -99,7 +101,7 @@ def _rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]
     return results
 
 
-def test_over_gloo() -> None:
+def test_searched_schedule_has_reference_bits_over_gloo() -> None:
     for case, results in zip(CASES, zip(*run(_rank, 4), strict=True), strict=False):
         loss, right = expected(case[0], tied=False)
         assert [torch.equal(got, loss) for got, _ in results if got is not None] == [True]
@@ -107,7 +109,7 @@ def test_over_gloo() -> None:
         assert same_bits([got[s] for s in range(len(right))], right)
 
 
-def test_the_trainer_takes_the_file(config: str, tmp_path: Path) -> None:
+def test_trainer_runs_searched_program_file(config: str, tmp_path: Path) -> None:
     """The file is used as it is for an untied model, and lowered again for a tied one."""
     file, tied = str(tmp_path / "best.sched"), str(tmp_path / "tied.sched")
     costs = "--costs=F=1:1.2,I=1.3:0.9,W=0.8:1.1,send=0.05"

@@ -128,7 +128,7 @@ def _same(one: Any, other: Any) -> bool:
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_pieces_have_the_bits_of_stages(name: str, sequence: bool) -> None:
+def test_segments_have_bits_of_whole_stages(name: str, sequence: bool) -> None:
     """Losses, gradients, weights and norm are equal, for a tied model with dropout.
 
     It runs on 2 x 2 processes, with sums in place or with the sequence divided.
@@ -136,7 +136,7 @@ def test_pieces_have_the_bits_of_stages(name: str, sequence: bool) -> None:
     assert run(both, 4, name, sequence) == [[]] * 4
 
 
-def test_pieces_behind_a_frozen_stage() -> None:
+def test_segments_after_frozen_stage_have_same_bits() -> None:
     """The inputs of the first trained segment have no gradient, nor has its residual input."""
     found: list[Any] = []
     for cut in (None, count_segments([2, 2])):
@@ -267,7 +267,7 @@ def both_ways(rank: int) -> list[bool]:
     return [mine(rank), *shared(rank)]
 
 
-def test_a_stage_of_ones_own() -> None:
+def test_segments_of_user_stage_have_gradients_of_one_process() -> None:
     """This holds with sums in place, and with a divided sequence."""
     assert run(both_ways, 2) == [[True] * 11] * 2
 
@@ -288,7 +288,7 @@ REFUSED: dict[str, tuple[Any, str]] = {
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_what_ranks_make_of_tokens_is_told_right(name: str) -> None:
+def test_wrong_boundary_of_sequence_parallel_segment_is_refused(name: str) -> None:
     program = compile(
         schedules.gpipe, PipelineShape(1, 1), tp=2, stage_segments="fg", sequence_parallel=True
     )
@@ -305,7 +305,7 @@ def test_what_ranks_make_of_tokens_is_told_right(name: str) -> None:
         require_fit(ModelBoundaries.from_edges(right, 3), whole)
 
 
-def test_what_a_piece_takes_in_is_held_whole() -> None:
+def test_measured_sizes_include_full_segment_inputs() -> None:
     """A tensor is in memory in both shapes while ranks gather or sum it. Inputs are saved."""
     config = replace(CONFIG, layers=1, tied=False)
     parts, tokens = split_stage(gpt.build_stage(config, 0, 1)), torch.zeros(2, 8, dtype=torch.long)
@@ -375,7 +375,7 @@ def without_gradient(rank: int) -> None:
     of_two(Twice(), (table, Boundary((2, 4))))
 
 
-def test_what_is_summed_in_its_place() -> None:
+def test_in_place_sum_of_needed_tensor_is_refused() -> None:
     """Inputs that a stage returns unchanged are not overwritten.
 
     A sum in place of a tensor that a backward needs, or that has no gradient, is refused.
@@ -387,7 +387,7 @@ def test_what_is_summed_in_its_place() -> None:
         run(without_gradient, 2)
 
 
-def test_pieces_of_a_whole_tied_model_are_refused() -> None:
+def test_segments_of_tied_single_stage_are_refused() -> None:
     with pytest.raises(ModelError, match="use two or more stages, or tied=False"):
         split_stage(gpt.build_stage(CONFIG, 0, 1))
     with pytest.raises(ModelError, match="has no parameter or submodule 'up'"):

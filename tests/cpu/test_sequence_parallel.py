@@ -291,19 +291,19 @@ def told() -> list[Told]:
     return run(all_of_it, 3)
 
 
-def test_gradients_are_those_of_one_for_any_shape(told: list[Told]) -> None:
+def test_gradients_equal_one_process_for_random_shapes(told: list[Told]) -> None:
     assert [own["shapes"] for own in told] == [[], [], []]
 
 
 @pytest.mark.parametrize("name", STAGES)
-def test_a_stage_says_what_its_program_does(told: list[Told], name: str) -> None:
+def test_wrong_summed_over_tp_attribute_is_refused(told: list[Told], name: str) -> None:
     said = [own["refused"].get(name, "") for own in told[:2]]
     assert all(STAGES[name][2] in one for one in said) and said[0] == said[1]
     assert bool(STAGES[name][2]) == bool(said[0])
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_each_model_shares_the_sequence(told: list[Told], kind: str) -> None:
+def test_model_families_equal_one_process(told: list[Told], kind: str) -> None:
     """Gradients are those of one process. Those of norms are summed over the ranks first."""
     want, parts = of_kind(kind, None), [own["kinds"][kind] for own in told[:2]]
     assert len(want) == MODELS[kind][-1]
@@ -315,7 +315,7 @@ def test_each_model_shares_the_sequence(told: list[Told], kind: str) -> None:
         assert (whole - one).norm() <= 1e-5 * one.norm(), name
 
 
-def test_microbatches_may_differ_and_are_shared_evenly(told: list[Told]) -> None:
+def test_microbatch_lengths_may_differ(told: list[Told]) -> None:
     for own in told[:2]:
         for one, other in zip(own["lengths"]["shared"], own["lengths"]["whole"], strict=True):
             assert (one - other).norm() <= 1e-5 * other.norm()
@@ -324,7 +324,7 @@ def test_microbatches_may_differ_and_are_shared_evenly(told: list[Told]) -> None
         )
 
 
-def test_each_draws_for_its_own_tokens_the_same_when_it_runs_again(told: list[Told]) -> None:
+def test_recompute_has_same_dropout_mask_per_rank(told: list[Told]) -> None:
     masks = [own["drawn"]["masks"] for own in told[:2]]
     for mine, other in zip(*masks, strict=True):
         assert 0.3 < mine.float().mean() < 0.7 and not torch.equal(mine, other)
@@ -334,7 +334,7 @@ def test_each_draws_for_its_own_tokens_the_same_when_it_runs_again(told: list[To
     assert torch.equal(*(own["drawn"]["losses"][0][0] for own in told[:2]))
 
 
-def test_tokens_that_cannot_be_shared_are_refused() -> None:
+def test_indivisible_sequence_is_refused() -> None:
     assert select_local_tokens(torch.ones(3, 2), None).shape == (3, 2)
 
     class Two:
@@ -350,7 +350,7 @@ def test_tokens_that_cannot_be_shared_are_refused() -> None:
         select_local_tokens(torch.ones(3, 2), two)
 
 
-def test_a_training_run_shares_the_sequence(config: str, tmp_path: Path) -> None:
+def test_training_losses_equal_plain_tensor_parallelism(config: str, tmp_path: Path) -> None:
     """The losses of training and evaluation are nearly those without sequence parallelism."""
     found = []
     for sequence in ("false", "true"):

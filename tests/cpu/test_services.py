@@ -137,7 +137,7 @@ def _make(*more: schedir.Program, ranks: int = 1, loss: Loss = squared_error) ->
 
 
 @pytest.mark.parametrize("kind", [_ProgramNotes, _RankNotes])
-def test_all_parts_of_a_step_call_a_service(kind: type[_ProgramNotes | _RankNotes]) -> None:
+def test_each_phase_of_step_calls_services(kind: type[_ProgramNotes | _RankNotes]) -> None:
     world, plain = _make(), _make()
     (rank,) = world.executors
     notes: _Notes = rank.state.service(kind)
@@ -186,9 +186,7 @@ def _dropout_error(y: Tensor, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("method", ["prepare_step", "begin_update", "begin_step"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_before_the_first_instruction_changes_no_later_step(
-    rank: int, method: str
-) -> None:
+def test_error_before_first_instruction_changes_no_later_step(rank: int, method: str) -> None:
     worlds = [_make(ranks=2, loss=_dropout_error) for _ in range(2)]
     failure = worlds[0].executors[rank].state.service(_Failure)
     failure.fail_in(method)
@@ -202,7 +200,7 @@ def test_an_error_before_the_first_instruction_changes_no_later_step(
 
 
 @pytest.mark.parametrize("method", ["restore", "fail"])
-def test_an_error_in_the_clean_up_stops_no_other_service(method: str) -> None:
+def test_error_in_cleanup_stops_no_other_service(method: str) -> None:
     world = _make(ranks=2)
     for rank in world.executors:
         rank.state.service(_Failure).fail_in(method)
@@ -213,7 +211,7 @@ def test_an_error_in_the_clean_up_stops_no_other_service(method: str) -> None:
     assert [one.take()[-2:] for one in notes] == [["restore", "fail True"]] * 2
 
 
-def test_live_memory_counts_that_of_services() -> None:
+def test_live_memory_includes_services() -> None:
     def peaks(*, notes: bool) -> dict[str, int]:
         world = _make()
         if notes:
@@ -228,7 +226,7 @@ def test_live_memory_counts_that_of_services() -> None:
     }  # fmt: skip
 
 
-def test_programs_share_the_services_of_their_rank_only() -> None:
+def test_programs_share_only_rank_services() -> None:
     other = schedir.compile(one_f_one_b, PipelineShape(1, 4), progress_model="per_edge",
                             clip_grad_norm=True)  # fmt: skip
     (rank,) = _make(other).executors
@@ -239,7 +237,7 @@ def test_programs_share_the_services_of_their_rank_only() -> None:
 
 
 @pytest.mark.parametrize("kind", BUDGET)
-def test_core_objects_stay_small(kind: type[State | RankResources]) -> None:
+def test_core_objects_have_few_attributes(kind: type[State | RankResources]) -> None:
     (rank,) = _make().executors
     one = rank.state if kind is State else rank.resources
     properties = {name for name, value in vars(kind).items() if isinstance(value, property)}
@@ -268,7 +266,7 @@ def test_core_files_name_no_service(name: str) -> None:
     assert not names & {"sharded_parameters", "optimizer_state", "spill_file"}
 
 
-def test_stages_without_a_feature_have_no_service_of_it() -> None:
+def test_unused_features_have_no_service() -> None:
     """A program without sharding, offload and delay has no services for these."""
     (rank,) = _make().executors
     names = {kind.__name__ for kind in (*rank.resources.services, *rank.state.services)}

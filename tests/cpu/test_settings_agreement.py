@@ -98,7 +98,7 @@ def _change(stage: nn.Module, how: str) -> None:
         ("tied", "the tied weight, slice 0: [32, 16] of "),
     ],
 )
-def test_a_difference_is_one_error_in_every_process(differs: str, said: str) -> None:
+def test_difference_is_reported_in_every_process(differs: str, said: str) -> None:
     with pytest.raises(RankError) as caught:
         run(_executor, 2, differs, limit=60)
     assert len(caught.value.tracebacks) == 2
@@ -107,7 +107,7 @@ def test_a_difference_is_one_error_in_every_process(differs: str, said: str) -> 
         assert said in tb
 
 
-def test_processes_that_agree_are_let_through() -> None:
+def test_equal_settings_are_accepted() -> None:
     assert run(_executor, 2, "nothing") == [None, None]
 
 
@@ -117,7 +117,7 @@ def _trainer(process: int, config: Config) -> None:
     _Trainer(config, build_program(config), Corpus(config), None)
 
 
-def test_trainers_that_read_different_configurations() -> None:
+def test_different_learning_rates_are_refused() -> None:
     config: Any = Config(
         model=gpt.GPTConfig(256, 2, 16, 2, 8),
         pipeline=PipelineConfig(schedule="one_f_one_b", ranks=2, microbatches=2),
@@ -131,7 +131,7 @@ def test_trainers_that_read_different_configurations() -> None:
 
 
 @pytest.mark.parametrize("length", [0, 10, 200, 5000])
-def test_a_long_difference_is_shown_where_it_begins(length: int) -> None:
+def test_long_difference_is_shortened_to_its_begin(length: int) -> None:
     values = ["x" * length + end for end in ("one" + "y" * length, "other" + "y" * length)]
     text = find_difference([{"the boundaries": value} for value in values])
     assert text.startswith("processes 0 and 1 do not agree on the boundaries: ")

@@ -93,7 +93,7 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
         ("pipedream_2bw", 0),
     ],
 )
-def test_evaluations_leave_nothing(name: str, zero: int) -> None:
+def test_evaluations_do_not_change_training(name: str, zero: int) -> None:
     """A run with evaluations between and within steps has the bits of a run without them."""
     schedule, m = ZOO[name], 8
     shape = (
@@ -132,7 +132,7 @@ def test_evaluations_leave_nothing(name: str, zero: int) -> None:
     assert losses[0] != losses[-1]
 
 
-def test_the_page_does_what_it_says() -> None:
+def test_page_example_runs() -> None:
     (body,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
     exec(compile(body, PAGE.name, "exec"), {})
 
@@ -190,7 +190,7 @@ def in_processes(rank: int, kind: str, dp: int, zero: int) -> list[list[Tensor]]
 @pytest.mark.parametrize(
     ("kind", "dp", "zero"), [("gloo", 2, 0), ("shared", 2, 3), ("shared", 1, 0)]
 )
-def test_in_processes(kind: str, dp: int, zero: int) -> None:
+def test_evaluations_do_not_change_training_on_processes(kind: str, dp: int, zero: int) -> None:
     for without, with_evaluations in run(in_processes, 2 * dp, kind, dp, zero):
         assert same(without, with_evaluations)
 
@@ -217,14 +217,14 @@ def out_of_order(rank: int) -> str:
     return format_error(error.value)
 
 
-def test_steps_that_would_meet_each_others_messages_are_refused() -> None:
+def test_different_program_order_on_ranks_is_refused() -> None:
     """The first rank of the second evaluation only sends, and would go on to the step."""
     one, other = run(out_of_order, 2)
     assert one == other
     assert one + "\n" == (GOLDEN / "sequence.txt").read_text()
 
 
-def test_a_switch_that_no_other_process_makes_has_the_names_of_the_programs() -> None:
+def test_timeout_of_program_switch_names_programs() -> None:
     class Deserted(GlooTransport):
         dp_rank = tp_rank = 0
 
@@ -281,7 +281,7 @@ def refused() -> list[Exception]:
     return found
 
 
-def test_what_does_not_go_together_is_refused() -> None:
+def test_incompatible_programs_are_refused() -> None:
     said = "\n".join(map(format_error, refused()))  # type: ignore[arg-type]
     assert said + "\n" == (GOLDEN / "refused.txt").read_text()
 
@@ -304,7 +304,7 @@ class Writes(nn.Module):
 
 
 @pytest.mark.parametrize("data", [False, True])
-def test_forwards_that_write_are_put_back_or_refused(data: bool) -> None:
+def test_evaluation_undoes_buffer_writes_and_refuses_weight_writes(data: bool) -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2))
     looks, x = schedir.evaluation_program(program), torch.ones(2, 1, 4)
     how: dict[str, Any] = {

@@ -106,7 +106,7 @@ def in_process(schedule: Any, shape: PipelineShape, optimizer: Any, seed: int = 
         PipelineShape(4, 12, optimizer_steps=4, weight_delay=1),
     ],
 )
-def test_2bw_is_its_rule(shape: PipelineShape) -> None:
+def test_pipedream_2bw_equals_its_formula(shape: PipelineShape) -> None:
     right = two_buffered(shape, *make_batch(shape.microbatches))
     for seed in range(3):
         assert same(in_process(pipedream_2bw, shape, sgd, seed), right)
@@ -126,7 +126,7 @@ class Beside(nn.Module):
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_versions_have_the_hooks_of_their_weights(late: bool) -> None:
+def test_weight_versions_have_hooks_of_weights(late: bool) -> None:
     """A step of two updates without delay equals two steps, also with hooks on gradients."""
     found = []
     for updates in (1, 2):
@@ -162,7 +162,7 @@ def _in_turns(r: int, P: int, m: int) -> RankSchedule:
     return m // 2 * (2 * F + 2 * B)
 
 
-def test_a_reference_to_a_weight_that_has_versions_is_refused() -> None:
+def test_outside_reference_to_weight_with_versions_is_refused() -> None:
     inputs, targets = make_batch(4)
     stages: list[nn.Module] = [Beside(True), Beside(True)]
     ranks = InProcessExecutor(
@@ -179,7 +179,7 @@ def test_a_reference_to_a_weight_that_has_versions_is_refused() -> None:
     torch.autograd.backward(y)  # after the step the user may use the module
 
 
-def test_evaluation_uses_the_weights_as_they_are() -> None:
+def test_evaluation_uses_newest_weights() -> None:
     program = compile(
         lambda r, P, m: m * F,
         PipelineShape(2, 6, optimizer_steps=3, weight_delay=1),
@@ -206,7 +206,7 @@ class Odd(nn.Module):
         return y + self.shift
 
 
-def test_old_weights_are_used_wherever_they_are() -> None:
+def test_old_weights_apply_to_shared_and_recomputed_layers() -> None:
     shape = PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)
     right = nn.Sequential(Odd(0), Odd(1))
     kept = [deepcopy(right)]
@@ -246,7 +246,7 @@ def _one_rank(rank: int, shape: PipelineShape) -> Any:
     return weights([*stages.values()])
 
 
-def test_2bw_on_gloo() -> None:
+def test_pipedream_2bw_over_gloo_equals_its_formula() -> None:
     shape = PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)
     held = run(_one_rank, 2, shape)
     assert same([p for rank in held for p in rank], two_buffered(shape, *make_batch(8)))
@@ -268,7 +268,7 @@ class _Renormalizes(nn.Embedding):
 
 
 @pytest.mark.parametrize("first", [lambda: _Clamps(WIDTH, WIDTH), _Renormalizes])
-def test_a_stage_that_writes_to_its_weight_is_refused(first: Any) -> None:
+def test_write_to_weight_with_versions_is_refused(first: Any) -> None:
     """Each update computes with copies of the weights, so writes to a copy would be lost."""
     stages = [first(), nn.Linear(WIDTH, WIDTH)]
     program = compile(pipedream_2bw, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1))
@@ -287,7 +287,7 @@ class _Auxiliary(nn.Linear):
         return y
 
 
-def test_a_backward_in_a_forward_is_refused() -> None:
+def test_backward_in_forward_is_refused() -> None:
     """The forward may run before the optimizer step of the previous update."""
     stages = [_Auxiliary(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     program = compile(pipedream_2bw, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1))

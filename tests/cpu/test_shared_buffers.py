@@ -58,7 +58,7 @@ class Means(nn.Module):
         (gpipe, PipelineShape(1, 4)),
     ],
 )
-def test_a_buffer_of_several_stages_is_said(
+def test_written_buffer_of_several_stages_warns(
     schedule: Any, shape: PipelineShape, view: bool
 ) -> None:
     """The stages are on one or several ranks of a process. A single stage gets no warning."""
@@ -76,7 +76,7 @@ def test_a_buffer_of_several_stages_is_said(
 
 
 @pytest.mark.parametrize("shape", [PipelineShape(2, 4, 1), PipelineShape(1, 4, 2)])
-def test_a_buffer_of_several_stages_that_stays_as_it_is_is_fine(shape: PipelineShape) -> None:
+def test_unchanged_buffer_of_several_stages_does_not_warn(shape: PipelineShape) -> None:
     mean = torch.ones(WIDTH)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -87,7 +87,7 @@ def test_a_buffer_of_several_stages_that_stays_as_it_is_is_fine(shape: PipelineS
         virtual(interleaved, shape, [Means(k, parts[k]) for k in range(2)]).step(*batch(4))
 
 
-def test_a_module_of_stages_on_several_ranks_is_said() -> None:
+def test_shared_module_of_several_ranks_warns() -> None:
     one, other = normed(2)
     stages = [one, other, one]
     found = compile(gpipe, PipelineShape(3, 4), tied_weights=find_tied_weights(stages))
@@ -109,7 +109,7 @@ class Scored(nn.Module):
         return squares(y, target)
 
 
-def test_buffers_of_a_loss_are_looked_at_as_those_of_its_stage() -> None:
+def test_written_loss_buffer_warns_or_is_refused() -> None:
     stages: list[Any] = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     found = compile(newest_first, PipelineShape(2, 4), progress_model="per_edge")
     ranks = InProcessExecutor(found, stages, loss=Scored(), boundary=BOUNDARY)

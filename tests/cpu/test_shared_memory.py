@@ -70,7 +70,7 @@ def both_ways(rank: int, schedule: Schedule, shape: PipelineShape) -> Any:
 
 
 @pytest.mark.parametrize(("schedule", "where"), [(chimera, "mirror"), (bitpipe, "mirror-vee")])
-def test_stages_with_two_holders(schedule: Schedule, where: str) -> None:
+def test_stage_replicas_have_reference_bits(schedule: Schedule, where: str) -> None:
     shape = PipelineShape(4, 6, placement=where)
     _, right = expected(
         shape, program=compile(schedule, shape, tied_weights=True, progress_model="per_edge")
@@ -91,7 +91,7 @@ def ahead(rank: int, steps: int, m: int) -> list[Tensor | None]:
     return losses
 
 
-def test_a_sender_does_not_overwrite_the_step_before() -> None:
+def test_sender_does_not_overwrite_previous_step() -> None:
     _, losses = run(ahead, 2, 4, 3)
     assert [float(loss) for loss in losses] == [step * 4.0 * 4 * 3 for step in range(4)]
 
@@ -107,7 +107,7 @@ def unread(rank: int, m: int) -> Tensor | None:
     return loss
 
 
-def test_a_send_never_waits_for_its_receive() -> None:
+def test_send_does_not_wait_for_receive() -> None:
     _, loss = run(unread, 2, 1500)
     assert float(loss) == 16 * 1500
 
@@ -130,7 +130,7 @@ def alone(rank: int, leaves: bool) -> None:
         (False, "PeerLate: rank 1 sent nothing within the timeout"),
     ],
 )
-def test_a_neighbour_that_leaves_or_sleeps(leaves: bool, why: str) -> None:
+def test_lost_or_late_peer_is_named(leaves: bool, why: str) -> None:
     with pytest.raises(RankError) as error:
         run(alone, 2, leaves, grace=10.0)
     assert why in error.value.tracebacks[0]
@@ -150,7 +150,7 @@ def left(rank: int, place: str, problem: bool) -> str:
 
 
 @pytest.mark.parametrize("problem", [False, True])
-def test_nothing_is_left_behind(problem: bool, tmp_path: Path) -> None:
+def test_memory_files_are_deleted(problem: bool, tmp_path: Path) -> None:
     for fact in run(left, 2, str(tmp_path), problem):
         assert fact.startswith("process 1 cannot allocate shared memory: No such file") == problem
     assert not list(tmp_path.iterdir())
@@ -161,7 +161,7 @@ def apart(rank: int, spaces: list[str]) -> bool:
     return shared_memory.can_share_memory()
 
 
-def test_processes_that_do_not_see_one_place_cannot_share(tmp_path: Path) -> None:
+def test_different_network_namespaces_cannot_share_memory(tmp_path: Path) -> None:
     spaces = [str(tmp_path / "a"), str(tmp_path / "b")]
     for space in spaces:
         os.symlink(f"net:[{space}]", space)
@@ -181,7 +181,7 @@ def again(rank: int) -> list[float]:
     return [float(loss) for loss in losses if loss is not None]
 
 
-def test_a_transport_serves_one_executor_after_the_other() -> None:
+def test_transport_is_reusable_by_next_executor() -> None:
     assert run(again, 2, grace=6.0) == [[], [48.0, 48.0, 96.0, 96.0]]
 
 
@@ -203,7 +203,7 @@ def identity(rank: int) -> list[Tensor | None]:
     return [own.step(torch.full((3,), float(step)), torch.zeros(3)) for step in range(3)]
 
 
-def test_a_loss_in_memory_that_is_received_is_summed_before_it_is_left() -> None:
+def test_loss_in_received_memory_is_summed_before_reuse() -> None:
     _, losses = run(identity, 2)
     assert [float(loss) for loss in losses] == [0.0, 6.0, 12.0]
 
@@ -242,7 +242,7 @@ def served(rank: int) -> float:
     return float(loss or 0)
 
 
-def test_a_receiver_that_leaves_when_it_is_served_is_no_failure() -> None:
+def test_receiver_may_exit_after_its_last_message() -> None:
     assert run(served, 2) == [0.0, 48.0]
 
 
@@ -264,7 +264,7 @@ def waiting(rank: int, place: str) -> list[str]:
     return found
 
 
-def test_who_waits_for_others_has_made_no_file(tmp_path: Path) -> None:
+def test_waiting_process_has_no_memory_file(tmp_path: Path) -> None:
     assert run(waiting, 2, str(tmp_path)) == [[], []]
 
 

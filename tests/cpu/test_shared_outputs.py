@@ -69,7 +69,7 @@ class Fresh(nn.Module):
 
 @pytest.mark.parametrize("others", [[], [nn.Identity, nn.Identity]])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_buffer_that_is_returned_twice(name: str, others: list[Any]) -> None:
+def test_reused_output_buffer_has_same_bits_or_is_refused(name: str, others: list[Any]) -> None:
     """In any order, the stage has the bits of one that returns new tensors, or is refused."""
     program, refused = PROGRAMS[name](), 0
     right = made(Fresh, *others)
@@ -88,7 +88,7 @@ def test_a_buffer_that_is_returned_twice(name: str, others: list[Any]) -> None:
 
 @settings(max_examples=30, deadline=None)
 @given(seed=st.integers(0, 1000), kind=st.sampled_from([Reuses, ReusesUnseen]))
-def test_any_legal_order_has_the_bits_of_the_reference_or_is_refused(seed: int, kind: Any) -> None:
+def test_reused_output_in_random_order_is_right_or_refused(seed: int, kind: Any) -> None:
     program = PROGRAMS["zb_h1"]()
     own, right = made(kind), made(Fresh)
     total = run_sequential(right, *batch(), loss=squares)
@@ -110,7 +110,7 @@ def _reuses(rank: int, kind: Any) -> None:
 
 
 @pytest.mark.parametrize("kind", [GlooTransport, SharedMemoryTransport])
-def test_processes_refuse_a_buffer_that_is_returned_twice(kind: Any) -> None:
+def test_reused_output_buffer_is_refused_on_processes(kind: Any) -> None:
     with pytest.raises(RankError, match="send_act"):
         run(_reuses, 2, kind)
 
@@ -127,7 +127,7 @@ class Sums(nn.Module):
             return torch.sum((y - target).square(), dim=(0, 1), out=self.total)
 
 
-def test_a_loss_that_is_returned_twice() -> None:
+def test_reused_loss_tensor_is_refused() -> None:
     program = compile(forward_only, PipelineShape(4, MICROBATCHES))
     with pytest.raises(ModelError):
         world(program, made(Layer), loss=Sums()).step(*batch())
@@ -176,7 +176,9 @@ OVERLAPPING: list[tuple[Any, Boundary]] = [
 
 @pytest.mark.parametrize(("second", "boundary"), OVERLAPPING)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_outputs_that_overlap_pass(name: str, second: Any, boundary: Boundary) -> None:
+def test_overlapping_outputs_have_gradients_of_plain_loop(
+    name: str, second: Any, boundary: Boundary
+) -> None:
     """The gradients are those of a loop over the stages without changes in place."""
     own, plain = (made(lambda: Two(second), lambda: Both(None, says_so=True)) for _ in range(2))
     edges = {0: (BOUNDARY, boundary), 1: BOUNDARY, 2: BOUNDARY}
@@ -195,7 +197,7 @@ def test_outputs_that_overlap_pass(name: str, second: Any, boundary: Boundary) -
 @pytest.mark.parametrize("which", [0, 1])
 @pytest.mark.parametrize(("second", "boundary"), OVERLAPPING)
 @pytest.mark.parametrize("name", ["1f1b", "one rank"])
-def test_an_output_that_overlaps_another_is_not_changed_in_place(
+def test_in_place_change_of_overlapping_output_is_refused(
     name: str, second: Any, boundary: Boundary, which: int, says_so: bool
 ) -> None:
     own = made(lambda: Two(second), lambda: Both(which, says_so))
@@ -214,7 +216,7 @@ class Halves(Layer):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_outputs_in_one_storage_that_do_not_overlap(name: str) -> None:
+def test_disjoint_outputs_in_one_storage_have_same_bits(name: str) -> None:
     right, own = (made(Halves, lambda: Both(0, says_so=True)) for _ in range(2))
     edges = {0: (BOUNDARY, BOUNDARY), 1: BOUNDARY, 2: BOUNDARY}
     ranks = world(PROGRAMS[name](), own, boundary=edges)
@@ -261,7 +263,7 @@ class Writes(Layer):
         [False, True],
     ),
 )
-def test_a_stage_that_changes_what_another_has(name: str, what: str, says_so: bool) -> None:
+def test_in_place_stage_changes_no_other_tensor(name: str, what: str, says_so: bool) -> None:
     """The stage changes a copy, or it is refused. No other tensor changes in either case."""
     returns = lambda: Returns(what)  # noqa: E731
     before = [] if "weight" in what else [Layer]  # a weight does not depend on an input

@@ -121,7 +121,9 @@ def _process(rank: int, transport: str, name: str, model_of: ProgressModel) -> l
         ("edge", "interleaved", "per_edge"),
     ],
 )
-def test_processes(transport: str, name: str, model_of: ProgressModel) -> None:
+def test_skip_connections_on_processes_have_reference_bits(
+    transport: str, name: str, model_of: ProgressModel
+) -> None:
     schedule, shape, skips = SCHEDULES[name]
     told = run(_process, shape.ranks, transport, name, model_of)
     plain = model(shape.stages, skips)
@@ -135,7 +137,7 @@ def test_processes(transport: str, name: str, model_of: ProgressModel) -> None:
                 assert torch.equal(grad, cast(Tensor, p.grad))
 
 
-def test_what_is_kept_of_skips_is_measured() -> None:
+def test_measured_sizes_include_skips() -> None:
     skips = ((0, 2), (1, 3))
     x, y = batch(1)
     sizes = measure_sizes(model(4, skips), x[0], y[0], loss=F.mse_loss, boundary=edges(4, skips))
@@ -143,7 +145,7 @@ def test_what_is_kept_of_skips_is_measured() -> None:
     assert sizes.activation == 2 * WIDTH * 4
 
 
-def test_a_skip_that_is_not_used_has_a_gradient_of_zeros() -> None:
+def test_unused_skip_has_zero_gradient() -> None:
     def gives(y: Tensor) -> Any:
         return y, 7 * y
 
@@ -153,7 +155,7 @@ def test_a_skip_that_is_not_used_has_a_gradient_of_zeros() -> None:
     assert weight.grad is not None and weight.grad.tolist() == [2.0] * WIDTH
 
 
-def test_the_example_prints_what_its_page_shows(
+def test_example_prints_documented_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     example = runpy.run_path(str(ROOT / "examples" / "skip.py"))
@@ -214,7 +216,9 @@ WRONG: list[tuple[Any, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(("gives", "how", "fact", "hint"), WRONG, ids=[w[2] for w in WRONG])
-def test_what_cannot_pass(gives: Any, how: dict[str, Any], fact: str, hint: str) -> None:
+def test_wrong_skip_output_is_refused(
+    gives: Any, how: dict[str, Any], fact: str, hint: str
+) -> None:
     with pytest.raises((ExecutionError, ModelError)) as caught:
         world, x = made(gives, **how)
         world.step(x, x)

@@ -86,7 +86,7 @@ def assert_same_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     late=st.integers(0, 4),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_same_bits_as_the_whole_backward(
+def test_split_backward_has_bits_of_full_backward(
     tied: bool, depth: int, microbatches: int, late: int, dtype: torch.dtype
 ) -> None:
     want = gradients(Net(tied, depth, dtype), microbatches, None)
@@ -95,7 +95,7 @@ def test_same_bits_as_the_whole_backward(
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_adds_in_place_to_a_view_of_a_flat_buffer(tied: bool) -> None:
+def test_gradients_accumulate_in_views_of_flat_buffer(tied: bool) -> None:
     want = gradients(Net(tied, 2, torch.float32), 3, None)
     net = Net(tied, 2, torch.float32)
     flat = torch.zeros(sum(p.numel() for p in net.parameters()))
@@ -111,7 +111,7 @@ def test_adds_in_place_to_a_view_of_a_flat_buffer(tied: bool) -> None:
     )
 
 
-def test_equals_plain_torch() -> None:
+def test_linear_and_embedding_equal_plain_torch() -> None:
     g = torch.Generator().manual_seed(0)
     x, w = torch.randn(2, 5, 8, generator=g), torch.randn(6, 8, generator=g)
     tokens = torch.randint(6, (2, 5), generator=g)
@@ -130,7 +130,7 @@ def test_equals_plain_torch() -> None:
         assert torch.allclose(ours, plain, rtol=1e-5, atol=1e-6)
 
 
-def test_under_checkpointing() -> None:
+def test_split_backward_under_checkpointing_has_same_bits() -> None:
     net = Net(False, 2, torch.float32)
     want = gradients(Net(False, 2, torch.float32), 2, None)
 
@@ -142,7 +142,7 @@ def test_under_checkpointing() -> None:
     assert_same_bits(gradients(net, 2, 1, recomputed), want)
 
 
-def test_what_is_no_leaf_is_not_split() -> None:
+def test_nonleaf_weight_is_not_split() -> None:
     w = torch.ones(3, 4, requires_grad=True)
     with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
         torch.autograd.backward(split_backward.linear(torch.ones(2, 4), 2 * w).sum())
@@ -150,14 +150,14 @@ def test_what_is_no_leaf_is_not_split() -> None:
     assert w.grad is not None and torch.equal(w.grad, torch.full((3, 4), 4.0))
 
 
-def test_a_frozen_weight_has_nothing_to_defer() -> None:
+def test_frozen_weight_is_not_deferred() -> None:
     x = torch.ones(2, 4, requires_grad=True)
     with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
         torch.autograd.backward(split_backward.linear(x, torch.ones(3, 4)).sum())
     assert len(tape) == 0 and x.grad is not None
 
 
-def test_a_weight_changed_between_forward_and_backward_is_refused() -> None:
+def test_weight_changed_between_forward_and_backward_is_refused() -> None:
     x, w = torch.ones(2, 4, requires_grad=True), nn.Parameter(torch.ones(3, 4))
     y = split_backward.linear(x, w).sum()
     with torch.no_grad():
@@ -166,7 +166,7 @@ def test_a_weight_changed_between_forward_and_backward_is_refused() -> None:
         torch.autograd.backward(y)
 
 
-def test_gradients_that_a_hook_asks_for_are_given_and_not_added() -> None:
+def test_gradient_requested_in_hook_is_not_accumulated() -> None:
     """An example is a hook that solves for a fixed point's gradient by torch.autograd.grad."""
     found = []
     for linear in (F.linear, split_backward.linear):
@@ -192,7 +192,7 @@ def test_gradients_that_a_hook_asks_for_are_given_and_not_added() -> None:
     assert torch.equal(*found)
 
 
-def test_a_gradient_that_is_asked_for_is_not_added_to_a_wider_sum() -> None:
+def test_requested_gradient_is_not_added_to_float32_gradient() -> None:
     w = nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16))
     w.grad_dtype = torch.float32
     w.grad = torch.zeros(3, 4)
@@ -202,7 +202,7 @@ def test_a_gradient_that_is_asked_for_is_not_added_to_a_wider_sum() -> None:
     assert torch.equal(w.grad, torch.zeros(3, 4))
 
 
-def test_what_w_needs_may_not_be_changed_before_it() -> None:
+def test_saved_tensor_changed_before_w_is_refused() -> None:
     """An example is a hook that writes to a gradient that other nodes receive too."""
     x, w = torch.ones(2, 4, requires_grad=True), nn.Parameter(torch.ones(4, 4))
     beside = x * 1
@@ -216,14 +216,14 @@ def test_what_w_needs_may_not_be_changed_before_it() -> None:
 
 
 @pytest.mark.parametrize(("n", "k"), [(0, 3), (4, 0)])
-def test_a_linear_of_no_numbers(n: int, k: int) -> None:
+def test_empty_linear_has_gradients(n: int, k: int) -> None:
     x, w = torch.ones(2, n, requires_grad=True), nn.Parameter(torch.ones(k, n))
     split_backward.linear(x, w, nn.Parameter(torch.ones(k))).sum().backward()
     assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, k))
     assert w.grad is not None and w.grad.shape == (k, n)
 
 
-def test_recording_ends_with_its_context() -> None:
+def test_gradients_are_not_deferred_after_context() -> None:
     w = nn.Parameter(torch.ones(3, 4))
     with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
         pass
@@ -231,7 +231,7 @@ def test_recording_ends_with_its_context() -> None:
     assert len(tape) == 0 and w.grad is not None
 
 
-def test_the_tape_does_not_keep_the_graph_alive() -> None:
+def test_deferred_gradients_do_not_keep_graph_alive() -> None:
     x, w = torch.ones(2, 4, requires_grad=True), nn.Parameter(torch.ones(3, 4))
     with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
         torch.autograd.backward(split_backward.linear(x * 2, w).sum())
@@ -265,7 +265,7 @@ class Plain(nn.Module):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_layers_of_torch_are_split_in_place(tied: bool, checkpointed: bool) -> None:
+def test_torch_layers_are_split_in_place(tied: bool, checkpointed: bool) -> None:
     def forward(net: nn.Module) -> Callable[..., Tensor]:
         def run(tokens: Tensor) -> Tensor:
             y = checkpoint(net, tokens, use_reentrant=False) if checkpointed else net(tokens)
@@ -333,7 +333,9 @@ class Complex(nn.Module):
 @pytest.mark.parametrize(
     ("model", "deferred"), [(InPlace, 2), (Autocast, 2), (Hooked, 0), (Complex, 1)]
 )
-def test_what_modules_do_around_their_linears(model: type[nn.Module], deferred: int) -> None:
+def test_split_layers_in_unusual_modules_have_same_bits(
+    model: type[nn.Module], deferred: int
+) -> None:
     g = torch.Generator().manual_seed(0)
     batches = [torch.randn(4, 6, 8, generator=g) for _ in range(2)]
 
@@ -361,7 +363,7 @@ def test_what_modules_do_around_their_linears(model: type[nn.Module], deferred: 
     assert_same_bits(grads(True), want)
 
 
-def test_layers_with_a_way_of_their_own_are_left_alone() -> None:
+def test_layers_with_own_computation_are_not_split() -> None:
     class Own(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) + 1

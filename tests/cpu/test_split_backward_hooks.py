@@ -76,7 +76,7 @@ HOOKS: dict[str, Hook] = {
 
 
 @pytest.mark.parametrize("kind", HOOKS)
-def test_hooks_see_and_change_what_they_do_in_a_full_backward(kind: str) -> None:
+def test_hooks_act_as_in_full_backward(kind: str) -> None:
     torch.manual_seed(0)
     whole = Layers(HOOKS[kind])
     split = deepcopy(whole)
@@ -96,7 +96,7 @@ def test_hooks_see_and_change_what_they_do_in_a_full_backward(kind: str) -> None
     assert seen == pytest.approx(wanted)
 
 
-def test_only_the_layer_with_a_hook_is_not_split() -> None:
+def test_only_layer_with_hook_is_not_split() -> None:
     model = Layers(HOOKS["node"])
     make_backward_splittable(model)
     with defer_weight_gradients(DeferredGradients()) as tape:
@@ -117,13 +117,13 @@ def test_has_hooks_finds_python_hooks_and_forgets_removed_ones() -> None:
         assert not node_has_hooks(node)
 
 
-def test_looking_for_hooks_is_no_registration() -> None:
+def test_hook_detection_registers_no_hook() -> None:
     before = count_registrations()
     assert not node_has_hooks(get_gradient_edge(torch.ones(1, requires_grad=True)).node)
     assert count_registrations() == before
 
 
-def test_the_hooks_of_the_warning_do_not_count() -> None:
+def test_watch_accumulation_does_not_prevent_split() -> None:
     model = make_backward_splittable(Layers(HOOKS["none"]))
     with watch_accumulation(model) as came, defer_weight_gradients(DeferredGradients()) as tape:
         model(torch.randn(3, WIDTH), []).sum().backward()
@@ -131,7 +131,7 @@ def test_the_hooks_of_the_warning_do_not_count() -> None:
     assert came == {"one.bias", "two.bias"}
 
 
-def test_a_weight_whose_accumulator_has_a_hook_could_not_wait() -> None:
+def test_weight_with_accumulator_hook_is_not_deferrable() -> None:
     model: Any = make_backward_splittable(Layers(HOOKS["none"]))
     assert find_deferrable_weights(model) == {"one.weight", "two.weight"}
     _accumulator(model).register_hook(lambda *_: None)

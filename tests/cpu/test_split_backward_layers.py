@@ -81,7 +81,7 @@ def _equal(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -> Non
     frozen=st.sampled_from(["", "weight", "bias"]),
     wide=st.booleans(),
 )
-def test_same_bits_as_the_whole_backward(
+def test_split_layer_has_bits_of_full_backward(
     kind: str,
     shape: list[int],
     bias: bool,
@@ -112,7 +112,7 @@ def test_same_bits_as_the_whole_backward(
         _equal(want, _grads(plain, x, late=False))
 
 
-def test_hugging_faces_own() -> None:
+def test_huggingface_conv1d_is_split() -> None:
     pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
     layer = pytorch_utils.Conv1D(12, N)
     names, x = [*layer.state_dict()], torch.randn(2, 3, N)
@@ -122,7 +122,7 @@ def test_hugging_faces_own() -> None:
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_what_is_split_can_be_copied_and_sent(kind: str) -> None:
+def test_split_layer_can_be_copied_and_pickled(kind: str) -> None:
     layer = LAYERS[kind](True)
     x = torch.randn(3, N)
     make_backward_splittable(layer, nn.LayerNorm)
@@ -133,7 +133,7 @@ def test_what_is_split_can_be_copied_and_sent(kind: str) -> None:
         assert type(pickle.loads(pickle.dumps(layer))) is type(layer)
 
 
-def test_norms_are_split_where_asked_for() -> None:
+def test_layer_norm_is_split_only_on_request() -> None:
     net = nn.Sequential(nn.Linear(N, N), nn.LayerNorm(N), nn.LayerNorm(N, elementwise_affine=False))
     assert type(make_backward_splittable(net)[1]) is nn.LayerNorm  # type: ignore[index]
     make_backward_splittable(net, nn.LayerNorm)
@@ -152,7 +152,7 @@ def test_norms_are_split_where_asked_for() -> None:
     assert tapes[1] - tapes[0] == 4 * (8 * N + 8 * N + 2 * 8)  # x, dy, means and deviations
 
 
-def test_what_is_taught_wrongly() -> None:
+def test_wrong_split_rules_are_refused() -> None:
     class Odd(Square):
         pass
 
@@ -186,7 +186,7 @@ def test_what_is_taught_wrongly() -> None:
         make_backward_splittable(layer)
 
 
-def test_a_taught_layer_may_be_called_in_other_ways() -> None:
+def test_registered_layer_with_other_arguments_is_not_split() -> None:
     class Scaled(Square):
         def forward(self, x: Tensor, by: float = 1.0) -> Tensor:
             return super().forward(x) * by
@@ -206,7 +206,7 @@ def test_a_taught_layer_may_be_called_in_other_ways() -> None:
         assert len(tape) == left
 
 
-def test_what_is_taught_again_counts() -> None:
+def test_second_registration_replaces_split_rule() -> None:
     """It counts for layers that were split before too, and is compared with whole backwards."""
 
     class Twice(Square):
@@ -249,7 +249,7 @@ def _parametrized(layer: nn.Module) -> nn.Module:
 
 @pytest.mark.parametrize("compute", [_pruned, _parametrized])
 @pytest.mark.parametrize("first", [False, True])
-def test_taught_layers_whose_weights_are_computed_are_whole(compute: Any, first: bool) -> None:
+def test_registered_layer_with_computed_weight_is_not_split(compute: Any, first: bool) -> None:
     x, plain = torch.randn(3, N), Square(N)
     late: nn.Module = copy.deepcopy(plain)
     late = (
@@ -261,11 +261,11 @@ def test_taught_layers_whose_weights_are_computed_are_whole(compute: Any, first:
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_rules_are_compared_with_autograd(kind: str) -> None:
+def test_built_in_split_rules_equal_autograd(kind: str) -> None:
     check_splittable_layer(LAYERS[kind](True), torch.randn(2, 3, N))
 
 
-def test_under_autocast_what_was_taught_is_whole() -> None:
+def test_registered_layer_under_autocast_is_not_split() -> None:
     x = torch.randn(3, N)
     plain, late = Square(N), make_backward_splittable(Square(N))
     late.load_state_dict(plain.state_dict())

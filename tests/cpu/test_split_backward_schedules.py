@@ -77,7 +77,7 @@ TWICE: dict[str, Callable[[], nn.Module]] = {
 
 @pytest.mark.filterwarnings("ignore:.* is not split in")
 @pytest.mark.parametrize("kind", TWICE)
-def test_a_weight_that_is_used_twice_counts_once_each(kind: str) -> None:
+def test_weight_used_twice_gets_both_gradients(kind: str) -> None:
     torch.manual_seed(0)
     plain = [TWICE[kind]() for _ in range(2)]
     late = [make_backward_splittable(copy.deepcopy(stage)) for stage in plain]
@@ -96,7 +96,7 @@ def test_a_weight_that_is_used_twice_counts_once_each(kind: str) -> None:
             assert "mixed" in kind or torch.equal(got[name], b)
 
 
-def test_what_was_taught_computes_on_its_version() -> None:
+def test_split_rule_reads_weight_version_of_microbatch() -> None:
     """A split rule that reads the weight finds its microbatch's version, after newer ones."""
     torch.manual_seed(0)
     halves = 4 * (I + W)
@@ -140,7 +140,7 @@ class Mixed(nn.Module):
         return y
 
 
-def test_the_warning_names_the_layers() -> None:
+def test_warning_names_unsplit_layers() -> None:
     x = torch.randn(4, 3, N)
 
     def run(stages: Sequence[nn.Module]) -> list[str]:
@@ -203,7 +203,7 @@ class Narrow(nn.Module):
 
 
 @pytest.mark.parametrize(("kind", "said"), [(Skips, 0), (Narrow, 2)])
-def test_layers_that_are_not_reached_are_not_missed(kind: Any, said: int) -> None:
+def test_unused_layers_and_full_backwards_have_same_bits(kind: Any, said: int) -> None:
     """Some or all microbatches may leave no work for W. A whole backward gets one warning."""
     torch.manual_seed(0)
     plain: list[nn.Module] = [kind(), kind()]
@@ -223,7 +223,7 @@ def test_layers_that_are_not_reached_are_not_missed(kind: Any, said: int) -> Non
     assert len(caught) == said
 
 
-def test_a_split_that_does_not_happen_is_refused() -> None:
+def test_bypassed_split_layer_is_refused() -> None:
     class Traced(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -239,7 +239,7 @@ def test_a_split_that_does_not_happen_is_refused() -> None:
         ranks.step(torch.randn(4, 3, N), torch.randn(4, 3, N))
 
 
-def test_the_page_runs() -> None:
+def test_page_examples_run_without_warning() -> None:
     page = Path(__file__).parents[2] / "docs" / "explanation" / "split-backward.md"
     scope: dict[str, Any] = {}
     with warnings.catch_warnings():

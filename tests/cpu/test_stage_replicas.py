@@ -77,7 +77,9 @@ class Hooks:
     late=st.booleans(),
     removed=st.booleans(),
 )
-def test_hooks_see_every_microbatch(where: Any, case: Any, late: bool, removed: bool) -> None:
+def test_weight_hooks_get_gradient_of_every_microbatch(
+    where: Any, case: Any, late: bool, removed: bool
+) -> None:
     """This includes hooks that are registered after the ranks, or removed between steps."""
     schedule, shape = case
     stages, whole = layers(shape.stages), layers(shape.stages)
@@ -106,7 +108,7 @@ def test_hooks_see_every_microbatch(where: Any, case: Any, late: bool, removed: 
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("schedule", "shape"), MIRROR)
-def test_a_hook_that_sees_the_sum_of_one_holder(
+def test_accumulate_hook_on_stage_replica_is_refused(
     schedule: Any, shape: PipelineShape, late: bool
 ) -> None:
     stages = layers(shape.stages)
@@ -120,7 +122,7 @@ def test_a_hook_that_sees_the_sum_of_one_holder(
     assert error.value.program == schedule.__name__ and "register_hook" in error.value.hint
 
 
-def test_an_optimizer_finds_the_attributes_of_weights() -> None:
+def test_weight_copies_have_attributes_of_weights() -> None:
     """An optimizer may group weights by attributes, so copies must have them too."""
     schedule, shape = MIRROR[0]
     stages = layers(shape.stages)
@@ -151,9 +153,7 @@ class _Scaled(nn.Linear):
 
 
 @pytest.mark.parametrize(("schedule", "shape"), MIRROR)
-def test_a_number_that_is_set_between_steps_is_that_of_each_copy(
-    schedule: Any, shape: PipelineShape
-) -> None:
+def test_attribute_set_between_steps_applies_to_copies(schedule: Any, shape: PipelineShape) -> None:
     torch.manual_seed(0)
     stages: list[nn.Linear] = [_Scaled(WIDTH, WIDTH).double() for _ in range(shape.stages)]
     ranks = ranks_of(schedule, shape, stages)
@@ -196,7 +196,7 @@ CHANGES = [_set_tensor, _write_to_tensor, _set_entry, _register_hook, _replace_f
 
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_between_steps_that_copies_do_not_follow(change: Any, stepped: bool) -> None:
+def test_module_change_between_steps_is_refused(change: Any, stepped: bool) -> None:
     schedule, shape = MIRROR[0]
     stages = layers(shape.stages)
     for stage in stages:

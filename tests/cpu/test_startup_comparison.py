@@ -43,7 +43,7 @@ def said(each: list[tuple[int, int, dict[str, str]]], timeout: float = 20) -> li
     return found
 
 
-def test_processes_that_were_told_the_same_meet() -> None:
+def test_equal_facts_are_accepted() -> None:
     assert said([(k, 4, {"a": "1"}) for k in range(4)]) == [""] * 4
 
 
@@ -58,18 +58,18 @@ def test_processes_that_were_told_the_same_meet() -> None:
         ([(0, 2, {}), (0, 2, {})], "two processes have RANK 0"),
     ],
 )
-def test_all_are_told_in_what_they_differ(each: Any, fact: str) -> None:
+def test_difference_is_reported_on_every_process(each: Any, fact: str) -> None:
     found = said(each)
     assert all(fact in one for one in found), found
 
 
-def test_who_does_not_come_is_named() -> None:
+def test_missing_process_is_named() -> None:
     assert said([(0, 3, {}), (1, 3, {})], timeout=0.5)[0] == "process 2 did not connect in time"
     # The process that compares has not come, so no one reports that others differ too.
     assert said([(1, 3, {}), (2, 2, {})], timeout=0.5) == ["process 0 did not connect in time"] * 2
 
 
-def test_what_comes_from_a_peer_is_no_code() -> None:
+def test_pickle_from_peer_is_refused() -> None:
     store: Any = HashStore()
     store.set("facts 1", b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(ModelError, match="process 1 sent data that schedir cannot decode"):
@@ -79,7 +79,7 @@ def test_what_comes_from_a_peer_is_no_code() -> None:
 @pytest.mark.parametrize(
     "told", [5, ({"a": 1}, None), ({1: "a"}, None), ({}, ([],)), ({}, "a"), ({},)]
 )
-def test_what_no_process_tells_is_one_sentence(told: object) -> None:
+def test_malformed_facts_are_refused(told: object) -> None:
     store: Any = HashStore()
     store.set("facts 1", encode_value(told))
     with pytest.raises(ModelError, match="process 1 sent invalid facts"):
@@ -87,7 +87,7 @@ def test_what_no_process_tells_is_one_sentence(told: object) -> None:
     assert store.get("verdict").startswith(b"process 1 sent invalid facts")
 
 
-def test_the_whole_configuration_is_compared() -> None:
+def test_every_configuration_section_is_compared() -> None:
     base = Config()
     for other, name in (
         (replace(base, output=OutputConfig(record=False)), "output.record"),
@@ -105,7 +105,7 @@ def test_the_whole_configuration_is_compared() -> None:
     assert {"the version of schedir", "the version of torch", "the version of Python"} <= {*one}
 
 
-def test_the_digest_of_data_is_of_all_of_it() -> None:
+def test_data_digest_covers_all_tokens() -> None:
     data = np.random.default_rng(1).integers(0, 255, 300_000).astype("u1")
     told = Batches(data, 8, 1).description
     assert (
@@ -119,7 +119,7 @@ def test_the_digest_of_data_is_of_all_of_it() -> None:
 
 
 @pytest.mark.parametrize("listens", [False, True])
-def test_where_no_store_answers_patience_ends(
+def test_unreachable_store_is_reported_after_timeout(
     monkeypatch: pytest.MonkeyPatch, listens: bool
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -156,7 +156,7 @@ def by_hand(config: str, folder: Path, sets: list[list[str]]) -> list[tuple[int,
         ("data.source=README.md", "data.source=LICENSE", "the data: "),
     ],
 )
-def test_a_run_of_processes_that_differ_is_refused(
+def test_different_settings_of_processes_are_refused(
     config: str, tmp_path: Path, one: str, other: str, fact: str
 ) -> None:
     found = by_hand(config, tmp_path / "out", [[one], [other]])
@@ -167,7 +167,7 @@ def test_a_run_of_processes_that_differ_is_refused(
     assert not (tmp_path / "out" / "loss.csv").exists()
 
 
-def test_two_processes_of_a_node_have_two_local_ranks(
+def test_duplicate_local_rank_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
@@ -188,7 +188,7 @@ if os.environ.get("RANK") == "1":
 
 
 @pytest.mark.parametrize("launcher", ["schedir", "torchrun"])
-def test_versions_are_compared(config: str, tmp_path: Path, launcher: str) -> None:
+def test_different_schedir_versions_are_refused(config: str, tmp_path: Path, launcher: str) -> None:
     schedule = tmp_path / "mine.py"
     schedule.write_text(OTHER)
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]
@@ -212,9 +212,7 @@ schedir.training.batches.samples._MAX_DIGEST_BLOCKS = 1
 """
 
 
-def test_data_that_differ_where_no_sample_was_taken_are_refused(
-    config: str, tmp_path: Path
-) -> None:
+def test_difference_in_unsampled_data_is_refused(config: str, tmp_path: Path) -> None:
     schedule, rng = tmp_path / "mine.py", np.random.default_rng(2)
     schedule.write_text(SAMPLED)
     first, told = rng.integers(0, 255, 2**16).astype("u1"), []

@@ -54,7 +54,7 @@ def _said(store: Counted, process: int, card: str) -> str:
 
 
 @pytest.mark.parametrize("twin", [None, 9])
-def test_twins_are_found_in_thousands_of_reads(twin: int | None) -> None:
+def test_shared_gpu_is_found_with_few_store_reads(twin: int | None) -> None:
     """Each of 128 hosts has 8 GPUs, and all are used once, or one of them twice."""
     store = Counted()
     cards = [f"GPU {k % 8 if k != twin else 0}" for k in range(WORLD)]
@@ -103,7 +103,7 @@ def _rows(process: int, program: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[
         (dualpipe, PipelineShape(16, 32, placement="mirror"), 13),
     ],
 )
-def test_a_process_makes_a_dozen_groups(
+def test_process_creates_few_groups(
     schedule: Any, shape: PipelineShape, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All processes create equally many groups in the same order, from disjoint rows."""

@@ -46,7 +46,7 @@ def _living() -> dict[StorageWeakRef, int]:
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_is_measured(name: str) -> None:
+def test_measured_optimizer_state_equals_live_tensors(name: str) -> None:
     """Sizes of parameters, gradients and optimizer states are those of a step's live tensors."""
     make, dtype = OPTIMIZERS[name], torch.bfloat16 if "main" in name else torch.float32
     stage = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).to(dtype)

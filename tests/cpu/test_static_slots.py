@@ -53,7 +53,7 @@ def watch(rank: Executor, used: dict[Value, set[int]]) -> None:
 
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
-def test_as_many_slots_are_used_as_are_predicted(schedule: Schedule) -> None:
+def test_used_slots_match_predicted_slots(schedule: Schedule) -> None:
     """The numbers are exact by rank and kind in any legal order, and no value is overwritten."""
     shape = shape_of(schedule, 4, max(6, least(schedule, 4)))
     stages = tiny_model.make_tiny_stages(shape.stages)
@@ -138,7 +138,7 @@ def memory(tensor: Tensor) -> int:
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, zb])
-def test_what_autograd_hands_on_is_not_overwritten(schedule: Any) -> None:
+def test_unchanged_inputs_and_gradients_are_not_overwritten(schedule: Any) -> None:
     """This holds for several steps, even if stages return inputs and gradients unchanged."""
     shape = PipelineShape(4, 6)
     inputs, targets = tiny_model.make_batch(shape.microbatches)
@@ -164,7 +164,7 @@ def test_what_autograd_hands_on_is_not_overwritten(schedule: Any) -> None:
             assert same_bits(gradients(one), gradients(other))
 
 
-def test_outputs_are_let_go_when_they_are_sent() -> None:
+def test_outputs_are_freed_after_send() -> None:
     """A backward needs the graph of an output, and not its memory."""
     program = compile(gpipe, PipelineShape(2, 4), progress_model="per_edge")
     ranks = InProcessExecutor(
@@ -190,7 +190,9 @@ def test_outputs_are_let_go_when_they_are_sent() -> None:
         (interleaved, PipelineShape(2, 4, 2), {}),
     ],
 )
-def test_processes_with_the_fewest_slots(schedule: Any, shape: PipelineShape, options: Any) -> None:
+def test_minimal_slots_on_gloo_have_reference_bits(
+    schedule: Any, shape: PipelineShape, options: Any
+) -> None:
     loss, right = expected(shape)
     results = step_on_gloo(schedule, shape, buffer_sharing="minimal", **options)
     got = {s: g for grads, _, _ in results for s, g in grads.items()}
@@ -198,7 +200,7 @@ def test_processes_with_the_fewest_slots(schedule: Any, shape: PipelineShape, op
     assert [torch.equal(l, loss) for _, l, _ in results if l is not None] == [True]
 
 
-def test_tensor_parallel_processes_with_the_fewest_slots() -> None:
+def test_minimal_slots_with_tensor_parallelism_have_same_bits() -> None:
     """Slices are received into their position in the whole tensor."""
     shape = PipelineShape(2, 4)
     own, few = (step_on_gloo(zb, shape, tp=2, buffer_sharing=slots) for slots in (None, "minimal"))
@@ -218,7 +220,7 @@ class Failing(nn.Linear):
         return super().forward(x)
 
 
-def test_no_step_follows_one_that_has_failed() -> None:
+def test_step_after_failed_step_is_refused() -> None:
     """Messages in transit would be mistaken for those of the next step."""
     stages = [Failing(1, 1), nn.Linear(1, 1)]
     program = compile(one_f_one_b, PipelineShape(2, 3))

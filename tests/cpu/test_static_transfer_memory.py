@@ -71,7 +71,7 @@ def as_predicted(program: Program) -> None:
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 @pytest.mark.parametrize("tp", [1, 8])
-def test_of_every_schedule(schedule: Schedule, tp: int) -> None:
+def test_static_memory_of_schedules_matches_prediction(schedule: Schedule, tp: int) -> None:
     shape = shape_of(schedule, 4, max(8, least(schedule, 4)))
     choices: list[BufferSharing | None] = [None, "latency_preserving", "minimal"]
     for slots in choices:
@@ -89,11 +89,13 @@ def test_of_every_schedule(schedule: Schedule, tp: int) -> None:
 
 @settings(max_examples=60)
 @given(compute_programs(), st.sampled_from([1, 2, 4]), st.randoms(use_true_random=False))
-def test_of_any_program(draft: Program, tp: int, rng: random.Random) -> None:
+def test_static_memory_of_random_programs_matches_prediction(
+    draft: Program, tp: int, rng: random.Random
+) -> None:
     as_predicted(with_slots(lower(replace(draft, tp=tp)), rng))
 
 
-def test_what_is_scattered_needs_a_part_of_a_boundary() -> None:
+def test_scattered_send_needs_only_its_shard() -> None:
     program = compile(one_f_one_b, PipelineShape(4, 8), tp=8, buffer_sharing="minimal")
     one, part = 8 * WIDTH, WIDTH
     assert program.slots[1] == SlotCounts(1, 1, 1, 1)

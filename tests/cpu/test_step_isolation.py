@@ -212,7 +212,7 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_any_optimizer_leaves_the_bits_of_the_device_or_is_refused(data: Any) -> None:
+def test_random_optimizer_has_same_bits_or_is_refused(data: Any) -> None:
     how = {
         name: data.draw(st.one_of(st.just(kinds[0]), st.sampled_from(kinds)), name)
         for name, kinds in HOW.items()
@@ -228,13 +228,13 @@ def test_any_optimizer_leaves_the_bits_of_the_device_or_is_refused(data: Any) ->
 
 @pytest.mark.parametrize("case", [SEVERAL, ALONE, DELAYED])
 @pytest.mark.parametrize("gradient", HOW["gradient"])
-def test_a_gradient_that_a_step_takes_away_is_there_in_the_next(case: Any, gradient: str) -> None:
+def test_gradient_replaced_in_cpu_step_has_same_bits(case: Any, gradient: str) -> None:
     assert compared(case, "cpu_step", {"gradient": gradient}) is None
 
 
 @pytest.mark.parametrize("case", [SEVERAL, ALONE, DELAYED])
 @pytest.mark.parametrize("weights", ["data", "set_", "data of another shape"])
-def test_weights_in_other_memory_are_refused_where_the_host_steps(case: Any, weights: str) -> None:
+def test_cpu_step_that_replaces_weight_memory_is_refused(case: Any, weights: str) -> None:
     refused = compared(case, "cpu_step", {"weights": weights})
     assert isinstance(refused, ExecutionError) and "weight of stage" in refused.fact
     assert "host_step" in str(refused.sites[0].instr)
@@ -242,26 +242,24 @@ def test_weights_in_other_memory_are_refused_where_the_host_steps(case: Any, wei
 
 @pytest.mark.parametrize("states", ["host", "disk"])
 @pytest.mark.parametrize("weights", ["data", "set_"])
-def test_weights_in_other_memory_are_right_where_the_device_steps(
-    states: str, weights: str
-) -> None:
+def test_device_step_that_replaces_weight_memory_has_same_bits(states: str, weights: str) -> None:
     assert compared(SEVERAL, states, {"weights": weights}) is None
 
 
 @pytest.mark.parametrize("states", MOVED)
 @pytest.mark.parametrize("state", ["replaced", "in a new dict", "deleted", "late", "data"])
-def test_a_state_may_come_and_go(states: str, state: str) -> None:
+def test_optimizer_state_may_appear_and_disappear(states: str, state: str) -> None:
     assert compared(SEVERAL, states, {"state": state}) is None
 
 
 @pytest.mark.parametrize("states", ["host", "disk"])
 @pytest.mark.parametrize("state", ["two views", "gradient", "weights", "one for all"])
-def test_a_state_that_shares_memory_is_refused_where_it_is_moved(states: str, state: str) -> None:
+def test_moved_state_that_shares_memory_is_refused(states: str, state: str) -> None:
     assert compared(SEVERAL, states, {"state": state}) is not None
 
 
 @pytest.mark.parametrize("states", ["device", *MOVED])
-def test_views_of_an_attribute_are_refused_where_they_are_moved_or_cut(states: str) -> None:
+def test_moved_or_sharded_state_view_is_refused(states: str) -> None:
     how = {"state": "views of an attribute"}
     refused = compared(SEVERAL, states, how, **({"zero": 1} if states == "device" else {}))
     assert isinstance(refused, ModelError) and "clone()" in refused.hint
@@ -269,20 +267,20 @@ def test_views_of_an_attribute_are_refused_where_they_are_moved_or_cut(states: s
 
 @pytest.mark.parametrize("states", MOVED)
 @pytest.mark.parametrize("count", HOW["count"][1:])
-def test_what_counts_steps_is_refused_if_there_are_several_stages(states: str, count: str) -> None:
+def test_step_count_of_optimizer_is_refused_for_several_stages(states: str, count: str) -> None:
     assert compared(SEVERAL, states, {"count": count}) is not None
     assert compared(ALONE, states, {"count": count}) is None
 
 
 @pytest.mark.parametrize("states", MOVED)
 @pytest.mark.parametrize("group", ["added", "swapped"])
-def test_a_step_that_changes_what_is_stepped_is_refused(states: str, group: str) -> None:
+def test_step_that_changes_parameter_groups_is_refused(states: str, group: str) -> None:
     refused = compared(ALONE, states, {"group": group})
     assert refused is not None and "changes its list of parameters" in refused.fact
 
 
 @pytest.mark.parametrize("states", MOVED)
-def test_parameters_beside_the_groups_are_refused_before_a_step(states: str) -> None:
+def test_parameters_outside_of_groups_are_refused(states: str) -> None:
     for case in (SEVERAL, ALONE):
         refused = compared(case, states, {"attribute": "parameters"})
         assert (refused is None) == (case is ALONE and states != "cpu_step")
@@ -315,7 +313,7 @@ def wrapped(params: Any) -> torch.optim.Optimizer:
 
 
 @pytest.mark.parametrize("states", MOVED)
-def test_steps_of_which_not_all_is_known(states: str) -> None:
+def test_replaced_step_method_is_refused(states: str) -> None:
     for make in (Outer, replaced):
         with pytest.raises(ModelError) as error:
             trained(SEVERAL, make, states)
@@ -327,7 +325,7 @@ def test_steps_of_which_not_all_is_known(states: str) -> None:
 @pytest.mark.parametrize(
     "make", [lambda own: Derived(own, torch.optim.AdamW), replaced], ids=["derived", "replaced"]
 )
-def test_an_update_that_may_be_made_again_needs_a_known_step(make: Any) -> None:
+def test_post_validation_needs_known_step_method(make: Any) -> None:
     """This holds for a derived MainOptimizer, and for an optimizer with a replaced `step`."""
     with pytest.raises(ModelError) as error:
         trained(ALONE, make, "device", norm_check="after_step", clip_grad_norm=True)

@@ -32,7 +32,7 @@ def _program(schedule: Any, shape: PipelineShape, tp: int = 2) -> Program:
     )  # fmt: skip
 
 
-def test_streams_of_usual_programs() -> None:
+def test_stream_counts_of_usual_programs() -> None:
     mirror = PipelineShape(8, 16, placement="mirror")
     for program, most in (
         (_program(one_f_one_b, PipelineShape(8, 16)), 18),
@@ -47,7 +47,7 @@ def test_streams_of_usual_programs() -> None:
         assert all(one["messages"] == 2 and one["records"] == 1 for one in grouped)
 
 
-def test_a_rank_in_the_middle_by_hand() -> None:
+def test_stream_counts_of_middle_rank() -> None:
     """The expected numbers are counted by hand.
 
     There are a compute stream, two for layers, two for gathers, dp and the norm, and four edges,
@@ -58,7 +58,7 @@ def test_a_rank_in_the_middle_by_hand() -> None:
     }  # fmt: skip
 
 
-def test_more_streams_than_queues_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_streams_than_queues_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes before any group is created, and lists the use of the streams."""
     placement = (*range(8), 0, 2, 4, 6, 1, 3, 5, 7, 0, 3, 6, 1, 4, 7, 2, 5, 0, 5, 2, 7, 4, 1, 6, 3)
     many = _program(looped_bfs, PipelineShape(8, 8, 4, placement=placement))
@@ -75,7 +75,7 @@ def test_more_streams_than_queues_are_refused(monkeypatch: pytest.MonkeyPatch) -
     require_enough_queues(many, "per_device", {QUEUES_VARIABLE: "32"})
 
 
-def test_memory_is_kept_until_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lane_work_keeps_tensor_until_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute may free the memory earlier, and the allocator would reuse it."""
     lane: Any = Stream(install(monkeypatch))
     tensor = torch.zeros(4)

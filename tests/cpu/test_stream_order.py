@@ -66,7 +66,7 @@ def run(
     ("schedule", "shape", "buffer_sharing", "static"),
     pairs(PLANS, [None, "minimal"], [False, True]),
 )
-def test_nothing_races(
+def test_programs_have_no_races(
     schedule: Any,
     shape: PipelineShape,
     buffer_sharing: BufferSharing | None,
@@ -90,7 +90,7 @@ class _Ready(cuda_streams.StreamPoint):
 
 
 @pytest.mark.parametrize("side", ["source", "target"])
-def test_a_copy_that_does_not_wait_is_seen(
+def test_missing_wait_before_copy_is_detected(
     side: str, races: Races, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = cuda_streams._copy_message
@@ -105,9 +105,7 @@ def test_a_copy_that_does_not_wait_is_seen(
     assert any("copy_" in race for race in races.found)
 
 
-def test_a_step_that_does_not_follow_the_caller_is_seen(
-    races: Races, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_wait_for_caller_is_detected(races: Races, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_streams.StreamMailbox, "wait_for_caller", lambda self: None)
     run(one_f_one_b, PipelineShape(3, 4))
     assert races.found

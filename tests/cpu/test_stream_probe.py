@@ -88,11 +88,11 @@ def tried(rank: int, hardware: Hardware) -> Any:
     return find_shared_queues(transport, transport.touch, 0.3)
 
 
-def test_nothing_shares_and_nothing_is_found() -> None:
+def test_separate_queues_give_no_shared_pairs() -> None:
     assert run(tried, 3, {}) == [[], [], []]
 
 
-def test_what_shares_is_found_by_its_rank() -> None:
+def test_shared_queues_are_found_by_their_rank() -> None:
     hardware: Hardware = {1: ((IN, BACK_IN), (OUT, Lane.COMPUTE)), 2: ((OUT, BACK_IN),)}
     first, middle, last = run(tried, 3, hardware)
     assert first == []
@@ -109,7 +109,7 @@ def refused(rank: int, hardware: Hardware) -> Any:
         return format_error(error)
 
 
-def test_a_program_is_refused_where_what_shares_would_wait_for_ever() -> None:
+def test_shared_queues_that_would_deadlock_are_refused() -> None:
     """In 1F1B, sent activations and received gradients of the second rank must not share.
 
     All processes report the same error.
@@ -120,7 +120,7 @@ def test_a_program_is_refused_where_what_shares_would_wait_for_ever() -> None:
     assert others == [first] * 2 and first == [SharedQueuePair(1, IN, BACK_OUT)]
 
 
-def test_pairs_that_may_share() -> None:
+def test_only_one_queue_pair_would_deadlock() -> None:
     program = _program()
     queues: list[Queue] = [Lane.COMPUTE, IN, OUT, BACK_IN, BACK_OUT]
     hang = []
@@ -134,7 +134,7 @@ def test_pairs_that_may_share() -> None:
     assert hang == [(OUT, BACK_IN)]
 
 
-def test_queues_that_share_by_way_of_others_are_one() -> None:
+def test_shared_queues_are_transitive() -> None:
     program = _program()
     numbers = {
         queue: _find_queue_number(program, 1, queue) for queue in (IN, OUT, BACK_IN, BACK_OUT)

@@ -26,7 +26,7 @@ class Turned(nn.Module):
         return torch.tanh(x @ self.w @ self.w.t())
 
 
-def test_a_fused_optimizer_steps_each_number_by_its_own_gradient() -> None:
+def test_fused_optimizer_steps_transposed_parameter_correctly() -> None:
     fused = partial(torch.optim.AdamW, lr=0.1, fused=True)
     torch.manual_seed(0)
     ours = [Turned(), Turned()]
@@ -48,7 +48,7 @@ def test_a_fused_optimizer_steps_each_number_by_its_own_gradient() -> None:
         torch.testing.assert_close(one.w, p)
 
 
-def test_sums_that_lie_otherwise_are_refused_where_an_optimizer_is_fused() -> None:
+def test_strided_tied_weight_with_fused_optimizer_is_refused() -> None:
     stages = [Turned(), Turned()]
     stages[1].w = stages[0].w
     ties = schedir.find_tied_weights(stages)

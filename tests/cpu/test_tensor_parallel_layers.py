@@ -42,7 +42,9 @@ def grad(x: Tensor) -> Tensor:
     scale=st.sampled_from([0.0, 1.0, 1e4]),
     seed=st.integers(0, 99),
 )
-def test_cross_entropy_is_torchs(vocab: int, targets: list[int], scale: float, seed: int) -> None:
+def test_cross_entropy_equals_torch(
+    vocab: int, targets: list[int], scale: float, seed: int
+) -> None:
     target = torch.tensor(targets).clamp(max=vocab - 1)
     ours = (scale * random(len(targets), vocab, seed=seed)).requires_grad_()
     plain = ours.detach().clone().requires_grad_()
@@ -75,7 +77,7 @@ def shared_cross_entropy(
     ("ranks", "vocab", "kind"),
     [(2, 8, "plain"), (3, 10, "plain"), (4, 5, "plain"), (3, 10, "fused"), (4, 5, "fused")],
 )
-def test_shared_cross_entropy_with_padding_and_ignored_targets(
+def test_sharded_cross_entropy_handles_padding_and_ignored_targets(
     ranks: int, vocab: int, kind: str
 ) -> None:
     w, x = random(vocab, 6), random(3, 5, 6, seed=1).requires_grad_()
@@ -89,7 +91,7 @@ def test_shared_cross_entropy_with_padding_and_ignored_targets(
         assert torch.equal(loss, results[0][0]) and torch.equal(dx, results[0][1])
 
 
-def test_fused_cross_entropy_overwrites_the_logits_and_nothing_else() -> None:
+def test_fused_cross_entropy_overwrites_only_logits() -> None:
     x, targets = random(3, 4).requires_grad_(), torch.tensor([0, -1, 3])
     before, logits = x.detach().clone(), 2 * x
     loss = fused_cross_entropy(logits, targets)
@@ -120,7 +122,7 @@ def shared_pair(rank: int) -> dict[str, tuple[Tensor, int | None]]:
     return got | {name: (grad(p), get_shard_dim(p)) for name, p in net.named_parameters()}
 
 
-def test_embedding_column_and_row_equal_the_plain_layers() -> None:
+def test_parallel_layers_equal_plain_layers() -> None:
     table, up, down = nn.Embedding(7, 4), nn.Linear(4, 6), nn.Linear(6, 5)
     net = nn.Sequential(table, up, down)
     for seed, p in enumerate(net.parameters()):
@@ -156,7 +158,7 @@ def made(rank: int) -> list[int]:
     return counts
 
 
-def test_outputs_are_not_copied() -> None:
+def test_layer_outputs_are_not_copied() -> None:
     assert run(made, 2) == [[1, 1, 2]] * 2  # a bias needs one more
 
 
@@ -168,5 +170,5 @@ def uneven(rank: int) -> str:
     return type(error.value).__name__
 
 
-def test_an_uneven_share_is_refused() -> None:
+def test_uneven_shard_is_refused() -> None:
     assert run(uneven, 2) == ["UsageError"] * 2

@@ -31,7 +31,7 @@ def told() -> Any:
     return gloo_processes.run(run, WORLD, cases() if ALL else FEW, limit=1800 if ALL else 300)
 
 
-def test_eight_processes_are_one(told: Any) -> None:
+def test_eight_processes_equal_one_process(told: Any) -> None:
     """Losses, norms, gradients and weights are within 1e-6, and all holders of a weight agree.
 
     Runs with ZeRO have the bits of runs without it.
@@ -42,7 +42,7 @@ def test_eight_processes_are_one(told: Any) -> None:
     assert all({"loss", "weight"} <= one.off.keys() for one in found)
 
 
-def test_two_ranks_that_share_the_sequence_have_the_bits_of_those_that_do_not(told: Any) -> None:
+def test_two_sequence_parallel_ranks_have_bits_of_plain_tp(told: Any) -> None:
     """This holds until the first step, since a sum of two terms has one order.
 
     Sums over tokens have other orders.

@@ -132,7 +132,9 @@ CASES = [
 
 
 @pytest.mark.parametrize(("schedule", "shape", "shared"), CASES)
-def test_in_process(schedule: Any, shape: PipelineShape, shared: Any) -> None:
+def test_tied_weights_in_process_train_like_plain_loop(
+    schedule: Any, shape: PipelineShape, shared: Any
+) -> None:
     whole, model = Model(4, shared), Model(4, shared)
     stages = parts(model)
     make_backward_splittable(model)
@@ -168,7 +170,7 @@ def test_in_process(schedule: Any, shape: PipelineShape, shared: Any) -> None:
         assert all(model.h[first].up.weight is model.h[other].up.weight for other in others)
 
 
-def test_true_is_first_and_last_whose_one_parameter_is_seen() -> None:
+def test_tied_weights_true_finds_shared_parameter() -> None:
     whole, model = Model(2), Model(2)
     make_backward_splittable(model)
     program = schedir.compile(zb_v, PipelineShape(1, 3, 2, "vee"), tied_weights=True)
@@ -181,7 +183,7 @@ def test_true_is_first_and_last_whose_one_parameter_is_seen() -> None:
     assert near(model, whole)
 
 
-def test_a_module_in_two_stages() -> None:
+def test_module_in_two_stages_trains_like_plain_loop() -> None:
     """`stages[0].mix is stages[-1].mix` holds, with both on one rank or on two ranks."""
 
     def make() -> list[Any]:
@@ -254,7 +256,9 @@ def _train(
         (dualpipe, PipelineShape(4, 8, placement="mirror"), MIDDLE, 1, "shared"),
     ],
 )
-def test_processes(schedule: Any, shape: PipelineShape, shared: Any, dp: int, how: str) -> None:
+def test_tied_weights_on_processes_train_like_plain_loop(
+    schedule: Any, shape: PipelineShape, shared: Any, dp: int, how: str
+) -> None:
     held = run(_train, shape.ranks * dp, schedule, shape, shared, dp, how)
     whole = Model(shape.stages, shared)
     plain(whole, shape.microbatches * dp, clip=0.5)
@@ -290,7 +294,7 @@ def _sharded(process: int, how: str) -> dict[int, dict[str, Tensor]]:
     return {s: stage.module.state_dict() for s, stage in executor.stages.items()}
 
 
-def test_slices_of_a_tied_weight() -> None:
+def test_sharded_tied_weight_by_name_equals_attribute() -> None:
     said, named = (run(_sharded, 4, how) for how in ("said", "named"))
     for own, other in zip(said, named, strict=True):
         for s in own:

@@ -107,7 +107,9 @@ def near(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[*HealthCheck])
 @given(data=st.data(), zero=st.integers(0, 3), ranks=st.integers(1, 2), each=st.integers(2, 3))
-def test_any_weights_of_any_stages_of_a_rank(data: Any, zero: int, ranks: int, each: int) -> None:
+def test_random_ties_on_rank_train_like_plain_loop(
+    data: Any, zero: int, ranks: int, each: int
+) -> None:
     """Some weights have one element, and equal values, which do not make them the same weight."""
     shape = PipelineShape(ranks, 2, each)
     number = data.draw(st.integers(1, 3))
@@ -123,7 +125,7 @@ def test_any_weights_of_any_stages_of_a_rank(data: Any, zero: int, ranks: int, e
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_a_layer_in_several_stages(zero: int) -> None:
+def test_layer_in_several_stages_trains_like_plain_loop(zero: int) -> None:
     for schedule, shape in (
         (interleaved, PipelineShape(1, 3, 3)),
         (zb_v, PipelineShape(1, 3, 2, "vee")),
@@ -170,7 +172,7 @@ def _replica(process: int) -> dict[tuple[str, int], list[Tensor]]:
     return found
 
 
-def test_two_processes_that_keep_parts() -> None:
+def test_replicas_with_tied_weights_train_like_plain_loop() -> None:
     one, other = run(_replica, 2)
     for name, stages in (("albert", albert(2)), ("pair", factors(*PAIR))):
         right = plain(stages, 4)
@@ -180,7 +182,7 @@ def test_two_processes_that_keep_parts() -> None:
 
 
 @pytest.mark.parametrize("zero", range(1, 4))
-def test_one_parameter_on_several_ranks_is_refused(zero: int) -> None:
+def test_one_parameter_on_several_ranks_is_refused_with_hint(zero: int) -> None:
     """The code in the hint of the error trains like the unsplit model."""
     stages, shape = albert(2), PipelineShape(2, 3, 1)
     ties = schedir.find_tied_weights(stages)

@@ -27,7 +27,7 @@ from tests.cpu.gloo_processes import run
     seed=st.integers(0, 2**40),
     first=st.integers(0, 2**40),
 )
-def test_samples_are_windows_and_a_function_of_seed_and_number(
+def test_samples_depend_only_on_seed_and_number(
     length: int, context: int, count: int, seed: int, first: int
 ) -> None:
     context = min(context, length - 1)
@@ -47,7 +47,7 @@ def test_samples_are_windows_and_a_function_of_seed_and_number(
     sizes=st.lists(st.integers(1, 12), min_size=1, max_size=5),
     seed=st.integers(0, 9),
 )
-def test_whatever_is_taken_at_once_epochs_have_every_window_once(
+def test_each_epoch_has_every_window_once(
     length: int, context: int, sizes: list[int], seed: int
 ) -> None:
     """The number of replicas or of microbatches may change between runs, for example."""
@@ -77,7 +77,7 @@ def test_epochs_and_seeds_differ() -> None:
     assert torch.equal(in_order, torch.arange(62 * 4).reshape(62, 4))
 
 
-def test_a_cursor_of_other_samples_is_refused() -> None:
+def test_cursor_of_other_samples_is_refused() -> None:
     tokens = np.arange(250, dtype=np.uint8)
     cursor = Batches(tokens, 4, 8, seed=1).make_cursor(24)
     for other, field in (
@@ -92,7 +92,7 @@ def test_a_cursor_of_other_samples_is_refused() -> None:
         Batches(tokens, 4, 8, seed=1).read_cursor(cursor | {"samples": "many"})
 
 
-def test_token_file(tmp_path: Path) -> None:
+def test_token_file_is_memory_mapped(tmp_path: Path) -> None:
     path = tmp_path / "train.bin"
     np.array([1, 50256, 3, 4], "<u2").tofile(path)
     tokens = load_tokens(path)
@@ -103,7 +103,7 @@ def test_token_file(tmp_path: Path) -> None:
     assert "token 50256 at position 1 " in error.value.fact and str(path) in error.value.fact
 
 
-def test_text_files(tmp_path: Path) -> None:
+def test_text_files_are_concatenated(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b"two")
     (tmp_path / "a.txt").write_bytes(b"one")
     (tmp_path / "c[1].md").write_bytes(b"\xff")
@@ -114,7 +114,7 @@ def test_text_files(tmp_path: Path) -> None:
     assert len(load_tokens(tmp_path / "empty.md")) == 0
 
 
-def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
+def test_invalid_sources_are_refused(tmp_path: Path) -> None:
     odd, text = tmp_path / "odd.bin", tmp_path / "a.txt"
     odd.write_bytes(b"123")
     text.write_bytes(b"1")
@@ -132,7 +132,7 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
         assert names in caught.value.fact
 
 
-def test_numbers_out_of_range_are_refused() -> None:
+def test_arguments_out_of_range_are_refused() -> None:
     tokens = np.arange(4, dtype=np.uint8)
     for context, batch, seed, names in [
         (4, 1, 0, "context + 1 = 5"), (0, 1, 0, "context"), (1, 0, 0, "batch"), (1, 1, -1, "seed"),
@@ -156,14 +156,14 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return library
 
 
-def test_python_sources_are_joined_once(sources: Path) -> None:
+def test_python_sources_are_cached(sources: Path) -> None:
     assert bytes(load_python_sources(sources)) == b"a/c.pyb.py"
     (sources / "b.py").write_text("changed")
     assert bytes(load_python_sources(sources)) == b"a/c.pyb.py"
     assert len(list((sources.parent / "cache/schedir").iterdir())) == 1  # nothing left over
 
 
-def test_a_cache_that_cannot_be_written_is_refused(sources: Path) -> None:
+def test_unwritable_cache_is_refused(sources: Path) -> None:
     (sources.parent / "cache").write_text("a file, no folder")
     with pytest.raises(UsageError):
         load_python_sources(sources)
@@ -174,7 +174,7 @@ def draw(rank: int, cache: str) -> torch.Tensor:
     return Batches(load_tokens(), 64, 4, seed=7).read_batch(3, 4)[0]
 
 
-def test_ranks_that_build_the_cache_at_once_draw_the_same(tmp_path: Path) -> None:
+def test_ranks_that_build_cache_together_read_same_batch(tmp_path: Path) -> None:
     first, second = run(draw, 2, str(tmp_path))
     assert torch.equal(first, second)
 
@@ -184,7 +184,7 @@ def held(source: Path, held_out: object) -> Config:
     return Config(GPTConfig(context=4), data=data)
 
 
-def test_what_is_held_out_is_never_trained_on(tmp_path: Path) -> None:
+def test_held_out_tokens_are_not_in_training_batches(tmp_path: Path) -> None:
     text, other = tmp_path / "text", tmp_path / "other"
     text.write_bytes(bytes(range(100)))
     other.write_bytes(bytes(range(200, 230)))

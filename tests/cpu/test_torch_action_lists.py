@@ -46,7 +46,7 @@ def right(text: str) -> Program:
     return program
 
 
-def test_all_of_torchs_schedules_are_here() -> None:
+def test_all_torch_schedules_are_tested() -> None:
     """A new schedule of torch needs an entry in these tests."""
     bases = {"PipelineScheduleSingle", "PipelineScheduleMulti", "get_schedule_class"}
     assert {*theirs.__all__} - bases == {*VEE, *LOOP, *SINGLE}
@@ -54,7 +54,7 @@ def test_all_of_torchs_schedules_are_here() -> None:
 
 @pytest.mark.parametrize("shape", [PipelineShape(2, 4, 2, "vee"), PipelineShape(3, 8, 2, "vee")])
 @pytest.mark.parametrize("name", VEE)
-def test_their_vee(name: str, shape: PipelineShape, tmp_path: Path) -> None:
+def test_torch_vee_schedules_import(name: str, shape: PipelineShape, tmp_path: Path) -> None:
     theirs_imports(name, shape, tmp_path / "x.csv")
 
 
@@ -63,7 +63,7 @@ def test_their_vee(name: str, shape: PipelineShape, tmp_path: Path) -> None:
     [PipelineShape(1, 2, 2), PipelineShape(2, 4), PipelineShape(2, 6, 3), PipelineShape(4, 8, 2)],
 )
 @pytest.mark.parametrize("name", LOOP)
-def test_their_loops(name: str, shape: PipelineShape, tmp_path: Path) -> None:
+def test_torch_loop_schedules_import(name: str, shape: PipelineShape, tmp_path: Path) -> None:
     theirs_imports(name, shape, tmp_path / "x.csv")
 
 
@@ -91,12 +91,14 @@ SPANS = {
 }
 
 
-def test_the_docs_tell_of_all() -> None:
+def test_documentation_lists_all_schedules() -> None:
     assert {*SPANS} == {*VEE, *LOOP}
 
 
 @pytest.mark.parametrize("name", SPANS)
-def test_what_their_compute_takes_with_other_transfers(name: str, tmp_path: Path) -> None:
+def test_predicted_spans_with_other_transfers_match_documentation(
+    name: str, tmp_path: Path
+) -> None:
     """The claims of `explain` are right, and torch loads the file it suggests."""
     shape = PipelineShape(4, 8, 2, "vee" if name in VEE else "loop")
     schedule, path = built(name, shape), str(tmp_path / "x.csv")
@@ -136,12 +138,12 @@ def test_what_their_compute_takes_with_other_transfers(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("shape", [PipelineShape(1, 3), PipelineShape(2, 4), PipelineShape(4, 9)])
-def test_their_gpipe_is_ours(shape: PipelineShape) -> None:
+def test_torch_gpipe_equals_built_in_gpipe(shape: PipelineShape) -> None:
     program = right(rows(built("ScheduleGPipe", shape)._get_pipeline_order()))
     assert program.streams == compile(schedules.gpipe, shape).streams
 
 
-def test_their_list_of_1f1b_is_refused_or_ours() -> None:
+def test_torch_1f1b_list_equals_built_in_or_is_refused() -> None:
     """torch 2.13 lists an order for its last rank that begins with microbatch 1.
 
     The code that runs the schedule is separate.
@@ -216,7 +218,7 @@ def _step(
     return {s: [p.grad for p in stages[s].parameters() if p.grad is not None] for s in own}
 
 
-def test_ours_run_in_torch(tmp_path: Path) -> None:
+def test_exported_programs_run_in_torch(tmp_path: Path) -> None:
     """Our files give the right gradients in torch, whose REDUCE_GRAD divides by microbatches."""
     for k, (name, shape, form) in enumerate(RUNS):
         costs = Costs(F=1.1, I=1.3, W=0.7, send=0.1)

@@ -28,7 +28,7 @@ def ranks(program: Program) -> InProcessExecutor:
     )
 
 
-def test_groups_that_torch_issues_run_in_any_order() -> None:
+def test_torch_lazy_groups_run_in_any_order() -> None:
     program = group_opposite_transfers(compile(one_f_one_b, PipelineShape(3, 6)))
     assert program.joined.any()
     inputs, targets = make_batch(6, 0)
@@ -37,7 +37,7 @@ def test_groups_that_torch_issues_run_in_any_order() -> None:
         assert torch.equal(ranks(program).step(inputs, targets, order_seed=seed), right)
 
 
-def test_messages_that_pass_each_other_are_refused() -> None:
+def test_reordered_messages_between_two_ranks_are_refused() -> None:
     """torch uses two communicators for them, and a mailbox would return the wrong message."""
     program = written(
         "F 0.0; F 0.1; send_act 0.0 & recv_act 3.1; send_act 0.1; F 3.1; recv_act 3.0; F 3.0",

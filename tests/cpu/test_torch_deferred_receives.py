@@ -29,13 +29,13 @@ def program(name: str, defer: bool) -> Program:
     return finish_lowering(torch_csv.from_csv(lowered(name, shape, defer_pp_recv=defer)))
 
 
-def test_the_museum_has_what_torch_writes() -> None:
+def test_museum_case_equals_torch_program() -> None:
     (case,) = [case for case in cases() if case.name == "torch_defer_pp_recv"]
     assert case.made().streams == program("ScheduleInterleaved1F1B", defer=True).streams
 
 
 @pytest.mark.parametrize("name", LOOP + VEE)
-def test_deferred_receives_wait_for_each_other(name: str) -> None:
+def test_deferred_receives_deadlock_per_device(name: str) -> None:
     for model in MODELS:
         check(program(name, defer=False), model)
     check(program(name, defer=True), "per_edge")

@@ -83,7 +83,7 @@ def assert_ordered_within_ranks(timeline: Timeline) -> None:
 
 
 @pytest.mark.parametrize("name", torch_profiler_traces.NAMES)
-def test_import(
+def test_imported_trace_matches_torch_and_manual_times(
     name: str, runs: tuple[Path, list[dict[str, list[str]]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, order = runs
@@ -118,7 +118,7 @@ def test_import(
 
 
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "DualPipeV"])
-def test_every_command_takes_it(
+def test_commands_accept_imported_timeline(
     name: str, runs: tuple[Path, list[dict[str, list[str]]]], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder, _ = runs
@@ -142,7 +142,9 @@ def test_every_command_takes_it(
         assert run_command(capsys, *argv)
 
 
-def test_another_step_and_any_order(runs: tuple[Path, list[dict[str, list[str]]]]) -> None:
+def test_files_may_have_any_order_and_step_may_be_chosen(
+    runs: tuple[Path, list[dict[str, list[str]]]],
+) -> None:
     folder, _ = runs
     files = [folder / "ZBVZeroBubble" / f"rank{r}.json" for r in (2, 0, 3, 1)]
     first, last = read_run(files, step=1), read_run(files)
@@ -155,7 +157,7 @@ def test_another_step_and_any_order(runs: tuple[Path, list[dict[str, list[str]]]
     assert (first.timeline.spans["end"] != last.timeline.spans["end"]).any()
 
 
-def test_an_evaluation_is_no_step(runs: tuple[Path, list[dict[str, list[str]]]]) -> None:
+def test_evaluation_is_skipped(runs: tuple[Path, list[dict[str, list[str]]]]) -> None:
     """torch marks backwards in an evaluation too, but they contain no work."""
     folder, _ = runs
     found = read_run([folder / "evaluated"])
@@ -166,7 +168,7 @@ def test_an_evaluation_is_no_step(runs: tuple[Path, list[dict[str, list[str]]]])
         read_run([folder / "evaluated"], step=last)
 
 
-def test_waits_that_nothing_tells(
+def test_unmarked_wait_counts_as_compute_with_note(
     runs: tuple[Path, list[dict[str, list[str]]]], tmp_path: Path
 ) -> None:
     """Without Gloo's marks a wait within a range counts as work, and a note says so."""
@@ -206,7 +208,9 @@ def _ours(rank: int, folder: str) -> None:
         profiler.export_chrome_trace(f"{folder}/{name}/rank{rank}.json")
 
 
-def test_what_the_page_tells_to_paste(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_code_writes_trace_of_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The code writes one file of one step, and creates the folder."""
     page = Path(__file__).parents[2] / "docs" / "how-to" / "import-traces.md"
     pasted = next(body for language, body in blocks(page.read_text()) if language == "python")
@@ -218,7 +222,7 @@ def test_what_the_page_tells_to_paste(tmp_path: Path, monkeypatch: pytest.Monkey
     assert set(re.findall(r"ProfilerStep#\d+", file.read_text())) == {"ProfilerStep#6"}
 
 
-def test_our_own_executor(tmp_path: Path) -> None:
+def test_trace_of_executor_gives_its_program(tmp_path: Path) -> None:
     for name in OURS:
         (tmp_path / name).mkdir()
     run(_ours, 2, str(tmp_path))

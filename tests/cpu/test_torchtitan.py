@@ -207,7 +207,7 @@ def plain(pre_split: bool) -> list[list[float]]:
     return seen
 
 
-def test_losses_are_those_of_one_process() -> None:
+def test_torchtitan_losses_equal_one_process() -> None:
     """This holds for whole batches and for microbatches. One run is quicker than two."""
     for case, *ranks in zip(CASES, *run(trained, 4), strict=True):
         last = [losses for losses in ranks if losses[0] is not None]
@@ -216,18 +216,20 @@ def test_losses_are_those_of_one_process() -> None:
 
 
 @pytest.mark.parametrize("version", ["0.1.0", "0.4.0", "0.0.0+unknown"])
-def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_other_torchtitan_versions_are_refused(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
     monkeypatch.setattr(metadata, "version", lambda _: version)
     with pytest.raises(UsageError, match=r"0\.3\.0"):
         patch_torchtitan("zb_h1")
 
 
-def test_a_missing_torchtitan_is_refused() -> None:
+def test_missing_torchtitan_is_refused() -> None:
     with pytest.raises(UsageError, match="not installed"):
         patch_torchtitan("zb_h1")
 
 
-def test_placements_and_names_that_torchtitan_would_run_otherwise(
+def test_unsupported_placement_and_wrong_class_name_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "modules", {**sys.modules})

@@ -26,7 +26,7 @@ from tests.cpu.train_command import (
 )
 
 
-def test_four_processes_are_one_and_torchrun_is_the_launcher(config: str, tmp_path: Path) -> None:
+def test_four_processes_and_torchrun_equal_one_process(config: str, tmp_path: Path) -> None:
     traces = tmp_path / "traces"
     many = train(config, tmp_path / "many", "output.record=true", f'output.trace="{traces}"')
     one = alone(config, tmp_path / "one")
@@ -62,7 +62,7 @@ def test_four_processes_are_one_and_torchrun_is_the_launcher(config: str, tmp_pa
     assert bits[0] == bits[1]
 
 
-def test_a_program_is_checked_once(
+def test_program_is_checked_once(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run checks it, and its executor and each prediction use the proof."""
@@ -71,7 +71,7 @@ def test_a_program_is_checked_once(
     assert seen == [("complete", "interleaved"), ("proof", "interleaved")]
 
 
-def test_two_nodes(config: str, tmp_path: Path) -> None:
+def test_two_nodes_equal_one_process(config: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     where = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]
@@ -89,7 +89,7 @@ def test_two_nodes(config: str, tmp_path: Path) -> None:
     assert losses(tmp_path / "two") == pytest.approx(alone(config, tmp_path / "one"), rel=1e-5)
 
 
-def test_replicas_uneven_stages_and_a_token_file(config: str, tmp_path: Path) -> None:
+def test_replicas_with_uneven_stages_and_token_file(config: str, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.bin"
     np.random.default_rng(0).integers(300, size=500).astype("<u2").tofile(tokens)
     sets = [
@@ -110,7 +110,7 @@ def test_replicas_uneven_stages_and_a_token_file(config: str, tmp_path: Path) ->
     assert many == pytest.approx(alone(config, tmp_path / "one", *whole), rel=1e-5)
 
 
-def test_updates_without_a_flush(config: str, tmp_path: Path) -> None:
+def test_pipedream_2bw_losses_are_independent_of_ranks(config: str, tmp_path: Path) -> None:
     """Any number of ranks uses the same weight versions. Without versions, losses differ."""
     many = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=pipedream_2bw",
             "pipeline.microbatches=6"]  # fmt: skip
@@ -120,7 +120,7 @@ def test_updates_without_a_flush(config: str, tmp_path: Path) -> None:
     assert alone(config, tmp_path / "flushed", *many)[-1] != pytest.approx(one[-1], rel=1e-2)
 
 
-def test_dropout_leaves_out_the_same_in_any_layout(config: str, tmp_path: Path) -> None:
+def test_dropout_is_independent_of_layout(config: str, tmp_path: Path) -> None:
     """Two pipelines of two stages of two layers equal one process with a stage of four."""
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=one_f_one_b",
             "model.dropout=0.2"]  # fmt: skip
@@ -131,7 +131,7 @@ def test_dropout_leaves_out_the_same_in_any_layout(config: str, tmp_path: Path) 
     assert drier[0] != pytest.approx(one[0], rel=1e-5)
 
 
-def test_updates_that_would_mix_are_refused(config: str, tmp_path: Path) -> None:
+def test_gradients_of_wrong_update_are_refused(config: str, tmp_path: Path) -> None:
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=zb_h1",
             "pipeline.microbatches=8", "pipeline.optimizer_steps=4",
             "pipeline.weight_delay=1"]  # fmt: skip
@@ -144,7 +144,7 @@ def test_updates_that_would_mix_are_refused(config: str, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
-def test_speed_leaves_out_the_first_step(
+def test_tokens_per_second_excludes_first_step(
     config: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     alone(config, tmp_path, "train.log_every=1", "train.steps=4")
@@ -155,14 +155,14 @@ def test_speed_leaves_out_the_first_step(
     assert summary["tokens_per_second"] == pytest.approx(3 / sum(1 / r for r in each[1:]), rel=0.01)
 
 
-def test_a_wrong_number_of_processes_is_one_error(config: str, tmp_path: Path) -> None:
+def test_wrong_number_of_processes_is_one_error(config: str, tmp_path: Path) -> None:
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "schedir"]
     code, _, err = launched([*agent, *arguments(config, tmp_path / "out")], tmp_path / "out")
     assert code != 0
     assert err.count("there are 2 processes, but pp 2 x tp 2 x dp 1 needs 4") == 1
 
 
-def test_training_is_what_a_plain_loop_does(config: str, tmp_path: Path) -> None:
+def test_training_equals_plain_loop(config: str, tmp_path: Path) -> None:
     """A loop with torch's clipping and AdamW shows that all optimizer options are applied."""
     import torch
 

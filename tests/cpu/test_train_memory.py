@@ -16,7 +16,7 @@ def config(tmp_path: Path) -> Path:
     return small(tmp_path)
 
 
-def test_as_few_as_fit_with_the_same_losses(tmp_path: Path, config: Path) -> None:
+def test_recompute_fit_meets_limit_with_same_losses(tmp_path: Path, config: Path) -> None:
     """There are two processes, with dropout and messages in shared memory."""
     own = tmp_path / "own"
     assert forked(str(config), own)[0] == 0
@@ -33,14 +33,14 @@ def test_as_few_as_fit_with_the_same_losses(tmp_path: Path, config: Path) -> Non
     assert losses(tmp_path / "fits") == losses(own)
 
 
-def test_what_never_fits_is_refused(tmp_path: Path, config: Path) -> None:
+def test_impossible_memory_limit_is_refused(tmp_path: Path, config: Path) -> None:
     limits = ["memory.memory_limit=1kB", "memory.recompute=fit"]
     code, _, err = forked(str(config), tmp_path / "o", *limits)
     assert code == 2 and "MemoryLimitError" in err
 
 
 @pytest.mark.parametrize("more", [[], ["memory.recompute=all"], ["train.precision=bfloat16"]])
-def test_what_lives_is_counted_beside_what_was_predicted(
+def test_counted_memory_is_near_prediction(
     tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str], more: list[str]
 ) -> None:
     """Live memory is lower by a tensor handed over in an instruction, at most one activation."""
@@ -54,7 +54,7 @@ def test_what_lives_is_counted_beside_what_was_predicted(
     assert "counted" not in (tmp_path / "o" / "summary.json").read_text()
 
 
-def test_the_example(tmp_path: Path) -> None:
+def test_recompute_example_runs(tmp_path: Path) -> None:
     words = [str(ROOT / "examples" / "recompute.py"), str(tmp_path / "out")]
     code, out, err = launched(words, tmp_path / "out")
     assert code == 0, err

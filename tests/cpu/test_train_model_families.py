@@ -32,7 +32,7 @@ def evaluated(folder: Path) -> list[tuple[str, ...]]:
         return [tuple(row) for row in csv.reader(file)]
 
 
-def test_processes_train_what_one_does(
+def test_llama_on_processes_trains_and_resumes_like_one(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     sets = [*LLAMA, "train.evaluate_every=3", "data.validation=0.1",
@@ -58,9 +58,7 @@ MOE = ["model.kind=moe", "model.layers=4", "model.experts=4", "model.tied=false"
        "train.lr=0.001", "train.min_lr=0.001", "train.warmup=0"]  # fmt: skip
 
 
-def test_replicas_with_some_experts_train_what_one_process_does(
-    config: str, tmp_path: Path
-) -> None:
+def test_expert_parallel_replicas_train_like_one_process(config: str, tmp_path: Path) -> None:
     ep = ["pipeline.dp=2", "pipeline.ep=2", "pipeline.stage_segments=layers",
           "pipeline.schedule=zb_h1", "pipeline.stages_per_rank=1", "pipeline.zero=1",
           f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=6"]  # fmt: skip
@@ -76,7 +74,7 @@ def test_replicas_with_some_experts_train_what_one_process_does(
     assert resumed[-2:] == pytest.approx(expected[-2:], rel=1e-5)
 
 
-def test_kinds_are_the_same_in_both_tables() -> None:
+def test_model_kind_tables_have_same_kinds() -> None:
     assert MODEL_KINDS.keys() == MODELS.keys()
     assert {get_model_kind(kind.config_class()) for kind in MODEL_KINDS.values()} == {*MODEL_KINDS}
 
@@ -105,20 +103,22 @@ EP = ["model.kind=moe", "pipeline.tp=1", "pipeline.dp=2", "pipeline.ep=2",
         (["model.context=17", "pipeline.sequence_parallel=true"], "context of 17 tokens"),
     ],
 )
-def test_what_a_kind_has_not_is_refused(config: str, sets: list[str], field: str) -> None:
+def test_setting_unsupported_by_model_kind_is_refused(
+    config: str, sets: list[str], field: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         read_config(config, sets)
     assert field in f"{error.value.fact} {error.value.hint} {error.value.location}"
 
 
-def test_settings_that_no_program_has_are_refused_with_their_line(config: str) -> None:
+def test_impossible_pipeline_setting_is_refused_with_location(config: str) -> None:
     with pytest.raises(ConfigError) as error:
         train_run(config, [*EP, "pipeline.ep=2", "pipeline.dp=3"])
     assert error.value.location == "--set pipeline.ep=2" and {*error.value.fields} == {"ep", "dp"}
 
 
 @pytest.mark.parametrize("kind", ["bert", "encoder_decoder"])
-def test_models_that_are_examples_now_are_refused_with_a_hint(config: str, kind: str) -> None:
+def test_example_model_kinds_are_refused_with_hint(config: str, kind: str) -> None:
     with pytest.raises(ConfigError, match=f"kind '{kind}' is not known") as error:
         read_config(config, [f"model.kind={kind}"])
     assert error.value.hint == f"examples/{kind}.py trains it with schedir.runtime.Executor"

@@ -31,7 +31,7 @@ def evaluated(folder: Path) -> str:
     return (folder / "evaluation.csv").read_text()
 
 
-def test_pieces_train_what_whole_stages_do(config: str, tmp_path: Path) -> None:
+def test_segments_train_like_whole_stages(config: str, tmp_path: Path) -> None:
     """This is tested on 2 x 2 processes, with a named schedule and with a program file.
 
     The file fills the waits for sums. Checkpoints of one continue in the other.
@@ -59,7 +59,7 @@ def test_pieces_train_what_whole_stages_do(config: str, tmp_path: Path) -> None:
     assert losses(tmp_path / "on") == whole[2:]
 
 
-def test_whole_stages_go_on_with_pieces(config: str, tmp_path: Path) -> None:
+def test_checkpoint_of_whole_stages_resumes_in_segments(config: str, tmp_path: Path) -> None:
     """A run in chunks equals the run with as many small microbatches."""
     saved = [f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=2"]
     whole = alone(config, tmp_path / "whole", *ONE, *HELD)
@@ -81,7 +81,7 @@ def test_whole_stages_go_on_with_pieces(config: str, tmp_path: Path) -> None:
     assert evaluated(tmp_path / "chunks") == evaluated(tmp_path / "small")
 
 
-def test_pieces_share_the_sequence(config: str, tmp_path: Path) -> None:
+def test_segments_with_sequence_parallelism_train_like_stages(config: str, tmp_path: Path) -> None:
     """The model is tied, with dropout and clipping."""
     shared = [*TWO, *HELD, "pipeline.sequence_parallel=true", "train.steps=2"]
     whole = train(config, tmp_path / "whole", *shared)
@@ -89,7 +89,7 @@ def test_pieces_share_the_sequence(config: str, tmp_path: Path) -> None:
     assert evaluated(tmp_path / "pieces") == evaluated(tmp_path / "whole")
 
 
-def test_chunks_of_a_llama(config: str, tmp_path: Path) -> None:
+def test_microbatch_chunks_train_like_microbatches(config: str, tmp_path: Path) -> None:
     own = ["model.kind=llama", "train.steps=2"]
     found = alone(config, tmp_path / "chunks", *own, "pipeline.microbatch_chunks=2")
     small = ["pipeline.microbatches=6", "data.microbatch_size=1"]

@@ -74,7 +74,7 @@ def gone(pid: int) -> bool:
         [("launcher", signal.SIGHUP, -signal.SIGHUP, "")],
     ),
 )
-def test_all_end_together(
+def test_all_processes_end_after_signal(
     endless: tuple[Run, list[int]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -134,7 +134,7 @@ def where(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
         ("model.hidden=1000000000", UsageError),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_starts(
+def test_impossible_settings_are_refused_before_start(
     config: str, tmp_path: Path, setting: str, kind: type[SchedirError]
 ) -> None:
     with pytest.raises(kind):
@@ -142,7 +142,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     assert not (tmp_path / "out" / "loss.csv").exists()
 
 
-def test_an_output_folder_that_cannot_be_written_is_refused(config: str, tmp_path: Path) -> None:
+def test_unwritable_output_folder_is_refused(config: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     code, out, err = launched(arguments(config, file / "out"), tmp_path / "out")
@@ -150,14 +150,14 @@ def test_an_output_folder_that_cannot_be_written_is_refused(config: str, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["loss.csv", "summary.json", "timeline.png"])
-def test_results_that_are_no_files_are_refused(config: str, tmp_path: Path, name: str) -> None:
+def test_result_paths_that_are_folders_are_refused(config: str, tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     with pytest.raises(UsageError) as error:
         run(config, [*ALONE, f'output.dir="{tmp_path}"'])
     assert str(tmp_path / name) in error.value.fact
 
 
-def test_a_program_file_must_fit_the_configuration(config: str, tmp_path: Path) -> None:
+def test_program_file_must_fit_configuration(config: str, tmp_path: Path) -> None:
     import schedir
 
     program = schedir.compile(
@@ -178,7 +178,9 @@ def test_a_program_file_must_fit_the_configuration(config: str, tmp_path: Path) 
         run(str(plain), ["train.clip_grad_norm=0"])
 
 
-def test_a_rank_without_a_world_is_refused(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_without_master_address_is_refused(
+    config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UsageError) as error:
         run(config)
@@ -193,7 +195,7 @@ WORLD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_POR
     [("RANK", "x"), ("RANK", "-1"), ("RANK", "2"), ("MASTER_PORT", "abc"), ("MASTER_PORT", "65536"),
      ("WORLD_SIZE", "0"), ("WORLD_SIZE", "9" * 30)],
 )  # fmt: skip
-def test_an_odd_environment_is_refused(
+def test_invalid_environment_variable_is_refused(
     config: str, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
     for variable, usual in (WORLD | {name: value}).items():
@@ -205,7 +207,7 @@ def test_an_odd_environment_is_refused(
     assert fact.endswith(f", not {value!r}") and "torchrun" in error.value.hint
 
 
-def test_a_peer_that_never_comes_is_one_error(config: str, tmp_path: Path) -> None:
+def test_missing_peer_is_one_error(config: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     words = arguments(config, tmp_path / "out", "train.timeout=1", "pipeline.tp=1")
@@ -253,7 +255,7 @@ if os.environ.get("RANK") == "1":
         ),
     ],
 )
-def test_the_rank_that_fails_says_why(
+def test_failed_rank_is_reported_with_cause(
     config: str, tmp_path: Path, what: str, code: int, said: str
 ) -> None:
     schedule = tmp_path / "mine.py"
@@ -266,7 +268,7 @@ def test_the_rank_that_fails_says_why(
     assert (tmp_path / "out" / "timeline.png").exists() == ("exit_cleanly" in what)
 
 
-def test_a_rank_that_stands_outside_of_a_step_is_one_error(config: str, tmp_path: Path) -> None:
+def test_rank_stopped_outside_of_step_is_one_error(config: str, tmp_path: Path) -> None:
     """The rank stops before it reports its numbers, and no message of Gloo is shown."""
     schedule = tmp_path / "mine.py"
     what = "trainer._Trainer._report = lambda self, step: os.kill(os.getpid(), signal.SIGSTOP)"
@@ -280,7 +282,7 @@ def test_a_rank_that_stands_outside_of_a_step_is_one_error(config: str, tmp_path
     assert "Traceback" not in err and "unbound_buffer" not in err
 
 
-def test_out_of_memory_before_the_first_step_is_one_error(
+def test_out_of_memory_before_first_step_is_one_error(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """This is a GPU's memory. An error within an instruction would name the instruction."""

@@ -34,7 +34,7 @@ def trained(config: str, folder: Path, *sets: str) -> bytes:
         ("shared_memory", 3, ["train.precision=bfloat16", "model.dropout=0.1"]),
     ],
 )
-def test_levels_have_the_losses_of_plain_replicas(
+def test_zero_levels_have_losses_of_plain_replicas(
     config: str, tmp_path: Path, transport: str, zero: int, more: list[str]
 ) -> None:
     """Losses are equal bit for bit, with a tied embedding, clipping and weight decay."""
@@ -46,7 +46,7 @@ def test_levels_have_the_losses_of_plain_replicas(
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize(("what", "op"), [(FORWARD, "F"), (BACKWARD, "B")])
-def test_a_run_that_is_not_finite_says_where_that_began(
+def test_nonfinite_run_reports_origin_instruction(
     config: str,
     tmp_path: Path,
     poison: Callable[..., str],
@@ -64,7 +64,7 @@ def test_a_run_that_is_not_finite_says_where_that_began(
     assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3"]
 
 
-def test_updates_that_are_skipped_are_so_on_all_replicas(
+def test_nonfinite_update_is_skipped_on_all_replicas(
     config: str, tmp_path: Path, poison: Callable[..., str]
 ) -> None:
     """Only one replica has an infinite gradient."""
@@ -75,7 +75,7 @@ def test_updates_that_are_skipped_are_so_on_all_replicas(
     assert [row["skipped"] for row in rows(tmp_path / "3")] == ["0", "1", "0"]
 
 
-def test_the_example(tmp_path: Path) -> None:
+def test_zero_example_trains_within_memory_limit(tmp_path: Path) -> None:
     """Only ZeRO together with recomputation trains within the limit.
 
     Its memory is as predicted, except one activation that an instruction hands over.

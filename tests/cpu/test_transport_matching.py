@@ -67,14 +67,14 @@ def one_rank(rank: int, kind: str, schedule: Any, shape: PipelineShape, tp: int)
         ("shared", interleaved, PipelineShape(2, 4, 2)),
     ],
 )
-def test_the_bits_of_the_reference(kind: str, schedule: Any, shape: PipelineShape) -> None:
+def test_transports_have_reference_bits(kind: str, schedule: Any, shape: PipelineShape) -> None:
     _, right = expected(shape)
     results = run(one_rank, shape.ranks, kind, schedule, shape, 1)
     got = {s: g for grads in results for s, g in grads.items()}
     assert same_bits([got[s] for s in range(shape.stages)], right)
 
 
-def test_programs_have_groups_to_issue() -> None:
+def test_overlapped_programs_have_message_groups() -> None:
     for schedule, shape in (
         (one_f_one_b, PipelineShape(3, 4)),
         (interleaved, PipelineShape(2, 4, 2)),
@@ -83,7 +83,7 @@ def test_programs_have_groups_to_issue() -> None:
         assert all(stream.joined.any() for stream in program.streams)
 
 
-def test_edges_and_tensor_parallel_groups_together() -> None:
+def test_transports_with_tensor_parallelism_have_same_bits() -> None:
     """Scattered messages cross the edges of each slice, and all transports give the same bits."""
     shape = PipelineShape(2, 3)
     edge, *others = (run(one_rank, 4, kind, one_f_one_b, shape, 2) for kind in TRANSPORTS)
@@ -129,7 +129,7 @@ def addresses(
 @pytest.mark.parametrize(
     ("schedule", "shape"), [(zb, PipelineShape(2, 4)), (interleaved, PipelineShape(2, 4, 2))]
 )
-def test_what_is_sent_lies_in_static_memory(
+def test_sends_use_static_memory(
     schedule: Any, shape: PipelineShape, buffer_sharing: BufferSharing | None
 ) -> None:
     _, right = expected(shape)
@@ -142,7 +142,7 @@ def test_what_is_sent_lies_in_static_memory(
         assert same and 0 < places <= sends and (places == sends) == (buffer_sharing is None)
 
 
-def test_parts_of_boundaries_lie_in_static_memory() -> None:
+def test_scattered_sends_use_static_memory() -> None:
     shape = PipelineShape(2, 3)
     static = run(addresses, 4, one_f_one_b, shape, 2, None)
     plain = run(one_rank, 4, "per_edge", one_f_one_b, shape, 2)
@@ -163,7 +163,7 @@ def without_check(rank: int, kind: str) -> Any:
     return len(_step(transport, program))
 
 
-def test_what_the_model_forbids_hangs_where_it_is_strict_and_only_there() -> None:
+def test_program_illegal_per_device_hangs_only_on_strict_transport() -> None:
     assert run(without_check, 2, "per_edge") == [1, 1]
     with pytest.raises(RankError) as error:
         run(without_check, 2, "strict", limit=30)
@@ -184,7 +184,7 @@ def groups_made(rank: int) -> Any:
     return made, sorted(transport.edge_groups)
 
 
-def test_a_process_makes_its_own_groups_and_no_others() -> None:
+def test_process_creates_only_its_own_groups() -> None:
     program = compile(one_f_one_b, PipelineShape(3, 4), tp=2)
     for rank, (made, own) in enumerate(run(groups_made, 6)):
         before, after = (rank - 2, rank), (rank, rank + 2)
@@ -196,7 +196,7 @@ def test_a_process_makes_its_own_groups_and_no_others() -> None:
         assert own == [e for e in directed_edges(program) if rank // 2 in (e.source, e.target)]
 
 
-def test_edges_apart_have_no_rank_in_common() -> None:
+def test_edges_of_one_color_have_no_common_rank() -> None:
     for schedule, shape, most in (
         (
             one_f_one_b,
@@ -232,7 +232,7 @@ def uneven(rank: int) -> Any:
         return _step(EdgeGroups(program), program)
 
 
-def test_groups_where_processes_have_others() -> None:
+def test_edge_groups_work_after_uneven_group_creation() -> None:
     shape = PipelineShape(3, 4)
     _, right = expected(shape)
     got = {s: g for grads in run(uneven, 3, limit=30) for s, g in grads.items()}
@@ -252,21 +252,21 @@ def anew(rank: int) -> Any:
     return _step(EdgeGroups(program, timeout=10.0), program)
 
 
-def test_groups_where_others_have_been_destroyed() -> None:
+def test_edge_groups_work_after_group_destruction() -> None:
     shape = PipelineShape(3, 4)
     _, right = expected(shape)
     got = {s: g for grads in run(anew, 3, limit=30) for s, g in grads.items()}
     assert same_bits([got[s] for s in range(shape.stages)], right)
 
 
-def test_rows_of_one_colour_are_split_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_one_color_are_separated(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [(0, 1), (2, 3), (4, 5)]
     assert process_groups._partition_by_color(rows) == [rows]
     monkeypatch.setattr(dist.distributed_c10d, "_process_group_color", lambda ranks: ranks[0] % 4)
     assert process_groups._partition_by_color(rows) == [[(0, 1), (2, 3)], [(4, 5)]]
 
 
-def test_edges_of_a_chain() -> None:
+def test_directed_edges_of_one_f_one_b() -> None:
     edges = directed_edges(compile(one_f_one_b, PipelineShape(3, 4)))
     assert [(e.lane.name, e.source, e.target) for e in edges] == [
         ("ACT", 0, 1),
@@ -290,5 +290,5 @@ def held_back(rank: int) -> Any:
     return True
 
 
-def test_a_group_is_issued_at_its_end() -> None:
+def test_message_group_is_issued_at_its_end() -> None:
     assert run(held_back, 2) == [True, True]

@@ -23,7 +23,7 @@ def said(text: str) -> str:
     return re.sub(NEAR, "bubble", numbers_apart(text))
 
 
-def test_a_run_may_be_predicted_or_not() -> None:
+def test_comparison_ignores_prediction_of_bubble() -> None:
     step = "step 5  loss 4.6  norm 3.4  bubble 45.8%, "
     predicted = said(f"{step}predicted 32.2% and 13.8% unexplained\nstep 10")
     for other in ("predicted 32.2%", "not predicted: the simulation takes 12% more"):
@@ -55,7 +55,7 @@ def losses(text: str) -> list[str]:
     return re.findall(r"loss ([\d.]+)", text)
 
 
-def test_train_a_model(
+def test_train_a_model_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The whole page runs in an empty folder."""
@@ -82,7 +82,7 @@ def test_train_a_model(
     assert {path.name for path in tmp_path.iterdir()} >= {"schedir-output", "second"}
 
 
-def test_read_a_trace(
+def test_read_a_trace_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The commands that record and read a run work in order."""

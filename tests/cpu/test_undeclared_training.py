@@ -201,36 +201,36 @@ MISTAKES: dict[str, Callable[[], object]] = {
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_refused(mistake: str) -> None:
+def test_mistakes_are_refused_with_golden_errors(mistake: str) -> None:
     with pytest.raises(SchedirError) as caught:
         MISTAKES[mistake]()
     assert str(caught.value) == TEXTS[mistake].strip()
 
 
-def test_every_text_is_of_a_mistake() -> None:
+def test_golden_errors_and_mistakes_have_same_names() -> None:
     assert TEXTS.keys() == MISTAKES.keys()
 
 
-def test_what_is_trained_by_nobody_of_the_rank_is_said() -> None:
+def test_untrained_parameters_of_loss_warn() -> None:
     """An example is a loss's own network that is not frozen. There is one warning per stage."""
     with pytest.warns(UserWarning, match="stage 1 or its loss uses Parameters") as said:
         _learning(step_it=False).step(*batch(2, 1), SCALE)
     assert len(said) == 1
 
 
-def test_places_of_ties_are_sorted_and_said_once() -> None:
+def test_tied_weight_locations_are_sorted_and_unique() -> None:
     a, b = (0, "words.weight"), (1, "head.weight")
     assert TiedWeights(((b, a, b),)) == TiedWeights([[[*a], [*b]]])  # type: ignore[arg-type]
 
 
-def test_equal_by_chance_is_said() -> None:
+def test_allow_identical_stages_accepts_equal_copies() -> None:
     ranks: Any = _copied(execution=ExecutionOptions(allow_identical_stages=True))
     ranks.step(*batch(2, 0), SCALE)
     one, other = (rank.stages[s].module for s, rank in enumerate(ranks.executors))
     assert not torch.equal(one.words.weight.grad, other.head.weight.grad)
 
 
-def test_constants_are_equal_and_pass() -> None:
+def test_equal_constant_weights_are_accepted() -> None:
     """Equal norms and zero biases pass, but not a matrix whose sampled elements are constant."""
     stages: list[Any] = [nn.Sequential(nn.LayerNorm(200), nn.Linear(200, 200)) for _ in range(2)]
     nn.init.zeros_(stages[0][1].weight)
@@ -250,7 +250,7 @@ def test_constants_are_equal_and_pass() -> None:
         InProcessExecutor(program, stages, **options)
 
 
-def test_a_change_that_trains_nothing_passes() -> None:
+def test_untrained_module_changes_are_accepted() -> None:
     model = Model(2)
     model.h[0].up.requires_grad_(False)
     stages = parts(model)
@@ -266,7 +266,7 @@ def test_a_change_that_trains_nothing_passes() -> None:
         ranks.step(*batch(2, 0), SCALE)
 
 
-def test_what_is_looked_at_is_one_list() -> None:
+def test_parameter_guard_does_not_traverse_modules() -> None:
     """The check does not walk through the modules, which would take as long as a step."""
     stages: Any = dict(enumerate(parts(Model(2))))
     unchanged = ParameterGuard(stages)
@@ -275,7 +275,7 @@ def test_what_is_looked_at_is_one_list() -> None:
     unchanged.require_unchanged()
 
 
-def test_weights_put_elsewhere_between_steps_are_those_that_train() -> None:
+def test_reassigned_weight_data_is_trained() -> None:
     """Examples are vector_to_parameters, and an average of weights used in an evaluation."""
     whole, model = Model(4), Model(4)
     stages = parts(model)
@@ -297,7 +297,7 @@ def test_weights_put_elsewhere_between_steps_are_those_that_train() -> None:
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_step_that_ends_early_leaves_the_one_parameter(error: type[BaseException]) -> None:
+def test_failed_step_keeps_shared_parameter(error: type[BaseException]) -> None:
     def ends(y: Tensor, target: Tensor) -> Tensor:
         raise error
 
@@ -358,12 +358,12 @@ def _process(process: int, how: str) -> None:
         ("not stepped", "and head.weight of stage 1 are one weight, but their optimizer options "),
     ],
 )
-def test_processes_compare_what_they_hold(how: str, said: str) -> None:
+def test_differences_between_processes_are_refused(how: str, said: str) -> None:
     with pytest.raises(RankError) as caught:
         run(_process, 2, how, limit=60)
     assert len(caught.value.tracebacks) == 2
     assert all("ModelError: " in tb and said in tb for tb in caught.value.tracebacks.values())
 
 
-def test_processes_that_say_that_they_are_alike() -> None:
+def test_allow_identical_stages_applies_to_processes() -> None:
     assert run(_process, 2, "alike") == [None, None]

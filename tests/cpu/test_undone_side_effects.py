@@ -251,7 +251,7 @@ def same(rank: int) -> dict[str, bool]:
     return found
 
 
-def test_what_is_undone_leaves_no_trace() -> None:
+def test_undone_steps_leave_no_trace() -> None:
     (found,) = run(same, 1)
     assert not [name for name, good in found.items() if not good]
 
@@ -273,7 +273,7 @@ def hooked(rank: int) -> int:
     return len(calls)
 
 
-def test_a_hook_on_all_optimizers_is_not_called_for_what_is_undone() -> None:
+def test_global_optimizer_hook_ignores_undone_steps() -> None:
     assert run(hooked, 1) == [STEPS]
 
 
@@ -316,5 +316,5 @@ def interrupted(rank: int) -> bool:
     return same and len(adam.state) == 4
 
 
-def test_an_interrupt_undoes_it_too() -> None:
+def test_interrupt_restores_state() -> None:
     assert run(interrupted, 1) == [True]

@@ -36,7 +36,7 @@ def stages(dtype: torch.dtype, wide: bool) -> list[nn.Module]:
     ("dtype", "wide"),
     [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
 )
-def test_a_scale_that_the_host_does_not_read(dtype: torch.dtype, wide: bool, scaled: bool) -> None:
+def test_tensor_grad_scale_equals_float_scale(dtype: torch.dtype, wide: bool, scaled: bool) -> None:
     inputs, targets, _ = batch(3)
     program = compile(one_f_one_b, PipelineShape(2, 3), tied_weights=True, clip_grad_norm=scaled)
     found = []
@@ -78,7 +78,7 @@ def trained(adamw: bool, main: bool) -> Any:
 
 @pytest.mark.parametrize("main", [False, True])
 @pytest.mark.parametrize("adamw", [False, True])
-def test_undone_steps_leave_nothing_behind(adamw: bool, main: bool) -> None:
+def test_undone_steps_restore_weights_and_optimizer_state(adamw: bool, main: bool) -> None:
     """A later step is as without them, whether or not the optimizer had states before."""
     plain, warm = trained(adamw, main), trained(adamw, main)
     rank = warm.executors[0]
@@ -107,7 +107,7 @@ def test_undone_steps_leave_nothing_behind(adamw: bool, main: bool) -> None:
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
 
 
-def test_what_is_undone_within_another_does_not_end_it() -> None:
+def test_nested_undo_steps_restores_state() -> None:
     world = trained(adamw=True, main=False)
     (rank,) = world.executors
     before = [p.detach().clone() for s in rank.stages.values() for p in s.module.parameters()]
@@ -122,7 +122,7 @@ def test_what_is_undone_within_another_does_not_end_it() -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
-def test_undone_statistics_leave_nothing_behind() -> None:
+def test_undone_steps_restore_batch_norm_buffers() -> None:
     stage = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     world = InProcessExecutor(
         compile(one_f_one_b, PipelineShape(1, 2)),

@@ -136,16 +136,14 @@ def one_rank(
 
 
 @pytest.mark.parametrize(("schedule", "shape"), PLANS)
-def test_the_bits_of_the_reference_with_gathers_in_flight(
-    schedule: Any, shape: PipelineShape
-) -> None:
+def test_gathers_in_flight_have_reference_bits(schedule: Any, shape: PipelineShape) -> None:
     results = run(one_rank, 4, schedule, shape)
     assert all(same for found in results for same, _ in found)
     for of_slots in zip(*results, strict=True):
         assert any(beside for _, beside in of_slots)
 
 
-def test_parts_of_what_is_not_contiguous() -> None:
+def test_noncontiguous_outputs_have_reference_bits() -> None:
     results = run(one_rank, 4, one_f_one_b, PipelineShape(2, 4), turned)
     assert all(same for found in results for same, _ in found)
 
@@ -180,7 +178,7 @@ class Sliced(StreamMailbox):
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, interleaved])
 @pytest.mark.parametrize("buffer_sharing", [None, "minimal"])
-def test_gathers_run_beside_computes_as_predicted(
+def test_gathers_overlap_computes_as_predicted(
     schedule: Schedule, buffer_sharing: BufferSharing | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = Costs(F=2.0, I=2.0, W=1.0, send=0.25, tp_gather=0.75)

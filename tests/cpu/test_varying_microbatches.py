@@ -70,7 +70,7 @@ def batch(lengths: list[tuple[int, int]]) -> tuple[Any, Any, PerMicrobatchBounda
 LENGTHS = [(3, 1), (5, 2), (1, 1), (4, 3)]
 
 
-def test_a_slot_has_room_for_the_largest_that_it_holds() -> None:
+def test_slot_size_is_that_of_its_largest_microbatch() -> None:
     x, y, boundary = batch([(300, 1), (500, 2), (100, 1), (400, 3)])
     each = [300, 500, 100, 400]
     choices: list[tuple[BufferSharing | None, list[int]]] = [("minimal", [max(each)]), (None, each)]
@@ -107,7 +107,7 @@ def own_steps(process: int) -> list[Any]:
     return found
 
 
-def test_processes_have_the_bits_of_the_reference() -> None:
+def test_processes_have_reference_bits() -> None:
     """This is tested over Gloo, with and without shared slots, and with shared memory."""
     results = run(own_steps, 2)
     x, y, _ = batch(LENGTHS)
@@ -158,6 +158,6 @@ def told(wrong: Callable[[], object]) -> str:
     return f"{type(error.value).__name__}: {error.value}"
 
 
-def test_what_is_refused() -> None:
+def test_mistakes_are_refused_with_golden_errors() -> None:
     said = "".join(f"{name}\n  {told(wrong)}\n" for name, wrong in WRONG.items())
     assert said == GOLDEN.read_text()

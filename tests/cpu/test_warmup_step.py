@@ -168,7 +168,7 @@ def undone_step(rank: int) -> dict[str, tuple[bool, set[GroupKey], set[GroupKey]
     return found
 
 
-def test_the_first_step_is_as_without() -> None:
+def test_warmup_step_changes_no_later_step() -> None:
     for cases in run(undone_step, 4):
         for name, (same, met, wanted) in cases.items():
             assert same and met == wanted and ("model" in met) == CASES[name].clip, name
@@ -220,7 +220,7 @@ def growing(rank: int, cold: bool) -> int:
     return layer.most
 
 
-def test_memory_grows_before_any_receive_waits() -> None:
+def test_warmup_step_reaches_peak_memory_without_deadlock() -> None:
     assert run(growing, 4, False) == [4, 3, 2, 1]
 
 
@@ -268,7 +268,7 @@ def asked(rank: int, warm: bool) -> dict[str, list[int]]:
 
 
 @pytest.mark.parametrize("warm", [True, False])
-def test_no_memory_is_asked_for_after_steps_that_are_undone(warm: bool) -> None:
+def test_steps_after_warmup_request_no_memory(warm: bool) -> None:
     for rank in run(asked, 4, warm):
         for name, (first, *others) in rank.items():
             assert (first, others) == (0, [0, 0]) if warm else first, (name, first, others)
@@ -298,7 +298,7 @@ def turned(rank: int, kind: str) -> bool:
 
 
 @pytest.mark.parametrize("kind", ["grouped", "edge"])
-def test_one_by_one_has_the_bits_of_a_step(kind: str) -> None:
+def test_serialized_step_has_same_bits(kind: str) -> None:
     assert all(run(turned, 4, kind))
 
 
@@ -319,6 +319,6 @@ def too_large(rank: int) -> tuple[int, str, str]:
     return site.rank, str(site.instr), error.value.fact
 
 
-def test_a_stage_that_does_not_fit_is_named() -> None:
+def test_out_of_memory_names_stage() -> None:
     ((rank, instr, fact),) = run(too_large, 1)
     assert (rank, instr) == (0, "F 1.0") and "memory" in fact

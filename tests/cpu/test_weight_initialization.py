@@ -29,7 +29,7 @@ CONFIG = GPTConfig(vocab=53, layers=1, hidden=16, heads=4, context=8)
     block=st.integers(1, 100),
     cuts=st.lists(st.integers(0, 9), max_size=3),
 )
-def test_slices_are_those_of_one_weight(
+def test_slices_equal_slices_of_full_weight(
     rows: int, columns: int, dim: int, block: int, cuts: list[int]
 ) -> None:
     with pytest.MonkeyPatch.context() as patch:
@@ -46,14 +46,14 @@ def test_slices_are_those_of_one_weight(
             assert largest.most <= max(part.numel(), block, line)
 
 
-def test_a_weight_of_one_block_has_the_numbers_that_it_always_had() -> None:
+def test_initial_weights_are_stable_between_versions() -> None:
     stage = build_stage(replace(CONFIG, vocab=13), 0, 1)
     first = stage.get_parameter("embedding.weight")[0, :4]
     always = [1.8749615178e-02, 9.8568508402e-03, 2.4350345135e-02, -4.0850838559e-05]
     torch.testing.assert_close(first, torch.tensor(always))
 
 
-def test_what_decides_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_initial_weights_depend_on_key(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(sliced_init, "BLOCK_SIZE", 8)
     weight = SlicedInit("0 name", torch.Size((6, 4)))
     whole = weight.narrow(0, 0, 6)
@@ -64,7 +64,7 @@ def test_what_decides_the_numbers(monkeypatch: pytest.MonkeyPatch) -> None:
     assert torch.equal(half, (0.5 * whole).bfloat16())
 
 
-def test_a_stage_is_made_where_it_is_to_be() -> None:
+def test_build_stage_uses_device_and_dtype() -> None:
     stage = build_stage(CONFIG, 0, 1, device="meta", dtype=torch.bfloat16)
     tensors = [*stage.parameters(), *stage.buffers()]
     assert {t.device.type for t in tensors} == {"meta"}
@@ -87,7 +87,7 @@ def shared(rank: int) -> tuple[dict[str, tuple[Tensor, int | None]], int]:
     return own, largest.most
 
 
-def test_any_number_of_ranks_starts_from_one_model_and_none_draws_a_whole_weight(
+def test_ranks_draw_only_slices_of_one_model(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sliced_init, "BLOCK_SIZE", BLOCK)

@@ -124,7 +124,7 @@ COPIES: dict[str, Callable[[str], InProcessExecutor]] = {
 
 @pytest.mark.parametrize("how", WRITES)
 @pytest.mark.parametrize("where", COPIES)
-def test_a_weight_with_copies(where: str, how: str) -> None:
+def test_write_to_weight_with_copies_is_refused(where: str, how: str) -> None:
     ranks = COPIES[where](how)
     with pytest.raises((ModelError, ExecutionError)) as caught:
         step(ranks, 4)
@@ -134,7 +134,7 @@ def test_a_weight_with_copies(where: str, how: str) -> None:
 
 @pytest.mark.parametrize("how", ["clamp", "replace_data", "renormalize"])
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_a_weight_in_parts(level: int, how: str) -> None:
+def test_write_to_sharded_weight_is_refused(level: int, how: str) -> None:
     ranks = run_of(looped_bfs, PipelineShape(1, 2, 2), stages_of(how, False, 2), zero=level)
     what = "the data of weight" if how == "replace_data" else "weight"
     with pytest.raises(
@@ -143,7 +143,7 @@ def test_a_weight_in_parts(level: int, how: str) -> None:
         step(ranks, 2)
 
 
-def test_a_weight_in_parts_that_is_written_later() -> None:
+def test_later_write_to_sharded_weight_is_refused() -> None:
     stages = stages_of("replace_data", False, 2)
     writes = stages[0].eval()
     forward, calls = WRITES["replace_data"], list[nn.Linear]()
@@ -165,7 +165,7 @@ def test_a_weight_in_parts_that_is_written_later() -> None:
     assert writes is calls[0]
 
 
-def test_data_that_the_host_steps() -> None:
+def test_assignment_to_data_with_cpu_step_is_refused() -> None:
     ranks = run_of(
         looped_bfs,
         PipelineShape(1, 2, 2),
@@ -190,7 +190,7 @@ RIGHT: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("how", ["clamp", "clamp_data", "replace_data", "renormalize"])
 @pytest.mark.parametrize("program", RIGHT)
-def test_a_weight_without_copies_is_as_in_a_plain_loop(program: str, how: str) -> None:
+def test_written_weight_without_copies_trains_like_plain_loop(program: str, how: str) -> None:
     stages, wanted = stages_of(how, False, 2), stages_of(how, False, 2)
     ranks = run_of(looped_bfs, PipelineShape(1, 2, 2), stages, lr=0.01, **RIGHT[program])
     optimizer = torch.optim.SGD([p for stage in wanted for p in stage.parameters()], 0.01)
@@ -208,7 +208,7 @@ def test_a_weight_without_copies_is_as_in_a_plain_loop(program: str, how: str) -
 
 
 @pytest.mark.parametrize("where", COPIES)
-def test_what_only_reads_is_run(where: str) -> None:
+def test_stage_that_only_reads_weights_runs(where: str) -> None:
     WRITES["none"] = lambda layer: None
     try:
         ranks = COPIES[where]("none")
@@ -219,7 +219,7 @@ def test_what_only_reads_is_run(where: str) -> None:
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_memory_that_is_freed_is_not_read(level: int) -> None:
+def test_write_check_does_not_read_freed_memory(level: int) -> None:
     """With ZeRO 3 a weight-gradient instruction runs while the full weights are freed."""
     stages = [make_backward_splittable(stage) for stage in plain(2)]
     stages[1].weight = stages[0].weight
@@ -228,7 +228,7 @@ def test_memory_that_is_freed_is_not_read(level: int) -> None:
     assert step(ranks, 4).isfinite() and step(ranks, 4).isfinite()
 
 
-def test_only_the_first_calls_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_check_runs_only_in_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     from schedir.runtime.autograd import stage_context
 
     ranks = run_of(chimera, PipelineShape(2, 4, placement="mirror"), plain(2))
@@ -240,7 +240,7 @@ def test_only_the_first_calls_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> 
     assert not calls
 
 
-def test_a_program_with_one_copy_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_without_copies_has_no_write_check(monkeypatch: pytest.MonkeyPatch) -> None:
     from schedir.runtime.autograd import stage_context
 
     monkeypatch.setattr(

@@ -62,7 +62,7 @@ WINDOWS = [(1, 1), (16, 1), (64, 64), (100, 7), (128, 64), (130, 130), (256, 32)
 
 
 @given(st.integers(1, 300), windows)
-def test_the_mask_is_what_the_cost_model_says(length: int, window: tuple[int, int]) -> None:
+def test_mask_matches_cost_model(length: int, window: tuple[int, int]) -> None:
     start, end = Axis(length, *window, causal=True).visible_keys
     key = np.arange(length)
     assert (
@@ -72,13 +72,13 @@ def test_the_mask_is_what_the_cost_model_says(length: int, window: tuple[int, in
 
 @pytest.mark.parametrize("length", [1, 64, 200, 257])
 @pytest.mark.parametrize("window", WINDOWS)
-def test_tiles_are_the_whole_with_a_mask(length: int, window: tuple[int, int]) -> None:
+def test_tiled_attention_equals_masked_attention(length: int, window: tuple[int, int]) -> None:
     got = run(windowed(*window), *heads(length))
     assert_near(got, run(whole(build_window_mask(length, *window)), *heads(length)), 1e-12)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_of_other_types(dtype: torch.dtype) -> None:
+def test_tiled_attention_in_low_precision(dtype: torch.dtype) -> None:
     got = run(windowed(100, 7), *heads(200, dtype))
     assert_near(
         got,
@@ -88,12 +88,12 @@ def test_of_other_types(dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("length", [1, 63, 256, 300])
-def test_a_window_over_all_is_causal_attention(length: int) -> None:
+def test_full_window_equals_causal_attention(length: int) -> None:
     got = run(windowed(320, 64), *heads(length, torch.float32))
     assert_near(got, run(lambda *x: attention(*x), *heads(length, torch.float32)), 1e-6)
 
 
-def test_what_comes_before_does_not_change_with_what_comes_after() -> None:
+def test_attention_does_not_depend_on_later_tokens() -> None:
     q, k, v, _ = heads(300)
     found = attention(q, k, v, (100, 64))
     for length in (1, 99, 130, 299):
@@ -104,7 +104,9 @@ def test_what_comes_before_does_not_change_with_what_comes_after() -> None:
 
 @pytest.mark.parametrize("window", [None, (64, 16), (100, 7)])
 @pytest.mark.parametrize(("groups", "dropout"), [(1, 0.0), (3, 0.0), (3, 0.3)])
-def test_queries_share_keys_and_values(window: Any, groups: int, dropout: float) -> None:
+def test_grouped_query_attention_equals_repeated_keys(
+    window: Any, groups: int, dropout: float
+) -> None:
     """Results are as if each query had its own. Gradients of a key head are sums over queries."""
     numbers = torch.Generator().manual_seed(0)
     shapes = [(2, heads, 200, 8) for heads in (6, groups, groups)]
@@ -130,14 +132,14 @@ def test_queries_share_keys_and_values(window: Any, groups: int, dropout: float)
 
 @pytest.mark.parametrize("window", [None, (4, 2)])
 @pytest.mark.parametrize("shape", [(2, 4, 9, 8), (2, 6, 8, 8), (2, 6, 9, 4), (1, 6, 9, 8)])
-def test_heads_that_do_not_go_together_are_refused(shape: Any, window: Any) -> None:
+def test_mismatched_head_shapes_are_refused(shape: Any, window: Any) -> None:
     q, k = torch.zeros(2, 6, 9, 8), torch.zeros(shape)
     for other in (k, q):
         with pytest.raises(UsageError):
             attention(q, other, k, window)
 
 
-def test_any_layout_of_memory() -> None:
+def test_attention_accepts_any_memory_layout() -> None:
     given = heads(200)
     q, k, v = (
         x.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for x in given[:3]
@@ -146,7 +148,7 @@ def test_any_layout_of_memory() -> None:
     assert_near(got, run(windowed(64, 16), *given[:3], torch.ones_like(given[3])), 1e-12)
 
 
-def test_as_much_is_saved_as_without_a_window() -> None:
+def test_window_does_not_change_saved_bytes() -> None:
     def saved(window: tuple[int, int] | None) -> int:
         found: dict[int, int] = {}
 
@@ -163,7 +165,7 @@ def test_as_much_is_saved_as_without_a_window() -> None:
     assert saved((128, 32)) == saved(None) > 0
 
 
-def test_with_dropout_the_whole_is_computed_with_the_same_numbers() -> None:
+def test_dropout_equals_dropout_of_masked_attention() -> None:
     found = []
     for run_it in (windowed(64, 16, 0.4), whole(build_window_mask(200, 64, 16), 0.4)):
         torch.manual_seed(3)
@@ -173,7 +175,7 @@ def test_with_dropout_the_whole_is_computed_with_the_same_numbers() -> None:
 
 
 @pytest.mark.parametrize(("length", "window"), [(1024, (256, 64)), (700, (100, 7)), (90, (64, 1))])
-def test_flex_attention_is_told_the_same_tiles(length: int, window: tuple[int, int]) -> None:
+def test_block_mask_equals_flex_attention_mask(length: int, window: tuple[int, int]) -> None:
     got = build_block_mask(length, *window, CPU)
     mask = build_window_mask(length, *window)
 

@@ -53,7 +53,7 @@ def masked(q: Tensor, k: Tensor, v: Tensor, window: Any, dropout: float) -> Tens
 
 
 @pytest.mark.parametrize("window", [(CONFIG.window, CONFIG.stride), (16, 16), (1, 1), (T, 1)])
-def test_the_loss_and_gradients_of_a_mask(window: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_windowed_gpt_equals_masked_attention(window: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(CONFIG, window=window[0], stride=window[1])
     total, grads = step(config)
     without, _ = step(replace(CONFIG, window=0, stride=1))
@@ -77,7 +77,7 @@ def test_the_loss_and_gradients_of_a_mask(window: Any, monkeypatch: pytest.Monke
     ],
 )
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_any_pipeline_has_the_bits_of_one_process(
+def test_pipelines_have_bits_of_one_process(
     schedule: Any, shape: PipelineShape, options: Any, dropout: float
 ) -> None:
     """This includes split backwards, recomputation and offload, in another order each step."""
@@ -97,7 +97,7 @@ def test_any_pipeline_has_the_bits_of_one_process(
         assert all(torch.equal(one[name], other[name]) for name in other)
 
 
-def test_a_shorter_sequence_is_the_beginning_of_a_longer_one() -> None:
+def test_shorter_sequence_has_outputs_of_longer_one() -> None:
     stage = gpt.build_stage(CONFIG, 0, 1).eval()
     inputs, _ = tokens(1)
     with torch.no_grad():
@@ -107,7 +107,7 @@ def test_a_shorter_sequence_is_the_beginning_of_a_longer_one() -> None:
             assert torch.allclose(part, whole[:, :length], atol=1e-6)
 
 
-def test_as_many_bytes_are_kept_as_without_windows() -> None:
+def test_windows_do_not_change_measured_sizes() -> None:
     (inputs, targets), found = tokens(1), []
     for config in (CONFIG, replace(CONFIG, window=0, stride=1)):
         stages = [gpt.build_stage(config, s, 2) for s in range(2)]
@@ -116,7 +116,7 @@ def test_as_many_bytes_are_kept_as_without_windows() -> None:
     assert found[0] == found[1]
 
 
-def test_schedir_train(tmp_path: Path) -> None:
+def test_train_command_with_windows_equals_one_rank(tmp_path: Path) -> None:
     """Two tensor-parallel ranks have the losses of one rank, also in evaluations.
 
     Without windows the losses differ.

@@ -58,7 +58,7 @@ def _trained(name: str) -> list[list[Any]]:
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_parts_have_the_bits_of_plain_replicas(name: str) -> None:
+def test_zero_levels_have_bits_of_plain_replicas(name: str) -> None:
     assert not differing(*_trained(name))
     assert differing(_trained(name)[0], _trained("1F1B" if name != "1F1B" else "DualPipe")[0])
 
@@ -161,7 +161,7 @@ def some() -> list[dict[str, Any]]:
 
 
 @pytest.mark.parametrize("name", ["shared memory", "loss scale"])
-def test_small_parameters_have_the_bits_of_plain_replicas(
+def test_small_parameters_have_bits_of_plain_replicas(
     name: str, some: list[dict[str, Any]]
 ) -> None:
     for own in some:
@@ -170,11 +170,11 @@ def test_small_parameters_have_the_bits_of_plain_replicas(
             assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
 
 
-def test_all_replicas_skip_what_one_of_them_spoils(some: list[dict[str, Any]]) -> None:
+def test_nonfinite_gradient_of_one_replica_is_skipped_on_all(some: list[dict[str, Any]]) -> None:
     assert [own["finite"] for own in some] == [[(False, True)] * 3] * 2
 
 
-def test_turns_add_up_to_the_sum(some: list[dict[str, Any]]) -> None:
+def test_repeated_reduce_scatters_equal_one_reduction(some: list[dict[str, Any]]) -> None:
     for own in some:
         end, *turns = own["turns"]
         for other in turns:
@@ -182,7 +182,7 @@ def test_turns_add_up_to_the_sum(some: list[dict[str, Any]]) -> None:
         assert all(torch.equal(a, b) for a, b in zip(*turns, strict=True))
 
 
-def test_what_is_written_must_be_one(some: list[dict[str, Any]]) -> None:
+def test_different_writes_of_replicas_are_refused(some: list[dict[str, Any]]) -> None:
     for own in some:
         assert len(own["written"]) == 2
         assert all("do not agree on the values of" in text for text in own["written"])

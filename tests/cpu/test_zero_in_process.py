@@ -57,7 +57,7 @@ def turns_of(program: Program, stage: int) -> list[list[int]]:
 
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("schedule", [interleaved, looped_bfs, one_f_one_b])
-def test_turns_add_up_in_their_order(schedule: Any, zero: int) -> None:
+def test_reduce_scatters_add_in_program_order(schedule: Any, zero: int) -> None:
     shape = PipelineShape(2, 4, 1 if schedule is one_f_one_b else 2)
     program = schedir.compile(
         schedule, shape, zero=zero, reduce_scatter_at="each_backward", clip_grad_norm=False
@@ -88,7 +88,7 @@ def test_turns_add_up_in_their_order(schedule: Any, zero: int) -> None:
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-def test_weights_are_pieces_between_steps_and_whole_on_request(zero: int) -> None:
+def test_weights_are_sharded_except_in_full_parameters(zero: int) -> None:
     program = schedir.compile(interleaved, PipelineShape(2, 4, 2), zero=zero, clip_grad_norm=True)
     stages, plain = (gpt_stages(4, False) for _ in range(2))
     shapes = [p.shape for stage in stages for p in stage.parameters()]
@@ -113,7 +113,7 @@ def test_weights_are_pieces_between_steps_and_whole_on_request(zero: int) -> Non
     assert all(p.dim() == 1 and not p.any() for m in stages for p in m.parameters())
 
 
-def test_state_and_copies_of_an_optimizer_are_cut() -> None:
+def test_optimizer_state_and_main_parameters_are_sharded() -> None:
     """An optimizer that has stepped full weights continues with shards, and so do its copies."""
     found = []
     for zero in (0, 3):
@@ -145,7 +145,7 @@ def test_state_and_copies_of_an_optimizer_are_cut() -> None:
     assert same(*found)
 
 
-def test_an_evaluation_in_parts() -> None:
+def test_evaluation_with_sharded_weights_has_same_loss() -> None:
     found = []
     for zero in (0, 1, 3):
         stages = gpt_stages(4, False)
@@ -166,7 +166,7 @@ class Fails(nn.Linear):
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_after_a_step_that_fails_weights_are_pieces(zero: int) -> None:
+def test_failed_step_leaves_sharded_weights(zero: int) -> None:
     stages: list[nn.Module] = [Fails(4, 4), nn.Linear(4, 4)]
     before = [p.detach().flatten().clone() for stage in stages for p in stage.parameters()]
     program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=zero)
@@ -196,7 +196,7 @@ class Scale(nn.Module):
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_a_rule_of_w_that_reads_a_weight_in_parts_is_refused(reads: bool) -> None:
+def test_split_rule_that_reads_sharded_weight_is_refused(reads: bool) -> None:
     """W runs without full weights, so a user's split rule must not read them."""
 
     def later(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
@@ -290,7 +290,7 @@ def refusal(make: Any, module: Any) -> str:
     return str(error.value)
 
 
-def test_what_cannot_be_cut_is_refused() -> None:
+def test_unshardable_models_are_refused_with_golden_errors() -> None:
     texts = [f"{name}\n{refusal(*how)}\n" for name, how in REFUSED.items()]
     stages: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4)]
     options: dict[str, Any] = {

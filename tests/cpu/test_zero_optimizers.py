@@ -88,7 +88,7 @@ def trained(zero: int, place: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("place", ["state", "nested state", "shape of p"])
-def test_state_that_is_cut_steps_as_that_of_whole_weights(place: str, zero: int) -> None:
+def test_sharded_state_steps_like_full_state(place: str, zero: int) -> None:
     assert all(map(torch.equal, trained(zero, place), trained(0, place)))
 
 
@@ -100,14 +100,14 @@ def test_state_that_is_cut_steps_as_that_of_whole_weights(place: str, zero: int)
         ("nested rows", r"Momentum keeps moments"),
     ],
 )
-def test_state_that_cannot_be_cut(place: str, what: str, zero: int) -> None:
+def test_unshardable_state_is_refused(place: str, what: str, zero: int) -> None:
     with pytest.raises(ModelError, match=what) as error:
         made(zero, place)
     assert error.value.program == "one_f_one_b" and "zero=0" in error.value.hint
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-def test_state_that_gets_the_shape_of_the_weight_in_a_step(zero: int) -> None:
+def test_state_with_shape_of_full_weight_is_refused(zero: int) -> None:
     with pytest.raises(ExecutionError, match=r"Momentum failed to step shards") as error:
         trained(zero, "shape of the weight")
     (site,) = error.value.sites
@@ -122,7 +122,7 @@ def _clips(optimizer: Any, *_: object) -> None:
 
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_hooks_on_a_step_would_see_pieces(zero: int, everywhere: bool) -> None:
+def test_optimizer_step_hooks_are_refused(zero: int, everywhere: bool) -> None:
     stages = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     made: list[torch.optim.Optimizer] = []
 

@@ -65,7 +65,7 @@ def no_more_than_torch(program: Program, most: int, each: Sequence[int] = (0, 1)
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_no_schedule_gathers_more_often_than_torchs_list(name: str) -> None:
+def test_schedules_gather_no_more_often_than_torch(name: str) -> None:
     schedule = ZOO[name]
     each = (2, 4) if schedule in LOOPED else (2,)
     for ranks, v in [(2, 3), *((4, v) for v in each)]:
@@ -82,7 +82,7 @@ def test_no_schedule_gathers_more_often_than_torchs_list(name: str) -> None:
     st.integers(1, 3),
 )
 @settings(max_examples=30)
-def test_what_is_exported_is_whole_where_torch_wants_it(program: Program, active: int) -> None:
+def test_exported_program_unshards_stages_that_torch_needs(program: Program, active: int) -> None:
     """torch's W and REDUCE_GRAD need a gathered stage, while ours do not."""
     active = min(active, max(map(len, program.shape.stages_on_rank)))
     lowered = compile(program, dp=2, zero=3, unsharded_stages=active)
@@ -92,7 +92,7 @@ def test_what_is_exported_is_whole_where_torch_wants_it(program: Program, active
 
 @given(compute_programs(ranks=2, microbatches=4, stages_per_rank=4))
 @settings(max_examples=30)
-def test_no_draft_does(program: Program) -> None:
+def test_random_drafts_gather_no_more_often_than_torch(program: Program) -> None:
     """No draft gathers more often than torch.
 
     torch also counts W, which needs no weights, so with W it may gather less far ahead than we do.

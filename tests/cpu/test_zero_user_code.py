@@ -64,7 +64,7 @@ class Prompt(nn.Module):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_a_stage_puts_out_outlives_its_weights(ranks: int) -> None:
+def test_stage_output_may_be_its_weight(ranks: int) -> None:
     found = []
     for zero in (0, 3):
         torch.manual_seed(0)
@@ -80,7 +80,7 @@ class WritesData(nn.Linear):
         return super().forward(x)
 
 
-def test_a_write_to_data_is_not_lost() -> None:
+def test_write_to_data_is_refused() -> None:
     torch.manual_seed(0)
     with pytest.raises(ExecutionError, match="writes to one of weight to bias"):
         steps(ranks_of(3, [WritesData(4, 4), nn.Linear(4, 4)]))
@@ -95,7 +95,7 @@ class Keeps(nn.Linear):
         return super().forward(x) * self.first
 
 
-def test_a_view_that_would_be_old_is_refused() -> None:
+def test_stale_view_of_weight_is_refused() -> None:
     steps(ranks_of(0, [Keeps(), nn.Linear(4, 4)]))
     with pytest.raises(ModelError, match="share memory"):
         ranks_of(1, [Keeps(), nn.Linear(4, 4)])
@@ -121,7 +121,7 @@ class Two:
             one.step()
 
 
-def test_state_of_optimizers_within_one_is_cut() -> None:
+def test_state_of_inner_optimizers_is_sharded() -> None:
     found, made = [], []
     for zero in (0, 2):
         stages = linears()
@@ -137,7 +137,7 @@ def test_state_of_optimizers_within_one_is_cut() -> None:
     assert {t.dim() for t in kept} == {0, 1}
 
 
-def test_whole_state_for_pieces_is_refused() -> None:
+def test_loading_full_state_for_shards_is_refused() -> None:
     """torch's fused optimizers would silently use only a part of the state."""
     made: list[Any] = []
 
@@ -155,7 +155,7 @@ def test_whole_state_for_pieces_is_refused() -> None:
         steps(ranks)
 
 
-def test_who_saves_pieces_is_told() -> None:
+def test_state_dict_of_shards_warns() -> None:
     stages = linears()
     model = nn.Sequential(*stages)
     ranks = ranks_of(3, stages)
@@ -183,7 +183,7 @@ class Reads(nn.Module):
         return out
 
 
-def test_a_weight_of_another_stage_is_read_whole_or_not_at_all() -> None:
+def test_read_of_other_stages_weight_is_refused_at_level_3() -> None:
     """At level 3 its memory is released meanwhile, so reads would return arbitrary numbers."""
     first = nn.Linear(4, 4)
     steps(ranks_of(2, [first, Reads(first)]))
@@ -192,7 +192,7 @@ def test_a_weight_of_another_stage_is_read_whole_or_not_at_all() -> None:
         steps(ranks_of(3, [first, Reads(first)], unsharded_stages=1))
 
 
-def test_a_loss_that_reads_a_weight_of_another_stage_is_refused_at_level_3() -> None:
+def test_loss_that_reads_other_stages_weight_is_refused_at_level_3() -> None:
     """The weight has memory in the first forward, and may have lost it in the backward."""
     first = nn.Linear(4, 4)
 
@@ -205,7 +205,7 @@ def test_a_loss_that_reads_a_weight_of_another_stage_is_refused_at_level_3() -> 
         ranks.step(*torch.randn(2, 4, 3, 4))
 
 
-def test_another_executor_may_be_freed_during_a_forward() -> None:
+def test_executor_may_be_freed_during_forward_of_another() -> None:
     """New tensors may then have the addresses of its weights, which are refused storages."""
     program = schedir.compile(looped_bfs, PipelineShape(1, 1, 2), zero=3)
 
