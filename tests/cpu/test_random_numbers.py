@@ -65,35 +65,35 @@ class Noisy(nn.Module):
 
     def run(self, x: Tensor) -> Tensor:
         if self.number is None:
-            return self.dropped(x)
+            return self.apply_dropout(x)
         with fork_layer_rng(self.number):
-            return self.dropped(x)
+            return self.apply_dropout(x)
 
-    def dropped(self, x: Tensor) -> Tensor:
+    def apply_dropout(self, x: Tensor) -> Tensor:
         y = F.dropout(torch.tanh(self.inner(x)), 0.5)
         self.masks.append(y.detach() == 0)
         return y
 
 
-def noisy(stages: int, **options: Any) -> list[nn.Module]:
+def make_noisy_stages(stages: int, **options: Any) -> list[nn.Module]:
     return [Noisy(k, **options) for k in range(stages)]
 
 
-def squares(y: Tensor, target: Tensor) -> Tensor:
+def squared_error_with_dropout(y: Tensor, target: Tensor) -> Tensor:
     return (F.dropout(y, 0.2) - target).square().sum()
 
 
-def batch(microbatches: int) -> tuple[Tensor, Tensor]:
+def make_batch(microbatches: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(microbatches, *BOUNDARY.shape, generator=torch.Generator().manual_seed(9))
     return x, x + 1
 
 
-def virtual(program: Any, stages: list[nn.Module], **options: Any) -> InProcessExecutor:
-    return InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY, **options)
+def make_executor(program: Any, stages: list[nn.Module], **options: Any) -> InProcessExecutor:
+    return InProcessExecutor(program, stages, loss=squared_error_with_dropout, boundary=BOUNDARY, **options)
 
 
-def expected(stages: list[nn.Module], m: int = M, **options: Any) -> tuple[Tensor, Any]:
-    loss = run_sequential(stages, *batch(m), loss=squares, **options)
+def run_reference(stages: list[nn.Module], m: int = M, **options: Any) -> tuple[Tensor, Any]:
+    loss = run_sequential(stages, *make_batch(m), loss=squared_error_with_dropout, **options)
     return loss, gradients(stages)
 
 
@@ -113,30 +113,30 @@ def test_random_programs_match_sequential_reference(
         Noisy(k, again, number=k) if k % 2 else Noisy(k, again) for k in range(shape.stages)
     ]
     plain = [Noisy(k, number=stage.number) for k, stage in enumerate(numbered)]
-    loss, right = expected(list(plain), shape.microbatches, seed=seed, program=found)
-    ranks = virtual(found, list(numbered), seed=seed)
-    assert torch.equal(ranks.step(*batch(shape.microbatches), order_seed=order), loss)
+    loss, right = run_reference(list(plain), shape.microbatches, seed=seed, program=found)
+    ranks = make_executor(found, list(numbered), seed=seed)
+    assert torch.equal(ranks.step(*make_batch(shape.microbatches), order_seed=order), loss)
     assert same_bits(gradients(numbered), right)
 
 
-def masks(**options: Any) -> list[Tensor]:
+def collect_masks(**options: Any) -> list[Tensor]:
     """Return the dropout masks of the stages of a model, by stage and microbatch."""
-    stages = noisy(2, **options.pop("model", {}))
-    expected(stages, 4, **options)
+    stages = make_noisy_stages(2, **options.pop("model", {}))
+    run_reference(stages, 4, **options)
     return [mask for stage in stages for mask in stage.masks]  # type: ignore[union-attr]
 
 
 def test_seed_and_step_determine_dropout_masks() -> None:
-    found = masks()
-    assert all(torch.equal(a, b) for a, b in zip(found, masks(), strict=True))
-    drawn = [*found, *masks(seed=1), *masks(step=1)]
+    found = collect_masks()
+    assert all(torch.equal(a, b) for a, b in zip(found, collect_masks(), strict=True))
+    drawn = [*found, *collect_masks(seed=1), *collect_masks(step=1)]
     assert not any(torch.equal(a, b) for k, a in enumerate(drawn) for b in drawn[:k])
-    ranks = virtual(compile(gpipe, PipelineShape(2, 4)), noisy(2))
-    first = ranks.step(*batch(4))
-    assert not torch.equal(ranks.step(*batch(4)), first)
+    ranks = make_executor(compile(gpipe, PipelineShape(2, 4)), make_noisy_stages(2))
+    first = ranks.step(*make_batch(4))
+    assert not torch.equal(ranks.step(*make_batch(4)), first)
     for rank in ranks.executors:
         rank.random_streams.step = 0
-    assert torch.equal(ranks.step(*batch(4)), first)
+    assert torch.equal(ranks.step(*make_batch(4)), first)
 
 
 def test_derived_keys_match_splitmix64() -> None:
@@ -152,15 +152,15 @@ def test_derived_keys_match_splitmix64() -> None:
 
 
 def test_step_restores_torch_generator_state() -> None:
-    x, _ = batch(4)
+    x, _ = make_batch(4)
     found = compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
-    ranks, stages = virtual(found, noisy(2)), noisy(2)
+    ranks, stages = make_executor(found, make_noisy_stages(2)), make_noisy_stages(2)
     before = torch.get_rng_state()
-    ranks.step(*batch(4))
+    ranks.step(*make_batch(4))
     assert torch.equal(torch.get_rng_state(), before)
-    expected(stages, 4)
+    run_reference(stages, 4)
     assert torch.equal(torch.get_rng_state(), before)
-    measure_sizes(stages, x[0], x[0], loss=squares, boundary=BOUNDARY)
+    measure_sizes(stages, x[0], x[0], loss=squared_error_with_dropout, boundary=BOUNDARY)
     assert torch.equal(torch.get_rng_state(), before)
     with fork_layer_rng(3):  # has no effect outside of a step
         drawn = torch.rand(1)
@@ -191,24 +191,24 @@ def test_layer_number_must_be_32_bit_integer() -> None:
         assert len({drawn(*n) for n in ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))}) == 6
 
 
-class Within(Noisy):
+class StepInForward(Noisy):
     """Runs `run_sequential` on other layers within its forward while it is in training mode."""
 
     others = (nn.Linear(4, 4),)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            run_sequential(self.others, torch.ones(1, 1, 4), torch.ones(1, 1, 4), loss=squares)
+            run_sequential(self.others, torch.ones(1, 1, 4), torch.ones(1, 1, 4), loss=squared_error_with_dropout)
         with fork_layer_rng(7):
             return F.dropout(super().forward(x))
 
 
 def test_nested_step_does_not_change_random_numbers() -> None:
     found = compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
-    with_others, without = ([Within(k) for k in range(2)] for _ in range(2))
+    with_others, without = ([StepInForward(k) for k in range(2)] for _ in range(2))
     for stage in without:
         stage.eval()
-    losses = [virtual(found, [*stages]).step(*batch(4)) for stages in (with_others, without)]
+    losses = [make_executor(found, [*stages]).step(*make_batch(4)) for stages in (with_others, without)]
     assert torch.equal(*losses)
 
 
@@ -216,15 +216,15 @@ def test_failed_step_restores_generator_state() -> None:
     def fails(y: Tensor, target: Tensor) -> Tensor:
         raise ValueError("no such luck")
 
-    stages, before = noisy(2), torch.get_rng_state()
+    stages, before = make_noisy_stages(2), torch.get_rng_state()
     ranks = InProcessExecutor(
         compile(gpipe, PipelineShape(2, 4)), stages, loss=fails, boundary=BOUNDARY
     )
     with pytest.raises(ExecutionError):
-        ranks.step(*batch(4))
+        ranks.step(*make_batch(4))
     assert stages[0].masks and torch.equal(torch.get_rng_state(), before)
     with pytest.raises(ValueError):
-        run_sequential(stages, *batch(4), loss=fails)
+        run_sequential(stages, *make_batch(4), loss=fails)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -233,13 +233,13 @@ def test_failed_step_restores_generator_state() -> None:
 def test_recompute_draws_same_random_numbers(schedule: Any, number: int | None) -> None:
     shape = PipelineShape(2, 4, placement="mirror" if schedule is dualpipe else "loop")
     found = compile(schedule, shape, progress_model="per_edge")
-    _, right = expected(noisy(2, number=number), 4, program=found)
-    again = noisy(2, again=True, number=number)
-    ranks = virtual(found, again)
+    _, right = run_reference(make_noisy_stages(2, number=number), 4, program=found)
+    again = make_noisy_stages(2, again=True, number=number)
+    ranks = make_executor(found, again)
     for order in (None, 1):
         for rank in ranks.executors:
             rank.random_streams.step = 0
-        ranks.step(*batch(4), order_seed=order)
+        ranks.step(*make_batch(4), order_seed=order)
         assert same_bits(gradients(again), right)
 
 
@@ -250,7 +250,7 @@ def test_numbered_layers_draw_same_numbers_in_any_stage() -> None:
         layers = [Noisy(k, number=k) for k in range(4)]
         each = 4 // stages
         whole = [nn.Sequential(*layers[k : k + each]) for k in range(0, 4, each)]
-        loss = run_sequential(whole, *batch(3), loss=lambda y, t: (y - t).square().sum())
+        loss = run_sequential(whole, *make_batch(3), loss=lambda y, t: (y - t).square().sum())
         found.append((loss, [layer.masks for layer in layers]))
         ranks = InProcessExecutor(
             compile(interleaved, PipelineShape(1, 3, stages)),
@@ -258,18 +258,18 @@ def test_numbered_layers_draw_same_numbers_in_any_stage() -> None:
             loss=lambda y, t: (y - t).square().sum(),
             boundary=BOUNDARY,
         )
-        assert torch.equal(ranks.step(*batch(3)), loss)
+        assert torch.equal(ranks.step(*make_batch(3)), loss)
     assert all(torch.equal(loss, found[0][0]) for loss, _ in found)
     assert len({str(mask) for mask in found[0][1]}) == 4
 
 
 def test_second_update_continues_microbatch_numbering() -> None:
     shape = PipelineShape(2, 4, optimizer_steps=2, weight_delay=1)
-    loss, _ = expected(noisy(2), 4)
-    assert torch.equal(virtual(compile(one_f_one_b, shape), noisy(2)).step(*batch(4)), loss)
+    loss, _ = run_reference(make_noisy_stages(2), 4)
+    assert torch.equal(make_executor(compile(one_f_one_b, shape), make_noisy_stages(2)).step(*make_batch(4)), loss)
 
 
-class Shaken(torch.optim.SGD):
+class NoisySGD(torch.optim.SGD):
     """Adds noise from torch's default generator to the weights that it trains."""
 
     def step(self, closure: Any = None) -> Any:
@@ -280,8 +280,8 @@ class Shaken(torch.optim.SGD):
 
 def test_optimizers_of_stage_replicas_draw_same_numbers() -> None:
     found = compile(chimera, PipelineShape(4, 4, placement="mirror"))
-    ranks = virtual(found, noisy(4), optimizer=lambda ps: Shaken(ps, lr=0.1))
-    ranks.step(*batch(4), order_seed=3)
+    ranks = make_executor(found, make_noisy_stages(4), optimizer=lambda ps: NoisySGD(ps, lr=0.1))
+    ranks.step(*make_batch(4), order_seed=3)
     for s, (one, other) in enumerate(found.shape.replica_ranks.T.tolist()):
         ours, theirs = (ranks.executors[r].stages[s].module.parameters() for r in (one, other))
         assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
@@ -290,21 +290,21 @@ def test_optimizers_of_stage_replicas_draw_same_numbers() -> None:
 def test_optimizer_noise_on_tied_weight_copies_warns() -> None:
     """There is a warning, except where the optimizer steps only one Parameter and draws once."""
     for ranks in (1, 2):
-        stages: list[Any] = noisy(2)
+        stages: list[Any] = make_noisy_stages(2)
         stages[1].inner.weight = stages[0].inner.weight
         found = compile(interleaved, PipelineShape(ranks, 2, 2 // ranks), tied_weights=True)
-        virtually = virtual(found, stages, optimizer=Shaken)
+        virtually = make_executor(found, stages, optimizer=NoisySGD)
         with warnings.catch_warnings(record=True) as said:
             warnings.simplefilter("always")
             for _ in range(2):
-                virtually.step(*batch(2))
+                virtually.step(*make_batch(2))
         assert [
             "for each copy of a tied weight: the copies will differ" in str(one.message)
             for one in said
         ] == [True] * 2 * (ranks > 1)
 
 
-class Plain(nn.Module):
+class CompiledLayer(nn.Module):
     """A linear layer with dropout, which is compiled whole or with a recomputed part."""
 
     def __init__(self, k: int, again: bool) -> None:
@@ -317,11 +317,11 @@ class Plain(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x)
         if self.again:
-            z: Tensor = checkpoint(self.dropped, y, use_reentrant=False)
+            z: Tensor = checkpoint(self.apply_dropout, y, use_reentrant=False)
             return z
-        return self.dropped(y)
+        return self.apply_dropout(y)
 
-    def dropped(self, y: Tensor) -> Tensor:
+    def apply_dropout(self, y: Tensor) -> Tensor:
         return F.dropout(torch.tanh(y), 0.5)
 
 
@@ -339,37 +339,37 @@ def test_compiled_stages_match_compiled_reference(backend: str, again: bool) -> 
         pytest.skip("torch 2.13's inductor writes C++ that does not compile without AVX2")
 
     def stages() -> list[Any]:
-        return [torch.compile(Plain(k, again), backend=backend) for k in range(2)]
+        return [torch.compile(CompiledLayer(k, again), backend=backend) for k in range(2)]
 
     theirs, ours = stages(), stages()
-    ranks = virtual(
+    ranks = make_executor(
         compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge"), ours, seed=3
     )
     for step, order in enumerate((None, 1)):
-        loss, right = expected(theirs, 4, seed=3, step=step)
-        assert torch.equal(ranks.step(*batch(4), order_seed=order), loss)
+        loss, right = run_reference(theirs, 4, seed=3, step=step)
+        assert torch.equal(ranks.step(*make_batch(4), order_seed=order), loss)
         assert same_bits(gradients(ours), right)
-        eager, _ = expected([Plain(k, again) for k in range(2)], 4, seed=3, step=step)
+        eager, _ = run_reference([CompiledLayer(k, again) for k in range(2)], 4, seed=3, step=step)
         assert torch.equal(eager, loss) == (backend == "aot_eager")
 
 
-def _replica(rank: int) -> Any:
+def run_replica(rank: int) -> Any:
     found = compile(interleaved, PipelineShape(1, 2, 2), dp=2, progress_model="per_edge")
     transport = GlooTransport(found)
-    stages = noisy(2)
+    stages = make_noisy_stages(2)
     executor = Executor(
-        found, 0, dict(enumerate(stages)), transport, loss=squares, boundary=BOUNDARY
+        found, 0, dict(enumerate(stages)), transport, loss=squared_error_with_dropout, boundary=BOUNDARY
     )
     own = slice(2 * transport.dp_rank, 2 * transport.dp_rank + 2)
-    x, target = batch(4)
+    x, target = make_batch(4)
     executor.step(x[own], target[own])
     return [stage.masks for stage in stages], gradients(stages)
 
 
 def test_replicas_draw_same_masks_as_one_process() -> None:
-    stages = noisy(2)
-    _, right = expected(stages, 4)
-    results = run(_replica, 2)
+    stages = make_noisy_stages(2)
+    _, right = run_reference(stages, 4)
+    results = run(run_replica, 2)
     for s, stage in enumerate(stages):
         drawn = [mask for masks, _ in results for mask in masks[s]]
         assert all(torch.equal(a, b) for a, b in zip(drawn, stage.masks, strict=True))  # type: ignore[arg-type]

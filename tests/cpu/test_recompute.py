@@ -111,7 +111,7 @@ def test_recompute_under_autocast_has_same_bits() -> None:
     assert equal(*found)
 
 
-def _unseeded(rank: int, shared: bool) -> list[Any]:
+def run_unseeded_rank(rank: int, shared: bool) -> list[Any]:
     torch.manual_seed(100 + rank)
     results = []
     for recompute in (None, "all"):
@@ -134,7 +134,7 @@ def _unseeded(rank: int, shared: bool) -> list[Any]:
 @pytest.mark.parametrize("shared", [False, True])
 def test_recompute_without_seed_keeps_generator_states(shared: bool) -> None:
     """The states of generators are kept, and later random numbers are as without recomputation."""
-    for plain, again in run(_unseeded, 2, shared):
+    for plain, again in run(run_unseeded_rank, 2, shared):
         assert all(a is b or torch.equal(a, b) for a, b in zip(plain[0], again[0], strict=True))
         assert equal(plain[1], again[1])
 
@@ -142,7 +142,7 @@ def test_recompute_without_seed_keeps_generator_states(shared: bool) -> None:
 # ---------------------------------------------------------------- side effects of stages
 
 
-class Own(nn.Module):
+class OwnGenerator(nn.Module):
     """Draws from its own generator."""
 
     def __init__(self) -> None:
@@ -156,7 +156,7 @@ class Own(nn.Module):
 
 def test_different_output_of_recompute_is_refused() -> None:
     program = compile(gpipe, PipelineShape(2, 4), recompute="all")
-    world = InProcessExecutor(program, noisy(2, Own), loss=squares, boundary=BOUNDARY)
+    world = InProcessExecutor(program, noisy(2, OwnGenerator), loss=squares, boundary=BOUNDARY)
     with pytest.raises(ExecutionError, match="returns a different output for microbatch") as caught:
         world.step(*batch(4))
     assert str(caught.value.sites[0].instr).startswith("R ")
@@ -185,7 +185,7 @@ def test_debug_option_must_be_boolean() -> None:
         )
 
 
-class _HooksItsInput(nn.Module):
+class InputHook(nn.Module):
     """Doubles the gradient of its input in a hook on the input."""
 
     def __init__(self) -> None:
@@ -209,7 +209,7 @@ def test_input_hook_runs_once_under_recompute(schedule: Any) -> None:
         program = compile(
             schedule, PipelineShape(2, 2, 2 if schedule is interleaved else 1), **options
         )
-        stages = [_HooksItsInput() for _ in range(program.shape.stages)]
+        stages = [InputHook() for _ in range(program.shape.stages)]
         loss = nn.functional.mse_loss
         InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY).step(
             *torch.ones(2, 2, 2, WIDTH)

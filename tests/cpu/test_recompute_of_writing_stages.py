@@ -17,7 +17,7 @@ from schedir.schedules import gpipe, interleaved, zb_h1
 from tests.cpu.test_recompute import BOUNDARY, WIDTH, as_reference, batch, noisy, squares
 
 
-class Power(nn.Module):
+class WrittenBuffer(nn.Module):
     """Returns an output that depends on a buffer that each forward writes to."""
 
     u: Tensor
@@ -34,7 +34,7 @@ class Power(nn.Module):
         return y
 
 
-class Another(Power):
+class ReplacedBuffer(WrittenBuffer):
     """Does the same, but replaces the buffer by a new one."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -64,12 +64,12 @@ class Means(nn.Module):
         return y
 
 
-class Counted(nn.Module):
+class SharedBuffer(nn.Module):
     """Two layers that count in one buffer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.other = Power(), Power()
+        self.one, self.other = WrittenBuffer(), WrittenBuffer()
         self.other.u = self.one.u
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,7 +77,7 @@ class Counted(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("layer", [Power, Another, Means, Counted])
+@pytest.mark.parametrize("layer", [WrittenBuffer, ReplacedBuffer, Means, SharedBuffer])
 def test_recompute_restores_written_buffers(layer: Any) -> None:
     for schedule, shape in (
         (gpipe, PipelineShape(2, 4)),
@@ -87,7 +87,7 @@ def test_recompute_restores_written_buffers(layer: Any) -> None:
         as_reference(compile(schedule, shape, recompute="all"), noisy(shape.stages, layer))
 
 
-class Late(Power):
+class WritesFromSecondForward(WrittenBuffer):
     """Writes to its buffer from the second forward on."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -100,14 +100,14 @@ class Late(Power):
 
 def test_buffer_written_only_by_second_forward_is_refused() -> None:
     program = compile(gpipe, PipelineShape(2, 4), recompute="all")
-    world = InProcessExecutor(program, noisy(2, Late), loss=squares, boundary=BOUNDARY)
+    world = InProcessExecutor(program, noisy(2, WritesFromSecondForward), loss=squares, boundary=BOUNDARY)
     with pytest.raises(
         ExecutionError, match="writes to its buffer u, but its first forward did not"
     ):
         world.step(*batch(4))
 
 
-class Listed(Power):
+class WriteThroughReference(WrittenBuffer):
     """Writes to its buffer through another reference."""
 
     def __init__(self) -> None:
@@ -120,7 +120,7 @@ class Listed(Power):
         return y
 
 
-class Decayed(Power):
+class WrittenBias(WrittenBuffer):
     """Writes to its trained bias."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -131,7 +131,7 @@ class Decayed(Power):
 
 @pytest.mark.parametrize(
     ("layer", "what"),
-    [(Listed, "through another reference"), (Decayed, "writes to trained Parameters")],
+    [(WriteThroughReference, "through another reference"), (WrittenBias, "writes to trained Parameters")],
 )
 def test_write_that_recompute_cannot_undo_is_refused(layer: Any, what: str) -> None:
     program = compile(gpipe, PipelineShape(2, 4), recompute="all")
@@ -140,7 +140,7 @@ def test_write_that_recompute_cannot_undo_is_refused(layer: Any, what: str) -> N
         world.step(*batch(4))
 
 
-class Penalty(nn.Module):
+class GradientPenalty(nn.Module):
     """Differentiates in its forward, as a gradient penalty or a force does."""
 
     def __init__(self) -> None:
@@ -154,7 +154,7 @@ class Penalty(nn.Module):
 
 
 def test_forward_that_calls_autograd_grad_is_refused() -> None:
-    stages = [*noisy(1, Penalty), *noisy(1, Another)]
+    stages = [*noisy(1, GradientPenalty), *noisy(1, ReplacedBuffer)]
     program = compile(gpipe, PipelineShape(2, 4), recompute="all")
     world = InProcessExecutor(
         program,

@@ -21,35 +21,35 @@ from tests.cpu import train_command
 from tests.cpu.train_command import ROOT, TORCHRUN, Run, forked, launched, wait_until
 
 ALONE = [*train_command.ALONE, "output.record=false"]  # a picture would take as long as the steps
-TWO = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "output.record=false"]
+TWO_RANKS = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "output.record=false"]
 STEPS = 7
 
 
-def words(folder: Path, *more: str, every: int = 2) -> list[str]:
+def make_options(folder: Path, *more: str, every: int = 2) -> list[str]:
     """Return the options of a run in a folder, with checkpoints, that reports each third step."""
     return [f"train.steps={STEPS}", "train.log_every=3", "model.dropout=0.1",
             f'output.dir="{folder / "out"}"', f'train.checkpoint_dir="{folder / "saved"}"',
             f"train.checkpoint_every={every}", *more]  # fmt: skip
 
 
-def losses(folder: Path) -> bytes:
+def read_losses(folder: Path) -> bytes:
     return (folder / "out" / "loss.csv").read_bytes()
 
 
-def steps(folder: Path) -> list[int]:
+def list_saved_steps(folder: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in (folder / "saved").glob("step-*"))
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def unbroken_losses(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("unbroken")
     config = str(train_command.write_config(folder))
-    assert run(config, [*ALONE, *words(folder)[:3], f'output.dir="{folder / "out"}"']) == 0
-    return losses(folder)
+    assert run(config, [*ALONE, *make_options(folder)[:3], f'output.dir="{folder / "out"}"']) == 0
+    return read_losses(folder)
 
 
 @pytest.fixture
-def broken(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def interrupt_run(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
     """Return a function that starts a run which is interrupted within a step."""
 
     def breaks(at: int, *more: str, folder: Path = tmp_path) -> Path:
@@ -62,7 +62,7 @@ def broken(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
         with monkeypatch.context() as patch:
             patch.setattr(StepQueue, "issue", issues)
-            assert run(config, [*ALONE, *words(folder, *more)]) == 130
+            assert run(config, [*ALONE, *make_options(folder, *more)]) == 130
         return folder
 
     return breaks
@@ -73,16 +73,16 @@ def broken(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Call
 
 def test_resumed_run_has_losses_of_unbroken_run(
     config: str,
-    unbroken: bytes,
-    broken: Callable[..., Path],
+    unbroken_losses: bytes,
+    interrupt_run: Callable[..., Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder = broken(6)
-    assert losses(folder).count(b"\n") == 5 and steps(folder) == [2, 4]
+    folder = interrupt_run(6)
+    assert read_losses(folder).count(b"\n") == 5 and list_saved_steps(folder) == [2, 4]
     with (folder / "out" / "loss.csv").open("a") as file:  # rows of steps after the saved one
         file.write("5,1.0,0.1,0.1,0\n6,1")
-    assert run(config, [*train_command.ALONE, *words(folder)]) == 0
-    assert losses(folder) == unbroken and steps(folder) == [6, 7]
+    assert run(config, [*train_command.ALONE, *make_options(folder)]) == 0
+    assert read_losses(folder) == unbroken_losses and list_saved_steps(folder) == [6, 7]
     said = capsys.readouterr().out
     assert f"resumed at step 4 from {folder / 'saved' / 'step-00000004'}\n" in said
     assert f"saved step 7 to {folder / 'saved' / 'step-00000007'} in " in said
@@ -90,56 +90,56 @@ def test_resumed_run_has_losses_of_unbroken_run(
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
 def test_checkpoint_has_main_parameters_and_loss_scale(
-    config: str, broken: Callable[..., Path], tmp_path: Path, precision: str
+    config: str, interrupt_run: Callable[..., Path], tmp_path: Path, precision: str
 ) -> None:
     """Checkpoints also contain the float32 copies of weights and the loss scale."""
     more = f"train.precision={precision}"
     whole = tmp_path / "whole"
-    assert run(config, [*ALONE, *words(whole, more)]) == 0
-    assert run(config, [*ALONE, *words(broken(4, more), more)]) == 0
-    assert losses(tmp_path) == losses(whole)
+    assert run(config, [*ALONE, *make_options(whole, more)]) == 0
+    assert run(config, [*ALONE, *make_options(interrupt_run(4, more), more)]) == 0
+    assert read_losses(tmp_path) == read_losses(whole)
 
 
 def test_run_without_checkpoint_starts_again(
-    config: str, unbroken: bytes, broken: Callable[..., Path]
+    config: str, unbroken_losses: bytes, interrupt_run: Callable[..., Path]
 ) -> None:
     """The results are those of the same run, so they are replaced without `overwrite`."""
-    folder = broken(5, "train.log_every=1", "train.checkpoint_every=6")
-    assert losses(folder).count(b"\n") > 1 and steps(folder) == []
-    assert run(config, [*ALONE, *words(folder)]) == 0
-    assert losses(folder) == unbroken
+    folder = interrupt_run(5, "train.log_every=1", "train.checkpoint_every=6")
+    assert read_losses(folder).count(b"\n") > 1 and list_saved_steps(folder) == []
+    assert run(config, [*ALONE, *make_options(folder)]) == 0
+    assert read_losses(folder) == unbroken_losses
 
 
 def test_complete_run_is_reported_and_unchanged(
-    config: str, tmp_path: Path, unbroken: bytes, capsys: pytest.CaptureFixture[str]
+    config: str, tmp_path: Path, unbroken_losses: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(config, [*ALONE, *words(tmp_path)]) == 0
+    assert run(config, [*ALONE, *make_options(tmp_path)]) == 0
     had = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
-    assert run(config, [*ALONE, *words(tmp_path)]) == 0
+    assert run(config, [*ALONE, *make_options(tmp_path)]) == 0
     assert f"all {STEPS} steps of the run are complete\n" in capsys.readouterr().out
     assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == had
     (tmp_path / "out" / "summary.json").unlink()  # as if the run ended before it wrote this file
-    assert run(config, [*ALONE, *words(tmp_path)]) == 0
-    assert (tmp_path / "out" / "summary.json").exists() and losses(tmp_path) == unbroken
+    assert run(config, [*ALONE, *make_options(tmp_path)]) == 0
+    assert (tmp_path / "out" / "summary.json").exists() and read_losses(tmp_path) == unbroken_losses
 
 
 def test_changed_settings_are_reported(
-    config: str, broken: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    config: str, interrupt_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = broken(4)
-    assert run(config, [*ALONE, *words(folder, "train.lr=0.002", "pipeline.microbatches=2")]) == 0
+    folder = interrupt_run(4)
+    assert run(config, [*ALONE, *make_options(folder, "train.lr=0.002", "pipeline.microbatches=2")]) == 0
     said = capsys.readouterr().out
     assert "; changed since: pipeline.microbatches 3 to 2, train.lr 0.001 to 0.002\n" in said
 
 
 def test_new_output_folder_has_only_resumed_losses(
-    config: str, broken: Callable[..., Path], unbroken: bytes
+    config: str, interrupt_run: Callable[..., Path], unbroken_losses: bytes
 ) -> None:
-    folder = broken(4)
-    other = [*words(folder)[:3], f'output.dir="{folder / "new" / "out"}"', *words(folder)[4:]]
+    folder = interrupt_run(4)
+    other = [*make_options(folder)[:3], f'output.dir="{folder / "new" / "out"}"', *make_options(folder)[4:]]
     assert run(config, [*ALONE, *other]) == 0
-    lines = unbroken.splitlines(keepends=True)
-    assert losses(folder / "new") == b"".join([lines[0], *lines[3:]])
+    lines = unbroken_losses.splitlines(keepends=True)
+    assert read_losses(folder / "new") == b"".join([lines[0], *lines[3:]])
 
 
 def test_step_with_nonfinite_gradients_is_not_saved(
@@ -151,18 +151,18 @@ def test_step_with_nonfinite_gradients_is_not_saved(
         StepQueue, "_should_stop", lambda self, n: settle(self, n) or self.last_issued_step >= 4
     )
     monkeypatch.setattr(StepQueue, "diagnose_failure", lambda self: ExecutionError("not finite"))
-    assert run(config, [*ALONE, *words(tmp_path)]) == 1
-    assert steps(tmp_path) == [2]
+    assert run(config, [*ALONE, *make_options(tmp_path)]) == 1
+    assert list_saved_steps(tmp_path) == [2]
 
 
 # Runs that are refused
 
 
 def test_incompatible_resume_is_refused_and_keeps_files(
-    config: str, tmp_path: Path, broken: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+    config: str, tmp_path: Path, interrupt_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    folder = broken(4, folder=Path("run"))
+    folder = interrupt_run(4, folder=Path("run"))
     had = {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     Path("other.txt").write_text("another text " * 200)
     Path("file").touch()
@@ -183,14 +183,14 @@ def test_incompatible_resume_is_refused_and_keeps_files(
         ['train.checkpoint_dir=""'],
     ):
         with pytest.raises(SchedirError) as error:
-            run(config, [*ALONE, *words(folder), *more])
+            run(config, [*ALONE, *make_options(folder), *more])
         found.append(f"{' '.join(more)}\n{error.value}\n")
     with pytest.raises(ConfigError) as error:
         run(config, [*ALONE, "train.resume=must"])
     found.append(f"train.resume=must\n{error.value}\n")
-    (folder / "out" / "loss.csv").write_text(losses(folder).decode().rpartition("2,")[0])
+    (folder / "out" / "loss.csv").write_text(read_losses(folder).decode().rpartition("2,")[0])
     with pytest.raises(UsageError) as error:
-        run(config, [*ALONE, *words(folder)])
+        run(config, [*ALONE, *make_options(folder)])
     found.append(f"lines that are missing\n{error.value}\n")
     golden = ROOT / "tests" / "golden" / "resume.txt"
     if "UPDATE_GOLDEN" in os.environ:
@@ -201,25 +201,25 @@ def test_incompatible_resume_is_refused_and_keeps_files(
 
 
 def test_output_folder_of_another_run_is_refused(
-    config: str, tmp_path: Path, broken: Callable[..., Path]
+    config: str, tmp_path: Path, interrupt_run: Callable[..., Path]
 ) -> None:
-    folder = broken(4)
+    folder = interrupt_run(4)
     other = tmp_path / "other"
     assert run(config, [*ALONE, "train.steps=1", f'output.dir="{other / "out"}"']) == 0
     with pytest.raises(UsageError) as error:
-        run(config, [*ALONE, *words(folder), f'output.dir="{other / "out"}"'])
+        run(config, [*ALONE, *make_options(folder), f'output.dir="{other / "out"}"'])
     assert error.value.fields == ("dir", "overwrite")
     (folder / "saved" / RUN_FILE).unlink()  # a checkpoint still records its run
-    assert run(config, [*ALONE, *words(folder)]) == 0
+    assert run(config, [*ALONE, *make_options(folder)]) == 0
 
 
 def test_overwrite_removes_old_checkpoints(
-    config: str, unbroken: bytes, broken: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    config: str, unbroken_losses: bytes, interrupt_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = broken(6)
+    folder = interrupt_run(6)
     anew = ["train.resume=no", "output.overwrite=true"]
-    assert run(config, [*ALONE, *words(folder, *anew)]) == 0
-    assert losses(folder) == unbroken and "resumed" not in capsys.readouterr().out
+    assert run(config, [*ALONE, *make_options(folder, *anew)]) == 0
+    assert read_losses(folder) == unbroken_losses and "resumed" not in capsys.readouterr().out
 
 
 def test_checkpoint_folder_in_use_is_refused(tmp_path: Path) -> None:
@@ -234,46 +234,46 @@ def test_checkpoint_folder_in_use_is_refused(tmp_path: Path) -> None:
 
 
 def test_full_disk_keeps_last_complete_checkpoint(
-    config: str, tmp_path: Path, broken: Callable[..., Path]
+    config: str, tmp_path: Path, interrupt_run: Callable[..., Path]
 ) -> None:
     """A limit of the system stands in for the full disk. Only files of losses are small enough."""
-    folder = broken(4)
+    folder = interrupt_run(4)
     had = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, had[1]))
     try:
         with pytest.raises(CheckpointError, match=r"cannot save step \d to .*: File too large"):
-            run(config, [*ALONE, *words(folder)])
+            run(config, [*ALONE, *make_options(folder)])
     finally:
         resource.setrlimit(resource.RLIMIT_FSIZE, had)
-    assert steps(folder) == [2]
-    assert run(config, [*ALONE, *words(folder)]) == 0
+    assert list_saved_steps(folder) == [2]
+    assert run(config, [*ALONE, *make_options(folder)]) == 0
 
 
 @pytest.mark.parametrize("how", ["tampered", "manifest"])
 def test_damaged_checkpoint_is_skipped(
     config: str,
-    unbroken: bytes,
-    broken: Callable[..., Path],
+    unbroken_losses: bytes,
+    interrupt_run: Callable[..., Path],
     capsys: pytest.CaptureFixture[str],
     how: str,
 ) -> None:
-    folder = broken(6)
+    folder = interrupt_run(6)
     newest = folder / "saved" / "step-00000004"
     file = next(newest.glob("*.distcp")) if how == "tampered" else newest / "manifest.jsonl"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
     file.write_bytes(data if how == "tampered" else b"{}\n")
-    assert run(config, [*ALONE, *words(folder)]) == 0
+    assert run(config, [*ALONE, *make_options(folder)]) == 0
     said = capsys.readouterr().out
     wrong = file.name if how == "tampered" else "its manifest"
     assert f"\nskipped: step-00000004 is not complete: {wrong}" in said
     assert f"\nresumed at step 2 from {folder / 'saved' / 'step-00000002'}\n" in said
-    assert losses(folder) == unbroken
+    assert read_losses(folder) == unbroken_losses
 
 
 # Runs that are told to end
 
-SLOW = """\
+SLOW_CHECKPOINT = """\
 import time
 from pathlib import Path
 
@@ -289,48 +289,48 @@ checkpointing.write_checkpoint = slowly
 """
 
 
-def begun(config: str, folder: Path, *more: str) -> Run:
+def start_endless_run(config: str, folder: Path, *more: str) -> Run:
     """Start a run of two processes that would take forever, and wait for its first step."""
-    sets = [*TWO, *words(folder, every=10**6), "train.steps=1000000", "train.log_every=1", *more]
+    sets = [*TWO_RANKS, *make_options(folder, every=10**6), "train.steps=1000000", "train.log_every=1", *more]
     launcher = Run(["train", config, *(f"--set={s}" for s in sets)], folder / "begun")
     launcher.wait_for("\nstep ")
     return launcher
 
 
 def test_sigterm_saves_same_step_on_all_processes(config: str, tmp_path: Path) -> None:
-    launcher = begun(config, tmp_path)
+    launcher = start_endless_run(config, tmp_path)
     os.kill(launcher.pid, signal.SIGTERM)
     code, _, err = launcher.finish()
-    (last,) = steps(tmp_path)
+    (last,) = list_saved_steps(tmp_path)
     assert code == 143
     saved = tmp_path / "saved" / f"step-{last:08}"
     assert err == f"received SIGTERM: step {last} of 1000000 is saved in {saved}\n"
-    assert losses(tmp_path).splitlines()[-1].startswith(f"{last},".encode())
+    assert read_losses(tmp_path).splitlines()[-1].startswith(f"{last},".encode())
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"loss.csv", RUN_FILE}
-    sets = [*TWO, *words(tmp_path), f"train.steps={last + 2}"]
+    sets = [*TWO_RANKS, *make_options(tmp_path), f"train.steps={last + 2}"]
     code, out, err = forked(config, tmp_path / "out", *sets)
     assert code == 0, err
     assert f"resumed at step {last} from " in out
-    assert losses(tmp_path).count(b"\n") == last + 3
+    assert read_losses(tmp_path).count(b"\n") == last + 3
 
 
 def test_shutdown_grace_ends_run_without_checkpoint(config: str, tmp_path: Path) -> None:
     schedule = tmp_path / "mine.py"
-    schedule.write_text(SLOW)
-    launcher = begun(
+    schedule.write_text(SLOW_CHECKPOINT)
+    launcher = start_endless_run(
         config, tmp_path, f"pipeline.schedule={schedule}:mine", "train.shutdown_grace=1"
     )
     os.kill(launcher.pid, signal.SIGTERM)
     code, _, err = launcher.finish()
     assert code == 143 and err.count("\n") == 1
     assert "received SIGTERM, and has not saved a checkpoint in 1 s, saving step" in err
-    assert steps(tmp_path) == []
+    assert list_saved_steps(tmp_path) == []
 
 
 def test_second_sigterm_ends_run_at_once(config: str, tmp_path: Path) -> None:
     schedule = tmp_path / "mine.py"
-    schedule.write_text(SLOW)
-    launcher = begun(
+    schedule.write_text(SLOW_CHECKPOINT)
+    launcher = start_endless_run(
         config, tmp_path, f"pipeline.schedule={schedule}:mine", "train.shutdown_grace=200"
     )
     os.kill(launcher.pid, signal.SIGTERM)
@@ -341,7 +341,7 @@ def test_second_sigterm_ends_run_at_once(config: str, tmp_path: Path) -> None:
 
 # Restarts of torchrun
 
-DYING = """\
+FAILING_RANKS = """\
 import os
 import signal
 
@@ -366,16 +366,16 @@ step_queue.StepQueue.issue = issues
 def test_torchrun_restart_resumes_from_checkpoint(config: str, tmp_path: Path) -> None:
     """Two failures: before the first checkpoint, and after it when the next is due."""
     schedule = tmp_path / "mine.py"
-    schedule.write_text(DYING)
-    own = [*TWO, f"pipeline.schedule={schedule}:mine"]
+    schedule.write_text(FAILING_RANKS)
+    own = [*TWO_RANKS, f"pipeline.schedule={schedule}:mine"]
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=3", "-m", "schedir"]
-    sets = [*own, *words(tmp_path, every=3)]
+    sets = [*own, *make_options(tmp_path, every=3)]
     command = [*agent, "train", config, *(f"--set={s}" for s in sets)]
     code, out, err = launched(command, tmp_path / "died")
     assert code == 0, err
     assert out.count("resumed at step 3 from ") == 1
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"loss.csv", RUN_FILE, "summary.json"}
-    plain = [*TWO, "pipeline.schedule=one_f_one_b", *words(tmp_path)[:3]]
+    plain = [*TWO_RANKS, "pipeline.schedule=one_f_one_b", *make_options(tmp_path)[:3]]
     code, _, err = forked(config, tmp_path / "plain" / "out", *plain)
     assert code == 0, err
-    assert losses(tmp_path) == losses(tmp_path / "plain")
+    assert read_losses(tmp_path) == read_losses(tmp_path / "plain")

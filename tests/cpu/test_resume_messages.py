@@ -15,14 +15,14 @@ from tests import tokens
 from tests.cpu.train_command import ALONE
 
 
-def words(folder: Path, steps: int, *more: str) -> list[str]:
+def make_options(folder: Path, steps: int, *more: str) -> list[str]:
     """Return the options of a run of some steps that saves each second one."""
     return [*ALONE, f"train.steps={steps}", "output.record=false", "train.checkpoint_every=2",
             f'output.dir="{folder / "out"}"', f'train.checkpoint_dir="{folder / "saved"}"',
             *more]  # fmt: skip
 
 
-def resumed(said: str) -> str:
+def find_resumed_line(said: str) -> str:
     return next(line for line in said.splitlines() if line.startswith("resumed"))
 
 
@@ -32,10 +32,10 @@ def test_changed_microbatch_size_and_held_out_text_are_reported(
     held = tmp_path / "held.txt"
     held.write_text("some text " * 20)
     more = (f'data.validation="{held}"', "train.evaluate_every=2")
-    assert run(config, words(tmp_path, 2, *more)) == 0
+    assert run(config, make_options(tmp_path, 2, *more)) == 0
     held.write_text("other text" * 20)
-    assert run(config, words(tmp_path, 4, *more, "data.microbatch_size=3")) == 0
-    said = resumed(capsys.readouterr().out)
+    assert run(config, make_options(tmp_path, 4, *more, "data.microbatch_size=3")) == 0
+    said = find_resumed_line(capsys.readouterr().out)
     assert "data.microbatch_size 2 to 3, " in said
     assert re.search(
         r", the held-out data 200 tokens of uint8 \((\w+)\), in windows of (\d+) to "
@@ -47,8 +47,8 @@ def test_changed_microbatch_size_and_held_out_text_are_reported(
 def test_fewer_steps_than_complete_are_reported(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(config, words(tmp_path, 4)) == 0
-    assert run(config, words(tmp_path, 3)) == 0
+    assert run(config, make_options(tmp_path, 4)) == 0
+    assert run(config, make_options(tmp_path, 3)) == 0
     said = capsys.readouterr().out
     assert (
         "\n4 steps of the run are complete, and train.steps is 3: there is nothing to do\n" in said
@@ -65,11 +65,11 @@ def test_moved_tokenizer_is_accepted_and_another_is_refused(
 
     def goes_on(name: str, steps: int) -> int:
         path = f'data.tokenizer="{tmp_path / name}"'
-        return run(config, words(tmp_path, steps, path, "model.vocab=264"))
+        return run(config, make_options(tmp_path, steps, path, "model.vocab=264"))
 
     assert goes_on("one.json", 2) == 0
     assert goes_on("other.json", 4) == 0
-    assert "changed since: data.tokenizer " in resumed(capsys.readouterr().out)
+    assert "changed since: data.tokenizer " in find_resumed_line(capsys.readouterr().out)
     with pytest.raises(UsageError) as error:
         goes_on("third.json", 6)
     assert "has data.tokenizer " in error.value.fact

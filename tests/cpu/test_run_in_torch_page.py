@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "how-to" / "run-in-torch.md").read_text()
 
 # This does what torchtitan does with a schedule class: it creates the number of stages for the kind
 # of the class, and calls the class with keywords.
-TITAN = """\
+TORCHTITAN_STAND_IN = """\
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -35,7 +35,7 @@ def build(stages, loss_fn):
         backward_requires_autograd=True,
     )
 """
-STEP = """
+TORCHTITAN_STEP = """
 import torchtitan.distributed.pipeline_parallel as titan
 
 parts = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)]
@@ -62,11 +62,11 @@ def test_page_script_prints_documented_output(tmp_path: Path) -> None:
     csv, refusal = [body for kind, body in blocks if kind == "text"]
     code = "\n".join(body for kind, body in blocks if kind == "python")
     for name, text in (
-        ("torchtitan/distributed/pipeline_parallel.py", TITAN),
+        ("torchtitan/distributed/pipeline_parallel.py", TORCHTITAN_STAND_IN),
         ("torchtitan/train.py", "def main():\n    pass\n"),
         ("torchtitan-0.3.0.dist-info/METADATA", "Name: torchtitan\nVersion: 0.3.0\n"),
         ("mine.csv", csv),
-        ("train.py", code + STEP),
+        ("train.py", code + TORCHTITAN_STEP),
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)

@@ -27,15 +27,15 @@ from schedir.training.run_results import (
 from schedir.training.train import run
 from tests.cpu.train_command import ALONE, ROOT, Run, arguments, forked, launched, wait_until
 
-TWO = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "train.log_every=1"]
-AGAIN = "output.overwrite=true"
+TWO_RANKS = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "train.log_every=1"]
+OVERWRITE = "output.overwrite=true"
 
 
-def held(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def refused(config: str, *sets: str) -> UsageError:
+def get_refusal(config: str, *sets: str) -> UsageError:
     with pytest.raises(UsageError) as error:
         run(config, [*ALONE, *sets])
     return error.value
@@ -47,50 +47,50 @@ def refused(config: str, *sets: str) -> UsageError:
 def test_existing_results_need_overwrite_option(config: str, tmp_path: Path) -> None:
     sets = [f'output.dir="{tmp_path / "out"}"', f'output.trace="{tmp_path / "traces"}"']
     assert run(config, [*ALONE, *sets]) == 0
-    had = held(tmp_path / "out") | held(tmp_path / "traces")
+    had = read_files(tmp_path / "out") | read_files(tmp_path / "traces")
     assert {*had} == {*RESULT_FILES, TRACE_FILE}  # and no file of a lock
 
-    error = refused(config, *sets, "data.seed=3")
+    error = get_refusal(config, *sets, "data.seed=3")
     assert error.fields == ("dir", "overwrite") and all(name in error.fact for name in RESULT_FILES)
-    assert "--set output.dir=" in error.hint and f"--set {AGAIN}" in error.hint
-    elsewhere = refused(config, f'output.dir="{tmp_path / "new"}"', sets[1])
+    assert "--set output.dir=" in error.hint and f"--set {OVERWRITE}" in error.hint
+    elsewhere = get_refusal(config, f'output.dir="{tmp_path / "new"}"', sets[1])
     assert str(tmp_path / "traces") in elsewhere.fact and TRACE_FILE in elsewhere.fact
     assert elsewhere.fields == ("trace", "overwrite")
     golden = (ROOT / "tests" / "golden" / "results.txt").read_text()
     assert f"{error}\n{elsewhere}\n".replace(str(tmp_path), "...") == golden
-    assert held(tmp_path / "out") | held(tmp_path / "traces") == had
+    assert read_files(tmp_path / "out") | read_files(tmp_path / "traces") == had
 
     # A run that records nothing removes the picture and the trace of an earlier run.
-    again = [*sets[:1], AGAIN, "output.record=false", "data.seed=3", "train.steps=2"]
+    again = [*sets[:1], OVERWRITE, "output.record=false", "data.seed=3", "train.steps=2"]
     (tmp_path / "out" / TRACE_FILE).touch()
     for name in ("summary", "run"):
         (
             tmp_path / "out" / f".{name}.json.123"
         ).touch()  # left by a run that was killed while it wrote
     assert run(config, [*ALONE, *again]) == 0
-    assert {*held(tmp_path / "out")} == {"loss.csv", "summary.json"}
-    assert held(tmp_path / "out")["loss.csv"].count(b"\n") == 3
+    assert {*read_files(tmp_path / "out")} == {"loss.csv", "summary.json"}
+    assert read_files(tmp_path / "out")["loss.csv"].count(b"\n") == 3
 
 
 def test_results_without_step_are_replaced(config: str, tmp_path: Path) -> None:
     (tmp_path / "loss.csv").write_text(LOSSES_HEADER)
     assert run(config, [*ALONE, f'output.dir="{tmp_path}"', "train.steps=1"]) == 0
-    assert held(tmp_path)["loss.csv"].count(b"\n") == 2
+    assert read_files(tmp_path)["loss.csv"].count(b"\n") == 2
 
 
 @pytest.mark.parametrize("name", [*RESULT_FILES[1:], TRACE_FILE])
 def test_each_result_file_prevents_run(config: str, tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
-    assert name in refused(config, f'output.dir="{tmp_path}"').fact
+    assert name in get_refusal(config, f'output.dir="{tmp_path}"').fact
     assert (tmp_path / name).exists()
 
 
 def test_missing_data_file_is_reported_before_old_results(config: str, tmp_path: Path) -> None:
     (tmp_path / "loss.csv").write_text("of an earlier run")
     output = f'output.dir="{tmp_path}"'
-    assert "loss.csv" in refused(config, output).fact
+    assert "loss.csv" in get_refusal(config, output).fact
     for name in ("source", "validation"):
-        error = refused(config, output, f'data.{name}="{tmp_path / "none.txt"}"')
+        error = get_refusal(config, output, f'data.{name}="{tmp_path / "none.txt"}"')
         assert "none.txt" in error.fact and "loss.csv" not in error.fact
 
 
@@ -109,7 +109,7 @@ def test_results_are_not_replaced_before_agreement(
         trainer._Trainer, "_predict_memory", differs
     )  # the last point where the processes agree
     with pytest.raises(ModelError):
-        run(config, [*ALONE, f'output.dir="{tmp_path}"', AGAIN])
+        run(config, [*ALONE, f'output.dir="{tmp_path}"', OVERWRITE])
     assert {name: (tmp_path / name).read_bytes() for name in RESULT_FILES} == had
 
 
@@ -128,37 +128,37 @@ def test_interrupted_run_keeps_losses_without_summary(
 
     monkeypatch.setattr(trainer._Trainer, "_report", reports)
     sets = [*ALONE, f'output.dir="{tmp_path}"', "train.log_every=1"]
-    assert run(config, [*sets, AGAIN]) == 130
-    kept = held(tmp_path)
+    assert run(config, [*sets, OVERWRITE]) == 130
+    kept = read_files(tmp_path)
     assert kept["loss.csv"].count(b"\n") == 3 and not {*RESULT_FILES[1:]} & {*kept}
-    assert "loss.csv" in refused(config, *sets).fact  # two steps are results too
+    assert "loss.csv" in get_refusal(config, *sets).fact  # two steps are results too
 
 
 # Two at once
 
 
-ENDLESS = ["train.steps=1000000", "train.timeout=20", "output.record=false"]
+ENDLESS_RUN = ["train.steps=1000000", "train.timeout=20", "output.record=false"]
 
 
 def test_folder_in_use_is_refused_until_run_ends(config: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    first = Run(arguments(config, folder, *TWO, *ENDLESS), folder)
+    first = Run(arguments(config, folder, *TWO_RANKS, *ENDLESS_RUN), folder)
     first.wait_for("\nstep ")
     began = (folder / "loss.csv").stat().st_ino
-    again = arguments(config, folder, *ALONE, AGAIN)
+    again = arguments(config, folder, *ALONE, OVERWRITE)
     code, _, err = launched(again, tmp_path / "again")
     assert code == 2 and err.count("\n") == 2 and "in use by another run, process " in err
     assert (folder / "loss.csv").stat().st_ino == began and (folder / "boxes").is_dir()
     os.kill(first.pid, signal.SIGKILL)
     first.finish()
-    wait_until(lambda: not taken(folder))
-    assert "loss.csv" in refused(config, f'output.dir="{folder}"').fact
-    last = [*ALONE, AGAIN, "train.steps=1", f'output.dir="{folder}"']
+    wait_until(lambda: not is_locked(folder))
+    assert "loss.csv" in get_refusal(config, f'output.dir="{folder}"').fact
+    last = [*ALONE, OVERWRITE, "train.steps=1", f'output.dir="{folder}"']
     assert run(config, last) == 0
     assert not (folder / LOCK_FILE).exists()
 
 
-def taken(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     with (folder / LOCK_FILE).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -208,7 +208,7 @@ def test_missing_file_locks_cause_warning(
 
 # Long writing
 
-SLOW = """\
+SLOW_RESULTS = """\
 import time
 
 from schedir import schedules
@@ -233,12 +233,12 @@ train.save_results = slowly
 
 def test_writing_results_may_exceed_timeout(config: str, tmp_path: Path) -> None:
     schedule = tmp_path / "mine.py"
-    schedule.write_text(SLOW)
-    sets = [*TWO, "train.timeout=5", "train.steps=2", f"pipeline.schedule={schedule}:mine"]
+    schedule.write_text(SLOW_RESULTS)
+    sets = [*TWO_RANKS, "train.timeout=5", "train.steps=2", f"pipeline.schedule={schedule}:mine"]
     code, out, err = forked(config, tmp_path / "out", *sets)
     assert code == 0, err
     assert out.endswith(f"timeline.png to {tmp_path / 'out'}\n")
-    assert {*held(tmp_path / "out")} == {*RESULT_FILES} and not (
+    assert {*read_files(tmp_path / "out")} == {*RESULT_FILES} and not (
         tmp_path / "out" / "boxes"
     ).exists()
 
@@ -251,7 +251,7 @@ def test_missing_heartbeat_of_process_0_is_error() -> None:
 # JSON
 
 
-def strict(text: str) -> object:
+def parse_strict_json(text: str) -> object:
     def no(name: str) -> object:
         raise AssertionError(f"{name} is no JSON")
 
@@ -268,7 +268,7 @@ def test_summary_is_strict_json_with_nan_and_infinity(
 
     monkeypatch.setattr("schedir.training.train.save_results", lost)
     assert run(config, [*ALONE, f'output.dir="{tmp_path}"', "train.steps=1"]) == 0
-    facts = strict((tmp_path / "summary.json").read_text())
+    facts = parse_strict_json((tmp_path / "summary.json").read_text())
     assert isinstance(facts, dict) and facts["loss"] is facts["tokens_per_second"] is None
 
 
@@ -284,11 +284,11 @@ def test_summary_is_written_if_picture_fails(
 
     monkeypatch.setattr(run_results.LossLog, "write", writing)
     sets = [f'output.dir="{tmp_path / "out"}"', f'output.trace="{tmp_path / "traces"}"']
-    assert RESULT_FILES[2] in refused(config, *sets).fact
+    assert RESULT_FILES[2] in get_refusal(config, *sets).fact
     assert math.isfinite(json.loads((tmp_path / "out" / "summary.json").read_text())["loss"])
 
 
-REMOVES = """\
+REMOVED_FOLDER = """\
 import os
 import shutil
 
@@ -310,8 +310,8 @@ Prefetch.take = removing
 
 def test_removed_output_folder_is_named_in_error(config: str, tmp_path: Path) -> None:
     schedule, folder = tmp_path / "mine.py", tmp_path / "out"
-    schedule.write_text(REMOVES.format(folder=str(folder)))
-    words = arguments(config, folder, *TWO, f"pipeline.schedule={schedule}:mine")
+    schedule.write_text(REMOVED_FOLDER.format(folder=str(folder)))
+    words = arguments(config, folder, *TWO_RANKS, f"pipeline.schedule={schedule}:mine")
     code, _, err = launched(words, folder)
     assert code and "Traceback" not in err and "before it joined the run" not in err, err
     first, last = err.splitlines()

@@ -46,12 +46,12 @@ from tests.cpu.torch_pipelines import (
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "compare-gradients.md"
-same = partial(assert_same_gradients, ranks=2, microbatches=4, loss_fn=mse_loss, timeout=60)
+assert_same = partial(assert_same_gradients, ranks=2, microbatches=4, loss_fn=mse_loss, timeout=60)
 
 
-def wrong(step: Step, whole: Any, given: Any = None, **options: Any) -> list[GradientDifference]:
+def collect_differences(step: Step, whole: Any, given: Any = None, **options: Any) -> list[GradientDifference]:
     with pytest.raises(WrongGradients) as caught:
-        same(step, whole, batch() if given is None else given, **options)
+        assert_same(step, whole, batch() if given is None else given, **options)
     return [*caught.value.differences]
 
 
@@ -60,33 +60,33 @@ def wrong(step: Step, whole: Any, given: Any = None, **options: Any) -> list[Gra
 
 @pytest.mark.parametrize("name", [*SINGLE, *LOOP, *VEE])
 def test_torch_schedules_pass(name: str) -> None:
-    off = same(plain(name), model(2 if name in SINGLE else 4), batch())
+    off = assert_same(plain(name), model(2 if name in SINGLE else 4), batch())
     assert off < 1e-6
 
 
 def test_summed_loss_without_scaling_passes() -> None:
     step = plain("Schedule1F1B", loss_fn=squares, scale_grads=False)
-    same(step, model(2), batch(), loss_fn=squares, reduction="sum")
+    assert_same(step, model(2), batch(), loss_fn=squares, reduction="sum")
 
 
 def test_accumulated_steps_pass() -> None:
     step = plain("ScheduleGPipe", steps=2, microbatches=2, scale_grads=False)
-    same(step, model(2), batch(), reduction="sum")
+    assert_same(step, model(2), batch(), reduction="sum")
 
 
-def ddp(part: nn.Module, mesh: Any) -> nn.Module:
+def wrap_in_ddp(part: nn.Module, mesh: Any) -> nn.Module:
     return DistributedDataParallel(part, process_group=mesh.get_group())
 
 
-def fsdp(part: nn.Module, mesh: Any) -> nn.Module:
+def wrap_in_fsdp(part: nn.Module, mesh: Any) -> nn.Module:
     fully_shard(part, mesh=mesh)
     return part
 
 
-@pytest.mark.parametrize("wrap", [ddp, fsdp])
+@pytest.mark.parametrize("wrap", [wrap_in_ddp, wrap_in_fsdp])
 def test_ddp_and_fsdp_replicas_pass(wrap: Any) -> None:
     step = replicated("ScheduleInterleaved1F1B", wrap)
-    same(step, model(4), batch(16), ranks=4, replicas=2, microbatches=8)
+    assert_same(step, model(4), batch(16), ranks=4, replicas=2, microbatches=8)
 
 
 def test_executor_passes() -> None:
@@ -106,8 +106,8 @@ def test_executor_passes() -> None:
         executor.step(x, y)
 
     whole = [Layer(), Layer()]
-    assert same(step, whole, batch(), loss_fn=squares, reduction="sum", tolerance=0) == 0
-    (difference,) = wrong(step, whole, loss_fn=squares)
+    assert assert_same(step, whole, batch(), loss_fn=squares, reduction="sum", tolerance=0) == 0
+    (difference,) = collect_differences(step, whole, loss_fn=squares)
     assert difference.stages == (0, 1) and difference.has_all_parameters
     assert difference.error == pytest.approx(3)
 
@@ -120,10 +120,10 @@ def test_extra_forward_for_shape_inference_passes() -> None:
         if torch.__version__.startswith("2.13"):
             assert int(model[rank].num_batches_tracked) == 5
 
-    same(step, model(2, partial(nn.BatchNorm1d, WIDTH)), batch())
+    assert_same(step, model(2, partial(nn.BatchNorm1d, WIDTH)), batch())
 
 
-class Priced(Layer):
+class ModelWithLoss(Layer):
     """Takes its labels by name and returns its loss, as models of transformers do."""
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
@@ -137,7 +137,7 @@ def test_model_that_returns_its_loss_passes() -> None:
         run("Schedule1F1B", {rank: model}, 1, [(batch["x"], batch["labels"])])
 
     x, y = batch()
-    same(step, Priced(), {"x": x, "labels": y}, ranks=1, loss_fn=None)
+    assert_same(step, ModelWithLoss(), {"x": x, "labels": y}, ranks=1, loss_fn=None)
 
 
 def test_step_on_copies_must_return_gradients() -> None:
@@ -147,13 +147,13 @@ def test_step_on_copies_must_return_gradients() -> None:
         run("Schedule1F1B", {rank: own}, 2, [batch])
         return {f"{rank}.{name}": p.grad for name, p in own.named_parameters()}
 
-    same(step, model(2), batch())
+    assert_same(step, model(2), batch())
 
     def silent(*given: Any) -> None:
         step(*given)
 
     with pytest.raises(UsageError, match="parameters that `model` does not have"):
-        same(silent, model(2), batch())
+        assert_same(silent, model(2), batch())
 
 
 # ---------------------------------------------------------------- known mistakes of users
@@ -161,27 +161,27 @@ def test_step_on_copies_must_return_gradients() -> None:
 
 def test_wrong_loss_scaling_is_detected() -> None:
     """This is the fault of pytorch/torchtitan#2972 and of inclusionAI/AReaL PR 1273."""
-    (never,) = wrong(plain("Schedule1F1B", scale_grads=False), model(2))
+    (never,) = collect_differences(plain("Schedule1F1B", scale_grads=False), model(2))
     assert never.has_all_parameters and never.locations == (
         StageLocation(0, 0),
         StageLocation(1, 1),
     )
     assert never.problem == "relative error 3, norm 4 times the expected norm"
-    (once,) = wrong(plain("ScheduleGPipe"), model(2), reduction="sum")
+    (once,) = collect_differences(plain("ScheduleGPipe"), model(2), reduction="sum")
     assert once.stages == (0, 1) and once.error == pytest.approx(3 / 4)
     step = plain("ScheduleInterleavedZeroBubble", loss_fn=lambda y, t: mse_loss(y, t) / 4)
-    (twice,) = wrong(step, model(4))
+    (twice,) = collect_differences(step, model(4))
     assert twice.stages == (0, 1, 2, 3) and twice.error == pytest.approx(3 / 4)
 
 
 def test_gradients_scaled_at_every_step_are_detected() -> None:
     """In pytorch/torchtitan#1733, scale_grads=True while several steps accumulate gradients."""
-    differences = wrong(plain("Schedule1F1B", steps=2, microbatches=2), model(2), reduction=2)
+    differences = collect_differences(plain("Schedule1F1B", steps=2, microbatches=2), model(2), reduction=2)
     assert [d.stages for d in differences] == [(0,), (1,)]
     assert all(d.has_all_parameters and 0.1 < d.error < 1 for d in differences)
 
 
-def weights_as_before(weights: Any, groups: Any, retain_graph: bool = False) -> tuple[()]:
+def compute_old_weight_gradients(weights: Any, groups: Any, retain_graph: bool = False) -> tuple[()]:
     """Compute weight gradients as torch did before PR 181365, from each use of a weight on.
 
     Each such backward also runs all nodes behind that use.
@@ -209,14 +209,14 @@ def test_double_counted_weight_gradient_is_detected(monkeypatch: pytest.MonkeyPa
     """
     step, whole = plain("ScheduleInterleavedZeroBubble"), model(4, Twice)
     if torch.__version__ >= (2, 13):  # type: ignore[operator]  # mended there
-        same(step, whole, batch())
-    monkeypatch.setattr(their_stage, "stage_backward_weight", weights_as_before)
-    differences = wrong(step, whole)
+        assert_same(step, whole, batch())
+    monkeypatch.setattr(their_stage, "stage_backward_weight", compute_old_weight_gradients)
+    differences = collect_differences(step, whole)
     assert [d.stages for d in differences] == [(1,), (2,), (3,)]  # stage 0 splits nothing
     assert [d.names for d in differences] == [(f"{s}.weight",) for s in (1, 2, 3)]
 
 
-def tied(rank: int, ranks: int, model: Any, batch: Any, *, summed: bool) -> None:
+def run_tied_step(rank: int, ranks: int, model: Any, batch: Any, *, summed: bool) -> None:
     part = [nn.Sequential(model.embed, model.middle), model.head][rank]
     run("Schedule1F1B", {rank: part}, 2, [batch])
     if summed:
@@ -226,18 +226,18 @@ def tied(rank: int, ranks: int, model: Any, batch: Any, *, summed: bool) -> None
 def test_unsummed_tied_weight_gradient_is_detected() -> None:
     """This is the fault of uw-syfi/piper#13."""
     torch.manual_seed(0)
-    same(partial(tied, summed=True), Tied(), batch())
-    first, last = wrong(partial(tied, summed=False), Tied())
+    assert_same(partial(run_tied_step, summed=True), Tied(), batch())
+    first, last = collect_differences(partial(run_tied_step, summed=False), Tied())
     assert (first.locations, first.names) == ((StageLocation(0, 0),), ("embed.weight",))
     assert (last.locations, last.names) == ((StageLocation(1, 1),), ("head.weight",))
 
 
-def in_2_13(step: Step, whole: Any, given: Any, **options: Any) -> list[GradientDifference]:
+def collect_torch_2_13_differences(step: Step, whole: Any, given: Any, **options: Any) -> list[GradientDifference]:
     """Return the faults that torch 2.13 has, and skip the test if this torch has none of them."""
     if torch.__version__.startswith("2.13"):
-        return wrong(step, whole, given, **options)
+        return collect_differences(step, whole, given, **options)
     try:
-        same(step, whole, given, **options)
+        assert_same(step, whole, given, **options)
     except WrongGradients as error:
         return [*error.differences]
     pytest.skip("this torch is right")
@@ -248,7 +248,7 @@ def test_lost_gradients_between_steps_are_detected() -> None:
         schedule._stage.submod.zero_grad(set_to_none=True)
 
     step = plain("Schedule1F1B", steps=2, microbatches=2, scale_grads=False, between=forget)
-    differences = wrong(step, model(2), reduction="sum")
+    differences = collect_differences(step, model(2), reduction="sum")
     assert [d.stages for d in differences] == [(0,), (1,)] and all(
         d.has_all_parameters for d in differences
     )
@@ -269,7 +269,7 @@ def test_lost_gradients_of_prepared_fsdp_stages_are_detected() -> None:
         halves = [*zip(*(each.chunk(2) for each in batch), strict=True)]
         run(
             "Schedule1F1B",
-            {rank: fsdp(model[rank], mesh["dp"])},
+            {rank: wrap_in_fsdp(model[rank], mesh["dp"])},
             ranks,
             halves,
             between=evaluate,
@@ -278,8 +278,8 @@ def test_lost_gradients_of_prepared_fsdp_stages_are_detected() -> None:
             scale_grads=False,
         )
 
-    same(partial(sharded, False), model(2), batch(), reduction="sum")
-    differences = in_2_13(partial(sharded, True), model(2), batch(), reduction="sum")
+    assert_same(partial(sharded, False), model(2), batch(), reduction="sum")
+    differences = collect_torch_2_13_differences(partial(sharded, True), model(2), batch(), reduction="sum")
     assert [d.stages for d in differences] == [(0,), (1,)] and all(
         d.has_all_parameters for d in differences
     )
@@ -288,8 +288,8 @@ def test_lost_gradients_of_prepared_fsdp_stages_are_detected() -> None:
 def test_missing_ddp_reduction_of_split_backward_is_detected() -> None:
     """Split backwards call no hooks, so DDP reduces nothing: pytorch/pytorch#144530."""
     torch.manual_seed(0)
-    step = replicated("ScheduleInterleavedZeroBubble", ddp)
-    differences = in_2_13(step, model(4), batch(16), ranks=4, replicas=2, microbatches=8)
+    step = replicated("ScheduleInterleavedZeroBubble", wrap_in_ddp)
+    differences = collect_torch_2_13_differences(step, model(4), batch(16), ranks=4, replicas=2, microbatches=8)
     places = {place for difference in differences for place in difference.locations}
     assert places == {
         StageLocation(s, rank) for s in (1, 2, 3) for rank in (2 * (s % 2), 2 * (s % 2) + 1)
@@ -297,7 +297,7 @@ def test_missing_ddp_reduction_of_split_backward_is_detected() -> None:
     assert all(d.has_all_parameters and f"  {d}\n" in PAGE.read_text() for d in differences)
 
 
-class Last(nn.Module):
+class NormAndHead(nn.Module):
     """A norm and a head. Under torchtitan's chunked loss, the loss runs the head."""
 
     def __init__(self) -> None:
@@ -310,7 +310,7 @@ class Last(nn.Module):
         return y if self.is_head_in_loss else self.head(y)
 
 
-class HandOver(torch.autograd.Function):
+class PrecomputedGradient(torch.autograd.Function):
     """A loss whose backward returns a gradient that was computed before."""
 
     @staticmethod
@@ -323,7 +323,7 @@ class HandOver(torch.autograd.Function):
         return *ctx.saved_tensors, None, None
 
 
-def with_chunked_loss(make: Any) -> Step:
+def make_chunked_loss_step(make: Any) -> Step:
     """Return a step of a vee pipeline as torchtitan 0.3.0 builds it.
 
     Its last stage shards the norm and the head as one FSDP group. Its loss runs the head forward
@@ -346,7 +346,7 @@ def with_chunked_loss(make: Any) -> Step:
                 total = total + loss.detach()
             last.head.reshard()
             assert leaf.grad is not None
-            return HandOver.apply(y, leaf.grad, total)  # type: ignore[no-untyped-call]
+            return PrecomputedGradient.apply(y, leaf.grad, total)  # type: ignore[no-untyped-call]
 
         own = [rank, 3 - rank]
         if 3 in own:
@@ -365,13 +365,13 @@ def with_chunked_loss(make: Any) -> Step:
 def test_norm_resharded_by_chunked_loss_is_detected() -> None:
     """torchtitan 0.3.0 with ZBVZeroBubble trains its last norm without a gradient."""
     torch.manual_seed(0)
-    whole = [Layer(), Layer(), Layer(), Last()]
-    (difference,) = wrong(with_chunked_loss(theirs.ScheduleZBVZeroBubble), whole)
+    whole = [Layer(), Layer(), Layer(), NormAndHead()]
+    (difference,) = collect_differences(make_chunked_loss_step(theirs.ScheduleZBVZeroBubble), whole)
     assert difference.stages == (3,)
     assert difference.names == ("3.norm.weight", "3.norm.bias")
     for runtime in ("torch", "schedir"):
         ours = Schedule.with_options(schedule="zb_v", runtime=runtime)
-        same(with_chunked_loss(ours), whole, batch())
+        assert_same(make_chunked_loss_step(ours), whole, batch())
 
 
 def test_gradients_scaled_by_every_stage_are_detected() -> None:
@@ -384,7 +384,7 @@ def test_gradients_scaled_by_every_stage_are_detected() -> None:
         model[rank].register_forward_hook(divide)
         run("Schedule1F1B", {rank: model[rank]}, ranks, [batch], scale_grads=False)
 
-    first, second = wrong(step, model(3), ranks=3)
+    first, second = collect_differences(step, model(3), ranks=3)
     assert (first.stages, second.stages) == ((0,), (1,))
     assert first.error == pytest.approx(1 - 1 / 16) and second.error == pytest.approx(1 - 1 / 4)
 
@@ -395,7 +395,7 @@ def test_layer_without_stage_is_detected() -> None:
     def step(rank: int, ranks: int, model: Any, batch: Any) -> None:
         run("Schedule1F1B", {rank: model[rank]}, ranks, [batch])
 
-    *_, missing = wrong(step, model(3))
+    *_, missing = collect_differences(step, model(3))
     assert missing.names == ("2.linear.weight", "2.linear.bias")
     assert str(missing) == "on no rank, all 2 parameters: no gradient"
 

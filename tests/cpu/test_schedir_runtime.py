@@ -22,7 +22,7 @@ N = 8
 ROWS = 16
 
 
-class Part(nn.Module):
+class TwoLayers(nn.Module):
     """Two layers, one of which may be skipped, and noise."""
 
     def __init__(self, noise: float = 0.0) -> None:
@@ -35,12 +35,12 @@ class Part(nn.Module):
         return out
 
 
-def parts(stages: int, noise: float = 0.0) -> list[nn.Module]:
+def make_modules(stages: int, noise: float = 0.0) -> list[nn.Module]:
     torch.manual_seed(0)
-    return [Part(noise) for _ in range(stages)]
+    return [TwoLayers(noise) for _ in range(stages)]
 
 
-def data(seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+def make_batch(seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     torch.manual_seed(seed + 1)
     return torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
 
@@ -48,7 +48,7 @@ def data(seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
 Runtime = Literal["torch", "schedir"]
 
 
-def made(
+def make_schedule(
     modules: list[nn.Module],
     name: str,
     runtime: Runtime = "schedir",
@@ -68,34 +68,34 @@ def made(
     return schedule, [modules[s] for s in own]
 
 
-def given(schedule: Schedule, x: Tensor) -> tuple[Tensor, ...]:
+def first_stage_args(schedule: Schedule, x: Tensor) -> tuple[Tensor, ...]:
     return (x,) if any(stage.is_first for stage in schedule._stages) else ()
 
 
-def stepped(schedule: Schedule, seed: int, **more: Any) -> tuple[Any, list[Tensor]]:
-    x, y = data(seed)
+def run_step(schedule: Schedule, seed: int, **more: Any) -> tuple[Any, list[Tensor]]:
+    x, y = make_batch(seed)
     losses: list[Tensor] = []
-    out = schedule.step(*given(schedule, x), target=y, losses=losses, **more)
+    out = schedule.step(*first_stage_args(schedule, x), target=y, losses=losses, **more)
     return out, losses
 
 
-def gradients(modules: Iterable[nn.Module]) -> list[Tensor | None]:
+def collect_gradients(modules: Iterable[nn.Module]) -> list[Tensor | None]:
     return [p.grad for module in modules for p in module.parameters()]
 
 
-def equal(one: object, other: object) -> bool:
+def is_equal(one: object, other: object) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
+        return len(one) == len(other) and all(map(is_equal, one, other))
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     return one is other
 
 
-def looped(
+def run_plain_loop(
     modules: list[nn.Module], seed: int, scale: bool, before: dict[Any, Tensor | None]
 ) -> tuple[Tensor, list[Tensor]]:
     """Run a plain loop, which divides the step's gradients and adds them to earlier ones."""
-    x, y = data(seed)
+    x, y = make_batch(seed)
     outs, losses = [], []
     for p in before:
         p.grad = None
@@ -124,31 +124,31 @@ CASES = [
 ]
 
 
-def trained(rank: int) -> dict[str, bool]:
+def compare_runtimes(rank: int) -> dict[str, bool]:
     """Compare two accumulating steps and a further one in both runtimes and a plain loop."""
     found = {}
     for name, each, vee in CASES:
         for scale in (True, False) if name in ("interleaved", "zb_v") else (True,):
             stages = dist.get_world_size() * each
-            ours, mine = made(parts(stages), name, scale_grads=scale, vee=vee)
-            theirs, other = made(parts(stages), name, "torch", scale_grads=scale, vee=vee)
-            plain = parts(stages)
+            ours, mine = make_schedule(make_modules(stages), name, scale_grads=scale, vee=vee)
+            theirs, other = make_schedule(make_modules(stages), name, "torch", scale_grads=scale, vee=vee)
+            plain = make_modules(stages)
             held = [plain[stage.stage_index] for stage in ours._stages]
             for step, zeroed in enumerate((False, False, True)):
                 if zeroed:
                     for module in (*mine, *other, *plain):
                         module.zero_grad()
-                got, torchs = stepped(ours, step), stepped(theirs, step)
+                got, torchs = run_step(ours, step), run_step(theirs, step)
                 before = {p: p.grad for m in plain for p in m.parameters()}
-                right = looped(plain, step, scale, before)
+                right = run_plain_loop(plain, step, scale, before)
                 where = f"{name}, scale_grads {scale}, step {step}: "
                 if got[1]:
-                    found[where + "outputs"] = equal(got, right)
-                    found[where + "torch's outputs"] = equal(got, torchs)
-                found[where + "gradients"] = equal(gradients(mine), gradients(other))
+                    found[where + "outputs"] = is_equal(got, right)
+                    found[where + "torch's outputs"] = is_equal(got, torchs)
+                found[where + "gradients"] = is_equal(collect_gradients(mine), collect_gradients(other))
                 # Sums over several steps have another order than in a plain loop.
-                found[where + "plain gradients"] = (step > 0 and not scale) or equal(
-                    gradients(mine), gradients(held)
+                found[where + "plain gradients"] = (step > 0 and not scale) or is_equal(
+                    collect_gradients(mine), collect_gradients(held)
                 )
     return found
 
@@ -157,13 +157,13 @@ def trained(rank: int) -> dict[str, bool]:
 def test_schedir_runtime_equals_torch_runtime_and_plain_loop(
     ranks: int,
 ) -> None:
-    each = run(trained, ranks)
+    each = run(compare_runtimes, ranks)
     for rank, found in enumerate(each):
         assert not [(rank, what) for what, same in found.items() if not same]
     assert any("outputs" in what for what in each[-1]) or any("outputs" in what for what in each[0])
 
 
-def changed(rank: int) -> dict[str, bool]:
+def compare_changed_options(rank: int) -> dict[str, bool]:
     """Compare both runtimes when options change between steps, on one rank or on all."""
     found: dict[str, bool] = {}
     noise = 0.5
@@ -172,7 +172,7 @@ def changed(rank: int) -> dict[str, bool]:
         return weight * (y - target).square().sum()
 
     both = [
-        made(parts(4, noise), "interleaved", r, loss_fn=weighed, scale_grads=False)
+        make_schedule(make_modules(4, noise), "interleaved", r, loss_fn=weighed, scale_grads=False)
         for r in ("schedir", "torch")
     ]
 
@@ -180,11 +180,11 @@ def changed(rank: int) -> dict[str, bool]:
         each = []
         for schedule, modules in both:
             torch.manual_seed(5)
-            done = stepped(schedule, 0, **more), gradients(modules)
+            done = run_step(schedule, 0, **more), collect_gradients(modules)
             each.append((done, torch.rand(())))  # and the state of the generator
             for module in modules:
                 module.zero_grad()
-        found[what] = equal(*each)
+        found[what] = is_equal(*each)
 
     compare("noise is drawn as it comes")
     compare("keywords of the loss", loss_kwargs={"weight": 3.0})
@@ -194,7 +194,7 @@ def changed(rank: int) -> dict[str, bool]:
     for _, modules in both:
         modules[0].requires_grad_(True)
     compare("not any more")
-    x, y = data(3)
+    x, y = make_batch(3)
     outs = []
     kept = [torch.ones_like(p) for p in both[0][1][0].parameters()]
     for p, grad in zip(both[0][1][0].parameters(), kept, strict=True):
@@ -204,13 +204,13 @@ def changed(rank: int) -> dict[str, bool]:
             module.eval()
         losses: list[Tensor] = []
         with torch.no_grad():
-            outs.append((schedule.eval(*given(schedule, x), target=y, losses=losses), losses))
+            outs.append((schedule.eval(*first_stage_args(schedule, x), target=y, losses=losses), losses))
         for module in modules:
             module.train()
-    found["eval"] = equal(*outs)
+    found["eval"] = is_equal(*outs)
     with torch.inference_mode():
         schedule, modules = both[0]
-        short = schedule.eval(*given(schedule, x[:N]))
+        short = schedule.eval(*first_stage_args(schedule, x[:N]))
         found["eval of fewer rows, with no target"] = short is None or short.shape == (N, WIDTH)
     left = [p.grad is grad for p, grad in zip(modules[0].parameters(), kept, strict=True)]
     found["an evaluation leaves gradients alone"] = all(left) and bool(kept[0].all())
@@ -226,10 +226,10 @@ def changed(rank: int) -> dict[str, bool]:
         mbs["arg_mbs"] = [(one,) for one in x.chunk(N)]
     else:
         mbs["target_mbs"] = [*y.chunk(N)]
-    whole = stepped(schedule, 3)
+    whole = run_step(schedule, 3)
     cut: list[Tensor] = []
-    data(3)  # sets the seed
-    found["of microbatches"] = equal(whole, (schedule.step(**mbs, losses=cut), cut))
+    make_batch(3)  # sets the seed
+    found["of microbatches"] = is_equal(whole, (schedule.step(**mbs, losses=cut), cut))
 
     half = [chunk[:1] for chunk in x.chunk(N)]
     if rank == 0:
@@ -241,33 +241,33 @@ def changed(rank: int) -> dict[str, bool]:
 
     if rank == 1:
         both[0][0]._stages[0].submod = both[0][1][0] = both[1][0]._stages[0].submod
-    found["after a module is replaced"] = equal(stepped(schedule, 3)[1], whole[1])
+    found["after a module is replaced"] = is_equal(run_step(schedule, 3)[1], whole[1])
     return found
 
 
 def test_options_may_change_between_steps() -> None:
-    for rank, found in enumerate(run(changed, 2)):
+    for rank, found in enumerate(run(compare_changed_options, 2)):
         assert len(found) == 12
         assert not [(rank, what) for what, same in found.items() if not same]
 
 
-def of_other_kinds(rank: int) -> dict[str, bool]:
+def compare_changed_modules(rank: int) -> dict[str, bool]:
     """Compare changes that no input shape shows, but that change messages or trained weights."""
-    modules, plain = parts(2), parts(2)
+    modules, plain = make_modules(2), make_modules(2)
     for module in (*modules, *plain):
         module.add_module("head", nn.Linear(WIDTH, WIDTH))
         module.register_forward_hook(lambda m, _, y: m.head(y))
     plain[0].load_state_dict(modules[0].state_dict())
     plain[1].load_state_dict(modules[1].state_dict())
-    schedule, own = made(modules, "one_f_one_b")
+    schedule, own = make_schedule(modules, "one_f_one_b")
     found = {}
 
     def compare(what: str) -> None:
         for module in (*modules, *plain):
             module.zero_grad()
-        stepped(schedule, 0)
-        looped(plain, 0, True, {p: None for m in plain for p in m.parameters()})
-        found[what] = equal(gradients(own), gradients(plain[rank : rank + 1]))
+        run_step(schedule, 0)
+        run_plain_loop(plain, 0, True, {p: None for m in plain for p in m.parameters()})
+        found[what] = is_equal(collect_gradients(own), collect_gradients(plain[rank : rank + 1]))
 
     compare("as it is")
     with torch.autocast("cpu", dtype=torch.bfloat16):
@@ -286,39 +286,39 @@ def of_other_kinds(rank: int) -> dict[str, bool]:
 
 
 def test_step_follows_changed_dtypes_and_parameters() -> None:
-    for rank, found in enumerate(run(of_other_kinds, 2)):
+    for rank, found in enumerate(run(compare_changed_modules, 2)):
         assert len(found) == 5
         assert not [(rank, what) for what, same in found.items() if not same]
 
 
-def failed(rank: int) -> list[str]:
+def collect_errors_of_failed_step(rank: int) -> list[str]:
     """Return the errors when a module fails on one rank, and then works again."""
-    schedule, modules = made(parts(2), "one_f_one_b")
-    stepped(schedule, 0)
+    schedule, modules = make_schedule(make_modules(2), "one_f_one_b")
+    run_step(schedule, 0)
     hook = modules[0].register_forward_hook(lambda *_: 1 / 0) if rank else None
     said = []
     try:
-        stepped(schedule, 0)
+        run_step(schedule, 0)
     except ExecutionError as error:
         said.append(error.fact)
     if hook is not None:
         hook.remove()
     for module in modules:
         module.zero_grad()
-    stepped(schedule, 1)
-    plain = parts(2)
-    looped(plain, 1, True, {p: None for m in plain for p in m.parameters()})
-    assert equal(gradients(modules), gradients(plain[rank : rank + 1]))
+    run_step(schedule, 1)
+    plain = make_modules(2)
+    run_plain_loop(plain, 1, True, {p: None for m in plain for p in m.parameters()})
+    assert is_equal(collect_gradients(modules), collect_gradients(plain[rank : rank + 1]))
     return said
 
 
 def test_failed_rank_is_named_without_hang() -> None:
-    (first,), (second,) = run(failed, 2, limit=40)
+    (first,), (second,) = run(collect_errors_of_failed_step, 2, limit=40)
     assert "has left" in first or "another process was lost" in first
     assert "ZeroDivisionError" in second
 
 
-def replicated(rank: int) -> bool:
+def compare_replicated_pipelines(rank: int) -> bool:
     """Return whether replicated pipelines, reduced by DDP or by hand, equal a single process."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     dp, pp = mesh.get_group("dp"), mesh.get_group("pp")
@@ -331,15 +331,15 @@ def replicated(rank: int) -> bool:
         plain = [*map(deepcopy, modules)]
         if wrapped:
             modules = [nn.parallel.DistributedDataParallel(m, process_group=dp) for m in modules]
-        schedule, own = made(modules, name, group=pp)
-        stepped(schedule, dist.get_rank(dp))
+        schedule, own = make_schedule(modules, name, group=pp)
+        run_step(schedule, dist.get_rank(dp))
         if not wrapped:
             for p in own[0].parameters():
                 assert p.grad is not None
                 dist.all_reduce(p.grad, group=dp)
                 p.grad /= 2
         for replica in range(2):
-            looped(plain, replica, True, {p: p.grad for m in plain for p in m.parameters()})
+            run_plain_loop(plain, replica, True, {p: p.grad for m in plain for p in m.parameters()})
         right = plain[dist.get_rank(pp)]
         for p, q in zip(own[0].parameters(), right.parameters(), strict=True):
             assert p.grad is not None and q.grad is not None
@@ -348,4 +348,4 @@ def replicated(rank: int) -> bool:
 
 
 def test_replicated_pipelines_of_device_mesh_equal_one_process() -> None:
-    assert all(run(replicated, 4))
+    assert all(run(compare_replicated_pipelines, 4))

@@ -14,11 +14,11 @@ from schedir.torch_pipelining.schedule import Runtime, Schedule
 from tests.cpu.gloo_processes import run
 from tests.cpu.torch_pipelines import stage_of
 
-N, ROWS, LONG = 4, 8, 5
+N, ROWS, LENGTH = 4, 8, 5
 WIDTHS = (6, 4, 8, 3, 6)  # of the input of each stage, and of the last output
 
 
-class Attends(nn.Module):
+class MaskedLayer(nn.Module):
     """Takes values, a mask and indices, and returns values of another width and the mask."""
 
     def __init__(self, s: int) -> None:
@@ -37,11 +37,11 @@ class Attends(nn.Module):
         return y if self.last else (y, mask, at + 1)
 
 
-def loss(y: Tensor, target: Tensor) -> Tensor:
+def mean_squared_error(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().mean()
 
 
-def batch(seed: int, long: int) -> tuple[Tensor, ...]:
+def make_batch(seed: int, long: int) -> tuple[Tensor, ...]:
     torch.manual_seed(seed)
     return (
         torch.randn(ROWS, long, WIDTHS[0]),
@@ -52,18 +52,18 @@ def batch(seed: int, long: int) -> tuple[Tensor, ...]:
     )
 
 
-def stepped(rank: int, name: str, runtime: Runtime, longs: list[int]) -> list[Any]:
+def run_steps(rank: int, name: str, runtime: Runtime, longs: list[int]) -> list[Any]:
     torch.manual_seed(0)
-    every = [Attends(s) for s in range(4)]
+    every = [MaskedLayer(s) for s in range(4)]
     vee, ranks = name == "zb_v", dist.get_world_size()
     own = [s for s in range(4) if (min(s, 3 - s) if vee else s % ranks) == rank]
     stages = [stage_of(every[s], s, 4) for s in own]
     schedule = Schedule(
-        stages, N, loss_fn=loss, schedule=name, runtime=runtime, allow_identical_stages=True
+        stages, N, loss_fn=mean_squared_error, schedule=name, runtime=runtime, allow_identical_stages=True
     )
     told: list[Any] = []
     for step, long in enumerate(longs):
-        x, mask, at, y, times = batch(step, long)
+        x, mask, at, y, times = make_batch(step, long)
         losses: list[Tensor] = []
         args = (x, mask, at) if 0 in own else ()
         out = schedule.step(*args, target=y, losses=losses, times=times, name="kept")
@@ -75,27 +75,27 @@ def stepped(rank: int, name: str, runtime: Runtime, longs: list[int]) -> list[An
     return told
 
 
-def both(rank: int) -> list[bool]:
+def compare_runtimes(rank: int) -> list[bool]:
     same = []
     warnings.simplefilter("ignore")
     for name in ("interleaved", "zb_v"):
-        ours, theirs = (stepped(rank, name, r, [LONG, LONG]) for r in ("schedir", "torch"))
-        same += [equal(one, other) for one, other in zip(ours, theirs, strict=True)]
-    again = stepped(rank, "interleaved", "schedir", [LONG, LONG + 1, LONG])
-    first = stepped(rank, "interleaved", "schedir", [LONG])
-    return [*same, equal(first[:3], again[:3])]
+        ours, theirs = (run_steps(rank, name, r, [LENGTH, LENGTH]) for r in ("schedir", "torch"))
+        same += [is_equal(one, other) for one, other in zip(ours, theirs, strict=True)]
+    again = run_steps(rank, "interleaved", "schedir", [LENGTH, LENGTH + 1, LENGTH])
+    first = run_steps(rank, "interleaved", "schedir", [LENGTH])
+    return [*same, is_equal(first[:3], again[:3])]
 
 
-def equal(one: Any, other: Any) -> bool:
+def is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(equal, one, other))
+        return len(one) == len(other) and all(map(is_equal, one, other))
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     return one is other
 
 
 def test_several_tensors_and_keywords_equal_torch_runtime() -> None:
-    for same in run(both, 2):
+    for same in run(compare_runtimes, 2):
         assert len(same) == 15
         assert all(same)
 

@@ -17,15 +17,15 @@ from tests.cpu.torch_pipelines import stage_of
 N, ROWS = 4, 8
 
 
-def loss(y: Tensor, target: Tensor) -> Tensor:
+def mean_squared_error(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().mean()
 
 
-def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+def is_equal(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-def kept(rank: int) -> bool:
+def compare_kept_losses(rank: int) -> bool:
     """Return whether losses that are views of received tensors are unchanged by the next step."""
     torch.manual_seed(0)
     every = [nn.Linear(4, 4), nn.Identity()]
@@ -42,21 +42,21 @@ def kept(rank: int) -> bool:
         schedule.eval(*((x,) if rank == 0 else ()), target=x, losses=losses)
         told.append(losses)
         copies.append([one.clone() for one in losses])
-    return all(map(equal, told, copies)) and (rank == 0 or not equal(*told))
+    return all(map(is_equal, told, copies)) and (rank == 0 or not is_equal(*told))
 
 
 def test_losses_are_unchanged_by_next_step() -> None:
-    assert all(run(kept, 2))
+    assert all(run(compare_kept_losses, 2))
 
 
-def compiled(rank: int) -> list[str]:
+def collect_split_warnings(rank: int) -> list[str]:
     """Run compiled stages as they are, with whole backwards even if the program splits them."""
     torch.manual_seed(0)
     plain = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)]
     own = deepcopy(plain[rank])
     stage = stage_of(cast(nn.Module, torch.compile(own, backend="aot_eager")), rank, 2)
     schedule = Schedule(
-        [stage], N, loss_fn=loss, schedule="zb_h1", runtime="schedir", allow_identical_stages=True
+        [stage], N, loss_fn=mean_squared_error, schedule="zb_h1", runtime="schedir", allow_identical_stages=True
     )
     x, y = torch.randn(ROWS, 4), torch.randn(ROWS, 4)
     with warnings.catch_warnings(record=True) as said:
@@ -65,18 +65,18 @@ def compiled(rank: int) -> list[str]:
             schedule.step(*((x,) if rank == 0 else ()), target=y)
     for _ in range(2):
         for mb_x, mb_y in zip(x.chunk(N), y.chunk(N), strict=True):
-            (loss(plain[1](plain[0](mb_x)), mb_y) / N).backward()
+            (mean_squared_error(plain[1](plain[0](mb_x)), mb_y) / N).backward()
     for p, q in zip(own.parameters(), plain[rank].parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
     return [str(one.message) for one in said if "is not split" in str(one.message)]
 
 
 def test_compiled_stages_run_full_backward_with_warning() -> None:
-    for said in run(compiled, 2):
+    for said in run(collect_split_warnings, 2):
         assert len(said) == 1
 
 
-WRONG: list[dict[str, Any]] = [
+WRONG_INPUTS: list[dict[str, Any]] = [
     {"losses": ()},
     {"target_mbs": None},
     {"target_mbs": [torch.ones(1)]},
@@ -87,15 +87,15 @@ WRONG: list[dict[str, Any]] = [
 ]
 
 
-def mistaken(rank: int) -> list[str]:
+def collect_errors(rank: int) -> list[str]:
     """Return the errors of wrong inputs of the last rank."""
     torch.manual_seed(rank)
     stage = stage_of(nn.Linear(4, 4), rank, 2)
-    schedule = Schedule([stage], N, loss_fn=loss, schedule="one_f_one_b", runtime="schedir")
+    schedule = Schedule([stage], N, loss_fn=mean_squared_error, schedule="one_f_one_b", runtime="schedir")
     rows = [torch.ones(2, 4) for _ in range(N)]
     right: dict[str, Any] = {"target_mbs": rows} if rank else {"arg_mbs": [(x,) for x in rows]}
     said = []
-    for wrong in WRONG:
+    for wrong in WRONG_INPUTS:
         try:
             schedule.step(**right | (wrong if rank else {}))
         except UsageError as error:
@@ -105,6 +105,6 @@ def mistaken(rank: int) -> list[str]:
 
 
 def test_wrong_input_on_one_rank_is_error_on_all_ranks() -> None:
-    first, second = run(mistaken, 2, limit=40)
+    first, second = run(collect_errors, 2, limit=40)
     assert first == second
-    assert len(first) == len(WRONG)
+    assert len(first) == len(WRONG_INPUTS)

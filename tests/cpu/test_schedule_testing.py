@@ -101,11 +101,11 @@ def test_strategy_reports_smallest_failing_shape() -> None:
         def few(r: int, P: int, m: int, least: int = least) -> RankSchedule:
             return m * F + (m if least > m else m - 1) * B
 
-        shown = str(caught(few, shapes=shapes(2, 6, 1, ("loop",))))
+        shown = str(get_failure(few, shapes=shapes(2, 6, 1, ("loop",))))
         assert f"PipelineShape(ranks=1, microbatches={least})" in shown
 
 
-def caught(schedule: Any, **options: Any) -> AssertionError:
+def get_failure(schedule: Any, **options: Any) -> AssertionError:
     with pytest.raises(AssertionError) as found:
         assert_schedule(schedule, **options)
     return found.value
@@ -116,7 +116,7 @@ def test_deadlock_is_reported() -> None:
         lead = min(r, m)
         return lead * F + (m - lead) * (F + B) + lead * B
 
-    error = caught(impatient)
+    error = get_failure(impatient)
     assert isinstance(error.__cause__, DeadlockError)
     assert "PipelineShape(ranks=2, microbatches=2)" in str(error)
     assert str(error.__cause__) in str(error)
@@ -126,7 +126,7 @@ def test_missing_backward_is_reported() -> None:
     def forgetful(r: int, P: int, m: int) -> RankSchedule:
         return m * F + min(m, 3) * B
 
-    error = caught(forgetful)
+    error = get_failure(forgetful)
     assert isinstance(error.__cause__, SchedirError)
     assert "PipelineShape(ranks=1, microbatches=4)" in str(error)
 
@@ -135,7 +135,7 @@ def test_schedule_that_raises_is_reported() -> None:
     def needy(r: int, P: int, m: int) -> RankSchedule:
         return weave(m * F, m * B, warmup=8 // (3 - P))
 
-    assert "PipelineShape(ranks=3, microbatches=1)" in str(caught(needy))
+    assert "PipelineShape(ranks=3, microbatches=1)" in str(get_failure(needy))
     assert_schedule(needy, shapes=shapes(ranks=2, stages_per_rank=1), max_examples=10)
 
 
@@ -146,7 +146,7 @@ def test_bitwise_option_detects_other_backward_order() -> None:
         )
 
     assert_schedule(backwards)  # the same but for rounding
-    error = caught(backwards, bitwise=True)
+    error = get_failure(backwards, bitwise=True)
     assert "in stage" in str(error) and "are not in the order of the microbatches" in str(error)
 
 
@@ -165,7 +165,7 @@ def test_wrong_loss_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
         return plain(y, target) * (0.5 if len(seen) == 2 else 1.0)
 
     monkeypatch.setattr(tiny_model, "squared_error", forgets)
-    assert "the loss" in str(caught(schedules.gpipe, shapes=[PipelineShape(2, 2)]))
+    assert "the loss" in str(get_failure(schedules.gpipe, shapes=[PipelineShape(2, 2)]))
 
 
 @settings(max_examples=50)

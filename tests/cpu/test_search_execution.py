@@ -40,18 +40,18 @@ from tests.cpu.train_command import alone, train
 M = 6
 
 
-def costs_of(shape: PipelineShape) -> Costs:
+def make_costs(shape: PipelineShape) -> Costs:
     """Return costs with a different time for each stage."""
     draw = random.Random(shape.stages)
     each = [tuple(draw.uniform(0.7, 1.3) for _ in range(shape.stages)) for _ in range(3)]
     return Costs(F=each[0], I=each[1], W=each[2], send=0.05)
 
 
-def found(shape: PipelineShape, in_flight: int, split: bool = True) -> Program:
+def search_program(shape: PipelineShape, in_flight: int, split: bool = True) -> Program:
     """Return a found schedule, which is equal in every process since its budget is no time."""
     return search_schedule(
         shape,
-        costs_of(shape),
+        make_costs(shape),
         max_in_flight=in_flight,
         split_backward=split,
         time_limit=60,
@@ -72,10 +72,10 @@ CASES = [
 def test_searched_schedule_has_reference_bits_in_process(
     shape: PipelineShape, in_flight: int, split: bool, tied: bool
 ) -> None:
-    program = found(shape, in_flight, split)
+    program = search_program(shape, in_flight, split)
     assert program.reduces_in_microbatch_order
     if tied:
-        program = compile(extract_compute(program), costs=costs_of(shape), tied_weights=True)
+        program = compile(extract_compute(program), costs=make_costs(shape), tied_weights=True)
     loss, right = expected(shape, tied)
     stages = gpt_stages(shape.stages, tied)
     ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
@@ -86,23 +86,23 @@ def test_searched_schedule_has_reference_bits_in_process(
 
 def test_searched_schedule_differs_from_built_in_schedules() -> None:
     shape, in_flight, split = CASES[0]
-    streams = extract_compute(found(shape, in_flight, split)).streams
+    streams = extract_compute(search_program(shape, in_flight, split)).streams
     for name in ("gpipe", "one_f_one_b", "zb_h1", "zb_h2", "eager_1f1b"):
         assert expand_schedule(get_built_in_schedules()[name], shape).streams != streams
 
 
-def _rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]:
+def run_rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]:
     """Run one program after the other in one of four processes."""
     results = []
     for shape, in_flight, split in CASES[:2]:
-        program = found(shape, in_flight, split)
+        program = search_program(shape, in_flight, split)
         executor = gpt_executor(program, GlooTransport(program))
         results.append((executor.step(*batch(M)), gradients_by_stage(executor)))
     return results
 
 
 def test_searched_schedule_has_reference_bits_over_gloo() -> None:
-    for case, results in zip(CASES, zip(*run(_rank, 4), strict=True), strict=False):
+    for case, results in zip(CASES, zip(*run(run_rank, 4), strict=True), strict=False):
         loss, right = expected(case[0], tied=False)
         assert [torch.equal(got, loss) for got, _ in results if got is not None] == [True]
         got = {s: grads for _, stages in results for s, grads in stages.items()}

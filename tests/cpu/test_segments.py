@@ -43,7 +43,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "interleaved": (2, 1, {}),
 }
 # Options for tensor-parallel ranks that divide the sequence.
-SHARED: dict[str, dict[str, Any]] = {
+SEQUENCE_PARALLEL_OPTIONS: dict[str, dict[str, Any]] = {
     "one_f_one_b": {"recompute": lambda s, mb: mb == 1, "overlap": True},
     "zb_h1": {
         "fill_collective_waits": "W",
@@ -53,7 +53,7 @@ SHARED: dict[str, dict[str, Any]] = {
 }
 
 
-def modules(
+def select_modules(
     stages: Mapping[int, gpt.Stage], cut: tuple[int, ...] | None
 ) -> Mapping[int, nn.Module]:
     """Return the stages by number, or all their segments."""
@@ -63,7 +63,7 @@ def modules(
     return {first[s] + k: one for s in stages for k, one in enumerate(split_stage(stages[s]))}
 
 
-def trained(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dict[str, Any]:
+def train_steps(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dict[str, Any]:
     """Return losses, norm, weights and gradients of two steps, and the loss of an evaluation."""
     torch.manual_seed(0)
     v, chunks, _ = CASES[name]
@@ -93,7 +93,7 @@ def trained(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dic
     passes = (2, 8 // share, 32)
     own = {f"{s} {n}": p for s, stage in stages.items() for n, p in stage.named_parameters()}
     executor = Executor(
-        program, transport.rank, modules(stages, cut), transport, loss=partial(gpt.loss, tp=tp),
+        program, transport.rank, select_modules(stages, cut), transport, loss=partial(gpt.loss, tp=tp),
         boundary=passes if cut is None else build_boundaries(cut, passes, tp_size=share),
         gradients=GradientOptions(max_norm=1.0),
         optimizer=torch.optim.SGD(own.values(), lr=0.1), extra_programs=[evaluates],
@@ -105,25 +105,25 @@ def trained(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dic
     return told | {name: (p.detach(), p.grad) for name, p in own.items()}
 
 
-def both(rank: int, name: str, sequence: bool) -> list[str]:
+def find_differences(rank: int, name: str, sequence: bool) -> list[str]:
     """Return the results of a run in segments whose bits differ from a run of whole stages.
 
     The run of whole stages has as many microbatches as the other has chunks.
     """
     shape, more = PipelineShape(2, 4, CASES[name][0]), CASES[name][2]
     uncut, cut = (
-        trained(name, each, SHARED[name] | {"sequence_parallel": True} if sequence else more)
+        train_steps(name, each, SEQUENCE_PARALLEL_OPTIONS[name] | {"sequence_parallel": True} if sequence else more)
         for each in (None, count_segments([CONFIG.layers // shape.stages] * shape.stages))
     )
-    return [key for key, value in uncut.items() if not _same(value, cut[key])]
+    return [key for key, value in uncut.items() if not is_same(value, cut[key])]
 
 
-def _same(one: Any, other: Any) -> bool:
+def is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     if one is None:
         return other is None
-    return all(_same(a, b) for a, b in zip(one, other, strict=True))
+    return all(is_same(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("sequence", [False, True])
@@ -133,7 +133,7 @@ def test_segments_have_bits_of_whole_stages(name: str, sequence: bool) -> None:
 
     It runs on 2 x 2 processes, with sums in place or with the sequence divided.
     """
-    assert run(both, 4, name, sequence) == [[]] * 4
+    assert run(find_differences, 4, name, sequence) == [[]] * 4
 
 
 def test_segments_after_frozen_stage_have_same_bits() -> None:
@@ -146,7 +146,7 @@ def test_segments_after_frozen_stage_have_same_bits() -> None:
         config = replace(CONFIG, tied=False)
         stages = {s: gpt.build_stage(config, s, 2) for s in range(2)}
         stages[0].requires_grad_(False)
-        each = modules(stages, cut)
+        each = select_modules(stages, cut)
         boundary: Any = HIDDEN if cut is None else build_boundaries(cut, HIDDEN, frozen_stages=1)
         ranks = InProcessExecutor(
             program, [each[s] for s in sorted(each)], loss=gpt.loss, boundary=boundary
@@ -154,13 +154,13 @@ def test_segments_after_frozen_stage_have_same_bits() -> None:
         tokens = torch.arange(72).view(4, 2, 9) % CONFIG.vocab
         loss = ranks.step(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous())
         found.append([loss, *(p.grad for s in stages for p in stages[s].parameters())])
-    assert _same(*found) and sum(p is not None for p in found[0]) > 20
+    assert is_same(*found) and sum(p is not None for p in found[0]) > 20
 
 
 # ---------------------------------------------------------------- users' own modules
 
 
-class Ahead(nn.Module):
+class PartialSum(nn.Module):
     """Computes a rank's part of a sum, from its slice of the features."""
 
     def __init__(self, up: ColumnParallelLinear, down: RowParallelLinear) -> None:
@@ -171,7 +171,7 @@ class Ahead(nn.Module):
         return self.down.project_partial(self.up.forward_local(x).relu()), residual
 
 
-class Behind(nn.Module):
+class BiasAndResidual(nn.Module):
     def __init__(self, down: RowParallelLinear, last: bool) -> None:
         super().__init__()
         self.down, self.last = select_submodules(down, ["bias"]), last
@@ -188,7 +188,7 @@ class Twice(nn.Module):
         return x, x
 
 
-def mine(rank: int) -> bool:
+def compare_in_place_sums(rank: int) -> bool:
     """Return whether a user's stage, cut "fg", has the gradients of one process without TP."""
     program = compile(
         schedules.one_f_one_b,
@@ -205,7 +205,7 @@ def mine(rank: int) -> bool:
     one = Boundary((2, 4))
     x = torch.randn(3, 2, 4)
     executor = Executor(
-        program, 0, [Twice(), Ahead(up, down), Behind(down, True)], transport,
+        program, 0, [Twice(), PartialSum(up, down), BiasAndResidual(down, True)], transport,
         loss=lambda y, target: ((y - target) ** 2).sum(), boundary=(one, one),
     )  # fmt: skip
     loss = executor.step(x, torch.ones(3, 2))
@@ -220,7 +220,7 @@ def mine(rank: int) -> bool:
     return all(close) and loss is not None and torch.allclose(loss, want.detach())
 
 
-def shared(rank: int) -> list[bool]:
+def compare_divided_sequence(rank: int) -> list[bool]:
     """Return the same with one of two tokens per rank, for several samples and for one."""
     right = []
     for samples in ((3,), ()):
@@ -239,7 +239,7 @@ def shared(rank: int) -> list[bool]:
         up, down = ColumnParallelLinear(w, b, **how), RowParallelLinear(v, c, **how)
         own, every = (*samples, 1, 4), (*samples, 2, 4)
         executor = Executor(
-            program, 0, [Twice(), Ahead(up, down), Behind(down, True)], transport,
+            program, 0, [Twice(), PartialSum(up, down), BiasAndResidual(down, True)], transport,
             loss=lambda y, target: ((y - target) ** 2).sum(),
             boundary={0: (Boundary(own, received_shape=every), Boundary(own)),
                       1: (Boundary(every, received_shape=own), Boundary(own))},
@@ -263,41 +263,41 @@ def shared(rank: int) -> list[bool]:
     return right
 
 
-def both_ways(rank: int) -> list[bool]:
-    return [mine(rank), *shared(rank)]
+def compare_user_stage(rank: int) -> list[bool]:
+    return [compare_in_place_sums(rank), *compare_divided_sequence(rank)]
 
 
 def test_segments_of_user_stage_have_gradients_of_one_process() -> None:
     """This holds with sums in place, and with a divided sequence."""
-    assert run(both_ways, 2) == [[True] * 11] * 2
+    assert run(compare_user_stage, 2) == [[True] * 11] * 2
 
 
-OWN, EVERY = (2, 4, 8), (2, 8, 8)
-REFUSED: dict[str, tuple[Any, str]] = {
-    "not said": (OWN, r"tensor 0 from stage 0 .* gives this tensor the shape \[2, 8, 8\]"),
+LOCAL_SHAPE, FULL_SHAPE = (2, 4, 8), (2, 8, 8)
+WRONG_BOUNDARIES: dict[str, tuple[Any, str]] = {
+    "not said": (LOCAL_SHAPE, r"tensor 0 from stage 0 .* gives this tensor the shape \[2, 8, 8\]"),
     "of another": (
-        Boundary(OWN, received_shape=(2, 4, 16)),
+        Boundary(LOCAL_SHAPE, received_shape=(2, 4, 16)),
         r"received as \[2, 4, 16\], but the program gives this tensor the shape \[2, 8, 8",
     ),
     "beside": (
-        (Boundary(OWN, received_shape=EVERY), Boundary(OWN, received_shape=EVERY)),
+        (Boundary(LOCAL_SHAPE, received_shape=FULL_SHAPE), Boundary(LOCAL_SHAPE, received_shape=FULL_SHAPE)),
         r"tensor 1 from stage 0",
     ),
     "a vector": ((8,), "must share its sequence, which is the second last dimension"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
+@pytest.mark.parametrize("name", WRONG_BOUNDARIES)
 def test_wrong_boundary_of_sequence_parallel_segment_is_refused(name: str) -> None:
     program = compile(
         schedules.gpipe, PipelineShape(1, 1), tp=2, stage_segments="fg", sequence_parallel=True
     )
-    behind, words = REFUSED[name]
-    right: Any = {0: Boundary(OWN, received_shape=EVERY), 1: Boundary(EVERY, received_shape=OWN)}
+    behind, words = WRONG_BOUNDARIES[name]
+    right: Any = {0: Boundary(LOCAL_SHAPE, received_shape=FULL_SHAPE), 1: Boundary(FULL_SHAPE, received_shape=LOCAL_SHAPE)}
     require_fit(ModelBoundaries.from_edges(right, 3), program)
     with pytest.raises(ModelError, match=words):
         require_fit(ModelBoundaries.from_edges(right | {0: behind}, 3), program)
-    for other in (replace(right[1], shape=(2, 7, 8)), Boundary(EVERY)):
+    for other in (replace(right[1], shape=(2, 7, 8)), Boundary(FULL_SHAPE)):
         with pytest.raises(ModelError, match="tensor 0 from stage 1 is"):
             require_fit(ModelBoundaries.from_edges(right | {1: other}, 3), program)
     whole = compile(schedules.gpipe, PipelineShape(1, 1), tp=2, stage_segments="fg")
@@ -321,7 +321,7 @@ def test_measured_sizes_include_full_segment_inputs() -> None:
         )
 
 
-class Saves(nn.Module):
+class SavedOutput(nn.Module):
     """A module whose backward needs its output."""
 
     def __init__(self) -> None:
@@ -332,12 +332,12 @@ class Saves(nn.Module):
         return (x * self.scale).sigmoid()
 
 
-class Same(nn.Module):
+class Identity(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x
 
 
-class Sums(nn.Module):
+class SumOfInput(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(4))
@@ -346,7 +346,7 @@ class Sums(nn.Module):
         return (x[0] * self.scale).sum()
 
 
-def of_two(
+def run_two_segments(
     first: nn.Module, boundary: Any = (2, 4), inputs: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor]:
     program = compile(
@@ -354,25 +354,25 @@ def of_two(
     )
     x = torch.ones(2, 2, 4) if inputs is None else inputs
     executor = Executor(
-        program, 0, [first, Sums()], GlooTransport(program), loss=lambda y, _: y, boundary=boundary
+        program, 0, [first, SumOfInput()], GlooTransport(program), loss=lambda y, _: y, boundary=boundary
     )
     return executor.step(x, torch.ones(2, 1)), x
 
 
-def alone(rank: int) -> None:
+def run_needed_sum(rank: int) -> None:
     """Run a stage whose output is summed in place, although its backward has saved that output."""
-    of_two(Saves())
+    run_two_segments(SavedOutput())
 
 
-def inputs_stay(rank: int) -> tuple[float, float]:
-    loss, x = of_two(Same())
+def run_returned_input(rank: int) -> tuple[float, float]:
+    loss, x = run_two_segments(Identity())
     assert loss is not None
     return float(loss), float(x.sum())
 
 
-def without_gradient(rank: int) -> None:
+def run_sum_without_gradient(rank: int) -> None:
     table = Boundary((2, 4), torch.float32, requires_grad=False)
-    of_two(Twice(), (table, Boundary((2, 4))))
+    run_two_segments(Twice(), (table, Boundary((2, 4))))
 
 
 def test_in_place_sum_of_needed_tensor_is_refused() -> None:
@@ -380,11 +380,11 @@ def test_in_place_sum_of_needed_tensor_is_refused() -> None:
 
     A sum in place of a tensor that a backward needs, or that has no gradient, is refused.
     """
-    assert run(inputs_stay, 2) == [(32.0, 16.0)] * 2
+    assert run(run_returned_input, 2) == [(32.0, 16.0)] * 2
     with pytest.raises(RankError, match="modified by an inplace operation"):
-        run(alone, 2)
+        run(run_needed_sum, 2)
     with pytest.raises(RankError, match=r"sums tensor 0 .* has no gradient"):
-        run(without_gradient, 2)
+        run(run_sum_without_gradient, 2)
 
 
 def test_segments_of_tied_single_stage_are_refused() -> None:
