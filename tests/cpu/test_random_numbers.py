@@ -89,7 +89,9 @@ def make_batch(microbatches: int) -> tuple[Tensor, Tensor]:
 
 
 def make_executor(program: Any, stages: list[nn.Module], **options: Any) -> InProcessExecutor:
-    return InProcessExecutor(program, stages, loss=squared_error_with_dropout, boundary=BOUNDARY, **options)
+    return InProcessExecutor(
+        program, stages, loss=squared_error_with_dropout, boundary=BOUNDARY, **options
+    )
 
 
 def run_reference(stages: list[nn.Module], m: int = M, **options: Any) -> tuple[Tensor, Any]:
@@ -198,7 +200,12 @@ class StepInForward(Noisy):
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            run_sequential(self.others, torch.ones(1, 1, 4), torch.ones(1, 1, 4), loss=squared_error_with_dropout)
+            run_sequential(
+                self.others,
+                torch.ones(1, 1, 4),
+                torch.ones(1, 1, 4),
+                loss=squared_error_with_dropout,
+            )
         with fork_layer_rng(7):
             return F.dropout(super().forward(x))
 
@@ -208,7 +215,9 @@ def test_nested_step_does_not_change_random_numbers() -> None:
     with_others, without = ([StepInForward(k) for k in range(2)] for _ in range(2))
     for stage in without:
         stage.eval()
-    losses = [make_executor(found, [*stages]).step(*make_batch(4)) for stages in (with_others, without)]
+    losses = [
+        make_executor(found, [*stages]).step(*make_batch(4)) for stages in (with_others, without)
+    ]
     assert torch.equal(*losses)
 
 
@@ -266,7 +275,9 @@ def test_numbered_layers_draw_same_numbers_in_any_stage() -> None:
 def test_second_update_continues_microbatch_numbering() -> None:
     shape = PipelineShape(2, 4, optimizer_steps=2, weight_delay=1)
     loss, _ = run_reference(make_noisy_stages(2), 4)
-    assert torch.equal(make_executor(compile(one_f_one_b, shape), make_noisy_stages(2)).step(*make_batch(4)), loss)
+    assert torch.equal(
+        make_executor(compile(one_f_one_b, shape), make_noisy_stages(2)).step(*make_batch(4)), loss
+    )
 
 
 class NoisySGD(torch.optim.SGD):
@@ -358,7 +369,12 @@ def run_replica(rank: int) -> Any:
     transport = GlooTransport(found)
     stages = make_noisy_stages(2)
     executor = Executor(
-        found, 0, dict(enumerate(stages)), transport, loss=squared_error_with_dropout, boundary=BOUNDARY
+        found,
+        0,
+        dict(enumerate(stages)),
+        transport,
+        loss=squared_error_with_dropout,
+        boundary=BOUNDARY,
     )
     own = slice(2 * transport.dp_rank, 2 * transport.dp_rank + 2)
     x, target = make_batch(4)

@@ -100,7 +100,9 @@ class WritesFromSecondForward(WrittenBuffer):
 
 def test_buffer_written_only_by_second_forward_is_refused() -> None:
     program = compile(gpipe, PipelineShape(2, 4), recompute="all")
-    world = InProcessExecutor(program, noisy(2, WritesFromSecondForward), loss=squares, boundary=BOUNDARY)
+    world = InProcessExecutor(
+        program, noisy(2, WritesFromSecondForward), loss=squares, boundary=BOUNDARY
+    )
     with pytest.raises(
         ExecutionError, match="writes to its buffer u, but its first forward did not"
     ):
@@ -131,7 +133,10 @@ class WrittenBias(WrittenBuffer):
 
 @pytest.mark.parametrize(
     ("layer", "what"),
-    [(WriteThroughReference, "through another reference"), (WrittenBias, "writes to trained Parameters")],
+    [
+        (WriteThroughReference, "through another reference"),
+        (WrittenBias, "writes to trained Parameters"),
+    ],
 )
 def test_write_that_recompute_cannot_undo_is_refused(layer: Any, what: str) -> None:
     program = compile(gpipe, PipelineShape(2, 4), recompute="all")

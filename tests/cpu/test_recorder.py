@@ -212,7 +212,9 @@ def test_events_are_created_before_step() -> None:
     program = schedir.compile(
         one_f_one_b, PipelineShape(2, 3), progress_model="per_edge", clip_grad_norm=True
     )
-    _, _, gpu = run_on_virtual_gpu(program, Costs())  # the virtual GPU refuses events that are created later
+    _, _, gpu = run_on_virtual_gpu(
+        program, Costs()
+    )  # the virtual GPU refuses events that are created later
     assert gpu.timed >= 2 * len(program)
 
 

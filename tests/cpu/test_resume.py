@@ -49,7 +49,9 @@ def unbroken_losses(tmp_path_factory: pytest.TempPathFactory) -> bytes:
 
 
 @pytest.fixture
-def interrupt_run(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def interrupt_run(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Path]:
     """Return a function that starts a run which is interrupted within a step."""
 
     def breaks(at: int, *more: str, folder: Path = tmp_path) -> Path:
@@ -127,7 +129,10 @@ def test_changed_settings_are_reported(
     config: str, interrupt_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
     folder = interrupt_run(4)
-    assert run(config, [*ALONE, *make_options(folder, "train.lr=0.002", "pipeline.microbatches=2")]) == 0
+    assert (
+        run(config, [*ALONE, *make_options(folder, "train.lr=0.002", "pipeline.microbatches=2")])
+        == 0
+    )
     said = capsys.readouterr().out
     assert "; changed since: pipeline.microbatches 3 to 2, train.lr 0.001 to 0.002\n" in said
 
@@ -136,7 +141,11 @@ def test_new_output_folder_has_only_resumed_losses(
     config: str, interrupt_run: Callable[..., Path], unbroken_losses: bytes
 ) -> None:
     folder = interrupt_run(4)
-    other = [*make_options(folder)[:3], f'output.dir="{folder / "new" / "out"}"', *make_options(folder)[4:]]
+    other = [
+        *make_options(folder)[:3],
+        f'output.dir="{folder / "new" / "out"}"',
+        *make_options(folder)[4:],
+    ]
     assert run(config, [*ALONE, *other]) == 0
     lines = unbroken_losses.splitlines(keepends=True)
     assert read_losses(folder / "new") == b"".join([lines[0], *lines[3:]])
@@ -214,7 +223,10 @@ def test_output_folder_of_another_run_is_refused(
 
 
 def test_overwrite_removes_old_checkpoints(
-    config: str, unbroken_losses: bytes, interrupt_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+    config: str,
+    unbroken_losses: bytes,
+    interrupt_run: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = interrupt_run(6)
     anew = ["train.resume=no", "output.overwrite=true"]
@@ -291,7 +303,13 @@ checkpointing.write_checkpoint = slowly
 
 def start_endless_run(config: str, folder: Path, *more: str) -> Run:
     """Start a run of two processes that would take forever, and wait for its first step."""
-    sets = [*TWO_RANKS, *make_options(folder, every=10**6), "train.steps=1000000", "train.log_every=1", *more]
+    sets = [
+        *TWO_RANKS,
+        *make_options(folder, every=10**6),
+        "train.steps=1000000",
+        "train.log_every=1",
+        *more,
+    ]
     launcher = Run(["train", config, *(f"--set={s}" for s in sets)], folder / "begun")
     launcher.wait_for("\nstep ")
     return launcher

@@ -49,7 +49,9 @@ PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "compare-gradients.md"
 assert_same = partial(assert_same_gradients, ranks=2, microbatches=4, loss_fn=mse_loss, timeout=60)
 
 
-def collect_differences(step: Step, whole: Any, given: Any = None, **options: Any) -> list[GradientDifference]:
+def collect_differences(
+    step: Step, whole: Any, given: Any = None, **options: Any
+) -> list[GradientDifference]:
     with pytest.raises(WrongGradients) as caught:
         assert_same(step, whole, batch() if given is None else given, **options)
     return [*caught.value.differences]
@@ -176,12 +178,16 @@ def test_wrong_loss_scaling_is_detected() -> None:
 
 def test_gradients_scaled_at_every_step_are_detected() -> None:
     """In pytorch/torchtitan#1733, scale_grads=True while several steps accumulate gradients."""
-    differences = collect_differences(plain("Schedule1F1B", steps=2, microbatches=2), model(2), reduction=2)
+    differences = collect_differences(
+        plain("Schedule1F1B", steps=2, microbatches=2), model(2), reduction=2
+    )
     assert [d.stages for d in differences] == [(0,), (1,)]
     assert all(d.has_all_parameters and 0.1 < d.error < 1 for d in differences)
 
 
-def compute_old_weight_gradients(weights: Any, groups: Any, retain_graph: bool = False) -> tuple[()]:
+def compute_old_weight_gradients(
+    weights: Any, groups: Any, retain_graph: bool = False
+) -> tuple[()]:
     """Compute weight gradients as torch did before PR 181365, from each use of a weight on.
 
     Each such backward also runs all nodes behind that use.
@@ -232,7 +238,9 @@ def test_unsummed_tied_weight_gradient_is_detected() -> None:
     assert (last.locations, last.names) == ((StageLocation(1, 1),), ("head.weight",))
 
 
-def collect_torch_2_13_differences(step: Step, whole: Any, given: Any, **options: Any) -> list[GradientDifference]:
+def collect_torch_2_13_differences(
+    step: Step, whole: Any, given: Any, **options: Any
+) -> list[GradientDifference]:
     """Return the faults that torch 2.13 has, and skip the test if this torch has none of them."""
     if torch.__version__.startswith("2.13"):
         return collect_differences(step, whole, given, **options)
@@ -279,7 +287,9 @@ def test_lost_gradients_of_prepared_fsdp_stages_are_detected() -> None:
         )
 
     assert_same(partial(sharded, False), model(2), batch(), reduction="sum")
-    differences = collect_torch_2_13_differences(partial(sharded, True), model(2), batch(), reduction="sum")
+    differences = collect_torch_2_13_differences(
+        partial(sharded, True), model(2), batch(), reduction="sum"
+    )
     assert [d.stages for d in differences] == [(0,), (1,)] and all(
         d.has_all_parameters for d in differences
     )
@@ -289,7 +299,9 @@ def test_missing_ddp_reduction_of_split_backward_is_detected() -> None:
     """Split backwards call no hooks, so DDP reduces nothing: pytorch/pytorch#144530."""
     torch.manual_seed(0)
     step = replicated("ScheduleInterleavedZeroBubble", wrap_in_ddp)
-    differences = collect_torch_2_13_differences(step, model(4), batch(16), ranks=4, replicas=2, microbatches=8)
+    differences = collect_torch_2_13_differences(
+        step, model(4), batch(16), ranks=4, replicas=2, microbatches=8
+    )
     places = {place for difference in differences for place in difference.locations}
     assert places == {
         StageLocation(s, rank) for s in (1, 2, 3) for rank in (2 * (s % 2), 2 * (s % 2) + 1)

@@ -25,7 +25,9 @@ assert_same = partial(assert_same_gradients, ranks=1, microbatches=4, loss_fn=ms
 Loss = Callable[..., Tensor] | None
 
 
-def run_plain_loop(model: nn.Module, batch: Any, loss_fn: Loss = mse_loss, divisor: float = 4) -> None:
+def run_plain_loop(
+    model: nn.Module, batch: Any, loss_fn: Loss = mse_loss, divisor: float = 4
+) -> None:
     for one in split_batch(batch, 4, loss_fn):
         (compute_loss(model, one, loss_fn) / divisor).backward()
 

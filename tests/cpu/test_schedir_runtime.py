@@ -131,7 +131,9 @@ def compare_runtimes(rank: int) -> dict[str, bool]:
         for scale in (True, False) if name in ("interleaved", "zb_v") else (True,):
             stages = dist.get_world_size() * each
             ours, mine = make_schedule(make_modules(stages), name, scale_grads=scale, vee=vee)
-            theirs, other = make_schedule(make_modules(stages), name, "torch", scale_grads=scale, vee=vee)
+            theirs, other = make_schedule(
+                make_modules(stages), name, "torch", scale_grads=scale, vee=vee
+            )
             plain = make_modules(stages)
             held = [plain[stage.stage_index] for stage in ours._stages]
             for step, zeroed in enumerate((False, False, True)):
@@ -145,7 +147,9 @@ def compare_runtimes(rank: int) -> dict[str, bool]:
                 if got[1]:
                     found[where + "outputs"] = is_equal(got, right)
                     found[where + "torch's outputs"] = is_equal(got, torchs)
-                found[where + "gradients"] = is_equal(collect_gradients(mine), collect_gradients(other))
+                found[where + "gradients"] = is_equal(
+                    collect_gradients(mine), collect_gradients(other)
+                )
                 # Sums over several steps have another order than in a plain loop.
                 found[where + "plain gradients"] = (step > 0 and not scale) or is_equal(
                     collect_gradients(mine), collect_gradients(held)
@@ -204,7 +208,9 @@ def compare_changed_options(rank: int) -> dict[str, bool]:
             module.eval()
         losses: list[Tensor] = []
         with torch.no_grad():
-            outs.append((schedule.eval(*first_stage_args(schedule, x), target=y, losses=losses), losses))
+            outs.append(
+                (schedule.eval(*first_stage_args(schedule, x), target=y, losses=losses), losses)
+            )
         for module in modules:
             module.train()
     found["eval"] = is_equal(*outs)

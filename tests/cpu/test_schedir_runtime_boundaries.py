@@ -59,7 +59,12 @@ def run_steps(rank: int, name: str, runtime: Runtime, longs: list[int]) -> list[
     own = [s for s in range(4) if (min(s, 3 - s) if vee else s % ranks) == rank]
     stages = [stage_of(every[s], s, 4) for s in own]
     schedule = Schedule(
-        stages, N, loss_fn=mean_squared_error, schedule=name, runtime=runtime, allow_identical_stages=True
+        stages,
+        N,
+        loss_fn=mean_squared_error,
+        schedule=name,
+        runtime=runtime,
+        allow_identical_stages=True,
     )
     told: list[Any] = []
     for step, long in enumerate(longs):

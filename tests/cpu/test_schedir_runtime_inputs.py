@@ -56,7 +56,12 @@ def collect_split_warnings(rank: int) -> list[str]:
     own = deepcopy(plain[rank])
     stage = stage_of(cast(nn.Module, torch.compile(own, backend="aot_eager")), rank, 2)
     schedule = Schedule(
-        [stage], N, loss_fn=mean_squared_error, schedule="zb_h1", runtime="schedir", allow_identical_stages=True
+        [stage],
+        N,
+        loss_fn=mean_squared_error,
+        schedule="zb_h1",
+        runtime="schedir",
+        allow_identical_stages=True,
     )
     x, y = torch.randn(ROWS, 4), torch.randn(ROWS, 4)
     with warnings.catch_warnings(record=True) as said:
@@ -91,7 +96,9 @@ def collect_errors(rank: int) -> list[str]:
     """Return the errors of wrong inputs of the last rank."""
     torch.manual_seed(rank)
     stage = stage_of(nn.Linear(4, 4), rank, 2)
-    schedule = Schedule([stage], N, loss_fn=mean_squared_error, schedule="one_f_one_b", runtime="schedir")
+    schedule = Schedule(
+        [stage], N, loss_fn=mean_squared_error, schedule="one_f_one_b", runtime="schedir"
+    )
     rows = [torch.ones(2, 4) for _ in range(N)]
     right: dict[str, Any] = {"target_mbs": rows} if rank else {"arg_mbs": [(x,) for x in rows]}
     said = []

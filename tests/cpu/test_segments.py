@@ -112,7 +112,11 @@ def find_differences(rank: int, name: str, sequence: bool) -> list[str]:
     """
     shape, more = PipelineShape(2, 4, CASES[name][0]), CASES[name][2]
     uncut, cut = (
-        train_steps(name, each, SEQUENCE_PARALLEL_OPTIONS[name] | {"sequence_parallel": True} if sequence else more)
+        train_steps(
+            name,
+            each,
+            SEQUENCE_PARALLEL_OPTIONS[name] | {"sequence_parallel": True} if sequence else more,
+        )
         for each in (None, count_segments([CONFIG.layers // shape.stages] * shape.stages))
     )
     return [key for key, value in uncut.items() if not is_same(value, cut[key])]
@@ -280,7 +284,10 @@ WRONG_BOUNDARIES: dict[str, tuple[Any, str]] = {
         r"received as \[2, 4, 16\], but the program gives this tensor the shape \[2, 8, 8",
     ),
     "beside": (
-        (Boundary(LOCAL_SHAPE, received_shape=FULL_SHAPE), Boundary(LOCAL_SHAPE, received_shape=FULL_SHAPE)),
+        (
+            Boundary(LOCAL_SHAPE, received_shape=FULL_SHAPE),
+            Boundary(LOCAL_SHAPE, received_shape=FULL_SHAPE),
+        ),
         r"tensor 1 from stage 0",
     ),
     "a vector": ((8,), "must share its sequence, which is the second last dimension"),
@@ -293,7 +300,10 @@ def test_wrong_boundary_of_sequence_parallel_segment_is_refused(name: str) -> No
         schedules.gpipe, PipelineShape(1, 1), tp=2, stage_segments="fg", sequence_parallel=True
     )
     behind, words = WRONG_BOUNDARIES[name]
-    right: Any = {0: Boundary(LOCAL_SHAPE, received_shape=FULL_SHAPE), 1: Boundary(FULL_SHAPE, received_shape=LOCAL_SHAPE)}
+    right: Any = {
+        0: Boundary(LOCAL_SHAPE, received_shape=FULL_SHAPE),
+        1: Boundary(FULL_SHAPE, received_shape=LOCAL_SHAPE),
+    }
     require_fit(ModelBoundaries.from_edges(right, 3), program)
     with pytest.raises(ModelError, match=words):
         require_fit(ModelBoundaries.from_edges(right | {0: behind}, 3), program)
@@ -354,7 +364,12 @@ def run_two_segments(
     )
     x = torch.ones(2, 2, 4) if inputs is None else inputs
     executor = Executor(
-        program, 0, [first, SumOfInput()], GlooTransport(program), loss=lambda y, _: y, boundary=boundary
+        program,
+        0,
+        [first, SumOfInput()],
+        GlooTransport(program),
+        loss=lambda y, _: y,
+        boundary=boundary,
     )
     return executor.step(x, torch.ones(2, 1)), x
 

@@ -41,10 +41,10 @@ from tests.cpu.train_command import losses, train
 
 SHAPES = 40  # tried for each number of ranks
 CONFIG = gpt.GPTConfig(vocab=13, layers=2, hidden=16, heads=2, context=8)
-Told = dict[str, Any]
+Results = dict[str, Any]
 
 
-def normal(*shape: int, seed: int) -> Tensor:
+def draw_normal(*shape: int, seed: int) -> Tensor:
     numbers = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=numbers, dtype=torch.float64)
 
@@ -60,12 +60,16 @@ class Net(nn.Module):
             return mark_sequence_parallel(parameter, group, sequence_parallel=self.sequence)
 
         how: Any = {"group": group, "sequence_parallel": self.sequence}
-        table = shard_vocab(normal(vocab, hidden, seed=1), group)
+        table = shard_vocab(draw_normal(vocab, hidden, seed=1), group)
         self.embedding = VocabParallelEmbedding(table, **how)
-        self.positions = whole(nn.Parameter(normal(tokens, hidden, seed=2)))
+        self.positions = whole(nn.Parameter(draw_normal(tokens, hidden, seed=2)))
         self.first = whole(nn.LayerNorm(hidden, dtype=torch.float64))
-        self.up = ColumnParallelLinear(normal(width, hidden, seed=3), normal(width, seed=4), **how)
-        self.down = RowParallelLinear(normal(hidden, width, seed=5), normal(hidden, seed=6), **how)
+        self.up = ColumnParallelLinear(
+            draw_normal(width, hidden, seed=3), draw_normal(width, seed=4), **how
+        )
+        self.down = RowParallelLinear(
+            draw_normal(hidden, width, seed=5), draw_normal(hidden, seed=6), **how
+        )
         self.last = whole(nn.RMSNorm(hidden, dtype=torch.float64))
         self.head = VocabParallelHead(table, vocab, **how)
 
@@ -77,7 +81,7 @@ class Net(nn.Module):
         return logits
 
 
-def backward(net: Net, tokens: Tensor, weights: Tensor, *, late: bool) -> Told:
+def run_backward(net: Net, tokens: Tensor, weights: Tensor, *, late: bool) -> Results:
     """Return the output and the gradients of a weighted sum of it.
 
     If `late`, the gradients of weights are computed separately.
@@ -92,7 +96,7 @@ def backward(net: Net, tokens: Tensor, weights: Tensor, *, late: bool) -> Told:
         tape.run()
     if not late:
         torch.autograd.backward(loss)
-    found: Told = {"logits": (logits.detach(), -1 if net.group else None)}
+    found: Results = {"logits": (logits.detach(), -1 if net.group else None)}
     for name, p in net.named_parameters():
         assert p.grad is not None
         if is_summed_over_tp(p):
@@ -101,7 +105,7 @@ def backward(net: Net, tokens: Tensor, weights: Tensor, *, late: bool) -> Told:
     return found
 
 
-def differing_shapes(t: int, group: Any, rank: int) -> list[str]:
+def find_wrong_shapes(t: int, group: Any, rank: int) -> list[str]:
     """Return those of some random shapes for which a gradient differs from that of one process."""
     draw, wrong = random.Random(t), []
     for _ in range(SHAPES):
@@ -110,11 +114,11 @@ def differing_shapes(t: int, group: Any, rank: int) -> list[str]:
         seed = draw.randrange(1000)
         tokens = torch.randint(vocab, (b, s), generator=torch.Generator().manual_seed(seed))
         each = -(-vocab // t)
-        weights = F.pad(normal(b, s, vocab, seed=seed), (0, each * t - vocab))
+        weights = F.pad(draw_normal(b, s, vocab, seed=seed), (0, each * t - vocab))
         own = weights[..., rank * each : (rank + 1) * each]
         shape = vocab, s, hidden, width
-        got = backward(Net(*shape, group), tokens, own, late=late)
-        want = backward(Net(*shape, None), tokens, weights[..., :vocab], late=late)
+        got = run_backward(Net(*shape, group), tokens, own, late=late)
+        want = run_backward(Net(*shape, None), tokens, weights[..., :vocab], late=late)
         for name, (value, cut) in got.items():
             one = want[name][0]
             if cut is not None:
@@ -130,9 +134,11 @@ def differing_shapes(t: int, group: Any, rank: int) -> list[str]:
 # ---------------------------------------------------------------- with an executor
 
 
-def executor(group: Any, how: Told, stage: nn.Module | None = None, **more: Any) -> Executor:
+def make_executor(
+    group: Any, how: Results, stage: nn.Module | None = None, **more: Any
+) -> Executor:
     """Return the executor of a pipeline of one rank, with two tensor-parallel ranks."""
-    said: Told = {"sequence_parallel": True} | how
+    said: Results = {"sequence_parallel": True} | how
     program = compile(one_f_one_b, PipelineShape(1, 3), tp=2, **said)
     transport = GlooTransport(program, group=group)
     tp = transport.tp_group
@@ -145,7 +151,7 @@ def executor(group: Any, how: Told, stage: nn.Module | None = None, **more: Any)
     )  # fmt: skip
 
 
-class Whole(nn.Module):
+class ReplicatedWeight(nn.Module):
     """A stage that each tensor-parallel rank holds whole."""
 
     def __init__(self, says: bool | None) -> None:
@@ -158,59 +164,59 @@ class Whole(nn.Module):
         return self.weight * x
 
 
-def sliced(says: bool | None) -> Whole:
-    stage = Whole(says)
+def make_sliced_weight(says: bool | None) -> ReplicatedWeight:
+    stage = ReplicatedWeight(says)
     stage.weight.shard_dim = 0  # type: ignore[attr-defined]
     return stage
 
 
-STAGES: dict[str, tuple[Told, Callable[[int], nn.Module], str]] = {
+STAGE_CASES: dict[str, tuple[Results, Callable[[int], nn.Module], str]] = {
     "summed by nobody": (
         {"sequence_parallel": False},
-        lambda _: Whole(True),
+        lambda _: ReplicatedWeight(True),
         "the program has sequence_parallel=False",
     ),
-    "silent": ({}, lambda _: Whole(None), "weight of stage 0 has no attribute summed_over_tp"),
-    "a slice": ({}, lambda _: sliced(True), "each tensor-parallel rank has a different slice"),
+    "silent": ({}, lambda _: ReplicatedWeight(None), "weight of stage 0 has no attribute summed_over_tp"),
+    "a slice": ({}, lambda _: make_sliced_weight(True), "each tensor-parallel rank has a different slice"),
     "of two minds": (
-        {}, lambda rank: Whole(rank == 0), "parameters that tensor-parallel ranks sum in stage 0",
+        {}, lambda rank: ReplicatedWeight(rank == 0), "parameters that tensor-parallel ranks sum in stage 0",
     ),
-    "right": ({}, lambda _: Whole(False), ""),
-    "right as a slice": ({}, lambda _: sliced(None), ""),
-    "right as ever": ({"sequence_parallel": False}, lambda _: Whole(None), ""),
-    "nothing trained": ({}, lambda _: Whole(None).requires_grad_(False), ""),
+    "right": ({}, lambda _: ReplicatedWeight(False), ""),
+    "right as a slice": ({}, lambda _: make_sliced_weight(None), ""),
+    "right as ever": ({"sequence_parallel": False}, lambda _: ReplicatedWeight(None), ""),
+    "nothing trained": ({}, lambda _: ReplicatedWeight(None).requires_grad_(False), ""),
 }  # fmt: skip
 
 
-def refusals(group: Any, rank: int) -> Told:
+def collect_refusals(group: Any, rank: int) -> Results:
     found = {}
-    for name, (how, make, _) in STAGES.items():
+    for name, (how, make, _) in STAGE_CASES.items():
         try:
-            executor(group, how, make(rank))
+            make_executor(group, how, make(rank))
         except ModelError as error:
             found[name] = str(error)
     return found
 
 
 TOKENS = torch.arange(18).view(2, 9) % 13
-PAIRS = {"sentences": (TOKENS[:, :-1] % 3 == 0).long(), "mask": TOKENS[:, 1:] != 5}
-MODELS: dict[str, tuple[Any, Any, Told, int]] = {
+BERT_INPUTS = {"sentences": (TOKENS[:, :-1] % 3 == 0).long(), "mask": TOKENS[:, 1:] != 5}
+MODELS: dict[str, tuple[Any, Any, Results, int]] = {
     "llama": (llama, LlamaConfig(vocab=13, layers=2, hidden=16, heads=4, kv_heads=2, context=8), {},
               1 + 3 + 2 * 6),
-    "bert": (bert, BertConfig(vocab=13, layers=2, hidden=16, heads=2, context=8), PAIRS,
+    "bert": (bert, BertConfig(vocab=13, layers=2, hidden=16, heads=2, context=8), BERT_INPUTS,
              1 + 6 + 9 + 2 * 12),
     "encoder_decoder": (
         encoder_decoder, EncoderDecoderConfig(
             vocab=13, encoder_layers=1, decoder_layers=2, hidden=16, heads=2, context=8, tied=False
-        ), {"target": TOKENS[:, :4], "mask": PAIRS["mask"]}, 1 + 3 + 4 + 12 + 2 * 20,
+        ), {"target": TOKENS[:, :4], "mask": BERT_INPUTS["mask"]}, 1 + 3 + 4 + 12 + 2 * 20,
     ),
 }  # fmt: skip
 
 
-def of_kind(kind: str, group: Any) -> Told:
+def run_model(kind: str, group: Any) -> Results:
     """Return the loss and gradients of a model of two stages, summed where ranks have parts."""
     module, config, named, _ = MODELS[kind]
-    how: Told = {"tp": group, "sequence_parallel": True}
+    how: Results = {"tp": group, "sequence_parallel": True}
     if kind == "encoder_decoder":  # stage 0 computes the encoder's output and sends it on
         how["layers_per_stage"] = [2, 1]
     x: Any = (TOKENS[:, :-1],)
@@ -224,7 +230,7 @@ def of_kind(kind: str, group: Any) -> Told:
         targets[:, 0] = torch.tensor([0, 1])
     total = module.loss(x if kind == "bert" else x[0], targets, group)
     torch.autograd.backward(total)
-    found: Told = {"loss": (total.detach(), None)}
+    found: Results = {"loss": (total.detach(), None)}
     for name, p in (pair for stage in stages for pair in stage.named_parameters()):
         assert p.grad is not None
         if is_summed_over_tp(p):
@@ -233,79 +239,79 @@ def of_kind(kind: str, group: Any) -> Told:
     return found
 
 
-def lengths(group: Any) -> Told:
+def run_lengths(group: Any) -> Results:
     """Return losses and gradients for several lengths, and for one that cannot be divided."""
     tokens = [torch.arange(2 * (n + 1)).view(2, -1) % 13 for n in (8, 2, 6)]
     x, y = [t[:, :-1] for t in tokens], [t[:, 1:] for t in tokens]
-    found: Told = {}
+    found: Results = {}
     for name, how in {
         "shared": {"sequence_parallel": True},
         "whole": {"sequence_parallel": False},
     }.items():
-        one = executor(group, how)
+        one = make_executor(group, how)
         total = one.step(x, y)
         assert total is not None
         found[name] = [total.clone(), *(p.grad.clone() for p in one.stages[0].module.parameters()
                                         if p.grad is not None)]  # fmt: skip
     try:
-        executor(group, {}).step([t[:, :7] for t in tokens[:1]] * 3, [y[0][:, :7]] * 3)
+        make_executor(group, {}).step([t[:, :7] for t in tokens[:1]] * 3, [y[0][:, :7]] * 3)
     except Exception as error:
         found["odd"] = str(error)
     return found
 
 
-def drawn(group: Any) -> Told:
+def run_with_dropout(group: Any) -> Results:
     """Return the dropout masks of the rank's tokens, and the losses without and with recompute."""
     config = gpt.GPTConfig(vocab=13, layers=2, hidden=16, heads=2, context=8, dropout=0.5)
     tokens = torch.arange(18).view(2, 9) % 13
     x, y = [tokens[:, :-1]] * 3, [tokens[:, 1:]] * 3
-    found: Told = {"losses": []}
+    found: Results = {"losses": []}
     for again in (None, "all"):
         seen: list[Tensor] = []
         stage: Any = gpt.build_stage(config, 0, 1, tp=group, sequence_parallel=True)
         stage.layers["0"].register_forward_pre_hook(
             lambda _, given, seen=seen: seen.append(given[0])
         )
-        total = executor(group, {"recompute": again}, stage).step(x, y)
+        total = make_executor(group, {"recompute": again}, stage).step(x, y)
         assert total is not None
         found["losses"].append([total.clone(), *(p.grad.clone() for p in stage.parameters())])
         found["masks"] = [own == 0 for own in seen[:3]]
     return found
 
 
-def all_of_it(rank: int) -> Told:
+def run_all_checks(rank: int) -> Results:
     torch.set_num_threads(1)
-    pair, found = dist.new_group([0, 1]), Told()
-    found["shapes"] = differing_shapes(3, dist.group.WORLD, rank)
+    pair, found = dist.new_group([0, 1]), Results()
+    found["shapes"] = find_wrong_shapes(3, dist.group.WORLD, rank)
     if rank == 2:
         return found
-    found["shapes"] += differing_shapes(2, pair, rank)
-    found["refused"] = refusals(pair, rank)
-    found["lengths"], found["drawn"] = lengths(pair), drawn(pair)
-    found["kinds"] = {kind: of_kind(kind, pair) for kind in MODELS}
+    found["shapes"] += find_wrong_shapes(2, pair, rank)
+    found["refused"] = collect_refusals(pair, rank)
+    found["lengths"], found["drawn"] = run_lengths(pair), run_with_dropout(pair)
+    found["kinds"] = {kind: run_model(kind, pair) for kind in MODELS}
     return found
 
 
 @pytest.fixture(scope="module")
-def told() -> list[Told]:
-    return run(all_of_it, 3)
+def results() -> list[Results]:
+    return run(run_all_checks, 3)
 
 
-def test_gradients_equal_one_process_for_random_shapes(told: list[Told]) -> None:
-    assert [own["shapes"] for own in told] == [[], [], []]
+def test_gradients_equal_one_process_for_random_shapes(results: list[Results]) -> None:
+    assert [own["shapes"] for own in results] == [[], [], []]
 
 
-@pytest.mark.parametrize("name", STAGES)
-def test_wrong_summed_over_tp_attribute_is_refused(told: list[Told], name: str) -> None:
-    said = [own["refused"].get(name, "") for own in told[:2]]
-    assert all(STAGES[name][2] in one for one in said) and said[0] == said[1]
-    assert bool(STAGES[name][2]) == bool(said[0])
+@pytest.mark.parametrize("name", STAGE_CASES)
+def test_wrong_summed_over_tp_attribute_is_refused(results: list[Results], name: str) -> None:
+    said = [own["refused"].get(name, "") for own in results[:2]]
+    assert all(STAGE_CASES[name][2] in one for one in said) and said[0] == said[1]
+    assert bool(STAGE_CASES[name][2]) == bool(said[0])
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_model_families_equal_one_process(told: list[Told], kind: str) -> None:
+def test_model_families_equal_one_process(results: list[Results], kind: str) -> None:
     """Gradients are those of one process. Those of norms are summed over the ranks first."""
-    want, parts = of_kind(kind, None), [own["kinds"][kind] for own in told[:2]]
+    want, parts = run_model(kind, None), [own["kinds"][kind] for own in results[:2]]
     assert len(want) == MODELS[kind][-1]
     for name, (one, _) in want.items():
         cut = parts[0][name][1]
@@ -315,8 +321,8 @@ def test_model_families_equal_one_process(told: list[Told], kind: str) -> None:
         assert (whole - one).norm() <= 1e-5 * one.norm(), name
 
 
-def test_microbatch_lengths_may_differ(told: list[Told]) -> None:
-    for own in told[:2]:
+def test_microbatch_lengths_may_differ(results: list[Results]) -> None:
+    for own in results[:2]:
         for one, other in zip(own["lengths"]["shared"], own["lengths"]["whole"], strict=True):
             assert (one - other).norm() <= 1e-5 * other.norm()
         assert (
@@ -324,14 +330,14 @@ def test_microbatch_lengths_may_differ(told: list[Told]) -> None:
         )
 
 
-def test_recompute_has_same_dropout_mask_per_rank(told: list[Told]) -> None:
-    masks = [own["drawn"]["masks"] for own in told[:2]]
+def test_recompute_has_same_dropout_mask_per_rank(results: list[Results]) -> None:
+    masks = [own["drawn"]["masks"] for own in results[:2]]
     for mine, other in zip(*masks, strict=True):
         assert 0.3 < mine.float().mean() < 0.7 and not torch.equal(mine, other)
-    for own in told[:2]:
+    for own in results[:2]:
         once, again = own["drawn"]["losses"]
         assert all(map(torch.equal, once, again))
-    assert torch.equal(*(own["drawn"]["losses"][0][0] for own in told[:2]))
+    assert torch.equal(*(own["drawn"]["losses"][0][0] for own in results[:2]))
 
 
 def test_indivisible_sequence_is_refused() -> None:

@@ -27,11 +27,11 @@ from schedir.schedules import one_f_one_b
 from schedir.testing.tiny_model import WIDTH, make_batch, make_tiny_stages, squared_error
 
 # The attributes that an object may have. A feature has its own state in a service instead.
-BUDGET = {State: 20, RankResources: 12}
-ARGUMENTS_OF_AN_EXECUTOR = 12  # Options that belong together are an object.
+MAX_ATTRIBUTES = {State: 20, RankResources: 12}
+MAX_EXECUTOR_ARGUMENTS = 12  # Options that belong together are an object.
 # The files that run a step or surround it, with the services that they may name: `Executor` has
 # public members of these.
-CORE = {
+CORE_FILES = {
     "rank_state": set[str](),
     "rank_resources": set[str](),
     "program_runner": set[str](),
@@ -44,7 +44,7 @@ CORE = {
 }
 
 
-class _Notes(Service):
+class _CallLog(Service):
     """Records which methods were called, and keeps some memory."""
 
     def __init__(self) -> None:
@@ -107,26 +107,28 @@ class _Notes(Service):
         return taken
 
 
-class _ProgramNotes(ProgramService, _Notes):
+class _ProgramCallLog(ProgramService, _CallLog):
     def __init__(self, state: State) -> None:
         ProgramService.__init__(self, state)
-        _Notes.__init__(self)
+        _CallLog.__init__(self)
 
 
-class _Memory(_ProgramNotes):
+class _MemoryService(_ProgramCallLog):
     """Creates no tensors itself."""
 
     def prepare_step(self, batch: StepInputs) -> StepInputs:
         return batch
 
 
-class _RankNotes(RankService, _Notes):
+class _RankCallLog(RankService, _CallLog):
     def __init__(self, resources: RankResources) -> None:
         RankService.__init__(self, resources)
-        _Notes.__init__(self)
+        _CallLog.__init__(self)
 
 
-def _make(*more: schedir.Program, ranks: int = 1, loss: Loss = squared_error) -> InProcessExecutor:
+def _make_executor(
+    *more: schedir.Program, ranks: int = 1, loss: Loss = squared_error
+) -> InProcessExecutor:
     shape = PipelineShape(ranks, 2)
     program = schedir.compile(one_f_one_b, shape, progress_model="per_edge", clip_grad_norm=True)
     return InProcessExecutor(
@@ -136,11 +138,11 @@ def _make(*more: schedir.Program, ranks: int = 1, loss: Loss = squared_error) ->
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [_ProgramNotes, _RankNotes])
-def test_each_phase_of_step_calls_services(kind: type[_ProgramNotes | _RankNotes]) -> None:
-    world, plain = _make(), _make()
+@pytest.mark.parametrize("kind", [_ProgramCallLog, _RankCallLog])
+def test_each_phase_of_step_calls_services(kind: type[_ProgramCallLog | _RankCallLog]) -> None:
+    world, plain = _make_executor(), _make_executor()
     (rank,) = world.executors
-    notes: _Notes = rank.state.service(kind)
+    notes: _CallLog = rank.state.service(kind)
     step = ["prepare_step", "begin_update", "begin_step", "begin_optimizer_step", "finish_step",
             "restore", "needs_rerun"]  # fmt: skip
     inputs, targets = make_batch(2, 0)
@@ -167,7 +169,7 @@ def test_each_phase_of_step_calls_services(kind: type[_ProgramNotes | _RankNotes
     assert notes.take()[-2:] == ["restore", "fail True"]
 
 
-class _Failure(ProgramService):
+class _FailingService(ProgramService):
     """Raises an error in one method."""
 
     method = ""
@@ -187,8 +189,8 @@ def _dropout_error(y: Tensor, target: Tensor) -> Tensor:
 @pytest.mark.parametrize("method", ["prepare_step", "begin_update", "begin_step"])
 @pytest.mark.parametrize("rank", [0, 1])
 def test_error_before_first_instruction_changes_no_later_step(rank: int, method: str) -> None:
-    worlds = [_make(ranks=2, loss=_dropout_error) for _ in range(2)]
-    failure = worlds[0].executors[rank].state.service(_Failure)
+    worlds = [_make_executor(ranks=2, loss=_dropout_error) for _ in range(2)]
+    failure = worlds[0].executors[rank].state.service(_FailingService)
     failure.fail_in(method)
     with pytest.raises(KeyboardInterrupt):
         worlds[0].step(*make_batch(2, 0))
@@ -201,10 +203,10 @@ def test_error_before_first_instruction_changes_no_later_step(rank: int, method:
 
 @pytest.mark.parametrize("method", ["restore", "fail"])
 def test_error_in_cleanup_stops_no_other_service(method: str) -> None:
-    world = _make(ranks=2)
+    world = _make_executor(ranks=2)
     for rank in world.executors:
-        rank.state.service(_Failure).fail_in(method)
-    notes = [rank.state.service(_ProgramNotes) for rank in world.executors]
+        rank.state.service(_FailingService).fail_in(method)
+    notes = [rank.state.service(_ProgramCallLog) for rank in world.executors]
     world.executors[0].runner.calls[0] = Call(None, lambda: [][0])
     with pytest.raises(KeyboardInterrupt):
         world.step(*make_batch(2, 0))
@@ -213,9 +215,9 @@ def test_error_in_cleanup_stops_no_other_service(method: str) -> None:
 
 def test_live_memory_includes_services() -> None:
     def peaks(*, notes: bool) -> dict[str, int]:
-        world = _make()
+        world = _make_executor()
         if notes:
-            world.executors[0].state.service(_Memory).calls = ["needs_rerun"]
+            world.executors[0].state.service(_MemoryService).calls = ["needs_rerun"]
         with LiveMemory(world.executors[0]) as memory:
             world.step(*make_batch(2, 0))
         return memory.peak_by_tier
@@ -229,27 +231,27 @@ def test_live_memory_includes_services() -> None:
 def test_programs_share_only_rank_services() -> None:
     other = schedir.compile(one_f_one_b, PipelineShape(1, 4), progress_model="per_edge",
                             clip_grad_norm=True)  # fmt: skip
-    (rank,) = _make(other).executors
+    (rank,) = _make_executor(other).executors
     one, two = (runner.state for runner in rank.runners.values())
-    assert one.service(_RankNotes) is two.service(_RankNotes)
-    assert one.service(_ProgramNotes) is one.service(_ProgramNotes)
-    assert one.service(_ProgramNotes) is not two.service(_ProgramNotes)
+    assert one.service(_RankCallLog) is two.service(_RankCallLog)
+    assert one.service(_ProgramCallLog) is one.service(_ProgramCallLog)
+    assert one.service(_ProgramCallLog) is not two.service(_ProgramCallLog)
 
 
-@pytest.mark.parametrize("kind", BUDGET)
+@pytest.mark.parametrize("kind", MAX_ATTRIBUTES)
 def test_core_objects_have_few_attributes(kind: type[State | RankResources]) -> None:
-    (rank,) = _make().executors
+    (rank,) = _make_executor().executors
     one = rank.state if kind is State else rank.resources
     properties = {name for name, value in vars(kind).items() if isinstance(value, property)}
-    assert len(vars(one).keys() | properties) <= BUDGET[kind]
+    assert len(vars(one).keys() | properties) <= MAX_ATTRIBUTES[kind]
 
 
 @pytest.mark.parametrize("kind", [Executor, InProcessExecutor])
 def test_executors_take_few_arguments(kind: type) -> None:
-    assert len(signature(kind).parameters) <= ARGUMENTS_OF_AN_EXECUTOR
+    assert len(signature(kind).parameters) <= MAX_EXECUTOR_ARGUMENTS
 
 
-@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize("name", CORE_FILES)
 def test_core_files_name_no_service(name: str) -> None:
     module = import_module(f"schedir.runtime.{name}")
     names = {
@@ -262,13 +264,13 @@ def test_core_files_name_no_service(name: str) -> None:
         for each, value in vars(module).items()
         if isinstance(value, type) and issubclass(value, Service) and not each.startswith("_")
     }
-    assert found - {"Service", "ProgramService", "RankService"} == CORE[name]
+    assert found - {"Service", "ProgramService", "RankService"} == CORE_FILES[name]
     assert not names & {"sharded_parameters", "optimizer_state", "spill_file"}
 
 
 def test_unused_features_have_no_service() -> None:
     """A program without sharding, offload and delay has no services for these."""
-    (rank,) = _make().executors
+    (rank,) = _make_executor().executors
     names = {kind.__name__ for kind in (*rank.resources.services, *rank.state.services)}
     assert names == {
         "LossGradients", "MessageBuffers", "OptimizerSteps", "PendingReductions", "PendingSends",

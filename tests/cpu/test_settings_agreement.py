@@ -29,7 +29,7 @@ from tests.cpu.gloo_processes import RankError, run
 from tests.cpu.tiny_stages import BOUNDARY, gpt_stages
 
 
-def _executor(process: int, differs: str) -> None:
+def _build_executor(process: int, differs: str) -> None:
     """Build the executor of one of two ranks or replicas, where process 1 differs."""
     other = process == 1
     replicas = differs in ("hidden", "gradients", "turned", "order", "fewer")
@@ -45,7 +45,7 @@ def _executor(process: int, differs: str) -> None:
         elif differs == "hidden":
             stages = [gpt.build_stage(gpt.GPTConfig(32, 1, 32, 2, 8), 0, 1)]
         else:
-            _change(stages[0], differs)
+            _change_parameters(stages[0], differs)
     if other and differs == "tied":
         (weight,) = (p for n, p in stages[1].named_parameters() if n == "head.weight")
         weight.data = weight.data[:-1]
@@ -65,7 +65,7 @@ def _executor(process: int, differs: str) -> None:
     )
 
 
-def _change(stage: nn.Module, how: str) -> None:
+def _change_parameters(stage: nn.Module, how: str) -> None:
     """Change a shape, the order of parameters, or the number of trained parameters."""
     weight, bias = (stage.get_parameter(f"layers.0.proj.{name}") for name in ("weight", "bias"))
     if how == "turned":
@@ -100,7 +100,7 @@ def _change(stage: nn.Module, how: str) -> None:
 )
 def test_difference_is_reported_in_every_process(differs: str, said: str) -> None:
     with pytest.raises(RankError) as caught:
-        run(_executor, 2, differs, limit=60)
+        run(_build_executor, 2, differs, limit=60)
     assert len(caught.value.tracebacks) == 2
     for tb in caught.value.tracebacks.values():
         assert "ModelError: " in tb and "processes 0 and 1 do not agree on " in tb
@@ -108,10 +108,10 @@ def test_difference_is_reported_in_every_process(differs: str, said: str) -> Non
 
 
 def test_equal_settings_are_accepted() -> None:
-    assert run(_executor, 2, "nothing") == [None, None]
+    assert run(_build_executor, 2, "nothing") == [None, None]
 
 
-def _trainer(process: int, config: Config) -> None:
+def _build_trainer(process: int, config: Config) -> None:
     if process:
         config = replace(config, train=replace(config.train, lr=0.5))
     _Trainer(config, build_program(config), Corpus(config), None)
@@ -125,7 +125,7 @@ def test_different_learning_rates_are_refused() -> None:
         train=TrainConfig(),
     )
     with pytest.raises(RankError) as caught:
-        run(partial(_trainer, config=config), 2, limit=60)
+        run(partial(_build_trainer, config=config), 2, limit=60)
     for tb in caught.value.tracebacks.values():
         assert "processes 0 and 1 do not agree on train.lr: 0.001 and 0.5" in tb
 

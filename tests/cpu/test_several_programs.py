@@ -35,7 +35,7 @@ ZOO = {name: s for name, s in get_built_in_schedules().items() if s is not forwa
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
 
 
-class Drops(nn.Module):
+class DropoutStage(nn.Module):
     """A stage that draws random numbers, and counts its training forwards in a buffer."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -52,22 +52,27 @@ class Drops(nn.Module):
         return nn.functional.dropout(y, 0.2, self.training) if y.is_floating_point() else y
 
 
-def shape_of(schedule: Any, microbatches: int, ranks: int = 2) -> PipelineShape:
+def make_shape(schedule: Any, microbatches: int, ranks: int = 2) -> PipelineShape:
     placement, fixed = get_placement_mark(schedule)
     v = fixed or (2 if "v" in signature(schedule).parameters else 1)
     return PipelineShape(ranks, microbatches, v, placement or "loop")
 
 
-def stages_of(program: Program) -> list[nn.Module]:
-    return [Drops(stage) for stage in gpt_stages(program.shape.stages, bool(program.tied_weights))]
+def make_stages(program: Program) -> list[nn.Module]:
+    return [
+        DropoutStage(stage)
+        for stage in gpt_stages(program.shape.stages, bool(program.tied_weights))
+    ]
 
 
-def ranks_of(program: Program, stages: list[nn.Module], **options: Any) -> InProcessExecutor:
+def make_executor(program: Program, stages: list[nn.Module], **options: Any) -> InProcessExecutor:
     usual: dict[str, Any] = {"loss": gpt.loss, "boundary": BOUNDARY, "optimizer": ADAM}
     return InProcessExecutor(program, stages, **usual | options)
 
 
-def numbers_of(ranks: InProcessExecutor, stages: list[nn.Module], total: Tensor) -> list[Tensor]:
+def collect_results(
+    ranks: InProcessExecutor, stages: list[nn.Module], total: Tensor
+) -> list[Tensor]:
     """Return the results of a step: its loss, its norm, weights and gradients."""
     own = [p for stage in stages for p in stage.parameters()]
     found = [
@@ -79,7 +84,7 @@ def numbers_of(ranks: InProcessExecutor, stages: list[nn.Module], total: Tensor)
     return [x.detach().clone() for x in found]
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
+def is_same(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
@@ -99,7 +104,7 @@ def test_evaluations_do_not_change_training(name: str, zero: int) -> None:
     shape = (
         PipelineShape(2, m, optimizer_steps=4, weight_delay=1)
         if name == "pipedream_2bw"
-        else shape_of(schedule, m)
+        else make_shape(schedule, m)
     )
     two_way = shape.placement_rows > 1
     program = schedir.compile(
@@ -113,8 +118,8 @@ def test_evaluations_do_not_change_training(name: str, zero: int) -> None:
     looks = schedir.evaluation_program(program, "per_edge")
     found, losses = [], []
     for evaluates in (False, True):
-        stages: list[nn.Module] = [Drops(s) for s in gpt_stages(shape.stages)]
-        ranks = ranks_of(program, stages, extra_programs=[looks])
+        stages: list[nn.Module] = [DropoutStage(s) for s in gpt_stages(shape.stages)]
+        ranks = make_executor(program, stages, extra_programs=[looks])
         steps: list[Tensor] = []
         for k in range(2):
             if evaluates:
@@ -125,9 +130,9 @@ def test_evaluations_do_not_change_training(name: str, zero: int) -> None:
                 assert ranks.executors[0].random_streams.step == before
                 assert all(module.training for module in stages)
             inputs, targets, scale = batch(shape.microbatches, k)
-            steps += numbers_of(ranks, stages, ranks.step(inputs, targets, scale))
+            steps += collect_results(ranks, stages, ranks.step(inputs, targets, scale))
         found.append(steps)
-    assert same(*found) and two_way == (name == "dualpipe")
+    assert is_same(*found) and two_way == (name == "dualpipe")
     assert all(map(torch.equal, losses[::2], losses[1::2]))
     assert losses[0] != losses[-1]
 
@@ -140,7 +145,7 @@ def test_page_example_runs() -> None:
 # ---------------------------------------------------------------- processes
 
 
-def programs_of(dp: int, zero: int) -> list[Program]:
+def compile_programs(dp: int, zero: int) -> list[Program]:
     """Return programs that train 6 microbatches, train 3, and evaluate 2."""
     how: dict[str, Any] = {"dp": dp, "zero": zero, "progress_model": "per_edge"}
     large, small = (
@@ -152,21 +157,23 @@ def programs_of(dp: int, zero: int) -> list[Program]:
     return [large, small, schedir.compile(forward_only, PipelineShape(2, 2), **how)]
 
 
-def own_stage(rank: int) -> dict[int, nn.Module]:
-    return {rank: Drops(gpt_stages(2)[rank])}
+def make_own_stage(rank: int) -> dict[int, nn.Module]:
+    return {rank: DropoutStage(gpt_stages(2)[rank])}
 
 
-def in_processes(rank: int, kind: str, dp: int, zero: int) -> list[list[Tensor]]:
+def run_with_and_without_evaluations(
+    rank: int, kind: str, dp: int, zero: int
+) -> list[list[Tensor]]:
     """Run steps of two programs, without and with evaluations of smaller microbatches between."""
     found: list[list[Tensor]] = []
-    large, small, looks = programs_of(dp, zero)
+    large, small, looks = compile_programs(dp, zero)
     for evaluates in (False, True):
         others = [small, looks] if evaluates else [small]
         transport = {"gloo": GlooTransport, "shared": SharedMemoryTransport}[kind](
             large, 20.0, extra_programs=others
         )
         more: list[Any] = [p if p.has_backward else (p, (1, *BOUNDARY.shape[1:])) for p in others]
-        stages = own_stage(transport.rank)
+        stages = make_own_stage(transport.rank)
         optimizer = ADAM([p for stage in stages.values() for p in stage.parameters()])
         executor = Executor(
             large, transport.rank, stages, transport, loss=gpt.loss, boundary=BOUNDARY,
@@ -191,18 +198,18 @@ def in_processes(rank: int, kind: str, dp: int, zero: int) -> list[list[Tensor]]
     ("kind", "dp", "zero"), [("gloo", 2, 0), ("shared", 2, 3), ("shared", 1, 0)]
 )
 def test_evaluations_do_not_change_training_on_processes(kind: str, dp: int, zero: int) -> None:
-    for without, with_evaluations in run(in_processes, 2 * dp, kind, dp, zero):
-        assert same(without, with_evaluations)
+    for without, with_evaluations in run(run_with_and_without_evaluations, 2 * dp, kind, dp, zero):
+        assert is_same(without, with_evaluations)
 
 
-def out_of_order(rank: int) -> str:
+def run_out_of_order(rank: int) -> str:
     """Let one rank evaluate twice before it trains, and the other once."""
-    _, program, looks = programs_of(1, 0)
+    _, program, looks = compile_programs(1, 0)
     transport = SharedMemoryTransport(program, 20.0, extra_programs=[looks])
     executor = Executor(
         program,
         rank,
-        own_stage(rank),
+        make_own_stage(rank),
         transport,
         loss=gpt.loss,
         boundary=BOUNDARY,
@@ -219,7 +226,7 @@ def out_of_order(rank: int) -> str:
 
 def test_different_program_order_on_ranks_is_refused() -> None:
     """The first rank of the second evaluation only sends, and would go on to the step."""
-    one, other = run(out_of_order, 2)
+    one, other = run(run_out_of_order, 2)
     assert one == other
     assert one + "\n" == (GOLDEN / "sequence.txt").read_text()
 
@@ -247,7 +254,7 @@ def test_timeout_of_program_switch_names_programs() -> None:
 # ---------------------------------------------------------------- refusals
 
 
-def refused() -> list[Exception]:
+def collect_refusals() -> list[Exception]:
     """Return the errors of wrong combinations of programs."""
     program = schedir.compile(one_f_one_b, PipelineShape(2, 4), clip_grad_norm=True)
     looks = schedir.evaluation_program(program)
@@ -260,7 +267,7 @@ def refused() -> list[Exception]:
         found.append(error.value)
 
     def beside(*more: Any, of: Program = program) -> Any:
-        return lambda: ranks_of(of, stages, extra_programs=more)
+        return lambda: make_executor(of, stages, extra_programs=more)
 
     tried(beside(schedir.compile(interleaved, PipelineShape(2, 4, 2), clip_grad_norm=True)))
     tried(beside(schedir.compile(gpipe, PipelineShape(2, 4))))
@@ -272,21 +279,21 @@ def refused() -> list[Exception]:
     tried(beside(after(gpipe, PipelineShape(2, 4)), of=after(one_f_one_b, PipelineShape(2, 4))))
 
     part = schedir.compile(one_f_one_b, PipelineShape(2, 2), clip_grad_norm=True)
-    ranks = ranks_of(program, stages, extra_programs=[looks, part], optimizer=None)
+    ranks = make_executor(program, stages, extra_programs=[looks, part], optimizer=None)
     inputs, targets, _ = batch(4)
     tried(lambda: ranks.step(inputs, targets, program=looks))
-    alone = ranks_of(program, stages, optimizer=None)
+    alone = make_executor(program, stages, optimizer=None)
     tried(lambda: alone.evaluate(inputs, targets))
     tried(lambda: ranks.evaluate(inputs[:2], targets[:2], program=part))
     return found
 
 
 def test_incompatible_programs_are_refused() -> None:
-    said = "\n".join(map(format_error, refused()))  # type: ignore[arg-type]
+    said = "\n".join(map(format_error, collect_refusals()))  # type: ignore[arg-type]
     assert said + "\n" == (GOLDEN / "refused.txt").read_text()
 
 
-class Writes(nn.Module):
+class WritingStage(nn.Module):
     """A stage that writes to its weight, or to a buffer, in each forward."""
 
     def __init__(self, *, parameter: bool, data: bool = False) -> None:
@@ -313,7 +320,7 @@ def test_evaluation_undoes_buffer_writes_and_refuses_weight_writes(data: bool) -
         "extra_programs": [looks],
     }
     for parameter in (False, True):
-        stages = [Writes(parameter=parameter, data=data), Writes(parameter=False)]
+        stages = [WritingStage(parameter=parameter, data=data), WritingStage(parameter=False)]
         ranks = InProcessExecutor(
             program, stages, execution=ExecutionOptions(allow_identical_stages=True), **how
         )

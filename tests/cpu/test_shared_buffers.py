@@ -28,7 +28,7 @@ from tests.cpu.test_module_buffers import (
 torch.set_num_threads(1)
 
 
-class Means(nn.Module):
+class SharedMean(nn.Module):
     """A linear layer and a mean of its inputs, in memory that other stages may use too."""
 
     def __init__(self, k: int, mean: Tensor, changes: bool = True) -> None:
@@ -63,7 +63,7 @@ def test_written_buffer_of_several_stages_warns(
 ) -> None:
     """The stages are on one or several ranks of a process. A single stage gets no warning."""
     mean = torch.zeros(WIDTH)
-    stages = [Means(k, mean[:] if view else mean) for k in range(shape.stages)]
+    stages = [SharedMean(k, mean[:] if view else mean) for k in range(shape.stages)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ranks = virtual(schedule, shape, [*stages])
@@ -80,11 +80,11 @@ def test_unchanged_buffer_of_several_stages_does_not_warn(shape: PipelineShape) 
     mean = torch.ones(WIDTH)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        virtual(interleaved, shape, [Means(k, mean, changes=False) for k in range(2)]).step(
+        virtual(interleaved, shape, [SharedMean(k, mean, changes=False) for k in range(2)]).step(
             *batch(4)
         )
         parts = torch.zeros(2, WIDTH)  # disjoint parts of one memory
-        virtual(interleaved, shape, [Means(k, parts[k]) for k in range(2)]).step(*batch(4))
+        virtual(interleaved, shape, [SharedMean(k, parts[k]) for k in range(2)]).step(*batch(4))
 
 
 def test_shared_module_of_several_ranks_warns() -> None:
@@ -96,7 +96,7 @@ def test_shared_module_of_several_ranks_warns() -> None:
         ranks.step(*batch(4))
 
 
-class Scored(nn.Module):
+class CountingLoss(nn.Module):
     """A loss that counts its calls."""
 
     def __init__(self) -> None:
@@ -112,11 +112,11 @@ class Scored(nn.Module):
 def test_written_loss_buffer_warns_or_is_refused() -> None:
     stages: list[Any] = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     found = compile(newest_first, PipelineShape(2, 4), progress_model="per_edge")
-    ranks = InProcessExecutor(found, stages, loss=Scored(), boundary=BOUNDARY)
+    ranks = InProcessExecutor(found, stages, loss=CountingLoss(), boundary=BOUNDARY)
     with pytest.warns(UserWarning, match=r"stage 1 changes its buffer loss.count"):
         ranks.step(*batch(4))
     found = compile(chimera, PipelineShape(2, 4, placement="mirror"))
-    ranks = InProcessExecutor(found, stages, loss=Scored(), boundary=BOUNDARY)
+    ranks = InProcessExecutor(found, stages, loss=CountingLoss(), boundary=BOUNDARY)
     with pytest.raises(
         ExecutionError, match=r"loss.count in a forward, and each of the 2 stage replicas"
     ):

@@ -27,7 +27,7 @@ from tests.cpu.gloo_processes import RankError, run
 from tests.cpu.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits
 
 
-def forwards(r: int, P: int, m: int) -> RankSchedule:
+def schedule_forwards(r: int, P: int, m: int) -> RankSchedule:
     """Return only forwards, so that only the transport delays a sender."""
     return m * F
 
@@ -41,7 +41,7 @@ class Double(nn.Module):
         return x * self.two
 
 
-def executor(
+def make_executor(
     program: Program,
     rank: int,
     seconds: float = 20.0,
@@ -58,7 +58,7 @@ def executor(
     )
 
 
-def both_ways(rank: int, schedule: Schedule, shape: PipelineShape) -> Any:
+def run_gpt(rank: int, schedule: Schedule, shape: PipelineShape) -> Any:
     program = compile(schedule, shape, progress_model="per_edge", tied_weights=True)
     stages = gpt_stages(shape.stages)
     own = {s: stages[s] for s in shape.stages_on_rank[rank]}
@@ -75,13 +75,15 @@ def test_stage_replicas_have_reference_bits(schedule: Schedule, where: str) -> N
     _, right = expected(
         shape, program=compile(schedule, shape, tied_weights=True, progress_model="per_edge")
     )
-    for own in run(both_ways, shape.ranks, schedule, shape):
+    for own in run(run_gpt, shape.ranks, schedule, shape):
         assert same_bits(list(own.values()), [right[s] for s in own])
 
 
-def ahead(rank: int, steps: int, m: int) -> list[Tensor | None]:
+def run_slow_receiver(rank: int, steps: int, m: int) -> list[Tensor | None]:
     """Return the losses of steps whose first rank waits only for free memory."""
-    own = executor(compile(forwards, PipelineShape(2, m), progress_model="per_edge"), rank)
+    own = make_executor(
+        compile(schedule_forwards, PipelineShape(2, m), progress_model="per_edge"), rank
+    )
     losses = []
     for step in range(steps):
         if rank:
@@ -92,13 +94,15 @@ def ahead(rank: int, steps: int, m: int) -> list[Tensor | None]:
 
 
 def test_sender_does_not_overwrite_previous_step() -> None:
-    _, losses = run(ahead, 2, 4, 3)
+    _, losses = run(run_slow_receiver, 2, 4, 3)
     assert [float(loss) for loss in losses] == [step * 4.0 * 4 * 3 for step in range(4)]
 
 
-def unread(rank: int, m: int) -> Tensor | None:
+def send_before_receives(rank: int, m: int) -> Tensor | None:
     """Send all messages before any is received, which is more than a socket holds."""
-    own = executor(compile(forwards, PipelineShape(2, m), progress_model="per_edge"), rank)
+    own = make_executor(
+        compile(schedule_forwards, PipelineShape(2, m), progress_model="per_edge"), rank
+    )
     if rank:
         dist.barrier()
     loss = own.step(torch.ones(m, 4), torch.zeros(m, 4))
@@ -108,12 +112,12 @@ def unread(rank: int, m: int) -> Tensor | None:
 
 
 def test_send_does_not_wait_for_receive() -> None:
-    _, loss = run(unread, 2, 1500)
+    _, loss = run(send_before_receives, 2, 1500)
     assert float(loss) == 16 * 1500
 
 
-def alone(rank: int, leaves: bool) -> None:
-    own = executor(
+def run_with_lost_peer(rank: int, leaves: bool) -> None:
+    own = make_executor(
         compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge"), rank, seconds=1.5
     )
     if rank and leaves:
@@ -132,17 +136,17 @@ def alone(rank: int, leaves: bool) -> None:
 )
 def test_lost_or_late_peer_is_named(leaves: bool, why: str) -> None:
     with pytest.raises(RankError) as error:
-        run(alone, 2, leaves, grace=10.0)
+        run(run_with_lost_peer, 2, leaves, grace=10.0)
     assert why in error.value.tracebacks[0]
 
 
-def left(rank: int, place: str, problem: bool) -> str:
+def run_in_directory(rank: int, place: str, problem: bool) -> str:
     """Use one directory for shared memory, or a missing one for the second rank."""
     program = compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 20.0)
     shared_memory.MEMORY_DIRECTORIES = (place if rank == 0 or not problem else f"{place}/none",)
     try:
-        own = executor(program, rank, transport=transport)
+        own = make_executor(program, rank, transport=transport)
     except ModelError as error:
         return error.fact
     own.step(torch.ones(3, 4), torch.zeros(3, 4))
@@ -151,12 +155,12 @@ def left(rank: int, place: str, problem: bool) -> str:
 
 @pytest.mark.parametrize("problem", [False, True])
 def test_memory_files_are_deleted(problem: bool, tmp_path: Path) -> None:
-    for fact in run(left, 2, str(tmp_path), problem):
+    for fact in run(run_in_directory, 2, str(tmp_path), problem):
         assert fact.startswith("process 1 cannot allocate shared memory: No such file") == problem
     assert not list(tmp_path.iterdir())
 
 
-def apart(rank: int, spaces: list[str]) -> bool:
+def run_in_namespace(rank: int, spaces: list[str]) -> bool:
     shared_memory.NETWORK_NAMESPACE = spaces[rank]
     return shared_memory.can_share_memory()
 
@@ -165,29 +169,29 @@ def test_different_network_namespaces_cannot_share_memory(tmp_path: Path) -> Non
     spaces = [str(tmp_path / "a"), str(tmp_path / "b")]
     for space in spaces:
         os.symlink(f"net:[{space}]", space)
-    assert run(apart, 2, spaces) == [False, False]
-    assert run(apart, 2, spaces[:1] * 2) == [True, True]
+    assert run(run_in_namespace, 2, spaces) == [False, False]
+    assert run(run_in_namespace, 2, spaces[:1] * 2) == [True, True]
 
 
-def again(rank: int) -> list[float]:
+def run_two_executors(rank: int) -> list[float]:
     """Run executors one after the other on one transport."""
     program = compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 5.0)
     losses = []
     for k in range(2):
-        own = executor(program, rank, transport=transport)
+        own = make_executor(program, rank, transport=transport)
         for _ in range(2):
             losses.append(own.step(torch.full((3, 4), k + 1.0), torch.zeros(3, 4)))
     return [float(loss) for loss in losses if loss is not None]
 
 
 def test_transport_is_reusable_by_next_executor() -> None:
-    assert run(again, 2, grace=6.0) == [[], [48.0, 48.0, 96.0, 96.0]]
+    assert run(run_two_executors, 2, grace=6.0) == [[], [48.0, 48.0, 96.0, 96.0]]
 
 
-def identity(rank: int) -> list[Tensor | None]:
+def run_identity_stage(rank: int) -> list[Tensor | None]:
     """Return the loss, which is the received tensor in memory that the first stage writes."""
-    program = compile(forwards, PipelineShape(2, 3), progress_model="per_edge")
+    program = compile(schedule_forwards, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 20.0)
     stage = Double() if rank == 0 else nn.Identity()
     own = Executor(
@@ -204,11 +208,11 @@ def identity(rank: int) -> list[Tensor | None]:
 
 
 def test_loss_in_received_memory_is_summed_before_reuse() -> None:
-    _, losses = run(identity, 2)
+    _, losses = run(run_identity_stage, 2)
     assert [float(loss) for loss in losses] == [0.0, 6.0, 12.0]
 
 
-class _Late:
+class _DelayedConnection:
     """A connection with late bytes, where the receiver finishes before the last byte."""
 
     def __init__(self, connection: Any, messages: int) -> None:
@@ -225,13 +229,13 @@ class _Late:
         self.connection.send(*how)
 
 
-def served(rank: int) -> float:
-    program = compile(forwards, PipelineShape(2, 3), progress_model="per_edge")
+def run_with_delayed_sender(rank: int) -> float:
+    program = compile(schedule_forwards, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 5.0)
-    own = executor(program, rank, transport=transport)
+    own = make_executor(program, rank, transport=transport)
     if rank == 0:
         (way,) = transport.outgoing.values()
-        way.connection = _Late(way.connection, 3)  # type: ignore[assignment]
+        way.connection = _DelayedConnection(way.connection, 3)  # type: ignore[assignment]
     else:
         dist.barrier()
     loss = own.step(torch.ones(3, 4), torch.zeros(3, 4))
@@ -243,10 +247,10 @@ def served(rank: int) -> float:
 
 
 def test_receiver_may_exit_after_its_last_message() -> None:
-    assert run(served, 2) == [0.0, 48.0]
+    assert run(run_with_delayed_sender, 2) == [0.0, 48.0]
 
 
-def waiting(rank: int, place: str) -> list[str]:
+def list_files_while_waiting(rank: int, place: str) -> list[str]:
     """Return the files of the first rank before the second has arrived."""
     program = compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 20.0)
@@ -260,15 +264,15 @@ def waiting(rank: int, place: str) -> list[str]:
 
     if rank:
         transport.allocate_buffers = late  # type: ignore[method-assign, assignment]
-    executor(program, rank, transport=transport)
+    make_executor(program, rank, transport=transport)
     return found
 
 
 def test_waiting_process_has_no_memory_file(tmp_path: Path) -> None:
-    assert run(waiting, 2, str(tmp_path)) == [[], []]
+    assert run(list_files_while_waiting, 2, str(tmp_path)) == [[], []]
 
 
-def slots(rank: int) -> str:
+def request_shared_slots(rank: int) -> str:
     with pytest.raises(ModelError) as error:
         SharedMemoryTransport(
             compile(
@@ -282,4 +286,4 @@ def slots(rank: int) -> str:
 
 
 def test_shared_slots_are_refused() -> None:
-    assert run(slots, 2) == ['transport = "gloo"'] * 2
+    assert run(request_shared_slots, 2) == ['transport = "gloo"'] * 2

@@ -43,7 +43,7 @@ from tests.cpu.tiny_stages import gradients, same_bits
 # ------------------------------------------------------------ outputs that are overwritten
 
 
-class Reuses(nn.Module):
+class ReusedBuffer(nn.Module):
     """Returns its own buffer."""
 
     def __init__(self) -> None:
@@ -54,7 +54,7 @@ class Reuses(nn.Module):
         return torch.add(x, 1, out=self.buffer)
 
 
-class ReusesUnseen(Reuses):
+class ReusedBufferThroughData(ReusedBuffer):
     """Does the same with a write that no version counter shows."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -62,7 +62,7 @@ class ReusesUnseen(Reuses):
         return self.buffer
 
 
-class Fresh(nn.Module):
+class NewTensor(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + 1
 
@@ -72,10 +72,10 @@ class Fresh(nn.Module):
 def test_reused_output_buffer_has_same_bits_or_is_refused(name: str, others: list[Any]) -> None:
     """In any order, the stage has the bits of one that returns new tensors, or is refused."""
     program, refused = PROGRAMS[name](), 0
-    right = made(Fresh, *others)
+    right = made(NewTensor, *others)
     total = run_sequential(right, *batch(), loss=squares)
     for seed in (None, 0, 1, 2):
-        own = made(Reuses, *others)
+        own = made(ReusedBuffer, *others)
         try:
             assert torch.equal(world(program, own).step(*batch(), order_seed=seed), total)
             assert same_bits(gradients(own), gradients(right))
@@ -87,10 +87,10 @@ def test_reused_output_buffer_has_same_bits_or_is_refused(name: str, others: lis
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 1000), kind=st.sampled_from([Reuses, ReusesUnseen]))
+@given(seed=st.integers(0, 1000), kind=st.sampled_from([ReusedBuffer, ReusedBufferThroughData]))
 def test_reused_output_in_random_order_is_right_or_refused(seed: int, kind: Any) -> None:
     program = PROGRAMS["zb_h1"]()
-    own, right = made(kind), made(Fresh)
+    own, right = made(kind), made(NewTensor)
     total = run_sequential(right, *batch(), loss=squares)
     try:
         assert torch.equal(world(program, own).step(*batch(), order_seed=seed), total)
@@ -100,9 +100,9 @@ def test_reused_output_in_random_order_is_right_or_refused(seed: int, kind: Any)
     assert same_bits(gradients(own), gradients(right))
 
 
-def _reuses(rank: int, kind: Any) -> None:
+def run_reused_buffer(rank: int, kind: Any) -> None:
     program = compile(one_f_one_b, PipelineShape(2, MICROBATCHES), progress_model="per_edge")
-    own = made(Reuses)[:1] if rank == 0 else [Layer()]
+    own = made(ReusedBuffer)[:1] if rank == 0 else [Layer()]
     executor = Executor(
         program, rank, {rank: own[0]}, kind(program), loss=squares, boundary=BOUNDARY
     )
@@ -112,10 +112,10 @@ def _reuses(rank: int, kind: Any) -> None:
 @pytest.mark.parametrize("kind", [GlooTransport, SharedMemoryTransport])
 def test_reused_output_buffer_is_refused_on_processes(kind: Any) -> None:
     with pytest.raises(RankError, match="send_act"):
-        run(_reuses, 2, kind)
+        run(run_reused_buffer, 2, kind)
 
 
-class Sums(nn.Module):
+class ReusedLoss(nn.Module):
     """A loss that returns its own buffer."""
 
     def __init__(self) -> None:
@@ -130,18 +130,18 @@ class Sums(nn.Module):
 def test_reused_loss_tensor_is_refused() -> None:
     program = compile(forward_only, PipelineShape(4, MICROBATCHES))
     with pytest.raises(ModelError):
-        world(program, made(Layer), loss=Sums()).step(*batch())
+        world(program, made(Layer), loss=ReusedLoss()).step(*batch())
     alone = compile(forward_only, PipelineShape(4, 1))
     own = made(Layer)
     x, target = batch(1)
     want = run_sequential(deepcopy(own), x, target, loss=squares)
-    assert torch.equal(world(alone, own, loss=Sums()).step(x, target), want)
+    assert torch.equal(world(alone, own, loss=ReusedLoss()).step(x, target), want)
 
 
 # ------------------------------------------------------------ outputs that share memory
 
 
-class Two(Layer):
+class TwoOutputs(Layer):
     def __init__(self, second: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.second = second
@@ -151,7 +151,7 @@ class Two(Layer):
         return y, self.second(y)
 
 
-class Both(nn.Module):
+class InPlaceInput(nn.Module):
     """Changes its first input, its second, or none in place."""
 
     def __init__(self, which: int | None, says_so: bool) -> None:
@@ -180,7 +180,9 @@ def test_overlapping_outputs_have_gradients_of_plain_loop(
     name: str, second: Any, boundary: Boundary
 ) -> None:
     """The gradients are those of a loop over the stages without changes in place."""
-    own, plain = (made(lambda: Two(second), lambda: Both(None, says_so=True)) for _ in range(2))
+    own, plain = (
+        made(lambda: TwoOutputs(second), lambda: InPlaceInput(None, says_so=True)) for _ in range(2)
+    )
     edges = {0: (BOUNDARY, boundary), 1: BOUNDARY, 2: BOUNDARY}
     ranks = world(PROGRAMS[name](), own, boundary=edges)
     for x, target in zip(*batch(), strict=True):
@@ -200,7 +202,7 @@ def test_overlapping_outputs_have_gradients_of_plain_loop(
 def test_in_place_change_of_overlapping_output_is_refused(
     name: str, second: Any, boundary: Boundary, which: int, says_so: bool
 ) -> None:
-    own = made(lambda: Two(second), lambda: Both(which, says_so))
+    own = made(lambda: TwoOutputs(second), lambda: InPlaceInput(which, says_so))
     edges = {0: (BOUNDARY, boundary), 1: BOUNDARY, 2: BOUNDARY}
     with pytest.raises(ExecutionError) as error:
         world(PROGRAMS[name](), own, boundary=edges).step(*batch())
@@ -209,7 +211,7 @@ def test_in_place_change_of_overlapping_output_is_refused(
         run_sequential(own, *batch(), loss=squares)
 
 
-class Halves(Layer):
+class TwoHalves(Layer):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = torch.cat([self.linear(x), torch.sin(x)], -1)
         return y[:, :WIDTH], y[:, WIDTH:]
@@ -217,7 +219,7 @@ class Halves(Layer):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_disjoint_outputs_in_one_storage_have_same_bits(name: str) -> None:
-    right, own = (made(Halves, lambda: Both(0, says_so=True)) for _ in range(2))
+    right, own = (made(TwoHalves, lambda: InPlaceInput(0, says_so=True)) for _ in range(2))
     edges = {0: (BOUNDARY, BOUNDARY), 1: BOUNDARY, 2: BOUNDARY}
     ranks = world(PROGRAMS[name](), own, boundary=edges)
     for _ in range(2):
@@ -225,7 +227,7 @@ def test_disjoint_outputs_in_one_storage_have_same_bits(name: str) -> None:
         assert same_bits(gradients(own), gradients(right))
 
 
-class Returns(Layer):
+class AliasedOutput(Layer):
     """Returns a tensor that shares memory with another one."""
 
     def __init__(self, what: str) -> None:
@@ -246,7 +248,7 @@ class Returns(Layer):
         return kinds[self.what]
 
 
-class Writes(Layer):
+class InPlaceStage(Layer):
     def __init__(self, says_so: bool) -> None:
         super().__init__()
         self.inplace = says_so
@@ -265,9 +267,9 @@ class Writes(Layer):
 )
 def test_in_place_stage_changes_no_other_tensor(name: str, what: str, says_so: bool) -> None:
     """The stage changes a copy, or it is refused. No other tensor changes in either case."""
-    returns = lambda: Returns(what)  # noqa: E731
+    returns = lambda: AliasedOutput(what)  # noqa: E731
     before = [] if "weight" in what else [Layer]  # a weight does not depend on an input
-    stages = [*before, returns, lambda: Writes(says_so)]
+    stages = [*before, returns, lambda: InPlaceStage(says_so)]
     right, own = made(*stages), made(*stages)
     x, target = batch()
     given, weights = x.clone(), deepcopy([stage.state_dict() for stage in own])

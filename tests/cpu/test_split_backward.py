@@ -45,7 +45,7 @@ class Net(nn.Module):
         return split_backward.linear(x, self.head)
 
 
-def gradients(
+def compute_gradients(
     net: Net | Plain,
     microbatches: int,
     late: int | None,
@@ -89,21 +89,21 @@ def assert_same_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
 def test_split_backward_has_bits_of_full_backward(
     tied: bool, depth: int, microbatches: int, late: int, dtype: torch.dtype
 ) -> None:
-    want = gradients(Net(tied, depth, dtype), microbatches, None)
-    got = gradients(Net(tied, depth, dtype), microbatches, late)
+    want = compute_gradients(Net(tied, depth, dtype), microbatches, None)
+    got = compute_gradients(Net(tied, depth, dtype), microbatches, late)
     assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("tied", [False, True])
 def test_gradients_accumulate_in_views_of_flat_buffer(tied: bool) -> None:
-    want = gradients(Net(tied, 2, torch.float32), 3, None)
+    want = compute_gradients(Net(tied, 2, torch.float32), 3, None)
     net = Net(tied, 2, torch.float32)
     flat = torch.zeros(sum(p.numel() for p in net.parameters()))
     at = 0
     for p in net.parameters():
         p.grad = flat[at : at + p.numel()].view_as(p)
         at += p.numel()
-    got = gradients(net, 3, late=1)
+    got = compute_gradients(net, 3, late=1)
     assert_same_bits(got, want)
     assert torch.equal(flat, torch.cat([g.flatten() for g in got.values()]))
     assert all(
@@ -132,14 +132,14 @@ def test_linear_and_embedding_equal_plain_torch() -> None:
 
 def test_split_backward_under_checkpointing_has_same_bits() -> None:
     net = Net(False, 2, torch.float32)
-    want = gradients(Net(False, 2, torch.float32), 2, None)
+    want = compute_gradients(Net(False, 2, torch.float32), 2, None)
 
     def recomputed(tokens: Tensor) -> Tensor:
         y = checkpoint(net, tokens, use_reentrant=False)
         assert isinstance(y, Tensor)
         return y
 
-    assert_same_bits(gradients(net, 2, 1, recomputed), want)
+    assert_same_bits(compute_gradients(net, 2, 1, recomputed), want)
 
 
 def test_nonleaf_weight_is_not_split() -> None:
@@ -241,7 +241,7 @@ def test_deferred_gradients_do_not_keep_graph_alive() -> None:
 # Modules of torch's own layers
 
 
-class Plain(nn.Module):
+class TorchLayers(nn.Module):
     """An embedding, a block without dropout, and a head with the embedding's weight."""
 
     def __init__(self, tied: bool = True) -> None:
@@ -274,20 +274,20 @@ def test_torch_layers_are_split_in_place(tied: bool, checkpointed: bool) -> None
 
         return run
 
-    plain, whole, halves = (Plain(tied) for _ in range(3))
+    plain, whole, halves = (TorchLayers(tied) for _ in range(3))
     names, own = list(plain.state_dict()), {id(p) for p in halves.parameters()}
     for net in (whole, halves):
         assert make_backward_splittable(net) is net
     assert names == list(halves.state_dict()) and own == {id(p) for p in halves.parameters()}
-    want = gradients(plain, 3, None, forward(plain))
-    assert_same_bits(gradients(whole, 3, None, forward(whole)), want)
+    want = compute_gradients(plain, 3, None, forward(plain))
+    assert_same_bits(compute_gradients(whole, 3, None, forward(whole)), want)
     for late in (0, 2):
         for p in halves.parameters():
             p.grad = None
-        assert_same_bits(gradients(halves, 3, late, forward(halves)), want)
+        assert_same_bits(compute_gradients(halves, 3, late, forward(halves)), want)
 
 
-class InPlace(nn.Module):
+class InPlaceRelu(nn.Module):
     """Changes the output of a linear layer in place."""
 
     def __init__(self) -> None:
@@ -300,28 +300,28 @@ class InPlace(nn.Module):
         return y
 
 
-class Autocast(InPlace):
+class AutocastLayers(InPlaceRelu):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             y: Tensor = self.two(self.one(x))
         return y
 
 
-class Hooked(InPlace):
+class HookedWeights(InPlaceRelu):
     """Has a gradient that a hook changes, and one that is changed after accumulation."""
 
     def __init__(self) -> None:
         super().__init__()
         self.one.weight.register_hook(lambda grad: grad / 2)
-        self.two.weight.register_post_accumulate_grad_hook(_halve)
+        self.two.weight.register_post_accumulate_grad_hook(_halve_gradient)
 
 
-def _halve(p: Tensor) -> None:
+def _halve_gradient(p: Tensor) -> None:
     assert p.grad is not None
     p.grad /= 2
 
 
-class Complex(nn.Module):
+class ComplexLinear(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one = nn.Linear(8, 8, dtype=torch.cfloat)
@@ -331,7 +331,8 @@ class Complex(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "deferred"), [(InPlace, 2), (Autocast, 2), (Hooked, 0), (Complex, 1)]
+    ("model", "deferred"),
+    [(InPlaceRelu, 2), (AutocastLayers, 2), (HookedWeights, 0), (ComplexLinear, 1)],
 )
 def test_split_layers_in_unusual_modules_have_same_bits(
     model: type[nn.Module], deferred: int

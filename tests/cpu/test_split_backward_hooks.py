@@ -24,8 +24,8 @@ from schedir.runtime.autograd.splittable_layers import (
 )
 
 WIDTH = 4
-Seen = list[float]
-Hook = Callable[["Layers", Tensor, Seen], object]
+GradientSums = list[float]
+Hook = Callable[["Layers", Tensor, GradientSums], object]
 
 
 class Layers(nn.Module):
@@ -36,22 +36,22 @@ class Layers(nn.Module):
         self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.hook = hook
 
-    def forward(self, x: Tensor, seen: Seen) -> Tensor:
+    def forward(self, x: Tensor, seen: GradientSums) -> Tensor:
         y: Tensor = self.one(x)
         self.hook(self, y, seen)
         out: Tensor = self.two(torch.tanh(y))
         return out
 
 
-def _twice(gradients: Any, _: object = None) -> Any:
+def _double(gradients: Any, _: object = None) -> Any:
     return tuple(None if g is None else 2 * g for g in gradients)
 
 
-def _see(seen: Seen, gradients: Any) -> None:
+def _record_sum(seen: GradientSums, gradients: Any) -> None:
     seen.append(float(sum(g.double().sum() for g in gradients if g is not None)))
 
 
-def _accumulator(model: Layers) -> Any:
+def _get_accumulator(model: Layers) -> Any:
     """Return the node that accumulates the first weight's gradient, and keep it alive."""
     model.node = get_gradient_edge(model.one.weight).node  # type: ignore[assignment]
     return model.node
@@ -60,17 +60,17 @@ def _accumulator(model: Layers) -> Any:
 HOOKS: dict[str, Hook] = {
     "none": lambda model, y, seen: None,
     "tensor": lambda model, y, seen: y.register_hook(lambda g: 2 * g),
-    "node": lambda model, y, seen: y.grad_fn.register_hook(_twice),  # type: ignore[union-attr]
-    "before node": lambda model, y, seen: y.grad_fn.register_prehook(_twice),  # type: ignore[union-attr]
+    "node": lambda model, y, seen: y.grad_fn.register_hook(_double),  # type: ignore[union-attr]
+    "before node": lambda model, y, seen: y.grad_fn.register_prehook(_double),  # type: ignore[union-attr]
     "sees node": lambda model, y, seen: y.grad_fn.register_hook(  # type: ignore[union-attr]
-        lambda gradients, _: _see(seen, gradients)
+        lambda gradients, _: _record_sum(seen, gradients)
     ),
-    "accumulator": lambda model, y, seen: _accumulator(model).register_hook(
-        lambda _, gradients: _see(seen, gradients)
+    "accumulator": lambda model, y, seen: _get_accumulator(model).register_hook(
+        lambda _, gradients: _record_sum(seen, gradients)
     ),
-    "before accumulator": lambda model, y, seen: _accumulator(model).register_prehook(_twice),
+    "before accumulator": lambda model, y, seen: _get_accumulator(model).register_prehook(_double),
     "all": lambda model, y, seen: register_multi_grad_hook(
-        [*model.parameters()], lambda gradients: _see(seen, gradients)
+        [*model.parameters()], lambda gradients: _record_sum(seen, gradients)
     ),
 }
 
@@ -84,7 +84,7 @@ def test_hooks_act_as_in_full_backward(kind: str) -> None:
     x = torch.randn(3, WIDTH)
     found = []
     for model in (whole, split):
-        seen: Seen = []
+        seen: GradientSums = []
         given, tape = x.clone().requires_grad_(), DeferredGradients()
         y = model(given, seen).square().sum()
         with defer_weight_gradients(tape):
@@ -134,5 +134,5 @@ def test_watch_accumulation_does_not_prevent_split() -> None:
 def test_weight_with_accumulator_hook_is_not_deferrable() -> None:
     model: Any = make_backward_splittable(Layers(HOOKS["none"]))
     assert find_deferrable_weights(model) == {"one.weight", "two.weight"}
-    _accumulator(model).register_hook(lambda *_: None)
+    _get_accumulator(model).register_hook(lambda *_: None)
     assert find_deferrable_weights(model) == {"two.weight"}

@@ -26,7 +26,7 @@ from schedir.runtime.boundaries.size_measurement import measure_sizes
 from tests.cpu.tiny_layers import LAYERS, N, Square
 
 
-class Uses(nn.Module):
+class RepeatedLayer(nn.Module):
     """Applies one layer several times."""
 
     def __init__(self, layer: nn.Module, uses: int) -> None:
@@ -39,7 +39,7 @@ class Uses(nn.Module):
         return x
 
 
-def _grads(
+def _compute_gradients(
     net: nn.Module, x: Tensor, late: bool, left: int | None = None
 ) -> dict[str, Tensor | None]:
     """Return the gradients of two microbatches, with late W or with whole backwards."""
@@ -63,7 +63,7 @@ def _grads(
     return found | {name: p.grad for name, p in net.named_parameters()}
 
 
-def _equal(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -> None:
+def _assert_equal(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -> None:
     assert got.keys() == want.keys()
     for name, b in want.items():
         a = got[name]
@@ -95,7 +95,7 @@ def test_split_layer_has_bits_of_full_backward(
     if getattr(layer, frozen, None) is not None and frozen:
         getattr(layer, frozen).requires_grad_(False)
     x = torch.randn(*shape, N).to(dtype)
-    plain = Uses(layer, uses)
+    plain = RepeatedLayer(layer, uses)
     whole, late = (make_backward_splittable(copy.deepcopy(plain), nn.LayerNorm) for _ in range(2))
     wide = wide and dtype is torch.bfloat16
     for net in (plain, whole, late):
@@ -104,12 +104,12 @@ def test_split_layer_has_bits_of_full_backward(
             p.grad = torch.zeros_like(p, dtype=torch.float32)
     left = sum(p.requires_grad and (n == "weight" or kind == "norm")
                for n, p in layer.named_parameters())  # fmt: skip
-    want = _grads(whole, x, late=False)
-    _equal(_grads(late, x, late=True, left=left * uses), want)
+    want = _compute_gradients(whole, x, late=False)
+    _assert_equal(_compute_gradients(late, x, late=True, left=left * uses), want)
     if (
         not wide and kind != "conv2d"
     ):  # otherwise autograd rounds each gradient first, or computes differently
-        _equal(want, _grads(plain, x, late=False))
+        _assert_equal(want, _compute_gradients(plain, x, late=False))
 
 
 def test_huggingface_conv1d_is_split() -> None:
@@ -118,7 +118,9 @@ def test_huggingface_conv1d_is_split() -> None:
     names, x = [*layer.state_dict()], torch.randn(2, 3, N)
     plain, late = copy.deepcopy(layer), make_backward_splittable(layer)
     assert late is layer and type(late) is not type(plain) and [*late.state_dict()] == names
-    _equal(_grads(late, x, late=True, left=1), _grads(plain, x, late=False))
+    _assert_equal(
+        _compute_gradients(late, x, late=True, left=1), _compute_gradients(plain, x, late=False)
+    )
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -237,17 +239,17 @@ def test_second_registration_replaces_split_rule() -> None:
     torch.testing.assert_close(dw, late(layer, x, torch.ones_like(x)))
 
 
-def _pruned(layer: nn.Module) -> nn.Module:
+def _prune(layer: nn.Module) -> nn.Module:
     kept: nn.Module = prune.custom_from_mask(layer, "weight", torch.arange(N) % 2)
     return kept
 
 
-def _parametrized(layer: nn.Module) -> nn.Module:
+def _parametrize(layer: nn.Module) -> nn.Module:
     parametrize.register_parametrization(layer, "weight", nn.Softplus())
     return layer
 
 
-@pytest.mark.parametrize("compute", [_pruned, _parametrized])
+@pytest.mark.parametrize("compute", [_prune, _parametrize])
 @pytest.mark.parametrize("first", [False, True])
 def test_registered_layer_with_computed_weight_is_not_split(compute: Any, first: bool) -> None:
     x, plain = torch.randn(3, N), Square(N)
@@ -257,7 +259,9 @@ def test_registered_layer_with_computed_weight_is_not_split(compute: Any, first:
         if first
         else make_backward_splittable(compute(late))
     )
-    _equal(_grads(late, x, True, left=0), _grads(compute(plain), x, False))
+    _assert_equal(
+        _compute_gradients(late, x, True, left=0), _compute_gradients(compute(plain), x, False)
+    )
 
 
 @pytest.mark.parametrize("kind", LAYERS)
@@ -275,4 +279,4 @@ def test_registered_layer_under_autocast_is_not_split() -> None:
             y = net(x).float()
         y.square().sum().backward()
         found.append({name: p.grad for name, p in net.named_parameters()})
-    _equal(*found)
+    _assert_equal(*found)

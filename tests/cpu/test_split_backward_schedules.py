@@ -37,7 +37,7 @@ class Twice(nn.Module):
         return y
 
 
-class Own(nn.Module):
+class RepeatedMatmul(nn.Module):
     """Computes `x @ w @ w`, where each product is torch's own or one that can be split."""
 
     def __init__(self, one: Any, other: Any) -> None:
@@ -64,22 +64,22 @@ class Tied(nn.Module):
         return y
 
 
-TWICE: dict[str, Callable[[], nn.Module]] = {
+REPEATED: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: Twice(nn.Linear(N, N)),
     "conv1d": lambda: Twice(Conv1D(N, N)),
     "tied": Tied,
-    "plain": lambda: Own(torch.matmul, torch.matmul),
-    "split": lambda: Own(split_backward.matmul, split_backward.matmul),
-    "mixed": lambda: Own(torch.matmul, split_backward.matmul),
-    "mixed, other way": lambda: Own(split_backward.matmul, torch.matmul),
+    "plain": lambda: RepeatedMatmul(torch.matmul, torch.matmul),
+    "split": lambda: RepeatedMatmul(split_backward.matmul, split_backward.matmul),
+    "mixed": lambda: RepeatedMatmul(torch.matmul, split_backward.matmul),
+    "mixed, other way": lambda: RepeatedMatmul(split_backward.matmul, torch.matmul),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.* is not split in")
-@pytest.mark.parametrize("kind", TWICE)
+@pytest.mark.parametrize("kind", REPEATED)
 def test_weight_used_twice_gets_both_gradients(kind: str) -> None:
     torch.manual_seed(0)
-    plain = [TWICE[kind]() for _ in range(2)]
+    plain = [REPEATED[kind]() for _ in range(2)]
     late = [make_backward_splittable(copy.deepcopy(stage)) for stage in plain]
     x = torch.randn(4, 3, N)
     for mb in x:  # plain autograd, without schedir
@@ -125,7 +125,7 @@ def test_split_rule_reads_weight_version_of_microbatch() -> None:
         assert all(torch.equal(plain[name], late[name]) for name in plain)
 
 
-class Mixed(nn.Module):
+class MixedLayers(nn.Module):
     """Layers that are split, that could be split, and that cannot be split."""
 
     def __init__(self) -> None:
@@ -153,12 +153,12 @@ def test_warning_names_unsplit_layers() -> None:
         return sorted(str(w.message) for w in caught)
 
     torch.manual_seed(0)
-    plain, said = [Mixed(), Mixed()], []
+    plain, said = [MixedLayers(), MixedLayers()], []
     loss = run_sequential(copy.deepcopy(plain), x, x, loss=mse_loss)
     assert loss.isfinite()
     said = run(plain)
     assert said == [
-        f"the backward of Mixed (stage {s}) is not split in attn.c_attn (Conv1D), own.0 "
+        f"the backward of MixedLayers (stage {s}) is not split in attn.c_attn (Conv1D), own.0 "
         "(Bilinear): the instruction I runs their full backward; "
         "schedir.runtime.make_backward_splittable(stage) splits Conv1D; "
         "schedir.runtime.register_splittable_layer adds a type"
@@ -175,7 +175,7 @@ def test_warning_names_unsplit_layers() -> None:
     assert run([make_backward_splittable(stage, nn.LayerNorm) for stage in norms]) == []
 
 
-class Skips(nn.Module):
+class SkippedLayer(nn.Module):
     """A residual layer that some microbatches skip, and an unused layer."""
 
     def __init__(self) -> None:
@@ -189,7 +189,7 @@ class Skips(nn.Module):
         return y
 
 
-class Narrow(nn.Module):
+class AutocastLayer(nn.Module):
     """A layer with a split rule, under autocast."""
 
     def __init__(self) -> None:
@@ -202,7 +202,7 @@ class Narrow(nn.Module):
         return y
 
 
-@pytest.mark.parametrize(("kind", "said"), [(Skips, 0), (Narrow, 2)])
+@pytest.mark.parametrize(("kind", "said"), [(SkippedLayer, 0), (AutocastLayer, 2)])
 def test_unused_layers_and_full_backwards_have_same_bits(kind: Any, said: int) -> None:
     """Some or all microbatches may leave no work for W. A whole backward gets one warning."""
     torch.manual_seed(0)

@@ -21,7 +21,9 @@ from schedir.transports.json_collectives import encode_value
 from tests.cpu.train_command import TORCHRUN, arguments, fork, launched
 
 
-def said(each: list[tuple[int, int, dict[str, str]]], timeout: float = 20) -> list[str]:
+def compare_processes(
+    each: list[tuple[int, int, dict[str, str]]], timeout: float = 20
+) -> list[str]:
     """Return the errors of processes with these (RANK, WORLD_SIZE, facts) at a real store.
 
     Each process is a thread.
@@ -44,7 +46,7 @@ def said(each: list[tuple[int, int, dict[str, str]]], timeout: float = 20) -> li
 
 
 def test_equal_facts_are_accepted() -> None:
-    assert said([(k, 4, {"a": "1"}) for k in range(4)]) == [""] * 4
+    assert compare_processes([(k, 4, {"a": "1"}) for k in range(4)]) == [""] * 4
 
 
 @pytest.mark.parametrize(
@@ -59,14 +61,20 @@ def test_equal_facts_are_accepted() -> None:
     ],
 )
 def test_difference_is_reported_on_every_process(each: Any, fact: str) -> None:
-    found = said(each)
+    found = compare_processes(each)
     assert all(fact in one for one in found), found
 
 
 def test_missing_process_is_named() -> None:
-    assert said([(0, 3, {}), (1, 3, {})], timeout=0.5)[0] == "process 2 did not connect in time"
+    assert (
+        compare_processes([(0, 3, {}), (1, 3, {})], timeout=0.5)[0]
+        == "process 2 did not connect in time"
+    )
     # The process that compares has not come, so no one reports that others differ too.
-    assert said([(1, 3, {}), (2, 2, {})], timeout=0.5) == ["process 0 did not connect in time"] * 2
+    assert (
+        compare_processes([(1, 3, {}), (2, 2, {})], timeout=0.5)
+        == ["process 0 did not connect in time"] * 2
+    )
 
 
 def test_pickle_from_peer_is_refused() -> None:
@@ -136,7 +144,7 @@ def test_unreachable_store_is_reported_after_timeout(
 # ---------------------------------------------------------------- runs
 
 
-def by_hand(config: str, folder: Path, sets: list[list[str]]) -> list[tuple[int, str]]:
+def start_processes(config: str, folder: Path, sets: list[list[str]]) -> list[tuple[int, str]]:
     """Return the exit codes and errors of processes that start one by one with own settings."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
@@ -159,7 +167,7 @@ def by_hand(config: str, folder: Path, sets: list[list[str]]) -> list[tuple[int,
 def test_different_settings_of_processes_are_refused(
     config: str, tmp_path: Path, one: str, other: str, fact: str
 ) -> None:
-    found = by_hand(config, tmp_path / "out", [[one], [other]])
+    found = start_processes(config, tmp_path / "out", [[one], [other]])
     assert [code for code, _ in found] == [2, 2], found
     spoke = "".join(err for _, err in found)  # only the first process to fail reports
     assert spoke.count(f"processes 0 and 1 do not agree on {fact}") == 1, spoke
@@ -172,10 +180,10 @@ def test_duplicate_local_rank_is_refused(
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     fact = "processes 0 and 1 of one machine both have LOCAL_RANK 0"
-    assert said([(0, 2, {}), (1, 2, {})]) == [fact] * 2
+    assert compare_processes([(0, 2, {}), (1, 2, {})]) == [fact] * 2
 
 
-OTHER = """
+OTHER_VERSION = """
 import os
 
 import schedir
@@ -190,7 +198,7 @@ if os.environ.get("RANK") == "1":
 @pytest.mark.parametrize("launcher", ["schedir", "torchrun"])
 def test_different_schedir_versions_are_refused(config: str, tmp_path: Path, launcher: str) -> None:
     schedule = tmp_path / "mine.py"
-    schedule.write_text(OTHER)
+    schedule.write_text(OTHER_VERSION)
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]
     words = arguments(config, tmp_path / "out", *sets)
     with socket.create_server(("127.0.0.1", 0)) as free:
@@ -221,7 +229,7 @@ def test_difference_in_unsampled_data_is_refused(config: str, tmp_path: Path) ->
         (tmp_path / name).write_bytes(first.tobytes() + rest.tobytes())
         told.append([f'data.source="{tmp_path / name}"', f"pipeline.schedule={schedule}:mine"])
     sets = ["pipeline.stages_per_rank=1", "train.log_every=2", "train.steps=4"]
-    found = by_hand(config, tmp_path / "out", [[*own, *sets] for own in told])
+    found = start_processes(config, tmp_path / "out", [[*own, *sets] for own in told])
     assert [code for code, _ in found] == [2, 2], found
     spoke = "".join(err for _, err in found)
     assert spoke.count("processes 0 and 1 do not agree on the data read up to step 2: crc32") == 1

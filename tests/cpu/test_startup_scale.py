@@ -23,7 +23,7 @@ WORLD = 1024
 import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend "fake"
 
 
-class Counted:
+class CountingStore:
     """A store that counts calls, and keys that are read."""
 
     def __init__(self) -> None:
@@ -44,7 +44,7 @@ class Counted:
         return list(self.inner.multi_get(keys))
 
 
-def _said(store: Counted, process: int, card: str) -> str:
+def _find_shared_gpu(store: CountingStore, process: int, card: str) -> str:
     try:
         require_distinct_gpus(store, process, WORLD, card, f"host {process // 8}")
     except ModelError as error:
@@ -56,10 +56,10 @@ def _said(store: Counted, process: int, card: str) -> str:
 @pytest.mark.parametrize("twin", [None, 9])
 def test_shared_gpu_is_found_with_few_store_reads(twin: int | None) -> None:
     """Each of 128 hosts has 8 GPUs, and all are used once, or one of them twice."""
-    store = Counted()
+    store = CountingStore()
     cards = [f"GPU {k % 8 if k != twin else 0}" for k in range(WORLD)]
     with ThreadPoolExecutor(WORLD) as pool:
-        said = {*pool.map(_said, [store] * WORLD, range(WORLD), cards)}
+        said = {*pool.map(_find_shared_gpu, [store] * WORLD, range(WORLD), cards)}
     assert sum(store.calls.values()) <= 3 * WORLD and store.read <= 2 * WORLD
     if twin is None:
         assert said == {""}
@@ -68,7 +68,9 @@ def test_shared_gpu_is_found_with_few_store_reads(twin: int | None) -> None:
         assert "processes 8 and 9 use the same GPU" in fact
 
 
-def _rows(process: int, program: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
+def _record_groups(
+    process: int, program: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, list[Any]]:
     """Return the rows of each `make_group` of a process in a fake world, and its own groups."""
     made: list[Any] = []
     own: list[Any] = []
@@ -117,9 +119,9 @@ def test_process_creates_few_groups(
         clip_grad_norm=True,
         overlap=True,
     )
-    first, _ = _rows(0, program, monkeypatch)
+    first, _ = _record_groups(0, program, monkeypatch)
     for process in (0, 1, 8, 127, 511, 1023):
-        made, own = _rows(process, program, monkeypatch)
+        made, own = _record_groups(process, program, monkeypatch)
         assert made == first and len(own) == len(made) <= most
         for rows, row in zip(made, own, strict=True):
             assert row in rows or row == (process,)

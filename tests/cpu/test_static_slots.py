@@ -32,7 +32,7 @@ from tests.laws import ZOO, least, shape_of
 BOUNDARY = Boundary((2, tiny_model.WIDTH), torch.float64)
 
 
-def watch(rank: Executor, used: dict[Value, set[int]]) -> None:
+def record_used_slots(rank: Executor, used: dict[Value, set[int]]) -> None:
     """Record which slots are ever filled, where sent tensors still fill theirs."""
     call = rank.runner.run_instruction
 
@@ -73,7 +73,7 @@ def test_used_slots_match_predicted_slots(schedule: Schedule) -> None:
                 {k: set() for k in SLOT_KINDS} for _ in ranks.executors
             ]
             for rank, noted in zip(ranks.executors, used, strict=True):
-                watch(rank, noted)
+                record_used_slots(rank, noted)
             buffers = [
                 {k: b.data_ptr() for k, b in r.state.service(MessageBuffers).received.items()}
                 for r in ranks.executors
@@ -98,7 +98,7 @@ def test_used_slots_match_predicted_slots(schedule: Schedule) -> None:
             assert torch.equal(loss, results[0][0]) and same_bits(grads, results[0][1])
 
 
-class Odd(nn.Module):
+class ReturnsInput(nn.Module):
     """Returns its input as its output, and so its output gradient as its input gradient."""
 
     def __init__(self, inner: Any = None) -> None:
@@ -109,11 +109,11 @@ class Odd(nn.Module):
         return (x if self.inner is None else linear(x, self.inner.weight)).view(*x.shape)
 
 
-def keep_apart(rank: Executor) -> None:
+def check_separate_memory(rank: Executor) -> None:
     """Check that no value that outlives a buffer has its memory."""
     call, static = (
         rank.runner.run_instruction,
-        {memory(b) for b in rank.state.service(MessageBuffers).received.values()},
+        {storage_address(b) for b in rank.state.service(MessageBuffers).received.values()},
     )
 
     def watched(index: int) -> None:
@@ -128,12 +128,14 @@ def keep_apart(rank: Executor) -> None:
         out += [
             saved[0] for saved in rank.state.slot_tables[Value.SAVED].values if saved is not None
         ]
-        assert not static & {memory(value) for value in tree_leaves(out) if value is not None}
+        assert not static & {
+            storage_address(value) for value in tree_leaves(out) if value is not None
+        }
 
     rank.runner.run_instruction = watched  # type: ignore[method-assign]
 
 
-def memory(tensor: Tensor) -> int:
+def storage_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
@@ -145,7 +147,7 @@ def test_unchanged_inputs_and_gradients_are_not_overwritten(schedule: Any) -> No
 
     def stages() -> list[nn.Module]:
         first, inner, last = tiny_model.make_tiny_stages(3)
-        return [first, Odd(), Odd(inner), last]
+        return [first, ReturnsInput(), ReturnsInput(inner), last]
 
     one = stages()
     total = run_sequential(one, inputs, targets, loss=tiny_model.squared_error)
@@ -158,7 +160,7 @@ def test_unchanged_inputs_and_gradients_are_not_overwritten(schedule: Any) -> No
         for rank in (
             ranks.executors if choice else ()
         ):  # without sharing, a buffer has one value per step
-            keep_apart(rank)
+            check_separate_memory(rank)
         for seed in range(4):
             assert torch.equal(ranks.step(inputs, targets, order_seed=seed), total)
             assert same_bits(gradients(one), gradients(other))
@@ -208,7 +210,7 @@ def test_minimal_slots_with_tensor_parallelism_have_same_bits() -> None:
         assert same_bits(list(grads.values()), list(same.values()))
 
 
-class Failing(nn.Linear):
+class FailsOnce(nn.Linear):
     """Fails once, in its second forward."""
 
     runs = 0
@@ -222,7 +224,7 @@ class Failing(nn.Linear):
 
 def test_step_after_failed_step_is_refused() -> None:
     """Messages in transit would be mistaken for those of the next step."""
-    stages = [Failing(1, 1), nn.Linear(1, 1)]
+    stages = [FailsOnce(1, 1), nn.Linear(1, 1)]
     program = compile(one_f_one_b, PipelineShape(2, 3))
     x = torch.ones(3, 1)
     ranks = InProcessExecutor(program, stages, loss=nn.MSELoss(), boundary=Boundary((1,)))

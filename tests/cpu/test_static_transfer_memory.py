@@ -33,15 +33,15 @@ from tests.strategies import with_slots
 WIDTH = 8  # elements of a boundary, a multiple of every tp here
 
 
-class Static(Mailbox):
+class StaticMailbox(Mailbox):
     """Sends from static memory, as NCCL does, in a tensor-parallel group of any size."""
 
     uses_static_buffers = True
 
 
-def made(program: Program, rank: int) -> dict[str, int]:
+def measure_static_memory(program: Program, rank: int) -> dict[str, int]:
     """Return the bytes that a rank allocates by kind when a program is linked."""
-    transport = Static(MailboxHub(), rank, list_group_members(program, rank), "per_edge")
+    transport = StaticMailbox(MailboxHub(), rank, list_group_members(program, rank), "per_edge")
     transport.tp = program.tp
     stages = {s: nn.Identity() for s in program.shape.stages_on_rank[rank]}
     boundary = Boundary((2, WIDTH // 2), torch.float64)
@@ -63,10 +63,12 @@ def made(program: Program, rank: int) -> dict[str, int]:
     return found
 
 
-def as_predicted(program: Program) -> None:
+def assert_matches_prediction(program: Program) -> None:
     for rank, footprint in enumerate(compute_footprints(program, Sizes(activation=8 * WIDTH))):
         predicted = {kind: size for kind, (_, size) in footprint.static_memory.items()}
-        assert made(program, rank) == {kind: predicted.get(kind, 0) for kind in SlotCounts._fields}
+        assert measure_static_memory(program, rank) == {
+            kind: predicted.get(kind, 0) for kind in SlotCounts._fields
+        }
 
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
@@ -75,7 +77,7 @@ def test_static_memory_of_schedules_matches_prediction(schedule: Schedule, tp: i
     shape = shape_of(schedule, 4, max(8, least(schedule, 4)))
     choices: list[BufferSharing | None] = [None, "latency_preserving", "minimal"]
     for slots in choices:
-        as_predicted(
+        assert_matches_prediction(
             compile(
                 schedule,
                 shape,
@@ -92,12 +94,12 @@ def test_static_memory_of_schedules_matches_prediction(schedule: Schedule, tp: i
 def test_static_memory_of_random_programs_matches_prediction(
     draft: Program, tp: int, rng: random.Random
 ) -> None:
-    as_predicted(with_slots(lower(replace(draft, tp=tp)), rng))
+    assert_matches_prediction(with_slots(lower(replace(draft, tp=tp)), rng))
 
 
 def test_scattered_send_needs_only_its_shard() -> None:
     program = compile(one_f_one_b, PipelineShape(4, 8), tp=8, buffer_sharing="minimal")
     one, part = 8 * WIDTH, WIDTH
     assert program.slots[1] == SlotCounts(1, 1, 1, 1)
-    own = {kind: size for kind, size in made(program, 1).items() if size}
+    own = {kind: size for kind, size in measure_static_memory(program, 1).items() if size}
     assert own == {"act_in": one, "act_out": part, "grad_in": one, "grad_out": part}

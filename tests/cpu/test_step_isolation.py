@@ -25,12 +25,15 @@ from schedir.testing.tiny_model import WIDTH, make_batch, make_tiny_stages, squa
 
 torch.set_num_threads(1)
 BOUNDARY = Boundary((2, WIDTH), torch.float64)
-MOVED = ("host", "disk", "cpu_step")
-SEVERAL, ALONE = (interleaved, PipelineShape(1, 3, 3)), (one_f_one_b, PipelineShape(2, 3))
-DELAYED = (pipedream_2bw, PipelineShape(2, 6, optimizer_steps=3, weight_delay=1))
+PLACEMENTS = ("host", "disk", "cpu_step")
+SEVERAL_STAGES, ONE_STAGE_PER_RANK = (
+    (interleaved, PipelineShape(1, 3, 3)),
+    (one_f_one_b, PipelineShape(2, 3)),
+)
+DELAYED_UPDATES = (pipedream_2bw, PipelineShape(2, 6, optimizer_steps=3, weight_delay=1))
 
 
-class Own(torch.optim.Optimizer):
+class UserOptimizer(torch.optim.Optimizer):
     """A user-defined optimizer; `how` names what its steps do in addition to the update."""
 
     elementwise = True
@@ -157,7 +160,7 @@ class Own(torch.optim.Optimizer):
         return kept.get("m", p.grad)
 
 
-HOW: dict[str, list[str]] = {
+VARIANTS: dict[str, list[str]] = {
     "weights": ["in place", "data in place", "data", "set_", "data of another shape"],
     "gradient": ["left", "none", "new", "zero"],
     "count": ["", "number", "list", "length", "tensor", "group", "state"],
@@ -170,7 +173,9 @@ HOW: dict[str, list[str]] = {
 }  # fmt: skip
 
 
-def trained(case: Any, make: Callable[[Any], Any], states: str, **how: Any) -> list[Tensor]:
+def train_three_steps(
+    case: Any, make: Callable[[Any], Any], states: str, **how: Any
+) -> list[Tensor]:
     """Return the weights after three steps."""
     schedule, shape = case
     program = schedir.compile(
@@ -191,22 +196,22 @@ def trained(case: Any, make: Callable[[Any], Any], states: str, **how: Any) -> l
     return [p.detach().flatten().clone() for stage in stages for p in stage.parameters()]
 
 
-def compared(
+def compare_with_device(
     case: Any, states: str, how: dict[str, str], **options: Any
 ) -> ModelError | ExecutionError | None:
     """Return the error that refuses an optimizer, or None if it leaves the device's bits."""
-    make = partial(Own, **how)
+    make = partial(UserOptimizer, **how)
     try:
-        found = trained(case, make, states, **options)
+        found = train_three_steps(case, make, states, **options)
     except (ModelError, ExecutionError) as error:
         assert error.hint
         return error
-    assert all(map(torch.equal, found, trained(case, make, "device")))
+    assert all(map(torch.equal, found, train_three_steps(case, make, "device")))
     return None
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _change_to_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
@@ -215,27 +220,31 @@ def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_random_optimizer_has_same_bits_or_is_refused(data: Any) -> None:
     how = {
         name: data.draw(st.one_of(st.just(kinds[0]), st.sampled_from(kinds)), name)
-        for name, kinds in HOW.items()
+        for name, kinds in VARIANTS.items()
     }
-    states = data.draw(st.sampled_from(MOVED))
-    case = data.draw(st.sampled_from([SEVERAL, ALONE] + [DELAYED] * (states == "cpu_step")))
-    zero = data.draw(st.sampled_from([0, 2])) if case is not DELAYED else 0
+    states = data.draw(st.sampled_from(PLACEMENTS))
+    case = data.draw(
+        st.sampled_from(
+            [SEVERAL_STAGES, ONE_STAGE_PER_RANK] + [DELAYED_UPDATES] * (states == "cpu_step")
+        )
+    )
+    zero = data.draw(st.sampled_from([0, 2])) if case is not DELAYED_UPDATES else 0
     if how["weights"] == "data of another shape":
         states, zero = "cpu_step", 0  # elsewhere torch refuses it in the next forward
-    refused = compared(case, states, how, **({"zero": zero} if zero else {}))
+    refused = compare_with_device(case, states, how, **({"zero": zero} if zero else {}))
     event("refused" if refused else "the same bits")
 
 
-@pytest.mark.parametrize("case", [SEVERAL, ALONE, DELAYED])
-@pytest.mark.parametrize("gradient", HOW["gradient"])
+@pytest.mark.parametrize("case", [SEVERAL_STAGES, ONE_STAGE_PER_RANK, DELAYED_UPDATES])
+@pytest.mark.parametrize("gradient", VARIANTS["gradient"])
 def test_gradient_replaced_in_cpu_step_has_same_bits(case: Any, gradient: str) -> None:
-    assert compared(case, "cpu_step", {"gradient": gradient}) is None
+    assert compare_with_device(case, "cpu_step", {"gradient": gradient}) is None
 
 
-@pytest.mark.parametrize("case", [SEVERAL, ALONE, DELAYED])
+@pytest.mark.parametrize("case", [SEVERAL_STAGES, ONE_STAGE_PER_RANK, DELAYED_UPDATES])
 @pytest.mark.parametrize("weights", ["data", "set_", "data of another shape"])
 def test_cpu_step_that_replaces_weight_memory_is_refused(case: Any, weights: str) -> None:
-    refused = compared(case, "cpu_step", {"weights": weights})
+    refused = compare_with_device(case, "cpu_step", {"weights": weights})
     assert isinstance(refused, ExecutionError) and "weight of stage" in refused.fact
     assert "host_step" in str(refused.sites[0].instr)
 
@@ -243,51 +252,53 @@ def test_cpu_step_that_replaces_weight_memory_is_refused(case: Any, weights: str
 @pytest.mark.parametrize("states", ["host", "disk"])
 @pytest.mark.parametrize("weights", ["data", "set_"])
 def test_device_step_that_replaces_weight_memory_has_same_bits(states: str, weights: str) -> None:
-    assert compared(SEVERAL, states, {"weights": weights}) is None
+    assert compare_with_device(SEVERAL_STAGES, states, {"weights": weights}) is None
 
 
-@pytest.mark.parametrize("states", MOVED)
+@pytest.mark.parametrize("states", PLACEMENTS)
 @pytest.mark.parametrize("state", ["replaced", "in a new dict", "deleted", "late", "data"])
 def test_optimizer_state_may_appear_and_disappear(states: str, state: str) -> None:
-    assert compared(SEVERAL, states, {"state": state}) is None
+    assert compare_with_device(SEVERAL_STAGES, states, {"state": state}) is None
 
 
 @pytest.mark.parametrize("states", ["host", "disk"])
 @pytest.mark.parametrize("state", ["two views", "gradient", "weights", "one for all"])
 def test_moved_state_that_shares_memory_is_refused(states: str, state: str) -> None:
-    assert compared(SEVERAL, states, {"state": state}) is not None
+    assert compare_with_device(SEVERAL_STAGES, states, {"state": state}) is not None
 
 
-@pytest.mark.parametrize("states", ["device", *MOVED])
+@pytest.mark.parametrize("states", ["device", *PLACEMENTS])
 def test_moved_or_sharded_state_view_is_refused(states: str) -> None:
     how = {"state": "views of an attribute"}
-    refused = compared(SEVERAL, states, how, **({"zero": 1} if states == "device" else {}))
+    refused = compare_with_device(
+        SEVERAL_STAGES, states, how, **({"zero": 1} if states == "device" else {})
+    )
     assert isinstance(refused, ModelError) and "clone()" in refused.hint
 
 
-@pytest.mark.parametrize("states", MOVED)
-@pytest.mark.parametrize("count", HOW["count"][1:])
+@pytest.mark.parametrize("states", PLACEMENTS)
+@pytest.mark.parametrize("count", VARIANTS["count"][1:])
 def test_step_count_of_optimizer_is_refused_for_several_stages(states: str, count: str) -> None:
-    assert compared(SEVERAL, states, {"count": count}) is not None
-    assert compared(ALONE, states, {"count": count}) is None
+    assert compare_with_device(SEVERAL_STAGES, states, {"count": count}) is not None
+    assert compare_with_device(ONE_STAGE_PER_RANK, states, {"count": count}) is None
 
 
-@pytest.mark.parametrize("states", MOVED)
+@pytest.mark.parametrize("states", PLACEMENTS)
 @pytest.mark.parametrize("group", ["added", "swapped"])
 def test_step_that_changes_parameter_groups_is_refused(states: str, group: str) -> None:
-    refused = compared(ALONE, states, {"group": group})
+    refused = compare_with_device(ONE_STAGE_PER_RANK, states, {"group": group})
     assert refused is not None and "changes its list of parameters" in refused.fact
 
 
-@pytest.mark.parametrize("states", MOVED)
+@pytest.mark.parametrize("states", PLACEMENTS)
 def test_parameters_outside_of_groups_are_refused(states: str) -> None:
-    for case in (SEVERAL, ALONE):
-        refused = compared(case, states, {"attribute": "parameters"})
-        assert (refused is None) == (case is ALONE and states != "cpu_step")
+    for case in (SEVERAL_STAGES, ONE_STAGE_PER_RANK):
+        refused = compare_with_device(case, states, {"attribute": "parameters"})
+        assert (refused is None) == (case is ONE_STAGE_PER_RANK and states != "cpu_step")
         assert not isinstance(refused, ExecutionError)
 
 
-class Outer(Own):
+class OuterOptimizer(UserOptimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params := [*params])
         self.inner = torch.optim.SGD(params, lr=0.05, momentum=0.9)
@@ -296,38 +307,50 @@ class Outer(Own):
         self.inner.step()
 
 
-class Derived(MainOptimizer):
+class DerivedMainOptimizer(MainOptimizer):
     pass
 
 
-def replaced(params: Any) -> torch.optim.Optimizer:
+def make_with_replaced_step(params: Any) -> torch.optim.Optimizer:
     found: Any = torch.optim.SGD(params, lr=0.05)
     found.step = lambda: None
     return found  # type: ignore[no-any-return]
 
 
-def wrapped(params: Any) -> torch.optim.Optimizer:
+def make_with_scheduler(params: Any) -> torch.optim.Optimizer:
     found = torch.optim.SGD(params, lr=0.05)
     torch.optim.lr_scheduler.StepLR(found, 1)
     return found
 
 
-@pytest.mark.parametrize("states", MOVED)
+@pytest.mark.parametrize("states", PLACEMENTS)
 def test_replaced_step_method_is_refused(states: str) -> None:
-    for make in (Outer, replaced):
+    for make in (OuterOptimizer, make_with_replaced_step):
         with pytest.raises(ModelError) as error:
-            trained(SEVERAL, make, states)
+            train_three_steps(SEVERAL_STAGES, make, states)
         assert error.value.hint and error.value.program == "interleaved"
-    found = [trained(SEVERAL, wrapped, each) for each in ("device", states)]
+    found = [
+        train_three_steps(SEVERAL_STAGES, make_with_scheduler, each) for each in ("device", states)
+    ]
     assert all(map(torch.equal, *found))
 
 
 @pytest.mark.parametrize(
-    "make", [lambda own: Derived(own, torch.optim.AdamW), replaced], ids=["derived", "replaced"]
+    "make",
+    [lambda own: DerivedMainOptimizer(own, torch.optim.AdamW), make_with_replaced_step],
+    ids=["derived", "replaced"],
 )
 def test_post_validation_needs_known_step_method(make: Any) -> None:
     """This holds for a derived MainOptimizer, and for an optimizer with a replaced `step`."""
     with pytest.raises(ModelError) as error:
-        trained(ALONE, make, "device", norm_check="after_step", clip_grad_norm=True)
+        train_three_steps(
+            ONE_STAGE_PER_RANK, make, "device", norm_check="after_step", clip_grad_norm=True
+        )
     assert "'before_step'" in error.value.hint
-    assert trained(ALONE, wrapped, "device", norm_check="after_step", clip_grad_norm=True)
+    assert train_three_steps(
+        ONE_STAGE_PER_RANK,
+        make_with_scheduler,
+        "device",
+        norm_check="after_step",
+        clip_grad_norm=True,
+    )

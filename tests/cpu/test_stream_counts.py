@@ -25,7 +25,7 @@ from tests.cpu.virtual_gpu import Stream, install
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-def _program(schedule: Any, shape: PipelineShape, tp: int = 2) -> Program:
+def _compile_program(schedule: Any, shape: PipelineShape, tp: int = 2) -> Program:
     return compile(
         schedule, shape, tp=tp, dp=2, progress_model="per_edge", tied_weights=True,
         clip_grad_norm=True, overlap=True
@@ -35,10 +35,10 @@ def _program(schedule: Any, shape: PipelineShape, tp: int = 2) -> Program:
 def test_stream_counts_of_usual_programs() -> None:
     mirror = PipelineShape(8, 16, placement="mirror")
     for program, most in (
-        (_program(one_f_one_b, PipelineShape(8, 16)), 18),
-        (_program(interleaved, PipelineShape(8, 16, 2)), 19),
-        (_program(dualpipe, mirror), 29),
-        (_program(dualpipe, mirror, tp=1), 25),
+        (_compile_program(one_f_one_b, PipelineShape(8, 16)), 18),
+        (_compile_program(interleaved, PipelineShape(8, 16, 2)), 19),
+        (_compile_program(dualpipe, mirror), 29),
+        (_compile_program(dualpipe, mirror, tp=1), 25),
     ):
         each = [count_streams(program, rank, "per_edge") for rank in range(8)]
         assert max(sum(one.values()) for one in each) == most
@@ -53,7 +53,7 @@ def test_stream_counts_of_middle_rank() -> None:
     There are a compute stream, two for layers, two for gathers, dp and the norm, and four edges,
     two of which are received.
     """
-    assert count_streams(_program(one_f_one_b, PipelineShape(8, 16)), 3, "per_edge") == {
+    assert count_streams(_compile_program(one_f_one_b, PipelineShape(8, 16)), 3, "per_edge") == {
         "computation": 1, "layers": 2, "gathers": 2, "reductions": 3, "messages": 8, "records": 2,
     }  # fmt: skip
 
@@ -61,8 +61,8 @@ def test_stream_counts_of_middle_rank() -> None:
 def test_more_streams_than_queues_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes before any group is created, and lists the use of the streams."""
     placement = (*range(8), 0, 2, 4, 6, 1, 3, 5, 7, 0, 3, 6, 1, 4, 7, 2, 5, 0, 5, 2, 7, 4, 1, 6, 3)
-    many = _program(looped_bfs, PipelineShape(8, 8, 4, placement=placement))
-    few = _program(one_f_one_b, PipelineShape(4, 8))
+    many = _compile_program(looped_bfs, PipelineShape(8, 8, 4, placement=placement))
+    few = _compile_program(one_f_one_b, PipelineShape(4, 8))
     said = []
     for program, queues in ((many, "32"), (many, "64"), (few, "16"), (few, None)):
         monkeypatch.delenv(QUEUES_VARIABLE, raising=False)

@@ -15,7 +15,7 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import gpipe
 
 
-class Turned(nn.Module):
+class TransposedWeight(nn.Module):
     """A stage with a parameter that is a transposed tensor."""
 
     def __init__(self) -> None:
@@ -29,9 +29,9 @@ class Turned(nn.Module):
 def test_fused_optimizer_steps_transposed_parameter_correctly() -> None:
     fused = partial(torch.optim.AdamW, lr=0.1, fused=True)
     torch.manual_seed(0)
-    ours = [Turned(), Turned()]
+    ours = [TransposedWeight(), TransposedWeight()]
     torch.manual_seed(0)
-    plain = nn.Sequential(Turned(), Turned())
+    plain = nn.Sequential(TransposedWeight(), TransposedWeight())
     executor = InProcessExecutor(
         schedir.compile(gpipe, PipelineShape(2, 2)), [*ours],
         loss=nn.functional.mse_loss, boundary=(5, 4), optimizer=fused,
@@ -49,7 +49,7 @@ def test_fused_optimizer_steps_transposed_parameter_correctly() -> None:
 
 
 def test_strided_tied_weight_with_fused_optimizer_is_refused() -> None:
-    stages = [Turned(), Turned()]
+    stages = [TransposedWeight(), TransposedWeight()]
     stages[1].w = stages[0].w
     ties = schedir.find_tied_weights(stages)
     program = schedir.compile(gpipe, PipelineShape(2, 2), tied_weights=ties)

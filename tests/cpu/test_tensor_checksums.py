@@ -65,7 +65,7 @@ def test_checksum_resolves_conjugation_and_negation() -> None:
     assert compute_checksum(z.conj().imag) == compute_checksum(-z.imag)
 
 
-class _Shuffles(torch.nn.Linear):
+class _PermutedRows(torch.nn.Linear):
     """Permutes its rows with a generator that recomputation does not restore."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -76,7 +76,7 @@ class _Shuffles(torch.nn.Linear):
 
 
 def test_recompute_with_permuted_rows_is_refused() -> None:
-    stages = [_Shuffles(6, 6) for _ in range(2)]
+    stages = [_PermutedRows(6, 6) for _ in range(2)]
     program = compile(one_f_one_b, PipelineShape(2, 4), recompute="all")
     ranks = InProcessExecutor(program, stages, loss=torch.nn.functional.mse_loss, boundary=(9, 6))
     with pytest.raises(ExecutionError, match="returns a different output"):

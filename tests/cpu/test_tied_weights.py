@@ -28,8 +28,8 @@ from tests.cpu.tiny_stages import gpt_executor, gradients, own_batch
 VOCAB, WIDTH, LENGTH = 11, 6, 5
 SCALE = 0.25
 adam = partial(torch.optim.AdamW, lr=0.02)
-MIDDLE = ((1, 2),)  # layers with the same matrix
-THREE = ((0, 1, 3),)
+MIDDLE_LAYERS = ((1, 2),)  # layers with the same matrix
+THREE_LAYERS = ((0, 1, 3),)
 
 
 class Layer(nn.Module):
@@ -68,7 +68,7 @@ class Model(nn.Module):
         return y
 
 
-class Part(nn.Module):
+class LayerStage(nn.Module):
     """A layer, with the embedding or the head. The names are not those of the model."""
 
     def __init__(self, model: Model, s: int) -> None:
@@ -84,7 +84,7 @@ class Part(nn.Module):
 
 
 def parts(model: Model) -> list[Any]:
-    return [Part(model, s) for s in range(len(model.h))]
+    return [LayerStage(model, s) for s in range(len(model.h))]
 
 
 def loss(y: Tensor, target: Tensor) -> Tensor:
@@ -100,7 +100,7 @@ def batch(microbatches: int, step: int) -> tuple[Tensor, Tensor]:
 BOUNDARY = Boundary((2, LENGTH, WIDTH), torch.float64)
 
 
-def plain(
+def train_plain_loop(
     model: nn.Module, microbatches: int, steps: int = 3, optimizer: Any = adam, clip: float = 0.0
 ) -> list[float]:
     """Train the whole model microbatch by microbatch, and return the norms of its gradients."""
@@ -115,7 +115,7 @@ def plain(
     return norms
 
 
-def near(one: nn.Module, other: nn.Module, most: float = 1e-9) -> bool:
+def is_near(one: nn.Module, other: nn.Module, most: float = 1e-9) -> bool:
     return all(
         torch.allclose(p, q, rtol=0, atol=most)
         for p, q in zip(one.parameters(), other.parameters(), strict=True)
@@ -124,8 +124,8 @@ def near(one: nn.Module, other: nn.Module, most: float = 1e-9) -> bool:
 
 VEE = PipelineShape(2, 4, 2, "vee")
 CASES = [
-    (one_f_one_b, PipelineShape(4, 4), THREE),
-    (zb_v, VEE, MIDDLE),
+    (one_f_one_b, PipelineShape(4, 4), THREE_LAYERS),
+    (zb_v, VEE, MIDDLE_LAYERS),
     (interleaved, PipelineShape(1, 3, 4), ()),
     (dualpipe, PipelineShape(4, 8, placement="mirror"), ((0, 1, 2),)),
 ]
@@ -151,7 +151,7 @@ def test_tied_weights_in_process_train_like_plain_loop(
         optimizer=adam,
         gradients=GradientOptions(max_norm=0.5),
     )
-    norms = plain(whole, shape.microbatches, clip=0.5)
+    norms = train_plain_loop(whole, shape.microbatches, clip=0.5)
     for step in range(3):
         twin = deepcopy(stages)  # all at once, so that the copies share weights too
         total = ranks.step(*batch(shape.microbatches, step), SCALE, order_seed=step)
@@ -164,7 +164,7 @@ def test_tied_weights_in_process_train_like_plain_loop(
         shrink = min(1.0, 0.5 / (norm + 1e-6))
         for got, want in zip(gradients(stages), gradients(twin), strict=True):
             assert all(torch.allclose(got[n], want[n] * shrink, rtol=1e-12) for n in want)
-    assert near(model, whole)
+    assert is_near(model, whole)
     assert stages[0].words.weight is stages[-1].head.weight is model.wte.weight
     for first, *others in shared:
         assert all(model.h[first].up.weight is model.h[other].up.weight for other in others)
@@ -179,8 +179,8 @@ def test_tied_weights_true_finds_shared_parameter() -> None:
     )
     for step in range(3):
         ranks.step(*batch(3, step), SCALE)
-    plain(whole, 3)
-    assert near(model, whole)
+    train_plain_loop(whole, 3)
+    assert is_near(model, whole)
 
 
 def test_module_in_two_stages_trains_like_plain_loop() -> None:
@@ -214,14 +214,14 @@ def test_module_in_two_stages_trains_like_plain_loop() -> None:
         )  # fmt: skip
         for _ in range(3):
             ranks.step(x, x + 1, SCALE)
-        assert near(nn.Sequential(*stages), whole)
+        assert is_near(nn.Sequential(*stages), whole)
         assert stages[0][1] is stages[1][1]
 
 
 # ---------------------------------------------------------------- processes
 
 
-def _train(
+def train_process(
     process: int, schedule: Any, shape: PipelineShape, shared: Any, dp: int, how: str
 ) -> dict[int, dict[str, Tensor]]:
     """Return the weights of a process after three steps."""
@@ -251,17 +251,17 @@ def _train(
 @pytest.mark.parametrize(
     ("schedule", "shape", "shared", "dp", "how"),
     [
-        (zb_h1, PipelineShape(4, 4), THREE, 1, "copied"),
+        (zb_h1, PipelineShape(4, 4), THREE_LAYERS, 1, "copied"),
         (zb_v, VEE, (), 2, "shared"),
-        (dualpipe, PipelineShape(4, 8, placement="mirror"), MIDDLE, 1, "shared"),
+        (dualpipe, PipelineShape(4, 8, placement="mirror"), MIDDLE_LAYERS, 1, "shared"),
     ],
 )
 def test_tied_weights_on_processes_train_like_plain_loop(
     schedule: Any, shape: PipelineShape, shared: Any, dp: int, how: str
 ) -> None:
-    held = run(_train, shape.ranks * dp, schedule, shape, shared, dp, how)
+    held = run(train_process, shape.ranks * dp, schedule, shape, shared, dp, how)
     whole = Model(shape.stages, shared)
-    plain(whole, shape.microbatches * dp, clip=0.5)
+    train_plain_loop(whole, shape.microbatches * dp, clip=0.5)
     want = [part.state_dict() for part in parts(whole)]
     seen: dict[Any, Tensor] = {}
     for own in held:
@@ -272,7 +272,7 @@ def test_tied_weights_on_processes_train_like_plain_loop(
                 assert torch.equal(seen.setdefault(key, p), p)
 
 
-def _sharded(process: int, how: str) -> dict[int, dict[str, Tensor]]:
+def train_sharded_gpt(process: int, how: str) -> dict[int, dict[str, Tensor]]:
     """Return gradients of a GPT with a divided embedding, and ties given by hand or by modules."""
     program = schedir.compile(
         one_f_one_b,
@@ -295,7 +295,7 @@ def _sharded(process: int, how: str) -> dict[int, dict[str, Tensor]]:
 
 
 def test_sharded_tied_weight_by_name_equals_attribute() -> None:
-    said, named = (run(_sharded, 4, how) for how in ("said", "named"))
+    said, named = (run(train_sharded_gpt, 4, how) for how in ("said", "named"))
     for own, other in zip(said, named, strict=True):
         for s in own:
             assert all(torch.equal(own[s][n], other[s][n]) for n in own[s])

@@ -146,7 +146,7 @@ def test_arguments_out_of_range_are_refused() -> None:
 
 
 @pytest.fixture
-def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def source_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     library = tmp_path / "lib"
     for name in ("b.py", "a/c.py", "site-packages/x.py", "a/notes.txt"):
         path = library / name
@@ -156,30 +156,30 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return library
 
 
-def test_python_sources_are_cached(sources: Path) -> None:
-    assert bytes(load_python_sources(sources)) == b"a/c.pyb.py"
-    (sources / "b.py").write_text("changed")
-    assert bytes(load_python_sources(sources)) == b"a/c.pyb.py"
-    assert len(list((sources.parent / "cache/schedir").iterdir())) == 1  # nothing left over
+def test_python_sources_are_cached(source_folder: Path) -> None:
+    assert bytes(load_python_sources(source_folder)) == b"a/c.pyb.py"
+    (source_folder / "b.py").write_text("changed")
+    assert bytes(load_python_sources(source_folder)) == b"a/c.pyb.py"
+    assert len(list((source_folder.parent / "cache/schedir").iterdir())) == 1  # nothing left over
 
 
-def test_unwritable_cache_is_refused(sources: Path) -> None:
-    (sources.parent / "cache").write_text("a file, no folder")
+def test_unwritable_cache_is_refused(source_folder: Path) -> None:
+    (source_folder.parent / "cache").write_text("a file, no folder")
     with pytest.raises(UsageError):
-        load_python_sources(sources)
+        load_python_sources(source_folder)
 
 
-def draw(rank: int, cache: str) -> torch.Tensor:
+def read_batch(rank: int, cache: str) -> torch.Tensor:
     os.environ["XDG_CACHE_HOME"] = cache
     return Batches(load_tokens(), 64, 4, seed=7).read_batch(3, 4)[0]
 
 
 def test_ranks_that_build_cache_together_read_same_batch(tmp_path: Path) -> None:
-    first, second = run(draw, 2, str(tmp_path))
+    first, second = run(read_batch, 2, str(tmp_path))
     assert torch.equal(first, second)
 
 
-def held(source: Path, held_out: object) -> Config:
+def make_config(source: Path, held_out: object) -> Config:
     data = DataConfig(source=str(source), validation=held_out)  # type: ignore[arg-type]
     return Config(GPTConfig(context=4), data=data)
 
@@ -188,18 +188,18 @@ def test_held_out_tokens_are_not_in_training_batches(tmp_path: Path) -> None:
     text, other = tmp_path / "text", tmp_path / "other"
     text.write_bytes(bytes(range(100)))
     other.write_bytes(bytes(range(200, 230)))
-    assert Corpus(held(text, None)).held_out_batches is None
-    samples = Corpus(held(text, 0.2)).batches
-    kept = Corpus(held(text, 0.2)).held_out_batches
+    assert Corpus(make_config(text, None)).held_out_batches is None
+    samples = Corpus(make_config(text, 0.2)).batches
+    kept = Corpus(make_config(text, 0.2)).held_out_batches
     assert kept is not None
     assert int(samples.read_batch(0, 3 * len(samples))[1].max()) < 80
     inputs, _ = kept.read_batch(0, len(kept))
     assert torch.equal(inputs, torch.arange(80, 96).reshape(4, 4))
-    kept = Corpus(held(text, str(other))).held_out_batches
+    kept = Corpus(make_config(text, str(other))).held_out_batches
     assert kept is not None and kept.read_batch(0, 1)[0].tolist() == [[200, 201, 202, 203]]
     assert (
-        Corpus(held(text, str(other))).batches.description
-        == Corpus(held(text, None)).batches.description
+        Corpus(make_config(text, str(other))).batches.description
+        == Corpus(make_config(text, None)).batches.description
     )
     with pytest.raises(UsageError, match="for evaluation has 1 tokens"):
-        _ = Corpus(held(text, 0.01)).held_out_batches
+        _ = Corpus(make_config(text, 0.01)).held_out_batches

@@ -33,11 +33,11 @@ from tests.cpu.torch_schedules import LOOP, SINGLE, VEE, built
 # ---------------------------------------------------------------- torch's programs in schedir
 
 
-def rows(order: dict[int, list[Any]]) -> str:
+def format_rows(order: dict[int, list[Any]]) -> str:
     return "\n".join(",".join(str(a or "") for a in order[rank]) for rank in sorted(order))
 
 
-def right(text: str) -> Program:
+def read_program(text: str) -> Program:
     """Return the program of a CSV, lowered if necessary, and checked under every model."""
     program = torch_csv.from_csv(text)
     program = lower(check_draft(program)) if program.is_draft else finish_lowering(program)
@@ -55,7 +55,7 @@ def test_all_torch_schedules_are_tested() -> None:
 @pytest.mark.parametrize("shape", [PipelineShape(2, 4, 2, "vee"), PipelineShape(3, 8, 2, "vee")])
 @pytest.mark.parametrize("name", VEE)
 def test_torch_vee_schedules_import(name: str, shape: PipelineShape, tmp_path: Path) -> None:
-    theirs_imports(name, shape, tmp_path / "x.csv")
+    check_import(name, shape, tmp_path / "x.csv")
 
 
 @pytest.mark.parametrize(
@@ -64,16 +64,16 @@ def test_torch_vee_schedules_import(name: str, shape: PipelineShape, tmp_path: P
 )
 @pytest.mark.parametrize("name", LOOP)
 def test_torch_loop_schedules_import(name: str, shape: PipelineShape, tmp_path: Path) -> None:
-    theirs_imports(name, shape, tmp_path / "x.csv")
+    check_import(name, shape, tmp_path / "x.csv")
 
 
-def theirs_imports(name: str, shape: PipelineShape, path: Path) -> None:
+def check_import(name: str, shape: PipelineShape, path: Path) -> None:
     """Check that both forms are legal under every model, and are the same computation."""
     schedule = built(name, shape)
     orders = []
     for form in ("compute_only", "compute_comms"):
         schedule._dump_csv(str(path), format=form)
-        program = right(path.read_text())
+        program = read_program(path.read_text())
         assert program.shape.first_rank_per_stage.tolist() == shape.first_rank_per_stage.tolist()
         assert program.shape.microbatches == shape.microbatches
         orders.append([s.words[np.isin(s.op, COMPUTE_OPS)].tolist() for s in program.streams])
@@ -127,7 +127,7 @@ def test_predicted_spans_with_other_transfers_match_documentation(
             schedule._stages, n_microbatches=shape.microbatches, loss_fn=squared_error
         )
         runtime._load_csv(path, format="compute_comms")
-        assert rows(runtime.pipeline_order_with_comms) == other.rstrip("\n")
+        assert format_rows(runtime.pipeline_order_with_comms) == other.rstrip("\n")
         if "OVERLAP" not in other:  # torch's own search for deadlocks does not support these
             order = {
                 rank: [a for a in actions if "REDUCE_GRAD" not in str(a)]
@@ -139,7 +139,7 @@ def test_predicted_spans_with_other_transfers_match_documentation(
 
 @pytest.mark.parametrize("shape", [PipelineShape(1, 3), PipelineShape(2, 4), PipelineShape(4, 9)])
 def test_torch_gpipe_equals_built_in_gpipe(shape: PipelineShape) -> None:
-    program = right(rows(built("ScheduleGPipe", shape)._get_pipeline_order()))
+    program = read_program(format_rows(built("ScheduleGPipe", shape)._get_pipeline_order()))
     assert program.streams == compile(schedules.gpipe, shape).streams
 
 
@@ -149,13 +149,13 @@ def test_torch_1f1b_list_equals_built_in_or_is_refused() -> None:
     The code that runs the schedule is separate.
     """
     shape = PipelineShape(2, 4)
-    text = rows(built("Schedule1F1B", shape)._get_pipeline_order())
+    text = format_rows(built("Schedule1F1B", shape)._get_pipeline_order())
     if "1F4" in text:
         with pytest.raises(CsvCellError) as caught:
-            right(text)
+            read_program(text)
         assert (caught.value.line, caught.value.column) == (2, 7)
     else:
-        assert right(text).streams == compile(schedules.one_f_one_b, shape).streams
+        assert read_program(text).streams == compile(schedules.one_f_one_b, shape).streams
 
 
 # ---------------------------------------------------------------- schedir's programs in torch
@@ -187,20 +187,20 @@ class Layer(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def layers(stages: int) -> list[nn.Module]:
+def make_stages(stages: int) -> list[nn.Module]:
     numbers = torch.Generator().manual_seed(0)
     return [Layer(numbers) for _ in range(stages)]
 
 
-def in_torch(rank: int, folder: str) -> list[dict[int, list[Tensor]]]:
+def run_in_torch(rank: int, folder: str) -> list[dict[int, list[Tensor]]]:
     """Return the gradients of this rank's stages, by stage, for each of RUNS."""
-    return [_step(rank, *each, f"{folder}/{k}.csv") for k, each in enumerate(RUNS)]
+    return [run_torch_step(rank, *each, f"{folder}/{k}.csv") for k, each in enumerate(RUNS)]
 
 
-def _step(
+def run_torch_step(
     rank: int, name: str, shape: PipelineShape, form: str, path: str
 ) -> dict[int, list[Tensor]]:
-    stages, own = layers(shape.stages), shape.stages_on_rank[rank]
+    stages, own = make_stages(shape.stages), shape.stages_on_rank[rank]
     held = [PipelineStage(stages[s], s, shape.stages, torch.device("cpu")) for s in own]
     for stage in held:
         # These first messages are only for NCCL. torch 2.11 sends them to itself, which Gloo
@@ -227,9 +227,9 @@ def test_exported_programs_run_in_torch(tmp_path: Path) -> None:
         else:
             program = compile(getattr(schedules, name), shape)
         (tmp_path / f"{k}.csv").write_text(torch_csv.to_csv(program, form))
-    results = run(in_torch, 2, str(tmp_path))
+    results = run(run_in_torch, 2, str(tmp_path))
     for (name, shape, form), *ranks in zip(RUNS, *results, strict=True):
-        plain = layers(shape.stages)
+        plain = make_stages(shape.stages)
         run_sequential(
             plain,
             *make_batch(shape.microbatches),

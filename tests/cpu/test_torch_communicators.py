@@ -19,7 +19,7 @@ from schedir.testing.tiny_model import make_batch, make_tiny_stages, squared_err
 from tests.edits import written
 
 
-def ranks(program: Program) -> InProcessExecutor:
+def make_executor(program: Program) -> InProcessExecutor:
     stages: list[nn.Module] = [*make_tiny_stages(program.shape.stages, 0)]
     inputs, _ = make_batch(program.shape.microbatches, 0)
     boundary = Boundary(tuple(inputs.shape[1:]), inputs.dtype)
@@ -34,7 +34,7 @@ def test_torch_lazy_groups_run_in_any_order() -> None:
     inputs, targets = make_batch(6, 0)
     right = run_sequential([*make_tiny_stages(3, 0)], inputs, targets, loss=squared_error)
     for seed in (None, 0, 1):
-        assert torch.equal(ranks(program).step(inputs, targets, order_seed=seed), right)
+        assert torch.equal(make_executor(program).step(inputs, targets, order_seed=seed), right)
 
 
 def test_reordered_messages_between_two_ranks_are_refused() -> None:
@@ -45,5 +45,5 @@ def test_reordered_messages_between_two_ranks_are_refused() -> None:
         microbatches=2, header="stages_per_rank 2 placement vee",
     )  # fmt: skip
     with pytest.raises(ModelError) as caught:
-        ranks(program)
+        make_executor(program)
     assert [str(s.instr) for s in caught.value.sites[:2]] == ["recv_act 1.1", "recv_act 1.0"]

@@ -33,7 +33,9 @@ _COMPUTE = re.compile(r"PP:\d+[FBIW]\d+|PP:\(.*\)OVERLAP_F_B|(Forward|Backward) 
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[str]]]]:
+def trace_folder(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, list[dict[str, list[str]]]]:
     """Return a folder with the traces of each schedule, and each rank's order from torch."""
     folder = tmp_path_factory.mktemp("traces")
     for name in (*torch_profiler_traces.NAMES, "evaluated"):
@@ -41,7 +43,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
     return folder, run(torch_profiler_traces.steps, torch_profiler_traces.RANKS, str(folder))
 
 
-def by_hand(path: Path) -> tuple[float, float, float]:
+def compute_times_by_hand(path: Path) -> tuple[float, float, float]:
     """Return the busy seconds, the first start and the last end of a rank's last step.
 
     Only forwards and backwards count, without waits.
@@ -84,9 +86,11 @@ def assert_ordered_within_ranks(timeline: Timeline) -> None:
 
 @pytest.mark.parametrize("name", torch_profiler_traces.NAMES)
 def test_imported_trace_matches_torch_and_manual_times(
-    name: str, runs: tuple[Path, list[dict[str, list[str]]]], capsys: pytest.CaptureFixture[str]
+    name: str,
+    trace_folder: tuple[Path, list[dict[str, list[str]]]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder, order = runs
+    folder, order = trace_folder
     out = folder / f"{name}.timeline"
     text = run_command(capsys, "import", str(folder / name), "-o", str(out))
     assert f"ProfilerStep {torch_profiler_traces.STEPS}:" in text
@@ -103,7 +107,10 @@ def test_imported_trace_matches_torch_and_manual_times(
         assert ours == [row.split(",") for row in torch_csv.to_csv(theirs).splitlines()]
 
     # Busy times and the bubble are those of a manual calculation.
-    hand = [by_hand(folder / name / f"rank{r}.json") for r in range(torch_profiler_traces.RANKS)]
+    hand = [
+        compute_times_by_hand(folder / name / f"rank{r}.json")
+        for r in range(torch_profiler_traces.RANKS)
+    ]
     busy = np.array([b for b, _, _ in hand])
     np.testing.assert_allclose(timeline.busy, busy, atol=2e-6)
     if name != "DualPipeV":  # its traces do not tell when each half of a pair began
@@ -119,9 +126,11 @@ def test_imported_trace_matches_torch_and_manual_times(
 
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "DualPipeV"])
 def test_commands_accept_imported_timeline(
-    name: str, runs: tuple[Path, list[dict[str, list[str]]]], capsys: pytest.CaptureFixture[str]
+    name: str,
+    trace_folder: tuple[Path, list[dict[str, list[str]]]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder, _ = runs
+    folder, _ = trace_folder
     out = str(folder / f"{name}-all.timeline")
     run_command(capsys, "import", str(folder / name), "-o", out)
     assert "finish under per_device" in run_command(
@@ -143,9 +152,9 @@ def test_commands_accept_imported_timeline(
 
 
 def test_files_may_have_any_order_and_step_may_be_chosen(
-    runs: tuple[Path, list[dict[str, list[str]]]],
+    trace_folder: tuple[Path, list[dict[str, list[str]]]],
 ) -> None:
-    folder, _ = runs
+    folder, _ = trace_folder
     files = [folder / "ZBVZeroBubble" / f"rank{r}.json" for r in (2, 0, 3, 1)]
     first, last = read_run(files, step=1), read_run(files)
     assert (first.step, last.step) == (
@@ -157,9 +166,9 @@ def test_files_may_have_any_order_and_step_may_be_chosen(
     assert (first.timeline.spans["end"] != last.timeline.spans["end"]).any()
 
 
-def test_evaluation_is_skipped(runs: tuple[Path, list[dict[str, list[str]]]]) -> None:
+def test_evaluation_is_skipped(trace_folder: tuple[Path, list[dict[str, list[str]]]]) -> None:
     """torch marks backwards in an evaluation too, but they contain no work."""
-    folder, _ = runs
+    folder, _ = trace_folder
     found = read_run([folder / "evaluated"])
     first, last = found.steps
     assert found.step == f"ProfilerStep {first}"
@@ -169,10 +178,10 @@ def test_evaluation_is_skipped(runs: tuple[Path, list[dict[str, list[str]]]]) ->
 
 
 def test_unmarked_wait_counts_as_compute_with_note(
-    runs: tuple[Path, list[dict[str, list[str]]]], tmp_path: Path
+    trace_folder: tuple[Path, list[dict[str, list[str]]]], tmp_path: Path
 ) -> None:
     """Without Gloo's marks a wait within a range counts as work, and a note says so."""
-    folder, _ = runs
+    folder, _ = trace_folder
     whole = read_run([folder / "ZBVZeroBubble"])
     hand = []
     for path in sorted((folder / "ZBVZeroBubble").iterdir()):
@@ -188,7 +197,7 @@ def test_unmarked_wait_counts_as_compute_with_note(
     assert not any("counts as compute" in note for note in whole.notes)
 
 
-OURS = {
+EXECUTOR_PROGRAMS = {
     "grouped": compile(one_f_one_b, PipelineShape(2, 3), overlap=True),
     "paired": compile(paired, PipelineShape(2, 4), progress_model="per_edge"),
     "tied_weights": compile(
@@ -197,9 +206,9 @@ OURS = {
 }
 
 
-def _ours(rank: int, folder: str) -> None:
+def _profile_executor(rank: int, folder: str) -> None:
     """Profile a step of our own executor, with grouped messages and joined pairs."""
-    for name, program in OURS.items():
+    for name, program in EXECUTOR_PROGRAMS.items():
         transport = GlooTransport(program)
         own, given = gpt_executor(program, transport), own_batch(program, transport)
         own.step(*given)
@@ -223,10 +232,10 @@ def test_page_code_writes_trace_of_one_step(
 
 
 def test_trace_of_executor_gives_its_program(tmp_path: Path) -> None:
-    for name in OURS:
+    for name in EXECUTOR_PROGRAMS:
         (tmp_path / name).mkdir()
-    run(_ours, 2, str(tmp_path))
-    for name, program in OURS.items():
+    run(_profile_executor, 2, str(tmp_path))
+    for name, program in EXECUTOR_PROGRAMS.items():
         traits = {"tied_weights": program.tied_weights, "clip_grad_norm": program.clip_grad_norm}
         found = read_run([tmp_path / name], name=program.name, program_attributes=traits)
         assert found.timeline.program == program

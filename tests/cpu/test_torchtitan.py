@@ -88,7 +88,7 @@ class PipelineParallel(ModuleType):
         return kind(given, n_microbatches=MB, loss_fn=loss_fn, scale_grads=False)
 
 
-def install(version: str = "0.3.0") -> PipelineParallel:
+def install_stand_in(version: str = "0.3.0") -> PipelineParallel:
     """Let imports of torchtitan in this process find a stand-in."""
     where = "torchtitan.distributed.pipeline_parallel"
     found = PipelineParallel(where)
@@ -97,7 +97,7 @@ def install(version: str = "0.3.0") -> PipelineParallel:
     return found
 
 
-def data(step: int, replica: int) -> tuple[Tensor, Tensor, Tensor]:
+def make_batch(step: int, replica: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(10 * step + replica)
     return torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), torch.rand(ROWS, 1)
 
@@ -132,7 +132,7 @@ class Trainer:
 
     def call(self, what: Any, step: int, tokens: float) -> float | None:
         """Run a step or an evaluation, and return the sum of its losses where they are known."""
-        x, y, by = data(step, self.replica)
+        x, y, by = make_batch(step, self.replica)
         losses: list[Tensor] | None = [] if self.last else None
         told: dict[str, Any] = {"losses": losses, "return_outputs": False}
         if self.pre_split:
@@ -179,15 +179,15 @@ CASES = [
 ]
 
 
-def trained(rank: int) -> list[list[float | None]]:
-    titan, results = install(), []
+def train_cases(rank: int) -> list[list[float | None]]:
+    titan, results = install_stand_in(), []
     for schedule, runtime, name, stages, pre_split in CASES:
         patch_torchtitan(schedule, runtime=runtime)
         results.append(Trainer(titan, name, stages, pre_split).train())
     return results
 
 
-def plain(pre_split: bool) -> list[list[float]]:
+def train_plain_loop(pre_split: bool) -> list[list[float]]:
     """Return the same losses of each replica from one process."""
     model = Layers([*range(LAYERS)])
     model.init_weights()
@@ -195,11 +195,11 @@ def plain(pre_split: bool) -> list[list[float]]:
     seen: list[list[float]] = [[], []]
     for step in range(2):
         for replica in range(2):
-            x, y, by = data(step + 5, replica)
+            x, y, by = make_batch(step + 5, replica)
             seen[replica].append(loss_fn(model(x, by), y, tokens).item())
         optimizer.zero_grad()
         for replica in range(2):
-            x, y, by = data(step, replica)
+            x, y, by = make_batch(step, replica)
             loss = loss_fn(model(x, by), y, tokens)
             (loss / 2).backward()  # the mean over replicas
             seen[replica].append(loss.item())
@@ -209,9 +209,9 @@ def plain(pre_split: bool) -> list[list[float]]:
 
 def test_torchtitan_losses_equal_one_process() -> None:
     """This holds for whole batches and for microbatches. One run is quicker than two."""
-    for case, *ranks in zip(CASES, *run(trained, 4), strict=True):
+    for case, *ranks in zip(CASES, *run(train_cases, 4), strict=True):
         last = [losses for losses in ranks if losses[0] is not None]
-        for one, other in zip(last, plain(case[-1]), strict=True):
+        for one, other in zip(last, train_plain_loop(case[-1]), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=str(case))
 
 
@@ -234,7 +234,7 @@ def test_unsupported_placement_and_wrong_class_name_are_refused(
 ) -> None:
     monkeypatch.setattr(sys, "modules", {**sys.modules})
     monkeypatch.setattr(metadata, "version", metadata.version)  # `install` sets it
-    titan = install()
+    titan = install_stand_in()
     with pytest.raises(UsageError) as caught:
         patch_torchtitan("chimera")
     assert caught.value.fields == ("schedule",)

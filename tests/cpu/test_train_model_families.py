@@ -15,7 +15,7 @@ from schedir.training.model_factory import MODELS
 from schedir.training.train import run as train_run
 from tests.cpu.train_command import CONFIG, alone, losses, train
 
-LLAMA = ["model.kind=llama", "model.layers=4", "model.heads=4", "model.kv_heads=2",
+LLAMA_SETTINGS = ["model.kind=llama", "model.layers=4", "model.heads=4", "model.kv_heads=2",
          "model.window=[0, 6, 6, 5]"]  # fmt: skip
 
 
@@ -27,7 +27,7 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def evaluated(folder: Path) -> list[tuple[str, ...]]:
+def read_evaluations(folder: Path) -> list[tuple[str, ...]]:
     with (folder / "evaluation.csv").open() as file:
         return [tuple(row) for row in csv.reader(file)]
 
@@ -35,13 +35,13 @@ def evaluated(folder: Path) -> list[tuple[str, ...]]:
 def test_llama_on_processes_trains_and_resumes_like_one(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sets = [*LLAMA, "train.evaluate_every=3", "data.validation=0.1",
+    sets = [*LLAMA_SETTINGS, "train.evaluate_every=3", "data.validation=0.1",
             "train.evaluate_batches=2", "pipeline.tp=1",
             "train.lr=0.001", "train.min_lr=0.001", "train.warmup=0"]  # fmt: skip
     found = train(config, tmp_path / "two", *sets)
     assert found == alone(config, tmp_path / "one", *sets) and len(found) == 6
     assert found[-1] < found[0]
-    assert evaluated(tmp_path / "two") == evaluated(tmp_path / "one")
+    assert read_evaluations(tmp_path / "two") == read_evaluations(tmp_path / "one")
     again = [*sets, f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=3"]
     alone(config, tmp_path / "three", *again, "train.steps=3")
     alone(config, tmp_path / "on", *again)
@@ -52,7 +52,7 @@ def test_llama_on_processes_trains_and_resumes_like_one(
     assert "is not a GPT of schedir train: it is of kind llama\n" in capsys.readouterr().err
 
 
-MOE = ["model.kind=moe", "model.layers=4", "model.experts=4", "model.tied=false", "pipeline.tp=1",
+MOE_SETTINGS = ["model.kind=moe", "model.layers=4", "model.experts=4", "model.tied=false", "pipeline.tp=1",
        "model.shared_experts=1", "model.balance_rate=0.01",
        "train.evaluate_every=6", "data.validation=0.1", "train.evaluate_batches=2",
        "train.lr=0.001", "train.min_lr=0.001", "train.warmup=0"]  # fmt: skip
@@ -62,12 +62,12 @@ def test_expert_parallel_replicas_train_like_one_process(config: str, tmp_path: 
     ep = ["pipeline.dp=2", "pipeline.ep=2", "pipeline.stage_segments=layers",
           "pipeline.schedule=zb_h1", "pipeline.stages_per_rank=1", "pipeline.zero=1",
           f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=6"]  # fmt: skip
-    one = [*MOE, "pipeline.microbatches=6", "train.steps=8"]
-    found = train(config, tmp_path / "four", *MOE, *ep)
+    one = [*MOE_SETTINGS, "pipeline.microbatches=6", "train.steps=8"]
+    found = train(config, tmp_path / "four", *MOE_SETTINGS, *ep)
     expected = alone(config, tmp_path / "one", *one)
     assert found == pytest.approx(expected[:6], rel=1e-5) and found[-1] < found[0]
     (_, (_, loss, *_)), (_, (_, expected_loss, *_), *_) = (
-        evaluated(tmp_path / run) for run in ("four", "one")
+        read_evaluations(tmp_path / run) for run in ("four", "one")
     )
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
     resumed = alone(config, tmp_path / "on", *one, *ep[-2:])
@@ -79,7 +79,7 @@ def test_model_kind_tables_have_same_kinds() -> None:
     assert {get_model_kind(kind.config_class()) for kind in MODEL_KINDS.values()} == {*MODEL_KINDS}
 
 
-EP = ["model.kind=moe", "pipeline.tp=1", "pipeline.dp=2", "pipeline.ep=2",
+EXPERT_PARALLEL = ["model.kind=moe", "pipeline.tp=1", "pipeline.dp=2", "pipeline.ep=2",
       "pipeline.stage_segments=layers"]  # fmt: skip
 
 
@@ -93,13 +93,13 @@ EP = ["model.kind=moe", "pipeline.tp=1", "pipeline.dp=2", "pipeline.ep=2",
         (["model.kind=llama", "model.heads=4", "model.kv_heads=1"], "keys and values"),
         (["pipeline.dp=2", "pipeline.ep=2"], "the model has no experts"),
         (["model.kind=moe"], "has no tensor parallelism"),
-        ([*EP, "pipeline.stage_segments=1"], "need segments"),
-        ([*EP, "model.experts=3"], "does not divide 3 experts"),
-        ([*EP, "pipeline.zero=2"], "zero is 2, but with ep = 2"),
-        ([*EP, "pipeline.frozen_stages=1"], "cannot have frozen stages"),
-        ([*EP, "model.active=9"], "active is 9, but a layer has only 8 experts"),
-        ([*EP, "model.capacity_factor=0.5"], "capacity_factor is 0.5"),
-        ([*EP, "model.aux_loss=-1"], "aux_loss is -1"),
+        ([*EXPERT_PARALLEL, "pipeline.stage_segments=1"], "need segments"),
+        ([*EXPERT_PARALLEL, "model.experts=3"], "does not divide 3 experts"),
+        ([*EXPERT_PARALLEL, "pipeline.zero=2"], "zero is 2, but with ep = 2"),
+        ([*EXPERT_PARALLEL, "pipeline.frozen_stages=1"], "cannot have frozen stages"),
+        ([*EXPERT_PARALLEL, "model.active=9"], "active is 9, but a layer has only 8 experts"),
+        ([*EXPERT_PARALLEL, "model.capacity_factor=0.5"], "capacity_factor is 0.5"),
+        ([*EXPERT_PARALLEL, "model.aux_loss=-1"], "aux_loss is -1"),
         (["model.context=17", "pipeline.sequence_parallel=true"], "context of 17 tokens"),
     ],
 )
@@ -113,7 +113,7 @@ def test_setting_unsupported_by_model_kind_is_refused(
 
 def test_impossible_pipeline_setting_is_refused_with_location(config: str) -> None:
     with pytest.raises(ConfigError) as error:
-        train_run(config, [*EP, "pipeline.ep=2", "pipeline.dp=3"])
+        train_run(config, [*EXPERT_PARALLEL, "pipeline.ep=2", "pipeline.dp=3"])
     assert error.value.location == "--set pipeline.ep=2" and {*error.value.fields} == {"ep", "dp"}
 
 

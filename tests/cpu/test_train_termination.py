@@ -36,7 +36,7 @@ def mine(rank, ranks, microbatches):
 
 
 @pytest.fixture
-def endless(config: str, tmp_path: Path) -> Iterator[tuple[Run, list[int]]]:
+def endless_run(config: str, tmp_path: Path) -> Iterator[tuple[Run, list[int]]]:
     """Yield a running run of two ranks and its process ids, and check that nothing remains."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -75,7 +75,7 @@ def gone(pid: int) -> bool:
     ),
 )
 def test_all_processes_end_after_signal(
-    endless: tuple[Run, list[int]],
+    endless_run: tuple[Run, list[int]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
     to: str,
@@ -83,11 +83,11 @@ def test_all_processes_end_after_signal(
     code: int,
     said: str,
 ) -> None:
-    launcher, pids = endless
+    launcher, pids = endless_run
     out = tmp_path / "out"
     os.kill(pids[1] if to == "rank 1" else launcher.pid, what)
     if what is signal.SIGSTOP:  # until the timeout
-        while (now := where(capsys, out)).startswith("the run makes progress"):
+        while (now := run_diagnose(capsys, out)).startswith("the run makes progress"):
             time.sleep(0.05)
         assert (
             "no process has made progress for " in now
@@ -99,16 +99,16 @@ def test_all_processes_end_after_signal(
     assert err.count("\n") <= 3 and "Traceback" not in err
     wait_until(lambda: all(map(gone, pids)))
     if to == "rank 1":
-        assert where(capsys, out).startswith(err)
+        assert run_diagnose(capsys, out).startswith(err)
     elif what is signal.SIGKILL:  # no process was left to clean up
-        assert where(capsys, out).startswith(
+        assert run_diagnose(capsys, out).startswith(
             "no process is the cause: all 2 processes ended at once, "
         )
     elif what is not signal.SIGTERM:
         assert not (out / "boxes").exists()
 
 
-def where(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
+def run_diagnose(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
     """Return the output of `schedir diagnose` for a run."""
     assert main(["diagnose", str(folder)]) == 0
     return capsys.readouterr().out
@@ -187,7 +187,7 @@ def test_rank_without_master_address_is_refused(
     assert "MASTER_ADDR" in error.value.fact
 
 
-WORLD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+WORLD_VARIABLES = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
 
 @pytest.mark.parametrize(
@@ -198,7 +198,7 @@ WORLD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_POR
 def test_invalid_environment_variable_is_refused(
     config: str, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
-    for variable, usual in (WORLD | {name: value}).items():
+    for variable, usual in (WORLD_VARIABLES | {name: value}).items():
         monkeypatch.setenv(variable, usual)
     with pytest.raises(UsageError) as error:
         run(config)
@@ -211,14 +211,14 @@ def test_missing_peer_is_one_error(config: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
     words = arguments(config, tmp_path / "out", "train.timeout=1", "pipeline.tp=1")
-    rank = Run(words, tmp_path / "out", **WORLD | {"MASTER_PORT": port})
+    rank = Run(words, tmp_path / "out", **WORLD_VARIABLES | {"MASTER_PORT": port})
     code, _, err = rank.finish()
     assert code == 1 and err.count("the processes did not connect in 1 s") == 1
     assert "Traceback" not in err
 
 
 # A schedule's file is the user's own code, and here it makes rank 1 fail.
-FAILING = """\
+FAILING_SCHEDULE = """\
 import os
 
 import schedir.training.batches.samples
@@ -259,7 +259,7 @@ def test_failed_rank_is_reported_with_cause(
     config: str, tmp_path: Path, what: str, code: int, said: str
 ) -> None:
     schedule = tmp_path / "mine.py"
-    schedule.write_text(FAILING.format(what=what))
+    schedule.write_text(FAILING_SCHEDULE.format(what=what))
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]
     got, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")
     assert got == code and err.count("\n") == 1 and said in err
@@ -273,7 +273,7 @@ def test_rank_stopped_outside_of_step_is_one_error(config: str, tmp_path: Path) 
     schedule = tmp_path / "mine.py"
     what = "trainer._Trainer._report = lambda self, step: os.kill(os.getpid(), signal.SIGSTOP)"
     more = "import signal\nfrom schedir.training import trainer\n"
-    schedule.write_text(more + FAILING.format(what=what))
+    schedule.write_text(more + FAILING_SCHEDULE.format(what=what))
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine",
             "train.timeout=6", "train.log_every=1"]  # fmt: skip
     got, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")

@@ -17,7 +17,7 @@ FSDP = ["pipeline.ranks=1", "pipeline.stages_per_rank=4", "pipeline.tp=1", "pipe
         "pipeline.schedule=looped_bfs", "train.steps=3", "output.record=false"]  # fmt: skip
 
 
-def trained(config: str, folder: Path, *sets: str) -> bytes:
+def run_training(config: str, folder: Path, *sets: str) -> bytes:
     """Return the file with the loss, learning rate and norm of each step."""
     code, out, err = forked(config, folder, *sets)
     assert (code, err) == (0, "")
@@ -39,9 +39,9 @@ def test_zero_levels_have_losses_of_plain_replicas(
 ) -> None:
     """Losses are equal bit for bit, with a tied embedding, clipping and weight decay."""
     sets = [*FSDP, f"train.transport={transport}", *more]
-    plain = trained(config, tmp_path / "plain", *sets)
+    plain = run_training(config, tmp_path / "plain", *sets)
     assert plain.count(b"\n") == 4
-    assert trained(config, tmp_path / "zero", *sets, f"pipeline.zero={zero}") == plain
+    assert run_training(config, tmp_path / "zero", *sets, f"pipeline.zero={zero}") == plain
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
@@ -70,7 +70,7 @@ def test_nonfinite_update_is_skipped_on_all_replicas(
     """Only one replica has an infinite gradient."""
     wrong = poison(BACKWARD, 1, 1, ranks="1", schedule="looped_bfs")
     sets = [*FSDP, "train.on_nonfinite=skip", wrong]
-    found = [trained(config, tmp_path / z, *sets, f"pipeline.zero={z}") for z in "03"]
+    found = [run_training(config, tmp_path / z, *sets, f"pipeline.zero={z}") for z in "03"]
     assert found[0] == found[1]
     assert [row["skipped"] for row in rows(tmp_path / "3")] == ["0", "1", "0"]
 

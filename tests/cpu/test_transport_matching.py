@@ -41,17 +41,17 @@ TRANSPORTS: dict[str, type[ProcessTransport]] = {
 }
 
 
-def _step(transport: ProcessTransport, program: Program) -> Any:
+def _run_steps(transport: ProcessTransport, program: Program) -> Any:
     executor = gpt_executor(program, transport)
     for _ in range(2):
         executor.step(*batch(program.shape.microbatches))
     return gradients_by_stage(executor)
 
 
-def one_rank(rank: int, kind: str, schedule: Any, shape: PipelineShape, tp: int) -> Any:
+def run_rank(rank: int, kind: str, schedule: Any, shape: PipelineShape, tp: int) -> Any:
     model: ProgressModel = TRANSPORTS[kind].progress_model
     program = compile(schedule, shape, tp=tp, progress_model=model, tied_weights=True, overlap=True)
-    return _step(TRANSPORTS[kind](program), program)
+    return _run_steps(TRANSPORTS[kind](program), program)
 
 
 @pytest.mark.parametrize(
@@ -69,7 +69,7 @@ def one_rank(rank: int, kind: str, schedule: Any, shape: PipelineShape, tp: int)
 )
 def test_transports_have_reference_bits(kind: str, schedule: Any, shape: PipelineShape) -> None:
     _, right = expected(shape)
-    results = run(one_rank, shape.ranks, kind, schedule, shape, 1)
+    results = run(run_rank, shape.ranks, kind, schedule, shape, 1)
     got = {s: g for grads in results for s, g in grads.items()}
     assert same_bits([got[s] for s in range(shape.stages)], right)
 
@@ -86,13 +86,13 @@ def test_overlapped_programs_have_message_groups() -> None:
 def test_transports_with_tensor_parallelism_have_same_bits() -> None:
     """Scattered messages cross the edges of each slice, and all transports give the same bits."""
     shape = PipelineShape(2, 3)
-    edge, *others = (run(one_rank, 4, kind, one_f_one_b, shape, 2) for kind in TRANSPORTS)
+    edge, *others = (run(run_rank, 4, kind, one_f_one_b, shape, 2) for kind in TRANSPORTS)
     for other in others:
         for one, same in zip(edge, other, strict=True):
             assert same_bits(list(one.values()), list(same.values()))
 
 
-class Static(EdgeGroups):
+class StaticSends(EdgeGroups):
     """Sends from static memory, as NCCL does, and records the addresses."""
 
     def __init__(self, program: Program) -> None:
@@ -107,7 +107,7 @@ class Static(EdgeGroups):
         return super().send(tensor, peer, lane)
 
 
-def addresses(
+def record_send_addresses(
     rank: int, schedule: Any, shape: PipelineShape, tp: int, buffer_sharing: BufferSharing | None
 ) -> Any:
     """Return whether two steps send from the same addresses, how many there are, and gradients.
@@ -115,9 +115,9 @@ def addresses(
     Addresses of warmup steps are counted too.
     """
     program = compile(schedule, shape, tp=tp, tied_weights=True, buffer_sharing=buffer_sharing)
-    transport = Static(program)
+    transport = StaticSends(program)
     transport.sent.clear()
-    grads = _step(transport, program)
+    grads = _run_steps(transport, program)
     sent, sends = (
         transport.sent,
         sum(op in SEND_OPS for op, _, _ in program.streams[transport.rank]),
@@ -133,7 +133,7 @@ def test_sends_use_static_memory(
     schedule: Any, shape: PipelineShape, buffer_sharing: BufferSharing | None
 ) -> None:
     _, right = expected(shape)
-    results = run(addresses, shape.ranks, schedule, shape, 1, buffer_sharing)
+    results = run(record_send_addresses, shape.ranks, schedule, shape, 1, buffer_sharing)
     program = compile(schedule, shape, tied_weights=True, buffer_sharing=buffer_sharing)
     got = {s: g for _, _, grads in results for s, g in grads.items()}
     assert same_bits([got[s] for s in range(shape.stages)], right)
@@ -144,14 +144,14 @@ def test_sends_use_static_memory(
 
 def test_scattered_sends_use_static_memory() -> None:
     shape = PipelineShape(2, 3)
-    static = run(addresses, 4, one_f_one_b, shape, 2, None)
-    plain = run(one_rank, 4, "per_edge", one_f_one_b, shape, 2)
+    static = run(record_send_addresses, 4, one_f_one_b, shape, 2, None)
+    plain = run(run_rank, 4, "per_edge", one_f_one_b, shape, 2)
     for (same, places, grads), right in zip(static, plain, strict=True):
         assert same and places == 3
         assert same_bits([*grads.values()], [*right.values()])
 
 
-def without_check(rank: int, kind: str) -> Any:
+def run_unchecked_program(rank: int, kind: str) -> Any:
     """Run a program that only `per_edge` accepts, on a transport that claims this model."""
     program = naive(expand_schedule(one_f_one_b, PipelineShape(2, 4)))
     transport: ProcessTransport = (
@@ -160,17 +160,17 @@ def without_check(rank: int, kind: str) -> Any:
     with pytest.raises(DeadlockError):
         check(program, "per_device")
     transport.progress_model = "per_edge"
-    return len(_step(transport, program))
+    return len(_run_steps(transport, program))
 
 
 def test_program_illegal_per_device_hangs_only_on_strict_transport() -> None:
-    assert run(without_check, 2, "per_edge") == [1, 1]
+    assert run(run_unchecked_program, 2, "per_edge") == [1, 1]
     with pytest.raises(RankError) as error:
-        run(without_check, 2, "strict", limit=30)
+        run(run_unchecked_program, 2, "strict", limit=30)
     assert any("Stuck" in tb for tb in error.value.tracebacks.values())
 
 
-def groups_made(rank: int) -> Any:
+def record_groups(rank: int) -> Any:
     """Record the groups that this process helps to create, in order, and check its edges."""
     made, new_group = [], dist.new_group
 
@@ -186,7 +186,7 @@ def groups_made(rank: int) -> Any:
 
 def test_process_creates_only_its_own_groups() -> None:
     program = compile(one_f_one_b, PipelineShape(3, 4), tp=2)
-    for rank, (made, own) in enumerate(run(groups_made, 6)):
+    for rank, (made, own) in enumerate(run(record_groups, 6)):
         before, after = (rank - 2, rank), (rank, rank + 2)
         here = [before] * 2 * (rank >= 2) + [after] * 2 * (rank < 4)  # activations and gradients
         # There are groups for the model, the layers and the gathers, and four colours of edges. A
@@ -219,7 +219,7 @@ def test_edges_of_one_color_have_no_common_rank() -> None:
         assert len(colours) == most
 
 
-def uneven(rank: int) -> Any:
+def run_after_uneven_groups(rank: int) -> Any:
     """Create edges where processes already created different numbers of groups.
 
     torch also has the same colour for all groups, of which NCCL would make one group.
@@ -229,17 +229,17 @@ def uneven(rank: int) -> Any:
     program = compile(one_f_one_b, PipelineShape(3, 4), tied_weights=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist.distributed_c10d, "_process_group_color", lambda ranks: 7)
-        return _step(EdgeGroups(program), program)
+        return _run_steps(EdgeGroups(program), program)
 
 
 def test_edge_groups_work_after_uneven_group_creation() -> None:
     shape = PipelineShape(3, 4)
     _, right = expected(shape)
-    got = {s: g for grads in run(uneven, 3, limit=30) for s, g in grads.items()}
+    got = {s: g for grads in run(run_after_uneven_groups, 3, limit=30) for s, g in grads.items()}
     assert same_bits([got[s] for s in range(shape.stages)], right)
 
 
-def anew(rank: int) -> Any:
+def run_after_destroyed_groups(rank: int) -> Any:
     """Create a transport after another one, some or all of whose groups were destroyed."""
     program = compile(one_f_one_b, PipelineShape(3, 4), tied_weights=True)
     for _ in range(2):
@@ -249,13 +249,13 @@ def anew(rank: int) -> Any:
                 dist.destroy_process_group(group)
     for group in transport.edge_groups.values():
         dist.destroy_process_group(group)
-    return _step(EdgeGroups(program, timeout=10.0), program)
+    return _run_steps(EdgeGroups(program, timeout=10.0), program)
 
 
 def test_edge_groups_work_after_group_destruction() -> None:
     shape = PipelineShape(3, 4)
     _, right = expected(shape)
-    got = {s: g for grads in run(anew, 3, limit=30) for s, g in grads.items()}
+    got = {s: g for grads in run(run_after_destroyed_groups, 3, limit=30) for s, g in grads.items()}
     assert same_bits([got[s] for s in range(shape.stages)], right)
 
 
@@ -276,7 +276,7 @@ def test_directed_edges_of_one_f_one_b() -> None:
     ]
 
 
-def held_back(rank: int) -> Any:
+def wait_within_group(rank: int) -> Any:
     """Check that waiting for a transfer of an open group, which would never end, is refused."""
     transport = GroupedMessages(compile(one_f_one_b, PipelineShape(2, 2)))
     transport.start_group()
@@ -291,4 +291,4 @@ def held_back(rank: int) -> Any:
 
 
 def test_message_group_is_issued_at_its_end() -> None:
-    assert run(held_back, 2) == [True, True]
+    assert run(wait_within_group, 2) == [True, True]

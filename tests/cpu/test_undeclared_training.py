@@ -28,10 +28,10 @@ from tests.cpu.test_tied_weights import BOUNDARY, SCALE, Model, adam, batch, los
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ties.txt"
 TEXTS = dict(re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", GOLDEN.read_text(), flags=re.M))
-PLAN = PipelineShape(2, 2)
+SHAPE = PipelineShape(2, 2)
 
 
-def _make(
+def _make_executor(
     stages: Any, tied: Any = False, said: TiedWeights | None = None, **options: Any
 ) -> InProcessExecutor:
     program = schedir.compile(gpipe, PipelineShape(len(stages), 2), tied_weights=tied)
@@ -40,74 +40,74 @@ def _make(
     )
 
 
-def _undeclared(tied: Any = False, **options: Any) -> InProcessExecutor:
-    return _make(parts(Model(2)), tied, **options)
+def _undeclared_tie(tied: Any = False, **options: Any) -> InProcessExecutor:
+    return _make_executor(parts(Model(2)), tied, **options)
 
 
-def _copied(**options: Any) -> InProcessExecutor:
-    return _make([deepcopy(s) for s in parts(Model(2))], **options)
+def _undeclared_copies(**options: Any) -> InProcessExecutor:
+    return _make_executor([deepcopy(s) for s in parts(Model(2))], **options)
 
 
-def _differ() -> InProcessExecutor:
+def _different_copies() -> InProcessExecutor:
     stages = parts(Model(2))
     ties = schedir.find_tied_weights(stages)
     stages = [deepcopy(s) for s in stages]
     with torch.no_grad():
         stages[1].head.weight.mul_(2)
-    return _make(stages, ties, ties)
+    return _make_executor(stages, ties, ties)
 
 
-def _frozen() -> InProcessExecutor:
+def _frozen_copy() -> InProcessExecutor:
     stages = parts(Model(2))
     ties = schedir.find_tied_weights(stages)
     stages[0].words.weight.requires_grad_(False)
-    return _make(stages, ties, ties)
+    return _make_executor(stages, ties, ties)
 
 
-def _shapes() -> InProcessExecutor:
+def _different_shapes() -> InProcessExecutor:
     ties = TiedWeights((((0, "words.weight"), (1, "layer.up.weight")),))
-    return _make([deepcopy(s) for s in parts(Model(2))], ties, ties)
+    return _make_executor([deepcopy(s) for s in parts(Model(2))], ties, ties)
 
 
-def _otherwise() -> InProcessExecutor:
+def _incomplete_tie() -> InProcessExecutor:
     """Declare a tie of two stages for a weight of three."""
     stages = parts(Model(3, ((0, 1, 2),)))
     ties = TiedWeights((((0, "layer.up.weight"), (1, "layer.up.weight")),))
-    return _make(stages, ties, ties)
+    return _make_executor(stages, ties, ties)
 
 
-def _no_such_name() -> InProcessExecutor:
+def _unknown_name() -> InProcessExecutor:
     ties = TiedWeights((((0, "wte.weight"), (1, "lm_head.weight")),))
-    return _make(parts(Model(2)), ties, ties)
+    return _make_executor(parts(Model(2)), ties, ties)
 
 
-def _twice_in_the_optimizer() -> InProcessExecutor:
+def _duplicate_in_optimizer() -> InProcessExecutor:
     stages = parts(Model(2))
 
     def both(own: Any) -> Any:
         with pytest.warns(UserWarning, match="duplicate"):
             return torch.optim.SGD([*own, stages[0].words.weight], lr=0.1)
 
-    return _make(stages, True, optimizer=both)
+    return _make_executor(stages, True, optimizer=both)
 
 
-def _hooked() -> InProcessExecutor:
+def _hook_on_tied_weight() -> InProcessExecutor:
     stages = parts(Model(2))
     stages[0].words.weight.register_hook(lambda grad: grad)
-    return _make(stages, True)
+    return _make_executor(stages, True)
 
 
-def _none_there() -> InProcessExecutor:
-    return _make(parts(Model(3)), ((0, 2), (1, 2)))
+def _stages_without_weights() -> InProcessExecutor:
+    return _make_executor(parts(Model(3)), ((0, 2), (1, 2)))
 
 
-def _said_twice_within_a_stage() -> InProcessExecutor:
+def _two_weights_of_one_stage() -> InProcessExecutor:
     places = (0, "layer.up.weight"), (1, "layer.up.weight"), (1, "layer.norm.bias")
     ties = TiedWeights((places,))
-    return _make(parts(Model(2)), ties, ties)
+    return _make_executor(parts(Model(2)), ties, ties)
 
 
-class _Learns(nn.Module):
+class _TrainedLoss(nn.Module):
     """A loss with a Parameter."""
 
     def __init__(self) -> None:
@@ -118,9 +118,9 @@ class _Learns(nn.Module):
         return loss(y * self.times, target)
 
 
-def _learning(step_it: bool) -> InProcessExecutor:
-    learns = _Learns()
-    program = schedir.compile(gpipe, PLAN, tied_weights=True)
+def _step_with_trained_loss(step_it: bool) -> InProcessExecutor:
+    learns = _TrainedLoss()
+    program = schedir.compile(gpipe, SHAPE, tied_weights=True)
     more = [learns.times] if step_it else []
     ranks = InProcessExecutor(
         program, parts(Model(2)), loss=learns, boundary=BOUNDARY,
@@ -130,17 +130,17 @@ def _learning(step_it: bool) -> InProcessExecutor:
     return ranks
 
 
-def _scaling() -> InProcessExecutor:
+def _scaled_embedding() -> InProcessExecutor:
     model = Model(2)
     model.wte.max_norm = 1.0
-    return _make(parts(model), True)
+    return _make_executor(parts(model), True)
 
 
-def _changed(change: Callable[[nn.Module], object]) -> InProcessExecutor:
+def _step_after_change(change: Callable[[nn.Module], object]) -> InProcessExecutor:
     model = Model(2)
     model.h[1].up.bias.requires_grad_(False)
     stages = parts(model)
-    ranks = _make(stages, True)
+    ranks = _make_executor(stages, True)
     ranks.step(*batch(2, 0), SCALE)
     change(stages[1])
     ranks.step(*batch(2, 1), SCALE)
@@ -168,35 +168,35 @@ def _remove(stage: Any) -> None:
 
 
 MISTAKES: dict[str, Callable[[], object]] = {
-    "one Parameter in two stages": _undeclared,
-    "other stages are tied": lambda: _make(parts(Model(3)), ((0, 1),)),
-    "copies that nobody declares": _copied,
-    "copies that differ": _differ,
-    "a frozen copy": _frozen,
-    "two shapes": _shapes,
-    "three stages said to be two": _otherwise,
-    "no such name": _no_such_name,
-    "twice in the optimizer": _twice_in_the_optimizer,
-    "a hook": _hooked,
-    "nothing to tie": _none_there,
-    "a whole model's ties": lambda: _undeclared(schedir.find_tied_weights(Model(2))),
-    "flat stages": lambda: _undeclared((0, 1)),
-    "a stage too many": lambda: _undeclared(((0, 4),)),
-    "no Ties": lambda: _undeclared(said=True),
-    "a model's Ties": lambda: _undeclared(said=schedir.find_tied_weights(Model(2))),
+    "one Parameter in two stages": _undeclared_tie,
+    "other stages are tied": lambda: _make_executor(parts(Model(3)), ((0, 1),)),
+    "copies that nobody declares": _undeclared_copies,
+    "copies that differ": _different_copies,
+    "a frozen copy": _frozen_copy,
+    "two shapes": _different_shapes,
+    "three stages said to be two": _incomplete_tie,
+    "no such name": _unknown_name,
+    "twice in the optimizer": _duplicate_in_optimizer,
+    "a hook": _hook_on_tied_weight,
+    "nothing to tie": _stages_without_weights,
+    "a whole model's ties": lambda: _undeclared_tie(schedir.find_tied_weights(Model(2))),
+    "flat stages": lambda: _undeclared_tie((0, 1)),
+    "a stage too many": lambda: _undeclared_tie(((0, 4),)),
+    "no Ties": lambda: _undeclared_tie(said=True),
+    "a model's Ties": lambda: _undeclared_tie(said=schedir.find_tied_weights(Model(2))),
     "no names": lambda: TiedWeights(((0, "words.weight"), (1, "head.weight"))),  # type: ignore[arg-type]
-    "two Parameters of a stage": _said_twice_within_a_stage,
-    "a loss that learns": lambda: _learning(step_it=True),
-    "an embedding that scales": _scaling,
+    "two Parameters of a stage": _two_weights_of_one_stage,
+    "a loss that learns": lambda: _step_with_trained_loss(step_it=True),
+    "an embedding that scales": _scaled_embedding,
     "own stages alone": lambda: schedir.find_tied_weights({1: Model(2)}),
     "other names": lambda: schedir.find_tied_weights(Model(2)).locate_in_stages(
         deepcopy(parts(Model(2)))
     ),
-    "trained now": lambda: _changed(_unfreeze),
-    "frozen now": lambda: _changed(_freeze),
-    "added": lambda: _changed(_add),
-    "replaced": lambda: _changed(_replace),
-    "removed": lambda: _changed(_remove),
+    "trained now": lambda: _step_after_change(_unfreeze),
+    "frozen now": lambda: _step_after_change(_freeze),
+    "added": lambda: _step_after_change(_add),
+    "replaced": lambda: _step_after_change(_replace),
+    "removed": lambda: _step_after_change(_remove),
 }
 
 
@@ -214,7 +214,7 @@ def test_golden_errors_and_mistakes_have_same_names() -> None:
 def test_untrained_parameters_of_loss_warn() -> None:
     """An example is a loss's own network that is not frozen. There is one warning per stage."""
     with pytest.warns(UserWarning, match="stage 1 or its loss uses Parameters") as said:
-        _learning(step_it=False).step(*batch(2, 1), SCALE)
+        _step_with_trained_loss(step_it=False).step(*batch(2, 1), SCALE)
     assert len(said) == 1
 
 
@@ -224,7 +224,7 @@ def test_tied_weight_locations_are_sorted_and_unique() -> None:
 
 
 def test_allow_identical_stages_accepts_equal_copies() -> None:
-    ranks: Any = _copied(execution=ExecutionOptions(allow_identical_stages=True))
+    ranks: Any = _undeclared_copies(execution=ExecutionOptions(allow_identical_stages=True))
     ranks.step(*batch(2, 0), SCALE)
     one, other = (rank.stages[s].module for s, rank in enumerate(ranks.executors))
     assert not torch.equal(one.words.weight.grad, other.head.weight.grad)
@@ -238,7 +238,7 @@ def test_equal_constant_weights_are_accepted() -> None:
     for stage in stages:
         nn.init.zeros_(stage[1].bias)
     options: Any = {"loss": lambda y, t: y.sum(), "boundary": Boundary((2, 200))}
-    program = schedir.compile(gpipe, PLAN)
+    program = schedir.compile(gpipe, SHAPE)
     InProcessExecutor(program, stages, **options)
     with torch.no_grad():
         for k, stage in enumerate(stages):
@@ -254,7 +254,7 @@ def test_untrained_module_changes_are_accepted() -> None:
     model = Model(2)
     model.h[0].up.requires_grad_(False)
     stages = parts(model)
-    ranks = _make(stages, True)
+    ranks = _make_executor(stages, True)
     changes: Any = (
         lambda: setattr(stages[0].layer, "note", nn.Identity()),
         lambda: setattr(stages[0].layer, "more", nn.Linear(1, 1).requires_grad_(False)),
@@ -315,10 +315,10 @@ def test_failed_step_keeps_shared_parameter(error: type[BaseException]) -> None:
 # ---------------------------------------------------------------- processes
 
 
-def _process(process: int, how: str) -> None:
+def _run_process(process: int, how: str) -> None:
     """Run a process with its own stage, which no other process sees."""
     dp = 2 if how.startswith("replicas") else 1
-    program = schedir.compile(one_f_one_b, PLAN if dp == 1 else PipelineShape(1, 2), dp=dp)
+    program = schedir.compile(one_f_one_b, SHAPE if dp == 1 else PipelineShape(1, 2), dp=dp)
     transport = GlooTransport(program)
     model = Model(program.shape.stages, seed=process if how == "replicas" else 0)
     if how == "seeded":
@@ -327,7 +327,7 @@ def _process(process: int, how: str) -> None:
         model.h[1].up.weight = nn.Parameter(model.h[0].up.weight.detach().clone())
     ties = schedir.find_tied_weights(parts(model)) if how in ("decay", "not stepped") else None
     if ties:
-        program = schedir.compile(one_f_one_b, PLAN, tied_weights=ties)
+        program = schedir.compile(one_f_one_b, SHAPE, tied_weights=ties)
     stage = deepcopy(parts(model)[transport.rank])
     decay = 0.1 if how.endswith("decay") and process else 0.01
     weights = [*stage.parameters()][: -1 if how == "not stepped" and process else None]
@@ -360,10 +360,10 @@ def _process(process: int, how: str) -> None:
 )
 def test_differences_between_processes_are_refused(how: str, said: str) -> None:
     with pytest.raises(RankError) as caught:
-        run(_process, 2, how, limit=60)
+        run(_run_process, 2, how, limit=60)
     assert len(caught.value.tracebacks) == 2
     assert all("ModelError: " in tb and said in tb for tb in caught.value.tracebacks.values())
 
 
 def test_allow_identical_stages_applies_to_processes() -> None:
-    assert run(_process, 2, "alike") == [None, None]
+    assert run(_run_process, 2, "alike") == [None, None]

@@ -24,7 +24,7 @@ from schedir.schedules import one_f_one_b
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_bits
 
 
-def stages(dtype: torch.dtype, wide: bool) -> list[nn.Module]:
+def make_stages(dtype: torch.dtype, wide: bool) -> list[nn.Module]:
     modules = [m.to(dtype) for m in gpt_stages(2)]
     for module in modules if wide else ():
         use_float32_gradients(module)
@@ -41,7 +41,7 @@ def test_tensor_grad_scale_equals_float_scale(dtype: torch.dtype, wide: bool, sc
     program = compile(one_f_one_b, PipelineShape(2, 3), tied_weights=True, clip_grad_norm=scaled)
     found = []
     for scale in (0.3, torch.tensor(0.3, dtype=torch.float64)):
-        modules = stages(dtype, wide)
+        modules = make_stages(dtype, wide)
         world = InProcessExecutor(
             program,
             modules,
@@ -54,9 +54,9 @@ def test_tensor_grad_scale_equals_float_scale(dtype: torch.dtype, wide: bool, sc
     assert same_bits(*found)
 
 
-def trained(adamw: bool, main: bool) -> Any:
+def make_trained_executor(adamw: bool, main: bool) -> Any:
     """Return a world of one rank, whose optimizer has stepped if it is AdamW, but not if SGD."""
-    modules = stages(torch.bfloat16 if main else torch.float32, main)[:1]
+    modules = make_stages(torch.bfloat16 if main else torch.float32, main)[:1]
 
     def make(parameters: list[Any]) -> torch.optim.Optimizer:
         if adamw:
@@ -80,7 +80,7 @@ def trained(adamw: bool, main: bool) -> Any:
 @pytest.mark.parametrize("adamw", [False, True])
 def test_undone_steps_restore_weights_and_optimizer_state(adamw: bool, main: bool) -> None:
     """A later step is as without them, whether or not the optimizer had states before."""
-    plain, warm = trained(adamw, main), trained(adamw, main)
+    plain, warm = make_trained_executor(adamw, main), make_trained_executor(adamw, main)
     rank = warm.executors[0]
     places = [p.data_ptr() for s in rank.stages.values() for p in s.module.parameters()]
     with undo_steps(rank.state):
@@ -108,7 +108,7 @@ def test_undone_steps_restore_weights_and_optimizer_state(adamw: bool, main: boo
 
 
 def test_nested_undo_steps_restores_state() -> None:
-    world = trained(adamw=True, main=False)
+    world = make_trained_executor(adamw=True, main=False)
     (rank,) = world.executors
     before = [p.detach().clone() for s in rank.stages.values() for p in s.module.parameters()]
     rank.resources.optimizer = torch.optim.AdamW(

@@ -35,7 +35,7 @@ from tests.cpu.tiny_stages import BOUNDARY, batch, config, gradients, paired, sa
 from tests.cpu.virtual_gpu import VirtualGPU, charge, copies, install
 from tests.laws import shape_of
 
-PLANS = [
+CASES = [
     (paired, PipelineShape(2, 4)),
     (one_f_one_b, PipelineShape(2, 4)),
     (zb, PipelineShape(2, 4)),
@@ -44,7 +44,7 @@ PLANS = [
 SLOTS: list[BufferSharing | None] = [None, "minimal"]
 
 
-class Late(GlooTransport):
+class LateGathers(GlooTransport):
     """A transport whose gathers write as late as they may.
 
     Until the wait, a gather leaves garbage in its output. No one may write to its input.
@@ -72,7 +72,7 @@ _ALL_REDUCE = dist.all_reduce
 
 
 class _LateGather:
-    def __init__(self, transport: Late, whole: Tensor, shard: Tensor) -> None:
+    def __init__(self, transport: LateGathers, whole: Tensor, shard: Tensor) -> None:
         self.transport, self.whole, self.shard = transport, whole, shard
         self.read, self.written = shard.clone(), whole.clone()
         own = self.written.view(transport.tp, -1)[transport.tp_rank]
@@ -88,14 +88,14 @@ class _LateGather:
         self.whole.copy_(self.written)
 
 
-def turned(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+def return_noncontiguous(module: nn.Module, args: Any, y: Tensor) -> Tensor:
     """Return the same numbers in another memory layout, where a slice is not contiguous."""
     y = y.transpose(0, 1).contiguous().transpose(0, 1)
     assert not y.is_contiguous()
     return y
 
 
-def one_rank(
+def run_rank(
     rank: int, schedule: Any, shape: PipelineShape, hook: Any = None
 ) -> list[tuple[bool, int]]:
     """Return whether bits equal the reference, and the number of collectives during gathers."""
@@ -111,7 +111,7 @@ def one_rank(
             overlap=True,
             buffer_sharing=slots,
         )
-        transport = Late(program)
+        transport = LateGathers(program)
         group = transport.tp_group
         loss = partial(gpt.loss, tp=group)
         ours, right = (
@@ -135,23 +135,23 @@ def one_rank(
     return found
 
 
-@pytest.mark.parametrize(("schedule", "shape"), PLANS)
+@pytest.mark.parametrize(("schedule", "shape"), CASES)
 def test_gathers_in_flight_have_reference_bits(schedule: Any, shape: PipelineShape) -> None:
-    results = run(one_rank, 4, schedule, shape)
+    results = run(run_rank, 4, schedule, shape)
     assert all(same for found in results for same, _ in found)
     for of_slots in zip(*results, strict=True):
         assert any(beside for _, beside in of_slots)
 
 
 def test_noncontiguous_outputs_have_reference_bits() -> None:
-    results = run(one_rank, 4, one_f_one_b, PipelineShape(2, 4), turned)
+    results = run(run_rank, 4, one_f_one_b, PipelineShape(2, 4), return_noncontiguous)
     assert all(same for found in results for same, _ in found)
 
 
 # ---------------------------------------------------------------- on a virtual GPU
 
 
-class Sliced(StreamMailbox):
+class SlicedMailbox(StreamMailbox):
     """One of two tensor-parallel ranks, where the other rank has the same data."""
 
     tp = 2
@@ -199,7 +199,7 @@ def test_gathers_overlap_computes_as_predicted(
     )  # its __init__ refuses tensor-parallel ranks
     ranks.program, ranks.graph, ranks.stage_replicas = program, Graph(program, "per_edge"), []
     ranks.execution_orders = {program.digest: ExecutionOrders(program, "per_edge")}
-    ranks.mailboxes = [Sliced(hub, rank, gpu, 0.75) for rank in range(shape.ranks)]
+    ranks.mailboxes = [SlicedMailbox(hub, rank, gpu, 0.75) for rank in range(shape.ranks)]
     ranks.executors = []
     for rank, mail in enumerate(ranks.mailboxes):
         own = {s: stages[s] for s in shape.stages_on_rank[rank]}

@@ -33,7 +33,7 @@ torch.set_num_threads(1)
 WIDTH = 4
 
 
-class Packed(nn.Module):
+class PackedSequences(nn.Module):
     """Passes numbers, and the ends of the packed sequences."""
 
     def __init__(self, number: int) -> None:
@@ -45,20 +45,21 @@ class Packed(nn.Module):
         return torch.tanh(self.linear(x)) + x.cumsum(0)[ends].sum(0), ends
 
 
-class Last(Packed):
+class LastStage(PackedSequences):
     """Returns only the numbers."""
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x, ends)[0]
 
 
-def model(stages: int) -> list[nn.Module]:
+def make_stages(stages: int) -> list[nn.Module]:
     return [
-        make_backward_splittable(each) for each in (*map(Packed, range(stages - 1)), Last(stages))
+        make_backward_splittable(each)
+        for each in (*map(PackedSequences, range(stages - 1)), LastStage(stages))
     ]
 
 
-def batch(lengths: list[tuple[int, int]]) -> tuple[Any, Any, PerMicrobatchBoundary]:
+def make_batch(lengths: list[tuple[int, int]]) -> tuple[Any, Any, PerMicrobatchBoundary]:
     """Return microbatches with these numbers of tokens and sequences."""
     torch.manual_seed(1)
     x = [(torch.randn(n, WIDTH), torch.randint(n, (k,))) for n, k in lengths]
@@ -71,12 +72,12 @@ LENGTHS = [(3, 1), (5, 2), (1, 1), (4, 3)]
 
 
 def test_slot_size_is_that_of_its_largest_microbatch() -> None:
-    x, y, boundary = batch([(300, 1), (500, 2), (100, 1), (400, 3)])
+    x, y, boundary = make_batch([(300, 1), (500, 2), (100, 1), (400, 3)])
     each = [300, 500, 100, 400]
     choices: list[tuple[BufferSharing | None, list[int]]] = [("minimal", [max(each)]), (None, each)]
     for slots, expected in choices:
         program = compile(gpipe, PipelineShape(2, 4), buffer_sharing=slots)
-        ranks = InProcessExecutor(program, model(2), loss=loss, boundary=boundary)
+        ranks = InProcessExecutor(program, make_stages(2), loss=loss, boundary=boundary)
         ranks.step(x, y)
         rooms = [
             own.nbytes for own in ranks.executors[1].state.service(MessageBuffers).received.values()
@@ -93,13 +94,13 @@ CASES: list[tuple[Any, PipelineShape, dict[str, Any]]] = [
 ]
 
 
-def own_steps(process: int) -> list[Any]:
+def run_cases(process: int) -> list[Any]:
     """Return for each case the gradients of this process's stages."""
-    x, y, boundary = batch(LENGTHS)
+    x, y, boundary = make_batch(LENGTHS)
     found = []
     for make, shape, options in CASES:
         program = compile(one_f_one_b, shape, progress_model=make.progress_model, **options)
-        transport, stages = make(program), model(shape.stages)
+        transport, stages = make(program), make_stages(shape.stages)
         own = Executor(program, transport.rank, stages, transport, loss=loss, boundary=boundary)
         for _ in range(2):
             own.step(x, y)
@@ -109,10 +110,10 @@ def own_steps(process: int) -> list[Any]:
 
 def test_processes_have_reference_bits() -> None:
     """This is tested over Gloo, with and without shared slots, and with shared memory."""
-    results = run(own_steps, 2)
-    x, y, _ = batch(LENGTHS)
+    results = run(run_cases, 2)
+    x, y, _ = make_batch(LENGTHS)
     for case, (_, shape, _) in enumerate(CASES):
-        plain = model(shape.stages)
+        plain = make_stages(shape.stages)
         run_sequential(plain, x, y, loss=loss)
         for rank in range(2):
             own = shape.stages_on_rank[rank if shape.ranks > 1 else 0]
@@ -132,7 +133,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "per_microbatch.txt"
 SHAPES = [(3, WIDTH), (2, WIDTH)]
 
 
-def step(boundary: Any, lengths: tuple[int, ...] = (3, 2)) -> object:
+def run_step(boundary: Any, lengths: tuple[int, ...] = (3, 2)) -> object:
     stages = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     ranks = InProcessExecutor(
         compile(gpipe, PipelineShape(2, 2)), stages, loss=loss, boundary=boundary
@@ -140,11 +141,11 @@ def step(boundary: Any, lengths: tuple[int, ...] = (3, 2)) -> object:
     return ranks.step([torch.ones(n, WIDTH) for n in lengths], [torch.ones(WIDTH)] * 2)
 
 
-WRONG: dict[str, Callable[[], object]] = {
-    "another number": lambda: step(PerMicrobatchBoundary(SHAPES[:1])),
-    "a generator": lambda: step(PerMicrobatchBoundary(shape for shape in SHAPES)),  # type: ignore[arg-type]
-    "another shape": lambda: step(PerMicrobatchBoundary(SHAPES), (3, 3)),
-    "an edge of one": lambda: step(PerMicrobatchBoundary([{0: SHAPES[0]}, {1: SHAPES[1]}])),
+MISTAKES: dict[str, Callable[[], object]] = {
+    "another number": lambda: run_step(PerMicrobatchBoundary(SHAPES[:1])),
+    "a generator": lambda: run_step(PerMicrobatchBoundary(shape for shape in SHAPES)),  # type: ignore[arg-type]
+    "another shape": lambda: run_step(PerMicrobatchBoundary(SHAPES), (3, 3)),
+    "an edge of one": lambda: run_step(PerMicrobatchBoundary([{0: SHAPES[0]}, {1: SHAPES[1]}])),
     "sizes of several": lambda: measure_sizes(
         [nn.Identity(), nn.Identity()], torch.ones(WIDTH), torch.ones(WIDTH), loss=loss,
         boundary=PerMicrobatchBoundary(SHAPES),  # type: ignore[arg-type]
@@ -152,12 +153,12 @@ WRONG: dict[str, Callable[[], object]] = {
 }  # fmt: skip
 
 
-def told(wrong: Callable[[], object]) -> str:
+def describe_error(wrong: Callable[[], object]) -> str:
     with pytest.raises(SchedirError) as error:
         wrong()
     return f"{type(error.value).__name__}: {error.value}"
 
 
 def test_mistakes_are_refused_with_golden_errors() -> None:
-    said = "".join(f"{name}\n  {told(wrong)}\n" for name, wrong in WRONG.items())
+    said = "".join(f"{name}\n  {describe_error(wrong)}\n" for name, wrong in MISTAKES.items())
     assert said == GOLDEN.read_text()

@@ -71,12 +71,12 @@ class Streamed(EdgeGroups):
 
     def __init__(self, program: Program) -> None:
         self.met: Counter[GroupKey] = Counter()
-        self.held: list[_Held] = []
+        self.held: list[_AwaitedWork] = []
         super().__init__(program)
         self.uses_static_buffers = True
 
     def _hold(self, work: Work) -> Work:
-        self.held.append(held := _Held(work))
+        self.held.append(held := _AwaitedWork(work))
         return held
 
     def send(self, tensor: Tensor, peer: int, lane: Any) -> Work:
@@ -97,7 +97,7 @@ class Streamed(EdgeGroups):
             self.held.pop().wait()
 
 
-class _Held:
+class _AwaitedWork:
     """Work that can be waited for several times."""
 
     def __init__(self, work: Work) -> None:
@@ -108,7 +108,7 @@ class _Held:
         work.wait()
 
 
-def _bits(executor: Executor) -> list[Any]:
+def _collect_state(executor: Executor) -> list[Any]:
     """Return the gradients, and all state that a step changes."""
     optimizer: Any = executor.resources.optimizer
     parameters = [
@@ -122,17 +122,17 @@ def _bits(executor: Executor) -> list[Any]:
     ]
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
+        return one.keys() == other.keys() and all(_is_equal(one[k], other[k]) for k in one)
     if isinstance(one, list):
-        return len(one) == len(other) and all(map(_equal, one, other))
+        return len(one) == len(other) and all(map(_is_equal, one, other))
     return bool(one == other)
 
 
-def undone_step(rank: int) -> dict[str, tuple[bool, set[GroupKey], set[GroupKey]]]:
+def compare_warm_and_cold(rank: int) -> dict[str, tuple[bool, set[GroupKey], set[GroupKey]]]:
     """Return for each case whether the warmup step leaves the bits of later steps unchanged.
 
     Also return the groups that communicated before the first step, and those that must.
@@ -152,29 +152,29 @@ def undone_step(rank: int) -> dict[str, tuple[bool, set[GroupKey], set[GroupKey]
             executor.runner.is_warm = not warm
             inputs, targets, scale = own_batch(program, transport)
             if warm:
-                before = _bits(executor)
+                before = _collect_state(executor)
                 executor.runner._warm_up(StepInputs(inputs, targets, scale))
-                after, met = _bits(executor), {*transport.met}
+                after, met = _collect_state(executor), {*transport.met}
                 if fused:  # the state exists, with its initial values
                     state = after[2].pop("state")
                     before[2].pop("state")
                     assert not any(t.any() for own in state.values() for t in own.values())
-                assert executor.runner.is_warm and _equal(before[1:], after[1:])
+                assert executor.runner.is_warm and _is_equal(before[1:], after[1:])
                 transport.met.clear()
             for seed in range(2):
                 executor.step(*own_batch(program, transport, seed))
-            ran.append(_bits(executor))
-        found[name] = (_equal(*ran), met, {*transport.met})
+            ran.append(_collect_state(executor))
+        found[name] = (_is_equal(*ran), met, {*transport.met})
     return found
 
 
 def test_warmup_step_changes_no_later_step() -> None:
-    for cases in run(undone_step, 4):
+    for cases in run(compare_warm_and_cold, 4):
         for name, (same, met, wanted) in cases.items():
             assert same and met == wanted and ("model" in met) == CASES[name].clip, name
 
 
-class Growing(nn.Module):
+class GrowingMemory(nn.Module):
     """A layer that waits for the device whenever it holds more microbatches than ever before."""
 
     def __init__(self, transport: Streamed) -> None:
@@ -186,13 +186,13 @@ class Growing(nn.Module):
         if self.holds > self.most:
             self.most = self.holds
             self.transport.synchronize()
-        y: Tensor = _Let.apply(self.layer(x), self)  # type: ignore[no-untyped-call]
+        y: Tensor = _ReleaseMicrobatch.apply(self.layer(x), self)  # type: ignore[no-untyped-call]
         return y
 
 
-class _Let(torch.autograd.Function):
+class _ReleaseMicrobatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, layer: Growing) -> Tensor:
+    def forward(ctx: Any, y: Tensor, layer: GrowingMemory) -> Tensor:
         ctx.layer = layer
         return y.view_as(y)
 
@@ -202,13 +202,13 @@ class _Let(torch.autograd.Function):
         return dys[0], None
 
 
-def growing(rank: int, cold: bool) -> int:
+def run_growing_memory(rank: int, cold: bool) -> int:
     """Run steps of a program that would hang if a rank waited for the device."""
     program = compile(one_f_one_b, PipelineShape(4, 8), progress_model="per_edge", overlap=True)
     with pytest.raises(DeadlockError):
         check(program, "per_edge", host_device_sync=True)
     transport = Streamed(program)
-    layer = Growing(transport)
+    layer = GrowingMemory(transport)
     executor = Executor(
         program, rank, {rank: layer}, transport, loss=lambda y, _: y.sum(), boundary=Boundary((4,)),
         execution=ExecutionOptions(allow_identical_stages=True),
@@ -221,13 +221,13 @@ def growing(rank: int, cold: bool) -> int:
 
 
 def test_warmup_step_reaches_peak_memory_without_deadlock() -> None:
-    assert run(growing, 4, False) == [4, 3, 2, 1]
+    assert run(run_growing_memory, 4, False) == [4, 3, 2, 1]
 
 
 _all_reduce = dist.all_reduce
 
 
-def _summed(tensor: Tensor, *how: Any, async_op: bool = False, **more: Any) -> Any:
+def _all_reduce_copy(tensor: Tensor, *how: Any, async_op: bool = False, **more: Any) -> Any:
     """All-reduce a copy, since Gloo's thread may hold its argument a little longer."""
     with _disable_current_modes():
         copy = tensor.clone()
@@ -236,14 +236,14 @@ def _summed(tensor: Tensor, *how: Any, async_op: bool = False, **more: Any) -> A
     return CompletedWork() if async_op else None
 
 
-def asked(rank: int, warm: bool) -> dict[str, list[int]]:
+def count_memory_requests(rank: int, warm: bool) -> dict[str, list[int]]:
     """Return for each case the number of memory requests in each of three steps, or in one."""
     found: dict[str, list[int]] = {}
     for name, case in CASES.items() if warm else [*CASES.items()][:2]:
         program = case.compile()
         with pytest.MonkeyPatch.context() as patch:
             gpu = install(patch)
-            patch.setattr(dist, "all_reduce", _summed)
+            patch.setattr(dist, "all_reduce", _all_reduce_copy)
             transport = NcclLike(program, gpu, Races(gpu))
             norm = 1.0 if case.clip else None
             executor = gpt_executor(
@@ -269,12 +269,12 @@ def asked(rank: int, warm: bool) -> dict[str, list[int]]:
 
 @pytest.mark.parametrize("warm", [True, False])
 def test_steps_after_warmup_request_no_memory(warm: bool) -> None:
-    for rank in run(asked, 4, warm):
+    for rank in run(count_memory_requests, 4, warm):
         for name, (first, *others) in rank.items():
             assert (first, others) == (0, [0, 0]) if warm else first, (name, first, others)
 
 
-def turned(rank: int, kind: str) -> bool:
+def compare_serialized_step(rank: int, kind: str) -> bool:
     """Return whether a step that issues the parts of groups one by one has the same bits."""
     program = compile(
         one_f_one_b, PipelineShape(4, 8), overlap=True, tied_weights=True, clip_grad_norm=True
@@ -293,24 +293,24 @@ def turned(rank: int, kind: str) -> bool:
         step = executor.runner.step_serialized if in_turn else executor.step
         for seed in range(2):
             step(*own_batch(program, transport, seed))
-        found.append(_bits(executor))
-    return _equal(*found)
+        found.append(_collect_state(executor))
+    return _is_equal(*found)
 
 
 @pytest.mark.parametrize("kind", ["grouped", "edge"])
 def test_serialized_step_has_same_bits(kind: str) -> None:
-    assert all(run(turned, 4, kind))
+    assert all(run(compare_serialized_step, 4, kind))
 
 
-class Greedy(nn.Module):
+class HugeAllocation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.empty(1 << 45)  # larger than the address space
 
 
-def too_large(rank: int) -> tuple[int, str, str]:
+def run_huge_allocation(rank: int) -> tuple[int, str, str]:
     program = compile(interleaved, PipelineShape(1, 2, 2), progress_model="per_edge")
     executor = Executor(
-        program, rank, [nn.Linear(4, 4), Greedy()], Streamed(program),
+        program, rank, [nn.Linear(4, 4), HugeAllocation()], Streamed(program),
         loss=lambda y, _: y.sum(), boundary=Boundary((2, 4)),
     )  # fmt: skip
     with pytest.raises(ExecutionError) as error:
@@ -320,5 +320,5 @@ def too_large(rank: int) -> tuple[int, str, str]:
 
 
 def test_out_of_memory_names_stage() -> None:
-    ((rank, instr, fact),) = run(too_large, 1)
+    ((rank, instr, fact),) = run(run_huge_allocation, 1)
     assert (rank, instr) == (0, "F 1.0") and "memory" in fact

@@ -78,7 +78,7 @@ def test_build_stage_uses_device_and_dtype() -> None:
 BLOCK = 160  # elements
 
 
-def shared(rank: int) -> tuple[dict[str, tuple[Tensor, int | None]], int]:
+def build_rank_stage(rank: int) -> tuple[dict[str, tuple[Tensor, int | None]], int]:
     """Return a rank's parameters with their shard dimensions, and its largest allocation."""
     with pytest.MonkeyPatch.context() as patch, Largest() as largest:
         patch.setattr(sliced_init, "BLOCK_SIZE", BLOCK)
@@ -93,7 +93,7 @@ def test_ranks_draw_only_slices_of_one_model(
     monkeypatch.setattr(sliced_init, "BLOCK_SIZE", BLOCK)
     alone = dict(build_stage(CONFIG, 0, 1).named_parameters())
     for ranks in (2, 4):
-        results = run(shared, ranks)
+        results = run(build_rank_stage, ranks)
         for name, whole in alone.items():
             slices, dims = zip(*(own[name] for own, _ in results), strict=True)
             joined = slices[0] if dims[0] is None else torch.cat(slices, dims[0])

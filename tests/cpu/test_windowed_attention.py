@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 Heads = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def heads(length: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Heads:
+def draw_heads(length: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Heads:
     """Return q, k and v as views of one tensor, as in the GPT, and a gradient of the output."""
     numbers = torch.Generator().manual_seed(seed)
     qkv = torch.randn(2, length, 3, 3, 8, generator=numbers, dtype=dtype)
@@ -34,19 +34,19 @@ def heads(length: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Hea
     return q, k, v, grad
 
 
-def run(found: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+def run_attention(found: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
     out = found(q, k, v)
     return [out, *torch.autograd.grad(out, (q, k, v), grad)]
 
 
-def whole(mask: Tensor, dropout: float = 0.0) -> Any:
+def make_masked_attention(mask: Tensor, dropout: float = 0.0) -> Any:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
 
     return run
 
 
-def windowed(window: int, stride: int, dropout: float = 0.0) -> Any:
+def make_windowed_attention(window: int, stride: int, dropout: float = 0.0) -> Any:
     return lambda q, k, v: attention(q, k, v, (window, stride), dropout)
 
 
@@ -57,11 +57,11 @@ def assert_near(got: list[Tensor], want: list[Tensor], limit: float) -> None:
         assert bool(error <= limit * (1 + other.double().norm())), error
 
 
-windows = st.integers(1, 300).flatmap(lambda w: st.tuples(st.just(w), st.integers(1, w)))
+window_strategy = st.integers(1, 300).flatmap(lambda w: st.tuples(st.just(w), st.integers(1, w)))
 WINDOWS = [(1, 1), (16, 1), (64, 64), (100, 7), (128, 64), (130, 130), (256, 32), (300, 1)]
 
 
-@given(st.integers(1, 300), windows)
+@given(st.integers(1, 300), window_strategy)
 def test_mask_matches_cost_model(length: int, window: tuple[int, int]) -> None:
     start, end = Axis(length, *window, causal=True).visible_keys
     key = np.arange(length)
@@ -73,32 +73,42 @@ def test_mask_matches_cost_model(length: int, window: tuple[int, int]) -> None:
 @pytest.mark.parametrize("length", [1, 64, 200, 257])
 @pytest.mark.parametrize("window", WINDOWS)
 def test_tiled_attention_equals_masked_attention(length: int, window: tuple[int, int]) -> None:
-    got = run(windowed(*window), *heads(length))
-    assert_near(got, run(whole(build_window_mask(length, *window)), *heads(length)), 1e-12)
+    got = run_attention(make_windowed_attention(*window), *draw_heads(length))
+    assert_near(
+        got,
+        run_attention(
+            make_masked_attention(build_window_mask(length, *window)), *draw_heads(length)
+        ),
+        1e-12,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
 def test_tiled_attention_in_low_precision(dtype: torch.dtype) -> None:
-    got = run(windowed(100, 7), *heads(200, dtype))
+    got = run_attention(make_windowed_attention(100, 7), *draw_heads(200, dtype))
     assert_near(
         got,
-        run(whole(build_window_mask(200, 100, 7)), *heads(200, dtype)),
+        run_attention(
+            make_masked_attention(build_window_mask(200, 100, 7)), *draw_heads(200, dtype)
+        ),
         torch.finfo(dtype).eps * 4,
     )
 
 
 @pytest.mark.parametrize("length", [1, 63, 256, 300])
 def test_full_window_equals_causal_attention(length: int) -> None:
-    got = run(windowed(320, 64), *heads(length, torch.float32))
-    assert_near(got, run(lambda *x: attention(*x), *heads(length, torch.float32)), 1e-6)
+    got = run_attention(make_windowed_attention(320, 64), *draw_heads(length, torch.float32))
+    assert_near(
+        got, run_attention(lambda *x: attention(*x), *draw_heads(length, torch.float32)), 1e-6
+    )
 
 
 def test_attention_does_not_depend_on_later_tokens() -> None:
-    q, k, v, _ = heads(300)
+    q, k, v, _ = draw_heads(300)
     found = attention(q, k, v, (100, 64))
     for length in (1, 99, 130, 299):
         first = (x[:, :, :length] for x in (q, k, v))
-        part = windowed(100, 64)(*first)
+        part = make_windowed_attention(100, 64)(*first)
         assert_near([part], [found[:, :, :length]], 1e-12)
 
 
@@ -126,7 +136,7 @@ def test_grouped_query_attention_equals_repeated_keys(
     found = []
     for run_it in (grouped, spread):
         torch.manual_seed(1)
-        found.append(run(run_it, q, k, v, grad))
+        found.append(run_attention(run_it, q, k, v, grad))
     assert_near(found[0], found[1], 1e-12)
 
 
@@ -140,12 +150,18 @@ def test_mismatched_head_shapes_are_refused(shape: Any, window: Any) -> None:
 
 
 def test_attention_accepts_any_memory_layout() -> None:
-    given = heads(200)
+    given = draw_heads(200)
     q, k, v = (
         x.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for x in given[:3]
     )
-    got = run(windowed(64, 16), q, k, v, given[3].new_ones(()).expand_as(given[3]))
-    assert_near(got, run(windowed(64, 16), *given[:3], torch.ones_like(given[3])), 1e-12)
+    got = run_attention(
+        make_windowed_attention(64, 16), q, k, v, given[3].new_ones(()).expand_as(given[3])
+    )
+    assert_near(
+        got,
+        run_attention(make_windowed_attention(64, 16), *given[:3], torch.ones_like(given[3])),
+        1e-12,
+    )
 
 
 def test_window_does_not_change_saved_bytes() -> None:
@@ -158,7 +174,7 @@ def test_window_does_not_change_saved_bytes() -> None:
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            out = attention(*heads(512, torch.float32)[:3], window)
+            out = attention(*draw_heads(512, torch.float32)[:3], window)
         del out
         return sum(found.values())
 
@@ -167,11 +183,14 @@ def test_window_does_not_change_saved_bytes() -> None:
 
 def test_dropout_equals_dropout_of_masked_attention() -> None:
     found = []
-    for run_it in (windowed(64, 16, 0.4), whole(build_window_mask(200, 64, 16), 0.4)):
+    for run_it in (
+        make_windowed_attention(64, 16, 0.4),
+        make_masked_attention(build_window_mask(200, 64, 16), 0.4),
+    ):
         torch.manual_seed(3)
-        found.append(run(run_it, *heads(200)))
+        found.append(run_attention(run_it, *draw_heads(200)))
     assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    assert not torch.equal(found[0][0], windowed(64, 16)(*heads(200)[:3]))
+    assert not torch.equal(found[0][0], make_windowed_attention(64, 16)(*draw_heads(200)[:3]))
 
 
 @pytest.mark.parametrize(("length", "window"), [(1024, (256, 64)), (700, (100, 7)), (90, (64, 1))])

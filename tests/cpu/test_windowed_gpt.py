@@ -26,40 +26,40 @@ from tests.cpu.train_command import alone, train
 
 torch.set_num_threads(1)
 
-T = 160  # several tiles
+LENGTH = 160  # several tiles
 CONFIG = gpt.GPTConfig(
-    vocab=32, layers=4, hidden=16, heads=2, context=T, tied=False,
+    vocab=32, layers=4, hidden=16, heads=2, context=LENGTH, tied=False,
     window=(0, 48, 100, 64), stride=(1, 16, 1, 64),
 )  # fmt: skip
-BOUNDARY = Boundary((1, T, 16))
+BOUNDARY = Boundary((1, LENGTH, 16))
 
 
-def tokens(m: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def draw_tokens(m: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     numbers = torch.Generator().manual_seed(seed)
-    inputs, targets = (torch.randint(0, 32, (m, 1, T), generator=numbers) for _ in range(2))
+    inputs, targets = (torch.randint(0, 32, (m, 1, LENGTH), generator=numbers) for _ in range(2))
     return inputs, targets
 
 
-def step(config: gpt.GPTConfig) -> tuple[Tensor, dict[str, Tensor]]:
+def run_step(config: gpt.GPTConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """Return loss and gradients of two microbatches in float64."""
     stage = gpt.build_stage(config, 0, 1, dtype=torch.float64)
-    total = run_sequential([stage], *tokens(2), loss=gpt.loss)
+    total = run_sequential([stage], *draw_tokens(2), loss=gpt.loss)
     return total, gradients([stage])[0]
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, window: Any, dropout: float) -> Tensor:
-    mask = build_window_mask(T, *(window or (T, 1)))
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, window: Any, dropout: float) -> Tensor:
+    mask = build_window_mask(LENGTH, *(window or (LENGTH, 1)))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
 
 
-@pytest.mark.parametrize("window", [(CONFIG.window, CONFIG.stride), (16, 16), (1, 1), (T, 1)])
+@pytest.mark.parametrize("window", [(CONFIG.window, CONFIG.stride), (16, 16), (1, 1), (LENGTH, 1)])
 def test_windowed_gpt_equals_masked_attention(window: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(CONFIG, window=window[0], stride=window[1])
-    total, grads = step(config)
-    without, _ = step(replace(CONFIG, window=0, stride=1))
-    assert bool((total == without).item()) == (window == (T, 1))
-    monkeypatch.setattr(gpt, "attention", masked)
-    want, want_grads = step(config)
+    total, grads = run_step(config)
+    without, _ = run_step(replace(CONFIG, window=0, stride=1))
+    assert bool((total == without).item()) == (window == (LENGTH, 1))
+    monkeypatch.setattr(gpt, "attention", masked_attention)
+    want, want_grads = run_step(config)
     assert torch.allclose(total, want, rtol=1e-6, atol=0)  # the loss is float32
     assert grads.keys() == want_grads.keys()
     for name, grad in grads.items():
@@ -90,7 +90,7 @@ def test_pipelines_have_bits_of_one_process(
     own, plain = stages(), stages()
     world = InProcessExecutor(program, own, loss=gpt.loss, boundary=BOUNDARY, seed=2)
     for k in range(2):
-        data = tokens(shape.microbatches, k)
+        data = draw_tokens(shape.microbatches, k)
         want = run_sequential(plain, *data, loss=gpt.loss, program=program, seed=2, step=k)
         assert torch.equal(world.step(*data, order_seed=5 + k), want)
     for one, other in zip(gradients(own), gradients(plain), strict=True):
@@ -99,7 +99,7 @@ def test_pipelines_have_bits_of_one_process(
 
 def test_shorter_sequence_has_outputs_of_longer_one() -> None:
     stage = gpt.build_stage(CONFIG, 0, 1).eval()
-    inputs, _ = tokens(1)
+    inputs, _ = draw_tokens(1)
     with torch.no_grad():
         whole = stage(inputs[0])
         for length in (1, 63, 100):
@@ -108,7 +108,7 @@ def test_shorter_sequence_has_outputs_of_longer_one() -> None:
 
 
 def test_windows_do_not_change_measured_sizes() -> None:
-    (inputs, targets), found = tokens(1), []
+    (inputs, targets), found = draw_tokens(1), []
     for config in (CONFIG, replace(CONFIG, window=0, stride=1)):
         stages = [gpt.build_stage(config, s, 2) for s in range(2)]
         kept = measure_sizes(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)

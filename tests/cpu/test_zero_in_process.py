@@ -34,16 +34,16 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "zero_refused.txt"
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
 
 
-def ranks_of(program: Program, stages: list[nn.Module], **options: Any) -> InProcessExecutor:
+def make_executor(program: Program, stages: list[nn.Module], **options: Any) -> InProcessExecutor:
     usual: dict[str, Any] = {"loss": gpt.loss, "boundary": BOUNDARY, "optimizer": ADAM}
     return InProcessExecutor(program, stages, **usual | options)
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
+def is_same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def turns_of(program: Program, stage: int) -> list[list[int]]:
+def list_reduced_microbatches(program: Program, stage: int) -> list[list[int]]:
     """Return the microbatches that are reduced together in a stage's gradient, in order."""
     turns: list[list[int]] = [[]]
     for i in program.streams[int(program.shape.first_rank_per_stage[stage])]:
@@ -64,14 +64,14 @@ def test_reduce_scatters_add_in_program_order(schedule: Any, zero: int) -> None:
     )
     stages, plain = (gpt_stages(shape.stages, False) for _ in range(2))
     inputs, targets, scale = batch(4)
-    ranks_of(program, stages, optimizer=None).step(inputs, targets, scale)
+    make_executor(program, stages, optimizer=None).step(inputs, targets, scale)
     each: list[list[dict[str, Tensor]]] = []  # the gradients of single microbatches
     for mb in range(4):
         run_sequential(plain, inputs[[mb]], targets[[mb]], loss=gpt.loss)
         each.append(gradients(plain))
     several = 0
     for s, stage in enumerate(stages):
-        turns = turns_of(program, s)
+        turns = list_reduced_microbatches(program, s)
         several += len(turns) > 1
         for name, p in stage.named_parameters():
             sums = []
@@ -92,10 +92,10 @@ def test_weights_are_sharded_except_in_full_parameters(zero: int) -> None:
     program = schedir.compile(interleaved, PipelineShape(2, 4, 2), zero=zero, clip_grad_norm=True)
     stages, plain = (gpt_stages(4, False) for _ in range(2))
     shapes = [p.shape for stage in stages for p in stage.parameters()]
-    ranks = ranks_of(program, stages)
-    ranks_of(schedir.compile(interleaved, PipelineShape(2, 4, 2), clip_grad_norm=True), plain).step(
-        *batch(4)
-    )
+    ranks = make_executor(program, stages)
+    make_executor(
+        schedir.compile(interleaved, PipelineShape(2, 4, 2), clip_grad_norm=True), plain
+    ).step(*batch(4))
     ranks.step(*batch(4))
     assert all(p.dim() == 1 and p.grad is not None for m in stages for p in m.parameters())
     with ExitStack() as whole:
@@ -131,7 +131,7 @@ def test_optimizer_state_and_main_parameters_are_sharded() -> None:
             return optimizer
 
         program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=zero, clip_grad_norm=True)
-        ranks_of(
+        make_executor(
             program, stages, optimizer=make, boundary=Boundary(BOUNDARY.shape, torch.bfloat16)
         ).step(*batch(3))
         found.append(
@@ -142,7 +142,7 @@ def test_optimizer_state_and_main_parameters_are_sharded() -> None:
                 for t in (m.detach(), *optimizer.inner.state[m].values())
             ]
         )
-    assert same(*found)
+    assert is_same(*found)
 
 
 def test_evaluation_with_sharded_weights_has_same_loss() -> None:
@@ -152,34 +152,34 @@ def test_evaluation_with_sharded_weights_has_same_loss() -> None:
         program = schedir.compile(
             schedir.schedules.forward_only, PipelineShape(2, 4, 2), zero=zero, clip_grad_norm=False
         )
-        found.append(ranks_of(program, stages, optimizer=None).step(*batch(4)))
+        found.append(make_executor(program, stages, optimizer=None).step(*batch(4)))
     assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
 
 
-class Fails(nn.Linear):
+class FailingLayer(nn.Linear):
     now = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if Fails.now:
+        if FailingLayer.now:
             raise ValueError("as told")
         return super().forward(x)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_failed_step_leaves_sharded_weights(zero: int) -> None:
-    stages: list[nn.Module] = [Fails(4, 4), nn.Linear(4, 4)]
+    stages: list[nn.Module] = [FailingLayer(4, 4), nn.Linear(4, 4)]
     before = [p.detach().flatten().clone() for stage in stages for p in stage.parameters()]
     program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=zero)
     ranks = InProcessExecutor(
         program, stages, loss=nn.functional.mse_loss, boundary=(2, 4), optimizer=ADAM
     )
-    Fails.now = True
+    FailingLayer.now = True
     try:
         with pytest.raises(ExecutionError, match="as told"):
             ranks.step(torch.ones(3, 2, 4), torch.ones(3, 2, 4))
     finally:
-        Fails.now = False
-    assert same([p.detach() for stage in stages for p in stage.parameters()], before)
+        FailingLayer.now = False
+    assert is_same([p.detach() for stage in stages for p in stage.parameters()], before)
 
 
 _F, _I, _W = Opcode.Forward, Opcode.BackwardInput, Opcode.BackwardWeight
@@ -244,39 +244,39 @@ class Writes(nn.Linear):
         return super().forward(x)
 
 
-def strided() -> nn.Module:
+def make_strided_layer() -> nn.Module:
     layer = nn.Linear(4, 4)
     layer.weight = nn.Parameter(torch.ones(4, 4).t())
     layer.weight.data = torch.randn(4, 4).t()
     return layer
 
 
-def one_memory() -> nn.Module:
+def make_shared_memory_layer() -> nn.Module:
     layer = nn.Linear(4, 4)
     layer.other = nn.Parameter(layer.weight.data)
     return layer
 
 
-def scaled_rows() -> nn.Module:
+def make_scaled_rows() -> nn.Module:
     return nn.Sequential(nn.Embedding(4, 4, max_norm=1.0))
 
 
-REFUSED: dict[str, tuple[Any, Any]] = {
+REFUSED_MODELS: dict[str, tuple[Any, Any]] = {
     "muon": (lambda p: torch.optim.Muon([q for q in p if q.dim() == 2]), None),
     "lbfgs": (lambda p: torch.optim.LBFGS(p), None),
     "an optimizer of one's own": (lambda p: Own(p, 0.1), None),
-    "not contiguous": (ADAM, strided),
-    "one memory": (ADAM, one_memory),
+    "not contiguous": (ADAM, make_strided_layer),
+    "one memory": (ADAM, make_shared_memory_layer),
     "a view is kept": (ADAM, Keeps),
-    "scaled rows": (ADAM, scaled_rows),
+    "scaled rows": (ADAM, make_scaled_rows),
     "written in a forward": (ADAM, lambda: Writes(4, 4)),
     "written to data": (ADAM, lambda: WritesData(4, 4)),
 }
 
 
-def refusal(make: Any, module: Any) -> str:
+def get_refusal(make: Any, module: Any) -> str:
     first = module() if module else nn.Linear(4, 4)
-    x = torch.zeros(3, 2, dtype=torch.long) if module is scaled_rows else torch.ones(3, 2, 4)
+    x = torch.zeros(3, 2, dtype=torch.long) if module is make_scaled_rows else torch.ones(3, 2, 4)
     program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=3)
     with pytest.raises((ModelError, ExecutionError)) as error:
         ranks = InProcessExecutor(
@@ -291,7 +291,7 @@ def refusal(make: Any, module: Any) -> str:
 
 
 def test_unshardable_models_are_refused_with_golden_errors() -> None:
-    texts = [f"{name}\n{refusal(*how)}\n" for name, how in REFUSED.items()]
+    texts = [f"{name}\n{get_refusal(*how)}\n" for name, how in REFUSED_MODELS.items()]
     stages: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4)]
     options: dict[str, Any] = {
         "loss": nn.functional.mse_loss, "boundary": (2, 4), "optimizer": ADAM,

@@ -64,7 +64,7 @@ class Momentum(torch.optim.Optimizer):
                 p.sub_(self.moment(k, p).mul_(0.9).add_(p.grad), alpha=0.1)
 
 
-def made(zero: int, place: str) -> tuple[list[nn.Linear], InProcessExecutor]:
+def make_executor(zero: int, place: str) -> tuple[list[nn.Linear], InProcessExecutor]:
     torch.manual_seed(0)
     stages = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=zero, clip_grad_norm=False)
@@ -75,8 +75,8 @@ def made(zero: int, place: str) -> tuple[list[nn.Linear], InProcessExecutor]:
     return stages, ranks
 
 
-def trained(zero: int, place: str) -> list[Tensor]:
-    stages, ranks = made(zero, place)
+def train_three_steps(zero: int, place: str) -> list[Tensor]:
+    stages, ranks = make_executor(zero, place)
     x = torch.randn(3, 2, WIDTH, generator=torch.Generator().manual_seed(1))
     for _ in range(3):
         ranks.step(x, x + 1)
@@ -89,7 +89,7 @@ def trained(zero: int, place: str) -> list[Tensor]:
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("place", ["state", "nested state", "shape of p"])
 def test_sharded_state_steps_like_full_state(place: str, zero: int) -> None:
-    assert all(map(torch.equal, trained(zero, place), trained(0, place)))
+    assert all(map(torch.equal, train_three_steps(zero, place), train_three_steps(0, place)))
 
 
 @pytest.mark.parametrize("zero", [1, 3])
@@ -102,19 +102,19 @@ def test_sharded_state_steps_like_full_state(place: str, zero: int) -> None:
 )
 def test_unshardable_state_is_refused(place: str, what: str, zero: int) -> None:
     with pytest.raises(ModelError, match=what) as error:
-        made(zero, place)
+        make_executor(zero, place)
     assert error.value.program == "one_f_one_b" and "zero=0" in error.value.hint
 
 
 @pytest.mark.parametrize("zero", [1, 3])
 def test_state_with_shape_of_full_weight_is_refused(zero: int) -> None:
     with pytest.raises(ExecutionError, match=r"Momentum failed to step shards") as error:
-        trained(zero, "shape of the weight")
+        train_three_steps(zero, "shape of the weight")
     (site,) = error.value.sites
     assert str(site.instr) == "step" and "zero=0" in error.value.hint
 
 
-def _clips(optimizer: Any, *_: object) -> None:
+def _clip_by_hook(optimizer: Any, *_: object) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad.mul_(0.1 / p.grad.norm())
@@ -137,7 +137,7 @@ def test_optimizer_step_hooks_are_refused(zero: int, everywhere: bool) -> None:
     register: Any = (
         register_optimizer_step_pre_hook if everywhere else made[0].register_step_pre_hook
     )
-    handle = register(_clips)
+    handle = register(_clip_by_hook)
     try:
         with pytest.raises(ExecutionError, match=rf"hooks on its step.*\(zero {zero}\)"):
             ranks.step(*torch.randn(2, 2, 3, WIDTH))

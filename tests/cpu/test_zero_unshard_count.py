@@ -44,7 +44,7 @@ def residency(listed: list[Any]) -> tuple[int, int]:
     return int((kinds == str(UNSHARD)).sum()), int(whole.max())
 
 
-def no_more_than_torch(program: Program, most: int, each: Sequence[int] = (0, 1)) -> None:
+def assert_no_more_than_torch(program: Program, most: int, each: Sequence[int] = (0, 1)) -> None:
     """Assert that no rank gathers more often than torch's list with as many gathered stages.
 
     `each` are the numbers of runs to gather ahead.
@@ -74,7 +74,7 @@ def test_schedules_gather_no_more_often_than_torch(name: str) -> None:
         for microbatches in (4, 8):
             if microbatches >= least(schedule, ranks):
                 shape = shape_of(schedule, ranks, microbatches, v)
-                no_more_than_torch(expand_schedule(schedule, shape), 4)
+                assert_no_more_than_torch(expand_schedule(schedule, shape), 4)
 
 
 @given(
@@ -98,4 +98,6 @@ def test_random_drafts_gather_no_more_often_than_torch(program: Program) -> None
     torch also counts W, which needs no weights, so with W it may gather less far ahead than we do.
     Then only the case without gathers ahead is compared.
     """
-    no_more_than_torch(program, 3, (0,) if BACKWARD_WEIGHT in program.used_opcodes else (0, 1))
+    assert_no_more_than_torch(
+        program, 3, (0,) if BACKWARD_WEIGHT in program.used_opcodes else (0, 1)
+    )

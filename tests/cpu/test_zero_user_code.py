@@ -23,7 +23,7 @@ from schedir.schedules import looped_bfs, zb_h1
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
-def ranks_of(
+def make_executor(
     zero: int, stages: list[nn.Module], optimizer: Any = SGD, ranks: int = 1, **how: Any
 ) -> InProcessExecutor:
     program = schedir.compile(
@@ -38,21 +38,21 @@ def ranks_of(
     )
 
 
-def steps(ranks: InProcessExecutor) -> None:
+def run_two_steps(ranks: InProcessExecutor) -> None:
     for _ in range(2):
         ranks.step(torch.ones(3, 2, 4), torch.ones(3, 2, 4))
 
 
-def linears(seed: int = 0) -> list[nn.Module]:
+def make_linears(seed: int = 0) -> list[nn.Module]:
     torch.manual_seed(seed)
     return [nn.Linear(4, 4), nn.Linear(4, 4)]
 
 
-def weights(stages: list[nn.Module]) -> list[Tensor]:
+def collect_weights(stages: list[nn.Module]) -> list[Tensor]:
     return [p.detach().flatten() for stage in stages for p in stage.parameters()]
 
 
-class Prompt(nn.Module):
+class WeightAsOutput(nn.Module):
     """Returns its weight itself, which fills the memory of its bucket."""
 
     def __init__(self) -> None:
@@ -68,9 +68,15 @@ def test_stage_output_may_be_its_weight(ranks: int) -> None:
     found = []
     for zero in (0, 3):
         torch.manual_seed(0)
-        stages: list[nn.Module] = [Prompt(), *linears(1), *linears(2)[: 2 * ranks - 3]][: 2 * ranks]
-        steps(ranks_of(zero, stages, ranks=ranks, **({"unsharded_stages": 1} if zero else {})))
-        found.append(weights(stages))
+        stages: list[nn.Module] = [
+            WeightAsOutput(),
+            *make_linears(1),
+            *make_linears(2)[: 2 * ranks - 3],
+        ][: 2 * ranks]
+        run_two_steps(
+            make_executor(zero, stages, ranks=ranks, **({"unsharded_stages": 1} if zero else {}))
+        )
+        found.append(collect_weights(stages))
     assert all(map(torch.equal, *found))
 
 
@@ -83,7 +89,7 @@ class WritesData(nn.Linear):
 def test_write_to_data_is_refused() -> None:
     torch.manual_seed(0)
     with pytest.raises(ExecutionError, match="writes to one of weight to bias"):
-        steps(ranks_of(3, [WritesData(4, 4), nn.Linear(4, 4)]))
+        run_two_steps(make_executor(3, [WritesData(4, 4), nn.Linear(4, 4)]))
 
 
 class Keeps(nn.Linear):
@@ -96,16 +102,16 @@ class Keeps(nn.Linear):
 
 
 def test_stale_view_of_weight_is_refused() -> None:
-    steps(ranks_of(0, [Keeps(), nn.Linear(4, 4)]))
+    run_two_steps(make_executor(0, [Keeps(), nn.Linear(4, 4)]))
     with pytest.raises(ModelError, match="share memory"):
-        ranks_of(1, [Keeps(), nn.Linear(4, 4)])
+        make_executor(1, [Keeps(), nn.Linear(4, 4)])
     with warnings.catch_warnings():  # torch's weight norm recreates the weight in each forward
         warnings.simplefilter("ignore")
         normed = nn.utils.spectral_norm(nn.Linear(4, 4))
-        steps(ranks_of(1, [normed, nn.Linear(4, 4)]))
+        run_two_steps(make_executor(1, [normed, nn.Linear(4, 4)]))
 
 
-class Two:
+class TwoOptimizers:
     """Two optimizers in one, which have stepped full weights."""
 
     elementwise = True
@@ -124,14 +130,14 @@ class Two:
 def test_state_of_inner_optimizers_is_sharded() -> None:
     found, made = [], []
     for zero in (0, 2):
-        stages = linears()
+        stages = make_linears()
 
-        def make(parameters: list[nn.Parameter]) -> Two:
-            made.append(Two(parameters))
+        def make(parameters: list[nn.Parameter]) -> TwoOptimizers:
+            made.append(TwoOptimizers(parameters))
             return made[-1]
 
-        steps(ranks_of(zero, stages, make))
-        found.append(weights(stages))
+        run_two_steps(make_executor(zero, stages, make))
+        found.append(collect_weights(stages))
     assert all(map(torch.equal, *found))
     kept = [t for one in made[1].both for own in one.state.values() for t in own.values()]
     assert {t.dim() for t in kept} == {0, 1}
@@ -145,20 +151,20 @@ def test_loading_full_state_for_shards_is_refused() -> None:
         made.append(SGD(parameters, fused=True))
         return made[-1]  # type: ignore[no-any-return]
 
-    steps(ranks_of(0, linears(), make))
-    ranks = ranks_of(1, linears(), make)
+    run_two_steps(make_executor(0, make_linears(), make))
+    ranks = make_executor(1, make_linears(), make)
     made[1].load_state_dict(made[0].state_dict())
     with pytest.raises(
         ExecutionError,
         match=r"momentum_buffer of shape \[4, 4\] for a weight shard of shape \[16\]",
     ):
-        steps(ranks)
+        run_two_steps(ranks)
 
 
 def test_state_dict_of_shards_warns() -> None:
-    stages = linears()
+    stages = make_linears()
     model = nn.Sequential(*stages)
-    ranks = ranks_of(3, stages)
+    ranks = make_executor(3, stages)
     for look in (model.state_dict, ranks.executors[0].stages[1].module.state_dict):
         with pytest.warns(UserWarning, match=r"only this replica's shard of weight \(zero 3\)"):
             assert all(t.dim() == 1 for t in look().values())
@@ -168,10 +174,10 @@ def test_state_dict_of_shards_warns() -> None:
         assert model.state_dict()["0.weight"].shape == (4, 4)
         copies = [deepcopy(stages), pickle.loads(pickle.dumps(stages))]
     for copy in copies:  # copies belong to no executor, and are trained like other stages
-        steps(ranks_of(3, copy))
+        run_two_steps(make_executor(3, copy))
 
 
-class Reads(nn.Module):
+class ReadsOtherStage(nn.Module):
     """Multiplies by a weight of another stage."""
 
     def __init__(self, other: nn.Linear) -> None:
@@ -186,10 +192,10 @@ class Reads(nn.Module):
 def test_read_of_other_stages_weight_is_refused_at_level_3() -> None:
     """At level 3 its memory is released meanwhile, so reads would return arbitrary numbers."""
     first = nn.Linear(4, 4)
-    steps(ranks_of(2, [first, Reads(first)]))
+    run_two_steps(make_executor(2, [first, ReadsOtherStage(first)]))
     first = nn.Linear(4, 4)
     with pytest.raises(ExecutionError, match="a stage reads a weight of another stage"):
-        steps(ranks_of(3, [first, Reads(first)], unsharded_stages=1))
+        run_two_steps(make_executor(3, [first, ReadsOtherStage(first)], unsharded_stages=1))
 
 
 def test_loss_that_reads_other_stages_weight_is_refused_at_level_3() -> None:
