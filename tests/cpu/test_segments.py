@@ -93,7 +93,8 @@ def train_steps(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) ->
     passes = (2, 8 // share, 32)
     own = {f"{s} {n}": p for s, stage in stages.items() for n, p in stage.named_parameters()}
     executor = Executor(
-        program, transport.rank, select_modules(stages, cut), transport, loss=partial(gpt.loss, tp=tp),
+        program, transport.rank, select_modules(stages, cut), transport,
+        loss=partial(gpt.loss, tp=tp),
         boundary=passes if cut is None else build_boundaries(cut, passes, tp_size=share),
         gradients=GradientOptions(max_norm=1.0),
         optimizer=torch.optim.SGD(own.values(), lr=0.1), extra_programs=[evaluates],

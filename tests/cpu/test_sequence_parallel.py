@@ -176,10 +176,15 @@ STAGE_CASES: dict[str, tuple[Results, Callable[[int], nn.Module], str]] = {
         lambda _: ReplicatedWeight(True),
         "the program has sequence_parallel=False",
     ),
-    "silent": ({}, lambda _: ReplicatedWeight(None), "weight of stage 0 has no attribute summed_over_tp"),
-    "a slice": ({}, lambda _: make_sliced_weight(True), "each tensor-parallel rank has a different slice"),
+    "silent": (
+        {}, lambda _: ReplicatedWeight(None), "weight of stage 0 has no attribute summed_over_tp",
+    ),
+    "a slice": (
+        {}, lambda _: make_sliced_weight(True), "each tensor-parallel rank has a different slice",
+    ),
     "of two minds": (
-        {}, lambda rank: ReplicatedWeight(rank == 0), "parameters that tensor-parallel ranks sum in stage 0",
+        {}, lambda rank: ReplicatedWeight(rank == 0),
+        "parameters that tensor-parallel ranks sum in stage 0",
     ),
     "right": ({}, lambda _: ReplicatedWeight(False), ""),
     "right as a slice": ({}, lambda _: make_sliced_weight(None), ""),

@@ -45,19 +45,19 @@ SCHEDULES: dict[str, tuple[Schedule, PipelineShape, Skips]] = {
 class Layer(nn.Module):
     """A stage of a U-Net, which may take or return a skip of one tensor or of two."""
 
-    def __init__(self, gives: int, takes: int) -> None:
+    def __init__(self, num_returned: int, num_accepted: int) -> None:
         super().__init__()
-        self.returns, self.accepts = gives, takes
+        self.num_returned, self.num_accepted = num_returned, num_accepted
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
         self.norm = nn.LayerNorm(WIDTH)
-        self.narrow = nn.Parameter(torch.randn(NARROW, WIDTH)) if gives else None
-        self.wide = nn.Parameter(torch.randn(WIDTH, NARROW)) if takes else None
+        self.narrow = nn.Parameter(torch.randn(NARROW, WIDTH)) if num_returned else None
+        self.wide = nn.Parameter(torch.randn(WIDTH, NARROW)) if num_accepted else None
 
     def forward(self, x: Tensor, *skip: Any) -> Any:
-        assert len(skip) == (self.accepts > 0)
+        assert len(skip) == (self.num_accepted > 0)
         if self.wide is not None:
             came = skip[0]
-            if self.accepts > 1:
+            if self.num_accepted > 1:
                 came, shift = came
                 x = x.roll(int(shift[0]), -1)
             x = x + linear(came, self.wide)
@@ -65,7 +65,7 @@ class Layer(nn.Module):
         if self.narrow is None:
             return y
         out = torch.relu(linear(y, self.narrow))
-        return y, (out if self.returns == 1 else (out, torch.tensor([3])))
+        return y, (out if self.num_returned == 1 else (out, torch.tensor([3])))
 
 
 def make_stages(stages: int, skips: Skips, seed: int = 0) -> list[nn.Module]:
@@ -153,10 +153,10 @@ def test_measured_sizes_include_skips() -> None:
 
 
 def test_unused_skip_has_zero_gradient() -> None:
-    def returns(y: Tensor) -> Any:
+    def return_skip(y: Tensor) -> Any:
         return y, 7 * y
 
-    (world, x) = make_executor(gives, loss=lambda y, _: y.sum())
+    (world, x) = make_executor(return_skip, loss=lambda y, _: y.sum())
     world.step(x, x)
     weight = world.executors[0].stages[0].module.get_parameter("weight")
     assert weight.grad is not None and weight.grad.tolist() == [2.0] * WIDTH
@@ -177,18 +177,18 @@ def test_example_prints_documented_output(
 class GivenOutput(nn.Module):
     """A stage that returns a given result."""
 
-    def __init__(self, gives: Any = None) -> None:
+    def __init__(self, make_output: Any = None) -> None:
         super().__init__()
-        self.weight, self.returns = nn.Parameter(torch.ones(WIDTH)), gives
+        self.weight, self.make_output = nn.Parameter(torch.ones(WIDTH)), make_output
 
     def forward(self, x: Tensor, *skip: Tensor) -> Any:
         y = self.weight * x
-        return y if self.returns is None else self.returns(y)
+        return y if self.make_output is None else self.make_output(y)
 
 
-def make_executor(gives: Any, **how: Any) -> tuple[InProcessExecutor, Tensor]:
+def make_executor(make_output: Any, **how: Any) -> tuple[InProcessExecutor, Tensor]:
     """Return three stages with a skip over the second, and their input."""
-    stages = [GivenOutput(gives), GivenOutput(), GivenOutput()]
+    stages = [GivenOutput(make_output), GivenOutput(), GivenOutput()]
     program = compile(schedules.gpipe, PipelineShape(3, 2), skips=((0, 2),))
     x = torch.ones(2, WIDTH)
     how = {"loss": F.mse_loss, "boundary": (WIDTH,), **how}

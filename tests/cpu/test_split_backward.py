@@ -46,7 +46,7 @@ class Net(nn.Module):
 
 
 def compute_gradients(
-    net: Net | Plain,
+    net: Net | TorchLayers,
     microbatches: int,
     late: int | None,
     forward: Callable[..., Tensor] | None = None,

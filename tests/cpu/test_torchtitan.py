@@ -233,7 +233,7 @@ def test_unsupported_placement_and_wrong_class_name_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "modules", {**sys.modules})
-    monkeypatch.setattr(metadata, "version", metadata.version)  # `install` sets it
+    monkeypatch.setattr(metadata, "version", metadata.version)  # `install_stand_in` sets it
     titan = install_stand_in()
     with pytest.raises(UsageError) as caught:
         patch_torchtitan("chimera")

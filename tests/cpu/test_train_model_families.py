@@ -16,7 +16,7 @@ from schedir.training.train import run as train_run
 from tests.cpu.train_command import CONFIG, alone, losses, train
 
 LLAMA_SETTINGS = ["model.kind=llama", "model.layers=4", "model.heads=4", "model.kv_heads=2",
-         "model.window=[0, 6, 6, 5]"]  # fmt: skip
+                  "model.window=[0, 6, 6, 5]"]  # fmt: skip
 
 
 @pytest.fixture
@@ -52,10 +52,10 @@ def test_llama_on_processes_trains_and_resumes_like_one(
     assert "is not a GPT of schedir train: it is of kind llama\n" in capsys.readouterr().err
 
 
-MOE_SETTINGS = ["model.kind=moe", "model.layers=4", "model.experts=4", "model.tied=false", "pipeline.tp=1",
-       "model.shared_experts=1", "model.balance_rate=0.01",
-       "train.evaluate_every=6", "data.validation=0.1", "train.evaluate_batches=2",
-       "train.lr=0.001", "train.min_lr=0.001", "train.warmup=0"]  # fmt: skip
+MOE_SETTINGS = ["model.kind=moe", "model.layers=4", "model.experts=4", "model.tied=false",
+                "pipeline.tp=1", "model.shared_experts=1", "model.balance_rate=0.01",
+                "train.evaluate_every=6", "data.validation=0.1", "train.evaluate_batches=2",
+                "train.lr=0.001", "train.min_lr=0.001", "train.warmup=0"]  # fmt: skip
 
 
 def test_expert_parallel_replicas_train_like_one_process(config: str, tmp_path: Path) -> None:
@@ -80,7 +80,7 @@ def test_model_kind_tables_have_same_kinds() -> None:
 
 
 EXPERT_PARALLEL = ["model.kind=moe", "pipeline.tp=1", "pipeline.dp=2", "pipeline.ep=2",
-      "pipeline.stage_segments=layers"]  # fmt: skip
+                   "pipeline.stage_segments=layers"]  # fmt: skip
 
 
 @pytest.mark.parametrize(

@@ -110,8 +110,9 @@ COPIES: dict[str, Callable[[str], InProcessExecutor]] = {
     "two holders": lambda how: make_executor(
         chimera, PipelineShape(4, 4, 2, "mirror"), make_stages(how, False, 4)
     ),
-    "tied on two ranks": lambda how: make_executor(one_f_one_b, PipelineShape(2, 4), make_stages(how, True,
-                                                                                        2)),
+    "tied on two ranks": lambda how: make_executor(
+        one_f_one_b, PipelineShape(2, 4), make_stages(how, True, 2)
+    ),
     "tied on one rank": lambda how: make_executor(
         looped_bfs, PipelineShape(1, 4, 2), make_stages(how, True, 2)
     ),
