@@ -110,15 +110,17 @@ def test_random_programs_match_sequential_reference(
     shape: PipelineShape, order: int, seed: int, again: bool
 ) -> None:
     """Masks are equal with and without recomputation, and for keys by layer and by stage."""
-    found = lower(random_compute_program(shape, random.Random(order)))
+    program = lower(random_compute_program(shape, random.Random(order)))
     numbered = [
         Noisy(k, again, number=k) if k % 2 else Noisy(k, again) for k in range(shape.stages)
     ]
-    plain = [Noisy(k, number=stage.number) for k, stage in enumerate(numbered)]
-    loss, right = run_reference(list(plain), shape.microbatches, seed=seed, program=found)
-    ranks = make_executor(found, list(numbered), seed=seed)
+    reference_stages = [Noisy(k, number=stage.number) for k, stage in enumerate(numbered)]
+    loss, expected_gradients = run_reference(
+        list(reference_stages), shape.microbatches, seed=seed, program=program
+    )
+    ranks = make_executor(program, list(numbered), seed=seed)
     assert torch.equal(ranks.step(*make_batch(shape.microbatches), order_seed=order), loss)
-    assert same_bits(gradients(numbered), right)
+    assert same_bits(gradients(numbered), expected_gradients)
 
 
 def collect_masks(**options: Any) -> list[Tensor]:
@@ -129,23 +131,23 @@ def collect_masks(**options: Any) -> list[Tensor]:
 
 
 def test_seed_and_step_determine_dropout_masks() -> None:
-    found = collect_masks()
-    assert all(torch.equal(a, b) for a, b in zip(found, collect_masks(), strict=True))
-    drawn = [*found, *collect_masks(seed=1), *collect_masks(step=1)]
-    assert not any(torch.equal(a, b) for k, a in enumerate(drawn) for b in drawn[:k])
+    default_masks = collect_masks()
+    assert all(torch.equal(a, b) for a, b in zip(default_masks, collect_masks(), strict=True))
+    all_masks = [*default_masks, *collect_masks(seed=1), *collect_masks(step=1)]
+    assert not any(torch.equal(a, b) for k, a in enumerate(all_masks) for b in all_masks[:k])
     ranks = make_executor(compile(gpipe, PipelineShape(2, 4)), make_noisy_stages(2))
-    first = ranks.step(*make_batch(4))
-    assert not torch.equal(ranks.step(*make_batch(4)), first)
+    first_loss = ranks.step(*make_batch(4))
+    assert not torch.equal(ranks.step(*make_batch(4)), first_loss)
     for rank in ranks.executors:
         rank.random_streams.step = 0
-    assert torch.equal(ranks.step(*make_batch(4)), first)
+    assert torch.equal(ranks.step(*make_batch(4)), first_loss)
 
 
 def test_derived_keys_match_splitmix64() -> None:
     """The expected numbers are those of Vigna's splitmix64.c for the seed 1234567."""
     golden = 0x9E3779B97F4A7C15
-    given = [mix_bits(1234567 + k * golden & 2**64 - 1) for k in range(3)]
-    assert given == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    mixed_numbers = [mix_bits(1234567 + k * golden & 2**64 - 1) for k in range(3)]
+    assert mixed_numbers == [6457827717110365317, 3203168211198807973, 9817491932198370423]
     keys = {
         derive_key(*numbers)
         for numbers in ((), (0,), (0, 0), (1,), (1, 2), (2, 1), (-1,), (2**70,))
@@ -155,8 +157,8 @@ def test_derived_keys_match_splitmix64() -> None:
 
 def test_step_restores_torch_generator_state() -> None:
     x, _ = make_batch(4)
-    found = compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
-    ranks, stages = make_executor(found, make_noisy_stages(2)), make_noisy_stages(2)
+    program = compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
+    ranks, stages = make_executor(program, make_noisy_stages(2)), make_noisy_stages(2)
     before = torch.get_rng_state()
     ranks.step(*make_batch(4))
     assert torch.equal(torch.get_rng_state(), before)
@@ -183,14 +185,14 @@ def test_layer_number_must_be_32_bit_integer() -> None:
     draws = RandomStreams(0, torch.device("cpu"))
     draws.begin_step(list_stream_numbers(1))
 
-    def drawn(*numbers: Any) -> float:
+    def draw_number(*numbers: Any) -> float:
         draws.make_seeded(FORWARD, 0, 0)()
         with fork_layer_rng(*numbers):
             return float(torch.rand(()))
 
     with draws.preserve_generators():
-        assert drawn(np.int64(3), np.int64(1)) == drawn(3, 1)
-        assert len({drawn(*n) for n in ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))}) == 6
+        assert draw_number(np.int64(3), np.int64(1)) == draw_number(3, 1)
+        assert len({draw_number(*n) for n in ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))}) == 6
 
 
 class StepInForward(Noisy):
@@ -211,29 +213,30 @@ class StepInForward(Noisy):
 
 
 def test_nested_step_does_not_change_random_numbers() -> None:
-    found = compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
-    with_others, without = ([StepInForward(k) for k in range(2)] for _ in range(2))
-    for stage in without:
+    program = compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
+    nesting_stages, plain_stages = ([StepInForward(k) for k in range(2)] for _ in range(2))
+    for stage in plain_stages:
         stage.eval()
     losses = [
-        make_executor(found, [*stages]).step(*make_batch(4)) for stages in (with_others, without)
+        make_executor(program, [*stages]).step(*make_batch(4))
+        for stages in (nesting_stages, plain_stages)
     ]
     assert torch.equal(*losses)
 
 
 def test_failed_step_restores_generator_state() -> None:
-    def fails(y: Tensor, target: Tensor) -> Tensor:
+    def fail_loss(y: Tensor, target: Tensor) -> Tensor:
         raise ValueError("no such luck")
 
     stages, before = make_noisy_stages(2), torch.get_rng_state()
     ranks = InProcessExecutor(
-        compile(gpipe, PipelineShape(2, 4)), stages, loss=fails, boundary=BOUNDARY
+        compile(gpipe, PipelineShape(2, 4)), stages, loss=fail_loss, boundary=BOUNDARY
     )
     with pytest.raises(ExecutionError):
         ranks.step(*make_batch(4))
     assert stages[0].masks and torch.equal(torch.get_rng_state(), before)
     with pytest.raises(ValueError):
-        run_sequential(stages, *make_batch(4), loss=fails)
+        run_sequential(stages, *make_batch(4), loss=fail_loss)
     assert torch.equal(torch.get_rng_state(), before)
 
 
@@ -241,35 +244,37 @@ def test_failed_step_restores_generator_state() -> None:
 @pytest.mark.parametrize("schedule", [one_f_one_b, zb, dualpipe])
 def test_recompute_draws_same_random_numbers(schedule: Any, number: int | None) -> None:
     shape = PipelineShape(2, 4, placement="mirror" if schedule is dualpipe else "loop")
-    found = compile(schedule, shape, progress_model="per_edge")
-    _, right = run_reference(make_noisy_stages(2, number=number), 4, program=found)
-    again = make_noisy_stages(2, again=True, number=number)
-    ranks = make_executor(found, again)
+    program = compile(schedule, shape, progress_model="per_edge")
+    _, expected_gradients = run_reference(make_noisy_stages(2, number=number), 4, program=program)
+    recomputed_stages = make_noisy_stages(2, again=True, number=number)
+    ranks = make_executor(program, recomputed_stages)
     for order in (None, 1):
         for rank in ranks.executors:
             rank.random_streams.step = 0
         ranks.step(*make_batch(4), order_seed=order)
-        assert same_bits(gradients(again), right)
+        assert same_bits(gradients(recomputed_stages), expected_gradients)
 
 
 def test_numbered_layers_draw_same_numbers_in_any_stage() -> None:
     """Four layers in one, two and four stages draw the numbers of their own layer number."""
-    found = []
+    results = []
     for stages in (1, 2, 4):
         layers = [Noisy(k, number=k) for k in range(4)]
-        each = 4 // stages
-        whole = [nn.Sequential(*layers[k : k + each]) for k in range(0, 4, each)]
-        loss = run_sequential(whole, *make_batch(3), loss=lambda y, t: (y - t).square().sum())
-        found.append((loss, [layer.masks for layer in layers]))
+        layers_per_stage = 4 // stages
+        modules = [
+            nn.Sequential(*layers[k : k + layers_per_stage]) for k in range(0, 4, layers_per_stage)
+        ]
+        loss = run_sequential(modules, *make_batch(3), loss=lambda y, t: (y - t).square().sum())
+        results.append((loss, [layer.masks for layer in layers]))
         ranks = InProcessExecutor(
             compile(interleaved, PipelineShape(1, 3, stages)),
-            whole,
+            modules,
             loss=lambda y, t: (y - t).square().sum(),
             boundary=BOUNDARY,
         )
         assert torch.equal(ranks.step(*make_batch(3)), loss)
-    assert all(torch.equal(loss, found[0][0]) for loss, _ in found)
-    assert len({str(mask) for mask in found[0][1]}) == 4
+    assert all(torch.equal(loss, results[0][0]) for loss, _ in results)
+    assert len({str(mask) for mask in results[0][1]}) == 4
 
 
 def test_second_update_continues_microbatch_numbering() -> None:
@@ -290,12 +295,14 @@ class NoisySGD(torch.optim.SGD):
 
 
 def test_optimizers_of_stage_replicas_draw_same_numbers() -> None:
-    found = compile(chimera, PipelineShape(4, 4, placement="mirror"))
-    ranks = make_executor(found, make_noisy_stages(4), optimizer=lambda ps: NoisySGD(ps, lr=0.1))
+    program = compile(chimera, PipelineShape(4, 4, placement="mirror"))
+    ranks = make_executor(program, make_noisy_stages(4), optimizer=lambda ps: NoisySGD(ps, lr=0.1))
     ranks.step(*make_batch(4), order_seed=3)
-    for s, (one, other) in enumerate(found.shape.replica_ranks.T.tolist()):
-        ours, theirs = (ranks.executors[r].stages[s].module.parameters() for r in (one, other))
-        assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+    for s, (one, other) in enumerate(program.shape.replica_ranks.T.tolist()):
+        parameters, replica_parameters = (
+            ranks.executors[r].stages[s].module.parameters() for r in (one, other)
+        )
+        assert all(torch.equal(p, q) for p, q in zip(parameters, replica_parameters, strict=True))
 
 
 def test_optimizer_noise_on_tied_weight_copies_warns() -> None:
@@ -303,15 +310,15 @@ def test_optimizer_noise_on_tied_weight_copies_warns() -> None:
     for ranks in (1, 2):
         stages: list[Any] = make_noisy_stages(2)
         stages[1].inner.weight = stages[0].inner.weight
-        found = compile(interleaved, PipelineShape(ranks, 2, 2 // ranks), tied_weights=True)
-        virtually = make_executor(found, stages, optimizer=NoisySGD)
-        with warnings.catch_warnings(record=True) as said:
+        program = compile(interleaved, PipelineShape(ranks, 2, 2 // ranks), tied_weights=True)
+        executor = make_executor(program, stages, optimizer=NoisySGD)
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
-                virtually.step(*make_batch(2))
+                executor.step(*make_batch(2))
         assert [
-            "for each copy of a tied weight: the copies will differ" in str(one.message)
-            for one in said
+            "for each copy of a tied weight: the copies will differ" in str(warning.message)
+            for warning in caught
         ] == [True] * 2 * (ranks > 1)
 
 
@@ -352,45 +359,47 @@ def test_compiled_stages_match_compiled_reference(backend: str, again: bool) -> 
     def stages() -> list[Any]:
         return [torch.compile(CompiledLayer(k, again), backend=backend) for k in range(2)]
 
-    theirs, ours = stages(), stages()
+    reference_stages, compiled_stages = stages(), stages()
     ranks = make_executor(
-        compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge"), ours, seed=3
+        compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge"),
+        compiled_stages,
+        seed=3,
     )
     for step, order in enumerate((None, 1)):
-        loss, right = run_reference(theirs, 4, seed=3, step=step)
+        loss, expected_gradients = run_reference(reference_stages, 4, seed=3, step=step)
         assert torch.equal(ranks.step(*make_batch(4), order_seed=order), loss)
-        assert same_bits(gradients(ours), right)
+        assert same_bits(gradients(compiled_stages), expected_gradients)
         eager, _ = run_reference([CompiledLayer(k, again) for k in range(2)], 4, seed=3, step=step)
         assert torch.equal(eager, loss) == (backend == "aot_eager")
 
 
 def run_replica(rank: int) -> Any:
-    found = compile(interleaved, PipelineShape(1, 2, 2), dp=2, progress_model="per_edge")
-    transport = GlooTransport(found)
+    program = compile(interleaved, PipelineShape(1, 2, 2), dp=2, progress_model="per_edge")
+    transport = GlooTransport(program)
     stages = make_noisy_stages(2)
     executor = Executor(
-        found,
+        program,
         0,
         dict(enumerate(stages)),
         transport,
         loss=squared_error_with_dropout,
         boundary=BOUNDARY,
     )
-    own = slice(2 * transport.dp_rank, 2 * transport.dp_rank + 2)
+    local_batch = slice(2 * transport.dp_rank, 2 * transport.dp_rank + 2)
     x, target = make_batch(4)
-    executor.step(x[own], target[own])
+    executor.step(x[local_batch], target[local_batch])
     return [stage.masks for stage in stages], gradients(stages)
 
 
 def test_replicas_draw_same_masks_as_one_process() -> None:
     stages = make_noisy_stages(2)
-    _, right = run_reference(stages, 4)
+    _, expected_gradients = run_reference(stages, 4)
     results = run(run_replica, 2)
     for s, stage in enumerate(stages):
-        drawn = [mask for masks, _ in results for mask in masks[s]]
-        assert all(torch.equal(a, b) for a, b in zip(drawn, stage.masks, strict=True))  # type: ignore[arg-type]
+        replica_masks = [mask for masks, _ in results for mask in masks[s]]
+        assert all(torch.equal(a, b) for a, b in zip(replica_masks, stage.masks, strict=True))  # type: ignore[arg-type]
     for _, got in results:
-        for one, other in zip(got, right, strict=True):
+        for one, other in zip(got, expected_gradients, strict=True):
             assert all(torch.allclose(one[n], other[n], rtol=1e-5, atol=1e-6) for n in one)
 
 

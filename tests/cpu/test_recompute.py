@@ -63,13 +63,13 @@ def batch(microbatches: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def state(stages: Sequence[nn.Module]) -> list[Tensor]:
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for stage in stages:
         for p in stage.parameters():
             assert p.grad is not None or not p.requires_grad
-            found += [p] if p.grad is None else [p.grad, p]
-        found += stage.buffers()
-    return [x.detach().clone() for x in found]
+            tensors += [p] if p.grad is None else [p.grad, p]
+        tensors += stage.buffers()
+    return [x.detach().clone() for x in tensors]
 
 
 def equal(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -100,15 +100,15 @@ def as_reference(
 
 
 def test_recompute_under_autocast_has_same_bits() -> None:
-    found = []
+    results = []
     for recompute in (None, "all"):
         stages = noisy(2)
         program = compile(one_f_one_b, PipelineShape(2, 3), recompute=recompute)
         world = InProcessExecutor(program, stages, loss=squares, boundary=Boundary((2, WIDTH)))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             total = world.step(*batch(3))
-        found.append([total, *state(stages)])
-    assert equal(*found)
+        results.append([total, *state(stages)])
+    assert equal(*results)
 
 
 def run_unseeded_rank(rank: int, shared: bool) -> list[Any]:
@@ -134,9 +134,11 @@ def run_unseeded_rank(rank: int, shared: bool) -> list[Any]:
 @pytest.mark.parametrize("shared", [False, True])
 def test_recompute_without_seed_keeps_generator_states(shared: bool) -> None:
     """The states of generators are kept, and later random numbers are as without recomputation."""
-    for plain, again in run(run_unseeded_rank, 2, shared):
-        assert all(a is b or torch.equal(a, b) for a, b in zip(plain[0], again[0], strict=True))
-        assert equal(plain[1], again[1])
+    for plain, recomputed in run(run_unseeded_rank, 2, shared):
+        assert all(
+            a is b or torch.equal(a, b) for a, b in zip(plain[0], recomputed[0], strict=True)
+        )
+        assert equal(plain[1], recomputed[1])
 
 
 # ---------------------------------------------------------------- side effects of stages
@@ -202,9 +204,9 @@ class InputHook(nn.Module):
 @pytest.mark.parametrize("schedule", [gpipe, interleaved, zb_h1])
 def test_input_hook_runs_once_under_recompute(schedule: Any) -> None:
     """The first run of a forward must not leave its hooks on the input of the second run."""
-    found = []
-    every: list[dict[str, Any]] = [{}, {"recompute": "all"}]
-    for options in every:
+    gradients = []
+    cases: list[dict[str, Any]] = [{}, {"recompute": "all"}]
+    for options in cases:
         torch.manual_seed(0)
         program = compile(
             schedule, PipelineShape(2, 2, 2 if schedule is interleaved else 1), **options
@@ -214,6 +216,6 @@ def test_input_hook_runs_once_under_recompute(schedule: Any) -> None:
         InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY).step(
             *torch.ones(2, 2, 2, WIDTH)
         )
-        found.append([p.grad for stage in stages for p in stage.parameters()])
-    for kept, recomputed in zip(*found, strict=True):
-        assert kept is not None and recomputed is not None and torch.equal(kept, recomputed)
+        gradients.append([p.grad for stage in stages for p in stage.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert plain is not None and recomputed is not None and torch.equal(plain, recomputed)

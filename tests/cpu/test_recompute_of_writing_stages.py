@@ -49,15 +49,15 @@ class Means(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
-        still = (nn.Parameter(torch.ones(WIDTH), requires_grad=False) for _ in range(3))
-        self.written, self.traceless, self.set = still
+        frozen = (nn.Parameter(torch.ones(WIDTH), requires_grad=False) for _ in range(3))
+        self.written, self.traceless, self.set = frozen
 
     def forward(self, x: Tensor) -> Tensor:
-        now = torch.tanh(self.layer.bias.detach() + x.detach().mean(0))
+        mean = torch.tanh(self.layer.bias.detach() + x.detach().mean(0))
         with torch.no_grad():
-            self.written.mul_(0.9).add_(now)
-        self.traceless.data.mul_(0.9).add_(now)
-        self.set.data = self.set.data * 0.9 + now
+            self.written.mul_(0.9).add_(mean)
+        self.traceless.data.mul_(0.9).add_(mean)
+        self.set.data = self.set.data * 0.9 + mean
         y: Tensor = torch.tanh(
             self.layer(x) + self.written.clone() + self.traceless * self.set.data
         )
@@ -172,12 +172,14 @@ def test_forward_that_calls_autograd_grad_is_refused() -> None:
         world.step(*batch(4))
     (site,) = error.value.sites
     assert (site.rank, str(site.instr)) == (0, "F 0.0") and "stage != 0" in error.value.hint
-    others = compile(gpipe, PipelineShape(2, 4), recompute=lambda stage, mb: stage != 0)
-    fresh = InProcessExecutor(
-        others,
+    program_without_stage_0 = compile(
+        gpipe, PipelineShape(2, 4), recompute=lambda stage, mb: stage != 0
+    )
+    second_world = InProcessExecutor(
+        program_without_stage_0,
         stages,
         loss=squares,
         boundary=BOUNDARY,
         execution=ExecutionOptions(allow_identical_stages=True),
     )
-    assert fresh.step(*batch(4)).isfinite()
+    assert second_world.step(*batch(4)).isfinite()

@@ -133,9 +133,9 @@ def test_gpu_streams_run_no_earlier_than_predicted(case: tuple[Program, Costs]) 
     assert not too_early(timeline, 1e-9)
     assert (timeline.spans["end"] >= predicted.spans["end"] - 1e-9).all()
     compute = timeline.spans["lane"] == Lane.COMPUTE
-    took = (timeline.spans["end"] - timeline.spans["start"])[compute]
-    given = (predicted.spans["end"] - predicted.spans["start"])[compute]
-    np.testing.assert_allclose(took, given, atol=1e-9)
+    durations = (timeline.spans["end"] - timeline.spans["start"])[compute]
+    predicted_durations = (predicted.spans["end"] - predicted.spans["start"])[compute]
+    np.testing.assert_allclose(durations, predicted_durations, atol=1e-9)
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, interleaved])
@@ -147,22 +147,22 @@ def test_early_receives_make_streams_run_as_predicted(schedule: Schedule) -> Non
     timeline, _, _ = run_on_virtual_gpu(program, costs)
     predicted = schedir.simulate(program, costs, progress_model="per_edge")
     for name in ("start", "end"):
-        moves = ~np.isin(timeline.spans["op"], TRANSFER_OPS) | (name == "end")
+        is_compared = ~np.isin(timeline.spans["op"], TRANSFER_OPS) | (name == "end")
         np.testing.assert_allclose(
-            timeline.spans[name][moves], predicted.spans[name][moves], atol=1e-9
+            timeline.spans[name][is_compared], predicted.spans[name][is_compared], atol=1e-9
         )
-    again = schedir.simulate(program, calibrate(timeline), progress_model="per_edge")
-    assert again.span == pytest.approx(timeline.span)
+    calibrated = schedir.simulate(program, calibrate(timeline), progress_model="per_edge")
+    assert calibrated.span == pytest.approx(timeline.span)
 
 
 def test_slow_host_causes_host_idle_time() -> None:
     costs = Costs(F=1.0, B=2.0)
     program = schedir.compile(gpipe, PipelineShape(1, 8), progress_model="per_edge")
-    prompt, _, _ = run_on_virtual_gpu(program, costs, host=0.25)
-    late, _, _ = run_on_virtual_gpu(program, costs, host=3.0)
-    assert sum_by_cause(idleness(prompt), 1)[0, IdleCause.HOST] == 0
+    fast_timeline, _, _ = run_on_virtual_gpu(program, costs, host=0.25)
+    slow_timeline, _, _ = run_on_virtual_gpu(program, costs, host=3.0)
+    assert sum_by_cause(idleness(fast_timeline), 1)[0, IdleCause.HOST] == 0
     # Each instruction waits for the host as long as the previous one was too short to hide it.
-    assert sum_by_cause(idleness(late), 1)[0, IdleCause.HOST] == pytest.approx(
+    assert sum_by_cause(idleness(slow_timeline), 1)[0, IdleCause.HOST] == pytest.approx(
         7 * 2 + 2 + 7 * 1 + 4
     )
 
@@ -172,9 +172,9 @@ def test_message_ends_at_its_arrival() -> None:
     program = schedir.compile(gpipe, PipelineShape(2, 3), progress_model="per_edge", overlap=True)
     timeline, _, _ = run_on_virtual_gpu(program, costs)
     sends = np.flatnonzero(np.isin(timeline.spans["op"], SEND_OPS))
-    acts = timeline.spans[sends[:2]]
+    send_spans = timeline.spans[sends[:2]]
     # The second message arrives long before the forward that uses it.
-    np.testing.assert_allclose(acts["end"], [1.5, 2.5])
+    np.testing.assert_allclose(send_spans["end"], [1.5, 2.5])
 
 
 class EndedWork:
@@ -245,8 +245,8 @@ def test_library_work_is_timed_on_separate_stream(
 ) -> None:
     gpu = install(monkeypatch)
     program = schedir.compile(gpipe, PipelineShape(2, 4), progress_model="per_edge")
-    sender, own = program.streams
-    words = own.words[np.argsort(own.op != Opcode.RecvAct, kind="stable")].copy()
+    sender, receiver = program.streams
+    words = receiver.words[np.argsort(receiver.op != Opcode.RecvAct, kind="stable")].copy()
     words[2] |= JOINED_BIT  # all four receives come first, and two of them are a group
     program = replace(program, streams=(sender, Stream(words)))
     stamps = EventTimestamps(program, 1, "per_edge", torch.device("cpu"))
@@ -285,10 +285,10 @@ def test_round_robin_keeps_order_of_each_stream(schedule: Schedule) -> None:
         clip_grad_norm=True,
         overlap=True,
     )
-    turns = list(in_process._iterate_round_robin(Graph(program, "per_edge")))
-    assert len(turns) == len(program)
+    order = list(in_process._iterate_round_robin(Graph(program, "per_edge")))
+    assert len(order) == len(program)
     for rank, stream in enumerate(program.streams):
-        assert [k for r, k in turns if r == rank] == [*range(len(stream))]
+        assert [k for r, k in order if r == rank] == [*range(len(stream))]
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])

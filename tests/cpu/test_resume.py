@@ -54,20 +54,20 @@ def interrupt_run(
 ) -> Callable[..., Path]:
     """Return a function that starts a run which is interrupted within a step."""
 
-    def breaks(at: int, *more: str, folder: Path = tmp_path) -> Path:
+    def run_until(step: int, *more: str, folder: Path = tmp_path) -> Path:
         issue = StepQueue.issue
 
-        def issues(self: StepQueue, *given: object) -> None:
-            if self.last_issued_step + 1 == at:
+        def issues(self: StepQueue, *args: object) -> None:
+            if self.last_issued_step + 1 == step:
                 raise KeyboardInterrupt
-            issue(self, *given)  # type: ignore[arg-type]
+            issue(self, *args)  # type: ignore[arg-type]
 
         with monkeypatch.context() as patch:
             patch.setattr(StepQueue, "issue", issues)
             assert run(config, [*ALONE, *make_options(folder, *more)]) == 130
         return folder
 
-    return breaks
+    return run_until
 
 
 # Runs that continue
@@ -85,9 +85,9 @@ def test_resumed_run_has_losses_of_unbroken_run(
         file.write("5,1.0,0.1,0.1,0\n6,1")
     assert run(config, [*train_command.ALONE, *make_options(folder)]) == 0
     assert read_losses(folder) == unbroken_losses and list_saved_steps(folder) == [6, 7]
-    said = capsys.readouterr().out
-    assert f"resumed at step 4 from {folder / 'saved' / 'step-00000004'}\n" in said
-    assert f"saved step 7 to {folder / 'saved' / 'step-00000007'} in " in said
+    output = capsys.readouterr().out
+    assert f"resumed at step 4 from {folder / 'saved' / 'step-00000004'}\n" in output
+    assert f"saved step 7 to {folder / 'saved' / 'step-00000007'} in " in output
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
@@ -95,11 +95,11 @@ def test_checkpoint_has_main_parameters_and_loss_scale(
     config: str, interrupt_run: Callable[..., Path], tmp_path: Path, precision: str
 ) -> None:
     """Checkpoints also contain the float32 copies of weights and the loss scale."""
-    more = f"train.precision={precision}"
-    whole = tmp_path / "whole"
-    assert run(config, [*ALONE, *make_options(whole, more)]) == 0
-    assert run(config, [*ALONE, *make_options(interrupt_run(4, more), more)]) == 0
-    assert read_losses(tmp_path) == read_losses(whole)
+    option = f"train.precision={precision}"
+    unbroken_folder = tmp_path / "whole"
+    assert run(config, [*ALONE, *make_options(unbroken_folder, option)]) == 0
+    assert run(config, [*ALONE, *make_options(interrupt_run(4, option), option)]) == 0
+    assert read_losses(tmp_path) == read_losses(unbroken_folder)
 
 
 def test_run_without_checkpoint_starts_again(
@@ -116,10 +116,10 @@ def test_complete_run_is_reported_and_unchanged(
     config: str, tmp_path: Path, unbroken_losses: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert run(config, [*ALONE, *make_options(tmp_path)]) == 0
-    had = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    contents = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
     assert run(config, [*ALONE, *make_options(tmp_path)]) == 0
     assert f"all {STEPS} steps of the run are complete\n" in capsys.readouterr().out
-    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == had
+    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == contents
     (tmp_path / "out" / "summary.json").unlink()  # as if the run ended before it wrote this file
     assert run(config, [*ALONE, *make_options(tmp_path)]) == 0
     assert (tmp_path / "out" / "summary.json").exists() and read_losses(tmp_path) == unbroken_losses
@@ -133,8 +133,8 @@ def test_changed_settings_are_reported(
         run(config, [*ALONE, *make_options(folder, "train.lr=0.002", "pipeline.microbatches=2")])
         == 0
     )
-    said = capsys.readouterr().out
-    assert "; changed since: pipeline.microbatches 3 to 2, train.lr 0.001 to 0.002\n" in said
+    output = capsys.readouterr().out
+    assert "; changed since: pipeline.microbatches 3 to 2, train.lr 0.001 to 0.002\n" in output
 
 
 def test_new_output_folder_has_only_resumed_losses(
@@ -172,11 +172,11 @@ def test_incompatible_resume_is_refused_and_keeps_files(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     folder = interrupt_run(4, folder=Path("run"))
-    had = {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    contents = {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     Path("other.txt").write_text("another text " * 200)
     Path("file").touch()
-    found = []
-    for more in (
+    errors = []
+    for settings in (
         ["model.hidden=64"],
         ["model.vocab=300"],
         ["model.layers=8"],
@@ -192,21 +192,21 @@ def test_incompatible_resume_is_refused_and_keeps_files(
         ['train.checkpoint_dir=""'],
     ):
         with pytest.raises(SchedirError) as error:
-            run(config, [*ALONE, *make_options(folder), *more])
-        found.append(f"{' '.join(more)}\n{error.value}\n")
+            run(config, [*ALONE, *make_options(folder), *settings])
+        errors.append(f"{' '.join(settings)}\n{error.value}\n")
     with pytest.raises(ConfigError) as error:
         run(config, [*ALONE, "train.resume=must"])
-    found.append(f"train.resume=must\n{error.value}\n")
+    errors.append(f"train.resume=must\n{error.value}\n")
     (folder / "out" / "loss.csv").write_text(read_losses(folder).decode().rpartition("2,")[0])
     with pytest.raises(UsageError) as error:
         run(config, [*ALONE, *make_options(folder)])
-    found.append(f"lines that are missing\n{error.value}\n")
+    errors.append(f"lines that are missing\n{error.value}\n")
     golden = ROOT / "tests" / "golden" / "resume.txt"
     if "UPDATE_GOLDEN" in os.environ:
-        golden.write_text("\n".join(found))
-    assert "\n".join(found).replace(config, "run.toml") == golden.read_text()
-    kept = {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    assert {**kept, "run/out/loss.csv": b""} == {**had, "run/out/loss.csv": b""}
+        golden.write_text("\n".join(errors))
+    assert "\n".join(errors).replace(config, "run.toml") == golden.read_text()
+    remaining = {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    assert {**remaining, "run/out/loss.csv": b""} == {**contents, "run/out/loss.csv": b""}
 
 
 def test_output_folder_of_another_run_is_refused(
@@ -229,8 +229,8 @@ def test_overwrite_removes_old_checkpoints(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     folder = interrupt_run(6)
-    anew = ["train.resume=no", "output.overwrite=true"]
-    assert run(config, [*ALONE, *make_options(folder, *anew)]) == 0
+    options = ["train.resume=no", "output.overwrite=true"]
+    assert run(config, [*ALONE, *make_options(folder, *options)]) == 0
     assert read_losses(folder) == unbroken_losses and "resumed" not in capsys.readouterr().out
 
 
@@ -250,13 +250,13 @@ def test_full_disk_keeps_last_complete_checkpoint(
 ) -> None:
     """A limit of the system stands in for the full disk. Only files of losses are small enough."""
     folder = interrupt_run(4)
-    had = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, had[1]))
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
         with pytest.raises(CheckpointError, match=r"cannot save step \d to .*: File too large"):
             run(config, [*ALONE, *make_options(folder)])
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, had)
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
     assert list_saved_steps(folder) == [2]
     assert run(config, [*ALONE, *make_options(folder)]) == 0
 
@@ -276,10 +276,10 @@ def test_damaged_checkpoint_is_skipped(
     data[len(data) // 2] ^= 1
     file.write_bytes(data if how == "tampered" else b"{}\n")
     assert run(config, [*ALONE, *make_options(folder)]) == 0
-    said = capsys.readouterr().out
-    wrong = file.name if how == "tampered" else "its manifest"
-    assert f"\nskipped: step-00000004 is not complete: {wrong}" in said
-    assert f"\nresumed at step 2 from {folder / 'saved' / 'step-00000002'}\n" in said
+    output = capsys.readouterr().out
+    problem = file.name if how == "tampered" else "its manifest"
+    assert f"\nskipped: step-00000004 is not complete: {problem}" in output
+    assert f"\nresumed at step 2 from {folder / 'saved' / 'step-00000002'}\n" in output
     assert read_losses(folder) == unbroken_losses
 
 
@@ -385,15 +385,15 @@ def test_torchrun_restart_resumes_from_checkpoint(config: str, tmp_path: Path) -
     """Two failures: before the first checkpoint, and after it when the next is due."""
     schedule = tmp_path / "mine.py"
     schedule.write_text(FAILING_RANKS)
-    own = [*TWO_RANKS, f"pipeline.schedule={schedule}:mine"]
+    settings = [*TWO_RANKS, f"pipeline.schedule={schedule}:mine"]
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=3", "-m", "schedir"]
-    sets = [*own, *make_options(tmp_path, every=3)]
+    sets = [*settings, *make_options(tmp_path, every=3)]
     command = [*agent, "train", config, *(f"--set={s}" for s in sets)]
     code, out, err = launched(command, tmp_path / "died")
     assert code == 0, err
     assert out.count("resumed at step 3 from ") == 1
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"loss.csv", RUN_FILE, "summary.json"}
-    plain = [*TWO_RANKS, "pipeline.schedule=one_f_one_b", *make_options(tmp_path)[:3]]
-    code, _, err = forked(config, tmp_path / "plain" / "out", *plain)
+    plain_settings = [*TWO_RANKS, "pipeline.schedule=one_f_one_b", *make_options(tmp_path)[:3]]
+    code, _, err = forked(config, tmp_path / "plain" / "out", *plain_settings)
     assert code == 0, err
     assert read_losses(tmp_path) == read_losses(tmp_path / "plain")

@@ -78,8 +78,8 @@ def test_torch_schedule_name_has_hint() -> None:
     rows = PAGE.split("| torch | schedir |\n| --- | --- |\n")[1].split("\n\n")[0].splitlines()
     assert len(rows) == 6
     for row in rows:
-        one, other, *_ = re.findall(r"`(\w+)`", row)
-        for name in (one, f"Schedule{one}"):
+        torch_name, schedir_name, *_ = re.findall(r"`(\w+)`", row)
+        for name in (torch_name, f"Schedule{torch_name}"):
             with pytest.raises(UsageError) as caught:
                 load_source(name)
-            assert caught.value.hint == f"did you mean {other!r}?"
+            assert caught.value.hint == f"did you mean {schedir_name!r}?"

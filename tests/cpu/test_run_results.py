@@ -47,8 +47,8 @@ def get_refusal(config: str, *sets: str) -> UsageError:
 def test_existing_results_need_overwrite_option(config: str, tmp_path: Path) -> None:
     sets = [f'output.dir="{tmp_path / "out"}"', f'output.trace="{tmp_path / "traces"}"']
     assert run(config, [*ALONE, *sets]) == 0
-    had = read_files(tmp_path / "out") | read_files(tmp_path / "traces")
-    assert {*had} == {*RESULT_FILES, TRACE_FILE}  # and no file of a lock
+    contents = read_files(tmp_path / "out") | read_files(tmp_path / "traces")
+    assert {*contents} == {*RESULT_FILES, TRACE_FILE}  # and no file of a lock
 
     error = get_refusal(config, *sets, "data.seed=3")
     assert error.fields == ("dir", "overwrite") and all(name in error.fact for name in RESULT_FILES)
@@ -58,16 +58,16 @@ def test_existing_results_need_overwrite_option(config: str, tmp_path: Path) -> 
     assert elsewhere.fields == ("trace", "overwrite")
     golden = (ROOT / "tests" / "golden" / "results.txt").read_text()
     assert f"{error}\n{elsewhere}\n".replace(str(tmp_path), "...") == golden
-    assert read_files(tmp_path / "out") | read_files(tmp_path / "traces") == had
+    assert read_files(tmp_path / "out") | read_files(tmp_path / "traces") == contents
 
     # A run that records nothing removes the picture and the trace of an earlier run.
-    again = [*sets[:1], OVERWRITE, "output.record=false", "data.seed=3", "train.steps=2"]
+    second_run = [*sets[:1], OVERWRITE, "output.record=false", "data.seed=3", "train.steps=2"]
     (tmp_path / "out" / TRACE_FILE).touch()
     for name in ("summary", "run"):
         (
             tmp_path / "out" / f".{name}.json.123"
         ).touch()  # left by a run that was killed while it wrote
-    assert run(config, [*ALONE, *again]) == 0
+    assert run(config, [*ALONE, *second_run]) == 0
     assert {*read_files(tmp_path / "out")} == {"loss.csv", "summary.json"}
     assert read_files(tmp_path / "out")["loss.csv"].count(b"\n") == 3
 
@@ -100,17 +100,17 @@ def test_results_are_not_replaced_before_agreement(
     """This holds even for the last check, after the model has been created."""
     for name in RESULT_FILES:
         (tmp_path / name).write_text("of an earlier run")
-    had = {name: (tmp_path / name).read_bytes() for name in RESULT_FILES}
+    contents = {name: (tmp_path / name).read_bytes() for name in RESULT_FILES}
 
-    def differs(*given: object, **more: object) -> object:
+    def raise_difference(*args: object, **kwargs: object) -> object:
         raise ModelError("another model")
 
     monkeypatch.setattr(
-        trainer._Trainer, "_predict_memory", differs
+        trainer._Trainer, "_predict_memory", raise_difference
     )  # the last point where the processes agree
     with pytest.raises(ModelError):
         run(config, [*ALONE, f'output.dir="{tmp_path}"', OVERWRITE])
-    assert {name: (tmp_path / name).read_bytes() for name in RESULT_FILES} == had
+    assert {name: (tmp_path / name).read_bytes() for name in RESULT_FILES} == contents
 
 
 def test_interrupted_run_keeps_losses_without_summary(
@@ -120,17 +120,17 @@ def test_interrupted_run_keeps_losses_without_summary(
         (tmp_path / name).write_text("of an earlier run")
     report, count = trainer._Trainer._report, [0]
 
-    def reports(self: trainer._Trainer, step: int) -> object:
+    def report_or_interrupt(self: trainer._Trainer, step: int) -> object:
         count[0] += 1
         if count[0] == 3:
             raise KeyboardInterrupt
         return report(self, step)
 
-    monkeypatch.setattr(trainer._Trainer, "_report", reports)
+    monkeypatch.setattr(trainer._Trainer, "_report", report_or_interrupt)
     sets = [*ALONE, f'output.dir="{tmp_path}"', "train.log_every=1"]
     assert run(config, [*sets, OVERWRITE]) == 130
-    kept = read_files(tmp_path)
-    assert kept["loss.csv"].count(b"\n") == 3 and not {*RESULT_FILES[1:]} & {*kept}
+    remaining = read_files(tmp_path)
+    assert remaining["loss.csv"].count(b"\n") == 3 and not {*RESULT_FILES[1:]} & {*remaining}
     assert "loss.csv" in get_refusal(config, *sets).fact  # two steps are results too
 
 
@@ -144,17 +144,17 @@ def test_folder_in_use_is_refused_until_run_ends(config: str, tmp_path: Path) ->
     folder = tmp_path / "out"
     first = Run(arguments(config, folder, *TWO_RANKS, *ENDLESS_RUN), folder)
     first.wait_for("\nstep ")
-    began = (folder / "loss.csv").stat().st_ino
-    again = arguments(config, folder, *ALONE, OVERWRITE)
-    code, _, err = launched(again, tmp_path / "again")
+    inode = (folder / "loss.csv").stat().st_ino
+    second_run = arguments(config, folder, *ALONE, OVERWRITE)
+    code, _, err = launched(second_run, tmp_path / "again")
     assert code == 2 and err.count("\n") == 2 and "in use by another run, process " in err
-    assert (folder / "loss.csv").stat().st_ino == began and (folder / "boxes").is_dir()
+    assert (folder / "loss.csv").stat().st_ino == inode and (folder / "boxes").is_dir()
     os.kill(first.pid, signal.SIGKILL)
     first.finish()
     wait_until(lambda: not is_locked(folder))
     assert "loss.csv" in get_refusal(config, f'output.dir="{folder}"').fact
-    last = [*ALONE, OVERWRITE, "train.steps=1", f'output.dir="{folder}"']
-    assert run(config, last) == 0
+    last_run = [*ALONE, OVERWRITE, "train.steps=1", f'output.dir="{folder}"']
+    assert run(config, last_run) == 0
     assert not (folder / LOCK_FILE).exists()
 
 
@@ -169,19 +169,19 @@ def is_locked(folder: Path) -> bool:
 
 def test_deleted_lock_file_gives_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner deletes the file of its lock while another process is about to lock it."""
-    lock, went = fcntl.flock, list[Path]()
+    lock, deleted = fcntl.flock, list[Path]()
 
-    def late(file: int, how: int) -> None:
-        if not went:
-            went.append(tmp_path / LOCK_FILE)
-            went[0].unlink()
+    def lock_after_delete(file: int, how: int) -> None:
+        if not deleted:
+            deleted.append(tmp_path / LOCK_FILE)
+            deleted[0].unlink()
         lock(file, how)
 
-    monkeypatch.setattr(fcntl, "flock", late)
+    monkeypatch.setattr(fcntl, "flock", lock_after_delete)
     output = Config(output=OutputConfig(str(tmp_path)))
     with claim_directories(output), pytest.raises(UsageError) as error, claim_directories(output):
         pass
-    assert went and "in use" in error.value.fact
+    assert deleted and "in use" in error.value.fact
 
 
 def test_symlink_to_same_folder_is_claimed_once(tmp_path: Path) -> None:
@@ -197,10 +197,10 @@ def test_symlink_to_same_folder_is_claimed_once(tmp_path: Path) -> None:
 def test_missing_file_locks_cause_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def none(file: int, how: int) -> None:
+    def fail_to_lock(file: int, how: int) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(fcntl, "flock", none)
+    monkeypatch.setattr(fcntl, "flock", fail_to_lock)
     with claim_directories(Config(output=OutputConfig(str(tmp_path)))):
         pass
     assert "another run could use it, too" in capsys.readouterr().err
@@ -252,10 +252,10 @@ def test_missing_heartbeat_of_process_0_is_error() -> None:
 
 
 def parse_strict_json(text: str) -> object:
-    def no(name: str) -> object:
+    def refuse_constant(name: str) -> object:
         raise AssertionError(f"{name} is no JSON")
 
-    return json.loads(text, parse_constant=no)
+    return json.loads(text, parse_constant=refuse_constant)
 
 
 def test_summary_is_strict_json_with_nan_and_infinity(
@@ -263,10 +263,10 @@ def test_summary_is_strict_json_with_nan_and_infinity(
 ) -> None:
     write = run_results.save_results
 
-    def lost(result: run_results.RunResult, output: OutputConfig) -> None:
+    def save_nonfinite_results(result: run_results.RunResult, output: OutputConfig) -> None:
         write(replace(result, loss=math.nan, tokens_per_second=math.inf), output)
 
-    monkeypatch.setattr("schedir.training.train.save_results", lost)
+    monkeypatch.setattr("schedir.training.train.save_results", save_nonfinite_results)
     assert run(config, [*ALONE, f'output.dir="{tmp_path}"', "train.steps=1"]) == 0
     facts = parse_strict_json((tmp_path / "summary.json").read_text())
     assert isinstance(facts, dict) and facts["loss"] is facts["tokens_per_second"] is None
@@ -277,12 +277,12 @@ def test_summary_is_written_if_picture_fails(
 ) -> None:
     write = run_results.LossLog.write
 
-    def writing(losses: run_results.LossLog, lines: str) -> None:
+    def write_after_blocking(losses: run_results.LossLog, lines: str) -> None:
         for path in (tmp_path / "out" / RESULT_FILES[2], tmp_path / "traces" / TRACE_FILE):
             path.mkdir(exist_ok=True)
         write(losses, lines)
 
-    monkeypatch.setattr(run_results.LossLog, "write", writing)
+    monkeypatch.setattr(run_results.LossLog, "write", write_after_blocking)
     sets = [f'output.dir="{tmp_path / "out"}"', f'output.trace="{tmp_path / "traces"}"']
     assert RESULT_FILES[2] in get_refusal(config, *sets).fact
     assert math.isfinite(json.loads((tmp_path / "out" / "summary.json").read_text())["loss"])
@@ -311,8 +311,8 @@ Prefetch.take = removing
 def test_removed_output_folder_is_named_in_error(config: str, tmp_path: Path) -> None:
     schedule, folder = tmp_path / "mine.py", tmp_path / "out"
     schedule.write_text(REMOVED_FOLDER.format(folder=str(folder)))
-    words = arguments(config, folder, *TWO_RANKS, f"pipeline.schedule={schedule}:mine")
-    code, _, err = launched(words, folder)
+    command = arguments(config, folder, *TWO_RANKS, f"pipeline.schedule={schedule}:mine")
+    code, _, err = launched(command, folder)
     assert code and "Traceback" not in err and "before it joined the run" not in err, err
     first, last = err.splitlines()
     assert first.startswith("[0] process 0 (pipeline rank 0): ") and str(folder) in first

@@ -11,9 +11,9 @@ import schedir.runtime
 
 @pytest.mark.parametrize("name", schedir.runtime.__all__)
 def test_exported_name_is_defined_in_its_module(name: str) -> None:
-    found = getattr(schedir.runtime, name)
-    assert callable(found) and found.__name__ == name
-    assert getattr(import_module(found.__module__), name) is found
+    exported = getattr(schedir.runtime, name)
+    assert callable(exported) and exported.__name__ == name
+    assert getattr(import_module(exported.__module__), name) is exported
 
 
 def test_submodule_import_does_not_replace_function() -> None:

@@ -62,8 +62,8 @@ def collect_differences(
 
 @pytest.mark.parametrize("name", [*SINGLE, *LOOP, *VEE])
 def test_torch_schedules_pass(name: str) -> None:
-    off = assert_same(plain(name), model(2 if name in SINGLE else 4), batch())
-    assert off < 1e-6
+    error = assert_same(plain(name), model(2 if name in SINGLE else 4), batch())
+    assert error < 1e-6
 
 
 def test_summed_loss_without_scaling_passes() -> None:
@@ -104,12 +104,12 @@ def test_executor_passes() -> None:
             loss=squares,
             boundary=Boundary((2, WIDTH)),
         )
-        x, y = (each.unflatten(0, (4, 2)) for each in batch)
+        x, y = (tensor.unflatten(0, (4, 2)) for tensor in batch)
         executor.step(x, y)
 
-    whole = [Layer(), Layer()]
-    assert assert_same(step, whole, batch(), loss_fn=squares, reduction="sum", tolerance=0) == 0
-    (difference,) = collect_differences(step, whole, loss_fn=squares)
+    layers = [Layer(), Layer()]
+    assert assert_same(step, layers, batch(), loss_fn=squares, reduction="sum", tolerance=0) == 0
+    (difference,) = collect_differences(step, layers, loss_fn=squares)
     assert difference.stages == (0, 1) and difference.has_all_parameters
     assert difference.error == pytest.approx(3)
 
@@ -144,18 +144,18 @@ def test_model_that_returns_its_loss_passes() -> None:
 
 def test_step_on_copies_must_return_gradients() -> None:
     def step(rank: int, ranks: int, model: nn.Module, batch: Any) -> dict[str, Tensor | None]:
-        own = Layer()
-        own.load_state_dict(model[rank].state_dict())  # type: ignore[index]
-        run("Schedule1F1B", {rank: own}, 2, [batch])
-        return {f"{rank}.{name}": p.grad for name, p in own.named_parameters()}
+        layer = Layer()
+        layer.load_state_dict(model[rank].state_dict())  # type: ignore[index]
+        run("Schedule1F1B", {rank: layer}, 2, [batch])
+        return {f"{rank}.{name}": p.grad for name, p in layer.named_parameters()}
 
     assert_same(step, model(2), batch())
 
-    def silent(*given: Any) -> None:
-        step(*given)
+    def return_nothing(*args: Any) -> None:
+        step(*args)
 
     with pytest.raises(UsageError, match="parameters that `model` does not have"):
-        assert_same(silent, model(2), batch())
+        assert_same(return_nothing, model(2), batch())
 
 
 # ---------------------------------------------------------------- known mistakes of users
@@ -163,17 +163,17 @@ def test_step_on_copies_must_return_gradients() -> None:
 
 def test_wrong_loss_scaling_is_detected() -> None:
     """This is the fault of pytorch/torchtitan#2972 and of inclusionAI/AReaL PR 1273."""
-    (never,) = collect_differences(plain("Schedule1F1B", scale_grads=False), model(2))
-    assert never.has_all_parameters and never.locations == (
+    (not_divided,) = collect_differences(plain("Schedule1F1B", scale_grads=False), model(2))
+    assert not_divided.has_all_parameters and not_divided.locations == (
         StageLocation(0, 0),
         StageLocation(1, 1),
     )
-    assert never.problem == "relative error 3, norm 4 times the expected norm"
-    (once,) = collect_differences(plain("ScheduleGPipe"), model(2), reduction="sum")
-    assert once.stages == (0, 1) and once.error == pytest.approx(3 / 4)
+    assert not_divided.problem == "relative error 3, norm 4 times the expected norm"
+    (divided_once,) = collect_differences(plain("ScheduleGPipe"), model(2), reduction="sum")
+    assert divided_once.stages == (0, 1) and divided_once.error == pytest.approx(3 / 4)
     step = plain("ScheduleInterleavedZeroBubble", loss_fn=lambda y, t: mse_loss(y, t) / 4)
-    (twice,) = collect_differences(step, model(4))
-    assert twice.stages == (0, 1, 2, 3) and twice.error == pytest.approx(3 / 4)
+    (divided_twice,) = collect_differences(step, model(4))
+    assert divided_twice.stages == (0, 1, 2, 3) and divided_twice.error == pytest.approx(3 / 4)
 
 
 def test_gradients_scaled_at_every_step_are_detected() -> None:
@@ -192,18 +192,18 @@ def compute_old_weight_gradients(
 
     Each such backward also runs all nodes behind that use.
     """
-    of = {_backward._get_grad_fn_or_grad_acc(weight): weight for weight in weights}
+    weight_by_node = {_backward._get_grad_fn_or_grad_acc(weight): weight for weight in weights}
     for group in groups:
         edges, gradients = [], []
-        for given, node in zip(group["grads"], group["intermediates"], strict=True):
-            for k, gradient in enumerate(given):
+        for node_gradients, node in zip(group["grads"], group["intermediates"], strict=True):
+            for k, gradient in enumerate(node_gradients):
                 if gradient is not None:
                     edges.append(GradientEdge(node, k))
                     gradients.append(gradient)
         nodes = [*group["params"]]
         ends = [GradientEdge(node, 0) for node in nodes]
         for node, dw in zip(nodes, torch.autograd.grad(edges, ends, gradients), strict=True):
-            weight = of[node]
+            weight = weight_by_node[node]
             weight.grad = dw if weight.grad is None else weight.grad + dw
     return ()
 
@@ -213,11 +213,11 @@ def test_double_counted_weight_gradient_is_detected(monkeypatch: pytest.MonkeyPa
 
     PR 181365 fixed this.
     """
-    step, whole = plain("ScheduleInterleavedZeroBubble"), model(4, Twice)
+    step, layers = plain("ScheduleInterleavedZeroBubble"), model(4, Twice)
     if torch.__version__ >= (2, 13):  # type: ignore[operator]  # mended there
-        assert_same(step, whole, batch())
+        assert_same(step, layers, batch())
     monkeypatch.setattr(their_stage, "stage_backward_weight", compute_old_weight_gradients)
-    differences = collect_differences(step, whole)
+    differences = collect_differences(step, layers)
     assert [d.stages for d in differences] == [(1,), (2,), (3,)]  # stage 0 splits nothing
     assert [d.names for d in differences] == [(f"{s}.weight",) for s in (1, 2, 3)]
 
@@ -252,10 +252,12 @@ def collect_torch_2_13_differences(
 
 
 def test_lost_gradients_between_steps_are_detected() -> None:
-    def forget(schedule: Any, *_: Any) -> None:
+    def clear_gradients(schedule: Any, *_: Any) -> None:
         schedule._stage.submod.zero_grad(set_to_none=True)
 
-    step = plain("Schedule1F1B", steps=2, microbatches=2, scale_grads=False, between=forget)
+    step = plain(
+        "Schedule1F1B", steps=2, microbatches=2, scale_grads=False, between=clear_gradients
+    )
     differences = collect_differences(step, model(2), reduction="sum")
     assert [d.stages for d in differences] == [(0,), (1,)] and all(
         d.has_all_parameters for d in differences
@@ -268,13 +270,13 @@ def test_lost_gradients_of_prepared_fsdp_stages_are_detected() -> None:
     torch prepares them when it changes between step and eval.
     """
 
-    def sharded(evaluates: bool, rank: int, ranks: int, model: Any, batch: Any) -> None:
+    def run_sharded_step(evaluates: bool, rank: int, ranks: int, model: Any, batch: Any) -> None:
         def evaluate(schedule: Any, args: tuple[Any, ...], target: Any) -> None:
             if evaluates:
                 schedule.eval(*args, target=target)
 
         mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("pp", "dp"))
-        halves = [*zip(*(each.chunk(2) for each in batch), strict=True)]
+        halves = [*zip(*(tensor.chunk(2) for tensor in batch), strict=True)]
         run(
             "Schedule1F1B",
             {rank: wrap_in_fsdp(model[rank], mesh["dp"])},
@@ -286,9 +288,9 @@ def test_lost_gradients_of_prepared_fsdp_stages_are_detected() -> None:
             scale_grads=False,
         )
 
-    assert_same(partial(sharded, False), model(2), batch(), reduction="sum")
+    assert_same(partial(run_sharded_step, False), model(2), batch(), reduction="sum")
     differences = collect_torch_2_13_differences(
-        partial(sharded, True), model(2), batch(), reduction="sum"
+        partial(run_sharded_step, True), model(2), batch(), reduction="sum"
     )
     assert [d.stages for d in differences] == [(0,), (1,)] and all(
         d.has_all_parameters for d in differences
@@ -342,9 +344,9 @@ def make_chunked_loss_step(make: Any) -> Step:
     and backward for each of two chunks. At the end the loss reshards the head, and so the norm.
     """
 
-    def step(rank: int, ranks: int, whole: Any, batch: tuple[Tensor, Tensor]) -> None:
+    def step(rank: int, ranks: int, layers: Any, batch: tuple[Tensor, Tensor]) -> None:
         mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("pp", "dp"))
-        last = whole[3]
+        last = layers[3]
         last.is_head_in_loss = True
 
         def loss_fn(y: Tensor, target: Tensor) -> Any:
@@ -360,16 +362,16 @@ def make_chunked_loss_step(make: Any) -> Step:
             assert leaf.grad is not None
             return PrecomputedGradient.apply(y, leaf.grad, total)  # type: ignore[no-untyped-call]
 
-        own = [rank, 3 - rank]
-        if 3 in own:
+        own_stages = [rank, 3 - rank]
+        if 3 in own_stages:
             fully_shard([last.norm, last.head], mesh=mesh["dp"])
         stages = [
-            stage_of(fully_shard(whole[s], mesh=mesh["dp"]), s, 4, mesh["pp"].get_group())
-            for s in own
+            stage_of(fully_shard(layers[s], mesh=mesh["dp"]), s, 4, mesh["pp"].get_group())
+            for s in own_stages
         ]
         schedule = make(stages, n_microbatches=4, loss_fn=loss_fn)
         x, y = batch
-        schedule.step(*((x,) if rank == 0 else ()), target=y if 3 in own else None)
+        schedule.step(*((x,) if rank == 0 else ()), target=y if 3 in own_stages else None)
 
     return step
 
@@ -377,20 +379,22 @@ def make_chunked_loss_step(make: Any) -> Step:
 def test_norm_resharded_by_chunked_loss_is_detected() -> None:
     """torchtitan 0.3.0 with ZBVZeroBubble trains its last norm without a gradient."""
     torch.manual_seed(0)
-    whole = [Layer(), Layer(), Layer(), NormAndHead()]
-    (difference,) = collect_differences(make_chunked_loss_step(theirs.ScheduleZBVZeroBubble), whole)
+    layers = [Layer(), Layer(), Layer(), NormAndHead()]
+    (difference,) = collect_differences(
+        make_chunked_loss_step(theirs.ScheduleZBVZeroBubble), layers
+    )
     assert difference.stages == (3,)
     assert difference.names == ("3.norm.weight", "3.norm.bias")
     for runtime in ("torch", "schedir"):
-        ours = Schedule.with_options(schedule="zb_v", runtime=runtime)
-        assert_same(make_chunked_loss_step(ours), whole, batch())
+        schedir_schedule = Schedule.with_options(schedule="zb_v", runtime=runtime)
+        assert_same(make_chunked_loss_step(schedir_schedule), layers, batch())
 
 
 def test_gradients_scaled_by_every_stage_are_detected() -> None:
     """A hook on each stage's output divides its gradient, as in deepspeedai/DeepSpeed PR 8154."""
 
     def step(rank: int, ranks: int, model: Any, batch: Any) -> None:
-        def divide(module: nn.Module, given: Any, output: Tensor) -> None:
+        def divide(module: nn.Module, args: Any, output: Tensor) -> None:
             output.register_hook(lambda dy: dy / 4)
 
         model[rank].register_forward_hook(divide)

@@ -54,9 +54,9 @@ def test_hang_error_has_location_of_rank() -> None:
 
     with pytest.raises(ExecutionError) as caught:
         assert_same(hangs, model(2), batch(), timeout=8)
-    first, where = str(caught.value).splitlines()
+    first, location = str(caught.value).splitlines()
     assert first == "rank 1 did not finish the step in 8 s"
-    assert "rank 1 is at" in where and "in hangs" in where
+    assert "rank 1 is at" in location and "in hangs" in location
 
 
 def plain_step(rank: int, ranks: int, model: Any, batch: Any) -> None:
@@ -101,10 +101,16 @@ WRONG_ARGUMENTS: dict[str, dict[str, Any]] = {
 
 
 def test_wrong_arguments_are_refused_with_golden_errors() -> None:
-    said = ""
-    for name, given in WRONG_ARGUMENTS.items():
-        every = {"step": lambda *_: None, "model": LINEAR, "batch": batch(), "ranks": 1, **given}
+    errors = ""
+    for name, arguments in WRONG_ARGUMENTS.items():
+        all_arguments = {
+            "step": lambda *_: None,
+            "model": LINEAR,
+            "batch": batch(),
+            "ranks": 1,
+            **arguments,
+        }
         with pytest.raises(SchedirError) as error:
-            assert_same(**every)
-        said += f"{name}\n  {type(error.value).__name__}: {error.value}\n"
-    assert said == GOLDEN.read_text()
+            assert_same(**all_arguments)
+        errors += f"{name}\n  {type(error.value).__name__}: {error.value}\n"
+    assert errors == GOLDEN.read_text()

@@ -34,8 +34,8 @@ def run_megatron_step(
 
     with on_cpu(ranks):
         chunks = chunks_of(ranks, [model[s] for s in range(rank, len(model), ranks)], **settings)
-        several = len(chunks) if len(chunks) > 1 else None
-        get_forward_backward_func(ranks, several)(
+        num_chunks = len(chunks) if len(chunks) > 1 else None
+        get_forward_backward_func(ranks, num_chunks)(
             forward_step_func=forward,
             data_iterator=[iter(batch) for _ in chunks],
             model=chunks,
@@ -60,10 +60,10 @@ def test_megatron_gradients_are_divided_by_microbatches(stages: int) -> None:
 
     This is the fault of AReaL PR 1273.
     """
-    its = partial(run_megatron_step, **OVERLAP_SETTINGS) if stages > 2 else run_megatron_step
-    assert assert_same(its, MODEL[:stages]) < 1e-6
+    step = partial(run_megatron_step, **OVERLAP_SETTINGS) if stages > 2 else run_megatron_step
+    assert assert_same(step, MODEL[:stages]) < 1e-6
     with pytest.raises(WrongGradients) as caught:
-        assert_same(its, MODEL[:stages], reduction="sum")
+        assert_same(step, MODEL[:stages], reduction="sum")
     (difference,) = caught.value.differences
     assert difference.stages == tuple(range(stages))
     assert difference.has_all_parameters and difference.error == pytest.approx(3 / 4)

@@ -28,8 +28,8 @@ Loss = Callable[..., Tensor] | None
 def run_plain_loop(
     model: nn.Module, batch: Any, loss_fn: Loss = mse_loss, divisor: float = 4
 ) -> None:
-    for one in split_batch(batch, 4, loss_fn):
-        (compute_loss(model, one, loss_fn) / divisor).backward()
+    for microbatch in split_batch(batch, 4, loss_fn):
+        (compute_loss(model, microbatch, loss_fn) / divisor).backward()
 
 
 def run_step(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
@@ -70,30 +70,30 @@ def test_new_and_growing_buffers_pass() -> None:
 
 
 def test_sparse_gradients_pass() -> None:
-    whole = nn.Sequential(nn.Embedding(9, WIDTH, sparse=True), Layer())
-    assert_same(run_step, whole, (torch.arange(8), batch()[1]))
+    layers = nn.Sequential(nn.Embedding(9, WIDTH, sparse=True), Layer())
+    assert_same(run_step, layers, (torch.arange(8), batch()[1]))
 
 
 def test_gradient_hooks_pass_and_accumulate_hooks_are_refused() -> None:
-    whole = Layer()
-    whole.linear.weight.register_hook(lambda gradient: gradient * torch.eye(WIDTH))
-    assert_same(run_step, whole, batch())
-    whole.linear.weight.register_post_accumulate_grad_hook(lambda p: None)
+    layer = Layer()
+    layer.linear.weight.register_hook(lambda gradient: gradient * torch.eye(WIDTH))
+    assert_same(run_step, layer, batch())
+    layer.linear.weight.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(UsageError, match=r"linear\.weight has a post-accumulate-grad hook"):
-        assert_same(run_step, whole, batch())
+        assert_same(run_step, layer, batch())
 
 
 def test_gradient_of_frozen_weight_is_detected() -> None:
-    whole = nn.Sequential(Layer(), Layer())
-    whole[0].requires_grad_(False)
-    assert_same(run_step, whole, batch())
+    layers = nn.Sequential(Layer(), Layer())
+    layers[0].requires_grad_(False)
+    assert_same(run_step, layers, batch())
 
-    def thawed(rank: int, ranks: int, model: Any, batch: Any) -> None:
+    def step_with_frozen_gradient(rank: int, ranks: int, model: Any, batch: Any) -> None:
         run_plain_loop(model, batch)
         model[0].linear.weight.grad = torch.ones(WIDTH, WIDTH)
 
     with pytest.raises(WrongGradients, match="1 of 3 gradients") as caught:
-        assert_same(thawed, whole, batch())
+        assert_same(step_with_frozen_gradient, layers, batch())
     (difference,) = caught.value.differences
     assert difference.names == ("0.linear.weight",)
     assert difference.problem == "a gradient, but none is expected"
@@ -101,19 +101,23 @@ def test_gradient_of_frozen_weight_is_detected() -> None:
 
 @pytest.mark.filterwarnings("error")
 def test_complex_gradient_is_compared_in_both_parts() -> None:
-    def squares(y: Tensor, target: Tensor) -> Tensor:
+    def squared_error(y: Tensor, target: Tensor) -> Tensor:
         return (y - target).abs().square().mean()
 
-    def turned(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
-        run_plain_loop(model, batch, squares)
+    def step_with_scaled_imaginary_part(
+        rank: int, ranks: int, model: nn.Module, batch: Any
+    ) -> None:
+        run_plain_loop(model, batch, squared_error)
         assert isinstance(model.weight, Tensor) and model.weight.grad is not None
         model.weight.grad = torch.complex(model.weight.grad.real, 3 * model.weight.grad.imag)
 
-    whole = nn.Linear(3, 3, dtype=torch.complex64)
-    given = torch.randn(8, 3, dtype=torch.complex64), torch.randn(8, 3, dtype=torch.complex64)
-    assert_same(lambda r, P, m, b: run_plain_loop(m, b, squares), whole, given, loss_fn=squares)
+    layer = nn.Linear(3, 3, dtype=torch.complex64)
+    inputs = torch.randn(8, 3, dtype=torch.complex64), torch.randn(8, 3, dtype=torch.complex64)
+    assert_same(
+        lambda r, P, m, b: run_plain_loop(m, b, squared_error), layer, inputs, loss_fn=squared_error
+    )
     with pytest.raises(WrongGradients) as caught:
-        assert_same(turned, whole, given, loss_fn=squares)
+        assert_same(step_with_scaled_imaginary_part, layer, inputs, loss_fn=squared_error)
     assert [d.names for d in caught.value.differences] == [("weight",)]
 
 
@@ -124,54 +128,56 @@ def test_complex_gradient_is_compared_in_both_parts() -> None:
 def test_step_that_wraps_modules_passes(wrap: Any) -> None:
     """The parameters of wrapped modules have other names."""
 
-    def wrapped(rank: int, ranks: int, model: Any, batch: Any) -> None:
+    def wrapping_step(rank: int, ranks: int, model: Any, batch: Any) -> None:
         model[0] = wrap(model[0])
         model[1].linear.weight = nn.Parameter(model[1].linear.weight.detach().clone())
         model.extra = nn.Parameter(torch.ones(1))
         run_plain_loop(model, batch)
 
-    assert_same(wrapped, model(2), batch())
+    assert_same(wrapping_step, model(2), batch())
 
 
 def test_zero_gradients_of_other_stages_are_ignored() -> None:
     """A rank may have zero gradients for the whole model, but train only one stage."""
 
-    def zeroed(rank: int, ranks: int, model: Any, batch: Any) -> None:
+    def step_with_zero_gradients(rank: int, ranks: int, model: Any, batch: Any) -> None:
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         plain("Schedule1F1B")(rank, ranks, model, batch)
 
-    assert_same(zeroed, model(2), batch(), ranks=2)
+    assert_same(step_with_zero_gradients, model(2), batch(), ranks=2)
 
 
 def test_missing_gradient_of_replica_is_detected() -> None:
     """Each replica needs one unless the step says otherwise, as with a sharded optimizer."""
 
-    def one(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
+    def train_on_first_replica(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
         if rank == 0:
             run_plain_loop(model, batch)
 
-    def other(rank: int, ranks: int, model: nn.Module, batch: Any) -> dict[str, Tensor | None]:
-        one(rank, ranks, model, batch)
+    def return_all_gradients(
+        rank: int, ranks: int, model: nn.Module, batch: Any
+    ) -> dict[str, Tensor | None]:
+        train_on_first_replica(rank, ranks, model, batch)
         return {name: p.grad for name, p in model.named_parameters()}
 
     with pytest.raises(WrongGradients, match="on only 1 rank, for 2 replicas") as caught:
-        assert_same(one, Layer(), batch(), ranks=2, replicas=2)
+        assert_same(train_on_first_replica, Layer(), batch(), ranks=2, replicas=2)
     (difference,) = caught.value.differences
     assert difference.names == ("linear.weight", "linear.bias")
-    assert_same(other, Layer(), batch(), ranks=2, replicas=2)
+    assert_same(return_all_gradients, Layer(), batch(), ranks=2, replicas=2)
 
 
 def test_step_with_data_loader_and_group_destruction_passes() -> None:
     """The main function of a trainer does both."""
 
-    def trains(rank: int, ranks: int, model: Any, batch: Any) -> None:
+    def train(rank: int, ranks: int, model: Any, batch: Any) -> None:
         for x, y in DataLoader(TensorDataset(*batch), batch_size=8, num_workers=1):
             plain("Schedule1F1B")(rank, ranks, model, (x, y))
         dist.barrier()
         dist.destroy_process_group()
 
-    assert_same(trains, model(2), batch(), ranks=2)
+    assert_same(train, model(2), batch(), ranks=2)
 
 
 class OptionalKeyword(Layer):
@@ -183,11 +189,11 @@ def test_batch_may_be_any_mapping() -> None:
     """An example is the BatchEncoding of transformers. Each microbatch gets its part."""
     x, y = batch(10)
 
-    def named(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
+    def step_on_mapping(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
         inputs, targets = batch
         run_plain_loop(model, ({**inputs}, targets))
 
-    assert_same(named, OptionalKeyword(), (UserDict({"x": x, "scale": None}), y))
+    assert_same(step_on_mapping, OptionalKeyword(), (UserDict({"x": x, "scale": None}), y))
 
 
 def test_inputs_of_caller_get_no_gradient() -> None:
@@ -200,7 +206,7 @@ def test_inputs_of_caller_get_no_gradient() -> None:
 
 
 def test_generator_state_of_caller_is_unchanged() -> None:
-    whole, given, before = nn.Sequential(Layer(), nn.Dropout()), batch(), torch.get_rng_state()
+    layers, inputs, before = nn.Sequential(Layer(), nn.Dropout()), batch(), torch.get_rng_state()
     with pytest.raises(Exception, match="model uses random numbers"):
-        assert_same(run_step, whole, given)
+        assert_same(run_step, layers, inputs)
     assert torch.equal(before, torch.get_rng_state())

@@ -54,10 +54,10 @@ def make_batch(seed: int, long: int) -> tuple[Tensor, ...]:
 
 def run_steps(rank: int, name: str, runtime: Runtime, longs: list[int]) -> list[Any]:
     torch.manual_seed(0)
-    every = [MaskedLayer(s) for s in range(4)]
+    modules = [MaskedLayer(s) for s in range(4)]
     vee, ranks = name == "zb_v", dist.get_world_size()
-    own = [s for s in range(4) if (min(s, 3 - s) if vee else s % ranks) == rank]
-    stages = [stage_of(every[s], s, 4) for s in own]
+    own_stages = [s for s in range(4) if (min(s, 3 - s) if vee else s % ranks) == rank]
+    stages = [stage_of(modules[s], s, 4) for s in own_stages]
     schedule = Schedule(
         stages,
         N,
@@ -66,29 +66,33 @@ def run_steps(rank: int, name: str, runtime: Runtime, longs: list[int]) -> list[
         runtime=runtime,
         allow_identical_stages=True,
     )
-    told: list[Any] = []
+    results: list[Any] = []
     for step, long in enumerate(longs):
-        x, mask, at, y, times = make_batch(step, long)
+        x, mask, indices, y, times = make_batch(step, long)
         losses: list[Tensor] = []
-        args = (x, mask, at) if 0 in own else ()
+        args = (x, mask, indices) if 0 in own_stages else ()
         out = schedule.step(*args, target=y, losses=losses, times=times, name="kept")
-        told += [out, losses, [p.grad for s in own for p in every[s].parameters()]]
-        for s in own:
-            every[s].zero_grad()
+        results += [out, losses, [p.grad for s in own_stages for p in modules[s].parameters()]]
+        for s in own_stages:
+            modules[s].zero_grad()
     with torch.no_grad():
-        told += [schedule.eval(*args, times=times, name="kept")]
-    return told
+        results += [schedule.eval(*args, times=times, name="kept")]
+    return results
 
 
 def compare_runtimes(rank: int) -> list[bool]:
-    same = []
+    checks = []
     warnings.simplefilter("ignore")
     for name in ("interleaved", "zb_v"):
-        ours, theirs = (run_steps(rank, name, r, [LENGTH, LENGTH]) for r in ("schedir", "torch"))
-        same += [is_equal(one, other) for one, other in zip(ours, theirs, strict=True)]
-    again = run_steps(rank, "interleaved", "schedir", [LENGTH, LENGTH + 1, LENGTH])
-    first = run_steps(rank, "interleaved", "schedir", [LENGTH])
-    return [*same, is_equal(first[:3], again[:3])]
+        schedir_results, torch_results = (
+            run_steps(rank, name, r, [LENGTH, LENGTH]) for r in ("schedir", "torch")
+        )
+        checks += [
+            is_equal(one, other) for one, other in zip(schedir_results, torch_results, strict=True)
+        ]
+    changing_length = run_steps(rank, "interleaved", "schedir", [LENGTH, LENGTH + 1, LENGTH])
+    constant_length = run_steps(rank, "interleaved", "schedir", [LENGTH])
+    return [*checks, is_equal(constant_length[:3], changing_length[:3])]
 
 
 def is_equal(one: Any, other: Any) -> bool:
@@ -100,9 +104,9 @@ def is_equal(one: Any, other: Any) -> bool:
 
 
 def test_several_tensors_and_keywords_equal_torch_runtime() -> None:
-    for same in run(compare_runtimes, 2):
-        assert len(same) == 15
-        assert all(same)
+    for checks in run(compare_runtimes, 2):
+        assert len(checks) == 15
+        assert all(checks)
 
 
 def test_shape_key_distinguishes_string_and_bool_keywords() -> None:

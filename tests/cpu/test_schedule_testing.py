@@ -44,17 +44,17 @@ def test_built_in_schedules_pass(name: str) -> None:
 
 
 def test_schedule_is_called_for_given_shapes() -> None:
-    seen: list[tuple[int, int]] = []
+    calls: list[tuple[int, int]] = []
 
     def mine(r: int, P: int, m: int) -> RankSchedule:
-        seen.append((P, m))
+        calls.append((P, m))
         return m * F + m * B
 
     assert_schedule(mine, shapes=[PipelineShape(2, 3), PipelineShape(1, 1)])
-    assert set(seen) == {(2, 3), (1, 1)}
-    seen.clear()
+    assert set(calls) == {(2, 3), (1, 1)}
+    calls.clear()
     assert_schedule(mine, shapes=shapes(ranks=2, stages_per_rank=1), max_examples=10)
-    assert {P for P, _ in seen} <= {1, 2}
+    assert {P for P, _ in calls} <= {1, 2}
     assert_schedule(partial(schedules.interleaved, group=4), shapes=[PipelineShape(2, 8, 2)])
 
 
@@ -70,9 +70,11 @@ def test_wrong_update_of_gradients_is_refused() -> None:
 
 def test_shapes_for_fits_placement_of_schedule() -> None:
     """The shapes are of the kind of the schedule, and each occurs once."""
-    looped = shapes_for(schedules.interleaved)
-    assert {(p.placement, p.stages_per_rank) for p in looped} == {("loop", v) for v in (1, 2, 3)}
-    assert len(looped) == len(set(looped)) == 4 * 6 * 3
+    interleaved_shapes = shapes_for(schedules.interleaved)
+    assert {(p.placement, p.stages_per_rank) for p in interleaved_shapes} == {
+        ("loop", v) for v in (1, 2, 3)
+    }
+    assert len(interleaved_shapes) == len(set(interleaved_shapes)) == 4 * 6 * 3
     assert {p.stages_per_rank for p in shapes_for(schedules.zb_v)} == {2}
     assert {p.ranks for p in shapes_for(schedules.dualpipe)} == {2, 4}
 
@@ -98,17 +100,17 @@ def test_strategy_reports_smallest_failing_shape() -> None:
     """The example belongs to this schedule, whatever failed before."""
     for least in (3, 2):
 
-        def few(r: int, P: int, m: int, least: int = least) -> RankSchedule:
+        def omit_backward(r: int, P: int, m: int, least: int = least) -> RankSchedule:
             return m * F + (m if least > m else m - 1) * B
 
-        shown = str(get_failure(few, shapes=shapes(2, 6, 1, ("loop",))))
-        assert f"PipelineShape(ranks=1, microbatches={least})" in shown
+        error = str(get_failure(omit_backward, shapes=shapes(2, 6, 1, ("loop",))))
+        assert f"PipelineShape(ranks=1, microbatches={least})" in error
 
 
 def get_failure(schedule: Any, **options: Any) -> AssertionError:
-    with pytest.raises(AssertionError) as found:
+    with pytest.raises(AssertionError) as caught:
         assert_schedule(schedule, **options)
-    return found.value
+    return caught.value
 
 
 def test_deadlock_is_reported() -> None:
@@ -157,14 +159,14 @@ def test_deferred_weight_gradients_have_same_bits() -> None:
 def test_wrong_loss_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     """A microbatch counts twice, which no schedule alone can cause."""
     plain = tiny_model.squared_error
-    seen: list[float] = []
+    calls: list[float] = []
 
-    def forgets(y: Tensor, target: Tensor) -> Tensor:
+    def halve_second_loss(y: Tensor, target: Tensor) -> Tensor:
         """Return the loss with half of its weight in the second call."""
-        seen.append(float(target.sum()))
-        return plain(y, target) * (0.5 if len(seen) == 2 else 1.0)
+        calls.append(float(target.sum()))
+        return plain(y, target) * (0.5 if len(calls) == 2 else 1.0)
 
-    monkeypatch.setattr(tiny_model, "squared_error", forgets)
+    monkeypatch.setattr(tiny_model, "squared_error", halve_second_loss)
     assert "the loss" in str(get_failure(schedules.gpipe, shapes=[PipelineShape(2, 2)]))
 
 

@@ -68,21 +68,21 @@ def train_steps(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) ->
     torch.manual_seed(0)
     v, chunks, _ = CASES[name]
     shape = PipelineShape(2, 4 // chunks if cut else 4, v)
-    finer: Any = {"stage_segments": cut, "microbatch_chunks": chunks if cut else None}
+    segment_options: Any = {"stage_segments": cut, "microbatch_chunks": chunks if cut else None}
     if not cut:
         more = {key: value for key, value in more.items() if key != "fill_collective_waits"}
     sequence = more.get("sequence_parallel", False)
-    every: Any = {
+    options: Any = {
         "tp": 2,
         "tied_weights": True,
         "progress_model": "per_edge",
         "sequence_parallel": sequence,
-        **finer,
+        **segment_options,
     }
     program = compile(
-        getattr(schedules, name), shape, blocking_hosts=True, clip_grad_norm=True, **every | more
+        getattr(schedules, name), shape, blocking_hosts=True, clip_grad_norm=True, **options | more
     )
-    evaluates = compile(schedules.forward_only, shape, blocking_hosts=True, **every)
+    evaluates = compile(schedules.forward_only, shape, blocking_hosts=True, **options)
     transport = GlooTransport(program, extra_programs=[evaluates])
     tp = transport.tp_group
     stages = {
@@ -90,20 +90,22 @@ def train_steps(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) ->
         for s in shape.stages_on_rank[transport.rank]
     }
     share = 2 if sequence else 1
-    passes = (2, 8 // share, 32)
-    own = {f"{s} {n}": p for s, stage in stages.items() for n, p in stage.named_parameters()}
+    boundary: Any = (2, 8 // share, 32)
+    if cut is not None:
+        boundary = build_boundaries(cut, boundary, tp_size=share)
+    parameters = {f"{s} {n}": p for s, stage in stages.items() for n, p in stage.named_parameters()}
     executor = Executor(
         program, transport.rank, select_modules(stages, cut), transport,
         loss=partial(gpt.loss, tp=tp),
-        boundary=passes if cut is None else build_boundaries(cut, passes, tp_size=share),
+        boundary=boundary,
         gradients=GradientOptions(max_norm=1.0),
-        optimizer=torch.optim.SGD(own.values(), lr=0.1), extra_programs=[evaluates],
+        optimizer=torch.optim.SGD(parameters.values(), lr=0.1), extra_programs=[evaluates],
     )  # fmt: skip
     tokens = torch.randint(CONFIG.vocab, (4, 2, 9))
     batch = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
-    told: dict[str, Any] = {"loss": [executor.step(*batch, 0.01) for _ in range(2)]}
-    told |= {"norm": executor.grad_norm, "evaluated": executor.evaluate(*batch)}
-    return told | {name: (p.detach(), p.grad) for name, p in own.items()}
+    results: dict[str, Any] = {"loss": [executor.step(*batch, 0.01) for _ in range(2)]}
+    results |= {"norm": executor.grad_norm, "evaluated": executor.evaluate(*batch)}
+    return results | {name: (p.detach(), p.grad) for name, p in parameters.items()}
 
 
 def find_differences(rank: int, name: str, sequence: bool) -> list[str]:
@@ -112,15 +114,15 @@ def find_differences(rank: int, name: str, sequence: bool) -> list[str]:
     The run of whole stages has as many microbatches as the other has chunks.
     """
     shape, more = PipelineShape(2, 4, CASES[name][0]), CASES[name][2]
-    uncut, cut = (
+    stage_results, segment_results = (
         train_steps(
             name,
-            each,
+            segments,
             SEQUENCE_PARALLEL_OPTIONS[name] | {"sequence_parallel": True} if sequence else more,
         )
-        for each in (None, count_segments([CONFIG.layers // shape.stages] * shape.stages))
+        for segments in (None, count_segments([CONFIG.layers // shape.stages] * shape.stages))
     )
-    return [key for key, value in uncut.items() if not is_same(value, cut[key])]
+    return [key for key, value in stage_results.items() if not is_same(value, segment_results[key])]
 
 
 def is_same(one: Any, other: Any) -> bool:
@@ -143,7 +145,7 @@ def test_segments_have_bits_of_whole_stages(name: str, sequence: bool) -> None:
 
 def test_segments_after_frozen_stage_have_same_bits() -> None:
     """The inputs of the first trained segment have no gradient, nor has its residual input."""
-    found: list[Any] = []
+    results: list[Any] = []
     for cut in (None, count_segments([2, 2])):
         program = compile(
             schedules.one_f_one_b, PipelineShape(2, 4), frozen_stages=1, stage_segments=cut
@@ -151,15 +153,15 @@ def test_segments_after_frozen_stage_have_same_bits() -> None:
         config = replace(CONFIG, tied=False)
         stages = {s: gpt.build_stage(config, s, 2) for s in range(2)}
         stages[0].requires_grad_(False)
-        each = select_modules(stages, cut)
+        modules = select_modules(stages, cut)
         boundary: Any = HIDDEN if cut is None else build_boundaries(cut, HIDDEN, frozen_stages=1)
         ranks = InProcessExecutor(
-            program, [each[s] for s in sorted(each)], loss=gpt.loss, boundary=boundary
+            program, [modules[s] for s in sorted(modules)], loss=gpt.loss, boundary=boundary
         )
         tokens = torch.arange(72).view(4, 2, 9) % CONFIG.vocab
         loss = ranks.step(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous())
-        found.append([loss, *(p.grad for s in stages for p in stages[s].parameters())])
-    assert is_same(*found) and sum(p is not None for p in found[0]) > 20
+        results.append([loss, *(p.grad for s in stages for p in stages[s].parameters())])
+    assert is_same(*results) and sum(p is not None for p in results[0]) > 20
 
 
 # ---------------------------------------------------------------- users' own modules
@@ -214,20 +216,21 @@ def compare_in_place_sums(rank: int) -> bool:
         loss=lambda y, target: ((y - target) ** 2).sum(), boundary=(one, one),
     )  # fmt: skip
     loss = executor.step(x, torch.ones(3, 2))
-    whole = [p.clone().requires_grad_() for p in (w, b, v, c)]
-    y = x + (x @ whole[0].T + whole[1]).relu() @ whole[2].T + whole[3]
+    weights = [p.clone().requires_grad_() for p in (w, b, v, c)]
+    y = x + (x @ weights[0].T + weights[1]).relu() @ weights[2].T + weights[3]
     want = ((y.sum(-1) - 1) ** 2).sum()
     want.backward()
-    mine = slice(4 * rank, 4 * rank + 4)
-    parts = (whole[0].grad[mine], whole[1].grad[mine], whole[2].grad[:, mine], whole[3].grad)  # type: ignore[index]
+    shard = slice(4 * rank, 4 * rank + 4)
+    grads = [p.grad for p in weights]
+    parts = (grads[0][shard], grads[1][shard], grads[2][:, shard], grads[3])  # type: ignore[index]
     got = (up.weight.grad, up.bias.grad, down.weight.grad, down.bias.grad)  # type: ignore[union-attr]
-    close = [torch.allclose(a, b, rtol=1e-5) for a, b in zip(got, parts, strict=True)]  # type: ignore[arg-type]
-    return all(close) and loss is not None and torch.allclose(loss, want.detach())
+    is_close = [torch.allclose(a, b, rtol=1e-5) for a, b in zip(got, parts, strict=True)]  # type: ignore[arg-type]
+    return all(is_close) and loss is not None and torch.allclose(loss, want.detach())
 
 
 def compare_divided_sequence(rank: int) -> list[bool]:
     """Return the same with one of two tokens per rank, for several samples and for one."""
-    right = []
+    is_close = []
     for samples in ((3,), ()):
         program = compile(
             schedules.zb_h1,
@@ -240,32 +243,33 @@ def compare_divided_sequence(rank: int) -> list[bool]:
         transport = GlooTransport(program)
         torch.manual_seed(0)
         w, b, v, c = torch.randn(8, 4), torch.randn(8), torch.randn(4, 8), torch.randn(4)
-        how: Any = {"group": transport.tp_group, "sequence_parallel": True}
-        up, down = ColumnParallelLinear(w, b, **how), RowParallelLinear(v, c, **how)
-        own, every = (*samples, 1, 4), (*samples, 2, 4)
+        options: Any = {"group": transport.tp_group, "sequence_parallel": True}
+        up, down = ColumnParallelLinear(w, b, **options), RowParallelLinear(v, c, **options)
+        local_shape, full_shape = (*samples, 1, 4), (*samples, 2, 4)
         executor = Executor(
             program, 0, [Twice(), PartialSum(up, down), BiasAndResidual(down, True)], transport,
             loss=lambda y, target: ((y - target) ** 2).sum(),
-            boundary={0: (Boundary(own, received_shape=every), Boundary(own)),
-                      1: (Boundary(every, received_shape=own), Boundary(own))},
+            boundary={0: (Boundary(local_shape, received_shape=full_shape), Boundary(local_shape)),
+                      1: (Boundary(full_shape, received_shape=local_shape), Boundary(local_shape))},
         )  # fmt: skip
-        x = torch.randn(3, *every)
-        mine = x[..., rank : rank + 1, :].contiguous()
-        loss = executor.step(mine, torch.ones(3, *samples, 1))
+        x = torch.randn(3, *full_shape)
+        local_tokens = x[..., rank : rank + 1, :].contiguous()
+        loss = executor.step(local_tokens, torch.ones(3, *samples, 1))
         assert loss is not None
         dist.all_reduce(loss, group=transport.tp_group)
-        whole = [p.clone().requires_grad_() for p in (w, b, v, c)]
-        y = x + (x @ whole[0].T + whole[1]).relu() @ whole[2].T + whole[3]
+        weights = [p.clone().requires_grad_() for p in (w, b, v, c)]
+        y = x + (x @ weights[0].T + weights[1]).relu() @ weights[2].T + weights[3]
         want = ((y.sum(-1) - 1) ** 2).sum()
         want.backward()
-        at = slice(4 * rank, 4 * rank + 4)
-        parts = (whole[0].grad[at], whole[1].grad[at], whole[2].grad[:, at], whole[3].grad)  # type: ignore[index]
+        shard = slice(4 * rank, 4 * rank + 4)
+        grads = [p.grad for p in weights]
+        parts = (grads[0][shard], grads[1][shard], grads[2][:, shard], grads[3])  # type: ignore[index]
         got = (up.weight.grad, up.bias.grad, down.weight.grad, down.bias.grad, loss)  # type: ignore[union-attr]
-        right += [
+        is_close += [
             torch.allclose(one, other, rtol=1e-5, atol=1e-6)  # type: ignore[arg-type]
             for one, other in zip(got, (*parts, want.detach()), strict=True)
         ]
-    return right
+    return is_close
 
 
 def compare_user_stage(rank: int) -> list[bool]:
@@ -300,35 +304,35 @@ def test_wrong_boundary_of_sequence_parallel_segment_is_refused(name: str) -> No
     program = compile(
         schedules.gpipe, PipelineShape(1, 1), tp=2, stage_segments="fg", sequence_parallel=True
     )
-    behind, words = WRONG_BOUNDARIES[name]
-    right: Any = {
+    wrong_boundary, message = WRONG_BOUNDARIES[name]
+    right_boundaries: Any = {
         0: Boundary(LOCAL_SHAPE, received_shape=FULL_SHAPE),
         1: Boundary(FULL_SHAPE, received_shape=LOCAL_SHAPE),
     }
-    require_fit(ModelBoundaries.from_edges(right, 3), program)
-    with pytest.raises(ModelError, match=words):
-        require_fit(ModelBoundaries.from_edges(right | {0: behind}, 3), program)
-    for other in (replace(right[1], shape=(2, 7, 8)), Boundary(FULL_SHAPE)):
+    require_fit(ModelBoundaries.from_edges(right_boundaries, 3), program)
+    with pytest.raises(ModelError, match=message):
+        require_fit(ModelBoundaries.from_edges(right_boundaries | {0: wrong_boundary}, 3), program)
+    for other in (replace(right_boundaries[1], shape=(2, 7, 8)), Boundary(FULL_SHAPE)):
         with pytest.raises(ModelError, match="tensor 0 from stage 1 is"):
-            require_fit(ModelBoundaries.from_edges(right | {1: other}, 3), program)
-    whole = compile(schedules.gpipe, PipelineShape(1, 1), tp=2, stage_segments="fg")
+            require_fit(ModelBoundaries.from_edges(right_boundaries | {1: other}, 3), program)
+    plain_program = compile(schedules.gpipe, PipelineShape(1, 1), tp=2, stage_segments="fg")
     with pytest.raises(ModelError, match=r"gives this tensor the shape \[2, 4, 8\]"):
-        require_fit(ModelBoundaries.from_edges(right, 3), whole)
+        require_fit(ModelBoundaries.from_edges(right_boundaries, 3), plain_program)
 
 
 def test_measured_sizes_include_full_segment_inputs() -> None:
     """A tensor is in memory in both shapes while ranks gather or sum it. Inputs are saved."""
     config = replace(CONFIG, layers=1, tied=False)
     parts, tokens = split_stage(gpt.build_stage(config, 0, 1)), torch.zeros(2, 8, dtype=torch.long)
-    own = torch.zeros(2, 4, 32).nbytes
-    for share, each in ((1, 2 * own), (2, 2 * own + 2 * own)):
-        behind = build_boundaries((5,), (2, 4, 32), tp_size=share)
-        said = tokens[:, : 8 // 2]
-        sizes = measure_sizes(parts, said, said, loss=gpt.loss, boundary=behind)
-        assert sizes.activation == each and sizes.activation_grad is None
+    local_bytes = torch.zeros(2, 4, 32).nbytes
+    for share, expected_bytes in ((1, 2 * local_bytes), (2, 2 * local_bytes + 2 * local_bytes)):
+        boundaries = build_boundaries((5,), (2, 4, 32), tp_size=share)
+        local_tokens = tokens[:, : 8 // 2]
+        sizes = measure_sizes(parts, local_tokens, local_tokens, loss=gpt.loss, boundary=boundaries)
+        assert sizes.activation == expected_bytes and sizes.activation_grad is None
         widths = 3 + 1 + 1  # attention keeps at least its input, q, k, v and its output
         assert np.all(
-            sizes.per_microbatch("saved", PipelineShape(1, 1, 5))[1] >= widths * share * own
+            sizes.per_microbatch("saved", PipelineShape(1, 1, 5))[1] >= widths * share * local_bytes
         )
 
 

@@ -261,30 +261,46 @@ def collect_refusals() -> list[Exception]:
     stages = gpt_stages(2, False)
     found: list[Exception] = []
 
-    def tried(attempt: Any) -> None:
+    def record_refusal(attempt: Any) -> None:
         with pytest.raises(SchedirError) as error:
             attempt()
         found.append(error.value)
 
-    def beside(*more: Any, of: Program = program) -> Any:
+    def make_with_extra_programs(*more: Any, of: Program = program) -> Any:
         return lambda: make_executor(of, stages, extra_programs=more)
 
-    tried(beside(schedir.compile(interleaved, PipelineShape(2, 4, 2), clip_grad_norm=True)))
-    tried(beside(schedir.compile(gpipe, PipelineShape(2, 4))))
-    tried(beside(schedir.compile(gpipe, PipelineShape(2, 4), clip_grad_norm=True, zero=1)))
-    tried(beside(schedir.compile(gpipe, PipelineShape(2, 4), clip_grad_norm=True, dp=2)))
-    tried(beside(program))
-    tried(beside(program, of=looks))
+    record_refusal(
+        make_with_extra_programs(
+            schedir.compile(interleaved, PipelineShape(2, 4, 2), clip_grad_norm=True)
+        )
+    )
+    record_refusal(make_with_extra_programs(schedir.compile(gpipe, PipelineShape(2, 4))))
+    record_refusal(
+        make_with_extra_programs(
+            schedir.compile(gpipe, PipelineShape(2, 4), clip_grad_norm=True, zero=1)
+        )
+    )
+    record_refusal(
+        make_with_extra_programs(
+            schedir.compile(gpipe, PipelineShape(2, 4), clip_grad_norm=True, dp=2)
+        )
+    )
+    record_refusal(make_with_extra_programs(program))
+    record_refusal(make_with_extra_programs(program, of=looks))
     after = partial(schedir.compile, clip_grad_norm=True, norm_check="after_step")
-    tried(beside(after(gpipe, PipelineShape(2, 4)), of=after(one_f_one_b, PipelineShape(2, 4))))
+    record_refusal(
+        make_with_extra_programs(
+            after(gpipe, PipelineShape(2, 4)), of=after(one_f_one_b, PipelineShape(2, 4))
+        )
+    )
 
     part = schedir.compile(one_f_one_b, PipelineShape(2, 2), clip_grad_norm=True)
     ranks = make_executor(program, stages, extra_programs=[looks, part], optimizer=None)
     inputs, targets, _ = batch(4)
-    tried(lambda: ranks.step(inputs, targets, program=looks))
+    record_refusal(lambda: ranks.step(inputs, targets, program=looks))
     alone = make_executor(program, stages, optimizer=None)
-    tried(lambda: alone.evaluate(inputs, targets))
-    tried(lambda: ranks.evaluate(inputs[:2], targets[:2], program=part))
+    record_refusal(lambda: alone.evaluate(inputs, targets))
+    record_refusal(lambda: ranks.evaluate(inputs[:2], targets[:2], program=part))
     return found
 
 

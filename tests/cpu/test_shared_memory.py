@@ -199,11 +199,11 @@ def run_identity_stage(rank: int) -> list[Tensor | None]:
     )
     ended = own.state.transport.on_step_end
 
-    def slow() -> None:
+    def end_slowly() -> None:
         ended()
         time.sleep(0.3)
 
-    own.state.transport.on_step_end = slow  # type: ignore[method-assign]
+    own.state.transport.on_step_end = end_slowly  # type: ignore[method-assign]
     return [own.step(torch.full((3,), float(step)), torch.zeros(3)) for step in range(3)]
 
 
@@ -257,13 +257,13 @@ def list_files_while_waiting(rank: int, place: str) -> list[str]:
     shared_memory.MEMORY_DIRECTORIES = (place,)
     found = []
 
-    def late(*how: Any) -> Any:
+    def allocate_late(*how: Any) -> Any:
         time.sleep(1)
         found.extend(os.listdir(place))
         return SharedMemoryTransport.allocate_buffers(transport, *how)
 
     if rank:
-        transport.allocate_buffers = late  # type: ignore[method-assign, assignment]
+        transport.allocate_buffers = allocate_late  # type: ignore[method-assign, assignment]
     make_executor(program, rank, transport=transport)
     return found
 

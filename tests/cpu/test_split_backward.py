@@ -116,15 +116,17 @@ def test_linear_and_embedding_equal_plain_torch() -> None:
     x, w = torch.randn(2, 5, 8, generator=g), torch.randn(6, 8, generator=g)
     tokens = torch.randint(6, (2, 5), generator=g)
 
-    def grads(linear: Callable[..., Tensor], embedding: Callable[..., Tensor]) -> list[Tensor]:
+    def compute_grads(
+        linear: Callable[..., Tensor], embedding: Callable[..., Tensor]
+    ) -> list[Tensor]:
         leaves = [t.clone().requires_grad_() for t in (x, w)]
         y = linear(leaves[0], leaves[1]).square().sum()
         torch.autograd.backward(y + embedding(tokens, leaves[1]).square().sum())
         return [t.grad for t in leaves if t.grad is not None]
 
     for ours, plain in zip(
-        grads(split_backward.linear, split_backward.embedding),
-        grads(F.linear, F.embedding),
+        compute_grads(split_backward.linear, split_backward.embedding),
+        compute_grads(F.linear, F.embedding),
         strict=True,
     ):
         assert torch.allclose(ours, plain, rtol=1e-5, atol=1e-6)
@@ -134,12 +136,12 @@ def test_split_backward_under_checkpointing_has_same_bits() -> None:
     net = Net(False, 2, torch.float32)
     want = compute_gradients(Net(False, 2, torch.float32), 2, None)
 
-    def recomputed(tokens: Tensor) -> Tensor:
+    def forward_with_checkpoint(tokens: Tensor) -> Tensor:
         y = checkpoint(net, tokens, use_reentrant=False)
         assert isinstance(y, Tensor)
         return y
 
-    assert_same_bits(compute_gradients(net, 2, 1, recomputed), want)
+    assert_same_bits(compute_gradients(net, 2, 1, forward_with_checkpoint), want)
 
 
 def test_nonleaf_weight_is_not_split() -> None:
@@ -340,7 +342,7 @@ def test_split_layers_in_unusual_modules_have_same_bits(
     g = torch.Generator().manual_seed(0)
     batches = [torch.randn(4, 6, 8, generator=g) for _ in range(2)]
 
-    def grads(splits: bool) -> dict[str, Tensor]:
+    def compute_grads(splits: bool) -> dict[str, Tensor]:
         torch.manual_seed(1)
         net, tapes = model(), []
         if splits:
@@ -359,9 +361,9 @@ def test_split_layers_in_unusual_modules_have_same_bits(
         named = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
         return named | dict(net.named_buffers())
 
-    want = grads(False)
+    want = compute_grads(False)
     assert len(want) == 2 + len([*model().parameters()])
-    assert_same_bits(grads(True), want)
+    assert_same_bits(compute_grads(True), want)
 
 
 def test_layers_with_own_computation_are_not_split() -> None:

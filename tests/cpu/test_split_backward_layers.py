@@ -158,32 +158,42 @@ def test_wrong_split_rules_are_refused() -> None:
     class Odd(Square):
         pass
 
-    def rule(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
+    def wrong_weight_grad(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
         return (x * dy).sum_to_size(N)
 
-    def back(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
+    def input_grad(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
         dx: Tensor = dy * layer.weight.square()
         return dx
 
     layer, x = Odd(N), torch.randn(2, 3, N)
     with pytest.raises(UsageError, match=r"layer_type must be a subclass of nn\.Module, not Odd"):
-        register_splittable_layer(layer, input_grad=back, deferred_grads={"weight": rule})  # type: ignore[arg-type]
+        register_splittable_layer(
+            layer,  # type: ignore[arg-type]
+            input_grad=input_grad,
+            deferred_grads={"weight": wrong_weight_grad},
+        )
     with pytest.raises(UsageError, match="cannot split the backward of layers of type Odd"):
         make_backward_splittable(layer, Odd)
     with pytest.raises(UsageError, match="cannot split the backward of layers of type Odd"):
         check_splittable_layer(layer, x)
-    register_splittable_layer(Odd, input_grad=back, deferred_grads={"weight": rule})
+    register_splittable_layer(
+        Odd, input_grad=input_grad, deferred_grads={"weight": wrong_weight_grad}
+    )
     with pytest.raises(ModelError, match="autograd differ in the gradient of weight"):
         check_splittable_layer(layer, x)
-    register_splittable_layer(Odd, input_grad=rule, deferred_grads={"weight": rule})
+    register_splittable_layer(
+        Odd, input_grad=wrong_weight_grad, deferred_grads={"weight": wrong_weight_grad}
+    )
     with pytest.raises(ModelError, match=r"for its input of shape \[2, 3, 6\]"):
         check_splittable_layer(layer, x)
     register_splittable_layer(
-        Odd, input_grad=back, deferred_grads={"weight": lambda layer, x, dy: (x * dy).sum()}
+        Odd, input_grad=input_grad, deferred_grads={"weight": lambda layer, x, dy: (x * dy).sum()}
     )
     with pytest.raises(ModelError, match=r"a gradient of shape \[\] for weight of shape \[6\]"):
         check_splittable_layer(layer, x)
-    register_splittable_layer(Odd, input_grad=back, deferred_grads={"wieght": rule})
+    register_splittable_layer(
+        Odd, input_grad=input_grad, deferred_grads={"wieght": wrong_weight_grad}
+    )
     with pytest.raises(ModelError, match="has no rule for its parameter weight"):
         make_backward_splittable(layer)
 
@@ -214,29 +224,29 @@ def test_second_registration_replaces_split_rule() -> None:
     class Twice(Square):
         pass
 
-    def back(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
+    def input_grad(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
         dx: Tensor = dy * layer.weight.square()
         return dx
 
-    def late(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
+    def weight_grad(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
         dw: Tensor = (x * dy).sum_to_size(N) * (2 * layer.weight)
         return dw
 
     x = torch.randn(2, 3, N)
     register_splittable_layer(
-        Twice, input_grad=lambda layer, x, dy: dy, deferred_grads={"weight": late}
+        Twice, input_grad=lambda layer, x, dy: dy, deferred_grads={"weight": weight_grad}
     )
     layer = Twice(N)
     net = make_backward_splittable(nn.Sequential(layer, nn.Linear(N, N)))
     with pytest.raises(ModelError, match="autograd differ in the gradient of the input"):
         check_splittable_layer(layer, x)
-    register_splittable_layer(Twice, input_grad=back, deferred_grads={"weight": late})
+    register_splittable_layer(Twice, input_grad=input_grad, deferred_grads={"weight": weight_grad})
     for one in make_backward_splittable(net).children():
         check_splittable_layer(one, x)
     given = x.clone().requires_grad_()
     dx, dw = torch.autograd.grad(layer(given).sum(), (given, layer.weight))
-    assert torch.equal(dx, back(layer, x, torch.ones_like(x)))
-    torch.testing.assert_close(dw, late(layer, x, torch.ones_like(x)))
+    assert torch.equal(dx, input_grad(layer, x, torch.ones_like(x)))
+    torch.testing.assert_close(dw, weight_grad(layer, x, torch.ones_like(x)))
 
 
 def _prune(layer: nn.Module) -> nn.Module:

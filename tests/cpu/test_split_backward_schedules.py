@@ -143,7 +143,7 @@ class MixedLayers(nn.Module):
 def test_warning_names_unsplit_layers() -> None:
     x = torch.randn(4, 3, N)
 
-    def run(stages: Sequence[nn.Module]) -> list[str]:
+    def collect_warnings(stages: Sequence[nn.Module]) -> list[str]:
         program, boundary = compile(zb, PipelineShape(2, 4)), Boundary((3, N))
         ranks = InProcessExecutor(program, stages, loss=mse_loss, boundary=boundary)
         with warnings.catch_warnings(record=True) as caught:
@@ -156,7 +156,7 @@ def test_warning_names_unsplit_layers() -> None:
     plain, said = [MixedLayers(), MixedLayers()], []
     loss = run_sequential(copy.deepcopy(plain), x, x, loss=mse_loss)
     assert loss.isfinite()
-    said = run(plain)
+    said = collect_warnings(plain)
     assert said == [
         f"the backward of MixedLayers (stage {s}) is not split in attn.c_attn (Conv1D), own.0 "
         "(Bilinear): the instruction I runs their full backward; "
@@ -164,15 +164,17 @@ def test_warning_names_unsplit_layers() -> None:
         "schedir.runtime.register_splittable_layer adds a type"
         for s in range(2)
     ]
-    said = run([make_backward_splittable(stage) for stage in plain])
+    said = collect_warnings([make_backward_splittable(stage) for stage in plain])
     assert ["attn.c_attn" in text or "make_backward_splittable" in text for text in said] == [
         False,
         False,
     ]
     norms: list[nn.Module] = [nn.Sequential(*(nn.LayerNorm(N) for _ in range(9))) for _ in range(2)]
-    said = run(norms)
+    said = collect_warnings(norms)
     assert "0 (LayerNorm), 1 (LayerNorm)" in said[0] and "and 3 more" in said[0]
-    assert run([make_backward_splittable(stage, nn.LayerNorm) for stage in norms]) == []
+    assert (
+        collect_warnings([make_backward_splittable(stage, nn.LayerNorm) for stage in norms]) == []
+    )
 
 
 class SkippedLayer(nn.Module):
@@ -224,7 +226,7 @@ def test_unused_layers_and_full_backwards_have_same_bits(kind: Any, said: int) -
 
 
 def test_bypassed_split_layer_is_refused() -> None:
-    class Traced(nn.Module):
+    class BypassedLayer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = make_backward_splittable(Square(N))
@@ -233,8 +235,8 @@ def test_bypassed_split_layer_is_refused() -> None:
             (weight,) = self.parameters()
             return x * weight
 
-    ranks = InProcessExecutor(compile(zb, PipelineShape(2, 4)), [Traced(), Traced()], loss=mse_loss,
-                      boundary=Boundary((3, N)))  # fmt: skip
+    program, stages = compile(zb, PipelineShape(2, 4)), [BypassedLayer(), BypassedLayer()]
+    ranks = InProcessExecutor(program, stages, loss=mse_loss, boundary=Boundary((3, N)))
     with pytest.raises(ExecutionError, match="has splittable layers"):
         ranks.step(torch.randn(4, 3, N), torch.randn(4, 3, N))
 

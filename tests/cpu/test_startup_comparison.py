@@ -30,14 +30,14 @@ def compare_processes(
     """
     store, found = HashStore(), [""] * len(each)
 
-    def one(k: int) -> None:
+    def compare(k: int) -> None:
         rank, world, facts = each[k]
         try:
             compare_facts(store, rank, world, facts | {"WORLD_SIZE": str(world)}, timeout)
         except (ModelError, ExecutionError) as error:
             found[k] = error.fact
 
-    threads = [Thread(target=one, args=(k,)) for k in range(len(each))]
+    threads = [Thread(target=compare, args=(k,)) for k in range(len(each))]
     for thread in threads:
         thread.start()
     for thread in threads:

@@ -77,16 +77,16 @@ def _record_groups(
     with monkeypatch.context() as patch:
         make, new_group = process_groups.make_group, dist.new_group
 
-        def noted(rows: Any, **options: Any) -> Any:
+        def record_rows(rows: Any, **options: Any) -> Any:
             made.append(sorted(map(tuple, rows)))
             return make(rows, **options)
 
-        def counted(ranks: list[int], **options: Any) -> Any:
+        def record_group(ranks: list[int], **options: Any) -> Any:
             own.append(tuple(ranks))
             return new_group(ranks, **options)
 
-        patch.setattr(process_groups, "make_group", noted)
-        patch.setattr(dist, "new_group", counted)
+        patch.setattr(process_groups, "make_group", record_rows)
+        patch.setattr(dist, "new_group", record_group)
         patch.setattr(ProcessTransport, "check_agreement", lambda self, facts, tell=None: [tell])
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("fake", store=store, rank=process, world_size=WORLD)

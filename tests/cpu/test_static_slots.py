@@ -36,7 +36,7 @@ def record_used_slots(rank: Executor, used: dict[Value, set[int]]) -> None:
     """Record which slots are ever filled, where sent tensors still fill theirs."""
     call = rank.runner.run_instruction
 
-    def watched(index: int) -> None:
+    def run_and_record(index: int) -> None:
         call(index)
         for kind, slots in rank.state.slot_tables.items():
             used[kind] |= {n for n, value in enumerate(slots.values) if value is not None}
@@ -49,7 +49,7 @@ def record_used_slots(rank: Executor, used: dict[Value, set[int]]) -> None:
                 rank.state.slot_tables[kind].values
             )
 
-    rank.runner.run_instruction = watched  # type: ignore[method-assign]
+    rank.runner.run_instruction = run_and_record  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
@@ -116,7 +116,7 @@ def check_separate_memory(rank: Executor) -> None:
         {storage_address(b) for b in rank.state.service(MessageBuffers).received.values()},
     )
 
-    def watched(index: int) -> None:
+    def run_and_check(index: int) -> None:
         call(index)
         out = [
             v
@@ -132,7 +132,7 @@ def check_separate_memory(rank: Executor) -> None:
             storage_address(value) for value in tree_leaves(out) if value is not None
         }
 
-    rank.runner.run_instruction = watched  # type: ignore[method-assign]
+    rank.runner.run_instruction = run_and_check  # type: ignore[method-assign]
 
 
 def storage_address(tensor: Tensor) -> int:
@@ -145,14 +145,14 @@ def test_unchanged_inputs_and_gradients_are_not_overwritten(schedule: Any) -> No
     shape = PipelineShape(4, 6)
     inputs, targets = tiny_model.make_batch(shape.microbatches)
 
-    def stages() -> list[nn.Module]:
+    def make_stages() -> list[nn.Module]:
         first, inner, last = tiny_model.make_tiny_stages(3)
         return [first, ReturnsInput(), ReturnsInput(inner), last]
 
-    one = stages()
+    one = make_stages()
     total = run_sequential(one, inputs, targets, loss=tiny_model.squared_error)
     for choice in (None, "minimal"):
-        other = stages()
+        other = make_stages()
         program = compile(
             schedule, shape, progress_model="per_edge", overlap=True, buffer_sharing=choice
         )
@@ -175,11 +175,11 @@ def test_outputs_are_freed_after_send() -> None:
     saved = ranks.executors[0].state.slot_tables[Value.SAVED]
     call, roots = ranks.executors[0].runner.run_instruction, list[Any]()
 
-    def watched(index: int) -> None:
+    def run_and_record(index: int) -> None:
         call(index)
         roots.extend(value[1] for value in saved.values if value is not None)
 
-    ranks.executors[0].runner.run_instruction = watched  # type: ignore[method-assign]
+    ranks.executors[0].runner.run_instruction = run_and_record  # type: ignore[method-assign]
     ranks.step(*tiny_model.make_batch(4))
     assert roots and not any(isinstance(root, Tensor) for root in roots)
 

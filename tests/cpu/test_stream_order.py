@@ -95,12 +95,12 @@ def test_missing_wait_before_copy_is_detected(
 ) -> None:
     copy = cuda_streams._copy_message
 
-    def hasty(source: Any, target: Any) -> Any:
+    def copy_without_wait(source: Any, target: Any) -> Any:
         sides = {"source": source, "target": target}
         sides[side] = sides[side]._replace(ready_point=_NoWait())
         return copy(**sides)
 
-    monkeypatch.setattr(cuda_streams, "_copy_message", hasty)
+    monkeypatch.setattr(cuda_streams, "_copy_message", copy_without_wait)
     run_steps(one_f_one_b, PipelineShape(3, 4), "minimal")
     assert any("copy_" in race for race in races.found)
 

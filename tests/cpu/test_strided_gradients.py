@@ -54,7 +54,7 @@ def test_strided_tied_weight_with_fused_optimizer_is_refused() -> None:
     ties = schedir.find_tied_weights(stages)
     program = schedir.compile(gpipe, PipelineShape(2, 2), tied_weights=ties)
 
-    def made(fused: bool) -> InProcessExecutor:
+    def make_executor(fused: bool) -> InProcessExecutor:
         adam = partial(torch.optim.AdamW, lr=0.1, fused=fused)
         return InProcessExecutor(
             program, [*stages],
@@ -62,5 +62,5 @@ def test_strided_tied_weight_with_fused_optimizer_is_refused() -> None:
         )  # fmt: skip
 
     with pytest.raises(ModelError, match=r"w of stage 0 is not contiguous .*strides are \[1, 4\]"):
-        made(fused=True)
-    made(fused=False)
+        make_executor(fused=True)
+    make_executor(fused=False)

@@ -186,30 +186,30 @@ def test_tied_weights_true_finds_shared_parameter() -> None:
 def test_module_in_two_stages_trains_like_plain_loop() -> None:
     """`stages[0].mix is stages[-1].mix` holds, with both on one rank or on two ranks."""
 
-    def make() -> list[Any]:
+    def make_stages() -> list[Any]:
         torch.manual_seed(1)
         mix = nn.Linear(WIDTH, WIDTH)
         return [nn.Sequential(nn.Linear(WIDTH, WIDTH), mix, nn.Tanh()).double() for _ in range(2)]
 
-    def squares(y: Tensor, target: Tensor) -> Tensor:
+    def squared_error(y: Tensor, target: Tensor) -> Tensor:
         return (y - target).square().sum()
 
     x = torch.randn(3, 2, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    whole = nn.Sequential(*make())
+    whole = nn.Sequential(*make_stages())
     optimizer = adam(whole.parameters())
     for _ in range(3):
         whole.zero_grad()
         for one in x:
-            torch.autograd.backward(squares(whole(one), one + 1) * SCALE)
+            torch.autograd.backward(squared_error(whole(one), one + 1) * SCALE)
         optimizer.step()
     for schedule, shape in (
         (interleaved, PipelineShape(1, 3, 2)),
         (one_f_one_b, PipelineShape(2, 3)),
     ):
-        stages = make()
+        stages = make_stages()
         program = schedir.compile(schedule, shape, tied_weights=schedir.find_tied_weights(stages))
         ranks = InProcessExecutor(
-            program, stages, loss=squares, optimizer=adam,
+            program, stages, loss=squared_error, optimizer=adam,
             boundary=Boundary((2, WIDTH), torch.float64),
         )  # fmt: skip
         for _ in range(3):

@@ -287,10 +287,10 @@ def test_out_of_memory_before_first_step_is_one_error(
 ) -> None:
     """This is a GPU's memory. An error within an instruction would name the instruction."""
 
-    def full(*given: object, **more: object) -> None:
+    def raise_out_of_memory(*given: object, **more: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
 
-    monkeypatch.setattr(gpt, "build_stage", full)
+    monkeypatch.setattr(gpt, "build_stage", raise_out_of_memory)
     code = run(config, [*ALONE, f'output.dir="{tmp_path}"'])
     (said,) = capsys.readouterr().err.splitlines()
     assert code == 1 and said.endswith(

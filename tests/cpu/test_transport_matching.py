@@ -174,12 +174,12 @@ def record_groups(rank: int) -> Any:
     """Record the groups that this process helps to create, in order, and check its edges."""
     made, new_group = [], dist.new_group
 
-    def noted(ranks: list[int], *args: Any, **options: Any) -> Any:
+    def record_group(ranks: list[int], *args: Any, **options: Any) -> Any:
         made.append(tuple(ranks))
         return new_group(ranks, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "new_group", noted)
+        patch.setattr(dist, "new_group", record_group)
         transport = EdgeGroups(compile(one_f_one_b, PipelineShape(3, 4), tp=2))
     return made, sorted(transport.edge_groups)
 

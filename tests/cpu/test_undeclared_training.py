@@ -84,11 +84,11 @@ def _unknown_name() -> InProcessExecutor:
 def _duplicate_in_optimizer() -> InProcessExecutor:
     stages = parts(Model(2))
 
-    def both(own: Any) -> Any:
+    def make_optimizer(own: Any) -> Any:
         with pytest.warns(UserWarning, match="duplicate"):
             return torch.optim.SGD([*own, stages[0].words.weight], lr=0.1)
 
-    return _make_executor(stages, True, optimizer=both)
+    return _make_executor(stages, True, optimizer=make_optimizer)
 
 
 def _hook_on_tied_weight() -> InProcessExecutor:
@@ -298,13 +298,13 @@ def test_reassigned_weight_data_is_trained() -> None:
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
 def test_failed_step_keeps_shared_parameter(error: type[BaseException]) -> None:
-    def ends(y: Tensor, target: Tensor) -> Tensor:
+    def raise_error(y: Tensor, target: Tensor) -> Tensor:
         raise error
 
     model = Model(2)
     stages = parts(model)
     program = schedir.compile(interleaved, PipelineShape(1, 2, 2), tied_weights=True)
-    ranks = InProcessExecutor(program, stages, loss=ends, boundary=BOUNDARY)
+    ranks = InProcessExecutor(program, stages, loss=raise_error, boundary=BOUNDARY)
     for step in (ranks.step, ranks.executors[0].step):
         ranks.executors[0].resources.is_in_step = False
         with pytest.raises((SchedirError, error)):

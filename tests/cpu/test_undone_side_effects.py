@@ -171,7 +171,7 @@ def _foreign_parameter() -> StepCase:
 def _later_group() -> StepCase:
     """Return a model where a parameter group was added after the others had momentum."""
 
-    def sgd(parameters: list[nn.Parameter]) -> Optimizer:
+    def make_sgd(parameters: list[nn.Parameter]) -> Optimizer:
         made = SGD(parameters[:2], lr=0.1, momentum=0.9, fused=True)
         for p in parameters[:2]:
             p.grad = torch.ones_like(p)
@@ -179,7 +179,7 @@ def _later_group() -> StepCase:
         made.add_param_group({"params": parameters[2:]})
         return made
 
-    return _make_case(optimizer=sgd)
+    return _make_case(optimizer=make_sgd)
 
 
 def _inputs_with_gradients() -> StepCase:
@@ -300,19 +300,19 @@ def run_interrupted_step(rank: int) -> bool:
     before = {name: t.clone() for name, t in stages.state_dict().items()}
     x = torch.ones(2, 2, 8)
 
-    def make() -> Executor:
+    def make_executor() -> Executor:
         return Executor(
             program, 0, [*stages], Streamed(program), loss=nn.MSELoss(), boundary=(2, 8),
             optimizer=adam,
         )  # fmt: skip
 
     with pytest.raises(ExecutionError, match="has 1 inputs"):
-        make().step(x[:1], x)
+        make_executor().step(x[:1], x)
     with pytest.raises(KeyboardInterrupt):
-        make().step(x, x)
+        make_executor().step(x, x)
     after = stages.state_dict()
     same = all(torch.equal(t, after[name]) for name, t in before.items()) and not adam.state
-    make().step(x, x)
+    make_executor().step(x, x)
     return same and len(adam.state) == 4
 
 

@@ -151,14 +151,14 @@ def test_later_write_to_sharded_weight_is_refused() -> None:
     writes = stages[0].eval()
     forward, calls = WRITES["replace_data"], list[nn.Linear]()
 
-    def later(layer: nn.Linear) -> None:
+    def write_after_6_calls(layer: nn.Linear) -> None:
         calls.append(layer)
         if len(calls) > 6:
             forward(layer)
 
     ranks = make_executor(looped_bfs, PipelineShape(1, 2, 2), stages, zero=2)
     try:
-        WRITES["replace_data"] = later
+        WRITES["replace_data"] = write_after_6_calls
         for _ in range(3):
             run_step(ranks, 2)
         with pytest.raises(ExecutionError, match="writes to the data of weight"):

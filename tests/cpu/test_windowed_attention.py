@@ -129,12 +129,12 @@ def test_grouped_query_attention_equals_repeated_keys(
     def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, window, dropout)
 
-    def spread(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x.repeat_interleave(6 // groups, 1) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
 
     found = []
-    for run_it in (grouped, spread):
+    for run_it in (grouped, repeated):
         torch.manual_seed(1)
         found.append(run_attention(run_it, q, k, v, grad))
     assert_near(found[0], found[1], 1e-12)
@@ -165,7 +165,7 @@ def test_attention_accepts_any_memory_layout() -> None:
 
 
 def test_window_does_not_change_saved_bytes() -> None:
-    def saved(window: tuple[int, int] | None) -> int:
+    def count_saved_bytes(window: tuple[int, int] | None) -> int:
         found: dict[int, int] = {}
 
         def pack(x: Tensor) -> Tensor:
@@ -178,7 +178,7 @@ def test_window_does_not_change_saved_bytes() -> None:
         del out
         return sum(found.values())
 
-    assert saved((128, 32)) == saved(None) > 0
+    assert count_saved_bytes((128, 32)) == count_saved_bytes(None) > 0
 
 
 def test_dropout_equals_dropout_of_masked_attention() -> None:
@@ -198,10 +198,10 @@ def test_block_mask_equals_flex_attention_mask(length: int, window: tuple[int, i
     got = build_block_mask(length, *window, CPU)
     mask = build_window_mask(length, *window)
 
-    def sees(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def is_visible(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return mask[query, key]
 
-    want = create_block_mask(sees, None, None, length, length, "cpu", BLOCK_SIZE=128)
+    want = create_block_mask(is_visible, None, None, length, length, "cpu", BLOCK_SIZE=128)
     assert torch.equal(got.to_dense(), want.to_dense())
     grid = torch.from_numpy(compute_device_tiles(length, *window, "cuda").grid)
     assert torch.equal(got.to_dense()[0, 0] > 0, grid > 0)

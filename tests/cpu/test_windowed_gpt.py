@@ -83,11 +83,11 @@ def test_pipelines_have_bits_of_one_process(
     """This includes split backwards, recomputation and offload, in another order each step."""
     config = replace(CONFIG, dropout=dropout)
 
-    def stages() -> list[nn.Module]:
+    def make_stages() -> list[nn.Module]:
         return [gpt.build_stage(config, s, shape.stages) for s in range(shape.stages)]
 
     program = compile(schedule, shape, progress_model="per_edge", **options)
-    own, plain = stages(), stages()
+    own, plain = make_stages(), make_stages()
     world = InProcessExecutor(program, own, loss=gpt.loss, boundary=BOUNDARY, seed=2)
     for k in range(2):
         data = draw_tokens(shape.microbatches, k)

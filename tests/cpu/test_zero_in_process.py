@@ -122,7 +122,7 @@ def test_optimizer_state_and_main_parameters_are_sharded() -> None:
             use_float32_gradients(stage.bfloat16())
         made = []
 
-        def make(parameters: list[nn.Parameter]) -> MainOptimizer:
+        def make_optimizer(parameters: list[nn.Parameter]) -> MainOptimizer:
             optimizer = MainOptimizer(parameters, ADAM)
             for p in parameters:
                 p.grad = torch.ones_like(p, dtype=torch.float32)
@@ -132,7 +132,10 @@ def test_optimizer_state_and_main_parameters_are_sharded() -> None:
 
         program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=zero, clip_grad_norm=True)
         make_executor(
-            program, stages, optimizer=make, boundary=Boundary(BOUNDARY.shape, torch.bfloat16)
+            program,
+            stages,
+            optimizer=make_optimizer,
+            boundary=Boundary(BOUNDARY.shape, torch.bfloat16),
         ).step(*batch(3))
         found.append(
             [
@@ -199,7 +202,7 @@ class Scale(nn.Module):
 def test_split_rule_that_reads_sharded_weight_is_refused(reads: bool) -> None:
     """W runs without full weights, so a user's split rule must not read them."""
 
-    def later(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
+    def weight_grad(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
         total = (x * dy).flatten(0, -2).sum(0)
         return total + 0 * layer.weight if reads else total
 
@@ -207,7 +210,9 @@ def test_split_rule_that_reads_sharded_weight_is_refused(reads: bool) -> None:
         pass
 
     register_splittable_layer(
-        Own, input_grad=lambda layer, x, dy: dy * layer.weight, deferred_grads={"weight": later}
+        Own,
+        input_grad=lambda layer, x, dy: dy * layer.weight,
+        deferred_grads={"weight": weight_grad},
     )
     shape = PipelineShape(1, 2, 2)
     stages: list[nn.Module] = [Own(), Own()]

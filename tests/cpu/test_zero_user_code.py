@@ -132,11 +132,11 @@ def test_state_of_inner_optimizers_is_sharded() -> None:
     for zero in (0, 2):
         stages = make_linears()
 
-        def make(parameters: list[nn.Parameter]) -> TwoOptimizers:
+        def make_optimizer(parameters: list[nn.Parameter]) -> TwoOptimizers:
             made.append(TwoOptimizers(parameters))
             return made[-1]
 
-        run_two_steps(make_executor(zero, stages, make))
+        run_two_steps(make_executor(zero, stages, make_optimizer))
         found.append(collect_weights(stages))
     assert all(map(torch.equal, *found))
     kept = [t for one in made[1].both for own in one.state.values() for t in own.values()]
@@ -147,12 +147,12 @@ def test_loading_full_state_for_shards_is_refused() -> None:
     """torch's fused optimizers would silently use only a part of the state."""
     made: list[Any] = []
 
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         made.append(SGD(parameters, fused=True))
         return made[-1]  # type: ignore[no-any-return]
 
-    run_two_steps(make_executor(0, make_linears(), make))
-    ranks = make_executor(1, make_linears(), make)
+    run_two_steps(make_executor(0, make_linears(), make_optimizer))
+    ranks = make_executor(1, make_linears(), make_optimizer)
     made[1].load_state_dict(made[0].state_dict())
     with pytest.raises(
         ExecutionError,
@@ -215,11 +215,11 @@ def test_executor_may_be_freed_during_forward_of_another() -> None:
     """New tensors may then have the addresses of its weights, which are refused storages."""
     program = schedir.compile(looped_bfs, PipelineShape(1, 1, 2), zero=3)
 
-    def build(stage: nn.Module) -> InProcessExecutor:
+    def make_executor(stage: nn.Module) -> InProcessExecutor:
         loss = nn.functional.mse_loss
         return InProcessExecutor(program, [stage, nn.Linear(4, 4)], loss=loss, boundary=(3, 4))
 
-    others = [build(nn.Linear(4, 4)) for _ in range(20)]
+    others = [make_executor(nn.Linear(4, 4)) for _ in range(20)]
 
     class Frees(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -230,6 +230,6 @@ def test_executor_may_be_freed_during_forward_of_another() -> None:
             ]  # alive together, so their addresses differ
             return super().forward(x) + sum(tensors)
 
-    ranks = build(Frees(4, 4))
+    ranks = make_executor(Frees(4, 4))
     ranks.step(*torch.randn(2, 1, 3, 4))
     assert not others
