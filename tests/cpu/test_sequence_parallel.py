@@ -96,39 +96,41 @@ def run_backward(net: Net, tokens: Tensor, weights: Tensor, *, late: bool) -> Re
         tape.run()
     if not late:
         torch.autograd.backward(loss)
-    found: Results = {"logits": (logits.detach(), -1 if net.group else None)}
+    results: Results = {"logits": (logits.detach(), -1 if net.group else None)}
     for name, p in net.named_parameters():
         assert p.grad is not None
         if is_summed_over_tp(p):
             dist.all_reduce(p.grad, group=net.group)
-        found[name] = p.grad, get_shard_dim(p)
-    return found
+        results[name] = p.grad, get_shard_dim(p)
+    return results
 
 
 def find_wrong_shapes(t: int, group: Any, rank: int) -> list[str]:
     """Return those of some random shapes for which a gradient differs from that of one process."""
-    draw, wrong = random.Random(t), []
+    draw, wrong_gradients = random.Random(t), []
     for _ in range(SHAPES):
         b, s, vocab = draw.randint(1, 3), t * draw.randint(1, 4), draw.randint(2, 9)
         hidden, width, late = draw.randint(1, 6), t * draw.randint(1, 4), draw.random() < 0.5
         seed = draw.randrange(1000)
         tokens = torch.randint(vocab, (b, s), generator=torch.Generator().manual_seed(seed))
-        each = -(-vocab // t)
-        weights = F.pad(draw_normal(b, s, vocab, seed=seed), (0, each * t - vocab))
-        own = weights[..., rank * each : (rank + 1) * each]
+        vocab_per_rank = -(-vocab // t)
+        weights = F.pad(draw_normal(b, s, vocab, seed=seed), (0, vocab_per_rank * t - vocab))
+        local_weights = weights[..., rank * vocab_per_rank : (rank + 1) * vocab_per_rank]
         shape = vocab, s, hidden, width
-        got = run_backward(Net(*shape, group), tokens, own, late=late)
-        want = run_backward(Net(*shape, None), tokens, weights[..., :vocab], late=late)
-        for name, (value, cut) in got.items():
-            one = want[name][0]
-            if cut is not None:
-                size = value.shape[cut]
-                padding = [0] * (2 * one.dim())
-                padding[-2 * (cut % one.dim()) - 1] = size * t - one.shape[cut]
-                one = F.pad(one, padding).narrow(cut, rank * size, size)
-            if not torch.allclose(value, one, rtol=1e-10, atol=1e-10):
-                wrong.append(f"{name} of {b} x {shape}, t {t}{', late' * late}")
-    return wrong
+        parallel_results = run_backward(Net(*shape, group), tokens, local_weights, late=late)
+        plain_results = run_backward(Net(*shape, None), tokens, weights[..., :vocab], late=late)
+        for name, (value, shard_dim) in parallel_results.items():
+            expected = plain_results[name][0]
+            if shard_dim is not None:
+                size = value.shape[shard_dim]
+                padding = [0] * (2 * expected.dim())
+                padding[-2 * (shard_dim % expected.dim()) - 1] = (
+                    size * t - expected.shape[shard_dim]
+                )
+                expected = F.pad(expected, padding).narrow(shard_dim, rank * size, size)
+            if not torch.allclose(value, expected, rtol=1e-10, atol=1e-10):
+                wrong_gradients.append(f"{name} of {b} x {shape}, t {t}{', late' * late}")
+    return wrong_gradients
 
 
 # ---------------------------------------------------------------- with an executor
@@ -138,8 +140,8 @@ def make_executor(
     group: Any, how: Results, stage: nn.Module | None = None, **more: Any
 ) -> Executor:
     """Return the executor of a pipeline of one rank, with two tensor-parallel ranks."""
-    said: Results = {"sequence_parallel": True} | how
-    program = compile(one_f_one_b, PipelineShape(1, 3), tp=2, **said)
+    options: Results = {"sequence_parallel": True} | how
+    program = compile(one_f_one_b, PipelineShape(1, 3), tp=2, **options)
     transport = GlooTransport(program, group=group)
     tp = transport.tp_group
     stage = stage or gpt.build_stage(
@@ -194,13 +196,13 @@ STAGE_CASES: dict[str, tuple[Results, Callable[[int], nn.Module], str]] = {
 
 
 def collect_refusals(group: Any, rank: int) -> Results:
-    found = {}
+    errors = {}
     for name, (how, make, _) in STAGE_CASES.items():
         try:
             make_executor(group, how, make(rank))
         except ModelError as error:
-            found[name] = str(error)
-    return found
+            errors[name] = str(error)
+    return errors
 
 
 TOKENS = torch.arange(18).view(2, 9) % 13
@@ -235,34 +237,34 @@ def run_model(kind: str, group: Any) -> Results:
         targets[:, 0] = torch.tensor([0, 1])
     total = module.loss(x if kind == "bert" else x[0], targets, group)
     torch.autograd.backward(total)
-    found: Results = {"loss": (total.detach(), None)}
+    results: Results = {"loss": (total.detach(), None)}
     for name, p in (pair for stage in stages for pair in stage.named_parameters()):
         assert p.grad is not None
         if is_summed_over_tp(p):
             dist.all_reduce(p.grad, group=group)
-        found[name] = p.grad, get_shard_dim(p)
-    return found
+        results[name] = p.grad, get_shard_dim(p)
+    return results
 
 
 def run_lengths(group: Any) -> Results:
     """Return losses and gradients for several lengths, and for one that cannot be divided."""
     tokens = [torch.arange(2 * (n + 1)).view(2, -1) % 13 for n in (8, 2, 6)]
     x, y = [t[:, :-1] for t in tokens], [t[:, 1:] for t in tokens]
-    found: Results = {}
+    results: Results = {}
     for name, how in {
         "shared": {"sequence_parallel": True},
         "whole": {"sequence_parallel": False},
     }.items():
-        one = make_executor(group, how)
-        total = one.step(x, y)
+        executor = make_executor(group, how)
+        total = executor.step(x, y)
         assert total is not None
-        found[name] = [total.clone(), *(p.grad.clone() for p in one.stages[0].module.parameters()
-                                        if p.grad is not None)]  # fmt: skip
+        parameters = executor.stages[0].module.parameters()
+        results[name] = [total.clone(), *(p.grad.clone() for p in parameters if p.grad is not None)]
     try:
         make_executor(group, {}).step([t[:, :7] for t in tokens[:1]] * 3, [y[0][:, :7]] * 3)
     except Exception as error:
-        found["odd"] = str(error)
-    return found
+        results["odd"] = str(error)
+    return results
 
 
 def run_with_dropout(group: Any) -> Results:
@@ -270,31 +272,31 @@ def run_with_dropout(group: Any) -> Results:
     config = gpt.GPTConfig(vocab=13, layers=2, hidden=16, heads=2, context=8, dropout=0.5)
     tokens = torch.arange(18).view(2, 9) % 13
     x, y = [tokens[:, :-1]] * 3, [tokens[:, 1:]] * 3
-    found: Results = {"losses": []}
-    for again in (None, "all"):
-        seen: list[Tensor] = []
+    results: Results = {"losses": []}
+    for recompute in (None, "all"):
+        layer_inputs: list[Tensor] = []
         stage: Any = gpt.build_stage(config, 0, 1, tp=group, sequence_parallel=True)
         stage.layers["0"].register_forward_pre_hook(
-            lambda _, given, seen=seen: seen.append(given[0])
+            lambda _, given, layer_inputs=layer_inputs: layer_inputs.append(given[0])
         )
-        total = make_executor(group, {"recompute": again}, stage).step(x, y)
+        total = make_executor(group, {"recompute": recompute}, stage).step(x, y)
         assert total is not None
-        found["losses"].append([total.clone(), *(p.grad.clone() for p in stage.parameters())])
-        found["masks"] = [own == 0 for own in seen[:3]]
-    return found
+        results["losses"].append([total.clone(), *(p.grad.clone() for p in stage.parameters())])
+        results["masks"] = [layer_input == 0 for layer_input in layer_inputs[:3]]
+    return results
 
 
 def run_all_checks(rank: int) -> Results:
     torch.set_num_threads(1)
-    pair, found = dist.new_group([0, 1]), Results()
-    found["shapes"] = find_wrong_shapes(3, dist.group.WORLD, rank)
+    pair, results = dist.new_group([0, 1]), Results()
+    results["shapes"] = find_wrong_shapes(3, dist.group.WORLD, rank)
     if rank == 2:
-        return found
-    found["shapes"] += find_wrong_shapes(2, pair, rank)
-    found["refused"] = collect_refusals(pair, rank)
-    found["lengths"], found["drawn"] = run_lengths(pair), run_with_dropout(pair)
-    found["kinds"] = {kind: run_model(kind, pair) for kind in MODELS}
-    return found
+        return results
+    results["shapes"] += find_wrong_shapes(2, pair, rank)
+    results["refused"] = collect_refusals(pair, rank)
+    results["lengths"], results["drawn"] = run_lengths(pair), run_with_dropout(pair)
+    results["kinds"] = {kind: run_model(kind, pair) for kind in MODELS}
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -303,14 +305,14 @@ def results() -> list[Results]:
 
 
 def test_gradients_equal_one_process_for_random_shapes(results: list[Results]) -> None:
-    assert [own["shapes"] for own in results] == [[], [], []]
+    assert [result["shapes"] for result in results] == [[], [], []]
 
 
 @pytest.mark.parametrize("name", STAGE_CASES)
 def test_wrong_summed_over_tp_attribute_is_refused(results: list[Results], name: str) -> None:
-    said = [own["refused"].get(name, "") for own in results[:2]]
-    assert all(STAGE_CASES[name][2] in one for one in said) and said[0] == said[1]
-    assert bool(STAGE_CASES[name][2]) == bool(said[0])
+    errors = [result["refused"].get(name, "") for result in results[:2]]
+    assert all(STAGE_CASES[name][2] in error for error in errors) and errors[0] == errors[1]
+    assert bool(STAGE_CASES[name][2]) == bool(errors[0])
 
 
 @pytest.mark.parametrize("kind", MODELS)
@@ -318,31 +320,34 @@ def test_model_families_equal_one_process(results: list[Results], kind: str) -> 
     """Gradients are those of one process. Those of norms are summed over the ranks first."""
     want, parts = run_model(kind, None), [own["kinds"][kind] for own in results[:2]]
     assert len(want) == MODELS[kind][-1]
-    for name, (one, _) in want.items():
-        cut = parts[0][name][1]
+    for name, (expected, _) in want.items():
+        shard_dim = parts[0][name][1]
         pair = [own[name][0] for own in parts]
-        whole = pair[0] if cut is None else torch.cat(pair, cut)[: len(one)]
-        assert cut is not None or torch.equal(*pair), name
-        assert (whole - one).norm() <= 1e-5 * one.norm(), name
+        full = pair[0] if shard_dim is None else torch.cat(pair, shard_dim)[: len(expected)]
+        assert shard_dim is not None or torch.equal(*pair), name
+        assert (full - expected).norm() <= 1e-5 * expected.norm(), name
 
 
 def test_microbatch_lengths_may_differ(results: list[Results]) -> None:
-    for own in results[:2]:
-        for one, other in zip(own["lengths"]["shared"], own["lengths"]["whole"], strict=True):
-            assert (one - other).norm() <= 1e-5 * other.norm()
+    for result in results[:2]:
+        for shared, plain in zip(
+            result["lengths"]["shared"], result["lengths"]["whole"], strict=True
+        ):
+            assert (shared - plain).norm() <= 1e-5 * plain.norm()
         assert (
-            "2 tensor-parallel ranks cannot share a sequence of 7 tokens" in own["lengths"]["odd"]
+            "2 tensor-parallel ranks cannot share a sequence of 7 tokens"
+            in result["lengths"]["odd"]
         )
 
 
 def test_recompute_has_same_dropout_mask_per_rank(results: list[Results]) -> None:
-    masks = [own["drawn"]["masks"] for own in results[:2]]
-    for mine, other in zip(*masks, strict=True):
-        assert 0.3 < mine.float().mean() < 0.7 and not torch.equal(mine, other)
-    for own in results[:2]:
-        once, again = own["drawn"]["losses"]
-        assert all(map(torch.equal, once, again))
-    assert torch.equal(*(own["drawn"]["losses"][0][0] for own in results[:2]))
+    masks = [result["drawn"]["masks"] for result in results[:2]]
+    for first_mask, second_mask in zip(*masks, strict=True):
+        assert 0.3 < first_mask.float().mean() < 0.7 and not torch.equal(first_mask, second_mask)
+    for result in results[:2]:
+        plain, recomputed = result["drawn"]["losses"]
+        assert all(map(torch.equal, plain, recomputed))
+    assert torch.equal(*(result["drawn"]["losses"][0][0] for result in results[:2]))
 
 
 def test_indivisible_sequence_is_refused() -> None:
@@ -363,12 +368,14 @@ def test_indivisible_sequence_is_refused() -> None:
 
 def test_training_losses_equal_plain_tensor_parallelism(config: str, tmp_path: Path) -> None:
     """The losses of training and evaluation are nearly those without sequence parallelism."""
-    found = []
+    losses_by_option = []
     for sequence in ("false", "true"):
         folder = tmp_path / sequence
         train(
             config, folder, f"pipeline.sequence_parallel={sequence}", "train.steps=3",
             "train.evaluate_every=3", "train.evaluate_batches=1", "data.validation=0.2",
         )  # fmt: skip
-        found.append(losses(folder))
-    assert found[0][0] > 3 and found[0] == pytest.approx(found[1], rel=1e-5)
+        losses_by_option.append(losses(folder))
+    assert losses_by_option[0][0] > 3 and losses_by_option[0] == pytest.approx(
+        losses_by_option[1], rel=1e-5
+    )

@@ -127,14 +127,14 @@ class _RankCallLog(RankService, _CallLog):
 
 
 def _make_executor(
-    *more: schedir.Program, ranks: int = 1, loss: Loss = squared_error
+    *extra_programs: schedir.Program, ranks: int = 1, loss: Loss = squared_error
 ) -> InProcessExecutor:
     shape = PipelineShape(ranks, 2)
     program = schedir.compile(one_f_one_b, shape, progress_model="per_edge", clip_grad_norm=True)
     return InProcessExecutor(
-        program, make_tiny_stages(ranks), loss=loss, extra_programs=more,
+        program, make_tiny_stages(ranks), loss=loss, extra_programs=extra_programs,
         boundary=Boundary((2, WIDTH), torch.float64),
-        optimizer=lambda own: torch.optim.SGD(own, lr=0.1),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )  # fmt: skip
 
 
@@ -142,31 +142,32 @@ def _make_executor(
 def test_each_phase_of_step_calls_services(kind: type[_ProgramCallLog | _RankCallLog]) -> None:
     world, plain = _make_executor(), _make_executor()
     (rank,) = world.executors
-    notes: _CallLog = rank.state.service(kind)
-    step = ["prepare_step", "begin_update", "begin_step", "begin_optimizer_step", "finish_step",
-            "restore", "needs_rerun"]  # fmt: skip
+    log: _CallLog = rank.state.service(kind)
+    step_calls = ["prepare_step", "begin_update", "begin_step", "begin_optimizer_step",
+                  "finish_step", "restore", "needs_rerun"]  # fmt: skip
     inputs, targets = make_batch(2, 0)
     total = world.step(inputs, targets)
-    assert notes.take() == ["lift_guard", *step, *step]  # the service requested the second step
-    wanted = [plain.step(inputs, [2 * y for y in targets]) for _ in range(2)][-1]
-    assert torch.equal(total, wanted)
+    # The service requested the second step.
+    assert log.take() == ["lift_guard", *step_calls, *step_calls]
+    expected = [plain.step(inputs, [2 * y for y in targets]) for _ in range(2)][-1]
+    assert torch.equal(total, expected)
     world.validate_last_update()
-    assert notes.take() == ["lift_guard", "validate"]
+    assert log.take() == ["lift_guard", "validate"]
     (saved,) = world.checkpoint_state().collect_rank_states(rank.resources.optimizer)
-    assert notes.take() == ["require_savable"]
+    assert log.take() == ["require_savable"]
     saved.set_loading(False)
-    assert notes.take() == ["on_load"]
+    assert log.take() == ["on_load"]
     with undo_steps(rank.state):
-        assert notes.take() == ["preserve", "undo True"]
-    assert notes.take() == ["undone"]
+        assert log.take() == ["preserve", "undo True"]
+    assert log.take() == ["undone"]
     # An error before the first instruction, and one within it.
     with pytest.raises(ExecutionError):
         world.step(inputs[:1], targets)
-    assert notes.take()[-2:] == ["restore", "fail False"]
+    assert log.take()[-2:] == ["restore", "fail False"]
     rank.runner.calls[0] = Call(None, lambda: [][0])
     with pytest.raises(ExecutionError):
         world.step(inputs, targets)
-    assert notes.take()[-2:] == ["restore", "fail True"]
+    assert log.take()[-2:] == ["restore", "fail True"]
 
 
 class _FailingService(ProgramService):
@@ -198,7 +199,7 @@ def test_error_before_first_instruction_changes_no_later_step(rank: int, method:
     delattr(failure, method)
     one, other = (world.step(*make_batch(2, 0)) for world in worlds)
     assert torch.equal(one, other)
-    assert {each.random_streams.step for world in worlds for each in world.executors} == {1}
+    assert {executor.random_streams.step for world in worlds for executor in world.executors} == {1}
 
 
 @pytest.mark.parametrize("method", ["restore", "fail"])
@@ -206,11 +207,11 @@ def test_error_in_cleanup_stops_no_other_service(method: str) -> None:
     world = _make_executor(ranks=2)
     for rank in world.executors:
         rank.state.service(_FailingService).fail_in(method)
-    notes = [rank.state.service(_ProgramCallLog) for rank in world.executors]
+    logs = [rank.state.service(_ProgramCallLog) for rank in world.executors]
     world.executors[0].runner.calls[0] = Call(None, lambda: [][0])
     with pytest.raises(KeyboardInterrupt):
         world.step(*make_batch(2, 0))
-    assert [one.take()[-2:] for one in notes] == [["restore", "fail True"]] * 2
+    assert [log.take()[-2:] for log in logs] == [["restore", "fail True"]] * 2
 
 
 def test_live_memory_includes_services() -> None:
@@ -229,21 +230,21 @@ def test_live_memory_includes_services() -> None:
 
 
 def test_programs_share_only_rank_services() -> None:
-    other = schedir.compile(one_f_one_b, PipelineShape(1, 4), progress_model="per_edge",
-                            clip_grad_norm=True)  # fmt: skip
-    (rank,) = _make_executor(other).executors
-    one, two = (runner.state for runner in rank.runners.values())
-    assert one.service(_RankCallLog) is two.service(_RankCallLog)
-    assert one.service(_ProgramCallLog) is one.service(_ProgramCallLog)
-    assert one.service(_ProgramCallLog) is not two.service(_ProgramCallLog)
+    extra_program = schedir.compile(one_f_one_b, PipelineShape(1, 4), progress_model="per_edge",
+                                    clip_grad_norm=True)  # fmt: skip
+    (rank,) = _make_executor(extra_program).executors
+    first_state, second_state = (runner.state for runner in rank.runners.values())
+    assert first_state.service(_RankCallLog) is second_state.service(_RankCallLog)
+    assert first_state.service(_ProgramCallLog) is first_state.service(_ProgramCallLog)
+    assert first_state.service(_ProgramCallLog) is not second_state.service(_ProgramCallLog)
 
 
 @pytest.mark.parametrize("kind", MAX_ATTRIBUTES)
 def test_core_objects_have_few_attributes(kind: type[State | RankResources]) -> None:
     (rank,) = _make_executor().executors
-    one = rank.state if kind is State else rank.resources
+    core_object = rank.state if kind is State else rank.resources
     properties = {name for name, value in vars(kind).items() if isinstance(value, property)}
-    assert len(vars(one).keys() | properties) <= MAX_ATTRIBUTES[kind]
+    assert len(vars(core_object).keys() | properties) <= MAX_ATTRIBUTES[kind]
 
 
 @pytest.mark.parametrize("kind", [Executor, InProcessExecutor])
@@ -259,12 +260,12 @@ def test_core_files_name_no_service(name: str) -> None:
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_bytes()))
         if isinstance(node, ast.Name | ast.Attribute)
     }
-    found = {
-        each
-        for each, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, Service) and not each.startswith("_")
+    services = {
+        service
+        for service, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, Service) and not service.startswith("_")
     }
-    assert found - {"Service", "ProgramService", "RankService"} == CORE_FILES[name]
+    assert services - {"Service", "ProgramService", "RankService"} == CORE_FILES[name]
     assert not names & {"sharded_parameters", "optimizer_state", "spill_file"}
 
 

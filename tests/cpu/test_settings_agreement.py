@@ -31,25 +31,25 @@ from tests.cpu.tiny_stages import BOUNDARY, gpt_stages
 
 def _build_executor(process: int, differs: str) -> None:
     """Build the executor of one of two ranks or replicas, where process 1 differs."""
-    other = process == 1
+    is_different = process == 1
     replicas = differs in ("hidden", "gradients", "turned", "order", "fewer")
     shape = PipelineShape(1, 2) if replicas else PipelineShape(2, 2)
     program = compile(
         one_f_one_b, shape, tied_weights=shape.ranks > 1, dp=1 + replicas, clip_grad_norm=True
     )
-    transport = (EdgeGroups if other and differs == "transport" else GlooTransport)(program)
+    transport = (EdgeGroups if is_different and differs == "transport" else GlooTransport)(program)
     stages = gpt_stages(shape.stages)
-    if replicas and other:
+    if replicas and is_different:
         if differs == "gradients":
             use_float32_gradients(stages[0].bfloat16())
         elif differs == "hidden":
             stages = [gpt.build_stage(gpt.GPTConfig(32, 1, 32, 2, 8), 0, 1)]
         else:
             _change_parameters(stages[0], differs)
-    if other and differs == "tied":
+    if is_different and differs == "tied":
         (weight,) = (p for n, p in stages[1].named_parameters() if n == "head.weight")
         weight.data = weight.data[:-1]
-    boundary = (*BOUNDARY.shape[:2], 32) if other and differs == "shape" else BOUNDARY.shape
+    boundary = (*BOUNDARY.shape[:2], 32) if is_different and differs == "shape" else BOUNDARY.shape
     Executor(
         program,
         transport.rank,
@@ -58,10 +58,10 @@ def _build_executor(process: int, differs: str) -> None:
         loss=gpt.loss,
         boundary=Boundary(boundary),
         gradients=GradientOptions(
-            max_norm=2.0 if other and differs == "max_norm" else 1.0,
-            loss_scale=LossScale(8.0) if other and differs == "scale" else None,
+            max_norm=2.0 if is_different and differs == "max_norm" else 1.0,
+            loss_scale=LossScale(8.0) if is_different and differs == "scale" else None,
         ),
-        seed=int(other and differs == "seed"),
+        seed=int(is_different and differs == "seed"),
     )
 
 

@@ -74,14 +74,14 @@ def collect_results(
     ranks: InProcessExecutor, stages: list[nn.Module], total: Tensor
 ) -> list[Tensor]:
     """Return the results of a step: its loss, its norm, weights and gradients."""
-    own = [p for stage in stages for p in stage.parameters()]
-    found = [
+    parameters = [p for stage in stages for p in stage.parameters()]
+    tensors = [
         total,
         ranks.executors[0].grad_norm,
-        *own,
-        *(p.grad for p in own if p.grad is not None),
+        *parameters,
+        *(p.grad for p in parameters if p.grad is not None),
     ]
-    return [x.detach().clone() for x in found]
+    return [x.detach().clone() for x in tensors]
 
 
 def is_same(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -106,7 +106,7 @@ def test_evaluations_do_not_change_training(name: str, zero: int) -> None:
         if name == "pipedream_2bw"
         else make_shape(schedule, m)
     )
-    two_way = shape.placement_rows > 1
+    is_bidirectional = shape.placement_rows > 1
     program = schedir.compile(
         schedule,
         shape,
@@ -115,24 +115,24 @@ def test_evaluations_do_not_change_training(name: str, zero: int) -> None:
         zero=zero,
         progress_model="per_edge",
     )
-    looks = schedir.evaluation_program(program, "per_edge")
-    found, losses = [], []
+    evaluation = schedir.evaluation_program(program, "per_edge")
+    results, losses = [], []
     for evaluates in (False, True):
         stages: list[nn.Module] = [DropoutStage(s) for s in gpt_stages(shape.stages)]
-        ranks = make_executor(program, stages, extra_programs=[looks])
+        ranks = make_executor(program, stages, extra_programs=[evaluation])
         steps: list[Tensor] = []
         for k in range(2):
             if evaluates:
                 before = ranks.executors[0].random_streams.step
-                n = looks.shape.microbatches
+                n = evaluation.shape.microbatches
                 inputs, targets, _ = batch(n, 99)
                 losses += [ranks.evaluate(inputs, targets, order_seed=s) for s in (None, 5)]
                 assert ranks.executors[0].random_streams.step == before
                 assert all(module.training for module in stages)
             inputs, targets, scale = batch(shape.microbatches, k)
             steps += collect_results(ranks, stages, ranks.step(inputs, targets, scale))
-        found.append(steps)
-    assert is_same(*found) and two_way == (name == "dualpipe")
+        results.append(steps)
+    assert is_same(*results) and is_bidirectional == (name == "dualpipe")
     assert all(map(torch.equal, losses[::2], losses[1::2]))
     assert losses[0] != losses[-1]
 
@@ -165,33 +165,35 @@ def run_with_and_without_evaluations(
     rank: int, kind: str, dp: int, zero: int
 ) -> list[list[Tensor]]:
     """Run steps of two programs, without and with evaluations of smaller microbatches between."""
-    found: list[list[Tensor]] = []
-    large, small, looks = compile_programs(dp, zero)
+    results: list[list[Tensor]] = []
+    large, small, evaluation = compile_programs(dp, zero)
     for evaluates in (False, True):
-        others = [small, looks] if evaluates else [small]
+        programs = [small, evaluation] if evaluates else [small]
         transport = {"gloo": GlooTransport, "shared": SharedMemoryTransport}[kind](
-            large, 20.0, extra_programs=others
+            large, 20.0, extra_programs=programs
         )
-        more: list[Any] = [p if p.has_backward else (p, (1, *BOUNDARY.shape[1:])) for p in others]
+        extra_programs: list[Any] = [
+            p if p.has_backward else (p, (1, *BOUNDARY.shape[1:])) for p in programs
+        ]
         stages = make_own_stage(transport.rank)
         optimizer = ADAM([p for stage in stages.values() for p in stage.parameters()])
         executor = Executor(
             large, transport.rank, stages, transport, loss=gpt.loss, boundary=BOUNDARY,
-            optimizer=optimizer, extra_programs=more,
+            optimizer=optimizer, extra_programs=extra_programs,
         )  # fmt: skip
-        numbers: list[Tensor] = []
+        tensors: list[Tensor] = []
         for k, program in enumerate([large, small, small, large]):
             m = program.shape.microbatches
             inputs, targets, scale = batch(m * dp, k)
-            own = [t[transport.dp_rank * m :][:m] for t in (inputs, targets)]
+            local_batch = [t[transport.dp_rank * m :][:m] for t in (inputs, targets)]
             if evaluates:
-                executor.evaluate(own[0][:2, :1], own[1][:2, :1])
-            total = executor.step(own[0], own[1], scale, program=program)
-            numbers += [torch.zeros(()) if total is None else total, executor.grad_norm]
+                executor.evaluate(local_batch[0][:2, :1], local_batch[1][:2, :1])
+            total = executor.step(local_batch[0], local_batch[1], scale, program=program)
+            tensors += [torch.zeros(()) if total is None else total, executor.grad_norm]
             with executor.full_parameters():
-                numbers += [p.detach().clone() for p in stages[transport.rank].parameters()]
-        found.append(numbers)
-    return found
+                tensors += [p.detach().clone() for p in stages[transport.rank].parameters()]
+        results.append(tensors)
+    return results
 
 
 @pytest.mark.parametrize(
@@ -204,8 +206,8 @@ def test_evaluations_do_not_change_training_on_processes(kind: str, dp: int, zer
 
 def run_out_of_order(rank: int) -> str:
     """Let one rank evaluate twice before it trains, and the other once."""
-    _, program, looks = compile_programs(1, 0)
-    transport = SharedMemoryTransport(program, 20.0, extra_programs=[looks])
+    _, program, evaluation = compile_programs(1, 0)
+    transport = SharedMemoryTransport(program, 20.0, extra_programs=[evaluation])
     executor = Executor(
         program,
         rank,
@@ -213,7 +215,7 @@ def run_out_of_order(rank: int) -> str:
         transport,
         loss=gpt.loss,
         boundary=BOUNDARY,
-        extra_programs=[looks],
+        extra_programs=[evaluation],
     )
     inputs, targets, scale = batch(3)
     with pytest.raises(ProgramSequenceError) as error:
@@ -226,9 +228,9 @@ def run_out_of_order(rank: int) -> str:
 
 def test_different_program_order_on_ranks_is_refused() -> None:
     """The first rank of the second evaluation only sends, and would go on to the step."""
-    one, other = run(run_out_of_order, 2)
-    assert one == other
-    assert one + "\n" == (GOLDEN / "sequence.txt").read_text()
+    first_error, second_error = run(run_out_of_order, 2)
+    assert first_error == second_error
+    assert first_error + "\n" == (GOLDEN / "sequence.txt").read_text()
 
 
 def test_timeout_of_program_switch_names_programs() -> None:
@@ -257,14 +259,14 @@ def test_timeout_of_program_switch_names_programs() -> None:
 def collect_refusals() -> list[Exception]:
     """Return the errors of wrong combinations of programs."""
     program = schedir.compile(one_f_one_b, PipelineShape(2, 4), clip_grad_norm=True)
-    looks = schedir.evaluation_program(program)
+    evaluation = schedir.evaluation_program(program)
     stages = gpt_stages(2, False)
-    found: list[Exception] = []
+    errors: list[Exception] = []
 
     def record_refusal(attempt: Any) -> None:
         with pytest.raises(SchedirError) as error:
             attempt()
-        found.append(error.value)
+        errors.append(error.value)
 
     def make_with_extra_programs(*more: Any, of: Program = program) -> Any:
         return lambda: make_executor(of, stages, extra_programs=more)
@@ -286,27 +288,30 @@ def collect_refusals() -> list[Exception]:
         )
     )
     record_refusal(make_with_extra_programs(program))
-    record_refusal(make_with_extra_programs(program, of=looks))
-    after = partial(schedir.compile, clip_grad_norm=True, norm_check="after_step")
+    record_refusal(make_with_extra_programs(program, of=evaluation))
+    compile_after_step = partial(schedir.compile, clip_grad_norm=True, norm_check="after_step")
     record_refusal(
         make_with_extra_programs(
-            after(gpipe, PipelineShape(2, 4)), of=after(one_f_one_b, PipelineShape(2, 4))
+            compile_after_step(gpipe, PipelineShape(2, 4)),
+            of=compile_after_step(one_f_one_b, PipelineShape(2, 4)),
         )
     )
 
-    part = schedir.compile(one_f_one_b, PipelineShape(2, 2), clip_grad_norm=True)
-    ranks = make_executor(program, stages, extra_programs=[looks, part], optimizer=None)
+    partial_batch = schedir.compile(one_f_one_b, PipelineShape(2, 2), clip_grad_norm=True)
+    ranks = make_executor(
+        program, stages, extra_programs=[evaluation, partial_batch], optimizer=None
+    )
     inputs, targets, _ = batch(4)
-    record_refusal(lambda: ranks.step(inputs, targets, program=looks))
-    alone = make_executor(program, stages, optimizer=None)
-    record_refusal(lambda: alone.evaluate(inputs, targets))
-    record_refusal(lambda: ranks.evaluate(inputs[:2], targets[:2], program=part))
-    return found
+    record_refusal(lambda: ranks.step(inputs, targets, program=evaluation))
+    single_program = make_executor(program, stages, optimizer=None)
+    record_refusal(lambda: single_program.evaluate(inputs, targets))
+    record_refusal(lambda: ranks.evaluate(inputs[:2], targets[:2], program=partial_batch))
+    return errors
 
 
 def test_incompatible_programs_are_refused() -> None:
-    said = "\n".join(map(format_error, collect_refusals()))  # type: ignore[arg-type]
-    assert said + "\n" == (GOLDEN / "refused.txt").read_text()
+    errors = "\n".join(map(format_error, collect_refusals()))  # type: ignore[arg-type]
+    assert errors + "\n" == (GOLDEN / "refused.txt").read_text()
 
 
 class WritingStage(nn.Module):
@@ -320,25 +325,25 @@ class WritingStage(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            into = self.weight if self.parameter else self.seen
-            assert isinstance(into, Tensor)
-            (into.data if self.data else into).add_(1.0)
+            target = self.weight if self.parameter else self.seen
+            assert isinstance(target, Tensor)
+            (target.data if self.data else target).add_(1.0)
         return x * self.weight
 
 
 @pytest.mark.parametrize("data", [False, True])
 def test_evaluation_undoes_buffer_writes_and_refuses_weight_writes(data: bool) -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2))
-    looks, x = schedir.evaluation_program(program), torch.ones(2, 1, 4)
-    how: dict[str, Any] = {
+    evaluation, x = schedir.evaluation_program(program), torch.ones(2, 1, 4)
+    options: dict[str, Any] = {
         "loss": nn.functional.mse_loss,
         "boundary": (1, 4),
-        "extra_programs": [looks],
+        "extra_programs": [evaluation],
     }
     for parameter in (False, True):
         stages = [WritingStage(parameter=parameter, data=data), WritingStage(parameter=False)]
         ranks = InProcessExecutor(
-            program, stages, execution=ExecutionOptions(allow_identical_stages=True), **how
+            program, stages, execution=ExecutionOptions(allow_identical_stages=True), **options
         )
         if parameter:
             with pytest.raises(ModelError, match="writes to Parameter weight in an evaluation"):

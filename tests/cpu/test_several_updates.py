@@ -57,14 +57,14 @@ def compute_gradient(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tenso
 def run_2bw_formula(shape: PipelineShape, inputs: Tensor, targets: Tensor) -> list[Tensor]:
     """Compute W(t+1) = W(t) - lr grad(W(t-1)), the paper's rule, without schedir."""
     model = nn.Sequential(*make_tiny_stages(shape.stages))
-    now = parameters_to_vector(model.parameters()).detach()
-    before = now
+    newest = parameters_to_vector(model.parameters()).detach()
+    previous = newest
     for x, target in zip(
         inputs.chunk(shape.optimizer_steps), targets.chunk(shape.optimizer_steps), strict=True
     ):
-        vector_to_parameters(before, model.parameters())
-        now, before = now.add(compute_gradient(model, x, target), alpha=-LR), now
-    vector_to_parameters(now, model.parameters())
+        vector_to_parameters(previous, model.parameters())
+        newest, previous = newest.add(compute_gradient(model, x, target), alpha=-LR), newest
+    vector_to_parameters(newest, model.parameters())
     return weights([model])
 
 
@@ -74,12 +74,15 @@ def stage_by_stage(
     """Return the weights of a plain loop, which assembles each model from old versions."""
     stages = make_tiny_stages(shape.stages)
     steps = [optimizer(list(stage.parameters())) for stage in stages]
-    kept = [[deepcopy(stage)] for stage in stages]
+    versions_by_stage = [[deepcopy(stage)] for stage in stages]
     for u in range(shape.optimizer_steps):
         mb = slice(u * shape.microbatches_per_update, (u + 1) * shape.microbatches_per_update)
-        used = [versions[int(shape.weight_version(s, mb.start))] for s, versions in enumerate(kept)]
+        used = [
+            versions[int(shape.weight_version(s, mb.start))]
+            for s, versions in enumerate(versions_by_stage)
+        ]
         compute_gradient(nn.Sequential(*used), inputs[mb], targets[mb])
-        for stage, old, step, versions in zip(stages, used, steps, kept, strict=True):
+        for stage, old, step, versions in zip(stages, used, steps, versions_by_stage, strict=True):
             for p, q in zip(stage.parameters(), old.parameters(), strict=True):
                 p.grad = q.grad
             step.step()
@@ -92,12 +95,12 @@ def run_in_process(
 ) -> list[Tensor]:
     program = compile(schedule, shape, progress_model="per_edge")
     stages = make_tiny_stages(shape.stages)
-    own = weights(stages)
+    initial_weights = weights(stages)
     ranks = InProcessExecutor(
         program, stages, loss=squared_error, boundary=BOUNDARY, optimizer=optimizer
     )
     ranks.step(*make_batch(shape.microbatches), order_seed=seed)
-    assert not is_same(own, weights(stages))
+    assert not is_same(initial_weights, weights(stages))
     return weights(stages)
 
 
@@ -109,9 +112,9 @@ def run_in_process(
     ],
 )
 def test_pipedream_2bw_equals_its_formula(shape: PipelineShape) -> None:
-    right = run_2bw_formula(shape, *make_batch(shape.microbatches))
+    expected = run_2bw_formula(shape, *make_batch(shape.microbatches))
     for seed in range(3):
-        assert is_same(run_in_process(pipedream_2bw, shape, sgd, seed), right)
+        assert is_same(run_in_process(pipedream_2bw, shape, sgd, seed), expected)
 
 
 class OutsideReference(nn.Module):
@@ -130,7 +133,7 @@ class OutsideReference(nn.Module):
 @pytest.mark.parametrize("late", [False, True])
 def test_weight_versions_have_hooks_of_weights(late: bool) -> None:
     """A step of two updates without delay equals two steps, also with hooks on gradients."""
-    found = []
+    weights_by_updates = []
     for updates in (1, 2):
         torch.manual_seed(0)
         stages: list[nn.Module] = [OutsideReference(False), OutsideReference(False)]
@@ -149,10 +152,10 @@ def test_weight_versions_have_hooks_of_weights(late: bool) -> None:
             optimizer=partial(torch.optim.SGD, lr=LR),
         )
         inputs, targets = make_batch(4)
-        for own in range(0, 4, 2 * updates):
-            ranks.step(inputs[own : own + 2 * updates], targets[own : own + 2 * updates])
-        found.append(weights(stages))
-    assert is_same(*found)
+        for start in range(0, 4, 2 * updates):
+            ranks.step(inputs[start : start + 2 * updates], targets[start : start + 2 * updates])
+        weights_by_updates.append(weights(stages))
+    assert is_same(*weights_by_updates)
 
 
 def _halve(weight: Tensor) -> None:
@@ -210,26 +213,26 @@ class SharedRecomputedLayer(nn.Module):
 
 def test_old_weights_apply_to_shared_and_recomputed_layers() -> None:
     shape = PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)
-    right = nn.Sequential(SharedRecomputedLayer(0), SharedRecomputedLayer(1))
-    kept = [deepcopy(right)]
-    optimizer = sgd([p for p in right.parameters() if p.requires_grad])
+    reference = nn.Sequential(SharedRecomputedLayer(0), SharedRecomputedLayer(1))
+    versions = [deepcopy(reference)]
+    optimizer = sgd([p for p in reference.parameters() if p.requires_grad])
     for u, (x, target) in enumerate(zip(*(b.chunk(4) for b in make_batch(8)), strict=True)):
-        used = kept[max(u - 1, 0)]
-        compute_gradient(used, x, target)
-        for p, q in zip(right.parameters(), used.parameters(), strict=True):
+        old = versions[max(u - 1, 0)]
+        compute_gradient(old, x, target)
+        for p, q in zip(reference.parameters(), old.parameters(), strict=True):
             p.grad = q.grad
         optimizer.step()
-        kept.append(deepcopy(right))
+        versions.append(deepcopy(reference))
     stages = [SharedRecomputedLayer(0), SharedRecomputedLayer(1)]
     ranks = InProcessExecutor(
         compile(pipedream_2bw, shape, progress_model="per_edge"),
         stages,
         loss=squared_error,
         boundary=BOUNDARY,
-        optimizer=lambda own: sgd([p for p in own if p.requires_grad]),
+        optimizer=lambda parameters: sgd([p for p in parameters if p.requires_grad]),
     )
     ranks.step(*make_batch(8))
-    assert is_same(weights(stages), weights([right]))
+    assert is_same(weights(stages), weights([reference]))
     assert all(stage.same is stage.one and stage.one.weight.is_leaf for stage in stages)
 
 
@@ -250,8 +253,10 @@ def _run_rank(rank: int, shape: PipelineShape) -> Any:
 
 def test_pipedream_2bw_over_gloo_equals_its_formula() -> None:
     shape = PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)
-    held = run(_run_rank, 2, shape)
-    assert is_same([p for rank in held for p in rank], run_2bw_formula(shape, *make_batch(8)))
+    weights_by_rank = run(_run_rank, 2, shape)
+    assert is_same(
+        [p for rank in weights_by_rank for p in rank], run_2bw_formula(shape, *make_batch(8))
+    )
 
 
 class _ClampedWeight(nn.Linear):
@@ -275,9 +280,9 @@ def test_write_to_weight_with_versions_is_refused(first: Any) -> None:
     stages = [first(), nn.Linear(WIDTH, WIDTH)]
     program = compile(pipedream_2bw, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1))
     ranks = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(3, WIDTH))
-    with pytest.raises(ModelError, match="stage 0 writes to its weight weight") as refused:
+    with pytest.raises(ModelError, match="stage 0 writes to its weight weight") as error:
         ranks.step(*torch.randn(2, 4, 3, WIDTH))
-    assert "one update" in refused.value.hint
+    assert "one update" in error.value.hint
 
 
 class _AuxiliaryLoss(nn.Linear):

@@ -69,9 +69,9 @@ def test_written_buffer_of_several_stages_warns(
         ranks = virtual(schedule, shape, [*stages])
         for _ in range(2):
             ranks.step(*batch(4))
-    said = sorted(str(w.message) for w in caught)
-    assert len(said) == (shape.stages if shape.stages > 1 else 0)  # once per stage
-    for s, text in enumerate(said):
+    messages = sorted(str(w.message) for w in caught)
+    assert len(messages) == (shape.stages if shape.stages > 1 else 0)  # once per stage
+    for s, text in enumerate(messages):
         assert f"stage {s} changes its buffer mean" in text
 
 
@@ -90,8 +90,8 @@ def test_unchanged_buffer_of_several_stages_does_not_warn(shape: PipelineShape) 
 def test_shared_module_of_several_ranks_warns() -> None:
     one, other = normed(2)
     stages = [one, other, one]
-    found = compile(gpipe, PipelineShape(3, 4), tied_weights=find_tied_weights(stages))
-    ranks = InProcessExecutor(found, stages, loss=squares, boundary=BOUNDARY)
+    program = compile(gpipe, PipelineShape(3, 4), tied_weights=find_tied_weights(stages))
+    ranks = InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY)
     with pytest.warns(UserWarning, match=r"buffer norm.running_mean .* another stage uses it"):
         ranks.step(*batch(4))
 
@@ -111,12 +111,12 @@ class CountingLoss(nn.Module):
 
 def test_written_loss_buffer_warns_or_is_refused() -> None:
     stages: list[Any] = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-    found = compile(newest_first, PipelineShape(2, 4), progress_model="per_edge")
-    ranks = InProcessExecutor(found, stages, loss=CountingLoss(), boundary=BOUNDARY)
+    program = compile(newest_first, PipelineShape(2, 4), progress_model="per_edge")
+    ranks = InProcessExecutor(program, stages, loss=CountingLoss(), boundary=BOUNDARY)
     with pytest.warns(UserWarning, match=r"stage 1 changes its buffer loss.count"):
         ranks.step(*batch(4))
-    found = compile(chimera, PipelineShape(2, 4, placement="mirror"))
-    ranks = InProcessExecutor(found, stages, loss=CountingLoss(), boundary=BOUNDARY)
+    program = compile(chimera, PipelineShape(2, 4, placement="mirror"))
+    ranks = InProcessExecutor(program, stages, loss=CountingLoss(), boundary=BOUNDARY)
     with pytest.raises(
         ExecutionError, match=r"loss.count in a forward, and each of the 2 stage replicas"
     ):

@@ -61,27 +61,29 @@ def make_executor(
 def run_gpt(rank: int, schedule: Schedule, shape: PipelineShape) -> Any:
     program = compile(schedule, shape, progress_model="per_edge", tied_weights=True)
     stages = gpt_stages(shape.stages)
-    own = {s: stages[s] for s in shape.stages_on_rank[rank]}
-    world = Executor(
-        program, rank, own, SharedMemoryTransport(program), loss=gpt.loss, boundary=BOUNDARY
+    own_stages = {s: stages[s] for s in shape.stages_on_rank[rank]}
+    executor = Executor(
+        program, rank, own_stages, SharedMemoryTransport(program), loss=gpt.loss, boundary=BOUNDARY
     )
-    world.step(*batch(shape.microbatches))
-    return {s: gradients([m])[0] for s, m in own.items()}
+    executor.step(*batch(shape.microbatches))
+    return {s: gradients([m])[0] for s, m in own_stages.items()}
 
 
 @pytest.mark.parametrize(("schedule", "where"), [(chimera, "mirror"), (bitpipe, "mirror-vee")])
 def test_stage_replicas_have_reference_bits(schedule: Schedule, where: str) -> None:
     shape = PipelineShape(4, 6, placement=where)
-    _, right = expected(
+    _, expected_gradients = expected(
         shape, program=compile(schedule, shape, tied_weights=True, progress_model="per_edge")
     )
-    for own in run(run_gpt, shape.ranks, schedule, shape):
-        assert same_bits(list(own.values()), [right[s] for s in own])
+    for gradients_of_rank in run(run_gpt, shape.ranks, schedule, shape):
+        assert same_bits(
+            list(gradients_of_rank.values()), [expected_gradients[s] for s in gradients_of_rank]
+        )
 
 
 def run_slow_receiver(rank: int, steps: int, m: int) -> list[Tensor | None]:
     """Return the losses of steps whose first rank waits only for free memory."""
-    own = make_executor(
+    executor = make_executor(
         compile(schedule_forwards, PipelineShape(2, m), progress_model="per_edge"), rank
     )
     losses = []
@@ -89,7 +91,7 @@ def run_slow_receiver(rank: int, steps: int, m: int) -> list[Tensor | None]:
         if rank:
             time.sleep(0.2)
         x = torch.full((m, 4), float(step))
-        losses.append(own.step(x, torch.zeros(m, 4)))
+        losses.append(executor.step(x, torch.zeros(m, 4)))
     return losses
 
 
@@ -100,12 +102,12 @@ def test_sender_does_not_overwrite_previous_step() -> None:
 
 def send_before_receives(rank: int, m: int) -> Tensor | None:
     """Send all messages before any is received, which is more than a socket holds."""
-    own = make_executor(
+    executor = make_executor(
         compile(schedule_forwards, PipelineShape(2, m), progress_model="per_edge"), rank
     )
     if rank:
         dist.barrier()
-    loss = own.step(torch.ones(m, 4), torch.zeros(m, 4))
+    loss = executor.step(torch.ones(m, 4), torch.zeros(m, 4))
     if not rank:
         dist.barrier()
     return loss
@@ -117,14 +119,14 @@ def test_send_does_not_wait_for_receive() -> None:
 
 
 def run_with_lost_peer(rank: int, leaves: bool) -> None:
-    own = make_executor(
+    executor = make_executor(
         compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge"), rank, seconds=1.5
     )
     if rank and leaves:
         os._exit(0)
     if rank:
         time.sleep(6)
-    own.step(torch.ones(3, 4), torch.zeros(3, 4))
+    executor.step(torch.ones(3, 4), torch.zeros(3, 4))
 
 
 @pytest.mark.parametrize(
@@ -146,17 +148,17 @@ def run_in_directory(rank: int, place: str, problem: bool) -> str:
     transport = SharedMemoryTransport(program, 20.0)
     shared_memory.MEMORY_DIRECTORIES = (place if rank == 0 or not problem else f"{place}/none",)
     try:
-        own = make_executor(program, rank, transport=transport)
+        executor = make_executor(program, rank, transport=transport)
     except ModelError as error:
         return error.fact
-    own.step(torch.ones(3, 4), torch.zeros(3, 4))
+    executor.step(torch.ones(3, 4), torch.zeros(3, 4))
     return ""
 
 
 @pytest.mark.parametrize("problem", [False, True])
 def test_memory_files_are_deleted(problem: bool, tmp_path: Path) -> None:
-    for fact in run(run_in_directory, 2, str(tmp_path), problem):
-        assert fact.startswith("process 1 cannot allocate shared memory: No such file") == problem
+    for error in run(run_in_directory, 2, str(tmp_path), problem):
+        assert error.startswith("process 1 cannot allocate shared memory: No such file") == problem
     assert not list(tmp_path.iterdir())
 
 
@@ -179,9 +181,9 @@ def run_two_executors(rank: int) -> list[float]:
     transport = SharedMemoryTransport(program, 5.0)
     losses = []
     for k in range(2):
-        own = make_executor(program, rank, transport=transport)
+        executor = make_executor(program, rank, transport=transport)
         for _ in range(2):
-            losses.append(own.step(torch.full((3, 4), k + 1.0), torch.zeros(3, 4)))
+            losses.append(executor.step(torch.full((3, 4), k + 1.0), torch.zeros(3, 4)))
     return [float(loss) for loss in losses if loss is not None]
 
 
@@ -194,17 +196,17 @@ def run_identity_stage(rank: int) -> list[Tensor | None]:
     program = compile(schedule_forwards, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 20.0)
     stage = Double() if rank == 0 else nn.Identity()
-    own = Executor(
+    executor = Executor(
         program, rank, {rank: stage}, transport, loss=lambda y, _: y, boundary=Boundary(())
     )
-    ended = own.state.transport.on_step_end
+    end_step = executor.state.transport.on_step_end
 
     def end_slowly() -> None:
-        ended()
+        end_step()
         time.sleep(0.3)
 
-    own.state.transport.on_step_end = end_slowly  # type: ignore[method-assign]
-    return [own.step(torch.full((3,), float(step)), torch.zeros(3)) for step in range(3)]
+    executor.state.transport.on_step_end = end_slowly  # type: ignore[method-assign]
+    return [executor.step(torch.full((3,), float(step)), torch.zeros(3)) for step in range(3)]
 
 
 def test_loss_in_received_memory_is_summed_before_reuse() -> None:
@@ -232,16 +234,16 @@ class _DelayedConnection:
 def run_with_delayed_sender(rank: int) -> float:
     program = compile(schedule_forwards, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 5.0)
-    own = make_executor(program, rank, transport=transport)
+    executor = make_executor(program, rank, transport=transport)
     if rank == 0:
-        (way,) = transport.outgoing.values()
-        way.connection = _DelayedConnection(way.connection, 3)  # type: ignore[assignment]
+        (channel,) = transport.outgoing.values()
+        channel.connection = _DelayedConnection(channel.connection, 3)  # type: ignore[assignment]
     else:
         dist.barrier()
-    loss = own.step(torch.ones(3, 4), torch.zeros(3, 4))
+    loss = executor.step(torch.ones(3, 4), torch.zeros(3, 4))
     if rank:
-        for way_in in transport.incoming.values():
-            way_in.connection.close()
+        for channel_in in transport.incoming.values():
+            channel_in.connection.close()
         dist.barrier()
     return float(loss or 0)
 
@@ -255,17 +257,17 @@ def list_files_while_waiting(rank: int, place: str) -> list[str]:
     program = compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 20.0)
     shared_memory.MEMORY_DIRECTORIES = (place,)
-    found = []
+    files = []
 
     def allocate_late(*how: Any) -> Any:
         time.sleep(1)
-        found.extend(os.listdir(place))
+        files.extend(os.listdir(place))
         return SharedMemoryTransport.allocate_buffers(transport, *how)
 
     if rank:
         transport.allocate_buffers = allocate_late  # type: ignore[method-assign, assignment]
     make_executor(program, rank, transport=transport)
-    return found
+    return files
 
 
 def test_waiting_process_has_no_memory_file(tmp_path: Path) -> None:

@@ -72,13 +72,13 @@ class NewTensor(nn.Module):
 def test_reused_output_buffer_has_same_bits_or_is_refused(name: str, others: list[Any]) -> None:
     """In any order, the stage has the bits of one that returns new tensors, or is refused."""
     program, refused = PROGRAMS[name](), 0
-    right = made(NewTensor, *others)
-    total = run_sequential(right, *batch(), loss=squares)
+    reference_stages = made(NewTensor, *others)
+    total = run_sequential(reference_stages, *batch(), loss=squares)
     for seed in (None, 0, 1, 2):
-        own = made(ReusedBuffer, *others)
+        stages = made(ReusedBuffer, *others)
         try:
-            assert torch.equal(world(program, own).step(*batch(), order_seed=seed), total)
-            assert same_bits(gradients(own), gradients(right))
+            assert torch.equal(world(program, stages).step(*batch(), order_seed=seed), total)
+            assert same_bits(gradients(stages), gradients(reference_stages))
         except ExecutionError as error:
             assert instruction_of(error).op is not Opcode.OptimizerStep
             refused += 1
@@ -90,21 +90,21 @@ def test_reused_output_buffer_has_same_bits_or_is_refused(name: str, others: lis
 @given(seed=st.integers(0, 1000), kind=st.sampled_from([ReusedBuffer, ReusedBufferThroughData]))
 def test_reused_output_in_random_order_is_right_or_refused(seed: int, kind: Any) -> None:
     program = PROGRAMS["zb_h1"]()
-    own, right = made(kind), made(NewTensor)
-    total = run_sequential(right, *batch(), loss=squares)
+    stages, reference_stages = made(kind), made(NewTensor)
+    total = run_sequential(reference_stages, *batch(), loss=squares)
     try:
-        assert torch.equal(world(program, own).step(*batch(), order_seed=seed), total)
+        assert torch.equal(world(program, stages).step(*batch(), order_seed=seed), total)
     except ExecutionError as error:
         assert instruction_of(error).stage in (0, 1)
         return
-    assert same_bits(gradients(own), gradients(right))
+    assert same_bits(gradients(stages), gradients(reference_stages))
 
 
 def run_reused_buffer(rank: int, kind: Any) -> None:
     program = compile(one_f_one_b, PipelineShape(2, MICROBATCHES), progress_model="per_edge")
-    own = made(ReusedBuffer)[:1] if rank == 0 else [Layer()]
+    stages = made(ReusedBuffer)[:1] if rank == 0 else [Layer()]
     executor = Executor(
-        program, rank, {rank: own[0]}, kind(program), loss=squares, boundary=BOUNDARY
+        program, rank, {rank: stages[0]}, kind(program), loss=squares, boundary=BOUNDARY
     )
     executor.step(*batch())
 
@@ -131,11 +131,11 @@ def test_reused_loss_tensor_is_refused() -> None:
     program = compile(forward_only, PipelineShape(4, MICROBATCHES))
     with pytest.raises(ModelError):
         world(program, made(Layer), loss=ReusedLoss()).step(*batch())
-    alone = compile(forward_only, PipelineShape(4, 1))
-    own = made(Layer)
+    one_microbatch = compile(forward_only, PipelineShape(4, 1))
+    stages = made(Layer)
     x, target = batch(1)
-    want = run_sequential(deepcopy(own), x, target, loss=squares)
-    assert torch.equal(world(alone, own, loss=ReusedLoss()).step(x, target), want)
+    expected = run_sequential(deepcopy(stages), x, target, loss=squares)
+    assert torch.equal(world(one_microbatch, stages, loss=ReusedLoss()).step(x, target), expected)
 
 
 # ------------------------------------------------------------ outputs that share memory
@@ -180,19 +180,19 @@ def test_overlapping_outputs_have_gradients_of_plain_loop(
     name: str, second: Any, boundary: Boundary
 ) -> None:
     """The gradients are those of a loop over the stages without changes in place."""
-    own, plain = (
+    stages, plain = (
         made(lambda: TwoOutputs(second), lambda: InPlaceInput(None, says_so=True)) for _ in range(2)
     )
     edges = {0: (BOUNDARY, boundary), 1: BOUNDARY, 2: BOUNDARY}
-    ranks = world(PROGRAMS[name](), own, boundary=edges)
+    ranks = world(PROGRAMS[name](), stages, boundary=edges)
     for x, target in zip(*batch(), strict=True):
         y = plain[3](plain[2](plain[1](*plain[0](x))))
         squares(y, target).backward()
     for _ in range(2):
         ranks.step(*batch())
-        for one, other in zip(gradients(own), gradients(plain), strict=True):
-            for name_of, gradient in one.items():
-                torch.testing.assert_close(gradient, other[name_of])
+        for one, other in zip(gradients(stages), gradients(plain), strict=True):
+            for parameter_name, gradient in one.items():
+                torch.testing.assert_close(gradient, other[parameter_name])
 
 
 @pytest.mark.parametrize("says_so", [False, True])
@@ -202,13 +202,13 @@ def test_overlapping_outputs_have_gradients_of_plain_loop(
 def test_in_place_change_of_overlapping_output_is_refused(
     name: str, second: Any, boundary: Boundary, which: int, says_so: bool
 ) -> None:
-    own = made(lambda: TwoOutputs(second), lambda: InPlaceInput(which, says_so))
+    stages = made(lambda: TwoOutputs(second), lambda: InPlaceInput(which, says_so))
     edges = {0: (BOUNDARY, boundary), 1: BOUNDARY, 2: BOUNDARY}
     with pytest.raises(ExecutionError) as error:
-        world(PROGRAMS[name](), own, boundary=edges).step(*batch())
+        world(PROGRAMS[name](), stages, boundary=edges).step(*batch())
     assert instruction_of(error.value)[:2] == (Opcode.Forward, 1)
     with pytest.raises(ModelError, match="in place"):
-        run_sequential(own, *batch(), loss=squares)
+        run_sequential(stages, *batch(), loss=squares)
 
 
 class TwoHalves(Layer):
@@ -219,12 +219,16 @@ class TwoHalves(Layer):
 
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_disjoint_outputs_in_one_storage_have_same_bits(name: str) -> None:
-    right, own = (made(TwoHalves, lambda: InPlaceInput(0, says_so=True)) for _ in range(2))
+    reference_stages, stages = (
+        made(TwoHalves, lambda: InPlaceInput(0, says_so=True)) for _ in range(2)
+    )
     edges = {0: (BOUNDARY, BOUNDARY), 1: BOUNDARY, 2: BOUNDARY}
-    ranks = world(PROGRAMS[name](), own, boundary=edges)
+    ranks = world(PROGRAMS[name](), stages, boundary=edges)
     for _ in range(2):
-        assert torch.equal(ranks.step(*batch()), run_sequential(right, *batch(), loss=squares))
-        assert same_bits(gradients(own), gradients(right))
+        assert torch.equal(
+            ranks.step(*batch()), run_sequential(reference_stages, *batch(), loss=squares)
+        )
+        assert same_bits(gradients(stages), gradients(reference_stages))
 
 
 class AliasedOutput(Layer):
@@ -269,19 +273,19 @@ def test_in_place_stage_changes_no_other_tensor(name: str, what: str, says_so: b
     """The stage changes a copy, or it is refused. No other tensor changes in either case."""
     returns = lambda: AliasedOutput(what)  # noqa: E731
     before = [] if "weight" in what else [Layer]  # a weight does not depend on an input
-    stages = [*before, returns, lambda: InPlaceStage(says_so)]
-    right, own = made(*stages), made(*stages)
+    makers = [*before, returns, lambda: InPlaceStage(says_so)]
+    reference_stages, own_stages = made(*makers), made(*makers)
     x, target = batch()
-    given, weights = x.clone(), deepcopy([stage.state_dict() for stage in own])
-    ranks = world(PROGRAMS[name](), own)
+    input_copy, initial_states = x.clone(), deepcopy([stage.state_dict() for stage in own_stages])
+    ranks = world(PROGRAMS[name](), own_stages)
     try:
         for step in range(2):
-            total = run_sequential(right, x, target, loss=squares, step=step)
+            total = run_sequential(reference_stages, x, target, loss=squares, step=step)
             assert torch.equal(ranks.step(x, target), total)
-            assert same_bits(gradients(own), gradients(right))
+            assert same_bits(gradients(own_stages), gradients(reference_stages))
     except ExecutionError as error:
         assert not says_so and instruction_of(error)[:2] == (Opcode.Forward, len(before) + 1)
         return
-    assert torch.equal(x, given)
-    for stage, was in zip(own, weights, strict=True):
-        assert all(map(torch.equal, stage.state_dict().values(), was.values()))
+    assert torch.equal(x, input_copy)
+    for stage, initial_state in zip(own_stages, initial_states, strict=True):
+        assert all(map(torch.equal, stage.state_dict().values(), initial_state.values()))

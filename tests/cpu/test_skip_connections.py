@@ -56,11 +56,11 @@ class Layer(nn.Module):
     def forward(self, x: Tensor, *skip: Any) -> Any:
         assert len(skip) == (self.num_accepted > 0)
         if self.wide is not None:
-            came = skip[0]
+            skip_value = skip[0]
             if self.num_accepted > 1:
-                came, shift = came
+                skip_value, shift = skip_value
                 x = x.roll(int(shift[0]), -1)
-            x = x + linear(came, self.wide)
+            x = x + linear(skip_value, self.wide)
         y = F.dropout(torch.tanh(linear(self.norm(x), self.weight)), 0.2, self.training)
         if self.narrow is None:
             return y
@@ -71,15 +71,15 @@ class Layer(nn.Module):
 def make_stages(stages: int, skips: Skips, seed: int = 0) -> list[nn.Module]:
     """Return stages in which every second skip has two tensors, one of them of integers."""
     torch.manual_seed(seed)
-    size = {s: 1 + k % 2 for k, (s, _) in enumerate(skips)}
-    back = {t: size[s] for s, t in skips}
-    return [Layer(size.get(s, 0), back.get(s, 0)) for s in range(stages)]
+    num_returned = {s: 1 + k % 2 for k, (s, _) in enumerate(skips)}
+    num_accepted = {t: num_returned[s] for s, t in skips}
+    return [Layer(num_returned.get(s, 0), num_accepted.get(s, 0)) for s in range(stages)]
 
 
 def make_boundaries(stages: int, skips: Skips) -> Any:
-    thin = Boundary((2, NARROW)), (Boundary((2, NARROW)), Boundary((1,), torch.int64))
-    own: dict[Any, Any] = {s: Boundary((2, WIDTH)) for s in range(stages - 1)}
-    return own | {skip: thin[k % 2] for k, skip in enumerate(skips)}
+    skip_boundaries = Boundary((2, NARROW)), (Boundary((2, NARROW)), Boundary((1,), torch.int64))
+    boundaries: dict[Any, Any] = {s: Boundary((2, WIDTH)) for s in range(stages - 1)}
+    return boundaries | {skip: skip_boundaries[k % 2] for k, skip in enumerate(skips)}
 
 
 def make_batch(m: int) -> tuple[Tensor, Tensor]:
@@ -103,18 +103,18 @@ def run_process(rank: int, transport: str, name: str, model_of: ProgressModel) -
     make: Any = {"gloo": GlooTransport, "shared_memory": SharedMemoryTransport, "edge": EdgeGroups}[
         transport
     ]
-    own = {s: stages[s] for s in shape.stages_on_rank[rank]}
+    own_stages = {s: stages[s] for s in shape.stages_on_rank[rank]}
     executor = Executor(
         program,
         rank,
-        own,
+        own_stages,
         make(program),
         loss=F.mse_loss,
         boundary=make_boundaries(shape.stages, skips),
     )
     for _ in range(2):
         total = executor.step(x, y)
-    grads = {s: [p.grad for p in stage.parameters()] for s, stage in own.items()}
+    grads = {s: [p.grad for p in stage.parameters()] for s, stage in own_stages.items()}
     return [total if total is None else float(total), grads]
 
 
@@ -130,15 +130,15 @@ def test_skip_connections_on_processes_have_reference_bits(
     transport: str, name: str, model_of: ProgressModel
 ) -> None:
     schedule, shape, skips = SCHEDULES[name]
-    told = run(run_process, shape.ranks, transport, name, model_of)
-    plain = make_stages(shape.stages, skips)
+    results = run(run_process, shape.ranks, transport, name, model_of)
+    reference_stages = make_stages(shape.stages, skips)
     x, y = make_batch(shape.microbatches)
     program = compile(schedule, shape, skips=skips)
-    right = run_sequential(plain, x, y, loss=F.mse_loss, program=program, step=1)
-    assert float(right) in [total for total, _ in told]
-    for _, own in told:
-        for s, found in own.items():
-            for grad, p in zip(found, plain[s].parameters(), strict=True):
+    expected_loss = run_sequential(reference_stages, x, y, loss=F.mse_loss, program=program, step=1)
+    assert float(expected_loss) in [total for total, _ in results]
+    for _, grads_by_stage in results:
+        for s, grads in grads_by_stage.items():
+            for grad, p in zip(grads, reference_stages[s].parameters(), strict=True):
                 assert torch.equal(grad, cast(Tensor, p.grad))
 
 

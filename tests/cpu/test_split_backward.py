@@ -99,10 +99,10 @@ def test_gradients_accumulate_in_views_of_flat_buffer(tied: bool) -> None:
     want = compute_gradients(Net(tied, 2, torch.float32), 3, None)
     net = Net(tied, 2, torch.float32)
     flat = torch.zeros(sum(p.numel() for p in net.parameters()))
-    at = 0
+    offset = 0
     for p in net.parameters():
-        p.grad = flat[at : at + p.numel()].view_as(p)
-        at += p.numel()
+        p.grad = flat[offset : offset + p.numel()].view_as(p)
+        offset += p.numel()
     got = compute_gradients(net, 3, late=1)
     assert_same_bits(got, want)
     assert torch.equal(flat, torch.cat([g.flatten() for g in got.values()]))
@@ -170,7 +170,7 @@ def test_weight_changed_between_forward_and_backward_is_refused() -> None:
 
 def test_gradient_requested_in_hook_is_not_accumulated() -> None:
     """An example is a hook that solves for a fixed point's gradient by torch.autograd.grad."""
-    found = []
+    weight_gradients = []
     for linear in (F.linear, split_backward.linear):
         torch.manual_seed(0)
         w, x = nn.Parameter(torch.randn(4, 4)), torch.randn(2, 4)
@@ -190,8 +190,8 @@ def test_gradient_requested_in_hook_is_not_accumulated() -> None:
         assert len(tape) == (linear is split_backward.linear)
         tape.run()
         assert w.grad is not None and z.grad is None
-        found.append(w.grad)
-    assert torch.equal(*found)
+        weight_gradients.append(w.grad)
+    assert torch.equal(*weight_gradients)
 
 
 def test_requested_gradient_is_not_added_to_float32_gradient() -> None:
@@ -207,9 +207,9 @@ def test_requested_gradient_is_not_added_to_float32_gradient() -> None:
 def test_saved_tensor_changed_before_w_is_refused() -> None:
     """An example is a hook that writes to a gradient that other nodes receive too."""
     x, w = torch.ones(2, 4, requires_grad=True), nn.Parameter(torch.ones(4, 4))
-    beside = x * 1
-    beside.register_hook(lambda dy: dy.mul_(0.5))
-    y = beside + split_backward.linear(x, w)
+    scaled = x * 1
+    scaled.register_hook(lambda dy: dy.mul_(0.5))
+    y = scaled + split_backward.linear(x, w)
     with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
         torch.autograd.backward(y, torch.ones_like(y))
     with pytest.raises(ModelError, match="changed in place between I and W"):
@@ -276,17 +276,19 @@ def test_torch_layers_are_split_in_place(tied: bool, checkpointed: bool) -> None
 
         return run
 
-    plain, whole, halves = (TorchLayers(tied) for _ in range(3))
-    names, own = list(plain.state_dict()), {id(p) for p in halves.parameters()}
-    for net in (whole, halves):
+    plain, full, split = (TorchLayers(tied) for _ in range(3))
+    names, parameter_ids = list(plain.state_dict()), {id(p) for p in split.parameters()}
+    for net in (full, split):
         assert make_backward_splittable(net) is net
-    assert names == list(halves.state_dict()) and own == {id(p) for p in halves.parameters()}
+    assert names == list(split.state_dict()) and parameter_ids == {
+        id(p) for p in split.parameters()
+    }
     want = compute_gradients(plain, 3, None, forward(plain))
-    assert_same_bits(compute_gradients(whole, 3, None, forward(whole)), want)
+    assert_same_bits(compute_gradients(full, 3, None, forward(full)), want)
     for late in (0, 2):
-        for p in halves.parameters():
+        for p in split.parameters():
             p.grad = None
-        assert_same_bits(compute_gradients(halves, 3, late, forward(halves)), want)
+        assert_same_bits(compute_gradients(split, 3, late, forward(split)), want)
 
 
 class InPlaceRelu(nn.Module):

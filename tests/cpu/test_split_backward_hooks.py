@@ -78,22 +78,22 @@ HOOKS: dict[str, Hook] = {
 @pytest.mark.parametrize("kind", HOOKS)
 def test_hooks_act_as_in_full_backward(kind: str) -> None:
     torch.manual_seed(0)
-    whole = Layers(HOOKS[kind])
-    split = deepcopy(whole)
+    full = Layers(HOOKS[kind])
+    split = deepcopy(full)
     make_backward_splittable(split)
     x = torch.randn(3, WIDTH)
-    found = []
-    for model in (whole, split):
-        seen: GradientSums = []
-        given, tape = x.clone().requires_grad_(), DeferredGradients()
-        y = model(given, seen).square().sum()
+    results = []
+    for model in (full, split):
+        sums: GradientSums = []
+        leaf, tape = x.clone().requires_grad_(), DeferredGradients()
+        y = model(leaf, sums).square().sum()
         with defer_weight_gradients(tape):
             y.backward()
         tape.run()
-        found.append(([given.grad, *(p.grad for p in model.parameters())], seen))
-    (want, wanted), (got, seen) = found
-    assert all(torch.equal(*both) for both in zip(want, got, strict=True))  # type: ignore[arg-type]
-    assert seen == pytest.approx(wanted)
+        results.append(([leaf.grad, *(p.grad for p in model.parameters())], sums))
+    (full_gradients, full_sums), (split_gradients, sums) = results
+    assert all(torch.equal(*pair) for pair in zip(full_gradients, split_gradients, strict=True))  # type: ignore[arg-type]
+    assert sums == pytest.approx(full_sums)
 
 
 def test_only_layer_with_hook_is_not_split() -> None:
@@ -125,10 +125,13 @@ def test_hook_detection_registers_no_hook() -> None:
 
 def test_watch_accumulation_does_not_prevent_split() -> None:
     model = make_backward_splittable(Layers(HOOKS["none"]))
-    with watch_accumulation(model) as came, defer_weight_gradients(DeferredGradients()) as tape:
+    with (
+        watch_accumulation(model) as accumulated,
+        defer_weight_gradients(DeferredGradients()) as tape,
+    ):
         model(torch.randn(3, WIDTH), []).sum().backward()
     assert len(tape) == 2
-    assert came == {"one.bias", "two.bias"}
+    assert accumulated == {"one.bias", "two.bias"}
 
 
 def test_weight_with_accumulator_hook_is_not_deferrable() -> None:

@@ -40,27 +40,27 @@ class RepeatedLayer(nn.Module):
 
 
 def _compute_gradients(
-    net: nn.Module, x: Tensor, late: bool, left: int | None = None
+    net: nn.Module, x: Tensor, late: bool, num_deferred: int | None = None
 ) -> dict[str, Tensor | None]:
     """Return the gradients of two microbatches, with late W or with whole backwards."""
     tapes = []
-    found: dict[str, Tensor | None] = {}
+    results: dict[str, Tensor | None] = {}
     for k in range(2):
-        one = (x + k).requires_grad_()
-        y = net(one)
-        found[f"y{k}"] = y.detach()
+        leaf = (x + k).requires_grad_()
+        y = net(leaf)
+        results[f"y{k}"] = y.detach()
         dy = torch.linspace(-1, 1, y.numel()).view_as(y).to(y)
         if late:
             with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
                 torch.autograd.backward(y, dy)
-            assert left is None or len(tape) == left
+            assert num_deferred is None or len(tape) == num_deferred
             tapes.append(tape)
         else:
             torch.autograd.backward(y, dy)
-        found[f"dx{k}"] = one.grad
+        results[f"dx{k}"] = leaf.grad
     for tape in tapes:
         tape.run()
-    return found | {name: p.grad for name, p in net.named_parameters()}
+    return results | {name: p.grad for name, p in net.named_parameters()}
 
 
 def _assert_equal(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -> None:
@@ -96,16 +96,16 @@ def test_split_layer_has_bits_of_full_backward(
         getattr(layer, frozen).requires_grad_(False)
     x = torch.randn(*shape, N).to(dtype)
     plain = RepeatedLayer(layer, uses)
-    whole, late = (make_backward_splittable(copy.deepcopy(plain), nn.LayerNorm) for _ in range(2))
+    full, split = (make_backward_splittable(copy.deepcopy(plain), nn.LayerNorm) for _ in range(2))
     wide = wide and dtype is torch.bfloat16
-    for net in (plain, whole, late):
+    for net in (plain, full, split):
         for p in net.parameters() if wide else ():
             p.grad_dtype = torch.float32
             p.grad = torch.zeros_like(p, dtype=torch.float32)
-    left = sum(p.requires_grad and (n == "weight" or kind == "norm")
-               for n, p in layer.named_parameters())  # fmt: skip
-    want = _compute_gradients(whole, x, late=False)
-    _assert_equal(_compute_gradients(late, x, late=True, left=left * uses), want)
+    num_deferred = sum(p.requires_grad and (n == "weight" or kind == "norm")
+                       for n, p in layer.named_parameters())  # fmt: skip
+    want = _compute_gradients(full, x, late=False)
+    _assert_equal(_compute_gradients(split, x, late=True, num_deferred=num_deferred * uses), want)
     if (
         not wide and kind != "conv2d"
     ):  # otherwise autograd rounds each gradient first, or computes differently
@@ -116,10 +116,11 @@ def test_huggingface_conv1d_is_split() -> None:
     pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
     layer = pytorch_utils.Conv1D(12, N)
     names, x = [*layer.state_dict()], torch.randn(2, 3, N)
-    plain, late = copy.deepcopy(layer), make_backward_splittable(layer)
-    assert late is layer and type(late) is not type(plain) and [*late.state_dict()] == names
+    plain, split = copy.deepcopy(layer), make_backward_splittable(layer)
+    assert split is layer and type(split) is not type(plain) and [*split.state_dict()] == names
     _assert_equal(
-        _compute_gradients(late, x, late=True, left=1), _compute_gradients(plain, x, late=False)
+        _compute_gradients(split, x, late=True, num_deferred=1),
+        _compute_gradients(plain, x, late=False),
     )
 
 
@@ -146,12 +147,13 @@ def test_layer_norm_is_split_only_on_request() -> None:
     # By default norms are not split, since their deferred gradients keep more memory than it gains.
     net = nn.Sequential(nn.LayerNorm(N), nn.Linear(N, 4 * N), nn.GELU(), nn.Linear(4 * N, N))
     x = torch.randn(8, N)
-    tapes = []
-    for also in ((), (nn.LayerNorm,)):
-        stages = [nn.Identity(), make_backward_splittable(copy.deepcopy(net), *also)]
+    deferred_bytes = []
+    for types in ((), (nn.LayerNorm,)):
+        stages = [nn.Identity(), make_backward_splittable(copy.deepcopy(net), *types)]
         sizes = measure_sizes(stages, x, x, loss=mse_loss, boundary=Boundary((8, N)))
-        tapes.append(sizes.for_stages("deferred_wgrad", 2)[1])
-    assert tapes[1] - tapes[0] == 4 * (8 * N + 8 * N + 2 * 8)  # x, dy, means and deviations
+        deferred_bytes.append(sizes.for_stages("deferred_wgrad", 2)[1])
+    added_bytes = 4 * (8 * N + 8 * N + 2 * 8)  # x, dy, means and deviations
+    assert deferred_bytes[1] - deferred_bytes[0] == added_bytes
 
 
 def test_wrong_split_rules_are_refused() -> None:
@@ -211,11 +213,15 @@ def test_registered_layer_with_other_arguments_is_not_split() -> None:
         },
     )
     layer, x = make_backward_splittable(Scaled(N)), torch.randn(2, N)
-    for y, factor, left in [(layer(x=x), 1, 1), (layer(x, by=2.0), 2, 0), (layer(x, 2.0), 2, 0)]:
+    for y, factor, num_deferred in [
+        (layer(x=x), 1, 1),
+        (layer(x, by=2.0), 2, 0),
+        (layer(x, 2.0), 2, 0),
+    ]:
         assert torch.equal(y, Square.forward(layer, x) * factor)  # type: ignore[arg-type]
         with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
             y.sum().backward()
-        assert len(tape) == left
+        assert len(tape) == num_deferred
 
 
 def test_second_registration_replaces_split_rule() -> None:
@@ -243,15 +249,15 @@ def test_second_registration_replaces_split_rule() -> None:
     register_splittable_layer(Twice, input_grad=input_grad, deferred_grads={"weight": weight_grad})
     for one in make_backward_splittable(net).children():
         check_splittable_layer(one, x)
-    given = x.clone().requires_grad_()
-    dx, dw = torch.autograd.grad(layer(given).sum(), (given, layer.weight))
+    leaf = x.clone().requires_grad_()
+    dx, dw = torch.autograd.grad(layer(leaf).sum(), (leaf, layer.weight))
     assert torch.equal(dx, input_grad(layer, x, torch.ones_like(x)))
     torch.testing.assert_close(dw, weight_grad(layer, x, torch.ones_like(x)))
 
 
 def _prune(layer: nn.Module) -> nn.Module:
-    kept: nn.Module = prune.custom_from_mask(layer, "weight", torch.arange(N) % 2)
-    return kept
+    pruned: nn.Module = prune.custom_from_mask(layer, "weight", torch.arange(N) % 2)
+    return pruned
 
 
 def _parametrize(layer: nn.Module) -> nn.Module:
@@ -263,14 +269,15 @@ def _parametrize(layer: nn.Module) -> nn.Module:
 @pytest.mark.parametrize("first", [False, True])
 def test_registered_layer_with_computed_weight_is_not_split(compute: Any, first: bool) -> None:
     x, plain = torch.randn(3, N), Square(N)
-    late: nn.Module = copy.deepcopy(plain)
-    late = (
-        compute(make_backward_splittable(late))
+    split: nn.Module = copy.deepcopy(plain)
+    split = (
+        compute(make_backward_splittable(split))
         if first
-        else make_backward_splittable(compute(late))
+        else make_backward_splittable(compute(split))
     )
     _assert_equal(
-        _compute_gradients(late, x, True, left=0), _compute_gradients(compute(plain), x, False)
+        _compute_gradients(split, x, True, num_deferred=0),
+        _compute_gradients(compute(plain), x, False),
     )
 
 
@@ -281,12 +288,12 @@ def test_built_in_split_rules_equal_autograd(kind: str) -> None:
 
 def test_registered_layer_under_autocast_is_not_split() -> None:
     x = torch.randn(3, N)
-    plain, late = Square(N), make_backward_splittable(Square(N))
-    late.load_state_dict(plain.state_dict())
-    found = []
-    for net in (plain, late):
+    plain, split = Square(N), make_backward_splittable(Square(N))
+    split.load_state_dict(plain.state_dict())
+    gradients = []
+    for net in (plain, split):
         with torch.autocast("cpu", torch.bfloat16):
             y = net(x).float()
         y.square().sum().backward()
-        found.append({name: p.grad for name, p in net.named_parameters()})
-    _assert_equal(*found)
+        gradients.append({name: p.grad for name, p in net.named_parameters()})
+    _assert_equal(*gradients)

@@ -80,49 +80,49 @@ REPEATED: dict[str, Callable[[], nn.Module]] = {
 def test_weight_used_twice_gets_both_gradients(kind: str) -> None:
     torch.manual_seed(0)
     plain = [REPEATED[kind]() for _ in range(2)]
-    late = [make_backward_splittable(copy.deepcopy(stage)) for stage in plain]
+    split = [make_backward_splittable(copy.deepcopy(stage)) for stage in plain]
     x = torch.randn(4, 3, N)
     for mb in x:  # plain autograd, without schedir
         y = plain[1](plain[0](mb))
         (y - 1).square().sum().backward()
     program = compile(zb, PipelineShape(2, 4))
-    ranks = InProcessExecutor(program, late, loss=lambda y, _: (y - 1).square().sum(),
-                      boundary=Boundary((3, N)))  # fmt: skip
+    ranks = InProcessExecutor(program, split, loss=lambda y, _: (y - 1).square().sum(),
+                              boundary=Boundary((3, N)))  # fmt: skip
     ranks.step(x, x)
-    for got, want in zip(gradients(late), gradients(plain), strict=True):
+    for got, want in zip(gradients(split), gradients(plain), strict=True):
         assert got.keys() == want.keys() and got
-        for name, b in want.items():
-            torch.testing.assert_close(got[name], b, rtol=1e-5, atol=1e-5)
-            assert "mixed" in kind or torch.equal(got[name], b)
+        for name, expected in want.items():
+            torch.testing.assert_close(got[name], expected, rtol=1e-5, atol=1e-5)
+            assert "mixed" in kind or torch.equal(got[name], expected)
 
 
 def test_split_rule_reads_weight_version_of_microbatch() -> None:
     """A split rule that reads the weight finds its microbatch's version, after newer ones."""
     torch.manual_seed(0)
-    halves = 4 * (I + W)
+    input_and_weight = 4 * (I + W)
     program = compile(
         # The last F use the version after the one of the W that follow.
-        lambda r, P, m: 8 * F + halves + 4 * I + 4 * F + 4 * W + halves,
+        lambda r, P, m: 8 * F + input_and_weight + 4 * I + 4 * F + 4 * W + input_and_weight,
         PipelineShape(2, 12, optimizer_steps=3, weight_delay=1),
     )
     x = torch.randn(12, 3, N)
     states = []
-    for taught in (False, True):
+    for is_split in (False, True):
         torch.manual_seed(1)
         stages: list[nn.Module] = [Square(N), Square(N)]
-        if taught:
+        if is_split:
             stages = [make_backward_splittable(stage) for stage in stages]
         ranks = InProcessExecutor(
             program, stages, loss=lambda y, t: (y - t).square().sum(), boundary=Boundary((3, N)),
             optimizer=lambda parameters: torch.optim.SGD(parameters, 0.01),
         )  # fmt: skip
         with warnings.catch_warnings():
-            warnings.simplefilter("error" if taught else "ignore")
+            warnings.simplefilter("error" if is_split else "ignore")
             for _ in range(2):
                 ranks.step(x, x + 1, 0.1)
         states.append([stage.state_dict() for stage in stages])
-    for plain, late in zip(*states, strict=True):
-        assert all(torch.equal(plain[name], late[name]) for name in plain)
+    for plain, split in zip(*states, strict=True):
+        assert all(torch.equal(plain[name], split[name]) for name in plain)
 
 
 class MixedLayers(nn.Module):
@@ -153,25 +153,25 @@ def test_warning_names_unsplit_layers() -> None:
         return sorted(str(w.message) for w in caught)
 
     torch.manual_seed(0)
-    plain, said = [MixedLayers(), MixedLayers()], []
+    plain, messages = [MixedLayers(), MixedLayers()], []
     loss = run_sequential(copy.deepcopy(plain), x, x, loss=mse_loss)
     assert loss.isfinite()
-    said = collect_warnings(plain)
-    assert said == [
+    messages = collect_warnings(plain)
+    assert messages == [
         f"the backward of MixedLayers (stage {s}) is not split in attn.c_attn (Conv1D), own.0 "
         "(Bilinear): the instruction I runs their full backward; "
         "schedir.runtime.make_backward_splittable(stage) splits Conv1D; "
         "schedir.runtime.register_splittable_layer adds a type"
         for s in range(2)
     ]
-    said = collect_warnings([make_backward_splittable(stage) for stage in plain])
-    assert ["attn.c_attn" in text or "make_backward_splittable" in text for text in said] == [
+    messages = collect_warnings([make_backward_splittable(stage) for stage in plain])
+    assert ["attn.c_attn" in text or "make_backward_splittable" in text for text in messages] == [
         False,
         False,
     ]
     norms: list[nn.Module] = [nn.Sequential(*(nn.LayerNorm(N) for _ in range(9))) for _ in range(2)]
-    said = collect_warnings(norms)
-    assert "0 (LayerNorm), 1 (LayerNorm)" in said[0] and "and 3 more" in said[0]
+    messages = collect_warnings(norms)
+    assert "0 (LayerNorm), 1 (LayerNorm)" in messages[0] and "and 3 more" in messages[0]
     assert (
         collect_warnings([make_backward_splittable(stage, nn.LayerNorm) for stage in norms]) == []
     )
@@ -209,11 +209,11 @@ def test_unused_layers_and_full_backwards_have_same_bits(kind: Any, said: int) -
     """Some or all microbatches may leave no work for W. A whole backward gets one warning."""
     torch.manual_seed(0)
     plain: list[nn.Module] = [kind(), kind()]
-    late = [make_backward_splittable(copy.deepcopy(stage)) for stage in plain]
+    split = [make_backward_splittable(copy.deepcopy(stage)) for stage in plain]
     x = torch.randn(8, 3, N)
     run_sequential(plain, x, x, loss=mse_loss, seed=1)
     ranks = InProcessExecutor(
-        compile(zb, PipelineShape(2, 8)), late, loss=mse_loss, boundary=Boundary((3, N)), seed=1
+        compile(zb, PipelineShape(2, 8)), split, loss=mse_loss, boundary=Boundary((3, N)), seed=1
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -221,7 +221,7 @@ def test_unused_layers_and_full_backwards_have_same_bits(kind: Any, said: int) -
     for stage in plain:  # unused weights have gradients of 0 in a buffer
         for p in stage.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    assert same_bits(gradients(plain), gradients(late))
+    assert same_bits(gradients(plain), gradients(split))
     assert len(caught) == said
 
 

@@ -84,15 +84,15 @@ def test_weight_hooks_get_gradient_of_every_microbatch(
 ) -> None:
     """This includes hooks that are registered after the ranks, or removed between steps."""
     schedule, shape = case
-    stages, whole = make_stages(shape.stages), make_stages(shape.stages)
-    ours, plain = WeightHooks(where), WeightHooks(where)
-    plain.register(whole)
+    stages, plain_stages = make_stages(shape.stages), make_stages(shape.stages)
+    replica_hooks, plain_hooks = WeightHooks(where), WeightHooks(where)
+    plain_hooks.register(plain_stages)
     if not late:
-        ours.register(stages)
+        replica_hooks.register(stages)
     ranks = make_executor(schedule, shape, stages)
     if late:
-        ours.register(stages)
-    model = nn.Sequential(*whole)
+        replica_hooks.register(stages)
+    model = nn.Sequential(*plain_stages)
     optimizer = sgd(model.parameters())
     for _ in range(STEPS):
         ranks.step(make_batch(), make_batch() + 1)
@@ -101,9 +101,9 @@ def test_weight_hooks_get_gradient_of_every_microbatch(
             torch.autograd.backward(squared_error(model(x), x + 1))
         optimizer.step()
         if removed:
-            ours.remove()
-            plain.remove()
-    assert ours.calls == plain.calls
+            replica_hooks.remove()
+            plain_hooks.remove()
+    assert replica_hooks.calls == plain_hooks.calls
     for p, q in zip(nn.Sequential(*stages).parameters(), model.parameters(), strict=True):
         assert torch.allclose(p, q, rtol=0, atol=1e-12)
 
@@ -130,18 +130,18 @@ def test_weight_copies_have_attributes_of_weights() -> None:
     stages = make_stages(shape.stages)
     for stage in stages:
         vars(stage.bias)["is_slow"] = True
-    found = []
+    slow_counts = []
 
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         slow = [p for p in parameters if hasattr(p, "is_slow")]
-        found.append(len(slow))
+        slow_counts.append(len(slow))
         rest = [p for p in parameters if not hasattr(p, "is_slow")]
         groups: list[dict[str, Any]] = [{"params": slow, "lr": 0.01}, {"params": rest}]
         return torch.optim.SGD(groups, lr=0.1)
 
     ranks = make_executor(schedule, shape, stages, optimizer)
     ranks.step(make_batch(), make_batch() + 1)
-    assert found == [2, 2]
+    assert slow_counts == [2, 2]
     for replica in ranks.stage_replicas:
         for p, q in zip(replica.copy.parameters(), replica.module.parameters(), strict=True):
             assert torch.equal(p, q)

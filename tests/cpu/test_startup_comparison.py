@@ -28,21 +28,21 @@ def compare_processes(
 
     Each process is a thread.
     """
-    store, found = HashStore(), [""] * len(each)
+    store, errors = HashStore(), [""] * len(each)
 
     def compare(k: int) -> None:
         rank, world, facts = each[k]
         try:
             compare_facts(store, rank, world, facts | {"WORLD_SIZE": str(world)}, timeout)
         except (ModelError, ExecutionError) as error:
-            found[k] = error.fact
+            errors[k] = error.fact
 
     threads = [Thread(target=compare, args=(k,)) for k in range(len(each))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return errors
 
 
 def test_equal_facts_are_accepted() -> None:
@@ -61,8 +61,8 @@ def test_equal_facts_are_accepted() -> None:
     ],
 )
 def test_difference_is_reported_on_every_process(each: Any, fact: str) -> None:
-    found = compare_processes(each)
-    assert all(fact in one for one in found), found
+    errors = compare_processes(each)
+    assert all(fact in error for error in errors), errors
 
 
 def test_missing_process_is_named() -> None:
@@ -115,15 +115,16 @@ def test_every_configuration_section_is_compared() -> None:
 
 def test_data_digest_covers_all_tokens() -> None:
     data = np.random.default_rng(1).integers(0, 255, 300_000).astype("u1")
-    told = Batches(data, 8, 1).description
+    description = Batches(data, 8, 1).description
     assert (
-        told.startswith("300000 tokens of uint8") and told == Batches(data.copy(), 8, 1).description
+        description.startswith("300000 tokens of uint8")
+        and description == Batches(data.copy(), 8, 1).description
     )
-    for at in (0, 150_000, 299_999):
+    for position in (0, 150_000, 299_999):
         other = data.copy()
-        other[at] ^= 1
-        assert Batches(other, 8, 1).description != told
-    assert Batches(data[:-1], 8, 1).description != told
+        other[position] ^= 1
+        assert Batches(other, 8, 1).description != description
+    assert Batches(data[:-1], 8, 1).description != description
 
 
 @pytest.mark.parametrize("listens", [False, True])
@@ -148,8 +149,8 @@ def start_processes(config: str, folder: Path, sets: list[list[str]]) -> list[tu
     """Return the exit codes and errors of processes that start one by one with own settings."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = [arguments(config, folder, "pipeline.tp=1", *own) for own in sets]
-    return [(code, err) for code, _, err in fork(words, folder, port)]
+    commands = [arguments(config, folder, "pipeline.tp=1", *settings) for settings in sets]
+    return [(code, err) for code, _, err in fork(commands, folder, port)]
 
 
 @pytest.mark.parametrize(
@@ -167,11 +168,11 @@ def start_processes(config: str, folder: Path, sets: list[list[str]]) -> list[tu
 def test_different_settings_of_processes_are_refused(
     config: str, tmp_path: Path, one: str, other: str, fact: str
 ) -> None:
-    found = start_processes(config, tmp_path / "out", [[one], [other]])
-    assert [code for code, _ in found] == [2, 2], found
-    spoke = "".join(err for _, err in found)  # only the first process to fail reports
-    assert spoke.count(f"processes 0 and 1 do not agree on {fact}") == 1, spoke
-    assert "Traceback" not in spoke and ".cpp" not in spoke and spoke.count("\n") == 1
+    results = start_processes(config, tmp_path / "out", [[one], [other]])
+    assert [code for code, _ in results] == [2, 2], results
+    errors = "".join(err for _, err in results)  # only the first process to fail reports
+    assert errors.count(f"processes 0 and 1 do not agree on {fact}") == 1, errors
+    assert "Traceback" not in errors and ".cpp" not in errors and errors.count("\n") == 1
     assert not (tmp_path / "out" / "loss.csv").exists()
 
 
@@ -200,11 +201,11 @@ def test_different_schedir_versions_are_refused(config: str, tmp_path: Path, lau
     schedule = tmp_path / "mine.py"
     schedule.write_text(OTHER_VERSION)
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]
-    words = arguments(config, tmp_path / "out", *sets)
+    train_command = arguments(config, tmp_path / "out", *sets)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    own = [*TORCHRUN, f"--master-port={port}", "--nproc-per-node=2", "-m", "schedir"]
-    command = [*own, *words] if launcher == "torchrun" else words
+    torchrun = [*TORCHRUN, f"--master-port={port}", "--nproc-per-node=2", "-m", "schedir"]
+    command = [*torchrun, *train_command] if launcher == "torchrun" else train_command
     code, _, err = launched(command, tmp_path / "out")
     assert code == (1 if launcher == "torchrun" else 2), err
     assert err.count("do not agree on the version of schedir: 0.1.0 and 0.0.9") == 1, err
@@ -223,15 +224,19 @@ schedir.training.batches.samples._MAX_DIGEST_BLOCKS = 1
 def test_difference_in_unsampled_data_is_refused(config: str, tmp_path: Path) -> None:
     schedule, rng = tmp_path / "mine.py", np.random.default_rng(2)
     schedule.write_text(SAMPLED)
-    first, told = rng.integers(0, 255, 2**16).astype("u1"), []
+    first, settings_by_process = rng.integers(0, 255, 2**16).astype("u1"), []
     for name in ("one", "other"):
         rest = rng.integers(0, 255, 200_000).astype("u1")
         (tmp_path / name).write_bytes(first.tobytes() + rest.tobytes())
-        told.append([f'data.source="{tmp_path / name}"', f"pipeline.schedule={schedule}:mine"])
+        settings_by_process.append(
+            [f'data.source="{tmp_path / name}"', f"pipeline.schedule={schedule}:mine"]
+        )
     sets = ["pipeline.stages_per_rank=1", "train.log_every=2", "train.steps=4"]
-    found = start_processes(config, tmp_path / "out", [[*own, *sets] for own in told])
-    assert [code for code, _ in found] == [2, 2], found
-    spoke = "".join(err for _, err in found)
-    assert spoke.count("processes 0 and 1 do not agree on the data read up to step 2: crc32") == 1
-    assert "Traceback" not in spoke and ".cpp" not in spoke, spoke
+    results = start_processes(
+        config, tmp_path / "out", [[*settings, *sets] for settings in settings_by_process]
+    )
+    assert [code for code, _ in results] == [2, 2], results
+    errors = "".join(err for _, err in results)
+    assert errors.count("processes 0 and 1 do not agree on the data read up to step 2: crc32") == 1
+    assert "Traceback" not in errors and ".cpp" not in errors, errors
     assert (tmp_path / "out" / "loss.csv").read_text().count("\n") == 1  # no step was reported

@@ -59,12 +59,12 @@ def test_shared_gpu_is_found_with_few_store_reads(twin: int | None) -> None:
     store = CountingStore()
     cards = [f"GPU {k % 8 if k != twin else 0}" for k in range(WORLD)]
     with ThreadPoolExecutor(WORLD) as pool:
-        said = {*pool.map(_find_shared_gpu, [store] * WORLD, range(WORLD), cards)}
+        errors = {*pool.map(_find_shared_gpu, [store] * WORLD, range(WORLD), cards)}
     assert sum(store.calls.values()) <= 3 * WORLD and store.read <= 2 * WORLD
     if twin is None:
-        assert said == {""}
+        assert errors == {""}
     else:
-        (fact,) = said
+        (fact,) = errors
         assert "processes 8 and 9 use the same GPU" in fact
 
 
@@ -72,17 +72,17 @@ def _record_groups(
     process: int, program: Any, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, list[Any]]:
     """Return the rows of each `make_group` of a process in a fake world, and its own groups."""
-    made: list[Any] = []
-    own: list[Any] = []
+    created: list[Any] = []
+    own_groups: list[Any] = []
     with monkeypatch.context() as patch:
         make, new_group = process_groups.make_group, dist.new_group
 
         def record_rows(rows: Any, **options: Any) -> Any:
-            made.append(sorted(map(tuple, rows)))
+            created.append(sorted(map(tuple, rows)))
             return make(rows, **options)
 
         def record_group(ranks: list[int], **options: Any) -> Any:
-            own.append(tuple(ranks))
+            own_groups.append(tuple(ranks))
             return new_group(ranks, **options)
 
         patch.setattr(process_groups, "make_group", record_rows)
@@ -94,7 +94,7 @@ def _record_groups(
             EdgeGroups(program)
         finally:
             dist.destroy_process_group()
-    return made, own
+    return created, own_groups
 
 
 @pytest.mark.parametrize(
@@ -121,9 +121,9 @@ def test_process_creates_few_groups(
     )
     first, _ = _record_groups(0, program, monkeypatch)
     for process in (0, 1, 8, 127, 511, 1023):
-        made, own = _record_groups(process, program, monkeypatch)
-        assert made == first and len(own) == len(made) <= most
-        for rows, row in zip(made, own, strict=True):
+        created, own_groups = _record_groups(process, program, monkeypatch)
+        assert created == first and len(own_groups) == len(created) <= most
+        for rows, row in zip(created, own_groups, strict=True):
             assert row in rows or row == (process,)
     for rows in first:
         members = [process for row in rows for process in row]

@@ -32,8 +32,8 @@ OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
 
 
 def _storage_sizes(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
-    memory = [x.untyped_storage() for x in tensors]
-    return {StorageWeakRef(one): one.nbytes() for one in memory}
+    storages = [x.untyped_storage() for x in tensors]
+    return {StorageWeakRef(storage): storage.nbytes() for storage in storages}
 
 
 def _count_bytes(tensors: Iterable[Tensor]) -> int:
@@ -62,16 +62,16 @@ def test_measured_optimizer_state_equals_live_tensors(name: str) -> None:
     )
     trained = [p for p in stage.parameters() if p.requires_grad]
     assert sizes.params == (_count_bytes(trained),)
-    rest = [*stage[0].parameters(), *stage.buffers()]
-    assert sizes.buffers == (_count_bytes(rest),)
+    untrained = [*stage[0].parameters(), *stage.buffers()]
+    assert sizes.buffers == (_count_bytes(untrained),)
     loss(stage(x), x).backward()
     grads = [p.grad for p in trained if p.grad is not None]
     assert sizes.grads == (_count_bytes(grads),)
     before = _find_live_storages()
     optimizer = make(trained)
     optimizer.step()
-    made = {ref: size for ref, size in _find_live_storages().items() if ref not in before}
-    assert sizes.optimizer == (sum(made.values()),)
+    new_storages = {ref: size for ref, size in _find_live_storages().items() if ref not in before}
+    assert sizes.optimizer == (sum(new_storages.values()),)
     with pytest.raises(ModelError):
         measure_sizes(
             [stage],

@@ -41,11 +41,11 @@ def record_used_slots(rank: Executor, used: dict[Value, set[int]]) -> None:
         for kind, slots in rank.state.slot_tables.items():
             used[kind] |= {n for n, value in enumerate(slots.values) if value is not None}
         for kind, send in ((Value.ACT_OUT, Opcode.SendAct), (Value.GRAD_OUT, Opcode.SendGrad)):
-            leaving = sum(
+            num_in_transit = sum(
                 rank.state.stream[sent].op == send
                 for sent in rank.state.service(PendingSends).works
             )
-            assert rank.state.slot_tables[kind].num_occupied + leaving <= len(
+            assert rank.state.slot_tables[kind].num_occupied + num_in_transit <= len(
                 rank.state.slot_tables[kind].values
             )
 
@@ -72,8 +72,8 @@ def test_used_slots_match_predicted_slots(schedule: Schedule) -> None:
             used: list[dict[Value, set[int]]] = [
                 {k: set() for k in SLOT_KINDS} for _ in ranks.executors
             ]
-            for rank, noted in zip(ranks.executors, used, strict=True):
-                record_used_slots(rank, noted)
+            for rank, used_by_kind in zip(ranks.executors, used, strict=True):
+                record_used_slots(rank, used_by_kind)
             buffers = [
                 {k: b.data_ptr() for k, b in r.state.service(MessageBuffers).received.items()}
                 for r in ranks.executors
@@ -82,8 +82,8 @@ def test_used_slots_match_predicted_slots(schedule: Schedule) -> None:
                 loss = ranks.step(inputs, targets, order_seed=seed)
                 results.append((loss, gradients(stages)))
             for r, rank in enumerate(ranks.executors):
-                own = {kind: len(used[r][kind]) for kind in SLOT_KINDS}
-                assert own == dict(zip(SLOT_KINDS, predicted[r].tolist(), strict=True))
+                num_used = {kind: len(used[r][kind]) for kind in SLOT_KINDS}
+                assert num_used == dict(zip(SLOT_KINDS, predicted[r].tolist(), strict=True))
                 assert all(
                     s.max_occupied <= len(s.values) and not s.num_occupied
                     for s in rank.state.slot_tables.values()
@@ -93,7 +93,7 @@ def test_used_slots_match_predicted_slots(schedule: Schedule) -> None:
                     for key, b in rank.state.service(MessageBuffers).received.items()
                 }
                 assert received == buffers[r]
-                assert len(received) == own[Value.ACT_IN] + own[Value.GRAD_IN]
+                assert len(received) == num_used[Value.ACT_IN] + num_used[Value.GRAD_IN]
         for loss, grads in results[1:]:
             assert torch.equal(loss, results[0][0]) and same_bits(grads, results[0][1])
 
@@ -149,21 +149,21 @@ def test_unchanged_inputs_and_gradients_are_not_overwritten(schedule: Any) -> No
         first, inner, last = tiny_model.make_tiny_stages(3)
         return [first, ReturnsInput(), ReturnsInput(inner), last]
 
-    one = make_stages()
-    total = run_sequential(one, inputs, targets, loss=tiny_model.squared_error)
+    reference_stages = make_stages()
+    expected_loss = run_sequential(reference_stages, inputs, targets, loss=tiny_model.squared_error)
     for choice in (None, "minimal"):
-        other = make_stages()
+        stages = make_stages()
         program = compile(
             schedule, shape, progress_model="per_edge", overlap=True, buffer_sharing=choice
         )
-        ranks = InProcessExecutor(program, other, loss=tiny_model.squared_error, boundary=BOUNDARY)
+        ranks = InProcessExecutor(program, stages, loss=tiny_model.squared_error, boundary=BOUNDARY)
         for rank in (
             ranks.executors if choice else ()
         ):  # without sharing, a buffer has one value per step
             check_separate_memory(rank)
         for seed in range(4):
-            assert torch.equal(ranks.step(inputs, targets, order_seed=seed), total)
-            assert same_bits(gradients(one), gradients(other))
+            assert torch.equal(ranks.step(inputs, targets, order_seed=seed), expected_loss)
+            assert same_bits(gradients(reference_stages), gradients(stages))
 
 
 def test_outputs_are_freed_after_send() -> None:
@@ -195,19 +195,21 @@ def test_outputs_are_freed_after_send() -> None:
 def test_minimal_slots_on_gloo_have_reference_bits(
     schedule: Any, shape: PipelineShape, options: Any
 ) -> None:
-    loss, right = expected(shape)
+    loss, expected_gradients = expected(shape)
     results = step_on_gloo(schedule, shape, buffer_sharing="minimal", **options)
     got = {s: g for grads, _, _ in results for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(shape.stages)], right)
+    assert same_bits([got[s] for s in range(shape.stages)], expected_gradients)
     assert [torch.equal(l, loss) for _, l, _ in results if l is not None] == [True]
 
 
 def test_minimal_slots_with_tensor_parallelism_have_same_bits() -> None:
     """Slices are received into their position in the whole tensor."""
     shape = PipelineShape(2, 4)
-    own, few = (step_on_gloo(zb, shape, tp=2, buffer_sharing=slots) for slots in (None, "minimal"))
-    for (grads, _, _), (same, _, _) in zip(own, few, strict=True):
-        assert same_bits(list(grads.values()), list(same.values()))
+    default_results, minimal_results = (
+        step_on_gloo(zb, shape, tp=2, buffer_sharing=slots) for slots in (None, "minimal")
+    )
+    for (grads, _, _), (minimal_grads, _, _) in zip(default_results, minimal_results, strict=True):
+        assert same_bits(list(grads.values()), list(minimal_grads.values()))
 
 
 class FailsOnce(nn.Linear):

@@ -45,22 +45,24 @@ def measure_static_memory(program: Program, rank: int) -> dict[str, int]:
     transport.tp = program.tp
     stages = {s: nn.Identity() for s in program.shape.stages_on_rank[rank]}
     boundary = Boundary((2, WIDTH // 2), torch.float64)
-    passing = BoundaryTable.from_boundary(boundary, program)
+    boundary_table = BoundaryTable.from_boundary(boundary, program)
     loss = nn.functional.mse_loss
-    held = RankResources(program, rank, stages, transport, None, RankOptions(loss=loss))
-    held.service(MessageBuffers).allocate([(program, passing)])
-    state = State(program, held, transport, passing)
+    resources = RankResources(program, rank, stages, transport, None, RankOptions(loss=loss))
+    resources.service(MessageBuffers).allocate([(program, boundary_table)])
+    state = State(program, resources, transport, boundary_table)
     for i in state.stream:
         HANDLERS[i.op](state, i)
-    found = dict.fromkeys(SlotCounts._fields, 0)
+    bytes_by_kind = dict.fromkeys(SlotCounts._fields, 0)
     memory = [
         (kind, tensor) for (kind, _), tensor in state.service(MessageBuffers).received.items()
     ]
-    memory += [(kind, tensor) for (kind, _, _), tensor in held.service(MessageBuffers).sent.items()]
+    memory += [
+        (kind, tensor) for (kind, _, _), tensor in resources.service(MessageBuffers).sent.items()
+    ]
     for kind, tensor in memory:
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
-        found[kind.name.lower()] += tensor.nbytes
-    return found
+        bytes_by_kind[kind.name.lower()] += tensor.nbytes
+    return bytes_by_kind
 
 
 def assert_matches_prediction(program: Program) -> None:
@@ -99,7 +101,12 @@ def test_static_memory_of_random_programs_matches_prediction(
 
 def test_scattered_send_needs_only_its_shard() -> None:
     program = compile(one_f_one_b, PipelineShape(4, 8), tp=8, buffer_sharing="minimal")
-    one, part = 8 * WIDTH, WIDTH
+    full_boundary, shard = 8 * WIDTH, WIDTH
     assert program.slots[1] == SlotCounts(1, 1, 1, 1)
-    own = {kind: size for kind, size in measure_static_memory(program, 1).items() if size}
-    assert own == {"act_in": one, "act_out": part, "grad_in": one, "grad_out": part}
+    measured = {kind: size for kind, size in measure_static_memory(program, 1).items() if size}
+    assert measured == {
+        "act_in": full_boundary,
+        "act_out": shard,
+        "grad_in": full_boundary,
+        "grad_out": shard,
+    }

@@ -110,54 +110,58 @@ class UserOptimizer(torch.optim.Optimizer):
                     group["n"] = group.get("n", torch.zeros(())) + 1
                 return 1 / float(self.param_groups[0]["n"])
             case "state":
-                kept: Any = self.state
-                kept["all"]["n"] = kept["all"].get("n", 0) + 1
-                return float(1 / kept["all"]["n"])
+                state: Any = self.state
+                state["all"]["n"] = state["all"].get("n", 0) + 1
+                return float(1 / state["all"]["n"])
         return 1.0
 
     def _momentum(self, p: nn.Parameter) -> Any:
         assert p.grad is not None
-        kept = self.state[p] if self.how.get("state") else {}
+        state = self.state[p] if self.how.get("state") else {}
         match self.how.get("state"):
             case "replaced":
-                kept["m"] = 0.5 * kept.get("m", torch.zeros_like(p)) + p.grad
+                state["m"] = 0.5 * state.get("m", torch.zeros_like(p)) + p.grad
             case "in a new dict":
-                m = 0.5 * kept.get("m", torch.zeros_like(p)) + p.grad
+                m = 0.5 * state.get("m", torch.zeros_like(p)) + p.grad
                 self.state[p] = {
                     "m": m,
                     "other": [torch.ones(3), {"n": torch.ones((), dtype=torch.int64)}],
                 }
                 return m
             case "deleted":
-                kept["n"] = kept.get("n", 0) + 1
-                if kept["n"] == 2:
+                state["n"] = state.get("n", 0) + 1
+                if state["n"] == 2:
                     del self.state[p]
-                return p.grad * float(kept["n"])
+                return p.grad * float(state["n"])
             case "late":
-                kept["n"] = kept.get("n", 0) + 1
-                if kept["n"] > 1:
-                    kept.setdefault("m", torch.zeros_like(p)).mul_(0.5).add_(p.grad)
+                state["n"] = state.get("n", 0) + 1
+                if state["n"] > 1:
+                    state.setdefault("m", torch.zeros_like(p)).mul_(0.5).add_(p.grad)
             case "data":
-                kept.setdefault("m", torch.zeros_like(p)).data = 0.5 * p.grad
+                state.setdefault("m", torch.zeros_like(p)).data = 0.5 * p.grad
             case "two views":
-                kept.setdefault("m", torch.zeros_like(p)).mul_(0.5)
-                kept.setdefault("v", kept["m"].view(-1)).add_(p.grad.reshape(-1))
+                state.setdefault("m", torch.zeros_like(p)).mul_(0.5)
+                state.setdefault("v", state["m"].view(-1)).add_(p.grad.reshape(-1))
             case "gradient":
-                m = p.grad + 0.1 * kept.get("m", 0.0)
-                kept["m"] = p.grad
+                m = p.grad + 0.1 * state.get("m", 0.0)
+                state["m"] = p.grad
                 return m
             case "weights":
-                m = p.grad + 0.1 * kept.get("m", 0.0)
-                kept["m"] = p.detach()
+                m = p.grad + 0.1 * state.get("m", 0.0)
+                state["m"] = p.detach()
                 return m
             case "views of an attribute":
-                kept["m"].add_(p.grad)
+                state["m"].add_(p.grad)
             case "one for all":
-                others = (own["m"] for own in self.state.values() if "m" in own)
-                kept["m"] = next(others, torch.zeros(()))
-                kept["m"] += 1
-                return p.grad / float(kept["m"])
-        return kept.get("m", p.grad)
+                others = (
+                    state_of_weight["m"]
+                    for state_of_weight in self.state.values()
+                    if "m" in state_of_weight
+                )
+                state["m"] = next(others, torch.zeros(()))
+                state["m"] += 1
+                return p.grad / float(state["m"])
+        return state.get("m", p.grad)
 
 
 VARIANTS: dict[str, list[str]] = {
@@ -202,11 +206,11 @@ def compare_with_device(
     """Return the error that refuses an optimizer, or None if it leaves the device's bits."""
     make = partial(UserOptimizer, **how)
     try:
-        found = train_three_steps(case, make, states, **options)
+        weights = train_three_steps(case, make, states, **options)
     except (ModelError, ExecutionError) as error:
         assert error.hint
         return error
-    assert all(map(torch.equal, found, train_three_steps(case, make, "device")))
+    assert all(map(torch.equal, weights, train_three_steps(case, make, "device")))
     return None
 
 
@@ -312,15 +316,15 @@ class DerivedMainOptimizer(MainOptimizer):
 
 
 def make_with_replaced_step(params: Any) -> torch.optim.Optimizer:
-    found: Any = torch.optim.SGD(params, lr=0.05)
-    found.step = lambda: None
-    return found  # type: ignore[no-any-return]
+    optimizer: Any = torch.optim.SGD(params, lr=0.05)
+    optimizer.step = lambda: None
+    return optimizer  # type: ignore[no-any-return]
 
 
 def make_with_scheduler(params: Any) -> torch.optim.Optimizer:
-    found = torch.optim.SGD(params, lr=0.05)
-    torch.optim.lr_scheduler.StepLR(found, 1)
-    return found
+    optimizer = torch.optim.SGD(params, lr=0.05)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return optimizer
 
 
 @pytest.mark.parametrize("states", PLACEMENTS)
@@ -329,10 +333,11 @@ def test_replaced_step_method_is_refused(states: str) -> None:
         with pytest.raises(ModelError) as error:
             train_three_steps(SEVERAL_STAGES, make, states)
         assert error.value.hint and error.value.program == "interleaved"
-    found = [
-        train_three_steps(SEVERAL_STAGES, make_with_scheduler, each) for each in ("device", states)
+    weights = [
+        train_three_steps(SEVERAL_STAGES, make_with_scheduler, placement)
+        for placement in ("device", states)
     ]
-    assert all(map(torch.equal, *found))
+    assert all(map(torch.equal, *weights))
 
 
 @pytest.mark.parametrize(

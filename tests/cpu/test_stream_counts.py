@@ -40,11 +40,11 @@ def test_stream_counts_of_usual_programs() -> None:
         (_compile_program(dualpipe, mirror), 29),
         (_compile_program(dualpipe, mirror, tp=1), 25),
     ):
-        each = [count_streams(program, rank, "per_edge") for rank in range(8)]
-        assert max(sum(one.values()) for one in each) == most
+        counts = [count_streams(program, rank, "per_edge") for rank in range(8)]
+        assert max(sum(count.values()) for count in counts) == most
         require_enough_queues(program, "per_edge", {QUEUES_VARIABLE: "32"})
-        grouped = [count_streams(program, rank, "per_device") for rank in range(8)]
-        assert all(one["messages"] == 2 and one["records"] == 1 for one in grouped)
+        grouped_counts = [count_streams(program, rank, "per_device") for rank in range(8)]
+        assert all(count["messages"] == 2 and count["records"] == 1 for count in grouped_counts)
 
 
 def test_stream_counts_of_middle_rank() -> None:
@@ -61,29 +61,29 @@ def test_stream_counts_of_middle_rank() -> None:
 def test_more_streams_than_queues_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes before any group is created, and lists the use of the streams."""
     placement = (*range(8), 0, 2, 4, 6, 1, 3, 5, 7, 0, 3, 6, 1, 4, 7, 2, 5, 0, 5, 2, 7, 4, 1, 6, 3)
-    many = _compile_program(looped_bfs, PipelineShape(8, 8, 4, placement=placement))
-    few = _compile_program(one_f_one_b, PipelineShape(4, 8))
-    said = []
-    for program, queues in ((many, "32"), (many, "64"), (few, "16"), (few, None)):
+    large = _compile_program(looped_bfs, PipelineShape(8, 8, 4, placement=placement))
+    small = _compile_program(one_f_one_b, PipelineShape(4, 8))
+    errors = []
+    for program, queues in ((large, "32"), (large, "64"), (small, "16"), (small, None)):
         monkeypatch.delenv(QUEUES_VARIABLE, raising=False)
         if queues is not None:
             monkeypatch.setenv(QUEUES_VARIABLE, queues)
         with pytest.raises(ModelError) as error:
             nccl_transport(program, torch.device("cuda", 0))
-        said.append(format_error(error.value))
-    assert "\n".join(said) + "\n" == (GOLDEN / "queues.txt").read_text()
-    require_enough_queues(many, "per_device", {QUEUES_VARIABLE: "32"})
+        errors.append(format_error(error.value))
+    assert "\n".join(errors) + "\n" == (GOLDEN / "queues.txt").read_text()
+    require_enough_queues(large, "per_device", {QUEUES_VARIABLE: "32"})
 
 
 def test_lane_work_keeps_tensor_until_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute may free the memory earlier, and the allocator would reuse it."""
     lane: Any = Stream(install(monkeypatch))
     tensor = torch.zeros(4)
-    seen = weakref.ref(tensor)
+    reference = weakref.ref(tensor)
     work = LaneWork(lane, (tensor,))
     del tensor
     gc.collect()
-    assert seen() is not None
+    assert reference() is not None
     work.wait()
     gc.collect()
-    assert seen() is None
+    assert reference() is None

@@ -57,8 +57,8 @@ class ThreadedQueues(EdgeGroups):
         super().__init__(program)
 
     def issue_to(self, queue: Queue, do: Callable[[], object]) -> _Completion:
-        sharing = (some for some in self.hardware.get(self.rank, ()) if queue in some)
-        key = next(sharing, queue)
+        groups = (group for group in self.hardware.get(self.rank, ()) if queue in group)
+        key = next(groups, queue)
         if key not in self.threads:
             self.threads[key] = SimpleQueue()
             Thread(target=self._run, args=(self.threads[key],), daemon=True).start()
@@ -114,8 +114,8 @@ def test_shared_queues_that_would_deadlock_are_refused() -> None:
 
     All processes report the same error.
     """
-    (said,) = {*run(require_queues, 3, {1: ((OUT, BACK_IN),)})}
-    assert said + "\n" == (GOLDEN / "sharing.txt").read_text()
+    (error,) = {*run(require_queues, 3, {1: ((OUT, BACK_IN),)})}
+    assert error + "\n" == (GOLDEN / "sharing.txt").read_text()
     first, *others = run(require_queues, 3, {1: ((IN, BACK_OUT),)})
     assert others == [first] * 2 and first == [SharedQueuePair(1, IN, BACK_OUT)]
 
@@ -143,8 +143,8 @@ def test_shared_queues_are_transitive() -> None:
     assert len({*numbers.values()}) == 4 and {*numbers.values()} < {*plain.tolist()}
     pairs = [(numbers[BACK_OUT], numbers[OUT]), (numbers[IN], numbers[BACK_OUT])]
     joined = SharedQueueGraph(program, "per_edge", pairs, blocking_hosts=True).queue
-    least = min(numbers[queue] for queue in (IN, OUT, BACK_OUT))
+    least_number = min(numbers[queue] for queue in (IN, OUT, BACK_OUT))
     for queue in (IN, OUT, BACK_OUT):
-        assert {*joined[plain == numbers[queue]].tolist()} == {least}
-    others = ~np.isin(plain, [numbers[queue] for queue in (IN, OUT, BACK_OUT)])
-    assert (joined[others] == plain[others]).all()
+        assert {*joined[plain == numbers[queue]].tolist()} == {least_number}
+    is_other = ~np.isin(plain, [numbers[queue] for queue in (IN, OUT, BACK_OUT)])
+    assert (joined[is_other] == plain[is_other]).all()

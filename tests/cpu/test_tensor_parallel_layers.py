@@ -129,17 +129,19 @@ def test_parallel_layers_equal_plain_layers() -> None:
         p.data = draw_normal(*p.shape, seed=seed)
     y = net(torch.arange(7).repeat(2, 1))
     torch.autograd.backward(y, torch.ones_like(y))
-    want = {"output": y.detach()} | {name: get_gradient(p) for name, p in net.named_parameters()}
+    expected = {"output": y.detach()} | {
+        name: get_gradient(p) for name, p in net.named_parameters()
+    }
 
     results = run(run_layers, 2)
-    cut = {"0.weight": 0, "1.weight": 0, "1.bias": 0, "2.weight": 1}
-    for name, tensor in want.items():
+    shard_dims = {"0.weight": 0, "1.weight": 0, "1.bias": 0, "2.weight": 1}
+    for name, tensor in expected.items():
         shards = [result[name][0] for result in results]
-        assert results[0][name][1] == cut.get(name)
-        if name in cut:
-            shards = [torch.cat(shards, cut[name])]
-        for whole in shards:
-            torch.testing.assert_close(whole[: len(tensor)], tensor, rtol=1e-5, atol=1e-5)
+        assert results[0][name][1] == shard_dims.get(name)
+        if name in shard_dims:
+            shards = [torch.cat(shards, shard_dims[name])]
+        for full in shards:
+            torch.testing.assert_close(full[: len(tensor)], tensor, rtol=1e-5, atol=1e-5)
         assert not shards[0][len(tensor) :].any()  # padding has no gradient
 
 

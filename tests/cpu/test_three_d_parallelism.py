@@ -36,10 +36,10 @@ def test_eight_processes_equal_one_process(results: Any) -> None:
 
     Runs with ZeRO have the bits of runs without it.
     """
-    found = [*judged(results)]
-    assert {one.case for one in found} >= {*FEW_CASES}
-    assert not [one for one in found if not one.right]
-    assert all({"loss", "weight"} <= one.off.keys() for one in found)
+    comparisons = [*judged(results)]
+    assert {comparison.case for comparison in comparisons} >= {*FEW_CASES}
+    assert not [comparison for comparison in comparisons if not comparison.right]
+    assert all({"loss", "weight"} <= comparison.off.keys() for comparison in comparisons)
 
 
 def test_two_sequence_parallel_ranks_have_bits_of_plain_tp(results: Any) -> None:
@@ -47,12 +47,16 @@ def test_two_sequence_parallel_ranks_have_bits_of_plain_tp(results: Any) -> None
 
     Sums over tokens have other orders.
     """
-    whole, parts = (
-        merged([own[case] for own in results], case)[0]
-        for case in (PLAIN_CASE._replace(clip=False, sequence=cut) for cut in (False, True))
+    plain, sequence_parallel = (
+        merged([result[case] for result in results], case)[0]
+        for case in (
+            PLAIN_CASE._replace(clip=False, sequence=sequence) for sequence in (False, True)
+        )
     )
-    first = {name for name in whole if name.startswith("gradient")}
-    over_tokens = {n for n in first if "norm." in n or n.endswith(("proj.bias", "down.bias"))}
+    gradients = {name for name in plain if name.startswith("gradient")}
+    over_tokens = {n for n in gradients if "norm." in n or n.endswith(("proj.bias", "down.bias"))}
     assert len(over_tokens) == 2 * (4 + 2) + 2
-    same = {name for name, value in whole.items() if torch.equal(value, parts[name])}
-    assert {"loss 0"} | (first - over_tokens) <= same and not over_tokens <= same
+    equal_names = {
+        name for name, value in plain.items() if torch.equal(value, sequence_parallel[name])
+    }
+    assert {"loss 0"} | (gradients - over_tokens) <= equal_names and not over_tokens <= equal_names

@@ -104,14 +104,14 @@ def train_plain_loop(
     model: nn.Module, microbatches: int, steps: int = 3, optimizer: Any = adam, clip: float = 0.0
 ) -> list[float]:
     """Train the whole model microbatch by microbatch, and return the norms of its gradients."""
-    made, norms = optimizer(model.parameters()), []
+    built_optimizer, norms = optimizer(model.parameters()), []
     for step in range(steps):
         model.zero_grad()
         for x, target in zip(*batch(microbatches, step), strict=True):
             torch.autograd.backward(loss(model(x), target) * SCALE)
         if clip:
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
-        made.step()
+        built_optimizer.step()
     return norms
 
 
@@ -135,7 +135,7 @@ CASES = [
 def test_tied_weights_in_process_train_like_plain_loop(
     schedule: Any, shape: PipelineShape, shared: Any
 ) -> None:
-    whole, model = Model(4, shared), Model(4, shared)
+    plain_model, model = Model(4, shared), Model(4, shared)
     stages = parts(model)
     make_backward_splittable(model)
     ties = schedir.find_tied_weights(stages)
@@ -151,27 +151,31 @@ def test_tied_weights_in_process_train_like_plain_loop(
         optimizer=adam,
         gradients=GradientOptions(max_norm=0.5),
     )
-    norms = train_plain_loop(whole, shape.microbatches, clip=0.5)
+    norms = train_plain_loop(plain_model, shape.microbatches, clip=0.5)
     for step in range(3):
-        twin = deepcopy(stages)  # all at once, so that the copies share weights too
+        reference_stages = deepcopy(stages)  # all at once, so that the copies share weights too
         total = ranks.step(*batch(shape.microbatches, step), SCALE, order_seed=step)
-        right = run_sequential(
-            twin, *batch(shape.microbatches, step), loss=loss, grad_scale=SCALE, program=program
+        expected_loss = run_sequential(
+            reference_stages,
+            *batch(shape.microbatches, step),
+            loss=loss,
+            grad_scale=SCALE,
+            program=program,
         )
-        assert torch.equal(total, right)
+        assert torch.equal(total, expected_loss)
         norm = float(ranks.executors[0].grad_norm)
         assert norm == pytest.approx(norms[step], rel=1e-9)
         shrink = min(1.0, 0.5 / (norm + 1e-6))
-        for got, want in zip(gradients(stages), gradients(twin), strict=True):
+        for got, want in zip(gradients(stages), gradients(reference_stages), strict=True):
             assert all(torch.allclose(got[n], want[n] * shrink, rtol=1e-12) for n in want)
-    assert is_near(model, whole)
+    assert is_near(model, plain_model)
     assert stages[0].words.weight is stages[-1].head.weight is model.wte.weight
     for first, *others in shared:
         assert all(model.h[first].up.weight is model.h[other].up.weight for other in others)
 
 
 def test_tied_weights_true_finds_shared_parameter() -> None:
-    whole, model = Model(2), Model(2)
+    plain_model, model = Model(2), Model(2)
     make_backward_splittable(model)
     program = schedir.compile(zb_v, PipelineShape(1, 3, 2, "vee"), tied_weights=True)
     ranks = InProcessExecutor(
@@ -179,8 +183,8 @@ def test_tied_weights_true_finds_shared_parameter() -> None:
     )
     for step in range(3):
         ranks.step(*batch(3, step), SCALE)
-    train_plain_loop(whole, 3)
-    assert is_near(model, whole)
+    train_plain_loop(plain_model, 3)
+    assert is_near(model, plain_model)
 
 
 def test_module_in_two_stages_trains_like_plain_loop() -> None:
@@ -195,12 +199,12 @@ def test_module_in_two_stages_trains_like_plain_loop() -> None:
         return (y - target).square().sum()
 
     x = torch.randn(3, 2, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    whole = nn.Sequential(*make_stages())
-    optimizer = adam(whole.parameters())
+    plain_model = nn.Sequential(*make_stages())
+    optimizer = adam(plain_model.parameters())
     for _ in range(3):
-        whole.zero_grad()
-        for one in x:
-            torch.autograd.backward(squared_error(whole(one), one + 1) * SCALE)
+        plain_model.zero_grad()
+        for microbatch in x:
+            torch.autograd.backward(squared_error(plain_model(microbatch), microbatch + 1) * SCALE)
         optimizer.step()
     for schedule, shape in (
         (interleaved, PipelineShape(1, 3, 2)),
@@ -214,7 +218,7 @@ def test_module_in_two_stages_trains_like_plain_loop() -> None:
         )  # fmt: skip
         for _ in range(3):
             ranks.step(x, x + 1, SCALE)
-        assert is_near(nn.Sequential(*stages), whole)
+        assert is_near(nn.Sequential(*stages), plain_model)
         assert stages[0][1] is stages[1][1]
 
 
@@ -232,20 +236,20 @@ def train_process(
         schedule, shape, dp=dp, progress_model="per_edge", tied_weights=ties, clip_grad_norm=True
     )
     transport = GlooTransport(program)
-    own = {s: stages[s] for s in shape.stages_on_rank[transport.rank]}
+    own_stages = {s: stages[s] for s in shape.stages_on_rank[transport.rank]}
     if how == "copied":
-        own = {s: deepcopy(module) for s, module in own.items()}
-    parameters = dict.fromkeys(p for module in own.values() for p in module.parameters())
+        own_stages = {s: deepcopy(module) for s, module in own_stages.items()}
+    parameters = dict.fromkeys(p for module in own_stages.values() for p in module.parameters())
     executor = Executor(
-        program, transport.rank, own, transport, loss=loss, boundary=BOUNDARY,
+        program, transport.rank, own_stages, transport, loss=loss, boundary=BOUNDARY,
         optimizer=adam(parameters), tied_weights=ties, gradients=GradientOptions(max_norm=0.5),
     )  # fmt: skip
     m = shape.microbatches
     for step in range(3):
         x, y = batch(m * dp, step)
-        mine = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
-        executor.step(x[mine], y[mine], SCALE)
-    return {s: module.state_dict() for s, module in own.items()}
+        local_batch = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
+        executor.step(x[local_batch], y[local_batch], SCALE)
+    return {s: module.state_dict() for s, module in own_stages.items()}
 
 
 @pytest.mark.parametrize(
@@ -259,17 +263,17 @@ def train_process(
 def test_tied_weights_on_processes_train_like_plain_loop(
     schedule: Any, shape: PipelineShape, shared: Any, dp: int, how: str
 ) -> None:
-    held = run(train_process, shape.ranks * dp, schedule, shape, shared, dp, how)
-    whole = Model(shape.stages, shared)
-    train_plain_loop(whole, shape.microbatches * dp, clip=0.5)
-    want = [part.state_dict() for part in parts(whole)]
-    seen: dict[Any, Tensor] = {}
-    for own in held:
-        for s, weights in own.items():
+    results = run(train_process, shape.ranks * dp, schedule, shape, shared, dp, how)
+    plain_model = Model(shape.stages, shared)
+    train_plain_loop(plain_model, shape.microbatches * dp, clip=0.5)
+    expected = [part.state_dict() for part in parts(plain_model)]
+    first_copies: dict[Any, Tensor] = {}
+    for states in results:
+        for s, weights in states.items():
             for name, p in weights.items():
-                assert torch.allclose(p, want[s][name], rtol=0, atol=1e-9)
-                key = want[s][name].data_ptr()  # the same for all copies
-                assert torch.equal(seen.setdefault(key, p), p)
+                assert torch.allclose(p, expected[s][name], rtol=0, atol=1e-9)
+                key = expected[s][name].data_ptr()  # the same for all copies
+                assert torch.equal(first_copies.setdefault(key, p), p)
 
 
 def train_sharded_gpt(process: int, how: str) -> dict[int, dict[str, Tensor]]:
@@ -295,10 +299,10 @@ def train_sharded_gpt(process: int, how: str) -> dict[int, dict[str, Tensor]]:
 
 
 def test_sharded_tied_weight_by_name_equals_attribute() -> None:
-    said, named = (run(train_sharded_gpt, 4, how) for how in ("said", "named"))
-    for own, other in zip(said, named, strict=True):
-        for s in own:
-            assert all(torch.equal(own[s][n], other[s][n]) for n in own[s])
+    by_name, by_attribute = (run(train_sharded_gpt, 4, how) for how in ("said", "named"))
+    for states, other_states in zip(by_name, by_attribute, strict=True):
+        for s in states:
+            assert all(torch.equal(states[s][n], other_states[s][n]) for n in states[s])
     for slice_ in (0, 1):
-        first, last = said[slice_][0]["embedding.weight"], said[2 + slice_][1]["head.weight"]
+        first, last = by_name[slice_][0]["embedding.weight"], by_name[2 + slice_][1]["head.weight"]
         assert torch.equal(first, last) and first.shape[0] == 16

@@ -50,7 +50,7 @@ def make_factor_stages(
 ) -> list[FactorStage]:
     """Return stages with the weights of these numbers. All weights have equal initial values."""
     weights = [nn.Parameter(torch.full(shape, 0.5, dtype=torch.float64)) for shape in shapes]
-    return [FactorStage([weights[k] for k in own]) for own in stages]
+    return [FactorStage([weights[k] for k in numbers]) for numbers in stages]
 
 
 def make_albert_stages(stages: int) -> list[nn.Sequential]:
@@ -72,14 +72,14 @@ def make_batch(microbatches: int, step: int) -> tuple[Tensor, Tensor]:
 
 def train_plain_loop(stages: Sequence[nn.Module], microbatches: int) -> list[Tensor]:
     """Return the parameters after some steps of the whole model, microbatch by microbatch."""
-    whole = nn.Sequential(*stages)
-    optimizer = adam(whole.parameters())
+    model = nn.Sequential(*stages)
+    optimizer = adam(model.parameters())
     for step in range(STEPS):
         optimizer.zero_grad()
         for x, y in zip(*make_batch(microbatches, step), strict=True):
-            torch.autograd.backward(squared_error(whole(x), y) * SCALE)
+            torch.autograd.backward(squared_error(model(x), y) * SCALE)
         optimizer.step()
-    return [p.detach() for p in whole.parameters()]
+    return [p.detach() for p in model.parameters()]
 
 
 def train_in_process(
@@ -118,10 +118,10 @@ def test_random_ties_on_rank_train_like_plain_loop(
     shape = PipelineShape(ranks, 2, each)
     number = data.draw(st.integers(1, 3))
     shapes = data.draw(st.lists(st.sampled_from(SHAPES), min_size=number, max_size=number)) * ranks
-    own = st.lists(st.integers(0, number - 1), min_size=1, unique=True)
+    weight_numbers = st.lists(st.integers(0, number - 1), min_size=1, unique=True)
     # Each rank has its own weights, since weights of several ranks are refused.
     stages = [
-        tuple(int(shape.first_rank_per_stage[s]) * number + k for k in data.draw(own))
+        tuple(int(shape.first_rank_per_stage[s]) * number + k for k in data.draw(weight_numbers))
         for s in range(shape.stages)
     ]
     trained = train_in_process(make_factor_stages(stages, shapes), looped_bfs, shape, zero)
@@ -150,9 +150,9 @@ EQUAL_WEIGHTS = ((0, 1), (1, 0)), ((1,), (1,))  # two equal weights of one eleme
 
 def train_replica(process: int) -> dict[tuple[str, int], list[Tensor]]:
     """Return the weights of one of two replicas after the steps, by model and ZeRO level."""
-    found = {}
+    weights = {}
     shape = PipelineShape(1, 2, 2)
-    mine = slice(process * shape.microbatches, (process + 1) * shape.microbatches)
+    local_batch = slice(process * shape.microbatches, (process + 1) * shape.microbatches)
     for name, make in (
         ("albert", partial(make_albert_stages, 2)),
         ("pair", partial(make_factor_stages, *EQUAL_WEIGHTS)),
@@ -177,10 +177,10 @@ def train_replica(process: int) -> dict[tuple[str, int], list[Tensor]]:
             )  # fmt: skip
             for step in range(STEPS):
                 x, y = make_batch(2 * shape.microbatches, step)
-                executor.step(x[mine], y[mine], SCALE)
+                executor.step(x[local_batch], y[local_batch], SCALE)
             with executor.full_parameters():
-                found[name, zero] = [p.detach().clone() for p in parameters]
-    return found
+                weights[name, zero] = [p.detach().clone() for p in parameters]
+    return weights
 
 
 def test_replicas_with_tied_weights_train_like_plain_loop() -> None:
@@ -189,9 +189,9 @@ def test_replicas_with_tied_weights_train_like_plain_loop() -> None:
         ("albert", make_albert_stages(2)),
         ("pair", make_factor_stages(*EQUAL_WEIGHTS)),
     ):
-        right = train_plain_loop(stages, 4)
+        expected = train_plain_loop(stages, 4)
         for zero in range(4):
-            assert is_near(one[name, zero], right)
+            assert is_near(one[name, zero], expected)
             assert all(map(torch.equal, one[name, zero], other[name, zero]))
 
 

@@ -37,8 +37,8 @@ def test_samples_depend_only_on_seed_and_number(
     assert inputs.dtype == targets.dtype == torch.int64
     assert torch.equal(inputs + 1, targets)
     assert torch.equal(inputs, inputs[:, :1] + torch.arange(context))
-    again, _ = Batches(tokens, context, 7, seed).read_batch(first + count - 1, 1)
-    assert torch.equal(inputs[-1:], again)
+    last, _ = Batches(tokens, context, 7, seed).read_batch(first + count - 1, 1)
+    assert torch.equal(inputs[-1:], last)
 
 
 @given(
@@ -53,17 +53,17 @@ def test_each_epoch_has_every_window_once(
     """The number of replicas or of microbatches may change between runs, for example."""
     context = min(context, length - 1)
     batches = Batches(np.arange(length, dtype=np.uint8), context, 1, seed)
-    taken, parts = 0, []
+    num_read, parts = 0, []
     for size in sizes:
-        own = Batches(batches.tokens, context, size, seed)
-        assert own.read_cursor(batches.make_cursor(taken)) == taken
-        parts.append(own.read_batch(taken, size)[0][:, 0])
-        taken += size
-    seen = torch.cat(parts)
-    assert torch.equal(seen, batches.read_batch(0, taken)[0][:, 0])
+        batches_of_size = Batches(batches.tokens, context, size, seed)
+        assert batches_of_size.read_cursor(batches.make_cursor(num_read)) == num_read
+        parts.append(batches_of_size.read_batch(num_read, size)[0][:, 0])
+        num_read += size
+    starts = torch.cat(parts)
+    assert torch.equal(starts, batches.read_batch(0, num_read)[0][:, 0])
     windows = list(range(0, length - context, context))
     assert len(batches) == len(windows)
-    for epoch in seen.split(len(windows)):
+    for epoch in starts.split(len(windows)):
         assert len({*epoch.tolist()}) == len(epoch)
         assert len(epoch) < len(windows) or sorted(epoch.tolist()) == windows
 
@@ -190,13 +190,13 @@ def test_held_out_tokens_are_not_in_training_batches(tmp_path: Path) -> None:
     other.write_bytes(bytes(range(200, 230)))
     assert Corpus(make_config(text, None)).held_out_batches is None
     samples = Corpus(make_config(text, 0.2)).batches
-    kept = Corpus(make_config(text, 0.2)).held_out_batches
-    assert kept is not None
+    held_out = Corpus(make_config(text, 0.2)).held_out_batches
+    assert held_out is not None
     assert int(samples.read_batch(0, 3 * len(samples))[1].max()) < 80
-    inputs, _ = kept.read_batch(0, len(kept))
+    inputs, _ = held_out.read_batch(0, len(held_out))
     assert torch.equal(inputs, torch.arange(80, 96).reshape(4, 4))
-    kept = Corpus(make_config(text, str(other))).held_out_batches
-    assert kept is not None and kept.read_batch(0, 1)[0].tolist() == [[200, 201, 202, 203]]
+    held_out = Corpus(make_config(text, str(other))).held_out_batches
+    assert held_out is not None and held_out.read_batch(0, 1)[0].tolist() == [[200, 201, 202, 203]]
     assert (
         Corpus(make_config(text, str(other))).batches.description
         == Corpus(make_config(text, None)).batches.description

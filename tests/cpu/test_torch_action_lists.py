@@ -109,26 +109,26 @@ def test_predicted_spans_with_other_transfers_match_documentation(
     )
     for model in MODELS:
         advice = advise(simulate(program, costs, progress_model=model), costs)
-        (own,) = (c for c in advice.changes if c.row.kind == "transfers")
-        spans = advice.baseline.span, advice.baseline.span * (1 - own.saved_share)
+        (change,) = (c for c in advice.changes if c.row.kind == "transfers")
+        spans = advice.baseline.span, advice.baseline.span * (1 - change.saved_share)
         assert spans[1] <= spans[0] * (1 + 1e-9)
         if model in SPANS[name] and torch.__version__ >= "2.13":
             assert ", ".join(f"{span:.1f}" for span in spans) == SPANS[name][model]
-        edge = [
+        predicted_spans = [
             advice.baseline.span * (1 - c.saved_share)
             for c in advice.changes
             if c.row.progress_model == "per_edge"
         ]
-        here = simulate(program, costs, progress_model="per_edge").span
-        assert edge == [pytest.approx(here)] * (model != "per_edge")
-        other = torch_csv.to_csv(own.run.program, "torch-2.13")
-        Path(path).write_text(other)
+        per_edge_span = simulate(program, costs, progress_model="per_edge").span
+        assert predicted_spans == [pytest.approx(per_edge_span)] * (model != "per_edge")
+        csv = torch_csv.to_csv(change.run.program, "torch-2.13")
+        Path(path).write_text(csv)
         runtime = theirs._PipelineScheduleRuntime(
             schedule._stages, n_microbatches=shape.microbatches, loss_fn=squared_error
         )
         runtime._load_csv(path, format="compute_comms")
-        assert format_rows(runtime.pipeline_order_with_comms) == other.rstrip("\n")
-        if "OVERLAP" not in other:  # torch's own search for deadlocks does not support these
+        assert format_rows(runtime.pipeline_order_with_comms) == csv.rstrip("\n")
+        if "OVERLAP" not in csv:  # torch's own search for deadlocks does not support these
             order = {
                 rank: [a for a in actions if "REDUCE_GRAD" not in str(a)]
                 for rank, actions in runtime.pipeline_order_with_comms.items()
@@ -194,28 +194,30 @@ def make_stages(stages: int) -> list[nn.Module]:
 
 def run_in_torch(rank: int, folder: str) -> list[dict[int, list[Tensor]]]:
     """Return the gradients of this rank's stages, by stage, for each of RUNS."""
-    return [run_torch_step(rank, *each, f"{folder}/{k}.csv") for k, each in enumerate(RUNS)]
+    return [run_torch_step(rank, *case, f"{folder}/{k}.csv") for k, case in enumerate(RUNS)]
 
 
 def run_torch_step(
     rank: int, name: str, shape: PipelineShape, form: str, path: str
 ) -> dict[int, list[Tensor]]:
-    stages, own = make_stages(shape.stages), shape.stages_on_rank[rank]
-    held = [PipelineStage(stages[s], s, shape.stages, torch.device("cpu")) for s in own]
-    for stage in held:
+    stages, own_stages = make_stages(shape.stages), shape.stages_on_rank[rank]
+    torch_stages = [
+        PipelineStage(stages[s], s, shape.stages, torch.device("cpu")) for s in own_stages
+    ]
+    for stage in torch_stages:
         # These first messages are only for NCCL. torch 2.11 sends them to itself, which Gloo
         # refuses.
         stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
     runtime = theirs._PipelineScheduleRuntime(
-        held,
+        torch_stages,
         n_microbatches=shape.microbatches,
         loss_fn=squared_error,
     )
     runtime._load_csv(path, format="compute_only" if form == "torch" else "compute_comms")
     inputs, targets = (x.flatten(0, 1) for x in make_batch(shape.microbatches))
-    args = (inputs,) if 0 in own else ()
-    runtime.step(*args, target=targets if shape.stages - 1 in own else None)
-    return {s: [p.grad for p in stages[s].parameters() if p.grad is not None] for s in own}
+    args = (inputs,) if 0 in own_stages else ()
+    runtime.step(*args, target=targets if shape.stages - 1 in own_stages else None)
+    return {s: [p.grad for p in stages[s].parameters() if p.grad is not None] for s in own_stages}
 
 
 def test_exported_programs_run_in_torch(tmp_path: Path) -> None:

@@ -32,9 +32,11 @@ def test_torch_lazy_groups_run_in_any_order() -> None:
     program = group_opposite_transfers(compile(one_f_one_b, PipelineShape(3, 6)))
     assert program.joined.any()
     inputs, targets = make_batch(6, 0)
-    right = run_sequential([*make_tiny_stages(3, 0)], inputs, targets, loss=squared_error)
+    expected_loss = run_sequential([*make_tiny_stages(3, 0)], inputs, targets, loss=squared_error)
     for seed in (None, 0, 1):
-        assert torch.equal(make_executor(program).step(inputs, targets, order_seed=seed), right)
+        assert torch.equal(
+            make_executor(program).step(inputs, targets, order_seed=seed), expected_loss
+        )
 
 
 def test_reordered_messages_between_two_ranks_are_refused() -> None:
