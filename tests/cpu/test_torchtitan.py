@@ -90,11 +90,11 @@ class PipelineParallel(ModuleType):
 
 def install_stand_in(version: str = "0.3.0") -> PipelineParallel:
     """Let imports of torchtitan in this process find a stand-in."""
-    where = "torchtitan.distributed.pipeline_parallel"
-    found = PipelineParallel(where)
+    module_name = "torchtitan.distributed.pipeline_parallel"
+    stand_in = PipelineParallel(module_name)
     metadata.version = lambda distribution_name: version
-    sys.modules |= {where: found, "torchtitan.models.common.linear": sys.modules[__name__]}
-    return found
+    sys.modules |= {module_name: stand_in, "torchtitan.models.common.linear": sys.modules[__name__]}
+    return stand_in
 
 
 def make_batch(step: int, replica: int) -> tuple[Tensor, Tensor, Tensor]:
@@ -109,20 +109,22 @@ class Trainer:
         assert titan.count_stages(name, 2) == stages
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
         pp, self.replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
-        held, self.parts = [], []
+        pipeline_stages, self.parts = [], []
         for s in titan.indices(name, pp, 2, stages):
             with torch.device("meta"):
                 part = Layers([*range(s * LAYERS // stages, (s + 1) * LAYERS // stages)])
             group = mesh["pp"].get_group()
-            held.append(PipelineStage(part, s, stages, torch.device("cpu"), group=group))
+            pipeline_stages.append(PipelineStage(part, s, stages, torch.device("cpu"), group=group))
             self.parts.append(part)
-        for k, stage in enumerate(held):
+        for k, stage in enumerate(pipeline_stages):
             self.parts[k] = fully_shard(  # type: ignore[call-overload]
                 self.parts[k], mesh=mesh["dp"], reshard_after_forward=False
             )
             stage.submod = self.parts[k]
-        self.schedule = titan.build(name, held)
-        self.first, self.last = (any(getattr(s, e) for s in held) for e in ("is_first", "is_last"))
+        self.schedule = titan.build(name, pipeline_stages)
+        self.first, self.last = (
+            any(getattr(s, e) for s in pipeline_stages) for e in ("is_first", "is_last")
+        )
         for part in self.parts:
             part.to_empty(device="cpu")
             part.init_weights()
@@ -134,35 +136,35 @@ class Trainer:
         """Run a step or an evaluation, and return the sum of its losses where they are known."""
         x, y, by = make_batch(step, self.replica)
         losses: list[Tensor] | None = [] if self.last else None
-        told: dict[str, Any] = {"losses": losses, "return_outputs": False}
+        options: dict[str, Any] = {"losses": losses, "return_outputs": False}
         if self.pre_split:
             what(
                 arg_mbs=[(part,) for part in x.chunk(MB)] if self.first else None,
                 kwarg_mbs=[{"by": part} for part in by.chunk(MB)],
                 target_mbs=[*y.chunk(MB)] if self.last else None,
                 loss_kwargs={"global_valid_tokens": tokens},
-                **told,
+                **options,
             )
         elif self.first:
-            what(x, by=by, target=y if self.last else None, **told)
+            what(x, by=by, target=y if self.last else None, **options)
         else:
-            what(by=by, target=y if self.last else None, **told)
+            what(by=by, target=y if self.last else None, **options)
         return torch.stack([one.detach() for one in losses]).sum().item() if losses else None
 
     def train(self) -> list[float | None]:
         """Run two steps, with an evaluation before each, and return all losses."""
-        seen = []
+        losses = []
         for step in range(2):
             with torch.no_grad():
                 for part in self.parts:
                     part.eval()
-                seen.append(self.call(self.schedule.eval, step + 5, 2.0))
+                losses.append(self.call(self.schedule.eval, step + 5, 2.0))
             for part in self.parts:
                 part.train()
             self.optimizer.zero_grad()
-            seen.append(self.call(self.schedule.step, step, 2.0))
+            losses.append(self.call(self.schedule.step, step, 2.0))
             self.optimizer.step()
-        return seen
+        return losses
 
 
 CASES = [
@@ -192,19 +194,19 @@ def train_plain_loop(pre_split: bool) -> list[list[float]]:
     model = Layers([*range(LAYERS)])
     model.init_weights()
     optimizer, tokens = torch.optim.SGD(model.parameters(), lr=0.01), 2.0 if pre_split else 1.0
-    seen: list[list[float]] = [[], []]
+    losses: list[list[float]] = [[], []]
     for step in range(2):
         for replica in range(2):
             x, y, by = make_batch(step + 5, replica)
-            seen[replica].append(loss_fn(model(x, by), y, tokens).item())
+            losses[replica].append(loss_fn(model(x, by), y, tokens).item())
         optimizer.zero_grad()
         for replica in range(2):
             x, y, by = make_batch(step, replica)
             loss = loss_fn(model(x, by), y, tokens)
             (loss / 2).backward()  # the mean over replicas
-            seen[replica].append(loss.item())
+            losses[replica].append(loss.item())
         optimizer.step()
-    return seen
+    return losses
 
 
 def test_torchtitan_losses_equal_one_process() -> None:

@@ -38,14 +38,18 @@ def test_llama_on_processes_trains_and_resumes_like_one(
     sets = [*LLAMA_SETTINGS, "train.evaluate_every=3", "data.validation=0.1",
             "train.evaluate_batches=2", "pipeline.tp=1",
             "train.lr=0.001", "train.min_lr=0.001", "train.warmup=0"]  # fmt: skip
-    found = train(config, tmp_path / "two", *sets)
-    assert found == alone(config, tmp_path / "one", *sets) and len(found) == 6
-    assert found[-1] < found[0]
+    two_losses = train(config, tmp_path / "two", *sets)
+    assert two_losses == alone(config, tmp_path / "one", *sets) and len(two_losses) == 6
+    assert two_losses[-1] < two_losses[0]
     assert read_evaluations(tmp_path / "two") == read_evaluations(tmp_path / "one")
-    again = [*sets, f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=3"]
-    alone(config, tmp_path / "three", *again, "train.steps=3")
-    alone(config, tmp_path / "on", *again)
-    assert losses(tmp_path / "on")[-3:] == found[-3:]
+    checkpointed = [
+        *sets,
+        f'train.checkpoint_dir="{tmp_path / "saved"}"',
+        "train.checkpoint_every=3",
+    ]
+    alone(config, tmp_path / "three", *checkpointed, "train.steps=3")
+    alone(config, tmp_path / "on", *checkpointed)
+    assert losses(tmp_path / "on")[-3:] == two_losses[-3:]
     export = ["checkpoint", "export", str(tmp_path / "saved"), "--as", "transformers"]
     capsys.readouterr()
     assert main([*export, "--to", str(tmp_path / "out")]) == 2
@@ -62,16 +66,19 @@ def test_expert_parallel_replicas_train_like_one_process(config: str, tmp_path: 
     ep = ["pipeline.dp=2", "pipeline.ep=2", "pipeline.stage_segments=layers",
           "pipeline.schedule=zb_h1", "pipeline.stages_per_rank=1", "pipeline.zero=1",
           f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=6"]  # fmt: skip
-    one = [*MOE_SETTINGS, "pipeline.microbatches=6", "train.steps=8"]
-    found = train(config, tmp_path / "four", *MOE_SETTINGS, *ep)
-    expected = alone(config, tmp_path / "one", *one)
-    assert found == pytest.approx(expected[:6], rel=1e-5) and found[-1] < found[0]
+    one_settings = [*MOE_SETTINGS, "pipeline.microbatches=6", "train.steps=8"]
+    parallel_losses = train(config, tmp_path / "four", *MOE_SETTINGS, *ep)
+    one_losses = alone(config, tmp_path / "one", *one_settings)
+    assert (
+        parallel_losses == pytest.approx(one_losses[:6], rel=1e-5)
+        and parallel_losses[-1] < parallel_losses[0]
+    )
     (_, (_, loss, *_)), (_, (_, expected_loss, *_), *_) = (
         read_evaluations(tmp_path / run) for run in ("four", "one")
     )
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
-    resumed = alone(config, tmp_path / "on", *one, *ep[-2:])
-    assert resumed[-2:] == pytest.approx(expected[-2:], rel=1e-5)
+    resumed = alone(config, tmp_path / "on", *one_settings, *ep[-2:])
+    assert resumed[-2:] == pytest.approx(one_losses[-2:], rel=1e-5)
 
 
 def test_model_kind_tables_have_same_kinds() -> None:

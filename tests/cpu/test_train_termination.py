@@ -87,15 +87,15 @@ def test_all_processes_end_after_signal(
     out = tmp_path / "out"
     os.kill(pids[1] if to == "rank 1" else launcher.pid, what)
     if what is signal.SIGSTOP:  # until the timeout
-        while (now := run_diagnose(capsys, out)).startswith("the run makes progress"):
+        while (diagnosis := run_diagnose(capsys, out)).startswith("the run makes progress"):
             time.sleep(0.05)
         assert (
-            "no process has made progress for " in now
-            and "process 1 (pipeline rank 1) is stopped, " in now
+            "no process has made progress for " in diagnosis
+            and "process 1 (pipeline rank 1) is stopped, " in diagnosis
         )
-        assert "\n  process 0 (pipeline rank 0)  " in now  # at any place by then
-    got, _, err = launcher.finish()
-    assert got == code and said in err
+        assert "\n  process 0 (pipeline rank 0)  " in diagnosis  # at any place by then
+    exit_code, _, err = launcher.finish()
+    assert exit_code == code and said in err
     assert err.count("\n") <= 3 and "Traceback" not in err
     wait_until(lambda: all(map(gone, pids)))
     if to == "rank 1":
@@ -210,8 +210,8 @@ def test_invalid_environment_variable_is_refused(
 def test_missing_peer_is_one_error(config: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    words = arguments(config, tmp_path / "out", "train.timeout=1", "pipeline.tp=1")
-    rank = Run(words, tmp_path / "out", **WORLD_VARIABLES | {"MASTER_PORT": port})
+    command = arguments(config, tmp_path / "out", "train.timeout=1", "pipeline.tp=1")
+    rank = Run(command, tmp_path / "out", **WORLD_VARIABLES | {"MASTER_PORT": port})
     code, _, err = rank.finish()
     assert code == 1 and err.count("the processes did not connect in 1 s") == 1
     assert "Traceback" not in err
@@ -261,8 +261,8 @@ def test_failed_rank_is_reported_with_cause(
     schedule = tmp_path / "mine.py"
     schedule.write_text(FAILING_SCHEDULE.format(what=what))
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]
-    got, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")
-    assert got == code and err.count("\n") == 1 and said in err
+    exit_code, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")
+    assert exit_code == code and err.count("\n") == 1 and said in err
     # A rank that fails at the very end does not keep the first rank from writing its results.
     assert (tmp_path / "out" / "summary.json").exists() == ("exit_cleanly" in what)
     assert (tmp_path / "out" / "timeline.png").exists() == ("exit_cleanly" in what)
@@ -271,13 +271,13 @@ def test_failed_rank_is_reported_with_cause(
 def test_rank_stopped_outside_of_step_is_one_error(config: str, tmp_path: Path) -> None:
     """The rank stops before it reports its numbers, and no message of Gloo is shown."""
     schedule = tmp_path / "mine.py"
-    what = "trainer._Trainer._report = lambda self, step: os.kill(os.getpid(), signal.SIGSTOP)"
-    more = "import signal\nfrom schedir.training import trainer\n"
-    schedule.write_text(more + FAILING_SCHEDULE.format(what=what))
+    failure = "trainer._Trainer._report = lambda self, step: os.kill(os.getpid(), signal.SIGSTOP)"
+    imports = "import signal\nfrom schedir.training import trainer\n"
+    schedule.write_text(imports + FAILING_SCHEDULE.format(what=failure))
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine",
             "train.timeout=6", "train.log_every=1"]  # fmt: skip
-    got, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")
-    assert got == 1
+    exit_code, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")
+    assert exit_code == 1
     assert "process 1 (pipeline rank 1) is stopped, gathering the results of step 1" in err
     assert "Traceback" not in err and "unbound_buffer" not in err
 
@@ -287,13 +287,13 @@ def test_out_of_memory_before_first_step_is_one_error(
 ) -> None:
     """This is a GPU's memory. An error within an instruction would name the instruction."""
 
-    def raise_out_of_memory(*given: object, **more: object) -> None:
+    def raise_out_of_memory(*args: object, **kwargs: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
 
     monkeypatch.setattr(gpt, "build_stage", raise_out_of_memory)
     code = run(config, [*ALONE, f'output.dir="{tmp_path}"'])
-    (said,) = capsys.readouterr().err.splitlines()
-    assert code == 1 and said.endswith(
+    (error,) = capsys.readouterr().err.splitlines()
+    assert code == 1 and error.endswith(
         "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB; this happened outside "
         "of a step"
     )

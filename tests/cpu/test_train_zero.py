@@ -21,9 +21,9 @@ def run_training(config: str, folder: Path, *sets: str) -> bytes:
     """Return the file with the loss, learning rate and norm of each step."""
     code, out, err = forked(config, folder, *sets)
     assert (code, err) == (0, "")
-    told = [line for line in out.splitlines() if line.startswith("zero ")]
+    zero_lines = [line for line in out.splitlines() if line.startswith("zero ")]
     zero = next((s[-1] for s in sets if s.startswith("pipeline.zero=")), "0")
-    assert [line[:7] for line in told] == ([f"zero {zero}:"] if zero != "0" else [])
+    assert [line[:7] for line in zero_lines] == ([f"zero {zero}:"] if zero != "0" else [])
     return (folder / "loss.csv").read_bytes()
 
 
@@ -68,10 +68,10 @@ def test_nonfinite_update_is_skipped_on_all_replicas(
     config: str, tmp_path: Path, poison: Callable[..., str]
 ) -> None:
     """Only one replica has an infinite gradient."""
-    wrong = poison(BACKWARD, 1, 1, ranks="1", schedule="looped_bfs")
-    sets = [*FSDP, "train.on_nonfinite=skip", wrong]
-    found = [run_training(config, tmp_path / z, *sets, f"pipeline.zero={z}") for z in "03"]
-    assert found[0] == found[1]
+    schedule = poison(BACKWARD, 1, 1, ranks="1", schedule="looped_bfs")
+    sets = [*FSDP, "train.on_nonfinite=skip", schedule]
+    loss_files = [run_training(config, tmp_path / z, *sets, f"pipeline.zero={z}") for z in "03"]
+    assert loss_files[0] == loss_files[1]
     assert [row["skipped"] for row in rows(tmp_path / "3")] == ["0", "1", "0"]
 
 
@@ -80,8 +80,8 @@ def test_zero_example_trains_within_memory_limit(tmp_path: Path) -> None:
 
     Its memory is as predicted, except one activation that an instruction hands over.
     """
-    words = [str(ROOT / "examples" / "zero.py"), str(tmp_path / "out")]
-    code, out, err = launched(words, tmp_path / "out")
+    command = [str(ROOT / "examples" / "zero.py"), str(tmp_path / "out")]
+    code, out, err = launched(command, tmp_path / "out")
     assert code == 0, err
     assert err.count("MemoryLimitError: looped_bfs: rank 0 needs") == 3
     assert "sharded" in err and "recomputed, to use at most 26MB: " in out

@@ -68,10 +68,10 @@ def run_rank(rank: int, kind: str, schedule: Any, shape: PipelineShape, tp: int)
     ],
 )
 def test_transports_have_reference_bits(kind: str, schedule: Any, shape: PipelineShape) -> None:
-    _, right = expected(shape)
+    _, expected_gradients = expected(shape)
     results = run(run_rank, shape.ranks, kind, schedule, shape, 1)
     got = {s: g for grads in results for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(shape.stages)], right)
+    assert same_bits([got[s] for s in range(shape.stages)], expected_gradients)
 
 
 def test_overlapped_programs_have_message_groups() -> None:
@@ -132,23 +132,29 @@ def record_send_addresses(
 def test_sends_use_static_memory(
     schedule: Any, shape: PipelineShape, buffer_sharing: BufferSharing | None
 ) -> None:
-    _, right = expected(shape)
+    _, expected_gradients = expected(shape)
     results = run(record_send_addresses, shape.ranks, schedule, shape, 1, buffer_sharing)
     program = compile(schedule, shape, tied_weights=True, buffer_sharing=buffer_sharing)
     got = {s: g for _, _, grads in results for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(shape.stages)], right)
-    for (same, places, _), stream in zip(results, program.streams, strict=True):
+    assert same_bits([got[s] for s in range(shape.stages)], expected_gradients)
+    for (is_same, num_addresses, _), stream in zip(results, program.streams, strict=True):
         sends = sum(op in SEND_OPS for op, _, _ in stream)
-        assert same and 0 < places <= sends and (places == sends) == (buffer_sharing is None)
+        assert (
+            is_same
+            and 0 < num_addresses <= sends
+            and (num_addresses == sends) == (buffer_sharing is None)
+        )
 
 
 def test_scattered_sends_use_static_memory() -> None:
     shape = PipelineShape(2, 3)
-    static = run(record_send_addresses, 4, one_f_one_b, shape, 2, None)
-    plain = run(run_rank, 4, "per_edge", one_f_one_b, shape, 2)
-    for (same, places, grads), right in zip(static, plain, strict=True):
-        assert same and places == 3
-        assert same_bits([*grads.values()], [*right.values()])
+    static_results = run(record_send_addresses, 4, one_f_one_b, shape, 2, None)
+    plain_results = run(run_rank, 4, "per_edge", one_f_one_b, shape, 2)
+    for (is_same, num_addresses, grads), plain_grads in zip(
+        static_results, plain_results, strict=True
+    ):
+        assert is_same and num_addresses == 3
+        assert same_bits([*grads.values()], [*plain_grads.values()])
 
 
 def run_unchecked_program(rank: int, kind: str) -> Any:
@@ -172,28 +178,31 @@ def test_program_illegal_per_device_hangs_only_on_strict_transport() -> None:
 
 def record_groups(rank: int) -> Any:
     """Record the groups that this process helps to create, in order, and check its edges."""
-    made, new_group = [], dist.new_group
+    created, new_group = [], dist.new_group
 
     def record_group(ranks: list[int], *args: Any, **options: Any) -> Any:
-        made.append(tuple(ranks))
+        created.append(tuple(ranks))
         return new_group(ranks, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist, "new_group", record_group)
         transport = EdgeGroups(compile(one_f_one_b, PipelineShape(3, 4), tp=2))
-    return made, sorted(transport.edge_groups)
+    return created, sorted(transport.edge_groups)
 
 
 def test_process_creates_only_its_own_groups() -> None:
     program = compile(one_f_one_b, PipelineShape(3, 4), tp=2)
-    for rank, (made, own) in enumerate(run(record_groups, 6)):
+    for rank, (created, own_edges) in enumerate(run(record_groups, 6)):
         before, after = (rank - 2, rank), (rank, rank + 2)
-        here = [before] * 2 * (rank >= 2) + [after] * 2 * (rank < 4)  # activations and gradients
+        # Each edge has a group for activations and one for gradients.
+        edge_groups = [before] * 2 * (rank >= 2) + [after] * 2 * (rank < 4)
         # There are groups for the model, the layers and the gathers, and four colours of edges. A
         # process without an edge of a colour is alone in that group.
-        assert len(made) == 7 and all(rank in row for row in made)
-        assert sorted(row for row in made[3:] if len(row) > 1) == sorted(here)
-        assert own == [e for e in directed_edges(program) if rank // 2 in (e.source, e.target)]
+        assert len(created) == 7 and all(rank in row for row in created)
+        assert sorted(row for row in created[3:] if len(row) > 1) == sorted(edge_groups)
+        assert own_edges == [
+            e for e in directed_edges(program) if rank // 2 in (e.source, e.target)
+        ]
 
 
 def test_edges_of_one_color_have_no_common_rank() -> None:
@@ -234,9 +243,9 @@ def run_after_uneven_groups(rank: int) -> Any:
 
 def test_edge_groups_work_after_uneven_group_creation() -> None:
     shape = PipelineShape(3, 4)
-    _, right = expected(shape)
+    _, expected_gradients = expected(shape)
     got = {s: g for grads in run(run_after_uneven_groups, 3, limit=30) for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(shape.stages)], right)
+    assert same_bits([got[s] for s in range(shape.stages)], expected_gradients)
 
 
 def run_after_destroyed_groups(rank: int) -> Any:
@@ -254,9 +263,9 @@ def run_after_destroyed_groups(rank: int) -> Any:
 
 def test_edge_groups_work_after_group_destruction() -> None:
     shape = PipelineShape(3, 4)
-    _, right = expected(shape)
+    _, expected_gradients = expected(shape)
     got = {s: g for grads in run(run_after_destroyed_groups, 3, limit=30) for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(shape.stages)], right)
+    assert same_bits([got[s] for s in range(shape.stages)], expected_gradients)
 
 
 def test_rows_of_one_color_are_separated(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -34,18 +34,18 @@ def test_comparison_ignores_prediction_of_bubble() -> None:
 
 def run_command(step: Step, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """Run a command of a page in the current folder, and return what it prints."""
-    words = shlex.split(step.text)
-    if words[0] == "torchrun":
-        assert words[1] == "--nproc-per-node"
-        return script(folder / words[3], int(words[2]), folder / "by torchrun")
-    if words[:2] == ["python", "train.py"]:
-        runpy.run_path(words[1], run_name="__main__")
+    command = shlex.split(step.text)
+    if command[0] == "torchrun":
+        assert command[1] == "--nproc-per-node"
+        return script(folder / command[3], int(command[2]), folder / "by torchrun")
+    if command[:2] == ["python", "train.py"]:
+        runpy.run_path(command[1], run_name="__main__")
         return capsys.readouterr().out
-    if words[0] == "schedir" and words[1] != "train":
-        assert main(words[1:]) == 0, step.text
+    if command[0] == "schedir" and command[1] != "train":
+        assert main(command[1:]) == 0, step.text
         return capsys.readouterr().out
-    argv = [str(ROOT / words[1]), *words[2:]] if words[0] == "python" else words[1:]
-    logs = folder / f"run {words[2:]}".replace("/", " ")
+    argv = [str(ROOT / command[1]), *command[2:]] if command[0] == "python" else command[1:]
+    logs = folder / f"run {command[2:]}".replace("/", " ")
     code, out, err = Run(argv, logs, cwd=str(folder), COLUMNS="80").finish()
     assert code == 0, (step.text, out, err)
     return out

@@ -84,9 +84,9 @@ def _unknown_name() -> InProcessExecutor:
 def _duplicate_in_optimizer() -> InProcessExecutor:
     stages = parts(Model(2))
 
-    def make_optimizer(own: Any) -> Any:
+    def make_optimizer(parameters: Any) -> Any:
         with pytest.warns(UserWarning, match="duplicate"):
-            return torch.optim.SGD([*own, stages[0].words.weight], lr=0.1)
+            return torch.optim.SGD([*parameters, stages[0].words.weight], lr=0.1)
 
     return _make_executor(stages, True, optimizer=make_optimizer)
 
@@ -121,10 +121,10 @@ class _TrainedLoss(nn.Module):
 def _step_with_trained_loss(step_it: bool) -> InProcessExecutor:
     learns = _TrainedLoss()
     program = schedir.compile(gpipe, SHAPE, tied_weights=True)
-    more = [learns.times] if step_it else []
+    loss_weights = [learns.times] if step_it else []
     ranks = InProcessExecutor(
         program, parts(Model(2)), loss=learns, boundary=BOUNDARY,
-        optimizer=lambda own: torch.optim.SGD([*own, *more], lr=0.1),
+        optimizer=lambda parameters: torch.optim.SGD([*parameters, *loss_weights], lr=0.1),
     )  # fmt: skip
     ranks.step(*batch(2, 0), SCALE)
     return ranks
@@ -213,9 +213,9 @@ def test_golden_errors_and_mistakes_have_same_names() -> None:
 
 def test_untrained_parameters_of_loss_warn() -> None:
     """An example is a loss's own network that is not frozen. There is one warning per stage."""
-    with pytest.warns(UserWarning, match="stage 1 or its loss uses Parameters") as said:
+    with pytest.warns(UserWarning, match="stage 1 or its loss uses Parameters") as caught:
         _step_with_trained_loss(step_it=False).step(*batch(2, 1), SCALE)
-    assert len(said) == 1
+    assert len(caught) == 1
 
 
 def test_tied_weight_locations_are_sorted_and_unique() -> None:
@@ -269,15 +269,15 @@ def test_untrained_module_changes_are_accepted() -> None:
 def test_parameter_guard_does_not_traverse_modules() -> None:
     """The check does not walk through the modules, which would take as long as a step."""
     stages: Any = dict(enumerate(parts(Model(2))))
-    unchanged = ParameterGuard(stages)
+    guard = ParameterGuard(stages)
     for stage in stages.values():
         stage.named_parameters = stage.modules = None
-    unchanged.require_unchanged()
+    guard.require_unchanged()
 
 
 def test_reassigned_weight_data_is_trained() -> None:
     """Examples are vector_to_parameters, and an average of weights used in an evaluation."""
-    whole, model = Model(4), Model(4)
+    plain_model, model = Model(4), Model(4)
     stages = parts(model)
     make_backward_splittable(model)
     program = schedir.compile(
@@ -285,15 +285,15 @@ def test_reassigned_weight_data_is_trained() -> None:
     )
     ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
     for step in range(2):
-        numbers = nn.utils.parameters_to_vector(whole.parameters()) * 0.9
-        for one in (whole, model):
-            nn.utils.vector_to_parameters(numbers.detach().clone(), one.parameters())
+        vector = nn.utils.parameters_to_vector(plain_model.parameters()) * 0.9
+        for either in (plain_model, model):
+            nn.utils.vector_to_parameters(vector.detach().clone(), either.parameters())
         ranks.step(*batch(4, step), SCALE)
-        whole.zero_grad()
+        plain_model.zero_grad()
         for x, target in zip(*batch(4, step), strict=True):
-            torch.autograd.backward(loss(whole(x), target) * SCALE)
-        for p, right in zip(model.parameters(), whole.parameters(), strict=True):
-            assert torch.allclose(p.grad, right.grad, rtol=1e-9)  # type: ignore[arg-type]
+            torch.autograd.backward(loss(plain_model(x), target) * SCALE)
+        for p, expected in zip(model.parameters(), plain_model.parameters(), strict=True):
+            assert torch.allclose(p.grad, expected.grad, rtol=1e-9)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])

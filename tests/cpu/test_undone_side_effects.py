@@ -59,8 +59,8 @@ class CreatedBuffer(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x)
-        now = y.detach().mean(0)
-        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
+        mean = y.detach().mean(0)
+        self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
         return y - self.mean
 
 
@@ -141,16 +141,16 @@ def _expanded_buffers() -> StepCase:
 
 def _weight_average(fused: bool) -> StepCase:
     """Return a model whose optimizer has a hook that updates an average of the weights."""
-    made = _make_case(optimizer=lambda ps: AdamW(ps, 0.1, fused=fused))
-    assert made.optimizer is not None
+    case = _make_case(optimizer=lambda ps: AdamW(ps, 0.1, fused=fused))
+    assert case.optimizer is not None
     mean = torch.zeros(8, 8)
-    weight = next(made.first.parameters()).detach()
+    weight = next(case.first.parameters()).detach()
 
     def average(*_: object) -> None:
         mean.lerp_(weight, 0.5)
 
-    made.optimizer.register_step_post_hook(average)
-    return made._replace(watched=mean)
+    case.optimizer.register_step_post_hook(average)
+    return case._replace(watched=mean)
 
 
 def _tensor_learning_rate() -> StepCase:
@@ -172,24 +172,24 @@ def _later_group() -> StepCase:
     """Return a model where a parameter group was added after the others had momentum."""
 
     def make_sgd(parameters: list[nn.Parameter]) -> Optimizer:
-        made = SGD(parameters[:2], lr=0.1, momentum=0.9, fused=True)
+        optimizer = SGD(parameters[:2], lr=0.1, momentum=0.9, fused=True)
         for p in parameters[:2]:
             p.grad = torch.ones_like(p)
-        made.step()
-        made.add_param_group({"params": parameters[2:]})
-        return made
+        optimizer.step()
+        optimizer.add_param_group({"params": parameters[2:]})
+        return optimizer
 
     return _make_case(optimizer=make_sgd)
 
 
 def _inputs_with_gradients() -> StepCase:
-    seen: list[Tensor] = []
+    inputs: list[Tensor] = []
 
     def batch(x: Tensor) -> Tensor:
-        seen.append(x.requires_grad_())
+        inputs.append(x.requires_grad_())
         return x
 
-    return _make_case(watched=seen, batch=batch)
+    return _make_case(watched=inputs, batch=batch)
 
 
 def _writes_to_its_target(y: Tensor, target: Tensor) -> Tensor:
@@ -219,48 +219,48 @@ CASES: Mapping[str, Callable[[], StepCase]] = {
 def _run_steps(make: Callable[[], StepCase], warm: bool) -> list[Tensor]:
     """Return all state after some steps, with or without undone steps."""
     torch.manual_seed(0)
-    made = make()
+    case = make()
     program = compile(
         interleaved, PipelineShape(1, 2, 2), progress_model="per_edge", clip_grad_norm=True
     )
     executor = Executor(
-        program, 0, [made.first, made.last], Streamed(program), loss=made.loss,
-        boundary=Boundary((2, 8)), optimizer=made.optimizer,
+        program, 0, [case.first, case.last], Streamed(program), loss=case.loss,
+        boundary=Boundary((2, 8)), optimizer=case.optimizer,
     )  # fmt: skip
     executor.runner.is_warm = not warm
-    found: list[Any] = []
+    results: list[Any] = []
     for step in range(STEPS):
         torch.manual_seed(step)
-        found += [executor.step(made.batch(torch.randn(2, 2, 8)), torch.randn(2, 2, 8))]
-        found += [executor.grad_norm.clone(), executor.finite_updates.clone()]
-        made.between()
-    modules = nn.ModuleList([made.first, made.last])
+        results += [executor.step(case.batch(torch.randn(2, 2, 8)), torch.randn(2, 2, 8))]
+        results += [executor.grad_norm.clone(), executor.finite_updates.clone()]
+        case.between()
+    modules = nn.ModuleList([case.first, case.last])
     buffers = [b.to_dense() for b in modules.buffers()]
-    state = made.optimizer.state_dict() if made.optimizer else None
-    watched = [(t, t.grad) for t in tree_leaves(made.watched) if t.is_leaf]
-    found += [*modules.parameters(), buffers, state, watched]
-    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+    state = case.optimizer.state_dict() if case.optimizer else None
+    watched = [(t, t.grad) for t in tree_leaves(case.watched) if t.is_leaf]
+    results += [*modules.parameters(), buffers, state, watched]
+    return [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
 
 
 def compare_cases(rank: int) -> dict[str, bool]:
     torch.use_deterministic_algorithms(True)  # unwritten memory is NaN
-    found = {}
+    is_same = {}
     for name, make in CASES.items():
         cold, warm = (_run_steps(make, warm) for warm in (False, True))
-        found[name] = len(cold) == len(warm) and all(map(torch.equal, cold, warm))
-    return found
+        is_same[name] = len(cold) == len(warm) and all(map(torch.equal, cold, warm))
+    return is_same
 
 
 def test_undone_steps_leave_no_trace() -> None:
-    (found,) = run(compare_cases, 1)
-    assert not [name for name, good in found.items() if not good]
+    (checks,) = run(compare_cases, 1)
+    assert not [name for name, is_same in checks.items() if not is_same]
 
 
 @contextmanager
 def _record_hook_calls() -> Iterator[list[object]]:
     """Yield a list of the arguments that a hook on all optimizer steps is called with."""
     calls: list[object] = []
-    hook = register_optimizer_step_post_hook(lambda *given: calls.append(given))
+    hook = register_optimizer_step_post_hook(lambda *args: calls.append(args))
     try:
         yield calls
     finally:

@@ -39,7 +39,7 @@ def make_stages(dtype: torch.dtype, wide: bool) -> list[nn.Module]:
 def test_tensor_grad_scale_equals_float_scale(dtype: torch.dtype, wide: bool, scaled: bool) -> None:
     inputs, targets, _ = batch(3)
     program = compile(one_f_one_b, PipelineShape(2, 3), tied_weights=True, clip_grad_norm=scaled)
-    found = []
+    results = []
     for scale in (0.3, torch.tensor(0.3, dtype=torch.float64)):
         modules = make_stages(dtype, wide)
         world = InProcessExecutor(
@@ -50,8 +50,8 @@ def test_tensor_grad_scale_equals_float_scale(dtype: torch.dtype, wide: bool, sc
             gradients=GradientOptions(loss_scale=LossScale() if scaled else None),
         )
         world.step(inputs, targets, scale)
-        found.append(gradients(modules))
-    assert same_bits(*found)
+        results.append(gradients(modules))
+    assert same_bits(*results)
 
 
 def make_trained_executor(adamw: bool, main: bool) -> Any:
@@ -80,31 +80,31 @@ def make_trained_executor(adamw: bool, main: bool) -> Any:
 @pytest.mark.parametrize("adamw", [False, True])
 def test_undone_steps_restore_weights_and_optimizer_state(adamw: bool, main: bool) -> None:
     """A later step is as without them, whether or not the optimizer had states before."""
-    plain, warm = make_trained_executor(adamw, main), make_trained_executor(adamw, main)
-    rank = warm.executors[0]
-    places = [p.data_ptr() for s in rank.stages.values() for p in s.module.parameters()]
+    plain, undone = make_trained_executor(adamw, main), make_trained_executor(adamw, main)
+    rank = undone.executors[0]
+    addresses = [p.data_ptr() for s in rank.stages.values() for p in s.module.parameters()]
     with undo_steps(rank.state):
         for _ in range(2):
             rank.step(*batch(2, seed=1)[:2])
-    found = []
-    for world in (plain, warm):
+    results = []
+    for world in (plain, undone):
         for seed in (2, 3):
             world.step(*batch(2, seed)[:2])
-        own = world.executors[0]
-        parameters = [p for s in own.stages.values() for p in s.module.parameters()]
-        inner = getattr(own.resources.optimizer, "inner", own.resources.optimizer)
+        executor = world.executors[0]
+        parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
+        inner = getattr(executor.resources.optimizer, "inner", executor.resources.optimizer)
         states = [t for state in inner.state.values() for t in state.values()]
-        found.append(
+        results.append(
             [
                 *parameters,
                 *states,
-                own.state.options.gradients.loss_scale.value,
-                own.state.options.gradients.loss_scale.good_steps,
+                executor.state.options.gradients.loss_scale.value,
+                executor.state.options.gradients.loss_scale.good_steps,
             ]
         )
-    assert [p.data_ptr() for p in found[1][: len(places)]] == places
-    assert len(found[0]) > len(places) + 2
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert [p.data_ptr() for p in results[1][: len(addresses)]] == addresses
+    assert len(results[0]) > len(addresses) + 2
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
 def test_nested_undo_steps_restores_state() -> None:

@@ -75,8 +75,10 @@ class _LateGather:
     def __init__(self, transport: LateGathers, whole: Tensor, shard: Tensor) -> None:
         self.transport, self.whole, self.shard = transport, whole, shard
         self.read, self.written = shard.clone(), whole.clone()
-        own = self.written.view(transport.tp, -1)[transport.tp_rank]
-        self.work = GlooTransport.start_collective(transport, "all_gather", "tp", self.written, own)
+        local_part = self.written.view(transport.tp, -1)[transport.tp_rank]
+        self.work = GlooTransport.start_collective(
+            transport, "all_gather", "tp", self.written, local_part
+        )
         whole.fill_(torch.nan)
         shard.copy_(self.read)
         transport.open.add(self)
@@ -100,7 +102,7 @@ def run_rank(
 ) -> list[tuple[bool, int]]:
     """Return whether bits equal the reference, and the number of collectives during gathers."""
     inputs, targets, scale = batch(shape.microbatches)
-    found = []
+    results = []
     for slots in SLOTS:
         program = compile(
             schedule,
@@ -114,13 +116,16 @@ def run_rank(
         transport = LateGathers(program)
         group = transport.tp_group
         loss = partial(gpt.loss, tp=group)
-        ours, right = (
-            [gpt.build_stage(config(shape.stages), s, shape.stages, tp=group) for s in own]
-            for own in (shape.stages_on_rank[transport.rank], range(shape.stages))
+        own_stages, reference_stages = (
+            [
+                gpt.build_stage(config(shape.stages), s, shape.stages, tp=group)
+                for s in stage_numbers
+            ]
+            for stage_numbers in (shape.stages_on_rank[transport.rank], range(shape.stages))
         )
-        for stage in ours if hook else ():
+        for stage in own_stages if hook else ():
             stage.register_forward_hook(hook)
-        stages = dict(zip(shape.stages_on_rank[transport.rank], ours, strict=True))
+        stages = dict(zip(shape.stages_on_rank[transport.rank], own_stages, strict=True))
         executor = Executor(
             program, transport.rank, stages, transport, loss=loss, boundary=BOUNDARY
         )
@@ -129,23 +134,23 @@ def run_rank(
             for _ in range(2):  # twice, since a step must leave no state behind
                 executor.step(inputs, targets, scale)
         assert not transport.open
-        run_sequential(right, inputs, targets, loss=loss, grad_scale=scale)
-        wanted = [gradients(right)[s] for s in stages]
-        found.append((same_bits(gradients(ours), wanted), transport.beside))
-    return found
+        run_sequential(reference_stages, inputs, targets, loss=loss, grad_scale=scale)
+        expected = [gradients(reference_stages)[s] for s in stages]
+        results.append((same_bits(gradients(own_stages), expected), transport.beside))
+    return results
 
 
 @pytest.mark.parametrize(("schedule", "shape"), CASES)
 def test_gathers_in_flight_have_reference_bits(schedule: Any, shape: PipelineShape) -> None:
     results = run(run_rank, 4, schedule, shape)
-    assert all(same for found in results for same, _ in found)
-    for of_slots in zip(*results, strict=True):
-        assert any(beside for _, beside in of_slots)
+    assert all(same for checks in results for same, _ in checks)
+    for checks_by_slots in zip(*results, strict=True):
+        assert any(num_collectives for _, num_collectives in checks_by_slots)
 
 
 def test_noncontiguous_outputs_have_reference_bits() -> None:
     results = run(run_rank, 4, one_f_one_b, PipelineShape(2, 4), return_noncontiguous)
-    assert all(same for found in results for same, _ in found)
+    assert all(same for checks in results for same, _ in checks)
 
 
 # ---------------------------------------------------------------- on a virtual GPU
@@ -201,10 +206,10 @@ def test_gathers_overlap_computes_as_predicted(
     ranks.execution_orders = {program.digest: ExecutionOrders(program, "per_edge")}
     ranks.mailboxes = [SlicedMailbox(hub, rank, gpu, 0.75) for rank in range(shape.ranks)]
     ranks.executors = []
-    for rank, mail in enumerate(ranks.mailboxes):
-        own = {s: stages[s] for s in shape.stages_on_rank[rank]}
+    for rank, mailbox in enumerate(ranks.mailboxes):
+        own_stages = {s: stages[s] for s in shape.stages_on_rank[rank]}
         executor = Executor(
-            program, rank, own, mail, loss=tiny_model.squared_error, boundary=boundary
+            program, rank, own_stages, mailbox, loss=tiny_model.squared_error, boundary=boundary
         )
         ranks.executors.append(executor)
     charge(ranks, gpu, replace(costs, tp_gather=0.0))
@@ -214,7 +219,7 @@ def test_gathers_overlap_computes_as_predicted(
             ranks.step(*tiny_model.make_batch(shape.microbatches))
     timeline, predicted = ranks.timeline(), simulate(program, costs, progress_model="per_edge")
     for name in ("start", "end"):
-        moves = ~np.isin(timeline.spans["op"], TRANSFER_OPS) | (name == "end")
+        is_compared = ~np.isin(timeline.spans["op"], TRANSFER_OPS) | (name == "end")
         np.testing.assert_allclose(
-            timeline.spans[name][moves], predicted.spans[name][moves], atol=1e-9
+            timeline.spans[name][is_compared], predicted.spans[name][is_compared], atol=1e-9
         )

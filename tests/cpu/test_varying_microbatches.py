@@ -54,8 +54,8 @@ class LastStage(PackedSequences):
 
 def make_stages(stages: int) -> list[nn.Module]:
     return [
-        make_backward_splittable(each)
-        for each in (*map(PackedSequences, range(stages - 1)), LastStage(stages))
+        make_backward_splittable(stage)
+        for stage in (*map(PackedSequences, range(stages - 1)), LastStage(stages))
     ]
 
 
@@ -64,8 +64,8 @@ def make_batch(lengths: list[tuple[int, int]]) -> tuple[Any, Any, PerMicrobatchB
     torch.manual_seed(1)
     x = [(torch.randn(n, WIDTH), torch.randint(n, (k,))) for n, k in lengths]
     y = [torch.randn(n, WIDTH) for n, _ in lengths]
-    each = [(Boundary((n, WIDTH)), Boundary((k,), torch.int64)) for n, k in lengths]
-    return x, y, PerMicrobatchBoundary(each)
+    boundaries = [(Boundary((n, WIDTH)), Boundary((k,), torch.int64)) for n, k in lengths]
+    return x, y, PerMicrobatchBoundary(boundaries)
 
 
 LENGTHS = [(3, 1), (5, 2), (1, 1), (4, 3)]
@@ -73,17 +73,21 @@ LENGTHS = [(3, 1), (5, 2), (1, 1), (4, 3)]
 
 def test_slot_size_is_that_of_its_largest_microbatch() -> None:
     x, y, boundary = make_batch([(300, 1), (500, 2), (100, 1), (400, 3)])
-    each = [300, 500, 100, 400]
-    choices: list[tuple[BufferSharing | None, list[int]]] = [("minimal", [max(each)]), (None, each)]
+    lengths = [300, 500, 100, 400]
+    choices: list[tuple[BufferSharing | None, list[int]]] = [
+        ("minimal", [max(lengths)]),
+        (None, lengths),
+    ]
     for slots, expected in choices:
         program = compile(gpipe, PipelineShape(2, 4), buffer_sharing=slots)
         ranks = InProcessExecutor(program, make_stages(2), loss=loss, boundary=boundary)
         ranks.step(x, y)
-        rooms = [
-            own.nbytes for own in ranks.executors[1].state.service(MessageBuffers).received.values()
+        sizes = [
+            buffer.nbytes
+            for buffer in ranks.executors[1].state.service(MessageBuffers).received.values()
         ]
         # The ends of sequences follow the numbers, and both start at multiples of 256 bytes.
-        assert rooms == [-(-n * WIDTH * 4 // 256) * 256 + 256 for n in expected]
+        assert sizes == [-(-n * WIDTH * 4 // 256) * 256 + 256 for n in expected]
 
 
 CASES: list[tuple[Any, PipelineShape, dict[str, Any]]] = [
@@ -97,15 +101,19 @@ CASES: list[tuple[Any, PipelineShape, dict[str, Any]]] = [
 def run_cases(process: int) -> list[Any]:
     """Return for each case the gradients of this process's stages."""
     x, y, boundary = make_batch(LENGTHS)
-    found = []
+    gradients_by_case = []
     for make, shape, options in CASES:
         program = compile(one_f_one_b, shape, progress_model=make.progress_model, **options)
         transport, stages = make(program), make_stages(shape.stages)
-        own = Executor(program, transport.rank, stages, transport, loss=loss, boundary=boundary)
+        executor = Executor(
+            program, transport.rank, stages, transport, loss=loss, boundary=boundary
+        )
         for _ in range(2):
-            own.step(x, y)
-        found.append(gradients([stages[s] for s in shape.stages_on_rank[transport.rank]]))
-    return found
+            executor.step(x, y)
+        gradients_by_case.append(
+            gradients([stages[s] for s in shape.stages_on_rank[transport.rank]])
+        )
+    return gradients_by_case
 
 
 def test_processes_have_reference_bits() -> None:
@@ -113,11 +121,13 @@ def test_processes_have_reference_bits() -> None:
     results = run(run_cases, 2)
     x, y, _ = make_batch(LENGTHS)
     for case, (_, shape, _) in enumerate(CASES):
-        plain = make_stages(shape.stages)
-        run_sequential(plain, x, y, loss=loss)
+        reference_stages = make_stages(shape.stages)
+        run_sequential(reference_stages, x, y, loss=loss)
         for rank in range(2):
-            own = shape.stages_on_rank[rank if shape.ranks > 1 else 0]
-            assert same_bits(results[rank][case], gradients([plain[s] for s in own]))
+            own_stages = shape.stages_on_rank[rank if shape.ranks > 1 else 0]
+            assert same_bits(
+                results[rank][case], gradients([reference_stages[s] for s in own_stages])
+            )
 
 
 def test_seq1f1b_runs_on_real_processes(tmp_path: Path) -> None:
@@ -160,5 +170,5 @@ def describe_error(wrong: Callable[[], object]) -> str:
 
 
 def test_mistakes_are_refused_with_golden_errors() -> None:
-    said = "".join(f"{name}\n  {describe_error(wrong)}\n" for name, wrong in MISTAKES.items())
-    assert said == GOLDEN.read_text()
+    errors = "".join(f"{name}\n  {describe_error(mistake)}\n" for name, mistake in MISTAKES.items())
+    assert errors == GOLDEN.read_text()

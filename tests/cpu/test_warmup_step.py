@@ -76,8 +76,8 @@ class Streamed(EdgeGroups):
         self.uses_static_buffers = True
 
     def _hold(self, work: Work) -> Work:
-        self.held.append(held := _AwaitedWork(work))
-        return held
+        self.held.append(awaited := _AwaitedWork(work))
+        return awaited
 
     def send(self, tensor: Tensor, peer: int, lane: Any) -> Work:
         return self._hold(super().send(tensor, peer, lane))
@@ -137,10 +137,10 @@ def compare_warm_and_cold(rank: int) -> dict[str, tuple[bool, set[GroupKey], set
 
     Also return the groups that communicated before the first step, and those that must.
     """
-    found = {}
+    results = {}
     for number, (name, case) in enumerate(CASES.items()):
         program, fused = case.compile(), number % 2 > 0
-        ran = []
+        states = []
         for warm in (False, True):
             transport = Streamed(program)
             executor = gpt_executor(
@@ -154,24 +154,32 @@ def compare_warm_and_cold(rank: int) -> dict[str, tuple[bool, set[GroupKey], set
             if warm:
                 before = _collect_state(executor)
                 executor.runner._warm_up(StepInputs(inputs, targets, scale))
-                after, met = _collect_state(executor), {*transport.met}
+                after, groups = _collect_state(executor), {*transport.met}
                 if fused:  # the state exists, with its initial values
                     state = after[2].pop("state")
                     before[2].pop("state")
-                    assert not any(t.any() for own in state.values() for t in own.values())
+                    assert not any(
+                        t.any()
+                        for state_of_weight in state.values()
+                        for t in state_of_weight.values()
+                    )
                 assert executor.runner.is_warm and _is_equal(before[1:], after[1:])
                 transport.met.clear()
             for seed in range(2):
                 executor.step(*own_batch(program, transport, seed))
-            ran.append(_collect_state(executor))
-        found[name] = (_is_equal(*ran), met, {*transport.met})
-    return found
+            states.append(_collect_state(executor))
+        results[name] = (_is_equal(*states), groups, {*transport.met})
+    return results
 
 
 def test_warmup_step_changes_no_later_step() -> None:
     for cases in run(compare_warm_and_cold, 4):
-        for name, (same, met, wanted) in cases.items():
-            assert same and met == wanted and ("model" in met) == CASES[name].clip, name
+        for name, (same, warmup_groups, step_groups) in cases.items():
+            assert (
+                same
+                and warmup_groups == step_groups
+                and ("model" in warmup_groups) == CASES[name].clip
+            ), name
 
 
 class GrowingMemory(nn.Module):
@@ -227,18 +235,18 @@ def test_warmup_step_reaches_peak_memory_without_deadlock() -> None:
 _all_reduce = dist.all_reduce
 
 
-def _all_reduce_copy(tensor: Tensor, *how: Any, async_op: bool = False, **more: Any) -> Any:
+def _all_reduce_copy(tensor: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
     """All-reduce a copy, since Gloo's thread may hold its argument a little longer."""
     with _disable_current_modes():
         copy = tensor.clone()
-        _all_reduce(copy, *how, **more)
+        _all_reduce(copy, *args, **kwargs)
         tensor.copy_(copy)
     return CompletedWork() if async_op else None
 
 
 def count_memory_requests(rank: int, warm: bool) -> dict[str, list[int]]:
     """Return for each case the number of memory requests in each of three steps, or in one."""
-    found: dict[str, list[int]] = {}
+    counts: dict[str, list[int]] = {}
     for name, case in CASES.items() if warm else [*CASES.items()][:2]:
         program = case.compile()
         with pytest.MonkeyPatch.context() as patch:
@@ -254,17 +262,17 @@ def count_memory_requests(rank: int, warm: bool) -> dict[str, list[int]]:
             )
             parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
             executor.resources.optimizer = torch.optim.AdamW(parameters, 1e-2, fused=True)
-            given = own_batch(program, transport)
+            inputs = own_batch(program, transport)
             with CachingAllocator(gpu) as allocator:
                 if warm:
-                    executor.runner._warm_up(StepInputs(*given))
+                    executor.runner._warm_up(StepInputs(*inputs))
                 executor.runner.is_warm = True
-                found[name] = []
+                counts[name] = []
                 for _ in range(3 if warm else 1):
                     before = allocator.asked
-                    executor.step(*given)
-                    found[name].append(allocator.asked - before)
-    return found
+                    executor.step(*inputs)
+                    counts[name].append(allocator.asked - before)
+    return counts
 
 
 @pytest.mark.parametrize("warm", [True, False])
@@ -280,8 +288,8 @@ def compare_serialized_step(rank: int, kind: str) -> bool:
         one_f_one_b, PipelineShape(4, 8), overlap=True, tied_weights=True, clip_grad_norm=True
     )
     assert program.joined.any()
-    found = []
-    for in_turn in (False, True):
+    states = []
+    for is_serialized in (False, True):
         transport: ProcessTransport = (
             GroupedMessages(program) if kind == "grouped" else EdgeGroups(program)
         )
@@ -290,11 +298,11 @@ def compare_serialized_step(rank: int, kind: str) -> bool:
             program, transport, lr=1e-2, gradients=GradientOptions(max_norm=1.0)
         )
         executor.runner.is_warm = True
-        step = executor.runner.step_serialized if in_turn else executor.step
+        step = executor.runner.step_serialized if is_serialized else executor.step
         for seed in range(2):
             step(*own_batch(program, transport, seed))
-        found.append(_collect_state(executor))
-    return _is_equal(*found)
+        states.append(_collect_state(executor))
+    return _is_equal(*states)
 
 
 @pytest.mark.parametrize("kind", ["grouped", "edge"])

@@ -139,9 +139,9 @@ def test_write_to_sharded_weight_is_refused(level: int, how: str) -> None:
     ranks = make_executor(
         looped_bfs, PipelineShape(1, 2, 2), make_stages(how, False, 2), zero=level
     )
-    what = "the data of weight" if how == "replace_data" else "weight"
+    written = "the data of weight" if how == "replace_data" else "weight"
     with pytest.raises(
-        ExecutionError, match=f"a forward or a backward writes to {what}, but each replica"
+        ExecutionError, match=f"a forward or a backward writes to {written}, but each replica"
     ):
         run_step(ranks, 2)
 
@@ -194,21 +194,21 @@ ALLOWED_PROGRAMS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize("how", ["clamp", "clamp_data", "replace_data", "renormalize"])
 @pytest.mark.parametrize("program", ALLOWED_PROGRAMS)
 def test_written_weight_without_copies_trains_like_plain_loop(program: str, how: str) -> None:
-    stages, wanted = make_stages(how, False, 2), make_stages(how, False, 2)
+    stages, plain_stages = make_stages(how, False, 2), make_stages(how, False, 2)
     ranks = make_executor(
         looped_bfs, PipelineShape(1, 2, 2), stages, lr=0.01, **ALLOWED_PROGRAMS[program]
     )
-    optimizer = torch.optim.SGD([p for stage in wanted for p in stage.parameters()], 0.01)
+    optimizer = torch.optim.SGD([p for stage in plain_stages for p in stage.parameters()], 0.01)
     for _ in range(3):
         run_step(ranks, 2)
         optimizer.zero_grad()
         for x in make_batch(2):
-            nn.functional.mse_loss(wanted[1](wanted[0](x)), x).backward()
+            nn.functional.mse_loss(plain_stages[1](plain_stages[0](x)), x).backward()
         if "clip_grad_norm" in ALLOWED_PROGRAMS[program]:
-            nn.utils.clip_grad_norm_([p for s in wanted for p in s.parameters()], 1.0)
+            nn.utils.clip_grad_norm_([p for s in plain_stages for p in s.parameters()], 1.0)
         optimizer.step()
     ranks.validate_last_update()
-    for stage, other in zip(stages, wanted, strict=True):
+    for stage, other in zip(stages, plain_stages, strict=True):
         torch.testing.assert_close(stage.weight, other.weight)
 
 

@@ -105,11 +105,11 @@ def test_full_window_equals_causal_attention(length: int) -> None:
 
 def test_attention_does_not_depend_on_later_tokens() -> None:
     q, k, v, _ = draw_heads(300)
-    found = attention(q, k, v, (100, 64))
+    full = attention(q, k, v, (100, 64))
     for length in (1, 99, 130, 299):
         first = (x[:, :, :length] for x in (q, k, v))
         part = make_windowed_attention(100, 64)(*first)
-        assert_near([part], [found[:, :, :length]], 1e-12)
+        assert_near([part], [full[:, :, :length]], 1e-12)
 
 
 @pytest.mark.parametrize("window", [None, (64, 16), (100, 7)])
@@ -133,11 +133,11 @@ def test_grouped_query_attention_equals_repeated_keys(
         k, v = (x.repeat_interleave(6 // groups, 1) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
 
-    found = []
-    for run_it in (grouped, repeated):
+    results = []
+    for function in (grouped, repeated):
         torch.manual_seed(1)
-        found.append(run_attention(run_it, q, k, v, grad))
-    assert_near(found[0], found[1], 1e-12)
+        results.append(run_attention(function, q, k, v, grad))
+    assert_near(results[0], results[1], 1e-12)
 
 
 @pytest.mark.parametrize("window", [None, (4, 2)])
@@ -150,47 +150,48 @@ def test_mismatched_head_shapes_are_refused(shape: Any, window: Any) -> None:
 
 
 def test_attention_accepts_any_memory_layout() -> None:
-    given = draw_heads(200)
+    tensors = draw_heads(200)
     q, k, v = (
-        x.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for x in given[:3]
+        x.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
+        for x in tensors[:3]
     )
     got = run_attention(
-        make_windowed_attention(64, 16), q, k, v, given[3].new_ones(()).expand_as(given[3])
+        make_windowed_attention(64, 16), q, k, v, tensors[3].new_ones(()).expand_as(tensors[3])
     )
     assert_near(
         got,
-        run_attention(make_windowed_attention(64, 16), *given[:3], torch.ones_like(given[3])),
+        run_attention(make_windowed_attention(64, 16), *tensors[:3], torch.ones_like(tensors[3])),
         1e-12,
     )
 
 
 def test_window_does_not_change_saved_bytes() -> None:
     def count_saved_bytes(window: tuple[int, int] | None) -> int:
-        found: dict[int, int] = {}
+        bytes_by_storage: dict[int, int] = {}
 
         def pack(x: Tensor) -> Tensor:
             storage = x.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
+            bytes_by_storage[storage._cdata] = storage.nbytes()
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
             out = attention(*draw_heads(512, torch.float32)[:3], window)
         del out
-        return sum(found.values())
+        return sum(bytes_by_storage.values())
 
     assert count_saved_bytes((128, 32)) == count_saved_bytes(None) > 0
 
 
 def test_dropout_equals_dropout_of_masked_attention() -> None:
-    found = []
-    for run_it in (
+    results = []
+    for function in (
         make_windowed_attention(64, 16, 0.4),
         make_masked_attention(build_window_mask(200, 64, 16), 0.4),
     ):
         torch.manual_seed(3)
-        found.append(run_attention(run_it, *draw_heads(200)))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    assert not torch.equal(found[0][0], make_windowed_attention(64, 16)(*draw_heads(200)[:3]))
+        results.append(run_attention(function, *draw_heads(200)))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert not torch.equal(results[0][0], make_windowed_attention(64, 16)(*draw_heads(200)[:3]))
 
 
 @pytest.mark.parametrize(("length", "window"), [(1024, (256, 64)), (700, (100, 7)), (90, (64, 1))])
@@ -207,5 +208,5 @@ def test_block_mask_equals_flex_attention_mask(length: int, window: tuple[int, i
     assert torch.equal(got.to_dense()[0, 0] > 0, grid > 0)
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
-    at = torch.arange(length)
-    assert torch.equal(got.mask_mod(at, at, at[:, None], at), mask)
+    positions = torch.arange(length)
+    assert torch.equal(got.mask_mod(positions, positions, positions[:, None], positions), mask)

@@ -87,13 +87,15 @@ def test_pipelines_have_bits_of_one_process(
         return [gpt.build_stage(config, s, shape.stages) for s in range(shape.stages)]
 
     program = compile(schedule, shape, progress_model="per_edge", **options)
-    own, plain = make_stages(), make_stages()
-    world = InProcessExecutor(program, own, loss=gpt.loss, boundary=BOUNDARY, seed=2)
+    stages, reference_stages = make_stages(), make_stages()
+    world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY, seed=2)
     for k in range(2):
         data = draw_tokens(shape.microbatches, k)
-        want = run_sequential(plain, *data, loss=gpt.loss, program=program, seed=2, step=k)
+        want = run_sequential(
+            reference_stages, *data, loss=gpt.loss, program=program, seed=2, step=k
+        )
         assert torch.equal(world.step(*data, order_seed=5 + k), want)
-    for one, other in zip(gradients(own), gradients(plain), strict=True):
+    for one, other in zip(gradients(stages), gradients(reference_stages), strict=True):
         assert all(torch.equal(one[name], other[name]) for name in other)
 
 
@@ -101,19 +103,19 @@ def test_shorter_sequence_has_outputs_of_longer_one() -> None:
     stage = gpt.build_stage(CONFIG, 0, 1).eval()
     inputs, _ = draw_tokens(1)
     with torch.no_grad():
-        whole = stage(inputs[0])
+        full = stage(inputs[0])
         for length in (1, 63, 100):
             part = stage(inputs[0][:, :length])
-            assert torch.allclose(part, whole[:, :length], atol=1e-6)
+            assert torch.allclose(part, full[:, :length], atol=1e-6)
 
 
 def test_windows_do_not_change_measured_sizes() -> None:
-    (inputs, targets), found = draw_tokens(1), []
+    (inputs, targets), results = draw_tokens(1), []
     for config in (CONFIG, replace(CONFIG, window=0, stride=1)):
         stages = [gpt.build_stage(config, s, 2) for s in range(2)]
-        kept = measure_sizes(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
-        found.append((kept.saved, kept.deferred_wgrad, kept.saved_and_deferred))
-    assert found[0] == found[1]
+        sizes = measure_sizes(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
+        results.append((sizes.saved, sizes.deferred_wgrad, sizes.saved_and_deferred))
+    assert results[0] == results[1]
 
 
 def test_train_command_with_windows_equals_one_rank(tmp_path: Path) -> None:
@@ -123,17 +125,17 @@ def test_train_command_with_windows_equals_one_rank(tmp_path: Path) -> None:
     """
     text, path = tmp_path / "text.txt", tmp_path / "config.toml"
     text.write_text("to be or not to be " * 300)
-    said = TRAINED.replace("context = 16", "context = 80\nwindow = [8, 0, 66, 80]\nstride = 4")
+    config = TRAINED.replace("context = 16", "context = 80\nwindow = [8, 0, 66, 80]\nstride = 4")
     path.write_text(
-        said.format(text=text).replace("steps = 6", "steps = 2")
+        config.format(text=text).replace("steps = 6", "steps = 2")
         + "evaluate_every = 2\nevaluate_batches = 1\n"
     )
-    more = ("data.validation=0.2", "pipeline.stages_per_rank=1")
-    two = train(str(path), tmp_path / "two", *more, "pipeline.ranks=1", "pipeline.tp=2")
-    one = alone(str(path), tmp_path / "one", *more)
-    without = alone(str(path), tmp_path / "without", *more, "model.window=0", "model.stride=1")
+    settings = ("data.validation=0.2", "pipeline.stages_per_rank=1")
+    two = train(str(path), tmp_path / "two", *settings, "pipeline.ranks=1", "pipeline.tp=2")
+    one = alone(str(path), tmp_path / "one", *settings)
+    without = alone(str(path), tmp_path / "without", *settings, "model.window=0", "model.stride=1")
     assert two == pytest.approx(one, rel=1e-5)
     assert without != pytest.approx(one, rel=1e-5)
-    found = [(tmp_path / name / "evaluation.csv").read_text() for name in ("two", "one")]
-    lost = [float(lines.splitlines()[1].split(",")[1]) for lines in found]
-    assert lost[0] == pytest.approx(lost[1], rel=1e-5)
+    evaluations = [(tmp_path / name / "evaluation.csv").read_text() for name in ("two", "one")]
+    evaluation_losses = [float(lines.splitlines()[1].split(",")[1]) for lines in evaluations]
+    assert evaluation_losses[0] == pytest.approx(evaluation_losses[1], rel=1e-5)

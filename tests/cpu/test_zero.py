@@ -54,7 +54,7 @@ def _train_case(name: str) -> list[list[Any]]:
     """Train a case at each level, and return the results of each process by level and rank."""
     case = CASES[name]
     by_rank = run(_train_levels, case.processes, case)
-    return [[own[k] for own in by_rank] for k in range(len(by_rank[0]))]
+    return [[results[k] for results in by_rank] for k in range(len(by_rank[0]))]
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -114,7 +114,7 @@ def _collect_weights(executor: Executor, stages: list[nn.Module]) -> list[Tensor
 
 
 def _run_processes(rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for zero in range(4):
         for name, how in (
             ("shared memory", {"transport": SharedMemoryTransport}),
@@ -123,7 +123,7 @@ def _run_processes(rank: int) -> dict[str, Any]:
             executor, stages = _make_executor(zero, **how)
             for _ in range(3):
                 executor.step(*_make_batch(executor))
-            found.setdefault(name, []).append(
+            results.setdefault(name, []).append(
                 [*_collect_weights(executor, stages), executor.grad_norm.clone()]
             )
     for zero in range(1, 4):  # if one replica has a value that is not finite, all replicas skip
@@ -133,15 +133,15 @@ def _run_processes(rank: int) -> dict[str, Any]:
         y[1, 0, 0] = torch.nan if rank else 0.0
         executor.step(x, y)
         after = _collect_weights(executor, stages)
-        kept = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        found.setdefault("finite", []).append((bool(executor.finite_updates), kept))
+        is_unchanged = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        results.setdefault("finite", []).append((bool(executor.finite_updates), is_unchanged))
     for zero in (0, 2, 3):
         executor, stages = _make_executor(
             zero, reduce_scatter_at="each_backward" if zero else "update_end"
         )
         executor.step(*_make_batch(executor))
-        found.setdefault("turns", []).append(_collect_weights(executor, stages))
-    for own in (
+        results.setdefault("turns", []).append(_collect_weights(executor, stages))
+    for get_tensor in (
         nn.Parameter.detach,
         lambda p: p.data,
     ):  # the second does not raise the version counter
@@ -149,10 +149,10 @@ def _run_processes(rank: int) -> dict[str, Any]:
         try:
             with executor.full_parameters(), torch.no_grad():
                 for p in stages[0].parameters():
-                    own(p).fill_(float(rank))
+                    get_tensor(p).fill_(float(rank))
         except ModelError as error:
-            found.setdefault("written", []).append(str(error))
-    return found
+            results.setdefault("written", []).append(str(error))
+    return results
 
 
 @pytest.fixture(scope="module")
@@ -164,25 +164,25 @@ def results() -> list[dict[str, Any]]:
 def test_small_parameters_have_bits_of_plain_replicas(
     name: str, results: list[dict[str, Any]]
 ) -> None:
-    for own in results:
-        plain, *cut = own[name]
-        for other in cut:
+    for result in results:
+        plain, *sharded = result[name]
+        for other in sharded:
             assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
 
 
 def test_nonfinite_gradient_of_one_replica_is_skipped_on_all(results: list[dict[str, Any]]) -> None:
-    assert [own["finite"] for own in results] == [[(False, True)] * 3] * 2
+    assert [result["finite"] for result in results] == [[(False, True)] * 3] * 2
 
 
 def test_repeated_reduce_scatters_equal_one_reduction(results: list[dict[str, Any]]) -> None:
-    for own in results:
-        end, *turns = own["turns"]
-        for other in turns:
-            torch.testing.assert_close(other, end)
-        assert all(torch.equal(a, b) for a, b in zip(*turns, strict=True))
+    for result in results:
+        once, *repeated = result["turns"]
+        for other in repeated:
+            torch.testing.assert_close(other, once)
+        assert all(torch.equal(a, b) for a, b in zip(*repeated, strict=True))
 
 
 def test_different_writes_of_replicas_are_refused(results: list[dict[str, Any]]) -> None:
-    for own in results:
-        assert len(own["written"]) == 2
-        assert all("do not agree on the values of" in text for text in own["written"])
+    for result in results:
+        assert len(result["written"]) == 2
+        assert all("do not agree on the values of" in text for text in result["written"])

@@ -45,14 +45,14 @@ def is_same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 def list_reduced_microbatches(program: Program, stage: int) -> list[list[int]]:
     """Return the microbatches that are reduced together in a stage's gradient, in order."""
-    turns: list[list[int]] = [[]]
+    reduced: list[list[int]] = [[]]
     for i in program.streams[int(program.shape.first_rank_per_stage[stage])]:
         if i.stage == stage and i.op in GRAD_ADDING_OPS:
-            turns[-1].append(i.mb)
+            reduced[-1].append(i.mb)
         elif i.stage == stage and i.op is Opcode.ReduceScatter:
-            turns.append([])
-    assert not turns.pop()
-    return turns
+            reduced.append([])
+    assert not reduced.pop()
+    return reduced
 
 
 @pytest.mark.parametrize("zero", [2, 3])
@@ -65,26 +65,26 @@ def test_reduce_scatters_add_in_program_order(schedule: Any, zero: int) -> None:
     stages, plain = (gpt_stages(shape.stages, False) for _ in range(2))
     inputs, targets, scale = batch(4)
     make_executor(program, stages, optimizer=None).step(inputs, targets, scale)
-    each: list[list[dict[str, Tensor]]] = []  # the gradients of single microbatches
+    gradients_by_mb: list[list[dict[str, Tensor]]] = []
     for mb in range(4):
         run_sequential(plain, inputs[[mb]], targets[[mb]], loss=gpt.loss)
-        each.append(gradients(plain))
-    several = 0
+        gradients_by_mb.append(gradients(plain))
+    num_repeated = 0
     for s, stage in enumerate(stages):
-        turns = list_reduced_microbatches(program, s)
-        several += len(turns) > 1
+        reduced_microbatches = list_reduced_microbatches(program, s)
+        num_repeated += len(reduced_microbatches) > 1
         for name, p in stage.named_parameters():
             sums = []
-            for turn in turns:
-                sums.append(each[turn[0]][s][name].clone())
-                for mb in turn[1:]:
-                    sums[-1] += each[mb][s][name]
+            for microbatches in reduced_microbatches:
+                sums.append(gradients_by_mb[microbatches[0]][s][name].clone())
+                for mb in microbatches[1:]:
+                    sums[-1] += gradients_by_mb[mb][s][name]
                 sums[-1] *= scale
             total = sums[0]
             for one in sums[1:]:
                 total = total + one
             assert p.grad is not None and torch.equal(p.grad, total.flatten())
-    assert several or schedule is not interleaved
+    assert num_repeated or schedule is not interleaved
 
 
 @pytest.mark.parametrize("zero", [1, 3])
@@ -98,12 +98,12 @@ def test_weights_are_sharded_except_in_full_parameters(zero: int) -> None:
     ).step(*batch(4))
     ranks.step(*batch(4))
     assert all(p.dim() == 1 and p.grad is not None for m in stages for p in m.parameters())
-    with ExitStack() as whole:
+    with ExitStack() as stack:
         for rank in ranks.executors:
-            whole.enter_context(rank.full_parameters())
+            stack.enter_context(rank.full_parameters())
         assert [p.shape for stage in stages for p in stage.parameters()] == shapes
-        kept = [deepcopy(stage.state_dict()) for stage in stages]
-        for state, right in zip(kept, plain, strict=True):
+        states = [deepcopy(stage.state_dict()) for stage in stages]
+        for state, right in zip(states, plain, strict=True):
             assert all(torch.equal(state[n], p) for n, p in right.state_dict().items())
         with pytest.raises(ModelError, match="weights are unsharded within"):
             ranks.step(*batch(4))
@@ -115,19 +115,19 @@ def test_weights_are_sharded_except_in_full_parameters(zero: int) -> None:
 
 def test_optimizer_state_and_main_parameters_are_sharded() -> None:
     """An optimizer that has stepped full weights continues with shards, and so do its copies."""
-    found = []
+    results = []
     for zero in (0, 3):
         stages = gpt_stages(2, False)
         for stage in stages:
             use_float32_gradients(stage.bfloat16())
-        made = []
+        optimizers = []
 
         def make_optimizer(parameters: list[nn.Parameter]) -> MainOptimizer:
             optimizer = MainOptimizer(parameters, ADAM)
             for p in parameters:
                 p.grad = torch.ones_like(p, dtype=torch.float32)
             optimizer.step()
-            made.append(optimizer)  # noqa: B023
+            optimizers.append(optimizer)  # noqa: B023
             return optimizer
 
         program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=zero, clip_grad_norm=True)
@@ -137,26 +137,26 @@ def test_optimizer_state_and_main_parameters_are_sharded() -> None:
             optimizer=make_optimizer,
             boundary=Boundary(BOUNDARY.shape, torch.bfloat16),
         ).step(*batch(3))
-        found.append(
+        results.append(
             [
                 t.flatten()
-                for optimizer in made
+                for optimizer in optimizers
                 for m in optimizer.main_parameters
                 for t in (m.detach(), *optimizer.inner.state[m].values())
             ]
         )
-    assert is_same(*found)
+    assert is_same(*results)
 
 
 def test_evaluation_with_sharded_weights_has_same_loss() -> None:
-    found = []
+    losses = []
     for zero in (0, 1, 3):
         stages = gpt_stages(4, False)
         program = schedir.compile(
             schedir.schedules.forward_only, PipelineShape(2, 4, 2), zero=zero, clip_grad_norm=False
         )
-        found.append(make_executor(program, stages, optimizer=None).step(*batch(4)))
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+        losses.append(make_executor(program, stages, optimizer=None).step(*batch(4)))
+    assert torch.equal(losses[0], losses[1]) and torch.equal(losses[0], losses[2])
 
 
 class FailingLayer(nn.Linear):
@@ -222,7 +222,9 @@ def test_split_rule_that_reads_sharded_weight_is_refused(reads: bool) -> None:
     order = [
         (op, s, mb) for op, s in ORDER for mb in range(2)
     ]  # W follow all instructions that need weights
-    draft = Program("late", shape, (Stream.from_instructions([Instr(*each) for each in order]),))
+    draft = Program(
+        "late", shape, (Stream.from_instructions([Instr(*fields) for fields in order]),)
+    )
     program = schedir.compile(draft, zero=3, unsharded_stages=1, clip_grad_norm=False)
     ranks = InProcessExecutor(
         program, stages, loss=nn.functional.mse_loss, boundary=(2, 4), optimizer=ADAM
@@ -303,11 +305,11 @@ def test_unshardable_models_are_refused_with_golden_errors() -> None:
     }  # fmt: skip
     program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=1)
     ranks = InProcessExecutor(program, stages, **options)
-    with pytest.raises(ModelError) as twice:
+    with pytest.raises(ModelError) as second_executor:
         InProcessExecutor(schedir.compile(one_f_one_b, PipelineShape(2, 3)), stages, **options)
     stages[1].double()
     with pytest.raises(ModelError) as moved:
         ranks.step(torch.ones(3, 2, 4), torch.ones(3, 2, 4))
-    texts += [f"in parts already\n{twice.value}\n", f"moved\n{moved.value}\n"]
+    texts += [f"in parts already\n{second_executor.value}\n", f"moved\n{moved.value}\n"]
     text = "\n".join(texts)
     assert text == GOLDEN.read_text()

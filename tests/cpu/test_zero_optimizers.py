@@ -124,18 +124,22 @@ def _clip_by_hook(optimizer: Any, *_: object) -> None:
 @pytest.mark.parametrize("zero", [1, 2, 3])
 def test_optimizer_step_hooks_are_refused(zero: int, everywhere: bool) -> None:
     stages = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-    made: list[torch.optim.Optimizer] = []
+    optimizers: list[torch.optim.Optimizer] = []
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        made.append(torch.optim.SGD(parameters, 0.1))
-        return made[-1]
+        optimizers.append(torch.optim.SGD(parameters, 0.1))
+        return optimizers[-1]
 
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2), zero=zero)
-    ranks = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=Boundary((3,
-                                                                                               WIDTH)),
-                      optimizer=optimizer)  # fmt: skip
+    ranks = InProcessExecutor(
+        program,
+        stages,
+        loss=nn.functional.mse_loss,
+        boundary=Boundary((3, WIDTH)),
+        optimizer=optimizer,
+    )
     register: Any = (
-        register_optimizer_step_pre_hook if everywhere else made[0].register_step_pre_hook
+        register_optimizer_step_pre_hook if everywhere else optimizers[0].register_step_pre_hook
     )
     handle = register(_clip_by_hook)
     try:

@@ -30,18 +30,20 @@ from tests.laws import LOOPED, ZOO, least, shape_of
 
 def actions(program: Program, rank: int) -> list[Any]:
     """Return the compute of a rank of a draft as actions of torch. A pair is one action."""
-    found: list[Any] = []
+    torch_actions: list[Any] = []
     for instr, joined in zip(program.streams[rank], program.streams[rank].joined, strict=True):
         one = _Action.from_str(f"{instr.stage}{INSTRUCTIONS[instr.op].text}{instr.mb}")
-        found.append(_Action(-1, OVERLAP_F_B, None, (found.pop(), one)) if joined else one)
-    return found
+        torch_actions.append(
+            _Action(-1, OVERLAP_F_B, None, (torch_actions.pop(), one)) if joined else one
+        )
+    return torch_actions
 
 
 def residency(listed: list[Any]) -> tuple[int, int]:
     """Return how often a list gathers a stage, and the maximum of gathered stages."""
     kinds = np.array([str(action.computation_type) for action in listed])
-    whole = np.cumsum((kinds == str(UNSHARD)).astype(int) - (kinds == str(RESHARD)))
-    return int((kinds == str(UNSHARD)).sum()), int(whole.max())
+    num_gathered = np.cumsum((kinds == str(UNSHARD)).astype(int) - (kinds == str(RESHARD)))
+    return int((kinds == str(UNSHARD)).sum()), int(num_gathered.max())
 
 
 def assert_no_more_than_torch(program: Program, most: int, each: Sequence[int] = (0, 1)) -> None:
@@ -49,26 +51,30 @@ def assert_no_more_than_torch(program: Program, most: int, each: Sequence[int] =
 
     `each` are the numbers of runs to gather ahead.
     """
-    ours: dict[tuple[int, int], list[int]] = {}
+    counts: dict[tuple[int, int], list[int]] = {}
     for rank, stages in enumerate(program.shape.stages_on_rank):
         order = actions(program, rank)
         for active in range(1, min(most, len(stages)) + 1):
-            theirs, held = residency(_add_unshard_reshard(order, active))
+            torch_count, num_gathered = residency(_add_unshard_reshard(order, active))
             for ahead in each:
-                if (held, ahead) not in ours:
+                if (num_gathered, ahead) not in counts:
                     lowered = compile(
-                        program, dp=2, zero=3, unsharded_stages=held, unshard_prefetch=ahead
+                        program, dp=2, zero=3, unsharded_stages=num_gathered, unshard_prefetch=ahead
                     )
-                    ours[held, ahead] = count_unshards(lowered).unshards
-                assert ours[held, ahead][rank] <= theirs, (rank, active, held)
-            assert residency(insert_unshards(order, active))[0] <= theirs
+                    counts[num_gathered, ahead] = count_unshards(lowered).unshards
+                assert counts[num_gathered, ahead][rank] <= torch_count, (
+                    rank,
+                    active,
+                    num_gathered,
+                )
+            assert residency(insert_unshards(order, active))[0] <= torch_count
 
 
 @pytest.mark.parametrize("name", ZOO)
 def test_schedules_gather_no_more_often_than_torch(name: str) -> None:
     schedule = ZOO[name]
-    each = (2, 4) if schedule in LOOPED else (2,)
-    for ranks, v in [(2, 3), *((4, v) for v in each)]:
+    stages_per_rank = (2, 4) if schedule in LOOPED else (2,)
+    for ranks, v in [(2, 3), *((4, v) for v in stages_per_rank)]:
         if schedule not in LOOPED and v > 2:
             continue
         for microbatches in (4, 8):

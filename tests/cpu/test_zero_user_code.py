@@ -65,7 +65,7 @@ class WeightAsOutput(nn.Module):
 
 @pytest.mark.parametrize("ranks", [1, 2])
 def test_stage_output_may_be_its_weight(ranks: int) -> None:
-    found = []
+    results = []
     for zero in (0, 3):
         torch.manual_seed(0)
         stages: list[nn.Module] = [
@@ -76,8 +76,8 @@ def test_stage_output_may_be_its_weight(ranks: int) -> None:
         run_two_steps(
             make_executor(zero, stages, ranks=ranks, **({"unsharded_stages": 1} if zero else {}))
         )
-        found.append(collect_weights(stages))
-    assert all(map(torch.equal, *found))
+        results.append(collect_weights(stages))
+    assert all(map(torch.equal, *results))
 
 
 class WritesData(nn.Linear):
@@ -128,32 +128,34 @@ class TwoOptimizers:
 
 
 def test_state_of_inner_optimizers_is_sharded() -> None:
-    found, made = [], []
+    results, optimizers = [], []
     for zero in (0, 2):
         stages = make_linears()
 
         def make_optimizer(parameters: list[nn.Parameter]) -> TwoOptimizers:
-            made.append(TwoOptimizers(parameters))
-            return made[-1]
+            optimizers.append(TwoOptimizers(parameters))
+            return optimizers[-1]
 
         run_two_steps(make_executor(zero, stages, make_optimizer))
-        found.append(collect_weights(stages))
-    assert all(map(torch.equal, *found))
-    kept = [t for one in made[1].both for own in one.state.values() for t in own.values()]
-    assert {t.dim() for t in kept} == {0, 1}
+        results.append(collect_weights(stages))
+    assert all(map(torch.equal, *results))
+    tensors = [
+        t for one in optimizers[1].both for state in one.state.values() for t in state.values()
+    ]
+    assert {t.dim() for t in tensors} == {0, 1}
 
 
 def test_loading_full_state_for_shards_is_refused() -> None:
     """torch's fused optimizers would silently use only a part of the state."""
-    made: list[Any] = []
+    optimizers: list[Any] = []
 
     def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        made.append(SGD(parameters, fused=True))
-        return made[-1]  # type: ignore[no-any-return]
+        optimizers.append(SGD(parameters, fused=True))
+        return optimizers[-1]  # type: ignore[no-any-return]
 
     run_two_steps(make_executor(0, make_linears(), make_optimizer))
     ranks = make_executor(1, make_linears(), make_optimizer)
-    made[1].load_state_dict(made[0].state_dict())
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
     with pytest.raises(
         ExecutionError,
         match=r"momentum_buffer of shape \[4, 4\] for a weight shard of shape \[16\]",
@@ -165,12 +167,12 @@ def test_state_dict_of_shards_warns() -> None:
     stages = make_linears()
     model = nn.Sequential(*stages)
     ranks = make_executor(3, stages)
-    for look in (model.state_dict, ranks.executors[0].stages[1].module.state_dict):
+    for read_state in (model.state_dict, ranks.executors[0].stages[1].module.state_dict):
         with pytest.warns(UserWarning, match=r"only this replica's shard of weight \(zero 3\)"):
-            assert all(t.dim() == 1 for t in look().values())
-    with ExitStack() as whole:
+            assert all(t.dim() == 1 for t in read_state().values())
+    with ExitStack() as stack:
         for rank in ranks.executors:
-            whole.enter_context(rank.full_parameters())
+            stack.enter_context(rank.full_parameters())
         assert model.state_dict()["0.weight"].shape == (4, 4)
         copies = [deepcopy(stages), pickle.loads(pickle.dumps(stages))]
     for copy in copies:  # copies belong to no executor, and are trained like other stages
