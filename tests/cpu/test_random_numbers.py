@@ -50,18 +50,18 @@ BOUNDARY = Boundary((2, WIDTH))
 class Noisy(nn.Module):
     """A linear layer with dropout by torch's default generator, which records the masks."""
 
-    def __init__(self, k: int, again: bool = False, number: int | None = None) -> None:
+    def __init__(self, k: int, recompute: bool = False, number: int | None = None) -> None:
         super().__init__()
         self.inner = SplitLinear(WIDTH, WIDTH)
         numbers = torch.Generator().manual_seed(k)
         for p in self.inner.parameters():
             p.data = torch.randn(p.shape, generator=numbers)
-        self.again, self.number = again, number
+        self.recompute, self.number = recompute, number
         self.masks: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         run: Callable[[Tensor], Tensor] = self.run
-        return checkpoint(run, x, use_reentrant=False) if self.again else run(x)
+        return checkpoint(run, x, use_reentrant=False) if self.recompute else run(x)
 
     def run(self, x: Tensor) -> Tensor:
         if self.number is None:
@@ -246,7 +246,7 @@ def test_recompute_draws_same_random_numbers(schedule: Any, number: int | None) 
     shape = PipelineShape(2, 4, placement="mirror" if schedule is dualpipe else "loop")
     program = compile(schedule, shape, progress_model="per_edge")
     _, expected_gradients = run_reference(make_noisy_stages(2, number=number), 4, program=program)
-    recomputed_stages = make_noisy_stages(2, again=True, number=number)
+    recomputed_stages = make_noisy_stages(2, recompute=True, number=number)
     ranks = make_executor(program, recomputed_stages)
     for order in (None, 1):
         for rank in ranks.executors:
@@ -325,16 +325,16 @@ def test_optimizer_noise_on_tied_weight_copies_warns() -> None:
 class CompiledLayer(nn.Module):
     """A linear layer with dropout, which is compiled whole or with a recomputed part."""
 
-    def __init__(self, k: int, again: bool) -> None:
+    def __init__(self, k: int, recompute: bool) -> None:
         super().__init__()
-        self.inner, self.again = nn.Linear(WIDTH, WIDTH), again
+        self.inner, self.recompute = nn.Linear(WIDTH, WIDTH), recompute
         numbers = torch.Generator().manual_seed(k)
         for p in self.inner.parameters():
             p.data = torch.randn(p.shape, generator=numbers)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x)
-        if self.again:
+        if self.recompute:
             z: Tensor = checkpoint(self.apply_dropout, y, use_reentrant=False)
             return z
         return self.apply_dropout(y)
@@ -343,13 +343,13 @@ class CompiledLayer(nn.Module):
         return F.dropout(torch.tanh(y), 0.5)
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute"
 )  # torch suppresses it, unless warnings are errors
-def test_compiled_stages_match_compiled_reference(backend: str, again: bool) -> None:
+def test_compiled_stages_match_compiled_reference(backend: str, recompute: bool) -> None:
     """Inductor draws other numbers than eager torch, and aot_eager draws the same."""
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
@@ -357,7 +357,7 @@ def test_compiled_stages_match_compiled_reference(backend: str, again: bool) -> 
         pytest.skip("torch 2.13's inductor writes C++ that does not compile without AVX2")
 
     def stages() -> list[Any]:
-        return [torch.compile(CompiledLayer(k, again), backend=backend) for k in range(2)]
+        return [torch.compile(CompiledLayer(k, recompute), backend=backend) for k in range(2)]
 
     reference_stages, compiled_stages = stages(), stages()
     ranks = make_executor(
@@ -369,7 +369,9 @@ def test_compiled_stages_match_compiled_reference(backend: str, again: bool) -> 
         loss, expected_gradients = run_reference(reference_stages, 4, seed=3, step=step)
         assert torch.equal(ranks.step(*make_batch(4), order_seed=order), loss)
         assert same_bits(gradients(compiled_stages), expected_gradients)
-        eager, _ = run_reference([CompiledLayer(k, again) for k in range(2)], 4, seed=3, step=step)
+        eager, _ = run_reference(
+            [CompiledLayer(k, recompute) for k in range(2)], 4, seed=3, step=step
+        )
         assert torch.equal(eager, loss) == (backend == "aot_eager")
 
 

@@ -77,14 +77,19 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def as_reference(
-    program: Program, stages: list[nn.Module], steps: int = 2, **more: Any
+    program: Program, stages: list[nn.Module], steps: int = 2, **options: Any
 ) -> InProcessExecutor:
     """Compare steps of a program in random orders with the reference."""
     plain = deepcopy(stages)
     sgd = partial(torch.optim.SGD, lr=0.1)
     step = sgd([p for stage in plain for p in stage.parameters()])
     world = InProcessExecutor(
-        program, stages, loss=squares, boundary=BOUNDARY, optimizer=lambda own: sgd(own), **more
+        program,
+        stages,
+        loss=squares,
+        boundary=BOUNDARY,
+        optimizer=lambda parameters: sgd(parameters),
+        **options,
     )
     for k in range(steps):
         x, y = batch(program.shape.microbatches, k)

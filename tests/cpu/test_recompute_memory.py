@@ -47,11 +47,11 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(
-    ("schedule", "shape", "which", "model"),
+    ("schedule", "shape", "recompute", "model"),
     pairs(SHAPES, ["all", "late", "some"], ["gpt", "normed"]),
 )
 def test_live_memory_with_recompute_matches_prediction(
-    schedule: Any, shape: PipelineShape, which: str, model: str
+    schedule: Any, shape: PipelineShape, recompute: str, model: str
 ) -> None:
     """Bytes are those of live storages during and after each instruction."""
     make, data, loss = MODELS[model]
@@ -64,7 +64,7 @@ def test_live_memory_with_recompute_matches_prediction(
         "late": {"recompute": "all", "recompute_at": "late"},
         "some": {"recompute": lambda s, m: (s + m) % 2 == 0},
     }
-    options = options_by_name[which]
+    options = options_by_name[recompute]
     plain = compile(schedule, shape, buffer_sharing="minimal")
     recomputed = compile(schedule, shape, buffer_sharing="minimal", **options)
     assert RECOMPUTE in recomputed.used_opcodes

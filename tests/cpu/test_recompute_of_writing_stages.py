@@ -132,16 +132,16 @@ class WrittenBias(WrittenBuffer):
 
 
 @pytest.mark.parametrize(
-    ("layer", "what"),
+    ("layer", "message"),
     [
         (WriteThroughReference, "through another reference"),
         (WrittenBias, "writes to trained Parameters"),
     ],
 )
-def test_write_that_recompute_cannot_undo_is_refused(layer: Any, what: str) -> None:
+def test_write_that_recompute_cannot_undo_is_refused(layer: Any, message: str) -> None:
     program = compile(gpipe, PipelineShape(2, 4), recompute="all")
     world = InProcessExecutor(program, noisy(2, layer), loss=squares, boundary=BOUNDARY)
-    with pytest.raises(ExecutionError, match=what):
+    with pytest.raises(ExecutionError, match=message):
         world.step(*batch(4))
 
 

@@ -25,11 +25,11 @@ TWO_RANKS = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "output.record=false
 STEPS = 7
 
 
-def make_options(folder: Path, *more: str, every: int = 2) -> list[str]:
+def make_options(folder: Path, *settings: str, every: int = 2) -> list[str]:
     """Return the options of a run in a folder, with checkpoints, that reports each third step."""
     return [f"train.steps={STEPS}", "train.log_every=3", "model.dropout=0.1",
             f'output.dir="{folder / "out"}"', f'train.checkpoint_dir="{folder / "saved"}"',
-            f"train.checkpoint_every={every}", *more]  # fmt: skip
+            f"train.checkpoint_every={every}", *settings]  # fmt: skip
 
 
 def read_losses(folder: Path) -> bytes:
@@ -54,7 +54,7 @@ def interrupt_run(
 ) -> Callable[..., Path]:
     """Return a function that starts a run which is interrupted within a step."""
 
-    def run_until(step: int, *more: str, folder: Path = tmp_path) -> Path:
+    def run_until(step: int, *settings: str, folder: Path = tmp_path) -> Path:
         issue = StepQueue.issue
 
         def issues(self: StepQueue, *args: object) -> None:
@@ -64,7 +64,7 @@ def interrupt_run(
 
         with monkeypatch.context() as patch:
             patch.setattr(StepQueue, "issue", issues)
-            assert run(config, [*ALONE, *make_options(folder, *more)]) == 130
+            assert run(config, [*ALONE, *make_options(folder, *settings)]) == 130
         return folder
 
     return run_until
@@ -261,23 +261,23 @@ def test_full_disk_keeps_last_complete_checkpoint(
     assert run(config, [*ALONE, *make_options(folder)]) == 0
 
 
-@pytest.mark.parametrize("how", ["tampered", "manifest"])
+@pytest.mark.parametrize("damage", ["tampered", "manifest"])
 def test_damaged_checkpoint_is_skipped(
     config: str,
     unbroken_losses: bytes,
     interrupt_run: Callable[..., Path],
     capsys: pytest.CaptureFixture[str],
-    how: str,
+    damage: str,
 ) -> None:
     folder = interrupt_run(6)
     newest = folder / "saved" / "step-00000004"
-    file = next(newest.glob("*.distcp")) if how == "tampered" else newest / "manifest.jsonl"
+    file = next(newest.glob("*.distcp")) if damage == "tampered" else newest / "manifest.jsonl"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
-    file.write_bytes(data if how == "tampered" else b"{}\n")
+    file.write_bytes(data if damage == "tampered" else b"{}\n")
     assert run(config, [*ALONE, *make_options(folder)]) == 0
     output = capsys.readouterr().out
-    problem = file.name if how == "tampered" else "its manifest"
+    problem = file.name if damage == "tampered" else "its manifest"
     assert f"\nskipped: step-00000004 is not complete: {problem}" in output
     assert f"\nresumed at step 2 from {folder / 'saved' / 'step-00000002'}\n" in output
     assert read_losses(folder) == unbroken_losses
@@ -301,14 +301,14 @@ checkpointing.write_checkpoint = slowly
 """
 
 
-def start_endless_run(config: str, folder: Path, *more: str) -> Run:
+def start_endless_run(config: str, folder: Path, *settings: str) -> Run:
     """Start a run of two processes that would take forever, and wait for its first step."""
     sets = [
         *TWO_RANKS,
         *make_options(folder, every=10**6),
         "train.steps=1000000",
         "train.log_every=1",
-        *more,
+        *settings,
     ]
     launcher = Run(["train", config, *(f"--set={s}" for s in sets)], folder / "begun")
     launcher.wait_for("\nstep ")

@@ -15,15 +15,15 @@ from tests import tokens
 from tests.cpu.train_command import ALONE
 
 
-def make_options(folder: Path, steps: int, *more: str) -> list[str]:
+def make_options(folder: Path, steps: int, *settings: str) -> list[str]:
     """Return the options of a run of some steps that saves each second one."""
     return [*ALONE, f"train.steps={steps}", "output.record=false", "train.checkpoint_every=2",
             f'output.dir="{folder / "out"}"', f'train.checkpoint_dir="{folder / "saved"}"',
-            *more]  # fmt: skip
+            *settings]  # fmt: skip
 
 
-def find_resumed_line(said: str) -> str:
-    return next(line for line in said.splitlines() if line.startswith("resumed"))
+def find_resumed_line(output: str) -> str:
+    return next(line for line in output.splitlines() if line.startswith("resumed"))
 
 
 def test_changed_microbatch_size_and_held_out_text_are_reported(
@@ -78,16 +78,16 @@ def test_moved_tokenizer_is_accepted_and_another_is_refused(
 
 
 @pytest.mark.parametrize(
-    ("had", "sets"),
+    ("old_kind", "sets"),
     [("gpt", ["model.window=8"]), ("gpt", ["model.kind=llama"]), ("llama", ["model.window=8"])],
 )
 def test_setting_missing_in_old_checkpoint_has_default(
-    config: str, tmp_path: Path, had: str, sets: list[str]
+    config: str, tmp_path: Path, old_kind: str, sets: list[str]
 ) -> None:
     """A missing setting had its default: older versions had no windows or kinds."""
-    settings = [f'train.checkpoint_dir="{tmp_path}"', f"model.kind={had}"]
+    settings = [f'train.checkpoint_dir="{tmp_path}"', f"model.kind={old_kind}"]
     setting_texts = read_config(config, settings).setting_texts
-    new_names = {"model.window", "model.stride"} | ({"model.kind"} if had == "gpt" else set())
+    new_names = {"model.window", "model.stride"} | ({"model.kind"} if old_kind == "gpt" else set())
     RunIdentity(
         "it", {name: value for name, value in setting_texts.items() if name not in new_names}
     ).write(tmp_path)

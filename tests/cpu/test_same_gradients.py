@@ -50,10 +50,10 @@ assert_same = partial(assert_same_gradients, ranks=2, microbatches=4, loss_fn=ms
 
 
 def collect_differences(
-    step: Step, whole: Any, given: Any = None, **options: Any
+    step: Step, model: Any, given: Any = None, **options: Any
 ) -> list[GradientDifference]:
     with pytest.raises(WrongGradients) as caught:
-        assert_same(step, whole, batch() if given is None else given, **options)
+        assert_same(step, model, batch() if given is None else given, **options)
     return [*caught.value.differences]
 
 
@@ -239,13 +239,13 @@ def test_unsummed_tied_weight_gradient_is_detected() -> None:
 
 
 def collect_torch_2_13_differences(
-    step: Step, whole: Any, given: Any, **options: Any
+    step: Step, model: Any, inputs: Any, **options: Any
 ) -> list[GradientDifference]:
     """Return the faults that torch 2.13 has, and skip the test if this torch has none of them."""
     if torch.__version__.startswith("2.13"):
-        return collect_differences(step, whole, given, **options)
+        return collect_differences(step, model, inputs, **options)
     try:
-        assert_same(step, whole, given, **options)
+        assert_same(step, model, inputs, **options)
     except WrongGradients as error:
         return [*error.differences]
     pytest.skip("this torch is right")

@@ -72,10 +72,10 @@ def first_stage_args(schedule: Schedule, x: Tensor) -> tuple[Tensor, ...]:
     return (x,) if any(stage.is_first for stage in schedule._stages) else ()
 
 
-def run_step(schedule: Schedule, seed: int, **more: Any) -> tuple[Any, list[Tensor]]:
+def run_step(schedule: Schedule, seed: int, **options: Any) -> tuple[Any, list[Tensor]]:
     x, y = make_batch(seed)
     losses: list[Tensor] = []
-    out = schedule.step(*first_stage_args(schedule, x), target=y, losses=losses, **more)
+    out = schedule.step(*first_stage_args(schedule, x), target=y, losses=losses, **options)
     return out, losses
 
 
@@ -189,15 +189,15 @@ def compare_changed_options(rank: int) -> dict[str, bool]:
         for r in ("schedir", "torch")
     ]
 
-    def compare(what: str, **more: Any) -> None:
+    def compare(case: str, **options: Any) -> None:
         results = []
         for schedule, modules in schedules:
             torch.manual_seed(5)
-            done = run_step(schedule, 0, **more), collect_gradients(modules)
+            done = run_step(schedule, 0, **options), collect_gradients(modules)
             results.append((done, torch.rand(())))  # and the state of the generator
             for module in modules:
                 module.zero_grad()
-        is_same[what] = is_equal(*results)
+        is_same[case] = is_equal(*results)
 
     compare("noise is drawn as it comes")
     compare("keywords of the loss", loss_kwargs={"weight": 3.0})
@@ -281,12 +281,12 @@ def compare_changed_modules(rank: int) -> dict[str, bool]:
     schedule, own_modules = make_schedule(modules, "one_f_one_b")
     is_same = {}
 
-    def compare(what: str) -> None:
+    def compare(case: str) -> None:
         for module in (*modules, *plain):
             module.zero_grad()
         run_step(schedule, 0)
         run_plain_loop(plain, 0, True, {p: None for m in plain for p in m.parameters()})
-        is_same[what] = is_equal(
+        is_same[case] = is_equal(
             collect_gradients(own_modules), collect_gradients(plain[rank : rank + 1])
         )
 

@@ -26,15 +26,17 @@ class MaskedLayer(nn.Module):
         self.linear, self.last = nn.Linear(WIDTHS[s], WIDTHS[s + 1]), s == len(WIDTHS) - 2
         self.table = nn.Embedding(7, WIDTHS[s])
 
-    def forward(self, x: Tensor, mask: Tensor, at: Tensor, *, times: Tensor, name: str = "") -> Any:
+    def forward(
+        self, x: Tensor, mask: Tensor, indices: Tensor, *, times: Tensor, name: str = ""
+    ) -> Any:
         # torch infers shapes with uninitialized memory, so the values are clamped to indices.
         y = (
-            torch.tanh(self.linear(x + self.table(at.clamp(0, 6)))).masked_fill(
+            torch.tanh(self.linear(x + self.table(indices.clamp(0, 6)))).masked_fill(
                 mask[..., None], 0.0
             )
             * times
         )
-        return y if self.last else (y, mask, at + 1)
+        return y if self.last else (y, mask, indices + 1)
 
 
 def mean_squared_error(y: Tensor, target: Tensor) -> Tensor:

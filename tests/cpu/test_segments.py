@@ -63,15 +63,19 @@ def select_modules(
     return {first[s] + k: one for s in stages for k, one in enumerate(split_stage(stages[s]))}
 
 
-def train_steps(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dict[str, Any]:
+def train_steps(
+    name: str, cut: tuple[int, ...] | None, options_of_case: dict[str, Any]
+) -> dict[str, Any]:
     """Return losses, norm, weights and gradients of two steps, and the loss of an evaluation."""
     torch.manual_seed(0)
     v, chunks, _ = CASES[name]
     shape = PipelineShape(2, 4 // chunks if cut else 4, v)
     segment_options: Any = {"stage_segments": cut, "microbatch_chunks": chunks if cut else None}
     if not cut:
-        more = {key: value for key, value in more.items() if key != "fill_collective_waits"}
-    sequence = more.get("sequence_parallel", False)
+        options_of_case = {
+            key: value for key, value in options_of_case.items() if key != "fill_collective_waits"
+        }
+    sequence = options_of_case.get("sequence_parallel", False)
     options: Any = {
         "tp": 2,
         "tied_weights": True,
@@ -80,7 +84,11 @@ def train_steps(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) ->
         **segment_options,
     }
     program = compile(
-        getattr(schedules, name), shape, blocking_hosts=True, clip_grad_norm=True, **options | more
+        getattr(schedules, name),
+        shape,
+        blocking_hosts=True,
+        clip_grad_norm=True,
+        **options | options_of_case,
     )
     evaluates = compile(schedules.forward_only, shape, blocking_hosts=True, **options)
     transport = GlooTransport(program, extra_programs=[evaluates])
@@ -113,12 +121,12 @@ def find_differences(rank: int, name: str, sequence: bool) -> list[str]:
 
     The run of whole stages has as many microbatches as the other has chunks.
     """
-    shape, more = PipelineShape(2, 4, CASES[name][0]), CASES[name][2]
+    shape, options = PipelineShape(2, 4, CASES[name][0]), CASES[name][2]
     stage_results, segment_results = (
         train_steps(
             name,
             segments,
-            SEQUENCE_PARALLEL_OPTIONS[name] | {"sequence_parallel": True} if sequence else more,
+            SEQUENCE_PARALLEL_OPTIONS[name] | {"sequence_parallel": True} if sequence else options,
         )
         for segments in (None, count_segments([CONFIG.layers // shape.stages] * shape.stages))
     )

@@ -137,10 +137,10 @@ def find_wrong_shapes(t: int, group: Any, rank: int) -> list[str]:
 
 
 def make_executor(
-    group: Any, how: Results, stage: nn.Module | None = None, **more: Any
+    group: Any, program_options: Results, stage: nn.Module | None = None, **executor_options: Any
 ) -> Executor:
     """Return the executor of a pipeline of one rank, with two tensor-parallel ranks."""
-    options: Results = {"sequence_parallel": True} | how
+    options: Results = {"sequence_parallel": True} | program_options
     program = compile(one_f_one_b, PipelineShape(1, 3), tp=2, **options)
     transport = GlooTransport(program, group=group)
     tp = transport.tp_group
@@ -149,25 +149,25 @@ def make_executor(
     )
     return Executor(
         program, 0, [stage], transport,
-        loss=lambda y, target: gpt.loss(y, target, tp), boundary=(2, 4, 16), **more,
+        loss=lambda y, target: gpt.loss(y, target, tp), boundary=(2, 4, 16), **executor_options,
     )  # fmt: skip
 
 
 class ReplicatedWeight(nn.Module):
     """A stage that each tensor-parallel rank holds whole."""
 
-    def __init__(self, says: bool | None) -> None:
+    def __init__(self, is_summed: bool | None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
-        if says is not None:
-            self.weight.summed_over_tp = says  # type: ignore[attr-defined]
+        if is_summed is not None:
+            self.weight.summed_over_tp = is_summed  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * x
 
 
-def make_sliced_weight(says: bool | None) -> ReplicatedWeight:
-    stage = ReplicatedWeight(says)
+def make_sliced_weight(is_summed: bool | None) -> ReplicatedWeight:
+    stage = ReplicatedWeight(is_summed)
     stage.weight.shard_dim = 0  # type: ignore[attr-defined]
     return stage
 

@@ -65,12 +65,12 @@ def _build_executor(process: int, differs: str) -> None:
     )
 
 
-def _change_parameters(stage: nn.Module, how: str) -> None:
+def _change_parameters(stage: nn.Module, change: str) -> None:
     """Change a shape, the order of parameters, or the number of trained parameters."""
     weight, bias = (stage.get_parameter(f"layers.0.proj.{name}") for name in ("weight", "bias"))
-    if how == "turned":
+    if change == "turned":
         weight.data = weight.data.view(8, 32)
-    elif how == "order":
+    elif change == "order":
         proj = stage.get_submodule("layers.0.proj")
         proj._parameters.clear()
         proj.register_parameter("bias", bias)
@@ -80,7 +80,7 @@ def _change_parameters(stage: nn.Module, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("differs", "said"),
+    ("differs", "message"),
     [
         ("shape", "the boundary: [2, 8, 16] of torch.float32 and [2, 8, 32] of torch.float32"),
         ("max_norm", "max_norm: 1.0 and 2.0"),
@@ -98,13 +98,13 @@ def _change_parameters(stage: nn.Module, how: str) -> None:
         ("tied", "the tied weight, slice 0: [32, 16] of "),
     ],
 )
-def test_difference_is_reported_in_every_process(differs: str, said: str) -> None:
+def test_difference_is_reported_in_every_process(differs: str, message: str) -> None:
     with pytest.raises(RankError) as caught:
         run(_build_executor, 2, differs, limit=60)
     assert len(caught.value.tracebacks) == 2
     for tb in caught.value.tracebacks.values():
         assert "ModelError: " in tb and "processes 0 and 1 do not agree on " in tb
-        assert said in tb
+        assert message in tb
 
 
 def test_equal_settings_are_accepted() -> None:

@@ -268,8 +268,8 @@ def collect_refusals() -> list[Exception]:
             attempt()
         errors.append(error.value)
 
-    def make_with_extra_programs(*more: Any, of: Program = program) -> Any:
-        return lambda: make_executor(of, stages, extra_programs=more)
+    def make_with_extra_programs(*extra_programs: Any, of: Program = program) -> Any:
+        return lambda: make_executor(of, stages, extra_programs=extra_programs)
 
     record_refusal(
         make_with_extra_programs(

@@ -123,11 +123,11 @@ class OutsideReference(nn.Module):
     def __init__(self, beside: bool) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        self.own = [self.layer.weight] * beside
+        self.references = [self.layer.weight] * beside
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.layer(x))
-        return sum((y @ weight for weight in self.own), y)
+        return sum((y @ weight for weight in self.references), y)
 
 
 @pytest.mark.parametrize("late", [False, True])

@@ -69,9 +69,9 @@ def run_gpt(rank: int, schedule: Schedule, shape: PipelineShape) -> Any:
     return {s: gradients([m])[0] for s, m in own_stages.items()}
 
 
-@pytest.mark.parametrize(("schedule", "where"), [(chimera, "mirror"), (bitpipe, "mirror-vee")])
-def test_stage_replicas_have_reference_bits(schedule: Schedule, where: str) -> None:
-    shape = PipelineShape(4, 6, placement=where)
+@pytest.mark.parametrize(("schedule", "placement"), [(chimera, "mirror"), (bitpipe, "mirror-vee")])
+def test_stage_replicas_have_reference_bits(schedule: Schedule, placement: str) -> None:
+    shape = PipelineShape(4, 6, placement=placement)
     _, expected_gradients = expected(
         shape, program=compile(schedule, shape, tied_weights=True, progress_model="per_edge")
     )
@@ -118,11 +118,11 @@ def test_send_does_not_wait_for_receive() -> None:
     assert float(loss) == 16 * 1500
 
 
-def run_with_lost_peer(rank: int, leaves: bool) -> None:
+def run_with_lost_peer(rank: int, is_lost: bool) -> None:
     executor = make_executor(
         compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge"), rank, seconds=1.5
     )
-    if rank and leaves:
+    if rank and is_lost:
         os._exit(0)
     if rank:
         time.sleep(6)
@@ -130,23 +130,23 @@ def run_with_lost_peer(rank: int, leaves: bool) -> None:
 
 
 @pytest.mark.parametrize(
-    ("leaves", "why"),
+    ("is_lost", "message"),
     [
         (True, "rank 1 has left"),
         (False, "PeerLate: rank 1 sent nothing within the timeout"),
     ],
 )
-def test_lost_or_late_peer_is_named(leaves: bool, why: str) -> None:
+def test_lost_or_late_peer_is_named(is_lost: bool, message: str) -> None:
     with pytest.raises(RankError) as error:
-        run(run_with_lost_peer, 2, leaves, grace=10.0)
-    assert why in error.value.tracebacks[0]
+        run(run_with_lost_peer, 2, is_lost, grace=10.0)
+    assert message in error.value.tracebacks[0]
 
 
-def run_in_directory(rank: int, place: str, problem: bool) -> str:
+def run_in_directory(rank: int, place: str, is_missing: bool) -> str:
     """Use one directory for shared memory, or a missing one for the second rank."""
     program = compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 20.0)
-    shared_memory.MEMORY_DIRECTORIES = (place if rank == 0 or not problem else f"{place}/none",)
+    shared_memory.MEMORY_DIRECTORIES = (place if rank == 0 or not is_missing else f"{place}/none",)
     try:
         executor = make_executor(program, rank, transport=transport)
     except ModelError as error:
@@ -155,10 +155,12 @@ def run_in_directory(rank: int, place: str, problem: bool) -> str:
     return ""
 
 
-@pytest.mark.parametrize("problem", [False, True])
-def test_memory_files_are_deleted(problem: bool, tmp_path: Path) -> None:
-    for error in run(run_in_directory, 2, str(tmp_path), problem):
-        assert error.startswith("process 1 cannot allocate shared memory: No such file") == problem
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_memory_files_are_deleted(is_missing: bool, tmp_path: Path) -> None:
+    for error in run(run_in_directory, 2, str(tmp_path), is_missing):
+        assert (
+            error.startswith("process 1 cannot allocate shared memory: No such file") == is_missing
+        )
     assert not list(tmp_path.iterdir())
 
 

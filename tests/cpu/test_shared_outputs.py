@@ -154,14 +154,14 @@ class TwoOutputs(Layer):
 class InPlaceInput(nn.Module):
     """Changes its first input, its second, or none in place."""
 
-    def __init__(self, which: int | None, says_so: bool) -> None:
+    def __init__(self, input_index: int | None, is_declared: bool) -> None:
         super().__init__()
-        self.which, self.inplace = which, says_so
+        self.input_index, self.inplace = input_index, is_declared
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, *xs: Tensor) -> Any:
-        if self.which is not None:
-            functional.relu_(xs[self.which])
+        if self.input_index is not None:
+            functional.relu_(xs[self.input_index])
         return self.linear(xs[0] * 2 + xs[1].sum())
 
 
@@ -181,7 +181,8 @@ def test_overlapping_outputs_have_gradients_of_plain_loop(
 ) -> None:
     """The gradients are those of a loop over the stages without changes in place."""
     stages, plain = (
-        made(lambda: TwoOutputs(second), lambda: InPlaceInput(None, says_so=True)) for _ in range(2)
+        made(lambda: TwoOutputs(second), lambda: InPlaceInput(None, is_declared=True))
+        for _ in range(2)
     )
     edges = {0: (BOUNDARY, boundary), 1: BOUNDARY, 2: BOUNDARY}
     ranks = world(PROGRAMS[name](), stages, boundary=edges)
@@ -195,14 +196,14 @@ def test_overlapping_outputs_have_gradients_of_plain_loop(
                 torch.testing.assert_close(gradient, other[parameter_name])
 
 
-@pytest.mark.parametrize("says_so", [False, True])
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("is_declared", [False, True])
+@pytest.mark.parametrize("input_index", [0, 1])
 @pytest.mark.parametrize(("second", "boundary"), OVERLAPPING)
 @pytest.mark.parametrize("name", ["1f1b", "one rank"])
 def test_in_place_change_of_overlapping_output_is_refused(
-    name: str, second: Any, boundary: Boundary, which: int, says_so: bool
+    name: str, second: Any, boundary: Boundary, input_index: int, is_declared: bool
 ) -> None:
-    stages = made(lambda: TwoOutputs(second), lambda: InPlaceInput(which, says_so))
+    stages = made(lambda: TwoOutputs(second), lambda: InPlaceInput(input_index, is_declared))
     edges = {0: (BOUNDARY, boundary), 1: BOUNDARY, 2: BOUNDARY}
     with pytest.raises(ExecutionError) as error:
         world(PROGRAMS[name](), stages, boundary=edges).step(*batch())
@@ -220,7 +221,7 @@ class TwoHalves(Layer):
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_disjoint_outputs_in_one_storage_have_same_bits(name: str) -> None:
     reference_stages, stages = (
-        made(TwoHalves, lambda: InPlaceInput(0, says_so=True)) for _ in range(2)
+        made(TwoHalves, lambda: InPlaceInput(0, is_declared=True)) for _ in range(2)
     )
     edges = {0: (BOUNDARY, BOUNDARY), 1: BOUNDARY, 2: BOUNDARY}
     ranks = world(PROGRAMS[name](), stages, boundary=edges)
@@ -234,9 +235,9 @@ def test_disjoint_outputs_in_one_storage_have_same_bits(name: str) -> None:
 class AliasedOutput(Layer):
     """Returns a tensor that shares memory with another one."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.what, self.rows = what, nn.Parameter(torch.randn(4, WIDTH))
+        self.kind, self.rows = kind, nn.Parameter(torch.randn(4, WIDTH))
 
     def forward(self, x: Tensor) -> Any:
         y = super().forward(x)
@@ -249,31 +250,31 @@ class AliasedOutput(Layer):
             "view of weight": self.rows[1:],
             "saved": y,
         }
-        return kinds[self.what]
+        return kinds[self.kind]
 
 
 class InPlaceStage(Layer):
-    def __init__(self, says_so: bool) -> None:
+    def __init__(self, is_declared: bool) -> None:
         super().__init__()
-        self.inplace = says_so
+        self.inplace = is_declared
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(functional.dropout(x.add_(1), 0.5, True, inplace=True))
 
 
 @pytest.mark.parametrize(
-    ("name", "what", "says_so"),
+    ("name", "kind", "is_declared"),
     pairs(
         ["1f1b, fewest slots", "zb_h1", "two stages per rank", *ON_ONE_RANK],
         ["input", "view of input", "expanded", "transposed", "weight", "view of weight", "saved"],
         [False, True],
     ),
 )
-def test_in_place_stage_changes_no_other_tensor(name: str, what: str, says_so: bool) -> None:
+def test_in_place_stage_changes_no_other_tensor(name: str, kind: str, is_declared: bool) -> None:
     """The stage changes a copy, or it is refused. No other tensor changes in either case."""
-    returns = lambda: AliasedOutput(what)  # noqa: E731
-    before = [] if "weight" in what else [Layer]  # a weight does not depend on an input
-    makers = [*before, returns, lambda: InPlaceStage(says_so)]
+    returns = lambda: AliasedOutput(kind)  # noqa: E731
+    before = [] if "weight" in kind else [Layer]  # a weight does not depend on an input
+    makers = [*before, returns, lambda: InPlaceStage(is_declared)]
     reference_stages, own_stages = made(*makers), made(*makers)
     x, target = batch()
     input_copy, initial_states = x.clone(), deepcopy([stage.state_dict() for stage in own_stages])
@@ -284,7 +285,7 @@ def test_in_place_stage_changes_no_other_tensor(name: str, what: str, says_so: b
             assert torch.equal(ranks.step(x, target), total)
             assert same_bits(gradients(own_stages), gradients(reference_stages))
     except ExecutionError as error:
-        assert not says_so and instruction_of(error)[:2] == (Opcode.Forward, len(before) + 1)
+        assert not is_declared and instruction_of(error)[:2] == (Opcode.Forward, len(before) + 1)
         return
     assert torch.equal(x, input_copy)
     for stage, initial_state in zip(own_stages, initial_states, strict=True):

@@ -186,13 +186,13 @@ class GivenOutput(nn.Module):
         return y if self.make_output is None else self.make_output(y)
 
 
-def make_executor(make_output: Any, **how: Any) -> tuple[InProcessExecutor, Tensor]:
+def make_executor(make_output: Any, **options: Any) -> tuple[InProcessExecutor, Tensor]:
     """Return three stages with a skip over the second, and their input."""
     stages = [GivenOutput(make_output), GivenOutput(), GivenOutput()]
     program = compile(schedules.gpipe, PipelineShape(3, 2), skips=((0, 2),))
     x = torch.ones(2, WIDTH)
-    how = {"loss": F.mse_loss, "boundary": (WIDTH,), **how}
-    return InProcessExecutor(program, stages, **how), x
+    options = {"loss": F.mse_loss, "boundary": (WIDTH,), **options}
+    return InProcessExecutor(program, stages, **options), x
 
 
 WRONG_OUTPUTS: list[tuple[Any, dict[str, Any], str, str]] = [
@@ -223,13 +223,13 @@ WRONG_OUTPUTS: list[tuple[Any, dict[str, Any], str, str]] = [
 
 
 @pytest.mark.parametrize(
-    ("gives", "how", "fact", "hint"), WRONG_OUTPUTS, ids=[w[2] for w in WRONG_OUTPUTS]
+    ("make_output", "options", "fact", "hint"), WRONG_OUTPUTS, ids=[w[2] for w in WRONG_OUTPUTS]
 )
 def test_wrong_skip_output_is_refused(
-    gives: Any, how: dict[str, Any], fact: str, hint: str
+    make_output: Any, options: dict[str, Any], fact: str, hint: str
 ) -> None:
     with pytest.raises((ExecutionError, ModelError)) as caught:
-        world, x = make_executor(gives, **how)
+        world, x = make_executor(make_output, **options)
         world.step(x, x)
     assert fact in caught.value.fact, caught.value.fact
     assert hint in caught.value.hint

@@ -36,9 +36,9 @@ class Layers(nn.Module):
         self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.hook = hook
 
-    def forward(self, x: Tensor, seen: GradientSums) -> Tensor:
+    def forward(self, x: Tensor, sums: GradientSums) -> Tensor:
         y: Tensor = self.one(x)
-        self.hook(self, y, seen)
+        self.hook(self, y, sums)
         out: Tensor = self.two(torch.tanh(y))
         return out
 
@@ -47,8 +47,8 @@ def _double(gradients: Any, _: object = None) -> Any:
     return tuple(None if g is None else 2 * g for g in gradients)
 
 
-def _record_sum(seen: GradientSums, gradients: Any) -> None:
-    seen.append(float(sum(g.double().sum() for g in gradients if g is not None)))
+def _record_sum(sums: GradientSums, gradients: Any) -> None:
+    sums.append(float(sum(g.double().sum() for g in gradients if g is not None)))
 
 
 def _get_accumulator(model: Layers) -> Any:

@@ -204,8 +204,8 @@ class AutocastLayer(nn.Module):
         return y
 
 
-@pytest.mark.parametrize(("kind", "said"), [(SkippedLayer, 0), (AutocastLayer, 2)])
-def test_unused_layers_and_full_backwards_have_same_bits(kind: Any, said: int) -> None:
+@pytest.mark.parametrize(("kind", "num_warnings"), [(SkippedLayer, 0), (AutocastLayer, 2)])
+def test_unused_layers_and_full_backwards_have_same_bits(kind: Any, num_warnings: int) -> None:
     """Some or all microbatches may leave no work for W. A whole backward gets one warning."""
     torch.manual_seed(0)
     plain: list[nn.Module] = [kind(), kind()]
@@ -222,7 +222,7 @@ def test_unused_layers_and_full_backwards_have_same_bits(kind: Any, said: int) -
         for p in stage.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
     assert same_bits(gradients(plain), gradients(split))
-    assert len(caught) == said
+    assert len(caught) == num_warnings
 
 
 def test_bypassed_split_layer_is_refused() -> None:

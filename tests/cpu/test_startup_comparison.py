@@ -22,22 +22,22 @@ from tests.cpu.train_command import TORCHRUN, arguments, fork, launched
 
 
 def compare_processes(
-    each: list[tuple[int, int, dict[str, str]]], timeout: float = 20
+    processes: list[tuple[int, int, dict[str, str]]], timeout: float = 20
 ) -> list[str]:
     """Return the errors of processes with these (RANK, WORLD_SIZE, facts) at a real store.
 
     Each process is a thread.
     """
-    store, errors = HashStore(), [""] * len(each)
+    store, errors = HashStore(), [""] * len(processes)
 
     def compare(k: int) -> None:
-        rank, world, facts = each[k]
+        rank, world, facts = processes[k]
         try:
             compare_facts(store, rank, world, facts | {"WORLD_SIZE": str(world)}, timeout)
         except (ModelError, ExecutionError) as error:
             errors[k] = error.fact
 
-    threads = [Thread(target=compare, args=(k,)) for k in range(len(each))]
+    threads = [Thread(target=compare, args=(k,)) for k in range(len(processes))]
     for thread in threads:
         thread.start()
     for thread in threads:
@@ -50,7 +50,7 @@ def test_equal_facts_are_accepted() -> None:
 
 
 @pytest.mark.parametrize(
-    ("each", "fact"),
+    ("processes", "fact"),
     [
         ([(0, 2, {"a": "1"}), (1, 2, {"a": "2"})], "not agree on a: 1 and 2"),
         ([(0, 3, {}), (1, 2, {}), (2, 3, {})], "not agree on WORLD_SIZE: 3 and 2"),
@@ -60,8 +60,8 @@ def test_equal_facts_are_accepted() -> None:
         ([(0, 2, {}), (0, 2, {})], "two processes have RANK 0"),
     ],
 )
-def test_difference_is_reported_on_every_process(each: Any, fact: str) -> None:
-    errors = compare_processes(each)
+def test_difference_is_reported_on_every_process(processes: Any, fact: str) -> None:
+    errors = compare_processes(processes)
     assert all(fact in error for error in errors), errors
 
 
@@ -85,11 +85,11 @@ def test_pickle_from_peer_is_refused() -> None:
 
 
 @pytest.mark.parametrize(
-    "told", [5, ({"a": 1}, None), ({1: "a"}, None), ({}, ([],)), ({}, "a"), ({},)]
+    "facts", [5, ({"a": 1}, None), ({1: "a"}, None), ({}, ([],)), ({}, "a"), ({},)]
 )
-def test_malformed_facts_are_refused(told: object) -> None:
+def test_malformed_facts_are_refused(facts: object) -> None:
     store: Any = HashStore()
-    store.set("facts 1", encode_value(told))
+    store.set("facts 1", encode_value(facts))
     with pytest.raises(ModelError, match="process 1 sent invalid facts"):
         compare_facts(store, 0, 2, {"a": "1"}, 5)
     assert store.get("verdict").startswith(b"process 1 sent invalid facts")

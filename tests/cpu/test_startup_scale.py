@@ -27,7 +27,7 @@ class CountingStore:
     """A store that counts calls, and keys that are read."""
 
     def __init__(self) -> None:
-        self.inner, self.calls, self.read = dist.HashStore(), Counter[str](), 0  # type: ignore[attr-defined]
+        self.inner, self.calls, self.num_keys_read = dist.HashStore(), Counter[str](), 0  # type: ignore[attr-defined]
 
     def set(self, key: str, value: str) -> None:
         self.calls["set"] += 1
@@ -35,12 +35,12 @@ class CountingStore:
 
     def get(self, key: str) -> bytes:
         self.calls["get"] += 1
-        self.read += 1
+        self.num_keys_read += 1
         return bytes(self.inner.get(key))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         self.calls["multi_get"] += 1
-        self.read += len(keys)
+        self.num_keys_read += len(keys)
         return list(self.inner.multi_get(keys))
 
 
@@ -60,7 +60,7 @@ def test_shared_gpu_is_found_with_few_store_reads(twin: int | None) -> None:
     cards = [f"GPU {k % 8 if k != twin else 0}" for k in range(WORLD)]
     with ThreadPoolExecutor(WORLD) as pool:
         errors = {*pool.map(_find_shared_gpu, [store] * WORLD, range(WORLD), cards)}
-    assert sum(store.calls.values()) <= 3 * WORLD and store.read <= 2 * WORLD
+    assert sum(store.calls.values()) <= 3 * WORLD and store.num_keys_read <= 2 * WORLD
     if twin is None:
         assert errors == {""}
     else:

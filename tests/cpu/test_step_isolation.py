@@ -40,7 +40,7 @@ class UserOptimizer(torch.optim.Optimizer):
 
     def __init__(self, params: Any, **how: str) -> None:
         super().__init__(params, {"lr": 0.05})
-        self.how = how
+        self.variants = how
         self.number, self.listed, self.counted = 0, [0], torch.zeros(())
         self.groups = [[*group["params"]] for group in self.param_groups]
         if how.get("attribute") != "parameters":
@@ -48,24 +48,24 @@ class UserOptimizer(torch.optim.Optimizer):
         if how.get("state") == "views of an attribute":
             self.flat = torch.zeros(100, dtype=torch.float64)
             end = 0
-            for p in self._each():
+            for p in self._iterate_weights():
                 self.state[p]["m"] = self.flat[end : end + p.numel()].view(p.shape)
                 end += p.numel()
 
-    def _each(self) -> Iterator[nn.Parameter]:
+    def _iterate_weights(self) -> Iterator[nn.Parameter]:
         for group in getattr(self, "groups", [group["params"] for group in self.param_groups]):
             yield from group
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         slower = self._count()
-        if self.how.get("state") == "views of an attribute":
+        if self.variants.get("state") == "views of an attribute":
             self.flat.mul_(0.5)
-        for p in self._each():
+        for p in self._iterate_weights():
             if p.grad is None:
                 continue
             change = -0.05 * slower * self._momentum(p)
-            match self.how.get("weights"):
+            match self.variants.get("weights"):
                 case "data in place":
                     p.data.add_(change)
                 case "data":
@@ -76,14 +76,14 @@ class UserOptimizer(torch.optim.Optimizer):
                     p.data = (p + change)[None]
                 case _:
                     p.add_(change)
-            match self.how.get("gradient"):
+            match self.variants.get("gradient"):
                 case "none":
                     p.grad = None
                 case "new":
                     p.grad = torch.full_like(p, torch.nan)
                 case "zero":
                     p.grad.zero_()
-        match self.how.get("group"):
+        match self.variants.get("group"):
             case "added":
                 self.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
             case "swapped":
@@ -92,7 +92,7 @@ class UserOptimizer(torch.optim.Optimizer):
 
     def _count(self) -> float:
         """Count the step, and return the factor of its update, which depends on the count."""
-        match self.how.get("count"):
+        match self.variants.get("count"):
             case "number":
                 self.number += 1
                 return 1 / self.number
@@ -117,8 +117,8 @@ class UserOptimizer(torch.optim.Optimizer):
 
     def _momentum(self, p: nn.Parameter) -> Any:
         assert p.grad is not None
-        state = self.state[p] if self.how.get("state") else {}
-        match self.how.get("state"):
+        state = self.state[p] if self.variants.get("state") else {}
+        match self.variants.get("state"):
             case "replaced":
                 state["m"] = 0.5 * state.get("m", torch.zeros_like(p)) + p.grad
             case "in a new dict":

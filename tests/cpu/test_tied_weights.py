@@ -115,9 +115,9 @@ def train_plain_loop(
     return norms
 
 
-def is_near(one: nn.Module, other: nn.Module, most: float = 1e-9) -> bool:
+def is_near(one: nn.Module, other: nn.Module, tolerance: float = 1e-9) -> bool:
     return all(
-        torch.allclose(p, q, rtol=0, atol=most)
+        torch.allclose(p, q, rtol=0, atol=tolerance)
         for p, q in zip(one.parameters(), other.parameters(), strict=True)
     )
 
@@ -226,7 +226,7 @@ def test_module_in_two_stages_trains_like_plain_loop() -> None:
 
 
 def train_process(
-    process: int, schedule: Any, shape: PipelineShape, shared: Any, dp: int, how: str
+    process: int, schedule: Any, shape: PipelineShape, shared: Any, dp: int, copies: str
 ) -> dict[int, dict[str, Tensor]]:
     """Return the weights of a process after three steps."""
     stages = parts(Model(shape.stages, shared))
@@ -237,7 +237,7 @@ def train_process(
     )
     transport = GlooTransport(program)
     own_stages = {s: stages[s] for s in shape.stages_on_rank[transport.rank]}
-    if how == "copied":
+    if copies == "copied":
         own_stages = {s: deepcopy(module) for s, module in own_stages.items()}
     parameters = dict.fromkeys(p for module in own_stages.values() for p in module.parameters())
     executor = Executor(
@@ -253,7 +253,7 @@ def train_process(
 
 
 @pytest.mark.parametrize(
-    ("schedule", "shape", "shared", "dp", "how"),
+    ("schedule", "shape", "shared", "dp", "copies"),
     [
         (zb_h1, PipelineShape(4, 4), THREE_LAYERS, 1, "copied"),
         (zb_v, VEE, (), 2, "shared"),
@@ -261,9 +261,9 @@ def train_process(
     ],
 )
 def test_tied_weights_on_processes_train_like_plain_loop(
-    schedule: Any, shape: PipelineShape, shared: Any, dp: int, how: str
+    schedule: Any, shape: PipelineShape, shared: Any, dp: int, copies: str
 ) -> None:
-    results = run(train_process, shape.ranks * dp, schedule, shape, shared, dp, how)
+    results = run(train_process, shape.ranks * dp, schedule, shape, shared, dp, copies)
     plain_model = Model(shape.stages, shared)
     train_plain_loop(plain_model, shape.microbatches * dp, clip=0.5)
     expected = [part.state_dict() for part in parts(plain_model)]
@@ -276,7 +276,7 @@ def test_tied_weights_on_processes_train_like_plain_loop(
                 assert torch.equal(first_copies.setdefault(key, p), p)
 
 
-def train_sharded_gpt(process: int, how: str) -> dict[int, dict[str, Tensor]]:
+def train_sharded_gpt(process: int, ties_from: str) -> dict[int, dict[str, Tensor]]:
     """Return gradients of a GPT with a divided embedding, and ties given by hand or by modules."""
     program = schedir.compile(
         one_f_one_b,
@@ -289,7 +289,7 @@ def train_sharded_gpt(process: int, how: str) -> dict[int, dict[str, Tensor]]:
     transport = GlooTransport(program)
     ties = (
         schedir.TiedWeights((((0, "embedding.weight"), (1, "head.weight")),))
-        if how == "said"
+        if ties_from == "said"
         else None
     )
     executor = gpt_executor(program, transport, lr=0.01, tied_weights=ties)

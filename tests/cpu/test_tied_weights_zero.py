@@ -105,8 +105,10 @@ def train_in_process(
         return [p.detach().clone() for p in nn.Sequential(*stages).parameters()]
 
 
-def is_near(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
-    return all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(found, wanted, strict=True))
+def is_near(parameters: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return all(
+        torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(parameters, expected, strict=True)
+    )
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[*HealthCheck])

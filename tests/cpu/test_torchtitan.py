@@ -32,17 +32,17 @@ LAYERS, WIDTH, ROWS, MB = 4, 6, 8, 4
 class Linear(nn.Linear):
     """Stores its forward as an attribute, as `parallelize` of 0.3.0 does."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.forward = self.forward  # type: ignore[method-assign]
 
 
 class Layers(nn.Module):
     """Some layers of a model, which take a factor for what they add."""
 
-    def __init__(self, own: list[int]) -> None:
+    def __init__(self, layer_numbers: list[int]) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({f"{k}": Linear(WIDTH, WIDTH) for k in own})
+        self.layers = nn.ModuleDict({f"{k}": Linear(WIDTH, WIDTH) for k in layer_numbers})
 
     def forward(self, x: Tensor, by: Tensor | None = None) -> Tensor:
         for layer in self.layers.values():
@@ -84,8 +84,8 @@ class PipelineParallel(ModuleType):
     def build(self, name: str, stages: list[PipelineStage]) -> Any:
         kind = self.get_schedule_class(name)
         looped = issubclass(kind, theirs.PipelineScheduleMulti)
-        given: Any = stages if looped else stages[0]
-        return kind(given, n_microbatches=MB, loss_fn=loss_fn, scale_grads=False)
+        stage_argument: Any = stages if looped else stages[0]
+        return kind(stage_argument, n_microbatches=MB, loss_fn=loss_fn, scale_grads=False)
 
 
 def install_stand_in(version: str = "0.3.0") -> PipelineParallel:
@@ -132,13 +132,13 @@ class Trainer:
         self.optimizer = torch.optim.SGD(parameters, lr=0.01)
         self.pre_split = pre_split
 
-    def call(self, what: Any, step: int, tokens: float) -> float | None:
+    def call(self, method: Any, step: int, tokens: float) -> float | None:
         """Run a step or an evaluation, and return the sum of its losses where they are known."""
         x, y, by = make_batch(step, self.replica)
         losses: list[Tensor] | None = [] if self.last else None
         options: dict[str, Any] = {"losses": losses, "return_outputs": False}
         if self.pre_split:
-            what(
+            method(
                 arg_mbs=[(part,) for part in x.chunk(MB)] if self.first else None,
                 kwarg_mbs=[{"by": part} for part in by.chunk(MB)],
                 target_mbs=[*y.chunk(MB)] if self.last else None,
@@ -146,9 +146,9 @@ class Trainer:
                 **options,
             )
         elif self.first:
-            what(x, by=by, target=y if self.last else None, **options)
+            method(x, by=by, target=y if self.last else None, **options)
         else:
-            what(by=by, target=y if self.last else None, **options)
+            method(by=by, target=y if self.last else None, **options)
         return torch.stack([one.detach() for one in losses]).sum().item() if losses else None
 
     def train(self) -> list[float | None]:

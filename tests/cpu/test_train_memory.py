@@ -39,12 +39,19 @@ def test_impossible_memory_limit_is_refused(tmp_path: Path, config: Path) -> Non
     assert code == 2 and "MemoryLimitError" in err
 
 
-@pytest.mark.parametrize("more", [[], ["memory.recompute=all"], ["train.precision=bfloat16"]])
+@pytest.mark.parametrize(
+    "settings_of_case", [[], ["memory.recompute=all"], ["train.precision=bfloat16"]]
+)
 def test_counted_memory_is_near_prediction(
-    tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+    tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str], settings_of_case: list[str]
 ) -> None:
     """Live memory is lower by a tensor handed over in an instruction, at most one activation."""
-    settings = [*ALONE, "pipeline.stages_per_rank=4", *more, f"output.dir={tmp_path / 'o'}"]
+    settings = [
+        *ALONE,
+        "pipeline.stages_per_rank=4",
+        *settings_of_case,
+        f"output.dir={tmp_path / 'o'}",
+    ]
     assert run(str(config), [*settings, "output.record=false", "output.memory=true"]) == 0
     assert "counted memory of each rank: 1." in capsys.readouterr().out
     memory = json.loads((tmp_path / "o" / "summary.json").read_text())["memory"]

@@ -61,7 +61,7 @@ def gone(pid: int) -> bool:
 
 
 @pytest.mark.parametrize(
-    ("to", "what", "code", "said"),
+    ("receiver", "signal_number", "code", "message"),
     cases(
         [
             ("rank 1", signal.SIGKILL, 1, "process 1 (pipeline rank 1) was killed by signal 9"),
@@ -78,15 +78,15 @@ def test_all_processes_end_after_signal(
     endless_run: tuple[Run, list[int]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    to: str,
-    what: signal.Signals,
+    receiver: str,
+    signal_number: signal.Signals,
     code: int,
-    said: str,
+    message: str,
 ) -> None:
     launcher, pids = endless_run
     out = tmp_path / "out"
-    os.kill(pids[1] if to == "rank 1" else launcher.pid, what)
-    if what is signal.SIGSTOP:  # until the timeout
+    os.kill(pids[1] if receiver == "rank 1" else launcher.pid, signal_number)
+    if signal_number is signal.SIGSTOP:  # until the timeout
         while (diagnosis := run_diagnose(capsys, out)).startswith("the run makes progress"):
             time.sleep(0.05)
         assert (
@@ -95,16 +95,16 @@ def test_all_processes_end_after_signal(
         )
         assert "\n  process 0 (pipeline rank 0)  " in diagnosis  # at any place by then
     exit_code, _, err = launcher.finish()
-    assert exit_code == code and said in err
+    assert exit_code == code and message in err
     assert err.count("\n") <= 3 and "Traceback" not in err
     wait_until(lambda: all(map(gone, pids)))
-    if to == "rank 1":
+    if receiver == "rank 1":
         assert run_diagnose(capsys, out).startswith(err)
-    elif what is signal.SIGKILL:  # no process was left to clean up
+    elif signal_number is signal.SIGKILL:  # no process was left to clean up
         assert run_diagnose(capsys, out).startswith(
             "no process is the cause: all 2 processes ended at once, "
         )
-    elif what is not signal.SIGTERM:
+    elif signal_number is not signal.SIGTERM:
         assert not (out / "boxes").exists()
 
 
@@ -240,7 +240,7 @@ if os.environ.get("RANK") == "1":
 
 
 @pytest.mark.parametrize(
-    ("what", "code", "said"),
+    ("failure", "code", "message"),
     [
         (
             "schedir.training.batches.samples.Batches.read_batch = refuse",
@@ -256,16 +256,16 @@ if os.environ.get("RANK") == "1":
     ],
 )
 def test_failed_rank_is_reported_with_cause(
-    config: str, tmp_path: Path, what: str, code: int, said: str
+    config: str, tmp_path: Path, failure: str, code: int, message: str
 ) -> None:
     schedule = tmp_path / "mine.py"
-    schedule.write_text(FAILING_SCHEDULE.format(what=what))
+    schedule.write_text(FAILING_SCHEDULE.format(what=failure))
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]
     exit_code, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")
-    assert exit_code == code and err.count("\n") == 1 and said in err
+    assert exit_code == code and err.count("\n") == 1 and message in err
     # A rank that fails at the very end does not keep the first rank from writing its results.
-    assert (tmp_path / "out" / "summary.json").exists() == ("exit_cleanly" in what)
-    assert (tmp_path / "out" / "timeline.png").exists() == ("exit_cleanly" in what)
+    assert (tmp_path / "out" / "summary.json").exists() == ("exit_cleanly" in failure)
+    assert (tmp_path / "out" / "timeline.png").exists() == ("exit_cleanly" in failure)
 
 
 def test_rank_stopped_outside_of_step_is_one_error(config: str, tmp_path: Path) -> None:

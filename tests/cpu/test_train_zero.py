@@ -28,17 +28,17 @@ def run_training(config: str, folder: Path, *sets: str) -> bytes:
 
 
 @pytest.mark.parametrize(
-    ("transport", "zero", "more"),
+    ("transport", "zero", "settings"),
     [
         ("gloo", 1, ["train.clip_grad_norm=0", "pipeline.frozen_stages=1", "model.tied=false"]),
         ("shared_memory", 3, ["train.precision=bfloat16", "model.dropout=0.1"]),
     ],
 )
 def test_zero_levels_have_losses_of_plain_replicas(
-    config: str, tmp_path: Path, transport: str, zero: int, more: list[str]
+    config: str, tmp_path: Path, transport: str, zero: int, settings: list[str]
 ) -> None:
     """Losses are equal bit for bit, with a tied embedding, clipping and weight decay."""
-    sets = [*FSDP, f"train.transport={transport}", *more]
+    sets = [*FSDP, f"train.transport={transport}", *settings]
     plain = run_training(config, tmp_path / "plain", *sets)
     assert plain.count(b"\n") == 4
     assert run_training(config, tmp_path / "zero", *sets, f"pipeline.zero={zero}") == plain

@@ -32,11 +32,11 @@ SHAPE = PipelineShape(2, 2)
 
 
 def _make_executor(
-    stages: Any, tied: Any = False, said: TiedWeights | None = None, **options: Any
+    stages: Any, tied: Any = False, tied_weights: TiedWeights | None = None, **options: Any
 ) -> InProcessExecutor:
     program = schedir.compile(gpipe, PipelineShape(len(stages), 2), tied_weights=tied)
     return InProcessExecutor(
-        program, stages, loss=loss, boundary=BOUNDARY, tied_weights=said, **options
+        program, stages, loss=loss, boundary=BOUNDARY, tied_weights=tied_weights, **options
     )
 
 
@@ -118,10 +118,10 @@ class _TrainedLoss(nn.Module):
         return loss(y * self.times, target)
 
 
-def _step_with_trained_loss(step_it: bool) -> InProcessExecutor:
+def _step_with_trained_loss(is_optimized: bool) -> InProcessExecutor:
     learns = _TrainedLoss()
     program = schedir.compile(gpipe, SHAPE, tied_weights=True)
-    loss_weights = [learns.times] if step_it else []
+    loss_weights = [learns.times] if is_optimized else []
     ranks = InProcessExecutor(
         program, parts(Model(2)), loss=learns, boundary=BOUNDARY,
         optimizer=lambda parameters: torch.optim.SGD([*parameters, *loss_weights], lr=0.1),
@@ -182,11 +182,11 @@ MISTAKES: dict[str, Callable[[], object]] = {
     "a whole model's ties": lambda: _undeclared_tie(schedir.find_tied_weights(Model(2))),
     "flat stages": lambda: _undeclared_tie((0, 1)),
     "a stage too many": lambda: _undeclared_tie(((0, 4),)),
-    "no Ties": lambda: _undeclared_tie(said=True),
-    "a model's Ties": lambda: _undeclared_tie(said=schedir.find_tied_weights(Model(2))),
+    "no Ties": lambda: _undeclared_tie(tied_weights=True),
+    "a model's Ties": lambda: _undeclared_tie(tied_weights=schedir.find_tied_weights(Model(2))),
     "no names": lambda: TiedWeights(((0, "words.weight"), (1, "head.weight"))),  # type: ignore[arg-type]
     "two Parameters of a stage": _two_weights_of_one_stage,
-    "a loss that learns": lambda: _step_with_trained_loss(step_it=True),
+    "a loss that learns": lambda: _step_with_trained_loss(is_optimized=True),
     "an embedding that scales": _scaled_embedding,
     "own stages alone": lambda: schedir.find_tied_weights({1: Model(2)}),
     "other names": lambda: schedir.find_tied_weights(Model(2)).locate_in_stages(
@@ -214,7 +214,7 @@ def test_golden_errors_and_mistakes_have_same_names() -> None:
 def test_untrained_parameters_of_loss_warn() -> None:
     """An example is a loss's own network that is not frozen. There is one warning per stage."""
     with pytest.warns(UserWarning, match="stage 1 or its loss uses Parameters") as caught:
-        _step_with_trained_loss(step_it=False).step(*batch(2, 1), SCALE)
+        _step_with_trained_loss(is_optimized=False).step(*batch(2, 1), SCALE)
     assert len(caught) == 1
 
 
@@ -315,31 +315,33 @@ def test_failed_step_keeps_shared_parameter(error: type[BaseException]) -> None:
 # ---------------------------------------------------------------- processes
 
 
-def _run_process(process: int, how: str) -> None:
+def _run_process(process: int, difference: str) -> None:
     """Run a process with its own stage, which no other process sees."""
-    dp = 2 if how.startswith("replicas") else 1
+    dp = 2 if difference.startswith("replicas") else 1
     program = schedir.compile(one_f_one_b, SHAPE if dp == 1 else PipelineShape(1, 2), dp=dp)
     transport = GlooTransport(program)
-    model = Model(program.shape.stages, seed=process if how == "replicas" else 0)
-    if how == "seeded":
+    model = Model(program.shape.stages, seed=process if difference == "replicas" else 0)
+    if difference == "seeded":
         model = Model(2)
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() + 1)
         model.h[1].up.weight = nn.Parameter(model.h[0].up.weight.detach().clone())
-    ties = schedir.find_tied_weights(parts(model)) if how in ("decay", "not stepped") else None
+    ties = (
+        schedir.find_tied_weights(parts(model)) if difference in ("decay", "not stepped") else None
+    )
     if ties:
         program = schedir.compile(one_f_one_b, SHAPE, tied_weights=ties)
     stage = deepcopy(parts(model)[transport.rank])
-    decay = 0.1 if how.endswith("decay") and process else 0.01
-    weights = [*stage.parameters()][: -1 if how == "not stepped" and process else None]
+    decay = 0.1 if difference.endswith("decay") and process else 0.01
+    weights = [*stage.parameters()][: -1 if difference == "not stepped" and process else None]
     Executor(
         program, transport.rank, {transport.rank: stage}, transport, loss=loss, tied_weights=ties,
         boundary=BOUNDARY, optimizer=adam(weights, weight_decay=decay),
-        execution=ExecutionOptions(allow_identical_stages=how == "alike"),
+        execution=ExecutionOptions(allow_identical_stages=difference == "alike"),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("difference", "message"),
     [
         ("tied", "words.weight of stage 0 and head.weight of stage 1 are equal, but they are not"),
         (
@@ -358,11 +360,11 @@ def _run_process(process: int, how: str) -> None:
         ("not stepped", "and head.weight of stage 1 are one weight, but their optimizer options "),
     ],
 )
-def test_differences_between_processes_are_refused(how: str, said: str) -> None:
+def test_differences_between_processes_are_refused(difference: str, message: str) -> None:
     with pytest.raises(RankError) as caught:
-        run(_run_process, 2, how, limit=60)
+        run(_run_process, 2, difference, limit=60)
     assert len(caught.value.tracebacks) == 2
-    assert all("ModelError: " in tb and said in tb for tb in caught.value.tracebacks.values())
+    assert all("ModelError: " in tb and message in tb for tb in caught.value.tracebacks.values())
 
 
 def test_allow_identical_stages_applies_to_processes() -> None:

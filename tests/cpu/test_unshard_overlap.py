@@ -52,8 +52,9 @@ class LateGathers(GlooTransport):
 
     def __init__(self, program: Any) -> None:
         super().__init__(program)
-        self.open: set[_LateGather] = set()
-        self.beside = 0  # collectives of layers that were called while a gather was in flight
+        self.gathers_in_flight: set[_LateGather] = set()
+        # The number of layer collectives that were called while a gather was in flight.
+        self.num_overlapping = 0
 
     def start_collective(
         self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
@@ -64,7 +65,7 @@ class LateGathers(GlooTransport):
 
     def all_reduce_of_layers(self, tensor: Tensor, *args: Any, **how: Any) -> Any:
         if how.get("group") is self.tp_group:
-            self.beside += bool(self.open)
+            self.num_overlapping += bool(self.gathers_in_flight)
         return _ALL_REDUCE(tensor, *args, **how)
 
 
@@ -72,22 +73,22 @@ _ALL_REDUCE = dist.all_reduce
 
 
 class _LateGather:
-    def __init__(self, transport: LateGathers, whole: Tensor, shard: Tensor) -> None:
-        self.transport, self.whole, self.shard = transport, whole, shard
-        self.read, self.written = shard.clone(), whole.clone()
+    def __init__(self, transport: LateGathers, output: Tensor, shard: Tensor) -> None:
+        self.transport, self.output, self.shard = transport, output, shard
+        self.read, self.written = shard.clone(), output.clone()
         local_part = self.written.view(transport.tp, -1)[transport.tp_rank]
         self.work = GlooTransport.start_collective(
             transport, "all_gather", "tp", self.written, local_part
         )
-        whole.fill_(torch.nan)
+        output.fill_(torch.nan)
         shard.copy_(self.read)
-        transport.open.add(self)
+        transport.gathers_in_flight.add(self)
 
     def wait(self) -> None:
-        self.transport.open.remove(self)
+        self.transport.gathers_in_flight.remove(self)
         self.work.wait()
         assert torch.equal(self.shard, self.read)
-        self.whole.copy_(self.written)
+        self.output.copy_(self.written)
 
 
 def return_noncontiguous(module: nn.Module, args: Any, y: Tensor) -> Tensor:
@@ -98,7 +99,7 @@ def return_noncontiguous(module: nn.Module, args: Any, y: Tensor) -> Tensor:
 
 
 def run_rank(
-    rank: int, schedule: Any, shape: PipelineShape, hook: Any = None
+    rank: int, schedule: Any, shape: PipelineShape, forward_hook: Any = None
 ) -> list[tuple[bool, int]]:
     """Return whether bits equal the reference, and the number of collectives during gathers."""
     inputs, targets, scale = batch(shape.microbatches)
@@ -123,8 +124,8 @@ def run_rank(
             ]
             for stage_numbers in (shape.stages_on_rank[transport.rank], range(shape.stages))
         )
-        for stage in own_stages if hook else ():
-            stage.register_forward_hook(hook)
+        for stage in own_stages if forward_hook else ():
+            stage.register_forward_hook(forward_hook)
         stages = dict(zip(shape.stages_on_rank[transport.rank], own_stages, strict=True))
         executor = Executor(
             program, transport.rank, stages, transport, loss=loss, boundary=BOUNDARY
@@ -133,10 +134,10 @@ def run_rank(
             patch.setattr(dist, "all_reduce", transport.all_reduce_of_layers)
             for _ in range(2):  # twice, since a step must leave no state behind
                 executor.step(inputs, targets, scale)
-        assert not transport.open
+        assert not transport.gathers_in_flight
         run_sequential(reference_stages, inputs, targets, loss=loss, grad_scale=scale)
         expected = [gradients(reference_stages)[s] for s in stages]
-        results.append((same_bits(gradients(own_stages), expected), transport.beside))
+        results.append((same_bits(gradients(own_stages), expected), transport.num_overlapping))
     return results
 
 

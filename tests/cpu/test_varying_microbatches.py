@@ -163,9 +163,9 @@ MISTAKES: dict[str, Callable[[], object]] = {
 }  # fmt: skip
 
 
-def describe_error(wrong: Callable[[], object]) -> str:
+def describe_error(mistake: Callable[[], object]) -> str:
     with pytest.raises(SchedirError) as error:
-        wrong()
+        mistake()
     return f"{type(error.value).__name__}: {error.value}"
 
 

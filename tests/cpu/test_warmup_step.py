@@ -66,17 +66,17 @@ CASES = {
 class Streamed(EdgeGroups):
     """A transport that claims to use streams, and records the groups that communicate.
 
-    `held` are its messages whose end no one has waited for.
+    `works` are the messages that were not awaited yet.
     """
 
     def __init__(self, program: Program) -> None:
-        self.met: Counter[GroupKey] = Counter()
-        self.held: list[_AwaitedWork] = []
+        self.used_groups: Counter[GroupKey] = Counter()
+        self.works: list[_AwaitedWork] = []
         super().__init__(program)
         self.uses_static_buffers = True
 
     def _hold(self, work: Work) -> Work:
-        self.held.append(awaited := _AwaitedWork(work))
+        self.works.append(awaited := _AwaitedWork(work))
         return awaited
 
     def send(self, tensor: Tensor, peer: int, lane: Any) -> Work:
@@ -88,13 +88,13 @@ class Streamed(EdgeGroups):
     def start_collective(
         self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
-        self.met[group] += 1
+        self.used_groups[group] += 1
         return self._hold(super().start_collective(kind, group, output_tensor, input_tensor))
 
     def synchronize(self) -> None:
         """Wait for the whole device."""
-        while self.held:
-            self.held.pop().wait()
+        while self.works:
+            self.works.pop().wait()
 
 
 class _AwaitedWork:
@@ -154,7 +154,7 @@ def compare_warm_and_cold(rank: int) -> dict[str, tuple[bool, set[GroupKey], set
             if warm:
                 before = _collect_state(executor)
                 executor.runner._warm_up(StepInputs(inputs, targets, scale))
-                after, groups = _collect_state(executor), {*transport.met}
+                after, groups = _collect_state(executor), {*transport.used_groups}
                 if fused:  # the state exists, with its initial values
                     state = after[2].pop("state")
                     before[2].pop("state")
@@ -164,11 +164,11 @@ def compare_warm_and_cold(rank: int) -> dict[str, tuple[bool, set[GroupKey], set
                         for t in state_of_weight.values()
                     )
                 assert executor.runner.is_warm and _is_equal(before[1:], after[1:])
-                transport.met.clear()
+                transport.used_groups.clear()
             for seed in range(2):
                 executor.step(*own_batch(program, transport, seed))
             states.append(_collect_state(executor))
-        results[name] = (_is_equal(*states), groups, {*transport.met})
+        results[name] = (_is_equal(*states), groups, {*transport.used_groups})
     return results
 
 
@@ -183,16 +183,16 @@ def test_warmup_step_changes_no_later_step() -> None:
 
 
 class GrowingMemory(nn.Module):
-    """A layer that waits for the device whenever it holds more microbatches than ever before."""
+    """A layer that waits for the device when its number of microbatches reaches a new maximum."""
 
     def __init__(self, transport: Streamed) -> None:
         super().__init__()
-        self.layer, self.transport, self.most, self.holds = nn.Linear(4, 4), transport, 0, 0
+        self.layer, self.transport, self.max_held, self.num_held = nn.Linear(4, 4), transport, 0, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.holds += 1
-        if self.holds > self.most:
-            self.most = self.holds
+        self.num_held += 1
+        if self.num_held > self.max_held:
+            self.max_held = self.num_held
             self.transport.synchronize()
         y: Tensor = _ReleaseMicrobatch.apply(self.layer(x), self)  # type: ignore[no-untyped-call]
         return y
@@ -206,7 +206,7 @@ class _ReleaseMicrobatch(torch.autograd.Function):
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, None]:
-        ctx.layer.holds -= 1
+        ctx.layer.num_held -= 1
         return dys[0], None
 
 
@@ -225,7 +225,7 @@ def run_growing_memory(rank: int, cold: bool) -> int:
     x = torch.ones(8, 4)
     for _ in range(2):
         executor.step(x, x)
-    return layer.most
+    return layer.max_held
 
 
 def test_warmup_step_reaches_peak_memory_without_deadlock() -> None:

@@ -23,12 +23,12 @@ torch.set_num_threads(1)
 class WritingLayer(nn.Linear):
     """Writes to its weight in each training forward, in one of several ways."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, write: str) -> None:
         super().__init__(WIDTH, WIDTH, bias=False)
-        self.how = how
+        self.write = write
 
     def forward(self, x: Tensor) -> Tensor:
-        WRITES[self.how](self)
+        WRITES[self.write](self)
         return super().forward(x)
 
 
@@ -99,9 +99,9 @@ def run_step(ranks: InProcessExecutor, microbatches: int) -> Tensor:
     return ranks.step(x, x)
 
 
-def make_stages(how: str, tied: bool, count: int) -> list[Any]:
+def make_stages(write: str, tied: bool, count: int) -> list[Any]:
     torch.manual_seed(0)
-    first = WritingLayer(how)
+    first = WritingLayer(write)
     return [first, *make_linears(count - 1 - tied), *([TiedHead(first.weight)] if tied else [])]
 
 
@@ -123,23 +123,23 @@ COPIES: dict[str, Callable[[str], InProcessExecutor]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", WRITES)
-@pytest.mark.parametrize("where", COPIES)
-def test_write_to_weight_with_copies_is_refused(where: str, how: str) -> None:
-    ranks = COPIES[where](how)
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("copies", COPIES)
+def test_write_to_weight_with_copies_is_refused(copies: str, write: str) -> None:
+    ranks = COPIES[copies](write)
     with pytest.raises((ModelError, ExecutionError)) as caught:
         run_step(ranks, 4)
     assert "stage 0 writes to its weight weight in a " in str(caught.value)
     assert "write to weights between steps" in caught.value.hint
 
 
-@pytest.mark.parametrize("how", ["clamp", "replace_data", "renormalize"])
+@pytest.mark.parametrize("write", ["clamp", "replace_data", "renormalize"])
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_write_to_sharded_weight_is_refused(level: int, how: str) -> None:
+def test_write_to_sharded_weight_is_refused(level: int, write: str) -> None:
     ranks = make_executor(
-        looped_bfs, PipelineShape(1, 2, 2), make_stages(how, False, 2), zero=level
+        looped_bfs, PipelineShape(1, 2, 2), make_stages(write, False, 2), zero=level
     )
-    written = "the data of weight" if how == "replace_data" else "weight"
+    written = "the data of weight" if write == "replace_data" else "weight"
     with pytest.raises(
         ExecutionError, match=f"a forward or a backward writes to {written}, but each replica"
     ):
@@ -191,10 +191,10 @@ ALLOWED_PROGRAMS: dict[str, dict[str, Any]] = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["clamp", "clamp_data", "replace_data", "renormalize"])
+@pytest.mark.parametrize("write", ["clamp", "clamp_data", "replace_data", "renormalize"])
 @pytest.mark.parametrize("program", ALLOWED_PROGRAMS)
-def test_written_weight_without_copies_trains_like_plain_loop(program: str, how: str) -> None:
-    stages, plain_stages = make_stages(how, False, 2), make_stages(how, False, 2)
+def test_written_weight_without_copies_trains_like_plain_loop(program: str, write: str) -> None:
+    stages, plain_stages = make_stages(write, False, 2), make_stages(write, False, 2)
     ranks = make_executor(
         looped_bfs, PipelineShape(1, 2, 2), stages, lr=0.01, **ALLOWED_PROGRAMS[program]
     )
@@ -212,11 +212,11 @@ def test_written_weight_without_copies_trains_like_plain_loop(program: str, how:
         torch.testing.assert_close(stage.weight, other.weight)
 
 
-@pytest.mark.parametrize("where", COPIES)
-def test_stage_that_only_reads_weights_runs(where: str) -> None:
+@pytest.mark.parametrize("copies", COPIES)
+def test_stage_that_only_reads_weights_runs(copies: str) -> None:
     WRITES["none"] = lambda layer: None
     try:
-        ranks = COPIES[where]("none")
+        ranks = COPIES[copies]("none")
         for _ in range(2):
             assert run_step(ranks, 4).isfinite()
     finally:

@@ -34,8 +34,8 @@ def draw_heads(length: int, dtype: torch.dtype = torch.float64, seed: int = 0) -
     return q, k, v, grad
 
 
-def run_attention(found: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
-    out = found(q, k, v)
+def run_attention(function: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+    out = function(q, k, v)
     return [out, *torch.autograd.grad(out, (q, k, v), grad)]
 
 

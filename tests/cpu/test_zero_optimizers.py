@@ -94,14 +94,14 @@ def test_sharded_state_steps_like_full_state(place: str, zero: int) -> None:
 
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize(
-    ("place", "what"),
+    ("place", "message"),
     [
         ("attribute", r"Momentum\.attribute has a tensor"),
         ("nested rows", r"Momentum keeps moments"),
     ],
 )
-def test_unshardable_state_is_refused(place: str, what: str, zero: int) -> None:
-    with pytest.raises(ModelError, match=what) as error:
+def test_unshardable_state_is_refused(place: str, message: str, zero: int) -> None:
+    with pytest.raises(ModelError, match=message) as error:
         make_executor(zero, place)
     assert error.value.program == "one_f_one_b" and "zero=0" in error.value.hint
 

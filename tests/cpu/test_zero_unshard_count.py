@@ -46,7 +46,9 @@ def residency(listed: list[Any]) -> tuple[int, int]:
     return int((kinds == str(UNSHARD)).sum()), int(num_gathered.max())
 
 
-def assert_no_more_than_torch(program: Program, most: int, each: Sequence[int] = (0, 1)) -> None:
+def assert_no_more_than_torch(
+    program: Program, most: int, prefetches: Sequence[int] = (0, 1)
+) -> None:
     """Assert that no rank gathers more often than torch's list with as many gathered stages.
 
     `each` are the numbers of runs to gather ahead.
@@ -56,7 +58,7 @@ def assert_no_more_than_torch(program: Program, most: int, each: Sequence[int] =
         order = actions(program, rank)
         for active in range(1, min(most, len(stages)) + 1):
             torch_count, num_gathered = residency(_add_unshard_reshard(order, active))
-            for ahead in each:
+            for ahead in prefetches:
                 if (num_gathered, ahead) not in counts:
                     lowered = compile(
                         program, dp=2, zero=3, unsharded_stages=num_gathered, unshard_prefetch=ahead

@@ -117,13 +117,13 @@ class TwoOptimizers:
     elementwise = True
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.both = [SGD(parameters[:2], fused=True), torch.optim.AdamW(parameters[2:])]
+        self.optimizers = [SGD(parameters[:2], fused=True), torch.optim.AdamW(parameters[2:])]
         for p in parameters:
             p.grad = torch.arange(float(p.numel())).view_as(p)
         self.step()
 
     def step(self) -> None:
-        for one in self.both:
+        for one in self.optimizers:
             one.step()
 
 
@@ -140,7 +140,10 @@ def test_state_of_inner_optimizers_is_sharded() -> None:
         results.append(collect_weights(stages))
     assert all(map(torch.equal, *results))
     tensors = [
-        t for one in optimizers[1].both for state in one.state.values() for t in state.values()
+        t
+        for one in optimizers[1].optimizers
+        for state in one.state.values()
+        for t in state.values()
     ]
     assert {t.dim() for t in tensors} == {0, 1}
 
