@@ -109,7 +109,7 @@ def run_reference(stages: list[nn.Module], m: int = M, **options: Any) -> tuple[
 def test_random_programs_match_sequential_reference(
     shape: PipelineShape, order: int, seed: int, again: bool
 ) -> None:
-    """Masks are equal with and without recomputation, and for keys by layer and by stage."""
+    """Losses and gradients are equal with and without recomputation, and with layer numbers."""
     program = lower(random_compute_program(shape, random.Random(order)))
     numbered = [
         Noisy(k, again, number=k) if k % 2 else Noisy(k, again) for k in range(shape.stages)
@@ -166,14 +166,14 @@ def test_step_restores_torch_generator_state() -> None:
     assert torch.equal(torch.get_rng_state(), before)
     measure_sizes(stages, x[0], x[0], loss=squared_error_with_dropout, boundary=BOUNDARY)
     assert torch.equal(torch.get_rng_state(), before)
-    with fork_layer_rng(3):  # has no effect outside of a step
+    with fork_layer_rng(3):  # it has no effect outside of a step
         drawn = torch.rand(1)
     torch.set_rng_state(before)
     assert torch.equal(torch.rand(1), drawn)
 
 
 def test_layer_number_must_be_32_bit_integer() -> None:
-    """The number of a layer is a 32-bit integer, as a field of the key, in a step and elsewhere."""
+    """In a step, NumPy integers are accepted, and different numbers give different draws."""
     for number in (-1, 2**32, 1.5, "h.0", None):
         with (
             pytest.raises(ModelError, match="number of a layer or slice must be from 0 to"),
@@ -256,7 +256,7 @@ def test_recompute_draws_same_random_numbers(schedule: Any, number: int | None) 
 
 
 def test_numbered_layers_draw_same_numbers_in_any_stage() -> None:
-    """Four layers in one, two and four stages draw the numbers of their own layer number."""
+    """Four layers have the same loss in one, two and four stages."""
     results = []
     for stages in (1, 2, 4):
         layers = [Noisy(k, number=k) for k in range(4)]
@@ -306,7 +306,7 @@ def test_optimizers_of_stage_replicas_draw_same_numbers() -> None:
 
 
 def test_optimizer_noise_on_tied_weight_copies_warns() -> None:
-    """There is a warning, except where the optimizer steps only one Parameter and draws once."""
+    """With both stages on one rank, the optimizer steps one Parameter, so there is no warning."""
     for ranks in (1, 2):
         stages: list[Any] = make_noisy_stages(2)
         stages[1].inner.weight = stages[0].inner.weight
@@ -323,7 +323,7 @@ def test_optimizer_noise_on_tied_weight_copies_warns() -> None:
 
 
 class CompiledLayer(nn.Module):
-    """A linear layer with dropout, which is compiled whole or with a recomputed part."""
+    """A linear layer with dropout, which is compiled with or without recomputation."""
 
     def __init__(self, k: int, recompute: bool) -> None:
         super().__init__()
@@ -350,7 +350,7 @@ class CompiledLayer(nn.Module):
     "ignore:The .grad attribute"
 )  # torch suppresses it, unless warnings are errors
 def test_compiled_stages_match_compiled_reference(backend: str, recompute: bool) -> None:
-    """Inductor draws other numbers than eager torch, and aot_eager draws the same."""
+    """The backend aot_eager draws the numbers of eager torch, and inductor draws others."""
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
     if backend == "inductor" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":

@@ -79,7 +79,7 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 def as_reference(
     program: Program, stages: list[nn.Module], steps: int = 2, **options: Any
 ) -> InProcessExecutor:
-    """Compare steps of a program in random orders with the reference."""
+    """Assert that steps of a program in random orders have the bits of the reference."""
     plain = deepcopy(stages)
     sgd = partial(torch.optim.SGD, lr=0.1)
     step = sgd([p for stage in plain for p in stage.parameters()])
@@ -138,7 +138,7 @@ def run_unseeded_rank(rank: int, shared: bool) -> list[Any]:
 
 @pytest.mark.parametrize("shared", [False, True])
 def test_recompute_without_seed_keeps_generator_states(shared: bool) -> None:
-    """The states of generators are kept, and later random numbers are as without recomputation."""
+    """Losses and weights of two steps have the same bits with and without recomputation."""
     for plain, recomputed in run(run_unseeded_rank, 2, shared):
         assert all(
             a is b or torch.equal(a, b) for a, b in zip(plain[0], recomputed[0], strict=True)

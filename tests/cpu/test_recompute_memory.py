@@ -53,7 +53,7 @@ SHAPES = [
 def test_live_memory_with_recompute_matches_prediction(
     schedule: Any, shape: PipelineShape, recompute: str, model: str
 ) -> None:
-    """Bytes are those of live storages during and after each instruction."""
+    """A witness compares the bytes of live storages during and after each instruction."""
     make, data, loss = MODELS[model]
     stages, (inputs, targets, scale) = make(shape.stages), data(shape.microbatches)
     sizes = measure_sizes(

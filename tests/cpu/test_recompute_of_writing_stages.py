@@ -35,7 +35,7 @@ class WrittenBuffer(nn.Module):
 
 
 class ReplacedBuffer(WrittenBuffer):
-    """Does the same, but replaces the buffer by a new one."""
+    """Replaces its buffer by a new tensor in each forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.u = self.u * 0.5 + x.detach().mean()
@@ -44,7 +44,7 @@ class ReplacedBuffer(WrittenBuffer):
 
 
 class Means(nn.Module):
-    """Updates frozen Parameters from its weight, also without raising the version counter."""
+    """Updates frozen Parameters, also without raising their version counter."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -146,7 +146,7 @@ def test_write_that_recompute_cannot_undo_is_refused(layer: Any, message: str) -
 
 
 class GradientPenalty(nn.Module):
-    """Differentiates in its forward, as a gradient penalty or a force does."""
+    """Calls torch.autograd.grad in its forward, as a gradient penalty does."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tests of time stamps: Timelines of virtual ranks on this CPU, and on a virtual GPU."""
+"""Tests of recorded Timelines of virtual ranks, on this CPU and on a virtual GPU."""
 
 from __future__ import annotations
 
@@ -178,14 +178,14 @@ def test_message_ends_at_its_arrival() -> None:
 
 
 class EndedWork:
-    """Work that has ended, which only a wait can tell."""
+    """Completed work without a query: it can only be waited for."""
 
     def wait(self) -> None:
         pass
 
 
 class SlowMailbox(Mailbox):
-    """A mailbox with collectives whose end only a wait can tell."""
+    """A mailbox whose collectives can only be waited for."""
 
     def start_collective(
         self,
@@ -275,7 +275,7 @@ def test_library_work_is_timed_on_separate_stream(
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 def test_round_robin_keeps_order_of_each_stream(schedule: Schedule) -> None:
-    """No work is issued before the work it waits for, which on streams would not wait at all."""
+    """Work must be issued after the work that it waits for: a stream cannot wait for later work."""
     shape = make_shape(schedule)
     program = schedir.compile(
         schedule,
@@ -295,7 +295,7 @@ def test_round_robin_keeps_order_of_each_stream(schedule: Schedule) -> None:
 def test_all_reduce_sum_is_independent_of_arrival_order(
     on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank contributes twice, before others have contributed at all."""
+    """Each rank starts both of its all-reduces before the next rank starts its first."""
     sums = set()
     for order in permutations(range(4)):
         if on_gpu:

@@ -26,7 +26,7 @@ STEPS = 7
 
 
 def make_options(folder: Path, *settings: str, every: int = 2) -> list[str]:
-    """Return the options of a run in a folder, with checkpoints, that reports each third step."""
+    """Return the options of a run that saves checkpoints and reports each third step."""
     return [f"train.steps={STEPS}", "train.log_every=3", "model.dropout=0.1",
             f'output.dir="{folder / "out"}"', f'train.checkpoint_dir="{folder / "saved"}"',
             f"train.checkpoint_every={every}", *settings]  # fmt: skip
@@ -105,7 +105,7 @@ def test_checkpoint_has_main_parameters_and_loss_scale(
 def test_run_without_checkpoint_starts_again(
     config: str, unbroken_losses: bytes, interrupt_run: Callable[..., Path]
 ) -> None:
-    """The results are those of the same run, so they are replaced without `overwrite`."""
+    """Old results of the same run are replaced without the option `overwrite`."""
     folder = interrupt_run(5, "train.log_every=1", "train.checkpoint_every=6")
     assert read_losses(folder).count(b"\n") > 1 and list_saved_steps(folder) == []
     assert run(config, [*ALONE, *make_options(folder)]) == 0
@@ -154,7 +154,7 @@ def test_new_output_folder_has_only_resumed_losses(
 def test_step_with_nonfinite_gradients_is_not_saved(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step is checked before it is saved, though its result may be known one step later."""
+    """The run waits for the result of a step before it saves the step."""
     settle = StepQueue._should_stop
     monkeypatch.setattr(
         StepQueue, "_should_stop", lambda self, n: settle(self, n) or self.last_issued_step >= 4
@@ -248,7 +248,7 @@ def test_checkpoint_folder_in_use_is_refused(tmp_path: Path) -> None:
 def test_full_disk_keeps_last_complete_checkpoint(
     config: str, tmp_path: Path, interrupt_run: Callable[..., Path]
 ) -> None:
-    """A limit of the system stands in for the full disk. Only files of losses are small enough."""
+    """A limit of the file size stands for a full disk. Only checkpoints exceed this limit."""
     folder = interrupt_run(4)
     limits = resource.getrlimit(resource.RLIMIT_FSIZE)
     resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
@@ -283,7 +283,7 @@ def test_damaged_checkpoint_is_skipped(
     assert read_losses(folder) == unbroken_losses
 
 
-# Runs that are told to end
+# Runs that receive a signal
 
 SLOW_CHECKPOINT = """\
 import time
@@ -382,7 +382,7 @@ step_queue.StepQueue.issue = issues
 
 
 def test_torchrun_restart_resumes_from_checkpoint(config: str, tmp_path: Path) -> None:
-    """Two failures: before the first checkpoint, and after it when the next is due."""
+    """One rank fails before the first checkpoint, and another rank fails after it."""
     schedule = tmp_path / "mine.py"
     schedule.write_text(FAILING_RANKS)
     settings = [*TWO_RANKS, f"pipeline.schedule={schedule}:mine"]

@@ -74,7 +74,7 @@ def test_page_script_prints_documented_output(tmp_path: Path) -> None:
 
 
 def test_torch_schedule_name_has_hint() -> None:
-    """The names are those in the table of the page, also with the prefix of torch's classes."""
+    """The page lists the names in a table. The prefix of torch's classes is optional."""
     rows = PAGE.split("| torch | schedir |\n| --- | --- |\n")[1].split("\n\n")[0].splitlines()
     assert len(rows) == 6
     for row in rows:

@@ -97,7 +97,7 @@ def test_missing_data_file_is_reported_before_old_results(config: str, tmp_path:
 def test_results_are_not_replaced_before_agreement(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds even for the last check, after the model has been created."""
+    """The last check is after the creation of the model."""
     for name in RESULT_FILES:
         (tmp_path / name).write_text("of an earlier run")
     contents = {name: (tmp_path / name).read_bytes() for name in RESULT_FILES}
@@ -134,7 +134,7 @@ def test_interrupted_run_keeps_losses_without_summary(
     assert "loss.csv" in get_refusal(config, *sets).fact  # two steps are results too
 
 
-# Two at once
+# Two runs at once
 
 
 ENDLESS_RUN = ["train.steps=1000000", "train.timeout=20", "output.record=false"]

@@ -92,7 +92,7 @@ def test_ddp_and_fsdp_replicas_pass(wrap: Any) -> None:
 
 
 def test_executor_passes() -> None:
-    """The executor leaves gradients as any other step does, so it can be checked too."""
+    """A step of `Executor` adds gradients to the parameters, as any other step does."""
     program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 4))
 
     def step(rank: int, ranks: int, stages: nn.Sequential, batch: tuple[Tensor, Tensor]) -> None:
@@ -126,7 +126,7 @@ def test_extra_forward_for_shape_inference_passes() -> None:
 
 
 class ModelWithLoss(Layer):
-    """Takes its labels by name and returns its loss, as models of transformers do."""
+    """A model that takes labels and returns its loss, as models of transformers do."""
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
         y = super().forward(x)
@@ -188,7 +188,7 @@ def test_gradients_scaled_at_every_step_are_detected() -> None:
 def compute_old_weight_gradients(
     weights: Any, groups: Any, retain_graph: bool = False
 ) -> tuple[()]:
-    """Compute weight gradients as torch did before PR 181365, from each use of a weight on.
+    """Compute weight gradients as torch did before PR 181365, with a backward from each use.
 
     Each such backward also runs all nodes behind that use.
     """
@@ -241,7 +241,7 @@ def test_unsummed_tied_weight_gradient_is_detected() -> None:
 def collect_torch_2_13_differences(
     step: Step, model: Any, inputs: Any, **options: Any
 ) -> list[GradientDifference]:
-    """Return the faults that torch 2.13 has, and skip the test if this torch has none of them."""
+    """Return the faults of torch 2.13, and skip the test if this torch has none of them."""
     if torch.__version__.startswith("2.13"):
         return collect_differences(step, model, inputs, **options)
     try:
@@ -267,7 +267,7 @@ def test_lost_gradients_between_steps_are_detected() -> None:
 def test_lost_gradients_of_prepared_fsdp_stages_are_detected() -> None:
     """FSDP stages lose their gradients when they are prepared again: NeMo/Automodel PR 3530.
 
-    torch prepares them when it changes between step and eval.
+    torch prepares stages again when `eval` follows `step`, or `step` follows `eval`.
     """
 
     def run_sharded_step(evaluates: bool, rank: int, ranks: int, model: Any, batch: Any) -> None:
@@ -325,7 +325,7 @@ class NormAndHead(nn.Module):
 
 
 class PrecomputedGradient(torch.autograd.Function):
-    """A loss whose backward returns a gradient that was computed before."""
+    """A loss whose backward returns a precomputed gradient."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, gradient: Tensor, loss: Tensor) -> Tensor:

@@ -64,7 +64,7 @@ def plain_step(rank: int, ranks: int, model: Any, batch: Any) -> None:
 
 
 def test_process_group_of_caller_is_unchanged(tmp_path: Path) -> None:
-    """Forks would share its connections, so functions run in spawned processes."""
+    """Forked processes would share the connections of the group, so processes are spawned."""
     dist.init_process_group("gloo", init_method=(tmp_path / "s").as_uri(), rank=0, world_size=1)
     try:
         assert_same(plain_step, model(1), batch(), ranks=1)

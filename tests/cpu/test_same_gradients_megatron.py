@@ -70,7 +70,7 @@ def test_megatron_gradients_are_divided_by_microbatches(stages: int) -> None:
 
 
 def test_wrong_gradients_of_two_rank_interleaving_are_detected() -> None:
-    """Messages between them match only by position: NVIDIA/Megatron-LM#750 and #1450.
+    """Messages between two ranks match only by position: NVIDIA/Megatron-LM#750 and #1450.
 
     Megatron's command line refuses this case, but megatron-core does not.
     """

@@ -149,7 +149,7 @@ def test_zero_gradients_of_other_stages_are_ignored() -> None:
 
 
 def test_missing_gradient_of_replica_is_detected() -> None:
-    """Each replica needs one unless the step says otherwise, as with a sharded optimizer."""
+    """A step may return the gradients of all parameters, as with a sharded optimizer."""
 
     def train_on_first_replica(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
         if rank == 0:

@@ -125,7 +125,7 @@ CASES = [
 
 
 def compare_runtimes(rank: int) -> dict[str, bool]:
-    """Compare two accumulating steps and a further one in both runtimes and a plain loop."""
+    """Compare three steps in both runtimes and a plain loop. The first two accumulate gradients."""
     is_same = {}
     for name, stages_per_rank, vee in CASES:
         for scale in (True, False) if name in ("interleaved", "zb_v") else (True,):
@@ -194,7 +194,7 @@ def compare_changed_options(rank: int) -> dict[str, bool]:
         for schedule, modules in schedules:
             torch.manual_seed(5)
             done = run_step(schedule, 0, **options), collect_gradients(modules)
-            results.append((done, torch.rand(())))  # and the state of the generator
+            results.append((done, torch.rand(())))  # also compares the state of the generator
             for module in modules:
                 module.zero_grad()
         is_same[case] = is_equal(*results)
@@ -271,7 +271,7 @@ def test_options_may_change_between_steps() -> None:
 
 
 def compare_changed_modules(rank: int) -> dict[str, bool]:
-    """Compare changes that no input shape shows, but that change messages or trained weights."""
+    """Compare steps with a plain loop when dtypes or Parameters change but input shapes do not."""
     modules, plain = make_modules(2), make_modules(2)
     for module in (*modules, *plain):
         module.add_module("head", nn.Linear(WIDTH, WIDTH))
@@ -313,7 +313,7 @@ def test_step_follows_changed_dtypes_and_parameters() -> None:
 
 
 def collect_errors_of_failed_step(rank: int) -> list[str]:
-    """Return the errors when a module fails on one rank, and then works again."""
+    """Return the errors of a step that fails on one rank, and check that the next step works."""
     schedule, modules = make_schedule(make_modules(2), "one_f_one_b")
     run_step(schedule, 0)
     hook = modules[0].register_forward_hook(lambda *_: 1 / 0) if rank else None

@@ -15,7 +15,7 @@ from tests.cpu.gloo_processes import run
 from tests.cpu.torch_pipelines import stage_of
 
 N, ROWS, LENGTH = 4, 8, 5
-WIDTHS = (6, 4, 8, 3, 6)  # of the input of each stage, and of the last output
+WIDTHS = (6, 4, 8, 3, 6)  # the width of each stage's input, and of the last output
 
 
 class MaskedLayer(nn.Module):
@@ -116,4 +116,6 @@ def test_shape_key_distinguishes_string_and_bool_keywords() -> None:
         {"mode": "long", "step": 1}
     )
     assert collect_shapes({"masked": True}) != collect_shapes({"masked": False})
-    assert collect_shapes({"step": 1}) == collect_shapes({"step": 2})  # counts, without new objects
+    assert collect_shapes({"step": 1}) == collect_shapes(
+        {"step": 2}
+    )  # a counter needs no new executor

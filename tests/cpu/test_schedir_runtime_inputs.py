@@ -50,7 +50,7 @@ def test_losses_are_unchanged_by_next_step() -> None:
 
 
 def collect_split_warnings(rank: int) -> list[str]:
-    """Run compiled stages as they are, with whole backwards even if the program splits them."""
+    """Return the warnings that compiled stages run a full backward, and compare gradients."""
     torch.manual_seed(0)
     plain = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)]
     module = deepcopy(plain[rank])

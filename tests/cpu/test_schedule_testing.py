@@ -69,7 +69,7 @@ def test_wrong_update_of_gradients_is_refused() -> None:
 
 
 def test_shapes_for_fits_placement_of_schedule() -> None:
-    """The shapes are of the kind of the schedule, and each occurs once."""
+    """The shapes have the placement of the schedule, and each shape occurs once."""
     interleaved_shapes = shapes_for(schedules.interleaved)
     assert {(p.placement, p.stages_per_rank) for p in interleaved_shapes} == {
         ("loop", v) for v in (1, 2, 3)
@@ -97,7 +97,7 @@ def test_single_shape_and_progress_model_are_accepted() -> None:
 
 
 def test_strategy_reports_smallest_failing_shape() -> None:
-    """The example belongs to this schedule, whatever failed before."""
+    """The example of an earlier failure is not reported for this schedule."""
     for least in (3, 2):
 
         def omit_backward(r: int, P: int, m: int, least: int = least) -> RankSchedule:
@@ -157,7 +157,7 @@ def test_deferred_weight_gradients_have_same_bits() -> None:
 
 
 def test_wrong_loss_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A microbatch counts twice, which no schedule alone can cause."""
+    """The loss of one microbatch is halved. No schedule alone can cause this fault."""
     plain = tiny_model.squared_error
     calls: list[float] = []
 

@@ -48,7 +48,7 @@ def make_costs(shape: PipelineShape) -> Costs:
 
 
 def search_program(shape: PipelineShape, in_flight: int, split: bool = True) -> Program:
-    """Return a found schedule, which is equal in every process since its budget is no time."""
+    """Return a found schedule. All processes find the same one, since evaluations are limited."""
     return search_schedule(
         shape,
         make_costs(shape),
@@ -92,7 +92,7 @@ def test_searched_schedule_differs_from_built_in_schedules() -> None:
 
 
 def run_rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]:
-    """Run one program after the other in one of four processes."""
+    """Return the losses and gradients of this process for two programs."""
     results = []
     for shape, in_flight, split in CASES[:2]:
         program = search_program(shape, in_flight, split)
@@ -110,7 +110,7 @@ def test_searched_schedule_has_reference_bits_over_gloo() -> None:
 
 
 def test_trainer_runs_searched_program_file(config: str, tmp_path: Path) -> None:
-    """The file is used as it is for an untied model, and lowered again for a tied one."""
+    """An untied model uses the file unchanged. A tied model needs a program that is lowered again."""
     file, tied = str(tmp_path / "best.sched"), str(tmp_path / "tied.sched")
     costs = "--costs=F=1:1.2,I=1.3:0.9,W=0.8:1.1,send=0.05"
     options = ("--ranks=2", "--microbatches=3", costs)

@@ -1,4 +1,4 @@
-"""Tests of segments of stages over Gloo: equal bits as whole stages, and refused in-place sums."""
+"""Tests of segments over Gloo: the bits of whole stages, and refused in-place sums."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SEQUENCE_PARALLEL_OPTIONS: dict[str, dict[str, Any]] = {
 def select_modules(
     stages: Mapping[int, gpt.Stage], cut: tuple[int, ...] | None
 ) -> Mapping[int, nn.Module]:
-    """Return the stages by number, or all their segments."""
+    """Return the stages by number, or their segments if `cut` is not None."""
     if cut is None:
         return stages
     first = [0, *accumulate(cut)]
@@ -146,7 +146,7 @@ def is_same(one: Any, other: Any) -> bool:
 def test_segments_have_bits_of_whole_stages(name: str, sequence: bool) -> None:
     """Losses, gradients, weights and norm are equal, for a tied model with dropout.
 
-    It runs on 2 x 2 processes, with sums in place or with the sequence divided.
+    Four processes run it, with in-place sums or with sequence parallelism.
     """
     assert run(find_differences, 4, name, sequence) == [[]] * 4
 
@@ -176,7 +176,7 @@ def test_segments_after_frozen_stage_have_same_bits() -> None:
 
 
 class PartialSum(nn.Module):
-    """Computes a rank's part of a sum, from its slice of the features."""
+    """Computes the partial sum of a rank from its slice of the features."""
 
     def __init__(self, up: ColumnParallelLinear, down: RowParallelLinear) -> None:
         super().__init__()
@@ -237,7 +237,7 @@ def compare_in_place_sums(rank: int) -> bool:
 
 
 def compare_divided_sequence(rank: int) -> list[bool]:
-    """Return the same with one of two tokens per rank, for several samples and for one."""
+    """Return the same comparisons with sequence parallelism, for several samples and for one."""
     is_close = []
     for samples in ((3,), ()):
         program = compile(
@@ -285,7 +285,7 @@ def compare_user_stage(rank: int) -> list[bool]:
 
 
 def test_segments_of_user_stage_have_gradients_of_one_process() -> None:
-    """This holds with sums in place, and with a divided sequence."""
+    """The stage is tested with in-place sums and with sequence parallelism."""
     assert run(compare_user_stage, 2) == [[True] * 11] * 2
 
 
@@ -329,7 +329,7 @@ def test_wrong_boundary_of_sequence_parallel_segment_is_refused(name: str) -> No
 
 
 def test_measured_sizes_include_full_segment_inputs() -> None:
-    """A tensor is in memory in both shapes while ranks gather or sum it. Inputs are saved."""
+    """With sequence parallelism, a segment input has a local and a full copy in memory."""
     config = replace(CONFIG, layers=1, tied=False)
     parts, tokens = split_stage(gpt.build_stage(config, 0, 1)), torch.zeros(2, 8, dtype=torch.long)
     local_bytes = torch.zeros(2, 4, 32).nbytes

@@ -39,7 +39,7 @@ from schedir.transports.gloo import GlooTransport
 from tests.cpu.gloo_processes import run
 from tests.cpu.train_command import losses, train
 
-SHAPES = 40  # tried for each number of ranks
+SHAPES = 40  # the number of random shapes for each number of ranks
 CONFIG = gpt.GPTConfig(vocab=13, layers=2, hidden=16, heads=2, context=8)
 Results = dict[str, Any]
 
@@ -50,7 +50,7 @@ def draw_normal(*shape: int, seed: int) -> Tensor:
 
 
 class Net(nn.Module):
-    """A model with all kinds of tensor-parallel layers. With `group` None it is one process."""
+    """A model with all kinds of tensor-parallel layers. `group` is None in a single process."""
 
     def __init__(self, vocab: int, tokens: int, hidden: int, width: int, group: Any) -> None:
         super().__init__()
@@ -106,7 +106,7 @@ def run_backward(net: Net, tokens: Tensor, weights: Tensor, *, late: bool) -> Re
 
 
 def find_wrong_shapes(t: int, group: Any, rank: int) -> list[str]:
-    """Return those of some random shapes for which a gradient differs from that of one process."""
+    """Return the random shapes for which a gradient differs from that of one process."""
     draw, wrong_gradients = random.Random(t), []
     for _ in range(SHAPES):
         b, s, vocab = draw.randint(1, 3), t * draw.randint(1, 4), draw.randint(2, 9)
@@ -154,7 +154,7 @@ def make_executor(
 
 
 class ReplicatedWeight(nn.Module):
-    """A stage that each tensor-parallel rank holds whole."""
+    """A stage whose weight is replicated on all tensor-parallel ranks."""
 
     def __init__(self, is_summed: bool | None) -> None:
         super().__init__()
@@ -221,10 +221,10 @@ MODELS: dict[str, tuple[Any, Any, Results, int]] = {
 
 
 def run_model(kind: str, group: Any) -> Results:
-    """Return the loss and gradients of a model of two stages, summed where ranks have parts."""
+    """Return the loss and gradients of a model of two stages, summed over ranks if necessary."""
     module, config, named, _ = MODELS[kind]
     how: Results = {"tp": group, "sequence_parallel": True}
-    if kind == "encoder_decoder":  # stage 0 computes the encoder's output and sends it on
+    if kind == "encoder_decoder":  # stage 0 computes and sends the encoder's output
         how["layers_per_stage"] = [2, 1]
     x: Any = (TOKENS[:, :-1],)
     stages = [module.build_stage(config, s, 2, **how) for s in range(2)]
@@ -317,7 +317,7 @@ def test_wrong_summed_over_tp_attribute_is_refused(results: list[Results], name:
 
 @pytest.mark.parametrize("kind", MODELS)
 def test_model_families_equal_one_process(results: list[Results], kind: str) -> None:
-    """Gradients are those of one process. Those of norms are summed over the ranks first."""
+    """Gradients of norms are summed over the ranks before the comparison."""
     want, parts = run_model(kind, None), [own["kinds"][kind] for own in results[:2]]
     assert len(want) == MODELS[kind][-1]
     for name, (expected, _) in want.items():
@@ -367,7 +367,7 @@ def test_indivisible_sequence_is_refused() -> None:
 
 
 def test_training_losses_equal_plain_tensor_parallelism(config: str, tmp_path: Path) -> None:
-    """The losses of training and evaluation are nearly those without sequence parallelism."""
+    """Losses of training and evaluation are close to those without sequence parallelism."""
     losses_by_option = []
     for sequence in ("false", "true"):
         folder = tmp_path / sequence

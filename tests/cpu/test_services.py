@@ -1,4 +1,4 @@
-"""Tests of services, through which the step loop calls features that it does not know."""
+"""Tests of services: the step loop calls optional features only through this interface."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from schedir.runtime.warm_up import undo_steps
 from schedir.schedules import one_f_one_b
 from schedir.testing.tiny_model import WIDTH, make_batch, make_tiny_stages, squared_error
 
-# The attributes that an object may have. A feature has its own state in a service instead.
+# The maximum number of attributes. A feature has its state in a service instead.
 MAX_ATTRIBUTES = {State: 20, RankResources: 12}
 MAX_EXECUTOR_ARGUMENTS = 12  # Options that belong together are an object.
 # The files that run a step or surround it, with the services that they may name: `Executor` has
@@ -270,7 +270,7 @@ def test_core_files_name_no_service(name: str) -> None:
 
 
 def test_unused_features_have_no_service() -> None:
-    """A program without sharding, offload and delay has no services for these."""
+    """The program has no sharding, offload or weight delay."""
     (rank,) = _make_executor().executors
     names = {kind.__name__ for kind in (*rank.resources.services, *rank.state.services)}
     assert names == {

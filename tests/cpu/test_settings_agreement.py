@@ -30,7 +30,7 @@ from tests.cpu.tiny_stages import BOUNDARY, gpt_stages
 
 
 def _build_executor(process: int, differs: str) -> None:
-    """Build the executor of one of two ranks or replicas, where process 1 differs."""
+    """Build the executor of one of two ranks or replicas. Process 1 has another setting."""
     is_different = process == 1
     replicas = differs in ("hidden", "gradients", "turned", "order", "fewer")
     shape = PipelineShape(1, 2) if replicas else PipelineShape(2, 2)

@@ -164,7 +164,7 @@ def make_own_stage(rank: int) -> dict[int, nn.Module]:
 def run_with_and_without_evaluations(
     rank: int, kind: str, dp: int, zero: int
 ) -> list[list[Tensor]]:
-    """Run steps of two programs, without and with evaluations of smaller microbatches between."""
+    """Return the results of steps of two programs, without and with evaluations between them."""
     results: list[list[Tensor]] = []
     large, small, evaluation = compile_programs(dp, zero)
     for evaluates in (False, True):
@@ -205,7 +205,7 @@ def test_evaluations_do_not_change_training_on_processes(kind: str, dp: int, zer
 
 
 def run_out_of_order(rank: int) -> str:
-    """Let one rank evaluate twice before it trains, and the other once."""
+    """Evaluate twice before the second step on rank 0, but once on rank 1."""
     _, program, evaluation = compile_programs(1, 0)
     transport = SharedMemoryTransport(program, 20.0, extra_programs=[evaluation])
     executor = Executor(
@@ -227,7 +227,7 @@ def run_out_of_order(rank: int) -> str:
 
 
 def test_different_program_order_on_ranks_is_refused() -> None:
-    """The first rank of the second evaluation only sends, and would go on to the step."""
+    """Rank 0 only sends in an evaluation, so it would continue with the step."""
     first_error, second_error = run(run_out_of_order, 2)
     assert first_error == second_error
     assert first_error + "\n" == (GOLDEN / "sequence.txt").read_text()

@@ -33,7 +33,7 @@ adam = partial(torch.optim.AdamW, lr=LR)
 
 
 def split(r: int, P: int, m: int) -> RankSchedule:
-    """Return 1F1B with split backwards, where W follows at once."""
+    """Return 1F1B with split backwards, where W directly follows I."""
     lead = min(P - 1 - r, m)
     return lead * F + (m - lead) * (F + I + W) + lead * (I + W)
 
@@ -198,7 +198,7 @@ def test_evaluation_uses_newest_weights() -> None:
 
 
 class SharedRecomputedLayer(nn.Module):
-    """A layer that runs twice, once in a recomputed forward, and a frozen weight."""
+    """A layer that runs twice, the second time under checkpoint, and a frozen weight."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()

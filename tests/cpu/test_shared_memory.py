@@ -82,7 +82,7 @@ def test_stage_replicas_have_reference_bits(schedule: Schedule, placement: str) 
 
 
 def run_slow_receiver(rank: int, steps: int, m: int) -> list[Tensor | None]:
-    """Return the losses of steps whose first rank waits only for free memory."""
+    """Return the losses of steps. The second rank starts each step late."""
     executor = make_executor(
         compile(schedule_forwards, PipelineShape(2, m), progress_model="per_edge"), rank
     )
@@ -101,7 +101,7 @@ def test_sender_does_not_overwrite_previous_step() -> None:
 
 
 def send_before_receives(rank: int, m: int) -> Tensor | None:
-    """Send all messages before any is received, which is more than a socket holds."""
+    """Send all messages before the first receive. A socket cannot buffer them."""
     executor = make_executor(
         compile(schedule_forwards, PipelineShape(2, m), progress_model="per_edge"), rank
     )
@@ -194,7 +194,7 @@ def test_transport_is_reusable_by_next_executor() -> None:
 
 
 def run_identity_stage(rank: int) -> list[Tensor | None]:
-    """Return the loss, which is the received tensor in memory that the first stage writes."""
+    """Return losses that are received tensors, in memory that the sender will overwrite."""
     program = compile(schedule_forwards, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 20.0)
     stage = Double() if rank == 0 else nn.Identity()
@@ -217,7 +217,7 @@ def test_loss_in_received_memory_is_summed_before_reuse() -> None:
 
 
 class _DelayedConnection:
-    """A connection with late bytes, where the receiver finishes before the last byte."""
+    """A connection that delays its last message until the receiver has finished."""
 
     def __init__(self, connection: Any, messages: int) -> None:
         self.connection, self.left = connection, messages
@@ -228,7 +228,7 @@ class _DelayedConnection:
     def send(self, *how: Any) -> None:
         self.left -= 1
         if not self.left:
-            dist.barrier()  # the receiver finds the counts
+            dist.barrier()  # the receiver reads the counters meanwhile
             dist.barrier()
         self.connection.send(*how)
 

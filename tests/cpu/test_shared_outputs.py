@@ -1,4 +1,4 @@
-"""Tests of stages that overwrite or share outputs: bits of the reference, or one error."""
+"""Tests of stages that overwrite or share outputs: same bits as the reference, or one error."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ class ReusedBuffer(nn.Module):
 
 
 class ReusedBufferThroughData(ReusedBuffer):
-    """Does the same with a write that no version counter shows."""
+    """Returns its own buffer, and writes to it without raising its version counter."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.buffer.data.copy_(x + 1)
@@ -70,7 +70,7 @@ class NewTensor(nn.Module):
 @pytest.mark.parametrize("others", [[], [nn.Identity, nn.Identity]])
 @pytest.mark.parametrize("name", PROGRAMS)
 def test_reused_output_buffer_has_same_bits_or_is_refused(name: str, others: list[Any]) -> None:
-    """In any order, the stage has the bits of one that returns new tensors, or is refused."""
+    """The reference returns new tensors. Several execution orders are tested."""
     program, refused = PROGRAMS[name](), 0
     reference_stages = made(NewTensor, *others)
     total = run_sequential(reference_stages, *batch(), loss=squares)
@@ -152,7 +152,7 @@ class TwoOutputs(Layer):
 
 
 class InPlaceInput(nn.Module):
-    """Changes its first input, its second, or none in place."""
+    """Changes one of its inputs in place, or none."""
 
     def __init__(self, input_index: int | None, is_declared: bool) -> None:
         super().__init__()
@@ -271,7 +271,7 @@ class InPlaceStage(Layer):
     ),
 )
 def test_in_place_stage_changes_no_other_tensor(name: str, kind: str, is_declared: bool) -> None:
-    """The stage changes a copy, or it is refused. No other tensor changes in either case."""
+    """The stage changes a copy, or an error refuses it."""
     returns = lambda: AliasedOutput(kind)  # noqa: E731
     before = [] if "weight" in kind else [Layer]  # a weight does not depend on an input
     makers = [*before, returns, lambda: InPlaceStage(is_declared)]

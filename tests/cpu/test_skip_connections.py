@@ -43,7 +43,7 @@ SCHEDULES: dict[str, tuple[Schedule, PipelineShape, Skips]] = {
 
 
 class Layer(nn.Module):
-    """A stage of a U-Net, which may take or return a skip of one tensor or of two."""
+    """A stage of a U-Net that may receive or return a skip of one or two tensors."""
 
     def __init__(self, num_returned: int, num_accepted: int) -> None:
         super().__init__()

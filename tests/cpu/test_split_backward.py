@@ -1,4 +1,4 @@
-"""Tests that split backwards have the bits of the whole backward."""
+"""Tests that split backwards have the bits of the full backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCAB, HIDDEN, TOKENS = 13, 16, 7
 
 
 class Net(nn.Module):
-    """An embedding, residual linear layers and a head that may be tied, for all cases at once."""
+    """An embedding, residual linear layers, and a head that may be tied."""
 
     def __init__(self, tied: bool, depth: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -51,7 +51,7 @@ def compute_gradients(
     late: int | None,
     forward: Callable[..., Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Return gradients of all microbatches, with W `late` microbatches after I, or whole B."""
+    """Return gradients of all microbatches, with W `late` microbatches after I, or with full B."""
     g = torch.Generator().manual_seed(1)
     tapes = []
     for _ in range(microbatches):
@@ -312,7 +312,7 @@ class AutocastLayers(InPlaceRelu):
 
 
 class HookedWeights(InPlaceRelu):
-    """Has a gradient that a hook changes, and one that is changed after accumulation."""
+    """Has a gradient hook on one weight, and a post-accumulate hook on the other."""
 
     def __init__(self) -> None:
         super().__init__()

@@ -1,4 +1,4 @@
-"""Tests of layers that are split by type: bits of the whole backward, and refusals."""
+"""Tests of layers that are split by type: bits of the full backward, and refusals."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class RepeatedLayer(nn.Module):
 def _compute_gradients(
     net: nn.Module, x: Tensor, late: bool, num_deferred: int | None = None
 ) -> dict[str, Tensor | None]:
-    """Return the gradients of two microbatches, with late W or with whole backwards."""
+    """Return the gradients of two microbatches, with deferred W or with full backwards."""
     tapes = []
     results: dict[str, Tensor | None] = {}
     for k in range(2):
@@ -106,9 +106,7 @@ def test_split_layer_has_bits_of_full_backward(
                        for n, p in layer.named_parameters())  # fmt: skip
     want = _compute_gradients(full, x, late=False)
     _assert_equal(_compute_gradients(split, x, late=True, num_deferred=num_deferred * uses), want)
-    if (
-        not wide and kind != "conv2d"
-    ):  # otherwise autograd rounds each gradient first, or computes differently
+    if not wide and kind != "conv2d":  # else autograd rounds or computes differently
         _assert_equal(want, _compute_gradients(plain, x, late=False))
 
 
@@ -225,7 +223,7 @@ def test_registered_layer_with_other_arguments_is_not_split() -> None:
 
 
 def test_second_registration_replaces_split_rule() -> None:
-    """It counts for layers that were split before too, and is compared with whole backwards."""
+    """The new rule also applies to layers that were split before, and to full backwards."""
 
     class Twice(Square):
         pass

@@ -1,4 +1,4 @@
-"""Tests of split stages in schedules: weights used twice, versions, and layers left whole."""
+"""Tests of split stages in schedules: weights used twice, versions, and unsplit layers."""
 
 from __future__ import annotations
 
@@ -97,7 +97,7 @@ def test_weight_used_twice_gets_both_gradients(kind: str) -> None:
 
 
 def test_split_rule_reads_weight_version_of_microbatch() -> None:
-    """A split rule that reads the weight finds its microbatch's version, after newer ones."""
+    """The rule runs after the creation of newer versions, and must read the old version."""
     torch.manual_seed(0)
     input_and_weight = 4 * (I + W)
     program = compile(
@@ -206,7 +206,7 @@ class AutocastLayer(nn.Module):
 
 @pytest.mark.parametrize(("kind", "num_warnings"), [(SkippedLayer, 0), (AutocastLayer, 2)])
 def test_unused_layers_and_full_backwards_have_same_bits(kind: Any, num_warnings: int) -> None:
-    """Some or all microbatches may leave no work for W. A whole backward gets one warning."""
+    """Skipped layers give no warning, and layers with a full backward give one."""
     torch.manual_seed(0)
     plain: list[nn.Module] = [kind(), kind()]
     split = [make_backward_splittable(copy.deepcopy(stage)) for stage in plain]

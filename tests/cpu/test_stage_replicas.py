@@ -1,4 +1,4 @@
-"""Tests of stages with several holders in one process, whose copies have the weights' hooks."""
+"""Tests of stage replicas in one process, whose weight copies have the hooks of the weights."""
 
 from __future__ import annotations
 
@@ -52,7 +52,7 @@ def make_executor(
 
 
 class WeightHooks:
-    """Hooks of some weights, which are not linear and count their calls."""
+    """Nonlinear gradient hooks on some weights, which count their calls."""
 
     def __init__(self, where: list[bool]) -> None:
         self.where, self.calls = where, 0
@@ -82,7 +82,7 @@ class WeightHooks:
 def test_weight_hooks_get_gradient_of_every_microbatch(
     where: Any, case: Any, late: bool, removed: bool
 ) -> None:
-    """This includes hooks that are registered after the ranks, or removed between steps."""
+    """Hooks may be registered after the executor is created, and removed between steps."""
     schedule, shape = case
     stages, plain_stages = make_stages(shape.stages), make_stages(shape.stages)
     replica_hooks, plain_hooks = WeightHooks(where), WeightHooks(where)

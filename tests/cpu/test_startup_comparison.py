@@ -24,7 +24,7 @@ from tests.cpu.train_command import TORCHRUN, arguments, fork, launched
 def compare_processes(
     processes: list[tuple[int, int, dict[str, str]]], timeout: float = 20
 ) -> list[str]:
-    """Return the errors of processes with these (RANK, WORLD_SIZE, facts) at a real store.
+    """Return the errors of processes with these (RANK, WORLD_SIZE, facts) and a common store.
 
     Each process is a thread.
     """
@@ -70,7 +70,7 @@ def test_missing_process_is_named() -> None:
         compare_processes([(0, 3, {}), (1, 3, {})], timeout=0.5)[0]
         == "process 2 did not connect in time"
     )
-    # The process that compares has not come, so no one reports that others differ too.
+    # Process 0 compares. It is missing, so the difference of the others is not reported.
     assert (
         compare_processes([(1, 3, {}), (2, 2, {})], timeout=0.5)
         == ["process 0 did not connect in time"] * 2
@@ -146,7 +146,7 @@ def test_unreachable_store_is_reported_after_timeout(
 
 
 def start_processes(config: str, folder: Path, sets: list[list[str]]) -> list[tuple[int, str]]:
-    """Return the exit codes and errors of processes that start one by one with own settings."""
+    """Start one process for each list of settings, and return exit codes and errors."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     commands = [arguments(config, folder, "pipeline.tp=1", *settings) for settings in sets]

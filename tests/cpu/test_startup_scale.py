@@ -55,7 +55,7 @@ def _find_shared_gpu(store: CountingStore, process: int, card: str) -> str:
 
 @pytest.mark.parametrize("twin", [None, 9])
 def test_shared_gpu_is_found_with_few_store_reads(twin: int | None) -> None:
-    """Each of 128 hosts has 8 GPUs, and all are used once, or one of them twice."""
+    """Each of 128 hosts has 8 GPUs. With `twin`, two processes use the same GPU."""
     store = CountingStore()
     cards = [f"GPU {k % 8 if k != twin else 0}" for k in range(WORLD)]
     with ThreadPoolExecutor(WORLD) as pool:
@@ -71,7 +71,7 @@ def test_shared_gpu_is_found_with_few_store_reads(twin: int | None) -> None:
 def _record_groups(
     process: int, program: Any, monkeypatch: pytest.MonkeyPatch
 ) -> tuple[Any, list[Any]]:
-    """Return the rows of each `make_group` of a process in a fake world, and its own groups."""
+    """Return the rows of each `make_group` call of a process, and the groups that it created."""
     created: list[Any] = []
     own_groups: list[Any] = []
     with monkeypatch.context() as patch:

@@ -41,7 +41,7 @@ def _count_bytes(tensors: Iterable[Tensor]) -> int:
 
 
 def _find_live_storages() -> dict[StorageWeakRef, int]:
-    """Return all tensor storages, including those a dispatch mode does not see, as step counts."""
+    """Return all tensor storages, also those that a dispatch mode does not see (step counts)."""
     return _storage_sizes(x for x in gc.get_objects() if issubclass(type(x), Tensor))
 
 

@@ -33,7 +33,7 @@ BOUNDARY = Boundary((2, tiny_model.WIDTH), torch.float64)
 
 
 def record_used_slots(rank: Executor, used: dict[Value, set[int]]) -> None:
-    """Record which slots are ever filled, where sent tensors still fill theirs."""
+    """Record which slots are used. A tensor in transit still occupies its slot."""
     call = rank.runner.run_instruction
 
     def run_and_record(index: int) -> None:
@@ -54,7 +54,7 @@ def record_used_slots(rank: Executor, used: dict[Value, set[int]]) -> None:
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 def test_used_slots_match_predicted_slots(schedule: Schedule) -> None:
-    """The numbers are exact by rank and kind in any legal order, and no value is overwritten."""
+    """The numbers are equal for each rank and kind, in random legal orders."""
     shape = shape_of(schedule, 4, max(6, least(schedule, 4)))
     stages = tiny_model.make_tiny_stages(shape.stages)
     inputs, targets = tiny_model.make_batch(shape.microbatches)
@@ -99,7 +99,7 @@ def test_used_slots_match_predicted_slots(schedule: Schedule) -> None:
 
 
 class ReturnsInput(nn.Module):
-    """Returns its input as its output, and so its output gradient as its input gradient."""
+    """Returns its input. So its input gradient is its output gradient."""
 
     def __init__(self, inner: Any = None) -> None:
         super().__init__()
@@ -110,7 +110,7 @@ class ReturnsInput(nn.Module):
 
 
 def check_separate_memory(rank: Executor) -> None:
-    """Check that no value that outlives a buffer has its memory."""
+    """Check that outputs, saved values and deferred gradients do not use receive buffers."""
     call, static = (
         rank.runner.run_instruction,
         {storage_address(b) for b in rank.state.service(MessageBuffers).received.values()},
@@ -141,7 +141,7 @@ def storage_address(tensor: Tensor) -> int:
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, zb])
 def test_unchanged_inputs_and_gradients_are_not_overwritten(schedule: Any) -> None:
-    """This holds for several steps, even if stages return inputs and gradients unchanged."""
+    """Some stages return their input, and several steps run."""
     shape = PipelineShape(4, 6)
     inputs, targets = tiny_model.make_batch(shape.microbatches)
 
@@ -167,7 +167,7 @@ def test_unchanged_inputs_and_gradients_are_not_overwritten(schedule: Any) -> No
 
 
 def test_outputs_are_freed_after_send() -> None:
-    """A backward needs the graph of an output, and not its memory."""
+    """A backward needs the graph of an output, but not its memory."""
     program = compile(gpipe, PipelineShape(2, 4), progress_model="per_edge")
     ranks = InProcessExecutor(
         program, tiny_model.make_tiny_stages(2), loss=tiny_model.squared_error, boundary=BOUNDARY
@@ -225,7 +225,7 @@ class FailsOnce(nn.Linear):
 
 
 def test_step_after_failed_step_is_refused() -> None:
-    """Messages in transit would be mistaken for those of the next step."""
+    """The next step would receive messages of the failed step."""
     stages = [FailsOnce(1, 1), nn.Linear(1, 1)]
     program = compile(one_f_one_b, PipelineShape(2, 3))
     x = torch.ones(3, 1)

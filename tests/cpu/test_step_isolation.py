@@ -1,4 +1,4 @@
-"""Tests of users' own optimizers with states off the device: the same bits, or one error."""
+"""Tests of user-defined optimizers with states off the device: the same bits, or one error."""
 
 from __future__ import annotations
 
@@ -203,7 +203,7 @@ def train_three_steps(
 def compare_with_device(
     case: Any, states: str, how: dict[str, str], **options: Any
 ) -> ModelError | ExecutionError | None:
-    """Return the error that refuses an optimizer, or None if it leaves the device's bits."""
+    """Return the error that refuses an optimizer, or None if it has the bits of device steps."""
     make = partial(UserOptimizer, **how)
     try:
         weights = train_three_steps(case, make, states, **options)
@@ -346,7 +346,7 @@ def test_replaced_step_method_is_refused(states: str) -> None:
     ids=["derived", "replaced"],
 )
 def test_post_validation_needs_known_step_method(make: Any) -> None:
-    """This holds for a derived MainOptimizer, and for an optimizer with a replaced `step`."""
+    """A derived MainOptimizer and an optimizer with a replaced `step` are refused."""
     with pytest.raises(ModelError) as error:
         train_three_steps(
             ONE_STAGE_PER_RANK, make, "device", norm_check="after_step", clip_grad_norm=True

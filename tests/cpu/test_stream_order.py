@@ -74,7 +74,7 @@ def test_programs_have_no_races(
     races: Races,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """This is tested with static send memory, as for NCCL, and without, and with records."""
+    """Static send memory, as NCCL needs it, is tested together with time stamps."""
     monkeypatch.setattr(cuda_streams.StreamMailbox, "uses_static_buffers", static)
     got = run_steps(schedule, shape, buffer_sharing, record=static)
     assert not races.found

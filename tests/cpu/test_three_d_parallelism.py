@@ -32,7 +32,7 @@ def results() -> Any:
 
 
 def test_eight_processes_equal_one_process(results: Any) -> None:
-    """Losses, norms, gradients and weights are within 1e-6, and all holders of a weight agree.
+    """Losses, norms, gradients and weights are within 1e-6, and all copies of a weight are equal.
 
     Runs with ZeRO have the bits of runs without it.
     """
@@ -43,7 +43,7 @@ def test_eight_processes_equal_one_process(results: Any) -> None:
 
 
 def test_two_sequence_parallel_ranks_have_bits_of_plain_tp(results: Any) -> None:
-    """This holds until the first step, since a sum of two terms has one order.
+    """Results before the first update are compared: a sum of two terms has one order.
 
     Sums over tokens have other orders.
     """

@@ -103,7 +103,7 @@ BOUNDARY = Boundary((2, LENGTH, WIDTH), torch.float64)
 def train_plain_loop(
     model: nn.Module, microbatches: int, steps: int = 3, optimizer: Any = adam, clip: float = 0.0
 ) -> list[float]:
-    """Train the whole model microbatch by microbatch, and return the norms of its gradients."""
+    """Train the unsplit model microbatch by microbatch, and return its gradient norms."""
     built_optimizer, norms = optimizer(model.parameters()), []
     for step in range(steps):
         model.zero_grad()
@@ -153,7 +153,7 @@ def test_tied_weights_in_process_train_like_plain_loop(
     )
     norms = train_plain_loop(plain_model, shape.microbatches, clip=0.5)
     for step in range(3):
-        reference_stages = deepcopy(stages)  # all at once, so that the copies share weights too
+        reference_stages = deepcopy(stages)  # one deepcopy, so that the copies share weights too
         total = ranks.step(*batch(shape.microbatches, step), SCALE, order_seed=step)
         expected_loss = run_sequential(
             reference_stages,
@@ -188,7 +188,7 @@ def test_tied_weights_true_finds_shared_parameter() -> None:
 
 
 def test_module_in_two_stages_trains_like_plain_loop() -> None:
-    """`stages[0].mix is stages[-1].mix` holds, with both on one rank or on two ranks."""
+    """The two stages are on one rank or on two ranks."""
 
     def make_stages() -> list[Any]:
         torch.manual_seed(1)
@@ -277,7 +277,7 @@ def test_tied_weights_on_processes_train_like_plain_loop(
 
 
 def train_sharded_gpt(process: int, ties_from: str) -> dict[int, dict[str, Tensor]]:
-    """Return gradients of a GPT with a divided embedding, and ties given by hand or by modules."""
+    """Return the state of a GPT with a sharded embedding, and ties by name or by attribute."""
     program = schedir.compile(
         one_f_one_b,
         PipelineShape(2, 3),

@@ -1,4 +1,4 @@
-"""Tests of weights that stages of one rank share, with ZeRO, which train as in the whole model."""
+"""Tests that weights shared by stages of one rank train with ZeRO as in the unsplit model."""
 
 from __future__ import annotations
 
@@ -71,7 +71,7 @@ def make_batch(microbatches: int, step: int) -> tuple[Tensor, Tensor]:
 
 
 def train_plain_loop(stages: Sequence[nn.Module], microbatches: int) -> list[Tensor]:
-    """Return the parameters after some steps of the whole model, microbatch by microbatch."""
+    """Return the parameters after some steps of the unsplit model, microbatch by microbatch."""
     model = nn.Sequential(*stages)
     optimizer = adam(model.parameters())
     for step in range(STEPS):
@@ -116,7 +116,7 @@ def is_near(parameters: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
 def test_random_ties_on_rank_train_like_plain_loop(
     data: Any, zero: int, ranks: int, each: int
 ) -> None:
-    """Some weights have one element, and equal values, which do not make them the same weight."""
+    """Weights with one element and equal values are still separate weights."""
     shape = PipelineShape(ranks, 2, each)
     number = data.draw(st.integers(1, 3))
     shapes = data.draw(st.lists(st.sampled_from(SHAPES), min_size=number, max_size=number)) * ranks

@@ -50,7 +50,7 @@ def test_samples_depend_only_on_seed_and_number(
 def test_each_epoch_has_every_window_once(
     length: int, context: int, sizes: list[int], seed: int
 ) -> None:
-    """The number of replicas or of microbatches may change between runs, for example."""
+    """The batch size may change, for example if a run resumes with more replicas."""
     context = min(context, length - 1)
     batches = Batches(np.arange(length, dtype=np.uint8), context, 1, seed)
     num_read, parts = 0, []
@@ -160,7 +160,9 @@ def test_python_sources_are_cached(source_folder: Path) -> None:
     assert bytes(load_python_sources(source_folder)) == b"a/c.pyb.py"
     (source_folder / "b.py").write_text("changed")
     assert bytes(load_python_sources(source_folder)) == b"a/c.pyb.py"
-    assert len(list((source_folder.parent / "cache/schedir").iterdir())) == 1  # nothing left over
+    assert (
+        len(list((source_folder.parent / "cache/schedir").iterdir())) == 1
+    )  # no temporary file remains
 
 
 def test_unwritable_cache_is_refused(source_folder: Path) -> None:

@@ -68,7 +68,7 @@ def test_torch_loop_schedules_import(name: str, shape: PipelineShape, tmp_path: 
 
 
 def check_import(name: str, shape: PipelineShape, path: Path) -> None:
-    """Check that both forms are legal under every model, and are the same computation."""
+    """Check that both CSV forms are legal under every model, and have the same compute."""
     schedule = built(name, shape)
     orders = []
     for form in ("compute_only", "compute_comms"):
@@ -99,7 +99,7 @@ def test_documentation_lists_all_schedules() -> None:
 def test_predicted_spans_with_other_transfers_match_documentation(
     name: str, tmp_path: Path
 ) -> None:
-    """The claims of `explain` are right, and torch loads the file it suggests."""
+    """The spans that `explain` predicts are right, and torch loads the suggested program."""
     shape = PipelineShape(4, 8, 2, "vee" if name in VEE else "loop")
     schedule, path = built(name, shape), str(tmp_path / "x.csv")
     schedule._dump_csv(path, format="compute_comms")
@@ -146,7 +146,7 @@ def test_torch_gpipe_equals_built_in_gpipe(shape: PipelineShape) -> None:
 def test_torch_1f1b_list_equals_built_in_or_is_refused() -> None:
     """torch 2.13 lists an order for its last rank that begins with microbatch 1.
 
-    The code that runs the schedule is separate.
+    torch does not use this list when it runs the schedule.
     """
     shape = PipelineShape(2, 4)
     text = format_rows(built("Schedule1F1B", shape)._get_pipeline_order())
@@ -221,7 +221,7 @@ def run_torch_step(
 
 
 def test_exported_programs_run_in_torch(tmp_path: Path) -> None:
-    """Our files give the right gradients in torch, whose REDUCE_GRAD divides by microbatches."""
+    """torch runs the exported files with the right gradients. Its REDUCE_GRAD divides them."""
     for k, (name, shape, form) in enumerate(RUNS):
         costs = Costs(F=1.1, I=1.3, W=0.7, send=0.1)
         if name == "search":

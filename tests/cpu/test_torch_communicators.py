@@ -40,7 +40,7 @@ def test_torch_lazy_groups_run_in_any_order() -> None:
 
 
 def test_reordered_messages_between_two_ranks_are_refused() -> None:
-    """torch uses two communicators for them, and a mailbox would return the wrong message."""
+    """torch uses two communicators for them, but a mailbox would return the wrong message."""
     program = written(
         "F 0.0; F 0.1; send_act 0.0 & recv_act 3.1; send_act 0.1; F 3.1; recv_act 3.0; F 3.0",
         "recv_act 1.1; F 1.1; F 2.1; recv_act 1.0 & send_act 2.1; F 1.0; F 2.0; send_act 2.0",

@@ -115,7 +115,7 @@ def test_imported_trace_matches_torch_and_manual_times(
     ]
     busy = np.array([b for b, _, _ in manual_times])
     np.testing.assert_allclose(timeline.busy, busy, atol=2e-6)
-    if name != "DualPipeV":  # its traces do not tell when each half of a pair began
+    if name != "DualPipeV":  # its traces do not contain the start of each half of a pair
         compute = timeline.spans[np.isin(timeline.spans["op"], COMPUTE_OPS)]
         length = max(e for _, _, e in manual_times) - min(s for _, s, _ in manual_times)
         assert compute["end"].max() - compute["start"].min() == pytest.approx(length, abs=2e-6)

@@ -210,7 +210,7 @@ def train_plain_loop(pre_split: bool) -> list[list[float]]:
 
 
 def test_torchtitan_losses_equal_one_process() -> None:
-    """This holds for whole batches and for microbatches. One run is quicker than two."""
+    """Both versions of torchtitan are tested in one run of processes, which is faster."""
     for case, *ranks in zip(CASES, *run(train_cases, 4), strict=True):
         last = [losses for losses in ranks if losses[0] is not None]
         for one, other in zip(last, train_plain_loop(case[-1]), strict=True):

@@ -121,7 +121,7 @@ def test_pipedream_2bw_losses_are_independent_of_ranks(config: str, tmp_path: Pa
 
 
 def test_dropout_is_independent_of_layout(config: str, tmp_path: Path) -> None:
-    """Two pipelines of two stages of two layers equal one process with a stage of four."""
+    """Two replicas of two stages are compared with one process and one stage."""
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=one_f_one_b",
             "model.dropout=0.2"]  # fmt: skip
     one_losses = alone(config, tmp_path / "one", *sets, "pipeline.microbatches=4")
@@ -167,7 +167,7 @@ def test_wrong_number_of_processes_is_one_error(config: str, tmp_path: Path) -> 
 
 
 def test_training_equals_plain_loop(config: str, tmp_path: Path) -> None:
-    """A loop with torch's clipping and AdamW shows that all optimizer options are applied."""
+    """The loop uses torch's clipping and AdamW, so all optimizer options are compared."""
     import torch
 
     from schedir.models import gpt

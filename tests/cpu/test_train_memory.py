@@ -45,7 +45,7 @@ def test_impossible_memory_limit_is_refused(tmp_path: Path, config: Path) -> Non
 def test_counted_memory_is_near_prediction(
     tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str], settings_of_case: list[str]
 ) -> None:
-    """Live memory is lower by a tensor handed over in an instruction, at most one activation."""
+    """Counted memory may be lower by one activation, which an instruction hands over."""
     settings = [
         *ALONE,
         "pipeline.stages_per_rank=4",

@@ -32,7 +32,7 @@ def read_evaluations(folder: Path) -> str:
 
 
 def test_segments_train_like_whole_stages(config: str, tmp_path: Path) -> None:
-    """This is tested on 2 x 2 processes, with a named schedule and with a program file.
+    """Four processes run a named schedule, and a program file.
 
     The file fills the waits for sums. Checkpoints of one continue in the other.
     """
@@ -68,7 +68,7 @@ def test_segments_train_like_whole_stages(config: str, tmp_path: Path) -> None:
 
 
 def test_checkpoint_of_whole_stages_resumes_in_segments(config: str, tmp_path: Path) -> None:
-    """A run in chunks equals the run with as many small microbatches."""
+    """A run with chunks is also compared with a run with smaller microbatches."""
     saved = [f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=2"]
     stage_losses = alone(config, tmp_path / "whole", *UNTIED, *EVALUATION)
     alone(config, tmp_path / "half", *UNTIED, *EVALUATION, *saved, "train.steps=2")

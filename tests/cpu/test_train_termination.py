@@ -56,7 +56,7 @@ def endless_run(config: str, tmp_path: Path) -> Iterator[tuple[Run, list[int]]]:
 
 
 def gone(pid: int) -> bool:
-    """Return whether a process has ended, though no one may have read its exit code."""
+    """Return whether a process has ended, even if its parent did not wait for it."""
     return read_process_state(pid, 0) == "gone"
 
 
@@ -93,7 +93,9 @@ def test_all_processes_end_after_signal(
             "no process has made progress for " in diagnosis
             and "process 1 (pipeline rank 1) is stopped, " in diagnosis
         )
-        assert "\n  process 0 (pipeline rank 0)  " in diagnosis  # at any place by then
+        assert (
+            "\n  process 0 (pipeline rank 0)  " in diagnosis
+        )  # its location is arbitrary at this time
     exit_code, _, err = launcher.finish()
     assert exit_code == code and message in err
     assert err.count("\n") <= 3 and "Traceback" not in err
@@ -285,7 +287,7 @@ def test_rank_stopped_outside_of_step_is_one_error(config: str, tmp_path: Path) 
 def test_out_of_memory_before_first_step_is_one_error(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """This is a GPU's memory. An error within an instruction would name the instruction."""
+    """The error is that of a GPU. An error within an instruction would name the instruction."""
 
     def raise_out_of_memory(*args: object, **kwargs: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")

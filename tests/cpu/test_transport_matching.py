@@ -197,7 +197,7 @@ def test_process_creates_only_its_own_groups() -> None:
         # Each edge has a group for activations and one for gradients.
         edge_groups = [before] * 2 * (rank >= 2) + [after] * 2 * (rank < 4)
         # There are groups for the model, the layers and the gathers, and four colours of edges. A
-        # process without an edge of a colour is alone in that group.
+        # process without an edge of a color is alone in that group.
         assert len(created) == 7 and all(rank in row for row in created)
         assert sorted(row for row in created[3:] if len(row) > 1) == sorted(edge_groups)
         assert own_edges == [
@@ -231,7 +231,7 @@ def test_edges_of_one_color_have_no_common_rank() -> None:
 def run_after_uneven_groups(rank: int) -> Any:
     """Create edges where processes already created different numbers of groups.
 
-    torch also has the same colour for all groups, of which NCCL would make one group.
+    torch returns the same color for all groups, and NCCL would create one group of them.
     """
     if rank < 2:
         dist.new_group([0, 1], use_local_synchronization=True)

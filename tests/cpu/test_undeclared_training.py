@@ -70,7 +70,7 @@ def _different_shapes() -> InProcessExecutor:
 
 
 def _incomplete_tie() -> InProcessExecutor:
-    """Declare a tie of two stages for a weight of three."""
+    """Declare two of the three stages that share a weight."""
     stages = parts(Model(3, ((0, 1, 2),)))
     ties = TiedWeights((((0, "layer.up.weight"), (1, "layer.up.weight")),))
     return _make_executor(stages, ties, ties)
@@ -212,7 +212,7 @@ def test_golden_errors_and_mistakes_have_same_names() -> None:
 
 
 def test_untrained_parameters_of_loss_warn() -> None:
-    """An example is a loss's own network that is not frozen. There is one warning per stage."""
+    """The loss has an unfrozen Parameter, and the warning appears once."""
     with pytest.warns(UserWarning, match="stage 1 or its loss uses Parameters") as caught:
         _step_with_trained_loss(is_optimized=False).step(*batch(2, 1), SCALE)
     assert len(caught) == 1
@@ -276,7 +276,7 @@ def test_parameter_guard_does_not_traverse_modules() -> None:
 
 
 def test_reassigned_weight_data_is_trained() -> None:
-    """Examples are vector_to_parameters, and an average of weights used in an evaluation."""
+    """Between steps, vector_to_parameters moves the weights to other memory."""
     plain_model, model = Model(4), Model(4)
     stages = parts(model)
     make_backward_splittable(model)
@@ -316,7 +316,7 @@ def test_failed_step_keeps_shared_parameter(error: type[BaseException]) -> None:
 
 
 def _run_process(process: int, difference: str) -> None:
-    """Run a process with its own stage, which no other process sees."""
+    """Build the executor of one process, which has only its own stage."""
     dp = 2 if difference.startswith("replicas") else 1
     program = schedir.compile(one_f_one_b, SHAPE if dp == 1 else PipelineShape(1, 2), dp=dp)
     transport = GlooTransport(program)

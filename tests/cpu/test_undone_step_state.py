@@ -1,4 +1,4 @@
-"""Tests that undone steps leave nothing behind, and that a scale may be a tensor."""
+"""Tests that undone steps leave no trace, and that a gradient scale may be a tensor."""
 
 from __future__ import annotations
 
@@ -55,7 +55,7 @@ def test_tensor_grad_scale_equals_float_scale(dtype: torch.dtype, wide: bool, sc
 
 
 def make_trained_executor(adamw: bool, main: bool) -> Any:
-    """Return a world of one rank, whose optimizer has stepped if it is AdamW, but not if SGD."""
+    """Return an executor of one rank. It has run one step if its optimizer is AdamW."""
     modules = make_stages(torch.bfloat16 if main else torch.float32, main)[:1]
 
     def make(parameters: list[Any]) -> torch.optim.Optimizer:
@@ -79,7 +79,7 @@ def make_trained_executor(adamw: bool, main: bool) -> Any:
 @pytest.mark.parametrize("main", [False, True])
 @pytest.mark.parametrize("adamw", [False, True])
 def test_undone_steps_restore_weights_and_optimizer_state(adamw: bool, main: bool) -> None:
-    """A later step is as without them, whether or not the optimizer had states before."""
+    """Later steps have the same bits, with and without optimizer state before the undone steps."""
     plain, undone = make_trained_executor(adamw, main), make_trained_executor(adamw, main)
     rank = undone.executors[0]
     addresses = [p.data_ptr() for s in rank.stages.values() for p in s.module.parameters()]

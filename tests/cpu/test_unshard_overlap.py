@@ -47,7 +47,7 @@ SLOTS: list[BufferSharing | None] = [None, "minimal"]
 class LateGathers(GlooTransport):
     """A transport whose gathers write as late as they may.
 
-    Until the wait, a gather leaves garbage in its output. No one may write to its input.
+    Before the wait, the output of a gather is NaN. Its input must not change until then.
     """
 
     def __init__(self, program: Any) -> None:
@@ -92,7 +92,7 @@ class _LateGather:
 
 
 def return_noncontiguous(module: nn.Module, args: Any, y: Tensor) -> Tensor:
-    """Return the same numbers in another memory layout, where a slice is not contiguous."""
+    """Return the same values in another memory layout, so that a slice is not contiguous."""
     y = y.transpose(0, 1).contiguous().transpose(0, 1)
     assert not y.is_contiguous()
     return y
@@ -132,7 +132,7 @@ def run_rank(
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "all_reduce", transport.all_reduce_of_layers)
-            for _ in range(2):  # twice, since a step must leave no state behind
+            for _ in range(2):  # twice, since a step must not change the next step
                 executor.step(inputs, targets, scale)
         assert not transport.gathers_in_flight
         run_sequential(reference_stages, inputs, targets, loss=loss, grad_scale=scale)

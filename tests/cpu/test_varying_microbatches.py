@@ -117,7 +117,7 @@ def run_cases(process: int) -> list[Any]:
 
 
 def test_processes_have_reference_bits() -> None:
-    """This is tested over Gloo, with and without shared slots, and with shared memory."""
+    """The transports are Gloo, with and without shared slots, and shared memory."""
     results = run(run_cases, 2)
     x, y, _ = make_batch(LENGTHS)
     for case, (_, shape, _) in enumerate(CASES):

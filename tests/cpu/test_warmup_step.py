@@ -1,4 +1,4 @@
-"""Tests of the undone warmup step over transports with streams, which does the one-time work."""
+"""Tests of the warm-up step over transports with streams, which runs and is undone."""
 
 from __future__ import annotations
 
@@ -135,7 +135,7 @@ def _is_equal(one: Any, other: Any) -> bool:
 def compare_warm_and_cold(rank: int) -> dict[str, tuple[bool, set[GroupKey], set[GroupKey]]]:
     """Return for each case whether the warmup step leaves the bits of later steps unchanged.
 
-    Also return the groups that communicated before the first step, and those that must.
+    Also return the groups that communicated in the warm-up step, and those of later steps.
     """
     results = {}
     for number, (name, case) in enumerate(CASES.items()):
@@ -236,7 +236,7 @@ _all_reduce = dist.all_reduce
 
 
 def _all_reduce_copy(tensor: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
-    """All-reduce a copy, since Gloo's thread may hold its argument a little longer."""
+    """All-reduce a copy, since Gloo's thread may use its argument after the call."""
     with _disable_current_modes():
         copy = tensor.clone()
         _all_reduce(copy, *args, **kwargs)
@@ -283,7 +283,7 @@ def test_steps_after_warmup_request_no_memory(warm: bool) -> None:
 
 
 def compare_serialized_step(rank: int, kind: str) -> bool:
-    """Return whether a step that issues the parts of groups one by one has the same bits."""
+    """Return whether a step that issues grouped messages one by one has the same bits."""
     program = compile(
         one_f_one_b, PipelineShape(4, 8), overlap=True, tied_weights=True, clip_grad_norm=True
     )

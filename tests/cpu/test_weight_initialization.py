@@ -101,5 +101,5 @@ def test_ranks_draw_only_slices_of_one_model(
             joined = slices[0] if dims[0] is None else torch.cat(slices, dims[0])
             assert torch.equal(joined[: len(full)], full), name
             assert not joined[len(full) :].any()
-        # of the feed-forward layer, 16 x 64, the largest but for what pads the vocabulary
+        # the feed-forward weight is 16 x 64, and the padded embedding is 54 x 16
         assert {most for _, most in results} == {max(16 * 64, 54 * 16) // ranks}

@@ -117,7 +117,7 @@ def test_attention_does_not_depend_on_later_tokens() -> None:
 def test_grouped_query_attention_equals_repeated_keys(
     window: Any, groups: int, dropout: float
 ) -> None:
-    """Results are as if each query had its own. Gradients of a key head are sums over queries."""
+    """The reference repeats each key head, so its gradient is a sum over query heads."""
     numbers = torch.Generator().manual_seed(0)
     shapes = [(2, heads, 200, 8) for heads in (6, groups, groups)]
     q, k, v, grad = (

@@ -80,7 +80,7 @@ def test_windowed_gpt_equals_masked_attention(window: Any, monkeypatch: pytest.M
 def test_pipelines_have_bits_of_one_process(
     schedule: Any, shape: PipelineShape, options: Any, dropout: float
 ) -> None:
-    """This includes split backwards, recomputation and offload, in another order each step."""
+    """The programs have split backwards, recomputation and offload. Each step has another order."""
     config = replace(CONFIG, dropout=dropout)
 
     def make_stages() -> list[nn.Module]:

@@ -44,7 +44,7 @@ def is_same(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def list_reduced_microbatches(program: Program, stage: int) -> list[list[int]]:
-    """Return the microbatches that are reduced together in a stage's gradient, in order."""
+    """Return the microbatches of each reduction of a stage's gradient, in order."""
     reduced: list[list[int]] = [[]]
     for i in program.streams[int(program.shape.first_rank_per_stage[stage])]:
         if i.stage == stage and i.op in GRAD_ADDING_OPS:
@@ -114,7 +114,7 @@ def test_weights_are_sharded_except_in_full_parameters(zero: int) -> None:
 
 
 def test_optimizer_state_and_main_parameters_are_sharded() -> None:
-    """An optimizer that has stepped full weights continues with shards, and so do its copies."""
+    """The optimizer has stepped full weights before the executor shards them."""
     results = []
     for zero in (0, 3):
         stages = gpt_stages(2, False)

@@ -1,4 +1,4 @@
-"""Tests of users' own optimizers with ZeRO, whose states are sharded like weights, or refused."""
+"""Tests of user-defined optimizers with ZeRO: their state is sharded, or an error refuses it."""
 
 from __future__ import annotations
 

@@ -49,9 +49,9 @@ def residency(listed: list[Any]) -> tuple[int, int]:
 def assert_no_more_than_torch(
     program: Program, most: int, prefetches: Sequence[int] = (0, 1)
 ) -> None:
-    """Assert that no rank gathers more often than torch's list with as many gathered stages.
+    """Assert that no rank gathers more often than torch does with as many gathered stages.
 
-    `each` are the numbers of runs to gather ahead.
+    `prefetches` are the values of `unshard_prefetch`.
     """
     counts: dict[tuple[int, int], list[int]] = {}
     for rank, stages in enumerate(program.shape.stages_on_rank):
@@ -101,10 +101,10 @@ def test_exported_program_unshards_stages_that_torch_needs(program: Program, act
 @given(compute_programs(ranks=2, microbatches=4, stages_per_rank=4))
 @settings(max_examples=30)
 def test_random_drafts_gather_no_more_often_than_torch(program: Program) -> None:
-    """No draft gathers more often than torch.
+    """Drafts with W are compared without prefetch.
 
-    torch also counts W, which needs no weights, so with W it may gather less far ahead than we do.
-    Then only the case without gathers ahead is compared.
+    torch also keeps stages gathered for W, which needs no weights in schedir.
+    So torch may gather less far ahead.
     """
     assert_no_more_than_torch(
         program, 3, (0,) if BACKWARD_WEIGHT in program.used_opcodes else (0, 1)

@@ -1,4 +1,4 @@
-"""Tests of users' own stages and optimizers with ZeRO, which work correctly or are refused."""
+"""Tests of user-defined stages and optimizers with ZeRO: they are right, or refused."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ def collect_weights(stages: list[nn.Module]) -> list[Tensor]:
 
 
 class WeightAsOutput(nn.Module):
-    """Returns its weight itself, which fills the memory of its bucket."""
+    """Returns a view of its weight, whose memory is that of the bucket."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -195,7 +195,7 @@ class ReadsOtherStage(nn.Module):
 
 
 def test_read_of_other_stages_weight_is_refused_at_level_3() -> None:
-    """At level 3 its memory is released meanwhile, so reads would return arbitrary numbers."""
+    """At level 3 the memory of that weight is freed, so a read would return arbitrary numbers."""
     first = nn.Linear(4, 4)
     run_two_steps(make_executor(2, [first, ReadsOtherStage(first)]))
     first = nn.Linear(4, 4)
@@ -204,7 +204,7 @@ def test_read_of_other_stages_weight_is_refused_at_level_3() -> None:
 
 
 def test_loss_that_reads_other_stages_weight_is_refused_at_level_3() -> None:
-    """The weight has memory in the first forward, and may have lost it in the backward."""
+    """The memory of the weight may be freed before the backward."""
     first = nn.Linear(4, 4)
 
     def loss(y: Tensor, target: Tensor) -> Tensor:
@@ -217,7 +217,7 @@ def test_loss_that_reads_other_stages_weight_is_refused_at_level_3() -> None:
 
 
 def test_executor_may_be_freed_during_forward_of_another() -> None:
-    """New tensors may then have the addresses of its weights, which are refused storages."""
+    """New tensors may have the addresses of freed weights, and must not be refused."""
     program = schedir.compile(looped_bfs, PipelineShape(1, 1, 2), zero=3)
 
     def make_executor(stage: nn.Module) -> InProcessExecutor:
