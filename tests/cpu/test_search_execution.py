@@ -110,7 +110,7 @@ def test_searched_schedule_has_reference_bits_over_gloo() -> None:
 
 
 def test_trainer_runs_searched_program_file(config: str, tmp_path: Path) -> None:
-    """An untied model uses the file unchanged. A tied model needs a program that is lowered again."""
+    """An untied model uses the file unchanged. For a tied model it is lowered again."""
     file, tied = str(tmp_path / "best.sched"), str(tmp_path / "tied.sched")
     costs = "--costs=F=1:1.2,I=1.3:0.9,W=0.8:1.1,send=0.05"
     options = ("--ranks=2", "--microbatches=3", costs)
