@@ -50,50 +50,52 @@ BOUNDARY = Boundary((2, WIDTH))
 class Noisy(nn.Module):
     """A linear layer with dropout by torch's default generator, which records the masks."""
 
-    def __init__(self, k: int, again: bool = False, number: int | None = None) -> None:
+    def __init__(self, k: int, recompute: bool = False, number: int | None = None) -> None:
         super().__init__()
         self.inner = SplitLinear(WIDTH, WIDTH)
         numbers = torch.Generator().manual_seed(k)
         for p in self.inner.parameters():
             p.data = torch.randn(p.shape, generator=numbers)
-        self.again, self.number = again, number
+        self.recompute, self.number = recompute, number
         self.masks: list[Tensor] = []
 
     def forward(self, x: Tensor) -> Tensor:
         run: Callable[[Tensor], Tensor] = self.run
-        return checkpoint(run, x, use_reentrant=False) if self.again else run(x)
+        return checkpoint(run, x, use_reentrant=False) if self.recompute else run(x)
 
     def run(self, x: Tensor) -> Tensor:
         if self.number is None:
-            return self.dropped(x)
+            return self.apply_dropout(x)
         with fork_layer_rng(self.number):
-            return self.dropped(x)
+            return self.apply_dropout(x)
 
-    def dropped(self, x: Tensor) -> Tensor:
+    def apply_dropout(self, x: Tensor) -> Tensor:
         y = F.dropout(torch.tanh(self.inner(x)), 0.5)
         self.masks.append(y.detach() == 0)
         return y
 
 
-def noisy(stages: int, **options: Any) -> list[nn.Module]:
+def make_noisy_stages(stages: int, **options: Any) -> list[nn.Module]:
     return [Noisy(k, **options) for k in range(stages)]
 
 
-def squares(y: Tensor, target: Tensor) -> Tensor:
+def squared_error_with_dropout(y: Tensor, target: Tensor) -> Tensor:
     return (F.dropout(y, 0.2) - target).square().sum()
 
 
-def batch(microbatches: int) -> tuple[Tensor, Tensor]:
+def make_batch(microbatches: int) -> tuple[Tensor, Tensor]:
     x = torch.randn(microbatches, *BOUNDARY.shape, generator=torch.Generator().manual_seed(9))
     return x, x + 1
 
 
-def virtual(program: Any, stages: list[nn.Module], **options: Any) -> InProcessExecutor:
-    return InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY, **options)
+def make_executor(program: Any, stages: list[nn.Module], **options: Any) -> InProcessExecutor:
+    return InProcessExecutor(
+        program, stages, loss=squared_error_with_dropout, boundary=BOUNDARY, **options
+    )
 
 
-def expected(stages: list[nn.Module], m: int = M, **options: Any) -> tuple[Tensor, Any]:
-    loss = run_sequential(stages, *batch(m), loss=squares, **options)
+def run_reference(stages: list[nn.Module], m: int = M, **options: Any) -> tuple[Tensor, Any]:
+    loss = run_sequential(stages, *make_batch(m), loss=squared_error_with_dropout, **options)
     return loss, gradients(stages)
 
 
@@ -104,46 +106,48 @@ def expected(stages: list[nn.Module], m: int = M, **options: Any) -> tuple[Tenso
     st.integers(-(2**70), 2**70),
     st.booleans(),
 )
-def test_random_schedules_in_random_orders(
+def test_random_programs_match_sequential_reference(
     shape: PipelineShape, order: int, seed: int, again: bool
 ) -> None:
-    """Masks are equal with and without recomputation, and for keys by layer and by stage."""
-    found = lower(random_compute_program(shape, random.Random(order)))
+    """Losses and gradients are equal with and without recomputation, and with layer numbers."""
+    program = lower(random_compute_program(shape, random.Random(order)))
     numbered = [
         Noisy(k, again, number=k) if k % 2 else Noisy(k, again) for k in range(shape.stages)
     ]
-    plain = [Noisy(k, number=stage.number) for k, stage in enumerate(numbered)]
-    loss, right = expected(list(plain), shape.microbatches, seed=seed, program=found)
-    ranks = virtual(found, list(numbered), seed=seed)
-    assert torch.equal(ranks.step(*batch(shape.microbatches), order_seed=order), loss)
-    assert same_bits(gradients(numbered), right)
+    reference_stages = [Noisy(k, number=stage.number) for k, stage in enumerate(numbered)]
+    loss, expected_gradients = run_reference(
+        list(reference_stages), shape.microbatches, seed=seed, program=program
+    )
+    ranks = make_executor(program, list(numbered), seed=seed)
+    assert torch.equal(ranks.step(*make_batch(shape.microbatches), order_seed=order), loss)
+    assert same_bits(gradients(numbered), expected_gradients)
 
 
-def masks(**options: Any) -> list[Tensor]:
+def collect_masks(**options: Any) -> list[Tensor]:
     """Return the dropout masks of the stages of a model, by stage and microbatch."""
-    stages = noisy(2, **options.pop("model", {}))
-    expected(stages, 4, **options)
+    stages = make_noisy_stages(2, **options.pop("model", {}))
+    run_reference(stages, 4, **options)
     return [mask for stage in stages for mask in stage.masks]  # type: ignore[union-attr]
 
 
-def test_what_decides_a_draw() -> None:
-    found = masks()
-    assert all(torch.equal(a, b) for a, b in zip(found, masks(), strict=True))
-    drawn = [*found, *masks(seed=1), *masks(step=1)]
-    assert not any(torch.equal(a, b) for k, a in enumerate(drawn) for b in drawn[:k])
-    ranks = virtual(compile(gpipe, PipelineShape(2, 4)), noisy(2))
-    first = ranks.step(*batch(4))
-    assert not torch.equal(ranks.step(*batch(4)), first)
+def test_seed_and_step_determine_dropout_masks() -> None:
+    default_masks = collect_masks()
+    assert all(torch.equal(a, b) for a, b in zip(default_masks, collect_masks(), strict=True))
+    all_masks = [*default_masks, *collect_masks(seed=1), *collect_masks(step=1)]
+    assert not any(torch.equal(a, b) for k, a in enumerate(all_masks) for b in all_masks[:k])
+    ranks = make_executor(compile(gpipe, PipelineShape(2, 4)), make_noisy_stages(2))
+    first_loss = ranks.step(*make_batch(4))
+    assert not torch.equal(ranks.step(*make_batch(4)), first_loss)
     for rank in ranks.executors:
         rank.random_streams.step = 0
-    assert torch.equal(ranks.step(*batch(4)), first)
+    assert torch.equal(ranks.step(*make_batch(4)), first_loss)
 
 
-def test_keys_are_those_of_splitmix64() -> None:
+def test_derived_keys_match_splitmix64() -> None:
     """The expected numbers are those of Vigna's splitmix64.c for the seed 1234567."""
     golden = 0x9E3779B97F4A7C15
-    given = [mix_bits(1234567 + k * golden & 2**64 - 1) for k in range(3)]
-    assert given == [6457827717110365317, 3203168211198807973, 9817491932198370423]
+    mixed_numbers = [mix_bits(1234567 + k * golden & 2**64 - 1) for k in range(3)]
+    assert mixed_numbers == [6457827717110365317, 3203168211198807973, 9817491932198370423]
     keys = {
         derive_key(*numbers)
         for numbers in ((), (0,), (0, 0), (1,), (1, 2), (2, 1), (-1,), (2**70,))
@@ -151,25 +155,25 @@ def test_keys_are_those_of_splitmix64() -> None:
     assert len(keys) == 7  # only the lowest 64 bits of 2**70 count
 
 
-def test_generators_are_afterwards_as_they_were() -> None:
-    x, _ = batch(4)
-    found = compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
-    ranks, stages = virtual(found, noisy(2)), noisy(2)
+def test_step_restores_torch_generator_state() -> None:
+    x, _ = make_batch(4)
+    program = compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
+    ranks, stages = make_executor(program, make_noisy_stages(2)), make_noisy_stages(2)
     before = torch.get_rng_state()
-    ranks.step(*batch(4))
+    ranks.step(*make_batch(4))
     assert torch.equal(torch.get_rng_state(), before)
-    expected(stages, 4)
+    run_reference(stages, 4)
     assert torch.equal(torch.get_rng_state(), before)
-    measure_sizes(stages, x[0], x[0], loss=squares, boundary=BOUNDARY)
+    measure_sizes(stages, x[0], x[0], loss=squared_error_with_dropout, boundary=BOUNDARY)
     assert torch.equal(torch.get_rng_state(), before)
-    with fork_layer_rng(3):  # has no effect outside of a step
+    with fork_layer_rng(3):  # it has no effect outside of a step
         drawn = torch.rand(1)
     torch.set_rng_state(before)
     assert torch.equal(torch.rand(1), drawn)
 
 
-def test_numbers_of_layers() -> None:
-    """The number of a layer is a 32-bit integer, as a field of the key, in a step and elsewhere."""
+def test_layer_number_must_be_32_bit_integer() -> None:
+    """In a step, NumPy integers are accepted, and different numbers give different draws."""
     for number in (-1, 2**32, 1.5, "h.0", None):
         with (
             pytest.raises(ModelError, match="number of a layer or slice must be from 0 to"),
@@ -181,95 +185,107 @@ def test_numbers_of_layers() -> None:
     draws = RandomStreams(0, torch.device("cpu"))
     draws.begin_step(list_stream_numbers(1))
 
-    def drawn(*numbers: Any) -> float:
+    def draw_number(*numbers: Any) -> float:
         draws.make_seeded(FORWARD, 0, 0)()
         with fork_layer_rng(*numbers):
             return float(torch.rand(()))
 
     with draws.preserve_generators():
-        assert drawn(np.int64(3), np.int64(1)) == drawn(3, 1)
-        assert len({drawn(*n) for n in ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))}) == 6
+        assert draw_number(np.int64(3), np.int64(1)) == draw_number(3, 1)
+        assert len({draw_number(*n) for n in ((0,), (1,), (0, 0), (0, 1), (1, 0), (1, 1))}) == 6
 
 
-class Within(Noisy):
+class StepInForward(Noisy):
     """Runs `run_sequential` on other layers within its forward while it is in training mode."""
 
     others = (nn.Linear(4, 4),)
 
     def forward(self, x: Tensor) -> Tensor:
         if self.training:
-            run_sequential(self.others, torch.ones(1, 1, 4), torch.ones(1, 1, 4), loss=squares)
+            run_sequential(
+                self.others,
+                torch.ones(1, 1, 4),
+                torch.ones(1, 1, 4),
+                loss=squared_error_with_dropout,
+            )
         with fork_layer_rng(7):
             return F.dropout(super().forward(x))
 
 
-def test_a_step_within_a_forward_leaves_its_numbers_alone() -> None:
-    found = compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
-    with_others, without = ([Within(k) for k in range(2)] for _ in range(2))
-    for stage in without:
+def test_nested_step_does_not_change_random_numbers() -> None:
+    program = compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
+    nesting_stages, plain_stages = ([StepInForward(k) for k in range(2)] for _ in range(2))
+    for stage in plain_stages:
         stage.eval()
-    losses = [virtual(found, [*stages]).step(*batch(4)) for stages in (with_others, without)]
+    losses = [
+        make_executor(program, [*stages]).step(*make_batch(4))
+        for stages in (nesting_stages, plain_stages)
+    ]
     assert torch.equal(*losses)
 
 
-def test_generators_are_as_they_were_after_a_failure() -> None:
-    def fails(y: Tensor, target: Tensor) -> Tensor:
+def test_failed_step_restores_generator_state() -> None:
+    def fail_loss(y: Tensor, target: Tensor) -> Tensor:
         raise ValueError("no such luck")
 
-    stages, before = noisy(2), torch.get_rng_state()
+    stages, before = make_noisy_stages(2), torch.get_rng_state()
     ranks = InProcessExecutor(
-        compile(gpipe, PipelineShape(2, 4)), stages, loss=fails, boundary=BOUNDARY
+        compile(gpipe, PipelineShape(2, 4)), stages, loss=fail_loss, boundary=BOUNDARY
     )
     with pytest.raises(ExecutionError):
-        ranks.step(*batch(4))
+        ranks.step(*make_batch(4))
     assert stages[0].masks and torch.equal(torch.get_rng_state(), before)
     with pytest.raises(ValueError):
-        run_sequential(stages, *batch(4), loss=fails)
+        run_sequential(stages, *make_batch(4), loss=fail_loss)
     assert torch.equal(torch.get_rng_state(), before)
 
 
 @pytest.mark.parametrize("number", [None, 5])
 @pytest.mark.parametrize("schedule", [one_f_one_b, zb, dualpipe])
-def test_what_is_recomputed_draws_the_same(schedule: Any, number: int | None) -> None:
+def test_recompute_draws_same_random_numbers(schedule: Any, number: int | None) -> None:
     shape = PipelineShape(2, 4, placement="mirror" if schedule is dualpipe else "loop")
-    found = compile(schedule, shape, progress_model="per_edge")
-    _, right = expected(noisy(2, number=number), 4, program=found)
-    again = noisy(2, again=True, number=number)
-    ranks = virtual(found, again)
+    program = compile(schedule, shape, progress_model="per_edge")
+    _, expected_gradients = run_reference(make_noisy_stages(2, number=number), 4, program=program)
+    recomputed_stages = make_noisy_stages(2, recompute=True, number=number)
+    ranks = make_executor(program, recomputed_stages)
     for order in (None, 1):
         for rank in ranks.executors:
             rank.random_streams.step = 0
-        ranks.step(*batch(4), order_seed=order)
-        assert same_bits(gradients(again), right)
+        ranks.step(*make_batch(4), order_seed=order)
+        assert same_bits(gradients(recomputed_stages), expected_gradients)
 
 
-def test_layers_draw_the_same_in_any_stage() -> None:
-    """Four layers in one, two and four stages draw the numbers of their own layer number."""
-    found = []
+def test_numbered_layers_draw_same_numbers_in_any_stage() -> None:
+    """Four layers have the same loss in one, two and four stages."""
+    results = []
     for stages in (1, 2, 4):
         layers = [Noisy(k, number=k) for k in range(4)]
-        each = 4 // stages
-        whole = [nn.Sequential(*layers[k : k + each]) for k in range(0, 4, each)]
-        loss = run_sequential(whole, *batch(3), loss=lambda y, t: (y - t).square().sum())
-        found.append((loss, [layer.masks for layer in layers]))
+        layers_per_stage = 4 // stages
+        modules = [
+            nn.Sequential(*layers[k : k + layers_per_stage]) for k in range(0, 4, layers_per_stage)
+        ]
+        loss = run_sequential(modules, *make_batch(3), loss=lambda y, t: (y - t).square().sum())
+        results.append((loss, [layer.masks for layer in layers]))
         ranks = InProcessExecutor(
             compile(interleaved, PipelineShape(1, 3, stages)),
-            whole,
+            modules,
             loss=lambda y, t: (y - t).square().sum(),
             boundary=BOUNDARY,
         )
-        assert torch.equal(ranks.step(*batch(3)), loss)
-    assert all(torch.equal(loss, found[0][0]) for loss, _ in found)
-    assert len({str(mask) for mask in found[0][1]}) == 4
+        assert torch.equal(ranks.step(*make_batch(3)), loss)
+    assert all(torch.equal(loss, results[0][0]) for loss, _ in results)
+    assert len({str(mask) for mask in results[0][1]}) == 4
 
 
-def test_updates_of_a_step_go_on_counting_microbatches() -> None:
+def test_second_update_continues_microbatch_numbering() -> None:
     shape = PipelineShape(2, 4, optimizer_steps=2, weight_delay=1)
-    loss, _ = expected(noisy(2), 4)
-    assert torch.equal(virtual(compile(one_f_one_b, shape), noisy(2)).step(*batch(4)), loss)
+    loss, _ = run_reference(make_noisy_stages(2), 4)
+    assert torch.equal(
+        make_executor(compile(one_f_one_b, shape), make_noisy_stages(2)).step(*make_batch(4)), loss
+    )
 
 
-class Shaken(torch.optim.SGD):
+class NoisySGD(torch.optim.SGD):
     """Adds noise from torch's default generator to the weights that it trains."""
 
     def step(self, closure: Any = None) -> Any:
@@ -278,107 +294,118 @@ class Shaken(torch.optim.SGD):
                 p.data += torch.rand_like(p)
 
 
-def test_two_holders_step_by_the_same_numbers() -> None:
-    found = compile(chimera, PipelineShape(4, 4, placement="mirror"))
-    ranks = virtual(found, noisy(4), optimizer=lambda ps: Shaken(ps, lr=0.1))
-    ranks.step(*batch(4), order_seed=3)
-    for s, (one, other) in enumerate(found.shape.replica_ranks.T.tolist()):
-        ours, theirs = (ranks.executors[r].stages[s].module.parameters() for r in (one, other))
-        assert all(torch.equal(p, q) for p, q in zip(ours, theirs, strict=True))
+def test_optimizers_of_stage_replicas_draw_same_numbers() -> None:
+    program = compile(chimera, PipelineShape(4, 4, placement="mirror"))
+    ranks = make_executor(program, make_noisy_stages(4), optimizer=lambda ps: NoisySGD(ps, lr=0.1))
+    ranks.step(*make_batch(4), order_seed=3)
+    for s, (one, other) in enumerate(program.shape.replica_ranks.T.tolist()):
+        parameters, replica_parameters = (
+            ranks.executors[r].stages[s].module.parameters() for r in (one, other)
+        )
+        assert all(torch.equal(p, q) for p, q in zip(parameters, replica_parameters, strict=True))
 
 
-def test_an_optimizer_that_draws_for_copies_of_a_weight_is_said() -> None:
-    """There is a warning, except where the optimizer steps only one Parameter and draws once."""
+def test_optimizer_noise_on_tied_weight_copies_warns() -> None:
+    """With both stages on one rank, the optimizer steps one Parameter, so there is no warning."""
     for ranks in (1, 2):
-        stages: list[Any] = noisy(2)
+        stages: list[Any] = make_noisy_stages(2)
         stages[1].inner.weight = stages[0].inner.weight
-        found = compile(interleaved, PipelineShape(ranks, 2, 2 // ranks), tied_weights=True)
-        virtually = virtual(found, stages, optimizer=Shaken)
-        with warnings.catch_warnings(record=True) as said:
+        program = compile(interleaved, PipelineShape(ranks, 2, 2 // ranks), tied_weights=True)
+        executor = make_executor(program, stages, optimizer=NoisySGD)
+        with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
-                virtually.step(*batch(2))
+                executor.step(*make_batch(2))
         assert [
-            "for each copy of a tied weight: the copies will differ" in str(one.message)
-            for one in said
+            "for each copy of a tied weight: the copies will differ" in str(warning.message)
+            for warning in caught
         ] == [True] * 2 * (ranks > 1)
 
 
-class Plain(nn.Module):
-    """A linear layer with dropout, which is compiled whole or with a recomputed part."""
+class CompiledLayer(nn.Module):
+    """A linear layer with dropout, which is compiled with or without recomputation."""
 
-    def __init__(self, k: int, again: bool) -> None:
+    def __init__(self, k: int, recompute: bool) -> None:
         super().__init__()
-        self.inner, self.again = nn.Linear(WIDTH, WIDTH), again
+        self.inner, self.recompute = nn.Linear(WIDTH, WIDTH), recompute
         numbers = torch.Generator().manual_seed(k)
         for p in self.inner.parameters():
             p.data = torch.randn(p.shape, generator=numbers)
 
     def forward(self, x: Tensor) -> Tensor:
         y = self.inner(x)
-        if self.again:
-            z: Tensor = checkpoint(self.dropped, y, use_reentrant=False)
+        if self.recompute:
+            z: Tensor = checkpoint(self.apply_dropout, y, use_reentrant=False)
             return z
-        return self.dropped(y)
+        return self.apply_dropout(y)
 
-    def dropped(self, y: Tensor) -> Tensor:
+    def apply_dropout(self, y: Tensor) -> Tensor:
         return F.dropout(torch.tanh(y), 0.5)
 
 
-@pytest.mark.parametrize("again", [False, True])
+@pytest.mark.parametrize("recompute", [False, True])
 @pytest.mark.parametrize("backend", ["aot_eager", "inductor"])
 @pytest.mark.filterwarnings("ignore::DeprecationWarning")  # torch's own, while it imports
 @pytest.mark.filterwarnings(
     "ignore:The .grad attribute"
 )  # torch suppresses it, unless warnings are errors
-def test_compiled_stages_are_those_of_a_compiled_reference(backend: str, again: bool) -> None:
-    """Inductor draws other numbers than eager torch, and aot_eager draws the same."""
+def test_compiled_stages_match_compiled_reference(backend: str, recompute: bool) -> None:
+    """The backend aot_eager draws the numbers of eager torch, and inductor draws others."""
     if backend == "inductor" and shutil.which("g++") is None:
         pytest.skip("no C++ compiler")
     if backend == "inductor" and torch.backends.cpu.get_cpu_capability() == "DEFAULT":
         pytest.skip("torch 2.13's inductor writes C++ that does not compile without AVX2")
 
     def stages() -> list[Any]:
-        return [torch.compile(Plain(k, again), backend=backend) for k in range(2)]
+        return [torch.compile(CompiledLayer(k, recompute), backend=backend) for k in range(2)]
 
-    theirs, ours = stages(), stages()
-    ranks = virtual(
-        compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge"), ours, seed=3
+    reference_stages, compiled_stages = stages(), stages()
+    ranks = make_executor(
+        compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge"),
+        compiled_stages,
+        seed=3,
     )
     for step, order in enumerate((None, 1)):
-        loss, right = expected(theirs, 4, seed=3, step=step)
-        assert torch.equal(ranks.step(*batch(4), order_seed=order), loss)
-        assert same_bits(gradients(ours), right)
-        eager, _ = expected([Plain(k, again) for k in range(2)], 4, seed=3, step=step)
+        loss, expected_gradients = run_reference(reference_stages, 4, seed=3, step=step)
+        assert torch.equal(ranks.step(*make_batch(4), order_seed=order), loss)
+        assert same_bits(gradients(compiled_stages), expected_gradients)
+        eager, _ = run_reference(
+            [CompiledLayer(k, recompute) for k in range(2)], 4, seed=3, step=step
+        )
         assert torch.equal(eager, loss) == (backend == "aot_eager")
 
 
-def _replica(rank: int) -> Any:
-    found = compile(interleaved, PipelineShape(1, 2, 2), dp=2, progress_model="per_edge")
-    transport = GlooTransport(found)
-    stages = noisy(2)
+def run_replica(rank: int) -> Any:
+    program = compile(interleaved, PipelineShape(1, 2, 2), dp=2, progress_model="per_edge")
+    transport = GlooTransport(program)
+    stages = make_noisy_stages(2)
     executor = Executor(
-        found, 0, dict(enumerate(stages)), transport, loss=squares, boundary=BOUNDARY
+        program,
+        0,
+        dict(enumerate(stages)),
+        transport,
+        loss=squared_error_with_dropout,
+        boundary=BOUNDARY,
     )
-    own = slice(2 * transport.dp_rank, 2 * transport.dp_rank + 2)
-    x, target = batch(4)
-    executor.step(x[own], target[own])
+    local_batch = slice(2 * transport.dp_rank, 2 * transport.dp_rank + 2)
+    x, target = make_batch(4)
+    executor.step(x[local_batch], target[local_batch])
     return [stage.masks for stage in stages], gradients(stages)
 
 
-def test_replicas_draw_as_one_that_has_all_microbatches() -> None:
-    stages = noisy(2)
-    _, right = expected(stages, 4)
-    results = run(_replica, 2)
+def test_replicas_draw_same_masks_as_one_process() -> None:
+    stages = make_noisy_stages(2)
+    _, expected_gradients = run_reference(stages, 4)
+    results = run(run_replica, 2)
     for s, stage in enumerate(stages):
-        drawn = [mask for masks, _ in results for mask in masks[s]]
-        assert all(torch.equal(a, b) for a, b in zip(drawn, stage.masks, strict=True))  # type: ignore[arg-type]
+        replica_masks = [mask for masks, _ in results for mask in masks[s]]
+        assert all(torch.equal(a, b) for a, b in zip(replica_masks, stage.masks, strict=True))  # type: ignore[arg-type]
     for _, got in results:
-        for one, other in zip(got, right, strict=True):
+        for one, other in zip(got, expected_gradients, strict=True):
             assert all(torch.allclose(one[n], other[n], rtol=1e-5, atol=1e-6) for n in one)
 
 
-def test_the_example(capsys: pytest.CaptureFixture[str]) -> None:
+def test_dropout_example_prints_equal_losses(capsys: pytest.CaptureFixture[str]) -> None:
     runpy.run_path(str(Path(__file__).parents[2] / "examples/dropout.py"), run_name="__main__")
     first, *others = (line.split()[-1] for line in capsys.readouterr().out.splitlines())
     assert others == [first, first]

@@ -63,13 +63,13 @@ def batch(microbatches: int, seed: int = 0) -> tuple[Tensor, Tensor]:
 
 
 def state(stages: Sequence[nn.Module]) -> list[Tensor]:
-    found: list[Tensor] = []
+    tensors: list[Tensor] = []
     for stage in stages:
         for p in stage.parameters():
             assert p.grad is not None or not p.requires_grad
-            found += [p] if p.grad is None else [p.grad, p]
-        found += stage.buffers()
-    return [x.detach().clone() for x in found]
+            tensors += [p] if p.grad is None else [p.grad, p]
+        tensors += stage.buffers()
+    return [x.detach().clone() for x in tensors]
 
 
 def equal(one: list[Tensor], other: list[Tensor]) -> bool:
@@ -77,14 +77,19 @@ def equal(one: list[Tensor], other: list[Tensor]) -> bool:
 
 
 def as_reference(
-    program: Program, stages: list[nn.Module], steps: int = 2, **more: Any
+    program: Program, stages: list[nn.Module], steps: int = 2, **options: Any
 ) -> InProcessExecutor:
-    """Compare steps of a program in random orders with the reference."""
+    """Assert that steps of a program in random orders have the bits of the reference."""
     plain = deepcopy(stages)
     sgd = partial(torch.optim.SGD, lr=0.1)
     step = sgd([p for stage in plain for p in stage.parameters()])
     world = InProcessExecutor(
-        program, stages, loss=squares, boundary=BOUNDARY, optimizer=lambda own: sgd(own), **more
+        program,
+        stages,
+        loss=squares,
+        boundary=BOUNDARY,
+        optimizer=lambda parameters: sgd(parameters),
+        **options,
     )
     for k in range(steps):
         x, y = batch(program.shape.microbatches, k)
@@ -99,19 +104,19 @@ def as_reference(
 # ---------------------------------------------------------------- same bits
 
 
-def test_under_autocast() -> None:
-    found = []
+def test_recompute_under_autocast_has_same_bits() -> None:
+    results = []
     for recompute in (None, "all"):
         stages = noisy(2)
         program = compile(one_f_one_b, PipelineShape(2, 3), recompute=recompute)
         world = InProcessExecutor(program, stages, loss=squares, boundary=Boundary((2, WIDTH)))
         with torch.autocast("cpu", dtype=torch.bfloat16):
             total = world.step(*batch(3))
-        found.append([total, *state(stages)])
-    assert equal(*found)
+        results.append([total, *state(stages)])
+    assert equal(*results)
 
 
-def _unseeded(rank: int, shared: bool) -> list[Any]:
+def run_unseeded_rank(rank: int, shared: bool) -> list[Any]:
     torch.manual_seed(100 + rank)
     results = []
     for recompute in (None, "all"):
@@ -132,17 +137,19 @@ def _unseeded(rank: int, shared: bool) -> list[Any]:
 
 
 @pytest.mark.parametrize("shared", [False, True])
-def test_between_processes_that_nobody_seeds(shared: bool) -> None:
-    """The states of generators are kept, and later random numbers are as without recomputation."""
-    for plain, again in run(_unseeded, 2, shared):
-        assert all(a is b or torch.equal(a, b) for a, b in zip(plain[0], again[0], strict=True))
-        assert equal(plain[1], again[1])
+def test_recompute_without_seed_keeps_generator_states(shared: bool) -> None:
+    """Losses and weights of two steps have the same bits with and without recomputation."""
+    for plain, recomputed in run(run_unseeded_rank, 2, shared):
+        assert all(
+            a is b or torch.equal(a, b) for a, b in zip(plain[0], recomputed[0], strict=True)
+        )
+        assert equal(plain[1], recomputed[1])
 
 
 # ---------------------------------------------------------------- side effects of stages
 
 
-class Own(nn.Module):
+class OwnGenerator(nn.Module):
     """Draws from its own generator."""
 
     def __init__(self) -> None:
@@ -154,16 +161,16 @@ class Own(nn.Module):
         return y
 
 
-def test_a_stage_that_does_not_do_the_same_again() -> None:
+def test_different_output_of_recompute_is_refused() -> None:
     program = compile(gpipe, PipelineShape(2, 4), recompute="all")
-    world = InProcessExecutor(program, noisy(2, Own), loss=squares, boundary=BOUNDARY)
+    world = InProcessExecutor(program, noisy(2, OwnGenerator), loss=squares, boundary=BOUNDARY)
     with pytest.raises(ExecutionError, match="returns a different output for microbatch") as caught:
         world.step(*batch(4))
     assert str(caught.value.sites[0].instr).startswith("R ")
     assert "generators" in caught.value.hint
 
 
-def test_a_loss_that_writes_to_its_target() -> None:
+def test_loss_that_changes_its_target_is_refused() -> None:
     def loss(y: Tensor, target: Tensor) -> Tensor:
         return (y - target.mul_(2)).square().sum()
 
@@ -173,7 +180,7 @@ def test_a_loss_that_writes_to_its_target() -> None:
         world.step(*batch(4))
 
 
-def test_debug_is_yes_or_no() -> None:
+def test_debug_option_must_be_boolean() -> None:
     program = compile(gpipe, PipelineShape(1, 1))
     with pytest.raises(UsageError, match="debug"):
         InProcessExecutor(
@@ -185,7 +192,7 @@ def test_debug_is_yes_or_no() -> None:
         )
 
 
-class _HooksItsInput(nn.Module):
+class InputHook(nn.Module):
     """Doubles the gradient of its input in a hook on the input."""
 
     def __init__(self) -> None:
@@ -200,20 +207,20 @@ class _HooksItsInput(nn.Module):
 
 
 @pytest.mark.parametrize("schedule", [gpipe, interleaved, zb_h1])
-def test_a_hook_on_an_input_runs_once(schedule: Any) -> None:
+def test_input_hook_runs_once_under_recompute(schedule: Any) -> None:
     """The first run of a forward must not leave its hooks on the input of the second run."""
-    found = []
-    every: list[dict[str, Any]] = [{}, {"recompute": "all"}]
-    for options in every:
+    gradients = []
+    cases: list[dict[str, Any]] = [{}, {"recompute": "all"}]
+    for options in cases:
         torch.manual_seed(0)
         program = compile(
             schedule, PipelineShape(2, 2, 2 if schedule is interleaved else 1), **options
         )
-        stages = [_HooksItsInput() for _ in range(program.shape.stages)]
+        stages = [InputHook() for _ in range(program.shape.stages)]
         loss = nn.functional.mse_loss
         InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY).step(
             *torch.ones(2, 2, 2, WIDTH)
         )
-        found.append([p.grad for stage in stages for p in stage.parameters()])
-    for kept, recomputed in zip(*found, strict=True):
-        assert kept is not None and recomputed is not None and torch.equal(kept, recomputed)
+        gradients.append([p.grad for stage in stages for p in stage.parameters()])
+    for plain, recomputed in zip(*gradients, strict=True):
+        assert plain is not None and recomputed is not None and torch.equal(plain, recomputed)

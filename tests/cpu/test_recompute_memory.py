@@ -47,55 +47,69 @@ SHAPES = [
 
 
 @pytest.mark.parametrize(
-    ("schedule", "shape", "which", "model"),
+    ("schedule", "shape", "recompute", "model"),
     pairs(SHAPES, ["all", "late", "some"], ["gpt", "normed"]),
 )
-def test_what_lives_is_what_was_predicted(
-    schedule: Any, shape: PipelineShape, which: str, model: str
+def test_live_memory_with_recompute_matches_prediction(
+    schedule: Any, shape: PipelineShape, recompute: str, model: str
 ) -> None:
-    """Bytes are those of live storages during and after each instruction."""
+    """A witness compares the bytes of live storages during and after each instruction."""
     make, data, loss = MODELS[model]
     stages, (inputs, targets, scale) = make(shape.stages), data(shape.microbatches)
     sizes = measure_sizes(
         stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, optimizer_state=0
     )
-    hows: dict[str, dict[str, Any]] = {
+    options_by_name: dict[str, dict[str, Any]] = {
         "all": {"recompute": "all"},
         "late": {"recompute": "all", "recompute_at": "late"},
         "some": {"recompute": lambda s, m: (s + m) % 2 == 0},
     }
-    how = hows[which]
+    options = options_by_name[recompute]
     plain = compile(schedule, shape, buffer_sharing="minimal")
-    free = compile(schedule, shape, buffer_sharing="minimal", **how)
-    assert RECOMPUTE in free.used_opcodes
-    most, before = (simulate(p, sizes=sizes).peak_memory for p in (free, plain))
-    assert (most <= before).all() and (most < before).any()
-    limit = float(most.max())
+    recomputed = compile(schedule, shape, buffer_sharing="minimal", **options)
+    assert RECOMPUTE in recomputed.used_opcodes
+    peak_recomputed, peak_plain = (
+        simulate(p, sizes=sizes).peak_memory for p in (recomputed, plain)
+    )
+    assert (peak_recomputed <= peak_plain).all() and (peak_recomputed < peak_plain).any()
+    limit = float(peak_recomputed.max())
     program = compile(
-        schedule, shape, buffer_sharing="minimal", sizes=sizes, memory_limit=limit, **how
+        schedule, shape, buffer_sharing="minimal", sizes=sizes, memory_limit=limit, **options
     )
     world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
-    owns = compute_footprints(program, sizes)
-    witnesses = [Witness(rank, own) for rank, own in zip(world.executors, owns, strict=True)]
+    footprints = compute_footprints(program, sizes)
+    witnesses = [
+        Witness(rank, footprint)
+        for rank, footprint in zip(world.executors, footprints, strict=True)
+    ]
     world.step(inputs, targets, scale)
     assert all(witness.beside == 0 for witness in witnesses)
     with pytest.raises(MemoryLimitError):
         compile(
-            schedule, shape, buffer_sharing="minimal", sizes=sizes, memory_limit=limit - 1, **how
+            schedule,
+            shape,
+            buffer_sharing="minimal",
+            sizes=sizes,
+            memory_limit=limit - 1,
+            **options,
         )
 
 
-def test_a_checkpoint_has_the_buffers_that_are_written() -> None:
+def test_recompute_inputs_include_written_buffers() -> None:
     x = runs.batch(1)[0][0]
-    found = measure_sizes(noisy(2), x, x, loss=squares, boundary=runs.BOUNDARY).recompute_inputs
-    written = 2 * 4 * WIDTH + 8  # mean and variance, and the number of batches
-    assert found == (written, 4 * 2 * WIDTH + written)
+    recompute_inputs = measure_sizes(
+        noisy(2), x, x, loss=squares, boundary=runs.BOUNDARY
+    ).recompute_inputs
+    buffer_bytes = 2 * 4 * WIDTH + 8  # mean and variance, and the number of batches
+    assert recompute_inputs == (buffer_bytes, 4 * 2 * WIDTH + buffer_bytes)
 
 
-def test_a_checkpoint_has_the_parameters_that_are_written_and_nobody_trains() -> None:
+def test_recompute_inputs_include_written_frozen_parameters() -> None:
     x, stages = runs.batch(1)[0][0], noisy(2, Means)
-    was = [stage.state_dict()[name].clone() for stage in stages for name in stage.state_dict()]
-    found = measure_sizes(stages, x, x, loss=squares, boundary=runs.BOUNDARY).recompute_inputs
-    assert found == (3 * 4 * WIDTH, 4 * 2 * WIDTH + 3 * 4 * WIDTH)
-    now = [stage.state_dict()[name] for stage in stages for name in stage.state_dict()]
-    assert all(map(torch.equal, was, now))
+    before = [stage.state_dict()[name].clone() for stage in stages for name in stage.state_dict()]
+    recompute_inputs = measure_sizes(
+        stages, x, x, loss=squares, boundary=runs.BOUNDARY
+    ).recompute_inputs
+    assert recompute_inputs == (3 * 4 * WIDTH, 4 * 2 * WIDTH + 3 * 4 * WIDTH)
+    after = [stage.state_dict()[name] for stage in stages for name in stage.state_dict()]
+    assert all(map(torch.equal, before, after))

@@ -17,7 +17,7 @@ from schedir.schedules import gpipe, interleaved, zb_h1
 from tests.cpu.test_recompute import BOUNDARY, WIDTH, as_reference, batch, noisy, squares
 
 
-class Power(nn.Module):
+class WrittenBuffer(nn.Module):
     """Returns an output that depends on a buffer that each forward writes to."""
 
     u: Tensor
@@ -34,8 +34,8 @@ class Power(nn.Module):
         return y
 
 
-class Another(Power):
-    """Does the same, but replaces the buffer by a new one."""
+class ReplacedBuffer(WrittenBuffer):
+    """Replaces its buffer by a new tensor in each forward."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.u = self.u * 0.5 + x.detach().mean()
@@ -44,32 +44,32 @@ class Another(Power):
 
 
 class Means(nn.Module):
-    """Updates frozen Parameters from its weight, also without raising the version counter."""
+    """Updates frozen Parameters, also without raising their version counter."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH)
-        still = (nn.Parameter(torch.ones(WIDTH), requires_grad=False) for _ in range(3))
-        self.written, self.traceless, self.set = still
+        frozen = (nn.Parameter(torch.ones(WIDTH), requires_grad=False) for _ in range(3))
+        self.written, self.traceless, self.set = frozen
 
     def forward(self, x: Tensor) -> Tensor:
-        now = torch.tanh(self.layer.bias.detach() + x.detach().mean(0))
+        mean = torch.tanh(self.layer.bias.detach() + x.detach().mean(0))
         with torch.no_grad():
-            self.written.mul_(0.9).add_(now)
-        self.traceless.data.mul_(0.9).add_(now)
-        self.set.data = self.set.data * 0.9 + now
+            self.written.mul_(0.9).add_(mean)
+        self.traceless.data.mul_(0.9).add_(mean)
+        self.set.data = self.set.data * 0.9 + mean
         y: Tensor = torch.tanh(
             self.layer(x) + self.written.clone() + self.traceless * self.set.data
         )
         return y
 
 
-class Counted(nn.Module):
+class SharedBuffer(nn.Module):
     """Two layers that count in one buffer."""
 
     def __init__(self) -> None:
         super().__init__()
-        self.one, self.other = Power(), Power()
+        self.one, self.other = WrittenBuffer(), WrittenBuffer()
         self.other.u = self.one.u
 
     def forward(self, x: Tensor) -> Tensor:
@@ -77,8 +77,8 @@ class Counted(nn.Module):
         return y
 
 
-@pytest.mark.parametrize("layer", [Power, Another, Means, Counted])
-def test_buffers_are_what_the_forward_found(layer: Any) -> None:
+@pytest.mark.parametrize("layer", [WrittenBuffer, ReplacedBuffer, Means, SharedBuffer])
+def test_recompute_restores_written_buffers(layer: Any) -> None:
     for schedule, shape in (
         (gpipe, PipelineShape(2, 4)),
         (zb_h1, PipelineShape(2, 4)),
@@ -87,7 +87,7 @@ def test_buffers_are_what_the_forward_found(layer: Any) -> None:
         as_reference(compile(schedule, shape, recompute="all"), noisy(shape.stages, layer))
 
 
-class Late(Power):
+class WritesFromSecondForward(WrittenBuffer):
     """Writes to its buffer from the second forward on."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -98,16 +98,18 @@ class Late(Power):
         return y
 
 
-def test_a_buffer_that_was_left_alone() -> None:
+def test_buffer_written_only_by_second_forward_is_refused() -> None:
     program = compile(gpipe, PipelineShape(2, 4), recompute="all")
-    world = InProcessExecutor(program, noisy(2, Late), loss=squares, boundary=BOUNDARY)
+    world = InProcessExecutor(
+        program, noisy(2, WritesFromSecondForward), loss=squares, boundary=BOUNDARY
+    )
     with pytest.raises(
         ExecutionError, match="writes to its buffer u, but its first forward did not"
     ):
         world.step(*batch(4))
 
 
-class Listed(Power):
+class WriteThroughReference(WrittenBuffer):
     """Writes to its buffer through another reference."""
 
     def __init__(self) -> None:
@@ -120,7 +122,7 @@ class Listed(Power):
         return y
 
 
-class Decayed(Power):
+class WrittenBias(WrittenBuffer):
     """Writes to its trained bias."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -130,18 +132,21 @@ class Decayed(Power):
 
 
 @pytest.mark.parametrize(
-    ("layer", "what"),
-    [(Listed, "through another reference"), (Decayed, "writes to trained Parameters")],
+    ("layer", "message"),
+    [
+        (WriteThroughReference, "through another reference"),
+        (WrittenBias, "writes to trained Parameters"),
+    ],
 )
-def test_what_would_be_written_twice(layer: Any, what: str) -> None:
+def test_write_that_recompute_cannot_undo_is_refused(layer: Any, message: str) -> None:
     program = compile(gpipe, PipelineShape(2, 4), recompute="all")
     world = InProcessExecutor(program, noisy(2, layer), loss=squares, boundary=BOUNDARY)
-    with pytest.raises(ExecutionError, match=what):
+    with pytest.raises(ExecutionError, match=message):
         world.step(*batch(4))
 
 
-class Penalty(nn.Module):
-    """Differentiates in its forward, as a gradient penalty or a force does."""
+class GradientPenalty(nn.Module):
+    """Calls torch.autograd.grad in its forward, as a gradient penalty does."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -153,8 +158,8 @@ class Penalty(nn.Module):
         return y + gradient.sum()
 
 
-def test_a_forward_that_runs_a_backward() -> None:
-    stages = [*noisy(1, Penalty), *noisy(1, Another)]
+def test_forward_that_calls_autograd_grad_is_refused() -> None:
+    stages = [*noisy(1, GradientPenalty), *noisy(1, ReplacedBuffer)]
     program = compile(gpipe, PipelineShape(2, 4), recompute="all")
     world = InProcessExecutor(
         program,
@@ -167,12 +172,14 @@ def test_a_forward_that_runs_a_backward() -> None:
         world.step(*batch(4))
     (site,) = error.value.sites
     assert (site.rank, str(site.instr)) == (0, "F 0.0") and "stage != 0" in error.value.hint
-    others = compile(gpipe, PipelineShape(2, 4), recompute=lambda stage, mb: stage != 0)
-    fresh = InProcessExecutor(
-        others,
+    program_without_stage_0 = compile(
+        gpipe, PipelineShape(2, 4), recompute=lambda stage, mb: stage != 0
+    )
+    second_world = InProcessExecutor(
+        program_without_stage_0,
         stages,
         loss=squares,
         boundary=BOUNDARY,
         execution=ExecutionOptions(allow_identical_stages=True),
     )
-    assert fresh.step(*batch(4)).isfinite()
+    assert second_world.step(*batch(4)).isfinite()

@@ -1,4 +1,4 @@
-"""Tests of time stamps: Timelines of virtual ranks on this CPU, and on a virtual GPU."""
+"""Tests of recorded Timelines of virtual ranks, on this CPU and on a virtual GPU."""
 
 from __future__ import annotations
 
@@ -44,23 +44,23 @@ BOUNDARY = Boundary((2, tiny_model.WIDTH), torch.float64)
 PAIRED = (dualpipe, dualpipe_v)
 
 
-def ranks_of(program: Program) -> InProcessExecutor:
+def make_executor(program: Program) -> InProcessExecutor:
     stages = tiny_model.make_tiny_stages(program.shape.stages)
     return InProcessExecutor(program, stages, loss=tiny_model.squared_error, boundary=BOUNDARY)
 
 
-def shape_for(schedule: Schedule) -> PipelineShape:
+def make_shape(schedule: Schedule) -> PipelineShape:
     return shape_of(schedule, 4, max(5, least(schedule, 4)))
 
 
 @pytest.mark.parametrize("seed", [None, 1, 2])
-def test_a_step_on_a_cpu_is_a_legal_timeline(seed: int | None) -> None:
+def test_recorded_cpu_timeline_is_legal(seed: int | None) -> None:
     for name, schedule in ZOO.items():
-        shape = shape_for(schedule)
+        shape = make_shape(schedule)
         program = schedir.compile(
             schedule, shape, progress_model="per_edge", overlap=True, buffer_sharing="minimal"
         )
-        ranks = ranks_of(program)
+        ranks = make_executor(program)
         ranks.step(*tiny_model.make_batch(shape.microbatches), order_seed=seed)
         timeline = ranks.timeline()
         assert (timeline.kind, timeline.unit, timeline.start_time) == ("measured", "s", 0.0)
@@ -76,7 +76,7 @@ def test_a_step_on_a_cpu_is_a_legal_timeline(seed: int | None) -> None:
         assert not timeline.causality_warning, name
 
 
-def test_too_early_is_found() -> None:
+def test_too_early_detects_violated_dependency() -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
     timeline = schedir.simulate(program, Costs(send=1.0), progress_model="per_edge")
     assert not too_early(timeline)
@@ -85,7 +85,7 @@ def test_too_early_is_found() -> None:
     assert too_early(replace(timeline, spans=spans))
 
 
-def on_gpu(
+def run_on_virtual_gpu(
     program: Program, costs: Costs, host: float = 0.0
 ) -> tuple[Timeline, InProcessExecutor, VirtualGPU]:
     """Return the Timeline of the second step on a virtual GPU, the ranks, and the GPU.
@@ -94,7 +94,7 @@ def on_gpu(
     """
     with pytest.MonkeyPatch.context() as patch:
         gpu = install(patch)
-        ranks = ranks_of(program)
+        ranks = make_executor(program)
         charge(ranks, gpu, costs, host)
         for _ in range(2):
             gpu.host = gpu.over
@@ -105,9 +105,9 @@ def on_gpu(
 
 
 @st.composite
-def programs(draw: st.DrawFn) -> tuple[Program, Costs]:
+def draw_programs(draw: st.DrawFn) -> tuple[Program, Costs]:
     schedule = draw(st.sampled_from([s for s in ZOO.values() if s not in PAIRED]))
-    shape = shape_for(schedule)
+    shape = make_shape(schedule)
 
     def per_stage() -> tuple[float, ...]:
         return tuple(
@@ -125,67 +125,67 @@ def programs(draw: st.DrawFn) -> tuple[Program, Costs]:
 
 
 @settings(max_examples=25)
-@given(programs())
-def test_streams_run_what_the_graph_allows_and_no_sooner(case: tuple[Program, Costs]) -> None:
+@given(draw_programs())
+def test_gpu_streams_run_no_earlier_than_predicted(case: tuple[Program, Costs]) -> None:
     program, costs = case
-    timeline, _, _ = on_gpu(program, costs)
+    timeline, _, _ = run_on_virtual_gpu(program, costs)
     predicted = schedir.simulate(program, costs, progress_model="per_edge")
     assert not too_early(timeline, 1e-9)
     assert (timeline.spans["end"] >= predicted.spans["end"] - 1e-9).all()
     compute = timeline.spans["lane"] == Lane.COMPUTE
-    took = (timeline.spans["end"] - timeline.spans["start"])[compute]
-    given = (predicted.spans["end"] - predicted.spans["start"])[compute]
-    np.testing.assert_allclose(took, given, atol=1e-9)
+    durations = (timeline.spans["end"] - timeline.spans["start"])[compute]
+    predicted_durations = (predicted.spans["end"] - predicted.spans["start"])[compute]
+    np.testing.assert_allclose(durations, predicted_durations, atol=1e-9)
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, interleaved])
-def test_receives_posted_early_let_streams_run_as_predicted(schedule: Schedule) -> None:
+def test_early_receives_make_streams_run_as_predicted(schedule: Schedule) -> None:
     costs = Costs(F=2.0, I=2.0, W=1.0, send=0.25)
     program = schedir.compile(
-        schedule, shape_for(schedule), progress_model="per_edge", costs=costs, overlap=True
+        schedule, make_shape(schedule), progress_model="per_edge", costs=costs, overlap=True
     )
-    timeline, _, _ = on_gpu(program, costs)
+    timeline, _, _ = run_on_virtual_gpu(program, costs)
     predicted = schedir.simulate(program, costs, progress_model="per_edge")
     for name in ("start", "end"):
-        moves = ~np.isin(timeline.spans["op"], TRANSFER_OPS) | (name == "end")
+        is_compared = ~np.isin(timeline.spans["op"], TRANSFER_OPS) | (name == "end")
         np.testing.assert_allclose(
-            timeline.spans[name][moves], predicted.spans[name][moves], atol=1e-9
+            timeline.spans[name][is_compared], predicted.spans[name][is_compared], atol=1e-9
         )
-    again = schedir.simulate(program, calibrate(timeline), progress_model="per_edge")
-    assert again.span == pytest.approx(timeline.span)
+    calibrated = schedir.simulate(program, calibrate(timeline), progress_model="per_edge")
+    assert calibrated.span == pytest.approx(timeline.span)
 
 
-def test_a_late_host_is_seen() -> None:
+def test_slow_host_causes_host_idle_time() -> None:
     costs = Costs(F=1.0, B=2.0)
     program = schedir.compile(gpipe, PipelineShape(1, 8), progress_model="per_edge")
-    prompt, _, _ = on_gpu(program, costs, host=0.25)
-    late, _, _ = on_gpu(program, costs, host=3.0)
-    assert sum_by_cause(idleness(prompt), 1)[0, IdleCause.HOST] == 0
+    fast_timeline, _, _ = run_on_virtual_gpu(program, costs, host=0.25)
+    slow_timeline, _, _ = run_on_virtual_gpu(program, costs, host=3.0)
+    assert sum_by_cause(idleness(fast_timeline), 1)[0, IdleCause.HOST] == 0
     # Each instruction waits for the host as long as the previous one was too short to hide it.
-    assert sum_by_cause(idleness(late), 1)[0, IdleCause.HOST] == pytest.approx(
+    assert sum_by_cause(idleness(slow_timeline), 1)[0, IdleCause.HOST] == pytest.approx(
         7 * 2 + 2 + 7 * 1 + 4
     )
 
 
-def test_a_message_ends_when_it_has_arrived_and_not_when_somebody_looks() -> None:
+def test_message_ends_at_its_arrival() -> None:
     costs = Costs(F=(1.0, 10.0), B=2.0, send=0.5)
     program = schedir.compile(gpipe, PipelineShape(2, 3), progress_model="per_edge", overlap=True)
-    timeline, _, _ = on_gpu(program, costs)
+    timeline, _, _ = run_on_virtual_gpu(program, costs)
     sends = np.flatnonzero(np.isin(timeline.spans["op"], SEND_OPS))
-    acts = timeline.spans[sends[:2]]
+    send_spans = timeline.spans[sends[:2]]
     # The second message arrives long before the forward that uses it.
-    np.testing.assert_allclose(acts["end"], [1.5, 2.5])
+    np.testing.assert_allclose(send_spans["end"], [1.5, 2.5])
 
 
-class _Ended:
-    """Work that has ended, which only a wait can tell."""
+class EndedWork:
+    """Completed work without a query: it can only be waited for."""
 
     def wait(self) -> None:
         pass
 
 
-class _Slow(Mailbox):
-    """A mailbox with collectives whose end only a wait can tell."""
+class SlowMailbox(Mailbox):
+    """A mailbox whose collectives can only be waited for."""
 
     def start_collective(
         self,
@@ -194,12 +194,12 @@ class _Slow(Mailbox):
         output_tensor: torch.Tensor,
         input_tensor: torch.Tensor,
     ) -> Work:
-        return _Ended()
+        return EndedWork()
 
 
-def test_an_instruction_that_has_waited_goes_on_being_recorded() -> None:
+def test_wait_within_instruction_extends_its_end_time() -> None:
     stamps, tensor = HostTimestamps(1), torch.zeros(1)
-    transport = RecordedTransport(_Slow(MailboxHub(), 0, {}, "per_edge"), stamps)
+    transport = RecordedTransport(SlowMailbox(MailboxHub(), 0, {}, "per_edge"), stamps)
     stamps.begin_instruction(0)
     for _ in range(2):
         work = transport.start_collective("all_reduce", "model", tensor, tensor)
@@ -208,15 +208,17 @@ def test_an_instruction_that_has_waited_goes_on_being_recorded() -> None:
         assert stamps.end_times[0] > 0
 
 
-def test_events_are_made_before_a_step() -> None:
+def test_events_are_created_before_step() -> None:
     program = schedir.compile(
         one_f_one_b, PipelineShape(2, 3), progress_model="per_edge", clip_grad_norm=True
     )
-    _, _, gpu = on_gpu(program, Costs())  # the virtual GPU refuses events that are created later
+    _, _, gpu = run_on_virtual_gpu(
+        program, Costs()
+    )  # the virtual GPU refuses events that are created later
     assert gpu.timed >= 2 * len(program)
 
 
-class _Later:
+class LibraryWork:
     """Work on a stream of a library such as NCCL, which can only be waited for."""
 
     def __init__(self, gpu: VirtualGPU, over: float) -> None:
@@ -226,7 +228,7 @@ class _Later:
         self.gpu.stream.now = max(self.gpu.stream.now, self.over)
 
 
-class _Library(Mailbox):
+class LibraryMailbox(Mailbox):
     """A mailbox whose messages arrive at 3, 4, 5, and so on."""
 
     def __init__(self, gpu: VirtualGPU) -> None:
@@ -235,20 +237,20 @@ class _Library(Mailbox):
 
     def recv(self, tensor: torch.Tensor, peer: int, lane: Lane) -> Work:
         self.count += 1
-        return _Later(self.gpu, 2.0 + self.count)
+        return LibraryWork(self.gpu, 2.0 + self.count)
 
 
-def test_what_cannot_be_marked_is_awaited_beside_the_compute_stream(
+def test_library_work_is_timed_on_separate_stream(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = install(monkeypatch)
     program = schedir.compile(gpipe, PipelineShape(2, 4), progress_model="per_edge")
-    sender, own = program.streams
-    words = own.words[np.argsort(own.op != Opcode.RecvAct, kind="stable")].copy()
+    sender, receiver = program.streams
+    words = receiver.words[np.argsort(receiver.op != Opcode.RecvAct, kind="stable")].copy()
     words[2] |= JOINED_BIT  # all four receives come first, and two of them are a group
     program = replace(program, streams=(sender, Stream(words)))
     stamps = EventTimestamps(program, 1, "per_edge", torch.device("cpu"))
-    transport = RecordedTransport(_Library(gpu), stamps)
+    transport = RecordedTransport(LibraryMailbox(gpu), stamps)
 
     def receive(k: int) -> None:
         stamps.begin_instruction(k)
@@ -272,9 +274,9 @@ def test_what_cannot_be_marked_is_awaited_beside_the_compute_stream(
 
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
-def test_each_stream_runs_in_its_order(schedule: Schedule) -> None:
-    """No work is issued before the work it waits for, which on streams would not wait at all."""
-    shape = shape_for(schedule)
+def test_round_robin_keeps_order_of_each_stream(schedule: Schedule) -> None:
+    """Work must be issued after the work that it waits for: a stream cannot wait for later work."""
+    shape = make_shape(schedule)
     program = schedir.compile(
         schedule,
         shape,
@@ -283,17 +285,17 @@ def test_each_stream_runs_in_its_order(schedule: Schedule) -> None:
         clip_grad_norm=True,
         overlap=True,
     )
-    turns = list(in_process._iterate_round_robin(Graph(program, "per_edge")))
-    assert len(turns) == len(program)
+    order = list(in_process._iterate_round_robin(Graph(program, "per_edge")))
+    assert len(order) == len(program)
     for rank, stream in enumerate(program.streams):
-        assert [k for r, k in turns if r == rank] == [*range(len(stream))]
+        assert [k for r, k in order if r == rank] == [*range(len(stream))]
 
 
 @pytest.mark.parametrize("on_gpu", [False, True])
-def test_a_sum_is_by_rank_in_whatever_order_ranks_come(
+def test_all_reduce_sum_is_independent_of_arrival_order(
     on_gpu: bool, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Each rank contributes twice, before others have contributed at all."""
+    """Each rank starts both of its all-reduces before the next rank starts its first."""
     sums = set()
     for order in permutations(range(4)):
         if on_gpu:

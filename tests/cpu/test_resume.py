@@ -21,153 +21,162 @@ from tests.cpu import train_command
 from tests.cpu.train_command import ROOT, TORCHRUN, Run, forked, launched, wait_until
 
 ALONE = [*train_command.ALONE, "output.record=false"]  # a picture would take as long as the steps
-TWO = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "output.record=false"]
+TWO_RANKS = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "output.record=false"]
 STEPS = 7
 
 
-def words(folder: Path, *more: str, every: int = 2) -> list[str]:
-    """Return the options of a run in a folder, with checkpoints, that reports each third step."""
+def make_options(folder: Path, *settings: str, every: int = 2) -> list[str]:
+    """Return the options of a run that saves checkpoints and reports each third step."""
     return [f"train.steps={STEPS}", "train.log_every=3", "model.dropout=0.1",
             f'output.dir="{folder / "out"}"', f'train.checkpoint_dir="{folder / "saved"}"',
-            f"train.checkpoint_every={every}", *more]  # fmt: skip
+            f"train.checkpoint_every={every}", *settings]  # fmt: skip
 
 
-def losses(folder: Path) -> bytes:
+def read_losses(folder: Path) -> bytes:
     return (folder / "out" / "loss.csv").read_bytes()
 
 
-def steps(folder: Path) -> list[int]:
+def list_saved_steps(folder: Path) -> list[int]:
     return sorted(int(path.name[5:]) for path in (folder / "saved").glob("step-*"))
 
 
 @pytest.fixture(scope="module")
-def unbroken(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+def unbroken_losses(tmp_path_factory: pytest.TempPathFactory) -> bytes:
     folder = tmp_path_factory.mktemp("unbroken")
     config = str(train_command.write_config(folder))
-    assert run(config, [*ALONE, *words(folder)[:3], f'output.dir="{folder / "out"}"']) == 0
-    return losses(folder)
+    assert run(config, [*ALONE, *make_options(folder)[:3], f'output.dir="{folder / "out"}"']) == 0
+    return read_losses(folder)
 
 
 @pytest.fixture
-def broken(config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., Path]:
+def interrupt_run(
+    config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> Callable[..., Path]:
     """Return a function that starts a run which is interrupted within a step."""
 
-    def breaks(at: int, *more: str, folder: Path = tmp_path) -> Path:
+    def run_until(step: int, *settings: str, folder: Path = tmp_path) -> Path:
         issue = StepQueue.issue
 
-        def issues(self: StepQueue, *given: object) -> None:
-            if self.last_issued_step + 1 == at:
+        def issues(self: StepQueue, *args: object) -> None:
+            if self.last_issued_step + 1 == step:
                 raise KeyboardInterrupt
-            issue(self, *given)  # type: ignore[arg-type]
+            issue(self, *args)  # type: ignore[arg-type]
 
         with monkeypatch.context() as patch:
             patch.setattr(StepQueue, "issue", issues)
-            assert run(config, [*ALONE, *words(folder, *more)]) == 130
+            assert run(config, [*ALONE, *make_options(folder, *settings)]) == 130
         return folder
 
-    return breaks
+    return run_until
 
 
 # Runs that continue
 
 
-def test_a_run_goes_on_with_the_bits_of_an_unbroken_one(
+def test_resumed_run_has_losses_of_unbroken_run(
     config: str,
-    unbroken: bytes,
-    broken: Callable[..., Path],
+    unbroken_losses: bytes,
+    interrupt_run: Callable[..., Path],
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder = broken(6)
-    assert losses(folder).count(b"\n") == 5 and steps(folder) == [2, 4]
+    folder = interrupt_run(6)
+    assert read_losses(folder).count(b"\n") == 5 and list_saved_steps(folder) == [2, 4]
     with (folder / "out" / "loss.csv").open("a") as file:  # rows of steps after the saved one
         file.write("5,1.0,0.1,0.1,0\n6,1")
-    assert run(config, [*train_command.ALONE, *words(folder)]) == 0
-    assert losses(folder) == unbroken and steps(folder) == [6, 7]
-    said = capsys.readouterr().out
-    assert f"resumed at step 4 from {folder / 'saved' / 'step-00000004'}\n" in said
-    assert f"saved step 7 to {folder / 'saved' / 'step-00000007'} in " in said
+    assert run(config, [*train_command.ALONE, *make_options(folder)]) == 0
+    assert read_losses(folder) == unbroken_losses and list_saved_steps(folder) == [6, 7]
+    output = capsys.readouterr().out
+    assert f"resumed at step 4 from {folder / 'saved' / 'step-00000004'}\n" in output
+    assert f"saved step 7 to {folder / 'saved' / 'step-00000007'} in " in output
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_what_is_no_weight_is_saved_too(
-    config: str, broken: Callable[..., Path], tmp_path: Path, precision: str
+def test_checkpoint_has_main_parameters_and_loss_scale(
+    config: str, interrupt_run: Callable[..., Path], tmp_path: Path, precision: str
 ) -> None:
     """Checkpoints also contain the float32 copies of weights and the loss scale."""
-    more = f"train.precision={precision}"
-    whole = tmp_path / "whole"
-    assert run(config, [*ALONE, *words(whole, more)]) == 0
-    assert run(config, [*ALONE, *words(broken(4, more), more)]) == 0
-    assert losses(tmp_path) == losses(whole)
+    option = f"train.precision={precision}"
+    unbroken_folder = tmp_path / "whole"
+    assert run(config, [*ALONE, *make_options(unbroken_folder, option)]) == 0
+    assert run(config, [*ALONE, *make_options(interrupt_run(4, option), option)]) == 0
+    assert read_losses(tmp_path) == read_losses(unbroken_folder)
 
 
-def test_a_run_that_broke_before_it_saved_begins_again(
-    config: str, unbroken: bytes, broken: Callable[..., Path]
+def test_run_without_checkpoint_starts_again(
+    config: str, unbroken_losses: bytes, interrupt_run: Callable[..., Path]
 ) -> None:
-    """The results are those of the same run, so they are replaced without `overwrite`."""
-    folder = broken(5, "train.log_every=1", "train.checkpoint_every=6")
-    assert losses(folder).count(b"\n") > 1 and steps(folder) == []
-    assert run(config, [*ALONE, *words(folder)]) == 0
-    assert losses(folder) == unbroken
+    """Old results of the same run are replaced without the option `overwrite`."""
+    folder = interrupt_run(5, "train.log_every=1", "train.checkpoint_every=6")
+    assert read_losses(folder).count(b"\n") > 1 and list_saved_steps(folder) == []
+    assert run(config, [*ALONE, *make_options(folder)]) == 0
+    assert read_losses(folder) == unbroken_losses
 
 
-def test_a_run_that_has_made_its_steps_says_so(
-    config: str, tmp_path: Path, unbroken: bytes, capsys: pytest.CaptureFixture[str]
+def test_complete_run_is_reported_and_unchanged(
+    config: str, tmp_path: Path, unbroken_losses: bytes, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(config, [*ALONE, *words(tmp_path)]) == 0
-    had = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
-    assert run(config, [*ALONE, *words(tmp_path)]) == 0
+    assert run(config, [*ALONE, *make_options(tmp_path)]) == 0
+    contents = {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()}
+    assert run(config, [*ALONE, *make_options(tmp_path)]) == 0
     assert f"all {STEPS} steps of the run are complete\n" in capsys.readouterr().out
-    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == had
+    assert {p.name: p.read_bytes() for p in (tmp_path / "out").iterdir()} == contents
     (tmp_path / "out" / "summary.json").unlink()  # as if the run ended before it wrote this file
-    assert run(config, [*ALONE, *words(tmp_path)]) == 0
-    assert (tmp_path / "out" / "summary.json").exists() and losses(tmp_path) == unbroken
+    assert run(config, [*ALONE, *make_options(tmp_path)]) == 0
+    assert (tmp_path / "out" / "summary.json").exists() and read_losses(tmp_path) == unbroken_losses
 
 
-def test_what_has_changed_since_is_said(
-    config: str, broken: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+def test_changed_settings_are_reported(
+    config: str, interrupt_run: Callable[..., Path], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    folder = broken(4)
-    assert run(config, [*ALONE, *words(folder, "train.lr=0.002", "pipeline.microbatches=2")]) == 0
-    said = capsys.readouterr().out
-    assert "; changed since: pipeline.microbatches 3 to 2, train.lr 0.001 to 0.002\n" in said
+    folder = interrupt_run(4)
+    assert (
+        run(config, [*ALONE, *make_options(folder, "train.lr=0.002", "pipeline.microbatches=2")])
+        == 0
+    )
+    output = capsys.readouterr().out
+    assert "; changed since: pipeline.microbatches 3 to 2, train.lr 0.001 to 0.002\n" in output
 
 
-def test_a_new_folder_of_results_begins_after_the_checkpoint(
-    config: str, broken: Callable[..., Path], unbroken: bytes
+def test_new_output_folder_has_only_resumed_losses(
+    config: str, interrupt_run: Callable[..., Path], unbroken_losses: bytes
 ) -> None:
-    folder = broken(4)
-    other = [*words(folder)[:3], f'output.dir="{folder / "new" / "out"}"', *words(folder)[4:]]
+    folder = interrupt_run(4)
+    other = [
+        *make_options(folder)[:3],
+        f'output.dir="{folder / "new" / "out"}"',
+        *make_options(folder)[4:],
+    ]
     assert run(config, [*ALONE, *other]) == 0
-    lines = unbroken.splitlines(keepends=True)
-    assert losses(folder / "new") == b"".join([lines[0], *lines[3:]])
+    lines = unbroken_losses.splitlines(keepends=True)
+    assert read_losses(folder / "new") == b"".join([lines[0], *lines[3:]])
 
 
-def test_a_step_that_is_not_finite_is_not_saved(
+def test_step_with_nonfinite_gradients_is_not_saved(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """A step is checked before it is saved, though its result may be known one step later."""
+    """The run waits for the result of a step before it saves the step."""
     settle = StepQueue._should_stop
     monkeypatch.setattr(
         StepQueue, "_should_stop", lambda self, n: settle(self, n) or self.last_issued_step >= 4
     )
     monkeypatch.setattr(StepQueue, "diagnose_failure", lambda self: ExecutionError("not finite"))
-    assert run(config, [*ALONE, *words(tmp_path)]) == 1
-    assert steps(tmp_path) == [2]
+    assert run(config, [*ALONE, *make_options(tmp_path)]) == 1
+    assert list_saved_steps(tmp_path) == [2]
 
 
 # Runs that are refused
 
 
-def test_what_cannot_go_on_is_refused_and_nothing_is_lost(
-    config: str, tmp_path: Path, broken: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
+def test_incompatible_resume_is_refused_and_keeps_files(
+    config: str, tmp_path: Path, interrupt_run: Callable[..., Path], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    folder = broken(4, folder=Path("run"))
-    had = {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    folder = interrupt_run(4, folder=Path("run"))
+    contents = {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
     Path("other.txt").write_text("another text " * 200)
     Path("file").touch()
-    found = []
-    for more in (
+    errors = []
+    for settings in (
         ["model.hidden=64"],
         ["model.vocab=300"],
         ["model.layers=8"],
@@ -183,46 +192,49 @@ def test_what_cannot_go_on_is_refused_and_nothing_is_lost(
         ['train.checkpoint_dir=""'],
     ):
         with pytest.raises(SchedirError) as error:
-            run(config, [*ALONE, *words(folder), *more])
-        found.append(f"{' '.join(more)}\n{error.value}\n")
+            run(config, [*ALONE, *make_options(folder), *settings])
+        errors.append(f"{' '.join(settings)}\n{error.value}\n")
     with pytest.raises(ConfigError) as error:
         run(config, [*ALONE, "train.resume=must"])
-    found.append(f"train.resume=must\n{error.value}\n")
-    (folder / "out" / "loss.csv").write_text(losses(folder).decode().rpartition("2,")[0])
+    errors.append(f"train.resume=must\n{error.value}\n")
+    (folder / "out" / "loss.csv").write_text(read_losses(folder).decode().rpartition("2,")[0])
     with pytest.raises(UsageError) as error:
-        run(config, [*ALONE, *words(folder)])
-    found.append(f"lines that are missing\n{error.value}\n")
+        run(config, [*ALONE, *make_options(folder)])
+    errors.append(f"lines that are missing\n{error.value}\n")
     golden = ROOT / "tests" / "golden" / "resume.txt"
     if "UPDATE_GOLDEN" in os.environ:
-        golden.write_text("\n".join(found))
-    assert "\n".join(found).replace(config, "run.toml") == golden.read_text()
-    kept = {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
-    assert {**kept, "run/out/loss.csv": b""} == {**had, "run/out/loss.csv": b""}
+        golden.write_text("\n".join(errors))
+    assert "\n".join(errors).replace(config, "run.toml") == golden.read_text()
+    remaining = {str(p): p.read_bytes() for p in folder.rglob("*") if p.is_file()}
+    assert {**remaining, "run/out/loss.csv": b""} == {**contents, "run/out/loss.csv": b""}
 
 
-def test_results_of_another_run_are_refused(
-    config: str, tmp_path: Path, broken: Callable[..., Path]
+def test_output_folder_of_another_run_is_refused(
+    config: str, tmp_path: Path, interrupt_run: Callable[..., Path]
 ) -> None:
-    folder = broken(4)
+    folder = interrupt_run(4)
     other = tmp_path / "other"
     assert run(config, [*ALONE, "train.steps=1", f'output.dir="{other / "out"}"']) == 0
     with pytest.raises(UsageError) as error:
-        run(config, [*ALONE, *words(folder), f'output.dir="{other / "out"}"'])
+        run(config, [*ALONE, *make_options(folder), f'output.dir="{other / "out"}"'])
     assert error.value.fields == ("dir", "overwrite")
     (folder / "saved" / RUN_FILE).unlink()  # a checkpoint still records its run
-    assert run(config, [*ALONE, *words(folder)]) == 0
+    assert run(config, [*ALONE, *make_options(folder)]) == 0
 
 
-def test_checkpoints_are_removed_where_that_is_said(
-    config: str, unbroken: bytes, broken: Callable[..., Path], capsys: pytest.CaptureFixture[str]
+def test_overwrite_removes_old_checkpoints(
+    config: str,
+    unbroken_losses: bytes,
+    interrupt_run: Callable[..., Path],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder = broken(6)
-    anew = ["train.resume=no", "output.overwrite=true"]
-    assert run(config, [*ALONE, *words(folder, *anew)]) == 0
-    assert losses(folder) == unbroken and "resumed" not in capsys.readouterr().out
+    folder = interrupt_run(6)
+    options = ["train.resume=no", "output.overwrite=true"]
+    assert run(config, [*ALONE, *make_options(folder, *options)]) == 0
+    assert read_losses(folder) == unbroken_losses and "resumed" not in capsys.readouterr().out
 
 
-def test_a_folder_of_checkpoints_is_one_runs_at_a_time(tmp_path: Path) -> None:
+def test_checkpoint_folder_in_use_is_refused(tmp_path: Path) -> None:
     def of(name: str) -> Config:
         train = TrainConfig(checkpoint_dir=str(tmp_path / "saved"))
         return Config(output=OutputConfig(str(tmp_path / name)), train=train)
@@ -233,47 +245,47 @@ def test_a_folder_of_checkpoints_is_one_runs_at_a_time(tmp_path: Path) -> None:
     assert error.value.fact.startswith(f"the checkpoint folder {tmp_path / 'saved'} is in use")
 
 
-def test_a_full_disk_ends_a_run_and_the_last_whole_checkpoint_stays(
-    config: str, tmp_path: Path, broken: Callable[..., Path]
+def test_full_disk_keeps_last_complete_checkpoint(
+    config: str, tmp_path: Path, interrupt_run: Callable[..., Path]
 ) -> None:
-    """A limit of the system stands in for the full disk. Only files of losses are small enough."""
-    folder = broken(4)
-    had = resource.getrlimit(resource.RLIMIT_FSIZE)
-    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, had[1]))
+    """A limit of the file size stands for a full disk. Only checkpoints exceed this limit."""
+    folder = interrupt_run(4)
+    limits = resource.getrlimit(resource.RLIMIT_FSIZE)
+    resource.setrlimit(resource.RLIMIT_FSIZE, (20_000, limits[1]))
     try:
         with pytest.raises(CheckpointError, match=r"cannot save step \d to .*: File too large"):
-            run(config, [*ALONE, *words(folder)])
+            run(config, [*ALONE, *make_options(folder)])
     finally:
-        resource.setrlimit(resource.RLIMIT_FSIZE, had)
-    assert steps(folder) == [2]
-    assert run(config, [*ALONE, *words(folder)]) == 0
+        resource.setrlimit(resource.RLIMIT_FSIZE, limits)
+    assert list_saved_steps(folder) == [2]
+    assert run(config, [*ALONE, *make_options(folder)]) == 0
 
 
-@pytest.mark.parametrize("how", ["tampered", "manifest"])
-def test_a_checkpoint_that_is_not_whole_is_passed_over(
+@pytest.mark.parametrize("damage", ["tampered", "manifest"])
+def test_damaged_checkpoint_is_skipped(
     config: str,
-    unbroken: bytes,
-    broken: Callable[..., Path],
+    unbroken_losses: bytes,
+    interrupt_run: Callable[..., Path],
     capsys: pytest.CaptureFixture[str],
-    how: str,
+    damage: str,
 ) -> None:
-    folder = broken(6)
+    folder = interrupt_run(6)
     newest = folder / "saved" / "step-00000004"
-    file = next(newest.glob("*.distcp")) if how == "tampered" else newest / "manifest.jsonl"
+    file = next(newest.glob("*.distcp")) if damage == "tampered" else newest / "manifest.jsonl"
     data = bytearray(file.read_bytes())
     data[len(data) // 2] ^= 1
-    file.write_bytes(data if how == "tampered" else b"{}\n")
-    assert run(config, [*ALONE, *words(folder)]) == 0
-    said = capsys.readouterr().out
-    wrong = file.name if how == "tampered" else "its manifest"
-    assert f"\nskipped: step-00000004 is not complete: {wrong}" in said
-    assert f"\nresumed at step 2 from {folder / 'saved' / 'step-00000002'}\n" in said
-    assert losses(folder) == unbroken
+    file.write_bytes(data if damage == "tampered" else b"{}\n")
+    assert run(config, [*ALONE, *make_options(folder)]) == 0
+    output = capsys.readouterr().out
+    problem = file.name if damage == "tampered" else "its manifest"
+    assert f"\nskipped: step-00000004 is not complete: {problem}" in output
+    assert f"\nresumed at step 2 from {folder / 'saved' / 'step-00000002'}\n" in output
+    assert read_losses(folder) == unbroken_losses
 
 
-# Runs that are told to end
+# Runs that receive a signal
 
-SLOW = """\
+SLOW_CHECKPOINT = """\
 import time
 from pathlib import Path
 
@@ -289,48 +301,54 @@ checkpointing.write_checkpoint = slowly
 """
 
 
-def begun(config: str, folder: Path, *more: str) -> Run:
+def start_endless_run(config: str, folder: Path, *settings: str) -> Run:
     """Start a run of two processes that would take forever, and wait for its first step."""
-    sets = [*TWO, *words(folder, every=10**6), "train.steps=1000000", "train.log_every=1", *more]
+    sets = [
+        *TWO_RANKS,
+        *make_options(folder, every=10**6),
+        "train.steps=1000000",
+        "train.log_every=1",
+        *settings,
+    ]
     launcher = Run(["train", config, *(f"--set={s}" for s in sets)], folder / "begun")
     launcher.wait_for("\nstep ")
     return launcher
 
 
-def test_told_to_end_all_finish_one_step_and_save_it(config: str, tmp_path: Path) -> None:
-    launcher = begun(config, tmp_path)
+def test_sigterm_saves_same_step_on_all_processes(config: str, tmp_path: Path) -> None:
+    launcher = start_endless_run(config, tmp_path)
     os.kill(launcher.pid, signal.SIGTERM)
     code, _, err = launcher.finish()
-    (last,) = steps(tmp_path)
+    (last,) = list_saved_steps(tmp_path)
     assert code == 143
     saved = tmp_path / "saved" / f"step-{last:08}"
     assert err == f"received SIGTERM: step {last} of 1000000 is saved in {saved}\n"
-    assert losses(tmp_path).splitlines()[-1].startswith(f"{last},".encode())
+    assert read_losses(tmp_path).splitlines()[-1].startswith(f"{last},".encode())
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"loss.csv", RUN_FILE}
-    sets = [*TWO, *words(tmp_path), f"train.steps={last + 2}"]
+    sets = [*TWO_RANKS, *make_options(tmp_path), f"train.steps={last + 2}"]
     code, out, err = forked(config, tmp_path / "out", *sets)
     assert code == 0, err
     assert f"resumed at step {last} from " in out
-    assert losses(tmp_path).count(b"\n") == last + 3
+    assert read_losses(tmp_path).count(b"\n") == last + 3
 
 
-def test_past_the_grace_all_end_without_and_say_so(config: str, tmp_path: Path) -> None:
+def test_shutdown_grace_ends_run_without_checkpoint(config: str, tmp_path: Path) -> None:
     schedule = tmp_path / "mine.py"
-    schedule.write_text(SLOW)
-    launcher = begun(
+    schedule.write_text(SLOW_CHECKPOINT)
+    launcher = start_endless_run(
         config, tmp_path, f"pipeline.schedule={schedule}:mine", "train.shutdown_grace=1"
     )
     os.kill(launcher.pid, signal.SIGTERM)
     code, _, err = launcher.finish()
     assert code == 143 and err.count("\n") == 1
     assert "received SIGTERM, and has not saved a checkpoint in 1 s, saving step" in err
-    assert steps(tmp_path) == []
+    assert list_saved_steps(tmp_path) == []
 
 
-def test_told_twice_all_end_at_once(config: str, tmp_path: Path) -> None:
+def test_second_sigterm_ends_run_at_once(config: str, tmp_path: Path) -> None:
     schedule = tmp_path / "mine.py"
-    schedule.write_text(SLOW)
-    launcher = begun(
+    schedule.write_text(SLOW_CHECKPOINT)
+    launcher = start_endless_run(
         config, tmp_path, f"pipeline.schedule={schedule}:mine", "train.shutdown_grace=200"
     )
     os.kill(launcher.pid, signal.SIGTERM)
@@ -341,7 +359,7 @@ def test_told_twice_all_end_at_once(config: str, tmp_path: Path) -> None:
 
 # Restarts of torchrun
 
-DYING = """\
+FAILING_RANKS = """\
 import os
 import signal
 
@@ -363,19 +381,19 @@ step_queue.StepQueue.issue = issues
 """
 
 
-def test_torchrun_comes_back_by_itself(config: str, tmp_path: Path) -> None:
-    """Two failures: before the first checkpoint, and after it when the next is due."""
+def test_torchrun_restart_resumes_from_checkpoint(config: str, tmp_path: Path) -> None:
+    """One rank fails before the first checkpoint, and another rank fails after it."""
     schedule = tmp_path / "mine.py"
-    schedule.write_text(DYING)
-    own = [*TWO, f"pipeline.schedule={schedule}:mine"]
+    schedule.write_text(FAILING_RANKS)
+    settings = [*TWO_RANKS, f"pipeline.schedule={schedule}:mine"]
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node=2", "--max-restarts=3", "-m", "schedir"]
-    sets = [*own, *words(tmp_path, every=3)]
+    sets = [*settings, *make_options(tmp_path, every=3)]
     command = [*agent, "train", config, *(f"--set={s}" for s in sets)]
     code, out, err = launched(command, tmp_path / "died")
     assert code == 0, err
     assert out.count("resumed at step 3 from ") == 1
     assert {p.name for p in (tmp_path / "out").iterdir()} == {"loss.csv", RUN_FILE, "summary.json"}
-    plain = [*TWO, "pipeline.schedule=one_f_one_b", *words(tmp_path)[:3]]
-    code, _, err = forked(config, tmp_path / "plain" / "out", *plain)
+    plain_settings = [*TWO_RANKS, "pipeline.schedule=one_f_one_b", *make_options(tmp_path)[:3]]
+    code, _, err = forked(config, tmp_path / "plain" / "out", *plain_settings)
     assert code == 0, err
-    assert losses(tmp_path) == losses(tmp_path / "plain")
+    assert read_losses(tmp_path) == read_losses(tmp_path / "plain")

@@ -15,91 +15,92 @@ from tests import tokens
 from tests.cpu.train_command import ALONE
 
 
-def words(folder: Path, steps: int, *more: str) -> list[str]:
+def make_options(folder: Path, steps: int, *settings: str) -> list[str]:
     """Return the options of a run of some steps that saves each second one."""
     return [*ALONE, f"train.steps={steps}", "output.record=false", "train.checkpoint_every=2",
             f'output.dir="{folder / "out"}"', f'train.checkpoint_dir="{folder / "saved"}"',
-            *more]  # fmt: skip
+            *settings]  # fmt: skip
 
 
-def resumed(said: str) -> str:
-    return next(line for line in said.splitlines() if line.startswith("resumed"))
+def find_resumed_line(output: str) -> str:
+    return next(line for line in output.splitlines() if line.startswith("resumed"))
 
 
-def test_another_size_of_a_microbatch_and_another_text_that_is_held_out(
+def test_changed_microbatch_size_and_held_out_text_are_reported(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    held = tmp_path / "held.txt"
-    held.write_text("some text " * 20)
-    more = (f'data.validation="{held}"', "train.evaluate_every=2")
-    assert run(config, words(tmp_path, 2, *more)) == 0
-    held.write_text("other text" * 20)
-    assert run(config, words(tmp_path, 4, *more, "data.microbatch_size=3")) == 0
-    said = resumed(capsys.readouterr().out)
-    assert "data.microbatch_size 2 to 3, " in said
+    held_out_file = tmp_path / "held.txt"
+    held_out_file.write_text("some text " * 20)
+    settings = (f'data.validation="{held_out_file}"', "train.evaluate_every=2")
+    assert run(config, make_options(tmp_path, 2, *settings)) == 0
+    held_out_file.write_text("other text" * 20)
+    assert run(config, make_options(tmp_path, 4, *settings, "data.microbatch_size=3")) == 0
+    line = find_resumed_line(capsys.readouterr().out)
+    assert "data.microbatch_size 2 to 3, " in line
     assert re.search(
         r", the held-out data 200 tokens of uint8 \((\w+)\), in windows of (\d+) to "
         r"200 tokens of uint8 \((?!\1)\w+\), in windows of \2$",
-        said,
-    ), said
+        line,
+    ), line
 
 
-def test_fewer_steps_than_have_been_made(
+def test_fewer_steps_than_complete_are_reported(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    assert run(config, words(tmp_path, 4)) == 0
-    assert run(config, words(tmp_path, 3)) == 0
-    said = capsys.readouterr().out
+    assert run(config, make_options(tmp_path, 4)) == 0
+    assert run(config, make_options(tmp_path, 3)) == 0
+    output = capsys.readouterr().out
     assert (
-        "\n4 steps of the run are complete, and train.steps is 3: there is nothing to do\n" in said
+        "\n4 steps of the run are complete, and train.steps is 3: there is nothing to do\n"
+        in output
     )
 
 
-def test_a_tokenizer_that_has_moved_and_another_one(
+def test_moved_tokenizer_is_accepted_and_another_is_refused(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     text = (tmp_path / "text.txt").read_text()
-    made = [tokens.train([text], vocab) for vocab in (264, 262)]
-    for name, which in (("one.json", 0), ("other.json", 0), ("third.json", 1)):
-        (tmp_path / name).write_text(made[which])
+    tokenizers = [tokens.train([text], vocab) for vocab in (264, 262)]
+    for name, number in (("one.json", 0), ("other.json", 0), ("third.json", 1)):
+        (tmp_path / name).write_text(tokenizers[number])
 
-    def goes_on(name: str, steps: int) -> int:
+    def resume(name: str, steps: int) -> int:
         path = f'data.tokenizer="{tmp_path / name}"'
-        return run(config, words(tmp_path, steps, path, "model.vocab=264"))
+        return run(config, make_options(tmp_path, steps, path, "model.vocab=264"))
 
-    assert goes_on("one.json", 2) == 0
-    assert goes_on("other.json", 4) == 0
-    assert "changed since: data.tokenizer " in resumed(capsys.readouterr().out)
+    assert resume("one.json", 2) == 0
+    assert resume("other.json", 4) == 0
+    assert "changed since: data.tokenizer " in find_resumed_line(capsys.readouterr().out)
     with pytest.raises(UsageError) as error:
-        goes_on("third.json", 6)
+        resume("third.json", 6)
     assert "has data.tokenizer " in error.value.fact
     assert error.value.fields == ("tokenizer", "checkpoint_dir")
 
 
 @pytest.mark.parametrize(
-    ("had", "sets"),
+    ("old_kind", "sets"),
     [("gpt", ["model.window=8"]), ("gpt", ["model.kind=llama"]), ("llama", ["model.window=8"])],
 )
-def test_a_setting_that_a_run_did_not_have_yet(
-    config: str, tmp_path: Path, had: str, sets: list[str]
+def test_setting_missing_in_old_checkpoint_has_default(
+    config: str, tmp_path: Path, old_kind: str, sets: list[str]
 ) -> None:
     """A missing setting had its default: older versions had no windows or kinds."""
-    own = [f'train.checkpoint_dir="{tmp_path}"', f"model.kind={had}"]
-    said = read_config(config, own).setting_texts
-    new = {"model.window", "model.stride"} | ({"model.kind"} if had == "gpt" else set())
-    RunIdentity("it", {name: value for name, value in said.items() if name not in new}).write(
-        tmp_path
-    )
-    require_resumable(read_config(config, own))
+    settings = [f'train.checkpoint_dir="{tmp_path}"', f"model.kind={old_kind}"]
+    setting_texts = read_config(config, settings).setting_texts
+    new_names = {"model.window", "model.stride"} | ({"model.kind"} if old_kind == "gpt" else set())
+    RunIdentity(
+        "it", {name: value for name, value in setting_texts.items() if name not in new_names}
+    ).write(tmp_path)
+    require_resumable(read_config(config, settings))
     with pytest.raises(UsageError, match=sets[0].split("=")[0]):
-        require_resumable(read_config(config, [*own, *sets]))
+        require_resumable(read_config(config, [*settings, *sets]))
 
 
-def test_settings_with_the_names_of_before_are_compared(tmp_path: Path) -> None:
+def test_settings_under_old_names_are_compared(tmp_path: Path) -> None:
     """A checkpoint of an older version has its settings under their old names."""
-    now = {"train.clip_grad_norm": "0.5", "pipeline.buffer_sharing": "minimal"}
-    then = {"train.clip": "1.0", "pipeline.slots": "fewest"}
+    current_settings = {"train.clip_grad_norm": "0.5", "pipeline.buffer_sharing": "minimal"}
+    old_settings = {"train.clip": "1.0", "pipeline.slots": "fewest"}
     assert (
-        RunIdentity("it", now).describe_changes({"settings": then})
+        RunIdentity("it", current_settings).describe_changes({"settings": old_settings})
         == "train.clip_grad_norm 1.0 to 0.5"
     )

@@ -15,7 +15,7 @@ PAGE = (ROOT / "docs" / "how-to" / "run-in-torch.md").read_text()
 
 # This does what torchtitan does with a schedule class: it creates the number of stages for the kind
 # of the class, and calls the class with keywords.
-TITAN = """\
+TORCHTITAN_STAND_IN = """\
 from torch.distributed.pipelining import schedules
 from torch.distributed.pipelining.schedules import ScheduleDualPipeV, ScheduleZBVZeroBubble
 from torch.distributed.pipelining.schedules import get_schedule_class
@@ -35,7 +35,7 @@ def build(stages, loss_fn):
         backward_requires_autograd=True,
     )
 """
-STEP = """
+TORCHTITAN_STEP = """
 import torchtitan.distributed.pipeline_parallel as titan
 
 parts = [nn.Sequential(nn.Linear(16, 16), nn.Tanh()) for _ in range(2)]
@@ -57,29 +57,29 @@ if rank == 0:
 """
 
 
-def test_the_page_runs_and_prints_what_it_shows(tmp_path: Path) -> None:
+def test_page_script_prints_documented_output(tmp_path: Path) -> None:
     blocks = re.findall(r"```(\w+)\n(.*?)```", PAGE, re.S)
     csv, refusal = [body for kind, body in blocks if kind == "text"]
     code = "\n".join(body for kind, body in blocks if kind == "python")
     for name, text in (
-        ("torchtitan/distributed/pipeline_parallel.py", TITAN),
+        ("torchtitan/distributed/pipeline_parallel.py", TORCHTITAN_STAND_IN),
         ("torchtitan/train.py", "def main():\n    pass\n"),
         ("torchtitan-0.3.0.dist-info/METADATA", "Name: torchtitan\nVersion: 0.3.0\n"),
         ("mine.csv", csv),
-        ("train.py", code + STEP),
+        ("train.py", code + TORCHTITAN_STEP),
     ):
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
     assert script(tmp_path / "train.py", 2, tmp_path / "run") == refusal + "done\n"
 
 
-def test_torchs_names_lead_to_ours() -> None:
-    """The names are those in the table of the page, also with the prefix of torch's classes."""
+def test_torch_schedule_name_has_hint() -> None:
+    """The page lists the names in a table. The prefix of torch's classes is optional."""
     rows = PAGE.split("| torch | schedir |\n| --- | --- |\n")[1].split("\n\n")[0].splitlines()
     assert len(rows) == 6
     for row in rows:
-        one, other, *_ = re.findall(r"`(\w+)`", row)
-        for name in (one, f"Schedule{one}"):
+        torch_name, schedir_name, *_ = re.findall(r"`(\w+)`", row)
+        for name in (torch_name, f"Schedule{torch_name}"):
             with pytest.raises(UsageError) as caught:
                 load_source(name)
-            assert caught.value.hint == f"did you mean {other!r}?"
+            assert caught.value.hint == f"did you mean {schedir_name!r}?"

@@ -27,15 +27,15 @@ from schedir.training.run_results import (
 from schedir.training.train import run
 from tests.cpu.train_command import ALONE, ROOT, Run, arguments, forked, launched, wait_until
 
-TWO = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "train.log_every=1"]
-AGAIN = "output.overwrite=true"
+TWO_RANKS = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "train.log_every=1"]
+OVERWRITE = "output.overwrite=true"
 
 
-def held(folder: Path) -> dict[str, bytes]:
+def read_files(folder: Path) -> dict[str, bytes]:
     return {path.name: path.read_bytes() for path in folder.iterdir() if path.is_file()}
 
 
-def refused(config: str, *sets: str) -> UsageError:
+def get_refusal(config: str, *sets: str) -> UsageError:
     with pytest.raises(UsageError) as error:
         run(config, [*ALONE, *sets])
     return error.value
@@ -44,123 +44,121 @@ def refused(config: str, *sets: str) -> UsageError:
 # A second run
 
 
-def test_results_are_not_written_over_unless_that_is_said(config: str, tmp_path: Path) -> None:
+def test_existing_results_need_overwrite_option(config: str, tmp_path: Path) -> None:
     sets = [f'output.dir="{tmp_path / "out"}"', f'output.trace="{tmp_path / "traces"}"']
     assert run(config, [*ALONE, *sets]) == 0
-    had = held(tmp_path / "out") | held(tmp_path / "traces")
-    assert {*had} == {*RESULT_FILES, TRACE_FILE}  # and no file of a lock
+    contents = read_files(tmp_path / "out") | read_files(tmp_path / "traces")
+    assert {*contents} == {*RESULT_FILES, TRACE_FILE}  # and no file of a lock
 
-    error = refused(config, *sets, "data.seed=3")
+    error = get_refusal(config, *sets, "data.seed=3")
     assert error.fields == ("dir", "overwrite") and all(name in error.fact for name in RESULT_FILES)
-    assert "--set output.dir=" in error.hint and f"--set {AGAIN}" in error.hint
-    elsewhere = refused(config, f'output.dir="{tmp_path / "new"}"', sets[1])
+    assert "--set output.dir=" in error.hint and f"--set {OVERWRITE}" in error.hint
+    elsewhere = get_refusal(config, f'output.dir="{tmp_path / "new"}"', sets[1])
     assert str(tmp_path / "traces") in elsewhere.fact and TRACE_FILE in elsewhere.fact
     assert elsewhere.fields == ("trace", "overwrite")
     golden = (ROOT / "tests" / "golden" / "results.txt").read_text()
     assert f"{error}\n{elsewhere}\n".replace(str(tmp_path), "...") == golden
-    assert held(tmp_path / "out") | held(tmp_path / "traces") == had
+    assert read_files(tmp_path / "out") | read_files(tmp_path / "traces") == contents
 
     # A run that records nothing removes the picture and the trace of an earlier run.
-    again = [*sets[:1], AGAIN, "output.record=false", "data.seed=3", "train.steps=2"]
+    second_run = [*sets[:1], OVERWRITE, "output.record=false", "data.seed=3", "train.steps=2"]
     (tmp_path / "out" / TRACE_FILE).touch()
     for name in ("summary", "run"):
         (
             tmp_path / "out" / f".{name}.json.123"
         ).touch()  # left by a run that was killed while it wrote
-    assert run(config, [*ALONE, *again]) == 0
-    assert {*held(tmp_path / "out")} == {"loss.csv", "summary.json"}
-    assert held(tmp_path / "out")["loss.csv"].count(b"\n") == 3
+    assert run(config, [*ALONE, *second_run]) == 0
+    assert {*read_files(tmp_path / "out")} == {"loss.csv", "summary.json"}
+    assert read_files(tmp_path / "out")["loss.csv"].count(b"\n") == 3
 
 
-def test_what_never_made_a_step_is_in_nobodys_way(config: str, tmp_path: Path) -> None:
+def test_results_without_step_are_replaced(config: str, tmp_path: Path) -> None:
     (tmp_path / "loss.csv").write_text(LOSSES_HEADER)
     assert run(config, [*ALONE, f'output.dir="{tmp_path}"', "train.steps=1"]) == 0
-    assert held(tmp_path)["loss.csv"].count(b"\n") == 2
+    assert read_files(tmp_path)["loss.csv"].count(b"\n") == 2
 
 
 @pytest.mark.parametrize("name", [*RESULT_FILES[1:], TRACE_FILE])
-def test_any_result_counts(config: str, tmp_path: Path, name: str) -> None:
+def test_each_result_file_prevents_run(config: str, tmp_path: Path, name: str) -> None:
     (tmp_path / name).touch()
-    assert name in refused(config, f'output.dir="{tmp_path}"').fact
+    assert name in get_refusal(config, f'output.dir="{tmp_path}"').fact
     assert (tmp_path / name).exists()
 
 
-def test_a_missing_data_file_is_reported_before_old_results(config: str, tmp_path: Path) -> None:
+def test_missing_data_file_is_reported_before_old_results(config: str, tmp_path: Path) -> None:
     (tmp_path / "loss.csv").write_text("of an earlier run")
     output = f'output.dir="{tmp_path}"'
-    assert "loss.csv" in refused(config, output).fact
+    assert "loss.csv" in get_refusal(config, output).fact
     for name in ("source", "validation"):
-        error = refused(config, output, f'data.{name}="{tmp_path / "none.txt"}"')
+        error = get_refusal(config, output, f'data.{name}="{tmp_path / "none.txt"}"')
         assert "none.txt" in error.fact and "loss.csv" not in error.fact
 
 
-def test_nothing_is_replaced_before_processes_agree(
+def test_results_are_not_replaced_before_agreement(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This holds even for the last check, after the model has been created."""
+    """The last check is after the creation of the model."""
     for name in RESULT_FILES:
         (tmp_path / name).write_text("of an earlier run")
-    had = {name: (tmp_path / name).read_bytes() for name in RESULT_FILES}
+    contents = {name: (tmp_path / name).read_bytes() for name in RESULT_FILES}
 
-    def differs(*given: object, **more: object) -> object:
+    def raise_difference(*args: object, **kwargs: object) -> object:
         raise ModelError("another model")
 
     monkeypatch.setattr(
-        trainer._Trainer, "_predict_memory", differs
+        trainer._Trainer, "_predict_memory", raise_difference
     )  # the last point where the processes agree
     with pytest.raises(ModelError):
-        run(config, [*ALONE, f'output.dir="{tmp_path}"', AGAIN])
-    assert {name: (tmp_path / name).read_bytes() for name in RESULT_FILES} == had
+        run(config, [*ALONE, f'output.dir="{tmp_path}"', OVERWRITE])
+    assert {name: (tmp_path / name).read_bytes() for name in RESULT_FILES} == contents
 
 
-def test_a_run_stopped_between_steps_keeps_its_losses_and_no_summary(
+def test_interrupted_run_keeps_losses_without_summary(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in RESULT_FILES:
         (tmp_path / name).write_text("of an earlier run")
     report, count = trainer._Trainer._report, [0]
 
-    def reports(self: trainer._Trainer, step: int) -> object:
+    def report_or_interrupt(self: trainer._Trainer, step: int) -> object:
         count[0] += 1
         if count[0] == 3:
             raise KeyboardInterrupt
         return report(self, step)
 
-    monkeypatch.setattr(trainer._Trainer, "_report", reports)
+    monkeypatch.setattr(trainer._Trainer, "_report", report_or_interrupt)
     sets = [*ALONE, f'output.dir="{tmp_path}"', "train.log_every=1"]
-    assert run(config, [*sets, AGAIN]) == 130
-    kept = held(tmp_path)
-    assert kept["loss.csv"].count(b"\n") == 3 and not {*RESULT_FILES[1:]} & {*kept}
-    assert "loss.csv" in refused(config, *sets).fact  # two steps are results too
+    assert run(config, [*sets, OVERWRITE]) == 130
+    remaining = read_files(tmp_path)
+    assert remaining["loss.csv"].count(b"\n") == 3 and not {*RESULT_FILES[1:]} & {*remaining}
+    assert "loss.csv" in get_refusal(config, *sets).fact  # two steps are results too
 
 
-# Two at once
+# Two runs at once
 
 
-ENDLESS = ["train.steps=1000000", "train.timeout=20", "output.record=false"]
+ENDLESS_RUN = ["train.steps=1000000", "train.timeout=20", "output.record=false"]
 
 
-def test_a_folder_in_use_is_refused_until_its_run_ends_however_it_does(
-    config: str, tmp_path: Path
-) -> None:
+def test_folder_in_use_is_refused_until_run_ends(config: str, tmp_path: Path) -> None:
     folder = tmp_path / "out"
-    first = Run(arguments(config, folder, *TWO, *ENDLESS), folder)
+    first = Run(arguments(config, folder, *TWO_RANKS, *ENDLESS_RUN), folder)
     first.wait_for("\nstep ")
-    began = (folder / "loss.csv").stat().st_ino
-    again = arguments(config, folder, *ALONE, AGAIN)
-    code, _, err = launched(again, tmp_path / "again")
+    inode = (folder / "loss.csv").stat().st_ino
+    second_run = arguments(config, folder, *ALONE, OVERWRITE)
+    code, _, err = launched(second_run, tmp_path / "again")
     assert code == 2 and err.count("\n") == 2 and "in use by another run, process " in err
-    assert (folder / "loss.csv").stat().st_ino == began and (folder / "boxes").is_dir()
+    assert (folder / "loss.csv").stat().st_ino == inode and (folder / "boxes").is_dir()
     os.kill(first.pid, signal.SIGKILL)
     first.finish()
-    wait_until(lambda: not taken(folder))
-    assert "loss.csv" in refused(config, f'output.dir="{folder}"').fact
-    last = [*ALONE, AGAIN, "train.steps=1", f'output.dir="{folder}"']
-    assert run(config, last) == 0
+    wait_until(lambda: not is_locked(folder))
+    assert "loss.csv" in get_refusal(config, f'output.dir="{folder}"').fact
+    last_run = [*ALONE, OVERWRITE, "train.steps=1", f'output.dir="{folder}"']
+    assert run(config, last_run) == 0
     assert not (folder / LOCK_FILE).exists()
 
 
-def taken(folder: Path) -> bool:
+def is_locked(folder: Path) -> bool:
     with (folder / LOCK_FILE).open("a") as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -169,26 +167,24 @@ def taken(folder: Path) -> bool:
     return False
 
 
-def test_a_lock_that_its_owner_takes_away_is_none(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_deleted_lock_file_gives_no_lock(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The owner deletes the file of its lock while another process is about to lock it."""
-    lock, went = fcntl.flock, list[Path]()
+    lock, deleted = fcntl.flock, list[Path]()
 
-    def late(file: int, how: int) -> None:
-        if not went:
-            went.append(tmp_path / LOCK_FILE)
-            went[0].unlink()
+    def lock_after_delete(file: int, how: int) -> None:
+        if not deleted:
+            deleted.append(tmp_path / LOCK_FILE)
+            deleted[0].unlink()
         lock(file, how)
 
-    monkeypatch.setattr(fcntl, "flock", late)
+    monkeypatch.setattr(fcntl, "flock", lock_after_delete)
     output = Config(output=OutputConfig(str(tmp_path)))
     with claim_directories(output), pytest.raises(UsageError) as error, claim_directories(output):
         pass
-    assert went and "in use" in error.value.fact
+    assert deleted and "in use" in error.value.fact
 
 
-def test_folders_that_are_one_are_claimed_once(tmp_path: Path) -> None:
+def test_symlink_to_same_folder_is_claimed_once(tmp_path: Path) -> None:
     (tmp_path / "link").symlink_to(tmp_path)
     output = Config(output=OutputConfig(str(tmp_path), trace=str(tmp_path / "link")))
     with claim_directories(output), pytest.raises(UsageError) as error, claim_directories(output):
@@ -198,13 +194,13 @@ def test_folders_that_are_one_are_claimed_once(tmp_path: Path) -> None:
         pass
 
 
-def test_a_file_system_without_locks_is_told(
+def test_missing_file_locks_cause_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def none(file: int, how: int) -> None:
+    def fail_to_lock(file: int, how: int) -> None:
         raise OSError(38, "Function not implemented")
 
-    monkeypatch.setattr(fcntl, "flock", none)
+    monkeypatch.setattr(fcntl, "flock", fail_to_lock)
     with claim_directories(Config(output=OutputConfig(str(tmp_path)))):
         pass
     assert "another run could use it, too" in capsys.readouterr().err
@@ -212,7 +208,7 @@ def test_a_file_system_without_locks_is_told(
 
 # Long writing
 
-SLOW = """\
+SLOW_RESULTS = """\
 import time
 
 from schedir import schedules
@@ -235,19 +231,19 @@ train.save_results = slowly
 """
 
 
-def test_writing_may_take_longer_than_the_timeout(config: str, tmp_path: Path) -> None:
+def test_writing_results_may_exceed_timeout(config: str, tmp_path: Path) -> None:
     schedule = tmp_path / "mine.py"
-    schedule.write_text(SLOW)
-    sets = [*TWO, "train.timeout=5", "train.steps=2", f"pipeline.schedule={schedule}:mine"]
+    schedule.write_text(SLOW_RESULTS)
+    sets = [*TWO_RANKS, "train.timeout=5", "train.steps=2", f"pipeline.schedule={schedule}:mine"]
     code, out, err = forked(config, tmp_path / "out", *sets)
     assert code == 0, err
     assert out.endswith(f"timeline.png to {tmp_path / 'out'}\n")
-    assert {*held(tmp_path / "out")} == {*RESULT_FILES} and not (
+    assert {*read_files(tmp_path / "out")} == {*RESULT_FILES} and not (
         tmp_path / "out" / "boxes"
     ).exists()
 
 
-def test_a_first_process_that_gives_no_sign_is_not_waited_for() -> None:
+def test_missing_heartbeat_of_process_0_is_error() -> None:
     with pytest.raises(ExecutionError, match="process 0 sent no heartbeat"):
         wait_for_results(HashStore(), 0.3)
 
@@ -255,44 +251,44 @@ def test_a_first_process_that_gives_no_sign_is_not_waited_for() -> None:
 # JSON
 
 
-def strict(text: str) -> object:
-    def no(name: str) -> object:
+def parse_strict_json(text: str) -> object:
+    def refuse_constant(name: str) -> object:
         raise AssertionError(f"{name} is no JSON")
 
-    return json.loads(text, parse_constant=no)
+    return json.loads(text, parse_constant=refuse_constant)
 
 
-def test_a_summary_is_json_whatever_the_numbers_are(
+def test_summary_is_strict_json_with_nan_and_infinity(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = run_results.save_results
 
-    def lost(result: run_results.RunResult, output: OutputConfig) -> None:
+    def save_nonfinite_results(result: run_results.RunResult, output: OutputConfig) -> None:
         write(replace(result, loss=math.nan, tokens_per_second=math.inf), output)
 
-    monkeypatch.setattr("schedir.training.train.save_results", lost)
+    monkeypatch.setattr("schedir.training.train.save_results", save_nonfinite_results)
     assert run(config, [*ALONE, f'output.dir="{tmp_path}"', "train.steps=1"]) == 0
-    facts = strict((tmp_path / "summary.json").read_text())
+    facts = parse_strict_json((tmp_path / "summary.json").read_text())
     assert isinstance(facts, dict) and facts["loss"] is facts["tokens_per_second"] is None
 
 
-def test_a_picture_that_cannot_be_written_keeps_no_summary_away(
+def test_summary_is_written_if_picture_fails(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     write = run_results.LossLog.write
 
-    def writing(losses: run_results.LossLog, lines: str) -> None:
+    def write_after_blocking(losses: run_results.LossLog, lines: str) -> None:
         for path in (tmp_path / "out" / RESULT_FILES[2], tmp_path / "traces" / TRACE_FILE):
             path.mkdir(exist_ok=True)
         write(losses, lines)
 
-    monkeypatch.setattr(run_results.LossLog, "write", writing)
+    monkeypatch.setattr(run_results.LossLog, "write", write_after_blocking)
     sets = [f'output.dir="{tmp_path / "out"}"', f'output.trace="{tmp_path / "traces"}"']
-    assert RESULT_FILES[2] in refused(config, *sets).fact
+    assert RESULT_FILES[2] in get_refusal(config, *sets).fact
     assert math.isfinite(json.loads((tmp_path / "out" / "summary.json").read_text())["loss"])
 
 
-REMOVES = """\
+REMOVED_FOLDER = """\
 import os
 import shutil
 
@@ -312,11 +308,11 @@ Prefetch.take = removing
 """
 
 
-def test_a_folder_that_is_removed_under_a_run_is_named(config: str, tmp_path: Path) -> None:
+def test_removed_output_folder_is_named_in_error(config: str, tmp_path: Path) -> None:
     schedule, folder = tmp_path / "mine.py", tmp_path / "out"
-    schedule.write_text(REMOVES.format(folder=str(folder)))
-    words = arguments(config, folder, *TWO, f"pipeline.schedule={schedule}:mine")
-    code, _, err = launched(words, folder)
+    schedule.write_text(REMOVED_FOLDER.format(folder=str(folder)))
+    command = arguments(config, folder, *TWO_RANKS, f"pipeline.schedule={schedule}:mine")
+    code, _, err = launched(command, folder)
     assert code and "Traceback" not in err and "before it joined the run" not in err, err
     first, last = err.splitlines()
     assert first.startswith("[0] process 0 (pipeline rank 0): ") and str(folder) in first

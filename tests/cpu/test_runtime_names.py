@@ -10,13 +10,13 @@ import schedir.runtime
 
 
 @pytest.mark.parametrize("name", schedir.runtime.__all__)
-def test_a_name_is_what_its_own_module_calls_so(name: str) -> None:
-    found = getattr(schedir.runtime, name)
-    assert callable(found) and found.__name__ == name
-    assert getattr(import_module(found.__module__), name) is found
+def test_exported_name_is_defined_in_its_module(name: str) -> None:
+    exported = getattr(schedir.runtime, name)
+    assert callable(exported) and exported.__name__ == name
+    assert getattr(import_module(exported.__module__), name) is exported
 
 
-def test_the_module_of_a_function_does_not_take_its_place() -> None:
+def test_submodule_import_does_not_replace_function() -> None:
     code = """
 import schedir.runtime.sequential_reference
 import schedir.runtime.executor
@@ -29,7 +29,7 @@ assert set(runtime.__all__) <= {*dir(runtime)} & {*globals()}
     subprocess.run([sys.executable, "-W", "error", "-c", code], check=True)
 
 
-def test_what_is_not_there_is_said() -> None:
+def test_missing_name_is_reported() -> None:
     with pytest.raises(AttributeError, match="has no attribute 'Nccl'"):
         schedir.runtime.Nccl  # noqa: B018
     with pytest.raises(ImportError, match="has no attribute 'Gloo': it is now GlooTransport"):

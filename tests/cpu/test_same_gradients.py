@@ -46,12 +46,14 @@ from tests.cpu.torch_pipelines import (
 )
 
 PAGE = Path(__file__).parents[2] / "docs" / "how-to" / "compare-gradients.md"
-same = partial(assert_same_gradients, ranks=2, microbatches=4, loss_fn=mse_loss, timeout=60)
+assert_same = partial(assert_same_gradients, ranks=2, microbatches=4, loss_fn=mse_loss, timeout=60)
 
 
-def wrong(step: Step, whole: Any, given: Any = None, **options: Any) -> list[GradientDifference]:
+def collect_differences(
+    step: Step, model: Any, given: Any = None, **options: Any
+) -> list[GradientDifference]:
     with pytest.raises(WrongGradients) as caught:
-        same(step, whole, batch() if given is None else given, **options)
+        assert_same(step, model, batch() if given is None else given, **options)
     return [*caught.value.differences]
 
 
@@ -59,38 +61,38 @@ def wrong(step: Step, whole: Any, given: Any = None, **options: Any) -> list[Gra
 
 
 @pytest.mark.parametrize("name", [*SINGLE, *LOOP, *VEE])
-def test_torchs_schedules_are_right(name: str) -> None:
-    off = same(plain(name), model(2 if name in SINGLE else 4), batch())
-    assert off < 1e-6
+def test_torch_schedules_pass(name: str) -> None:
+    error = assert_same(plain(name), model(2 if name in SINGLE else 4), batch())
+    assert error < 1e-6
 
 
-def test_a_sum_is_right_without_scaling() -> None:
+def test_summed_loss_without_scaling_passes() -> None:
     step = plain("Schedule1F1B", loss_fn=squares, scale_grads=False)
-    same(step, model(2), batch(), loss_fn=squares, reduction="sum")
+    assert_same(step, model(2), batch(), loss_fn=squares, reduction="sum")
 
 
-def test_steps_add_up() -> None:
+def test_accumulated_steps_pass() -> None:
     step = plain("ScheduleGPipe", steps=2, microbatches=2, scale_grads=False)
-    same(step, model(2), batch(), reduction="sum")
+    assert_same(step, model(2), batch(), reduction="sum")
 
 
-def ddp(part: nn.Module, mesh: Any) -> nn.Module:
+def wrap_in_ddp(part: nn.Module, mesh: Any) -> nn.Module:
     return DistributedDataParallel(part, process_group=mesh.get_group())
 
 
-def fsdp(part: nn.Module, mesh: Any) -> nn.Module:
+def wrap_in_fsdp(part: nn.Module, mesh: Any) -> nn.Module:
     fully_shard(part, mesh=mesh)
     return part
 
 
-@pytest.mark.parametrize("wrap", [ddp, fsdp])
-def test_replicas_are_right(wrap: Any) -> None:
+@pytest.mark.parametrize("wrap", [wrap_in_ddp, wrap_in_fsdp])
+def test_ddp_and_fsdp_replicas_pass(wrap: Any) -> None:
     step = replicated("ScheduleInterleaved1F1B", wrap)
-    same(step, model(4), batch(16), ranks=4, replicas=2, microbatches=8)
+    assert_same(step, model(4), batch(16), ranks=4, replicas=2, microbatches=8)
 
 
-def test_our_executor_is_right() -> None:
-    """The executor leaves gradients as any other step does, so it can be checked too."""
+def test_executor_passes() -> None:
+    """A step of `Executor` adds gradients to the parameters, as any other step does."""
     program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(2, 4))
 
     def step(rank: int, ranks: int, stages: nn.Sequential, batch: tuple[Tensor, Tensor]) -> None:
@@ -102,17 +104,17 @@ def test_our_executor_is_right() -> None:
             loss=squares,
             boundary=Boundary((2, WIDTH)),
         )
-        x, y = (each.unflatten(0, (4, 2)) for each in batch)
+        x, y = (tensor.unflatten(0, (4, 2)) for tensor in batch)
         executor.step(x, y)
 
-    whole = [Layer(), Layer()]
-    assert same(step, whole, batch(), loss_fn=squares, reduction="sum", tolerance=0) == 0
-    (difference,) = wrong(step, whole, loss_fn=squares)
+    layers = [Layer(), Layer()]
+    assert assert_same(step, layers, batch(), loss_fn=squares, reduction="sum", tolerance=0) == 0
+    (difference,) = collect_differences(step, layers, loss_fn=squares)
     assert difference.stages == (0, 1) and difference.has_all_parameters
     assert difference.error == pytest.approx(3)
 
 
-def test_a_batch_is_counted_that_nobody_gave() -> None:
+def test_extra_forward_for_shape_inference_passes() -> None:
     """torch 2.13 runs a stage once more to learn shapes, which does not change the gradients."""
 
     def step(rank: int, ranks: int, model: Any, batch: Any) -> None:
@@ -120,156 +122,164 @@ def test_a_batch_is_counted_that_nobody_gave() -> None:
         if torch.__version__.startswith("2.13"):
             assert int(model[rank].num_batches_tracked) == 5
 
-    same(step, model(2, partial(nn.BatchNorm1d, WIDTH)), batch())
+    assert_same(step, model(2, partial(nn.BatchNorm1d, WIDTH)), batch())
 
 
-class Priced(Layer):
-    """Takes its labels by name and returns its loss, as models of transformers do."""
+class ModelWithLoss(Layer):
+    """A model that takes labels and returns its loss, as models of transformers do."""
 
     def forward(self, x: Tensor, labels: Tensor | None = None) -> Any:
         y = super().forward(x)
         return y if labels is None else SimpleNamespace(loss=mse_loss(y, labels))
 
 
-def test_a_model_may_give_its_loss() -> None:
+def test_model_that_returns_its_loss_passes() -> None:
     def step(rank: int, ranks: int, model: Any, batch: dict[str, Tensor]) -> None:
         assert os.environ["RANK"] == str(rank) and os.environ["WORLD_SIZE"] == str(ranks)
         run("Schedule1F1B", {rank: model}, 1, [(batch["x"], batch["labels"])])
 
     x, y = batch()
-    same(step, Priced(), {"x": x, "labels": y}, ranks=1, loss_fn=None)
+    assert_same(step, ModelWithLoss(), {"x": x, "labels": y}, ranks=1, loss_fn=None)
 
 
-def test_a_step_may_work_on_copies() -> None:
+def test_step_on_copies_must_return_gradients() -> None:
     def step(rank: int, ranks: int, model: nn.Module, batch: Any) -> dict[str, Tensor | None]:
-        own = Layer()
-        own.load_state_dict(model[rank].state_dict())  # type: ignore[index]
-        run("Schedule1F1B", {rank: own}, 2, [batch])
-        return {f"{rank}.{name}": p.grad for name, p in own.named_parameters()}
+        layer = Layer()
+        layer.load_state_dict(model[rank].state_dict())  # type: ignore[index]
+        run("Schedule1F1B", {rank: layer}, 2, [batch])
+        return {f"{rank}.{name}": p.grad for name, p in layer.named_parameters()}
 
-    same(step, model(2), batch())
+    assert_same(step, model(2), batch())
 
-    def silent(*given: Any) -> None:
-        step(*given)
+    def return_nothing(*args: Any) -> None:
+        step(*args)
 
     with pytest.raises(UsageError, match="parameters that `model` does not have"):
-        same(silent, model(2), batch())
+        assert_same(return_nothing, model(2), batch())
 
 
 # ---------------------------------------------------------------- known mistakes of users
 
 
-def test_losses_that_are_divided_otherwise() -> None:
+def test_wrong_loss_scaling_is_detected() -> None:
     """This is the fault of pytorch/torchtitan#2972 and of inclusionAI/AReaL PR 1273."""
-    (never,) = wrong(plain("Schedule1F1B", scale_grads=False), model(2))
-    assert never.has_all_parameters and never.locations == (
+    (not_divided,) = collect_differences(plain("Schedule1F1B", scale_grads=False), model(2))
+    assert not_divided.has_all_parameters and not_divided.locations == (
         StageLocation(0, 0),
         StageLocation(1, 1),
     )
-    assert never.problem == "relative error 3, norm 4 times the expected norm"
-    (once,) = wrong(plain("ScheduleGPipe"), model(2), reduction="sum")
-    assert once.stages == (0, 1) and once.error == pytest.approx(3 / 4)
+    assert not_divided.problem == "relative error 3, norm 4 times the expected norm"
+    (divided_once,) = collect_differences(plain("ScheduleGPipe"), model(2), reduction="sum")
+    assert divided_once.stages == (0, 1) and divided_once.error == pytest.approx(3 / 4)
     step = plain("ScheduleInterleavedZeroBubble", loss_fn=lambda y, t: mse_loss(y, t) / 4)
-    (twice,) = wrong(step, model(4))
-    assert twice.stages == (0, 1, 2, 3) and twice.error == pytest.approx(3 / 4)
+    (divided_twice,) = collect_differences(step, model(4))
+    assert divided_twice.stages == (0, 1, 2, 3) and divided_twice.error == pytest.approx(3 / 4)
 
 
-def test_gradients_that_are_divided_at_every_step() -> None:
+def test_gradients_scaled_at_every_step_are_detected() -> None:
     """In pytorch/torchtitan#1733, scale_grads=True while several steps accumulate gradients."""
-    differences = wrong(plain("Schedule1F1B", steps=2, microbatches=2), model(2), reduction=2)
+    differences = collect_differences(
+        plain("Schedule1F1B", steps=2, microbatches=2), model(2), reduction=2
+    )
     assert [d.stages for d in differences] == [(0,), (1,)]
     assert all(d.has_all_parameters and 0.1 < d.error < 1 for d in differences)
 
 
-def weights_as_before(weights: Any, groups: Any, retain_graph: bool = False) -> tuple[()]:
-    """Compute weight gradients as torch did before PR 181365, from each use of a weight on.
+def compute_old_weight_gradients(
+    weights: Any, groups: Any, retain_graph: bool = False
+) -> tuple[()]:
+    """Compute weight gradients as torch did before PR 181365, with a backward from each use.
 
     Each such backward also runs all nodes behind that use.
     """
-    of = {_backward._get_grad_fn_or_grad_acc(weight): weight for weight in weights}
+    weight_by_node = {_backward._get_grad_fn_or_grad_acc(weight): weight for weight in weights}
     for group in groups:
         edges, gradients = [], []
-        for given, node in zip(group["grads"], group["intermediates"], strict=True):
-            for k, gradient in enumerate(given):
+        for node_gradients, node in zip(group["grads"], group["intermediates"], strict=True):
+            for k, gradient in enumerate(node_gradients):
                 if gradient is not None:
                     edges.append(GradientEdge(node, k))
                     gradients.append(gradient)
         nodes = [*group["params"]]
         ends = [GradientEdge(node, 0) for node in nodes]
         for node, dw in zip(nodes, torch.autograd.grad(edges, ends, gradients), strict=True):
-            weight = of[node]
+            weight = weight_by_node[node]
             weight.grad = dw if weight.grad is None else weight.grad + dw
     return ()
 
 
-def test_a_weight_that_is_used_twice(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_double_counted_weight_gradient_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     """A split backward counts a part of its gradient twice: pytorch/pytorch#180952.
 
     PR 181365 fixed this.
     """
-    step, whole = plain("ScheduleInterleavedZeroBubble"), model(4, Twice)
+    step, layers = plain("ScheduleInterleavedZeroBubble"), model(4, Twice)
     if torch.__version__ >= (2, 13):  # type: ignore[operator]  # mended there
-        same(step, whole, batch())
-    monkeypatch.setattr(their_stage, "stage_backward_weight", weights_as_before)
-    differences = wrong(step, whole)
+        assert_same(step, layers, batch())
+    monkeypatch.setattr(their_stage, "stage_backward_weight", compute_old_weight_gradients)
+    differences = collect_differences(step, layers)
     assert [d.stages for d in differences] == [(1,), (2,), (3,)]  # stage 0 splits nothing
     assert [d.names for d in differences] == [(f"{s}.weight",) for s in (1, 2, 3)]
 
 
-def tied(rank: int, ranks: int, model: Any, batch: Any, *, summed: bool) -> None:
+def run_tied_step(rank: int, ranks: int, model: Any, batch: Any, *, summed: bool) -> None:
     part = [nn.Sequential(model.embed, model.middle), model.head][rank]
     run("Schedule1F1B", {rank: part}, 2, [batch])
     if summed:
         dist.all_reduce(model.embed.weight.grad)
 
 
-def test_copies_of_a_tied_weight_that_are_not_summed() -> None:
+def test_unsummed_tied_weight_gradient_is_detected() -> None:
     """This is the fault of uw-syfi/piper#13."""
     torch.manual_seed(0)
-    same(partial(tied, summed=True), Tied(), batch())
-    first, last = wrong(partial(tied, summed=False), Tied())
+    assert_same(partial(run_tied_step, summed=True), Tied(), batch())
+    first, last = collect_differences(partial(run_tied_step, summed=False), Tied())
     assert (first.locations, first.names) == ((StageLocation(0, 0),), ("embed.weight",))
     assert (last.locations, last.names) == ((StageLocation(1, 1),), ("head.weight",))
 
 
-def in_2_13(step: Step, whole: Any, given: Any, **options: Any) -> list[GradientDifference]:
-    """Return the faults that torch 2.13 has, and skip the test if this torch has none of them."""
+def collect_torch_2_13_differences(
+    step: Step, model: Any, inputs: Any, **options: Any
+) -> list[GradientDifference]:
+    """Return the faults of torch 2.13, and skip the test if this torch has none of them."""
     if torch.__version__.startswith("2.13"):
-        return wrong(step, whole, given, **options)
+        return collect_differences(step, model, inputs, **options)
     try:
-        same(step, whole, given, **options)
+        assert_same(step, model, inputs, **options)
     except WrongGradients as error:
         return [*error.differences]
     pytest.skip("this torch is right")
 
 
-def test_gradients_that_are_set_to_none_between() -> None:
-    def forget(schedule: Any, *_: Any) -> None:
+def test_lost_gradients_between_steps_are_detected() -> None:
+    def clear_gradients(schedule: Any, *_: Any) -> None:
         schedule._stage.submod.zero_grad(set_to_none=True)
 
-    step = plain("Schedule1F1B", steps=2, microbatches=2, scale_grads=False, between=forget)
-    differences = wrong(step, model(2), reduction="sum")
+    step = plain(
+        "Schedule1F1B", steps=2, microbatches=2, scale_grads=False, between=clear_gradients
+    )
+    differences = collect_differences(step, model(2), reduction="sum")
     assert [d.stages for d in differences] == [(0,), (1,)] and all(
         d.has_all_parameters for d in differences
     )
 
 
-def test_stages_of_fsdp_that_are_prepared_anew() -> None:
+def test_lost_gradients_of_prepared_fsdp_stages_are_detected() -> None:
     """FSDP stages lose their gradients when they are prepared again: NeMo/Automodel PR 3530.
 
-    torch prepares them when it changes between step and eval.
+    torch prepares stages again when `eval` follows `step`, or `step` follows `eval`.
     """
 
-    def sharded(evaluates: bool, rank: int, ranks: int, model: Any, batch: Any) -> None:
+    def run_sharded_step(evaluates: bool, rank: int, ranks: int, model: Any, batch: Any) -> None:
         def evaluate(schedule: Any, args: tuple[Any, ...], target: Any) -> None:
             if evaluates:
                 schedule.eval(*args, target=target)
 
         mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("pp", "dp"))
-        halves = [*zip(*(each.chunk(2) for each in batch), strict=True)]
+        halves = [*zip(*(tensor.chunk(2) for tensor in batch), strict=True)]
         run(
             "Schedule1F1B",
-            {rank: fsdp(model[rank], mesh["dp"])},
+            {rank: wrap_in_fsdp(model[rank], mesh["dp"])},
             ranks,
             halves,
             between=evaluate,
@@ -278,18 +288,22 @@ def test_stages_of_fsdp_that_are_prepared_anew() -> None:
             scale_grads=False,
         )
 
-    same(partial(sharded, False), model(2), batch(), reduction="sum")
-    differences = in_2_13(partial(sharded, True), model(2), batch(), reduction="sum")
+    assert_same(partial(run_sharded_step, False), model(2), batch(), reduction="sum")
+    differences = collect_torch_2_13_differences(
+        partial(run_sharded_step, True), model(2), batch(), reduction="sum"
+    )
     assert [d.stages for d in differences] == [(0,), (1,)] and all(
         d.has_all_parameters for d in differences
     )
 
 
-def test_split_backwards_under_ddp() -> None:
+def test_missing_ddp_reduction_of_split_backward_is_detected() -> None:
     """Split backwards call no hooks, so DDP reduces nothing: pytorch/pytorch#144530."""
     torch.manual_seed(0)
-    step = replicated("ScheduleInterleavedZeroBubble", ddp)
-    differences = in_2_13(step, model(4), batch(16), ranks=4, replicas=2, microbatches=8)
+    step = replicated("ScheduleInterleavedZeroBubble", wrap_in_ddp)
+    differences = collect_torch_2_13_differences(
+        step, model(4), batch(16), ranks=4, replicas=2, microbatches=8
+    )
     places = {place for difference in differences for place in difference.locations}
     assert places == {
         StageLocation(s, rank) for s in (1, 2, 3) for rank in (2 * (s % 2), 2 * (s % 2) + 1)
@@ -297,7 +311,7 @@ def test_split_backwards_under_ddp() -> None:
     assert all(d.has_all_parameters and f"  {d}\n" in PAGE.read_text() for d in differences)
 
 
-class Last(nn.Module):
+class NormAndHead(nn.Module):
     """A norm and a head. Under torchtitan's chunked loss, the loss runs the head."""
 
     def __init__(self) -> None:
@@ -310,8 +324,8 @@ class Last(nn.Module):
         return y if self.is_head_in_loss else self.head(y)
 
 
-class HandOver(torch.autograd.Function):
-    """A loss whose backward returns a gradient that was computed before."""
+class PrecomputedGradient(torch.autograd.Function):
+    """A loss whose backward returns a precomputed gradient."""
 
     @staticmethod
     def forward(ctx: Any, y: Tensor, gradient: Tensor, loss: Tensor) -> Tensor:
@@ -323,16 +337,16 @@ class HandOver(torch.autograd.Function):
         return *ctx.saved_tensors, None, None
 
 
-def with_chunked_loss(make: Any) -> Step:
+def make_chunked_loss_step(make: Any) -> Step:
     """Return a step of a vee pipeline as torchtitan 0.3.0 builds it.
 
     Its last stage shards the norm and the head as one FSDP group. Its loss runs the head forward
     and backward for each of two chunks. At the end the loss reshards the head, and so the norm.
     """
 
-    def step(rank: int, ranks: int, whole: Any, batch: tuple[Tensor, Tensor]) -> None:
+    def step(rank: int, ranks: int, layers: Any, batch: tuple[Tensor, Tensor]) -> None:
         mesh = init_device_mesh("cpu", (ranks, 1), mesh_dim_names=("pp", "dp"))
-        last = whole[3]
+        last = layers[3]
         last.is_head_in_loss = True
 
         def loss_fn(y: Tensor, target: Tensor) -> Any:
@@ -346,61 +360,63 @@ def with_chunked_loss(make: Any) -> Step:
                 total = total + loss.detach()
             last.head.reshard()
             assert leaf.grad is not None
-            return HandOver.apply(y, leaf.grad, total)  # type: ignore[no-untyped-call]
+            return PrecomputedGradient.apply(y, leaf.grad, total)  # type: ignore[no-untyped-call]
 
-        own = [rank, 3 - rank]
-        if 3 in own:
+        own_stages = [rank, 3 - rank]
+        if 3 in own_stages:
             fully_shard([last.norm, last.head], mesh=mesh["dp"])
         stages = [
-            stage_of(fully_shard(whole[s], mesh=mesh["dp"]), s, 4, mesh["pp"].get_group())
-            for s in own
+            stage_of(fully_shard(layers[s], mesh=mesh["dp"]), s, 4, mesh["pp"].get_group())
+            for s in own_stages
         ]
         schedule = make(stages, n_microbatches=4, loss_fn=loss_fn)
         x, y = batch
-        schedule.step(*((x,) if rank == 0 else ()), target=y if 3 in own else None)
+        schedule.step(*((x,) if rank == 0 else ()), target=y if 3 in own_stages else None)
 
     return step
 
 
-def test_a_norm_that_a_chunked_loss_shards_again() -> None:
+def test_norm_resharded_by_chunked_loss_is_detected() -> None:
     """torchtitan 0.3.0 with ZBVZeroBubble trains its last norm without a gradient."""
     torch.manual_seed(0)
-    whole = [Layer(), Layer(), Layer(), Last()]
-    (difference,) = wrong(with_chunked_loss(theirs.ScheduleZBVZeroBubble), whole)
+    layers = [Layer(), Layer(), Layer(), NormAndHead()]
+    (difference,) = collect_differences(
+        make_chunked_loss_step(theirs.ScheduleZBVZeroBubble), layers
+    )
     assert difference.stages == (3,)
     assert difference.names == ("3.norm.weight", "3.norm.bias")
     for runtime in ("torch", "schedir"):
-        ours = Schedule.with_options(schedule="zb_v", runtime=runtime)
-        same(with_chunked_loss(ours), whole, batch())
+        schedir_schedule = Schedule.with_options(schedule="zb_v", runtime=runtime)
+        assert_same(make_chunked_loss_step(schedir_schedule), layers, batch())
 
 
-def test_gradients_that_every_stage_divides() -> None:
+def test_gradients_scaled_by_every_stage_are_detected() -> None:
     """A hook on each stage's output divides its gradient, as in deepspeedai/DeepSpeed PR 8154."""
 
     def step(rank: int, ranks: int, model: Any, batch: Any) -> None:
-        def divide(module: nn.Module, given: Any, output: Tensor) -> None:
+        def divide(module: nn.Module, args: Any, output: Tensor) -> None:
             output.register_hook(lambda dy: dy / 4)
 
         model[rank].register_forward_hook(divide)
         run("Schedule1F1B", {rank: model[rank]}, ranks, [batch], scale_grads=False)
 
-    first, second = wrong(step, model(3), ranks=3)
+    first, second = collect_differences(step, model(3), ranks=3)
     assert (first.stages, second.stages) == ((0,), (1,))
     assert first.error == pytest.approx(1 - 1 / 16) and second.error == pytest.approx(1 - 1 / 4)
 
 
-def test_a_part_that_is_in_no_stage() -> None:
+def test_layer_without_stage_is_detected() -> None:
     """As in NVIDIA/Megatron-LM#1304, where 28 of 30 layers are built on 4 stages."""
 
     def step(rank: int, ranks: int, model: Any, batch: Any) -> None:
         run("Schedule1F1B", {rank: model[rank]}, ranks, [batch])
 
-    *_, missing = wrong(step, model(3))
+    *_, missing = collect_differences(step, model(3))
     assert missing.names == ("2.linear.weight", "2.linear.bias")
     assert str(missing) == "on no rank, all 2 parameters: no gradient"
 
 
-def test_the_page_runs_and_shows_what_is_said() -> None:
+def test_page_example_raises_documented_error() -> None:
     page = PAGE.read_text()
     names: dict[str, Any] = {}
     exec(page.split("```python")[1].split("```")[0], names)

@@ -19,23 +19,23 @@ from schedir.testing import assert_same_gradients
 from tests.cpu.torch_pipelines import WIDTH, batch, model
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "gradients.txt"
-same = partial(assert_same_gradients, ranks=2, microbatches=4, loss_fn=mse_loss, timeout=60)
+assert_same = partial(assert_same_gradients, ranks=2, microbatches=4, loss_fn=mse_loss, timeout=60)
 
 
-def test_a_rank_that_fails_is_shown_once() -> None:
+def test_error_of_failed_rank_is_shown_once() -> None:
     def fails(rank: int, ranks: int, model: Any, batch: Any) -> None:
         if rank == 1:
             raise ValueError("no such thing")
         dist.barrier()
 
     with pytest.raises(ExecutionError) as caught:
-        same(fails, model(2), batch())
+        assert_same(fails, model(2), batch())
     text = str(caught.value)
     assert text.startswith("step failed on rank 1: ValueError: no such thing")
     assert text.count("in fails") == 1 and "rank 0" not in text
 
 
-def test_a_rank_that_dies_is_named() -> None:
+def test_dead_rank_is_named() -> None:
     def dies(rank: int, ranks: int, model: Any, batch: Any) -> None:
         if rank == 1:
             os._exit(3)
@@ -44,36 +44,36 @@ def test_a_rank_that_dies_is_named() -> None:
     with pytest.raises(
         ExecutionError, match="rank 1: died without an error report, with exit code 3"
     ):
-        same(dies, model(2), batch())
+        assert_same(dies, model(2), batch())
 
 
-def test_a_hang_is_one_error_that_says_where() -> None:
+def test_hang_error_has_location_of_rank() -> None:
     def hangs(rank: int, ranks: int, model: Any, batch: Any) -> None:
         if rank == 1:
             time.sleep(1000)
 
     with pytest.raises(ExecutionError) as caught:
-        same(hangs, model(2), batch(), timeout=8)
-    first, where = str(caught.value).splitlines()
+        assert_same(hangs, model(2), batch(), timeout=8)
+    first, location = str(caught.value).splitlines()
     assert first == "rank 1 did not finish the step in 8 s"
-    assert "rank 1 is at" in where and "in hangs" in where
+    assert "rank 1 is at" in location and "in hangs" in location
 
 
 def plain_step(rank: int, ranks: int, model: Any, batch: Any) -> None:
     mse_loss(model(batch[0]), batch[1]).backward()
 
 
-def test_a_process_group_of_ours_is_left_alone(tmp_path: Path) -> None:
-    """Forks would share its connections, so functions run in spawned processes."""
+def test_process_group_of_caller_is_unchanged(tmp_path: Path) -> None:
+    """Forked processes would share the connections of the group, so processes are spawned."""
     dist.init_process_group("gloo", init_method=(tmp_path / "s").as_uri(), rank=0, world_size=1)
     try:
-        same(plain_step, model(1), batch(), ranks=1)
+        assert_same(plain_step, model(1), batch(), ranks=1)
     finally:
         dist.destroy_process_group()
 
 
 LINEAR = nn.Linear(WIDTH, WIDTH)
-GIVEN: dict[str, dict[str, Any]] = {
+WRONG_ARGUMENTS: dict[str, dict[str, Any]] = {
     "no step": {"step": 3},
     "no model": {"model": "gpt2"},
     "a model that is elsewhere": {"model": nn.Linear(6, 6, device="meta")},
@@ -100,11 +100,17 @@ GIVEN: dict[str, dict[str, Any]] = {
 }
 
 
-def test_what_cannot_be_compared_is_refused_in_one_way() -> None:
-    said = ""
-    for name, given in GIVEN.items():
-        every = {"step": lambda *_: None, "model": LINEAR, "batch": batch(), "ranks": 1, **given}
+def test_wrong_arguments_are_refused_with_golden_errors() -> None:
+    errors = ""
+    for name, arguments in WRONG_ARGUMENTS.items():
+        all_arguments = {
+            "step": lambda *_: None,
+            "model": LINEAR,
+            "batch": batch(),
+            "ranks": 1,
+            **arguments,
+        }
         with pytest.raises(SchedirError) as error:
-            same(**every)
-        said += f"{name}\n  {type(error.value).__name__}: {error.value}\n"
-    assert said == GOLDEN.read_text()
+            assert_same(**all_arguments)
+        errors += f"{name}\n  {type(error.value).__name__}: {error.value}\n"
+    assert errors == GOLDEN.read_text()

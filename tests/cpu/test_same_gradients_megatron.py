@@ -19,7 +19,7 @@ pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 LENGTH, MICROBATCHES = 3, 4
 
 
-def step(
+def run_megatron_step(
     rank: int,
     ranks: int,
     model: nn.Sequential,
@@ -34,8 +34,8 @@ def step(
 
     with on_cpu(ranks):
         chunks = chunks_of(ranks, [model[s] for s in range(rank, len(model), ranks)], **settings)
-        several = len(chunks) if len(chunks) > 1 else None
-        get_forward_backward_func(ranks, several)(
+        num_chunks = len(chunks) if len(chunks) > 1 else None
+        get_forward_backward_func(ranks, num_chunks)(
             forward_step_func=forward,
             data_iterator=[iter(batch) for _ in chunks],
             model=chunks,
@@ -50,31 +50,31 @@ torch.manual_seed(0)
 MODEL: list[nn.Module] = [nn.Linear(WIDTH, WIDTH) for _ in range(4)]
 X, Y = torch.randn(2, MICROBATCHES, LENGTH, 1, WIDTH)
 BATCH = [*zip(X, Y, strict=True)]
-OVERLAPPED: dict[str, Any] = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
-same = partial(assert_same_gradients, batch=BATCH, ranks=2, loss_fn=mse_loss)
+OVERLAP_SETTINGS: dict[str, Any] = {"overlap_p2p_comm": True, "batch_p2p_comm": False}
+assert_same = partial(assert_same_gradients, batch=BATCH, ranks=2, loss_fn=mse_loss)
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_megatron_divides_by_the_microbatches(stages: int) -> None:
+def test_megatron_gradients_are_divided_by_microbatches(stages: int) -> None:
     """With a summed loss, all gradients of 1F1B and interleaved are 4 times too small.
 
     This is the fault of AReaL PR 1273.
     """
-    its = partial(step, **OVERLAPPED) if stages > 2 else step
-    assert same(its, MODEL[:stages]) < 1e-6
+    step = partial(run_megatron_step, **OVERLAP_SETTINGS) if stages > 2 else run_megatron_step
+    assert assert_same(step, MODEL[:stages]) < 1e-6
     with pytest.raises(WrongGradients) as caught:
-        same(its, MODEL[:stages], reduction="sum")
+        assert_same(step, MODEL[:stages], reduction="sum")
     (difference,) = caught.value.differences
     assert difference.stages == tuple(range(stages))
     assert difference.has_all_parameters and difference.error == pytest.approx(3 / 4)
 
 
-def test_two_ranks_that_are_neighbours_on_both_sides_mix_up_their_messages() -> None:
-    """Messages between them match only by position: NVIDIA/Megatron-LM#750 and #1450.
+def test_wrong_gradients_of_two_rank_interleaving_are_detected() -> None:
+    """Messages between two ranks match only by position: NVIDIA/Megatron-LM#750 and #1450.
 
     Megatron's command line refuses this case, but megatron-core does not.
     """
     with pytest.raises(WrongGradients) as caught:
-        same(step, MODEL)
+        assert_same(run_megatron_step, MODEL)
     stages = {stage for difference in caught.value.differences for stage in difference.stages}
     assert stages == {0, 1, 2, 3}

@@ -21,23 +21,25 @@ from schedir.testing.gradient_comparison import WrongGradients
 from schedir.testing.unpipelined_model import compute_loss, split_batch
 from tests.cpu.torch_pipelines import WIDTH, Layer, batch, model, plain
 
-same = partial(assert_same_gradients, ranks=1, microbatches=4, loss_fn=mse_loss, timeout=60)
+assert_same = partial(assert_same_gradients, ranks=1, microbatches=4, loss_fn=mse_loss, timeout=60)
 Loss = Callable[..., Tensor] | None
 
 
-def loop(model: nn.Module, batch: Any, loss_fn: Loss = mse_loss, divisor: float = 4) -> None:
-    for one in split_batch(batch, 4, loss_fn):
-        (compute_loss(model, one, loss_fn) / divisor).backward()
+def run_plain_loop(
+    model: nn.Module, batch: Any, loss_fn: Loss = mse_loss, divisor: float = 4
+) -> None:
+    for microbatch in split_batch(batch, 4, loss_fn):
+        (compute_loss(model, microbatch, loss_fn) / divisor).backward()
 
 
-def step(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
-    loop(model, batch)
+def run_step(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
+    run_plain_loop(model, batch)
 
 
 # ---------------------------------------------------------------- models
 
 
-class Buffered(Layer):
+class ChangingBuffers(Layer):
     """Registers a buffer in its first forward, and replaces two others."""
 
     seen: Tensor
@@ -59,59 +61,63 @@ class Buffered(Layer):
         return super().forward(x) * self.late / self.seen[-1]
 
 
-def test_buffers_may_come_and_grow() -> None:
-    same(step, Buffered(), batch())
+def test_new_and_growing_buffers_pass() -> None:
+    assert_same(run_step, ChangingBuffers(), batch())
     with pytest.raises(WrongGradients) as caught:
-        same(lambda r, P, m, b: loop(m, b, divisor=1), Buffered(), batch())
+        assert_same(lambda r, P, m, b: run_plain_loop(m, b, divisor=1), ChangingBuffers(), batch())
     (difference,) = caught.value.differences
     assert difference.has_all_parameters and difference.error == pytest.approx(3)
 
 
-def test_sparse_gradients_are_gradients() -> None:
-    whole = nn.Sequential(nn.Embedding(9, WIDTH, sparse=True), Layer())
-    same(step, whole, (torch.arange(8), batch()[1]))
+def test_sparse_gradients_pass() -> None:
+    layers = nn.Sequential(nn.Embedding(9, WIDTH, sparse=True), Layer())
+    assert_same(run_step, layers, (torch.arange(8), batch()[1]))
 
 
-def test_hooks_of_gradients_are_the_models() -> None:
-    whole = Layer()
-    whole.linear.weight.register_hook(lambda gradient: gradient * torch.eye(WIDTH))
-    same(step, whole, batch())
-    whole.linear.weight.register_post_accumulate_grad_hook(lambda p: None)
+def test_gradient_hooks_pass_and_accumulate_hooks_are_refused() -> None:
+    layer = Layer()
+    layer.linear.weight.register_hook(lambda gradient: gradient * torch.eye(WIDTH))
+    assert_same(run_step, layer, batch())
+    layer.linear.weight.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(UsageError, match=r"linear\.weight has a post-accumulate-grad hook"):
-        same(step, whole, batch())
+        assert_same(run_step, layer, batch())
 
 
-def test_a_frozen_weight_is_due_no_gradient() -> None:
-    whole = nn.Sequential(Layer(), Layer())
-    whole[0].requires_grad_(False)
-    same(step, whole, batch())
+def test_gradient_of_frozen_weight_is_detected() -> None:
+    layers = nn.Sequential(Layer(), Layer())
+    layers[0].requires_grad_(False)
+    assert_same(run_step, layers, batch())
 
-    def thawed(rank: int, ranks: int, model: Any, batch: Any) -> None:
-        loop(model, batch)
+    def step_with_frozen_gradient(rank: int, ranks: int, model: Any, batch: Any) -> None:
+        run_plain_loop(model, batch)
         model[0].linear.weight.grad = torch.ones(WIDTH, WIDTH)
 
     with pytest.raises(WrongGradients, match="1 of 3 gradients") as caught:
-        same(thawed, whole, batch())
+        assert_same(step_with_frozen_gradient, layers, batch())
     (difference,) = caught.value.differences
     assert difference.names == ("0.linear.weight",)
     assert difference.problem == "a gradient, but none is expected"
 
 
 @pytest.mark.filterwarnings("error")
-def test_of_a_complex_weight_both_parts_count() -> None:
-    def squares(y: Tensor, target: Tensor) -> Tensor:
+def test_complex_gradient_is_compared_in_both_parts() -> None:
+    def squared_error(y: Tensor, target: Tensor) -> Tensor:
         return (y - target).abs().square().mean()
 
-    def turned(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
-        loop(model, batch, squares)
+    def step_with_scaled_imaginary_part(
+        rank: int, ranks: int, model: nn.Module, batch: Any
+    ) -> None:
+        run_plain_loop(model, batch, squared_error)
         assert isinstance(model.weight, Tensor) and model.weight.grad is not None
         model.weight.grad = torch.complex(model.weight.grad.real, 3 * model.weight.grad.imag)
 
-    whole = nn.Linear(3, 3, dtype=torch.complex64)
-    given = torch.randn(8, 3, dtype=torch.complex64), torch.randn(8, 3, dtype=torch.complex64)
-    same(lambda r, P, m, b: loop(m, b, squares), whole, given, loss_fn=squares)
+    layer = nn.Linear(3, 3, dtype=torch.complex64)
+    inputs = torch.randn(8, 3, dtype=torch.complex64), torch.randn(8, 3, dtype=torch.complex64)
+    assert_same(
+        lambda r, P, m, b: run_plain_loop(m, b, squared_error), layer, inputs, loss_fn=squared_error
+    )
     with pytest.raises(WrongGradients) as caught:
-        same(turned, whole, given, loss_fn=squares)
+        assert_same(step_with_scaled_imaginary_part, layer, inputs, loss_fn=squared_error)
     assert [d.names for d in caught.value.differences] == [("weight",)]
 
 
@@ -119,86 +125,88 @@ def test_of_a_complex_weight_both_parts_count() -> None:
 
 
 @pytest.mark.parametrize("wrap", [checkpoint_wrapper, partial(torch.compile, backend="eager")])
-def test_a_step_may_wrap_modules(wrap: Any) -> None:
+def test_step_that_wraps_modules_passes(wrap: Any) -> None:
     """The parameters of wrapped modules have other names."""
 
-    def wrapped(rank: int, ranks: int, model: Any, batch: Any) -> None:
+    def wrapping_step(rank: int, ranks: int, model: Any, batch: Any) -> None:
         model[0] = wrap(model[0])
         model[1].linear.weight = nn.Parameter(model[1].linear.weight.detach().clone())
         model.extra = nn.Parameter(torch.ones(1))
-        loop(model, batch)
+        run_plain_loop(model, batch)
 
-    same(wrapped, model(2), batch())
+    assert_same(wrapping_step, model(2), batch())
 
 
-def test_zeros_of_what_is_anothers_are_no_gradient() -> None:
+def test_zero_gradients_of_other_stages_are_ignored() -> None:
     """A rank may have zero gradients for the whole model, but train only one stage."""
 
-    def zeroed(rank: int, ranks: int, model: Any, batch: Any) -> None:
+    def step_with_zero_gradients(rank: int, ranks: int, model: Any, batch: Any) -> None:
         for p in model.parameters():
             p.grad = torch.zeros_like(p)
         plain("Schedule1F1B")(rank, ranks, model, batch)
 
-    same(zeroed, model(2), batch(), ranks=2)
+    assert_same(step_with_zero_gradients, model(2), batch(), ranks=2)
 
 
-def test_each_replica_is_due_a_gradient() -> None:
-    """Each replica needs one unless the step says otherwise, as with a sharded optimizer."""
+def test_missing_gradient_of_replica_is_detected() -> None:
+    """A step may return the gradients of all parameters, as with a sharded optimizer."""
 
-    def one(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
+    def train_on_first_replica(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
         if rank == 0:
-            loop(model, batch)
+            run_plain_loop(model, batch)
 
-    def other(rank: int, ranks: int, model: nn.Module, batch: Any) -> dict[str, Tensor | None]:
-        one(rank, ranks, model, batch)
+    def return_all_gradients(
+        rank: int, ranks: int, model: nn.Module, batch: Any
+    ) -> dict[str, Tensor | None]:
+        train_on_first_replica(rank, ranks, model, batch)
         return {name: p.grad for name, p in model.named_parameters()}
 
     with pytest.raises(WrongGradients, match="on only 1 rank, for 2 replicas") as caught:
-        same(one, Layer(), batch(), ranks=2, replicas=2)
+        assert_same(train_on_first_replica, Layer(), batch(), ranks=2, replicas=2)
     (difference,) = caught.value.differences
     assert difference.names == ("linear.weight", "linear.bias")
-    same(other, Layer(), batch(), ranks=2, replicas=2)
+    assert_same(return_all_gradients, Layer(), batch(), ranks=2, replicas=2)
 
 
-def test_a_step_may_load_its_data_and_end_its_process_group() -> None:
+def test_step_with_data_loader_and_group_destruction_passes() -> None:
     """The main function of a trainer does both."""
 
-    def trains(rank: int, ranks: int, model: Any, batch: Any) -> None:
+    def train(rank: int, ranks: int, model: Any, batch: Any) -> None:
         for x, y in DataLoader(TensorDataset(*batch), batch_size=8, num_workers=1):
             plain("Schedule1F1B")(rank, ranks, model, (x, y))
         dist.barrier()
         dist.destroy_process_group()
 
-    same(trains, model(2), batch(), ranks=2)
+    assert_same(train, model(2), batch(), ranks=2)
 
 
-class Named(Layer):
+class OptionalKeyword(Layer):
     def forward(self, x: Tensor, scale: float | None = None) -> Tensor:
         return super().forward(x)
 
 
-def test_a_batch_may_be_a_dict_of_another_kind() -> None:
+def test_batch_may_be_any_mapping() -> None:
     """An example is the BatchEncoding of transformers. Each microbatch gets its part."""
     x, y = batch(10)
 
-    def named(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
+    def step_on_mapping(rank: int, ranks: int, model: nn.Module, batch: Any) -> None:
         inputs, targets = batch
-        loop(model, ({**inputs}, targets))
+        run_plain_loop(model, ({**inputs}, targets))
 
-    same(named, Named(), (UserDict({"x": x, "scale": None}), y))
+    assert_same(step_on_mapping, OptionalKeyword(), (UserDict({"x": x, "scale": None}), y))
 
 
-def test_inputs_of_the_caller_stay_as_they_are() -> None:
+def test_inputs_of_caller_get_no_gradient() -> None:
     x, y = batch()
     leaf = x.requires_grad_()
     with torch.no_grad():  # applies to the caller, and not to the step
-        same(step, Layer(), (leaf, y))
-    same(step, Layer(), (leaf * 2, y))
+        assert_same(run_step, Layer(), (leaf, y))
+    assert_same(run_step, Layer(), (leaf * 2, y))
     assert leaf.grad is None
 
 
-def test_random_numbers_of_the_caller_stay_as_they_are() -> None:
-    whole, given, before = nn.Sequential(Layer(), nn.Dropout()), batch(), torch.get_rng_state()
+def test_generator_state_of_caller_is_unchanged() -> None:
+    layers, inputs, before = nn.Sequential(Layer(), nn.Dropout()), batch(), torch.get_rng_state()
     with pytest.raises(Exception, match="model uses random numbers"):
-        same(step, whole, given)
+        assert_same(run_step, layers, inputs)
     assert torch.equal(before, torch.get_rng_state())

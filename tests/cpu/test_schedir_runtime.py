@@ -22,7 +22,7 @@ N = 8
 ROWS = 16
 
 
-class Part(nn.Module):
+class TwoLayers(nn.Module):
     """Two layers, one of which may be skipped, and noise."""
 
     def __init__(self, noise: float = 0.0) -> None:
@@ -35,12 +35,12 @@ class Part(nn.Module):
         return out
 
 
-def parts(stages: int, noise: float = 0.0) -> list[nn.Module]:
+def make_modules(stages: int, noise: float = 0.0) -> list[nn.Module]:
     torch.manual_seed(0)
-    return [Part(noise) for _ in range(stages)]
+    return [TwoLayers(noise) for _ in range(stages)]
 
 
-def data(seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
+def make_batch(seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
     torch.manual_seed(seed + 1)
     return torch.randn(rows, WIDTH), torch.randn(rows, WIDTH)
 
@@ -48,7 +48,7 @@ def data(seed: int, rows: int = ROWS) -> tuple[Tensor, Tensor]:
 Runtime = Literal["torch", "schedir"]
 
 
-def made(
+def make_schedule(
     modules: list[nn.Module],
     name: str,
     runtime: Runtime = "schedir",
@@ -59,43 +59,43 @@ def made(
 ) -> tuple[Schedule, list[nn.Module]]:
     """Return a schedule of this process's stages, and their modules."""
     rank, ranks = dist.get_rank(group), dist.get_world_size(group)
-    own = owned("ScheduleZBVZeroBubble" if vee else "", rank, ranks, len(modules))
-    stages = [stage_of(modules[s], s, len(modules), group) for s in own]
+    own_stages = owned("ScheduleZBVZeroBubble" if vee else "", rank, ranks, len(modules))
+    stages = [stage_of(modules[s], s, len(modules), group) for s in own_stages]
     schedule = Schedule(
         stages, N, loss_fn=loss_fn, scale_grads=scale_grads, schedule=name, runtime=runtime,
         allow_identical_stages=True,
     )  # fmt: skip
-    return schedule, [modules[s] for s in own]
+    return schedule, [modules[s] for s in own_stages]
 
 
-def given(schedule: Schedule, x: Tensor) -> tuple[Tensor, ...]:
+def first_stage_args(schedule: Schedule, x: Tensor) -> tuple[Tensor, ...]:
     return (x,) if any(stage.is_first for stage in schedule._stages) else ()
 
 
-def stepped(schedule: Schedule, seed: int, **more: Any) -> tuple[Any, list[Tensor]]:
-    x, y = data(seed)
+def run_step(schedule: Schedule, seed: int, **options: Any) -> tuple[Any, list[Tensor]]:
+    x, y = make_batch(seed)
     losses: list[Tensor] = []
-    out = schedule.step(*given(schedule, x), target=y, losses=losses, **more)
+    out = schedule.step(*first_stage_args(schedule, x), target=y, losses=losses, **options)
     return out, losses
 
 
-def gradients(modules: Iterable[nn.Module]) -> list[Tensor | None]:
+def collect_gradients(modules: Iterable[nn.Module]) -> list[Tensor | None]:
     return [p.grad for module in modules for p in module.parameters()]
 
 
-def equal(one: object, other: object) -> bool:
+def is_equal(one: object, other: object) -> bool:
     if isinstance(one, list | tuple) and isinstance(other, list | tuple):
-        return len(one) == len(other) and all(map(equal, one, other))
+        return len(one) == len(other) and all(map(is_equal, one, other))
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     return one is other
 
 
-def looped(
+def run_plain_loop(
     modules: list[nn.Module], seed: int, scale: bool, before: dict[Any, Tensor | None]
 ) -> tuple[Tensor, list[Tensor]]:
     """Run a plain loop, which divides the step's gradients and adds them to earlier ones."""
-    x, y = data(seed)
+    x, y = make_batch(seed)
     outs, losses = [], []
     for p in before:
         p.grad = None
@@ -124,205 +124,226 @@ CASES = [
 ]
 
 
-def trained(rank: int) -> dict[str, bool]:
-    """Compare two accumulating steps and a further one in both runtimes and a plain loop."""
-    found = {}
-    for name, each, vee in CASES:
+def compare_runtimes(rank: int) -> dict[str, bool]:
+    """Compare three steps in both runtimes and a plain loop. The first two accumulate gradients."""
+    is_same = {}
+    for name, stages_per_rank, vee in CASES:
         for scale in (True, False) if name in ("interleaved", "zb_v") else (True,):
-            stages = dist.get_world_size() * each
-            ours, mine = made(parts(stages), name, scale_grads=scale, vee=vee)
-            theirs, other = made(parts(stages), name, "torch", scale_grads=scale, vee=vee)
-            plain = parts(stages)
-            held = [plain[stage.stage_index] for stage in ours._stages]
+            stages = dist.get_world_size() * stages_per_rank
+            schedir_schedule, schedir_modules = make_schedule(
+                make_modules(stages), name, scale_grads=scale, vee=vee
+            )
+            torch_schedule, torch_modules = make_schedule(
+                make_modules(stages), name, "torch", scale_grads=scale, vee=vee
+            )
+            plain = make_modules(stages)
+            plain_modules = [plain[stage.stage_index] for stage in schedir_schedule._stages]
             for step, zeroed in enumerate((False, False, True)):
                 if zeroed:
-                    for module in (*mine, *other, *plain):
+                    for module in (*schedir_modules, *torch_modules, *plain):
                         module.zero_grad()
-                got, torchs = stepped(ours, step), stepped(theirs, step)
-                before = {p: p.grad for m in plain for p in m.parameters()}
-                right = looped(plain, step, scale, before)
-                where = f"{name}, scale_grads {scale}, step {step}: "
-                if got[1]:
-                    found[where + "outputs"] = equal(got, right)
-                    found[where + "torch's outputs"] = equal(got, torchs)
-                found[where + "gradients"] = equal(gradients(mine), gradients(other))
-                # Sums over several steps have another order than in a plain loop.
-                found[where + "plain gradients"] = (step > 0 and not scale) or equal(
-                    gradients(mine), gradients(held)
+                schedir_result, torch_result = (
+                    run_step(schedir_schedule, step),
+                    run_step(torch_schedule, step),
                 )
-    return found
+                before = {p: p.grad for m in plain for p in m.parameters()}
+                plain_result = run_plain_loop(plain, step, scale, before)
+                case = f"{name}, scale_grads {scale}, step {step}: "
+                if schedir_result[1]:
+                    is_same[case + "outputs"] = is_equal(schedir_result, plain_result)
+                    is_same[case + "torch's outputs"] = is_equal(schedir_result, torch_result)
+                is_same[case + "gradients"] = is_equal(
+                    collect_gradients(schedir_modules), collect_gradients(torch_modules)
+                )
+                # Sums over several steps have another order than in a plain loop.
+                is_same[case + "plain gradients"] = (step > 0 and not scale) or is_equal(
+                    collect_gradients(schedir_modules), collect_gradients(plain_modules)
+                )
+    return is_same
 
 
 @pytest.mark.parametrize("ranks", [2, 4])
-def test_gradients_outputs_and_losses_are_those_of_torchs_runtime_and_a_plain_loop(
+def test_schedir_runtime_equals_torch_runtime_and_plain_loop(
     ranks: int,
 ) -> None:
-    each = run(trained, ranks)
-    for rank, found in enumerate(each):
-        assert not [(rank, what) for what, same in found.items() if not same]
-    assert any("outputs" in what for what in each[-1]) or any("outputs" in what for what in each[0])
+    results = run(compare_runtimes, ranks)
+    for rank, checks in enumerate(results):
+        assert not [(rank, what) for what, same in checks.items() if not same]
+    assert any("outputs" in what for what in results[-1]) or any(
+        "outputs" in what for what in results[0]
+    )
 
 
-def changed(rank: int) -> dict[str, bool]:
+def compare_changed_options(rank: int) -> dict[str, bool]:
     """Compare both runtimes when options change between steps, on one rank or on all."""
-    found: dict[str, bool] = {}
+    is_same: dict[str, bool] = {}
     noise = 0.5
 
-    def weighed(y: Tensor, target: Tensor, weight: float = 1.0) -> Tensor:
+    def weighted_loss(y: Tensor, target: Tensor, weight: float = 1.0) -> Tensor:
         return weight * (y - target).square().sum()
 
-    both = [
-        made(parts(4, noise), "interleaved", r, loss_fn=weighed, scale_grads=False)
+    schedules = [
+        make_schedule(
+            make_modules(4, noise), "interleaved", r, loss_fn=weighted_loss, scale_grads=False
+        )
         for r in ("schedir", "torch")
     ]
 
-    def compare(what: str, **more: Any) -> None:
-        each = []
-        for schedule, modules in both:
+    def compare(case: str, **options: Any) -> None:
+        results = []
+        for schedule, modules in schedules:
             torch.manual_seed(5)
-            done = stepped(schedule, 0, **more), gradients(modules)
-            each.append((done, torch.rand(())))  # and the state of the generator
+            done = run_step(schedule, 0, **options), collect_gradients(modules)
+            results.append((done, torch.rand(())))  # also compares the state of the generator
             for module in modules:
                 module.zero_grad()
-        found[what] = equal(*each)
+        is_same[case] = is_equal(*results)
 
     compare("noise is drawn as it comes")
     compare("keywords of the loss", loss_kwargs={"weight": 3.0})
-    for _, modules in both:
+    for _, modules in schedules:
         modules[0].get_submodule("one").requires_grad_(rank == 0)
     compare("frozen on one rank")
-    for _, modules in both:
+    for _, modules in schedules:
         modules[0].requires_grad_(True)
     compare("not any more")
-    x, y = data(3)
+    x, y = make_batch(3)
     outs = []
-    kept = [torch.ones_like(p) for p in both[0][1][0].parameters()]
-    for p, grad in zip(both[0][1][0].parameters(), kept, strict=True):
+    old_gradients = [torch.ones_like(p) for p in schedules[0][1][0].parameters()]
+    for p, grad in zip(schedules[0][1][0].parameters(), old_gradients, strict=True):
         p.grad = grad
-    for schedule, modules in both:
+    for schedule, modules in schedules:
         for module in modules:
             module.eval()
         losses: list[Tensor] = []
         with torch.no_grad():
-            outs.append((schedule.eval(*given(schedule, x), target=y, losses=losses), losses))
+            outs.append(
+                (schedule.eval(*first_stage_args(schedule, x), target=y, losses=losses), losses)
+            )
         for module in modules:
             module.train()
-    found["eval"] = equal(*outs)
+    is_same["eval"] = is_equal(*outs)
     with torch.inference_mode():
-        schedule, modules = both[0]
-        short = schedule.eval(*given(schedule, x[:N]))
-        found["eval of fewer rows, with no target"] = short is None or short.shape == (N, WIDTH)
-    left = [p.grad is grad for p, grad in zip(modules[0].parameters(), kept, strict=True)]
-    found["an evaluation leaves gradients alone"] = all(left) and bool(kept[0].all())
+        schedule, modules = schedules[0]
+        short = schedule.eval(*first_stage_args(schedule, x[:N]))
+        is_same["eval of fewer rows, with no target"] = short is None or short.shape == (N, WIDTH)
+    is_kept = [
+        p.grad is grad for p, grad in zip(modules[0].parameters(), old_gradients, strict=True)
+    ]
+    is_same["an evaluation leaves gradients alone"] = all(is_kept) and bool(old_gradients[0].all())
     modules[0].zero_grad()
     compare("training after an evaluation")
-    own = both[0][0]._executor_runtime
-    assert own is not None
-    found["executors are kept"] = len(own.executors) == 4
+    runtime = schedules[0][0]._executor_runtime
+    assert runtime is not None
+    is_same["executors are kept"] = len(runtime.executors) == 4
 
-    schedule, modules = both[0]
-    mbs: dict[str, Any] = {"arg_mbs": None, "target_mbs": None}
+    schedule, modules = schedules[0]
+    microbatches: dict[str, Any] = {"arg_mbs": None, "target_mbs": None}
     if rank == 0:
-        mbs["arg_mbs"] = [(one,) for one in x.chunk(N)]
+        microbatches["arg_mbs"] = [(rows,) for rows in x.chunk(N)]
     else:
-        mbs["target_mbs"] = [*y.chunk(N)]
-    whole = stepped(schedule, 3)
-    cut: list[Tensor] = []
-    data(3)  # sets the seed
-    found["of microbatches"] = equal(whole, (schedule.step(**mbs, losses=cut), cut))
+        microbatches["target_mbs"] = [*y.chunk(N)]
+    batch_result = run_step(schedule, 3)
+    microbatch_losses: list[Tensor] = []
+    make_batch(3)  # sets the seed
+    is_same["of microbatches"] = is_equal(
+        batch_result, (schedule.step(**microbatches, losses=microbatch_losses), microbatch_losses)
+    )
 
     half = [chunk[:1] for chunk in x.chunk(N)]
     if rank == 0:
-        mbs["arg_mbs"] = [*((one,) for one in half[:-1]), (x[:2],)]
+        microbatches["arg_mbs"] = [*((rows,) for rows in half[:-1]), (x[:2],)]
     try:
-        schedule.step(**mbs)
+        schedule.step(**microbatches)
     except UsageError:
-        found["shapes of one step that differ are refused on all ranks"] = True
+        is_same["shapes of one step that differ are refused on all ranks"] = True
 
     if rank == 1:
-        both[0][0]._stages[0].submod = both[0][1][0] = both[1][0]._stages[0].submod
-    found["after a module is replaced"] = equal(stepped(schedule, 3)[1], whole[1])
-    return found
+        schedules[0][0]._stages[0].submod = schedules[0][1][0] = schedules[1][0]._stages[0].submod
+    is_same["after a module is replaced"] = is_equal(run_step(schedule, 3)[1], batch_result[1])
+    return is_same
 
 
-def test_what_may_change_between_steps() -> None:
-    for rank, found in enumerate(run(changed, 2)):
-        assert len(found) == 12
-        assert not [(rank, what) for what, same in found.items() if not same]
+def test_options_may_change_between_steps() -> None:
+    for rank, checks in enumerate(run(compare_changed_options, 2)):
+        assert len(checks) == 12
+        assert not [(rank, what) for what, same in checks.items() if not same]
 
 
-def of_other_kinds(rank: int) -> dict[str, bool]:
-    """Compare changes that no input shape shows, but that change messages or trained weights."""
-    modules, plain = parts(2), parts(2)
+def compare_changed_modules(rank: int) -> dict[str, bool]:
+    """Compare steps with a plain loop when dtypes or Parameters change but input shapes do not."""
+    modules, plain = make_modules(2), make_modules(2)
     for module in (*modules, *plain):
         module.add_module("head", nn.Linear(WIDTH, WIDTH))
         module.register_forward_hook(lambda m, _, y: m.head(y))
     plain[0].load_state_dict(modules[0].state_dict())
     plain[1].load_state_dict(modules[1].state_dict())
-    schedule, own = made(modules, "one_f_one_b")
-    found = {}
+    schedule, own_modules = make_schedule(modules, "one_f_one_b")
+    is_same = {}
 
-    def compare(what: str) -> None:
+    def compare(case: str) -> None:
         for module in (*modules, *plain):
             module.zero_grad()
-        stepped(schedule, 0)
-        looped(plain, 0, True, {p: None for m in plain for p in m.parameters()})
-        found[what] = equal(gradients(own), gradients(plain[rank : rank + 1]))
+        run_step(schedule, 0)
+        run_plain_loop(plain, 0, True, {p: None for m in plain for p in m.parameters()})
+        is_same[case] = is_equal(
+            collect_gradients(own_modules), collect_gradients(plain[rank : rank + 1])
+        )
 
     compare("as it is")
     with torch.autocast("cpu", dtype=torch.bfloat16):
         compare("under autocast")
     compare("without it")
     for module in (*modules, *plain):
-        one = {name: p.clone() + 1 for name, p in module.state_dict().items()}
-        module.load_state_dict(one, assign=True)
+        state = {name: p.clone() + 1 for name, p in module.state_dict().items()}
+        module.load_state_dict(state, assign=True)
     compare("of other Parameters")
     for module in (*modules, *plain):
         layer = nn.Linear(WIDTH, WIDTH)
         nn.init.ones_(layer.weight), nn.init.ones_(layer.bias)
         module.get_submodule("one").linear = layer
     compare("of another layer")
-    return found
+    return is_same
 
 
-def test_steps_follow_types_and_parameters() -> None:
-    for rank, found in enumerate(run(of_other_kinds, 2)):
-        assert len(found) == 5
-        assert not [(rank, what) for what, same in found.items() if not same]
+def test_step_follows_changed_dtypes_and_parameters() -> None:
+    for rank, checks in enumerate(run(compare_changed_modules, 2)):
+        assert len(checks) == 5
+        assert not [(rank, what) for what, same in checks.items() if not same]
 
 
-def failed(rank: int) -> list[str]:
-    """Return the errors when a module fails on one rank, and then works again."""
-    schedule, modules = made(parts(2), "one_f_one_b")
-    stepped(schedule, 0)
+def collect_errors_of_failed_step(rank: int) -> list[str]:
+    """Return the errors of a step that fails on one rank, and check that the next step works."""
+    schedule, modules = make_schedule(make_modules(2), "one_f_one_b")
+    run_step(schedule, 0)
     hook = modules[0].register_forward_hook(lambda *_: 1 / 0) if rank else None
-    said = []
+    errors = []
     try:
-        stepped(schedule, 0)
+        run_step(schedule, 0)
     except ExecutionError as error:
-        said.append(error.fact)
+        errors.append(error.fact)
     if hook is not None:
         hook.remove()
     for module in modules:
         module.zero_grad()
-    stepped(schedule, 1)
-    plain = parts(2)
-    looped(plain, 1, True, {p: None for m in plain for p in m.parameters()})
-    assert equal(gradients(modules), gradients(plain[rank : rank + 1]))
-    return said
+    run_step(schedule, 1)
+    plain = make_modules(2)
+    run_plain_loop(plain, 1, True, {p: None for m in plain for p in m.parameters()})
+    assert is_equal(collect_gradients(modules), collect_gradients(plain[rank : rank + 1]))
+    return errors
 
 
-def test_a_rank_that_fails_is_named_and_others_do_not_wait_for_it() -> None:
-    (first,), (second,) = run(failed, 2, limit=40)
+def test_failed_rank_is_named_without_hang() -> None:
+    (first,), (second,) = run(collect_errors_of_failed_step, 2, limit=40)
     assert "has left" in first or "another process was lost" in first
     assert "ZeroDivisionError" in second
 
 
-def replicated(rank: int) -> bool:
+def compare_replicated_pipelines(rank: int) -> bool:
     """Return whether replicated pipelines, reduced by DDP or by hand, equal a single process."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     dp, pp = mesh.get_group("dp"), mesh.get_group("pp")
-    same = []
+    is_same = []
     for name, wrapped in (("one_f_one_b", True), ("zb_h1", True), ("one_f_one_b", False)):
         modules: list[nn.Module] = [nn.Sequential(Layer(), Layer()) for _ in range(2)]
         torch.manual_seed(0)
@@ -331,21 +352,21 @@ def replicated(rank: int) -> bool:
         plain = [*map(deepcopy, modules)]
         if wrapped:
             modules = [nn.parallel.DistributedDataParallel(m, process_group=dp) for m in modules]
-        schedule, own = made(modules, name, group=pp)
-        stepped(schedule, dist.get_rank(dp))
+        schedule, own_modules = make_schedule(modules, name, group=pp)
+        run_step(schedule, dist.get_rank(dp))
         if not wrapped:
-            for p in own[0].parameters():
+            for p in own_modules[0].parameters():
                 assert p.grad is not None
                 dist.all_reduce(p.grad, group=dp)
                 p.grad /= 2
         for replica in range(2):
-            looped(plain, replica, True, {p: p.grad for m in plain for p in m.parameters()})
-        right = plain[dist.get_rank(pp)]
-        for p, q in zip(own[0].parameters(), right.parameters(), strict=True):
+            run_plain_loop(plain, replica, True, {p: p.grad for m in plain for p in m.parameters()})
+        plain_module = plain[dist.get_rank(pp)]
+        for p, q in zip(own_modules[0].parameters(), plain_module.parameters(), strict=True):
             assert p.grad is not None and q.grad is not None
-            same.append(torch.allclose(p.grad, q.grad / 2, rtol=1e-6, atol=1e-7))
-    return all(same)
+            is_same.append(torch.allclose(p.grad, q.grad / 2, rtol=1e-6, atol=1e-7))
+    return all(is_same)
 
 
-def test_pipelines_of_a_mesh_with_replicas() -> None:
-    assert all(run(replicated, 4))
+def test_replicated_pipelines_of_device_mesh_equal_one_process() -> None:
+    assert all(run(compare_replicated_pipelines, 4))

@@ -14,11 +14,11 @@ from schedir.torch_pipelining.schedule import Runtime, Schedule
 from tests.cpu.gloo_processes import run
 from tests.cpu.torch_pipelines import stage_of
 
-N, ROWS, LONG = 4, 8, 5
-WIDTHS = (6, 4, 8, 3, 6)  # of the input of each stage, and of the last output
+N, ROWS, LENGTH = 4, 8, 5
+WIDTHS = (6, 4, 8, 3, 6)  # the width of each stage's input, and of the last output
 
 
-class Attends(nn.Module):
+class MaskedLayer(nn.Module):
     """Takes values, a mask and indices, and returns values of another width and the mask."""
 
     def __init__(self, s: int) -> None:
@@ -26,22 +26,24 @@ class Attends(nn.Module):
         self.linear, self.last = nn.Linear(WIDTHS[s], WIDTHS[s + 1]), s == len(WIDTHS) - 2
         self.table = nn.Embedding(7, WIDTHS[s])
 
-    def forward(self, x: Tensor, mask: Tensor, at: Tensor, *, times: Tensor, name: str = "") -> Any:
+    def forward(
+        self, x: Tensor, mask: Tensor, indices: Tensor, *, times: Tensor, name: str = ""
+    ) -> Any:
         # torch infers shapes with uninitialized memory, so the values are clamped to indices.
         y = (
-            torch.tanh(self.linear(x + self.table(at.clamp(0, 6)))).masked_fill(
+            torch.tanh(self.linear(x + self.table(indices.clamp(0, 6)))).masked_fill(
                 mask[..., None], 0.0
             )
             * times
         )
-        return y if self.last else (y, mask, at + 1)
+        return y if self.last else (y, mask, indices + 1)
 
 
-def loss(y: Tensor, target: Tensor) -> Tensor:
+def mean_squared_error(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().mean()
 
 
-def batch(seed: int, long: int) -> tuple[Tensor, ...]:
+def make_batch(seed: int, long: int) -> tuple[Tensor, ...]:
     torch.manual_seed(seed)
     return (
         torch.randn(ROWS, long, WIDTHS[0]),
@@ -52,57 +54,68 @@ def batch(seed: int, long: int) -> tuple[Tensor, ...]:
     )
 
 
-def stepped(rank: int, name: str, runtime: Runtime, longs: list[int]) -> list[Any]:
+def run_steps(rank: int, name: str, runtime: Runtime, longs: list[int]) -> list[Any]:
     torch.manual_seed(0)
-    every = [Attends(s) for s in range(4)]
+    modules = [MaskedLayer(s) for s in range(4)]
     vee, ranks = name == "zb_v", dist.get_world_size()
-    own = [s for s in range(4) if (min(s, 3 - s) if vee else s % ranks) == rank]
-    stages = [stage_of(every[s], s, 4) for s in own]
+    own_stages = [s for s in range(4) if (min(s, 3 - s) if vee else s % ranks) == rank]
+    stages = [stage_of(modules[s], s, 4) for s in own_stages]
     schedule = Schedule(
-        stages, N, loss_fn=loss, schedule=name, runtime=runtime, allow_identical_stages=True
+        stages,
+        N,
+        loss_fn=mean_squared_error,
+        schedule=name,
+        runtime=runtime,
+        allow_identical_stages=True,
     )
-    told: list[Any] = []
+    results: list[Any] = []
     for step, long in enumerate(longs):
-        x, mask, at, y, times = batch(step, long)
+        x, mask, indices, y, times = make_batch(step, long)
         losses: list[Tensor] = []
-        args = (x, mask, at) if 0 in own else ()
+        args = (x, mask, indices) if 0 in own_stages else ()
         out = schedule.step(*args, target=y, losses=losses, times=times, name="kept")
-        told += [out, losses, [p.grad for s in own for p in every[s].parameters()]]
-        for s in own:
-            every[s].zero_grad()
+        results += [out, losses, [p.grad for s in own_stages for p in modules[s].parameters()]]
+        for s in own_stages:
+            modules[s].zero_grad()
     with torch.no_grad():
-        told += [schedule.eval(*args, times=times, name="kept")]
-    return told
+        results += [schedule.eval(*args, times=times, name="kept")]
+    return results
 
 
-def both(rank: int) -> list[bool]:
-    same = []
+def compare_runtimes(rank: int) -> list[bool]:
+    checks = []
     warnings.simplefilter("ignore")
     for name in ("interleaved", "zb_v"):
-        ours, theirs = (stepped(rank, name, r, [LONG, LONG]) for r in ("schedir", "torch"))
-        same += [equal(one, other) for one, other in zip(ours, theirs, strict=True)]
-    again = stepped(rank, "interleaved", "schedir", [LONG, LONG + 1, LONG])
-    first = stepped(rank, "interleaved", "schedir", [LONG])
-    return [*same, equal(first[:3], again[:3])]
+        schedir_results, torch_results = (
+            run_steps(rank, name, r, [LENGTH, LENGTH]) for r in ("schedir", "torch")
+        )
+        checks += [
+            is_equal(one, other) for one, other in zip(schedir_results, torch_results, strict=True)
+        ]
+    changing_length = run_steps(rank, "interleaved", "schedir", [LENGTH, LENGTH + 1, LENGTH])
+    constant_length = run_steps(rank, "interleaved", "schedir", [LENGTH])
+    return [*checks, is_equal(constant_length[:3], changing_length[:3])]
 
 
-def equal(one: Any, other: Any) -> bool:
+def is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, list) and isinstance(other, list):
-        return len(one) == len(other) and all(map(equal, one, other))
+        return len(one) == len(other) and all(map(is_equal, one, other))
     if isinstance(one, Tensor) and isinstance(other, Tensor):
         return torch.equal(one, other)
     return one is other
 
 
-def test_several_tensors_of_each_edge_and_keywords_of_each_stage() -> None:
-    for same in run(both, 2):
-        assert len(same) == 15
-        assert all(same)
+def test_several_tensors_and_keywords_equal_torch_runtime() -> None:
+    for checks in run(compare_runtimes, 2):
+        assert len(checks) == 15
+        assert all(checks)
 
 
-def test_keywords_that_say_which_way_to_go_are_told_apart() -> None:
+def test_shape_key_distinguishes_string_and_bool_keywords() -> None:
     assert collect_shapes({"mode": "short", "step": 1}) != collect_shapes(
         {"mode": "long", "step": 1}
     )
     assert collect_shapes({"masked": True}) != collect_shapes({"masked": False})
-    assert collect_shapes({"step": 1}) == collect_shapes({"step": 2})  # counts, without new objects
+    assert collect_shapes({"step": 1}) == collect_shapes(
+        {"step": 2}
+    )  # a counter needs no new executor

@@ -17,66 +17,71 @@ from tests.cpu.torch_pipelines import stage_of
 N, ROWS = 4, 8
 
 
-def loss(y: Tensor, target: Tensor) -> Tensor:
+def mean_squared_error(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().mean()
 
 
-def equal(one: list[Tensor], other: list[Tensor]) -> bool:
+def is_equal(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
-def kept(rank: int) -> bool:
+def compare_kept_losses(rank: int) -> bool:
     """Return whether losses that are views of received tensors are unchanged by the next step."""
     torch.manual_seed(0)
-    every = [nn.Linear(4, 4), nn.Identity()]
+    modules = [nn.Linear(4, 4), nn.Identity()]
     schedule = Schedule(
-        [stage_of(every[rank], rank, 2)], N, schedule="one_f_one_b", runtime="schedir",
+        [stage_of(modules[rank], rank, 2)], N, schedule="one_f_one_b", runtime="schedir",
         allow_identical_stages=True,
         loss_fn=lambda y, _: y.flatten()[0],
     )  # fmt: skip
-    told: list[list[Tensor]] = []
+    all_losses: list[list[Tensor]] = []
     copies: list[list[Tensor]] = []
     for seed in range(2):
         torch.manual_seed(seed)
         x, losses = torch.randn(ROWS, 4), list[Tensor]()
         schedule.eval(*((x,) if rank == 0 else ()), target=x, losses=losses)
-        told.append(losses)
-        copies.append([one.clone() for one in losses])
-    return all(map(equal, told, copies)) and (rank == 0 or not equal(*told))
+        all_losses.append(losses)
+        copies.append([loss.clone() for loss in losses])
+    return all(map(is_equal, all_losses, copies)) and (rank == 0 or not is_equal(*all_losses))
 
 
-def test_what_a_step_gives_outlives_the_next() -> None:
-    assert all(run(kept, 2))
+def test_losses_are_unchanged_by_next_step() -> None:
+    assert all(run(compare_kept_losses, 2))
 
 
-def compiled(rank: int) -> list[str]:
-    """Run compiled stages as they are, with whole backwards even if the program splits them."""
+def collect_split_warnings(rank: int) -> list[str]:
+    """Return the warnings that compiled stages run a full backward, and compare gradients."""
     torch.manual_seed(0)
     plain = [nn.Sequential(nn.Linear(4, 4), nn.Tanh()) for _ in range(2)]
-    own = deepcopy(plain[rank])
-    stage = stage_of(cast(nn.Module, torch.compile(own, backend="aot_eager")), rank, 2)
+    module = deepcopy(plain[rank])
+    stage = stage_of(cast(nn.Module, torch.compile(module, backend="aot_eager")), rank, 2)
     schedule = Schedule(
-        [stage], N, loss_fn=loss, schedule="zb_h1", runtime="schedir", allow_identical_stages=True
+        [stage],
+        N,
+        loss_fn=mean_squared_error,
+        schedule="zb_h1",
+        runtime="schedir",
+        allow_identical_stages=True,
     )
     x, y = torch.randn(ROWS, 4), torch.randn(ROWS, 4)
-    with warnings.catch_warnings(record=True) as said:
+    with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         for _ in range(2):
             schedule.step(*((x,) if rank == 0 else ()), target=y)
     for _ in range(2):
         for mb_x, mb_y in zip(x.chunk(N), y.chunk(N), strict=True):
-            (loss(plain[1](plain[0](mb_x)), mb_y) / N).backward()
-    for p, q in zip(own.parameters(), plain[rank].parameters(), strict=True):
+            (mean_squared_error(plain[1](plain[0](mb_x)), mb_y) / N).backward()
+    for p, q in zip(module.parameters(), plain[rank].parameters(), strict=True):
         torch.testing.assert_close(p.grad, q.grad)
-    return [str(one.message) for one in said if "is not split" in str(one.message)]
+    return [str(warning.message) for warning in caught if "is not split" in str(warning.message)]
 
 
-def test_compiled_stages_run_whole() -> None:
-    for said in run(compiled, 2):
-        assert len(said) == 1
+def test_compiled_stages_run_full_backward_with_warning() -> None:
+    for split_warnings in run(collect_split_warnings, 2):
+        assert len(split_warnings) == 1
 
 
-WRONG: list[dict[str, Any]] = [
+WRONG_INPUTS: list[dict[str, Any]] = [
     {"losses": ()},
     {"target_mbs": None},
     {"target_mbs": [torch.ones(1)]},
@@ -87,24 +92,28 @@ WRONG: list[dict[str, Any]] = [
 ]
 
 
-def mistaken(rank: int) -> list[str]:
+def collect_errors(rank: int) -> list[str]:
     """Return the errors of wrong inputs of the last rank."""
     torch.manual_seed(rank)
     stage = stage_of(nn.Linear(4, 4), rank, 2)
-    schedule = Schedule([stage], N, loss_fn=loss, schedule="one_f_one_b", runtime="schedir")
+    schedule = Schedule(
+        [stage], N, loss_fn=mean_squared_error, schedule="one_f_one_b", runtime="schedir"
+    )
     rows = [torch.ones(2, 4) for _ in range(N)]
-    right: dict[str, Any] = {"target_mbs": rows} if rank else {"arg_mbs": [(x,) for x in rows]}
-    said = []
-    for wrong in WRONG:
+    right_inputs: dict[str, Any] = (
+        {"target_mbs": rows} if rank else {"arg_mbs": [(x,) for x in rows]}
+    )
+    errors = []
+    for inputs in WRONG_INPUTS:
         try:
-            schedule.step(**right | (wrong if rank else {}))
+            schedule.step(**right_inputs | (inputs if rank else {}))
         except UsageError as error:
-            said.append(error.fact)
-    schedule.step(**right)
-    return said
+            errors.append(error.fact)
+    schedule.step(**right_inputs)
+    return errors
 
 
-def test_a_mistake_on_one_rank_is_told_on_all() -> None:
-    first, second = run(mistaken, 2, limit=40)
+def test_wrong_input_on_one_rank_is_error_on_all_ranks() -> None:
+    first, second = run(collect_errors, 2, limit=40)
     assert first == second
-    assert len(first) == len(WRONG)
+    assert len(first) == len(WRONG_INPUTS)

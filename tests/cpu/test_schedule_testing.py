@@ -31,7 +31,7 @@ from schedir.verify.check import check, check_draft
 
 
 @pytest.mark.parametrize("name", sorted(schedules.__all__))
-def test_ours_pass(name: str) -> None:
+def test_built_in_schedules_pass(name: str) -> None:
     schedule = getattr(schedules, name)
 
     def takes(shape: PipelineShape) -> bool:
@@ -43,22 +43,22 @@ def test_ours_pass(name: str) -> None:
     assert_schedule(schedule, shapes=list(filter(takes, shapes_for(schedule)))[::5])
 
 
-def test_plans_are_those_it_is_given() -> None:
-    seen: list[tuple[int, int]] = []
+def test_schedule_is_called_for_given_shapes() -> None:
+    calls: list[tuple[int, int]] = []
 
     def mine(r: int, P: int, m: int) -> RankSchedule:
-        seen.append((P, m))
+        calls.append((P, m))
         return m * F + m * B
 
     assert_schedule(mine, shapes=[PipelineShape(2, 3), PipelineShape(1, 1)])
-    assert set(seen) == {(2, 3), (1, 1)}
-    seen.clear()
+    assert set(calls) == {(2, 3), (1, 1)}
+    calls.clear()
     assert_schedule(mine, shapes=shapes(ranks=2, stages_per_rank=1), max_examples=10)
-    assert {P for P, _ in seen} <= {1, 2}
+    assert {P for P, _ in calls} <= {1, 2}
     assert_schedule(partial(schedules.interleaved, group=4), shapes=[PipelineShape(2, 8, 2)])
 
 
-def test_several_updates() -> None:
+def test_wrong_update_of_gradients_is_refused() -> None:
     assert_schedule(
         schedules.pipedream_2bw, shapes=[PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)]
     )
@@ -68,122 +68,124 @@ def test_several_updates() -> None:
         )
 
 
-def test_plans_of_a_schedule() -> None:
-    """The shapes are of the kind of the schedule, and each occurs once."""
-    looped = shapes_for(schedules.interleaved)
-    assert {(p.placement, p.stages_per_rank) for p in looped} == {("loop", v) for v in (1, 2, 3)}
-    assert len(looped) == len(set(looped)) == 4 * 6 * 3
+def test_shapes_for_fits_placement_of_schedule() -> None:
+    """The shapes have the placement of the schedule, and each shape occurs once."""
+    interleaved_shapes = shapes_for(schedules.interleaved)
+    assert {(p.placement, p.stages_per_rank) for p in interleaved_shapes} == {
+        ("loop", v) for v in (1, 2, 3)
+    }
+    assert len(interleaved_shapes) == len(set(interleaved_shapes)) == 4 * 6 * 3
     assert {p.stages_per_rank for p in shapes_for(schedules.zb_v)} == {2}
     assert {p.ranks for p in shapes_for(schedules.dualpipe)} == {2, 4}
 
 
-def test_no_plan_is_no_test() -> None:
+def test_empty_shapes_are_refused() -> None:
     with pytest.raises(UsageError):
         assert_schedule(schedules.gpipe, shapes=[])
 
 
 @pytest.mark.parametrize("other", [3, [3], "x", PipelineShape, {"ranks": 2}])
-def test_plans_and_models_of_another_kind_are_refused(other: Any) -> None:
+def test_wrong_types_of_shapes_and_progress_models_are_refused(other: Any) -> None:
     with pytest.raises(UsageError, match=r"shapes(\[0\])? must be a PipelineShape, not"):
         assert_schedule(schedules.gpipe, shapes=other)
     with pytest.raises(UsageError, match="progress_models must be one or more of 'per_edge'"):
         assert_schedule(schedules.gpipe, progress_models=other)
 
 
-def test_one_plan_and_one_model_are_meant_as_one_of_one() -> None:
+def test_single_shape_and_progress_model_are_accepted() -> None:
     assert_schedule(schedules.gpipe, shapes=PipelineShape(2, 2), progress_models="per_device")  # type: ignore[arg-type]
 
 
-def test_a_strategy_shows_the_smallest_that_fails() -> None:
-    """The example belongs to this schedule, whatever failed before."""
+def test_strategy_reports_smallest_failing_shape() -> None:
+    """The example of an earlier failure is not reported for this schedule."""
     for least in (3, 2):
 
-        def few(r: int, P: int, m: int, least: int = least) -> RankSchedule:
+        def omit_backward(r: int, P: int, m: int, least: int = least) -> RankSchedule:
             return m * F + (m if least > m else m - 1) * B
 
-        shown = str(caught(few, shapes=shapes(2, 6, 1, ("loop",))))
-        assert f"PipelineShape(ranks=1, microbatches={least})" in shown
+        error = str(get_failure(omit_backward, shapes=shapes(2, 6, 1, ("loop",))))
+        assert f"PipelineShape(ranks=1, microbatches={least})" in error
 
 
-def caught(schedule: Any, **options: Any) -> AssertionError:
-    with pytest.raises(AssertionError) as found:
+def get_failure(schedule: Any, **options: Any) -> AssertionError:
+    with pytest.raises(AssertionError) as caught:
         assert_schedule(schedule, **options)
-    return found.value
+    return caught.value
 
 
-def test_a_deadlock_is_caught() -> None:
+def test_deadlock_is_reported() -> None:
     def impatient(r: int, P: int, m: int) -> RankSchedule:
         lead = min(r, m)
         return lead * F + (m - lead) * (F + B) + lead * B
 
-    error = caught(impatient)
+    error = get_failure(impatient)
     assert isinstance(error.__cause__, DeadlockError)
     assert "PipelineShape(ranks=2, microbatches=2)" in str(error)
     assert str(error.__cause__) in str(error)
 
 
-def test_what_is_incomplete_is_caught() -> None:
+def test_missing_backward_is_reported() -> None:
     def forgetful(r: int, P: int, m: int) -> RankSchedule:
         return m * F + min(m, 3) * B
 
-    error = caught(forgetful)
+    error = get_failure(forgetful)
     assert isinstance(error.__cause__, SchedirError)
     assert "PipelineShape(ranks=1, microbatches=4)" in str(error)
 
 
-def test_a_schedule_that_raises_is_caught() -> None:
+def test_schedule_that_raises_is_reported() -> None:
     def needy(r: int, P: int, m: int) -> RankSchedule:
         return weave(m * F, m * B, warmup=8 // (3 - P))
 
-    assert "PipelineShape(ranks=3, microbatches=1)" in str(caught(needy))
+    assert "PipelineShape(ranks=3, microbatches=1)" in str(get_failure(needy))
     assert_schedule(needy, shapes=shapes(ranks=2, stages_per_rank=1), max_examples=10)
 
 
-def test_backwards_in_another_order_give_other_bits() -> None:
+def test_bitwise_option_detects_other_backward_order() -> None:
     def backwards(r: int, P: int, m: int) -> RankSchedule:
         return sum((F.at(k) for k in range(m)), m * F * 0) + sum(
             (B.at(k) for k in reversed(range(m))), m * B * 0
         )
 
     assert_schedule(backwards)  # the same but for rounding
-    error = caught(backwards, bitwise=True)
+    error = get_failure(backwards, bitwise=True)
     assert "in stage" in str(error) and "are not in the order of the microbatches" in str(error)
 
 
-def test_a_late_w_gives_the_same_bits() -> None:
+def test_deferred_weight_gradients_have_same_bits() -> None:
     assert_schedule(lambda r, P, m: m * F + m * I + m * W, bitwise=True)
 
 
-def test_wrong_gradients_are_caught(monkeypatch: pytest.MonkeyPatch) -> None:
-    """A microbatch counts twice, which no schedule alone can cause."""
+def test_wrong_loss_is_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loss of one microbatch is halved. No schedule alone can cause this fault."""
     plain = tiny_model.squared_error
-    seen: list[float] = []
+    calls: list[float] = []
 
-    def forgets(y: Tensor, target: Tensor) -> Tensor:
+    def halve_second_loss(y: Tensor, target: Tensor) -> Tensor:
         """Return the loss with half of its weight in the second call."""
-        seen.append(float(target.sum()))
-        return plain(y, target) * (0.5 if len(seen) == 2 else 1.0)
+        calls.append(float(target.sum()))
+        return plain(y, target) * (0.5 if len(calls) == 2 else 1.0)
 
-    monkeypatch.setattr(tiny_model, "squared_error", forgets)
-    assert "the loss" in str(caught(schedules.gpipe, shapes=[PipelineShape(2, 2)]))
+    monkeypatch.setattr(tiny_model, "squared_error", halve_second_loss)
+    assert "the loss" in str(get_failure(schedules.gpipe, shapes=[PipelineShape(2, 2)]))
 
 
 @settings(max_examples=50)
 @given(programs(ranks=3, microbatches=3))
-def test_programs_are_legal_everywhere(program: Program) -> None:
+def test_programs_strategy_is_legal_under_all_models(program: Program) -> None:
     for model in MODELS:
         check(program, model)
 
 
 @settings(max_examples=50)
 @given(compute_programs(ranks=3, microbatches=3))
-def test_drafts_are_complete_and_ascend(made: Program) -> None:
+def test_compute_programs_strategy_gives_complete_drafts(made: Program) -> None:
     assert check_draft(made).is_draft and made.reduces_in_microbatch_order == (
         made.shape.placement_rows == 1
     )
 
 
-def test_without_hypothesis_it_says_what_is_missing() -> None:
+def test_missing_hypothesis_is_reported() -> None:
     code = "import sys; sys.modules['hypothesis'] = None; from schedir.testing import "
     done = subprocess.run(
         [sys.executable, "-c", code + "assert_schedule"], capture_output=True, text=True
@@ -192,7 +194,7 @@ def test_without_hypothesis_it_says_what_is_missing() -> None:
     subprocess.run([sys.executable, "-c", code + "assert_same_gradients"], check=True)
 
 
-def test_the_page_runs() -> None:
+def test_page_example_passes_and_fails_as_documented() -> None:
     page = Path(__file__).parents[2] / "docs" / "how-to" / "test-a-schedule.md"
     names: dict[str, Any] = {}
     code, rest = page.read_text().split("```python")[1].split("```", 1)

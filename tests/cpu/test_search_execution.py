@@ -40,18 +40,18 @@ from tests.cpu.train_command import alone, train
 M = 6
 
 
-def costs_of(shape: PipelineShape) -> Costs:
+def make_costs(shape: PipelineShape) -> Costs:
     """Return costs with a different time for each stage."""
     draw = random.Random(shape.stages)
-    each = [tuple(draw.uniform(0.7, 1.3) for _ in range(shape.stages)) for _ in range(3)]
-    return Costs(F=each[0], I=each[1], W=each[2], send=0.05)
+    times = [tuple(draw.uniform(0.7, 1.3) for _ in range(shape.stages)) for _ in range(3)]
+    return Costs(F=times[0], I=times[1], W=times[2], send=0.05)
 
 
-def found(shape: PipelineShape, in_flight: int, split: bool = True) -> Program:
-    """Return a found schedule, which is equal in every process since its budget is no time."""
+def search_program(shape: PipelineShape, in_flight: int, split: bool = True) -> Program:
+    """Return a found schedule. All processes find the same one, since evaluations are limited."""
     return search_schedule(
         shape,
-        costs_of(shape),
+        make_costs(shape),
         max_in_flight=in_flight,
         split_backward=split,
         time_limit=60,
@@ -69,50 +69,52 @@ CASES = [
 
 @pytest.mark.parametrize("tied", [True, False])
 @pytest.mark.parametrize(("shape", "in_flight", "split"), CASES)
-def test_in_process(shape: PipelineShape, in_flight: int, split: bool, tied: bool) -> None:
-    program = found(shape, in_flight, split)
+def test_searched_schedule_has_reference_bits_in_process(
+    shape: PipelineShape, in_flight: int, split: bool, tied: bool
+) -> None:
+    program = search_program(shape, in_flight, split)
     assert program.reduces_in_microbatch_order
     if tied:
-        program = compile(extract_compute(program), costs=costs_of(shape), tied_weights=True)
-    loss, right = expected(shape, tied)
+        program = compile(extract_compute(program), costs=make_costs(shape), tied_weights=True)
+    loss, expected_gradients = expected(shape, tied)
     stages = gpt_stages(shape.stages, tied)
     ranks = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     for seed in range(2):
         assert torch.equal(ranks.step(*batch(M), order_seed=seed), loss)
-        assert same_bits(gradients(stages), right)
+        assert same_bits(gradients(stages), expected_gradients)
 
 
-def test_no_built_in_schedule_is_what_is_run() -> None:
+def test_searched_schedule_differs_from_built_in_schedules() -> None:
     shape, in_flight, split = CASES[0]
-    streams = extract_compute(found(shape, in_flight, split)).streams
+    streams = extract_compute(search_program(shape, in_flight, split)).streams
     for name in ("gpipe", "one_f_one_b", "zb_h1", "zb_h2", "eager_1f1b"):
         assert expand_schedule(get_built_in_schedules()[name], shape).streams != streams
 
 
-def _rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]:
-    """Run one program after the other in one of four processes."""
+def run_rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]:
+    """Return the losses and gradients of this process for two programs."""
     results = []
     for shape, in_flight, split in CASES[:2]:
-        program = found(shape, in_flight, split)
+        program = search_program(shape, in_flight, split)
         executor = gpt_executor(program, GlooTransport(program))
         results.append((executor.step(*batch(M)), gradients_by_stage(executor)))
     return results
 
 
-def test_over_gloo() -> None:
-    for case, results in zip(CASES, zip(*run(_rank, 4), strict=True), strict=False):
-        loss, right = expected(case[0], tied=False)
+def test_searched_schedule_has_reference_bits_over_gloo() -> None:
+    for case, results in zip(CASES, zip(*run(run_rank, 4), strict=True), strict=False):
+        loss, expected_gradients = expected(case[0], tied=False)
         assert [torch.equal(got, loss) for got, _ in results if got is not None] == [True]
         got = {s: grads for _, stages in results for s, grads in stages.items()}
-        assert same_bits([got[s] for s in range(len(right))], right)
+        assert same_bits([got[s] for s in range(len(expected_gradients))], expected_gradients)
 
 
-def test_the_trainer_takes_the_file(config: str, tmp_path: Path) -> None:
-    """The file is used as it is for an untied model, and lowered again for a tied one."""
+def test_trainer_runs_searched_program_file(config: str, tmp_path: Path) -> None:
+    """An untied model uses the file unchanged. For a tied model it is lowered again."""
     file, tied = str(tmp_path / "best.sched"), str(tmp_path / "tied.sched")
     costs = "--costs=F=1:1.2,I=1.3:0.9,W=0.8:1.1,send=0.05"
-    at = ("--ranks=2", "--microbatches=3", costs)
-    assert main(["search", *at, "--max-in-flight=2", "--max-evaluations=30", "-o", file]) == 0
+    options = ("--ranks=2", "--microbatches=3", costs)
+    assert main(["search", *options, "--max-in-flight=2", "--max-evaluations=30", "-o", file]) == 0
     assert (
         main(
             [
@@ -131,14 +133,14 @@ def test_the_trainer_takes_the_file(config: str, tmp_path: Path) -> None:
         == 0
     )
     programs = [from_text(Path(name).read_text()) for name in (file, tied)]
-    priced = Costs(F=(1, 1.2), I=(1.3, 0.9), W=(0.8, 1.1), send=0.05)
-    assert simulate(programs[0], priced).span == simulate(programs[1], priced).span
+    costs_by_stage = Costs(F=(1, 1.2), I=(1.3, 0.9), W=(0.8, 1.1), send=0.05)
+    assert simulate(programs[0], costs_by_stage).span == simulate(programs[1], costs_by_stage).span
     shape = ("pipeline.ranks=2", "pipeline.stages_per_rank=1", "pipeline.tp=1", "train.steps=2")
     untied = read_config(
         config,
         [*shape, f'pipeline.schedule="{file}"', "model.tied=false", "train.clip_grad_norm=0.0"],
     )
     assert extract_compute(untied.request.program).streams == extract_compute(programs[0]).streams
-    many = train(config, tmp_path / "many", *shape, f'pipeline.schedule="{tied}"')
-    plain = alone(config, tmp_path / "one", *shape, 'pipeline.schedule="one_f_one_b"')
-    assert many == pytest.approx(plain, rel=1e-5)
+    pipeline_losses = train(config, tmp_path / "many", *shape, f'pipeline.schedule="{tied}"')
+    plain_losses = alone(config, tmp_path / "one", *shape, 'pipeline.schedule="one_f_one_b"')
+    assert pipeline_losses == pytest.approx(plain_losses, rel=1e-5)

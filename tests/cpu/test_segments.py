@@ -1,4 +1,4 @@
-"""Tests of segments of stages over Gloo: equal bits as whole stages, and refused in-place sums."""
+"""Tests of segments over Gloo: the bits of whole stages, and refused in-place sums."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ CASES: dict[str, tuple[int, int, dict[str, Any]]] = {
     "interleaved": (2, 1, {}),
 }
 # Options for tensor-parallel ranks that divide the sequence.
-SHARED: dict[str, dict[str, Any]] = {
+SEQUENCE_PARALLEL_OPTIONS: dict[str, dict[str, Any]] = {
     "one_f_one_b": {"recompute": lambda s, mb: mb == 1, "overlap": True},
     "zb_h1": {
         "fill_collective_waits": "W",
@@ -53,36 +53,44 @@ SHARED: dict[str, dict[str, Any]] = {
 }
 
 
-def modules(
+def select_modules(
     stages: Mapping[int, gpt.Stage], cut: tuple[int, ...] | None
 ) -> Mapping[int, nn.Module]:
-    """Return the stages by number, or all their segments."""
+    """Return the stages by number, or their segments if `cut` is not None."""
     if cut is None:
         return stages
     first = [0, *accumulate(cut)]
     return {first[s] + k: one for s in stages for k, one in enumerate(split_stage(stages[s]))}
 
 
-def trained(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dict[str, Any]:
+def train_steps(
+    name: str, cut: tuple[int, ...] | None, options_of_case: dict[str, Any]
+) -> dict[str, Any]:
     """Return losses, norm, weights and gradients of two steps, and the loss of an evaluation."""
     torch.manual_seed(0)
     v, chunks, _ = CASES[name]
     shape = PipelineShape(2, 4 // chunks if cut else 4, v)
-    finer: Any = {"stage_segments": cut, "microbatch_chunks": chunks if cut else None}
+    segment_options: Any = {"stage_segments": cut, "microbatch_chunks": chunks if cut else None}
     if not cut:
-        more = {key: value for key, value in more.items() if key != "fill_collective_waits"}
-    sequence = more.get("sequence_parallel", False)
-    every: Any = {
+        options_of_case = {
+            key: value for key, value in options_of_case.items() if key != "fill_collective_waits"
+        }
+    sequence = options_of_case.get("sequence_parallel", False)
+    options: Any = {
         "tp": 2,
         "tied_weights": True,
         "progress_model": "per_edge",
         "sequence_parallel": sequence,
-        **finer,
+        **segment_options,
     }
     program = compile(
-        getattr(schedules, name), shape, blocking_hosts=True, clip_grad_norm=True, **every | more
+        getattr(schedules, name),
+        shape,
+        blocking_hosts=True,
+        clip_grad_norm=True,
+        **options | options_of_case,
     )
-    evaluates = compile(schedules.forward_only, shape, blocking_hosts=True, **every)
+    evaluates = compile(schedules.forward_only, shape, blocking_hosts=True, **options)
     transport = GlooTransport(program, extra_programs=[evaluates])
     tp = transport.tp_group
     stages = {
@@ -90,55 +98,62 @@ def trained(name: str, cut: tuple[int, ...] | None, more: dict[str, Any]) -> dic
         for s in shape.stages_on_rank[transport.rank]
     }
     share = 2 if sequence else 1
-    passes = (2, 8 // share, 32)
-    own = {f"{s} {n}": p for s, stage in stages.items() for n, p in stage.named_parameters()}
+    boundary: Any = (2, 8 // share, 32)
+    if cut is not None:
+        boundary = build_boundaries(cut, boundary, tp_size=share)
+    parameters = {f"{s} {n}": p for s, stage in stages.items() for n, p in stage.named_parameters()}
     executor = Executor(
-        program, transport.rank, modules(stages, cut), transport, loss=partial(gpt.loss, tp=tp),
-        boundary=passes if cut is None else build_boundaries(cut, passes, tp_size=share),
+        program, transport.rank, select_modules(stages, cut), transport,
+        loss=partial(gpt.loss, tp=tp),
+        boundary=boundary,
         gradients=GradientOptions(max_norm=1.0),
-        optimizer=torch.optim.SGD(own.values(), lr=0.1), extra_programs=[evaluates],
+        optimizer=torch.optim.SGD(parameters.values(), lr=0.1), extra_programs=[evaluates],
     )  # fmt: skip
     tokens = torch.randint(CONFIG.vocab, (4, 2, 9))
     batch = tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous()
-    told: dict[str, Any] = {"loss": [executor.step(*batch, 0.01) for _ in range(2)]}
-    told |= {"norm": executor.grad_norm, "evaluated": executor.evaluate(*batch)}
-    return told | {name: (p.detach(), p.grad) for name, p in own.items()}
+    results: dict[str, Any] = {"loss": [executor.step(*batch, 0.01) for _ in range(2)]}
+    results |= {"norm": executor.grad_norm, "evaluated": executor.evaluate(*batch)}
+    return results | {name: (p.detach(), p.grad) for name, p in parameters.items()}
 
 
-def both(rank: int, name: str, sequence: bool) -> list[str]:
+def find_differences(rank: int, name: str, sequence: bool) -> list[str]:
     """Return the results of a run in segments whose bits differ from a run of whole stages.
 
     The run of whole stages has as many microbatches as the other has chunks.
     """
-    shape, more = PipelineShape(2, 4, CASES[name][0]), CASES[name][2]
-    uncut, cut = (
-        trained(name, each, SHARED[name] | {"sequence_parallel": True} if sequence else more)
-        for each in (None, count_segments([CONFIG.layers // shape.stages] * shape.stages))
+    shape, options = PipelineShape(2, 4, CASES[name][0]), CASES[name][2]
+    stage_results, segment_results = (
+        train_steps(
+            name,
+            segments,
+            SEQUENCE_PARALLEL_OPTIONS[name] | {"sequence_parallel": True} if sequence else options,
+        )
+        for segments in (None, count_segments([CONFIG.layers // shape.stages] * shape.stages))
     )
-    return [key for key, value in uncut.items() if not _same(value, cut[key])]
+    return [key for key, value in stage_results.items() if not is_same(value, segment_results[key])]
 
 
-def _same(one: Any, other: Any) -> bool:
+def is_same(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     if one is None:
         return other is None
-    return all(_same(a, b) for a, b in zip(one, other, strict=True))
+    return all(is_same(a, b) for a, b in zip(one, other, strict=True))
 
 
 @pytest.mark.parametrize("sequence", [False, True])
 @pytest.mark.parametrize("name", CASES)
-def test_pieces_have_the_bits_of_stages(name: str, sequence: bool) -> None:
+def test_segments_have_bits_of_whole_stages(name: str, sequence: bool) -> None:
     """Losses, gradients, weights and norm are equal, for a tied model with dropout.
 
-    It runs on 2 x 2 processes, with sums in place or with the sequence divided.
+    Four processes run it, with in-place sums or with sequence parallelism.
     """
-    assert run(both, 4, name, sequence) == [[]] * 4
+    assert run(find_differences, 4, name, sequence) == [[]] * 4
 
 
-def test_pieces_behind_a_frozen_stage() -> None:
+def test_segments_after_frozen_stage_have_same_bits() -> None:
     """The inputs of the first trained segment have no gradient, nor has its residual input."""
-    found: list[Any] = []
+    results: list[Any] = []
     for cut in (None, count_segments([2, 2])):
         program = compile(
             schedules.one_f_one_b, PipelineShape(2, 4), frozen_stages=1, stage_segments=cut
@@ -146,22 +161,22 @@ def test_pieces_behind_a_frozen_stage() -> None:
         config = replace(CONFIG, tied=False)
         stages = {s: gpt.build_stage(config, s, 2) for s in range(2)}
         stages[0].requires_grad_(False)
-        each = modules(stages, cut)
+        modules = select_modules(stages, cut)
         boundary: Any = HIDDEN if cut is None else build_boundaries(cut, HIDDEN, frozen_stages=1)
         ranks = InProcessExecutor(
-            program, [each[s] for s in sorted(each)], loss=gpt.loss, boundary=boundary
+            program, [modules[s] for s in sorted(modules)], loss=gpt.loss, boundary=boundary
         )
         tokens = torch.arange(72).view(4, 2, 9) % CONFIG.vocab
         loss = ranks.step(tokens[..., :-1].contiguous(), tokens[..., 1:].contiguous())
-        found.append([loss, *(p.grad for s in stages for p in stages[s].parameters())])
-    assert _same(*found) and sum(p is not None for p in found[0]) > 20
+        results.append([loss, *(p.grad for s in stages for p in stages[s].parameters())])
+    assert is_same(*results) and sum(p is not None for p in results[0]) > 20
 
 
 # ---------------------------------------------------------------- users' own modules
 
 
-class Ahead(nn.Module):
-    """Computes a rank's part of a sum, from its slice of the features."""
+class PartialSum(nn.Module):
+    """Computes the partial sum of a rank from its slice of the features."""
 
     def __init__(self, up: ColumnParallelLinear, down: RowParallelLinear) -> None:
         super().__init__()
@@ -171,7 +186,7 @@ class Ahead(nn.Module):
         return self.down.project_partial(self.up.forward_local(x).relu()), residual
 
 
-class Behind(nn.Module):
+class BiasAndResidual(nn.Module):
     def __init__(self, down: RowParallelLinear, last: bool) -> None:
         super().__init__()
         self.down, self.last = select_submodules(down, ["bias"]), last
@@ -188,7 +203,7 @@ class Twice(nn.Module):
         return x, x
 
 
-def mine(rank: int) -> bool:
+def compare_in_place_sums(rank: int) -> bool:
     """Return whether a user's stage, cut "fg", has the gradients of one process without TP."""
     program = compile(
         schedules.one_f_one_b,
@@ -205,24 +220,25 @@ def mine(rank: int) -> bool:
     one = Boundary((2, 4))
     x = torch.randn(3, 2, 4)
     executor = Executor(
-        program, 0, [Twice(), Ahead(up, down), Behind(down, True)], transport,
+        program, 0, [Twice(), PartialSum(up, down), BiasAndResidual(down, True)], transport,
         loss=lambda y, target: ((y - target) ** 2).sum(), boundary=(one, one),
     )  # fmt: skip
     loss = executor.step(x, torch.ones(3, 2))
-    whole = [p.clone().requires_grad_() for p in (w, b, v, c)]
-    y = x + (x @ whole[0].T + whole[1]).relu() @ whole[2].T + whole[3]
+    weights = [p.clone().requires_grad_() for p in (w, b, v, c)]
+    y = x + (x @ weights[0].T + weights[1]).relu() @ weights[2].T + weights[3]
     want = ((y.sum(-1) - 1) ** 2).sum()
     want.backward()
-    mine = slice(4 * rank, 4 * rank + 4)
-    parts = (whole[0].grad[mine], whole[1].grad[mine], whole[2].grad[:, mine], whole[3].grad)  # type: ignore[index]
+    shard = slice(4 * rank, 4 * rank + 4)
+    grads = [p.grad for p in weights]
+    parts = (grads[0][shard], grads[1][shard], grads[2][:, shard], grads[3])  # type: ignore[index]
     got = (up.weight.grad, up.bias.grad, down.weight.grad, down.bias.grad)  # type: ignore[union-attr]
-    close = [torch.allclose(a, b, rtol=1e-5) for a, b in zip(got, parts, strict=True)]  # type: ignore[arg-type]
-    return all(close) and loss is not None and torch.allclose(loss, want.detach())
+    is_close = [torch.allclose(a, b, rtol=1e-5) for a, b in zip(got, parts, strict=True)]  # type: ignore[arg-type]
+    return all(is_close) and loss is not None and torch.allclose(loss, want.detach())
 
 
-def shared(rank: int) -> list[bool]:
-    """Return the same with one of two tokens per rank, for several samples and for one."""
-    right = []
+def compare_divided_sequence(rank: int) -> list[bool]:
+    """Return the same comparisons with sequence parallelism, for several samples and for one."""
+    is_close = []
     for samples in ((3,), ()):
         program = compile(
             schedules.zb_h1,
@@ -235,93 +251,100 @@ def shared(rank: int) -> list[bool]:
         transport = GlooTransport(program)
         torch.manual_seed(0)
         w, b, v, c = torch.randn(8, 4), torch.randn(8), torch.randn(4, 8), torch.randn(4)
-        how: Any = {"group": transport.tp_group, "sequence_parallel": True}
-        up, down = ColumnParallelLinear(w, b, **how), RowParallelLinear(v, c, **how)
-        own, every = (*samples, 1, 4), (*samples, 2, 4)
+        options: Any = {"group": transport.tp_group, "sequence_parallel": True}
+        up, down = ColumnParallelLinear(w, b, **options), RowParallelLinear(v, c, **options)
+        local_shape, full_shape = (*samples, 1, 4), (*samples, 2, 4)
         executor = Executor(
-            program, 0, [Twice(), Ahead(up, down), Behind(down, True)], transport,
+            program, 0, [Twice(), PartialSum(up, down), BiasAndResidual(down, True)], transport,
             loss=lambda y, target: ((y - target) ** 2).sum(),
-            boundary={0: (Boundary(own, received_shape=every), Boundary(own)),
-                      1: (Boundary(every, received_shape=own), Boundary(own))},
+            boundary={0: (Boundary(local_shape, received_shape=full_shape), Boundary(local_shape)),
+                      1: (Boundary(full_shape, received_shape=local_shape), Boundary(local_shape))},
         )  # fmt: skip
-        x = torch.randn(3, *every)
-        mine = x[..., rank : rank + 1, :].contiguous()
-        loss = executor.step(mine, torch.ones(3, *samples, 1))
+        x = torch.randn(3, *full_shape)
+        local_tokens = x[..., rank : rank + 1, :].contiguous()
+        loss = executor.step(local_tokens, torch.ones(3, *samples, 1))
         assert loss is not None
         dist.all_reduce(loss, group=transport.tp_group)
-        whole = [p.clone().requires_grad_() for p in (w, b, v, c)]
-        y = x + (x @ whole[0].T + whole[1]).relu() @ whole[2].T + whole[3]
+        weights = [p.clone().requires_grad_() for p in (w, b, v, c)]
+        y = x + (x @ weights[0].T + weights[1]).relu() @ weights[2].T + weights[3]
         want = ((y.sum(-1) - 1) ** 2).sum()
         want.backward()
-        at = slice(4 * rank, 4 * rank + 4)
-        parts = (whole[0].grad[at], whole[1].grad[at], whole[2].grad[:, at], whole[3].grad)  # type: ignore[index]
+        shard = slice(4 * rank, 4 * rank + 4)
+        grads = [p.grad for p in weights]
+        parts = (grads[0][shard], grads[1][shard], grads[2][:, shard], grads[3])  # type: ignore[index]
         got = (up.weight.grad, up.bias.grad, down.weight.grad, down.bias.grad, loss)  # type: ignore[union-attr]
-        right += [
+        is_close += [
             torch.allclose(one, other, rtol=1e-5, atol=1e-6)  # type: ignore[arg-type]
             for one, other in zip(got, (*parts, want.detach()), strict=True)
         ]
-    return right
+    return is_close
 
 
-def both_ways(rank: int) -> list[bool]:
-    return [mine(rank), *shared(rank)]
+def compare_user_stage(rank: int) -> list[bool]:
+    return [compare_in_place_sums(rank), *compare_divided_sequence(rank)]
 
 
-def test_a_stage_of_ones_own() -> None:
-    """This holds with sums in place, and with a divided sequence."""
-    assert run(both_ways, 2) == [[True] * 11] * 2
+def test_segments_of_user_stage_have_gradients_of_one_process() -> None:
+    """The stage is tested with in-place sums and with sequence parallelism."""
+    assert run(compare_user_stage, 2) == [[True] * 11] * 2
 
 
-OWN, EVERY = (2, 4, 8), (2, 8, 8)
-REFUSED: dict[str, tuple[Any, str]] = {
-    "not said": (OWN, r"tensor 0 from stage 0 .* gives this tensor the shape \[2, 8, 8\]"),
+LOCAL_SHAPE, FULL_SHAPE = (2, 4, 8), (2, 8, 8)
+WRONG_BOUNDARIES: dict[str, tuple[Any, str]] = {
+    "not said": (LOCAL_SHAPE, r"tensor 0 from stage 0 .* gives this tensor the shape \[2, 8, 8\]"),
     "of another": (
-        Boundary(OWN, received_shape=(2, 4, 16)),
+        Boundary(LOCAL_SHAPE, received_shape=(2, 4, 16)),
         r"received as \[2, 4, 16\], but the program gives this tensor the shape \[2, 8, 8",
     ),
     "beside": (
-        (Boundary(OWN, received_shape=EVERY), Boundary(OWN, received_shape=EVERY)),
+        (
+            Boundary(LOCAL_SHAPE, received_shape=FULL_SHAPE),
+            Boundary(LOCAL_SHAPE, received_shape=FULL_SHAPE),
+        ),
         r"tensor 1 from stage 0",
     ),
     "a vector": ((8,), "must share its sequence, which is the second last dimension"),
 }
 
 
-@pytest.mark.parametrize("name", REFUSED)
-def test_what_ranks_make_of_tokens_is_told_right(name: str) -> None:
+@pytest.mark.parametrize("name", WRONG_BOUNDARIES)
+def test_wrong_boundary_of_sequence_parallel_segment_is_refused(name: str) -> None:
     program = compile(
         schedules.gpipe, PipelineShape(1, 1), tp=2, stage_segments="fg", sequence_parallel=True
     )
-    behind, words = REFUSED[name]
-    right: Any = {0: Boundary(OWN, received_shape=EVERY), 1: Boundary(EVERY, received_shape=OWN)}
-    require_fit(ModelBoundaries.from_edges(right, 3), program)
-    with pytest.raises(ModelError, match=words):
-        require_fit(ModelBoundaries.from_edges(right | {0: behind}, 3), program)
-    for other in (replace(right[1], shape=(2, 7, 8)), Boundary(EVERY)):
+    wrong_boundary, message = WRONG_BOUNDARIES[name]
+    right_boundaries: Any = {
+        0: Boundary(LOCAL_SHAPE, received_shape=FULL_SHAPE),
+        1: Boundary(FULL_SHAPE, received_shape=LOCAL_SHAPE),
+    }
+    require_fit(ModelBoundaries.from_edges(right_boundaries, 3), program)
+    with pytest.raises(ModelError, match=message):
+        require_fit(ModelBoundaries.from_edges(right_boundaries | {0: wrong_boundary}, 3), program)
+    for other in (replace(right_boundaries[1], shape=(2, 7, 8)), Boundary(FULL_SHAPE)):
         with pytest.raises(ModelError, match="tensor 0 from stage 1 is"):
-            require_fit(ModelBoundaries.from_edges(right | {1: other}, 3), program)
-    whole = compile(schedules.gpipe, PipelineShape(1, 1), tp=2, stage_segments="fg")
+            require_fit(ModelBoundaries.from_edges(right_boundaries | {1: other}, 3), program)
+    plain_program = compile(schedules.gpipe, PipelineShape(1, 1), tp=2, stage_segments="fg")
     with pytest.raises(ModelError, match=r"gives this tensor the shape \[2, 4, 8\]"):
-        require_fit(ModelBoundaries.from_edges(right, 3), whole)
+        require_fit(ModelBoundaries.from_edges(right_boundaries, 3), plain_program)
 
 
-def test_what_a_piece_takes_in_is_held_whole() -> None:
-    """A tensor is in memory in both shapes while ranks gather or sum it. Inputs are saved."""
+def test_measured_sizes_include_full_segment_inputs() -> None:
+    """With sequence parallelism, a segment input has a local and a full copy in memory."""
     config = replace(CONFIG, layers=1, tied=False)
     parts, tokens = split_stage(gpt.build_stage(config, 0, 1)), torch.zeros(2, 8, dtype=torch.long)
-    own = torch.zeros(2, 4, 32).nbytes
-    for share, each in ((1, 2 * own), (2, 2 * own + 2 * own)):
-        behind = build_boundaries((5,), (2, 4, 32), tp_size=share)
-        said = tokens[:, : 8 // 2]
-        sizes = measure_sizes(parts, said, said, loss=gpt.loss, boundary=behind)
-        assert sizes.activation == each and sizes.activation_grad is None
+    local_bytes = torch.zeros(2, 4, 32).nbytes
+    for share, expected_bytes in ((1, 2 * local_bytes), (2, 2 * local_bytes + 2 * local_bytes)):
+        boundaries = build_boundaries((5,), (2, 4, 32), tp_size=share)
+        local_tokens = tokens[:, : 8 // 2]
+        sizes = measure_sizes(parts, local_tokens, local_tokens, loss=gpt.loss, boundary=boundaries)
+        assert sizes.activation == expected_bytes and sizes.activation_grad is None
         widths = 3 + 1 + 1  # attention keeps at least its input, q, k, v and its output
         assert np.all(
-            sizes.per_microbatch("saved", PipelineShape(1, 1, 5))[1] >= widths * share * own
+            sizes.per_microbatch("saved", PipelineShape(1, 1, 5))[1] >= widths * share * local_bytes
         )
 
 
-class Saves(nn.Module):
+class SavedOutput(nn.Module):
     """A module whose backward needs its output."""
 
     def __init__(self) -> None:
@@ -332,12 +355,12 @@ class Saves(nn.Module):
         return (x * self.scale).sigmoid()
 
 
-class Same(nn.Module):
+class Identity(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x
 
 
-class Sums(nn.Module):
+class SumOfInput(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.scale = nn.Parameter(torch.ones(4))
@@ -346,7 +369,7 @@ class Sums(nn.Module):
         return (x[0] * self.scale).sum()
 
 
-def of_two(
+def run_two_segments(
     first: nn.Module, boundary: Any = (2, 4), inputs: Tensor | None = None
 ) -> tuple[Tensor | None, Tensor]:
     program = compile(
@@ -354,40 +377,45 @@ def of_two(
     )
     x = torch.ones(2, 2, 4) if inputs is None else inputs
     executor = Executor(
-        program, 0, [first, Sums()], GlooTransport(program), loss=lambda y, _: y, boundary=boundary
+        program,
+        0,
+        [first, SumOfInput()],
+        GlooTransport(program),
+        loss=lambda y, _: y,
+        boundary=boundary,
     )
     return executor.step(x, torch.ones(2, 1)), x
 
 
-def alone(rank: int) -> None:
+def run_needed_sum(rank: int) -> None:
     """Run a stage whose output is summed in place, although its backward has saved that output."""
-    of_two(Saves())
+    run_two_segments(SavedOutput())
 
 
-def inputs_stay(rank: int) -> tuple[float, float]:
-    loss, x = of_two(Same())
+def run_returned_input(rank: int) -> tuple[float, float]:
+    loss, x = run_two_segments(Identity())
     assert loss is not None
     return float(loss), float(x.sum())
 
 
-def without_gradient(rank: int) -> None:
+def run_sum_without_gradient(rank: int) -> None:
     table = Boundary((2, 4), torch.float32, requires_grad=False)
-    of_two(Twice(), (table, Boundary((2, 4))))
+    run_two_segments(Twice(), (table, Boundary((2, 4))))
 
 
-def test_what_is_summed_in_its_place() -> None:
+def test_in_place_sum_of_needed_tensor_is_refused() -> None:
     """Inputs that a stage returns unchanged are not overwritten.
 
     A sum in place of a tensor that a backward needs, or that has no gradient, is refused.
     """
-    assert run(inputs_stay, 2) == [(32.0, 16.0)] * 2
+    assert run(run_returned_input, 2) == [(32.0, 16.0)] * 2
     with pytest.raises(RankError, match="modified by an inplace operation"):
-        run(alone, 2)
+        run(run_needed_sum, 2)
     with pytest.raises(RankError, match=r"sums tensor 0 .* has no gradient"):
-        run(without_gradient, 2)
+        run(run_sum_without_gradient, 2)
 
 
-def test_pieces_of_a_whole_tied_model_are_refused() -> None:
+def test_segments_of_tied_single_stage_are_refused() -> None:
     with pytest.raises(ModelError, match="use two or more stages, or tied=False"):
         split_stage(gpt.build_stage(CONFIG, 0, 1))
     with pytest.raises(ModelError, match="has no parameter or submodule 'up'"):

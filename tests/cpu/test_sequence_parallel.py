@@ -39,18 +39,18 @@ from schedir.transports.gloo import GlooTransport
 from tests.cpu.gloo_processes import run
 from tests.cpu.train_command import losses, train
 
-SHAPES = 40  # tried for each number of ranks
+SHAPES = 40  # the number of random shapes for each number of ranks
 CONFIG = gpt.GPTConfig(vocab=13, layers=2, hidden=16, heads=2, context=8)
-Told = dict[str, Any]
+Results = dict[str, Any]
 
 
-def normal(*shape: int, seed: int) -> Tensor:
+def draw_normal(*shape: int, seed: int) -> Tensor:
     numbers = torch.Generator().manual_seed(seed)
     return torch.randn(shape, generator=numbers, dtype=torch.float64)
 
 
 class Net(nn.Module):
-    """A model with all kinds of tensor-parallel layers. With `group` None it is one process."""
+    """A model with all kinds of tensor-parallel layers. `group` is None in a single process."""
 
     def __init__(self, vocab: int, tokens: int, hidden: int, width: int, group: Any) -> None:
         super().__init__()
@@ -60,12 +60,16 @@ class Net(nn.Module):
             return mark_sequence_parallel(parameter, group, sequence_parallel=self.sequence)
 
         how: Any = {"group": group, "sequence_parallel": self.sequence}
-        table = shard_vocab(normal(vocab, hidden, seed=1), group)
+        table = shard_vocab(draw_normal(vocab, hidden, seed=1), group)
         self.embedding = VocabParallelEmbedding(table, **how)
-        self.positions = whole(nn.Parameter(normal(tokens, hidden, seed=2)))
+        self.positions = whole(nn.Parameter(draw_normal(tokens, hidden, seed=2)))
         self.first = whole(nn.LayerNorm(hidden, dtype=torch.float64))
-        self.up = ColumnParallelLinear(normal(width, hidden, seed=3), normal(width, seed=4), **how)
-        self.down = RowParallelLinear(normal(hidden, width, seed=5), normal(hidden, seed=6), **how)
+        self.up = ColumnParallelLinear(
+            draw_normal(width, hidden, seed=3), draw_normal(width, seed=4), **how
+        )
+        self.down = RowParallelLinear(
+            draw_normal(hidden, width, seed=5), draw_normal(hidden, seed=6), **how
+        )
         self.last = whole(nn.RMSNorm(hidden, dtype=torch.float64))
         self.head = VocabParallelHead(table, vocab, **how)
 
@@ -77,7 +81,7 @@ class Net(nn.Module):
         return logits
 
 
-def backward(net: Net, tokens: Tensor, weights: Tensor, *, late: bool) -> Told:
+def run_backward(net: Net, tokens: Tensor, weights: Tensor, *, late: bool) -> Results:
     """Return the output and the gradients of a weighted sum of it.
 
     If `late`, the gradients of weights are computed separately.
@@ -92,48 +96,52 @@ def backward(net: Net, tokens: Tensor, weights: Tensor, *, late: bool) -> Told:
         tape.run()
     if not late:
         torch.autograd.backward(loss)
-    found: Told = {"logits": (logits.detach(), -1 if net.group else None)}
+    results: Results = {"logits": (logits.detach(), -1 if net.group else None)}
     for name, p in net.named_parameters():
         assert p.grad is not None
         if is_summed_over_tp(p):
             dist.all_reduce(p.grad, group=net.group)
-        found[name] = p.grad, get_shard_dim(p)
-    return found
+        results[name] = p.grad, get_shard_dim(p)
+    return results
 
 
-def differing_shapes(t: int, group: Any, rank: int) -> list[str]:
-    """Return those of some random shapes for which a gradient differs from that of one process."""
-    draw, wrong = random.Random(t), []
+def find_wrong_shapes(t: int, group: Any, rank: int) -> list[str]:
+    """Return the random shapes for which a gradient differs from that of one process."""
+    draw, wrong_gradients = random.Random(t), []
     for _ in range(SHAPES):
         b, s, vocab = draw.randint(1, 3), t * draw.randint(1, 4), draw.randint(2, 9)
         hidden, width, late = draw.randint(1, 6), t * draw.randint(1, 4), draw.random() < 0.5
         seed = draw.randrange(1000)
         tokens = torch.randint(vocab, (b, s), generator=torch.Generator().manual_seed(seed))
-        each = -(-vocab // t)
-        weights = F.pad(normal(b, s, vocab, seed=seed), (0, each * t - vocab))
-        own = weights[..., rank * each : (rank + 1) * each]
+        vocab_per_rank = -(-vocab // t)
+        weights = F.pad(draw_normal(b, s, vocab, seed=seed), (0, vocab_per_rank * t - vocab))
+        local_weights = weights[..., rank * vocab_per_rank : (rank + 1) * vocab_per_rank]
         shape = vocab, s, hidden, width
-        got = backward(Net(*shape, group), tokens, own, late=late)
-        want = backward(Net(*shape, None), tokens, weights[..., :vocab], late=late)
-        for name, (value, cut) in got.items():
-            one = want[name][0]
-            if cut is not None:
-                size = value.shape[cut]
-                padding = [0] * (2 * one.dim())
-                padding[-2 * (cut % one.dim()) - 1] = size * t - one.shape[cut]
-                one = F.pad(one, padding).narrow(cut, rank * size, size)
-            if not torch.allclose(value, one, rtol=1e-10, atol=1e-10):
-                wrong.append(f"{name} of {b} x {shape}, t {t}{', late' * late}")
-    return wrong
+        parallel_results = run_backward(Net(*shape, group), tokens, local_weights, late=late)
+        plain_results = run_backward(Net(*shape, None), tokens, weights[..., :vocab], late=late)
+        for name, (value, shard_dim) in parallel_results.items():
+            expected = plain_results[name][0]
+            if shard_dim is not None:
+                size = value.shape[shard_dim]
+                padding = [0] * (2 * expected.dim())
+                padding[-2 * (shard_dim % expected.dim()) - 1] = (
+                    size * t - expected.shape[shard_dim]
+                )
+                expected = F.pad(expected, padding).narrow(shard_dim, rank * size, size)
+            if not torch.allclose(value, expected, rtol=1e-10, atol=1e-10):
+                wrong_gradients.append(f"{name} of {b} x {shape}, t {t}{', late' * late}")
+    return wrong_gradients
 
 
 # ---------------------------------------------------------------- with an executor
 
 
-def executor(group: Any, how: Told, stage: nn.Module | None = None, **more: Any) -> Executor:
+def make_executor(
+    group: Any, program_options: Results, stage: nn.Module | None = None, **executor_options: Any
+) -> Executor:
     """Return the executor of a pipeline of one rank, with two tensor-parallel ranks."""
-    said: Told = {"sequence_parallel": True} | how
-    program = compile(one_f_one_b, PipelineShape(1, 3), tp=2, **said)
+    options: Results = {"sequence_parallel": True} | program_options
+    program = compile(one_f_one_b, PipelineShape(1, 3), tp=2, **options)
     transport = GlooTransport(program, group=group)
     tp = transport.tp_group
     stage = stage or gpt.build_stage(
@@ -141,77 +149,82 @@ def executor(group: Any, how: Told, stage: nn.Module | None = None, **more: Any)
     )
     return Executor(
         program, 0, [stage], transport,
-        loss=lambda y, target: gpt.loss(y, target, tp), boundary=(2, 4, 16), **more,
+        loss=lambda y, target: gpt.loss(y, target, tp), boundary=(2, 4, 16), **executor_options,
     )  # fmt: skip
 
 
-class Whole(nn.Module):
-    """A stage that each tensor-parallel rank holds whole."""
+class ReplicatedWeight(nn.Module):
+    """A stage whose weight is replicated on all tensor-parallel ranks."""
 
-    def __init__(self, says: bool | None) -> None:
+    def __init__(self, is_summed: bool | None) -> None:
         super().__init__()
         self.weight = nn.Parameter(torch.ones(3))
-        if says is not None:
-            self.weight.summed_over_tp = says  # type: ignore[attr-defined]
+        if is_summed is not None:
+            self.weight.summed_over_tp = is_summed  # type: ignore[attr-defined]
 
     def forward(self, x: Tensor) -> Tensor:
         return self.weight * x
 
 
-def sliced(says: bool | None) -> Whole:
-    stage = Whole(says)
+def make_sliced_weight(is_summed: bool | None) -> ReplicatedWeight:
+    stage = ReplicatedWeight(is_summed)
     stage.weight.shard_dim = 0  # type: ignore[attr-defined]
     return stage
 
 
-STAGES: dict[str, tuple[Told, Callable[[int], nn.Module], str]] = {
+STAGE_CASES: dict[str, tuple[Results, Callable[[int], nn.Module], str]] = {
     "summed by nobody": (
         {"sequence_parallel": False},
-        lambda _: Whole(True),
+        lambda _: ReplicatedWeight(True),
         "the program has sequence_parallel=False",
     ),
-    "silent": ({}, lambda _: Whole(None), "weight of stage 0 has no attribute summed_over_tp"),
-    "a slice": ({}, lambda _: sliced(True), "each tensor-parallel rank has a different slice"),
-    "of two minds": (
-        {}, lambda rank: Whole(rank == 0), "parameters that tensor-parallel ranks sum in stage 0",
+    "silent": (
+        {}, lambda _: ReplicatedWeight(None), "weight of stage 0 has no attribute summed_over_tp",
     ),
-    "right": ({}, lambda _: Whole(False), ""),
-    "right as a slice": ({}, lambda _: sliced(None), ""),
-    "right as ever": ({"sequence_parallel": False}, lambda _: Whole(None), ""),
-    "nothing trained": ({}, lambda _: Whole(None).requires_grad_(False), ""),
+    "a slice": (
+        {}, lambda _: make_sliced_weight(True), "each tensor-parallel rank has a different slice",
+    ),
+    "of two minds": (
+        {}, lambda rank: ReplicatedWeight(rank == 0),
+        "parameters that tensor-parallel ranks sum in stage 0",
+    ),
+    "right": ({}, lambda _: ReplicatedWeight(False), ""),
+    "right as a slice": ({}, lambda _: make_sliced_weight(None), ""),
+    "right as ever": ({"sequence_parallel": False}, lambda _: ReplicatedWeight(None), ""),
+    "nothing trained": ({}, lambda _: ReplicatedWeight(None).requires_grad_(False), ""),
 }  # fmt: skip
 
 
-def refusals(group: Any, rank: int) -> Told:
-    found = {}
-    for name, (how, make, _) in STAGES.items():
+def collect_refusals(group: Any, rank: int) -> Results:
+    errors = {}
+    for name, (how, make, _) in STAGE_CASES.items():
         try:
-            executor(group, how, make(rank))
+            make_executor(group, how, make(rank))
         except ModelError as error:
-            found[name] = str(error)
-    return found
+            errors[name] = str(error)
+    return errors
 
 
 TOKENS = torch.arange(18).view(2, 9) % 13
-PAIRS = {"sentences": (TOKENS[:, :-1] % 3 == 0).long(), "mask": TOKENS[:, 1:] != 5}
-MODELS: dict[str, tuple[Any, Any, Told, int]] = {
+BERT_INPUTS = {"sentences": (TOKENS[:, :-1] % 3 == 0).long(), "mask": TOKENS[:, 1:] != 5}
+MODELS: dict[str, tuple[Any, Any, Results, int]] = {
     "llama": (llama, LlamaConfig(vocab=13, layers=2, hidden=16, heads=4, kv_heads=2, context=8), {},
               1 + 3 + 2 * 6),
-    "bert": (bert, BertConfig(vocab=13, layers=2, hidden=16, heads=2, context=8), PAIRS,
+    "bert": (bert, BertConfig(vocab=13, layers=2, hidden=16, heads=2, context=8), BERT_INPUTS,
              1 + 6 + 9 + 2 * 12),
     "encoder_decoder": (
         encoder_decoder, EncoderDecoderConfig(
             vocab=13, encoder_layers=1, decoder_layers=2, hidden=16, heads=2, context=8, tied=False
-        ), {"target": TOKENS[:, :4], "mask": PAIRS["mask"]}, 1 + 3 + 4 + 12 + 2 * 20,
+        ), {"target": TOKENS[:, :4], "mask": BERT_INPUTS["mask"]}, 1 + 3 + 4 + 12 + 2 * 20,
     ),
 }  # fmt: skip
 
 
-def of_kind(kind: str, group: Any) -> Told:
-    """Return the loss and gradients of a model of two stages, summed where ranks have parts."""
+def run_model(kind: str, group: Any) -> Results:
+    """Return the loss and gradients of a model of two stages, summed over ranks if necessary."""
     module, config, named, _ = MODELS[kind]
-    how: Told = {"tp": group, "sequence_parallel": True}
-    if kind == "encoder_decoder":  # stage 0 computes the encoder's output and sends it on
+    how: Results = {"tp": group, "sequence_parallel": True}
+    if kind == "encoder_decoder":  # stage 0 computes and sends the encoder's output
         how["layers_per_stage"] = [2, 1]
     x: Any = (TOKENS[:, :-1],)
     stages = [module.build_stage(config, s, 2, **how) for s in range(2)]
@@ -224,117 +237,120 @@ def of_kind(kind: str, group: Any) -> Told:
         targets[:, 0] = torch.tensor([0, 1])
     total = module.loss(x if kind == "bert" else x[0], targets, group)
     torch.autograd.backward(total)
-    found: Told = {"loss": (total.detach(), None)}
+    results: Results = {"loss": (total.detach(), None)}
     for name, p in (pair for stage in stages for pair in stage.named_parameters()):
         assert p.grad is not None
         if is_summed_over_tp(p):
             dist.all_reduce(p.grad, group=group)
-        found[name] = p.grad, get_shard_dim(p)
-    return found
+        results[name] = p.grad, get_shard_dim(p)
+    return results
 
 
-def lengths(group: Any) -> Told:
+def run_lengths(group: Any) -> Results:
     """Return losses and gradients for several lengths, and for one that cannot be divided."""
     tokens = [torch.arange(2 * (n + 1)).view(2, -1) % 13 for n in (8, 2, 6)]
     x, y = [t[:, :-1] for t in tokens], [t[:, 1:] for t in tokens]
-    found: Told = {}
+    results: Results = {}
     for name, how in {
         "shared": {"sequence_parallel": True},
         "whole": {"sequence_parallel": False},
     }.items():
-        one = executor(group, how)
-        total = one.step(x, y)
+        executor = make_executor(group, how)
+        total = executor.step(x, y)
         assert total is not None
-        found[name] = [total.clone(), *(p.grad.clone() for p in one.stages[0].module.parameters()
-                                        if p.grad is not None)]  # fmt: skip
+        parameters = executor.stages[0].module.parameters()
+        results[name] = [total.clone(), *(p.grad.clone() for p in parameters if p.grad is not None)]
     try:
-        executor(group, {}).step([t[:, :7] for t in tokens[:1]] * 3, [y[0][:, :7]] * 3)
+        make_executor(group, {}).step([t[:, :7] for t in tokens[:1]] * 3, [y[0][:, :7]] * 3)
     except Exception as error:
-        found["odd"] = str(error)
-    return found
+        results["odd"] = str(error)
+    return results
 
 
-def drawn(group: Any) -> Told:
+def run_with_dropout(group: Any) -> Results:
     """Return the dropout masks of the rank's tokens, and the losses without and with recompute."""
     config = gpt.GPTConfig(vocab=13, layers=2, hidden=16, heads=2, context=8, dropout=0.5)
     tokens = torch.arange(18).view(2, 9) % 13
     x, y = [tokens[:, :-1]] * 3, [tokens[:, 1:]] * 3
-    found: Told = {"losses": []}
-    for again in (None, "all"):
-        seen: list[Tensor] = []
+    results: Results = {"losses": []}
+    for recompute in (None, "all"):
+        layer_inputs: list[Tensor] = []
         stage: Any = gpt.build_stage(config, 0, 1, tp=group, sequence_parallel=True)
         stage.layers["0"].register_forward_pre_hook(
-            lambda _, given, seen=seen: seen.append(given[0])
+            lambda _, given, layer_inputs=layer_inputs: layer_inputs.append(given[0])
         )
-        total = executor(group, {"recompute": again}, stage).step(x, y)
+        total = make_executor(group, {"recompute": recompute}, stage).step(x, y)
         assert total is not None
-        found["losses"].append([total.clone(), *(p.grad.clone() for p in stage.parameters())])
-        found["masks"] = [own == 0 for own in seen[:3]]
-    return found
+        results["losses"].append([total.clone(), *(p.grad.clone() for p in stage.parameters())])
+        results["masks"] = [layer_input == 0 for layer_input in layer_inputs[:3]]
+    return results
 
 
-def all_of_it(rank: int) -> Told:
+def run_all_checks(rank: int) -> Results:
     torch.set_num_threads(1)
-    pair, found = dist.new_group([0, 1]), Told()
-    found["shapes"] = differing_shapes(3, dist.group.WORLD, rank)
+    pair, results = dist.new_group([0, 1]), Results()
+    results["shapes"] = find_wrong_shapes(3, dist.group.WORLD, rank)
     if rank == 2:
-        return found
-    found["shapes"] += differing_shapes(2, pair, rank)
-    found["refused"] = refusals(pair, rank)
-    found["lengths"], found["drawn"] = lengths(pair), drawn(pair)
-    found["kinds"] = {kind: of_kind(kind, pair) for kind in MODELS}
-    return found
+        return results
+    results["shapes"] += find_wrong_shapes(2, pair, rank)
+    results["refused"] = collect_refusals(pair, rank)
+    results["lengths"], results["drawn"] = run_lengths(pair), run_with_dropout(pair)
+    results["kinds"] = {kind: run_model(kind, pair) for kind in MODELS}
+    return results
 
 
 @pytest.fixture(scope="module")
-def told() -> list[Told]:
-    return run(all_of_it, 3)
+def results() -> list[Results]:
+    return run(run_all_checks, 3)
 
 
-def test_gradients_are_those_of_one_for_any_shape(told: list[Told]) -> None:
-    assert [own["shapes"] for own in told] == [[], [], []]
+def test_gradients_equal_one_process_for_random_shapes(results: list[Results]) -> None:
+    assert [result["shapes"] for result in results] == [[], [], []]
 
 
-@pytest.mark.parametrize("name", STAGES)
-def test_a_stage_says_what_its_program_does(told: list[Told], name: str) -> None:
-    said = [own["refused"].get(name, "") for own in told[:2]]
-    assert all(STAGES[name][2] in one for one in said) and said[0] == said[1]
-    assert bool(STAGES[name][2]) == bool(said[0])
+@pytest.mark.parametrize("name", STAGE_CASES)
+def test_wrong_summed_over_tp_attribute_is_refused(results: list[Results], name: str) -> None:
+    errors = [result["refused"].get(name, "") for result in results[:2]]
+    assert all(STAGE_CASES[name][2] in error for error in errors) and errors[0] == errors[1]
+    assert bool(STAGE_CASES[name][2]) == bool(errors[0])
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_each_model_shares_the_sequence(told: list[Told], kind: str) -> None:
-    """Gradients are those of one process. Those of norms are summed over the ranks first."""
-    want, parts = of_kind(kind, None), [own["kinds"][kind] for own in told[:2]]
+def test_model_families_equal_one_process(results: list[Results], kind: str) -> None:
+    """Gradients of norms are summed over the ranks before the comparison."""
+    want, parts = run_model(kind, None), [own["kinds"][kind] for own in results[:2]]
     assert len(want) == MODELS[kind][-1]
-    for name, (one, _) in want.items():
-        cut = parts[0][name][1]
+    for name, (expected, _) in want.items():
+        shard_dim = parts[0][name][1]
         pair = [own[name][0] for own in parts]
-        whole = pair[0] if cut is None else torch.cat(pair, cut)[: len(one)]
-        assert cut is not None or torch.equal(*pair), name
-        assert (whole - one).norm() <= 1e-5 * one.norm(), name
+        full = pair[0] if shard_dim is None else torch.cat(pair, shard_dim)[: len(expected)]
+        assert shard_dim is not None or torch.equal(*pair), name
+        assert (full - expected).norm() <= 1e-5 * expected.norm(), name
 
 
-def test_microbatches_may_differ_and_are_shared_evenly(told: list[Told]) -> None:
-    for own in told[:2]:
-        for one, other in zip(own["lengths"]["shared"], own["lengths"]["whole"], strict=True):
-            assert (one - other).norm() <= 1e-5 * other.norm()
+def test_microbatch_lengths_may_differ(results: list[Results]) -> None:
+    for result in results[:2]:
+        for shared, plain in zip(
+            result["lengths"]["shared"], result["lengths"]["whole"], strict=True
+        ):
+            assert (shared - plain).norm() <= 1e-5 * plain.norm()
         assert (
-            "2 tensor-parallel ranks cannot share a sequence of 7 tokens" in own["lengths"]["odd"]
+            "2 tensor-parallel ranks cannot share a sequence of 7 tokens"
+            in result["lengths"]["odd"]
         )
 
 
-def test_each_draws_for_its_own_tokens_the_same_when_it_runs_again(told: list[Told]) -> None:
-    masks = [own["drawn"]["masks"] for own in told[:2]]
-    for mine, other in zip(*masks, strict=True):
-        assert 0.3 < mine.float().mean() < 0.7 and not torch.equal(mine, other)
-    for own in told[:2]:
-        once, again = own["drawn"]["losses"]
-        assert all(map(torch.equal, once, again))
-    assert torch.equal(*(own["drawn"]["losses"][0][0] for own in told[:2]))
+def test_recompute_has_same_dropout_mask_per_rank(results: list[Results]) -> None:
+    masks = [result["drawn"]["masks"] for result in results[:2]]
+    for first_mask, second_mask in zip(*masks, strict=True):
+        assert 0.3 < first_mask.float().mean() < 0.7 and not torch.equal(first_mask, second_mask)
+    for result in results[:2]:
+        plain, recomputed = result["drawn"]["losses"]
+        assert all(map(torch.equal, plain, recomputed))
+    assert torch.equal(*(result["drawn"]["losses"][0][0] for result in results[:2]))
 
 
-def test_tokens_that_cannot_be_shared_are_refused() -> None:
+def test_indivisible_sequence_is_refused() -> None:
     assert select_local_tokens(torch.ones(3, 2), None).shape == (3, 2)
 
     class Two:
@@ -350,14 +366,16 @@ def test_tokens_that_cannot_be_shared_are_refused() -> None:
         select_local_tokens(torch.ones(3, 2), two)
 
 
-def test_a_training_run_shares_the_sequence(config: str, tmp_path: Path) -> None:
-    """The losses of training and evaluation are nearly those without sequence parallelism."""
-    found = []
+def test_training_losses_equal_plain_tensor_parallelism(config: str, tmp_path: Path) -> None:
+    """Losses of training and evaluation are close to those without sequence parallelism."""
+    losses_by_option = []
     for sequence in ("false", "true"):
         folder = tmp_path / sequence
         train(
             config, folder, f"pipeline.sequence_parallel={sequence}", "train.steps=3",
             "train.evaluate_every=3", "train.evaluate_batches=1", "data.validation=0.2",
         )  # fmt: skip
-        found.append(losses(folder))
-    assert found[0][0] > 3 and found[0] == pytest.approx(found[1], rel=1e-5)
+        losses_by_option.append(losses(folder))
+    assert losses_by_option[0][0] > 3 and losses_by_option[0] == pytest.approx(
+        losses_by_option[1], rel=1e-5
+    )

@@ -1,4 +1,4 @@
-"""Tests of services, through which the step loop calls features that it does not know."""
+"""Tests of services: the step loop calls optional features only through this interface."""
 
 from __future__ import annotations
 
@@ -26,12 +26,12 @@ from schedir.runtime.warm_up import undo_steps
 from schedir.schedules import one_f_one_b
 from schedir.testing.tiny_model import WIDTH, make_batch, make_tiny_stages, squared_error
 
-# The attributes that an object may have. A feature has its own state in a service instead.
-BUDGET = {State: 20, RankResources: 12}
-ARGUMENTS_OF_AN_EXECUTOR = 12  # Options that belong together are an object.
+# The maximum number of attributes. A feature has its state in a service instead.
+MAX_ATTRIBUTES = {State: 20, RankResources: 12}
+MAX_EXECUTOR_ARGUMENTS = 12  # Options that belong together are an object.
 # The files that run a step or surround it, with the services that they may name: `Executor` has
 # public members of these.
-CORE = {
+CORE_FILES = {
     "rank_state": set[str](),
     "rank_resources": set[str](),
     "program_runner": set[str](),
@@ -44,7 +44,7 @@ CORE = {
 }
 
 
-class _Notes(Service):
+class _CallLog(Service):
     """Records which methods were called, and keeps some memory."""
 
     def __init__(self) -> None:
@@ -107,67 +107,70 @@ class _Notes(Service):
         return taken
 
 
-class _ProgramNotes(ProgramService, _Notes):
+class _ProgramCallLog(ProgramService, _CallLog):
     def __init__(self, state: State) -> None:
         ProgramService.__init__(self, state)
-        _Notes.__init__(self)
+        _CallLog.__init__(self)
 
 
-class _Memory(_ProgramNotes):
+class _MemoryService(_ProgramCallLog):
     """Creates no tensors itself."""
 
     def prepare_step(self, batch: StepInputs) -> StepInputs:
         return batch
 
 
-class _RankNotes(RankService, _Notes):
+class _RankCallLog(RankService, _CallLog):
     def __init__(self, resources: RankResources) -> None:
         RankService.__init__(self, resources)
-        _Notes.__init__(self)
+        _CallLog.__init__(self)
 
 
-def _make(*more: schedir.Program, ranks: int = 1, loss: Loss = squared_error) -> InProcessExecutor:
+def _make_executor(
+    *extra_programs: schedir.Program, ranks: int = 1, loss: Loss = squared_error
+) -> InProcessExecutor:
     shape = PipelineShape(ranks, 2)
     program = schedir.compile(one_f_one_b, shape, progress_model="per_edge", clip_grad_norm=True)
     return InProcessExecutor(
-        program, make_tiny_stages(ranks), loss=loss, extra_programs=more,
+        program, make_tiny_stages(ranks), loss=loss, extra_programs=extra_programs,
         boundary=Boundary((2, WIDTH), torch.float64),
-        optimizer=lambda own: torch.optim.SGD(own, lr=0.1),
+        optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
     )  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", [_ProgramNotes, _RankNotes])
-def test_all_parts_of_a_step_call_a_service(kind: type[_ProgramNotes | _RankNotes]) -> None:
-    world, plain = _make(), _make()
+@pytest.mark.parametrize("kind", [_ProgramCallLog, _RankCallLog])
+def test_each_phase_of_step_calls_services(kind: type[_ProgramCallLog | _RankCallLog]) -> None:
+    world, plain = _make_executor(), _make_executor()
     (rank,) = world.executors
-    notes: _Notes = rank.state.service(kind)
-    step = ["prepare_step", "begin_update", "begin_step", "begin_optimizer_step", "finish_step",
-            "restore", "needs_rerun"]  # fmt: skip
+    log: _CallLog = rank.state.service(kind)
+    step_calls = ["prepare_step", "begin_update", "begin_step", "begin_optimizer_step",
+                  "finish_step", "restore", "needs_rerun"]  # fmt: skip
     inputs, targets = make_batch(2, 0)
     total = world.step(inputs, targets)
-    assert notes.take() == ["lift_guard", *step, *step]  # the service requested the second step
-    wanted = [plain.step(inputs, [2 * y for y in targets]) for _ in range(2)][-1]
-    assert torch.equal(total, wanted)
+    # The service requested the second step.
+    assert log.take() == ["lift_guard", *step_calls, *step_calls]
+    expected = [plain.step(inputs, [2 * y for y in targets]) for _ in range(2)][-1]
+    assert torch.equal(total, expected)
     world.validate_last_update()
-    assert notes.take() == ["lift_guard", "validate"]
+    assert log.take() == ["lift_guard", "validate"]
     (saved,) = world.checkpoint_state().collect_rank_states(rank.resources.optimizer)
-    assert notes.take() == ["require_savable"]
+    assert log.take() == ["require_savable"]
     saved.set_loading(False)
-    assert notes.take() == ["on_load"]
+    assert log.take() == ["on_load"]
     with undo_steps(rank.state):
-        assert notes.take() == ["preserve", "undo True"]
-    assert notes.take() == ["undone"]
+        assert log.take() == ["preserve", "undo True"]
+    assert log.take() == ["undone"]
     # An error before the first instruction, and one within it.
     with pytest.raises(ExecutionError):
         world.step(inputs[:1], targets)
-    assert notes.take()[-2:] == ["restore", "fail False"]
+    assert log.take()[-2:] == ["restore", "fail False"]
     rank.runner.calls[0] = Call(None, lambda: [][0])
     with pytest.raises(ExecutionError):
         world.step(inputs, targets)
-    assert notes.take()[-2:] == ["restore", "fail True"]
+    assert log.take()[-2:] == ["restore", "fail True"]
 
 
-class _Failure(ProgramService):
+class _FailingService(ProgramService):
     """Raises an error in one method."""
 
     method = ""
@@ -186,11 +189,9 @@ def _dropout_error(y: Tensor, target: Tensor) -> Tensor:
 
 @pytest.mark.parametrize("method", ["prepare_step", "begin_update", "begin_step"])
 @pytest.mark.parametrize("rank", [0, 1])
-def test_an_error_before_the_first_instruction_changes_no_later_step(
-    rank: int, method: str
-) -> None:
-    worlds = [_make(ranks=2, loss=_dropout_error) for _ in range(2)]
-    failure = worlds[0].executors[rank].state.service(_Failure)
+def test_error_before_first_instruction_changes_no_later_step(rank: int, method: str) -> None:
+    worlds = [_make_executor(ranks=2, loss=_dropout_error) for _ in range(2)]
+    failure = worlds[0].executors[rank].state.service(_FailingService)
     failure.fail_in(method)
     with pytest.raises(KeyboardInterrupt):
         worlds[0].step(*make_batch(2, 0))
@@ -198,26 +199,26 @@ def test_an_error_before_the_first_instruction_changes_no_later_step(
     delattr(failure, method)
     one, other = (world.step(*make_batch(2, 0)) for world in worlds)
     assert torch.equal(one, other)
-    assert {each.random_streams.step for world in worlds for each in world.executors} == {1}
+    assert {executor.random_streams.step for world in worlds for executor in world.executors} == {1}
 
 
 @pytest.mark.parametrize("method", ["restore", "fail"])
-def test_an_error_in_the_clean_up_stops_no_other_service(method: str) -> None:
-    world = _make(ranks=2)
+def test_error_in_cleanup_stops_no_other_service(method: str) -> None:
+    world = _make_executor(ranks=2)
     for rank in world.executors:
-        rank.state.service(_Failure).fail_in(method)
-    notes = [rank.state.service(_ProgramNotes) for rank in world.executors]
+        rank.state.service(_FailingService).fail_in(method)
+    logs = [rank.state.service(_ProgramCallLog) for rank in world.executors]
     world.executors[0].runner.calls[0] = Call(None, lambda: [][0])
     with pytest.raises(KeyboardInterrupt):
         world.step(*make_batch(2, 0))
-    assert [one.take()[-2:] for one in notes] == [["restore", "fail True"]] * 2
+    assert [log.take()[-2:] for log in logs] == [["restore", "fail True"]] * 2
 
 
-def test_live_memory_counts_that_of_services() -> None:
+def test_live_memory_includes_services() -> None:
     def peaks(*, notes: bool) -> dict[str, int]:
-        world = _make()
+        world = _make_executor()
         if notes:
-            world.executors[0].state.service(_Memory).calls = ["needs_rerun"]
+            world.executors[0].state.service(_MemoryService).calls = ["needs_rerun"]
         with LiveMemory(world.executors[0]) as memory:
             world.step(*make_batch(2, 0))
         return memory.peak_by_tier
@@ -228,30 +229,30 @@ def test_live_memory_counts_that_of_services() -> None:
     }  # fmt: skip
 
 
-def test_programs_share_the_services_of_their_rank_only() -> None:
-    other = schedir.compile(one_f_one_b, PipelineShape(1, 4), progress_model="per_edge",
-                            clip_grad_norm=True)  # fmt: skip
-    (rank,) = _make(other).executors
-    one, two = (runner.state for runner in rank.runners.values())
-    assert one.service(_RankNotes) is two.service(_RankNotes)
-    assert one.service(_ProgramNotes) is one.service(_ProgramNotes)
-    assert one.service(_ProgramNotes) is not two.service(_ProgramNotes)
+def test_programs_share_only_rank_services() -> None:
+    extra_program = schedir.compile(one_f_one_b, PipelineShape(1, 4), progress_model="per_edge",
+                                    clip_grad_norm=True)  # fmt: skip
+    (rank,) = _make_executor(extra_program).executors
+    first_state, second_state = (runner.state for runner in rank.runners.values())
+    assert first_state.service(_RankCallLog) is second_state.service(_RankCallLog)
+    assert first_state.service(_ProgramCallLog) is first_state.service(_ProgramCallLog)
+    assert first_state.service(_ProgramCallLog) is not second_state.service(_ProgramCallLog)
 
 
-@pytest.mark.parametrize("kind", BUDGET)
-def test_core_objects_stay_small(kind: type[State | RankResources]) -> None:
-    (rank,) = _make().executors
-    one = rank.state if kind is State else rank.resources
+@pytest.mark.parametrize("kind", MAX_ATTRIBUTES)
+def test_core_objects_have_few_attributes(kind: type[State | RankResources]) -> None:
+    (rank,) = _make_executor().executors
+    core_object = rank.state if kind is State else rank.resources
     properties = {name for name, value in vars(kind).items() if isinstance(value, property)}
-    assert len(vars(one).keys() | properties) <= BUDGET[kind]
+    assert len(vars(core_object).keys() | properties) <= MAX_ATTRIBUTES[kind]
 
 
 @pytest.mark.parametrize("kind", [Executor, InProcessExecutor])
 def test_executors_take_few_arguments(kind: type) -> None:
-    assert len(signature(kind).parameters) <= ARGUMENTS_OF_AN_EXECUTOR
+    assert len(signature(kind).parameters) <= MAX_EXECUTOR_ARGUMENTS
 
 
-@pytest.mark.parametrize("name", CORE)
+@pytest.mark.parametrize("name", CORE_FILES)
 def test_core_files_name_no_service(name: str) -> None:
     module = import_module(f"schedir.runtime.{name}")
     names = {
@@ -259,18 +260,18 @@ def test_core_files_name_no_service(name: str) -> None:
         for node in ast.walk(ast.parse(Path(str(module.__file__)).read_bytes()))
         if isinstance(node, ast.Name | ast.Attribute)
     }
-    found = {
-        each
-        for each, value in vars(module).items()
-        if isinstance(value, type) and issubclass(value, Service) and not each.startswith("_")
+    services = {
+        service
+        for service, value in vars(module).items()
+        if isinstance(value, type) and issubclass(value, Service) and not service.startswith("_")
     }
-    assert found - {"Service", "ProgramService", "RankService"} == CORE[name]
+    assert services - {"Service", "ProgramService", "RankService"} == CORE_FILES[name]
     assert not names & {"sharded_parameters", "optimizer_state", "spill_file"}
 
 
-def test_stages_without_a_feature_have_no_service_of_it() -> None:
-    """A program without sharding, offload and delay has no services for these."""
-    (rank,) = _make().executors
+def test_unused_features_have_no_service() -> None:
+    """The program has no sharding, offload or weight delay."""
+    (rank,) = _make_executor().executors
     names = {kind.__name__ for kind in (*rank.resources.services, *rank.state.services)}
     assert names == {
         "LossGradients", "MessageBuffers", "OptimizerSteps", "PendingReductions", "PendingSends",

@@ -29,27 +29,27 @@ from tests.cpu.gloo_processes import RankError, run
 from tests.cpu.tiny_stages import BOUNDARY, gpt_stages
 
 
-def _executor(process: int, differs: str) -> None:
-    """Build the executor of one of two ranks or replicas, where process 1 differs."""
-    other = process == 1
+def _build_executor(process: int, differs: str) -> None:
+    """Build the executor of one of two ranks or replicas. Process 1 has another setting."""
+    is_different = process == 1
     replicas = differs in ("hidden", "gradients", "turned", "order", "fewer")
     shape = PipelineShape(1, 2) if replicas else PipelineShape(2, 2)
     program = compile(
         one_f_one_b, shape, tied_weights=shape.ranks > 1, dp=1 + replicas, clip_grad_norm=True
     )
-    transport = (EdgeGroups if other and differs == "transport" else GlooTransport)(program)
+    transport = (EdgeGroups if is_different and differs == "transport" else GlooTransport)(program)
     stages = gpt_stages(shape.stages)
-    if replicas and other:
+    if replicas and is_different:
         if differs == "gradients":
             use_float32_gradients(stages[0].bfloat16())
         elif differs == "hidden":
             stages = [gpt.build_stage(gpt.GPTConfig(32, 1, 32, 2, 8), 0, 1)]
         else:
-            _change(stages[0], differs)
-    if other and differs == "tied":
+            _change_parameters(stages[0], differs)
+    if is_different and differs == "tied":
         (weight,) = (p for n, p in stages[1].named_parameters() if n == "head.weight")
         weight.data = weight.data[:-1]
-    boundary = (*BOUNDARY.shape[:2], 32) if other and differs == "shape" else BOUNDARY.shape
+    boundary = (*BOUNDARY.shape[:2], 32) if is_different and differs == "shape" else BOUNDARY.shape
     Executor(
         program,
         transport.rank,
@@ -58,19 +58,19 @@ def _executor(process: int, differs: str) -> None:
         loss=gpt.loss,
         boundary=Boundary(boundary),
         gradients=GradientOptions(
-            max_norm=2.0 if other and differs == "max_norm" else 1.0,
-            loss_scale=LossScale(8.0) if other and differs == "scale" else None,
+            max_norm=2.0 if is_different and differs == "max_norm" else 1.0,
+            loss_scale=LossScale(8.0) if is_different and differs == "scale" else None,
         ),
-        seed=int(other and differs == "seed"),
+        seed=int(is_different and differs == "seed"),
     )
 
 
-def _change(stage: nn.Module, how: str) -> None:
+def _change_parameters(stage: nn.Module, change: str) -> None:
     """Change a shape, the order of parameters, or the number of trained parameters."""
     weight, bias = (stage.get_parameter(f"layers.0.proj.{name}") for name in ("weight", "bias"))
-    if how == "turned":
+    if change == "turned":
         weight.data = weight.data.view(8, 32)
-    elif how == "order":
+    elif change == "order":
         proj = stage.get_submodule("layers.0.proj")
         proj._parameters.clear()
         proj.register_parameter("bias", bias)
@@ -80,7 +80,7 @@ def _change(stage: nn.Module, how: str) -> None:
 
 
 @pytest.mark.parametrize(
-    ("differs", "said"),
+    ("differs", "message"),
     [
         ("shape", "the boundary: [2, 8, 16] of torch.float32 and [2, 8, 32] of torch.float32"),
         ("max_norm", "max_norm: 1.0 and 2.0"),
@@ -98,26 +98,26 @@ def _change(stage: nn.Module, how: str) -> None:
         ("tied", "the tied weight, slice 0: [32, 16] of "),
     ],
 )
-def test_a_difference_is_one_error_in_every_process(differs: str, said: str) -> None:
+def test_difference_is_reported_in_every_process(differs: str, message: str) -> None:
     with pytest.raises(RankError) as caught:
-        run(_executor, 2, differs, limit=60)
+        run(_build_executor, 2, differs, limit=60)
     assert len(caught.value.tracebacks) == 2
     for tb in caught.value.tracebacks.values():
         assert "ModelError: " in tb and "processes 0 and 1 do not agree on " in tb
-        assert said in tb
+        assert message in tb
 
 
-def test_processes_that_agree_are_let_through() -> None:
-    assert run(_executor, 2, "nothing") == [None, None]
+def test_equal_settings_are_accepted() -> None:
+    assert run(_build_executor, 2, "nothing") == [None, None]
 
 
-def _trainer(process: int, config: Config) -> None:
+def _build_trainer(process: int, config: Config) -> None:
     if process:
         config = replace(config, train=replace(config.train, lr=0.5))
     _Trainer(config, build_program(config), Corpus(config), None)
 
 
-def test_trainers_that_read_different_configurations() -> None:
+def test_different_learning_rates_are_refused() -> None:
     config: Any = Config(
         model=gpt.GPTConfig(256, 2, 16, 2, 8),
         pipeline=PipelineConfig(schedule="one_f_one_b", ranks=2, microbatches=2),
@@ -125,13 +125,13 @@ def test_trainers_that_read_different_configurations() -> None:
         train=TrainConfig(),
     )
     with pytest.raises(RankError) as caught:
-        run(partial(_trainer, config=config), 2, limit=60)
+        run(partial(_build_trainer, config=config), 2, limit=60)
     for tb in caught.value.tracebacks.values():
         assert "processes 0 and 1 do not agree on train.lr: 0.001 and 0.5" in tb
 
 
 @pytest.mark.parametrize("length", [0, 10, 200, 5000])
-def test_a_long_difference_is_shown_where_it_begins(length: int) -> None:
+def test_long_difference_is_shortened_to_its_begin(length: int) -> None:
     values = ["x" * length + end for end in ("one" + "y" * length, "other" + "y" * length)]
     text = find_difference([{"the boundaries": value} for value in values])
     assert text.startswith("processes 0 and 1 do not agree on the boundaries: ")

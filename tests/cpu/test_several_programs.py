@@ -35,7 +35,7 @@ ZOO = {name: s for name, s in get_built_in_schedules().items() if s is not forwa
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
 
 
-class Drops(nn.Module):
+class DropoutStage(nn.Module):
     """A stage that draws random numbers, and counts its training forwards in a buffer."""
 
     def __init__(self, inner: nn.Module) -> None:
@@ -52,34 +52,39 @@ class Drops(nn.Module):
         return nn.functional.dropout(y, 0.2, self.training) if y.is_floating_point() else y
 
 
-def shape_of(schedule: Any, microbatches: int, ranks: int = 2) -> PipelineShape:
+def make_shape(schedule: Any, microbatches: int, ranks: int = 2) -> PipelineShape:
     placement, fixed = get_placement_mark(schedule)
     v = fixed or (2 if "v" in signature(schedule).parameters else 1)
     return PipelineShape(ranks, microbatches, v, placement or "loop")
 
 
-def stages_of(program: Program) -> list[nn.Module]:
-    return [Drops(stage) for stage in gpt_stages(program.shape.stages, bool(program.tied_weights))]
+def make_stages(program: Program) -> list[nn.Module]:
+    return [
+        DropoutStage(stage)
+        for stage in gpt_stages(program.shape.stages, bool(program.tied_weights))
+    ]
 
 
-def ranks_of(program: Program, stages: list[nn.Module], **options: Any) -> InProcessExecutor:
+def make_executor(program: Program, stages: list[nn.Module], **options: Any) -> InProcessExecutor:
     usual: dict[str, Any] = {"loss": gpt.loss, "boundary": BOUNDARY, "optimizer": ADAM}
     return InProcessExecutor(program, stages, **usual | options)
 
 
-def numbers_of(ranks: InProcessExecutor, stages: list[nn.Module], total: Tensor) -> list[Tensor]:
+def collect_results(
+    ranks: InProcessExecutor, stages: list[nn.Module], total: Tensor
+) -> list[Tensor]:
     """Return the results of a step: its loss, its norm, weights and gradients."""
-    own = [p for stage in stages for p in stage.parameters()]
-    found = [
+    parameters = [p for stage in stages for p in stage.parameters()]
+    tensors = [
         total,
         ranks.executors[0].grad_norm,
-        *own,
-        *(p.grad for p in own if p.grad is not None),
+        *parameters,
+        *(p.grad for p in parameters if p.grad is not None),
     ]
-    return [x.detach().clone() for x in found]
+    return [x.detach().clone() for x in tensors]
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
+def is_same(one: list[Tensor], other: list[Tensor]) -> bool:
     return len(one) == len(other) and all(map(torch.equal, one, other))
 
 
@@ -93,15 +98,15 @@ def same(one: list[Tensor], other: list[Tensor]) -> bool:
         ("pipedream_2bw", 0),
     ],
 )
-def test_evaluations_leave_nothing(name: str, zero: int) -> None:
+def test_evaluations_do_not_change_training(name: str, zero: int) -> None:
     """A run with evaluations between and within steps has the bits of a run without them."""
     schedule, m = ZOO[name], 8
     shape = (
         PipelineShape(2, m, optimizer_steps=4, weight_delay=1)
         if name == "pipedream_2bw"
-        else shape_of(schedule, m)
+        else make_shape(schedule, m)
     )
-    two_way = shape.placement_rows > 1
+    is_bidirectional = shape.placement_rows > 1
     program = schedir.compile(
         schedule,
         shape,
@@ -110,29 +115,29 @@ def test_evaluations_leave_nothing(name: str, zero: int) -> None:
         zero=zero,
         progress_model="per_edge",
     )
-    looks = schedir.evaluation_program(program, "per_edge")
-    found, losses = [], []
+    evaluation = schedir.evaluation_program(program, "per_edge")
+    results, losses = [], []
     for evaluates in (False, True):
-        stages: list[nn.Module] = [Drops(s) for s in gpt_stages(shape.stages)]
-        ranks = ranks_of(program, stages, extra_programs=[looks])
+        stages: list[nn.Module] = [DropoutStage(s) for s in gpt_stages(shape.stages)]
+        ranks = make_executor(program, stages, extra_programs=[evaluation])
         steps: list[Tensor] = []
         for k in range(2):
             if evaluates:
                 before = ranks.executors[0].random_streams.step
-                n = looks.shape.microbatches
+                n = evaluation.shape.microbatches
                 inputs, targets, _ = batch(n, 99)
                 losses += [ranks.evaluate(inputs, targets, order_seed=s) for s in (None, 5)]
                 assert ranks.executors[0].random_streams.step == before
                 assert all(module.training for module in stages)
             inputs, targets, scale = batch(shape.microbatches, k)
-            steps += numbers_of(ranks, stages, ranks.step(inputs, targets, scale))
-        found.append(steps)
-    assert same(*found) and two_way == (name == "dualpipe")
+            steps += collect_results(ranks, stages, ranks.step(inputs, targets, scale))
+        results.append(steps)
+    assert is_same(*results) and is_bidirectional == (name == "dualpipe")
     assert all(map(torch.equal, losses[::2], losses[1::2]))
     assert losses[0] != losses[-1]
 
 
-def test_the_page_does_what_it_says() -> None:
+def test_page_example_runs() -> None:
     (body,) = re.findall(r"```python\n(.*?)```", PAGE.read_text(), re.S)
     exec(compile(body, PAGE.name, "exec"), {})
 
@@ -140,7 +145,7 @@ def test_the_page_does_what_it_says() -> None:
 # ---------------------------------------------------------------- processes
 
 
-def programs_of(dp: int, zero: int) -> list[Program]:
+def compile_programs(dp: int, zero: int) -> list[Program]:
     """Return programs that train 6 microbatches, train 3, and evaluate 2."""
     how: dict[str, Any] = {"dp": dp, "zero": zero, "progress_model": "per_edge"}
     large, small = (
@@ -152,61 +157,65 @@ def programs_of(dp: int, zero: int) -> list[Program]:
     return [large, small, schedir.compile(forward_only, PipelineShape(2, 2), **how)]
 
 
-def own_stage(rank: int) -> dict[int, nn.Module]:
-    return {rank: Drops(gpt_stages(2)[rank])}
+def make_own_stage(rank: int) -> dict[int, nn.Module]:
+    return {rank: DropoutStage(gpt_stages(2)[rank])}
 
 
-def in_processes(rank: int, kind: str, dp: int, zero: int) -> list[list[Tensor]]:
-    """Run steps of two programs, without and with evaluations of smaller microbatches between."""
-    found: list[list[Tensor]] = []
-    large, small, looks = programs_of(dp, zero)
+def run_with_and_without_evaluations(
+    rank: int, kind: str, dp: int, zero: int
+) -> list[list[Tensor]]:
+    """Return the results of steps of two programs, without and with evaluations between them."""
+    results: list[list[Tensor]] = []
+    large, small, evaluation = compile_programs(dp, zero)
     for evaluates in (False, True):
-        others = [small, looks] if evaluates else [small]
+        programs = [small, evaluation] if evaluates else [small]
         transport = {"gloo": GlooTransport, "shared": SharedMemoryTransport}[kind](
-            large, 20.0, extra_programs=others
+            large, 20.0, extra_programs=programs
         )
-        more: list[Any] = [p if p.has_backward else (p, (1, *BOUNDARY.shape[1:])) for p in others]
-        stages = own_stage(transport.rank)
+        extra_programs: list[Any] = [
+            p if p.has_backward else (p, (1, *BOUNDARY.shape[1:])) for p in programs
+        ]
+        stages = make_own_stage(transport.rank)
         optimizer = ADAM([p for stage in stages.values() for p in stage.parameters()])
         executor = Executor(
             large, transport.rank, stages, transport, loss=gpt.loss, boundary=BOUNDARY,
-            optimizer=optimizer, extra_programs=more,
+            optimizer=optimizer, extra_programs=extra_programs,
         )  # fmt: skip
-        numbers: list[Tensor] = []
+        tensors: list[Tensor] = []
         for k, program in enumerate([large, small, small, large]):
             m = program.shape.microbatches
             inputs, targets, scale = batch(m * dp, k)
-            own = [t[transport.dp_rank * m :][:m] for t in (inputs, targets)]
+            local_batch = [t[transport.dp_rank * m :][:m] for t in (inputs, targets)]
             if evaluates:
-                executor.evaluate(own[0][:2, :1], own[1][:2, :1])
-            total = executor.step(own[0], own[1], scale, program=program)
-            numbers += [torch.zeros(()) if total is None else total, executor.grad_norm]
+                executor.evaluate(local_batch[0][:2, :1], local_batch[1][:2, :1])
+            total = executor.step(local_batch[0], local_batch[1], scale, program=program)
+            tensors += [torch.zeros(()) if total is None else total, executor.grad_norm]
             with executor.full_parameters():
-                numbers += [p.detach().clone() for p in stages[transport.rank].parameters()]
-        found.append(numbers)
-    return found
+                tensors += [p.detach().clone() for p in stages[transport.rank].parameters()]
+        results.append(tensors)
+    return results
 
 
 @pytest.mark.parametrize(
     ("kind", "dp", "zero"), [("gloo", 2, 0), ("shared", 2, 3), ("shared", 1, 0)]
 )
-def test_in_processes(kind: str, dp: int, zero: int) -> None:
-    for without, with_evaluations in run(in_processes, 2 * dp, kind, dp, zero):
-        assert same(without, with_evaluations)
+def test_evaluations_do_not_change_training_on_processes(kind: str, dp: int, zero: int) -> None:
+    for without, with_evaluations in run(run_with_and_without_evaluations, 2 * dp, kind, dp, zero):
+        assert is_same(without, with_evaluations)
 
 
-def out_of_order(rank: int) -> str:
-    """Let one rank evaluate twice before it trains, and the other once."""
-    _, program, looks = programs_of(1, 0)
-    transport = SharedMemoryTransport(program, 20.0, extra_programs=[looks])
+def run_out_of_order(rank: int) -> str:
+    """Evaluate twice before the second step on rank 0, but once on rank 1."""
+    _, program, evaluation = compile_programs(1, 0)
+    transport = SharedMemoryTransport(program, 20.0, extra_programs=[evaluation])
     executor = Executor(
         program,
         rank,
-        own_stage(rank),
+        make_own_stage(rank),
         transport,
         loss=gpt.loss,
         boundary=BOUNDARY,
-        extra_programs=[looks],
+        extra_programs=[evaluation],
     )
     inputs, targets, scale = batch(3)
     with pytest.raises(ProgramSequenceError) as error:
@@ -217,14 +226,14 @@ def out_of_order(rank: int) -> str:
     return format_error(error.value)
 
 
-def test_steps_that_would_meet_each_others_messages_are_refused() -> None:
-    """The first rank of the second evaluation only sends, and would go on to the step."""
-    one, other = run(out_of_order, 2)
-    assert one == other
-    assert one + "\n" == (GOLDEN / "sequence.txt").read_text()
+def test_different_program_order_on_ranks_is_refused() -> None:
+    """Rank 0 only sends in an evaluation, so it would continue with the step."""
+    first_error, second_error = run(run_out_of_order, 2)
+    assert first_error == second_error
+    assert first_error + "\n" == (GOLDEN / "sequence.txt").read_text()
 
 
-def test_a_switch_that_no_other_process_makes_has_the_names_of_the_programs() -> None:
+def test_timeout_of_program_switch_names_programs() -> None:
     class Deserted(GlooTransport):
         dp_rank = tp_rank = 0
 
@@ -247,46 +256,65 @@ def test_a_switch_that_no_other_process_makes_has_the_names_of_the_programs() ->
 # ---------------------------------------------------------------- refusals
 
 
-def refused() -> list[Exception]:
+def collect_refusals() -> list[Exception]:
     """Return the errors of wrong combinations of programs."""
     program = schedir.compile(one_f_one_b, PipelineShape(2, 4), clip_grad_norm=True)
-    looks = schedir.evaluation_program(program)
+    evaluation = schedir.evaluation_program(program)
     stages = gpt_stages(2, False)
-    found: list[Exception] = []
+    errors: list[Exception] = []
 
-    def tried(attempt: Any) -> None:
+    def record_refusal(attempt: Any) -> None:
         with pytest.raises(SchedirError) as error:
             attempt()
-        found.append(error.value)
+        errors.append(error.value)
 
-    def beside(*more: Any, of: Program = program) -> Any:
-        return lambda: ranks_of(of, stages, extra_programs=more)
+    def make_with_extra_programs(*extra_programs: Any, of: Program = program) -> Any:
+        return lambda: make_executor(of, stages, extra_programs=extra_programs)
 
-    tried(beside(schedir.compile(interleaved, PipelineShape(2, 4, 2), clip_grad_norm=True)))
-    tried(beside(schedir.compile(gpipe, PipelineShape(2, 4))))
-    tried(beside(schedir.compile(gpipe, PipelineShape(2, 4), clip_grad_norm=True, zero=1)))
-    tried(beside(schedir.compile(gpipe, PipelineShape(2, 4), clip_grad_norm=True, dp=2)))
-    tried(beside(program))
-    tried(beside(program, of=looks))
-    after = partial(schedir.compile, clip_grad_norm=True, norm_check="after_step")
-    tried(beside(after(gpipe, PipelineShape(2, 4)), of=after(one_f_one_b, PipelineShape(2, 4))))
+    record_refusal(
+        make_with_extra_programs(
+            schedir.compile(interleaved, PipelineShape(2, 4, 2), clip_grad_norm=True)
+        )
+    )
+    record_refusal(make_with_extra_programs(schedir.compile(gpipe, PipelineShape(2, 4))))
+    record_refusal(
+        make_with_extra_programs(
+            schedir.compile(gpipe, PipelineShape(2, 4), clip_grad_norm=True, zero=1)
+        )
+    )
+    record_refusal(
+        make_with_extra_programs(
+            schedir.compile(gpipe, PipelineShape(2, 4), clip_grad_norm=True, dp=2)
+        )
+    )
+    record_refusal(make_with_extra_programs(program))
+    record_refusal(make_with_extra_programs(program, of=evaluation))
+    compile_after_step = partial(schedir.compile, clip_grad_norm=True, norm_check="after_step")
+    record_refusal(
+        make_with_extra_programs(
+            compile_after_step(gpipe, PipelineShape(2, 4)),
+            of=compile_after_step(one_f_one_b, PipelineShape(2, 4)),
+        )
+    )
 
-    part = schedir.compile(one_f_one_b, PipelineShape(2, 2), clip_grad_norm=True)
-    ranks = ranks_of(program, stages, extra_programs=[looks, part], optimizer=None)
+    partial_batch = schedir.compile(one_f_one_b, PipelineShape(2, 2), clip_grad_norm=True)
+    ranks = make_executor(
+        program, stages, extra_programs=[evaluation, partial_batch], optimizer=None
+    )
     inputs, targets, _ = batch(4)
-    tried(lambda: ranks.step(inputs, targets, program=looks))
-    alone = ranks_of(program, stages, optimizer=None)
-    tried(lambda: alone.evaluate(inputs, targets))
-    tried(lambda: ranks.evaluate(inputs[:2], targets[:2], program=part))
-    return found
+    record_refusal(lambda: ranks.step(inputs, targets, program=evaluation))
+    single_program = make_executor(program, stages, optimizer=None)
+    record_refusal(lambda: single_program.evaluate(inputs, targets))
+    record_refusal(lambda: ranks.evaluate(inputs[:2], targets[:2], program=partial_batch))
+    return errors
 
 
-def test_what_does_not_go_together_is_refused() -> None:
-    said = "\n".join(map(format_error, refused()))  # type: ignore[arg-type]
-    assert said + "\n" == (GOLDEN / "refused.txt").read_text()
+def test_incompatible_programs_are_refused() -> None:
+    errors = "\n".join(map(format_error, collect_refusals()))  # type: ignore[arg-type]
+    assert errors + "\n" == (GOLDEN / "refused.txt").read_text()
 
 
-class Writes(nn.Module):
+class WritingStage(nn.Module):
     """A stage that writes to its weight, or to a buffer, in each forward."""
 
     def __init__(self, *, parameter: bool, data: bool = False) -> None:
@@ -297,25 +325,25 @@ class Writes(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
-            into = self.weight if self.parameter else self.seen
-            assert isinstance(into, Tensor)
-            (into.data if self.data else into).add_(1.0)
+            target = self.weight if self.parameter else self.seen
+            assert isinstance(target, Tensor)
+            (target.data if self.data else target).add_(1.0)
         return x * self.weight
 
 
 @pytest.mark.parametrize("data", [False, True])
-def test_forwards_that_write_are_put_back_or_refused(data: bool) -> None:
+def test_evaluation_undoes_buffer_writes_and_refuses_weight_writes(data: bool) -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2))
-    looks, x = schedir.evaluation_program(program), torch.ones(2, 1, 4)
-    how: dict[str, Any] = {
+    evaluation, x = schedir.evaluation_program(program), torch.ones(2, 1, 4)
+    options: dict[str, Any] = {
         "loss": nn.functional.mse_loss,
         "boundary": (1, 4),
-        "extra_programs": [looks],
+        "extra_programs": [evaluation],
     }
     for parameter in (False, True):
-        stages = [Writes(parameter=parameter, data=data), Writes(parameter=False)]
+        stages = [WritingStage(parameter=parameter, data=data), WritingStage(parameter=False)]
         ranks = InProcessExecutor(
-            program, stages, execution=ExecutionOptions(allow_identical_stages=True), **how
+            program, stages, execution=ExecutionOptions(allow_identical_stages=True), **options
         )
         if parameter:
             with pytest.raises(ModelError, match="writes to Parameter weight in an evaluation"):

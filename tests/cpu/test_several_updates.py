@@ -33,7 +33,7 @@ adam = partial(torch.optim.AdamW, lr=LR)
 
 
 def split(r: int, P: int, m: int) -> RankSchedule:
-    """Return 1F1B with split backwards, where W follows at once."""
+    """Return 1F1B with split backwards, where W directly follows I."""
     lead = min(P - 1 - r, m)
     return lead * F + (m - lead) * (F + I + W) + lead * (I + W)
 
@@ -42,11 +42,11 @@ def weights(stages: Sequence[nn.Module]) -> list[Tensor]:
     return [p.detach().clone() for stage in stages for p in stage.parameters()]
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
+def is_same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def gradient(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
+def compute_gradient(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     """Return the gradient of the losses of an update, computed microbatch by microbatch."""
     model.zero_grad()
     for x, target in zip(inputs, targets, strict=True):
@@ -54,17 +54,17 @@ def gradient(model: nn.Module, inputs: Tensor, targets: Tensor) -> Tensor:
     return torch.cat([p.grad.reshape(-1) for p in model.parameters() if p.grad is not None])
 
 
-def two_buffered(shape: PipelineShape, inputs: Tensor, targets: Tensor) -> list[Tensor]:
+def run_2bw_formula(shape: PipelineShape, inputs: Tensor, targets: Tensor) -> list[Tensor]:
     """Compute W(t+1) = W(t) - lr grad(W(t-1)), the paper's rule, without schedir."""
     model = nn.Sequential(*make_tiny_stages(shape.stages))
-    now = parameters_to_vector(model.parameters()).detach()
-    before = now
+    newest = parameters_to_vector(model.parameters()).detach()
+    previous = newest
     for x, target in zip(
         inputs.chunk(shape.optimizer_steps), targets.chunk(shape.optimizer_steps), strict=True
     ):
-        vector_to_parameters(before, model.parameters())
-        now, before = now.add(gradient(model, x, target), alpha=-LR), now
-    vector_to_parameters(now, model.parameters())
+        vector_to_parameters(previous, model.parameters())
+        newest, previous = newest.add(compute_gradient(model, x, target), alpha=-LR), newest
+    vector_to_parameters(newest, model.parameters())
     return weights([model])
 
 
@@ -74,12 +74,15 @@ def stage_by_stage(
     """Return the weights of a plain loop, which assembles each model from old versions."""
     stages = make_tiny_stages(shape.stages)
     steps = [optimizer(list(stage.parameters())) for stage in stages]
-    kept = [[deepcopy(stage)] for stage in stages]
+    versions_by_stage = [[deepcopy(stage)] for stage in stages]
     for u in range(shape.optimizer_steps):
         mb = slice(u * shape.microbatches_per_update, (u + 1) * shape.microbatches_per_update)
-        used = [versions[int(shape.weight_version(s, mb.start))] for s, versions in enumerate(kept)]
-        gradient(nn.Sequential(*used), inputs[mb], targets[mb])
-        for stage, old, step, versions in zip(stages, used, steps, kept, strict=True):
+        used = [
+            versions[int(shape.weight_version(s, mb.start))]
+            for s, versions in enumerate(versions_by_stage)
+        ]
+        compute_gradient(nn.Sequential(*used), inputs[mb], targets[mb])
+        for stage, old, step, versions in zip(stages, used, steps, versions_by_stage, strict=True):
             for p, q in zip(stage.parameters(), old.parameters(), strict=True):
                 p.grad = q.grad
             step.step()
@@ -87,15 +90,17 @@ def stage_by_stage(
     return weights(stages)
 
 
-def in_process(schedule: Any, shape: PipelineShape, optimizer: Any, seed: int = 0) -> list[Tensor]:
+def run_in_process(
+    schedule: Any, shape: PipelineShape, optimizer: Any, seed: int = 0
+) -> list[Tensor]:
     program = compile(schedule, shape, progress_model="per_edge")
     stages = make_tiny_stages(shape.stages)
-    own = weights(stages)
+    initial_weights = weights(stages)
     ranks = InProcessExecutor(
         program, stages, loss=squared_error, boundary=BOUNDARY, optimizer=optimizer
     )
     ranks.step(*make_batch(shape.microbatches), order_seed=seed)
-    assert not same(own, weights(stages))
+    assert not is_same(initial_weights, weights(stages))
     return weights(stages)
 
 
@@ -106,39 +111,39 @@ def in_process(schedule: Any, shape: PipelineShape, optimizer: Any, seed: int = 
         PipelineShape(4, 12, optimizer_steps=4, weight_delay=1),
     ],
 )
-def test_2bw_is_its_rule(shape: PipelineShape) -> None:
-    right = two_buffered(shape, *make_batch(shape.microbatches))
+def test_pipedream_2bw_equals_its_formula(shape: PipelineShape) -> None:
+    expected = run_2bw_formula(shape, *make_batch(shape.microbatches))
     for seed in range(3):
-        assert same(in_process(pipedream_2bw, shape, sgd, seed), right)
+        assert is_same(run_in_process(pipedream_2bw, shape, sgd, seed), expected)
 
 
-class Beside(nn.Module):
+class OutsideReference(nn.Module):
     """A stage that keeps its own reference to a weight."""
 
     def __init__(self, beside: bool) -> None:
         super().__init__()
         self.layer = nn.Linear(WIDTH, WIDTH, dtype=torch.float64)
-        self.own = [self.layer.weight] * beside
+        self.references = [self.layer.weight] * beside
 
     def forward(self, x: Tensor) -> Tensor:
         y = torch.tanh(self.layer(x))
-        return sum((y @ weight for weight in self.own), y)
+        return sum((y @ weight for weight in self.references), y)
 
 
 @pytest.mark.parametrize("late", [False, True])
-def test_versions_have_the_hooks_of_their_weights(late: bool) -> None:
+def test_weight_versions_have_hooks_of_weights(late: bool) -> None:
     """A step of two updates without delay equals two steps, also with hooks on gradients."""
-    found = []
+    weights_by_updates = []
     for updates in (1, 2):
         torch.manual_seed(0)
-        stages: list[nn.Module] = [Beside(False), Beside(False)]
+        stages: list[nn.Module] = [OutsideReference(False), OutsideReference(False)]
         for stage in stages:
             for weight in stage.parameters():
                 if late:
                     weight.register_post_accumulate_grad_hook(_halve)
                 else:
                     weight.register_hook(lambda gradient: gradient * 0.5)
-        program = compile(_in_turns, PipelineShape(2, 2 * updates, optimizer_steps=updates))
+        program = compile(_two_updates, PipelineShape(2, 2 * updates, optimizer_steps=updates))
         ranks = InProcessExecutor(
             program,
             stages,
@@ -147,10 +152,10 @@ def test_versions_have_the_hooks_of_their_weights(late: bool) -> None:
             optimizer=partial(torch.optim.SGD, lr=LR),
         )
         inputs, targets = make_batch(4)
-        for own in range(0, 4, 2 * updates):
-            ranks.step(inputs[own : own + 2 * updates], targets[own : own + 2 * updates])
-        found.append(weights(stages))
-    assert same(*found)
+        for start in range(0, 4, 2 * updates):
+            ranks.step(inputs[start : start + 2 * updates], targets[start : start + 2 * updates])
+        weights_by_updates.append(weights(stages))
+    assert is_same(*weights_by_updates)
 
 
 def _halve(weight: Tensor) -> None:
@@ -158,15 +163,15 @@ def _halve(weight: Tensor) -> None:
     weight.grad *= 0.5
 
 
-def _in_turns(r: int, P: int, m: int) -> RankSchedule:
+def _two_updates(r: int, P: int, m: int) -> RankSchedule:
     return m // 2 * (2 * F + 2 * B)
 
 
-def test_a_reference_to_a_weight_that_has_versions_is_refused() -> None:
+def test_outside_reference_to_weight_with_versions_is_refused() -> None:
     inputs, targets = make_batch(4)
-    stages: list[nn.Module] = [Beside(True), Beside(True)]
+    stages: list[nn.Module] = [OutsideReference(True), OutsideReference(True)]
     ranks = InProcessExecutor(
-        compile(_in_turns, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1)), stages,
+        compile(_two_updates, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1)), stages,
         loss=squared_error,
         boundary=BOUNDARY,
         optimizer=sgd,
@@ -179,7 +184,7 @@ def test_a_reference_to_a_weight_that_has_versions_is_refused() -> None:
     torch.autograd.backward(y)  # after the step the user may use the module
 
 
-def test_evaluation_uses_the_weights_as_they_are() -> None:
+def test_evaluation_uses_newest_weights() -> None:
     program = compile(
         lambda r, P, m: m * F,
         PipelineShape(2, 6, optimizer_steps=3, weight_delay=1),
@@ -192,8 +197,8 @@ def test_evaluation_uses_the_weights_as_they_are() -> None:
     )
 
 
-class Odd(nn.Module):
-    """A layer that runs twice, once in a recomputed forward, and a frozen weight."""
+class SharedRecomputedLayer(nn.Module):
+    """A layer that runs twice, the second time under checkpoint, and a frozen weight."""
 
     def __init__(self, seed: int) -> None:
         super().__init__()
@@ -206,32 +211,32 @@ class Odd(nn.Module):
         return y + self.shift
 
 
-def test_old_weights_are_used_wherever_they_are() -> None:
+def test_old_weights_apply_to_shared_and_recomputed_layers() -> None:
     shape = PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)
-    right = nn.Sequential(Odd(0), Odd(1))
-    kept = [deepcopy(right)]
-    optimizer = sgd([p for p in right.parameters() if p.requires_grad])
+    reference = nn.Sequential(SharedRecomputedLayer(0), SharedRecomputedLayer(1))
+    versions = [deepcopy(reference)]
+    optimizer = sgd([p for p in reference.parameters() if p.requires_grad])
     for u, (x, target) in enumerate(zip(*(b.chunk(4) for b in make_batch(8)), strict=True)):
-        used = kept[max(u - 1, 0)]
-        gradient(used, x, target)
-        for p, q in zip(right.parameters(), used.parameters(), strict=True):
+        old = versions[max(u - 1, 0)]
+        compute_gradient(old, x, target)
+        for p, q in zip(reference.parameters(), old.parameters(), strict=True):
             p.grad = q.grad
         optimizer.step()
-        kept.append(deepcopy(right))
-    stages = [Odd(0), Odd(1)]
+        versions.append(deepcopy(reference))
+    stages = [SharedRecomputedLayer(0), SharedRecomputedLayer(1)]
     ranks = InProcessExecutor(
         compile(pipedream_2bw, shape, progress_model="per_edge"),
         stages,
         loss=squared_error,
         boundary=BOUNDARY,
-        optimizer=lambda own: sgd([p for p in own if p.requires_grad]),
+        optimizer=lambda parameters: sgd([p for p in parameters if p.requires_grad]),
     )
     ranks.step(*make_batch(8))
-    assert same(weights(stages), weights([right]))
+    assert is_same(weights(stages), weights([reference]))
     assert all(stage.same is stage.one and stage.one.weight.is_leaf for stage in stages)
 
 
-def _one_rank(rank: int, shape: PipelineShape) -> Any:
+def _run_rank(rank: int, shape: PipelineShape) -> Any:
     program = compile(pipedream_2bw, shape, progress_model="per_edge", dp=1)
     stages = {
         s: m
@@ -246,20 +251,22 @@ def _one_rank(rank: int, shape: PipelineShape) -> Any:
     return weights([*stages.values()])
 
 
-def test_2bw_on_gloo() -> None:
+def test_pipedream_2bw_over_gloo_equals_its_formula() -> None:
     shape = PipelineShape(2, 8, optimizer_steps=4, weight_delay=1)
-    held = run(_one_rank, 2, shape)
-    assert same([p for rank in held for p in rank], two_buffered(shape, *make_batch(8)))
+    weights_by_rank = run(_run_rank, 2, shape)
+    assert is_same(
+        [p for rank in weights_by_rank for p in rank], run_2bw_formula(shape, *make_batch(8))
+    )
 
 
-class _Clamps(nn.Linear):
+class _ClampedWeight(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         with torch.no_grad():
             self.weight.clamp_(-0.1, 0.1)
         return super().forward(x)
 
 
-class _Renormalizes(nn.Embedding):
+class _RenormalizedRows(nn.Embedding):
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH, max_norm=0.1)
 
@@ -267,18 +274,18 @@ class _Renormalizes(nn.Embedding):
         return super().forward(x.argmax(-1))
 
 
-@pytest.mark.parametrize("first", [lambda: _Clamps(WIDTH, WIDTH), _Renormalizes])
-def test_a_stage_that_writes_to_its_weight_is_refused(first: Any) -> None:
+@pytest.mark.parametrize("first", [lambda: _ClampedWeight(WIDTH, WIDTH), _RenormalizedRows])
+def test_write_to_weight_with_versions_is_refused(first: Any) -> None:
     """Each update computes with copies of the weights, so writes to a copy would be lost."""
     stages = [first(), nn.Linear(WIDTH, WIDTH)]
     program = compile(pipedream_2bw, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1))
     ranks = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(3, WIDTH))
-    with pytest.raises(ModelError, match="stage 0 writes to its weight weight") as refused:
+    with pytest.raises(ModelError, match="stage 0 writes to its weight weight") as error:
         ranks.step(*torch.randn(2, 4, 3, WIDTH))
-    assert "one update" in refused.value.hint
+    assert "one update" in error.value.hint
 
 
-class _Auxiliary(nn.Linear):
+class _AuxiliaryLoss(nn.Linear):
     """Adds the gradient of its own loss in its forward."""
 
     def forward(self, x: Tensor) -> Tensor:
@@ -287,9 +294,9 @@ class _Auxiliary(nn.Linear):
         return y
 
 
-def test_a_backward_in_a_forward_is_refused() -> None:
+def test_backward_in_forward_is_refused() -> None:
     """The forward may run before the optimizer step of the previous update."""
-    stages = [_Auxiliary(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
+    stages = [_AuxiliaryLoss(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     program = compile(pipedream_2bw, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1))
     ranks = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(3, WIDTH))
     with pytest.raises(ExecutionError, match="calls backward\\(\\) in its forward"):

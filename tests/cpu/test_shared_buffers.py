@@ -28,8 +28,8 @@ from tests.cpu.test_module_buffers import (
 torch.set_num_threads(1)
 
 
-class Means(nn.Module):
-    """A linear layer and a mean of its inputs, in memory that other stages may use too."""
+class SharedMean(nn.Module):
+    """A linear layer and a running mean of its inputs, whose memory other stages may share."""
 
     def __init__(self, k: int, mean: Tensor, changes: bool = True) -> None:
         super().__init__()
@@ -58,45 +58,45 @@ class Means(nn.Module):
         (gpipe, PipelineShape(1, 4)),
     ],
 )
-def test_a_buffer_of_several_stages_is_said(
+def test_written_buffer_of_several_stages_warns(
     schedule: Any, shape: PipelineShape, view: bool
 ) -> None:
     """The stages are on one or several ranks of a process. A single stage gets no warning."""
     mean = torch.zeros(WIDTH)
-    stages = [Means(k, mean[:] if view else mean) for k in range(shape.stages)]
+    stages = [SharedMean(k, mean[:] if view else mean) for k in range(shape.stages)]
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
         ranks = virtual(schedule, shape, [*stages])
         for _ in range(2):
             ranks.step(*batch(4))
-    said = sorted(str(w.message) for w in caught)
-    assert len(said) == (shape.stages if shape.stages > 1 else 0)  # once per stage
-    for s, text in enumerate(said):
+    messages = sorted(str(w.message) for w in caught)
+    assert len(messages) == (shape.stages if shape.stages > 1 else 0)  # once per stage
+    for s, text in enumerate(messages):
         assert f"stage {s} changes its buffer mean" in text
 
 
 @pytest.mark.parametrize("shape", [PipelineShape(2, 4, 1), PipelineShape(1, 4, 2)])
-def test_a_buffer_of_several_stages_that_stays_as_it_is_is_fine(shape: PipelineShape) -> None:
+def test_unchanged_buffer_of_several_stages_does_not_warn(shape: PipelineShape) -> None:
     mean = torch.ones(WIDTH)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        virtual(interleaved, shape, [Means(k, mean, changes=False) for k in range(2)]).step(
+        virtual(interleaved, shape, [SharedMean(k, mean, changes=False) for k in range(2)]).step(
             *batch(4)
         )
         parts = torch.zeros(2, WIDTH)  # disjoint parts of one memory
-        virtual(interleaved, shape, [Means(k, parts[k]) for k in range(2)]).step(*batch(4))
+        virtual(interleaved, shape, [SharedMean(k, parts[k]) for k in range(2)]).step(*batch(4))
 
 
-def test_a_module_of_stages_on_several_ranks_is_said() -> None:
+def test_shared_module_of_several_ranks_warns() -> None:
     one, other = normed(2)
     stages = [one, other, one]
-    found = compile(gpipe, PipelineShape(3, 4), tied_weights=find_tied_weights(stages))
-    ranks = InProcessExecutor(found, stages, loss=squares, boundary=BOUNDARY)
+    program = compile(gpipe, PipelineShape(3, 4), tied_weights=find_tied_weights(stages))
+    ranks = InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY)
     with pytest.warns(UserWarning, match=r"buffer norm.running_mean .* another stage uses it"):
         ranks.step(*batch(4))
 
 
-class Scored(nn.Module):
+class CountingLoss(nn.Module):
     """A loss that counts its calls."""
 
     def __init__(self) -> None:
@@ -109,14 +109,14 @@ class Scored(nn.Module):
         return squares(y, target)
 
 
-def test_buffers_of_a_loss_are_looked_at_as_those_of_its_stage() -> None:
+def test_written_loss_buffer_warns_or_is_refused() -> None:
     stages: list[Any] = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-    found = compile(newest_first, PipelineShape(2, 4), progress_model="per_edge")
-    ranks = InProcessExecutor(found, stages, loss=Scored(), boundary=BOUNDARY)
+    program = compile(newest_first, PipelineShape(2, 4), progress_model="per_edge")
+    ranks = InProcessExecutor(program, stages, loss=CountingLoss(), boundary=BOUNDARY)
     with pytest.warns(UserWarning, match=r"stage 1 changes its buffer loss.count"):
         ranks.step(*batch(4))
-    found = compile(chimera, PipelineShape(2, 4, placement="mirror"))
-    ranks = InProcessExecutor(found, stages, loss=Scored(), boundary=BOUNDARY)
+    program = compile(chimera, PipelineShape(2, 4, placement="mirror"))
+    ranks = InProcessExecutor(program, stages, loss=CountingLoss(), boundary=BOUNDARY)
     with pytest.raises(
         ExecutionError, match=r"loss.count in a forward, and each of the 2 stage replicas"
     ):

@@ -27,7 +27,7 @@ from tests.cpu.gloo_processes import RankError, run
 from tests.cpu.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits
 
 
-def forwards(r: int, P: int, m: int) -> RankSchedule:
+def schedule_forwards(r: int, P: int, m: int) -> RankSchedule:
     """Return only forwards, so that only the transport delays a sender."""
     return m * F
 
@@ -41,7 +41,7 @@ class Double(nn.Module):
         return x * self.two
 
 
-def executor(
+def make_executor(
     program: Program,
     rank: int,
     seconds: float = 20.0,
@@ -58,158 +58,166 @@ def executor(
     )
 
 
-def both_ways(rank: int, schedule: Schedule, shape: PipelineShape) -> Any:
+def run_gpt(rank: int, schedule: Schedule, shape: PipelineShape) -> Any:
     program = compile(schedule, shape, progress_model="per_edge", tied_weights=True)
     stages = gpt_stages(shape.stages)
-    own = {s: stages[s] for s in shape.stages_on_rank[rank]}
-    world = Executor(
-        program, rank, own, SharedMemoryTransport(program), loss=gpt.loss, boundary=BOUNDARY
+    own_stages = {s: stages[s] for s in shape.stages_on_rank[rank]}
+    executor = Executor(
+        program, rank, own_stages, SharedMemoryTransport(program), loss=gpt.loss, boundary=BOUNDARY
     )
-    world.step(*batch(shape.microbatches))
-    return {s: gradients([m])[0] for s, m in own.items()}
+    executor.step(*batch(shape.microbatches))
+    return {s: gradients([m])[0] for s, m in own_stages.items()}
 
 
-@pytest.mark.parametrize(("schedule", "where"), [(chimera, "mirror"), (bitpipe, "mirror-vee")])
-def test_stages_with_two_holders(schedule: Schedule, where: str) -> None:
-    shape = PipelineShape(4, 6, placement=where)
-    _, right = expected(
+@pytest.mark.parametrize(("schedule", "placement"), [(chimera, "mirror"), (bitpipe, "mirror-vee")])
+def test_stage_replicas_have_reference_bits(schedule: Schedule, placement: str) -> None:
+    shape = PipelineShape(4, 6, placement=placement)
+    _, expected_gradients = expected(
         shape, program=compile(schedule, shape, tied_weights=True, progress_model="per_edge")
     )
-    for own in run(both_ways, shape.ranks, schedule, shape):
-        assert same_bits(list(own.values()), [right[s] for s in own])
+    for gradients_of_rank in run(run_gpt, shape.ranks, schedule, shape):
+        assert same_bits(
+            list(gradients_of_rank.values()), [expected_gradients[s] for s in gradients_of_rank]
+        )
 
 
-def ahead(rank: int, steps: int, m: int) -> list[Tensor | None]:
-    """Return the losses of steps whose first rank waits only for free memory."""
-    own = executor(compile(forwards, PipelineShape(2, m), progress_model="per_edge"), rank)
+def run_slow_receiver(rank: int, steps: int, m: int) -> list[Tensor | None]:
+    """Return the losses of steps. The second rank starts each step late."""
+    executor = make_executor(
+        compile(schedule_forwards, PipelineShape(2, m), progress_model="per_edge"), rank
+    )
     losses = []
     for step in range(steps):
         if rank:
             time.sleep(0.2)
         x = torch.full((m, 4), float(step))
-        losses.append(own.step(x, torch.zeros(m, 4)))
+        losses.append(executor.step(x, torch.zeros(m, 4)))
     return losses
 
 
-def test_a_sender_does_not_overwrite_the_step_before() -> None:
-    _, losses = run(ahead, 2, 4, 3)
+def test_sender_does_not_overwrite_previous_step() -> None:
+    _, losses = run(run_slow_receiver, 2, 4, 3)
     assert [float(loss) for loss in losses] == [step * 4.0 * 4 * 3 for step in range(4)]
 
 
-def unread(rank: int, m: int) -> Tensor | None:
-    """Send all messages before any is received, which is more than a socket holds."""
-    own = executor(compile(forwards, PipelineShape(2, m), progress_model="per_edge"), rank)
+def send_before_receives(rank: int, m: int) -> Tensor | None:
+    """Send all messages before the first receive. A socket cannot buffer them."""
+    executor = make_executor(
+        compile(schedule_forwards, PipelineShape(2, m), progress_model="per_edge"), rank
+    )
     if rank:
         dist.barrier()
-    loss = own.step(torch.ones(m, 4), torch.zeros(m, 4))
+    loss = executor.step(torch.ones(m, 4), torch.zeros(m, 4))
     if not rank:
         dist.barrier()
     return loss
 
 
-def test_a_send_never_waits_for_its_receive() -> None:
-    _, loss = run(unread, 2, 1500)
+def test_send_does_not_wait_for_receive() -> None:
+    _, loss = run(send_before_receives, 2, 1500)
     assert float(loss) == 16 * 1500
 
 
-def alone(rank: int, leaves: bool) -> None:
-    own = executor(
+def run_with_lost_peer(rank: int, is_lost: bool) -> None:
+    executor = make_executor(
         compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge"), rank, seconds=1.5
     )
-    if rank and leaves:
+    if rank and is_lost:
         os._exit(0)
     if rank:
         time.sleep(6)
-    own.step(torch.ones(3, 4), torch.zeros(3, 4))
+    executor.step(torch.ones(3, 4), torch.zeros(3, 4))
 
 
 @pytest.mark.parametrize(
-    ("leaves", "why"),
+    ("is_lost", "message"),
     [
         (True, "rank 1 has left"),
         (False, "PeerLate: rank 1 sent nothing within the timeout"),
     ],
 )
-def test_a_neighbour_that_leaves_or_sleeps(leaves: bool, why: str) -> None:
+def test_lost_or_late_peer_is_named(is_lost: bool, message: str) -> None:
     with pytest.raises(RankError) as error:
-        run(alone, 2, leaves, grace=10.0)
-    assert why in error.value.tracebacks[0]
+        run(run_with_lost_peer, 2, is_lost, grace=10.0)
+    assert message in error.value.tracebacks[0]
 
 
-def left(rank: int, place: str, problem: bool) -> str:
+def run_in_directory(rank: int, place: str, is_missing: bool) -> str:
     """Use one directory for shared memory, or a missing one for the second rank."""
     program = compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 20.0)
-    shared_memory.MEMORY_DIRECTORIES = (place if rank == 0 or not problem else f"{place}/none",)
+    shared_memory.MEMORY_DIRECTORIES = (place if rank == 0 or not is_missing else f"{place}/none",)
     try:
-        own = executor(program, rank, transport=transport)
+        executor = make_executor(program, rank, transport=transport)
     except ModelError as error:
         return error.fact
-    own.step(torch.ones(3, 4), torch.zeros(3, 4))
+    executor.step(torch.ones(3, 4), torch.zeros(3, 4))
     return ""
 
 
-@pytest.mark.parametrize("problem", [False, True])
-def test_nothing_is_left_behind(problem: bool, tmp_path: Path) -> None:
-    for fact in run(left, 2, str(tmp_path), problem):
-        assert fact.startswith("process 1 cannot allocate shared memory: No such file") == problem
+@pytest.mark.parametrize("is_missing", [False, True])
+def test_memory_files_are_deleted(is_missing: bool, tmp_path: Path) -> None:
+    for error in run(run_in_directory, 2, str(tmp_path), is_missing):
+        assert (
+            error.startswith("process 1 cannot allocate shared memory: No such file") == is_missing
+        )
     assert not list(tmp_path.iterdir())
 
 
-def apart(rank: int, spaces: list[str]) -> bool:
+def run_in_namespace(rank: int, spaces: list[str]) -> bool:
     shared_memory.NETWORK_NAMESPACE = spaces[rank]
     return shared_memory.can_share_memory()
 
 
-def test_processes_that_do_not_see_one_place_cannot_share(tmp_path: Path) -> None:
+def test_different_network_namespaces_cannot_share_memory(tmp_path: Path) -> None:
     spaces = [str(tmp_path / "a"), str(tmp_path / "b")]
     for space in spaces:
         os.symlink(f"net:[{space}]", space)
-    assert run(apart, 2, spaces) == [False, False]
-    assert run(apart, 2, spaces[:1] * 2) == [True, True]
+    assert run(run_in_namespace, 2, spaces) == [False, False]
+    assert run(run_in_namespace, 2, spaces[:1] * 2) == [True, True]
 
 
-def again(rank: int) -> list[float]:
+def run_two_executors(rank: int) -> list[float]:
     """Run executors one after the other on one transport."""
     program = compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 5.0)
     losses = []
     for k in range(2):
-        own = executor(program, rank, transport=transport)
+        executor = make_executor(program, rank, transport=transport)
         for _ in range(2):
-            losses.append(own.step(torch.full((3, 4), k + 1.0), torch.zeros(3, 4)))
+            losses.append(executor.step(torch.full((3, 4), k + 1.0), torch.zeros(3, 4)))
     return [float(loss) for loss in losses if loss is not None]
 
 
-def test_a_transport_serves_one_executor_after_the_other() -> None:
-    assert run(again, 2, grace=6.0) == [[], [48.0, 48.0, 96.0, 96.0]]
+def test_transport_is_reusable_by_next_executor() -> None:
+    assert run(run_two_executors, 2, grace=6.0) == [[], [48.0, 48.0, 96.0, 96.0]]
 
 
-def identity(rank: int) -> list[Tensor | None]:
-    """Return the loss, which is the received tensor in memory that the first stage writes."""
-    program = compile(forwards, PipelineShape(2, 3), progress_model="per_edge")
+def run_identity_stage(rank: int) -> list[Tensor | None]:
+    """Return losses that are received tensors, in memory that the sender will overwrite."""
+    program = compile(schedule_forwards, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 20.0)
     stage = Double() if rank == 0 else nn.Identity()
-    own = Executor(
+    executor = Executor(
         program, rank, {rank: stage}, transport, loss=lambda y, _: y, boundary=Boundary(())
     )
-    ended = own.state.transport.on_step_end
+    end_step = executor.state.transport.on_step_end
 
-    def slow() -> None:
-        ended()
+    def end_slowly() -> None:
+        end_step()
         time.sleep(0.3)
 
-    own.state.transport.on_step_end = slow  # type: ignore[method-assign]
-    return [own.step(torch.full((3,), float(step)), torch.zeros(3)) for step in range(3)]
+    executor.state.transport.on_step_end = end_slowly  # type: ignore[method-assign]
+    return [executor.step(torch.full((3,), float(step)), torch.zeros(3)) for step in range(3)]
 
 
-def test_a_loss_in_memory_that_is_received_is_summed_before_it_is_left() -> None:
-    _, losses = run(identity, 2)
+def test_loss_in_received_memory_is_summed_before_reuse() -> None:
+    _, losses = run(run_identity_stage, 2)
     assert [float(loss) for loss in losses] == [0.0, 6.0, 12.0]
 
 
-class _Late:
-    """A connection with late bytes, where the receiver finishes before the last byte."""
+class _DelayedConnection:
+    """A connection that delays its last message until the receiver has finished."""
 
     def __init__(self, connection: Any, messages: int) -> None:
         self.connection, self.left = connection, messages
@@ -220,55 +228,55 @@ class _Late:
     def send(self, *how: Any) -> None:
         self.left -= 1
         if not self.left:
-            dist.barrier()  # the receiver finds the counts
+            dist.barrier()  # the receiver reads the counters meanwhile
             dist.barrier()
         self.connection.send(*how)
 
 
-def served(rank: int) -> float:
-    program = compile(forwards, PipelineShape(2, 3), progress_model="per_edge")
+def run_with_delayed_sender(rank: int) -> float:
+    program = compile(schedule_forwards, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 5.0)
-    own = executor(program, rank, transport=transport)
+    executor = make_executor(program, rank, transport=transport)
     if rank == 0:
-        (way,) = transport.outgoing.values()
-        way.connection = _Late(way.connection, 3)  # type: ignore[assignment]
+        (channel,) = transport.outgoing.values()
+        channel.connection = _DelayedConnection(channel.connection, 3)  # type: ignore[assignment]
     else:
         dist.barrier()
-    loss = own.step(torch.ones(3, 4), torch.zeros(3, 4))
+    loss = executor.step(torch.ones(3, 4), torch.zeros(3, 4))
     if rank:
-        for way_in in transport.incoming.values():
-            way_in.connection.close()
+        for channel_in in transport.incoming.values():
+            channel_in.connection.close()
         dist.barrier()
     return float(loss or 0)
 
 
-def test_a_receiver_that_leaves_when_it_is_served_is_no_failure() -> None:
-    assert run(served, 2) == [0.0, 48.0]
+def test_receiver_may_exit_after_its_last_message() -> None:
+    assert run(run_with_delayed_sender, 2) == [0.0, 48.0]
 
 
-def waiting(rank: int, place: str) -> list[str]:
+def list_files_while_waiting(rank: int, place: str) -> list[str]:
     """Return the files of the first rank before the second has arrived."""
     program = compile(one_f_one_b, PipelineShape(2, 3), progress_model="per_edge")
     transport = SharedMemoryTransport(program, 20.0)
     shared_memory.MEMORY_DIRECTORIES = (place,)
-    found = []
+    files = []
 
-    def late(*how: Any) -> Any:
+    def allocate_late(*how: Any) -> Any:
         time.sleep(1)
-        found.extend(os.listdir(place))
+        files.extend(os.listdir(place))
         return SharedMemoryTransport.allocate_buffers(transport, *how)
 
     if rank:
-        transport.allocate_buffers = late  # type: ignore[method-assign, assignment]
-    executor(program, rank, transport=transport)
-    return found
+        transport.allocate_buffers = allocate_late  # type: ignore[method-assign, assignment]
+    make_executor(program, rank, transport=transport)
+    return files
 
 
-def test_who_waits_for_others_has_made_no_file(tmp_path: Path) -> None:
-    assert run(waiting, 2, str(tmp_path)) == [[], []]
+def test_waiting_process_has_no_memory_file(tmp_path: Path) -> None:
+    assert run(list_files_while_waiting, 2, str(tmp_path)) == [[], []]
 
 
-def slots(rank: int) -> str:
+def request_shared_slots(rank: int) -> str:
     with pytest.raises(ModelError) as error:
         SharedMemoryTransport(
             compile(
@@ -282,4 +290,4 @@ def slots(rank: int) -> str:
 
 
 def test_shared_slots_are_refused() -> None:
-    assert run(slots, 2) == ['transport = "gloo"'] * 2
+    assert run(request_shared_slots, 2) == ['transport = "gloo"'] * 2

@@ -1,4 +1,4 @@
-"""Tests of stages that overwrite or share outputs: bits of the reference, or one error."""
+"""Tests of stages that overwrite or share outputs: same bits as the reference, or one error."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ from tests.cpu.tiny_stages import gradients, same_bits
 # ------------------------------------------------------------ outputs that are overwritten
 
 
-class Reuses(nn.Module):
+class ReusedBuffer(nn.Module):
     """Returns its own buffer."""
 
     def __init__(self) -> None:
@@ -54,31 +54,31 @@ class Reuses(nn.Module):
         return torch.add(x, 1, out=self.buffer)
 
 
-class ReusesUnseen(Reuses):
-    """Does the same with a write that no version counter shows."""
+class ReusedBufferThroughData(ReusedBuffer):
+    """Returns its own buffer, and writes to it without raising its version counter."""
 
     def forward(self, x: Tensor) -> Tensor:
         self.buffer.data.copy_(x + 1)
         return self.buffer
 
 
-class Fresh(nn.Module):
+class NewTensor(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + 1
 
 
 @pytest.mark.parametrize("others", [[], [nn.Identity, nn.Identity]])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_buffer_that_is_returned_twice(name: str, others: list[Any]) -> None:
-    """In any order, the stage has the bits of one that returns new tensors, or is refused."""
+def test_reused_output_buffer_has_same_bits_or_is_refused(name: str, others: list[Any]) -> None:
+    """The reference returns new tensors. Several execution orders are tested."""
     program, refused = PROGRAMS[name](), 0
-    right = made(Fresh, *others)
-    total = run_sequential(right, *batch(), loss=squares)
+    reference_stages = made(NewTensor, *others)
+    total = run_sequential(reference_stages, *batch(), loss=squares)
     for seed in (None, 0, 1, 2):
-        own = made(Reuses, *others)
+        stages = made(ReusedBuffer, *others)
         try:
-            assert torch.equal(world(program, own).step(*batch(), order_seed=seed), total)
-            assert same_bits(gradients(own), gradients(right))
+            assert torch.equal(world(program, stages).step(*batch(), order_seed=seed), total)
+            assert same_bits(gradients(stages), gradients(reference_stages))
         except ExecutionError as error:
             assert instruction_of(error).op is not Opcode.OptimizerStep
             refused += 1
@@ -87,35 +87,35 @@ def test_a_buffer_that_is_returned_twice(name: str, others: list[Any]) -> None:
 
 
 @settings(max_examples=30, deadline=None)
-@given(seed=st.integers(0, 1000), kind=st.sampled_from([Reuses, ReusesUnseen]))
-def test_any_legal_order_has_the_bits_of_the_reference_or_is_refused(seed: int, kind: Any) -> None:
+@given(seed=st.integers(0, 1000), kind=st.sampled_from([ReusedBuffer, ReusedBufferThroughData]))
+def test_reused_output_in_random_order_is_right_or_refused(seed: int, kind: Any) -> None:
     program = PROGRAMS["zb_h1"]()
-    own, right = made(kind), made(Fresh)
-    total = run_sequential(right, *batch(), loss=squares)
+    stages, reference_stages = made(kind), made(NewTensor)
+    total = run_sequential(reference_stages, *batch(), loss=squares)
     try:
-        assert torch.equal(world(program, own).step(*batch(), order_seed=seed), total)
+        assert torch.equal(world(program, stages).step(*batch(), order_seed=seed), total)
     except ExecutionError as error:
         assert instruction_of(error).stage in (0, 1)
         return
-    assert same_bits(gradients(own), gradients(right))
+    assert same_bits(gradients(stages), gradients(reference_stages))
 
 
-def _reuses(rank: int, kind: Any) -> None:
+def run_reused_buffer(rank: int, kind: Any) -> None:
     program = compile(one_f_one_b, PipelineShape(2, MICROBATCHES), progress_model="per_edge")
-    own = made(Reuses)[:1] if rank == 0 else [Layer()]
+    stages = made(ReusedBuffer)[:1] if rank == 0 else [Layer()]
     executor = Executor(
-        program, rank, {rank: own[0]}, kind(program), loss=squares, boundary=BOUNDARY
+        program, rank, {rank: stages[0]}, kind(program), loss=squares, boundary=BOUNDARY
     )
     executor.step(*batch())
 
 
 @pytest.mark.parametrize("kind", [GlooTransport, SharedMemoryTransport])
-def test_processes_refuse_a_buffer_that_is_returned_twice(kind: Any) -> None:
+def test_reused_output_buffer_is_refused_on_processes(kind: Any) -> None:
     with pytest.raises(RankError, match="send_act"):
-        run(_reuses, 2, kind)
+        run(run_reused_buffer, 2, kind)
 
 
-class Sums(nn.Module):
+class ReusedLoss(nn.Module):
     """A loss that returns its own buffer."""
 
     def __init__(self) -> None:
@@ -127,21 +127,21 @@ class Sums(nn.Module):
             return torch.sum((y - target).square(), dim=(0, 1), out=self.total)
 
 
-def test_a_loss_that_is_returned_twice() -> None:
+def test_reused_loss_tensor_is_refused() -> None:
     program = compile(forward_only, PipelineShape(4, MICROBATCHES))
     with pytest.raises(ModelError):
-        world(program, made(Layer), loss=Sums()).step(*batch())
-    alone = compile(forward_only, PipelineShape(4, 1))
-    own = made(Layer)
+        world(program, made(Layer), loss=ReusedLoss()).step(*batch())
+    one_microbatch = compile(forward_only, PipelineShape(4, 1))
+    stages = made(Layer)
     x, target = batch(1)
-    want = run_sequential(deepcopy(own), x, target, loss=squares)
-    assert torch.equal(world(alone, own, loss=Sums()).step(x, target), want)
+    expected = run_sequential(deepcopy(stages), x, target, loss=squares)
+    assert torch.equal(world(one_microbatch, stages, loss=ReusedLoss()).step(x, target), expected)
 
 
 # ------------------------------------------------------------ outputs that share memory
 
 
-class Two(Layer):
+class TwoOutputs(Layer):
     def __init__(self, second: Callable[[Tensor], Tensor]) -> None:
         super().__init__()
         self.second = second
@@ -151,17 +151,17 @@ class Two(Layer):
         return y, self.second(y)
 
 
-class Both(nn.Module):
-    """Changes its first input, its second, or none in place."""
+class InPlaceInput(nn.Module):
+    """Changes one of its inputs in place, or none."""
 
-    def __init__(self, which: int | None, says_so: bool) -> None:
+    def __init__(self, input_index: int | None, is_declared: bool) -> None:
         super().__init__()
-        self.which, self.inplace = which, says_so
+        self.input_index, self.inplace = input_index, is_declared
         self.linear = nn.Linear(WIDTH, WIDTH)
 
     def forward(self, *xs: Tensor) -> Any:
-        if self.which is not None:
-            functional.relu_(xs[self.which])
+        if self.input_index is not None:
+            functional.relu_(xs[self.input_index])
         return self.linear(xs[0] * 2 + xs[1].sum())
 
 
@@ -176,59 +176,68 @@ OVERLAPPING: list[tuple[Any, Boundary]] = [
 
 @pytest.mark.parametrize(("second", "boundary"), OVERLAPPING)
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_outputs_that_overlap_pass(name: str, second: Any, boundary: Boundary) -> None:
+def test_overlapping_outputs_have_gradients_of_plain_loop(
+    name: str, second: Any, boundary: Boundary
+) -> None:
     """The gradients are those of a loop over the stages without changes in place."""
-    own, plain = (made(lambda: Two(second), lambda: Both(None, says_so=True)) for _ in range(2))
+    stages, plain = (
+        made(lambda: TwoOutputs(second), lambda: InPlaceInput(None, is_declared=True))
+        for _ in range(2)
+    )
     edges = {0: (BOUNDARY, boundary), 1: BOUNDARY, 2: BOUNDARY}
-    ranks = world(PROGRAMS[name](), own, boundary=edges)
+    ranks = world(PROGRAMS[name](), stages, boundary=edges)
     for x, target in zip(*batch(), strict=True):
         y = plain[3](plain[2](plain[1](*plain[0](x))))
         squares(y, target).backward()
     for _ in range(2):
         ranks.step(*batch())
-        for one, other in zip(gradients(own), gradients(plain), strict=True):
-            for name_of, gradient in one.items():
-                torch.testing.assert_close(gradient, other[name_of])
+        for one, other in zip(gradients(stages), gradients(plain), strict=True):
+            for parameter_name, gradient in one.items():
+                torch.testing.assert_close(gradient, other[parameter_name])
 
 
-@pytest.mark.parametrize("says_so", [False, True])
-@pytest.mark.parametrize("which", [0, 1])
+@pytest.mark.parametrize("is_declared", [False, True])
+@pytest.mark.parametrize("input_index", [0, 1])
 @pytest.mark.parametrize(("second", "boundary"), OVERLAPPING)
 @pytest.mark.parametrize("name", ["1f1b", "one rank"])
-def test_an_output_that_overlaps_another_is_not_changed_in_place(
-    name: str, second: Any, boundary: Boundary, which: int, says_so: bool
+def test_in_place_change_of_overlapping_output_is_refused(
+    name: str, second: Any, boundary: Boundary, input_index: int, is_declared: bool
 ) -> None:
-    own = made(lambda: Two(second), lambda: Both(which, says_so))
+    stages = made(lambda: TwoOutputs(second), lambda: InPlaceInput(input_index, is_declared))
     edges = {0: (BOUNDARY, boundary), 1: BOUNDARY, 2: BOUNDARY}
     with pytest.raises(ExecutionError) as error:
-        world(PROGRAMS[name](), own, boundary=edges).step(*batch())
+        world(PROGRAMS[name](), stages, boundary=edges).step(*batch())
     assert instruction_of(error.value)[:2] == (Opcode.Forward, 1)
     with pytest.raises(ModelError, match="in place"):
-        run_sequential(own, *batch(), loss=squares)
+        run_sequential(stages, *batch(), loss=squares)
 
 
-class Halves(Layer):
+class TwoHalves(Layer):
     def forward(self, x: Tensor) -> tuple[Tensor, Tensor]:
         y = torch.cat([self.linear(x), torch.sin(x)], -1)
         return y[:, :WIDTH], y[:, WIDTH:]
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_outputs_in_one_storage_that_do_not_overlap(name: str) -> None:
-    right, own = (made(Halves, lambda: Both(0, says_so=True)) for _ in range(2))
+def test_disjoint_outputs_in_one_storage_have_same_bits(name: str) -> None:
+    reference_stages, stages = (
+        made(TwoHalves, lambda: InPlaceInput(0, is_declared=True)) for _ in range(2)
+    )
     edges = {0: (BOUNDARY, BOUNDARY), 1: BOUNDARY, 2: BOUNDARY}
-    ranks = world(PROGRAMS[name](), own, boundary=edges)
+    ranks = world(PROGRAMS[name](), stages, boundary=edges)
     for _ in range(2):
-        assert torch.equal(ranks.step(*batch()), run_sequential(right, *batch(), loss=squares))
-        assert same_bits(gradients(own), gradients(right))
+        assert torch.equal(
+            ranks.step(*batch()), run_sequential(reference_stages, *batch(), loss=squares)
+        )
+        assert same_bits(gradients(stages), gradients(reference_stages))
 
 
-class Returns(Layer):
+class AliasedOutput(Layer):
     """Returns a tensor that shares memory with another one."""
 
-    def __init__(self, what: str) -> None:
+    def __init__(self, kind: str) -> None:
         super().__init__()
-        self.what, self.rows = what, nn.Parameter(torch.randn(4, WIDTH))
+        self.kind, self.rows = kind, nn.Parameter(torch.randn(4, WIDTH))
 
     def forward(self, x: Tensor) -> Any:
         y = super().forward(x)
@@ -241,43 +250,43 @@ class Returns(Layer):
             "view of weight": self.rows[1:],
             "saved": y,
         }
-        return kinds[self.what]
+        return kinds[self.kind]
 
 
-class Writes(Layer):
-    def __init__(self, says_so: bool) -> None:
+class InPlaceStage(Layer):
+    def __init__(self, is_declared: bool) -> None:
         super().__init__()
-        self.inplace = says_so
+        self.inplace = is_declared
 
     def forward(self, x: Tensor) -> Any:
         return super().forward(functional.dropout(x.add_(1), 0.5, True, inplace=True))
 
 
 @pytest.mark.parametrize(
-    ("name", "what", "says_so"),
+    ("name", "kind", "is_declared"),
     pairs(
         ["1f1b, fewest slots", "zb_h1", "two stages per rank", *ON_ONE_RANK],
         ["input", "view of input", "expanded", "transposed", "weight", "view of weight", "saved"],
         [False, True],
     ),
 )
-def test_a_stage_that_changes_what_another_has(name: str, what: str, says_so: bool) -> None:
-    """The stage changes a copy, or it is refused. No other tensor changes in either case."""
-    returns = lambda: Returns(what)  # noqa: E731
-    before = [] if "weight" in what else [Layer]  # a weight does not depend on an input
-    stages = [*before, returns, lambda: Writes(says_so)]
-    right, own = made(*stages), made(*stages)
+def test_in_place_stage_changes_no_other_tensor(name: str, kind: str, is_declared: bool) -> None:
+    """The stage changes a copy, or an error refuses it."""
+    returns = lambda: AliasedOutput(kind)  # noqa: E731
+    before = [] if "weight" in kind else [Layer]  # a weight does not depend on an input
+    makers = [*before, returns, lambda: InPlaceStage(is_declared)]
+    reference_stages, own_stages = made(*makers), made(*makers)
     x, target = batch()
-    given, weights = x.clone(), deepcopy([stage.state_dict() for stage in own])
-    ranks = world(PROGRAMS[name](), own)
+    input_copy, initial_states = x.clone(), deepcopy([stage.state_dict() for stage in own_stages])
+    ranks = world(PROGRAMS[name](), own_stages)
     try:
         for step in range(2):
-            total = run_sequential(right, x, target, loss=squares, step=step)
+            total = run_sequential(reference_stages, x, target, loss=squares, step=step)
             assert torch.equal(ranks.step(x, target), total)
-            assert same_bits(gradients(own), gradients(right))
+            assert same_bits(gradients(own_stages), gradients(reference_stages))
     except ExecutionError as error:
-        assert not says_so and instruction_of(error)[:2] == (Opcode.Forward, len(before) + 1)
+        assert not is_declared and instruction_of(error)[:2] == (Opcode.Forward, len(before) + 1)
         return
-    assert torch.equal(x, given)
-    for stage, was in zip(own, weights, strict=True):
-        assert all(map(torch.equal, stage.state_dict().values(), was.values()))
+    assert torch.equal(x, input_copy)
+    for stage, initial_state in zip(own_stages, initial_states, strict=True):
+        assert all(map(torch.equal, stage.state_dict().values(), initial_state.values()))

@@ -43,51 +43,51 @@ SCHEDULES: dict[str, tuple[Schedule, PipelineShape, Skips]] = {
 
 
 class Layer(nn.Module):
-    """A stage of a U-Net, which may take or return a skip of one tensor or of two."""
+    """A stage of a U-Net that may receive or return a skip of one or two tensors."""
 
-    def __init__(self, gives: int, takes: int) -> None:
+    def __init__(self, num_returned: int, num_accepted: int) -> None:
         super().__init__()
-        self.gives, self.takes = gives, takes
+        self.num_returned, self.num_accepted = num_returned, num_accepted
         self.weight = nn.Parameter(torch.randn(WIDTH, WIDTH))
         self.norm = nn.LayerNorm(WIDTH)
-        self.narrow = nn.Parameter(torch.randn(NARROW, WIDTH)) if gives else None
-        self.wide = nn.Parameter(torch.randn(WIDTH, NARROW)) if takes else None
+        self.narrow = nn.Parameter(torch.randn(NARROW, WIDTH)) if num_returned else None
+        self.wide = nn.Parameter(torch.randn(WIDTH, NARROW)) if num_accepted else None
 
     def forward(self, x: Tensor, *skip: Any) -> Any:
-        assert len(skip) == (self.takes > 0)
+        assert len(skip) == (self.num_accepted > 0)
         if self.wide is not None:
-            came = skip[0]
-            if self.takes > 1:
-                came, shift = came
+            skip_value = skip[0]
+            if self.num_accepted > 1:
+                skip_value, shift = skip_value
                 x = x.roll(int(shift[0]), -1)
-            x = x + linear(came, self.wide)
+            x = x + linear(skip_value, self.wide)
         y = F.dropout(torch.tanh(linear(self.norm(x), self.weight)), 0.2, self.training)
         if self.narrow is None:
             return y
         out = torch.relu(linear(y, self.narrow))
-        return y, (out if self.gives == 1 else (out, torch.tensor([3])))
+        return y, (out if self.num_returned == 1 else (out, torch.tensor([3])))
 
 
-def model(stages: int, skips: Skips, seed: int = 0) -> list[nn.Module]:
+def make_stages(stages: int, skips: Skips, seed: int = 0) -> list[nn.Module]:
     """Return stages in which every second skip has two tensors, one of them of integers."""
     torch.manual_seed(seed)
-    size = {s: 1 + k % 2 for k, (s, _) in enumerate(skips)}
-    back = {t: size[s] for s, t in skips}
-    return [Layer(size.get(s, 0), back.get(s, 0)) for s in range(stages)]
+    num_returned = {s: 1 + k % 2 for k, (s, _) in enumerate(skips)}
+    num_accepted = {t: num_returned[s] for s, t in skips}
+    return [Layer(num_returned.get(s, 0), num_accepted.get(s, 0)) for s in range(stages)]
 
 
-def edges(stages: int, skips: Skips) -> Any:
-    thin = Boundary((2, NARROW)), (Boundary((2, NARROW)), Boundary((1,), torch.int64))
-    own: dict[Any, Any] = {s: Boundary((2, WIDTH)) for s in range(stages - 1)}
-    return own | {skip: thin[k % 2] for k, skip in enumerate(skips)}
+def make_boundaries(stages: int, skips: Skips) -> Any:
+    skip_boundaries = Boundary((2, NARROW)), (Boundary((2, NARROW)), Boundary((1,), torch.int64))
+    boundaries: dict[Any, Any] = {s: Boundary((2, WIDTH)) for s in range(stages - 1)}
+    return boundaries | {skip: skip_boundaries[k % 2] for k, skip in enumerate(skips)}
 
 
-def batch(m: int) -> tuple[Tensor, Tensor]:
+def make_batch(m: int) -> tuple[Tensor, Tensor]:
     torch.manual_seed(5)
     return torch.randn(m, 2, WIDTH), torch.randn(m, 2, WIDTH)
 
 
-def _process(rank: int, transport: str, name: str, model_of: ProgressModel) -> list[Any]:
+def run_process(rank: int, transport: str, name: str, model_of: ProgressModel) -> list[Any]:
     schedule, shape, skips = SCHEDULES[name]
     slots: Any = None if transport == "shared_memory" else "minimal"
     program = compile(
@@ -98,18 +98,23 @@ def _process(rank: int, transport: str, name: str, model_of: ProgressModel) -> l
         buffer_sharing=slots,
         blocking_hosts=True,
     )
-    stages = model(shape.stages, skips)
-    x, y = batch(shape.microbatches)
+    stages = make_stages(shape.stages, skips)
+    x, y = make_batch(shape.microbatches)
     make: Any = {"gloo": GlooTransport, "shared_memory": SharedMemoryTransport, "edge": EdgeGroups}[
         transport
     ]
-    own = {s: stages[s] for s in shape.stages_on_rank[rank]}
+    own_stages = {s: stages[s] for s in shape.stages_on_rank[rank]}
     executor = Executor(
-        program, rank, own, make(program), loss=F.mse_loss, boundary=edges(shape.stages, skips)
+        program,
+        rank,
+        own_stages,
+        make(program),
+        loss=F.mse_loss,
+        boundary=make_boundaries(shape.stages, skips),
     )
     for _ in range(2):
         total = executor.step(x, y)
-    grads = {s: [p.grad for p in stage.parameters()] for s, stage in own.items()}
+    grads = {s: [p.grad for p in stage.parameters()] for s, stage in own_stages.items()}
     return [total if total is None else float(total), grads]
 
 
@@ -121,39 +126,43 @@ def _process(rank: int, transport: str, name: str, model_of: ProgressModel) -> l
         ("edge", "interleaved", "per_edge"),
     ],
 )
-def test_processes(transport: str, name: str, model_of: ProgressModel) -> None:
+def test_skip_connections_on_processes_have_reference_bits(
+    transport: str, name: str, model_of: ProgressModel
+) -> None:
     schedule, shape, skips = SCHEDULES[name]
-    told = run(_process, shape.ranks, transport, name, model_of)
-    plain = model(shape.stages, skips)
-    x, y = batch(shape.microbatches)
+    results = run(run_process, shape.ranks, transport, name, model_of)
+    reference_stages = make_stages(shape.stages, skips)
+    x, y = make_batch(shape.microbatches)
     program = compile(schedule, shape, skips=skips)
-    right = run_sequential(plain, x, y, loss=F.mse_loss, program=program, step=1)
-    assert float(right) in [total for total, _ in told]
-    for _, own in told:
-        for s, found in own.items():
-            for grad, p in zip(found, plain[s].parameters(), strict=True):
+    expected_loss = run_sequential(reference_stages, x, y, loss=F.mse_loss, program=program, step=1)
+    assert float(expected_loss) in [total for total, _ in results]
+    for _, grads_by_stage in results:
+        for s, grads in grads_by_stage.items():
+            for grad, p in zip(grads, reference_stages[s].parameters(), strict=True):
                 assert torch.equal(grad, cast(Tensor, p.grad))
 
 
-def test_what_is_kept_of_skips_is_measured() -> None:
+def test_measured_sizes_include_skips() -> None:
     skips = ((0, 2), (1, 3))
-    x, y = batch(1)
-    sizes = measure_sizes(model(4, skips), x[0], y[0], loss=F.mse_loss, boundary=edges(4, skips))
+    x, y = make_batch(1)
+    sizes = measure_sizes(
+        make_stages(4, skips), x[0], y[0], loss=F.mse_loss, boundary=make_boundaries(4, skips)
+    )
     assert sizes.skip == (2 * NARROW * 4, 512, 0, 0)  # the second tensor begins at byte 256
     assert sizes.activation == 2 * WIDTH * 4
 
 
-def test_a_skip_that_is_not_used_has_a_gradient_of_zeros() -> None:
-    def gives(y: Tensor) -> Any:
+def test_unused_skip_has_zero_gradient() -> None:
+    def return_skip(y: Tensor) -> Any:
         return y, 7 * y
 
-    (world, x) = made(gives, loss=lambda y, _: y.sum())
+    (world, x) = make_executor(return_skip, loss=lambda y, _: y.sum())
     world.step(x, x)
     weight = world.executors[0].stages[0].module.get_parameter("weight")
     assert weight.grad is not None and weight.grad.tolist() == [2.0] * WIDTH
 
 
-def test_the_example_prints_what_its_page_shows(
+def test_example_prints_documented_output(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     example = runpy.run_path(str(ROOT / "examples" / "skip.py"))
@@ -165,28 +174,28 @@ def test_the_example_prints_what_its_page_shows(
     assert (tmp_path / "skip.svg").read_text().startswith("<?xml")
 
 
-class Made(nn.Module):
+class GivenOutput(nn.Module):
     """A stage that returns a given result."""
 
-    def __init__(self, gives: Any = None) -> None:
+    def __init__(self, make_output: Any = None) -> None:
         super().__init__()
-        self.weight, self.gives = nn.Parameter(torch.ones(WIDTH)), gives
+        self.weight, self.make_output = nn.Parameter(torch.ones(WIDTH)), make_output
 
     def forward(self, x: Tensor, *skip: Tensor) -> Any:
         y = self.weight * x
-        return y if self.gives is None else self.gives(y)
+        return y if self.make_output is None else self.make_output(y)
 
 
-def made(gives: Any, **how: Any) -> tuple[InProcessExecutor, Tensor]:
+def make_executor(make_output: Any, **options: Any) -> tuple[InProcessExecutor, Tensor]:
     """Return three stages with a skip over the second, and their input."""
-    stages = [Made(gives), Made(), Made()]
+    stages = [GivenOutput(make_output), GivenOutput(), GivenOutput()]
     program = compile(schedules.gpipe, PipelineShape(3, 2), skips=((0, 2),))
     x = torch.ones(2, WIDTH)
-    how = {"loss": F.mse_loss, "boundary": (WIDTH,), **how}
-    return InProcessExecutor(program, stages, **how), x
+    options = {"loss": F.mse_loss, "boundary": (WIDTH,), **options}
+    return InProcessExecutor(program, stages, **options), x
 
 
-WRONG: list[tuple[Any, dict[str, Any], str, str]] = [
+WRONG_OUTPUTS: list[tuple[Any, dict[str, Any], str, str]] = [
     (None, {}, "a tuple of at least two entries, not [8] of torch.float32", "return y, skip"),
     (lambda y: [y], {}, "a tuple of at least two entries, not list", "return y, skip"),
     (lambda y: (y, 3), {}, "returns int", "a tensor, or a tuple of tensors"),
@@ -213,10 +222,14 @@ WRONG: list[tuple[Any, dict[str, Any], str, str]] = [
 ]
 
 
-@pytest.mark.parametrize(("gives", "how", "fact", "hint"), WRONG, ids=[w[2] for w in WRONG])
-def test_what_cannot_pass(gives: Any, how: dict[str, Any], fact: str, hint: str) -> None:
+@pytest.mark.parametrize(
+    ("make_output", "options", "fact", "hint"), WRONG_OUTPUTS, ids=[w[2] for w in WRONG_OUTPUTS]
+)
+def test_wrong_skip_output_is_refused(
+    make_output: Any, options: dict[str, Any], fact: str, hint: str
+) -> None:
     with pytest.raises((ExecutionError, ModelError)) as caught:
-        world, x = made(gives, **how)
+        world, x = make_executor(make_output, **options)
         world.step(x, x)
     assert fact in caught.value.fact, caught.value.fact
     assert hint in caught.value.hint

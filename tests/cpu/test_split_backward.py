@@ -1,4 +1,4 @@
-"""Tests that split backwards have the bits of the whole backward."""
+"""Tests that split backwards have the bits of the full backward."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ VOCAB, HIDDEN, TOKENS = 13, 16, 7
 
 
 class Net(nn.Module):
-    """An embedding, residual linear layers and a head that may be tied, for all cases at once."""
+    """An embedding, residual linear layers, and a head that may be tied."""
 
     def __init__(self, tied: bool, depth: int, dtype: torch.dtype) -> None:
         super().__init__()
@@ -45,13 +45,13 @@ class Net(nn.Module):
         return split_backward.linear(x, self.head)
 
 
-def gradients(
-    net: Net | Plain,
+def compute_gradients(
+    net: Net | TorchLayers,
     microbatches: int,
     late: int | None,
     forward: Callable[..., Tensor] | None = None,
 ) -> dict[str, Tensor]:
-    """Return gradients of all microbatches, with W `late` microbatches after I, or whole B."""
+    """Return gradients of all microbatches, with W `late` microbatches after I, or with full B."""
     g = torch.Generator().manual_seed(1)
     tapes = []
     for _ in range(microbatches):
@@ -86,24 +86,24 @@ def assert_same_bits(got: dict[str, Tensor], want: dict[str, Tensor]) -> None:
     late=st.integers(0, 4),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_same_bits_as_the_whole_backward(
+def test_split_backward_has_bits_of_full_backward(
     tied: bool, depth: int, microbatches: int, late: int, dtype: torch.dtype
 ) -> None:
-    want = gradients(Net(tied, depth, dtype), microbatches, None)
-    got = gradients(Net(tied, depth, dtype), microbatches, late)
+    want = compute_gradients(Net(tied, depth, dtype), microbatches, None)
+    got = compute_gradients(Net(tied, depth, dtype), microbatches, late)
     assert_same_bits(got, want)
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_adds_in_place_to_a_view_of_a_flat_buffer(tied: bool) -> None:
-    want = gradients(Net(tied, 2, torch.float32), 3, None)
+def test_gradients_accumulate_in_views_of_flat_buffer(tied: bool) -> None:
+    want = compute_gradients(Net(tied, 2, torch.float32), 3, None)
     net = Net(tied, 2, torch.float32)
     flat = torch.zeros(sum(p.numel() for p in net.parameters()))
-    at = 0
+    offset = 0
     for p in net.parameters():
-        p.grad = flat[at : at + p.numel()].view_as(p)
-        at += p.numel()
-    got = gradients(net, 3, late=1)
+        p.grad = flat[offset : offset + p.numel()].view_as(p)
+        offset += p.numel()
+    got = compute_gradients(net, 3, late=1)
     assert_same_bits(got, want)
     assert torch.equal(flat, torch.cat([g.flatten() for g in got.values()]))
     assert all(
@@ -111,38 +111,40 @@ def test_adds_in_place_to_a_view_of_a_flat_buffer(tied: bool) -> None:
     )
 
 
-def test_equals_plain_torch() -> None:
+def test_linear_and_embedding_equal_plain_torch() -> None:
     g = torch.Generator().manual_seed(0)
     x, w = torch.randn(2, 5, 8, generator=g), torch.randn(6, 8, generator=g)
     tokens = torch.randint(6, (2, 5), generator=g)
 
-    def grads(linear: Callable[..., Tensor], embedding: Callable[..., Tensor]) -> list[Tensor]:
+    def compute_grads(
+        linear: Callable[..., Tensor], embedding: Callable[..., Tensor]
+    ) -> list[Tensor]:
         leaves = [t.clone().requires_grad_() for t in (x, w)]
         y = linear(leaves[0], leaves[1]).square().sum()
         torch.autograd.backward(y + embedding(tokens, leaves[1]).square().sum())
         return [t.grad for t in leaves if t.grad is not None]
 
     for ours, plain in zip(
-        grads(split_backward.linear, split_backward.embedding),
-        grads(F.linear, F.embedding),
+        compute_grads(split_backward.linear, split_backward.embedding),
+        compute_grads(F.linear, F.embedding),
         strict=True,
     ):
         assert torch.allclose(ours, plain, rtol=1e-5, atol=1e-6)
 
 
-def test_under_checkpointing() -> None:
+def test_split_backward_under_checkpointing_has_same_bits() -> None:
     net = Net(False, 2, torch.float32)
-    want = gradients(Net(False, 2, torch.float32), 2, None)
+    want = compute_gradients(Net(False, 2, torch.float32), 2, None)
 
-    def recomputed(tokens: Tensor) -> Tensor:
+    def forward_with_checkpoint(tokens: Tensor) -> Tensor:
         y = checkpoint(net, tokens, use_reentrant=False)
         assert isinstance(y, Tensor)
         return y
 
-    assert_same_bits(gradients(net, 2, 1, recomputed), want)
+    assert_same_bits(compute_gradients(net, 2, 1, forward_with_checkpoint), want)
 
 
-def test_what_is_no_leaf_is_not_split() -> None:
+def test_nonleaf_weight_is_not_split() -> None:
     w = torch.ones(3, 4, requires_grad=True)
     with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
         torch.autograd.backward(split_backward.linear(torch.ones(2, 4), 2 * w).sum())
@@ -150,14 +152,14 @@ def test_what_is_no_leaf_is_not_split() -> None:
     assert w.grad is not None and torch.equal(w.grad, torch.full((3, 4), 4.0))
 
 
-def test_a_frozen_weight_has_nothing_to_defer() -> None:
+def test_frozen_weight_is_not_deferred() -> None:
     x = torch.ones(2, 4, requires_grad=True)
     with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
         torch.autograd.backward(split_backward.linear(x, torch.ones(3, 4)).sum())
     assert len(tape) == 0 and x.grad is not None
 
 
-def test_a_weight_changed_between_forward_and_backward_is_refused() -> None:
+def test_weight_changed_between_forward_and_backward_is_refused() -> None:
     x, w = torch.ones(2, 4, requires_grad=True), nn.Parameter(torch.ones(3, 4))
     y = split_backward.linear(x, w).sum()
     with torch.no_grad():
@@ -166,9 +168,9 @@ def test_a_weight_changed_between_forward_and_backward_is_refused() -> None:
         torch.autograd.backward(y)
 
 
-def test_gradients_that_a_hook_asks_for_are_given_and_not_added() -> None:
+def test_gradient_requested_in_hook_is_not_accumulated() -> None:
     """An example is a hook that solves for a fixed point's gradient by torch.autograd.grad."""
-    found = []
+    weight_gradients = []
     for linear in (F.linear, split_backward.linear):
         torch.manual_seed(0)
         w, x = nn.Parameter(torch.randn(4, 4)), torch.randn(2, 4)
@@ -188,11 +190,11 @@ def test_gradients_that_a_hook_asks_for_are_given_and_not_added() -> None:
         assert len(tape) == (linear is split_backward.linear)
         tape.run()
         assert w.grad is not None and z.grad is None
-        found.append(w.grad)
-    assert torch.equal(*found)
+        weight_gradients.append(w.grad)
+    assert torch.equal(*weight_gradients)
 
 
-def test_a_gradient_that_is_asked_for_is_not_added_to_a_wider_sum() -> None:
+def test_requested_gradient_is_not_added_to_float32_gradient() -> None:
     w = nn.Parameter(torch.ones(3, 4, dtype=torch.bfloat16))
     w.grad_dtype = torch.float32
     w.grad = torch.zeros(3, 4)
@@ -202,12 +204,12 @@ def test_a_gradient_that_is_asked_for_is_not_added_to_a_wider_sum() -> None:
     assert torch.equal(w.grad, torch.zeros(3, 4))
 
 
-def test_what_w_needs_may_not_be_changed_before_it() -> None:
+def test_saved_tensor_changed_before_w_is_refused() -> None:
     """An example is a hook that writes to a gradient that other nodes receive too."""
     x, w = torch.ones(2, 4, requires_grad=True), nn.Parameter(torch.ones(4, 4))
-    beside = x * 1
-    beside.register_hook(lambda dy: dy.mul_(0.5))
-    y = beside + split_backward.linear(x, w)
+    scaled = x * 1
+    scaled.register_hook(lambda dy: dy.mul_(0.5))
+    y = scaled + split_backward.linear(x, w)
     with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
         torch.autograd.backward(y, torch.ones_like(y))
     with pytest.raises(ModelError, match="changed in place between I and W"):
@@ -216,14 +218,14 @@ def test_what_w_needs_may_not_be_changed_before_it() -> None:
 
 
 @pytest.mark.parametrize(("n", "k"), [(0, 3), (4, 0)])
-def test_a_linear_of_no_numbers(n: int, k: int) -> None:
+def test_empty_linear_has_gradients(n: int, k: int) -> None:
     x, w = torch.ones(2, n, requires_grad=True), nn.Parameter(torch.ones(k, n))
     split_backward.linear(x, w, nn.Parameter(torch.ones(k))).sum().backward()
     assert x.grad is not None and torch.equal(x.grad, torch.full_like(x, k))
     assert w.grad is not None and w.grad.shape == (k, n)
 
 
-def test_recording_ends_with_its_context() -> None:
+def test_gradients_are_not_deferred_after_context() -> None:
     w = nn.Parameter(torch.ones(3, 4))
     with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
         pass
@@ -231,7 +233,7 @@ def test_recording_ends_with_its_context() -> None:
     assert len(tape) == 0 and w.grad is not None
 
 
-def test_the_tape_does_not_keep_the_graph_alive() -> None:
+def test_deferred_gradients_do_not_keep_graph_alive() -> None:
     x, w = torch.ones(2, 4, requires_grad=True), nn.Parameter(torch.ones(3, 4))
     with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
         torch.autograd.backward(split_backward.linear(x * 2, w).sum())
@@ -241,7 +243,7 @@ def test_the_tape_does_not_keep_the_graph_alive() -> None:
 # Modules of torch's own layers
 
 
-class Plain(nn.Module):
+class TorchLayers(nn.Module):
     """An embedding, a block without dropout, and a head with the embedding's weight."""
 
     def __init__(self, tied: bool = True) -> None:
@@ -265,7 +267,7 @@ class Plain(nn.Module):
 
 @pytest.mark.parametrize("tied", [False, True])
 @pytest.mark.parametrize("checkpointed", [False, True])
-def test_layers_of_torch_are_split_in_place(tied: bool, checkpointed: bool) -> None:
+def test_torch_layers_are_split_in_place(tied: bool, checkpointed: bool) -> None:
     def forward(net: nn.Module) -> Callable[..., Tensor]:
         def run(tokens: Tensor) -> Tensor:
             y = checkpoint(net, tokens, use_reentrant=False) if checkpointed else net(tokens)
@@ -274,20 +276,22 @@ def test_layers_of_torch_are_split_in_place(tied: bool, checkpointed: bool) -> N
 
         return run
 
-    plain, whole, halves = (Plain(tied) for _ in range(3))
-    names, own = list(plain.state_dict()), {id(p) for p in halves.parameters()}
-    for net in (whole, halves):
+    plain, full, split = (TorchLayers(tied) for _ in range(3))
+    names, parameter_ids = list(plain.state_dict()), {id(p) for p in split.parameters()}
+    for net in (full, split):
         assert make_backward_splittable(net) is net
-    assert names == list(halves.state_dict()) and own == {id(p) for p in halves.parameters()}
-    want = gradients(plain, 3, None, forward(plain))
-    assert_same_bits(gradients(whole, 3, None, forward(whole)), want)
+    assert names == list(split.state_dict()) and parameter_ids == {
+        id(p) for p in split.parameters()
+    }
+    want = compute_gradients(plain, 3, None, forward(plain))
+    assert_same_bits(compute_gradients(full, 3, None, forward(full)), want)
     for late in (0, 2):
-        for p in halves.parameters():
+        for p in split.parameters():
             p.grad = None
-        assert_same_bits(gradients(halves, 3, late, forward(halves)), want)
+        assert_same_bits(compute_gradients(split, 3, late, forward(split)), want)
 
 
-class InPlace(nn.Module):
+class InPlaceRelu(nn.Module):
     """Changes the output of a linear layer in place."""
 
     def __init__(self) -> None:
@@ -300,28 +304,28 @@ class InPlace(nn.Module):
         return y
 
 
-class Autocast(InPlace):
+class AutocastLayers(InPlaceRelu):
     def forward(self, x: Tensor) -> Tensor:
         with torch.autocast("cpu", torch.bfloat16):
             y: Tensor = self.two(self.one(x))
         return y
 
 
-class Hooked(InPlace):
-    """Has a gradient that a hook changes, and one that is changed after accumulation."""
+class HookedWeights(InPlaceRelu):
+    """Has a gradient hook on one weight, and a post-accumulate hook on the other."""
 
     def __init__(self) -> None:
         super().__init__()
         self.one.weight.register_hook(lambda grad: grad / 2)
-        self.two.weight.register_post_accumulate_grad_hook(_halve)
+        self.two.weight.register_post_accumulate_grad_hook(_halve_gradient)
 
 
-def _halve(p: Tensor) -> None:
+def _halve_gradient(p: Tensor) -> None:
     assert p.grad is not None
     p.grad /= 2
 
 
-class Complex(nn.Module):
+class ComplexLinear(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.one = nn.Linear(8, 8, dtype=torch.cfloat)
@@ -331,13 +335,16 @@ class Complex(nn.Module):
 
 
 @pytest.mark.parametrize(
-    ("model", "deferred"), [(InPlace, 2), (Autocast, 2), (Hooked, 0), (Complex, 1)]
+    ("model", "deferred"),
+    [(InPlaceRelu, 2), (AutocastLayers, 2), (HookedWeights, 0), (ComplexLinear, 1)],
 )
-def test_what_modules_do_around_their_linears(model: type[nn.Module], deferred: int) -> None:
+def test_split_layers_in_unusual_modules_have_same_bits(
+    model: type[nn.Module], deferred: int
+) -> None:
     g = torch.Generator().manual_seed(0)
     batches = [torch.randn(4, 6, 8, generator=g) for _ in range(2)]
 
-    def grads(splits: bool) -> dict[str, Tensor]:
+    def compute_grads(splits: bool) -> dict[str, Tensor]:
         torch.manual_seed(1)
         net, tapes = model(), []
         if splits:
@@ -356,12 +363,12 @@ def test_what_modules_do_around_their_linears(model: type[nn.Module], deferred: 
         named = {name: p.grad for name, p in net.named_parameters() if p.grad is not None}
         return named | dict(net.named_buffers())
 
-    want = grads(False)
+    want = compute_grads(False)
     assert len(want) == 2 + len([*model().parameters()])
-    assert_same_bits(grads(True), want)
+    assert_same_bits(compute_grads(True), want)
 
 
-def test_layers_with_a_way_of_their_own_are_left_alone() -> None:
+def test_layers_with_own_computation_are_not_split() -> None:
     class Own(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) + 1

@@ -24,8 +24,8 @@ from schedir.runtime.autograd.splittable_layers import (
 )
 
 WIDTH = 4
-Seen = list[float]
-Hook = Callable[["Layers", Tensor, Seen], object]
+GradientSums = list[float]
+Hook = Callable[["Layers", Tensor, GradientSums], object]
 
 
 class Layers(nn.Module):
@@ -36,22 +36,22 @@ class Layers(nn.Module):
         self.one, self.two = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.hook = hook
 
-    def forward(self, x: Tensor, seen: Seen) -> Tensor:
+    def forward(self, x: Tensor, sums: GradientSums) -> Tensor:
         y: Tensor = self.one(x)
-        self.hook(self, y, seen)
+        self.hook(self, y, sums)
         out: Tensor = self.two(torch.tanh(y))
         return out
 
 
-def _twice(gradients: Any, _: object = None) -> Any:
+def _double(gradients: Any, _: object = None) -> Any:
     return tuple(None if g is None else 2 * g for g in gradients)
 
 
-def _see(seen: Seen, gradients: Any) -> None:
-    seen.append(float(sum(g.double().sum() for g in gradients if g is not None)))
+def _record_sum(sums: GradientSums, gradients: Any) -> None:
+    sums.append(float(sum(g.double().sum() for g in gradients if g is not None)))
 
 
-def _accumulator(model: Layers) -> Any:
+def _get_accumulator(model: Layers) -> Any:
     """Return the node that accumulates the first weight's gradient, and keep it alive."""
     model.node = get_gradient_edge(model.one.weight).node  # type: ignore[assignment]
     return model.node
@@ -60,43 +60,43 @@ def _accumulator(model: Layers) -> Any:
 HOOKS: dict[str, Hook] = {
     "none": lambda model, y, seen: None,
     "tensor": lambda model, y, seen: y.register_hook(lambda g: 2 * g),
-    "node": lambda model, y, seen: y.grad_fn.register_hook(_twice),  # type: ignore[union-attr]
-    "before node": lambda model, y, seen: y.grad_fn.register_prehook(_twice),  # type: ignore[union-attr]
+    "node": lambda model, y, seen: y.grad_fn.register_hook(_double),  # type: ignore[union-attr]
+    "before node": lambda model, y, seen: y.grad_fn.register_prehook(_double),  # type: ignore[union-attr]
     "sees node": lambda model, y, seen: y.grad_fn.register_hook(  # type: ignore[union-attr]
-        lambda gradients, _: _see(seen, gradients)
+        lambda gradients, _: _record_sum(seen, gradients)
     ),
-    "accumulator": lambda model, y, seen: _accumulator(model).register_hook(
-        lambda _, gradients: _see(seen, gradients)
+    "accumulator": lambda model, y, seen: _get_accumulator(model).register_hook(
+        lambda _, gradients: _record_sum(seen, gradients)
     ),
-    "before accumulator": lambda model, y, seen: _accumulator(model).register_prehook(_twice),
+    "before accumulator": lambda model, y, seen: _get_accumulator(model).register_prehook(_double),
     "all": lambda model, y, seen: register_multi_grad_hook(
-        [*model.parameters()], lambda gradients: _see(seen, gradients)
+        [*model.parameters()], lambda gradients: _record_sum(seen, gradients)
     ),
 }
 
 
 @pytest.mark.parametrize("kind", HOOKS)
-def test_hooks_see_and_change_what_they_do_in_a_full_backward(kind: str) -> None:
+def test_hooks_act_as_in_full_backward(kind: str) -> None:
     torch.manual_seed(0)
-    whole = Layers(HOOKS[kind])
-    split = deepcopy(whole)
+    full = Layers(HOOKS[kind])
+    split = deepcopy(full)
     make_backward_splittable(split)
     x = torch.randn(3, WIDTH)
-    found = []
-    for model in (whole, split):
-        seen: Seen = []
-        given, tape = x.clone().requires_grad_(), DeferredGradients()
-        y = model(given, seen).square().sum()
+    results = []
+    for model in (full, split):
+        sums: GradientSums = []
+        leaf, tape = x.clone().requires_grad_(), DeferredGradients()
+        y = model(leaf, sums).square().sum()
         with defer_weight_gradients(tape):
             y.backward()
         tape.run()
-        found.append(([given.grad, *(p.grad for p in model.parameters())], seen))
-    (want, wanted), (got, seen) = found
-    assert all(torch.equal(*both) for both in zip(want, got, strict=True))  # type: ignore[arg-type]
-    assert seen == pytest.approx(wanted)
+        results.append(([leaf.grad, *(p.grad for p in model.parameters())], sums))
+    (full_gradients, full_sums), (split_gradients, sums) = results
+    assert all(torch.equal(*pair) for pair in zip(full_gradients, split_gradients, strict=True))  # type: ignore[arg-type]
+    assert sums == pytest.approx(full_sums)
 
 
-def test_only_the_layer_with_a_hook_is_not_split() -> None:
+def test_only_layer_with_hook_is_not_split() -> None:
     model = Layers(HOOKS["node"])
     make_backward_splittable(model)
     with defer_weight_gradients(DeferredGradients()) as tape:
@@ -117,22 +117,25 @@ def test_has_hooks_finds_python_hooks_and_forgets_removed_ones() -> None:
         assert not node_has_hooks(node)
 
 
-def test_looking_for_hooks_is_no_registration() -> None:
+def test_hook_detection_registers_no_hook() -> None:
     before = count_registrations()
     assert not node_has_hooks(get_gradient_edge(torch.ones(1, requires_grad=True)).node)
     assert count_registrations() == before
 
 
-def test_the_hooks_of_the_warning_do_not_count() -> None:
+def test_watch_accumulation_does_not_prevent_split() -> None:
     model = make_backward_splittable(Layers(HOOKS["none"]))
-    with watch_accumulation(model) as came, defer_weight_gradients(DeferredGradients()) as tape:
+    with (
+        watch_accumulation(model) as accumulated,
+        defer_weight_gradients(DeferredGradients()) as tape,
+    ):
         model(torch.randn(3, WIDTH), []).sum().backward()
     assert len(tape) == 2
-    assert came == {"one.bias", "two.bias"}
+    assert accumulated == {"one.bias", "two.bias"}
 
 
-def test_a_weight_whose_accumulator_has_a_hook_could_not_wait() -> None:
+def test_weight_with_accumulator_hook_is_not_deferrable() -> None:
     model: Any = make_backward_splittable(Layers(HOOKS["none"]))
     assert find_deferrable_weights(model) == {"one.weight", "two.weight"}
-    _accumulator(model).register_hook(lambda *_: None)
+    _get_accumulator(model).register_hook(lambda *_: None)
     assert find_deferrable_weights(model) == {"two.weight"}

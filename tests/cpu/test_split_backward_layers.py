@@ -1,4 +1,4 @@
-"""Tests of layers that are split by type: bits of the whole backward, and refusals."""
+"""Tests of layers that are split by type: bits of the full backward, and refusals."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from schedir.runtime.boundaries.size_measurement import measure_sizes
 from tests.cpu.tiny_layers import LAYERS, N, Square
 
 
-class Uses(nn.Module):
+class RepeatedLayer(nn.Module):
     """Applies one layer several times."""
 
     def __init__(self, layer: nn.Module, uses: int) -> None:
@@ -39,31 +39,31 @@ class Uses(nn.Module):
         return x
 
 
-def _grads(
-    net: nn.Module, x: Tensor, late: bool, left: int | None = None
+def _compute_gradients(
+    net: nn.Module, x: Tensor, late: bool, num_deferred: int | None = None
 ) -> dict[str, Tensor | None]:
-    """Return the gradients of two microbatches, with late W or with whole backwards."""
+    """Return the gradients of two microbatches, with deferred W or with full backwards."""
     tapes = []
-    found: dict[str, Tensor | None] = {}
+    results: dict[str, Tensor | None] = {}
     for k in range(2):
-        one = (x + k).requires_grad_()
-        y = net(one)
-        found[f"y{k}"] = y.detach()
+        leaf = (x + k).requires_grad_()
+        y = net(leaf)
+        results[f"y{k}"] = y.detach()
         dy = torch.linspace(-1, 1, y.numel()).view_as(y).to(y)
         if late:
             with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
                 torch.autograd.backward(y, dy)
-            assert left is None or len(tape) == left
+            assert num_deferred is None or len(tape) == num_deferred
             tapes.append(tape)
         else:
             torch.autograd.backward(y, dy)
-        found[f"dx{k}"] = one.grad
+        results[f"dx{k}"] = leaf.grad
     for tape in tapes:
         tape.run()
-    return found | {name: p.grad for name, p in net.named_parameters()}
+    return results | {name: p.grad for name, p in net.named_parameters()}
 
 
-def _equal(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -> None:
+def _assert_equal(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -> None:
     assert got.keys() == want.keys()
     for name, b in want.items():
         a = got[name]
@@ -81,7 +81,7 @@ def _equal(got: dict[str, Tensor | None], want: dict[str, Tensor | None]) -> Non
     frozen=st.sampled_from(["", "weight", "bias"]),
     wide=st.booleans(),
 )
-def test_same_bits_as_the_whole_backward(
+def test_split_layer_has_bits_of_full_backward(
     kind: str,
     shape: list[int],
     bias: bool,
@@ -95,34 +95,35 @@ def test_same_bits_as_the_whole_backward(
     if getattr(layer, frozen, None) is not None and frozen:
         getattr(layer, frozen).requires_grad_(False)
     x = torch.randn(*shape, N).to(dtype)
-    plain = Uses(layer, uses)
-    whole, late = (make_backward_splittable(copy.deepcopy(plain), nn.LayerNorm) for _ in range(2))
+    plain = RepeatedLayer(layer, uses)
+    full, split = (make_backward_splittable(copy.deepcopy(plain), nn.LayerNorm) for _ in range(2))
     wide = wide and dtype is torch.bfloat16
-    for net in (plain, whole, late):
+    for net in (plain, full, split):
         for p in net.parameters() if wide else ():
             p.grad_dtype = torch.float32
             p.grad = torch.zeros_like(p, dtype=torch.float32)
-    left = sum(p.requires_grad and (n == "weight" or kind == "norm")
-               for n, p in layer.named_parameters())  # fmt: skip
-    want = _grads(whole, x, late=False)
-    _equal(_grads(late, x, late=True, left=left * uses), want)
-    if (
-        not wide and kind != "conv2d"
-    ):  # otherwise autograd rounds each gradient first, or computes differently
-        _equal(want, _grads(plain, x, late=False))
+    num_deferred = sum(p.requires_grad and (n == "weight" or kind == "norm")
+                       for n, p in layer.named_parameters())  # fmt: skip
+    want = _compute_gradients(full, x, late=False)
+    _assert_equal(_compute_gradients(split, x, late=True, num_deferred=num_deferred * uses), want)
+    if not wide and kind != "conv2d":  # else autograd rounds or computes differently
+        _assert_equal(want, _compute_gradients(plain, x, late=False))
 
 
-def test_hugging_faces_own() -> None:
+def test_huggingface_conv1d_is_split() -> None:
     pytorch_utils = pytest.importorskip("transformers.pytorch_utils")
     layer = pytorch_utils.Conv1D(12, N)
     names, x = [*layer.state_dict()], torch.randn(2, 3, N)
-    plain, late = copy.deepcopy(layer), make_backward_splittable(layer)
-    assert late is layer and type(late) is not type(plain) and [*late.state_dict()] == names
-    _equal(_grads(late, x, late=True, left=1), _grads(plain, x, late=False))
+    plain, split = copy.deepcopy(layer), make_backward_splittable(layer)
+    assert split is layer and type(split) is not type(plain) and [*split.state_dict()] == names
+    _assert_equal(
+        _compute_gradients(split, x, late=True, num_deferred=1),
+        _compute_gradients(plain, x, late=False),
+    )
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_what_is_split_can_be_copied_and_sent(kind: str) -> None:
+def test_split_layer_can_be_copied_and_pickled(kind: str) -> None:
     layer = LAYERS[kind](True)
     x = torch.randn(3, N)
     make_backward_splittable(layer, nn.LayerNorm)
@@ -133,7 +134,7 @@ def test_what_is_split_can_be_copied_and_sent(kind: str) -> None:
         assert type(pickle.loads(pickle.dumps(layer))) is type(layer)
 
 
-def test_norms_are_split_where_asked_for() -> None:
+def test_layer_norm_is_split_only_on_request() -> None:
     net = nn.Sequential(nn.Linear(N, N), nn.LayerNorm(N), nn.LayerNorm(N, elementwise_affine=False))
     assert type(make_backward_splittable(net)[1]) is nn.LayerNorm  # type: ignore[index]
     make_backward_splittable(net, nn.LayerNorm)
@@ -144,49 +145,60 @@ def test_norms_are_split_where_asked_for() -> None:
     # By default norms are not split, since their deferred gradients keep more memory than it gains.
     net = nn.Sequential(nn.LayerNorm(N), nn.Linear(N, 4 * N), nn.GELU(), nn.Linear(4 * N, N))
     x = torch.randn(8, N)
-    tapes = []
-    for also in ((), (nn.LayerNorm,)):
-        stages = [nn.Identity(), make_backward_splittable(copy.deepcopy(net), *also)]
+    deferred_bytes = []
+    for types in ((), (nn.LayerNorm,)):
+        stages = [nn.Identity(), make_backward_splittable(copy.deepcopy(net), *types)]
         sizes = measure_sizes(stages, x, x, loss=mse_loss, boundary=Boundary((8, N)))
-        tapes.append(sizes.for_stages("deferred_wgrad", 2)[1])
-    assert tapes[1] - tapes[0] == 4 * (8 * N + 8 * N + 2 * 8)  # x, dy, means and deviations
+        deferred_bytes.append(sizes.for_stages("deferred_wgrad", 2)[1])
+    added_bytes = 4 * (8 * N + 8 * N + 2 * 8)  # x, dy, means and deviations
+    assert deferred_bytes[1] - deferred_bytes[0] == added_bytes
 
 
-def test_what_is_taught_wrongly() -> None:
+def test_wrong_split_rules_are_refused() -> None:
     class Odd(Square):
         pass
 
-    def rule(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
+    def wrong_weight_grad(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
         return (x * dy).sum_to_size(N)
 
-    def back(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
+    def input_grad(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
         dx: Tensor = dy * layer.weight.square()
         return dx
 
     layer, x = Odd(N), torch.randn(2, 3, N)
     with pytest.raises(UsageError, match=r"layer_type must be a subclass of nn\.Module, not Odd"):
-        register_splittable_layer(layer, input_grad=back, deferred_grads={"weight": rule})  # type: ignore[arg-type]
+        register_splittable_layer(
+            layer,  # type: ignore[arg-type]
+            input_grad=input_grad,
+            deferred_grads={"weight": wrong_weight_grad},
+        )
     with pytest.raises(UsageError, match="cannot split the backward of layers of type Odd"):
         make_backward_splittable(layer, Odd)
     with pytest.raises(UsageError, match="cannot split the backward of layers of type Odd"):
         check_splittable_layer(layer, x)
-    register_splittable_layer(Odd, input_grad=back, deferred_grads={"weight": rule})
+    register_splittable_layer(
+        Odd, input_grad=input_grad, deferred_grads={"weight": wrong_weight_grad}
+    )
     with pytest.raises(ModelError, match="autograd differ in the gradient of weight"):
         check_splittable_layer(layer, x)
-    register_splittable_layer(Odd, input_grad=rule, deferred_grads={"weight": rule})
+    register_splittable_layer(
+        Odd, input_grad=wrong_weight_grad, deferred_grads={"weight": wrong_weight_grad}
+    )
     with pytest.raises(ModelError, match=r"for its input of shape \[2, 3, 6\]"):
         check_splittable_layer(layer, x)
     register_splittable_layer(
-        Odd, input_grad=back, deferred_grads={"weight": lambda layer, x, dy: (x * dy).sum()}
+        Odd, input_grad=input_grad, deferred_grads={"weight": lambda layer, x, dy: (x * dy).sum()}
     )
     with pytest.raises(ModelError, match=r"a gradient of shape \[\] for weight of shape \[6\]"):
         check_splittable_layer(layer, x)
-    register_splittable_layer(Odd, input_grad=back, deferred_grads={"wieght": rule})
+    register_splittable_layer(
+        Odd, input_grad=input_grad, deferred_grads={"wieght": wrong_weight_grad}
+    )
     with pytest.raises(ModelError, match="has no rule for its parameter weight"):
         make_backward_splittable(layer)
 
 
-def test_a_taught_layer_may_be_called_in_other_ways() -> None:
+def test_registered_layer_with_other_arguments_is_not_split() -> None:
     class Scaled(Square):
         def forward(self, x: Tensor, by: float = 1.0) -> Tensor:
             return super().forward(x) * by
@@ -199,80 +211,87 @@ def test_a_taught_layer_may_be_called_in_other_ways() -> None:
         },
     )
     layer, x = make_backward_splittable(Scaled(N)), torch.randn(2, N)
-    for y, factor, left in [(layer(x=x), 1, 1), (layer(x, by=2.0), 2, 0), (layer(x, 2.0), 2, 0)]:
+    for y, factor, num_deferred in [
+        (layer(x=x), 1, 1),
+        (layer(x, by=2.0), 2, 0),
+        (layer(x, 2.0), 2, 0),
+    ]:
         assert torch.equal(y, Square.forward(layer, x) * factor)  # type: ignore[arg-type]
         with split_backward.defer_weight_gradients(split_backward.DeferredGradients()) as tape:
             y.sum().backward()
-        assert len(tape) == left
+        assert len(tape) == num_deferred
 
 
-def test_what_is_taught_again_counts() -> None:
-    """It counts for layers that were split before too, and is compared with whole backwards."""
+def test_second_registration_replaces_split_rule() -> None:
+    """The new rule also applies to layers that were split before, and to full backwards."""
 
     class Twice(Square):
         pass
 
-    def back(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
+    def input_grad(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
         dx: Tensor = dy * layer.weight.square()
         return dx
 
-    def late(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
+    def weight_grad(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
         dw: Tensor = (x * dy).sum_to_size(N) * (2 * layer.weight)
         return dw
 
     x = torch.randn(2, 3, N)
     register_splittable_layer(
-        Twice, input_grad=lambda layer, x, dy: dy, deferred_grads={"weight": late}
+        Twice, input_grad=lambda layer, x, dy: dy, deferred_grads={"weight": weight_grad}
     )
     layer = Twice(N)
     net = make_backward_splittable(nn.Sequential(layer, nn.Linear(N, N)))
     with pytest.raises(ModelError, match="autograd differ in the gradient of the input"):
         check_splittable_layer(layer, x)
-    register_splittable_layer(Twice, input_grad=back, deferred_grads={"weight": late})
+    register_splittable_layer(Twice, input_grad=input_grad, deferred_grads={"weight": weight_grad})
     for one in make_backward_splittable(net).children():
         check_splittable_layer(one, x)
-    given = x.clone().requires_grad_()
-    dx, dw = torch.autograd.grad(layer(given).sum(), (given, layer.weight))
-    assert torch.equal(dx, back(layer, x, torch.ones_like(x)))
-    torch.testing.assert_close(dw, late(layer, x, torch.ones_like(x)))
+    leaf = x.clone().requires_grad_()
+    dx, dw = torch.autograd.grad(layer(leaf).sum(), (leaf, layer.weight))
+    assert torch.equal(dx, input_grad(layer, x, torch.ones_like(x)))
+    torch.testing.assert_close(dw, weight_grad(layer, x, torch.ones_like(x)))
 
 
-def _pruned(layer: nn.Module) -> nn.Module:
-    kept: nn.Module = prune.custom_from_mask(layer, "weight", torch.arange(N) % 2)
-    return kept
+def _prune(layer: nn.Module) -> nn.Module:
+    pruned: nn.Module = prune.custom_from_mask(layer, "weight", torch.arange(N) % 2)
+    return pruned
 
 
-def _parametrized(layer: nn.Module) -> nn.Module:
+def _parametrize(layer: nn.Module) -> nn.Module:
     parametrize.register_parametrization(layer, "weight", nn.Softplus())
     return layer
 
 
-@pytest.mark.parametrize("compute", [_pruned, _parametrized])
+@pytest.mark.parametrize("compute", [_prune, _parametrize])
 @pytest.mark.parametrize("first", [False, True])
-def test_taught_layers_whose_weights_are_computed_are_whole(compute: Any, first: bool) -> None:
+def test_registered_layer_with_computed_weight_is_not_split(compute: Any, first: bool) -> None:
     x, plain = torch.randn(3, N), Square(N)
-    late: nn.Module = copy.deepcopy(plain)
-    late = (
-        compute(make_backward_splittable(late))
+    split: nn.Module = copy.deepcopy(plain)
+    split = (
+        compute(make_backward_splittable(split))
         if first
-        else make_backward_splittable(compute(late))
+        else make_backward_splittable(compute(split))
     )
-    _equal(_grads(late, x, True, left=0), _grads(compute(plain), x, False))
+    _assert_equal(
+        _compute_gradients(split, x, True, num_deferred=0),
+        _compute_gradients(compute(plain), x, False),
+    )
 
 
 @pytest.mark.parametrize("kind", LAYERS)
-def test_rules_are_compared_with_autograd(kind: str) -> None:
+def test_built_in_split_rules_equal_autograd(kind: str) -> None:
     check_splittable_layer(LAYERS[kind](True), torch.randn(2, 3, N))
 
 
-def test_under_autocast_what_was_taught_is_whole() -> None:
+def test_registered_layer_under_autocast_is_not_split() -> None:
     x = torch.randn(3, N)
-    plain, late = Square(N), make_backward_splittable(Square(N))
-    late.load_state_dict(plain.state_dict())
-    found = []
-    for net in (plain, late):
+    plain, split = Square(N), make_backward_splittable(Square(N))
+    split.load_state_dict(plain.state_dict())
+    gradients = []
+    for net in (plain, split):
         with torch.autocast("cpu", torch.bfloat16):
             y = net(x).float()
         y.square().sum().backward()
-        found.append({name: p.grad for name, p in net.named_parameters()})
-    _equal(*found)
+        gradients.append({name: p.grad for name, p in net.named_parameters()})
+    _assert_equal(*gradients)

@@ -1,4 +1,4 @@
-"""Tests of split stages in schedules: weights used twice, versions, and layers left whole."""
+"""Tests of split stages in schedules: weights used twice, versions, and unsplit layers."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ class Twice(nn.Module):
         return y
 
 
-class Own(nn.Module):
+class RepeatedMatmul(nn.Module):
     """Computes `x @ w @ w`, where each product is torch's own or one that can be split."""
 
     def __init__(self, one: Any, other: Any) -> None:
@@ -64,68 +64,68 @@ class Tied(nn.Module):
         return y
 
 
-TWICE: dict[str, Callable[[], nn.Module]] = {
+REPEATED: dict[str, Callable[[], nn.Module]] = {
     "linear": lambda: Twice(nn.Linear(N, N)),
     "conv1d": lambda: Twice(Conv1D(N, N)),
     "tied": Tied,
-    "plain": lambda: Own(torch.matmul, torch.matmul),
-    "split": lambda: Own(split_backward.matmul, split_backward.matmul),
-    "mixed": lambda: Own(torch.matmul, split_backward.matmul),
-    "mixed, other way": lambda: Own(split_backward.matmul, torch.matmul),
+    "plain": lambda: RepeatedMatmul(torch.matmul, torch.matmul),
+    "split": lambda: RepeatedMatmul(split_backward.matmul, split_backward.matmul),
+    "mixed": lambda: RepeatedMatmul(torch.matmul, split_backward.matmul),
+    "mixed, other way": lambda: RepeatedMatmul(split_backward.matmul, torch.matmul),
 }
 
 
 @pytest.mark.filterwarnings("ignore:.* is not split in")
-@pytest.mark.parametrize("kind", TWICE)
-def test_a_weight_that_is_used_twice_counts_once_each(kind: str) -> None:
+@pytest.mark.parametrize("kind", REPEATED)
+def test_weight_used_twice_gets_both_gradients(kind: str) -> None:
     torch.manual_seed(0)
-    plain = [TWICE[kind]() for _ in range(2)]
-    late = [make_backward_splittable(copy.deepcopy(stage)) for stage in plain]
+    plain = [REPEATED[kind]() for _ in range(2)]
+    split = [make_backward_splittable(copy.deepcopy(stage)) for stage in plain]
     x = torch.randn(4, 3, N)
     for mb in x:  # plain autograd, without schedir
         y = plain[1](plain[0](mb))
         (y - 1).square().sum().backward()
     program = compile(zb, PipelineShape(2, 4))
-    ranks = InProcessExecutor(program, late, loss=lambda y, _: (y - 1).square().sum(),
-                      boundary=Boundary((3, N)))  # fmt: skip
+    ranks = InProcessExecutor(program, split, loss=lambda y, _: (y - 1).square().sum(),
+                              boundary=Boundary((3, N)))  # fmt: skip
     ranks.step(x, x)
-    for got, want in zip(gradients(late), gradients(plain), strict=True):
+    for got, want in zip(gradients(split), gradients(plain), strict=True):
         assert got.keys() == want.keys() and got
-        for name, b in want.items():
-            torch.testing.assert_close(got[name], b, rtol=1e-5, atol=1e-5)
-            assert "mixed" in kind or torch.equal(got[name], b)
+        for name, expected in want.items():
+            torch.testing.assert_close(got[name], expected, rtol=1e-5, atol=1e-5)
+            assert "mixed" in kind or torch.equal(got[name], expected)
 
 
-def test_what_was_taught_computes_on_its_version() -> None:
-    """A split rule that reads the weight finds its microbatch's version, after newer ones."""
+def test_split_rule_reads_weight_version_of_microbatch() -> None:
+    """The rule runs after the creation of newer versions, and must read the old version."""
     torch.manual_seed(0)
-    halves = 4 * (I + W)
+    input_and_weight = 4 * (I + W)
     program = compile(
         # The last F use the version after the one of the W that follow.
-        lambda r, P, m: 8 * F + halves + 4 * I + 4 * F + 4 * W + halves,
+        lambda r, P, m: 8 * F + input_and_weight + 4 * I + 4 * F + 4 * W + input_and_weight,
         PipelineShape(2, 12, optimizer_steps=3, weight_delay=1),
     )
     x = torch.randn(12, 3, N)
     states = []
-    for taught in (False, True):
+    for is_split in (False, True):
         torch.manual_seed(1)
         stages: list[nn.Module] = [Square(N), Square(N)]
-        if taught:
+        if is_split:
             stages = [make_backward_splittable(stage) for stage in stages]
         ranks = InProcessExecutor(
             program, stages, loss=lambda y, t: (y - t).square().sum(), boundary=Boundary((3, N)),
             optimizer=lambda parameters: torch.optim.SGD(parameters, 0.01),
         )  # fmt: skip
         with warnings.catch_warnings():
-            warnings.simplefilter("error" if taught else "ignore")
+            warnings.simplefilter("error" if is_split else "ignore")
             for _ in range(2):
                 ranks.step(x, x + 1, 0.1)
         states.append([stage.state_dict() for stage in stages])
-    for plain, late in zip(*states, strict=True):
-        assert all(torch.equal(plain[name], late[name]) for name in plain)
+    for plain, split in zip(*states, strict=True):
+        assert all(torch.equal(plain[name], split[name]) for name in plain)
 
 
-class Mixed(nn.Module):
+class MixedLayers(nn.Module):
     """Layers that are split, that could be split, and that cannot be split."""
 
     def __init__(self) -> None:
@@ -140,10 +140,10 @@ class Mixed(nn.Module):
         return y
 
 
-def test_the_warning_names_the_layers() -> None:
+def test_warning_names_unsplit_layers() -> None:
     x = torch.randn(4, 3, N)
 
-    def run(stages: Sequence[nn.Module]) -> list[str]:
+    def collect_warnings(stages: Sequence[nn.Module]) -> list[str]:
         program, boundary = compile(zb, PipelineShape(2, 4)), Boundary((3, N))
         ranks = InProcessExecutor(program, stages, loss=mse_loss, boundary=boundary)
         with warnings.catch_warnings(record=True) as caught:
@@ -153,29 +153,31 @@ def test_the_warning_names_the_layers() -> None:
         return sorted(str(w.message) for w in caught)
 
     torch.manual_seed(0)
-    plain, said = [Mixed(), Mixed()], []
+    plain, messages = [MixedLayers(), MixedLayers()], []
     loss = run_sequential(copy.deepcopy(plain), x, x, loss=mse_loss)
     assert loss.isfinite()
-    said = run(plain)
-    assert said == [
-        f"the backward of Mixed (stage {s}) is not split in attn.c_attn (Conv1D), own.0 "
+    messages = collect_warnings(plain)
+    assert messages == [
+        f"the backward of MixedLayers (stage {s}) is not split in attn.c_attn (Conv1D), own.0 "
         "(Bilinear): the instruction I runs their full backward; "
         "schedir.runtime.make_backward_splittable(stage) splits Conv1D; "
         "schedir.runtime.register_splittable_layer adds a type"
         for s in range(2)
     ]
-    said = run([make_backward_splittable(stage) for stage in plain])
-    assert ["attn.c_attn" in text or "make_backward_splittable" in text for text in said] == [
+    messages = collect_warnings([make_backward_splittable(stage) for stage in plain])
+    assert ["attn.c_attn" in text or "make_backward_splittable" in text for text in messages] == [
         False,
         False,
     ]
     norms: list[nn.Module] = [nn.Sequential(*(nn.LayerNorm(N) for _ in range(9))) for _ in range(2)]
-    said = run(norms)
-    assert "0 (LayerNorm), 1 (LayerNorm)" in said[0] and "and 3 more" in said[0]
-    assert run([make_backward_splittable(stage, nn.LayerNorm) for stage in norms]) == []
+    messages = collect_warnings(norms)
+    assert "0 (LayerNorm), 1 (LayerNorm)" in messages[0] and "and 3 more" in messages[0]
+    assert (
+        collect_warnings([make_backward_splittable(stage, nn.LayerNorm) for stage in norms]) == []
+    )
 
 
-class Skips(nn.Module):
+class SkippedLayer(nn.Module):
     """A residual layer that some microbatches skip, and an unused layer."""
 
     def __init__(self) -> None:
@@ -189,7 +191,7 @@ class Skips(nn.Module):
         return y
 
 
-class Narrow(nn.Module):
+class AutocastLayer(nn.Module):
     """A layer with a split rule, under autocast."""
 
     def __init__(self) -> None:
@@ -202,16 +204,16 @@ class Narrow(nn.Module):
         return y
 
 
-@pytest.mark.parametrize(("kind", "said"), [(Skips, 0), (Narrow, 2)])
-def test_layers_that_are_not_reached_are_not_missed(kind: Any, said: int) -> None:
-    """Some or all microbatches may leave no work for W. A whole backward gets one warning."""
+@pytest.mark.parametrize(("kind", "num_warnings"), [(SkippedLayer, 0), (AutocastLayer, 2)])
+def test_unused_layers_and_full_backwards_have_same_bits(kind: Any, num_warnings: int) -> None:
+    """Skipped layers give no warning, and layers with a full backward give one."""
     torch.manual_seed(0)
     plain: list[nn.Module] = [kind(), kind()]
-    late = [make_backward_splittable(copy.deepcopy(stage)) for stage in plain]
+    split = [make_backward_splittable(copy.deepcopy(stage)) for stage in plain]
     x = torch.randn(8, 3, N)
     run_sequential(plain, x, x, loss=mse_loss, seed=1)
     ranks = InProcessExecutor(
-        compile(zb, PipelineShape(2, 8)), late, loss=mse_loss, boundary=Boundary((3, N)), seed=1
+        compile(zb, PipelineShape(2, 8)), split, loss=mse_loss, boundary=Boundary((3, N)), seed=1
     )
     with warnings.catch_warnings(record=True) as caught:
         warnings.simplefilter("always")
@@ -219,12 +221,12 @@ def test_layers_that_are_not_reached_are_not_missed(kind: Any, said: int) -> Non
     for stage in plain:  # unused weights have gradients of 0 in a buffer
         for p in stage.parameters():
             p.grad = torch.zeros_like(p) if p.grad is None else p.grad
-    assert same_bits(gradients(plain), gradients(late))
-    assert len(caught) == said
+    assert same_bits(gradients(plain), gradients(split))
+    assert len(caught) == num_warnings
 
 
-def test_a_split_that_does_not_happen_is_refused() -> None:
-    class Traced(nn.Module):
+def test_bypassed_split_layer_is_refused() -> None:
+    class BypassedLayer(nn.Module):
         def __init__(self) -> None:
             super().__init__()
             self.layer = make_backward_splittable(Square(N))
@@ -233,13 +235,13 @@ def test_a_split_that_does_not_happen_is_refused() -> None:
             (weight,) = self.parameters()
             return x * weight
 
-    ranks = InProcessExecutor(compile(zb, PipelineShape(2, 4)), [Traced(), Traced()], loss=mse_loss,
-                      boundary=Boundary((3, N)))  # fmt: skip
+    program, stages = compile(zb, PipelineShape(2, 4)), [BypassedLayer(), BypassedLayer()]
+    ranks = InProcessExecutor(program, stages, loss=mse_loss, boundary=Boundary((3, N)))
     with pytest.raises(ExecutionError, match="has splittable layers"):
         ranks.step(torch.randn(4, 3, N), torch.randn(4, 3, N))
 
 
-def test_the_page_runs() -> None:
+def test_page_examples_run_without_warning() -> None:
     page = Path(__file__).parents[2] / "docs" / "explanation" / "split-backward.md"
     scope: dict[str, Any] = {}
     with warnings.catch_warnings():

@@ -1,4 +1,4 @@
-"""Tests of stages with several holders in one process, whose copies have the weights' hooks."""
+"""Tests of stage replicas in one process, whose weight copies have the hooks of the weights."""
 
 from __future__ import annotations
 
@@ -20,37 +20,39 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import bitpipe, chimera
 
 WIDTH, STEPS = 3, 2
-MIRROR = [
+MIRROR_CASES = [
     (chimera, PipelineShape(2, 4, placement="mirror")),
     (bitpipe, PipelineShape(2, 4, placement="mirror-vee")),
 ]
 sgd = partial(torch.optim.SGD, lr=0.1)
 
 
-def layers(stages: int) -> list[nn.Linear]:
+def make_stages(stages: int) -> list[nn.Linear]:
     torch.manual_seed(0)
     return [nn.Linear(WIDTH, WIDTH).double() for _ in range(stages)]
 
 
-def loss(y: Tensor, target: Tensor) -> Tensor:
+def squared_error(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().sum()
 
 
-def batch() -> Tensor:
+def make_batch() -> Tensor:
     numbers = torch.Generator().manual_seed(1)
     return torch.randn(4, 2, WIDTH, dtype=torch.float64, generator=numbers)
 
 
-def ranks_of(
+def make_executor(
     schedule: Any, shape: PipelineShape, stages: list[nn.Linear], optimizer: Any = sgd
 ) -> InProcessExecutor:
     program = schedir.compile(schedule, shape)
     boundary = Boundary((2, WIDTH), torch.float64)
-    return InProcessExecutor(program, stages, loss=loss, boundary=boundary, optimizer=optimizer)
+    return InProcessExecutor(
+        program, stages, loss=squared_error, boundary=boundary, optimizer=optimizer
+    )
 
 
-class Hooks:
-    """Hooks of some weights, which are not linear and count their calls."""
+class WeightHooks:
+    """Nonlinear gradient hooks on some weights, which count their calls."""
 
     def __init__(self, where: list[bool]) -> None:
         self.where, self.calls = where, 0
@@ -73,71 +75,73 @@ class Hooks:
 @settings(max_examples=15, deadline=None, suppress_health_check=[*HealthCheck])
 @given(
     where=st.lists(st.booleans(), min_size=4, max_size=4),
-    case=st.sampled_from(MIRROR),
+    case=st.sampled_from(MIRROR_CASES),
     late=st.booleans(),
     removed=st.booleans(),
 )
-def test_hooks_see_every_microbatch(where: Any, case: Any, late: bool, removed: bool) -> None:
-    """This includes hooks that are registered after the ranks, or removed between steps."""
+def test_weight_hooks_get_gradient_of_every_microbatch(
+    where: Any, case: Any, late: bool, removed: bool
+) -> None:
+    """Hooks may be registered after the executor is created, and removed between steps."""
     schedule, shape = case
-    stages, whole = layers(shape.stages), layers(shape.stages)
-    ours, plain = Hooks(where), Hooks(where)
-    plain.register(whole)
+    stages, plain_stages = make_stages(shape.stages), make_stages(shape.stages)
+    replica_hooks, plain_hooks = WeightHooks(where), WeightHooks(where)
+    plain_hooks.register(plain_stages)
     if not late:
-        ours.register(stages)
-    ranks = ranks_of(schedule, shape, stages)
+        replica_hooks.register(stages)
+    ranks = make_executor(schedule, shape, stages)
     if late:
-        ours.register(stages)
-    model = nn.Sequential(*whole)
+        replica_hooks.register(stages)
+    model = nn.Sequential(*plain_stages)
     optimizer = sgd(model.parameters())
     for _ in range(STEPS):
-        ranks.step(batch(), batch() + 1)
+        ranks.step(make_batch(), make_batch() + 1)
         optimizer.zero_grad()
-        for x in batch():
-            torch.autograd.backward(loss(model(x), x + 1))
+        for x in make_batch():
+            torch.autograd.backward(squared_error(model(x), x + 1))
         optimizer.step()
         if removed:
-            ours.remove()
-            plain.remove()
-    assert ours.calls == plain.calls
+            replica_hooks.remove()
+            plain_hooks.remove()
+    assert replica_hooks.calls == plain_hooks.calls
     for p, q in zip(nn.Sequential(*stages).parameters(), model.parameters(), strict=True):
         assert torch.allclose(p, q, rtol=0, atol=1e-12)
 
 
 @pytest.mark.parametrize("late", [False, True])
-@pytest.mark.parametrize(("schedule", "shape"), MIRROR)
-def test_a_hook_that_sees_the_sum_of_one_holder(
+@pytest.mark.parametrize(("schedule", "shape"), MIRROR_CASES)
+def test_accumulate_hook_on_stage_replica_is_refused(
     schedule: Any, shape: PipelineShape, late: bool
 ) -> None:
-    stages = layers(shape.stages)
-    ranks = ranks_of(schedule, shape, stages) if late else None
+    stages = make_stages(shape.stages)
+    ranks = make_executor(schedule, shape, stages) if late else None
     stages[1].bias.register_post_accumulate_grad_hook(lambda p: None)
     with pytest.raises(ModelError, match=r"bias of stage 1") as error:
         if ranks is None:
-            ranks_of(schedule, shape, stages)
+            make_executor(schedule, shape, stages)
         else:
-            ranks.step(batch(), batch())
+            ranks.step(make_batch(), make_batch())
     assert error.value.program == schedule.__name__ and "register_hook" in error.value.hint
 
 
-def test_an_optimizer_finds_the_attributes_of_weights() -> None:
+def test_weight_copies_have_attributes_of_weights() -> None:
     """An optimizer may group weights by attributes, so copies must have them too."""
-    schedule, shape = MIRROR[0]
-    stages = layers(shape.stages)
+    schedule, shape = MIRROR_CASES[0]
+    stages = make_stages(shape.stages)
     for stage in stages:
         vars(stage.bias)["is_slow"] = True
-    found = []
+    slow_counts = []
 
     def optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
         slow = [p for p in parameters if hasattr(p, "is_slow")]
-        found.append(len(slow))
+        slow_counts.append(len(slow))
         rest = [p for p in parameters if not hasattr(p, "is_slow")]
         groups: list[dict[str, Any]] = [{"params": slow, "lr": 0.01}, {"params": rest}]
         return torch.optim.SGD(groups, lr=0.1)
 
-    ranks = ranks_of(schedule, shape, stages, optimizer)
-    ranks.step(batch(), batch() + 1)
-    assert found == [2, 2]
+    ranks = make_executor(schedule, shape, stages, optimizer)
+    ranks.step(make_batch(), make_batch() + 1)
+    assert slow_counts == [2, 2]
     for replica in ranks.stage_replicas:
         for p, q in zip(replica.copy.parameters(), replica.module.parameters(), strict=True):
             assert torch.equal(p, q)
@@ -150,21 +154,19 @@ class _Scaled(nn.Linear):
         return super().forward(x) * self.factor
 
 
-@pytest.mark.parametrize(("schedule", "shape"), MIRROR)
-def test_a_number_that_is_set_between_steps_is_that_of_each_copy(
-    schedule: Any, shape: PipelineShape
-) -> None:
+@pytest.mark.parametrize(("schedule", "shape"), MIRROR_CASES)
+def test_attribute_set_between_steps_applies_to_copies(schedule: Any, shape: PipelineShape) -> None:
     torch.manual_seed(0)
     stages: list[nn.Linear] = [_Scaled(WIDTH, WIDTH).double() for _ in range(shape.stages)]
-    ranks = ranks_of(schedule, shape, stages)
-    ranks.step(batch(), batch())
+    ranks = make_executor(schedule, shape, stages)
+    ranks.step(make_batch(), make_batch())
     for stage in stages:
         vars(stage)["factor"] = 2.0
     expected = torch.zeros((), dtype=torch.float64)
     with torch.no_grad():
-        for x in batch():
-            expected += loss(nn.Sequential(*stages)(x), x)
-    assert torch.allclose(ranks.step(batch(), batch()).double(), expected)
+        for x in make_batch():
+            expected += squared_error(nn.Sequential(*stages)(x), x)
+    assert torch.allclose(ranks.step(make_batch(), make_batch()).double(), expected)
 
 
 def _set_tensor(stage: Any) -> None:
@@ -196,15 +198,15 @@ CHANGES = [_set_tensor, _write_to_tensor, _set_entry, _register_hook, _replace_f
 
 @pytest.mark.parametrize("stepped", [False, True])
 @pytest.mark.parametrize("change", CHANGES)
-def test_a_change_between_steps_that_copies_do_not_follow(change: Any, stepped: bool) -> None:
-    schedule, shape = MIRROR[0]
-    stages = layers(shape.stages)
+def test_module_change_between_steps_is_refused(change: Any, stepped: bool) -> None:
+    schedule, shape = MIRROR_CASES[0]
+    stages = make_stages(shape.stages)
     for stage in stages:
         vars(stage).update(shift=torch.zeros(()), options={"scale": 1.0})
-    ranks = ranks_of(schedule, shape, stages)
+    ranks = make_executor(schedule, shape, stages)
     if stepped:
-        ranks.step(batch(), batch())
+        ranks.step(make_batch(), make_batch())
     change(stages[1])
     with pytest.raises(ModelError, match=r"of stage 1 changed between steps") as error:
-        ranks.step(batch(), batch())
+        ranks.step(make_batch(), make_batch())
     assert "create a new one" in error.value.hint

@@ -21,34 +21,36 @@ from schedir.transports.json_collectives import encode_value
 from tests.cpu.train_command import TORCHRUN, arguments, fork, launched
 
 
-def said(each: list[tuple[int, int, dict[str, str]]], timeout: float = 20) -> list[str]:
-    """Return the errors of processes with these (RANK, WORLD_SIZE, facts) at a real store.
+def compare_processes(
+    processes: list[tuple[int, int, dict[str, str]]], timeout: float = 20
+) -> list[str]:
+    """Return the errors of processes with these (RANK, WORLD_SIZE, facts) and a common store.
 
     Each process is a thread.
     """
-    store, found = HashStore(), [""] * len(each)
+    store, errors = HashStore(), [""] * len(processes)
 
-    def one(k: int) -> None:
-        rank, world, facts = each[k]
+    def compare(k: int) -> None:
+        rank, world, facts = processes[k]
         try:
             compare_facts(store, rank, world, facts | {"WORLD_SIZE": str(world)}, timeout)
         except (ModelError, ExecutionError) as error:
-            found[k] = error.fact
+            errors[k] = error.fact
 
-    threads = [Thread(target=one, args=(k,)) for k in range(len(each))]
+    threads = [Thread(target=compare, args=(k,)) for k in range(len(processes))]
     for thread in threads:
         thread.start()
     for thread in threads:
         thread.join()
-    return found
+    return errors
 
 
-def test_processes_that_were_told_the_same_meet() -> None:
-    assert said([(k, 4, {"a": "1"}) for k in range(4)]) == [""] * 4
+def test_equal_facts_are_accepted() -> None:
+    assert compare_processes([(k, 4, {"a": "1"}) for k in range(4)]) == [""] * 4
 
 
 @pytest.mark.parametrize(
-    ("each", "fact"),
+    ("processes", "fact"),
     [
         ([(0, 2, {"a": "1"}), (1, 2, {"a": "2"})], "not agree on a: 1 and 2"),
         ([(0, 3, {}), (1, 2, {}), (2, 3, {})], "not agree on WORLD_SIZE: 3 and 2"),
@@ -58,18 +60,24 @@ def test_processes_that_were_told_the_same_meet() -> None:
         ([(0, 2, {}), (0, 2, {})], "two processes have RANK 0"),
     ],
 )
-def test_all_are_told_in_what_they_differ(each: Any, fact: str) -> None:
-    found = said(each)
-    assert all(fact in one for one in found), found
+def test_difference_is_reported_on_every_process(processes: Any, fact: str) -> None:
+    errors = compare_processes(processes)
+    assert all(fact in error for error in errors), errors
 
 
-def test_who_does_not_come_is_named() -> None:
-    assert said([(0, 3, {}), (1, 3, {})], timeout=0.5)[0] == "process 2 did not connect in time"
-    # The process that compares has not come, so no one reports that others differ too.
-    assert said([(1, 3, {}), (2, 2, {})], timeout=0.5) == ["process 0 did not connect in time"] * 2
+def test_missing_process_is_named() -> None:
+    assert (
+        compare_processes([(0, 3, {}), (1, 3, {})], timeout=0.5)[0]
+        == "process 2 did not connect in time"
+    )
+    # Process 0 compares. It is missing, so the difference of the others is not reported.
+    assert (
+        compare_processes([(1, 3, {}), (2, 2, {})], timeout=0.5)
+        == ["process 0 did not connect in time"] * 2
+    )
 
 
-def test_what_comes_from_a_peer_is_no_code() -> None:
+def test_pickle_from_peer_is_refused() -> None:
     store: Any = HashStore()
     store.set("facts 1", b"cos\nsystem\n(S'true'\ntR.")
     with pytest.raises(ModelError, match="process 1 sent data that schedir cannot decode"):
@@ -77,17 +85,17 @@ def test_what_comes_from_a_peer_is_no_code() -> None:
 
 
 @pytest.mark.parametrize(
-    "told", [5, ({"a": 1}, None), ({1: "a"}, None), ({}, ([],)), ({}, "a"), ({},)]
+    "facts", [5, ({"a": 1}, None), ({1: "a"}, None), ({}, ([],)), ({}, "a"), ({},)]
 )
-def test_what_no_process_tells_is_one_sentence(told: object) -> None:
+def test_malformed_facts_are_refused(facts: object) -> None:
     store: Any = HashStore()
-    store.set("facts 1", encode_value(told))
+    store.set("facts 1", encode_value(facts))
     with pytest.raises(ModelError, match="process 1 sent invalid facts"):
         compare_facts(store, 0, 2, {"a": "1"}, 5)
     assert store.get("verdict").startswith(b"process 1 sent invalid facts")
 
 
-def test_the_whole_configuration_is_compared() -> None:
+def test_every_configuration_section_is_compared() -> None:
     base = Config()
     for other, name in (
         (replace(base, output=OutputConfig(record=False)), "output.record"),
@@ -105,21 +113,22 @@ def test_the_whole_configuration_is_compared() -> None:
     assert {"the version of schedir", "the version of torch", "the version of Python"} <= {*one}
 
 
-def test_the_digest_of_data_is_of_all_of_it() -> None:
+def test_data_digest_covers_all_tokens() -> None:
     data = np.random.default_rng(1).integers(0, 255, 300_000).astype("u1")
-    told = Batches(data, 8, 1).description
+    description = Batches(data, 8, 1).description
     assert (
-        told.startswith("300000 tokens of uint8") and told == Batches(data.copy(), 8, 1).description
+        description.startswith("300000 tokens of uint8")
+        and description == Batches(data.copy(), 8, 1).description
     )
-    for at in (0, 150_000, 299_999):
+    for position in (0, 150_000, 299_999):
         other = data.copy()
-        other[at] ^= 1
-        assert Batches(other, 8, 1).description != told
-    assert Batches(data[:-1], 8, 1).description != told
+        other[position] ^= 1
+        assert Batches(other, 8, 1).description != description
+    assert Batches(data[:-1], 8, 1).description != description
 
 
 @pytest.mark.parametrize("listens", [False, True])
-def test_where_no_store_answers_patience_ends(
+def test_unreachable_store_is_reported_after_timeout(
     monkeypatch: pytest.MonkeyPatch, listens: bool
 ) -> None:
     with socket.create_server(("127.0.0.1", 0)) as silent:
@@ -136,12 +145,12 @@ def test_where_no_store_answers_patience_ends(
 # ---------------------------------------------------------------- runs
 
 
-def by_hand(config: str, folder: Path, sets: list[list[str]]) -> list[tuple[int, str]]:
-    """Return the exit codes and errors of processes that start one by one with own settings."""
+def start_processes(config: str, folder: Path, sets: list[list[str]]) -> list[tuple[int, str]]:
+    """Start one process for each list of settings, and return exit codes and errors."""
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    words = [arguments(config, folder, "pipeline.tp=1", *own) for own in sets]
-    return [(code, err) for code, _, err in fork(words, folder, port)]
+    commands = [arguments(config, folder, "pipeline.tp=1", *settings) for settings in sets]
+    return [(code, err) for code, _, err in fork(commands, folder, port)]
 
 
 @pytest.mark.parametrize(
@@ -156,26 +165,26 @@ def by_hand(config: str, folder: Path, sets: list[list[str]]) -> list[tuple[int,
         ("data.source=README.md", "data.source=LICENSE", "the data: "),
     ],
 )
-def test_a_run_of_processes_that_differ_is_refused(
+def test_different_settings_of_processes_are_refused(
     config: str, tmp_path: Path, one: str, other: str, fact: str
 ) -> None:
-    found = by_hand(config, tmp_path / "out", [[one], [other]])
-    assert [code for code, _ in found] == [2, 2], found
-    spoke = "".join(err for _, err in found)  # only the first process to fail reports
-    assert spoke.count(f"processes 0 and 1 do not agree on {fact}") == 1, spoke
-    assert "Traceback" not in spoke and ".cpp" not in spoke and spoke.count("\n") == 1
+    results = start_processes(config, tmp_path / "out", [[one], [other]])
+    assert [code for code, _ in results] == [2, 2], results
+    errors = "".join(err for _, err in results)  # only the first process to fail reports
+    assert errors.count(f"processes 0 and 1 do not agree on {fact}") == 1, errors
+    assert "Traceback" not in errors and ".cpp" not in errors and errors.count("\n") == 1
     assert not (tmp_path / "out" / "loss.csv").exists()
 
 
-def test_two_processes_of_a_node_have_two_local_ranks(
+def test_duplicate_local_rank_is_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setenv("LOCAL_RANK", "0")
     fact = "processes 0 and 1 of one machine both have LOCAL_RANK 0"
-    assert said([(0, 2, {}), (1, 2, {})]) == [fact] * 2
+    assert compare_processes([(0, 2, {}), (1, 2, {})]) == [fact] * 2
 
 
-OTHER = """
+OTHER_VERSION = """
 import os
 
 import schedir
@@ -188,15 +197,15 @@ if os.environ.get("RANK") == "1":
 
 
 @pytest.mark.parametrize("launcher", ["schedir", "torchrun"])
-def test_versions_are_compared(config: str, tmp_path: Path, launcher: str) -> None:
+def test_different_schedir_versions_are_refused(config: str, tmp_path: Path, launcher: str) -> None:
     schedule = tmp_path / "mine.py"
-    schedule.write_text(OTHER)
+    schedule.write_text(OTHER_VERSION)
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]
-    words = arguments(config, tmp_path / "out", *sets)
+    train_command = arguments(config, tmp_path / "out", *sets)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
-    own = [*TORCHRUN, f"--master-port={port}", "--nproc-per-node=2", "-m", "schedir"]
-    command = [*own, *words] if launcher == "torchrun" else words
+    torchrun = [*TORCHRUN, f"--master-port={port}", "--nproc-per-node=2", "-m", "schedir"]
+    command = [*torchrun, *train_command] if launcher == "torchrun" else train_command
     code, _, err = launched(command, tmp_path / "out")
     assert code == (1 if launcher == "torchrun" else 2), err
     assert err.count("do not agree on the version of schedir: 0.1.0 and 0.0.9") == 1, err
@@ -212,20 +221,22 @@ schedir.training.batches.samples._MAX_DIGEST_BLOCKS = 1
 """
 
 
-def test_data_that_differ_where_no_sample_was_taken_are_refused(
-    config: str, tmp_path: Path
-) -> None:
+def test_difference_in_unsampled_data_is_refused(config: str, tmp_path: Path) -> None:
     schedule, rng = tmp_path / "mine.py", np.random.default_rng(2)
     schedule.write_text(SAMPLED)
-    first, told = rng.integers(0, 255, 2**16).astype("u1"), []
+    first, settings_by_process = rng.integers(0, 255, 2**16).astype("u1"), []
     for name in ("one", "other"):
         rest = rng.integers(0, 255, 200_000).astype("u1")
         (tmp_path / name).write_bytes(first.tobytes() + rest.tobytes())
-        told.append([f'data.source="{tmp_path / name}"', f"pipeline.schedule={schedule}:mine"])
+        settings_by_process.append(
+            [f'data.source="{tmp_path / name}"', f"pipeline.schedule={schedule}:mine"]
+        )
     sets = ["pipeline.stages_per_rank=1", "train.log_every=2", "train.steps=4"]
-    found = by_hand(config, tmp_path / "out", [[*own, *sets] for own in told])
-    assert [code for code, _ in found] == [2, 2], found
-    spoke = "".join(err for _, err in found)
-    assert spoke.count("processes 0 and 1 do not agree on the data read up to step 2: crc32") == 1
-    assert "Traceback" not in spoke and ".cpp" not in spoke, spoke
+    results = start_processes(
+        config, tmp_path / "out", [[*settings, *sets] for settings in settings_by_process]
+    )
+    assert [code for code, _ in results] == [2, 2], results
+    errors = "".join(err for _, err in results)
+    assert errors.count("processes 0 and 1 do not agree on the data read up to step 2: crc32") == 1
+    assert "Traceback" not in errors and ".cpp" not in errors, errors
     assert (tmp_path / "out" / "loss.csv").read_text().count("\n") == 1  # no step was reported

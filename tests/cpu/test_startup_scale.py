@@ -23,11 +23,11 @@ WORLD = 1024
 import_module("torch.testing._internal.distributed.fake_pg")  # registers the backend "fake"
 
 
-class Counted:
+class CountingStore:
     """A store that counts calls, and keys that are read."""
 
     def __init__(self) -> None:
-        self.inner, self.calls, self.read = dist.HashStore(), Counter[str](), 0  # type: ignore[attr-defined]
+        self.inner, self.calls, self.num_keys_read = dist.HashStore(), Counter[str](), 0  # type: ignore[attr-defined]
 
     def set(self, key: str, value: str) -> None:
         self.calls["set"] += 1
@@ -35,16 +35,16 @@ class Counted:
 
     def get(self, key: str) -> bytes:
         self.calls["get"] += 1
-        self.read += 1
+        self.num_keys_read += 1
         return bytes(self.inner.get(key))
 
     def multi_get(self, keys: list[str]) -> list[bytes]:
         self.calls["multi_get"] += 1
-        self.read += len(keys)
+        self.num_keys_read += len(keys)
         return list(self.inner.multi_get(keys))
 
 
-def _said(store: Counted, process: int, card: str) -> str:
+def _find_shared_gpu(store: CountingStore, process: int, card: str) -> str:
     try:
         require_distinct_gpus(store, process, WORLD, card, f"host {process // 8}")
     except ModelError as error:
@@ -54,37 +54,39 @@ def _said(store: Counted, process: int, card: str) -> str:
 
 
 @pytest.mark.parametrize("twin", [None, 9])
-def test_twins_are_found_in_thousands_of_reads(twin: int | None) -> None:
-    """Each of 128 hosts has 8 GPUs, and all are used once, or one of them twice."""
-    store = Counted()
+def test_shared_gpu_is_found_with_few_store_reads(twin: int | None) -> None:
+    """Each of 128 hosts has 8 GPUs. With `twin`, two processes use the same GPU."""
+    store = CountingStore()
     cards = [f"GPU {k % 8 if k != twin else 0}" for k in range(WORLD)]
     with ThreadPoolExecutor(WORLD) as pool:
-        said = {*pool.map(_said, [store] * WORLD, range(WORLD), cards)}
-    assert sum(store.calls.values()) <= 3 * WORLD and store.read <= 2 * WORLD
+        errors = {*pool.map(_find_shared_gpu, [store] * WORLD, range(WORLD), cards)}
+    assert sum(store.calls.values()) <= 3 * WORLD and store.num_keys_read <= 2 * WORLD
     if twin is None:
-        assert said == {""}
+        assert errors == {""}
     else:
-        (fact,) = said
+        (fact,) = errors
         assert "processes 8 and 9 use the same GPU" in fact
 
 
-def _rows(process: int, program: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[Any, list[Any]]:
-    """Return the rows of each `make_group` of a process in a fake world, and its own groups."""
-    made: list[Any] = []
-    own: list[Any] = []
+def _record_groups(
+    process: int, program: Any, monkeypatch: pytest.MonkeyPatch
+) -> tuple[Any, list[Any]]:
+    """Return the rows of each `make_group` call of a process, and the groups that it created."""
+    created: list[Any] = []
+    own_groups: list[Any] = []
     with monkeypatch.context() as patch:
         make, new_group = process_groups.make_group, dist.new_group
 
-        def noted(rows: Any, **options: Any) -> Any:
-            made.append(sorted(map(tuple, rows)))
+        def record_rows(rows: Any, **options: Any) -> Any:
+            created.append(sorted(map(tuple, rows)))
             return make(rows, **options)
 
-        def counted(ranks: list[int], **options: Any) -> Any:
-            own.append(tuple(ranks))
+        def record_group(ranks: list[int], **options: Any) -> Any:
+            own_groups.append(tuple(ranks))
             return new_group(ranks, **options)
 
-        patch.setattr(process_groups, "make_group", noted)
-        patch.setattr(dist, "new_group", counted)
+        patch.setattr(process_groups, "make_group", record_rows)
+        patch.setattr(dist, "new_group", record_group)
         patch.setattr(ProcessTransport, "check_agreement", lambda self, facts, tell=None: [tell])
         store = dist.HashStore()  # type: ignore[attr-defined]
         dist.init_process_group("fake", store=store, rank=process, world_size=WORLD)
@@ -92,7 +94,7 @@ def _rows(process: int, program: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[
             EdgeGroups(program)
         finally:
             dist.destroy_process_group()
-    return made, own
+    return created, own_groups
 
 
 @pytest.mark.parametrize(
@@ -103,7 +105,7 @@ def _rows(process: int, program: Any, monkeypatch: pytest.MonkeyPatch) -> tuple[
         (dualpipe, PipelineShape(16, 32, placement="mirror"), 13),
     ],
 )
-def test_a_process_makes_a_dozen_groups(
+def test_process_creates_few_groups(
     schedule: Any, shape: PipelineShape, most: int, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """All processes create equally many groups in the same order, from disjoint rows."""
@@ -117,11 +119,11 @@ def test_a_process_makes_a_dozen_groups(
         clip_grad_norm=True,
         overlap=True,
     )
-    first, _ = _rows(0, program, monkeypatch)
+    first, _ = _record_groups(0, program, monkeypatch)
     for process in (0, 1, 8, 127, 511, 1023):
-        made, own = _rows(process, program, monkeypatch)
-        assert made == first and len(own) == len(made) <= most
-        for rows, row in zip(made, own, strict=True):
+        created, own_groups = _record_groups(process, program, monkeypatch)
+        assert created == first and len(own_groups) == len(created) <= most
+        for rows, row in zip(created, own_groups, strict=True):
             assert row in rows or row == (process,)
     for rows in first:
         members = [process for row in rows for process in row]

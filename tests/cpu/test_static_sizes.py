@@ -18,35 +18,35 @@ from schedir.runtime.boundaries.size_measurement import measure_sizes
 from schedir.runtime.parameters.mixed_precision import MainOptimizer, use_float32_gradients
 
 
-def _sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
+def _make_sgd(parameters: Iterable[nn.Parameter]) -> torch.optim.Optimizer:
     return torch.optim.SGD(parameters, lr=0.1, momentum=0.9)
 
 
 OPTIMIZERS: dict[str, Callable[[Any], Any]] = {
     "adamw": torch.optim.AdamW,
     "plain": torch.optim.SGD,
-    "momentum": _sgd,
+    "momentum": _make_sgd,
     "main": partial(MainOptimizer, make_optimizer=torch.optim.AdamW),
-    "main momentum": partial(MainOptimizer, make_optimizer=_sgd),
+    "main momentum": partial(MainOptimizer, make_optimizer=_make_sgd),
 }
 
 
-def _memory(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
-    memory = [x.untyped_storage() for x in tensors]
-    return {StorageWeakRef(one): one.nbytes() for one in memory}
+def _storage_sizes(tensors: Iterable[Tensor]) -> dict[StorageWeakRef, int]:
+    storages = [x.untyped_storage() for x in tensors]
+    return {StorageWeakRef(storage): storage.nbytes() for storage in storages}
 
 
-def _bytes(tensors: Iterable[Tensor]) -> int:
-    return sum(_memory(tensors).values())
+def _count_bytes(tensors: Iterable[Tensor]) -> int:
+    return sum(_storage_sizes(tensors).values())
 
 
-def _living() -> dict[StorageWeakRef, int]:
-    """Return all tensor storages, including those a dispatch mode does not see, as step counts."""
-    return _memory(x for x in gc.get_objects() if issubclass(type(x), Tensor))
+def _find_live_storages() -> dict[StorageWeakRef, int]:
+    """Return all tensor storages, also those that a dispatch mode does not see (step counts)."""
+    return _storage_sizes(x for x in gc.get_objects() if issubclass(type(x), Tensor))
 
 
 @pytest.mark.parametrize("name", OPTIMIZERS)
-def test_an_optimizer_is_measured(name: str) -> None:
+def test_measured_optimizer_state_equals_live_tensors(name: str) -> None:
     """Sizes of parameters, gradients and optimizer states are those of a step's live tensors."""
     make, dtype = OPTIMIZERS[name], torch.bfloat16 if "main" in name else torch.float32
     stage = nn.Sequential(nn.Linear(8, 8), nn.BatchNorm1d(8), nn.Linear(8, 3)).to(dtype)
@@ -61,17 +61,17 @@ def test_an_optimizer_is_measured(name: str) -> None:
         [stage], x, x, loss=loss, boundary=Boundary((4, 8), dtype), optimizer_state=make
     )
     trained = [p for p in stage.parameters() if p.requires_grad]
-    assert sizes.params == (_bytes(trained),)
-    rest = [*stage[0].parameters(), *stage.buffers()]
-    assert sizes.buffers == (_bytes(rest),)
+    assert sizes.params == (_count_bytes(trained),)
+    untrained = [*stage[0].parameters(), *stage.buffers()]
+    assert sizes.buffers == (_count_bytes(untrained),)
     loss(stage(x), x).backward()
     grads = [p.grad for p in trained if p.grad is not None]
-    assert sizes.grads == (_bytes(grads),)
-    before = _living()
+    assert sizes.grads == (_count_bytes(grads),)
+    before = _find_live_storages()
     optimizer = make(trained)
     optimizer.step()
-    made = {ref: size for ref, size in _living().items() if ref not in before}
-    assert sizes.optimizer == (sum(made.values()),)
+    new_storages = {ref: size for ref, size in _find_live_storages().items() if ref not in before}
+    assert sizes.optimizer == (sum(new_storages.values()),)
     with pytest.raises(ModelError):
         measure_sizes(
             [stage],

@@ -32,29 +32,29 @@ from tests.laws import ZOO, least, shape_of
 BOUNDARY = Boundary((2, tiny_model.WIDTH), torch.float64)
 
 
-def watch(rank: Executor, used: dict[Value, set[int]]) -> None:
-    """Record which slots are ever filled, where sent tensors still fill theirs."""
+def record_used_slots(rank: Executor, used: dict[Value, set[int]]) -> None:
+    """Record which slots are used. A tensor in transit still occupies its slot."""
     call = rank.runner.run_instruction
 
-    def watched(index: int) -> None:
+    def run_and_record(index: int) -> None:
         call(index)
         for kind, slots in rank.state.slot_tables.items():
             used[kind] |= {n for n, value in enumerate(slots.values) if value is not None}
         for kind, send in ((Value.ACT_OUT, Opcode.SendAct), (Value.GRAD_OUT, Opcode.SendGrad)):
-            leaving = sum(
+            num_in_transit = sum(
                 rank.state.stream[sent].op == send
                 for sent in rank.state.service(PendingSends).works
             )
-            assert rank.state.slot_tables[kind].num_occupied + leaving <= len(
+            assert rank.state.slot_tables[kind].num_occupied + num_in_transit <= len(
                 rank.state.slot_tables[kind].values
             )
 
-    rank.runner.run_instruction = watched  # type: ignore[method-assign]
+    rank.runner.run_instruction = run_and_record  # type: ignore[method-assign]
 
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
-def test_as_many_slots_are_used_as_are_predicted(schedule: Schedule) -> None:
-    """The numbers are exact by rank and kind in any legal order, and no value is overwritten."""
+def test_used_slots_match_predicted_slots(schedule: Schedule) -> None:
+    """The numbers are equal for each rank and kind, in random legal orders."""
     shape = shape_of(schedule, 4, max(6, least(schedule, 4)))
     stages = tiny_model.make_tiny_stages(shape.stages)
     inputs, targets = tiny_model.make_batch(shape.microbatches)
@@ -72,8 +72,8 @@ def test_as_many_slots_are_used_as_are_predicted(schedule: Schedule) -> None:
             used: list[dict[Value, set[int]]] = [
                 {k: set() for k in SLOT_KINDS} for _ in ranks.executors
             ]
-            for rank, noted in zip(ranks.executors, used, strict=True):
-                watch(rank, noted)
+            for rank, used_by_kind in zip(ranks.executors, used, strict=True):
+                record_used_slots(rank, used_by_kind)
             buffers = [
                 {k: b.data_ptr() for k, b in r.state.service(MessageBuffers).received.items()}
                 for r in ranks.executors
@@ -82,8 +82,8 @@ def test_as_many_slots_are_used_as_are_predicted(schedule: Schedule) -> None:
                 loss = ranks.step(inputs, targets, order_seed=seed)
                 results.append((loss, gradients(stages)))
             for r, rank in enumerate(ranks.executors):
-                own = {kind: len(used[r][kind]) for kind in SLOT_KINDS}
-                assert own == dict(zip(SLOT_KINDS, predicted[r].tolist(), strict=True))
+                num_used = {kind: len(used[r][kind]) for kind in SLOT_KINDS}
+                assert num_used == dict(zip(SLOT_KINDS, predicted[r].tolist(), strict=True))
                 assert all(
                     s.max_occupied <= len(s.values) and not s.num_occupied
                     for s in rank.state.slot_tables.values()
@@ -93,13 +93,13 @@ def test_as_many_slots_are_used_as_are_predicted(schedule: Schedule) -> None:
                     for key, b in rank.state.service(MessageBuffers).received.items()
                 }
                 assert received == buffers[r]
-                assert len(received) == own[Value.ACT_IN] + own[Value.GRAD_IN]
+                assert len(received) == num_used[Value.ACT_IN] + num_used[Value.GRAD_IN]
         for loss, grads in results[1:]:
             assert torch.equal(loss, results[0][0]) and same_bits(grads, results[0][1])
 
 
-class Odd(nn.Module):
-    """Returns its input as its output, and so its output gradient as its input gradient."""
+class ReturnsInput(nn.Module):
+    """Returns its input. So its input gradient is its output gradient."""
 
     def __init__(self, inner: Any = None) -> None:
         super().__init__()
@@ -109,14 +109,14 @@ class Odd(nn.Module):
         return (x if self.inner is None else linear(x, self.inner.weight)).view(*x.shape)
 
 
-def keep_apart(rank: Executor) -> None:
-    """Check that no value that outlives a buffer has its memory."""
+def check_separate_memory(rank: Executor) -> None:
+    """Check that outputs, saved values and deferred gradients do not use receive buffers."""
     call, static = (
         rank.runner.run_instruction,
-        {memory(b) for b in rank.state.service(MessageBuffers).received.values()},
+        {storage_address(b) for b in rank.state.service(MessageBuffers).received.values()},
     )
 
-    def watched(index: int) -> None:
+    def run_and_check(index: int) -> None:
         call(index)
         out = [
             v
@@ -128,44 +128,46 @@ def keep_apart(rank: Executor) -> None:
         out += [
             saved[0] for saved in rank.state.slot_tables[Value.SAVED].values if saved is not None
         ]
-        assert not static & {memory(value) for value in tree_leaves(out) if value is not None}
+        assert not static & {
+            storage_address(value) for value in tree_leaves(out) if value is not None
+        }
 
-    rank.runner.run_instruction = watched  # type: ignore[method-assign]
+    rank.runner.run_instruction = run_and_check  # type: ignore[method-assign]
 
 
-def memory(tensor: Tensor) -> int:
+def storage_address(tensor: Tensor) -> int:
     return tensor.untyped_storage().data_ptr()
 
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, zb])
-def test_what_autograd_hands_on_is_not_overwritten(schedule: Any) -> None:
-    """This holds for several steps, even if stages return inputs and gradients unchanged."""
+def test_unchanged_inputs_and_gradients_are_not_overwritten(schedule: Any) -> None:
+    """Some stages return their input, and several steps run."""
     shape = PipelineShape(4, 6)
     inputs, targets = tiny_model.make_batch(shape.microbatches)
 
-    def stages() -> list[nn.Module]:
+    def make_stages() -> list[nn.Module]:
         first, inner, last = tiny_model.make_tiny_stages(3)
-        return [first, Odd(), Odd(inner), last]
+        return [first, ReturnsInput(), ReturnsInput(inner), last]
 
-    one = stages()
-    total = run_sequential(one, inputs, targets, loss=tiny_model.squared_error)
+    reference_stages = make_stages()
+    expected_loss = run_sequential(reference_stages, inputs, targets, loss=tiny_model.squared_error)
     for choice in (None, "minimal"):
-        other = stages()
+        stages = make_stages()
         program = compile(
             schedule, shape, progress_model="per_edge", overlap=True, buffer_sharing=choice
         )
-        ranks = InProcessExecutor(program, other, loss=tiny_model.squared_error, boundary=BOUNDARY)
+        ranks = InProcessExecutor(program, stages, loss=tiny_model.squared_error, boundary=BOUNDARY)
         for rank in (
             ranks.executors if choice else ()
         ):  # without sharing, a buffer has one value per step
-            keep_apart(rank)
+            check_separate_memory(rank)
         for seed in range(4):
-            assert torch.equal(ranks.step(inputs, targets, order_seed=seed), total)
-            assert same_bits(gradients(one), gradients(other))
+            assert torch.equal(ranks.step(inputs, targets, order_seed=seed), expected_loss)
+            assert same_bits(gradients(reference_stages), gradients(stages))
 
 
-def test_outputs_are_let_go_when_they_are_sent() -> None:
-    """A backward needs the graph of an output, and not its memory."""
+def test_outputs_are_freed_after_send() -> None:
+    """A backward needs the graph of an output, but not its memory."""
     program = compile(gpipe, PipelineShape(2, 4), progress_model="per_edge")
     ranks = InProcessExecutor(
         program, tiny_model.make_tiny_stages(2), loss=tiny_model.squared_error, boundary=BOUNDARY
@@ -173,11 +175,11 @@ def test_outputs_are_let_go_when_they_are_sent() -> None:
     saved = ranks.executors[0].state.slot_tables[Value.SAVED]
     call, roots = ranks.executors[0].runner.run_instruction, list[Any]()
 
-    def watched(index: int) -> None:
+    def run_and_record(index: int) -> None:
         call(index)
         roots.extend(value[1] for value in saved.values if value is not None)
 
-    ranks.executors[0].runner.run_instruction = watched  # type: ignore[method-assign]
+    ranks.executors[0].runner.run_instruction = run_and_record  # type: ignore[method-assign]
     ranks.step(*tiny_model.make_batch(4))
     assert roots and not any(isinstance(root, Tensor) for root in roots)
 
@@ -190,23 +192,27 @@ def test_outputs_are_let_go_when_they_are_sent() -> None:
         (interleaved, PipelineShape(2, 4, 2), {}),
     ],
 )
-def test_processes_with_the_fewest_slots(schedule: Any, shape: PipelineShape, options: Any) -> None:
-    loss, right = expected(shape)
+def test_minimal_slots_on_gloo_have_reference_bits(
+    schedule: Any, shape: PipelineShape, options: Any
+) -> None:
+    loss, expected_gradients = expected(shape)
     results = step_on_gloo(schedule, shape, buffer_sharing="minimal", **options)
     got = {s: g for grads, _, _ in results for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(shape.stages)], right)
+    assert same_bits([got[s] for s in range(shape.stages)], expected_gradients)
     assert [torch.equal(l, loss) for _, l, _ in results if l is not None] == [True]
 
 
-def test_tensor_parallel_processes_with_the_fewest_slots() -> None:
+def test_minimal_slots_with_tensor_parallelism_have_same_bits() -> None:
     """Slices are received into their position in the whole tensor."""
     shape = PipelineShape(2, 4)
-    own, few = (step_on_gloo(zb, shape, tp=2, buffer_sharing=slots) for slots in (None, "minimal"))
-    for (grads, _, _), (same, _, _) in zip(own, few, strict=True):
-        assert same_bits(list(grads.values()), list(same.values()))
+    default_results, minimal_results = (
+        step_on_gloo(zb, shape, tp=2, buffer_sharing=slots) for slots in (None, "minimal")
+    )
+    for (grads, _, _), (minimal_grads, _, _) in zip(default_results, minimal_results, strict=True):
+        assert same_bits(list(grads.values()), list(minimal_grads.values()))
 
 
-class Failing(nn.Linear):
+class FailsOnce(nn.Linear):
     """Fails once, in its second forward."""
 
     runs = 0
@@ -218,9 +224,9 @@ class Failing(nn.Linear):
         return super().forward(x)
 
 
-def test_no_step_follows_one_that_has_failed() -> None:
-    """Messages in transit would be mistaken for those of the next step."""
-    stages = [Failing(1, 1), nn.Linear(1, 1)]
+def test_step_after_failed_step_is_refused() -> None:
+    """The next step would receive messages of the failed step."""
+    stages = [FailsOnce(1, 1), nn.Linear(1, 1)]
     program = compile(one_f_one_b, PipelineShape(2, 3))
     x = torch.ones(3, 1)
     ranks = InProcessExecutor(program, stages, loss=nn.MSELoss(), boundary=Boundary((1,)))

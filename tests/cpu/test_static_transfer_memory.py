@@ -33,49 +33,53 @@ from tests.strategies import with_slots
 WIDTH = 8  # elements of a boundary, a multiple of every tp here
 
 
-class Static(Mailbox):
+class StaticMailbox(Mailbox):
     """Sends from static memory, as NCCL does, in a tensor-parallel group of any size."""
 
     uses_static_buffers = True
 
 
-def made(program: Program, rank: int) -> dict[str, int]:
+def measure_static_memory(program: Program, rank: int) -> dict[str, int]:
     """Return the bytes that a rank allocates by kind when a program is linked."""
-    transport = Static(MailboxHub(), rank, list_group_members(program, rank), "per_edge")
+    transport = StaticMailbox(MailboxHub(), rank, list_group_members(program, rank), "per_edge")
     transport.tp = program.tp
     stages = {s: nn.Identity() for s in program.shape.stages_on_rank[rank]}
     boundary = Boundary((2, WIDTH // 2), torch.float64)
-    passing = BoundaryTable.from_boundary(boundary, program)
+    boundary_table = BoundaryTable.from_boundary(boundary, program)
     loss = nn.functional.mse_loss
-    held = RankResources(program, rank, stages, transport, None, RankOptions(loss=loss))
-    held.service(MessageBuffers).allocate([(program, passing)])
-    state = State(program, held, transport, passing)
+    resources = RankResources(program, rank, stages, transport, None, RankOptions(loss=loss))
+    resources.service(MessageBuffers).allocate([(program, boundary_table)])
+    state = State(program, resources, transport, boundary_table)
     for i in state.stream:
         HANDLERS[i.op](state, i)
-    found = dict.fromkeys(SlotCounts._fields, 0)
+    bytes_by_kind = dict.fromkeys(SlotCounts._fields, 0)
     memory = [
         (kind, tensor) for (kind, _), tensor in state.service(MessageBuffers).received.items()
     ]
-    memory += [(kind, tensor) for (kind, _, _), tensor in held.service(MessageBuffers).sent.items()]
+    memory += [
+        (kind, tensor) for (kind, _, _), tensor in resources.service(MessageBuffers).sent.items()
+    ]
     for kind, tensor in memory:
         assert tensor.untyped_storage().nbytes() == tensor.nbytes
-        found[kind.name.lower()] += tensor.nbytes
-    return found
+        bytes_by_kind[kind.name.lower()] += tensor.nbytes
+    return bytes_by_kind
 
 
-def as_predicted(program: Program) -> None:
+def assert_matches_prediction(program: Program) -> None:
     for rank, footprint in enumerate(compute_footprints(program, Sizes(activation=8 * WIDTH))):
         predicted = {kind: size for kind, (_, size) in footprint.static_memory.items()}
-        assert made(program, rank) == {kind: predicted.get(kind, 0) for kind in SlotCounts._fields}
+        assert measure_static_memory(program, rank) == {
+            kind: predicted.get(kind, 0) for kind in SlotCounts._fields
+        }
 
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 @pytest.mark.parametrize("tp", [1, 8])
-def test_of_every_schedule(schedule: Schedule, tp: int) -> None:
+def test_static_memory_of_schedules_matches_prediction(schedule: Schedule, tp: int) -> None:
     shape = shape_of(schedule, 4, max(8, least(schedule, 4)))
     choices: list[BufferSharing | None] = [None, "latency_preserving", "minimal"]
     for slots in choices:
-        as_predicted(
+        assert_matches_prediction(
             compile(
                 schedule,
                 shape,
@@ -89,13 +93,20 @@ def test_of_every_schedule(schedule: Schedule, tp: int) -> None:
 
 @settings(max_examples=60)
 @given(compute_programs(), st.sampled_from([1, 2, 4]), st.randoms(use_true_random=False))
-def test_of_any_program(draft: Program, tp: int, rng: random.Random) -> None:
-    as_predicted(with_slots(lower(replace(draft, tp=tp)), rng))
+def test_static_memory_of_random_programs_matches_prediction(
+    draft: Program, tp: int, rng: random.Random
+) -> None:
+    assert_matches_prediction(with_slots(lower(replace(draft, tp=tp)), rng))
 
 
-def test_what_is_scattered_needs_a_part_of_a_boundary() -> None:
+def test_scattered_send_needs_only_its_shard() -> None:
     program = compile(one_f_one_b, PipelineShape(4, 8), tp=8, buffer_sharing="minimal")
-    one, part = 8 * WIDTH, WIDTH
+    full_boundary, shard = 8 * WIDTH, WIDTH
     assert program.slots[1] == SlotCounts(1, 1, 1, 1)
-    own = {kind: size for kind, size in made(program, 1).items() if size}
-    assert own == {"act_in": one, "act_out": part, "grad_in": one, "grad_out": part}
+    measured = {kind: size for kind, size in measure_static_memory(program, 1).items() if size}
+    assert measured == {
+        "act_in": full_boundary,
+        "act_out": shard,
+        "grad_in": full_boundary,
+        "grad_out": shard,
+    }

@@ -1,4 +1,4 @@
-"""Tests of users' own optimizers with states off the device: the same bits, or one error."""
+"""Tests of user-defined optimizers with states off the device: the same bits, or one error."""
 
 from __future__ import annotations
 
@@ -25,19 +25,22 @@ from schedir.testing.tiny_model import WIDTH, make_batch, make_tiny_stages, squa
 
 torch.set_num_threads(1)
 BOUNDARY = Boundary((2, WIDTH), torch.float64)
-MOVED = ("host", "disk", "cpu_step")
-SEVERAL, ALONE = (interleaved, PipelineShape(1, 3, 3)), (one_f_one_b, PipelineShape(2, 3))
-DELAYED = (pipedream_2bw, PipelineShape(2, 6, optimizer_steps=3, weight_delay=1))
+PLACEMENTS = ("host", "disk", "cpu_step")
+SEVERAL_STAGES, ONE_STAGE_PER_RANK = (
+    (interleaved, PipelineShape(1, 3, 3)),
+    (one_f_one_b, PipelineShape(2, 3)),
+)
+DELAYED_UPDATES = (pipedream_2bw, PipelineShape(2, 6, optimizer_steps=3, weight_delay=1))
 
 
-class Own(torch.optim.Optimizer):
+class UserOptimizer(torch.optim.Optimizer):
     """A user-defined optimizer; `how` names what its steps do in addition to the update."""
 
     elementwise = True
 
     def __init__(self, params: Any, **how: str) -> None:
         super().__init__(params, {"lr": 0.05})
-        self.how = how
+        self.variants = how
         self.number, self.listed, self.counted = 0, [0], torch.zeros(())
         self.groups = [[*group["params"]] for group in self.param_groups]
         if how.get("attribute") != "parameters":
@@ -45,24 +48,24 @@ class Own(torch.optim.Optimizer):
         if how.get("state") == "views of an attribute":
             self.flat = torch.zeros(100, dtype=torch.float64)
             end = 0
-            for p in self._each():
+            for p in self._iterate_weights():
                 self.state[p]["m"] = self.flat[end : end + p.numel()].view(p.shape)
                 end += p.numel()
 
-    def _each(self) -> Iterator[nn.Parameter]:
+    def _iterate_weights(self) -> Iterator[nn.Parameter]:
         for group in getattr(self, "groups", [group["params"] for group in self.param_groups]):
             yield from group
 
     @torch.no_grad()
     def step(self, closure: Any = None) -> Any:
         slower = self._count()
-        if self.how.get("state") == "views of an attribute":
+        if self.variants.get("state") == "views of an attribute":
             self.flat.mul_(0.5)
-        for p in self._each():
+        for p in self._iterate_weights():
             if p.grad is None:
                 continue
             change = -0.05 * slower * self._momentum(p)
-            match self.how.get("weights"):
+            match self.variants.get("weights"):
                 case "data in place":
                     p.data.add_(change)
                 case "data":
@@ -73,14 +76,14 @@ class Own(torch.optim.Optimizer):
                     p.data = (p + change)[None]
                 case _:
                     p.add_(change)
-            match self.how.get("gradient"):
+            match self.variants.get("gradient"):
                 case "none":
                     p.grad = None
                 case "new":
                     p.grad = torch.full_like(p, torch.nan)
                 case "zero":
                     p.grad.zero_()
-        match self.how.get("group"):
+        match self.variants.get("group"):
             case "added":
                 self.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
             case "swapped":
@@ -89,7 +92,7 @@ class Own(torch.optim.Optimizer):
 
     def _count(self) -> float:
         """Count the step, and return the factor of its update, which depends on the count."""
-        match self.how.get("count"):
+        match self.variants.get("count"):
             case "number":
                 self.number += 1
                 return 1 / self.number
@@ -107,57 +110,61 @@ class Own(torch.optim.Optimizer):
                     group["n"] = group.get("n", torch.zeros(())) + 1
                 return 1 / float(self.param_groups[0]["n"])
             case "state":
-                kept: Any = self.state
-                kept["all"]["n"] = kept["all"].get("n", 0) + 1
-                return float(1 / kept["all"]["n"])
+                state: Any = self.state
+                state["all"]["n"] = state["all"].get("n", 0) + 1
+                return float(1 / state["all"]["n"])
         return 1.0
 
     def _momentum(self, p: nn.Parameter) -> Any:
         assert p.grad is not None
-        kept = self.state[p] if self.how.get("state") else {}
-        match self.how.get("state"):
+        state = self.state[p] if self.variants.get("state") else {}
+        match self.variants.get("state"):
             case "replaced":
-                kept["m"] = 0.5 * kept.get("m", torch.zeros_like(p)) + p.grad
+                state["m"] = 0.5 * state.get("m", torch.zeros_like(p)) + p.grad
             case "in a new dict":
-                m = 0.5 * kept.get("m", torch.zeros_like(p)) + p.grad
+                m = 0.5 * state.get("m", torch.zeros_like(p)) + p.grad
                 self.state[p] = {
                     "m": m,
                     "other": [torch.ones(3), {"n": torch.ones((), dtype=torch.int64)}],
                 }
                 return m
             case "deleted":
-                kept["n"] = kept.get("n", 0) + 1
-                if kept["n"] == 2:
+                state["n"] = state.get("n", 0) + 1
+                if state["n"] == 2:
                     del self.state[p]
-                return p.grad * float(kept["n"])
+                return p.grad * float(state["n"])
             case "late":
-                kept["n"] = kept.get("n", 0) + 1
-                if kept["n"] > 1:
-                    kept.setdefault("m", torch.zeros_like(p)).mul_(0.5).add_(p.grad)
+                state["n"] = state.get("n", 0) + 1
+                if state["n"] > 1:
+                    state.setdefault("m", torch.zeros_like(p)).mul_(0.5).add_(p.grad)
             case "data":
-                kept.setdefault("m", torch.zeros_like(p)).data = 0.5 * p.grad
+                state.setdefault("m", torch.zeros_like(p)).data = 0.5 * p.grad
             case "two views":
-                kept.setdefault("m", torch.zeros_like(p)).mul_(0.5)
-                kept.setdefault("v", kept["m"].view(-1)).add_(p.grad.reshape(-1))
+                state.setdefault("m", torch.zeros_like(p)).mul_(0.5)
+                state.setdefault("v", state["m"].view(-1)).add_(p.grad.reshape(-1))
             case "gradient":
-                m = p.grad + 0.1 * kept.get("m", 0.0)
-                kept["m"] = p.grad
+                m = p.grad + 0.1 * state.get("m", 0.0)
+                state["m"] = p.grad
                 return m
             case "weights":
-                m = p.grad + 0.1 * kept.get("m", 0.0)
-                kept["m"] = p.detach()
+                m = p.grad + 0.1 * state.get("m", 0.0)
+                state["m"] = p.detach()
                 return m
             case "views of an attribute":
-                kept["m"].add_(p.grad)
+                state["m"].add_(p.grad)
             case "one for all":
-                others = (own["m"] for own in self.state.values() if "m" in own)
-                kept["m"] = next(others, torch.zeros(()))
-                kept["m"] += 1
-                return p.grad / float(kept["m"])
-        return kept.get("m", p.grad)
+                others = (
+                    state_of_weight["m"]
+                    for state_of_weight in self.state.values()
+                    if "m" in state_of_weight
+                )
+                state["m"] = next(others, torch.zeros(()))
+                state["m"] += 1
+                return p.grad / float(state["m"])
+        return state.get("m", p.grad)
 
 
-HOW: dict[str, list[str]] = {
+VARIANTS: dict[str, list[str]] = {
     "weights": ["in place", "data in place", "data", "set_", "data of another shape"],
     "gradient": ["left", "none", "new", "zero"],
     "count": ["", "number", "list", "length", "tensor", "group", "state"],
@@ -170,7 +177,9 @@ HOW: dict[str, list[str]] = {
 }  # fmt: skip
 
 
-def trained(case: Any, make: Callable[[Any], Any], states: str, **how: Any) -> list[Tensor]:
+def train_three_steps(
+    case: Any, make: Callable[[Any], Any], states: str, **how: Any
+) -> list[Tensor]:
     """Return the weights after three steps."""
     schedule, shape = case
     program = schedir.compile(
@@ -191,105 +200,109 @@ def trained(case: Any, make: Callable[[Any], Any], states: str, **how: Any) -> l
     return [p.detach().flatten().clone() for stage in stages for p in stage.parameters()]
 
 
-def compared(
+def compare_with_device(
     case: Any, states: str, how: dict[str, str], **options: Any
 ) -> ModelError | ExecutionError | None:
-    """Return the error that refuses an optimizer, or None if it leaves the device's bits."""
-    make = partial(Own, **how)
+    """Return the error that refuses an optimizer, or None if it has the bits of device steps."""
+    make = partial(UserOptimizer, **how)
     try:
-        found = trained(case, make, states, **options)
+        weights = train_three_steps(case, make, states, **options)
     except (ModelError, ExecutionError) as error:
         assert error.hint
         return error
-    assert all(map(torch.equal, found, trained(case, make, "device")))
+    assert all(map(torch.equal, weights, train_three_steps(case, make, "device")))
     return None
 
 
 @pytest.fixture(autouse=True)
-def _in_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def _change_to_temporary_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.chdir(tmp_path)
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_any_optimizer_leaves_the_bits_of_the_device_or_is_refused(data: Any) -> None:
+def test_random_optimizer_has_same_bits_or_is_refused(data: Any) -> None:
     how = {
         name: data.draw(st.one_of(st.just(kinds[0]), st.sampled_from(kinds)), name)
-        for name, kinds in HOW.items()
+        for name, kinds in VARIANTS.items()
     }
-    states = data.draw(st.sampled_from(MOVED))
-    case = data.draw(st.sampled_from([SEVERAL, ALONE] + [DELAYED] * (states == "cpu_step")))
-    zero = data.draw(st.sampled_from([0, 2])) if case is not DELAYED else 0
+    states = data.draw(st.sampled_from(PLACEMENTS))
+    case = data.draw(
+        st.sampled_from(
+            [SEVERAL_STAGES, ONE_STAGE_PER_RANK] + [DELAYED_UPDATES] * (states == "cpu_step")
+        )
+    )
+    zero = data.draw(st.sampled_from([0, 2])) if case is not DELAYED_UPDATES else 0
     if how["weights"] == "data of another shape":
         states, zero = "cpu_step", 0  # elsewhere torch refuses it in the next forward
-    refused = compared(case, states, how, **({"zero": zero} if zero else {}))
+    refused = compare_with_device(case, states, how, **({"zero": zero} if zero else {}))
     event("refused" if refused else "the same bits")
 
 
-@pytest.mark.parametrize("case", [SEVERAL, ALONE, DELAYED])
-@pytest.mark.parametrize("gradient", HOW["gradient"])
-def test_a_gradient_that_a_step_takes_away_is_there_in_the_next(case: Any, gradient: str) -> None:
-    assert compared(case, "cpu_step", {"gradient": gradient}) is None
+@pytest.mark.parametrize("case", [SEVERAL_STAGES, ONE_STAGE_PER_RANK, DELAYED_UPDATES])
+@pytest.mark.parametrize("gradient", VARIANTS["gradient"])
+def test_gradient_replaced_in_cpu_step_has_same_bits(case: Any, gradient: str) -> None:
+    assert compare_with_device(case, "cpu_step", {"gradient": gradient}) is None
 
 
-@pytest.mark.parametrize("case", [SEVERAL, ALONE, DELAYED])
+@pytest.mark.parametrize("case", [SEVERAL_STAGES, ONE_STAGE_PER_RANK, DELAYED_UPDATES])
 @pytest.mark.parametrize("weights", ["data", "set_", "data of another shape"])
-def test_weights_in_other_memory_are_refused_where_the_host_steps(case: Any, weights: str) -> None:
-    refused = compared(case, "cpu_step", {"weights": weights})
+def test_cpu_step_that_replaces_weight_memory_is_refused(case: Any, weights: str) -> None:
+    refused = compare_with_device(case, "cpu_step", {"weights": weights})
     assert isinstance(refused, ExecutionError) and "weight of stage" in refused.fact
     assert "host_step" in str(refused.sites[0].instr)
 
 
 @pytest.mark.parametrize("states", ["host", "disk"])
 @pytest.mark.parametrize("weights", ["data", "set_"])
-def test_weights_in_other_memory_are_right_where_the_device_steps(
-    states: str, weights: str
-) -> None:
-    assert compared(SEVERAL, states, {"weights": weights}) is None
+def test_device_step_that_replaces_weight_memory_has_same_bits(states: str, weights: str) -> None:
+    assert compare_with_device(SEVERAL_STAGES, states, {"weights": weights}) is None
 
 
-@pytest.mark.parametrize("states", MOVED)
+@pytest.mark.parametrize("states", PLACEMENTS)
 @pytest.mark.parametrize("state", ["replaced", "in a new dict", "deleted", "late", "data"])
-def test_a_state_may_come_and_go(states: str, state: str) -> None:
-    assert compared(SEVERAL, states, {"state": state}) is None
+def test_optimizer_state_may_appear_and_disappear(states: str, state: str) -> None:
+    assert compare_with_device(SEVERAL_STAGES, states, {"state": state}) is None
 
 
 @pytest.mark.parametrize("states", ["host", "disk"])
 @pytest.mark.parametrize("state", ["two views", "gradient", "weights", "one for all"])
-def test_a_state_that_shares_memory_is_refused_where_it_is_moved(states: str, state: str) -> None:
-    assert compared(SEVERAL, states, {"state": state}) is not None
+def test_moved_state_that_shares_memory_is_refused(states: str, state: str) -> None:
+    assert compare_with_device(SEVERAL_STAGES, states, {"state": state}) is not None
 
 
-@pytest.mark.parametrize("states", ["device", *MOVED])
-def test_views_of_an_attribute_are_refused_where_they_are_moved_or_cut(states: str) -> None:
+@pytest.mark.parametrize("states", ["device", *PLACEMENTS])
+def test_moved_or_sharded_state_view_is_refused(states: str) -> None:
     how = {"state": "views of an attribute"}
-    refused = compared(SEVERAL, states, how, **({"zero": 1} if states == "device" else {}))
+    refused = compare_with_device(
+        SEVERAL_STAGES, states, how, **({"zero": 1} if states == "device" else {})
+    )
     assert isinstance(refused, ModelError) and "clone()" in refused.hint
 
 
-@pytest.mark.parametrize("states", MOVED)
-@pytest.mark.parametrize("count", HOW["count"][1:])
-def test_what_counts_steps_is_refused_if_there_are_several_stages(states: str, count: str) -> None:
-    assert compared(SEVERAL, states, {"count": count}) is not None
-    assert compared(ALONE, states, {"count": count}) is None
+@pytest.mark.parametrize("states", PLACEMENTS)
+@pytest.mark.parametrize("count", VARIANTS["count"][1:])
+def test_step_count_of_optimizer_is_refused_for_several_stages(states: str, count: str) -> None:
+    assert compare_with_device(SEVERAL_STAGES, states, {"count": count}) is not None
+    assert compare_with_device(ONE_STAGE_PER_RANK, states, {"count": count}) is None
 
 
-@pytest.mark.parametrize("states", MOVED)
+@pytest.mark.parametrize("states", PLACEMENTS)
 @pytest.mark.parametrize("group", ["added", "swapped"])
-def test_a_step_that_changes_what_is_stepped_is_refused(states: str, group: str) -> None:
-    refused = compared(ALONE, states, {"group": group})
+def test_step_that_changes_parameter_groups_is_refused(states: str, group: str) -> None:
+    refused = compare_with_device(ONE_STAGE_PER_RANK, states, {"group": group})
     assert refused is not None and "changes its list of parameters" in refused.fact
 
 
-@pytest.mark.parametrize("states", MOVED)
-def test_parameters_beside_the_groups_are_refused_before_a_step(states: str) -> None:
-    for case in (SEVERAL, ALONE):
-        refused = compared(case, states, {"attribute": "parameters"})
-        assert (refused is None) == (case is ALONE and states != "cpu_step")
+@pytest.mark.parametrize("states", PLACEMENTS)
+def test_parameters_outside_of_groups_are_refused(states: str) -> None:
+    for case in (SEVERAL_STAGES, ONE_STAGE_PER_RANK):
+        refused = compare_with_device(case, states, {"attribute": "parameters"})
+        assert (refused is None) == (case is ONE_STAGE_PER_RANK and states != "cpu_step")
         assert not isinstance(refused, ExecutionError)
 
 
-class Outer(Own):
+class OuterOptimizer(UserOptimizer):
     def __init__(self, params: Any) -> None:
         super().__init__(params := [*params])
         self.inner = torch.optim.SGD(params, lr=0.05, momentum=0.9)
@@ -298,38 +311,51 @@ class Outer(Own):
         self.inner.step()
 
 
-class Derived(MainOptimizer):
+class DerivedMainOptimizer(MainOptimizer):
     pass
 
 
-def replaced(params: Any) -> torch.optim.Optimizer:
-    found: Any = torch.optim.SGD(params, lr=0.05)
-    found.step = lambda: None
-    return found  # type: ignore[no-any-return]
+def make_with_replaced_step(params: Any) -> torch.optim.Optimizer:
+    optimizer: Any = torch.optim.SGD(params, lr=0.05)
+    optimizer.step = lambda: None
+    return optimizer  # type: ignore[no-any-return]
 
 
-def wrapped(params: Any) -> torch.optim.Optimizer:
-    found = torch.optim.SGD(params, lr=0.05)
-    torch.optim.lr_scheduler.StepLR(found, 1)
-    return found
+def make_with_scheduler(params: Any) -> torch.optim.Optimizer:
+    optimizer = torch.optim.SGD(params, lr=0.05)
+    torch.optim.lr_scheduler.StepLR(optimizer, 1)
+    return optimizer
 
 
-@pytest.mark.parametrize("states", MOVED)
-def test_steps_of_which_not_all_is_known(states: str) -> None:
-    for make in (Outer, replaced):
+@pytest.mark.parametrize("states", PLACEMENTS)
+def test_replaced_step_method_is_refused(states: str) -> None:
+    for make in (OuterOptimizer, make_with_replaced_step):
         with pytest.raises(ModelError) as error:
-            trained(SEVERAL, make, states)
+            train_three_steps(SEVERAL_STAGES, make, states)
         assert error.value.hint and error.value.program == "interleaved"
-    found = [trained(SEVERAL, wrapped, each) for each in ("device", states)]
-    assert all(map(torch.equal, *found))
+    weights = [
+        train_three_steps(SEVERAL_STAGES, make_with_scheduler, placement)
+        for placement in ("device", states)
+    ]
+    assert all(map(torch.equal, *weights))
 
 
 @pytest.mark.parametrize(
-    "make", [lambda own: Derived(own, torch.optim.AdamW), replaced], ids=["derived", "replaced"]
+    "make",
+    [lambda own: DerivedMainOptimizer(own, torch.optim.AdamW), make_with_replaced_step],
+    ids=["derived", "replaced"],
 )
-def test_an_update_that_may_be_made_again_needs_a_known_step(make: Any) -> None:
-    """This holds for a derived MainOptimizer, and for an optimizer with a replaced `step`."""
+def test_post_validation_needs_known_step_method(make: Any) -> None:
+    """A derived MainOptimizer and an optimizer with a replaced `step` are refused."""
     with pytest.raises(ModelError) as error:
-        trained(ALONE, make, "device", norm_check="after_step", clip_grad_norm=True)
+        train_three_steps(
+            ONE_STAGE_PER_RANK, make, "device", norm_check="after_step", clip_grad_norm=True
+        )
     assert "'before_step'" in error.value.hint
-    assert trained(ALONE, wrapped, "device", norm_check="after_step", clip_grad_norm=True)
+    assert train_three_steps(
+        ONE_STAGE_PER_RANK,
+        make_with_scheduler,
+        "device",
+        norm_check="after_step",
+        clip_grad_norm=True,
+    )

@@ -25,65 +25,65 @@ from tests.cpu.virtual_gpu import Stream, install
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-def _program(schedule: Any, shape: PipelineShape, tp: int = 2) -> Program:
+def _compile_program(schedule: Any, shape: PipelineShape, tp: int = 2) -> Program:
     return compile(
         schedule, shape, tp=tp, dp=2, progress_model="per_edge", tied_weights=True,
         clip_grad_norm=True, overlap=True
     )  # fmt: skip
 
 
-def test_streams_of_usual_programs() -> None:
+def test_stream_counts_of_usual_programs() -> None:
     mirror = PipelineShape(8, 16, placement="mirror")
     for program, most in (
-        (_program(one_f_one_b, PipelineShape(8, 16)), 18),
-        (_program(interleaved, PipelineShape(8, 16, 2)), 19),
-        (_program(dualpipe, mirror), 29),
-        (_program(dualpipe, mirror, tp=1), 25),
+        (_compile_program(one_f_one_b, PipelineShape(8, 16)), 18),
+        (_compile_program(interleaved, PipelineShape(8, 16, 2)), 19),
+        (_compile_program(dualpipe, mirror), 29),
+        (_compile_program(dualpipe, mirror, tp=1), 25),
     ):
-        each = [count_streams(program, rank, "per_edge") for rank in range(8)]
-        assert max(sum(one.values()) for one in each) == most
+        counts = [count_streams(program, rank, "per_edge") for rank in range(8)]
+        assert max(sum(count.values()) for count in counts) == most
         require_enough_queues(program, "per_edge", {QUEUES_VARIABLE: "32"})
-        grouped = [count_streams(program, rank, "per_device") for rank in range(8)]
-        assert all(one["messages"] == 2 and one["records"] == 1 for one in grouped)
+        grouped_counts = [count_streams(program, rank, "per_device") for rank in range(8)]
+        assert all(count["messages"] == 2 and count["records"] == 1 for count in grouped_counts)
 
 
-def test_a_rank_in_the_middle_by_hand() -> None:
+def test_stream_counts_of_middle_rank() -> None:
     """The expected numbers are counted by hand.
 
     There are a compute stream, two for layers, two for gathers, dp and the norm, and four edges,
     two of which are received.
     """
-    assert count_streams(_program(one_f_one_b, PipelineShape(8, 16)), 3, "per_edge") == {
+    assert count_streams(_compile_program(one_f_one_b, PipelineShape(8, 16)), 3, "per_edge") == {
         "computation": 1, "layers": 2, "gathers": 2, "reductions": 3, "messages": 8, "records": 2,
     }  # fmt: skip
 
 
-def test_more_streams_than_queues_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_more_streams_than_queues_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
     """The error comes before any group is created, and lists the use of the streams."""
     placement = (*range(8), 0, 2, 4, 6, 1, 3, 5, 7, 0, 3, 6, 1, 4, 7, 2, 5, 0, 5, 2, 7, 4, 1, 6, 3)
-    many = _program(looped_bfs, PipelineShape(8, 8, 4, placement=placement))
-    few = _program(one_f_one_b, PipelineShape(4, 8))
-    said = []
-    for program, queues in ((many, "32"), (many, "64"), (few, "16"), (few, None)):
+    large = _compile_program(looped_bfs, PipelineShape(8, 8, 4, placement=placement))
+    small = _compile_program(one_f_one_b, PipelineShape(4, 8))
+    errors = []
+    for program, queues in ((large, "32"), (large, "64"), (small, "16"), (small, None)):
         monkeypatch.delenv(QUEUES_VARIABLE, raising=False)
         if queues is not None:
             monkeypatch.setenv(QUEUES_VARIABLE, queues)
         with pytest.raises(ModelError) as error:
             nccl_transport(program, torch.device("cuda", 0))
-        said.append(format_error(error.value))
-    assert "\n".join(said) + "\n" == (GOLDEN / "queues.txt").read_text()
-    require_enough_queues(many, "per_device", {QUEUES_VARIABLE: "32"})
+        errors.append(format_error(error.value))
+    assert "\n".join(errors) + "\n" == (GOLDEN / "queues.txt").read_text()
+    require_enough_queues(large, "per_device", {QUEUES_VARIABLE: "32"})
 
 
-def test_memory_is_kept_until_somebody_waits(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lane_work_keeps_tensor_until_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     """Compute may free the memory earlier, and the allocator would reuse it."""
     lane: Any = Stream(install(monkeypatch))
     tensor = torch.zeros(4)
-    seen = weakref.ref(tensor)
+    reference = weakref.ref(tensor)
     work = LaneWork(lane, (tensor,))
     del tensor
     gc.collect()
-    assert seen() is not None
+    assert reference() is not None
     work.wait()
     gc.collect()
-    assert seen() is None
+    assert reference() is None

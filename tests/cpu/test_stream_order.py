@@ -21,7 +21,7 @@ from tests.cpu.race_detector import Races
 from tests.cpu.tiny_stages import BOUNDARY, batch, expected, gpt_stages, gradients, same_bits, zb
 from tests.cpu.virtual_gpu import install
 
-PLANS = [
+CASES = [
     (one_f_one_b, PipelineShape(3, 4)),
     (zb, PipelineShape(2, 4)),
     (interleaved, PipelineShape(2, 4, 2)),
@@ -35,7 +35,7 @@ def races(monkeypatch: pytest.MonkeyPatch) -> Iterator[Races]:
         yield races
 
 
-def run(
+def run_steps(
     schedule: Any,
     shape: PipelineShape,
     buffer_sharing: BufferSharing | None = None,
@@ -64,9 +64,9 @@ def run(
 
 @pytest.mark.parametrize(
     ("schedule", "shape", "buffer_sharing", "static"),
-    pairs(PLANS, [None, "minimal"], [False, True]),
+    pairs(CASES, [None, "minimal"], [False, True]),
 )
-def test_nothing_races(
+def test_programs_have_no_races(
     schedule: Any,
     shape: PipelineShape,
     buffer_sharing: BufferSharing | None,
@@ -74,14 +74,14 @@ def test_nothing_races(
     races: Races,
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
-    """This is tested with static send memory, as for NCCL, and without, and with records."""
+    """Static send memory, as NCCL needs it, is tested together with time stamps."""
     monkeypatch.setattr(cuda_streams.StreamMailbox, "uses_static_buffers", static)
-    got = run(schedule, shape, buffer_sharing, record=static)
+    got = run_steps(schedule, shape, buffer_sharing, record=static)
     assert not races.found
     assert same_bits(got, expected(shape)[1]) or shape.placement_rows > 1
 
 
-class _Ready(cuda_streams.StreamPoint):
+class _NoWait(cuda_streams.StreamPoint):
     """A point for which no stream waits."""
 
     def __init__(self) -> None: ...
@@ -90,24 +90,22 @@ class _Ready(cuda_streams.StreamPoint):
 
 
 @pytest.mark.parametrize("side", ["source", "target"])
-def test_a_copy_that_does_not_wait_is_seen(
+def test_missing_wait_before_copy_is_detected(
     side: str, races: Races, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     copy = cuda_streams._copy_message
 
-    def hasty(source: Any, target: Any) -> Any:
+    def copy_without_wait(source: Any, target: Any) -> Any:
         sides = {"source": source, "target": target}
-        sides[side] = sides[side]._replace(ready_point=_Ready())
+        sides[side] = sides[side]._replace(ready_point=_NoWait())
         return copy(**sides)
 
-    monkeypatch.setattr(cuda_streams, "_copy_message", hasty)
-    run(one_f_one_b, PipelineShape(3, 4), "minimal")
+    monkeypatch.setattr(cuda_streams, "_copy_message", copy_without_wait)
+    run_steps(one_f_one_b, PipelineShape(3, 4), "minimal")
     assert any("copy_" in race for race in races.found)
 
 
-def test_a_step_that_does_not_follow_the_caller_is_seen(
-    races: Races, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_missing_wait_for_caller_is_detected(races: Races, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(cuda_streams.StreamMailbox, "wait_for_caller", lambda self: None)
-    run(one_f_one_b, PipelineShape(3, 4))
+    run_steps(one_f_one_b, PipelineShape(3, 4))
     assert races.found

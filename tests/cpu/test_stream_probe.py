@@ -41,14 +41,14 @@ BACK_IN, BACK_OUT = DirectedEdge(Lane.GRAD, 2, 1), DirectedEdge(Lane.GRAD, 1, 0)
 Hardware = Mapping[int, tuple[tuple[Queue, ...], ...]]
 
 
-class _Done:
+class _Completion:
     def __init__(self) -> None:
         self.event = Event()
         self.is_completed = self.event.is_set
         self.wait = self.event.wait
 
 
-class Threads(EdgeGroups):
+class ThreadedQueues(EdgeGroups):
     """A Gloo transport with a thread per hardware queue, where messages wait for their peer."""
 
     def __init__(self, program: Program, hardware: Hardware) -> None:
@@ -56,13 +56,13 @@ class Threads(EdgeGroups):
         self.threads: dict[Any, SimpleQueue[Any]] = {}
         super().__init__(program)
 
-    def issue_to(self, queue: Queue, do: Callable[[], object]) -> _Done:
-        sharing = (some for some in self.hardware.get(self.rank, ()) if queue in some)
-        key = next(sharing, queue)
+    def issue_to(self, queue: Queue, do: Callable[[], object]) -> _Completion:
+        groups = (group for group in self.hardware.get(self.rank, ()) if queue in group)
+        key = next(groups, queue)
         if key not in self.threads:
             self.threads[key] = SimpleQueue()
             Thread(target=self._run, args=(self.threads[key],), daemon=True).start()
-        self.threads[key].put((do, done := _Done()))
+        self.threads[key].put((do, done := _Completion()))
         return done
 
     def _run(self, queue: SimpleQueue[Any]) -> None:
@@ -79,49 +79,49 @@ class Threads(EdgeGroups):
         return self.issue_to(lane, lambda: None).is_completed
 
 
-def _program() -> Program:
+def _compile_program() -> Program:
     return compile(one_f_one_b, PipelineShape(3, 6), progress_model="per_edge", overlap=True)
 
 
-def tried(rank: int, hardware: Hardware) -> Any:
-    transport = Threads(_program(), hardware)
+def probe_queues(rank: int, hardware: Hardware) -> Any:
+    transport = ThreadedQueues(_compile_program(), hardware)
     return find_shared_queues(transport, transport.touch, 0.3)
 
 
-def test_nothing_shares_and_nothing_is_found() -> None:
-    assert run(tried, 3, {}) == [[], [], []]
+def test_separate_queues_give_no_shared_pairs() -> None:
+    assert run(probe_queues, 3, {}) == [[], [], []]
 
 
-def test_what_shares_is_found_by_its_rank() -> None:
+def test_shared_queues_are_found_by_their_rank() -> None:
     hardware: Hardware = {1: ((IN, BACK_IN), (OUT, Lane.COMPUTE)), 2: ((OUT, BACK_IN),)}
-    first, middle, last = run(tried, 3, hardware)
+    first, middle, last = run(probe_queues, 3, hardware)
     assert first == []
     assert {*middle} == {SharedQueuePair(1, IN, BACK_IN), SharedQueuePair(1, OUT, Lane.COMPUTE)}
     assert last == [SharedQueuePair(2, OUT, BACK_IN)]
 
 
-def refused(rank: int, hardware: Hardware) -> Any:
+def require_queues(rank: int, hardware: Hardware) -> Any:
     """Return the queues found to be shared, or the error that refuses the program."""
-    transport = Threads(program := _program(), hardware)
+    transport = ThreadedQueues(program := _compile_program(), hardware)
     try:
         return require_safe_queues(program, transport, transport.touch, 0.3)
     except ModelError as error:
         return format_error(error)
 
 
-def test_a_program_is_refused_where_what_shares_would_wait_for_ever() -> None:
+def test_shared_queues_that_would_deadlock_are_refused() -> None:
     """In 1F1B, sent activations and received gradients of the second rank must not share.
 
     All processes report the same error.
     """
-    (said,) = {*run(refused, 3, {1: ((OUT, BACK_IN),)})}
-    assert said + "\n" == (GOLDEN / "sharing.txt").read_text()
-    first, *others = run(refused, 3, {1: ((IN, BACK_OUT),)})
+    (error,) = {*run(require_queues, 3, {1: ((OUT, BACK_IN),)})}
+    assert error + "\n" == (GOLDEN / "sharing.txt").read_text()
+    first, *others = run(require_queues, 3, {1: ((IN, BACK_OUT),)})
     assert others == [first] * 2 and first == [SharedQueuePair(1, IN, BACK_OUT)]
 
 
-def test_pairs_that_may_share() -> None:
-    program = _program()
+def test_only_one_queue_pair_would_deadlock() -> None:
+    program = _compile_program()
     queues: list[Queue] = [Lane.COMPUTE, IN, OUT, BACK_IN, BACK_OUT]
     hang = []
     for one, other in combinations(queues, 2):
@@ -134,8 +134,8 @@ def test_pairs_that_may_share() -> None:
     assert hang == [(OUT, BACK_IN)]
 
 
-def test_queues_that_share_by_way_of_others_are_one() -> None:
-    program = _program()
+def test_shared_queues_are_transitive() -> None:
+    program = _compile_program()
     numbers = {
         queue: _find_queue_number(program, 1, queue) for queue in (IN, OUT, BACK_IN, BACK_OUT)
     }
@@ -143,8 +143,8 @@ def test_queues_that_share_by_way_of_others_are_one() -> None:
     assert len({*numbers.values()}) == 4 and {*numbers.values()} < {*plain.tolist()}
     pairs = [(numbers[BACK_OUT], numbers[OUT]), (numbers[IN], numbers[BACK_OUT])]
     joined = SharedQueueGraph(program, "per_edge", pairs, blocking_hosts=True).queue
-    least = min(numbers[queue] for queue in (IN, OUT, BACK_OUT))
+    least_number = min(numbers[queue] for queue in (IN, OUT, BACK_OUT))
     for queue in (IN, OUT, BACK_OUT):
-        assert {*joined[plain == numbers[queue]].tolist()} == {least}
-    others = ~np.isin(plain, [numbers[queue] for queue in (IN, OUT, BACK_OUT)])
-    assert (joined[others] == plain[others]).all()
+        assert {*joined[plain == numbers[queue]].tolist()} == {least_number}
+    is_other = ~np.isin(plain, [numbers[queue] for queue in (IN, OUT, BACK_OUT)])
+    assert (joined[is_other] == plain[is_other]).all()

@@ -15,7 +15,7 @@ from schedir.runtime.in_process import InProcessExecutor
 from schedir.schedules import gpipe
 
 
-class Turned(nn.Module):
+class TransposedWeight(nn.Module):
     """A stage with a parameter that is a transposed tensor."""
 
     def __init__(self) -> None:
@@ -26,12 +26,12 @@ class Turned(nn.Module):
         return torch.tanh(x @ self.w @ self.w.t())
 
 
-def test_a_fused_optimizer_steps_each_number_by_its_own_gradient() -> None:
+def test_fused_optimizer_steps_transposed_parameter_correctly() -> None:
     fused = partial(torch.optim.AdamW, lr=0.1, fused=True)
     torch.manual_seed(0)
-    ours = [Turned(), Turned()]
+    ours = [TransposedWeight(), TransposedWeight()]
     torch.manual_seed(0)
-    plain = nn.Sequential(Turned(), Turned())
+    plain = nn.Sequential(TransposedWeight(), TransposedWeight())
     executor = InProcessExecutor(
         schedir.compile(gpipe, PipelineShape(2, 2)), [*ours],
         loss=nn.functional.mse_loss, boundary=(5, 4), optimizer=fused,
@@ -48,13 +48,13 @@ def test_a_fused_optimizer_steps_each_number_by_its_own_gradient() -> None:
         torch.testing.assert_close(one.w, p)
 
 
-def test_sums_that_lie_otherwise_are_refused_where_an_optimizer_is_fused() -> None:
-    stages = [Turned(), Turned()]
+def test_strided_tied_weight_with_fused_optimizer_is_refused() -> None:
+    stages = [TransposedWeight(), TransposedWeight()]
     stages[1].w = stages[0].w
     ties = schedir.find_tied_weights(stages)
     program = schedir.compile(gpipe, PipelineShape(2, 2), tied_weights=ties)
 
-    def made(fused: bool) -> InProcessExecutor:
+    def make_executor(fused: bool) -> InProcessExecutor:
         adam = partial(torch.optim.AdamW, lr=0.1, fused=fused)
         return InProcessExecutor(
             program, [*stages],
@@ -62,5 +62,5 @@ def test_sums_that_lie_otherwise_are_refused_where_an_optimizer_is_fused() -> No
         )  # fmt: skip
 
     with pytest.raises(ModelError, match=r"w of stage 0 is not contiguous .*strides are \[1, 4\]"):
-        made(fused=True)
-    made(fused=False)
+        make_executor(fused=True)
+    make_executor(fused=False)

@@ -18,7 +18,7 @@ SIZES = st.sampled_from([1, 2, 300, 4096, 4097, 5000, 10_000])
 
 
 @given(SIZES, st.sampled_from(DTYPES), st.randoms())
-def test_any_change_of_one_number_or_of_the_order_is_seen(
+def test_checksum_detects_changed_element_and_order(
     size: int, dtype: torch.dtype, draw: object
 ) -> None:
     rng = torch.Generator().manual_seed(draw.randrange(2**31))  # type: ignore[attr-defined]
@@ -38,7 +38,7 @@ def test_any_change_of_one_number_or_of_the_order_is_seen(
     assert (compute_checksum(changed) == before) == torch.equal(changed, numbers)
 
 
-def test_a_swap_along_a_diagonal_of_the_matrix_of_words_is_seen() -> None:
+def test_checksum_detects_swap_along_diagonal() -> None:
     """Rows of that matrix have 256 words, so such a swap changes a row sum and a column sum."""
     numbers = torch.arange(5000)
     for distance in (255, 257):
@@ -47,7 +47,7 @@ def test_a_swap_along_a_diagonal_of_the_matrix_of_words_is_seen() -> None:
         assert compute_checksum(swapped) != compute_checksum(numbers)
 
 
-def test_no_numbers_have_a_checksum() -> None:
+def test_checksum_of_empty_tensor_is_zero() -> None:
     assert (
         compute_checksum(torch.zeros(0, 3))
         == compute_checksum(torch.zeros(0, dtype=torch.float64))
@@ -55,7 +55,7 @@ def test_no_numbers_have_a_checksum() -> None:
     )
 
 
-def test_lazily_conjugated_and_negated_tensors_count_as_what_they_are() -> None:
+def test_checksum_resolves_conjugation_and_negation() -> None:
     z = torch.randn(5, dtype=torch.complex64)
     assert (
         compute_checksum(z.conj())
@@ -65,7 +65,7 @@ def test_lazily_conjugated_and_negated_tensors_count_as_what_they_are() -> None:
     assert compute_checksum(z.conj().imag) == compute_checksum(-z.imag)
 
 
-class _Shuffles(torch.nn.Linear):
+class _PermutedRows(torch.nn.Linear):
     """Permutes its rows with a generator that recomputation does not restore."""
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
@@ -75,8 +75,8 @@ class _Shuffles(torch.nn.Linear):
     draws = torch.Generator().manual_seed(3)
 
 
-def test_recomputing_rows_in_another_order_is_refused() -> None:
-    stages = [_Shuffles(6, 6) for _ in range(2)]
+def test_recompute_with_permuted_rows_is_refused() -> None:
+    stages = [_PermutedRows(6, 6) for _ in range(2)]
     program = compile(one_f_one_b, PipelineShape(2, 4), recompute="all")
     ranks = InProcessExecutor(program, stages, loss=torch.nn.functional.mse_loss, boundary=(9, 6))
     with pytest.raises(ExecutionError, match="returns a different output"):

@@ -12,47 +12,51 @@ from tests.cpu import gloo_processes
 from tests.cpu.three_d_parallelism import WORLD, Case, cases, judged, merged, run
 
 SHAPE = (2, 2, 2)
-PLAIN = Case(*SHAPE, tied=True, clip=True)
-FEW = [
-    PLAIN,
-    PLAIN._replace(zero=3),
-    PLAIN._replace(sequence=True),
-    PLAIN._replace(sequence=True, zero=3, schedule="zb_h1"),
-    PLAIN._replace(sequence=True, zero=2, options=(("reduce_scatter_at", "each_backward"),)),
-    PLAIN._replace(clip=False),
-    PLAIN._replace(clip=False, sequence=True),
+PLAIN_CASE = Case(*SHAPE, tied=True, clip=True)
+FEW_CASES = [
+    PLAIN_CASE,
+    PLAIN_CASE._replace(zero=3),
+    PLAIN_CASE._replace(sequence=True),
+    PLAIN_CASE._replace(sequence=True, zero=3, schedule="zb_h1"),
+    PLAIN_CASE._replace(sequence=True, zero=2, options=(("reduce_scatter_at", "each_backward"),)),
+    PLAIN_CASE._replace(clip=False),
+    PLAIN_CASE._replace(clip=False, sequence=True),
     Case(1, 4, 2, 0, sequence=True),
     Case(1, 4, 2, 1, sequence=True),
 ]
 
 
 @pytest.fixture(scope="module")
-def told() -> Any:
-    return gloo_processes.run(run, WORLD, cases() if ALL else FEW, limit=1800 if ALL else 300)
+def results() -> Any:
+    return gloo_processes.run(run, WORLD, cases() if ALL else FEW_CASES, limit=1800 if ALL else 300)
 
 
-def test_eight_processes_are_one(told: Any) -> None:
-    """Losses, norms, gradients and weights are within 1e-6, and all holders of a weight agree.
+def test_eight_processes_equal_one_process(results: Any) -> None:
+    """Losses, norms, gradients and weights are within 1e-6, and all copies of a weight are equal.
 
     Runs with ZeRO have the bits of runs without it.
     """
-    found = [*judged(told)]
-    assert {one.case for one in found} >= {*FEW}
-    assert not [one for one in found if not one.right]
-    assert all({"loss", "weight"} <= one.off.keys() for one in found)
+    comparisons = [*judged(results)]
+    assert {comparison.case for comparison in comparisons} >= {*FEW_CASES}
+    assert not [comparison for comparison in comparisons if not comparison.right]
+    assert all({"loss", "weight"} <= comparison.off.keys() for comparison in comparisons)
 
 
-def test_two_ranks_that_share_the_sequence_have_the_bits_of_those_that_do_not(told: Any) -> None:
-    """This holds until the first step, since a sum of two terms has one order.
+def test_two_sequence_parallel_ranks_have_bits_of_plain_tp(results: Any) -> None:
+    """Results before the first update are compared: a sum of two terms has one order.
 
     Sums over tokens have other orders.
     """
-    whole, parts = (
-        merged([own[case] for own in told], case)[0]
-        for case in (PLAIN._replace(clip=False, sequence=cut) for cut in (False, True))
+    plain, sequence_parallel = (
+        merged([result[case] for result in results], case)[0]
+        for case in (
+            PLAIN_CASE._replace(clip=False, sequence=sequence) for sequence in (False, True)
+        )
     )
-    first = {name for name in whole if name.startswith("gradient")}
-    over_tokens = {n for n in first if "norm." in n or n.endswith(("proj.bias", "down.bias"))}
+    gradients = {name for name in plain if name.startswith("gradient")}
+    over_tokens = {n for n in gradients if "norm." in n or n.endswith(("proj.bias", "down.bias"))}
     assert len(over_tokens) == 2 * (4 + 2) + 2
-    same = {name for name, value in whole.items() if torch.equal(value, parts[name])}
-    assert {"loss 0"} | (first - over_tokens) <= same and not over_tokens <= same
+    equal_names = {
+        name for name, value in plain.items() if torch.equal(value, sequence_parallel[name])
+    }
+    assert {"loss 0"} | (gradients - over_tokens) <= equal_names and not over_tokens <= equal_names

@@ -28,8 +28,8 @@ from tests.cpu.tiny_stages import gpt_executor, gradients, own_batch
 VOCAB, WIDTH, LENGTH = 11, 6, 5
 SCALE = 0.25
 adam = partial(torch.optim.AdamW, lr=0.02)
-MIDDLE = ((1, 2),)  # layers with the same matrix
-THREE = ((0, 1, 3),)
+MIDDLE_LAYERS = ((1, 2),)  # layers with the same matrix
+THREE_LAYERS = ((0, 1, 3),)
 
 
 class Layer(nn.Module):
@@ -68,7 +68,7 @@ class Model(nn.Module):
         return y
 
 
-class Part(nn.Module):
+class LayerStage(nn.Module):
     """A layer, with the embedding or the head. The names are not those of the model."""
 
     def __init__(self, model: Model, s: int) -> None:
@@ -84,7 +84,7 @@ class Part(nn.Module):
 
 
 def parts(model: Model) -> list[Any]:
-    return [Part(model, s) for s in range(len(model.h))]
+    return [LayerStage(model, s) for s in range(len(model.h))]
 
 
 def loss(y: Tensor, target: Tensor) -> Tensor:
@@ -100,40 +100,42 @@ def batch(microbatches: int, step: int) -> tuple[Tensor, Tensor]:
 BOUNDARY = Boundary((2, LENGTH, WIDTH), torch.float64)
 
 
-def plain(
+def train_plain_loop(
     model: nn.Module, microbatches: int, steps: int = 3, optimizer: Any = adam, clip: float = 0.0
 ) -> list[float]:
-    """Train the whole model microbatch by microbatch, and return the norms of its gradients."""
-    made, norms = optimizer(model.parameters()), []
+    """Train the unsplit model microbatch by microbatch, and return its gradient norms."""
+    built_optimizer, norms = optimizer(model.parameters()), []
     for step in range(steps):
         model.zero_grad()
         for x, target in zip(*batch(microbatches, step), strict=True):
             torch.autograd.backward(loss(model(x), target) * SCALE)
         if clip:
             norms.append(float(nn.utils.clip_grad_norm_(model.parameters(), clip)))
-        made.step()
+        built_optimizer.step()
     return norms
 
 
-def near(one: nn.Module, other: nn.Module, most: float = 1e-9) -> bool:
+def is_near(one: nn.Module, other: nn.Module, tolerance: float = 1e-9) -> bool:
     return all(
-        torch.allclose(p, q, rtol=0, atol=most)
+        torch.allclose(p, q, rtol=0, atol=tolerance)
         for p, q in zip(one.parameters(), other.parameters(), strict=True)
     )
 
 
 VEE = PipelineShape(2, 4, 2, "vee")
 CASES = [
-    (one_f_one_b, PipelineShape(4, 4), THREE),
-    (zb_v, VEE, MIDDLE),
+    (one_f_one_b, PipelineShape(4, 4), THREE_LAYERS),
+    (zb_v, VEE, MIDDLE_LAYERS),
     (interleaved, PipelineShape(1, 3, 4), ()),
     (dualpipe, PipelineShape(4, 8, placement="mirror"), ((0, 1, 2),)),
 ]
 
 
 @pytest.mark.parametrize(("schedule", "shape", "shared"), CASES)
-def test_in_process(schedule: Any, shape: PipelineShape, shared: Any) -> None:
-    whole, model = Model(4, shared), Model(4, shared)
+def test_tied_weights_in_process_train_like_plain_loop(
+    schedule: Any, shape: PipelineShape, shared: Any
+) -> None:
+    plain_model, model = Model(4, shared), Model(4, shared)
     stages = parts(model)
     make_backward_splittable(model)
     ties = schedir.find_tied_weights(stages)
@@ -149,27 +151,31 @@ def test_in_process(schedule: Any, shape: PipelineShape, shared: Any) -> None:
         optimizer=adam,
         gradients=GradientOptions(max_norm=0.5),
     )
-    norms = plain(whole, shape.microbatches, clip=0.5)
+    norms = train_plain_loop(plain_model, shape.microbatches, clip=0.5)
     for step in range(3):
-        twin = deepcopy(stages)  # all at once, so that the copies share weights too
+        reference_stages = deepcopy(stages)  # one deepcopy, so that the copies share weights too
         total = ranks.step(*batch(shape.microbatches, step), SCALE, order_seed=step)
-        right = run_sequential(
-            twin, *batch(shape.microbatches, step), loss=loss, grad_scale=SCALE, program=program
+        expected_loss = run_sequential(
+            reference_stages,
+            *batch(shape.microbatches, step),
+            loss=loss,
+            grad_scale=SCALE,
+            program=program,
         )
-        assert torch.equal(total, right)
+        assert torch.equal(total, expected_loss)
         norm = float(ranks.executors[0].grad_norm)
         assert norm == pytest.approx(norms[step], rel=1e-9)
         shrink = min(1.0, 0.5 / (norm + 1e-6))
-        for got, want in zip(gradients(stages), gradients(twin), strict=True):
+        for got, want in zip(gradients(stages), gradients(reference_stages), strict=True):
             assert all(torch.allclose(got[n], want[n] * shrink, rtol=1e-12) for n in want)
-    assert near(model, whole)
+    assert is_near(model, plain_model)
     assert stages[0].words.weight is stages[-1].head.weight is model.wte.weight
     for first, *others in shared:
         assert all(model.h[first].up.weight is model.h[other].up.weight for other in others)
 
 
-def test_true_is_first_and_last_whose_one_parameter_is_seen() -> None:
-    whole, model = Model(2), Model(2)
+def test_tied_weights_true_finds_shared_parameter() -> None:
+    plain_model, model = Model(2), Model(2)
     make_backward_splittable(model)
     program = schedir.compile(zb_v, PipelineShape(1, 3, 2, "vee"), tied_weights=True)
     ranks = InProcessExecutor(
@@ -177,50 +183,50 @@ def test_true_is_first_and_last_whose_one_parameter_is_seen() -> None:
     )
     for step in range(3):
         ranks.step(*batch(3, step), SCALE)
-    plain(whole, 3)
-    assert near(model, whole)
+    train_plain_loop(plain_model, 3)
+    assert is_near(model, plain_model)
 
 
-def test_a_module_in_two_stages() -> None:
-    """`stages[0].mix is stages[-1].mix` holds, with both on one rank or on two ranks."""
+def test_module_in_two_stages_trains_like_plain_loop() -> None:
+    """The two stages are on one rank or on two ranks."""
 
-    def make() -> list[Any]:
+    def make_stages() -> list[Any]:
         torch.manual_seed(1)
         mix = nn.Linear(WIDTH, WIDTH)
         return [nn.Sequential(nn.Linear(WIDTH, WIDTH), mix, nn.Tanh()).double() for _ in range(2)]
 
-    def squares(y: Tensor, target: Tensor) -> Tensor:
+    def squared_error(y: Tensor, target: Tensor) -> Tensor:
         return (y - target).square().sum()
 
     x = torch.randn(3, 2, WIDTH, dtype=torch.float64, generator=torch.Generator().manual_seed(5))
-    whole = nn.Sequential(*make())
-    optimizer = adam(whole.parameters())
+    plain_model = nn.Sequential(*make_stages())
+    optimizer = adam(plain_model.parameters())
     for _ in range(3):
-        whole.zero_grad()
-        for one in x:
-            torch.autograd.backward(squares(whole(one), one + 1) * SCALE)
+        plain_model.zero_grad()
+        for microbatch in x:
+            torch.autograd.backward(squared_error(plain_model(microbatch), microbatch + 1) * SCALE)
         optimizer.step()
     for schedule, shape in (
         (interleaved, PipelineShape(1, 3, 2)),
         (one_f_one_b, PipelineShape(2, 3)),
     ):
-        stages = make()
+        stages = make_stages()
         program = schedir.compile(schedule, shape, tied_weights=schedir.find_tied_weights(stages))
         ranks = InProcessExecutor(
-            program, stages, loss=squares, optimizer=adam,
+            program, stages, loss=squared_error, optimizer=adam,
             boundary=Boundary((2, WIDTH), torch.float64),
         )  # fmt: skip
         for _ in range(3):
             ranks.step(x, x + 1, SCALE)
-        assert near(nn.Sequential(*stages), whole)
+        assert is_near(nn.Sequential(*stages), plain_model)
         assert stages[0][1] is stages[1][1]
 
 
 # ---------------------------------------------------------------- processes
 
 
-def _train(
-    process: int, schedule: Any, shape: PipelineShape, shared: Any, dp: int, how: str
+def train_process(
+    process: int, schedule: Any, shape: PipelineShape, shared: Any, dp: int, copies: str
 ) -> dict[int, dict[str, Tensor]]:
     """Return the weights of a process after three steps."""
     stages = parts(Model(shape.stages, shared))
@@ -230,46 +236,48 @@ def _train(
         schedule, shape, dp=dp, progress_model="per_edge", tied_weights=ties, clip_grad_norm=True
     )
     transport = GlooTransport(program)
-    own = {s: stages[s] for s in shape.stages_on_rank[transport.rank]}
-    if how == "copied":
-        own = {s: deepcopy(module) for s, module in own.items()}
-    parameters = dict.fromkeys(p for module in own.values() for p in module.parameters())
+    own_stages = {s: stages[s] for s in shape.stages_on_rank[transport.rank]}
+    if copies == "copied":
+        own_stages = {s: deepcopy(module) for s, module in own_stages.items()}
+    parameters = dict.fromkeys(p for module in own_stages.values() for p in module.parameters())
     executor = Executor(
-        program, transport.rank, own, transport, loss=loss, boundary=BOUNDARY,
+        program, transport.rank, own_stages, transport, loss=loss, boundary=BOUNDARY,
         optimizer=adam(parameters), tied_weights=ties, gradients=GradientOptions(max_norm=0.5),
     )  # fmt: skip
     m = shape.microbatches
     for step in range(3):
         x, y = batch(m * dp, step)
-        mine = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
-        executor.step(x[mine], y[mine], SCALE)
-    return {s: module.state_dict() for s, module in own.items()}
+        local_batch = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
+        executor.step(x[local_batch], y[local_batch], SCALE)
+    return {s: module.state_dict() for s, module in own_stages.items()}
 
 
 @pytest.mark.parametrize(
-    ("schedule", "shape", "shared", "dp", "how"),
+    ("schedule", "shape", "shared", "dp", "copies"),
     [
-        (zb_h1, PipelineShape(4, 4), THREE, 1, "copied"),
+        (zb_h1, PipelineShape(4, 4), THREE_LAYERS, 1, "copied"),
         (zb_v, VEE, (), 2, "shared"),
-        (dualpipe, PipelineShape(4, 8, placement="mirror"), MIDDLE, 1, "shared"),
+        (dualpipe, PipelineShape(4, 8, placement="mirror"), MIDDLE_LAYERS, 1, "shared"),
     ],
 )
-def test_processes(schedule: Any, shape: PipelineShape, shared: Any, dp: int, how: str) -> None:
-    held = run(_train, shape.ranks * dp, schedule, shape, shared, dp, how)
-    whole = Model(shape.stages, shared)
-    plain(whole, shape.microbatches * dp, clip=0.5)
-    want = [part.state_dict() for part in parts(whole)]
-    seen: dict[Any, Tensor] = {}
-    for own in held:
-        for s, weights in own.items():
+def test_tied_weights_on_processes_train_like_plain_loop(
+    schedule: Any, shape: PipelineShape, shared: Any, dp: int, copies: str
+) -> None:
+    results = run(train_process, shape.ranks * dp, schedule, shape, shared, dp, copies)
+    plain_model = Model(shape.stages, shared)
+    train_plain_loop(plain_model, shape.microbatches * dp, clip=0.5)
+    expected = [part.state_dict() for part in parts(plain_model)]
+    first_copies: dict[Any, Tensor] = {}
+    for states in results:
+        for s, weights in states.items():
             for name, p in weights.items():
-                assert torch.allclose(p, want[s][name], rtol=0, atol=1e-9)
-                key = want[s][name].data_ptr()  # the same for all copies
-                assert torch.equal(seen.setdefault(key, p), p)
+                assert torch.allclose(p, expected[s][name], rtol=0, atol=1e-9)
+                key = expected[s][name].data_ptr()  # the same for all copies
+                assert torch.equal(first_copies.setdefault(key, p), p)
 
 
-def _sharded(process: int, how: str) -> dict[int, dict[str, Tensor]]:
-    """Return gradients of a GPT with a divided embedding, and ties given by hand or by modules."""
+def train_sharded_gpt(process: int, ties_from: str) -> dict[int, dict[str, Tensor]]:
+    """Return the state of a GPT with a sharded embedding, and ties by name or by attribute."""
     program = schedir.compile(
         one_f_one_b,
         PipelineShape(2, 3),
@@ -281,7 +289,7 @@ def _sharded(process: int, how: str) -> dict[int, dict[str, Tensor]]:
     transport = GlooTransport(program)
     ties = (
         schedir.TiedWeights((((0, "embedding.weight"), (1, "head.weight")),))
-        if how == "said"
+        if ties_from == "said"
         else None
     )
     executor = gpt_executor(program, transport, lr=0.01, tied_weights=ties)
@@ -290,11 +298,11 @@ def _sharded(process: int, how: str) -> dict[int, dict[str, Tensor]]:
     return {s: stage.module.state_dict() for s, stage in executor.stages.items()}
 
 
-def test_slices_of_a_tied_weight() -> None:
-    said, named = (run(_sharded, 4, how) for how in ("said", "named"))
-    for own, other in zip(said, named, strict=True):
-        for s in own:
-            assert all(torch.equal(own[s][n], other[s][n]) for n in own[s])
+def test_sharded_tied_weight_by_name_equals_attribute() -> None:
+    by_name, by_attribute = (run(train_sharded_gpt, 4, how) for how in ("said", "named"))
+    for states, other_states in zip(by_name, by_attribute, strict=True):
+        for s in states:
+            assert all(torch.equal(states[s][n], other_states[s][n]) for n in states[s])
     for slice_ in (0, 1):
-        first, last = said[slice_][0]["embedding.weight"], said[2 + slice_][1]["head.weight"]
+        first, last = by_name[slice_][0]["embedding.weight"], by_name[2 + slice_][1]["head.weight"]
         assert torch.equal(first, last) and first.shape[0] == 16

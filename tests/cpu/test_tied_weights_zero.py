@@ -1,4 +1,4 @@
-"""Tests of weights that stages of one rank share, with ZeRO, which train as in the whole model."""
+"""Tests that weights shared by stages of one rank train with ZeRO as in the unsplit model."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ BOUNDARY = Boundary((2, WIDTH), torch.float64)
 adam = partial(torch.optim.AdamW, lr=0.02)
 
 
-class Factors(nn.Module):
+class FactorStage(nn.Module):
     """A stage that multiplies by each of its weights, which other stages may have too."""
 
     def __init__(self, weights: Sequence[nn.Parameter]) -> None:
@@ -45,42 +45,44 @@ class Factors(nn.Module):
         return x
 
 
-def factors(stages: Sequence[tuple[int, ...]], shapes: Sequence[tuple[int, ...]]) -> list[Factors]:
+def make_factor_stages(
+    stages: Sequence[tuple[int, ...]], shapes: Sequence[tuple[int, ...]]
+) -> list[FactorStage]:
     """Return stages with the weights of these numbers. All weights have equal initial values."""
     weights = [nn.Parameter(torch.full(shape, 0.5, dtype=torch.float64)) for shape in shapes]
-    return [Factors([weights[k] for k in own]) for own in stages]
+    return [FactorStage([weights[k] for k in numbers]) for numbers in stages]
 
 
-def albert(stages: int) -> list[nn.Sequential]:
+def make_albert_stages(stages: int) -> list[nn.Sequential]:
     """Return stages that share one layer, as in ALBERT."""
     torch.manual_seed(0)
     layer = nn.Linear(WIDTH, WIDTH).double()
     return [nn.Sequential(layer, nn.Tanh()) for _ in range(stages)]
 
 
-def loss(y: Tensor, target: Tensor) -> Tensor:
+def squared_error(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().sum()
 
 
-def batch(microbatches: int, step: int) -> tuple[Tensor, Tensor]:
+def make_batch(microbatches: int, step: int) -> tuple[Tensor, Tensor]:
     numbers = torch.Generator().manual_seed(step)
     x, y = torch.randn(2, microbatches, 2, WIDTH, dtype=torch.float64, generator=numbers)
     return x, y
 
 
-def plain(stages: Sequence[nn.Module], microbatches: int) -> list[Tensor]:
-    """Return the parameters after some steps of the whole model, microbatch by microbatch."""
-    whole = nn.Sequential(*stages)
-    optimizer = adam(whole.parameters())
+def train_plain_loop(stages: Sequence[nn.Module], microbatches: int) -> list[Tensor]:
+    """Return the parameters after some steps of the unsplit model, microbatch by microbatch."""
+    model = nn.Sequential(*stages)
+    optimizer = adam(model.parameters())
     for step in range(STEPS):
         optimizer.zero_grad()
-        for x, y in zip(*batch(microbatches, step), strict=True):
-            torch.autograd.backward(loss(whole(x), y) * SCALE)
+        for x, y in zip(*make_batch(microbatches, step), strict=True):
+            torch.autograd.backward(squared_error(model(x), y) * SCALE)
         optimizer.step()
-    return [p.detach() for p in whole.parameters()]
+    return [p.detach() for p in model.parameters()]
 
 
-def in_process(
+def train_in_process(
     stages: Sequence[Any], schedule: Any, shape: PipelineShape, zero: int
 ) -> list[Tensor]:
     """Return the parameters after the same steps of a program."""
@@ -92,58 +94,71 @@ def in_process(
         tied_weights=schedir.find_tied_weights(stages),
         clip_grad_norm=False,
     )
-    ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY, optimizer=adam)
+    ranks = InProcessExecutor(
+        program, stages, loss=squared_error, boundary=BOUNDARY, optimizer=adam
+    )
     for step in range(STEPS):
-        ranks.step(*batch(shape.microbatches, step), SCALE)
+        ranks.step(*make_batch(shape.microbatches, step), SCALE)
     with ExitStack() as stack:
         for rank in ranks.executors:
             stack.enter_context(rank.full_parameters())
         return [p.detach().clone() for p in nn.Sequential(*stages).parameters()]
 
 
-def near(found: Sequence[Tensor], wanted: Sequence[Tensor]) -> bool:
-    return all(torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(found, wanted, strict=True))
+def is_near(parameters: Sequence[Tensor], expected: Sequence[Tensor]) -> bool:
+    return all(
+        torch.allclose(a, b, rtol=0, atol=1e-12) for a, b in zip(parameters, expected, strict=True)
+    )
 
 
 @settings(max_examples=40, deadline=None, suppress_health_check=[*HealthCheck])
 @given(data=st.data(), zero=st.integers(0, 3), ranks=st.integers(1, 2), each=st.integers(2, 3))
-def test_any_weights_of_any_stages_of_a_rank(data: Any, zero: int, ranks: int, each: int) -> None:
-    """Some weights have one element, and equal values, which do not make them the same weight."""
+def test_random_ties_on_rank_train_like_plain_loop(
+    data: Any, zero: int, ranks: int, each: int
+) -> None:
+    """Weights with one element and equal values are still separate weights."""
     shape = PipelineShape(ranks, 2, each)
     number = data.draw(st.integers(1, 3))
     shapes = data.draw(st.lists(st.sampled_from(SHAPES), min_size=number, max_size=number)) * ranks
-    own = st.lists(st.integers(0, number - 1), min_size=1, unique=True)
+    weight_numbers = st.lists(st.integers(0, number - 1), min_size=1, unique=True)
     # Each rank has its own weights, since weights of several ranks are refused.
     stages = [
-        tuple(int(shape.first_rank_per_stage[s]) * number + k for k in data.draw(own))
+        tuple(int(shape.first_rank_per_stage[s]) * number + k for k in data.draw(weight_numbers))
         for s in range(shape.stages)
     ]
-    trained = in_process(factors(stages, shapes), looped_bfs, shape, zero)
-    assert near(trained, plain(factors(stages, shapes), shape.microbatches))
+    trained = train_in_process(make_factor_stages(stages, shapes), looped_bfs, shape, zero)
+    assert is_near(
+        trained, train_plain_loop(make_factor_stages(stages, shapes), shape.microbatches)
+    )
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_a_layer_in_several_stages(zero: int) -> None:
+def test_layer_in_several_stages_trains_like_plain_loop(zero: int) -> None:
     for schedule, shape in (
         (interleaved, PipelineShape(1, 3, 3)),
         (zb_v, PipelineShape(1, 3, 2, "vee")),
     ):
-        stages = albert(shape.stages)
+        stages = make_albert_stages(shape.stages)
         make_backward_splittable(nn.ModuleList(stages))
-        trained = in_process(stages, schedule, shape, zero)
-        assert near(trained, plain(albert(shape.stages), shape.microbatches))
+        trained = train_in_process(stages, schedule, shape, zero)
+        assert is_near(
+            trained, train_plain_loop(make_albert_stages(shape.stages), shape.microbatches)
+        )
         assert all(stage[0] is stages[0][0] for stage in stages)
 
 
-PAIR = ((0, 1), (1, 0)), ((1,), (1,))  # two equal weights of one element, in two stages
+EQUAL_WEIGHTS = ((0, 1), (1, 0)), ((1,), (1,))  # two equal weights of one element, in two stages
 
 
-def _replica(process: int) -> dict[tuple[str, int], list[Tensor]]:
+def train_replica(process: int) -> dict[tuple[str, int], list[Tensor]]:
     """Return the weights of one of two replicas after the steps, by model and ZeRO level."""
-    found = {}
+    weights = {}
     shape = PipelineShape(1, 2, 2)
-    mine = slice(process * shape.microbatches, (process + 1) * shape.microbatches)
-    for name, make in (("albert", partial(albert, 2)), ("pair", partial(factors, *PAIR))):
+    local_batch = slice(process * shape.microbatches, (process + 1) * shape.microbatches)
+    for name, make in (
+        ("albert", partial(make_albert_stages, 2)),
+        ("pair", partial(make_factor_stages, *EQUAL_WEIGHTS)),
+    ):
         for zero in range(4):
             stages: list[Any] = [*make()]
             ties = schedir.find_tied_weights(stages)
@@ -158,31 +173,34 @@ def _replica(process: int) -> dict[tuple[str, int], list[Tensor]]:
             )
             parameters = [*nn.Sequential(*stages).parameters()]
             executor = Executor(
-                program, 0, stages, GlooTransport(program), loss=loss, boundary=BOUNDARY,
+                program, 0, stages, GlooTransport(program), loss=squared_error, boundary=BOUNDARY,
                 optimizer=adam(parameters), tied_weights=ties,
                 gradients=GradientOptions(max_norm=float("inf")),
             )  # fmt: skip
             for step in range(STEPS):
-                x, y = batch(2 * shape.microbatches, step)
-                executor.step(x[mine], y[mine], SCALE)
+                x, y = make_batch(2 * shape.microbatches, step)
+                executor.step(x[local_batch], y[local_batch], SCALE)
             with executor.full_parameters():
-                found[name, zero] = [p.detach().clone() for p in parameters]
-    return found
+                weights[name, zero] = [p.detach().clone() for p in parameters]
+    return weights
 
 
-def test_two_processes_that_keep_parts() -> None:
-    one, other = run(_replica, 2)
-    for name, stages in (("albert", albert(2)), ("pair", factors(*PAIR))):
-        right = plain(stages, 4)
+def test_replicas_with_tied_weights_train_like_plain_loop() -> None:
+    one, other = run(train_replica, 2)
+    for name, stages in (
+        ("albert", make_albert_stages(2)),
+        ("pair", make_factor_stages(*EQUAL_WEIGHTS)),
+    ):
+        expected = train_plain_loop(stages, 4)
         for zero in range(4):
-            assert near(one[name, zero], right)
+            assert is_near(one[name, zero], expected)
             assert all(map(torch.equal, one[name, zero], other[name, zero]))
 
 
 @pytest.mark.parametrize("zero", range(1, 4))
-def test_one_parameter_on_several_ranks_is_refused(zero: int) -> None:
+def test_one_parameter_on_several_ranks_is_refused_with_hint(zero: int) -> None:
     """The code in the hint of the error trains like the unsplit model."""
-    stages, shape = albert(2), PipelineShape(2, 3, 1)
+    stages, shape = make_albert_stages(2), PipelineShape(2, 3, 1)
     ties = schedir.find_tied_weights(stages)
     program = schedir.compile(
         interleaved,
@@ -192,7 +210,7 @@ def test_one_parameter_on_several_ranks_is_refused(zero: int) -> None:
         tied_weights=ties,
         clip_grad_norm=False,
     )
-    options: dict[str, Any] = {"loss": loss, "boundary": BOUNDARY, "optimizer": adam}
+    options: dict[str, Any] = {"loss": squared_error, "boundary": BOUNDARY, "optimizer": adam}
     with pytest.raises(ModelError, match=r"0\.weight of stage 0 and 0\.weight of stage 1") as error:
         InProcessExecutor(program, stages, **options)
     assert error.value.program == program.name and "tied_weights=ties" in error.value.hint
@@ -200,9 +218,11 @@ def test_one_parameter_on_several_ranks_is_refused(zero: int) -> None:
     copies = [deepcopy(stage) for stage in stages]
     ranks = InProcessExecutor(program, copies, tied_weights=ties, **options)
     for step in range(STEPS):
-        ranks.step(*batch(shape.microbatches, step), SCALE)
+        ranks.step(*make_batch(shape.microbatches, step), SCALE)
     with ExitStack() as stack:
         for rank in ranks.executors:
             stack.enter_context(rank.full_parameters())
         for copy in copies:
-            assert near([*copy.parameters()], plain(albert(2), shape.microbatches))
+            assert is_near(
+                [*copy.parameters()], train_plain_loop(make_albert_stages(2), shape.microbatches)
+            )

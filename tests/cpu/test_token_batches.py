@@ -27,7 +27,7 @@ from tests.cpu.gloo_processes import run
     seed=st.integers(0, 2**40),
     first=st.integers(0, 2**40),
 )
-def test_samples_are_windows_and_a_function_of_seed_and_number(
+def test_samples_depend_only_on_seed_and_number(
     length: int, context: int, count: int, seed: int, first: int
 ) -> None:
     context = min(context, length - 1)
@@ -37,8 +37,8 @@ def test_samples_are_windows_and_a_function_of_seed_and_number(
     assert inputs.dtype == targets.dtype == torch.int64
     assert torch.equal(inputs + 1, targets)
     assert torch.equal(inputs, inputs[:, :1] + torch.arange(context))
-    again, _ = Batches(tokens, context, 7, seed).read_batch(first + count - 1, 1)
-    assert torch.equal(inputs[-1:], again)
+    last, _ = Batches(tokens, context, 7, seed).read_batch(first + count - 1, 1)
+    assert torch.equal(inputs[-1:], last)
 
 
 @given(
@@ -47,23 +47,23 @@ def test_samples_are_windows_and_a_function_of_seed_and_number(
     sizes=st.lists(st.integers(1, 12), min_size=1, max_size=5),
     seed=st.integers(0, 9),
 )
-def test_whatever_is_taken_at_once_epochs_have_every_window_once(
+def test_each_epoch_has_every_window_once(
     length: int, context: int, sizes: list[int], seed: int
 ) -> None:
-    """The number of replicas or of microbatches may change between runs, for example."""
+    """The batch size may change, for example if a run resumes with more replicas."""
     context = min(context, length - 1)
     batches = Batches(np.arange(length, dtype=np.uint8), context, 1, seed)
-    taken, parts = 0, []
+    num_read, parts = 0, []
     for size in sizes:
-        own = Batches(batches.tokens, context, size, seed)
-        assert own.read_cursor(batches.make_cursor(taken)) == taken
-        parts.append(own.read_batch(taken, size)[0][:, 0])
-        taken += size
-    seen = torch.cat(parts)
-    assert torch.equal(seen, batches.read_batch(0, taken)[0][:, 0])
+        batches_of_size = Batches(batches.tokens, context, size, seed)
+        assert batches_of_size.read_cursor(batches.make_cursor(num_read)) == num_read
+        parts.append(batches_of_size.read_batch(num_read, size)[0][:, 0])
+        num_read += size
+    starts = torch.cat(parts)
+    assert torch.equal(starts, batches.read_batch(0, num_read)[0][:, 0])
     windows = list(range(0, length - context, context))
     assert len(batches) == len(windows)
-    for epoch in seen.split(len(windows)):
+    for epoch in starts.split(len(windows)):
         assert len({*epoch.tolist()}) == len(epoch)
         assert len(epoch) < len(windows) or sorted(epoch.tolist()) == windows
 
@@ -77,7 +77,7 @@ def test_epochs_and_seeds_differ() -> None:
     assert torch.equal(in_order, torch.arange(62 * 4).reshape(62, 4))
 
 
-def test_a_cursor_of_other_samples_is_refused() -> None:
+def test_cursor_of_other_samples_is_refused() -> None:
     tokens = np.arange(250, dtype=np.uint8)
     cursor = Batches(tokens, 4, 8, seed=1).make_cursor(24)
     for other, field in (
@@ -92,7 +92,7 @@ def test_a_cursor_of_other_samples_is_refused() -> None:
         Batches(tokens, 4, 8, seed=1).read_cursor(cursor | {"samples": "many"})
 
 
-def test_token_file(tmp_path: Path) -> None:
+def test_token_file_is_memory_mapped(tmp_path: Path) -> None:
     path = tmp_path / "train.bin"
     np.array([1, 50256, 3, 4], "<u2").tofile(path)
     tokens = load_tokens(path)
@@ -103,7 +103,7 @@ def test_token_file(tmp_path: Path) -> None:
     assert "token 50256 at position 1 " in error.value.fact and str(path) in error.value.fact
 
 
-def test_text_files(tmp_path: Path) -> None:
+def test_text_files_are_concatenated(tmp_path: Path) -> None:
     (tmp_path / "b.txt").write_bytes(b"two")
     (tmp_path / "a.txt").write_bytes(b"one")
     (tmp_path / "c[1].md").write_bytes(b"\xff")
@@ -114,7 +114,7 @@ def test_text_files(tmp_path: Path) -> None:
     assert len(load_tokens(tmp_path / "empty.md")) == 0
 
 
-def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
+def test_invalid_sources_are_refused(tmp_path: Path) -> None:
     odd, text = tmp_path / "odd.bin", tmp_path / "a.txt"
     odd.write_bytes(b"123")
     text.write_bytes(b"1")
@@ -132,7 +132,7 @@ def test_what_cannot_be_loaded_is_refused(tmp_path: Path) -> None:
         assert names in caught.value.fact
 
 
-def test_numbers_out_of_range_are_refused() -> None:
+def test_arguments_out_of_range_are_refused() -> None:
     tokens = np.arange(4, dtype=np.uint8)
     for context, batch, seed, names in [
         (4, 1, 0, "context + 1 = 5"), (0, 1, 0, "context"), (1, 0, 0, "batch"), (1, 1, -1, "seed"),
@@ -146,7 +146,7 @@ def test_numbers_out_of_range_are_refused() -> None:
 
 
 @pytest.fixture
-def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+def source_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     library = tmp_path / "lib"
     for name in ("b.py", "a/c.py", "site-packages/x.py", "a/notes.txt"):
         path = library / name
@@ -156,50 +156,52 @@ def sources(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     return library
 
 
-def test_python_sources_are_joined_once(sources: Path) -> None:
-    assert bytes(load_python_sources(sources)) == b"a/c.pyb.py"
-    (sources / "b.py").write_text("changed")
-    assert bytes(load_python_sources(sources)) == b"a/c.pyb.py"
-    assert len(list((sources.parent / "cache/schedir").iterdir())) == 1  # nothing left over
+def test_python_sources_are_cached(source_folder: Path) -> None:
+    assert bytes(load_python_sources(source_folder)) == b"a/c.pyb.py"
+    (source_folder / "b.py").write_text("changed")
+    assert bytes(load_python_sources(source_folder)) == b"a/c.pyb.py"
+    assert (
+        len(list((source_folder.parent / "cache/schedir").iterdir())) == 1
+    )  # no temporary file remains
 
 
-def test_a_cache_that_cannot_be_written_is_refused(sources: Path) -> None:
-    (sources.parent / "cache").write_text("a file, no folder")
+def test_unwritable_cache_is_refused(source_folder: Path) -> None:
+    (source_folder.parent / "cache").write_text("a file, no folder")
     with pytest.raises(UsageError):
-        load_python_sources(sources)
+        load_python_sources(source_folder)
 
 
-def draw(rank: int, cache: str) -> torch.Tensor:
+def read_batch(rank: int, cache: str) -> torch.Tensor:
     os.environ["XDG_CACHE_HOME"] = cache
     return Batches(load_tokens(), 64, 4, seed=7).read_batch(3, 4)[0]
 
 
-def test_ranks_that_build_the_cache_at_once_draw_the_same(tmp_path: Path) -> None:
-    first, second = run(draw, 2, str(tmp_path))
+def test_ranks_that_build_cache_together_read_same_batch(tmp_path: Path) -> None:
+    first, second = run(read_batch, 2, str(tmp_path))
     assert torch.equal(first, second)
 
 
-def held(source: Path, held_out: object) -> Config:
+def make_config(source: Path, held_out: object) -> Config:
     data = DataConfig(source=str(source), validation=held_out)  # type: ignore[arg-type]
     return Config(GPTConfig(context=4), data=data)
 
 
-def test_what_is_held_out_is_never_trained_on(tmp_path: Path) -> None:
+def test_held_out_tokens_are_not_in_training_batches(tmp_path: Path) -> None:
     text, other = tmp_path / "text", tmp_path / "other"
     text.write_bytes(bytes(range(100)))
     other.write_bytes(bytes(range(200, 230)))
-    assert Corpus(held(text, None)).held_out_batches is None
-    samples = Corpus(held(text, 0.2)).batches
-    kept = Corpus(held(text, 0.2)).held_out_batches
-    assert kept is not None
+    assert Corpus(make_config(text, None)).held_out_batches is None
+    samples = Corpus(make_config(text, 0.2)).batches
+    held_out = Corpus(make_config(text, 0.2)).held_out_batches
+    assert held_out is not None
     assert int(samples.read_batch(0, 3 * len(samples))[1].max()) < 80
-    inputs, _ = kept.read_batch(0, len(kept))
+    inputs, _ = held_out.read_batch(0, len(held_out))
     assert torch.equal(inputs, torch.arange(80, 96).reshape(4, 4))
-    kept = Corpus(held(text, str(other))).held_out_batches
-    assert kept is not None and kept.read_batch(0, 1)[0].tolist() == [[200, 201, 202, 203]]
+    held_out = Corpus(make_config(text, str(other))).held_out_batches
+    assert held_out is not None and held_out.read_batch(0, 1)[0].tolist() == [[200, 201, 202, 203]]
     assert (
-        Corpus(held(text, str(other))).batches.description
-        == Corpus(held(text, None)).batches.description
+        Corpus(make_config(text, str(other))).batches.description
+        == Corpus(make_config(text, None)).batches.description
     )
     with pytest.raises(UsageError, match="for evaluation has 1 tokens"):
-        _ = Corpus(held(text, 0.01)).held_out_batches
+        _ = Corpus(make_config(text, 0.01)).held_out_batches

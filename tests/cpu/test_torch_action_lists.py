@@ -33,11 +33,11 @@ from tests.cpu.torch_schedules import LOOP, SINGLE, VEE, built
 # ---------------------------------------------------------------- torch's programs in schedir
 
 
-def rows(order: dict[int, list[Any]]) -> str:
+def format_rows(order: dict[int, list[Any]]) -> str:
     return "\n".join(",".join(str(a or "") for a in order[rank]) for rank in sorted(order))
 
 
-def right(text: str) -> Program:
+def read_program(text: str) -> Program:
     """Return the program of a CSV, lowered if necessary, and checked under every model."""
     program = torch_csv.from_csv(text)
     program = lower(check_draft(program)) if program.is_draft else finish_lowering(program)
@@ -46,7 +46,7 @@ def right(text: str) -> Program:
     return program
 
 
-def test_all_of_torchs_schedules_are_here() -> None:
+def test_all_torch_schedules_are_tested() -> None:
     """A new schedule of torch needs an entry in these tests."""
     bases = {"PipelineScheduleSingle", "PipelineScheduleMulti", "get_schedule_class"}
     assert {*theirs.__all__} - bases == {*VEE, *LOOP, *SINGLE}
@@ -54,8 +54,8 @@ def test_all_of_torchs_schedules_are_here() -> None:
 
 @pytest.mark.parametrize("shape", [PipelineShape(2, 4, 2, "vee"), PipelineShape(3, 8, 2, "vee")])
 @pytest.mark.parametrize("name", VEE)
-def test_their_vee(name: str, shape: PipelineShape, tmp_path: Path) -> None:
-    theirs_imports(name, shape, tmp_path / "x.csv")
+def test_torch_vee_schedules_import(name: str, shape: PipelineShape, tmp_path: Path) -> None:
+    check_import(name, shape, tmp_path / "x.csv")
 
 
 @pytest.mark.parametrize(
@@ -63,17 +63,17 @@ def test_their_vee(name: str, shape: PipelineShape, tmp_path: Path) -> None:
     [PipelineShape(1, 2, 2), PipelineShape(2, 4), PipelineShape(2, 6, 3), PipelineShape(4, 8, 2)],
 )
 @pytest.mark.parametrize("name", LOOP)
-def test_their_loops(name: str, shape: PipelineShape, tmp_path: Path) -> None:
-    theirs_imports(name, shape, tmp_path / "x.csv")
+def test_torch_loop_schedules_import(name: str, shape: PipelineShape, tmp_path: Path) -> None:
+    check_import(name, shape, tmp_path / "x.csv")
 
 
-def theirs_imports(name: str, shape: PipelineShape, path: Path) -> None:
-    """Check that both forms are legal under every model, and are the same computation."""
+def check_import(name: str, shape: PipelineShape, path: Path) -> None:
+    """Check that both CSV forms are legal under every model, and have the same compute."""
     schedule = built(name, shape)
     orders = []
     for form in ("compute_only", "compute_comms"):
         schedule._dump_csv(str(path), format=form)
-        program = right(path.read_text())
+        program = read_program(path.read_text())
         assert program.shape.first_rank_per_stage.tolist() == shape.first_rank_per_stage.tolist()
         assert program.shape.microbatches == shape.microbatches
         orders.append([s.words[np.isin(s.op, COMPUTE_OPS)].tolist() for s in program.streams])
@@ -91,13 +91,15 @@ SPANS = {
 }
 
 
-def test_the_docs_tell_of_all() -> None:
+def test_documentation_lists_all_schedules() -> None:
     assert {*SPANS} == {*VEE, *LOOP}
 
 
 @pytest.mark.parametrize("name", SPANS)
-def test_what_their_compute_takes_with_other_transfers(name: str, tmp_path: Path) -> None:
-    """The claims of `explain` are right, and torch loads the file it suggests."""
+def test_predicted_spans_with_other_transfers_match_documentation(
+    name: str, tmp_path: Path
+) -> None:
+    """The spans that `explain` predicts are right, and torch loads the suggested program."""
     shape = PipelineShape(4, 8, 2, "vee" if name in VEE else "loop")
     schedule, path = built(name, shape), str(tmp_path / "x.csv")
     schedule._dump_csv(path, format="compute_comms")
@@ -107,26 +109,26 @@ def test_what_their_compute_takes_with_other_transfers(name: str, tmp_path: Path
     )
     for model in MODELS:
         advice = advise(simulate(program, costs, progress_model=model), costs)
-        (own,) = (c for c in advice.changes if c.row.kind == "transfers")
-        spans = advice.baseline.span, advice.baseline.span * (1 - own.saved_share)
+        (change,) = (c for c in advice.changes if c.row.kind == "transfers")
+        spans = advice.baseline.span, advice.baseline.span * (1 - change.saved_share)
         assert spans[1] <= spans[0] * (1 + 1e-9)
         if model in SPANS[name] and torch.__version__ >= "2.13":
             assert ", ".join(f"{span:.1f}" for span in spans) == SPANS[name][model]
-        edge = [
+        predicted_spans = [
             advice.baseline.span * (1 - c.saved_share)
             for c in advice.changes
             if c.row.progress_model == "per_edge"
         ]
-        here = simulate(program, costs, progress_model="per_edge").span
-        assert edge == [pytest.approx(here)] * (model != "per_edge")
-        other = torch_csv.to_csv(own.run.program, "torch-2.13")
-        Path(path).write_text(other)
+        per_edge_span = simulate(program, costs, progress_model="per_edge").span
+        assert predicted_spans == [pytest.approx(per_edge_span)] * (model != "per_edge")
+        csv = torch_csv.to_csv(change.run.program, "torch-2.13")
+        Path(path).write_text(csv)
         runtime = theirs._PipelineScheduleRuntime(
             schedule._stages, n_microbatches=shape.microbatches, loss_fn=squared_error
         )
         runtime._load_csv(path, format="compute_comms")
-        assert rows(runtime.pipeline_order_with_comms) == other.rstrip("\n")
-        if "OVERLAP" not in other:  # torch's own search for deadlocks does not support these
+        assert format_rows(runtime.pipeline_order_with_comms) == csv.rstrip("\n")
+        if "OVERLAP" not in csv:  # torch's own search for deadlocks does not support these
             order = {
                 rank: [a for a in actions if "REDUCE_GRAD" not in str(a)]
                 for rank, actions in runtime.pipeline_order_with_comms.items()
@@ -136,24 +138,24 @@ def test_what_their_compute_takes_with_other_transfers(name: str, tmp_path: Path
 
 
 @pytest.mark.parametrize("shape", [PipelineShape(1, 3), PipelineShape(2, 4), PipelineShape(4, 9)])
-def test_their_gpipe_is_ours(shape: PipelineShape) -> None:
-    program = right(rows(built("ScheduleGPipe", shape)._get_pipeline_order()))
+def test_torch_gpipe_equals_built_in_gpipe(shape: PipelineShape) -> None:
+    program = read_program(format_rows(built("ScheduleGPipe", shape)._get_pipeline_order()))
     assert program.streams == compile(schedules.gpipe, shape).streams
 
 
-def test_their_list_of_1f1b_is_refused_or_ours() -> None:
+def test_torch_1f1b_list_equals_built_in_or_is_refused() -> None:
     """torch 2.13 lists an order for its last rank that begins with microbatch 1.
 
-    The code that runs the schedule is separate.
+    torch does not use this list when it runs the schedule.
     """
     shape = PipelineShape(2, 4)
-    text = rows(built("Schedule1F1B", shape)._get_pipeline_order())
+    text = format_rows(built("Schedule1F1B", shape)._get_pipeline_order())
     if "1F4" in text:
         with pytest.raises(CsvCellError) as caught:
-            right(text)
+            read_program(text)
         assert (caught.value.line, caught.value.column) == (2, 7)
     else:
-        assert right(text).streams == compile(schedules.one_f_one_b, shape).streams
+        assert read_program(text).streams == compile(schedules.one_f_one_b, shape).streams
 
 
 # ---------------------------------------------------------------- schedir's programs in torch
@@ -185,39 +187,41 @@ class Layer(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def layers(stages: int) -> list[nn.Module]:
+def make_stages(stages: int) -> list[nn.Module]:
     numbers = torch.Generator().manual_seed(0)
     return [Layer(numbers) for _ in range(stages)]
 
 
-def in_torch(rank: int, folder: str) -> list[dict[int, list[Tensor]]]:
+def run_in_torch(rank: int, folder: str) -> list[dict[int, list[Tensor]]]:
     """Return the gradients of this rank's stages, by stage, for each of RUNS."""
-    return [_step(rank, *each, f"{folder}/{k}.csv") for k, each in enumerate(RUNS)]
+    return [run_torch_step(rank, *case, f"{folder}/{k}.csv") for k, case in enumerate(RUNS)]
 
 
-def _step(
+def run_torch_step(
     rank: int, name: str, shape: PipelineShape, form: str, path: str
 ) -> dict[int, list[Tensor]]:
-    stages, own = layers(shape.stages), shape.stages_on_rank[rank]
-    held = [PipelineStage(stages[s], s, shape.stages, torch.device("cpu")) for s in own]
-    for stage in held:
+    stages, own_stages = make_stages(shape.stages), shape.stages_on_rank[rank]
+    torch_stages = [
+        PipelineStage(stages[s], s, shape.stages, torch.device("cpu")) for s in own_stages
+    ]
+    for stage in torch_stages:
         # These first messages are only for NCCL. torch 2.11 sends them to itself, which Gloo
         # refuses.
         stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
     runtime = theirs._PipelineScheduleRuntime(
-        held,
+        torch_stages,
         n_microbatches=shape.microbatches,
         loss_fn=squared_error,
     )
     runtime._load_csv(path, format="compute_only" if form == "torch" else "compute_comms")
     inputs, targets = (x.flatten(0, 1) for x in make_batch(shape.microbatches))
-    args = (inputs,) if 0 in own else ()
-    runtime.step(*args, target=targets if shape.stages - 1 in own else None)
-    return {s: [p.grad for p in stages[s].parameters() if p.grad is not None] for s in own}
+    args = (inputs,) if 0 in own_stages else ()
+    runtime.step(*args, target=targets if shape.stages - 1 in own_stages else None)
+    return {s: [p.grad for p in stages[s].parameters() if p.grad is not None] for s in own_stages}
 
 
-def test_ours_run_in_torch(tmp_path: Path) -> None:
-    """Our files give the right gradients in torch, whose REDUCE_GRAD divides by microbatches."""
+def test_exported_programs_run_in_torch(tmp_path: Path) -> None:
+    """torch runs the exported files with the right gradients. Its REDUCE_GRAD divides them."""
     for k, (name, shape, form) in enumerate(RUNS):
         costs = Costs(F=1.1, I=1.3, W=0.7, send=0.1)
         if name == "search":
@@ -225,9 +229,9 @@ def test_ours_run_in_torch(tmp_path: Path) -> None:
         else:
             program = compile(getattr(schedules, name), shape)
         (tmp_path / f"{k}.csv").write_text(torch_csv.to_csv(program, form))
-    results = run(in_torch, 2, str(tmp_path))
+    results = run(run_in_torch, 2, str(tmp_path))
     for (name, shape, form), *ranks in zip(RUNS, *results, strict=True):
-        plain = layers(shape.stages)
+        plain = make_stages(shape.stages)
         run_sequential(
             plain,
             *make_batch(shape.microbatches),

@@ -19,7 +19,7 @@ from schedir.testing.tiny_model import make_batch, make_tiny_stages, squared_err
 from tests.edits import written
 
 
-def ranks(program: Program) -> InProcessExecutor:
+def make_executor(program: Program) -> InProcessExecutor:
     stages: list[nn.Module] = [*make_tiny_stages(program.shape.stages, 0)]
     inputs, _ = make_batch(program.shape.microbatches, 0)
     boundary = Boundary(tuple(inputs.shape[1:]), inputs.dtype)
@@ -28,22 +28,24 @@ def ranks(program: Program) -> InProcessExecutor:
     )
 
 
-def test_groups_that_torch_issues_run_in_any_order() -> None:
+def test_torch_lazy_groups_run_in_any_order() -> None:
     program = group_opposite_transfers(compile(one_f_one_b, PipelineShape(3, 6)))
     assert program.joined.any()
     inputs, targets = make_batch(6, 0)
-    right = run_sequential([*make_tiny_stages(3, 0)], inputs, targets, loss=squared_error)
+    expected_loss = run_sequential([*make_tiny_stages(3, 0)], inputs, targets, loss=squared_error)
     for seed in (None, 0, 1):
-        assert torch.equal(ranks(program).step(inputs, targets, order_seed=seed), right)
+        assert torch.equal(
+            make_executor(program).step(inputs, targets, order_seed=seed), expected_loss
+        )
 
 
-def test_messages_that_pass_each_other_are_refused() -> None:
-    """torch uses two communicators for them, and a mailbox would return the wrong message."""
+def test_reordered_messages_between_two_ranks_are_refused() -> None:
+    """torch uses two communicators for them, but a mailbox would return the wrong message."""
     program = written(
         "F 0.0; F 0.1; send_act 0.0 & recv_act 3.1; send_act 0.1; F 3.1; recv_act 3.0; F 3.0",
         "recv_act 1.1; F 1.1; F 2.1; recv_act 1.0 & send_act 2.1; F 1.0; F 2.0; send_act 2.0",
         microbatches=2, header="stages_per_rank 2 placement vee",
     )  # fmt: skip
     with pytest.raises(ModelError) as caught:
-        ranks(program)
+        make_executor(program)
     assert [str(s.instr) for s in caught.value.sites[:2]] == ["recv_act 1.1", "recv_act 1.0"]

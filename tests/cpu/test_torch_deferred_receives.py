@@ -23,22 +23,22 @@ pytestmark = pytest.mark.skipif(
 )
 
 
-def program(name: str, defer: bool) -> Program:
+def read_torch_program(name: str, defer: bool) -> Program:
     """Return torch's program of a schedule on 2 ranks, with 2 microbatches, or 4 in a vee."""
     shape = PipelineShape(2, 4, 2, "vee") if name in VEE else PipelineShape(2, 2, 2)
     return finish_lowering(torch_csv.from_csv(lowered(name, shape, defer_pp_recv=defer)))
 
 
-def test_the_museum_has_what_torch_writes() -> None:
+def test_museum_case_equals_torch_program() -> None:
     (case,) = [case for case in cases() if case.name == "torch_defer_pp_recv"]
-    assert case.made().streams == program("ScheduleInterleaved1F1B", defer=True).streams
+    assert case.made().streams == read_torch_program("ScheduleInterleaved1F1B", defer=True).streams
 
 
 @pytest.mark.parametrize("name", LOOP + VEE)
-def test_deferred_receives_wait_for_each_other(name: str) -> None:
+def test_deferred_receives_deadlock_per_device(name: str) -> None:
     for model in MODELS:
-        check(program(name, defer=False), model)
-    check(program(name, defer=True), "per_edge")
+        check(read_torch_program(name, defer=False), model)
+    check(read_torch_program(name, defer=True), "per_edge")
     with pytest.raises(DeadlockError) as caught:
-        check(program(name, defer=True), "per_device")
+        check(read_torch_program(name, defer=True), "per_device")
     assert {wait.rank for wait in caught.value.cycle} == {0, 1}

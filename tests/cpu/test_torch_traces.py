@@ -33,7 +33,9 @@ _COMPUTE = re.compile(r"PP:\d+[FBIW]\d+|PP:\(.*\)OVERLAP_F_B|(Forward|Backward) 
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[str]]]]:
+def trace_folder(
+    tmp_path_factory: pytest.TempPathFactory,
+) -> tuple[Path, list[dict[str, list[str]]]]:
     """Return a folder with the traces of each schedule, and each rank's order from torch."""
     folder = tmp_path_factory.mktemp("traces")
     for name in (*torch_profiler_traces.NAMES, "evaluated"):
@@ -41,7 +43,7 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
     return folder, run(torch_profiler_traces.steps, torch_profiler_traces.RANKS, str(folder))
 
 
-def by_hand(path: Path) -> tuple[float, float, float]:
+def compute_times_by_hand(path: Path) -> tuple[float, float, float]:
     """Return the busy seconds, the first start and the last end of a rank's last step.
 
     Only forwards and backwards count, without waits.
@@ -49,9 +51,9 @@ def by_hand(path: Path) -> tuple[float, float, float]:
     events = torch_profiler_traces.ranges(path)
     step = max((e for e in events if e["name"].startswith("ProfilerStep")), key=lambda e: e["ts"])
     busy, first, last = 0.0, np.inf, -np.inf
-    for each in events:
-        start, end = each["ts"], each["ts"] + each["dur"]
-        if not _COMPUTE.fullmatch(each["name"]) or not step["ts"] <= start:
+    for event in events:
+        start, end = event["ts"], event["ts"] + event["dur"]
+        if not _COMPUTE.fullmatch(event["name"]) or not step["ts"] <= start:
             continue
         within = [e for e in events if start <= e["ts"] and e["ts"] + e["dur"] <= end]
         ops = [
@@ -59,14 +61,14 @@ def by_hand(path: Path) -> tuple[float, float, float]:
         ]
         waited = 0.0
         for wait in events:
-            until = wait["ts"] + wait["dur"]
-            if wait["name"] == "gloo:recv" and start < until <= end:
-                since = max([start, *(t for t in ops if t < until)])
-                waited += until - since
+            wait_end = wait["ts"] + wait["dur"]
+            if wait["name"] == "gloo:recv" and start < wait_end <= end:
+                wait_start = max([start, *(t for t in ops if t < wait_end)])
+                waited += wait_end - wait_start
         sends = [e["ts"] for e in within if e["name"] == "c10d::send"]
         stop = min([end, *sends])
         busy += stop - start - waited
-        if "OVERLAP" not in each["name"]:
+        if "OVERLAP" not in event["name"]:
             first, last = min(first, start + waited), max(last, stop)
     return busy / 1e6, first / 1e6, last / 1e6
 
@@ -77,16 +79,18 @@ def assert_ordered_within_ranks(timeline: Timeline) -> None:
     Causes on other ranks are left out: the profiler of each process converts the time-stamp counter
     of its processor by itself, so the clocks of two processes may differ by some 0.1 ms.
     """
-    found, rank = timeline.causality_violations, timeline.spans["rank"]
-    effect = np.flatnonzero(found.amount)
-    assert (rank[effect] != rank[found.cause[effect]]).all(), timeline.causality_warning
+    violations, rank = timeline.causality_violations, timeline.spans["rank"]
+    effect = np.flatnonzero(violations.amount)
+    assert (rank[effect] != rank[violations.cause[effect]]).all(), timeline.causality_warning
 
 
 @pytest.mark.parametrize("name", torch_profiler_traces.NAMES)
-def test_import(
-    name: str, runs: tuple[Path, list[dict[str, list[str]]]], capsys: pytest.CaptureFixture[str]
+def test_imported_trace_matches_torch_and_manual_times(
+    name: str,
+    trace_folder: tuple[Path, list[dict[str, list[str]]]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder, order = runs
+    folder, order = trace_folder
     out = folder / f"{name}.timeline"
     text = run_command(capsys, "import", str(folder / name), "-o", str(out))
     assert f"ProfilerStep {torch_profiler_traces.STEPS}:" in text
@@ -94,21 +98,26 @@ def test_import(
     program = timeline.program
 
     # The compute is that of torch.
-    ours = [row.split(",") for row in torch_csv.to_csv(program).splitlines()]
+    imported_cells = [row.split(",") for row in torch_csv.to_csv(program).splitlines()]
     if name == "GPipe":
-        each = [[f"{r}{op}{mb}" for op in "FB" for mb in range(8)] for r in range(4)]
-        assert ours == each
+        expected = [[f"{r}{op}{mb}" for op in "FB" for mb in range(8)] for r in range(4)]
+        assert imported_cells == expected
     else:
-        theirs = torch_csv.from_csv("\n".join(",".join(rank[name]) for rank in order))
-        assert ours == [row.split(",") for row in torch_csv.to_csv(theirs).splitlines()]
+        torch_program = torch_csv.from_csv("\n".join(",".join(rank[name]) for rank in order))
+        assert imported_cells == [
+            row.split(",") for row in torch_csv.to_csv(torch_program).splitlines()
+        ]
 
     # Busy times and the bubble are those of a manual calculation.
-    hand = [by_hand(folder / name / f"rank{r}.json") for r in range(torch_profiler_traces.RANKS)]
-    busy = np.array([b for b, _, _ in hand])
+    manual_times = [
+        compute_times_by_hand(folder / name / f"rank{r}.json")
+        for r in range(torch_profiler_traces.RANKS)
+    ]
+    busy = np.array([b for b, _, _ in manual_times])
     np.testing.assert_allclose(timeline.busy, busy, atol=2e-6)
-    if name != "DualPipeV":  # its traces do not tell when each half of a pair began
+    if name != "DualPipeV":  # its traces do not contain the start of each half of a pair
         compute = timeline.spans[np.isin(timeline.spans["op"], COMPUTE_OPS)]
-        length = max(e for _, _, e in hand) - min(s for _, s, _ in hand)
+        length = max(e for _, _, e in manual_times) - min(s for _, s, _ in manual_times)
         assert compute["end"].max() - compute["start"].min() == pytest.approx(length, abs=2e-6)
     assert timeline.bubble == pytest.approx(1 - busy.sum() / 4 / timeline.span, abs=1e-4)
     assert timeline.idle.sum() / 4 / timeline.span == pytest.approx(timeline.bubble)
@@ -118,10 +127,12 @@ def test_import(
 
 
 @pytest.mark.parametrize("name", ["Interleaved1F1B", "DualPipeV"])
-def test_every_command_takes_it(
-    name: str, runs: tuple[Path, list[dict[str, list[str]]]], capsys: pytest.CaptureFixture[str]
+def test_commands_accept_imported_timeline(
+    name: str,
+    trace_folder: tuple[Path, list[dict[str, list[str]]]],
+    capsys: pytest.CaptureFixture[str],
 ) -> None:
-    folder, _ = runs
+    folder, _ = trace_folder
     out = str(folder / f"{name}-all.timeline")
     run_command(capsys, "import", str(folder / name), "-o", out)
     assert "finish under per_device" in run_command(
@@ -142,8 +153,10 @@ def test_every_command_takes_it(
         assert run_command(capsys, *argv)
 
 
-def test_another_step_and_any_order(runs: tuple[Path, list[dict[str, list[str]]]]) -> None:
-    folder, _ = runs
+def test_files_may_have_any_order_and_step_may_be_chosen(
+    trace_folder: tuple[Path, list[dict[str, list[str]]]],
+) -> None:
+    folder, _ = trace_folder
     files = [folder / "ZBVZeroBubble" / f"rank{r}.json" for r in (2, 0, 3, 1)]
     first, last = read_run(files, step=1), read_run(files)
     assert (first.step, last.step) == (
@@ -155,38 +168,38 @@ def test_another_step_and_any_order(runs: tuple[Path, list[dict[str, list[str]]]
     assert (first.timeline.spans["end"] != last.timeline.spans["end"]).any()
 
 
-def test_an_evaluation_is_no_step(runs: tuple[Path, list[dict[str, list[str]]]]) -> None:
+def test_evaluation_is_skipped(trace_folder: tuple[Path, list[dict[str, list[str]]]]) -> None:
     """torch marks backwards in an evaluation too, but they contain no work."""
-    folder, _ = runs
-    found = read_run([folder / "evaluated"])
-    first, last = found.steps
-    assert found.step == f"ProfilerStep {first}"
-    assert f"skipped ProfilerStep {last}: it is an evaluation" in found.notes
+    folder, _ = trace_folder
+    imported = read_run([folder / "evaluated"])
+    first, last = imported.steps
+    assert imported.step == f"ProfilerStep {first}"
+    assert f"skipped ProfilerStep {last}: it is an evaluation" in imported.notes
     with pytest.raises(TraceError, match=f"ProfilerStep {last} is an evaluation"):
         read_run([folder / "evaluated"], step=last)
 
 
-def test_waits_that_nothing_tells(
-    runs: tuple[Path, list[dict[str, list[str]]]], tmp_path: Path
+def test_unmarked_wait_counts_as_compute_with_note(
+    trace_folder: tuple[Path, list[dict[str, list[str]]]], tmp_path: Path
 ) -> None:
     """Without Gloo's marks a wait within a range counts as work, and a note says so."""
-    folder, _ = runs
-    whole = read_run([folder / "ZBVZeroBubble"])
-    hand = []
+    folder, _ = trace_folder
+    marked = read_run([folder / "ZBVZeroBubble"])
+    busy = []
     for path in sorted((folder / "ZBVZeroBubble").iterdir()):
         content = json.loads(path.read_text())
         events = [e for e in content["traceEvents"] if e["name"] != "gloo:recv"]
         (tmp_path / path.name).write_text(json.dumps({**content, "traceEvents": events}))
         step = max(e["ts"] for e in events if e["name"].startswith("ProfilerStep"))
         named = [e for e in events if _COMPUTE.fullmatch(e["name"]) and e["ts"] > step]
-        hand.append(sum(e["dur"] for e in named) / 1e6)
-    found = read_run([tmp_path])
-    np.testing.assert_allclose(found.timeline.busy, hand, atol=2e-6)
-    assert any("counts as compute" in note for note in found.notes)
-    assert not any("counts as compute" in note for note in whole.notes)
+        busy.append(sum(e["dur"] for e in named) / 1e6)
+    unmarked = read_run([tmp_path])
+    np.testing.assert_allclose(unmarked.timeline.busy, busy, atol=2e-6)
+    assert any("counts as compute" in note for note in unmarked.notes)
+    assert not any("counts as compute" in note for note in marked.notes)
 
 
-OURS = {
+EXECUTOR_PROGRAMS = {
     "grouped": compile(one_f_one_b, PipelineShape(2, 3), overlap=True),
     "paired": compile(paired, PipelineShape(2, 4), progress_model="per_edge"),
     "tied_weights": compile(
@@ -195,35 +208,40 @@ OURS = {
 }
 
 
-def _ours(rank: int, folder: str) -> None:
+def _profile_executor(rank: int, folder: str) -> None:
     """Profile a step of our own executor, with grouped messages and joined pairs."""
-    for name, program in OURS.items():
+    for name, program in EXECUTOR_PROGRAMS.items():
         transport = GlooTransport(program)
-        own, given = gpt_executor(program, transport), own_batch(program, transport)
-        own.step(*given)
+        executor, inputs = gpt_executor(program, transport), own_batch(program, transport)
+        executor.step(*inputs)
         with profile(activities=[ProfilerActivity.CPU], acc_events=True) as profiler:
-            own.step(*given)
+            executor.step(*inputs)
         profiler.export_chrome_trace(f"{folder}/{name}/rank{rank}.json")
 
 
-def test_what_the_page_tells_to_paste(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_page_code_writes_trace_of_one_step(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     """The code writes one file of one step, and creates the folder."""
     page = Path(__file__).parents[2] / "docs" / "how-to" / "import-traces.md"
-    pasted = next(body for language, body in blocks(page.read_text()) if language == "python")
+    code = next(body for language, body in blocks(page.read_text()) if language == "python")
     monkeypatch.chdir(tmp_path)
     names = {"rank": 3, "batches": range(16), "train_step": lambda batch: torch.ones(2) + batch}
-    exec(builtins.compile(pasted, page.name, "exec"), names)
+    exec(builtins.compile(code, page.name, "exec"), names)
     (file,) = (tmp_path / "traces").iterdir()
     assert file.name.startswith("rank3.")
     assert set(re.findall(r"ProfilerStep#\d+", file.read_text())) == {"ProfilerStep#6"}
 
 
-def test_our_own_executor(tmp_path: Path) -> None:
-    for name in OURS:
+def test_trace_of_executor_gives_its_program(tmp_path: Path) -> None:
+    for name in EXECUTOR_PROGRAMS:
         (tmp_path / name).mkdir()
-    run(_ours, 2, str(tmp_path))
-    for name, program in OURS.items():
-        traits = {"tied_weights": program.tied_weights, "clip_grad_norm": program.clip_grad_norm}
-        found = read_run([tmp_path / name], name=program.name, program_attributes=traits)
-        assert found.timeline.program == program
-        assert_ordered_within_ranks(found.timeline)
+    run(_profile_executor, 2, str(tmp_path))
+    for name, program in EXECUTOR_PROGRAMS.items():
+        attributes = {
+            "tied_weights": program.tied_weights,
+            "clip_grad_norm": program.clip_grad_norm,
+        }
+        imported = read_run([tmp_path / name], name=program.name, program_attributes=attributes)
+        assert imported.timeline.program == program
+        assert_ordered_within_ranks(imported.timeline)

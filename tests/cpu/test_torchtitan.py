@@ -32,17 +32,17 @@ LAYERS, WIDTH, ROWS, MB = 4, 6, 8, 4
 class Linear(nn.Linear):
     """Stores its forward as an attribute, as `parallelize` of 0.3.0 does."""
 
-    def __init__(self, *given: Any) -> None:
-        super().__init__(*given)
+    def __init__(self, *args: Any) -> None:
+        super().__init__(*args)
         self.forward = self.forward  # type: ignore[method-assign]
 
 
 class Layers(nn.Module):
     """Some layers of a model, which take a factor for what they add."""
 
-    def __init__(self, own: list[int]) -> None:
+    def __init__(self, layer_numbers: list[int]) -> None:
         super().__init__()
-        self.layers = nn.ModuleDict({f"{k}": Linear(WIDTH, WIDTH) for k in own})
+        self.layers = nn.ModuleDict({f"{k}": Linear(WIDTH, WIDTH) for k in layer_numbers})
 
     def forward(self, x: Tensor, by: Tensor | None = None) -> Tensor:
         for layer in self.layers.values():
@@ -84,20 +84,20 @@ class PipelineParallel(ModuleType):
     def build(self, name: str, stages: list[PipelineStage]) -> Any:
         kind = self.get_schedule_class(name)
         looped = issubclass(kind, theirs.PipelineScheduleMulti)
-        given: Any = stages if looped else stages[0]
-        return kind(given, n_microbatches=MB, loss_fn=loss_fn, scale_grads=False)
+        stage_argument: Any = stages if looped else stages[0]
+        return kind(stage_argument, n_microbatches=MB, loss_fn=loss_fn, scale_grads=False)
 
 
-def install(version: str = "0.3.0") -> PipelineParallel:
+def install_stand_in(version: str = "0.3.0") -> PipelineParallel:
     """Let imports of torchtitan in this process find a stand-in."""
-    where = "torchtitan.distributed.pipeline_parallel"
-    found = PipelineParallel(where)
+    module_name = "torchtitan.distributed.pipeline_parallel"
+    stand_in = PipelineParallel(module_name)
     metadata.version = lambda distribution_name: version
-    sys.modules |= {where: found, "torchtitan.models.common.linear": sys.modules[__name__]}
-    return found
+    sys.modules |= {module_name: stand_in, "torchtitan.models.common.linear": sys.modules[__name__]}
+    return stand_in
 
 
-def data(step: int, replica: int) -> tuple[Tensor, Tensor, Tensor]:
+def make_batch(step: int, replica: int) -> tuple[Tensor, Tensor, Tensor]:
     torch.manual_seed(10 * step + replica)
     return torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH), torch.rand(ROWS, 1)
 
@@ -109,20 +109,22 @@ class Trainer:
         assert titan.count_stages(name, 2) == stages
         mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("pp", "dp"))
         pp, self.replica = mesh["pp"].get_local_rank(), mesh["dp"].get_local_rank()
-        held, self.parts = [], []
+        pipeline_stages, self.parts = [], []
         for s in titan.indices(name, pp, 2, stages):
             with torch.device("meta"):
                 part = Layers([*range(s * LAYERS // stages, (s + 1) * LAYERS // stages)])
             group = mesh["pp"].get_group()
-            held.append(PipelineStage(part, s, stages, torch.device("cpu"), group=group))
+            pipeline_stages.append(PipelineStage(part, s, stages, torch.device("cpu"), group=group))
             self.parts.append(part)
-        for k, stage in enumerate(held):
+        for k, stage in enumerate(pipeline_stages):
             self.parts[k] = fully_shard(  # type: ignore[call-overload]
                 self.parts[k], mesh=mesh["dp"], reshard_after_forward=False
             )
             stage.submod = self.parts[k]
-        self.schedule = titan.build(name, held)
-        self.first, self.last = (any(getattr(s, e) for s in held) for e in ("is_first", "is_last"))
+        self.schedule = titan.build(name, pipeline_stages)
+        self.first, self.last = (
+            any(getattr(s, e) for s in pipeline_stages) for e in ("is_first", "is_last")
+        )
         for part in self.parts:
             part.to_empty(device="cpu")
             part.init_weights()
@@ -130,39 +132,39 @@ class Trainer:
         self.optimizer = torch.optim.SGD(parameters, lr=0.01)
         self.pre_split = pre_split
 
-    def call(self, what: Any, step: int, tokens: float) -> float | None:
+    def call(self, method: Any, step: int, tokens: float) -> float | None:
         """Run a step or an evaluation, and return the sum of its losses where they are known."""
-        x, y, by = data(step, self.replica)
+        x, y, by = make_batch(step, self.replica)
         losses: list[Tensor] | None = [] if self.last else None
-        told: dict[str, Any] = {"losses": losses, "return_outputs": False}
+        options: dict[str, Any] = {"losses": losses, "return_outputs": False}
         if self.pre_split:
-            what(
+            method(
                 arg_mbs=[(part,) for part in x.chunk(MB)] if self.first else None,
                 kwarg_mbs=[{"by": part} for part in by.chunk(MB)],
                 target_mbs=[*y.chunk(MB)] if self.last else None,
                 loss_kwargs={"global_valid_tokens": tokens},
-                **told,
+                **options,
             )
         elif self.first:
-            what(x, by=by, target=y if self.last else None, **told)
+            method(x, by=by, target=y if self.last else None, **options)
         else:
-            what(by=by, target=y if self.last else None, **told)
+            method(by=by, target=y if self.last else None, **options)
         return torch.stack([one.detach() for one in losses]).sum().item() if losses else None
 
     def train(self) -> list[float | None]:
         """Run two steps, with an evaluation before each, and return all losses."""
-        seen = []
+        losses = []
         for step in range(2):
             with torch.no_grad():
                 for part in self.parts:
                     part.eval()
-                seen.append(self.call(self.schedule.eval, step + 5, 2.0))
+                losses.append(self.call(self.schedule.eval, step + 5, 2.0))
             for part in self.parts:
                 part.train()
             self.optimizer.zero_grad()
-            seen.append(self.call(self.schedule.step, step, 2.0))
+            losses.append(self.call(self.schedule.step, step, 2.0))
             self.optimizer.step()
-        return seen
+        return losses
 
 
 CASES = [
@@ -179,60 +181,62 @@ CASES = [
 ]
 
 
-def trained(rank: int) -> list[list[float | None]]:
-    titan, results = install(), []
+def train_cases(rank: int) -> list[list[float | None]]:
+    titan, results = install_stand_in(), []
     for schedule, runtime, name, stages, pre_split in CASES:
         patch_torchtitan(schedule, runtime=runtime)
         results.append(Trainer(titan, name, stages, pre_split).train())
     return results
 
 
-def plain(pre_split: bool) -> list[list[float]]:
+def train_plain_loop(pre_split: bool) -> list[list[float]]:
     """Return the same losses of each replica from one process."""
     model = Layers([*range(LAYERS)])
     model.init_weights()
     optimizer, tokens = torch.optim.SGD(model.parameters(), lr=0.01), 2.0 if pre_split else 1.0
-    seen: list[list[float]] = [[], []]
+    losses: list[list[float]] = [[], []]
     for step in range(2):
         for replica in range(2):
-            x, y, by = data(step + 5, replica)
-            seen[replica].append(loss_fn(model(x, by), y, tokens).item())
+            x, y, by = make_batch(step + 5, replica)
+            losses[replica].append(loss_fn(model(x, by), y, tokens).item())
         optimizer.zero_grad()
         for replica in range(2):
-            x, y, by = data(step, replica)
+            x, y, by = make_batch(step, replica)
             loss = loss_fn(model(x, by), y, tokens)
             (loss / 2).backward()  # the mean over replicas
-            seen[replica].append(loss.item())
+            losses[replica].append(loss.item())
         optimizer.step()
-    return seen
+    return losses
 
 
-def test_losses_are_those_of_one_process() -> None:
-    """This holds for whole batches and for microbatches. One run is quicker than two."""
-    for case, *ranks in zip(CASES, *run(trained, 4), strict=True):
+def test_torchtitan_losses_equal_one_process() -> None:
+    """Both versions of torchtitan are tested in one run of processes, which is faster."""
+    for case, *ranks in zip(CASES, *run(train_cases, 4), strict=True):
         last = [losses for losses in ranks if losses[0] is not None]
-        for one, other in zip(last, plain(case[-1]), strict=True):
+        for one, other in zip(last, train_plain_loop(case[-1]), strict=True):
             torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-5, msg=str(case))
 
 
 @pytest.mark.parametrize("version", ["0.1.0", "0.4.0", "0.0.0+unknown"])
-def test_other_versions_are_refused(monkeypatch: pytest.MonkeyPatch, version: str) -> None:
+def test_other_torchtitan_versions_are_refused(
+    monkeypatch: pytest.MonkeyPatch, version: str
+) -> None:
     monkeypatch.setattr(metadata, "version", lambda _: version)
     with pytest.raises(UsageError, match=r"0\.3\.0"):
         patch_torchtitan("zb_h1")
 
 
-def test_a_missing_torchtitan_is_refused() -> None:
+def test_missing_torchtitan_is_refused() -> None:
     with pytest.raises(UsageError, match="not installed"):
         patch_torchtitan("zb_h1")
 
 
-def test_placements_and_names_that_torchtitan_would_run_otherwise(
+def test_unsupported_placement_and_wrong_class_name_are_refused(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(sys, "modules", {**sys.modules})
-    monkeypatch.setattr(metadata, "version", metadata.version)  # `install` sets it
-    titan = install()
+    monkeypatch.setattr(metadata, "version", metadata.version)  # `install_stand_in` sets it
+    titan = install_stand_in()
     with pytest.raises(UsageError) as caught:
         patch_torchtitan("chimera")
     assert caught.value.fields == ("schedule",)

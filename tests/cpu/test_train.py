@@ -26,15 +26,15 @@ from tests.cpu.train_command import (
 )
 
 
-def test_four_processes_are_one_and_torchrun_is_the_launcher(config: str, tmp_path: Path) -> None:
+def test_four_processes_and_torchrun_equal_one_process(config: str, tmp_path: Path) -> None:
     traces = tmp_path / "traces"
-    many = train(config, tmp_path / "many", "output.record=true", f'output.trace="{traces}"')
-    one = alone(config, tmp_path / "one")
-    assert len(many) == 6 and many[-1] < many[0]
-    assert many == pytest.approx(one, rel=1e-5)
+    many_losses = train(config, tmp_path / "many", "output.record=true", f'output.trace="{traces}"')
+    one_losses = alone(config, tmp_path / "one")
+    assert len(many_losses) == 6 and many_losses[-1] < many_losses[0]
+    assert many_losses == pytest.approx(one_losses, rel=1e-5)
 
     summary = json.loads((tmp_path / "many" / "summary.json").read_text())
-    assert summary["loss"] == many[-1]
+    assert summary["loss"] == many_losses[-1]
     memory = summary["memory"]["predicted"]
     assert len(memory) == 2 and all(size > 4 * 4 * 12 * 32**2 / 2 for size in memory)
     assert 0 < summary["bubble"]["predicted"] < 1 and 0 < summary["bubble"]["measured"] < 1
@@ -52,33 +52,33 @@ def test_four_processes_are_one_and_torchrun_is_the_launcher(config: str, tmp_pa
     assert not trace.causality_warning
 
     summary = json.loads((tmp_path / "one" / "summary.json").read_text())
-    assert summary["loss"] == one[-1] and "bubble" not in summary
+    assert summary["loss"] == one_losses[-1] and "bubble" not in summary
     assert not (tmp_path / "one" / "timeline.png").exists()
 
-    again = [*TORCHRUN, "--standalone", "--nproc-per-node", "4", "-m", "schedir"]
-    code, _, err = launched([*again, *arguments(config, tmp_path / "again")], tmp_path / "again")
+    torchrun = [*TORCHRUN, "--standalone", "--nproc-per-node", "4", "-m", "schedir"]
+    code, _, err = launched([*torchrun, *arguments(config, tmp_path / "again")], tmp_path / "again")
     assert code == 0, err
-    bits = [(tmp_path / name / "loss.csv").read_bytes() for name in ("many", "again")]
-    assert bits[0] == bits[1]
+    loss_files = [(tmp_path / name / "loss.csv").read_bytes() for name in ("many", "again")]
+    assert loss_files[0] == loss_files[1]
 
 
-def test_a_program_is_checked_once(
+def test_program_is_checked_once(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The run checks it, and its executor and each prediction use the proof."""
-    seen = proofs(monkeypatch)
+    checks = proofs(monkeypatch)
     alone(config, tmp_path, "output.record=true")
-    assert seen == [("complete", "interleaved"), ("proof", "interleaved")]
+    assert checks == [("complete", "interleaved"), ("proof", "interleaved")]
 
 
-def test_two_nodes(config: str, tmp_path: Path) -> None:
+def test_two_nodes_equal_one_process(config: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    where = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]
-    what = ["-m", "schedir", *arguments(config, tmp_path / "two", "pipeline.tp=1")]
+    nodes = ["--nnodes", "2", "--master-addr", "127.0.0.1", "--master-port", port]
+    command = ["-m", "schedir", *arguments(config, tmp_path / "two", "pipeline.tp=1")]
     agents = [
         Run(
-            [*TORCHRUN, *where, "--nproc-per-node", "1", "--node-rank", node, *what],
+            [*TORCHRUN, *nodes, "--nproc-per-node", "1", "--node-rank", node, *command],
             tmp_path / node,
         )
         for node in ("0", "1")
@@ -89,7 +89,7 @@ def test_two_nodes(config: str, tmp_path: Path) -> None:
     assert losses(tmp_path / "two") == pytest.approx(alone(config, tmp_path / "one"), rel=1e-5)
 
 
-def test_replicas_uneven_stages_and_a_token_file(config: str, tmp_path: Path) -> None:
+def test_replicas_with_uneven_stages_and_token_file(config: str, tmp_path: Path) -> None:
     tokens = tmp_path / "tokens.bin"
     np.random.default_rng(0).integers(300, size=500).astype("<u2").tofile(tokens)
     sets = [
@@ -99,39 +99,41 @@ def test_replicas_uneven_stages_and_a_token_file(config: str, tmp_path: Path) ->
         "train.clip_grad_norm=0",
     ]
     # Each replica has half of the microbatches, so both together have the same batch.
-    whole = [*sets, "pipeline.microbatches=4"]
-    half = [*sets, "pipeline.microbatches=2", "pipeline.dp=2", "pipeline.tp=1"]
+    one_replica = [*sets, "pipeline.microbatches=4"]
+    two_replicas = [*sets, "pipeline.microbatches=2", "pipeline.dp=2", "pipeline.tp=1"]
     uneven = [
         "pipeline.schedule=gpipe",
         "pipeline.stages_per_rank=1",
         "pipeline.layers_per_stage=[3, 1]",
     ]
-    many = train(config, tmp_path / "many", *half, *uneven, "output.record=true")
-    assert many == pytest.approx(alone(config, tmp_path / "one", *whole), rel=1e-5)
+    many_losses = train(config, tmp_path / "many", *two_replicas, *uneven, "output.record=true")
+    assert many_losses == pytest.approx(alone(config, tmp_path / "one", *one_replica), rel=1e-5)
 
 
-def test_updates_without_a_flush(config: str, tmp_path: Path) -> None:
+def test_pipedream_2bw_losses_are_independent_of_ranks(config: str, tmp_path: Path) -> None:
     """Any number of ranks uses the same weight versions. Without versions, losses differ."""
-    many = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=pipedream_2bw",
-            "pipeline.microbatches=6"]  # fmt: skip
-    three = [*many, "pipeline.optimizer_steps=3"]
-    one = alone(config, tmp_path / "one", *three)
-    assert train(config, tmp_path / "many", *three) == pytest.approx(one, rel=1e-5)
-    assert alone(config, tmp_path / "flushed", *many)[-1] != pytest.approx(one[-1], rel=1e-2)
+    settings = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=pipedream_2bw",
+                "pipeline.microbatches=6"]  # fmt: skip
+    three_updates = [*settings, "pipeline.optimizer_steps=3"]
+    one = alone(config, tmp_path / "one", *three_updates)
+    assert train(config, tmp_path / "many", *three_updates) == pytest.approx(one, rel=1e-5)
+    assert alone(config, tmp_path / "flushed", *settings)[-1] != pytest.approx(one[-1], rel=1e-2)
 
 
-def test_dropout_leaves_out_the_same_in_any_layout(config: str, tmp_path: Path) -> None:
-    """Two pipelines of two stages of two layers equal one process with a stage of four."""
+def test_dropout_is_independent_of_layout(config: str, tmp_path: Path) -> None:
+    """Two replicas of two stages are compared with one process and one stage."""
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=one_f_one_b",
             "model.dropout=0.2"]  # fmt: skip
-    one = alone(config, tmp_path / "one", *sets, "pipeline.microbatches=4")
-    many = train(config, tmp_path / "many", *sets, "pipeline.microbatches=2", "pipeline.dp=2")
-    assert many == pytest.approx(one, rel=1e-5)
-    drier = alone(config, tmp_path / "none", *sets[:-1], "pipeline.microbatches=4")
-    assert drier[0] != pytest.approx(one[0], rel=1e-5)
+    one_losses = alone(config, tmp_path / "one", *sets, "pipeline.microbatches=4")
+    many_losses = train(
+        config, tmp_path / "many", *sets, "pipeline.microbatches=2", "pipeline.dp=2"
+    )
+    assert many_losses == pytest.approx(one_losses, rel=1e-5)
+    no_dropout = alone(config, tmp_path / "none", *sets[:-1], "pipeline.microbatches=4")
+    assert no_dropout[0] != pytest.approx(one_losses[0], rel=1e-5)
 
 
-def test_updates_that_would_mix_are_refused(config: str, tmp_path: Path) -> None:
+def test_gradients_of_wrong_update_are_refused(config: str, tmp_path: Path) -> None:
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", "pipeline.schedule=zb_h1",
             "pipeline.microbatches=8", "pipeline.optimizer_steps=4",
             "pipeline.weight_delay=1"]  # fmt: skip
@@ -144,26 +146,28 @@ def test_updates_that_would_mix_are_refused(config: str, tmp_path: Path) -> None
     assert not (tmp_path / "out").exists()
 
 
-def test_speed_leaves_out_the_first_step(
+def test_tokens_per_second_excludes_first_step(
     config: str, tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     alone(config, tmp_path, "train.log_every=1", "train.steps=4")
     lines = [line for line in capfd.readouterr().out.splitlines() if line.startswith("step ")]
-    each = [float(line.split(" tokens/s")[0].split()[-1].replace(",", "")) for line in lines]
+    speeds = [float(line.split(" tokens/s")[0].split()[-1].replace(",", "")) for line in lines]
     summary = json.loads((tmp_path / "summary.json").read_text())
-    assert len(each) == 4
-    assert summary["tokens_per_second"] == pytest.approx(3 / sum(1 / r for r in each[1:]), rel=0.01)
+    assert len(speeds) == 4
+    assert summary["tokens_per_second"] == pytest.approx(
+        3 / sum(1 / r for r in speeds[1:]), rel=0.01
+    )
 
 
-def test_a_wrong_number_of_processes_is_one_error(config: str, tmp_path: Path) -> None:
+def test_wrong_number_of_processes_is_one_error(config: str, tmp_path: Path) -> None:
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "schedir"]
     code, _, err = launched([*agent, *arguments(config, tmp_path / "out")], tmp_path / "out")
     assert code != 0
     assert err.count("there are 2 processes, but pp 2 x tp 2 x dp 1 needs 4") == 1
 
 
-def test_training_is_what_a_plain_loop_does(config: str, tmp_path: Path) -> None:
-    """A loop with torch's clipping and AdamW shows that all optimizer options are applied."""
+def test_training_equals_plain_loop(config: str, tmp_path: Path) -> None:
+    """The loop uses torch's clipping and AdamW, so all optimizer options are compared."""
     import torch
 
     from schedir.models import gpt
@@ -173,17 +177,17 @@ def test_training_is_what_a_plain_loop_does(config: str, tmp_path: Path) -> None
     sets = [*ALONE, "train.betas=[0.5, 0.7]", "train.clip_grad_norm=0.3", "train.weight_decay=0.4",
             "train.lr=0.01", f'output.dir="{tmp_path}/out"']  # fmt: skip
     assert run(config, sets) == 0
-    told = read_config(config, sets)
-    assert isinstance(told.model, gpt.GPTConfig)
-    model = gpt.build_stage(told.model, 0, 1)
+    parsed = read_config(config, sets)
+    assert isinstance(parsed.model, gpt.GPTConfig)
+    model = gpt.build_stage(parsed.model, 0, 1)
     parameters = list(model.parameters())
     groups = [
         {"params": [p for p in parameters if p.ndim > 1], "weight_decay": 0.4},
         {"params": [p for p in parameters if p.ndim == 1], "weight_decay": 0.0},
     ]
     optimizer = torch.optim.AdamW(groups, betas=(0.5, 0.7))
-    samples = Corpus(told).batches
-    rates = [0.005, 0.01, 0.01, *(compute_learning_rate(told.train, k) for k in (3, 4, 5))]
+    samples = Corpus(parsed).batches
+    rates = [0.005, 0.01, 0.01, *(compute_learning_rate(parsed.train, k) for k in (3, 4, 5))]
     expected = []
     for step, rate in enumerate(rates):
         for group in optimizer.param_groups:

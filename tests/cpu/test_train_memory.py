@@ -16,46 +16,53 @@ def config(tmp_path: Path) -> Path:
     return small(tmp_path)
 
 
-def test_as_few_as_fit_with_the_same_losses(tmp_path: Path, config: Path) -> None:
+def test_recompute_fit_meets_limit_with_same_losses(tmp_path: Path, config: Path) -> None:
     """There are two processes, with dropout and messages in shared memory."""
-    own = tmp_path / "own"
-    assert forked(str(config), own)[0] == 0
-    needs = json.loads((own / "summary.json").read_text())["memory"]["predicted"]
-    limit, refused = f"memory.memory_limit={int(0.9 * max(needs))}B", tmp_path / "refused"
+    plain_folder = tmp_path / "own"
+    assert forked(str(config), plain_folder)[0] == 0
+    plain_memory = json.loads((plain_folder / "summary.json").read_text())["memory"]["predicted"]
+    limit, refused = f"memory.memory_limit={int(0.9 * max(plain_memory))}B", tmp_path / "refused"
     code, out, err = launched(arguments(str(config), refused, limit), refused)
     assert code == 2 and "MemoryLimitError" in err and "\nstep" not in out
     assert not (tmp_path / "refused" / "boxes").exists()
     code, out, err = forked(str(config), tmp_path / "fits", limit, "memory.recompute=fit")
     assert code == 0, err
     assert out.startswith("recomputed, to use at most ") and " forwards: mb " in out
-    held = json.loads((tmp_path / "fits" / "summary.json").read_text())["memory"]["predicted"]
-    assert max(held) <= 0.9 * max(needs)
-    assert losses(tmp_path / "fits") == losses(own)
+    predicted = json.loads((tmp_path / "fits" / "summary.json").read_text())["memory"]["predicted"]
+    assert max(predicted) <= 0.9 * max(plain_memory)
+    assert losses(tmp_path / "fits") == losses(plain_folder)
 
 
-def test_what_never_fits_is_refused(tmp_path: Path, config: Path) -> None:
+def test_impossible_memory_limit_is_refused(tmp_path: Path, config: Path) -> None:
     limits = ["memory.memory_limit=1kB", "memory.recompute=fit"]
     code, _, err = forked(str(config), tmp_path / "o", *limits)
     assert code == 2 and "MemoryLimitError" in err
 
 
-@pytest.mark.parametrize("more", [[], ["memory.recompute=all"], ["train.precision=bfloat16"]])
-def test_what_lives_is_counted_beside_what_was_predicted(
-    tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str], more: list[str]
+@pytest.mark.parametrize(
+    "settings_of_case", [[], ["memory.recompute=all"], ["train.precision=bfloat16"]]
+)
+def test_counted_memory_is_near_prediction(
+    tmp_path: Path, config: Path, capsys: pytest.CaptureFixture[str], settings_of_case: list[str]
 ) -> None:
-    """Live memory is lower by a tensor handed over in an instruction, at most one activation."""
-    own = [*ALONE, "pipeline.stages_per_rank=4", *more, f"output.dir={tmp_path / 'o'}"]
-    assert run(str(config), [*own, "output.record=false", "output.memory=true"]) == 0
+    """Counted memory may be lower by one activation, which an instruction hands over."""
+    settings = [
+        *ALONE,
+        "pipeline.stages_per_rank=4",
+        *settings_of_case,
+        f"output.dir={tmp_path / 'o'}",
+    ]
+    assert run(str(config), [*settings, "output.record=false", "output.memory=true"]) == 0
     assert "counted memory of each rank: 1." in capsys.readouterr().out
     memory = json.loads((tmp_path / "o" / "summary.json").read_text())["memory"]
     (predicted,), (counted,) = memory["predicted"], memory["counted"]
     assert 0 <= predicted - counted <= 4 * 2 * 16 * 32
-    assert run(str(config), [*own, "output.record=false", "output.overwrite=true"]) == 0
+    assert run(str(config), [*settings, "output.record=false", "output.overwrite=true"]) == 0
     assert "counted" not in (tmp_path / "o" / "summary.json").read_text()
 
 
-def test_the_example(tmp_path: Path) -> None:
-    words = [str(ROOT / "examples" / "recompute.py"), str(tmp_path / "out")]
-    code, out, err = launched(words, tmp_path / "out")
+def test_recompute_example_runs(tmp_path: Path) -> None:
+    command = [str(ROOT / "examples" / "recompute.py"), str(tmp_path / "out")]
+    code, out, err = launched(command, tmp_path / "out")
     assert code == 0, err
     assert "rank 0 needs" in err and ": 7 of 16 forwards: mb 1-7 of stage 0" in out

@@ -15,8 +15,8 @@ from schedir.training.model_factory import MODELS
 from schedir.training.train import run as train_run
 from tests.cpu.train_command import CONFIG, alone, losses, train
 
-LLAMA = ["model.kind=llama", "model.layers=4", "model.heads=4", "model.kv_heads=2",
-         "model.window=[0, 6, 6, 5]"]  # fmt: skip
+LLAMA_SETTINGS = ["model.kind=llama", "model.layers=4", "model.heads=4", "model.kv_heads=2",
+                  "model.window=[0, 6, 6, 5]"]  # fmt: skip
 
 
 @pytest.fixture
@@ -27,62 +27,67 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def evaluated(folder: Path) -> list[tuple[str, ...]]:
+def read_evaluations(folder: Path) -> list[tuple[str, ...]]:
     with (folder / "evaluation.csv").open() as file:
         return [tuple(row) for row in csv.reader(file)]
 
 
-def test_processes_train_what_one_does(
+def test_llama_on_processes_trains_and_resumes_like_one(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    sets = [*LLAMA, "train.evaluate_every=3", "data.validation=0.1",
+    sets = [*LLAMA_SETTINGS, "train.evaluate_every=3", "data.validation=0.1",
             "train.evaluate_batches=2", "pipeline.tp=1",
             "train.lr=0.001", "train.min_lr=0.001", "train.warmup=0"]  # fmt: skip
-    found = train(config, tmp_path / "two", *sets)
-    assert found == alone(config, tmp_path / "one", *sets) and len(found) == 6
-    assert found[-1] < found[0]
-    assert evaluated(tmp_path / "two") == evaluated(tmp_path / "one")
-    again = [*sets, f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=3"]
-    alone(config, tmp_path / "three", *again, "train.steps=3")
-    alone(config, tmp_path / "on", *again)
-    assert losses(tmp_path / "on")[-3:] == found[-3:]
+    two_losses = train(config, tmp_path / "two", *sets)
+    assert two_losses == alone(config, tmp_path / "one", *sets) and len(two_losses) == 6
+    assert two_losses[-1] < two_losses[0]
+    assert read_evaluations(tmp_path / "two") == read_evaluations(tmp_path / "one")
+    checkpointed = [
+        *sets,
+        f'train.checkpoint_dir="{tmp_path / "saved"}"',
+        "train.checkpoint_every=3",
+    ]
+    alone(config, tmp_path / "three", *checkpointed, "train.steps=3")
+    alone(config, tmp_path / "on", *checkpointed)
+    assert losses(tmp_path / "on")[-3:] == two_losses[-3:]
     export = ["checkpoint", "export", str(tmp_path / "saved"), "--as", "transformers"]
     capsys.readouterr()
     assert main([*export, "--to", str(tmp_path / "out")]) == 2
     assert "is not a GPT of schedir train: it is of kind llama\n" in capsys.readouterr().err
 
 
-MOE = ["model.kind=moe", "model.layers=4", "model.experts=4", "model.tied=false", "pipeline.tp=1",
-       "model.shared_experts=1", "model.balance_rate=0.01",
-       "train.evaluate_every=6", "data.validation=0.1", "train.evaluate_batches=2",
-       "train.lr=0.001", "train.min_lr=0.001", "train.warmup=0"]  # fmt: skip
+MOE_SETTINGS = ["model.kind=moe", "model.layers=4", "model.experts=4", "model.tied=false",
+                "pipeline.tp=1", "model.shared_experts=1", "model.balance_rate=0.01",
+                "train.evaluate_every=6", "data.validation=0.1", "train.evaluate_batches=2",
+                "train.lr=0.001", "train.min_lr=0.001", "train.warmup=0"]  # fmt: skip
 
 
-def test_replicas_with_some_experts_train_what_one_process_does(
-    config: str, tmp_path: Path
-) -> None:
+def test_expert_parallel_replicas_train_like_one_process(config: str, tmp_path: Path) -> None:
     ep = ["pipeline.dp=2", "pipeline.ep=2", "pipeline.stage_segments=layers",
           "pipeline.schedule=zb_h1", "pipeline.stages_per_rank=1", "pipeline.zero=1",
           f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=6"]  # fmt: skip
-    one = [*MOE, "pipeline.microbatches=6", "train.steps=8"]
-    found = train(config, tmp_path / "four", *MOE, *ep)
-    expected = alone(config, tmp_path / "one", *one)
-    assert found == pytest.approx(expected[:6], rel=1e-5) and found[-1] < found[0]
+    one_settings = [*MOE_SETTINGS, "pipeline.microbatches=6", "train.steps=8"]
+    parallel_losses = train(config, tmp_path / "four", *MOE_SETTINGS, *ep)
+    one_losses = alone(config, tmp_path / "one", *one_settings)
+    assert (
+        parallel_losses == pytest.approx(one_losses[:6], rel=1e-5)
+        and parallel_losses[-1] < parallel_losses[0]
+    )
     (_, (_, loss, *_)), (_, (_, expected_loss, *_), *_) = (
-        evaluated(tmp_path / run) for run in ("four", "one")
+        read_evaluations(tmp_path / run) for run in ("four", "one")
     )
     assert float(loss) == pytest.approx(float(expected_loss), rel=1e-5)
-    resumed = alone(config, tmp_path / "on", *one, *ep[-2:])
-    assert resumed[-2:] == pytest.approx(expected[-2:], rel=1e-5)
+    resumed = alone(config, tmp_path / "on", *one_settings, *ep[-2:])
+    assert resumed[-2:] == pytest.approx(one_losses[-2:], rel=1e-5)
 
 
-def test_kinds_are_the_same_in_both_tables() -> None:
+def test_model_kind_tables_have_same_kinds() -> None:
     assert MODEL_KINDS.keys() == MODELS.keys()
     assert {get_model_kind(kind.config_class()) for kind in MODEL_KINDS.values()} == {*MODEL_KINDS}
 
 
-EP = ["model.kind=moe", "pipeline.tp=1", "pipeline.dp=2", "pipeline.ep=2",
-      "pipeline.stage_segments=layers"]  # fmt: skip
+EXPERT_PARALLEL = ["model.kind=moe", "pipeline.tp=1", "pipeline.dp=2", "pipeline.ep=2",
+                   "pipeline.stage_segments=layers"]  # fmt: skip
 
 
 @pytest.mark.parametrize(
@@ -95,30 +100,32 @@ EP = ["model.kind=moe", "pipeline.tp=1", "pipeline.dp=2", "pipeline.ep=2",
         (["model.kind=llama", "model.heads=4", "model.kv_heads=1"], "keys and values"),
         (["pipeline.dp=2", "pipeline.ep=2"], "the model has no experts"),
         (["model.kind=moe"], "has no tensor parallelism"),
-        ([*EP, "pipeline.stage_segments=1"], "need segments"),
-        ([*EP, "model.experts=3"], "does not divide 3 experts"),
-        ([*EP, "pipeline.zero=2"], "zero is 2, but with ep = 2"),
-        ([*EP, "pipeline.frozen_stages=1"], "cannot have frozen stages"),
-        ([*EP, "model.active=9"], "active is 9, but a layer has only 8 experts"),
-        ([*EP, "model.capacity_factor=0.5"], "capacity_factor is 0.5"),
-        ([*EP, "model.aux_loss=-1"], "aux_loss is -1"),
+        ([*EXPERT_PARALLEL, "pipeline.stage_segments=1"], "need segments"),
+        ([*EXPERT_PARALLEL, "model.experts=3"], "does not divide 3 experts"),
+        ([*EXPERT_PARALLEL, "pipeline.zero=2"], "zero is 2, but with ep = 2"),
+        ([*EXPERT_PARALLEL, "pipeline.frozen_stages=1"], "cannot have frozen stages"),
+        ([*EXPERT_PARALLEL, "model.active=9"], "active is 9, but a layer has only 8 experts"),
+        ([*EXPERT_PARALLEL, "model.capacity_factor=0.5"], "capacity_factor is 0.5"),
+        ([*EXPERT_PARALLEL, "model.aux_loss=-1"], "aux_loss is -1"),
         (["model.context=17", "pipeline.sequence_parallel=true"], "context of 17 tokens"),
     ],
 )
-def test_what_a_kind_has_not_is_refused(config: str, sets: list[str], field: str) -> None:
+def test_setting_unsupported_by_model_kind_is_refused(
+    config: str, sets: list[str], field: str
+) -> None:
     with pytest.raises(ConfigError) as error:
         read_config(config, sets)
     assert field in f"{error.value.fact} {error.value.hint} {error.value.location}"
 
 
-def test_settings_that_no_program_has_are_refused_with_their_line(config: str) -> None:
+def test_impossible_pipeline_setting_is_refused_with_location(config: str) -> None:
     with pytest.raises(ConfigError) as error:
-        train_run(config, [*EP, "pipeline.ep=2", "pipeline.dp=3"])
+        train_run(config, [*EXPERT_PARALLEL, "pipeline.ep=2", "pipeline.dp=3"])
     assert error.value.location == "--set pipeline.ep=2" and {*error.value.fields} == {"ep", "dp"}
 
 
 @pytest.mark.parametrize("kind", ["bert", "encoder_decoder"])
-def test_models_that_are_examples_now_are_refused_with_a_hint(config: str, kind: str) -> None:
+def test_example_model_kinds_are_refused_with_hint(config: str, kind: str) -> None:
     with pytest.raises(ConfigError, match=f"kind '{kind}' is not known") as error:
         read_config(config, [f"model.kind={kind}"])
     assert error.value.hint == f"examples/{kind}.py trains it with schedir.runtime.Executor"

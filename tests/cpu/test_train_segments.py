@@ -10,11 +10,11 @@ import pytest
 from schedir import Costs, PipelineShape, compile, schedules, to_text
 from tests.cpu.train_command import CONFIG, alone, losses, train
 
-RATE = ["train.lr=0.001", "train.min_lr=0.001"]  # independent of the number of steps
-TWO = ["model.dropout=0.1", *RATE]
+CONSTANT_RATE = ["train.lr=0.001", "train.min_lr=0.001"]  # independent of the number of steps
+DROPOUT = ["model.dropout=0.1", *CONSTANT_RATE]
 # For one process: in a tied model the embedding would be in another segment than the head.
-ONE = ["model.tied=false", "model.dropout=0.1", *RATE]
-HELD = ["train.evaluate_every=2", "data.validation=0.2", "train.evaluate_batches=2"]
+UNTIED = ["model.tied=false", "model.dropout=0.1", *CONSTANT_RATE]
+EVALUATION = ["train.evaluate_every=2", "data.validation=0.2", "train.evaluate_batches=2"]
 
 
 @pytest.fixture
@@ -27,22 +27,30 @@ def config(tmp_path: Path) -> str:
     return str(path)
 
 
-def evaluated(folder: Path) -> str:
+def read_evaluations(folder: Path) -> str:
     return (folder / "evaluation.csv").read_text()
 
 
-def test_pieces_train_what_whole_stages_do(config: str, tmp_path: Path) -> None:
-    """This is tested on 2 x 2 processes, with a named schedule and with a program file.
+def test_segments_train_like_whole_stages(config: str, tmp_path: Path) -> None:
+    """Four processes run a named schedule, and a program file.
 
     The file fills the waits for sums. Checkpoints of one continue in the other.
     """
     saved = [f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=2"]
-    whole = train(config, tmp_path / "whole", *TWO, *HELD)
-    cut = [*TWO, "pipeline.stage_segments=layers"]
-    train(config, tmp_path / "half", *cut, *HELD, *saved, "train.steps=2", "output.record=true")
-    assert losses(tmp_path / "half") == whole[:2]
-    assert evaluated(tmp_path / "whole").startswith(evaluated(tmp_path / "half"))
-    more: dict[str, Any] = {
+    stage_losses = train(config, tmp_path / "whole", *DROPOUT, *EVALUATION)
+    segment_settings = [*DROPOUT, "pipeline.stage_segments=layers"]
+    train(
+        config,
+        tmp_path / "half",
+        *segment_settings,
+        *EVALUATION,
+        *saved,
+        "train.steps=2",
+        "output.record=true",
+    )
+    assert losses(tmp_path / "half") == stage_losses[:2]
+    assert read_evaluations(tmp_path / "whole").startswith(read_evaluations(tmp_path / "half"))
+    options: dict[str, Any] = {
         "tied_weights": True,
         "clip_grad_norm": True,
         "checkpoint_snapshots": True,
@@ -51,46 +59,57 @@ def test_pieces_train_what_whole_stages_do(config: str, tmp_path: Path) -> None:
         schedules.one_f_one_b, PipelineShape(2, 3), tp=2, stage_segments=5,
         fill_collective_waits="F", blocking_hosts=True,
         progress_model="per_edge",
-        costs=Costs(F=1, B=2, tp_reduce=0.5), **more,
+        costs=Costs(F=1, B=2, tp_reduce=0.5), **options,
     )  # fmt: skip
     (file := tmp_path / "filled.sched").write_text(to_text(program))
     filled = f'pipeline.schedule="{file}"'
-    train(config, tmp_path / "on", filled, *TWO, *HELD, *saved)
-    assert losses(tmp_path / "on") == whole[2:]
+    train(config, tmp_path / "on", filled, *DROPOUT, *EVALUATION, *saved)
+    assert losses(tmp_path / "on") == stage_losses[2:]
 
 
-def test_whole_stages_go_on_with_pieces(config: str, tmp_path: Path) -> None:
-    """A run in chunks equals the run with as many small microbatches."""
+def test_checkpoint_of_whole_stages_resumes_in_segments(config: str, tmp_path: Path) -> None:
+    """A run with chunks is also compared with a run with smaller microbatches."""
     saved = [f'train.checkpoint_dir="{tmp_path / "saved"}"', "train.checkpoint_every=2"]
-    whole = alone(config, tmp_path / "whole", *ONE, *HELD)
-    alone(config, tmp_path / "half", *ONE, *HELD, *saved, "train.steps=2")
-    alone(config, tmp_path / "on", *ONE, *HELD, *saved, "pipeline.stage_segments=9")
-    assert losses(tmp_path / "on") == whole[2:]
-    told = (evaluated(tmp_path / name).splitlines()[-1] for name in ("on", "whole"))
-    assert len({*told}) == 1
-    small = [*ONE, *HELD, "train.steps=2", "pipeline.microbatches=6", "data.microbatch_size=1"]
-    finer = [
-        *ONE,
-        *HELD,
+    stage_losses = alone(config, tmp_path / "whole", *UNTIED, *EVALUATION)
+    alone(config, tmp_path / "half", *UNTIED, *EVALUATION, *saved, "train.steps=2")
+    alone(config, tmp_path / "on", *UNTIED, *EVALUATION, *saved, "pipeline.stage_segments=9")
+    assert losses(tmp_path / "on") == stage_losses[2:]
+    last_evaluations = (
+        read_evaluations(tmp_path / name).splitlines()[-1] for name in ("on", "whole")
+    )
+    assert len({*last_evaluations}) == 1
+    small = [
+        *UNTIED,
+        *EVALUATION,
+        "train.steps=2",
+        "pipeline.microbatches=6",
+        "data.microbatch_size=1",
+    ]
+    chunk_settings = [
+        *UNTIED,
+        *EVALUATION,
         "train.steps=2",
         "pipeline.stage_segments=layers",
         "pipeline.microbatch_chunks=2",
     ]
-    found = alone(config, tmp_path / "chunks", *finer)
-    assert found == alone(config, tmp_path / "small", *small) != whole[:2]
-    assert evaluated(tmp_path / "chunks") == evaluated(tmp_path / "small")
+    chunk_losses = alone(config, tmp_path / "chunks", *chunk_settings)
+    assert chunk_losses == alone(config, tmp_path / "small", *small) != stage_losses[:2]
+    assert read_evaluations(tmp_path / "chunks") == read_evaluations(tmp_path / "small")
 
 
-def test_pieces_share_the_sequence(config: str, tmp_path: Path) -> None:
+def test_segments_with_sequence_parallelism_train_like_stages(config: str, tmp_path: Path) -> None:
     """The model is tied, with dropout and clipping."""
-    shared = [*TWO, *HELD, "pipeline.sequence_parallel=true", "train.steps=2"]
-    whole = train(config, tmp_path / "whole", *shared)
-    assert train(config, tmp_path / "pieces", *shared, "pipeline.stage_segments=layers") == whole
-    assert evaluated(tmp_path / "pieces") == evaluated(tmp_path / "whole")
+    settings = [*DROPOUT, *EVALUATION, "pipeline.sequence_parallel=true", "train.steps=2"]
+    stage_losses = train(config, tmp_path / "whole", *settings)
+    assert (
+        train(config, tmp_path / "pieces", *settings, "pipeline.stage_segments=layers")
+        == stage_losses
+    )
+    assert read_evaluations(tmp_path / "pieces") == read_evaluations(tmp_path / "whole")
 
 
-def test_chunks_of_a_llama(config: str, tmp_path: Path) -> None:
-    own = ["model.kind=llama", "train.steps=2"]
-    found = alone(config, tmp_path / "chunks", *own, "pipeline.microbatch_chunks=2")
+def test_microbatch_chunks_train_like_microbatches(config: str, tmp_path: Path) -> None:
+    settings = ["model.kind=llama", "train.steps=2"]
+    chunk_losses = alone(config, tmp_path / "chunks", *settings, "pipeline.microbatch_chunks=2")
     small = ["pipeline.microbatches=6", "data.microbatch_size=1"]
-    assert found == alone(config, tmp_path / "small", *own, *small)
+    assert chunk_losses == alone(config, tmp_path / "small", *settings, *small)

@@ -36,7 +36,7 @@ def mine(rank, ranks, microbatches):
 
 
 @pytest.fixture
-def endless(config: str, tmp_path: Path) -> Iterator[tuple[Run, list[int]]]:
+def endless_run(config: str, tmp_path: Path) -> Iterator[tuple[Run, list[int]]]:
     """Yield a running run of two ranks and its process ids, and check that nothing remains."""
     temporary = tmp_path / "temporary"
     temporary.mkdir()
@@ -56,12 +56,12 @@ def endless(config: str, tmp_path: Path) -> Iterator[tuple[Run, list[int]]]:
 
 
 def gone(pid: int) -> bool:
-    """Return whether a process has ended, though no one may have read its exit code."""
+    """Return whether a process has ended, even if its parent did not wait for it."""
     return read_process_state(pid, 0) == "gone"
 
 
 @pytest.mark.parametrize(
-    ("to", "what", "code", "said"),
+    ("receiver", "signal_number", "code", "message"),
     cases(
         [
             ("rank 1", signal.SIGKILL, 1, "process 1 (pipeline rank 1) was killed by signal 9"),
@@ -74,41 +74,43 @@ def gone(pid: int) -> bool:
         [("launcher", signal.SIGHUP, -signal.SIGHUP, "")],
     ),
 )
-def test_all_end_together(
-    endless: tuple[Run, list[int]],
+def test_all_processes_end_after_signal(
+    endless_run: tuple[Run, list[int]],
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
-    to: str,
-    what: signal.Signals,
+    receiver: str,
+    signal_number: signal.Signals,
     code: int,
-    said: str,
+    message: str,
 ) -> None:
-    launcher, pids = endless
+    launcher, pids = endless_run
     out = tmp_path / "out"
-    os.kill(pids[1] if to == "rank 1" else launcher.pid, what)
-    if what is signal.SIGSTOP:  # until the timeout
-        while (now := where(capsys, out)).startswith("the run makes progress"):
+    os.kill(pids[1] if receiver == "rank 1" else launcher.pid, signal_number)
+    if signal_number is signal.SIGSTOP:  # until the timeout
+        while (diagnosis := run_diagnose(capsys, out)).startswith("the run makes progress"):
             time.sleep(0.05)
         assert (
-            "no process has made progress for " in now
-            and "process 1 (pipeline rank 1) is stopped, " in now
+            "no process has made progress for " in diagnosis
+            and "process 1 (pipeline rank 1) is stopped, " in diagnosis
         )
-        assert "\n  process 0 (pipeline rank 0)  " in now  # at any place by then
-    got, _, err = launcher.finish()
-    assert got == code and said in err
+        assert (
+            "\n  process 0 (pipeline rank 0)  " in diagnosis
+        )  # its location is arbitrary at this time
+    exit_code, _, err = launcher.finish()
+    assert exit_code == code and message in err
     assert err.count("\n") <= 3 and "Traceback" not in err
     wait_until(lambda: all(map(gone, pids)))
-    if to == "rank 1":
-        assert where(capsys, out).startswith(err)
-    elif what is signal.SIGKILL:  # no process was left to clean up
-        assert where(capsys, out).startswith(
+    if receiver == "rank 1":
+        assert run_diagnose(capsys, out).startswith(err)
+    elif signal_number is signal.SIGKILL:  # no process was left to clean up
+        assert run_diagnose(capsys, out).startswith(
             "no process is the cause: all 2 processes ended at once, "
         )
-    elif what is not signal.SIGTERM:
+    elif signal_number is not signal.SIGTERM:
         assert not (out / "boxes").exists()
 
 
-def where(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
+def run_diagnose(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
     """Return the output of `schedir diagnose` for a run."""
     assert main(["diagnose", str(folder)]) == 0
     return capsys.readouterr().out
@@ -134,7 +136,7 @@ def where(capsys: pytest.CaptureFixture[str], folder: Path) -> str:
         ("model.hidden=1000000000", UsageError),
     ],
 )
-def test_what_cannot_be_is_refused_before_anything_starts(
+def test_impossible_settings_are_refused_before_start(
     config: str, tmp_path: Path, setting: str, kind: type[SchedirError]
 ) -> None:
     with pytest.raises(kind):
@@ -142,7 +144,7 @@ def test_what_cannot_be_is_refused_before_anything_starts(
     assert not (tmp_path / "out" / "loss.csv").exists()
 
 
-def test_an_output_folder_that_cannot_be_written_is_refused(config: str, tmp_path: Path) -> None:
+def test_unwritable_output_folder_is_refused(config: str, tmp_path: Path) -> None:
     file = tmp_path / "file"
     file.touch()
     code, out, err = launched(arguments(config, file / "out"), tmp_path / "out")
@@ -150,14 +152,14 @@ def test_an_output_folder_that_cannot_be_written_is_refused(config: str, tmp_pat
 
 
 @pytest.mark.parametrize("name", ["loss.csv", "summary.json", "timeline.png"])
-def test_results_that_are_no_files_are_refused(config: str, tmp_path: Path, name: str) -> None:
+def test_result_paths_that_are_folders_are_refused(config: str, tmp_path: Path, name: str) -> None:
     (tmp_path / name).mkdir()
     with pytest.raises(UsageError) as error:
         run(config, [*ALONE, f'output.dir="{tmp_path}"'])
     assert str(tmp_path / name) in error.value.fact
 
 
-def test_a_program_file_must_fit_the_configuration(config: str, tmp_path: Path) -> None:
+def test_program_file_must_fit_configuration(config: str, tmp_path: Path) -> None:
     import schedir
 
     program = schedir.compile(
@@ -178,14 +180,16 @@ def test_a_program_file_must_fit_the_configuration(config: str, tmp_path: Path) 
         run(str(plain), ["train.clip_grad_norm=0"])
 
 
-def test_a_rank_without_a_world_is_refused(config: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_without_master_address_is_refused(
+    config: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
     monkeypatch.setenv("RANK", "0")
     with pytest.raises(UsageError) as error:
         run(config)
     assert "MASTER_ADDR" in error.value.fact
 
 
-WORLD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
+WORLD_VARIABLES = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_PORT": "0"}
 
 
 @pytest.mark.parametrize(
@@ -193,10 +197,10 @@ WORLD = {"RANK": "0", "WORLD_SIZE": "2", "MASTER_ADDR": "localhost", "MASTER_POR
     [("RANK", "x"), ("RANK", "-1"), ("RANK", "2"), ("MASTER_PORT", "abc"), ("MASTER_PORT", "65536"),
      ("WORLD_SIZE", "0"), ("WORLD_SIZE", "9" * 30)],
 )  # fmt: skip
-def test_an_odd_environment_is_refused(
+def test_invalid_environment_variable_is_refused(
     config: str, monkeypatch: pytest.MonkeyPatch, name: str, value: str
 ) -> None:
-    for variable, usual in (WORLD | {name: value}).items():
+    for variable, usual in (WORLD_VARIABLES | {name: value}).items():
         monkeypatch.setenv(variable, usual)
     with pytest.raises(UsageError) as error:
         run(config)
@@ -205,18 +209,18 @@ def test_an_odd_environment_is_refused(
     assert fact.endswith(f", not {value!r}") and "torchrun" in error.value.hint
 
 
-def test_a_peer_that_never_comes_is_one_error(config: str, tmp_path: Path) -> None:
+def test_missing_peer_is_one_error(config: str, tmp_path: Path) -> None:
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = str(free.getsockname()[1])
-    words = arguments(config, tmp_path / "out", "train.timeout=1", "pipeline.tp=1")
-    rank = Run(words, tmp_path / "out", **WORLD | {"MASTER_PORT": port})
+    command = arguments(config, tmp_path / "out", "train.timeout=1", "pipeline.tp=1")
+    rank = Run(command, tmp_path / "out", **WORLD_VARIABLES | {"MASTER_PORT": port})
     code, _, err = rank.finish()
     assert code == 1 and err.count("the processes did not connect in 1 s") == 1
     assert "Traceback" not in err
 
 
 # A schedule's file is the user's own code, and here it makes rank 1 fail.
-FAILING = """\
+FAILING_SCHEDULE = """\
 import os
 
 import schedir.training.batches.samples
@@ -238,7 +242,7 @@ if os.environ.get("RANK") == "1":
 
 
 @pytest.mark.parametrize(
-    ("what", "code", "said"),
+    ("failure", "code", "message"),
     [
         (
             "schedir.training.batches.samples.Batches.read_batch = refuse",
@@ -253,45 +257,45 @@ if os.environ.get("RANK") == "1":
         ),
     ],
 )
-def test_the_rank_that_fails_says_why(
-    config: str, tmp_path: Path, what: str, code: int, said: str
+def test_failed_rank_is_reported_with_cause(
+    config: str, tmp_path: Path, failure: str, code: int, message: str
 ) -> None:
     schedule = tmp_path / "mine.py"
-    schedule.write_text(FAILING.format(what=what))
+    schedule.write_text(FAILING_SCHEDULE.format(what=failure))
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]
-    got, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")
-    assert got == code and err.count("\n") == 1 and said in err
+    exit_code, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")
+    assert exit_code == code and err.count("\n") == 1 and message in err
     # A rank that fails at the very end does not keep the first rank from writing its results.
-    assert (tmp_path / "out" / "summary.json").exists() == ("exit_cleanly" in what)
-    assert (tmp_path / "out" / "timeline.png").exists() == ("exit_cleanly" in what)
+    assert (tmp_path / "out" / "summary.json").exists() == ("exit_cleanly" in failure)
+    assert (tmp_path / "out" / "timeline.png").exists() == ("exit_cleanly" in failure)
 
 
-def test_a_rank_that_stands_outside_of_a_step_is_one_error(config: str, tmp_path: Path) -> None:
+def test_rank_stopped_outside_of_step_is_one_error(config: str, tmp_path: Path) -> None:
     """The rank stops before it reports its numbers, and no message of Gloo is shown."""
     schedule = tmp_path / "mine.py"
-    what = "trainer._Trainer._report = lambda self, step: os.kill(os.getpid(), signal.SIGSTOP)"
-    more = "import signal\nfrom schedir.training import trainer\n"
-    schedule.write_text(more + FAILING.format(what=what))
+    failure = "trainer._Trainer._report = lambda self, step: os.kill(os.getpid(), signal.SIGSTOP)"
+    imports = "import signal\nfrom schedir.training import trainer\n"
+    schedule.write_text(imports + FAILING_SCHEDULE.format(what=failure))
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine",
             "train.timeout=6", "train.log_every=1"]  # fmt: skip
-    got, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")
-    assert got == 1
+    exit_code, _, err = launched(arguments(config, tmp_path / "out", *sets), tmp_path / "out")
+    assert exit_code == 1
     assert "process 1 (pipeline rank 1) is stopped, gathering the results of step 1" in err
     assert "Traceback" not in err and "unbound_buffer" not in err
 
 
-def test_out_of_memory_before_the_first_step_is_one_error(
+def test_out_of_memory_before_first_step_is_one_error(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """This is a GPU's memory. An error within an instruction would name the instruction."""
+    """The error is that of a GPU. An error within an instruction would name the instruction."""
 
-    def full(*given: object, **more: object) -> None:
+    def raise_out_of_memory(*args: object, **kwargs: object) -> None:
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2.00 GiB.\nMore.")
 
-    monkeypatch.setattr(gpt, "build_stage", full)
+    monkeypatch.setattr(gpt, "build_stage", raise_out_of_memory)
     code = run(config, [*ALONE, f'output.dir="{tmp_path}"'])
-    (said,) = capsys.readouterr().err.splitlines()
-    assert code == 1 and said.endswith(
+    (error,) = capsys.readouterr().err.splitlines()
+    assert code == 1 and error.endswith(
         "OutOfMemoryError: CUDA out of memory. Tried to allocate 2.00 GiB; this happened outside "
         "of a step"
     )

@@ -17,36 +17,36 @@ FSDP = ["pipeline.ranks=1", "pipeline.stages_per_rank=4", "pipeline.tp=1", "pipe
         "pipeline.schedule=looped_bfs", "train.steps=3", "output.record=false"]  # fmt: skip
 
 
-def trained(config: str, folder: Path, *sets: str) -> bytes:
+def run_training(config: str, folder: Path, *sets: str) -> bytes:
     """Return the file with the loss, learning rate and norm of each step."""
     code, out, err = forked(config, folder, *sets)
     assert (code, err) == (0, "")
-    told = [line for line in out.splitlines() if line.startswith("zero ")]
+    zero_lines = [line for line in out.splitlines() if line.startswith("zero ")]
     zero = next((s[-1] for s in sets if s.startswith("pipeline.zero=")), "0")
-    assert [line[:7] for line in told] == ([f"zero {zero}:"] if zero != "0" else [])
+    assert [line[:7] for line in zero_lines] == ([f"zero {zero}:"] if zero != "0" else [])
     return (folder / "loss.csv").read_bytes()
 
 
 @pytest.mark.parametrize(
-    ("transport", "zero", "more"),
+    ("transport", "zero", "settings"),
     [
         ("gloo", 1, ["train.clip_grad_norm=0", "pipeline.frozen_stages=1", "model.tied=false"]),
         ("shared_memory", 3, ["train.precision=bfloat16", "model.dropout=0.1"]),
     ],
 )
-def test_levels_have_the_losses_of_plain_replicas(
-    config: str, tmp_path: Path, transport: str, zero: int, more: list[str]
+def test_zero_levels_have_losses_of_plain_replicas(
+    config: str, tmp_path: Path, transport: str, zero: int, settings: list[str]
 ) -> None:
     """Losses are equal bit for bit, with a tied embedding, clipping and weight decay."""
-    sets = [*FSDP, f"train.transport={transport}", *more]
-    plain = trained(config, tmp_path / "plain", *sets)
+    sets = [*FSDP, f"train.transport={transport}", *settings]
+    plain = run_training(config, tmp_path / "plain", *sets)
     assert plain.count(b"\n") == 4
-    assert trained(config, tmp_path / "zero", *sets, f"pipeline.zero={zero}") == plain
+    assert run_training(config, tmp_path / "zero", *sets, f"pipeline.zero={zero}") == plain
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize(("what", "op"), [(FORWARD, "F"), (BACKWARD, "B")])
-def test_a_run_that_is_not_finite_says_where_that_began(
+def test_nonfinite_run_reports_origin_instruction(
     config: str,
     tmp_path: Path,
     poison: Callable[..., str],
@@ -64,24 +64,24 @@ def test_a_run_that_is_not_finite_says_where_that_began(
     assert [row["step"] for row in rows(tmp_path)] == ["1", "2", "3"]
 
 
-def test_updates_that_are_skipped_are_so_on_all_replicas(
+def test_nonfinite_update_is_skipped_on_all_replicas(
     config: str, tmp_path: Path, poison: Callable[..., str]
 ) -> None:
     """Only one replica has an infinite gradient."""
-    wrong = poison(BACKWARD, 1, 1, ranks="1", schedule="looped_bfs")
-    sets = [*FSDP, "train.on_nonfinite=skip", wrong]
-    found = [trained(config, tmp_path / z, *sets, f"pipeline.zero={z}") for z in "03"]
-    assert found[0] == found[1]
+    schedule = poison(BACKWARD, 1, 1, ranks="1", schedule="looped_bfs")
+    sets = [*FSDP, "train.on_nonfinite=skip", schedule]
+    loss_files = [run_training(config, tmp_path / z, *sets, f"pipeline.zero={z}") for z in "03"]
+    assert loss_files[0] == loss_files[1]
     assert [row["skipped"] for row in rows(tmp_path / "3")] == ["0", "1", "0"]
 
 
-def test_the_example(tmp_path: Path) -> None:
+def test_zero_example_trains_within_memory_limit(tmp_path: Path) -> None:
     """Only ZeRO together with recomputation trains within the limit.
 
-    Its memory is as predicted, except one activation that an instruction hands over.
+    Counted memory may be lower by one activation, which an instruction hands over.
     """
-    words = [str(ROOT / "examples" / "zero.py"), str(tmp_path / "out")]
-    code, out, err = launched(words, tmp_path / "out")
+    command = [str(ROOT / "examples" / "zero.py"), str(tmp_path / "out")]
+    code, out, err = launched(command, tmp_path / "out")
     assert code == 0, err
     assert err.count("MemoryLimitError: looped_bfs: rank 0 needs") == 3
     assert "sharded" in err and "recomputed, to use at most 26MB: " in out

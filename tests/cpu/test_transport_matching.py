@@ -41,17 +41,17 @@ TRANSPORTS: dict[str, type[ProcessTransport]] = {
 }
 
 
-def _step(transport: ProcessTransport, program: Program) -> Any:
+def _run_steps(transport: ProcessTransport, program: Program) -> Any:
     executor = gpt_executor(program, transport)
     for _ in range(2):
         executor.step(*batch(program.shape.microbatches))
     return gradients_by_stage(executor)
 
 
-def one_rank(rank: int, kind: str, schedule: Any, shape: PipelineShape, tp: int) -> Any:
+def run_rank(rank: int, kind: str, schedule: Any, shape: PipelineShape, tp: int) -> Any:
     model: ProgressModel = TRANSPORTS[kind].progress_model
     program = compile(schedule, shape, tp=tp, progress_model=model, tied_weights=True, overlap=True)
-    return _step(TRANSPORTS[kind](program), program)
+    return _run_steps(TRANSPORTS[kind](program), program)
 
 
 @pytest.mark.parametrize(
@@ -67,14 +67,14 @@ def one_rank(rank: int, kind: str, schedule: Any, shape: PipelineShape, tp: int)
         ("shared", interleaved, PipelineShape(2, 4, 2)),
     ],
 )
-def test_the_bits_of_the_reference(kind: str, schedule: Any, shape: PipelineShape) -> None:
-    _, right = expected(shape)
-    results = run(one_rank, shape.ranks, kind, schedule, shape, 1)
+def test_transports_have_reference_bits(kind: str, schedule: Any, shape: PipelineShape) -> None:
+    _, expected_gradients = expected(shape)
+    results = run(run_rank, shape.ranks, kind, schedule, shape, 1)
     got = {s: g for grads in results for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(shape.stages)], right)
+    assert same_bits([got[s] for s in range(shape.stages)], expected_gradients)
 
 
-def test_programs_have_groups_to_issue() -> None:
+def test_overlapped_programs_have_message_groups() -> None:
     for schedule, shape in (
         (one_f_one_b, PipelineShape(3, 4)),
         (interleaved, PipelineShape(2, 4, 2)),
@@ -83,16 +83,16 @@ def test_programs_have_groups_to_issue() -> None:
         assert all(stream.joined.any() for stream in program.streams)
 
 
-def test_edges_and_tensor_parallel_groups_together() -> None:
+def test_transports_with_tensor_parallelism_have_same_bits() -> None:
     """Scattered messages cross the edges of each slice, and all transports give the same bits."""
     shape = PipelineShape(2, 3)
-    edge, *others = (run(one_rank, 4, kind, one_f_one_b, shape, 2) for kind in TRANSPORTS)
+    edge, *others = (run(run_rank, 4, kind, one_f_one_b, shape, 2) for kind in TRANSPORTS)
     for other in others:
         for one, same in zip(edge, other, strict=True):
             assert same_bits(list(one.values()), list(same.values()))
 
 
-class Static(EdgeGroups):
+class StaticSends(EdgeGroups):
     """Sends from static memory, as NCCL does, and records the addresses."""
 
     def __init__(self, program: Program) -> None:
@@ -107,7 +107,7 @@ class Static(EdgeGroups):
         return super().send(tensor, peer, lane)
 
 
-def addresses(
+def record_send_addresses(
     rank: int, schedule: Any, shape: PipelineShape, tp: int, buffer_sharing: BufferSharing | None
 ) -> Any:
     """Return whether two steps send from the same addresses, how many there are, and gradients.
@@ -115,9 +115,9 @@ def addresses(
     Addresses of warmup steps are counted too.
     """
     program = compile(schedule, shape, tp=tp, tied_weights=True, buffer_sharing=buffer_sharing)
-    transport = Static(program)
+    transport = StaticSends(program)
     transport.sent.clear()
-    grads = _step(transport, program)
+    grads = _run_steps(transport, program)
     sent, sends = (
         transport.sent,
         sum(op in SEND_OPS for op, _, _ in program.streams[transport.rank]),
@@ -129,29 +129,35 @@ def addresses(
 @pytest.mark.parametrize(
     ("schedule", "shape"), [(zb, PipelineShape(2, 4)), (interleaved, PipelineShape(2, 4, 2))]
 )
-def test_what_is_sent_lies_in_static_memory(
+def test_sends_use_static_memory(
     schedule: Any, shape: PipelineShape, buffer_sharing: BufferSharing | None
 ) -> None:
-    _, right = expected(shape)
-    results = run(addresses, shape.ranks, schedule, shape, 1, buffer_sharing)
+    _, expected_gradients = expected(shape)
+    results = run(record_send_addresses, shape.ranks, schedule, shape, 1, buffer_sharing)
     program = compile(schedule, shape, tied_weights=True, buffer_sharing=buffer_sharing)
     got = {s: g for _, _, grads in results for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(shape.stages)], right)
-    for (same, places, _), stream in zip(results, program.streams, strict=True):
+    assert same_bits([got[s] for s in range(shape.stages)], expected_gradients)
+    for (is_same, num_addresses, _), stream in zip(results, program.streams, strict=True):
         sends = sum(op in SEND_OPS for op, _, _ in stream)
-        assert same and 0 < places <= sends and (places == sends) == (buffer_sharing is None)
+        assert (
+            is_same
+            and 0 < num_addresses <= sends
+            and (num_addresses == sends) == (buffer_sharing is None)
+        )
 
 
-def test_parts_of_boundaries_lie_in_static_memory() -> None:
+def test_scattered_sends_use_static_memory() -> None:
     shape = PipelineShape(2, 3)
-    static = run(addresses, 4, one_f_one_b, shape, 2, None)
-    plain = run(one_rank, 4, "per_edge", one_f_one_b, shape, 2)
-    for (same, places, grads), right in zip(static, plain, strict=True):
-        assert same and places == 3
-        assert same_bits([*grads.values()], [*right.values()])
+    static_results = run(record_send_addresses, 4, one_f_one_b, shape, 2, None)
+    plain_results = run(run_rank, 4, "per_edge", one_f_one_b, shape, 2)
+    for (is_same, num_addresses, grads), plain_grads in zip(
+        static_results, plain_results, strict=True
+    ):
+        assert is_same and num_addresses == 3
+        assert same_bits([*grads.values()], [*plain_grads.values()])
 
 
-def without_check(rank: int, kind: str) -> Any:
+def run_unchecked_program(rank: int, kind: str) -> Any:
     """Run a program that only `per_edge` accepts, on a transport that claims this model."""
     program = naive(expand_schedule(one_f_one_b, PipelineShape(2, 4)))
     transport: ProcessTransport = (
@@ -160,43 +166,46 @@ def without_check(rank: int, kind: str) -> Any:
     with pytest.raises(DeadlockError):
         check(program, "per_device")
     transport.progress_model = "per_edge"
-    return len(_step(transport, program))
+    return len(_run_steps(transport, program))
 
 
-def test_what_the_model_forbids_hangs_where_it_is_strict_and_only_there() -> None:
-    assert run(without_check, 2, "per_edge") == [1, 1]
+def test_program_illegal_per_device_hangs_only_on_strict_transport() -> None:
+    assert run(run_unchecked_program, 2, "per_edge") == [1, 1]
     with pytest.raises(RankError) as error:
-        run(without_check, 2, "strict", limit=30)
+        run(run_unchecked_program, 2, "strict", limit=30)
     assert any("Stuck" in tb for tb in error.value.tracebacks.values())
 
 
-def groups_made(rank: int) -> Any:
+def record_groups(rank: int) -> Any:
     """Record the groups that this process helps to create, in order, and check its edges."""
-    made, new_group = [], dist.new_group
+    created, new_group = [], dist.new_group
 
-    def noted(ranks: list[int], *args: Any, **options: Any) -> Any:
-        made.append(tuple(ranks))
+    def record_group(ranks: list[int], *args: Any, **options: Any) -> Any:
+        created.append(tuple(ranks))
         return new_group(ranks, *args, **options)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(dist, "new_group", noted)
+        patch.setattr(dist, "new_group", record_group)
         transport = EdgeGroups(compile(one_f_one_b, PipelineShape(3, 4), tp=2))
-    return made, sorted(transport.edge_groups)
+    return created, sorted(transport.edge_groups)
 
 
-def test_a_process_makes_its_own_groups_and_no_others() -> None:
+def test_process_creates_only_its_own_groups() -> None:
     program = compile(one_f_one_b, PipelineShape(3, 4), tp=2)
-    for rank, (made, own) in enumerate(run(groups_made, 6)):
+    for rank, (created, own_edges) in enumerate(run(record_groups, 6)):
         before, after = (rank - 2, rank), (rank, rank + 2)
-        here = [before] * 2 * (rank >= 2) + [after] * 2 * (rank < 4)  # activations and gradients
+        # Each edge has a group for activations and one for gradients.
+        edge_groups = [before] * 2 * (rank >= 2) + [after] * 2 * (rank < 4)
         # There are groups for the model, the layers and the gathers, and four colours of edges. A
-        # process without an edge of a colour is alone in that group.
-        assert len(made) == 7 and all(rank in row for row in made)
-        assert sorted(row for row in made[3:] if len(row) > 1) == sorted(here)
-        assert own == [e for e in directed_edges(program) if rank // 2 in (e.source, e.target)]
+        # process without an edge of a color is alone in that group.
+        assert len(created) == 7 and all(rank in row for row in created)
+        assert sorted(row for row in created[3:] if len(row) > 1) == sorted(edge_groups)
+        assert own_edges == [
+            e for e in directed_edges(program) if rank // 2 in (e.source, e.target)
+        ]
 
 
-def test_edges_apart_have_no_rank_in_common() -> None:
+def test_edges_of_one_color_have_no_common_rank() -> None:
     for schedule, shape, most in (
         (
             one_f_one_b,
@@ -219,27 +228,27 @@ def test_edges_apart_have_no_rank_in_common() -> None:
         assert len(colours) == most
 
 
-def uneven(rank: int) -> Any:
+def run_after_uneven_groups(rank: int) -> Any:
     """Create edges where processes already created different numbers of groups.
 
-    torch also has the same colour for all groups, of which NCCL would make one group.
+    torch returns the same color for all groups, and NCCL would create one group of them.
     """
     if rank < 2:
         dist.new_group([0, 1], use_local_synchronization=True)
     program = compile(one_f_one_b, PipelineShape(3, 4), tied_weights=True)
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(dist.distributed_c10d, "_process_group_color", lambda ranks: 7)
-        return _step(EdgeGroups(program), program)
+        return _run_steps(EdgeGroups(program), program)
 
 
-def test_groups_where_processes_have_others() -> None:
+def test_edge_groups_work_after_uneven_group_creation() -> None:
     shape = PipelineShape(3, 4)
-    _, right = expected(shape)
-    got = {s: g for grads in run(uneven, 3, limit=30) for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(shape.stages)], right)
+    _, expected_gradients = expected(shape)
+    got = {s: g for grads in run(run_after_uneven_groups, 3, limit=30) for s, g in grads.items()}
+    assert same_bits([got[s] for s in range(shape.stages)], expected_gradients)
 
 
-def anew(rank: int) -> Any:
+def run_after_destroyed_groups(rank: int) -> Any:
     """Create a transport after another one, some or all of whose groups were destroyed."""
     program = compile(one_f_one_b, PipelineShape(3, 4), tied_weights=True)
     for _ in range(2):
@@ -249,24 +258,24 @@ def anew(rank: int) -> Any:
                 dist.destroy_process_group(group)
     for group in transport.edge_groups.values():
         dist.destroy_process_group(group)
-    return _step(EdgeGroups(program, timeout=10.0), program)
+    return _run_steps(EdgeGroups(program, timeout=10.0), program)
 
 
-def test_groups_where_others_have_been_destroyed() -> None:
+def test_edge_groups_work_after_group_destruction() -> None:
     shape = PipelineShape(3, 4)
-    _, right = expected(shape)
-    got = {s: g for grads in run(anew, 3, limit=30) for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(shape.stages)], right)
+    _, expected_gradients = expected(shape)
+    got = {s: g for grads in run(run_after_destroyed_groups, 3, limit=30) for s, g in grads.items()}
+    assert same_bits([got[s] for s in range(shape.stages)], expected_gradients)
 
 
-def test_rows_of_one_colour_are_split_apart(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rows_of_one_color_are_separated(monkeypatch: pytest.MonkeyPatch) -> None:
     rows = [(0, 1), (2, 3), (4, 5)]
     assert process_groups._partition_by_color(rows) == [rows]
     monkeypatch.setattr(dist.distributed_c10d, "_process_group_color", lambda ranks: ranks[0] % 4)
     assert process_groups._partition_by_color(rows) == [[(0, 1), (2, 3)], [(4, 5)]]
 
 
-def test_edges_of_a_chain() -> None:
+def test_directed_edges_of_one_f_one_b() -> None:
     edges = directed_edges(compile(one_f_one_b, PipelineShape(3, 4)))
     assert [(e.lane.name, e.source, e.target) for e in edges] == [
         ("ACT", 0, 1),
@@ -276,7 +285,7 @@ def test_edges_of_a_chain() -> None:
     ]
 
 
-def held_back(rank: int) -> Any:
+def wait_within_group(rank: int) -> Any:
     """Check that waiting for a transfer of an open group, which would never end, is refused."""
     transport = GroupedMessages(compile(one_f_one_b, PipelineShape(2, 2)))
     transport.start_group()
@@ -290,5 +299,5 @@ def held_back(rank: int) -> Any:
     return True
 
 
-def test_a_group_is_issued_at_its_end() -> None:
-    assert run(held_back, 2) == [True, True]
+def test_message_group_is_issued_at_its_end() -> None:
+    assert run(wait_within_group, 2) == [True, True]

@@ -13,49 +13,49 @@ from tests.cpu.train_command import Run, script
 from tests.tutorial import READ_A_TRACE, ROOT, TRAIN_A_MODEL, Step, numbers_apart, steps
 
 # The difference between a prediction and its run depends on the machine.
-NEAR = (
+PREDICTION = (
     r"bubble N%, (predicted N%( and N% unexplained)?"
     r"|not predicted: the simulation takes N% (more|less))(?= |$)"
 )
 
 
-def said(text: str) -> str:
-    return re.sub(NEAR, "bubble", numbers_apart(text))
+def remove_prediction(text: str) -> str:
+    return re.sub(PREDICTION, "bubble", numbers_apart(text))
 
 
-def test_a_run_may_be_predicted_or_not() -> None:
+def test_comparison_ignores_prediction_of_bubble() -> None:
     step = "step 5  loss 4.6  norm 3.4  bubble 45.8%, "
-    predicted = said(f"{step}predicted 32.2% and 13.8% unexplained\nstep 10")
+    predicted = remove_prediction(f"{step}predicted 32.2% and 13.8% unexplained\nstep 10")
     for other in ("predicted 32.2%", "not predicted: the simulation takes 12% more"):
-        assert said(f"{step}{other}\nstep 10") == predicted
+        assert remove_prediction(f"{step}{other}\nstep 10") == predicted
     for other in ("predicted", "predicted 3% of it", "not predicted"):
-        assert said(f"{step}{other}\nstep 10") != predicted
+        assert remove_prediction(f"{step}{other}\nstep 10") != predicted
 
 
-def run(step: Step, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
+def run_command(step: Step, folder: Path, capsys: pytest.CaptureFixture[str]) -> str:
     """Run a command of a page in the current folder, and return what it prints."""
-    words = shlex.split(step.text)
-    if words[0] == "torchrun":
-        assert words[1] == "--nproc-per-node"
-        return script(folder / words[3], int(words[2]), folder / "by torchrun")
-    if words[:2] == ["python", "train.py"]:
-        runpy.run_path(words[1], run_name="__main__")
+    command = shlex.split(step.text)
+    if command[0] == "torchrun":
+        assert command[1] == "--nproc-per-node"
+        return script(folder / command[3], int(command[2]), folder / "by torchrun")
+    if command[:2] == ["python", "train.py"]:
+        runpy.run_path(command[1], run_name="__main__")
         return capsys.readouterr().out
-    if words[0] == "schedir" and words[1] != "train":
-        assert main(words[1:]) == 0, step.text
+    if command[0] == "schedir" and command[1] != "train":
+        assert main(command[1:]) == 0, step.text
         return capsys.readouterr().out
-    argv = [str(ROOT / words[1]), *words[2:]] if words[0] == "python" else words[1:]
-    logs = folder / f"run {words[2:]}".replace("/", " ")
+    argv = [str(ROOT / command[1]), *command[2:]] if command[0] == "python" else command[1:]
+    logs = folder / f"run {command[2:]}".replace("/", " ")
     code, out, err = Run(argv, logs, cwd=str(folder), COLUMNS="80").finish()
     assert code == 0, (step.text, out, err)
     return out
 
 
-def losses(text: str) -> list[str]:
+def find_losses(text: str) -> list[str]:
     return re.findall(r"loss ([\d.]+)", text)
 
 
-def test_train_a_model(
+def test_train_a_model_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The whole page runs in an empty folder."""
@@ -69,20 +69,20 @@ def test_train_a_model(
                 file.write(step.text)
     commands = [step for step in page if step.kind == "command"]
     try:
-        printed = [run(step, tmp_path, capsys) for step in commands]
+        printed = [run_command(step, tmp_path, capsys) for step in commands]
     finally:
         sys.modules.pop("mine", None)
     for step, out in zip(commands, printed, strict=True):
-        assert said(out) == said(step.prints), step.text
-    in_process, in_four, *trained = map(losses, printed)
+        assert remove_prediction(out) == remove_prediction(step.prints), step.text
+    in_process, in_four, *trained = map(find_losses, printed)
     assert in_process == 2 * in_four and len(in_four) == 3  # the same losses, as the page states
     assert len(trained) == 2 and trained[0] == trained[1]
-    shown = [losses(step.prints) for step in commands]
+    shown = [find_losses(step.prints) for step in commands]
     assert shown[0] == 2 * shown[1] and shown[2] == shown[3]
     assert {path.name for path in tmp_path.iterdir()} >= {"schedir-output", "second"}
 
 
-def test_read_a_trace(
+def test_read_a_trace_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The commands that record and read a run work in order."""
@@ -92,7 +92,7 @@ def test_read_a_trace(
     commands = [step for step in page if "traced.timeline" not in step.text]
     assert len(commands) == 6
     for step in commands:
-        out = run(step, tmp_path, capsys)
+        out = run_command(step, tmp_path, capsys)
         if step.text.startswith(
             "schedir compare"
         ):  # the width of its columns depends on the numbers

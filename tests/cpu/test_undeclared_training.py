@@ -28,86 +28,86 @@ from tests.cpu.test_tied_weights import BOUNDARY, SCALE, Model, adam, batch, los
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "ties.txt"
 TEXTS = dict(re.findall(r"^## (.*)\n((?:(?!## ).*\n)*)", GOLDEN.read_text(), flags=re.M))
-PLAN = PipelineShape(2, 2)
+SHAPE = PipelineShape(2, 2)
 
 
-def _make(
-    stages: Any, tied: Any = False, said: TiedWeights | None = None, **options: Any
+def _make_executor(
+    stages: Any, tied: Any = False, tied_weights: TiedWeights | None = None, **options: Any
 ) -> InProcessExecutor:
     program = schedir.compile(gpipe, PipelineShape(len(stages), 2), tied_weights=tied)
     return InProcessExecutor(
-        program, stages, loss=loss, boundary=BOUNDARY, tied_weights=said, **options
+        program, stages, loss=loss, boundary=BOUNDARY, tied_weights=tied_weights, **options
     )
 
 
-def _undeclared(tied: Any = False, **options: Any) -> InProcessExecutor:
-    return _make(parts(Model(2)), tied, **options)
+def _undeclared_tie(tied: Any = False, **options: Any) -> InProcessExecutor:
+    return _make_executor(parts(Model(2)), tied, **options)
 
 
-def _copied(**options: Any) -> InProcessExecutor:
-    return _make([deepcopy(s) for s in parts(Model(2))], **options)
+def _undeclared_copies(**options: Any) -> InProcessExecutor:
+    return _make_executor([deepcopy(s) for s in parts(Model(2))], **options)
 
 
-def _differ() -> InProcessExecutor:
+def _different_copies() -> InProcessExecutor:
     stages = parts(Model(2))
     ties = schedir.find_tied_weights(stages)
     stages = [deepcopy(s) for s in stages]
     with torch.no_grad():
         stages[1].head.weight.mul_(2)
-    return _make(stages, ties, ties)
+    return _make_executor(stages, ties, ties)
 
 
-def _frozen() -> InProcessExecutor:
+def _frozen_copy() -> InProcessExecutor:
     stages = parts(Model(2))
     ties = schedir.find_tied_weights(stages)
     stages[0].words.weight.requires_grad_(False)
-    return _make(stages, ties, ties)
+    return _make_executor(stages, ties, ties)
 
 
-def _shapes() -> InProcessExecutor:
+def _different_shapes() -> InProcessExecutor:
     ties = TiedWeights((((0, "words.weight"), (1, "layer.up.weight")),))
-    return _make([deepcopy(s) for s in parts(Model(2))], ties, ties)
+    return _make_executor([deepcopy(s) for s in parts(Model(2))], ties, ties)
 
 
-def _otherwise() -> InProcessExecutor:
-    """Declare a tie of two stages for a weight of three."""
+def _incomplete_tie() -> InProcessExecutor:
+    """Declare two of the three stages that share a weight."""
     stages = parts(Model(3, ((0, 1, 2),)))
     ties = TiedWeights((((0, "layer.up.weight"), (1, "layer.up.weight")),))
-    return _make(stages, ties, ties)
+    return _make_executor(stages, ties, ties)
 
 
-def _no_such_name() -> InProcessExecutor:
+def _unknown_name() -> InProcessExecutor:
     ties = TiedWeights((((0, "wte.weight"), (1, "lm_head.weight")),))
-    return _make(parts(Model(2)), ties, ties)
+    return _make_executor(parts(Model(2)), ties, ties)
 
 
-def _twice_in_the_optimizer() -> InProcessExecutor:
+def _duplicate_in_optimizer() -> InProcessExecutor:
     stages = parts(Model(2))
 
-    def both(own: Any) -> Any:
+    def make_optimizer(parameters: Any) -> Any:
         with pytest.warns(UserWarning, match="duplicate"):
-            return torch.optim.SGD([*own, stages[0].words.weight], lr=0.1)
+            return torch.optim.SGD([*parameters, stages[0].words.weight], lr=0.1)
 
-    return _make(stages, True, optimizer=both)
+    return _make_executor(stages, True, optimizer=make_optimizer)
 
 
-def _hooked() -> InProcessExecutor:
+def _hook_on_tied_weight() -> InProcessExecutor:
     stages = parts(Model(2))
     stages[0].words.weight.register_hook(lambda grad: grad)
-    return _make(stages, True)
+    return _make_executor(stages, True)
 
 
-def _none_there() -> InProcessExecutor:
-    return _make(parts(Model(3)), ((0, 2), (1, 2)))
+def _stages_without_weights() -> InProcessExecutor:
+    return _make_executor(parts(Model(3)), ((0, 2), (1, 2)))
 
 
-def _said_twice_within_a_stage() -> InProcessExecutor:
+def _two_weights_of_one_stage() -> InProcessExecutor:
     places = (0, "layer.up.weight"), (1, "layer.up.weight"), (1, "layer.norm.bias")
     ties = TiedWeights((places,))
-    return _make(parts(Model(2)), ties, ties)
+    return _make_executor(parts(Model(2)), ties, ties)
 
 
-class _Learns(nn.Module):
+class _TrainedLoss(nn.Module):
     """A loss with a Parameter."""
 
     def __init__(self) -> None:
@@ -118,29 +118,29 @@ class _Learns(nn.Module):
         return loss(y * self.times, target)
 
 
-def _learning(step_it: bool) -> InProcessExecutor:
-    learns = _Learns()
-    program = schedir.compile(gpipe, PLAN, tied_weights=True)
-    more = [learns.times] if step_it else []
+def _step_with_trained_loss(is_optimized: bool) -> InProcessExecutor:
+    learns = _TrainedLoss()
+    program = schedir.compile(gpipe, SHAPE, tied_weights=True)
+    loss_weights = [learns.times] if is_optimized else []
     ranks = InProcessExecutor(
         program, parts(Model(2)), loss=learns, boundary=BOUNDARY,
-        optimizer=lambda own: torch.optim.SGD([*own, *more], lr=0.1),
+        optimizer=lambda parameters: torch.optim.SGD([*parameters, *loss_weights], lr=0.1),
     )  # fmt: skip
     ranks.step(*batch(2, 0), SCALE)
     return ranks
 
 
-def _scaling() -> InProcessExecutor:
+def _scaled_embedding() -> InProcessExecutor:
     model = Model(2)
     model.wte.max_norm = 1.0
-    return _make(parts(model), True)
+    return _make_executor(parts(model), True)
 
 
-def _changed(change: Callable[[nn.Module], object]) -> InProcessExecutor:
+def _step_after_change(change: Callable[[nn.Module], object]) -> InProcessExecutor:
     model = Model(2)
     model.h[1].up.bias.requires_grad_(False)
     stages = parts(model)
-    ranks = _make(stages, True)
+    ranks = _make_executor(stages, True)
     ranks.step(*batch(2, 0), SCALE)
     change(stages[1])
     ranks.step(*batch(2, 1), SCALE)
@@ -168,69 +168,69 @@ def _remove(stage: Any) -> None:
 
 
 MISTAKES: dict[str, Callable[[], object]] = {
-    "one Parameter in two stages": _undeclared,
-    "other stages are tied": lambda: _make(parts(Model(3)), ((0, 1),)),
-    "copies that nobody declares": _copied,
-    "copies that differ": _differ,
-    "a frozen copy": _frozen,
-    "two shapes": _shapes,
-    "three stages said to be two": _otherwise,
-    "no such name": _no_such_name,
-    "twice in the optimizer": _twice_in_the_optimizer,
-    "a hook": _hooked,
-    "nothing to tie": _none_there,
-    "a whole model's ties": lambda: _undeclared(schedir.find_tied_weights(Model(2))),
-    "flat stages": lambda: _undeclared((0, 1)),
-    "a stage too many": lambda: _undeclared(((0, 4),)),
-    "no Ties": lambda: _undeclared(said=True),
-    "a model's Ties": lambda: _undeclared(said=schedir.find_tied_weights(Model(2))),
+    "one Parameter in two stages": _undeclared_tie,
+    "other stages are tied": lambda: _make_executor(parts(Model(3)), ((0, 1),)),
+    "copies that nobody declares": _undeclared_copies,
+    "copies that differ": _different_copies,
+    "a frozen copy": _frozen_copy,
+    "two shapes": _different_shapes,
+    "three stages said to be two": _incomplete_tie,
+    "no such name": _unknown_name,
+    "twice in the optimizer": _duplicate_in_optimizer,
+    "a hook": _hook_on_tied_weight,
+    "nothing to tie": _stages_without_weights,
+    "a whole model's ties": lambda: _undeclared_tie(schedir.find_tied_weights(Model(2))),
+    "flat stages": lambda: _undeclared_tie((0, 1)),
+    "a stage too many": lambda: _undeclared_tie(((0, 4),)),
+    "no Ties": lambda: _undeclared_tie(tied_weights=True),
+    "a model's Ties": lambda: _undeclared_tie(tied_weights=schedir.find_tied_weights(Model(2))),
     "no names": lambda: TiedWeights(((0, "words.weight"), (1, "head.weight"))),  # type: ignore[arg-type]
-    "two Parameters of a stage": _said_twice_within_a_stage,
-    "a loss that learns": lambda: _learning(step_it=True),
-    "an embedding that scales": _scaling,
+    "two Parameters of a stage": _two_weights_of_one_stage,
+    "a loss that learns": lambda: _step_with_trained_loss(is_optimized=True),
+    "an embedding that scales": _scaled_embedding,
     "own stages alone": lambda: schedir.find_tied_weights({1: Model(2)}),
     "other names": lambda: schedir.find_tied_weights(Model(2)).locate_in_stages(
         deepcopy(parts(Model(2)))
     ),
-    "trained now": lambda: _changed(_unfreeze),
-    "frozen now": lambda: _changed(_freeze),
-    "added": lambda: _changed(_add),
-    "replaced": lambda: _changed(_replace),
-    "removed": lambda: _changed(_remove),
+    "trained now": lambda: _step_after_change(_unfreeze),
+    "frozen now": lambda: _step_after_change(_freeze),
+    "added": lambda: _step_after_change(_add),
+    "replaced": lambda: _step_after_change(_replace),
+    "removed": lambda: _step_after_change(_remove),
 }
 
 
 @pytest.mark.parametrize("mistake", MISTAKES)
-def test_refused(mistake: str) -> None:
+def test_mistakes_are_refused_with_golden_errors(mistake: str) -> None:
     with pytest.raises(SchedirError) as caught:
         MISTAKES[mistake]()
     assert str(caught.value) == TEXTS[mistake].strip()
 
 
-def test_every_text_is_of_a_mistake() -> None:
+def test_golden_errors_and_mistakes_have_same_names() -> None:
     assert TEXTS.keys() == MISTAKES.keys()
 
 
-def test_what_is_trained_by_nobody_of_the_rank_is_said() -> None:
-    """An example is a loss's own network that is not frozen. There is one warning per stage."""
-    with pytest.warns(UserWarning, match="stage 1 or its loss uses Parameters") as said:
-        _learning(step_it=False).step(*batch(2, 1), SCALE)
-    assert len(said) == 1
+def test_untrained_parameters_of_loss_warn() -> None:
+    """The loss has an unfrozen Parameter, and the warning appears once."""
+    with pytest.warns(UserWarning, match="stage 1 or its loss uses Parameters") as caught:
+        _step_with_trained_loss(is_optimized=False).step(*batch(2, 1), SCALE)
+    assert len(caught) == 1
 
 
-def test_places_of_ties_are_sorted_and_said_once() -> None:
+def test_tied_weight_locations_are_sorted_and_unique() -> None:
     a, b = (0, "words.weight"), (1, "head.weight")
     assert TiedWeights(((b, a, b),)) == TiedWeights([[[*a], [*b]]])  # type: ignore[arg-type]
 
 
-def test_equal_by_chance_is_said() -> None:
-    ranks: Any = _copied(execution=ExecutionOptions(allow_identical_stages=True))
+def test_allow_identical_stages_accepts_equal_copies() -> None:
+    ranks: Any = _undeclared_copies(execution=ExecutionOptions(allow_identical_stages=True))
     ranks.step(*batch(2, 0), SCALE)
     one, other = (rank.stages[s].module for s, rank in enumerate(ranks.executors))
     assert not torch.equal(one.words.weight.grad, other.head.weight.grad)
 
 
-def test_constants_are_equal_and_pass() -> None:
+def test_equal_constant_weights_are_accepted() -> None:
     """Equal norms and zero biases pass, but not a matrix whose sampled elements are constant."""
     stages: list[Any] = [nn.Sequential(nn.LayerNorm(200), nn.Linear(200, 200)) for _ in range(2)]
     nn.init.zeros_(stages[0][1].weight)
@@ -238,7 +238,7 @@ def test_constants_are_equal_and_pass() -> None:
     for stage in stages:
         nn.init.zeros_(stage[1].bias)
     options: Any = {"loss": lambda y, t: y.sum(), "boundary": Boundary((2, 200))}
-    program = schedir.compile(gpipe, PLAN)
+    program = schedir.compile(gpipe, SHAPE)
     InProcessExecutor(program, stages, **options)
     with torch.no_grad():
         for k, stage in enumerate(stages):
@@ -250,11 +250,11 @@ def test_constants_are_equal_and_pass() -> None:
         InProcessExecutor(program, stages, **options)
 
 
-def test_a_change_that_trains_nothing_passes() -> None:
+def test_untrained_module_changes_are_accepted() -> None:
     model = Model(2)
     model.h[0].up.requires_grad_(False)
     stages = parts(model)
-    ranks = _make(stages, True)
+    ranks = _make_executor(stages, True)
     changes: Any = (
         lambda: setattr(stages[0].layer, "note", nn.Identity()),
         lambda: setattr(stages[0].layer, "more", nn.Linear(1, 1).requires_grad_(False)),
@@ -266,18 +266,18 @@ def test_a_change_that_trains_nothing_passes() -> None:
         ranks.step(*batch(2, 0), SCALE)
 
 
-def test_what_is_looked_at_is_one_list() -> None:
+def test_parameter_guard_does_not_traverse_modules() -> None:
     """The check does not walk through the modules, which would take as long as a step."""
     stages: Any = dict(enumerate(parts(Model(2))))
-    unchanged = ParameterGuard(stages)
+    guard = ParameterGuard(stages)
     for stage in stages.values():
         stage.named_parameters = stage.modules = None
-    unchanged.require_unchanged()
+    guard.require_unchanged()
 
 
-def test_weights_put_elsewhere_between_steps_are_those_that_train() -> None:
-    """Examples are vector_to_parameters, and an average of weights used in an evaluation."""
-    whole, model = Model(4), Model(4)
+def test_reassigned_weight_data_is_trained() -> None:
+    """Between steps, vector_to_parameters moves the weights to other memory."""
+    plain_model, model = Model(4), Model(4)
     stages = parts(model)
     make_backward_splittable(model)
     program = schedir.compile(
@@ -285,26 +285,26 @@ def test_weights_put_elsewhere_between_steps_are_those_that_train() -> None:
     )
     ranks = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
     for step in range(2):
-        numbers = nn.utils.parameters_to_vector(whole.parameters()) * 0.9
-        for one in (whole, model):
-            nn.utils.vector_to_parameters(numbers.detach().clone(), one.parameters())
+        vector = nn.utils.parameters_to_vector(plain_model.parameters()) * 0.9
+        for either in (plain_model, model):
+            nn.utils.vector_to_parameters(vector.detach().clone(), either.parameters())
         ranks.step(*batch(4, step), SCALE)
-        whole.zero_grad()
+        plain_model.zero_grad()
         for x, target in zip(*batch(4, step), strict=True):
-            torch.autograd.backward(loss(whole(x), target) * SCALE)
-        for p, right in zip(model.parameters(), whole.parameters(), strict=True):
-            assert torch.allclose(p.grad, right.grad, rtol=1e-9)  # type: ignore[arg-type]
+            torch.autograd.backward(loss(plain_model(x), target) * SCALE)
+        for p, expected in zip(model.parameters(), plain_model.parameters(), strict=True):
+            assert torch.allclose(p.grad, expected.grad, rtol=1e-9)  # type: ignore[arg-type]
 
 
 @pytest.mark.parametrize("error", [ValueError, KeyboardInterrupt])
-def test_a_step_that_ends_early_leaves_the_one_parameter(error: type[BaseException]) -> None:
-    def ends(y: Tensor, target: Tensor) -> Tensor:
+def test_failed_step_keeps_shared_parameter(error: type[BaseException]) -> None:
+    def raise_error(y: Tensor, target: Tensor) -> Tensor:
         raise error
 
     model = Model(2)
     stages = parts(model)
     program = schedir.compile(interleaved, PipelineShape(1, 2, 2), tied_weights=True)
-    ranks = InProcessExecutor(program, stages, loss=ends, boundary=BOUNDARY)
+    ranks = InProcessExecutor(program, stages, loss=raise_error, boundary=BOUNDARY)
     for step in (ranks.step, ranks.executors[0].step):
         ranks.executors[0].resources.is_in_step = False
         with pytest.raises((SchedirError, error)):
@@ -315,31 +315,33 @@ def test_a_step_that_ends_early_leaves_the_one_parameter(error: type[BaseExcepti
 # ---------------------------------------------------------------- processes
 
 
-def _process(process: int, how: str) -> None:
-    """Run a process with its own stage, which no other process sees."""
-    dp = 2 if how.startswith("replicas") else 1
-    program = schedir.compile(one_f_one_b, PLAN if dp == 1 else PipelineShape(1, 2), dp=dp)
+def _run_process(process: int, difference: str) -> None:
+    """Build the executor of one process, which has only its own stage."""
+    dp = 2 if difference.startswith("replicas") else 1
+    program = schedir.compile(one_f_one_b, SHAPE if dp == 1 else PipelineShape(1, 2), dp=dp)
     transport = GlooTransport(program)
-    model = Model(program.shape.stages, seed=process if how == "replicas" else 0)
-    if how == "seeded":
+    model = Model(program.shape.stages, seed=process if difference == "replicas" else 0)
+    if difference == "seeded":
         model = Model(2)
         model.lm_head.weight = nn.Parameter(model.lm_head.weight.detach() + 1)
         model.h[1].up.weight = nn.Parameter(model.h[0].up.weight.detach().clone())
-    ties = schedir.find_tied_weights(parts(model)) if how in ("decay", "not stepped") else None
+    ties = (
+        schedir.find_tied_weights(parts(model)) if difference in ("decay", "not stepped") else None
+    )
     if ties:
-        program = schedir.compile(one_f_one_b, PLAN, tied_weights=ties)
+        program = schedir.compile(one_f_one_b, SHAPE, tied_weights=ties)
     stage = deepcopy(parts(model)[transport.rank])
-    decay = 0.1 if how.endswith("decay") and process else 0.01
-    weights = [*stage.parameters()][: -1 if how == "not stepped" and process else None]
+    decay = 0.1 if difference.endswith("decay") and process else 0.01
+    weights = [*stage.parameters()][: -1 if difference == "not stepped" and process else None]
     Executor(
         program, transport.rank, {transport.rank: stage}, transport, loss=loss, tied_weights=ties,
         boundary=BOUNDARY, optimizer=adam(weights, weight_decay=decay),
-        execution=ExecutionOptions(allow_identical_stages=how == "alike"),
+        execution=ExecutionOptions(allow_identical_stages=difference == "alike"),
     )  # fmt: skip
 
 
 @pytest.mark.parametrize(
-    ("how", "said"),
+    ("difference", "message"),
     [
         ("tied", "words.weight of stage 0 and head.weight of stage 1 are equal, but they are not"),
         (
@@ -358,12 +360,12 @@ def _process(process: int, how: str) -> None:
         ("not stepped", "and head.weight of stage 1 are one weight, but their optimizer options "),
     ],
 )
-def test_processes_compare_what_they_hold(how: str, said: str) -> None:
+def test_differences_between_processes_are_refused(difference: str, message: str) -> None:
     with pytest.raises(RankError) as caught:
-        run(_process, 2, how, limit=60)
+        run(_run_process, 2, difference, limit=60)
     assert len(caught.value.tracebacks) == 2
-    assert all("ModelError: " in tb and said in tb for tb in caught.value.tracebacks.values())
+    assert all("ModelError: " in tb and message in tb for tb in caught.value.tracebacks.values())
 
 
-def test_processes_that_say_that_they_are_alike() -> None:
-    assert run(_process, 2, "alike") == [None, None]
+def test_allow_identical_stages_applies_to_processes() -> None:
+    assert run(_run_process, 2, "alike") == [None, None]

@@ -25,7 +25,7 @@ from tests.cpu.test_warmup_step import Streamed
 STEPS = 2
 
 
-class Made(NamedTuple):
+class StepCase(NamedTuple):
     """A model of two stages, its optimizer, and other objects that a step may change."""
 
     first: nn.Module
@@ -37,17 +37,17 @@ class Made(NamedTuple):
     batch: Callable[[Tensor], Tensor] = lambda x: x
 
 
-def _made(
+def _make_case(
     first: nn.Module | None = None,
     optimizer: Callable[[list[nn.Parameter]], Optimizer] | None = None,
     **options: Any,
-) -> Made:
+) -> StepCase:
     first, last = first or nn.Linear(8, 8), nn.Linear(8, 8)
     parameters = [*first.parameters(), *last.parameters()]
-    return Made(first, optimizer(parameters) if optimizer else None, last, **options)
+    return StepCase(first, optimizer(parameters) if optimizer else None, last, **options)
 
 
-class Mean(nn.Module):
+class CreatedBuffer(nn.Module):
     """Subtracts a mean that its first forward creates."""
 
     mean: Tensor | None
@@ -59,12 +59,12 @@ class Mean(nn.Module):
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.layer(x)
-        now = y.detach().mean(0)
-        self.mean = now if self.mean is None else 0.9 * self.mean + 0.1 * now
+        mean = y.detach().mean(0)
+        self.mean = mean if self.mean is None else 0.9 * self.mean + 0.1 * mean
         return y - self.mean
 
 
-class TwoNames(nn.Module):
+class BufferWithTwoNames(nn.Module):
     """Has one buffer under two names, and replaces the second by another buffer."""
 
     other: Tensor
@@ -81,7 +81,7 @@ class TwoNames(nn.Module):
         return y
 
 
-class Sparse(nn.Module):
+class SparseBuffers(nn.Module):
     """Has sparse buffers."""
 
     coo: Tensor
@@ -101,7 +101,7 @@ class Sparse(nn.Module):
         return y
 
 
-class Shrinks(nn.Module):
+class WrittenWeights(nn.Module):
     """Writes to its own weights."""
 
     def __init__(self) -> None:
@@ -115,7 +115,7 @@ class Shrinks(nn.Module):
         return y
 
 
-class Scaled(nn.Module):
+class LossWithBuffer(nn.Module):
     """A loss that divides by its own running mean."""
 
     mean: Tensor
@@ -130,154 +130,154 @@ class Scaled(nn.Module):
         return loss / self.mean
 
 
-def _expanded() -> Made:
+def _expanded_buffers() -> StepCase:
     """Return a model with expanded and strided buffers."""
     layer = nn.Linear(8, 8)
     layer.register_buffer("ones", torch.ones(1, 8).expand(2, 8))
     layer.register_buffer("other", torch.ones(16)[::2])
     layer.register_buffer("one", torch.ones(1).expand(3)[:1])
-    return _made(layer)
+    return _make_case(layer)
 
 
-def _averaged(fused: bool) -> Made:
+def _weight_average(fused: bool) -> StepCase:
     """Return a model whose optimizer has a hook that updates an average of the weights."""
-    made = _made(optimizer=lambda ps: AdamW(ps, 0.1, fused=fused))
-    assert made.optimizer is not None
+    case = _make_case(optimizer=lambda ps: AdamW(ps, 0.1, fused=fused))
+    assert case.optimizer is not None
     mean = torch.zeros(8, 8)
-    weight = next(made.first.parameters()).detach()
+    weight = next(case.first.parameters()).detach()
 
     def average(*_: object) -> None:
         mean.lerp_(weight, 0.5)
 
-    made.optimizer.register_step_post_hook(average)
-    return made._replace(watched=mean)
+    case.optimizer.register_step_post_hook(average)
+    return case._replace(watched=mean)
 
 
-def _rate() -> Made:
+def _tensor_learning_rate() -> StepCase:
     """Return a model whose learning rate is a tensor that its owner changes."""
     rate = torch.tensor(0.1)
-    return _made(
+    return _make_case(
         optimizer=lambda ps: AdamW(ps, lr=rate, foreach=False), between=lambda: rate.mul_(0.1)
     )
 
 
-def _foreign() -> Made:
+def _foreign_parameter() -> StepCase:
     """Return a model whose optimizer also has a foreign Parameter with a gradient."""
     other = nn.Parameter(torch.ones(3))
     other.grad = torch.ones(3)
-    return _made(optimizer=lambda ps: AdamW([*ps, other], 0.1), watched=other)
+    return _make_case(optimizer=lambda ps: AdamW([*ps, other], 0.1), watched=other)
 
 
-def _later() -> Made:
+def _later_group() -> StepCase:
     """Return a model where a parameter group was added after the others had momentum."""
 
-    def sgd(parameters: list[nn.Parameter]) -> Optimizer:
-        made = SGD(parameters[:2], lr=0.1, momentum=0.9, fused=True)
+    def make_sgd(parameters: list[nn.Parameter]) -> Optimizer:
+        optimizer = SGD(parameters[:2], lr=0.1, momentum=0.9, fused=True)
         for p in parameters[:2]:
             p.grad = torch.ones_like(p)
-        made.step()
-        made.add_param_group({"params": parameters[2:]})
-        return made
+        optimizer.step()
+        optimizer.add_param_group({"params": parameters[2:]})
+        return optimizer
 
-    return _made(optimizer=sgd)
+    return _make_case(optimizer=make_sgd)
 
 
-def _inputs_with_gradients() -> Made:
-    seen: list[Tensor] = []
+def _inputs_with_gradients() -> StepCase:
+    inputs: list[Tensor] = []
 
     def batch(x: Tensor) -> Tensor:
-        seen.append(x.requires_grad_())
+        inputs.append(x.requires_grad_())
         return x
 
-    return _made(watched=seen, batch=batch)
+    return _make_case(watched=inputs, batch=batch)
 
 
 def _writes_to_its_target(y: Tensor, target: Tensor) -> Tensor:
     return nn.functional.mse_loss(y, target.mul_(0.5))
 
 
-CASES: Mapping[str, Callable[[], Made]] = {
-    "a buffer made in a forward": lambda: _made(Mean()),
-    "a buffer that is expanded": _expanded,
-    "one buffer by two names": lambda: _made(TwoNames()),
-    "buffers that are sparse": lambda: _made(Sparse()),
-    "weights written in a forward": lambda: _made(Shrinks()),
-    "and an optimizer held back": lambda: _made(
-        Shrinks(), lambda ps: AdamW(ps, 0.1, fused=True)
+CASES: Mapping[str, Callable[[], StepCase]] = {
+    "a buffer made in a forward": lambda: _make_case(CreatedBuffer()),
+    "a buffer that is expanded": _expanded_buffers,
+    "one buffer by two names": lambda: _make_case(BufferWithTwoNames()),
+    "buffers that are sparse": lambda: _make_case(SparseBuffers()),
+    "weights written in a forward": lambda: _make_case(WrittenWeights()),
+    "and an optimizer held back": lambda: _make_case(
+        WrittenWeights(), lambda ps: AdamW(ps, 0.1, fused=True)
     ),
-    "a loss with a buffer": lambda: _made(loss=Scaled()),
-    "a loss that writes to its target": lambda: _made(loss=_writes_to_its_target),
+    "a loss with a buffer": lambda: _make_case(loss=LossWithBuffer()),
+    "a loss that writes to its target": lambda: _make_case(loss=_writes_to_its_target),
     "inputs with gradients": _inputs_with_gradients,
-    "a hook on the step": lambda: _averaged(False),
-    "a hook on a fused step": lambda: _averaged(True),
-    "a learning rate in a tensor": _rate,
-    "a Parameter of the optimizer alone": _foreign,
-    "a group that has come later": _later,
+    "a hook on the step": lambda: _weight_average(False),
+    "a hook on a fused step": lambda: _weight_average(True),
+    "a learning rate in a tensor": _tensor_learning_rate,
+    "a Parameter of the optimizer alone": _foreign_parameter,
+    "a group that has come later": _later_group,
 }  # fmt: skip
 
 
-def _steps(make: Callable[[], Made], warm: bool) -> list[Tensor]:
+def _run_steps(make: Callable[[], StepCase], warm: bool) -> list[Tensor]:
     """Return all state after some steps, with or without undone steps."""
     torch.manual_seed(0)
-    made = make()
+    case = make()
     program = compile(
         interleaved, PipelineShape(1, 2, 2), progress_model="per_edge", clip_grad_norm=True
     )
     executor = Executor(
-        program, 0, [made.first, made.last], Streamed(program), loss=made.loss,
-        boundary=Boundary((2, 8)), optimizer=made.optimizer,
+        program, 0, [case.first, case.last], Streamed(program), loss=case.loss,
+        boundary=Boundary((2, 8)), optimizer=case.optimizer,
     )  # fmt: skip
     executor.runner.is_warm = not warm
-    found: list[Any] = []
+    results: list[Any] = []
     for step in range(STEPS):
         torch.manual_seed(step)
-        found += [executor.step(made.batch(torch.randn(2, 2, 8)), torch.randn(2, 2, 8))]
-        found += [executor.grad_norm.clone(), executor.finite_updates.clone()]
-        made.between()
-    modules = nn.ModuleList([made.first, made.last])
+        results += [executor.step(case.batch(torch.randn(2, 2, 8)), torch.randn(2, 2, 8))]
+        results += [executor.grad_norm.clone(), executor.finite_updates.clone()]
+        case.between()
+    modules = nn.ModuleList([case.first, case.last])
     buffers = [b.to_dense() for b in modules.buffers()]
-    state = made.optimizer.state_dict() if made.optimizer else None
-    watched = [(t, t.grad) for t in tree_leaves(made.watched) if t.is_leaf]
-    found += [*modules.parameters(), buffers, state, watched]
-    return [leaf for leaf in tree_leaves(found) if isinstance(leaf, Tensor)]
+    state = case.optimizer.state_dict() if case.optimizer else None
+    watched = [(t, t.grad) for t in tree_leaves(case.watched) if t.is_leaf]
+    results += [*modules.parameters(), buffers, state, watched]
+    return [leaf for leaf in tree_leaves(results) if isinstance(leaf, Tensor)]
 
 
-def same(rank: int) -> dict[str, bool]:
+def compare_cases(rank: int) -> dict[str, bool]:
     torch.use_deterministic_algorithms(True)  # unwritten memory is NaN
-    found = {}
+    is_same = {}
     for name, make in CASES.items():
-        cold, warm = (_steps(make, warm) for warm in (False, True))
-        found[name] = len(cold) == len(warm) and all(map(torch.equal, cold, warm))
-    return found
+        cold, warm = (_run_steps(make, warm) for warm in (False, True))
+        is_same[name] = len(cold) == len(warm) and all(map(torch.equal, cold, warm))
+    return is_same
 
 
-def test_what_is_undone_leaves_no_trace() -> None:
-    (found,) = run(same, 1)
-    assert not [name for name, good in found.items() if not good]
+def test_undone_steps_leave_no_trace() -> None:
+    (checks,) = run(compare_cases, 1)
+    assert not [name for name, is_same in checks.items() if not is_same]
 
 
 @contextmanager
-def _counting() -> Iterator[list[object]]:
+def _record_hook_calls() -> Iterator[list[object]]:
     """Yield a list of the arguments that a hook on all optimizer steps is called with."""
     calls: list[object] = []
-    hook = register_optimizer_step_post_hook(lambda *given: calls.append(given))
+    hook = register_optimizer_step_post_hook(lambda *args: calls.append(args))
     try:
         yield calls
     finally:
         hook.remove()
 
 
-def hooked(rank: int) -> int:
-    with _counting() as calls:
-        _steps(lambda: _made(optimizer=lambda ps: AdamW(ps, 0.1, fused=True)), warm=True)
+def count_hook_calls(rank: int) -> int:
+    with _record_hook_calls() as calls:
+        _run_steps(lambda: _make_case(optimizer=lambda ps: AdamW(ps, 0.1, fused=True)), warm=True)
     return len(calls)
 
 
-def test_a_hook_on_all_optimizers_is_not_called_for_what_is_undone() -> None:
-    assert run(hooked, 1) == [STEPS]
+def test_global_optimizer_hook_ignores_undone_steps() -> None:
+    assert run(count_hook_calls, 1) == [STEPS]
 
 
-class Stops(nn.Module):
+class InterruptedForward(nn.Module):
     """Is interrupted in its fifth forward, which is in the third step of two microbatches."""
 
     def __init__(self) -> None:
@@ -292,29 +292,29 @@ class Stops(nn.Module):
         return y
 
 
-def interrupted(rank: int) -> bool:
+def run_interrupted_step(rank: int) -> bool:
     """Return whether an interrupt leaves all state as before, and a new executor can step."""
     program = compile(interleaved, PipelineShape(1, 2, 2), progress_model="per_edge")
-    stages = nn.ModuleList([Stops(), nn.Linear(8, 8)])
+    stages = nn.ModuleList([InterruptedForward(), nn.Linear(8, 8)])
     adam = AdamW(stages.parameters(), 0.1)
     before = {name: t.clone() for name, t in stages.state_dict().items()}
     x = torch.ones(2, 2, 8)
 
-    def make() -> Executor:
+    def make_executor() -> Executor:
         return Executor(
             program, 0, [*stages], Streamed(program), loss=nn.MSELoss(), boundary=(2, 8),
             optimizer=adam,
         )  # fmt: skip
 
     with pytest.raises(ExecutionError, match="has 1 inputs"):
-        make().step(x[:1], x)
+        make_executor().step(x[:1], x)
     with pytest.raises(KeyboardInterrupt):
-        make().step(x, x)
+        make_executor().step(x, x)
     after = stages.state_dict()
     same = all(torch.equal(t, after[name]) for name, t in before.items()) and not adam.state
-    make().step(x, x)
+    make_executor().step(x, x)
     return same and len(adam.state) == 4
 
 
-def test_an_interrupt_undoes_it_too() -> None:
-    assert run(interrupted, 1) == [True]
+def test_interrupt_restores_state() -> None:
+    assert run(run_interrupted_step, 1) == [True]

@@ -1,4 +1,4 @@
-"""Tests that undone steps leave nothing behind, and that a scale may be a tensor."""
+"""Tests that undone steps leave no trace, and that a gradient scale may be a tensor."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ from schedir.schedules import one_f_one_b
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_bits
 
 
-def stages(dtype: torch.dtype, wide: bool) -> list[nn.Module]:
+def make_stages(dtype: torch.dtype, wide: bool) -> list[nn.Module]:
     modules = [m.to(dtype) for m in gpt_stages(2)]
     for module in modules if wide else ():
         use_float32_gradients(module)
@@ -36,12 +36,12 @@ def stages(dtype: torch.dtype, wide: bool) -> list[nn.Module]:
     ("dtype", "wide"),
     [(torch.float32, False), (torch.bfloat16, False), (torch.bfloat16, True)],
 )
-def test_a_scale_that_the_host_does_not_read(dtype: torch.dtype, wide: bool, scaled: bool) -> None:
+def test_tensor_grad_scale_equals_float_scale(dtype: torch.dtype, wide: bool, scaled: bool) -> None:
     inputs, targets, _ = batch(3)
     program = compile(one_f_one_b, PipelineShape(2, 3), tied_weights=True, clip_grad_norm=scaled)
-    found = []
+    results = []
     for scale in (0.3, torch.tensor(0.3, dtype=torch.float64)):
-        modules = stages(dtype, wide)
+        modules = make_stages(dtype, wide)
         world = InProcessExecutor(
             program,
             modules,
@@ -50,13 +50,13 @@ def test_a_scale_that_the_host_does_not_read(dtype: torch.dtype, wide: bool, sca
             gradients=GradientOptions(loss_scale=LossScale() if scaled else None),
         )
         world.step(inputs, targets, scale)
-        found.append(gradients(modules))
-    assert same_bits(*found)
+        results.append(gradients(modules))
+    assert same_bits(*results)
 
 
-def trained(adamw: bool, main: bool) -> Any:
-    """Return a world of one rank, whose optimizer has stepped if it is AdamW, but not if SGD."""
-    modules = stages(torch.bfloat16 if main else torch.float32, main)[:1]
+def make_trained_executor(adamw: bool, main: bool) -> Any:
+    """Return an executor of one rank. It has run one step if its optimizer is AdamW."""
+    modules = make_stages(torch.bfloat16 if main else torch.float32, main)[:1]
 
     def make(parameters: list[Any]) -> torch.optim.Optimizer:
         if adamw:
@@ -78,37 +78,37 @@ def trained(adamw: bool, main: bool) -> Any:
 
 @pytest.mark.parametrize("main", [False, True])
 @pytest.mark.parametrize("adamw", [False, True])
-def test_undone_steps_leave_nothing_behind(adamw: bool, main: bool) -> None:
-    """A later step is as without them, whether or not the optimizer had states before."""
-    plain, warm = trained(adamw, main), trained(adamw, main)
-    rank = warm.executors[0]
-    places = [p.data_ptr() for s in rank.stages.values() for p in s.module.parameters()]
+def test_undone_steps_restore_weights_and_optimizer_state(adamw: bool, main: bool) -> None:
+    """Later steps have the same bits, with and without optimizer state before the undone steps."""
+    plain, undone = make_trained_executor(adamw, main), make_trained_executor(adamw, main)
+    rank = undone.executors[0]
+    addresses = [p.data_ptr() for s in rank.stages.values() for p in s.module.parameters()]
     with undo_steps(rank.state):
         for _ in range(2):
             rank.step(*batch(2, seed=1)[:2])
-    found = []
-    for world in (plain, warm):
+    results = []
+    for world in (plain, undone):
         for seed in (2, 3):
             world.step(*batch(2, seed)[:2])
-        own = world.executors[0]
-        parameters = [p for s in own.stages.values() for p in s.module.parameters()]
-        inner = getattr(own.resources.optimizer, "inner", own.resources.optimizer)
+        executor = world.executors[0]
+        parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
+        inner = getattr(executor.resources.optimizer, "inner", executor.resources.optimizer)
         states = [t for state in inner.state.values() for t in state.values()]
-        found.append(
+        results.append(
             [
                 *parameters,
                 *states,
-                own.state.options.gradients.loss_scale.value,
-                own.state.options.gradients.loss_scale.good_steps,
+                executor.state.options.gradients.loss_scale.value,
+                executor.state.options.gradients.loss_scale.good_steps,
             ]
         )
-    assert [p.data_ptr() for p in found[1][: len(places)]] == places
-    assert len(found[0]) > len(places) + 2
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
+    assert [p.data_ptr() for p in results[1][: len(addresses)]] == addresses
+    assert len(results[0]) > len(addresses) + 2
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
 
 
-def test_what_is_undone_within_another_does_not_end_it() -> None:
-    world = trained(adamw=True, main=False)
+def test_nested_undo_steps_restores_state() -> None:
+    world = make_trained_executor(adamw=True, main=False)
     (rank,) = world.executors
     before = [p.detach().clone() for s in rank.stages.values() for p in s.module.parameters()]
     rank.resources.optimizer = torch.optim.AdamW(
@@ -122,7 +122,7 @@ def test_what_is_undone_within_another_does_not_end_it() -> None:
     assert all(torch.equal(one, other) for one, other in zip(before, after, strict=True))
 
 
-def test_undone_statistics_leave_nothing_behind() -> None:
+def test_undone_steps_restore_batch_norm_buffers() -> None:
     stage = nn.Sequential(nn.Linear(4, 4), nn.BatchNorm1d(4))
     world = InProcessExecutor(
         compile(one_f_one_b, PipelineShape(1, 2)),

@@ -35,7 +35,7 @@ from tests.cpu.tiny_stages import BOUNDARY, batch, config, gradients, paired, sa
 from tests.cpu.virtual_gpu import VirtualGPU, charge, copies, install
 from tests.laws import shape_of
 
-PLANS = [
+CASES = [
     (paired, PipelineShape(2, 4)),
     (one_f_one_b, PipelineShape(2, 4)),
     (zb, PipelineShape(2, 4)),
@@ -44,16 +44,17 @@ PLANS = [
 SLOTS: list[BufferSharing | None] = [None, "minimal"]
 
 
-class Late(GlooTransport):
+class LateGathers(GlooTransport):
     """A transport whose gathers write as late as they may.
 
-    Until the wait, a gather leaves garbage in its output. No one may write to its input.
+    Before the wait, the output of a gather is NaN. Its input must not change until then.
     """
 
     def __init__(self, program: Any) -> None:
         super().__init__(program)
-        self.open: set[_LateGather] = set()
-        self.beside = 0  # collectives of layers that were called while a gather was in flight
+        self.gathers_in_flight: set[_LateGather] = set()
+        # The number of layer collectives that were called while a gather was in flight.
+        self.num_overlapping = 0
 
     def start_collective(
         self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
@@ -64,7 +65,7 @@ class Late(GlooTransport):
 
     def all_reduce_of_layers(self, tensor: Tensor, *args: Any, **how: Any) -> Any:
         if how.get("group") is self.tp_group:
-            self.beside += bool(self.open)
+            self.num_overlapping += bool(self.gathers_in_flight)
         return _ALL_REDUCE(tensor, *args, **how)
 
 
@@ -72,35 +73,37 @@ _ALL_REDUCE = dist.all_reduce
 
 
 class _LateGather:
-    def __init__(self, transport: Late, whole: Tensor, shard: Tensor) -> None:
-        self.transport, self.whole, self.shard = transport, whole, shard
-        self.read, self.written = shard.clone(), whole.clone()
-        own = self.written.view(transport.tp, -1)[transport.tp_rank]
-        self.work = GlooTransport.start_collective(transport, "all_gather", "tp", self.written, own)
-        whole.fill_(torch.nan)
+    def __init__(self, transport: LateGathers, output: Tensor, shard: Tensor) -> None:
+        self.transport, self.output, self.shard = transport, output, shard
+        self.read, self.written = shard.clone(), output.clone()
+        local_part = self.written.view(transport.tp, -1)[transport.tp_rank]
+        self.work = GlooTransport.start_collective(
+            transport, "all_gather", "tp", self.written, local_part
+        )
+        output.fill_(torch.nan)
         shard.copy_(self.read)
-        transport.open.add(self)
+        transport.gathers_in_flight.add(self)
 
     def wait(self) -> None:
-        self.transport.open.remove(self)
+        self.transport.gathers_in_flight.remove(self)
         self.work.wait()
         assert torch.equal(self.shard, self.read)
-        self.whole.copy_(self.written)
+        self.output.copy_(self.written)
 
 
-def turned(module: nn.Module, args: Any, y: Tensor) -> Tensor:
-    """Return the same numbers in another memory layout, where a slice is not contiguous."""
+def return_noncontiguous(module: nn.Module, args: Any, y: Tensor) -> Tensor:
+    """Return the same values in another memory layout, so that a slice is not contiguous."""
     y = y.transpose(0, 1).contiguous().transpose(0, 1)
     assert not y.is_contiguous()
     return y
 
 
-def one_rank(
-    rank: int, schedule: Any, shape: PipelineShape, hook: Any = None
+def run_rank(
+    rank: int, schedule: Any, shape: PipelineShape, forward_hook: Any = None
 ) -> list[tuple[bool, int]]:
     """Return whether bits equal the reference, and the number of collectives during gathers."""
     inputs, targets, scale = batch(shape.microbatches)
-    found = []
+    results = []
     for slots in SLOTS:
         program = compile(
             schedule,
@@ -111,49 +114,50 @@ def one_rank(
             overlap=True,
             buffer_sharing=slots,
         )
-        transport = Late(program)
+        transport = LateGathers(program)
         group = transport.tp_group
         loss = partial(gpt.loss, tp=group)
-        ours, right = (
-            [gpt.build_stage(config(shape.stages), s, shape.stages, tp=group) for s in own]
-            for own in (shape.stages_on_rank[transport.rank], range(shape.stages))
+        own_stages, reference_stages = (
+            [
+                gpt.build_stage(config(shape.stages), s, shape.stages, tp=group)
+                for s in stage_numbers
+            ]
+            for stage_numbers in (shape.stages_on_rank[transport.rank], range(shape.stages))
         )
-        for stage in ours if hook else ():
-            stage.register_forward_hook(hook)
-        stages = dict(zip(shape.stages_on_rank[transport.rank], ours, strict=True))
+        for stage in own_stages if forward_hook else ():
+            stage.register_forward_hook(forward_hook)
+        stages = dict(zip(shape.stages_on_rank[transport.rank], own_stages, strict=True))
         executor = Executor(
             program, transport.rank, stages, transport, loss=loss, boundary=BOUNDARY
         )
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(dist, "all_reduce", transport.all_reduce_of_layers)
-            for _ in range(2):  # twice, since a step must leave no state behind
+            for _ in range(2):  # twice, since a step must not change the next step
                 executor.step(inputs, targets, scale)
-        assert not transport.open
-        run_sequential(right, inputs, targets, loss=loss, grad_scale=scale)
-        wanted = [gradients(right)[s] for s in stages]
-        found.append((same_bits(gradients(ours), wanted), transport.beside))
-    return found
+        assert not transport.gathers_in_flight
+        run_sequential(reference_stages, inputs, targets, loss=loss, grad_scale=scale)
+        expected = [gradients(reference_stages)[s] for s in stages]
+        results.append((same_bits(gradients(own_stages), expected), transport.num_overlapping))
+    return results
 
 
-@pytest.mark.parametrize(("schedule", "shape"), PLANS)
-def test_the_bits_of_the_reference_with_gathers_in_flight(
-    schedule: Any, shape: PipelineShape
-) -> None:
-    results = run(one_rank, 4, schedule, shape)
-    assert all(same for found in results for same, _ in found)
-    for of_slots in zip(*results, strict=True):
-        assert any(beside for _, beside in of_slots)
+@pytest.mark.parametrize(("schedule", "shape"), CASES)
+def test_gathers_in_flight_have_reference_bits(schedule: Any, shape: PipelineShape) -> None:
+    results = run(run_rank, 4, schedule, shape)
+    assert all(same for checks in results for same, _ in checks)
+    for checks_by_slots in zip(*results, strict=True):
+        assert any(num_collectives for _, num_collectives in checks_by_slots)
 
 
-def test_parts_of_what_is_not_contiguous() -> None:
-    results = run(one_rank, 4, one_f_one_b, PipelineShape(2, 4), turned)
-    assert all(same for found in results for same, _ in found)
+def test_noncontiguous_outputs_have_reference_bits() -> None:
+    results = run(run_rank, 4, one_f_one_b, PipelineShape(2, 4), return_noncontiguous)
+    assert all(same for checks in results for same, _ in checks)
 
 
 # ---------------------------------------------------------------- on a virtual GPU
 
 
-class Sliced(StreamMailbox):
+class SlicedMailbox(StreamMailbox):
     """One of two tensor-parallel ranks, where the other rank has the same data."""
 
     tp = 2
@@ -180,7 +184,7 @@ class Sliced(StreamMailbox):
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b, interleaved])
 @pytest.mark.parametrize("buffer_sharing", [None, "minimal"])
-def test_gathers_run_beside_computes_as_predicted(
+def test_gathers_overlap_computes_as_predicted(
     schedule: Schedule, buffer_sharing: BufferSharing | None, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     costs = Costs(F=2.0, I=2.0, W=1.0, send=0.25, tp_gather=0.75)
@@ -201,12 +205,12 @@ def test_gathers_run_beside_computes_as_predicted(
     )  # its __init__ refuses tensor-parallel ranks
     ranks.program, ranks.graph, ranks.stage_replicas = program, Graph(program, "per_edge"), []
     ranks.execution_orders = {program.digest: ExecutionOrders(program, "per_edge")}
-    ranks.mailboxes = [Sliced(hub, rank, gpu, 0.75) for rank in range(shape.ranks)]
+    ranks.mailboxes = [SlicedMailbox(hub, rank, gpu, 0.75) for rank in range(shape.ranks)]
     ranks.executors = []
-    for rank, mail in enumerate(ranks.mailboxes):
-        own = {s: stages[s] for s in shape.stages_on_rank[rank]}
+    for rank, mailbox in enumerate(ranks.mailboxes):
+        own_stages = {s: stages[s] for s in shape.stages_on_rank[rank]}
         executor = Executor(
-            program, rank, own, mail, loss=tiny_model.squared_error, boundary=boundary
+            program, rank, own_stages, mailbox, loss=tiny_model.squared_error, boundary=boundary
         )
         ranks.executors.append(executor)
     charge(ranks, gpu, replace(costs, tp_gather=0.0))
@@ -216,7 +220,7 @@ def test_gathers_run_beside_computes_as_predicted(
             ranks.step(*tiny_model.make_batch(shape.microbatches))
     timeline, predicted = ranks.timeline(), simulate(program, costs, progress_model="per_edge")
     for name in ("start", "end"):
-        moves = ~np.isin(timeline.spans["op"], TRANSFER_OPS) | (name == "end")
+        is_compared = ~np.isin(timeline.spans["op"], TRANSFER_OPS) | (name == "end")
         np.testing.assert_allclose(
-            timeline.spans[name][moves], predicted.spans[name][moves], atol=1e-9
+            timeline.spans[name][is_compared], predicted.spans[name][is_compared], atol=1e-9
         )

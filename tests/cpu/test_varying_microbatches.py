@@ -33,7 +33,7 @@ torch.set_num_threads(1)
 WIDTH = 4
 
 
-class Packed(nn.Module):
+class PackedSequences(nn.Module):
     """Passes numbers, and the ends of the packed sequences."""
 
     def __init__(self, number: int) -> None:
@@ -45,44 +45,49 @@ class Packed(nn.Module):
         return torch.tanh(self.linear(x)) + x.cumsum(0)[ends].sum(0), ends
 
 
-class Last(Packed):
+class LastStage(PackedSequences):
     """Returns only the numbers."""
 
     def forward(self, x: Tensor, ends: Tensor) -> Tensor:  # type: ignore[override]
         return super().forward(x, ends)[0]
 
 
-def model(stages: int) -> list[nn.Module]:
+def make_stages(stages: int) -> list[nn.Module]:
     return [
-        make_backward_splittable(each) for each in (*map(Packed, range(stages - 1)), Last(stages))
+        make_backward_splittable(stage)
+        for stage in (*map(PackedSequences, range(stages - 1)), LastStage(stages))
     ]
 
 
-def batch(lengths: list[tuple[int, int]]) -> tuple[Any, Any, PerMicrobatchBoundary]:
+def make_batch(lengths: list[tuple[int, int]]) -> tuple[Any, Any, PerMicrobatchBoundary]:
     """Return microbatches with these numbers of tokens and sequences."""
     torch.manual_seed(1)
     x = [(torch.randn(n, WIDTH), torch.randint(n, (k,))) for n, k in lengths]
     y = [torch.randn(n, WIDTH) for n, _ in lengths]
-    each = [(Boundary((n, WIDTH)), Boundary((k,), torch.int64)) for n, k in lengths]
-    return x, y, PerMicrobatchBoundary(each)
+    boundaries = [(Boundary((n, WIDTH)), Boundary((k,), torch.int64)) for n, k in lengths]
+    return x, y, PerMicrobatchBoundary(boundaries)
 
 
 LENGTHS = [(3, 1), (5, 2), (1, 1), (4, 3)]
 
 
-def test_a_slot_has_room_for_the_largest_that_it_holds() -> None:
-    x, y, boundary = batch([(300, 1), (500, 2), (100, 1), (400, 3)])
-    each = [300, 500, 100, 400]
-    choices: list[tuple[BufferSharing | None, list[int]]] = [("minimal", [max(each)]), (None, each)]
+def test_slot_size_is_that_of_its_largest_microbatch() -> None:
+    x, y, boundary = make_batch([(300, 1), (500, 2), (100, 1), (400, 3)])
+    lengths = [300, 500, 100, 400]
+    choices: list[tuple[BufferSharing | None, list[int]]] = [
+        ("minimal", [max(lengths)]),
+        (None, lengths),
+    ]
     for slots, expected in choices:
         program = compile(gpipe, PipelineShape(2, 4), buffer_sharing=slots)
-        ranks = InProcessExecutor(program, model(2), loss=loss, boundary=boundary)
+        ranks = InProcessExecutor(program, make_stages(2), loss=loss, boundary=boundary)
         ranks.step(x, y)
-        rooms = [
-            own.nbytes for own in ranks.executors[1].state.service(MessageBuffers).received.values()
+        sizes = [
+            buffer.nbytes
+            for buffer in ranks.executors[1].state.service(MessageBuffers).received.values()
         ]
         # The ends of sequences follow the numbers, and both start at multiples of 256 bytes.
-        assert rooms == [-(-n * WIDTH * 4 // 256) * 256 + 256 for n in expected]
+        assert sizes == [-(-n * WIDTH * 4 // 256) * 256 + 256 for n in expected]
 
 
 CASES: list[tuple[Any, PipelineShape, dict[str, Any]]] = [
@@ -93,30 +98,36 @@ CASES: list[tuple[Any, PipelineShape, dict[str, Any]]] = [
 ]
 
 
-def own_steps(process: int) -> list[Any]:
+def run_cases(process: int) -> list[Any]:
     """Return for each case the gradients of this process's stages."""
-    x, y, boundary = batch(LENGTHS)
-    found = []
+    x, y, boundary = make_batch(LENGTHS)
+    gradients_by_case = []
     for make, shape, options in CASES:
         program = compile(one_f_one_b, shape, progress_model=make.progress_model, **options)
-        transport, stages = make(program), model(shape.stages)
-        own = Executor(program, transport.rank, stages, transport, loss=loss, boundary=boundary)
+        transport, stages = make(program), make_stages(shape.stages)
+        executor = Executor(
+            program, transport.rank, stages, transport, loss=loss, boundary=boundary
+        )
         for _ in range(2):
-            own.step(x, y)
-        found.append(gradients([stages[s] for s in shape.stages_on_rank[transport.rank]]))
-    return found
+            executor.step(x, y)
+        gradients_by_case.append(
+            gradients([stages[s] for s in shape.stages_on_rank[transport.rank]])
+        )
+    return gradients_by_case
 
 
-def test_processes_have_the_bits_of_the_reference() -> None:
-    """This is tested over Gloo, with and without shared slots, and with shared memory."""
-    results = run(own_steps, 2)
-    x, y, _ = batch(LENGTHS)
+def test_processes_have_reference_bits() -> None:
+    """The transports are Gloo, with and without shared slots, and shared memory."""
+    results = run(run_cases, 2)
+    x, y, _ = make_batch(LENGTHS)
     for case, (_, shape, _) in enumerate(CASES):
-        plain = model(shape.stages)
-        run_sequential(plain, x, y, loss=loss)
+        reference_stages = make_stages(shape.stages)
+        run_sequential(reference_stages, x, y, loss=loss)
         for rank in range(2):
-            own = shape.stages_on_rank[rank if shape.ranks > 1 else 0]
-            assert same_bits(results[rank][case], gradients([plain[s] for s in own]))
+            own_stages = shape.stages_on_rank[rank if shape.ranks > 1 else 0]
+            assert same_bits(
+                results[rank][case], gradients([reference_stages[s] for s in own_stages])
+            )
 
 
 def test_seq1f1b_runs_on_real_processes(tmp_path: Path) -> None:
@@ -132,7 +143,7 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "per_microbatch.txt"
 SHAPES = [(3, WIDTH), (2, WIDTH)]
 
 
-def step(boundary: Any, lengths: tuple[int, ...] = (3, 2)) -> object:
+def run_step(boundary: Any, lengths: tuple[int, ...] = (3, 2)) -> object:
     stages = [nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)]
     ranks = InProcessExecutor(
         compile(gpipe, PipelineShape(2, 2)), stages, loss=loss, boundary=boundary
@@ -140,11 +151,11 @@ def step(boundary: Any, lengths: tuple[int, ...] = (3, 2)) -> object:
     return ranks.step([torch.ones(n, WIDTH) for n in lengths], [torch.ones(WIDTH)] * 2)
 
 
-WRONG: dict[str, Callable[[], object]] = {
-    "another number": lambda: step(PerMicrobatchBoundary(SHAPES[:1])),
-    "a generator": lambda: step(PerMicrobatchBoundary(shape for shape in SHAPES)),  # type: ignore[arg-type]
-    "another shape": lambda: step(PerMicrobatchBoundary(SHAPES), (3, 3)),
-    "an edge of one": lambda: step(PerMicrobatchBoundary([{0: SHAPES[0]}, {1: SHAPES[1]}])),
+MISTAKES: dict[str, Callable[[], object]] = {
+    "another number": lambda: run_step(PerMicrobatchBoundary(SHAPES[:1])),
+    "a generator": lambda: run_step(PerMicrobatchBoundary(shape for shape in SHAPES)),  # type: ignore[arg-type]
+    "another shape": lambda: run_step(PerMicrobatchBoundary(SHAPES), (3, 3)),
+    "an edge of one": lambda: run_step(PerMicrobatchBoundary([{0: SHAPES[0]}, {1: SHAPES[1]}])),
     "sizes of several": lambda: measure_sizes(
         [nn.Identity(), nn.Identity()], torch.ones(WIDTH), torch.ones(WIDTH), loss=loss,
         boundary=PerMicrobatchBoundary(SHAPES),  # type: ignore[arg-type]
@@ -152,12 +163,12 @@ WRONG: dict[str, Callable[[], object]] = {
 }  # fmt: skip
 
 
-def told(wrong: Callable[[], object]) -> str:
+def describe_error(mistake: Callable[[], object]) -> str:
     with pytest.raises(SchedirError) as error:
-        wrong()
+        mistake()
     return f"{type(error.value).__name__}: {error.value}"
 
 
-def test_what_is_refused() -> None:
-    said = "".join(f"{name}\n  {told(wrong)}\n" for name, wrong in WRONG.items())
-    assert said == GOLDEN.read_text()
+def test_mistakes_are_refused_with_golden_errors() -> None:
+    errors = "".join(f"{name}\n  {describe_error(mistake)}\n" for name, mistake in MISTAKES.items())
+    assert errors == GOLDEN.read_text()

@@ -1,4 +1,4 @@
-"""Tests of the undone warmup step over transports with streams, which does the one-time work."""
+"""Tests of the warm-up step over transports with streams, which runs and is undone."""
 
 from __future__ import annotations
 
@@ -66,18 +66,18 @@ CASES = {
 class Streamed(EdgeGroups):
     """A transport that claims to use streams, and records the groups that communicate.
 
-    `held` are its messages whose end no one has waited for.
+    `works` are the messages that were not awaited yet.
     """
 
     def __init__(self, program: Program) -> None:
-        self.met: Counter[GroupKey] = Counter()
-        self.held: list[_Held] = []
+        self.used_groups: Counter[GroupKey] = Counter()
+        self.works: list[_AwaitedWork] = []
         super().__init__(program)
         self.uses_static_buffers = True
 
     def _hold(self, work: Work) -> Work:
-        self.held.append(held := _Held(work))
-        return held
+        self.works.append(awaited := _AwaitedWork(work))
+        return awaited
 
     def send(self, tensor: Tensor, peer: int, lane: Any) -> Work:
         return self._hold(super().send(tensor, peer, lane))
@@ -88,16 +88,16 @@ class Streamed(EdgeGroups):
     def start_collective(
         self, kind: Collective, group: GroupKey, output_tensor: Tensor, input_tensor: Tensor
     ) -> Work:
-        self.met[group] += 1
+        self.used_groups[group] += 1
         return self._hold(super().start_collective(kind, group, output_tensor, input_tensor))
 
     def synchronize(self) -> None:
         """Wait for the whole device."""
-        while self.held:
-            self.held.pop().wait()
+        while self.works:
+            self.works.pop().wait()
 
 
-class _Held:
+class _AwaitedWork:
     """Work that can be waited for several times."""
 
     def __init__(self, work: Work) -> None:
@@ -108,7 +108,7 @@ class _Held:
         work.wait()
 
 
-def _bits(executor: Executor) -> list[Any]:
+def _collect_state(executor: Executor) -> list[Any]:
     """Return the gradients, and all state that a step changes."""
     optimizer: Any = executor.resources.optimizer
     parameters = [
@@ -122,25 +122,25 @@ def _bits(executor: Executor) -> list[Any]:
     ]
 
 
-def _equal(one: Any, other: Any) -> bool:
+def _is_equal(one: Any, other: Any) -> bool:
     if isinstance(one, Tensor):
         return torch.equal(one, other)
     if isinstance(one, dict):
-        return one.keys() == other.keys() and all(_equal(one[k], other[k]) for k in one)
+        return one.keys() == other.keys() and all(_is_equal(one[k], other[k]) for k in one)
     if isinstance(one, list):
-        return len(one) == len(other) and all(map(_equal, one, other))
+        return len(one) == len(other) and all(map(_is_equal, one, other))
     return bool(one == other)
 
 
-def undone_step(rank: int) -> dict[str, tuple[bool, set[GroupKey], set[GroupKey]]]:
+def compare_warm_and_cold(rank: int) -> dict[str, tuple[bool, set[GroupKey], set[GroupKey]]]:
     """Return for each case whether the warmup step leaves the bits of later steps unchanged.
 
-    Also return the groups that communicated before the first step, and those that must.
+    Also return the groups that communicated in the warm-up step, and those of later steps.
     """
-    found = {}
+    results = {}
     for number, (name, case) in enumerate(CASES.items()):
         program, fused = case.compile(), number % 2 > 0
-        ran = []
+        states = []
         for warm in (False, True):
             transport = Streamed(program)
             executor = gpt_executor(
@@ -152,63 +152,71 @@ def undone_step(rank: int) -> dict[str, tuple[bool, set[GroupKey], set[GroupKey]
             executor.runner.is_warm = not warm
             inputs, targets, scale = own_batch(program, transport)
             if warm:
-                before = _bits(executor)
+                before = _collect_state(executor)
                 executor.runner._warm_up(StepInputs(inputs, targets, scale))
-                after, met = _bits(executor), {*transport.met}
+                after, groups = _collect_state(executor), {*transport.used_groups}
                 if fused:  # the state exists, with its initial values
                     state = after[2].pop("state")
                     before[2].pop("state")
-                    assert not any(t.any() for own in state.values() for t in own.values())
-                assert executor.runner.is_warm and _equal(before[1:], after[1:])
-                transport.met.clear()
+                    assert not any(
+                        t.any()
+                        for state_of_weight in state.values()
+                        for t in state_of_weight.values()
+                    )
+                assert executor.runner.is_warm and _is_equal(before[1:], after[1:])
+                transport.used_groups.clear()
             for seed in range(2):
                 executor.step(*own_batch(program, transport, seed))
-            ran.append(_bits(executor))
-        found[name] = (_equal(*ran), met, {*transport.met})
-    return found
+            states.append(_collect_state(executor))
+        results[name] = (_is_equal(*states), groups, {*transport.used_groups})
+    return results
 
 
-def test_the_first_step_is_as_without() -> None:
-    for cases in run(undone_step, 4):
-        for name, (same, met, wanted) in cases.items():
-            assert same and met == wanted and ("model" in met) == CASES[name].clip, name
+def test_warmup_step_changes_no_later_step() -> None:
+    for cases in run(compare_warm_and_cold, 4):
+        for name, (same, warmup_groups, step_groups) in cases.items():
+            assert (
+                same
+                and warmup_groups == step_groups
+                and ("model" in warmup_groups) == CASES[name].clip
+            ), name
 
 
-class Growing(nn.Module):
-    """A layer that waits for the device whenever it holds more microbatches than ever before."""
+class GrowingMemory(nn.Module):
+    """A layer that waits for the device when its number of microbatches reaches a new maximum."""
 
     def __init__(self, transport: Streamed) -> None:
         super().__init__()
-        self.layer, self.transport, self.most, self.holds = nn.Linear(4, 4), transport, 0, 0
+        self.layer, self.transport, self.max_held, self.num_held = nn.Linear(4, 4), transport, 0, 0
 
     def forward(self, x: Tensor) -> Tensor:
-        self.holds += 1
-        if self.holds > self.most:
-            self.most = self.holds
+        self.num_held += 1
+        if self.num_held > self.max_held:
+            self.max_held = self.num_held
             self.transport.synchronize()
-        y: Tensor = _Let.apply(self.layer(x), self)  # type: ignore[no-untyped-call]
+        y: Tensor = _ReleaseMicrobatch.apply(self.layer(x), self)  # type: ignore[no-untyped-call]
         return y
 
 
-class _Let(torch.autograd.Function):
+class _ReleaseMicrobatch(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, y: Tensor, layer: Growing) -> Tensor:
+    def forward(ctx: Any, y: Tensor, layer: GrowingMemory) -> Tensor:
         ctx.layer = layer
         return y.view_as(y)
 
     @staticmethod
     def backward(ctx: Any, *dys: Tensor) -> tuple[Tensor, None]:
-        ctx.layer.holds -= 1
+        ctx.layer.num_held -= 1
         return dys[0], None
 
 
-def growing(rank: int, cold: bool) -> int:
+def run_growing_memory(rank: int, cold: bool) -> int:
     """Run steps of a program that would hang if a rank waited for the device."""
     program = compile(one_f_one_b, PipelineShape(4, 8), progress_model="per_edge", overlap=True)
     with pytest.raises(DeadlockError):
         check(program, "per_edge", host_device_sync=True)
     transport = Streamed(program)
-    layer = Growing(transport)
+    layer = GrowingMemory(transport)
     executor = Executor(
         program, rank, {rank: layer}, transport, loss=lambda y, _: y.sum(), boundary=Boundary((4,)),
         execution=ExecutionOptions(allow_identical_stages=True),
@@ -217,33 +225,33 @@ def growing(rank: int, cold: bool) -> int:
     x = torch.ones(8, 4)
     for _ in range(2):
         executor.step(x, x)
-    return layer.most
+    return layer.max_held
 
 
-def test_memory_grows_before_any_receive_waits() -> None:
-    assert run(growing, 4, False) == [4, 3, 2, 1]
+def test_warmup_step_reaches_peak_memory_without_deadlock() -> None:
+    assert run(run_growing_memory, 4, False) == [4, 3, 2, 1]
 
 
 _all_reduce = dist.all_reduce
 
 
-def _summed(tensor: Tensor, *how: Any, async_op: bool = False, **more: Any) -> Any:
-    """All-reduce a copy, since Gloo's thread may hold its argument a little longer."""
+def _all_reduce_copy(tensor: Tensor, *args: Any, async_op: bool = False, **kwargs: Any) -> Any:
+    """All-reduce a copy, since Gloo's thread may use its argument after the call."""
     with _disable_current_modes():
         copy = tensor.clone()
-        _all_reduce(copy, *how, **more)
+        _all_reduce(copy, *args, **kwargs)
         tensor.copy_(copy)
     return CompletedWork() if async_op else None
 
 
-def asked(rank: int, warm: bool) -> dict[str, list[int]]:
+def count_memory_requests(rank: int, warm: bool) -> dict[str, list[int]]:
     """Return for each case the number of memory requests in each of three steps, or in one."""
-    found: dict[str, list[int]] = {}
+    counts: dict[str, list[int]] = {}
     for name, case in CASES.items() if warm else [*CASES.items()][:2]:
         program = case.compile()
         with pytest.MonkeyPatch.context() as patch:
             gpu = install(patch)
-            patch.setattr(dist, "all_reduce", _summed)
+            patch.setattr(dist, "all_reduce", _all_reduce_copy)
             transport = NcclLike(program, gpu, Races(gpu))
             norm = 1.0 if case.clip else None
             executor = gpt_executor(
@@ -254,34 +262,34 @@ def asked(rank: int, warm: bool) -> dict[str, list[int]]:
             )
             parameters = [p for s in executor.stages.values() for p in s.module.parameters()]
             executor.resources.optimizer = torch.optim.AdamW(parameters, 1e-2, fused=True)
-            given = own_batch(program, transport)
+            inputs = own_batch(program, transport)
             with CachingAllocator(gpu) as allocator:
                 if warm:
-                    executor.runner._warm_up(StepInputs(*given))
+                    executor.runner._warm_up(StepInputs(*inputs))
                 executor.runner.is_warm = True
-                found[name] = []
+                counts[name] = []
                 for _ in range(3 if warm else 1):
                     before = allocator.asked
-                    executor.step(*given)
-                    found[name].append(allocator.asked - before)
-    return found
+                    executor.step(*inputs)
+                    counts[name].append(allocator.asked - before)
+    return counts
 
 
 @pytest.mark.parametrize("warm", [True, False])
-def test_no_memory_is_asked_for_after_steps_that_are_undone(warm: bool) -> None:
-    for rank in run(asked, 4, warm):
+def test_steps_after_warmup_request_no_memory(warm: bool) -> None:
+    for rank in run(count_memory_requests, 4, warm):
         for name, (first, *others) in rank.items():
             assert (first, others) == (0, [0, 0]) if warm else first, (name, first, others)
 
 
-def turned(rank: int, kind: str) -> bool:
-    """Return whether a step that issues the parts of groups one by one has the same bits."""
+def compare_serialized_step(rank: int, kind: str) -> bool:
+    """Return whether a step that issues grouped messages one by one has the same bits."""
     program = compile(
         one_f_one_b, PipelineShape(4, 8), overlap=True, tied_weights=True, clip_grad_norm=True
     )
     assert program.joined.any()
-    found = []
-    for in_turn in (False, True):
+    states = []
+    for is_serialized in (False, True):
         transport: ProcessTransport = (
             GroupedMessages(program) if kind == "grouped" else EdgeGroups(program)
         )
@@ -290,27 +298,27 @@ def turned(rank: int, kind: str) -> bool:
             program, transport, lr=1e-2, gradients=GradientOptions(max_norm=1.0)
         )
         executor.runner.is_warm = True
-        step = executor.runner.step_serialized if in_turn else executor.step
+        step = executor.runner.step_serialized if is_serialized else executor.step
         for seed in range(2):
             step(*own_batch(program, transport, seed))
-        found.append(_bits(executor))
-    return _equal(*found)
+        states.append(_collect_state(executor))
+    return _is_equal(*states)
 
 
 @pytest.mark.parametrize("kind", ["grouped", "edge"])
-def test_one_by_one_has_the_bits_of_a_step(kind: str) -> None:
-    assert all(run(turned, 4, kind))
+def test_serialized_step_has_same_bits(kind: str) -> None:
+    assert all(run(compare_serialized_step, 4, kind))
 
 
-class Greedy(nn.Module):
+class HugeAllocation(nn.Module):
     def forward(self, x: Tensor) -> Tensor:
         return x + torch.empty(1 << 45)  # larger than the address space
 
 
-def too_large(rank: int) -> tuple[int, str, str]:
+def run_huge_allocation(rank: int) -> tuple[int, str, str]:
     program = compile(interleaved, PipelineShape(1, 2, 2), progress_model="per_edge")
     executor = Executor(
-        program, rank, [nn.Linear(4, 4), Greedy()], Streamed(program),
+        program, rank, [nn.Linear(4, 4), HugeAllocation()], Streamed(program),
         loss=lambda y, _: y.sum(), boundary=Boundary((2, 4)),
     )  # fmt: skip
     with pytest.raises(ExecutionError) as error:
@@ -319,6 +327,6 @@ def too_large(rank: int) -> tuple[int, str, str]:
     return site.rank, str(site.instr), error.value.fact
 
 
-def test_a_stage_that_does_not_fit_is_named() -> None:
-    ((rank, instr, fact),) = run(too_large, 1)
+def test_out_of_memory_names_stage() -> None:
+    ((rank, instr, fact),) = run(run_huge_allocation, 1)
     assert (rank, instr) == (0, "F 1.0") and "memory" in fact

@@ -20,15 +20,15 @@ WIDTH, BATCH = 4, 3
 torch.set_num_threads(1)
 
 
-class Writes(nn.Linear):
+class WritingLayer(nn.Linear):
     """Writes to its weight in each training forward, in one of several ways."""
 
-    def __init__(self, how: str) -> None:
+    def __init__(self, write: str) -> None:
         super().__init__(WIDTH, WIDTH, bias=False)
-        self.how = how
+        self.write = write
 
     def forward(self, x: Tensor) -> Tensor:
-        WRITES[self.how](self)
+        WRITES[self.write](self)
         return super().forward(x)
 
 
@@ -62,7 +62,7 @@ WRITES: dict[str, Callable[[nn.Linear], None]] = {
 }
 
 
-class Head(nn.Module):
+class TiedHead(nn.Module):
     """Multiplies by the transpose of another stage's weight."""
 
     def __init__(self, weight: Any) -> None:
@@ -74,11 +74,11 @@ class Head(nn.Module):
         return y
 
 
-def plain(count: int) -> list[Any]:
+def make_linears(count: int) -> list[Any]:
     return [nn.Linear(WIDTH, WIDTH, bias=False) for _ in range(count)]
 
 
-def run_of(
+def make_executor(
     schedule: Any, shape: PipelineShape, stages: list[Any], lr: float = 0.5, **how: Any
 ) -> InProcessExecutor:
     ties = schedir.find_tied_weights(stages)
@@ -89,162 +89,167 @@ def run_of(
     )  # fmt: skip
 
 
-def data(microbatches: int) -> Tensor:
+def make_batch(microbatches: int) -> Tensor:
     numbers = torch.Generator().manual_seed(1)
     return torch.randn(microbatches, BATCH, WIDTH, generator=numbers)
 
 
-def step(ranks: InProcessExecutor, microbatches: int) -> Tensor:
-    x = data(microbatches)
+def run_step(ranks: InProcessExecutor, microbatches: int) -> Tensor:
+    x = make_batch(microbatches)
     return ranks.step(x, x)
 
 
-def stages_of(how: str, tied: bool, count: int) -> list[Any]:
+def make_stages(write: str, tied: bool, count: int) -> list[Any]:
     torch.manual_seed(0)
-    first = Writes(how)
-    return [first, *plain(count - 1 - tied), *([Head(first.weight)] if tied else [])]
+    first = WritingLayer(write)
+    return [first, *make_linears(count - 1 - tied), *([TiedHead(first.weight)] if tied else [])]
 
 
 # Programs in which the weight of the first stage has copies.
 COPIES: dict[str, Callable[[str], InProcessExecutor]] = {
-    "two holders": lambda how: run_of(
-        chimera, PipelineShape(4, 4, 2, "mirror"), stages_of(how, False, 4)
+    "two holders": lambda how: make_executor(
+        chimera, PipelineShape(4, 4, 2, "mirror"), make_stages(how, False, 4)
     ),
-    "tied on two ranks": lambda how: run_of(one_f_one_b, PipelineShape(2, 4), stages_of(how, True,
-                                                                                        2)),
-    "tied on one rank": lambda how: run_of(
-        looped_bfs, PipelineShape(1, 4, 2), stages_of(how, True, 2)
+    "tied on two ranks": lambda how: make_executor(
+        one_f_one_b, PipelineShape(2, 4), make_stages(how, True, 2)
     ),
-    "optimizer_steps": lambda how: run_of(
+    "tied on one rank": lambda how: make_executor(
+        looped_bfs, PipelineShape(1, 4, 2), make_stages(how, True, 2)
+    ),
+    "optimizer_steps": lambda how: make_executor(
         pipedream_2bw, PipelineShape(2, 4, optimizer_steps=2, weight_delay=1),
-        stages_of(how, False, 2),
+        make_stages(how, False, 2),
     ),
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", WRITES)
-@pytest.mark.parametrize("where", COPIES)
-def test_a_weight_with_copies(where: str, how: str) -> None:
-    ranks = COPIES[where](how)
+@pytest.mark.parametrize("write", WRITES)
+@pytest.mark.parametrize("copies", COPIES)
+def test_write_to_weight_with_copies_is_refused(copies: str, write: str) -> None:
+    ranks = COPIES[copies](write)
     with pytest.raises((ModelError, ExecutionError)) as caught:
-        step(ranks, 4)
+        run_step(ranks, 4)
     assert "stage 0 writes to its weight weight in a " in str(caught.value)
     assert "write to weights between steps" in caught.value.hint
 
 
-@pytest.mark.parametrize("how", ["clamp", "replace_data", "renormalize"])
+@pytest.mark.parametrize("write", ["clamp", "replace_data", "renormalize"])
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_a_weight_in_parts(level: int, how: str) -> None:
-    ranks = run_of(looped_bfs, PipelineShape(1, 2, 2), stages_of(how, False, 2), zero=level)
-    what = "the data of weight" if how == "replace_data" else "weight"
+def test_write_to_sharded_weight_is_refused(level: int, write: str) -> None:
+    ranks = make_executor(
+        looped_bfs, PipelineShape(1, 2, 2), make_stages(write, False, 2), zero=level
+    )
+    written = "the data of weight" if write == "replace_data" else "weight"
     with pytest.raises(
-        ExecutionError, match=f"a forward or a backward writes to {what}, but each replica"
+        ExecutionError, match=f"a forward or a backward writes to {written}, but each replica"
     ):
-        step(ranks, 2)
+        run_step(ranks, 2)
 
 
-def test_a_weight_in_parts_that_is_written_later() -> None:
-    stages = stages_of("replace_data", False, 2)
+def test_later_write_to_sharded_weight_is_refused() -> None:
+    stages = make_stages("replace_data", False, 2)
     writes = stages[0].eval()
     forward, calls = WRITES["replace_data"], list[nn.Linear]()
 
-    def later(layer: nn.Linear) -> None:
+    def write_after_6_calls(layer: nn.Linear) -> None:
         calls.append(layer)
         if len(calls) > 6:
             forward(layer)
 
-    ranks = run_of(looped_bfs, PipelineShape(1, 2, 2), stages, zero=2)
+    ranks = make_executor(looped_bfs, PipelineShape(1, 2, 2), stages, zero=2)
     try:
-        WRITES["replace_data"] = later
+        WRITES["replace_data"] = write_after_6_calls
         for _ in range(3):
-            step(ranks, 2)
+            run_step(ranks, 2)
         with pytest.raises(ExecutionError, match="writes to the data of weight"):
-            step(ranks, 2)
+            run_step(ranks, 2)
     finally:
         WRITES["replace_data"] = forward
     assert writes is calls[0]
 
 
-def test_data_that_the_host_steps() -> None:
-    ranks = run_of(
+def test_assignment_to_data_with_cpu_step_is_refused() -> None:
+    ranks = make_executor(
         looped_bfs,
         PipelineShape(1, 2, 2),
-        stages_of("replace_data", False, 2),
+        make_stages("replace_data", False, 2),
         optimizer_placement="cpu_step",
     )
     with pytest.raises(
         ExecutionError, match="assigns a new tensor to the data of weight of stage 0"
     ) as caught:
-        step(ranks, 2)
+        run_step(ranks, 2)
     assert "copy_" in caught.value.hint
 
 
 # ---------------------------------------------------------------- allowed writes
 
-RIGHT: dict[str, dict[str, Any]] = {
+ALLOWED_PROGRAMS: dict[str, dict[str, Any]] = {
     "as it is": {}, "on the host": {"optimizer_placement": "host"}, "looked at later": {
         "clip_grad_norm": True, "norm_check": "after_step"
     },
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("how", ["clamp", "clamp_data", "replace_data", "renormalize"])
-@pytest.mark.parametrize("program", RIGHT)
-def test_a_weight_without_copies_is_as_in_a_plain_loop(program: str, how: str) -> None:
-    stages, wanted = stages_of(how, False, 2), stages_of(how, False, 2)
-    ranks = run_of(looped_bfs, PipelineShape(1, 2, 2), stages, lr=0.01, **RIGHT[program])
-    optimizer = torch.optim.SGD([p for stage in wanted for p in stage.parameters()], 0.01)
+@pytest.mark.parametrize("write", ["clamp", "clamp_data", "replace_data", "renormalize"])
+@pytest.mark.parametrize("program", ALLOWED_PROGRAMS)
+def test_written_weight_without_copies_trains_like_plain_loop(program: str, write: str) -> None:
+    stages, plain_stages = make_stages(write, False, 2), make_stages(write, False, 2)
+    ranks = make_executor(
+        looped_bfs, PipelineShape(1, 2, 2), stages, lr=0.01, **ALLOWED_PROGRAMS[program]
+    )
+    optimizer = torch.optim.SGD([p for stage in plain_stages for p in stage.parameters()], 0.01)
     for _ in range(3):
-        step(ranks, 2)
+        run_step(ranks, 2)
         optimizer.zero_grad()
-        for x in data(2):
-            nn.functional.mse_loss(wanted[1](wanted[0](x)), x).backward()
-        if "clip_grad_norm" in RIGHT[program]:
-            nn.utils.clip_grad_norm_([p for s in wanted for p in s.parameters()], 1.0)
+        for x in make_batch(2):
+            nn.functional.mse_loss(plain_stages[1](plain_stages[0](x)), x).backward()
+        if "clip_grad_norm" in ALLOWED_PROGRAMS[program]:
+            nn.utils.clip_grad_norm_([p for s in plain_stages for p in s.parameters()], 1.0)
         optimizer.step()
     ranks.validate_last_update()
-    for stage, other in zip(stages, wanted, strict=True):
+    for stage, other in zip(stages, plain_stages, strict=True):
         torch.testing.assert_close(stage.weight, other.weight)
 
 
-@pytest.mark.parametrize("where", COPIES)
-def test_what_only_reads_is_run(where: str) -> None:
+@pytest.mark.parametrize("copies", COPIES)
+def test_stage_that_only_reads_weights_runs(copies: str) -> None:
     WRITES["none"] = lambda layer: None
     try:
-        ranks = COPIES[where]("none")
+        ranks = COPIES[copies]("none")
         for _ in range(2):
-            assert step(ranks, 4).isfinite()
+            assert run_step(ranks, 4).isfinite()
     finally:
         del WRITES["none"]
 
 
 @pytest.mark.parametrize("level", [1, 2, 3])
-def test_memory_that_is_freed_is_not_read(level: int) -> None:
+def test_write_check_does_not_read_freed_memory(level: int) -> None:
     """With ZeRO 3 a weight-gradient instruction runs while the full weights are freed."""
-    stages = [make_backward_splittable(stage) for stage in plain(2)]
+    stages = [make_backward_splittable(stage) for stage in make_linears(2)]
     stages[1].weight = stages[0].weight
     active = {"unsharded_stages": 1} if level == 3 else {}
-    ranks = run_of(interleaved_zb, PipelineShape(1, 4, 2), stages, zero=level, **active)
-    assert step(ranks, 4).isfinite() and step(ranks, 4).isfinite()
+    ranks = make_executor(interleaved_zb, PipelineShape(1, 4, 2), stages, zero=level, **active)
+    assert run_step(ranks, 4).isfinite() and run_step(ranks, 4).isfinite()
 
 
-def test_only_the_first_calls_are_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_write_check_runs_only_in_first_step(monkeypatch: pytest.MonkeyPatch) -> None:
     from schedir.runtime.autograd import stage_context
 
-    ranks = run_of(chimera, PipelineShape(2, 4, placement="mirror"), plain(2))
-    step(ranks, 4)
+    ranks = make_executor(chimera, PipelineShape(2, 4, placement="mirror"), make_linears(2))
+    run_step(ranks, 4)
     calls: list[Any] = []
     monkeypatch.setattr(stage_context, "compute_checksums", calls.append)
     monkeypatch.setattr(stage_context, "get_write_traces", calls.append)
-    step(ranks, 4)
+    run_step(ranks, 4)
     assert not calls
 
 
-def test_a_program_with_one_copy_is_not_looked_at(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_program_without_copies_has_no_write_check(monkeypatch: pytest.MonkeyPatch) -> None:
     from schedir.runtime.autograd import stage_context
 
     monkeypatch.setattr(
         stage_context, "get_write_traces", lambda _: pytest.fail("it was looked at")
     )
-    ranks = run_of(gpipe, PipelineShape(2, 4), plain(2))
-    assert step(ranks, 4).isfinite()
+    ranks = make_executor(gpipe, PipelineShape(2, 4), make_linears(2))
+    assert run_step(ranks, 4).isfinite()

@@ -25,7 +25,7 @@ CPU = torch.device("cpu")
 Heads = tuple[Tensor, Tensor, Tensor, Tensor]
 
 
-def heads(length: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Heads:
+def draw_heads(length: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Heads:
     """Return q, k and v as views of one tensor, as in the GPT, and a gradient of the output."""
     numbers = torch.Generator().manual_seed(seed)
     qkv = torch.randn(2, length, 3, 3, 8, generator=numbers, dtype=dtype)
@@ -34,19 +34,19 @@ def heads(length: int, dtype: torch.dtype = torch.float64, seed: int = 0) -> Hea
     return q, k, v, grad
 
 
-def run(found: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
-    out = found(q, k, v)
+def run_attention(function: Any, q: Tensor, k: Tensor, v: Tensor, grad: Tensor) -> list[Tensor]:
+    out = function(q, k, v)
     return [out, *torch.autograd.grad(out, (q, k, v), grad)]
 
 
-def whole(mask: Tensor, dropout: float = 0.0) -> Any:
+def make_masked_attention(mask: Tensor, dropout: float = 0.0) -> Any:
     def run(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
 
     return run
 
 
-def windowed(window: int, stride: int, dropout: float = 0.0) -> Any:
+def make_windowed_attention(window: int, stride: int, dropout: float = 0.0) -> Any:
     return lambda q, k, v: attention(q, k, v, (window, stride), dropout)
 
 
@@ -57,12 +57,12 @@ def assert_near(got: list[Tensor], want: list[Tensor], limit: float) -> None:
         assert bool(error <= limit * (1 + other.double().norm())), error
 
 
-windows = st.integers(1, 300).flatmap(lambda w: st.tuples(st.just(w), st.integers(1, w)))
+window_strategy = st.integers(1, 300).flatmap(lambda w: st.tuples(st.just(w), st.integers(1, w)))
 WINDOWS = [(1, 1), (16, 1), (64, 64), (100, 7), (128, 64), (130, 130), (256, 32), (300, 1)]
 
 
-@given(st.integers(1, 300), windows)
-def test_the_mask_is_what_the_cost_model_says(length: int, window: tuple[int, int]) -> None:
+@given(st.integers(1, 300), window_strategy)
+def test_mask_matches_cost_model(length: int, window: tuple[int, int]) -> None:
     start, end = Axis(length, *window, causal=True).visible_keys
     key = np.arange(length)
     assert (
@@ -72,40 +72,52 @@ def test_the_mask_is_what_the_cost_model_says(length: int, window: tuple[int, in
 
 @pytest.mark.parametrize("length", [1, 64, 200, 257])
 @pytest.mark.parametrize("window", WINDOWS)
-def test_tiles_are_the_whole_with_a_mask(length: int, window: tuple[int, int]) -> None:
-    got = run(windowed(*window), *heads(length))
-    assert_near(got, run(whole(build_window_mask(length, *window)), *heads(length)), 1e-12)
+def test_tiled_attention_equals_masked_attention(length: int, window: tuple[int, int]) -> None:
+    got = run_attention(make_windowed_attention(*window), *draw_heads(length))
+    assert_near(
+        got,
+        run_attention(
+            make_masked_attention(build_window_mask(length, *window)), *draw_heads(length)
+        ),
+        1e-12,
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])
-def test_of_other_types(dtype: torch.dtype) -> None:
-    got = run(windowed(100, 7), *heads(200, dtype))
+def test_tiled_attention_in_low_precision(dtype: torch.dtype) -> None:
+    got = run_attention(make_windowed_attention(100, 7), *draw_heads(200, dtype))
     assert_near(
         got,
-        run(whole(build_window_mask(200, 100, 7)), *heads(200, dtype)),
+        run_attention(
+            make_masked_attention(build_window_mask(200, 100, 7)), *draw_heads(200, dtype)
+        ),
         torch.finfo(dtype).eps * 4,
     )
 
 
 @pytest.mark.parametrize("length", [1, 63, 256, 300])
-def test_a_window_over_all_is_causal_attention(length: int) -> None:
-    got = run(windowed(320, 64), *heads(length, torch.float32))
-    assert_near(got, run(lambda *x: attention(*x), *heads(length, torch.float32)), 1e-6)
+def test_full_window_equals_causal_attention(length: int) -> None:
+    got = run_attention(make_windowed_attention(320, 64), *draw_heads(length, torch.float32))
+    assert_near(
+        got, run_attention(lambda *x: attention(*x), *draw_heads(length, torch.float32)), 1e-6
+    )
 
 
-def test_what_comes_before_does_not_change_with_what_comes_after() -> None:
-    q, k, v, _ = heads(300)
-    found = attention(q, k, v, (100, 64))
+def test_attention_does_not_depend_on_later_tokens() -> None:
+    q, k, v, _ = draw_heads(300)
+    full = attention(q, k, v, (100, 64))
     for length in (1, 99, 130, 299):
         first = (x[:, :, :length] for x in (q, k, v))
-        part = windowed(100, 64)(*first)
-        assert_near([part], [found[:, :, :length]], 1e-12)
+        part = make_windowed_attention(100, 64)(*first)
+        assert_near([part], [full[:, :, :length]], 1e-12)
 
 
 @pytest.mark.parametrize("window", [None, (64, 16), (100, 7)])
 @pytest.mark.parametrize(("groups", "dropout"), [(1, 0.0), (3, 0.0), (3, 0.3)])
-def test_queries_share_keys_and_values(window: Any, groups: int, dropout: float) -> None:
-    """Results are as if each query had its own. Gradients of a key head are sums over queries."""
+def test_grouped_query_attention_equals_repeated_keys(
+    window: Any, groups: int, dropout: float
+) -> None:
+    """The reference repeats each key head, so its gradient is a sum over query heads."""
     numbers = torch.Generator().manual_seed(0)
     shapes = [(2, heads, 200, 8) for heads in (6, groups, groups)]
     q, k, v, grad = (
@@ -117,74 +129,84 @@ def test_queries_share_keys_and_values(window: Any, groups: int, dropout: float)
     def grouped(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         return attention(q, k, v, window, dropout)
 
-    def spread(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
+    def repeated(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         k, v = (x.repeat_interleave(6 // groups, 1) for x in (k, v))
         return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
 
-    found = []
-    for run_it in (grouped, spread):
+    results = []
+    for function in (grouped, repeated):
         torch.manual_seed(1)
-        found.append(run(run_it, q, k, v, grad))
-    assert_near(found[0], found[1], 1e-12)
+        results.append(run_attention(function, q, k, v, grad))
+    assert_near(results[0], results[1], 1e-12)
 
 
 @pytest.mark.parametrize("window", [None, (4, 2)])
 @pytest.mark.parametrize("shape", [(2, 4, 9, 8), (2, 6, 8, 8), (2, 6, 9, 4), (1, 6, 9, 8)])
-def test_heads_that_do_not_go_together_are_refused(shape: Any, window: Any) -> None:
+def test_mismatched_head_shapes_are_refused(shape: Any, window: Any) -> None:
     q, k = torch.zeros(2, 6, 9, 8), torch.zeros(shape)
     for other in (k, q):
         with pytest.raises(UsageError):
             attention(q, other, k, window)
 
 
-def test_any_layout_of_memory() -> None:
-    given = heads(200)
+def test_attention_accepts_any_memory_layout() -> None:
+    tensors = draw_heads(200)
     q, k, v = (
-        x.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_() for x in given[:3]
+        x.detach().transpose(2, 3).contiguous().transpose(2, 3).requires_grad_()
+        for x in tensors[:3]
     )
-    got = run(windowed(64, 16), q, k, v, given[3].new_ones(()).expand_as(given[3]))
-    assert_near(got, run(windowed(64, 16), *given[:3], torch.ones_like(given[3])), 1e-12)
+    got = run_attention(
+        make_windowed_attention(64, 16), q, k, v, tensors[3].new_ones(()).expand_as(tensors[3])
+    )
+    assert_near(
+        got,
+        run_attention(make_windowed_attention(64, 16), *tensors[:3], torch.ones_like(tensors[3])),
+        1e-12,
+    )
 
 
-def test_as_much_is_saved_as_without_a_window() -> None:
-    def saved(window: tuple[int, int] | None) -> int:
-        found: dict[int, int] = {}
+def test_window_does_not_change_saved_bytes() -> None:
+    def count_saved_bytes(window: tuple[int, int] | None) -> int:
+        bytes_by_storage: dict[int, int] = {}
 
         def pack(x: Tensor) -> Tensor:
             storage = x.untyped_storage()
-            found[storage._cdata] = storage.nbytes()
+            bytes_by_storage[storage._cdata] = storage.nbytes()
             return x
 
         with torch.autograd.graph.saved_tensors_hooks(pack, lambda x: x):
-            out = attention(*heads(512, torch.float32)[:3], window)
+            out = attention(*draw_heads(512, torch.float32)[:3], window)
         del out
-        return sum(found.values())
+        return sum(bytes_by_storage.values())
 
-    assert saved((128, 32)) == saved(None) > 0
+    assert count_saved_bytes((128, 32)) == count_saved_bytes(None) > 0
 
 
-def test_with_dropout_the_whole_is_computed_with_the_same_numbers() -> None:
-    found = []
-    for run_it in (windowed(64, 16, 0.4), whole(build_window_mask(200, 64, 16), 0.4)):
+def test_dropout_equals_dropout_of_masked_attention() -> None:
+    results = []
+    for function in (
+        make_windowed_attention(64, 16, 0.4),
+        make_masked_attention(build_window_mask(200, 64, 16), 0.4),
+    ):
         torch.manual_seed(3)
-        found.append(run(run_it, *heads(200)))
-    assert all(torch.equal(one, other) for one, other in zip(*found, strict=True))
-    assert not torch.equal(found[0][0], windowed(64, 16)(*heads(200)[:3]))
+        results.append(run_attention(function, *draw_heads(200)))
+    assert all(torch.equal(one, other) for one, other in zip(*results, strict=True))
+    assert not torch.equal(results[0][0], make_windowed_attention(64, 16)(*draw_heads(200)[:3]))
 
 
 @pytest.mark.parametrize(("length", "window"), [(1024, (256, 64)), (700, (100, 7)), (90, (64, 1))])
-def test_flex_attention_is_told_the_same_tiles(length: int, window: tuple[int, int]) -> None:
+def test_block_mask_equals_flex_attention_mask(length: int, window: tuple[int, int]) -> None:
     got = build_block_mask(length, *window, CPU)
     mask = build_window_mask(length, *window)
 
-    def sees(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
+    def is_visible(b: Tensor, head: Tensor, query: Tensor, key: Tensor) -> Tensor:
         return mask[query, key]
 
-    want = create_block_mask(sees, None, None, length, length, "cpu", BLOCK_SIZE=128)
+    want = create_block_mask(is_visible, None, None, length, length, "cpu", BLOCK_SIZE=128)
     assert torch.equal(got.to_dense(), want.to_dense())
     grid = torch.from_numpy(compute_device_tiles(length, *window, "cuda").grid)
     assert torch.equal(got.to_dense()[0, 0] > 0, grid > 0)
     for name in ("kv_num_blocks", "full_kv_num_blocks", "q_num_blocks", "full_q_num_blocks"):
         assert torch.equal(getattr(got, name), getattr(want, name)), name
-    at = torch.arange(length)
-    assert torch.equal(got.mask_mod(at, at, at[:, None], at), mask)
+    positions = torch.arange(length)
+    assert torch.equal(got.mask_mod(positions, positions, positions[:, None], positions), mask)

@@ -26,40 +26,40 @@ from tests.cpu.train_command import alone, train
 
 torch.set_num_threads(1)
 
-T = 160  # several tiles
+LENGTH = 160  # several tiles
 CONFIG = gpt.GPTConfig(
-    vocab=32, layers=4, hidden=16, heads=2, context=T, tied=False,
+    vocab=32, layers=4, hidden=16, heads=2, context=LENGTH, tied=False,
     window=(0, 48, 100, 64), stride=(1, 16, 1, 64),
 )  # fmt: skip
-BOUNDARY = Boundary((1, T, 16))
+BOUNDARY = Boundary((1, LENGTH, 16))
 
 
-def tokens(m: int, seed: int = 0) -> tuple[Tensor, Tensor]:
+def draw_tokens(m: int, seed: int = 0) -> tuple[Tensor, Tensor]:
     numbers = torch.Generator().manual_seed(seed)
-    inputs, targets = (torch.randint(0, 32, (m, 1, T), generator=numbers) for _ in range(2))
+    inputs, targets = (torch.randint(0, 32, (m, 1, LENGTH), generator=numbers) for _ in range(2))
     return inputs, targets
 
 
-def step(config: gpt.GPTConfig) -> tuple[Tensor, dict[str, Tensor]]:
+def run_step(config: gpt.GPTConfig) -> tuple[Tensor, dict[str, Tensor]]:
     """Return loss and gradients of two microbatches in float64."""
     stage = gpt.build_stage(config, 0, 1, dtype=torch.float64)
-    total = run_sequential([stage], *tokens(2), loss=gpt.loss)
+    total = run_sequential([stage], *draw_tokens(2), loss=gpt.loss)
     return total, gradients([stage])[0]
 
 
-def masked(q: Tensor, k: Tensor, v: Tensor, window: Any, dropout: float) -> Tensor:
-    mask = build_window_mask(T, *(window or (T, 1)))
+def masked_attention(q: Tensor, k: Tensor, v: Tensor, window: Any, dropout: float) -> Tensor:
+    mask = build_window_mask(LENGTH, *(window or (LENGTH, 1)))
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
 
 
-@pytest.mark.parametrize("window", [(CONFIG.window, CONFIG.stride), (16, 16), (1, 1), (T, 1)])
-def test_the_loss_and_gradients_of_a_mask(window: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("window", [(CONFIG.window, CONFIG.stride), (16, 16), (1, 1), (LENGTH, 1)])
+def test_windowed_gpt_equals_masked_attention(window: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     config = replace(CONFIG, window=window[0], stride=window[1])
-    total, grads = step(config)
-    without, _ = step(replace(CONFIG, window=0, stride=1))
-    assert bool((total == without).item()) == (window == (T, 1))
-    monkeypatch.setattr(gpt, "attention", masked)
-    want, want_grads = step(config)
+    total, grads = run_step(config)
+    without, _ = run_step(replace(CONFIG, window=0, stride=1))
+    assert bool((total == without).item()) == (window == (LENGTH, 1))
+    monkeypatch.setattr(gpt, "attention", masked_attention)
+    want, want_grads = run_step(config)
     assert torch.allclose(total, want, rtol=1e-6, atol=0)  # the loss is float32
     assert grads.keys() == want_grads.keys()
     for name, grad in grads.items():
@@ -77,63 +77,65 @@ def test_the_loss_and_gradients_of_a_mask(window: Any, monkeypatch: pytest.Monke
     ],
 )
 @pytest.mark.parametrize("dropout", [0.0, 0.2])
-def test_any_pipeline_has_the_bits_of_one_process(
+def test_pipelines_have_bits_of_one_process(
     schedule: Any, shape: PipelineShape, options: Any, dropout: float
 ) -> None:
-    """This includes split backwards, recomputation and offload, in another order each step."""
+    """The programs have split backwards, recomputation and offload. Each step has another order."""
     config = replace(CONFIG, dropout=dropout)
 
-    def stages() -> list[nn.Module]:
+    def make_stages() -> list[nn.Module]:
         return [gpt.build_stage(config, s, shape.stages) for s in range(shape.stages)]
 
     program = compile(schedule, shape, progress_model="per_edge", **options)
-    own, plain = stages(), stages()
-    world = InProcessExecutor(program, own, loss=gpt.loss, boundary=BOUNDARY, seed=2)
+    stages, reference_stages = make_stages(), make_stages()
+    world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY, seed=2)
     for k in range(2):
-        data = tokens(shape.microbatches, k)
-        want = run_sequential(plain, *data, loss=gpt.loss, program=program, seed=2, step=k)
+        data = draw_tokens(shape.microbatches, k)
+        want = run_sequential(
+            reference_stages, *data, loss=gpt.loss, program=program, seed=2, step=k
+        )
         assert torch.equal(world.step(*data, order_seed=5 + k), want)
-    for one, other in zip(gradients(own), gradients(plain), strict=True):
+    for one, other in zip(gradients(stages), gradients(reference_stages), strict=True):
         assert all(torch.equal(one[name], other[name]) for name in other)
 
 
-def test_a_shorter_sequence_is_the_beginning_of_a_longer_one() -> None:
+def test_shorter_sequence_has_outputs_of_longer_one() -> None:
     stage = gpt.build_stage(CONFIG, 0, 1).eval()
-    inputs, _ = tokens(1)
+    inputs, _ = draw_tokens(1)
     with torch.no_grad():
-        whole = stage(inputs[0])
+        full = stage(inputs[0])
         for length in (1, 63, 100):
             part = stage(inputs[0][:, :length])
-            assert torch.allclose(part, whole[:, :length], atol=1e-6)
+            assert torch.allclose(part, full[:, :length], atol=1e-6)
 
 
-def test_as_many_bytes_are_kept_as_without_windows() -> None:
-    (inputs, targets), found = tokens(1), []
+def test_windows_do_not_change_measured_sizes() -> None:
+    (inputs, targets), results = draw_tokens(1), []
     for config in (CONFIG, replace(CONFIG, window=0, stride=1)):
         stages = [gpt.build_stage(config, s, 2) for s in range(2)]
-        kept = measure_sizes(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
-        found.append((kept.saved, kept.deferred_wgrad, kept.saved_and_deferred))
-    assert found[0] == found[1]
+        sizes = measure_sizes(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
+        results.append((sizes.saved, sizes.deferred_wgrad, sizes.saved_and_deferred))
+    assert results[0] == results[1]
 
 
-def test_schedir_train(tmp_path: Path) -> None:
+def test_train_command_with_windows_equals_one_rank(tmp_path: Path) -> None:
     """Two tensor-parallel ranks have the losses of one rank, also in evaluations.
 
     Without windows the losses differ.
     """
     text, path = tmp_path / "text.txt", tmp_path / "config.toml"
     text.write_text("to be or not to be " * 300)
-    said = TRAINED.replace("context = 16", "context = 80\nwindow = [8, 0, 66, 80]\nstride = 4")
+    config = TRAINED.replace("context = 16", "context = 80\nwindow = [8, 0, 66, 80]\nstride = 4")
     path.write_text(
-        said.format(text=text).replace("steps = 6", "steps = 2")
+        config.format(text=text).replace("steps = 6", "steps = 2")
         + "evaluate_every = 2\nevaluate_batches = 1\n"
     )
-    more = ("data.validation=0.2", "pipeline.stages_per_rank=1")
-    two = train(str(path), tmp_path / "two", *more, "pipeline.ranks=1", "pipeline.tp=2")
-    one = alone(str(path), tmp_path / "one", *more)
-    without = alone(str(path), tmp_path / "without", *more, "model.window=0", "model.stride=1")
+    settings = ("data.validation=0.2", "pipeline.stages_per_rank=1")
+    two = train(str(path), tmp_path / "two", *settings, "pipeline.ranks=1", "pipeline.tp=2")
+    one = alone(str(path), tmp_path / "one", *settings)
+    without = alone(str(path), tmp_path / "without", *settings, "model.window=0", "model.stride=1")
     assert two == pytest.approx(one, rel=1e-5)
     assert without != pytest.approx(one, rel=1e-5)
-    found = [(tmp_path / name / "evaluation.csv").read_text() for name in ("two", "one")]
-    lost = [float(lines.splitlines()[1].split(",")[1]) for lines in found]
-    assert lost[0] == pytest.approx(lost[1], rel=1e-5)
+    evaluations = [(tmp_path / name / "evaluation.csv").read_text() for name in ("two", "one")]
+    evaluation_losses = [float(lines.splitlines()[1].split(",")[1]) for lines in evaluations]
+    assert evaluation_losses[0] == pytest.approx(evaluation_losses[1], rel=1e-5)

@@ -38,7 +38,7 @@ CASES = {
 }
 
 
-def _levels(rank: int, case: Case) -> Any:
+def _train_levels(rank: int, case: Case) -> Any:
     torch.set_num_threads(1)
     return [train(rank, case, zero, steps=2) for zero in case_levels(case)]
 
@@ -50,20 +50,20 @@ def case_levels(case: Case) -> list[int]:
 
 
 @cache
-def _trained(name: str) -> list[list[Any]]:
+def _train_case(name: str) -> list[list[Any]]:
     """Train a case at each level, and return the results of each process by level and rank."""
     case = CASES[name]
-    by_rank = run(_levels, case.processes, case)
-    return [[own[k] for own in by_rank] for k in range(len(by_rank[0]))]
+    by_rank = run(_train_levels, case.processes, case)
+    return [[results[k] for results in by_rank] for k in range(len(by_rank[0]))]
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_parts_have_the_bits_of_plain_replicas(name: str) -> None:
-    assert not differing(*_trained(name))
-    assert differing(_trained(name)[0], _trained("1F1B" if name != "1F1B" else "DualPipe")[0])
+def test_zero_levels_have_bits_of_plain_replicas(name: str) -> None:
+    assert not differing(*_train_case(name))
+    assert differing(_train_case(name)[0], _train_case("1F1B" if name != "1F1B" else "DualPipe")[0])
 
 
-class Wide(nn.Module):
+class SmallParameters(nn.Module):
     """A stage with fewer elements than replicas in some parameters."""
 
     def __init__(self) -> None:
@@ -77,18 +77,18 @@ class Wide(nn.Module):
         return y.expand(-1, 3)
 
 
-class Empty(nn.Module):
+class NoParameters(nn.Module):
     """A stage without parameters."""
 
     def forward(self, x: Tensor) -> Tensor:
         return torch.tanh(x)
 
 
-def _executor(
+def _make_executor(
     zero: int, transport: Any = GlooTransport, **how: Any
 ) -> tuple[Executor, list[nn.Module]]:
     torch.manual_seed(0)
-    stages: list[nn.Module] = [Wide(), Empty(), Wide()]
+    stages: list[nn.Module] = [SmallParameters(), NoParameters(), SmallParameters()]
     options: dict[str, Any] = {"clip_grad_norm": True} | {
         k: how.pop(k) for k in ("clip_grad_norm", "reduce_scatter_at") if k in how
     }
@@ -102,87 +102,87 @@ def _executor(
     ), stages  # fmt: skip
 
 
-def _given(executor: Executor) -> tuple[Tensor, Tensor]:
+def _make_batch(executor: Executor) -> tuple[Tensor, Tensor]:
     numbers = torch.Generator().manual_seed(executor.state.transport.dp_rank)
     x, y = torch.randn(2, 4, 2, 3, generator=numbers)
     return x, y
 
 
-def _weights(executor: Executor, stages: list[nn.Module]) -> list[Tensor]:
+def _collect_weights(executor: Executor, stages: list[nn.Module]) -> list[Tensor]:
     with executor.full_parameters():
         return [p.detach().clone() for stage in stages for p in stage.parameters()]
 
 
-def _some(rank: int) -> dict[str, Any]:
-    found: dict[str, Any] = {}
+def _run_processes(rank: int) -> dict[str, Any]:
+    results: dict[str, Any] = {}
     for zero in range(4):
         for name, how in (
             ("shared memory", {"transport": SharedMemoryTransport}),
             ("loss scale", {"gradients": GradientOptions(loss_scale=LossScale(8.0))}),
         ):
-            executor, stages = _executor(zero, **how)
+            executor, stages = _make_executor(zero, **how)
             for _ in range(3):
-                executor.step(*_given(executor))
-            found.setdefault(name, []).append(
-                [*_weights(executor, stages), executor.grad_norm.clone()]
+                executor.step(*_make_batch(executor))
+            results.setdefault(name, []).append(
+                [*_collect_weights(executor, stages), executor.grad_norm.clone()]
             )
     for zero in range(1, 4):  # if one replica has a value that is not finite, all replicas skip
-        executor, stages = _executor(zero, clip_grad_norm=False)
-        before = _weights(executor, stages)
-        x, y = _given(executor)
+        executor, stages = _make_executor(zero, clip_grad_norm=False)
+        before = _collect_weights(executor, stages)
+        x, y = _make_batch(executor)
         y[1, 0, 0] = torch.nan if rank else 0.0
         executor.step(x, y)
-        after = _weights(executor, stages)
-        kept = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
-        found.setdefault("finite", []).append((bool(executor.finite_updates), kept))
+        after = _collect_weights(executor, stages)
+        is_unchanged = all(torch.equal(a, b) for a, b in zip(before, after, strict=True))
+        results.setdefault("finite", []).append((bool(executor.finite_updates), is_unchanged))
     for zero in (0, 2, 3):
-        executor, stages = _executor(
+        executor, stages = _make_executor(
             zero, reduce_scatter_at="each_backward" if zero else "update_end"
         )
-        executor.step(*_given(executor))
-        found.setdefault("turns", []).append(_weights(executor, stages))
-    for own in (
+        executor.step(*_make_batch(executor))
+        results.setdefault("turns", []).append(_collect_weights(executor, stages))
+    for get_tensor in (
         nn.Parameter.detach,
         lambda p: p.data,
     ):  # the second does not raise the version counter
-        executor, stages = _executor(3)
+        executor, stages = _make_executor(3)
         try:
             with executor.full_parameters(), torch.no_grad():
                 for p in stages[0].parameters():
-                    own(p).fill_(float(rank))
+                    get_tensor(p).fill_(float(rank))
         except ModelError as error:
-            found.setdefault("written", []).append(str(error))
-    return found
+            results.setdefault("written", []).append(str(error))
+    return results
 
 
 @pytest.fixture(scope="module")
-def some() -> list[dict[str, Any]]:
-    return run(_some, 2)
+def results() -> list[dict[str, Any]]:
+    return run(_run_processes, 2)
 
 
 @pytest.mark.parametrize("name", ["shared memory", "loss scale"])
-def test_small_parameters_have_the_bits_of_plain_replicas(
-    name: str, some: list[dict[str, Any]]
+def test_small_parameters_have_bits_of_plain_replicas(
+    name: str, results: list[dict[str, Any]]
 ) -> None:
-    for own in some:
-        plain, *cut = own[name]
-        for other in cut:
+    for result in results:
+        plain, *sharded = result[name]
+        for other in sharded:
             assert all(torch.equal(a, b) for a, b in zip(plain, other, strict=True))
 
 
-def test_all_replicas_skip_what_one_of_them_spoils(some: list[dict[str, Any]]) -> None:
-    assert [own["finite"] for own in some] == [[(False, True)] * 3] * 2
+def test_nonfinite_gradient_of_one_replica_is_skipped_on_all(results: list[dict[str, Any]]) -> None:
+    assert [result["finite"] for result in results] == [[(False, True)] * 3] * 2
 
 
-def test_turns_add_up_to_the_sum(some: list[dict[str, Any]]) -> None:
-    for own in some:
-        end, *turns = own["turns"]
-        for other in turns:
-            torch.testing.assert_close(other, end)
-        assert all(torch.equal(a, b) for a, b in zip(*turns, strict=True))
+def test_repeated_reduce_scatters_equal_one_reduction(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        once, *repeated = result["turns"]
+        for other in repeated:
+            torch.testing.assert_close(other, once)
+        assert all(torch.equal(a, b) for a, b in zip(*repeated, strict=True))
 
 
-def test_what_is_written_must_be_one(some: list[dict[str, Any]]) -> None:
-    for own in some:
-        assert len(own["written"]) == 2
-        assert all("do not agree on the values of" in text for text in own["written"])
+def test_different_writes_of_replicas_are_refused(results: list[dict[str, Any]]) -> None:
+    for result in results:
+        assert len(result["written"]) == 2
+        assert all("do not agree on the values of" in text for text in result["written"])

@@ -34,76 +34,76 @@ GOLDEN = Path(__file__).parents[1] / "golden" / "zero_refused.txt"
 ADAM = partial(torch.optim.AdamW, lr=1e-2)
 
 
-def ranks_of(program: Program, stages: list[nn.Module], **options: Any) -> InProcessExecutor:
+def make_executor(program: Program, stages: list[nn.Module], **options: Any) -> InProcessExecutor:
     usual: dict[str, Any] = {"loss": gpt.loss, "boundary": BOUNDARY, "optimizer": ADAM}
     return InProcessExecutor(program, stages, **usual | options)
 
 
-def same(one: list[Tensor], other: list[Tensor]) -> bool:
+def is_same(one: list[Tensor], other: list[Tensor]) -> bool:
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def turns_of(program: Program, stage: int) -> list[list[int]]:
-    """Return the microbatches that are reduced together in a stage's gradient, in order."""
-    turns: list[list[int]] = [[]]
+def list_reduced_microbatches(program: Program, stage: int) -> list[list[int]]:
+    """Return the microbatches of each reduction of a stage's gradient, in order."""
+    reduced: list[list[int]] = [[]]
     for i in program.streams[int(program.shape.first_rank_per_stage[stage])]:
         if i.stage == stage and i.op in GRAD_ADDING_OPS:
-            turns[-1].append(i.mb)
+            reduced[-1].append(i.mb)
         elif i.stage == stage and i.op is Opcode.ReduceScatter:
-            turns.append([])
-    assert not turns.pop()
-    return turns
+            reduced.append([])
+    assert not reduced.pop()
+    return reduced
 
 
 @pytest.mark.parametrize("zero", [2, 3])
 @pytest.mark.parametrize("schedule", [interleaved, looped_bfs, one_f_one_b])
-def test_turns_add_up_in_their_order(schedule: Any, zero: int) -> None:
+def test_reduce_scatters_add_in_program_order(schedule: Any, zero: int) -> None:
     shape = PipelineShape(2, 4, 1 if schedule is one_f_one_b else 2)
     program = schedir.compile(
         schedule, shape, zero=zero, reduce_scatter_at="each_backward", clip_grad_norm=False
     )
     stages, plain = (gpt_stages(shape.stages, False) for _ in range(2))
     inputs, targets, scale = batch(4)
-    ranks_of(program, stages, optimizer=None).step(inputs, targets, scale)
-    each: list[list[dict[str, Tensor]]] = []  # the gradients of single microbatches
+    make_executor(program, stages, optimizer=None).step(inputs, targets, scale)
+    gradients_by_mb: list[list[dict[str, Tensor]]] = []
     for mb in range(4):
         run_sequential(plain, inputs[[mb]], targets[[mb]], loss=gpt.loss)
-        each.append(gradients(plain))
-    several = 0
+        gradients_by_mb.append(gradients(plain))
+    num_repeated = 0
     for s, stage in enumerate(stages):
-        turns = turns_of(program, s)
-        several += len(turns) > 1
+        reduced_microbatches = list_reduced_microbatches(program, s)
+        num_repeated += len(reduced_microbatches) > 1
         for name, p in stage.named_parameters():
             sums = []
-            for turn in turns:
-                sums.append(each[turn[0]][s][name].clone())
-                for mb in turn[1:]:
-                    sums[-1] += each[mb][s][name]
+            for microbatches in reduced_microbatches:
+                sums.append(gradients_by_mb[microbatches[0]][s][name].clone())
+                for mb in microbatches[1:]:
+                    sums[-1] += gradients_by_mb[mb][s][name]
                 sums[-1] *= scale
             total = sums[0]
             for one in sums[1:]:
                 total = total + one
             assert p.grad is not None and torch.equal(p.grad, total.flatten())
-    assert several or schedule is not interleaved
+    assert num_repeated or schedule is not interleaved
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-def test_weights_are_pieces_between_steps_and_whole_on_request(zero: int) -> None:
+def test_weights_are_sharded_except_in_full_parameters(zero: int) -> None:
     program = schedir.compile(interleaved, PipelineShape(2, 4, 2), zero=zero, clip_grad_norm=True)
     stages, plain = (gpt_stages(4, False) for _ in range(2))
     shapes = [p.shape for stage in stages for p in stage.parameters()]
-    ranks = ranks_of(program, stages)
-    ranks_of(schedir.compile(interleaved, PipelineShape(2, 4, 2), clip_grad_norm=True), plain).step(
-        *batch(4)
-    )
+    ranks = make_executor(program, stages)
+    make_executor(
+        schedir.compile(interleaved, PipelineShape(2, 4, 2), clip_grad_norm=True), plain
+    ).step(*batch(4))
     ranks.step(*batch(4))
     assert all(p.dim() == 1 and p.grad is not None for m in stages for p in m.parameters())
-    with ExitStack() as whole:
+    with ExitStack() as stack:
         for rank in ranks.executors:
-            whole.enter_context(rank.full_parameters())
+            stack.enter_context(rank.full_parameters())
         assert [p.shape for stage in stages for p in stage.parameters()] == shapes
-        kept = [deepcopy(stage.state_dict()) for stage in stages]
-        for state, right in zip(kept, plain, strict=True):
+        states = [deepcopy(stage.state_dict()) for stage in stages]
+        for state, right in zip(states, plain, strict=True):
             assert all(torch.equal(state[n], p) for n, p in right.state_dict().items())
         with pytest.raises(ModelError, match="weights are unsharded within"):
             ranks.step(*batch(4))
@@ -113,73 +113,76 @@ def test_weights_are_pieces_between_steps_and_whole_on_request(zero: int) -> Non
     assert all(p.dim() == 1 and not p.any() for m in stages for p in m.parameters())
 
 
-def test_state_and_copies_of_an_optimizer_are_cut() -> None:
-    """An optimizer that has stepped full weights continues with shards, and so do its copies."""
-    found = []
+def test_optimizer_state_and_main_parameters_are_sharded() -> None:
+    """The optimizer has stepped full weights before the executor shards them."""
+    results = []
     for zero in (0, 3):
         stages = gpt_stages(2, False)
         for stage in stages:
             use_float32_gradients(stage.bfloat16())
-        made = []
+        optimizers = []
 
-        def make(parameters: list[nn.Parameter]) -> MainOptimizer:
+        def make_optimizer(parameters: list[nn.Parameter]) -> MainOptimizer:
             optimizer = MainOptimizer(parameters, ADAM)
             for p in parameters:
                 p.grad = torch.ones_like(p, dtype=torch.float32)
             optimizer.step()
-            made.append(optimizer)  # noqa: B023
+            optimizers.append(optimizer)  # noqa: B023
             return optimizer
 
         program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=zero, clip_grad_norm=True)
-        ranks_of(
-            program, stages, optimizer=make, boundary=Boundary(BOUNDARY.shape, torch.bfloat16)
+        make_executor(
+            program,
+            stages,
+            optimizer=make_optimizer,
+            boundary=Boundary(BOUNDARY.shape, torch.bfloat16),
         ).step(*batch(3))
-        found.append(
+        results.append(
             [
                 t.flatten()
-                for optimizer in made
+                for optimizer in optimizers
                 for m in optimizer.main_parameters
                 for t in (m.detach(), *optimizer.inner.state[m].values())
             ]
         )
-    assert same(*found)
+    assert is_same(*results)
 
 
-def test_an_evaluation_in_parts() -> None:
-    found = []
+def test_evaluation_with_sharded_weights_has_same_loss() -> None:
+    losses = []
     for zero in (0, 1, 3):
         stages = gpt_stages(4, False)
         program = schedir.compile(
             schedir.schedules.forward_only, PipelineShape(2, 4, 2), zero=zero, clip_grad_norm=False
         )
-        found.append(ranks_of(program, stages, optimizer=None).step(*batch(4)))
-    assert torch.equal(found[0], found[1]) and torch.equal(found[0], found[2])
+        losses.append(make_executor(program, stages, optimizer=None).step(*batch(4)))
+    assert torch.equal(losses[0], losses[1]) and torch.equal(losses[0], losses[2])
 
 
-class Fails(nn.Linear):
+class FailingLayer(nn.Linear):
     now = False
 
     def forward(self, x: Tensor) -> Tensor:
-        if Fails.now:
+        if FailingLayer.now:
             raise ValueError("as told")
         return super().forward(x)
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_after_a_step_that_fails_weights_are_pieces(zero: int) -> None:
-    stages: list[nn.Module] = [Fails(4, 4), nn.Linear(4, 4)]
+def test_failed_step_leaves_sharded_weights(zero: int) -> None:
+    stages: list[nn.Module] = [FailingLayer(4, 4), nn.Linear(4, 4)]
     before = [p.detach().flatten().clone() for stage in stages for p in stage.parameters()]
     program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=zero)
     ranks = InProcessExecutor(
         program, stages, loss=nn.functional.mse_loss, boundary=(2, 4), optimizer=ADAM
     )
-    Fails.now = True
+    FailingLayer.now = True
     try:
         with pytest.raises(ExecutionError, match="as told"):
             ranks.step(torch.ones(3, 2, 4), torch.ones(3, 2, 4))
     finally:
-        Fails.now = False
-    assert same([p.detach() for stage in stages for p in stage.parameters()], before)
+        FailingLayer.now = False
+    assert is_same([p.detach() for stage in stages for p in stage.parameters()], before)
 
 
 _F, _I, _W = Opcode.Forward, Opcode.BackwardInput, Opcode.BackwardWeight
@@ -196,10 +199,10 @@ class Scale(nn.Module):
 
 
 @pytest.mark.parametrize("reads", [False, True])
-def test_a_rule_of_w_that_reads_a_weight_in_parts_is_refused(reads: bool) -> None:
+def test_split_rule_that_reads_sharded_weight_is_refused(reads: bool) -> None:
     """W runs without full weights, so a user's split rule must not read them."""
 
-    def later(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
+    def weight_grad(layer: Any, x: Tensor, dy: Tensor) -> Tensor:
         total = (x * dy).flatten(0, -2).sum(0)
         return total + 0 * layer.weight if reads else total
 
@@ -207,7 +210,9 @@ def test_a_rule_of_w_that_reads_a_weight_in_parts_is_refused(reads: bool) -> Non
         pass
 
     register_splittable_layer(
-        Own, input_grad=lambda layer, x, dy: dy * layer.weight, deferred_grads={"weight": later}
+        Own,
+        input_grad=lambda layer, x, dy: dy * layer.weight,
+        deferred_grads={"weight": weight_grad},
     )
     shape = PipelineShape(1, 2, 2)
     stages: list[nn.Module] = [Own(), Own()]
@@ -217,7 +222,9 @@ def test_a_rule_of_w_that_reads_a_weight_in_parts_is_refused(reads: bool) -> Non
     order = [
         (op, s, mb) for op, s in ORDER for mb in range(2)
     ]  # W follow all instructions that need weights
-    draft = Program("late", shape, (Stream.from_instructions([Instr(*each) for each in order]),))
+    draft = Program(
+        "late", shape, (Stream.from_instructions([Instr(*fields) for fields in order]),)
+    )
     program = schedir.compile(draft, zero=3, unsharded_stages=1, clip_grad_norm=False)
     ranks = InProcessExecutor(
         program, stages, loss=nn.functional.mse_loss, boundary=(2, 4), optimizer=ADAM
@@ -244,39 +251,39 @@ class Writes(nn.Linear):
         return super().forward(x)
 
 
-def strided() -> nn.Module:
+def make_strided_layer() -> nn.Module:
     layer = nn.Linear(4, 4)
     layer.weight = nn.Parameter(torch.ones(4, 4).t())
     layer.weight.data = torch.randn(4, 4).t()
     return layer
 
 
-def one_memory() -> nn.Module:
+def make_shared_memory_layer() -> nn.Module:
     layer = nn.Linear(4, 4)
     layer.other = nn.Parameter(layer.weight.data)
     return layer
 
 
-def scaled_rows() -> nn.Module:
+def make_scaled_rows() -> nn.Module:
     return nn.Sequential(nn.Embedding(4, 4, max_norm=1.0))
 
 
-REFUSED: dict[str, tuple[Any, Any]] = {
+REFUSED_MODELS: dict[str, tuple[Any, Any]] = {
     "muon": (lambda p: torch.optim.Muon([q for q in p if q.dim() == 2]), None),
     "lbfgs": (lambda p: torch.optim.LBFGS(p), None),
     "an optimizer of one's own": (lambda p: Own(p, 0.1), None),
-    "not contiguous": (ADAM, strided),
-    "one memory": (ADAM, one_memory),
+    "not contiguous": (ADAM, make_strided_layer),
+    "one memory": (ADAM, make_shared_memory_layer),
     "a view is kept": (ADAM, Keeps),
-    "scaled rows": (ADAM, scaled_rows),
+    "scaled rows": (ADAM, make_scaled_rows),
     "written in a forward": (ADAM, lambda: Writes(4, 4)),
     "written to data": (ADAM, lambda: WritesData(4, 4)),
 }
 
 
-def refusal(make: Any, module: Any) -> str:
+def get_refusal(make: Any, module: Any) -> str:
     first = module() if module else nn.Linear(4, 4)
-    x = torch.zeros(3, 2, dtype=torch.long) if module is scaled_rows else torch.ones(3, 2, 4)
+    x = torch.zeros(3, 2, dtype=torch.long) if module is make_scaled_rows else torch.ones(3, 2, 4)
     program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=3)
     with pytest.raises((ModelError, ExecutionError)) as error:
         ranks = InProcessExecutor(
@@ -290,19 +297,19 @@ def refusal(make: Any, module: Any) -> str:
     return str(error.value)
 
 
-def test_what_cannot_be_cut_is_refused() -> None:
-    texts = [f"{name}\n{refusal(*how)}\n" for name, how in REFUSED.items()]
+def test_unshardable_models_are_refused_with_golden_errors() -> None:
+    texts = [f"{name}\n{get_refusal(*how)}\n" for name, how in REFUSED_MODELS.items()]
     stages: list[nn.Module] = [nn.Linear(4, 4), nn.Linear(4, 4)]
     options: dict[str, Any] = {
         "loss": nn.functional.mse_loss, "boundary": (2, 4), "optimizer": ADAM,
     }  # fmt: skip
     program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=1)
     ranks = InProcessExecutor(program, stages, **options)
-    with pytest.raises(ModelError) as twice:
+    with pytest.raises(ModelError) as second_executor:
         InProcessExecutor(schedir.compile(one_f_one_b, PipelineShape(2, 3)), stages, **options)
     stages[1].double()
     with pytest.raises(ModelError) as moved:
         ranks.step(torch.ones(3, 2, 4), torch.ones(3, 2, 4))
-    texts += [f"in parts already\n{twice.value}\n", f"moved\n{moved.value}\n"]
+    texts += [f"in parts already\n{second_executor.value}\n", f"moved\n{moved.value}\n"]
     text = "\n".join(texts)
     assert text == GOLDEN.read_text()

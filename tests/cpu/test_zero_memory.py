@@ -14,7 +14,7 @@ NAMES = (
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_what_lives_is_what_was_predicted(name: str) -> None:
+def test_live_memory_with_zero_matches_prediction(name: str) -> None:
     """The bytes are those of live storages on each rank and replica."""
-    for found in run_row(byte_rows()[name]):
-        assert found.looks > 10 and found.most > 0 and not found.beside
+    for row in run_row(byte_rows()[name]):
+        assert row.looks > 10 and row.most > 0 and not row.beside

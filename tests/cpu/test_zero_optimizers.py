@@ -1,4 +1,4 @@
-"""Tests of users' own optimizers with ZeRO, whose states are sharded like weights, or refused."""
+"""Tests of user-defined optimizers with ZeRO: their state is sharded, or an error refuses it."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ class Momentum(torch.optim.Optimizer):
                 p.sub_(self.moment(k, p).mul_(0.9).add_(p.grad), alpha=0.1)
 
 
-def made(zero: int, place: str) -> tuple[list[nn.Linear], InProcessExecutor]:
+def make_executor(zero: int, place: str) -> tuple[list[nn.Linear], InProcessExecutor]:
     torch.manual_seed(0)
     stages = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
     program = schedir.compile(one_f_one_b, PipelineShape(2, 3), zero=zero, clip_grad_norm=False)
@@ -75,8 +75,8 @@ def made(zero: int, place: str) -> tuple[list[nn.Linear], InProcessExecutor]:
     return stages, ranks
 
 
-def trained(zero: int, place: str) -> list[Tensor]:
-    stages, ranks = made(zero, place)
+def train_three_steps(zero: int, place: str) -> list[Tensor]:
+    stages, ranks = make_executor(zero, place)
     x = torch.randn(3, 2, WIDTH, generator=torch.Generator().manual_seed(1))
     for _ in range(3):
         ranks.step(x, x + 1)
@@ -88,33 +88,33 @@ def trained(zero: int, place: str) -> list[Tensor]:
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
 @pytest.mark.parametrize("place", ["state", "nested state", "shape of p"])
-def test_state_that_is_cut_steps_as_that_of_whole_weights(place: str, zero: int) -> None:
-    assert all(map(torch.equal, trained(zero, place), trained(0, place)))
+def test_sharded_state_steps_like_full_state(place: str, zero: int) -> None:
+    assert all(map(torch.equal, train_three_steps(zero, place), train_three_steps(0, place)))
 
 
 @pytest.mark.parametrize("zero", [1, 3])
 @pytest.mark.parametrize(
-    ("place", "what"),
+    ("place", "message"),
     [
         ("attribute", r"Momentum\.attribute has a tensor"),
         ("nested rows", r"Momentum keeps moments"),
     ],
 )
-def test_state_that_cannot_be_cut(place: str, what: str, zero: int) -> None:
-    with pytest.raises(ModelError, match=what) as error:
-        made(zero, place)
+def test_unshardable_state_is_refused(place: str, message: str, zero: int) -> None:
+    with pytest.raises(ModelError, match=message) as error:
+        make_executor(zero, place)
     assert error.value.program == "one_f_one_b" and "zero=0" in error.value.hint
 
 
 @pytest.mark.parametrize("zero", [1, 3])
-def test_state_that_gets_the_shape_of_the_weight_in_a_step(zero: int) -> None:
+def test_state_with_shape_of_full_weight_is_refused(zero: int) -> None:
     with pytest.raises(ExecutionError, match=r"Momentum failed to step shards") as error:
-        trained(zero, "shape of the weight")
+        train_three_steps(zero, "shape of the weight")
     (site,) = error.value.sites
     assert str(site.instr) == "step" and "zero=0" in error.value.hint
 
 
-def _clips(optimizer: Any, *_: object) -> None:
+def _clip_by_hook(optimizer: Any, *_: object) -> None:
     for group in optimizer.param_groups:
         for p in group["params"]:
             p.grad.mul_(0.1 / p.grad.norm())
@@ -122,22 +122,26 @@ def _clips(optimizer: Any, *_: object) -> None:
 
 @pytest.mark.parametrize("everywhere", [False, True])
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_hooks_on_a_step_would_see_pieces(zero: int, everywhere: bool) -> None:
+def test_optimizer_step_hooks_are_refused(zero: int, everywhere: bool) -> None:
     stages = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-    made: list[torch.optim.Optimizer] = []
+    optimizers: list[torch.optim.Optimizer] = []
 
     def optimizer(parameters: Any) -> torch.optim.Optimizer:
-        made.append(torch.optim.SGD(parameters, 0.1))
-        return made[-1]
+        optimizers.append(torch.optim.SGD(parameters, 0.1))
+        return optimizers[-1]
 
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2), zero=zero)
-    ranks = InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=Boundary((3,
-                                                                                               WIDTH)),
-                      optimizer=optimizer)  # fmt: skip
-    register: Any = (
-        register_optimizer_step_pre_hook if everywhere else made[0].register_step_pre_hook
+    ranks = InProcessExecutor(
+        program,
+        stages,
+        loss=nn.functional.mse_loss,
+        boundary=Boundary((3, WIDTH)),
+        optimizer=optimizer,
     )
-    handle = register(_clips)
+    register: Any = (
+        register_optimizer_step_pre_hook if everywhere else optimizers[0].register_step_pre_hook
+    )
+    handle = register(_clip_by_hook)
     try:
         with pytest.raises(ExecutionError, match=rf"hooks on its step.*\(zero {zero}\)"):
             ranks.step(*torch.randn(2, 2, 3, WIDTH))

@@ -30,51 +30,59 @@ from tests.laws import LOOPED, ZOO, least, shape_of
 
 def actions(program: Program, rank: int) -> list[Any]:
     """Return the compute of a rank of a draft as actions of torch. A pair is one action."""
-    found: list[Any] = []
+    torch_actions: list[Any] = []
     for instr, joined in zip(program.streams[rank], program.streams[rank].joined, strict=True):
         one = _Action.from_str(f"{instr.stage}{INSTRUCTIONS[instr.op].text}{instr.mb}")
-        found.append(_Action(-1, OVERLAP_F_B, None, (found.pop(), one)) if joined else one)
-    return found
+        torch_actions.append(
+            _Action(-1, OVERLAP_F_B, None, (torch_actions.pop(), one)) if joined else one
+        )
+    return torch_actions
 
 
 def residency(listed: list[Any]) -> tuple[int, int]:
     """Return how often a list gathers a stage, and the maximum of gathered stages."""
     kinds = np.array([str(action.computation_type) for action in listed])
-    whole = np.cumsum((kinds == str(UNSHARD)).astype(int) - (kinds == str(RESHARD)))
-    return int((kinds == str(UNSHARD)).sum()), int(whole.max())
+    num_gathered = np.cumsum((kinds == str(UNSHARD)).astype(int) - (kinds == str(RESHARD)))
+    return int((kinds == str(UNSHARD)).sum()), int(num_gathered.max())
 
 
-def no_more_than_torch(program: Program, most: int, each: Sequence[int] = (0, 1)) -> None:
-    """Assert that no rank gathers more often than torch's list with as many gathered stages.
+def assert_no_more_than_torch(
+    program: Program, most: int, prefetches: Sequence[int] = (0, 1)
+) -> None:
+    """Assert that no rank gathers more often than torch does with as many gathered stages.
 
-    `each` are the numbers of runs to gather ahead.
+    `prefetches` are the values of `unshard_prefetch`.
     """
-    ours: dict[tuple[int, int], list[int]] = {}
+    counts: dict[tuple[int, int], list[int]] = {}
     for rank, stages in enumerate(program.shape.stages_on_rank):
         order = actions(program, rank)
         for active in range(1, min(most, len(stages)) + 1):
-            theirs, held = residency(_add_unshard_reshard(order, active))
-            for ahead in each:
-                if (held, ahead) not in ours:
+            torch_count, num_gathered = residency(_add_unshard_reshard(order, active))
+            for ahead in prefetches:
+                if (num_gathered, ahead) not in counts:
                     lowered = compile(
-                        program, dp=2, zero=3, unsharded_stages=held, unshard_prefetch=ahead
+                        program, dp=2, zero=3, unsharded_stages=num_gathered, unshard_prefetch=ahead
                     )
-                    ours[held, ahead] = count_unshards(lowered).unshards
-                assert ours[held, ahead][rank] <= theirs, (rank, active, held)
-            assert residency(insert_unshards(order, active))[0] <= theirs
+                    counts[num_gathered, ahead] = count_unshards(lowered).unshards
+                assert counts[num_gathered, ahead][rank] <= torch_count, (
+                    rank,
+                    active,
+                    num_gathered,
+                )
+            assert residency(insert_unshards(order, active))[0] <= torch_count
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_no_schedule_gathers_more_often_than_torchs_list(name: str) -> None:
+def test_schedules_gather_no_more_often_than_torch(name: str) -> None:
     schedule = ZOO[name]
-    each = (2, 4) if schedule in LOOPED else (2,)
-    for ranks, v in [(2, 3), *((4, v) for v in each)]:
+    stages_per_rank = (2, 4) if schedule in LOOPED else (2,)
+    for ranks, v in [(2, 3), *((4, v) for v in stages_per_rank)]:
         if schedule not in LOOPED and v > 2:
             continue
         for microbatches in (4, 8):
             if microbatches >= least(schedule, ranks):
                 shape = shape_of(schedule, ranks, microbatches, v)
-                no_more_than_torch(expand_schedule(schedule, shape), 4)
+                assert_no_more_than_torch(expand_schedule(schedule, shape), 4)
 
 
 @given(
@@ -82,7 +90,7 @@ def test_no_schedule_gathers_more_often_than_torchs_list(name: str) -> None:
     st.integers(1, 3),
 )
 @settings(max_examples=30)
-def test_what_is_exported_is_whole_where_torch_wants_it(program: Program, active: int) -> None:
+def test_exported_program_unshards_stages_that_torch_needs(program: Program, active: int) -> None:
     """torch's W and REDUCE_GRAD need a gathered stage, while ours do not."""
     active = min(active, max(map(len, program.shape.stages_on_rank)))
     lowered = compile(program, dp=2, zero=3, unsharded_stages=active)
@@ -92,10 +100,12 @@ def test_what_is_exported_is_whole_where_torch_wants_it(program: Program, active
 
 @given(compute_programs(ranks=2, microbatches=4, stages_per_rank=4))
 @settings(max_examples=30)
-def test_no_draft_does(program: Program) -> None:
-    """No draft gathers more often than torch.
+def test_random_drafts_gather_no_more_often_than_torch(program: Program) -> None:
+    """Drafts with W are compared without prefetch.
 
-    torch also counts W, which needs no weights, so with W it may gather less far ahead than we do.
-    Then only the case without gathers ahead is compared.
+    torch also keeps stages gathered for W, which needs no weights in schedir.
+    So torch may gather less far ahead.
     """
-    no_more_than_torch(program, 3, (0,) if BACKWARD_WEIGHT in program.used_opcodes else (0, 1))
+    assert_no_more_than_torch(
+        program, 3, (0,) if BACKWARD_WEIGHT in program.used_opcodes else (0, 1)
+    )

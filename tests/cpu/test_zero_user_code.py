@@ -1,4 +1,4 @@
-"""Tests of users' own stages and optimizers with ZeRO, which work correctly or are refused."""
+"""Tests of user-defined stages and optimizers with ZeRO: they are right, or refused."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ from schedir.schedules import looped_bfs, zb_h1
 SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 
 
-def ranks_of(
+def make_executor(
     zero: int, stages: list[nn.Module], optimizer: Any = SGD, ranks: int = 1, **how: Any
 ) -> InProcessExecutor:
     program = schedir.compile(
@@ -38,22 +38,22 @@ def ranks_of(
     )
 
 
-def steps(ranks: InProcessExecutor) -> None:
+def run_two_steps(ranks: InProcessExecutor) -> None:
     for _ in range(2):
         ranks.step(torch.ones(3, 2, 4), torch.ones(3, 2, 4))
 
 
-def linears(seed: int = 0) -> list[nn.Module]:
+def make_linears(seed: int = 0) -> list[nn.Module]:
     torch.manual_seed(seed)
     return [nn.Linear(4, 4), nn.Linear(4, 4)]
 
 
-def weights(stages: list[nn.Module]) -> list[Tensor]:
+def collect_weights(stages: list[nn.Module]) -> list[Tensor]:
     return [p.detach().flatten() for stage in stages for p in stage.parameters()]
 
 
-class Prompt(nn.Module):
-    """Returns its weight itself, which fills the memory of its bucket."""
+class WeightAsOutput(nn.Module):
+    """Returns a view of its weight, whose memory is that of the bucket."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -64,14 +64,20 @@ class Prompt(nn.Module):
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
-def test_what_a_stage_puts_out_outlives_its_weights(ranks: int) -> None:
-    found = []
+def test_stage_output_may_be_its_weight(ranks: int) -> None:
+    results = []
     for zero in (0, 3):
         torch.manual_seed(0)
-        stages: list[nn.Module] = [Prompt(), *linears(1), *linears(2)[: 2 * ranks - 3]][: 2 * ranks]
-        steps(ranks_of(zero, stages, ranks=ranks, **({"unsharded_stages": 1} if zero else {})))
-        found.append(weights(stages))
-    assert all(map(torch.equal, *found))
+        stages: list[nn.Module] = [
+            WeightAsOutput(),
+            *make_linears(1),
+            *make_linears(2)[: 2 * ranks - 3],
+        ][: 2 * ranks]
+        run_two_steps(
+            make_executor(zero, stages, ranks=ranks, **({"unsharded_stages": 1} if zero else {}))
+        )
+        results.append(collect_weights(stages))
+    assert all(map(torch.equal, *results))
 
 
 class WritesData(nn.Linear):
@@ -80,10 +86,10 @@ class WritesData(nn.Linear):
         return super().forward(x)
 
 
-def test_a_write_to_data_is_not_lost() -> None:
+def test_write_to_data_is_refused() -> None:
     torch.manual_seed(0)
     with pytest.raises(ExecutionError, match="writes to one of weight to bias"):
-        steps(ranks_of(3, [WritesData(4, 4), nn.Linear(4, 4)]))
+        run_two_steps(make_executor(3, [WritesData(4, 4), nn.Linear(4, 4)]))
 
 
 class Keeps(nn.Linear):
@@ -95,83 +101,88 @@ class Keeps(nn.Linear):
         return super().forward(x) * self.first
 
 
-def test_a_view_that_would_be_old_is_refused() -> None:
-    steps(ranks_of(0, [Keeps(), nn.Linear(4, 4)]))
+def test_stale_view_of_weight_is_refused() -> None:
+    run_two_steps(make_executor(0, [Keeps(), nn.Linear(4, 4)]))
     with pytest.raises(ModelError, match="share memory"):
-        ranks_of(1, [Keeps(), nn.Linear(4, 4)])
+        make_executor(1, [Keeps(), nn.Linear(4, 4)])
     with warnings.catch_warnings():  # torch's weight norm recreates the weight in each forward
         warnings.simplefilter("ignore")
         normed = nn.utils.spectral_norm(nn.Linear(4, 4))
-        steps(ranks_of(1, [normed, nn.Linear(4, 4)]))
+        run_two_steps(make_executor(1, [normed, nn.Linear(4, 4)]))
 
 
-class Two:
+class TwoOptimizers:
     """Two optimizers in one, which have stepped full weights."""
 
     elementwise = True
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
-        self.both = [SGD(parameters[:2], fused=True), torch.optim.AdamW(parameters[2:])]
+        self.optimizers = [SGD(parameters[:2], fused=True), torch.optim.AdamW(parameters[2:])]
         for p in parameters:
             p.grad = torch.arange(float(p.numel())).view_as(p)
         self.step()
 
     def step(self) -> None:
-        for one in self.both:
+        for one in self.optimizers:
             one.step()
 
 
-def test_state_of_optimizers_within_one_is_cut() -> None:
-    found, made = [], []
+def test_state_of_inner_optimizers_is_sharded() -> None:
+    results, optimizers = [], []
     for zero in (0, 2):
-        stages = linears()
+        stages = make_linears()
 
-        def make(parameters: list[nn.Parameter]) -> Two:
-            made.append(Two(parameters))
-            return made[-1]
+        def make_optimizer(parameters: list[nn.Parameter]) -> TwoOptimizers:
+            optimizers.append(TwoOptimizers(parameters))
+            return optimizers[-1]
 
-        steps(ranks_of(zero, stages, make))
-        found.append(weights(stages))
-    assert all(map(torch.equal, *found))
-    kept = [t for one in made[1].both for own in one.state.values() for t in own.values()]
-    assert {t.dim() for t in kept} == {0, 1}
+        run_two_steps(make_executor(zero, stages, make_optimizer))
+        results.append(collect_weights(stages))
+    assert all(map(torch.equal, *results))
+    tensors = [
+        t
+        for one in optimizers[1].optimizers
+        for state in one.state.values()
+        for t in state.values()
+    ]
+    assert {t.dim() for t in tensors} == {0, 1}
 
 
-def test_whole_state_for_pieces_is_refused() -> None:
+def test_loading_full_state_for_shards_is_refused() -> None:
     """torch's fused optimizers would silently use only a part of the state."""
-    made: list[Any] = []
+    optimizers: list[Any] = []
 
-    def make(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
-        made.append(SGD(parameters, fused=True))
-        return made[-1]  # type: ignore[no-any-return]
+    def make_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+        optimizers.append(SGD(parameters, fused=True))
+        return optimizers[-1]  # type: ignore[no-any-return]
 
-    steps(ranks_of(0, linears(), make))
-    ranks = ranks_of(1, linears(), make)
-    made[1].load_state_dict(made[0].state_dict())
+    run_two_steps(make_executor(0, make_linears(), make_optimizer))
+    ranks = make_executor(1, make_linears(), make_optimizer)
+    optimizers[1].load_state_dict(optimizers[0].state_dict())
     with pytest.raises(
         ExecutionError,
         match=r"momentum_buffer of shape \[4, 4\] for a weight shard of shape \[16\]",
     ):
-        steps(ranks)
+        run_two_steps(ranks)
 
 
-def test_who_saves_pieces_is_told() -> None:
-    stages = linears()
+def test_state_dict_of_shards_warns() -> None:
+    stages = make_linears()
     model = nn.Sequential(*stages)
-    ranks = ranks_of(3, stages)
-    for look in (model.state_dict, ranks.executors[0].stages[1].module.state_dict):
+    ranks = make_executor(3, stages)
+    for read_state in (model.state_dict, ranks.executors[0].stages[1].module.state_dict):
         with pytest.warns(UserWarning, match=r"only this replica's shard of weight \(zero 3\)"):
-            assert all(t.dim() == 1 for t in look().values())
-    with ExitStack() as whole:
+            assert all(t.dim() == 1 for t in read_state().values())
+    with ExitStack() as stack:
         for rank in ranks.executors:
-            whole.enter_context(rank.full_parameters())
+            stack.enter_context(rank.full_parameters())
         assert model.state_dict()["0.weight"].shape == (4, 4)
         copies = [deepcopy(stages), pickle.loads(pickle.dumps(stages))]
     for copy in copies:  # copies belong to no executor, and are trained like other stages
-        steps(ranks_of(3, copy))
+        run_two_steps(make_executor(3, copy))
 
 
-class Reads(nn.Module):
+class ReadsOtherStage(nn.Module):
     """Multiplies by a weight of another stage."""
 
     def __init__(self, other: nn.Linear) -> None:
@@ -183,17 +194,17 @@ class Reads(nn.Module):
         return out
 
 
-def test_a_weight_of_another_stage_is_read_whole_or_not_at_all() -> None:
-    """At level 3 its memory is released meanwhile, so reads would return arbitrary numbers."""
+def test_read_of_other_stages_weight_is_refused_at_level_3() -> None:
+    """At level 3 the memory of that weight is freed, so a read would return arbitrary numbers."""
     first = nn.Linear(4, 4)
-    steps(ranks_of(2, [first, Reads(first)]))
+    run_two_steps(make_executor(2, [first, ReadsOtherStage(first)]))
     first = nn.Linear(4, 4)
     with pytest.raises(ExecutionError, match="a stage reads a weight of another stage"):
-        steps(ranks_of(3, [first, Reads(first)], unsharded_stages=1))
+        run_two_steps(make_executor(3, [first, ReadsOtherStage(first)], unsharded_stages=1))
 
 
-def test_a_loss_that_reads_a_weight_of_another_stage_is_refused_at_level_3() -> None:
-    """The weight has memory in the first forward, and may have lost it in the backward."""
+def test_loss_that_reads_other_stages_weight_is_refused_at_level_3() -> None:
+    """The memory of the weight may be freed before the backward."""
     first = nn.Linear(4, 4)
 
     def loss(y: Tensor, target: Tensor) -> Tensor:
@@ -205,15 +216,15 @@ def test_a_loss_that_reads_a_weight_of_another_stage_is_refused_at_level_3() -> 
         ranks.step(*torch.randn(2, 4, 3, 4))
 
 
-def test_another_executor_may_be_freed_during_a_forward() -> None:
-    """New tensors may then have the addresses of its weights, which are refused storages."""
+def test_executor_may_be_freed_during_forward_of_another() -> None:
+    """New tensors may have the addresses of freed weights, and must not be refused."""
     program = schedir.compile(looped_bfs, PipelineShape(1, 1, 2), zero=3)
 
-    def build(stage: nn.Module) -> InProcessExecutor:
+    def make_executor(stage: nn.Module) -> InProcessExecutor:
         loss = nn.functional.mse_loss
         return InProcessExecutor(program, [stage, nn.Linear(4, 4)], loss=loss, boundary=(3, 4))
 
-    others = [build(nn.Linear(4, 4)) for _ in range(20)]
+    others = [make_executor(nn.Linear(4, 4)) for _ in range(20)]
 
     class Frees(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
@@ -224,6 +235,6 @@ def test_another_executor_may_be_freed_during_a_forward() -> None:
             ]  # alive together, so their addresses differ
             return super().forward(x) + sum(tensors)
 
-    ranks = build(Frees(4, 4))
+    ranks = make_executor(Frees(4, 4))
     ranks.step(*torch.randn(2, 1, 3, 4))
     assert not others
