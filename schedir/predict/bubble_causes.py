@@ -53,7 +53,7 @@ _CAUSE_OF_OP: Final = [
     IdleCause[(row.idle_cause or LANES[row.lane].idle_cause).upper()] for row in INSTRUCTIONS
 ]
 IDLE_DTYPE: Final = np.dtype(
-    [("rank", "i4"), ("cause", "i4"), ("awaits", "i8"), ("start", "f8"), ("end", "f8")]
+    [("rank", "i4"), ("cause", "i4"), ("awaited_span", "i8"), ("start", "f8"), ("end", "f8")]
 )
 # A gap is the idle time between two instructions of a compute lane. A wait is a part of a gap, and
 # has one cause.
@@ -61,7 +61,7 @@ GAP_DTYPE: Final = np.dtype(
     [("rank", "i4"), ("before", "i8"), ("after", "i8"), ("start", "f8"), ("end", "f8")]
 )
 WAIT_DTYPE: Final = np.dtype(
-    [("gap", "i8"), ("cause", "i4"), ("awaits", "i8"), ("start", "f8"), ("end", "f8")]
+    [("gap", "i8"), ("cause", "i4"), ("awaited_span", "i8"), ("start", "f8"), ("end", "f8")]
 )
 
 
@@ -97,16 +97,16 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
       instruction, then from waits before its first instruction.
 
     Before the first instruction of a rank the causes are the same, but each wait for another rank
-    is WARMUP. After its last instruction, the cause is COOLDOWN, and `awaits` is -1.
+    is WARMUP. After its last instruction, the cause is COOLDOWN, and `awaited_span` is -1.
 
     Args:
         timeline: A predicted or measured run.
 
     Returns:
         A structured array with the fields of `IDLE_DTYPE`, sorted by rank and start. `cause` is an
-        IdleCause. `awaits` is the index in `timeline.spans` of the awaited instruction, or -1. For
-        HOST, it is the index of the instruction that starts late. The intervals of a rank do not
-        overlap, and their lengths add up to `timeline.idle[rank]`.
+        IdleCause. `awaited_span` is the index in `timeline.spans` of the awaited instruction, or
+        -1. For HOST, it is the index of the instruction that starts late. The intervals of a rank
+        do not overlap, and their lengths add up to `timeline.idle[rank]`.
 
     Raises:
         UsageError: `timeline` is not a Timeline.
@@ -117,7 +117,7 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
     gaps = _find_gaps(timeline)
     waits = _find_waits(timeline, gaps)
     idle = np.empty(len(waits), IDLE_DTYPE)
-    for name in ("cause", "awaits", "start", "end"):
+    for name in ("cause", "awaited_span", "start", "end"):
         idle[name] = waits[name]
     idle["rank"] = gaps["rank"][waits["gap"]]
     peer = waits["cause"] == IdleCause.PEER
@@ -275,10 +275,10 @@ def _find_waits(timeline: Timeline, gaps: NDArray[Any]) -> NDArray[Any]:
 
 
 def _make_waits(
-    gap: Ints, cause: ArrayLike, awaits: Ints, start: Floats, end: Floats
+    gap: Ints, cause: ArrayLike, awaited_span: Ints, start: Floats, end: Floats
 ) -> NDArray[Any]:
     waits = np.empty(len(gap), WAIT_DTYPE)
-    waits["gap"], waits["cause"], waits["awaits"] = gap, cause, awaits
+    waits["gap"], waits["cause"], waits["awaited_span"] = gap, cause, awaited_span
     waits["start"], waits["end"] = start, end
     return waits
 

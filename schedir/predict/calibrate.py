@@ -278,9 +278,9 @@ def _bound_durations(measured: Timeline) -> Floats:
     spans, graph, idle = measured.spans, measured.graph, idleness(measured)
     idle = idle[np.isin(idle["cause"], _LANE_CAUSES)]
     # If the awaited instruction ended after the wait, another instruction ended the wait.
-    idle = idle[idle["end"] >= spans["end"][idle["awaits"]] - measured.clock_error]
+    idle = idle[idle["end"] >= spans["end"][idle["awaited_span"]] - measured.clock_error]
     longest_wait = np.zeros(graph.node_id_limit)
-    np.maximum.at(longest_wait, graph.node[idle["awaits"]], idle["end"] - idle["start"])
+    np.maximum.at(longest_wait, graph.node[idle["awaited_span"]], idle["end"] - idle["start"])
     gaps = find_ready_gaps(measured)
     usual_gap = float(np.quantile(gaps, HOST_GAP_QUANTILE)) if len(gaps) else 0.0
     # A recorded start may be too early: an instruction begins after the previous one in its queue.

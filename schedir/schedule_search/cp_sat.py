@@ -151,7 +151,7 @@ def import_cp_sat() -> Any:
     Raises:
         MissingPackageError: OR-Tools is not installed.
     """
-    require_package("ortools", "a proof by CP-SAT", field="prove")
+    require_package("ortools", "a proof by CP-SAT", field="bound")
     from ortools.sat.python import cp_model
 
     return cp_model

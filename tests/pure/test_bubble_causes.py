@@ -67,8 +67,8 @@ def test_intervals_are_all_the_idle_time(
     work = np.flatnonzero(spans["lane"] == Lane.COMPUTE)
     last = {int(spans["rank"][k]): k for k in work}  # the last work of each rank
     for one in idle:
-        awaited = spans[one["awaits"]]
-        if one["awaits"] < 0:
+        awaited = spans[one["awaited_span"]]
+        if one["awaited_span"] < 0:
             assert one["cause"] in (IdleCause.COOLDOWN, IdleCause.IMBALANCE)
             assert one["start"] >= spans["end"][last[one["rank"]]]
         elif one["cause"] in WAITS:  # waits for work on another rank that has not ended
@@ -151,7 +151,7 @@ def test_a_gather_is_part_of_the_message() -> None:
     program = schedir.compile(interleaved, PipelineShape(2, 2, 2), tp=2)
     timeline = schedir.simulate(program, Costs(tp_gather=1, tp_scatter=1))
     idle = idleness(timeline)
-    ops = timeline.spans["op"][idle["awaits"][idle["cause"] == IdleCause.MESSAGE]]
+    ops = timeline.spans["op"][idle["awaited_span"][idle["cause"] == IdleCause.MESSAGE]]
     assert {*ops.tolist()} <= {*map(int, TP_SPLIT_OPS)}
     covers(timeline)
 

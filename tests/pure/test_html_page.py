@@ -153,7 +153,7 @@ def test_the_numbers_arrive(draft: Program, data: st.DataObject) -> None:
         away = column(run, name)
         assert (np.where(away == 0, -1, n + away) == want).all(), name
     idle = idleness(t)
-    assert (column(run, "gapAwaited") == idle["awaits"]).all()
+    assert (column(run, "gapAwaited") == idle["awaited_span"]).all()
     bounds = run["gapOffsets"]
     for rank in range(t.ranks):
         assert (idle["rank"][bounds[rank] : bounds[rank + 1]] == rank).all()

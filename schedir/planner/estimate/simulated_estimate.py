@@ -337,8 +337,8 @@ def break_down_step(
     waits = idleness(run)
     waits = waits[waits["rank"] == rank]
     idle, cause = waits["end"] - waits["start"], waits["cause"]
-    is_norm = (waits["awaits"] >= 0) & np.isin(
-        run.spans["op"][waits["awaits"]], find_producers(Value.NORM)
+    is_norm = (waits["awaited_span"] >= 0) & np.isin(
+        run.spans["op"][waits["awaited_span"]], find_producers(Value.NORM)
     )
     is_data_parallel = np.isin(cause, (IdleCause.REDUCTION, IdleCause.WEIGHTS)) & ~is_norm
     is_message, is_host_copy = cause == IdleCause.MESSAGE, cause == IdleCause.OFFLOAD
