@@ -273,9 +273,10 @@ class Executor:
 
     @property
     def finite_updates(self) -> Tensor:
-        """For each update of the last step, True if the executor made it.
+        """For each update of the last step, True if the executor made the update.
 
-        It is a bool tensor of shape (updates,) on the rank's device.
+        The executor skips an update whose gradients are not finite. The result is a bool tensor of
+        shape (updates,) on the rank's device.
         """
         return self.state.service(UpdateChecks).read_last_result()[1]
 

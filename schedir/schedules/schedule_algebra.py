@@ -495,7 +495,8 @@ def apply_schedule_defaults(schedule: Schedule, shape: PipelineShape) -> Pipelin
     if "placement" in shape.default_fields and placement is not None:
         changes["placement"] = placement
     has_named_placement = isinstance(changes.get("placement", shape.placement), str)
-    # For a schedule with one stage per rank, the default of the placement applies.
+    # For a schedule with one stage per rank, `stages_per_rank` keeps the default of the placement,
+    # such as 2 for "vee".
     if (
         "stages_per_rank" in shape.default_fields
         and has_named_placement

@@ -221,7 +221,11 @@ def require_form_pairs(inspector: Inspector) -> None:
         is_received[inspector.find_peer_keys(hop)[is_converted & is_sent]] = True
         if (is_converted & ~is_sent).any():
             site = inspector.make_key_site(converter, int((is_converted & ~is_sent).argmax()))
-            inspector.refuse(f"{site.instr} is never sent", site, error_type=UnmatchedTransferError)
+            inspector.refuse(
+                f"the result of {site.instr} is never sent",
+                site,
+                error_type=UnmatchedTransferError,
+            )
         for is_lost, missing_op, present_op, peer_keys in (
             (
                 is_received & ~is_reverted,

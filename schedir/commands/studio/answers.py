@@ -432,9 +432,10 @@ def scale_fields(text: str, names: tuple[str, ...], factor: float) -> str:
 
 
 def _find_gap_costs(request: Request, rank: int, index: int) -> list[dict[str, Any]]:
-    """Return the costs whose reduction shortens a gap, the cost with the shortest gap first.
+    """Return the costs whose reduction shortens a gap.
 
-    Only costs of instructions on the critical path to the end of the gap are tried.
+    The cost whose reduction leaves the shortest gap comes first. Only costs of instructions on the
+    critical path to the end of the gap are tried.
     """
     timeline, costs = request.timeline, request.program_costs
     program, spans = timeline.program, timeline.spans

@@ -264,7 +264,8 @@ def require_stagewise_steps(
         optimizer: The optimizer, or None if the rank has none.
 
     Raises:
-        ModelError: The optimizer cannot do so, or a rank with trained parameters has no optimizer.
+        ModelError: The optimizer cannot step the stages one after the other, or a rank with trained
+            parameters has no optimizer.
     """
     refuse = partial(make_offload_error, program=program.name)
     trained_parameters = {

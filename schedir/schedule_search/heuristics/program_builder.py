@@ -85,7 +85,7 @@ class ProgramBuilder:
 
         Args:
             order: The order to check.
-            problem: The problem with the capacity to reduce.
+            problem: The problem whose capacity may be too large.
 
         Returns:
             The problem with less capacity, in which `order` does not fit. `problem` itself if the
