@@ -193,7 +193,8 @@ def _fold_repeats(words: Words, period: int) -> Iterator[tuple[int, Words, Words
 def _count_repeats(head: Words, mb: Words, i: int, k: int) -> int:
     """Return how often the k instructions from index i on are repeated without a gap.
 
-    Each repetition must add the same numbers to the microbatches.
+    From one repetition to the next, the microbatch number of each of the k instructions must change
+    by a constant.
     """
     if not np.array_equal(head[i : i + k], head[i + k : i + 2 * k]):
         return 1

@@ -198,8 +198,9 @@ class Sizes:
         if is_wrong.any():
             cell = np.unravel_index(is_wrong.argmax(), is_wrong.shape)
             raise UsageError(
-                "size saved_and_deferred is the bytes of saved and deferred_wgrad together: it "
-                f"must be from {lower_bound[cell]:g} to {upper_bound[cell]:g}, not {joint[cell]:g}"
+                f"size saved_and_deferred must be from {lower_bound[cell]:g} to "
+                f"{upper_bound[cell]:g}, not {joint[cell]:g}: it is at least the larger of saved "
+                "and deferred_wgrad, and at most their sum"
             )
 
     def for_stages(self, name: str, stages: int) -> NDArray[np.float64]:

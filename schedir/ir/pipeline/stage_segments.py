@@ -148,8 +148,8 @@ def _validate_boundaries(name: str, value: object, shape: PipelineShape) -> str:
         experts = "".join(letter for letter in stage_letters if letter in EP_LETTERS)
         if experts != (DISPATCH + COMBINE) * (len(experts) // 2):
             raise ShapeError(
-                f"{name} has the all-to-alls {experts} in a stage, but each dispatch d needs a "
-                "combine c after it in the same stage",
+                f"{name} has the all-to-alls {experts} in a stage, but they must be pairs dc: a "
+                "dispatch d, and then its combine c",
                 hint="write dc for each mixture-of-experts layer, as in dc or fgdc",
                 fields=[name],
             )

@@ -141,10 +141,12 @@ def _require_fit(state: State, i: Instr, table: Tensor, rows: int, capacity: int
         zip(table.sum((1, 2)).tolist(), table.sum((0, 2)).tolist(), strict=True)
     ):
         subject = f"replica {first_replica + member} of rank {state.rank}"
-        if sent_count != rows or (table[member] < 0).any():
+        has_negative = bool((table[member] < 0).any())
+        if sent_count != rows or has_negative:
+            problem = "include a negative number" if has_negative else f"add up to {sent_count}"
             raise ModelError(
                 f"{subject} outputs {rows} rows of microbatch {i.mb} before stage {i.stage}, but "
-                f"its numbers of rows of each expert have the sum {sent_count}, or one is negative"
+                f"its row counts of the experts {problem}"
             )
         if received_count > capacity:
             raise ModelError(

@@ -2,8 +2,8 @@
 
 A job on a lane runs after all earlier jobs of the lane, and after the jobs in `after_jobs`. On a
 CPU a lane is a thread. On a GPU it is a CUDA stream, and the host does not wait for it. The disk
-lane and the host lane are always threads. Before a copy on a stream that depends on a job of a
-thread, the host waits for this job.
+lane and the host lane are always threads. If a copy on a stream depends on a job of a thread, the
+host waits for this job before it issues the copy.
 """
 
 from __future__ import annotations

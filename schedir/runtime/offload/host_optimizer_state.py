@@ -59,8 +59,8 @@ class HostOptimizerState:
         names: The names of the parameters, for errors.
 
     Raises:
-        ModelError: The optimizer steps parameters of no trained stage, two stepped parameters share
-            memory, or the optimizer refers to parameters outside of its groups.
+        ModelError: A parameter of the optimizer belongs to no trained stage. Or two of its trained
+            parameters share memory. Or the optimizer refers to parameters outside of its groups.
     """
 
     # True if the optimizer steps parameters on the host instead of those on the device.
