@@ -263,8 +263,8 @@ def _find_waits(timeline: Timeline, gaps: NDArray[Any]) -> NDArray[Any]:
         waiting, time = awaited[is_open], predecessor_end[is_open]
 
         cause = _explain_running(timeline, waiting)
-        # For a wait for another rank's compute, no earlier causes are searched. It covers the rest
-        # of the gap.
+        # A wait for another rank's compute covers the rest of the gap. The loop searches no earlier
+        # causes in this gap.
         predecessor_start = np.where(cause == IdleCause.PEER, -np.inf, spans["start"][waiting])
         predecessor_start = np.clip(predecessor_start, begin, time)
         waits_by_step.append(_make_waits(gap, cause, waiting, predecessor_start, time))

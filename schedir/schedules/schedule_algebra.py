@@ -117,7 +117,7 @@ class RankSchedule:
         """Return the same letters on another local stage of the rank, counted from 0."""
         local = _require_integer("F[local stage]", local)
         if not 0 <= local < OLDEST_STAGE:
-            raise IndexError(f"local stages are numbered from 0, not {local}")
+            raise IndexError(f"a local stage must be from 0 to {OLDEST_STAGE - 1}, not {local}")
         return RankSchedule(self.letters & ~(0xFFFF << STAGE_SHIFT) | local << STAGE_SHIFT)
 
     def at(self, mb: SupportsIndex) -> RankSchedule:

@@ -46,8 +46,8 @@ def spoil(at: int, value: bytes) -> object:
         (lambda raw: raw[:-1], "is cut off"),
         (spoil(34, b"\xff\xff\xff\xff"), "has gaps or overlaps"),
         (spoil(38, b"\6"), "needs 10 tokens of 2 bytes in a.bin"),
-        (spoil(58, b"\1"), "bounds of documents that do not increase from 0 to 2"),
-        (spoil(66, b"\3"), "bounds of documents that do not increase from 0 to 2"),
+        (spoil(58, b"\1"), "document indices that do not increase from 0 to 2"),
+        (spoil(66, b"\3"), "document indices that do not increase from 0 to 2"),
     ],
 )  # fmt: skip
 def test_an_index_that_is_odd_is_refused(tmp_path: Path, change: object, said: str) -> None:

@@ -147,8 +147,9 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
 def _read_options(program: Program, progress_model: ProgressModel) -> dict[str, Any]:
     """Return options with which the pass inserts the unshards and reshards of the program.
 
-    `unsharded_stages` is the number of slots. `unshard_prefetch` is the first value that reproduces
-    the program. It is left out if this value is the default, or if no value reproduces the program.
+    `unsharded_stages` is the largest number of slots that a rank has for unsharded weights.
+    `unshard_prefetch` is the first value that reproduces the program. It is left out if this value
+    is the default, or if no value reproduces the program.
     """
     slot_counts = [
         slots.unsharded_params

@@ -80,8 +80,8 @@ def simulate_plan(
         plan: The plan.
         constants: Constants of the software. None uses those of the cluster's trainer
             (`get_trainer`).
-        state_bytes: The `StateBytes` of the training. None uses those of Adam in the number
-            type of the cluster.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
+            uses those of Adam in the number type of the cluster.
 
     Raises:
         UsageError: The options of the plan are incompatible, or its schedule has stage replicas.
@@ -132,8 +132,8 @@ def simulated_program(
         plan: The plan.
         constants: Constants of the software. None uses those of the cluster's trainer
             (`get_trainer`).
-        state_bytes: The `StateBytes` of the training. None uses those of Adam in the number
-            type of the cluster.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
+            uses those of Adam in the number type of the cluster.
 
     Raises:
         UsageError: See `simulate_plan`.

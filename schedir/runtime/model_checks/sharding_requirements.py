@@ -151,7 +151,7 @@ def _require_separate_state(program: Program, inner: Any) -> None:
     parameters = [p for p in state if isinstance(p, Tensor)]
     if not is_torch_optimizer(inner) and state_shares_memory(inner, tensors, parameters):
         raise ModelError(
-            f"{type(inner).__name__} keeps a state in memory that it shares with another state, a "
+            f"a state tensor of {type(inner).__name__} shares memory with another state tensor, a "
             "parameter, a gradient or an attribute, but ZeRO shards each of them separately",
             program=program.name,
             hint="state = tensor.clone(), or zero=0",
