@@ -55,8 +55,8 @@ class Executor:
     as running statistics, keep their new values. `finite_updates` has the result for each update of
     the last step. If the program clips gradients, all ranks decide by the global norm, so they
     decide alike. Otherwise each rank decides by its local gradients, so some ranks may make an
-    update that others skip. The copies of a tied weight, or of a weight on several tensor-parallel
-    ranks, then differ. With `compile(..., clip_grad_norm=True)` and
+    update that others skip. Then the copies of a tied weight may differ, and so may those of a
+    weight on several tensor-parallel ranks. With `compile(..., clip_grad_norm=True)` and
     `GradientOptions(max_norm=math.inf)`, all ranks decide alike and nothing is clipped. A fused
     optimizer of torch reads the decision on the device. For any other optimizer, and for one with
     hooks on its step, the host reads the decision. If the decision is on a GPU, the host waits for
@@ -83,8 +83,9 @@ class Executor:
     Recomputation: a recomputed forward must give the same output as the first one. On a CPU the
     executor compares checksums of the two outputs. On a GPU it does so only with `debug`.
 
-    Profiling: under torch.profiler each instruction is a profiler range. If torch has a name for
-    the action, the range has this name, such as `PP:0F3`, `PP:1REDUCE_GRAD` or `PP:step`.
+    Profiling: under torch.profiler each instruction is a profiler range. If
+    `torch.distributed.pipelining` has a name for the instruction, the range has this name, such as
+    `PP:0F3`, `PP:1REDUCE_GRAD` or `PP:step`.
 
     Args:
         program: The program to run. `schedir.check` must prove it for the progress model of the
@@ -114,8 +115,8 @@ class Executor:
             With None, the executor does not set the generators.
         tied_weights: The parameters that are copies of one weight: the result of
             `schedir.find_tied_weights(stages)` for all stages of the model. It must be the same in
-            every process. It is not needed if local stages share a Parameter, or if each module has
-            its copy as an attribute `tied_weight`.
+            every process. The argument is not needed if local stages share a Parameter, or if each
+            module has its copy as an attribute `tied_weight`.
         extra_programs: Other programs for the same stages, such as one for evaluation or one with
             another number of microbatches. An entry is a program, or a pair of a program and its
             boundary if its boundary differs. The transport must be created for these programs, too.
@@ -421,10 +422,10 @@ class Executor:
 
         Before this call the weights and the optimizer state may be wrong. The loss that `step`
         returns is always right, and so are `grad_norm` and `finite_updates`. For other programs the
-        method does nothing. All processes must call it after the same step.
+        method does nothing. All processes must call this method after the same step.
 
         Raises:
-            ModelError: The processes call it after different steps.
+            ModelError: The processes call the method after different steps.
             ExecutionError: An earlier step failed.
         """
         for service in self.state.list_services():

@@ -41,8 +41,8 @@ class StageReplica:
         stage: The number of the stage.
         copy: The copy.
         module: The module that was copied. The first rank computes with it.
-        recorded_state: The attributes of the module that `sync_state` does not copy, after the last
-            step.
+        recorded_state: The attributes of the module that `sync_state` does not copy, as they were
+            after the last step.
     """
 
     stage: int
@@ -65,8 +65,8 @@ class StageReplica:
             program: The program that the error names.
 
         Raises:
-            ModelError: Something else has changed since `record_state`: a submodule, a hook, or an
-                attribute that is neither a number nor a string.
+            ModelError: State that this method does not copy has changed since `record_state`: a
+                submodule, a hook, or an attribute that is neither a number nor a string.
         """
         recorded_state = self.recorded_state
         if recorded_state is not None and (

@@ -37,7 +37,8 @@ class Call(NamedTuple):
     """The functions with which a rank executes one instruction of its stream.
 
     Attributes:
-        wait: Waits until the inputs of the instruction have arrived. None if it needs no wait.
+        wait: Waits until the inputs of the instruction have arrived. None if the instruction needs
+            no wait.
         run: Runs the instruction.
     """
 
@@ -230,7 +231,8 @@ class State:
         total_loss = None
         if self.shape.stages - 1 in self.stages:
             # Sum in the order of microbatches, so that the order of execution does not change the
-            # bits. Sum before `on_step_end`, because a loss may be in receive memory.
+            # bits of the sum. Sum before `on_step_end`, because a loss may be in the memory of a
+            # received message.
             total_loss = sum(self.losses, torch.zeros((), device=self.device))
         for service in self.list_services():
             service.finish_step()
@@ -338,7 +340,7 @@ class State:
         """Convert an error to an `ExecutionError` that names an instruction.
 
         An error that already names an instruction keeps this instruction. Such an error comes from
-        earlier work that failed on its lane.
+        an earlier instruction, whose work failed on its lane.
 
         Args:
             index: The index of the current instruction in the stream.

@@ -132,7 +132,7 @@ class DeferredGradients:
         The addition to an existing `grad` is in place, so `grad` may be a view of a flat buffer. If
         a weight has several uses, such as a tied embedding, `run` first sums the gradients of these
         uses in the order of the backward pass. Then it adds the sum in one addition, as autograd
-        does. But if `grad` has a wider dtype than the weight, it adds the gradient of each use
+        does. But if `grad` has a wider dtype than the weight, `run` adds the gradient of each use
         directly.
 
         Args:
@@ -328,7 +328,7 @@ _last_pass_by_weight: dict[int, int] = {}
 def _save_weights(ctx: Any, *weights: Tensor) -> None:
     # The weights are an attribute and not saved tensors. Non-reentrant checkpointing replaces saved
     # tensors by detached aliases, and a gradient added to the `.grad` of an alias would be lost.
-    # Autograd does not check the versions of attributes, so `_get_saved_weights` does.
+    # Autograd does not check the versions of attributes, so `_get_saved_weights` checks them.
     ctx.weights = weights
     ctx.versions = [weight._version for weight in weights]
     if not torch.compiler.is_compiling():

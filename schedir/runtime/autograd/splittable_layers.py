@@ -1,4 +1,4 @@
-"""Register layers whose backward can be split into I and W.
+"""Register layers whose backward can be split into I (BackwardInput) and W (BackwardWeight).
 
 A layer becomes splittable when its `__class__` is replaced by a subclass of its type. The subclass
 has a forward whose backward can be split. Parameters, names and hooks stay the same, and results
@@ -42,10 +42,10 @@ _MAX_NAMED_LAYERS = 6  # the most layers that a warning lists
 def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -> nn.Module:
     """Make linear layers and layers of registered types in a module splittable, in place.
 
-    The types are `nn.Linear`, `nn.Embedding`, `Conv1D` of Hugging Face's transformers, and those of
-    `register_splittable_layer`. `fully_shard` may have wrapped the layers. Layers of a subclass do
-    not change. Neither do layers whose `forward` was replaced, nor embeddings with `max_norm`,
-    `sparse` or `scale_grad_by_freq`.
+    The types are `nn.Linear`, `nn.Embedding`, `Conv1D` of Hugging Face's transformers, and types
+    that `register_splittable_layer` has registered. `fully_shard` may have wrapped the layers.
+    Layers of a subclass do not change. Neither do layers whose `forward` was replaced, nor
+    embeddings with `max_norm`, `sparse` or `scale_grad_by_freq`.
 
     In three cases I, and not W, computes the gradient of a weight:
 

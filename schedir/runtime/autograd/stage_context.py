@@ -168,7 +168,8 @@ def _run_checking_parameters(
 def bind_weight_version(state: State, i: Instr, run: Callable[[], None]) -> Callable[[], None]:
     """Wrap `run` so that the module first gets the weight version of the microbatch.
 
-    A stage that shares a Parameter with another stage of the process gets its substitute.
+    If the stage shares a Parameter with another stage of the process, the module gets a substitute
+    for this Parameter.
 
     Args:
         state: The state of the rank.

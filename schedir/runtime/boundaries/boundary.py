@@ -38,8 +38,8 @@ class Boundary:
             gradient, such as a mask, is detached before it is passed on.
         received_shape: The shape in the next stage, if it differs. It differs between the segments
             of a stage if tensor-parallel ranks share the sequence (sequence parallelism). It also
-            differs after an all-to-all that sends tokens to experts. Then it is the shape for the
-            largest number of tokens that a rank can receive.
+            differs after an all-to-all that sends tokens to experts. In this case `received_shape`
+            is the shape for the largest number of tokens that a rank can receive.
 
     Raises:
         ModelError: The shape or the dtype is invalid, or `requires_grad` is True for a dtype
@@ -227,7 +227,7 @@ class BoundaryTensors:
 
     @cached_property
     def is_single_tensor(self) -> bool:
-        """True if the message is one tensor without padding. Otherwise the message is bytes."""
+        """True if the message is one tensor without padding. Otherwise it is flat uint8."""
         sizes = [torch.Size(tensor.shape).numel() for tensor in self.tensors]
         return len(sizes) == 1 and sizes[0] % self.num_parts == 0
 

@@ -69,8 +69,8 @@ def measure_model_states(
         module: The module of the stage.
         optimizer_state: Bytes of optimizer state per trained element, or an optimizer factory.
         shard_spec: The number of replicas and the ZeRO level.
-        replicas: The replicas whose shards are measured. The replica with the largest optimizer
-            state counts.
+        replicas: The replicas whose shards are measured. The result uses the largest optimizer
+            state of these replicas.
     """
     trained_parameters = [p for p in module.parameters() if p.requires_grad]
     storages = {x.data_ptr(): x.nbytes() for x in (p.untyped_storage() for p in trained_parameters)}
@@ -194,8 +194,8 @@ def measure_sizes(
         keywords: Keyword arguments of all stages for this microbatch.
         dp: The number of replicas.
         zero: The ZeRO level.
-        replica: The replica whose optimizer state counts. By default the largest optimizer state
-            counts.
+        replica: The replica whose optimizer state is measured. By default the result is for the
+            replica with the largest optimizer state.
 
     Returns:
         The sizes of each stage, in bytes.
@@ -373,7 +373,7 @@ class _StageInputs(NamedTuple):
     optimizer_state: float | OptimizerFactory
     frozen_stages: int
     shard_spec: ShardSpec
-    replicas: range  # the replica with the largest optimizer state counts
+    replicas: range  # the largest optimizer state of these is measured
 
 
 def _require_microbatch(value: object) -> tuple[Tensor, ...]:
@@ -513,7 +513,7 @@ class _ModuleWrites:
 class _PeakTape(DeferredGradients):
     """Deferred weight gradients, and in `max_bytes` the largest sum of saved and deferred bytes.
 
-    The sum grows only when a gradient is deferred, so it is measured only then.
+    The sum grows only when a gradient is deferred, so `defer` measures it.
     """
 
     def __init__(self, measure_live_bytes: Callable[[DeferredGradients], int]) -> None:

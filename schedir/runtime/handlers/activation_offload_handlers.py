@@ -257,7 +257,7 @@ def _count_max_on_disk(state: State) -> int:
 
 
 def _wrap_compute(handler: Handler, state: State, i: Instr) -> Call:
-    """Add waits and the recording of saved tensors to a handler, if activations are moved."""
+    """Add waits and the recording of saved tensors, if the program moves activations."""
     call = handler(state, i)
     if state.program.used_opcodes.isdisjoint(OPS_OFF_COMPUTE_LANE[_SAVED]):
         return call

@@ -56,7 +56,7 @@ def _decide_update(state: State, update: int) -> None:
 
 
 def check_grads_finite(state: State, i: Instr) -> Call:
-    """Return the call of CheckGradsFinite: check the gradients of an update, and release them."""
+    """Return the call of CheckGradsFinite: check the gradients of an update, and clear them."""
 
     def run() -> None:
         _decide_update(state, i.mb)

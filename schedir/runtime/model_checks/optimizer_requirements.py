@@ -255,8 +255,9 @@ def require_stagewise_steps(
 ) -> None:
     """Check that an optimizer can step one stage after the other with the same bits.
 
-    It must be a torch.optim.Optimizer, so that its state can be found. It must step each parameter
-    separately. For an optimizer that is not torch's, the attribute `elementwise` confirms this.
+    The optimizer must be a torch.optim.Optimizer, so that its state can be found, and must step
+    each parameter separately. An optimizer that is not one of torch's own confirms the latter by an
+    attribute `elementwise`.
 
     Args:
         program: The program.
@@ -264,7 +265,8 @@ def require_stagewise_steps(
         optimizer: The optimizer, or None if the rank has none.
 
     Raises:
-        ModelError: The optimizer cannot do so, or a rank with trained parameters has no optimizer.
+        ModelError: The optimizer cannot step one stage after the other, or a rank with trained
+            parameters has no optimizer.
     """
     refuse = partial(make_offload_error, program=program.name)
     trained_parameters = {
