@@ -29,8 +29,8 @@ _ELEMENTWISE_OPTIMIZERS: Final = (
 def require_shardable(program: Program, stages: Mapping[int, nn.Module], optimizer: object) -> None:
     """Check that ZeRO can shard the parameters of stages.
 
-    Without ZeRO this checks only that no other executor has sharded the stages, and that memory
-    layouts fit fused optimizers.
+    Without ZeRO this function checks only that no other executor has sharded the stages, and that
+    the memory layouts of parameters fit fused optimizers.
 
     Args:
         program: The program.
@@ -142,7 +142,7 @@ def require_elementwise(program: Program, optimizer: object) -> None:
 
 
 def _require_separate_state(program: Program, inner: Any) -> None:
-    """Check that each state tensor has separate memory, because ZeRO shards it separately.
+    """Check that each state tensor has separate memory, because ZeRO shards each one separately.
 
     torch's own optimizers always keep their state in separate memory.
     """

@@ -62,9 +62,9 @@ def fingerprint_parameters(
 ) -> dict[int, list[ParameterFingerprint]]:
     """Return the fingerprints of the parameters of stages.
 
-    The digest of a parameter covers a sample of about 4096 elements at equal distances. If these
-    are all equal but other elements differ, it covers all elements. Equal parameters have equal
-    digests. Different parameters have equal digests only very rarely.
+    The digest of a parameter covers a sample of about 4096 elements at equal distances. If all
+    elements of the sample are equal but other elements differ, the digest covers all elements.
+    Equal parameters have equal digests. Different parameters have equal digests only very rarely.
 
     Args:
         stages: The stages, by number.

@@ -95,8 +95,8 @@ class CopyLanes(RankService):
         Args:
             lane: The lane.
             run: The function to run, without gradients. If the lane is a CUDA stream, this method
-                calls the function immediately, with this stream as the current stream. Copies of
-                the function must be `non_blocking`. The stream first waits for the current
+                calls the function immediately, with this stream as the current stream. Copies in
+                this function must be `non_blocking`. The stream first waits for the current
                 computation.
             nbytes: The bytes that the job copies.
             after_jobs: Jobs that must end before this job begins.

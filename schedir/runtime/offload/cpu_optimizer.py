@@ -419,7 +419,7 @@ class CpuOptimizer(HostOptimizerState):
 
 
 class _RandomDrawGuard(TorchDispatchMode):
-    """Refuse an optimizer that draws random numbers, because the device may do so concurrently."""
+    """Refuse an optimizer that draws random numbers: stages may draw some at the same time."""
 
     def __init__(self, optimizer: object) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

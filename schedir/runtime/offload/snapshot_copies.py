@@ -52,8 +52,8 @@ class SnapshotCopies(RankService):
 
         Args:
             tensors: Stage -> the pairs to copy.
-            requester: The object that requests them. The attribute `requester` keeps it, so that
-                the object can recognize its request.
+            requester: The object that requests the copies. The attribute `requester` refers to this
+                object, so that the object can recognize its request.
         """
         self.requested = dict(tensors)
         self.started_copies = []
@@ -107,12 +107,12 @@ class SnapshotCopy:
         """Wait until the computation may change the copied tensors.
 
         On a GPU the current stream waits, and the host does not. If the copy failed, this method
-        raises the error of the copy. Call it only once.
+        raises the error of the copy. Call the method only once.
         """
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Wait until the host may read the copy. Call this after the step."""
+        """Wait until the host may read the copy. Call this method after the step."""
 
 
 class _ThreadCopy(SnapshotCopy):
