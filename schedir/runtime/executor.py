@@ -72,9 +72,10 @@ class Executor:
     stages may share a Parameter. Within a step, all of these stages but the first compute with a
     substitute Parameter in the same memory.
 
-    ZeRO: from level 1 on, each of the `dp` replicas keeps a shard of the state that they share.
-    Between steps, a trained parameter and its gradient are the replica's 1-dimensional shard. The
-    optimizer steps shards, so it must be elementwise. `full_parameters` gathers the weights.
+    ZeRO: from level 1 on, the `dp` replicas shard the trained parameters of each stage, and each
+    replica steps one shard. Between steps, a trained parameter and its gradient are the replica's
+    1-dimensional shard. The optimizer steps shards, so it must be elementwise. `full_parameters`
+    gathers the weights.
 
     Tensor parallelism: a parameter that is split over the tensor-parallel ranks has an attribute
     `shard_dim`, the dimension along which it is split. All ranks have a full copy of any other

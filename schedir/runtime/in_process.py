@@ -309,7 +309,7 @@ class InProcessExecutor:
         )
 
     def _lift_guards(self) -> None:
-        """Lift the guards of all ranks, before any rank writes to memory that ranks share."""
+        """Lift the guards of unvalidated updates, before any rank writes to shared memory."""
         for executor in self.executors:
             for service in executor.state.list_services():
                 service.lift_guard()

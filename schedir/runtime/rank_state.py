@@ -313,8 +313,9 @@ class State:
     def abort_step(self, step_number: int, *, has_begun: bool) -> None:
         """Clean up after an error in a step.
 
-        Modules get their original parameters back. If the step had begun, an update that is not
-        validated is undone. Otherwise the update stays guarded, and the step does not count.
+        Modules get their original parameters back. If an instruction of the step had begun, the
+        method undoes the last update if it is not validated yet. Otherwise this update stays, and
+        the number of the next step does not change.
 
         Args:
             step_number: The number of the step, which determines the step's random numbers.

@@ -122,7 +122,7 @@ def mark_sequence_parallel(
     """Mark replicated parameters whose gradients must be summed over sequence-parallel ranks.
 
     A replicated parameter receives only 1/t of the tokens on each rank, so its gradient is a
-    partial sum. A program with `sequence_parallel yes` sums the gradients of marked parameters.
+    partial sum. A program with `sequence_parallel=True` sums the gradients of marked parameters.
     Without sequence parallelism nothing is marked.
 
     Args:

@@ -122,7 +122,7 @@ class VocabParallelHead(nn.Module):
 def vocab_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, group: ProcessGroup | None = None, ignore_index: int = -1
 ) -> Tensor:
-    """Return the sum of -log p(target) over all tokens that count.
+    """Return the sum of -log p(target) over all tokens with a target other than `ignore_index`.
 
     On a GPU the backward overwrites the logits. The function does not detect targets outside of the
     vocabulary.
@@ -231,7 +231,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         logits, flat, parts = ctx.saved_tensors
         rows = logits.view(-1, logits.shape[-1])
         cross_entropy.write_gradient_(rows, flat, parts, dlosses[0], ctx.first, ctx.ignore)
-        # Autograd does not see that a kernel wrote to the logits. The new version number makes it
-        # refuse a second backward.
+        # Autograd does not see that a kernel wrote to the logits. The new version number makes
+        # autograd refuse a second backward.
         torch.autograd.graph.increment_version(logits)
         return logits, None, None, None

@@ -392,7 +392,7 @@ def require_sharded_state(optimizer: Any, shapes: Mapping[Any, torch.Size]) -> N
     """Check that state tensors of an optimizer have the shapes of the shards of their weights.
 
     The state may still have the full shape of the weight. torch's fused optimizers would then use
-    its first elements, which belong to another shard.
+    the first elements of the state, which may belong to another shard.
 
     Args:
         optimizer: The optimizer, or an object with optimizers in its attributes.

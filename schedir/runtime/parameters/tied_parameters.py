@@ -38,12 +38,7 @@ class TiedWeight:
 
 
 def _has_separate_copies(weight: TiedWeight, shape: PipelineShape) -> bool:
-    """Return whether the copies of a weight are in separate memory, and so are stepped separately.
-
-    Args:
-        weight: The tied weight.
-        shape: The pipeline shape.
-    """
+    """Return whether copies of a weight have separate memory, and so are stepped separately."""
     return (
         is_tied_across_ranks(weight.stages, shape)
         or len({p.data_ptr() for p in weight.local_copies.values()}) > 1
@@ -131,7 +126,7 @@ class RankTies:
                 copy.detach().copy_(shared.detach())
 
     def begin_update(self) -> None:
-        """Point aliases to the memory of their Parameter, which the caller may have replaced."""
+        """Point each alias to the memory of its Parameter, which the caller may have replaced."""
         for alias, original in self.aliases.items():
             if not self.is_sharded and alias.data_ptr() != original.data_ptr():
                 alias.data = original.data

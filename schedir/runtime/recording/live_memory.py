@@ -25,9 +25,9 @@ from schedir.runtime.rank_state import Call
 class LiveMemory(TorchDispatchMode):
     """A context that measures the peak of live memory in the steps of an executor.
 
-    It counts the bytes before and after each instruction. Each storage counts once. The measurement
-    works only on a CPU, where unused memory is freed immediately. Steps within the context are
-    slower.
+    The context counts the bytes before and after each instruction. Each storage counts once. The
+    measurement works only on a CPU, where unused memory is freed immediately. Steps within the
+    context are slower.
 
     Args:
         executor: The executor to measure.

@@ -65,7 +65,7 @@ class OptimizerSteps(RankService):
         """See `Service.undo_steps`.
 
         Args:
-            preserved: Restores the fields that this sets.
+            preserved: Restores the fields that this method sets.
             makes_update: True if the optimizer may step.
         """
         preserved.add_fields(self, "can_step", "read_last_result")
@@ -118,7 +118,7 @@ class UpdateChecks(ProgramService):
         return (self.state.service(OptimizerSteps).read_last_result or self.read_result)()
 
     def check_once(self, update: int) -> Tensor:
-        """Return whether an update is finite. The first call checks the update and clips it.
+        """Return whether an update is finite. The first call checks and clips its gradients.
 
         Args:
             update: The number of the update.
