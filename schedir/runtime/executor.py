@@ -104,16 +104,16 @@ class Executor:
             stage but the last to the boundary after it. The key of a skip connection is the pair of
             its stages. If the tensors differ between microbatches, it is a `PerMicrobatchBoundary`.
             `infer_boundaries` determines the boundary from one microbatch. A tensor without a
-            gradient is detached before it is passed on. An input that a stage does not use gets a
-            gradient of zeros.
+            gradient is detached before it goes to the next stage. An input that a stage does not
+            use gets a gradient of zeros.
         optimizer: The optimizer of the local parameters. Its `step` runs at OptimizerStep, after
             clipping. By default the weights do not change.
         gradients: The options of gradients: their clipping, their scale, and their accumulation. By
             default the largest norm is 1.0, if the program clips gradients.
         seed: The seed of the random numbers that modules draw from torch's default generators.
             These numbers depend on the seed, the step, the microbatch and the stage only (see
-            `schedir.runtime.autograd.random_streams`). A step restores the state of the generators.
-            With None, the executor does not set the generators.
+            `schedir.runtime.autograd.random_streams`). At its end, a step restores the states of
+            these generators. With None, the executor does not set the generators.
         tied_weights: The parameters that are copies of one weight: the result of
             `schedir.find_tied_weights(stages)` for all stages of the model. It must be the same in
             every process. The argument is not needed if local stages share a Parameter, or if each
@@ -121,8 +121,8 @@ class Executor:
         extra_programs: Other programs for the same stages, such as one for evaluation or one with
             another number of microbatches. An entry is a program, or a pair of a program and its
             boundary if its boundary differs. The transport must be created for these programs, too.
-        execution: The options of the execution: recording, checks, and the folder of spilled files.
-            They change no result.
+        execution: The options of the execution: recording, checks, and the folder for values on the
+            disk. These options change no result.
 
     Raises:
         ModelError: Processes passed different arguments, or stages, transport, options and program
@@ -269,15 +269,15 @@ class Executor:
         """The global norm of the last update's gradients, before clipping.
 
         It is a 0-dimensional float64 tensor on the rank's device, and 0 if the program does not
-        clip.
+        clip gradients.
         """
         return self.state.service(UpdateChecks).read_last_result()[0]
 
     @property
     def finite_updates(self) -> Tensor:
-        """For each update of the last step, True if the executor made it.
+        """A bool for each update of the last step: False if the executor skipped the update.
 
-        It is a bool tensor of shape (updates,) on the rank's device.
+        The tensor has shape (updates,), and is on the rank's device.
         """
         return self.state.service(UpdateChecks).read_last_result()[1]
 
@@ -326,7 +326,7 @@ class Executor:
             program: The program to run. By default the first program of this executor.
 
         Returns:
-            On a rank with the last stage, the unscaled sum of the losses that it computed,
+            On a rank with the last stage, the unscaled sum of the losses that the rank computed,
             0-dimensional. On other ranks, None.
 
         Raises:
@@ -379,8 +379,8 @@ class Executor:
         """Return the runner of one of the programs of this executor.
 
         Args:
-            program: The program. If it is None, the executor must have exactly one program with
-                this `has_backward`.
+            program: The program. If `program` is None, the executor must have exactly one program
+                with this `has_backward`.
             has_backward: True for a program that trains, False for one that only evaluates.
 
         Raises:
@@ -413,7 +413,7 @@ class Executor:
         )
 
     def _switch_program(self, runner: ProgramRunner) -> None:
-        """Make `runner` the current runner. All processes must call this together."""
+        """Make `runner` the current runner. All processes must call this method together."""
         self.state.require_no_failed_step()
         self.program_order.start_run(runner.program_number)
         self.current_runner = runner
@@ -439,8 +439,8 @@ class Executor:
     def full_parameters(self) -> AbstractContextManager[None]:
         """Return a context in which every parameter is unsharded (ZeRO), to save or load weights.
 
-        Use it between steps. All processes must enter and leave the context together, and must
-        write the same values to parameters.
+        Use this context between steps. All processes must enter and leave the context together, and
+        must write the same values to parameters.
 
         Raises:
             ExecutionError: An earlier step failed.

@@ -65,7 +65,7 @@ class InProcessExecutor:
 
     Shared Parameters: if stages on several ranks share a Parameter, the first of these ranks
     computes with the Parameter itself, and the others with copies. Ranks in separate processes
-    would do the same.
+    would also compute with copies.
 
     Args:
         program: The program to run, with tp=1 and dp=1. Tensor-parallel ranks and replicas must run
@@ -388,7 +388,8 @@ class ExecutionOrders:
 
     def __init__(self, program: Program, progress_model: ProgressModel) -> None:
         self.graph: Graph = Graph.from_program(program, progress_model)
-        # "torch_lazy" allows messages to overtake each other, but a mailbox has one queue.
+        # "torch_lazy" allows messages to overtake each other, but a mailbox has one queue between
+        # two ranks.
         if crossing_error := find_crossed_messages(Graph.from_program(program, "per_edge")):
             raise ModelError(
                 f"{crossing_error.sites[0].instr} and {crossing_error.sites[1].instr} are received "

@@ -59,7 +59,7 @@ class StageReplica:
         """Set the copy to the present state of the module.
 
         The method copies Parameters, buffers, the training mode, and attributes that are numbers or
-        strings, such as the `p` of a dropout. Users may change these between steps.
+        strings, such as the `p` of a dropout. Users may change this state between steps.
 
         Args:
             program: The program that the error names.

@@ -273,9 +273,9 @@ class State:
             kind: The kind of the value.
             stage: The number of the stage.
             mb: The microbatch.
-            index: The index in the stream of the instruction that reads or fills the slot. It
-                matters if the value is in several slots, one after the other. By default the method
-                returns the last of these slots.
+            index: The index in the stream of the instruction that reads or fills the slot. The
+                index matters only if the value is in several slots, one after the other. By default
+                the method returns the last of these slots.
         """
         if (kind, stage, mb) not in self.slot_assignment and kind in LOCAL_HANDOVER:
             stage = self.program.peer_stage(kind, stage)
@@ -289,7 +289,7 @@ class State:
     def get_outgoing_tensors(self, kind: Value, stage: int, mb: int) -> Sequence[Tensor]:
         """Return the tensors of a stage's output value, before another stage or a send uses it.
 
-        The value must still have the form in which the stage computed it.
+        No instruction may have sliced or packed the value yet.
 
         Args:
             kind: The kind of the value: an output, or the gradient of an input.

@@ -69,8 +69,8 @@ def shard(
 ) -> nn.Parameter:
     """Return this rank's 1/t of a weight, as a parameter with its own memory.
 
-    If t > 1, the parameter has the attributes `shard_dim` and `shard_size`, the size of the full
-    dimension.
+    If t > 1, the parameter has two attributes: `shard_dim`, the divided dimension, and
+    `shard_size`, the size of this dimension in the full weight.
 
     Args:
         full: The full weight.
@@ -146,7 +146,7 @@ def mark_sequence_parallel(
 def enter_tp_region(
     group: ProcessGroup | None, *, sequence_parallel: bool = False
 ) -> SharedInputRule | None:
-    """Return the rule for the input of a sharded layer, the mapping f (1909.08053, section 3).
+    """Return the rule for the input of a sharded layer: f of arXiv 1909.08053, section 3.
 
     The forward of f is the identity, and its backward is an all-reduce. With `sequence_parallel`,
     the forward is an all-gather, and the backward is a reduce-scatter. Pass the rule to
@@ -172,7 +172,7 @@ def enter_tp_region(
 def leave_tp_region(
     x: Tensor, group: ProcessGroup | None, *, sequence_parallel: bool = False
 ) -> Tensor:
-    """Reduce the partial outputs of a sharded layer, the mapping g (1909.08053, section 3).
+    """Reduce the partial outputs of a sharded layer: g of arXiv 1909.08053, section 3.
 
     The forward is an all-reduce, and the backward is the identity. With `sequence_parallel`, the
     forward is a reduce-scatter from (..., s, n) to (..., s / t, n), and the backward is an
@@ -180,7 +180,7 @@ def leave_tp_region(
 
     Args:
         x: The partial output of this rank. The all-reduce overwrites it if it is contiguous, so no
-            other operation may need it.
+            other operation may need `x`.
         group: The tensor-parallel group. None is a group of one rank.
         sequence_parallel: True if the ranks divide the tokens of the output.
 

@@ -70,7 +70,7 @@ class _DeferredFunction(NamedTuple):
     versions: list[int]  # version counters of `saved` and `dy`
 
     def require_unchanged(self) -> None:
-        """Raise ModelError if a saved tensor was written to since I."""
+        """Raise ModelError if a saved tensor was written to since BackwardInput."""
         if self.versions != [tensor._version for tensor in (*self.saved, self.dy)]:
             raise ModelError(
                 "a tensor that W needs for a weight gradient was changed in place between I and W",
@@ -140,7 +140,7 @@ class DeferredGradients:
                 complete.
 
         Raises:
-            ModelError: A saved input or output gradient was written to since I.
+            ModelError: A saved input or output gradient was written to since the BackwardInput.
         """
         use_counts = Counter(map(id, self.list_weights()))
         gradient_sums: dict[int, Tensor] = {}
@@ -337,7 +337,7 @@ def _save_weights(ctx: Any, *weights: Tensor) -> None:
 
 
 def _get_saved_weights(ctx: Any) -> tuple[Tensor, ...]:
-    """Return the weights, or raise RuntimeError if one was changed in place since F."""
+    """Return the weights, or raise RuntimeError if one was changed in place since the forward."""
     if ctx.versions != [weight._version for weight in ctx.weights]:
         raise RuntimeError("a weight was changed in place between F and B")
     weights: tuple[Tensor, ...] = ctx.weights

@@ -66,8 +66,8 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
         The module.
 
     Raises:
-        UsageError: No split is registered for a type of `layer_types`.
-        ModelError: A layer has a parameter without a rule in the split of its type.
+        UsageError: No gradient rules are registered for a type of `layer_types`.
+        ModelError: A layer has a parameter for which its type has no gradient rule.
 
     Example:
         >>> from copy import deepcopy
@@ -159,9 +159,9 @@ def register_splittable_layer(
     """Register gradient rules for a layer type that takes one tensor and returns one tensor.
 
     The rules are called as `rule(layer, x, dy)`, with the input `x` of the layer and the gradient
-    `dy` of its output. With a `forward` that returns (y, a, b, ...) they are called as `rule(layer,
-    a, b, ..., dy)`. Each rule returns the gradient for the full microbatch, in the shape of the
-    parameter.
+    `dy` of its output. With a `forward` that returns (y, a, b, ...) the rules are called as
+    `rule(layer, a, b, ..., dy)`. Each rule returns the gradient for the full microbatch, in the
+    shape of the parameter.
 
     `check_splittable_layer` compares the rules with autograd. A layer runs unsplit under autocast,
     or if it is called with more than one argument.
@@ -320,6 +320,7 @@ _SPLIT_TYPES: dict[type[nn.Module], type[nn.Module]] = {
 _REGISTERED_LAYERS: dict[type[nn.Module], SplitLayer] = {}
 _OPT_IN_TYPES: set[type[nn.Module]] = {nn.LayerNorm}
 _UNSPLIT_LAYERS: WeakSet[nn.Module] = WeakSet()  # registered layers whose last run was unsplit
+
 # Type name -> forward. The keys are names, because the library of a type may not be installed.
 _FORWARDS_BY_TYPE_NAME: dict[str, LayerForward] = {"transformers.pytorch_utils.Conv1D": _run_conv1d}
 

@@ -35,7 +35,7 @@ class Boundary:
         dtype: The dtype.
         requires_grad: True if the gradient of the tensor goes back to the stage that computed it.
             By default it is True for floating-point and complex dtypes. A tensor without a
-            gradient, such as a mask, is detached before it is passed on.
+            gradient, such as a mask, is detached before it goes to the next stage.
         received_shape: The shape in the next stage, if it differs. It differs between the segments
             of a stage if tensor-parallel ranks share the sequence (sequence parallelism). It also
             differs after an all-to-all that sends tokens to experts. In this case `received_shape`

@@ -218,7 +218,7 @@ def _find_offloaded_occupants(state: State, k: int) -> list[SavedActivations]:
 
 
 def _list_saved_changes(state: State, stage: int, mb: int) -> Iterator[tuple[int, Opcode]]:
-    """Yield (index, opcode) of the instructions that produce or move the activations, in order."""
+    """Yield (index, opcode) of instructions that produce or move activations, in stream order."""
     ops = (Opcode(op) for op in _SAVED_PRODUCERS)
     changes = [(k, op) for op in ops if (k := state.index_of.get((op, stage, mb))) is not None]
     return iter(sorted(changes))

@@ -266,7 +266,7 @@ def _make_input_reader(
     """Return a function that returns the input tensors of an instruction.
 
     `copy_received` is applied to received tensors, because the next message overwrites their
-    memory. With None they are returned without a copy.
+    memory. If `copy_received` is None, received tensors are returned without a copy.
     """
 
     def read_slot(input_slot: _InputSlot) -> Sequence[Tensor]:
@@ -367,7 +367,7 @@ def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
 def _finish_inputs(xs: Sequence[Tensor], is_local: bool) -> None:
     """Refuse further gradients of a stage's inputs, and free the memory of received inputs.
 
-    A module may keep a reference to the graph, for example with an output, and the graph has
+    A module may keep a reference to the graph, for example through an output, and the graph has
     references to the leaves. `FirstStepChecks` counts the references to receive buffers. It does
     not count a leaf whose memory is freed.
     """

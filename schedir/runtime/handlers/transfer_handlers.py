@@ -68,8 +68,8 @@ def send(state: State, i: Instr) -> Call:
 def make_value_writer(state: State, i: Instr, kind: Value) -> Callable[[Sequence[Tensor]], None]:
     """Return a function that fills the output slot of a value, in the layout of its receiver.
 
-    If the receiver is on this rank, the tensors get the layout of a received message. Otherwise
-    they are copied to the static send buffer, if there is one. Without a static send buffer,
+    If the receiver is on this rank, the tensors get the layout of a received message. Otherwise the
+    tensors are copied to the static send buffer, if there is one. Without a static send buffer,
     several tensors are packed into bytes. If later instructions change the form of the value, only
     the last of these instructions fills the static send buffer.
 

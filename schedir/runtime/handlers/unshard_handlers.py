@@ -143,7 +143,7 @@ _OTHER_STAGE_ERROR: Final = (
 
 
 class _ReadGuard(TorchDispatchMode):
-    """Refuse reads of tensors without memory, or with a storage `_cdata` in `refused_storages`."""
+    """Refuse reads of tensors that have no memory, or whose storage is in `refused_storages`."""
 
     def __init__(self, message: str, hint: str, refused_storages: Collection[int] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -43,9 +43,9 @@ def require_steppable(
         optimizer: The optimizer, or None.
 
     Raises:
-        ModelError: The program may repeat an update, but the optimizer cannot. Or the program uses
-            delayed weights, but a weight has a view. Or the optimizer has a weight twice, or no
-            weight of the stages.
+        ModelError: The program may repeat an update, but the optimizer cannot repeat it. Or the
+            program uses delayed weights, but a weight has a view. Or the optimizer has a weight
+            twice, or no weight of the stages.
     """
     if program.norm_check == "after_step" and program.has_backward:
         _require_repeatable(program, stages, optimizer)

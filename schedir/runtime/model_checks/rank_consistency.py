@@ -39,7 +39,8 @@ def compare_processes(
         options: The options of the rank.
 
     Returns:
-        For each process with the same tensor-parallel rank, the fingerprints of its parameters.
+        The fingerprints of the parameters of each process that has this process's tensor-parallel
+        rank.
 
     Raises:
         ModelError: The processes differ.

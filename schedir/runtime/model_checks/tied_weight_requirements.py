@@ -105,6 +105,7 @@ def _fingerprint(
         is_constant = bool((sample == sample[:1]).all())
         if is_constant and not bool((flat == flat[:1]).all()):
             sample, is_constant = flat, False  # the sample lacks the different elements
+
         # Copy, because `numpy` fixes the size of a storage, but FSDP must be able to free the
         # weight's storage.
         copy = sample.clone(memory_format=torch.contiguous_format)

@@ -57,7 +57,7 @@ class LaneJob:
 
 
 class CopyLanes(RankService):
-    """The lanes of a rank. Each is created at its first use.
+    """The lanes of a rank. Each lane is created at its first use.
 
     The attribute `bandwidth` is for tests on CPUs: lane -> bytes per second. A job on such a lane
     takes at least the time that its bytes need at this bandwidth.

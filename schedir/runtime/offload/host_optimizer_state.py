@@ -101,7 +101,7 @@ class HostOptimizerState:
         self.loaded_addresses: set[int] = set()  # addresses of the memory that `load` allocated
 
     def refresh_parameters(self) -> None:
-        """Assign the optimizer's parameters to stages, if the groups changed since the last step.
+        """Assign the optimizer's parameters to stages, if its parameter groups have changed.
 
         Raises:
             ModelError: A parameter of the optimizer belongs to no trained stage, or the optimizer
@@ -287,8 +287,8 @@ class HostOptimizerState:
     def store(self, stage: int, observer: LaneObserver | None = None) -> None:
         """Start to copy the state of a stage to the host.
 
-        The `data` of state tensors is set to host memory immediately. Do not read it before the
-        next `load` of the state, or the end of the step.
+        The `data` of state tensors is set to host memory immediately. Do not read the data before
+        the next `load` of the state, or the end of the step.
 
         Args:
             stage: The number of the stage.

@@ -2,7 +2,7 @@
 
 Before a step, a checkpoint saver requests tensors by stage with `SnapshotCopies.request`. The
 Snapshot instructions of the step start the copies, and its OptimizerStep waits for them. Without a
-request, Snapshot and this wait do nothing.
+request, the Snapshot instructions and the wait of OptimizerStep do nothing.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ class SnapshotCopies(RankService):
         self.cancel_request()
 
     def request(self, tensors: Mapping[int, Sequence[CopyPair]], requester: object = None) -> None:
-        """Request copies in the next step. This replaces an earlier request.
+        """Request copies in the next step. The new request replaces an earlier request.
 
         Args:
             tensors: Stage -> the pairs to copy.

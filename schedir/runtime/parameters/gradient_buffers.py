@@ -26,7 +26,7 @@ class GradientBuffers:
         module: The stage.
         max_bucket_bytes: The most bytes of a buffer. A single parameter may have more. With None
             the stage has no buffers: autograd allocates each `.grad`, and accumulates into it.
-        shard_spec: The replica and the ZeRO level.
+        shard_spec: The number of replicas, the index of this replica, and the ZeRO level.
         tied: The parameters that are tied to parameters of other stages.
 
     Attributes:

@@ -50,7 +50,7 @@ class ShardedParameters:
 
     Args:
         gradients: The gradient buffers of the stage.
-        shard_spec: The replica and the ZeRO level.
+        shard_spec: The number of replicas, the index of this replica, and the ZeRO level.
         aliases: Parameter of this stage -> the parameter of another stage whose memory it uses. Its
             weights are gathered from the other stage's shard.
     """

@@ -61,6 +61,7 @@ class WeightVersions:
         # During a step: observers on the autograd nodes of the module's original parameters.
         self.hooks: list[tuple[Node, RemovableHandle]] = []
         self.traces: dict[int, list[tuple[int, ...]]] = {}  # version -> traces of its new copies
+
         # True in the first step, which compares checksums. Checksums also show writes to `data`.
         self.compares_values = True
 

@@ -33,7 +33,8 @@ from schedir.transports.transport import CompletedWork, Transport, TransportWrap
 
 FloatArray = NDArray[np.float64]
 
-ANCHOR_ROUNDS: Final = 16  # measurements of the GPU's clock offset; the shortest one is used
+# The number of measurements of the GPU's clock offset. The shortest measurement is used.
+ANCHOR_ROUNDS: Final = 16
 # The resolution of events in seconds (CUDA Runtime API, cudaEventElapsedTime).
 EVENT_RESOLUTION: Final = 0.5e-6
 
@@ -91,7 +92,7 @@ class Timestamps(WorkObserver, ABC):
             work: The work.
 
         Returns:
-            The work for which the caller must wait instead.
+            The work for which the caller must wait instead of `work`.
         """
 
     @contextmanager

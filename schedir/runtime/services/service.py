@@ -112,8 +112,8 @@ class Service:
         The caller has called `preserve` before.
 
         Args:
-            preserved: Restores state after these steps. A service adds the fields that it sets
-                here.
+            preserved: Restores state after these steps. A service must add the fields that it
+                sets in this method.
             makes_update: True if the optimizer may step, because the caller restores its state.
         """
 

@@ -18,7 +18,7 @@ from schedir.runtime.rank_state import ProgramService, State
 _TIED_RANDOM_WARNING: Final = (
     "an optimizer draws other random numbers for each copy of a tied weight: the copies will differ"
 )
-# True if an update is finite (0-dim bool), and the factor that clips its gradients (0-dim).
+# (True if an update is finite, the factor that clips its gradients), as 0-dim tensors.
 NormVerdict = tuple[Tensor, Tensor]
 
 
@@ -80,7 +80,7 @@ class UpdateChecks(ProgramService):
 
     Attributes:
         grad_norm: The global norm of the last update's gradients before clipping, 0-dim float64.
-        finite_updates: For each update of the step, True if it was finite.
+        finite_updates: A bool for each update of the step: True if the update was finite.
         squared_norms: Update -> sum of squares of all gradients, until the update is clipped. There
             may be several entries, because a rank without gradients may reduce the norm of the next
             update early.
