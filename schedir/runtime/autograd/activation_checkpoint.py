@@ -271,7 +271,6 @@ class Checkpoints:
             generator.set_state(state)
 
     def _get_target_versions(self) -> list[int]:
-        """Return the version counters of the tensors in the target of this microbatch."""
         if not self.is_last_stage:
             return []
         leaves: list[Any] = tree_leaves(self.state.batch.targets[self.mb])

@@ -278,7 +278,6 @@ def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
 
 
 def _relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference of two tensors, divided by the norm of `expected`."""
     if actual.shape != expected.shape:
         return float("inf")
     return float((actual - expected).double().norm() / expected.double().norm().clamp(min=1e-30))

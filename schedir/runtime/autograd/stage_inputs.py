@@ -186,7 +186,6 @@ def _copy_aligned(x: Tensor) -> Tensor:
 
 
 def _has_inplace_layer(module: nn.Module) -> bool:
-    """Return whether a layer of a module has `inplace=True`, like `nn.ReLU(inplace=True)`."""
     return any(getattr(layer, "inplace", False) is True for layer in module.modules())
 
 

@@ -349,8 +349,6 @@ def infer_boundaries(
 
 
 class _StageBytes(NamedTuple):
-    """The sizes of one stage, in bytes."""
-
     saved: float = 0.0
     deferred_wgrad: float = 0.0
     saved_and_deferred: float = 0.0
@@ -394,7 +392,6 @@ def _collapse_equal_sizes(sizes: list[int]) -> float | tuple[float, ...]:
 def _measure_stage(
     stages: Sequence[nn.Module | None], s: int, stage_inputs: _StageInputs
 ) -> _StageBytes:
-    """Return the sizes of stage `s`."""
     module, is_last, boundaries = stages[s], s == len(stages) - 1, stage_inputs.boundaries
     assert module is not None
     device = _find_stage_device(module, stage_inputs.xs)

@@ -202,7 +202,6 @@ def _start_copy(
 
 
 def _get_saved_activations(state: State, i: Instr) -> SavedActivations:
-    """Return the saved activations of an instruction's stage and microbatch."""
     return state.service(OffloadMoves).values.setdefault(
         (i.stage, i.mb), SavedActivations(i.stage, state.device)
     )

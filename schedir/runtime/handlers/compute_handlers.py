@@ -230,7 +230,6 @@ def are_inputs_exclusive(input_slots: Sequence[_InputSlot]) -> bool:
 
 
 def _is_offloaded(state: State, i: Instr) -> bool:
-    """Return whether the tensors that a forward saved are offloaded to the host."""
     return Instr(Opcode.Offload, i.stage, i.mb) in state.index_of
 
 

@@ -38,7 +38,6 @@ def offload_grads(state: State, i: Instr) -> Call:
 
 
 def _wait_for_host_grads(state: State) -> None:
-    """Wait until all gradients are reduced and copied to the host."""
     state.service(PendingReductions).wait()
     if (optimizer := _get_cpu_optimizer(state)) is not None:
         optimizer.wait_for_gradients()

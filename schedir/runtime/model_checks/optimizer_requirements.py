@@ -142,7 +142,6 @@ def _require_accumulation_only(program: Program, optimizer: OptimizerLike | None
 
 
 def _require_no_duplicates(optimizer: OptimizerLike | None, program: Program) -> None:
-    """Check that the optimizer has no weight twice."""
     keys: set[object] = set()
     # Also check the 16-bit parameters of a MainOptimizer. Its main parameters are separate copies,
     # even if a 16-bit parameter occurs twice.

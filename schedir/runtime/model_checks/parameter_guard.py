@@ -30,7 +30,6 @@ class ParameterGuard:
         self._record_parameters()
 
     def _record_parameters(self) -> None:
-        """Record the current modules, parameters and `requires_grad` flags."""
         submodules = [
             submodule for module in self.stages.values() for submodule in module.modules()
         ]

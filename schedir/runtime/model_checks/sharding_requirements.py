@@ -85,7 +85,6 @@ def require_shardable(program: Program, stages: Mapping[int, nn.Module], optimiz
 
 
 def _find_fused_parameters(optimizer: object) -> set[Any]:
-    """Return the parameters that fused optimizers step."""
     parameters: set[Any] = set()
     for nested_optimizer in find_optimizers(optimizer):
         parameter_of_main = dict(

@@ -459,12 +459,10 @@ def _make_storage_view(tensor: Tensor) -> StorageView:
 
 
 def _is_lazy_view(tensor: Tensor) -> bool:
-    """Return whether a tensor is a lazy conjugate or a lazy negative of its memory."""
     return tensor.is_conj() or tensor.is_neg()
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    """Return a full storage as a uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

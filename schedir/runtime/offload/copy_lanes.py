@@ -176,8 +176,6 @@ def _run_jobs(queue: SimpleQueue[_ThreadJob | None]) -> None:
 
 
 class _StreamJob(LaneJob):
-    """A job on a CUDA stream."""
-
     def __init__(
         self,
         stream: torch.cuda.Stream,

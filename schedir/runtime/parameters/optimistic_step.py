@@ -320,7 +320,6 @@ class OptimisticStep(ProgramService):
         self.waits_for_norm = True
 
     def _undo_update(self) -> None:
-        """Restore all state that the update has changed."""
         assert self.pending_update is not None
         self.pending_update.preserved.close()
 
