@@ -139,9 +139,9 @@ def _add_gradients_and_values(preserved: PreservedState, tensors: Iterable[Tenso
 class UnsteppedParameters:
     """The Parameters of a rank that its optimizer does not step.
 
-    A forward may write to such a Parameter, like to a buffer. Most of them are never written to,
-    and all of them together may need much memory. So the first `capture` copies all of them to the
-    host. Later captures copy only the Parameters to which the first step wrote.
+    A forward may write to such a Parameter, like to a buffer. Most of these Parameters are never
+    written to, and all of them together may need much memory. So the first `capture` copies all of
+    them to the host. Later captures copy only the Parameters to which the first step wrote.
 
     Args:
         state: The state of the program.

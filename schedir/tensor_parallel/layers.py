@@ -32,7 +32,7 @@ class ColumnParallelLinear(nn.Module):
     Args:
         weight: The full weight, of shape (k, n).
         bias: The full bias, of shape (k,), or None.
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
         sequence_parallel: True if the ranks also divide the tokens of the input.
 
     Raises:
@@ -96,7 +96,7 @@ class RowParallelLinear(nn.Module):
     Args:
         weight: The full weight, of shape (k, n).
         bias: The full bias, of shape (k,), or None.
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
         sequence_parallel: True if the ranks also divide the tokens of the output.
 
     Raises:

@@ -33,7 +33,7 @@ def tp_size(group: ProcessGroup | None) -> int:
     """Return the number of ranks in a tensor-parallel group.
 
     Args:
-        group: The group. None has one rank.
+        group: The group. None means one rank.
     """
     return 1 if group is None else group.size()
 
@@ -42,7 +42,7 @@ def tp_rank(group: ProcessGroup | None) -> int:
     """Return the number of this rank in the group, which is also the number of its shard.
 
     Args:
-        group: The group. None has one rank.
+        group: The group. None means one rank.
     """
     return 0 if group is None else group.rank()
 
@@ -75,7 +75,7 @@ def shard(
     Args:
         full: The full weight.
         dim: The dimension to divide.
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
         padded: True to pad the last shards with zeros if t does not divide the dimension.
 
     Raises:
@@ -127,7 +127,7 @@ def mark_sequence_parallel(
 
     Args:
         replicated: A parameter, or a module with parameters, that each rank has unsharded.
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
         sequence_parallel: True if the ranks divide the tokens.
         has_local_tokens: True if the parameter receives different tokens on each rank. False if
             its gradient is the same on all ranks.
@@ -154,7 +154,7 @@ def enter_tp_region(
     computes the weight gradient.
 
     Args:
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
         sequence_parallel: True if the ranks divide the tokens of the input.
 
     Returns:
@@ -181,7 +181,7 @@ def leave_tp_region(
     Args:
         x: The partial output of this rank. The all-reduce overwrites it if it is contiguous, so no
             other operation may need `x`.
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
         sequence_parallel: True if the ranks divide the tokens of the output.
 
     Raises:
@@ -200,7 +200,7 @@ def select_local_tokens(
 
     Args:
         x: All tokens.
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
         sequence_parallel: True if the ranks divide the tokens. If False, the result has all tokens.
 
     Raises:
@@ -220,7 +220,7 @@ def get_first_token(x: Tensor, group: ProcessGroup | None, *, sequence_parallel:
 
     Args:
         x: The tokens of this rank, or all tokens without sequence parallelism.
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
         sequence_parallel: True if the ranks divide the tokens.
     """
     if not sequence_parallel or group is None or group.size() == 1:

@@ -37,7 +37,7 @@ def shard_vocab(full: ShardableWeight, group: ProcessGroup | None = None) -> nn.
 
     Args:
         full: The full weight.
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
     """
     return shard(full, 0, group, padded=True)
 
@@ -50,7 +50,7 @@ class VocabParallelEmbedding(nn.Module):
 
     Args:
         weight: This rank's rows, from `shard_vocab`.
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
         sequence_parallel: True if the ranks divide the tokens of the output.
     """
 
@@ -89,7 +89,7 @@ class VocabParallelHead(nn.Module):
         weight: This rank's rows, from `shard_vocab`. It may be the parameter of the embedding
             (tied).
         vocab: Size of the vocabulary.
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
         sequence_parallel: True if the ranks divide the tokens of the input.
     """
 
@@ -130,7 +130,7 @@ def vocab_parallel_cross_entropy(
     Args:
         logits: This rank's logits, of shape (..., k), in any floating type.
         targets: int64 of shape (...), the same on all ranks.
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
         ignore_index: Tokens with this target do not count.
 
     Returns:
@@ -154,7 +154,7 @@ def fused_cross_entropy(
     Args:
         logits: This rank's logits, of shape (..., k), in any floating type.
         targets: int64 of shape (...), the same on all ranks.
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
         ignore_index: Tokens with this target do not count.
     """
     if logits.is_leaf and logits.requires_grad:

@@ -6,8 +6,8 @@ the seed from a key:
 - for a forward or a backward: (seed, step, global microbatch, stage),
 - for an optimizer step: (seed, step, update, first stage of the rank).
 
-Within a model, `fork_layer_rng` gives each layer its own key. Then random numbers also do not
-depend on the stage that a layer is in. If each replica has m microbatches, replica r computes the
+Within a model, `fork_layer_rng` gives each layer its own key. Random numbers in such a layer do not
+depend on the stage that has the layer. If each replica has m microbatches, replica r computes the
 global microbatches r * m to (r + 1) * m - 1 of a step. So replicas draw the same numbers as one
 replica with all microbatches.
 

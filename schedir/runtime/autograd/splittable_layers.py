@@ -58,9 +58,10 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
     Args:
         module: A stage, or another module.
         *layer_types: Types that are split only on request. The only such type is `nn.LayerNorm`.
-            Its weight gradients take a thousandth of the time of the matrix products of a
-            transformer layer. For W, the input and the output gradient of each LayerNorm would have
-            to be kept. This increases the memory of deferred gradients by a quarter.
+            The weight gradients of a LayerNorm take a thousandth of the time that the matrix
+            products of a transformer layer take. For W, the input and the output gradient of each
+            LayerNorm would have to be kept. These tensors increase the memory of deferred gradients
+            by a quarter.
 
     Returns:
         The module.

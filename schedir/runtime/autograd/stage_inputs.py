@@ -58,12 +58,13 @@ class StageInputAdapter:
         Args:
             module: The module of the stage.
             inputs: The inputs. An input that requires a gradient must be a leaf.
-            keywords: The keyword arguments. They are shared by all stages, and are never copied.
+            keywords: The keyword arguments. All stages share these arguments, so they are never
+                copied.
             is_exclusive: True if no other code reads the memory of the inputs.
             as_views: True to give the module views of the inputs, so that it cannot keep references
                 to the leaves.
-            skip_input_count: The number of inputs from a skip connection, which come last. If there
-                are several, the module gets them as one tuple.
+            skip_input_count: The number of inputs from a skip connection, which come last. The
+                module gets several such inputs as one tuple.
 
         Returns:
             The output of the module, and for each input the leaf whose `grad` is its gradient. The

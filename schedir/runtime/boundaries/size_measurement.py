@@ -189,8 +189,8 @@ def measure_sizes(
             two float32 moments of AdamW. Alternatively, a function that creates an optimizer from
             parameters. Then the size includes all tensors that this optimizer has after one step,
             such as float32 main parameters and step counters.
-        frozen_stages: The number of frozen stages. They save nothing for a backward, and the stage
-            after them computes no gradient of its input.
+        frozen_stages: The number of frozen stages. Frozen stages save nothing for a backward, and
+            the stage after the last frozen stage computes no gradient of its input.
         keywords: Keyword arguments of all stages for this microbatch.
         dp: The number of replicas.
         zero: The ZeRO level.

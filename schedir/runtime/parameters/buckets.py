@@ -193,8 +193,8 @@ class Bucket:
             index: The index of the shard. By default the shard of this replica.
 
         Yields:
-            The begin and end (excluded) of the range in the parameter, and its offset in the shard.
-            The range is empty if no element of the parameter is in the shard.
+            The begin and end (excluded) of the range in the parameter, and the offset of the range
+            in the shard. The range is empty if no element of the parameter is in the shard.
         """
         index = self.shard_spec.replica if index is None else index
         size = self.numel // self.shard_spec.replicas

@@ -227,8 +227,8 @@ def make_tie_reducer(
     def start_by_rows() -> None:
         grads = {s: get_grad(s) for s in local_stages}
         first_grad = next(iter(grads.values()))
-        # One row for each stage. The first rank with the stage fills it, and the all-reduce gives
-        # all ranks the rows of all stages.
+        # One row for each stage. The first rank with the stage fills the row, and the all-reduce
+        # gives all ranks the rows of all stages.
         rows = first_grad.new_zeros((len(weight.stages), *first_grad.shape))
         for row, s in zip(rows, weight.stages, strict=True):
             if s in local_stages and shape.first_rank_per_stage[s] == rank:

@@ -81,9 +81,9 @@ class UpdateChecks(ProgramService):
     Attributes:
         grad_norm: The global norm of the last update's gradients before clipping, 0-dim float64.
         finite_updates: A bool for each update of the step: True if the update was finite.
-        squared_norms: Update -> sum of squares of all gradients, until the update is clipped. There
-            may be several entries, because a rank without gradients may reduce the norm of the next
-            update early.
+        squared_norms: Update -> sum of squares of all gradients. The clipping of an update removes
+            its entry. There may be several entries, because a rank without gradients may reduce the
+            norm of the next update early.
         is_finite: The result of the check of the current update, or None before the check.
         clip_factor: The clip factor of the current update for the CPU optimizer, or None.
         judge: Returns the `NormVerdict` of an update. Without clipping the factor is None.
@@ -153,8 +153,8 @@ class UpdateChecks(ProgramService):
             update: The number of the update.
 
         Returns:
-            A 0-dim bool tensor: True if the gradients of the rank's stages are finite, or with
-            clipping the gradients of all ranks.
+            A 0-dim bool tensor: True if the gradients are finite. With clipping these are the
+            gradients of all ranks, otherwise those of the rank's stages.
 
         Raises:
             ModelError: A sharded weight was written to, or the optimizer's state is not sharded.
