@@ -261,7 +261,7 @@ class InstructionIndex:
         return table.take(key + 1, mode="clip")
 
     def find_message_numbers(self) -> Positions:
-        """Return the number in `Program.message_order` of the message of each transfer.
+        """Return the number that each transfer's message has in `Program.message_order`.
 
         Returns:
             The numbers, shape (instructions,); -1 for an instruction that is not a transfer, or

@@ -294,7 +294,7 @@ class Sizes:
             name: Name of a size whose default is None.
 
         Returns:
-            True if it is given.
+            True if the size is given.
         """
         return getattr(self, name) is not None
 

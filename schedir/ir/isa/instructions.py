@@ -150,8 +150,8 @@ OPTIMIZER_STEP_OPS: Final = find_producers(Value.PARAMS)
 # After these instructions, the next update may add to the gradients, even if the optimizer step of
 # this update has not run.
 GRADS_CHECK_OPS: Final = find_producers(Value.GRADS_CHECKED)
-# There is one compute instruction of each kind.  If a second one is added, the unpacking fails.
-# Then decide for each use of the constant which instructions it must include.
+# There is one compute instruction of each kind.  If you add a second one, this unpacking fails.
+# Then decide for each use of the constant whether the use includes the new instruction.
 (FORWARD,), (BACKWARD,), (BACKWARD_INPUT,), (BACKWARD_WEIGHT,) = (
     FORWARD_OPS,
     FULL_BACKWARD_OPS,
