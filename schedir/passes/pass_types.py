@@ -107,7 +107,7 @@ class Pass:
         option_names: The names of the options in `Options.extra_options` that the pass uses.
         opcodes: For a pass whose only option is yes or no, the opcodes that no other pass inserts.
             A program that has one of these opcodes was lowered with the option. So `--relower` sets
-            the option, and errors name it.
+            the option, and errors name the option.
         applies_to: A function that returns whether the options have an effect for a program.
         option_types: Name of an option -> its type. Options that are missing here are yes or no.
         description: The help text of the options in `--help`.

@@ -413,7 +413,6 @@ class _CostFiller:
     def _find_changed_bytes(self, cost: str) -> Floats:
         """Return the bytes of each stage's value whose form the instructions with this cost change.
 
-
         If these instructions change several values, the largest value counts. `Sizes` lists the
         bytes of a boundary under the earlier of its two stages.
         """

@@ -40,8 +40,7 @@ def is_sharded(size_name: str, zero: int) -> bool:
 
 
 class ModelStates(NamedTuple):
-    """Bytes of the model states of one replica: floats, or arrays if `zero_model_states` got
-    arrays.
+    """Bytes of one replica's model states: floats, or arrays if `zero_model_states` got arrays.
 
     Args:
         params: Bytes of the parameters.

@@ -28,8 +28,8 @@ from schedir.retired_names import get_rename_hint
 def _digest_tied_weights(tied: TiedStages, shape: PipelineShape) -> tuple[object, ...]:
     """Return the entry of `tied_weights` in the digest of a program.
 
-    The entry is True if only the first and the last stage share a weight. So it does not depend on
-    the number of stages.
+    The entry is True if only the first and the last stage share a weight. So the entry does not
+    depend on the number of stages.
     """
     # With one stage, both keys of `old_values` are (), and the value is False: a single stage is
     # not tied.

@@ -55,9 +55,9 @@ def share_slots(
     instruction in any case. All other programs must be checked again.
 
     "latency_preserving" uses the smallest numbers with which the predicted time stays as short as
-    with a separate slot for each value. It computes a lower bound for each rank and kind. If the
-    lower bounds keep the predicted time, they are the result. Otherwise, a search starts from
-    larger numbers, and reduces them.
+    with a separate slot for each value. The function computes a lower bound for each rank and kind
+    of value. If the lower bounds keep the predicted time, they are the result. Otherwise, a search
+    starts from larger numbers, and reduces them.
 
     Specified numbers of slots for values that do not pass between stages, such as unsharded
     weights, stay unchanged.
