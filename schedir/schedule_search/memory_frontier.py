@@ -214,7 +214,7 @@ def memory_frontier(
 def _tighten_level(level: FrontierLevel, bound: float) -> FrontierLevel:
     """Return the level with a bound that is at most its span.
 
-    Rounding can make a bound larger than the span, because they are sums of floats in different
+    Rounding can make a bound larger than the span, because both are sums of floats in different
     orders.
     """
     span = level.timeline.span

@@ -154,8 +154,9 @@ def search_schedule(
     the best policies. Finally, simulated annealing moves tasks in the best schedules.
 
     The search ends with a proof, after `time_limit`, after `max_evaluations`, or after many failed
-    attempts. Ctrl-C also ends it, and the function returns the best schedule so far. The search
-    finds no schedules with activation recomputation, which may be shorter with little memory.
+    attempts. Ctrl-C also ends the search, and the function returns the best schedule so far. The
+    search finds no schedules with activation recomputation, which may be shorter with little
+    memory.
 
     Args:
         shape: The pipeline shape. You can give its fields as keywords instead.
@@ -167,8 +168,8 @@ def search_schedule(
         stages_per_rank: The number of stages on each rank.
         placement: The rank of each stage. See `compile`.
         max_in_flight: The largest number of (stage, microbatch) pairs in flight on a rank. An
-            integer, or a function of the rank, as in `greedy_schedule`. It excludes
-            `memory_limit`.
+            integer, or a function of the rank, as in `greedy_schedule`. Do not give both this
+            argument and `memory_limit`.
         objective: The length to minimize. "span": the span of the run. "active_span": the longest
             active span of a rank.
         split_backward: True to split backwards into I and W. If a full backward takes less than
@@ -307,7 +308,7 @@ def _build_shortest(
     start_time: float,
     time_limit: float,
 ) -> tuple[BuiltProgram | None, bool]:
-    """Return the shortest program of the orders that were found, and whether Ctrl-C interrupted.
+    """Return the shortest program of the orders that were found, and whether Ctrl-C was pressed.
 
     If no program of these orders is shorter than `built`, return `built`.
     """

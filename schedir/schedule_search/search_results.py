@@ -59,8 +59,9 @@ class SearchResult:
         stop_reason: The reason why the search ended. "proved": no schedule is shorter. "time": the
             time limit or the number of evaluations is reached. "no better": the search no longer
             found shorter schedules. "interrupted": Ctrl-C.
-        numba: "used" if the search ran loops that Numba compiled, else the reason why it did not.
-            Without compiled loops, a search tries far fewer schedules in the same time.
+        numba: "used" if the search ran loops that Numba compiled, else the reason why it ran
+            without them. Without compiled loops, a search tries far fewer schedules in the same
+            time.
     """
 
     program: Program

@@ -112,8 +112,7 @@ _MAX_ROUNDS: Final = 4  # rounds that move R earlier.  Each moved R can leave a 
 
 
 def _place_recomputes(program: Program, addresses: Words, options: Options) -> Program:
-    """Insert an R for each chosen address, in an idle time if possible, or else before its
-    backward.
+    """Insert an R for each address, in an idle time if possible, or else before its backward.
 
     An R moves before an earlier forward that waits at least as long as the R takes. Then the R does
     not delay its backward. An R moves only before forwards. The values that exist while these

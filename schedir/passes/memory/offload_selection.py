@@ -206,8 +206,7 @@ def _warn_of_no_effect(named_pairs: set[tuple[int, ...]], option: str, addresses
 
 
 def _find_candidates(program: Program) -> Words:
-    """Return the addresses with other compute between the forward and the use of the
-    activations."""
+    """Return the addresses with other compute between the forward and the first use."""
     lifetimes = find_lifetimes(program)
     compute_count = np.cumsum(np.isin(program.op, COMPUTE_OPS) & ~program.joined)
     candidates: Words = lifetimes.address[

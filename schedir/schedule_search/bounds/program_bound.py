@@ -73,8 +73,8 @@ def compute_program_bound(
 
     Returns:
         The bound. None if no bound applies: the program has stage replicas, several updates,
-        sequence chunks, frozen stages or no backwards. Also if it recomputes or offloads, or if
-        `Costs.FB` is less than a forward and a backward.
+        sequence chunks, frozen stages or no backwards. Also if the program recomputes or offloads,
+        or if `Costs.FB` is less than a forward and a backward.
     """
     costs = Costs() if costs is None else costs
     shape = program.shape

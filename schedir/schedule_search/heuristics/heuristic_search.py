@@ -128,7 +128,7 @@ class HeuristicSearch:
         Args:
             length: The length of the order.
             order: The order.
-            method: The method that found it, for the report.
+            method: The method that found the order, for the report.
 
         Returns:
             True if the order is the shortest so far.
