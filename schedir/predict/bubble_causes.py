@@ -69,9 +69,10 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
     """Return all idle intervals of all ranks, each with one cause.
 
     Between two instructions of its compute lane, a rank waits for the inputs of the second
-    instruction. The search begins at the start of the second instruction, and goes back in time.
-    Each step goes to the predecessor that ended last (`Graph.find_last_predecessors`). The search
-    ends at the beginning of the gap. The causes are:
+    instruction. The search for the causes begins at the start of the second instruction, and goes
+    back in time. Each step goes to the predecessor that ended last
+    (`Graph.find_last_predecessors`). The search ends at the end of the first instruction. The
+    causes are:
 
     - MESSAGE: The rank waits for a transfer or a gather that is in progress.
     - SUM: The rank waits for a collective between the segments of a stage (TPReduceAct,
@@ -88,12 +89,12 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
     - HOST: All predecessors have ended, and the instruction has not started. A prediction of a
       program with its transfers has no such interval.
     - WARMUP, PEER, COOLDOWN: The rank waits for an instruction of another rank's compute lane. This
-      wait covers the rest of the gap. The cause is WARMUP until the first backward of the waiting
-      rank starts. It is COOLDOWN from the end of the rank's last forward on, but not before its
-      first backward. Between these times, it is PEER.
+      wait covers the rest of the idle time before the waiting instruction. The cause is WARMUP
+      until the first backward of the waiting rank starts. It is COOLDOWN from the end of the rank's
+      last forward on, but not before its first backward. Between these times, it is PEER.
     - IMBALANCE: In any order of instructions, a rank is idle at least for the difference between
       its work and that of the busiest rank. So this much of its waits for other ranks has the cause
-      IMBALANCE. It is taken first from PEER waits, then from waits after the rank's first
+      IMBALANCE. This time is taken first from PEER waits, then from waits after the rank's first
       instruction, then from waits before its first instruction.
 
     Before the first instruction of a rank the causes are the same, but each wait for another rank
@@ -263,8 +264,8 @@ def _find_waits(timeline: Timeline, gaps: NDArray[Any]) -> NDArray[Any]:
         waiting, time = awaited[is_open], predecessor_end[is_open]
 
         cause = _explain_running(timeline, waiting)
-        # For a wait for another rank's compute, no earlier causes are searched. It covers the rest
-        # of the gap.
+        # No earlier causes are searched for a wait for another rank's compute. This wait covers the
+        # rest of the gap.
         predecessor_start = np.where(cause == IdleCause.PEER, -np.inf, spans["start"][waiting])
         predecessor_start = np.clip(predecessor_start, begin, time)
         waits_by_step.append(_make_waits(gap, cause, waiting, predecessor_start, time))
@@ -286,8 +287,8 @@ def _make_waits(
 def _explain_late_start(timeline: Timeline, waiting: Ints, awaited: Ints) -> tuple[Ints, Ints]:
     """Return the cause and the awaited instruction of the time after the predecessor has ended.
 
-    If both are computes of different ranks, as in a draft, the cause is the message between them.
-    Otherwise it is the host.
+    If both instructions are computes of different ranks, as in a draft, the cause is the message
+    between them. Otherwise it is the host.
     """
     lane, rank = timeline.spans["lane"], timeline.spans["rank"]
     computes = (lane[waiting] == Lane.COMPUTE) & (lane[awaited] == Lane.COMPUTE)
@@ -330,8 +331,8 @@ def _find_phase_causes(timeline: Timeline, gaps: NDArray[Any]) -> Ints:
 def _mark_imbalance(timeline: Timeline, gaps: NDArray[Any], idle: NDArray[Any]) -> NDArray[Any]:
     """Change the cause of some waits for other ranks to IMBALANCE.
 
-    For each rank, the total time of these waits is the busy time of the busiest rank minus the busy
-    time of this rank.
+    For each rank, the total time of the changed waits is the busy time of the busiest rank minus
+    the busy time of this rank.
     """
     rank = idle["rank"]
     first_start = np.full(timeline.ranks, -np.inf)  # start of the first instruction

@@ -72,8 +72,8 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
       span.
     - In a prediction, all durations are equal to the spans.
     - So there is an interval of possible durations for each instruction. The cost is the time with
-      the smallest sum of distances to all intervals. If several times have this sum, the cost is
-      the smallest of them.
+      the smallest sum of distances to all intervals. If several times have this smallest sum, the
+      cost is the smallest of them.
     - A wait counts if it is longer than usual gaps of the host and than the clock error. A gap of
       the host is the time between two computes in which the rank waits for nothing. A gap is usual
       if it is not above the quantile `HOST_GAP_QUANTILE` of all gaps.
@@ -209,8 +209,8 @@ def compute_unexplained_share(predicted: Timeline, run: Timeline) -> float:
 def format_bubbles(run: Timeline, predicted: Timeline) -> str:
     """Describe the bubble of a run and of its prediction in words.
 
-    The text has no predicted bubble if the prediction error is above `MAX_PREDICTION_ERROR`. It
-    includes the unexplained share if this share is at least `MIN_REPORTED_SHARE`.
+    The text has no predicted bubble if the prediction error is above `MAX_PREDICTION_ERROR`. The
+    text includes the unexplained share if this share is at least `MIN_REPORTED_SHARE`.
 
     Args:
         run: The measured run.

@@ -81,7 +81,7 @@ def require_timeline(timeline: object, name: str) -> None:
         name: Name of the argument, for the error message.
 
     Raises:
-        UsageError: It is not a Timeline.
+        UsageError: `timeline` is not a Timeline.
     """
     require_type(timeline, name, Timeline, "schedir.simulate(program)")
 
@@ -93,7 +93,7 @@ def require_timelines(timelines: object) -> None:
         timelines: The value.
 
     Raises:
-        UsageError: It is not a sequence, is empty, or has an entry that is not a Timeline.
+        UsageError: `timelines` is not a sequence, is empty, or has an entry that is not a Timeline.
     """
     require_type(timelines, "timelines", Sequence, "[schedir.simulate(program)]")
     assert isinstance(timelines, Sequence)
@@ -463,7 +463,7 @@ class Timeline:
 
     @cached_property
     def causality_violations(self) -> CausalityViolations:
-        """The instructions that come before one of their causes. Their times must be wrong.
+        """The instructions that come before one of their causes. Such times must be wrong.
 
         Correct times follow these rules:
 

@@ -493,7 +493,7 @@ class _Table:
         yield self._make_cost_row("even", f"stages that all take the mean {reason}", **even_costs)
 
     def _iter_more_microbatches(self) -> Iterator[ChangeRow]:
-        """Yield a row with twice as many microbatches, if there is a schedule."""
+        """Yield a row with twice as many microbatches, if the schedule is known."""
         if self.schedule is None:
             return
         unsegmented, costs = self.program.unsegmented_shape, _double_microbatches(self.costs)

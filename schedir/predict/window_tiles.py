@@ -41,9 +41,9 @@ class Axis:
       such a group, NATTEN's leader is the last query of the sequence, so the keys of a query depend
       on the number of queries after it.
 
-    NATTEN refuses a window longer than `length`. This class allows it. If the window is not causal,
-    it then contains all keys. A causal window contains all earlier keys if it is at least as long
-    as `length`, rounded up to a multiple of the stride.
+    NATTEN refuses a window longer than `length`. This class allows such a window. If the window is
+    not causal, it contains all keys. A causal window contains all earlier keys if it is at least as
+    long as `length`, rounded up to a multiple of the stride.
 
     Args:
         length: The number of queries and of keys.
@@ -158,7 +158,8 @@ class AxisTiles:
 
     @property
     def is_aligned(self) -> bool:
-        """Return whether windows begin, and if not causal also end, at a boundary of tiles."""
+        """Return whether windows begin at boundaries of tiles, and non-causal ones also end
+        there."""
         if not self.axis.causal:
             return bool(np.array_equal(self.visited_ranges, self.full_ranges))
         return bool((self._key_bounds[2] <= self.visited_ranges[:, 0] * self.kv_tile).all())
@@ -173,7 +174,7 @@ class AxisTiles:
 class Tiles:
     """The tiles of windowed attention, as `compute_tiles` returns them.
 
-    A query attends to a key if it attends to it along each dimension. So numbers of tiles are
+    A query attends to a key if it attends to this key along each dimension. So numbers of tiles are
     products over the dimensions.
 
     Args:
@@ -245,8 +246,8 @@ class Tiles:
         `kv_tile` must also divide the length and `window // 2 - stride // 2`.
 
         These conditions are for key tiles at fixed positions. The paper has only two conditions:
-        `q_tile` divides the stride, and `kv_tile` divides the window. They are for key tiles that
-        begin where the window begins.
+        `q_tile` divides the stride, and `kv_tile` divides the window. These two conditions are for
+        key tiles that begin where the window begins.
         """
         return all(a.is_aligned for a in self.axes)
 
@@ -272,10 +273,9 @@ class Tiles:
     def grid(self) -> NDArray[np.int8]:
         """The state of each query tile and key tile: 2 for full, 1 for masked, 0 for skipped.
 
-        In a full tile, no (query, key) pair is masked. In a masked tile, some pairs are. A skipped
-        tile is not computed.
-        The shape is (query tiles, key tiles), each in row-major order over the dimensions. The
-        array may be very large.
+        In a full tile, no (query, key) pair is masked. In a masked tile, some pairs are masked. A
+        skipped tile is not computed. The shape is (query tiles, key tiles), each in row-major order
+        over the dimensions. The array may be very large.
         """
         visited = full = np.ones((1, 1), np.int8)
         for a in self.axes:
@@ -305,7 +305,7 @@ def compute_tiles(
     key tile is skipped if no query of the tile attends to any of its keys.
 
     Args:
-        length: The number of queries and of keys. It has one number for each dimension.
+        length: The number of queries and of keys. Its numbers determine the number of dimensions.
         window: The number of keys in a window.
         stride: The number of consecutive queries that share a window.
         q_tile: Number of queries in a tile.

@@ -30,8 +30,8 @@ OPERATIONS_PER_PARAMETER: Final = 2 * (1 + 1 + 2)
 def count_parameters(layers: int, hidden: int) -> float:
     """Return the number of parameters, 12 nl hd^2 (equation 1).
 
-    The weights of a block for queries, keys and values have the size (hd, 3hd) together. Its other
-    weights have the sizes (hd, hd), (hd, 4hd) and (4hd, hd).
+    The weights of a block for queries, keys and values have the size (hd, 3hd) together. The other
+    weights of the block have the sizes (hd, hd), (hd, 4hd) and (4hd, hd).
 
     Args:
         layers: Number of blocks.
@@ -151,7 +151,7 @@ def compute_efficiency(
 ) -> float:
     """Return the share of time in which a device computes, ait bw / (ait bw + peak) (equation 6).
 
-    The equation is for transfers that do not overlap with compute. If all of them overlap, the
+    The equation is for transfers that do not overlap with compute. If all transfers overlap, the
     share is min(1, ait bw / peak). The programs of schedir have both kinds of transfers;
     docs/how-to/offload-to-the-host.md lists them.
 
@@ -258,7 +258,7 @@ def intensity_of_checkpoints(hidden: int, checkpoint_interval: int = 1) -> float
     """Return the arithmetic intensity of moving activation checkpoints, 24 hd ci (equation 11).
 
     The checkpoints are stored and loaded once. The result depends on neither batch nor sequence,
-    because both operations and bytes grow with them.
+    because operations and bytes grow equally with both.
 
     Args:
         hidden: Width of a block.
