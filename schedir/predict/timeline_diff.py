@@ -31,8 +31,7 @@ class TimeDifference(NamedTuple):
 
     @property
     def increase(self) -> float:
-        """The second time minus the first. A rank's increases add up to the increase of the
-        span."""
+        """The increase of the time. The increases of a rank add up to that of the span."""
         return self.second_time - self.first_time
 
 

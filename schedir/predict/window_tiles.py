@@ -158,7 +158,7 @@ class AxisTiles:
 
     @property
     def is_aligned(self) -> bool:
-        """Return whether windows begin at boundaries of tiles, and non-causal ones also end
+        """Return whether windows begin at tile boundaries, and non-causal windows also end
         there."""
         if not self.axis.causal:
             return bool(np.array_equal(self.visited_ranges, self.full_ranges))
