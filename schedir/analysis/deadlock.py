@@ -209,7 +209,7 @@ def list_cycle_waits(graph: Graph, waits: nx.DiGraph, cycle: list[int]) -> list[
     Args:
         graph: The dependency graph of the program.
         waits: A graph of positions. The attribute `needed` of an edge is the position of the
-            instruction that its source waits for.
+            instruction that the source of the edge waits for.
         cycle: The positions along the cycle.
     """
     steps, locate = [], graph.index.locate

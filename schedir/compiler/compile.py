@@ -227,7 +227,7 @@ def _require_known_options(extra_options: Mapping[str, Any], *, attributes: bool
 
 
 def require_option_names(options: Mapping[str, Any]) -> None:
-    """Refuse options that `compile` does not have, before it is called.
+    """Refuse options that `compile` does not have, before a call of `compile`.
 
     Args:
         options: Options for a later call of `compile`.
@@ -405,7 +405,7 @@ def check_memory(
                 f"with -O buffer_sharing=minimal {effect}",
             )
         elif program.used_opcodes.isdisjoint((*HOST_TRIP, RECOMPUTE)):
-            # At the peak, an instruction uses one of the saved values, so this one cannot move.
+            # At the peak, an instruction uses one of the saved values, so this value cannot move.
             count, size = next(
                 (value[1:] for value in error.live_values if value[0] == "saved"),
                 (0, 0.0),
@@ -462,7 +462,7 @@ def lower(
         overlap: See `compile`.
         buffer_sharing: See `compile`.
         sizes: See `compile`.
-        memory_limit: See `compile`. Passes use it; this function does not verify it.
+        memory_limit: See `compile`. Passes use the limit; this function does not verify it.
         debug: See `compile`.
         **extra_options: Options of passes. Attributes of the program are refused.
 

@@ -158,8 +158,7 @@ class AxisTiles:
 
     @property
     def is_aligned(self) -> bool:
-        """Return whether windows begin at tile boundaries, and non-causal windows also end
-        there."""
+        """Return whether windows begin (and non-causal windows also end) at tile boundaries."""
         if not self.axis.causal:
             return bool(np.array_equal(self.visited_ranges, self.full_ranges))
         return bool((self._key_bounds[2] <= self.visited_ranges[:, 0] * self.kv_tile).all())

@@ -338,8 +338,8 @@ def with_weight_delay(delay: int | Iterable[int]) -> Callable[[_S], _S]:
     """Return a decorator that restricts a schedule to a weight delay.
 
     The decorator sets the attribute `weight_delay` of the function. `expand_schedule` reads this
-    mark for shapes with several optimizer steps. If a shape has another weight delay, it raises
-    ScheduleError.
+    mark for shapes with several optimizer steps. If a shape has another weight delay,
+    `expand_schedule` raises ScheduleError.
 
     Args:
         delay: One number, or one per stage, as in `PipelineShape`.
@@ -410,13 +410,17 @@ def has_free_parameter(
         signature: Signature of the schedule. If None, the function inspects `schedule`.
 
     Returns:
-        True if it has such a parameter. The result is False if `schedule` is not a function.
+        True if the schedule has such a parameter. The result is False if `schedule` is not a
+        function.
     """
     bound_arguments = schedule.keywords if isinstance(schedule, partial) else {}
     try:
         signature = signature or inspect.signature(schedule)
         return name in signature.parameters and name not in bound_arguments
-    except (TypeError, ValueError):  # It is not a function.  `expand_schedule` raises the error.
+    except (
+        TypeError,
+        ValueError,
+    ):  # `schedule` is not a function.  `expand_schedule` raises the error.
         return False
 
 
@@ -447,7 +451,10 @@ def get_stages_per_rank(schedule: Schedule) -> int:
         return fixed
     try:
         v = inspect.signature(schedule).parameters.get("v")
-    except (TypeError, ValueError):  # It is not a function.  `expand_schedule` raises the error.
+    except (
+        TypeError,
+        ValueError,
+    ):  # `schedule` is not a function.  `expand_schedule` raises the error.
         return 1
     if v is None:
         return 1
@@ -495,7 +502,8 @@ def apply_schedule_defaults(schedule: Schedule, shape: PipelineShape) -> Pipelin
     if "placement" in shape.default_fields and placement is not None:
         changes["placement"] = placement
     has_named_placement = isinstance(changes.get("placement", shape.placement), str)
-    # For a schedule with one stage per rank, the default of the placement applies.
+    # A schedule with one stage per rank sets no number of stages: `PipelineShape` then uses the
+    # default number of the placement.
     if (
         "stages_per_rank" in shape.default_fields
         and has_named_placement
