@@ -112,7 +112,7 @@ class Graph:
         host_device_sync: bool = False,
         eager_messages: EagerMessages | None = None,
     ) -> Graph:
-        """Return the dependency graph of a program. The program caches it.
+        """Return the dependency graph of a program, which the program caches.
 
         A graph with eager messages is not cached, because the search for an eager limit builds many
         graphs.

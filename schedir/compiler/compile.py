@@ -452,7 +452,8 @@ def lower(
     """Lower a complete draft: add its transfers, reductions and optimizer steps.
 
     Without `overlap` and `buffer_sharing`, the result is legal under every progress model. With one
-    of them, the passes optimize for `progress_model`, and the caller must check the result.
+    of these options, the passes optimize for `progress_model`, and the caller must check the
+    result.
 
     Args:
         program: A complete draft.

@@ -169,7 +169,7 @@ class Dataflow:
 
     @classmethod
     def from_program(cls, program: Program) -> Dataflow:
-        """Return the flow of a program. The program caches it.
+        """Return the flow of a program, which the program caches.
 
         Args:
             program: The program.

@@ -134,7 +134,7 @@ class InstructionIndex:
 
     @classmethod
     def from_program(cls, program: Program) -> InstructionIndex:
-        """Return the index of a program. The program caches it.
+        """Return the index of a program, which the program caches.
 
         Args:
             program: The program.

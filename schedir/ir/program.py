@@ -136,7 +136,7 @@ class Program:
             Each rank sends its part of a boundary. The ranks sum the gradients of weights that each
             rank has in full.
         ep: Size of the expert-parallel groups.  A group has `ep` consecutive data-parallel
-            replicas, and each of them has 1/ep of the experts.  The letters d and c of
+            replicas, and each replica of the group has 1/ep of the experts.  The letters d and c of
             `segment_boundaries` need ep > 1.
         slots: The numbers of static buffers of each rank; empty if each value has a separate
             buffer.

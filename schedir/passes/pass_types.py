@@ -40,8 +40,9 @@ class Options:
         extra_options: The options that passes define: name -> value.
         sizes: The sizes of values, for `memory_limit`.
         memory_limit: The limit of the device memory of a rank in bytes; None for no limit.
-        run_later_passes: A function that runs the later passes on a program. A pass uses it to
-            evaluate the final program. Keywords of the call replace entries of `extra_options`.
+        run_later_passes: A function that runs the later passes on a program. A pass uses this
+            function to evaluate the final program. Keywords of the call replace entries of
+            `extra_options`.
     """
 
     costs: Costs | None = None

@@ -45,8 +45,8 @@ def find_update_ends(program: Program) -> UpdateEnds:
         program: The program.
 
     Returns:
-        Positions, shape (updates, ranks). The last instruction of an update comes before its
-        position.
+        Positions, shape (updates, ranks). The last instruction of an update comes before the
+        position of the update.
     """
     final = program.offsets[1:]
     if program.shape.optimizer_steps == 1:

@@ -90,12 +90,13 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
       program with its transfers has no such interval.
     - WARMUP, PEER, COOLDOWN: The rank waits for an instruction of another rank's compute lane. This
       wait covers the rest of the idle time before the waiting instruction. The cause is WARMUP
-      until the first backward of the waiting rank starts. It is COOLDOWN from the end of the rank's
-      last forward on, but not before its first backward. Between these times, it is PEER.
+      until the first backward of the waiting rank starts. The cause is COOLDOWN from the end of the
+      rank's last forward on, but not before its first backward. Between these times, the cause is
+      PEER.
     - IMBALANCE: In any order of instructions, a rank is idle at least for the difference between
-      its work and that of the busiest rank. So this much of its waits for other ranks has the cause
-      IMBALANCE. This time is taken first from PEER waits, then from waits after the rank's first
-      instruction, then from waits before its first instruction.
+      its work and that of the busiest rank. So this part of the rank's waits for other ranks has
+      the cause IMBALANCE. This time is taken first from PEER waits, then from waits after the
+      rank's first instruction, then from waits before its first instruction.
 
     Before the first instruction of a rank the causes are the same, but each wait for another rank
     is WARMUP. After its last instruction, the cause is COOLDOWN, and `awaited_span` is -1.
@@ -106,8 +107,8 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
     Returns:
         A structured array with the fields of `IDLE_DTYPE`, sorted by rank and start. `cause` is an
         IdleCause. `awaited_span` is the index in `timeline.spans` of the awaited instruction, or
-        -1. For HOST, it is the index of the instruction that starts late. The intervals of a rank
-        do not overlap, and their lengths add up to `timeline.idle[rank]`.
+        -1. For HOST, `awaited_span` is the index of the instruction that starts late. The intervals
+        of a rank do not overlap, and their lengths add up to `timeline.idle[rank]`.
 
     Raises:
         UsageError: `timeline` is not a Timeline.
@@ -166,8 +167,8 @@ def find_ready_gaps(timeline: Timeline) -> Floats:
 def find_steady_phase(timeline: Timeline) -> tuple[Floats, Floats]:
     """Return the start and end of each rank's steady phase, between warmup and cooldown.
 
-    The phase starts at the start of the rank's first backward. It ends at the end of the rank's
-    last forward. If this end comes before the start, the phase has length 0.
+    The phase starts at the start of the rank's first backward. The phase ends at the end of the
+    rank's last forward. If this end comes before the start, the phase has length 0.
 
     Args:
         timeline: A predicted or measured run.

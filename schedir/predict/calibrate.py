@@ -42,8 +42,8 @@ _OPS_OF_COST: Final = {
     name: [op for op in COST_BY_OPCODE if COST_BY_OPCODE[op] == name]
     for name in COST_BY_OPCODE.values()
 }
-# Costs of the lanes that run in parallel to compute. The end of their instructions is recorded only
-# when another instruction waits for it.
+# Costs of the lanes that run in parallel to compute. The end of an instruction on such a lane is
+# recorded only when another instruction waits for it.
 _ASYNC_COSTS: Final = [
     name for name, ops in _OPS_OF_COST.items() if INSTRUCTIONS[ops[0]].lane is not Lane.COMPUTE
 ]

@@ -56,7 +56,8 @@ def compute_step_period(
         costs: The cost of each instruction. The default is `Costs()`.
         progress_model: The progress model of the transport.
         blocking_hosts: True if hosts are blocking, as on CPUs.
-        steps: The number of simulated steps. The result is the mean of the second half of them.
+        steps: The number of simulated steps. The result is the mean over the second half of these
+            steps.
 
     Raises:
         UsageError: `steps` is less than 2.

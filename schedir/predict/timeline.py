@@ -139,15 +139,15 @@ class Timeline:
     Args:
         program: The program.
         spans: A structured array with one entry per instruction: rank, lane (a Lane), op (an
-            Opcode), stage, mb, start and end. The entries are in order of rank. Those of one rank
-            are in the order of its Stream.
+            Opcode), stage, mb, start and end. The entries are in order of rank. The entries of one
+            rank are in the order of its Stream.
         kind: "predicted" or "measured".
         unit: The unit of times: "" for the unit of the costs, or "s" for seconds.
         progress_model: The progress model of the prediction, or of the transport of a measured run.
         clock_error: The largest difference between the clocks of two ranks, in `unit`. It is 0 in a
             prediction, and if all ranks read the same clock.
-        sizes: The sizes of values. With sizes, memory is in bytes. Without them, it is a number of
-            activations.
+        sizes: The sizes of values. With sizes, memory is in bytes. Without sizes, memory is a
+            number of activations.
         blocking_hosts: True if hosts are blocking, as on CPUs.
 
     Raises:
@@ -341,8 +341,8 @@ class Timeline:
     def memory(self) -> tuple[MemoryHistory, ...]:
         """The device memory of each rank over time.
 
-        With `sizes`, the unit is bytes. Without them, it is a number of activations: one for each
-        (stage, microbatch) pair in flight.
+        With `sizes`, the unit is bytes. Without `sizes`, the unit is a number of activations: one
+        for each (stage, microbatch) pair in flight.
         """
         if self.sizes is None:
             curves = (self.count_in_flight(rank) for rank in range(self.ranks))

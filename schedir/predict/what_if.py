@@ -2,8 +2,8 @@
 
 `_Table` yields each change as a `ChangeRow`. `iter_time_changes` yields changes that may shorten
 the run, and `iter_memory_changes` yields changes of the memory of ranks. A row describes the change
-in words. It has other costs, another progress model, other options of `compile`, or another draft
-than the run. To try another change, add a row.
+in words. The row has other costs, another progress model, other options of `compile`, or another
+draft than the run. To try another change, add a row.
 """
 
 from __future__ import annotations

@@ -123,8 +123,8 @@ class AxisTiles:
     def _key_bounds(self) -> tuple[Ints, Ints, Ints, Ints]:
         """The bounds of keys for each query tile: first, end, full first and full end.
 
-        The first two bound the keys that at least one query of the tile attends to. The last two
-        bound the keys that all queries of the tile attend to.
+        The first two results bound the keys that at least one query of the tile attends to. The
+        last two results bound the keys that all queries of the tile attend to.
         """
         start, end = self.axis.visible_keys
         tile_starts = np.arange(0, self.axis.length, self.q_tile)
@@ -304,7 +304,7 @@ def compute_tiles(
     key tile is skipped if no query of the tile attends to any of its keys.
 
     Args:
-        length: The number of queries and of keys. Its numbers determine the number of dimensions.
+        length: The number of queries and of keys: one number for each dimension.
         window: The number of keys in a window.
         stride: The number of consecutive queries that share a window.
         q_tile: Number of queries in a tile.

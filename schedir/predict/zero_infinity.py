@@ -1,10 +1,10 @@
 """Formulas of ZeRO-Infinity for memory, and for the bandwidth that offloading needs.
 
-They are equations 1 to 11 of arXiv 2104.07857, sections 3 and 4, for a transformer that trains in
-16 bits with Adam. The transformer has `layers` blocks (nl) of width `hidden` (hd). A batch has
-`batch` sequences (bsz) of `sequence` tokens (seq). `checkpoint_interval` (ci) is the number of
-blocks per activation checkpoint. If `batch` is the batch of one GPU, the bytes of activations are
-also those of one GPU.
+The formulas are equations 1 to 11 of arXiv 2104.07857, sections 3 and 4, for a transformer that
+trains in 16 bits with Adam. The transformer has `layers` blocks (nl) of width `hidden` (hd). A
+batch has `batch` sequences (bsz) of `sequence` tokens (seq). `checkpoint_interval` (ci) is the
+number of blocks per activation checkpoint. If `batch` is the batch of one GPU, the bytes of
+activations are also those of one GPU.
 
 Arithmetic intensity (ait in the paper) is the number of operations per byte moved.
 """

@@ -132,8 +132,8 @@ class SchedulingProblem:
     def get_min_capacity(self, rank: int) -> float:
         """Return the least capacity with which a rank can run one microbatch at a time.
 
-        No schedule fits into less. The microbatch passes all stages of the rank forward and then
-        backward, and each W follows its I.
+        No schedule fits into less capacity. The microbatch passes all stages of the rank forward
+        and then backward, and each W follows its I.
 
         Args:
             rank: The rank.

@@ -43,13 +43,11 @@ _BUILD_SECONDS_PER_TASK: Final = 2e-5  # Seconds per task, reserved to compile p
 
 
 def _require_report(report: object) -> None:
-    """Raise UsageError if `report` is neither None nor a function."""
     if report is not None and not callable(report):
         raise UsageError(f"report must be a function, not {describe(report)}", fields=["report"])
 
 
 def _require_bound_method(bound: object) -> None:
-    """Raise UsageError if `bound` is not the name of a method."""
     if bound not in _BOUND_METHODS:
         raise UsageError(
             f"bound must be 'closed' or 'solver', not {describe(bound)}", fields=["bound"]

@@ -90,7 +90,7 @@ class RankSchedule:
         # sum() starts with 0.
         return self if type(other) is int and other == 0 else NotImplemented
 
-    __radd__ = __add__  # sum() needs it for its first addition, 0 + F.
+    __radd__ = __add__  # `sum` calls this method for its first addition, 0 + F.
 
     def __mul__(self, times: SupportsIndex | np.bool_) -> RankSchedule:
         # Conditions are allowed: (rank == 0) * F.
@@ -417,10 +417,7 @@ def has_free_parameter(
     try:
         signature = signature or inspect.signature(schedule)
         return name in signature.parameters and name not in bound_arguments
-    except (
-        TypeError,
-        ValueError,
-    ):  # `schedule` is not a function.  `expand_schedule` raises the error.
+    except (TypeError, ValueError):  # Not a function: `expand_schedule` raises the error.
         return False
 
 
@@ -451,10 +448,7 @@ def get_stages_per_rank(schedule: Schedule) -> int:
         return fixed
     try:
         v = inspect.signature(schedule).parameters.get("v")
-    except (
-        TypeError,
-        ValueError,
-    ):  # `schedule` is not a function.  `expand_schedule` raises the error.
+    except (TypeError, ValueError):  # Not a function: `expand_schedule` raises the error.
         return 1
     if v is None:
         return 1

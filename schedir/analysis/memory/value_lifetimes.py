@@ -47,7 +47,7 @@ def compute_value_lifetimes(
     """Return the changes of the memory of one kind of value on a tier.
 
     If an instruction changes the form of a value that stays on the tier, the bytes of the value
-    change. They change at the start of the instruction if the value grows, and at its end
+    change. This change is at the start of the instruction if the value grows, and at the end
     otherwise.
 
     Args:

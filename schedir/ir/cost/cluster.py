@@ -186,7 +186,7 @@ class Cluster:
         """Return the bandwidth of the slowest link of a ring of processes.
 
         Args:
-            processes: The processes of the ring, or their number.
+            processes: The processes of the ring, or a number n for the processes 0 to n - 1.
 
         Returns:
             Bytes per second. The bandwidth is infinite for one process.
@@ -219,7 +219,7 @@ class Cluster:
         """Return the latency of the slowest link of a ring of processes.
 
         Args:
-            processes: The processes of the ring, or their number.
+            processes: The processes of the ring, or a number n for the processes 0 to n - 1.
 
         Returns:
             Seconds: `latency` within a node, and `network_latency` between nodes.
@@ -263,7 +263,7 @@ class Cluster:
 
         Args:
             size: Bytes of the gathered tensor. Each of the g processes contributes 1/g of it.
-            processes: The processes of the group, or their number.
+            processes: The processes of the group, or a number n for the processes 0 to n - 1.
 
         Returns:
             (g-1) latency + (g-1)/g size/bandwidth.
@@ -287,7 +287,7 @@ class Cluster:
 
         Args:
             size: Bytes of the tensor that each process contributes.
-            processes: The processes of the group, or their number.
+            processes: The processes of the group, or a number n for the processes 0 to n - 1.
 
         Returns:
             The time until each process has its part of the sum.
@@ -308,7 +308,7 @@ class Cluster:
 
         Args:
             size: Bytes of the tensor that each process contributes.
-            processes: The processes of the group, or their number.
+            processes: The processes of the group, or a number n for the processes 0 to n - 1.
 
         Returns:
             2(g-1) latency + 2(g-1)/g size/bandwidth for g processes.
@@ -328,7 +328,7 @@ class Cluster:
 
         Args:
             size: Bytes of the tensor that each process contributes.
-            processes: The processes of the group, or their number.
+            processes: The processes of the group, or a number n for the processes 0 to n - 1.
 
         Returns:
             ceil(log2 g) (latency + size/bandwidth) for g processes.
@@ -350,7 +350,7 @@ class Cluster:
 
         Args:
             size: Bytes that each of g processes sends, 1/g of them to each process.
-            processes: The processes of the group, or their number.
+            processes: The processes of the group, or a number n for the processes 0 to n - 1.
 
         Returns:
             (g-1) latency plus the longer of the two transfer times. The time is 0 for one process.

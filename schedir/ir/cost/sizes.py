@@ -35,8 +35,8 @@ _BYTE_UNITS |= {f"{p}B": 1000 ** (k + 1) for k, p in enumerate("kMGTP")}
 _BYTE_UNITS |= {f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGTP")}
 
 
-# The names of the sizes in the instruction tables.  `MICROBATCH_SIZES` has those that can differ
-# between microbatches.
+# The names of the sizes in the instruction tables.  `MICROBATCH_SIZES` has the sizes that can
+# differ between microbatches.
 _CHANGE_SIZES = [
     (name, VALUES[change.value].scope)
     for row in INSTRUCTIONS

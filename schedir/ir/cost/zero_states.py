@@ -73,8 +73,8 @@ def zero_model_states(
     gradients from level 2 on, and the parameters from level 3 on.
 
     For example, a model has Psi parameters of 16 bits, gradients of 16 bits, and 12 bytes of
-    optimizer state per parameter. It needs 16 Psi bytes at level 0, 4 Psi + 12 Psi/dp bytes at
-    level 1, 2 Psi + 14 Psi/dp bytes at level 2, and 16 Psi/dp bytes at level 3.
+    optimizer state per parameter. The model needs 16 Psi bytes at level 0, 4 Psi + 12 Psi/dp bytes
+    at level 1, 2 Psi + 14 Psi/dp bytes at level 2, and 16 Psi/dp bytes at level 3.
 
     Args:
         params: Bytes of the unsharded parameters: a number, or one per stage or bucket.

@@ -213,8 +213,9 @@ SLOT_VALUES: Final = BOUNDARY_VALUES + tuple(
     row.value for row in VALUES
     if row.value not in BOUNDARY_VALUES and row.size and OPS_OFF_COMPUTE_LANE[row.value]
 )  # fmt: skip
-# Values with a size that do not pass between stages.  If no number of slots is given, they use
-# memory from the start of the instruction that makes them to the end of the one that frees them.
+# Values with a size that do not pass between stages.  If no number of slots is given, such a value
+# uses memory from the start of the instruction that makes the value to the end of the instruction
+# that frees it.
 NON_BOUNDARY_VALUES: Final = tuple(
     row.value for row in VALUES if row.size and row.value not in BOUNDARY_VALUES
 )

@@ -170,10 +170,10 @@ class Change(NamedTuple):
     """A change of the state of a value by an instruction that needs and gives the value.
 
     A state is one of TIERS, or a field of `Sizes` with the bytes of the value.  A new value is on
-    the first of TIERS.  Its size is the `before` of its first change of size.  An instruction that
-    only reads the value needs it on the first of TIERS, with the `after` of its last change of
-    size.  An instruction that reads the value in another state has a `Change` in which `before` and
-    `after` are this state.  Such an instruction need not give the value.
+    the first of TIERS.  The size of a new value is the `before` of its first change of size.  An
+    instruction that only reads the value needs it on the first of TIERS, with the `after` of its
+    last change of size.  An instruction that reads the value in another state has a `Change` in
+    which `before` and `after` are this state.  Such an instruction need not give the value.
 
     Attributes:
         value: The value.
@@ -277,7 +277,7 @@ class Row(NamedTuple):
         traffic: The bytes that the instruction moves over a link of the machine.  A `Cluster`
             computes the cost from `ring` or `traffic`.
         is_implicit_in_torch: True if torch's pipeline runtime, or a training loop around it, does
-            the same without an instruction.  An export to torch leaves the instruction out.
+            this work without an instruction.  An export to torch leaves the instruction out.
     """
 
     op: Opcode

@@ -93,7 +93,6 @@ def _make_choice_type(*choices: str, metavar: str = "WHEN") -> FieldType:
 
 
 def _refuse(fact: str, hint: str, *fields: str) -> NoReturn:
-    """Raise ShapeError for the attributes `fields`."""
     raise ShapeError(fact, hint=hint, fields=fields)
 
 

@@ -167,7 +167,7 @@ def find_tied_weights(
 
     Returns:
         For stages, the locations of each weight that several stages have. `compile` and the
-        executor accept them as `tied_weights`. For a model, the names of each weight.
+        executor accept these locations as `tied_weights`. For a model, the names of each weight.
         `ModelTies.locate_in_stages` then finds the locations.
 
     Raises:

@@ -1,9 +1,9 @@
 """Group opposite transfers, and post receives and gathers earlier.
 
 The grouping runs first, because it needs sends and receives that are neighbours. Posting receives
-early separates them. Then gathers move, and receives move last. A blocking host waits at a gather
-for its message, so the gather must stay after the position where the lowering put the receive. The
-passes keep the program legal under the given progress model. `check` verifies that.
+early separates these neighbours. Then gathers move, and receives move last. A blocking host waits
+at a gather for its message, so the gather must stay after the position where the lowering put the
+receive. The passes keep the program legal under the given progress model. `check` verifies that.
 """
 
 from __future__ import annotations

@@ -52,8 +52,8 @@ def insert_unshards(program: Program, options: Options) -> Program:
             that are unsharded at the same time at level 3. The default is the number of stages that
             a run of computes uses, plus one. So a rank can gather the next stage during a run.
             `unshard_prefetch` is the number of runs by which an Unshard precedes the run that needs
-            it, if slots allow this. With 0, there are the fewest gathers. With 1, the default,
-            there are a few more gathers, but a gather overlaps with the compute of a run.
+            it, if slots allow this. The value 0 makes the fewest gathers. The default, 1, makes a
+            few more gathers, but a gather overlaps with the compute of a run.
 
     Raises:
         UsageError: One of these options is given, and weights are not sharded.

@@ -1,6 +1,6 @@
 """Choose the number of static buffers of each rank for received and sent values.
 
-This pass is the last one. The pass changes no Stream, only `Program.slots`.
+This pass runs last. The pass changes no Stream, only `Program.slots`.
 """
 
 from __future__ import annotations

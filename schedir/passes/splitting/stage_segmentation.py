@@ -378,9 +378,9 @@ def split_costs(
     costs if segments pass more data. Examples are a residual stream in addition to the reduced
     value, and all tokens instead of one rank's tokens with sequence parallelism.
 
-    A chunk has an equal part of all times and bytes of a microbatch. So the result assumes that
-    the time of products, messages and collectives is proportional to the number of rows of their
-    tensors. It does not include the overhead of chunks.
+    A chunk has an equal part of all times and bytes of a microbatch. So the result assumes that the
+    time of products, messages and collectives is proportional to the number of rows of their
+    tensors. The result does not include the overhead of chunks.
 
     Args:
         values: The costs or sizes of the stages.
