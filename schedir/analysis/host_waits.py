@@ -140,8 +140,8 @@ def _find_drain_ops(program: Program, lane: Lane) -> list[Opcode]:
 def _find_lane_waits(program: Program, lane: Lane, lines: NDArray[np.int64]) -> Positions | None:
     """Return the last instruction of a lane that a host has waited for before each instruction.
 
-    The result has the shape (n,), with -1 if there is no earlier wait. It is None if the host never
-    waits for the lane.
+    The result has the shape (n,), with -1 if there is no earlier wait. The result is None if the
+    host never waits for the lane.
     """
     index = InstructionIndex.from_program(program)
     drain_ops = _find_drain_ops(program, lane)

@@ -422,7 +422,7 @@ def check_memory(
 
 
 def _parse_byte_limit(limit: object, name: str) -> float:
-    """Convert a limit to bytes. Raises UsageError if it is not a number, or is negative."""
+    """Convert a limit to bytes. Raises UsageError if the limit is not a number, or is negative."""
     try:
         size = parse_bytes(limit) if isinstance(limit, str) else to_float(limit)
     except ValueError:

@@ -49,8 +49,9 @@ require_tables()
 Keys = NDArray[np.int64]
 
 # Kind of value -> the instructions that free it, each with a rule or None.  The rule leads from the
-# stage that made the value to the stage that frees it.  It is None if both are the same stage.  If
-# a stage passes a value to the next stage on the same rank, the next stage frees the value.
+# stage that made the value to the stage that frees it.  The rule is None if both are the same
+# stage.  If a stage passes a value to the next stage on the same rank, the next stage frees the
+# value.
 FREEING_OPS: Final[dict[Value, list[tuple[Opcode, PeerRule | None]]]] = {
     kind: [(row.op, None) for row in INSTRUCTIONS if kind in row.frees]
     + [
@@ -233,7 +234,7 @@ class Dataflow:
 
     @property
     def stale_reads(self) -> list[StaleRead]:
-        """Return the reads of values that were freed or changed before and are not made again."""
+        """Return the reads of freed or changed values that are not made again before the read."""
         return self._stale_reads if self.givers.size else []
 
     def find_value(self, needer: int, giver: int) -> Value | None:
@@ -366,8 +367,8 @@ class Dataflow:
     def _find_last_givers(self, row: Row, value: Value, needer: Positions) -> Iterator[Positions]:
         """Yield the last giver on each lane, for values that several instructions add to.
 
-        The givers belong to the needer's stage. They belong to all stages of the rank in two cases:
-        the needer or a giver is per rank, or the needer needs the values of all stages.
+        The givers belong to the needer's stage. The givers belong to all stages of the rank in two
+        cases: the needer or a giver is per rank, or the needer needs the values of all stages.
         """
         index = self.index
         ops = find_possible_givers(row.op, value)
@@ -392,8 +393,8 @@ class Dataflow:
             if scope is Scope.STAGE:
                 last_givers = np.maximum(last_givers, self._find_tied_sums(ops, lane, needer))
             if row.scope is Scope.OCCURRENCE:
-                # The last occurrence takes the last giver.  An earlier occurrence takes the nearest
-                # giver before it.
+                # The last occurrence of a stage takes the last giver.  An earlier occurrence takes
+                # the nearest giver before it.
                 final_by_key = np.full(index.key_count[scope], NO_POSITION, np.int32)
                 final_by_key[key] = needer
                 nearest = self._find_latest_before(

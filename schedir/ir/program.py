@@ -345,7 +345,7 @@ class Program:
             peer_rule: The rule, such as NEXT or PREVIOUS.
 
         Returns:
-            The neighbour of each stage, shape (stages,); -1 for a stage without one.
+            The neighbour of each stage, shape (stages,); -1 for a stage without a neighbour.
         """
         return find_neighbor_stages(peer_rule, self.shape.stages, self.skips)
 
@@ -476,7 +476,7 @@ class Program:
 
     @property
     def has_backward(self) -> bool:
-        """Return whether the program has a backward. A program without one is an evaluation."""
+        """Return whether the program has a backward. Otherwise, the program is an evaluation."""
         return not self.used_opcodes.isdisjoint(GRAD_ADDING_OPS)
 
     @property

@@ -67,7 +67,8 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
     - The span of an instruction is the time from its recorded start to its recorded end. The span
       bounds the duration of the instruction from above, and sometimes from below.
     - If a rank waited for the instruction, its end is exact. Its duration is then at most its span.
-      It is at least the part of the span after the previous instruction of the queue has ended.
+      The duration is at least the part of the span after the previous instruction of the queue has
+      ended.
     - If no rank waited for it, its end may be recorded late. Its duration is then between 0 and its
       span.
     - In a prediction, all durations are equal to the spans.
@@ -80,9 +81,10 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
 
     Costs of all other instructions are mean times:
 
-    - F, B, I, W, R and pairs have one cost for each stage. Instructions that belong to a rank, such
-      as the step, have one cost for each rank, because the step of one rank may run in parallel to
-      a neighbour's backwards. Each other opcode has one cost.
+    - F, B, I, W, R and pairs (a forward together with a backward) have one cost for each stage.
+      Instructions that belong to a rank, such as the step, have one cost for each rank, because the
+      step of one rank may run in parallel to a neighbour's backwards. Each other opcode has one
+      cost.
     - The time of an instruction is its span plus the unexplained delay before it. To find this
       delay, a simulation lets all computes end as in the run, and all messages take the costs
       above. The delay is the recorded start minus the simulated start. It comes from the host, slow

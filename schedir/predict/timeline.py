@@ -144,8 +144,8 @@ class Timeline:
         kind: "predicted" or "measured".
         unit: The unit of times: "" for the unit of the costs, or "s" for seconds.
         progress_model: The progress model of the prediction, or of the transport of a measured run.
-        clock_error: The largest difference between the clocks of two ranks, in `unit`. It is 0 in a
-            prediction, and if all ranks read the same clock.
+        clock_error: The largest difference between the clocks of two ranks, in `unit`. The error is
+            0 in a prediction, and if all ranks read the same clock.
         sizes: The sizes of values. With sizes, memory is in bytes. Without sizes, memory is a
             number of activations.
         blocking_hosts: True if hosts are blocking, as on CPUs.
@@ -259,7 +259,8 @@ class Timeline:
     def is_second_of_pair(self) -> NDArray[np.bool_]:
         """A mask of the second instruction of each pair that runs together, shape (n,).
 
-        Both instructions have the same start and end. So sums of busy time leave out the second.
+        Both instructions have the same start and end. So sums of busy time leave out the second
+        instruction.
         """
         is_second: NDArray[np.bool_] = self.program.joined & np.isin(self.spans["op"], COMPUTE_OPS)
         return is_second

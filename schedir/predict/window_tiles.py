@@ -32,9 +32,9 @@ class Axis:
 
     - Not causal: the leader is the middle query of the group, or the right one of two in the
       middle. `window // 2` keys of the window come before the leader. At both ends of the dimension
-      the window is shifted inwards, so that each query attends to the same number of keys. This is
-      section 3.1 of the paper. The paper does not define even strides and windows. For these, this
-      class follows NATTEN, the paper's implementation.
+      the window is shifted inwards, so that each query attends to the same number of keys. This
+      rule is from section 3.1 of the paper. The paper does not define even strides and windows. For
+      these, this class follows NATTEN, the paper's implementation.
     - Causal: the leader is the last query of the group, and the window ends with it. A query i
       attends to the keys j of this window up to itself: j <= i and j > leader - window. The paper
       does not define this case. NATTEN does the same, except in a last group that is not full. In
@@ -240,9 +240,9 @@ class Tiles:
     def is_aligned(self) -> bool:
         """Return whether all windows begin and end at boundaries of tiles.
 
-        A causal dimension may be masked at the diagonal. It is aligned if `q_tile` and `kv_tile`
-        divide the stride, and `kv_tile` divides the window. For a dimension that is not causal,
-        `kv_tile` must also divide the length and `window // 2 - stride // 2`.
+        A causal dimension may be masked at the diagonal. A causal dimension is aligned if `q_tile`
+        and `kv_tile` divide the stride, and `kv_tile` divides the window. For a dimension that is
+        not causal, `kv_tile` must also divide the length and `window // 2 - stride // 2`.
 
         These conditions are for key tiles at fixed positions. The paper has only two conditions:
         `q_tile` divides the stride, and `kv_tile` divides the window. These two conditions are for

@@ -181,7 +181,8 @@ def required_bandwidth(
     This is equation 6 solved for the bandwidth.
 
     Args:
-        share: The value of `compute_efficiency`. It is below 1, or at most 1 if `overlapped`.
+        share: The value of `compute_efficiency`. The share is below 1, or at most 1 if
+            `overlapped`.
         intensity: Operations per byte moved.
         peak: Operations per second.
         overlapped: True if all transfers overlap with compute.
@@ -276,7 +277,7 @@ def intensity_of_checkpoints(hidden: int, checkpoint_interval: int = 1) -> float
 
 
 def _require_integers(**numbers: object) -> list[int]:
-    """Return the numbers. Raises UsageError if one is not an integer of at least 1."""
+    """Return the numbers. Raises UsageError if a number is not an integer of at least 1."""
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UsageError(f"{name} must be an int >= 1, not {describe(value)}", fields=[name])
@@ -284,7 +285,7 @@ def _require_integers(**numbers: object) -> list[int]:
 
 
 def _require_rates(**numbers: object) -> list[float]:
-    """Return the numbers as floats. Raises UsageError if one is not finite and above 0."""
+    """Return the numbers as floats. Raises UsageError if a number is not finite and above 0."""
     positive_rates = []
     for name, value in numbers.items():
         rate = to_float(value)

@@ -148,8 +148,8 @@ def search_schedule(
     """Search for the shortest schedule within a memory limit, and compute a lower bound.
 
     The search first evaluates the built-in and the initial schedules that fit. The result is never
-    longer than any of these. Then list scheduling builds schedules by dispatch policies, and varies
-    the best policies. Finally, simulated annealing moves tasks in the best schedules.
+    longer than any of these schedules. Then list scheduling builds schedules by dispatch policies,
+    and varies the best policies. Finally, simulated annealing moves tasks in the best schedules.
 
     The search ends with a proof, after `time_limit`, after `max_evaluations`, or after many failed
     attempts. Ctrl-C also ends the search, and the function returns the best schedule so far. The

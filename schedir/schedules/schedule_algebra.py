@@ -441,8 +441,8 @@ def get_stages_per_rank(schedule: Schedule) -> int:
 
     Returns:
         The number in the placement mark, if there is one. Otherwise it is the bound value or the
-        default of the parameter `v`. It is 2 if `v` has no default, because such a schedule is for
-        several stages. It is 1 if there is no `v`.
+        default of the parameter `v`. The number is 2 if `v` has no default, because such a schedule
+        is for several stages. The number is 1 if there is no `v`.
     """
     if fixed := get_placement_mark(schedule)[1]:
         return fixed

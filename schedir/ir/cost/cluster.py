@@ -498,8 +498,8 @@ class Cluster:
         - `reduce_replicated_stages`: an all-reduce over the ranks that have a replica of the stage.
         - With `zero` from 1 on, instead of `reduce_grads`: `reduce_scatter`, a reduce-scatter of
           the stage's `grads`, and `unshard`, an all-gather of its `params`. Both collectives are
-          rings over the replicas, with the speed of their slowest link. Each takes half the time of
-          an all-reduce of the same bytes.
+          rings over the replicas, with the speed of their slowest link. Each of the two takes half
+          the time of an all-reduce of the same bytes.
         - With `ep` above 1: `dispatch` and `combine`, all-to-alls of `routed` bytes among `ep`
           replicas, within nodes or between them (`all_to_all_time`).
         - `reduce_norm`: an all-reduce of 8 bytes over all processes of a replica.

@@ -189,7 +189,8 @@ def redistribute_stages(value: PerStage, old_stages: int, new_stages: int) -> Pe
 
     Args:
         value: The value for the old stages. One number applies to each of them.
-        old_stages: Number of old stages. It is used only if `value` is one number or one row.
+        old_stages: Number of old stages. `old_stages` is used only if `value` is one number or one
+            row.
         new_stages: Number of new stages.
 
     Returns:
@@ -240,7 +241,7 @@ def add_fields(
 
     Args:
         names: Names of the fields. Fields that the class declares stay unchanged.
-        default: Default of the new fields. If it is None, the fields accept None, too.
+        default: Default of the new fields. If `default` is None, the fields accept None, too.
 
     Returns:
         A function that changes the class and returns it.

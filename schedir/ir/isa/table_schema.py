@@ -16,7 +16,7 @@ class Scope(Enum):
     The value of a member shows which numbers follow the instruction's name in the text of a
     program.  An instruction per STAGE or RANK exists once in each update.  The text also contains
     the number of the update if this number is not 0.  An instruction per OCCURRENCE exists any
-    number of times for a stage.  Its occurrences are numbered from 0.
+    number of times for a stage.  The occurrences of such an instruction are numbered from 0.
     """
 
     MICROBATCH = "stage.mb"

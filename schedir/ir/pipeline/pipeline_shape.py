@@ -393,14 +393,14 @@ class PipelineShape:
         return sum(count_by_scope[row.scope] for row in INSTRUCTIONS)
 
     def require_instruction_limit(self, max_instructions: int | None = None) -> None:
-        """Raise ShapeError if there are more forwards than a program may have instructions.
+        """Raise ShapeError if the forwards alone exceed the limit on instructions.
 
         Args:
             max_instructions: Limit on the number of instructions. The default is the limit of this
                 process for programs that Python code builds (`input_limits`).
 
         Raises:
-            ShapeError: There are more forwards than the limit.
+            ShapeError: The number of forwards exceeds the limit.
         """
         self._require_limit(self.stages, max_instructions)
 

@@ -330,7 +330,7 @@ REDUCE_SCATTER_AT: Final = make_field_metadata(
 CHECKPOINT_SNAPSHOTS: Final = make_field_metadata(
     YES_OR_NO_TYPE,
     "for checkpoints, copy weights and optimizer state while the next step runs",
-    in_config=False,  # The checkpoint settings of a configuration decide this.
+    in_config=False,  # The checkpoint settings of a configuration turn snapshots on.
 )
 OPTIMIZER_PLACEMENT: Final = make_field_metadata(
     _make_choice_type(*TIERS, "cpu_step", metavar="WHERE"),
@@ -348,7 +348,7 @@ EP: Final = make_field_metadata(
 SKIPS: Final = make_field_metadata(
     SKIPS_KIND,
     "skip connections, each from a source to a target stage: 0=5,1=4",
-    in_config=False,  # The model of a configuration decides this.
+    in_config=False,  # The model of a configuration determines the skip connections.
 )
 SEGMENT_BOUNDARIES: Final = make_field_metadata(
     MEETS_KIND,

@@ -41,7 +41,8 @@ def split_letters_by_stage(segment_boundaries: str, stages: int) -> tuple[str, .
 
     Args:
         segment_boundaries: A letter for each boundary, or "" if no stage has segments.
-        stages: Number of stages of the program. It is used only if `segment_boundaries` is "".
+        stages: Number of stages of the program. `stages` is used only if `segment_boundaries` is
+            "".
 
     Returns:
         One text for each stage of the model, with the letters between its segments.
@@ -72,7 +73,8 @@ def count_segments(segment_boundaries: str, stages: int) -> tuple[int, ...]:
 
     Args:
         segment_boundaries: A letter for each boundary, or "" if no stage has segments.
-        stages: Number of stages of the program. It is used only if `segment_boundaries` is "".
+        stages: Number of stages of the program. `stages` is used only if `segment_boundaries` is
+            "".
 
     Returns:
         The number of segments of each stage of the model.

@@ -202,7 +202,7 @@ def find_tied_weights(
 
 
 def _list_stages(stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> list[ModuleLike]:
-    """Return all stages, in order. Raises UsageError if one is missing or is not a module."""
+    """Return all stages, in order. Raises UsageError if a stage is missing or is not a module."""
     result: list[Any]
     if isinstance(stages, Mapping):
         if {*stages} != {*range(len(stages))}:

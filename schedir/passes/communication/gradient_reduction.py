@@ -149,7 +149,7 @@ def reduce_replicated_stages(program: Program) -> Program:
 
 
 def reduce_tied_weights(program: Program) -> Program:
-    """Insert the sum of the gradients of tied weights: one instruction on each rank with a copy.
+    """Insert the sum of the gradients of tied weights: one on each rank with tied weights.
 
     Args:
         program: The program.

@@ -51,8 +51,8 @@ def share_slots(
     "minimal" uses the smallest possible number: the largest number of values that exist at the same
     time along the Stream. A program that is legal under `blocking_serial` then stays legal under
     every progress model. The reason is that an instruction that fills a slot waits only for an
-    earlier instruction of the same Stream. Under `blocking_serial`, it waits for this earlier
-    instruction in any case. All other programs must be checked again.
+    earlier instruction of the same Stream. Under `blocking_serial`, the later instruction waits for
+    the earlier instruction in any case. All other programs must be checked again.
 
     "latency_preserving" uses the smallest numbers with which the predicted time stays as short as
     with a separate slot for each value. The function computes a lower bound for each rank and kind
