@@ -68,7 +68,8 @@ def recognize(program: Program) -> Recognition:
 
     Returns:
         The schedule, and the first difference. This is the difference with the smallest
-        `compute_index`. If several ranks have it, the lowest of these ranks is returned.
+        `compute_index`. If several ranks have such a difference, the function returns the lowest of
+        these ranks.
 
     Raises:
         UsageError: `program` is no Program.

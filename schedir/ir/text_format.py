@@ -59,7 +59,8 @@ from schedir.retired_names import (
 
 FORMAT_VERSION = 1
 _FIELD_BY_NAME = {f.name: f for f in HEADER_FIELDS}
-# A text may contain four times as many instructions as its shape needs, plus this number.
+# A text may contain four times as many instructions as a program of its shape can have, plus this
+# number.
 _EXTRA_INSTRUCTIONS = 1000
 
 # ---------------------------------------------------------------- program to text

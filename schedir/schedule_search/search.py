@@ -43,13 +43,11 @@ _BUILD_SECONDS_PER_TASK: Final = 2e-5  # Seconds per task, reserved to compile p
 
 
 def _require_report(report: object) -> None:
-    """Raise UsageError if `report` is neither None nor a function."""
     if report is not None and not callable(report):
         raise UsageError(f"report must be a function, not {describe(report)}", fields=["report"])
 
 
 def _require_bound_method(bound: object) -> None:
-    """Raise UsageError if `bound` is not the name of a method."""
     if bound not in _BOUND_METHODS:
         raise UsageError(
             f"bound must be 'closed' or 'solver', not {describe(bound)}", fields=["bound"]
@@ -150,12 +148,13 @@ def search_schedule(
     """Search for the shortest schedule within a memory limit, and compute a lower bound.
 
     The search first evaluates the built-in and the initial schedules that fit. The result is never
-    longer than any of these. Then list scheduling builds schedules by dispatch policies, and varies
-    the best policies. Finally, simulated annealing moves tasks in the best schedules.
+    longer than any of these schedules. Then list scheduling builds schedules by dispatch policies,
+    and varies the best policies. Finally, simulated annealing moves tasks in the best schedules.
 
     The search ends with a proof, after `time_limit`, after `max_evaluations`, or after many failed
-    attempts. Ctrl-C also ends it, and the function returns the best schedule so far. The search
-    finds no schedules with activation recomputation, which may be shorter with little memory.
+    attempts. Ctrl-C also ends the search, and the function returns the best schedule so far. The
+    search finds no schedules with activation recomputation, which may be shorter with little
+    memory.
 
     Args:
         shape: The pipeline shape. You can give its fields as keywords instead.
@@ -167,8 +166,8 @@ def search_schedule(
         stages_per_rank: The number of stages on each rank.
         placement: The rank of each stage. See `compile`.
         max_in_flight: The largest number of (stage, microbatch) pairs in flight on a rank. An
-            integer, or a function of the rank, as in `greedy_schedule`. It excludes
-            `memory_limit`.
+            integer, or a function of the rank, as in `greedy_schedule`. Do not give both this
+            argument and `memory_limit`.
         objective: The length to minimize. "span": the span of the run. "active_span": the longest
             active span of a rank.
         split_backward: True to split backwards into I and W. If a full backward takes less than
@@ -307,7 +306,7 @@ def _build_shortest(
     start_time: float,
     time_limit: float,
 ) -> tuple[BuiltProgram | None, bool]:
-    """Return the shortest program of the orders that were found, and whether Ctrl-C interrupted.
+    """Return the shortest program of the orders that were found, and whether Ctrl-C was pressed.
 
     If no program of these orders is shorter than `built`, return `built`.
     """

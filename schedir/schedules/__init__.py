@@ -119,7 +119,8 @@ def suggest_schedules(name: str, known: Sequence[str]) -> str:
     names = {"1f1b": "one_f_one_b", "vzerobubble": "_v", "zerobubble": "_zb"}
     replaced_names = (normalized_name.replace(old, new) for old, new in names.items())
     candidates = [normalized_name, *replaced_names]
-    # "interleaved_1f1b" is interleaved 1F1B, although "interleaved_zb" has more letters of it.
+    # "interleaved_1f1b" is interleaved 1F1B, although "interleaved_zb" has more letters in common
+    # with this name.
     exact_names = [
         normalized_name.replace("1f1b", "").strip("_"),
         OTHER_SCHEDULE_NAMES.get(normalized_name, ""),

@@ -138,8 +138,8 @@ def _refuse_stray(inspector: Inspector, op: Opcode, is_stray: NDArray[np.bool_])
 def require_group_members(inspector: Inspector) -> None:
     """Check that each collective of a group has an instruction on every rank of the group.
 
-    Collectives of tied weights are not checked here. `gradient_reduction.py` lists those that are
-    expected.
+    Collectives of tied weights are not checked here. `gradient_reduction.py` lists the expected
+    collectives of tied weights.
 
     Args:
         inspector: The inspector of the program.
@@ -196,8 +196,7 @@ def require_form_pairs(inspector: Inspector) -> None:
             sequence parallelism.
     """
     if inspector.program.sequence_parallel:
-        # Between segments there are gathers, too. `stage_segmentation` lists those that are
-        # expected.
+        # Between segments there are gathers, too. `stage_segmentation` lists the expected gathers.
         inspector.refuse_first(
             inspector.index.is_op(_SPLITS_BEFORE_SEND),
             lambda position: (

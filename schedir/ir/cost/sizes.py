@@ -35,8 +35,8 @@ _BYTE_UNITS |= {f"{p}B": 1000 ** (k + 1) for k, p in enumerate("kMGTP")}
 _BYTE_UNITS |= {f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGTP")}
 
 
-# The names of the sizes in the instruction tables.  `MICROBATCH_SIZES` has those that can differ
-# between microbatches.
+# The names of the sizes in the instruction tables.  `MICROBATCH_SIZES` has the sizes that can
+# differ between microbatches.
 _CHANGE_SIZES = [
     (name, VALUES[change.value].scope)
     for row in INSTRUCTIONS
@@ -295,7 +295,7 @@ class Sizes:
             name: Name of a size whose default is None.
 
         Returns:
-            True if it is given.
+            True if the size is given.
         """
         return getattr(self, name) is not None
 
