@@ -168,8 +168,9 @@ _RENAMED_ARGUMENTS: Final = MappingProxyType(
         "models": "progress_models", "more": "extra_programs", "most": "max_instructions",
         "names": "name_map", "numbers": "parameter_counts", "order": "rank_order message_order",
         "others": "other_rank_stages", "p": "pp", "plans": "shapes", "prefer": "priority",
-        "record": "record_timestamps", "scale": "grad_scale", "seconds": "time_limit",
-        "split": "split_backward", "start": "initial_schedules start_method",
+        "prove": "bound", "record": "record_timestamps", "scale": "grad_scale",
+        "seconds": "time_limit", "split": "split_backward",
+        "start": "initial_schedules start_method",
         "state": "optimizer_state", "states": "optimizer_placement state_bytes", "t": "tp",
         "taken": "received_shape", "unchecked": "skip_checks", "v": "stages_per_rank",
     }
@@ -235,6 +236,16 @@ _OTHER_NAMES: Final = {
     }.items()
     for name in names.split()
 }
+
+# Names of schedules in DeepSpeed, Megatron-LM, PaddlePaddle and papers -> schedir's names.
+OTHER_SCHEDULE_NAMES: Final = MappingProxyType(
+    {
+        "afab": "gpipe", "bfs": "looped_bfs", "dapple": "one_f_one_b", "dfs": "looped_dfs",
+        "fill_drain": "gpipe", "fthenb": "gpipe", "hanayo": "wave",
+        "pipedream_flush": "one_f_one_b", "virtual_pipeline": "interleaved",
+        "vpp": "interleaved", "zero_bubble": "zb_h1",
+    }
+)  # fmt: skip
 
 
 def find_present_name(name: str, known_names: Iterable[str]) -> str:

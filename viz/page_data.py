@@ -223,7 +223,7 @@ def _describe_run_data(
         "gapStart": _encode_deltas(_to_ticks(idle["start"], run, tick)).astype("<u4"),
         "gapEnd": _encode_deltas(_to_ticks(idle["end"], run, tick)).astype("<u4"),
         "gapCause": idle["cause"].astype("u1"),
-        "gapAwaited": idle["awaits"].astype("<i4"),
+        "gapAwaited": idle["awaited_span"].astype("<i4"),
     }
     scale = 1.0
     if run.unit != reference.unit and run.busy.mean() and reference.busy.mean():

@@ -162,11 +162,11 @@ def find_unsharded_intervals(timeline: Timeline) -> UnshardedIntervals:
 
 
 class BinnedRun(NamedTuple):
-    """A run that is divided into equal columns of time.
+    """The compute of each rank in time bins of equal length. A chart has a column for each bin.
 
     Args:
         kinds: The kinds of boxes, as (opcode, local stage).
-        share: The share of a column that a rank's compute lane spends on a kind, from 0 to 1. The
+        share: The share of a bin that a rank's compute lane spends on a kind, from 0 to 1. The
             shape is (ranks, columns, kinds).
     """
 

@@ -92,7 +92,8 @@ def assign_queues(
                 + (row.op in RECV_OPS) * rules.has_direction_queues
             )
             op_queues += shape.ranks * line_count * (1 + shape.ranks) * kind_code
-    # Any rank can have these instructions, so the table does not contain them.
+    # Any rank can have the instructions that are not per microbatch, so the table does not contain
+    # them.
     other_positions = index.find_all_positions(_NON_MICROBATCH_OPS)
     other_queues = (
         index.rank[other_positions] * line_count + LINE_BY_OPCODE[index.op[other_positions]]

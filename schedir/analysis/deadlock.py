@@ -209,7 +209,7 @@ def list_cycle_waits(graph: Graph, waits: nx.DiGraph, cycle: list[int]) -> list[
     Args:
         graph: The dependency graph of the program.
         waits: A graph of positions. The attribute `needed` of an edge is the position of the
-            instruction that its source waits for.
+            instruction that the source of the edge waits for.
         cycle: The positions along the cycle.
     """
     steps, locate = [], graph.index.locate
@@ -282,17 +282,17 @@ def _find_unmet_waits(
 ) -> dict[int, list[tuple[int, int]]]:
     """Return a dict from the head of each queue to its waits.
 
-    A wait is a pair of the head of another queue and the needed instruction in this queue.
-    The head of a queue is its first unfinished instruction. The needed instruction produces a
-    missing value, or is the other end of a message or collective. All members of a group start
-    together, when each member is the head of its queue and has its values. If both ends of a
-    message are heads, an end that lacks something on its own rank does not wait for the other end.
+    A wait is a pair of the head of another queue and the needed instruction in this queue. The head
+    of a queue is its first unfinished instruction. The needed instruction produces a missing value,
+    or is the other end of a message or collective. All members of a group start together, when each
+    member is the head of its queue and has its values. If both ends of a message are heads, an end
+    that still waits for its own rank does not wait for the other end.
     """
     heads = _find_queue_heads(graph, is_finished)
     members_by_head = {head: _find_group_members(graph, head) for head in heads.values()}
     rank_waits: dict[int, set[int]] = {}
-    # Instructions at the head of their queue, and instructions in groups that lack nothing on
-    # their rank.
+    # Instructions at the head of their queue, and instructions in groups that wait for nothing on
+    # their own rank.
     queue_heads, ready_members = set[int](), set[int]()
     for head, members in members_by_head.items():
         group = {*members.tolist()}
@@ -348,8 +348,8 @@ def find_shortest_cycle(waits: nx.DiGraph) -> list[int]:  # type: ignore[name-de
 def _make_window(graph: Graph, steps: list[CycleWait]) -> list[InstructionSite]:
     """Return instructions of the second rank in the cycle, as sites of the error.
 
-    They lead to the instruction that the first rank waits for. Only the first and the last
-    instructions of a long range are included.
+    These instructions lead to the instruction that the first rank waits for. Only the first and the
+    last instructions of a long range are included.
     """
     first, second = steps[0], steps[1 % len(steps)]
     stream = graph.program.streams[first.needed_rank]

@@ -7,7 +7,8 @@ longest path is the predicted time, and any topological order is a legal executi
 An instruction waits for four kinds of predecessors:
 
 - `needs`: the instructions that produce its values (`ir/dataflow.py`).
-- `slot_reuses`: the instruction that frees the slot that it fills, if slots are shared.
+- `slot_reuses`: the instruction that frees the slot that this instruction fills, if slots are
+  shared.
 - `queue_predecessor`: the instruction before it in its queue.
 - `partner`: the other end of a message.
 
@@ -63,8 +64,8 @@ from schedir.ir.program import Program, Proof
 class Graph:
     """The dependency graph of a program under a progress model.
 
-    The graph of a draft has no messages. In it, each value that passes between ranks takes the time
-    `Costs.send`, and uses no queue.
+    The graph of a draft has no messages. In such a graph, each value that passes between ranks
+    takes the time `Costs.send`, and uses no queue.
 
     Args:
         program: The program or draft.
@@ -111,7 +112,7 @@ class Graph:
         host_device_sync: bool = False,
         eager_messages: EagerMessages | None = None,
     ) -> Graph:
-        """Return the dependency graph of a program. The program caches it.
+        """Return the dependency graph of a program, which the program caches.
 
         A graph with eager messages is not cached, because the search for an eager limit builds many
         graphs.
@@ -156,7 +157,7 @@ class Graph:
 
     @cached_property
     def slot_reuses(self) -> dict[Value, tuple[Positions, Positions]]:
-        """Kind of value -> instructions that fill a slot again, and those that free it before."""
+        """Kind of value -> instructions that fill a slot again, and those that free the slot."""
         return find_slot_reuses(self.program)
 
     @cached_property

@@ -63,9 +63,10 @@ def find_known_ends(
 ) -> Positions:
     """Return the position at which a blocking host first observes the end of each instruction.
 
-    If the host runs the instruction itself, this is the position of the instruction. If the host
-    only starts it, this is the first instruction that waits for this instruction, or for a later
-    one of its lane. If no instruction waits, it is the last instruction of the Stream.
+    If the host runs the instruction itself, the result is the position of the instruction. If the
+    host only starts the instruction, the result is the first instruction that waits for it or for a
+    later instruction of its lane. If there is no such instruction, the result is the last
+    instruction of the Stream.
 
     Args:
         program: The program.
@@ -139,8 +140,8 @@ def _find_drain_ops(program: Program, lane: Lane) -> list[Opcode]:
 def _find_lane_waits(program: Program, lane: Lane, lines: NDArray[np.int64]) -> Positions | None:
     """Return the last instruction of a lane that a host has waited for before each instruction.
 
-    The result has the shape (n,), with -1 if there is no earlier wait. It is None if the host never
-    waits for the lane.
+    The result has the shape (n,), with -1 if there is no earlier wait. The result is None if the
+    host never waits for the lane.
     """
     index = InstructionIndex.from_program(program)
     drain_ops = _find_drain_ops(program, lane)

@@ -1,9 +1,9 @@
 """Check that every rank reaches the first use of each communicator that NCCL creates lazily.
 
 A lazy communicator is created at its first use by all its ranks together. The host of each rank
-blocks at its first use until the other ranks have reached theirs, and issues nothing during this
-time. At all other times, hosts do not wait. So only the order of the first uses determines whether
-all hosts pass them.
+blocks at its first use until the other ranks have reached their first use, and issues nothing
+during this time. At all other times, hosts do not wait. So only the order of the first uses
+determines whether all hosts pass them.
 """
 
 from __future__ import annotations

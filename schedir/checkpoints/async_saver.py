@@ -216,8 +216,8 @@ class Saver:
             self.cancel()
             raise ModelError(
                 f"step {plan.step} cannot be saved: the weights changed before they were copied",
-                hint="first call saver.write(); after it, load a checkpoint, use another Saver, "
-                "or run a program without snapshots",
+                hint="call saver.write() before you load a checkpoint, use another Saver, or run a "
+                "program without snapshots",
             )
         if any(is_waiting for _, is_waiting in statuses):
             self._save_plan = plan

@@ -220,8 +220,9 @@ def _require_complete_experts(manifests: Sequence[RankManifest]) -> None:
         for name, *_ in manifest.tensors:
             if name.startswith("buffers/") and name not in written_buffers:
                 raise CheckpointError(
-                    f"the first replica does not have {name}, which belongs to an expert",
-                    hint="set `expert_slice` of this buffer, as for the parameters of the expert",
+                    f"only the first replica writes buffers, and it does not have {name}",
+                    hint="if the buffer belongs to an expert, set its `expert_slice`, as for the "
+                    "parameters of the expert",
                 )
 
 

@@ -325,11 +325,11 @@ def _describe_longest_wait(timeline: Timeline, idle: NDArray[Any]) -> list[str]:
     from schedir.ir.isa.instructions import COMPUTE_OPS, INSTRUCTIONS
 
     spans = timeline.spans
-    idle = idle[idle["awaits"] >= 0]
-    idle = idle[np.isin(spans["op"][idle["awaits"]], COMPUTE_OPS)]
+    idle = idle[idle["awaited_span"] >= 0]
+    idle = idle[np.isin(spans["op"][idle["awaited_span"]], COMPUTE_OPS)]
     if not len(idle):
         return []
-    awaited = spans[["rank", "op", "stage"]][idle["awaits"]]
+    awaited = spans[["rank", "op", "stage"]][idle["awaited_span"]]
     kinds, kind_of_wait = np.unique(awaited, return_inverse=True)
     waited = np.bincount(kind_of_wait, idle["end"] - idle["start"])
     rank, op, stage = kinds[waited.argmax()].tolist()

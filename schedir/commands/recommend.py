@@ -155,7 +155,10 @@ def _describe_limit(args: argparse.Namespace) -> str:
 
 
 def _list_candidates(args: argparse.Namespace) -> Iterator[tuple[str, Request]]:
-    """Yield the name and the request of each candidate. Schedules without `v` come first.
+    """Yield the name and the request of each candidate.
+
+    The built-in schedules without a parameter `v` come first, then those with one, and then the
+    schedules of the command line.
 
     A schedule with a parameter `v` is a candidate for each value in `STAGES_PER_RANK_TRIED`. If
     `--stages-per-rank` is given, the schedule is one candidate with this value. With several

@@ -121,7 +121,7 @@ def add_arguments(parser: argparse.ArgumentParser) -> None:
     search_group.add_argument("--initial-schedules", nargs="+", default=[], metavar="SCHEDULE",
                      help="more schedules to begin the search with: names, FILE.sched or "
                      "FILE.timeline")  # fmt: skip
-    search_group.add_argument("--bound", dest="prove", default="closed", metavar="HOW",
+    search_group.add_argument("--bound", default="closed", metavar="HOW",
                      help="how to prove the lower bound: closed (default), with formulas; or "
                      "solver, with a constraint solver for small problems; solver needs "
                      "schedir[solver]")  # fmt: skip
@@ -374,7 +374,7 @@ def _search(args: argparse.Namespace, search_request: _SearchRequest) -> SearchR
         max_evaluations=args.max_evaluations,
         seed=args.seed,
         initial_schedules=_load_initial_schedules(args.initial_schedules, search_request),
-        prove=args.prove,
+        bound=args.bound,
         report=report,
     )  # fmt: skip
     unit = "" if search_request.costs_timeline is None else search_request.costs_timeline.unit

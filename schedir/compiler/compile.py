@@ -227,7 +227,7 @@ def _require_known_options(extra_options: Mapping[str, Any], *, attributes: bool
 
 
 def require_option_names(options: Mapping[str, Any]) -> None:
-    """Refuse options that `compile` does not have, before it is called.
+    """Refuse options that `compile` does not have, before a call of `compile`.
 
     Args:
         options: Options for a later call of `compile`.
@@ -405,7 +405,7 @@ def check_memory(
                 f"with -O buffer_sharing=minimal {effect}",
             )
         elif program.used_opcodes.isdisjoint((*HOST_TRIP, RECOMPUTE)):
-            # At the peak, an instruction uses one of the saved values, so this one cannot move.
+            # At the peak, an instruction uses one of the saved values, so this value cannot move.
             count, size = next(
                 (value[1:] for value in error.live_values if value[0] == "saved"),
                 (0, 0.0),
@@ -422,7 +422,7 @@ def check_memory(
 
 
 def _parse_byte_limit(limit: object, name: str) -> float:
-    """Convert a limit to bytes. Raises UsageError if it is not a number, or is negative."""
+    """Convert a limit to bytes. Raises UsageError if the limit is not a number, or is negative."""
     try:
         size = parse_bytes(limit) if isinstance(limit, str) else to_float(limit)
     except ValueError:
@@ -452,7 +452,8 @@ def lower(
     """Lower a complete draft: add its transfers, reductions and optimizer steps.
 
     Without `overlap` and `buffer_sharing`, the result is legal under every progress model. With one
-    of them, the passes optimize for `progress_model`, and the caller must check the result.
+    of these options, the passes optimize for `progress_model`, and the caller must check the
+    result.
 
     Args:
         program: A complete draft.
@@ -462,7 +463,7 @@ def lower(
         overlap: See `compile`.
         buffer_sharing: See `compile`.
         sizes: See `compile`.
-        memory_limit: See `compile`. Passes use it; this function does not verify it.
+        memory_limit: See `compile`. Passes use the limit; this function does not verify it.
         debug: See `compile`.
         **extra_options: Options of passes. Attributes of the program are refused.
 

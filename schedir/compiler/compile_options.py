@@ -1,7 +1,7 @@
 """The options of `compile` that are attributes of programs or options of passes, with their types.
 
 `compile_options.pyi` lists the options for type checkers and editors. After a change of an option,
-generate this file again with `python -m schedir.compiler.compile`.
+generate `compile_options.pyi` again with `python -m schedir.compiler.compile`.
 """
 
 from __future__ import annotations

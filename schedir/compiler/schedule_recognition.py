@@ -22,7 +22,7 @@ class Recognition(NamedTuple):
 
     Attributes:
         schedule: The name of the schedule, or "" if no built-in schedule begins like the program.
-        agreeing: The number of compute instructions before the first difference of each rank,
+        matching: The number of compute instructions before the first difference of each rank,
             summed over the ranks.
         total: The number of compute instructions of the program.
         rank: The rank of the first difference, or -1 if there is none.
@@ -33,7 +33,7 @@ class Recognition(NamedTuple):
     """
 
     schedule: str
-    agreeing: int
+    matching: int
     total: int
     rank: int = -1
     compute_index: int = -1
@@ -52,7 +52,7 @@ class Recognition(NamedTuple):
             return f"this is {self.schedule}"
         return (
             f"this is {self.schedule} until compute #{self.compute_index} of rank {self.rank}, "
-            f"which is {self.actual} instead of {self.expected}; {self.agreeing} of {self.total} "
+            f"which is {self.actual} instead of {self.expected}; {self.matching} of {self.total} "
             "compute instructions come before the first difference of their rank"
         )
 
@@ -68,7 +68,8 @@ def recognize(program: Program) -> Recognition:
 
     Returns:
         The schedule, and the first difference. This is the difference with the smallest
-        `compute_index`. If several ranks have it, the lowest of these ranks is returned.
+        `compute_index`. If several ranks have such a difference, the function returns the lowest of
+        these ranks.
 
     Raises:
         UsageError: `program` is no Program.
@@ -108,7 +109,7 @@ def recognize(program: Program) -> Recognition:
         )
         if recognition.is_exact:
             return recognition
-        if recognition.agreeing > best.agreeing:
+        if recognition.matching > best.matching:
             best = recognition
     return best
 

@@ -4,10 +4,11 @@ The format is that of Megatron-LM's IndexedDataset (megatron/core/datasets/index
 `.idx` contains, in this order:
 
 - "MMIDIDX\0\0", the version 1 (uint64) and a code for the type of the tokens (uint8);
-- the number of sequences and the number of bounds of documents (uint64 each);
+- the number of sequences and the number of document indices (uint64 each);
 - the length in tokens of each sequence (int32);
 - the first byte of each sequence in the `.bin` (int64);
-- the first sequence of each document, and last the number of sequences (int64).
+- the document indices: the first sequence of each document, and last the number of sequences
+  (int64).
 
 A mode for each sequence may follow. It is ignored.
 """
@@ -86,7 +87,7 @@ def read_indexed_dataset(path: Path) -> Documents:
     needed_bytes = _HEADER.itemsize + 12 * sequences + 8 * bounds
     if len(index_bytes) < needed_bytes:
         raise refuse(
-            f"is cut off: {sequences} sequences and {bounds} bounds of documents take "
+            f"is cut off: {sequences} sequences and {bounds} document indices take "
             f"{needed_bytes} bytes, but the file has {len(index_bytes)} bytes"
         )
     dtype, offset = np.dtype(_TOKEN_DTYPES[type_code]), _HEADER.itemsize
@@ -111,8 +112,8 @@ def read_indexed_dataset(path: Path) -> Documents:
         or np.diff(first_sequences).min(initial=0) < 0
     ):
         raise refuse(
-            f"has bounds of documents that do not increase from 0 to {sequences}, the "
-            "number of sequences"
+            f"has document indices that do not increase from 0 to {sequences}, the number of "
+            "sequences"
         )
     ends = token_offsets[first_sequences]
     tokens = np.memmap(path, dtype, "r") if size else np.zeros(0, dtype)

@@ -405,11 +405,11 @@ class _RecordedRank:
         return _Direction(op.kind, self.program_rank_of[op.peer])
 
     def _queue_of(self, direction: _Direction) -> _Direction | None:
-        """Return the queue of a message. The messages of a queue have the order of the Stream.
+        """Return the key of a message's queue. The messages of a queue have the Stream's order.
 
-        Without an `order_mismatch`, all messages of a process group are in one queue, None. With
-        one, all sends are in a queue with the peer -1, and each peer has a queue for the receives
-        from it.
+        Without an `order_mismatch`, all messages of a process group are in one queue with the key
+        None. With an `order_mismatch`, the receives from each peer are in one queue. All sends are
+        then in one queue, and its key has the peer -1.
         """
         if not self.order_mismatch:
             return None

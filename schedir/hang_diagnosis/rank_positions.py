@@ -470,11 +470,11 @@ class ProgramVerdict:
 def diagnose_copies(
     program: Program, copies: Sequence[MatchedProgram], progress_model: ProgressModel | None = None
 ) -> list[ProgramVerdict]:
-    """Diagnose each copy of a program. The copies must not have an `order_mismatch`.
+    """Diagnose each copy of a program. Each pipeline of a job runs one copy.
 
     Args:
         program: The program.
-        copies: The copies of the program.
+        copies: The copies of the program. They must not have an `order_mismatch`.
         progress_model: The progress model. By default `per_device`, or the strictest weaker model
             that the dumps do not contradict.
 

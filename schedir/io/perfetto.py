@@ -199,7 +199,7 @@ class _Tracks:
             index = k - offsets[ranks[k]]
             yield _make_slice(ranks[k], self.span_threads[k], name, start, end, {"index": index})
         idle = self.idle
-        columns = (idle["rank"], idle["cause"], idle["awaits"])
+        columns = (idle["rank"], idle["cause"], idle["awaited_span"])
         times = (self._to_nanoseconds(idle["start"]), self._to_nanoseconds(idle["end"]))
         for rank, cause, awaits, start, end in zip(
             *(c.tolist() for c in (*columns, *times)), strict=True

@@ -99,8 +99,8 @@ class Request:
         memory_limit: As for `compile`, in bytes. None means no limit.
         compile_options: Other options of `compile`, by name.
         draft: Make `program` the draft, without communication.
-        lower_drafts: Lower a draft in a file, with the attributes in `specified`. A lowered program
-            in a file shares buffers as `buffer_sharing` requires.
+        lower_drafts: Lower a draft in a file, with the attributes in `specified`. If the file has a
+            lowered program, change only the slots of its values, as `buffer_sharing` requires.
         relower: Extract the compute of any program in a file, and lower it again. Options that are
             not set are inferred from the file, except `overlap`. If the file has a run, `timeline`
             is then a prediction with `costs`, or with the mean times of the run if `costs` is None.

@@ -6,11 +6,11 @@ the memory estimate and the error messages all take these chains from this modul
 of a kind of value are in its row of `VALUES`.  The effect of an instruction on values is in its
 row of `INSTRUCTIONS`.
 
-The giver of a value is the instruction that makes or changes the value that another instruction,
-the needer, reads.  It is the nearest such instruction before the needer in the Stream.  If each
-value of a kind is made once and changed at most once, a table look-up finds the giver: the change
-if there is one, otherwise the maker.  The look-up also finds a giver after the needer.  `check`
-then reports the two instructions that are in the wrong order.
+An instruction that reads a value is a needer of the value. The giver is the instruction that made
+or last changed the value before the needer in the Stream.  If each value of a kind is made once and
+changed at most once, a table look-up finds the giver: the change if there is one, otherwise the
+maker.  The look-up also finds a giver that comes after the needer in the Stream.  `check` then
+reports the two instructions that are in the wrong order.
 """
 
 from __future__ import annotations
@@ -49,8 +49,9 @@ require_tables()
 Keys = NDArray[np.int64]
 
 # Kind of value -> the instructions that free it, each with a rule or None.  The rule leads from the
-# stage that made the value to the stage that frees it.  It is None if both are the same stage.  If
-# a stage passes a value to the next stage on the same rank, the next stage frees the value.
+# stage that made the value to the stage that frees it.  The rule is None if both are the same
+# stage.  If a stage passes a value to the next stage on the same rank, the next stage frees the
+# value.
 FREEING_OPS: Final[dict[Value, list[tuple[Opcode, PeerRule | None]]]] = {
     kind: [(row.op, None) for row in INSTRUCTIONS if kind in row.frees]
     + [
@@ -107,9 +108,9 @@ class ValueLives(NamedTuple):
         This is the smallest number of slots with which the rank can run its Stream.
 
         Args:
-            groups: Number of the issue group of each instruction, ascending, shape
-                (instructions,).  A slot that one instruction of a group frees is not free for
-                another instruction of the group.
+            groups: Number of each instruction's group, ascending, shape (instructions,). The
+                instructions of a group are issued together. A slot that one instruction of a group
+                frees is not free for another instruction of the group.
 
         Returns:
             The number of values, shape (ranks,).
@@ -169,7 +170,7 @@ class Dataflow:
 
     @classmethod
     def from_program(cls, program: Program) -> Dataflow:
-        """Return the flow of a program. The program caches it.
+        """Return the flow of a program, which the program caches.
 
         Args:
             program: The program.
@@ -183,7 +184,8 @@ class Dataflow:
         """Return the positions of the givers of each instruction, shape (rows, instructions).
 
         Row k is for the k-th kind of value in `Row.needs` that the program has.  An entry is -1 if
-        no instruction gives the value, for example because it exists from the start.  More rows
+        no instruction gives the value, for example because the value exists from the start.  More
+        rows
         follow in two cases: a value has givers on several lanes, or an instruction makes a value
         again after another instruction freed it.
         """
@@ -232,7 +234,7 @@ class Dataflow:
 
     @property
     def stale_reads(self) -> list[StaleRead]:
-        """Return the reads of values that were freed or changed before and are not made again."""
+        """Return the reads of freed or changed values that are not made again before the read."""
         return self._stale_reads if self.givers.size else []
 
     def find_value(self, needer: int, giver: int) -> Value | None:
@@ -240,7 +242,7 @@ class Dataflow:
 
         Args:
             needer: Position of the instruction that needs a value.
-            giver: Position of the instruction that may give it.
+            giver: Position of the instruction that may give the value.
 
         Returns:
             The kind of value. None if the giver gives no value that the other instruction needs.
@@ -257,7 +259,7 @@ class Dataflow:
         return [kind for kind in row.needs if self.index.program.uses_value(kind)]
 
     def _find_givers(self, row: Row, value: Value, needer: Positions) -> Iterator[Positions]:
-        """Yield the givers of a value for the instructions of a row.
+        """Yield the givers of a value for the instructions at the positions `needer`.
 
         If givers are on several lanes, there is one array per lane, in the shape of `needer`.
         """
@@ -365,8 +367,8 @@ class Dataflow:
     def _find_last_givers(self, row: Row, value: Value, needer: Positions) -> Iterator[Positions]:
         """Yield the last giver on each lane, for values that several instructions add to.
 
-        The givers are those of the needer's stage.  They are those of all stages of the rank if the
-        row or a giver is per rank, or if the row needs the values of all stages.
+        The givers belong to the needer's stage. The givers belong to all stages of the rank in two
+        cases: the needer or a giver is per rank, or the needer needs the values of all stages.
         """
         index = self.index
         ops = find_possible_givers(row.op, value)
@@ -391,8 +393,8 @@ class Dataflow:
             if scope is Scope.STAGE:
                 last_givers = np.maximum(last_givers, self._find_tied_sums(ops, lane, needer))
             if row.scope is Scope.OCCURRENCE:
-                # The last occurrence takes the last giver.  An earlier occurrence takes the nearest
-                # giver before it.
+                # The last occurrence of a stage takes the last giver.  An earlier occurrence takes
+                # the nearest giver before it.
                 final_by_key = np.full(index.key_count[scope], NO_POSITION, np.int32)
                 final_by_key[key] = needer
                 nearest = self._find_latest_before(
@@ -468,7 +470,7 @@ class Dataflow:
             value: The kind of value.
 
         Returns:
-            The chains, or None if a look-up in the order of the instruction table finds the givers.
+            The chains. None if the kind needs no chains, because a table look-up finds the givers.
         """
         if value not in self._chains:
             self._chains[value] = self._build_chains(value) if self._needs_chains(value) else None
@@ -566,7 +568,7 @@ class Dataflow:
     def _find_frees(self, value: Value, filled_at: Positions) -> Positions:
         """Return the position of the instruction that frees each value, or -1.
 
-        The values are made once.
+        Call this method only for values that are made once.
         """
         index = self.index
         freed_at = np.full(len(filled_at), NO_POSITION, np.int32)

@@ -3,8 +3,8 @@
 A short text may contain a shape with billions of instructions.  A schedule that is given as
 `file.py:function` is Python code, which runs when schedir loads it.
 
-By default, schedir limits the number of instructions of a program from a file or a command.  It
-does not limit a program that Python code builds.  `input_limits` sets another limit.
+By default, schedir limits the number of instructions of a program from a file or a command.
+schedir does not limit a program that Python code builds.  `input_limits` sets another limit.
 """
 
 from __future__ import annotations

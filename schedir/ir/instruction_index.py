@@ -134,7 +134,7 @@ class InstructionIndex:
 
     @classmethod
     def from_program(cls, program: Program) -> InstructionIndex:
-        """Return the index of a program. The program caches it.
+        """Return the index of a program, which the program caches.
 
         Args:
             program: The program.
@@ -261,7 +261,7 @@ class InstructionIndex:
         return table.take(key + 1, mode="clip")
 
     def find_message_numbers(self) -> Positions:
-        """Return the number in `Program.message_order` of the message of each transfer.
+        """Return the number that each transfer's message has in `Program.message_order`.
 
         Returns:
             The numbers, shape (instructions,); -1 for an instruction that is not a transfer, or

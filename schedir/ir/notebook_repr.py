@@ -1,8 +1,8 @@
 """Register the function that shows results in notebooks.
 
 A notebook calls `_repr_html_` of a result, such as a Program.  The code that draws results is in
-`schedir.viz`, which imports their classes.  To avoid a circular import, `schedir.viz` registers its
-function here.
+`schedir.viz`, which imports the classes of results.  To avoid a circular import, `schedir.viz`
+registers its function here.
 """
 
 from __future__ import annotations

@@ -133,9 +133,10 @@ class Program:
         chunks_per_microbatch: Number of chunks into which each microbatch is divided.  Each chunk
             is a microbatch of the program.
         sequence_parallel: True if tensor-parallel ranks also split the tokens (arXiv 2205.05198).
-            Each rank sends its part.  The ranks sum the gradients of weights that all of them have.
+            Each rank sends its part of a boundary. The ranks sum the gradients of weights that each
+            rank has in full.
         ep: Size of the expert-parallel groups.  A group has `ep` consecutive data-parallel
-            replicas, and each of them has 1/ep of the experts.  The letters d and c of
+            replicas, and each replica of the group has 1/ep of the experts.  The letters d and c of
             `segment_boundaries` need ep > 1.
         slots: The numbers of static buffers of each rank; empty if each value has a separate
             buffer.
@@ -344,7 +345,7 @@ class Program:
             peer_rule: The rule, such as NEXT or PREVIOUS.
 
         Returns:
-            The neighbour of each stage, shape (stages,); -1 for a stage without one.
+            The neighbour of each stage, shape (stages,); -1 for a stage without a neighbour.
         """
         return find_neighbor_stages(peer_rule, self.shape.stages, self.skips)
 
@@ -441,8 +442,8 @@ class Program:
     def has_static_buffers(self, value: Value) -> bool:
         """Return whether `slots` can set the number of buffers for a kind of value.
 
-        `slots` can set it for values that pass between stages, and for values that an instruction
-        on a lane other than compute uses.
+        `slots` can set this number for values that pass between stages, and for values that an
+        instruction on a lane other than compute uses.
 
         Args:
             value: The kind of value.
@@ -475,12 +476,12 @@ class Program:
 
     @property
     def has_backward(self) -> bool:
-        """Return whether the program has a backward. A program without one is an evaluation."""
+        """Return whether the program has a backward. Otherwise, the program is an evaluation."""
         return not self.used_opcodes.isdisjoint(GRAD_ADDING_OPS)
 
     @property
     def segments_per_stage(self) -> tuple[int, ...]:
-        """Return the number of segments of each unsegmented stage.
+        """Return the number of segments of each stage of the model.
 
         Each segment is a stage of the program.
         """
@@ -488,7 +489,7 @@ class Program:
 
     @cached_property
     def unsegmented_shape(self) -> PipelineShape:
-        """Return the shape with unsegmented stages, and with microbatches that are not split."""
+        """Return the shape before stages are split into segments, and microbatches into chunks."""
         return merge_segments(self.shape, self.segment_boundaries, self.chunks_per_microbatch).shape
 
     def first_stage(self, op: int) -> int:

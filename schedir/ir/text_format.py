@@ -59,7 +59,8 @@ from schedir.retired_names import (
 
 FORMAT_VERSION = 1
 _FIELD_BY_NAME = {f.name: f for f in HEADER_FIELDS}
-# A text may contain four times as many instructions as its shape needs, plus this number.
+# A text may contain four times as many instructions as a program of its shape can have, plus this
+# number.
 _EXTRA_INSTRUCTIONS = 1000
 
 # ---------------------------------------------------------------- program to text
@@ -193,7 +194,8 @@ def _fold_repeats(words: Words, period: int) -> Iterator[tuple[int, Words, Words
 def _count_repeats(head: Words, mb: Words, i: int, k: int) -> int:
     """Return how often the k instructions from index i on are repeated without a gap.
 
-    Each repetition must add the same numbers to the microbatches.
+    From one repetition to the next, the microbatch number of each of the k instructions must change
+    by a constant.
     """
     if not np.array_equal(head[i : i + k], head[i + k : i + 2 * k]):
         return 1

@@ -171,9 +171,9 @@ class ValueChains(NamedTuple):
 
         Returns:
             The positions of the givers, shape (needers,), and a list of pairs of positions: an
-            instruction, and the event that left its value in a wrong state.  A giver is -1 if the
-            value has no events, if its initial state is right, or if the list has a pair for the
-            instruction.
+            instruction, and the event that left its value in a wrong state.  The position is -1 in
+            these cases: no event makes or changes the value, its initial state is the required
+            state, or the list has a pair for the instruction.
         """
         giver = np.full(len(needer), NO_POSITION, np.int32)
         stale: list[tuple[int, int]] = []

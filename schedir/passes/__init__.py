@@ -1,6 +1,7 @@
 """Passes: pure functions from a program to a program that lower a draft.
 
-`compile` runs the passes of `pass_registry.LOWERING_PASSES` in order. They belong to five phases:
+`compile` runs the passes of `pass_registry.LOWERING_PASSES` in order. These passes belong to five
+phases:
 
 - "draft": change the compute of a draft (frozen stages, segments, recomputation, order).
 - "messages": add the sends and receives, and the collectives of values between stages or segments.

@@ -1,4 +1,4 @@
-"""Insert instructions before or after others, without splitting groups."""
+"""Insert instructions before or after others, without splitting groups of joined instructions."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from schedir.ir.program import Program, StreamSlices, Words
 def insert_after(program: Program, positions: NDArray[Any], words: Words) -> Program:
     """Insert words after given positions.
 
-    A word for a position inside a group comes after the group.
+    A word for a position inside a group of joined instructions comes after the group.
 
     Args:
         program: The program.
@@ -31,7 +31,7 @@ def insert_after(program: Program, positions: NDArray[Any], words: Words) -> Pro
 def insert_before(program: Program, positions: NDArray[Any], words: Words) -> Program:
     """Insert words before given positions.
 
-    A word for a position inside a group comes before the group.
+    A word for a position inside a group of joined instructions comes before the group.
 
     Args:
         program: The program.

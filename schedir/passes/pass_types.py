@@ -40,8 +40,9 @@ class Options:
         extra_options: The options that passes define: name -> value.
         sizes: The sizes of values, for `memory_limit`.
         memory_limit: The limit of the device memory of a rank in bytes; None for no limit.
-        run_later_passes: A function that runs the later passes on a program. A pass uses it to
-            evaluate the final program. Keywords of the call replace entries of `extra_options`.
+        run_later_passes: A function that runs the later passes on a program. A pass uses this
+            function to evaluate the final program. Keywords of the call replace entries of
+            `extra_options`.
     """
 
     costs: Costs | None = None
@@ -107,7 +108,7 @@ class Pass:
         option_names: The names of the options in `Options.extra_options` that the pass uses.
         opcodes: For a pass whose only option is yes or no, the opcodes that no other pass inserts.
             A program that has one of these opcodes was lowered with the option. So `--relower` sets
-            the option, and errors name it.
+            the option, and errors name the option.
         applies_to: A function that returns whether the options have an effect for a program.
         option_types: Name of an option -> its type. Options that are missing here are yes or no.
         description: The help text of the options in `--help`.

@@ -45,8 +45,8 @@ def find_update_ends(program: Program) -> UpdateEnds:
         program: The program.
 
     Returns:
-        Positions, shape (updates, ranks). The last instruction of an update comes before its
-        position.
+        Positions, shape (updates, ranks). The last instruction of an update comes before the
+        position of the update.
     """
     final = program.offsets[1:]
     if program.shape.optimizer_steps == 1:
@@ -63,7 +63,7 @@ def find_update_ends(program: Program) -> UpdateEnds:
 
 
 def find_separate_ends(program: Program) -> UpdateEnds:
-    """Return the last position of each update except the last, for ends without collectives.
+    """Return the last position of each update except the last, if updates end without collectives.
 
     A rank ends an update right before the first compute after its last work on the update. So sends
     between this work and this compute come before the end: other ranks may need the sent values to
@@ -81,7 +81,7 @@ def find_separate_ends(program: Program) -> UpdateEnds:
 
 
 def find_joint_ends(graph: Graph) -> UpdateEnds:
-    """Return the last position of each update except the last, for ends with collectives.
+    """Return the last position of each update except the last, if updates end with collectives.
 
     The ends are as early as possible, but no instruction before an end may need an instruction
     after an end. In a draft, an instruction needs the producers of its values on other ranks. In a

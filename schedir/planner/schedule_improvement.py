@@ -77,8 +77,8 @@ def improve_schedule(
         plan: The plan. It must not offload.
         constants: Constants of the software. None uses those of the cluster's trainer
             (`get_trainer`).
-        state_bytes: The `StateBytes` of the training. None uses those of Adam in the number
-            type of the cluster.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
+            uses those of Adam in the number type of the cluster.
         time_limit: The time limit of both searches together, in seconds.
         max_evaluations: The largest number of rank orders that each search evaluates, or None. If
             this limit ends the search before `time_limit`, the result depends only on `seed`.

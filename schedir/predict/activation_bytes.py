@@ -24,9 +24,9 @@ class Term(NamedTuple):
         name: The tensor, in words.
         bytes_per_element: Bytes for each element. A term can represent several tensors, and then
             has the sum of their bytes.
-        is_tp_sharded: True if each of t tensor-parallel ranks saves 1/t of it. With sequence
-            parallelism, the other terms are sharded, too (section 4.2).
-        is_quadratic: True if the size grows with the square of the sequence.
+        is_tp_sharded: True if each of t tensor-parallel ranks saves 1/t of the tensor. With
+            sequence parallelism, the other terms are sharded, too (section 4.2).
+        is_quadratic: True if the size grows with the square of the sequence length.
     """
 
     name: str
@@ -78,7 +78,8 @@ def compute_layer_terms(
         Name of the tensor -> bytes on one tensor-parallel rank.
 
     Raises:
-        UsageError: A size is not an integer of at least 1, or `recompute` is not one of the three.
+        UsageError: A size is not an integer of at least 1, or `recompute` is not one of the three
+            values.
     """
     sizes = {
         "sequence": sequence,
@@ -129,14 +130,15 @@ def activation_bytes_per_layer(
     - with t tensor-parallel ranks: sbh (10 + 24/t + 5as/(ht)) (equation 2);
     - with sequence parallelism: sbh/t (34 + 5as/h) (equation 4).
 
-    This is the layer of the paper. A layer of `schedir.training` saves other tensors:
+    The formulas are for the layer of the paper. A layer of `schedir.training` saves other tensors:
 
-    - Its attention is one fused operation. It saves 4abs bytes instead of the terms with as^2b.
-    - It saves no masks if there is no dropout.
+    - Its attention is one fused operation. This operation saves 4abs bytes instead of the terms
+      with as^2b.
+    - The layer saves no masks if there is no dropout.
     - Each norm saves 2 numbers per token, which the paper leaves out.
 
-    `measure_sizes` measures the bytes that a layer really saves. The formulas are for attention to
-    all tokens, without windows.
+    `measure_sizes` measures the bytes that a layer really saves. The formulas also assume attention
+    to all tokens, without windows.
 
     Args:
         sequence: Number of tokens in a sequence.
@@ -153,7 +155,8 @@ def activation_bytes_per_layer(
         Bytes on one tensor-parallel rank.
 
     Raises:
-        UsageError: A size is not an integer of at least 1, or `recompute` is not one of the three.
+        UsageError: A size is not an integer of at least 1, or `recompute` is not one of the three
+            values.
 
     References:
         Korthikanti et al. 2022 (arXiv 2205.05198), Table 2.

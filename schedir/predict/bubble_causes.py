@@ -53,7 +53,7 @@ _CAUSE_OF_OP: Final = [
     IdleCause[(row.idle_cause or LANES[row.lane].idle_cause).upper()] for row in INSTRUCTIONS
 ]
 IDLE_DTYPE: Final = np.dtype(
-    [("rank", "i4"), ("cause", "i4"), ("awaits", "i8"), ("start", "f8"), ("end", "f8")]
+    [("rank", "i4"), ("cause", "i4"), ("awaited_span", "i8"), ("start", "f8"), ("end", "f8")]
 )
 # A gap is the idle time between two instructions of a compute lane. A wait is a part of a gap, and
 # has one cause.
@@ -61,7 +61,7 @@ GAP_DTYPE: Final = np.dtype(
     [("rank", "i4"), ("before", "i8"), ("after", "i8"), ("start", "f8"), ("end", "f8")]
 )
 WAIT_DTYPE: Final = np.dtype(
-    [("gap", "i8"), ("cause", "i4"), ("awaits", "i8"), ("start", "f8"), ("end", "f8")]
+    [("gap", "i8"), ("cause", "i4"), ("awaited_span", "i8"), ("start", "f8"), ("end", "f8")]
 )
 
 
@@ -69,9 +69,10 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
     """Return all idle intervals of all ranks, each with one cause.
 
     Between two instructions of its compute lane, a rank waits for the inputs of the second
-    instruction. The search begins at the start of the second instruction, and goes back in time.
-    Each step goes to the predecessor that ended last (`Graph.find_last_predecessors`). The search
-    ends at the beginning of the gap. The causes are:
+    instruction. The search for the causes begins at the start of the second instruction, and goes
+    back in time. Each step goes to the predecessor that ended last
+    (`Graph.find_last_predecessors`). The search ends at the end of the first instruction. The
+    causes are:
 
     - MESSAGE: The rank waits for a transfer or a gather that is in progress.
     - SUM: The rank waits for a collective between the segments of a stage (TPReduceAct,
@@ -88,25 +89,26 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
     - HOST: All predecessors have ended, and the instruction has not started. A prediction of a
       program with its transfers has no such interval.
     - WARMUP, PEER, COOLDOWN: The rank waits for an instruction of another rank's compute lane. This
-      wait covers the rest of the gap. The cause is WARMUP until the first backward of the waiting
-      rank starts. It is COOLDOWN from the end of the rank's last forward on, but not before its
-      first backward. Between these times, it is PEER.
+      wait covers the rest of the idle time before the waiting instruction. The cause is WARMUP
+      until the first backward of the waiting rank starts. The cause is COOLDOWN from the end of the
+      rank's last forward on, but not before its first backward. Between these times, the cause is
+      PEER.
     - IMBALANCE: In any order of instructions, a rank is idle at least for the difference between
-      its work and that of the busiest rank. So this much of its waits for other ranks has the cause
-      IMBALANCE. It is taken first from PEER waits, then from waits after the rank's first
-      instruction, then from waits before its first instruction.
+      its work and that of the busiest rank. So this part of the rank's waits for other ranks has
+      the cause IMBALANCE. This time is taken first from PEER waits, then from waits after the
+      rank's first instruction, then from waits before its first instruction.
 
     Before the first instruction of a rank the causes are the same, but each wait for another rank
-    is WARMUP. After its last instruction, the cause is COOLDOWN, and `awaits` is -1.
+    is WARMUP. After its last instruction, the cause is COOLDOWN, and `awaited_span` is -1.
 
     Args:
         timeline: A predicted or measured run.
 
     Returns:
         A structured array with the fields of `IDLE_DTYPE`, sorted by rank and start. `cause` is an
-        IdleCause. `awaits` is the index in `timeline.spans` of the awaited instruction, or -1. For
-        HOST, it is the index of the instruction that starts late. The intervals of a rank do not
-        overlap, and their lengths add up to `timeline.idle[rank]`.
+        IdleCause. `awaited_span` is the index in `timeline.spans` of the awaited instruction, or
+        -1. For HOST, `awaited_span` is the index of the instruction that starts late. The intervals
+        of a rank do not overlap, and their lengths add up to `timeline.idle[rank]`.
 
     Raises:
         UsageError: `timeline` is not a Timeline.
@@ -117,7 +119,7 @@ def idleness(timeline: Timeline) -> NDArray[Any]:
     gaps = _find_gaps(timeline)
     waits = _find_waits(timeline, gaps)
     idle = np.empty(len(waits), IDLE_DTYPE)
-    for name in ("cause", "awaits", "start", "end"):
+    for name in ("cause", "awaited_span", "start", "end"):
         idle[name] = waits[name]
     idle["rank"] = gaps["rank"][waits["gap"]]
     peer = waits["cause"] == IdleCause.PEER
@@ -165,8 +167,8 @@ def find_ready_gaps(timeline: Timeline) -> Floats:
 def find_steady_phase(timeline: Timeline) -> tuple[Floats, Floats]:
     """Return the start and end of each rank's steady phase, between warmup and cooldown.
 
-    The phase starts at the start of the rank's first backward. It ends at the end of the rank's
-    last forward. If this end comes before the start, the phase has length 0.
+    The phase starts at the start of the rank's first backward. The phase ends at the end of the
+    rank's last forward. If this end comes before the start, the phase has length 0.
 
     Args:
         timeline: A predicted or measured run.
@@ -263,8 +265,8 @@ def _find_waits(timeline: Timeline, gaps: NDArray[Any]) -> NDArray[Any]:
         waiting, time = awaited[is_open], predecessor_end[is_open]
 
         cause = _explain_running(timeline, waiting)
-        # For a wait for another rank's compute, no earlier causes are searched. It covers the rest
-        # of the gap.
+        # A wait for another rank's compute covers the rest of the gap. The loop searches no earlier
+        # causes in this gap.
         predecessor_start = np.where(cause == IdleCause.PEER, -np.inf, spans["start"][waiting])
         predecessor_start = np.clip(predecessor_start, begin, time)
         waits_by_step.append(_make_waits(gap, cause, waiting, predecessor_start, time))
@@ -275,10 +277,10 @@ def _find_waits(timeline: Timeline, gaps: NDArray[Any]) -> NDArray[Any]:
 
 
 def _make_waits(
-    gap: Ints, cause: ArrayLike, awaits: Ints, start: Floats, end: Floats
+    gap: Ints, cause: ArrayLike, awaited_span: Ints, start: Floats, end: Floats
 ) -> NDArray[Any]:
     waits = np.empty(len(gap), WAIT_DTYPE)
-    waits["gap"], waits["cause"], waits["awaits"] = gap, cause, awaits
+    waits["gap"], waits["cause"], waits["awaited_span"] = gap, cause, awaited_span
     waits["start"], waits["end"] = start, end
     return waits
 
@@ -286,8 +288,8 @@ def _make_waits(
 def _explain_late_start(timeline: Timeline, waiting: Ints, awaited: Ints) -> tuple[Ints, Ints]:
     """Return the cause and the awaited instruction of the time after the predecessor has ended.
 
-    If both are computes of different ranks, as in a draft, the cause is the message between them.
-    Otherwise it is the host.
+    If both instructions are computes of different ranks, as in a draft, the cause is the message
+    between them. Otherwise it is the host.
     """
     lane, rank = timeline.spans["lane"], timeline.spans["rank"]
     computes = (lane[waiting] == Lane.COMPUTE) & (lane[awaited] == Lane.COMPUTE)
@@ -330,8 +332,8 @@ def _find_phase_causes(timeline: Timeline, gaps: NDArray[Any]) -> Ints:
 def _mark_imbalance(timeline: Timeline, gaps: NDArray[Any], idle: NDArray[Any]) -> NDArray[Any]:
     """Change the cause of some waits for other ranks to IMBALANCE.
 
-    For each rank, the total time of these waits is the busy time of the busiest rank minus the busy
-    time of this rank.
+    For each rank, the total time of the changed waits is the busy time of the busiest rank minus
+    the busy time of this rank.
     """
     rank = idle["rank"]
     first_start = np.full(timeline.ranks, -np.inf)  # start of the first instruction

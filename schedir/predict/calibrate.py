@@ -42,8 +42,8 @@ _OPS_OF_COST: Final = {
     name: [op for op in COST_BY_OPCODE if COST_BY_OPCODE[op] == name]
     for name in COST_BY_OPCODE.values()
 }
-# Costs of the lanes that run in parallel to compute. The end of their instructions is recorded only
-# when another instruction waits for it.
+# Costs of the lanes that run in parallel to compute. The end of an instruction on such a lane is
+# recorded only when another instruction waits for it.
 _ASYNC_COSTS: Final = [
     name for name, ops in _OPS_OF_COST.items() if INSTRUCTIONS[ops[0]].lane is not Lane.COMPUTE
 ]
@@ -67,22 +67,24 @@ def calibrate(measured: Timeline, *, per_microbatch: bool = False) -> Costs:
     - The span of an instruction is the time from its recorded start to its recorded end. The span
       bounds the duration of the instruction from above, and sometimes from below.
     - If a rank waited for the instruction, its end is exact. Its duration is then at most its span.
-      It is at least the part of the span after the previous instruction of the queue has ended.
+      The duration is at least the part of the span after the previous instruction of the queue has
+      ended.
     - If no rank waited for it, its end may be recorded late. Its duration is then between 0 and its
       span.
     - In a prediction, all durations are equal to the spans.
     - So there is an interval of possible durations for each instruction. The cost is the time with
-      the smallest sum of distances to all intervals. If several times have this sum, the cost is
-      the smallest of them.
+      the smallest sum of distances to all intervals. If several times have this smallest sum, the
+      cost is the smallest of them.
     - A wait counts if it is longer than usual gaps of the host and than the clock error. A gap of
       the host is the time between two computes in which the rank waits for nothing. A gap is usual
       if it is not above the quantile `HOST_GAP_QUANTILE` of all gaps.
 
     Costs of all other instructions are mean times:
 
-    - F, B, I, W, R and pairs have one cost for each stage. Instructions that belong to a rank, such
-      as the step, have one cost for each rank, because the step of one rank may run in parallel to
-      a neighbour's backwards. Each other opcode has one cost.
+    - F, B, I, W, R and pairs (a forward together with a backward) have one cost for each stage.
+      Instructions that belong to a rank, such as the step, have one cost for each rank, because the
+      step of one rank may run in parallel to a neighbour's backwards. Each other opcode has one
+      cost.
     - The time of an instruction is its span plus the unexplained delay before it. To find this
       delay, a simulation lets all computes end as in the run, and all messages take the costs
       above. The delay is the recorded start minus the simulated start. It comes from the host, slow
@@ -209,8 +211,8 @@ def compute_unexplained_share(predicted: Timeline, run: Timeline) -> float:
 def format_bubbles(run: Timeline, predicted: Timeline) -> str:
     """Describe the bubble of a run and of its prediction in words.
 
-    The text has no predicted bubble if the prediction error is above `MAX_PREDICTION_ERROR`. It
-    includes the unexplained share if this share is at least `MIN_REPORTED_SHARE`.
+    The text has no predicted bubble if the prediction error is above `MAX_PREDICTION_ERROR`. The
+    text includes the unexplained share if this share is at least `MIN_REPORTED_SHARE`.
 
     Args:
         run: The measured run.
@@ -278,9 +280,9 @@ def _bound_durations(measured: Timeline) -> Floats:
     spans, graph, idle = measured.spans, measured.graph, idleness(measured)
     idle = idle[np.isin(idle["cause"], _LANE_CAUSES)]
     # If the awaited instruction ended after the wait, another instruction ended the wait.
-    idle = idle[idle["end"] >= spans["end"][idle["awaits"]] - measured.clock_error]
+    idle = idle[idle["end"] >= spans["end"][idle["awaited_span"]] - measured.clock_error]
     longest_wait = np.zeros(graph.node_id_limit)
-    np.maximum.at(longest_wait, graph.node[idle["awaits"]], idle["end"] - idle["start"])
+    np.maximum.at(longest_wait, graph.node[idle["awaited_span"]], idle["end"] - idle["start"])
     gaps = find_ready_gaps(measured)
     usual_gap = float(np.quantile(gaps, HOST_GAP_QUANTILE)) if len(gaps) else 0.0
     # A recorded start may be too early: an instruction begins after the previous one in its queue.

@@ -42,8 +42,8 @@ def simulate_on_cpus(
     Args:
         program: A lowered program.
         costs: The costs of a rank that runs alone.
-        processors: The number of processors. It may be below 1, if each rank represents several
-            processes that share a machine.
+        processors: The number of processors. The number may be below 1 if each rank represents
+            several processes that share a machine.
         progress_model: The progress model of the transport.
         blocking_hosts: True if hosts are blocking, as on CPUs.
 

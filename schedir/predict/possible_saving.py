@@ -15,7 +15,7 @@ def compute_saving(span: float, lower_bound: float) -> float:
         lower_bound: A lower bound of this time, in the same unit.
 
     Returns:
-        A share from 0 to 1. It is 0 if the difference comes from rounding.
+        A share from 0 to 1. The share is 0 if the difference comes from rounding.
     """
     return 1 - lower_bound / span if span > lower_bound * (1 + RELATIVE_TOLERANCE) else 0.0
 

@@ -32,7 +32,7 @@ def describe_forwards(program: Program) -> str:
         program: The program.
 
     Returns:
-        One line for each of the three. A line without forwards is left out.
+        One line for each of these three groups. The line of an empty group is left out.
     """
     op_by_text = {
         "recomputed": RECOMPUTE,

@@ -26,7 +26,8 @@ def build_timeline(
 
     Instructions of one node of the dependency graph get the same start and end. A message or a
     collective starts when its last member starts. A pair that runs together starts when its first
-    member starts. All of them end when their last member ends. The first start becomes time 0.
+    member starts. All instructions of a node end when the last of them ends. The first start
+    becomes time 0.
 
     Args:
         program: The program.

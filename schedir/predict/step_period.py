@@ -1,8 +1,8 @@
 """Compute the step period: the mean time of a step among many consecutive steps.
 
 The step period can be shorter than the span of one step. A rank that ends its step early can begin
-the next step while other ranks are busy. It waits only for messages, and for collectives of all
-ranks, such as the norm of the gradients before a step (`Program.norm_check`).
+the next step while other ranks are busy. The rank waits only for messages, and for collectives of
+all ranks, such as the norm of the gradients before a step (`Program.norm_check`).
 """
 
 from __future__ import annotations
@@ -56,7 +56,8 @@ def compute_step_period(
         costs: The cost of each instruction. The default is `Costs()`.
         progress_model: The progress model of the transport.
         blocking_hosts: True if hosts are blocking, as on CPUs.
-        steps: The number of simulated steps. The result is the mean of the second half of them.
+        steps: The number of simulated steps. The result is the mean over the second half of these
+            steps.
 
     Raises:
         UsageError: `steps` is less than 2.

@@ -81,7 +81,7 @@ def require_timeline(timeline: object, name: str) -> None:
         name: Name of the argument, for the error message.
 
     Raises:
-        UsageError: It is not a Timeline.
+        UsageError: `timeline` is not a Timeline.
     """
     require_type(timeline, name, Timeline, "schedir.simulate(program)")
 
@@ -93,7 +93,7 @@ def require_timelines(timelines: object) -> None:
         timelines: The value.
 
     Raises:
-        UsageError: It is not a sequence, is empty, or has an entry that is not a Timeline.
+        UsageError: `timelines` is not a sequence, is empty, or has an entry that is not a Timeline.
     """
     require_type(timelines, "timelines", Sequence, "[schedir.simulate(program)]")
     assert isinstance(timelines, Sequence)
@@ -139,15 +139,15 @@ class Timeline:
     Args:
         program: The program.
         spans: A structured array with one entry per instruction: rank, lane (a Lane), op (an
-            Opcode), stage, mb, start and end. The entries are in order of rank. Those of one rank
-            are in the order of its Stream.
+            Opcode), stage, mb, start and end. The entries are in order of rank. The entries of one
+            rank are in the order of its Stream.
         kind: "predicted" or "measured".
         unit: The unit of times: "" for the unit of the costs, or "s" for seconds.
         progress_model: The progress model of the prediction, or of the transport of a measured run.
-        clock_error: The largest difference between the clocks of two ranks, in `unit`. It is 0 in a
-            prediction, and if all ranks read the same clock.
-        sizes: The sizes of values. With sizes, memory is in bytes. Without them, it is a number of
-            activations.
+        clock_error: The largest difference between the clocks of two ranks, in `unit`. The error is
+            0 in a prediction, and if all ranks read the same clock.
+        sizes: The sizes of values. With sizes, memory is in bytes. Without sizes, memory is a
+            number of activations.
         blocking_hosts: True if hosts are blocking, as on CPUs.
 
     Raises:
@@ -259,7 +259,8 @@ class Timeline:
     def is_second_of_pair(self) -> NDArray[np.bool_]:
         """A mask of the second instruction of each pair that runs together, shape (n,).
 
-        Both instructions have the same start and end. So sums of busy time leave out the second.
+        Both instructions have the same start and end. So sums of busy time leave out the second
+        instruction.
         """
         is_second: NDArray[np.bool_] = self.program.joined & np.isin(self.spans["op"], COMPUTE_OPS)
         return is_second
@@ -341,8 +342,8 @@ class Timeline:
     def memory(self) -> tuple[MemoryHistory, ...]:
         """The device memory of each rank over time.
 
-        With `sizes`, the unit is bytes. Without them, it is a number of activations: one for each
-        (stage, microbatch) pair in flight.
+        With `sizes`, the unit is bytes. Without `sizes`, the unit is a number of activations: one
+        for each (stage, microbatch) pair in flight.
         """
         if self.sizes is None:
             curves = (self.count_in_flight(rank) for rank in range(self.ranks))
@@ -463,7 +464,7 @@ class Timeline:
 
     @cached_property
     def causality_violations(self) -> CausalityViolations:
-        """The instructions that come before one of their causes. Their times must be wrong.
+        """The instructions that come before one of their causes. Such times must be wrong.
 
         Correct times follow these rules:
 

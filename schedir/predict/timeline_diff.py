@@ -18,7 +18,8 @@ class TimeDifference(NamedTuple):
 
     Attributes:
         rank: The rank.
-        activity: Compute, such as "F 2" for F of stage 2, or a cause, such as "idle: message".
+        activity: Compute, such as "F 2" for F of stage 2, or a cause of idle time, such as "idle:
+            message".
         first_time: The time in the first run.
         second_time: The time in the second run.
     """
@@ -30,7 +31,7 @@ class TimeDifference(NamedTuple):
 
     @property
     def increase(self) -> float:
-        """The second time minus the first. The sum for a rank is the increase of the span."""
+        """The increase of the time. The increases of a rank add up to that of the span."""
         return self.second_time - self.first_time
 
 

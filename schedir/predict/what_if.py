@@ -2,8 +2,8 @@
 
 `_Table` yields each change as a `ChangeRow`. `iter_time_changes` yields changes that may shorten
 the run, and `iter_memory_changes` yields changes of the memory of ranks. A row describes the change
-in words. It has other costs, another progress model, other options of `compile`, or another draft
-than the run. To try another change, add a row.
+in words. The row has other costs, another progress model, other options of `compile`, or another
+draft than the run. To try another change, add a row.
 """
 
 from __future__ import annotations
@@ -196,8 +196,8 @@ class Advice(NamedTuple):
     Args:
         baseline: The simulation without a change.
         relative_error: The relative error of the span of `baseline` compared with the span of the
-            run. It is 0 for a prediction. If its absolute value is above `MAX_PREDICTION_ERROR`, no
-            change is simulated.
+            run. The error is 0 for a prediction. If its absolute value is above
+            `MAX_PREDICTION_ERROR`, no change is simulated.
         changes: The best change of each kind, in descending order of the saved share.
         memory_changes: The changes of the memory of ranks that shorten the run or reduce its device
             memory, in ascending order of the span of the changed run.
@@ -416,7 +416,7 @@ class _Table:
                 )
 
     def simulate_row(self, row: ChangeRow) -> SimulatedChange | None:
-        """Compile and simulate a row. Return None if this raises a SchedirError."""
+        """Compile and simulate a row. Return None if there is a SchedirError."""
         program, sizes = self.program, self.baseline.sizes
         model = row.progress_model or self.baseline.progress_model
         try:
@@ -466,7 +466,7 @@ class _Table:
         return ChangeRow("memory", description, self.costs, draft, self.costs, {**options, **limit})
 
     def _iter_even_stages(self) -> Iterator[ChangeRow]:
-        """Yield a row in which every stage takes the mean time, if a stage now takes more."""
+        """Yield a row in which every stage takes the mean time, if a stage takes over 1 % more."""
         table = self.costs.for_opcode(FORWARD, self.shape) + self.costs.for_opcode(
             BACKWARD, self.shape
         )
@@ -493,7 +493,7 @@ class _Table:
         yield self._make_cost_row("even", f"stages that all take the mean {reason}", **even_costs)
 
     def _iter_more_microbatches(self) -> Iterator[ChangeRow]:
-        """Yield a row with twice as many microbatches, if there is a schedule."""
+        """Yield a row with twice as many microbatches, if the schedule is known."""
         if self.schedule is None:
             return
         unsegmented, costs = self.program.unsegmented_shape, _double_microbatches(self.costs)

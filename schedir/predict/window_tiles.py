@@ -32,18 +32,18 @@ class Axis:
 
     - Not causal: the leader is the middle query of the group, or the right one of two in the
       middle. `window // 2` keys of the window come before the leader. At both ends of the dimension
-      the window is shifted inwards, so that each query attends to the same number of keys. This is
-      section 3.1 of the paper. The paper does not define even strides and windows. For these, this
-      class follows NATTEN, the paper's implementation.
+      the window is shifted inwards, so that each query attends to the same number of keys. This
+      rule is from section 3.1 of the paper. The paper does not define even strides and windows. For
+      these, this class follows NATTEN, the paper's implementation.
     - Causal: the leader is the last query of the group, and the window ends with it. A query i
       attends to the keys j of this window up to itself: j <= i and j > leader - window. The paper
       does not define this case. NATTEN does the same, except in a last group that is not full. In
       such a group, NATTEN's leader is the last query of the sequence, so the keys of a query depend
       on the number of queries after it.
 
-    NATTEN refuses a window longer than `length`. This class allows it. If the window is not causal,
-    it then contains all keys. A causal window contains all earlier keys if it is at least as long
-    as `length`, rounded up to a multiple of the stride.
+    NATTEN refuses a window longer than `length`. This class allows such a window. If the window is
+    not causal, it contains all keys. A causal window contains all earlier keys if it is at least as
+    long as `length`, rounded up to a multiple of the stride.
 
     Args:
         length: The number of queries and of keys.
@@ -123,8 +123,8 @@ class AxisTiles:
     def _key_bounds(self) -> tuple[Ints, Ints, Ints, Ints]:
         """The bounds of keys for each query tile: first, end, full first and full end.
 
-        The first two bound the keys that at least one query of the tile attends to. The last two
-        bound the keys that all queries of the tile attend to.
+        The first two results bound the keys that at least one query of the tile attends to. The
+        last two results bound the keys that all queries of the tile attend to.
         """
         start, end = self.axis.visible_keys
         tile_starts = np.arange(0, self.axis.length, self.q_tile)
@@ -158,7 +158,7 @@ class AxisTiles:
 
     @property
     def is_aligned(self) -> bool:
-        """Return whether windows begin, and if not causal also end, at a boundary of tiles."""
+        """Return whether windows begin (and non-causal windows also end) at tile boundaries."""
         if not self.axis.causal:
             return bool(np.array_equal(self.visited_ranges, self.full_ranges))
         return bool((self._key_bounds[2] <= self.visited_ranges[:, 0] * self.kv_tile).all())
@@ -173,7 +173,7 @@ class AxisTiles:
 class Tiles:
     """The tiles of windowed attention, as `compute_tiles` returns them.
 
-    A query attends to a key if it attends to it along each dimension. So numbers of tiles are
+    A query attends to a key if it attends to this key along each dimension. So numbers of tiles are
     products over the dimensions.
 
     Args:
@@ -240,13 +240,13 @@ class Tiles:
     def is_aligned(self) -> bool:
         """Return whether all windows begin and end at boundaries of tiles.
 
-        A causal dimension may be masked at the diagonal. It is aligned if `q_tile` and `kv_tile`
-        divide the stride, and `kv_tile` divides the window. For a dimension that is not causal,
-        `kv_tile` must also divide the length and `window // 2 - stride // 2`.
+        A causal dimension may be masked at the diagonal. A causal dimension is aligned if `q_tile`
+        and `kv_tile` divide the stride, and `kv_tile` divides the window. For a dimension that is
+        not causal, `kv_tile` must also divide the length and `window // 2 - stride // 2`.
 
         These conditions are for key tiles at fixed positions. The paper has only two conditions:
-        `q_tile` divides the stride, and `kv_tile` divides the window. They are for key tiles that
-        begin where the window begins.
+        `q_tile` divides the stride, and `kv_tile` divides the window. These two conditions are for
+        key tiles that begin where the window begins.
         """
         return all(a.is_aligned for a in self.axes)
 
@@ -272,10 +272,9 @@ class Tiles:
     def grid(self) -> NDArray[np.int8]:
         """The state of each query tile and key tile: 2 for full, 1 for masked, 0 for skipped.
 
-        In a full tile, no (query, key) pair is masked. In a masked tile, some pairs are. A skipped
-        tile is not computed.
-        The shape is (query tiles, key tiles), each in row-major order over the dimensions. The
-        array may be very large.
+        In a full tile, no (query, key) pair is masked. In a masked tile, some pairs are masked. A
+        skipped tile is not computed. The shape is (query tiles, key tiles), each in row-major order
+        over the dimensions. The array may be very large.
         """
         visited = full = np.ones((1, 1), np.int8)
         for a in self.axes:
@@ -305,7 +304,7 @@ def compute_tiles(
     key tile is skipped if no query of the tile attends to any of its keys.
 
     Args:
-        length: The number of queries and of keys. It has one number for each dimension.
+        length: The number of queries and of keys: one number for each dimension.
         window: The number of keys in a window.
         stride: The number of consecutive queries that share a window.
         q_tile: Number of queries in a tile.

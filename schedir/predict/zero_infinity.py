@@ -1,10 +1,10 @@
 """Formulas of ZeRO-Infinity for memory, and for the bandwidth that offloading needs.
 
-They are equations 1 to 11 of arXiv 2104.07857, sections 3 and 4, for a transformer that trains in
-16 bits with Adam. The transformer has `layers` blocks (nl) of width `hidden` (hd). A batch has
-`batch` sequences (bsz) of `sequence` tokens (seq). `checkpoint_interval` (ci) is the number of
-blocks per activation checkpoint. If `batch` is the batch of one GPU, the bytes of activations are
-also those of one GPU.
+The formulas are equations 1 to 11 of arXiv 2104.07857, sections 3 and 4, for a transformer that
+trains in 16 bits with Adam. The transformer has `layers` blocks (nl) of width `hidden` (hd). A
+batch has `batch` sequences (bsz) of `sequence` tokens (seq). `checkpoint_interval` (ci) is the
+number of blocks per activation checkpoint. If `batch` is the batch of one GPU, the bytes of
+activations are also those of one GPU.
 
 Arithmetic intensity (ait in the paper) is the number of operations per byte moved.
 """
@@ -30,8 +30,8 @@ OPERATIONS_PER_PARAMETER: Final = 2 * (1 + 1 + 2)
 def count_parameters(layers: int, hidden: int) -> float:
     """Return the number of parameters, 12 nl hd^2 (equation 1).
 
-    The weights of a block for queries, keys and values have the size (hd, 3hd) together. Its other
-    weights have the sizes (hd, hd), (hd, 4hd) and (4hd, hd).
+    The weights of a block for queries, keys and values have the size (hd, 3hd) together. The other
+    weights of the block have the sizes (hd, hd), (hd, 4hd) and (4hd, hd).
 
     Args:
         layers: Number of blocks.
@@ -151,7 +151,7 @@ def compute_efficiency(
 ) -> float:
     """Return the share of time in which a device computes, ait bw / (ait bw + peak) (equation 6).
 
-    The equation is for transfers that do not overlap with compute. If all of them overlap, the
+    The equation is for transfers that do not overlap with compute. If all transfers overlap, the
     share is min(1, ait bw / peak). The programs of schedir have both kinds of transfers;
     docs/how-to/offload-to-the-host.md lists them.
 
@@ -181,7 +181,8 @@ def required_bandwidth(
     This is equation 6 solved for the bandwidth.
 
     Args:
-        share: The value of `compute_efficiency`. It is below 1, or at most 1 if `overlapped`.
+        share: The value of `compute_efficiency`. The share is below 1, or at most 1 if
+            `overlapped`.
         intensity: Operations per byte moved.
         peak: Operations per second.
         overlapped: True if all transfers overlap with compute.
@@ -258,7 +259,7 @@ def intensity_of_checkpoints(hidden: int, checkpoint_interval: int = 1) -> float
     """Return the arithmetic intensity of moving activation checkpoints, 24 hd ci (equation 11).
 
     The checkpoints are stored and loaded once. The result depends on neither batch nor sequence,
-    because both operations and bytes grow with them.
+    because operations and bytes grow equally with both.
 
     Args:
         hidden: Width of a block.
@@ -276,7 +277,7 @@ def intensity_of_checkpoints(hidden: int, checkpoint_interval: int = 1) -> float
 
 
 def _require_integers(**numbers: object) -> list[int]:
-    """Return the numbers. Raises UsageError if one is not an integer of at least 1."""
+    """Return the numbers. Raises UsageError if a number is not an integer of at least 1."""
     for name, value in numbers.items():
         if isinstance(value, bool) or not isinstance(value, int) or value < 1:
             raise UsageError(f"{name} must be an int >= 1, not {describe(value)}", fields=[name])
@@ -284,7 +285,7 @@ def _require_integers(**numbers: object) -> list[int]:
 
 
 def _require_rates(**numbers: object) -> list[float]:
-    """Return the numbers as floats. Raises UsageError if one is not finite and above 0."""
+    """Return the numbers as floats. Raises UsageError if a number is not finite and above 0."""
     positive_rates = []
     for name, value in numbers.items():
         rate = to_float(value)

@@ -86,8 +86,9 @@ def require_stages(
     """Return stage number -> module for the stages of a rank, or for all stages of the model.
 
     Args:
-        value: A mapping from stage number to module that has exactly these stages, or a sequence
-            of all stages of the model in order. A rank takes its local stages from the sequence.
+        value: A mapping from stage number to module with exactly the stages to return, or a
+            sequence of all stages of the model in order. With `rank`, the function selects the
+            stages of this rank from the sequence.
         program: The program that will run the stages.
         rank: The pipeline rank. By default the function returns all stages of the model.
 
@@ -133,8 +134,8 @@ _REDUCING_WRAPPERS: Final = (
 def _find_reducing_wrapper(module: nn.Module) -> str:
     """Return the name of the wrapper that reduces the gradients of a module, or "".
 
-    A module under `fully_shard` counts only if its parameters are sharded. In place of torch's
-    runtime, they are unsharded before the executor is created.
+    A module under `fully_shard` counts only if its parameters are sharded.
+    `schedir.torch_pipelining` gathers the parameters of such modules before it creates an executor.
     """
     base_names = {base.__name__ for base in type(module).__mro__}
     if "FSDPModule" in base_names:
@@ -144,11 +145,7 @@ def _find_reducing_wrapper(module: nn.Module) -> str:
 
 
 def _require_plain_stage(stage: int, module: nn.Module, program: Program) -> None:
-    """Refuse a wrapper that reduces gradients itself, and parameters without a shape.
-
-    Raises:
-        ModelError: The stage has such a module or parameter.
-    """
+    """Raise ModelError if a module reduces gradients itself, or a parameter has no shape yet."""
     for name, part in module.named_modules():
         if wrapper := _find_reducing_wrapper(part):
             location = f"module {name!r} of stage {stage}" if name else f"stage {stage}"
@@ -413,7 +410,7 @@ def require_max_norm(value: float | None, program: Program) -> float:
 
 
 def require_spill_dir(value: object, programs: Sequence[Program]) -> Path | None:
-    """Return the folder of the spill file, or None.
+    """Return the folder for the tensors that programs move to the disk, or None.
 
     Args:
         value: The path of the folder, or None.

@@ -18,7 +18,8 @@ from schedir.runtime.rank_state import State
 from schedir.transports.gloo import ProcessTransport
 from schedir.transports.transport import TransportWrapper
 
-# The default of the argument `optimizer` of save and load. It means the optimizer of the executor.
+# The default of `optimizer` in the functions that save and load checkpoints. With this default they
+# use the optimizer of the executor.
 RUN_OPTIMIZER: Final = object()
 
 
@@ -69,7 +70,8 @@ class RankCheckpointState:
         random_streams: The random streams of the rank.
         world_shape: Numbers that identify the arrangement of the processes. The first four are
             pipeline ranks, tensor-parallel ranks, replicas and stages. Without a seed, a load
-            restores the states of the generators only if the saved numbers are equal.
+            restores the states of the random generators only if the checkpoint has the same
+            numbers.
         set_loading: A function. Call it with True before a load writes to the state, and with False
             after the load is complete. The executor runs no step in between.
         loss_scale: The loss scale, if the rank has one.
@@ -79,7 +81,7 @@ class RankCheckpointState:
         tp: The tensor-parallel size.
         tp_rank: The tensor-parallel rank of this process.
         has_external_reduction: True if another library, such as DDP, reduces the gradients. Then a
-            save compares the replicas.
+            save checks that all replicas have equal weights.
     """
 
     program: Program
@@ -127,7 +129,7 @@ class Checkpointable(Protocol):
     """
 
     def checkpoint_state(self) -> CheckpointState:
-        """Return the state of this process. All processes must call this."""
+        """Return the state of this process. All processes must call this method."""
         ...
 
 

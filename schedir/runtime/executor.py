@@ -55,8 +55,8 @@ class Executor:
     as running statistics, keep their new values. `finite_updates` has the result for each update of
     the last step. If the program clips gradients, all ranks decide by the global norm, so they
     decide alike. Otherwise each rank decides by its local gradients, so some ranks may make an
-    update that others skip. The copies of a tied weight, or of a weight on several tensor-parallel
-    ranks, then differ. With `compile(..., clip_grad_norm=True)` and
+    update that others skip. Then the copies of a tied weight may differ, and so may those of a
+    weight on several tensor-parallel ranks. With `compile(..., clip_grad_norm=True)` and
     `GradientOptions(max_norm=math.inf)`, all ranks decide alike and nothing is clipped. A fused
     optimizer of torch reads the decision on the device. For any other optimizer, and for one with
     hooks on its step, the host reads the decision. If the decision is on a GPU, the host waits for
@@ -72,9 +72,10 @@ class Executor:
     stages may share a Parameter. Within a step, all of these stages but the first compute with a
     substitute Parameter in the same memory.
 
-    ZeRO: from level 1 on, each of the `dp` replicas keeps a shard of the state that they share.
-    Between steps, a trained parameter and its gradient are the replica's 1-dimensional shard. The
-    optimizer steps shards, so it must be elementwise. `full_parameters` gathers the weights.
+    ZeRO: from level 1 on, the `dp` replicas shard the trained parameters of each stage, and each
+    replica steps one shard. Between steps, a trained parameter and its gradient are the replica's
+    1-dimensional shard. The optimizer steps shards, so it must be elementwise. `full_parameters`
+    gathers the weights.
 
     Tensor parallelism: a parameter that is split over the tensor-parallel ranks has an attribute
     `shard_dim`, the dimension along which it is split. All ranks have a full copy of any other
@@ -83,8 +84,9 @@ class Executor:
     Recomputation: a recomputed forward must give the same output as the first one. On a CPU the
     executor compares checksums of the two outputs. On a GPU it does so only with `debug`.
 
-    Profiling: under torch.profiler each instruction is a profiler range. If torch has a name for
-    the action, the range has this name, such as `PP:0F3`, `PP:1REDUCE_GRAD` or `PP:step`.
+    Profiling: under torch.profiler each instruction is a profiler range. If
+    `torch.distributed.pipelining` has a name for the instruction, the range has this name, such as
+    `PP:0F3`, `PP:1REDUCE_GRAD` or `PP:step`.
 
     Args:
         program: The program to run. `schedir.check` must prove it for the progress model of the
@@ -102,25 +104,25 @@ class Executor:
             stage but the last to the boundary after it. The key of a skip connection is the pair of
             its stages. If the tensors differ between microbatches, it is a `PerMicrobatchBoundary`.
             `infer_boundaries` determines the boundary from one microbatch. A tensor without a
-            gradient is detached before it is passed on. An input that a stage does not use gets a
-            gradient of zeros.
+            gradient is detached before it goes to the next stage. An input that a stage does not
+            use gets a gradient of zeros.
         optimizer: The optimizer of the local parameters. Its `step` runs at OptimizerStep, after
             clipping. By default the weights do not change.
         gradients: The options of gradients: their clipping, their scale, and their accumulation. By
             default the largest norm is 1.0, if the program clips gradients.
         seed: The seed of the random numbers that modules draw from torch's default generators.
             These numbers depend on the seed, the step, the microbatch and the stage only (see
-            `schedir.runtime.autograd.random_streams`). A step restores the state of the generators.
-            With None, the executor does not set the generators.
+            `schedir.runtime.autograd.random_streams`). At its end, a step restores the states of
+            these generators. With None, the executor does not set the generators.
         tied_weights: The parameters that are copies of one weight: the result of
             `schedir.find_tied_weights(stages)` for all stages of the model. It must be the same in
-            every process. It is not needed if local stages share a Parameter, or if each module has
-            its copy as an attribute `tied_weight`.
+            every process. The argument is not needed if local stages share a Parameter, or if each
+            module has its copy as an attribute `tied_weight`.
         extra_programs: Other programs for the same stages, such as one for evaluation or one with
             another number of microbatches. An entry is a program, or a pair of a program and its
             boundary if its boundary differs. The transport must be created for these programs, too.
-        execution: The options of the execution: recording, checks, and the folder of spilled files.
-            They change no result.
+        execution: The options of the execution: recording, checks, and the folder for values on the
+            disk. These options change no result.
 
     Raises:
         ModelError: Processes passed different arguments, or stages, transport, options and program
@@ -267,15 +269,16 @@ class Executor:
         """The global norm of the last update's gradients, before clipping.
 
         It is a 0-dimensional float64 tensor on the rank's device, and 0 if the program does not
-        clip.
+        clip gradients.
         """
         return self.state.service(UpdateChecks).read_last_result()[0]
 
     @property
     def finite_updates(self) -> Tensor:
-        """For each update of the last step, True if the executor made it.
+        """For each update of the last step, True if the executor made the update.
 
-        It is a bool tensor of shape (updates,) on the rank's device.
+        The executor skips an update whose gradients are not finite. The result is a bool tensor of
+        shape (updates,) on the rank's device.
         """
         return self.state.service(UpdateChecks).read_last_result()[1]
 
@@ -324,7 +327,7 @@ class Executor:
             program: The program to run. By default the first program of this executor.
 
         Returns:
-            On a rank with the last stage, the unscaled sum of the losses that it computed,
+            On a rank with the last stage, the unscaled sum of the losses that the rank computed,
             0-dimensional. On other ranks, None.
 
         Raises:
@@ -377,8 +380,8 @@ class Executor:
         """Return the runner of one of the programs of this executor.
 
         Args:
-            program: The program. If it is None, the executor must have exactly one program with
-                this `has_backward`.
+            program: The program. If `program` is None, the executor must have exactly one program
+                with this `has_backward`.
             has_backward: True for a program that trains, False for one that only evaluates.
 
         Raises:
@@ -411,7 +414,7 @@ class Executor:
         )
 
     def _switch_program(self, runner: ProgramRunner) -> None:
-        """Make `runner` the current runner. All processes must call this together."""
+        """Make `runner` the current runner. All processes must call this method together."""
         self.state.require_no_failed_step()
         self.program_order.start_run(runner.program_number)
         self.current_runner = runner
@@ -421,10 +424,10 @@ class Executor:
 
         Before this call the weights and the optimizer state may be wrong. The loss that `step`
         returns is always right, and so are `grad_norm` and `finite_updates`. For other programs the
-        method does nothing. All processes must call it after the same step.
+        method does nothing. All processes must call this method after the same step.
 
         Raises:
-            ModelError: The processes call it after different steps.
+            ModelError: The processes call the method after different steps.
             ExecutionError: An earlier step failed.
         """
         for service in self.state.list_services():
@@ -437,8 +440,8 @@ class Executor:
     def full_parameters(self) -> AbstractContextManager[None]:
         """Return a context in which every parameter is unsharded (ZeRO), to save or load weights.
 
-        Use it between steps. All processes must enter and leave the context together, and must
-        write the same values to parameters.
+        Use this context between steps. All processes must enter and leave the context together, and
+        must write the same values to parameters.
 
         Raises:
             ExecutionError: An earlier step failed.

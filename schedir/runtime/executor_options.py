@@ -23,10 +23,10 @@ class GradientOptions:
             gradients. If the program does not clip, only None is allowed.
         loss_scale: The loss scale of float16 training. The gradients have this scale until their
             reduction, which removes it. By default the loss is not scaled. Each virtual rank of an
-            `InProcessExecutor` has a copy.
+            `InProcessExecutor` has a copy of the loss scale.
         accumulate_grads: True to add gradients to the existing ones, as autograd does. Then the
-            executor steps no optimizer, computes no norm, sums over no replicas, and does not check
-            gradients for inf and NaN. The caller must do all of this.
+            executor does not step the optimizer, compute the global norm, sum gradients over
+            replicas, or check gradients for inf and NaN. The caller must do all of this.
 
     Example:
         >>> from schedir.runtime import GradientOptions
@@ -74,12 +74,13 @@ class ExecutionOptions:
             ends. Between steps, `Executor.record_timestamps` may be set to False and back to True.
         debug: True to also run the checks in which the host must wait for the GPU.
         spill_dir: The folder of the file for values that the program moves to the disk. A program
-            that uses the disk requires it. The file is unlinked, so it disappears when the process
-            ends. The first step extends it to its full length, and raises an error if the disk is
-            full. A folder in memory (tmpfs) causes a warning.
+            that uses the disk requires this folder. The file is unlinked, so it disappears when the
+            process ends. The first step extends the file to its full length, and raises an error if
+            the disk is full. A folder in memory (tmpfs) causes a warning.
         allow_identical_stages: True to allow equal trained parameters in different stages, for
-            example because of equal seeds. By default they are an error, because they may be a tied
-            weight that is not declared. Parameters with a constant value are always allowed.
+            example because of equal seeds. By default such parameters are an error, because they
+            may be a tied weight that is not declared. Parameters with a constant value are always
+            allowed.
 
     Example:
         >>> from schedir.runtime import ExecutionOptions
@@ -99,7 +100,7 @@ class ExecutionOptions:
             programs: The programs that a rank runs.
 
         Raises:
-            ModelError: `spill_dir` is not a path, or it is missing.
+            ModelError: `spill_dir` is not a path, or it is None although a program uses the disk.
             UsageError: An option has a wrong type.
         """
         flags = ("record_timestamps", "debug", "allow_identical_stages")

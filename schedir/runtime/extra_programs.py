@@ -18,7 +18,7 @@ ExtraProgram = (
     Program | tuple[Program, BoundaryLike | BoundaryByEdge | PerMicrobatchBoundary | BoundaryTable]
 )
 
-# Attributes that must be equal in all programs of an executor with a backward.
+# Attributes that must be equal in all programs with a backward that one executor runs.
 _TRAINING_ATTRIBUTES = (
     "tied_weights",
     "clip_grad_norm",
@@ -136,8 +136,8 @@ class ProgramOrder:
     """The order in which a rank runs programs, with a check that all ranks use the same order.
 
     A message does not name its program. So before a rank switches to another program, all processes
-    exchange the program that they run next. If a process does not switch, the others wait for it in
-    this exchange, and do not receive messages of the wrong program.
+    exchange the number of the program that they run next. If a process does not switch, the others
+    wait for it in this exchange, and do not receive messages of the wrong program.
 
     Args:
         programs: The programs of the executor, the first one first.
@@ -156,14 +156,14 @@ class ProgramOrder:
     def start_run(self, program_number: int) -> None:
         """Check that all processes run the same program next, if this rank switches programs.
 
-        All processes must call this before each run.
+        All processes must call this method before each run.
 
         Args:
             program_number: The index of the program in `programs`.
 
         Raises:
             ProgramSequenceError: A process runs another program next, or has run the current
-                program another number of times. All processes raise this error.
+                program a different number of times. All processes raise this error.
             ExecutionError: The other processes did not switch within the timeout.
         """
         if program_number == self.current_number:
@@ -190,7 +190,7 @@ class ProgramOrder:
         self.run_count = 1
 
     def _order_error(self, reports: Sequence[tuple[int, ...]]) -> ProgramSequenceError:
-        """Create the error. A report of a rank is (dp_rank, tp_rank, rank, runs, next program)."""
+        """Create the error. A report is (dp_rank, tp_rank, rank, run count, program number)."""
         min_run_count = min(run_count for *_, run_count, _ in reports)
         runs_by_replica: dict[tuple[int, int], list[list[Program]]] = {}
         for dp_rank, tp_rank, _, run_count, program_number in reports:

@@ -1,7 +1,7 @@
 """InProcessExecutor: run all ranks of a program in one process, in any legal order.
 
-It is for property tests, and for the study of a schedule on one machine. A seed selects one of the
-orders that the dependency graph allows.
+This executor is for property tests, and for the study of a schedule on one machine. A seed selects
+one of the orders that the dependency graph allows.
 """
 
 from __future__ import annotations
@@ -65,7 +65,7 @@ class InProcessExecutor:
 
     Shared Parameters: if stages on several ranks share a Parameter, the first of these ranks
     computes with the Parameter itself, and the others with copies. Ranks in separate processes
-    would do the same.
+    would also compute with copies.
 
     Args:
         program: The program to run, with tp=1 and dp=1. Tensor-parallel ranks and replicas must run
@@ -85,7 +85,8 @@ class InProcessExecutor:
 
     Raises:
         ModelError: As in `Executor`. Also if tp or dp is not 1, or if messages between two ranks
-            overtake each other. Messages may do so under the progress model "torch_lazy".
+            overtake each other. Under the progress model "torch_lazy", messages may overtake each
+            other.
 
     Example:
         >>> import schedir, torch
@@ -308,7 +309,7 @@ class InProcessExecutor:
         )
 
     def _lift_guards(self) -> None:
-        """Lift the guards of all ranks, before any rank writes to memory that ranks share."""
+        """Lift the guards of unvalidated updates, before any rank writes to shared memory."""
         for executor in self.executors:
             for service in executor.state.list_services():
                 service.lift_guard()
@@ -387,7 +388,8 @@ class ExecutionOrders:
 
     def __init__(self, program: Program, progress_model: ProgressModel) -> None:
         self.graph: Graph = Graph.from_program(program, progress_model)
-        # "torch_lazy" allows messages to overtake each other, but a mailbox has one queue.
+        # "torch_lazy" allows messages to overtake each other, but a mailbox has one queue between
+        # two ranks.
         if crossing_error := find_crossed_messages(Graph.from_program(program, "per_edge")):
             raise ModelError(
                 f"{crossing_error.sites[0].instr} and {crossing_error.sites[1].instr} are received "
@@ -396,8 +398,8 @@ class ExecutionOrders:
                 program=program.name,
                 sites=crossing_error.sites,
             )
-        # For each node, the (rank, index) of its instructions. The number of a node is the position
-        # of its send, so the send comes first.
+        # For each node of the graph, the (rank, index) of its instructions. The number of a
+        # transfer's node is the position of the send, so the send comes first.
         self.node_instructions: list[list[tuple[int, int]]] = [
             [] for _ in range(self.graph.node_id_limit)
         ]
@@ -429,9 +431,9 @@ class ExecutionOrders:
 def _iterate_round_robin(graph: Graph) -> Iterator[tuple[int, int]]:
     """Yield (rank, index) of instructions, one per rank in turn, until all ranks would wait.
 
-    If an instruction waits for a message or a collective, all sides of the message or collective
-    come before the instruction. The reason is that a host can make a CUDA stream wait only for work
-    that was issued before.
+    If an instruction waits for a message or a collective, the instructions of all ranks that take
+    part in it come first. The reason is that a host can make a CUDA stream wait only for work that
+    the host has already issued.
     """
     program = graph.program
     node_of_position = graph.node.tolist()
@@ -439,8 +441,8 @@ def _iterate_round_robin(graph: Graph) -> Iterator[tuple[int, int]]:
     positions_of_node: dict[int, list[int]] = defaultdict(list)
     for position, node in enumerate(node_of_position):
         positions_of_node[node].append(position)
-    # Exit node -> positions that must be issued before the node is complete: all sides of all
-    # transfers of a group.
+    # Exit node of a group of transfers -> the positions of all sends and receives of the group. The
+    # node is complete only after the ranks have issued all of them.
     required_positions: dict[int, list[int]] = defaultdict(list)
     for position, exit_node in enumerate(exit_nodes):
         required_positions[exit_node] += positions_of_node[node_of_position[position]]

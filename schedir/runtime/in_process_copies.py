@@ -41,8 +41,8 @@ class StageReplica:
         stage: The number of the stage.
         copy: The copy.
         module: The module that was copied. The first rank computes with it.
-        recorded_state: The attributes of the module that `sync_state` does not copy, after the last
-            step.
+        recorded_state: The attributes of the module that `sync_state` does not copy, as they were
+            after the last step.
     """
 
     stage: int
@@ -59,14 +59,14 @@ class StageReplica:
         """Set the copy to the present state of the module.
 
         The method copies Parameters, buffers, the training mode, and attributes that are numbers or
-        strings, such as the `p` of a dropout. Users may change these between steps.
+        strings, such as the `p` of a dropout. Users may change this state between steps.
 
         Args:
             program: The program that the error names.
 
         Raises:
-            ModelError: Something else has changed since `record_state`: a submodule, a hook, or an
-                attribute that is neither a number nor a string.
+            ModelError: State that this method does not copy has changed since `record_state`: a
+                submodule, a hook, or an attribute that is neither a number nor a string.
         """
         recorded_state = self.recorded_state
         if recorded_state is not None and (

@@ -51,7 +51,8 @@ class ProgramRunner:
             False.
         is_warm: True if the next step needs no warm-up steps.
         progress: The index of the current instruction and its start time in nanoseconds. By default
-            this is memory of the process. A caller may set it to a view of a black box.
+            this is memory of the process. A caller may set `progress` to a view of a black box, a
+            memory-mapped file that remains if the process dies.
     """
 
     def __init__(
@@ -136,7 +137,7 @@ class ProgramRunner:
         """Run one training step without overlap, one instruction after the other.
 
         All ranks use the same total order of instructions. So there is no deadlock, even if an
-        instruction waits for the device. All processes must call this.
+        instruction waits for the device. All processes must call this method together.
 
         Args:
             inputs: See `Executor.step`.
@@ -181,7 +182,7 @@ class ProgramRunner:
     def _run_until_valid(
         self, batch: StepInputs, order: Sequence[int] | None = None
     ) -> Tensor | None:
-        """Run a step in `order` or in stream order. Repeat it if its weights were wrong."""
+        """Run a step in `order` or in stream order, again while `needs_rerun` returns True."""
         step_number = self.state.random_streams.step
         try:
             total_loss = self._run_once(batch, order)
@@ -241,8 +242,9 @@ class ProgramRunner:
     def needs_rerun(self) -> bool:
         """Return whether all ranks must run the step again, because its weights were wrong.
 
-        If the result is True, the weights are right now, and the method has restored all other
-        state from before the step. Call this once after each step.
+        The weights are wrong if the previous update failed its validation. In this case the method
+        corrects the weights, and restores all other state from before the step. Call this method
+        once after each step.
 
         Raises:
             ExecutionError: The validation of the update failed.

@@ -37,7 +37,8 @@ class Call(NamedTuple):
     """The functions with which a rank executes one instruction of its stream.
 
     Attributes:
-        wait: Waits until the inputs of the instruction have arrived. None if it needs no wait.
+        wait: Waits until the inputs of the instruction have arrived. None if the instruction needs
+            no wait.
         run: Runs the instruction.
     """
 
@@ -230,7 +231,8 @@ class State:
         total_loss = None
         if self.shape.stages - 1 in self.stages:
             # Sum in the order of microbatches, so that the order of execution does not change the
-            # bits. Sum before `on_step_end`, because a loss may be in receive memory.
+            # bits of the sum. Sum before `on_step_end`, because a loss may be in the memory of a
+            # received message.
             total_loss = sum(self.losses, torch.zeros((), device=self.device))
         for service in self.list_services():
             service.finish_step()
@@ -271,9 +273,9 @@ class State:
             kind: The kind of the value.
             stage: The number of the stage.
             mb: The microbatch.
-            index: The index in the stream of the instruction that reads or fills the slot. It
-                matters if the value is in several slots, one after the other. By default the method
-                returns the last of these slots.
+            index: The index in the stream of the instruction that reads or fills the slot. The
+                index matters only if the value is in several slots, one after the other. By default
+                the method returns the last of these slots.
         """
         if (kind, stage, mb) not in self.slot_assignment and kind in LOCAL_HANDOVER:
             stage = self.program.peer_stage(kind, stage)
@@ -287,7 +289,7 @@ class State:
     def get_outgoing_tensors(self, kind: Value, stage: int, mb: int) -> Sequence[Tensor]:
         """Return the tensors of a stage's output value, before another stage or a send uses it.
 
-        The value must still have the form in which the stage computed it.
+        No instruction may have sliced or packed the value yet.
 
         Args:
             kind: The kind of the value: an output, or the gradient of an input.
@@ -311,8 +313,9 @@ class State:
     def abort_step(self, step_number: int, *, has_begun: bool) -> None:
         """Clean up after an error in a step.
 
-        Modules get their original parameters back. If the step had begun, an update that is not
-        validated is undone. Otherwise the update stays guarded, and the step does not count.
+        Modules get their original parameters back. If an instruction of the step had begun, the
+        method undoes the last update if it is not validated yet. Otherwise this update stays, and
+        the number of the next step does not change.
 
         Args:
             step_number: The number of the step, which determines the step's random numbers.
@@ -338,7 +341,7 @@ class State:
         """Convert an error to an `ExecutionError` that names an instruction.
 
         An error that already names an instruction keeps this instruction. Such an error comes from
-        earlier work that failed on its lane.
+        an earlier instruction, whose work failed on its lane.
 
         Args:
             index: The index of the current instruction in the stream.

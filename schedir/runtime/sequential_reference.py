@@ -1,7 +1,7 @@
 """Run the stages of a model in one process without a pipeline, as a reference for schedules.
 
-Every schedule must reproduce the result. A schedule with microbatches in ascending order reproduces
-it with the same bits.
+Every schedule must compute the same losses and gradients, up to rounding. A schedule with
+microbatches in ascending order computes the same bits.
 """
 
 from __future__ import annotations
@@ -81,8 +81,8 @@ def run_sequential(
 
     Each stage, from first to last, runs the forwards of all microbatches in order. Then each stage,
     from last to first, runs all backwards in order. After that, the parameters have the gradients
-    in `grad`. Tensors between stages are contiguous, and have a gradient if the output of the stage
-    has one.
+    in `grad`. Tensors between stages are contiguous, and require a gradient if the output of the
+    stage requires one.
 
     Gradients are reduced in this order:
 
@@ -90,7 +90,7 @@ def run_sequential(
     2. If several ranks have a stage, each of them has a separate sum. These sums are added in the
        order of ranks, as virtual ranks do. Three or more processes may add in another order.
     3. Each stage with a copy of a tied weight has a separate sum. These sums are added in the order
-       of stages, and all copies get the total. Ties are found as in `Executor`.
+       of stages, and all copies get the total. The function finds tied weights as `Executor` does.
 
     Args:
         stages: All stages of the model, in order.
@@ -163,7 +163,7 @@ def run_sequential(
 
 
 class _SequentialStep:
-    """One step of `run_sequential`. The caller has begun the step of `random_streams`."""
+    """One step of `run_sequential`. The caller must call `random_streams.begin_step` before."""
 
     def __init__(
         self,
@@ -200,8 +200,8 @@ class _SequentialStep:
     def run(self) -> Tensor:
         """Run all forwards and backwards, and return the sum of the losses."""
         for k in range(len(self.stages)):
-            # Use the adapter of executors, because inputs with another memory layout may round
-            # differently.
+            # Use the adapter that executors use, because kernels may round differently if their
+            # inputs have another memory layout.
             adapter = StageInputAdapter()
             for mb in _list_forwards(self.program, k, len(self.losses)):
                 self._run_forward(k, mb, adapter)
@@ -279,9 +279,8 @@ class _SequentialStep:
             flat.copy_(sum(others, first))
 
     def _compute_gradients(self, k: int, mb: int) -> None:
-        """Compute the gradients of a forward with autograd."""
         _, roots = self.saved_tensors[k][mb]
-        if roots:  # no roots: nothing to train up to here
+        if roots:  # empty if no output requires a gradient
             dy = self.output_gradients[mb]
             torch.autograd.backward(roots, dy and [*dy, *self.skip_gradients.pop((k, mb), ())])
 

@@ -56,9 +56,9 @@ class StageState:
         # True after a split backward deferred weight gradients, or if no layer of the stage can
         # defer them.
         self.has_checked_layers = False
-        # True after the check that the outputs of a forward have a gradient.
+        # True after the check that the outputs of a forward require a gradient.
         self.has_checked_gradient = False
-        # True after the warning about layers that are not split.
+        # True after the warning about layers whose backward is not split.
         self.has_warned_of_layers = False
         # True after the check that the outputs depend only on Parameters of the stage.
         self.has_checked_parameters: bool = max_bucket_bytes is None

@@ -14,7 +14,7 @@ from schedir.runtime.arguments import require_all_microbatches
 
 # A tensor or a tuple of tensors for each microbatch, or a tensor that stacks the microbatches.
 Microbatches = Sequence[Any] | Tensor
-# For each microbatch, its keyword arguments. Empty if no microbatch has any.
+# For each microbatch, its keyword arguments. Empty if no microbatch has keyword arguments.
 Keywords = Sequence[Mapping[str, Any]]
 
 
@@ -24,7 +24,7 @@ class StepInputs(NamedTuple):
     Args:
         inputs: The input of the first stage, for each microbatch.
         targets: The target of the loss, for each microbatch.
-        grad_scale: The factor of the losses: gradients are those of the scaled losses.
+        grad_scale: The factor of the losses. Gradients are those of the losses times this factor.
         keywords: The keyword arguments of all stages, for each microbatch.
     """
 

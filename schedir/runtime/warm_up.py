@@ -56,10 +56,10 @@ def undo_steps(state: State) -> Iterator[None]:
     - gradients of Parameters that only the optimizer or only the loss has.
 
     There are three kinds of optimizers. A fused optimizer of torch runs, but the device skips its
-    update. Its state is created if needed, and otherwise stays unchanged. Any other optimizer of
-    torch makes its update, and the context restores its state from a copy on the host. If the
-    optimizer is not torch's own, or has hooks on its step, it does not run, because its effects are
-    unknown.
+    update. Such an optimizer creates its state if needed, and does not change existing state. Any
+    other optimizer of torch makes its update, and the context restores its state from a copy on the
+    host. If the optimizer is not torch's own, or has hooks on its step, it does not run, because
+    its effects are unknown.
 
     Args:
         state: The state of the program that runs the steps.
@@ -113,8 +113,8 @@ def preserve_step(
         unstepped: The Parameters of the rank that no optimizer steps.
 
     Returns:
-        An object whose `close` restores the state. And inputs with the same values, which the step
-        must use instead of `batch`, so that the tensors that it reads are preserved.
+        An object whose `close` restores the state, and inputs with the same values as `batch`. The
+        step must use these inputs, because they preserve each tensor when the step reads it.
     """
     preserved = PreservedState()
     for service in state.list_services():
@@ -139,9 +139,9 @@ def _add_gradients_and_values(preserved: PreservedState, tensors: Iterable[Tenso
 class UnsteppedParameters:
     """The Parameters of a rank that its optimizer does not step.
 
-    A forward may write to such a Parameter, like to a buffer. Most of them are never written to,
-    and all of them together may need much memory. So the first `capture` copies all of them to the
-    host. Later captures copy only the Parameters to which the first step wrote.
+    A forward may write to such a Parameter, like to a buffer. Most of these Parameters are never
+    written to, and all of them together may need much memory. So the first `capture` copies all of
+    them to the host. Later captures copy only the Parameters to which the first step wrote.
 
     Args:
         state: The state of the program.

@@ -78,9 +78,9 @@ def solve(
     Args:
         problem: The problem to solve.
         seconds: The time limit of the solver.
-        hint: The order from which the solver starts. It must not deadlock, and must fit into
+        hint: The order from which the solver starts. The order must not deadlock, and must fit into
             memory. The result is never longer than this order.
-        shorter_than: Search only for orders shorter than this. By default any order.
+        shorter_than: Search only for orders shorter than this time. By default any order.
         known_bound: A lower bound that is already proved.
         workers: The number of threads. By default the number of processors.
         seed: The random seed of the solver.
@@ -151,7 +151,7 @@ def import_cp_sat() -> Any:
     Raises:
         MissingPackageError: OR-Tools is not installed.
     """
-    require_package("ortools", "a proof by CP-SAT", field="prove")
+    require_package("ortools", "a proof by CP-SAT", field="bound")
     from ortools.sat.python import cp_model
 
     return cp_model

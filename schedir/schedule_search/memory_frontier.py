@@ -55,8 +55,8 @@ class FrontierLevel(NamedTuple):
 class MemoryFrontier:
     """The shortest runs at ascending memory limits, with lower bounds.
 
-    With sizes, a limit is the number of bytes of a rank. Without sizes, it is the number of (stage,
-    microbatch) pairs in flight on a rank.
+    With sizes, a limit is the number of bytes of a rank. Without sizes, a limit is the number of
+    (stage, microbatch) pairs in flight on a rank.
 
     Attributes:
         shape: The pipeline shape.
@@ -136,8 +136,8 @@ def memory_frontier(
         seed: The random seed.
         initial_schedules: Schedule functions or programs from which the searches start, in addition
             to the built-in schedules.
-        report: A function of the limit, of a `SearchStep` and of the bound. The search calls it as
-            `search_schedule` calls its `report`.
+        report: A function of the limit, of a `SearchStep` and of the bound. The search calls this
+            function as `search_schedule` calls its `report`.
 
     Returns:
         The frontier. It is incomplete if Ctrl-C ended the search.
@@ -214,7 +214,7 @@ def memory_frontier(
 def _tighten_level(level: FrontierLevel, bound: float) -> FrontierLevel:
     """Return the level with a bound that is at most its span.
 
-    Rounding can make a bound larger than the span, because they are sums of floats in different
+    Rounding can make a bound larger than the span, because both are sums of floats in different
     orders.
     """
     span = level.timeline.span

@@ -68,7 +68,7 @@ class SchedulingProblem:
             by rank. In this time the rank reduces the gradients of one stage, and runs the
             optimizer step.
         saved: The memory of a microbatch from the start of its F to the start of its I, by stage.
-            If backwards are not split, it is in use until the end of the I.
+            If backwards are not split, the memory is in use until the end of the I.
         deferred_wgrad: The memory of a microbatch from the end of its I to the end of its W, by
             stage.
         saved_and_deferred: The memory of a microbatch during its I, by stage.
@@ -132,8 +132,8 @@ class SchedulingProblem:
     def get_min_capacity(self, rank: int) -> float:
         """Return the least capacity with which a rank can run one microbatch at a time.
 
-        No schedule fits into less. The microbatch passes all stages of the rank forward and then
-        backward, and each W follows its I.
+        No schedule fits into less capacity. The microbatch passes all stages of the rank forward
+        and then backward, and each W follows its I.
 
         Args:
             rank: The rank.
@@ -178,15 +178,15 @@ def make_problem(
             no limit.
         max_in_flight: The largest number of (stage, microbatch) pairs between F and W, or F and B,
             on a rank. An integer, or a function of the rank, as in `greedy_schedule`. By default
-            there is no limit. It excludes `memory_limit`.
+            there is no limit. Do not give both this argument and `memory_limit`.
         objective: The length to minimize, see `SchedulingProblem`.
         split_backward: True to split backwards into I and W.
 
     Raises:
         ShapeError: The shape has stage replicas, several updates or sequence chunks.
         CostsError: The costs differ between microbatches, are all 0, or add up to more than 1e299.
-            Also if they are for another number of stages, or contain B but not I and W for split
-            backwards. Also if `FB` is less than a forward and a backward.
+            Also if the costs are for another number of stages, or contain B but not I and W for
+            split backwards. Also if `FB` is less than a forward and a backward.
         UsageError: The limit is invalid, or too small for any schedule.
     """
     require_type(shape, "shape", PipelineShape, "PipelineShape(ranks=4, microbatches=8)")

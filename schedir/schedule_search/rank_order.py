@@ -71,7 +71,7 @@ def draft_from_order(
 
     Args:
         problem: The problem of the order.
-        order: For each rank the codes of its tasks.
+        order: For each rank, the codes of its tasks. See `Order`.
         name: The name of the draft.
     """
     ops = (FORWARD, BACKWARD_INPUT if problem.split_backward else BACKWARD, BACKWARD_WEIGHT)
@@ -93,7 +93,7 @@ def compute_peaks(problem: SchedulingProblem, order: Sequence[Sequence[int]]) ->
 
     Args:
         problem: The problem of the order.
-        order: For each rank the codes of its tasks.
+        order: For each rank, the codes of its tasks. See `Order`.
     """
     peaks = []
     for codes in order:
@@ -120,7 +120,7 @@ def compute_starts(
 
     Args:
         problem: The problem of the order.
-        order: For each rank the codes of its tasks.
+        order: For each rank, the codes of its tasks. See `Order`.
 
     Returns:
         The starts in the order of the tasks, in the unit of the costs. None if the order deadlocks.
@@ -171,7 +171,7 @@ def compute_length(problem: SchedulingProblem, order: Sequence[Sequence[int]]) -
 
     Args:
         problem: The problem of the order.
-        order: For each rank the codes of its tasks.
+        order: For each rank, the codes of its tasks. See `Order`.
 
     Returns:
         The length in the unit of the costs. None if the order deadlocks.

@@ -30,9 +30,9 @@ from schedir.schedule_search.search_arguments import (
 from schedir.schedule_search.search_results import SearchResult, SearchStep, StopReason
 from schedir.schedules.schedule_algebra import Schedule
 
-ProofMethod = Literal["closed", "solver"]
+BoundMethod = Literal["closed", "solver"]
 _EXAMPLE: Final = "search_schedule(ranks=4, microbatches=8)"  # A correct call, for errors.
-_PROOF_METHODS: Final = get_args(ProofMethod)
+_BOUND_METHODS: Final = get_args(BoundMethod)
 _HEURISTIC_SHARE: Final = 0.3  # The share of the time for the local search before the solver.
 # A pilot is a short search that estimates the memory of messages. These are the largest numbers of
 # pilots and of the evaluations of one pilot, and the share of the time for one pilot.
@@ -43,16 +43,14 @@ _BUILD_SECONDS_PER_TASK: Final = 2e-5  # Seconds per task, reserved to compile p
 
 
 def _require_report(report: object) -> None:
-    """Raise UsageError if `report` is neither None nor a function."""
     if report is not None and not callable(report):
         raise UsageError(f"report must be a function, not {describe(report)}", fields=["report"])
 
 
-def _require_proof_method(prove: object) -> None:
-    """Raise UsageError if `prove` is not the name of a method."""
-    if prove not in _PROOF_METHODS:
+def _require_bound_method(bound: object) -> None:
+    if bound not in _BOUND_METHODS:
         raise UsageError(
-            f"prove must be 'closed' or 'solver', not {describe(prove)}", fields=["prove"]
+            f"bound must be 'closed' or 'solver', not {describe(bound)}", fields=["bound"]
         )
 
 
@@ -144,18 +142,19 @@ def search_schedule(
     max_evaluations: int | None = None,
     seed: int = 0,
     initial_schedules: Sequence[Schedule | Program] = (),
-    prove: ProofMethod = "closed",
+    bound: BoundMethod = "closed",
     report: Callable[[SearchStep, float], None] | None = None,
 ) -> SearchResult:
     """Search for the shortest schedule within a memory limit, and compute a lower bound.
 
     The search first evaluates the built-in and the initial schedules that fit. The result is never
-    longer than any of these. Then list scheduling builds schedules by dispatch policies, and varies
-    the best policies. Finally, simulated annealing moves tasks in the best schedules.
+    longer than any of these schedules. Then list scheduling builds schedules by dispatch policies,
+    and varies the best policies. Finally, simulated annealing moves tasks in the best schedules.
 
     The search ends with a proof, after `time_limit`, after `max_evaluations`, or after many failed
-    attempts. Ctrl-C also ends it, and the function returns the best schedule so far. The search
-    finds no schedules with activation recomputation, which may be shorter with little memory.
+    attempts. Ctrl-C also ends the search, and the function returns the best schedule so far. The
+    search finds no schedules with activation recomputation, which may be shorter with little
+    memory.
 
     Args:
         shape: The pipeline shape. You can give its fields as keywords instead.
@@ -167,8 +166,8 @@ def search_schedule(
         stages_per_rank: The number of stages on each rank.
         placement: The rank of each stage. See `compile`.
         max_in_flight: The largest number of (stage, microbatch) pairs in flight on a rank. An
-            integer, or a function of the rank, as in `greedy_schedule`. It excludes
-            `memory_limit`.
+            integer, or a function of the rank, as in `greedy_schedule`. Do not give both this
+            argument and `memory_limit`.
         objective: The length to minimize. "span": the span of the run. "active_span": the longest
             active span of a rank.
         split_backward: True to split backwards into I and W. If a full backward takes less than
@@ -180,7 +179,7 @@ def search_schedule(
         initial_schedules: Schedule functions or programs from which the search starts, in addition
             to the built-in schedules. Their backwards are split or joined as `split_backward`
             requires.
-        prove: "closed" computes the bound from formulas. "solver" searches for 30 % of the time,
+        bound: "closed" computes the bound from formulas. "solver" searches for 30 % of the time,
             and then runs CP-SAT (`pip install 'schedir[solver]'`). CP-SAT can prove small cases
             that the formulas cannot. The result of CP-SAT depends on time, not only on `seed`.
         report: A function of a `SearchStep` and of the bound. The search calls it for each shorter
@@ -195,7 +194,7 @@ def search_schedule(
         CostsError: See `make_problem`.
         ShapeError: See `make_problem`.
         MemoryLimitError: No program fits into the limit with its messages.
-        MissingPackageError: `prove` is "solver", and OR-Tools is not installed.
+        MissingPackageError: `bound` is "solver", and OR-Tools is not installed.
 
     Example:
         >>> from schedir import Costs, search_schedule
@@ -217,9 +216,9 @@ def search_schedule(
     seed = require_integer(seed, "seed", "seed must be an integer")
     require_type(initial_schedules, "initial_schedules", Sequence, "[schedules.zb_h1]")
     _require_report(report)
-    _require_proof_method(prove)
+    _require_bound_method(bound)
     start_time = perf_counter()
-    uses_solver = prove == "solver"
+    uses_solver = bound == "solver"
     if uses_solver:
         import_cp_sat()
     costs = Costs() if costs is None else costs
@@ -252,14 +251,14 @@ def search_schedule(
     if is_interrupted:
         stop_reason = "interrupted"
     length, timeline = built or builder.build_smallest()
-    bound = search.bound.value
-    assert bound <= length * (1 + 1e-6), "a bug: the schedule is shorter than the lower bound"
+    lower_bound = search.bound.value
+    assert lower_bound <= length * (1 + 1e-6), "a bug: the schedule is shorter than the lower bound"
     # The length and the bound are sums of floats in different orders, so they may be rounded
     # differently.
-    if length <= bound * (1 + RELATIVE_TOLERANCE):
-        stop_reason, bound = "proved", length
+    if length <= lower_bound * (1 + RELATIVE_TOLERANCE):
+        stop_reason, lower_bound = "proved", length
     return SearchResult(
-        timeline.program, timeline, length, bound, search.bound.explanation,
+        timeline.program, timeline, length, lower_bound, search.bound.explanation,
         tuple(heuristic_search.improvements), num_evaluated, seed, stop_reason,
         heuristic_search.numba,
     )  # fmt: skip
@@ -307,7 +306,7 @@ def _build_shortest(
     start_time: float,
     time_limit: float,
 ) -> tuple[BuiltProgram | None, bool]:
-    """Return the shortest program of the orders that were found, and whether Ctrl-C interrupted.
+    """Return the shortest program of the orders that were found, and whether Ctrl-C was pressed.
 
     If no program of these orders is shorter than `built`, return `built`.
     """

@@ -59,8 +59,9 @@ class SearchResult:
         stop_reason: The reason why the search ended. "proved": no schedule is shorter. "time": the
             time limit or the number of evaluations is reached. "no better": the search no longer
             found shorter schedules. "interrupted": Ctrl-C.
-        numba: "used" if the search ran loops that Numba compiled, else the reason why it did not.
-            Without compiled loops, a search tries far fewer schedules in the same time.
+        numba: "used" if the search ran loops that Numba compiled, else the reason why it ran
+            without them. Without compiled loops, a search tries far fewer schedules in the same
+            time.
     """
 
     program: Program
@@ -79,7 +80,7 @@ class SearchResult:
 
     @property
     def gap_to_bound(self) -> float:
-        """The relative gap, span / bound - 1. It is 0 if no schedule is shorter."""
+        """The relative gap, span / bound - 1. The gap is 0 if no schedule is shorter."""
         return 0.0 if self.stop_reason == "proved" else max(self.span / self.bound - 1, 0.0)
 
 

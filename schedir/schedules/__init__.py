@@ -28,6 +28,7 @@ from collections.abc import Sequence
 from difflib import get_close_matches
 
 from schedir.errors import UsageError, describe
+from schedir.retired_names import OTHER_SCHEDULE_NAMES
 from schedir.schedules.bidirectional import bitpipe, chimera, dualpipe
 from schedir.schedules.building_blocks import v_half, v_min, wave
 from schedir.schedules.interleaved_schedules import (
@@ -63,21 +64,6 @@ __all__ = [
     "zb_h2",
     "zb_v",
 ]
-
-# Names in DeepSpeed, Megatron-LM, PaddlePaddle and papers -> schedir's names.
-_OTHER_NAMES = {
-    "pipedream_flush": "one_f_one_b",
-    "dapple": "one_f_one_b",
-    "afab": "gpipe",
-    "fill_drain": "gpipe",
-    "fthenb": "gpipe",
-    "virtual_pipeline": "interleaved",
-    "vpp": "interleaved",
-    "bfs": "looped_bfs",
-    "dfs": "looped_dfs",
-    "zero_bubble": "zb_h1",
-    "hanayo": "wave",
-}
 
 
 def get_built_in_schedules() -> dict[str, Schedule]:
@@ -133,10 +119,11 @@ def suggest_schedules(name: str, known: Sequence[str]) -> str:
     names = {"1f1b": "one_f_one_b", "vzerobubble": "_v", "zerobubble": "_zb"}
     replaced_names = (normalized_name.replace(old, new) for old, new in names.items())
     candidates = [normalized_name, *replaced_names]
-    # "interleaved_1f1b" is interleaved 1F1B, although "interleaved_zb" has more letters of it.
+    # "interleaved_1f1b" is interleaved 1F1B, although "interleaved_zb" has more letters in common
+    # with this name.
     exact_names = [
         normalized_name.replace("1f1b", "").strip("_"),
-        _OTHER_NAMES.get(normalized_name, ""),
+        OTHER_SCHEDULE_NAMES.get(normalized_name, ""),
         *candidates,
     ]
     matches = [candidate for candidate in exact_names if candidate in known]

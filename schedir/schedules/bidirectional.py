@@ -67,7 +67,7 @@ def chimera(r: int, P: int, m: int) -> RankSchedule:
     the paper, not from its code. The paper's forward doubling is not implemented.
 
     If P divides m, each rank idles for (P-2)(min(F,B) + (m/P)|B-F|). At F = B, this is half of the
-    bubble of 1F1B. At B = 2F and m = P, it is the paper's value.
+    bubble of 1F1B. At B = 2F and m = P, the idle time is the paper's value.
 
     For m >= P, a rank has P/2 + 1 + min(r, P-1-r) activations in flight. It has twice the
     parameters of a rank of 1F1B.
@@ -100,11 +100,11 @@ def chimera(r: int, P: int, m: int) -> RankSchedule:
 def bitpipe(r: int, P: int, m: int) -> RankSchedule:
     """Run BitPipe: two interleaved 1F1B pipelines, one vee in each direction.
 
-    The order is that of the drawing for P = m = 4 in the authors' code. It follows the rule of
-    Chimera with twice as many stages, each half as long. More than P microbatches run in units of
-    P, one unit after the other. In the authors' drawing for m = 2P = 8, the second forward of a
-    unit starts earlier than here. The step in that drawing takes 53 F. With the order here, it
-    takes 54 F.
+    The order is that of the drawing for P = m = 4 in the authors' code. The order follows the rule
+    of Chimera with twice as many stages, each half as long. More than P microbatches run in units
+    of P, one unit after the other. In the authors' drawing for m = 2P = 8, the second forward of a
+    unit starts earlier than here. The step in that drawing takes 53 F. With the order here, the
+    step takes 54 F.
 
     If P divides m, each rank idles for (P-2)(min(F,B) + (m/P)|B-F|). At B = 2F and m = P, this
     idle time is (P-2)/(3m+P-2) of the step. No message is sent where a vee reverses its direction.

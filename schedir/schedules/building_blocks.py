@@ -164,8 +164,8 @@ def _repeat_block(
 
     The order of a microbatch on a rank is F0, F1, I1, I0. Microbatches follow each other at a
     distance of six slots. In each slot, a rank runs the ready instruction that is first in the
-    block, or else its oldest W. At most `capacity` stage activations are in flight. F0 cannot use
-    the last one, so that F1 can always run.
+    block, or else its oldest W. At most `capacity` stage activations are in flight. At most
+    `capacity` - 1 of these belong to F0, so that F1 can always run.
 
     Instructions that run before their slots shorten the warmup and the end. Between the warmup and
     the end, an instruction starts at most `max_lead` slots before its slot in the block. So the

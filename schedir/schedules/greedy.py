@@ -49,7 +49,7 @@ def greedy_schedule(
         shape: Shape of the pipeline.
         priority: The letters of F and B, or of F, I and W, in order of priority: "BF" or "FIW".
         max_in_flight: Limit on the pairs (stage, microbatch) in flight on a rank, or a function of
-            the rank that returns it. A pair is in flight from its F to its B or W.
+            the rank that returns this limit. A pair is in flight from its F to its B or W.
         costs: Times of instructions. The default is `Costs()`.
         name: Name of the draft.
         frozen_stages: Number of frozen stages, which are the first stages. They have no backward,

@@ -54,12 +54,12 @@ def looped_dfs(r: int, P: int, m: int, v: int) -> RankSchedule:
     """Run depth first: P microbatches through all local stages, then the next P.
 
     All forwards come before all backwards. The forwards have the same order as in `interleaved`,
-    and so do the backwards, but in `interleaved` they alternate. arXiv 2211.05953 uses the name
-    "depth-first" for the alternating order.
+    and so do the backwards, but in `interleaved` forwards and backwards alternate. arXiv 2211.05953
+    uses the name "depth-first" for the alternating order.
 
     If P divides m, each rank idles for (P-1)(F+B). There are m v stage activations in flight.
     Boundary activations of at most P microbatches wait for the next local stage. With `looped_bfs`,
-    those of m microbatches wait.
+    boundary activations of m microbatches wait.
 
     Args:
         r: Rank, 0 to P - 1.

@@ -83,7 +83,7 @@ def _number_recomputes(
     """Give each R without a microbatch the microbatch of its backward.
 
     Its backward is the next backward of its stage that has no R yet. Raises ScheduleError if there
-    is none.
+    is no such backward.
     """
     r = np.flatnonzero(op == RECOMPUTE)
     if not len(r):

@@ -90,7 +90,7 @@ class RankSchedule:
         # sum() starts with 0.
         return self if type(other) is int and other == 0 else NotImplemented
 
-    __radd__ = __add__  # sum() needs it for its first addition, 0 + F.
+    __radd__ = __add__  # `sum` calls this method for its first addition, 0 + F.
 
     def __mul__(self, times: SupportsIndex | np.bool_) -> RankSchedule:
         # Conditions are allowed: (rank == 0) * F.
@@ -117,7 +117,7 @@ class RankSchedule:
         """Return the same letters on another local stage of the rank, counted from 0."""
         local = _require_integer("F[local stage]", local)
         if not 0 <= local < OLDEST_STAGE:
-            raise IndexError(f"local stages are numbered from 0, not {local}")
+            raise IndexError(f"a local stage must be from 0 to {OLDEST_STAGE - 1}, not {local}")
         return RankSchedule(self.letters & ~(0xFFFF << STAGE_SHIFT) | local << STAGE_SHIFT)
 
     def at(self, mb: SupportsIndex) -> RankSchedule:
@@ -338,8 +338,8 @@ def with_weight_delay(delay: int | Iterable[int]) -> Callable[[_S], _S]:
     """Return a decorator that restricts a schedule to a weight delay.
 
     The decorator sets the attribute `weight_delay` of the function. `expand_schedule` reads this
-    mark for shapes with several optimizer steps. If a shape has another weight delay, it raises
-    ScheduleError.
+    mark for shapes with several optimizer steps. If a shape has another weight delay,
+    `expand_schedule` raises ScheduleError.
 
     Args:
         delay: One number, or one per stage, as in `PipelineShape`.
@@ -410,13 +410,14 @@ def has_free_parameter(
         signature: Signature of the schedule. If None, the function inspects `schedule`.
 
     Returns:
-        True if it has such a parameter. The result is False if `schedule` is not a function.
+        True if the schedule has such a parameter. The result is False if `schedule` is not a
+        function.
     """
     bound_arguments = schedule.keywords if isinstance(schedule, partial) else {}
     try:
         signature = signature or inspect.signature(schedule)
         return name in signature.parameters and name not in bound_arguments
-    except (TypeError, ValueError):  # It is not a function.  `expand_schedule` raises the error.
+    except (TypeError, ValueError):  # Not a function: `expand_schedule` raises the error.
         return False
 
 
@@ -440,14 +441,14 @@ def get_stages_per_rank(schedule: Schedule) -> int:
 
     Returns:
         The number in the placement mark, if there is one. Otherwise it is the bound value or the
-        default of the parameter `v`. It is 2 if `v` has no default, because such a schedule is for
-        several stages. It is 1 if there is no `v`.
+        default of the parameter `v`. The number is 2 if `v` has no default, because such a schedule
+        is for several stages. The number is 1 if there is no `v`.
     """
     if fixed := get_placement_mark(schedule)[1]:
         return fixed
     try:
         v = inspect.signature(schedule).parameters.get("v")
-    except (TypeError, ValueError):  # It is not a function.  `expand_schedule` raises the error.
+    except (TypeError, ValueError):  # Not a function: `expand_schedule` raises the error.
         return 1
     if v is None:
         return 1
@@ -495,7 +496,8 @@ def apply_schedule_defaults(schedule: Schedule, shape: PipelineShape) -> Pipelin
     if "placement" in shape.default_fields and placement is not None:
         changes["placement"] = placement
     has_named_placement = isinstance(changes.get("placement", shape.placement), str)
-    # For a schedule with one stage per rank, the default of the placement applies.
+    # For a schedule with one stage per rank, `stages_per_rank` keeps the default of the placement,
+    # such as 2 for "vee".
     if (
         "stages_per_rank" in shape.default_fields
         and has_named_placement

@@ -48,8 +48,8 @@ def expand_schedule(schedule: Schedule, shape: PipelineShape) -> Program:
 
     Args:
         schedule: A function of (rank, ranks, microbatches). It returns a RankSchedule or a list of
-            several, or yields several. A parameter `v` receives the number of stages of the rank.
-            A parameter `sequence_chunks` receives this field of the shape.
+            RankSchedules, or yields RankSchedules. A parameter `v` receives the number of stages of
+            the rank. A parameter `sequence_chunks` receives this field of the shape.
         shape: Shape of the pipeline. Fields that are not given have the values that the schedule
             needs.
 

@@ -96,8 +96,8 @@ def forward_only(r: int, P: int, m: int, v: int = 1) -> RankSchedule:
 
     The order is legal under every placement, because all ranks run their stages in ascending order.
     Under "loop", each rank idles for (P-1)F if m >= P. Under "vee" with two stages per rank, each
-    rank idles for 2(P-1)F, which is the minimum for this placement. Nothing is kept for a backward.
-    Up to m boundary activations wait between stages.
+    rank idles for 2(P-1)F, which is the minimum for this placement. No rank keeps activations for a
+    backward. Up to m boundary activations wait between stages.
 
     Args:
         r: Rank, 0 to P - 1.

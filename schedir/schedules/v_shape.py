@@ -65,8 +65,8 @@ def zb_v(r: int, P: int, m: int) -> RankSchedule:
 def dualpipe_v(r: int, P: int, m: int) -> RankSchedule:
     """Run DualPipeV: pairs of a forward on one local stage and a backward on the other.
 
-    It is one half of DeepSeek's DualPipe, in the order of github.com/deepseek-ai/DualPipe. The
-    messages of one instruction of a pair overlap with the compute of the other instruction.
+    DualPipeV is one half of DeepSeek's DualPipe, in the order of github.com/deepseek-ai/DualPipe.
+    The messages of one instruction of a pair overlap with the compute of the other instruction.
 
     Let FB be the cost of a pair. If F = I >= W, the rank with the most idle time idles for (P-1)(FB
     + B - 3W). If W <= F < I, it idles for at most this time. There are 2P+1 stage activations in

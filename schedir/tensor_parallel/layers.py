@@ -1,10 +1,11 @@
-"""Linear layers of a tensor-parallel group (1909.08053, section 3), with a split backward.
+"""Linear layers of a tensor-parallel group (arXiv 1909.08053, section 3), with a split backward.
 
 A layer takes the full weight, as a tensor or as a `SlicedInit`, and keeps its shard. The result
 does not depend on the number of ranks.
 
-With `sequence_parallel` the ranks also divide the tokens (2205.05198, section 4.2.2). A tensor that
-is otherwise the same on all ranks then has only the tokens of this rank, (..., s / t, n).
+With `sequence_parallel` the ranks also divide the tokens (arXiv 2205.05198, section 4.2.2). A
+tensor that is otherwise the same on all ranks then has only the tokens of this rank, (..., s / t,
+n).
 
 In shapes, s is the number of tokens and t the number of ranks. n and k are the numbers of input and
 output features of the full weight.
@@ -31,7 +32,7 @@ class ColumnParallelLinear(nn.Module):
     Args:
         weight: The full weight, of shape (k, n).
         bias: The full bias, of shape (k,), or None.
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
         sequence_parallel: True if the ranks also divide the tokens of the input.
 
     Raises:
@@ -95,7 +96,7 @@ class RowParallelLinear(nn.Module):
     Args:
         weight: The full weight, of shape (k, n).
         bias: The full bias, of shape (k,), or None.
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
         sequence_parallel: True if the ranks also divide the tokens of the output.
 
     Raises:

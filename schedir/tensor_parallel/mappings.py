@@ -33,7 +33,7 @@ def tp_size(group: ProcessGroup | None) -> int:
     """Return the number of ranks in a tensor-parallel group.
 
     Args:
-        group: The group. None has one rank.
+        group: The group. None means one rank.
     """
     return 1 if group is None else group.size()
 
@@ -42,7 +42,7 @@ def tp_rank(group: ProcessGroup | None) -> int:
     """Return the number of this rank in the group, which is also the number of its shard.
 
     Args:
-        group: The group. None has one rank.
+        group: The group. None means one rank.
     """
     return 0 if group is None else group.rank()
 
@@ -69,13 +69,13 @@ def shard(
 ) -> nn.Parameter:
     """Return this rank's 1/t of a weight, as a parameter with its own memory.
 
-    If t > 1, the parameter has the attributes `shard_dim` and `shard_size`, the size of the full
-    dimension.
+    If t > 1, the parameter has two attributes: `shard_dim`, the divided dimension, and
+    `shard_size`, the size of this dimension in the full weight.
 
     Args:
         full: The full weight.
         dim: The dimension to divide.
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
         padded: True to pad the last shards with zeros if t does not divide the dimension.
 
     Raises:
@@ -122,12 +122,12 @@ def mark_sequence_parallel(
     """Mark replicated parameters whose gradients must be summed over sequence-parallel ranks.
 
     A replicated parameter receives only 1/t of the tokens on each rank, so its gradient is a
-    partial sum. A program with `sequence_parallel yes` sums the gradients of marked parameters.
+    partial sum. A program with `sequence_parallel=True` sums the gradients of marked parameters.
     Without sequence parallelism nothing is marked.
 
     Args:
         replicated: A parameter, or a module with parameters, that each rank has unsharded.
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
         sequence_parallel: True if the ranks divide the tokens.
         has_local_tokens: True if the parameter receives different tokens on each rank. False if
             its gradient is the same on all ranks.
@@ -146,7 +146,7 @@ def mark_sequence_parallel(
 def enter_tp_region(
     group: ProcessGroup | None, *, sequence_parallel: bool = False
 ) -> SharedInputRule | None:
-    """Return the rule for the input of a sharded layer, the mapping f (1909.08053, section 3).
+    """Return the rule for the input of a sharded layer: f of arXiv 1909.08053, section 3.
 
     The forward of f is the identity, and its backward is an all-reduce. With `sequence_parallel`,
     the forward is an all-gather, and the backward is a reduce-scatter. Pass the rule to
@@ -154,7 +154,7 @@ def enter_tp_region(
     computes the weight gradient.
 
     Args:
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
         sequence_parallel: True if the ranks divide the tokens of the input.
 
     Returns:
@@ -172,7 +172,7 @@ def enter_tp_region(
 def leave_tp_region(
     x: Tensor, group: ProcessGroup | None, *, sequence_parallel: bool = False
 ) -> Tensor:
-    """Reduce the partial outputs of a sharded layer, the mapping g (1909.08053, section 3).
+    """Reduce the partial outputs of a sharded layer: g of arXiv 1909.08053, section 3.
 
     The forward is an all-reduce, and the backward is the identity. With `sequence_parallel`, the
     forward is a reduce-scatter from (..., s, n) to (..., s / t, n), and the backward is an
@@ -180,8 +180,8 @@ def leave_tp_region(
 
     Args:
         x: The partial output of this rank. The all-reduce overwrites it if it is contiguous, so no
-            other operation may need it.
-        group: The tensor-parallel group. None is a group of one rank.
+            other operation may need `x`.
+        group: The tensor-parallel group. None means one rank, without communication.
         sequence_parallel: True if the ranks divide the tokens of the output.
 
     Raises:
@@ -200,7 +200,7 @@ def select_local_tokens(
 
     Args:
         x: All tokens.
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
         sequence_parallel: True if the ranks divide the tokens. If False, the result has all tokens.
 
     Raises:
@@ -220,7 +220,7 @@ def get_first_token(x: Tensor, group: ProcessGroup | None, *, sequence_parallel:
 
     Args:
         x: The tokens of this rank, or all tokens without sequence parallelism.
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
         sequence_parallel: True if the ranks divide the tokens.
     """
     if not sequence_parallel or group is None or group.size() == 1:

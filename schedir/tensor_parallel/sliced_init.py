@@ -70,8 +70,8 @@ class SlicedInit:
         return max(1, BLOCK_SIZE * self.shape[self.dim] // max(1, self.shape.numel()))
 
     def _draw_block(self, number: int) -> Tensor:
-        # The key of the first block has no number. So weights of one block keep the values that
-        # they had in versions without blocks.
+        # The key of the first block has no number. So a weight with a single block has the same
+        # values as in versions of schedir without blocks.
         key = f"{self.key} {number}" if number else self.key
         digest = hashlib.sha256(key.encode()).digest()
         generator = torch.Generator().manual_seed(int.from_bytes(digest[:7], "big"))

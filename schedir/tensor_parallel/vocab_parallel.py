@@ -3,10 +3,10 @@
 Rank r has the tokens r*k to (r+1)*k - 1, with k = ceil(vocab / t). Rows after the vocabulary are
 padding: they are zero, no token uses them, and their logits are -inf.
 
-The loss (1909.08053, section 3) needs one MAX and one SUM reduction of a few numbers per token. A
-gather of the logits would send the full vocabulary. On a GPU the loss needs one gather of three
-numbers per token and rank, and does not copy the logits (`schedir.kernels.cross_entropy`). On ranks
-with padding, the gradient of the logits is copied once.
+The loss (arXiv 1909.08053, section 3) needs one MAX and one SUM reduction of a few numbers per
+token. A gather would send the logits of the full vocabulary. On a GPU the loss needs one gather of
+three numbers per token and rank, and does not copy the logits (`schedir.kernels.cross_entropy`). On
+ranks with padding, the gradient of the logits is copied once.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ def shard_vocab(full: ShardableWeight, group: ProcessGroup | None = None) -> nn.
 
     Args:
         full: The full weight.
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
     """
     return shard(full, 0, group, padded=True)
 
@@ -50,7 +50,7 @@ class VocabParallelEmbedding(nn.Module):
 
     Args:
         weight: This rank's rows, from `shard_vocab`.
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
         sequence_parallel: True if the ranks divide the tokens of the output.
     """
 
@@ -89,7 +89,7 @@ class VocabParallelHead(nn.Module):
         weight: This rank's rows, from `shard_vocab`. It may be the parameter of the embedding
             (tied).
         vocab: Size of the vocabulary.
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
         sequence_parallel: True if the ranks divide the tokens of the input.
     """
 
@@ -122,7 +122,7 @@ class VocabParallelHead(nn.Module):
 def vocab_parallel_cross_entropy(
     logits: Tensor, targets: Tensor, group: ProcessGroup | None = None, ignore_index: int = -1
 ) -> Tensor:
-    """Return the sum of -log p(target) over all tokens that count.
+    """Return the sum of -log p(target) over all tokens with a target other than `ignore_index`.
 
     On a GPU the backward overwrites the logits. The function does not detect targets outside of the
     vocabulary.
@@ -130,7 +130,7 @@ def vocab_parallel_cross_entropy(
     Args:
         logits: This rank's logits, of shape (..., k), in any floating type.
         targets: int64 of shape (...), the same on all ranks.
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
         ignore_index: Tokens with this target do not count.
 
     Returns:
@@ -154,7 +154,7 @@ def fused_cross_entropy(
     Args:
         logits: This rank's logits, of shape (..., k), in any floating type.
         targets: int64 of shape (...), the same on all ranks.
-        group: The tensor-parallel group. None is a group of one rank.
+        group: The tensor-parallel group. None means one rank, without communication.
         ignore_index: Tokens with this target do not count.
     """
     if logits.is_leaf and logits.requires_grad:
@@ -231,7 +231,7 @@ class _FusedCrossEntropy(torch.autograd.Function):
         logits, flat, parts = ctx.saved_tensors
         rows = logits.view(-1, logits.shape[-1])
         cross_entropy.write_gradient_(rows, flat, parts, dlosses[0], ctx.first, ctx.ignore)
-        # Autograd does not see that a kernel wrote to the logits. The new version number makes it
-        # refuse a second backward.
+        # Autograd does not see that a kernel wrote to the logits. The new version number makes
+        # autograd refuse a second backward.
         torch.autograd.graph.increment_version(logits)
         return logits, None, None, None

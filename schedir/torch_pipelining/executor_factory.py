@@ -210,7 +210,7 @@ def collect_requirements(
     num_failures: int,
     program: Program,
 ) -> ExecutorRequirements:
-    """Return the requirements of a rank for a step.
+    """Return the facts about a rank's step that its executor depends on.
 
     Args:
         stages: The stages of this rank.

@@ -323,6 +323,6 @@ def require_reducible(stage: Any) -> None:
             raise ModelError(
                 f"stage {stage.stage_index} is wrapped by DistributedDataParallel with {feature}, "
                 f"but schedir reduces the gradients of the stage without {feature}",
-                hint="use fully_shard, or let DDP reduce the gradients: use a schedule with full "
-                "backwards, and no static_graph",
+                hint="use fully_shard; or use full backwards and DDP without static_graph, so that "
+                "DDP reduces the gradients",
             )

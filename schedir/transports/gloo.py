@@ -238,7 +238,7 @@ class ProcessTransport:
         self.groups = {}
 
     def _make_own_group(self, rows: NDArray[np.int64]) -> Any:
-        """Return the group of the row that contains this process, or None if no row does."""
+        """Create a group for each row of processes, and return this process's group or None."""
         return self.make_group(rows.tolist())
 
     def check_agreement(

@@ -185,9 +185,9 @@ class _GroupedTransfer:
 class GroupedMessages(ProcessTransport):
     """A transport with one process group for all messages of a pipeline.
 
-    Its progress model is `per_device`. Transfers that the program groups are issued as one
-    `batch_isend_irecv`, and a single transfer is a batch of one. NCCL fuses a batch, so both ends
-    of a message must be in batches with the same transfers.
+    Its progress model is `per_device`. It issues each group of transfers with one
+    `batch_isend_irecv`. A transfer outside of a group is a batch of one. NCCL fuses a batch, so
+    both ends of a message must be in batches with the same transfers.
 
     Args:
         program: The program that the transport runs.

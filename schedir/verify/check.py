@@ -142,9 +142,9 @@ def check(
         program: The program, from `compile` or written by hand.
         progress_model: The progress model of the transport that will run the program.
         blocking_hosts: True if the host waits for the inputs of each compute, as on CPUs.
-        host_device_sync: True if a host may wait, at any launch, until everything that it issued
-            has ended. GPUs do this when memory is allocated or a kernel is loaded during a step.
-            Implies `blocking_hosts`.
+        host_device_sync: True if a host may wait, at any launch, until all instructions that the
+            host issued have ended. GPUs do this when memory is allocated or a kernel is loaded
+            during a step. Implies `blocking_hosts`.
         lazy_communicators: True if no communicator exists at the start. The first use of a
             communicator creates it. The creation blocks the hosts of all ranks of the communicator
             until each host has reached its first use of this communicator.
@@ -413,7 +413,7 @@ def _require_free_slots(graph: Graph) -> None:
 
 
 def _require_releases(graph: Graph) -> None:
-    """Refuse a program that produces a value again before it frees it, or never frees it.
+    """Refuse a program that never frees a value, or produces the value again before that.
 
     Only values that a Stream produces repeatedly (`ProducerRule.LATEST`) are checked.
     """

@@ -138,8 +138,8 @@ def _refuse_stray(inspector: Inspector, op: Opcode, is_stray: NDArray[np.bool_])
 def require_group_members(inspector: Inspector) -> None:
     """Check that each collective of a group has an instruction on every rank of the group.
 
-    Collectives of tied weights are not checked here. `gradient_reduction.py` lists those that are
-    expected.
+    Collectives of tied weights are not checked here. `gradient_reduction.py` lists the expected
+    collectives of tied weights.
 
     Args:
         inspector: The inspector of the program.
@@ -196,8 +196,7 @@ def require_form_pairs(inspector: Inspector) -> None:
             sequence parallelism.
     """
     if inspector.program.sequence_parallel:
-        # Between segments there are gathers, too. `stage_segmentation` lists those that are
-        # expected.
+        # Between segments there are gathers, too. `stage_segmentation` lists the expected gathers.
         inspector.refuse_first(
             inspector.index.is_op(_SPLITS_BEFORE_SEND),
             lambda position: (
@@ -221,7 +220,11 @@ def require_form_pairs(inspector: Inspector) -> None:
         is_received[inspector.find_peer_keys(hop)[is_converted & is_sent]] = True
         if (is_converted & ~is_sent).any():
             site = inspector.make_key_site(converter, int((is_converted & ~is_sent).argmax()))
-            inspector.refuse(f"{site.instr} is never sent", site, error_type=UnmatchedTransferError)
+            inspector.refuse(
+                f"the result of {site.instr} is never sent",
+                site,
+                error_type=UnmatchedTransferError,
+            )
         for is_lost, missing_op, present_op, peer_keys in (
             (
                 is_received & ~is_reverted,

@@ -155,7 +155,6 @@ def _require_valid_words(program: Program) -> None:
 
 
 def _require_only_compute(inspector: Inspector) -> None:
-    """Refuse a draft that has instructions other than compute."""
     inspector.refuse_first(
         ~inspector.index.is_op(COMPUTE_OPS),
         lambda position: f"a draft may only have {_COMPUTE_NAMES}",
@@ -235,7 +234,6 @@ def _require_owner_ranks(inspector: Inspector) -> None:
 
 
 def _require_unique(inspector: Inspector) -> None:
-    """Refuse an instruction that exists twice."""
     ix = inspector.index
     if ix.has_no_duplicates:
         return

@@ -68,8 +68,8 @@ def test_idle_intervals_cover_all_idle_time(
     work = np.flatnonzero(spans["lane"] == Lane.COMPUTE)
     last_work = {int(spans["rank"][k]): k for k in work}  # the last work of each rank
     for interval in idle:
-        awaited = spans[interval["awaits"]]
-        if interval["awaits"] < 0:
+        awaited = spans[interval["awaited_span"]]
+        if interval["awaited_span"] < 0:
             assert interval["cause"] in (IdleCause.COOLDOWN, IdleCause.IMBALANCE)
             assert interval["start"] >= spans["end"][last_work[interval["rank"]]]
         elif interval["cause"] in WAITS:  # waits for work on another rank that has not ended
@@ -155,7 +155,7 @@ def test_waiting_for_gather_or_scatter_counts_as_message() -> None:
     program = schedir.compile(interleaved, PipelineShape(2, 2, 2), tp=2)
     timeline = schedir.simulate(program, Costs(tp_gather=1, tp_scatter=1))
     idle = idleness(timeline)
-    ops = timeline.spans["op"][idle["awaits"][idle["cause"] == IdleCause.MESSAGE]]
+    ops = timeline.spans["op"][idle["awaited_span"][idle["cause"] == IdleCause.MESSAGE]]
     assert {*ops.tolist()} <= {*map(int, TP_SPLIT_OPS)}
     assert_spans_covered(timeline)
 

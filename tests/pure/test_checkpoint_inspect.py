@@ -67,6 +67,7 @@ def test_tables_of_checkpoints_and_newest_tensors(
     assert "--verify reads the files" in out and "\nstep 6\n" in out
     assert "  program: gpipe?[2J\n" in out  # without control characters of terminals
     assert "  [model]: heads 2\n" in out and "  [data]: seed 0\n" in out and "  data: [1]\n" in out
+    assert "  step of the next random numbers: 3\n" in out
     rows = {line.split("  ")[0].strip(): line.split()[1:] for line in out.splitlines()}
     assert rows["up"] == ["4x2", "bfloat16", "16", "B", "32", "B", "36", "B"]
     assert rows["frozen"] == ["3", "float32", "12", "B", "-", "-"]

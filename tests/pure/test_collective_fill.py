@@ -184,5 +184,5 @@ def test_invalid_fill_is_refused() -> None:
     text = "F 0.0; F 1.0; B 1.0; F 0.1 & B 0.0; F 1.1; B 1.1; B 0.1"
     header = "stages_per_rank 2 placement 0,0 tp 2\nmeets g"
     pair = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
-    with pytest.raises(UsageError, match="some stages without segments have groups"):
+    with pytest.raises(UsageError, match="such pairs in stages without segments"):
         compile(pair, costs=Costs(tp_reduce=1), fill_collective_waits="all")

@@ -46,8 +46,8 @@ def replace_bytes(offset: int, value: bytes) -> object:
         (lambda raw: raw[:-1], "is cut off"),
         (replace_bytes(34, b"\xff\xff\xff\xff"), "has gaps or overlaps"),
         (replace_bytes(38, b"\6"), "needs 10 tokens of 2 bytes in a.bin"),
-        (replace_bytes(58, b"\1"), "bounds of documents that do not increase from 0 to 2"),
-        (replace_bytes(66, b"\3"), "bounds of documents that do not increase from 0 to 2"),
+        (replace_bytes(58, b"\1"), "document indices that do not increase from 0 to 2"),
+        (replace_bytes(66, b"\3"), "document indices that do not increase from 0 to 2"),
     ],
 )  # fmt: skip
 def test_invalid_index_is_refused(tmp_path: Path, change: object, message: str) -> None:

@@ -154,7 +154,7 @@ def test_page_data_equals_timeline(draft: Program, data: st.DataObject) -> None:
         distances = read_column(run, name)
         assert (np.where(distances == 0, -1, n + distances) == expected).all(), name
     idle = idleness(t)
-    assert (read_column(run, "gapAwaited") == idle["awaits"]).all()
+    assert (read_column(run, "gapAwaited") == idle["awaited_span"]).all()
     bounds = run["gapOffsets"]
     for rank in range(t.ranks):
         assert (idle["rank"][bounds[rank] : bounds[rank + 1]] == rank).all()

@@ -51,7 +51,7 @@ def test_waits_for_the_host_and_for_the_disk_are_told_apart() -> None:
         (IdleCause.OFFLOAD, {Opcode.Offload, Opcode.Reload}),
         (IdleCause.DISK, {Opcode.OffloadToDisk, Opcode.ReloadFromDisk}),
     ):  # fmt: skip
-        awaited = found.spans["op"][idle["awaits"][idle["cause"] == cause]]
+        awaited = found.spans["op"][idle["awaited_span"][idle["cause"] == cause]]
         assert {*awaited.tolist()} == ops
 
 

@@ -46,13 +46,13 @@ def test_the_first_difference_is_named(name: str, data: st.DataObject) -> None:
     found = recognize(replace(draft, streams=tuple(streams)))
     if found.schedule != name:  # another schedule agrees longer
         other = expand_schedule(get_built_in_schedules()[found.schedule], draft.shape)
-        assert found.agreeing >= count_agreeing(draft, rank, first)
+        assert found.matching >= count_agreeing(draft, rank, first)
         assert found.is_exact == (other == replace(draft, streams=tuple(streams), name=other.name))
         return
     assert (found.rank, found.compute_index, found.is_exact) == (rank, first, False)
     assert found.expected == str(draft.streams[rank][first])
     assert found.actual == str(draft.streams[rank][first + 1])
-    assert found.agreeing == count_agreeing(draft, rank, first)
+    assert found.matching == count_agreeing(draft, rank, first)
 
 
 def count_agreeing(draft: Program, rank: int, first: int) -> int:

@@ -267,7 +267,7 @@ def test_what_a_person_is_told(told: str, capsys: pytest.CaptureFixture[str]) ->
         ({"shape": 3}, "PipelineShape"),
         ({"objective": None}, "objective"),
         ({"split_backward": "no"}, "split"),
-        ({"prove": 3}, "prove"),
+        ({"bound": 3}, "bound"),
     ],
 )
 def test_python_is_told_as_well(wrong: dict[str, Any], names: str) -> None:

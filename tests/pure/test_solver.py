@@ -164,8 +164,8 @@ def test_without_ortools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
         solve(make_problem(PipelineShape(ranks=2, microbatches=2)), 1)
     assert caught.value.hint == "pip install 'schedir[solver]'"
     with pytest.raises(UsageError) as caught:
-        search_schedule(PipelineShape(ranks=2, microbatches=2), prove="solver")
-    assert caught.value.fields == ("prove",)
+        search_schedule(PipelineShape(ranks=2, microbatches=2), bound="solver")
+    assert caught.value.fields == ("bound",)
 
 
 def test_a_search_goes_on_with_the_solver() -> None:
@@ -175,7 +175,7 @@ def test_a_search_goes_on_with_the_solver() -> None:
     told: list[float] = []
     closed = search_schedule(shape, costs, max_in_flight=3, max_evaluations=50)
     found = search_schedule(
-        shape, costs, max_in_flight=3, max_evaluations=50, time_limit=60, prove="solver",
+        shape, costs, max_in_flight=3, max_evaluations=50, time_limit=60, bound="solver",
         report=lambda _, bound: told.append(bound),
     )  # fmt: skip
     assert closed.bound < found.bound == found.span < closed.span

@@ -239,7 +239,7 @@ def test_waits_for_weights_have_a_cause() -> None:
     assert table[0, IdleCause.WEIGHTS] == 0.5 and table[0, IdleCause.REDUCTION] == 0.25
     assert table.sum() == found.idle.sum() == 0.75
     idle = idleness(found)
-    waited = found.spans["op"][idle["awaits"][idle["cause"] == IdleCause.WEIGHTS]]
+    waited = found.spans["op"][idle["awaited_span"][idle["cause"] == IdleCause.WEIGHTS]]
     assert {*waited.tolist()} == {Opcode.Unshard}
 
 

@@ -39,8 +39,8 @@ class EarliestTimes:
         start: Earliest start of each instruction, shape (n,), in the unit of the costs; infinite
             for an instruction that never ends because of a cycle.
         end: Earliest end of each instruction, shape (n,); infinite if the start is infinite.
-        level: One more than the largest level among the predecessors of the instruction, and 1 if
-            it has none. 0 if it never ends.
+        level: One more than the largest level among the predecessors of the instruction. 1 for an
+            instruction without predecessors, and 0 for an instruction that never ends.
     """
 
     start: Times

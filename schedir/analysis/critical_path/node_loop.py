@@ -58,8 +58,8 @@ def solve_by_loop(
 
     Returns:
         The start of each node, shape (nodes,); and its level. The level is one more than the
-        largest level among the predecessors, and 1 for a node without predecessors. It is 0 for a
-        node of a cycle, and for a node after a cycle.
+        largest level among the predecessors, and 1 for a node without predecessors. The level is 0
+        for a node of a cycle, and for a node after a cycle.
     """
     edges, node_mask, *node_tables = problem
     nodes = len(node_mask)

@@ -70,7 +70,7 @@ def count_min_slots(program: Program) -> NDArray[np.int64]:
 
 
 def number_groups(index: InstructionIndex) -> Positions:
-    """Return the number of each instruction's group. The host issues all its members together.
+    """Return the number of each instruction's group. The host issues a whole group at once.
 
     Args:
         index: The index of the program.

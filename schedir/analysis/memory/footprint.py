@@ -1,13 +1,13 @@
 """Compute the memory of each rank from its Stream and the sizes of values.
 
 Without sizes, memory is a number of (stage, microbatch) pairs in flight. A pair is in flight from
-its Forward until the rank no longer needs what the Forward saved. The rank needs it until the end
-of the Backward, or of the BackwardWeight if the backward is split.
+its Forward until the rank no longer needs what the Forward saved. The rank needs these saved values
+until the end of the Backward, or of the BackwardWeight if the backward is split.
 
 With sizes, memory is in bytes, and has two parts:
 
 - Received and sent values use static slots, which exist during the full step. The memory of the
-  slots is their number times the size of a slot. It does not depend on the order of the
+  slots is their number times the size of a slot. This memory does not depend on the order of the
   instructions. A slot has the size of a value in the form in which the value is sent. A transport
   that sends a value without a copy to a slot may use less memory.
 - Values that compute keeps for later compute use memory from the start of the instruction that

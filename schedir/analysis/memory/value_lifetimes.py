@@ -47,7 +47,7 @@ def compute_value_lifetimes(
     """Return the changes of the memory of one kind of value on a tier.
 
     If an instruction changes the form of a value that stays on the tier, the bytes of the value
-    change. They change at the start of the instruction if the value grows, and at its end
+    change. This change is at the start of the instruction if the value grows, and at the end
     otherwise.
 
     Args:
@@ -78,7 +78,7 @@ def compute_value_lifetimes(
     added_bytes = size.copy()
     conversions = np.empty(0, np.intp)
     if source := VALUES[kind].converted_from:
-        # While it is converted, only its bytes beyond those of the source count.
+        # While a value is converted, only its bytes beyond those of the source count.
         conversions = np.flatnonzero(is_start & is_created)
         extra_sizes = sizes.per_microbatch(source[1], shape) - sizes.per_microbatch(
             VALUES[source[0]].size, shape
@@ -221,8 +221,8 @@ def _find_earliest_starts(
     slot, or the first instruction of the Stream if a slot is always free.
 
     A value with an initial tier cannot use memory before the instruction that moves it can start.
-    That instruction needs inputs, and the instructions that produce these inputs need inputs, too.
-    The position is not before the latter inputs are produced.
+    That instruction waits for the producers of its inputs, and these wait for the producers of
+    their own inputs. The position is not before the last of the latter producers.
     """
     index = InstructionIndex.from_program(program)
     has_initial_tier = bool(VALUES[kind].initial_tier)

@@ -49,7 +49,7 @@ def add_chart_options(parser: argparse.ArgumentParser) -> None:
     parser.add_argument(
         "--colors", dest="colours", metavar="COLOURS", type=_parse_colors,
         help="replace colours of the palette: F=skyblue,B=#4b3b8f; the names are F, B, I, W, R, "
-        "act, grad, tp, dp, params, step",
+        "act, grad, tp, dp, params, d2h, h2d, disk, host, ep, step",
     )  # fmt: skip
     parser.add_argument(
         "--axis-label", dest="axis", metavar="TEXT",

@@ -17,6 +17,9 @@ _GROUP_NAMES: Final = {
     "weights": "weights", "main": "float32 copies", "optimizer": "optimizer", "buffers": "buffers",
 }  # fmt: skip
 _OTHER_GROUP: Final = "others"
+# The text shows optimizers and extra state by their names. "world" is only compared by a load.
+_SKIPPED_STATE: Final = ("extra", "also", "optimizers", "world")
+_STATE_NAMES: Final = {"next": "step of the next random numbers"}
 _MAX_FACT_LENGTH: Final = 400  # A fact with more characters is cut off.
 
 
@@ -147,7 +150,7 @@ def _format_manifest(manifest: Manifest) -> str:
 def _list_facts(manifest: Manifest) -> Iterator[tuple[str, str]]:
     """Yield the names and values of facts, state and settings of `schedir train` as text."""
     other_state = {
-        k: v for k, v in manifest.state.items() if k not in ("extra", "also", "optimizers")
+        _STATE_NAMES.get(k, k): v for k, v in manifest.state.items() if k not in _SKIPPED_STATE
     }
     optimizers = manifest.state.get("optimizers")
     extra = manifest.state.get("extra")

@@ -65,8 +65,8 @@ def require_frontier_options(args: argparse.Namespace) -> None:
         raise UsageError(
             "--frontier cannot be combined with --objective active_span", fields=["objective"]
         )
-    if args.prove == "solver":
-        raise UsageError("--frontier cannot be combined with --bound solver", fields=["prove"])
+    if args.bound == "solver":
+        raise UsageError("--frontier cannot be combined with --bound solver", fields=["bound"])
     if args.output is not None:
         from schedir.viz.figures.figure_files import require_figure_suffix
 

@@ -248,7 +248,7 @@ def _format_cell(value: int | str) -> str:
 
 
 def _format_step_times(plan: PlanEstimate) -> list[str]:
-    """Return a line for each part of the step time, the longest first."""
+    """Return the step time, and then a line for each of its parts, the longest first."""
     units = ((1.0, "s"), (1e-3, "ms"), (1e-6, "us"))
     rows = _format_parts(plan.breakdown._asdict(), _name_step_parts(plan), units)
     return [f"step {format_seconds(plan.step_time)}{', simulated' * plan.is_simulated}", *rows]
@@ -273,7 +273,7 @@ def _name_fields(explanation: str, plan: PlanEstimate) -> str:
 
 
 def _format_memory(plan: PlanEstimate, limit: float) -> list[str]:
-    """Return a line for each part of the memory of the fullest GPU, the largest first."""
+    """Return the memory of the fullest GPU, and a line for each of its parts, the largest first."""
     rows = _format_parts(plan.memory._asdict(), _MEMORY_PART_NAMES, _BYTE_UNITS)
     return [f"memory {format_bytes(plan.memory.total)} of {format_bytes(limit)}", *rows]
 

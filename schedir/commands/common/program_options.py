@@ -155,7 +155,8 @@ def _parse_value(location: str, name: str, text: str) -> Any:
         return PROGRAM_OPTIONS[name].kind.parse(text)
     except ValueError as error:
         hint = get_rename_hint(name, text) or f"schedir options {name}"
-        if name == "buffer_sharing" and text in ("none", "own"):  # A configuration accepts these.
+        # A configuration accepts "none", which was named "own".
+        if name == "buffer_sharing" and text in ("none", "own"):
             hint = "leave out buffer_sharing: this is its default"
         separator = ": " if location.startswith("-O") else " "
         raise UsageError(f"{location}{separator}{error}", hint=hint, fields=[name]) from None

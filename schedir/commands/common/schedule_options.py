@@ -154,8 +154,8 @@ def _add_memory_options(group: argparse._ArgumentGroup) -> None:
     group.add_argument(
         "--sizes", type=parse_sizes, metavar="SIZES",
         help="bytes of values of a stage: activation=16MB,saved=1.2GB,model_states=20GB; "
-        "saved=1GB:2GB per stage; saved=1GB/2GB per microbatch. In compare and recommend, they are "
-        "of a rank, and are split evenly over its stages",
+        "saved=1GB:2GB per stage; saved=1GB/2GB per microbatch. In compare and recommend, saved "
+        "and model_states are per rank; the command splits them evenly over the rank's stages",
     )  # fmt: skip
     group.add_argument(
         "--memory-limit", type=parse_byte_option, metavar="BYTES",
@@ -389,7 +389,7 @@ def require_unsharded_stages(requests: Iterable[Request]) -> None:
         requests: The requests of the schedules.
 
     Raises:
-        ShapeError: No schedule has this number of stages on a rank.
+        ShapeError: Every schedule has fewer stages on each rank than `unsharded_stages`.
     """
     max_stages, unsharded = 0, 0
     for request in requests:

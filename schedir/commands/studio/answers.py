@@ -386,16 +386,16 @@ def explain_gap(request: Request, state: StudioState, rank: int, index: int) -> 
 def find_changed_state(
     state: StudioState, shape: PipelineShape, change: SimulatedChange
 ) -> dict[str, Any] | None:
-    """Return, as JSON, a state that shows a change to another built-in schedule.
+    """Return the studio's state after a change to another built-in schedule, as JSON.
 
     Args:
-        state: The state.
+        state: The state before the change.
         shape: The shape of its program.
         change: The change.
 
     Returns:
-        The state. None if the change is not a change to a built-in schedule, or if the state does
-        not have the span of the change.
+        The state after the change. None if the change does not lead to a built-in schedule, or if
+        the span of the new state differs from the span of the simulated change.
     """
     draft = change.row.draft
     if state.run or draft is None or draft.name not in get_built_in_schedules():
@@ -432,9 +432,10 @@ def scale_fields(text: str, names: tuple[str, ...], factor: float) -> str:
 
 
 def _find_gap_costs(request: Request, rank: int, index: int) -> list[dict[str, Any]]:
-    """Return the costs whose reduction shortens a gap, the cost with the shortest gap first.
+    """Return the costs whose reduction shortens a gap.
 
-    Only costs of instructions on the critical path to the end of the gap are tried.
+    The cost whose reduction leaves the shortest gap comes first. Only costs of instructions on the
+    critical path to the end of the gap are tried.
     """
     timeline, costs = request.timeline, request.program_costs
     program, spans = timeline.program, timeline.spans

@@ -34,15 +34,15 @@ class Cluster:
 
     Processes are numbered node by node: first all processes of node 0, then those of node 1. A
     group within one node communicates over NVLink. A ring across nodes is as fast as its slowest
-    link. A node has a separate link to other nodes for each group member on it. Each of these links
-    has `network_bandwidth`.
+    link. A node has one link to other nodes for each member of the group on this node. Each of
+    these links has `network_bandwidth`.
 
     Give the speeds that your programs reach, not those of a data sheet: predictions use them
     unchanged. Only `peak` and `fp8_peak` are numbers of the data sheet. Numbers can be texts with
     units: "80GB", "300GB/s", "312TFLOP/s", "5us".
 
     A machine without GPUs has `processors` instead. Each "GPU" is then a process that computes on
-    the processors. The same process issues its kernels, so that nothing runs in parallel to its
+    the processors. This process also issues the kernels, so nothing runs in parallel to its
     compute. If a node has more processes than processors, the processes share the processors. All
     rates are the rates of one process while all processes of its node compute. A process that
     computes alone is `solo_speedup` times as fast.
@@ -54,9 +54,9 @@ class Cluster:
         memory: Memory of a GPU, in bytes.
         hbm_bandwidth: Bytes per second that a GPU reads from or writes to its memory.
         nvlink_bandwidth: Bytes per second that a GPU sends to GPUs of its node, while it receives
-            as many.
-        network_bandwidth: Bytes per second that a GPU sends to other nodes, while it receives as
-            many. This is the GPU's share of the network of its node.
+            at the same rate.
+        network_bandwidth: Bytes per second that a GPU sends to other nodes, while it receives at
+            the same rate. This is the GPU's share of the network of its node.
         host_bandwidth: Bytes per second between a GPU and the memory of its host. Offload needs
             this rate.
         disk_bandwidth: Bytes per second between the host and its disk, for one GPU. Offload to the
@@ -74,10 +74,10 @@ class Cluster:
         calibrated_gpus: Number of GPUs of the largest run that a calibration measured.
         peak: Floating-point operations per second of a GPU in its data sheet. The model FLOPs
             utilization (MFU) is a share of this number. The default is `flops`.
-        fp8_peak: Floating-point operations per second in the data sheet for numbers of 8 bits.
-            None for a GPU that cannot train in FP8.
-        num_sms: Number of multiprocessors of a GPU. They share the tiles of a matrix product. If
-            None, the work of a product is assumed to be divisible without limit.
+        fp8_peak: Floating-point operations per second of a GPU in FP8, in its data sheet. None for
+            a GPU that cannot train in FP8.
+        num_sms: Number of multiprocessors of a GPU. A matrix product distributes its tiles over
+            them. If None, the work of a product is assumed to be divisible without limit.
         itemsize: Bytes of a number in the data type of the training.
         processors: Number of processors of a node without GPUs.
         host_memory: Bytes of the host's memory that the process of one GPU may use.
@@ -170,7 +170,7 @@ class Cluster:
 
     @property
     def solo_speedup(self) -> float:
-        """The factor by which a process is faster while all others of its node are idle."""
+        """The speed of a process while the rest of its node is idle, divided by its usual speed."""
         if self.processors is None:
             return 1.0
         return max(1.0, self.gpus_per_node / self.processors)
@@ -186,7 +186,7 @@ class Cluster:
         """Return the bandwidth of the slowest link of a ring of processes.
 
         Args:
-            processes: The processes of the ring, or their number.
+            processes: The processes of the ring, or a number n for the processes 0 to n - 1.
 
         Returns:
             Bytes per second. The bandwidth is infinite for one process.
@@ -219,7 +219,7 @@ class Cluster:
         """Return the latency of the slowest link of a ring of processes.
 
         Args:
-            processes: The processes of the ring, or their number.
+            processes: The processes of the ring, or a number n for the processes 0 to n - 1.
 
         Returns:
             Seconds: `latency` within a node, and `network_latency` between nodes.
@@ -263,7 +263,7 @@ class Cluster:
 
         Args:
             size: Bytes of the gathered tensor. Each of the g processes contributes 1/g of it.
-            processes: The processes of the group, or their number.
+            processes: The processes of the group, or a number n for the processes 0 to n - 1.
 
         Returns:
             (g-1) latency + (g-1)/g size/bandwidth.
@@ -287,7 +287,7 @@ class Cluster:
 
         Args:
             size: Bytes of the tensor that each process contributes.
-            processes: The processes of the group, or their number.
+            processes: The processes of the group, or a number n for the processes 0 to n - 1.
 
         Returns:
             The time until each process has its part of the sum.
@@ -308,7 +308,7 @@ class Cluster:
 
         Args:
             size: Bytes of the tensor that each process contributes.
-            processes: The processes of the group, or their number.
+            processes: The processes of the group, or a number n for the processes 0 to n - 1.
 
         Returns:
             2(g-1) latency + 2(g-1)/g size/bandwidth for g processes.
@@ -328,7 +328,7 @@ class Cluster:
 
         Args:
             size: Bytes of the tensor that each process contributes.
-            processes: The processes of the group, or their number.
+            processes: The processes of the group, or a number n for the processes 0 to n - 1.
 
         Returns:
             ceil(log2 g) (latency + size/bandwidth) for g processes.
@@ -350,7 +350,7 @@ class Cluster:
 
         Args:
             size: Bytes that each of g processes sends, 1/g of them to each process.
-            processes: The processes of the group, or their number.
+            processes: The processes of the group, or a number n for the processes 0 to n - 1.
 
         Returns:
             (g-1) latency plus the longer of the two transfer times. The time is 0 for one process.
@@ -498,8 +498,8 @@ class Cluster:
         - `reduce_replicated_stages`: an all-reduce over the ranks that have a replica of the stage.
         - With `zero` from 1 on, instead of `reduce_grads`: `reduce_scatter`, a reduce-scatter of
           the stage's `grads`, and `unshard`, an all-gather of its `params`. Both collectives are
-          rings over the replicas, with the speed of their slowest link. Each takes half the time of
-          an all-reduce of the same bytes.
+          rings over the replicas, with the speed of their slowest link. Each of the two takes half
+          the time of an all-reduce of the same bytes.
         - With `ep` above 1: `dispatch` and `combine`, all-to-alls of `routed` bytes among `ep`
           replicas, within nodes or between them (`all_to_all_time`).
         - `reduce_norm`: an all-reduce of 8 bytes over all processes of a replica.

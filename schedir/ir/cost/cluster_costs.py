@@ -318,7 +318,7 @@ class _CostFiller:
     # ------------------------------------------------------------ messages
 
     def compute_send(self) -> Floats:
-        """Return, for each stage, the time of its activation or gradient message, the longer one.
+        """Return the time of each stage's longer message: its activation or its gradient.
 
         If a stage has replicas, the slowest of their links counts.
 
@@ -411,12 +411,10 @@ class _CostFiller:
         return np.array(rows)
 
     def _find_changed_bytes(self, cost: str) -> Floats:
-        """Return, for each stage, the bytes of the value whose form instructions change.
+        """Return the bytes of each stage's value whose form the instructions with this cost change.
 
-        The instructions are those with the given cost.
-
-        If instructions with this cost change several values, the largest value counts. `Sizes`
-        lists the bytes of a boundary under the earlier of its two stages.
+        If these instructions change several values, the largest value counts. `Sizes` lists the
+        bytes of a boundary under the earlier of its two stages.
         """
         act, grad = self._find_sent_bytes(cost)
         sizes = [
@@ -642,8 +640,8 @@ class _CostFiller:
         moved_bytes = self._sum_sizes("step", OPTIMIZER_STEP_SIZES, self.dp if self.zero else 1)
         times = np.zeros(self.shape.stages)
         for rank, stages in enumerate(self.shape.stages_on_rank):
-            # Nothing reads the entries after that of the last rank.  So each rank can set all
-            # entries from its own on.
+            # Each rank sets its entry and all later entries. The next rank overwrites them, and
+            # nothing reads the entries after that of the last rank.
             entries = slice(min(rank, self.shape.stages - 1), None)
             previous = times[entries].max() if rank >= self.shape.stages else 0.0
             rank_bytes = moved_bytes[list(stages)].sum()

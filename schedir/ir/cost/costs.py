@@ -81,8 +81,8 @@ class Costs(CostFields):
     Each cost is a number, one number per stage, or an array of shape (stages, microbatches). An
     array with one row, shape (1, microbatches), applies to all stages. Nested lists work, too.
     Costs of instructions that are not per microbatch, such as `step`, cannot be arrays. Costs of
-    instructions per rank, such as `step` and `reduce_norm`, have one number per rank. They can also
-    have as many numbers as there are stages; number k is then for rank k.
+    instructions per rank, such as `step` and `reduce_norm`, have one number per rank. Such a cost
+    can also have as many numbers as there are stages; number k is then for rank k.
 
     None means that a cost is not given. Missing costs of compute have the defaults below, and all
     other missing costs are 0. A `Cluster` can fill missing costs.
@@ -99,8 +99,8 @@ class Costs(CostFields):
         step: Optimizer step of a rank.
         reduce_grads: All-reduce of a stage's gradient over the replicas. Executors start the
             all-reduce during the last backward. Give only the time that remains after this
-            backward. With the full time, predictions are too long by the time that overlaps with
-            the backward.
+            backward. If you give the full time, predictions are too long by the time that overlaps
+            with the backward.
         reduce_replicated_stages: All-reduce of a gradient over the replicas of a stage.
         reduce_tied: Sum of the gradients of tied weights.
         reduce_norm: Reduction of the gradient norm over all ranks.

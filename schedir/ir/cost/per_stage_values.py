@@ -189,7 +189,8 @@ def redistribute_stages(value: PerStage, old_stages: int, new_stages: int) -> Pe
 
     Args:
         value: The value for the old stages. One number applies to each of them.
-        old_stages: Number of old stages. It is used only if `value` is one number or one row.
+        old_stages: Number of old stages. `old_stages` is used only if `value` is one number or one
+            row.
         new_stages: Number of new stages.
 
     Returns:
@@ -240,7 +241,7 @@ def add_fields(
 
     Args:
         names: Names of the fields. Fields that the class declares stay unchanged.
-        default: Default of the new fields. If it is None, the fields accept None, too.
+        default: Default of the new fields. If `default` is None, the fields accept None, too.
 
     Returns:
         A function that changes the class and returns it.
@@ -257,7 +258,7 @@ def add_fields(
 
 
 def sum_segments(each: Floats, segments: Sequence[int]) -> Floats:
-    """Sum the numbers of the segments of each unsegmented stage.
+    """Sum the numbers of the segments of each stage.
 
     Args:
         each: Numbers of the segments, shape (segments, microbatches). Either axis may have length
@@ -273,17 +274,17 @@ def sum_segments(each: Floats, segments: Sequence[int]) -> Floats:
 
 
 def average_stages(value: PerStage, segments: Sequence[int]) -> PerStage:
-    """Return a value per segment in which all unsegmented stages have the same total.
+    """Return a value per segment for which the segments of each stage have the same sum.
 
-    The mean over all stages is divided equally among the segments of each stage.
+    This sum is the mean over all stages. The segments of a stage have equal parts of it.
 
     Args:
-        value: The value for the segments.
+        value: A value per segment.
         segments: Number of segments of each stage.
 
     Returns:
-        The value for the segments. It is one number or one row if all stages have the same number
-        of segments. For an array, each microbatch has its own mean.
+        The value per segment. It is one number or one row if all stages have the same number of
+        segments. For an array, each microbatch has its own mean.
 
     Example:
         >>> average_stages((1.0, 3.0), (1, 1)), average_stages((1.0, 4.0, 1.0, 2.0), (3, 1))

@@ -35,8 +35,8 @@ _BYTE_UNITS |= {f"{p}B": 1000 ** (k + 1) for k, p in enumerate("kMGTP")}
 _BYTE_UNITS |= {f"{p}iB": 1024 ** (k + 1) for k, p in enumerate("KMGTP")}
 
 
-# The names of the sizes in the instruction tables.  `MICROBATCH_SIZES` has those that can differ
-# between microbatches.
+# The names of the sizes in the instruction tables.  `MICROBATCH_SIZES` has the sizes that can
+# differ between microbatches.
 _CHANGE_SIZES = [
     (name, VALUES[change.value].scope)
     for row in INSTRUCTIONS
@@ -198,8 +198,9 @@ class Sizes:
         if is_wrong.any():
             cell = np.unravel_index(is_wrong.argmax(), is_wrong.shape)
             raise UsageError(
-                "size saved_and_deferred is the bytes of saved and deferred_wgrad together: it "
-                f"must be from {lower_bound[cell]:g} to {upper_bound[cell]:g}, not {joint[cell]:g}"
+                f"size saved_and_deferred must be from {lower_bound[cell]:g} to "
+                f"{upper_bound[cell]:g}, not {joint[cell]:g}: it is at least the larger of saved "
+                "and deferred_wgrad, and at most their sum"
             )
 
     def for_stages(self, name: str, stages: int) -> NDArray[np.float64]:
@@ -294,7 +295,7 @@ class Sizes:
             name: Name of a size whose default is None.
 
         Returns:
-            True if it is given.
+            True if the size is given.
         """
         return getattr(self, name) is not None
 

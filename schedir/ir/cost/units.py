@@ -12,7 +12,7 @@ from schedir.ir.cost.sizes import parse_bytes
 
 
 class _Unit(NamedTuple):
-    """How a field's numbers are written: a parser, an example, and units for printing."""
+    """The text form of a field's numbers: a parser, an example, and units for printing."""
 
     parse: Callable[[str], float]
     example: str

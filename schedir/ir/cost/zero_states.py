@@ -17,7 +17,8 @@ from schedir.ir.cost.per_stage_values import to_per_stage
 # levels 1 to 3 P_os, P_os+g and P_os+g+p.
 SHARDED_FROM_LEVEL: Final = {"optimizer": 1, "grads": 2, "params": 3}
 ZERO_LEVEL_COUNT: Final = 1 + max(SHARDED_FROM_LEVEL.values())
-# Model state -> label of the memory of its shard, and label of the memory of its unsharded copies.
+# Model state -> label of its shards in a list of memory. The second table has the labels of the
+# unsharded copies.
 SHARDED_LABELS: Final = {
     "params": "sharded weights", "grads": "sharded gradients",
     "optimizer": "sharded optimizer state",
@@ -39,7 +40,7 @@ def is_sharded(size_name: str, zero: int) -> bool:
 
 
 class ModelStates(NamedTuple):
-    """Bytes of the model states of one replica: floats, or arrays if arrays were given.
+    """Bytes of one replica's model states: floats, or arrays if `zero_model_states` got arrays.
 
     Args:
         params: Bytes of the parameters.
@@ -72,8 +73,8 @@ def zero_model_states(
     gradients from level 2 on, and the parameters from level 3 on.
 
     For example, a model has Psi parameters of 16 bits, gradients of 16 bits, and 12 bytes of
-    optimizer state per parameter. It needs 16 Psi bytes at level 0, 4 Psi + 12 Psi/dp bytes at
-    level 1, 2 Psi + 14 Psi/dp bytes at level 2, and 16 Psi/dp bytes at level 3.
+    optimizer state per parameter. The model needs 16 Psi bytes at level 0, 4 Psi + 12 Psi/dp bytes
+    at level 1, 2 Psi + 14 Psi/dp bytes at level 2, and 16 Psi/dp bytes at level 3.
 
     Args:
         params: Bytes of the unsharded parameters: a number, or one per stage or bucket.

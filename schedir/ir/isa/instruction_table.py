@@ -347,7 +347,7 @@ INSTRUCTIONS: Final[tuple[Row, ...]] = (
         _O.Recompute, "R", _L.COMPUTE, _MB,
         needs=(_V.SAVED, _V.PARAMS, _V.UNSHARDED_PARAMS),
         gives=(_V.SAVED,),
-        doc="Runs a forward of a stage again; with it, the F saves only the inputs of the stage.",
+        doc="Runs the forward of an F again; this F saves only the inputs of the stage.",
         cost="R", changes=(Change(_V.SAVED, "recompute_inputs", "saved"),), is_compute=True,
     ),
     Row(

@@ -150,8 +150,8 @@ OPTIMIZER_STEP_OPS: Final = find_producers(Value.PARAMS)
 # After these instructions, the next update may add to the gradients, even if the optimizer step of
 # this update has not run.
 GRADS_CHECK_OPS: Final = find_producers(Value.GRADS_CHECKED)
-# There is one compute instruction of each kind.  If a second one is added, the unpacking fails.
-# Then decide for each use of the constant which instructions it must include.
+# There is one compute instruction of each kind.  If you add a second one, this unpacking fails.
+# Then decide for each use of the constant whether the use includes the new instruction.
 (FORWARD,), (BACKWARD,), (BACKWARD_INPUT,), (BACKWARD_WEIGHT,) = (
     FORWARD_OPS,
     FULL_BACKWARD_OPS,
@@ -213,8 +213,9 @@ SLOT_VALUES: Final = BOUNDARY_VALUES + tuple(
     row.value for row in VALUES
     if row.value not in BOUNDARY_VALUES and row.size and OPS_OFF_COMPUTE_LANE[row.value]
 )  # fmt: skip
-# Values with a size that do not pass between stages.  If no number of slots is given, they use
-# memory from the start of the instruction that makes them to the end of the one that frees them.
+# Values with a size that do not pass between stages.  If no number of slots is given, such a value
+# uses memory from the start of the instruction that makes the value to the end of the instruction
+# that frees it.
 NON_BOUNDARY_VALUES: Final = tuple(
     row.value for row in VALUES if row.size and row.value not in BOUNDARY_VALUES
 )

@@ -13,10 +13,10 @@ TIERS: Final = ("device", "host", "disk")
 class Scope(Enum):
     """The unit for which an instruction or a value exists once.
 
-    The value of a member shows which numbers follow the instruction's name in the text form.  An
-    instruction per STAGE or RANK exists once in each update.  The text form also contains the
-    number of the update if it is not 0.  An instruction per OCCURRENCE exists any number of times
-    for a stage.  Its occurrences are numbered from 0.
+    The value of a member shows which numbers follow the instruction's name in the text of a
+    program.  An instruction per STAGE or RANK exists once in each update.  The text also contains
+    the number of the update if this number is not 0.  An instruction per OCCURRENCE exists any
+    number of times for a stage.  The occurrences of such an instruction are numbered from 0.
     """
 
     MICROBATCH = "stage.mb"
@@ -73,9 +73,8 @@ class ValueRow(NamedTuple):
         scope: The unit for which there is one value: a microbatch of a stage, a stage, or a rank.
         producer_rule: The rule that finds the instruction that gives the value.
         phrase: The name of the value in messages: "the activation".
-        size: The field of `Sizes` with the bytes of the value; "" if they do not count.  The bytes
-            of unsharded weights and gradients do not count, because a stage has this memory all the
-            time.
+        size: The field of `Sizes` with the bytes of the value; "" if they do not count. For
+            example, the bytes of PARAMS do not count, because a stage has its weights all the time.
         peer: For a value that passes between stages, the rule that leads to the other stage.  The
             value exists only if there is such a stage.  `Sizes` lists its bytes under the earlier
             of the two stages.
@@ -97,8 +96,9 @@ class ValueRow(NamedTuple):
         is_training_only: True if the value exists only in programs that train, and only for stages
             that are not frozen.
         size_fallback: The field of `Sizes` that is used if `size` is not given.
-        is_optional: True if the value exists only when a pass has added an instruction that uses it
-            and does not run a stage.  A program without such an instruction is complete.
+        is_optional: True if the value exists only in some programs: those to which a pass added a
+            non-compute instruction that uses the value. A program without such an instruction is
+            complete.
     """
 
     value: Value
@@ -170,10 +170,10 @@ class Change(NamedTuple):
     """A change of the state of a value by an instruction that needs and gives the value.
 
     A state is one of TIERS, or a field of `Sizes` with the bytes of the value.  A new value is on
-    the first of TIERS.  Its size is the `before` of its first change of size.  An instruction that
-    only reads the value needs it on the first of TIERS, with the `after` of its last change of
-    size.  An instruction that reads the value in another state has a `Change` in which `before` and
-    `after` are this state.  Such an instruction need not give the value.
+    the first of TIERS.  The size of a new value is the `before` of its first change of size.  An
+    instruction that only reads the value needs it on the first of TIERS, with the `after` of its
+    last change of size.  An instruction that reads the value in another state has a `Change` in
+    which `before` and `after` are this state.  Such an instruction need not give the value.
 
     Attributes:
         value: The value.
@@ -194,8 +194,8 @@ class CollectiveRing(NamedTuple):
             ("dp"), or the ranks that have the stage ("stage_replicas").
         size: The field of `Sizes` with the bytes; "" for the bytes of the value that the
             instruction needs.
-        rounds: Number of times that the bytes go around: one for an all-gather, a reduce-scatter
-            or an all-to-all, two for an all-reduce.
+        rounds: Number of times that the bytes go around the ring: one for an all-gather, a
+            reduce-scatter or an all-to-all, two for an all-reduce.
     """
 
     members: Literal["tp", "ep", "dp", "stage_replicas"]
@@ -277,7 +277,7 @@ class Row(NamedTuple):
         traffic: The bytes that the instruction moves over a link of the machine.  A `Cluster`
             computes the cost from `ring` or `traffic`.
         is_implicit_in_torch: True if torch's pipeline runtime, or a training loop around it, does
-            the same without an instruction.  An export to torch leaves the instruction out.
+            this work without an instruction.  An export to torch leaves the instruction out.
     """
 
     op: Opcode

@@ -3,8 +3,8 @@
 `PipelineShape` and `Program` declare each field with `make_field_metadata`. `collect_fields` makes
 `Field` records from these declarations. `HEADER_FIELDS` in `schedir/ir/program.py` lists all
 records. These records define the header of a program's text, the digest, the command-line options
-and the settings of a configuration. They also define the error for an option that contradicts a
-program file.
+and the settings of a configuration. The records also define the error for an option that
+contradicts a program file.
 """
 
 from __future__ import annotations
@@ -177,9 +177,9 @@ class Field:
         is_always_shown: If True, the text's header always has the field.
         shown_with: Name of another field. The header has this field if the other field differs from
             its default. "" means that this field must differ from its default.
-        digest: A function that returns the field's entries in `Program.digest`. If it is None, the
-            digest contains the field only if its value is not the default. So a new field does not
-            change the digests of existing programs.
+        digest: A function that returns the field's entries in `Program.digest`. If `digest` is
+            None, the digest contains the field only if its value is not the default. So a new field
+            does not change the digests of existing programs.
         in_config: If True, the field is a setting of a configuration.
         section: The section of the configuration that has the setting.
     """
@@ -256,7 +256,7 @@ def make_field_metadata(
         section: See `Field`.
 
     Returns:
-        The mapping for `dataclasses.field(metadata=...)`. `collect_fields` reads it.
+        The mapping for `dataclasses.field(metadata=...)`. `collect_fields` reads this mapping.
     """
     return {
         "field_type": field_type,

@@ -34,8 +34,8 @@ from schedir.ir.pipeline.placement import (
 )
 from schedir.retired_names import raise_attribute_error
 
-# Limits of a shape.  They fit an instruction, which has 16 bits for the stage and 32 bits for the
-# microbatch.
+# Limits of a shape.  These limits fit an instruction word, which has 16 bits for the stage and 32
+# bits for the microbatch.
 MAX_MICROBATCHES = 2**20
 MAX_STAGES = 2**15
 
@@ -121,8 +121,8 @@ class PipelineShape:
     Args:
         ranks: Number of pipeline ranks.
         microbatches: Number of microbatches of the program.
-        stages_per_rank: Number of stages on each rank. With a placement that lists ranks, it is the
-            largest number of stages on a rank.
+        stages_per_rank: Number of stages on each rank. With a placement that lists ranks, this
+            number is the largest number of stages on a rank.
         placement: The rank of each stage.
 
             - "loop": rank r has the stages j * ranks + r.
@@ -239,7 +239,8 @@ class PipelineShape:
         """Return a copy of the shape with the stages on other ranks.
 
         Args:
-            placement: The rank of each stage. The number of stages per rank follows from it.
+            placement: The rank of each stage. The number of stages per rank follows from the
+                placement.
             **changes: New values of other fields.
         """
         return replace(self, placement=placement, stages_per_rank=_DefaultNumber(1), **changes)
@@ -392,14 +393,14 @@ class PipelineShape:
         return sum(count_by_scope[row.scope] for row in INSTRUCTIONS)
 
     def require_instruction_limit(self, max_instructions: int | None = None) -> None:
-        """Raise ShapeError if there are more forwards than a program may have instructions.
+        """Raise ShapeError if the forwards alone exceed the limit on instructions.
 
         Args:
             max_instructions: Limit on the number of instructions. The default is the limit of this
                 process for programs that Python code builds (`input_limits`).
 
         Raises:
-            ShapeError: There are more forwards than the limit.
+            ShapeError: The number of forwards exceeds the limit.
         """
         self._require_limit(self.stages, max_instructions)
 
@@ -409,8 +410,8 @@ class PipelineShape:
         """Raise ShapeError if a lowered program has more instructions than the limit.
 
         The count includes the forwards, and the sends and receives of activations between ranks.
-        With a backward, it also includes one backward per trained stage and microbatch, and the
-        sends and receives of gradients.
+        With a backward, the count also includes one backward per trained stage and microbatch, and
+        the sends and receives of gradients.
 
         Args:
             has_backward: Include backwards in the count.
@@ -529,7 +530,7 @@ class PipelineShape:
 
         Args:
             stage: Numbers of stages.
-            rank: Numbers of ranks. Each rank must have its stage.
+            rank: Numbers of ranks. Each rank must have the stage at the same index.
 
         Returns:
             The local numbers, from 0, in the broadcast shape of `stage` and `rank`.

@@ -1,4 +1,4 @@
-"""Placement: the rank of each stage. With stage replicas, it has a row of ranks per replica."""
+"""Placement: the rank of each stage, with one row of ranks for each stage replica."""
 
 from __future__ import annotations
 
@@ -77,7 +77,7 @@ def to_placement_rows(placement: object) -> tuple[tuple[int, ...], ...]:
         placement: A row with the rank of each stage, or one such row for each stage replica.
 
     Returns:
-        The rows, as a tuple even if there is only one.
+        The rows, as a tuple even if there is only one row.
 
     Raises:
         ShapeError: `placement` is neither a row of integers nor several such rows.

@@ -9,8 +9,8 @@ from numpy.typing import NDArray
 def make_process_mesh(ranks: int, tp: int, dp: int) -> NDArray[np.int64]:
     """Number the processes by replica, pipeline rank and tensor-parallel rank.
 
-    The processes of a tensor-parallel group have consecutive numbers. The groups of the pipeline
-    ranks follow one another, and then the next replica follows.
+    The processes of a tensor-parallel group have consecutive numbers. Within a replica, these
+    groups are in the order of the pipeline ranks. The replicas follow one another.
 
     Args:
         ranks: Number of pipeline ranks.

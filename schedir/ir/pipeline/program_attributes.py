@@ -28,8 +28,8 @@ from schedir.retired_names import get_rename_hint
 def _digest_tied_weights(tied: TiedStages, shape: PipelineShape) -> tuple[object, ...]:
     """Return the entry of `tied_weights` in the digest of a program.
 
-    The entry is True if only the first and the last stage share a weight. So it does not depend on
-    the number of stages.
+    The entry is True if only the first and the last stage share a weight. So the entry does not
+    depend on the number of stages.
     """
     # With one stage, both keys of `old_values` are (), and the value is False: a single stage is
     # not tied.
@@ -93,7 +93,6 @@ def _make_choice_type(*choices: str, metavar: str = "WHEN") -> FieldType:
 
 
 def _refuse(fact: str, hint: str, *fields: str) -> NoReturn:
-    """Raise ShapeError for the attributes `fields`."""
     raise ShapeError(fact, hint=hint, fields=fields)
 
 
@@ -331,7 +330,7 @@ REDUCE_SCATTER_AT: Final = make_field_metadata(
 CHECKPOINT_SNAPSHOTS: Final = make_field_metadata(
     YES_OR_NO_TYPE,
     "for checkpoints, copy weights and optimizer state while the next step runs",
-    in_config=False,  # The checkpoint settings of a configuration decide this.
+    in_config=False,  # The checkpoint settings of a configuration turn snapshots on.
 )
 OPTIMIZER_PLACEMENT: Final = make_field_metadata(
     _make_choice_type(*TIERS, "cpu_step", metavar="WHERE"),
@@ -349,7 +348,7 @@ EP: Final = make_field_metadata(
 SKIPS: Final = make_field_metadata(
     SKIPS_KIND,
     "skip connections, each from a source to a target stage: 0=5,1=4",
-    in_config=False,  # The model of a configuration decides this.
+    in_config=False,  # The model of a configuration determines the skip connections.
 )
 SEGMENT_BOUNDARIES: Final = make_field_metadata(
     MEETS_KIND,

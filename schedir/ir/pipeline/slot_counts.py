@@ -10,7 +10,7 @@ from schedir.ir.isa.instructions import NEIGHBOR_VALUES, SLOT_VALUES, Value
 if TYPE_CHECKING:
     from typing import Self
 
-# The value of an unspecified number of slots.  Each value then has a separate slot.
+# This number means that the number of slots is not specified: each value has a separate slot.
 UNSHARED_SLOTS: Final = 2**31
 # Name of a kind of slots in host memory -> kind of value in these slots.
 HOST_SLOT_VALUES: Final = {"host": Value.SAVED, "state_host": Value.STATE}

@@ -41,10 +41,11 @@ def split_letters_by_stage(segment_boundaries: str, stages: int) -> tuple[str, .
 
     Args:
         segment_boundaries: A letter for each boundary, or "" if no stage has segments.
-        stages: Number of stages of the program. It is used only if `segment_boundaries` is "".
+        stages: Number of stages of the program. `stages` is used only if `segment_boundaries` is
+            "".
 
     Returns:
-        One text for each unsegmented stage, with the letters between its segments.
+        One text for each stage of the model, with the letters between its segments.
 
     Example:
         >>> split_letters_by_stage("fg-.", 5), split_letters_by_stage("", 2)
@@ -72,10 +73,11 @@ def count_segments(segment_boundaries: str, stages: int) -> tuple[int, ...]:
 
     Args:
         segment_boundaries: A letter for each boundary, or "" if no stage has segments.
-        stages: Number of stages of the program. It is used only if `segment_boundaries` is "".
+        stages: Number of stages of the program. `stages` is used only if `segment_boundaries` is
+            "".
 
     Returns:
-        The number of segments of each unsegmented stage.
+        The number of segments of each stage of the model.
 
     Example:
         >>> count_segments("fg-.", 5), count_segments("", 2)
@@ -88,9 +90,9 @@ class UnsegmentedShape(NamedTuple):
     """The shape of a pipeline before its stages and microbatches are split.
 
     Args:
-        shape: Shape with unsegmented stages and complete microbatches.
-        segments_per_stage: The number of segments of each unsegmented stage.
-        chunks_per_microbatch: The number of chunks of each complete microbatch.
+        shape: Shape before stages are split into segments, and microbatches into chunks.
+        segments_per_stage: The number of segments of each stage of this shape.
+        chunks_per_microbatch: The number of chunks of each microbatch of this shape.
     """
 
     shape: PipelineShape
@@ -148,8 +150,8 @@ def _validate_boundaries(name: str, value: object, shape: PipelineShape) -> str:
         experts = "".join(letter for letter in stage_letters if letter in EP_LETTERS)
         if experts != (DISPATCH + COMBINE) * (len(experts) // 2):
             raise ShapeError(
-                f"{name} has the all-to-alls {experts} in a stage, but each dispatch d needs a "
-                "combine c after it in the same stage",
+                f"{name} has the all-to-alls {experts} in a stage, but they must be pairs dc: a "
+                "dispatch d, and then its combine c",
                 hint="write dc for each mixture-of-experts layer, as in dc or fgdc",
                 fields=[name],
             )

@@ -112,7 +112,7 @@ class ModelTies:
         """Return the locations of these weights in all stages of the model.
 
         If a stage has the model's parameter object, this object identifies the weight. If the stage
-        is a copy, the names of the weight in the model identify it.
+        is a copy, the names of the weight in the model identify the weight.
 
         Args:
             stages: All stages of the model, in order or by number.
@@ -167,7 +167,7 @@ def find_tied_weights(
 
     Returns:
         For stages, the locations of each weight that several stages have. `compile` and the
-        executor accept them as `tied_weights`. For a model, the names of each weight.
+        executor accept these locations as `tied_weights`. For a model, the names of each weight.
         `ModelTies.locate_in_stages` then finds the locations.
 
     Raises:
@@ -202,7 +202,7 @@ def find_tied_weights(
 
 
 def _list_stages(stages: Sequence[ModuleLike] | Mapping[int, ModuleLike]) -> list[ModuleLike]:
-    """Return all stages, in order. Raises UsageError if one is missing or is not a module."""
+    """Return all stages, in order. Raises UsageError if a stage is missing or is not a module."""
     result: list[Any]
     if isinstance(stages, Mapping):
         if {*stages} != {*range(len(stages))}:
@@ -365,7 +365,7 @@ def is_tied_across_ranks(stages: tuple[int, ...], shape: PipelineShape) -> bool:
         shape: Shape of the pipeline.
 
     Returns:
-        False if each of the ranks has all these stages.
+        False if every rank that has one of these stages has all of them.
     """
     return any(
         not {*stages} <= {*shape.stages_on_rank[rank]} for rank in find_sharing_ranks(stages, shape)

@@ -51,7 +51,8 @@ def reduce_scatter(program: Program) -> Program:
 
     A run is a sequence of instructions that add to the gradient of one stage. Other instructions
     may be between them, except those that add to the gradient of another stage of the rank. A group
-    that adds to two stages belongs to the runs of both stages. Late BackwardWeights form runs, too.
+    of joined instructions that adds to two stages belongs to the runs of both stages.
+    BackwardWeights that follow later form runs of their own.
 
     With `reduce_scatter_at` "each_backward", a reduce-scatter follows each run. So a rank has
     unsharded gradients only of the stages of its present run. With "update_end", one reduce-scatter
@@ -148,7 +149,7 @@ def reduce_replicated_stages(program: Program) -> Program:
 
 
 def reduce_tied_weights(program: Program) -> Program:
-    """Insert the sum of the gradients of tied weights: one instruction on each rank with a copy.
+    """Insert the sum of the gradients of tied weights: one on each rank with tied weights.
 
     Args:
         program: The program.
@@ -165,8 +166,8 @@ def reduce_tied_weights(program: Program) -> Program:
 def reduce_sequence_grads(program: Program) -> Program:
     """Insert the sum of gradients over tensor-parallel ranks, for sequence parallelism.
 
-    This sum comes after all other sums, as in Megatron-LM. So with ZeRO, it sums only the shard of
-    a gradient, and only once.
+    This sum comes after all other sums, as in Megatron-LM. So with ZeRO, the ranks sum only the
+    shard of a gradient, and only once.
 
     Args:
         program: The program.
@@ -205,7 +206,7 @@ def insert_optimizer_steps(program: Program) -> Program:
 
 
 def insert_norm_validation(program: Program) -> Program:
-    """Insert the reduction of the global gradient norm after the step (post-validation).
+    """Insert the reduction of the global gradient norm after the optimizer step (post-validation).
 
     Args:
         program: The program.
@@ -241,9 +242,10 @@ def append_to_updates(program: Program, op: Opcode, stages: Sequence[Sequence[in
 
 
 def _mask_required(program: Program, scope: Scope) -> Mask:
-    """Return a mask of the keys of a scope: True for trained stages, or with RANK for all ranks.
+    """Return a mask of the keys of a scope: True for trained stages, or for every rank.
 
-    All entries are False for a program without a backward.
+    With the scope RANK, the keys are the ranks. All entries are False for a program without a
+    backward.
     """
     shape = program.shape
     if scope is Scope.RANK:

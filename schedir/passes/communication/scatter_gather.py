@@ -48,9 +48,9 @@ def insert_form_changes(program: Program, form: Form) -> Program:
         form: The form that the values do not have yet.
 
     Returns:
-        The program with two more instructions for each value. One converts the value before its
-        send. The other converts the received value back, just before its first use or before the
-        next instruction that changes its form.
+        The program with two more instructions for each value. One instruction converts the value
+        before its send. The other instruction converts the received value back, just before its
+        first use or before the next instruction that changes its form.
     """
     shape, fields = program.shape, program.words.view(WORD_DTYPE)
     key = fields["stage"].astype(np.int64) * shape.microbatches + fields["mb"]

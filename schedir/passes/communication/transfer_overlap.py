@@ -1,9 +1,9 @@
 """Group opposite transfers, and post receives and gathers earlier.
 
 The grouping runs first, because it needs sends and receives that are neighbours. Posting receives
-early separates them. Then gathers move, and receives move last. A blocking host waits at a gather
-for its message, so the gather must stay after the position where the lowering put the receive. The
-passes keep the program legal under the given progress model. `check` verifies that.
+early separates these neighbours. Then gathers move, and receives move last. A blocking host waits
+at a gather for its message, so the gather must stay after the position where the lowering put the
+receive. The passes keep the program legal under the given progress model. `check` verifies that.
 """
 
 from __future__ import annotations
@@ -56,8 +56,9 @@ def post_receives_early(
 def start_gathers_early(program: Program, computes_ahead: int = 1) -> Program:
     """Start each gather up to `computes_ahead` computes earlier, but not before its receive.
 
-    The gather then runs during these computes. It is inserted just before the first of them. When a
-    blocking host waits there for the message, it has already issued all earlier sends.
+    The gather then runs during these computes. The gather is inserted just before the first of
+    these computes. When a blocking host waits there for the message, it has already issued all
+    earlier sends.
 
     Args:
         program: A lowered program.
@@ -86,7 +87,7 @@ def _find_earliest_positions(
     """Return the position that each instruction must follow when it moves earlier.
 
     The position is the end of a group, at or after `predecessor`. If nothing must precede the
-    instruction, it is the position before the first instruction of the Stream.
+    instruction, the result is the position before the first instruction of the Stream.
     """
     positions, stream_start = np.arange(len(index)), index.program.offsets[index.rank]
     computes = _find_computes(index)

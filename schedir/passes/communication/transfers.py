@@ -35,7 +35,7 @@ def insert_transfers(program: Program, costs: Costs | None = None) -> Program:
     consumer. So all Streams follow one global order. In this order, every edge of the dependency
     graph leads forward, even with blocking transfers in a single queue. So there is no cycle. If
     ranks have a collective at the end of an update, all instructions that the update needs come
-    first in the order.
+    before this collective in the order.
 
     Args:
         program: The draft.

@@ -10,8 +10,8 @@ from numpy.typing import NDArray
 
 Ints = NDArray[np.int64]
 
-# The number of runs by which a stage is unsharded early: the weights of the next run are gathered
-# while the current run computes.
+# The number of runs by which a stage is unsharded early. A run is a sequence of computes of the
+# same stages. With 1, a rank gathers the weights of the next run while the current run computes.
 DEFAULT_PREFETCH: Final = 1
 
 

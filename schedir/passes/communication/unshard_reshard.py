@@ -48,12 +48,12 @@ def insert_unshards(program: Program, options: Options) -> Program:
 
     Args:
         program: A program with messages.
-        options: The options. In `extra_options`, `unsharded_stages` is the number of unsharded
-            stages at level 3. By default it is one more than the number of stages that a run uses,
-            so that the next stage can be gathered during a run. `unshard_prefetch` is the number of
-            runs between an Unshard and the run that needs it, if slots allow this. With 0, there
-            are the fewest gathers. With 1, the default, there are a few more gathers, but a gather
-            overlaps with the compute of a run.
+        options: The options. In `extra_options`, `unsharded_stages` is the largest number of stages
+            that are unsharded at the same time at level 3. The default is the number of stages that
+            a run of computes uses, plus one. So a rank can gather the next stage during a run.
+            `unshard_prefetch` is the number of runs by which an Unshard precedes the run that needs
+            it, if slots allow this. The value 0 makes the fewest gathers. The default, 1, makes a
+            few more gathers, but a gather overlaps with the compute of a run.
 
     Raises:
         UsageError: One of these options is given, and weights are not sharded.
@@ -147,8 +147,9 @@ def _list_expected(program: Program, present: PresenceQuery) -> Iterator[Expecte
 def _read_options(program: Program, progress_model: ProgressModel) -> dict[str, Any]:
     """Return options with which the pass inserts the unshards and reshards of the program.
 
-    `unsharded_stages` is the number of slots. `unshard_prefetch` is the first value that reproduces
-    the program. It is left out if this value is the default, or if no value reproduces the program.
+    `unsharded_stages` is the largest number of slots that a rank has for unsharded weights.
+    `unshard_prefetch` is the first value that reproduces the program. It is left out if this value
+    is the default, or if no value reproduces the program.
     """
     slot_counts = [
         slots.unsharded_params

@@ -83,7 +83,7 @@ def _find_backwards(program: Program) -> Positions:
 
 
 def _find_candidates(program: Program) -> Words:
-    """Return the addresses whose forward can be recomputed.
+    """Return the addresses (stage and microbatch) whose forward can be recomputed.
 
     Such an address has another instruction between its F and its backward, and no R yet.
     """
@@ -112,7 +112,7 @@ _MAX_ROUNDS: Final = 4  # rounds that move R earlier.  Each moved R can leave a 
 
 
 def _place_recomputes(program: Program, addresses: Words, options: Options) -> Program:
-    """Insert an R for each chosen address, in a wait if possible and else before its backward.
+    """Insert an R for each address, in an idle time if possible, or else before its backward.
 
     An R moves before an earlier forward that waits at least as long as the R takes. Then the R does
     not delay its backward. An R moves only before forwards. The values that exist while these
@@ -221,8 +221,8 @@ def _place_with_offload(program: Program, candidates: Words, options: Options) -
     The function searches for the choice of R that keeps the memory limit with the shortest
     simulated step. It first tries no R, then a quarter, a half and all of the R that are needed
     without offload. It then changes the best choice stage by stage: it removes all R of the stage,
-    or adds all if there are none. It stops when a choice keeps the limit and the step takes no
-    longer than without recomputation and offload.
+    or adds all its candidates if the stage has no R. It stops when a choice keeps the limit and the
+    step takes no longer than without recomputation and offload.
     """
     without_offload = replace(
         options,

@@ -1,6 +1,6 @@
 """Choose the number of static buffers of each rank for received and sent values.
 
-This pass is the last one. The pass changes no Stream, only `Program.slots`.
+This pass runs last. The pass changes no Stream, only `Program.slots`.
 """
 
 from __future__ import annotations
@@ -51,13 +51,13 @@ def share_slots(
     "minimal" uses the smallest possible number: the largest number of values that exist at the same
     time along the Stream. A program that is legal under `blocking_serial` then stays legal under
     every progress model. The reason is that an instruction that fills a slot waits only for an
-    earlier instruction of the same Stream. Under `blocking_serial`, it waits for this earlier
-    instruction in any case. All other programs must be checked again.
+    earlier instruction of the same Stream. Under `blocking_serial`, the later instruction waits for
+    the earlier instruction in any case. All other programs must be checked again.
 
     "latency_preserving" uses the smallest numbers with which the predicted time stays as short as
-    with a separate slot for each value. It computes a lower bound for each rank and kind. If the
-    lower bounds keep the predicted time, they are the result. Otherwise, a search starts from
-    larger numbers, and reduces them.
+    with a separate slot for each value. The function computes a lower bound for each rank and kind
+    of value. If the lower bounds keep the predicted time, they are the result. Otherwise, a search
+    starts from larger numbers, and reduces them.
 
     Specified numbers of slots for values that do not pass between stages, such as unsharded
     weights, stay unchanged.

@@ -56,7 +56,7 @@ def _mask_first_replicas(program: Program) -> Mask:
 
 
 def _list_expected(program: Program, present: PresenceQuery) -> Iterator[ExpectedInstructions]:
-    # A step has snapshots in update 0 only.
+    # A program has snapshots in update 0 only.
     required = np.zeros(len(present(Opcode.Snapshot)), bool)
     required[: program.shape.replica_ranks.size] = _mask_first_replicas(program)
     yield ExpectedInstructions(

@@ -41,10 +41,10 @@ def insert_host_steps(program: Program) -> Program:
 
     Each trained stage has one instruction of each kind in every update. If the reduction of a
     gradient is only a sum on the rank, the gradient is copied right after the reduction, during
-    backwards of other stages. Otherwise it is copied at the end of the update, where the host waits
-    for the reduction in any case. The steps are in the order in which the gradients are ready. With
-    several updates, a CheckGradsFinite comes before the steps. After it, the next update can add to
-    the gradients.
+    backwards of other stages. Otherwise the gradient is copied at the end of the update, where the
+    host waits for the reduction in any case. The steps are in the order in which the gradients are
+    ready. With several updates, a CheckGradsFinite comes before the steps. After this check, the
+    next update can add to the gradients.
 
     Args:
         program: A program with gradient reductions.
@@ -86,8 +86,8 @@ def delay_host_steps(program: Program) -> Program:
     """Move OptimizerStep and ReloadWeights of each update right before their result is first used.
 
     Until then, the host runs its steps, and the rank computes the next update with the older
-    weights. The first use is a forward with the new weights, a gradient copy that reuses the
-    buffer, or the end of the next update.
+    weights. The first use is a forward with the new weights, a gradient copy that reuses the buffer
+    on the host, or the end of the next update.
 
     Args:
         program: A program with several updates and steps on the host.

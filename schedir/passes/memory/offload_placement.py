@@ -221,9 +221,9 @@ def _insert_round_trip(
     def place_reloads(start: Floats, end: Floats, lead: int) -> Program:
         """Return the program with reloads as late as possible.
 
-        A reload must start so early that it ends at the start of its user. It is inserted before
-        the compute that runs when it must start. `lead` moves each reload earlier by `lead` times
-        the duration of the reload.
+        A reload must start so early that it ends at the start of its user. The reload is inserted
+        before the compute that runs at this latest start. `lead` moves each reload earlier by
+        `lead` times the duration of the reload.
         """
         if reloads is not None:
             host_durations = compute_move_costs(
@@ -243,7 +243,7 @@ def _insert_round_trip(
             computes = positions[is_compute[positions]]
             is_on_rank = producer_ranks == rank
             next_compute = np.searchsorted(end[computes], latest_starts[is_on_rank], side="right")
-            # If no compute ends later, this is the last compute.
+            # If no compute ends later, the reload comes before the last compute.
             next_compute = np.minimum(next_compute, len(computes) - 1)
             reload_positions[is_on_rank] = computes[next_compute]
         reload_positions = groups[np.searchsorted(groups, reload_positions, side="right") - 1]
@@ -268,7 +268,7 @@ def _find_ranks(program: Program, positions: Positions) -> Positions:
 
 
 def _compute_latest_starts(start: Floats, durations: Floats, ranks: Positions) -> Floats:
-    """Return the latest start of each move with which it ends before its user starts.
+    """Return the latest start of each move for which the move ends before its user starts.
 
     The moves of a rank run one after the other, because they are on one lane.
     """
@@ -344,7 +344,7 @@ class SlotRange(NamedTuple):
         """
         if limit is None or options.sizes is None:
             return self.max_slots
-        low = self.min_slots  # This is the result even if it exceeds the limit.
+        low = self.min_slots  # The result if all numbers exceed the limit.
         high = self.max_slots + 1
         while (high - low > 1).any():
             middle = (low + high) // 2

@@ -81,9 +81,9 @@ def insert_offloads(program: Program, options: Options) -> Program:
 
     A value is not offloaded if no compute runs between its forward and its use. A selection by a
     keyword or a function also skips a value if both moves together take longer than the time until
-    its use. "half" is every other microbatch of each stage. According to the paper, all moves
-    overlap with compute if the moves of a microbatch take no longer than its compute (k <= 1). With
-    "half", moves can take twice that time (k <= 2).
+    its use. "half" is every other microbatch of each stage. Let k be the time of a microbatch's
+    moves divided by the time of its compute. According to the paper, all moves overlap with compute
+    if k <= 1. With "half", all moves overlap if k <= 2.
 
     "fit" applies to the ranks that exceed the limit. As in the paper, it selects the values with
     the longest time until their use. Values with equal times are selected evenly spaced. "fit"
@@ -206,7 +206,7 @@ def _warn_of_no_effect(named_pairs: set[tuple[int, ...]], option: str, addresses
 
 
 def _find_candidates(program: Program) -> Words:
-    """Return the addresses with other compute between the forward and the use of its value."""
+    """Return the addresses with other compute between the forward and the first use."""
     lifetimes = find_lifetimes(program)
     compute_count = np.cumsum(np.isin(program.op, COMPUTE_OPS) & ~program.joined)
     candidates: Words = lifetimes.address[

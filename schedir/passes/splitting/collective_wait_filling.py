@@ -124,8 +124,8 @@ def fill_collective_waits(program: Program, options: Options) -> Program:
         )
     if program.joined.any():
         raise UsageError(
-            "fill_collective_waits cannot move computes that run in groups, and some stages "
-            "without segments have groups",
+            "fill_collective_waits cannot move a pair of computes that run together, but the "
+            "program has such pairs in stages without segments",
             hint="split each stage into segments with stage_segments",
             fields=["fill_collective_waits", "stage_segments"],
         )

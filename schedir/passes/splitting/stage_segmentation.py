@@ -71,9 +71,10 @@ def parse_segment_letters(segments: SegmentSpec, shape: PipelineShape) -> tuple[
     """Return the letters between the segments of each stage (`ir/pipeline/stage_segments.py`).
 
     Args:
-        segments: The number of segments of each stage, or the letters between these segments. It
-            can also be a list with such an entry per stage, or the text of the option. For a
-            number, the letters f and g alternate, as in the layers of Megatron-LM: 5 gives "fgfg".
+        segments: The number of segments of each stage, or the letters between these segments.
+            `segments` can also be a list with such an entry per stage, or the text of the option.
+            For a number, the letters f and g alternate, as in the layers of Megatron-LM: 5 gives
+            "fgfg".
         shape: The pipeline shape.
 
     Returns:
@@ -263,7 +264,8 @@ def split_like(program: Program, reference: Program) -> Program:
         reference: The program with the segments and chunks.
 
     Raises:
-        ShapeError: `reference` has segments and another number of stages.
+        ShapeError: `reference` has segments, and its number of stages before the split is not that
+            of `program`.
     """
     letters = split_letters_by_stage(reference.segment_boundaries, program.shape.stages)
     if len(letters) != program.shape.stages:
@@ -376,9 +378,9 @@ def split_costs(
     costs if segments pass more data. Examples are a residual stream in addition to the reduced
     value, and all tokens instead of one rank's tokens with sequence parallelism.
 
-    A chunk has an equal part of all times and bytes of a microbatch. So the result assumes that
-    the time of products, messages and collectives is proportional to the number of rows of their
-    tensors. It does not include the overhead of chunks.
+    A chunk has an equal part of all times and bytes of a microbatch. So the result assumes that the
+    time of products, messages and collectives is proportional to the number of rows of their
+    tensors. The result does not include the overhead of chunks.
 
     Args:
         values: The costs or sizes of the stages.

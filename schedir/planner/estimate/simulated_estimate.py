@@ -80,8 +80,8 @@ def simulate_plan(
         plan: The plan.
         constants: Constants of the software. None uses those of the cluster's trainer
             (`get_trainer`).
-        state_bytes: The `StateBytes` of the training. None uses those of Adam in the number
-            type of the cluster.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
+            uses those of Adam in the number type of the cluster.
 
     Raises:
         UsageError: The options of the plan are incompatible, or its schedule has stage replicas.
@@ -132,8 +132,8 @@ def simulated_program(
         plan: The plan.
         constants: Constants of the software. None uses those of the cluster's trainer
             (`get_trainer`).
-        state_bytes: The `StateBytes` of the training. None uses those of Adam in the number
-            type of the cluster.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
+            uses those of Adam in the number type of the cluster.
 
     Raises:
         UsageError: See `simulate_plan`.
@@ -337,8 +337,8 @@ def break_down_step(
     waits = idleness(run)
     waits = waits[waits["rank"] == rank]
     idle, cause = waits["end"] - waits["start"], waits["cause"]
-    is_norm = (waits["awaits"] >= 0) & np.isin(
-        run.spans["op"][waits["awaits"]], find_producers(Value.NORM)
+    is_norm = (waits["awaited_span"] >= 0) & np.isin(
+        run.spans["op"][waits["awaited_span"]], find_producers(Value.NORM)
     )
     is_data_parallel = np.isin(cause, (IdleCause.REDUCTION, IdleCause.WEIGHTS)) & ~is_norm
     is_message, is_host_copy = cause == IdleCause.MESSAGE, cause == IdleCause.OFFLOAD

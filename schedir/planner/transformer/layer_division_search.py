@@ -95,8 +95,8 @@ def optimize_layer_division(
         plan: The plan. It must not offload. Its `layers_per_stage` is ignored.
         constants: Constants of the software. None uses those of the cluster's trainer
             (`get_trainer`).
-        state_bytes: The `StateBytes` of the training. None uses those of Adam in the number
-            type of the cluster.
+        state_bytes: The bytes of weight, gradient and optimizer state for each parameter. None
+            uses those of Adam in the number type of the cluster.
 
     Raises:
         UsageError: No division fits in the memory, or the plan offloads.

@@ -34,7 +34,7 @@ from schedir.runtime.model_checks.tensor_fingerprint import (
 from schedir.runtime.rank_state import State
 
 _TensorTable = dict[str, Any]  # `_buffers` or `_parameters` of a module
-_ForwardResult = tuple[Sequence[Tensor], Sequence[Tensor]]  # outputs of a stage, and its leaves
+_ForwardResult = tuple[Sequence[Tensor], Sequence[Tensor]]  # outputs, leaves of the graph
 
 
 class Checkpoint(NamedTuple):
@@ -190,10 +190,10 @@ class Checkpoints:
 
         Raises:
             ModelError: The inputs were written to, or the outputs differ from the first run. Or the
-                forward writes to a trained parameter, or to a buffer through another reference.
-                Outputs are compared on a CPU and in debug mode. Only the first recomputation in
-                training mode and the first in evaluation mode check for writes to trained
-                parameters.
+                forward writes to a trained parameter, or writes to a buffer through another
+                reference than the attribute of its module. Outputs are compared on a CPU and in
+                debug mode. Only the first recomputation in training mode and the first in
+                evaluation mode check for writes to trained parameters.
         """
         checkpoint.require_unwritten(self.stage, self.mb)
         parameters = self._list_unchecked_parameters()
@@ -271,7 +271,6 @@ class Checkpoints:
             generator.set_state(state)
 
     def _get_target_versions(self) -> list[int]:
-        """Return the version counters of the tensors in the target of this microbatch."""
         if not self.is_last_stage:
             return []
         leaves: list[Any] = tree_leaves(self.state.batch.targets[self.mb])
@@ -292,9 +291,9 @@ def _may_be_written(tensor: Tensor) -> bool:
 def _copy_tensors(requests: Sequence[tuple[Tensor, bool, bool]]) -> list[Tensor]:
     """Return, for each request, the tensor itself or a copy of it.
 
-    A request is a tensor and two bools: copy it, and if it is a parameter, copy it to the host.
-    Copies of all parameters may need much memory, so they are on the host. Requests for the same
-    tensor share a copy.
+    A request is (tensor, needs_copy, on_host). With `on_host`, the copy of a parameter is in host
+    memory, because copies of all parameters may need much memory. Requests for the same tensor
+    share a copy.
     """
     copies: dict[Tensor, Tensor] = {}
     for tensor, needs_copy, on_host in requests:

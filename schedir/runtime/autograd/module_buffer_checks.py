@@ -29,9 +29,10 @@ def add_buffer_checks(
 
     A buffer counts as changed if its values differ after a write, or after a replacement by a
     buffer of the same shape. Some kernels, such as torch's batch_norm, write without an increment
-    of the version counter. So on a CPU, the first forward and the first backward in training mode,
-    and in evaluation mode, compare values. Later calls compare version counters. They also compare
-    the values of buffers that an earlier call rewrote with equal values, such as caches.
+    of the version counter. So on a CPU, the check compares values in the first call of an opcode in
+    training mode, and in its first call in evaluation mode. In later calls the check compares
+    version counters, and the values of buffers that an earlier call rewrote with equal values, such
+    as caches.
 
     Args:
         state: The state of the rank.
@@ -113,8 +114,8 @@ class _Case(NamedTuple):
         fact: The end of the message.
         hint: The hint of the error. If it is empty, the change causes a warning only.
         modules: The case concerns all buffers of these modules.
-        buffers: Other buffers that the case concerns. If both collections are empty, it concerns
-            all buffers.
+        buffers: Other buffers that the case concerns. If both collections are empty, the case
+            concerns all buffers.
     """
 
     fact: str
@@ -123,7 +124,6 @@ class _Case(NamedTuple):
     buffers: Collection[torch.Tensor] = ()
 
     def concerns(self, owner: nn.Module, buffer: torch.Tensor) -> bool:
-        """Return whether the case concerns a buffer of a module."""
         is_specific = bool(self.modules or self.buffers)
         return not is_specific or owner in self.modules or any(b is buffer for b in self.buffers)
 

@@ -18,7 +18,7 @@ from torch.autograd.graph import Node, get_gradient_edge
 from torch.utils.hooks import RemovableHandle
 
 _observer_handle_count = 0
-# `id` of a leaf tensor -> `count_registrations()` when its node last had no hooks.
+# `id` of a leaf tensor -> result of `count_registrations` when its node last had no hooks.
 _leaves_without_hooks: dict[int, int] = {}
 
 
@@ -44,7 +44,7 @@ def node_has_hooks(node: Node) -> bool:
 
 
 def register_observer(node: Node, hook: Callable[..., None]) -> RemovableHandle:
-    """Register a hook that changes no gradient. `node_has_hooks` ignores it.
+    """Register a hook that changes no gradient. `node_has_hooks` ignores such hooks.
 
     Args:
         node: The autograd node.
@@ -90,7 +90,7 @@ def leaf_has_hooks(leaf: Tensor, node: Node) -> bool:
 
     Args:
         leaf: A leaf tensor.
-        node: The node that accumulates its gradient.
+        node: The node that accumulates the gradient of the leaf.
     """
     registrations = count_registrations()
     if _leaves_without_hooks.get(id(leaf)) == registrations:
@@ -117,7 +117,7 @@ def has_node_hooks(leaf: Tensor) -> bool:
 
 
 def can_defer_gradient(weight: Tensor) -> bool:
-    """Return whether W may compute the gradient of a weight, so that autograd does not.
+    """Return whether W (BackwardWeight) may compute a weight's gradient in place of autograd.
 
     The weight must be a trained leaf, because only leaves accumulate gradients. It must have no
     hooks, because hooks get only the gradients that autograd computes.

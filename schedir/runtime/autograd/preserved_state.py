@@ -1,6 +1,6 @@
 """Preserve state that a repeated step, a measurement or an evaluation must not change.
 
-A stage may count its calls in an attribute, keep hidden values of an earlier microbatch, or use a
+A stage may count its calls in an attribute, keep hidden states of an earlier microbatch, or use a
 private random generator. A forward may write to buffers and to parameters, and an optimizer may
 write to its state.
 """
@@ -53,7 +53,7 @@ class PreservedState(ExitStack):
             self.callback(setattr, owner, name, getattr(owner, name))
 
     def add_tables(self, tables: Iterable[dict[Any, Any]]) -> None:
-        """Preserve the entries of dictionaries, such as an optimizer's, but not tensor values.
+        """Preserve the entries of dictionaries, such as optimizer states, but not tensor values.
 
         Args:
             tables: The dictionaries.
@@ -122,7 +122,7 @@ class PreservedState(ExitStack):
 
         The preserved state includes the content of lists, dicts, sets and deques, the values of
         tensors, and the states of generators of torch, numpy and Python. Other objects are not
-        restored. Attributes that were added within the context stay.
+        restored. Attributes that were added within the context are not removed.
 
         Args:
             module: A module; its submodules are included.

@@ -1,12 +1,13 @@
 """Random streams: random numbers that depend on stage and microbatch, not on the schedule.
 
-A rank seeds torch's default generators before each call that may draw random numbers:
+A rank seeds torch's default generators before each call that may draw random numbers. It derives
+the seed from a key:
 
-- before a forward or a backward with a key of (seed, step, global microbatch, stage),
-- before an optimizer step with a key of (seed, step, update, first stage of the rank).
+- for a forward or a backward: (seed, step, global microbatch, stage),
+- for an optimizer step: (seed, step, update, first stage of the rank).
 
-Within a model, `fork_layer_rng` gives each layer its own key. Then random numbers also do not
-depend on the stage that a layer is in. If each replica has m microbatches, replica r computes the
+Within a model, `fork_layer_rng` gives each layer its own key. Random numbers in such a layer do not
+depend on the stage that has the layer. If each replica has m microbatches, replica r computes the
 global microbatches r * m to (r + 1) * m - 1 of a step. So replicas draw the same numbers as one
 replica with all microbatches.
 
@@ -124,7 +125,8 @@ def get_default_generators(device: torch.device) -> list[Generator]:
 class RandomStreams:
     """Seeds torch's default generators for the instructions of a rank.
 
-    A step of several updates counts as one step, and its microbatches have different numbers.
+    A step with several updates counts as one step, and each of its microbatches has a different
+    number.
 
     Args:
         seed: The seed, or None to leave torch's generators unchanged.
@@ -213,7 +215,7 @@ class RandomStreams:
         """Restore the states of the generators at the end of this context, if there is a seed.
 
         Args:
-            always: Restore them without a seed, too.
+            always: True to restore the states even if there is no seed.
         """
         global _active_streams
         if self.seed is None and not always:
@@ -264,8 +266,8 @@ def fork_layer_rng(number: int, shard: int | None = None) -> Iterator[None]:
     Args:
         number: The number of the layer in the model, from 0 to 2**32 - 1.
         shard: The tensor-parallel rank, if each rank has a shard of the values. Then each rank
-            draws different random numbers. By default all ranks draw the same, for values that each
-            rank has in full.
+            draws different random numbers. By default all ranks draw the same numbers, for values
+            that each rank has in full.
 
     Raises:
         ModelError: `number` or `shard` is not an integer from 0 to 2**32 - 1.

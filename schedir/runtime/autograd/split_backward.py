@@ -70,7 +70,7 @@ class _DeferredFunction(NamedTuple):
     versions: list[int]  # version counters of `saved` and `dy`
 
     def require_unchanged(self) -> None:
-        """Raise ModelError if a saved tensor was written to since I."""
+        """Raise ModelError if a saved tensor was written to since BackwardInput."""
         if self.versions != [tensor._version for tensor in (*self.saved, self.dy)]:
             raise ModelError(
                 "a tensor that W needs for a weight gradient was changed in place between I and W",
@@ -132,7 +132,7 @@ class DeferredGradients:
         The addition to an existing `grad` is in place, so `grad` may be a view of a flat buffer. If
         a weight has several uses, such as a tied embedding, `run` first sums the gradients of these
         uses in the order of the backward pass. Then it adds the sum in one addition, as autograd
-        does. But if `grad` has a wider dtype than the weight, it adds the gradient of each use
+        does. But if `grad` has a wider dtype than the weight, `run` adds the gradient of each use
         directly.
 
         Args:
@@ -140,7 +140,7 @@ class DeferredGradients:
                 complete.
 
         Raises:
-            ModelError: A saved input or output gradient was written to since I.
+            ModelError: A saved input or output gradient was written to since the BackwardInput.
         """
         use_counts = Counter(map(id, self.list_weights()))
         gradient_sums: dict[int, Tensor] = {}
@@ -328,7 +328,7 @@ _last_pass_by_weight: dict[int, int] = {}
 def _save_weights(ctx: Any, *weights: Tensor) -> None:
     # The weights are an attribute and not saved tensors. Non-reentrant checkpointing replaces saved
     # tensors by detached aliases, and a gradient added to the `.grad` of an alias would be lost.
-    # Autograd does not check the versions of attributes, so `_get_saved_weights` does.
+    # Autograd does not check the versions of attributes, so `_get_saved_weights` checks them.
     ctx.weights = weights
     ctx.versions = [weight._version for weight in weights]
     if not torch.compiler.is_compiling():
@@ -337,7 +337,7 @@ def _save_weights(ctx: Any, *weights: Tensor) -> None:
 
 
 def _get_saved_weights(ctx: Any) -> tuple[Tensor, ...]:
-    """Return the weights, or raise RuntimeError if one was changed in place since F."""
+    """Return the weights, or raise RuntimeError if one was changed in place since the forward."""
     if ctx.versions != [weight._version for weight in ctx.weights]:
         raise RuntimeError("a weight was changed in place between F and B")
     weights: tuple[Tensor, ...] = ctx.weights

@@ -1,4 +1,4 @@
-"""Register layers whose backward can be split into I and W.
+"""Register layers whose backward can be split into I (BackwardInput) and W (BackwardWeight).
 
 A layer becomes splittable when its `__class__` is replaced by a subclass of its type. The subclass
 has a forward whose backward can be split. Parameters, names and hooks stay the same, and results
@@ -42,10 +42,10 @@ _MAX_NAMED_LAYERS = 6  # the most layers that a warning lists
 def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -> nn.Module:
     """Make linear layers and layers of registered types in a module splittable, in place.
 
-    The types are `nn.Linear`, `nn.Embedding`, `Conv1D` of Hugging Face's transformers, and those of
-    `register_splittable_layer`. `fully_shard` may have wrapped the layers. Layers of a subclass do
-    not change. Neither do layers whose `forward` was replaced, nor embeddings with `max_norm`,
-    `sparse` or `scale_grad_by_freq`.
+    The types are `nn.Linear`, `nn.Embedding`, `Conv1D` of Hugging Face's transformers, and types
+    that `register_splittable_layer` has registered. `fully_shard` may have wrapped the layers.
+    Layers of a subclass do not change. Neither do layers whose `forward` was replaced, nor
+    embeddings with `max_norm`, `sparse` or `scale_grad_by_freq`.
 
     In three cases I, and not W, computes the gradient of a weight:
 
@@ -58,16 +58,17 @@ def make_backward_splittable(module: nn.Module, *layer_types: type[nn.Module]) -
     Args:
         module: A stage, or another module.
         *layer_types: Types that are split only on request. The only such type is `nn.LayerNorm`.
-            Its weight gradients take a thousandth of the time of the matrix products of a
-            transformer layer. For W, the input and the output gradient of each LayerNorm would have
-            to be kept. This increases the memory of deferred gradients by a quarter.
+            The weight gradients of a LayerNorm take a thousandth of the time that the matrix
+            products of a transformer layer take. For W, the input and the output gradient of each
+            LayerNorm would have to be kept. These tensors increase the memory of deferred gradients
+            by a quarter.
 
     Returns:
         The module.
 
     Raises:
-        UsageError: No split is registered for a type of `layer_types`.
-        ModelError: A layer has a parameter without a rule in the split of its type.
+        UsageError: No gradient rules are registered for a type of `layer_types`.
+        ModelError: A layer has a parameter for which its type has no gradient rule.
 
     Example:
         >>> from copy import deepcopy
@@ -159,9 +160,9 @@ def register_splittable_layer(
     """Register gradient rules for a layer type that takes one tensor and returns one tensor.
 
     The rules are called as `rule(layer, x, dy)`, with the input `x` of the layer and the gradient
-    `dy` of its output. With a `forward` that returns (y, a, b, ...) they are called as `rule(layer,
-    a, b, ..., dy)`. Each rule returns the gradient for the full microbatch, in the shape of the
-    parameter.
+    `dy` of its output. With a `forward` that returns (y, a, b, ...) the rules are called as
+    `rule(layer, a, b, ..., dy)`. Each rule returns the gradient for the full microbatch, in the
+    shape of the parameter.
 
     `check_splittable_layer` compares the rules with autograd. A layer runs unsplit under autocast,
     or if it is called with more than one argument.
@@ -278,7 +279,6 @@ def check_splittable_layer(layer: nn.Module, x: Tensor) -> None:
 
 
 def _relative_error(actual: Tensor, expected: Tensor) -> float:
-    """Return the norm of the difference of two tensors, divided by the norm of `expected`."""
     if actual.shape != expected.shape:
         return float("inf")
     return float((actual - expected).double().norm() / expected.double().norm().clamp(min=1e-30))
@@ -320,6 +320,7 @@ _SPLIT_TYPES: dict[type[nn.Module], type[nn.Module]] = {
 _REGISTERED_LAYERS: dict[type[nn.Module], SplitLayer] = {}
 _OPT_IN_TYPES: set[type[nn.Module]] = {nn.LayerNorm}
 _UNSPLIT_LAYERS: WeakSet[nn.Module] = WeakSet()  # registered layers whose last run was unsplit
+
 # Type name -> forward. The keys are names, because the library of a type may not be installed.
 _FORWARDS_BY_TYPE_NAME: dict[str, LayerForward] = {"transformers.pytorch_utils.Conv1D": _run_conv1d}
 

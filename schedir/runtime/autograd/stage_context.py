@@ -36,7 +36,7 @@ def add_weight_checks(
     """Wrap `run` with a check that it writes to no trained weight that has copies.
 
     The check covers the first call of each opcode on a stage in training mode, and its first call
-    in evaluation mode. On a CPU it also finds writes to `weight.data`.
+    in evaluation mode. On a CPU the check also finds writes to `weight.data`.
 
     Args:
         state: The state of the rank.
@@ -112,7 +112,7 @@ def add_weight_checks(
 def wrap_stage_run(
     state: State, i: Instr, purpose: int, run: Callable[[], None]
 ) -> Callable[[], None]:
-    """Wrap `run`: set the random numbers and the weights of its microbatch, and check for writes.
+    """Wrap `run`: set random numbers and weights for the microbatch, and check for writes.
 
     Args:
         state: The state of the rank.
@@ -168,7 +168,8 @@ def _run_checking_parameters(
 def bind_weight_version(state: State, i: Instr, run: Callable[[], None]) -> Callable[[], None]:
     """Wrap `run` so that the module first gets the weight version of the microbatch.
 
-    A stage that shares a Parameter with another stage of the process gets its substitute.
+    If the stage shares a Parameter with another stage of the process, the module gets a substitute
+    for this Parameter.
 
     Args:
         state: The state of the rank.

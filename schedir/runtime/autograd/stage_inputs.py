@@ -24,6 +24,7 @@ from torch.utils._pytree import tree_leaves
 from schedir.errors import ModelError
 
 CACHE_LINE_BYTES: Final = 64  # kernels may round differently at other alignments
+
 # The number of elements of an input that are searched in another input. A tensor is unlikely to
 # contain 8 elements of another tensor by chance.
 _MAX_COMPARED_NUMBERS: Final = 8
@@ -57,12 +58,13 @@ class StageInputAdapter:
         Args:
             module: The module of the stage.
             inputs: The inputs. An input that requires a gradient must be a leaf.
-            keywords: The keyword arguments. They are shared by all stages, and are never copied.
+            keywords: The keyword arguments. All stages share these arguments, so they are never
+                copied.
             is_exclusive: True if no other code reads the memory of the inputs.
             as_views: True to give the module views of the inputs, so that it cannot keep references
                 to the leaves.
-            skip_input_count: The number of inputs from a skip connection, which come last. If there
-                are several, the module gets them as one tuple.
+            skip_input_count: The number of inputs from a skip connection, which come last. The
+                module gets several such inputs as one tuple.
 
         Returns:
             The output of the module, and for each input the leaf whose `grad` is its gradient. The
@@ -185,7 +187,6 @@ def _copy_aligned(x: Tensor) -> Tensor:
 
 
 def _has_inplace_layer(module: nn.Module) -> bool:
-    """Return whether a layer of a module has `inplace=True`, like `nn.ReLU(inplace=True)`."""
     return any(getattr(layer, "inplace", False) is True for layer in module.modules())
 
 

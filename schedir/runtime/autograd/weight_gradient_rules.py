@@ -79,7 +79,7 @@ class LookupRule(NamedTuple):
     """The gradient of a weight whose rows are looked up, as in an embedding.
 
     Attributes:
-        padding_idx: The row that gets no gradient. -1 means that all rows get one.
+        padding_idx: The row that gets no gradient. -1 means that all rows get a gradient.
     """
 
     padding_idx: int
@@ -98,7 +98,8 @@ class LookupRule(NamedTuple):
         gradient.
 
         Args:
-            total: The sum. It has the shape of the weight, and its dtype or a wider one.
+            total: The sum, with the shape of the weight. Its dtype is that of the weight, or a
+                wider dtype.
             tokens: The row numbers.
             dy: The gradient of the output.
         """

@@ -35,11 +35,12 @@ class Boundary:
         dtype: The dtype.
         requires_grad: True if the gradient of the tensor goes back to the stage that computed it.
             By default it is True for floating-point and complex dtypes. A tensor without a
-            gradient, such as a mask, is detached before it is passed on.
-        received_shape: The shape in the next stage, if it differs. It differs between the segments
-            of a stage if tensor-parallel ranks share the sequence (sequence parallelism). It also
-            differs after an all-to-all that sends tokens to experts. Then it is the shape for the
-            largest number of tokens that a rank can receive.
+            gradient, such as a mask, is detached before it goes to the next stage.
+        received_shape: The shape in the next stage, if it differs from `shape`. The shapes differ
+            between the segments of a stage if tensor-parallel ranks share the sequence (sequence
+            parallelism). They also differ after an all-to-all that sends tokens to experts. In this
+            case `received_shape` is the shape for the largest number of tokens that a rank can
+            receive.
 
     Raises:
         ModelError: The shape or the dtype is invalid, or `requires_grad` is True for a dtype
@@ -227,7 +228,7 @@ class BoundaryTensors:
 
     @cached_property
     def is_single_tensor(self) -> bool:
-        """True if the message is one tensor without padding. Otherwise the message is bytes."""
+        """True if the message is one tensor without padding. Otherwise it is flat uint8."""
         sizes = [torch.Size(tensor.shape).numel() for tensor in self.tensors]
         return len(sizes) == 1 and sizes[0] % self.num_parts == 0
 
@@ -386,7 +387,7 @@ class ModelBoundaries:
             skips: The skip connections, as pairs of stages.
 
         Raises:
-            ModelError: The mapping lacks an edge or has an unknown one, or a boundary is invalid.
+            ModelError: The mapping lacks an edge or has an unknown edge, or a boundary is invalid.
         """
         boundary_by_edge: dict[Edge, BoundaryLike]
         if isinstance(boundary, ModelBoundaries):
@@ -509,8 +510,8 @@ def split_skip_output(outputs: object, stage: int) -> tuple[Sequence[Tensor], Se
     """Split the output of a stage at which a skip connection begins.
 
     Args:
-        outputs: A tuple or list of at least two entries. The last one is the skip output, a tensor
-            or a tuple of tensors.
+        outputs: A tuple or list of at least two entries. The last entry is the skip output, a
+            tensor or a tuple of tensors.
         stage: The stage, for the error message.
 
     Returns:

@@ -69,8 +69,8 @@ def measure_model_states(
         module: The module of the stage.
         optimizer_state: Bytes of optimizer state per trained element, or an optimizer factory.
         shard_spec: The number of replicas and the ZeRO level.
-        replicas: The replicas whose shards are measured. The replica with the largest optimizer
-            state counts.
+        replicas: The replicas whose shards are measured. The result uses the largest optimizer
+            state of these replicas.
     """
     trained_parameters = [p for p in module.parameters() if p.requires_grad]
     storages = {x.data_ptr(): x.nbytes() for x in (p.untyped_storage() for p in trained_parameters)}
@@ -189,13 +189,13 @@ def measure_sizes(
             two float32 moments of AdamW. Alternatively, a function that creates an optimizer from
             parameters. Then the size includes all tensors that this optimizer has after one step,
             such as float32 main parameters and step counters.
-        frozen_stages: The number of frozen stages. They save nothing for a backward, and the stage
-            after them computes no gradient of its input.
+        frozen_stages: The number of frozen stages. Frozen stages save nothing for a backward, and
+            the stage after the last frozen stage computes no gradient of its input.
         keywords: Keyword arguments of all stages for this microbatch.
         dp: The number of replicas.
         zero: The ZeRO level.
-        replica: The replica whose optimizer state counts. By default the largest optimizer state
-            counts.
+        replica: The replica whose optimizer state is measured. By default the result is for the
+            replica with the largest optimizer state.
 
     Returns:
         The sizes of each stage, in bytes.
@@ -349,8 +349,6 @@ def infer_boundaries(
 
 
 class _StageBytes(NamedTuple):
-    """The sizes of one stage, in bytes."""
-
     saved: float = 0.0
     deferred_wgrad: float = 0.0
     saved_and_deferred: float = 0.0
@@ -373,7 +371,7 @@ class _StageInputs(NamedTuple):
     optimizer_state: float | OptimizerFactory
     frozen_stages: int
     shard_spec: ShardSpec
-    replicas: range  # the replica with the largest optimizer state counts
+    replicas: range  # the largest optimizer state of these is measured
 
 
 def _require_microbatch(value: object) -> tuple[Tensor, ...]:
@@ -394,7 +392,6 @@ def _collapse_equal_sizes(sizes: list[int]) -> float | tuple[float, ...]:
 def _measure_stage(
     stages: Sequence[nn.Module | None], s: int, stage_inputs: _StageInputs
 ) -> _StageBytes:
-    """Return the sizes of stage `s`."""
     module, is_last, boundaries = stages[s], s == len(stages) - 1, stage_inputs.boundaries
     assert module is not None
     device = _find_stage_device(module, stage_inputs.xs)
@@ -513,7 +510,7 @@ class _ModuleWrites:
 class _PeakTape(DeferredGradients):
     """Deferred weight gradients, and in `max_bytes` the largest sum of saved and deferred bytes.
 
-    The sum grows only when a gradient is deferred, so it is measured only then.
+    The sum grows only when a gradient is deferred, so `defer` measures it.
     """
 
     def __init__(self, measure_live_bytes: Callable[[DeferredGradients], int]) -> None:

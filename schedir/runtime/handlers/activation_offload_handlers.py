@@ -202,7 +202,6 @@ def _start_copy(
 
 
 def _get_saved_activations(state: State, i: Instr) -> SavedActivations:
-    """Return the saved activations of an instruction's stage and microbatch."""
     return state.service(OffloadMoves).values.setdefault(
         (i.stage, i.mb), SavedActivations(i.stage, state.device)
     )
@@ -218,7 +217,7 @@ def _find_offloaded_occupants(state: State, k: int) -> list[SavedActivations]:
 
 
 def _list_saved_changes(state: State, stage: int, mb: int) -> Iterator[tuple[int, Opcode]]:
-    """Yield (index, opcode) of the instructions that produce or move the activations, in order."""
+    """Yield (index, opcode) of instructions that produce or move activations, in stream order."""
     ops = (Opcode(op) for op in _SAVED_PRODUCERS)
     changes = [(k, op) for op in ops if (k := state.index_of.get((op, stage, mb))) is not None]
     return iter(sorted(changes))
@@ -257,7 +256,7 @@ def _count_max_on_disk(state: State) -> int:
 
 
 def _wrap_compute(handler: Handler, state: State, i: Instr) -> Call:
-    """Add waits and the recording of saved tensors to a handler, if activations are moved."""
+    """Add waits and the recording of saved tensors, if the program moves activations."""
     call = handler(state, i)
     if state.program.used_opcodes.isdisjoint(OPS_OFF_COMPUTE_LANE[_SAVED]):
         return call

@@ -87,7 +87,7 @@ def forward(state: State, i: Instr) -> Call:
         else:
             values = [*map(Tensor.detach, ys)]
             if is_summed and any(has_same_storage(values[0], x) for x in xs):
-                values[0] = values[0].clone()  # the all-reduce overwrites it
+                values[0] = values[0].clone()  # the all-reduce is in place
             write_outputs(
                 values
                 if stage.sharded_parameters is None
@@ -113,7 +113,7 @@ def forward(state: State, i: Instr) -> Call:
 class StageRun:
     """Runs the module of a local stage on the inputs of a microbatch.
 
-    Forward and Recompute use it.
+    The handlers of Forward and Recompute use this class.
 
     Args:
         state: The state of the rank.
@@ -230,7 +230,6 @@ def are_inputs_exclusive(input_slots: Sequence[_InputSlot]) -> bool:
 
 
 def _is_offloaded(state: State, i: Instr) -> bool:
-    """Return whether the tensors that a forward saved are offloaded to the host."""
     return Instr(Opcode.Offload, i.stage, i.mb) in state.index_of
 
 
@@ -246,7 +245,7 @@ def _select_boundary_kinds(state: State, i: Instr, kinds: Sequence[Value]) -> li
 def find_input_slots(state: State, i: Instr) -> list[_InputSlot]:
     """Return the boundary inputs of an instruction.
 
-    Another stage of this rank fills the slot of an input, or a message does.
+    Either another stage of this rank or a received message fills the slot of an input.
 
     Args:
         state: The state of the rank.
@@ -266,7 +265,7 @@ def _make_input_reader(
     """Return a function that returns the input tensors of an instruction.
 
     `copy_received` is applied to received tensors, because the next message overwrites their
-    memory. With None they are returned without a copy.
+    memory. If `copy_received` is None, received tensors are returned without a copy.
     """
 
     def read_slot(input_slot: _InputSlot) -> Sequence[Tensor]:
@@ -300,7 +299,7 @@ def _make_output_writer(state: State, i: Instr) -> Callable[[Sequence[Tensor]], 
 def _make_input_wait(
     state: State, i: Instr, input_slots: Sequence[_InputSlot]
 ) -> Callable[[], None] | None:
-    """Return a function that waits for input messages, and for earlier sends of output slots."""
+    """Return a function that waits for input messages, and for earlier sends from output slots."""
     waits = [make_message_wait(state, i, input_slot.kind) for input_slot in input_slots]
     sends = state.service(PendingSends)
     waits += [partial(sends.complete, k) for k in sends.before_reuse.get(state.index_of[i], ())]
@@ -311,7 +310,7 @@ _requires_grad = attrgetter("requires_grad")
 
 
 def _get_backward_root(y: Tensor) -> BackwardRoot:
-    """Return the loss itself, or the gradient edge of another output, to keep no memory alive."""
+    """Return the loss, or the gradient edge of another output. An edge keeps no memory alive."""
     return y if not y.dim() else get_gradient_edge(y)
 
 
@@ -367,7 +366,7 @@ def backward(state: State, i: Instr, *, is_split: bool = False) -> Call:
 def _finish_inputs(xs: Sequence[Tensor], is_local: bool) -> None:
     """Refuse further gradients of a stage's inputs, and free the memory of received inputs.
 
-    A module may keep a reference to the graph, for example with an output, and the graph has
+    A module may keep a reference to the graph, for example through an output, and the graph has
     references to the leaves. `FirstStepChecks` counts the references to receive buffers. It does
     not count a leaf whose memory is freed.
     """

@@ -38,7 +38,6 @@ def offload_grads(state: State, i: Instr) -> Call:
 
 
 def _wait_for_host_grads(state: State) -> None:
-    """Wait until all gradients are reduced and copied to the host."""
     state.service(PendingReductions).wait()
     if (optimizer := _get_cpu_optimizer(state)) is not None:
         optimizer.wait_for_gradients()
@@ -56,7 +55,7 @@ def _decide_update(state: State, update: int) -> None:
 
 
 def check_grads_finite(state: State, i: Instr) -> Call:
-    """Return the call of CheckGradsFinite: check the gradients of an update, and release them."""
+    """Return the call of CheckGradsFinite: check the gradients of an update, and clear them."""
 
     def run() -> None:
         _decide_update(state, i.mb)

@@ -2,10 +2,10 @@
 
 The segment before a dispatch outputs rows of tokens, sorted by expert, and the number of rows for
 each expert. The segment with the experts gets the rows for its experts from each member of the
-expert-parallel group, in the order of the members, and the numbers of these rows. The buffer of
-this segment has a fixed number of rows, the capacity. Unused rows at the end are zero. Combine
-returns the rows to the ranks from which they came. The backward of dispatch and combine exchanges
-the same numbers of gradient rows.
+expert-parallel group, in the order of the members. It also gets the number of rows from each member
+for each expert. The buffer of this segment has a fixed number of rows, the capacity. Unused rows at
+the end are zero. Combine returns the rows to the ranks from which they came. The backward of
+dispatch and combine exchanges the same numbers of gradient rows.
 
 Each dispatch first gathers the numbers of rows of all members, and the host reads them. So all
 members raise an error if the buffer of any member is too small.
@@ -141,10 +141,12 @@ def _require_fit(state: State, i: Instr, table: Tensor, rows: int, capacity: int
         zip(table.sum((1, 2)).tolist(), table.sum((0, 2)).tolist(), strict=True)
     ):
         subject = f"replica {first_replica + member} of rank {state.rank}"
-        if sent_count != rows or (table[member] < 0).any():
+        has_negative = bool((table[member] < 0).any())
+        if sent_count != rows or has_negative:
+            problem = "include a negative number" if has_negative else f"add up to {sent_count}"
             raise ModelError(
                 f"{subject} outputs {rows} rows of microbatch {i.mb} before stage {i.stage}, but "
-                f"its numbers of rows of each expert have the sum {sent_count}, or one is negative"
+                f"its row counts of the experts {problem}"
             )
         if received_count > capacity:
             raise ModelError(

@@ -1,4 +1,4 @@
-"""Handlers of ReduceNormAfterStep, and of optimizer steps that run before their norm is known.
+"""Handlers of ReduceNormAfterStep, and of OptimizerStep before the global norm is known.
 
 See `handler_registry` for the arguments and the result of a handler.
 """
@@ -28,7 +28,7 @@ def reduce_norm_after_step(state: State, i: Instr) -> Call:
 
 
 def _step_before_norm(handler: Handler, state: State, i: Instr) -> Call:
-    """Let OptimizerStep run before its norm is known, if the program validates updates later."""
+    """If norm_check is "after_step", let OptimizerStep run before the global norm is known."""
     call = handler(state, i)
     if state.program.norm_check != "after_step":
         return call

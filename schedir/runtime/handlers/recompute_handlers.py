@@ -39,7 +39,8 @@ def recompute(state: State, i: Instr) -> Call:
         saved_slot.free()
         saved_slot.fill(stage_run.collect_saved(xs, ys))
 
-    # The checks of `wrap_stage_run` are not needed here, because the first forward had them.
+    # The checks of `wrap_stage_run` are not needed here, because the first forward ran these
+    # checks.
     run_seeded = state.random_streams.make_seeded(FORWARD, i.stage, i.mb, run)
     return Call(None, bind_weight_version(state, i, run_seeded))
 

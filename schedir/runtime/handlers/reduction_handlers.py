@@ -189,9 +189,10 @@ def reduce_norm(state: State, i: Instr) -> Call:
 def make_local_squared_norm(state: State) -> Callable[[], Tensor]:
     """Return a function that computes the sum of squares of the rank's gradients.
 
-    It adds the squares of each parameter's shard, then the sums of a replica, and then the sums of
-    the replicas. So the order of additions does not depend on the ZeRO level. With expert
-    parallelism it also adds the squares of the experts of other ranks.
+    The function first adds the squares of each shard of a parameter, then the sums of the shards on
+    a replica, and then the sums of all replicas. So the order of additions does not depend on the
+    ZeRO level. With expert parallelism the function also adds the squares of the experts of other
+    ranks.
 
     Args:
         state: The state of the rank.
@@ -267,7 +268,7 @@ def optimizer_step(state: State, i: Instr) -> Call:
         None if state.program.optimizer_placement == "device" else state.service(OptimizerPlacement)
     )
     is_last_update = i.mb == state.shape.optimizer_steps - 1
-    # True if an earlier CheckGradsFinite has already released the gradients for the next update.
+    # True if an earlier CheckGradsFinite has already cleared the gradients for the next update.
     has_released_grads = not state.program.used_opcodes.isdisjoint(GRADS_CHECK_OPS)
 
     def run() -> None:
@@ -282,7 +283,7 @@ def optimizer_step(state: State, i: Instr) -> Call:
             state.service(StageWeightVersions).keep_next(i)
 
     def wait() -> None:
-        # If CheckGradsFinite has already waited, the pending reductions are of the next update.
+        # If CheckGradsFinite has already waited, the pending reductions belong to the next update.
         if not has_released_grads:
             reductions.wait()
         if placement is not None and placement.optimizer_state is not None:

@@ -1,7 +1,7 @@
 """The output of a segment, which a collective between segments changes.
 
 A collective changes the first tensor that a segment outputs. Other tensors, such as a residual
-stream, do not change. The collective overlaps with compute until the next segment takes the tensor.
+stream, do not change. The collective overlaps with compute until the next segment reads the tensor.
 """
 
 from __future__ import annotations
@@ -66,7 +66,7 @@ def make_collective_call(state: State, i: Instr, start: Callable[[SegmentOutput]
         start: Starts the collective, and returns its Work.
 
     Raises:
-        ModelError: The tensor has no gradient.
+        ModelError: The boundary declares the first output tensor without a gradient.
     """
     kind = INSTRUCTIONS[i.op].gives[0]
     producer_stage, (output_kind, _) = state.program.peer_stage(kind, i.stage), LOCAL_HANDOVER[kind]

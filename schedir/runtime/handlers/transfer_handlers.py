@@ -34,9 +34,9 @@ from schedir.runtime.value_slots import OutputSlot
 from schedir.transports.transport import ChainedWork, CompletedWork, allocate_bytes, view_tp_shard
 
 _RECEIVE_OF_KIND = {INSTRUCTIONS[op].gives[0]: op for op in RECV_OPS}
-# Form -> a function that takes the memory of a value, and returns the part that a message in this
-# form uses, as a flat tensor. A form without a function uses all of the memory. The module with the
-# handlers of a form adds the function.
+# Form, such as sliced or packed -> a function that takes the memory of a value, and returns the
+# part that a message in this form uses, as a flat tensor. A form without a function uses all of the
+# memory. The module with the handlers of a form adds the function.
 FORM_LAYOUTS: Final[dict[Form, Callable[[Tensor], Tensor]]] = {}
 
 
@@ -68,8 +68,8 @@ def send(state: State, i: Instr) -> Call:
 def make_value_writer(state: State, i: Instr, kind: Value) -> Callable[[Sequence[Tensor]], None]:
     """Return a function that fills the output slot of a value, in the layout of its receiver.
 
-    If the receiver is on this rank, the tensors get the layout of a received message. Otherwise
-    they are copied to the static send buffer, if there is one. Without a static send buffer,
+    If the receiver is on this rank, the tensors get the layout of a received message. Otherwise the
+    tensors are copied to the static send buffer, if there is one. Without a static send buffer,
     several tensors are packed into bytes. If later instructions change the form of the value, only
     the last of these instructions fills the static send buffer.
 
@@ -167,11 +167,11 @@ class ReceivedValue(NamedTuple):
 
 
 def make_early_wait(state: State, i: Instr, kind: Value) -> Callable[[], None]:
-    """Return a function that waits for a message before the compute instruction does.
+    """Return a function that waits for a message earlier than the instruction that needs it.
 
     Args:
         state: The state of the rank.
-        i: An instruction of the stage and microbatch.
+        i: An instruction of the message's stage and microbatch.
         kind: The kind of the value.
     """
     arrivals, key = state.stages[i.stage].arrivals, (kind, i.mb)

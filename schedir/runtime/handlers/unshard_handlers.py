@@ -122,7 +122,7 @@ def _run_guarded_wgrad(
 def _run_guarded_forward(
     stage: StageState, weights: ShardedParameters, run: Callable[[], None]
 ) -> None:
-    """Run a Forward. Check once in each mode that it reads no weights of another stage."""
+    """Run a Forward. Check once per `module.training` that it reads no weights of other stages."""
     training = stage.module.training
     if training in stage.checked_read_modes:
         run()
@@ -143,7 +143,7 @@ _OTHER_STAGE_ERROR: Final = (
 
 
 class _ReadGuard(TorchDispatchMode):
-    """Refuse reads of tensors without memory, or with a storage `_cdata` in `refused_storages`."""
+    """Refuse reads of tensors that have no memory, or whose storage is in `refused_storages`."""
 
     def __init__(self, message: str, hint: str, refused_storages: Collection[int] = ()) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

@@ -98,7 +98,7 @@ class FirstStepChecks:
     def note_gradients(self, stage: int, mb: int, inputs: Sequence[Tensor]) -> None:
         """Record the version counters of the inputs' gradients after a forward.
 
-        The inputs have gradients at this time if the forward itself ran a backward.
+        The inputs have gradients at this time only if the forward itself ran a backward.
 
         Args:
             stage: The number of the stage.

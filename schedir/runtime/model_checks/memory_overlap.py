@@ -82,7 +82,7 @@ def find_overlaps(tensors: Sequence[Tensor]) -> Iterator[tuple[int, int]]:
     twice is not a pair.
 
     Args:
-        tensors: The tensors. A DTensor counts by its local shard.
+        tensors: The tensors. For a DTensor, the function uses its local shard.
 
     Yields:
         Two indices in `tensors`, the smaller index first.
@@ -228,7 +228,7 @@ def require_copyable(module: nn.Module, stage: int, program: str) -> None:
 
 
 def find_shared_buffers(module: nn.Module, others: Iterable[nn.Module]) -> list[Tensor]:
-    """Return the buffers of a module that other modules also have, or that overlap with theirs.
+    """Return the buffers of a module that are in other modules, or overlap with their buffers.
 
     Args:
         module: The module.

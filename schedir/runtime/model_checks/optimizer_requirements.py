@@ -43,9 +43,9 @@ def require_steppable(
         optimizer: The optimizer, or None.
 
     Raises:
-        ModelError: The program may repeat an update, but the optimizer cannot. Or the program uses
-            delayed weights, but a weight has a view. Or the optimizer has a weight twice, or no
-            weight of the stages.
+        ModelError: The program may repeat an update, but the optimizer cannot repeat it. Or the
+            program uses delayed weights, but a weight has a view. Or the optimizer has a weight
+            twice, or no weight of the stages.
     """
     if program.norm_check == "after_step" and program.has_backward:
         _require_repeatable(program, stages, optimizer)
@@ -142,7 +142,6 @@ def _require_accumulation_only(program: Program, optimizer: OptimizerLike | None
 
 
 def _require_no_duplicates(optimizer: OptimizerLike | None, program: Program) -> None:
-    """Check that the optimizer has no weight twice."""
     keys: set[object] = set()
     # Also check the 16-bit parameters of a MainOptimizer. Its main parameters are separate copies,
     # even if a 16-bit parameter occurs twice.
@@ -255,8 +254,9 @@ def require_stagewise_steps(
 ) -> None:
     """Check that an optimizer can step one stage after the other with the same bits.
 
-    It must be a torch.optim.Optimizer, so that its state can be found. It must step each parameter
-    separately. For an optimizer that is not torch's, the attribute `elementwise` confirms this.
+    The optimizer must be a torch.optim.Optimizer, so that its state can be found, and must step
+    each parameter separately. An optimizer that is not one of torch's own confirms the latter by an
+    attribute `elementwise`.
 
     Args:
         program: The program.
@@ -264,7 +264,8 @@ def require_stagewise_steps(
         optimizer: The optimizer, or None if the rank has none.
 
     Raises:
-        ModelError: The optimizer cannot do so, or a rank with trained parameters has no optimizer.
+        ModelError: The optimizer cannot step one stage after the other, or a rank with trained
+            parameters has no optimizer.
     """
     refuse = partial(make_offload_error, program=program.name)
     trained_parameters = {

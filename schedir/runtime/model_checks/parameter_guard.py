@@ -30,7 +30,6 @@ class ParameterGuard:
         self._record_parameters()
 
     def _record_parameters(self) -> None:
-        """Record the current modules, parameters and `requires_grad` flags."""
         submodules = [
             submodule for module in self.stages.values() for submodule in module.modules()
         ]
@@ -86,8 +85,8 @@ def require_untrained(
 ) -> None:
     """Check that a stage whose outputs have no gradient has nothing to train.
 
-    If it has trained parameters, the cause is usually `torch.no_grad()` or `detach()` in the stage
-    or in the loss.
+    If the stage has trained parameters, the cause is usually `torch.no_grad()` or `detach()` in the
+    stage or in the loss.
 
     Args:
         module: The stage.
@@ -116,9 +115,9 @@ def require_stage_parameters(
 ) -> None:
     """Check that the outputs of a stage depend only on Parameters that the stage has.
 
-    Examples of other Parameters are those of a loss, and those in a list. The executor does not
-    zero, scale or reduce their gradients. If the optimizer does not step them, that may be
-    intended, so this function only warns.
+    Examples of other Parameters are those of a loss module, and those in a Python list. The
+    executor does not zero, scale or reduce the gradients of such Parameters. If the optimizer does
+    not step them, the use may be intended, so this function only warns.
 
     Args:
         outputs: The outputs of the stage, or its loss.

@@ -29,7 +29,7 @@ def compare_processes(
 ) -> list[StageFingerprints]:
     """Compare the programs, stages and options of all processes.
 
-    All processes must call this.
+    All processes must call this function.
 
     Args:
         programs: The programs of the executor, with their boundaries.
@@ -39,7 +39,8 @@ def compare_processes(
         options: The options of the rank.
 
     Returns:
-        For each process with the same tensor-parallel rank, the fingerprints of its parameters.
+        The fingerprints of the parameters of each process that has this process's tensor-parallel
+        rank.
 
     Raises:
         ModelError: The processes differ.
@@ -72,11 +73,11 @@ def collect_facts(
     transport: Transport,
     fingerprints: Mapping[int, Sequence[ParameterFingerprint]],
 ) -> dict[str, str]:
-    """Return name -> fact, for facts about stages and optimizer that all processes must share.
+    """Return name -> fact, for the facts about stages and optimizer that processes compare.
 
-    Processes compare facts of the same name. Most names contain the stage and the tensor-parallel
-    rank, so that only processes with the same slice of a stage compare the fact. Names of facts
-    about experts also contain the slice of experts.
+    Facts of the same name must be equal in all processes. Most names contain the stage and the
+    tensor-parallel rank, so that only processes with the same slice of a stage compare the fact.
+    Names of facts about experts also contain the slice of experts.
 
     Args:
         program: The program.
@@ -87,7 +88,7 @@ def collect_facts(
     facts: dict[str, str] = {}
     tp_rank = transport.tp_rank
     for s, module in stages.items():
-        # The slice of a parameter of an expert also names the experts, so it sorts last, and `max`
+        # The description of an expert's slice also names the experts, so it sorts last, and `max`
         # selects it.
         slices = [f"slice {tp_rank}", *(describe_slice(p, tp_rank) for p in module.parameters())]
         facts |= _describe_parameters(module, f"stage {s}, {max(slices)}")

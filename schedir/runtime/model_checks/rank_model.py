@@ -69,9 +69,9 @@ class RankModel:
     def check(self) -> list[TiedWeight]:
         """Compare all processes, and check that the programs train the model correctly.
 
-        All processes must call this. The first check that fails raises the error. A ModelError has
-        the name of the program. In `fields` it has the argument of `Executor` that is wrong, except
-        in errors from the comparison of processes.
+        All processes must call this method. The first check that fails raises the error. A
+        ModelError has the name of the program. Its `fields` contain the wrong argument of
+        `Executor`, except in errors from the comparison of processes.
 
         Returns:
             The tied weights with copies on this rank. Without a backward there are none.

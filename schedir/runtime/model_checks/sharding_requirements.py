@@ -29,8 +29,8 @@ _ELEMENTWISE_OPTIMIZERS: Final = (
 def require_shardable(program: Program, stages: Mapping[int, nn.Module], optimizer: object) -> None:
     """Check that ZeRO can shard the parameters of stages.
 
-    Without ZeRO this checks only that no other executor has sharded the stages, and that memory
-    layouts fit fused optimizers.
+    Without ZeRO this function checks only that no other executor has sharded the stages, and that
+    the memory layouts of parameters fit fused optimizers.
 
     Args:
         program: The program.
@@ -85,7 +85,6 @@ def require_shardable(program: Program, stages: Mapping[int, nn.Module], optimiz
 
 
 def _find_fused_parameters(optimizer: object) -> set[Any]:
-    """Return the parameters that fused optimizers step."""
     parameters: set[Any] = set()
     for nested_optimizer in find_optimizers(optimizer):
         parameter_of_main = dict(
@@ -142,7 +141,7 @@ def require_elementwise(program: Program, optimizer: object) -> None:
 
 
 def _require_separate_state(program: Program, inner: Any) -> None:
-    """Check that each state tensor has separate memory, because ZeRO shards it separately.
+    """Check that each state tensor has separate memory, because ZeRO shards each one separately.
 
     torch's own optimizers always keep their state in separate memory.
     """
@@ -151,7 +150,7 @@ def _require_separate_state(program: Program, inner: Any) -> None:
     parameters = [p for p in state if isinstance(p, Tensor)]
     if not is_torch_optimizer(inner) and state_shares_memory(inner, tensors, parameters):
         raise ModelError(
-            f"{type(inner).__name__} keeps a state in memory that it shares with another state, a "
+            f"a state tensor of {type(inner).__name__} shares memory with another state tensor, a "
             "parameter, a gradient or an attribute, but ZeRO shards each of them separately",
             program=program.name,
             hint="state = tensor.clone(), or zero=0",

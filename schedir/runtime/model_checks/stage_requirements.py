@@ -69,8 +69,8 @@ def require_matching_experts(
         stages: The stages of the rank, by number.
 
     Raises:
-        ModelError: A parameter of an expert is marked for another replica, or for another number of
-            replicas than `program.ep`.
+        ModelError: The attribute `expert_slice` of a parameter names the experts of another
+            replica, or another size of the expert-parallel group than `program.ep`.
     """
     expected = transport.dp_rank % program.ep, program.ep
     for s, module in stages.items():

@@ -203,7 +203,6 @@ def _list_attributes(inner: Any) -> Iterator[tuple[str, Any]]:
 
 
 def _find_inner_optimizers(inner: Any) -> list[Any]:
-    """Return the optimizers in an optimizer's attributes."""
     leaves = (x for _, value in _list_attributes(inner) for x in tree_leaves(value))
     return [x for x in leaves if isinstance(x, torch.optim.Optimizer) and x is not inner]
 

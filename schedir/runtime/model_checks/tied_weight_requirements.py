@@ -62,9 +62,9 @@ def fingerprint_parameters(
 ) -> dict[int, list[ParameterFingerprint]]:
     """Return the fingerprints of the parameters of stages.
 
-    The digest of a parameter covers a sample of about 4096 elements at equal distances. If these
-    are all equal but other elements differ, it covers all elements. Equal parameters have equal
-    digests. Different parameters have equal digests only very rarely.
+    The digest of a parameter covers a sample of about 4096 elements at equal distances. If all
+    elements of the sample are equal but other elements differ, the digest covers all elements.
+    Equal parameters have equal digests. Different parameters have equal digests only very rarely.
 
     Args:
         stages: The stages, by number.
@@ -105,6 +105,7 @@ def _fingerprint(
         is_constant = bool((sample == sample[:1]).all())
         if is_constant and not bool((flat == flat[:1]).all()):
             sample, is_constant = flat, False  # the sample lacks the different elements
+
         # Copy, because `numpy` fixes the size of a storage, but FSDP must be able to free the
         # weight's storage.
         copy = sample.clone(memory_format=torch.contiguous_format)

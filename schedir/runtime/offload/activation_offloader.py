@@ -27,7 +27,7 @@ from schedir.runtime.rank_state import ProgramService, State
 from schedir.runtime.step_inputs import Microbatches, MicrobatchView
 from schedir.runtime.value_slots import find_freeing_instructions
 
-BLOCK_ALIGNMENT = 64  # bytes; each storage in a block begins at a multiple of it
+BLOCK_ALIGNMENT = 64  # bytes; each storage in a block begins at a multiple of this
 _PLAIN_TYPES = (Tensor, nn.Parameter)
 _STRIDED = torch.strided
 POISON_BYTE = 0xFF  # a floating-point number of such bytes is NaN
@@ -410,7 +410,7 @@ class OffloadMoves(ProgramService):
         self.offloading = [value for value in self.offloading if value.offload_job is not None]
 
     def list_device_tensors(self) -> Iterable[Tensor]:
-        """Yield the tensors that use device memory. Lane threads may have allocated some."""
+        """Yield the tensors that use device memory. A thread of a lane may have allocated one."""
         for value in self.values.values():
             yield from value.list_device_tensors()
 
@@ -459,12 +459,10 @@ def _make_storage_view(tensor: Tensor) -> StorageView:
 
 
 def _is_lazy_view(tensor: Tensor) -> bool:
-    """Return whether a tensor is a lazy conjugate or a lazy negative of its memory."""
     return tensor.is_conj() or tensor.is_neg()
 
 
 def _as_bytes(storage: torch.UntypedStorage) -> Tensor:
-    """Return a full storage as a uint8 tensor."""
     return torch.empty(0, dtype=torch.uint8, device=storage.device).set_(storage)
 
 

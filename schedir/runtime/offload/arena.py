@@ -1,4 +1,4 @@
-"""The memory of a tier, in blocks that several values use one after the other."""
+"""The memory of the host or the disk, in blocks that several values use one after the other."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ class ArenaBlock(Generic[Place]):
 
 
 class Arena(Generic[Place]):
-    """The blocks of a tier.
+    """The blocks of one memory tier: the host or the disk.
 
     By default, a value gets the smallest free block that is large enough. If no free block is large
     enough, the arena allocates a new block. This happens only in the first step, because each step

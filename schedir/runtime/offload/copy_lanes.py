@@ -2,8 +2,8 @@
 
 A job on a lane runs after all earlier jobs of the lane, and after the jobs in `after_jobs`. On a
 CPU a lane is a thread. On a GPU it is a CUDA stream, and the host does not wait for it. The disk
-lane and the host lane are always threads. Before a copy on a stream that depends on a job of a
-thread, the host waits for this job.
+lane and the host lane are always threads. If a copy on a stream depends on a job of a thread, the
+host waits for this job before it issues the copy.
 """
 
 from __future__ import annotations
@@ -57,7 +57,7 @@ class LaneJob:
 
 
 class CopyLanes(RankService):
-    """The lanes of a rank. Each is created at its first use.
+    """The lanes of a rank. Each lane is created at its first use.
 
     The attribute `bandwidth` is for tests on CPUs: lane -> bytes per second. A job on such a lane
     takes at least the time that its bytes need at this bandwidth.
@@ -95,8 +95,8 @@ class CopyLanes(RankService):
         Args:
             lane: The lane.
             run: The function to run, without gradients. If the lane is a CUDA stream, this method
-                calls the function immediately, with this stream as the current stream. Copies of
-                the function must be `non_blocking`. The stream first waits for the current
+                calls the function immediately, with this stream as the current stream. Copies in
+                this function must be `non_blocking`. The stream first waits for the current
                 computation.
             nbytes: The bytes that the job copies.
             after_jobs: Jobs that must end before this job begins.
@@ -176,8 +176,6 @@ def _run_jobs(queue: SimpleQueue[_ThreadJob | None]) -> None:
 
 
 class _StreamJob(LaneJob):
-    """A job on a CUDA stream."""
-
     def __init__(
         self,
         stream: torch.cuda.Stream,

@@ -1,9 +1,9 @@
 """Run the optimizer step of each stage on the host, on a separate lane.
 
 While the host steps a stage, host parameters replace the stage's parameters in the optimizer. With
-a MainOptimizer the host parameters receive the rounded main parameters. With other optimizers they
-are copies of the parameters, made when the gradients are copied. The optimizer state of each
-parameter always stays on the host, in the same objects.
+a MainOptimizer the host parameters receive the rounded main parameters. With other optimizers the
+host parameters are copies of the parameters, made when the gradients are copied. The optimizer
+state of each parameter always stays on the host, in the same objects.
 
 The steps run on the host lane, while the device computes.
 """
@@ -419,7 +419,7 @@ class CpuOptimizer(HostOptimizerState):
 
 
 class _RandomDrawGuard(TorchDispatchMode):
-    """Refuse an optimizer that draws random numbers, because the device may do so concurrently."""
+    """Refuse an optimizer that draws random numbers: stages may draw some at the same time."""
 
     def __init__(self, optimizer: object) -> None:
         super().__init__()  # type: ignore[no-untyped-call]

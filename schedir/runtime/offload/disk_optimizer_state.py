@@ -38,7 +38,7 @@ ErrorWrapper = Callable[[Exception], Exception]  # adds the instruction to an er
 
 
 class _HostBuffer(NamedTuple):
-    """The state of a stage in a host buffer.
+    """The optimizer state of a stage in a host buffer.
 
     Attributes:
         block: The buffer.

@@ -48,7 +48,7 @@ class StateCopy(NamedTuple):
 
 
 class HostOptimizerState:
-    """The optimizer state of a rank, divided into the stages whose parameters it belongs to.
+    """The optimizer state of a rank, divided by the stages of the parameters.
 
     Args:
         parameters: The parameters of each trained stage. A parameter of several stages belongs to
@@ -59,8 +59,8 @@ class HostOptimizerState:
         names: The names of the parameters, for errors.
 
     Raises:
-        ModelError: The optimizer steps parameters of no trained stage, two stepped parameters share
-            memory, or the optimizer refers to parameters outside of its groups.
+        ModelError: A parameter of the optimizer belongs to no trained stage. Or two of its trained
+            parameters share memory. Or the optimizer refers to parameters outside of its groups.
     """
 
     # True if the optimizer steps parameters on the host instead of those on the device.
@@ -101,7 +101,7 @@ class HostOptimizerState:
         self.loaded_addresses: set[int] = set()  # addresses of the memory that `load` allocated
 
     def refresh_parameters(self) -> None:
-        """Assign the optimizer's parameters to stages, if the groups changed since the last step.
+        """Assign the optimizer's parameters to stages, if its parameter groups have changed.
 
         Raises:
             ModelError: A parameter of the optimizer belongs to no trained stage, or the optimizer
@@ -287,8 +287,8 @@ class HostOptimizerState:
     def store(self, stage: int, observer: LaneObserver | None = None) -> None:
         """Start to copy the state of a stage to the host.
 
-        The `data` of state tensors is set to host memory immediately. Do not read it before the
-        next `load` of the state, or the end of the step.
+        The `data` of state tensors is set to host memory immediately. Do not read the data before
+        the next `load` of the state, or the end of the step.
 
         Args:
             stage: The number of the stage.
@@ -329,10 +329,10 @@ class HostOptimizerState:
     def finish_store(self, stage: int) -> None:
         """Wait on the host for `store`, and release the device memory of the stage's state.
 
-        On a CPU, this overwrites the released memory with NaN or -1, to find wrong reads.
+        On a CPU, the method overwrites the released memory with NaN or -1, to find wrong reads.
 
         Args:
-            stage: The stage. If it has no running store, this does nothing.
+            stage: The stage. If the stage has no running store, the method does nothing.
         """
         if stage not in self.pending_stores:
             return
@@ -353,7 +353,8 @@ class HostOptimizerState:
         """Wait until all state is on the host and the host may read it.
 
         Args:
-            is_last_update: True if this is the last update of the step. Only subclasses use it.
+            is_last_update: True if this is the last update of the step. Only subclasses use this
+                argument.
         """
         for stage in [*self.pending_stores]:
             self.finish_store(stage)

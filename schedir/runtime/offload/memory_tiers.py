@@ -18,7 +18,7 @@ class MemoryTiers(RankService):
 
     All programs of a rank share the arenas, because a rank runs one program at a time. On a GPU the
     host memory is pinned. On a CPU, where copies are only for tests, `poisons_sources` is True: the
-    source of a copy is overwritten with NaN, to find reads that come too late.
+    source of a copy is overwritten with NaN, to find reads of the source after the copy.
 
     Args:
         resources: The resources of the rank.

@@ -2,7 +2,7 @@
 
 Before a step, a checkpoint saver requests tensors by stage with `SnapshotCopies.request`. The
 Snapshot instructions of the step start the copies, and its OptimizerStep waits for them. Without a
-request, Snapshot and this wait do nothing.
+request, the Snapshot instructions and the wait of OptimizerStep do nothing.
 """
 
 from __future__ import annotations
@@ -48,12 +48,12 @@ class SnapshotCopies(RankService):
         self.cancel_request()
 
     def request(self, tensors: Mapping[int, Sequence[CopyPair]], requester: object = None) -> None:
-        """Request copies in the next step. This replaces an earlier request.
+        """Request copies in the next step. The new request replaces an earlier request.
 
         Args:
             tensors: Stage -> the pairs to copy.
-            requester: The object that requests them. The attribute `requester` keeps it, so that
-                the object can recognize its request.
+            requester: The object that requests the copies. The attribute `requester` refers to this
+                object, so that the object can recognize its request.
         """
         self.requested = dict(tensors)
         self.started_copies = []
@@ -107,12 +107,12 @@ class SnapshotCopy:
         """Wait until the computation may change the copied tensors.
 
         On a GPU the current stream waits, and the host does not. If the copy failed, this method
-        raises the error of the copy. Call it only once.
+        raises the error of the copy. Call the method only once.
         """
         raise NotImplementedError
 
     def finish(self) -> None:
-        """Wait until the host may read the copy. Call this after the step."""
+        """Wait until the host may read the copy. Call this method after the step."""
 
 
 class _ThreadCopy(SnapshotCopy):

@@ -111,7 +111,7 @@ class SpillFile:
 
         Args:
             offset: The offset in the file, in bytes.
-            memory: A contiguous tensor in host memory, which this fills.
+            memory: A contiguous tensor in host memory, which the method fills.
 
         Raises:
             OSError: The file is too short.

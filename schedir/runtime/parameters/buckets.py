@@ -181,7 +181,7 @@ class Bucket:
 
         Args:
             flat: A flat tensor of `numel` elements.
-            index: The index of the shard. By default it is that of this replica.
+            index: The index of the shard. By default the shard of this replica.
         """
         index = self.shard_spec.replica if index is None else index
         return flat.view(self.shard_spec.replicas, -1)[index]
@@ -190,11 +190,11 @@ class Bucket:
         """Yield, for each parameter, the range of its elements that are in a shard.
 
         Args:
-            index: The index of the shard. By default it is that of this replica.
+            index: The index of the shard. By default the shard of this replica.
 
         Yields:
-            The begin and end (excluded) of the range in the parameter, and its offset in the shard.
-            The range is empty if no element of the parameter is in the shard.
+            The begin and end (excluded) of the range in the parameter, and the offset of the range
+            in the shard. The range is empty if no element of the parameter is in the shard.
         """
         index = self.shard_spec.replica if index is None else index
         size = self.numel // self.shard_spec.replicas
@@ -208,7 +208,7 @@ class Bucket:
 
         Args:
             shard: The shard, flat.
-            index: The index of the shard. By default it is that of this replica.
+            index: The index of the shard. By default the shard of this replica.
         """
         return [
             shard[start : start + high - low] for low, high, start in self.list_shard_ranges(index)

@@ -26,7 +26,7 @@ class GradientBuffers:
         module: The stage.
         max_bucket_bytes: The most bytes of a buffer. A single parameter may have more. With None
             the stage has no buffers: autograd allocates each `.grad`, and accumulates into it.
-        shard_spec: The replica and the ZeRO level.
+        shard_spec: The number of replicas, the index of this replica, and the ZeRO level.
         tied: The parameters that are tied to parameters of other stages.
 
     Attributes:
@@ -35,7 +35,7 @@ class GradientBuffers:
             gradient.
         reduced_flat: For each bucket, the gradients after the reduction. With ZeRO these are only
             this replica's shard. From level 2 on they have separate memory, and `flat` has memory
-            from `allocate` to `release`.
+            only from `allocate` to `release`.
         shard_views: Parameter -> its reduced gradient, as one view per shard. With ZeRO, only the
             shard of this replica.
         is_allocated: True if gradients may be accumulated into the buffers.
@@ -104,7 +104,7 @@ class GradientBuffers:
             scale_buffer(flat, factor)
 
     def collect(self, index: int, find_copies: CopyLookup) -> None:
-        """Copy gradients that are not views of their buffer into it. Some hooks replace `.grad`.
+        """Copy a gradient into its buffer if a hook has replaced `.grad` by another tensor.
 
         The view of the buffer becomes the `.grad` of the parameter and of its copies again.
 
@@ -122,7 +122,8 @@ class GradientBuffers:
     def zero(self) -> None:
         """Set all gradients to zero before a step, and restore views that `zero_grad` has removed.
 
-        From ZeRO level 2 on, this only restores the views. `allocate` sets the buffers to zero.
+        From ZeRO level 2 on, the method only restores the views. `allocate` sets the buffers to
+        zero.
 
         Raises:
             ModelError: A gradient was moved out of its buffer.

@@ -153,7 +153,8 @@ def ensure_momentum(optimizer: Any) -> bool:
 
     A fused SGD creates its momentum in its first step. If that step is skipped, the memory stays
     uninitialised. Without dampening the first step is equal to a step from momentum 0, so this
-    function creates zeros. With dampening the two differ, so it creates nothing and returns False.
+    function creates zeros. With dampening the two steps differ, so the function creates nothing and
+    returns False.
 
     Args:
         optimizer: An optimizer of torch.
@@ -229,7 +230,7 @@ class MainOptimizer:
         parameters: Iterable[nn.Parameter],
         make_optimizer: Callable[[list[nn.Parameter]], torch.optim.Optimizer],
     ) -> None:
-        # A weight that several stages share is in `parameters` several times.
+        # A weight that several stages share may be in `parameters` several times.
         self.parameters = [p for p in dict.fromkeys(parameters) if p.requires_grad]
         self.main_parameters = [
             nn.Parameter(p.detach().to(torch.float32, copy=True)) for p in self.parameters

@@ -3,8 +3,8 @@
 A rank makes an update as if the norm of all gradients were finite and not above the limit. The norm
 is computed later. In the next step, before that step's own update, each rank checks whether the
 previous update was right. If it was wrong, all ranks have run this step on wrong weights. Each rank
-then restores the state before the previous update, makes that update with its norm, and runs the
-step again.
+then restores the state before the previous update, makes the previous update again with the actual
+norm, and runs the step again.
 
 The paper reverses an update by computation (appendix C). schedir restores copies instead, because a
 division in floating point cannot be reversed exactly.
@@ -50,8 +50,10 @@ class OptimisticStep(ProgramService):
         state: The state of the program.
 
     Attributes:
-        judge_norm: Returns a `NormVerdict` for the sum of the squares of all gradients.
-        apply_update: Makes an update by `verdict`. The handler of the optimizer step sets it.
+        judge_norm: Returns the `NormVerdict`, (is finite, clip factor), for the sum of the squares
+            of all gradients.
+        apply_update: Makes an update with the clip factor in `verdict`. The handler of the
+            optimizer step sets this function.
         restore_step_state: Restores all state that a step has changed, except for weights and
             optimizer state.
         verdict: The `NormVerdict` of the next update.
@@ -104,8 +106,9 @@ class OptimisticStep(ProgramService):
     def step(self, local_sum_of_squares: Tensor) -> None:
         """Make an update before its norm arrives.
 
-        The method makes no update if this step must run again. After a wrong update it does not
-        make the next update either: `needs_rerun` makes it later, with its norm.
+        The method makes no update if this step must run again. After a wrong update, the method
+        does not make the next update either: `needs_rerun` makes that update later, with the actual
+        norm.
 
         Args:
             local_sum_of_squares: The sum of squares of the rank's gradients. If it is already too
@@ -119,7 +122,7 @@ class OptimisticStep(ProgramService):
         self.apply_update()
 
     def track_norm(self, sum_of_squares: Tensor, work: Work) -> None:
-        """Keep the sum of squares of this step, while its sum over ranks is in progress.
+        """Keep the sum of squares of this step, while the ranks still add their sums.
 
         Args:
             sum_of_squares: The sum of squares of all gradients. It is valid when `work` has
@@ -216,7 +219,7 @@ class OptimisticStep(ProgramService):
 
         Raises:
             ModelError: Weights or optimizer state were written to before validation, or the
-                processes call it after different steps.
+                processes call the method after different steps.
             ExecutionError: An earlier step failed.
         """
         self.state.require_no_failed_step()
@@ -317,7 +320,6 @@ class OptimisticStep(ProgramService):
         self.waits_for_norm = True
 
     def _undo_update(self) -> None:
-        """Restore all state that the update has changed."""
         assert self.pending_update is not None
         self.pending_update.preserved.close()
 
@@ -353,7 +355,7 @@ def _copy_values(copies: dict[Tensor, Tensor]) -> None:
 
 
 class _Norm:
-    """The sum of squares of all gradients, 0-dim float64, whose sum over ranks is in progress.
+    """The sum of squares of all gradients, 0-dim float64, which ranks may still be adding.
 
     On a GPU a side stream copies the sum to the host. So `read` does not wait for other kernels.
     """

@@ -12,7 +12,7 @@ def make_parameter_like(parameter: nn.Parameter, data: Tensor) -> nn.Parameter:
     """Create a Parameter with given data, and with the hooks and attributes of another Parameter.
 
     Args:
-        parameter: The other Parameter. Its `grad_dtype` is used, too.
+        parameter: The other Parameter. The new Parameter also gets its `grad_dtype`.
         data: The data of the new Parameter.
     """
     other = nn.Parameter(data)

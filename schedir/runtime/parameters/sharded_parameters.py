@@ -50,7 +50,7 @@ class ShardedParameters:
 
     Args:
         gradients: The gradient buffers of the stage.
-        shard_spec: The replica and the ZeRO level.
+        shard_spec: The number of replicas, the index of this replica, and the ZeRO level.
         aliases: Parameter of this stage -> the parameter of another stage whose memory it uses. Its
             weights are gathered from the other stage's shard.
     """
@@ -392,7 +392,7 @@ def require_sharded_state(optimizer: Any, shapes: Mapping[Any, torch.Size]) -> N
     """Check that state tensors of an optimizer have the shapes of the shards of their weights.
 
     The state may still have the full shape of the weight. torch's fused optimizers would then use
-    its first elements, which belong to another shard.
+    the first elements of the state, which may belong to another shard.
 
     Args:
         optimizer: The optimizer, or an object with optimizers in its attributes.

@@ -38,12 +38,7 @@ class TiedWeight:
 
 
 def _has_separate_copies(weight: TiedWeight, shape: PipelineShape) -> bool:
-    """Return whether the copies of a weight are in separate memory, and so are stepped separately.
-
-    Args:
-        weight: The tied weight.
-        shape: The pipeline shape.
-    """
+    """Return whether copies of a weight have separate memory, and so are stepped separately."""
     return (
         is_tied_across_ranks(weight.stages, shape)
         or len({p.data_ptr() for p in weight.local_copies.values()}) > 1
@@ -131,7 +126,7 @@ class RankTies:
                 copy.detach().copy_(shared.detach())
 
     def begin_update(self) -> None:
-        """Point aliases to the memory of their Parameter, which the caller may have replaced."""
+        """Point each alias to the memory of its Parameter, which the caller may have replaced."""
         for alias, original in self.aliases.items():
             if not self.is_sharded and alias.data_ptr() != original.data_ptr():
                 alias.data = original.data
@@ -232,8 +227,8 @@ def make_tie_reducer(
     def start_by_rows() -> None:
         grads = {s: get_grad(s) for s in local_stages}
         first_grad = next(iter(grads.values()))
-        # One row for each stage. The first rank with the stage fills it, and the all-reduce gives
-        # all ranks the rows of all stages.
+        # One row for each stage. The first rank with the stage fills the row, and the all-reduce
+        # gives all ranks the rows of all stages.
         rows = first_grad.new_zeros((len(weight.stages), *first_grad.shape))
         for row, s in zip(rows, weight.stages, strict=True):
             if s in local_stages and shape.first_rank_per_stage[s] == rank:

@@ -45,7 +45,7 @@ class WeightVersions:
         indexed_instructions: Iterable[tuple[int, Instr]],
     ) -> None:
         self.stage = -1
-        self.last_uses: dict[int, int] = {}  # version -> index of the last instruction with it
+        self.last_uses: dict[int, int] = {}  # version -> index of its last user in the stream
         for index, (op, stage, mb) in indexed_instructions:
             self.stage = stage
             if op in COMPUTE_OPS:
@@ -61,6 +61,7 @@ class WeightVersions:
         # During a step: observers on the autograd nodes of the module's original parameters.
         self.hooks: list[tuple[Node, RemovableHandle]] = []
         self.traces: dict[int, list[tuple[int, ...]]] = {}  # version -> traces of its new copies
+
         # True in the first step, which compares checksums. Checksums also show writes to `data`.
         self.compares_values = True
 
@@ -156,9 +157,9 @@ class WeightVersions:
     def _collect_traces(self, version: int) -> list[tuple[int, ...]]:
         """Return, for each copy of a version, values that change if the copy is written to.
 
-        These are its version counter, its address, and in the first step a checksum. Only the
-        checksum shows a write to `copy.data`. On a GPU the checksum is 0, because the host would
-        have to wait for it.
+        These values are the version counter and the address of the copy, and in the first step a
+        checksum. Only the checksum shows a write to `copy.data`. On a GPU the checksum is 0,
+        because the host would have to wait for the GPU.
         """
         copies = self.copies_by_version[version].values()
         traces: list[tuple[int, ...]] = [(copy._version, copy.data_ptr()) for copy in copies]

@@ -58,7 +58,7 @@ class AsyncScalars:
         self.row = row
 
     def read(self) -> list[float]:
-        """Wait for the copy, and return the scalars. Call this once.
+        """Wait for the copy, and return the scalars. Call this method once.
 
         The method does not wait for work that was issued after the copy.
         """

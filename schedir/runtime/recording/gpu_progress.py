@@ -107,7 +107,8 @@ class GpuProgress:
         """Return the instructions that run or wait for other ranks, as indices in the stream.
 
         These instructions are issued or being issued, have not finished, and wait for no other
-        instruction of their rank. Lanes run concurrently, so there may be several.
+        instruction of their rank. Lanes run concurrently, so there may be several such
+        instructions.
 
         Args:
             progress: The progress of a step.

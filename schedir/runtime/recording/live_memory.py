@@ -25,9 +25,9 @@ from schedir.runtime.rank_state import Call
 class LiveMemory(TorchDispatchMode):
     """A context that measures the peak of live memory in the steps of an executor.
 
-    It counts the bytes before and after each instruction. Each storage counts once. The measurement
-    works only on a CPU, where unused memory is freed immediately. Steps within the context are
-    slower.
+    The context counts the bytes before and after each instruction. Each storage counts once. The
+    measurement works only on a CPU, where unused memory is freed immediately. Steps within the
+    context are slower.
 
     Args:
         executor: The executor to measure.
@@ -101,7 +101,7 @@ class LiveMemory(TorchDispatchMode):
 
 
 def _list_static_tensors(executor: Executor) -> Iterable[object]:
-    """Yield the tensors that a rank has in all steps. Some have memory only part of the time."""
+    """Yield the tensors that a rank has in all steps. Some may have no memory at times."""
     state = executor.state
     for stage in executor.stages.values():
         yield from stage.list_static_tensors()

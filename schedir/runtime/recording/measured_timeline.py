@@ -20,9 +20,9 @@ from schedir.transports.json_collectives import gather_bytes
 def gather_timeline(executor: Executor, transport: ProcessTransport) -> Timeline | None:
     """Return the timeline of the last recorded step, in seconds from its first instruction.
 
-    All processes must call this soon after the step, because it measures the offsets of their
-    clocks, which drift. A message begins when both sides have started it. It ends when it arrives,
-    or on a CPU when the receiver detects its arrival.
+    All processes must call this function soon after the step, because it measures the offsets
+    between the clocks of the processes, and clocks drift. A message begins when both sides have
+    started it. It ends when it arrives, or on a CPU when the receiver detects its arrival.
 
     Args:
         executor: The executor of this process.

@@ -1,7 +1,7 @@
 """Find the instruction that first produced inf or NaN.
 
-A step skips an update if gradients are not finite, but its intermediate values are then already
-freed. To find the origin, the step runs again with the same weights.
+A step skips an update if gradients are not finite, but the intermediate values of the step are then
+already freed. To find the origin, the step runs again with the same weights.
 """
 
 from __future__ import annotations
@@ -167,8 +167,8 @@ def make_nonfinite_error(origin: NanOrigin | None, program: Program, step: int) 
 class StepResidue:
     """The losses of a step and the gradients of its last update, which remain after the step.
 
-    `check_finite` checks them on the device, and the host does not wait. When the host has read the
-    result, `find_nonfinite` returns the instructions that produced non-finite values.
+    `check_finite` checks these values on the device, and the host does not wait. When the host has
+    read the result, `find_nonfinite` returns the instructions that produced non-finite values.
 
     Args:
         executor: The executor of the rank.
@@ -236,8 +236,8 @@ def rerun_step(
 ) -> list[NanOrigin]:
     """Run the last step again without its updates, and check all computed results.
 
-    All ranks must call this. For the gradients of a stage, it returns only the first instruction
-    that makes them non-finite, because later instructions add to the same sum.
+    All ranks must call this function. For the gradients of a stage, the result has only the first
+    instruction that makes them non-finite, because later instructions add to the same sum.
 
     Args:
         executor: The executor.

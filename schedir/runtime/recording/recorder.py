@@ -33,7 +33,8 @@ from schedir.transports.transport import CompletedWork, Transport, TransportWrap
 
 FloatArray = NDArray[np.float64]
 
-ANCHOR_ROUNDS: Final = 16  # measurements of the GPU's clock offset; the shortest one counts
+# The number of measurements of the GPU's clock offset. The shortest measurement is used.
+ANCHOR_ROUNDS: Final = 16
 # The resolution of events in seconds (CUDA Runtime API, cudaEventElapsedTime).
 EVENT_RESOLUTION: Final = 0.5e-6
 
@@ -91,7 +92,7 @@ class Timestamps(WorkObserver, ABC):
             work: The work.
 
         Returns:
-            The work for which the caller must wait instead.
+            The work for which the caller must wait instead of `work`.
         """
 
     @contextmanager
@@ -112,7 +113,10 @@ class Timestamps(WorkObserver, ABC):
 
     @abstractmethod
     def on_issued(self) -> None:
-        """Record the end of pending work, which has now been issued. A group is issued at once."""
+        """Record the end of all pending work, which the host has now issued.
+
+        The host issues the work of a group at the end of the group.
+        """
 
     def make_lane_observer(self) -> LaneTimestamps | None:
         """Return an observer of the current instruction's work on a lane of the rank.
@@ -197,7 +201,7 @@ class HostTimestamps(Timestamps):
 
 
 class _ObservedWork:
-    """Work that records its end when a wait for it returns. A CPU knows no earlier time."""
+    """Work that records its end when a wait for it returns, the earliest possible time on a CPU."""
 
     def __init__(self, timestamps: HostTimestamps, k: int, work: Work) -> None:
         self.timestamps = timestamps
@@ -266,7 +270,7 @@ class EventTimestamps(Timestamps):
             }
         )
         self.side_streams = {q: torch.cuda.Stream(device) for q in queues}
-        self.pending_works: list[tuple[int, Work]] = []  # followed, not issued yet
+        self.pending_works: list[tuple[int, Work]] = []  # works without a recorded end
         self.active_queues: set[int] = set()  # queues whose side stream this step has used
 
     def note_on_lane(self, k: int, is_end: bool) -> None:
@@ -413,7 +417,7 @@ def read_step_times(
 ) -> tuple[list[InstructionTimes], float]:
     """Return the times that the ranks of this process recorded in the last step.
 
-    On a GPU this waits for all work on the device.
+    On a GPU the function waits for all work on the device.
 
     Args:
         timestamps: The recorder of each rank, or None for a rank that does not record.

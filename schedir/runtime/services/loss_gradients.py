@@ -41,8 +41,8 @@ class LossGradients(ProgramService):
         """Return the initial gradient of the backward of a microbatch.
 
         If the loss is not finite, the initial gradient is NaN. The gradients of the update are then
-        NaN, too, so all ranks detect the loss. With `accumulate_grads` the initial gradient is
-        `grad_scale`, because gradients are not scaled later.
+        NaN, too, so all ranks detect that the loss is not finite. With `accumulate_grads` the
+        initial gradient is `grad_scale`, because gradients are not scaled later.
 
         Args:
             mb: The microbatch.

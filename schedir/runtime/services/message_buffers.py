@@ -44,7 +44,7 @@ class MessageBuffers(RankService):
         """Allocate the buffers of received values.
 
         A buffer has the size of the largest message of its slot in all programs. Programs share the
-        buffers, because only one program runs at a time. All processes must call this.
+        buffers, because only one program runs at a time. All processes must call this method.
 
         Args:
             runs: Each program with its boundaries.

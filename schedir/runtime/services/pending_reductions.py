@@ -51,7 +51,7 @@ class PendingReductions(ProgramService):
     def allocate_gradient(self, stage: int, index: int) -> None:
         """Allocate the full gradient of a stage, after the reduction that frees its slot.
 
-        If the full gradient already exists, this does nothing.
+        If the full gradient already exists, the method does nothing.
 
         Args:
             stage: The number of the stage.

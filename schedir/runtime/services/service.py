@@ -46,7 +46,7 @@ class Service:
     def finish_setup(self) -> None:
         """Finish the construction of an executor, with changes that cannot be undone.
 
-        The executor calls this only for the services of the first program and of the rank.
+        The executor calls this method only for the services of the first program and of the rank.
         """
 
     def prepare_step(self, batch: StepInputs) -> StepInputs:
@@ -92,14 +92,14 @@ class Service:
     def validate(self) -> None:
         """Validate the last update, and correct weights and optimizer state if needed.
 
-        All processes call this after the same step.
+        All processes call this method after the same step.
         """
 
     def preserve(self, preserved: PreservedState) -> None:
         """Add the state that one step changes and a later step reads.
 
         The caller restores this state after warm-up steps, and before a step runs again. A
-        checkpoint does not contain it. So a service with such state must raise in
+        checkpoint does not contain this state. So a service with such state must raise in
         `require_savable`, or reset the state in `on_load`.
 
         Args:
@@ -112,8 +112,8 @@ class Service:
         The caller has called `preserve` before.
 
         Args:
-            preserved: Restores state after these steps. A service adds the fields that it sets
-                here.
+            preserved: Restores state after these steps. A service must add the fields that it
+                sets in this method.
             makes_update: True if the optimizer may step, because the caller restores its state.
         """
 

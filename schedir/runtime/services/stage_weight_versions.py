@@ -36,7 +36,7 @@ class StageWeightVersions(ProgramService):
         """Keep a copy of the weights after an optimizer step, for later compute instructions.
 
         Args:
-            step: The OptimizerStep. Its `mb` is the number of the update.
+            step: The OptimizerStep. The `mb` of this instruction is the number of the update.
         """
         for versions in self.by_stage.values():
             versions.keep_version(step.mb + 1, self.state.index_of[step])

@@ -18,7 +18,7 @@ from schedir.runtime.rank_state import ProgramService, State
 _TIED_RANDOM_WARNING: Final = (
     "an optimizer draws other random numbers for each copy of a tied weight: the copies will differ"
 )
-# True if an update is finite (0-dim bool), and the factor that clips its gradients (0-dim).
+# (True if an update is finite, the factor that clips its gradients), as 0-dim tensors.
 NormVerdict = tuple[Tensor, Tensor]
 
 
@@ -65,7 +65,7 @@ class OptimizerSteps(RankService):
         """See `Service.undo_steps`.
 
         Args:
-            preserved: Restores the fields that this sets.
+            preserved: Restores the fields that this method sets.
             makes_update: True if the optimizer may step.
         """
         preserved.add_fields(self, "can_step", "read_last_result")
@@ -80,10 +80,10 @@ class UpdateChecks(ProgramService):
 
     Attributes:
         grad_norm: The global norm of the last update's gradients before clipping, 0-dim float64.
-        finite_updates: For each update of the step, True if it was finite.
-        squared_norms: Update -> sum of squares of all gradients, until the update is clipped. There
-            may be several entries, because a rank without gradients may reduce the norm of the next
-            update early.
+        finite_updates: A bool for each update of the step: True if the update was finite.
+        squared_norms: Update -> sum of squares of all gradients. The clipping of an update removes
+            its entry. There may be several entries, because a rank without gradients may reduce the
+            norm of the next update early.
         is_finite: The result of the check of the current update, or None before the check.
         clip_factor: The clip factor of the current update for the CPU optimizer, or None.
         judge: Returns the `NormVerdict` of an update. Without clipping the factor is None.
@@ -118,7 +118,7 @@ class UpdateChecks(ProgramService):
         return (self.state.service(OptimizerSteps).read_last_result or self.read_result)()
 
     def check_once(self, update: int) -> Tensor:
-        """Return whether an update is finite. The first call checks the update and clips it.
+        """Return whether an update is finite. The first call checks and clips its gradients.
 
         Args:
             update: The number of the update.
@@ -153,8 +153,8 @@ class UpdateChecks(ProgramService):
             update: The number of the update.
 
         Returns:
-            A 0-dim bool tensor: True if the gradients of the rank's stages are finite, or with
-            clipping the gradients of all ranks.
+            A 0-dim bool tensor: True if the gradients are finite. With clipping these are the
+            gradients of all ranks, otherwise those of the rank's stages.
 
         Raises:
             ModelError: A sharded weight was written to, or the optimizer's state is not sharded.

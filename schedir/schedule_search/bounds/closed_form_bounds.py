@@ -212,7 +212,8 @@ class _RankIdleBounds:
         """Yield two bounds from idle times, and with a memory limit a bound from memory use."""
         problem = self.problem
         start, end = self.idle_before_first_I, self.idle_before_last_I
-        # If all F's fit before the first I, the two idle times can overlap. Only the longer counts.
+        # If all F's fit before the first I, the two idle times can overlap. Only the longer idle
+        # time counts.
         if problem.microbatches <= self.max_forwards_ahead:
             start, end = (start, 0.0) if start > end else (0.0, end)
         num_trips, trip_idle = self.round_trip_idle

@@ -226,7 +226,7 @@ class _SchedulingJob(NamedTuple):
 
 
 def _preemptive_makespan(jobs: Sequence[_SchedulingJob]) -> tuple[float, float]:
-    """Return the end of Jackson's preemptive schedule, and the tail of the task that decides it.
+    """Return the end of Jackson's preemptive schedule, and the tail of the deciding task.
 
     The released task with the longest tail runs first.
     """

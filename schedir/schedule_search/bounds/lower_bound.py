@@ -41,7 +41,7 @@ def lower_bound(
         sizes: The sizes in bytes, required with `memory_limit`.
         memory_limit: The memory of each rank, in bytes. By default there is no limit.
         max_in_flight: The largest number of (stage, microbatch) pairs in flight on a rank, or a
-            function of the rank. It excludes `memory_limit`.
+            function of the rank. Do not give both this argument and `memory_limit`.
         objective: The length to bound: "span" or "active_span", see `search_schedule`.
         split_backward: True for schedules with split backwards, False for full backwards.
         time_limit: The approximate time for the computation, in seconds. The function estimates

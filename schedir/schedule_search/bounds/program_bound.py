@@ -31,7 +31,7 @@ from schedir.schedule_search.search_results import LowerBound
 
 _SEARCHED_OPS: Final = {FORWARD, BACKWARD, BACKWARD_INPUT, BACKWARD_WEIGHT}
 # Instructions that keep, move or free values of a microbatch in other ways, such as offloads. A
-# `SchedulingProblem` cannot represent them.
+# `SchedulingProblem` cannot represent such instructions.
 _UNSUPPORTED_OPS: Final = {
     row.op for row in INSTRUCTIONS
     if row.op not in _SEARCHED_OPS
@@ -55,7 +55,7 @@ def compute_program_bound(
     """Return a lower bound on the length of every program with the same work and no more memory.
 
     The memory limit of every rank is the largest memory of a rank of `program`. With sizes, memory
-    is the predicted number of bytes, including messages. Without sizes, it is the number of
+    is the predicted number of bytes, including messages. Without sizes, memory is the number of
     microbatches in flight. Other programs may use the memory of this program's messages for saved
     activations.
 
@@ -69,12 +69,13 @@ def compute_program_bound(
         sizes: The sizes in bytes. By default memory is counted in microbatches in flight.
         objective: The length to bound: "span" or "active_span", see `search_schedule`.
         split_backward: True if other programs may split some or all backwards into I and W. False
-            if they have only full backwards. By default True if `program` splits a backward.
+            if other programs have only full backwards. By default True if `program` splits a
+            backward.
 
     Returns:
         The bound. None if no bound applies: the program has stage replicas, several updates,
-        sequence chunks, frozen stages or no backwards. Also if it recomputes or offloads, or if
-        `Costs.FB` is less than a forward and a backward.
+        sequence chunks, frozen stages or no backwards. Also if the program recomputes or offloads,
+        or if `Costs.FB` is less than a forward and a backward.
     """
     costs = Costs() if costs is None else costs
     shape = program.shape

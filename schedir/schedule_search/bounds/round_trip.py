@@ -37,8 +37,8 @@ def compute_round_trip_bound(problem: SchedulingProblem) -> LowerBound:
         problem: The problem.
 
     Returns:
-        The bound. It is 0 for the objective "active_span", and if the proof does not apply to the
-        problem.
+        The bound. The bound is 0 for the objective "active_span", and if the proof does not apply
+        to the problem.
     """
     latency = MicrobatchLatency.from_problem(problem)
     lags = MemoryLags.from_problem(problem)

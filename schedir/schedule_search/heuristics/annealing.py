@@ -11,7 +11,7 @@ from typing import Any, Final
 Vector = Any  # A list or a one-dimensional array.
 
 _NEVER: Final = 1e300  # A time that is never reached.
-_MULTI_RANK_MOVE_INTERVAL: Final = 4  # About one of this many moves changes several ranks.
+_MULTI_RANK_MOVE_INTERVAL: Final = 4  # About one move in 4 changes several ranks.
 
 
 def compute_times(

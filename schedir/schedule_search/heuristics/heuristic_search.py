@@ -24,9 +24,9 @@ from schedir.schedule_search.search_results import SearchStep
 # difference is a rounding error.
 _IMPROVEMENT_FACTOR = 1 - 1e-12
 _CLOCK_SECONDS = 0.05  # Seconds between two checks of the budget.
-# There are two phases. In each, the search first tries policies and then varies the best policies.
-# These are the shares of the budget at which the two parts of each phase end. The rest of the
-# budget is for annealing.
+# There are two phases. In each phase, the search first tries policies and then varies the best
+# policies. These are the shares of the budget at which the two parts of each phase end. The rest of
+# the budget is for annealing.
 _POLICY_PHASES = ((0.08, 0.2), (0.35, 0.5))
 _MAX_FINALISTS = 4  # The number of shortest orders to keep.
 # The largest number of orders of the shortest length that are compiled. The lengths of their
@@ -128,7 +128,7 @@ class HeuristicSearch:
         Args:
             length: The length of the order.
             order: The order.
-            method: The method that found it, for the report.
+            method: The method that found the order, for the report.
 
         Returns:
             True if the order is the shortest so far.

@@ -20,8 +20,8 @@ def list_initial_orders(
 ) -> Iterator[tuple[str, Order]]:
     """Yield the name and the order of each schedule from which a search starts.
 
-    These are `schedules` and the built-in schedules that support the shape. A schedule that does
-    not run exactly the tasks of the problem is left out.
+    The search starts from `schedules` and from the built-in schedules that support the shape. A
+    schedule that does not run exactly the tasks of the problem is left out.
 
     Args:
         problem: The problem.
@@ -29,7 +29,8 @@ def list_initial_orders(
 
     Raises:
         UsageError: A schedule of the user recomputes, does not train all stages, has no backwards
-            or has tensor-parallel collectives between stage segments. Also if it has another shape.
+            or has tensor-parallel collectives between stage segments. Also if the schedule has
+            another shape than the problem.
     """
     for user_schedule in schedules:
         program = (

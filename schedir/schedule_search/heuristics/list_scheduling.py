@@ -53,9 +53,9 @@ def dispatch_by_policy(
     2. An I whose gradient has arrived. With `forward_first`, an F that is possible runs instead.
     3. An F that fits into memory and does not exceed the `max_lead` of its stage. The rank does not
        start it if a gradient arrives within `wait_share` of the F's cost.
-    4. A W, if memory blocks other tasks, if no arrival is scheduled, or if the W ends at most
-       `late_share` of its cost after the next arrival. Also if the rank would otherwise be idle for
-       longer than `idle_share` allows.
+    4. A W in four cases: memory blocks other tasks, no arrival is scheduled, the W ends at most
+        `late_share` of its cost after the next arrival, or the rank would otherwise be idle for
+        longer than `idle_share` allows.
 
     Otherwise the rank waits. If I's of several stages are possible, the I with the lowest
     microbatch runs first. If their microbatches are equal, the I of the deepest stage runs first.
@@ -81,7 +81,7 @@ def dispatch_by_policy(
         max_lead: For each stage, the largest number of F's whose I has not run.
         max_lag: For each rank, the largest number of W's that wait.
         wait_share: A rank waits for an I that arrives within this share of an F's cost.
-        late_share: A W may end later than the next arrival by this share of its cost.
+        late_share: A W may end later than the next arrival by this share of the W's cost.
         idle_share: A rank runs a W instead of waiting if its idle time would otherwise exceed this
             share of the largest idle time of all ranks. Idle time counts from the rank's first F.
         forward_first: 1 to run an F before an I if both are possible.

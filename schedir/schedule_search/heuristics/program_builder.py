@@ -85,7 +85,7 @@ class ProgramBuilder:
 
         Args:
             order: The order to check.
-            problem: The problem with the capacity to reduce.
+            problem: The problem whose capacity may be too large.
 
         Returns:
             The problem with less capacity, in which `order` does not fit. `problem` itself if the
@@ -130,8 +130,8 @@ class ProgramBuilder:
         Args:
             orders: Pairs of a length and an order, the shortest first.
             best: The shortest program so far.
-            deadline: A time by `time.perf_counter`. After it, the function compiles more orders
-                only if it has no program yet.
+            deadline: A time by `time.perf_counter`. After this time, the function compiles more
+                orders only if it has no program yet.
 
         Returns:
             The shortest program, or None if none fits.

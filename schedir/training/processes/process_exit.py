@@ -337,7 +337,7 @@ def exchange_black_boxes(
         timeout: The seconds to wait for the black boxes of other machines.
 
     Returns:
-        The black boxes that were written in time, by process.
+        The black boxes of other machines that arrived before the timeout, by process.
     """
     for process, snapshot in local_boxes.items():
         store.set(make_store_key(f"box of {process}"), snapshot.to_bytes())
