@@ -117,7 +117,8 @@ def test_stages_are_accepted_as_sequence_or_mapping() -> None:
     losses = [
         float(world(stages=stages).step(X, X))
         for stages in (
-            make_stages(), tuple(make_stages()), nn.Sequential(*make_stages()), nn.ModuleList(make_stages()),
+            make_stages(), tuple(make_stages()),
+            nn.Sequential(*make_stages()), nn.ModuleList(make_stages()),
             dict(enumerate(make_stages())), dict(reversed([*enumerate(make_stages())])),
         )
     ]  # fmt: skip

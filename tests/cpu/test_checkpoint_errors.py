@@ -180,11 +180,11 @@ def test_save_during_a_background_write_is_refused(
     written, may_continue, write = Event(), Event(), dcp_storage.write
 
     def write_and_wait(*args: Any) -> Any:
-        made = write(*args)
+        result = write(*args)
         if current_thread().name == "checkpoint":
             written.set()
             assert may_continue.wait(60)
-        return made
+        return result
 
     monkeypatch.setattr(dcp_storage, "write", write_and_wait)
     ranks = make_two_ranks()

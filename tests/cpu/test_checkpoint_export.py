@@ -32,9 +32,11 @@ MODEL = {  # a GPT without layers
 
 
 @pytest.fixture(scope="module", params=["tied in float32", "bfloat16"])
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkpoint_folder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
     """Return the checkpoints of a run of two steps. The model has three heads."""
-    folder = tmp_path_factory.mktemp("trained")
+    folder = tmp_path_factory.mktemp("checkpoint_folder")
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 40)
     (folder / "run.toml").write_text(CONFIG.format(text=folder / "text.txt"))
     half = request.param == "bfloat16"
@@ -68,13 +70,15 @@ def write_checkpoint(folder: str, step: int, tensors: dict[str, Tensor], **state
 
 
 def test_transformers_computes_equal_logits(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     transformers = pytest.importorskip("transformers")
     target = tmp_path / "model"
     words = ("--to", str(target), "--as", "transformers", "--dtype", "float32")
-    assert f"wrote {target}: step 2, " in run_command(capsys, *EXPORT, str(trained), *words)
-    tensors = whole(trained, 2)
+    assert f"wrote {target}: step 2, " in run_command(
+        capsys, *EXPORT, str(checkpoint_folder), *words
+    )
+    tensors = whole(checkpoint_folder, 2)
     tied = "weights/head.weight" not in tensors
     config = gpt.GPTConfig(vocab=256, layers=2, hidden=48, heads=3, context=16, tied=tied)
     stage = gpt.build_stage(config, 0, 1)
@@ -88,20 +92,20 @@ def test_transformers_computes_equal_logits(
     tokens = torch.randint(256, (3, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected, actual = stage(tokens), exported_model.eval()(tokens).logits
-    assert expected.std() > 0.1  # trained logits are not just noise around 0
+    assert expected.std() > 0.1  # checkpoint_folder logits are not just noise around 0
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     assert exported_model.config.tie_word_embeddings is tied
 
 
 def test_safetensors_reads_exported_weights(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+    checkpoint_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    tensors = whole(trained, 2)
+    tensors = whole(checkpoint_folder, 2)
     weights = {n.partition("/")[2]: t for n, t in tensors.items() if n.startswith("weights/")}
     for dtype in (None, "float32", "bfloat16", "float16"):
         target = tmp_path / f"{dtype}.safetensors"
         words = [] if dtype is None else ["--dtype", dtype]
-        run_command(capsys, *EXPORT, str(trained), "--to", str(target), *words)
+        run_command(capsys, *EXPORT, str(checkpoint_folder), "--to", str(target), *words)
         exported = load_file(target)
         assert exported.keys() == weights.keys()
         for name, value in weights.items():

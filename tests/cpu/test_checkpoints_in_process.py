@@ -212,8 +212,8 @@ def test_random_numbers_resume_after_a_load(tmp_path: Path) -> None:
                 one_f_one_b,
                 PipelineShape(2, 3),
                 [DropoutLinear(4, 4), DropoutLinear(4, 4)],
-                seed=seed,
-            )  # noqa: B023
+                seed=seed,  # noqa: B023
+            )
 
         one = make_dropout_ranks()
         run_steps(one, 0, 2)

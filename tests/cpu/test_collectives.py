@@ -40,11 +40,11 @@ def make_input(process: int, members: int, dtype: torch.dtype) -> Tensor:
 
 
 def compute_expected(
-    kind: CollectiveName, members: list[int], own: int, dtype: torch.dtype
+    kind: CollectiveName, members: list[int], member: int, dtype: torch.dtype
 ) -> Tensor:
-    """Return the expected result of a process."""
+    """Return the expected result of process `member`."""
     all_of = [make_input(process, len(members), dtype) for process in members]
-    position = members.index(own)
+    position = members.index(member)
     if kind == "all_gather":
         return torch.stack([one.view(len(members), PART)[0] for one in all_of]).view(-1)
     total = torch.stack(all_of).sum(0)
@@ -129,7 +129,7 @@ def exchange(
 
 
 def check_transports(rank: int) -> list[Any]:
-    found = []
+    failures = []
     for program in (
         compile(gpipe, PipelineShape(2, 2), tp=2, tied_weights=True),
         compile(gpipe, PipelineShape(2, 2), dp=2, ep=2, stage_segments="dc"),
@@ -144,10 +144,10 @@ def check_transports(rank: int) -> list[Any]:
                 for group, members in groups.items():
                     started = collect(transport, group, members, rank, dtype)
                     wrong_results = wait_for_wrong_results(started, members, rank, dtype)
-                    found += [(make, group, *one) for one in wrong_results]
+                    failures += [(make, group, *one) for one in wrong_results]
                     if not exchange(transport, group, members, rank, dtype):
-                        found.append((make, group, "all_to_all", dtype))
-    return found
+                        failures.append((make, group, "all_to_all", dtype))
+    return failures
 
 
 def test_collectives_between_processes_are_correct() -> None:

@@ -35,20 +35,20 @@ def test_each_replica_gets_its_part_of_each_batch(steps: int, replicas: int, sha
         with Prefetch(
             source, steps, CPU, replica=replica, replicas=replicas, count_tokens=gpt.count_tokens
         ) as prefetched:
-            kept = []
+            taken = []
             for step in range(steps):
-                kept.append(prefetched.take(step))
+                taken.append(prefetched.take(step))
                 expected = [
                     x[replica * share : (replica + 1) * share]
                     for x in read_batch_of_step(source, step)
                 ]
-                assert all(map(torch.equal, kept[-1][:2], expected))
-                assert kept[-1].tokens == replicas * share * 8
+                assert all(map(torch.equal, taken[-1][:2], expected))
+                assert taken[-1].tokens == replicas * share * 8
                 if step:  # a wrong step is repeated after the next one has run
                     before = read_batch_of_step(source, step - 1)[0][
                         replica * share : (replica + 1) * share
                     ]
-                    assert torch.equal(kept[-2].inputs, before)
+                    assert torch.equal(taken[-2].inputs, before)
     assert not [t for t in threading.enumerate() if t.name.startswith("prefetch")]
 
 
