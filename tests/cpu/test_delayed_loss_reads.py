@@ -303,7 +303,8 @@ def test_step_without_report_has_no_host_wait(
     monkeypatch.setattr(trainer, "LossScale", partial(LossScale, 8.0))
     one_stage = ["pipeline.stages_per_rank=1"]
     sets = [*ONE_PROCESS, *(one_stage if schedule == "zb_h1" else []),
-            f"pipeline.schedule={schedule}", f"train.precision={precision}", f'output.dir="{tmp_path}"']  # fmt: skip
+            f"pipeline.schedule={schedule}", f"train.precision={precision}",
+            f'output.dir="{tmp_path}"']  # fmt: skip
     assert run(config, sets) == 0
     assert {*watched} == {
         "issue",

@@ -81,8 +81,8 @@ FAULTS = [
 ]  # fmt: skip
 
 
-# The processes die, stop, fail or sleep, in a step, between steps or in set-up. Both shapes and both
-# transports occur.
+# The processes die, stop, fail or sleep, in a step, between steps or in set-up. Both shapes and
+# both transports occur.
 SAMPLE = (0, 1, 5, 15, 20, 30)
 TRIED = cases([FAULTS[k] for k in SAMPLE], [f for k, f in enumerate(FAULTS) if k not in SAMPLE])
 

@@ -166,7 +166,8 @@ def test_training_on_full_disk_ends_with_one_error(
     fill = "head -c 1040000 /dev/zero > disk/fill; " * (where == "output")
     script = f'{fill} "$@"; code=$?; find disk; exit $code'
     result = subprocess.run(
-        run_with_small_disk("sh", "-c", script, "sh", *train), cwd=small_disk, capture_output=True, text=True,
+        run_with_small_disk("sh", "-c", script, "sh", *train),
+        cwd=small_disk, capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=100,
     )  # fmt: skip
     assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr

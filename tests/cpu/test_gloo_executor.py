@@ -98,7 +98,7 @@ def test_tensor_parallel_schedules_are_equal_and_near_one_rank() -> None:
 
 
 def _join_shards(shards: list[Tensor], parameter: Tensor) -> Tensor:
-    """Join shards of a gradient along their shorter dimension. Equal full copies are one gradient."""
+    """Join shards of a gradient along their shorter dimension, or return one of equal copies."""
     if shards[0].shape == parameter.shape:
         assert torch.equal(shards[0], shards[1])
         return shards[0]

@@ -134,11 +134,11 @@ def block_rank(rank: int, folder: Path) -> None:
 
 def test_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
     """Nothing else would end the ranks."""
-    running = CONTEXT.Process(target=run_parent, args=(tmp_path,))
-    running.start()
+    parent_process = CONTEXT.Process(target=run_parent, args=(tmp_path,))
+    parent_process.start()
     wait_until(lambda: len([*tmp_path.iterdir()]) == 2)
-    running.kill()
-    running.join()
+    parent_process.kill()
+    parent_process.join()
     ranks = [int(path.name) for path in tmp_path.iterdir()]
     wait_until(
         lambda: not any(read_process_state(rank, 0) in ("runs", "stopped") for rank in ranks)
