@@ -307,7 +307,7 @@ def test_distributed_checkpoint_of_a_vee_has_the_layer_names() -> None:
     assert run_probes()[find_wrong_checkpoint_keys.__name__] == [[set(), set()]] * 2
 
 
-def test_module_imported_during_stage_build_keeps_original_functions() -> None:
+def test_module_imported_during_build_keeps_original_functions() -> None:
     from megatron.core import utils
 
     from schedir.megatron.vee_model import as_pipeline_rank
@@ -325,7 +325,7 @@ def test_module_imported_during_stage_build_keeps_original_functions() -> None:
         del sys.modules[module.__name__]
 
 
-def test_overlapped_reduction_with_two_optimizer_instances_is_refused() -> None:
+def test_overlapped_reduction_with_optimizer_instances_is_refused() -> None:
     from schedir.megatron.run_requirements import require_supported_settings
 
     ddp = SimpleNamespace(overlap_grad_reduce=True, num_distributed_optimizer_instances=2)
