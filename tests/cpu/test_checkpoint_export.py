@@ -36,7 +36,7 @@ def checkpoint_folder(
     request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
 ) -> Path:
     """Return the checkpoints of a run of two steps. The model has three heads."""
-    folder = tmp_path_factory.mktemp("checkpoint_folder")
+    folder = tmp_path_factory.mktemp("trained")
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 40)
     (folder / "run.toml").write_text(CONFIG.format(text=folder / "text.txt"))
     half = request.param == "bfloat16"
@@ -92,7 +92,7 @@ def test_transformers_computes_equal_logits(
     tokens = torch.randint(256, (3, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
         expected, actual = stage(tokens), exported_model.eval()(tokens).logits
-    assert expected.std() > 0.1  # checkpoint_folder logits are not just noise around 0
+    assert expected.std() > 0.1  # logits of a trained model are not only noise around 0
     torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
     assert exported_model.config.tie_word_embeddings is tied
 

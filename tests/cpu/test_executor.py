@@ -326,7 +326,7 @@ def test_missing_weight_gradients_of_a_split_are_refused() -> None:
     )
     with pytest.raises(ExecutionError) as caught:
         ranks.step(x, x + 1)
-    assert "Traced (stage 0)" in str(caught.value) and "I 0." in str(caught.value)
+    assert "UnsplitBlock (stage 0)" in str(caught.value) and "I 0." in str(caught.value)
 
 
 def test_forward_only_program_leaves_no_gradients() -> None:

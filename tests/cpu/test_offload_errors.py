@@ -83,9 +83,9 @@ def test_reload_before_its_offload_reads_nan(
     has_reloaded = defaultdict[CopyLanes, Event](Event)
 
     def start_without_wait(
-        lanes: CopyLanes, lane: Lane, run: Callable[[], None], *more: Any
+        lanes: CopyLanes, lane: Lane, run: Callable[[], None], *arguments: Any
     ) -> Any:
-        def late() -> None:
+        def run_late() -> None:
             if lane is Lane.D2H and len(done[lanes, lane]) == last:
                 has_reloaded[lanes].wait(5)  # the reload runs before the offload
             run()
@@ -93,8 +93,8 @@ def test_reload_before_its_offload_reads_nan(
                 has_reloaded[lanes].set()
             done[lanes, lane].append(None)
 
-        size, _, marks = more
-        return start(lanes, lane, late, size, (), marks)
+        size, _, marks = arguments
+        return start(lanes, lane, run_late, size, (), marks)
 
     sgd = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
     world = make_ranks(make_offloaded_program(), **sgd)

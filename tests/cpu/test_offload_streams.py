@@ -157,8 +157,8 @@ def test_lanes_overlap_with_computes(gpu: VirtualGPU, monkeypatch: pytest.Monkey
     (rank,) = world.executors
     copy_out = SavedActivations.copy_to_block
 
-    def copy_slowly(value: SavedActivations, *args: Any, **how: Any) -> None:
-        copy_out(value, *args, **how)
+    def copy_slowly(value: SavedActivations, *args: Any, **options: Any) -> None:
+        copy_out(value, *args, **options)
         gpu.work(5.0)
 
     monkeypatch.setattr(SavedActivations, "copy_to_block", copy_slowly)

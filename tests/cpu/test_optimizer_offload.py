@@ -53,13 +53,15 @@ def test_states_are_only_on_the_host_between_steps() -> None:
     finish_store = states.finish_store
 
     def store_without_resize(stage: int) -> None:
-        found = [here for _, _, here in states.pending_stores[stage].tensors]
-        stored.extend(t for t in found if t.dim())
+        device_tensors = [
+            device_tensor for _, _, device_tensor in states.pending_stores[stage].tensors
+        ]
+        stored.extend(t for t in device_tensors if t.dim())
         resized = torch.UntypedStorage.resize_
         with patch.object(torch.UntypedStorage, "resize_", lambda *_: None):
             finish_store(stage)
-        assert all(t.isnan().all() for t in found)
-        for t in found:
+        assert all(t.isnan().all() for t in device_tensors)
+        for t in device_tensors:
             resized(t.untyped_storage(), 0)
 
     with patch.object(states, "finish_store", store_without_resize):

@@ -101,7 +101,7 @@ def test_offloaded_states_equal_states_on_the_device(
 def test_one_nonfinite_gradient_skips_all_stages(
     make: str, clip: bool, placement: str, tmp_path: Path
 ) -> None:
-    """The gradient is in the first stage, which steps last. All other stages would step before."""
+    """The gradient of the first stage is complete last. All other stages could step before it."""
     options = {
         "clip_grad_norm": clip,
         "gradients": GradientOptions(loss_scale=LossScale(8.0) if clip else None),

@@ -29,7 +29,7 @@ def run(folder: Path, *argv: str) -> str:
     return out
 
 
-def test_own_model(
+def test_commands_of_the_page_print_the_shown_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert {step.kind for step in PAGE} == {"file", "command"}
@@ -66,6 +66,6 @@ def test_own_model(
     assert evaluation == f"  loss {loss / targets.numel():.4f}\n"
 
 
-def test_several_tensors_pass() -> None:
+def test_file_with_several_boundary_tensors_runs() -> None:
     (file,) = (step for step in PAGE if step.named == "tables.py")
     exec(file.text, {"__name__": "tables"})
