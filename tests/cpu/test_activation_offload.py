@@ -105,7 +105,7 @@ def test_views_of_one_storage_are_offloaded_once() -> None:
     compared(compile(gpipe, PipelineShape(1, 2)), lambda: noisy(1, Views))
 
 
-def test_offload_with_evaluation_and_a_second_training_program() -> None:
+def test_offload_with_evaluation_and_second_training_program() -> None:
     shape = PipelineShape(2, 4)
     program = checked(moved(compile(one_f_one_b, shape), 0), "minimal")
     half = checked(moved(compile(gpipe, PipelineShape(2, 2)), 1), "minimal")

@@ -93,7 +93,7 @@ def test_boundary_accepts_any_sequence_of_integers(shape: Any) -> None:
     measure_sizes(make_stages(), X[0], X[0], loss=squares, boundary=shape)
 
 
-def test_boundary_of_an_integer_is_a_vector() -> None:
+def test_boundary_of_integer_is_vector() -> None:
     assert Boundary(4).shape == (4,)  # type: ignore[arg-type]
 
 
@@ -233,7 +233,7 @@ def read_error(call: Callable[[], object]) -> str:
     return f"{type(error.value).__name__}: {error.value}"
 
 
-def test_wrong_arguments_raise_the_expected_errors() -> None:
+def test_wrong_arguments_raise_expected_errors() -> None:
     errors = "".join(f"{name}\n  {read_error(call)}\n" for name, call in WRONG.items())
     assert errors == GOLDEN.read_text()
 

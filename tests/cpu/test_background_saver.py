@@ -84,14 +84,14 @@ def save_and_schedule_save(executor: Any, folder: Path) -> None:
 @pytest.mark.usefixtures("_late_copies")
 @pytest.mark.parametrize("half", [False, True])
 @pytest.mark.parametrize("name", IN_PROCESS_LAYOUTS)
-def test_copy_has_the_state_before_the_running_step(name: str, half: bool, tmp_path: Path) -> None:
+def test_copy_has_state_before_running_step(name: str, half: bool, tmp_path: Path) -> None:
     save_and_schedule_save(
         in_process(IN_PROCESS_LAYOUTS[name], MODEL._replace(half=half)), tmp_path
     )
     assert checkpoints_equal(tmp_path / "beside", tmp_path / "at once", 2)
 
 
-def test_step_without_wait_spoils_the_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_step_without_wait_spoils_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """Without the wait the copy begins after the step, so the tests above can fail."""
     monkeypatch.setattr(
         snapshot_copies.SnapshotCopies, "wait", lambda self: None
@@ -142,7 +142,7 @@ class BatchNormStage(nn.Module):
 
 
 @pytest.mark.usefixtures("_late_copies")
-def test_saved_buffers_have_the_values_before_the_forwards(tmp_path: Path) -> None:
+def test_saved_buffers_have_values_before_forwards(tmp_path: Path) -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2), checkpoint_snapshots=True)
     executor = InProcessExecutor(
         program, [BatchNormStage(), BatchNormStage()],
@@ -192,7 +192,7 @@ def test_saver_without_snapshots_or_copy_is_refused(tmp_path: Path) -> None:
     assert "has not been copied" in caught.value.fact
 
 
-def test_failed_write_is_raised_at_the_next_call(tmp_path: Path) -> None:
+def test_failed_write_is_raised_at_next_call(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
     executor = in_process(IN_PROCESS_LAYOUTS["one_f_one_b"], MODEL)
     saver = Saver(executor, tmp_path / "file", name_map=same)

@@ -32,7 +32,7 @@ from tests.gpu.stand_in import installed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_benchmark_needs_a_gpu(
+def test_benchmark_needs_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["gpu.py"])
@@ -71,7 +71,7 @@ def test_figures_file_round_trip(tmp_path: Path) -> None:
     assert figures.read(file) == expected
 
 
-def test_rates_time_the_stated_number_of_operations(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_time_stated_number_of_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """The timed products have as many operations as the benchmark states for the stage."""
     monkeypatch.setattr(benchmark, "DEVICE", "cpu")
     counted = []
@@ -110,7 +110,7 @@ def test_failing_part_does_not_stop_other_parts(
     assert not benchmark.table(argparse.Namespace(only=["y"], figures=None, value=11.0))
 
 
-def test_every_part_runs_on_a_cpu(
+def test_every_part_runs_on_cpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A CPU in place of the GPU gives all figures, but their values have no meaning.
@@ -132,7 +132,7 @@ def test_every_part_runs_on_a_cpu(
     assert len(measured) == 21
 
 
-def test_streams_that_share_a_queue_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_that_share_queue_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with installed(monkeypatch) as gpu:
 
         def advance_host_clock(seconds: float) -> None:
@@ -166,7 +166,7 @@ def test_host_waits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     assert len(waits) == 4
 
 
-def test_sleeping_ranks_take_the_predicted_time(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sleeping_ranks_take_predicted_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything except the host runs on virtual streams with a virtual clock."""
     gpu = install(monkeypatch)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.work(cycles * 1e-6))
@@ -217,7 +217,7 @@ def test_gpt_part_returns_all_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     assert values["step"] > 1 and values["peak memory, predicted, off by"] > 0
 
 
-def test_peak_of_all_ranks_follows_the_order_of_issue() -> None:
+def test_peak_of_all_ranks_follows_order_of_issue() -> None:
     sizes = Sizes(activation=1.0, saved=10.0, model_states=100.0)
     for ranks in (1, 3):
         program = compile(

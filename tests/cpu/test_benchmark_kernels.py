@@ -32,7 +32,7 @@ def _cpu_device(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_benchmark_needs_a_gpu(
+def test_benchmark_needs_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["kernels.py"])
@@ -57,7 +57,7 @@ def copy_tensors(result: Any) -> list[torch.Tensor]:
     return [x.detach().clone() for x in (result if isinstance(result, tuple) else (result,))]
 
 
-def test_missing_compiler_is_reported_and_the_rest_measured(
+def test_missing_compiler_is_reported_and_rest_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     def fail(*_: Any) -> Any:

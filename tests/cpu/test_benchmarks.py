@@ -33,7 +33,7 @@ def test_script_runs_with_smoke(name: str, tmp_path: Path) -> None:
     assert out or err
 
 
-def test_every_script_parses_the_shared_options() -> None:
+def test_every_script_parses_shared_options() -> None:
     """A script that ignored `--smoke` would run in full."""
     assert {*SCRIPTS} >= {*QUICK} and len(SCRIPTS) > 10
     assert not [name for name in SCRIPTS if not re.search(r"\bparse\(", TEXTS[name])]

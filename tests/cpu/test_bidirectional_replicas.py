@@ -41,7 +41,7 @@ MIRROR = [
 ]
 
 
-def test_bitpipe_example_builds_the_built_in_schedule(capsys: pytest.CaptureFixture[str]) -> None:
+def test_bitpipe_example_builds_built_in_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     """The example builds BitPipe without our schedule and without a named placement."""
     example = runpy.run_path(str(Path(__file__).parents[2] / "examples/bitpipe.py"))
     for ranks, m in ((2, 2), (4, 4), (4, 7), (6, 12)):
@@ -55,7 +55,7 @@ def test_bitpipe_example_builds_the_built_in_schedule(capsys: pytest.CaptureFixt
     assert float(plain.split()[-1]) < 1e-6
 
 
-def test_stage_replicas_copy_weights_and_mode_before_a_step() -> None:
+def test_stage_replicas_copy_weights_and_mode_before_step() -> None:
     """A user's optimizer step changed the weights, and `eval` changed the mode."""
     shape = MIRROR[0][1]
     program = compile(dualpipe, shape, tied_weights=True)

@@ -66,6 +66,6 @@ def read_error(call: Callable[[], object]) -> str:
     return f"{type(error.value).__name__}: {error.value}"
 
 
-def test_wrong_boundary_tensors_raise_the_expected_errors() -> None:
+def test_wrong_boundary_tensors_raise_expected_errors() -> None:
     errors = "".join(f"{name}\n  {read_error(call)}\n" for name, call in WRONG.items())
     assert errors == GOLDEN.read_text()

@@ -81,7 +81,7 @@ def test_random_programs_with_random_tensors_equal_reference(
     check_steps_equal_reference(with_slots(program, random.Random(seed)), seed, order)
 
 
-def test_several_updates_leave_the_gradients_of_the_last() -> None:
+def test_several_updates_leave_gradients_of_last_update() -> None:
     """There is no optimizer, so each update has the same weights."""
     shape = PipelineShape(3, 8, optimizer_steps=2, weight_delay=1)
     stages, boundary = drawn(3, 3)
@@ -108,7 +108,7 @@ def test_received_integers_may_be_written_in_place() -> None:
     assert "in place" in error.value.fact and str(error.value.sites[0].instr) == "F 1.0"
 
 
-def test_write_to_one_input_keeps_the_other_input() -> None:
+def test_write_to_one_input_keeps_other_input() -> None:
     """A stage writes to one of two tensors, and autograd has saved the other."""
 
     def send_three(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
@@ -151,7 +151,7 @@ def test_inplace_stage_writes_to_copies_of_its_inputs() -> None:
 
 
 @pytest.mark.parametrize("own", [1, 2], ids=["one rank", "two ranks"])
-def test_tensor_sent_twice_gets_the_sum_of_both_gradients(own: int) -> None:
+def test_tensor_sent_twice_gets_sum_of_both_gradients(own: int) -> None:
     def send_twice(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return (w * x,) * 2
 
@@ -164,7 +164,7 @@ def test_tensor_sent_twice_gets_the_sum_of_both_gradients(own: int) -> None:
 
 
 @pytest.mark.parametrize("slots", [None, "minimal"])
-def test_unused_input_gets_a_gradient_of_zeros(slots: Any) -> None:
+def test_unused_input_gets_gradient_of_zeros(slots: Any) -> None:
     """Only some microbatches use the tensor. The gradients of others are not reused."""
 
     def send_two(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
@@ -184,7 +184,7 @@ def test_unused_input_gets_a_gradient_of_zeros(slots: Any) -> None:
         assert weighed(world, 0) == [10.0 + 3 * 3] * 4
 
 
-def test_gradient_has_the_dtype_of_its_tensor() -> None:
+def test_gradient_has_dtype_of_its_tensor() -> None:
     """This holds whatever dtype a user's Function returns."""
 
     class Widen(torch.autograd.Function):

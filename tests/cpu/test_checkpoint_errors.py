@@ -81,7 +81,7 @@ class StageWithLossWeight(nn.Linear):
         return super().forward(x) * self.loss.scale
 
 
-def test_one_name_for_two_weights_of_a_stage_is_refused(tmp_path: Path) -> None:
+def test_one_name_for_two_weights_of_stage_is_refused(tmp_path: Path) -> None:
     ranks = make_two_ranks(kind=StageWithLossWeight, loss=LossWithWeight())
     with pytest.raises(CheckpointError, match=r"stage 1 has two weights named loss\.scale"):
         save(ranks, tmp_path, step=1, name_map=lambda s, n: n if s else f"first.{n}")
@@ -97,7 +97,7 @@ def save_with_failing_name_map(rank: int, folder: Path) -> None:
         save(executor, folder, step=1, name_map=name_map)
 
 
-def test_other_number_of_stages_needs_a_name_map(tmp_path: Path) -> None:
+def test_other_number_of_stages_needs_name_map(tmp_path: Path) -> None:
     save(make_two_ranks(), tmp_path, step=1)
     program = schedir.compile(one_f_one_b, PipelineShape(3, 2))
     options: dict[str, Any] = {
@@ -140,7 +140,7 @@ def test_second_schedule_before_write_is_refused(tmp_path: Path) -> None:
     assert CheckpointDirectory(tmp_path).list_steps() == [0]
 
 
-def test_save_scheduled_before_a_load_is_refused(tmp_path: Path) -> None:
+def test_save_scheduled_before_load_is_refused(tmp_path: Path) -> None:
     ranks = make_two_ranks()
     save(ranks, tmp_path / "first", step=0)
     step(ranks, 0)
@@ -174,7 +174,7 @@ def test_scheduled_save_of_another_saver_is_invalid(tmp_path: Path) -> None:
     assert CheckpointDirectory(tmp_path / "other").find_newest_step() == 0
 
 
-def test_save_during_a_background_write_is_refused(
+def test_save_during_background_write_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written, may_continue, write = Event(), Event(), dcp_storage.write
@@ -363,7 +363,7 @@ def _load_with_warning(executor: Any, folder: Path) -> Any:
         return load(executor, folder, name_map=lambda s, n: n)
 
 
-def test_each_rank_verifies_a_part_of_the_files(tmp_path: Path) -> None:
+def test_each_rank_verifies_part_of_files(tmp_path: Path) -> None:
     (first_files, *first_error), (second_files, *second_error) = run(
         load_damaged_checkpoint, 2, tmp_path
     )

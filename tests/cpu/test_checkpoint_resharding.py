@@ -78,7 +78,7 @@ def compute_differences(first: dict[str, Any], second: dict[str, Any]) -> dict[s
 
 
 @pytest.mark.parametrize(("name", "model"), CASES)
-def test_any_layout_loads_the_saved_values(name: str, model: str, folder: Path) -> None:
+def test_any_layout_loads_saved_values(name: str, model: str, folder: Path) -> None:
     assert not compute_differences(whole(folder / model, 3), whole(folder / model / name, 3))
 
 

@@ -110,7 +110,7 @@ def tensors_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 @given(
     data=st.data(), zeros=st.tuples(*[st.integers(0, 3)] * 2), name=st.sampled_from([*OPTIMIZERS])
 )
-def test_any_draft_loads_the_checkpoint_of_another(data: Any, zeros: Any, name: str) -> None:
+def test_any_draft_loads_checkpoint_of_another_draft(data: Any, zeros: Any, name: str) -> None:
     draft = data.draw(compute_programs(3, 3))
     shape, (zero, second_zero) = draft.shape, zeros
     assume(shape.optimizer_steps == 1)
@@ -203,7 +203,7 @@ class DropoutLinear(nn.Linear):
         return nn.functional.dropout(super().forward(x))
 
 
-def test_random_numbers_resume_after_a_load(tmp_path: Path) -> None:
+def test_random_numbers_resume_after_load(tmp_path: Path) -> None:
     """They resume from the seed and the step, or from the saved state of torch's generators."""
     for seed in (3, None):
 
@@ -286,7 +286,7 @@ class LossWithBuffer(nn.Module):
         return ((y - target) * self.weight.detach()).square().sum()
 
 
-def test_weights_and_buffers_of_a_loss_resume(tmp_path: Path) -> None:
+def test_weights_and_buffers_of_loss_resume(tmp_path: Path) -> None:
     one, make_trained_ranks = LossWithBuffer(), LossWithBuffer()
     with torch.no_grad():
         one.weight.mul_(3)
@@ -304,7 +304,7 @@ def test_weights_and_buffers_of_a_loss_resume(tmp_path: Path) -> None:
     )
 
 
-def test_save_validates_the_last_update(tmp_path: Path) -> None:
+def test_save_validates_last_update(tmp_path: Path) -> None:
     options = {
         "of": {"norm_check": "after_step"},
         "gradients": GradientOptions(max_norm=0.01),

@@ -52,7 +52,7 @@ def test_each_replica_gets_its_part_of_each_batch(steps: int, replicas: int, sha
     assert not [t for t in threading.enumerate() if t.name.startswith("prefetch")]
 
 
-def test_next_batch_is_read_during_a_step() -> None:
+def test_next_batch_is_read_during_step() -> None:
     was_read = threading.Event()
 
     class ObservedBatches(Batches):
@@ -85,7 +85,7 @@ class CopyEvent:
         assert self.over.wait(60)
 
 
-def test_slot_of_a_running_copy_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slot_of_running_copy_is_not_overwritten(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(prefetch, "make_event", CopyEvent)
     source = make_batches()
     with Prefetch(
@@ -102,7 +102,7 @@ def test_slot_of_a_running_copy_is_not_overwritten(monkeypatch: pytest.MonkeyPat
         )
 
 
-def test_read_error_is_raised_at_the_step_of_the_batch() -> None:
+def test_read_error_is_raised_at_step_of_batch() -> None:
     class FailingBatches(Batches):
         def read_batch(self, first: int, count: int) -> tuple[torch.Tensor, torch.Tensor]:
             if first == 2 * count:

@@ -163,7 +163,7 @@ def test_delayed_stop_equals_immediate_stop(
     assert all(torch.equal(a, b) for a, b in zip(weights, immediate_weights, strict=True))
 
 
-def test_delayed_stop_after_a_bad_update_equals_immediate_stop(
+def test_delayed_stop_after_bad_update_equals_immediate_stop(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After a bad update, the other updates of its step run, but not those of the next step."""
@@ -233,7 +233,7 @@ def _run_replica(process: int, config: Config) -> list[tuple[str, list[torch.Ten
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
-def test_all_replicas_stop_at_the_nonfinite_step(config: str, precision: str) -> None:
+def test_all_replicas_stop_at_nonfinite_step(config: str, precision: str) -> None:
     sets = ["pipeline.ranks=1", "pipeline.tp=1", "pipeline.dp=2", "pipeline.stages_per_rank=1",
             "train.log_every=100", "train.steps=7", f"train.precision={precision}"]  # fmt: skip
     run_config = read_config(config, sets)
@@ -244,7 +244,7 @@ def test_all_replicas_stop_at_the_nonfinite_step(config: str, precision: str) ->
         assert all(torch.equal(a, b) for a, b in zip(weights, immediate_weights, strict=True))
 
 
-def test_losses_are_read_immediately_without_a_norm(
+def test_losses_are_read_immediately_without_norm(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Without a norm, each rank decides alone, and other ranks could run another step."""
@@ -336,7 +336,7 @@ def list_prefetch_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("prefetch")]
 
 
-def test_invalid_token_is_an_error_of_its_step(
+def test_invalid_token_is_error_of_its_step(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from schedir.training.batches.samples import Batches
@@ -366,7 +366,7 @@ def test_invalid_token_is_an_error_of_its_step(
     assert not list_prefetch_threads()
 
 
-def test_ctrl_c_in_a_step_ends_prefetch_threads(
+def test_ctrl_c_in_step_ends_prefetch_threads(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     begin_step = ProgramRunner.begin_step

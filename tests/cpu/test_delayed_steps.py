@@ -143,7 +143,7 @@ def test_cpu_steps_equal_device_steps(case: int, make: str, how: Any) -> None:
 
 
 @pytest.mark.parametrize("clip", [False, True])
-def test_only_the_nonfinite_update_is_skipped(clip: bool) -> None:
+def test_only_nonfinite_update_is_skipped(clip: bool) -> None:
     schedule, shape = CASES[0]
     results = []
     for states in PLACEMENTS:
@@ -173,7 +173,7 @@ def _spoil_third_forward(calls: Iterator[int], module: Any, inputs: Any, out: Te
 
 
 @pytest.mark.parametrize("states", PLACEMENTS)
-def test_frozen_rank_uses_the_norm_of_each_update(states: str) -> None:
+def test_frozen_rank_uses_norm_of_each_update(states: str) -> None:
     """A rank that ends updates late may receive the next norm before it has used the first."""
     shape, tested_orders = PipelineShape(2, 2, optimizer_steps=2, weight_delay=1), 0
     compiled = schedir.compile(
@@ -297,7 +297,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path) -> None:
     assert equal(left(resumed), left(uninterrupted))
 
 
-def test_host_step_overlaps_with_the_next_update() -> None:
+def test_host_step_overlaps_with_next_update() -> None:
     """In a measured run, the host step runs beside computes and ends before `step` begins."""
     schedule, shape = CASES[0]
     world = made(

@@ -110,7 +110,7 @@ def test_stall_error_reports_gpu_position_not_host_position(
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_stall_error_points_towards_the_hanging_rank(
+def test_stall_error_points_towards_hanging_rank(
     gpu: VirtualGPU, schedule: Any, overlap: bool
 ) -> None:
     program = schedir.compile(
@@ -134,7 +134,7 @@ def test_stall_error_points_towards_the_hanging_rank(
         )
 
 
-def test_stall_is_reported_while_the_host_issues_the_next_step(gpu: VirtualGPU) -> None:
+def test_stall_is_reported_while_host_issues_next_step(gpu: VirtualGPU) -> None:
     """Each step has its own events."""
     program = schedir.compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
     ranks, progress = make_charged_ranks(program, gpu)
@@ -178,7 +178,7 @@ def test_stalled_host_is_reported(gpu: VirtualGPU) -> None:
     assert read_stall_error(ranks, 0, progress) == [("F 0.2", "in step 1, computes")]
 
 
-def test_progress_follows_the_order_of_issue(gpu: VirtualGPU) -> None:
+def test_progress_follows_order_of_issue(gpu: VirtualGPU) -> None:
     """Warmup steps are undone, so the next step has the same number."""
     program = schedir.compile(gpipe, PipelineShape(1, 3), progress_model="per_edge")
     ranks, (progress,) = make_charged_ranks(program, gpu)
@@ -199,7 +199,7 @@ def test_progress_follows_the_order_of_issue(gpu: VirtualGPU) -> None:
         executor.random_streams.step -= 1
 
 
-def test_describe_wait_names_the_peers() -> None:
+def test_describe_wait_names_peers() -> None:
     program = schedir.compile(
         one_f_one_b, PipelineShape(2, 2), tied_weights=True, clip_grad_norm=True, dp=2, tp=2
     )

@@ -49,7 +49,7 @@ def descending_microbatches(rank: int, ranks: int, m: int, v: int = 1) -> RankSc
 
 
 @each_schedule
-def test_gradients_equal_a_plain_loop(name: str, placement: str, stages: int) -> None:
+def test_gradients_equal_plain_loop(name: str, placement: str, stages: int) -> None:
     check_same_gradients(step_of(placement, schedule=name), stages)
 
 
@@ -130,7 +130,7 @@ def test_unscaled_gradients_are_sums() -> None:
     )
 
 
-def test_schedule_has_the_base_classes_of_torchtitan() -> None:
+def test_schedule_has_base_classes_of_torchtitan() -> None:
     assert issubclass(Schedule, theirs.PipelineScheduleMulti)
     assert issubclass(Schedule.with_options(schedule="zb_v"), theirs._PipelineScheduleRuntime)
 

@@ -107,7 +107,7 @@ def run_steps(rank: int, runtime: str) -> list[tuple[str, list[str], list[int], 
 
 
 @pytest.mark.parametrize("runtime", ["torch", "schedir"])
-def test_gradients_equal_a_plain_loop(runtime: str) -> None:
+def test_gradients_equal_plain_loop(runtime: str) -> None:
     """Gradients are bitwise equal. A split backward recomputes each checkpoint only once."""
     for ranks in spawn(run_steps, 2, runtime):
         for kind, different, calls, caught in ranks:

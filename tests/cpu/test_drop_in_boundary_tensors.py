@@ -91,7 +91,7 @@ def run_microbatches_in_turn(rank: int, ranks: int, m: int) -> RankSchedule:
 
 
 @pytest.mark.parametrize("name", ["zb_h1", "interleaved_zb", run_microbatches_in_turn])
-def test_weights_independent_of_the_input_are_trained(name: Any) -> None:
+def test_weights_independent_of_input_are_trained(name: Any) -> None:
     """torch's split backward silently leaves these weights out."""
     stages = 4 if name == "interleaved_zb" else 2
     torch.manual_seed(0)

@@ -215,14 +215,14 @@ def read_errors_after_partial_load(folder: Path, trained: TrainedSchedule) -> st
     return f"{error.value}\n{stopped.value}"
 
 
-def test_wrong_saves_and_loads_raise_the_same_error_on_all_ranks(tmp_path: Path) -> None:
+def test_wrong_saves_and_loads_raise_same_error_on_all_ranks(tmp_path: Path) -> None:
     first_errors, second_errors = run(read_errors, 2, tmp_path, limit=60)
     assert first_errors == second_errors
     assert "\n".join(first_errors) == GOLDEN.read_text()
     assert CheckpointDirectory(tmp_path).list_steps() == [1]
 
 
-def test_save_refuses_another_optimizer_of_an_executor(tmp_path: Path) -> None:
+def test_save_refuses_another_optimizer_of_executor(tmp_path: Path) -> None:
     program = compile(schedules.gpipe, PipelineShape(2, MB))
     stages = [nn.Linear(4, 4), nn.Linear(4, 4)]
     ranks = InProcessExecutor(program, stages, loss=mse_loss, boundary=(1, 4), optimizer=SGD)

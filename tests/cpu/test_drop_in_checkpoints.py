@@ -260,7 +260,7 @@ CLOSE = [("two ranks", name) for name in TWO_REPLICAS | FOUR_RANKS] + [("replica
 
 
 @pytest.mark.parametrize(("base", "name"), SAME_BITS + CLOSE)
-def test_any_layout_loads_the_saved_values(base: str, name: str, folder: Path) -> None:
+def test_any_layout_loads_saved_values(base: str, name: str, folder: Path) -> None:
     assert not compute_differences(whole(folder / base, 3), whole(folder / base / name, 3))
 
 
@@ -290,7 +290,7 @@ def test_other_layouts_resume_with_nearly_equal_values(base: str, name: str, fol
 
 @pytest.mark.filterwarnings("ignore:the seed of modules is")
 @pytest.mark.parametrize("stages", [2, 4])
-def test_executor_resumes_from_a_schedule_checkpoint(stages: int, folder: Path) -> None:
+def test_executor_resumes_from_schedule_checkpoint(stages: int, folder: Path) -> None:
     ranks = in_process(stages)
     load(ranks, folder / "two ranks", step=3, name_map=same)
     steps_in_process(ranks, 3, 6)

@@ -145,7 +145,7 @@ def read_errors(rank: int) -> dict[str, str]:
     return errors
 
 
-def test_wrong_arguments_raise_the_same_error_on_all_ranks() -> None:
+def test_wrong_arguments_raise_same_error_on_all_ranks() -> None:
     first_errors, second_errors = run(read_errors, 2)
     assert first_errors == second_errors
     errors = "".join(f"{name}\n  {error}\n" for name, error in first_errors.items())

@@ -175,7 +175,7 @@ def read_example_output(rank: int, runtime: str) -> str:
     return out.getvalue()
 
 
-def test_example_prints_the_losses_of_torch_schedule() -> None:
+def test_example_prints_losses_of_torch_schedule() -> None:
     in_example("main")
     context = multiprocessing.get_context("fork")
     ranks = [

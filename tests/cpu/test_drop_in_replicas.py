@@ -136,7 +136,7 @@ def _compute_full_backward_gradients(parts_sharded: bool) -> list[list[Tensor]]:
     ("schedule", "runtime"),
     [("zb_v", "torch"), (weights_last, "torch"), (weights_last, "schedir")],
 )
-def test_split_backwards_accumulate_in_the_reduction_dtype(
+def test_split_backwards_accumulate_in_reduction_dtype(
     schedule: Any, runtime: str, parts_sharded: bool
 ) -> None:
     """Split backwards under torch are bitwise equal to full ones, although FSDP has no hook in W.
@@ -157,7 +157,7 @@ def test_split_backwards_accumulate_in_the_reduction_dtype(
 
 
 @runtimes
-def test_sharded_gradients_accumulate_past_an_evaluation(runtime: str) -> None:
+def test_sharded_gradients_accumulate_past_evaluation(runtime: str) -> None:
     """torch infers shapes again after the evaluation, and drops gradients of sharded stages."""
 
     def evaluate_between(
@@ -227,7 +227,7 @@ def replicate_in_place(module: Any, mesh: Any) -> Any:
 
 
 @pytest.mark.parametrize("wrap", [wrap_and_compile, wrap_one_layer, replicate_in_place])
-def test_replicas_inside_a_stage_are_refused(wrap: Wrap) -> None:
+def test_replicas_inside_stage_are_refused(wrap: Wrap) -> None:
     """torch's runtime would not tell DDP which backward is the last one."""
     with pytest.raises(ExecutionError, match="some modules of stage 0 are replicated"):
         check_same_gradients(step_of("loop", schedule="one_f_one_b", dp=2, wrap=wrap), 2)

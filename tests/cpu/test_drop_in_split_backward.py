@@ -144,7 +144,7 @@ def run_two_schedules(rank: int) -> list[bool]:
     return are_equal
 
 
-def test_two_schedules_run_the_same_stages_alternately() -> None:
+def test_two_schedules_run_same_stages_alternately() -> None:
     assert spawn(run_two_schedules, 2) == [[True] * 4] * 2
 
 

@@ -70,11 +70,11 @@ def test_gradients_equal_those_of_one_weight(
     )
 
 
-def test_one_parameter_in_two_stages_of_a_rank_needs_no_option() -> None:
+def test_one_parameter_in_two_stages_of_rank_needs_no_option() -> None:
     check_same_gradients(step_of("vee", schedule="zb_v"))
 
 
-def test_each_step_sums_only_its_own_gradients() -> None:
+def test_each_step_sums_only_its_gradients() -> None:
     step = step_of("loop", schedule="interleaved", tied_weights=tie_weights(0, 3), steps=2)
     check_same_gradients(step, microbatches=2 * MB, reduction=MB)
     step = step_of(
@@ -121,7 +121,7 @@ def run_stage_from_meta_device(rank: int, differ: bool) -> str:
     return str(part.a.weight.grad.tolist())
 
 
-def test_weights_initialized_after_the_schedule() -> None:
+def test_weights_initialized_after_schedule() -> None:
     first, second = spawn(run_stage_from_meta_device, 2, False)
     assert first == second
     first, second = spawn(run_stage_from_meta_device, 2, True)

@@ -38,9 +38,7 @@ def make_random(*shape: int) -> Tensor:
     padding=st.integers(-1, 8),
     dtype=st.sampled_from([torch.float32, torch.bfloat16]),
 )
-def test_row_sums_equal_the_dense_gradient(
-    tokens: list[int], padding: int, dtype: torch.dtype
-) -> None:
+def test_row_sums_equal_dense_gradient(tokens: list[int], padding: int, dtype: torch.dtype) -> None:
     numbers, dy = (
         torch.tensor(tokens, dtype=torch.int64),
         make_random(len(tokens), HIDDEN).to(dtype),
@@ -79,7 +77,7 @@ def run_backward(y: Tensor, split: bool, dy: Tensor | None = None) -> None:
 @pytest.mark.parametrize("padding", [None, 0, 3])
 @pytest.mark.parametrize("grad", [None, torch.float32])
 @pytest.mark.parametrize("uses", ["E", "EH", "EE", "EEH", "HE"])
-def test_any_uses_of_a_weight_equal_torch(
+def test_any_uses_of_weight_equal_torch(
     uses: str, grad: torch.dtype | None, padding: int | None, late: bool
 ) -> None:
     """E embeds tokens with the weight, and H multiplies by the same weight."""
@@ -122,9 +120,7 @@ def test_int32_tokens_and_lower_precision_gradients_equal_torch(
 
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_backward_allocates_no_tensor_as_large_as_the_weight(
-    dtype: torch.dtype, late: bool
-) -> None:
+def test_backward_allocates_no_tensor_as_large_as_weight(dtype: torch.dtype, late: bool) -> None:
     weight = make_weight(dtype, torch.float32)
     with Largest() as largest:
         run_backward(embedding(TOKENS, weight), late)
@@ -164,7 +160,7 @@ def test_autograd_receives_sparse_rows_once_per_weight() -> None:
     assert layouts == [torch.sparse_coo, torch.strided]
 
 
-def test_grad_calls_and_hooks_receive_the_dense_gradient() -> None:
+def test_grad_calls_and_hooks_receive_dense_gradient() -> None:
     weight = make_weight(torch.float32, torch.float32)
     (first_gradient,) = torch.autograd.grad(embedding(TOKENS, weight).square().sum(), weight)
     (second_gradient,) = torch.autograd.grad(

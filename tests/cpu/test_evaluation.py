@@ -27,7 +27,7 @@ def read_evaluations(folder: Path) -> list[tuple[int, float, float, int]]:
     return rows
 
 
-def test_held_out_loss_equals_a_plain_model(
+def test_held_out_loss_equals_plain_model(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """All windows count and dropout is off, even if the last batch is not full."""

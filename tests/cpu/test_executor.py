@@ -64,7 +64,7 @@ def _create_executor_of_other_rank(rank: int) -> None:
             Executor(program, 0, stages, transport, loss=gpt.loss, boundary=BOUNDARY)
 
 
-def test_rank_other_than_of_the_transport_is_refused() -> None:
+def test_rank_that_differs_from_transport_is_refused() -> None:
     run(_create_executor_of_other_rank, 2)
 
 
@@ -79,7 +79,7 @@ def _make_executor(program: Program, stages: list[nn.Module]) -> InProcessExecut
     return InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
 
 
-def test_stages_that_do_not_match_the_program_are_refused() -> None:
+def test_stages_that_do_not_match_program_are_refused() -> None:
     shape = PipelineShape(2, 2)
     tied, untied = gpt_stages(2), gpt_stages(2, tied=False)
     for program, stages in [
@@ -92,7 +92,7 @@ def test_stages_that_do_not_match_the_program_are_refused() -> None:
             _make_executor(program, stages)
 
 
-def test_error_names_the_failing_stage() -> None:
+def test_error_names_failing_stage() -> None:
     class Broken(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             raise ValueError("no such luck\nat all")
@@ -109,7 +109,7 @@ def test_error_names_the_failing_stage() -> None:
 
 
 @pytest.mark.parametrize("wrong", [lambda x: (x, x), lambda x: x[:, :1], lambda x: x.double()])
-def test_output_that_does_not_match_the_boundary_is_refused(wrong: Any) -> None:
+def test_output_that_does_not_match_boundary_is_refused(wrong: Any) -> None:
     class WrongOutput(nn.Module):
         def __init__(self) -> None:
             super().__init__()
@@ -205,7 +205,7 @@ def test_frozen_tied_weight_is_refused() -> None:
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_sent_values_are_released_during_the_step(overlap: bool) -> None:
+def test_sent_values_are_released_during_step(overlap: bool) -> None:
     shape = PipelineShape(4, 16)
     program = compile(
         one_f_one_b, shape, tied_weights=True, overlap=overlap, progress_model="per_edge"
@@ -311,7 +311,7 @@ def test_layers_with_weight_hooks_are_not_split() -> None:
         ranks.step(x, x + 1)
 
 
-def test_missing_weight_gradients_of_a_split_are_refused() -> None:
+def test_missing_weight_gradients_of_split_are_refused() -> None:
     """An example is torch.compile, whose backward is one compiled graph."""
 
     class UnsplitBlock(Block):
@@ -339,7 +339,7 @@ def test_forward_only_program_leaves_no_gradients() -> None:
     assert not any(g.any() for grads in gradients(stages) for g in grads.values())
 
 
-def test_instructions_use_the_values_of_their_table_row() -> None:
+def test_instructions_use_values_of_their_table_row() -> None:
     """Each instruction of a middle stage reads, stores and frees the values that its row lists."""
     checked_ops = set()
     for schedule, recompute in ((one_f_one_b, None), (zb, None), (one_f_one_b, "all")):

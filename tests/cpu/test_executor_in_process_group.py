@@ -129,7 +129,7 @@ def read_error_of_rank(
 
 
 @pytest.mark.parametrize("kind", [GlooTransport, SharedMemoryTransport])
-def test_disconnect_of_a_failed_rank_ends_waits_of_others(
+def test_disconnect_of_failed_rank_ends_waits_of_others(
     kind: type[GlooTransport] | type[SharedMemoryTransport], programs: list[Program]
 ) -> None:
     first, second = run(read_error_of_rank, 2, programs[0], kind, limit=30)
@@ -155,7 +155,7 @@ def make_single_rank_executor(
     return Executor(program, 0, stages, transport, boundary=(3, WIDTH), **{"loss": loss, **options})
 
 
-def test_modules_use_the_global_generator_without_seed() -> None:
+def test_modules_use_global_generator_without_seed() -> None:
     module, (x, y) = RandomStage(), make_batch(0)
     executor = make_single_rank_executor(
         compile(one_f_one_b, PipelineShape(ranks=1, microbatches=4)), [module], seed=None

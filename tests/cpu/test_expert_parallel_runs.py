@@ -246,7 +246,7 @@ def test_expert_parallel_gradients_equal_one_process(replicas: int, tmp_path: Pa
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_routing_bias_steps_by_the_sign_of_the_load(precision: str) -> None:
+def test_routing_bias_steps_by_sign_of_load(precision: str) -> None:
     placement: Any = {"device": "cpu", "dtype": getattr(torch, precision)}
     bias, weight = make_routing_bias(3, 0.5, placement), nn.Parameter(torch.ones(2, 2, **placement))
     (make_load_term(bias, torch.tensor([5, 1, 0])) / 1e6).backward()  # a million tokens
@@ -262,7 +262,7 @@ def test_optimizer_state_of_experts_has_fewer_shards() -> None:
     assert states.optimizer / 4 == pytest.approx(8 * (experts / 2 + others / 4), rel=0.01)
 
 
-def test_layer_adds_the_gated_outputs_of_its_experts() -> None:
+def test_layer_adds_gated_outputs_of_its_experts() -> None:
     stage = build_stage(CONFIG, 0, 1, dtype=torch.float64)
     assert CONFIG.num_parameters == sum(p.numel() for p in stage.parameters())
     (layer,) = get_layers(stage, "0")
@@ -350,7 +350,7 @@ def read_errors(rank: int) -> list[tuple[str, ...]]:
     return errors
 
 
-def test_too_many_tokens_raise_the_same_error_on_all_ranks() -> None:
+def test_too_many_tokens_raise_same_error_on_all_ranks() -> None:
     first, second = run(read_errors, EP)
     names, buffers, step, width, zero, dtype, number, *others = first
     stage, whole, swapped, unsplit, alone = others

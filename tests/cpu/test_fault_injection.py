@@ -91,7 +91,7 @@ TRIED = cases([FAULTS[k] for k in SAMPLE], [f for k, f in enumerate(FAULTS) if k
     ("shape", "transport", "process", "kind", "where", "number"), TRIED,
     ids=["-".join(map(str, case)) for case in TRIED],
 )  # fmt: skip
-def test_report_names_the_faulty_process(
+def test_report_names_faulty_process(
     config: str, tmp_path: Path, shape: str, transport: str, process: int, kind: str, where: str,
     number: int,
 ) -> None:  # fmt: skip

@@ -42,7 +42,7 @@ def make_ranks(width: int) -> InProcessExecutor:
 @pytest.mark.parametrize(
     "width", [4, 512]
 )  # a small file is written at its close, and a large one at once
-def test_full_disk_error_of_save_states_the_sizes(
+def test_full_disk_error_of_save_states_sizes(
     width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dcp_storage, "Path", lambda _: FULL)

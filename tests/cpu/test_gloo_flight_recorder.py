@@ -45,7 +45,7 @@ def _write_dumps_during_hang(rank: int, folder: str) -> None:
         work.wait()
 
 
-def test_rank_that_does_not_join_is_the_cause(tmp_path: Path) -> None:
+def test_rank_that_does_not_join_is_cause(tmp_path: Path) -> None:
     for form in ("pickles", "json"):
         (tmp_path / form).mkdir()
     run_fresh(_write_dumps_during_hang, 3, str(tmp_path))

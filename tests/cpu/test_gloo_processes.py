@@ -68,7 +68,7 @@ def test_dead_rank_is_reported() -> None:
     assert "died" in error.value.tracebacks[0]
 
 
-def test_hang_report_shows_the_stack() -> None:
+def test_hang_report_shows_stack() -> None:
     run(
         sum_over_ranks, 2, torch.ones(2)
     )  # otherwise the limit would include the start of processes

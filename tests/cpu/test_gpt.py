@@ -63,7 +63,7 @@ def tensors_close(actual: Tensor, expected: Tensor, limit: float = 1e-5) -> bool
 
 
 @pytest.mark.parametrize("stages", [2, 4])
-def test_stages_equal_the_model_in_one_stage(stages: int) -> None:
+def test_stages_equal_model_in_one_stage(stages: int) -> None:
     expected, expected_loss, (expected_grads,) = run_step(build_stages(SMALL, 1))
     actual, actual_loss, grads = run_step(build_stages(SMALL, stages))
     assert torch.equal(actual, expected) and torch.equal(actual_loss, expected_loss)
@@ -168,7 +168,7 @@ def test_sequence_longer_than_context_is_refused() -> None:
         build_stage(SMALL, 0, 2)(torch.zeros(1, 9, dtype=torch.int64))
 
 
-def test_weights_depend_on_the_seed() -> None:
+def test_weights_depend_on_seed() -> None:
     def build_first_weight(seed: int) -> Tensor:
         return next(build_stage(replace(SMALL, seed=seed), 0, 1).parameters()).detach()
 

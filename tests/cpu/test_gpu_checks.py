@@ -187,7 +187,7 @@ def test_deadlock_of_blocking_hosts_is_refused_on_every_device(
         train.build_program(run)
 
 
-def test_transport_sets_the_progress_model() -> None:
+def test_transport_sets_progress_model() -> None:
     assert TrainConfig(device="cuda", transport="nccl_grouped").progress_model == "per_device"
     assert TrainConfig().progress_model == "per_edge"
     with pytest.raises(UsageError):
@@ -214,7 +214,7 @@ def test_transport_row_matches_its_class(row: TransportRow) -> None:
         assert callable(load_object(function))
 
 
-def test_choose_transport_returns_the_class() -> None:
+def test_choose_transport_returns_class() -> None:
     plain = compile(gpipe, PipelineShape(2, 2))
     shared_buffers = compile(gpipe, PipelineShape(2, 2), buffer_sharing="minimal")
     assert choose_transport("auto", "cpu", shared_buffers) is GlooTransport
@@ -228,7 +228,7 @@ def test_choose_transport_returns_the_class() -> None:
     assert models == {"per_edge"}  # the model that "auto" compiles for
 
 
-def test_nccl_transport_needs_a_gpu() -> None:
+def test_nccl_transport_needs_gpu() -> None:
     program = compile(gpipe, PipelineShape(1, 1))
     with pytest.raises(ModelError):
         nccl_transport(program, torch.device("cpu"))
@@ -298,7 +298,7 @@ def test_communicator_options(group_options: list[dict[str, Any]]) -> None:
     ("size", "most"),
     [(0, 4), (1, 2), (4 << 20, 2), ((4 << 20) + 1, 4), (4096 * 2048 * 2, 8), (1 << 30, 16)],
 )
-def test_max_ctas_of_an_edge_grow_with_its_message_bytes(size: int, most: int) -> None:
+def test_max_ctas_of_edge_grow_with_its_message_bytes(size: int, most: int) -> None:
     assert process_groups.choose_max_ctas(size) == most
 
 

@@ -71,7 +71,7 @@ def test_failing_or_hanging_step_does_not_stop_other_steps(tmp_path: Path) -> No
     assert goals[figures.MEMORY.name] == ["<= 2 %", "not measured", ""]
 
 
-def test_exit_code_is_nonzero_if_a_step_or_goal_fails(tmp_path: Path) -> None:
+def test_exit_code_is_nonzero_if_step_or_goal_fails(tmp_path: Path) -> None:
     def run_only(*only: str) -> int:
         return gpu_run.main(["--folder", str(tmp_path), *(f"--only={name}" for name in only)])
 
@@ -144,7 +144,7 @@ def test_run_with_only_skipped_tests_fails(tmp_path: Path) -> None:
             assert gpu_run.main(["--folder", str(tmp_path)]) == code
 
 
-def test_every_step_has_a_file_or_collects_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_step_has_file_or_collects_tests(monkeypatch: pytest.MonkeyPatch) -> None:
     """The script of each step exists, and pytest collects tests in each file of a step."""
     monkeypatch.undo()
     pytest_arguments = []

@@ -27,7 +27,7 @@ ROOT = Path(__file__).parents[2]
         ],
     ),
 )
-def test_gpu_tests_run_on_a_cpu(given: list[str]) -> None:
+def test_gpu_tests_run_on_cpu(given: list[str]) -> None:
     """`SCHEDIR_REHEARSAL=1 python -m pytest tests/gpu` runs all of them."""
     result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *given],

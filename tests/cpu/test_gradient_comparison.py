@@ -58,7 +58,7 @@ def sum_gradients(loop: UnpipelinedModel, factors: list[float]) -> Gradients:
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_exactly_the_different_stages_are_listed(data: st.DataObject) -> None:
+def test_exactly_different_stages_are_listed(data: st.DataObject) -> None:
     """Some of three stages have other factors of microbatches, and may have noise."""
     M = data.draw(st.integers(1, 6))
     loop = make_loop(model(3), M, M, data.draw(st.integers(0, 99)))
@@ -131,7 +131,7 @@ def test_nonfinite_gradients_are_reported() -> None:
     assert difference.problem == "not finite" and difference.stages == (0, 1)
 
 
-def test_report_names_the_first_different_stage() -> None:
+def test_report_names_first_different_stage() -> None:
     loop = make_loop(model(3), 2, 2)
     noise: Gradients = {
         n: g + torch.randn_like(g) * (n[0] < "2")
@@ -155,7 +155,7 @@ def test_different_replicas_are_listed_by_rank() -> None:
     assert "rank 0" in str(found[0]) and "rank 1" in str(found[1])
 
 
-def test_tied_weights_keep_the_names_of_each_rank() -> None:
+def test_tied_weights_keep_names_of_each_rank() -> None:
     torch.manual_seed(0)
     loop = make_loop(Tied(), 2, 2)
     expected = {name: gradient.value for name, gradient in loop.expected_gradients.items()}

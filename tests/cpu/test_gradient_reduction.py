@@ -126,7 +126,7 @@ def _list_bucket_lines(logs: list[Log]) -> list[str]:
 
 
 @pytest.mark.parametrize("name", ["whole", "two stages", "two updates", "hooks, one_f_one_b"])
-def test_first_bucket_starts_before_the_last_backward_ends(name: str, replicas: list[Any]) -> None:
+def test_first_bucket_starts_before_last_backward_ends(name: str, replicas: list[Any]) -> None:
     """The reduction of a layer's bucket starts before the backward of the previous layer."""
     for _, logs, _, _ in (results[name] for results in replicas):
         for log in logs:
@@ -154,7 +154,7 @@ def _count_deferred_gradients(rank: int) -> list[int]:
     return counts
 
 
-def test_buckets_start_during_the_last_w() -> None:
+def test_buckets_start_during_last_w() -> None:
     for counts in run(_count_deferred_gradients, 2):
         # The norm and the biases are complete before W, and then W computes four weights.
         assert counts == 2 * [4, 3, 3, 2, 2, 1, 1, 0]
@@ -262,7 +262,7 @@ def _find_nan_origin(rank: int) -> tuple[int, int]:
     return origin.replica, origin.instr.mb
 
 
-def test_nan_origin_is_found_before_the_reduction() -> None:
+def test_nan_origin_is_found_before_reduction() -> None:
     assert run(_find_nan_origin, 2) == [(1, 2)] * 2
 
 
@@ -276,7 +276,7 @@ def _check_recorded_timeline(rank: int) -> None:
         assert not too_early(timeline) and not timeline.causality_warning
 
 
-def test_recorded_step_is_a_legal_timeline() -> None:
+def test_recorded_step_is_legal_timeline() -> None:
     run(_check_recorded_timeline, 2)
 
 
@@ -290,7 +290,7 @@ def _count_works(rank: int) -> dict[str, int]:
     return {str(i): len(instruction_works) for i, instruction_works in works if instruction_works}
 
 
-def test_works_of_buckets_belong_to_the_reduction() -> None:
+def test_works_of_buckets_belong_to_reduction() -> None:
     assert run(_count_works, 2) == [{"reduce_grads 0": 9}] * 2
 
 

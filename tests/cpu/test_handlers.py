@@ -16,7 +16,7 @@ def skip(state: State, i: object) -> None:
     """A handler that is never called."""
 
 
-def test_every_instruction_has_a_handler() -> None:
+def test_every_instruction_has_handler() -> None:
     assert HANDLERS.keys() == {row.op for row in INSTRUCTIONS}
 
 

@@ -155,7 +155,7 @@ def _find_program(name: str, shape: PipelineShape) -> Program:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_diagnosis_finds_the_forward_that_stopped(name: str, tmp_path: Path) -> None:
+def test_diagnosis_finds_forward_that_stopped(name: str, tmp_path: Path) -> None:
     shape = PLANS[name]
     run(_train_and_record, shape.ranks, name, shape, str(tmp_path))
     job = DistributedJob(read_dumps([str(tmp_path)])[0])
@@ -183,7 +183,7 @@ def test_diagnosis_finds_the_forward_that_stopped(name: str, tmp_path: Path) -> 
     assert f"F {STAGE}.{MICROBATCH}" in possible
 
 
-def test_torch_reader_pairs_the_messages_of_the_test_recorder(tmp_path: Path) -> None:
+def test_torch_reader_pairs_messages_of_test_recorder(tmp_path: Path) -> None:
     """All messages of a finished job are paired, and the reader reports no mismatch."""
     builder = pytest.importorskip("torch.distributed.flight_recorder.components.builder")
     loader = pytest.importorskip("torch.distributed.flight_recorder.components.loader")

@@ -155,7 +155,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", cases([*CASES][:4], [*CASES][4:]))
-def test_other_ranks_report_the_instruction_within_the_timeout(name: str, tmp_path: Path) -> None:
+def test_other_ranks_report_instruction_within_timeout(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     with running_ranks(case, tmp_path) as world:
         others = [k for k in range(world) if k or case.kind == "raise"]
@@ -264,7 +264,7 @@ def run_slow_set_up(folder: Path) -> None:
     exit_cleanly()
 
 
-def test_slow_set_up_is_not_reported_as_a_hang(tmp_path: Path) -> None:
+def test_slow_set_up_is_not_reported_as_hang(tmp_path: Path) -> None:
     run_rank = CONTEXT.Process(target=run_slow_set_up, args=(tmp_path,))
     run_rank.start()
     run_rank.join(60)
@@ -295,11 +295,11 @@ def save_with_slow_disk(rank: int, folder: Path, snapshots: bool) -> bool:
 
 
 @pytest.mark.parametrize("snapshots", cases([False], [True]))
-def test_save_waits_longer_than_the_timeout(snapshots: bool, tmp_path: Path) -> None:
+def test_save_waits_longer_than_timeout(snapshots: bool, tmp_path: Path) -> None:
     assert run(save_with_slow_disk, 2, tmp_path, snapshots) == [True, True]
 
 
-def test_groups_use_the_timeout_of_torch() -> None:
+def test_groups_use_timeout_of_torch() -> None:
     timeout = timedelta(seconds=7)
     dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
     try:

@@ -88,7 +88,7 @@ def test_frozen_and_empty_parameters_are_accepted() -> None:
     assert equal(*results)
 
 
-def test_host_steps_run_in_a_thread_and_free_their_memory() -> None:
+def test_host_steps_run_in_thread_and_free_their_memory() -> None:
     """After the step, the gradients and weights on the host are NaN."""
     world = made(
         schedir.compile(interleaved, PipelineShape(1, 4, 3), optimizer_placement="cpu_step"), ADAMW

@@ -53,7 +53,7 @@ def run_step(apply: Any, model: Any, tokens: torch.Tensor, **keywords: Any) -> l
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_stages_equal_the_whole_model(kind: str, dtype: torch.dtype) -> None:
+def test_stages_equal_whole_model(kind: str, dtype: torch.dtype) -> None:
     """The cases include sliding windows, dropout, padding, positions and recomputation."""
     model = build_model(kind).to(dtype)
     stages = cut(model, 3, (1, 3, 1))
@@ -80,7 +80,7 @@ def test_stages_equal_the_whole_model(kind: str, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_parameters_keep_the_names_of_the_model(kind: str) -> None:
+def test_parameters_keep_names_of_model(kind: str) -> None:
     model = build_model(kind)
     stages = cut(model, LAYERS)
     model_parameters = dict(model.named_parameters(remove_duplicate=False))
@@ -94,7 +94,7 @@ def test_parameters_keep_the_names_of_the_model(kind: str) -> None:
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_attention_implementation_may_change_after_the_cut(kind: str) -> None:
+def test_attention_implementation_may_change_after_cut(kind: str) -> None:
     """The masks follow the current attention of the layers. A deep copy keeps its attention."""
     model = build_model(kind).eval()
     copied_stages, tokens = copy.deepcopy(cut(model, LAYERS)), torch.randint(96, (2, 12))
@@ -139,7 +139,7 @@ def test_unsupported_models_and_divisions_are_refused() -> None:
         cut(model, 3, (0, 3, 2))
 
 
-def test_snippet_of_the_documentation_page_runs() -> None:
+def test_snippet_of_documentation_page_runs() -> None:
     page = (ROOT / "docs/how-to/cut-a-hugging-face-model.md").read_text()
     names: dict[str, Any] = {}
     exec(compile(page.split("```python\n")[1].split("```")[0], "page", "exec"), names)
@@ -173,7 +173,7 @@ def test_executor_passes_keywords_to_all_stages() -> None:
         assert torch.allclose(p.grad, plain[name], rtol=1e-4, atol=1e-6), name
 
 
-def test_lora_stages_equal_the_whole_model() -> None:
+def test_lora_stages_equal_whole_model() -> None:
     """Stages contain the adapters."""
     peft = pytest.importorskip("peft")
     model = peft.get_peft_model(

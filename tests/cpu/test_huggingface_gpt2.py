@@ -19,7 +19,7 @@ pytest.importorskip("transformers")
 EXAMPLE = ROOT / "examples/gpt2.py"
 
 
-def test_example_on_four_processes_prints_the_same_losses(tmp_path: Path) -> None:
+def test_example_on_four_processes_prints_same_losses(tmp_path: Path) -> None:
     code, single_output, err = launched([str(EXAMPLE)], tmp_path / "alone")
     assert code == 0, err
     assert single_output == script(EXAMPLE, 4, tmp_path / "four")
@@ -36,7 +36,7 @@ def test_example_on_four_processes_prints_the_same_losses(tmp_path: Path) -> Non
     ],
     ids=lambda case: case if isinstance(case, str) else "",
 )
-def test_gradients_equal_the_whole_model(schedule: str, shape: PipelineShape) -> None:
+def test_gradients_equal_whole_model(schedule: str, shape: PipelineShape) -> None:
     example: Any = runpy.run_path(str(EXAMPLE))
     torch.manual_seed(0)
     config = example["GPT2Config"](

@@ -116,7 +116,7 @@ def test_inplace_stages_equal_stages_without_inplace_writes(
     assert same_bits(gradients(reference_stages), actual) and torch.equal(x, before)
 
 
-def test_forward_only_program_does_not_change_the_batch() -> None:
+def test_forward_only_program_does_not_change_batch() -> None:
     program = compile(lambda r, P, m: m * F[0] + m * F[1], PipelineShape(1, 2, placement=(0, 0)))
     stages_of_model = [nn.Flatten(0, 1), nn.Sequential(nn.ReLU(inplace=True), nn.Linear(WIDTH, 1))]
     x, target = make_batch(2)
@@ -130,7 +130,7 @@ def test_forward_only_program_does_not_change_the_batch() -> None:
 
 
 @pytest.mark.parametrize("first", [nn.Identity, nn.SiLU, lambda: nn.ReLU(inplace=True)])
-def test_batches_at_any_alignment_equal_a_plain_loop(first: Any) -> None:
+def test_batches_at_any_alignment_equal_plain_loop(first: Any) -> None:
     """Rows have an odd width, so each microbatch has another offset in its cache line."""
 
     def make_three_stages() -> list[nn.Module]:
@@ -194,7 +194,7 @@ def test_inplace_stages_between_processes_equal_reference(kind: Any) -> None:
     assert all(is_unchanged for _, is_unchanged in results)
 
 
-def test_first_write_after_the_first_microbatch_is_refused() -> None:
+def test_first_write_after_first_microbatch_is_refused() -> None:
     program = compile(one_f_one_b, PipelineShape(1, 2))
     stages_of_model = [nn.Sequential(WriteIfPositive(), nn.Linear(WIDTH, WIDTH))]
     x, target = make_batch(2)
@@ -233,7 +233,7 @@ def test_undeclared_write_is_accepted_only_on_received_inputs(ranks: int) -> Non
     ]
 
 
-def test_sizes_count_the_saved_input_and_output() -> None:
+def test_sizes_count_saved_input_and_output() -> None:
     """A stage that writes to its input saves the changed input and its output."""
     x, target = make_batch(1)
     before = x.clone()

@@ -220,7 +220,7 @@ def _profile_nested_schedule(rank: int, path: str) -> list[str]:
         return profiled(partial(make_schedule(loss_with_teacher).step, x, target=x), path)
 
 
-def test_nested_schedule_has_no_ranges_of_its_own(tmp_path: Path) -> None:
+def test_nested_schedule_has_no_ranges(tmp_path: Path) -> None:
     (ranges,) = run(_profile_nested_schedule, 1, str(tmp_path / "trace.json"))
     assert ranges == ["0F0", "0B0", "0F1", "0B1", "0REDUCE_GRAD"]
 
@@ -293,7 +293,7 @@ for names in (["megatron", "deepspeed"], ["titan"], ["broken"]):
 
 
 @pytest.mark.parametrize("module", [False, True])
-def test_launcher_instruments_a_program(tmp_path: Path, module: bool) -> None:
+def test_launcher_instruments_program(tmp_path: Path, module: bool) -> None:
     """`torchrun -m schedir.instrumentation` runs a program with its arguments."""
     (tmp_path / "helper.py").write_text("")
     (tmp_path / "program.py").write_text(

@@ -76,7 +76,7 @@ def test_traces_of_other_engines_are_deadlock_free(
         schedir.check(program, progress_model=model)
 
 
-def test_each_deepspeed_instruction_has_a_range(
+def test_each_deepspeed_instruction_has_range(
     runs: tuple[Path, list[dict[str, list[str]]]],
 ) -> None:
     _, ranks = runs

@@ -121,14 +121,14 @@ def test_traces_of_megatron_equal_built_in_schedules(
             schedir.check(program, progress_model=model)
 
 
-def test_museum_program_equals_the_trace_of_megatron(
+def test_museum_program_equals_trace_of_megatron(
     runs: tuple[Path, list[dict[str, list[str]]]],
 ) -> None:
     (case,) = (case for case in cases() if case.name == "megatron_warmup_flush")
     assert imported(runs[0], "overlapped, all").streams == schedir.from_text(case.program).streams
 
 
-def test_every_message_is_posted_once_and_every_receive_has_a_wait(
+def test_every_message_is_posted_once_and_every_receive_has_wait(
     runs: tuple[Path, list[dict[str, list[str]]]],
 ) -> None:
     """With `overlap_p2p_comm` Megatron does not wait for the last send."""

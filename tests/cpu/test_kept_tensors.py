@@ -121,7 +121,7 @@ class KeepsGradient(Layer):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_kept_gradient_of_a_message_is_refused(name: str) -> None:
+def test_kept_gradient_of_message_is_refused(name: str) -> None:
     ranks = world(PROGRAMS[name](), made(*[KeepsGradient] * 4))
     if name in ON_ONE_RANK:
         ranks.step(*batch())
@@ -212,7 +212,7 @@ class BackwardInForward(Layer):
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if "recomputed" not in name])
-def test_backward_in_a_forward_equals_a_plain_loop(name: str) -> None:
+def test_backward_in_forward_equals_plain_loop(name: str) -> None:
     stages, plain = (
         made(Layer, BackwardInForward, Layer),
         nn.Sequential(*made(Layer, BackwardInForward, Layer)),

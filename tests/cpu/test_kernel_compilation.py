@@ -48,7 +48,7 @@ def test_occupancy_respects_each_limit() -> None:
     assert Compiled(100, 0, 16384, 16, "").occupancy == 0.25
 
 
-def test_every_kernel_has_a_compilation_case() -> None:
+def test_every_kernel_has_compilation_case() -> None:
     folder = Path(layer_norm_triton.__file__).parent
     kernels = {
         (file.stem, name)

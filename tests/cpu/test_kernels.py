@@ -150,7 +150,7 @@ class OutputInterceptor(TorchDispatchMode):
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_weight_gradient_on_a_gpu_is_one_operation(dtype: torch.dtype) -> None:
+def test_weight_gradient_on_gpu_is_one_operation(dtype: torch.dtype) -> None:
     """Fake GPU tensors record the operation. It must not be replaced by another computation."""
     with FakeTensorMode(), OutputInterceptor() as recorder:
         main = torch.empty(4, 8, device="cuda")
@@ -209,7 +209,7 @@ def test_gelu_and_layer_norm_kernels_use_64_bit_offsets() -> None:
     assert_rows_equal(dx)
 
 
-def test_cpu_tensors_use_the_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_cpu_tensors_use_reference(monkeypatch: pytest.MonkeyPatch) -> None:
     assert not backend_choice.uses_triton(torch.zeros(1))
     monkeypatch.setenv(backend_choice.BACKEND_VARIABLE, "cuda")
     with pytest.raises(UsageError):

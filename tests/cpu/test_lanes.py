@@ -49,7 +49,7 @@ def test_failed_job_raises_in_dependent_jobs() -> None:
             job.wait()
 
 
-def test_lane_bandwidth_limits_the_speed() -> None:
+def test_lane_bandwidth_limits_speed() -> None:
     lanes = CopyLanes(CPU)
     lanes.bandwidth[Lane.D2H] = 1e6
     start = perf_counter()
@@ -70,7 +70,7 @@ def test_lane_threads_end_with_their_owner() -> None:
     assert lane_threads and not lane_threads[-1].is_alive()
 
 
-def test_lane_is_a_stream_on_a_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_lane_is_stream_on_gpu(monkeypatch: pytest.MonkeyPatch) -> None:
     """Work on a lane runs after earlier compute and after the given jobs. The host never waits."""
     gpu = virtual_gpu.install(monkeypatch)
     gpu.host_may_wait = False

@@ -138,7 +138,7 @@ def _make_input(s: int, b: int, h: int) -> Tensor:
 
 
 @pytest.mark.parametrize(("s", "b", "h", "a"), SHAPES)
-def test_paper_layer_saves_each_term_of_the_paper(s: int, b: int, h: int, a: int) -> None:
+def test_paper_layer_saves_each_term_of_paper(s: int, b: int, h: int, a: int) -> None:
     assert {*PAPER_TERMS} - {*NORM, *HALF_TERMS} | {*HALF_TERMS.values()} == {
         t.name for t in ACTIVATION_TERMS
     }
@@ -149,7 +149,7 @@ def test_paper_layer_saves_each_term_of_the_paper(s: int, b: int, h: int, a: int
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(("s", "b", "h", "a"), SHAPES)
-def test_recomputation_saves_the_bytes_of_the_formula(
+def test_recomputation_saves_bytes_of_formula(
     s: int, b: int, h: int, a: int, recompute: Recompute
 ) -> None:
     """The layer also saves two numbers per token of each norm."""
@@ -186,7 +186,7 @@ def _measure_tensor_parallel_layers(rank: int) -> list[list[list[int]]]:
     ]
 
 
-def test_tensor_parallel_ranks_save_the_bytes_of_the_paper() -> None:
+def test_tensor_parallel_ranks_save_bytes_of_paper() -> None:
     """Each of two ranks has half of everything except norms and their outputs (equation 2).
 
     With sequence parallelism it has half of everything (equation 4).

@@ -94,7 +94,7 @@ def train_plain_loop(stages: list[nn.Module]) -> tuple[list[float], list[Tensor]
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("schedule", [one_f_one_b, zb])
-def test_pipeline_trains_like_a_plain_loop_with_grad_scaler(schedule: Any, fused: bool) -> None:
+def test_pipeline_trains_like_plain_loop_with_grad_scaler(schedule: Any, fused: bool) -> None:
     values, expected = train_plain_loop(half_stages(2, tied=False))
     assert {b / a for a, b in pairwise(values)} == {0.5, 1.0, 2.0}  # all possible changes occur
     world = InProcessExecutor(
@@ -148,7 +148,7 @@ def _train_replica(process: int) -> tuple[list[tuple[float, bool]], list[Tensor]
     return updates, [p.detach() for p in optimizer.main_parameters]
 
 
-def test_all_replicas_and_ranks_skip_the_same_steps() -> None:
+def test_all_replicas_and_ranks_skip_same_steps() -> None:
     results = run(_train_replica, 4)
     updates = results[0][0]
     assert all(other == updates for other, _ in results)

@@ -15,7 +15,7 @@ from schedir.errors import UsageError
 from schedir.training.hardware_benchmark import EXTENTS, count_processors, measure
 
 
-def test_two_processes_measure_a_usable_cluster(
+def test_two_processes_measure_usable_cluster(
     tmp_path: Path, capfd: pytest.CaptureFixture[str]
 ) -> None:
     measurement = measure(2, quick=True, progress=True)
@@ -45,7 +45,7 @@ def test_three_processes_measure_pairs_and_all() -> None:
     assert measurement.cluster.gpu_count == 3
 
 
-def test_measure_command_writes_a_cluster_file(
+def test_measure_command_writes_cluster_file(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capfd: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("schedir.training.hardware_benchmark.measure", partial(measure, quick=True))

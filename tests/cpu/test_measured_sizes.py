@@ -115,7 +115,7 @@ def _measure_live_bytes(stages: list[nn.Module], s: int) -> tuple[int, int]:
 
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize(("count", "tied"), [(1, True), (2, True), (3, False)])
-def test_saved_size_equals_live_memory_after_a_forward(
+def test_saved_size_equals_live_memory_after_forward(
     count: int, tied: bool, wrap: Callable[[nn.Module], nn.Module]
 ) -> None:
     inputs, targets, _ = batch(1)
@@ -339,7 +339,7 @@ class UnusualStage(nn.Module):
         return y
 
 
-def test_measurement_does_not_change_the_model() -> None:
+def test_measurement_does_not_change_model() -> None:
     stages, x = [UnusualStage(), UnusualStage()], torch.randn(4, 8)
     stages[0].linear.weight.grad = torch.ones(8, 8)
     states_before = [

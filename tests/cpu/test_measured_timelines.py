@@ -56,7 +56,7 @@ def test_grouped_messages_have_one_common_span() -> None:
         assert end[k] == end[k - 1] == k + 0.5
 
 
-def test_message_starts_when_both_ranks_have_started_it() -> None:
+def test_message_starts_when_both_ranks_have_started() -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2), progress_model="per_edge")
     for delays in ({"send_act_0_1": 100.0}, {"recv_act_1_1": 100.0}):
         spans = _make_timeline(program, **delays).spans
@@ -155,7 +155,7 @@ def test_steps_without_recording_read_no_clock(monkeypatch: pytest.MonkeyPatch) 
         enabled.step(*batch(3))
 
 
-def test_profiler_ranges_name_the_instructions() -> None:
+def test_profiler_ranges_name_instructions() -> None:
     ranks = _make_ranks()
     ranks.step(*batch(3))
     with torch.profiler.profile(acc_events=True) as profile:  # without acc_events torch 2.11 warns

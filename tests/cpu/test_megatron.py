@@ -163,7 +163,7 @@ WRONG: dict[str, tuple[Any, Case, dict[str, Any], str]] = {
 }
 
 
-def test_wrong_runs_raise_the_same_error_on_all_ranks() -> None:
+def test_wrong_runs_raise_same_error_on_all_ranks() -> None:
     runs = [run[:3] for run in WRONG.values()]
     for name, *errors in zip(WRONG, *run_forks(fail_all, 2, runs), strict=True):
         assert str(errors[0]) == str(errors[1]), name
@@ -303,7 +303,7 @@ def find_wrong_checkpoint_keys() -> list[set[str]]:
         ]
 
 
-def test_distributed_checkpoint_of_a_vee_has_the_layer_names() -> None:
+def test_distributed_checkpoint_of_vee_has_layer_names() -> None:
     assert run_probes()[find_wrong_checkpoint_keys.__name__] == [[set(), set()]] * 2
 
 
@@ -340,7 +340,7 @@ def test_unknown_schedule_name_is_refused() -> None:
         schedir.megatron.forward_backward("zb_h9")
 
 
-def test_unknown_options_are_refused_before_the_first_step() -> None:
+def test_unknown_options_are_refused_before_first_step() -> None:
     import schedir.megatron
 
     with pytest.raises(UsageError, match="compile has no option 'cost'") as caught:

@@ -47,7 +47,7 @@ MEMORY = [torch.zeros(32), torch.zeros(32)]
 
 
 @given(st.lists(views(), max_size=6))
-def test_tensors_with_a_common_element_overlap(drawn: Any) -> None:
+def test_tensors_with_common_element_overlap(drawn: Any) -> None:
     tensors, numbers = [t for t, _ in drawn], [elements for _, elements in drawn]
     indices = range(len(drawn))
     expected = [(a, b) for a in indices for b in indices if a < b and numbers[a] & numbers[b]]
@@ -122,7 +122,7 @@ def make_ranks(
 
 @pytest.mark.parametrize("kind", ["parameter", "frozen", "buffer", "attribute"])
 @pytest.mark.parametrize("view", VIEWS)
-def test_view_of_a_weight_of_another_rank_is_refused(view: str, kind: str) -> None:
+def test_view_of_weight_of_another_rank_is_refused(view: str, kind: str) -> None:
     with pytest.raises(ModelError) as error:
         make_ranks(PipelineShape(3, 4), make_three_stages(view, kind))
     assert error.value.program == "one_f_one_b"
@@ -156,7 +156,7 @@ def train_plain_loop(stages: list[nn.Module], microbatches: int) -> list[Tensor]
 
 
 @pytest.mark.parametrize("view", ["a row", "a column", "transposed"])
-def test_view_of_a_weight_of_one_rank_trains_like_a_plain_loop(view: str) -> None:
+def test_view_of_weight_of_one_rank_trains_like_plain_loop(view: str) -> None:
     stages = make_three_stages(view, "parameter")
     ranks = make_ranks(PipelineShape(1, 4, 3), stages)
     for k in range(3):
@@ -195,7 +195,7 @@ def test_one_parameter_of_several_ranks_may_be_tied() -> None:
 
 
 @pytest.mark.parametrize("kind", ["frozen", "buffer", "attribute"])
-def test_view_of_a_weight_with_versions_is_refused(kind: str) -> None:
+def test_view_of_weight_with_versions_is_refused(kind: str) -> None:
     """Forwards use copies of older weights, but the view shows the newest weights."""
 
     def make_stages() -> list[nn.Module]:
@@ -244,7 +244,7 @@ def test_weights_that_later_share_memory_are_refused(states: str) -> None:
     ranks.step(*make_batch(4))
 
 
-def test_frozen_view_shows_the_weights_of_host_steps() -> None:
+def test_frozen_view_shows_weights_of_host_steps() -> None:
     results = []
     for states in ("device", "host", "cpu_step"):
         stages = make_three_stages("a row", "frozen")
@@ -257,7 +257,7 @@ def test_frozen_view_shows_the_weights_of_host_steps() -> None:
     )
 
 
-def test_main_optimizer_with_a_weight_twice_is_refused() -> None:
+def test_main_optimizer_with_weight_twice_is_refused() -> None:
     """The optimizer has two main copies, and would write only the last one to the weight."""
     stages = make_three_stages("all of it", "parameter")
     with pytest.raises(ModelError, match="twice"):
@@ -291,7 +291,7 @@ NAMES = {"private": "_kept", "list": "_kept[0]", "tuple": "_kept[1][0]", "dict":
 
 @pytest.mark.parametrize("how", NAMES)
 @pytest.mark.parametrize("level", [1, 3])
-def test_view_of_a_sharded_weight_is_refused(level: int, how: str) -> None:
+def test_view_of_sharded_weight_is_refused(level: int, how: str) -> None:
     with pytest.raises(ModelError) as error:
         make_ranks(PipelineShape(1, 4, 2), [KeepsView(how), MatrixStage(1)], zero=level)
     assert error.value.fact.startswith(
@@ -301,7 +301,7 @@ def test_view_of_a_sharded_weight_is_refused(level: int, how: str) -> None:
 
 
 @pytest.mark.parametrize("how", NAMES)
-def test_view_of_a_weight_with_stage_replicas_is_refused(how: str) -> None:
+def test_view_of_weight_with_stage_replicas_is_refused(how: str) -> None:
     """In a stage replica the view would have separate memory with the initial values."""
     mirror = PipelineShape(2, 4, placement="mirror")
     with pytest.raises(ModelError) as error:

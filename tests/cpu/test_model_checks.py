@@ -105,7 +105,7 @@ def _loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("name", FAULTS)
-def test_error_names_the_argument(name: str) -> None:
+def test_error_names_argument(name: str) -> None:
     fault, field = FAULTS[name]
     error = _read_refusal(fault)
     assert error.fields == (field,) and error.program == "one_f_one_b"

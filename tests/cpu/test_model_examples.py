@@ -12,7 +12,7 @@ from tests.cpu.train_command import ROOT, launched, script
 
 
 @pytest.mark.parametrize("name", ["bert", "encoder_decoder"])
-def test_example_on_four_processes_prints_the_same_losses(name: str, tmp_path: Path) -> None:
+def test_example_on_four_processes_prints_same_losses(name: str, tmp_path: Path) -> None:
     code, single_output, err = launched(["-m", f"examples.{name}"], tmp_path / "alone")
     assert code == 0, err
     assert single_output == script(f"examples.{name}", 4, tmp_path / "four")

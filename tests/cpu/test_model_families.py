@@ -207,7 +207,7 @@ def test_invalid_llama_config_is_refused(wrong: Any) -> None:
     assert {*wrong} <= {*error.value.fields}
 
 
-def test_code_of_the_models_page_runs() -> None:
+def test_code_of_models_page_runs() -> None:
     page = (Path(__file__).parents[2] / "docs/reference/models.md").read_text()
     (code,) = (block for block in page.split("```")[1::2] if block.startswith("python\n"))
     exec(code.removeprefix("python\n"), {})

@@ -91,7 +91,7 @@ def virtual(schedule: Any, shape: PipelineShape, stages: list[nn.Module]) -> InP
         (zb_v, PipelineShape(2, 4, 2, "vee")),
     ],
 )
-def test_running_statistics_equal_a_plain_loop(
+def test_running_statistics_equal_plain_loop(
     schedule: Any, shape: PipelineShape, again: str
 ) -> None:
     """In half of the cases, the linear layers are recomputed."""
@@ -136,7 +136,7 @@ class CachedNumbers(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["lazy", "replaced", "written"])
-def test_rewriting_equal_values_to_a_buffer_is_accepted(how: str) -> None:
+def test_rewriting_equal_values_to_buffer_is_accepted(how: str) -> None:
     shape = PipelineShape(2, 4, placement="mirror")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
@@ -145,7 +145,7 @@ def test_rewriting_equal_values_to_a_buffer_is_accepted(how: str) -> None:
             ranks.step(*batch(4))
 
 
-def test_module_with_buffers_in_two_stages_causes_a_warning() -> None:
+def test_module_with_buffers_in_two_stages_causes_warning() -> None:
     shared, *others = normed(3)
     stages = [shared, *others, shared]
     program = compile(zb_v, PipelineShape(2, 4, 2, "vee"), tied_weights=find_tied_weights(stages))
@@ -154,7 +154,7 @@ def test_module_with_buffers_in_two_stages_causes_a_warning() -> None:
         ranks.step(*batch(4))
 
 
-def test_unaligned_microbatches_equal_a_plain_loop() -> None:
+def test_unaligned_microbatches_equal_plain_loop() -> None:
     """Products of an unaligned tensor round differently than those of an aligned copy."""
     numbers = torch.Generator().manual_seed(0)
     x, target = torch.randn(2, 4, 3, 6, generator=numbers)
@@ -247,7 +247,7 @@ def _read_warnings(rank: int) -> list[str]:
     return messages
 
 
-def test_replicas_with_running_statistics_cause_a_warning() -> None:
+def test_replicas_with_running_statistics_cause_warning() -> None:
     for changing, frozen in run(_read_warnings, 2):
         assert (
             changing.count("each replica has different values") == 1
@@ -293,7 +293,7 @@ SIDE = 65
 
 
 @pytest.mark.parametrize("across", [False, True])
-def test_layout_is_the_same_on_one_rank_and_between_ranks(across: bool) -> None:
+def test_layout_is_same_on_one_rank_and_between_ranks(across: bool) -> None:
     """The bits of a sum depend on the memory layout of its terms."""
     x = torch.randn(3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
     reference_stages = [StridedStage(k, across) for k in range(4)]

@@ -200,11 +200,11 @@ def test_cases_have_no_races(name: str, ranks: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_missing_wait_is_found_as_a_race(kind: Kind, ranks: list[Any]) -> None:
+def test_missing_wait_is_found_as_race(kind: Kind, ranks: list[Any]) -> None:
     assert any(kind in race for _, mutants in ranks for race in mutants[kind][0])
 
 
 @pytest.mark.parametrize("name", REPLICAS)
-def test_early_bucket_is_found_as_a_race(name: str, ranks: list[Any]) -> None:
+def test_early_bucket_is_found_as_race(name: str, ranks: list[Any]) -> None:
     for _, mutants in ranks:
         assert any("beside all_reduce" in race for race in mutants[name][0])

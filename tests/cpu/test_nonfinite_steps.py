@@ -253,7 +253,7 @@ def test_norm_of_complex_gradients_counts_both_parts() -> None:
 
 
 @pytest.mark.parametrize("clip", [False, True])
-def test_ranks_decide_alone_without_the_norm(clip: bool) -> None:
+def test_ranks_decide_alone_without_norm(clip: bool) -> None:
     world = make_ranks(compile(one_f_one_b, PipelineShape(3, 4), clip_grad_norm=clip), adamw())
     set_stage(world, 1, gradient=math.inf)
     world.step(*batch(4))
@@ -272,7 +272,7 @@ def test_nonfinite_gradients_are_kept() -> None:
     assert all(g.isfinite().all() for g in world.executors[1].stages[1].gradients.flat)
 
 
-def test_each_update_has_its_own_finite_flag() -> None:
+def test_each_update_has_finite_flag() -> None:
     program = compile(
         pipedream_2bw, PipelineShape(2, 6, optimizer_steps=3, weight_delay=1), clip_grad_norm=True
     )

@@ -86,7 +86,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("more", [[], ["train.precision=bfloat16"], ["train.precision=float16"]])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_run_stops_and_names_the_stage_of_a_nan_loss(
+def test_run_stops_and_names_stage_of_nan_loss(
     config: str,
     tmp_path: Path,
     poison: Callable[..., str],
@@ -115,7 +115,7 @@ def test_run_stops_and_names_the_stage_of_a_nan_loss(
              "pipeline.optimizer_steps=3", "pipeline.weight_delay=1"]),
     ],
 )  # fmt: skip
-def test_run_stops_and_names_the_stage_of_a_bad_gradient(
+def test_run_stops_and_names_stage_of_bad_gradient(
     config: str,
     tmp_path: Path,
     poison: Callable[..., str],
@@ -136,7 +136,7 @@ def test_run_stops_and_names_the_stage_of_a_bad_gradient(
     assert rows(tmp_path) == []
 
 
-def test_origin_search_repeats_the_random_numbers(
+def test_origin_search_repeats_random_numbers(
     config: str, tmp_path: Path, poison: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     rare_nan = "y = y / (torch.rand(()) > 0.01)"
@@ -158,7 +158,7 @@ def test_skipped_steps_are_counted(
     assert finite == [True, False, False, True, True, True]
 
 
-def test_overflow_from_the_loss_scale_skips_steps(
+def test_overflow_from_loss_scale_skips_steps(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The first steps overflow. They are skipped and marked in loss.csv."""

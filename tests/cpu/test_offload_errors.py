@@ -112,7 +112,7 @@ def test_backward_before_its_reload_fails(monkeypatch: pytest.MonkeyPatch) -> No
         make_ranks(make_offloaded_program()).step(*batch(4))
 
 
-def test_offload_to_disk_needs_a_writable_folder(tmp_path: Path) -> None:
+def test_offload_to_disk_needs_writable_folder(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="but spill_dir is not set") as caught:
         make_ranks(make_offloaded_program(1.0))
     assert "spill_dir" in caught.value.hint
@@ -135,7 +135,7 @@ def test_offload_to_disk_needs_a_writable_folder(tmp_path: Path) -> None:
     )  # not needed
 
 
-def test_spill_folder_on_tmpfs_causes_a_warning(
+def test_spill_folder_on_tmpfs_causes_warning(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert spill_file.find_file_system_type(Path("/proc")) == "proc"
@@ -170,7 +170,7 @@ def test_spill_file_has_no_name_and_needs_no_folder_later(tmp_path: Path) -> Non
     assert [(arena.allocated_bytes, len(arena.free_blocks)) for arena in arenas] == arena_sizes
 
 
-def test_full_disk_fails_before_the_first_write(
+def test_full_disk_fails_before_first_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     written_offsets: list[int] = []

@@ -142,7 +142,7 @@ def test_memory_of_each_tier_equals_prediction(
     assert any(witness.most_on["disk"] for witness in witnesses)
 
 
-def test_timeline_has_the_peak_memory_of_each_tier(tmp_path: Path, serial_lanes: None) -> None:
+def test_timeline_has_peak_memory_of_each_tier(tmp_path: Path, serial_lanes: None) -> None:
     """The recorded run has no overlap of lanes."""
     make, data, loss = MODELS["gpt"]
     stages, (inputs, targets, scale) = make(2), data(6)

@@ -111,7 +111,7 @@ def test_offload_to_disk_has_no_races(races: Races, tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("what", ["ready", "after", "arrive", "let_go"])
-def test_missing_wait_is_found_as_a_race(
+def test_missing_wait_is_found_as_race(
     what: str, races: Races, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     start, release_device_memory, finish_reload = (

@@ -39,7 +39,7 @@ def list_state_tensors(rank: Executor) -> list[Tensor]:
     ]
 
 
-def test_states_are_only_on_the_host_between_steps() -> None:
+def test_states_are_only_on_host_between_steps() -> None:
     """Device memory is poisoned before its release, so a late read returns NaN."""
     world = made(
         schedir.compile(interleaved, PipelineShape(1, 4, 3), optimizer_placement="host"), ADAMW
@@ -117,7 +117,7 @@ def _run_and_count(rank: Executor, run: Any, device_bytes: list[int]) -> None:
     device_bytes.append(sum(t.nbytes for t in dict.fromkeys(device_tensors)))
 
 
-def test_loaded_state_is_moved_to_the_host_before_the_next_step() -> None:
+def test_loaded_state_is_moved_to_host_before_next_step() -> None:
     """`load_state_dict` of the optimizer puts states into new device memory."""
     program = schedir.compile(interleaved, PipelineShape(1, 4, 3), optimizer_placement="host")
     saved, loaded, plain = made(program, ADAMW), made(program, ADAMW), made(program, ADAMW)

@@ -155,7 +155,7 @@ class CountingOptimizer(UserOptimizer):
         return super().step(closure)
 
 
-def test_optimizer_with_its_own_step_count_is_refused() -> None:
+def test_optimizer_with_step_count_attribute_is_refused() -> None:
     program = schedir.compile(interleaved, PipelineShape(1, 2, 2), optimizer_placement="host")
     with pytest.raises(
         ExecutionError, match="a step of CountingOptimizer changes its 'number', from"

@@ -56,7 +56,7 @@ def compile_on_disk(**options: Any) -> Program:
     )
 
 
-def test_states_are_in_the_file_between_steps(tmp_path: Path) -> None:
+def test_states_are_in_file_between_steps(tmp_path: Path) -> None:
     """Reads and writes of a state tensor go to the file."""
     world = made(compile_on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path))
     stepped(world, 0, 1)
@@ -146,7 +146,7 @@ def test_space_of_freed_states_is_reused(tmp_path: Path) -> None:
     assert len({*lengths}) == 1 and all(map(states.is_on_host, states.list_state_tensors(0)))
 
 
-def test_states_on_disk_need_a_writable_folder(tmp_path: Path) -> None:
+def test_states_on_disk_need_writable_folder(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match="moves the optimizer state to the disk, but spill_dir is not set"
     ):
@@ -188,7 +188,7 @@ def copy_states(world: Any) -> dict[int, list[Tensor]]:
         ),
     ],
 )
-def test_disk_error_in_a_step_names_operation_and_remedy(
+def test_disk_error_in_step_names_operation_and_remedy(
     what: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Afterwards the states of each stage are those before the step, or those after it."""

@@ -77,7 +77,7 @@ def _make_ranks(
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("shape", "make"), CASES)
-def test_offloaded_states_equal_states_on_the_device(
+def test_offloaded_states_equal_states_on_device(
     shape: str, make: str, placement: str, tmp_path: Path
 ) -> None:
     options, placement_options = CASES[shape, make]
@@ -223,7 +223,7 @@ def test_checkpoint_loads_with_another_placement(
 
 
 @pytest.mark.parametrize("placement", ["host", "disk"])
-def test_snapshot_has_the_state_of_its_step(placement: str, tmp_path: Path) -> None:
+def test_snapshot_has_state_of_its_step(placement: str, tmp_path: Path) -> None:
     world = _make_layout(placement, tmp_path, checkpoint_snapshots=True)
     saver = Saver(world, tmp_path / "snapshot", name_map=same)
     steps(world, 0, 2)

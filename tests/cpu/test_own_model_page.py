@@ -29,7 +29,7 @@ def run(folder: Path, *argv: str) -> str:
     return out
 
 
-def test_commands_of_the_page_print_the_shown_output(
+def test_commands_of_page_print_shown_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert {step.kind for step in PAGE} == {"file", "command"}

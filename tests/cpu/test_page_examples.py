@@ -34,7 +34,7 @@ TRAINS = [
 
 
 @pytest.mark.parametrize(("text", "prints"), [train[1:] for train in TRAINS])
-def test_training_command_prints_the_shown_output(text: str, prints: str, tmp_path: Path) -> None:
+def test_training_command_prints_shown_output(text: str, prints: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     _, out, err = Run(shlex.split(text)[1:], tmp_path / "run", cwd=str(tmp_path)).finish()
     shown = ".*".join(map(re.escape, prints.split("...\n")))

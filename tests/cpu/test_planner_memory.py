@@ -104,7 +104,7 @@ def test_predicted_tensor_parallel_sizes_equal_measured_sizes() -> None:
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_predicted_peak_equals_the_largest_rank(recompute: Any) -> None:
+def test_predicted_peak_equals_largest_rank(recompute: Any) -> None:
     """The trainer prints this peak before its first step."""
     choice = ParallelPlan(
         pp=4, microbatch_size=2, microbatches=8, recompute=recompute, attention="flash"

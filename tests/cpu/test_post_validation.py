@@ -120,7 +120,7 @@ def find_stage(ranks: InProcessExecutor, s: int) -> nn.Module:
 # steps are clipped.
 @pytest.mark.parametrize("max_norm", [0.1, 1.0, math.inf])
 @pytest.mark.parametrize(("schedule", "shape"), PLANS)
-def test_built_in_schedules_have_the_same_bits(
+def test_built_in_schedules_have_same_bits(
     schedule: Any, shape: PipelineShape, max_norm: float
 ) -> None:
     waiting, validated = make_gpts(schedule, shape, gradients=GradientOptions(max_norm=max_norm))
@@ -157,7 +157,7 @@ def test_built_in_schedules_have_the_same_bits(
         max_size=5,
     ),
 )
-def test_random_schedules_orders_and_norms_have_the_same_bits(
+def test_random_schedules_orders_and_norms_have_same_bits(
     shape: PipelineShape,
     seed: int,
     tied: bool,
@@ -275,7 +275,7 @@ def test_repeated_step_restores_all_state(optimizer: str, seed: int | None) -> N
     assert count_repeated_steps(validated) >= 2
 
 
-def test_loss_scale_follows_the_validated_updates() -> None:
+def test_loss_scale_follows_validated_updates() -> None:
     """The initial loss scale is too large. It halves until updates are finite."""
     scale = LossScale(2.0**24, growth_interval=2)
 
@@ -346,7 +346,7 @@ def _train_rank(rank: int, name: str, dp: int, max_norm: float) -> Any:
     ("name", "dp", "max_norm"),
     [("zb_h1", 1, 1.0), ("one_f_one_b", 1, math.inf), ("one_f_one_b", 2, 0.9)],
 )
-def test_post_validation_between_processes_has_the_same_bits(
+def test_post_validation_between_processes_has_same_bits(
     name: str, dp: int, max_norm: float
 ) -> None:
     results = run(_train_rank, 4, name, dp, max_norm)
@@ -355,7 +355,7 @@ def test_post_validation_between_processes_has_the_same_bits(
 
 
 @pytest.mark.parametrize("how", [{}, {"recompute": "all"}], ids=str)
-def test_split_backward_has_the_same_bits(how: dict[str, Any]) -> None:
+def test_split_backward_has_same_bits(how: dict[str, Any]) -> None:
     """W instructions run in any order. In one case, forwards are recomputed."""
 
     def make(validate: str) -> InProcessExecutor:

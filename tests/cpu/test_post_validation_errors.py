@@ -62,7 +62,7 @@ class StepCounter(ProgramService):
         preserved.add_fields(self, "count")
 
 
-def test_service_state_is_restored_when_a_step_is_repeated() -> None:
+def test_service_state_is_restored_when_step_is_repeated() -> None:
     ranks = make_ranks(gradients=GradientOptions(max_norm=1e-3))
     counters = [rank.state.service(StepCounter) for rank in ranks.executors]
     for _ in range(3):
@@ -89,7 +89,7 @@ def test_failed_step_restores_validated_weights(stage: int) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, learned(ranks), strict=True))
 
 
-def test_refused_batch_keeps_the_last_update() -> None:
+def test_refused_batch_keeps_last_update() -> None:
     ranks = make_ranks(gradients=GradientOptions(max_norm=1e-3))
     ranks.step(X, X)
     with pytest.raises(ExecutionError):

@@ -41,7 +41,7 @@ def make_snapshot(process: int, *, waits: bool) -> BlackBoxSnapshot:
     return BlackBoxSnapshot(bytes(box.memory), monotonic_ns(), "runs")
 
 
-def test_black_boxes_are_exchanged_over_the_store() -> None:
+def test_black_boxes_are_exchanged_over_store() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
     first_machine, second_machine = (
         {0: make_snapshot(0, waits=True), 1: make_snapshot(1, waits=True)},
@@ -93,7 +93,7 @@ if os.environ.get("RANK") == "1":
 """
 
 
-def test_other_node_reports_the_dead_process(config: str, tmp_path: Path) -> None:
+def test_other_node_reports_dead_process(config: str, tmp_path: Path) -> None:
     """torchrun's report of the other node contains this error, too."""
     schedule = tmp_path / "mine.py"
     schedule.write_text(FAULTY_SCHEDULE)
@@ -172,7 +172,7 @@ def test_process_that_dies_before_it_joins_is_reported(
     assert "rank      : 1 " in err.partition("Root Cause")[2] or launcher == "schedir", err
 
 
-def test_late_peer_has_an_error_without_gloo_internals() -> None:
+def test_late_peer_has_error_without_gloo_internals() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
 
     def group(rank: int) -> Any:
@@ -187,7 +187,7 @@ def test_late_peer_has_an_error_without_gloo_internals() -> None:
     assert describe_peer_error(RuntimeError("a timeout of a module's own")) == ""
 
 
-def test_all_waits_report_the_late_peer() -> None:
+def test_all_waits_report_late_peer() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
 
     def group(rank: int) -> Any:

@@ -66,7 +66,7 @@ def make_arguments(
         ],
     ),
 )
-def test_launcher_reports_the_dead_process_and_the_cause(
+def test_launcher_reports_dead_process_and_cause(
     config: str, tmp_path: Path, how: str, transport: str, said: str
 ) -> None:
     words = make_arguments(config, tmp_path, how, transport, ranks=3 if how == KILL else 2)
@@ -84,7 +84,7 @@ def test_launcher_reports_the_dead_process_and_the_cause(
         [("os._exit(0)", "process 1 (pipeline rank 1) exited with code 0, ")],
     ),
 )
-def test_warnings_do_not_hide_the_cause_of_death(
+def test_warnings_do_not_hide_cause_of_death(
     config: str, tmp_path: Path, how: str, said: str
 ) -> None:
     words = make_arguments(config, tmp_path, how, "gloo", ranks=2)
@@ -106,7 +106,7 @@ def test_warnings_do_not_hide_the_cause_of_death(
         ("raise NotImplementedError", "NotImplementedError"),
     ],
 )  # fmt: skip
-def test_error_of_a_module_is_shown_unchanged(how: str, said: str) -> None:
+def test_error_of_module_is_shown_unchanged(how: str, said: str) -> None:
     class Unsaid(Exception):
         def __str__(self) -> str:
             raise ValueError
@@ -124,7 +124,7 @@ def test_error_of_a_module_is_shown_unchanged(how: str, said: str) -> None:
 
 
 @pytest.mark.parametrize("transport", cases(["gloo"], ["shared_memory"]))
-def test_neighbour_reports_the_dead_process_under_torchrun(
+def test_neighbour_reports_dead_process_under_torchrun(
     config: str, tmp_path: Path, transport: str
 ) -> None:
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "3", "-m", "schedir"]
@@ -170,7 +170,7 @@ Prefetch.take = forking
 """
 
 
-def test_forked_child_of_user_code_is_not_part_of_the_run(config: str, tmp_path: Path) -> None:
+def test_forked_child_of_user_code_is_not_part_of_run(config: str, tmp_path: Path) -> None:
     words = make_arguments(config, tmp_path, KILL, "gloo", ranks=2)
     (tmp_path / "mine.py").write_text(FORKING_SCHEDULE)
     code, _, err = launched(words, tmp_path / "out")
