@@ -56,12 +56,12 @@ def _late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(snapshot_copies, "copy_pairs", copy_late)
 
 
-def checkpoints_equal(one: Path, other: Path, step: int) -> bool:
+def checkpoints_equal(first: Path, second: Path, step: int) -> bool:
     """Return whether two checkpoints have the same tensors and the same state."""
     first_state, second_state = (
-        CheckpointDirectory(folder).load_manifest(step).state for folder in (one, other)
+        CheckpointDirectory(folder).load_manifest(step).state for folder in (first, second)
     )
-    first_tensors, second_tensors = whole(one, step), whole(other, step)
+    first_tensors, second_tensors = whole(first, step), whole(second, step)
     return (
         first_state == second_state
         and first_tensors.keys() == second_tensors.keys()

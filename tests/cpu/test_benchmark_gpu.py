@@ -195,10 +195,10 @@ def test_gpt_part_returns_all_figures(monkeypatch: pytest.MonkeyPatch) -> None:
     """All work of a GPU runs on virtual streams. The figures have no meaning here."""
     gpu = install(monkeypatch)
     monkeypatch.setattr(benchmark, "DEVICE", "cpu")
-    for name, given in (("memory_allocated", 100), ("max_memory_allocated", 2**20)):
-        monkeypatch.setattr(torch.cuda, name, lambda given=given: given)
+    for name, value in (("memory_allocated", 100), ("max_memory_allocated", 2**20)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     for name in ("reset_peak_memory_stats", "set_sync_debug_mode"):
-        monkeypatch.setattr(torch.cuda, name, lambda *given: None)
+        monkeypatch.setattr(torch.cuda, name, lambda *value: None)
     config = gpt.GPTConfig(256, 4, 32, 2, 8, tied=False)
     run_instruction = ProgramRunner.run_instruction
 

@@ -51,16 +51,21 @@ def test_schedules_match_bfloat16_reference_bit_for_bit(
 ) -> None:
     tied = shape.stages > 1
     inputs, targets, scale = batch(shape.microbatches)
-    plain, ours = mixed_stages(shape.stages, tied=True), mixed_stages(shape.stages, tied=True)
-    expected_loss = run_sequential(plain, inputs, targets, loss=gpt.loss, grad_scale=scale)
+    reference_stages, stages = (
+        mixed_stages(shape.stages, tied=True),
+        mixed_stages(shape.stages, tied=True),
+    )
+    expected_loss = run_sequential(
+        reference_stages, inputs, targets, loss=gpt.loss, grad_scale=scale
+    )
     world = InProcessExecutor(
-        compile(schedule, shape, tied_weights=tied), ours, loss=gpt.loss, boundary=HALF
+        compile(schedule, shape, tied_weights=tied), stages, loss=gpt.loss, boundary=HALF
     )
     for seed in range(3):
         assert torch.equal(world.step(inputs, targets, scale, seed), expected_loss)
-        accumulated = gradients(ours)
+        accumulated = gradients(stages)
         assert all(g.dtype == torch.float32 for stage in accumulated for g in stage.values())
-        assert same_bits(accumulated, gradients(plain))
+        assert same_bits(accumulated, gradients(reference_stages))
 
 
 def test_stage_replicas_accumulate_in_float32() -> None:

@@ -46,8 +46,8 @@ def test_bitpipe_example_builds_built_in_schedule(capsys: pytest.CaptureFixture[
     example = runpy.run_path(str(Path(__file__).parents[2] / "examples/bitpipe.py"))
     for ranks, m in ((2, 2), (4, 4), (4, 7), (6, 12)):
         program = compile(example["two_vees"], example["plan_for"](ranks, m))
-        ours = compile(bitpipe, PipelineShape(ranks, m, placement="mirror-vee"))
-        assert program.digest == replace(ours, name="two_vees").digest
+        built_in = compile(bitpipe, PipelineShape(ranks, m, placement="mirror-vee"))
+        assert program.digest == replace(built_in, name="two_vees").digest
     example["main"]()
     *bubbles, ordered, plain = capsys.readouterr().out.splitlines()
     assert [line.split()[-3] == f"{line.split()[-1]}," for line in bubbles] == [True, True]
@@ -66,11 +66,11 @@ def test_stage_replicas_copy_weights_and_mode_before_step() -> None:
         torch.optim.SGD(stage.parameters(), lr=0.1).step()
         stage.eval()
     ranks.step(*batch(shape.microbatches))
-    expected = [stage.state_dict() for stage in stages]
+    expected_states = [stage.state_dict() for stage in stages]
     for replica_ranks in shape.replica_ranks.tolist():
         replicas = [ranks.executors[r].stages[s].module for s, r in enumerate(replica_ranks)]
         assert not any(stage.training for stage in replicas)
-        assert same_bits([stage.state_dict() for stage in replicas], expected)
+        assert same_bits([stage.state_dict() for stage in replicas], expected_states)
 
 
 @pytest.mark.parametrize(("schedule", "shape"), [MIRROR[0], (chimera, MIRROR[2][1]), MIRROR[4]])
@@ -104,8 +104,8 @@ def test_three_replicas_on_gloo_have_equal_bits() -> None:
             for name, grad in expected_gradients[stage].items():
                 assert float((actual[name] - grad).norm()) <= 1e-6 * float(grad.norm())
     assert [len(gradients_by_stage[stage]) for stage in range(THREE_REPLICAS.stages)] == [3, 3, 3]
-    for first, *others in gradients_by_stage.values():
-        assert all(same_bits([other], [first]) for other in others)
+    for first, *other_replicas in gradients_by_stage.values():
+        assert all(same_bits([replica], [first]) for replica in other_replicas)
 
 
 def _train(rank: int, schedule: Any, shape: PipelineShape, steps: int, tp: int, dp: int) -> Any:

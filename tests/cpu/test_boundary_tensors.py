@@ -134,10 +134,10 @@ def test_inplace_stage_writes_to_copies_of_its_inputs() -> None:
         inplace = True
 
     def keep_output(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        kept.append(COUNT.clone())
-        return w * x, kept[-1]
+        outputs.append(COUNT.clone())
+        return w * x, outputs[-1]
 
-    kept: list[Tensor] = []
+    outputs: list[Tensor] = []
     stages = [Made(keep_output), InplaceStage(write_to_input)]
     world = InProcessExecutor(
         compile(interleaved, PipelineShape(1, 2, 2)),
@@ -147,7 +147,7 @@ def test_inplace_stage_writes_to_copies_of_its_inputs() -> None:
         execution=ExecutionOptions(record_timestamps=False),
     )
     assert torch.equal(world.step(X, X), 2 * COUNT.float().square().sum())
-    assert all(torch.equal(count, COUNT) for count in kept)
+    assert all(torch.equal(count, COUNT) for count in outputs)
 
 
 @pytest.mark.parametrize("own", [1, 2], ids=["one rank", "two ranks"])

@@ -79,6 +79,10 @@ def test_built_in_schedules_over_gloo_equal_reference() -> None:
     for k, results in enumerate(zip(*run(_run_schedules_on_rank, 2), strict=True)):
         name = OVER_GLOO[k // 2]
         loss, expected_gradients = _expected_results(program_of(ZOO[name]))
-        assert [torch.equal(got, loss) for got, _ in results if got is not None] == [True], name
-        got = {s: grads for _, stages in results for s, grads in stages.items()}
-        assert same_bits([got[s] for s in range(len(expected_gradients))], expected_gradients), name
+        assert [torch.equal(actual, loss) for actual, _ in results if actual is not None] == [
+            True
+        ], name
+        actual = {s: grads for _, stages in results for s, grads in stages.items()}
+        assert same_bits([actual[s] for s in range(len(expected_gradients))], expected_gradients), (
+            name
+        )

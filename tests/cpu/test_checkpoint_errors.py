@@ -55,8 +55,8 @@ def copy_values(ranks: InProcessExecutor) -> list[Tensor]:
     return [t.clone() for s in stages for t in (*s.module.parameters(), *s.module.buffers())]
 
 
-def values_equal(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def values_equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
 class LossWithWeight(nn.Module):
@@ -208,8 +208,8 @@ def test_step_or_save_after_partial_load_is_refused(
     save(make_two_ranks(), tmp_path, step=0)
     ranks, read = make_two_ranks(1), dcp_storage.read
 
-    def read_two_tensors(folder: Path, manifest: Any, wanted: Any) -> None:
-        read(folder, manifest, [*wanted][:2])
+    def read_two_tensors(folder: Path, manifest: Any, names: Any) -> None:
+        read(folder, manifest, [*names][:2])
         raise OSError(5, "Input/output error")
 
     monkeypatch.setattr(dcp_storage, "read", read_two_tensors)

@@ -48,7 +48,7 @@ CASES = [(name, model) for model in MODELS for name in SAME_SUMS | OTHERS
          if model == "float32" or name in HALF]  # fmt: skip
 
 
-whole = cache(read_whole)
+read_tensors = cache(read_whole)
 
 
 @pytest.fixture(scope="module")
@@ -79,18 +79,24 @@ def compute_differences(first: dict[str, Any], second: dict[str, Any]) -> dict[s
 
 @pytest.mark.parametrize(("name", "model"), CASES)
 def test_any_layout_loads_saved_values(name: str, model: str, folder: Path) -> None:
-    assert not compute_differences(whole(folder / model, 3), whole(folder / model / name, 3))
+    assert not compute_differences(
+        read_tensors(folder / model, 3), read_tensors(folder / model / name, 3)
+    )
 
 
 @pytest.mark.parametrize(("name", "model"), [case for case in CASES if case[0] in SAME_SUMS])
 def test_layouts_with_equal_sums_resume_bit_for_bit(name: str, model: str, folder: Path) -> None:
-    assert not compute_differences(whole(folder / model, 6), whole(folder / model / name, 6))
+    assert not compute_differences(
+        read_tensors(folder / model, 6), read_tensors(folder / model / name, 6)
+    )
 
 
 @pytest.mark.parametrize(("name", "model"), [case for case in CASES if case[0] in OTHERS])
 def test_other_layouts_resume_with_nearly_equal_values(name: str, model: str, folder: Path) -> None:
     """Dropout of tensor-parallel ranks differs between layouts, so these cases are not compared."""
-    differences = compute_differences(whole(folder / model, 6), whole(folder / model / name, 6))
+    differences = compute_differences(
+        read_tensors(folder / model, 6), read_tensors(folder / model / name, 6)
+    )
     assert differences
     if not (MODELS[model].dropout and OTHERS[name].tp > 1):
         assert max(differences.values()) < 1e-6

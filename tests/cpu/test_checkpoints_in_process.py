@@ -98,8 +98,8 @@ def save_and_read(
     return whole(folder, step)
 
 
-def tensors_equal(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+def tensors_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
 
 
 @pytest.mark.filterwarnings("ignore:.* is not split in itself")
@@ -179,18 +179,18 @@ def test_tied_weight_is_saved_once(tied: bool, tmp_path: Path) -> None:
 def test_weights_load_into_another_dtype(tmp_path: Path) -> None:
     """16-bit weights are read from rounded float32 weights, and float32 from main parameters."""
     float32_model, bfloat16_model = Model(), Model(half=True)
-    one, make_trained_ranks, three = (
+    float32_ranks, half_ranks, loaded_ranks = (
         in_process(GPTS[k], m)
         for k, m in ((0, float32_model), (2, bfloat16_model), (1, float32_model))
     )
-    steps(one, 0, 2)
-    save(one, tmp_path / "wide", step=2, name_map=same)
+    steps(float32_ranks, 0, 2)
+    save(float32_ranks, tmp_path / "wide", step=2, name_map=same)
     with pytest.warns(UserWarning, match="bfloat16 weights are read from weights of a "):
-        load(make_trained_ranks, tmp_path / "wide", name_map=same)
-    save(make_trained_ranks, tmp_path / "half", step=2, name_map=same)
+        load(half_ranks, tmp_path / "wide", name_map=same)
+    save(half_ranks, tmp_path / "half", step=2, name_map=same)
     with pytest.warns(UserWarning, match="float32 weights are read from float32 copies"):
-        load(three, tmp_path / "half", name_map=same)
-    save(three, tmp_path / "again", step=2, name_map=same)
+        load(loaded_ranks, tmp_path / "half", name_map=same)
+    save(loaded_ranks, tmp_path / "again", step=2, name_map=same)
     expected, half_tensors = whole(tmp_path / "wide", 2), whole(tmp_path / "half", 2)
     assert tensors_equal(expected, whole(tmp_path / "again", 2))
     for name in (n for n in half_tensors if n.startswith("weights/")):
@@ -215,15 +215,15 @@ def test_random_numbers_resume_after_load(tmp_path: Path) -> None:
                 seed=seed,  # noqa: B023
             )
 
-        one = make_dropout_ranks()
-        run_steps(one, 0, 2)
-        save(one, tmp_path, step=2)
-        run_steps(one, 2, 4)
-        expected = save_and_read(one, tmp_path, 4)
-        make_trained_ranks = make_dropout_ranks()
-        load(make_trained_ranks, tmp_path, step=2)
-        run_steps(make_trained_ranks, 2, 4)
-        assert tensors_equal(save_and_read(make_trained_ranks, tmp_path / str(seed), 4), expected)
+        saved = make_dropout_ranks()
+        run_steps(saved, 0, 2)
+        save(saved, tmp_path, step=2)
+        run_steps(saved, 2, 4)
+        expected = save_and_read(saved, tmp_path, 4)
+        resumed = make_dropout_ranks()
+        load(resumed, tmp_path, step=2)
+        run_steps(resumed, 2, 4)
+        assert tensors_equal(save_and_read(resumed, tmp_path / str(seed), 4), expected)
     with pytest.warns(UserWarning, match="random numbers depend on the number of processes"):
         load(
             make_ranks(
@@ -253,14 +253,14 @@ def test_loss_scale_and_extra_state_resume(tmp_path: Path) -> None:
             gradients=GradientOptions(loss_scale=scale),
         )
 
-    one, make_trained_ranks = make_scaled_ranks(), make_scaled_ranks()
-    run_steps(one, 0, 3)
-    save(one, tmp_path, step=3, extra_state={"cursor": [1, 2], "text": "a"})
-    assert load(make_trained_ranks, tmp_path) == {
+    saved, resumed = make_scaled_ranks(), make_scaled_ranks()
+    run_steps(saved, 0, 3)
+    save(saved, tmp_path, step=3, extra_state={"cursor": [1, 2], "text": "a"})
+    assert load(resumed, tmp_path) == {
         "step": 3,
         "extra": {"cursor": [1, 2], "text": "a"},
     }
-    for rank, other in zip(one.executors, make_trained_ranks.executors, strict=True):
+    for rank, other in zip(saved.executors, resumed.executors, strict=True):
         scale, other_scale = (
             rank.state.options.gradients.loss_scale,
             other.state.options.gradients.loss_scale,
@@ -287,21 +287,17 @@ class LossWithBuffer(nn.Module):
 
 
 def test_weights_and_buffers_of_loss_resume(tmp_path: Path) -> None:
-    one, make_trained_ranks = LossWithBuffer(), LossWithBuffer()
+    saved_loss, loaded_loss = LossWithBuffer(), LossWithBuffer()
     with torch.no_grad():
-        one.weight.mul_(3)
-    ranks = make_ranks(one_f_one_b, PipelineShape(2, 3), make_mixed_stages(2, 0), loss=one)
+        saved_loss.weight.mul_(3)
+    ranks = make_ranks(one_f_one_b, PipelineShape(2, 3), make_mixed_stages(2, 0), loss=saved_loss)
     run_steps(ranks, 0, 1)
     save(ranks, tmp_path, step=1)
     load(
-        make_ranks(
-            looped_bfs, PipelineShape(1, 3, 2), make_mixed_stages(2, 1), loss=make_trained_ranks
-        ),
+        make_ranks(looped_bfs, PipelineShape(1, 3, 2), make_mixed_stages(2, 1), loss=loaded_loss),
         tmp_path,
     )
-    assert (
-        torch.equal(make_trained_ranks.weight, one.weight) and float(make_trained_ranks.calls) == 3
-    )
+    assert torch.equal(loaded_loss.weight, saved_loss.weight) and float(loaded_loss.calls) == 3
 
 
 def test_save_validates_last_update(tmp_path: Path) -> None:
@@ -330,14 +326,14 @@ def test_save_validates_last_update(tmp_path: Path) -> None:
 
 
 def test_forward_only_program_loads_only_weights(tmp_path: Path) -> None:
-    one = make_ranks(one_f_one_b, PipelineShape(2, 3), make_mixed_stages(2, 0))
-    run_steps(one, 0, 2)
-    expected = save_and_read(one, tmp_path, 2)
+    trained = make_ranks(one_f_one_b, PipelineShape(2, 3), make_mixed_stages(2, 0))
+    run_steps(trained, 0, 2)
+    expected = save_and_read(trained, tmp_path, 2)
     stages = make_mixed_stages(2, 1)
-    make_trained_ranks = make_ranks(
+    evaluating = make_ranks(
         schedir.schedules.forward_only, PipelineShape(1, 4, 2), stages, None, clip_grad_norm=False
     )
-    load(make_trained_ranks, tmp_path)
+    load(evaluating, tmp_path)
     for s, stage in enumerate(stages):
         for name, value in stage.state_dict().items():
             if "again" not in name:

@@ -46,7 +46,7 @@ def compute_expected(
     all_of = [make_input(process, len(members), dtype) for process in members]
     position = members.index(member)
     if kind == "all_gather":
-        return torch.stack([one.view(len(members), PART)[0] for one in all_of]).view(-1)
+        return torch.stack([data.view(len(members), PART)[0] for data in all_of]).view(-1)
     total = torch.stack(all_of).sum(0)
     return total if kind == "all_reduce" else total[position * PART : (position + 1) * PART]
 
@@ -76,12 +76,12 @@ def wait_for_wrong_results(
     started: Any, members: list[int], process: int, dtype: torch.dtype
 ) -> list[Any]:
     """Wait for all started collectives, and return those with wrong results."""
-    wait_for_wrong_results = []
+    wrong_results = []
     for (kind, in_place), (work, out) in started.items():
         work.wait()
         if not torch.equal(out, compute_expected(kind, members, process, dtype)):
-            wait_for_wrong_results.append((kind, in_place, dtype, out))
-    return wait_for_wrong_results
+            wrong_results.append((kind, in_place, dtype, out))
+    return wrong_results
 
 
 def list_groups(program: Program, process: int) -> dict[GroupKey, list[int]]:
@@ -144,7 +144,7 @@ def check_transports(rank: int) -> list[Any]:
                 for group, members in groups.items():
                     started = collect(transport, group, members, rank, dtype)
                     wrong_results = wait_for_wrong_results(started, members, rank, dtype)
-                    failures += [(make, group, *one) for one in wrong_results]
+                    failures += [(make, group, *result) for result in wrong_results]
                     if not exchange(transport, group, members, rank, dtype):
                         failures.append((make, group, "all_to_all", dtype))
     return failures
@@ -169,9 +169,9 @@ def test_collectives_of_virtual_ranks_are_correct(
                 members = {k: m.group_members[group] for k, m in enumerate(ranks)}
                 started = {k: collect(ranks[k], group, members[k], k, dtype) for k in order}
                 assert not [
-                    one
+                    result
                     for k in order
-                    for one in wait_for_wrong_results(started[k], members[k], k, dtype)
+                    for result in wait_for_wrong_results(started[k], members[k], k, dtype)
                 ]
 
 
@@ -188,7 +188,7 @@ def test_virtual_ranks_sum_in_rank_order(
         out = [torch.zeros(sizes[kind]) for _ in ranks]
         for k in order:
             ranks[k].start_collective(kind, "model", out[k], inputs[k])
-        results.add(str([one.tolist() for one in out]))
+        results.add(str([result.tolist() for result in out]))
     assert len(results) == 1
 
 

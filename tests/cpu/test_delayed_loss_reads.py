@@ -81,11 +81,11 @@ def change_stage_output(
     patch.setattr(gpt, "build_stage", build_stage)
 
 
-def copy_trained_state(trainer: _Trainer) -> list[torch.Tensor]:
+def copy_trained_state(run_trainer: _Trainer) -> list[torch.Tensor]:
     """Return copies of the weights, the main parameters and the optimizer state."""
-    inner: Any = getattr(trainer.optimizer, "inner", trainer.optimizer)
-    weights = [p for s in trainer.executor.stages.values() for p in s.module.parameters()]
-    tensors = [*weights, *getattr(trainer.optimizer, "main_parameters", [])]
+    inner: Any = getattr(run_trainer.optimizer, "inner", run_trainer.optimizer)
+    weights = [p for s in run_trainer.executor.stages.values() for p in s.module.parameters()]
+    tensors = [*weights, *getattr(run_trainer.optimizer, "main_parameters", [])]
     tensors += [t for state in inner.state.values() for t in state.values()]
     return [t.detach().clone() for t in tensors]
 
@@ -148,13 +148,15 @@ def test_delayed_stop_equals_immediate_stop(
         patch.setattr(trainer, "LossScale", partial(LossScale, scale))
 
     outcomes, reports = [], []
-    for run_training in run_late_and_immediate(
+    for outcome in run_late_and_immediate(
         config, tmp_path, prepare, f"train.precision={precision}"
     ):
-        outcomes.append(run_training)
+        outcomes.append(outcome)
         out, err = capsys.readouterr()
         steps = [line.split("  ") for line in out.splitlines() if line.startswith("step ")]
-        reports.append((err, [[part for part in line if "tokens/s" not in part] for line in steps]))
+        reports.append(
+            (err, [[field for field in line if "tokens/s" not in field] for line in steps])
+        )
     (code, rows, weights, delay), (_, immediate_rows, immediate_weights, immediate_delay) = outcomes
     assert code == 1 and delay > 0 and immediate_delay == 0
     assert reports[0] == reports[1] and " of step 4 is infinite" in reports[0][0]
@@ -176,10 +178,10 @@ def test_delayed_stop_after_bad_update_equals_immediate_stop(
             "pipeline.optimizer_steps=3",
             "pipeline.weight_delay=1"]  # fmt: skip
     outcomes, errors = [], []
-    for run_training in run_late_and_immediate(
+    for outcome in run_late_and_immediate(
         config, tmp_path, partial(_change_second_stage, spoil_first_two), *sets
     ):
-        outcomes.append(run_training)
+        outcomes.append(outcome)
         errors.append(capsys.readouterr().err)
     (code, rows, weights, delay), (_, immediate_rows, immediate_weights, _) = outcomes
     assert code == 1 and delay > 0 and rows == immediate_rows
@@ -386,13 +388,13 @@ def test_ctrl_c_in_step_ends_prefetch_threads(
 def test_step_time_includes_data_wait_and_excludes_reports(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
-    now = [0.0]
+    clock = [0.0]
 
     def add_duration(owner: type, name: str, seconds: float) -> None:
         method = getattr(owner, name)
 
         def call_and_advance(self: Any, *arguments: Any) -> Any:
-            now[0] += seconds
+            clock[0] += seconds
             return method(self, *arguments)
 
         monkeypatch.setattr(owner, name, call_and_advance)
@@ -401,7 +403,7 @@ def test_step_time_includes_data_wait_and_excludes_reports(
     add_duration(Executor, "step", 1.0)
     add_duration(_Trainer, "_report", 100.0)
     for module in (trainer, step_queue):
-        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
+        monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
     sets = [
         *ONE_PROCESS,
         "output.record=false",

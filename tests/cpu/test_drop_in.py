@@ -154,9 +154,7 @@ SCHEDULES_OF_OUTPUTS = [*SCHEDULES[1::3], ("mine", "loop", 2)]
 
 
 def run_all_schedules(rank: int) -> list[list[list[Tensor]]]:
-    return [
-        run_steps_and_evaluations(rank, *each_schedule) for each_schedule in SCHEDULES_OF_OUTPUTS
-    ]
+    return [run_steps_and_evaluations(rank, *case) for case in SCHEDULES_OF_OUTPUTS]
 
 
 def run_steps_and_evaluations(
@@ -169,12 +167,12 @@ def run_steps_and_evaluations(
     parts: dict[int, nn.Module] = {s: layers[s] for s in local_stages}
     schedule_function = getattr(schedules, name, descending_microbatches)
     schedule = made(parts, stages, schedule=schedule_function, loss_fn=weighted_loss)
-    (x, y), by = batch(), torch.linspace(1, 2, 8)[:, None]
+    (x, y), scales = batch(), torch.linspace(1, 2, 8)[:, None]
     first, last = 0 in parts, stages - 1 in parts
-    kwargs = {"by": by, "times": 0.5}
+    kwargs = {"by": scales, "times": 0.5}
     by_microbatch: dict[str, Any] = {
         "arg_mbs": [(part,) for part in x.chunk(MB)] if first else None,
-        "kwarg_mbs": [{"by": part, "times": 0.5} for part in by.chunk(MB)],
+        "kwarg_mbs": [{"by": part, "times": 0.5} for part in scales.chunk(MB)],
         "target_mbs": [*y.chunk(MB)] if last else None,
     }
     whole_batch: dict[str, Any] = {"target": y if last else None, **kwargs}
@@ -204,14 +202,14 @@ def test_losses_and_outputs_are_in_microbatch_order() -> None:
     The cases are whole batches and microbatches, steps and evaluations, and arguments for stages
     and loss.
     """
-    (x, y), by = batch(), torch.linspace(1, 2, 8)[:, None]
+    (x, y), scales = batch(), torch.linspace(1, 2, 8)[:, None]
     for (_, _, stages), *ranks in zip(
         SCHEDULES_OF_OUTPUTS, *spawn(run_all_schedules, 2), strict=True
     ):
         torch.manual_seed(0)
         layers = nn.Sequential(*(ScaledLayer() for _ in range(stages)))
         chunks = []
-        for part, scale in zip(x.chunk(MB), by.chunk(MB), strict=True):
+        for part, scale in zip(x.chunk(MB), scales.chunk(MB), strict=True):
             for layer in layers:
                 part = layer(part, scale, 0.5)
             chunks.append(part.detach())
@@ -245,7 +243,7 @@ def test_schedule_without_loss_runs_only_forwards() -> None:
 
 def run_torch_eval(rank: int) -> str:
     """Return the error of torch's evaluation of a vee placement on one rank."""
-    stages: list[Any] = [stage_of(part, s, 2) for s, part in enumerate(model(2))]
+    stages: list[Any] = [stage_of(module, s, 2) for s, module in enumerate(model(2))]
     schedule = theirs.ScheduleZBVZeroBubble(stages, n_microbatches=MB, loss_fn=mse_loss)
     x, y = batch()
     try:

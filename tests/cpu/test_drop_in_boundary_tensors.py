@@ -29,11 +29,11 @@ class Block(nn.Module):
         self.linear, self.side = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.first, self.last = first, last
 
-    def forward(self, x: Tensor, *more: Tensor) -> Any:
+    def forward(self, x: Tensor, *boundary: Tensor) -> Any:
         if self.first:
             rows = torch.arange(len(x))
-            more = (torch.cos(rows)[:, None].repeat(1, WIDTH), rows % 2 == 0, rows, x * 2)
-        table, mask, rows, side = more
+            boundary = (torch.cos(rows)[:, None].repeat(1, WIDTH), rows % 2 == 0, rows, x * 2)
+        table, mask, rows, side = boundary
         hidden = torch.tanh(self.linear(x)) * table + (mask * (rows + 1))[:, None] * 0.1
         side = side + torch.tanh(self.side(1 * hidden))
         if self.last:
@@ -48,8 +48,8 @@ def make_blocks(stages: int) -> nn.Sequential:
 
 class TupleSequential(nn.Sequential):
     def forward(self, *values: Any) -> Any:
-        for part in self:
-            values = part(*values) if isinstance(values, tuple) else part(values)
+        for stage in self:
+            values = stage(*values) if isinstance(values, tuple) else stage(values)
         return values
 
 
@@ -80,8 +80,8 @@ class TableStage(nn.Module):
         self.linear, self.table = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH))
         self.first, self.last = first, last
 
-    def forward(self, x: Tensor, *more: Tensor) -> Any:
-        x = torch.tanh(self.linear(x)) * (1.0 if self.first else more[0])
+    def forward(self, x: Tensor, *boundary: Tensor) -> Any:
+        x = torch.tanh(self.linear(x)) * (1.0 if self.first else boundary[0])
         return x * self.table if self.last else (x, torch.exp(self.table) * 1)
 
 
@@ -104,11 +104,11 @@ def test_weights_independent_of_input_are_trained(name: Any) -> None:
 
 def run_with_wrong_gradient_declaration(rank: int) -> None:
     """Run a stage that wrongly declares that its second output needs no gradient."""
-    part, without_gradient = TwoOutputs(rank == 1), torch.empty(2, WIDTH)
+    module, without_gradient = TwoOutputs(rank == 1), torch.empty(2, WIDTH)
     with_gradient = torch.empty(2, WIDTH, requires_grad=True)
     boundary = (with_gradient, without_gradient)
     stage = PipelineStage(
-        part, rank, 2, torch.device("cpu"),
+        module, rank, 2, torch.device("cpu"),
         input_args=boundary if rank else without_gradient,
         output_args=with_gradient if rank else boundary,
     )  # fmt: skip
@@ -123,9 +123,9 @@ class TwoOutputs(nn.Module):
         torch.manual_seed(last)
         self.a, self.b, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), last
 
-    def forward(self, x: Tensor, *more: Tensor) -> Any:
+    def forward(self, x: Tensor, *boundary: Tensor) -> Any:
         if self.last:
-            return self.a(x) + self.b(more[0])
+            return self.a(x) + self.b(boundary[0])
         return self.a(x), self.b(x)
 
 

@@ -164,11 +164,11 @@ def read_errors(rank: int, folder: Path) -> list[str]:
     save(trained.schedule, folder, step=1, **trained.how)
     save(trained.schedule, folder / "weights", step=1, optimizer=None)
     for name, make in NOT_READ.items():
-        other = make(rank)
-        before = [p.detach().clone() for p in other.parameters]
+        loaded = make(rank)
+        before = [p.detach().clone() for p in loaded.parameters]
         with pytest.raises(CheckpointError) as error:
-            load(other.schedule, folder, **other.how)
-        assert all(map(torch.equal, before, other.parameters))
+            load(loaded.schedule, folder, **loaded.how)
+        assert all(map(torch.equal, before, loaded.parameters))
         texts.append(f"{name}\n{error.value}\n")
     with pytest.raises(CheckpointError) as error:
         load(trained.schedule, folder / "weights", **trained.how)

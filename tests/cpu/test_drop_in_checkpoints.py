@@ -74,8 +74,8 @@ def make_tied_weights(stages: int) -> TiedWeights:
 def tie(parts: dict[int, nn.Module], stages: int) -> dict[int, nn.Module]:
     """Make the first and the last stage of a process use one Parameter."""
     if {0, stages - 1} <= parts.keys():
-        one, other = parts[0].get_submodule("layers.0.linear"), parts[stages - 1]
-        other.get_submodule(f"layers.{LAYERS - 1}.linear").weight = one.weight
+        first_layer, last_stage = parts[0].get_submodule("layers.0.linear"), parts[stages - 1]
+        last_stage.get_submodule(f"layers.{LAYERS - 1}.linear").weight = first_layer.weight
     return parts
 
 
@@ -229,7 +229,7 @@ def steps_in_process(ranks: InProcessExecutor, first: int, end: int) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
-    layouts = {name: dict(others) for name, others in SAME_SUMS.items()}
+    layouts = {name: dict(base_layouts) for name, base_layouts in SAME_SUMS.items()}
     layouts["two ranks"] |= TWO_REPLICAS
     layouts["replicas"] = NO_REPLICAS
     run(run_all_layouts, 2, BASES, layouts, folder)
@@ -238,19 +238,19 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder
 
 
-def compute_differences(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
-    one, other = (
+def compute_differences(first: dict[str, Any], second: dict[str, Any]) -> dict[str, float]:
+    first, second = (
         {k: v for k, v in tensors.items() if not k.startswith("generators/")}
-        for tensors in (one, other)
+        for tensors in (first, second)
     )
-    assert one.keys() == other.keys()
+    assert first.keys() == second.keys()
     # Four layers have four tensors each, without the tied one. Each trained weight has two moments
     # and a step.
-    assert len(one) == 4 * 4 - 1 + 3 * (4 * 3 - 1 - 1)
+    assert len(first) == 4 * 4 - 1 + 3 * (4 * 3 - 1 - 1)
     return {
-        name: float((one[name].double() - other[name].double()).abs().max())
-        for name in one
-        if not torch.equal(one[name], other[name])
+        name: float((first[name].double() - second[name].double()).abs().max())
+        for name in first
+        if not torch.equal(first[name], second[name])
     }
 
 

@@ -158,8 +158,8 @@ def probe_gloo_queues(rank: int) -> tuple[list[str], float, list[float]]:
     Return the progress model of the group, the values of two messages that are received in the
     wrong order, and of large ones that both ranks send before either receives.
     """
-    other = 1 - rank
-    ops = [dist.P2POp(dist.isend, torch.full((1,), float(k)), other) for k in range(2)]
+    peer = 1 - rank
+    ops = [dist.P2POp(dist.isend, torch.full((1,), float(k)), peer) for k in range(2)]
     received = [
         torch.zeros(1),
         torch.zeros(1),
@@ -167,11 +167,11 @@ def probe_gloo_queues(rank: int) -> tuple[list[str], float, list[float]]:
     works = theirs._batch_p2p(ops if rank == 0 else [])
     if rank == 1:
         for buffer in received:
-            works += theirs._batch_p2p([dist.P2POp(dist.irecv, buffer, other)])
+            works += theirs._batch_p2p([dist.P2POp(dist.irecv, buffer, peer)])
     theirs._wait_batch_p2p(works)
     large, large_received = torch.full((1 << 22,), float(rank)), torch.zeros(1 << 22)
-    works = theirs._batch_p2p([dist.P2POp(dist.isend, large, other)])
-    theirs._wait_batch_p2p(theirs._batch_p2p([dist.P2POp(dist.irecv, large_received, other)]))
+    works = theirs._batch_p2p([dist.P2POp(dist.isend, large, peer)])
+    theirs._wait_batch_p2p(theirs._batch_p2p([dist.P2POp(dist.irecv, large_received, peer)]))
     theirs._wait_batch_p2p(works)
     model, blocks = get_progress_model(dist.group.WORLD, torch.device("cpu"))
     return [model] * blocks, large_received[0].item(), [buffer.item() for buffer in received]
@@ -190,8 +190,8 @@ def test_gloo_matches_by_position_and_allows_both_directions() -> None:
 
 def compute_gradient_error(rank: int, path: str) -> float:
     """Run an unproven program under torch's runtime, and return its largest gradient error."""
-    parts, whole = make_local_stages(rank, 4), model(4)
-    (x, y), plain = batch(), whole
+    parts, layers = make_local_stages(rank, 4), model(4)
+    (x, y), plain = batch(), layers
     for pair in zip(x.chunk(MB), y.chunk(MB), strict=True):
         (mse_loss(plain(pair[0]), pair[1]) / MB).backward()
     pipeline_stages = [stage_of(part, s, 4) for s, part in parts.items()]
@@ -200,7 +200,7 @@ def compute_gradient_error(rank: int, path: str) -> float:
     runtime.step(*((x,) if 0 in parts else ()), target=y if 3 in parts else None)
     largest_error = 0.0
     for s, part in parts.items():
-        for p, expected in zip(part.parameters(), whole[s].parameters(), strict=True):
+        for p, expected in zip(part.parameters(), layers[s].parameters(), strict=True):
             assert isinstance(p.grad, Tensor) and isinstance(expected.grad, Tensor)
             largest_error = max(
                 largest_error, (p.grad - expected.grad).norm().item() / expected.grad.norm().item()

@@ -133,7 +133,11 @@ class MultiGradHook(Stage):
 class ModuleHooks(Stage):
     def prepare(self) -> None:
         self.one.register_full_backward_pre_hook(lambda _, gradients: double_gradients(gradients))
-        self.one.register_full_backward_hook(lambda _, given, taken: self.see(*given, *taken))
+        self.one.register_full_backward_hook(
+            lambda _, input_gradients, output_gradients: self.see(
+                *input_gradients, *output_gradients
+            )
+        )
         self.two.register_forward_hook(lambda _, xs, y: y * 2)
         self.two.register_forward_pre_hook(lambda _, xs: (xs[0] + 1,))
 

@@ -109,8 +109,8 @@ def make_pipeline(rank: int, kind: str, runtime: Runtime, case: Case, **options:
         options["tied_weights"] = schedir.find_tied_weights(stages)
     return Pipeline(
         kind, case.holds[rank], case.stages,
-        lambda held: Schedule(
-            held, n_microbatches=MICROBATCHES, loss_fn=loss_fn, schedule=case.schedule,
+        lambda pipeline_stages: Schedule(
+            pipeline_stages, n_microbatches=MICROBATCHES, loss_fn=loss_fn, schedule=case.schedule,
             runtime=runtime, **options,
         ),
     )  # fmt: skip

@@ -48,10 +48,10 @@ class InPlaceStage(nn.Module):
         super().__init__()
         self.layer = Layer()
 
-    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
-        for tensor in more:
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        for tensor in others:
             tensor.add_(1)
-        y: Tensor = self.layer(x + sum(more))
+        y: Tensor = self.layer(x + sum(others))
         return y
 
 

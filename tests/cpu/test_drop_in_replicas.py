@@ -114,9 +114,7 @@ def compute_reduced_gradients(
     wrap, parameters = sharded(parts_sharded, mp_policy=policy), list[Tensor]()
 
     def keep(schedule: Schedule, parts: dict[int, nn.Module], x: Tensor, y: Tensor) -> None:
-        parameters[:] = [
-            p for wrap_one_layer in parts.values() for p in wrap_one_layer.parameters()
-        ]
+        parameters[:] = [p for stage in parts.values() for p in stage.parameters()]
 
     step = step_of(
         "vee", schedule=schedule, dp=2, wrap=wrap, around=keep, steps=2, n_microbatches=8,

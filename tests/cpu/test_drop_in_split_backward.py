@@ -38,7 +38,7 @@ class ViewOutput(StageWithWeights):
 class InputAsOutput(StageWithWeights):
     """Also returns its input and a view of a mask."""
 
-    def forward(self, x: Tensor, *more: Tensor) -> tuple[Tensor, ...]:
+    def forward(self, x: Tensor, *others: Tensor) -> tuple[Tensor, ...]:
         return linear(x, self.weight), x, torch.ones(len(x) + 1, 3).bool()[1:]
 
 
@@ -59,13 +59,13 @@ class SharedWeight(StageWithWeights):
 class WeightProductOutput(StageWithWeights):
     """Also returns a product of weights."""
 
-    def forward(self, x: Tensor, *more: Tensor) -> tuple[Tensor, Tensor]:
-        return torch.tanh(x + self.a + sum(more)), (self.a * self.b).expand_as(x) * 1.0
+    def forward(self, x: Tensor, *others: Tensor) -> tuple[Tensor, Tensor]:
+        return torch.tanh(x + self.a + sum(others)), (self.a * self.b).expand_as(x) * 1.0
 
 
 class MeanOfInputs(Layer):
-    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
-        return super().forward(x + sum(tensor.float().mean() for tensor in more))
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        return super().forward(x + sum(tensor.float().mean() for tensor in others))
 
 
 class LossWithWeight(nn.Module):

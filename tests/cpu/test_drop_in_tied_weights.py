@@ -104,21 +104,21 @@ def run_stage_from_meta_device(rank: int, differ: bool) -> str:
     Return the gradient of the tied weight, or the error.
     """
     with torch.device("meta"):
-        part = TiedStage()
-    schedule = made({rank: part}, 2, schedule="zb_h1", tied_weights=tie_weights(0, 1))
-    part.to_empty(device="cpu")
+        stage = TiedStage()
+    schedule = made({rank: stage}, 2, schedule="zb_h1", tied_weights=tie_weights(0, 1))
+    stage.to_empty(device="cpu")
     torch.manual_seed(0)
-    nn.init.normal_(part.a.weight, std=1.0 + rank * differ)
+    nn.init.normal_(stage.a.weight, std=1.0 + rank * differ)
     torch.manual_seed(1 + rank)
-    nn.init.normal_(part.b.weight)
-    nn.init.zeros_(part.b.bias)
+    nn.init.normal_(stage.b.weight)
+    nn.init.zeros_(stage.b.bias)
     x, y = batch()
     try:
         schedule.step(*((x,) if rank == 0 else ()), target=y if rank else None)
     except ModelError as error:
         return error.fact
-    assert part.a.weight.grad is not None
-    return str(part.a.weight.grad.tolist())
+    assert stage.a.weight.grad is not None
+    return str(stage.a.weight.grad.tolist())
 
 
 def test_weights_initialized_after_schedule() -> None:

@@ -139,13 +139,13 @@ def test_float32_gradient_of_bfloat16_weight_is_not_rounded(late: bool) -> None:
 
 def test_autograd_receives_sparse_rows_once_per_weight() -> None:
     """autograd would join two sparse tensors into one with duplicate rows."""
-    weight, other = (make_weight(torch.float32, torch.float32) for _ in range(2))
+    weight, second_weight = (make_weight(torch.float32, torch.float32) for _ in range(2))
     layouts: list[Any] = []
-    nodes = [get_gradient_edge(w).node for w in (weight, other)]
+    nodes = [get_gradient_edge(w).node for w in (weight, second_weight)]
     for node in nodes:
         register_observer(node, lambda _, gradients: layouts.append(gradients[0].layout))
     for _ in range(2):
-        run_backward(embedding(TOKENS, weight) + embedding(TOKENS, other), split=False)
+        run_backward(embedding(TOKENS, weight) + embedding(TOKENS, second_weight), split=False)
     assert layouts == [torch.sparse_coo] * 4
     layouts.clear()
     run_backward(embedding(TOKENS, weight) + embedding(TOKENS + 0, weight), split=False)
@@ -153,7 +153,7 @@ def test_autograd_receives_sparse_rows_once_per_weight() -> None:
     layouts.clear()
     x = make_random(2, 3, HIDDEN).requires_grad_()
     inner = checkpoint(  # a backward pass within another
-        lambda x: x.tanh() + embedding(TOKENS, other), x + embedding(TOKENS, weight),
+        lambda x: x.tanh() + embedding(TOKENS, second_weight), x + embedding(TOKENS, weight),
         use_reentrant=True,
     )  # fmt: skip
     run_backward(inner + embedding(TOKENS, weight), split=False)

@@ -288,11 +288,13 @@ def test_layer_adds_gated_outputs_of_its_experts() -> None:
     assert counts.tolist() == chosen_counts.tolist() and 0 in counts
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(total, balance, rtol=1e-12, atol=0)
-    own = torch.autograd.grad(output.square().sum() + total.sum(), [x, aux, layer.router.weight])
-    other = torch.autograd.grad(
+    gradients = torch.autograd.grad(
+        output.square().sum() + total.sum(), [x, aux, layer.router.weight]
+    )
+    expected_gradients = torch.autograd.grad(
         expected.square().sum() + balance.sum(), [x, aux, layer.router.weight]
     )
-    torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-10, atol=1e-10)
     layer.eval()
     assert layer.route(x, aux)[-1] is aux
 
@@ -319,22 +321,26 @@ def read_errors(rank: int) -> list[tuple[str, ...]]:
     stream = Boundary((SAMPLES, CONFIG.context, CONFIG.hidden))
     boundaries: dict[int, Any] = build_boundaries(config, [5], stream, EP)
 
-    def make(program: Program, boundary: Any, **other: Any) -> Executor:
-        other = {"prepare": skew_routing, "boundary": boundary, "cfg": config} | other
-        return moe_executor(program, transport, samples=SAMPLES, **other)
+    def make(program: Program, boundary: Any, **changes: Any) -> Executor:
+        changes = {"prepare": skew_routing, "boundary": boundary, "cfg": config} | changes
+        return moe_executor(program, transport, samples=SAMPLES, **changes)
 
     executor = make(program, boundaries)
     sharded = compile("one_f_one_b", ranks=1, microbatches=MICROBATCHES, zero=2, **options)
     unsplit = compile("one_f_one_b", ranks=1, microbatches=MICROBATCHES, dp=EP, ep=EP)
-    sent, _, *rest = boundaries[0]
+    sent, _, *other_boundaries = boundaries[0]
     attempts: list[Callable[[], object]] = [
         lambda: save(executor, "unused", step=0, name_map=drop_expert_rank),
         lambda: save(make(program, boundaries, prepare=add_buffers), "unused", step=0),
         lambda: executor.step(*draw_batch(rank)),
         lambda: make(program, boundaries, cfg=replace(config, expert_hidden=12 + 4 * rank)),
         lambda: make(sharded, boundaries),
-        lambda: make(program, boundaries | {0: (sent, Boundary((CONFIG.experts,)), *rest)}),
-        lambda: make(program, boundaries | {0: (sent, Boundary((3,), torch.int64), *rest)}),
+        lambda: make(
+            program, boundaries | {0: (sent, Boundary((CONFIG.experts,)), *other_boundaries)}
+        ),
+        lambda: make(
+            program, boundaries | {0: (sent, Boundary((3,), torch.int64), *other_boundaries)}
+        ),
         lambda: stage(draw_batch(rank)[0][0]),
         lambda: make(program, boundaries, experts=(0, 1)),
         lambda: make(program, boundaries, experts=(1 - rank, 2)),
@@ -353,7 +359,7 @@ def read_errors(rank: int) -> list[tuple[str, ...]]:
 def test_too_many_tokens_raise_same_error_on_all_ranks() -> None:
     first, second = run(read_errors, EP)
     names, buffers, step, width, zero, dtype, number, *others = first
-    stage, whole, swapped, unsplit, alone = others
+    stage, unsplit_stage, swapped, unsplit, alone = others
     assert first[:8] == second[:8] and unsplit == second[10]
     # 2 samples of 5 tokens from 2 replicas, with 2 experts each.
     assert step == (
@@ -365,6 +371,6 @@ def test_too_many_tokens_raise_same_error_on_all_ranks() -> None:
     assert "zero=2" in zero[0] and "segments" in stage[0]
     assert "experts 1 of 2 in process 1" in names[0] and "experts.4.sums" in buffers[0]
     assert "number of rows of each expert" in dtype[0] and "[3]" in number[0]
-    assert "slice 0 of 1" in whole[0] and "slice 1 of 2" in swapped[0]
-    assert "has slice 0 of 2" in whole[0] and "has slice 1 of 2" in second[8][0]
+    assert "slice 0 of 1" in unsplit_stage[0] and "slice 1 of 2" in swapped[0]
+    assert "has slice 0 of 2" in unsplit_stage[0] and "has slice 1 of 2" in second[8][0]
     assert "no dispatch" in unsplit[0] and "the other experts are missing" in alone[0]

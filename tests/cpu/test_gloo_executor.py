@@ -76,8 +76,8 @@ def test_gloo_steps_equal_reference(schedule: Any, shape: PipelineShape) -> None
     ] == [True]
 
 
-def tensors_close(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    return float((one - other).norm()) <= tolerance * float(other.norm())
+def tensors_close(first: Tensor, second: Tensor, tolerance: float) -> bool:
+    return float((first - second).norm()) <= tolerance * float(second.norm())
 
 
 def test_tensor_parallel_schedules_are_equal_and_near_one_rank() -> None:

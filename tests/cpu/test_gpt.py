@@ -74,12 +74,12 @@ def test_stages_equal_model_in_one_stage(stages: int) -> None:
 
 def test_tied_weights_start_equal_and_their_gradients_add_up() -> None:
     config = replace(SMALL, tied=True, layers=3)
-    whole, stages = build_stages(config, 1), build_stages(config, 3)
+    single_stage, stages = build_stages(config, 1), build_stages(config, 3)
     first, middle, last = (stage.tied_weight for stage in stages)
     assert first is not None and middle is None and last is not None
     assert first is not last and torch.equal(first, last)
-    assert whole[0].tied_weight is None
-    expected, _, (expected_grads,) = run_step(whole)
+    assert single_stage[0].tied_weight is None
+    expected, _, (expected_grads,) = run_step(single_stage)
     assert torch.equal(run_step(stages)[0], expected)
     assert first.grad is not None and last.grad is not None
     assert tensors_close(first.grad + last.grad, expected_grads["embedding.weight"])
@@ -118,9 +118,9 @@ def run_tensor_parallel_step(
 @pytest.mark.parametrize(("tied", "late"), [(False, False), (True, False), (True, True)])
 def test_two_tensor_parallel_ranks_equal_one_process(tied: bool, late: bool) -> None:
     config = replace(SMALL, tied=tied)
-    whole = build_stage(config, 0, 1)
-    initial = {name: p.detach().clone() for name, p in whole.named_parameters()}
-    logits, total, (grads,) = run_step([whole])
+    single_stage = build_stage(config, 0, 1)
+    initial = {name: p.detach().clone() for name, p in single_stage.named_parameters()}
+    logits, total, (grads,) = run_step([single_stage])
 
     ranks = run(run_tensor_parallel_step, 2, config, late)
     assert tensors_close(torch.cat([r[0] for r in ranks], -1)[..., : config.vocab], logits)

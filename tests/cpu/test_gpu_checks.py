@@ -203,11 +203,11 @@ def test_transport_row_matches_its_class(row: TransportRow) -> None:
         row.blocking_hosts,
     )
     parameters = inspect.signature(transport_class).parameters
-    positional, others = [*parameters.values()][:4], [*parameters.values()][4:]
+    positional, keyword_only = [*parameters.values()][:4], [*parameters.values()][4:]
     assert [p.name for p in positional] == ["program", "timeout", "device", "max_message_bytes"]
-    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in [*positional[2:], *others])
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in [*positional[2:], *keyword_only])
     assert all(
-        p.default is not inspect.Parameter.empty for p in others
+        p.default is not inspect.Parameter.empty for p in keyword_only
     )  # the row's constructor needs no other arguments
     assert row.device in DEVICES
     for function in (DEVICES[row.device].require_path, DEVICES[row.device].initialise_path):

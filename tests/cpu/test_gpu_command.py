@@ -106,16 +106,16 @@ def test_killed_run_leaves_partial_output(tmp_path: Path) -> None:
         f"gpu_run.main(['--folder', {str(tmp_path)!r}])"
     )
     process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.DEVNULL)
-    part = tmp_path / "hangs.txt.part"
+    partial_output = tmp_path / "hangs.txt.part"
     try:
         deadline = time.monotonic() + 120
-        while not (part.exists() and part.read_text().endswith("\n")):
+        while not (partial_output.exists() and partial_output.read_text().endswith("\n")):
             assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
     finally:
         process.kill()
         process.wait()
-    child = int(part.read_text())
+    child = int(partial_output.read_text())
     os.killpg(os.getpgid(child), signal.SIGKILL)  # nothing else would kill it
     assert list_files(tmp_path) == ["README.md", "good.txt", "hangs.txt.part", STATE]
     assert [row[2] for row in read_rows(tmp_path) if len(row) == 5][2:] == ["ok", "not run"]
@@ -127,10 +127,10 @@ def test_without_gpu_later_steps_do_not_run(
 ) -> None:
     monkeypatch.undo()
     assert gpu_run.main(["--folder", str(tmp_path)]) == 2
-    first, *others, _, _ = capsys.readouterr().out.splitlines()
+    first, *later_lines, _, _ = capsys.readouterr().out.splitlines()
     assert first.startswith("machine: failed: 2")
     assert "torch finds none" in (tmp_path / "machine.txt").read_text()
-    assert others == [f"{s.name}: not run, there is no GPU" for s in gpu_run.STEPS[1:]]
+    assert later_lines == [f"{s.name}: not run, there is no GPU" for s in gpu_run.STEPS[1:]]
     assert list_files(tmp_path) == ["README.md", "machine.txt", STATE]
     assert gpu_run.main(["--folder", str(tmp_path), "--only", "streams"]) == 2
     assert "streams: not run, there is no GPU" in capsys.readouterr().out

@@ -47,8 +47,10 @@ def sum_gradients(loop: UnpipelinedModel, factors: list[float]) -> Gradients:
     total: Gradients = {}
     loop.model.zero_grad()
     for mb, factor in zip(loop.microbatches, factors, strict=True):
-        part = UnpipelinedModel(loop.model, [mb], loop.loss_fn, loop.divisor).expected_gradients
-        for name, gradient in part.items():
+        gradients = UnpipelinedModel(
+            loop.model, [mb], loop.loss_fn, loop.divisor
+        ).expected_gradients
+        for name, gradient in gradients.items():
             earlier = total.get(name)
             total[name] = (
                 factor * gradient.value if earlier is None else earlier + factor * gradient.value
@@ -76,10 +78,10 @@ def test_exactly_different_stages_are_listed(data: st.DataObject) -> None:
         for name, gradient in drop_missing(sum_gradients(loop, counts)).items()
     }
     dumped: Gradients = {n: (bad if int(n[0]) in stages else expected)[n] for n in expected}
-    found = list_differences(loop, GradientDump(dumped).infer_stages())
-    listed = [stage for difference in found for stage in difference.stages]
+    listed_differences = list_differences(loop, GradientDump(dumped).infer_stages())
+    listed = [stage for difference in listed_differences for stage in difference.stages]
     assert len(listed) == len(stages) and {*listed} == stages
-    for difference in found:
+    for difference in listed_differences:
         assert difference.has_all_parameters
         errors = [relative_error(loop, name, dumped[name]) for name in difference.names]
         assert difference.error == pytest.approx(max(errors), rel=0.01)
@@ -100,8 +102,10 @@ def test_single_parameters_are_listed() -> None:
     dumped = sum_gradients(loop, [1.0] * 4)
     dumped["1.linear.weight"] = None
     dumped["1.linear.bias"] = sum_gradients(loop, [1.0, 1.0, 1.0, 0.0])["1.linear.bias"]
-    found = list_differences(loop, GradientDump(dumped).infer_stages())
-    assert [(d.names, d.problem == "no gradient", d.has_all_parameters) for d in found] == [
+    listed_differences = list_differences(loop, GradientDump(dumped).infer_stages())
+    assert [
+        (d.names, d.problem == "no gradient", d.has_all_parameters) for d in listed_differences
+    ] == [
         (("1.linear.weight",), True, False),
         (("1.linear.bias",), False, False),
     ]
@@ -149,10 +153,10 @@ def test_different_replicas_are_listed_by_rank() -> None:
         GradientDump(sum_gradients(loop, f)).infer_stages()
         for f in ([2.0, 2, 0, 0], [0, 0, 2.0, 2])
     ]
-    found = list_differences(loop, *ranks, replicas=2)
-    locations = {location for difference in found for location in difference.locations}
+    listed_differences = list_differences(loop, *ranks, replicas=2)
+    locations = {location for difference in listed_differences for location in difference.locations}
     assert locations == {StageLocation(stage, rank) for stage in range(2) for rank in range(2)}
-    assert "rank 0" in str(found[0]) and "rank 1" in str(found[1])
+    assert "rank 0" in str(listed_differences[0]) and "rank 1" in str(listed_differences[1])
 
 
 def test_tied_weights_keep_names_of_each_rank() -> None:

@@ -174,12 +174,12 @@ def test_diagnosis_finds_forward_that_stopped(name: str, tmp_path: Path) -> None
         return
     (verdict,) = diagnose_copies(program, [matched])
     assert not verdict.is_deadlock
-    assert {int(index.rank[at]) for cause in verdict.causes for at in cause.positions} == {
+    assert {int(index.rank[place]) for cause in verdict.causes for place in cause.positions} == {
         STOPPED_RANK
     }
     position = verdict.positions[STOPPED_RANK]
     assert position.is_late
-    possible = [str(index.locate(at)[2]) for at in range(*position.compute_range)]
+    possible = [str(index.locate(place)[2]) for place in range(*position.compute_range)]
     assert f"F {STAGE}.{MICROBATCH}" in possible
 
 

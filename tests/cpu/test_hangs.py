@@ -158,10 +158,10 @@ CASES = {
 def test_other_ranks_report_instruction_within_timeout(name: str, tmp_path: Path) -> None:
     case = CASES[name]
     with running_ranks(case, tmp_path) as world:
-        others = [k for k in range(world) if k or case.kind == "raise"]
-        wait_until(lambda: all((tmp_path / f"said-{k}").exists() for k in others))
+        other_processes = [k for k in range(world) if k or case.kind == "raise"]
+        wait_until(lambda: all((tmp_path / f"said-{k}").exists() for k in other_processes))
     start = float((tmp_path / "at").read_text())
-    for k in others:
+    for k in other_processes:
         end, _, error = (tmp_path / f"said-{k}").read_text().partition("\n")
         rank = k // case.program.tp % 2
         assert float(end) - start < TIMEOUT + EXTRA_SECONDS
@@ -230,15 +230,15 @@ def test_watchdog_reports_stopped_process_but_not_slow_disk(stops: bool, tmp_pat
         if stops:  # otherwise the other process may find that it has not started
             wait_until(lambda: read_process_state(processes[0].pid or 0, 0) == "stopped")
         processes[1].start()
-        for run_rank in processes:
-            run_rank.join(60)
-        assert [run_rank.exitcode for run_rank in processes] == (
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == (
             [-signal.SIGKILL, 1] if stops else [0, 0]
         )
     finally:
-        for run_rank in processes:
-            run_rank.kill()
-            run_rank.join()
+        for process in processes:
+            process.kill()
+            process.join()
     output = (tmp_path / "said-0").read_text().partition("\n")[0]
     expected = (
         "no process has made progress for 0.5 s: process 1 (pipeline rank 1) is stopped, "
@@ -265,12 +265,12 @@ def run_slow_set_up(folder: Path) -> None:
 
 
 def test_slow_set_up_is_not_reported_as_hang(tmp_path: Path) -> None:
-    run_rank = CONTEXT.Process(target=run_slow_set_up, args=(tmp_path,))
-    run_rank.start()
-    run_rank.join(60)
-    run_rank.kill()
-    run_rank.join()
-    assert run_rank.exitcode == 0
+    process = CONTEXT.Process(target=run_slow_set_up, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0
 
 
 def save_with_slow_disk(rank: int, folder: Path, snapshots: bool) -> bool:

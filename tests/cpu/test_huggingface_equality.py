@@ -31,29 +31,29 @@ def set_random_weights(model: nn.Module) -> None:
 
 
 def check_models_equal(
-    ours: nn.Module, theirs: nn.Module, pairs: Any, losses: Any, *inputs: Any
+    model: nn.Module, reference: nn.Module, pairs: Any, losses: Any, *inputs: Any
 ) -> None:
     """Give both models equal weights, and check that their outputs and gradients are close.
 
     `losses` returns the outputs of each model, with the loss last. Gradients are compared in
     float64, because float32 sums cancel. Hugging Face's loss is float32.
     """
-    set_random_weights(ours)
-    params = {n: p for n, p in theirs.train().named_parameters() if p.requires_grad}
-    expected_params = dict(pairs({n: p.detach() for n, p in ours.named_parameters()}))
+    set_random_weights(model)
+    params = {n: p for n, p in reference.train().named_parameters() if p.requires_grad}
+    expected_params = dict(pairs({n: p.detach() for n, p in model.named_parameters()}))
     assert expected_params.keys() == params.keys()
     for name, value in expected_params.items():
         assert params[name].shape == value.shape, name
         params[name].data.copy_(value)
     for limit, dtype in ((1e-5, torch.float32), (1e-6, torch.float64)):
-        outputs, expected_outputs = losses(ours.to(dtype), theirs.to(dtype), *inputs)
+        outputs, expected_outputs = losses(model.to(dtype), reference.to(dtype), *inputs)
         for actual, expected in (
             (a.detach(), b.detach()) for a, b in zip(outputs, expected_outputs, strict=True)
         ):
             assert expected.norm() > 0.1 and actual.shape == expected.shape
             assert (actual - expected).abs().max() <= limit * max(1, float(expected.abs().max()))
     outputs[-1].backward(), expected_outputs[-1].backward()
-    gradients = {n: p.grad for n, p in ours.named_parameters()}
+    gradients = {n: p.grad for n, p in model.named_parameters()}
     for name, value in pairs(gradients):
         expected_gradient = params[name].grad
         assert expected_gradient is not None
@@ -70,10 +70,10 @@ def make_tokens(vocab: int, context: int) -> Tensor:
     return torch.randint(vocab, (3, context + 1), generator=torch.Generator().manual_seed(0))
 
 
-def compute_causal_outputs(ours: nn.Module, theirs: Any, tokens: Tensor) -> tuple[Any, Any]:
+def compute_causal_outputs(model: nn.Module, reference: Any, tokens: Tensor) -> tuple[Any, Any]:
     """Return the logits and summed losses of both models."""
     x, targets = tokens[:, :-1], tokens[:, 1:]
-    logits, expected_logits = ours(x), theirs(x).logits
+    logits, expected_logits = model(x), reference(x).logits
     expected_loss = F.cross_entropy(
         expected_logits.flatten(0, 1), targets.flatten(), reduction="sum"
     )
@@ -107,7 +107,7 @@ def test_gpt_equals_hugging_face(tied: bool) -> None:
             prefix = f"transformer.h.{layer[1]}." if layer else ""
             yield f"{prefix}{GPT[part]}.{kind}", value
 
-    theirs = transformers.GPT2LMHeadModel(
+    reference = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             vocab_size=31, n_layer=2, n_embd=24, n_head=3, n_positions=9, bos_token_id=0,
             eos_token_id=0, activation_function="gelu", tie_word_embeddings=tied, embd_pdrop=0.0,
@@ -115,7 +115,7 @@ def test_gpt_equals_hugging_face(tied: bool) -> None:
         )
     )  # fmt: skip
     check_models_equal(
-        gpt.build_stage(config, 0, 1), theirs, pairs, compute_causal_outputs, make_tokens(31, 9)
+        gpt.build_stage(config, 0, 1), reference, pairs, compute_causal_outputs, make_tokens(31, 9)
     )
 
 
@@ -157,7 +157,7 @@ def test_llama_and_mistral_equal_hugging_face(tied: bool, kv_heads: int, window:
                 yield f"{prefix}.{LLAMA[part]}.weight", value
 
     name = "Mistral" if window else "Llama"
-    theirs = getattr(transformers, f"{name}ForCausalLM")(
+    reference = getattr(transformers, f"{name}ForCausalLM")(
         getattr(transformers, f"{name}Config")(
             vocab_size=31, num_hidden_layers=2, hidden_size=24, num_attention_heads=4,
             num_key_value_heads=kv_heads, intermediate_size=config.ffn_width,
@@ -169,7 +169,7 @@ def test_llama_and_mistral_equal_hugging_face(tied: bool, kv_heads: int, window:
     )  # fmt: skip
     stage = llama.build_stage(config, 0, 1)
     assert config.num_parameters == sum(p.numel() for p in stage.parameters())
-    check_models_equal(stage, theirs, pairs, compute_causal_outputs, make_tokens(31, 9))
+    check_models_equal(stage, reference, pairs, compute_causal_outputs, make_tokens(31, 9))
 
 
 # BERT
@@ -217,12 +217,12 @@ def test_bert_equals_hugging_face() -> None:
             else:
                 yield f"{prefix}{MEGATRON_BERT[part]}.{kind}", value
 
-    def losses(ours: nn.Module, theirs: Any) -> tuple[Any, Any]:
-        outputs = ours(tokens, sentences=sentences, mask=mask)
+    def losses(model: nn.Module, reference: Any) -> tuple[Any, Any]:
+        outputs = model(tokens, sentences=sentences, mask=mask)
         mean = bert.loss(outputs, targets) / bert.count_tokens(targets)
         labels = targets.masked_fill(targets == IGNORE_INDEX, -100)
         labels[:, 0] = -100
-        expected_outputs = theirs(
+        expected_outputs = reference(
             tokens, mask.long(), sentences, labels=labels, next_sentence_label=targets[:, 0]
         )
         return (*outputs, mean), (
@@ -231,7 +231,7 @@ def test_bert_equals_hugging_face() -> None:
             expected_outputs.loss,
         )
 
-    theirs = transformers.MegatronBertForPreTraining(
+    reference = transformers.MegatronBertForPreTraining(
         transformers.MegatronBertConfig(
             vocab_size=31, num_hidden_layers=2, hidden_size=24, num_attention_heads=3,
             intermediate_size=96, max_position_embeddings=CONTEXT, layer_norm_eps=1e-5,
@@ -240,7 +240,7 @@ def test_bert_equals_hugging_face() -> None:
         )
     )  # fmt: skip
     stage = bert.build_stage(config, 0, 1)
-    check_models_equal(stage, theirs, pairs, losses)
+    check_models_equal(stage, reference, pairs, losses)
 
 
 # Encoder and decoder
@@ -259,9 +259,9 @@ def test_encoder_decoder_equals_hugging_face() -> None:
         vocab=31, encoder_layers=2, decoder_layers=2, hidden=24, heads=3, context=9
     )
     batch = tiny_models.translations(2, 0)
-    source, targets = (torch.cat([*one]) for one in batch[:2])
+    source, targets = (torch.cat([*tensors]) for tensors in batch[:2])
     decoder_input, mask = (
-        torch.cat([one[name] for one in batch.keywords]) for name in ("target", "mask")
+        torch.cat([tensors[name] for tensors in batch.keywords]) for name in ("target", "mask")
     )
 
     def pairs(parameters: dict[str, Tensor]) -> Pairs:
@@ -284,14 +284,14 @@ def test_encoder_decoder_equals_hugging_face() -> None:
             for letter, block in zip(letters, parts, strict=True):
                 yield f"{prefix}{attention}.{letter}_proj.{kind}", block.flatten(0, 1)
 
-    def losses(ours: nn.Module, theirs: Any) -> tuple[Any, Any]:
-        outputs = ours(source, target=decoder_input, mask=mask)
+    def losses(model: nn.Module, reference: Any) -> tuple[Any, Any]:
+        outputs = model(source, target=decoder_input, mask=mask)
         labels = targets.masked_fill(targets == gpt.IGNORE_INDEX, -100)
-        expected_outputs = theirs(source, mask.long(), decoder_input, labels=labels)
+        expected_outputs = reference(source, mask.long(), decoder_input, labels=labels)
         mean = gpt.loss(outputs, targets) / gpt.count_tokens(targets)
         return (outputs, mean), (expected_outputs.logits, expected_outputs.loss)
 
-    theirs = transformers.PegasusForConditionalGeneration(
+    reference = transformers.PegasusForConditionalGeneration(
         transformers.PegasusConfig(
             vocab_size=31, encoder_layers=2, decoder_layers=2, d_model=24, encoder_ffn_dim=96,
             decoder_ffn_dim=96, encoder_attention_heads=3, decoder_attention_heads=3,
@@ -301,7 +301,7 @@ def test_encoder_decoder_equals_hugging_face() -> None:
         )
     )  # fmt: skip
     for name in ("encoder", "decoder"):
-        table = getattr(theirs.model, name).embed_positions.weight
+        table = getattr(reference.model, name).embed_positions.weight
         assert (table - encoder_decoder.waves(9, table)).abs().max() < 1e-6
     stage = encoder_decoder.build_stage(config, 0, 1)
-    check_models_equal(stage, theirs, pairs, losses)
+    check_models_equal(stage, reference, pairs, losses)

@@ -40,12 +40,12 @@ class _Layer(torch.nn.Linear):
         return super().forward(x)
 
 
-def _make_schedule(rank: int, name: str, seen: list[bool]) -> Any:
+def _make_schedule(rank: int, name: str, wrapped_flags: list[bool]) -> Any:
     count = RANKS * STAGES[name]
     stages = []
     for s in range(rank, count, RANKS):
         layer = _Layer(WIDTH, WIDTH, dtype=torch.float64)
-        layer.seen = seen
+        layer.seen = wrapped_flags
         stage = PipelineStage(layer, s, count, torch.device("cpu"))
         # These first messages are only for NCCL. torch 2.11 sends them to itself, which Gloo
         # refuses.
@@ -66,19 +66,19 @@ def profile_schedules(rank: int, folder: str) -> dict[str, list[str]]:
     """Return the recorded ranges of each schedule, with and without instrumentation."""
     ranges = {}
     for name in STAGES:
-        seen: list[bool] = []
-        schedule = _make_schedule(rank, name, seen)
+        wrapped_flags: list[bool] = []
+        schedule = _make_schedule(rank, name, wrapped_flags)
         step = partial(_run_step, rank, schedule)
         evaluate = partial(_run_step, rank, schedule, method="eval")
         with schedir.instrument("torch"):
             ranges[name] = profiled(step, f"{folder}/{name}-{rank}.json")
             ranges[f"{name} eval"] = profiled(evaluate, f"{folder}/{name} eval-{rank}.json")
-            assert any(seen)
-            seen.clear()
+            assert any(wrapped_flags)
+            wrapped_flags.clear()
             step()
-            assert seen and not any(seen)  # without a profiler
+            assert wrapped_flags and not any(wrapped_flags)  # without a profiler
         ranges[f"plain {name}"] = profiled(step, f"{folder}/plain-{rank}.json")
-        assert not any(seen)
+        assert not any(wrapped_flags)
     return ranges
 
 
@@ -150,8 +150,8 @@ def test_traces_of_evaluations_have_no_backward(
 ) -> None:
     """torch also calls backwards in an evaluation, but they do nothing."""
     program = imported(runs[0], f"{name} eval")
-    ours = schedir.compile(schedules.forward_only, PipelineShape(RANKS, MICROBATCHES))
-    assert computes(program) == computes(ours) and not program.has_backward
+    built_in = schedir.compile(schedules.forward_only, PipelineShape(RANKS, MICROBATCHES))
+    assert computes(program) == computes(built_in) and not program.has_backward
 
 
 def test_unexpected_messages_and_buffers_are_refused() -> None:

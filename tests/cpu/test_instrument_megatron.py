@@ -112,8 +112,8 @@ def test_traces_of_megatron_equal_built_in_schedules(
     if not settings.get(
         "microbatch_group_size_per_vp_stage"
     ):  # our schedule has rounds of one size
-        ours = schedules.interleaved if chunks > 1 else schedules.one_f_one_b
-        assert computes(program) == computes(schedir.compile(ours, shape))
+        built_in = schedules.interleaved if chunks > 1 else schedules.one_f_one_b
+        assert computes(program) == computes(schedir.compile(built_in, shape))
     for model in (m for m in ELSEWHERE if (name, m) not in DEADLOCKS):
         schedir.check(program, progress_model=model)
     for model in (m for m in ELSEWHERE if (name, m) in DEADLOCKS):

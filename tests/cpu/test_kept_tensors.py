@@ -50,14 +50,20 @@ class KeepsTensor(Layer):
         y = hidden * hidden
         if self.reads and before is not None:
             y = y + before.detach().mean()
-        kept = {"input": x, "view": x.detach()[1:], "hidden": hidden, "output": y, "loss": y.sum()}
-        self.last = kept[self.what]  # type: ignore[assignment]
+        tensors = {
+            "input": x,
+            "view": x.detach()[1:],
+            "hidden": hidden,
+            "output": y,
+            "loss": y.sum(),
+        }
+        self.last = tensors[self.what]  # type: ignore[assignment]
         return y
 
 
 def copy_kept_tensors(stages: list[nn.Module]) -> list[Tensor]:
-    kept: list[Any] = [stage.last for stage in stages]
-    return [last.detach().clone() for last in kept]
+    tensors: list[Any] = [stage.last for stage in stages]
+    return [last.detach().clone() for last in tensors]
 
 
 def make_keeping_stages(what: str, reads: bool) -> list[nn.Module]:

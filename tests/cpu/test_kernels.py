@@ -66,10 +66,10 @@ def test_cross_entropy_kernels_equal_reference(
     shards[-1][:, k // 2 :] = float("-inf")  # padding, which for k = 1 is the whole shard
     parts = []
     for rank, logits in enumerate(shards):
-        part = kernels.compute_statistics(logits, targets, rank * k)
+        statistics = kernels.compute_statistics(logits, targets, rank * k)
         expected = cross_entropy.compute_statistics_reference(logits, targets, rank * k)
-        torch.testing.assert_close(part, expected, rtol=1e-6, atol=1e-6)
-        parts.append(part)
+        torch.testing.assert_close(statistics, expected, rtol=1e-6, atol=1e-6)
+        parts.append(statistics)
     all_statistics, dloss = torch.stack(parts), torch.tensor(0.5)
     if bool((all_statistics[:, cross_entropy.MAXIMUM].amax(0) == float("-inf")).any()):
         return  # only padding on every rank, which no head has

@@ -151,7 +151,7 @@ def _train_replica(process: int) -> tuple[list[tuple[float, bool]], list[Tensor]
 def test_all_replicas_and_ranks_skip_same_steps() -> None:
     results = run(_train_replica, 4)
     updates = results[0][0]
-    assert all(other == updates for other, _ in results)
+    assert all(other_updates == updates for other_updates, _ in results)
     before = [INITIAL_SCALE, *(value for value, _ in updates)]
     assert [has_changed for _, has_changed in updates] == [
         scale_after >= scale_before
@@ -160,7 +160,7 @@ def test_all_replicas_and_ranks_skip_same_steps() -> None:
     assert {has_changed for _, has_changed in updates} == {True, False}
     for rank in range(2):
         pairs = zip(results[rank][1], results[rank + 2][1], strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
+        assert all(torch.equal(weight, other_updates) for weight, other_updates in pairs)
 
 
 def test_loss_scale_without_gradient_norm_is_refused() -> None:

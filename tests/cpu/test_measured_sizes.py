@@ -45,10 +45,10 @@ class AllocatedMemory(TorchDispatchMode):
         self.look: Callable[[], None] = lambda: None  # called after each operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = _refs(tree_leaves((args, kwargs)))
+        inputs = _refs(tree_leaves((args, kwargs)))
         out = func(*args, **(kwargs or {}))
         self.made |= {
-            ref: size for ref, size in _refs(tree_leaves(out)).items() if ref not in given
+            ref: size for ref, size in _refs(tree_leaves(out)).items() if ref not in inputs
         }
         self.look()
         return out
@@ -144,7 +144,7 @@ class Witness:
                 rank.runner.calls[k] = Call(wait, partial(self.run, k, run))
 
     def run(self, k: int, run: Callable[[], None]) -> None:
-        rank, own, before = self.rank, self.own, self.living()
+        rank, footprint, before = self.rank, self.own, self.living()
         peak = sum(before.values())
 
         def record_live_bytes() -> None:
@@ -169,9 +169,11 @@ class Witness:
         first, last = _find_group(rank.state.stream.joined.tolist(), k)
         self.group = max(self.group if k > first else 0, peak)  # maximum over the group so far
         if k == last:
-            has_started = (own.positions < first) | own.is_at_start & (own.positions <= last)
+            has_started = (footprint.positions < first) | footprint.is_at_start & (
+                footprint.positions <= last
+            )
             self.compare(k, int(np.flatnonzero(has_started)[-1]), self.group)
-            self.compare(k, int(np.searchsorted(own.positions, k, side="right")) - 1, alive)
+            self.compare(k, int(np.searchsorted(footprint.positions, k, side="right")) - 1, alive)
 
     def compare(self, k: int, change: int, alive: int) -> None:
         """Compare the live bytes with the prediction after a change of memory."""
@@ -231,8 +233,8 @@ def test_memory_between_computes_equals_prediction(
     program = compile(schedule, shape, buffer_sharing=slots)
     world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     witnesses = [
-        Witness(rank, own)
-        for rank, own in zip(world.executors, compute_footprints(program, sizes), strict=True)
+        Witness(rank, footprint)
+        for rank, footprint in zip(world.executors, compute_footprints(program, sizes), strict=True)
     ]
     world.step(inputs, targets, scale)
     peaks = simulate(program, sizes=sizes).peak_memory.tolist()

@@ -61,9 +61,9 @@ def test_tensors_without_dense_memory_do_not_overlap() -> None:
         tensor.untyped_storage().resize_(0)
     sparse = torch.zeros(4).to_sparse()
     meta = torch.zeros(4, device="meta")
-    others = [*freed, sparse, sparse, meta, meta[:2], torch.zeros(0)]
-    assert [*find_overlaps([t, t, *others])] == []
-    assert [*find_overlaps([*others, t, t.view(torch.int64)])] == [(7, 8)]
+    tensors = [*freed, sparse, sparse, meta, meta[:2], torch.zeros(0)]
+    assert [*find_overlaps([t, t, *tensors])] == []
+    assert [*find_overlaps([*tensors, t, t.view(torch.int64)])] == [(7, 8)]
 
 
 class MatrixStage(nn.Module):

@@ -85,10 +85,10 @@ def _read_refusal(*faults: Callable[[Arguments], None]) -> ModelError:
     shape = PipelineShape(2, 4)
     modules = [nn.Sequential(nn.Linear(3, 3)), nn.Sequential(nn.Linear(3, 3))]
     base = compile(one_f_one_b, shape)
-    other = InProcessExecutor(base, deepcopy(modules), loss=_loss, boundary=(2, 3))
+    ranks = InProcessExecutor(base, deepcopy(modules), loss=_loss, boundary=(2, 3))
     arguments: Arguments = {
         "options": {"zero": 1}, "modules": modules, "boundary": (2, 3), "loss": _loss,
-        "transport": other.mailboxes[0],
+        "transport": ranks.mailboxes[0],
         "optimizer": torch.optim.SGD(modules[0].parameters(), lr=0.1),
     }  # fmt: skip
     for fault in faults:

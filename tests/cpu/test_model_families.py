@@ -56,17 +56,17 @@ def test_schedules_equal_reference(name: str, options: Any) -> None:
     for schedule in SCHEDULES:
         program = compile_for(schedule, kind, **options)
         count = program.shape.stages
-        stages, train_one_process = kind.stages(count), kind.stages(count)
+        stages, reference_stages = kind.stages(count), kind.stages(count)
         ranks = InProcessExecutor(program, stages, loss=kind.loss, boundary=kind.boundary(count))
         loss = ranks.step(data.inputs, data.targets, data.scale, keywords=data.keywords)
         order = None if program.reduces_in_microbatch_order else program
         expected_loss = run_sequential(
-            train_one_process, data.inputs, data.targets, loss=kind.loss, grad_scale=data.scale,
+            reference_stages, data.inputs, data.targets, loss=kind.loss, grad_scale=data.scale,
             program=order,
             keywords=data.keywords,
         )  # fmt: skip
         assert torch.equal(loss, expected_loss) and loss > 10, schedule.__name__
-        assert same_bits(gradients(stages), gradients(train_one_process)), schedule.__name__
+        assert same_bits(gradients(stages), gradients(reference_stages)), schedule.__name__
         assert all(
             g.norm() > 0 for stage_gradients in gradients(stages) for g in stage_gradients.values()
         )
@@ -162,12 +162,16 @@ def test_tensor_parallel_ranks_and_replicas_train_like_one_process() -> None:
     ranks = run(train_all_cases, 4, limit=240)
     for k, (name, case) in enumerate(PARALLEL_CASES):
         losses, expected_weights = train_one_process(KINDS[name], case)
-        rank_losses = [own[k][0] for own in ranks if own[k][0]]
+        rank_losses = [rank_results[k][0] for rank_results in ranks if rank_results[k][0]]
         if case.dp > 1:
-            rank_losses = [[sum(each) for each in zip(*rank_losses, strict=True)]]
-        assert rank_losses and all(own == pytest.approx(losses, rel=1e-6) for own in rank_losses)
+            rank_losses = [[sum(values) for values in zip(*rank_losses, strict=True)]]
+        assert rank_losses and all(
+            rank_results == pytest.approx(losses, rel=1e-6) for rank_results in rank_losses
+        )
         for (s, n), (expected, _) in expected_weights.items():
-            shards = [own[k][1][s, n] for own in ranks if (s, n) in own[k][1]]
+            shards = [
+                rank_results[k][1][s, n] for rank_results in ranks if (s, n) in rank_results[k][1]
+            ]
             assert len(shards) == 2
             dim = shards[0][1]
             if dim is None:
@@ -175,7 +179,7 @@ def test_tensor_parallel_ranks_and_replicas_train_like_one_process() -> None:
                 assert torch.equal(actual, shards[1][0]), (name, case, n)
             else:
                 assert case.tp == 2
-                actual = torch.cat([each for each, _ in shards], dim)[: len(expected)]
+                actual = torch.cat([values for values, _ in shards], dim)[: len(expected)]
             assert (actual - expected).norm() <= 1e-6 * expected.norm(), (name, case, n)
 
 

@@ -146,8 +146,8 @@ def test_rewriting_equal_values_to_buffer_is_accepted(how: str) -> None:
 
 
 def test_module_with_buffers_in_two_stages_causes_warning() -> None:
-    shared, *others = normed(3)
-    stages = [shared, *others, shared]
+    shared, *other_stages = normed(3)
+    stages = [shared, *other_stages, shared]
     program = compile(zb_v, PipelineShape(2, 4, 2, "vee"), tied_weights=find_tied_weights(stages))
     ranks = InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY)
     with pytest.warns(UserWarning, match=r"buffer norm.running_mean .* another stage uses it"):

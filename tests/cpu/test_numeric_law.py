@@ -115,8 +115,8 @@ class Reference:
                 versions.append(deepcopy(self.stages))
                 needed = [int(shape.weight_version(s, first)) for s in range(shape.stages)]
                 used = [versions[version][s] for s, version in enumerate(needed)]
-            part = slice(first, first + shape.microbatches_per_update)
-            total = self._run(used, batch.select(part), step)
+            microbatches = slice(first, first + shape.microbatches_per_update)
+            total = self._run(used, batch.select(microbatches), step)
             for stage, other in zip(self.stages, used, strict=True):
                 for p, q in zip(stage.parameters(), other.parameters(), strict=True):
                     p.grad = q.grad
@@ -259,10 +259,10 @@ def assert_same_state(ranks: InProcessExecutor, reference: Reference) -> None:
                     assert_same_gradient(stage.module.get_parameter(name), expected)
 
 
-def assert_same_gradient(own: nn.Parameter, right: nn.Parameter) -> None:
-    assert own.grad is not None or not right.requires_grad
-    if own.grad is not None and right.grad is not None:
-        assert torch.equal(own.grad.flatten(), right.grad.flatten())
+def assert_same_gradient(parameter: nn.Parameter, expected: nn.Parameter) -> None:
+    assert parameter.grad is not None or not expected.requires_grad
+    if parameter.grad is not None and expected.grad is not None:
+        assert torch.equal(parameter.grad.flatten(), expected.grad.flatten())
 
 
 def assert_random_law(data: st.DataObject, draft: Program) -> None:
@@ -304,8 +304,8 @@ def test_schedules_of_several_optimizer_steps(schedule: Any, data: st.DataObject
     """The schedules are PipeDream, whose delays differ by stage, and PipeDream-2BW."""
     ranks = data.draw(st.integers(1, 3))
     delay: Any = tuple(range(ranks))[::-1] if schedule is one_f_one_b else 1
-    each = 1 if schedule is one_f_one_b else ranks
-    shape = PipelineShape(ranks, 3 * each, optimizer_steps=3, weight_delay=delay)
+    microbatches_per_update = 1 if schedule is one_f_one_b else ranks
+    shape = PipelineShape(ranks, 3 * microbatches_per_update, optimizer_steps=3, weight_delay=delay)
     assert_random_law(data, expand_schedule(schedule, shape))
 
 
@@ -324,8 +324,8 @@ def test_forward_only_programs(shape: PipelineShape, data: st.DataObject) -> Non
         boundary=make_boundary(program, traits),
     )  # fmt: skip
     loss = ranks.step(inputs, targets, order_seed=data.draw(st.integers(0, 99)), keywords=keywords)
-    right = run_sequential(
+    expected = run_sequential(
         make_stages(program, traits), *make_batch(traits, 0)[:2], loss=squared_error,
         program=program, keywords=keywords,
     )  # fmt: skip
-    assert torch.equal(loss, right)
+    assert torch.equal(loss, expected)

@@ -127,9 +127,9 @@ def test_offload_to_disk_needs_writable_folder(tmp_path: Path) -> None:
         )
     with pytest.raises(ModelError, match="embedded null byte"):
         make_ranks(make_offloaded_program(1.0), execution=ExecutionOptions(spill_dir="\0"))
-    wrong: Any = 3
+    not_a_path: Any = 3
     with pytest.raises(ModelError, match="spill_dir must be a path, not 3"):
-        make_ranks(make_offloaded_program(1.0), execution=ExecutionOptions(spill_dir=wrong))
+        make_ranks(make_offloaded_program(1.0), execution=ExecutionOptions(spill_dir=not_a_path))
     make_ranks(
         make_offloaded_program(), execution=ExecutionOptions(spill_dir=tmp_path / "gone")
     )  # not needed

@@ -56,8 +56,8 @@ PLAIN_MODEL, RECOMPUTED_MODEL = ("gpt", None), ("normed", "all")
 class TierWitness(Witness):
     """A witness that also counts reloaded tensors, and memory of the host and the disk."""
 
-    def __init__(self, rank: Executor, own: Footprint, tiers: dict[str, Footprint]) -> None:
-        super().__init__(rank, own)
+    def __init__(self, rank: Executor, footprint: Footprint, tiers: dict[str, Footprint]) -> None:
+        super().__init__(rank, footprint)
         self.most_on = dict.fromkeys(tiers, 0)
         for k, (wait, run) in enumerate(rank.runner.calls):
             rank.runner.calls[k] = Call(wait, partial(self.after, k, run, tiers))
@@ -216,7 +216,7 @@ def test_host_memory_has_at_most_one_value_per_slot(
         started = np.searchsorted(np.sort(start_times), start_times, "right")
         assert (started - np.searchsorted(np.sort(end_times), start_times, "right")).max() <= slots
         block_sizes = [
-            room.size for room in rank.resources.service(MemoryTiers).host_arena.free_blocks
+            block.size for block in rank.resources.service(MemoryTiers).host_arena.free_blocks
         ]
         largest = max(
             value.block_size for value in rank.state.service(OffloadMoves).values.values()

@@ -63,7 +63,7 @@ def make_hooked_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimiz
 def test_user_optimizer_may_declare_elementwise() -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2), optimizer_placement="host")
     kind = type("Known", (UserOptimizer,), {"elementwise": True})
-    stepped(made(program, lambda own: kind(own, lr=0.1, momentum=0.9)), 0, 1)
+    stepped(made(program, lambda parameters: kind(parameters, lr=0.1, momentum=0.9)), 0, 1)
 
 
 def test_later_step_hook_is_refused_before_any_change() -> None:
@@ -86,10 +86,10 @@ def test_later_step_hook_is_refused_before_any_change() -> None:
 
 def test_programs_with_other_optimizer_placement_are_refused() -> None:
     device, host = both(one_f_one_b, PipelineShape(2, 2))
-    other = schedir.compile(gpipe, PipelineShape(2, 2), optimizer_placement="host")
+    on_host = schedir.compile(gpipe, PipelineShape(2, 2), optimizer_placement="host")
     with pytest.raises(ModelError, match="optimizer_placement is 'host'"):
-        made(device, ADAMW, extra_programs=[other])
-    made(host, ADAMW, extra_programs=[other])
+        made(device, ADAMW, extra_programs=[on_host])
+    made(host, ADAMW, extra_programs=[on_host])
 
 
 def test_later_parameter_groups_are_stepped() -> None:

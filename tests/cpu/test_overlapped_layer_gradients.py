@@ -93,7 +93,7 @@ def record_orders(rank: int, dtype: torch.dtype, sequence: bool) -> list[list[st
         ColumnParallelLinear(weight, bias, group, sequence_parallel=sequence),
         VocabParallelHead(shard_vocab(weight, group), WIDTH, group, sequence_parallel=sequence),
     ]
-    record_orders = []
+    orders = []
     for layer in layers:
         layer.weight.grad_dtype = torch.float32
         layer.weight.grad = torch.zeros(layer.weight.shape)
@@ -103,8 +103,8 @@ def record_orders(rank: int, dtype: torch.dtype, sequence: bool) -> list[list[st
         for tape in (None, DeferredGradients()):
             operations, dx = run_backward(layer, x, tape)
             assert torch.equal(dx, expected)
-            record_orders.append(operations)
-    return record_orders
+            orders.append(operations)
+    return orders
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)

@@ -98,8 +98,8 @@ def measure_tensor_parallel_sizes(rank: int, choice: ParallelPlan) -> list[list[
 def test_predicted_tensor_parallel_sizes_equal_measured_sizes() -> None:
     choice = ParallelPlan(pp=2, tp=2, microbatch_size=2, microbatches=4)
     predicted = compute_trainer_sizes(SMALL, choice, build_pipeline_shape(choice))
-    for measure_trainer_sizes in run(measure_tensor_parallel_sizes, 2, choice):
-        for name, sizes in zip(NAMES, measure_trainer_sizes, strict=True):
+    for measured in run(measure_tensor_parallel_sizes, 2, choice):
+        for name, sizes in zip(NAMES, measured, strict=True):
             assert predicted.for_stages(name, choice.stages).tolist() == sizes, name
 
 
