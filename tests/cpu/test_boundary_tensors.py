@@ -185,7 +185,7 @@ def test_unused_input_gets_gradient_of_zeros(slots: Any) -> None:
 
 
 def test_gradient_has_dtype_of_its_tensor() -> None:
-    """This holds whatever dtype a user's Function returns."""
+    """The Function of a user may return a gradient of another dtype."""
 
     class Widen(torch.autograd.Function):
         @staticmethod

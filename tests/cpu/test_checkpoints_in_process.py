@@ -204,7 +204,7 @@ class DropoutLinear(nn.Linear):
 
 
 def test_random_numbers_resume_after_load(tmp_path: Path) -> None:
-    """They resume from the seed and the step, or from the saved state of torch's generators."""
+    """Random numbers resume from the seed and the step, or from the saved generator states."""
     for seed in (3, None):
 
         def make_dropout_ranks() -> InProcessExecutor:

@@ -298,7 +298,7 @@ def test_resumed_run_equals_uninterrupted_run(tmp_path: Path) -> None:
 
 
 def test_host_step_overlaps_with_next_update() -> None:
-    """In a measured run, the host step runs beside computes and ends before `step` begins."""
+    """In a measured run, the host step overlaps with computes and ends before `step` begins."""
     schedule, shape = CASES[0]
     world = made(
         schedir.compile(schedule, shape, progress_model="per_edge", optimizer_placement="cpu_step"),

@@ -185,7 +185,7 @@ def test_gloo_matches_by_position_and_allows_both_directions() -> None:
     """
     (model, second_large, _), (_, first_large, received) = run(probe_gloo_queues, 2)
     assert model == ["per_pair"] and (first_large, second_large) == (0.0, 1.0)
-    assert received == [0.0, 1.0]  # the first message is received in place of the second
+    assert received == [0.0, 1.0]  # the first message is received instead of the second
 
 
 def compute_gradient_error(rank: int, path: str) -> float:

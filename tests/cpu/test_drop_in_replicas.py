@@ -36,7 +36,7 @@ CASES = [
 
 
 class TwoLayerStage(nn.Module):
-    """Two layers, each of which may be sharded separately."""
+    """Two layers. Each may be sharded separately."""
 
     def __init__(self) -> None:
         super().__init__()

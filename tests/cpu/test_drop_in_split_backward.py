@@ -164,6 +164,6 @@ def evaluate_batches(rank: int, *rows: int) -> None:
     ],
 )
 def test_changed_batch_size_is_refused(rows: tuple[int, ...], fact: str) -> None:
-    """torch's runtime would return rows of an earlier batch in place of the missing rows."""
+    """torch's runtime would return rows of an earlier batch instead of the missing rows."""
     with pytest.raises(RankError, match=fact):
         spawn(evaluate_batches, 2, *rows)

@@ -30,7 +30,7 @@ BOUNDARY = Boundary((2, WIDTH), torch.float64)
 
 
 def make_stages(number: int, frozen_stages: int) -> list[nn.Module]:
-    """Return the stages of a tiny model, of which the first are frozen."""
+    """Return the stages of a tiny model. The first `frozen_stages` stages are frozen."""
     stages = make_tiny_stages(number)
     for stage in stages[:frozen_stages]:
         stage.requires_grad_(False)

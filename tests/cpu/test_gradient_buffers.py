@@ -56,7 +56,7 @@ def test_buckets_respect_size_limit_and_parameter_order(
 def test_moved_gradients_are_refused(how: Any) -> None:
     module = nn.Conv2d(2, 3, 2)
     gradients = GradientBuffers(module)
-    module.share_memory()  # shares the whole buffer
+    module.share_memory()  # shares the full buffer
     gradients.zero()
     module.to(**how)
     with pytest.raises(ModelError, match=r"^the gradient of weight was moved"):

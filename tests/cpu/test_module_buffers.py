@@ -31,7 +31,7 @@ BOUNDARY = Boundary((ROWS, WIDTH))
 
 
 class Normed(nn.Module):
-    """A linear layer and a batch norm, either of which may be recomputed in the backward."""
+    """A linear layer and a batch norm. One of them may be recomputed in the backward."""
 
     def __init__(self, k: int, again: str = "", replaces: bool = False) -> None:
         super().__init__()
