@@ -46,38 +46,42 @@ def checked(program: Program, slots: str | None = None) -> Program:
     return check(program, "per_edge")
 
 
-def _dropped() -> nn.Module:
+def _dropout_stage() -> nn.Module:
     return nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout(0.25))
 
 
 def compared(
-    plain: Program, make: Any, inputs: Any = (), steps: int = 2, folder: Any = None, **how: Any
+    plain: Program, make: Any, inputs: Any = (), steps: int = 2, folder: Any = None, **changes: Any
 ) -> InProcessExecutor:
     """Check that a program with all activations offloaded equals the program without offload.
 
     With a folder, some go to the disk. Losses, weights, gradients and buffers are compared.
     """
-    found = []
+    results = []
     program = checked(moved(plain, 7, spilled=0.5 * (folder is not None)), "minimal")
-    for each in (plain, program):
+    for variant in (plain, program):
         torch.manual_seed(0)
         stages = make()
-        given = {"boundary": BOUNDARY, "loss": squares, **how}
-        more: dict[str, Any] = (
-            {"execution": ExecutionOptions(spill_dir=folder)} if each is program else {}
+        options = {"boundary": BOUNDARY, "loss": squares, **changes}
+        offload_options: dict[str, Any] = (
+            {"execution": ExecutionOptions(spill_dir=folder)} if variant is program else {}
         )
         world = InProcessExecutor(
-            each, stages, optimizer=lambda own: torch.optim.SGD(own, lr=0.1), **given, **more
+            variant,
+            stages,
+            optimizer=lambda parameters: torch.optim.SGD(parameters, lr=0.1),
+            **options,
+            **offload_options,
         )
-        data = inputs or [batch(each.shape.microbatches, k) for k in range(steps)]
+        data = inputs or [batch(variant.shape.microbatches, k) for k in range(steps)]
         totals = [world.step(x, y, order_seed=k) for k, (x, y) in enumerate(data)]
-        found.append([*totals, *state(stages)])
-    assert equal(*found)
+        results.append([*totals, *state(stages)])
+    assert equal(*results)
     return world
 
 
-def test_of_views_that_share_memory() -> None:
-    """A storage moves once, and its views share it again, with their own layouts."""
+def test_views_of_one_storage_are_offloaded_once() -> None:
+    """A storage moves once. After the reload its views share it again, each with its own layout."""
 
     class Views(nn.Module):
         def __init__(self) -> None:
@@ -85,10 +89,10 @@ def test_of_views_that_share_memory() -> None:
             self.layer = nn.Linear(WIDTH, 2 * WIDTH)
 
         def forward(self, x: Tensor) -> Tensor:
-            both: Tensor = self.layer(x)
-            one, other = both[:, ::2], both[:, 1::2]
-            turned = (one * other).tanh().t() @ one
-            return (one * other.sigmoid()) @ turned.t().tanh()
+            products: Tensor = self.layer(x)
+            even, odd = products[:, ::2], products[:, 1::2]
+            gram = (even * odd).tanh().t() @ even
+            return (even * odd.sigmoid()) @ gram.t().tanh()
 
     program = checked(moved(compile(gpipe, PipelineShape(1, 2)), 0, late=1), "minimal")
     stages = noisy(1, Views)
@@ -101,36 +105,40 @@ def test_of_views_that_share_memory() -> None:
     compared(compile(gpipe, PipelineShape(1, 2)), lambda: noisy(1, Views))
 
 
-def test_beside_programs_that_evaluate_and_train() -> None:
+def test_offload_with_evaluation_and_second_training_program() -> None:
     shape = PipelineShape(2, 4)
     program = checked(moved(compile(one_f_one_b, shape), 0), "minimal")
     half = checked(moved(compile(gpipe, PipelineShape(2, 2)), 1), "minimal")
-    look = compile(forward_only, shape)
-    found = []
-    for each, first in (
+    evaluation = compile(forward_only, shape)
+    results = []
+    for main_program, second_program in (
         (compile(one_f_one_b, shape), compile(gpipe, PipelineShape(2, 2))),
         (program, half),
     ):
-        stages = noisy(2, _dropped)
+        stages = noisy(2, _dropout_stage)
         world = InProcessExecutor(
-            each, stages, loss=squares, boundary=BOUNDARY, extra_programs=[first, look]
+            main_program,
+            stages,
+            loss=squares,
+            boundary=BOUNDARY,
+            extra_programs=[second_program, evaluation],
         )
-        (x, y), (more, targets) = batch(4), batch(2, 1)
+        (x, y), (second_inputs, second_targets) = batch(4), batch(2, 1)
         totals = [
             world.evaluate(x, y),
-            world.step(more, targets, program=first),
+            world.step(second_inputs, second_targets, program=second_program),
             world.step(x, y),
             world.evaluate(x, y),
         ]
-        found.append([*totals, *state(stages)])
-    assert equal(*found)
+        results.append([*totals, *state(stages)])
+    assert equal(*results)
 
 
-def _between_processes(rank: int, folder: str) -> list[Any]:
-    found = []
+def _train_with_and_without_offload(rank: int, folder: str) -> list[Any]:
+    results = []
     plain = compile(zb_h1, PipelineShape(2, 4), zero=3, dp=1)
     for program in (plain, checked(moved(plain, 3, spilled=0.5), "minimal")):
-        stages = noisy(2, _dropped)
+        stages = noisy(2, _dropout_stage)
         executor = Executor(
             program, rank, stages, GlooTransport(program), loss=squares, boundary=BOUNDARY,
             optimizer=torch.optim.SGD(stages[rank].parameters(), lr=0.1),
@@ -138,12 +146,12 @@ def _between_processes(rank: int, folder: str) -> list[Any]:
         )  # fmt: skip
         losses = [executor.step(*batch(4, k)) for k in range(2)]
         with executor.full_parameters():
-            found.append((losses, [p.detach().clone() for p in stages[rank].parameters()]))
-    return found
+            results.append((losses, [p.detach().clone() for p in stages[rank].parameters()]))
+    return results
 
 
-def test_between_processes_whose_weights_are_in_parts(tmp_path: Path) -> None:
-    for plain, away in run(_between_processes, 2, str(tmp_path)):
-        assert all(a is b or torch.equal(a, b) for a, b in zip(plain[0], away[0], strict=True))
-        assert equal(plain[1], away[1])
+def test_offload_between_processes_with_sharded_weights(tmp_path: Path) -> None:
+    for plain, offloaded in run(_train_with_and_without_offload, 2, str(tmp_path)):
+        assert all(a is b or torch.equal(a, b) for a, b in zip(plain[0], offloaded[0], strict=True))
+        assert equal(plain[1], offloaded[1])
     assert not [*tmp_path.iterdir()]

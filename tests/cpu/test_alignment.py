@@ -67,25 +67,27 @@ class Stage(nn.Module):
         return x * y.mean() if self.last else (x, y)
 
 
-def misplaced(program: Program, transport: Any = None, seed: int | None = None) -> list[int]:
+def find_unaligned_offsets(
+    program: Program, transport: Any = None, seed: int | None = None
+) -> list[int]:
     """Run two steps, and return the offsets in bytes of tensors that do not begin on a line."""
     count = program.shape.stages
-    own = {s: Stage(s, count) for s in range(count)}
-    for stage in own.values():
+    stages = {s: Stage(s, count) for s in range(count)}
+    for stage in stages.values():
         make_backward_splittable(stage)
-    everything: dict[str, Any] = {"loss": loss, "boundary": BOUNDARY}
+    options: dict[str, Any] = {"loss": loss, "boundary": BOUNDARY}
     x, y = torch.randn(2, 4, ROWS, WIDTH)
     if transport is None:
-        ranks = InProcessExecutor(program, [*own.values()], **everything)
+        ranks = InProcessExecutor(program, [*stages.values()], **options)
         for _ in range(2):
             ranks.step(x, y, order_seed=seed)
     else:
         rank = transport.rank
-        own = {s: own[s] for s in program.shape.stages_on_rank[rank]}
-        executor = Executor(program, rank, own, transport, **everything)
+        stages = {s: stages[s] for s in program.shape.stages_on_rank[rank]}
+        executor = Executor(program, rank, stages, transport, **options)
         for _ in range(2):
             executor.step(x, y)
-    log = [address for stage in own.values() for address in stage.log]
+    log = [address for stage in stages.values() for address in stage.log]
     assert log
     return [address for address in log if address]
 
@@ -105,23 +107,25 @@ OPTIONS: dict[str, dict[str, Any]] = {
 @pytest.mark.parametrize(
     ("schedule", "option", "seed"), pairs([interleaved, interleaved_zb], [*OPTIONS], [None, 0])
 )
-def test_in_process(schedule: Any, option: str, seed: int | None) -> None:
+def test_stage_inputs_are_aligned_in_one_process(
+    schedule: Any, option: str, seed: int | None
+) -> None:
     program = schedir.compile(schedule, PipelineShape(2, 4, 2), **OPTIONS[option])
-    assert not misplaced(program, seed=seed)
+    assert not find_unaligned_offsets(program, seed=seed)
 
 
-def _in_processes(rank: int) -> dict[str, list[int]]:
-    found = {}
+def _find_unaligned_offsets_by_transport(rank: int) -> dict[str, list[int]]:
+    offsets = {}
     for zero in range(4):
         program = schedir.compile(
             interleaved_zb, PipelineShape(2, 4, 2), dp=2, zero=zero, progress_model="per_edge"
         )
-        found[f"Gloo, ZeRO {zero}"] = misplaced(program, GlooTransport(program))
+        offsets[f"Gloo, ZeRO {zero}"] = find_unaligned_offsets(program, GlooTransport(program))
     program = schedir.compile(interleaved_zb, PipelineShape(4, 4, 1), progress_model="per_edge")
-    found["Shared"] = misplaced(program, SharedMemoryTransport(program))
-    return found
+    offsets["Shared"] = find_unaligned_offsets(program, SharedMemoryTransport(program))
+    return offsets
 
 
-def test_in_processes() -> None:
-    for found in run(_in_processes, 4):
-        assert not any(found.values()), found
+def test_stage_inputs_are_aligned_between_processes() -> None:
+    for offsets in run(_find_unaligned_offsets_by_transport, 4):
+        assert not any(offsets.values()), offsets

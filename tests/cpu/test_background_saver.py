@@ -1,4 +1,4 @@
-"""Tests that a Saver, which copies and writes during steps, has the bits of a save."""
+"""Tests that a Saver, which copies and writes during steps, writes the same bits as `save`."""
 
 from __future__ import annotations
 
@@ -25,14 +25,14 @@ from tests.cpu.checkpoint_layouts import Layout, Model, executor_of, in_process,
 from tests.cpu.gloo_processes import run
 
 ON = {"checkpoint_snapshots": True}
-HERE = {
+IN_PROCESS_LAYOUTS = {
     "one_f_one_b": Layout(one_f_one_b, PipelineShape(2, 4), options=ON),
     "interleaved": Layout(interleaved, PipelineShape(2, 4, 2), options=ON),
     "zb_h1": Layout(zb_h1, PipelineShape(2, 4), options=ON),
     "two holders": Layout(dualpipe, PipelineShape(2, 4, placement="mirror"), options=ON),
     "recompute": Layout(one_f_one_b, PipelineShape(2, 4), options=ON | {"recompute": "all"}),
 }
-APART = {
+PROCESS_LAYOUTS = {
     "zero 0": Layout(one_f_one_b, PipelineShape(1, 4), dp=2, options=ON),
     "zero 1": Layout(looped_bfs, PipelineShape(1, 4, 2), dp=2, zero=1, options=ON),
     "zero 2": Layout(looped_bfs, PipelineShape(1, 4, 2), dp=2, zero=2, options=ON),
@@ -42,8 +42,8 @@ APART = {
 MODEL = Model(dropout=0.1, clip=True)
 
 
-def slow(pairs: Any) -> None:
-    """Start a copy only when the step has gone on."""
+def copy_late(pairs: Any) -> None:
+    """Start a copy late, when the step is already running."""
     sleep(0.1)
     COPY(pairs)
 
@@ -52,20 +52,24 @@ COPY = snapshot_copies.copy_pairs
 
 
 @pytest.fixture
-def _slow(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(snapshot_copies, "copy_pairs", slow)
+def _late_copies(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(snapshot_copies, "copy_pairs", copy_late)
 
 
-def alike(one: Path, other: Path, step: int) -> bool:
+def checkpoints_equal(first: Path, second: Path, step: int) -> bool:
     """Return whether two checkpoints have the same tensors and the same state."""
-    ours, theirs = (
-        CheckpointDirectory(folder).load_manifest(step).state for folder in (one, other)
+    first_state, second_state = (
+        CheckpointDirectory(folder).load_manifest(step).state for folder in (first, second)
     )
-    a, b = whole(one, step), whole(other, step)
-    return ours == theirs and a.keys() == b.keys() and all(torch.equal(a[n], b[n]) for n in a)
+    first_tensors, second_tensors = whole(first, step), whole(second, step)
+    return (
+        first_state == second_state
+        and first_tensors.keys() == second_tensors.keys()
+        and all(torch.equal(first_tensors[n], second_tensors[n]) for n in first_tensors)
+    )
 
 
-def both(executor: Any, folder: Path) -> None:
+def save_and_schedule_save(executor: Any, folder: Path) -> None:
     """Save after two steps, both at once and during the third step."""
     saver = Saver(executor, folder / "beside", name_map=same)
     steps(executor, 0, 2)
@@ -77,54 +81,56 @@ def both(executor: Any, folder: Path) -> None:
     saver.wait()
 
 
-@pytest.mark.usefixtures("_slow")
+@pytest.mark.usefixtures("_late_copies")
 @pytest.mark.parametrize("half", [False, True])
-@pytest.mark.parametrize("name", HERE)
-def test_a_copy_has_the_bits_of_the_step_before(name: str, half: bool, tmp_path: Path) -> None:
-    both(in_process(HERE[name], MODEL._replace(half=half)), tmp_path)
-    assert alike(tmp_path / "beside", tmp_path / "at once", 2)
+@pytest.mark.parametrize("name", IN_PROCESS_LAYOUTS)
+def test_copy_has_state_before_running_step(name: str, half: bool, tmp_path: Path) -> None:
+    save_and_schedule_save(
+        in_process(IN_PROCESS_LAYOUTS[name], MODEL._replace(half=half)), tmp_path
+    )
+    assert checkpoints_equal(tmp_path / "beside", tmp_path / "at once", 2)
 
 
-def test_a_step_that_does_not_wait_spoils_it(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    """The tests above can fail: without the wait, the copy begins after the step."""
+def test_step_without_wait_spoils_copy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Without the wait the copy begins after the step, so the tests above can fail."""
     monkeypatch.setattr(
         snapshot_copies.SnapshotCopies, "wait", lambda self: None
     )  # before executors bind the method
-    executor = in_process(HERE["one_f_one_b"], MODEL)
+    executor = in_process(IN_PROCESS_LAYOUTS["one_f_one_b"], MODEL)
     saver = Saver(executor, tmp_path / "beside", name_map=same)
     steps(executor, 0, 2)
     save(executor, tmp_path / "at once", step=2, name_map=same)
     saver.schedule_save(2)
-    over = Event()  # the first copies of both have ended
-    monkeypatch.setattr(snapshot_copies, "copy_pairs", lambda pairs: over.wait(60) and COPY(pairs))
+    copies_may_end = Event()
+    monkeypatch.setattr(
+        snapshot_copies, "copy_pairs", lambda pairs: copies_may_end.wait(60) and COPY(pairs)
+    )
     steps(executor, 2, 3)
-    over.set()
+    copies_may_end.set()
     for rank in executor.executors:
-        late = rank.state.service(SnapshotCopies).pending_copies
-        assert late
-        for one in late:
-            assert isinstance(one, snapshot_copies._ThreadCopy) and one.result_queue.get() is None
+        pending_copies = rank.state.service(SnapshotCopies).pending_copies
+        assert pending_copies
+        for copy in pending_copies:
+            assert isinstance(copy, snapshot_copies._ThreadCopy) and copy.result_queue.get() is None
     saver.write()
     saver.wait()
-    assert not alike(tmp_path / "beside", tmp_path / "at once", 2)
+    assert not checkpoints_equal(tmp_path / "beside", tmp_path / "at once", 2)
 
 
-def apart(rank: int, layouts: dict[str, Layout], folder: Path) -> None:
+def save_all_layouts(rank: int, layouts: dict[str, Layout], folder: Path) -> None:
     """Save in all layouts in a process."""
-    snapshot_copies.copy_pairs = slow
+    snapshot_copies.copy_pairs = copy_late
     for name, layout in layouts.items():
-        both(executor_of(layout, MODEL), folder / name)
+        save_and_schedule_save(executor_of(layout, MODEL), folder / name)
 
 
-def test_each_replica_and_slice_copies_its_own(tmp_path: Path) -> None:
-    run(apart, 2, APART, tmp_path)
-    for name in APART:
-        assert alike(tmp_path / name / "beside", tmp_path / name / "at once", 2), name
+def test_each_replica_and_tensor_parallel_rank_copies_its_state(tmp_path: Path) -> None:
+    run(save_all_layouts, 2, PROCESS_LAYOUTS, tmp_path)
+    for name in PROCESS_LAYOUTS:
+        assert checkpoints_equal(tmp_path / name / "beside", tmp_path / name / "at once", 2), name
 
 
-class Normed(nn.Module):
+class BatchNormStage(nn.Module):
     """A stage whose forwards write to buffers."""
 
     def __init__(self) -> None:
@@ -135,11 +141,11 @@ class Normed(nn.Module):
         return self.norm(self.linear(x))  # type: ignore[no-any-return]
 
 
-@pytest.mark.usefixtures("_slow")
-def test_buffers_are_those_of_before_the_forwards(tmp_path: Path) -> None:
+@pytest.mark.usefixtures("_late_copies")
+def test_saved_buffers_have_values_before_forwards(tmp_path: Path) -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2), checkpoint_snapshots=True)
     executor = InProcessExecutor(
-        program, [Normed(), Normed()],
+        program, [BatchNormStage(), BatchNormStage()],
         loss=nn.functional.mse_loss, boundary=(3, 4), optimizer=partial(torch.optim.Adam, lr=0.1),
     )  # fmt: skip
     x = torch.randn(2, 3, 4)
@@ -151,17 +157,17 @@ def test_buffers_are_those_of_before_the_forwards(tmp_path: Path) -> None:
     saver.write()
     saver.wait()
     assert "buffers/stages.0.norm.running_mean" in whole(tmp_path / "beside", 1)
-    assert alike(tmp_path / "beside", tmp_path / "at once", 1)
+    assert checkpoints_equal(tmp_path / "beside", tmp_path / "at once", 1)
 
 
-def test_nothing_is_copied_unless_it_is_due(monkeypatch: pytest.MonkeyPatch) -> None:
-    executor = in_process(HERE["one_f_one_b"], MODEL)
+def test_step_without_scheduled_save_copies_nothing(monkeypatch: pytest.MonkeyPatch) -> None:
+    executor = in_process(IN_PROCESS_LAYOUTS["one_f_one_b"], MODEL)
     monkeypatch.setattr(snapshot_copies, "copy_pairs", pytest.fail)
     steps(executor, 0, 2)
 
 
-def test_what_is_taken_back_is_not_saved(tmp_path: Path) -> None:
-    executor = in_process(HERE["one_f_one_b"], MODEL)
+def test_canceled_save_is_not_written(tmp_path: Path) -> None:
+    executor = in_process(IN_PROCESS_LAYOUTS["one_f_one_b"], MODEL)
     saver = Saver(executor, tmp_path, name_map=same)
     steps(executor, 0, 1)
     saver.schedule_save(1)
@@ -172,12 +178,12 @@ def test_what_is_taken_back_is_not_saved(tmp_path: Path) -> None:
     assert CheckpointDirectory(tmp_path).find_newest_step() is None
 
 
-def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
-    without = in_process(Layout(one_f_one_b, PipelineShape(2, 4)), MODEL)
+def test_saver_without_snapshots_or_copy_is_refused(tmp_path: Path) -> None:
+    without_snapshots = in_process(Layout(one_f_one_b, PipelineShape(2, 4)), MODEL)
     with pytest.raises(ModelError) as caught:
-        Saver(without, tmp_path)
+        Saver(without_snapshots, tmp_path)
     assert "snapshots=True" in caught.value.hint
-    executor = in_process(HERE["one_f_one_b"], MODEL)
+    executor = in_process(IN_PROCESS_LAYOUTS["one_f_one_b"], MODEL)
     saver = Saver(executor, tmp_path, name_map=same)
     steps(executor, 0, 1)
     saver.schedule_save(1)
@@ -186,9 +192,9 @@ def test_what_cannot_be_is_refused(tmp_path: Path) -> None:
     assert "has not been copied" in caught.value.fact
 
 
-def test_what_a_thread_cannot_write_comes_out_at_the_next_call(tmp_path: Path) -> None:
+def test_failed_write_is_raised_at_next_call(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("")
-    executor = in_process(HERE["one_f_one_b"], MODEL)
+    executor = in_process(IN_PROCESS_LAYOUTS["one_f_one_b"], MODEL)
     saver = Saver(executor, tmp_path / "file", name_map=same)
     steps(executor, 0, 1)
     saver.schedule_save(1)

@@ -1,4 +1,4 @@
-"""Tests of the GPU benchmark, as far as they are possible without a GPU."""
+"""Tests of the GPU benchmark, run on a CPU or on virtual streams."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.gpu.stand_in import installed
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_it_refuses_a_machine_without_a_gpu(
+def test_benchmark_needs_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["gpu.py"])
@@ -42,7 +42,7 @@ def test_it_refuses_a_machine_without_a_gpu(
     assert "needs a GPU" in err
 
 
-def test_the_products_of_a_layer() -> None:
+def test_layer_flop_counts_all_products() -> None:
     stage = gpt.build_stage(gpt.GPTConfig(256, 3, 64, 2, 32), 1, 3)
     # The fused attention of a CPU is not counted.
     with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
@@ -50,59 +50,59 @@ def test_the_products_of_a_layer() -> None:
     assert counter.get_total_flops() == layer_flop(64, 32)
 
 
-def test_a_goal_that_is_no_number_is_missed() -> None:
-    def missed(goal: figures.Goal, *values: float) -> list[bool]:
-        return [Figure("", v, "us", goal).missed for v in values]
+def test_nan_misses_its_goal() -> None:
+    def missed(target: figures.Goal, *values: float) -> list[bool]:
+        return [Figure("", v, "us", target).missed for v in values]
 
     assert missed(figures.GAP, 9.0, 10.0, 10.1, math.nan) == [False, False, True, True]
     assert missed(figures.STAGE, 89.9, 90.0, 91.0, math.nan) == [True, False, False, True]
     assert not Figure("", math.nan, "us").missed
 
 
-def test_figures_are_read_as_they_were_written(tmp_path: Path) -> None:
+def test_figures_file_round_trip(tmp_path: Path) -> None:
     """A truncated file has all figures except the one that was being written."""
     file = tmp_path / "figures"
-    written = [Figure("a", 1.5, "us", figures.GAP), Figure("b", math.inf, "")]
+    expected = [Figure("a", 1.5, "us", figures.GAP), Figure("b", math.inf, "")]
     assert figures.read(file) == []
-    for figure in written:
+    for figure in expected:
         figures.write(file, figure)
-    figures.write(None, written[0])
+    figures.write(None, expected[0])
     file.write_text(file.read_text() + '["c", 3')
-    assert figures.read(file) == written
+    assert figures.read(file) == expected
 
 
-def test_the_shapes_of_a_stage_allow_its_own_products(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rates_time_stated_number_of_operations(monkeypatch: pytest.MonkeyPatch) -> None:
     """The timed products have as many operations as the benchmark states for the stage."""
     monkeypatch.setattr(benchmark, "DEVICE", "cpu")
     counted = []
 
-    def count(run: Callable[[], object]) -> float:
+    def time_product(product: Callable[[], object]) -> float:
         with sdpa_kernel(SDPBackend.MATH), FlopCounterMode(display=False) as counter:
-            run()
+            product()
         counted.append(counter.get_total_flops())
         return 2.0
 
-    monkeypatch.setattr(benchmark, "seconds", count)
+    monkeypatch.setattr(benchmark, "seconds", time_product)
     rates = benchmark.allowed_rate(256, 16, 3), benchmark.stage_rate(256, 16, 3)
     flop = 3 * 3 * layer_flop(256, 16)
     assert rates == (flop / 2, flop / 2)
     assert counted == [flop, flop]
 
 
-def test_every_part_is_measured_beside_one_that_fails(
+def test_failing_part_does_not_stop_other_parts(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    def fails(options: argparse.Namespace) -> Iterator[Figure]:
+    def failing_part(options: argparse.Namespace) -> Iterator[Figure]:
         yield Figure("first", 1.0, "us")
         raise OSError("no driver")
 
-    def runs(options: argparse.Namespace) -> Iterator[Figure]:
+    def complete_part(options: argparse.Namespace) -> Iterator[Figure]:
         yield Figure("second", options.value, "us", figures.GAP)
 
-    monkeypatch.setattr(benchmark, "PARTS", {"x": fails, "y": runs})
+    monkeypatch.setattr(benchmark, "PARTS", {"x": failing_part, "y": complete_part})
     file = tmp_path / "figures"
-    given = argparse.Namespace(only=None, figures=file, value=1.0)
-    assert not benchmark.table(given)
+    namespace = argparse.Namespace(only=None, figures=file, value=1.0)
+    assert not benchmark.table(namespace)
     out, err = capsys.readouterr()
     assert "not measured, or not all of it: x: OSError" in out and "no driver" in err
     assert [figure.name for figure in figures.read(file)] == ["first", "second"]
@@ -110,12 +110,12 @@ def test_every_part_is_measured_beside_one_that_fails(
     assert not benchmark.table(argparse.Namespace(only=["y"], figures=None, value=11.0))
 
 
-def test_every_part_runs_to_its_end(
+def test_every_part_runs_on_cpu(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A CPU in place of the GPU gives all figures, though their values mean nothing.
+    """A CPU in place of the GPU gives all figures, but their values have no meaning.
 
-    Its streams have no hardware queues.
+    The part `queues` is left out: streams of a CPU have no hardware queues.
     """
     monkeypatch.setattr(benchmark, "instruction_cost", partial(benchmark.instruction_cost, 4))
     file = tmp_path / "figures"
@@ -127,24 +127,24 @@ def test_every_part_runs_to_its_end(
         benchmark.table(options)
     out, err = capsys.readouterr()
     assert "not measured" not in out and err == ""
-    found = figures.read(file)
-    assert {figure.goal for figure in found} == {None, *figures.GOALS}
-    assert len(found) == 21
+    measured = figures.read(file)
+    assert {figure.goal for figure in measured} == {None, *figures.GOALS}
+    assert len(measured) == 21
 
 
-def test_streams_that_share_a_queue_are_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_streams_that_share_queue_are_reported(monkeypatch: pytest.MonkeyPatch) -> None:
     with installed(monkeypatch) as gpu:
 
-        def later(seconds: float) -> None:
+        def advance_host_clock(seconds: float) -> None:
             gpu.host += seconds
 
-        monkeypatch.setattr(time, "sleep", later)
-        one, other, third = (Stream(gpu) for _ in range(3))
-        assert benchmark.sharing([one, other, third]) == []
-        assert benchmark.sharing([one, other, one]) == [(0, 2), (2, 0)]
+        monkeypatch.setattr(time, "sleep", advance_host_clock)
+        first, second, third = (Stream(gpu) for _ in range(3))
+        assert benchmark.sharing([first, second, third]) == []
+        assert benchmark.sharing([first, second, first]) == [(0, 2), (2, 0)]
 
 
-def test_waits_of_the_host_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_host_waits_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     class Event:
         def synchronize(self) -> str:
             return "over"
@@ -153,20 +153,20 @@ def test_waits_of_the_host_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(torch.cuda, "set_sync_debug_mode", modes.append)
     monkeypatch.setattr(torch.cuda, "synchronize", lambda: None)
     monkeypatch.setattr(benchmark, "ASKED", (torch.cuda, Event))
-    with benchmark.host_waits() as found:
-        assert found == [] and modes == ["warn"]
+    with benchmark.host_waits() as waits:
+        assert waits == [] and modes == ["warn"]
         torch.cuda.synchronize()
         assert Event().synchronize() == "over"
         warnings.warn(benchmark.WARNED, stacklevel=1)
         warnings.warn(benchmark.WARNED, stacklevel=1)
         warnings.warn("another", stacklevel=1)
     assert modes == ["warn", "default"]
-    assert len(found) == 4 and found[1].endswith("Event.synchronize is called")
+    assert len(waits) == 4 and waits[1].endswith("Event.synchronize is called")
     Event().synchronize()
-    assert len(found) == 4
+    assert len(waits) == 4
 
 
-def test_ranks_that_sleep_run_as_predicted(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sleeping_ranks_take_predicted_time(monkeypatch: pytest.MonkeyPatch) -> None:
     """Everything except the host runs on virtual streams with a virtual clock."""
     gpu = install(monkeypatch)
     monkeypatch.setattr(torch.cuda, "_sleep", lambda cycles: gpu.work(cycles * 1e-6))
@@ -181,43 +181,43 @@ def test_ranks_that_sleep_run_as_predicted(monkeypatch: pytest.MonkeyPatch) -> N
             ranks.step(inputs, inputs)
 
     runs = recorded(ranks, step, 3)
-    found = {figure.name.strip(): figure for figure in of_ranks("", runs)}
-    assert not any(figure.missed for figure in found.values())
-    assert found[": gap, median"].value == pytest.approx(0, abs=1e-3)
+    by_name = {figure.name.strip(): figure for figure in of_ranks("", runs)}
+    assert not any(figure.missed for figure in by_name.values())
+    assert by_name[": gap, median"].value == pytest.approx(0, abs=1e-3)
     costs = Costs(F=1, B=2, send=0.02)
     predicted = simulate(ranks.program, costs, progress_model="per_edge")
-    assert found["step"].value == pytest.approx(predicted.span)
-    assert found["step, predicted, off by"].value == pytest.approx(0, abs=1e-6)
-    assert 0 < found["exposed transfers"].value < 2
+    assert by_name["step"].value == pytest.approx(predicted.span)
+    assert by_name["step, predicted, off by"].value == pytest.approx(0, abs=1e-6)
+    assert 0 < by_name["exposed transfers"].value < 2
 
 
-def test_figures_of_a_gpt(monkeypatch: pytest.MonkeyPatch) -> None:
-    """All work of a GPU runs to its end, though the figures mean nothing here."""
+def test_gpt_part_returns_all_figures(monkeypatch: pytest.MonkeyPatch) -> None:
+    """All work of a GPU runs on virtual streams. The figures have no meaning here."""
     gpu = install(monkeypatch)
     monkeypatch.setattr(benchmark, "DEVICE", "cpu")
-    for name, given in (("memory_allocated", 100), ("max_memory_allocated", 2**20)):
-        monkeypatch.setattr(torch.cuda, name, lambda given=given: given)
+    for name, value in (("memory_allocated", 100), ("max_memory_allocated", 2**20)):
+        monkeypatch.setattr(torch.cuda, name, lambda value=value: value)
     for name in ("reset_peak_memory_stats", "set_sync_debug_mode"):
-        monkeypatch.setattr(torch.cuda, name, lambda *given: None)
+        monkeypatch.setattr(torch.cuda, name, lambda *value: None)
     config = gpt.GPTConfig(256, 4, 32, 2, 8, tied=False)
-    call = ProgramRunner.run_instruction
+    run_instruction = ProgramRunner.run_instruction
 
-    def slow(runner: ProgramRunner, k: int) -> None:
+    def run_slowly(runner: ProgramRunner, k: int) -> None:
         gpu.work(1e-3)
-        call(runner, k)
+        run_instruction(runner, k)
 
-    monkeypatch.setattr(ProgramRunner, "run_instruction", slow)
-    found = {figure.name.strip(): figure.value for figure in of_a_gpt(config, 4, 2)}
-    assert list(found)[-4:] == [
+    monkeypatch.setattr(ProgramRunner, "run_instruction", run_slowly)
+    values = {figure.name.strip(): figure.value for figure in of_a_gpt(config, 4, 2)}
+    assert list(values)[-4:] == [
         "host waits in a step", "device asked for memory, in all steps",
         "peak memory", "peak memory, predicted, off by",
     ]  # fmt: skip
-    assert found["host waits in a step"] == 0
-    assert found["peak memory"] == pytest.approx((2**20 - 100) / 2**30)
-    assert found["step"] > 1 and found["peak memory, predicted, off by"] > 0
+    assert values["host waits in a step"] == 0
+    assert values["peak memory"] == pytest.approx((2**20 - 100) / 2**30)
+    assert values["step"] > 1 and values["peak memory, predicted, off by"] > 0
 
 
-def test_the_peak_of_ranks_together_is_in_the_order_of_issue() -> None:
+def test_peak_of_all_ranks_follows_order_of_issue() -> None:
     sizes = Sizes(activation=1.0, saved=10.0, model_states=100.0)
     for ranks in (1, 3):
         program = compile(
@@ -232,8 +232,8 @@ def test_the_peak_of_ranks_together_is_in_the_order_of_issue() -> None:
             loss=tiny_model.squared_error,
             boundary=Boundary((2, tiny_model.WIDTH), torch.float64),
         )
-        each = simulate(program, sizes=sizes).peak_memory
-        together = peak(world, sizes)
-        assert each.max() <= together <= each.sum()
+        rank_peaks = simulate(program, sizes=sizes).peak_memory
+        world_peak = peak(world, sizes)
+        assert rank_peaks.max() <= world_peak <= rank_peaks.sum()
         # The ranks reach their maximum of 3, 2 and 1 microbatches at the same time.
-        assert together == each.sum()
+        assert world_peak == rank_peaks.sum()

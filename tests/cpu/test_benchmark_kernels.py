@@ -1,4 +1,4 @@
-"""Tests of the benchmark of kernels, as far as they are possible without a GPU."""
+"""Tests of the benchmark of kernels, run on a CPU."""
 
 from __future__ import annotations
 
@@ -26,13 +26,13 @@ SIZES = {  # bytes of bfloat16 tensors, times the number of their moves
 
 
 @pytest.fixture(autouse=True)
-def on_a_cpu(monkeypatch: pytest.MonkeyPatch) -> None:
+def _cpu_device(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(benchmark, "DEVICE", "cpu")
     monkeypatch.setattr(torch, "compile", lambda function, **options: function)
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_it_refuses_a_machine_without_a_gpu(
+def test_benchmark_needs_gpu(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.setattr("sys.argv", ["kernels.py"])
@@ -40,38 +40,36 @@ def test_it_refuses_a_machine_without_a_gpu(
     assert capsys.readouterr() == ("", "needs a GPU, but torch finds none\n")
 
 
-def test_all_ways_give_the_same() -> None:
-    seen = {}
+def test_all_ways_return_equal_tensors() -> None:
+    bytes_by_work = {}
     for work in benchmark.works(OPTIONS):
-        seen[work.name] = work.bytes
+        bytes_by_work[work.name] = work.bytes
         assert set(work.ways) >= {"ours", "eager", "compiled"}
         # Each runs once, since some overwrite their inputs.
-        given = {way: tensors(run()) for way, run in work.ways.items()}
-        for way in given:
-            for one, other in zip(given[way], given["eager"], strict=True):
-                torch.testing.assert_close(one.float(), other.float(), rtol=0.02, atol=0.02)
-    assert seen == SIZES
+        results = {way: copy_tensors(run()) for way, run in work.ways.items()}
+        for way in results:
+            for result, expected in zip(results[way], results["eager"], strict=True):
+                torch.testing.assert_close(result.float(), expected.float(), rtol=0.02, atol=0.02)
+    assert bytes_by_work == SIZES
 
 
-def tensors(given: Any) -> list[torch.Tensor]:
-    return [x.detach().clone() for x in (given if isinstance(given, tuple) else (given,))]
+def copy_tensors(result: Any) -> list[torch.Tensor]:
+    return [x.detach().clone() for x in (result if isinstance(result, tuple) else (result,))]
 
 
-def test_it_runs_to_its_end_beside_what_fails(
+def test_missing_compiler_is_reported_and_rest_measured(
     monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """A missing compiler is reported, and everything else is measured."""
-
     def fail(*_: Any) -> Any:
         raise OSError("no compiler")
 
-    def half(run: Callable[[], Any]) -> float:
+    def time_as_two_seconds(run: Callable[[], Any]) -> float:
         run()
         return 2.0
 
     monkeypatch.setattr(torch, "compile", lambda function, **options: fail)
     monkeypatch.setattr(benchmark, "find_spec", lambda name: None)
-    assert not benchmark.table(benchmark.works(OPTIONS), 480 / 2 / 0.5, half)
+    assert not benchmark.table(benchmark.works(OPTIONS), 480 / 2 / 0.5, time_as_two_seconds)
     header, *rows = capsys.readouterr().out.splitlines()
     assert header.split()[-4:] == list(benchmark.WAYS)
     assert rows[0].split() == [
@@ -90,11 +88,11 @@ def test_it_runs_to_its_end_beside_what_fails(
         "not measured: Liger-Kernel is not installed (pip install liger-kernel)",
     ]
     assert len(rows) == 2 * len(SIZES) + 1
-    (line,) = benchmark.weight_gradients(OPTIONS, half)
+    (line,) = benchmark.weight_gradients(OPTIONS, time_as_two_seconds)
     assert line.endswith("1.00 times a product and a sum, 1.00 of the product alone")
 
 
-def test_a_kernel_that_fails_is_no_figure() -> None:
+def test_failing_kernel_raises_its_error() -> None:
     def fail() -> None:
         raise OSError
 

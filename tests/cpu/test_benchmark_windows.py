@@ -1,4 +1,4 @@
-"""Tests that the benchmark of windows runs, and prints the predictions of tiles."""
+"""Tests that the benchmark of attention windows runs, and prints the predicted tiles."""
 
 from __future__ import annotations
 
@@ -8,14 +8,16 @@ from benchmarks import kernels
 from schedir.models.window_config import compute_device_tiles
 
 
-def test_each_window_that_is_shorter_has_a_row(capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_window_shorter_than_its_sequence_has_row(
+    capsys: pytest.CaptureFixture[str],
+) -> None:
     words = "--only windows --lengths 100 200 --windows 64:64 128:1 --heads 2 --width 8 --rounds 2"
     assert kernels.main(words.split()) == 0
     rows = [row.split(" | ") for row in capsys.readouterr().out.splitlines() if " | " in row][2:]
     assert [row[:3] for row in rows] == [
         ["| 100", "64", "64"], ["| 200", "64", "64"], ["| 200", "128", "1"],
     ]  # fmt: skip
-    for row, given in zip(rows, [(100, 64, 64), (200, 64, 64), (200, 128, 1)], strict=True):
-        found = compute_device_tiles(*given)
-        assert row[3:5] == [f"{found.visited_count} of {found.dense_count}", f"{found.speedup:.2f}"]
+    for row, window in zip(rows, [(100, 64, 64), (200, 64, 64), (200, 128, 1)], strict=True):
+        tiles = compute_device_tiles(*window)
+        assert row[3:5] == [f"{tiles.visited_count} of {tiles.dense_count}", f"{tiles.speedup:.2f}"]
         assert len(row) == len(kernels.HEAD)

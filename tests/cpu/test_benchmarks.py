@@ -19,31 +19,31 @@ from tests.cpu.train_command import ROOT, launched
 
 TEXTS = {path.stem: path.read_text() for path in sorted((ROOT / "benchmarks").glob("*.py"))}
 SCRIPTS = [name for name, text in TEXTS.items() if '__name__ == "__main__":\n    ' in text]
-# One runs kernels, one times steps, and the others have no GPU here.  `make lint` checks the types
-# of all scripts.
+# One runs kernels, one times steps, and the others end early without a GPU.  `make lint` checks
+# the types of all scripts.
 QUICK = ["alignment", "executor", "gpu", "gpu_run", "kernels"]
 
 
 @pytest.mark.parametrize("name", cases(QUICK, [name for name in SCRIPTS if name not in QUICK]))
-def test_a_script_runs_its_code_on_small_sizes(name: str, tmp_path: Path) -> None:
-    """It succeeds and prints something, even if this machine lacks a requirement."""
+def test_script_runs_with_smoke(name: str, tmp_path: Path) -> None:
+    """The script succeeds and prints something, even if this machine lacks a requirement."""
     path = ROOT / "benchmarks" / f"{name}.py"
     code, out, err = launched([str(path), "--smoke"], tmp_path / name)
     assert code == 0, out + err
     assert out or err
 
 
-def test_every_script_has_the_option_that_all_share() -> None:
+def test_every_script_parses_shared_options() -> None:
     """A script that ignored `--smoke` would run in full."""
     assert {*SCRIPTS} >= {*QUICK} and len(SCRIPTS) > 10
     assert not [name for name in SCRIPTS if not re.search(r"\bparse\(", TEXTS[name])]
 
 
-def parser() -> argparse.ArgumentParser:
-    own = argparse.ArgumentParser()
-    own.add_argument("names", nargs="*", default=["all"])
-    own.add_argument("--rounds", type=int, default=20)
-    return own
+def make_parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser()
+    parser.add_argument("names", nargs="*", default=["all"])
+    parser.add_argument("--rounds", type=int, default=20)
+    return parser
 
 
 @pytest.mark.parametrize(
@@ -55,17 +55,17 @@ def parser() -> argparse.ArgumentParser:
         ("--smoke two", ["two"], 1),
     ],
 )
-def test_smoke_replaces_defaults_alone(words: str, names: list[str], rounds: int) -> None:
-    args = parse(parser(), words.split(), names=["one"], rounds=1)
+def test_smoke_replaces_only_defaults(words: str, names: list[str], rounds: int) -> None:
+    args = parse(make_parser(), words.split(), names=["one"], rounds=1)
     assert (args.names, args.rounds, args.smoke) == (names, rounds, "--smoke" in words)
 
 
-def test_smoke_replaces_no_argument_that_is_not_there() -> None:
+def test_smoke_value_of_unknown_option_is_refused() -> None:
     with pytest.raises(AssertionError):
-        parse(parser(), [], round=1)
+        parse(make_parser(), [], round=1)
 
 
-def test_a_machine_that_lacks_something_fails_a_measurement_only(
+def test_missing_requirement_fails_measurement_but_not_smoke(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     assert [lacks("needs a GPU", smoke) for smoke in (False, True)] == [2, 0]
@@ -73,7 +73,7 @@ def test_a_machine_that_lacks_something_fails_a_measurement_only(
 
 
 @given(st.lists(st.floats(0, 1), min_size=1, max_size=40))
-def test_the_interval_of_a_median_is_around_it_and_in_the_sample(values: list[float]) -> None:
+def test_median_interval_contains_median_and_two_samples(values: list[float]) -> None:
     low, high = spread(values)
     assert {low, high} <= {*values}
     assert sum(v <= low for v in values) <= sum(v <= high for v in values)

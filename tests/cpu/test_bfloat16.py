@@ -46,50 +46,65 @@ def mixed_stages(stages: int, tied: bool = True) -> list[nn.Module]:
         (zb, PipelineShape(1, 3)),
     ],
 )
-def test_schedules_give_the_bits_of_the_reference(schedule: Any, shape: PipelineShape) -> None:
+def test_schedules_match_bfloat16_reference_bit_for_bit(
+    schedule: Any, shape: PipelineShape
+) -> None:
     tied = shape.stages > 1
     inputs, targets, scale = batch(shape.microbatches)
-    plain, ours = mixed_stages(shape.stages, tied=True), mixed_stages(shape.stages, tied=True)
-    want = run_sequential(plain, inputs, targets, loss=gpt.loss, grad_scale=scale)
+    reference_stages, stages = (
+        mixed_stages(shape.stages, tied=True),
+        mixed_stages(shape.stages, tied=True),
+    )
+    expected_loss = run_sequential(
+        reference_stages, inputs, targets, loss=gpt.loss, grad_scale=scale
+    )
     world = InProcessExecutor(
-        compile(schedule, shape, tied_weights=tied), ours, loss=gpt.loss, boundary=HALF
+        compile(schedule, shape, tied_weights=tied), stages, loss=gpt.loss, boundary=HALF
     )
     for seed in range(3):
-        assert torch.equal(world.step(inputs, targets, scale, seed), want)
-        got = gradients(ours)
-        assert all(g.dtype == torch.float32 for stage in got for g in stage.values())
-        assert same_bits(got, gradients(plain))
+        assert torch.equal(world.step(inputs, targets, scale, seed), expected_loss)
+        accumulated = gradients(stages)
+        assert all(g.dtype == torch.float32 for stage in accumulated for g in stage.values())
+        assert same_bits(accumulated, gradients(reference_stages))
 
 
-def test_second_holders_add_up_in_float32_too() -> None:
+def test_stage_replicas_accumulate_in_float32() -> None:
     shape = PipelineShape(2, 4, placement="mirror")
     world = InProcessExecutor(
         compile(dualpipe, shape), mixed_stages(2, tied=False), loss=gpt.loss, boundary=HALF
     )
     world.step(*batch(4))
-    kinds = {f.dtype for r in world.executors for s in r.stages.values() for f in s.gradients.flat}
-    assert kinds == {torch.float32}
+    dtypes = {f.dtype for r in world.executors for s in r.stages.values() for f in s.gradients.flat}
+    assert dtypes == {torch.float32}
 
 
-def test_a_split_product_adds_up_without_rounding() -> None:
-    """In W and in a whole B the gradient is a float32 sum of products."""
+def test_full_and_split_backward_accumulate_in_float32() -> None:
+    """In W and in a full B the gradient is a float32 sum of products."""
     weight = nn.Parameter(torch.randn(8, 4).bfloat16())
     x, dy = torch.randn(64, 16, 4).bfloat16(), torch.randn(64, 16, 8).bfloat16()
-    want = sum((b.double().t() @ a.double() for a, b in zip(x, dy, strict=True)), torch.zeros(8, 4))
+    expected = sum(
+        (
+            output_gradient.double().t() @ inputs.double()
+            for inputs, output_gradient in zip(x, dy, strict=True)
+        ),
+        torch.zeros(8, 4),
+    )
     errors = {}
     for split in (False, True):
-        for wide in (False, True):
-            weight.grad_dtype = torch.float32 if wide else torch.bfloat16
+        for is_float32 in (False, True):
+            weight.grad_dtype = torch.float32 if is_float32 else torch.bfloat16
             weight.grad = torch.zeros(8, 4, dtype=weight.grad_dtype)
-            for a, b in zip(x, dy, strict=True):
+            for inputs, output_gradient in zip(x, dy, strict=True):
                 tape = DeferredGradients()
                 if split:
                     with defer_weight_gradients(tape):
-                        torch.autograd.backward(linear(a, weight), b)
+                        torch.autograd.backward(linear(inputs, weight), output_gradient)
                     tape.run()
                 else:
-                    torch.autograd.backward(linear(a, weight), b)
-            errors[split, wide] = float((weight.grad.double() - want).norm() / want.norm())
+                    torch.autograd.backward(linear(inputs, weight), output_gradient)
+            errors[split, is_float32] = float(
+                (weight.grad.double() - expected).norm() / expected.norm()
+            )
             weight.grad = None
     assert max(errors[False, True], errors[True, True]) < 1e-5
     assert (
@@ -97,8 +112,8 @@ def test_a_split_product_adds_up_without_rounding() -> None:
     )  # bfloat16 gradients have larger errors
 
 
-def test_small_steps_are_not_lost() -> None:
-    def moved(parameter: nn.Parameter, optimizer: Any) -> float:
+def test_updates_below_bfloat16_resolution_are_kept() -> None:
+    def largest_change(parameter: nn.Parameter, optimizer: Any) -> float:
         before = parameter.detach().clone()
         for _ in range(64):
             parameter.grad = torch.ones(4)
@@ -111,7 +126,7 @@ def test_small_steps_are_not_lost() -> None:
     main = nn.Parameter(torch.ones(4).bfloat16())
     main.grad_dtype = torch.float32
     optimizer = MainOptimizer([main], sgd)
-    assert moved(main, optimizer) == pytest.approx(0.064, rel=0.05)
+    assert largest_change(main, optimizer) == pytest.approx(0.064, rel=0.05)
     assert optimizer.main_parameters[0].dtype == torch.float32
     alone = torch.ones(4).bfloat16()
     for _ in range(64):
@@ -119,7 +134,7 @@ def test_small_steps_are_not_lost() -> None:
     assert alone.tolist() == [1.0] * 4  # without float32 copies
 
 
-def test_frozen_parameters_and_missing_gradients_stay() -> None:
+def test_parameters_without_gradient_are_unchanged() -> None:
     frozen, idle, main = (nn.Parameter(torch.ones(2).bfloat16()) for _ in range(3))
     frozen.requires_grad_(False)
     optimizer = MainOptimizer([frozen, idle, main], partial(torch.optim.SGD, lr=1.0))
@@ -129,20 +144,20 @@ def test_frozen_parameters_and_missing_gradients_stay() -> None:
     assert optimizer.param_groups[0]["lr"] == 1.0
 
 
-def test_accumulate_keeps_the_bits_where_types_agree() -> None:
+def test_accumulate_of_equal_dtypes_is_exact() -> None:
     main, dy, x = torch.randn(3, 5), torch.randn(7, 3), torch.randn(7, 5)
-    want: Tensor = main + dy.t() @ x
-    assert torch.equal(accumulate_(main, dy, x), want)
+    expected: Tensor = main + dy.t() @ x
+    assert torch.equal(accumulate_(main, dy, x), expected)
 
 
 @pytest.mark.parametrize("precision", ["bfloat16", "float16"])
-def test_a_run_in_16_bits_learns_as_one_in_float32(tmp_path: Path, precision: str) -> None:
+def test_16_bit_training_has_losses_near_float32(tmp_path: Path, precision: str) -> None:
     text = tmp_path / "text.txt"
     text.write_text("schedules are programs; " * 200)
     config = tmp_path / "config.toml"
     config.write_text(CONFIG.format(text=text))
-    half = train(str(config), tmp_path / "half", f"train.precision={precision}")
-    whole = alone(str(config), tmp_path / "whole")
-    assert half != whole
-    assert half == pytest.approx(whole, rel=2e-2)
-    assert half[-1] < half[0]
+    losses = train(str(config), tmp_path / "half", f"train.precision={precision}")
+    float32_losses = alone(str(config), tmp_path / "whole")
+    assert losses != float32_losses
+    assert losses == pytest.approx(float32_losses, rel=2e-2)
+    assert losses[-1] < losses[0]

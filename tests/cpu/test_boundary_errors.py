@@ -1,4 +1,4 @@
-"""Tests that wrong tensors between stages cause one error, which names the tensor."""
+"""Tests that a wrong tensor between stages causes an error that names the tensor."""
 
 from __future__ import annotations
 
@@ -60,12 +60,12 @@ WRONG: dict[str, Callable[[], object]] = {
 }
 
 
-def told(wrong: Callable[[], object]) -> str:
+def read_error(call: Callable[[], object]) -> str:
     with pytest.raises((ModelError, ExecutionError)) as error:
-        wrong()
+        call()
     return f"{type(error.value).__name__}: {error.value}"
 
 
-def test_what_cannot_pass_is_refused_in_one_error() -> None:
-    said = "".join(f"{name}\n  {told(wrong)}\n" for name, wrong in WRONG.items())
-    assert said == GOLDEN.read_text()
+def test_wrong_boundary_tensors_raise_expected_errors() -> None:
+    errors = "".join(f"{name}\n  {read_error(call)}\n" for name, call in WRONG.items())
+    assert errors == GOLDEN.read_text()

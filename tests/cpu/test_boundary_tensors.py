@@ -47,37 +47,41 @@ from tests.strategies import with_slots
 torch.set_num_threads(1)
 
 
-def as_in(program: Program, seed: int, order: int | None = None) -> None:
-    """Check that steps of drawn stages have the loss and the gradients of the reference."""
+def check_steps_equal_reference(program: Program, seed: int, order: int | None = None) -> None:
+    """Check that steps of random stages have the loss and the gradients of the reference."""
     stages, boundary = drawn(program.shape.stages, seed)
     plain = deepcopy(stages)
     inputs, targets, keywords = batch(program.shape.microbatches)
-    right = run_sequential(plain, inputs, targets, loss=loss, program=program, keywords=keywords)
-    found = infer_boundaries(plain, inputs[0], keywords=keywords[0])
-    assert found == boundary
+    expected_loss = run_sequential(
+        plain, inputs, targets, loss=loss, program=program, keywords=keywords
+    )
+    inferred = infer_boundaries(plain, inputs[0], keywords=keywords[0])
+    assert inferred == boundary
     norm = math.inf if program.clip_grad_norm else None  # clips no gradient
     ranks = InProcessExecutor(
         program,
         stages,
         loss=loss,
-        boundary=found,
+        boundary=inferred,
         gradients=GradientOptions(max_norm=norm),
         execution=ExecutionOptions(record_timestamps=False),
     )
     for _ in range(2):  # the second step finds the slots as the first left them
-        total = ranks.step(inputs, targets, order_seed=order, keywords=keywords)
-        assert torch.equal(total, right)
+        actual_loss = ranks.step(inputs, targets, order_seed=order, keywords=keywords)
+        assert torch.equal(actual_loss, expected_loss)
         assert not program.has_backward or same_bits(gradients(stages), gradients(plain))
 
 
 @given(compute_programs(microbatches=4), st.integers(0, 2**16), st.integers(0, 9))
 @settings(max_examples=40)
-def test_any_tensors_pass_in_any_order(draft: Program, seed: int, order: int) -> None:
+def test_random_programs_with_random_tensors_equal_reference(
+    draft: Program, seed: int, order: int
+) -> None:
     program = lower(replace(draft, clip_grad_norm=bool(order % 2)))
-    as_in(with_slots(program, random.Random(seed)), seed, order)
+    check_steps_equal_reference(with_slots(program, random.Random(seed)), seed, order)
 
 
-def test_a_program_of_several_updates_has_the_gradients_of_its_last() -> None:
+def test_several_updates_leave_gradients_of_last_update() -> None:
     """There is no optimizer, so each update has the same weights."""
     shape = PipelineShape(3, 8, optimizer_steps=2, weight_delay=1)
     stages, boundary = drawn(3, 3)
@@ -90,48 +94,51 @@ def test_a_program_of_several_updates_has_the_gradients_of_its_last() -> None:
     assert same_bits(gradients(stages), gradients(plain))
 
 
-def writes(w: Tensor, x: Tensor, count: Tensor) -> Tensor:
+def write_to_input(w: Tensor, x: Tensor, count: Tensor) -> Tensor:
     return w * x * count.add_(1)
 
 
-def test_whole_numbers_may_be_written_to_where_they_are_received() -> None:
-    """Each microbatch receives its own tensor. On one rank it is that of the previous stage."""
-    world = ranks(two, writes)
+def test_received_integers_may_be_written_in_place() -> None:
+    """Each microbatch receives its own tensor. On one rank it is the previous stage's tensor."""
+    world = ranks(two, write_to_input)
     for _ in range(2):
         assert torch.equal(world.step(X, X), 2 * (COUNT.float()).square().sum())
     with pytest.raises(ExecutionError) as error:
-        ranks(two, writes, ranks=1).step(X, X)
+        ranks(two, write_to_input, ranks=1).step(X, X)
     assert "in place" in error.value.fact and str(error.value.sites[0].instr) == "F 1.0"
 
 
-def test_each_tensor_is_written_to_by_itself() -> None:
+def test_write_to_one_input_keeps_other_input() -> None:
     """A stage writes to one of two tensors, and autograd has saved the other."""
 
-    def three(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def send_three(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor, Tensor]:
         return w * x, COUNT.float(), COUNT.clone()
 
-    def beside(w: Tensor, x: Tensor, table: Tensor, count: Tensor) -> Tensor:
+    def write_to_second(w: Tensor, x: Tensor, table: Tensor, count: Tensor) -> Tensor:
         return w * x * table + count.add_(1)
 
     world = ranks(
-        three, beside, boundary=(TWO[0], Boundary((4,), requires_grad=False), TWO[1]), loss=total
+        send_three,
+        write_to_second,
+        boundary=(TWO[0], Boundary((4,), requires_grad=False), TWO[1]),
+        loss=total,
     )
     world.step(X, X)
     assert weighed(world, 0) == weighed(world, 1) == [0.0, 2.0, 4.0, 6.0]
 
 
-def test_a_stage_that_says_so_writes_to_copies() -> None:
-    """All its inputs are copied if the previous stage is on its rank and may have saved them."""
+def test_inplace_stage_writes_to_copies_of_its_inputs() -> None:
+    """All inputs are copied, because the previous stage is on the same rank and may save them."""
 
-    class Says(Made):
+    class InplaceStage(Made):
         inplace = True
 
-    def keeps(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
-        mine.append(COUNT.clone())
-        return w * x, mine[-1]
+    def keep_output(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+        outputs.append(COUNT.clone())
+        return w * x, outputs[-1]
 
-    mine: list[Tensor] = []
-    stages = [Made(keeps), Says(writes)]
+    outputs: list[Tensor] = []
+    stages = [Made(keep_output), InplaceStage(write_to_input)]
     world = InProcessExecutor(
         compile(interleaved, PipelineShape(1, 2, 2)),
         stages,
@@ -140,35 +147,35 @@ def test_a_stage_that_says_so_writes_to_copies() -> None:
         execution=ExecutionOptions(record_timestamps=False),
     )
     assert torch.equal(world.step(X, X), 2 * COUNT.float().square().sum())
-    assert all(torch.equal(one, COUNT) for one in mine)
+    assert all(torch.equal(count, COUNT) for count in outputs)
 
 
 @pytest.mark.parametrize("own", [1, 2], ids=["one rank", "two ranks"])
-def test_one_tensor_twice_has_the_sum_of_both_gradients(own: int) -> None:
-    def twice(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+def test_tensor_sent_twice_gets_sum_of_both_gradients(own: int) -> None:
+    def send_twice(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return (w * x,) * 2
 
-    def uneven(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    def weigh_inputs(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return w * (2 * x + 5 * y)
 
-    world = ranks(twice, uneven, ranks=own, boundary=BOTH, loss=total)
+    world = ranks(send_twice, weigh_inputs, ranks=own, boundary=BOTH, loss=total)
     world.step(X, X)
     assert weighed(world, 0) == weighed(world, 1) == [14.0] * 4
 
 
 @pytest.mark.parametrize("slots", [None, "minimal"])
-def test_what_a_stage_does_not_use_has_a_gradient_of_zeros(slots: Any) -> None:
-    """Only some microbatches use the tensor, and gradients of others are not reused."""
+def test_unused_input_gets_gradient_of_zeros(slots: Any) -> None:
+    """Only some microbatches use the tensor. The gradients of others are not reused."""
 
-    def both(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
+    def send_two(w: Tensor, x: Tensor) -> tuple[Tensor, Tensor]:
         return w * x, w * 3
 
-    def some(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
+    def use_some(w: Tensor, x: Tensor, y: Tensor) -> Tensor:
         return w * (x + y) if float(x.detach().sum()) > 4 else w * x
 
     inputs = torch.arange(1, 5).float().view(4, 1).expand(4, 4)
     shape = PipelineShape(2, 4)
-    stages: list[nn.Module] = [Made(both), Made(some)]
+    stages: list[nn.Module] = [Made(send_two), Made(use_some)]
     world = InProcessExecutor(
         compile(one_f_one_b, shape, buffer_sharing=slots), stages, loss=total, boundary=BOTH
     )
@@ -177,10 +184,10 @@ def test_what_a_stage_does_not_use_has_a_gradient_of_zeros(slots: Any) -> None:
         assert weighed(world, 0) == [10.0 + 3 * 3] * 4
 
 
-def test_a_gradient_has_the_type_of_its_tensor() -> None:
-    """This holds whatever dtype a user's Function returns."""
+def test_gradient_has_dtype_of_its_tensor() -> None:
+    """The Function of a user may return a gradient of another dtype."""
 
-    class Wider(torch.autograd.Function):
+    class Widen(torch.autograd.Function):
         @staticmethod
         def forward(ctx: Any, x: Tensor) -> Tensor:
             return x.double()
@@ -189,24 +196,24 @@ def test_a_gradient_has_the_type_of_its_tensor() -> None:
         def backward(ctx: Any, *dys: Tensor) -> Tensor:
             return dys[0]
 
-    half = (Boundary((4,), torch.bfloat16), Boundary((4,)))
+    mixed = (Boundary((4,), torch.bfloat16), Boundary((4,)))
     world = ranks(
         lambda w, x: ((w * x).bfloat16(), w * x),
-        lambda w, x, y: w * Wider.apply(x).float() + y,  # type: ignore[no-untyped-call]
-        boundary=half, loss=total,
+        lambda w, x, y: w * Widen.apply(x).float() + y,  # type: ignore[no-untyped-call]
+        boundary=mixed, loss=total,
     )  # fmt: skip
     world.step(X, X)
     assert weighed(world, 0) == [4.0] * 4
 
 
-def test_of_each_edge_its_own_shapes_are_counted() -> None:
+def test_sizes_count_all_tensors_of_each_edge() -> None:
     """Slots, messages and predictions have the bytes of all tensors that cross the edge."""
     edges: Any = {0: TWO, 1: Boundary((3,), torch.bfloat16)}
 
-    def narrow(w: Tensor, x: Tensor, count: Tensor) -> Tensor:
+    def send_narrow(w: Tensor, x: Tensor, count: Tensor) -> Tensor:
         return (w * x * count)[:3].bfloat16()
 
-    stages = [Made(two), Made(narrow), Made(lambda w, x: w[:3] * x)]
+    stages = [Made(two), Made(send_narrow), Made(lambda w, x: w[:3] * x)]
     sizes = measure_sizes(stages, X[0], X[0, :3], loss=total, boundary=edges)
     assert sizes.activation == (512.0, 6.0, 0.0) and sizes.activation_grad == (16.0, 6.0, 0.0)
     world = InProcessExecutor(
@@ -222,7 +229,7 @@ def test_of_each_edge_its_own_shapes_are_counted() -> None:
     assert received == [{("GRAD_IN", 16)}, {("ACT_IN", 512), ("GRAD_IN", 6)}, {("ACT_IN", 6)}]
 
 
-def test_nothing_has_a_gradient_where_nothing_is_trained() -> None:
+def test_forward_only_boundary_needs_no_gradient() -> None:
     def count(w: Tensor, x: Tensor) -> Tensor:
         return x.long()
 
@@ -231,14 +238,14 @@ def test_nothing_has_a_gradient_where_nothing_is_trained() -> None:
     assert float(world.step(X, X)) == 8
 
 
-def test_stages_are_left_as_they_were() -> None:
+def test_infer_boundaries_does_not_change_stages() -> None:
     stages, boundary = drawn(4, 9)
     stages[1].register_buffer("seen", torch.zeros(()))
 
-    def look(module: nn.Module, _: object) -> None:
+    def add_to_buffer(module: nn.Module, _: object) -> None:
         module.get_buffer("seen").add_(torch.rand(()))
 
-    stages[1].register_forward_pre_hook(look)
+    stages[1].register_forward_pre_hook(add_to_buffer)
     state, (inputs, _, keywords) = torch.get_rng_state(), batch(1)
     assert infer_boundaries(stages, inputs[0], keywords=keywords[0]) == boundary
     assert torch.equal(torch.get_rng_state(), state)
@@ -247,11 +254,8 @@ def test_stages_are_left_as_they_were() -> None:
     )
 
 
-# ---------------------------------------------------------------- real processes
-
-
-def test_behind_frozen_stages_nothing_has_a_gradient() -> None:
-    """The first frozen stage may pass on only integers."""
+def test_outputs_of_frozen_stages_have_no_gradient() -> None:
+    """The first frozen stage passes on only integers."""
     stages: list[nn.Module] = [
         Made(lambda w, x: x.long()),
         Made(lambda w, n: (w * n, n.float())),
@@ -260,14 +264,14 @@ def test_behind_frozen_stages_nothing_has_a_gradient() -> None:
     ]
     for stage in stages[:2]:
         stage.requires_grad_(False)
-    found = infer_boundaries(stages, X[0], frozen_stages=2)
-    assert [[one.requires_grad for one in edge] for edge in found.values()] == [
+    inferred = infer_boundaries(stages, X[0], frozen_stages=2)
+    assert [[boundary.requires_grad for boundary in edge] for edge in inferred.values()] == [
         [False], [False, False], [True, False],
     ]  # fmt: skip
     plain, program = deepcopy(stages), compile(one_f_one_b, PipelineShape(4, 2), frozen_stages=2)
-    world = InProcessExecutor(program, stages, loss=total, boundary=found)
-    right = run_sequential(plain, X, X, loss=total, program=program)
-    assert torch.equal(world.step(X, X), right)
+    world = InProcessExecutor(program, stages, loss=total, boundary=inferred)
+    expected_loss = run_sequential(plain, X, X, loss=total, program=program)
+    assert torch.equal(world.step(X, X), expected_loss)
     assert same_bits(gradients(stages[2:]), gradients(plain[2:]))
 
 
@@ -299,9 +303,9 @@ CASES = [
 ]
 
 
-def own_steps(process: int, cases: list[Case], seed: int) -> list[Any]:
+def run_cases_on_rank(process: int, cases: list[Case], seed: int) -> list[Any]:
     """Return for each case the gradients of this process's stages, and the loss."""
-    found = []
+    results = []
     for case in cases:
         program, shape = case.program(), case.shape
         transport = case.transport(program)
@@ -315,34 +319,40 @@ def own_steps(process: int, cases: list[Case], seed: int) -> list[Any]:
             boundary=boundary,
             execution=ExecutionOptions(record_timestamps=False),
         )
-        each, m = batch(shape.microbatches * program.dp), shape.microbatches
-        mine = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
-        inputs, targets, keywords = each[0][mine], each[1][mine], each[2][mine]
+        batch_parts, m = batch(shape.microbatches * program.dp), shape.microbatches
+        replica_part = slice(transport.dp_rank * m, (transport.dp_rank + 1) * m)
+        inputs, targets, keywords = (
+            batch_parts[0][replica_part],
+            batch_parts[1][replica_part],
+            batch_parts[2][replica_part],
+        )
         for _ in range(3):
             sum_of_losses = executor.step(inputs, targets, keywords=keywords)
-        own = {s: gradients([stages[s]])[0] for s in shape.stages_on_rank[transport.rank]}
-        found.append((own, sum_of_losses))
-    return found
+        local_gradients = {
+            s: gradients([stages[s]])[0] for s in shape.stages_on_rank[transport.rank]
+        }
+        results.append((local_gradients, sum_of_losses))
+    return results
 
 
-def test_processes_have_the_bits_of_the_reference() -> None:
-    """Every transport of CPUs is tested with replicas, slices of a boundary, or shared slots."""
+def test_every_cpu_transport_equals_reference() -> None:
+    """The cases of each transport include replicas, sliced boundaries or shared slots."""
     seed = 1
-    results = run(own_steps, 4, CASES, seed)
+    results = run(run_cases_on_rank, 4, CASES, seed)
     for case, processes in zip(CASES, zip(*results, strict=True), strict=True):
         plain, _ = drawn(case.shape.stages, seed)
         dp = dict(case.options).get("dp", 1)
         inputs, targets, keywords = batch(case.shape.microbatches * dp)
         program = None if dp > 1 else case.program()
-        right = run_sequential(
+        expected_loss = run_sequential(
             plain, inputs, targets, loss=loss, program=program, keywords=keywords
         )
-        want = gradients(plain)
-        for own, sum_of_losses in processes:
-            for s, got in own.items():
+        expected = gradients(plain)
+        for local_gradients, sum_of_losses in processes:
+            for s, actual in local_gradients.items():
                 if dp == 1:
-                    assert same_bits([got], [want[s]]), (case, s)
+                    assert same_bits([actual], [expected[s]]), (case, s)
                 else:
-                    assert all(torch.allclose(got[n], want[s][n]) for n in got)
+                    assert all(torch.allclose(actual[n], expected[s][n]) for n in actual)
             if sum_of_losses is not None and dp == 1 and case.shape.placement_rows == 1:
-                assert torch.equal(sum_of_losses, right)
+                assert torch.equal(sum_of_losses, expected_loss)

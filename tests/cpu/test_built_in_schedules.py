@@ -24,10 +24,10 @@ M = 6
 
 
 def newest_first(r: int, P: int, m: int) -> RankSchedule:
-    """Return GPipe with backwards in the opposite order, the first half of them split."""
-    late = [(m - 1 - k, k < m // 2) for k in range(m)]
-    backwards = sum((I.at(mb) if split else B.at(mb) for mb, split in late), 0 * F)
-    return m * F + backwards + sum((W.at(mb) for mb, split in late if split), 0 * F)
+    """Return GPipe with backwards in descending order of microbatches; the first half is split."""
+    descending = [(m - 1 - k, k < m // 2) for k in range(m)]
+    backwards = sum((I.at(mb) if split else B.at(mb) for mb, split in descending), 0 * F)
+    return m * F + backwards + sum((W.at(mb) for mb, split in descending if split), 0 * F)
 
 
 def program_of(schedule: Any, overlap: bool = False) -> Program:
@@ -40,8 +40,8 @@ def program_of(schedule: Any, overlap: bool = False) -> Program:
 ZOO = {name: s for name, s in get_built_in_schedules().items() if name != "forward_only"}
 
 
-def _promised(program: Program) -> tuple[Tensor, list[dict[str, Tensor]]]:
-    """Return the loss and gradients that a program must have, near those of the reference."""
+def _expected_results(program: Program) -> tuple[Tensor, list[dict[str, Tensor]]]:
+    """Return the loss and gradients in the order of the program, which are near the reference's."""
     loss, plain = expected(program.shape)
     if program.reduces_in_microbatch_order:
         return loss, plain
@@ -49,9 +49,9 @@ def _promised(program: Program) -> tuple[Tensor, list[dict[str, Tensor]]]:
     inputs, targets, scale = batch(M)
     loss = run_sequential(stages, inputs, targets, loss=gpt.loss, grad_scale=scale, program=program)
     ordered = gradients(stages)
-    for own, other in zip(ordered, plain, strict=True):
-        for name, grad in own.items():
-            assert (grad - other[name]).norm() <= 1e-6 * other[name].norm(), name
+    for ordered_stage, plain_stage in zip(ordered, plain, strict=True):
+        for name, grad in ordered_stage.items():
+            assert (grad - plain_stage[name]).norm() <= 1e-6 * plain_stage[name].norm(), name
     assert not same_bits(ordered, plain)
     return loss, ordered
 
@@ -59,14 +59,14 @@ def _promised(program: Program) -> tuple[Tensor, list[dict[str, Tensor]]]:
 OVER_GLOO = ("dualpipe_v", "interleaved_zb", "v_half", "wave", "zb_h2", "zb_v")
 
 
-def _rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]:
+def _run_schedules_on_rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]:
     """Run one schedule after the other in one of two processes."""
     results = []
     for name in OVER_GLOO:
         for overlap in (False, True):
             program = program_of(ZOO[name], overlap)
-            whole = gpt_stages(program.shape.stages)
-            stages = {s: whole[s] for s in program.shape.stages_on_rank[rank]}
+            all_stages = gpt_stages(program.shape.stages)
+            stages = {s: all_stages[s] for s in program.shape.stages_on_rank[rank]}
             executor = Executor(
                 program, rank, stages, GlooTransport(program), loss=gpt.loss, boundary=BOUNDARY
             )
@@ -75,10 +75,14 @@ def _rank(rank: int) -> list[tuple[Tensor | None, dict[int, dict[str, Tensor]]]]
     return results
 
 
-def test_over_gloo() -> None:
-    for k, results in enumerate(zip(*run(_rank, 2), strict=True)):
+def test_built_in_schedules_over_gloo_equal_reference() -> None:
+    for k, results in enumerate(zip(*run(_run_schedules_on_rank, 2), strict=True)):
         name = OVER_GLOO[k // 2]
-        loss, right = _promised(program_of(ZOO[name]))
-        assert [torch.equal(got, loss) for got, _ in results if got is not None] == [True], name
-        got = {s: grads for _, stages in results for s, grads in stages.items()}
-        assert same_bits([got[s] for s in range(len(right))], right), name
+        loss, expected_gradients = _expected_results(program_of(ZOO[name]))
+        assert [torch.equal(actual, loss) for actual, _ in results if actual is not None] == [
+            True
+        ], name
+        actual = {s: grads for _, stages in results for s, grads in stages.items()}
+        assert same_bits([actual[s] for s in range(len(expected_gradients))], expected_gradients), (
+            name
+        )

@@ -38,28 +38,28 @@ ADAM = partial(torch.optim.AdamW, lr=1e-2)
 LINEAR = partial(nn.Linear, 4, 4)
 
 
-def two(seed: int = 0, kind: Any = None, **how: Any) -> InProcessExecutor:
+def make_two_ranks(seed: int = 0, kind: Any = None, **changes: Any) -> InProcessExecutor:
     torch.manual_seed(seed)
-    usual: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (5, 4)}
-    usual |= {"optimizer": ADAM} | how
+    options: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (5, 4)}
+    options |= {"optimizer": ADAM} | changes
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2), checkpoint_snapshots=True)
-    return InProcessExecutor(program, [(kind or LINEAR)() for _ in range(2)], **usual)
+    return InProcessExecutor(program, [(kind or LINEAR)() for _ in range(2)], **options)
 
 
 def step(ranks: InProcessExecutor, k: int) -> None:
     ranks.step(*torch.randn(2, 2, 5, 4, generator=torch.Generator().manual_seed(k)))
 
 
-def numbers(ranks: InProcessExecutor) -> list[Tensor]:
+def copy_values(ranks: InProcessExecutor) -> list[Tensor]:
     stages = [s for rank in ranks.executors for s in rank.stages.values()]
     return [t.clone() for s in stages for t in (*s.module.parameters(), *s.module.buffers())]
 
 
-def alike(one: list[Tensor], other: list[Tensor]) -> bool:
-    return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
+def values_equal(first: list[Tensor], second: list[Tensor]) -> bool:
+    return all(torch.equal(a, b) for a, b in zip(first, second, strict=True))
 
 
-class Scaled(nn.Module):
+class LossWithWeight(nn.Module):
     """A loss with its own weight."""
 
     def __init__(self) -> None:
@@ -70,60 +70,66 @@ class Scaled(nn.Module):
         return ((y - target).square() * self.scale).mean()
 
 
-class Inner(nn.Linear):
-    """A stage that contains such a loss, but does not use it as its loss."""
+class StageWithLossWeight(nn.Linear):
+    """A stage that contains such a loss, and uses only its weight."""
 
     def __init__(self) -> None:
         super().__init__(4, 4)
-        self.loss = Scaled()
+        self.loss = LossWithWeight()
 
     def forward(self, x: Tensor) -> Tensor:
         return super().forward(x) * self.loss.scale
 
 
-def test_a_name_is_one_weights_also_within_a_stage(tmp_path: Path) -> None:
-    of_loss = two(kind=Inner, loss=Scaled())
+def test_one_name_for_two_weights_of_stage_is_refused(tmp_path: Path) -> None:
+    ranks = make_two_ranks(kind=StageWithLossWeight, loss=LossWithWeight())
     with pytest.raises(CheckpointError, match=r"stage 1 has two weights named loss\.scale"):
-        save(of_loss, tmp_path, step=1, name_map=lambda s, n: n if s else f"first.{n}")
+        save(ranks, tmp_path, step=1, name_map=lambda s, n: n if s else f"first.{n}")
     assert not CheckpointDirectory(tmp_path).list_steps()
 
 
-def told(rank: int, folder: Path) -> None:
-    """Save from a process, of which the second has no names."""
+def save_with_failing_name_map(rank: int, folder: Path) -> None:
+    """Save on a rank. The name map of the second rank raises an error."""
     names: dict[str, str] = {}
     executor = executor_of(Layout(one_f_one_b, PipelineShape(2, 2)), Model())
-    own: Callable[[int, str], str] = (lambda s, n: names[n]) if rank else (lambda s, n: n)
+    name_map: Callable[[int, str], str] = (lambda s, n: names[n]) if rank else (lambda s, n: n)
     with pytest.raises(CheckpointError, match="process 1: KeyError"):
-        save(executor, folder, step=1, name_map=own)
+        save(executor, folder, step=1, name_map=name_map)
 
 
-def test_another_division_into_stages_needs_a_name_map(tmp_path: Path) -> None:
-    save(two(), tmp_path, step=1)
+def test_other_number_of_stages_needs_name_map(tmp_path: Path) -> None:
+    save(make_two_ranks(), tmp_path, step=1)
     program = schedir.compile(one_f_one_b, PipelineShape(3, 2))
-    usual: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (5, 4), "optimizer": ADAM}
-    three = InProcessExecutor(program, [LINEAR() for _ in range(3)], **usual)
-    with pytest.raises(CheckpointError, match=r"it has no weights/stages\.2\.weight") as refused:
-        load(three, tmp_path)
-    assert "save and load with name_map=lambda stage, name: ..." in refused.value.hint
-    with pytest.raises(CheckpointError, match="has no weights") as refused:
-        load(two(), tmp_path, name_map=lambda stage, name: f"layers.{stage}.{name}")
-    assert refused.value.hint == ""
+    options: dict[str, Any] = {
+        "loss": nn.functional.mse_loss,
+        "boundary": (5, 4),
+        "optimizer": ADAM,
+    }
+    three_ranks = InProcessExecutor(program, [LINEAR() for _ in range(3)], **options)
+    with pytest.raises(CheckpointError, match=r"it has no weights/stages\.2\.weight") as caught:
+        load(three_ranks, tmp_path)
+    assert "save and load with name_map=lambda stage, name: ..." in caught.value.hint
+    with pytest.raises(CheckpointError, match="has no weights") as caught:
+        load(make_two_ranks(), tmp_path, name_map=lambda stage, name: f"layers.{stage}.{name}")
+    assert caught.value.hint == ""
 
 
 @pytest.mark.parametrize("call", [save, load])
-def test_a_name_map_is_a_function(call: Callable[..., object], tmp_path: Path) -> None:
-    save(two(), tmp_path, step=1)
+def test_name_map_that_is_no_function_is_refused(
+    call: Callable[..., object], tmp_path: Path
+) -> None:
+    save(make_two_ranks(), tmp_path, step=1)
     step = {"step": 1}
     with pytest.raises(CheckpointError, match="name_map must be a function of a stage and a name"):
-        call(two(), tmp_path, name_map={"weight": "weight"}, **step)
+        call(make_two_ranks(), tmp_path, name_map={"weight": "weight"}, **step)
 
 
-def test_who_has_no_names_does_not_let_others_wait(tmp_path: Path) -> None:
-    run(told, 2, tmp_path)
+def test_failing_name_map_of_one_rank_raises_on_all_ranks(tmp_path: Path) -> None:
+    run(save_with_failing_name_map, 2, tmp_path)
 
 
-def test_what_is_due_is_not_forgotten(tmp_path: Path) -> None:
-    ranks = two()
+def test_second_schedule_before_write_is_refused(tmp_path: Path) -> None:
+    ranks = make_two_ranks()
     saver = Saver(ranks, tmp_path)
     saver.schedule_save(0)
     step(ranks, 0)
@@ -134,8 +140,8 @@ def test_what_is_due_is_not_forgotten(tmp_path: Path) -> None:
     assert CheckpointDirectory(tmp_path).list_steps() == [0]
 
 
-def test_what_a_load_has_changed_is_not_saved_as_what_was_due(tmp_path: Path) -> None:
-    ranks = two()
+def test_save_scheduled_before_load_is_refused(tmp_path: Path) -> None:
+    ranks = make_two_ranks()
     save(ranks, tmp_path / "first", step=0)
     step(ranks, 0)
     saver = Saver(ranks, tmp_path / "due")
@@ -146,42 +152,42 @@ def test_what_a_load_has_changed_is_not_saved_as_what_was_due(tmp_path: Path) ->
         saver.write()
     assert not CheckpointDirectory(tmp_path / "due").list_steps()
     saver.schedule_save(1)  # the run continues
-    now = numbers(ranks)
+    expected = copy_values(ranks)
     step(ranks, 1)
     saver.write()
     saver.wait()
-    other = two(1)
-    load(other, tmp_path / "due")
-    assert alike(numbers(other), now)
+    loaded = make_two_ranks(1)
+    load(loaded, tmp_path / "due")
+    assert values_equal(copy_values(loaded), expected)
 
 
-def test_two_savers_do_not_take_what_the_other_has_not_copied(tmp_path: Path) -> None:
-    ranks = two()
-    one, other = (Saver(ranks, tmp_path / name) for name in ("one", "other"))
-    one.schedule_save(0)
-    other.schedule_save(0)
+def test_scheduled_save_of_another_saver_is_invalid(tmp_path: Path) -> None:
+    ranks = make_two_ranks()
+    first, second = (Saver(ranks, tmp_path / name) for name in ("one", "other"))
+    first.schedule_save(0)
+    second.schedule_save(0)
     step(ranks, 0)
     with pytest.raises(ModelError, match="step 0 cannot be saved"):
-        one.write()
-    other.write()
-    other.wait()
+        first.write()
+    second.write()
+    second.wait()
     assert CheckpointDirectory(tmp_path / "other").find_newest_step() == 0
 
 
-def test_a_save_does_not_tidy_away_what_a_saver_writes(
+def test_save_during_background_write_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    written, go_on, write = Event(), Event(), dcp_storage.write
+    written, may_continue, write = Event(), Event(), dcp_storage.write
 
-    def slow(*args: Any) -> Any:
-        made = write(*args)
+    def write_and_wait(*args: Any) -> Any:
+        result = write(*args)
         if current_thread().name == "checkpoint":
             written.set()
-            assert go_on.wait(60)
-        return made
+            assert may_continue.wait(60)
+        return result
 
-    monkeypatch.setattr(dcp_storage, "write", slow)
-    ranks = two()
+    monkeypatch.setattr(dcp_storage, "write", write_and_wait)
+    ranks = make_two_ranks()
     saver = Saver(ranks, tmp_path)
     saver.schedule_save(0)
     step(ranks, 0)
@@ -190,23 +196,23 @@ def test_a_save_does_not_tidy_away_what_a_saver_writes(
     with pytest.raises(CheckpointError, match="this process still writes step 0") as caught:
         save(ranks, tmp_path, step=1)
     assert "saver.wait()" in caught.value.hint
-    go_on.set()
+    may_continue.set()
     saver.wait()
     save(ranks, tmp_path, step=1)
     assert CheckpointDirectory(tmp_path).list_steps() == [0, 1]
 
 
-def test_nobody_goes_on_from_what_is_partly_read(
+def test_step_or_save_after_partial_load_is_refused(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    save(two(), tmp_path, step=0)
-    ranks, read = two(1), dcp_storage.read
+    save(make_two_ranks(), tmp_path, step=0)
+    ranks, read = make_two_ranks(1), dcp_storage.read
 
-    def fails(folder: Path, manifest: Any, wanted: Any) -> None:
-        read(folder, manifest, [*wanted][:2])
+    def read_two_tensors(folder: Path, manifest: Any, names: Any) -> None:
+        read(folder, manifest, [*names][:2])
         raise OSError(5, "Input/output error")
 
-    monkeypatch.setattr(dcp_storage, "read", fails)
+    monkeypatch.setattr(dcp_storage, "read", read_two_tensors)
     with pytest.raises(CheckpointError, match="Input/output error") as caught:
         load(ranks, tmp_path)
     assert "create a new executor" in caught.value.hint
@@ -216,8 +222,8 @@ def test_nobody_goes_on_from_what_is_partly_read(
         save(ranks, tmp_path, step=1)
 
 
-class Odd(nn.Linear):
-    """A stage with tensors whose memory layout differs from their order."""
+class NonContiguousStage(nn.Linear):
+    """A stage with a transposed, a conjugated and optionally an expanded tensor."""
 
     def __init__(self, *, expanded: bool = False) -> None:
         super().__init__(4, 4)
@@ -231,38 +237,40 @@ class Odd(nn.Linear):
 
 @pytest.mark.filterwarnings("ignore:grad and param do not obey")
 @pytest.mark.parametrize("fused", [False, True])
-def test_what_lies_in_another_order_goes_on_with_its_bits(fused: bool, tmp_path: Path) -> None:
-    one, other = (two(k, Odd, optimizer=partial(ADAM, fused=fused)) for k in (0, 1))
-    step(one, 0)
-    save(one, tmp_path, step=1)
-    load(other, tmp_path)
-    assert alike(numbers(one), numbers(other))
-    for ranks in (one, other):
+def test_non_contiguous_tensors_resume_bit_for_bit(fused: bool, tmp_path: Path) -> None:
+    saved, loaded = (
+        make_two_ranks(k, NonContiguousStage, optimizer=partial(ADAM, fused=fused)) for k in (0, 1)
+    )
+    step(saved, 0)
+    save(saved, tmp_path, step=1)
+    load(loaded, tmp_path)
+    assert values_equal(copy_values(saved), copy_values(loaded))
+    for ranks in (saved, loaded):
         step(ranks, 1)
-    assert alike(numbers(one), numbers(other))
+    assert values_equal(copy_values(saved), copy_values(loaded))
 
 
-def test_numbers_that_are_one_in_memory_are_refused_before_any_is_read(tmp_path: Path) -> None:
-    save(two(0, Odd), tmp_path, step=1)
-    ranks = two(1, partial(Odd, expanded=True))
-    before = numbers(ranks)
+def test_expanded_tensor_is_refused_before_any_read(tmp_path: Path) -> None:
+    save(make_two_ranks(0, NonContiguousStage), tmp_path, step=1)
+    ranks = make_two_ranks(1, partial(NonContiguousStage, expanded=True))
+    before = copy_values(ranks)
     with pytest.raises(CheckpointError, match=r"stages\.0\.wide is expanded here"):
         load(ranks, tmp_path)
-    assert alike(before, numbers(ranks))
+    assert values_equal(before, copy_values(ranks))
 
 
-def test_it_is_said_that_a_frozen_weight_leaves_its_moments(tmp_path: Path) -> None:
-    ranks = two()
+def test_load_into_frozen_stage_warns(tmp_path: Path) -> None:
+    ranks = make_two_ranks()
     step(ranks, 0)
     save(ranks, tmp_path, step=1)
-    parts = iter([nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)])
-    frozen = two(1, lambda: next(parts))
+    modules = iter([nn.Linear(4, 4).requires_grad_(False), nn.Linear(4, 4)])
+    frozen = make_two_ranks(1, lambda: next(modules))
     with pytest.warns(UserWarning, match="frozen here"):
         load(frozen, tmp_path)
 
 
-def written_by_one(rank: int, folder: Path) -> str:
-    """Save from a process, of which only the first has weights changed without the Saver."""
+def write_after_lost_copy(rank: int, folder: Path) -> str:
+    """Return the error of a write. On the first rank another request replaced the Saver's copy."""
     layout = Layout(one_f_one_b, PipelineShape(2, 2), options={"checkpoint_snapshots": True})
     executor = executor_of(layout, Model(tied=False))
     saver = Saver(executor, folder)
@@ -276,14 +284,14 @@ def written_by_one(rank: int, folder: Path) -> str:
     return caught.value.fact
 
 
-def test_all_processes_refuse_to_write_what_one_has_not_copied(tmp_path: Path) -> None:
-    said = run(written_by_one, 2, tmp_path)
-    assert len({*said}) == 1 and "step 0 cannot be saved: the weights changed" in said[0]
+def test_missing_copy_of_one_rank_is_refused_on_all_ranks(tmp_path: Path) -> None:
+    errors = run(write_after_lost_copy, 2, tmp_path)
+    assert len({*errors}) == 1 and "step 0 cannot be saved: the weights changed" in errors[0]
     assert not CheckpointDirectory(tmp_path).list_steps()
 
 
-def left_alone(rank: int) -> str:
-    """Destroy the group of a process while the other one would exchange data with it."""
+def gather_after_peer_exit(rank: int) -> str:
+    """Return the error of the first rank. The second rank destroys its process group."""
     group = dist.new_group(backend="gloo")
     dist.barrier()  # both have created the group
     if rank:
@@ -294,15 +302,15 @@ def left_alone(rank: int) -> str:
     return caught.value.fact
 
 
-def test_where_one_has_ended_the_others_say_so() -> None:
+def test_lost_connection_is_reported_by_other_ranks() -> None:
     assert (
-        run(left_alone, 2)[0]
+        run(gather_after_peer_exit, 2)[0]
         == "while processes saved or loaded, the connection to another process was lost"
     )
 
 
-def test_what_is_due_and_never_written_is_said(tmp_path: Path) -> None:
-    ranks = two()
+def test_wait_with_unwritten_save_is_refused(tmp_path: Path) -> None:
+    ranks = make_two_ranks()
     saver = Saver(ranks, tmp_path)
     saver.schedule_save(0)
     step(ranks, 0)
@@ -315,8 +323,11 @@ def test_what_is_due_and_never_written_is_said(tmp_path: Path) -> None:
     assert CheckpointDirectory(tmp_path).list_steps() == [0]
 
 
-def not_whole(rank: int, folder: Path) -> tuple[list[str], int | None, str]:
-    """Load this process's part of a checkpoint, whose errors are reported by all processes."""
+def load_damaged_checkpoint(rank: int, folder: Path) -> tuple[list[str], int | None, str]:
+    """Load a damaged checkpoint, then the newest complete one.
+
+    Return the files that this rank verified, and the step and file of the error.
+    """
     executor = executor_of(Layout(one_f_one_b, PipelineShape(2, 2)), Model(tied=False))
     for number in (1, 2):
         save(executor, folder, step=number, name_map=lambda s, n: n)
@@ -327,32 +338,38 @@ def not_whole(rank: int, folder: Path) -> tuple[list[str], int | None, str]:
         data[len(data) // 2] ^= 1
         file.write_bytes(data)
     dist.barrier()
-    read: list[str] = []
+    checked_files: list[str] = []
     check = CheckpointDirectory.check_files
 
-    def noted(self: CheckpointDirectory, manifest: Any, names: Any) -> None:
-        read.extend(names)
+    def check_and_record(self: CheckpointDirectory, manifest: Any, names: Any) -> None:
+        checked_files.extend(names)
         check(self, manifest, names)
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(CheckpointDirectory, "check_files", noted)
+        patch.setattr(CheckpointDirectory, "check_files", check_and_record)
         with pytest.raises(IncompleteCheckpointError) as caught:
             load(executor, folder, step=2, name_map=lambda s, n: n)
-    found = load(executor, folder, name_map=lambda s, n: n) if rank else _warned(executor, folder)
-    assert found == {"step": 1, "extra": {}}
-    return read, caught.value.step, caught.value.file
+    state = (
+        load(executor, folder, name_map=lambda s, n: n)
+        if rank
+        else _load_with_warning(executor, folder)
+    )
+    assert state == {"step": 1, "extra": {}}
+    return checked_files, caught.value.step, caught.value.file
 
 
-def _warned(executor: Any, folder: Path) -> Any:
+def _load_with_warning(executor: Any, folder: Path) -> Any:
     with pytest.warns(UserWarning, match=r"skipped: step-00000002 is not complete"):
         return load(executor, folder, name_map=lambda s, n: n)
 
 
-def test_each_process_verifies_its_share(tmp_path: Path) -> None:
-    (one, *wrong), (other, *also) = run(not_whole, 2, tmp_path)
-    assert wrong == also == [2, "__1_0.distcp"]
+def test_each_rank_verifies_part_of_files(tmp_path: Path) -> None:
+    (first_files, *first_error), (second_files, *second_error) = run(
+        load_damaged_checkpoint, 2, tmp_path
+    )
+    assert first_error == second_error == [2, "__1_0.distcp"]
     files = {path.name for path in (tmp_path / "step-00000001").iterdir()} - {"manifest.jsonl"}
-    assert {*one} | {*other} == files and not {*one} & {*other}
+    assert {*first_files} | {*second_files} == files and not {*first_files} & {*second_files}
 
 
 @pytest.mark.parametrize(
@@ -360,20 +377,20 @@ def test_each_process_verifies_its_share(tmp_path: Path) -> None:
     [("next", "1"), ("seed", 0.5), ("world", 2), ("loss_scale", [0, 1]), ("also", {"a": 1}),
      ("optimizers", {"AdamW": [[]]}), ("extra", None)],
 )  # fmt: skip
-def test_a_state_that_no_save_writes_is_refused(tmp_path: Path, key: str, value: object) -> None:
-    manifest = save(two(), tmp_path, step=1) / MANIFEST_NAME
+def test_invalid_manifest_state_is_refused(tmp_path: Path, key: str, value: object) -> None:
+    manifest = save(make_two_ranks(), tmp_path, step=1) / MANIFEST_NAME
     first, *lines, _ = manifest.read_bytes().splitlines(keepends=True)
     head = json.loads(first)
     head["state"][key] = value
     text = b"".join([json.dumps(head).encode() + b"\n", *lines])
     manifest.write_bytes(text + b'{"sha256": "%s"}\n' % sha256(text).hexdigest().encode())
-    other = two(seed=1)
-    before = numbers(other)
+    ranks = make_two_ranks(seed=1)
+    before = copy_values(ranks)
     with pytest.raises(CheckpointError, match=f"was not written by a run: its state has {key} "):
-        load(other, tmp_path)
-    assert alike(before, numbers(other))
+        load(ranks, tmp_path)
+    assert values_equal(before, copy_values(ranks))
 
 
-def test_no_folder_is_named_by_nothing() -> None:
+def test_empty_directory_name_is_refused() -> None:
     with pytest.raises(UsageError, match="directory is '', not a path"):
         CheckpointDirectory("")

@@ -32,8 +32,10 @@ MODEL = {  # a GPT without layers
 
 
 @pytest.fixture(scope="module", params=["tied in float32", "bfloat16"])
-def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return the checkpoints of two runs of two steps, whose models have three heads."""
+def checkpoint_folder(
+    request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory
+) -> Path:
+    """Return the checkpoints of a run of two steps. The model has three heads."""
     folder = tmp_path_factory.mktemp("trained")
     (folder / "text.txt").write_text("the quick brown fox jumps over the lazy dog " * 40)
     (folder / "run.toml").write_text(CONFIG.format(text=folder / "text.txt"))
@@ -47,76 +49,78 @@ def trained(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     return folder / "saved"
 
 
-def made(folder: str, step: int, tensors: dict[str, Tensor], **state: object) -> None:
-    """Write a checkpoint of some tensors, each in several slices if it can be divided."""
-    place, pieces, kinds = CheckpointDirectory(folder), {}, {}
-    at = place.begin(step)
+def write_checkpoint(folder: str, step: int, tensors: dict[str, Tensor], **state: object) -> None:
+    """Write a checkpoint. Each tensor is stored in several slices if it has enough elements."""
+    directory, pieces, metas = CheckpointDirectory(folder), {}, {}
+    step_folder = directory.begin(step)
     for name, value in tensors.items():
-        kinds[name] = TensorMeta(tuple(value.shape), str(value.dtype).removeprefix("torch."))
-        cut, flat = value.numel() // 3, value.reshape(-1)
+        metas[name] = TensorMeta(tuple(value.shape), str(value.dtype).removeprefix("torch."))
+        middle, flat = value.numel() // 3, value.reshape(-1)
         pieces[name] = [
             TensorPiece(
                 box.offset, box.size, flat[low + box.flat_offset :][: box.numel].view(box.size)
             )
-            for low, high in ((0, cut), (cut, value.numel()))
+            for low, high in ((0, middle), (middle, value.numel()))
             for box in split_range_into_slices(value.shape, low, high)
         ]
-    own = {name: (kinds[name], pieces[name]) for name in tensors}
-    stored, files = dcp_storage.write(at, 0, own)
-    place.finish(Manifest(step, files, kinds, tuple(stored), {}, state))
-    place.release()
+    local_tensors = {name: (metas[name], pieces[name]) for name in tensors}
+    stored, files = dcp_storage.write(step_folder, 0, local_tensors)
+    directory.finish(Manifest(step, files, metas, tuple(stored), {}, state))
+    directory.release()
 
 
-def test_transformers_gives_the_same_logits(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_transformers_computes_equal_logits(
+    checkpoint_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     transformers = pytest.importorskip("transformers")
-    to = tmp_path / "model"
-    words = ("--to", str(to), "--as", "transformers", "--dtype", "float32")
-    assert f"wrote {to}: step 2, " in run_command(capsys, *EXPORT, str(trained), *words)
-    numbers = whole(trained, 2)
-    tied = "weights/head.weight" not in numbers
+    target = tmp_path / "model"
+    words = ("--to", str(target), "--as", "transformers", "--dtype", "float32")
+    assert f"wrote {target}: step 2, " in run_command(
+        capsys, *EXPORT, str(checkpoint_folder), *words
+    )
+    tensors = whole(checkpoint_folder, 2)
+    tied = "weights/head.weight" not in tensors
     config = gpt.GPTConfig(vocab=256, layers=2, hidden=48, heads=3, context=16, tied=tied)
     stage = gpt.build_stage(config, 0, 1)
     for name, parameter in stage.named_parameters():
-        copy = numbers.get(f"main/{name}", numbers[f"weights/{name}"])
-        parameter.data.copy_(copy)
-    theirs, report = transformers.AutoModelForCausalLM.from_pretrained(
-        to, local_files_only=True, output_loading_info=True
+        value = tensors.get(f"main/{name}", tensors[f"weights/{name}"])
+        parameter.data.copy_(value)
+    exported_model, report = transformers.AutoModelForCausalLM.from_pretrained(
+        target, local_files_only=True, output_loading_info=True
     )
     assert not any(report.values()), report
     tokens = torch.randint(256, (3, 16), generator=torch.Generator().manual_seed(0))
     with torch.no_grad():
-        ours, found = stage(tokens), theirs.eval()(tokens).logits
-    assert ours.std() > 0.1  # trained logits are not just noise around 0
-    torch.testing.assert_close(found, ours, rtol=0, atol=1e-5)
-    assert theirs.config.tie_word_embeddings is tied
+        expected, actual = stage(tokens), exported_model.eval()(tokens).logits
+    assert expected.std() > 0.1  # logits of a trained model are not only noise around 0
+    torch.testing.assert_close(actual, expected, rtol=0, atol=1e-5)
+    assert exported_model.config.tie_word_embeddings is tied
 
 
-def test_safetensors_reads_what_was_saved(
-    trained: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+def test_safetensors_reads_exported_weights(
+    checkpoint_folder: Path, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    numbers = whole(trained, 2)
-    weights = {n.partition("/")[2]: t for n, t in numbers.items() if n.startswith("weights/")}
+    tensors = whole(checkpoint_folder, 2)
+    weights = {n.partition("/")[2]: t for n, t in tensors.items() if n.startswith("weights/")}
     for dtype in (None, "float32", "bfloat16", "float16"):
-        to = tmp_path / f"{dtype}.safetensors"
+        target = tmp_path / f"{dtype}.safetensors"
         words = [] if dtype is None else ["--dtype", dtype]
-        run_command(capsys, *EXPORT, str(trained), "--to", str(to), *words)
-        found = load_file(to)
-        assert found.keys() == weights.keys()
+        run_command(capsys, *EXPORT, str(checkpoint_folder), "--to", str(target), *words)
+        exported = load_file(target)
+        assert exported.keys() == weights.keys()
         for name, value in weights.items():
             expected = value
             if dtype and getattr(torch, dtype) != value.dtype:
-                expected = numbers.get(f"main/{name}", value).to(getattr(torch, dtype))
-            assert found[name].dtype == expected.dtype and found[name].equal(expected), name
-    differ = [n for n, t in weights.items() if not numbers.get(f"main/{n}", t).equal(t.float())]
-    assert bool(differ) is (weights["norm.weight"].dtype == torch.bfloat16)
+                expected = tensors.get(f"main/{name}", value).to(getattr(torch, dtype))
+            assert exported[name].dtype == expected.dtype and exported[name].equal(expected), name
+    rounded = [n for n, t in weights.items() if not tensors.get(f"main/{n}", t).equal(t.float())]
+    assert bool(rounded) is (weights["norm.weight"].dtype == torch.bfloat16)
 
 
-def test_all_shapes_and_types(
+def test_all_shapes_and_dtypes_are_exported(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Odd sizes come first, so that later tensors are aligned only if the export does it."""
+    """Odd sizes come first, so later tensors are aligned only if the export aligns them."""
     monkeypatch.chdir(tmp_path)
     tensors = {
         "buffers/mask": torch.tensor([True, False, True]),
@@ -126,14 +130,16 @@ def test_all_shapes_and_types(
         "weights/cube": torch.arange(60, dtype=torch.float64).view(3, 4, 5),
         "optimizer/cube/step": torch.tensor(1.0),
     }
-    made("run", 1, tensors, also={"head": "cube"})
+    write_checkpoint("run", 1, tensors, also={"head": "cube"})
     assert run_command(capsys, *EXPORT, "run", "--to", "a.safetensors").startswith(
         "wrote a.safetensors: step 1, 5 tensors of bfloat16, bool, float32, float64 and int64, "
     )
-    found = load_file("a.safetensors")
-    own = {n.partition("/")[2]: t for n, t in tensors.items() if not n.startswith("optimizer/")}
-    assert found.keys() == own.keys()
-    assert all(found[n].equal(t) and found[n].dtype == t.dtype for n, t in own.items())
+    exported = load_file("a.safetensors")
+    expected = {
+        n.partition("/")[2]: t for n, t in tensors.items() if not n.startswith("optimizer/")
+    }
+    assert exported.keys() == expected.keys()
+    assert all(exported[n].equal(t) and exported[n].dtype == t.dtype for n, t in expected.items())
     data = Path("a.safetensors").read_bytes()
     size = int.from_bytes(data[:8], "little")
     header = json.loads(data[8 : 8 + size])
@@ -141,38 +147,39 @@ def test_all_shapes_and_types(
         "format": "pt", "step": "1", "head": "cube",
     }  # fmt: skip
     assert all(
-        told["data_offsets"][0] % own[name].element_size() == 0 for name, told in header.items()
+        entry["data_offsets"][0] % expected[name].element_size() == 0
+        for name, entry in header.items()
     )
     assert run_command(capsys, *EXPORT, "run", "--to", "b.safetensors", "--dtype", "float32")
-    found = load_file("b.safetensors")
-    assert found["cube"].dtype == torch.float32 and found["count"].equal(torch.tensor(7))
+    exported = load_file("b.safetensors")
+    assert exported["cube"].dtype == torch.float32 and exported["count"].equal(torch.tensor(7))
 
 
-def test_what_cannot_be_is_refused_and_leaves_nothing(
+def test_refused_export_writes_nothing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     heads = {"settings": {"model.heads": "3", "model.dropout": "0.0"}}
     windowed = {"settings": {"model.heads": "2", "model.dropout": "0.0", "model.window": "(0, 2)"}}
     large = {"weights/w": torch.tensor([1.0, 1e6, float("inf")])}
-    made("large", 1, large)
-    made("unsaid", 1, MODEL)
-    made("odd", 1, MODEL, extra=heads)
-    made("wider", 1, MODEL | {"weights/norm.bias": torch.ones(5)}, extra=heads)
-    made("more", 1, MODEL | {"buffers/mask": torch.ones(3)}, extra=heads)
-    made("other", 1, large, extra=heads)
-    made("windowed", 1, MODEL, extra=windowed)
-    made("complex", 1, {"weights/w": torch.ones(3, dtype=torch.complex64)})
-    made("nothing", 1, {"optimizer/w/step": torch.ones(())})
-    made("two", 1, {"weights/w": torch.ones(3), "buffers/w": torch.ones(3)})
+    write_checkpoint("large", 1, large)
+    write_checkpoint("unsaid", 1, MODEL)
+    write_checkpoint("odd", 1, MODEL, extra=heads)
+    write_checkpoint("wider", 1, MODEL | {"weights/norm.bias": torch.ones(5)}, extra=heads)
+    write_checkpoint("more", 1, MODEL | {"buffers/mask": torch.ones(3)}, extra=heads)
+    write_checkpoint("other", 1, large, extra=heads)
+    write_checkpoint("windowed", 1, MODEL, extra=windowed)
+    write_checkpoint("complex", 1, {"weights/w": torch.ones(3, dtype=torch.complex64)})
+    write_checkpoint("nothing", 1, {"optimizer/w/step": torch.ones(())})
+    write_checkpoint("two", 1, {"weights/w": torch.ones(3), "buffers/w": torch.ones(3)})
     for step in (2, 4):
-        made("damaged", step, large)
+        write_checkpoint("damaged", step, large)
         (Path("damaged") / f"step-0000000{step}" / "__0_0.distcp").write_bytes(b"?")
     Path("here.safetensors").write_text("mine")
     Path("folder").mkdir()
     Path("folder/config.json").write_text("mine")
-    had = sorted(Path().rglob("*"))
-    found, as_gpt = [], "--to hf --as transformers"
+    paths_before = sorted(Path().rglob("*"))
+    errors, as_gpt = [], "--to hf --as transformers"
     for words in (
         "nowhere --to a.safetensors", "large --to a.safetensors --step 3", "large --to a.bin",
         "large --to here.safetensors", f"odd {as_gpt.replace('hf', 'folder')}",
@@ -183,32 +190,36 @@ def test_what_cannot_be_is_refused_and_leaves_nothing(
         f"unsaid {as_gpt}", f"odd {as_gpt}", f"wider {as_gpt}", f"more {as_gpt}", f"other {as_gpt}",
         f"windowed {as_gpt}",
     ):  # fmt: skip
-        found.append(f"{words}\n{run_refused_command(capsys, *EXPORT, *words.split())}")
+        errors.append(f"{words}\n{run_refused_command(capsys, *EXPORT, *words.split())}")
     golden = Path(__file__).parents[1] / "golden" / "checkpoint_export.txt"
     if "UPDATE_GOLDEN" in os.environ:
-        golden.write_text("\n".join(found))
-    assert "\n".join(found) == golden.read_text()
-    assert sorted(Path().rglob("*")) == had and Path("here.safetensors").read_text() == "mine"
+        golden.write_text("\n".join(errors))
+    assert "\n".join(errors) == golden.read_text()
+    assert (
+        sorted(Path().rglob("*")) == paths_before and Path("here.safetensors").read_text() == "mine"
+    )
 
 
-def test_what_is_there_is_replaced_whole_and_only_when_told(
+def test_replace_option_replaces_only_after_complete_export(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
     value = torch.arange(6.0).view(2, 3)
-    made("run", 1, {"weights/w": value})
-    made("run", 2, {"weights/w": value})
+    write_checkpoint("run", 1, {"weights/w": value})
+    write_checkpoint("run", 2, {"weights/w": value})
     (Path("run") / "step-00000002" / "__0_0.distcp").write_bytes(b"?")
     Path("a.safetensors").write_text("mine")
     words = (*EXPORT, "run", "--to", "a.safetensors", "--replace")
     with monkeypatch.context() as patch:
-        patch.setattr(dcp_storage, "read", _breaks)
+        patch.setattr(dcp_storage, "read", _fail_to_read)
         assert main(words) == 2
     assert "cannot read weights/w of step 1: OSError: gone" in capsys.readouterr().err
     assert Path("a.safetensors").read_text() == "mine"
-    made("gpt", 1, MODEL, extra={"settings": {"model.heads": "2", "model.dropout": "0.0"}})
+    write_checkpoint(
+        "gpt", 1, MODEL, extra={"settings": {"model.heads": "2", "model.dropout": "0.0"}}
+    )
     with monkeypatch.context() as patch:
-        patch.setattr(dcp_storage, "read", _breaks)
+        patch.setattr(dcp_storage, "read", _fail_to_read)
         assert main((*EXPORT, "gpt", "--to", "model", "--as", "transformers")) == 2
     assert not Path("model").exists()
     capsys.readouterr()
@@ -218,5 +229,5 @@ def test_what_is_there_is_replaced_whole_and_only_when_told(
     assert sorted(p.name for p in Path().iterdir()) == ["a.safetensors", "gpt", "run"]
 
 
-def _breaks(*given: object) -> None:
+def _fail_to_read(*arguments: object) -> None:
     raise OSError("gone")

@@ -14,7 +14,7 @@ from schedir.runtime import Boundary, InProcessExecutor
 from schedir.schedules import one_f_one_b
 
 
-def two() -> InProcessExecutor:
+def make_two_ranks() -> InProcessExecutor:
     stages = [nn.Linear(4, 4), nn.Linear(4, 4)]
     program = compile(one_f_one_b, PipelineShape(2, 2))
     return InProcessExecutor(
@@ -22,20 +22,20 @@ def two() -> InProcessExecutor:
     )
 
 
-def test_a_checkpoint_that_is_not_whole_is_passed_over_in_words(tmp_path: Path) -> None:
-    """A folder with only incomplete checkpoints differs from a folder without checkpoints."""
-    one = two()
-    assert load(one, tmp_path) is None
+def test_incomplete_checkpoint_is_skipped_with_warning(tmp_path: Path) -> None:
+    """If all checkpoints of the folder are incomplete, `load` raises an error."""
+    ranks = make_two_ranks()
+    assert load(ranks, tmp_path) is None
     for step in (1, 2):
-        save(one, tmp_path, step=step, keep=2)
+        save(ranks, tmp_path, step=step, keep=2)
     (tmp_path / "step-00000002" / "manifest.jsonl").write_text("{}\n")
     with pytest.warns(UserWarning, match=r"^skipped: step-00000002 is not complete: its manifest"):
-        state = load(two(), tmp_path)
+        state = load(make_two_ranks(), tmp_path)
     assert state is not None and state["step"] == 1
     for file in (tmp_path / "step-00000001").glob("*.distcp"):
         file.write_bytes(file.read_bytes()[:-1])
     with pytest.raises(CheckpointError) as error:
-        load(two(), tmp_path)
+        load(make_two_ranks(), tmp_path)
     assert str(tmp_path) in error.value.fact and error.value.hint
     assert "is complete: step-00000002 is not" in error.value.fact
     assert "; step-00000001 is not complete: " in error.value.fact

@@ -1,4 +1,4 @@
-"""Tests of runs with checkpoints whose processes are killed, with the campaign's first kills.
+"""Tests of training runs that are killed and resume from checkpoints.
 
 There is one kill by default, and five with ALL_CASES=1.
 """
@@ -11,8 +11,8 @@ from tests.cases import ALL
 from tests.cpu.train_command import ROOT, finish, start
 
 
-def test_after_kills_a_run_goes_on_as_if_it_had_not_broken() -> None:
-    """Kills are in set-up, in steps, and while a checkpoint is copied or written.
+def test_killed_run_resumes_with_equal_losses() -> None:
+    """Processes are killed in set-up, in steps, and while they copy or write a checkpoint.
 
     The command fails if a start does not resume, loses too many steps, or has other losses.
     """

@@ -1,4 +1,4 @@
-"""Tests that any layout of ranks reads another's checkpoint and continues as in one run."""
+"""Tests that any layout of ranks loads another layout's checkpoint and continues the run."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.cpu.gloo_processes import run
 
 BASE = Layout(one_f_one_b, PipelineShape(2, 4), dp=2)
 # These layouts have the same replicas and sum in the same order, so they have the same bits.
-ALIKE = {
+SAME_SUMS = {
     "the same": BASE,
     "zero 1": BASE._replace(zero=1),
     "zero 2": BASE._replace(zero=2),
@@ -44,50 +44,59 @@ MODELS = {
 }
 # The second model has a main copy of its weights, random numbers and a norm, with these layouts.
 HALF = ("zero 1", "zero 3", "split backwards", "two holders", "slices and replicas", "one rank")
-CASES = [(name, model) for model in MODELS for name in ALIKE | OTHERS
+CASES = [(name, model) for model in MODELS for name in SAME_SUMS | OTHERS
          if model == "float32" or name in HALF]  # fmt: skip
 
 
-whole = cache(read_whole)
+read_tensors = cache(read_whole)
 
 
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
-    """Return a folder with checkpoints of a run, continued in every layout, for every model."""
-    folder, every = tmp_path_factory.mktemp("checkpoints"), ALIKE | OTHERS
-    several = [case for case in CASES if every[case[0]].processes == BASE.processes]
-    layouts = {model: {n: every[n] for n, m in several if m == model} for model in MODELS}
+    """Write checkpoints of one run per model, and continue each run in every layout."""
+    folder, layouts_by_name = tmp_path_factory.mktemp("checkpoints"), SAME_SUMS | OTHERS
+    same_process_cases = [
+        case for case in CASES if layouts_by_name[case[0]].processes == BASE.processes
+    ]
+    layouts = {
+        model: {n: layouts_by_name[n] for n, m in same_process_cases if m == model}
+        for model in MODELS
+    }
     run(all_of, BASE.processes, BASE, layouts, MODELS, folder)
-    for name, model in [case for case in CASES if case not in several]:
-        resumed(in_process(every[name], MODELS[model]), folder / model, name)
+    for name, model in [case for case in CASES if case not in same_process_cases]:
+        resumed(in_process(layouts_by_name[name], MODELS[model]), folder / model, name)
     return folder
 
 
-def differing(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
-    assert one.keys() == other.keys() and len(one) > 200
+def compute_differences(first: dict[str, Any], second: dict[str, Any]) -> dict[str, float]:
+    assert first.keys() == second.keys() and len(first) > 200
     return {
-        name: float((one[name].double() - other[name].double()).abs().max())
-        for name in one
-        if not torch.equal(one[name], other[name])
+        name: float((first[name].double() - second[name].double()).abs().max())
+        for name in first
+        if not torch.equal(first[name], second[name])
     }
 
 
 @pytest.mark.parametrize(("name", "model"), CASES)
-def test_any_layout_reads_what_was_written(name: str, model: str, folder: Path) -> None:
-    assert not differing(whole(folder / model, 3), whole(folder / model / name, 3))
+def test_any_layout_loads_saved_values(name: str, model: str, folder: Path) -> None:
+    assert not compute_differences(
+        read_tensors(folder / model, 3), read_tensors(folder / model / name, 3)
+    )
 
 
-@pytest.mark.parametrize(("name", "model"), [case for case in CASES if case[0] in ALIKE])
-def test_layouts_that_sum_alike_go_on_with_the_bits_of_one_run(
-    name: str, model: str, folder: Path
-) -> None:
-    assert not differing(whole(folder / model, 6), whole(folder / model / name, 6))
+@pytest.mark.parametrize(("name", "model"), [case for case in CASES if case[0] in SAME_SUMS])
+def test_layouts_with_equal_sums_resume_bit_for_bit(name: str, model: str, folder: Path) -> None:
+    assert not compute_differences(
+        read_tensors(folder / model, 6), read_tensors(folder / model / name, 6)
+    )
 
 
 @pytest.mark.parametrize(("name", "model"), [case for case in CASES if case[0] in OTHERS])
-def test_any_layout_goes_on(name: str, model: str, folder: Path) -> None:
-    """The exception is dropout of tensor-parallel ranks, which differs between layouts."""
-    found = differing(whole(folder / model, 6), whole(folder / model / name, 6))
-    assert found
+def test_other_layouts_resume_with_nearly_equal_values(name: str, model: str, folder: Path) -> None:
+    """Dropout of tensor-parallel ranks differs between layouts, so these cases are not compared."""
+    differences = compute_differences(
+        read_tensors(folder / model, 6), read_tensors(folder / model / name, 6)
+    )
+    assert differences
     if not (MODELS[model].dropout and OTHERS[name].tp > 1):
-        assert max(found.values()) < 1e-6
+        assert max(differences.values()) < 1e-6

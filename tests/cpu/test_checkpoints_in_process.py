@@ -1,4 +1,4 @@
-"""Checkpoints of virtual ranks in one process, with any stages, optimizers and dtypes."""
+"""Tests of checkpoints of virtual ranks, with any stages, optimizers and dtypes."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ OPTIMIZERS = {
 }
 
 
-class Mixed(nn.Module):
+class MixedStage(nn.Module):
     """A stage with frozen, empty, scalar and twice registered parameters, and with buffers."""
 
     count: Tensor
@@ -63,25 +63,27 @@ class Mixed(nn.Module):
         return y + self.none.sum()
 
 
-def mixed(stages: int, seed: int, *, writes: bool = True) -> list[nn.Module]:
+def make_mixed_stages(stages: int, seed: int, *, writes: bool = True) -> list[nn.Module]:
     torch.manual_seed(seed)
-    return [Mixed().train(writes) for _ in range(stages)]
+    return [MixedStage().train(writes) for _ in range(stages)]
 
 
-def ranks_of(
-    draft: Any, stages: list[nn.Module], optimizer: Any = ADAM, zero: int = 0, **how: Any
+def make_ranks_of_draft(
+    draft: Any, stages: list[nn.Module], optimizer: Any = ADAM, zero: int = 0, **options: Any
 ) -> InProcessExecutor:
-    clip = how.pop("clip_grad_norm", True)
-    program = schedir.compile(draft, zero=zero, clip_grad_norm=clip, **how.pop("of", {}))
-    usual: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (5, 4)}
-    return InProcessExecutor(program, stages, **usual | {"optimizer": optimizer} | how)
+    clip = options.pop("clip_grad_norm", True)
+    program = schedir.compile(draft, zero=zero, clip_grad_norm=clip, **options.pop("of", {}))
+    defaults: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (5, 4)}
+    return InProcessExecutor(program, stages, **defaults | {"optimizer": optimizer} | options)
 
 
-def plain(schedule: Any, shape: PipelineShape, *rest: Any, **how: Any) -> InProcessExecutor:
-    return ranks_of(draft_of(schedule, shape), *rest, **how)
+def make_ranks(
+    schedule: Any, shape: PipelineShape, *arguments: Any, **options: Any
+) -> InProcessExecutor:
+    return make_ranks_of_draft(draft_of(schedule, shape), *arguments, **options)
 
 
-def go(ranks: InProcessExecutor, first: int, end: int) -> None:
+def run_steps(ranks: InProcessExecutor, first: int, end: int) -> None:
     m = ranks.program.shape.microbatches
     for step in range(first, end):
         numbers = torch.Generator().manual_seed(step)
@@ -89,13 +91,15 @@ def go(ranks: InProcessExecutor, first: int, end: int) -> None:
         ranks.step(x, y)
 
 
-def saved(ranks: InProcessExecutor, folder: Path, step: int, **how: Any) -> dict[str, Tensor]:
-    save(ranks, folder, step=step, **how)
+def save_and_read(
+    ranks: InProcessExecutor, folder: Path, step: int, **options: Any
+) -> dict[str, Tensor]:
+    save(ranks, folder, step=step, **options)
     return whole(folder, step)
 
 
-def alike(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
-    return one.keys() == other.keys() and all(torch.equal(one[n], other[n]) for n in one)
+def tensors_equal(first: dict[str, Tensor], second: dict[str, Tensor]) -> bool:
+    return first.keys() == second.keys() and all(torch.equal(first[n], second[n]) for n in first)
 
 
 @pytest.mark.filterwarnings("ignore:.* is not split in itself")
@@ -106,13 +110,13 @@ def alike(one: dict[str, Tensor], other: dict[str, Tensor]) -> bool:
 @given(
     data=st.data(), zeros=st.tuples(*[st.integers(0, 3)] * 2), name=st.sampled_from([*OPTIMIZERS])
 )
-def test_any_draft_reads_what_any_other_wrote(data: Any, zeros: Any, name: str) -> None:
+def test_any_draft_loads_checkpoint_of_another_draft(data: Any, zeros: Any, name: str) -> None:
     draft = data.draw(compute_programs(3, 3))
-    shape, (one, two) = draft.shape, zeros
+    shape, (zero, second_zero) = draft.shape, zeros
     assume(shape.optimizer_steps == 1)
     writes = shape.placement_rows == 1  # replicas of a stage would have different buffers
     m, stages, optimizer = shape.microbatches, shape.stages, OPTIMIZERS[name]
-    other = data.draw(
+    second_draft = data.draw(
         st.sampled_from(
             [
                 draft_of(looped_bfs, PipelineShape(1, m, stages)),
@@ -120,20 +124,28 @@ def test_any_draft_reads_what_any_other_wrote(data: Any, zeros: Any, name: str) 
             ]
         )
     )
-    with TemporaryDirectory() as at:
-        folder, again = Path(at) / "one", Path(at) / "other"
-        first = ranks_of(draft, mixed(stages, 0, writes=writes), optimizer, one)
-        go(first, 0, data.draw(st.integers(0, 2)))
-        right = saved(first, folder, 2)
-        second = ranks_of(other, mixed(stages, 1, writes=writes), optimizer, two)
-        go(second, 0, data.draw(st.integers(0, 1)))
+    with TemporaryDirectory() as temporary:
+        folder, second_folder = Path(temporary) / "one", Path(temporary) / "other"
+        first = make_ranks_of_draft(
+            draft, make_mixed_stages(stages, 0, writes=writes), optimizer, zero
+        )
+        run_steps(first, 0, data.draw(st.integers(0, 2)))
+        expected = save_and_read(first, folder, 2)
+        second = make_ranks_of_draft(
+            second_draft, make_mixed_stages(stages, 1, writes=writes), optimizer, second_zero
+        )
+        run_steps(second, 0, data.draw(st.integers(0, 1)))
         assert load(second, folder) == {"step": 2, "extra": {}}
-        assert alike(saved(second, again, 2), right)
-        third = ranks_of(draft, mixed(stages, 2, writes=writes), optimizer, one)
-        load(third, again)
+        assert tensors_equal(save_and_read(second, second_folder, 2), expected)
+        third = make_ranks_of_draft(
+            draft, make_mixed_stages(stages, 2, writes=writes), optimizer, zero
+        )
+        load(third, second_folder)
         for ranks in (first, third):
-            go(ranks, 2, 4)
-        assert alike(saved(first, folder, 4), saved(third, again, 4))
+            run_steps(ranks, 2, 4)
+        assert tensors_equal(
+            save_and_read(first, folder, 4), save_and_read(third, second_folder, 4)
+        )
 
 
 GPTS = [
@@ -146,98 +158,122 @@ GPTS = [
 
 
 @pytest.mark.parametrize("tied", [False, True])
-def test_a_weight_that_stages_share_is_there_once(tied: bool, tmp_path: Path) -> None:
+def test_tied_weight_is_saved_once(tied: bool, tmp_path: Path) -> None:
     model = Model(tied=tied, dropout=0.1)
-    right: dict[str, Tensor] = {}
+    expected: dict[str, Tensor] = {}
     for k, layout in enumerate(GPTS):
         ranks = in_process(layout, model)
         assert (load(ranks, tmp_path, name_map=same) is None) == (not k)
         if not k:
             steps(ranks, 0, 2)
         save(ranks, tmp_path, step=k, name_map=same)
-        right = right or whole(tmp_path, k)
-        assert alike(whole(tmp_path, k), right)
-        assert ("weights/head.weight" in right) == (not tied)
+        expected = expected or whole(tmp_path, k)
+        assert tensors_equal(whole(tmp_path, k), expected)
+        assert ("weights/head.weight" in expected) == (not tied)
     with pytest.raises(
         CheckpointError, match=r"one weight in it, but two weights here|no stage here has it"
     ):
         load(in_process(GPTS[0], model._replace(tied=not tied)), tmp_path, name_map=same)
 
 
-def test_types_of_weights_may_be_others(tmp_path: Path) -> None:
+def test_weights_load_into_another_dtype(tmp_path: Path) -> None:
     """16-bit weights are read from rounded float32 weights, and float32 from main parameters."""
-    wide, half = Model(), Model(half=True)
-    one, two, three = (in_process(GPTS[k], m) for k, m in ((0, wide), (2, half), (1, wide)))
-    steps(one, 0, 2)
-    save(one, tmp_path / "wide", step=2, name_map=same)
+    float32_model, bfloat16_model = Model(), Model(half=True)
+    float32_ranks, half_ranks, loaded_ranks = (
+        in_process(GPTS[k], m)
+        for k, m in ((0, float32_model), (2, bfloat16_model), (1, float32_model))
+    )
+    steps(float32_ranks, 0, 2)
+    save(float32_ranks, tmp_path / "wide", step=2, name_map=same)
     with pytest.warns(UserWarning, match="bfloat16 weights are read from weights of a "):
-        load(two, tmp_path / "wide", name_map=same)
-    save(two, tmp_path / "half", step=2, name_map=same)
+        load(half_ranks, tmp_path / "wide", name_map=same)
+    save(half_ranks, tmp_path / "half", step=2, name_map=same)
     with pytest.warns(UserWarning, match="float32 weights are read from float32 copies"):
-        load(three, tmp_path / "half", name_map=same)
-    save(three, tmp_path / "again", step=2, name_map=same)
-    right, found = whole(tmp_path / "wide", 2), whole(tmp_path / "half", 2)
-    assert alike(right, whole(tmp_path / "again", 2))
-    for name in (n for n in found if n.startswith("weights/")):
-        assert torch.equal(found[name], right[name].bfloat16())
-        assert torch.equal(found[name.replace("weights/", "main/")], right[name])
+        load(loaded_ranks, tmp_path / "half", name_map=same)
+    save(loaded_ranks, tmp_path / "again", step=2, name_map=same)
+    expected, half_tensors = whole(tmp_path / "wide", 2), whole(tmp_path / "half", 2)
+    assert tensors_equal(expected, whole(tmp_path / "again", 2))
+    for name in (n for n in half_tensors if n.startswith("weights/")):
+        assert torch.equal(half_tensors[name], expected[name].bfloat16())
+        assert torch.equal(half_tensors[name.replace("weights/", "main/")], expected[name])
 
 
-class Drops(nn.Linear):
+class DropoutLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         return nn.functional.dropout(super().forward(x))
 
 
-def test_draws_go_on(tmp_path: Path) -> None:
-    """After a load, random numbers continue: from the seed and step, or from torch's generators."""
+def test_random_numbers_resume_after_load(tmp_path: Path) -> None:
+    """Random numbers resume from the seed and the step, or from the saved generator states."""
     for seed in (3, None):
 
-        def made() -> InProcessExecutor:
-            return plain(one_f_one_b, PipelineShape(2, 3), [Drops(4, 4), Drops(4, 4)], seed=seed)  # noqa: B023
+        def make_dropout_ranks() -> InProcessExecutor:
+            return make_ranks(
+                one_f_one_b,
+                PipelineShape(2, 3),
+                [DropoutLinear(4, 4), DropoutLinear(4, 4)],
+                seed=seed,  # noqa: B023
+            )
 
-        one = made()
-        go(one, 0, 2)
-        save(one, tmp_path, step=2)
-        go(one, 2, 4)
-        right = saved(one, tmp_path, 4)
-        two = made()
-        load(two, tmp_path, step=2)
-        go(two, 2, 4)
-        assert alike(saved(two, tmp_path / str(seed), 4), right)
+        saved = make_dropout_ranks()
+        run_steps(saved, 0, 2)
+        save(saved, tmp_path, step=2)
+        run_steps(saved, 2, 4)
+        expected = save_and_read(saved, tmp_path, 4)
+        resumed = make_dropout_ranks()
+        load(resumed, tmp_path, step=2)
+        run_steps(resumed, 2, 4)
+        assert tensors_equal(save_and_read(resumed, tmp_path / str(seed), 4), expected)
     with pytest.warns(UserWarning, match="random numbers depend on the number of processes"):
         load(
-            plain(looped_bfs, PipelineShape(1, 3, 2), [Drops(4, 4), Drops(4, 4)], seed=None),
+            make_ranks(
+                looped_bfs,
+                PipelineShape(1, 3, 2),
+                [DropoutLinear(4, 4), DropoutLinear(4, 4)],
+                seed=None,
+            ),
             tmp_path,
         )
     with pytest.warns(UserWarning, match="seed of modules is 4; before, it was None"):
-        load(plain(one_f_one_b, PipelineShape(2, 3), [Drops(4, 4), Drops(4, 4)], seed=4), tmp_path)
+        load(
+            make_ranks(
+                one_f_one_b, PipelineShape(2, 3), [DropoutLinear(4, 4), DropoutLinear(4, 4)], seed=4
+            ),
+            tmp_path,
+        )
 
 
-def test_a_scale_and_what_is_extra_go_on(tmp_path: Path) -> None:
-    def made() -> InProcessExecutor:
+def test_loss_scale_and_extra_state_resume(tmp_path: Path) -> None:
+    def make_scaled_ranks() -> InProcessExecutor:
         scale = LossScale(8.0, growth_interval=2)
-        return plain(
+        return make_ranks(
             one_f_one_b,
             PipelineShape(2, 3),
-            mixed(2, 0),
+            make_mixed_stages(2, 0),
             gradients=GradientOptions(loss_scale=scale),
         )
 
-    one, two = made(), made()
-    go(one, 0, 3)
-    save(one, tmp_path, step=3, extra_state={"cursor": [1, 2], "text": "a"})
-    assert load(two, tmp_path) == {"step": 3, "extra": {"cursor": [1, 2], "text": "a"}}
-    for rank, other in zip(one.executors, two.executors, strict=True):
-        scale, found = (
+    saved, resumed = make_scaled_ranks(), make_scaled_ranks()
+    run_steps(saved, 0, 3)
+    save(saved, tmp_path, step=3, extra_state={"cursor": [1, 2], "text": "a"})
+    assert load(resumed, tmp_path) == {
+        "step": 3,
+        "extra": {"cursor": [1, 2], "text": "a"},
+    }
+    for rank, other in zip(saved.executors, resumed.executors, strict=True):
+        scale, other_scale = (
             rank.state.options.gradients.loss_scale,
             other.state.options.gradients.loss_scale,
         )
-        assert scale is not None and found is not None
-        assert float(scale.value) == float(found.value) == 16 and int(found.good_steps) == 1
+        assert scale is not None and other_scale is not None
+        assert (
+            float(scale.value) == float(other_scale.value) == 16
+            and int(other_scale.good_steps) == 1
+        )
         assert rank.random_streams.step == other.random_streams.step == 3
 
 
-class Weighs(nn.Module):
+class LossWithBuffer(nn.Module):
     calls: Tensor
 
     def __init__(self) -> None:
@@ -250,26 +286,29 @@ class Weighs(nn.Module):
         return ((y - target) * self.weight.detach()).square().sum()
 
 
-def test_a_loss_with_numbers_of_its_own(tmp_path: Path) -> None:
-    one, two = Weighs(), Weighs()
+def test_weights_and_buffers_of_loss_resume(tmp_path: Path) -> None:
+    saved_loss, loaded_loss = LossWithBuffer(), LossWithBuffer()
     with torch.no_grad():
-        one.weight.mul_(3)
-    ranks = plain(one_f_one_b, PipelineShape(2, 3), mixed(2, 0), loss=one)
-    go(ranks, 0, 1)
+        saved_loss.weight.mul_(3)
+    ranks = make_ranks(one_f_one_b, PipelineShape(2, 3), make_mixed_stages(2, 0), loss=saved_loss)
+    run_steps(ranks, 0, 1)
     save(ranks, tmp_path, step=1)
-    load(plain(looped_bfs, PipelineShape(1, 3, 2), mixed(2, 1), loss=two), tmp_path)
-    assert torch.equal(two.weight, one.weight) and float(two.calls) == 3
+    load(
+        make_ranks(looped_bfs, PipelineShape(1, 3, 2), make_mixed_stages(2, 1), loss=loaded_loss),
+        tmp_path,
+    )
+    assert torch.equal(loaded_loss.weight, saved_loss.weight) and float(loaded_loss.calls) == 3
 
 
-def test_an_update_that_is_not_validated_is_settled(tmp_path: Path) -> None:
+def test_save_validates_last_update(tmp_path: Path) -> None:
     options = {
         "of": {"norm_check": "after_step"},
         "gradients": GradientOptions(max_norm=0.01),
         "loss": nn.MSELoss(reduction="sum"),
     }
-    found = []
+    results = []
     for saves in (False, True):
-        ranks = plain(
+        ranks = make_ranks(
             one_f_one_b, PipelineShape(2, 3), [nn.Linear(4, 4), nn.Linear(4, 4)], **options
         )
         with torch.no_grad():
@@ -277,32 +316,29 @@ def test_an_update_that_is_not_validated_is_settled(tmp_path: Path) -> None:
                 for stage in rank.stages.values():
                     for p in stage.module.parameters():
                         p.fill_(0.5)
-        go(ranks, 0, 1)
+        run_steps(ranks, 0, 1)
         if saves:
             save(ranks, tmp_path, step=1)
-        go(ranks, 1, 2)
+        run_steps(ranks, 1, 2)
         ranks.validate_last_update()
-        found.append(saved(ranks, tmp_path / str(saves), 2))
-    assert alike(*found)
+        results.append(save_and_read(ranks, tmp_path / str(saves), 2))
+    assert tensors_equal(*results)
 
 
-def test_weights_alone_are_read_where_nothing_is_trained(tmp_path: Path) -> None:
-    one = plain(one_f_one_b, PipelineShape(2, 3), mixed(2, 0))
-    go(one, 0, 2)
-    right = saved(one, tmp_path, 2)
-    stages = mixed(2, 1)
-    two = plain(
+def test_forward_only_program_loads_only_weights(tmp_path: Path) -> None:
+    trained = make_ranks(one_f_one_b, PipelineShape(2, 3), make_mixed_stages(2, 0))
+    run_steps(trained, 0, 2)
+    expected = save_and_read(trained, tmp_path, 2)
+    stages = make_mixed_stages(2, 1)
+    evaluating = make_ranks(
         schedir.schedules.forward_only, PipelineShape(1, 4, 2), stages, None, clip_grad_norm=False
     )
-    load(two, tmp_path)
+    load(evaluating, tmp_path)
     for s, stage in enumerate(stages):
         for name, value in stage.state_dict().items():
             if "again" not in name:
                 kind = "weights" if name in dict(stage.named_parameters()) else "buffers"
-                assert torch.equal(right[f"{kind}/stages.{s}.{name}"], value)
-
-
-# ------------------------------------------------------------ refusals
+                assert torch.equal(expected[f"{kind}/stages.{s}.{name}"], value)
 
 
 class Own(torch.optim.SGD):
@@ -317,7 +353,7 @@ class Counts:
         self.inner.step()
 
 
-class Slashed(torch.optim.SGD):
+class SlashInStateName(torch.optim.SGD):
     """An optimizer with a slash in the name of a state."""
 
     elementwise = True
@@ -328,83 +364,93 @@ class Slashed(torch.optim.SGD):
                 self.state[p]["of/old"] = p.detach().clone()
 
 
-class Extra(nn.Linear):
+class LinearWithExtraState(nn.Linear):
     def get_extra_state(self) -> Any:
         return {"a": 1}
 
     def set_extra_state(self, state: Any) -> None: ...
 
 
-class Fails(nn.Linear):
+class FailingLinear(nn.Linear):
     def forward(self, x: Tensor) -> Tensor:
         raise ValueError("as told")
 
 
-def linears(*kinds: Any) -> list[nn.Module]:
+def make_linear_stages(*kinds: Any) -> list[nn.Module]:
     torch.manual_seed(0)
     return [kind(4, 4) for kind in kinds or (nn.Linear, nn.Linear)]
 
 
-def _wider() -> list[nn.Module]:
+def _make_wider_stages() -> list[nn.Module]:
     return [nn.Sequential(nn.Linear(4, 6), nn.Linear(6, 4)), nn.Linear(4, 4)]
 
 
-def _failed() -> InProcessExecutor:
-    ranks = plain(one_f_one_b, PipelineShape(2, 3), linears(nn.Linear, Fails))
+def _make_failed_ranks() -> InProcessExecutor:
+    ranks = make_ranks(
+        one_f_one_b, PipelineShape(2, 3), make_linear_stages(nn.Linear, FailingLinear)
+    )
     with pytest.raises(ExecutionError):
-        go(ranks, 0, 1)
+        run_steps(ranks, 0, 1)
     return ranks
 
 
-def _whole(ranks: InProcessExecutor) -> InProcessExecutor:
+def _enter_full_parameters(ranks: InProcessExecutor) -> InProcessExecutor:
     for rank in ranks.executors:
         rank.shows = rank.full_parameters()  # type: ignore[attr-defined]
         rank.shows.__enter__()  # type: ignore[attr-defined]
     return ranks
 
 
-def two(
-    stages: list[nn.Module] | None = None, optimizer: Any = ADAM, **how: Any
+def make_trained_ranks(
+    stages: list[nn.Module] | None = None, optimizer: Any = ADAM, **options: Any
 ) -> InProcessExecutor:
-    ranks = plain(
-        one_f_one_b, PipelineShape(2, 3), linears() if stages is None else stages, optimizer, **how
+    ranks = make_ranks(
+        one_f_one_b,
+        PipelineShape(2, 3),
+        make_linear_stages() if stages is None else stages,
+        optimizer,
+        **options,
     )
-    go(ranks, 0, 1)
+    run_steps(ranks, 0, 1)
     return ranks
 
 
 NOT_SAVED: dict[str, Any] = {
-    "an optimizer of one's own": lambda: two(optimizer=partial(Own, lr=0.1)),
-    "a count beside an optimizer": lambda: two(optimizer=Counts),
-    "Adafactor": lambda: two(optimizer=lambda p: torch.optim.Adafactor(p)),
-    "a state that is no tensor": lambda: two(linears(nn.Linear, Extra)),
-    "a state whose name would be two": lambda: two(optimizer=partial(Slashed, lr=0.1)),
-    "a step that failed": _failed,
-    "shown whole": lambda: _whole(two(zero=3)),
+    "an optimizer of one's own": lambda: make_trained_ranks(optimizer=partial(Own, lr=0.1)),
+    "a count beside an optimizer": lambda: make_trained_ranks(optimizer=Counts),
+    "Adafactor": lambda: make_trained_ranks(optimizer=lambda p: torch.optim.Adafactor(p)),
+    "a state that is no tensor": lambda: make_trained_ranks(
+        make_linear_stages(nn.Linear, LinearWithExtraState)
+    ),
+    "a state whose name would be two": lambda: make_trained_ranks(
+        optimizer=partial(SlashInStateName, lr=0.1)
+    ),
+    "a step that failed": _make_failed_ranks,
+    "shown whole": lambda: _enter_full_parameters(make_trained_ranks(zero=3)),
 }
 NOT_READ: dict[str, Any] = {
-    "other names and shapes": lambda: two(_wider()),
-    "another optimizer": lambda: two(optimizer=partial(torch.optim.SGD, lr=0.1)),
-    "more moments": lambda: two(optimizer=OPTIMIZERS["amsgrad"]),
-    "more buffers": lambda: two(mixed(2, 0)),
-    "fewer stages": lambda: plain(one_f_one_b, PipelineShape(1, 3), linears()[:1]),
-    "of another type": lambda: plain(one_f_one_b, PipelineShape(2, 3),
-                                     [m.double() for m in linears()],
+    "other names and shapes": lambda: make_trained_ranks(_make_wider_stages()),
+    "another optimizer": lambda: make_trained_ranks(optimizer=partial(torch.optim.SGD, lr=0.1)),
+    "more moments": lambda: make_trained_ranks(optimizer=OPTIMIZERS["amsgrad"]),
+    "more buffers": lambda: make_trained_ranks(make_mixed_stages(2, 0)),
+    "fewer stages": lambda: make_ranks(one_f_one_b, PipelineShape(1, 3), make_linear_stages()[:1]),
+    "of another type": lambda: make_ranks(one_f_one_b, PipelineShape(2, 3),
+                                     [m.double() for m in make_linear_stages()],
                                      boundary=Boundary((5, 4), torch.float64)),
 }  # fmt: skip
 
 
-def state_of(ranks: InProcessExecutor) -> list[Tensor]:
-    found: list[Tensor] = []
+def copy_state(ranks: InProcessExecutor) -> list[Tensor]:
+    tensors: list[Tensor] = []
     for rank in ranks.executors:
         for stage in rank.stages.values():
-            found += [t.clone() for t in (*stage.module.parameters(), *stage.module.buffers())]
-        kept: Any = getattr(rank.resources.optimizer, "state", {})
-        found += [t.clone() for state in kept.values() for t in state.values()]
-    return found
+            tensors += [t.clone() for t in (*stage.module.parameters(), *stage.module.buffers())]
+        optimizer_state: Any = getattr(rank.resources.optimizer, "state", {})
+        tensors += [t.clone() for state in optimizer_state.values() for t in state.values()]
+    return tensors
 
 
-def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
+def test_refused_saves_and_loads_change_nothing(tmp_path: Path) -> None:
     texts = []
     for name, make in NOT_SAVED.items():
         ranks = make()
@@ -412,24 +458,24 @@ def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
             save(ranks, tmp_path / name, step=1)
         assert not (tmp_path / name).exists()
         texts.append(f"{name}\n{error.value}\n")
-    wrong: dict[str, dict[str, Any]] = {
+    wrong_options: dict[str, dict[str, Any]] = {
         "one name for two": {"name_map": lambda s, n: n},
         "one name for two of a stage": {"name_map": lambda s, n: str(s)},
         "no name": {"name_map": lambda s, n: None},
         "what JSON cannot say": {"extra_state": {"a": {1, 2}}},
         "no mapping": {"extra_state": [1]},
     }
-    for name, how in wrong.items():
+    for name, options in wrong_options.items():
         with pytest.raises(CheckpointError) as error:
-            save(two(), tmp_path / name, step=1, **how)
+            save(make_trained_ranks(), tmp_path / name, step=1, **options)
         assert not [*(tmp_path / name).glob("step-*")]
         texts.append(f"{name}\n{error.value}\n")
-    save(two(), tmp_path, step=1)
+    save(make_trained_ranks(), tmp_path, step=1)
     for name, make in NOT_READ.items():
         ranks = make()
-        before = state_of(ranks)
+        before = copy_state(ranks)
         with pytest.raises(CheckpointError) as error:
             load(ranks, tmp_path)
-        assert all(torch.equal(a, b) for a, b in zip(before, state_of(ranks), strict=True))
+        assert all(torch.equal(a, b) for a, b in zip(before, copy_state(ranks), strict=True))
         texts.append(f"{name}\n{error.value}\n")
     assert "\n".join(texts) == GOLDEN.read_text()

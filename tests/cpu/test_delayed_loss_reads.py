@@ -1,4 +1,7 @@
-"""Runs that read the loss of a step only after issuing the next step are bitwise equal."""
+"""Tests of delayed loss reads: the loss of a step is read after the next step is issued.
+
+Runs with and without the delay are bitwise equal.
+"""
 
 from __future__ import annotations
 
@@ -35,8 +38,8 @@ from schedir.training.trainer import _Trainer
 from tests.cases import pairs
 from tests.cpu import gloo_processes
 
-ONE = ["pipeline.ranks=1", "pipeline.tp=1", "pipeline.stages_per_rank=4", "train.log_every=100",
-       "train.steps=7"]  # fmt: skip
+ONE_PROCESS = ["pipeline.ranks=1", "pipeline.tp=1", "pipeline.stages_per_rank=4",
+               "train.log_every=100", "train.steps=7"]  # fmt: skip
 PRECISIONS = ("float32", "bfloat16", "float16")
 Spoil = Callable[[torch.Tensor], torch.Tensor]
 
@@ -50,74 +53,76 @@ def infinite_gradient(y: torch.Tensor) -> torch.Tensor:
     return y
 
 
-def spoilt(patch: pytest.MonkeyPatch, what: Spoil, stage: int, *steps: int, once: bool) -> None:
+def change_stage_output(
+    patch: pytest.MonkeyPatch, change: Spoil, stage: int, *steps: int, once: bool
+) -> None:
     """Change the output of a stage in some steps, from 0.
 
     With `once`, the output is not changed again if the step runs a second time.
     """
-    made, begun, runs = gpt.build_stage, ProgramRunner.begin_step, list[int]()
+    build, begin_step, begun_steps = gpt.build_stage, ProgramRunner.begin_step, list[int]()
 
-    def begin(self: ProgramRunner, *given: Any) -> None:
+    def begin_and_record(self: ProgramRunner, *arguments: Any) -> None:
         if self.program.has_backward:
-            runs.append(self.state.random_streams.step)
-        begun(self, *given)
+            begun_steps.append(self.state.random_streams.step)
+        begin_step(self, *arguments)
 
-    def build_stage(config: Any, s: int, stages: int, **more: Any) -> Any:
-        def spoil(module: Any, given: Any, y: torch.Tensor) -> torch.Tensor:
-            now = runs[-1] if runs else -1
-            return what(y) if now in steps and not (once and runs.count(now) > 1) else y
+    def build_stage(config: Any, s: int, stages: int, **options: Any) -> Any:
+        def change_output(module: Any, arguments: Any, y: torch.Tensor) -> torch.Tensor:
+            step = begun_steps[-1] if begun_steps else -1
+            return change(y) if step in steps and not (once and begun_steps.count(step) > 1) else y
 
-        module = made(config, s, stages, **more)
+        module = build(config, s, stages, **options)
         if s == stage:
-            module.register_forward_hook(spoil)
+            module.register_forward_hook(change_output)
         return module
 
-    patch.setattr(ProgramRunner, "begin_step", begin)
+    patch.setattr(ProgramRunner, "begin_step", begin_and_record)
     patch.setattr(gpt, "build_stage", build_stage)
 
 
-def learned(made: _Trainer) -> list[torch.Tensor]:
+def copy_trained_state(run_trainer: _Trainer) -> list[torch.Tensor]:
     """Return copies of the weights, the main parameters and the optimizer state."""
-    inner: Any = getattr(made.optimizer, "inner", made.optimizer)
-    own = [p for s in made.executor.stages.values() for p in s.module.parameters()]
-    kept = [*own, *getattr(made.optimizer, "main_parameters", [])]
-    kept += [t for state in inner.state.values() for t in state.values()]
-    return [t.detach().clone() for t in kept]
+    inner: Any = getattr(run_trainer.optimizer, "inner", run_trainer.optimizer)
+    weights = [p for s in run_trainer.executor.stages.values() for p in s.module.parameters()]
+    tensors = [*weights, *getattr(run_trainer.optimizer, "main_parameters", [])]
+    tensors += [t for state in inner.state.values() for t in state.values()]
+    return [t.detach().clone() for t in tensors]
 
 
-def outcome(
-    config: str, folder: Path, patch: pytest.MonkeyPatch, late: bool, *sets: str
+def run_training(
+    config: str, folder: Path, patch: pytest.MonkeyPatch, is_late: bool, *sets: str
 ) -> tuple[int, bytes, list[torch.Tensor], int]:
     """Run a training. Return the exit code, loss.csv, the trained tensors, and the delay.
 
     The delay is the number of steps that were issued before the loss of a step was read. It is 0 if
-    `late` is False.
+    `is_late` is False.
     """
-    trainers, begin, lates = [], _Trainer.__init__, list[int]()
-    settle = StepQueue.read_oldest_step
+    trainers, original_init, delays = [], _Trainer.__init__, list[int]()
+    read_oldest_step = StepQueue.read_oldest_step
 
-    def init(self: _Trainer, *given: Any) -> None:
-        begin(self, *given)
+    def init(self: _Trainer, *arguments: Any) -> None:
+        original_init(self, *arguments)
         trainers.append(self)
-        self.step_queue.can_read_late &= late
+        self.step_queue.can_read_late &= is_late
 
-    def counted(self: StepQueue) -> Any:
-        lates.append(len(self.pending_steps) - 1)
-        return settle(self)
+    def read_and_count(self: StepQueue) -> Any:
+        delays.append(len(self.pending_steps) - 1)
+        return read_oldest_step(self)
 
     patch.setattr(_Trainer, "__init__", init)
-    patch.setattr(StepQueue, "read_oldest_step", counted)
-    code = run(config, [*ONE, *sets, f'output.dir="{folder}"'])
-    return code, (folder / "loss.csv").read_bytes(), learned(trainers[0]), sum(lates)
+    patch.setattr(StepQueue, "read_oldest_step", read_and_count)
+    code = run(config, [*ONE_PROCESS, *sets, f'output.dir="{folder}"'])
+    return code, (folder / "loss.csv").read_bytes(), copy_trained_state(trainers[0]), sum(delays)
 
 
-def both(
+def run_late_and_immediate(
     config: str, tmp_path: Path, prepare: Callable[[pytest.MonkeyPatch], None], *sets: str
 ) -> Iterator[tuple[Any, ...]]:
-    for late in (True, False):
+    for is_late in (True, False):
         with pytest.MonkeyPatch.context() as patch:
             prepare(patch)
-            yield outcome(config, tmp_path / str(late), patch, late, *sets)
+            yield run_training(config, tmp_path / str(is_late), patch, is_late, *sets)
 
 
 # With a loss scale of 0.5, the gradient of a float16 loss is never too large.
@@ -129,7 +134,7 @@ def both(
         ["float32", "float16"],
     ),
 )
-def test_a_run_that_stops_late_is_one_that_stops_at_once(
+def test_delayed_stop_equals_immediate_stop(
     config: str,
     tmp_path: Path,
     capsys: pytest.CaptureFixture[str],
@@ -139,47 +144,53 @@ def test_a_run_that_stops_late_is_one_that_stops_at_once(
     precision: str,
 ) -> None:
     def prepare(patch: pytest.MonkeyPatch) -> None:
-        spoilt(patch, what, 2, 3, once=once)
+        change_stage_output(patch, what, 2, 3, once=once)
         patch.setattr(trainer, "LossScale", partial(LossScale, scale))
 
-    seen, said = [], []
-    for found in both(config, tmp_path, prepare, f"train.precision={precision}"):
-        seen.append(found)
+    outcomes, reports = [], []
+    for outcome in run_late_and_immediate(
+        config, tmp_path, prepare, f"train.precision={precision}"
+    ):
+        outcomes.append(outcome)
         out, err = capsys.readouterr()
         steps = [line.split("  ") for line in out.splitlines() if line.startswith("step ")]
-        said.append((err, [[part for part in line if "tokens/s" not in part] for line in steps]))
-    (code, rows, weights, late), (_, rows_then, weights_then, never) = seen
-    assert code == 1 and late > 0 and never == 0
-    assert said[0] == said[1] and " of step 4 is infinite" in said[0][0]
-    assert "has the first such value" in said[0][0]
-    assert rows == rows_then and rows.count(b"\n") == 4
-    assert all(torch.equal(a, b) for a, b in zip(weights, weights_then, strict=True))
+        reports.append(
+            (err, [[field for field in line if "tokens/s" not in field] for line in steps])
+        )
+    (code, rows, weights, delay), (_, immediate_rows, immediate_weights, immediate_delay) = outcomes
+    assert code == 1 and delay > 0 and immediate_delay == 0
+    assert reports[0] == reports[1] and " of step 4 is infinite" in reports[0][0]
+    assert "has the first such value" in reports[0][0]
+    assert rows == immediate_rows and rows.count(b"\n") == 4
+    assert all(torch.equal(a, b) for a, b in zip(weights, immediate_weights, strict=True))
 
 
-def test_one_of_several_updates_stops_late_as_at_once(
+def test_delayed_stop_after_bad_update_equals_immediate_stop(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """After a bad update, the other updates of its step run, but not those of the next step."""
     calls = count()  # calls of the stage; a step has one per microbatch
 
-    def first_two(y: torch.Tensor) -> torch.Tensor:
+    def spoil_first_two(y: torch.Tensor) -> torch.Tensor:
         return infinite_gradient(y) if next(calls) % 3 < 2 else y
 
     sets = ["pipeline.stages_per_rank=4", "pipeline.placement=[0,0,0,0]",
             "pipeline.optimizer_steps=3",
             "pipeline.weight_delay=1"]  # fmt: skip
-    seen, said = [], []
-    for found in both(config, tmp_path, partial(_spoil, first_two), *sets):
-        seen.append(found)
-        said.append(capsys.readouterr().err)
-    (code, rows, weights, late), (_, rows_then, weights_then, _) = seen
-    assert code == 1 and late > 0 and rows == rows_then
-    assert said[0] == said[1] and "of step 4 is infinite" in said[0] and " B 1." in said[0]
-    assert all(torch.equal(a, b) for a, b in zip(weights, weights_then, strict=True))
+    outcomes, errors = [], []
+    for outcome in run_late_and_immediate(
+        config, tmp_path, partial(_change_second_stage, spoil_first_two), *sets
+    ):
+        outcomes.append(outcome)
+        errors.append(capsys.readouterr().err)
+    (code, rows, weights, delay), (_, immediate_rows, immediate_weights, _) = outcomes
+    assert code == 1 and delay > 0 and rows == immediate_rows
+    assert errors[0] == errors[1] and "of step 4 is infinite" in errors[0] and " B 1." in errors[0]
+    assert all(torch.equal(a, b) for a, b in zip(weights, immediate_weights, strict=True))
 
 
-def _spoil(what: Spoil, patch: pytest.MonkeyPatch) -> None:
-    spoilt(patch, what, 1, 3, once=False)
+def _change_second_stage(change: Spoil, patch: pytest.MonkeyPatch) -> None:
+    change_stage_output(patch, change, 1, 3, once=False)
 
 
 @pytest.mark.parametrize(
@@ -190,63 +201,60 @@ def _spoil(what: Spoil, patch: pytest.MonkeyPatch) -> None:
         ["train.on_nonfinite=skip"],
     ],
 )
-def test_what_is_skipped_late_is_skipped_as_at_once(
-    config: str, tmp_path: Path, sets: list[str]
-) -> None:
+def test_delayed_skip_equals_immediate_skip(config: str, tmp_path: Path, sets: list[str]) -> None:
     def prepare(patch: pytest.MonkeyPatch) -> None:
-        spoilt(
+        change_stage_output(
             patch, infinite_loss, 2, *([3] if "train.on_nonfinite=skip" in sets else []), once=False
         )
         patch.setattr(trainer, "LossScale", partial(LossScale, 2.0**24))
 
-    (code, rows, weights, late), (_, rows_then, weights_then, _) = both(
-        config, tmp_path, prepare, *sets
+    (code, rows, weights, delay), (_, immediate_rows, immediate_weights, _) = (
+        run_late_and_immediate(config, tmp_path, prepare, *sets)
     )
-    assert code == 0 and late > 0 and rows == rows_then
+    assert code == 0 and delay > 0 and rows == immediate_rows
     skipped = [line.rpartition(b",")[2] for line in rows.splitlines()[1:]]
     assert b"1" in skipped and skipped[-1] == b"0"
-    assert all(torch.equal(a, b) for a, b in zip(weights, weights_then, strict=True))
+    assert all(torch.equal(a, b) for a, b in zip(weights, immediate_weights, strict=True))
 
 
-def _replica(process: int, config: Config) -> list[tuple[str, list[torch.Tensor]]]:
+def _run_replica(process: int, config: Config) -> list[tuple[str, list[torch.Tensor]]]:
     """Run one of two replicas. Only the second one has an infinite loss."""
-    found = []
-    for late in (True, False):
+    results = []
+    for is_late in (True, False):
         with pytest.MonkeyPatch.context() as patch:
-            spoilt(patch, infinite_loss, 0, *([3] if process else []), once=False)
+            change_stage_output(patch, infinite_loss, 0, *([3] if process else []), once=False)
             program = build_program(config)
-            made = _Trainer(config, program, Corpus(config), None)
-            made.step_queue.can_read_late &= late
-            own = RunMember(config.output.dir, ProcessLayout.from_program(program), process)
-            dog = Watchdog(own, config.train.timeout)
+            run_trainer = _Trainer(config, program, Corpus(config), None)
+            run_trainer.step_queue.can_read_late &= is_late
+            member = RunMember(config.output.dir, ProcessLayout.from_program(program), process)
+            dog = Watchdog(member, config.train.timeout)
             with pytest.raises(NonFiniteError) as error, dog:
-                made.run(dog)
-            found.append((str(error.value), learned(made)))
-    return found
+                run_trainer.run(dog)
+            results.append((str(error.value), copy_trained_state(run_trainer)))
+    return results
 
 
 @pytest.mark.parametrize("precision", ["float32", "float16"])
-def test_no_replica_goes_on(config: str, precision: str) -> None:
+def test_all_replicas_stop_at_nonfinite_step(config: str, precision: str) -> None:
     sets = ["pipeline.ranks=1", "pipeline.tp=1", "pipeline.dp=2", "pipeline.stages_per_rank=1",
             "train.log_every=100", "train.steps=7", f"train.precision={precision}"]  # fmt: skip
-    told = read_config(config, sets)
-    for (said, weights), (said_then, weights_then) in gloo_processes.run(
-        partial(_replica, config=told), 2, limit=60
+    run_config = read_config(config, sets)
+    for (error, weights), (immediate_error, immediate_weights) in gloo_processes.run(
+        partial(_run_replica, config=run_config), 2, limit=60
     ):
-        assert said == said_then and " of step 4 is " in said and "in replica 1" in said
-        assert all(torch.equal(a, b) for a, b in zip(weights, weights_then, strict=True))
+        assert error == immediate_error and " of step 4 is " in error and "in replica 1" in error
+        assert all(torch.equal(a, b) for a, b in zip(weights, immediate_weights, strict=True))
 
 
-def test_where_each_rank_judges_by_itself_numbers_are_read_at_once(
+def test_losses_are_read_immediately_without_norm(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Without a norm, other ranks could run another step, so losses are read immediately."""
-    spoilt(monkeypatch, infinite_gradient, 2, 3, once=False)
-    code, rows, _, lates = outcome(config, tmp_path, monkeypatch, True, "train.clip_grad_norm=0")
-    assert code == 1 and lates == 0 and rows.count(b"\n") == 4
-
-
-# Operations that wait for a device.
+    """Without a norm, each rank decides alone, and other ranks could run another step."""
+    change_stage_output(monkeypatch, infinite_gradient, 2, 3, once=False)
+    code, rows, _, delay = run_training(
+        config, tmp_path, monkeypatch, True, "train.clip_grad_norm=0"
+    )
+    assert code == 1 and delay == 0 and rows.count(b"\n") == 4
 
 
 class NoWait(TorchDispatchMode):
@@ -265,57 +273,58 @@ class NoWait(TorchDispatchMode):
 
 @pytest.mark.parametrize("schedule", ["interleaved", "zb_h1"])
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_a_step_that_is_not_reported_waits_for_nothing(
+def test_step_without_report_has_no_host_wait(
     config: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     precision: str,
     schedule: str,
 ) -> None:
-    adamw, watched, takes = torch.optim.AdamW, list[str](), _Trainer._take_batch
+    adamw, watched, take_batch = torch.optim.AdamW, list[str](), _Trainer._take_batch
 
-    def guarded(home: type, name: str) -> None:
-        method = getattr(home, name)
+    def forbid_waits(owner: type, name: str) -> None:
+        method = getattr(owner, name)
 
-        def inside(self: Any, *given: Any) -> Any:
+        def call_without_waits(self: Any, *arguments: Any) -> Any:
             steps = self if isinstance(self, StepQueue) else self.step_queue
             if (
                 not 1 <= steps.last_issued_step - (name == "issue") < 5
             ):  # the host may wait in the first step and in a reported step
-                return method(self, *given)
+                return method(self, *arguments)
             watched.append(name)
             with NoWait():  # type: ignore[no-untyped-call]
-                return method(self, *given)
+                return method(self, *arguments)
 
-        monkeypatch.setattr(home, name, inside)
+        monkeypatch.setattr(owner, name, call_without_waits)
 
     methods = ((StepQueue, "issue"), (StepQueue, "read_oldest_step"), (_Trainer, "_take_batch"))
-    for home, name in methods:
-        guarded(home, name)
+    for owner, name in methods:
+        forbid_waits(owner, name)
     # On a GPU, only the fused AdamW is used.
     monkeypatch.setattr(torch.optim, "AdamW", lambda *a, **k: adamw(*a, **k | {"fused": True}))
     monkeypatch.setattr(trainer, "LossScale", partial(LossScale, 8.0))
-    one = ["pipeline.stages_per_rank=1"]
-    sets = [*ONE, *(one if schedule == "zb_h1" else []), f"pipeline.schedule={schedule}",
-            f"train.precision={precision}", f'output.dir="{tmp_path}"']  # fmt: skip
+    one_stage = ["pipeline.stages_per_rank=1"]
+    sets = [*ONE_PROCESS, *(one_stage if schedule == "zb_h1" else []),
+            f"pipeline.schedule={schedule}", f"train.precision={precision}",
+            f'output.dir="{tmp_path}"']  # fmt: skip
     assert run(config, sets) == 0
     assert {*watched} == {
         "issue",
         "read_oldest_step",
         "_take_batch",
-    } and takes is not _Trainer._take_batch
+    } and take_batch is not _Trainer._take_batch
 
 
 @pytest.mark.parametrize("precision", PRECISIONS)
-def test_on_a_gpu_adamw_is_fused_in_any_precision(config: str, precision: str) -> None:
+def test_adamw_on_gpu_is_fused_in_any_precision(config: str, precision: str) -> None:
     """AdamW is fused for all dtypes, uses float32 gradients, and never waits for the device."""
-    told = read_config(config, ["train.device=cuda", f"train.precision={precision}"])
+    run_config = read_config(config, ["train.device=cuda", f"train.precision={precision}"])
     p = torch.nn.Parameter(torch.zeros(2, 2, dtype=getattr(torch, precision)))
     p.grad_dtype = torch.float32
-    optimizer: Any = build_optimizer([p], told.train)
+    optimizer: Any = build_optimizer([p], run_config.train)
     p.grad = torch.ones(2, 2)
     for _ in range(2):
-        with NoWait():  # type: ignore[no-untyped-call]  # nor when it makes what it keeps
+        with NoWait():  # type: ignore[no-untyped-call]
             step_if_finite(torch.tensor(True), optimizer)
     inner = unwrap_optimizer(optimizer)
     assert all(group["fused"] for group in optimizer.param_groups)
@@ -325,81 +334,82 @@ def test_on_a_gpu_adamw_is_fused_in_any_precision(config: str, precision: str) -
     assert {t.device for t in state.values()} == {p.device} and float(state["step"]) == 2
 
 
-# Errors and ends of the data.
-
-
-def prefetching() -> list[str]:
+def list_prefetch_threads() -> list[str]:
     return [t.name for t in threading.enumerate() if t.name.startswith("prefetch")]
 
 
-def test_a_token_that_is_none_is_an_error_of_its_step(
+def test_invalid_token_is_error_of_its_step(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from schedir.training.batches.samples import Batches
 
     tokens = tmp_path / "tokens.bin"
     np.zeros(400, "<u2").tofile(tokens)
-    drawn, begun, steps = Batches.read_batch, ProgramRunner.begin_step, list[int]()
+    read_batch, begin_step, steps = Batches.read_batch, ProgramRunner.begin_step, list[int]()
 
-    def batch(self: Batches, first: int, count: int) -> Any:
+    def read_or_fail(self: Batches, first: int, count: int) -> Any:
         if first == 3 * self.batch_size:
             raise UsageError("token 300 at position 7 is not below the vocabulary size 256")
-        return drawn(self, first, count)
+        return read_batch(self, first, count)
 
-    def begin(self: ProgramRunner, *given: Any) -> None:
+    def begin_and_record(self: ProgramRunner, *arguments: Any) -> None:
         steps.append(self.state.random_streams.step)
-        begun(self, *given)
+        begin_step(self, *arguments)
 
-    monkeypatch.setattr(Batches, "read_batch", batch)
-    monkeypatch.setattr(ProgramRunner, "begin_step", begin)
-    sets = [*ONE, f'data.source="{tokens}"', f'output.dir="{tmp_path}"']
+    monkeypatch.setattr(Batches, "read_batch", read_or_fail)
+    monkeypatch.setattr(ProgramRunner, "begin_step", begin_and_record)
+    sets = [*ONE_PROCESS, f'data.source="{tokens}"', f'output.dir="{tmp_path}"']
     with pytest.raises(UsageError, match="token 300"):
         run(config, sets)
-    assert steps == [0, 1, 2] and not prefetching()
+    assert steps == [0, 1, 2] and not list_prefetch_threads()
     # If the previous step was not finite, that error ends the run.
-    spoilt(monkeypatch, infinite_loss, 1, 2, once=False)
+    change_stage_output(monkeypatch, infinite_loss, 1, 2, once=False)
     assert run(config, sets) == 1 and " of step 3 is infinite" in capsys.readouterr().err
-    assert not prefetching()
+    assert not list_prefetch_threads()
 
 
-def test_ctrl_c_in_a_step_leaves_no_thread(
+def test_ctrl_c_in_step_ends_prefetch_threads(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    begun = ProgramRunner.begin_step
+    begin_step = ProgramRunner.begin_step
 
-    def begin(self: ProgramRunner, *given: Any) -> None:
-        assert prefetching()
+    def begin_or_interrupt(self: ProgramRunner, *arguments: Any) -> None:
+        assert list_prefetch_threads()
         if self.state.random_streams.step == 3:
             raise KeyboardInterrupt
-        begun(self, *given)
+        begin_step(self, *arguments)
 
-    monkeypatch.setattr(ProgramRunner, "begin_step", begin)
-    assert run(config, [*ONE, f'output.dir="{tmp_path}"']) == 130
-    assert not prefetching()
+    monkeypatch.setattr(ProgramRunner, "begin_step", begin_or_interrupt)
+    assert run(config, [*ONE_PROCESS, f'output.dir="{tmp_path}"']) == 130
+    assert not list_prefetch_threads()
 
 
 @pytest.mark.parametrize("every", [1, 3, 100])
-def test_the_time_of_a_step_has_its_wait_for_data(
+def test_step_time_includes_data_wait_and_excludes_reports(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, every: int
 ) -> None:
-    """The time of a step includes its wait for data, and excludes the time of reports."""
-    now = [0.0]
+    clock = [0.0]
 
-    def lasts(home: type, name: str, seconds: float) -> None:
-        method = getattr(home, name)
+    def add_duration(owner: type, name: str, seconds: float) -> None:
+        method = getattr(owner, name)
 
-        def longer(self: Any, *given: Any) -> Any:
-            now[0] += seconds
-            return method(self, *given)
+        def call_and_advance(self: Any, *arguments: Any) -> Any:
+            clock[0] += seconds
+            return method(self, *arguments)
 
-        monkeypatch.setattr(home, name, longer)
+        monkeypatch.setattr(owner, name, call_and_advance)
 
-    lasts(_Trainer, "_take_batch", 5.0)
-    lasts(Executor, "step", 1.0)
-    lasts(_Trainer, "_report", 100.0)
+    add_duration(_Trainer, "_take_batch", 5.0)
+    add_duration(Executor, "step", 1.0)
+    add_duration(_Trainer, "_report", 100.0)
     for module in (trainer, step_queue):
-        monkeypatch.setattr(module, "perf_counter", lambda: now[0])
-    sets = [*ONE, "output.record=false", f"train.log_every={every}", f'output.dir="{tmp_path}"']
+        monkeypatch.setattr(module, "perf_counter", lambda: clock[0])
+    sets = [
+        *ONE_PROCESS,
+        "output.record=false",
+        f"train.log_every={every}",
+        f'output.dir="{tmp_path}"',
+    ]
     assert run(config, sets) == 0
     speed = json.loads((tmp_path / "summary.json").read_text())["tokens_per_second"]
     assert speed == pytest.approx(3 * 2 * 16 / 6.0)

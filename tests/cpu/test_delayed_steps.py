@@ -1,4 +1,4 @@
-"""Tests of the CPU optimizer with weight delay, which steps while the next update computes."""
+"""Tests of the CPU optimizer with weight delay: it steps while the next update computes."""
 
 from __future__ import annotations
 
@@ -49,15 +49,15 @@ from tests.cpu.test_host_steps import steps_of
 from tests.cpu.test_several_updates import BOUNDARY, adam, split, stage_by_stage, weights
 
 torch.set_num_threads(1)
-WHERE = ("device", "cpu_step")
+PLACEMENTS = ("device", "cpu_step")
 
 
-def flushed(r: int, P: int, m: int) -> RankSchedule:
-    """Return updates of two microbatches, which all ranks run one after the other."""
+def run_updates_in_turn(r: int, P: int, m: int) -> RankSchedule:
+    """Return updates of two microbatches. Each rank runs one update after the other."""
     return m // 2 * (2 * F + 2 * B)
 
 
-def deep(r: int, P: int, m: int) -> RankSchedule:
+def run_depth_first(r: int, P: int, m: int) -> RankSchedule:
     """Return depth-first updates of two microbatches, for two stages per rank."""
     return m // 2 * (2 * F[0] + 2 * F[1] + 2 * B[1] + 2 * B[0])
 
@@ -68,18 +68,18 @@ CASES: list[tuple[Any, PipelineShape]] = [
     (split, PipelineShape(3, 12, optimizer_steps=4, weight_delay=1)),
     (split, PipelineShape(2, 8, optimizer_steps=4, weight_delay=2)),
     (one_f_one_b, PipelineShape(3, 5, optimizer_steps=5, weight_delay=(2, 1, 0))),
-    (flushed, PipelineShape(2, 6, optimizer_steps=3)),
-    (deep, PipelineShape(1, 6, 2, optimizer_steps=3, weight_delay=1)),
-    (deep, PipelineShape(1, 6, 2, optimizer_steps=3)),
+    (run_updates_in_turn, PipelineShape(2, 6, optimizer_steps=3)),
+    (run_depth_first, PipelineShape(1, 6, 2, optimizer_steps=3, weight_delay=1)),
+    (run_depth_first, PipelineShape(1, 6, 2, optimizer_steps=3)),
 ]
 momentum = partial(torch.optim.SGD, lr=0.02, momentum=0.9)
 
 
-def world_of(
-    schedule: Any, shape: PipelineShape, states: str, optimizer: Any, **how: Any
+def make_ranks(
+    schedule: Any, shape: PipelineShape, states: str, optimizer: Any, **options: Any
 ) -> InProcessExecutor:
     program = schedir.compile(
-        schedule, shape, progress_model="per_edge", optimizer_placement=states, **how
+        schedule, shape, progress_model="per_edge", optimizer_placement=states, **options
     )
     return InProcessExecutor(
         program,
@@ -92,30 +92,30 @@ def world_of(
 
 @settings(max_examples=25)
 @given(st.sampled_from(CASES), st.sampled_from([adam, momentum]), st.integers(0, 2**32 - 1))
-def test_a_microbatch_uses_its_version_whatever_takes_how_long(
+def test_microbatches_use_their_weight_version_in_any_order(
     case: tuple[Any, PipelineShape], optimizer: Any, seed: int
 ) -> None:
-    """Random legal orders are compared with a plain loop that keeps versions."""
+    """Random legal orders with slow lanes are compared with a plain loop that keeps versions."""
     schedule, shape = case
-    right = stage_by_stage(shape, *make_batch(shape.microbatches), optimizer)
-    world = world_of(schedule, shape, "cpu_step", optimizer)
+    expected = stage_by_stage(shape, *make_batch(shape.microbatches), optimizer)
+    world = make_ranks(schedule, shape, "cpu_step", optimizer)
     poison_weights(world)
-    slow = [lane for k, lane in enumerate((Lane.HOST, Lane.D2H, Lane.H2D)) if seed >> k & 1]
-    event(f"slow: {len(slow)} lanes")
+    slow_lanes = [lane for k, lane in enumerate((Lane.HOST, Lane.D2H, Lane.H2D)) if seed >> k & 1]
+    event(f"slow: {len(slow_lanes)} lanes")
     for k, rank in enumerate(world.executors):
-        for lane in slow:  # about a millisecond per stage
+        for lane in slow_lanes:  # about a millisecond per stage
             rank.state.resources.service(CopyLanes).bandwidth[lane] = 2e6
-        if Lane.HOST in slow:  # also delay the start of its work
-            own = steps_of(world, k)
-            vars(own)["step"] = partial(_late, own.step)
+        if Lane.HOST in slow_lanes:  # also delay the start of its work
+            host_steps = steps_of(world, k)
+            vars(host_steps)["step"] = partial(_step_late, host_steps.step)
     world.step(*make_batch(shape.microbatches), order_seed=seed)
     modules = {s: stage.module for rank in world.executors for s, stage in rank.stages.items()}
-    assert equal(weights([modules[s] for s in range(shape.stages)]), right)
+    assert equal(weights([modules[s] for s in range(shape.stages)]), expected)
 
 
-def _late(step: Any, *what: Any) -> None:
+def _step_late(step: Any, *arguments: Any) -> None:
     sleep(0.02)
-    step(*what)
+    step(*arguments)
 
 
 @pytest.mark.parametrize(
@@ -126,27 +126,27 @@ def _late(step: Any, *what: Any) -> None:
         (4, "Adam, groups", {"clip_grad_norm": True, "recompute": "all"}),
     ],
 )
-def test_the_bits_are_those_of_steps_on_the_device(case: int, make: str, how: Any) -> None:
-    """Losses are equal too."""
+def test_cpu_steps_equal_device_steps(case: int, make: str, how: Any) -> None:
+    """Losses, trained state and gradient norms are equal."""
     schedule, shape = CASES[case]
-    half, found = make == "bfloat16", []
-    for states in WHERE:
+    half, results = make == "bfloat16", []
+    for states in PLACEMENTS:
         program = schedir.compile(
             schedule, shape, progress_model="per_edge", optimizer_placement=states, **how
         )
         world = made(program, MAKES[make], half=half)
         poison_weights(world)
-        found.append(
+        results.append(
             [*stepped(world, 0, 1, 2), *left(world), *(r.grad_norm for r in world.executors)]
         )
-    assert equal(*found)
+    assert equal(*results)
 
 
 @pytest.mark.parametrize("clip", [False, True])
-def test_only_the_update_that_is_not_finite_is_left_out(clip: bool) -> None:
+def test_only_nonfinite_update_is_skipped(clip: bool) -> None:
     schedule, shape = CASES[0]
-    found = []
-    for states in WHERE:
+    results = []
+    for states in PLACEMENTS:
         program = schedir.compile(
             schedule,
             shape,
@@ -156,27 +156,27 @@ def test_only_the_update_that_is_not_finite_is_left_out(clip: bool) -> None:
         )
         world = made(program, ADAMW)
         last, calls = world.executors[-1].stages[shape.stages - 1].module, count()
-        hook = partial(_spoil, calls)
+        hook = partial(_spoil_third_forward, calls)
         last.register_forward_hook(hook)
         poison_weights(world)
         world.step(*of_gpt.batch(shape.microbatches, 0), order_seed=3)
         finite = [rank.finite_updates.tolist() for rank in world.executors]
         assert finite[1] == [True, False, True]
         assert finite[0] == (finite[1] if clip else finite[0])
-        found.append([*left(world), *(rank.finite_updates for rank in world.executors)])
-    assert equal(*found)
+        results.append([*left(world), *(rank.finite_updates for rank in world.executors)])
+    assert equal(*results)
 
 
-def _spoil(calls: Iterator[int], module: Any, taken: Any, out: Tensor) -> Tensor:
+def _spoil_third_forward(calls: Iterator[int], module: Any, inputs: Any, out: Tensor) -> Tensor:
     """Make the third forward of a stage return values that are not finite."""
     return out * (torch.nan if next(calls) == 2 else 1.0)
 
 
-@pytest.mark.parametrize("states", WHERE)
-def test_a_rank_that_adds_to_no_gradient_judges_each_update_by_its_own_norm(states: str) -> None:
+@pytest.mark.parametrize("states", PLACEMENTS)
+def test_frozen_rank_uses_norm_of_each_update(states: str) -> None:
     """A rank that ends updates late may receive the next norm before it has used the first."""
-    shape, seen = PipelineShape(2, 2, optimizer_steps=2, weight_delay=1), 0
-    own = schedir.compile(
+    shape, tested_orders = PipelineShape(2, 2, optimizer_steps=2, weight_delay=1), 0
+    compiled = schedir.compile(
         pipedream_2bw,
         shape,
         clip_grad_norm=True,
@@ -184,33 +184,33 @@ def test_a_rank_that_adds_to_no_gradient_judges_each_update_by_its_own_norm(stat
         progress_model="per_edge",
         optimizer_placement=states,
     )
-    first, rest = schedir.to_text(own, folded=False).split("\nrank 1\n")
-    ends = [f"  {i}" for i in own.streams[0] if i.op not in (*FORWARD_OPS, *SEND_OPS)]
-    kept = [line for line in first.split("\n") if line not in ends]
-    program = schedir.from_text("\n".join([*kept, *ends, "rank 1", rest]))
-    judges = ends[1].strip()
+    first, second_rank = schedir.to_text(compiled, folded=False).split("\nrank 1\n")
+    ends = [f"  {i}" for i in compiled.streams[0] if i.op not in (*FORWARD_OPS, *SEND_OPS)]
+    other_lines = [line for line in first.split("\n") if line not in ends]
+    program = schedir.from_text("\n".join([*other_lines, *ends, "rank 1", second_rank]))
+    first_step = ends[1].strip()
     for seed in range(100):
         order = [
             (r, str(program.streams[r][k]))
             for r, k in ExecutionOrders(program, "per_edge").random_order(seed)
         ]
-        if order.index((0, "reduce_norm 1")) > order.index((0, judges)):
+        if order.index((0, "reduce_norm 1")) > order.index((0, first_step)):
             continue
-        seen += 1
+        tested_orders += 1
         world = made(program, ADAMW)
         last = world.executors[-1].stages[shape.stages - 1].module
-        last.register_forward_hook(partial(_spoil, count(2)))
+        last.register_forward_hook(partial(_spoil_third_forward, count(2)))
         world.step(*of_gpt.batch(shape.microbatches, 0), order_seed=seed)
         assert [rank.finite_updates.tolist() for rank in world.executors] == [[False, True]] * 2
         assert torch.equal(*(rank.grad_norm for rank in world.executors))
-    assert seen
+    assert tested_orders
 
 
-def _processes(rank: int) -> Any:
+def _train_on_rank(rank: int) -> Any:
     torch.set_num_threads(1)
-    found = []
+    results = []
     schedule, shape = CASES[0]
-    for states in WHERE:
+    for states in PLACEMENTS:
         program = schedir.compile(
             schedule, shape, clip_grad_norm=True, dp=1, optimizer_placement=states
         )
@@ -228,18 +228,18 @@ def _processes(rank: int) -> Any:
             executor.state.resources.service(CopyLanes).bandwidth[Lane.HOST] = 1e6
         for _ in range(2):
             executor.step(*make_batch(shape.microbatches))
-        found.append([*weights([*stages.values()]), executor.grad_norm.clone()])
-    return found
+        results.append([*weights([*stages.values()]), executor.grad_norm.clone()])
+    return results
 
 
-def test_on_processes() -> None:
-    for device, host in run(_processes, 2):
+def test_cpu_steps_in_processes_equal_device_steps() -> None:
+    for device, host in run(_train_on_rank, 2):
         assert equal(device, host)
 
 
 @pytest.mark.parametrize("case", [0, 1, 4, 5, 6])
-def test_as_much_is_on_each_tier_as_was_predicted(case: int) -> None:
-    """In any order, no more versions exist than are counted."""
+def test_memory_of_each_tier_equals_prediction(case: int) -> None:
+    """The peak number of weight versions equals the count, too."""
     schedule, shape = CASES[case]
     stages, (x, y, _) = of_gpt.gpt_stages(shape.stages, tied=False), of_gpt.batch(2)
     sizes = measure_sizes(
@@ -250,12 +250,12 @@ def test_as_much_is_on_each_tier_as_was_predicted(case: int) -> None:
         ADAMW,
     )
     stepped(world, 0)
-    most = [0] * shape.ranks
+    peak_versions = [0] * shape.ranks
     for r, rank in enumerate(world.executors):
         for versions in rank.state.service(StageWeightVersions).by_stage.values():
-            _counted(versions, most, r)
+            _record_peak_versions(versions, peak_versions, r)
     stepped(world, 1)
-    assert most == count_peak_versions(world.program).tolist()
+    assert peak_versions == count_peak_versions(world.program).tolist()
     host, device = (compute_footprints(world.program, sizes, tier) for tier in ("host", "device"))
     for r, rank in enumerate(world.executors):
         assert set(host[r].total_bytes) == {
@@ -263,22 +263,22 @@ def test_as_much_is_on_each_tier_as_was_predicted(case: int) -> None:
         }
         assert "optimizer" not in device[r].static_memory
         (number, size) = device[r].static_memory["versions"]
-        own = [p for s in rank.stages.values() for p in s.module.parameters()]
-        assert size == most[r] * sum(p.nbytes for p in own)
-        assert number == most[r] * len(rank.stages)
+        parameters = [p for s in rank.stages.values() for p in s.module.parameters()]
+        assert size == peak_versions[r] * sum(p.nbytes for p in parameters)
+        assert number == peak_versions[r] * len(rank.stages)
 
 
-def _counted(versions: Any, most: list[int], rank: int) -> None:
-    keep = versions.keep_version
+def _record_peak_versions(versions: Any, peak_versions: list[int], rank: int) -> None:
+    keep_version = versions.keep_version
 
-    def counts(*more: Any) -> None:
-        keep(*more)
-        most[rank] = max(most[rank], len(versions.copies_by_version))
+    def keep_and_count(*arguments: Any) -> None:
+        keep_version(*arguments)
+        peak_versions[rank] = max(peak_versions[rank], len(versions.copies_by_version))
 
-    vars(versions)["keep_version"] = counts
+    vars(versions)["keep_version"] = keep_and_count
 
 
-def test_a_checkpoint_goes_on_to_the_same_bits(tmp_path: Path) -> None:
+def test_resumed_run_equals_uninterrupted_run(tmp_path: Path) -> None:
     """Each run of a program begins without delay, so checkpoints contain no versions."""
     model = Model(dropout=0.1, clip=True)
 
@@ -286,17 +286,19 @@ def test_a_checkpoint_goes_on_to_the_same_bits(tmp_path: Path) -> None:
         shape = PipelineShape(2, 6, optimizer_steps=3, weight_delay=1)
         return Layout(pipedream_2bw, shape, options={"optimizer_placement": states})
 
-    one, other, whole = (in_process(layout(s), model) for s in ("cpu_step", "cpu_step", "device"))
-    steps(one, 0, 2)
-    save(one, tmp_path, step=2, name_map=same)
-    load(other, tmp_path, name_map=same)
-    steps(other, 2, 4)
-    steps(whole, 0, 4)
-    assert equal(left(other), left(whole))
+    saved, resumed, uninterrupted = (
+        in_process(layout(s), model) for s in ("cpu_step", "cpu_step", "device")
+    )
+    steps(saved, 0, 2)
+    save(saved, tmp_path, step=2, name_map=same)
+    load(resumed, tmp_path, name_map=same)
+    steps(resumed, 2, 4)
+    steps(uninterrupted, 0, 4)
+    assert equal(left(resumed), left(uninterrupted))
 
 
-def test_the_host_steps_while_the_next_update_is_computed() -> None:
-    """In a measured run, the host's step overlaps with computes and ends before the step."""
+def test_host_step_overlaps_with_next_update() -> None:
+    """In a measured run, the host step overlaps with computes and ends before `step` begins."""
     schedule, shape = CASES[0]
     world = made(
         schedir.compile(schedule, shape, progress_model="per_edge", optimizer_placement="cpu_step"),
@@ -305,16 +307,16 @@ def test_the_host_steps_while_the_next_update_is_computed() -> None:
     stepped(world, 0, 1)
     spans = world.timeline().spans
     for rank in range(shape.ranks):
-        own = spans[spans["rank"] == rank]
-        (first,) = own[(own["lane"] == Lane.HOST) & (own["mb"] == 0)]
+        rank_spans = spans[spans["rank"] == rank]
+        (first_host_step,) = rank_spans[(rank_spans["lane"] == Lane.HOST) & (rank_spans["mb"] == 0)]
         text = [str(i) for i in world.program.streams[rank]]
-        step = own[text.index("step")]
-        between = own[text.index(f"host_step {rank}") : text.index("step")]
-        assert sum(each["op"] < 2 for each in between) >= 2  # F and B of the next update
-        assert first["end"] <= step["start"]
+        step = rank_spans[text.index("step")]
+        between = rank_spans[text.index(f"host_step {rank}") : text.index("step")]
+        assert sum(span["op"] < 2 for span in between) >= 2  # F and B of the next update
+        assert first_host_step["end"] <= step["start"]
 
 
-def test_what_is_refused() -> None:
+def test_loss_scale_with_several_updates_is_refused() -> None:
     program = schedir.compile(*CASES[0], clip_grad_norm=True, optimizer_placement="cpu_step")
     with pytest.raises(ModelError, match="a loss scale needs a program with one update per step"):
         made(program, ADAMW, gradients=GradientOptions(loss_scale=LossScale(8.0)))

@@ -1,4 +1,4 @@
-"""Tests of requests for GPU memory after the first step, which are counted and reported once."""
+"""Tests that GPU memory allocations after the first step are counted and reported once."""
 
 from __future__ import annotations
 
@@ -16,33 +16,35 @@ from tests.cpu.train_command import ALONE
 
 
 @pytest.mark.parametrize("grows", [1, 3, 100])
-def test_a_run_says_so_once(
+def test_allocation_after_first_step_is_reported_once(
     config: str,
     tmp_path: Path,
     monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
     grows: int,
 ) -> None:
-    """A virtual GPU's memory grows in a step."""
+    """The memory of a virtual GPU grows in step `grows`."""
     step, issue = 0, StepQueue.issue
 
-    def issued(self: StepQueue, *given: Any) -> None:
+    def issue_and_count(self: StepQueue, *arguments: Any) -> None:
         nonlocal step
-        issue(self, *given)
+        issue(self, *arguments)
         step += 1
 
-    monkeypatch.setattr(StepQueue, "issue", issued)
+    monkeypatch.setattr(StepQueue, "issue", issue_and_count)
     monkeypatch.setattr(trainer, "count_allocations", lambda device: 7 + (step >= grows))
     sets = [*ALONE, "train.log_every=2", f'output.dir="{tmp_path}"']
     assert run(config, sets) == 0
     lines = [line.split("  ")[0] for line in capsys.readouterr().out.splitlines()]
-    said = [line for line in lines if line.startswith("memory: ")]
-    assert len(said) == (grows == 3) and all("1 of 1 processes allocated" in line for line in said)
-    if said:  # requests in the first step are not reported, and later ones before their step's line
-        assert lines.index(said[0]) == lines.index("step 4") - 1
+    reports = [line for line in lines if line.startswith("memory: ")]
+    assert len(reports) == (grows == 3) and all(
+        "1 of 1 processes allocated" in line for line in reports
+    )
+    if reports:  # the report precedes the line of its step
+        assert lines.index(reports[0]) == lines.index("step 4") - 1
 
 
-def test_it_counts_what_may_wait_for_the_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_count_allocations_sums_allocator_calls(monkeypatch: pytest.MonkeyPatch) -> None:
     stats = {"num_device_alloc": 5, "num_device_free": 2, "num_alloc_retries": 1, "num_ooms": 64}
     monkeypatch.setattr(torch.cuda, "memory_stats", lambda device: stats)
     assert count_allocations(torch.device("cuda", 0)) == 8

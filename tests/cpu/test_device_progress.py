@@ -1,4 +1,4 @@
-"""Tests of the position of a virtual GPU when the host has issued a whole step."""
+"""Tests of the reported position of a virtual GPU whose host has issued a whole step."""
 
 from __future__ import annotations
 
@@ -43,7 +43,9 @@ def gpu(monkeypatch: pytest.MonkeyPatch) -> VirtualGPU:
     return install(monkeypatch)
 
 
-def ranks_of(program: Program, gpu: VirtualGPU) -> tuple[InProcessExecutor, list[GpuProgress]]:
+def make_charged_ranks(
+    program: Program, gpu: VirtualGPU
+) -> tuple[InProcessExecutor, list[GpuProgress]]:
     stages = tiny_model.make_tiny_stages(program.shape.stages)
     boundary = Boundary((2, tiny_model.WIDTH), torch.float64)
     ranks = InProcessExecutor(
@@ -57,43 +59,47 @@ def ranks_of(program: Program, gpu: VirtualGPU) -> tuple[InProcessExecutor, list
     return ranks, [GpuProgress(rank) for rank in ranks.executors]
 
 
-def hang(ranks: InProcessExecutor, gpu: VirtualGPU, instr: Instr, rank: int) -> None:
-    """Make an instruction never end."""
-    one = ranks.executors[rank]
-    k = one.state.index_of[instr]
-    call = one.runner.calls[k]
+def make_instruction_hang(
+    ranks: InProcessExecutor, gpu: VirtualGPU, instr: Instr, rank: int
+) -> None:
+    """Make the virtual GPU never finish an instruction."""
+    executor = ranks.executors[rank]
+    k = executor.state.index_of[instr]
+    call = executor.runner.calls[k]
 
-    def run() -> None:
+    def run_forever() -> None:
         gpu.work(math.inf)
         call.run()
 
-    one.runner.calls[k] = Call(call.wait, run)
+    executor.runner.calls[k] = Call(call.wait, run_forever)
 
 
-def step(ranks: InProcessExecutor, gpu: VirtualGPU) -> None:
+def run_step(ranks: InProcessExecutor, gpu: VirtualGPU) -> None:
     ranks.step(*tiny_model.make_batch(ranks.program.shape.microbatches))
 
 
-def said(ranks: InProcessExecutor, rank: int, progress: GpuProgress) -> list[tuple[str, str]]:
+def read_stall_error(
+    ranks: InProcessExecutor, rank: int, progress: GpuProgress
+) -> list[tuple[str, str]]:
     """Return the instructions and notes of the watchdog's error for a rank."""
-    one = ranks.executors[rank]
-    error = make_stall_error("it stands", one, 9, progress, progress.get_progress())
+    executor = ranks.executors[rank]
+    error = make_stall_error("it stands", executor, 9, progress, progress.get_progress())
     return [(str(site.instr), site.note) for site in error.sites]
 
 
-def test_a_hang_is_told_from_what_has_ended_and_not_from_where_the_host_is(
+def test_stall_error_reports_gpu_position_not_host_position(
     gpu: VirtualGPU,
 ) -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
-    ranks, progress = ranks_of(program, gpu)
-    hang(ranks, gpu, Instr(Opcode.Forward, 1, 1), rank=1)
-    step(ranks, gpu)
+    ranks, progress = make_charged_ranks(program, gpu)
+    make_instruction_hang(ranks, gpu, Instr(Opcode.Forward, 1, 1), rank=1)
+    run_step(ranks, gpu)
     gpu.host = 1000.0
     for rank in ranks.executors:  # where the host is
         assert rank.runner.position == len(rank.runner.calls) - 1
-    assert said(ranks, 1, progress[1]) == [("F 1.1", "in step 1, computes")]
+    assert read_stall_error(ranks, 1, progress[1]) == [("F 1.1", "in step 1, computes")]
     # Lanes run in parallel. Of their current instructions, the first of the Stream comes first.
-    assert said(ranks, 0, progress[0]) == [
+    assert read_stall_error(ranks, 0, progress[0]) == [
         ("send_act 0.2", "in step 1, waits for rank 1 to receive"),
         ("recv_grad 0.1", "in step 1, waits for rank 1 to send"),
     ]
@@ -104,7 +110,7 @@ def test_a_hang_is_told_from_what_has_ended_and_not_from_where_the_host_is(
 
 @pytest.mark.parametrize("schedule", [gpipe, one_f_one_b])
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_rank_that_hangs_computes_and_all_others_wait_for_its_side(
+def test_stall_error_points_towards_hanging_rank(
     gpu: VirtualGPU, schedule: Any, overlap: bool
 ) -> None:
     program = schedir.compile(
@@ -114,90 +120,96 @@ def test_the_rank_that_hangs_computes_and_all_others_wait_for_its_side(
         overlap=overlap,
         clip_grad_norm=True,
     )
-    ranks, progress = ranks_of(program, gpu)
-    hang(ranks, gpu, Instr(Opcode.Backward, 2, 3), rank=2)
-    step(ranks, gpu)
+    ranks, progress = make_charged_ranks(program, gpu)
+    make_instruction_hang(ranks, gpu, Instr(Opcode.Backward, 2, 3), rank=2)
+    run_step(ranks, gpu)
     gpu.host = 1000.0
-    assert said(ranks, 2, progress[2])[0] == ("B 2.3", "in step 1, computes")
+    assert read_stall_error(ranks, 2, progress[2])[0] == ("B 2.3", "in step 1, computes")
     for rank, nearer in ((0, 1), (1, 2), (3, 2)):
-        stood = said(ranks, rank, progress[rank])
-        assert f"waits for rank {nearer} to" in stood[0][1]
+        sites = read_stall_error(ranks, rank, progress[rank])
+        assert f"waits for rank {nearer} to" in sites[0][1]
         assert all(
             f"waits for rank {nearer} to" in note or (instr, note[11:]) == NORM
-            for instr, note in stood
+            for instr, note in sites
         )
 
 
-def test_a_step_that_hangs_is_told_while_the_host_is_in_the_next_one(gpu: VirtualGPU) -> None:
-    """The events of the step are not those of the next step."""
+def test_stall_is_reported_while_host_issues_next_step(gpu: VirtualGPU) -> None:
+    """Each step has its own events."""
     program = schedir.compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
-    ranks, progress = ranks_of(program, gpu)
-    step(ranks, gpu)
+    ranks, progress = make_charged_ranks(program, gpu)
+    run_step(ranks, gpu)
     gpu.host = gpu.over
     assert [p.get_progress() for p in progress] == [None, None]
-    hang(ranks, gpu, Instr(Opcode.Backward, 1, 2), rank=1)
-    step(ranks, gpu)
-    step(ranks, gpu)
+    make_instruction_hang(ranks, gpu, Instr(Opcode.Backward, 1, 2), rank=1)
+    run_step(ranks, gpu)
+    run_step(ranks, gpu)
     gpu.host += 1000.0
-    assert said(ranks, 1, progress[1]) == [("B 1.2", "in step 2, computes")]
+    assert read_stall_error(ranks, 1, progress[1]) == [("B 1.2", "in step 2, computes")]
 
 
-def test_it_moves_as_instructions_end(gpu: VirtualGPU) -> None:
+def test_progress_advances_as_instructions_end(gpu: VirtualGPU) -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
-    ranks, (progress, _) = ranks_of(program, gpu)
-    step(ranks, gpu)
-    seen = []
-    while (standing := progress.get_progress()) is not None:
-        assert standing.issued == standing.unfinished and standing.step == 1
-        seen.append(len(standing.unfinished))
+    ranks, (progress, _) = make_charged_ranks(program, gpu)
+    run_step(ranks, gpu)
+    unfinished_counts = []
+    while (position := progress.get_progress()) is not None:
+        assert position.issued == position.unfinished and position.step == 1
+        unfinished_counts.append(len(position.unfinished))
         gpu.host += 1.0
-    assert seen == sorted(seen, reverse=True) and len({*seen}) > 4
+    assert (
+        unfinished_counts == sorted(unfinished_counts, reverse=True)
+        and len({*unfinished_counts}) > 4
+    )
 
 
-def test_a_host_that_stands_itself_is_told(gpu: VirtualGPU) -> None:
+def test_stalled_host_is_reported(gpu: VirtualGPU) -> None:
     """Instructions that the host has not issued cannot end, so its current one is reported."""
     program = schedir.compile(gpipe, PipelineShape(1, 3), progress_model="per_edge")
-    ranks, (progress,) = ranks_of(program, gpu)
-    one = ranks.executors[0]
+    ranks, (progress,) = make_charged_ranks(program, gpu)
+    executor = ranks.executors[0]
     inputs, targets = tiny_model.make_batch(3)
-    one.runner.begin_step(StepInputs(inputs, targets))
-    with one.random_streams.preserve_generators():  # like a step
+    executor.runner.begin_step(StepInputs(inputs, targets))
+    with executor.random_streams.preserve_generators():  # like a step
         for k in range(2):
-            one.runner.run_instruction(k)
-    one.runner.progress[POSITION_FIELD] = 2
+            executor.runner.run_instruction(k)
+    executor.runner.progress[POSITION_FIELD] = 2
     gpu.host = 1000.0
-    assert said(ranks, 0, progress) == [("F 0.2", "in step 1, computes")]
+    assert read_stall_error(ranks, 0, progress) == [("F 0.2", "in step 1, computes")]
 
 
-def test_a_step_in_another_order_is_one_step(gpu: VirtualGPU) -> None:
+def test_progress_follows_order_of_issue(gpu: VirtualGPU) -> None:
     """Warmup steps are undone, so the next step has the same number."""
     program = schedir.compile(gpipe, PipelineShape(1, 3), progress_model="per_edge")
-    ranks, (progress,) = ranks_of(program, gpu)
-    one = ranks.executors[0]
+    ranks, (progress,) = make_charged_ranks(program, gpu)
+    executor = ranks.executors[0]
     inputs, targets = tiny_model.make_batch(3)
     for _ in range(3):
-        one.runner.begin_step(StepInputs(inputs, targets))
-        order = [1, 0, *range(2, len(one.runner.calls))]
-        with one.random_streams.preserve_generators():
+        executor.runner.begin_step(StepInputs(inputs, targets))
+        order = [1, 0, *range(2, len(executor.runner.calls))]
+        with executor.random_streams.preserve_generators():
             for k in order:
-                one.runner.run_instruction(k)
-                standing = progress.get_progress()
-                assert standing is not None and standing.step == 1
-                assert {*standing.issued} == {*order[: order.index(k) + 1]}
-        one.runner.finish_step()
+                executor.runner.run_instruction(k)
+                position = progress.get_progress()
+                assert position is not None and position.step == 1
+                assert {*position.issued} == {*order[: order.index(k) + 1]}
+        executor.runner.finish_step()
         gpu.host = gpu.over
         assert progress.get_progress() is None
-        one.random_streams.step -= 1
+        executor.random_streams.step -= 1
 
 
-def test_what_an_instruction_waits_for_in_words() -> None:
-    tied = schedir.compile(
+def test_describe_wait_names_peers() -> None:
+    program = schedir.compile(
         one_f_one_b, PipelineShape(2, 2), tied_weights=True, clip_grad_norm=True, dp=2, tp=2
     )
-    two = schedir.compile(dualpipe, PipelineShape(2, 4, placement="mirror"))
-    words = {str(i): describe_wait(tied, i) for stream in tied.streams for i in stream}
+    bidirectional = schedir.compile(dualpipe, PipelineShape(2, 4, placement="mirror"))
+    words = {str(i): describe_wait(program, i) for stream in program.streams for i in stream}
     words |= {
-        str(i): describe_wait(two, i) for stream in two.streams for i in stream if i.stage == 0
+        str(i): describe_wait(bidirectional, i)
+        for stream in bidirectional.streams
+        for i in stream
+        if i.stage == 0
     }
     assert words["F 0.0"] == "computes"
     assert words["send_act 0.1"] == "waits for rank 1 to receive"
@@ -209,26 +221,26 @@ def test_what_an_instruction_waits_for_in_words() -> None:
     }  # fmt: skip
 
 
-def test_the_watchdog_asks_and_says_it(
+def test_watchdog_reports_gpu_position(
     gpu: VirtualGPU, monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    ended: SimpleQueue[str] = SimpleQueue()
-    monkeypatch.setattr(watchdog, "exit_with_cause", lambda own, found: ended.put(str(found)))
+    causes: SimpleQueue[str] = SimpleQueue()
+    monkeypatch.setattr(watchdog, "exit_with_cause", lambda member, cause: causes.put(str(cause)))
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    ranks, _ = ranks_of(
+    ranks, _ = make_charged_ranks(
         schedir.compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge"), gpu
     )
-    one = ranks.executors[0]
-    monkeypatch.setattr(one.state, "device", torch.device("cuda"))
-    hang(ranks, gpu, Instr(Opcode.Forward, 1, 1), rank=1)
-    own = RunMember(tmp_path, ProcessLayout(2, 1, 1), 0)
-    own.black_box.enter_phase(ProcessPhase.STEP, 1)
-    with Watchdog(own, 0.2) as dog, dog.watch(one):
-        step(ranks, gpu)
+    executor = ranks.executors[0]
+    monkeypatch.setattr(executor.state, "device", torch.device("cuda"))
+    make_instruction_hang(ranks, gpu, Instr(Opcode.Forward, 1, 1), rank=1)
+    member = RunMember(tmp_path, ProcessLayout(2, 1, 1), 0)
+    member.black_box.enter_phase(ProcessPhase.STEP, 1)
+    with Watchdog(member, 0.2) as running_watchdog, running_watchdog.watch(executor):
+        run_step(ranks, gpu)
         gpu.host = 1000.0
-        while not ended.empty():  # results from before the clock moved
-            ended.get()
-        *_, last = [ended.get(timeout=60) for _ in range(3)]
+        while not causes.empty():  # results from before the clock moved
+            causes.get()
+        *_, last = [causes.get(timeout=60) for _ in range(3)]
         first, *lines = last.splitlines()
         assert first.startswith(
             "one_f_one_b: no process has made progress for 0.2 s: process 0 (pipeline"
@@ -240,7 +252,7 @@ def test_the_watchdog_asks_and_says_it(
         ]
 
 
-class _Busy:
+class _BlockedProgress:
     """Progress of a GPU whose driver does not answer."""
 
     def __init__(self) -> None:
@@ -251,19 +263,19 @@ class _Busy:
         self.over.wait()
 
 
-def test_a_driver_that_does_not_answer_holds_up_no_watchdog(
+def test_blocked_driver_does_not_block_watchdog(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     monkeypatch.setattr(watchdog, "GPU_ANSWER_TIMEOUT", 0.01)
     monkeypatch.setattr(torch.cuda, "set_device", lambda device: None)
-    busy: Any = _Busy()
-    asked = watchdog._Device(busy, torch.device("cuda"))
-    assert [asked.query_step() for _ in range(3)] == [None] * 3
-    assert busy.asked == 1  # only one thread waits
-    busy.over.set()
+    blocked: Any = _BlockedProgress()
+    queried = watchdog._Device(blocked, torch.device("cuda"))
+    assert [queried.query_step() for _ in range(3)] == [None] * 3
+    assert blocked.asked == 1  # only one thread waits
+    blocked.over.set()
 
 
-def _over_processes(
+def _query_progress_on_rank(
     process: int, transport: type[EdgeGroups] | type[GroupedMessages], tp: int
 ) -> list[Any]:
     program = schedir.compile(
@@ -278,19 +290,21 @@ def _over_processes(
     executor = gpt_executor(
         program, transport(program), execution=ExecutionOptions(record_timestamps=False)
     )
-    progress, standing = GpuProgress(executor), []
+    progress, positions = GpuProgress(executor), []
     for _ in range(3):
         executor.step(*batch(4))
-        standing.append(progress.get_progress())
-    works = [work for each in progress.step_events[-1].works for work in each]
-    return [standing, len(works), all(hasattr(work, "is_completed") for work in works)]
+        positions.append(progress.get_progress())
+    works = [
+        work for instruction_works in progress.step_events[-1].works for work in instruction_works
+    ]
+    return [positions, len(works), all(hasattr(work, "is_completed") for work in works)]
 
 
 @pytest.mark.parametrize(("transport", "tp"), [(EdgeGroups, 2), (GroupedMessages, 1)])
-def test_what_processes_have_started_is_asked(
+def test_progress_queries_works_of_all_transports(
     transport: type[EdgeGroups] | type[GroupedMessages], tp: int
 ) -> None:
-    """Messages, gathers and reductions are queried, and grouped messages too."""
-    asking = partial(_over_processes, transport=transport, tp=tp)
-    for standing, count, asked in run(asking, 2 * tp):
-        assert standing == [None] * 3 and count > 8 and asked
+    """Messages, grouped messages, gathers and reductions can be queried."""
+    query_progress = partial(_query_progress_on_rank, transport=transport, tp=tp)
+    for positions, count, can_query in run(query_progress, 2 * tp):
+        assert positions == [None] * 3 and count > 8 and can_query

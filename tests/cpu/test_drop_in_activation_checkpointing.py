@@ -24,7 +24,7 @@ STEPS = 3
 
 
 def policy(context: Any, op: Any, *_: Any, **__: Any) -> CheckpointPolicy:
-    """Save the outputs of products, and recompute all others."""
+    """Save the outputs of matrix products, and recompute all other outputs."""
     saved = (torch.ops.aten.mm.default, torch.ops.aten.addmm.default)
     return CheckpointPolicy.MUST_SAVE if op in saved else CheckpointPolicy.PREFER_RECOMPUTE
 
@@ -41,8 +41,8 @@ CHECKPOINTS = {
 }
 
 
-class Checkpointed(nn.Module):
-    """A layer, and two layers under a checkpoint, which count their forwards."""
+class CheckpointedStage(nn.Module):
+    """A layer, and two layers under a checkpoint. `calls` counts the forwards of the two."""
 
     def __init__(self, kind: str) -> None:
         super().__init__()
@@ -60,32 +60,32 @@ class Checkpointed(nn.Module):
         return self.norm(CHECKPOINTS[self.kind](self.layers, x) if self.kind else self.layers(x))
 
 
-def gradient(p: nn.Parameter) -> Tensor:
+def get_gradient(p: nn.Parameter) -> Tensor:
     assert p.grad is not None
     return p.grad
 
 
-def steps(rank: int, runtime: str) -> list[tuple[str, list[str], list[int], list[str]]]:
-    """Return, for each kind, the gradients that differ, the forwards, and the warnings."""
-    found = []
+def run_steps(rank: int, runtime: str) -> list[tuple[str, list[str], list[int], list[str]]]:
+    """Return for each kind the different gradients, the number of forwards, and the warnings."""
+    results = []
     for kind in CHECKPOINTS:
         torch.manual_seed(0)
-        loop, own = ([Checkpointed(k) for _ in range(4)] for k in ("", kind))
-        for s, (one, other) in enumerate(zip(loop, own, strict=True)):
-            nn.init.constant_(one.norm.bias, s / 8)
-            other.load_state_dict(one.state_dict())
-        parts: dict[int, Any] = {s: own[s] for s in ([0, 3], [1, 2])[rank]}
+        expected_stages, stages = ([CheckpointedStage(k) for _ in range(4)] for k in ("", kind))
+        for s, (expected_stage, stage_copy) in enumerate(zip(expected_stages, stages, strict=True)):
+            nn.init.constant_(expected_stage.norm.bias, s / 8)
+            stage_copy.load_state_dict(expected_stage.state_dict())
+        parts: dict[int, Any] = {s: stages[s] for s in ([0, 3], [1, 2])[rank]}
         schedule = made(parts, 4, schedule="zb_v", runtime=runtime)
-        wrong: list[str] = []
+        different: list[str] = []
         calls: list[int] = []
         caught: list[str] = []
         for step in range(STEPS):
             x, y = batch()
             x = x + step
-            for stage in (*loop, *own):
+            for stage in (*expected_stages, *stages):
                 stage.zero_grad()
             for rows, target in zip(x.chunk(MB), y.chunk(MB), strict=True):
-                mse_loss(nn.Sequential(*loop)(rows), target).backward()
+                mse_loss(nn.Sequential(*expected_stages)(rows), target).backward()
             for stage in parts.values():
                 stage.calls[0] = 0
             with warnings.catch_warnings(record=True) as caught_now:
@@ -94,21 +94,23 @@ def steps(rank: int, runtime: str) -> list[tuple[str, list[str], list[int], list
             caught += [str(w.message) for w in caught_now if "checkpoint" in str(w.message)]
             if step:  # the first step runs more forwards, to find shapes
                 calls += [stage.calls[0] for stage in parts.values()]
-            wrong += [
+            different += [
                 f"{s}.{name} in step {step}"
                 for s, stage in parts.items()
                 for name, p in stage.named_parameters()
-                if not torch.equal(p.grad, gradient(loop[s].get_parameter(name)) / MB)
+                if not torch.equal(
+                    p.grad, get_gradient(expected_stages[s].get_parameter(name)) / MB
+                )
             ]
-        found.append((kind, wrong, calls, caught))
-    return found
+        results.append((kind, different, calls, caught))
+    return results
 
 
 @pytest.mark.parametrize("runtime", ["torch", "schedir"])
-def test_gradients_are_those_of_a_plain_loop(runtime: str) -> None:
-    """They are equal bit for bit. A split backward recomputes each checkpoint only once."""
-    for ranks in spawn(steps, 2, runtime):
-        for kind, wrong, calls, caught in ranks:
-            assert (kind, wrong) == (kind, [])
+def test_gradients_equal_plain_loop(runtime: str) -> None:
+    """Gradients are bitwise equal. A split backward recomputes each checkpoint only once."""
+    for ranks in spawn(run_steps, 2, runtime):
+        for kind, different, calls, caught in ranks:
+            assert (kind, different) == (kind, [])
             assert {*calls} == {2 * MB}, kind
             assert len(caught) == (runtime == "torch"), (kind, caught)

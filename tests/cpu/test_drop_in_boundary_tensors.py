@@ -29,11 +29,11 @@ class Block(nn.Module):
         self.linear, self.side = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH)
         self.first, self.last = first, last
 
-    def forward(self, x: Tensor, *more: Tensor) -> Any:
+    def forward(self, x: Tensor, *boundary: Tensor) -> Any:
         if self.first:
             rows = torch.arange(len(x))
-            more = (torch.cos(rows)[:, None].repeat(1, WIDTH), rows % 2 == 0, rows, x * 2)
-        table, mask, rows, side = more
+            boundary = (torch.cos(rows)[:, None].repeat(1, WIDTH), rows % 2 == 0, rows, x * 2)
+        table, mask, rows, side = boundary
         hidden = torch.tanh(self.linear(x)) * table + (mask * (rows + 1))[:, None] * 0.1
         side = side + torch.tanh(self.side(1 * hidden))
         if self.last:
@@ -41,16 +41,16 @@ class Block(nn.Module):
         return hidden, table, mask, rows, side
 
 
-def blocks(stages: int) -> nn.Sequential:
+def make_blocks(stages: int) -> nn.Sequential:
     torch.manual_seed(0)
-    return Whole(*(Block(s == 0, s == stages - 1) for s in range(stages)))
+    return TupleSequential(*(Block(s == 0, s == stages - 1) for s in range(stages)))
 
 
-class Whole(nn.Sequential):
-    def forward(self, *given: Any) -> Any:
-        for part in self:
-            given = part(*given) if isinstance(given, tuple) else part(given)
-        return given
+class TupleSequential(nn.Sequential):
+    def forward(self, *values: Any) -> Any:
+        for stage in self:
+            values = stage(*values) if isinstance(values, tuple) else stage(values)
+        return values
 
 
 @pytest.mark.parametrize(
@@ -63,69 +63,74 @@ class Whole(nn.Sequential):
         ("dualpipe_v", "vee", 4),
     ],
 )
-def test_mixed_types(name: str, placement: str, stages: int) -> None:
+def test_tensors_of_mixed_dtypes_pass_between_stages(
+    name: str, placement: str, stages: int
+) -> None:
     step = step_of(placement, schedule=name)
-    assert_same_gradients(step, blocks(stages), batch(), ranks=2, microbatches=MB, loss_fn=mse_loss)
+    assert_same_gradients(
+        step, make_blocks(stages), batch(), ranks=2, microbatches=MB, loss_fn=mse_loss
+    )
 
 
-class Table(nn.Module):
-    """Passes on its own table, which does not depend on its inputs."""
+class TableStage(nn.Module):
+    """Sends its own table, which does not depend on its inputs."""
 
     def __init__(self, first: bool, last: bool) -> None:
         super().__init__()
         self.linear, self.table = nn.Linear(WIDTH, WIDTH), nn.Parameter(torch.randn(WIDTH))
         self.first, self.last = first, last
 
-    def forward(self, x: Tensor, *more: Tensor) -> Any:
-        x = torch.tanh(self.linear(x)) * (1.0 if self.first else more[0])
+    def forward(self, x: Tensor, *boundary: Tensor) -> Any:
+        x = torch.tanh(self.linear(x)) * (1.0 if self.first else boundary[0])
         return x * self.table if self.last else (x, torch.exp(self.table) * 1)
 
 
-def one_by_one(rank: int, ranks: int, m: int) -> RankSchedule:
-    """Return the forward and backward of each microbatch in turn, the last microbatch first."""
+def run_microbatches_in_turn(rank: int, ranks: int, m: int) -> RankSchedule:
+    """Return forward and backward of one microbatch after the other, in descending order."""
     return sum((F.at(mb) + I.at(mb) + W.at(mb) for mb in range(m - 1, -1, -1)), 0 * F)
 
 
-@pytest.mark.parametrize("name", ["zb_h1", "interleaved_zb", one_by_one])
-def test_weights_past_which_no_input_goes(name: Any) -> None:
+@pytest.mark.parametrize("name", ["zb_h1", "interleaved_zb", run_microbatches_in_turn])
+def test_weights_independent_of_input_are_trained(name: Any) -> None:
     """torch's split backward silently leaves these weights out."""
     stages = 4 if name == "interleaved_zb" else 2
     torch.manual_seed(0)
-    whole = Whole(*(Table(s == 0, s == stages - 1) for s in range(stages)))
+    layers = TupleSequential(*(TableStage(s == 0, s == stages - 1) for s in range(stages)))
     if stages == 2:
-        whole[0].requires_grad_(False)  # so that no input of the second stage needs a gradient
+        layers[0].requires_grad_(False)  # so that no input of the second stage needs a gradient
     step = step_of("loop", schedule=name)
-    assert_same_gradients(step, whole, batch(), ranks=2, microbatches=MB, loss_fn=mse_loss)
+    assert_same_gradients(step, layers, batch(), ranks=2, microbatches=MB, loss_fn=mse_loss)
 
 
-def told_without_gradient(rank: int) -> None:
-    """Run a stage that wrongly declares its second output as without gradient."""
-    part, like = Two(rank == 1), torch.empty(2, WIDTH)
-    wanted = torch.empty(2, WIDTH, requires_grad=True)
-    between = (wanted, like)
+def run_with_wrong_gradient_declaration(rank: int) -> None:
+    """Run a stage that wrongly declares that its second output needs no gradient."""
+    module, without_gradient = TwoOutputs(rank == 1), torch.empty(2, WIDTH)
+    with_gradient = torch.empty(2, WIDTH, requires_grad=True)
+    boundary = (with_gradient, without_gradient)
     stage = PipelineStage(
-        part, rank, 2, torch.device("cpu"),
-        input_args=between if rank else like, output_args=wanted if rank else between,
+        module, rank, 2, torch.device("cpu"),
+        input_args=boundary if rank else without_gradient,
+        output_args=with_gradient if rank else boundary,
     )  # fmt: skip
     schedule = Schedule([stage], MB, mse_loss, schedule="one_f_one_b")
     x, y = batch()
     schedule.step(*(() if rank else (x,)), target=y if rank else None)
 
 
-class Two(nn.Module):
+class TwoOutputs(nn.Module):
     def __init__(self, last: bool) -> None:
         super().__init__()
         torch.manual_seed(last)
         self.a, self.b, self.last = nn.Linear(WIDTH, WIDTH), nn.Linear(WIDTH, WIDTH), last
 
-    def forward(self, x: Tensor, *more: Tensor) -> Any:
+    def forward(self, x: Tensor, *boundary: Tensor) -> Any:
         if self.last:
-            return self.a(x) + self.b(more[0])
+            return self.a(x) + self.b(boundary[0])
         return self.a(x), self.b(x)
 
 
-def test_a_gradient_that_torch_would_not_send_is_refused() -> None:
-    """Otherwise the weights of `b` in the first stage would silently not be trained."""
+def test_missing_gradient_declaration_is_refused() -> None:
+    """torch would not send the gradient, and would not train `b` of the first stage."""
     with pytest.raises(RankError) as caught:
-        run(told_without_gradient, 2, limit=20)
+        run(run_with_wrong_gradient_declaration, 2, limit=20)
     assert "output 1 of stage 0 needs a gradient" in str(caught.value)

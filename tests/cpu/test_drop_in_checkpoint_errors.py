@@ -35,12 +35,12 @@ SGD = partial(torch.optim.SGD, lr=0.1, momentum=0.9)
 ADAM = partial(torch.optim.AdamW, lr=0.1)
 
 
-class Own(torch.optim.SGD):
-    """An optimizer that is not torch's own."""
+class UserOptimizer(torch.optim.SGD):
+    """An optimizer class that is not part of torch."""
 
 
-class Trained:
-    """A schedule of this process, whose optimizer has stepped once, and the options of saves."""
+class TrainedSchedule:
+    """A schedule of this rank after one optimizer step. `how` has the options of `save`."""
 
     def __init__(
         self,
@@ -60,9 +60,11 @@ class Trained:
             torch.manual_seed(s)
             part = Layer()
             parts.append(part if wrap is nn.Identity else wrap(part))
-        held = [stage_of(part, s, stages, group) for s, part in zip(self.own, parts, strict=True)]
-        name = "one_f_one_b" if len(held) == 1 else "interleaved"
-        self.schedule = Schedule(held, MB, mse_loss, schedule=name)
+        pipeline_stages = [
+            stage_of(part, s, stages, group) for s, part in zip(self.own, parts, strict=True)
+        ]
+        name = "one_f_one_b" if len(pipeline_stages) == 1 else "interleaved"
+        self.schedule = Schedule(pipeline_stages, MB, mse_loss, schedule=name)
         self.parameters = [p for part in parts for p in part.parameters()]
         optimizer = optimizer(self.parameters)
         self.last = stages - 1
@@ -79,146 +81,148 @@ class Trained:
         self.schedule.step(*[x] * (0 in self.own), target=x if self.last in self.own else None)
 
 
-def _without(made: Trained) -> Trained:
-    made.how.clear()
-    return made
+def _without_optimizer(trained: TrainedSchedule) -> TrainedSchedule:
+    trained.how.clear()
+    return trained
 
 
-def _none_of_one(rank: int) -> Trained:
-    made = Trained(rank, dp=2)
-    made.how = made.how if rank else {"optimizer": None}
-    return made
+def _without_optimizer_in_one_replica(rank: int) -> TrainedSchedule:
+    trained = TrainedSchedule(rank, dp=2)
+    trained.how = trained.how if rank else {"optimizer": None}
+    return trained
 
 
-def _of_others(rank: int) -> Trained:
-    return Trained(rank, optimizer=lambda own: SGD([*own, nn.Parameter(torch.ones(3))]))
+def _optimizer_of_other_parameters(rank: int) -> TrainedSchedule:
+    return TrainedSchedule(
+        rank, optimizer=lambda parameters: SGD([*parameters, nn.Parameter(torch.ones(3))])
+    )
 
 
-def _of_two(rank: int) -> Trained:
-    made = Trained(rank)
-    made.how = {"optimizer": [SGD(made.parameters), ADAM(made.parameters)]}
-    return made
+def _two_optimizers(rank: int) -> TrainedSchedule:
+    trained = TrainedSchedule(rank)
+    trained.how = {"optimizer": [SGD(trained.parameters), ADAM(trained.parameters)]}
+    return trained
 
 
-def _not_made(rank: int) -> Trained:
-    made = Trained(rank)
-    made.how = {"optimizer": SGD}
-    return made
+def _optimizer_class(rank: int) -> TrainedSchedule:
+    trained = TrainedSchedule(rank)
+    trained.how = {"optimizer": SGD}
+    return trained
 
 
-def _of_some(rank: int) -> Trained:
-    made = Trained(rank)
-    made.how = {"optimizer": SGD(made.parameters[:1])}
-    return made
+def _optimizer_of_one_parameter(rank: int) -> TrainedSchedule:
+    trained = TrainedSchedule(rank)
+    trained.how = {"optimizer": SGD(trained.parameters[:1])}
+    return trained
 
 
-def _in_parts(own: list[nn.Parameter]) -> Any:
+def _sharded_optimizer(parameters: list[nn.Parameter]) -> Any:
     with warnings.catch_warnings(action="ignore", category=DeprecationWarning):
         from torch.distributed.optim import ZeroRedundancyOptimizer
-    return ZeroRedundancyOptimizer(own, torch.optim.SGD, lr=0.1)
+    return ZeroRedundancyOptimizer(parameters, torch.optim.SGD, lr=0.1)
 
 
-def _on_meta(rank: int) -> Trained:
-    made = Trained(rank)
-    (stage,) = made.schedule._stages
+def _stage_on_meta_device(rank: int) -> TrainedSchedule:
+    trained = TrainedSchedule(rank)
+    (stage,) = trained.schedule._stages
     stage.submod = Layer().to("meta")
-    made.how = {"optimizer": None}
-    return made
+    trained.how = {"optimizer": None}
+    return trained
 
 
-NOT_SAVED: dict[str, Callable[[int], Trained]] = {
-    "no word of an optimizer": lambda rank: _without(Trained(rank)),
-    "an optimizer of one's own": partial(Trained, optimizer=Own),
-    "an optimizer of what no stage has": _of_others,
-    "an optimizer that is not made": _not_made,
-    "two optimizers of one parameter": _of_two,
-    "a sharded optimizer": partial(Trained, dp=2, optimizer=_in_parts),
-    "sharded weights": partial(Trained, dp=2, wrap=lambda part: fully_shard(part)),
-    "gradients that nobody reduced": partial(Trained, dp=2, reduces=False),
-    "an optimizer in one replica": _none_of_one,
-    "pipelines of one and of two stages": lambda rank: Trained(
+NOT_SAVED: dict[str, Callable[[int], TrainedSchedule]] = {
+    "no word of an optimizer": lambda rank: _without_optimizer(TrainedSchedule(rank)),
+    "an optimizer of one's own": partial(TrainedSchedule, optimizer=UserOptimizer),
+    "an optimizer of what no stage has": _optimizer_of_other_parameters,
+    "an optimizer that is not made": _optimizer_class,
+    "two optimizers of one parameter": _two_optimizers,
+    "a sharded optimizer": partial(TrainedSchedule, dp=2, optimizer=_sharded_optimizer),
+    "sharded weights": partial(TrainedSchedule, dp=2, wrap=lambda part: fully_shard(part)),
+    "gradients that nobody reduced": partial(TrainedSchedule, dp=2, reduces=False),
+    "an optimizer in one replica": _without_optimizer_in_one_replica,
+    "pipelines of one and of two stages": lambda rank: TrainedSchedule(
         rank, dp=2, stages=1 + rank, reduces=False
     ),
-    "on the meta device": _on_meta,
+    "on the meta device": _stage_on_meta_device,
 }
-NOT_READ: dict[str, Callable[[int], Trained]] = {
-    "another optimizer": partial(Trained, optimizer=ADAM),
-    "an optimizer of some weights": _of_some,
-    "one stage": partial(Trained, dp=2, wrap=DistributedDataParallel),
+NOT_READ: dict[str, Callable[[int], TrainedSchedule]] = {
+    "another optimizer": partial(TrainedSchedule, optimizer=ADAM),
+    "an optimizer of some weights": _optimizer_of_one_parameter,
+    "one stage": partial(TrainedSchedule, dp=2, wrap=DistributedDataParallel),
 }
 
 
-def refused(rank: int, folder: Path) -> list[str]:
+def read_errors(rank: int, folder: Path) -> list[str]:
     texts = []
     for name, make in NOT_SAVED.items():
-        made = make(rank)
+        trained = make(rank)
         with pytest.raises(CheckpointError) as error:
-            save(made.schedule, folder / name, step=1, **made.how)
+            save(trained.schedule, folder / name, step=1, **trained.how)
         assert not (folder / name).exists()
         texts.append(f"{name}\n{error.value}\n")
-    made = Trained(rank)
-    save(made.schedule, folder, step=1, **made.how)
-    save(made.schedule, folder / "weights", step=1, optimizer=None)
+    trained = TrainedSchedule(rank)
+    save(trained.schedule, folder, step=1, **trained.how)
+    save(trained.schedule, folder / "weights", step=1, optimizer=None)
     for name, make in NOT_READ.items():
-        other = make(rank)
-        before = [p.detach().clone() for p in other.parameters]
+        loaded = make(rank)
+        before = [p.detach().clone() for p in loaded.parameters]
         with pytest.raises(CheckpointError) as error:
-            load(other.schedule, folder, **other.how)
-        assert all(map(torch.equal, before, other.parameters))
+            load(loaded.schedule, folder, **loaded.how)
+        assert all(map(torch.equal, before, loaded.parameters))
         texts.append(f"{name}\n{error.value}\n")
     with pytest.raises(CheckpointError) as error:
-        load(made.schedule, folder / "weights", **made.how)
+        load(trained.schedule, folder / "weights", **trained.how)
     texts.append(f"weights alone\n{error.value}\n")
     with pytest.raises(UsageError) as usage:
-        Saver(made.schedule, folder)  # type: ignore[arg-type]
+        Saver(trained.schedule, folder)  # type: ignore[arg-type]
     texts.append(f"a Saver\n{usage.value}\n")
     with pytest.raises(CheckpointError) as error:
-        save(made.schedule, folder / "steps", step=1 + rank, **made.how)
+        save(trained.schedule, folder / "steps", step=1 + rank, **trained.how)
     texts.append(f"two steps\n{error.value}\n")
     with pytest.raises(CheckpointError) as error:
         if rank:
-            save(made.schedule, folder / "steps", step=2, **made.how)
+            save(trained.schedule, folder / "steps", step=2, **trained.how)
         else:
-            load(made.schedule, folder, **made.how)
+            load(trained.schedule, folder, **trained.how)
     texts.append(f"one saves, one loads\n{error.value}\n")
     with pytest.raises(CheckpointError, match="is complete: step-00000001 is not complete"):
-        load(made.schedule, folder if rank else folder / "steps", **made.how)
-    some = _of_some(rank)
-    with warnings.catch_warnings(record=True) as said:
+        load(trained.schedule, folder if rank else folder / "steps", **trained.how)
+    partial_optimizer = _optimizer_of_one_parameter(rank)
+    with warnings.catch_warnings(record=True) as caught_warnings:
         warnings.simplefilter("always")
-        save(some.schedule, folder / "some", step=1, **some.how)
-    assert [str(one.message) for one in said] == [
+        save(partial_optimizer.schedule, folder / "some", step=1, **partial_optimizer.how)
+    assert [str(warning.message) for warning in caught_warnings] == [
         "no saved optimizer has these trained weights: stages.0.linear.bias; stages.1.linear.bias"
     ] * (not rank)
-    texts.append(f"a load that has failed\n{half_read(folder, made)}\n")
+    texts.append(f"a load that has failed\n{read_errors_after_partial_load(folder, trained)}\n")
     return texts
 
 
-def half_read(folder: Path, made: Trained) -> str:
-    """Return the error of a run that has loaded a part of a checkpoint."""
+def read_errors_after_partial_load(folder: Path, trained: TrainedSchedule) -> str:
+    """Return the errors of a save and a step after a partial load."""
     with pytest.MonkeyPatch.context() as patch:
 
-        def fails(*_: Any) -> None:
+        def fail_to_read(*_: Any) -> None:
             raise OSError(5, "Input/output error")
 
-        patch.setattr(dcp_storage, "read", fails)
+        patch.setattr(dcp_storage, "read", fail_to_read)
         with pytest.raises(CheckpointError, match="Input/output error"):
-            load(made.schedule, folder, **made.how)
+            load(trained.schedule, folder, **trained.how)
     with pytest.raises(CheckpointError) as error:
-        save(made.schedule, folder, step=2, **made.how)
+        save(trained.schedule, folder, step=2, **trained.how)
     with pytest.raises(ExecutionError) as stopped:
-        made.step(torch.randn(4, WIDTH))
+        trained.step(torch.randn(4, WIDTH))
     return f"{error.value}\n{stopped.value}"
 
 
-def test_what_cannot_be_right_is_refused(tmp_path: Path) -> None:
-    one, other = run(refused, 2, tmp_path, limit=60)
-    assert one == other
-    assert "\n".join(one) == GOLDEN.read_text()
+def test_wrong_saves_and_loads_raise_same_error_on_all_ranks(tmp_path: Path) -> None:
+    first_errors, second_errors = run(read_errors, 2, tmp_path, limit=60)
+    assert first_errors == second_errors
+    assert "\n".join(first_errors) == GOLDEN.read_text()
     assert CheckpointDirectory(tmp_path).list_steps() == [1]
 
 
-def test_an_executor_has_its_own_optimizer(tmp_path: Path) -> None:
+def test_save_refuses_another_optimizer_of_executor(tmp_path: Path) -> None:
     program = compile(schedules.gpipe, PipelineShape(2, MB))
     stages = [nn.Linear(4, 4), nn.Linear(4, 4)]
     ranks = InProcessExecutor(program, stages, loss=mse_loss, boundary=(1, 4), optimizer=SGD)

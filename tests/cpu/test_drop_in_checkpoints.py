@@ -1,7 +1,7 @@
 """Tests of checkpoints of `schedir.torch_pipelining.Schedule`.
 
-Any layout of torch's stages, and an executor, can load the checkpoint of another layout and
-continue as in one run.
+Any layout of torch's stages can load the checkpoint of another layout and continue the run. So can
+an executor.
 """
 
 from __future__ import annotations
@@ -52,14 +52,14 @@ class Layer(nn.Module):
         return out
 
 
-class Part(nn.Module):
-    """A stage whose layers have their names in the whole model."""
+class NamedStage(nn.Module):
+    """A stage whose layers have the same names as in the whole model."""
 
     def __init__(self, stage: int, stages: int, drops: float = 0.0) -> None:
         super().__init__()
-        each = LAYERS // stages
-        own = range(stage * each, (stage + 1) * each)
-        self.layers = nn.ModuleDict({str(k): Layer(k, drops) for k in own})
+        layers_per_stage = LAYERS // stages
+        numbers = range(stage * layers_per_stage, (stage + 1) * layers_per_stage)
+        self.layers = nn.ModuleDict({str(k): Layer(k, drops) for k in numbers})
 
     def forward(self, x: Tensor) -> Tensor:
         for layer in self.layers.values():
@@ -67,15 +67,15 @@ class Part(nn.Module):
         return x
 
 
-def tied(stages: int) -> TiedWeights:
+def make_tied_weights(stages: int) -> TiedWeights:
     return TiedWeights((((0, TIED), (stages - 1, f"layers.{LAYERS - 1}.linear.weight")),))
 
 
 def tie(parts: dict[int, nn.Module], stages: int) -> dict[int, nn.Module]:
     """Make the first and the last stage of a process use one Parameter."""
     if {0, stages - 1} <= parts.keys():
-        one, other = parts[0].get_submodule("layers.0.linear"), parts[stages - 1]
-        other.get_submodule(f"layers.{LAYERS - 1}.linear").weight = one.weight
+        first_layer, last_stage = parts[0].get_submodule("layers.0.linear"), parts[stages - 1]
+        last_stage.get_submodule(f"layers.{LAYERS - 1}.linear").weight = first_layer.weight
     return parts
 
 
@@ -93,7 +93,7 @@ class Layout(NamedTuple):
 
 
 class Run:
-    """A process of a run, written as by a user of torch's pipelining."""
+    """One rank of a training, written like the script of a user of torch's pipelining."""
 
     def __init__(self, layout: Layout) -> None:
         self.layout, world = layout, dist.get_world_size()
@@ -102,15 +102,17 @@ class Run:
         self.dp, pp = mesh["dp"].get_group(), mesh["pp"].get_group()
         n = layout.stages
         shape = PipelineShape(sizes[0], MB, n // sizes[0], layout.placement)
-        own = shape.stages_on_rank[dist.get_rank(pp)]
-        parts: dict[int, nn.Module] = {s: Part(s, n, layout.drops) for s in own}
+        local_stages = shape.stages_on_rank[dist.get_rank(pp)]
+        parts: dict[int, nn.Module] = {s: NamedStage(s, n, layout.drops) for s in local_stages}
         parts = parts if layout.copies else tie(parts, n)
         self.parts = parts
         self.parameters = [*dict.fromkeys(p for m in parts.values() for p in m.parameters())]
         wrap: Any = partial(DistributedDataParallel, process_group=self.dp) if layout.ddp else None
-        held = [stage_of(wrap(m) if wrap else m, s, n, pp) for s, m in parts.items()]
-        how: dict[str, Any] = {"schedule": layout.schedule, "runtime": layout.runtime}
-        self.schedule = Schedule(held, MB, mse_loss, tied_weights=tied(n), **how)
+        pipeline_stages = [stage_of(wrap(m) if wrap else m, s, n, pp) for s, m in parts.items()]
+        options: dict[str, Any] = {"schedule": layout.schedule, "runtime": layout.runtime}
+        self.schedule = Schedule(
+            pipeline_stages, MB, mse_loss, tied_weights=make_tied_weights(n), **options
+        )
         self.optimizer = ADAM([p for p in self.parameters if p.requires_grad])
 
     def steps(self, first: int, end: int) -> None:
@@ -137,49 +139,49 @@ class Run:
         save(self.schedule, folder, step=step, optimizer=self.optimizer, name_map=same)
 
     def load(self, folder: Path) -> None:
-        found = load(self.schedule, folder, step=3, optimizer=self.optimizer, name_map=same)
-        assert found == {"step": 3, "extra": {}}
+        state = load(self.schedule, folder, step=3, optimizer=self.optimizer, name_map=same)
+        assert state == {"step": 3, "extra": {}}
 
 
-def trained(layout: Layout, folder: Path) -> None:
+def run_base(layout: Layout, folder: Path) -> None:
     """Run six steps, and save after steps 3, 4 and 6."""
-    made = Run(layout)
-    made.steps(0, 3)
-    made.save(folder, 3)
-    _three_more_steps(made, folder)
+    training = Run(layout)
+    training.steps(0, 3)
+    training.save(folder, 3)
+    _run_three_more_steps(training, folder)
 
 
-def _three_more_steps(made: Run, folder: Path) -> None:
-    made.steps(3, 4)
-    made.save(folder, 4)
-    made.steps(4, 6)
-    made.save(folder, 6)
+def _run_three_more_steps(training: Run, folder: Path) -> None:
+    training.steps(3, 4)
+    training.save(folder, 4)
+    training.steps(4, 6)
+    training.save(folder, 6)
 
 
-def resumed(layout: Layout, folder: Path, name: str) -> None:
+def run_resumed(layout: Layout, folder: Path, name: str) -> None:
     """Load step 3, save it again, and continue to step 6."""
-    made = Run(layout)
-    made.load(folder)
-    made.save(folder / name, 3)
-    _three_more_steps(made, folder / name)
+    training = Run(layout)
+    training.load(folder)
+    training.save(folder / name, 3)
+    _run_three_more_steps(training, folder / name)
 
 
-def all_of(
+def run_all_layouts(
     rank: int, bases: dict[str, Layout], layouts: dict[str, dict[str, Layout]], folder: Path
 ) -> None:
-    """Run the base layouts in a process, and continue their runs in other layouts."""
+    """Run the base layouts on a rank, and continue their runs in other layouts."""
     for name, base in bases.items():
-        trained(base, folder / name)
-    for name, others in layouts.items():
-        for other, layout in others.items():
-            resumed(layout, folder / name, other)
+        run_base(base, folder / name)
+    for name, resumed_layouts in layouts.items():
+        for resumed_name, layout in resumed_layouts.items():
+            run_resumed(layout, folder / name, resumed_name)
 
 
-DROPPED = Layout("one_f_one_b", drops=0.2)
+DROPOUT = Layout("one_f_one_b", drops=0.2)
 REPLICAS = Layout("interleaved", 2, dp=2)
-BASES = {"two ranks": Layout("one_f_one_b"), "dropped": DROPPED, "replicas": REPLICAS}
+BASES = {"two ranks": Layout("one_f_one_b"), "dropped": DROPOUT, "replicas": REPLICAS}
 # These layouts sum in the same order, so they have the same bits.
-ALIKE = {
+SAME_SUMS = {
     "two ranks": {
         "the same": Layout("one_f_one_b"),
         "all forwards first": Layout("gpipe"),
@@ -189,7 +191,7 @@ ALIKE = {
         "our executor": Layout("interleaved", 4, runtime="schedir"),
         "our executor, split": Layout("zb_h1", runtime="schedir"),
     },
-    "dropped": {"dropped": DROPPED},
+    "dropped": {"dropped": DROPOUT},
 }
 ONE_RANK = {
     "one rank": Layout("interleaved", 2),
@@ -197,20 +199,20 @@ ONE_RANK = {
 }
 # One rank has the tied weight once, not in two copies: autograd sums its gradient in the order of
 # the backwards. That order is not the base run's, so the sum rounds differently.
-ONCE = ("a vee", "one rank")
-OTHERS = {"two replicas": REPLICAS}
-FOUR = {"replicas of two ranks": Layout("one_f_one_b", dp=2, ddp=True)}
+ONE_TIED_COPY = ("a vee", "one rank")
+TWO_REPLICAS = {"two replicas": REPLICAS}
+FOUR_RANKS = {"replicas of two ranks": Layout("one_f_one_b", dp=2, ddp=True)}
 NO_REPLICAS = {"no replicas": Layout("zb_h1")}
 
 
 def in_process(stages: int) -> InProcessExecutor:
-    """Return the same model in our own runtime."""
-    ties = tied(stages)
+    """Return an executor of the same model."""
+    ties = make_tied_weights(stages)
     shape = PipelineShape(2, MB, stages // 2)
     program = schedir.compile(schedir.schedules.interleaved, shape, tied_weights=ties)
-    parts = tie({s: Part(s, stages) for s in range(stages)}, stages)
-    how: dict[str, Any] = {"loss": mse_loss, "boundary": (ROWS // MB, WIDTH), "optimizer": ADAM}
-    return InProcessExecutor(program, [*parts.values()], tied_weights=ties, **how)
+    stages_by_number = tie({s: NamedStage(s, stages) for s in range(stages)}, stages)
+    options: dict[str, Any] = {"loss": mse_loss, "boundary": (ROWS // MB, WIDTH), "optimizer": ADAM}
+    return InProcessExecutor(program, [*stages_by_number.values()], tied_weights=ties, **options)
 
 
 def steps_in_process(ranks: InProcessExecutor, first: int, end: int) -> None:
@@ -227,52 +229,52 @@ def steps_in_process(ranks: InProcessExecutor, first: int, end: int) -> None:
 @pytest.fixture(scope="module")
 def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
     folder = tmp_path_factory.mktemp("checkpoints")
-    two = {name: dict(of) for name, of in ALIKE.items()}
-    two["two ranks"] |= OTHERS
-    two["replicas"] = NO_REPLICAS
-    run(all_of, 2, BASES, two, folder)
-    run(all_of, 1, {}, {"two ranks": ONE_RANK}, folder)
-    run(all_of, 4, {}, {"two ranks": FOUR}, folder)
+    layouts = {name: dict(base_layouts) for name, base_layouts in SAME_SUMS.items()}
+    layouts["two ranks"] |= TWO_REPLICAS
+    layouts["replicas"] = NO_REPLICAS
+    run(run_all_layouts, 2, BASES, layouts, folder)
+    run(run_all_layouts, 1, {}, {"two ranks": ONE_RANK}, folder)
+    run(run_all_layouts, 4, {}, {"two ranks": FOUR_RANKS}, folder)
     return folder
 
 
-def differing(one: dict[str, Any], other: dict[str, Any]) -> dict[str, float]:
-    one, other = (
-        {k: v for k, v in of.items() if not k.startswith("generators/")} for of in (one, other)
+def compute_differences(first: dict[str, Any], second: dict[str, Any]) -> dict[str, float]:
+    first, second = (
+        {k: v for k, v in tensors.items() if not k.startswith("generators/")}
+        for tensors in (first, second)
     )
-    assert one.keys() == other.keys()
+    assert first.keys() == second.keys()
     # Four layers have four tensors each, without the tied one. Each trained weight has two moments
     # and a step.
-    assert len(one) == 4 * 4 - 1 + 3 * (4 * 3 - 1 - 1)
+    assert len(first) == 4 * 4 - 1 + 3 * (4 * 3 - 1 - 1)
     return {
-        name: float((one[name].double() - other[name].double()).abs().max())
-        for name in one
-        if not torch.equal(one[name], other[name])
+        name: float((first[name].double() - second[name].double()).abs().max())
+        for name in first
+        if not torch.equal(first[name], second[name])
     }
 
 
-SAME_BITS = [(base, name) for base, of in ALIKE.items() for name in of]
+SAME_BITS = [(base, name) for base, of in SAME_SUMS.items() for name in of]
 SAME_BITS += [("two ranks", name) for name in ONE_RANK]
-CLOSE = [("two ranks", name) for name in OTHERS | FOUR] + [("replicas", "no replicas")]
+CLOSE = [("two ranks", name) for name in TWO_REPLICAS | FOUR_RANKS] + [("replicas", "no replicas")]
 
 
 @pytest.mark.parametrize(("base", "name"), SAME_BITS + CLOSE)
-def test_any_layout_reads_what_was_written(base: str, name: str, folder: Path) -> None:
-    assert not differing(whole(folder / base, 3), whole(folder / base / name, 3))
+def test_any_layout_loads_saved_values(base: str, name: str, folder: Path) -> None:
+    assert not compute_differences(whole(folder / base, 3), whole(folder / base / name, 3))
 
 
 @pytest.mark.parametrize(("base", "name"), SAME_BITS)
-def test_layouts_that_sum_alike_go_on_with_the_bits_of_one_run(
-    base: str, name: str, folder: Path
-) -> None:
-    """A layout of ONCE has another tied weight after its first step.
+def test_layouts_with_equal_sums_resume_bit_for_bit(base: str, name: str, folder: Path) -> None:
+    """In the first step, only the tied weight of the layouts with one copy of it may differ.
 
-    From the second step on, every weight depends on that one.
+    From the second step on, every weight depends on the tied weight.
     """
     at_4, at_6 = (
-        differing(whole(folder / base, step), whole(folder / base / name, step)) for step in (4, 6)
+        compute_differences(whole(folder / base, step), whole(folder / base / name, step))
+        for step in (4, 6)
     )
-    if name in ONCE:
+    if name in ONE_TIED_COPY:
         assert {key.split("/")[1] for key in at_4} <= {TIED}
         assert max(at_6.values(), default=0.0) < 1e-6
     else:
@@ -280,18 +282,18 @@ def test_layouts_that_sum_alike_go_on_with_the_bits_of_one_run(
 
 
 @pytest.mark.parametrize(("base", "name"), CLOSE)
-def test_any_layout_goes_on(base: str, name: str, folder: Path) -> None:
-    found = differing(whole(folder / base, 6), whole(folder / base / name, 6))
-    assert found
-    assert max(found.values()) < 1e-6
+def test_other_layouts_resume_with_nearly_equal_values(base: str, name: str, folder: Path) -> None:
+    differences = compute_differences(whole(folder / base, 6), whole(folder / base / name, 6))
+    assert differences
+    assert max(differences.values()) < 1e-6
 
 
 @pytest.mark.filterwarnings("ignore:the seed of modules is")
 @pytest.mark.parametrize("stages", [2, 4])
-def test_an_executor_goes_on(stages: int, folder: Path) -> None:
+def test_executor_resumes_from_schedule_checkpoint(stages: int, folder: Path) -> None:
     ranks = in_process(stages)
     load(ranks, folder / "two ranks", step=3, name_map=same)
     steps_in_process(ranks, 3, 6)
-    there = folder / "two ranks" / f"executor {stages}"
-    save(ranks, there, step=6, name_map=same)
-    assert not differing(whole(folder / "two ranks", 6), whole(there, 6))
+    target = folder / "two ranks" / f"executor {stages}"
+    save(ranks, target, step=6, name_map=same)
+    assert not compute_differences(whole(folder / "two ranks", 6), whole(target, 6))

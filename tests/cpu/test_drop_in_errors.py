@@ -36,8 +36,8 @@ ONE = compile(schedules.one_f_one_b, PipelineShape(2, MB))
 LOOP = PipelineShape(2, MB, 2)
 
 
-def crossed() -> Program:
-    """Swap the receives of a gradient and an activation from one peer on a rank."""
+def swap_receives() -> Program:
+    """Return a program in which a rank has swapped the receives of a gradient and an activation."""
     program = compile(schedules.interleaved, LOOP)
     words = program.streams[1].words.copy()
     (k,) = [
@@ -49,56 +49,56 @@ def crossed() -> Program:
     return replace(program, name="crossed", streams=(program.streams[0], Stream(words)))
 
 
-def parts_of(rank: int, stages: int, placement: str = "loop") -> dict[int, nn.Module]:
-    whole = model(stages)
-    own = PipelineShape(2, MB, stages // 2, placement).stages_on_rank[rank]
-    return {s: whole[s] for s in own}
+def make_local_stages(rank: int, stages: int, placement: str = "loop") -> dict[int, nn.Module]:
+    layers = model(stages)
+    local_stages = PipelineShape(2, MB, stages // 2, placement).stages_on_rank[rank]
+    return {s: layers[s] for s in local_stages}
 
 
-def two(rank: int, **options: Any) -> Schedule:
-    return made(parts_of(rank, 2), 2, **({"schedule": "one_f_one_b"} | options))
+def make_two_stages(rank: int, **options: Any) -> Schedule:
+    return made(make_local_stages(rank, 2), 2, **({"schedule": "one_f_one_b"} | options))
 
 
-def four(rank: int, **options: Any) -> Schedule:
-    return made(parts_of(rank, 4), 4, **options)
+def make_four_stages(rank: int, **options: Any) -> Schedule:
+    return made(make_local_stages(rank, 4), 4, **options)
 
 
-def stepped(rank: int, *inputs: Any, **how: Any) -> Any:
+def run_refused_step(rank: int, *inputs: Any, **options: Any) -> Any:
     """Run a step that is refused before it sends a message."""
-    return two(rank).step(*inputs, **how)
+    return make_two_stages(rank).step(*inputs, **options)
 
 
 WRONG: dict[str, Callable[[int], Any]] = {
-    "neither": lambda r: two(r, schedule=None),
-    "both": lambda r: two(r, program=ONE),
-    "no such schedule": lambda r: two(r, schedule="one_f_one_bee"),
-    "a schedule that is none": lambda r: two(r, schedule=3),
-    "a program that is none": lambda r: two(r, schedule=None, program="one_f_one_b"),
-    "a runtime of another name": lambda r: two(r, runtime="nccl"),
+    "neither": lambda r: make_two_stages(r, schedule=None),
+    "both": lambda r: make_two_stages(r, program=ONE),
+    "no such schedule": lambda r: make_two_stages(r, schedule="one_f_one_bee"),
+    "a schedule that is none": lambda r: make_two_stages(r, schedule=3),
+    "a program that is none": lambda r: make_two_stages(r, schedule=None, program="one_f_one_b"),
+    "a runtime of another name": lambda r: make_two_stages(r, runtime="nccl"),
     "modules": lambda r: Schedule(model(2), MB, mse_loss, schedule="gpipe"),  # type: ignore[arg-type]
     "no stages": lambda r: Schedule([], MB, mse_loss, schedule="gpipe"),
-    "no microbatches": lambda r: two(r, n_microbatches=0),
-    "other microbatches": lambda r: two(r, n_microbatches=4 + r),
-    "a loss that is none": lambda r: two(r, loss_fn="mse"),
-    "a loss on one rank": lambda r: two(r, loss_fn=mse_loss if r else None),
-    "a program of other microbatches": lambda r: two(
+    "no microbatches": lambda r: make_two_stages(r, n_microbatches=0),
+    "other microbatches": lambda r: make_two_stages(r, n_microbatches=4 + r),
+    "a loss that is none": lambda r: make_two_stages(r, loss_fn="mse"),
+    "a loss on one rank": lambda r: make_two_stages(r, loss_fn=mse_loss if r else None),
+    "a program of other microbatches": lambda r: make_two_stages(
         r, schedule=None, program=compile(schedules.one_f_one_b, PipelineShape(2, 8))
     ),
-    "a program of another placement": lambda r: four(
+    "a program of another placement": lambda r: make_four_stages(
         r, program=compile(schedules.zb_v, PipelineShape(2, MB, placement="vee"))
     ),
-    "a program that trains without a loss": lambda r: two(
+    "a program that trains without a loss": lambda r: make_two_stages(
         r, schedule=None, program=ONE, loss_fn=None
     ),
-    "a schedule of another placement": lambda r: four(r, schedule="zb_v"),
-    "programs that differ": lambda r: two(r, schedule=["gpipe", "one_f_one_b"][r]),
-    "two holders": lambda r: four(
+    "a schedule of another placement": lambda r: make_four_stages(r, schedule="zb_v"),
+    "programs that differ": lambda r: make_two_stages(r, schedule=["gpipe", "one_f_one_b"][r]),
+    "two holders": lambda r: make_four_stages(
         r, program=expand_schedule(schedules.dualpipe, PipelineShape(2, MB, 2, "mirror"))
     ),
-    "transfers as one": lambda r: two(
+    "transfers as one": lambda r: make_two_stages(
         r, schedule=None, program=compile(schedules.one_f_one_b, PipelineShape(2, MB), overlap=True)
     ),
-    "a program with ZeRO": lambda r: two(
+    "a program with ZeRO": lambda r: make_two_stages(
         r, schedule=None, program=compile(schedules.one_f_one_b, PipelineShape(2, MB), dp=2, zero=1)
     ),
     "a program with experts": lambda r: made(
@@ -107,107 +107,111 @@ WRONG: dict[str, Callable[[int], Any]] = {
         schedule=None,
         program=compile("one_f_one_b", PipelineShape(2, MB), dp=2, ep=2, stage_segments="dc"),
     ),
-    "messages that would be taken for each other": lambda r: four(r, program=crossed()),
+    "messages that would be taken for each other": lambda r: make_four_stages(
+        r, program=swap_receives()
+    ),
     "a stage twice": lambda r: made({0: model(2)[0]}, 2, schedule="gpipe"),
     "a stage that nobody has": lambda r: made({2 * r: model(4)[r]}, 4, schedule="gpipe"),
-    "unsharded_stages": lambda r: two(r, unsharded_stages=0),
-    "a list later": lambda r: two(r)._load_csv("x.csv"),
-    "a step of forwards alone": lambda r: two(r, schedule="forward_only").step(),
-    "a whole batch and microbatches": lambda r: stepped(
+    "unsharded_stages": lambda r: make_two_stages(r, unsharded_stages=0),
+    "a list later": lambda r: make_two_stages(r)._load_csv("x.csv"),
+    "a step of forwards alone": lambda r: make_two_stages(r, schedule="forward_only").step(),
+    "a whole batch and microbatches": lambda r: run_refused_step(
         r, target=batch()[1], target_mbs=[*batch()[1].chunk(MB)]
     ),
-    "a batch that n_microbatches does not divide": lambda r: stepped(
+    "a batch that n_microbatches does not divide": lambda r: run_refused_step(
         r, torch.ones(MB + 1, 8), target=torch.ones(MB + 1, 8)
     ),
-    "a batch with fewer samples than n_microbatches": lambda r: stepped(
+    "a batch with fewer samples than n_microbatches": lambda r: run_refused_step(
         r, target=torch.ones(MB - 1, 8)
     ),
-    "the same for schedir's executor": lambda r: two(r, runtime="schedir").step(
+    "the same for schedir's executor": lambda r: make_two_stages(r, runtime="schedir").step(
         *[torch.ones(MB + 1, 8)] * (r == 0), target=torch.ones(MB, 8) if r else None
     ),
-    "microbatches that are no tuples": lambda r: stepped(
+    "microbatches that are no tuples": lambda r: run_refused_step(
         r, arg_mbs=[*torch.ones(MB, 1, 8)], target_mbs=[*torch.ones(MB, 1, 8)]
     ),
-    "a class of torch": lambda r: two(r, schedule=theirs.Schedule1F1B),
+    "a class of torch": lambda r: make_two_stages(r, schedule=theirs.Schedule1F1B),
 }
 
 
-def refusals(rank: int) -> dict[str, str]:
-    told = {}
-    for name, wrong in WRONG.items():
+def read_errors(rank: int) -> dict[str, str]:
+    errors = {}
+    for name, call in WRONG.items():
         try:
-            wrong(rank)
-            told[name] = "is taken"
+            call(rank)
+            errors[name] = "is taken"
         except SchedirError as error:
-            told[name] = f"{type(error).__name__}: {error}"
-    return told
+            errors[name] = f"{type(error).__name__}: {error}"
+    return errors
 
 
-def test_what_cannot_be_is_refused_on_all_ranks_alike() -> None:
-    one, other = run(refusals, 2)
-    assert one == other
-    said = "".join(f"{name}\n  {text}\n" for name, text in one.items())
-    assert said == GOLDEN.read_text()
+def test_wrong_arguments_raise_same_error_on_all_ranks() -> None:
+    first_errors, second_errors = run(read_errors, 2)
+    assert first_errors == second_errors
+    errors = "".join(f"{name}\n  {error}\n" for name, error in first_errors.items())
+    assert errors == GOLDEN.read_text()
 
 
-# ---------------------------------------------------------------- guarantees of Gloo
-
-
-def promises(rank: int) -> tuple[list[str], float, list[float]]:
+def probe_gloo_queues(rank: int) -> tuple[list[str], float, list[float]]:
     """Probe the queues of Gloo's group.
 
     Return the progress model of the group, the values of two messages that are received in the
     wrong order, and of large ones that both ranks send before either receives.
     """
-    other = 1 - rank
-    ops = [dist.P2POp(dist.isend, torch.full((1,), float(k)), other) for k in range(2)]
-    taken = [torch.zeros(1), torch.zeros(1)]  # where the second is wanted, and the first
-    sent = theirs._batch_p2p(ops if rank == 0 else [])
+    peer = 1 - rank
+    ops = [dist.P2POp(dist.isend, torch.full((1,), float(k)), peer) for k in range(2)]
+    received = [
+        torch.zeros(1),
+        torch.zeros(1),
+    ]  # the buffers of the second message and of the first
+    works = theirs._batch_p2p(ops if rank == 0 else [])
     if rank == 1:
-        for into in taken:
-            sent += theirs._batch_p2p([dist.P2POp(dist.irecv, into, other)])
-    theirs._wait_batch_p2p(sent)
-    large, comes = torch.full((1 << 22,), float(rank)), torch.zeros(1 << 22)
-    sent = theirs._batch_p2p([dist.P2POp(dist.isend, large, other)])
-    theirs._wait_batch_p2p(theirs._batch_p2p([dist.P2POp(dist.irecv, comes, other)]))
-    theirs._wait_batch_p2p(sent)
+        for buffer in received:
+            works += theirs._batch_p2p([dist.P2POp(dist.irecv, buffer, peer)])
+    theirs._wait_batch_p2p(works)
+    large, large_received = torch.full((1 << 22,), float(rank)), torch.zeros(1 << 22)
+    works = theirs._batch_p2p([dist.P2POp(dist.isend, large, peer)])
+    theirs._wait_batch_p2p(theirs._batch_p2p([dist.P2POp(dist.irecv, large_received, peer)]))
+    theirs._wait_batch_p2p(works)
     model, blocks = get_progress_model(dist.group.WORLD, torch.device("cpu"))
-    return [model] * blocks, comes[0].item(), [into.item() for into in taken]
+    return [model] * blocks, large_received[0].item(), [buffer.item() for buffer in received]
 
 
-def test_gloo_matches_by_position_and_both_ways_are_free() -> None:
-    """A program that is proven for one queue per pair is right on Gloo.
+def test_gloo_matches_by_position_and_allows_both_directions() -> None:
+    """A program that is proven for `per_pair` runs correctly on Gloo.
 
-    Gloo does not separate messages by kind, as `per_edge` does. It allows both directions at once,
-    which `per_pair` does not.
+    Gloo does not separate messages by kind, unlike `per_edge`. It allows both directions at once,
+    unlike `per_pair`.
     """
-    (model, other, _), (_, one, taken) = run(promises, 2)
-    assert model == ["per_pair"] and (one, other) == (0.0, 1.0)
-    assert taken == [0.0, 1.0]  # the first message is received in place of the second
+    (model, second_large, _), (_, first_large, received) = run(probe_gloo_queues, 2)
+    assert model == ["per_pair"] and (first_large, second_large) == (0.0, 1.0)
+    assert received == [0.0, 1.0]  # the first message is received instead of the second
 
 
-def theirs_alone(rank: int, path: str) -> float:
-    """Return the error of gradients of torch's runtime with an unproven program."""
-    parts, whole = parts_of(rank, 4), model(4)
-    (x, y), plain = batch(), whole
-    for some in zip(x.chunk(MB), y.chunk(MB), strict=True):
-        (mse_loss(plain(some[0]), some[1]) / MB).backward()
-    held = [stage_of(part, s, 4) for s, part in parts.items()]
-    runtime = theirs._PipelineScheduleRuntime(held, n_microbatches=MB, loss_fn=mse_loss)
+def compute_gradient_error(rank: int, path: str) -> float:
+    """Run an unproven program under torch's runtime, and return its largest gradient error."""
+    parts, layers = make_local_stages(rank, 4), model(4)
+    (x, y), plain = batch(), layers
+    for pair in zip(x.chunk(MB), y.chunk(MB), strict=True):
+        (mse_loss(plain(pair[0]), pair[1]) / MB).backward()
+    pipeline_stages = [stage_of(part, s, 4) for s, part in parts.items()]
+    runtime = theirs._PipelineScheduleRuntime(pipeline_stages, n_microbatches=MB, loss_fn=mse_loss)
     runtime._load_csv(path, format="compute_comms")
     runtime.step(*((x,) if 0 in parts else ()), target=y if 3 in parts else None)
-    off = 0.0
+    largest_error = 0.0
     for s, part in parts.items():
-        for p, due in zip(part.parameters(), whole[s].parameters(), strict=True):
-            assert isinstance(p.grad, Tensor) and isinstance(due.grad, Tensor)
-            off = max(off, (p.grad - due.grad).norm().item() / due.grad.norm().item())
-    return off
+        for p, expected in zip(part.parameters(), layers[s].parameters(), strict=True):
+            assert isinstance(p.grad, Tensor) and isinstance(expected.grad, Tensor)
+            largest_error = max(
+                largest_error, (p.grad - expected.grad).norm().item() / expected.grad.norm().item()
+            )
+    return largest_error
 
 
-def test_what_is_refused_would_be_silently_wrong(tmp_path: Any) -> None:
-    program = crossed()
+def test_refused_program_computes_wrong_gradients_in_torch(tmp_path: Any) -> None:
+    program = swap_receives()
     check(program, "per_edge", blocking_hosts=True)
     with pytest.raises(DeadlockError):
         check(program, "per_pair", blocking_hosts=True)
     (tmp_path / "x.csv").write_text(to_csv(program, "torch-2.13"))
-    assert max(run(theirs_alone, 2, str(tmp_path / "x.csv"))) > 0.1
+    assert max(run(compute_gradient_error, 2, str(tmp_path / "x.csv"))) > 0.1

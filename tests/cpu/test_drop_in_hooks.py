@@ -1,4 +1,4 @@
-"""Tests that hooks, Functions and state of stages act under `Schedule` as in a plain loop."""
+"""Tests that hooks, Functions and state of stages work under `Schedule` as in a plain loop."""
 
 from __future__ import annotations
 
@@ -42,21 +42,21 @@ class Stage(nn.Module):
         return torch.tanh(self.two(torch.tanh(y)))
 
 
-def twice(gradients: Any, _: object = None) -> Any:
+def double_gradients(gradients: Any, _: object = None) -> Any:
     return tuple(None if g is None else 2 * g for g in gradients)
 
 
-class OnActivation(Stage):
+class ActivationHook(Stage):
     def hook(self, y: Tensor) -> None:
         y.register_hook(lambda g: 2 * g)
 
 
-class SeesActivation(Stage):
+class ActivationObserver(Stage):
     def hook(self, y: Tensor) -> None:
         y.register_hook(self.see)
 
 
-class OnSomeActivations(Stage):
+class HookInSomeMicrobatches(Stage):
     """Registers hooks for some microbatches only."""
 
     def hook(self, y: Tensor) -> None:
@@ -64,7 +64,7 @@ class OnSomeActivations(Stage):
             y.register_hook(lambda g: 2 * g)
 
 
-class OnInput(Stage):
+class InputHook(Stage):
     """Registers a hook on the stage's input, which must be a new tensor object in each step."""
 
     def forward(self, x: Tensor) -> Any:
@@ -73,17 +73,17 @@ class OnInput(Stage):
         return super().forward(x)
 
 
-class OnNode(Stage):
+class NodeHook(Stage):
     def hook(self, y: Any) -> None:
         y.grad_fn.register_hook(lambda gradients, _: self.see(*gradients))
 
 
-class BeforeNode(Stage):
+class NodePreHook(Stage):
     def hook(self, y: Any) -> None:
-        y.grad_fn.register_prehook(twice)
+        y.grad_fn.register_prehook(double_gradients)
 
 
-class Retained(Stage):
+class RetainedGradients(Stage):
     """Retains gradients of activations, for example for a histogram."""
 
     kept: list[Tensor]
@@ -99,7 +99,7 @@ class Retained(Stage):
         self.see(*(y.grad for y in self.kept[-MB:]))
 
 
-class OnWeightView(Stage):
+class WeightViewHook(Stage):
     def forward(self, x: Tensor) -> Any:
         weight = self.one.weight.t()
         if weight.requires_grad:
@@ -107,38 +107,42 @@ class OnWeightView(Stage):
         return torch.tanh(self.two(torch.tanh(x @ weight)))
 
 
-class OnParameter(Stage):
+class ParameterHook(Stage):
     def prepare(self) -> None:
         self.one.weight.register_hook(lambda g: 2 * g)
 
 
-class AfterAccumulation(Stage):
+class PostAccumulateHook(Stage):
     """Counts additions to a gradient. torch's split backward never calls such a hook."""
 
     def prepare(self) -> None:
         self.one.weight.register_post_accumulate_grad_hook(lambda _: self.see(torch.ones(1)))
 
 
-class OnAccumulator(Stage):
+class AccumulatorPreHook(Stage):
     def prepare(self) -> None:
         self.node = get_gradient_edge(self.one.weight).node
-        self.node.register_prehook(twice)
+        self.node.register_prehook(double_gradients)
 
 
-class OnAllParameters(Stage):
+class MultiGradHook(Stage):
     def prepare(self) -> None:
         register_multi_grad_hook([*self.parameters()], lambda gradients: self.see(*gradients))
 
 
-class OnModule(Stage):
+class ModuleHooks(Stage):
     def prepare(self) -> None:
-        self.one.register_full_backward_pre_hook(lambda _, gradients: twice(gradients))
-        self.one.register_full_backward_hook(lambda _, given, taken: self.see(*given, *taken))
+        self.one.register_full_backward_pre_hook(lambda _, gradients: double_gradients(gradients))
+        self.one.register_full_backward_hook(
+            lambda _, input_gradients, output_gradients: self.see(
+                *input_gradients, *output_gradients
+            )
+        )
         self.two.register_forward_hook(lambda _, xs, y: y * 2)
         self.two.register_forward_pre_hook(lambda _, xs: (xs[0] + 1,))
 
 
-class Scaled(torch.autograd.Function):
+class CountingProduct(torch.autograd.Function):
     """x * w. Its backward counts its calls, and scales the gradient by this count."""
 
     @staticmethod
@@ -155,24 +159,24 @@ class Scaled(torch.autograd.Function):
         return g * w, (g * x).sum(0), None
 
 
-class WithFunction(Stage):
+class FunctionStage(Stage):
     def forward(self, x: Tensor) -> Any:
-        return torch.tanh(self.two(Scaled.apply(self.one(x), self.one.bias, self)))  # type: ignore[no-untyped-call]
+        return torch.tanh(self.two(CountingProduct.apply(self.one(x), self.one.bias, self)))  # type: ignore[no-untyped-call]
 
 
-class Checkpointed(OnActivation):
+class CheckpointedStage(ActivationHook):
     def forward(self, x: Tensor) -> Any:
         return checkpoint(super().forward, x, use_reentrant=False)
 
 
-class Overlapping(Stage):
-    """Uses one layer before and after another. A split backward would free tensors both need."""
+class OneLayerTwice(Stage):
+    """Uses one layer twice. A split backward would free tensors that both uses need."""
 
     def forward(self, x: Tensor) -> Any:
         return self.one(super().forward(x)).add_(1)
 
 
-class Varying(Stage):
+class OutputWithoutInput(Stage):
     """Returns a table for the second microbatch, which does not depend on the input."""
 
     def prepare(self) -> None:
@@ -187,7 +191,7 @@ class Varying(Stage):
         return super().forward(x)
 
 
-class Strided(Stage):
+class StridedGradients(Stage):
     """Sends and receives gradients that are not contiguous."""
 
     def forward(self, x: Tensor) -> Any:
@@ -196,7 +200,7 @@ class Strided(Stage):
         )
 
 
-class Counting(Stage):
+class StatefulStage(Stage):
     """Has state: a sum, hidden values of the previous microbatch, a count and statistics."""
 
     hidden: Tensor | None
@@ -209,12 +213,12 @@ class Counting(Stage):
         self.total.add_(x.detach().sum())
         self.calls += 1
         y = self.norm(super().forward(x)) * self.calls
-        given = y if self.hidden is None else y + self.hidden
+        output = y if self.hidden is None else y + self.hidden
         self.hidden = y.detach() / 2
-        return given
+        return output
 
 
-class Auxiliary(Stage):
+class BackwardInForward(Stage):
     """Runs a backward within its forward."""
 
     def forward(self, x: Tensor) -> Any:
@@ -224,85 +228,102 @@ class Auxiliary(Stage):
 
 
 KINDS: dict[str, list[type[Stage]]] = {
-    "tensors": [OnActivation, SeesActivation, OnSomeActivations, OnInput, Retained, OnWeightView],
-    "nodes": [OnNode, BeforeNode, OnAccumulator],
-    "parameters": [OnParameter, AfterAccumulation, OnAllParameters],
-    "modules": [OnModule, WithFunction, Checkpointed],
-    "graphs": [Overlapping, Varying, Strided],
-    "state": [Counting, Auxiliary],
+    "tensors": [
+        ActivationHook,
+        ActivationObserver,
+        HookInSomeMicrobatches,
+        InputHook,
+        RetainedGradients,
+        WeightViewHook,
+    ],
+    "nodes": [NodeHook, NodePreHook, AccumulatorPreHook],
+    "parameters": [ParameterHook, PostAccumulateHook, MultiGradHook],
+    "modules": [ModuleHooks, FunctionStage, CheckpointedStage],
+    "graphs": [OneLayerTwice, OutputWithoutInput, StridedGradients],
+    "state": [StatefulStage, BackwardInForward],
 }
 # Our executor refuses a stage that uses the weight of a layer which it never calls, and an output
 # that does not depend on the stage's input.
-REFUSED: list[type[Stage]] = [OnWeightView, Varying, Strided, Auxiliary]
+REFUSED: list[type[Stage]] = [
+    WeightViewHook,
+    OutputWithoutInput,
+    StridedGradients,
+    BackwardInForward,
+]
 
 
-def differ(rank: int, kinds: list[type[Stage]], runtime: str) -> list[str]:
-    """Return what differs on a rank from a plain loop, in three steps."""
+def list_differences(rank: int, kinds: list[type[Stage]], runtime: str) -> list[str]:
+    """Run three steps, and return what differs on this rank from a plain loop."""
     torch.set_default_dtype(torch.float64)
-    found = []
+    differences = []
     for kind in kinds:
         torch.manual_seed(0)
-        loop, own = (nn.ModuleList(kind(s) for s in range(4)) for _ in range(2))
-        own.load_state_dict(loop.state_dict())
-        parts = {s: own[s] for s in ([0, 3], [1, 2])[rank]}
+        expected_stages, stages = (nn.ModuleList(kind(s) for s in range(4)) for _ in range(2))
+        stages.load_state_dict(expected_stages.state_dict())
+        parts = {s: stages[s] for s in ([0, 3], [1, 2])[rank]}
         schedule = made(parts, 4, schedule="zb_v", runtime=runtime, allow_identical_stages=True)
         for step in range(3):
             x, y = batch()
             x = x + step
-            for model in (loop, own):
+            for model in (expected_stages, stages):
                 model.zero_grad()
-            plain(loop, x, y)
+            run_plain_step(expected_stages, x, y)
             run(schedule, parts, x, y)
             for s, stage in parts.items():
-                wrong = _wrong(stage, loop[s], warm=step > 0)
-                found += [f"{kind.__name__} {s} {name} in step {step}" for name in wrong]
-    return found
+                names = _list_different_names(stage, expected_stages[s], warm=step > 0)
+                differences += [f"{kind.__name__} {s} {name} in step {step}" for name in names]
+    return differences
 
 
-def plain(model: nn.ModuleList, x: Tensor, y: Tensor) -> None:
+def run_plain_step(model: nn.ModuleList, x: Tensor, y: Tensor) -> None:
     """Run a step without a pipeline."""
     for rows, target in zip(x.chunk(MB), y.chunk(MB), strict=True):
-        given = rows
+        output = rows
         for stage in model:
-            given = stage(given)
-        mse_loss(given, target).backward()
+            output = stage(output)
+        mse_loss(output, target).backward()
     for p in model.parameters():
         if p.grad is not None:
             p.grad /= MB
 
 
-def _wrong(got: Any, want: Any, *, warm: bool) -> list[str]:
-    """Return the names of gradients and buffers that differ, and differing values from hooks.
+def _list_different_names(actual: Any, expected: Any, *, warm: bool) -> list[str]:
+    """Return the names of different gradients and buffers, and the different values of hooks.
 
-    Before the first step torch runs a forward and a backward to find shapes, and calls hooks.
+    Values of hooks are compared if `warm` is set. Before its first step torch runs a forward and a
+    backward to infer shapes, and these also call the hooks.
     """
-    pairs = [(name, p.grad, want.get_parameter(name).grad) for name, p in got.named_parameters()]
-    pairs += [(name, b, want.get_buffer(name)) for name, b in got.named_buffers()]
-    wrong = [name for name, *both in pairs if not _same(*both)]
-    for each in (got, want):
-        if isinstance(each, Retained):
-            each.retained()
-    saw = [torch.tensor(sorted(each.seen)) for each in (got, want)]
-    if warm and not _same(*saw):
-        wrong.append(f"(hooks saw {saw})")
-    got.seen.clear()
-    want.seen.clear()
-    return wrong
+    pairs = [
+        (name, p.grad, expected.get_parameter(name).grad) for name, p in actual.named_parameters()
+    ]
+    pairs += [(name, b, expected.get_buffer(name)) for name, b in actual.named_buffers()]
+    names = [name for name, *tensors in pairs if not _tensors_close(*tensors)]
+    for stage in (actual, expected):
+        if isinstance(stage, RetainedGradients):
+            stage.retained()
+    hook_values = [torch.tensor(sorted(stage.seen)) for stage in (actual, expected)]
+    if warm and not _tensors_close(*hook_values):
+        names.append(f"(hooks saw {hook_values})")
+    actual.seen.clear()
+    expected.seen.clear()
+    return names
 
 
-def _same(got: Tensor | None, want: Tensor | None) -> bool:
-    if got is None or want is None:
-        return got is want
-    return got.shape == want.shape and torch.allclose(got, want, rtol=1e-9, atol=1e-12)
+def _tensors_close(actual: Tensor | None, expected: Tensor | None) -> bool:
+    if actual is None or expected is None:
+        return actual is expected
+    return actual.shape == expected.shape and torch.allclose(
+        actual, expected, rtol=1e-9, atol=1e-12
+    )
 
 
 @pytest.mark.parametrize("kinds", KINDS)
-def test_hooks_and_functions_under_torchs_runtime(kinds: str) -> None:
-    assert spawn(differ, 2, KINDS[kinds], "torch") == [[], []]
+def test_hooks_and_functions_under_torch_runtime(kinds: str) -> None:
+    assert spawn(list_differences, 2, KINDS[kinds], "torch") == [[], []]
 
 
 @pytest.mark.parametrize("kinds", KINDS)
-def test_hooks_and_functions_under_our_executor(kinds: str) -> None:
-    kept = [kind for kind in KINDS[kinds] if kind not in REFUSED]
-    if kept:
-        assert spawn(differ, 2, kept, "schedir") == [[], []]
+def test_hooks_and_functions_under_executor(kinds: str) -> None:
+    accepted = [kind for kind in KINDS[kinds] if kind not in REFUSED]
+    if accepted:
+        assert spawn(list_differences, 2, accepted, "schedir") == [[], []]

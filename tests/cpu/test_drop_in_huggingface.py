@@ -1,7 +1,7 @@
 """Tests of Hugging Face's GPT-2 and Llama in stages, under `schedir.torch_pipelining.Schedule`.
 
-Losses and gradients have the bits of one process, except the gradient of the tied weight, whose
-terms are added in another order.
+Losses and gradients are bitwise equal to those of one process. The tied weight is an exception: the
+terms of its gradient are added in another order.
 """
 
 from __future__ import annotations
@@ -36,8 +36,8 @@ from tests.cpu.huggingface_models import (
 transformers = pytest.importorskip("transformers")
 
 
-def weights_in_pairs(rank: int, ranks: int, microbatches: int) -> Iterator[RankSchedule]:
-    """Yield 1F1B with split backwards, where W come two at a time."""
+def backward_weights_in_pairs(rank: int, ranks: int, microbatches: int) -> Iterator[RankSchedule]:
+    """Yield 1F1B with split backwards, in which two W follow each other."""
     lead = min(ranks - 1 - rank, microbatches)
     yield lead * F
     for mb in range(microbatches):
@@ -45,8 +45,8 @@ def weights_in_pairs(rank: int, ranks: int, microbatches: int) -> Iterator[RankS
     yield microbatches % 2 * W
 
 
-def there_and_back(rank: int, ranks: int, microbatches: int, v: int) -> RankSchedule:
-    """Return all forwards stage by stage, and then all backwards, for any placement."""
+def forwards_then_backwards(rank: int, ranks: int, microbatches: int, v: int) -> RankSchedule:
+    """Return all forwards stage by stage, and then all backwards. The placement may be any."""
     forwards = sum((microbatches * F[j] for j in range(v)), 0 * F)
     return forwards + sum((microbatches * B[j] for j in reversed(range(v))), 0 * F)
 
@@ -71,104 +71,116 @@ CASES = {
     "ZB-H1": Case(schedules.zb_h1, ONE),
     "ZB-V": Case(schedules.zb_v, VEE),
     "DualPipeV": Case(schedules.dualpipe_v, VEE),
-    "one's own": Case(weights_in_pairs, ONE),
-    "one's own, elsewhere": Case(there_and_back, ((0, 6), (2, 4), (1, 7), (3, 5))),
+    "one's own": Case(backward_weights_in_pairs, ONE),
+    "one's own, elsewhere": Case(forwards_then_backwards, ((0, 6), (2, 4), (1, 7), (3, 5))),
 }
 KINDS = tuple(TIED)
-# GPT-2 runs all schedules, and each other model runs one with split and one with whole backwards.
+# GPT-2 runs all schedules. Each other model runs one with split and one with full backwards.
 NAMES = {"gpt2": tuple(CASES), "llama": ("ZB-V", "1F1B"), "keywords": ("ZB-V", "interleaved")}
-HOWS = ("theirs", *get_args(Runtime))
-ALL: list[tuple[str, Runtime]] = [(kind, how) for kind in KINDS for how in get_args(Runtime)]
+EXAMPLE_RUNTIMES = ("theirs", *get_args(Runtime))
+MODELS_AND_RUNTIMES: list[tuple[str, Runtime]] = [
+    (kind, how) for kind in KINDS for how in get_args(Runtime)
+]
 Key = tuple[str, str, str, str]
 
 
-def everything(rank: int) -> dict[Key, Left]:
+def run_all_cases(rank: int) -> dict[Key, Left]:
     """Return a rank's results of each case: a step, `eval`, and another step."""
-    left: dict[Key, Left] = {}
-    for kind, runtime in ALL:
+    results: dict[Key, Left] = {}
+    for kind, runtime in MODELS_AND_RUNTIMES:
         for name in NAMES[kind]:
-            pipeline = built(rank, kind, runtime, CASES[name])
-            left[kind, runtime, name, "step"] = pipeline.run(by_hand=False)
+            pipeline = make_pipeline(rank, kind, runtime, CASES[name])
+            results[kind, runtime, name, "step"] = pipeline.run(by_hand=False)
             if name == "ZB-V":
-                left[kind, runtime, name, "eval"] = pipeline.run("eval")
-                left[kind, runtime, name, "again"] = pipeline.run(by_hand=False)
+                results[kind, runtime, name, "eval"] = pipeline.run("eval")
+                results[kind, runtime, name, "again"] = pipeline.run(by_hand=False)
         if kind == "gpt2":
-            pipeline = built(rank, kind, runtime, CASES["1F1B"], allow_identical_stages=True)
-            left[kind, runtime, "1F1B", "by hand"] = pipeline.run()
-    return left
+            pipeline = make_pipeline(
+                rank, kind, runtime, CASES["1F1B"], allow_identical_stages=True
+            )
+            results[kind, runtime, "1F1B", "by hand"] = pipeline.run()
+    return results
 
 
-def built(rank: int, kind: str, runtime: Runtime, case: Case, **options: Any) -> Pipeline:
+def make_pipeline(rank: int, kind: str, runtime: Runtime, case: Case, **options: Any) -> Pipeline:
     model = whole(kind).model
     stages = [stage_class(kind)(model, s, case.stages) for s in range(case.stages)]
     if not options:
         options["tied_weights"] = schedir.find_tied_weights(stages)
     return Pipeline(
         kind, case.holds[rank], case.stages,
-        lambda held: Schedule(
-            held, n_microbatches=MICROBATCHES, loss_fn=loss_fn, schedule=case.schedule,
+        lambda pipeline_stages: Schedule(
+            pipeline_stages, n_microbatches=MICROBATCHES, loss_fn=loss_fn, schedule=case.schedule,
             runtime=runtime, **options,
         ),
     )  # fmt: skip
 
 
 @pytest.fixture(scope="module")
-def left() -> list[dict[Key, Left]]:
+def results_by_rank() -> list[dict[Key, Left]]:
     """Run all cases in processes that start once and have the imports of this process."""
     for kind in KINDS:
         whole(kind), stage_class(kind)
     return run_processes(
-        everything, RANKS, context=multiprocessing.get_context("fork"), timeout=240
+        run_all_cases, RANKS, context=multiprocessing.get_context("fork"), timeout=240
     )
 
 
 @pytest.mark.parametrize(
-    ("kind", "runtime", "name"), [(*one, name) for one in ALL for name in NAMES[one[0]]]
+    ("kind", "runtime", "name"),
+    [(*result, name) for result in MODELS_AND_RUNTIMES for name in NAMES[result[0]]],
 )
-def test_gradients_and_losses_of_one_process(
-    left: list[dict[Key, Left]], kind: str, runtime: Runtime, name: str
+def test_gradients_and_losses_equal_one_process(
+    results_by_rank: list[dict[Key, Left]], kind: str, runtime: Runtime, name: str
 ) -> None:
-    due = whole(kind)
-    for what in ("step", "again", "by hand"):
+    expected = whole(kind)
+    for run_name in ("step", "again", "by hand"):
         ranks = [
-            each[kind, runtime, name, what] for each in left if (kind, runtime, name, what) in each
+            results[kind, runtime, name, run_name]
+            for results in results_by_rank
+            if (kind, runtime, name, run_name) in results
         ]
         if not ranks:
             continue
-        assert {n for one in ranks for n in one.off} == {*due.due}
-        for one in ranks:
-            assert one.same >= one.off.keys() - {TIED[kind]}, what
-            assert one.off.get(TIED[kind], 0) < 1e-6, what
-        losses_and_logits_are_due(ranks, due)
+        assert {n for result in ranks for n in result.off} == {*expected.due}
+        for result in ranks:
+            assert result.same >= result.off.keys() - {TIED[kind]}, run_name
+            assert result.off.get(TIED[kind], 0) < 1e-6, run_name
+        check_losses_and_logits(ranks, expected)
 
 
-@pytest.mark.parametrize(("kind", "runtime"), ALL)
-def test_eval(left: list[dict[Key, Left]], kind: str, runtime: Runtime) -> None:
-    """Between two steps, `eval` returns losses and outputs, and leaves no gradients."""
-    ranks = [each[kind, runtime, "ZB-V", "eval"] for each in left]
-    assert not any(one.off for one in ranks)
-    losses_and_logits_are_due(ranks, whole(kind))
+@pytest.mark.parametrize(("kind", "runtime"), MODELS_AND_RUNTIMES)
+def test_eval_returns_losses_and_outputs_without_gradients(
+    results_by_rank: list[dict[Key, Left]], kind: str, runtime: Runtime
+) -> None:
+    """`eval` runs between two steps."""
+    ranks = [results[kind, runtime, "ZB-V", "eval"] for results in results_by_rank]
+    assert not any(result.off for result in ranks)
+    check_losses_and_logits(ranks, whole(kind))
 
 
-def losses_and_logits_are_due(ranks: list[Left], due: Whole) -> None:
-    """Assert that only the rank of the last stage has losses and logits, and that they match."""
-    ((losses, logits),) = [(one.losses, one.logits) for one in ranks if one.logits is not None]
-    assert losses is not None and torch.equal(losses, due.losses)
-    assert torch.equal(logits, due.logits)
+def check_losses_and_logits(ranks: list[Left], expected: Whole) -> None:
+    """Check that only the rank of the last stage has losses and logits, and that they are equal."""
+    ((losses, logits),) = [
+        (result.losses, result.logits) for result in ranks if result.logits is not None
+    ]
+    assert losses is not None and torch.equal(losses, expected.losses)
+    assert torch.equal(logits, expected.logits)
 
 
-def printed(rank: int, how: str) -> str:
+def read_example_output(rank: int, runtime: str) -> str:
     """Return the output of a rank of the example."""
     with redirect_stdout(StringIO()) as out:
-        in_example("main")(rank, how)
+        in_example("main")(rank, runtime)
     return out.getvalue()
 
 
-def test_the_example_prints_what_torchs_schedule_does() -> None:
+def test_example_prints_losses_of_torch_schedule() -> None:
     in_example("main")
     context = multiprocessing.get_context("fork")
     ranks = [
-        [*map(str.splitlines, run_processes(printed, RANKS, how, context=context))] for how in HOWS
+        [*map(str.splitlines, run_processes(read_example_output, RANKS, runtime, context=context))]
+        for runtime in EXAMPLE_RUNTIMES
     ]
     for _, *middle, last in ranks:
         assert not any(middle) and last == ranks[0][-1]

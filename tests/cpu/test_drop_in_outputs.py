@@ -1,4 +1,4 @@
-"""Tests of stages under `schedir.torch_pipelining.Schedule` that return one buffer repeatedly."""
+"""Tests of stages under `schedir.torch_pipelining.Schedule` that return the same buffer again."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ from tests.cpu.gloo_processes import run as spawn
 from tests.cpu.torch_pipelines import WIDTH, Layer, batch
 
 
-class Giving(nn.Module):
+class BufferStage(nn.Module):
     """Returns a buffer or a new tensor; `how` selects which."""
 
     def __init__(self, how: str) -> None:
@@ -41,41 +41,43 @@ class Giving(nn.Module):
         return {"as new": buffer * 1, "view": buffer[:, :], "handed on": x}.get(self.how, buffer)
 
 
-class Taking(nn.Module):
+class InPlaceStage(nn.Module):
     """Adds its inputs, and writes to those after the first."""
 
     def __init__(self) -> None:
         super().__init__()
         self.layer = Layer()
 
-    def forward(self, x: Tensor, *more: Tensor) -> Tensor:
-        for each in more:
-            each.add_(1)
-        y: Tensor = self.layer(x + sum(more))
+    def forward(self, x: Tensor, *others: Tensor) -> Tensor:
+        for tensor in others:
+            tensor.add_(1)
+        y: Tensor = self.layer(x + sum(others))
         return y
 
 
-def step_of(rank: int, how: str, last: bool, schedule: str) -> bool:
+def step_equals_plain_loop(rank: int, how: str, last: bool, schedule: str) -> bool:
     """Return whether losses and outputs of a step are equal to those of a plain loop."""
     torch.manual_seed(0)
-    whole: list[Any] = [Giving(how), Taking()]
+    layers: list[Any] = [BufferStage(how), InPlaceStage()]
     if last:
-        whole = [Layer(), Giving(how)]
-    schedule_of = made({rank: whole[rank]}, 2, schedule=schedule)
+        layers = [Layer(), BufferStage(how)]
+    pipeline = made({rank: layers[rank]}, 2, schedule=schedule)
     x, y = batch()
     losses: list[Tensor] = []
-    got = run(schedule_of, {rank: whole[rank]}, x, y, losses=losses if rank else None)
+    outputs = run(pipeline, {rank: layers[rank]}, x, y, losses=losses if rank else None)
     if rank == 0:
         return True
-    want = []
+    expected = []
     with torch.no_grad():
         for rows in x.chunk(MB):
-            given = whole[0](rows)
-            want.append(whole[1](*(given if isinstance(given, tuple) else (given,))).clone())
-    right = torch.allclose(got, torch.cat(want))
-    return right and all(
-        torch.allclose(loss, mse_loss(one, target))
-        for loss, one, target in zip(losses, want, y.chunk(MB), strict=True)
+            values = layers[0](rows)
+            expected.append(
+                layers[1](*(values if isinstance(values, tuple) else (values,))).clone()
+            )
+    outputs_equal = torch.allclose(outputs, torch.cat(expected))
+    return outputs_equal and all(
+        torch.allclose(loss, mse_loss(output, target))
+        for loss, output, target in zip(losses, expected, y.chunk(MB), strict=True)
     )
 
 
@@ -91,62 +93,59 @@ def step_of(rank: int, how: str, last: bool, schedule: str) -> bool:
         ("data", "gpipe"),
     ],
 )
-def test_an_output_that_is_written_to_again_is_refused(how: str, schedule: str) -> None:
+def test_overwritten_output_is_refused(how: str, schedule: str) -> None:
     with pytest.raises(RankError, match=r"ModelError: output \d of stage 0 for microbatch \d was"):
-        spawn(step_of, 2, how, False, schedule)
+        spawn(step_equals_plain_loop, 2, how, False, schedule)
 
 
-def test_so_is_one_that_is_returned() -> None:
+def test_overwritten_output_of_last_stage_is_refused() -> None:
     with pytest.raises(RankError, match="ModelError: output 0 of stage 1 for microbatch 0 was"):
-        spawn(step_of, 2, "trained", True, "one_f_one_b")
+        spawn(step_equals_plain_loop, 2, "trained", True, "one_f_one_b")
 
 
 @pytest.mark.parametrize("how", ["as new", "handed on", "trained in turn"])
-def test_others_are_not(how: str) -> None:
-    """Two alternating buffers pass: each is overwritten after its output's gradient arrived."""
-    assert spawn(step_of, 2, how, False, "one_f_one_b") == [True, True]
-
-
-# ---------------------------------------------------------------- outputs that are still needed
+def test_outputs_that_are_not_overwritten_too_early_pass(how: str) -> None:
+    """Of two alternating buffers, each is overwritten only after the gradient of its output."""
+    assert spawn(step_equals_plain_loop, 2, how, False, "one_f_one_b") == [True, True]
 
 
 @pytest.mark.parametrize("by_value", [False, True])
-def test_an_output_is_needed_until_it_is_released(by_value: bool) -> None:
-    outputs, other = PendingOutputs(by_value=by_value), torch.zeros(2)
-    one = torch.zeros(2, requires_grad=True) * 1
-    outputs.add(0, 0, [one, None])
-    outputs.add(0, 1, [other])
+def test_output_must_not_change_before_release(by_value: bool) -> None:
+    outputs, unreleased = PendingOutputs(by_value=by_value), torch.zeros(2)
+    released = torch.zeros(2, requires_grad=True) * 1
+    outputs.add(0, 0, [released, None])
+    outputs.add(0, 1, [unreleased])
     outputs.release(0, 0)
-    outputs.release(0, 1)  # without a gradient, nothing shows that it was received
-    one.add_(1)
-    outputs.add(0, 2, [one])
-    other.add_(1)
+    outputs.release(0, 1)  # output 1 has no gradient, so it is not released
+    released.add_(1)
+    outputs.add(0, 2, [released])
+    unreleased.add_(1)
     with pytest.raises(ModelError) as caught:
         outputs.finish()
     assert caught.value.fields == ("stages",)
 
 
-def test_writes_that_torch_does_not_count_are_found_by_value() -> None:
-    for by_value, found in ((False, False), (True, True)):
-        outputs, one = PendingOutputs(by_value=by_value), torch.zeros(2)
-        outputs.add(0, 0, [one])
-        one.data.add_(1)
-        if found:
+def test_writes_to_data_are_detected_by_value() -> None:
+    for by_value, is_detected in ((False, False), (True, True)):
+        outputs, output = PendingOutputs(by_value=by_value), torch.zeros(2)
+        outputs.add(0, 0, [output])
+        output.data.add_(1)
+        if is_detected:
             with pytest.raises(ModelError):
                 outputs.finish()
         else:
             outputs.finish()
 
 
-def test_the_next_stage_may_write_to_its_input() -> None:
-    outputs, one = PendingOutputs(by_value=True), torch.zeros(2)
+def test_next_stage_may_write_to_its_input_after_reading() -> None:
+    outputs, plain = PendingOutputs(by_value=True), torch.zeros(2)
     trained = torch.zeros(2, requires_grad=True) * 1
-    outputs.add(0, 0, [one, trained])
+    outputs.add(0, 0, [plain, trained])
     outputs.require_unwritten((0, 0))
-    one.add_(1)
+    plain.add_(1)
     trained.data.add_(1)
     outputs.note_read(0, 0)
-    one.add_(1)
+    plain.add_(1)
     outputs.require_unwritten((0, 0))
     trained.mul_(2)
     with pytest.raises(ModelError):

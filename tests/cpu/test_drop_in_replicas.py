@@ -1,4 +1,4 @@
-"""Tests of sharded or replicated stages, which are gathered to compute and reduced once."""
+"""Tests of sharded and replicated stages. Weights are unsharded, gradients are reduced once."""
 
 from __future__ import annotations
 
@@ -35,8 +35,8 @@ CASES = [
 ]
 
 
-class Two(nn.Module):
-    """Two layers, each of which may be sharded separately."""
+class TwoLayerStage(nn.Module):
+    """Two layers. Each may be sharded separately."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -48,20 +48,24 @@ class Two(nn.Module):
 
 def sharded(parts: bool = True, **options: Any) -> Wrap:
     def wrap(module: Any, mesh: Any) -> Any:
-        for part in (module.a, module.b) if parts else ():
-            fully_shard(part, mesh=mesh, **options)
+        for module_part in (module.a, module.b) if parts else ():
+            fully_shard(module_part, mesh=mesh, **options)
         return fully_shard(module, mesh=mesh, **options)
 
     return wrap
 
 
-def in_ddp(module: nn.Module, mesh: Any, **options: Any) -> nn.Module:
+def wrap_in_ddp(module: nn.Module, mesh: Any, **options: Any) -> nn.Module:
     return DistributedDataParallel(module, process_group=mesh.get_group(), **options)
 
 
-def same(step: Step, stages: int, *, rows: int = 16, **options: Any) -> None:
-    given: dict[str, Any] = {"microbatches": 2 * MB, "loss_fn": mse_loss, "replicas": 2} | options
-    assert_same_gradients(step, model(stages, Two), batch(rows), ranks=4, **given)
+def check_same_gradients(step: Step, stages: int, *, rows: int = 16, **options: Any) -> None:
+    arguments: dict[str, Any] = {
+        "microbatches": 2 * MB,
+        "loss_fn": mse_loss,
+        "replicas": 2,
+    } | options
+    assert_same_gradients(step, model(stages, TwoLayerStage), batch(rows), ranks=4, **arguments)
 
 
 runtimes = pytest.mark.parametrize("runtime", ["torch", "schedir"])
@@ -69,24 +73,28 @@ runtimes = pytest.mark.parametrize("runtime", ["torch", "schedir"])
 
 @pytest.mark.parametrize(("active", "runtime"), [(1, "torch"), (3, "torch"), (1, "schedir")])
 @pytest.mark.parametrize(("name", "placement", "stages"), CASES)
-def test_sharded(name: str, placement: str, stages: int, active: int, runtime: str) -> None:
-    """This holds too if forwards reshard the stages, which is the default of `fully_shard`."""
+def test_gradients_of_sharded_stages(
+    name: str, placement: str, stages: int, active: int, runtime: str
+) -> None:
+    """With one unsharded stage, forwards reshard stages, as `fully_shard` does by default."""
     wrap = sharded(reshard_after_forward=active == 1)
     options: dict[str, Any] = {"unsharded_stages": active, "runtime": runtime}
-    same(step_of(placement, schedule=name, dp=2, wrap=wrap, **options), stages)
+    check_same_gradients(step_of(placement, schedule=name, dp=2, wrap=wrap, **options), stages)
 
 
 @runtimes
-def test_sharded_as_one(runtime: str) -> None:
+def test_gradients_of_stages_sharded_as_one_module(runtime: str) -> None:
     wrap = sharded(parts=False)
-    same(step_of("vee", schedule="zb_v", dp=2, wrap=wrap, runtime=runtime), 4)
+    check_same_gradients(step_of("vee", schedule="zb_v", dp=2, wrap=wrap, runtime=runtime), 4)
 
 
 @runtimes
-def test_sharded_in_mixed_precision(runtime: str) -> None:
+def test_gradients_of_sharded_stages_in_mixed_precision(runtime: str) -> None:
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
     wrap = sharded(mp_policy=policy)
-    same(step_of("vee", schedule="zb_v", dp=2, wrap=wrap, runtime=runtime), 4, tolerance=0.02)
+    check_same_gradients(
+        step_of("vee", schedule="zb_v", dp=2, wrap=wrap, runtime=runtime), 4, tolerance=0.02
+    )
 
 
 def full_backwards(rank: int, ranks: int, m: int, v: int) -> RankSchedule:
@@ -98,25 +106,27 @@ def weights_last(rank: int, ranks: int, m: int, v: int) -> RankSchedule:
     return m * F[0] + m * F[1] + m * I[1] + m * I[0] + m * W[1] + m * W[0]
 
 
-def reduced(rank: int, schedule: Any, parts_sharded: bool, runtime: str = "torch") -> list[Tensor]:
+def compute_reduced_gradients(
+    rank: int, schedule: Any, parts_sharded: bool, runtime: str = "torch"
+) -> list[Tensor]:
     """Return the gradients of a rank's bfloat16 shards after two steps, reduced in float32."""
     policy = MixedPrecisionPolicy(param_dtype=torch.bfloat16, reduce_dtype=torch.float32)
-    wrap, found = sharded(parts_sharded, mp_policy=policy), list[Tensor]()
+    wrap, parameters = sharded(parts_sharded, mp_policy=policy), list[Tensor]()
 
     def keep(schedule: Schedule, parts: dict[int, nn.Module], x: Tensor, y: Tensor) -> None:
-        found[:] = [p for part in parts.values() for p in part.parameters()]
+        parameters[:] = [p for stage in parts.values() for p in stage.parameters()]
 
     step = step_of(
         "vee", schedule=schedule, dp=2, wrap=wrap, around=keep, steps=2, n_microbatches=8,
         runtime=runtime,
     )  # fmt: skip
-    step(rank, 4, model(4, Two), batch(64))
-    return [p.grad.to_local() for p in found]  # type: ignore[union-attr]
+    step(rank, 4, model(4, TwoLayerStage), batch(64))
+    return [p.grad.to_local() for p in parameters]  # type: ignore[union-attr]
 
 
 @cache
-def _of_full_backwards(parts_sharded: bool) -> list[list[Tensor]]:
-    return run(reduced, 4, full_backwards, parts_sharded)
+def _compute_full_backward_gradients(parts_sharded: bool) -> list[list[Tensor]]:
+    return run(compute_reduced_gradients, 4, full_backwards, parts_sharded)
 
 
 @pytest.mark.parametrize("parts_sharded", [False, True])
@@ -124,123 +134,127 @@ def _of_full_backwards(parts_sharded: bool) -> list[list[Tensor]]:
     ("schedule", "runtime"),
     [("zb_v", "torch"), (weights_last, "torch"), (weights_last, "schedir")],
 )
-def test_halves_add_up_in_the_type_of_the_reduction(
+def test_split_backwards_accumulate_in_reduction_dtype(
     schedule: Any, runtime: str, parts_sharded: bool
 ) -> None:
-    """Split backwards give the bits of full ones, although FSDP has no hook in the second half.
+    """Split backwards under torch are bitwise equal to full ones, although FSDP has no hook in W.
 
-    schedir's executor adds products in float32, and does not round them first.
+    schedir's executor adds products in float32 without rounding them first, so it is only close.
     """
-    want = _of_full_backwards(parts_sharded)
-    got = run(reduced, 4, schedule, parts_sharded, runtime)
-    assert [[g.dtype for g in own] for own in got] == [[torch.float32] * len(own) for own in got]
+    expected = _compute_full_backward_gradients(parts_sharded)
+    actual = run(compute_reduced_gradients, 4, schedule, parts_sharded, runtime)
+    assert [[g.dtype for g in gradients] for gradients in actual] == [
+        [torch.float32] * len(gradients) for gradients in actual
+    ]
     tolerance = 0.01 if runtime == "schedir" else 0.0
     assert all(
-        (both[0] - both[1]).norm() <= tolerance * both[1].norm()
-        for one, other in zip(got, want, strict=True)
-        for both in zip(one, other, strict=True)
+        (pair[0] - pair[1]).norm() <= tolerance * pair[1].norm()
+        for actual_rank, expected_rank in zip(actual, expected, strict=True)
+        for pair in zip(actual_rank, expected_rank, strict=True)
     )
 
 
 @runtimes
-def test_sharded_gradients_add_up_past_an_evaluation(runtime: str) -> None:
-    """When torch infers shapes again, it forgets the gradients of sharded stages."""
+def test_sharded_gradients_accumulate_past_evaluation(runtime: str) -> None:
+    """torch infers shapes again after the evaluation, and drops gradients of sharded stages."""
 
-    def between(schedule: Schedule, parts: dict[int, nn.Module], x: Tensor, y: Tensor) -> None:
+    def evaluate_between(
+        schedule: Schedule, parts: dict[int, nn.Module], x: Tensor, y: Tensor
+    ) -> None:
         with torch.no_grad():
             schedule.eval(*((x,) if 0 in parts else ()), target=y if 3 in parts else None)
 
-    options: dict[str, Any] = {"steps": 2, "around": between, "runtime": runtime}
+    options: dict[str, Any] = {"steps": 2, "around": evaluate_between, "runtime": runtime}
     step = step_of("vee", schedule="zb_v", dp=2, wrap=sharded(), **options)
-    same(step, 4, rows=32, microbatches=4 * MB, reduction=2 * MB)
+    check_same_gradients(step, 4, rows=32, microbatches=4 * MB, reduction=2 * MB)
 
 
 @pytest.mark.parametrize(("name", "placement", "stages"), CASES)
-def test_replicated(name: str, placement: str, stages: int) -> None:
-    same(step_of(placement, schedule=name, dp=2, wrap=in_ddp), stages)
+def test_gradients_of_replicated_stages(name: str, placement: str, stages: int) -> None:
+    check_same_gradients(step_of(placement, schedule=name, dp=2, wrap=wrap_in_ddp), stages)
 
 
 @pytest.mark.parametrize("option", [None, "gradient_as_bucket_view", "static_graph"])
 @pytest.mark.parametrize(("name", "placement", "stages"), [CASES[0], CASES[2]])
-def test_replicated_gradients_add_up(
+def test_replicated_gradients_accumulate_over_steps(
     name: str, placement: str, stages: int, option: str | None
 ) -> None:
-    """This holds too if DDP overwrites earlier gradients, and if it counts backwards."""
+    """The options make DDP overwrite earlier gradients, or count backwards."""
     options: dict[str, Any] = {option: True} if option else {}
-    wrap = partial(in_ddp, **options)
+    wrap = partial(wrap_in_ddp, **options)
     step = step_of(placement, schedule=name, dp=2, wrap=wrap, steps=2)
-    same(step, stages, rows=32, microbatches=4 * MB, reduction=2 * MB)
+    check_same_gradients(step, stages, rows=32, microbatches=4 * MB, reduction=2 * MB)
 
 
-def test_torchs_own_does_not_reduce_them() -> None:
-    """This is pytorch#144530, as of 2.13. Once it is fixed, our code is not needed."""
+def test_torch_schedule_does_not_reduce_replicated_gradients() -> None:
+    """torch 2.13 still has the bug pytorch#144530. After its fix, our code is not needed."""
     with pytest.raises(AssertionError, match="12 of 16 gradients differ"):
-        same(replicated("ScheduleZBVZeroBubble", in_ddp), 4)
+        check_same_gradients(replicated("ScheduleZBVZeroBubble", wrap_in_ddp), 4)
 
 
-def test_a_hook_on_the_reduction_is_refused() -> None:
-    def hooked(module: nn.Module, mesh: Any) -> nn.Module:
-        ddp: Any = in_ddp(module, mesh)
+def test_ddp_communication_hook_is_refused() -> None:
+    def wrap_with_hook(module: nn.Module, mesh: Any) -> nn.Module:
+        ddp: Any = wrap_in_ddp(module, mesh)
         ddp.register_comm_hook(None, lambda _, bucket: torch.futures.Future())
         return ddp  # type: ignore[no-any-return]
 
     with pytest.raises(ExecutionError, match="with a communication hook"):
-        same(step_of("vee", schedule="zb_v", dp=2, wrap=hooked), 4)
+        check_same_gradients(step_of("vee", schedule="zb_v", dp=2, wrap=wrap_with_hook), 4)
 
 
-def test_parts_that_are_sharded_alone_are_refused() -> None:
-    def within(module: Any, mesh: Any) -> Any:
+def test_partly_sharded_stage_is_refused() -> None:
+    def shard_one_layer(module: Any, mesh: Any) -> Any:
         fully_shard(module.a, mesh=mesh)
         return module
 
     with pytest.raises(ExecutionError, match="some modules of stage 0 are sharded"):
-        same(step_of("loop", schedule="gpipe", dp=2, wrap=within), 2)
+        check_same_gradients(step_of("loop", schedule="gpipe", dp=2, wrap=shard_one_layer), 2)
 
 
-def compiled(module: Any, mesh: Any) -> Any:
-    return torch.compile(in_ddp(module, mesh), backend="eager")
+def wrap_and_compile(module: Any, mesh: Any) -> Any:
+    return torch.compile(wrap_in_ddp(module, mesh), backend="eager")
 
 
-def part(module: Any, mesh: Any) -> Any:
-    module.a = in_ddp(module.a, mesh)
+def wrap_one_layer(module: Any, mesh: Any) -> Any:
+    module.a = wrap_in_ddp(module.a, mesh)
     return module
 
 
-def unwrapped(module: Any, mesh: Any) -> Any:
+def replicate_in_place(module: Any, mesh: Any) -> Any:
     return replicate(module, process_group=mesh.get_group())
 
 
-@pytest.mark.parametrize("wrap", [compiled, part, unwrapped])
-def test_replicas_that_torchs_runtime_does_not_see_are_refused(wrap: Wrap) -> None:
-    """torch's runtime would not have told DDP which backward is the last."""
+@pytest.mark.parametrize("wrap", [wrap_and_compile, wrap_one_layer, replicate_in_place])
+def test_replicas_inside_stage_are_refused(wrap: Wrap) -> None:
+    """torch's runtime would not tell DDP which backward is the last one."""
     with pytest.raises(ExecutionError, match="some modules of stage 0 are replicated"):
-        same(step_of("loop", schedule="one_f_one_b", dp=2, wrap=wrap), 2)
-
-
-# ---------------------------------------------------------------- gathers of stages
+        check_same_gradients(step_of("loop", schedule="one_f_one_b", dp=2, wrap=wrap), 2)
 
 
 @given(programs(), st.integers(1, 4))
-def test_stages_are_whole_where_they_compute(program: Program, active: int) -> None:
+def test_stages_are_unsharded_for_every_compute(program: Program, active: int) -> None:
     try:
         orders = make_actions(program)
     except SchedirError:
         return  # torch has no such actions
     for order in orders.values():
-        held = insert_unshards(order, active)
-        require_unsharded(held, active)
-        assert [a for a in held if "SHARD" not in str(a)] == order
+        actions = insert_unshards(order, active)
+        require_unsharded(actions, active)
+        assert [a for a in actions if "SHARD" not in str(a)] == order
 
 
 @given(programs(), st.integers(1, 4), st.data())
-def test_whatever_is_missing_or_too_much_is_refused(
+def test_missing_or_repeated_unshard_is_refused(
     program: Program, active: int, data: st.DataObject
 ) -> None:
     try:
-        held = insert_unshards(make_actions(program)[0], active)
+        actions = insert_unshards(make_actions(program)[0], active)
     except SchedirError:
         return
-    at = data.draw(st.sampled_from([k for k, a in enumerate(held) if "SHARD" in str(a)]))
-    for wrong in (held[:at] + held[at + 1 :], [*held[: at + 1], held[at], *held[at + 1 :]]):
+    position = data.draw(st.sampled_from([k for k, a in enumerate(actions) if "SHARD" in str(a)]))
+    for wrong_actions in (
+        actions[:position] + actions[position + 1 :],
+        [*actions[: position + 1], actions[position], *actions[position + 1 :]],
+    ):
         with pytest.raises(SchedirError):
-            require_unsharded(wrong, active)
+            require_unsharded(wrong_actions, active)

@@ -1,4 +1,4 @@
-"""Tests of an executor in a group of processes, which adds to existing gradients."""
+"""Tests of an executor in an existing process group, which adds to existing gradients."""
 
 from __future__ import annotations
 
@@ -37,12 +37,12 @@ class Layer(nn.Module):
         return torch.tanh(self.linear(x))
 
 
-def model(seed: int) -> list[Layer]:
+def make_model(seed: int) -> list[Layer]:
     torch.manual_seed(seed)
     return [Layer(), Layer()]
 
 
-def batch(seed: int) -> tuple[Tensor, Tensor]:
+def make_batch(seed: int) -> tuple[Tensor, Tensor]:
     torch.manual_seed(100 + seed)
     return torch.randn(MICROBATCHES, 3, WIDTH), torch.randn(MICROBATCHES, 3, WIDTH)
 
@@ -51,58 +51,60 @@ def loss(y: Tensor, target: Tensor) -> Tensor:
     return (y - target).square().sum()
 
 
-def looped(stages: list[Layer], x: Tensor, y: Tensor) -> None:
+def run_plain_loop(stages: list[Layer], x: Tensor, y: Tensor) -> None:
     for mb in range(MICROBATCHES):
         loss(stages[1](stages[0](x[mb])), y[mb]).backward()
 
 
 @pytest.fixture(scope="module")
 def programs() -> list[Program]:
-    return [compile(words, PLAN) for words in (one_f_one_b, zb_h1)]
+    return [compile(schedule, PLAN) for schedule in (one_f_one_b, zb_h1)]
 
 
-def side_by_side(rank: int, programs: list[Program]) -> list[bool]:
-    """Run two separate pipelines of two processes."""
+def train_two_pipelines(rank: int, programs: list[Program]) -> list[bool]:
+    """Run two separate pipelines of two ranks each, and compare gradients with a plain loop."""
     mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("dp", "pp"))
     group, replica = mesh.get_group("pp"), mesh.get_local_rank("dp")
-    same = []
+    are_equal = []
     for kind in (GlooTransport, SharedMemoryTransport):
         for program in programs:
-            right, mine = model(replica), model(replica)
-            place = mesh.get_local_rank("pp")
-            stages = {place: make_backward_splittable(mine[place])}
+            expected_stages, local_stages = make_model(replica), make_model(replica)
+            stage = mesh.get_local_rank("pp")
+            stages = {stage: make_backward_splittable(local_stages[stage])}
             transport = kind(program, group=group)
             executor = Executor(
-                program, place, stages, transport, loss=loss, boundary=(3, WIDTH),
+                program, stage, stages, transport, loss=loss, boundary=(3, WIDTH),
                 gradients=GradientOptions(accumulate_grads=True),
                 seed=None,
             )  # fmt: skip
             for step in range(2):  # gradients add up
-                x, y = batch(replica + 2 * step)
-                looped(right, x, y)
+                x, y = make_batch(replica + 2 * step)
+                run_plain_loop(expected_stages, x, y)
                 executor.step(x, y)
-            theirs = right[place].parameters()
-            for one, other in zip(mine[place].parameters(), theirs, strict=True):
-                if one.grad is None or other.grad is None:
-                    same.append(one.grad is other.grad)
+            expected_parameters = expected_stages[stage].parameters()
+            for parameter, expected in zip(
+                local_stages[stage].parameters(), expected_parameters, strict=True
+            ):
+                if parameter.grad is None or expected.grad is None:
+                    are_equal.append(parameter.grad is expected.grad)
                 else:
-                    same.append(torch.equal(one.grad, other.grad))
+                    are_equal.append(torch.equal(parameter.grad, expected.grad))
             dist.barrier(group)
             transport.disconnect()
-    return same
+    return are_equal
 
 
-def test_pipelines_side_by_side_add_to_what_is_there(programs: list[Program]) -> None:
-    for same in run(side_by_side, 4, programs):
-        assert len(same) == 16
-        assert all(same)
+def test_parallel_pipelines_accumulate_gradients(programs: list[Program]) -> None:
+    for are_equal in run(train_two_pipelines, 4, programs):
+        assert len(are_equal) == 16
+        assert all(are_equal)
 
 
-def left(
+def read_error_of_rank(
     rank: int, program: Program, kind: type[GlooTransport] | type[SharedMemoryTransport]
 ) -> str:
-    """Let one rank fail in its module and leave, and return the error of the other."""
-    stages = model(0)
+    """Let the module of rank 1 fail, and return the error of this rank."""
+    stages = make_model(0)
     transport = kind(program, group=dist.group.WORLD)
     executor = Executor(
         program,
@@ -114,7 +116,7 @@ def left(
         gradients=GradientOptions(accumulate_grads=True),
         execution=ExecutionOptions(record_timestamps=False),
     )
-    x, y = batch(0)
+    x, y = make_batch(0)
     executor.step(x, y)
     if rank:
         executor.stages[1].module.register_forward_hook(lambda *_: 1 / 0)
@@ -127,15 +129,15 @@ def left(
 
 
 @pytest.mark.parametrize("kind", [GlooTransport, SharedMemoryTransport])
-def test_who_leaves_ends_the_waits_of_others(
+def test_disconnect_of_failed_rank_ends_waits_of_others(
     kind: type[GlooTransport] | type[SharedMemoryTransport], programs: list[Program]
 ) -> None:
-    first, second = run(left, 2, programs[0], kind, limit=30)
+    first, second = run(read_error_of_rank, 2, programs[0], kind, limit=30)
     assert "has left" in first or "another process was lost" in first
     assert "ZeroDivisionError" in second
 
 
-class Draws(nn.Module):
+class RandomStage(nn.Module):
     def __init__(self) -> None:
         super().__init__()
         self.drawn: list[float] = []
@@ -145,15 +147,17 @@ class Draws(nn.Module):
         return x.clone()
 
 
-def alone(program: Program, stages: Sequence[nn.Module], **how: Any) -> Executor:
+def make_single_rank_executor(
+    program: Program, stages: Sequence[nn.Module], **options: Any
+) -> Executor:
     """Return the executor of a program with one rank."""
     transport = make_mailboxes(program, "per_edge", False, [])[0]
-    return Executor(program, 0, stages, transport, boundary=(3, WIDTH), **{"loss": loss, **how})
+    return Executor(program, 0, stages, transport, boundary=(3, WIDTH), **{"loss": loss, **options})
 
 
-def test_without_a_seed_modules_draw_as_they_come() -> None:
-    module, (x, y) = Draws(), batch(0)
-    executor = alone(
+def test_modules_use_global_generator_without_seed() -> None:
+    module, (x, y) = RandomStage(), make_batch(0)
+    executor = make_single_rank_executor(
         compile(one_f_one_b, PipelineShape(ranks=1, microbatches=4)), [module], seed=None
     )
     torch.manual_seed(7)
@@ -163,11 +167,11 @@ def test_without_a_seed_modules_draw_as_they_come() -> None:
     assert module.drawn == [float(torch.rand(())) for _ in range(8)]
 
 
-def test_a_loss_that_is_infinite_does_not_hide_gradients() -> None:
-    """In a plain loop too, gradients do not depend on the value of the loss."""
-    module, (x, y) = nn.Linear(WIDTH, 1, bias=False), batch(0)
+def test_infinite_loss_keeps_gradients_finite() -> None:
+    """As in a plain loop, gradients do not depend on the value of the loss."""
+    module, (x, y) = nn.Linear(WIDTH, 1, bias=False), make_batch(0)
     program = compile(one_f_one_b, PipelineShape(ranks=1, microbatches=4))
-    executor = alone(
+    executor = make_single_rank_executor(
         program,
         [module],
         gradients=GradientOptions(accumulate_grads=True),
@@ -179,7 +183,7 @@ def test_a_loss_that_is_infinite_does_not_hide_gradients() -> None:
 
 
 @pytest.mark.parametrize("how", [{"clip_grad_norm": True}, {"optimizer": True}])
-def test_what_others_are_to_do_is_refused(how: dict[str, bool]) -> None:
+def test_accumulation_with_clipping_or_optimizer_is_refused(how: dict[str, bool]) -> None:
     clip = how.get("clip_grad_norm", False)
     program, module = (
         compile(one_f_one_b, PipelineShape(ranks=1, microbatches=4), clip_grad_norm=clip),
@@ -187,7 +191,7 @@ def test_what_others_are_to_do_is_refused(how: dict[str, bool]) -> None:
     )
     optimizer = torch.optim.SGD(module.parameters()) if "optimizer" in how else None
     with pytest.raises(ModelError) as caught:
-        alone(
+        make_single_rank_executor(
             program, [module], gradients=GradientOptions(accumulate_grads=True), optimizer=optimizer
         )
     assert caught.value.hint.startswith("set accumulate_grads=False")

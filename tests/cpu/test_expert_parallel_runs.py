@@ -1,4 +1,4 @@
-"""Tests of expert parallelism over Gloo: equal gradients, and tokens that do not fit."""
+"""Tests of expert parallelism over Gloo: equal gradients, and too many tokens for a buffer."""
 
 from __future__ import annotations
 
@@ -72,7 +72,12 @@ def draw_batch(replica: int) -> tuple[Tensor, Tensor]:
 
 
 def get_layers(stage: MoEStage, *names: str) -> list[MoELayer]:
-    return [one for name, one in stage.layers.items() if name in names if isinstance(one, MoELayer)]
+    return [
+        layer
+        for name, layer in stage.layers.items()
+        if name in names
+        if isinstance(layer, MoELayer)
+    ]
 
 
 def skew_routing(stage: MoEStage) -> MoEStage:
@@ -91,7 +96,7 @@ def loss(output: tuple[Tensor, Tensor], targets: Tensor) -> Tensor:
     return F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="sum") + aux.sum()
 
 
-def make_alone(replicas: int, folder: Path) -> tuple[InProcessExecutor, MoEStage]:
+def make_single_process(replicas: int, folder: Path) -> tuple[InProcessExecutor, MoEStage]:
     """Make a model, and an executor that has run a step with the microbatches of all replicas."""
     stage = skew_routing(build_stage(CONFIG, 0, 1, dtype=torch.float64))
     program = compile("gpipe", ranks=1, microbatches=replicas * MICROBATCHES)
@@ -135,9 +140,9 @@ def train_alone(replicas: int) -> tuple[dict[str, Tensor], list[Tensor], list[tu
     for replica in range(replicas):
         total = torch.zeros(())
         for tokens, targets in zip(*draw_batch(replica), strict=True):
-            one = loss(model(tokens), targets)
-            (one / 32).backward()
-            total = total + one.detach()
+            microbatch_loss = loss(model(tokens), targets)
+            (microbatch_loss / 32).backward()
+            total = total + microbatch_loss.detach()
         losses.append(total)
     return (
         {
@@ -151,7 +156,7 @@ def train_alone(replicas: int) -> tuple[dict[str, Tensor], list[Tensor], list[tu
 
 def train_in_processes(rank: int, replicas: int, folder: str) -> dict[str, Any]:
     """Return gradients, loss and gradient norm of this process, by schedule."""
-    found: dict[str, Any] = {}
+    results: dict[str, Any] = {}
     for name, (schedule, stages_per_rank, options) in SCHEDULES.items():
         stages = RANKS * stages_per_rank
         program = compile(
@@ -166,11 +171,11 @@ def train_in_processes(rank: int, replicas: int, folder: str) -> dict[str, Any]:
         )  # fmt: skip
         executor, batch = make(), draw_batch(transport.dp_rank)
         total = executor.step(*batch, 1 / 32)
-        found[name] = [*iterate_gradients(executor)], total, executor.grad_norm
+        results[name] = [*iterate_gradients(executor)], total, executor.grad_norm
         if program.zero:
-            found["resumed"] = resume(partial(make, make_optimizer=make_adamw), folder, batch)
+            results["resumed"] = resume(partial(make, make_optimizer=make_adamw), folder, batch)
         transport.shut_down()
-    return found
+    return results
 
 
 def iterate_gradients(executor: Executor) -> Iterator[tuple[str, int, Tensor]]:
@@ -185,32 +190,32 @@ def iterate_gradients(executor: Executor) -> Iterator[tuple[str, int, Tensor]]:
 
 def resume(make: Callable[[], Executor], folder: str, batch: tuple[Tensor, Tensor]) -> Any:
     """Return the losses of the steps after the step that a single process has saved."""
-    losses, before, again = [], make(), make()
+    losses, before, resumed = [], make(), make()
     load(before, folder, step=1, name_map=keep_name)
     losses.append(before.step(*batch, 1 / 32))
     save(before, f"{folder}/ranks", step=2, name_map=keep_name)
-    load(again, f"{folder}/ranks", step=2, name_map=keep_name)
-    losses += [executor.step(*batch, 1 / 32) for executor in (before, again)]
-    for stage, other in zip(before.stages.values(), again.stages.values(), strict=True):
+    load(resumed, f"{folder}/ranks", step=2, name_map=keep_name)
+    losses += [executor.step(*batch, 1 / 32) for executor in (before, resumed)]
+    for stage, other in zip(before.stages.values(), resumed.stages.values(), strict=True):
         for p, q in zip(stage.module.parameters(), other.module.parameters(), strict=True):
             assert torch.equal(p, q)
     return losses
 
 
 @pytest.mark.parametrize("replicas", cases([2], [4]))
-def test_gradients_are_those_of_one_process(replicas: int, tmp_path: Path) -> None:
+def test_expert_parallel_gradients_equal_one_process(replicas: int, tmp_path: Path) -> None:
     expected, losses, calls = train_alone(replicas)
     assert 0 < len(calls) < replicas * MICROBATCHES * CONFIG.layers * CONFIG.experts
     assert max(float(gradient.abs().max()) for gradient in expected.values()) > 0.1
     norm = torch.stack([gradient.square().sum() for gradient in expected.values()]).sum().sqrt()
-    alone, stage = make_alone(replicas, tmp_path)
+    alone, stage = make_single_process(replicas, tmp_path)
     loads = Counter[str]()
     for name, tokens in calls:
         loads[name] += tokens
     for number, layer in stage.layers.items():
-        of_layer = [loads[f"layers.{number}.experts.{e}"] for e in range(CONFIG.experts)]
-        mean = sum(of_layer) / CONFIG.experts
-        signs = [(n < mean) - (n > mean) for n in of_layer]
+        layer_loads = [loads[f"layers.{number}.experts.{e}"] for e in range(CONFIG.experts)]
+        mean = sum(layer_loads) / CONFIG.experts
+        signs = [(n < mean) - (n > mean) for n in layer_loads]
         assert isinstance(layer, MoELayer) and layer.routing_bias is not None
         steps = [CONFIG.balance_rate * sign for sign in signs]
         assert layer.routing_bias.tolist() == pytest.approx(steps, rel=1e-6)
@@ -241,7 +246,7 @@ def test_gradients_are_those_of_one_process(replicas: int, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
-def test_a_routing_bias_steps_by_the_sign_of_its_excess(precision: str) -> None:
+def test_routing_bias_steps_by_sign_of_load(precision: str) -> None:
     placement: Any = {"device": "cpu", "dtype": getattr(torch, precision)}
     bias, weight = make_routing_bias(3, 0.5, placement), nn.Parameter(torch.ones(2, 2, **placement))
     (make_load_term(bias, torch.tensor([5, 1, 0])) / 1e6).backward()  # a million tokens
@@ -249,7 +254,7 @@ def test_a_routing_bias_steps_by_the_sign_of_its_excess(precision: str) -> None:
     assert bias.tolist() == pytest.approx([-0.5, 0.5, 0.5], rel=1e-3) and weight.sum() == 4
 
 
-def test_optimizer_states_of_experts_have_fewer_shards() -> None:
+def test_optimizer_state_of_experts_has_fewer_shards() -> None:
     stage = build_stage(CONFIG, 0, 1, ep=2)
     states = measure_model_states(stage, 8.0, ShardSpec(4, 0, 1), range(4))
     experts = sum(p.numel() for p in stage.parameters() if is_expert(p))
@@ -257,7 +262,7 @@ def test_optimizer_states_of_experts_have_fewer_shards() -> None:
     assert states.optimizer / 4 == pytest.approx(8 * (experts / 2 + others / 4), rel=0.01)
 
 
-def test_a_layer_adds_the_outputs_of_its_experts() -> None:
+def test_layer_adds_gated_outputs_of_its_experts() -> None:
     stage = build_stage(CONFIG, 0, 1, dtype=torch.float64)
     assert CONFIG.num_parameters == sum(p.numel() for p in stage.parameters())
     (layer,) = get_layers(stage, "0")
@@ -271,30 +276,32 @@ def test_a_layer_adds_the_outputs_of_its_experts() -> None:
     expected = stream + layer.shared_experts(normed)
     chosen_counts = torch.zeros(CONFIG.experts, dtype=torch.float64)
     probabilities = (normed @ layer.router.weight.T).softmax(-1)
-    for place in [(b, t) for b in range(2) for t in range(3)]:
-        best = probabilities[place].argsort(descending=True)[: CONFIG.active]
+    for position in [(b, t) for b in range(2) for t in range(3)]:
+        best = probabilities[position].argsort(descending=True)[: CONFIG.active]
         for e in best.tolist():
-            gate = probabilities[place][e] / probabilities[place][best].sum()
-            own = layer.experts[str(e)](normed[place].unsqueeze(0)).squeeze(0)
-            expected[place] = expected[place] + gate * own
+            gate = probabilities[position][e] / probabilities[position][best].sum()
+            expert_output = layer.experts[str(e)](normed[position].unsqueeze(0)).squeeze(0)
+            expected[position] = expected[position] + gate * expert_output
             chosen_counts[e] += 1
     share, mean = chosen_counts / chosen_counts.sum(), probabilities.flatten(0, 1).mean(0)
     balance = aux + CONFIG.aux_loss * 6 * CONFIG.experts * (share * mean).sum()
     assert counts.tolist() == chosen_counts.tolist() and 0 in counts
     torch.testing.assert_close(output, expected, rtol=1e-12, atol=1e-12)
     torch.testing.assert_close(total, balance, rtol=1e-12, atol=0)
-    own = torch.autograd.grad(output.square().sum() + total.sum(), [x, aux, layer.router.weight])
-    other = torch.autograd.grad(
+    gradients = torch.autograd.grad(
+        output.square().sum() + total.sum(), [x, aux, layer.router.weight]
+    )
+    expected_gradients = torch.autograd.grad(
         expected.square().sum() + balance.sum(), [x, aux, layer.router.weight]
     )
-    torch.testing.assert_close(own, other, rtol=1e-10, atol=1e-10)
+    torch.testing.assert_close(gradients, expected_gradients, rtol=1e-10, atol=1e-10)
     layer.eval()
     assert layer.route(x, aux)[-1] is aux
 
 
 def drop_expert_rank(stage: int, name: str) -> str:
     """Return the same names for the experts of both ranks."""
-    return re.sub(r"experts\.(\d)", lambda found: f"experts.{int(found[1]) % 4}", name)
+    return re.sub(r"experts\.(\d)", lambda match: f"experts.{int(match[1]) % 4}", name)
 
 
 def add_buffers(stage: MoEStage) -> None:
@@ -303,33 +310,37 @@ def add_buffers(stage: MoEStage) -> None:
             expert.register_buffer("sums", torch.zeros(1))
 
 
-def overflow(rank: int) -> list[tuple[str, ...]]:
-    """Return the errors of a step with too many tokens, and of arguments that do not fit."""
+def read_errors(rank: int) -> list[tuple[str, ...]]:
+    """Return the errors of a step with too many tokens, and of wrong arguments."""
     config = replace(CONFIG, layers=2, capacity_factor=1.25, shared_experts=0)
-    how: dict[str, Any] = {"dp": EP, "ep": EP, "stage_segments": "dcdc"}
-    how |= {"progress_model": "per_edge", "blocking_hosts": True}
-    program = compile("one_f_one_b", ranks=1, microbatches=MICROBATCHES, **how)
+    options: dict[str, Any] = {"dp": EP, "ep": EP, "stage_segments": "dcdc"}
+    options |= {"progress_model": "per_edge", "blocking_hosts": True}
+    program = compile("one_f_one_b", ranks=1, microbatches=MICROBATCHES, **options)
     transport = GlooTransport(program)
     stage = build_stage(config, 0, 1, ep=EP, ep_rank=rank)
     stream = Boundary((SAMPLES, CONFIG.context, CONFIG.hidden))
     boundaries: dict[int, Any] = build_boundaries(config, [5], stream, EP)
 
-    def make(program: Program, boundary: Any, **other: Any) -> Executor:
-        other = {"prepare": skew_routing, "boundary": boundary, "cfg": config} | other
-        return moe_executor(program, transport, samples=SAMPLES, **other)
+    def make(program: Program, boundary: Any, **changes: Any) -> Executor:
+        changes = {"prepare": skew_routing, "boundary": boundary, "cfg": config} | changes
+        return moe_executor(program, transport, samples=SAMPLES, **changes)
 
     executor = make(program, boundaries)
-    sharded = compile("one_f_one_b", ranks=1, microbatches=MICROBATCHES, zero=2, **how)
+    sharded = compile("one_f_one_b", ranks=1, microbatches=MICROBATCHES, zero=2, **options)
     unsplit = compile("one_f_one_b", ranks=1, microbatches=MICROBATCHES, dp=EP, ep=EP)
-    sent, _, *rest = boundaries[0]
+    sent, _, *other_boundaries = boundaries[0]
     attempts: list[Callable[[], object]] = [
         lambda: save(executor, "unused", step=0, name_map=drop_expert_rank),
         lambda: save(make(program, boundaries, prepare=add_buffers), "unused", step=0),
         lambda: executor.step(*draw_batch(rank)),
         lambda: make(program, boundaries, cfg=replace(config, expert_hidden=12 + 4 * rank)),
         lambda: make(sharded, boundaries),
-        lambda: make(program, boundaries | {0: (sent, Boundary((CONFIG.experts,)), *rest)}),
-        lambda: make(program, boundaries | {0: (sent, Boundary((3,), torch.int64), *rest)}),
+        lambda: make(
+            program, boundaries | {0: (sent, Boundary((CONFIG.experts,)), *other_boundaries)}
+        ),
+        lambda: make(
+            program, boundaries | {0: (sent, Boundary((3,), torch.int64), *other_boundaries)}
+        ),
         lambda: stage(draw_batch(rank)[0][0]),
         lambda: make(program, boundaries, experts=(0, 1)),
         lambda: make(program, boundaries, experts=(1 - rank, 2)),
@@ -345,10 +356,10 @@ def overflow(rank: int) -> list[tuple[str, ...]]:
     return errors
 
 
-def test_too_many_tokens_are_one_error_on_all_ranks() -> None:
-    first, second = run(overflow, EP)
+def test_too_many_tokens_raise_same_error_on_all_ranks() -> None:
+    first, second = run(read_errors, EP)
     names, buffers, step, width, zero, dtype, number, *others = first
-    stage, whole, swapped, unsplit, alone = others
+    stage, unsplit_stage, swapped, unsplit, alone = others
     assert first[:8] == second[:8] and unsplit == second[10]
     # 2 samples of 5 tokens from 2 replicas, with 2 experts each.
     assert step == (
@@ -360,6 +371,6 @@ def test_too_many_tokens_are_one_error_on_all_ranks() -> None:
     assert "zero=2" in zero[0] and "segments" in stage[0]
     assert "experts 1 of 2 in process 1" in names[0] and "experts.4.sums" in buffers[0]
     assert "number of rows of each expert" in dtype[0] and "[3]" in number[0]
-    assert "slice 0 of 1" in whole[0] and "slice 1 of 2" in swapped[0]
-    assert "has slice 0 of 2" in whole[0] and "has slice 1 of 2" in second[8][0]
+    assert "slice 0 of 1" in unsplit_stage[0] and "slice 1 of 2" in swapped[0]
+    assert "has slice 0 of 2" in unsplit_stage[0] and "has slice 1 of 2" in second[8][0]
     assert "no dispatch" in unsplit[0] and "the other experts are missing" in alone[0]

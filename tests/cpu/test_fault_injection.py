@@ -1,8 +1,8 @@
-"""Tests of faulty processes in a run: the right process is blamed, whichever notices first.
+"""Tests of runs with a faulty process: the report names this process.
 
-Processes are forked from one that has torch loaded, and find each other as under torchrun.
-`test_train_termination.py` tests the launchers themselves. A fault takes seconds, mostly of
-waiting, so only a few are tested, and all with ALL_CASES=1, as in `make campaign`.
+Processes are forked from one that has loaded torch, and connect as under torchrun.
+`test_train_termination.py` tests the launchers. A fault takes seconds of waiting, so only a few
+faults are tested by default. ALL_CASES=1 tests all of them, as in `make campaign`.
 """
 
 from __future__ import annotations
@@ -24,16 +24,18 @@ from tests.cpu.gloo_processes import CONTEXT
 from tests.cpu.process_faults import goes_wrong
 from tests.cpu.train_command import LIMIT
 
-What = tuple[
+Fault = tuple[
     int, str, str, int
 ]  # the process, its fault, the place, and the number of calls before
 SHAPES = {"pp4": (4, 1), "pp2tp2": (2, 2)}
-STUCK = ("stop", "sleep", "spin")  # found only after the timeout
+HANG_FAULTS = ("stop", "sleep", "spin")  # reported only after the timeout
 
 
-def faulty(rank: int, config: str, sets: list[str], port: int, what: What, together: Any) -> None:
-    """Run one process as torchrun would start it, with a fault if it is the faulty one."""
-    process, kind, where, number = what
+def run_process(
+    rank: int, config: str, sets: list[str], port: int, fault: Fault, barrier: Any
+) -> None:
+    """Run one process as torchrun would start it. The faulty process gets its fault."""
+    process, kind, where, number = fault
     os.environ |= {
         "RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "4",
         "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(port),
@@ -42,13 +44,13 @@ def faulty(rank: int, config: str, sets: list[str], port: int, what: What, toget
     if rank == process:
         goes_wrong(kind, where, number)
     assert trainer and process_world  # loaded first, which takes long
-    with open(Path(config).parent / f"said-{rank}", "w") as said:
-        os.dup2(said.fileno(), 2)
-    together.wait()  # until all processes have loaded the modules
+    with open(Path(config).parent / f"said-{rank}", "w") as log:
+        os.dup2(log.fileno(), 2)
+    barrier.wait()  # until all processes have loaded the modules
     train(config, sets)
 
 
-def everything(folder: Path) -> str:
+def read_output(folder: Path) -> str:
     """Return the output of all processes, without the lines of torch."""
     lines = [line for path in folder.glob("said-*") for line in path.read_text().splitlines(True)]
     return "".join(line for line in lines if not line.startswith("["))
@@ -79,49 +81,51 @@ FAULTS = [
 ]  # fmt: skip
 
 
-# A process that dies, stops, fails or sleeps within a step, between steps or in set-up, on both
-# shapes and over both transports.
+# The processes die, stop, fail or sleep, in a step, between steps or in set-up. Both shapes and
+# both transports occur.
 SAMPLE = (0, 1, 5, 15, 20, 30)
 TRIED = cases([FAULTS[k] for k in SAMPLE], [f for k, f in enumerate(FAULTS) if k not in SAMPLE])
 
 
 @pytest.mark.parametrize(
     ("shape", "transport", "process", "kind", "where", "number"), TRIED,
-    ids=["-".join(map(str, each)) for each in TRIED],
+    ids=["-".join(map(str, case)) for case in TRIED],
 )  # fmt: skip
-def test_the_process_is_blamed_that_had_the_fault(
+def test_report_names_faulty_process(
     config: str, tmp_path: Path, shape: str, transport: str, process: int, kind: str, where: str,
     number: int,
 ) -> None:  # fmt: skip
     ranks, tp = SHAPES[shape]
     sets = [f"pipeline.ranks={ranks}", f"pipeline.tp={tp}", "pipeline.stages_per_rank=1",
             f"train.transport={transport}", "train.steps=100000", "train.log_every=100000",
-            f"train.timeout={8 if kind in STUCK else 60}",
+            f"train.timeout={8 if kind in HANG_FAULTS else 60}",
             f"output.dir={str(tmp_path / 'out')!r}",
             "output.record=false", "pipeline.schedule=one_f_one_b"]  # fmt: skip
     store = TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
-    what = process, kind, where, number
-    given = config, sets, store.port, what, CONTEXT.Barrier(4)
-    processes = [CONTEXT.Process(target=faulty, args=(rank, *given)) for rank in range(4)]
-    over = time.monotonic() + LIMIT
+    fault = process, kind, where, number
+    arguments = config, sets, store.port, fault, CONTEXT.Barrier(4)
+    processes = [CONTEXT.Process(target=run_process, args=(rank, *arguments)) for rank in range(4)]
+    deadline = time.monotonic() + LIMIT
     try:
-        for one in processes:
-            one.start()
+        for process_handle in processes:
+            process_handle.start()
         # The first process to end reports the cause, or others do, at once or after the timeout.
-        while time.monotonic() < over and not (said := everything(tmp_path)).endswith("\n"):
+        while time.monotonic() < deadline and not (output := read_output(tmp_path)).endswith("\n"):
             time.sleep(0.05)
-        processes[process].join(over - time.monotonic())
+        processes[process].join(deadline - time.monotonic())
     finally:
-        for one in processes:
-            one.kill()
-            one.join()
-    slice_ = f", tp {process % tp}" * (tp > 1)
-    name = f"process {process} (pipeline rank {process // tp}{slice_})"
-    assert name in said.partition("\n")[0], said
+        for process_handle in processes:
+            process_handle.kill()
+            process_handle.join()
+    tp_text = f", tp {process % tp}" * (tp > 1)
+    name = f"process {process} (pipeline rank {process // tp}{tp_text})"
+    assert name in output.partition("\n")[0], output
     box = read_black_box(tmp_path / "out" / BLACK_BOX_DIRECTORY / str(process))
     assert box is not None and box.state == "gone"
     # Stages and the loss also run once in set-up.
-    assert "in set-up" in said or "of step " in said or "in step " in said or " F " in said, said
+    assert (
+        "in set-up" in output or "of step " in output or "in step " in output or " F " in output
+    ), output
     if where in ("inside", "loss") and number > 2:
-        assert " F " in said, said
-    assert ".cc:" not in said
+        assert " F " in output, output
+    assert ".cc:" not in output

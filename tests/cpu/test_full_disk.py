@@ -26,26 +26,28 @@ from tests.cpu.train_command import ALONE, ROOT
 from tests.file_size_limit import small_files
 
 FULL = Path("/dev/full")
-needs_full = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
+needs_full_device = pytest.mark.skipif(not FULL.exists(), reason="no /dev/full here")
 
 
-def run_of(width: int) -> InProcessExecutor:
+def make_ranks(width: int) -> InProcessExecutor:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2), checkpoint_snapshots=True)
-    how: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (5, width)}
+    options: dict[str, Any] = {"loss": nn.functional.mse_loss, "boundary": (5, width)}
     stages = [nn.Linear(width, width) for _ in range(2)]
-    return InProcessExecutor(program, stages, optimizer=partial(torch.optim.AdamW, lr=1e-2), **how)
+    return InProcessExecutor(
+        program, stages, optimizer=partial(torch.optim.AdamW, lr=1e-2), **options
+    )
 
 
-@needs_full
+@needs_full_device
 @pytest.mark.parametrize(
     "width", [4, 512]
 )  # a small file is written at its close, and a large one at once
-def test_a_checkpoint_says_what_it_needs(
+def test_full_disk_error_of_save_states_sizes(
     width: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(dcp_storage, "Path", lambda _: FULL)
     with pytest.raises(CheckpointError) as caught:
-        save(run_of(width), tmp_path, step=3)
+        save(make_ranks(width), tmp_path, step=3)
     fact = f"cannot save step 3 to {tmp_path}: the disk is full (No space left on device): "
     assert caught.value.fact.startswith(f"{fact}this process writes ")
     assert caught.value.fact.endswith(" were free") and caught.value.step == 3
@@ -53,8 +55,8 @@ def test_a_checkpoint_says_what_it_needs(
     assert os.listdir(tmp_path) == [LOCK_FILE]
 
 
-def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
-    run = run_of(512)
+def test_save_beyond_file_size_limit_leaves_no_files(tmp_path: Path) -> None:
+    run = make_ranks(512)
     with small_files(100_000), pytest.raises(CheckpointError) as caught:
         save(run, tmp_path, step=3)
     assert caught.value.fact == f"cannot save step 3 to {tmp_path}: File too large"
@@ -62,8 +64,8 @@ def test_a_file_that_may_not_grow(tmp_path: Path) -> None:
     assert save(run, tmp_path, step=3).name == "step-00000003"
 
 
-def test_a_checkpoint_beside_steps(tmp_path: Path) -> None:
-    run, x = run_of(512), torch.ones(2, 5, 512)
+def test_background_save_beyond_file_size_limit_leaves_no_files(tmp_path: Path) -> None:
+    run, x = make_ranks(512), torch.ones(2, 5, 512)
     saver = Saver(run, tmp_path)
     run.step(x, x)
     saver.schedule_save(1)
@@ -77,8 +79,8 @@ def test_a_checkpoint_beside_steps(tmp_path: Path) -> None:
     )
 
 
-@needs_full
-def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
+@needs_full_device
+def test_failed_atomic_write_leaves_no_file(tmp_path: Path) -> None:
     target = tmp_path / "a.txt"
     with pytest.raises(UsageError) as caught, atomic_write(target):
         FULL.write_text("a")
@@ -88,7 +90,7 @@ def test_a_file_is_written_whole_or_not_at_all(tmp_path: Path) -> None:
     assert not os.listdir(tmp_path)
 
 
-def test_a_trial_of_writing_leaves_what_is_there(tmp_path: Path) -> None:
+def test_require_writable_changes_no_files(tmp_path: Path) -> None:
     require_writable(tmp_path / "a.txt")
     assert not os.listdir(tmp_path)
     (tmp_path / "a.txt").write_text("a")
@@ -114,7 +116,7 @@ COMMANDS = {
 
 
 @pytest.mark.parametrize("what", COMMANDS)
-def test_commands_leave_nothing(
+def test_failed_commands_leave_no_output_file(
     what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     from schedir.__main__ import main
@@ -128,10 +130,7 @@ def test_commands_leave_nothing(
     assert not os.listdir(tmp_path)
 
 
-# ---------------------------------------------------------------- a small real disk
-
-
-def disk(*command: str) -> list[str]:
+def run_with_small_disk(*command: str) -> list[str]:
     """Return a command line that runs a command with ./disk as a file system of 1 MB."""
     script = 'mount -t tmpfs -o size=1m tmpfs disk && exec "$@"'
     return ["unshare", "--user", "--map-root-user", "--mount", "sh", "-c", script, "sh", *command]
@@ -142,13 +141,15 @@ def small_disk(tmp_path: Path) -> Path:
     (tmp_path / "disk").mkdir()
     if shutil.which("unshare") is None:
         pytest.skip("no unshare here")
-    if subprocess.run(disk("true"), cwd=tmp_path, capture_output=True).returncode:
+    if subprocess.run(run_with_small_disk("true"), cwd=tmp_path, capture_output=True).returncode:
         pytest.skip("no file system can be mounted here")
     return tmp_path
 
 
 @pytest.mark.parametrize("where", ["checkpoint", "beside", "output"])
-def test_a_training_run_on_a_full_disk(where: str, config: str, small_disk: Path) -> None:
+def test_training_on_full_disk_ends_with_one_error(
+    where: str, config: str, small_disk: Path
+) -> None:
     """The first checkpoint needs more than 1 MB. For the output only a few bytes are free."""
     folders = {"checkpoint": "disk/saved", "folder": "out"}
     if where == "output":
@@ -164,14 +165,15 @@ def test_a_training_run_on_a_full_disk(where: str, config: str, small_disk: Path
     train = [sys.executable, "-m", "schedir", "train", config, *(f"--set={w}" for w in words)]
     fill = "head -c 1040000 /dev/zero > disk/fill; " * (where == "output")
     script = f'{fill} "$@"; code=$?; find disk; exit $code'
-    done = subprocess.run(
-        disk("sh", "-c", script, "sh", *train), cwd=small_disk, capture_output=True, text=True,
+    result = subprocess.run(
+        run_with_small_disk("sh", "-c", script, "sh", *train),
+        cwd=small_disk, capture_output=True, text=True,
         env=os.environ | {"PYTHONPATH": str(ROOT)}, timeout=100,
     )  # fmt: skip
-    assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
-    assert len(done.stderr.splitlines()) <= 2 and "the disk is full" in done.stderr
+    assert result.returncode == 2 and "Traceback" not in result.stderr, result.stderr
+    assert len(result.stderr.splitlines()) <= 2 and "the disk is full" in result.stderr
     if where == "output":
-        assert "cannot write disk/out/" in done.stderr
+        assert "cannot write disk/out/" in result.stderr
     else:
-        assert "cannot save step " in done.stderr and " to disk/saved: " in done.stderr
-        assert "step-" not in done.stdout.partition("disk\n")[2]
+        assert "cannot save step " in result.stderr and " to disk/saved: " in result.stderr
+        assert "step-" not in result.stdout.partition("disk\n")[2]

@@ -1,4 +1,4 @@
-"""Tests that the executor has the bits of the reference over Gloo, in real processes."""
+"""Tests that the executor over Gloo, between processes, is bitwise equal to the reference."""
 
 from __future__ import annotations
 
@@ -41,11 +41,9 @@ from tests.cpu.tiny_stages import (
 )
 from tests.pure.test_blocking_hosts import sends
 
-# ---------------------------------------------------------------- real processes
 
-
-def _one_rank(rank: int, schedule: Any, shape: PipelineShape, options: dict[str, Any]) -> Any:
-    """Run training steps in a process, and return gradients by stage, loss and coordinates."""
+def _train_rank(rank: int, schedule: Any, shape: PipelineShape, options: dict[str, Any]) -> Any:
+    """Run two steps on a rank, and return gradients by stage, loss and gradient norm."""
     program = compile(schedule, shape, progress_model="per_edge", tied_weights=True, **options)
     transport = GlooTransport(program)
     executor = gpt_executor(
@@ -53,7 +51,7 @@ def _one_rank(rank: int, schedule: Any, shape: PipelineShape, options: dict[str,
         transport,
         gradients=GradientOptions(max_norm=0.05 if program.clip_grad_norm else None),
     )
-    for _ in range(2):  # twice, since a step must leave no state behind
+    for _ in range(2):  # the first step must not change the second
         loss = executor.step(*own_batch(program, transport))
     timeline = gather_timeline(executor, transport)
     if timeline is not None:
@@ -64,41 +62,43 @@ def _one_rank(rank: int, schedule: Any, shape: PipelineShape, options: dict[str,
 
 def step_on_gloo(schedule: Any, shape: PipelineShape, **options: Any) -> list[Any]:
     world = shape.ranks * options.get("tp", 1) * options.get("dp", 1)
-    return run(_one_rank, world, schedule, shape, options)
+    return run(_train_rank, world, schedule, shape, options)
 
 
 @pytest.mark.parametrize(("schedule", "shape"), PLANS[:9])
-def test_gloo_gives_the_bits_of_the_reference(schedule: Any, shape: PipelineShape) -> None:
-    loss, right = expected(shape)
+def test_gloo_steps_equal_reference(schedule: Any, shape: PipelineShape) -> None:
+    loss, expected_gradients = expected(shape)
     results = step_on_gloo(schedule, shape)
-    got = {s: g for grads, _, _ in results for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(shape.stages)], right)
-    assert [torch.equal(l, loss) for _, l, _ in results if l is not None] == [True]
+    actual = {s: g for grads, _, _ in results for s, g in grads.items()}
+    assert same_bits([actual[s] for s in range(shape.stages)], expected_gradients)
+    assert [
+        torch.equal(rank_loss, loss) for _, rank_loss, _ in results if rank_loss is not None
+    ] == [True]
 
 
-def close(one: Tensor, other: Tensor, tolerance: float) -> bool:
-    return float((one - other).norm()) <= tolerance * float(other.norm())
+def tensors_close(first: Tensor, second: Tensor, tolerance: float) -> bool:
+    return float((first - second).norm()) <= tolerance * float(second.norm())
 
 
-def test_tensor_parallel_schedules_have_the_same_bits_and_are_close_to_one_rank() -> None:
+def test_tensor_parallel_schedules_are_equal_and_near_one_rank() -> None:
     shape = PipelineShape(2, 4)
-    _, right = expected(shape)
+    _, expected_gradients = expected(shape)
     results = {s.__name__: step_on_gloo(s, shape, tp=2) for s in (gpipe, one_f_one_b, zb)}
     first = results["gpipe"]
-    for other in results.values():
-        for (grads, _, _), (same, _, _) in zip(first, other, strict=True):
-            assert same_bits(list(grads.values()), list(same.values()))
+    for results_of_other in results.values():
+        for (grads, _, _), (other_grads, _, _) in zip(first, results_of_other, strict=True):
+            assert same_bits(list(grads.values()), list(other_grads.values()))
     cfg = config(shape.stages)
     for stage in range(shape.stages):
         shards = [first[stage * 2 + t][0][stage] for t in range(2)]
         module = gpt.build_stage(cfg, stage, shape.stages)
         for name, parameter in module.named_parameters():
-            whole = _joined([s[name] for s in shards], parameter)
-            assert close(whole, right[stage][name], 1e-5), name
+            gradient = _join_shards([s[name] for s in shards], parameter)
+            assert tensors_close(gradient, expected_gradients[stage][name], 1e-5), name
 
 
-def _joined(shards: list[Tensor], parameter: Tensor) -> Tensor:
-    """Return a gradient from its shards, which are cut in their shorter dimension, or whole."""
+def _join_shards(shards: list[Tensor], parameter: Tensor) -> Tensor:
+    """Join shards of a gradient along their shorter dimension, or return one of equal copies."""
     if shards[0].shape == parameter.shape:
         assert torch.equal(shards[0], shards[1])
         return shards[0]
@@ -106,21 +106,21 @@ def _joined(shards: list[Tensor], parameter: Tensor) -> Tensor:
     return torch.cat(shards, dim).narrow(dim, 0, parameter.shape[dim])
 
 
-def _share(whole: Tensor, like: Tensor, rank: int) -> Tensor:
-    """Return a tensor-parallel rank's slice of a gradient without padding."""
-    for dim, (all_of_it, own) in enumerate(zip(whole.shape, like.shape, strict=True)):
-        if all_of_it != own:
-            return whole.narrow(dim, rank * own, own)
-    return whole
+def _take_shard(gradient: Tensor, like: Tensor, rank: int) -> Tensor:
+    """Return the shard of a tensor-parallel rank of a gradient without padding."""
+    for dim, (full_size, shard_size) in enumerate(zip(gradient.shape, like.shape, strict=True)):
+        if full_size != shard_size:
+            return gradient.narrow(dim, rank * shard_size, shard_size)
+    return gradient
 
 
-def test_data_parallel_equals_one_replica() -> None:
-    loss, right = expected(PipelineShape(2, 4))
+def test_data_parallel_gradients_equal_one_replica() -> None:
+    loss, expected_gradients = expected(PipelineShape(2, 4))
     results = step_on_gloo(one_f_one_b, PipelineShape(2, 2), dp=2)
     for grads, _, _ in results:
-        for stage, got in grads.items():
-            assert all(close(got[n], right[stage][n], 1e-6) for n in got)
-    losses = [l for _, l, _ in results if l is not None]
+        for stage, actual in grads.items():
+            assert all(tensors_close(actual[n], expected_gradients[stage][n], 1e-6) for n in actual)
+    losses = [rank_loss for _, rank_loss, _ in results if rank_loss is not None]
     assert float(sum(losses)) == pytest.approx(float(loss), rel=1e-6)
 
 
@@ -128,53 +128,55 @@ def test_data_parallel_equals_one_replica() -> None:
     ("ranks", "options"),
     [(2, {}), (2, {"tp": 2}), (2, {"dp": 2}), (1, {"tp": 2, "dp": 2})],
 )
-def test_clipping_counts_every_parameter_once(ranks: int, options: dict[str, int]) -> None:
+def test_clipping_norm_counts_every_parameter_once(ranks: int, options: dict[str, int]) -> None:
     """The norm counts a tied weight once, and the replicas of a weight once."""
     shape = PipelineShape(ranks, 2, 2 // ranks)
-    _, right = expected(PipelineShape(2, 2 * options.get("dp", 1)))
-    unique = [g for s, grads in enumerate(right) for n, g in grads.items()
+    _, expected_gradients = expected(PipelineShape(2, 2 * options.get("dp", 1)))
+    unique = [g for s, grads in enumerate(expected_gradients) for n, g in grads.items()
               if not (s == 1 and g.shape == (32, HIDDEN))]  # fmt: skip
     norm = torch.sqrt(sum((g.double().square().sum() for g in unique), torch.zeros(())))
     results = step_on_gloo(interleaved, shape, clip_grad_norm=True, **options)
-    for rank, (grads, _, got) in enumerate(results):
-        assert got == pytest.approx(float(norm), rel=1e-5)
-        for stage, mine in grads.items():
-            for name, g in mine.items():
-                whole = _share(right[stage][name] * (0.05 / norm), g, rank % options.get("tp", 1))
-                assert close(g, whole, 1e-4), name
+    for rank, (grads, _, actual_norm) in enumerate(results):
+        assert actual_norm == pytest.approx(float(norm), rel=1e-5)
+        for stage, stage_gradients in grads.items():
+            for name, g in stage_gradients.items():
+                expected_shard = _take_shard(
+                    expected_gradients[stage][name] * (0.05 / norm), g, rank % options.get("tp", 1)
+                )
+                assert tensors_close(g, expected_shard, 1e-4), name
 
 
-def test_gloo_gives_what_its_model_promises() -> None:
-    """A program that only `per_edge` finishes runs, since lanes between two ranks are separate."""
+def test_gloo_runs_programs_that_need_separate_queues() -> None:
+    """The program deadlocks with `per_pair`, and finishes with `per_edge`."""
     shape = PipelineShape(2, 3, 2)
     program = compile(interleaved, shape, tied_weights=True)
-    found = None
+    reordered = None
     for rank, stream in enumerate(program.streams):
         receives = [k for k, i in enumerate(stream) if i.op in RECV_OPS]
-        for k, late in pairwise(receives):
-            if stream[k].op == stream[late].op:
+        for k, next_receive in pairwise(receives):
+            if stream[k].op == stream[next_receive].op:
                 continue
             # Post it before a receive of the other lane, whose message is sent earlier.
-            words = np.insert(np.delete(stream.words, late), k, stream.words[late])
+            words = np.insert(np.delete(stream.words, next_receive), k, stream.words[next_receive])
             streams = [*program.streams]
             streams[rank] = Stream(words)
-            other = replace(program, streams=tuple(streams))
-            if _finishes(other, "per_edge") and not _finishes(other, "per_pair"):
-                found = other
-    assert found is not None
-    _, right = expected(shape)
-    results = run(_run_program, 2, found)
-    got = {s: g for grads in results for s, g in grads.items()}
-    assert same_bits([got[s] for s in range(shape.stages)], right)
+            candidate = replace(program, streams=tuple(streams))
+            if _passes_check(candidate, "per_edge") and not _passes_check(candidate, "per_pair"):
+                reordered = candidate
+    assert reordered is not None
+    _, expected_gradients = expected(shape)
+    results = run(_run_program, 2, reordered)
+    actual = {s: g for grads in results for s, g in grads.items()}
+    assert same_bits([actual[s] for s in range(shape.stages)], expected_gradients)
 
 
-def test_a_program_on_which_hosts_would_wait_for_each_other_is_refused() -> None:
-    results = run(_refusal, 2, sends(late=True))
+def test_program_with_deadlocked_hosts_is_refused() -> None:
+    results = run(_read_refusal, 2, sends(late=True))
     assert all("host" in hint for hint in results)
-    assert run(_refusal, 2, sends(late=False)) == ["", ""]
+    assert run(_read_refusal, 2, sends(late=False)) == ["", ""]
 
 
-def _refusal(rank: int, program: Program) -> str:
+def _read_refusal(rank: int, program: Program) -> str:
     stages = {rank: torch.nn.Linear(HIDDEN, HIDDEN)}
     try:
         executor = Executor(
@@ -197,7 +199,7 @@ def _squares(y: Tensor, x: Tensor) -> Tensor:
     return (y - x).square().sum()
 
 
-def _finishes(program: Program, model: Any) -> bool:
+def _passes_check(program: Program, model: Any) -> bool:
     try:
         check(program, model)
     except DeadlockError:
@@ -213,11 +215,8 @@ def _run_program(rank: int, program: Program) -> dict[int, dict[str, Tensor]]:
     return {s: gradients([m])[0] for s, m in stages.items()}
 
 
-# ---------------------------------------------------------------- failures
-
-
-class Greedy(nn.Module):
-    """Requests more memory than the address space in its second microbatch."""
+class OutOfMemoryStage(nn.Module):
+    """Allocates more memory than the address space in its second microbatch."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -230,9 +229,9 @@ class Greedy(nn.Module):
         return x * self.weight
 
 
-def _greedy(rank: int) -> None:
+def _run_out_of_memory(rank: int) -> None:
     program = compile(one_f_one_b, PipelineShape(2, 4), progress_model="per_edge")
-    stage = Greedy() if rank else nn.Linear(HIDDEN, HIDDEN)
+    stage = OutOfMemoryStage() if rank else nn.Linear(HIDDEN, HIDDEN)
     executor = Executor(
         program,
         rank,
@@ -244,11 +243,11 @@ def _greedy(rank: int) -> None:
     executor.step(torch.ones(4, *BOUNDARY.shape), torch.ones(4))
 
 
-def test_out_of_memory_names_rank_and_instruction() -> None:
-    """The other processes, which wait for it, are ended too."""
+def test_out_of_memory_error_names_rank_and_instruction() -> None:
+    """The waiting processes end, too."""
     with pytest.raises(RankError) as error:
-        run(_greedy, 2, limit=60)
+        run(_run_out_of_memory, 2, limit=60)
     first = next(iter(error.value.tracebacks))
     assert first == 1
-    said = error.value.tracebacks[first].partition("schedir.errors.ExecutionError: ")[2]
-    assert "can't allocate memory" in said and "F 1.1" in said and "rank 1" in said
+    message = error.value.tracebacks[first].partition("schedir.errors.ExecutionError: ")[2]
+    assert "can't allocate memory" in message and "F 1.1" in message and "rank 1" in message

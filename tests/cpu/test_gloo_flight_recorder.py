@@ -1,4 +1,4 @@
-"""Tests of dumps that torch itself writes for real processes over Gloo."""
+"""Tests of hang reports from torch's own flight recorder dumps, over Gloo."""
 
 from __future__ import annotations
 
@@ -20,17 +20,19 @@ c10d: Any = torch._C._distributed_c10d
 if not hasattr(c10d, "_dump_fr_trace"):
     pytest.skip("this torch has no flight recorder", allow_module_level=True)
 
-LATE = 2
+LATE_RANK = 2
 
 
-def _stand(rank: int, folder: str) -> None:
-    """Run two all-reduces. One rank starts the second only when all have written dumps."""
+def _write_dumps_during_hang(rank: int, folder: str) -> None:
+    """Run two all-reduces. `LATE_RANK` starts the second one after all ranks have written dumps."""
     value = torch.zeros(4, 3)
     dist.all_reduce(value)
     while not pickle.loads(c10d._dump_fr_trace())["entries"][0]["retired"]:
-        time.sleep(0.01)  # a thread of Gloo records the end after the wait has ended
+        time.sleep(
+            0.01
+        )  # a thread of Gloo records the end of the all-reduce later than `wait` returns
     store = dist.distributed_c10d._get_default_store()
-    work = None if rank == LATE else dist.all_reduce(value, async_op=True)
+    work = None if rank == LATE_RANK else dist.all_reduce(value, async_op=True)
     store.set(f"stands {rank}", "")
     store.wait([f"stands {other}" for other in range(3)])
     Path(folder, "pickles", f"nccl_trace_rank_{rank}").write_bytes(c10d._dump_fr_trace())
@@ -43,22 +45,30 @@ def _stand(rank: int, folder: str) -> None:
         work.wait()
 
 
-def test_the_rank_that_does_not_come_is_found(tmp_path: Path) -> None:
+def test_rank_that_does_not_join_is_cause(tmp_path: Path) -> None:
     for form in ("pickles", "json"):
         (tmp_path / form).mkdir()
-    run_fresh(_stand, 3, str(tmp_path))
+    run_fresh(_write_dumps_during_hang, 3, str(tmp_path))
     for form in ("pickles", "json"):
         job = DistributedJob(read_dumps([str(tmp_path / form)])[0])
-        assert job.root_ranks == (LATE,) and not job.cycle and not job.ranks_without_dump
+        assert job.root_ranks == (LATE_RANK,) and not job.cycle and not job.ranks_without_dump
         assert {str(s.current_op) for s in job.dumps.values()} == {
             "all_reduce 2 of default_pg",
             "None",
         }
-        late = job.dumps[LATE]
-        assert (str(late.last_ended_op), late.current_op) == ("all_reduce 1 of default_pg", None)
-        waits = {wait for own in job.waits.values() for wait in own if wait.awaited_rank == LATE}
+        late_dump = job.dumps[LATE_RANK]
+        assert (str(late_dump.last_ended_op), late_dump.current_op) == (
+            "all_reduce 1 of default_pg",
+            None,
+        )
+        waits = {
+            wait
+            for rank_waits in job.waits.values()
+            for wait in rank_waits
+            if wait.awaited_rank == LATE_RANK
+        }
         assert {wait.reason for wait in waits} == {WaitReason.NOT_ISSUED}
-        assert any(f"rank {LATE} is the cause" in line for line in describe_job(job))
+        assert any(f"rank {LATE_RANK} is the cause" in line for line in describe_job(job))
     # Pickles also contain the position in the code.
-    found, _ = read_dumps([str(tmp_path / "pickles")])
-    assert "test_gloo_flight_recorder.py:" in found[0].ops[-1].source_line
+    dumps, _ = read_dumps([str(tmp_path / "pickles")])
+    assert "test_gloo_flight_recorder.py:" in dumps[0].ops[-1].source_line

@@ -1,4 +1,4 @@
-"""Tests of the helper that runs ranks, and of its errors."""
+"""Tests of the test helper that runs a function on several ranks, and of its errors."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ from tests.cpu.gloo_processes import CONTEXT, RankError, run, run_fresh
 from tests.cpu.train_command import wait_until
 
 
-def add_up(rank: int, start: torch.Tensor) -> torch.Tensor:
+def sum_over_ranks(rank: int, start: torch.Tensor) -> torch.Tensor:
     x = start + rank
     dist.all_reduce(x)
     return x
@@ -49,42 +49,44 @@ def hang_on(rank: int, bad: int) -> None:
         time.sleep(1000)
 
 
-def test_results_come_by_rank() -> None:
-    sums = run(add_up, 3, torch.ones(2))
+def test_results_are_ordered_by_rank() -> None:
+    sums = run(sum_over_ranks, 3, torch.ones(2))
     assert [x.tolist() for x in sums] == [[6.0, 6.0]] * 3
 
 
 @pytest.mark.parametrize("how", [run, run_fresh])
-def test_a_failure_shows_its_traceback_first_and_ends_the_others(how: Any) -> None:
+def test_failure_shows_its_traceback_first_and_ends_other_ranks(how: Any) -> None:
     with pytest.raises(RankError) as error:
         how(fail_on, 3, 1)
     assert "the cause" in error.value.tracebacks[1]
     assert next(iter(error.value.tracebacks)) == 1
 
 
-def test_a_dead_rank_is_named() -> None:
+def test_dead_rank_is_reported() -> None:
     with pytest.raises(RankError) as error:
         run(die_on, 2, 0)
     assert "died" in error.value.tracebacks[0]
 
 
-def test_a_hang_shows_where() -> None:
-    run(add_up, 2, torch.ones(2))  # otherwise the limit would include the start of processes
+def test_hang_report_shows_stack() -> None:
+    run(
+        sum_over_ranks, 2, torch.ones(2)
+    )  # otherwise the limit would include the start of processes
     with pytest.raises(RankError) as error:
         run(hang_on, 2, 1, limit=4)
     assert "in hang_on" in error.value.tracebacks[1]
 
 
 @pytest.mark.parametrize(("limit", "shown"), [(3, "in hang_on"), (1, "did not end within 1 s")])
-def test_a_slow_start_counts(monkeypatch: pytest.MonkeyPatch, limit: int, shown: str) -> None:
-    """The stack is written before the limit, though the start has used a part of the time."""
+def test_limit_includes_slow_start(monkeypatch: pytest.MonkeyPatch, limit: int, shown: str) -> None:
+    """The stack is written before the limit, even if the start took a part of the time."""
     monkeypatch.setattr(local_processes, "set_up_child", lambda: time.sleep(2))
     with pytest.raises(RankError) as error:
         run_in(hang_on, 1, 0, context=multiprocessing.get_context("fork"), timeout=limit)
     assert error.value.hung_ranks == (0,) and shown in error.value.tracebacks[0]
 
 
-def change(rank: int, what: str) -> int:
+def change_process(rank: int, what: str) -> int:
     if what == "a function":
         torch.distributed.all_reduce = fail_on  # type: ignore[assignment]
     if what == "a method":
@@ -104,50 +106,50 @@ def change(rank: int, what: str) -> int:
     "what",
     ["", "a function", "a method", "a constant", "the environment", "a signal", "a thread"],
 )
-def test_processes_stay_for_the_next_call_unless_they_have_changed(what: str) -> None:
-    first = run(change, 2, what)
-    assert (run(change, 2, "") == first) == (what == "")
-    assert run(add_up, 1, torch.ones(1))[0] == 1
+def test_unchanged_processes_are_reused(what: str) -> None:
+    first = run(change_process, 2, what)
+    assert (run(change_process, 2, "") == first) == (what == "")
+    assert run(sum_over_ranks, 1, torch.ones(1))[0] == 1
 
 
-def draw(rank: int) -> float:
+def draw_random_number(rank: int) -> float:
     return float(torch.rand(()))
 
 
-def test_each_call_draws_the_same_and_a_fresh_process_is_another() -> None:
-    assert run(draw, 1) == run(draw, 1)
-    assert run_fresh(change, 1, "") != run(change, 1, "")
+def test_each_call_is_seeded_and_fresh_processes_are_new() -> None:
+    assert run(draw_random_number, 1) == run(draw_random_number, 1)
+    assert run_fresh(change_process, 1, "") != run(change_process, 1, "")
 
 
-def parent(folder: Path) -> None:
-    run_in(stand, 2, folder, context=multiprocessing.get_context("fork"))
+def run_parent(folder: Path) -> None:
+    run_in(block_rank, 2, folder, context=multiprocessing.get_context("fork"))
 
 
-def stand(rank: int, folder: Path) -> None:
+def block_rank(rank: int, folder: Path) -> None:
     (folder / str(os.getpid())).touch()
     if rank:
         dist.all_reduce(torch.zeros(1))
     time.sleep(1000)
 
 
-def test_ranks_end_with_the_process_that_runs_them(tmp_path: Path) -> None:
-    """This holds however the process ends, since nothing else would end the ranks."""
-    running = CONTEXT.Process(target=parent, args=(tmp_path,))
-    running.start()
+def test_ranks_end_when_their_parent_is_killed(tmp_path: Path) -> None:
+    """Nothing else would end the ranks."""
+    parent_process = CONTEXT.Process(target=run_parent, args=(tmp_path,))
+    parent_process.start()
     wait_until(lambda: len([*tmp_path.iterdir()]) == 2)
-    running.kill()
-    running.join()
+    parent_process.kill()
+    parent_process.join()
     ranks = [int(path.name) for path in tmp_path.iterdir()]
     wait_until(
         lambda: not any(read_process_state(rank, 0) in ("runs", "stopped") for rank in ranks)
     )
 
 
-def collect(rank: int) -> bool:
+def collect_garbage(rank: int) -> bool:
     return gc.collect() >= 0
 
 
-def test_a_fork_does_not_collect_what_its_parent_has_left(tmp_path: Path) -> None:
+def test_fork_does_not_collect_garbage_of_its_parent(tmp_path: Path) -> None:
     """Collecting a process group would end threads, which a fork does not have."""
     gc.collect()
     gc.disable()
@@ -158,7 +160,7 @@ def test_a_fork_does_not_collect_what_its_parent_has_left(tmp_path: Path) -> Non
         cycle.own = cycle
         del cycle, group
         assert (
-            run_in(collect, 2, context=multiprocessing.get_context("fork"), timeout=20)
+            run_in(collect_garbage, 2, context=multiprocessing.get_context("fork"), timeout=20)
             == [True] * 2
         )
     finally:

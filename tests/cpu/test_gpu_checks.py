@@ -1,4 +1,4 @@
-"""Tests of errors before a GPU is used, as far as a machine without one can test them."""
+"""Tests of the checks before a GPU is used. They need no GPU."""
 
 from __future__ import annotations
 
@@ -76,15 +76,15 @@ REFUSED: list[tuple[int, int, dict[str, str]]] = [
 ]
 
 
-def test_machines_that_are_refused() -> None:
-    said = []
+def test_unsuitable_machines_are_refused() -> None:
+    errors = []
     for processes, gpus, environ in REFUSED:
         with pytest.raises(UsageError) as error:
             require_gpus(processes, gpus, environ)
         assert error.value.hint
-        said.append(format_error(error.value))
+        errors.append(format_error(error.value))
     # Other tests cover a torch without CUDA.
-    assert "\n".join(said[1:]) + "\n" == (GOLDEN / "machines.txt").read_text()
+    assert "\n".join(errors[1:]) + "\n" == (GOLDEN / "machines.txt").read_text()
 
 
 @pytest.mark.parametrize(
@@ -98,11 +98,11 @@ def test_machines_that_are_refused() -> None:
         (4, 1, {HOST_ID_VARIABLE: "a", **SHARED_GPU_VARIABLES}),
     ],
 )
-def test_machines_that_will_do(processes: int, gpus: int, environ: dict[str, str]) -> None:
+def test_suitable_machines_are_accepted(processes: int, gpus: int, environ: dict[str, str]) -> None:
     require_gpus(processes, gpus, environ)
 
 
-def test_what_nccls_files_set_counts_as_a_variable(tmp_path: Path) -> None:
+def test_nccl_conf_file_counts_as_environment_variables(tmp_path: Path) -> None:
     file = tmp_path / ".nccl.conf"
     file.write_text("# NCCL_MIN_CTAS=32\nNCCL_DEBUG=WARN\nNCCL_COMM_SPLIT_SHARE_RESOURCES = 1\n")
     home = {"HOME": str(tmp_path)}
@@ -113,39 +113,43 @@ def test_what_nccls_files_set_counts_as_a_variable(tmp_path: Path) -> None:
     require_gpus(1, 1, home | {"NCCL_COMM_SPLIT_SHARE_RESOURCES": "0"})
 
 
-def test_what_is_set_by_whatever_name_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_default_variables_do_not_replace_set_ones(monkeypatch: pytest.MonkeyPatch) -> None:
     environ = {"PYTORCH_CUDA_ALLOC_CONF": "backend:native", "CUDA_DEVICE_MAX_CONNECTIONS": "16"}
     set_default_variables(environ)
     assert environ["PYTORCH_CUDA_ALLOC_CONF"] == "backend:native"
     assert "PYTORCH_ALLOC_CONF" not in environ
     assert environ["CUDA_DEVICE_MAX_CONNECTIONS"] == "16"
     assert environ["TORCH_FR_BUFFER_SIZE"] == "2000"
-    set_default_variables(bare := {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"})
-    assert bare["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
-    assert "TORCH_FR_BUFFER_SIZE" not in bare
+    set_default_variables(default_environ := {"TORCH_NCCL_TRACE_BUFFER_SIZE": "0"})
+    assert default_environ["PYTORCH_ALLOC_CONF"] == "expandable_segments:True"
+    assert "TORCH_FR_BUFFER_SIZE" not in default_environ
 
 
-def twins(store: Path, hosts: list[str], process: int) -> str:
-    meet = dist.FileStore(str(store), len(hosts))  # type: ignore[attr-defined]
+def check_gpu_of_process(store: Path, hosts: list[str], process: int) -> str:
+    file_store = dist.FileStore(str(store), len(hosts))  # type: ignore[attr-defined]
     try:
-        require_distinct_gpus(meet, process, len(hosts), "GPU-0", hosts[process])
+        require_distinct_gpus(file_store, process, len(hosts), "GPU-0", hosts[process])
     except ModelError as error:
         return error.fact
     return ""
 
 
-def test_processes_of_one_gpu_must_be_hosts_of_their_own(tmp_path: Path) -> None:
-    def said(name: str, hosts: list[str]) -> list[str]:
+def test_processes_on_one_gpu_need_different_host_ids(tmp_path: Path) -> None:
+    def check_all_processes(store_name: str, hosts: list[str]) -> list[str]:
         with ThreadPoolExecutor(len(hosts)) as pool:
-            return [*pool.map(partial(twins, tmp_path / name, hosts), range(len(hosts)))]
+            return [
+                *pool.map(
+                    partial(check_gpu_of_process, tmp_path / store_name, hosts), range(len(hosts))
+                )
+            ]
 
-    assert said("two", ["a", "b"]) == ["", ""]
-    for fact in said("three", ["a", "b", "a"]):
+    assert check_all_processes("two", ["a", "b"]) == ["", ""]
+    for fact in check_all_processes("three", ["a", "b", "a"]):
         assert "processes 0 and 2" in fact and "GPU-0" in fact
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_training_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
+def test_training_on_missing_gpu_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "train.toml"
     path.write_text('[train]\ndevice = "cuda"\n')
     folder = f"output.dir={tmp_path / 'out'}"
@@ -158,17 +162,17 @@ def test_training_on_a_gpu_that_is_not_there(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     "wrong", [{"device": "tpu"}, {"precision": "float8"}, {"transport": "pair"}]
 )
-def test_unknown_devices_and_the_like(wrong: dict[str, str]) -> None:
+def test_unknown_device_precision_and_transport_are_refused(wrong: dict[str, str]) -> None:
     with pytest.raises(UsageError) as error:
         TrainConfig(**wrong)  # type: ignore[arg-type]
     assert next(iter(wrong)) in error.value.fact
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_waits_behind_a_compute_is_refused_on_every_device(
+def test_deadlock_of_blocking_hosts_is_refused_on_every_device(
     device: Literal["cpu", "cuda"], tmp_path: Path
 ) -> None:
-    """`per_edge` allows the order, but blocking hosts do not, nor does torch over NCCL."""
+    """`per_edge` allows the order of the late send. Blocking hosts and torch over NCCL do not."""
     assert EdgeGroups.blocking_hosts and GroupedMessages.blocking_hosts
     path = tmp_path / "late.sched"
     path.write_text(to_text(sends(late=False)))
@@ -183,7 +187,7 @@ def test_what_waits_behind_a_compute_is_refused_on_every_device(
         train.build_program(run)
 
 
-def test_a_transport_names_its_model() -> None:
+def test_transport_sets_progress_model() -> None:
     assert TrainConfig(device="cuda", transport="nccl_grouped").progress_model == "per_device"
     assert TrainConfig().progress_model == "per_edge"
     with pytest.raises(UsageError):
@@ -191,50 +195,55 @@ def test_a_transport_names_its_model() -> None:
 
 
 @pytest.mark.parametrize("row", TRANSPORTS.values(), ids=lambda row: row.name)
-def test_a_row_says_of_a_transport_what_its_class_says(row: TransportRow) -> None:
-    found = load_object(row.class_path)
-    assert issubclass(found, ProcessTransport)
-    assert (found.progress_model, found.blocking_hosts) == (row.progress_model, row.blocking_hosts)
-    taken = inspect.signature(found).parameters
-    first, more = [*taken.values()][:4], [*taken.values()][4:]
-    assert [p.name for p in first] == ["program", "timeout", "device", "max_message_bytes"]
-    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in [*first[2:], *more])
+def test_transport_row_matches_its_class(row: TransportRow) -> None:
+    transport_class = load_object(row.class_path)
+    assert issubclass(transport_class, ProcessTransport)
+    assert (transport_class.progress_model, transport_class.blocking_hosts) == (
+        row.progress_model,
+        row.blocking_hosts,
+    )
+    parameters = inspect.signature(transport_class).parameters
+    positional, keyword_only = [*parameters.values()][:4], [*parameters.values()][4:]
+    assert [p.name for p in positional] == ["program", "timeout", "device", "max_message_bytes"]
+    assert all(p.kind is inspect.Parameter.KEYWORD_ONLY for p in [*positional[2:], *keyword_only])
     assert all(
-        p.default is not inspect.Parameter.empty for p in more
+        p.default is not inspect.Parameter.empty for p in keyword_only
     )  # the row's constructor needs no other arguments
     assert row.device in DEVICES
     for function in (DEVICES[row.device].require_path, DEVICES[row.device].initialise_path):
         assert callable(load_object(function))
 
 
-def test_the_transport_that_is_chosen() -> None:
-    own = compile(gpipe, PipelineShape(2, 2))
-    shares = compile(gpipe, PipelineShape(2, 2), buffer_sharing="minimal")
-    assert choose_transport("auto", "cpu", shares) is GlooTransport
+def test_choose_transport_returns_class() -> None:
+    plain = compile(gpipe, PipelineShape(2, 2))
+    shared_buffers = compile(gpipe, PipelineShape(2, 2), buffer_sharing="minimal")
+    assert choose_transport("auto", "cpu", shared_buffers) is GlooTransport
     assert (
-        choose_transport("shared_memory", "cpu", shares) is SharedMemoryTransport
+        choose_transport("shared_memory", "cpu", shared_buffers) is SharedMemoryTransport
     )  # its constructor refuses the program with a reason
-    assert choose_transport("gloo", "cpu", own) is GlooTransport
-    assert choose_transport("auto", "cuda", own) is NCCLEdge
-    assert choose_transport("nccl_grouped", "cuda", own) is NCCLGrouped
+    assert choose_transport("gloo", "cpu", plain) is GlooTransport
+    assert choose_transport("auto", "cuda", plain) is NCCLEdge
+    assert choose_transport("nccl_grouped", "cuda", plain) is NCCLGrouped
     models = {row.progress_model for row in list_transports("cuda")}
     assert models == {"per_edge"}  # the model that "auto" compiles for
 
 
-def test_what_needs_a_gpu_says_so() -> None:
+def test_nccl_transport_needs_gpu() -> None:
     program = compile(gpipe, PipelineShape(1, 1))
     with pytest.raises(ModelError):
         nccl_transport(program, torch.device("cpu"))
 
 
-def test_processes_meet_before_there_is_a_group(tmp_path: Path) -> None:
-    how = join_rendezvous(5.0, init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1)
-    assert (how.pop("rank"), how.pop("world_size")) == (0, 1)
-    store = how.pop("store")
+def test_join_rendezvous_returns_store_and_rank(tmp_path: Path) -> None:
+    arguments = join_rendezvous(
+        5.0, init_method=(tmp_path / "store").as_uri(), rank=0, world_size=1
+    )
+    assert (arguments.pop("rank"), arguments.pop("world_size")) == (0, 1)
+    store = arguments.pop("store")
     store.set("key", "value")
-    assert store.get("key") == b"value" and not how
-    given = join_rendezvous(5.0, store=store, rank=2, world_size=3)
-    assert given == {"store": store, "rank": 2, "world_size": 3}
+    assert store.get("key") == b"value" and not arguments
+    from_store = join_rendezvous(5.0, store=store, rank=2, world_size=3)
+    assert from_store == {"store": store, "rank": 2, "world_size": 3}
 
 
 class Options:
@@ -246,30 +255,30 @@ class Options:
 
 
 @pytest.fixture
-def told(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
-    """Return the list of arguments of `new_group` from a process that is alone in its world."""
-    found: list[dict[str, Any]] = []
+def group_options(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, Any]]:
+    """Return the list of the options of all calls of `new_group`, in a world of one process."""
+    calls: list[dict[str, Any]] = []
     if not dist.is_nccl_available():
         patch = SimpleNamespace(Options=Options)
         monkeypatch.setattr(dist, "ProcessGroupNCCL", patch, raising=False)
     monkeypatch.setattr(dist, "get_rank", lambda: 0)
 
     def new_group(row: list[int], **options: Any) -> Any:
-        found.append(options)
+        calls.append(options)
         return SimpleNamespace(group_name=c10d._process_group_name(row, use_hashed_name=True))
 
     monkeypatch.setattr(dist, "new_group", new_group)
-    return found
+    return calls
 
 
-def test_options_of_communicators(told: list[dict[str, Any]]) -> None:
-    """Communicators share no resources, and end a process later than schedir's own timeout."""
+def test_communicator_options(group_options: list[dict[str, Any]]) -> None:
+    """Communicators share no resources. Their timeout is longer than schedir's own timeout."""
     process_groups.make_group([[0]], 7.0, "cuda")
     process_groups.make_group([[0]], 7.0, "cuda", 8)
     process_groups.make_group([[0]], None, "cuda")
     process_groups.make_group([[0]], 7.0)
-    plain, edge, torchs, gloo = told
-    for over_nccl in (plain, edge, torchs):
+    plain, edge, without_timeout, gloo = group_options
+    for over_nccl in (plain, edge, without_timeout):
         options = over_nccl["pg_options"]
         assert over_nccl["backend"] == "nccl" and options.is_high_priority_stream
         assert options.config.split_share == 0
@@ -281,7 +290,7 @@ def test_options_of_communicators(told: list[dict[str, Any]]) -> None:
             == over_nccl["pg_options"]._timeout.total_seconds()
             > 60
         )
-    assert torchs["timeout"] is None
+    assert without_timeout["timeout"] is None
     assert gloo["timeout"].total_seconds() == 7 and "backend" not in gloo
 
 
@@ -289,12 +298,12 @@ def test_options_of_communicators(told: list[dict[str, Any]]) -> None:
     ("size", "most"),
     [(0, 4), (1, 2), (4 << 20, 2), ((4 << 20) + 1, 4), (4096 * 2048 * 2, 8), (1 << 30, 16)],
 )
-def test_multiprocessors_of_an_edge_by_the_bytes_of_its_messages(size: int, most: int) -> None:
+def test_max_ctas_of_edge_grow_with_its_message_bytes(size: int, most: int) -> None:
     assert process_groups.choose_max_ctas(size) == most
 
 
-def test_memory_of_the_host_is_not_a_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The host creates the model, while a GPU holds gradients, moments and activations."""
+def test_memory_check_counts_only_host_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The host has the weights. A GPU has gradients, moments and activations."""
     model = gpt_config.GPTConfig(256, 4, 512, 8, 2048)
     monkeypatch.setattr(
         "os.sysconf", lambda name: 1 if "SIZE" in name else 8 * model.num_parameters
@@ -306,16 +315,19 @@ def test_memory_of_the_host_is_not_a_gpus(monkeypatch: pytest.MonkeyPatch) -> No
         train.check_memory(run_config.Config(model, train=TrainConfig(device="cuda")), 3)
 
 
-def test_memory_that_replicas_share_is_not_asked_of_each(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The bytes per parameter are those of optimizer states, gradients and weights.
+def test_memory_check_counts_shards_of_replicas_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Optimizer states, gradients and weights have `bytes_each` bytes per parameter.
 
-    Weights are created whole. Activations and tokens are small.
+    Each replica creates the full weights. Activations and tokens are small.
     """
     model = gpt_config.GPTConfig(256, 4, 512, 8, 2)
     for zero, bytes_each in enumerate((16, 8 + 8 / 4, 4 + 12 / 4, 4)):
         pipeline = run_config.PipelineConfig(dp=4, **dict[str, Any](zero=zero))
-        for more, fits in ((1.01, True), (0.99, False)):
-            has = int(more * bytes_each * model.num_parameters)
-            monkeypatch.setattr("os.sysconf", lambda name, has=has: 1 if "SIZE" in name else has)
+        for factor, fits in ((1.01, True), (0.99, False)):
+            host_bytes = int(factor * bytes_each * model.num_parameters)
+            monkeypatch.setattr(
+                "os.sysconf",
+                lambda name, host_bytes=host_bytes: 1 if "SIZE" in name else host_bytes,
+            )
             with nullcontext() if fits else pytest.raises(UsageError):
                 train.check_memory(run_config.Config(model, pipeline), 1)

@@ -1,4 +1,4 @@
-"""Tests of the command that runs all GPU steps: it ends, whatever its steps do."""
+"""Tests of the command that runs all GPU steps, also if steps fail or hang."""
 
 from __future__ import annotations
 
@@ -31,23 +31,23 @@ HANGS = Step("hangs", "", 5, ["-c", """if True:
 
 
 @pytest.fixture(autouse=True)
-def cuda(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
-    """Replace the steps by some for a machine with a GPU."""
+def _replace_steps(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+    """Replace the steps, which need a GPU."""
     monkeypatch.setattr(gpu_run, "STEPS", (GOOD, BAD, MEASURES, HANGS))
     yield
 
 
-def files(folder: Path) -> list[str]:
+def list_files(folder: Path) -> list[str]:
     return sorted(path.name for path in folder.iterdir())
 
 
-def rows(folder: Path) -> list[list[str]]:
+def read_rows(folder: Path) -> list[list[str]]:
     lines = (folder / "README.md").read_text().splitlines()
     return [[cell.strip() for cell in line.split("|")[1:-1]] for line in lines if "|" in line]
 
 
-def ends(pid: int) -> bool:
-    """Return whether a process ends within 10 seconds, since a killed one may need a moment."""
+def wait_for_exit(pid: int) -> bool:
+    """Return whether a process ends within 10 seconds. A killed process may need a moment."""
     stat, limit = Path(f"/proc/{pid}/stat"), time.monotonic() + 10
     while stat.exists() and stat.read_text().rpartition(")")[2].split()[0] not in "ZX":
         if time.monotonic() > limit:
@@ -56,29 +56,29 @@ def ends(pid: int) -> bool:
     return True
 
 
-def test_a_step_that_fails_or_hangs_holds_up_no_other(tmp_path: Path) -> None:
+def test_failing_or_hanging_step_does_not_stop_other_steps(tmp_path: Path) -> None:
     assert gpu_run.main(["--folder", str(tmp_path)]) == 1
-    assert files(tmp_path) == sorted(
+    assert list_files(tmp_path) == sorted(
         ["README.md", STATE, "good.txt", "bad.txt", "measures.txt", "hangs.txt"]
     )
-    steps = {row[0].partition("]")[0][1:]: row[2:] for row in rows(tmp_path) if len(row) == 5}
+    steps = {row[0].partition("]")[0][1:]: row[2:] for row in read_rows(tmp_path) if len(row) == 5}
     assert steps["good"][::2] == ["ok", "two"]
     assert steps["bad"][::2] == ["failed: 1", "no: it fails"]
     assert steps["hangs"][0] == "cut after 5 s"
-    assert ends(int((tmp_path / "hangs.txt").read_text()))
-    goals = {row[0]: row[1:] for row in rows(tmp_path) if len(row) == 4}
+    assert wait_for_exit(int((tmp_path / "hangs.txt").read_text()))
+    goals = {row[0]: row[1:] for row in read_rows(tmp_path) if len(row) == 4}
     assert goals[f"{figures.GAP.name} (measures: a gap)"] == ["<= 10 us", "12.50 us", "no"]
     assert goals[figures.MEMORY.name] == ["<= 2 %", "not measured", ""]
 
 
-def test_its_exit_code_says_how_it_went(tmp_path: Path) -> None:
-    def code(*only: str) -> int:
+def test_exit_code_is_nonzero_if_step_or_goal_fails(tmp_path: Path) -> None:
+    def run_only(*only: str) -> int:
         return gpu_run.main(["--folder", str(tmp_path), *(f"--only={name}" for name in only)])
 
-    assert [code("good"), code("good", "measures"), code("good", "bad")] == [0, 1, 1]
+    assert [run_only("good"), run_only("good", "measures"), run_only("good", "bad")] == [0, 1, 1]
 
 
-def test_a_run_may_be_of_several_parts(
+def test_interrupted_run_continues_with_rest(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     folder = ["--folder", str(tmp_path)]
@@ -91,73 +91,79 @@ def test_a_run_may_be_of_several_parts(
     assert capsys.readouterr().out.splitlines()[1].startswith(f"hangs: {gpu_run.CUT}, ")
     monkeypatch.setattr(gpu_run, "STEPS", (GOOD, hangs._replace(command=GOOD.command), MEASURES))
     assert gpu_run.main([*folder, "--rest"]) == 1
-    ran = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()[:-2]]
-    assert ran == ["good", "hangs", "measures"]  # the step that identifies the machine runs again
+    step_names = [line.partition(":")[0] for line in capsys.readouterr().out.splitlines()[:-2]]
+    assert step_names == [
+        "good",
+        "hangs",
+        "measures",
+    ]  # the first step, which identifies the machine, runs again
 
 
-def test_what_is_cut_short_leaves_what_it_had(tmp_path: Path) -> None:
+def test_killed_run_leaves_partial_output(tmp_path: Path) -> None:
     script = (
         "from benchmarks import gpu_run; from tests.cpu import test_gpu_command as t\n"
         "gpu_run.STEPS = (t.GOOD, t.HANGS._replace(limit=600))\n"
         f"gpu_run.main(['--folder', {str(tmp_path)!r}])"
     )
     process = subprocess.Popen([sys.executable, "-c", script], cwd=ROOT, stdout=subprocess.DEVNULL)
-    part = tmp_path / "hangs.txt.part"
+    partial_output = tmp_path / "hangs.txt.part"
     try:
-        over = time.monotonic() + 120
-        while not (part.exists() and part.read_text().endswith("\n")):
-            assert process.poll() is None and time.monotonic() < over
+        deadline = time.monotonic() + 120
+        while not (partial_output.exists() and partial_output.read_text().endswith("\n")):
+            assert process.poll() is None and time.monotonic() < deadline
             time.sleep(0.05)
     finally:
         process.kill()
         process.wait()
-    child = int(part.read_text())
+    child = int(partial_output.read_text())
     os.killpg(os.getpgid(child), signal.SIGKILL)  # nothing else would kill it
-    assert files(tmp_path) == ["README.md", "good.txt", "hangs.txt.part", STATE]
-    assert [row[2] for row in rows(tmp_path) if len(row) == 5][2:] == ["ok", "not run"]
+    assert list_files(tmp_path) == ["README.md", "good.txt", "hangs.txt.part", STATE]
+    assert [row[2] for row in read_rows(tmp_path) if len(row) == 5][2:] == ["ok", "not run"]
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is a GPU")
-def test_without_a_gpu_it_says_so(
+def test_without_gpu_later_steps_do_not_run(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.undo()
     assert gpu_run.main(["--folder", str(tmp_path)]) == 2
-    first, *others, _, _ = capsys.readouterr().out.splitlines()
+    first, *later_lines, _, _ = capsys.readouterr().out.splitlines()
     assert first.startswith("machine: failed: 2")
     assert "torch finds none" in (tmp_path / "machine.txt").read_text()
-    assert others == [f"{s.name}: not run, there is no GPU" for s in gpu_run.STEPS[1:]]
-    assert files(tmp_path) == ["README.md", "machine.txt", STATE]
+    assert later_lines == [f"{s.name}: not run, there is no GPU" for s in gpu_run.STEPS[1:]]
+    assert list_files(tmp_path) == ["README.md", "machine.txt", STATE]
     assert gpu_run.main(["--folder", str(tmp_path), "--only", "streams"]) == 2
     assert "streams: not run, there is no GPU" in capsys.readouterr().out
 
 
-def test_tests_that_are_skipped_are_not_well(tmp_path: Path) -> None:
-    for said, code in (("2 skipped in 1 s", 1), ("1 passed, 2 skipped in 1 s", 0)):
-        step = GOOD._replace(command=["-c", f"print('{said}')"])
+def test_run_with_only_skipped_tests_fails(tmp_path: Path) -> None:
+    for summary, code in (("2 skipped in 1 s", 1), ("1 passed, 2 skipped in 1 s", 0)):
+        step = GOOD._replace(command=["-c", f"print('{summary}')"])
         with pytest.MonkeyPatch.context() as patch:
             patch.setattr(gpu_run, "STEPS", (GOOD, step._replace(name="tests")))
             assert gpu_run.main(["--folder", str(tmp_path)]) == code
 
 
-def test_every_step_runs_something(monkeypatch: pytest.MonkeyPatch) -> None:
-    """The files and names of steps exist, and pytest finds tests in the given places."""
+def test_every_step_has_file_or_collects_tests(monkeypatch: pytest.MonkeyPatch) -> None:
+    """The script of each step exists, and pytest collects tests in each file of a step."""
     monkeypatch.undo()
-    asked = []
+    pytest_arguments = []
     for step in gpu_run.STEPS:
         if step.command[:2] == ["-m", "pytest"]:
-            asked.append([word for word in step.command[2:] if word != "-x"])
+            pytest_arguments.append([word for word in step.command[2:] if word != "-x"])
         elif step.command[0] != "-m":
             assert (ROOT / step.command[0]).is_file(), step.name
-    given = {word for words in asked for word in words}
-    assert {str(path.relative_to(ROOT)) for path in ROOT.glob("tests/gpu/test_*.py")} <= given
+    tested_files = {word for words in pytest_arguments for word in words}
+    assert {
+        str(path.relative_to(ROOT)) for path in ROOT.glob("tests/gpu/test_*.py")
+    } <= tested_files
     names = [gpu_run.file_of(step) for step in gpu_run.STEPS]
-    assert len({*names}) == len(names) and len(asked) > 8
+    assert len({*names}) == len(names) and len(pytest_arguments) > 8
     script = "import pytest\n" + "".join(
-        f"print(int(pytest.main(['--collect-only', *{words!r}])))\n" for words in asked
+        f"print(int(pytest.main(['--collect-only', *{words!r}])))\n" for words in pytest_arguments
     )
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-c", script], cwd=ROOT, capture_output=True, text=True, timeout=240
     )
-    codes = [line for line in done.stdout.splitlines() if line.isdecimal()]
-    assert codes == ["0"] * len(asked), done.stdout
+    codes = [line for line in result.stdout.splitlines() if line.isdecimal()]
+    assert codes == ["0"] * len(pytest_arguments), result.stdout

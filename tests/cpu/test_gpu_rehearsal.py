@@ -1,6 +1,6 @@
-"""Tests that run tests/gpu on a CPU, so that no time on a GPU is lost to simple mistakes.
+"""Tests that run tests/gpu on a CPU, and find mistakes before time on a GPU is used.
 
-Tests with one process run by default, and those of NCCL with ALL_CASES=1, as in `make campaign`.
+Tests with one process run by default. ALL_CASES=1 also runs those of NCCL, as in `make campaign`.
 """
 
 from __future__ import annotations
@@ -27,11 +27,11 @@ ROOT = Path(__file__).parents[2]
         ],
     ),
 )
-def test_they_run_where_a_cpu_stands_in(given: list[str]) -> None:
+def test_gpu_tests_run_on_cpu(given: list[str]) -> None:
     """`SCHEDIR_REHEARSAL=1 python -m pytest tests/gpu` runs all of them."""
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", *given],
         cwd=ROOT, capture_output=True, text=True, timeout=300,
         env=os.environ | {"SCHEDIR_REHEARSAL": "1"},
     )  # fmt: skip
-    assert done.returncode == 0 and " passed" in done.stdout, done.stdout
+    assert result.returncode == 0 and " passed" in result.stdout, result.stdout

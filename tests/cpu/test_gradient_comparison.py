@@ -1,4 +1,4 @@
-"""Tests of `compare_gradients`, which lists gradients that differ from those of a plain loop."""
+"""Tests of `compare_gradients`, which lists gradients that differ from a plain loop."""
 
 from __future__ import annotations
 
@@ -26,40 +26,46 @@ from tests.cpu.torch_pipelines import WIDTH, Tied, model
 Gradients = dict[str, Tensor | None]
 
 
-def loop_of(whole: nn.Module, microbatches: int, divisor: float, seed: int = 0) -> UnpipelinedModel:
+def make_loop(
+    stages: nn.Module, microbatches: int, divisor: float, seed: int = 0
+) -> UnpipelinedModel:
     numbers = torch.Generator().manual_seed(seed)
     x, y = (torch.randn(2 * microbatches, WIDTH, generator=numbers) for _ in range(2))
-    return UnpipelinedModel(whole, split_batch((x, y), microbatches, mse_loss), mse_loss, divisor)
+    return UnpipelinedModel(stages, split_batch((x, y), microbatches, mse_loss), mse_loss, divisor)
 
 
-def differences(
-    loop: UnpipelinedModel, *left: GradientDump, **options: Any
+def list_differences(
+    loop: UnpipelinedModel, *dumps: GradientDump, **options: Any
 ) -> tuple[GradientDifference, ...]:
     with pytest.raises(WrongGradients) as caught:
-        compare_gradients(loop, left, **options)
+        compare_gradients(loop, dumps, **options)
     return caught.value.differences
 
 
-def summed(loop: UnpipelinedModel, factors: list[float]) -> Gradients:
-    """Return a step's gradients, where each microbatch has a factor, in the model's precision."""
+def sum_gradients(loop: UnpipelinedModel, factors: list[float]) -> Gradients:
+    """Return the weighted sum of the gradients of the microbatches, in the model's precision."""
     total: Gradients = {}
     loop.model.zero_grad()
     for mb, factor in zip(loop.microbatches, factors, strict=True):
-        part = UnpipelinedModel(loop.model, [mb], loop.loss_fn, loop.divisor).expected_gradients
-        for name, one in part.items():
-            before = total.get(name)
-            total[name] = factor * one.value if before is None else before + factor * one.value
+        gradients = UnpipelinedModel(
+            loop.model, [mb], loop.loss_fn, loop.divisor
+        ).expected_gradients
+        for name, gradient in gradients.items():
+            earlier = total.get(name)
+            total[name] = (
+                factor * gradient.value if earlier is None else earlier + factor * gradient.value
+            )
     return total
 
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_exactly_the_stages_that_differ_are_listed(data: st.DataObject) -> None:
-    """Some of three stages have other factors of microbatches, or added random numbers."""
+def test_exactly_different_stages_are_listed(data: st.DataObject) -> None:
+    """Some of three stages have other factors of microbatches, and may have noise."""
     M = data.draw(st.integers(1, 6))
-    loop = loop_of(model(3), M, M, data.draw(st.integers(0, 99)))
+    loop = make_loop(model(3), M, M, data.draw(st.integers(0, 99)))
     stages = data.draw(st.sets(st.integers(0, 2), min_size=1))
-    right = summed(loop, [1.0] * M)
+    expected = sum_gradients(loop, [1.0] * M)
     counts = data.draw(
         st.lists(st.sampled_from([0.0, 0.9, 1.001, 2.0, -1.0]), min_size=M, max_size=M)
     )
@@ -69,69 +75,71 @@ def test_exactly_the_stages_that_differ_are_listed(data: st.DataObject) -> None:
     numbers = torch.Generator().manual_seed(data.draw(st.integers(0, 2**32)))
     bad = {
         name: gradient + noise * torch.randn(gradient.shape, generator=numbers)
-        for name, gradient in loose(summed(loop, counts)).items()
+        for name, gradient in drop_missing(sum_gradients(loop, counts)).items()
     }
-    left: Gradients = {n: (bad if int(n[0]) in stages else right)[n] for n in right}
-    found = differences(loop, GradientDump(left).infer_stages())
-    listed = [stage for difference in found for stage in difference.stages]
+    dumped: Gradients = {n: (bad if int(n[0]) in stages else expected)[n] for n in expected}
+    listed_differences = list_differences(loop, GradientDump(dumped).infer_stages())
+    listed = [stage for difference in listed_differences for stage in difference.stages]
     assert len(listed) == len(stages) and {*listed} == stages
-    for difference in found:
+    for difference in listed_differences:
         assert difference.has_all_parameters
-        errors = [relative_error(loop, name, left[name]) for name in difference.names]
+        errors = [relative_error(loop, name, dumped[name]) for name in difference.names]
         assert difference.error == pytest.approx(max(errors), rel=0.01)
 
 
-def relative_error(loop: UnpipelinedModel, name: str, got: Tensor | None) -> float:
+def relative_error(loop: UnpipelinedModel, name: str, actual: Tensor | None) -> float:
     expected = loop.expected_gradients[name].value.double()
-    assert got is not None
-    return float((got.double() - expected).norm() / expected.norm())
+    assert actual is not None
+    return float((actual.double() - expected).norm() / expected.norm())
 
 
-def loose(gradients: Gradients) -> Mapping[str, Tensor]:
-    return {name: one for name, one in gradients.items() if one is not None}
+def drop_missing(gradients: Gradients) -> Mapping[str, Tensor]:
+    return {name: gradient for name, gradient in gradients.items() if gradient is not None}
 
 
-# ---------------------------------------------------------------- single differences
-
-
-def test_parameters_of_a_stage_may_differ() -> None:
-    loop = loop_of(model(2), 4, 4)
-    left = summed(loop, [1.0] * 4)
-    left["1.linear.weight"] = None
-    left["1.linear.bias"] = summed(loop, [1.0, 1.0, 1.0, 0.0])["1.linear.bias"]
-    found = differences(loop, GradientDump(left).infer_stages())
-    assert [(d.names, d.problem == "no gradient", d.has_all_parameters) for d in found] == [
+def test_single_parameters_are_listed() -> None:
+    loop = make_loop(model(2), 4, 4)
+    dumped = sum_gradients(loop, [1.0] * 4)
+    dumped["1.linear.weight"] = None
+    dumped["1.linear.bias"] = sum_gradients(loop, [1.0, 1.0, 1.0, 0.0])["1.linear.bias"]
+    listed_differences = list_differences(loop, GradientDump(dumped).infer_stages())
+    assert [
+        (d.names, d.problem == "no gradient", d.has_all_parameters) for d in listed_differences
+    ] == [
         (("1.linear.weight",), True, False),
         (("1.linear.bias",), False, False),
     ]
 
 
-def test_what_a_rank_returns_none_for_is_anothers() -> None:
-    loop = loop_of(model(2), 2, 2)
-    every = summed(loop, [1.0, 1.0])
+def test_none_is_accepted_for_gradients_of_other_ranks() -> None:
+    loop = make_loop(model(2), 2, 2)
+    gradients = sum_gradients(loop, [1.0, 1.0])
     ranks = [
-        GradientDump({n: g if n.startswith(str(rank)) else None for n, g in every.items()})
+        GradientDump({n: g if n.startswith(str(rank)) else None for n, g in gradients.items()})
         for rank in range(2)
     ]
     assert compare_gradients(loop, ranks) < 1e-6
-    ranks[1] = GradientDump(dict.fromkeys(every))
-    (difference,) = differences(loop, *ranks)
+    ranks[1] = GradientDump(dict.fromkeys(gradients))
+    (difference,) = list_differences(loop, *ranks)
     assert difference.names == ("1.linear.weight", "1.linear.bias")
     assert difference.locations == (StageLocation(None, None),)
 
 
-def test_gradients_that_are_not_finite_are_called_so() -> None:
-    loop = loop_of(model(3), 2, 2)
-    left = summed(loop, [1.0, 1.0])
-    bad: Gradients = {n: g * float("nan") if n[0] < "2" else g for n, g in loose(left).items()}
-    (difference,) = differences(loop, GradientDump(bad).infer_stages())
+def test_nonfinite_gradients_are_reported() -> None:
+    loop = make_loop(model(3), 2, 2)
+    dumped = sum_gradients(loop, [1.0, 1.0])
+    bad: Gradients = {
+        n: g * float("nan") if n[0] < "2" else g for n, g in drop_missing(dumped).items()
+    }
+    (difference,) = list_differences(loop, GradientDump(bad).infer_stages())
     assert difference.problem == "not finite" and difference.stages == (0, 1)
 
 
-def test_the_stage_in_which_differences_begin_is_named() -> None:
-    loop = loop_of(model(3), 2, 2)
+def test_report_names_first_different_stage() -> None:
+    loop = make_loop(model(3), 2, 2)
     noise: Gradients = {
-        n: g + torch.randn_like(g) * (n[0] < "2") for n, g in loose(summed(loop, [1, 1])).items()
+        n: g + torch.randn_like(g) * (n[0] < "2")
+        for n, g in drop_missing(sum_gradients(loop, [1, 1])).items()
     }
     with pytest.raises(WrongGradients) as caught:
         compare_gradients(loop, [GradientDump(noise).infer_stages()])
@@ -139,54 +147,59 @@ def test_the_stage_in_which_differences_begin_is_named() -> None:
     assert "the error begins in a backward of stage 1, or the gradient from stage 2" in text
 
 
-def test_replicas_that_differ_are_listed_by_rank() -> None:
-    loop = loop_of(model(2), 4, 4)
-    ranks = [GradientDump(summed(loop, f)).infer_stages() for f in ([2.0, 2, 0, 0], [0, 0, 2.0, 2])]
-    found = differences(loop, *ranks, replicas=2)
-    places = {place for difference in found for place in difference.locations}
-    assert places == {StageLocation(stage, rank) for stage in range(2) for rank in range(2)}
-    assert "rank 0" in str(found[0]) and "rank 1" in str(found[1])
+def test_different_replicas_are_listed_by_rank() -> None:
+    loop = make_loop(model(2), 4, 4)
+    ranks = [
+        GradientDump(sum_gradients(loop, f)).infer_stages()
+        for f in ([2.0, 2, 0, 0], [0, 0, 2.0, 2])
+    ]
+    listed_differences = list_differences(loop, *ranks, replicas=2)
+    locations = {location for difference in listed_differences for location in difference.locations}
+    assert locations == {StageLocation(stage, rank) for stage in range(2) for rank in range(2)}
+    assert "rank 0" in str(listed_differences[0]) and "rank 1" in str(listed_differences[1])
 
 
-def test_tied_weights_have_the_names_that_a_rank_gives_them() -> None:
+def test_tied_weights_keep_names_of_each_rank() -> None:
     torch.manual_seed(0)
-    loop = loop_of(Tied(), 2, 2)
-    due = {name: one.value for name, one in loop.expected_gradients.items()}
+    loop = make_loop(Tied(), 2, 2)
+    expected = {name: gradient.value for name, gradient in loop.expected_gradients.items()}
     ranks = [
         GradientDump(
-            {n: g / 2 if n == "embed.weight" else g for n, g in due.items() if "head" not in n}
+            {n: g / 2 if n == "embed.weight" else g for n, g in expected.items() if "head" not in n}
         ),
-        GradientDump({"head.weight": due["head.weight"] / 3}),
+        GradientDump({"head.weight": expected["head.weight"] / 3}),
     ]
-    first, last = differences(loop, *ranks)
+    first, last = list_differences(loop, *ranks)
     assert first.names == ("embed.weight",) and last.names == ("head.weight",)
     assert (first.error, last.error) == pytest.approx((1 / 2, 2 / 3))
 
 
-def test_what_is_never_right_is_refused() -> None:
+def test_dropout_missing_gradients_and_wrong_shapes_are_refused() -> None:
     dropout = nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Dropout())
     with pytest.raises(UsageError, match="model uses random numbers"):
-        assert loop_of(dropout, 2, 2).expected_gradients
-    assert loop_of(dropout.eval(), 2, 2).expected_gradients
+        assert make_loop(dropout, 2, 2).expected_gradients
+    assert make_loop(dropout.eval(), 2, 2).expected_gradients
     with pytest.raises(UsageError, match="no rank has a gradient"):
-        compare_gradients(loop_of(model(2), 2, 2), [GradientDump({})])
+        compare_gradients(make_loop(model(2), 2, 2), [GradientDump({})])
     with pytest.raises(UsageError, match="must have the shape of its weight"):
         compare_gradients(
-            loop_of(model(2), 2, 2), [GradientDump({"0.linear.bias": torch.zeros(2)})]
+            make_loop(model(2), 2, 2), [GradientDump({"0.linear.bias": torch.zeros(2)})]
         )
 
 
-def test_buffers_are_as_they_were() -> None:
+def test_comparison_does_not_change_buffers() -> None:
     norm = nn.Sequential(nn.BatchNorm1d(WIDTH))
-    loop = loop_of(norm, 2, 2)
+    loop = make_loop(norm, 2, 2)
     first = loop.expected_gradients
-    again = UnpipelinedModel(loop.model, loop.microbatches, loop.loss_fn, loop.divisor)
+    second_loop = UnpipelinedModel(loop.model, loop.microbatches, loop.loss_fn, loop.divisor)
     assert not norm[0].running_mean.any()  # type: ignore[operator]
-    assert torch.equal(first["0.weight"].value, again.expected_gradients["0.weight"].value)
+    assert torch.equal(first["0.weight"].value, second_loop.expected_gradients["0.weight"].value)
 
 
-def test_bits_can_be_asked_for() -> None:
-    loop = loop_of(model(2), 2, 2)
-    left: Gradients = {n: g * (1 + 1e-7) for n, g in loose(summed(loop, [1.0, 1.0])).items()}
-    assert 0 < compare_gradients(loop, [GradientDump(left)]) < 1e-6
-    differences(loop, GradientDump(left), tolerance=0.0)
+def test_zero_tolerance_requires_equal_bits() -> None:
+    loop = make_loop(model(2), 2, 2)
+    dumped: Gradients = {
+        n: g * (1 + 1e-7) for n, g in drop_missing(sum_gradients(loop, [1.0, 1.0])).items()
+    }
+    assert 0 < compare_gradients(loop, [GradientDump(dumped)]) < 1e-6
+    list_differences(loop, GradientDump(dumped), tolerance=0.0)

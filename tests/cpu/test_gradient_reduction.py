@@ -43,22 +43,22 @@ from tests.cpu.virtual_gpu import install
 from tests.timeline_legality import too_early
 
 GOLDEN = Path(__file__).parents[1] / "golden" / "written_late.txt"
-ONE = PipelineShape(1, 3)
+ONE_RANK = PipelineShape(1, 3)
 CASES = {
-    "whole": Case(one_f_one_b, ONE),
-    "split": Case(zb, ONE),
+    "whole": Case(one_f_one_b, ONE_RANK),
+    "split": Case(zb, ONE_RANK),
     "two stages": Case(interleaved, PipelineShape(1, 2, 2)),
     "two updates": Case(
         pipedream_2bw, PipelineShape(1, 4, optimizer_steps=2, weight_delay=1), clip=False
     ),
-    "loss scale": Case(one_f_one_b, ONE, scaled=True),
+    "loss scale": Case(one_f_one_b, ONE_RANK, scaled=True),
     **{
-        f"{how}, {schedule.__name__}": Case(schedule, ONE, how)
+        f"{how}, {schedule.__name__}": Case(schedule, ONE_RANK, how)
         for how in ("frozen", "hooks", "wide", "some", "twice", "checkpoint")
         for schedule in (one_f_one_b, zb)
     },
     **{
-        how: Case(one_f_one_b, ONE, how)
+        how: Case(one_f_one_b, ONE_RANK, how)
         for how in (
             "checkpoint, reentrant",
             "checkpoint, reentrant, twice",
@@ -67,29 +67,32 @@ CASES = {
             "put in its place",
         )
     },
-    "split, checkpoint, reentrant, shared": Case(zb, ONE, "checkpoint, reentrant, shared"),
+    "split, checkpoint, reentrant, shared": Case(zb, ONE_RANK, "checkpoint, reentrant, shared"),
 }
 
 
-def _early_and_late(rank: int) -> dict[str, tuple[bool, list[Log], list[Log], int]]:
-    """Return for each case whether bits equal those of one late sum, both logs, and buckets."""
-    found = {}
+def _compare_early_and_late(rank: int) -> dict[str, tuple[bool, list[Log], list[Log], int]]:
+    """Compare early reductions of buckets with one late reduction, for each case.
+
+    Return whether the bits are equal, both logs, and the number of buckets.
+    """
+    results = {}
     for name, case in CASES.items():
         with buckets_of(4 * WIDTH * WIDTH):  # a weight, or biases
             executor = executor_of(case)
-            early, log = steps(executor)
-        late = executor_of(case)  # in one bucket
-        late.state.service(PendingReductions).starts_after_backward = True
-        right, late_log = steps(late)
+            early_values, log = steps(executor)
+        late_executor = executor_of(case)  # in one bucket
+        late_executor.state.service(PendingReductions).starts_after_backward = True
+        late_values, late_log = steps(late_executor)
         buckets = sum(len(stage.gradients.flat) for stage in executor.stages.values())
-        found[name] = _same_but_for_the_norm(early, right), log, late_log, buckets
-    return found
+        results[name] = _equal_except_norm(early_values, late_values), log, late_log, buckets
+    return results
 
 
-def _same_but_for_the_norm(early: list[Tensor], late: list[Tensor]) -> bool:
+def _equal_except_norm(early: list[Tensor], late: list[Tensor]) -> bool:
     """Return whether all bits are equal, except the last bits of the gradient norm.
 
-    The norm is a sum over buckets. Other buckets are another order of summation, which rounds
+    The norm is a sum over buckets. With other buckets the order of the sum differs, and it rounds
     differently.
     """
     norms = [float(values.pop(-2)) for values in (early, late)]
@@ -98,96 +101,101 @@ def _same_but_for_the_norm(early: list[Tensor], late: list[Tensor]) -> bool:
 
 @pytest.fixture(scope="module")
 def replicas() -> list[dict[str, tuple[bool, list[Log], list[Log], int]]]:
-    return run(_early_and_late, 2)
+    return run(_compare_early_and_late, 2)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_buckets_give_the_bits_of_one_late_sum(name: str, replicas: list[Any]) -> None:
+def test_early_buckets_equal_one_late_reduction(name: str, replicas: list[Any]) -> None:
     updates = CASES[name].shape.optimizer_steps
-    for same_bits, logs, late, buckets in (found[name] for found in replicas):
+    for same_bits, logs, late_logs, buckets in (results[name] for results in replicas):
         assert same_bits and buckets > 3
-        for log, other in zip(logs, late, strict=True):
+        for log, late_log in zip(logs, late_logs, strict=True):
             assert sum(line.startswith("bucket") for line in log) == updates * buckets
             assert not any(line.startswith("late") for line in log)
-            assert not any(line.startswith("bucket") for line in other)
-    one, two = (found[name][1] for found in replicas)
-    assert _begun(one) == _begun(two)  # in the same order on both replicas
+            assert not any(line.startswith("bucket") for line in late_log)
+    first_logs, second_logs = (results[name][1] for results in replicas)
+    assert _list_bucket_lines(first_logs) == _list_bucket_lines(
+        second_logs
+    )  # in the same order on both replicas
     if CASES[name].how == "some":
-        assert {len(log) for log in one} != {len(log) for log in two}
+        assert {len(log) for log in first_logs} != {len(log) for log in second_logs}
 
 
-def _begun(logs: list[Log]) -> list[str]:
+def _list_bucket_lines(logs: list[Log]) -> list[str]:
     return [line for log in logs for line in log if "bucket" in line]
 
 
 @pytest.mark.parametrize("name", ["whole", "two stages", "two updates", "hooks, one_f_one_b"])
-def test_the_first_begins_before_the_last_backward_has_ended(
-    name: str, replicas: list[Any]
-) -> None:
-    """The buckets of a layer begin before the backward reaches the previous layer."""
-    for _, logs, _, _ in (found[name] for found in replicas):
+def test_first_bucket_starts_before_last_backward_ends(name: str, replicas: list[Any]) -> None:
+    """The reduction of a layer's bucket starts before the backward of the previous layer."""
+    for _, logs, _, _ in (results[name] for results in replicas):
         for log in logs:
             lines = iter(log)  # in this order, with others between
             for k in (3, 2, 1):
                 assert "bucket 36" in lines and f"layer {k}" in lines
 
 
-def _under_a_tape(rank: int) -> list[int]:
-    """Return how much deferred work remains when each bucket begins."""
-    left: list[int] = []
+def _count_deferred_gradients(rank: int) -> list[int]:
+    """Return the number of deferred weight gradients at the start of each bucket."""
+    counts: list[int] = []
     with buckets_of(4 * WIDTH * WIDTH):
-        executor = executor_of(Case(zb, ONE))
-        mine: Any = executor.state.service(PendingReductions).by_instruction[
+        executor = executor_of(Case(zb, ONE_RANK))
+        reduction: Any = executor.state.service(PendingReductions).by_instruction[
             Instr(Opcode.ReduceGrads, 0, 0)
         ]
-        begin = mine.start_bucket
+        start_bucket = reduction.start_bucket
 
-        def spy(k: int) -> Any:
-            left.append(sum(map(len, mine.pending_grads)))
-            return begin(k)
+        def count_and_start(k: int) -> Any:
+            counts.append(sum(map(len, reduction.pending_grads)))
+            return start_bucket(k)
 
-        mine.start_bucket = spy
+        reduction.start_bucket = count_and_start
         steps(executor)
-    return left
+    return counts
 
 
-def test_buckets_begin_under_the_last_tape() -> None:
-    for left in run(_under_a_tape, 2):
-        # The norm and the biases are complete before it, and then come four weights.
-        assert left == 2 * [4, 3, 3, 2, 2, 1, 1, 0]
+def test_buckets_start_during_last_w() -> None:
+    for counts in run(_count_deferred_gradients, 2):
+        # The norm and the biases are complete before W, and then W computes four weights.
+        assert counts == 2 * [4, 3, 3, 2, 2, 1, 1, 0]
 
 
-def _spoilt(rank: int) -> tuple[bool, int, bool, bool]:
+def _train_with_nan(rank: int) -> tuple[bool, int, bool, bool]:
     case = CASES["whole"]
     with buckets_of(64):
-        early, _ = steps(executor_of(case), bad=True)
-    late = executor_of(case)
-    late.state.service(PendingReductions).starts_after_backward = True
-    right, _ = steps(late, bad=True)
-    lost = sum(int(t.isnan().sum()) for t in right[:-2])
-    return same(early, right), lost, bool(right[0][0, 0].isnan()), bool(right[-1].any())
+        early_values, _ = steps(executor_of(case), bad=True)
+    late_executor = executor_of(case)
+    late_executor.state.service(PendingReductions).starts_after_backward = True
+    late_values, _ = steps(late_executor, bad=True)
+    nan_count = sum(int(t.isnan().sum()) for t in late_values[:-2])
+    return (
+        same(early_values, late_values),
+        nan_count,
+        bool(late_values[0][0, 0].isnan()),
+        bool(late_values[-1].any()),
+    )
 
 
-def test_a_loss_that_is_not_finite_spoils_one_number_of_all_replicas() -> None:
-    assert run(_spoilt, 2) == [(True, 1, True, False)] * 2
+def test_nonfinite_loss_spoils_one_element_on_all_replicas() -> None:
+    assert run(_train_with_nan, 2) == [(True, 1, True, False)] * 2
 
 
-def _holders(rank: int) -> bool:
+def _train_stage_replicas(rank: int) -> bool:
     case = Case(chimera, PipelineShape(2, 4, placement="mirror"))
     with buckets_of(64):
-        early, _ = steps(executor_of(case))
-    late = executor_of(case)
-    late.state.service(PendingReductions).starts_after_backward = True
-    return _same_but_for_the_norm(early, steps(late)[0])
+        early_values, _ = steps(executor_of(case))
+    late_executor = executor_of(case)
+    late_executor.state.service(PendingReductions).starts_after_backward = True
+    return _equal_except_norm(early_values, steps(late_executor)[0])
 
 
-def test_two_holders_add_up_what_replicas_have() -> None:
-    assert run(_holders, 4) == [True] * 4
+def test_stage_replicas_sum_early_buckets() -> None:
+    assert run(_train_stage_replicas, 4) == [True] * 4
 
 
-def _too_late(rank: int, how: str) -> str:
+def _read_late_write_error(rank: int, how: str) -> str:
     with buckets_of(64):
-        executor = executor_of(Case(one_f_one_b, ONE, how))
+        executor = executor_of(Case(one_f_one_b, ONE_RANK, how))
     try:
         steps(executor)
     except ExecutionError as error:
@@ -196,15 +204,17 @@ def _too_late(rank: int, how: str) -> str:
 
 
 @pytest.mark.parametrize("how", ["written late", "put in its place late"])
-def test_what_is_written_too_late_is_refused(how: str) -> None:
-    for text in run(_too_late, 2, how):
+def test_gradient_write_after_its_reduction_is_refused(how: str) -> None:
+    for text in run(_read_late_write_error, 2, how):
         assert re.sub(r"layers\.3\.\w+", "layers.3.weight", text) == GOLDEN.read_text().rstrip("\n")
 
 
-def _put(rank: int, schedule: Any, replicas: int, how: str) -> bool:
-    """Return whether a tensor that replaces a gradient is summed and scaled like all others."""
+def _train_with_replaced_gradient(rank: int, schedule: Any, replicas: int, how: str) -> bool:
+    """Return whether a tensor that replaces a gradient is summed and scaled like the others."""
     shape = (
-        PipelineShape(1, 4, optimizer_steps=2, weight_delay=1) if schedule is pipedream_2bw else ONE
+        PipelineShape(1, 4, optimizer_steps=2, weight_delay=1)
+        if schedule is pipedream_2bw
+        else ONE_RANK
     )
     torch.manual_seed(0)
     module, plain = Layers(how), Layers(how)
@@ -221,46 +231,44 @@ def _put(rank: int, schedule: Any, replicas: int, how: str) -> bool:
     executor.step(x, y, 0.5 / replicas)
     for mb in range(shape.microbatches - shape.microbatches_per_update, shape.microbatches):
         loss(plain(x[mb]), y[mb]).backward()
-    both = zip(module.parameters(), plain.parameters(), strict=True)
-    return all(torch.allclose(p.grad, 0.5 * q.grad) for p, q in both)  # type: ignore[operator, arg-type]
+    pairs = zip(module.parameters(), plain.parameters(), strict=True)
+    return all(torch.allclose(p.grad, 0.5 * q.grad) for p, q in pairs)  # type: ignore[operator, arg-type]
 
 
 @pytest.mark.parametrize("how", ["put in its place", "put by a Function"])
 @pytest.mark.parametrize("schedule", [one_f_one_b, zb, pipedream_2bw])
 @pytest.mark.parametrize("replicas", [1, 2])
-def test_what_is_put_in_the_place_of_a_gradient_is_the_gradient(
-    schedule: Any, replicas: int, how: str
-) -> None:
-    assert all(run(_put, replicas, schedule, replicas, how))
+def test_replaced_gradient_tensor_is_reduced(schedule: Any, replicas: int, how: str) -> None:
+    assert all(run(_train_with_replaced_gradient, replicas, schedule, replicas, how))
 
 
-def _origin(rank: int) -> tuple[int, int]:
+def _find_nan_origin(rank: int) -> tuple[int, int]:
     """Return the reported origin of a bad gradient in the last microbatch of replica 1."""
     with buckets_of(64):
         executor = executor_of(CASES["whole"], GlooTransport)
     transport: Any = executor.state.transport
     module: Any = executor.stages[0].module
-    came: list[int] = []
+    calls: list[int] = []
 
     def spoil(g: Tensor) -> Tensor:
-        came.append(rank)
-        return g * torch.nan if rank and not len(came) % 3 else g
+        calls.append(rank)
+        return g * torch.nan if rank and not len(calls) % 3 else g
 
     module.layers[3].weight.register_hook(spoil)
     x, y = torch.ones(2, 3, ROWS, WIDTH)
     executor.step(x, y)
-    found = find_origin(executor, transport.inner, [], x, y, 1.0)
-    assert found is not None
-    return found.replica, found.instr.mb
+    origin = find_origin(executor, transport.inner, [], x, y, 1.0)
+    assert origin is not None
+    return origin.replica, origin.instr.mb
 
 
-def test_where_numbers_go_wrong_is_seen_before_they_are_summed() -> None:
-    assert run(_origin, 2) == [(1, 2)] * 2
+def test_nan_origin_is_found_before_reduction() -> None:
+    assert run(_find_nan_origin, 2) == [(1, 2)] * 2
 
 
-def _timeline(rank: int) -> None:
+def _check_recorded_timeline(rank: int) -> None:
     with buckets_of(64):
-        executor = executor_of(Case(zb, ONE))
+        executor = executor_of(Case(zb, ONE_RANK))
     steps(executor)
     transport: Any = executor.state.transport
     timeline = gather_timeline(executor, transport.inner)
@@ -268,85 +276,85 @@ def _timeline(rank: int) -> None:
         assert not too_early(timeline) and not timeline.causality_warning
 
 
-def test_a_recorded_step_is_a_legal_timeline() -> None:
-    run(_timeline, 2)
+def test_recorded_step_is_legal_timeline() -> None:
+    run(_check_recorded_timeline, 2)
 
 
-def _open(rank: int) -> dict[str, int]:
+def _count_works(rank: int) -> dict[str, int]:
     """Return the number of works that each instruction of a step started for the watchdog."""
     with buckets_of(64):
         executor = executor_of(CASES["split"]._replace(clip=False))
     progress = GpuProgress(executor)
     steps(executor)
     works = zip(executor.state.stream, progress.step_events[-1].works, strict=True)
-    return {str(i): len(own) for i, own in works if own}
+    return {str(i): len(instruction_works) for i, instruction_works in works if instruction_works}
 
 
-def test_a_replica_that_is_late_is_waited_for_by_the_reduction() -> None:
-    assert run(_open, 2) == [{"reduce_grads 0": 9}] * 2
+def test_works_of_buckets_belong_to_reduction() -> None:
+    assert run(_count_works, 2) == [{"reduce_grads 0": 9}] * 2
 
 
-def test_what_begins_early_is_recorded_as_of_its_own_instruction() -> None:
-    class Ends:
+def test_early_work_is_attributed_to_its_instruction() -> None:
+    class FinishedWork:
         def wait(self) -> None:
-            """At once."""
+            """Return immediately."""
 
     stamps = HostTimestamps(2)
     stamps.begin_instruction(0)
     with stamps.attribute_to(1):
-        work = stamps.follow_work(Ends())
+        work = stamps.follow_work(FinishedWork())
     stamps.end_instruction(0)
-    backward = stamps.end_times[0]
+    backward_end = stamps.end_times[0]
     stamps.begin_instruction(1)
     stamps.end_instruction(1)
-    over = stamps.end_times[1]
+    reduction_end = stamps.end_times[1]
     work.wait()
-    assert stamps.end_times[0] == backward and stamps.end_times[1] > over
+    assert stamps.end_times[0] == backward_end and stamps.end_times[1] > reduction_end
     with stamps.attribute_to(1):  # no event is recorded
-        assert not isinstance(work, type(stamps.follow_work(Ends())))
+        assert not isinstance(work, type(stamps.follow_work(FinishedWork())))
 
 
-def test_what_was_over_before_its_turn_ends_when_that_comes(
+def test_work_that_ends_early_has_no_duration(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     gpu = install(monkeypatch)
     lane = torch.cuda.Stream()
 
-    class Ends:
+    class FinishedWork:
         def wait(self) -> None:
-            """At once."""
+            """Return immediately."""
 
         def record_end(self, event: torch.cuda.Event) -> None:
             event.record(lane)
 
-    program = compile(one_f_one_b, ONE, dp=2, progress_model="per_edge")
-    own = [i.op for i in program.streams[0]]
-    at = own.index(Opcode.ReduceGrads)
-    assert own[at - 1] in GRAD_ADDING_OPS
+    program = compile(one_f_one_b, ONE_RANK, dp=2, progress_model="per_edge")
+    ops = [i.op for i in program.streams[0]]
+    reduction = ops.index(Opcode.ReduceGrads)
+    assert ops[reduction - 1] in GRAD_ADDING_OPS
     stamps = EventTimestamps(program, 0, "per_edge", torch.device("cpu"))
-    for k in range(len(own)):
+    for k in range(len(ops)):
         stamps.begin_instruction(k)
-        if k == at - 1:
-            with stamps.attribute_to(at):
-                stamps.follow_work(Ends())
+        if k == reduction - 1:
+            with stamps.attribute_to(reduction):
+                stamps.follow_work(FinishedWork())
             stamps.on_issued()
         gpu.work(1.0)
         stamps.end_instruction(k)
     stamps.end_step()
     (times,), _ = read_step_times([stamps])
-    assert times.end[at - 1] == times.start[at] == times.end[at]
+    assert times.end[reduction - 1] == times.start[reduction] == times.end[reduction]
 
 
-def test_one_replica_has_no_buckets() -> None:
-    program = compile(gpipe, ONE)
+def test_single_replica_has_one_bucket() -> None:
+    program = compile(gpipe, ONE_RANK)
     with buckets_of(64):
-        executor = _alone(program)
+        executor = _make_executor(program)
     (stage,) = executor.stages.values()
     assert (
         len(stage.gradients.flat) == 1 and not executor.state.service(PendingReductions).overlapped
     )
 
 
-def _alone(program: Program) -> Executor:
+def _make_executor(program: Program) -> Executor:
     loss: Callable[[Tensor, Tensor], Tensor] = nn.functional.mse_loss
     return InProcessExecutor(program, [Layers()], loss=loss, boundary=(ROWS, WIDTH)).executors[0]

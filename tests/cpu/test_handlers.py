@@ -1,4 +1,4 @@
-"""Tests that handlers are found in modules."""
+"""Tests of the handlers of instructions, which are collected from modules."""
 
 from __future__ import annotations
 
@@ -13,18 +13,18 @@ from schedir.runtime.rank_state import State
 
 
 def skip(state: State, i: object) -> None:
-    """A link function that is never called."""
+    """A handler that is never called."""
 
 
-def test_every_row_has_one() -> None:
+def test_every_instruction_has_handler() -> None:
     assert HANDLERS.keys() == {row.op for row in INSTRUCTIONS}
 
 
-def test_two_of_one_instruction_are_refused() -> None:
+def test_two_handlers_of_one_instruction_are_refused() -> None:
     handler: Any = skip
-    one, other = (
+    first, second = (
         SimpleNamespace(__name__=name, HANDLERS={Opcode.Forward: handler}) for name in "ab"
     )
-    assert collect_handlers([one]) == {Opcode.Forward: handler}
+    assert collect_handlers([first]) == {Opcode.Forward: handler}
     with pytest.raises(ImportError, match="b has a handler of Forward, and so has a"):
-        collect_handlers([one, other])
+        collect_handlers([first, second])

@@ -1,7 +1,7 @@
 """Tests of the hang positions of ranks in real steps of torch.distributed.pipelining.
 
-Gloo has no flight recorder for messages, so the processes record what torch issues, in that order,
-as NCCL's recorder does. One rank stops in the forward of a microbatch, in its second step.
+Gloo has no flight recorder for messages. The processes record the operations that torch issues, in
+this order, like NCCL's recorder. One rank stops in the forward of a microbatch, in its second step.
 """
 
 from __future__ import annotations
@@ -32,7 +32,7 @@ from tests.cpu.gloo_processes import run
 from tests.cpu.torch_schedules import SINGLE, lowered
 from tests.flight_recorder_dumps import Recorder, record, stopped
 
-STOPS, STEP, STAGE, MICROBATCH = 1, 1, 1, 2
+STOPPED_RANK, STEP, STAGE, MICROBATCH = 1, 1, 1, 2
 PLANS = {
     "ScheduleGPipe": PipelineShape(3, 4),
     "Schedule1F1B": PipelineShape(3, 5),
@@ -40,11 +40,11 @@ PLANS = {
 }
 
 
-LOOSE = SINGLE  # torch receives when it needs the message, and our programs of these earlier
+OTHER_ORDER = SINGLE  # torch receives later than our programs of these schedules
 
 
-class _Seen:
-    """A message that torch has issued. A receive has ended when torch has waited for it."""
+class _RecordedWork:
+    """A message that torch has issued. It is complete when `wait` has returned."""
 
     def __init__(self, work: Any, entry: dict[str, Any]) -> None:
         self.work, self.entry = work, entry
@@ -55,49 +55,59 @@ class _Seen:
         return done
 
 
-class _Stage(nn.Module):
+class _StoppingStage(nn.Module):
     """A layer that waits for an event in one of its forwards."""
 
-    def __init__(self, at: int, stands: threading.Event | None, goes_on: threading.Event) -> None:
+    def __init__(
+        self, stop_count: int, is_stopped: threading.Event | None, may_continue: threading.Event
+    ) -> None:
         super().__init__()
         self.layer = nn.Linear(4, 4)
-        self.at, self.stands, self.goes_on, self.count = at, stands, goes_on, 0
+        self.stop_count, self.is_stopped, self.may_continue, self.count = (
+            stop_count,
+            is_stopped,
+            may_continue,
+            0,
+        )
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.stands is not None and self.count == self.at:
-            self.stands.set()
-            self.goes_on.wait(60)
+        if self.is_stopped is not None and self.count == self.stop_count:
+            self.is_stopped.set()
+            self.may_continue.wait(60)
         self.count += 1
         out: Tensor = self.layer(x)
         return out
 
 
-def _train(rank: int, name: str, shape: PipelineShape, folder: str) -> None:
+def _train_and_record(rank: int, name: str, shape: PipelineShape, folder: str) -> None:
     recorder = Recorder(rank)
     recorder.group("0", range(shape.ranks), "default_pg")
-    batched = theirs._batch_p2p
+    original_batch_p2p = theirs._batch_p2p
 
     def batch_p2p(ops: list[dist.P2POp], desc: str | None = None) -> list[Any]:
         sides = [("send" if op.op is dist.isend else "recv", op.peer) for op in ops]
         shapes = [list(op.tensor.shape) for op in ops]
-        works = batched(ops, desc)
+        works = original_batch_p2p(ops, desc)
         first = len(recorder.entries)
         if len({kind for kind, _ in sides}) > 1:
             recorder.messages("0", sides, False, shape=shapes[0])
             entries = recorder.entries[first:-1]
-            return [_Seen(work, recorder.entries[-1]) for work in works] if entries else []
+            return [_RecordedWork(work, recorder.entries[-1]) for work in works] if entries else []
         for (kind, peer), shape in zip(sides, shapes, strict=True):
             recorder.messages("0", [(kind, peer)], kind == "send", shape=shape)
-        return [_Seen(w, e) for w, e in zip(works, recorder.entries[first:], strict=True)]
+        return [_RecordedWork(w, e) for w, e in zip(works, recorder.entries[first:], strict=True)]
 
     vars(theirs)["_batch_p2p"] = batch_p2p
-    goes_on, stands = threading.Event(), threading.Event() if rank == STOPS else None
+    may_continue, is_stopped = (
+        threading.Event(),
+        threading.Event() if rank == STOPPED_RANK else None,
+    )
     store = dist.distributed_c10d._get_default_store()
 
     def write() -> None:
-        """Write the record of this process when no process has issued or received for a while."""
-        if stands is not None:
-            stands.wait(60)
+        """Write the record of this process after it has not changed for half a second."""
+        if is_stopped is not None:
+            is_stopped.wait(60)
             store.set("stands", "")
         store.wait(["stands"])
         before: Any = None
@@ -106,21 +116,21 @@ def _train(rank: int, name: str, shape: PipelineShape, folder: str) -> None:
         recorder.save(Path(folder))
         store.set(f"written {rank}", "")
         store.wait([f"written {other}" for other in range(shape.ranks)])
-        goes_on.set()
+        may_continue.set()
 
     writer = threading.Thread(target=write)
     writer.start()
-    at = STEP * shape.microbatches + MICROBATCH
-    at += 1  # torch runs one more forward before its first step, to learn the shapes
-    held = shape.stages_on_rank[rank]
+    stop_count = STEP * shape.microbatches + MICROBATCH
+    stop_count += 1  # torch runs one more forward before its first step, to learn the shapes
+    local_stages = shape.stages_on_rank[rank]
     stages = [
         PipelineStage(
-            _Stage(at, stands if s == STAGE else None, goes_on),
+            _StoppingStage(stop_count, is_stopped if s == STAGE else None, may_continue),
             s,
             shape.stages,
             torch.device("cpu"),
         )
-        for s in held
+        for s in local_stages
     ]
     kind: Any = getattr(theirs, name)
     pipe = kind(
@@ -130,12 +140,12 @@ def _train(rank: int, name: str, shape: PipelineShape, folder: str) -> None:
     )
     x, target = torch.randn(2, 2 * shape.microbatches, 4).unbind()
     for _ in range(STEP + 1):
-        mine = (x,) if 0 in held else ()
-        pipe.step(*mine, **({"target": target} if shape.stages - 1 in held else {}))
+        inputs = (x,) if 0 in local_stages else ()
+        pipe.step(*inputs, **({"target": target} if shape.stages - 1 in local_stages else {}))
     writer.join()
 
 
-def _program(name: str, shape: PipelineShape) -> Program:
+def _find_program(name: str, shape: PipelineShape) -> Program:
     """Return the program that torch reports, or our program of the same name if it reports none."""
     if name == "ScheduleGPipe":
         return compile(schedules.gpipe, shape)
@@ -145,47 +155,51 @@ def _program(name: str, shape: PipelineShape) -> Program:
 
 
 @pytest.mark.parametrize("name", PLANS)
-def test_the_forward_in_which_a_rank_stops_is_named(name: str, tmp_path: Path) -> None:
+def test_diagnosis_finds_forward_that_stopped(name: str, tmp_path: Path) -> None:
     shape = PLANS[name]
-    run(_train, shape.ranks, name, shape, str(tmp_path))
+    run(_train_and_record, shape.ranks, name, shape, str(tmp_path))
     job = DistributedJob(read_dumps([str(tmp_path)])[0])
-    program = _program(name, shape)
+    program = _find_program(name, shape)
     index = InstructionIndex.from_program(program)
     (matched,) = match_program(job, program)
-    assert matched.step == STEP and bool(matched.order_mismatch) == (name in LOOSE)
+    assert matched.step == STEP and bool(matched.order_mismatch) == (name in OTHER_ORDER)
     # The rank has the input of that forward.
-    ended = [op for op in job.dumps[STOPS].ops if op.is_done and op.kind == "recv"]
-    names = [str(index.locate(matched.position_of_message[STOPS, op.number])[2]) for op in ended]
+    ended = [op for op in job.dumps[STOPPED_RANK].ops if op.is_done and op.kind == "recv"]
+    names = [
+        str(index.locate(matched.position_of_message[STOPPED_RANK, op.number])[2]) for op in ended
+    ]
     assert f"recv_act {STAGE}.{MICROBATCH}" in names[-2:]
     if matched.order_mismatch:
-        assert job.root_ranks == (STOPS,)
+        assert job.root_ranks == (STOPPED_RANK,)
         return
     (verdict,) = diagnose_copies(program, [matched])
     assert not verdict.is_deadlock
-    assert {int(index.rank[at]) for cause in verdict.causes for at in cause.positions} == {STOPS}
-    place = verdict.positions[STOPS]
-    assert place.is_late
-    between = [str(index.locate(at)[2]) for at in range(*place.compute_range)]
-    assert f"F {STAGE}.{MICROBATCH}" in between
+    assert {int(index.rank[place]) for cause in verdict.causes for place in cause.positions} == {
+        STOPPED_RANK
+    }
+    position = verdict.positions[STOPPED_RANK]
+    assert position.is_late
+    possible = [str(index.locate(place)[2]) for place in range(*position.compute_range)]
+    assert f"F {STAGE}.{MICROBATCH}" in possible
 
 
-def test_torchs_own_reader_pairs_what_these_tests_write(tmp_path: Path) -> None:
+def test_torch_reader_pairs_messages_of_test_recorder(tmp_path: Path) -> None:
     """All messages of a finished job are paired, and the reader reports no mismatch."""
     builder = pytest.importorskip("torch.distributed.flight_recorder.components.builder")
     loader = pytest.importorskip("torch.distributed.flight_recorder.components.loader")
     program = compile(schedules.interleaved, PipelineShape(2, 4, stages_per_rank=2))
-    whole = stopped(Graph.from_program(program), None, False)
-    for recorder in record(whole, before=1):
+    finished = stopped(Graph.from_program(program), None, False)
+    for recorder in record(finished, before=1):
         recorder.collective("1", "all_reduce", ended=True)
         recorder.save(tmp_path)
-    asked = Namespace(
+    options = Namespace(
         trace_dir=str(tmp_path), prefix="nccl_trace_rank_", allow_incomplete_ranks=False,
         just_print_entries=False, mismatch_cap=10, pg_filters=None, selected_ranks=None,
         verbose=False,
     )  # fmt: skip
-    dumps, version = loader.read_dir(asked)
-    found = builder.build_db(dumps, asked, version)
+    dumps, version = loader.read_dir(options)
+    database = builder.build_db(dumps, options, version)
     job = DistributedJob(read_dumps([str(tmp_path)])[0])
-    assert len(found.ncclcalls) == sum(len(dump.ops) for dump in job.dumps.values()) > 0
-    assert all(call.collective_id is not None for call in found.ncclcalls)
-    assert all(collective.pass_check for collective in found.collectives)
+    assert len(database.ncclcalls) == sum(len(dump.ops) for dump in job.dumps.values()) > 0
+    assert all(call.collective_id is not None for call in database.ncclcalls)
+    assert all(collective.pass_check for collective in database.collectives)

@@ -53,8 +53,8 @@ from tests.cpu.process_faults import at_instruction, fault
 from tests.cpu.tiny_stages import gpt_executor, own_batch
 from tests.cpu.train_command import wait_until
 
-PATIENCE = 2.0  # seconds that processes wait for each other
-MORE = 15.0  # further seconds that a busy machine may take
+TIMEOUT = 2.0  # seconds after which a rank reports an error
+EXTRA_SECONDS = 15.0  # additional time for a busy machine
 
 
 class Case(NamedTuple):
@@ -71,25 +71,25 @@ class Case(NamedTuple):
         return compile(one_f_one_b, PipelineShape(2, 2), **self.options)
 
 
-def process(number: int, case: Case, folder: Path, together: Any) -> None:
-    """Step until a process fails, and write its error and the time. It stays alive."""
+def run_rank(number: int, case: Case, folder: Path, barrier: Any) -> None:
+    """Run steps until one fails, and write the error and the time. The process does not end."""
     torch.set_num_threads(1)
     program = case.program
     world = program.shape.ranks * program.dp * program.tp
     dist.init_process_group(
         "gloo", init_method=f"file://{folder}/store", rank=number, world_size=world,
-        timeout=timedelta(seconds=MORE),
+        timeout=timedelta(seconds=EXTRA_SECONDS),
     )  # fmt: skip
-    group = dist.new_group([*range(world)], timeout=timedelta(seconds=PATIENCE))
+    group = dist.new_group([*range(world)], timeout=timedelta(seconds=TIMEOUT))
     transport = case.transport(program, group=group)
 
-    def fails() -> None:
+    def record_time_and_fail() -> None:
         (folder / "at").write_text(str(time.time()))
         fault(case.kind)
 
     if number == 0:
         stream = program.streams[0]
-        at_instruction([i.op for i in stream].index(case.op), 2, case.when, fails)
+        at_instruction([i.op for i in stream].index(case.op), 2, case.when, record_time_and_fail)
     clip = 1.0 if program.clip_grad_norm else None
     executor = gpt_executor(
         program,
@@ -98,41 +98,43 @@ def process(number: int, case: Case, folder: Path, together: Any) -> None:
         execution=ExecutionOptions(spill_dir=folder),
         gradients=GradientOptions(max_norm=clip),
     )
-    together.wait()
-    said = "nobody failed"
+    barrier.wait()
+    text = "no step failed"
     try:
         for step in range(4):
             executor.step(*own_batch(program, transport, step))
     except ExecutionError as error:
-        said = str(error)
-    (folder / f"new-{number}").write_text(f"{time.time()}\n{said}")
+        text = str(error)
+    (folder / f"new-{number}").write_text(f"{time.time()}\n{text}")
     os.rename(folder / f"new-{number}", folder / f"said-{number}")
     time.sleep(1000)
 
 
 @contextmanager
-def running(case: Case, folder: Path) -> Iterator[int]:
+def running_ranks(case: Case, folder: Path) -> Iterator[int]:
     program = case.program
     world = program.shape.ranks * program.dp * program.tp
-    together = CONTEXT.Barrier(world)
-    own = [CONTEXT.Process(target=process, args=(k, case, folder, together)) for k in range(world)]
+    barrier = CONTEXT.Barrier(world)
+    processes = [
+        CONTEXT.Process(target=run_rank, args=(k, case, folder, barrier)) for k in range(world)
+    ]
     try:
-        for one in own:
-            one.start()
+        for process in processes:
+            process.start()
         yield world
     finally:
-        for one in own:
-            one.kill()
-            one.join()
+        for process in processes:
+            process.kill()
+            process.join()
 
 
-SPILLS = {"offload": "all", "offload_to_disk": "all"}
+OFFLOAD_TO_DISK = {"offload": "all", "offload_to_disk": "all"}
 CASES = {
     "stopped in a reduction": Case(
         {"dp": 2, "zero": 3, "clip_grad_norm": True}, GlooTransport, "stop", Opcode.ReduceScatter
     ),
     "raised on the disk's lane": Case(
-        SPILLS, SharedMemoryTransport, "raise", Opcode.OffloadToDisk, "on the lane"
+        OFFLOAD_TO_DISK, SharedMemoryTransport, "raise", Opcode.OffloadToDisk, "on the lane"
     ),
     "raised on the host's lane": Case(
         {"dp": 2, "optimizer_placement": "cpu_step"},
@@ -153,34 +155,31 @@ CASES = {
 
 
 @pytest.mark.parametrize("name", cases([*CASES][:4], [*CASES][4:]))
-def test_all_others_say_at_what_they_have_waited_and_in_time(name: str, tmp_path: Path) -> None:
+def test_other_ranks_report_instruction_within_timeout(name: str, tmp_path: Path) -> None:
     case = CASES[name]
-    with running(case, tmp_path) as world:
-        others = [k for k in range(world) if k or case.kind == "raise"]
-        wait_until(lambda: all((tmp_path / f"said-{k}").exists() for k in others))
-    since = float((tmp_path / "at").read_text())
-    for k in others:
-        when, _, said = (tmp_path / f"said-{k}").read_text().partition("\n")
+    with running_ranks(case, tmp_path) as world:
+        other_processes = [k for k in range(world) if k or case.kind == "raise"]
+        wait_until(lambda: all((tmp_path / f"said-{k}").exists() for k in other_processes))
+    start = float((tmp_path / "at").read_text())
+    for k in other_processes:
+        end, _, error = (tmp_path / f"said-{k}").read_text().partition("\n")
         rank = k // case.program.tp % 2
-        assert float(when) - since < PATIENCE + MORE
-        assert f"rank {rank}" in said and "#" in said, said
+        assert float(end) - start < TIMEOUT + EXTRA_SECONDS
+        assert f"rank {rank}" in error and "#" in error, error
         if k:
-            causes = (  # the process that notices first decides which one
+            causes = (  # the message depends on the process that detects the fault first
                 "another process was lost",
                 "rank 0 has left",
                 "a peer did not respond",
                 "rank 0 sent nothing within the timeout",
                 "rank 0 has not ended its step in",
             )
-            assert any(cause in said for cause in causes), said
+            assert any(cause in error for cause in causes), error
         else:
-            assert "no such luck" in said, said
+            assert "no such luck" in error, error
 
 
-# ---------------------------------------------------------------- in set-up
-
-
-def test_a_neighbour_that_does_not_call_or_says_nothing() -> None:
+def test_silent_neighbour_times_out_in_set_up() -> None:
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as caller:
         name = start_listening(listener, 2)
         for calls in (False, True):
@@ -190,7 +189,7 @@ def test_a_neighbour_that_does_not_call_or_says_nothing() -> None:
                 connect_neighbours(listener, ["", name], 1, [0], 0.2)
 
 
-def test_a_neighbour_that_leaves_as_it_calls() -> None:
+def test_disconnected_neighbour_raises_in_set_up() -> None:
     with socket.socket(socket.AF_UNIX) as listener:
         name = start_listening(listener, 2)
         with socket.socket(socket.AF_UNIX) as caller:
@@ -199,7 +198,7 @@ def test_a_neighbour_that_leaves_as_it_calls() -> None:
             connect_neighbours(listener, ["", name], 1, [0], 5.0)
 
 
-def test_a_neighbour_that_passes_no_memory() -> None:
+def test_neighbour_without_shared_memory_times_out() -> None:
     with socket.socket(socket.AF_UNIX) as listener, socket.socket(socket.AF_UNIX) as caller:
         caller.connect(start_listening(listener, 2))
         caller.sendall(struct.pack("q", 0))
@@ -209,17 +208,14 @@ def test_a_neighbour_that_passes_no_memory() -> None:
         close_connections(connections.values())
 
 
-# ---------------------------------------------------------------- in a save
-
-
-def saves(number: int, folder: Path, stops: bool) -> None:
-    """Run one of two processes that save. The second one is stopped, or has a slow disk."""
-    join_run(own := RunMember(folder, ProcessLayout(2, 1, 1), number))
+def run_save(number: int, folder: Path, stops: bool) -> None:
+    """Run a process during a save. The second process is stopped, or has a slow disk."""
+    join_run(member := RunMember(folder, ProcessLayout(2, 1, 1), number))
     process_exit.EXIT_GRACE = 0.1  # type: ignore[misc]
-    with open(folder / f"said-{number}", "w") as said:
-        os.dup2(said.fileno(), 2)
-    with Watchdog(own, 0.5):
-        own.black_box.enter_phase(ProcessPhase.SAVE, 4)
+    with open(folder / f"said-{number}", "w") as log:
+        os.dup2(log.fileno(), 2)
+    with Watchdog(member, 0.5):
+        member.black_box.enter_phase(ProcessPhase.SAVE, 4)
         if number and stops:
             os.kill(os.getpid(), signal.SIGSTOP)
         time.sleep(20 if stops else 2)
@@ -227,86 +223,85 @@ def saves(number: int, folder: Path, stops: bool) -> None:
 
 
 @pytest.mark.parametrize("stops", [True, False])
-def test_who_is_stopped_while_others_save_is_found_and_a_slow_disk_is_not(
-    stops: bool, tmp_path: Path
-) -> None:
-    own = [CONTEXT.Process(target=saves, args=(k, tmp_path, stops)) for k in (1, 0)]
+def test_watchdog_reports_stopped_process_but_not_slow_disk(stops: bool, tmp_path: Path) -> None:
+    processes = [CONTEXT.Process(target=run_save, args=(k, tmp_path, stops)) for k in (1, 0)]
     try:
-        own[0].start()
+        processes[0].start()
         if stops:  # otherwise the other process may find that it has not started
-            wait_until(lambda: read_process_state(own[0].pid or 0, 0) == "stopped")
-        own[1].start()
-        for one in own:
-            one.join(60)
-        assert [one.exitcode for one in own] == ([-signal.SIGKILL, 1] if stops else [0, 0])
+            wait_until(lambda: read_process_state(processes[0].pid or 0, 0) == "stopped")
+        processes[1].start()
+        for process in processes:
+            process.join(60)
+        assert [process.exitcode for process in processes] == (
+            [-signal.SIGKILL, 1] if stops else [0, 0]
+        )
     finally:
-        for one in own:
-            one.kill()
-            one.join()
-    said = (tmp_path / "said-0").read_text().partition("\n")[0]
-    stopped = (
+        for process in processes:
+            process.kill()
+            process.join()
+    output = (tmp_path / "said-0").read_text().partition("\n")[0]
+    expected = (
         "no process has made progress for 0.5 s: process 1 (pipeline rank 1) is stopped, "
         "saving step 4"
     )
-    assert said.startswith(stopped) if stops else not said
+    assert output.startswith(expected) if stops else not output
 
 
-def sets_up(folder: Path) -> None:
-    """Set up for longer than the timeout, and then stand still for a moment."""
-    join_run(own := RunMember(folder, ProcessLayout(1, 1, 1), 0))
+def run_slow_set_up(folder: Path) -> None:
+    """Set up for longer than the timeout, and then make no progress for a moment."""
+    join_run(member := RunMember(folder, ProcessLayout(1, 1, 1), 0))
     program = compile(one_f_one_b, PipelineShape(1, 2))
     executor: Any = SimpleNamespace(
         position=None, program=program, rank=0, state=SimpleNamespace(device=torch.device("cpu"))
     )
     executor.runner = executor.current_runner = executor
     executor.state.stream, executor.position = program.streams[0], 0
-    with Watchdog(own, 1.5) as watchdog:
-        own.black_box.enter_phase(ProcessPhase.SET_UP)
+    with Watchdog(member, 1.5) as watchdog:
+        member.black_box.enter_phase(ProcessPhase.SET_UP)
         time.sleep(2)
         with watchdog.watch(executor):
             time.sleep(0.5)
     exit_cleanly()
 
 
-def test_who_has_set_up_for_long_does_not_stand(tmp_path: Path) -> None:
-    one = CONTEXT.Process(target=sets_up, args=(tmp_path,))
-    one.start()
-    one.join(60)
-    one.kill()
-    one.join()
-    assert one.exitcode == 0
+def test_slow_set_up_is_not_reported_as_hang(tmp_path: Path) -> None:
+    process = CONTEXT.Process(target=run_slow_set_up, args=(tmp_path,))
+    process.start()
+    process.join(60)
+    process.kill()
+    process.join()
+    assert process.exitcode == 0
 
 
-def saves_slowly(rank: int, folder: Path, snapshots: bool) -> bool:
-    """Save, although the first process's disk takes longer than processes otherwise wait."""
-    group = dist.new_group([0, 1], timeout=timedelta(seconds=PATIENCE))
+def save_with_slow_disk(rank: int, folder: Path, snapshots: bool) -> bool:
+    """Save while the disk of the first process takes longer than the timeout."""
+    group = dist.new_group([0, 1], timeout=timedelta(seconds=TIMEOUT))
     program = compile(one_f_one_b, PipelineShape(2, 2), checkpoint_snapshots=snapshots)
     executor = gpt_executor(program, GlooTransport(program, group=group), lr=0.1)
     write = dcp_storage.write
 
-    def slowly(*given: Any) -> Any:
+    def write_slowly(*arguments: Any) -> Any:
         if not rank:
-            time.sleep(PATIENCE + 0.5)
-        return write(*given)
+            time.sleep(TIMEOUT + 0.5)
+        return write(*arguments)
 
-    dcp_storage.write = slowly  # type: ignore[assignment]
+    dcp_storage.write = write_slowly  # type: ignore[assignment]
     batches: Any = SimpleNamespace(batch_size=1, make_cursor=lambda taken: None)
-    saving = TrainingCheckpoints(executor, TrainConfig(checkpoint_dir=str(folder)), batches, None)
-    saving.save(1)
-    return saving.saved_step == 1
+    checkpoints = TrainingCheckpoints(
+        executor, TrainConfig(checkpoint_dir=str(folder)), batches, None
+    )
+    checkpoints.save(1)
+    return checkpoints.saved_step == 1
 
 
 @pytest.mark.parametrize("snapshots", cases([False], [True]))
-def test_others_wait_as_long_as_disks_take(snapshots: bool, tmp_path: Path) -> None:
-    assert run(saves_slowly, 2, tmp_path, snapshots) == [True, True]
+def test_save_waits_longer_than_timeout(snapshots: bool, tmp_path: Path) -> None:
+    assert run(save_with_slow_disk, 2, tmp_path, snapshots) == [True, True]
 
 
-# ---------------------------------------------------------------- patience
-
-
-def test_groups_wait_as_long_as_torch_was_told() -> None:
-    told = timedelta(seconds=7)
-    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=told)  # type: ignore[attr-defined]
+def test_groups_use_timeout_of_torch() -> None:
+    timeout = timedelta(seconds=7)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=timeout)  # type: ignore[attr-defined]
     try:
         assert process_groups.get_host_timeout() == 7.0
         transport = GlooTransport(compile(one_f_one_b, PipelineShape(1, 2)))

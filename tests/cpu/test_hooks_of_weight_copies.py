@@ -1,4 +1,7 @@
-"""Tests that hooks which copies of a weight would not call are refused in programs with copies."""
+"""Tests of hooks on the autograd nodes of weights.
+
+Copies of a weight would not call such hooks, so programs with copies refuse them.
+"""
 
 from __future__ import annotations
 
@@ -22,25 +25,25 @@ WITH_COPIES = [
 ]
 
 
-def _called(*_: object) -> None: ...
+def _do_nothing(*_: object) -> None: ...
 
 
-class _OnNode:
+class _NodeHook:
     def __init__(self, weight: Tensor) -> None:
         self.node = get_gradient_edge(
             weight
         ).node  # without a reference, torch would create a new node
-        self.node.register_prehook(_called)
+        self.node.register_prehook(_do_nothing)
 
 
 HOOKS: dict[str, Callable[[Tensor], object]] = {
-    "node": _OnNode,
-    "all": lambda weight: register_multi_grad_hook([weight], _called),
-    "any": lambda weight: register_multi_grad_hook([weight], _called, mode="any"),
+    "node": _NodeHook,
+    "all": lambda weight: register_multi_grad_hook([weight], _do_nothing),
+    "any": lambda weight: register_multi_grad_hook([weight], _do_nothing, mode="any"),
 }
 
 
-def _ranks(schedule: Any, shape: PipelineShape, stages: list[nn.Linear]) -> InProcessExecutor:
+def _make_ranks(schedule: Any, shape: PipelineShape, stages: list[nn.Linear]) -> InProcessExecutor:
     program = compile(schedule, shape)
     return InProcessExecutor(program, stages, loss=nn.functional.mse_loss, boundary=(2, WIDTH))
 
@@ -48,20 +51,20 @@ def _ranks(schedule: Any, shape: PipelineShape, stages: list[nn.Linear]) -> InPr
 @pytest.mark.parametrize("late", [False, True])
 @pytest.mark.parametrize(("schedule", "shape"), WITH_COPIES)
 @pytest.mark.parametrize("kind", HOOKS)
-def test_hooks_on_nodes_of_weights(
+def test_node_hooks_are_refused_in_programs_with_weight_copies(
     kind: str, schedule: Any, shape: PipelineShape, late: bool
 ) -> None:
     stages = [nn.Linear(WIDTH, WIDTH) for _ in range(shape.stages)]
-    ranks = _ranks(schedule, shape, stages) if late else None
-    kept = HOOKS[kind](stages[1].weight)
+    ranks = _make_ranks(schedule, shape, stages) if late else None
+    hook = HOOKS[kind](stages[1].weight)
     with pytest.raises(ModelError, match="weight of stage 1 has a hook on its autograd node"):
-        (ranks or _ranks(schedule, shape, stages)).step(*torch.randn(2, 4, 2, WIDTH))
-    del kept
+        (ranks or _make_ranks(schedule, shape, stages)).step(*torch.randn(2, 4, 2, WIDTH))
+    del hook
 
 
 @pytest.mark.parametrize("kind", HOOKS)
-def test_without_copies_they_are_called(kind: str) -> None:
+def test_node_hooks_are_accepted_without_weight_copies(kind: str) -> None:
     stages = [nn.Linear(WIDTH, WIDTH) for _ in range(2)]
-    kept = HOOKS[kind](stages[1].weight)
-    _ranks(one_f_one_b, PipelineShape(2, 4), stages).step(*torch.randn(2, 4, 2, WIDTH))
-    del kept
+    hook = HOOKS[kind](stages[1].weight)
+    _make_ranks(one_f_one_b, PipelineShape(2, 4), stages).step(*torch.randn(2, 4, 2, WIDTH))
+    del hook

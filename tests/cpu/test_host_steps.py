@@ -1,4 +1,4 @@
-"""Tests of the CPU optimizer: changes between steps, its thread, bytes per tier, and refusals."""
+"""Tests of the CPU optimizer: changes between steps, its thread, sizes per tier, refusals."""
 
 from __future__ import annotations
 
@@ -33,42 +33,44 @@ from tests.cpu.optimizer_offload_programs import (
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
 
 torch.set_num_threads(1)
-WHERE = ("device", "cpu_step")
+PLACEMENTS = ("device", "cpu_step")
 
 
 def steps_of(world: Any, rank: int = 0) -> CpuOptimizer:
-    found = world.executors[rank].state.service(OptimizerPlacement).optimizer_state
-    assert isinstance(found, CpuOptimizer)
-    return found
+    state = world.executors[rank].state.service(OptimizerPlacement).optimizer_state
+    assert isinstance(state, CpuOptimizer)
+    return state
 
 
-def test_what_others_change_between_steps_is_stepped() -> None:
-    """This holds for silent writes to `data`, and for parameter groups added later."""
-    found = []
-    for states in WHERE:
+def test_changes_between_steps_take_effect() -> None:
+    """The changes are writes to `data`, new parameter groups and learning rates."""
+    results = []
+    for states in PLACEMENTS:
         world = made(
             schedir.compile(interleaved, PipelineShape(1, 4, 3), optimizer_placement=states),
-            lambda own: ADAMW(own[-3:]),
+            lambda parameters: ADAMW(parameters[-3:]),
         )
         stepped(world, 0)
         (rank,) = world.executors
-        every = [p for stage in rank.stages.values() for p in stage.module.parameters()]
-        every[-1].data.mul_(0.5)
+        all_parameters = [p for stage in rank.stages.values() for p in stage.module.parameters()]
+        all_parameters[-1].data.mul_(0.5)
         optimizer = optimizer_of(rank)
-        has = {p for group in optimizer.param_groups for p in group["params"]}
-        optimizer.add_param_group({"params": [p for p in every if p not in has], "lr": 0.1})
+        optimized = {p for group in optimizer.param_groups for p in group["params"]}
+        optimizer.add_param_group(
+            {"params": [p for p in all_parameters if p not in optimized], "lr": 0.1}
+        )
         optimizer.param_groups[0]["lr"] *= 2
         stepped(world, 1)
-        every[-1].data = every[-1].data * 2  # memory that the host does not know
+        all_parameters[-1].data = all_parameters[-1].data * 2  # new memory
         stepped(world, 2)
-        found.append(left(world))
-    assert equal(*found)
+        results.append(left(world))
+    assert equal(*results)
 
 
-def test_what_takes_no_gradient_and_what_has_no_number_may_be_there() -> None:
-    """An optimizer of all parameters also has frozen and empty ones of a trained stage."""
-    found = []
-    for states in WHERE:
+def test_frozen_and_empty_parameters_are_accepted() -> None:
+    """An optimizer of all parameters contains frozen and empty ones of a trained stage."""
+    results = []
+    for states in PLACEMENTS:
         program = schedir.compile(
             interleaved,
             PipelineShape(1, 2, 3),
@@ -82,37 +84,36 @@ def test_what_takes_no_gradient_and_what_has_no_number_may_be_there() -> None:
         world = InProcessExecutor(
             program, stages, loss=gpt.loss, boundary=BOUNDARY, optimizer=ADAMW
         )
-        found.append([*stepped(world, 0, 1), *left(world)])
-    assert equal(*found)
+        results.append([*stepped(world, 0, 1), *left(world)])
+    assert equal(*results)
 
 
-# ---------------------------------------------------------------- location of the states
-
-
-def test_the_host_steps_in_a_thread_of_its_own_and_nothing_is_left() -> None:
-    """Gradients and weights on the host are NaN when the step has ended."""
+def test_host_steps_run_in_thread_and_free_their_memory() -> None:
+    """After the step, the gradients and weights on the host are NaN."""
     world = made(
         schedir.compile(interleaved, PipelineShape(1, 4, 3), optimizer_placement="cpu_step"), ADAMW
     )
-    seen: list[str] = []
-    own = steps_of(world)
-    step = own.step
+    thread_names: list[str] = []
+    cpu_optimizer = steps_of(world)
+    step = cpu_optimizer.step
 
-    def watched(stage: int, finite: Tensor) -> None:
-        seen.append(threading.current_thread().name)
+    def record_and_step(stage: int, finite: Tensor) -> None:
+        thread_names.append(threading.current_thread().name)
         step(stage, finite)
 
-    with patch.object(own, "step", watched):
+    with patch.object(cpu_optimizer, "step", record_and_step):
         stepped(world, 0, 1)
-    assert seen == ["lane HOST"] * 6
+    assert thread_names == ["lane HOST"] * 6
     assert all(
-        t.isnan().all() for part in own.host_parameters.values() for t in part.list_host_tensors()
+        t.isnan().all()
+        for part in cpu_optimizer.host_parameters.values()
+        for t in part.list_host_tensors()
     )
     spans = world.timeline().spans
     assert (spans["end"] > spans["start"])[spans["lane"] == Lane.HOST].all()
 
 
-def test_as_much_is_on_each_tier_as_was_predicted() -> None:
+def test_memory_of_each_tier_equals_prediction() -> None:
     shape = PipelineShape(1, 2, 3)
     stages, (x, y, _) = gpt_stages(shape.stages, tied=False), batch(2)
     sizes = measure_sizes(
@@ -121,19 +122,20 @@ def test_as_much_is_on_each_tier_as_was_predicted() -> None:
     world = made(schedir.compile(looped_bfs, shape, optimizer_placement="cpu_step"), ADAMW)
     stepped(world, 0, 1)
     (rank,) = world.executors
-    own = steps_of(world)
+    cpu_optimizer = steps_of(world)
     (host,) = compute_footprints(world.program, sizes, "host")
-    assert set(host.total_bytes) == {sum(t.nbytes for t in own.list_host_memory())}
-    kept = [t for each in optimizer_of(rank).state.values() for t in each.values()]
-    assert sum(t.nbytes for t in kept) == host.static_memory["optimizer"][1] and kept
+    assert set(host.total_bytes) == {sum(t.nbytes for t in cpu_optimizer.list_host_memory())}
+    state_tensors = [
+        t for parameter_state in optimizer_of(rank).state.values() for t in parameter_state.values()
+    ]
+    assert (
+        sum(t.nbytes for t in state_tensors) == host.static_memory["optimizer"][1] and state_tensors
+    )
     (device,) = compute_footprints(world.program, sizes)
     assert "optimizer" not in device.static_memory and not device.dynamic_memory["state"][1].any()
 
 
-# ---------------------------------------------------------------- refusals
-
-
-class Draws(torch.optim.SGD):
+class RandomOptimizer(torch.optim.SGD):
     """Draws random numbers, for example to round stochastically."""
 
     elementwise = True
@@ -145,38 +147,38 @@ class Draws(torch.optim.SGD):
         return super().step(closure)
 
 
-def test_what_the_host_cannot_step_is_refused() -> None:
+def test_unsupported_optimizers_are_refused() -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2), optimizer_placement="cpu_step")
-    capturable, none = partial(torch.optim.AdamW, capturable=True), cast(Any, None)
+    capturable, no_optimizer = partial(torch.optim.AdamW, capturable=True), cast(Any, None)
     with pytest.raises(ModelError, match="AdamW is capturable"):
         made(program, capturable)
     with pytest.raises(ModelError, match="this rank has no optimizer"):
-        made(program, none)
-    with pytest.raises(ExecutionError, match="Draws draws random numbers"):
-        stepped(made(program, partial(Draws, lr=0.1)), 0)
+        made(program, no_optimizer)
+    with pytest.raises(ExecutionError, match="RandomOptimizer draws random numbers"):
+        stepped(made(program, partial(RandomOptimizer, lr=0.1)), 0)
 
 
-def test_an_error_of_the_host_names_its_instruction_and_a_later_step_is_right() -> None:
+def test_host_error_names_its_instruction() -> None:
     world = made(
         schedir.compile(interleaved, PipelineShape(1, 2, 2), optimizer_placement="cpu_step"), ADAMW
     )
     stepped(world, 0)
     hook: Any = lambda *_: None  # noqa: E731
     handle = optimizer_of(world.executors[0]).register_step_post_hook(hook)
-    with pytest.raises(ExecutionError, match="has hooks on its step") as told:
+    with pytest.raises(ExecutionError, match="has hooks on its step") as caught:
         stepped(world, 1)
-    assert "host_step" in str(told.value.sites[0].instr)
+    assert "host_step" in str(caught.value.sites[0].instr)
     handle.remove()
 
 
-def test_an_own_optimizer_is_stepped() -> None:
+def test_user_optimizer_class_is_stepped() -> None:
     kind = type("Known", (torch.optim.SGD,), {"elementwise": True})
-    found = []
-    for states in WHERE:
+    results = []
+    for states in PLACEMENTS:
         world = made(
             schedir.compile(one_f_one_b, PipelineShape(2, 2), optimizer_placement=states),
-            lambda own: kind(own, lr=0.1, momentum=0.9),
+            lambda parameters: kind(parameters, lr=0.1, momentum=0.9),
         )
         stepped(world, 0, 1)
-        found.append(left(world))
-    assert equal(*found)
+        results.append(left(world))
+    assert equal(*results)

@@ -1,4 +1,4 @@
-"""Tests that Hugging Face models, cut into stages, have the bits of the whole model."""
+"""Tests that Hugging Face models, cut into stages, are bitwise equal to the whole model."""
 
 from __future__ import annotations
 
@@ -35,14 +35,14 @@ MODELS: dict[str, tuple[str, dict[str, Any]]] = {
 }
 
 
-def build(kind: str, **changes: Any) -> Any:
-    name, own = MODELS[kind]
+def build_model(kind: str, **changes: Any) -> Any:
+    class_name, model_options = MODELS[kind]
     torch.manual_seed(0)
-    model = getattr(transformers, name)
-    return model(model.config_class(**{**SMALL, **own, **changes})).train()
+    model_class = getattr(transformers, class_name)
+    return model_class(model_class.config_class(**{**SMALL, **model_options, **changes})).train()
 
 
-def run(apply: Any, model: Any, tokens: torch.Tensor, **keywords: Any) -> list[torch.Tensor]:
+def run_step(apply: Any, model: Any, tokens: torch.Tensor, **keywords: Any) -> list[torch.Tensor]:
     """Return the logits and then the gradients of all parameters, in the order of the model."""
     torch.manual_seed(1)  # for dropout
     model.zero_grad()
@@ -53,68 +53,70 @@ def run(apply: Any, model: Any, tokens: torch.Tensor, **keywords: Any) -> list[t
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=["float32", "bfloat16"])
 @pytest.mark.parametrize("kind", MODELS)
-def test_stages_have_the_bits_of_the_model(kind: str, dtype: torch.dtype) -> None:
-    """This includes sliding windows, dropout, padding, positions, and recomputation."""
-    model = build(kind).to(dtype)
+def test_stages_equal_whole_model(kind: str, dtype: torch.dtype) -> None:
+    """The cases include sliding windows, dropout, padding, positions and recomputation."""
+    model = build_model(kind).to(dtype)
     stages = cut(model, 3, (1, 3, 1))
     tokens = torch.randint(96, (2, 12))
     padded = torch.ones_like(tokens)
     padded[1, :4] = 0
 
-    def chain(x: torch.Tensor, **keywords: Any) -> torch.Tensor:
+    def run_stages(x: torch.Tensor, **keywords: Any) -> torch.Tensor:
         for stage in stages:
             x = stage(x, **keywords)
         return x
 
     positions = torch.randint(1, 3, (2, 1)) * torch.arange(12)
     for keywords in ({}, {"attention_mask": padded}, {"position_ids": positions}):
-        due = run(lambda x, **k: model(x, use_cache=False, **k).logits, model, tokens, **keywords)
-        got = run(chain, model, tokens, **keywords)
-        assert all(map(torch.equal, got, due)), keywords
+        expected = run_step(
+            lambda x, **k: model(x, use_cache=False, **k).logits, model, tokens, **keywords
+        )
+        actual = run_step(run_stages, model, tokens, **keywords)
+        assert all(map(torch.equal, actual, expected)), keywords
     model.activation_checkpointing_enable()
-    assert all(map(torch.equal, run(chain, model, tokens), run(
+    assert all(map(torch.equal, run_step(run_stages, model, tokens), run_step(
         lambda x: model(x, use_cache=False).logits, model, tokens
     )))  # fmt: skip
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_parameters_have_the_names_of_the_model(kind: str) -> None:
-    model = build(kind)
+def test_parameters_keep_names_of_model(kind: str) -> None:
+    model = build_model(kind)
     stages = cut(model, LAYERS)
-    whole = dict(model.named_parameters(remove_duplicate=False))
-    found: dict[str, Any] = {}
+    model_parameters = dict(model.named_parameters(remove_duplicate=False))
+    stage_parameters: dict[str, Any] = {}
     for stage in stages:
-        found |= dict(stage.named_parameters(remove_duplicate=False))
-    assert found.keys() == whole.keys()
-    assert all(found[name] is whole[name] for name in whole)
+        stage_parameters |= dict(stage.named_parameters(remove_duplicate=False))
+    assert stage_parameters.keys() == model_parameters.keys()
+    assert all(stage_parameters[name] is model_parameters[name] for name in model_parameters)
     assert bool(find_tied_weights(stages)) == model.config.tie_word_embeddings
     assert model.config.num_hidden_layers == LAYERS
 
 
 @pytest.mark.parametrize("kind", MODELS)
-def test_attention_that_changes_after_the_cut(kind: str) -> None:
-    """Masks are those of the present attention of the layers, also in a copy of a stage."""
-    model = build(kind).eval()
-    stages, tokens = copy.deepcopy(cut(model, LAYERS)), torch.randint(96, (2, 12))
-    shared = cut(model, LAYERS)
+def test_attention_implementation_may_change_after_cut(kind: str) -> None:
+    """The masks follow the current attention of the layers. A deep copy keeps its attention."""
+    model = build_model(kind).eval()
+    copied_stages, tokens = copy.deepcopy(cut(model, LAYERS)), torch.randint(96, (2, 12))
+    shared_stages = cut(model, LAYERS)
     before = model(tokens, use_cache=False).logits
     model.set_attn_implementation("eager")
     after = model(tokens, use_cache=False).logits
-    for part, due in ((stages, before), (shared, after)):
+    for stages, expected in ((copied_stages, before), (shared_stages, after)):
         x = tokens
-        for stage in part:
+        for stage in stages:
             x = stage(x)
-        assert torch.equal(x, due)
+        assert torch.equal(x, expected)
     with pytest.raises(UsageError, match="does not support the keyword labels"):
-        stages[0](tokens, labels=tokens)
+        copied_stages[0](tokens, labels=tokens)
 
 
-def test_parts_that_no_stage_would_use_are_refused() -> None:
-    model = build("llama")
+def test_model_with_unused_parts_is_refused() -> None:
+    model = build_model("llama")
     model.config.num_hidden_layers = 3
     with pytest.raises(UsageError, match="has 5 layers, and its num_hidden_layers is 3"):
         cut(model, 3)
-    model = build("llama")
+    model = build_model("llama")
     model.model.forward = model.model.forward  # Hooks of accelerate do this.
     with pytest.raises(UsageError, match="cannot use LlamaModel, because its forward was"):
         cut(model, 5)
@@ -123,8 +125,8 @@ def test_parts_that_no_stage_would_use_are_refused() -> None:
         cut(transformers.GPT2DoubleHeadsModel(config), 2)
 
 
-def test_what_it_does_not_know_is_refused() -> None:
-    model = build("llama")
+def test_unsupported_models_and_divisions_are_refused() -> None:
+    model = build_model("llama")
     with pytest.raises(UsageError, match="cut does not support models of type 'bert'"):
         cut(transformers.BertModel(transformers.BertConfig(num_hidden_layers=1)), 1)
     with pytest.raises(UsageError, match="cut does not support models of type None"):
@@ -137,27 +139,27 @@ def test_what_it_does_not_know_is_refused() -> None:
         cut(model, 3, (0, 3, 2))
 
 
-def test_the_snippet_of_the_page_runs() -> None:
+def test_snippet_of_documentation_page_runs() -> None:
     page = (ROOT / "docs/how-to/cut-a-hugging-face-model.md").read_text()
     names: dict[str, Any] = {}
     exec(compile(page.split("```python\n")[1].split("```")[0], "page", "exec"), names)
     assert all(p.grad is not None for p in names["model"].parameters())
 
 
-def test_the_executor_passes_keywords_to_all_stages() -> None:
-    """Gradients are those of a loop over microbatches with the same padding."""
-    model, tokens = build("llama"), torch.randint(96, (4, 2, 13))
+def test_executor_passes_keywords_to_all_stages() -> None:
+    """Gradients equal those of a loop over microbatches with the same padding."""
+    model, tokens = build_model("llama"), torch.randint(96, (4, 2, 13))
     masks = [torch.ones(2, 12, dtype=torch.int64) for _ in range(4)]
     for mb, mask in enumerate(masks):
         mask[0, : mb + 1] = 0
     keywords = [{"attention_mask": mask} for mask in masks]
     inputs, targets = tokens[..., :-1], tokens[..., 1:]
 
-    def loss(logits: torch.Tensor, due: torch.Tensor) -> torch.Tensor:
-        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), due.flatten())
+    def loss(logits: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
 
-    for x, y, each in zip(inputs, targets, keywords, strict=True):
-        loss(model(x, use_cache=False, **each).logits, y).backward()
+    for x, y, mask_keywords in zip(inputs, targets, keywords, strict=True):
+        loss(model(x, use_cache=False, **mask_keywords).logits, y).backward()
     plain = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     stages = cut(model, LAYERS)
@@ -171,19 +173,21 @@ def test_the_executor_passes_keywords_to_all_stages() -> None:
         assert torch.allclose(p.grad, plain[name], rtol=1e-4, atol=1e-6), name
 
 
-def test_lora() -> None:
-    """Stages contain the adapters, and have the bits of the whole model."""
+def test_lora_stages_equal_whole_model() -> None:
+    """Stages contain the adapters."""
     peft = pytest.importorskip("peft")
-    model = peft.get_peft_model(build("llama"), peft.LoraConfig(target_modules=["q_proj"], r=2))
+    model = peft.get_peft_model(
+        build_model("llama"), peft.LoraConfig(target_modules=["q_proj"], r=2)
+    )
     stages, tokens = cut(model.get_base_model(), LAYERS), torch.randint(96, (2, 12))
 
-    def step(logits: torch.Tensor) -> list[torch.Tensor]:
+    def compute_gradients(logits: torch.Tensor) -> list[torch.Tensor]:
         model.zero_grad()
         logits.square().mean().backward()
         return [p.grad.clone() for p in model.parameters() if p.requires_grad]
 
-    due = step(model(tokens, use_cache=False).logits)
+    expected = compute_gradients(model(tokens, use_cache=False).logits)
     x = tokens
     for stage in stages:
         x = stage(x)
-    assert all(map(torch.equal, step(x), due)) and len(due) == 2 * LAYERS
+    assert all(map(torch.equal, compute_gradients(x), expected)) and len(expected) == 2 * LAYERS

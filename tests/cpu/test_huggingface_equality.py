@@ -1,4 +1,4 @@
-"""Tests that models have the logits, losses and gradients of Hugging Face for equal weights."""
+"""Tests that logits, losses and gradients equal those of Hugging Face for equal weights."""
 
 from __future__ import annotations
 
@@ -22,53 +22,62 @@ torch.set_num_threads(1)
 Pairs = Iterator[tuple[str, Tensor]]  # a name in Hugging Face's model, and its tensor
 
 
-def random_weights(model: nn.Module) -> None:
-    """Set random weights, with which no layer is the identity."""
+def set_random_weights(model: nn.Module) -> None:
+    """Set random weights, so that no layer is the identity."""
     numbers = torch.Generator().manual_seed(1)
     for p in model.parameters():
         p.data.copy_(torch.randn(p.shape, generator=numbers) * (0.2 if p.dim() > 1 else 0.5))
         p.data.add_(1 if p.dim() == 1 else 0)
 
 
-def compare(ours: nn.Module, theirs: nn.Module, pairs: Any, losses: Any, *given: Any) -> None:
-    """Give both models equal weights, and assert that their outputs and gradients are close.
+def check_models_equal(
+    model: nn.Module, reference: nn.Module, pairs: Any, losses: Any, *inputs: Any
+) -> None:
+    """Give both models equal weights, and check that their outputs and gradients are close.
 
     `losses` returns the outputs of each model, with the loss last. Gradients are compared in
-    float64, so that cancellation does not matter. Hugging Face's loss is float32.
+    float64, because float32 sums cancel. Hugging Face's loss is float32.
     """
-    random_weights(ours)
-    params = {n: p for n, p in theirs.train().named_parameters() if p.requires_grad}
-    there = dict(pairs({n: p.detach() for n, p in ours.named_parameters()}))
-    assert there.keys() == params.keys()
-    for name, value in there.items():
+    set_random_weights(model)
+    params = {n: p for n, p in reference.train().named_parameters() if p.requires_grad}
+    expected_params = dict(pairs({n: p.detach() for n, p in model.named_parameters()}))
+    assert expected_params.keys() == params.keys()
+    for name, value in expected_params.items():
         assert params[name].shape == value.shape, name
         params[name].data.copy_(value)
     for limit, dtype in ((1e-5, torch.float32), (1e-6, torch.float64)):
-        made, found = losses(ours.to(dtype), theirs.to(dtype), *given)
-        for mine, yours in ((a.detach(), b.detach()) for a, b in zip(made, found, strict=True)):
-            assert yours.norm() > 0.1 and mine.shape == yours.shape
-            assert (mine - yours).abs().max() <= limit * max(1, float(yours.abs().max()))
-    made[-1].backward(), found[-1].backward()
-    gradients = {n: p.grad for n, p in ours.named_parameters()}
+        outputs, expected_outputs = losses(model.to(dtype), reference.to(dtype), *inputs)
+        for actual, expected in (
+            (a.detach(), b.detach()) for a, b in zip(outputs, expected_outputs, strict=True)
+        ):
+            assert expected.norm() > 0.1 and actual.shape == expected.shape
+            assert (actual - expected).abs().max() <= limit * max(1, float(expected.abs().max()))
+    outputs[-1].backward(), expected_outputs[-1].backward()
+    gradients = {n: p.grad for n, p in model.named_parameters()}
     for name, value in pairs(gradients):
-        due = params[name].grad
-        assert due is not None
+        expected_gradient = params[name].grad
+        assert expected_gradient is not None
         if name.endswith(("key.bias", "k_proj.bias")):  # has no effect on the softmax
-            assert value.norm() < 1e-6 and due.norm() < 1e-6
+            assert value.norm() < 1e-6 and expected_gradient.norm() < 1e-6
             continue
-        assert due.norm() > 1e-4 and (value - due).norm() <= limit * due.norm(), name
+        assert (
+            expected_gradient.norm() > 1e-4
+            and (value - expected_gradient).norm() <= limit * expected_gradient.norm()
+        ), name
 
 
-def next_tokens(vocab: int, context: int) -> Tensor:
+def make_tokens(vocab: int, context: int) -> Tensor:
     return torch.randint(vocab, (3, context + 1), generator=torch.Generator().manual_seed(0))
 
 
-def causal(ours: nn.Module, theirs: Any, tokens: Tensor) -> tuple[Any, Any]:
+def compute_causal_outputs(model: nn.Module, reference: Any, tokens: Tensor) -> tuple[Any, Any]:
     """Return the logits and summed losses of both models."""
     x, targets = tokens[:, :-1], tokens[:, 1:]
-    mine, yours = ours(x), theirs(x).logits
-    right = F.cross_entropy(yours.flatten(0, 1), targets.flatten(), reduction="sum")
-    return (mine, gpt.loss(mine, targets)), (yours, right)
+    logits, expected_logits = model(x), reference(x).logits
+    expected_loss = F.cross_entropy(
+        expected_logits.flatten(0, 1), targets.flatten(), reduction="sum"
+    )
+    return (logits, gpt.loss(logits, targets)), (expected_logits, expected_loss)
 
 
 # GPT
@@ -82,30 +91,32 @@ GPT = {
 
 
 @pytest.mark.parametrize("tied", [True, False])
-def test_gpt(tied: bool) -> None:
+def test_gpt_equals_hugging_face(tied: bool) -> None:
     config = gpt.GPTConfig(vocab=31, layers=2, hidden=24, heads=3, context=9, tied=tied)
 
-    def pairs(own: dict[str, Tensor]) -> Pairs:
-        for name, value in own.items():
+    def pairs(parameters: dict[str, Tensor]) -> Pairs:
+        for name, value in parameters.items():
             if name in GPT:
                 yield GPT[name], value
                 continue
-            *layer, part, what = name.split(".")
+            *layer, part, kind = name.split(".")
             if part == "qkv":
                 value = _convert_qkv(value, config.heads)
             elif value.dim() == 2:
                 value = value.t()
-            where = f"transformer.h.{layer[1]}." if layer else ""
-            yield f"{where}{GPT[part]}.{what}", value
+            prefix = f"transformer.h.{layer[1]}." if layer else ""
+            yield f"{prefix}{GPT[part]}.{kind}", value
 
-    theirs = transformers.GPT2LMHeadModel(
+    reference = transformers.GPT2LMHeadModel(
         transformers.GPT2Config(
             vocab_size=31, n_layer=2, n_embd=24, n_head=3, n_positions=9, bos_token_id=0,
             eos_token_id=0, activation_function="gelu", tie_word_embeddings=tied, embd_pdrop=0.0,
             attn_pdrop=0.0, resid_pdrop=0.0,
         )
     )  # fmt: skip
-    compare(gpt.build_stage(config, 0, 1), theirs, pairs, causal, next_tokens(31, 9))
+    check_models_equal(
+        gpt.build_stage(config, 0, 1), reference, pairs, compute_causal_outputs, make_tokens(31, 9)
+    )
 
 
 # Llama
@@ -120,33 +131,33 @@ LLAMA = {
 @pytest.mark.parametrize(
     ("tied", "kv_heads", "window"), [(True, 2, 0), (False, 1, 0), (False, 4, 0), (False, 2, 3)]
 )
-def test_llama(tied: bool, kv_heads: int, window: int) -> None:
-    """With windows, the model is compared with Mistral."""
+def test_llama_and_mistral_equal_hugging_face(tied: bool, kv_heads: int, window: int) -> None:
+    """A model with an attention window is compared with Mistral."""
     config = llama.LlamaConfig(
         vocab=31, layers=2, hidden=24, heads=4, kv_heads=kv_heads, context=9, tied=tied, theta=50.0,
         window=window,
     )  # fmt: skip
     queries = config.heads // kv_heads
 
-    def pairs(own: dict[str, Tensor]) -> Pairs:
-        for name, value in own.items():
+    def pairs(parameters: dict[str, Tensor]) -> Pairs:
+        for name, value in parameters.items():
             if name in LLAMA:
                 yield LLAMA[name], value
                 continue
             _, number, part, _ = name.split(".")
-            where = f"model.layers.{number}"
+            prefix = f"model.layers.{number}"
             if part == "qkv":
                 parts = value.view(kv_heads, queries + 2, -1, config.hidden)
-                for letter, one in zip("qkv", parts.split((queries, 1, 1), 1), strict=True):
-                    yield f"{where}.self_attn.{letter}_proj.weight", one.flatten(0, 2)
+                for letter, block in zip("qkv", parts.split((queries, 1, 1), 1), strict=True):
+                    yield f"{prefix}.self_attn.{letter}_proj.weight", block.flatten(0, 2)
             elif part == "gate_up":
-                for k, what in enumerate(("gate", "up")):
-                    yield f"{where}.mlp.{what}_proj.weight", value[k::2]
+                for k, kind in enumerate(("gate", "up")):
+                    yield f"{prefix}.mlp.{kind}_proj.weight", value[k::2]
             else:
-                yield f"{where}.{LLAMA[part]}.weight", value
+                yield f"{prefix}.{LLAMA[part]}.weight", value
 
     name = "Mistral" if window else "Llama"
-    theirs = getattr(transformers, f"{name}ForCausalLM")(
+    reference = getattr(transformers, f"{name}ForCausalLM")(
         getattr(transformers, f"{name}Config")(
             vocab_size=31, num_hidden_layers=2, hidden_size=24, num_attention_heads=4,
             num_key_value_heads=kv_heads, intermediate_size=config.ffn_width,
@@ -158,7 +169,7 @@ def test_llama(tied: bool, kv_heads: int, window: int) -> None:
     )  # fmt: skip
     stage = llama.build_stage(config, 0, 1)
     assert config.num_parameters == sum(p.numel() for p in stage.parameters())
-    compare(stage, theirs, pairs, causal, next_tokens(31, 9))
+    check_models_equal(stage, reference, pairs, compute_causal_outputs, make_tokens(31, 9))
 
 
 # BERT
@@ -181,42 +192,46 @@ MEGATRON_BERT = {
 }
 
 
-def test_bert() -> None:
+def test_bert_equals_hugging_face() -> None:
     config = bert.BertConfig(vocab=31, layers=2, hidden=24, heads=3, context=CONTEXT)
-    given = tiny_models.sentences(config, 2, 0)
-    tokens, targets = (torch.cat([*one]) for one in given[:2])
+    batch = tiny_models.sentences(config, 2, 0)
+    tokens, targets = (torch.cat([*tensors]) for tensors in batch[:2])
     sentences, mask = (
-        torch.cat([each[name] for each in given.keywords]) for name in ("sentences", "mask")
+        torch.cat([keyword[name] for keyword in batch.keywords]) for name in ("sentences", "mask")
     )
 
-    def pairs(own: dict[str, Tensor]) -> Pairs:
-        for name, value in own.items():
+    def pairs(parameters: dict[str, Tensor]) -> Pairs:
+        for name, value in parameters.items():
             if name in MEGATRON_BERT:
                 yield MEGATRON_BERT[name], value
                 continue
-            part, _, what = name.rpartition(".")
-            where = ""
+            part, _, kind = name.rpartition(".")
+            prefix = ""
             if part.startswith("layers."):
                 _, number, part = part.split(".", 2)
-                where = f"bert.encoder.layer.{number}."
+                prefix = f"bert.encoder.layer.{number}."
             if part == "attention.qkv":
                 parts = value.view(config.heads, 3, -1, *value.shape[1:]).unbind(1)
-                for to, one in zip(("query", "key", "value"), parts, strict=True):
-                    yield f"{where}attention.self.{to}.{what}", one.flatten(0, 1)
+                for target, tensors in zip(("query", "key", "value"), parts, strict=True):
+                    yield f"{prefix}attention.self.{target}.{kind}", tensors.flatten(0, 1)
             else:
-                yield f"{where}{MEGATRON_BERT[part]}.{what}", value
+                yield f"{prefix}{MEGATRON_BERT[part]}.{kind}", value
 
-    def losses(ours: nn.Module, theirs: Any) -> tuple[Any, Any]:
-        mine = ours(tokens, sentences=sentences, mask=mask)
-        mean = bert.loss(mine, targets) / bert.count_tokens(targets)
+    def losses(model: nn.Module, reference: Any) -> tuple[Any, Any]:
+        outputs = model(tokens, sentences=sentences, mask=mask)
+        mean = bert.loss(outputs, targets) / bert.count_tokens(targets)
         labels = targets.masked_fill(targets == IGNORE_INDEX, -100)
         labels[:, 0] = -100
-        yours = theirs(
+        expected_outputs = reference(
             tokens, mask.long(), sentences, labels=labels, next_sentence_label=targets[:, 0]
         )
-        return (*mine, mean), (yours.prediction_logits, yours.seq_relationship_logits, yours.loss)
+        return (*outputs, mean), (
+            expected_outputs.prediction_logits,
+            expected_outputs.seq_relationship_logits,
+            expected_outputs.loss,
+        )
 
-    theirs = transformers.MegatronBertForPreTraining(
+    reference = transformers.MegatronBertForPreTraining(
         transformers.MegatronBertConfig(
             vocab_size=31, num_hidden_layers=2, hidden_size=24, num_attention_heads=3,
             intermediate_size=96, max_position_embeddings=CONTEXT, layer_norm_eps=1e-5,
@@ -225,7 +240,7 @@ def test_bert() -> None:
         )
     )  # fmt: skip
     stage = bert.build_stage(config, 0, 1)
-    compare(stage, theirs, pairs, losses)
+    check_models_equal(stage, reference, pairs, losses)
 
 
 # Encoder and decoder
@@ -239,42 +254,44 @@ PEGASUS = {
 }  # fmt: skip
 
 
-def test_encoder_decoder() -> None:
+def test_encoder_decoder_equals_hugging_face() -> None:
     config = encoder_decoder.EncoderDecoderConfig(
         vocab=31, encoder_layers=2, decoder_layers=2, hidden=24, heads=3, context=9
     )
-    given = tiny_models.translations(2, 0)
-    source, targets = (torch.cat([*one]) for one in given[:2])
-    before, mask = (torch.cat([one[name] for one in given.keywords]) for name in ("target", "mask"))
+    batch = tiny_models.translations(2, 0)
+    source, targets = (torch.cat([*tensors]) for tensors in batch[:2])
+    decoder_input, mask = (
+        torch.cat([tensors[name] for tensors in batch.keywords]) for name in ("target", "mask")
+    )
 
-    def pairs(own: dict[str, Tensor]) -> Pairs:
-        for name, value in own.items():
-            part, _, what = name.rpartition(".")
+    def pairs(parameters: dict[str, Tensor]) -> Pairs:
+        for name, value in parameters.items():
+            part, _, kind = name.rpartition(".")
             if part == "embedding":
                 yield "model.shared.weight", value
                 continue
-            where = ""
+            prefix = ""
             if part not in PEGASUS:
                 half, number, part = part.split(".", 2)
                 first = config.encoder_layers if half == "decoder" else 0
-                where = f"model.{half}.layers.{int(number) - first}."
+                prefix = f"model.{half}.layers.{int(number) - first}."
             letters = {"attention.qkv": "qkv", "across.kv": "kv"}.get(part)
             if letters is None:
-                yield f"{where}{PEGASUS[part]}.{what}", value
+                yield f"{prefix}{PEGASUS[part]}.{kind}", value
                 continue
             attention = "self_attn" if part == "attention.qkv" else "encoder_attn"
             parts = value.view(config.heads, len(letters), -1, *value.shape[1:]).unbind(1)
-            for letter, one in zip(letters, parts, strict=True):
-                yield f"{where}{attention}.{letter}_proj.{what}", one.flatten(0, 1)
+            for letter, block in zip(letters, parts, strict=True):
+                yield f"{prefix}{attention}.{letter}_proj.{kind}", block.flatten(0, 1)
 
-    def losses(ours: nn.Module, theirs: Any) -> tuple[Any, Any]:
-        mine = ours(source, target=before, mask=mask)
+    def losses(model: nn.Module, reference: Any) -> tuple[Any, Any]:
+        outputs = model(source, target=decoder_input, mask=mask)
         labels = targets.masked_fill(targets == gpt.IGNORE_INDEX, -100)
-        yours = theirs(source, mask.long(), before, labels=labels)
-        mean = gpt.loss(mine, targets) / gpt.count_tokens(targets)
-        return (mine, mean), (yours.logits, yours.loss)
+        expected_outputs = reference(source, mask.long(), decoder_input, labels=labels)
+        mean = gpt.loss(outputs, targets) / gpt.count_tokens(targets)
+        return (outputs, mean), (expected_outputs.logits, expected_outputs.loss)
 
-    theirs = transformers.PegasusForConditionalGeneration(
+    reference = transformers.PegasusForConditionalGeneration(
         transformers.PegasusConfig(
             vocab_size=31, encoder_layers=2, decoder_layers=2, d_model=24, encoder_ffn_dim=96,
             decoder_ffn_dim=96, encoder_attention_heads=3, decoder_attention_heads=3,
@@ -284,7 +301,7 @@ def test_encoder_decoder() -> None:
         )
     )  # fmt: skip
     for name in ("encoder", "decoder"):
-        table = getattr(theirs.model, name).embed_positions.weight
+        table = getattr(reference.model, name).embed_positions.weight
         assert (table - encoder_decoder.waves(9, table)).abs().max() < 1e-6
     stage = encoder_decoder.build_stage(config, 0, 1)
-    compare(stage, theirs, pairs, losses)
+    check_models_equal(stage, reference, pairs, losses)

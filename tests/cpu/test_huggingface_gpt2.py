@@ -19,11 +19,11 @@ pytest.importorskip("transformers")
 EXAMPLE = ROOT / "examples/gpt2.py"
 
 
-def test_four_processes_print_what_one_does(tmp_path: Path) -> None:
-    code, alone, err = launched([str(EXAMPLE)], tmp_path / "alone")
+def test_example_on_four_processes_prints_same_losses(tmp_path: Path) -> None:
+    code, single_output, err = launched([str(EXAMPLE)], tmp_path / "alone")
     assert code == 0, err
-    assert alone == script(EXAMPLE, 4, tmp_path / "four")
-    losses = [float(line.split()[-1]) for line in alone.splitlines()]
+    assert single_output == script(EXAMPLE, 4, tmp_path / "four")
+    losses = [float(line.split()[-1]) for line in single_output.splitlines()]
     assert len(losses) == 10 and losses[-1] < losses[0] - 0.5
 
 
@@ -36,7 +36,7 @@ def test_four_processes_print_what_one_does(tmp_path: Path) -> None:
     ],
     ids=lambda case: case if isinstance(case, str) else "",
 )
-def test_gradients_of_the_whole_model(schedule: str, shape: PipelineShape) -> None:
+def test_gradients_equal_whole_model(schedule: str, shape: PipelineShape) -> None:
     example: Any = runpy.run_path(str(EXAMPLE))
     torch.manual_seed(0)
     config = example["GPT2Config"](
@@ -52,7 +52,7 @@ def test_gradients_of_the_whole_model(schedule: str, shape: PipelineShape) -> No
         loss = example["summed_loss"](model(x).logits, target) / 10
         loss.backward()
         expected += loss.detach() * 10
-    plain = {name: p.grad.clone() for name, p in model.named_parameters()}
+    expected_gradients = {name: p.grad.clone() for name, p in model.named_parameters()}
     model.zero_grad()
     stages: list[Any] = [*cut(model, 4)]
     if schedule.startswith("zb"):
@@ -65,5 +65,5 @@ def test_gradients_of_the_whole_model(schedule: str, shape: PipelineShape) -> No
     assert torch.allclose(total, expected)
     for name, p in model.named_parameters():
         assert p.grad is not None
-        error = (p.grad - plain[name]).norm() / plain[name].norm()
+        error = (p.grad - expected_gradients[name]).norm() / expected_gradients[name].norm()
         assert error < 1e-6, f"{name} is off by {error:.1e}"

@@ -1,4 +1,4 @@
-"""Tests of schedir.instrument for torch's schedules, and of rules for every trainer."""
+"""Tests of `schedir.instrument` for torch's schedules, and of its rules for all trainers."""
 
 from __future__ import annotations
 
@@ -31,62 +31,62 @@ STAGES = {"Schedule1F1B": 1, "ScheduleGPipe": 1, "ScheduleInterleaved1F1B": 2}
 
 
 class _Layer(torch.nn.Linear):
-    """Records at each forward whether torch's functions are wrapped."""
+    """A layer that records at each forward whether torch's functions are wrapped."""
 
-    seen: list[bool]
+    wrapped_flags: list[bool]
 
     def forward(self, x: torch.Tensor) -> torch.Tensor:
         self.seen.append(hasattr(theirs._batch_p2p, "__wrapped__"))
         return super().forward(x)
 
 
-def _schedule(rank: int, name: str, seen: list[bool]) -> Any:
+def _make_schedule(rank: int, name: str, wrapped_flags: list[bool]) -> Any:
     count = RANKS * STAGES[name]
-    held = []
+    stages = []
     for s in range(rank, count, RANKS):
         layer = _Layer(WIDTH, WIDTH, dtype=torch.float64)
-        layer.seen = seen
+        layer.seen = wrapped_flags
         stage = PipelineStage(layer, s, count, torch.device("cpu"))
         # These first messages are only for NCCL. torch 2.11 sends them to itself, which Gloo
         # refuses.
         stage._get_init_p2p_neighbors_ops = list  # type: ignore[method-assign]
-        held.append(stage)
-    given = held if STAGES[name] > 1 else held[0]
-    return getattr(theirs, name)(given, n_microbatches=MICROBATCHES, loss_fn=squared_error)
+        stages.append(stage)
+    argument = stages if STAGES[name] > 1 else stages[0]
+    return getattr(theirs, name)(argument, n_microbatches=MICROBATCHES, loss_fn=squared_error)
 
 
-def _step(rank: int, schedule: Any, method: str = "step") -> None:
+def _run_step(rank: int, schedule: Any, method: str = "step") -> None:
     inputs, targets = (x.flatten(0, 1) for x in make_batch(MICROBATCHES))
     getattr(schedule, method)(
         *(inputs,) * (rank == 0), target=targets if rank == RANKS - 1 else None
     )
 
 
-def in_torch(rank: int, folder: str) -> dict[str, list[str]]:
-    """Return the ranges of each schedule, first with marks and then without."""
-    found = {}
+def profile_schedules(rank: int, folder: str) -> dict[str, list[str]]:
+    """Return the recorded ranges of each schedule, with and without instrumentation."""
+    ranges = {}
     for name in STAGES:
-        seen: list[bool] = []
-        schedule = _schedule(rank, name, seen)
-        step = partial(_step, rank, schedule)
-        evaluate = partial(_step, rank, schedule, method="eval")
+        wrapped_flags: list[bool] = []
+        schedule = _make_schedule(rank, name, wrapped_flags)
+        step = partial(_run_step, rank, schedule)
+        evaluate = partial(_run_step, rank, schedule, method="eval")
         with schedir.instrument("torch"):
-            found[name] = profiled(step, f"{folder}/{name}-{rank}.json")
-            found[f"{name} eval"] = profiled(evaluate, f"{folder}/{name} eval-{rank}.json")
-            assert any(seen)
-            seen.clear()
+            ranges[name] = profiled(step, f"{folder}/{name}-{rank}.json")
+            ranges[f"{name} eval"] = profiled(evaluate, f"{folder}/{name} eval-{rank}.json")
+            assert any(wrapped_flags)
+            wrapped_flags.clear()
             step()
-            assert seen and not any(seen)  # without a profiler
-        found[f"plain {name}"] = profiled(step, f"{folder}/plain-{rank}.json")
-        assert not any(seen)
-    return found
+            assert wrapped_flags and not any(wrapped_flags)  # without a profiler
+        ranges[f"plain {name}"] = profiled(step, f"{folder}/plain-{rank}.json")
+        assert not any(wrapped_flags)
+    return ranges
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[str]]]]:
     """Return the folder of the traces, and the ranges of each rank."""
     folder = tmp_path_factory.mktemp("traces")
-    return folder, run(in_torch, RANKS, str(folder))
+    return folder, run(profile_schedules, RANKS, str(folder))
 
 
 FIRST = """
@@ -103,8 +103,10 @@ LAST = """
 """
 
 
-def test_what_marks_nothing_is_marked(runs: tuple[Path, list[dict[str, list[str]]]]) -> None:
-    """Each forward, backward, message and wait is marked, in the order of torch's code."""
+def test_schedules_without_ranges_get_all_ranges(
+    runs: tuple[Path, list[dict[str, list[str]]]],
+) -> None:
+    """Each forward, backward, message and wait has a range, in the order of torch's code."""
     _, ranks = runs
     assert ranks[0]["Schedule1F1B"] == FIRST.split()
     assert ranks[3]["ScheduleGPipe"] == LAST.split()
@@ -112,28 +114,28 @@ def test_what_marks_nothing_is_marked(runs: tuple[Path, list[dict[str, list[str]
         assert all(rank[f"plain {name}"] == [] for rank in ranks)
 
 
-def test_of_what_is_marked_only_the_waits_are(
+def test_schedules_with_ranges_get_only_waits(
     runs: tuple[Path, list[dict[str, list[str]]]],
 ) -> None:
-    """Each receive is awaited in the compute that needs it, and each send at the end."""
+    """Each compute contains the wait for its receive. The waits for sends are at the end."""
     for rank in runs[1]:
-        found, plain = rank["ScheduleInterleaved1F1B"], rank["plain ScheduleInterleaved1F1B"]
-        assert [name for name in found if "WAIT" not in name] == plain
+        ranges, plain = rank["ScheduleInterleaved1F1B"], rank["plain ScheduleInterleaved1F1B"]
+        assert [name for name in ranges if "WAIT" not in name] == plain
         received = [name for name in plain if "RECV" in name]
-        inside = [name.split(">") for name in found if ">" in name]
-        assert sorted(wait.replace("WAIT_", "") for _, wait in inside) == sorted(received)
-        assert all(wait.replace("WAIT_RECV_", "") == compute for compute, wait in inside)
+        nested = [name.split(">") for name in ranges if ">" in name]
+        assert sorted(wait.replace("WAIT_", "") for _, wait in nested) == sorted(received)
+        assert all(wait.replace("WAIT_RECV_", "") == compute for compute, wait in nested)
         sent = [name for name in plain if "SEND" in name]
-        after = [name for name in found if "WAIT_SEND" in name]
-        assert after == found[-len(sent) :]
-        assert sorted(name.replace("WAIT_", "") for name in after) == sorted(sent)
+        send_waits = [name for name in ranges if "WAIT_SEND" in name]
+        assert send_waits == ranges[-len(sent) :]
+        assert sorted(name.replace("WAIT_", "") for name in send_waits) == sorted(sent)
 
 
 @pytest.mark.parametrize(
     ("name", "ours"),
     [("Schedule1F1B", schedules.one_f_one_b), ("ScheduleGPipe", schedules.gpipe)],
 )
-def test_their_runs_are_imported(
+def test_traces_of_torch_schedules_equal_built_in_schedules(
     name: str, ours: Any, runs: tuple[Path, list[dict[str, list[str]]]]
 ) -> None:
     program = imported(runs[0], name)
@@ -143,109 +145,110 @@ def test_their_runs_are_imported(
 
 
 @pytest.mark.parametrize("name", ["Schedule1F1B", "ScheduleGPipe"])
-def test_an_evaluation_has_no_backward(
+def test_traces_of_evaluations_have_no_backward(
     name: str, runs: tuple[Path, list[dict[str, list[str]]]]
 ) -> None:
-    """torch calls its backwards in an evaluation too, but they do nothing."""
+    """torch also calls backwards in an evaluation, but they do nothing."""
     program = imported(runs[0], f"{name} eval")
-    ours = schedir.compile(schedules.forward_only, PipelineShape(RANKS, MICROBATCHES))
-    assert computes(program) == computes(ours) and not program.has_backward
+    built_in = schedir.compile(schedules.forward_only, PipelineShape(RANKS, MICROBATCHES))
+    assert computes(program) == computes(built_in) and not program.has_backward
 
 
-# ---------------------------------------------------------------- every trainer
-
-
-def test_a_name_that_may_be_wrong_is_refused() -> None:
-    """A received message must be for the stage and microbatch that uses it."""
-    at, other, tensor = megatron._MessageStage(5, 3), megatron._MessageStage(5, 4), torch.zeros(1)
-    megatron._require_tag(tensor, at)  # a tensor without a tag
+def test_unexpected_messages_and_buffers_are_refused() -> None:
+    """A received message must belong to the stage and microbatch that uses it."""
+    stage, next_microbatch, tensor = (
+        megatron._MessageStage(5, 3),
+        megatron._MessageStage(5, 4),
+        torch.zeros(1),
+    )
+    megatron._require_tag(tensor, stage)  # a tensor without a tag
     with pytest.raises(ExecutionError, match="no forward_step returned"):
         megatron._read_tag(tensor)
-    step = megatron._MegatronStep(4, 1, iter([other]), iter([]))
+    step = megatron._MegatronStep(4, 1, iter([next_microbatch]), iter([]))
     assert step.name_message("recv_prev", tensor) == "5RECV_F4"
     assert step.name_message("send_prev", tensor) == "5SEND_B4"
-    megatron._require_tag([tensor, None], other)
+    megatron._require_tag([tensor, None], next_microbatch)
     with pytest.raises(ExecutionError, match=r"stage 5 of microbatch 3 .* stage 5 of microbatch 4"):
-        megatron._require_tag(tensor, at)
+        megatron._require_tag(tensor, stage)
     with pytest.raises(ExecutionError, match="more messages than its schedule contains"):
         step.name_message("recv_prev", tensor)
 
     schedule = SimpleNamespace(stage_id=2, stages=4, micro_batches=9, num_pipe_buffers=lambda: 2)
-    deep = deepspeed._DeepSpeedStep(schedule, queues_messages=False)
-    assert [deep.name_next_action("ForwardPass", buffer, 0) for buffer in (0, 1, 0)] == [
+    deepspeed_step = deepspeed._DeepSpeedStep(schedule, queues_messages=False)
+    assert [deepspeed_step.name_next_action("ForwardPass", buffer, 0) for buffer in (0, 1, 0)] == [
         "2F0",
         "2F1",
         "2F2",
     ]
     with pytest.raises(ExecutionError, match="not the buffer of microbatch 3"):
-        deep.name_next_action("ForwardPass", 0, 0)
+        deepspeed_step.name_next_action("ForwardPass", 0, 0)
 
 
-def test_it_is_safe_twice() -> None:
+def test_nested_instrumentation_is_undone_once() -> None:
     before = theirs.PipelineScheduleSingle.step
     first, second = schedir.instrument("torch"), schedir.instrument("torch")
-    marked = theirs.PipelineScheduleSingle.step
-    assert marked is not before and marked.__wrapped__ is before  # type: ignore[attr-defined]
+    instrumented = theirs.PipelineScheduleSingle.step
+    assert instrumented is not before and instrumented.__wrapped__ is before  # type: ignore[attr-defined]
     first.undo()
     first.undo()
-    assert theirs.PipelineScheduleSingle.step is marked
+    assert theirs.PipelineScheduleSingle.step is instrumented
     second.undo()
     assert theirs.PipelineScheduleSingle.step is before
 
 
-def _taught(rank: int, path: str) -> list[str]:
-    """Return the ranges of a step whose loss runs a teacher's schedule, after one step fails."""
+def _profile_nested_schedule(rank: int, path: str) -> list[str]:
+    """Return the ranges of a step whose loss runs another schedule. An earlier step fails."""
     x = torch.ones(4, WIDTH)
 
-    def of(loss_fn: Any) -> Any:
+    def make_schedule(loss_fn: Any) -> Any:
         stage = PipelineStage(torch.nn.Linear(WIDTH, WIDTH), 0, 1, torch.device("cpu"))
         return theirs.Schedule1F1B(stage, n_microbatches=2, loss_fn=loss_fn)
 
-    teacher = of(torch.nn.functional.mse_loss)
+    teacher = make_schedule(torch.nn.functional.mse_loss)
 
-    def taught(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def loss_with_teacher(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         hints: list[torch.Tensor] = []
         teacher.eval(target, target=target, losses=hints)
         return (y - target).square().mean() + sum(hints)
 
-    def fails(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
+    def failing_loss(y: torch.Tensor, target: torch.Tensor) -> torch.Tensor:
         raise ValueError("no loss")
 
     with schedir.instrument("torch"):
         with pytest.raises(ValueError, match="no loss"):
-            profiled(partial(of(fails).step, x, target=x), path)
-        return profiled(partial(of(taught).step, x, target=x), path)
+            profiled(partial(make_schedule(failing_loss).step, x, target=x), path)
+        return profiled(partial(make_schedule(loss_with_teacher).step, x, target=x), path)
 
 
-def test_a_schedule_within_another_is_a_part_of_it(tmp_path: Path) -> None:
-    (found,) = run(_taught, 1, str(tmp_path / "trace.json"))
-    assert found == ["0F0", "0B0", "0F1", "0B1", "0REDUCE_GRAD"]
+def test_nested_schedule_has_no_ranges(tmp_path: Path) -> None:
+    (ranges,) = run(_profile_nested_schedule, 1, str(tmp_path / "trace.json"))
+    assert ranges == ["0F0", "0B0", "0F1", "0B1", "0REDUCE_GRAD"]
 
 
-def test_what_others_put_on_top_stays(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_later_patches_of_others_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
     with schedir.instrument("torch"):
-        ours = theirs.PipelineScheduleSingle.step
+        instrumented = theirs.PipelineScheduleSingle.step
 
-        def others(self: Any, *args: Any) -> Any:
-            return ours(self, *args)
+        def patched_step(self: Any, *args: Any) -> Any:
+            return instrumented(self, *args)
 
-        monkeypatch.setattr(theirs.PipelineScheduleSingle, "step", others)
-    assert theirs.PipelineScheduleSingle.step is others
+        monkeypatch.setattr(theirs.PipelineScheduleSingle, "step", patched_step)
+    assert theirs.PipelineScheduleSingle.step is patched_step
 
 
 @pytest.mark.filterwarnings("ignore")  # trainers warn about missing packages at import
-def test_with_no_name_all_that_is_there_is_marked() -> None:
-    with schedir.instrument() as done:
-        assert done.trainers["torch"] == torch.__version__
-        assert {*done.skipped} == {
+def test_instrument_without_name_covers_installed_trainers() -> None:
+    with schedir.instrument() as instrumentation:
+        assert instrumentation.trainers["torch"] == torch.__version__
+        assert {*instrumentation.skipped} == {
             name
             for name, module in (("megatron", "megatron"), ("deepspeed", "deepspeed"))
             if find_spec(module) is None
         }
-        assert str(done).startswith("instrumented torch ")
+        assert str(instrumentation).startswith("instrumented torch ")
 
 
-def test_nothing_is_changed_where_something_is_wrong() -> None:
+def test_unknown_trainer_name_changes_nothing() -> None:
     before = theirs.PipelineScheduleSingle.step
     with pytest.raises(UsageError) as caught:
         schedir.instrument("torch", "titan")
@@ -253,7 +256,7 @@ def test_nothing_is_changed_where_something_is_wrong() -> None:
     assert theirs.PipelineScheduleSingle.step is before
 
 
-# Packages with the right names: the name that is instrumented, and the package.
+# Files of packages that have the names of trainers, but lack their functions.
 _PACKAGES = {
     "megatron/__init__.py": "",
     "deepspeed/__init__.py": "__version__ = '0.3.0'",
@@ -262,11 +265,11 @@ _PACKAGES = {
 }
 
 
-def test_wrong_packages_are_one_error(tmp_path: Path) -> None:
+def test_unsuitable_packages_raise_one_error(tmp_path: Path) -> None:
     for name, text in _PACKAGES.items():
         (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
         (tmp_path / name).write_text(text)
-    asks = """
+    program = """
 import sys, schedir
 for names in (["megatron", "deepspeed"], ["titan"], ["broken"]):
     if names == ["broken"]:
@@ -279,18 +282,18 @@ for names in (["megatron", "deepspeed"], ["titan"], ["broken"]):
     except schedir.errors.UsageError as error:
         print(error)
 """
-    (tmp_path / "ask.py").write_text(asks)
+    (tmp_path / "ask.py").write_text(program)
     environment = os.environ | {"PYTHONPATH": f"{tmp_path}{os.pathsep}{ROOT}"}
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, str(tmp_path / "ask.py")],
         env=environment, capture_output=True, text=True, timeout=120,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout == (ROOT / "tests" / "golden" / "instrument.txt").read_text()
+    assert result.returncode == 0, result.stderr
+    assert result.stdout == (ROOT / "tests" / "golden" / "instrument.txt").read_text()
 
 
 @pytest.mark.parametrize("module", [False, True])
-def test_a_launcher_instruments_a_program(tmp_path: Path, module: bool) -> None:
+def test_launcher_instruments_program(tmp_path: Path, module: bool) -> None:
     """`torchrun -m schedir.instrumentation` runs a program with its arguments."""
     (tmp_path / "helper.py").write_text("")
     (tmp_path / "program.py").write_text(
@@ -298,19 +301,26 @@ def test_a_launcher_instruments_a_program(tmp_path: Path, module: bool) -> None:
         "from torch.distributed.pipelining import schedules\n"
         "print(__name__, sys.argv[1:], hasattr(schedules.Schedule1F1B.step, '__wrapped__'))\n"
     )
-    named = ["-m", "program"] if module else [str(tmp_path / "program.py")]
-    command = [sys.executable, "-m", "schedir.instrumentation", *named, "-m", "--steps=2"]
+    program_arguments = ["-m", "program"] if module else [str(tmp_path / "program.py")]
+    command = [
+        sys.executable,
+        "-m",
+        "schedir.instrumentation",
+        *program_arguments,
+        "-m",
+        "--steps=2",
+    ]
     environment = os.environ | {"PYTHONPATH": f"{ROOT}{os.pathsep}{tmp_path if module else ''}"}
-    done = subprocess.run(
+    result = subprocess.run(
         command, env=environment, capture_output=True, text=True, timeout=120, check=False
     )
-    assert done.stdout.splitlines()[-1:] == ["__main__ ['-m', '--steps=2'] True"], done.stderr
+    assert result.stdout.splitlines()[-1:] == ["__main__ ['-m', '--steps=2'] True"], result.stderr
 
 
-def test_a_launcher_without_a_program_says_how_to_call_it() -> None:
+def test_launcher_without_program_prints_usage() -> None:
     command = [sys.executable, "-m", "schedir.instrumentation"]
-    done = subprocess.run(
+    result = subprocess.run(
         command, cwd=ROOT, capture_output=True, text=True, timeout=60, check=False
     )
-    assert done.returncode == 1
-    assert done.stderr.startswith("usage: python -m schedir.instrumentation")
+    assert result.returncode == 1
+    assert result.stderr.startswith("usage: python -m schedir.instrumentation")

@@ -20,15 +20,15 @@ pytest.importorskip("deepspeed", reason="deepspeed is not installed")
 RANKS, MICROBATCHES, WIDTH = 4, 9, 4
 
 
-def in_deepspeed(rank: int, folder: str) -> dict[str, list[str]]:
-    """Return the ranges of a step of each engine, of an evaluation, and of a step without marks."""
+def profile_engines(rank: int, folder: str) -> dict[str, list[str]]:
+    """Return the ranges of a step, an evaluation and an uninstrumented step of each engine."""
     os.environ |= {"DS_ACCELERATOR": "cpu", "LOCAL_RANK": str(rank)}
     import deepspeed
     from deepspeed.runtime.pipe.dualpipev import DualPipeVModule
     from deepspeed.runtime.pipe.module import PipelineModule
 
     deepspeed.init_distributed(dist_backend="gloo", auto_mpi_discovery=False)
-    found = {}
+    ranges = {}
     for name, kind, stages in (("train", PipelineModule, 1), ("dualpipev", DualPipeVModule, 2)):
         layers = [torch.nn.Linear(WIDTH, WIDTH) for _ in range(RANKS * stages)]
         model = kind(layers=layers, num_stages=RANKS, loss_fn=torch.nn.MSELoss())
@@ -42,20 +42,22 @@ def in_deepspeed(rank: int, folder: str) -> dict[str, list[str]]:
         train, evaluate = partial(engine.train_batch, data), partial(engine.eval_batch, data)
         train()  # the first step also sends the shapes of messages
         with schedir.instrument("deepspeed"):
-            found[name] = profiled(train, f"{folder}/{name}-{rank}.json")
-            found[f"{name} eval"] = profiled(evaluate, f"{folder}/{name} eval-{rank}.json")
-        found[f"{name} plain"] = profiled(train, f"{folder}/plain-{rank}.json")
-    return found
+            ranges[name] = profiled(train, f"{folder}/{name}-{rank}.json")
+            ranges[f"{name} eval"] = profiled(evaluate, f"{folder}/{name} eval-{rank}.json")
+        ranges[f"{name} plain"] = profiled(train, f"{folder}/plain-{rank}.json")
+    return ranges
 
 
 @pytest.fixture(scope="module")
 def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, list[str]]]]:
     """Return the folder of the traces, and the ranges of each rank."""
     folder = tmp_path_factory.mktemp("traces")
-    return folder, run(in_deepspeed, RANKS, str(folder))
+    return folder, run(profile_engines, RANKS, str(folder))
 
 
-def test_its_1f1b_is_ours(runs: tuple[Path, list[dict[str, list[str]]]]) -> None:
+def test_trace_of_deepspeed_1f1b_equals_one_f_one_b(
+    runs: tuple[Path, list[dict[str, list[str]]]],
+) -> None:
     program = imported(runs[0], "train")
     shape = PipelineShape(RANKS, MICROBATCHES)
     assert computes(program) == computes(schedir.compile(schedules.one_f_one_b, shape))
@@ -64,7 +66,7 @@ def test_its_1f1b_is_ours(runs: tuple[Path, list[dict[str, list[str]]]]) -> None
 
 
 @pytest.mark.parametrize("name", ["train eval", "dualpipev", "dualpipev eval"])
-def test_all_else_it_runs_completes(
+def test_traces_of_other_engines_are_deadlock_free(
     name: str, runs: tuple[Path, list[dict[str, list[str]]]]
 ) -> None:
     program = imported(runs[0], name)
@@ -74,7 +76,9 @@ def test_all_else_it_runs_completes(
         schedir.check(program, progress_model=model)
 
 
-def test_each_instruction_is_marked(runs: tuple[Path, list[dict[str, list[str]]]]) -> None:
+def test_each_deepspeed_instruction_has_range(
+    runs: tuple[Path, list[dict[str, list[str]]]],
+) -> None:
     _, ranks = runs
     assert ranks[3]["train"][:4] == ["3RECV_F0", "3F0", "3B0", "3SEND_B0"]
     assert ranks[3]["train"][-2:] == ["3REDUCE_GRAD", "STEP"]

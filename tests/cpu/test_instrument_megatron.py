@@ -42,14 +42,16 @@ RUNS: dict[str, tuple[int, int, dict[str, Any]]] = {
 }
 # This run posts receives early, and sends of the other direction wait for them. It finishes if each
 # pair of ranks has its own queue, as for NCCL's unbatched messages without a bound device.
-HANGS = {("overlapped, all", model) for model in ("per_direction", "per_device", "blocking_serial")}
+DEADLOCKS = {
+    ("overlapped, all", model) for model in ("per_direction", "per_device", "blocking_serial")
+}
 
 
 def _forward_step(batches: Any, model: Any) -> Any:
     return model(next(batches)), lambda output: (output.sum(), {})
 
 
-def _step(
+def _run_step(
     chunks: int,
     microbatches: int,
     settings: dict[str, Any],
@@ -72,19 +74,21 @@ def _step(
     )
 
 
-def in_megatron(rank: int, folder: str) -> dict[str, list[str]]:
-    """Return the ranges of each of RUNS, of forwards alone, and of a run without marks."""
-    found: dict[str, list[str]] = {}
+def profile_runs(rank: int, folder: str) -> dict[str, list[str]]:
+    """Return the ranges of each of RUNS, of forward-only runs, and of an uninstrumented run."""
+    ranges: dict[str, list[str]] = {}
     with on_cpu(RANKS):
         with schedir.instrument("megatron"):
-            for name, each in RUNS.items():
-                found[name] = profiled(partial(_step, *each), f"{folder}/{name}-{rank}.json")
-            forward = partial(_step, 2, 4, {}, forward=True)
-            found["forward"] = profiled(forward, f"{folder}/forward-{rank}.json")
-            alone = partial(_step, 1, 2, {}, ranks=1)
-            found["alone"] = profiled(alone, f"{folder}/alone-{rank}.json")
-        found["plain"] = profiled(partial(_step, 1, 4, {}), f"{folder}/plain-{rank}.json")
-    return found
+            for name, run_arguments in RUNS.items():
+                ranges[name] = profiled(
+                    partial(_run_step, *run_arguments), f"{folder}/{name}-{rank}.json"
+                )
+            forward = partial(_run_step, 2, 4, {}, forward=True)
+            ranges["forward"] = profiled(forward, f"{folder}/forward-{rank}.json")
+            alone = partial(_run_step, 1, 2, {}, ranks=1)
+            ranges["alone"] = profiled(alone, f"{folder}/alone-{rank}.json")
+        ranges["plain"] = profiled(partial(_run_step, 1, 4, {}), f"{folder}/plain-{rank}.json")
+    return ranges
 
 
 @pytest.fixture(scope="module")
@@ -93,14 +97,14 @@ def runs(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str,
     folder = tmp_path_factory.mktemp("traces")
     # Forks of this process have Megatron loaded. It keeps its process groups in its modules.
     forks = get_context("fork")
-    return folder, run_processes(in_megatron, RANKS, str(folder), context=forks, timeout=240)
+    return folder, run_processes(profile_runs, RANKS, str(folder), context=forks, timeout=240)
 
 
 @pytest.mark.parametrize("name", RUNS)
-def test_megatron_runs_what_schedir_says(
+def test_traces_of_megatron_equal_built_in_schedules(
     name: str, runs: tuple[Path, list[dict[str, list[str]]]]
 ) -> None:
-    """Megatron's schedules have the compute of ours, and their messages are complete."""
+    """Megatron's schedules have the same computes as ours, and their messages are complete."""
     chunks, microbatches, settings = RUNS[name]
     program = imported(runs[0], name)
     shape = PipelineShape(RANKS, microbatches, chunks)
@@ -108,42 +112,50 @@ def test_megatron_runs_what_schedir_says(
     if not settings.get(
         "microbatch_group_size_per_vp_stage"
     ):  # our schedule has rounds of one size
-        ours = schedules.interleaved if chunks > 1 else schedules.one_f_one_b
-        assert computes(program) == computes(schedir.compile(ours, shape))
-    for model in (m for m in ELSEWHERE if (name, m) not in HANGS):
+        built_in = schedules.interleaved if chunks > 1 else schedules.one_f_one_b
+        assert computes(program) == computes(schedir.compile(built_in, shape))
+    for model in (m for m in ELSEWHERE if (name, m) not in DEADLOCKS):
         schedir.check(program, progress_model=model)
-    for model in (m for m in ELSEWHERE if (name, m) in HANGS):
+    for model in (m for m in ELSEWHERE if (name, m) in DEADLOCKS):
         with pytest.raises(DeadlockError):
             schedir.check(program, progress_model=model)
 
 
-def test_the_museum_has_what_megatron_issues(
+def test_museum_program_equals_trace_of_megatron(
     runs: tuple[Path, list[dict[str, list[str]]]],
 ) -> None:
     (case,) = (case for case in cases() if case.name == "megatron_warmup_flush")
     assert imported(runs[0], "overlapped, all").streams == schedir.from_text(case.program).streams
 
 
-def test_every_message_is_posted_once_and_every_receive_awaited(
+def test_every_message_is_posted_once_and_every_receive_has_wait(
     runs: tuple[Path, list[dict[str, list[str]]]],
 ) -> None:
-    """Of messages posted early, Megatron itself does not wait for the last send."""
+    """With `overlap_p2p_comm` Megatron does not wait for the last send."""
     for rank in runs[1]:
         for name in (*RUNS, "forward"):
-            each = [one for mark in rank[name] for one in re.findall(r"\w+", mark)]
-            posted = [one for one in each if re.match(r"\d+(SEND|RECV)", one)]
-            waits = [one.replace("WAIT_", "") for one in each if "WAIT" in one]
+            operations = [
+                operation for mark in rank[name] for operation in re.findall(r"\w+", mark)
+            ]
+            posted = [
+                operation for operation in operations if re.match(r"\d+(SEND|RECV)", operation)
+            ]
+            waits = [
+                operation.replace("WAIT_", "") for operation in operations if "WAIT" in operation
+            ]
             assert len({*posted}) == len(posted) and len({*waits}) == len(waits)
-            lost = {*posted} - {*waits}
-            assert {*waits} <= {*posted} and not any("RECV" in one for one in lost)
-            assert len(lost) <= name.startswith("overlapped")
+            without_wait = {*posted} - {*waits}
+            assert {*waits} <= {*posted} and not any(
+                "RECV" in operation for operation in without_wait
+            )
+            assert len(without_wait) <= name.startswith("overlapped")
         assert rank["plain"] == []
 
 
-def test_what_is_issued_as_one_is_said_so(
+def test_batched_messages_have_one_range(
     runs: tuple[Path, list[dict[str, list[str]]]],
 ) -> None:
-    """`batch_p2p_comm` issues four messages as one group. Without it, they are single."""
+    """`batch_p2p_comm` issues four messages as one group. Without it, messages are single."""
     _, ranks = runs
     assert "(5SEND_B3;5RECV_F4;1SEND_F7;1RECV_B0)BATCH_P2P" in ranks[1]["interleaved"]
     for name in ("one by one", "overlapped", "overlapped, all"):

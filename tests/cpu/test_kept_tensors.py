@@ -1,4 +1,7 @@
-"""Tests of modules that keep a tensor after its use: it stays unchanged, or they are refused."""
+"""Tests of modules that keep a reference to a tensor.
+
+The tensor does not change, or the executor refuses the module.
+"""
 
 from __future__ import annotations
 
@@ -34,8 +37,8 @@ from tests.cpu.stage_chains import (
 from tests.cpu.tiny_stages import gradients, same_bits
 
 
-class Keeps(Layer):
-    """Keeps a tensor of each forward; `reads` adds its mean to the next forward's output."""
+class KeepsTensor(Layer):
+    """Keeps a tensor of each forward. If `reads`, its mean is added to the next output."""
 
     def __init__(self, what: str, reads: bool) -> None:
         super().__init__()
@@ -47,39 +50,47 @@ class Keeps(Layer):
         y = hidden * hidden
         if self.reads and before is not None:
             y = y + before.detach().mean()
-        kept = {"input": x, "view": x.detach()[1:], "hidden": hidden, "output": y, "loss": y.sum()}
-        self.last = kept[self.what]  # type: ignore[assignment]
+        tensors = {
+            "input": x,
+            "view": x.detach()[1:],
+            "hidden": hidden,
+            "output": y,
+            "loss": y.sum(),
+        }
+        self.last = tensors[self.what]  # type: ignore[assignment]
         return y
 
 
-def kept_by(stages: list[nn.Module]) -> list[Tensor]:
-    kept: list[Any] = [stage.last for stage in stages]
-    return [last.detach().clone() for last in kept]
+def copy_kept_tensors(stages: list[nn.Module]) -> list[Tensor]:
+    tensors: list[Any] = [stage.last for stage in stages]
+    return [last.detach().clone() for last in tensors]
 
 
-def keepers(what: str, reads: bool) -> list[nn.Module]:
-    return made(*[lambda: Keeps(what, reads)] * 4)
+def make_keeping_stages(what: str, reads: bool) -> list[nn.Module]:
+    return made(*[lambda: KeepsTensor(what, reads)] * 4)
 
 
 @pytest.mark.parametrize("what", ["hidden", "output", "loss", "input", "view"])
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_what_a_module_keeps(name: str, what: str) -> None:
-    """The numbers of a kept tensor stay, or its stage is refused in the first step."""
+def test_kept_tensors_do_not_change_or_are_refused(name: str, what: str) -> None:
+    """A refused stage is refused in the first step."""
     reads = "recomputed" not in name  # a recomputed forward would read another tensor
-    right, own = keepers(what, reads), keepers(what, reads)
-    ranks = world(PROGRAMS[name](), own)
+    reference_stages, stages = make_keeping_stages(what, reads), make_keeping_stages(what, reads)
+    ranks = world(PROGRAMS[name](), stages)
     received = what in ("input", "view") and name not in ON_ONE_RANK
     if received and not ranks.program.shares_slots:
         with pytest.raises(ModelError):
             ranks.step(*batch())
         return
     for _ in range(3):
-        total = run_sequential(right, *batch(), loss=squares)
+        total = run_sequential(reference_stages, *batch(), loss=squares)
         assert torch.equal(ranks.step(*batch()), total)
-        assert same_bits(gradients(own), gradients(right))
+        assert same_bits(gradients(stages), gradients(reference_stages))
         if reads:  # the last forward of a stage is that of the last microbatch
-            assert all(map(torch.equal, kept_by(own), kept_by(right)))
-        assert all(x.isfinite().all() for x in kept_by(own))
+            assert all(
+                map(torch.equal, copy_kept_tensors(stages), copy_kept_tensors(reference_stages))
+            )
+        assert all(x.isfinite().all() for x in copy_kept_tensors(stages))
 
 
 class KeepsBuffers(Layer):
@@ -98,12 +109,12 @@ class KeepsBuffers(Layer):
         return torch.tanh(self.linear(x) * self.mean)
 
 
-def test_buffers_that_a_module_keeps_do_not_move() -> None:
+def test_kept_buffers_are_not_offloaded() -> None:
     program = compile(one_f_one_b, PipelineShape(4, MICROBATCHES), recompute="all", offload="all")
-    own = made(*[KeepsBuffers] * 4)
-    world(program, own).step(*batch())
-    past: list[Any] = [stage.past for stage in own]
-    assert all(torch.stack(each).isfinite().all() for each in past)
+    stages = made(*[KeepsBuffers] * 4)
+    world(program, stages).step(*batch())
+    past: list[Any] = [stage.past for stage in stages]
+    assert all(torch.stack(buffers).isfinite().all() for buffers in past)
 
 
 class KeepsGradient(Layer):
@@ -116,7 +127,7 @@ class KeepsGradient(Layer):
 
 
 @pytest.mark.parametrize("name", PROGRAMS)
-def test_a_gradient_that_a_module_keeps(name: str) -> None:
+def test_kept_gradient_of_message_is_refused(name: str) -> None:
     ranks = world(PROGRAMS[name](), made(*[KeepsGradient] * 4))
     if name in ON_ONE_RANK:
         ranks.step(*batch())
@@ -125,8 +136,8 @@ def test_a_gradient_that_a_module_keeps(name: str) -> None:
         ranks.step(*batch())
 
 
-class Cyclic(Layer):
-    """Leaves a cycle of references to its input to the garbage collector."""
+class CyclicReference(Layer):
+    """Creates a reference cycle with its input, which the garbage collector frees."""
 
     def forward(self, x: Tensor) -> Any:
         cycle: list[Any] = [x]
@@ -134,16 +145,18 @@ class Cyclic(Layer):
         return super().forward(x)
 
 
-def test_garbage_is_not_kept() -> None:
-    ranks = world(PROGRAMS["1f1b"](), made(*[Cyclic] * 4))
+def test_unreachable_cycles_do_not_count_as_references() -> None:
+    ranks = world(PROGRAMS["1f1b"](), made(*[CyclicReference] * 4))
     for _ in range(2):
         ranks.step(*batch())
 
 
-def _keeps(rank: int, kind: Any) -> bool:
+def _is_refused(rank: int, kind: Any) -> bool:
     program = compile(one_f_one_b, PipelineShape(2, MICROBATCHES), progress_model="per_edge")
-    own = [Layer(), Keeps("input", reads=False)][rank]
-    executor = Executor(program, rank, {rank: own}, kind(program), loss=squares, boundary=BOUNDARY)
+    stage = [Layer(), KeepsTensor("input", reads=False)][rank]
+    executor = Executor(
+        program, rank, {rank: stage}, kind(program), loss=squares, boundary=BOUNDARY
+    )
     try:
         executor.step(*batch())
     except ModelError:
@@ -152,12 +165,12 @@ def _keeps(rank: int, kind: Any) -> bool:
 
 
 @pytest.mark.parametrize("kind", [GlooTransport, SharedMemoryTransport])
-def test_processes_refuse_an_input_that_is_kept(kind: Any) -> None:
-    assert run(_keeps, 2, kind) == [False, True]
+def test_kept_input_is_refused_between_processes(kind: Any) -> None:
+    assert run(_is_refused, 2, kind) == [False, True]
 
 
-class InGraph(Layer):
-    """Computes with the input of another microbatch, and its graph."""
+class UsesEarlierGraph(Layer):
+    """Computes with the input of the previous microbatch and its autograd graph."""
 
     last: Tensor | None = None
 
@@ -168,9 +181,9 @@ class InGraph(Layer):
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if "recomputed" not in name])
-def test_a_gradient_of_another_microbatch_is_not_lost(name: str) -> None:
+def test_gradient_to_another_microbatch_is_refused(name: str) -> None:
     with pytest.raises(ExecutionError) as error:
-        world(PROGRAMS[name](), made(*[InGraph] * 4)).step(*batch())
+        world(PROGRAMS[name](), made(*[UsesEarlierGraph] * 4)).step(*batch())
     assert instruction_of(error.value).op in (Opcode.Backward, Opcode.BackwardInput)
 
 
@@ -182,20 +195,20 @@ class KeepsWeight(Layer):
         return super().forward(x)
 
 
-def test_a_full_weight_that_is_kept() -> None:
+def test_kept_full_weight_is_refused_with_zero_3() -> None:
     for zero in (0, 1, 2):
-        own = made(*[KeepsWeight] * 4)
+        stages = made(*[KeepsWeight] * 4)
         world(
             compile(one_f_one_b, PipelineShape(4, MICROBATCHES), zero=zero, clip_grad_norm=False),
-            own,
+            stages,
         ).step(*batch())
-        assert all(last.isfinite().all() for last in kept_by(own))
+        assert all(last.isfinite().all() for last in copy_kept_tensors(stages))
     program = compile(one_f_one_b, PipelineShape(4, MICROBATCHES), zero=3, clip_grad_norm=False)
     with pytest.raises(ModelError):
         world(program, made(*[KeepsWeight] * 4)).step(*batch())
 
 
-class Auxiliary(Layer):
+class BackwardInForward(Layer):
     """Adds the gradient of its own loss in its forward."""
 
     def forward(self, x: Tensor) -> Any:
@@ -205,8 +218,11 @@ class Auxiliary(Layer):
 
 
 @pytest.mark.parametrize("name", [name for name in PROGRAMS if "recomputed" not in name])
-def test_a_backward_in_a_forward_gives_the_gradients_of_a_plain_loop(name: str) -> None:
-    stages, plain = made(Layer, Auxiliary, Layer), nn.Sequential(*made(Layer, Auxiliary, Layer))
+def test_backward_in_forward_equals_plain_loop(name: str) -> None:
+    stages, plain = (
+        made(Layer, BackwardInForward, Layer),
+        nn.Sequential(*made(Layer, BackwardInForward, Layer)),
+    )
     ranks = world(PROGRAMS[name](), stages)
     xs, targets = batch()
     for _ in range(2):  # the first step has checks that later ones do not have

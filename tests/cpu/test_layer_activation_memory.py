@@ -1,7 +1,7 @@
-"""Tests of the bytes of a transformer layer: terms of arXiv 2205.05198 against live storages.
+"""Tests of the saved bytes of a transformer layer: terms of arXiv 2205.05198 and real storages.
 
-The paper's layer, written in plain torch, has exactly the printed terms. The layer of our GPT
-differs only in named terms.
+The paper's layer, written in plain torch, saves exactly the terms of the paper. The layer of our
+GPT differs only in listed terms.
 """
 
 from __future__ import annotations
@@ -34,8 +34,8 @@ from tests.cpu.gloo_processes import run
 SHAPES = [(48, 2, 64, 4), (32, 1, 32, 8), (16, 3, 96, 2)]  # s, b, h, a
 
 
-class Paper(nn.Module):
-    """The layer of the paper's section 4.1, with each operation as drawn there."""
+class PaperLayer(nn.Module):
+    """The layer of section 4.1 of the paper, with the operations of its figure."""
 
     def __init__(self, hidden: int, heads: int, recompute: Recompute = "none") -> None:
         super().__init__()
@@ -47,7 +47,7 @@ class Paper(nn.Module):
 
     def core(self, q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = torch.softmax(q @ k.transpose(1, 2) * q.shape[-1] ** -0.5, -1)
-        return _dropped(scores) @ v
+        return _apply_dropout(scores) @ v
 
     def layer(self, x: Tensor) -> Tensor:
         b, length, hidden = x.shape
@@ -61,8 +61,8 @@ class Paper(nn.Module):
         else:
             heads = self.core(q, k, v)
         heads = heads.view(b, self.heads, length, -1).transpose(1, 2).reshape(b, length, hidden)
-        x = x + _dropped(self.proj(heads))
-        return x + _dropped(self.down(F.gelu(self.up(self.norms[1](x)))))
+        x = x + _apply_dropout(self.proj(heads))
+        return x + _apply_dropout(self.down(F.gelu(self.up(self.norms[1](x)))))
 
     def forward(self, x: Tensor) -> Tensor:
         if self.recompute == "full":
@@ -71,14 +71,14 @@ class Paper(nn.Module):
         return self.layer(x)
 
 
-def _dropped(x: Tensor) -> Tensor:
+def _apply_dropout(x: Tensor) -> Tensor:
     """Apply dropout with a mask of one byte per number, as on GPUs."""
     return torch.native_dropout(x, 0.1, True)[0]
 
 
-def kept(layer: nn.Module, x: Tensor) -> list[int]:
+def list_saved_bytes(layer: nn.Module, x: Tensor) -> list[int]:
     """Return the bytes of the storages that a layer saves, in the order of its operations."""
-    own = {p.untyped_storage().data_ptr() for p in layer.parameters()}
+    parameter_addresses = {p.untyped_storage().data_ptr() for p in layer.parameters()}
     saved: list[Tensor] = []
 
     def pack(tensor: Tensor) -> Tensor:
@@ -89,63 +89,71 @@ def kept(layer: nn.Module, x: Tensor) -> list[int]:
         y = layer(x)
     storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in saved}
     del y
-    return [size for at, size in storages.items() if at not in own]
+    return [size for address, size in storages.items() if address not in parameter_addresses]
 
 
 STATISTICS = "mean and deviation"  # two numbers per token of a norm, which the paper omits
 NORM = [STATISTICS, STATISTICS]
-HALVES = {"Q": "Q and K", "K": "Q and K"}
-# What is saved, in the order of operations, as terms of the paper or other names.
-OF_THE_PAPER = [
+HALF_TERMS = {"Q": "Q and K", "K": "Q and K"}
+# The saved tensors in the order of operations. Names are terms of the paper, or our own.
+PAPER_TERMS = [
     "input of the first norm", *NORM, "input of Q, K and V", "Q", "K",
     "output of the softmax", "mask of its dropout", "V", "output of its dropout",
     "input of the projection", "mask of the dropout after attention",
     "input of the second norm", *NORM, "input of the first linear layer", "input of GELU",
     "input of the second linear layer", "mask of the dropout after the MLP",
 ]  # fmt: skip
-OURS = [
+GPT_TERMS = [
     "input of the first norm", *NORM, "input of Q, K and V", "Q, K and V", "sums of the softmax",
     "input of the projection", "input of the second norm", *NORM,
     "input of the first linear layer", "input of GELU", "input of the second linear layer",
 ]  # fmt: skip
 
 
-def expected(
+def compute_expected_bytes(
     names: list[str], s: int, b: int, h: int, a: int, tp: int = 1, *, sequence: bool = False
 ) -> list[float]:
-    """Return the bytes of each name: the paper's terms by its formula, and others by ours."""
+    """Return the bytes of each term, by the formula of the paper or by our own."""
     terms = compute_layer_terms(s, b, h, a, tp, sequence_parallel=sequence)
-    terms |= {half: terms[both] / 2 for half, both in HALVES.items()}
+    terms |= {half: terms[whole] / 2 for half, whole in HALF_TERMS.items()}
     terms["Q, K and V"] = terms["Q and K"] + terms["V"]  # one storage
     terms[STATISTICS] = 2 * s * b / (tp if sequence else 1)
     terms["sums of the softmax"] = 4 * a * b * s / tp  # float32, one per row of scores
     return [terms[name] for name in names]
 
 
-def ours(s: int, b: int, h: int, a: int, tp: Any = None, *, sequence: bool = False) -> list[int]:
+def measure_gpt_layer(
+    s: int, b: int, h: int, a: int, tp: Any = None, *, sequence: bool = False
+) -> list[int]:
     config = GPTConfig(vocab=8, layers=1, hidden=h, heads=a, context=s)
-    where: ParameterPlacement = {"device": "cpu", "dtype": torch.bfloat16}
-    weights = LayerParameters.from_config(config, 0, tp, where, sequence_parallel=sequence)
-    return kept(Layer(config, 0, weights), _input(s // (tp.size() if sequence else 1), b, h))
+    placement: ParameterPlacement = {"device": "cpu", "dtype": torch.bfloat16}
+    weights = LayerParameters.from_config(config, 0, tp, placement, sequence_parallel=sequence)
+    return list_saved_bytes(
+        Layer(config, 0, weights), _make_input(s // (tp.size() if sequence else 1), b, h)
+    )
 
 
-def _input(s: int, b: int, h: int) -> Tensor:
+def _make_input(s: int, b: int, h: int) -> Tensor:
     return torch.randn(b, s, h, dtype=torch.bfloat16, requires_grad=True)
 
 
 @pytest.mark.parametrize(("s", "b", "h", "a"), SHAPES)
-def test_each_term_of_the_paper_lives(s: int, b: int, h: int, a: int) -> None:
-    assert {*OF_THE_PAPER} - {*NORM, *HALVES} | {*HALVES.values()} == {
+def test_paper_layer_saves_each_term_of_paper(s: int, b: int, h: int, a: int) -> None:
+    assert {*PAPER_TERMS} - {*NORM, *HALF_TERMS} | {*HALF_TERMS.values()} == {
         t.name for t in ACTIVATION_TERMS
     }
-    assert kept(Paper(h, a).bfloat16(), _input(s, b, h)) == expected(OF_THE_PAPER, s, b, h, a)
+    assert list_saved_bytes(
+        PaperLayer(h, a).bfloat16(), _make_input(s, b, h)
+    ) == compute_expected_bytes(PAPER_TERMS, s, b, h, a)
 
 
 @pytest.mark.parametrize("recompute", ["none", "selective", "full"])
 @pytest.mark.parametrize(("s", "b", "h", "a"), SHAPES)
-def test_forms_of_recomputation(s: int, b: int, h: int, a: int, recompute: Recompute) -> None:
-    """Measured sizes are the formula, plus what norms keep of each token."""
-    x, layer = _input(s, b, h).detach(), Paper(h, a, recompute).bfloat16()
+def test_recomputation_saves_bytes_of_formula(
+    s: int, b: int, h: int, a: int, recompute: Recompute
+) -> None:
+    """The layer also saves two numbers per token of each norm."""
+    x, layer = _make_input(s, b, h).detach(), PaperLayer(h, a, recompute).bfloat16()
     loss: Callable[[Tensor, Tensor], Tensor] = lambda y, _: y.sum()  # noqa: E731
     boundary = Boundary((b, s, h), torch.bfloat16)
     sizes = measure_sizes([nn.Identity(), layer], x, x, loss=loss, boundary=boundary)
@@ -157,32 +165,43 @@ def test_forms_of_recomputation(s: int, b: int, h: int, a: int, recompute: Recom
 
 
 @pytest.mark.parametrize(("s", "b", "h", "a"), SHAPES)
-def test_our_layer_differs_in_named_terms(s: int, b: int, h: int, a: int) -> None:
-    """Our layer has no term as^2b and no masks.
+def test_gpt_layer_differs_from_paper_in_listed_terms(s: int, b: int, h: int, a: int) -> None:
+    """Our layer saves no term as^2b and no masks.
 
-    Instead it keeps the sums of the softmax, and the statistics of norms for each token.
+    It saves the sums of the softmax, and the statistics of norms for each token.
     """
-    assert ours(s, b, h, a) == expected(OURS, s, b, h, a)
+    assert measure_gpt_layer(s, b, h, a) == compute_expected_bytes(GPT_TERMS, s, b, h, a)
     masks = sum(
-        each for what, each in compute_layer_terms(s, b, h, a).items() if "mask of the" in what
+        size for name, size in compute_layer_terms(s, b, h, a).items() if "mask of the" in name
     )
-    of_the_paper = activation_bytes_per_layer(s, b, h, a, recompute="selective")
-    assert sum(ours(s, b, h, a)) == of_the_paper - masks + 8 * s * b + 4 * a * b * s
+    paper_bytes = activation_bytes_per_layer(s, b, h, a, recompute="selective")
+    assert sum(measure_gpt_layer(s, b, h, a)) == paper_bytes - masks + 8 * s * b + 4 * a * b * s
 
 
-def _shared(rank: int) -> list[list[list[int]]]:
+def _measure_tensor_parallel_layers(rank: int) -> list[list[list[int]]]:
     group = dist.group.WORLD
-    return [[ours(*shape, group, sequence=cut) for shape in SHAPES] for cut in (False, True)]
+    return [
+        [measure_gpt_layer(*shape, group, sequence=sequence) for shape in SHAPES]
+        for sequence in (False, True)
+    ]
 
 
-def test_ranks_share_what_the_paper_says() -> None:
+def test_tensor_parallel_ranks_save_bytes_of_paper() -> None:
     """Each of two ranks has half of everything except norms and their outputs (equation 2).
 
     With sequence parallelism it has half of everything (equation 4).
     """
-    for found in run(_shared, 2):
-        for cut, each in zip((False, True), found, strict=True):
-            assert each == [expected(OURS, *shape, tp=2, sequence=cut) for shape in SHAPES]
+    for measured in run(_measure_tensor_parallel_layers, 2):
+        for sequence, sizes in zip((False, True), measured, strict=True):
+            assert sizes == [
+                compute_expected_bytes(GPT_TERMS, *shape, tp=2, sequence=sequence)
+                for shape in SHAPES
+            ]
     for shape in SHAPES:
-        whole, parts = (sum(expected(OURS, *shape, tp=2, sequence=cut)) for cut in (False, True))
-        assert parts == sum(expected(OURS, *shape)) / 2 < whole
+        without_sequence, with_sequence = (
+            sum(compute_expected_bytes(GPT_TERMS, *shape, tp=2, sequence=sequence))
+            for sequence in (False, True)
+        )
+        assert (
+            with_sequence == sum(compute_expected_bytes(GPT_TERMS, *shape)) / 2 < without_sequence
+        )

@@ -1,4 +1,4 @@
-"""Tests of float16 with a scaled loss against torch.amp.GradScaler."""
+"""Tests that float16 training with a loss scale equals training with torch.amp.GradScaler."""
 
 from __future__ import annotations
 
@@ -32,7 +32,7 @@ from tests.cpu.gloo_processes import run
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, zb
 
 HALF = Boundary(BOUNDARY.shape, torch.float16)
-LARGE, STEPS, CLIP = 2.0**24, 14, 0.5  # large enough that steps overflow
+INITIAL_SCALE, STEPS, CLIP = 2.0**24, 14, 0.5  # large enough that steps overflow
 
 
 def half_stages(stages: int, tied: bool) -> list[nn.Module]:
@@ -43,43 +43,43 @@ def half_stages(stages: int, tied: bool) -> list[nn.Module]:
 
 
 def sgd(parameters: Any, fused: bool) -> MainOptimizer:
-    """Return SGD, since Adam would amplify small differences."""
+    """Return SGD, because Adam would amplify small differences."""
     return MainOptimizer(parameters, partial(torch.optim.SGD, lr=0.1, fused=fused))
 
 
-def large() -> LossScale:
-    return LossScale(LARGE, growth_interval=3)
+def make_loss_scale() -> LossScale:
+    return LossScale(INITIAL_SCALE, growth_interval=3)
 
 
 @given(st.lists(st.booleans(), max_size=30), st.sampled_from([2.0**16, 2.0**127, 1e-44]))
-def test_the_rule_is_that_of_torch(finite: list[bool], start: float) -> None:
+def test_update_rule_equals_torch(finite: list[bool], start: float) -> None:
     scale = LossScale(start, growth_interval=3)
-    value, good = torch.tensor(start), torch.zeros((), dtype=torch.int32)
-    for each in finite:
-        scale.update(torch.tensor(each))
-        torch._amp_update_scale_(value, good, torch.tensor(float(not each)), 2.0, 0.5, 3)
-        assert (float(scale.value), int(scale.good_steps)) == (float(value), int(good))
+    value, good_steps = torch.tensor(start), torch.zeros((), dtype=torch.int32)
+    for is_finite in finite:
+        scale.update(torch.tensor(is_finite))
+        torch._amp_update_scale_(value, good_steps, torch.tensor(float(not is_finite)), 2.0, 0.5, 3)
+        assert (float(scale.value), int(scale.good_steps)) == (float(value), int(good_steps))
 
 
-def test_the_constants_are_those_of_torch() -> None:
-    ours, torchs = LossScale(), torch.amp.GradScaler("cpu")
-    assert float(ours.value) == torchs.get_scale()
-    assert ours.growth == torchs.get_growth_factor()
-    assert ours.backoff == torchs.get_backoff_factor()
-    assert ours.growth_interval == torchs.get_growth_interval()
+def test_default_constants_equal_torch() -> None:
+    loss_scale, grad_scaler = LossScale(), torch.amp.GradScaler("cpu")
+    assert float(loss_scale.value) == grad_scaler.get_scale()
+    assert loss_scale.growth == grad_scaler.get_growth_factor()
+    assert loss_scale.backoff == grad_scaler.get_backoff_factor()
+    assert loss_scale.growth_interval == grad_scaler.get_growth_interval()
 
 
-def plain(stages: list[nn.Module]) -> tuple[list[float], list[Tensor]]:
-    """Run a loop with torch's own scaler, and return its scales and the trained weights."""
-    whole = nn.Sequential(*stages)
-    optimizer = sgd(whole.parameters(), fused=False)
-    scaler = torch.amp.GradScaler("cpu", init_scale=LARGE, growth_interval=3)
+def train_plain_loop(stages: list[nn.Module]) -> tuple[list[float], list[Tensor]]:
+    """Train a plain loop with torch's scaler. Return its scales and the trained weights."""
+    model = nn.Sequential(*stages)
+    optimizer = sgd(model.parameters(), fused=False)
+    scaler = torch.amp.GradScaler("cpu", init_scale=INITIAL_SCALE, growth_interval=3)
     values = []
     inputs, targets, scale = batch(4)
     for _ in range(STEPS):
-        whole.zero_grad()
+        model.zero_grad()
         for x, target in zip(inputs, targets, strict=True):
-            scaler.scale(gpt.loss(whole(x), target) * scale).backward()
+            scaler.scale(gpt.loss(model(x), target) * scale).backward()
         for p, main in zip(optimizer.parameters, optimizer.main_parameters, strict=True):
             main.grad = p.grad
         scaler.unscale_(optimizer.inner)
@@ -94,8 +94,8 @@ def plain(stages: list[nn.Module]) -> tuple[list[float], list[Tensor]]:
 
 @pytest.mark.parametrize("fused", [True, False])
 @pytest.mark.parametrize("schedule", [one_f_one_b, zb])
-def test_a_pipeline_learns_as_a_plain_loop_with_torchs_scaler(schedule: Any, fused: bool) -> None:
-    values, want = plain(half_stages(2, tied=False))
+def test_pipeline_trains_like_plain_loop_with_grad_scaler(schedule: Any, fused: bool) -> None:
+    values, expected = train_plain_loop(half_stages(2, tied=False))
     assert {b / a for a, b in pairwise(values)} == {0.5, 1.0, 2.0}  # all possible changes occur
     world = InProcessExecutor(
         compile(schedule, PipelineShape(2, 4), clip_grad_norm=True),
@@ -103,7 +103,7 @@ def test_a_pipeline_learns_as_a_plain_loop_with_torchs_scaler(schedule: Any, fus
         loss=gpt.loss,
         boundary=HALF,
         optimizer=partial(sgd, fused=fused),
-        gradients=GradientOptions(max_norm=CLIP, loss_scale=large()),
+        gradients=GradientOptions(max_norm=CLIP, loss_scale=make_loss_scale()),
     )
     for value in values:
         world.step(*batch(4))
@@ -112,55 +112,58 @@ def test_a_pipeline_learns_as_a_plain_loop_with_torchs_scaler(schedule: Any, fus
             for r in world.executors
             if r.state.options.gradients.loss_scale
         ] == [value] * 2
-    got = [p.detach() for r in world.executors for p in r.resources.optimizer.main_parameters]  # type: ignore[union-attr]
+    trained = [p.detach() for r in world.executors for p in r.resources.optimizer.main_parameters]  # type: ignore[union-attr]
     start = [p.detach().float() for stage in half_stages(2, tied=False) for p in stage.parameters()]
-    for one, other, was in zip(got, want, start, strict=True):
-        assert (one - other).norm() <= 0.02 * (other - was).norm() + 1e-5
+    for weight, expected_weight, initial_weight in zip(trained, expected, start, strict=True):
+        assert (weight - expected_weight).norm() <= 0.02 * (
+            expected_weight - initial_weight
+        ).norm() + 1e-5
 
 
-def _replica(process: int) -> tuple[list[tuple[float, bool]], list[Tensor]]:
-    """Run one of two replicas, of which only the first has targets, and overflows."""
+def _train_replica(process: int) -> tuple[list[tuple[float, bool]], list[Tensor]]:
+    """Train one of two replicas. Only the first replica has targets, and overflows."""
     program = compile(
         one_f_one_b, PipelineShape(2, 4), dp=2, tied_weights=True, clip_grad_norm=True
     )
     transport = GlooTransport(program)
-    own = {transport.rank: half_stages(2, tied=True)[transport.rank]}
+    local_stages = {transport.rank: half_stages(2, tied=True)[transport.rank]}
     adamw = partial(torch.optim.AdamW, lr=1e-2, fused=True)
-    optimizer = MainOptimizer(own[transport.rank].parameters(), adamw)
+    optimizer = MainOptimizer(local_stages[transport.rank].parameters(), adamw)
     executor = Executor(
-        program, transport.rank, own, transport,
+        program, transport.rank, local_stages, transport,
         loss=gpt.loss, boundary=HALF, optimizer=optimizer,
-        gradients=GradientOptions(loss_scale=(scale := large())),
+        gradients=GradientOptions(loss_scale=(scale := make_loss_scale())),
     )  # fmt: skip
     inputs, targets, mean = batch(4)
     if transport.dp_rank:
         targets = torch.full_like(targets, gpt.IGNORE_INDEX)
-    seen = []
+    updates = []
     for _ in range(STEPS):
         before = [p.clone() for p in optimizer.main_parameters]
         executor.step(inputs, targets, mean)
-        moved = any(
+        has_changed = any(
             not torch.equal(a, b) for a, b in zip(before, optimizer.main_parameters, strict=True)
         )
-        seen.append((float(scale.value), moved))
-    return seen, [p.detach() for p in optimizer.main_parameters]
+        updates.append((float(scale.value), has_changed))
+    return updates, [p.detach() for p in optimizer.main_parameters]
 
 
-def test_all_replicas_and_ranks_skip_together() -> None:
-    results = run(_replica, 4)
-    seen = results[0][0]
-    assert all(other == seen for other, _ in results)
-    before = [LARGE, *(value for value, _ in seen)]
-    assert [moved for _, moved in seen] == [
-        after >= was for was, (after, _) in zip(before, seen, strict=False)
+def test_all_replicas_and_ranks_skip_same_steps() -> None:
+    results = run(_train_replica, 4)
+    updates = results[0][0]
+    assert all(other_updates == updates for other_updates, _ in results)
+    before = [INITIAL_SCALE, *(value for value, _ in updates)]
+    assert [has_changed for _, has_changed in updates] == [
+        scale_after >= scale_before
+        for scale_before, (scale_after, _) in zip(before, updates, strict=False)
     ]
-    assert {moved for _, moved in seen} == {True, False}
+    assert {has_changed for _, has_changed in updates} == {True, False}
     for rank in range(2):
         pairs = zip(results[rank][1], results[rank + 2][1], strict=True)
-        assert all(torch.equal(one, other) for one, other in pairs)
+        assert all(torch.equal(weight, other_updates) for weight, other_updates in pairs)
 
 
-def test_programs_that_do_not_say_the_norm_are_refused() -> None:
+def test_loss_scale_without_gradient_norm_is_refused() -> None:
     program = compile(one_f_one_b, PipelineShape(2, 4))
     with pytest.raises(ModelError, match="needs the norm of the gradients"):
         InProcessExecutor(
@@ -168,7 +171,7 @@ def test_programs_that_do_not_say_the_norm_are_refused() -> None:
             half_stages(2, False),
             loss=gpt.loss,
             boundary=HALF,
-            gradients=GradientOptions(loss_scale=large()),
+            gradients=GradientOptions(loss_scale=make_loss_scale()),
         )
     with pytest.raises(
         UsageError, match="needs the gradient norm, which clip_grad_norm = 0 does not compute"

@@ -1,4 +1,4 @@
-"""Measured sizes of a model equal the memory of live tensors after every instruction of a run."""
+"""Tests that measured sizes equal the memory of live tensors after every instruction of a run."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ from schedir.schedules import dualpipe_v, gpipe, interleaved, one_f_one_b, zb_h1
 from tests.cpu.tiny_stages import BOUNDARY, HIDDEN, batch, gpt_stages, zb
 
 
-class Born(TorchDispatchMode):
-    """Records the memory that operations allocate, and returns how much of it is still live."""
+class AllocatedMemory(TorchDispatchMode):
+    """Records the memory that operations allocate, and counts the part that is still live."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
@@ -45,10 +45,10 @@ class Born(TorchDispatchMode):
         self.look: Callable[[], None] = lambda: None  # called after each operation
 
     def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
-        given = _refs(tree_leaves((args, kwargs)))
+        inputs = _refs(tree_leaves((args, kwargs)))
         out = func(*args, **(kwargs or {}))
         self.made |= {
-            ref: size for ref, size in _refs(tree_leaves(out)).items() if ref not in given
+            ref: size for ref, size in _refs(tree_leaves(out)).items() if ref not in inputs
         }
         self.look()
         return out
@@ -68,7 +68,7 @@ def _refs(values: Iterable[object]) -> dict[StorageWeakRef, int]:
     """Return the storages of the dense tensors in `values`, and their sizes in bytes."""
     tensors = (x for x in values if isinstance(x, Tensor) and not x.is_sparse)
     memory = [x.untyped_storage() for x in tensors]
-    return {StorageWeakRef(one): one.nbytes() for one in memory}
+    return {StorageWeakRef(storage): storage.nbytes() for storage in memory}
 
 
 class Checkpointed(nn.Module):
@@ -83,39 +83,39 @@ class Checkpointed(nn.Module):
         return y
 
 
-def _plain(stage: nn.Module) -> nn.Module:
+def _keep_stage(stage: nn.Module) -> nn.Module:
     return stage
 
 
 WRAPS: list[Callable[[nn.Module], nn.Module]] = [
-    _plain,
+    _keep_stage,
     lambda stage: Checkpointed(stage, False),
     lambda stage: Checkpointed(stage, True),
 ]
 
 
-def _alive_after_forward(stages: list[nn.Module], s: int) -> tuple[int, int]:
+def _measure_live_bytes(stages: list[nn.Module], s: int) -> tuple[int, int]:
     """Return the bytes that a stage keeps after a forward, and after I."""
     inputs, targets, _ = batch(1)
-    born, last = Born(), s == len(stages) - 1
+    memory, is_last = AllocatedMemory(), s == len(stages) - 1
     x = inputs[0] if s == 0 else torch.zeros(BOUNDARY.shape).requires_grad_()
-    given = 0 if s == 0 else x.untyped_storage().nbytes()
-    with born:
+    input_bytes = 0 if s == 0 else x.untyped_storage().nbytes()
+    with memory:
         y = stages[s](x)
-        y = gpt.loss(y, targets[0]) if last else y
-        saved = born.alive([y]) + given
+        y = gpt.loss(y, targets[0]) if is_last else y
+        saved = memory.alive([y]) + input_bytes
         tape = DeferredGradients()
         with defer_weight_gradients(tape):
-            torch.autograd.backward(y, None if last else torch.ones_like(y))
-    own = [p.grad for p in stages[s].parameters() if p.grad is not None]
+            torch.autograd.backward(y, None if is_last else torch.ones_like(y))
+    gradients = [p.grad for p in stages[s].parameters() if p.grad is not None]
     dx = [] if x.grad is None else [x.grad]
     del y
-    return saved, born.alive([*own, *dx])
+    return saved, memory.alive([*gradients, *dx])
 
 
 @pytest.mark.parametrize("wrap", WRAPS)
 @pytest.mark.parametrize(("count", "tied"), [(1, True), (2, True), (3, False)])
-def test_a_stage_keeps_what_lives(
+def test_saved_size_equals_live_memory_after_forward(
     count: int, tied: bool, wrap: Callable[[nn.Module], nn.Module]
 ) -> None:
     inputs, targets, _ = batch(1)
@@ -123,20 +123,20 @@ def test_a_stage_keeps_what_lives(
     if wrap is WRAPS[2]:  # a reentrant checkpoint computes no gradient if its input has none
         stages[0] = gpt_stages(count, tied)[0]
     sizes = measure_sizes(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
-    alive = [_alive_after_forward(stages, s) for s in range(count)]
-    assert sizes.saved == tuple(saved for saved, _ in alive)
-    assert sizes.deferred_wgrad == tuple(tape for _, tape in alive)
+    live_bytes = [_measure_live_bytes(stages, s) for s in range(count)]
+    assert sizes.saved == tuple(saved for saved, _ in live_bytes)
+    assert sizes.deferred_wgrad == tuple(deferred for _, deferred in live_bytes)
     assert all(size > 0 for size in sizes.for_stages("deferred_wgrad", count))
 
 
 class Witness:
-    """Compares the live bytes during and after each F, B, I, W of a rank with the prediction.
+    """Compares the live bytes during and after each F, B, I and W of a rank with the prediction.
 
-    During an instruction, only the memory from before it and the deferred tensors of I count.
+    During an instruction, only memory from before it and the tensors deferred by I count.
     """
 
     def __init__(self, rank: Executor, own: Footprint) -> None:
-        self.rank, self.own, self.born = rank, own, Born()
+        self.rank, self.own, self.born = rank, own, AllocatedMemory()
         self.most, self.beside = 0, 0.0  # most live bytes, and the largest error of the prediction
         self.group = 0  # most live bytes while the current group runs
         for k, (wait, run) in enumerate(rank.runner.calls):
@@ -144,39 +144,41 @@ class Witness:
                 rank.runner.calls[k] = Call(wait, partial(self.run, k, run))
 
     def run(self, k: int, run: Callable[[], None]) -> None:
-        rank, own, before = self.rank, self.own, self.living()
-        most = sum(before.values())
+        rank, footprint, before = self.rank, self.own, self.living()
+        peak = sum(before.values())
 
-        def look() -> None:
-            nonlocal most
+        def record_live_bytes() -> None:
+            nonlocal peak
             tapes = (
                 tape.list_saved_tensors()
                 for tape in rank.state.slot_tables[Value.DEFERRED_WGRAD].values
                 if tape is not None
             )
-            there = {ref: size for ref, size in before.items() if not ref.expired()}
-            there |= {
+            live = {ref: size for ref, size in before.items() if not ref.expired()}
+            live |= {
                 ref: size for ref, size in _refs(x for tape in tapes for x in tape).items()
                 if ref in self.born.made
             }  # fmt: skip
-            most = max(most, sum(there.values()))
+            peak = max(peak, sum(live.values()))
 
-        self.born.look = look
+        self.born.look = record_live_bytes
         with self.born:
             run()
         alive = sum(self.living().values())
-        self.most, most = max(self.most, most, alive), max(most, alive)
-        first, last = _group(rank.state.stream.joined.tolist(), k)
-        self.group = max(self.group if k > first else 0, most)  # maximum over the group so far
+        self.most, peak = max(self.most, peak, alive), max(peak, alive)
+        first, last = _find_group(rank.state.stream.joined.tolist(), k)
+        self.group = max(self.group if k > first else 0, peak)  # maximum over the group so far
         if k == last:
-            began = (own.positions < first) | own.is_at_start & (own.positions <= last)
-            self.compare(k, int(np.flatnonzero(began)[-1]), self.group)
-            self.compare(k, int(np.searchsorted(own.positions, k, side="right")) - 1, alive)
+            has_started = (footprint.positions < first) | footprint.is_at_start & (
+                footprint.positions <= last
+            )
+            self.compare(k, int(np.flatnonzero(has_started)[-1]), self.group)
+            self.compare(k, int(np.searchsorted(footprint.positions, k, side="right")) - 1, alive)
 
     def compare(self, k: int, change: int, alive: int) -> None:
         """Compare the live bytes with the prediction after a change of memory."""
-        kept = [part for name, part in self.own.dynamic_memory.items() if name != "handed_over"]
-        number, size = (sum(part[i][change] for part in kept) for i in (0, 1))
+        counted = [part for name, part in self.own.dynamic_memory.items() if name != "handed_over"]
+        number, size = (sum(part[i][change] for part in counted) for i in (0, 1))
         assert 0 <= size - alive <= number * own_activation, (self.rank.rank, k)
         self.beside = max(self.beside, float(size - alive))
 
@@ -192,7 +194,7 @@ class Witness:
         return self.born.living(rank.state.losses + tree_leaves(out))
 
 
-def _group(joined: list[bool], k: int) -> tuple[int, int]:
+def _find_group(joined: list[bool], k: int) -> tuple[int, int]:
     """Return the first and the last instruction that are issued together with instruction k."""
     first = last = k
     while joined[first]:
@@ -216,13 +218,12 @@ own_activation = 4 * torch.Size(BOUNDARY.shape).numel()
         (interleaved, PipelineShape(1, 3, 2)),  # all stages on one rank
     ],
 )
-def test_what_computes_leaves_what_was_predicted(
+def test_memory_between_computes_equals_prediction(
     schedule: Any, shape: PipelineShape, slots: Any
 ) -> None:
     """With shared buffers the prediction is exact.
 
-    With a buffer of its own per message, every received tensor occupies its slot for the whole
-    step.
+    With one buffer per message, every received tensor occupies its slot during the whole step.
     """
     stages = gpt_stages(shape.stages, tied=False)
     inputs, targets, scale = batch(shape.microbatches)
@@ -232,8 +233,8 @@ def test_what_computes_leaves_what_was_predicted(
     program = compile(schedule, shape, buffer_sharing=slots)
     world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
     witnesses = [
-        Witness(rank, own)
-        for rank, own in zip(world.executors, compute_footprints(program, sizes), strict=True)
+        Witness(rank, footprint)
+        for rank, footprint in zip(world.executors, compute_footprints(program, sizes), strict=True)
     ]
     world.step(inputs, targets, scale)
     peaks = simulate(program, sizes=sizes).peak_memory.tolist()
@@ -242,15 +243,15 @@ def test_what_computes_leaves_what_was_predicted(
         for stage in rank.stages.values():
             module = stage.module
             static += [*module.parameters(), *module.buffers(), *stage.gradients.flat]
-        there = sum(_refs(static).values())
-        fixed = {name: size for name, (_, size) in witness.own.static_memory.items()}
-        out = fixed.pop("act_out") + fixed.pop("grad_out")
+        static_bytes = sum(_refs(static).values())
+        static_sizes = {name: size for name, (_, size) in witness.own.static_memory.items()}
+        output_bytes = static_sizes.pop("act_out") + static_sizes.pop("grad_out")
         if "handed_over" in witness.own.dynamic_memory:
-            out += witness.own.dynamic_memory["handed_over"][1].max()
-        assert there == sum(fixed.values())
+            output_bytes += witness.own.dynamic_memory["handed_over"][1].max()
+        assert static_bytes == sum(static_sizes.values())
         assert witness.most > 0 and (witness.beside == 0 or slots is None)
         # Not all output buffers are filled at the same time.
-        assert 0 <= peak - there - witness.most <= out + witness.beside
+        assert 0 <= peak - static_bytes - witness.most <= output_bytes + witness.beside
 
 
 def normed_stages(stages: int) -> list[nn.Module]:
@@ -270,8 +271,8 @@ def normed_batch(microbatches: int) -> tuple[Tensor, Tensor, float]:
     return torch.randn(shape), torch.randn(shape), 1.0
 
 
-def asked_stages(stages: int) -> list[nn.Module]:
-    """Return the same stages, in which the backward of the norms is split too."""
+def split_norm_stages(stages: int) -> list[nn.Module]:
+    """Return the same stages. The backward of their norms is split, too."""
     return [make_backward_splittable(stage, nn.LayerNorm) for stage in normed_stages(stages)]
 
 
@@ -282,7 +283,7 @@ def checkpointed_stages(stages: int) -> list[nn.Module]:
 MODELS: dict[str, tuple[Any, Any, Any]] = {
     "gpt": (partial(gpt_stages, tied=False), batch, gpt.loss),
     "checkpointed": (checkpointed_stages, batch, gpt.loss),
-    "asked": (asked_stages, normed_batch, nn.functional.mse_loss),
+    "asked": (split_norm_stages, normed_batch, nn.functional.mse_loss),
     "normed": (normed_stages, normed_batch, nn.functional.mse_loss),
 }
 
@@ -297,7 +298,7 @@ MODELS: dict[str, tuple[Any, Any, Any]] = {
         (dualpipe_v, PipelineShape(2, 5, placement="vee")),
     ],
 )
-def test_what_lives_in_an_instruction_is_what_was_predicted(
+def test_memory_during_instructions_equals_prediction(
     schedule: Any, shape: PipelineShape, model: str
 ) -> None:
     make, data, loss = MODELS[model]
@@ -305,25 +306,28 @@ def test_what_lives_in_an_instruction_is_what_was_predicted(
     sizes = measure_sizes(
         stages, inputs[0], targets[0], loss=loss, boundary=BOUNDARY, optimizer_state=0
     )
-    free = compile(schedule, shape, buffer_sharing="minimal")
-    most = float(simulate(free, sizes=sizes).peak_memory.max())
-    program = compile(schedule, shape, buffer_sharing="minimal", sizes=sizes, memory_limit=most)
+    unlimited = compile(schedule, shape, buffer_sharing="minimal")
+    peak = float(simulate(unlimited, sizes=sizes).peak_memory.max())
+    program = compile(schedule, shape, buffer_sharing="minimal", sizes=sizes, memory_limit=peak)
     world = InProcessExecutor(program, stages, loss=loss, boundary=BOUNDARY)
-    owns = compute_footprints(program, sizes)
-    witnesses = [Witness(rank, own) for rank, own in zip(world.executors, owns, strict=True)]
+    footprints = compute_footprints(program, sizes)
+    witnesses = [
+        Witness(rank, footprint)
+        for rank, footprint in zip(world.executors, footprints, strict=True)
+    ]
     world.step(inputs, targets, scale)
     timeline = simulate(program, sizes=sizes)
     for rank, (witness, curve) in enumerate(zip(witnesses, timeline.memory, strict=True)):
         assert witness.beside == 0
         static = sum(size for _, size in witness.own.static_memory.values())
-        handed = curve.by_kind.get("handed_over", np.zeros(1))
-        assert (curve.total - handed).max() == static + witness.most, rank
+        handed_over = curve.by_kind.get("handed_over", np.zeros(1))
+        assert (curve.total - handed_over).max() == static + witness.most, rank
     with pytest.raises(MemoryLimitError):
-        compile(schedule, shape, buffer_sharing="minimal", sizes=sizes, memory_limit=most - 1)
+        compile(schedule, shape, buffer_sharing="minimal", sizes=sizes, memory_limit=peak - 1)
 
 
-class Odd(nn.Module):
-    """A stage with changing buffers, random numbers, and a branch that no output depends on."""
+class UnusualStage(nn.Module):
+    """A stage with changing buffers, random numbers, and a computation without effect."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -337,25 +341,27 @@ class Odd(nn.Module):
         return y
 
 
-def test_the_model_is_left_as_it_was() -> None:
-    stages, x = [Odd(), Odd()], torch.randn(4, 8)
+def test_measurement_does_not_change_model() -> None:
+    stages, x = [UnusualStage(), UnusualStage()], torch.randn(4, 8)
     stages[0].linear.weight.grad = torch.ones(8, 8)
-    was = [{name: value.clone() for name, value in s.state_dict().items()} for s in stages]
-    random = torch.get_rng_state()
+    states_before = [
+        {name: value.clone() for name, value in s.state_dict().items()} for s in stages
+    ]
+    generator_state = torch.get_rng_state()
     sizes = measure_sizes(
         stages, x, x, loss=nn.functional.mse_loss, boundary=Boundary((4, 8)), optimizer_state=0
     )
-    assert torch.equal(torch.get_rng_state(), random)
-    for stage, state in zip(stages, was, strict=True):
+    assert torch.equal(torch.get_rng_state(), generator_state)
+    for stage, state in zip(stages, states_before, strict=True):
         assert all(torch.equal(value, state[name]) for name, value in stage.state_dict().items())
     grads = [p.grad for stage in stages for p in stage.parameters()]
     assert torch.equal(grads[2], torch.ones(8, 8)) if grads[2] is not None else False
     assert sum(grad is not None for grad in grads) == 1
     assert sizes.deferred_wgrad == (0, 0)  # nothing was split
-    given = x.clone().requires_grad_()
-    with (born := Born()):
-        y = nn.functional.mse_loss(stages[1](given), x)
-    assert sizes.for_stages("saved", 2)[1] == born.alive([y]) + 4 * 4 * 8
+    stage_input = x.clone().requires_grad_()
+    with (memory := AllocatedMemory()):
+        y = nn.functional.mse_loss(stages[1](stage_input), x)
+    assert sizes.for_stages("saved", 2)[1] == memory.alive([y]) + 4 * 4 * 8
     assert sizes.activation == 4 * 4 * 8 and sizes.version == (4 * 88, 4 * 88)
     assert sizes.params == sizes.grads == (4 * 88,) * 2 and sizes.optimizer == (0, 0)
     assert sizes.buffers == (4 * 16 + 8,) * 2  # 8 bytes for num_batches_tracked
@@ -365,33 +371,35 @@ def test_the_model_is_left_as_it_was() -> None:
     )
 
 
-def test_stages_of_others_and_of_another_type() -> None:
+def test_sizes_of_local_bfloat16_stages() -> None:
     stages = gpt_stages(2)
     inputs, targets, _ = batch(1)
-    whole = measure_sizes(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
-    part = measure_sizes([None, stages[1]], inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
+    all_sizes = measure_sizes(stages, inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY)
+    local_sizes = measure_sizes(
+        [None, stages[1]], inputs[0], targets[0], loss=gpt.loss, boundary=BOUNDARY
+    )
     for name in ("saved", "deferred_wgrad", "model_states", *STATIC_SIZES, "version"):
-        assert part.for_stages(name, 2).tolist() == [0, whole.for_stages(name, 2)[1]]
-    numbers = sum(p.numel() for p in stages[1].parameters())
+        assert local_sizes.for_stages(name, 2).tolist() == [0, all_sizes.for_stages(name, 2)[1]]
+    parameter_count = sum(p.numel() for p in stages[1].parameters())
     mask = sum(b.nbytes for b in stages[1].buffers())
-    assert part.for_stages("model_states", 2)[1] == 16 * numbers + mask
+    assert local_sizes.for_stages("model_states", 2)[1] == 16 * parameter_count + mask
     half = stages[1].to(torch.bfloat16)
     use_float32_gradients(half)
     boundary = Boundary(BOUNDARY.shape, torch.bfloat16)
-    part = measure_sizes(
+    local_sizes = measure_sizes(
         [None, half], inputs[0], targets[0], loss=gpt.loss, boundary=boundary, optimizer_state=12
     )
-    assert part.for_stages("model_states", 2)[1] == 18 * numbers + mask
-    assert 2 * part.activation == whole.activation
+    assert local_sizes.for_stages("model_states", 2)[1] == 18 * parameter_count + mask
+    assert 2 * local_sizes.activation == all_sizes.activation
 
 
-def test_a_frozen_stage_keeps_its_input() -> None:
+def test_frozen_last_stage_saves_its_input() -> None:
     stages, x = [nn.Identity(), nn.Identity().requires_grad_(False)], torch.randn(4, 8)
     sizes = measure_sizes(stages, x, x, loss=lambda y, _: y.sum(), boundary=Boundary((4, 8)))
     assert sizes.saved == (0, 4 * 4 * 8) and sizes.for_stages("model_states", 2).tolist() == [0, 0]
 
 
-def test_what_cannot_pass_is_refused() -> None:
+def test_output_of_wrong_shape_is_refused() -> None:
     stages, x = [nn.Linear(8, 9), nn.Linear(8, 8)], torch.randn(4, 8)
     with pytest.raises(ModelError, match=r"stage 0 returns \[4, 9\]"):
         measure_sizes(stages, x, x, loss=nn.functional.mse_loss, boundary=Boundary((4, 8)))

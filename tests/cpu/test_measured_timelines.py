@@ -1,4 +1,4 @@
-"""Tests of measured Timelines: a node has one span, and all times use process 0's clock."""
+"""Tests of measured timelines: one span per group, and all times on the clock of process 0."""
 
 from __future__ import annotations
 
@@ -33,21 +33,21 @@ from tests.cpu.gloo_processes import run
 from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, paired
 
 
-def _measured(program: Program, **late: float) -> Timeline:
-    """Return a Timeline where instruction k lasts from k to k + 0.5. `late` moves starts."""
+def _make_timeline(program: Program, **delays: float) -> Timeline:
+    """Return a Timeline in which instruction k runs from k to k + 0.5, plus its delay."""
     start = np.arange(len(program), dtype=float)
     end = start + 0.5
     index = InstructionIndex(program)
     for position in range(len(program)):
         instr = str(index.locate(position)[2]).replace(" ", "_").replace(".", "_")
-        start[position] += late.get(instr, 0.0)
-        end[position] += late.get(instr, 0.0)
+        start[position] += delays.get(instr, 0.0)
+        end[position] += delays.get(instr, 0.0)
     return build_timeline(program, start, end, "per_edge")
 
 
-def test_a_pair_begins_with_its_first_member_and_ends_with_its_last() -> None:
+def test_grouped_messages_have_one_common_span() -> None:
     program = schedir.compile(paired, PipelineShape(2, 4), progress_model="per_edge")
-    timeline = _measured(program)
+    timeline = _make_timeline(program)
     second = np.flatnonzero(program.words >> 56)
     assert len(second) > 0
     start, end = timeline.spans["start"], timeline.spans["end"]
@@ -56,18 +56,18 @@ def test_a_pair_begins_with_its_first_member_and_ends_with_its_last() -> None:
         assert end[k] == end[k - 1] == k + 0.5
 
 
-def test_a_message_begins_when_both_sides_are_there() -> None:
+def test_message_starts_when_both_ranks_have_started() -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2), progress_model="per_edge")
-    for late in ({"send_act_0_1": 100.0}, {"recv_act_1_1": 100.0}):
-        spans = _measured(program, **late).spans
+    for delays in ({"send_act_0_1": 100.0}, {"recv_act_1_1": 100.0}):
+        spans = _make_timeline(program, **delays).spans
         act = (spans["op"] == Opcode.SendAct) | (spans["op"] == Opcode.RecvAct)
         send, recv = spans[act & (spans["mb"] == 1)]
         assert send["start"] == recv["start"] >= 100
         assert send["end"] == recv["end"] >= send["start"]
 
 
-def _processes(rank: int) -> Any:
-    """Run rank 1 as on another machine, whose clock is 1000 s ahead of rank 0's."""
+def _run_with_shifted_clock(rank: int) -> Any:
+    """Run a step. The clock of rank 1 is 1000 s ahead, as on another machine."""
 
     def clock() -> float:
         return time.perf_counter() + 1000 * rank
@@ -84,12 +84,12 @@ def _processes(rank: int) -> Any:
     )
     transport = GlooTransport(program, timeout=77.0)
     stage = {rank: gpt_stages(2)[rank]}
-    own = Executor(program, rank, stage, transport, loss=gpt.loss, boundary=BOUNDARY)
-    own.step(*batch(3))
-    (times,), _ = read_step_times([own.timestamps])
+    executor = Executor(program, rank, stage, transport, loss=gpt.loss, boundary=BOUNDARY)
+    executor.step(*batch(3))
+    (times,), _ = read_step_times([executor.timestamps])
     reductions = {
         i.op: (times.start[k] - 1000 * rank, times.end[k] - 1000 * rank)
-        for k, i in enumerate(own.state.stream)
+        for k, i in enumerate(executor.state.stream)
         if i.op in (Opcode.ReduceTied, Opcode.ReduceNorm)
     }
     timeouts = [
@@ -97,22 +97,22 @@ def _processes(rank: int) -> Any:
         for group in (transport.pipeline_group, transport.groups["model"], transport.groups[0, 1])
     ]
     return (
-        gather_timeline(own, transport),
+        gather_timeline(executor, transport),
         reductions,
         timeouts,
         runtime_clock.measure_clock_offset(),
     )
 
 
-def test_clocks_reductions_and_timeouts_of_processes() -> None:
-    results = run(_processes, 2)
+def test_gathered_timeline_corrects_clock_offsets() -> None:
+    results = run(_run_with_shifted_clock, 2)
     timeline = results[0][0]
     assert results[1][0] is None
     # With the wrong sign of the offset the ranks would be 2000 s apart, and without it 1000 s.
     assert 0 < timeline.span < 500
     for op in (Opcode.ReduceTied, Opcode.ReduceNorm):
-        begun = max(reductions[op][0] for _, reductions, *_ in results)
-        assert all(reductions[op][1] >= begun for _, reductions, *_ in results), op
+        last_start = max(reductions[op][0] for _, reductions, *_ in results)
+        assert all(reductions[op][1] >= last_start for _, reductions, *_ in results), op
     assert [timeouts for *_, timeouts, _ in results] == [[77.0] * 3] * 2
     # The error of the offset is within its stated error, which is not 0.
     assert results[0][3] == (0, 0)
@@ -121,7 +121,7 @@ def test_clocks_reductions_and_timeouts_of_processes() -> None:
     assert 0 < timeline.clock_error < 1
 
 
-def _ranks(record: bool = True) -> InProcessExecutor:
+def _make_ranks(record: bool = True) -> InProcessExecutor:
     program = schedir.compile(
         one_f_one_b,
         PipelineShape(2, 3),
@@ -138,25 +138,25 @@ def _ranks(record: bool = True) -> InProcessExecutor:
     )
 
 
-def test_what_is_not_recorded_asks_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
-    never, off, on = _ranks(record=False), _ranks(), _ranks()
-    for rank in off.executors:
+def test_steps_without_recording_read_no_clock(monkeypatch: pytest.MonkeyPatch) -> None:
+    without_recorder, disabled, enabled = _make_ranks(record=False), _make_ranks(), _make_ranks()
+    for rank in disabled.executors:
         rank.record_timestamps = False
 
-    def clock() -> float:
-        raise AssertionError("nobody shall ask")
+    def fail_to_read_clock() -> float:
+        raise AssertionError("the clock must not be read")
 
-    monkeypatch.setattr(runtime_stamps, "perf_counter", clock)
-    for ranks in (never, off):
+    monkeypatch.setattr(runtime_stamps, "perf_counter", fail_to_read_clock)
+    for ranks in (without_recorder, disabled):
         ranks.step(*batch(3))
         with pytest.raises(ModelError, match="no step has been recorded"):
             ranks.timeline()
-    with pytest.raises(ExecutionError, match="nobody shall ask"):
-        on.step(*batch(3))
+    with pytest.raises(ExecutionError, match="the clock must not be read"):
+        enabled.step(*batch(3))
 
 
-def test_a_profile_names_instructions() -> None:
-    ranks = _ranks()
+def test_profiler_ranges_name_instructions() -> None:
+    ranks = _make_ranks()
     ranks.step(*batch(3))
     with torch.profiler.profile(acc_events=True) as profile:  # without acc_events torch 2.11 warns
         ranks.step(*batch(3))

@@ -1,6 +1,6 @@
 """Tests of `schedir.megatron`, which runs programs of schedir in place of Megatron's schedules.
 
-Losses and all `main_grad`s after two steps have the bits of Megatron's schedule.
+Losses and all `main_grad`s after two steps are bitwise equal to those of Megatron's schedule.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ from tests.cpu.megatron_gpt import (
 
 pytest.importorskip("megatron.core", reason="megatron-core is not installed")
 
-# Forks of this process have Megatron loaded, which takes a second in each new process.
+# Forks of this process have Megatron loaded. A new process would need a second to load it.
 run_forks = partial(run_processes, context=get_context("fork"), timeout=240)
 
 EXPERTS: dict[str, Any] = {
@@ -102,7 +102,10 @@ RUNS: dict[int, dict[str, tuple[Any, Case]]] = {
 
 @cache
 def run_all(processes: int) -> dict[str, list[Comparison]]:
-    """Return all runs with this number of processes, which take less time than the start."""
+    """Return the results of all runs with this number of processes.
+
+    One start of the processes serves all runs, because it takes longer than a run.
+    """
     runs = RUNS[processes]
     per_process = run_forks(compare_all, processes, [*runs.values()])
     return dict(zip(runs, map(list, zip(*per_process, strict=True)), strict=True))
@@ -111,7 +114,7 @@ def run_all(processes: int) -> dict[str, list[Comparison]]:
 @pytest.mark.parametrize(
     ("processes", "name"), [(processes, name) for processes, runs in RUNS.items() for name in runs]
 )
-def test_same_bits_as_megatron(processes: int, name: str) -> None:
+def test_losses_and_gradients_equal_megatron(processes: int, name: str) -> None:
     case = RUNS[processes][name][1]
     with_losses = range(processes - processes // case.pp, processes)
     for rank, result in enumerate(run_all(processes)[name]):
@@ -132,15 +135,15 @@ def forwards_in_descending_order(rank: int, ranks: int, microbatches: int) -> An
 
 
 def fail_all(rank: int, runs: list[tuple[Any, Case, dict[str, Any]]]) -> list[SchedirError]:
-    """Return the errors of runs, each of which fails in every process."""
+    """Return the errors of the runs. Each run fails in every process."""
     import schedir.megatron
 
     errors = []
     for schedule, case, arguments in runs:
-        own = schedule[rank] if isinstance(schedule, list) else schedule
+        local_schedule = schedule[rank] if isinstance(schedule, list) else schedule
         with megatron_on_cpu(case), pytest.raises(SchedirError) as caught:
-            step = partial(schedir.megatron.forward_backward(own), **arguments)
-            provider = partial(schedir.megatron.model_provider, schedule=own)
+            step = partial(schedir.megatron.forward_backward(local_schedule), **arguments)
+            provider = partial(schedir.megatron.model_provider, schedule=local_schedule)
             train(case, step, provider if case.is_vee else lambda build: build)
         errors.append(caught.value)
     return errors
@@ -160,7 +163,7 @@ WRONG: dict[str, tuple[Any, Case, dict[str, Any], str]] = {
 }
 
 
-def test_refused_on_all_ranks_before_the_first_message() -> None:
+def test_wrong_runs_raise_same_error_on_all_ranks() -> None:
     runs = [run[:3] for run in WRONG.values()]
     for name, *errors in zip(WRONG, *run_forks(fail_all, 2, runs), strict=True):
         assert str(errors[0]) == str(errors[1]), name
@@ -177,7 +180,7 @@ def run_probes() -> dict[str, list[Any]]:
     probes = [
         refuse_later_calls,
         count_hook_calls,
-        step_after_a_failing_one,
+        step_after_failed_step,
         find_wrong_checkpoint_keys,
     ]
     per_process = run_forks(run_each, 2, probes)
@@ -185,7 +188,7 @@ def run_probes() -> dict[str, list[Any]]:
     return dict(zip(names, map(list, zip(*per_process, strict=True)), strict=True))
 
 
-def error_of(call: Any) -> str:
+def read_error(call: Any) -> str:
     """Return the message of the error that a call raises."""
     with pytest.raises(SchedirError) as caught:
         call()
@@ -207,13 +210,13 @@ def refuse_later_calls() -> list[str]:
             return step(data_iterator=data_iterator[0], **call)
 
         return [
-            error_of(partial(run_step, VEE, with_function, chunks, 0)),
-            error_of(partial(run_step, VEE, with_one_iterator, chunks, 0)),
-            error_of(partial(run_step, VEE, step, build_chunks(LOOP, lambda build: build), 0)),
+            read_error(partial(run_step, VEE, with_function, chunks, 0)),
+            read_error(partial(run_step, VEE, with_one_iterator, chunks, 0)),
+            read_error(partial(run_step, VEE, step, build_chunks(LOOP, lambda build: build), 0)),
         ]
 
 
-def test_later_calls_with_other_arguments_or_another_model_are_checked() -> None:
+def test_later_calls_check_arguments_and_model() -> None:
     for errors in run_probes()[refuse_later_calls.__name__]:
         assert "adjust_tensor_shapes_fn is not supported" in errors[0]
         assert "need 2 data iterators, but data_iterator has 1" in errors[1]
@@ -254,7 +257,7 @@ def test_gradient_hooks_are_called_as_in_megatron() -> None:
         assert is_equal and own_calls == calls > 0
 
 
-def step_after_a_failing_one() -> str:
+def step_after_failed_step() -> str:
     """Return the error of a step after a step that failed before the end of its reduction."""
     from megatron.core.utils import get_model_config
 
@@ -272,11 +275,11 @@ def step_after_a_failing_one() -> str:
             run_step(case, step, chunks, 0)
         config.finalize_model_grads_func = finalize
         chunks[0].zero_grad_buffer()
-        return error_of(partial(run_step, case, step, chunks, 0))
+        return read_error(partial(run_step, case, step, chunks, 0))
 
 
-def test_a_step_after_one_that_failed_in_a_reduction_is_refused() -> None:
-    for error in run_probes()[step_after_a_failing_one.__name__]:
+def test_step_after_failed_reduction_is_refused() -> None:
+    for error in run_probes()[step_after_failed_step.__name__]:
         assert "an earlier step has not ended" in error
 
 
@@ -300,11 +303,11 @@ def find_wrong_checkpoint_keys() -> list[set[str]]:
         ]
 
 
-def test_distributed_checkpoints_of_a_vee_have_the_names_of_its_layers() -> None:
+def test_distributed_checkpoint_of_vee_has_layer_names() -> None:
     assert run_probes()[find_wrong_checkpoint_keys.__name__] == [[set(), set()]] * 2
 
 
-def test_a_module_that_is_imported_while_a_stage_is_built_keeps_megatrons_functions() -> None:
+def test_module_imported_during_build_keeps_original_functions() -> None:
     from megatron.core import utils
 
     from schedir.megatron.vee_model import as_pipeline_rank
@@ -322,7 +325,7 @@ def test_a_module_that_is_imported_while_a_stage_is_built_keeps_megatrons_functi
         del sys.modules[module.__name__]
 
 
-def test_overlapped_reduction_with_several_optimizer_instances_is_refused() -> None:
+def test_overlapped_reduction_with_optimizer_instances_is_refused() -> None:
     from schedir.megatron.run_requirements import require_supported_settings
 
     ddp = SimpleNamespace(overlap_grad_reduce=True, num_distributed_optimizer_instances=2)
@@ -330,19 +333,19 @@ def test_overlapped_reduction_with_several_optimizer_instances_is_refused() -> N
         require_supported_settings([SimpleNamespace(ddp_config=ddp)], SimpleNamespace())
 
 
-def test_a_name_that_does_not_exist() -> None:
+def test_unknown_schedule_name_is_refused() -> None:
     import schedir.megatron
 
     with pytest.raises(UsageError, match="zb_h9"):
         schedir.megatron.forward_backward("zb_h9")
 
 
-def test_options_are_refused_before_the_first_step() -> None:
+def test_unknown_options_are_refused_before_first_step() -> None:
     import schedir.megatron
 
-    with pytest.raises(UsageError, match="compile has no option 'cost'") as refused:
+    with pytest.raises(UsageError, match="compile has no option 'cost'") as caught:
         schedir.megatron.forward_backward("zb_h1", cost=3)
-    assert "costs" in refused.value.hint
+    assert "costs" in caught.value.hint
     for name in ("ranks", "microbatches", "stages_per_rank", "progress_model", "shape"):
         with pytest.raises(UsageError, match=f"{name} cannot be given: it is that of Megatron"):
             schedir.megatron.forward_backward("zb_h1", **{name: 4})

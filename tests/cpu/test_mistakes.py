@@ -55,14 +55,14 @@ class DistributedDataParallel(nn.Module):
     ],
     ids=["ddp", "data parallel within", "lazy"],
 )
-def test_stages_that_the_executor_cannot_train(stage: nn.Module, message: str, hint: str) -> None:
+def test_wrapped_and_lazy_stages_are_refused(stage: nn.Module, message: str, hint: str) -> None:
     with pytest.raises(ModelError) as caught:
         InProcessExecutor(PROGRAM, [stage, nn.Linear(8, 8)], loss=mse_loss, boundary=(2, 8))
     assert message in str(caught.value)
     assert caught.value.hint == hint
 
 
-def test_a_transport_without_a_process_group() -> None:
+def test_transport_without_process_group_is_refused() -> None:
     with pytest.raises(ModelError, match="GlooTransport needs a process group") as caught:
         GlooTransport(PROGRAM)
     assert 'call torch.distributed.init_process_group("gloo") first' in caught.value.hint
@@ -99,7 +99,7 @@ def create_transport_alone(rank: int) -> str:
         (create_alone, ("an Executor",), "an Executor"),
     ],
 )
-def test_what_all_processes_must_create(function: Any, arguments: Any, what: str) -> None:
+def test_object_created_on_one_rank_is_refused(function: Any, arguments: Any, what: str) -> None:
     error, _ = run_fresh(function, 2, *arguments)
     assert f"while this process created {what}" in error
     assert f"all processes of the group must create {what} at the same place" in error
@@ -127,7 +127,7 @@ def find_drop_in_errors(_: int, runtime: str) -> dict[str, str]:
 
 
 @pytest.mark.parametrize("runtime", ["torch", "schedir"])
-def test_losses_and_targets_of_the_drop_in(runtime: str) -> None:
+def test_drop_in_errors_explain_losses_and_targets(runtime: str) -> None:
     (errors,) = run(find_drop_in_errors, 1, runtime)
     assert "interleaved: step got a target, but loss_fn is None" in errors["no loss"]
     assert "must return a floating-point tensor with one element" in errors["no reduction"]
@@ -140,14 +140,14 @@ def train_as_rank(folder: Path, **variables: str) -> str:
     """Return the error of `schedir train` in a process that a launcher started."""
     (folder / "c.toml").write_text("[pipeline]\nranks = 2\n")
     argv = [sys.executable, "-m", "schedir", "train", "c.toml"]
-    done = subprocess.run(
+    result = subprocess.run(
         argv, capture_output=True, text=True, timeout=120, env=ENV | variables, cwd=folder
     )
-    assert done.returncode
-    return done.stderr
+    assert result.returncode
+    return result.stderr
 
 
-def test_torchrun_with_a_wrong_number_of_processes(tmp_path: Path) -> None:
+def test_wrong_number_of_torchrun_processes_is_refused(tmp_path: Path) -> None:
     variables = {"RANK": "0", "WORLD_SIZE": "3", "LOCAL_WORLD_SIZE": "3", "LOCAL_RANK": "0"}
     address = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29512"}
     error = train_as_rank(tmp_path, **variables, **address)
@@ -155,6 +155,6 @@ def test_torchrun_with_a_wrong_number_of_processes(tmp_path: Path) -> None:
     assert "hint: torchrun --nproc-per-node 2 on one machine, or change pipeline.ranks" in error
 
 
-def test_a_rank_without_a_launcher(tmp_path: Path) -> None:
+def test_rank_without_master_address_is_refused(tmp_path: Path) -> None:
     error = train_as_rank(tmp_path, RANK="0", WORLD_SIZE="2")
     assert "RANK is set, but MASTER_ADDR and MASTER_PORT are not" in error

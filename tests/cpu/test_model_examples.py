@@ -1,4 +1,4 @@
-"""Tests of the examples of a BERT and an encoder-decoder on processes, and of their data."""
+"""Tests of the examples `bert` and `encoder_decoder` on four processes, and of their data."""
 
 from __future__ import annotations
 
@@ -12,29 +12,36 @@ from tests.cpu.train_command import ROOT, launched, script
 
 
 @pytest.mark.parametrize("name", ["bert", "encoder_decoder"])
-def test_four_processes_print_what_one_does(name: str, tmp_path: Path) -> None:
-    code, alone, err = launched(["-m", f"examples.{name}"], tmp_path / "alone")
+def test_example_on_four_processes_prints_same_losses(name: str, tmp_path: Path) -> None:
+    code, single_output, err = launched(["-m", f"examples.{name}"], tmp_path / "alone")
     assert code == 0, err
-    assert alone == script(f"examples.{name}", 4, tmp_path / "four")
-    losses = [float(line.split()[-1]) for line in alone.splitlines()]
+    assert single_output == script(f"examples.{name}", 4, tmp_path / "four")
+    losses = [float(line.split()[-1]) for line in single_output.splitlines()]
     assert len(losses) == 10 and losses[-1] < losses[0] - 0.5
 
 
-def test_bert_is_given_pairs_of_windows_of_the_text() -> None:
+def test_bert_batches_are_pairs_of_text_windows() -> None:
     config, text = bert.BertConfig(), (ROOT / "LICENSE").read_bytes()
     batches = [bert.batch(config, text, step) for step in range(3)]
     assert torch.equal(batches[1][0], bert.batch(config, text, 1)[0])
     tokens = torch.cat([inputs.flatten(0, 1) for inputs, _, _ in batches])
-    targets = torch.cat([found.flatten(0, 1) for _, found, _ in batches])
-    there = torch.cat([named["mask"] for _, _, keywords in batches for named in keywords])
-    whole = torch.where(targets[:, 1:] >= 0, targets[:, 1:], tokens[:, 1:])
-    follows = targets[:, 0] == 0
-    assert 12 < follows.sum() < 36 and there.sum(1).unique().numel() > 1
-    assert (tokens[:, 0] == config.cls).all() and (whole == config.sep).sum(1).eq(2).all()
+    targets = torch.cat([sample_targets.flatten(0, 1) for _, sample_targets, _ in batches])
+    masks = torch.cat([keyword["mask"] for _, _, keywords in batches for keyword in keywords])
+    original_tokens = torch.where(targets[:, 1:] >= 0, targets[:, 1:], tokens[:, 1:])
+    is_next = targets[:, 0] == 0
+    assert 12 < is_next.sum() < 36 and masks.sum(1).unique().numel() > 1
+    assert (tokens[:, 0] == config.cls).all() and (original_tokens == config.sep).sum(1).eq(2).all()
     for row in range(len(tokens)):
-        words = whole[row][there[row, 1:]]
+        words = original_tokens[row][masks[row, 1:]]
         first = int((words == config.sep).nonzero()[0])
-        one, other = bytes(words[:first].tolist()), bytes(words[first + 1 : -1].tolist())
-        assert one in text and other in text and (one + other in text or not follows[row])
-    share = (targets[:, 1:] >= 0).sum() / (whole < config.text).sum()
+        first_window, second_window = (
+            bytes(words[:first].tolist()),
+            bytes(words[first + 1 : -1].tolist()),
+        )
+        assert (
+            first_window in text
+            and second_window in text
+            and (first_window + second_window in text or not is_next[row])
+        )
+    share = (targets[:, 1:] >= 0).sum() / (original_tokens < config.text).sum()
     assert 0.12 < share < 0.18

@@ -1,7 +1,7 @@
 """Tests of models in pipelines, with tensor-parallel ranks and replicas, against a plain loop.
 
-Any schedule has the bits of the reference. Tensor-parallel ranks and replicas sum in another order,
-and are close to it.
+Any schedule equals the reference bit for bit. Tensor-parallel ranks and replicas sum in another
+order, so they are only close to it.
 """
 
 from __future__ import annotations
@@ -40,34 +40,36 @@ USUAL = [one_f_one_b, interleaved, zb_h1, zb_v]
 SCHEDULES = cases(USUAL, [s for s in ZOO.values() if s not in USUAL])
 
 
-def compiled(schedule: Any, kind: Kind, microbatches: int = M, **options: Any) -> Program:
-    found = program_of(schedule).shape
+def compile_for(schedule: Any, kind: Kind, microbatches: int = M, **options: Any) -> Program:
+    schedule_shape = program_of(schedule).shape
     shape = PipelineShape(
-        2, microbatches, found.stages_per_rank, get_placement_mark(schedule)[0] or "loop"
+        2, microbatches, schedule_shape.stages_per_rank, get_placement_mark(schedule)[0] or "loop"
     )
     return compile(schedule, shape, tied_weights=kind.tied(shape.stages), **options)
 
 
 @pytest.mark.parametrize("options", [{}, {"recompute": "all"}], ids=["kept", "recomputed"])
 @pytest.mark.parametrize("name", KINDS)
-def test_schedules_have_the_bits_of_the_reference(name: str, options: Any) -> None:
+def test_schedules_equal_reference(name: str, options: Any) -> None:
     kind = KINDS[name]
-    given = kind.batch(M, 0)
+    data = kind.batch(M, 0)
     for schedule in SCHEDULES:
-        program = compiled(schedule, kind, **options)
+        program = compile_for(schedule, kind, **options)
         count = program.shape.stages
-        stages, plain = kind.stages(count), kind.stages(count)
+        stages, reference_stages = kind.stages(count), kind.stages(count)
         ranks = InProcessExecutor(program, stages, loss=kind.loss, boundary=kind.boundary(count))
-        loss = ranks.step(given.inputs, given.targets, given.scale, keywords=given.keywords)
+        loss = ranks.step(data.inputs, data.targets, data.scale, keywords=data.keywords)
         order = None if program.reduces_in_microbatch_order else program
-        due = run_sequential(
-            plain, given.inputs, given.targets, loss=kind.loss, grad_scale=given.scale,
+        expected_loss = run_sequential(
+            reference_stages, data.inputs, data.targets, loss=kind.loss, grad_scale=data.scale,
             program=order,
-            keywords=given.keywords,
+            keywords=data.keywords,
         )  # fmt: skip
-        assert torch.equal(loss, due) and loss > 10, schedule.__name__
-        assert same_bits(gradients(stages), gradients(plain)), schedule.__name__
-        assert all(g.norm() > 0 for own in gradients(stages) for g in own.values())
+        assert torch.equal(loss, expected_loss) and loss > 10, schedule.__name__
+        assert same_bits(gradients(stages), gradients(reference_stages)), schedule.__name__
+        assert all(
+            g.norm() > 0 for stage_gradients in gradients(stages) for g in stage_gradients.values()
+        )
 
 
 class Case(NamedTuple):
@@ -82,30 +84,33 @@ class Case(NamedTuple):
 
 TP = Case(one_f_one_b, tp=2)
 SPLIT = Case(zb_h1, tp=2)
-AGAIN = Case(one_f_one_b, tp=2, options=(("recompute", "all"),))
+RECOMPUTED = Case(one_f_one_b, tp=2, options=(("recompute", "all"),))
 ZERO_2 = Case(zb_h1, dp=2, zero=2)
 ZERO_3 = Case(interleaved, dp=2, zero=3)
-MORE = [
+MORE_CASES = [
     *(Case(one_f_one_b, dp=2, zero=zero) for zero in range(4)),
     Case(zb_v, tp=2),
     Case(interleaved, tp=2),
     Case(zb_h1, dp=2, zero=3, options=(("recompute", "all"),)),
 ]
-SHARED = [
-    *(("tied llama", case) for case in cases([TP, SPLIT, AGAIN, ZERO_2, ZERO_3], MORE)),
-    *(("bert", case) for case in cases([TP, ZERO_2], [SPLIT, AGAIN, ZERO_3, *MORE])),
-    *(("encoder_decoder", case) for case in cases([SPLIT, ZERO_3], [TP, AGAIN, ZERO_2, *MORE])),
+PARALLEL_CASES = [
+    *(("tied llama", case) for case in cases([TP, SPLIT, RECOMPUTED, ZERO_2, ZERO_3], MORE_CASES)),
+    *(("bert", case) for case in cases([TP, ZERO_2], [SPLIT, RECOMPUTED, ZERO_3, *MORE_CASES])),
+    *(
+        ("encoder_decoder", case)
+        for case in cases([SPLIT, ZERO_3], [TP, RECOMPUTED, ZERO_2, *MORE_CASES])
+    ),
 ]
 Weights = dict[tuple[int, str], tuple[Tensor, int | None]]
 
 
-def all_cases(rank: int) -> list[tuple[list[float], Weights]]:
+def train_all_cases(rank: int) -> list[tuple[list[float], Weights]]:
     """Return losses of two steps and this rank's weights after them, for each kind and case."""
-    return [trained(KINDS[name], case) for name, case in SHARED]
+    return [train_rank(KINDS[name], case) for name, case in PARALLEL_CASES]
 
 
-def trained(kind: Kind, case: Case) -> tuple[list[float], Weights]:
-    program = compiled(
+def train_rank(kind: Kind, case: Case) -> tuple[list[float], Weights]:
+    program = compile_for(
         case.schedule, kind, tp=case.tp, dp=case.dp, zero=case.zero, **dict(case.options)
     )
     transport, count = GlooTransport(program), program.shape.stages
@@ -116,77 +121,80 @@ def trained(kind: Kind, case: Case) -> tuple[list[float], Weights]:
         boundary=kind.boundary(count),
         optimizer=SGD([p for stage in stages.values() for p in stage.parameters()]),
     )  # fmt: skip
-    own = slice(transport.dp_rank * M, (transport.dp_rank + 1) * M)
-    found = []
+    replica_part = slice(transport.dp_rank * M, (transport.dp_rank + 1) * M)
+    losses = []
     for step in range(2):
-        given = kind.batch(M * case.dp, step)
-        keywords = given.keywords[own] if given.keywords else ()
-        loss = executor.step(given.inputs[own], given.targets[own], given.scale, keywords)
-        found += [] if loss is None else [float(loss)]
+        data = kind.batch(M * case.dp, step)
+        keywords = data.keywords[replica_part] if data.keywords else ()
+        loss = executor.step(
+            data.inputs[replica_part], data.targets[replica_part], data.scale, keywords
+        )
+        losses += [] if loss is None else [float(loss)]
     with executor.full_parameters():
         weights = {
             (s, n): (p.detach().clone(), get_shard_dim(p))
             for s, stage in stages.items()
             for n, p in stage.named_parameters()
         }
-    return found, weights
+    return losses, weights
 
 
-def plain(kind: Kind, case: Case) -> tuple[list[float], Weights]:
-    """Return the same from one process, without replicas and tensor parallelism."""
-    program = compiled(case.schedule, kind, M * case.dp)
+def train_one_process(kind: Kind, case: Case) -> tuple[list[float], Weights]:
+    """Return losses and weights of one process, without replicas and tensor parallelism."""
+    program = compile_for(case.schedule, kind, M * case.dp)
     count = program.shape.stages
     stages = kind.stages(count)
     ranks = InProcessExecutor(
         program, stages, loss=kind.loss, boundary=kind.boundary(count), optimizer=SGD
     )
-    found = []
+    losses = []
     for step in range(2):
-        given = kind.batch(M * case.dp, step)
-        found.append(float(ranks.step(*given[:3], keywords=given.keywords)))
-    return found, {
+        data = kind.batch(M * case.dp, step)
+        losses.append(float(ranks.step(*data[:3], keywords=data.keywords)))
+    return losses, {
         (s, n): (p.detach(), None)
         for s, stage in enumerate(stages)
         for n, p in stage.named_parameters()
     }
 
 
-def test_tensor_parallel_ranks_and_replicas_are_one() -> None:
-    ranks = run(all_cases, 4, limit=240)
-    for k, (name, case) in enumerate(SHARED):
-        losses, due = plain(KINDS[name], case)
-        lost = [own[k][0] for own in ranks if own[k][0]]
+def test_tensor_parallel_ranks_and_replicas_train_like_one_process() -> None:
+    ranks = run(train_all_cases, 4, limit=240)
+    for k, (name, case) in enumerate(PARALLEL_CASES):
+        losses, expected_weights = train_one_process(KINDS[name], case)
+        rank_losses = [rank_results[k][0] for rank_results in ranks if rank_results[k][0]]
         if case.dp > 1:
-            lost = [[sum(each) for each in zip(*lost, strict=True)]]
-        assert lost and all(own == pytest.approx(losses, rel=1e-6) for own in lost)
-        for (s, n), (right, _) in due.items():
-            shards = [own[k][1][s, n] for own in ranks if (s, n) in own[k][1]]
+            rank_losses = [[sum(values) for values in zip(*rank_losses, strict=True)]]
+        assert rank_losses and all(
+            rank_results == pytest.approx(losses, rel=1e-6) for rank_results in rank_losses
+        )
+        for (s, n), (expected, _) in expected_weights.items():
+            shards = [
+                rank_results[k][1][s, n] for rank_results in ranks if (s, n) in rank_results[k][1]
+            ]
             assert len(shards) == 2
             dim = shards[0][1]
             if dim is None:
-                got = shards[0][0]
-                assert torch.equal(got, shards[1][0]), (name, case, n)
+                actual = shards[0][0]
+                assert torch.equal(actual, shards[1][0]), (name, case, n)
             else:
                 assert case.tp == 2
-                got = torch.cat([each for each, _ in shards], dim)[: len(right)]
-            assert (got - right).norm() <= 1e-6 * right.norm(), (name, case, n)
+                actual = torch.cat([values for values, _ in shards], dim)[: len(expected)]
+            assert (actual - expected).norm() <= 1e-6 * expected.norm(), (name, case, n)
 
 
-# Refusals
-
-
-def refusals(rank: int) -> list[tuple[str, ...]]:
+def read_error_fields(rank: int) -> list[tuple[str, ...]]:
     """Return the fields of errors for models that two ranks cannot divide."""
-    found = []
+    fields = []
     for config in (LlamaConfig(kv_heads=1), LlamaConfig(feed_forward=5)):
         with pytest.raises(UsageError) as error:
             llama.build_stage(config, 0, 1, tp=torch.distributed.group.WORLD)
-        found.append((*error.value.fields,))
-    return found
+        fields.append((*error.value.fields,))
+    return fields
 
 
-def test_ranks_that_cannot_share_are_refused() -> None:
-    assert run(refusals, 2) == [[("tp", "kv_heads"), ()]] * 2
+def test_indivisible_models_are_refused() -> None:
+    assert run(read_error_fields, 2) == [[("tp", "kv_heads"), ()]] * 2
 
 
 @pytest.mark.parametrize(
@@ -197,18 +205,18 @@ def test_ranks_that_cannot_share_are_refused() -> None:
     ],
     ids=lambda wrong: min(wrong),
 )  # fmt: skip
-def test_what_is_no_llama_is_refused(wrong: Any) -> None:
+def test_invalid_llama_config_is_refused(wrong: Any) -> None:
     with pytest.raises(UsageError) as error:
         LlamaConfig(**wrong)
     assert {*wrong} <= {*error.value.fields}
 
 
-def test_the_page_runs() -> None:
+def test_code_of_models_page_runs() -> None:
     page = (Path(__file__).parents[2] / "docs/reference/models.md").read_text()
     (code,) = (block for block in page.split("```")[1::2] if block.startswith("python\n"))
     exec(code.removeprefix("python\n"), {})
 
 
-def test_a_sequence_longer_than_the_context_is_refused() -> None:
+def test_sequence_longer_than_context_is_refused() -> None:
     with pytest.raises(UsageError):
         llama.build_stage(LlamaConfig(context=8), 0, 1)(torch.zeros(1, 9, dtype=torch.int64))

@@ -1,4 +1,4 @@
-"""Tests of module buffers, and of the memory layout of values, in any schedule."""
+"""Tests of module buffers and of the memory layout of values, in any schedule."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ BOUNDARY = Boundary((ROWS, WIDTH))
 
 
 class Normed(nn.Module):
-    """A linear layer and a batch norm, either of which may be recomputed in the backward."""
+    """A linear layer and a batch norm. One of them may be recomputed in the backward."""
 
     def __init__(self, k: int, again: str = "", replaces: bool = False) -> None:
         super().__init__()
@@ -76,8 +76,8 @@ def buffers(stages: Any) -> list[dict[str, Tensor]]:
 
 
 def virtual(schedule: Any, shape: PipelineShape, stages: list[nn.Module]) -> InProcessExecutor:
-    found = compile(schedule, shape, progress_model="per_edge")
-    return InProcessExecutor(found, stages, loss=squares, boundary=BOUNDARY)
+    program = compile(schedule, shape, progress_model="per_edge")
+    return InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY)
 
 
 @pytest.mark.parametrize("again", ["", "Linear"])
@@ -91,25 +91,28 @@ def virtual(schedule: Any, shape: PipelineShape, stages: list[nn.Module]) -> InP
         (zb_v, PipelineShape(2, 4, 2, "vee")),
     ],
 )
-def test_running_statistics_are_those_of_a_plain_loop(
+def test_running_statistics_equal_plain_loop(
     schedule: Any, shape: PipelineShape, again: str
 ) -> None:
-    """This holds too if only other layers are recomputed."""
-    m, ours, theirs = shape.microbatches, *(normed(shape.stages, replaces=True) for _ in range(2))
-    for stage in ours:
+    """In half of the cases, the linear layers are recomputed."""
+    m, stages_in_pipeline, reference_stages = (
+        shape.microbatches,
+        *(normed(shape.stages, replaces=True) for _ in range(2)),
+    )
+    for stage in stages_in_pipeline:
         stage.again = again
-    ranks = virtual(schedule, shape, ours)
+    ranks = virtual(schedule, shape, stages_in_pipeline)
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         for order in (None, 3):
-            run_sequential(theirs, *batch(m), loss=squares)
+            run_sequential(reference_stages, *batch(m), loss=squares)
             ranks.step(*batch(m), order_seed=order)
-            assert same_bits(buffers(ours), buffers(theirs))
-    assert int(ours[0].norm.num_batches_tracked) == 2 * m
+            assert same_bits(buffers(stages_in_pipeline), buffers(reference_stages))
+    assert int(stages_in_pipeline[0].norm.num_batches_tracked) == 2 * m
 
 
-class Cached(nn.Module):
-    """Keeps constant numbers in a buffer that it creates or writes again."""
+class CachedNumbers(nn.Module):
+    """Keeps constant numbers in a buffer. A recomputation creates or writes it again."""
 
     def __init__(self, how: str) -> None:
         super().__init__()
@@ -133,26 +136,26 @@ class Cached(nn.Module):
 
 
 @pytest.mark.parametrize("how", ["lazy", "replaced", "written"])
-def test_what_is_written_again_as_it_was_has_not_changed(how: str) -> None:
+def test_rewriting_equal_values_to_buffer_is_accepted(how: str) -> None:
     shape = PipelineShape(2, 4, placement="mirror")
     with warnings.catch_warnings():
         warnings.simplefilter("error")
-        ranks = virtual(chimera, shape, [Cached(how) for _ in range(2)])
+        ranks = virtual(chimera, shape, [CachedNumbers(how) for _ in range(2)])
         for _ in range(2):
             ranks.step(*batch(4))
 
 
-def test_a_module_with_buffers_in_two_stages_is_said() -> None:
-    one, *others = normed(3)
-    stages = [one, *others, one]
-    found = compile(zb_v, PipelineShape(2, 4, 2, "vee"), tied_weights=find_tied_weights(stages))
-    ranks = InProcessExecutor(found, stages, loss=squares, boundary=BOUNDARY)
+def test_module_with_buffers_in_two_stages_causes_warning() -> None:
+    shared, *other_stages = normed(3)
+    stages = [shared, *other_stages, shared]
+    program = compile(zb_v, PipelineShape(2, 4, 2, "vee"), tied_weights=find_tied_weights(stages))
+    ranks = InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY)
     with pytest.warns(UserWarning, match=r"buffer norm.running_mean .* another stage uses it"):
         ranks.step(*batch(4))
 
 
-def test_microbatches_may_lie_anywhere_in_a_batch() -> None:
-    """Products of a tensor that is not aligned to vectors round differently than of a copy."""
+def test_unaligned_microbatches_equal_plain_loop() -> None:
+    """Products of an unaligned tensor round differently than those of an aligned copy."""
     numbers = torch.Generator().manual_seed(0)
     x, target = torch.randn(2, 4, 3, 6, generator=numbers)
     stages: list[Any] = [nn.Linear(6, 6) for _ in range(2)]
@@ -160,19 +163,19 @@ def test_microbatches_may_lie_anywhere_in_a_batch() -> None:
         compile(one_f_one_b, PipelineShape(2, 4)), stages, loss=squares, boundary=Boundary((3, 6))
     )
     loss = ranks.step(x, target)
-    got = gradients(stages)
+    actual = gradients(stages)
     assert torch.equal(run_sequential(stages, x, target, loss=squares), loss)
-    assert same_bits(gradients(stages), got)
-    whole = nn.Sequential(*stages)
-    whole.zero_grad()
-    for one, t in zip(x, target, strict=True):
-        torch.autograd.backward(squares(whole(one), t))
-    assert same_bits(gradients(stages), got)
+    assert same_bits(gradients(stages), actual)
+    model = nn.Sequential(*stages)
+    model.zero_grad()
+    for microbatch, t in zip(x, target, strict=True):
+        torch.autograd.backward(squares(model(microbatch), t))
+    assert same_bits(gradients(stages), actual)
 
 
 @pytest.mark.parametrize("schedule", [chimera, dualpipe])
 @pytest.mark.parametrize("replaces", [False, True])
-def test_two_holders_of_what_forwards_change_are_refused(schedule: Any, replaces: bool) -> None:
+def test_changing_buffers_with_stage_replicas_are_refused(schedule: Any, replaces: bool) -> None:
     shape, stages = PipelineShape(2, 4, placement="mirror"), normed(2, replaces=replaces)
     if replaces:
         for stage in stages:
@@ -192,7 +195,7 @@ def test_two_holders_of_what_forwards_change_are_refused(schedule: Any, replaces
 
 
 @pytest.mark.parametrize("schedule", [one_f_one_b, zb_h1])
-def test_statistics_that_a_backward_would_take_again_are_refused(schedule: Any) -> None:
+def test_recomputed_batch_norm_is_refused(schedule: Any) -> None:
     with pytest.raises(ExecutionError) as error:
         virtual(schedule, PipelineShape(2, 4), normed(2, again="BatchNorm1d")).step(*batch(4))
     (site,) = error.value.sites
@@ -207,42 +210,45 @@ def test_statistics_that_a_backward_would_take_again_are_refused(schedule: Any) 
 
 def newest_first(r: int, P: int, m: int) -> RankSchedule:
     """Return forwards and backwards in descending order of the microbatches."""
-    late = [*reversed(range(m))]
-    return sum((op.at(mb) for op in (F, B) for mb in late), 0 * F)
+    descending = [*reversed(range(m))]
+    return sum((op.at(mb) for op in (F, B) for mb in descending), 0 * F)
 
 
-def test_other_orders_are_said_and_are_those_of_the_programs_reference() -> None:
-    shape, ours, theirs, plain = PipelineShape(2, 4), *(normed(2) for _ in range(3))
-    ranks = virtual(newest_first, shape, ours)
+def test_other_microbatch_order_warns_and_equals_its_reference() -> None:
+    shape, stages, reference_stages, ordered_stages = (
+        PipelineShape(2, 4),
+        *(normed(2) for _ in range(3)),
+    )
+    ranks = virtual(newest_first, shape, stages)
     with pytest.warns(UserWarning, match="do not run in the order of the microbatches") as caught:
         ranks.step(*batch(4))
     assert len(caught) == 2  # one per stage
-    run_sequential(theirs, *batch(4), loss=squares, program=ranks.program)
-    run_sequential(plain, *batch(4), loss=squares)
-    assert same_bits(buffers(ours), buffers(theirs)) and not same_bits(
-        buffers(ours), buffers(plain)
+    run_sequential(reference_stages, *batch(4), loss=squares, program=ranks.program)
+    run_sequential(ordered_stages, *batch(4), loss=squares)
+    assert same_bits(buffers(stages), buffers(reference_stages)) and not same_bits(
+        buffers(stages), buffers(ordered_stages)
     )
-    assert same_bits(gradients(ours), gradients(theirs))
+    assert same_bits(gradients(stages), gradients(reference_stages))
     with warnings.catch_warnings():
         warnings.simplefilter("error")
         ranks.step(*batch(4))
 
 
-def _replica(rank: int) -> list[str]:
-    found = compile(one_f_one_b, PipelineShape(1, 2), dp=2, progress_model="per_edge")
-    transport, said = GlooTransport(found), []
+def _read_warnings(rank: int) -> list[str]:
+    program = compile(one_f_one_b, PipelineShape(1, 2), dp=2, progress_model="per_edge")
+    transport, messages = GlooTransport(program), []
     for stage in (Normed(0), Normed(0).eval()):
-        executor = Executor(found, 0, {0: stage}, transport, loss=squares, boundary=BOUNDARY)
+        executor = Executor(program, 0, {0: stage}, transport, loss=squares, boundary=BOUNDARY)
         with warnings.catch_warnings(record=True) as caught:
             warnings.simplefilter("always")
             for _ in range(2):
                 executor.step(*batch(2))
-        said.append(" ".join(str(w.message) for w in caught))
-    return said
+        messages.append(" ".join(str(w.message) for w in caught))
+    return messages
 
 
-def test_replicas_are_told_that_each_has_its_own_statistics() -> None:
-    for changing, frozen in run(_replica, 2):
+def test_replicas_with_running_statistics_cause_warning() -> None:
+    for changing, frozen in run(_read_warnings, 2):
         assert (
             changing.count("each replica has different values") == 1
             and "norm.running_mean" in changing
@@ -250,7 +256,7 @@ def test_replicas_are_told_that_each_has_its_own_statistics() -> None:
         assert frozen == ""
 
 
-def test_a_step_that_is_undone_leaves_statistics_as_they_are() -> None:
+def test_undone_step_restores_buffers() -> None:
     stages = normed(2)
     ranks, before = virtual(one_f_one_b, PipelineShape(2, 4), stages), buffers(stages)
     with undo_steps(ranks.executors[0].state), undo_steps(ranks.executors[1].state):
@@ -259,10 +265,7 @@ def test_a_step_that_is_undone_leaves_statistics_as_they_are() -> None:
     assert same_bits(before, buffers(stages))
 
 
-# ---------------------------------------------------------------- layouts
-
-
-class Turned(nn.Module):
+class StridedStage(nn.Module):
     """Returns outputs and gradients that are transposed or strided, and sums its inputs."""
 
     def __init__(self, k: int, across: bool) -> None:
@@ -290,28 +293,28 @@ SIDE = 65
 
 
 @pytest.mark.parametrize("across", [False, True])
-def test_a_layout_is_the_same_whether_handed_over_or_sent(across: bool) -> None:
+def test_layout_is_same_on_one_rank_and_between_ranks(across: bool) -> None:
     """The bits of a sum depend on the memory layout of its terms."""
     x = torch.randn(3, SIDE, SIDE, generator=torch.Generator().manual_seed(0))
-    right = [Turned(k, across) for k in range(4)]
-    total = run_sequential(right, x, x, loss=squares)
+    reference_stages = [StridedStage(k, across) for k in range(4)]
+    total = run_sequential(reference_stages, x, x, loss=squares)
     shapes: list[tuple[Any, PipelineShape]] = [
-        (interleaved, PipelineShape(4, 3, 1)),  # sent
+        (interleaved, PipelineShape(4, 3, 1)),  # all values are sent
         (interleaved, PipelineShape(2, 3, 2)),
-        (interleaved, PipelineShape(1, 3, 4)),  # handed over
+        (interleaved, PipelineShape(1, 3, 4)),  # all stages on one rank
         (zb_v, PipelineShape(2, 3, 2, "vee")),
     ]
     for schedule, shape in shapes:
-        stages = [Turned(k, across) for k in range(4)]
-        found = compile(schedule, shape, progress_model="per_edge")
-        ranks = InProcessExecutor(found, stages, loss=squares, boundary=Boundary((SIDE, SIDE)))
+        stages = [StridedStage(k, across) for k in range(4)]
+        program = compile(schedule, shape, progress_model="per_edge")
+        ranks = InProcessExecutor(program, stages, loss=squares, boundary=Boundary((SIDE, SIDE)))
         assert torch.equal(ranks.step(x, x), total)
-        assert same_bits(gradients(stages), gradients(right))
-        for stage, plain in zip(stages[1:-1], right[1:-1], strict=True):
+        assert same_bits(gradients(stages), gradients(reference_stages))
+        for stage, plain in zip(stages[1:-1], reference_stages[1:-1], strict=True):
             assert stage.layouts == plain.layouts == {((SIDE, 1), 0)}
 
 
-def test_what_is_handed_over_lies_as_what_is_sent() -> None:
+def test_message_layout_is_contiguous() -> None:
     boundary = Boundary((2, 1, 3))
     for value in (
         torch.randn(3, 1, 2).transpose(0, 2),
@@ -320,7 +323,12 @@ def test_what_is_handed_over_lies_as_what_is_sent() -> None:
         torch.randn(3, 1, 3)[:2],
         torch.randn(1, 1, 1).expand(2, 1, 3),
     ):
-        laid = boundary.to_message_layout(value)
-        assert torch.equal(laid, value) and laid.stride() == (3, 3, 1)
-        assert laid.storage_offset() == 0 and boundary.to_message_layout(laid) is laid
-        assert laid.untyped_storage().nbytes() == laid.nbytes  # it keeps no other memory alive
+        contiguous = boundary.to_message_layout(value)
+        assert torch.equal(contiguous, value) and contiguous.stride() == (3, 3, 1)
+        assert (
+            contiguous.storage_offset() == 0
+            and boundary.to_message_layout(contiguous) is contiguous
+        )
+        assert (
+            contiguous.untyped_storage().nbytes() == contiguous.nbytes
+        )  # it keeps no other memory alive

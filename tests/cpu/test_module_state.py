@@ -1,4 +1,4 @@
-"""Tests that module state outside parameters is restored after a run that infers shapes."""
+"""Tests that module state is restored after a run that only infers shapes."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ KINDS: dict[str, tuple[Callable[[], Any], Callable[[Any], object], Callable[[Any
 
 @pytest.mark.parametrize("name", ["kept", "_kept"])
 @pytest.mark.parametrize("kind", KINDS)
-def test_what_is_changed_in_place_is_put_back(kind: str, name: str) -> None:
+def test_in_place_changes_of_attributes_are_undone(kind: str, name: str) -> None:
     make, change, read = KINDS[kind]
     module = nn.Sequential(nn.Linear(2, 2))
     value = make()
@@ -59,7 +59,7 @@ def test_what_is_changed_in_place_is_put_back(kind: str, name: str) -> None:
 
 
 @pytest.mark.parametrize("before", [None, 0, 1.5, "a", (1,), [1]])
-def test_what_is_replaced_is_put_back(before: object) -> None:
+def test_replaced_attributes_are_restored(before: object) -> None:
     module: Any = nn.Linear(2, 2)
     module.kept = before
     with preserve_module(module, CPU):
@@ -68,7 +68,7 @@ def test_what_is_replaced_is_put_back(before: object) -> None:
     assert module.kept is before
 
 
-def test_gradients_are_put_back() -> None:
+def test_gradients_are_restored() -> None:
     module = nn.Linear(2, 2)
     module(torch.ones(2)).sum().backward()
     gradient = module.weight.grad
@@ -80,15 +80,15 @@ def test_gradients_are_put_back() -> None:
     assert module.weight.grad is gradient and torch.equal(gradient, numbers)
 
 
-def test_a_lazy_module_stays_set_up() -> None:
+def test_lazy_module_stays_initialized() -> None:
     module = nn.Sequential(nn.LazyLinear(3))
     with preserve_module(module, CPU):
         module(torch.ones(1, 2))
     assert module[0].in_features == 2
 
 
-def test_the_first_state_is_restored() -> None:
-    """This holds for a field that is added twice, and after an error too."""
+def test_first_state_is_restored_after_repeated_adds_and_errors() -> None:
+    """The fields are added twice, and the block ends with an error."""
     module, table = nn.BatchNorm1d(1), {"a": 1}
     running = module.running_mean
     assert running is not None

@@ -43,7 +43,7 @@ KINDS: tuple[Kind, ...] = ("send", "recv", "all_reduce", "all_gather", "dX", "al
 EXPERTS = MoEConfig(
     vocab=32, layers=2, hidden=HIDDEN, heads=2, context=CONTEXT, tied=False, experts=4
 )
-Ran = tuple[list[str], Counter[Kind], bool, int]
+CaseResult = tuple[list[str], Counter[Kind], bool, int]
 BUCKET = 2048  # bytes, so that each stage has several buckets of one or more gradients
 
 
@@ -100,12 +100,12 @@ CASES = dict(cases(
 REPLICAS = [name for name, case in CASES.items() if case.dp > 1 and case.ep == 1]
 
 
-def _step(
+def _run_step(
     transport: ProcessTransport, case: Case, program: Program, *, only_one: bool = False
 ) -> Any:
-    """Return the gradients of a second step. Over NCCL, a warmup step was undone before the first.
+    """Return the gradients of a second step. Over NCCL, a warm-up step precedes the first step.
 
-    With `only_one`, return those of a first step without a warmup step.
+    With `only_one`, return the gradients of a first step without a warm-up step.
     """
     make = partial(moe_executor, cfg=EXPERTS) if case.ep > 1 else gpt_executor
     executor = make(
@@ -123,18 +123,18 @@ def _step(
     return gradients_by_stage(executor)
 
 
-def _steps(case: Case, unwaited: Kind | None, hasty: bool = False) -> Ran:
-    """Return the races of two steps, issued work, equality with Gloo, and uncounted streams.
+def _run_case(case: Case, unwaited: Kind | None, is_early: bool = False) -> CaseResult:
+    """Return the races of two steps, the issued work, equality with Gloo, and uncounted streams.
 
-    The last is the number of streams with work that the step's count does not include, except the
-    streams of NCCL. If `hasty`, a bucket starts when all but one of its gradients are complete.
-    Gradients of mutants are not compared.
+    Uncounted streams have work, but `count_streams` does not count them. Streams of NCCL are left
+    out. If `is_early`, a bucket starts before its last gradient is complete. Gradients of mutants
+    are not compared.
     """
     program = case.compile()
     with pytest.MonkeyPatch.context() as patch:
         gpu = install(patch)
         patch.setattr(buckets, "BUCKET_BYTES", BUCKET)
-        if hasty:
+        if is_early:
             missing = GradientReduction._get_pending_grads
             patch.setattr(
                 GradientReduction, "_get_pending_grads", lambda self: {*[*missing(self)][1:]}
@@ -143,50 +143,55 @@ def _steps(case: Case, unwaited: Kind | None, hasty: bool = False) -> Ran:
         with Races(gpu) as races:
             transport = NcclLike(program, gpu, races, unwaited)
             patch.setattr(mappings, "_start_all_reduce", transport.start_sum)
-            wrong = hasty or unwaited is not None
-            got = _step(transport, case, program, only_one=wrong)
-        found = [*races.found]
-    expected = got if wrong else _step(GlooTransport(program), case, program)
-    same = got.keys() == expected.keys() and all(
-        got[s].keys() == expected[s].keys()
-        and all(torch.equal(g, expected[s][name]) for name, g in got[s].items())
-        for s in got
+            is_mutant = is_early or unwaited is not None
+            actual = _run_step(transport, case, program, only_one=is_mutant)
+        races_found = [*races.found]
+    expected = actual if is_mutant else _run_step(GlooTransport(program), case, program)
+    are_equal = actual.keys() == expected.keys() and all(
+        actual[s].keys() == expected[s].keys()
+        and all(torch.equal(g, expected[s][name]) for name, g in actual[s].items())
+        for s in actual
     )
     counted = count_streams(program, transport.rank, "per_edge")
-    theirs = (
+    nccl_streams = (
         counted["reductions"] - 1 + counted["messages"] // 2 + 2 * ((case.tp > 1) + (case.ep > 1))
     )
-    made = sum(stream.seen[stream] > 0 for stream in gpu.streams) + theirs
-    unseen = 0 if case.record else counted["records"]
-    return sorted(set(found)), transport.uses, same, made + unseen - sum(counted.values())
+    used_streams = sum(stream.seen[stream] > 0 for stream in gpu.streams) + nccl_streams
+    unused_streams = 0 if case.record else counted["records"]
+    return (
+        sorted(set(races_found)),
+        transport.uses,
+        are_equal,
+        used_streams + unused_streams - sum(counted.values()),
+    )
 
 
-def _all(rank: int) -> tuple[dict[str, Ran], dict[str, Ran]]:
-    """Run every case, one case without each of its waits, and cases with early buckets.
+def _run_all_cases(rank: int) -> tuple[dict[str, CaseResult], dict[str, CaseResult]]:
+    """Run every case, mutants without one kind of wait, and mutants with early buckets.
 
-    All run in one world, for speed.
+    All run in one process group, because a start takes long.
     """
     mutants = {kind: CASES["1f1b, slots shared"] for kind in KINDS}
     mutants["all_to_all"] = CASES["experts"]
     return (
-        {name: _steps(case, None) for name, case in CASES.items()},
+        {name: _run_case(case, None) for name, case in CASES.items()},
         {
-            **{kind: _steps(mutant, kind) for kind, mutant in mutants.items()},
-            **{name: _steps(CASES[name], None, hasty=True) for name in REPLICAS},
+            **{kind: _run_case(mutant, kind) for kind, mutant in mutants.items()},
+            **{name: _run_case(CASES[name], None, is_early=True) for name in REPLICAS},
         },
     )
 
 
 @pytest.fixture(scope="module")
-def ranks() -> list[tuple[dict[str, Ran], dict[str, Ran]]]:
-    return run(_all, 4, limit=400)
+def ranks() -> list[tuple[dict[str, CaseResult], dict[str, CaseResult]]]:
+    return run(_run_all_cases, 4, limit=400)
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_nothing_races(name: str, ranks: list[Any]) -> None:
-    for found, uses, same, uncounted in (ran[name] for ran, _ in ranks):
-        assert not found
-        assert same
+def test_cases_have_no_races(name: str, ranks: list[Any]) -> None:
+    for races, uses, are_equal, uncounted in (results[name] for results, _ in ranks):
+        assert not races
+        assert are_equal
         assert uncounted == 0
         assert uses["send"] and uses["recv"] and uses["all_reduce"]
         case = CASES[name]
@@ -195,11 +200,11 @@ def test_nothing_races(name: str, ranks: list[Any]) -> None:
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_a_stream_that_does_not_wait_is_seen(kind: Kind, ranks: list[Any]) -> None:
+def test_missing_wait_is_found_as_race(kind: Kind, ranks: list[Any]) -> None:
     assert any(kind in race for _, mutants in ranks for race in mutants[kind][0])
 
 
 @pytest.mark.parametrize("name", REPLICAS)
-def test_a_bucket_that_starts_one_gradient_too_early_is_seen(name: str, ranks: list[Any]) -> None:
+def test_early_bucket_is_found_as_race(name: str, ranks: list[Any]) -> None:
     for _, mutants in ranks:
         assert any("beside all_reduce" in race for race in mutants[name][0])

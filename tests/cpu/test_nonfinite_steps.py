@@ -1,4 +1,4 @@
-"""Tests that numbers which are not finite change neither weights nor optimizer states."""
+"""Tests that steps with NaN or infinite values change neither weights nor optimizer states."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ class Stranger:
                 p.sub_(p.grad, alpha=0.1)
 
 
-class Averaged(torch.optim.AdamW):
+class AveragingOptimizer(torch.optim.AdamW):
     """An optimizer that also averages the weights."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -59,7 +59,7 @@ class Averaged(torch.optim.AdamW):
             average.lerp_(p.detach(), 0.5)
 
 
-class Around:
+class WrappingOptimizer:
     """An optimizer that wraps another one, as schedule-free optimizers do."""
 
     def __init__(self, parameters: list[nn.Parameter]) -> None:
@@ -81,30 +81,30 @@ def hooked(parameters: list[nn.Parameter]) -> Any:
 
 def spoilt(stage: nn.Module) -> nn.Module:
     """Make a stage multiply its output and its gradient by its attributes."""
-    told: Any = stage
-    told.output = told.gradient = 1.0
+    attributes: Any = stage
+    attributes.output = attributes.gradient = 1.0
 
-    def spoil(module: nn.Module, given: Any, y: Tensor) -> Tensor:
-        y = y * told.output
-        if told.gradient != 1.0:
-            y.register_hook(lambda dy: dy * told.gradient)
+    def spoil(module: nn.Module, inputs: Any, y: Tensor) -> Tensor:
+        y = y * attributes.output
+        if attributes.gradient != 1.0:
+            y.register_hook(lambda dy: dy * attributes.gradient)
         return y
 
     stage.register_forward_hook(spoil)
     return stage
 
 
-def world_of(program: Program, make: Any, dtype: torch.dtype = torch.float32) -> Any:
+def make_ranks(program: Program, make: Any, dtype: torch.dtype = torch.float32) -> Any:
     stages = [spoilt(stage.to(dtype)) for stage in gpt_stages(program.shape.stages, tied=False)]
-    wide = dtype != torch.float32
-    for stage in stages if wide else ():
+    is_16_bit = dtype != torch.float32
+    for stage in stages if is_16_bit else ():
         use_float32_gradients(stage)
     return InProcessExecutor(
         program,
         stages,
         loss=gpt.loss,
         boundary=Boundary(BOUNDARY.shape, dtype),
-        optimizer=(lambda ps: MainOptimizer(ps, make)) if wide else make,
+        optimizer=(lambda ps: MainOptimizer(ps, make)) if is_16_bit else make,
     )
 
 
@@ -125,8 +125,14 @@ def learned(world: Any) -> list[Tensor]:
         getattr(rank.resources.optimizer, "inner", rank.resources.optimizer)
         for rank in world.executors
     ]
-    states = [each for one in optimizers for each in getattr(one, "state", {}).values()]
-    state = [t for each in states for t in each.values() if isinstance(t, Tensor)]
+    states = [
+        parameter_state
+        for optimizer in optimizers
+        for parameter_state in getattr(optimizer, "state", {}).values()
+    ]
+    state = [
+        t for parameter_state in states for t in parameter_state.values() if isinstance(t, Tensor)
+    ]
     return [t.detach().clone() for t in (*weights, *state)]
 
 
@@ -152,8 +158,8 @@ OPTIMIZERS: list[tuple[Any, torch.dtype]] = [
     (sgd(), torch.float32),
     (sgd(fused=True), torch.float32),
     (Stranger, torch.float32),
-    (Averaged, torch.float32),
-    (Around, torch.float32),
+    (AveragingOptimizer, torch.float32),
+    (WrappingOptimizer, torch.float32),
     (hooked, torch.float32),
     (adamw(), torch.bfloat16),
     (adamw(fused=True), torch.bfloat16),
@@ -163,30 +169,30 @@ OPTIMIZERS: list[tuple[Any, torch.dtype]] = [
 @pytest.mark.parametrize(
     ("make", "dtype", "schedule", "spoil"), pairs(OPTIMIZERS, [one_f_one_b, zb], SPOILS)
 )
-def test_what_is_not_finite_is_as_if_it_had_not_been(
+def test_nonfinite_step_changes_nothing(
     make: Any, dtype: torch.dtype, schedule: Any, spoil: dict[str, Any]
 ) -> None:
-    """This is tested before the first update, when optimizers have no states, and later."""
+    """The first nonfinite step is before the first update, when optimizers have no states."""
     program = compile(schedule, PipelineShape(3, 4), clip_grad_norm=True)
-    ours, plain = world_of(program, make, dtype), world_of(program, make, dtype)
+    ranks, plain = make_ranks(program, make, dtype), make_ranks(program, make, dtype)
     for step in range(2):
-        before = learned(ours)
-        set_stage(ours, **spoil)
-        ours.step(*batch(4, seed=7))
-        assert [rank.finite_updates.tolist() for rank in ours.executors] == [[False]] * 3
-        after = learned(ours)
+        before = learned(ranks)
+        set_stage(ranks, **spoil)
+        ranks.step(*batch(4, seed=7))
+        assert [rank.finite_updates.tolist() for rank in ranks.executors] == [[False]] * 3
+        after = learned(ranks)
         assert all(torch.equal(a, b) for a, b in zip(before, after, strict=False))
-        set_stage(ours, spoil["stage"])
-        for world in (ours, plain):
+        set_stage(ranks, spoil["stage"])
+        for world in (ranks, plain):
             world.step(*batch(4, seed=step))
             assert [rank.finite_updates.tolist() for rank in world.executors] == [[True]] * 3
-        pairs = zip(learned(ours), learned(plain), strict=True)
+        pairs = zip(learned(ranks), learned(plain), strict=True)
         assert all(torch.equal(a, b) for a, b in pairs)
-    assert not all(torch.equal(a, b) for a, b in zip(before, learned(ours), strict=False))
+    assert not all(torch.equal(a, b) for a, b in zip(before, learned(ranks), strict=False))
 
 
-def test_a_loss_alone_counts_though_its_gradients_are_finite() -> None:
-    """A token that a mask forbids has an infinite loss with a finite gradient, for example."""
+def test_infinite_loss_with_finite_gradients_is_nonfinite() -> None:
+    """An example is a token that a mask forbids."""
     program = compile(one_f_one_b, PipelineShape(2, 4), clip_grad_norm=True)
 
     def loss(y: Tensor, target: Tensor) -> Tensor:
@@ -203,8 +209,8 @@ def test_a_loss_alone_counts_though_its_gradients_are_finite() -> None:
 
 
 @pytest.mark.parametrize("schedule", [one_f_one_b, zb])
-def test_a_loss_counts_though_no_gradient_tells(schedule: Any) -> None:
-    """A mean over no tokens has a NaN loss and gradients of zero in torch, for example."""
+def test_nan_loss_without_gradients_is_nonfinite(schedule: Any) -> None:
+    """An example is a mean over no tokens: in torch its loss is NaN, and its gradients are 0."""
     program = compile(schedule, PipelineShape(3, 4), clip_grad_norm=True)
     stages = gpt_stages(3, tied=False)
 
@@ -221,7 +227,7 @@ def test_a_loss_counts_though_no_gradient_tells(schedule: Any) -> None:
     assert all(torch.equal(a, b) for a, b in zip(before, after, strict=False))
 
 
-class Rotates(nn.Module):
+class ComplexStage(nn.Module):
     """A module with a complex parameter."""
 
     def __init__(self) -> None:
@@ -232,9 +238,9 @@ class Rotates(nn.Module):
         return (x.to(self.w.dtype) @ self.w).imag
 
 
-def test_the_norm_of_complex_gradients_is_that_of_both_parts() -> None:
+def test_norm_of_complex_gradients_counts_both_parts() -> None:
     torch.manual_seed(0)
-    stages, x = [Rotates(), Rotates()], torch.randn(4, 3, 5)
+    stages, x = [ComplexStage(), ComplexStage()], torch.randn(4, 3, 5)
     world = InProcessExecutor(
         compile(one_f_one_b, PipelineShape(2, 4), clip_grad_norm=True), stages,
         loss=lambda y, t: y.square().sum(), boundary=(3, 5),
@@ -242,44 +248,44 @@ def test_the_norm_of_complex_gradients_is_that_of_both_parts() -> None:
     )  # fmt: skip
     world.step(x, x)
     grads = [p.grad for stage in stages for p in stage.parameters() if p.grad is not None]
-    whole = torch.stack([g.abs().double().square().sum() for g in grads]).sum().sqrt()
-    assert float(world.executors[0].grad_norm) == pytest.approx(float(whole), rel=1e-6)
+    expected_norm = torch.stack([g.abs().double().square().sum() for g in grads]).sum().sqrt()
+    assert float(world.executors[0].grad_norm) == pytest.approx(float(expected_norm), rel=1e-6)
 
 
 @pytest.mark.parametrize("clip", [False, True])
-def test_without_the_norm_each_rank_judges_by_its_own_gradients(clip: bool) -> None:
-    world = world_of(compile(one_f_one_b, PipelineShape(3, 4), clip_grad_norm=clip), adamw())
+def test_ranks_decide_alone_without_norm(clip: bool) -> None:
+    world = make_ranks(compile(one_f_one_b, PipelineShape(3, 4), clip_grad_norm=clip), adamw())
     set_stage(world, 1, gradient=math.inf)
     world.step(*batch(4))
     finite = [bool(rank.finite_updates) for rank in world.executors]
     assert finite == [False, False, not clip]
-    left = [all(p.isfinite().all() for p in r.stages[k].module.parameters())
+    are_finite = [all(p.isfinite().all() for p in r.stages[k].module.parameters())
             for k, r in enumerate(world.executors)]  # fmt: skip
-    assert all(left)
+    assert all(are_finite)
 
 
-def test_gradients_that_are_not_finite_are_left_to_look_at() -> None:
-    world = world_of(compile(one_f_one_b, PipelineShape(2, 2), clip_grad_norm=True), adamw())
+def test_nonfinite_gradients_are_kept() -> None:
+    world = make_ranks(compile(one_f_one_b, PipelineShape(2, 2), clip_grad_norm=True), adamw())
     set_stage(world, 0, gradient=math.inf)
     world.step(*batch(2))
     assert not all(g.isfinite().all() for g in world.executors[0].stages[0].gradients.flat)
     assert all(g.isfinite().all() for g in world.executors[1].stages[1].gradients.flat)
 
 
-def test_each_update_of_a_step_has_its_own_word() -> None:
+def test_each_update_has_finite_flag() -> None:
     program = compile(
         pipedream_2bw, PipelineShape(2, 6, optimizer_steps=3, weight_delay=1), clip_grad_norm=True
     )
-    ours, plain = world_of(program, adamw()), world_of(program, adamw())
+    ranks, plain = make_ranks(program, adamw()), make_ranks(program, adamw())
     inputs, targets, scale = batch(6)
-    last = ours.executors[1].stages[1].module
+    last = ranks.executors[1].stages[1].module
 
-    seen: list[int] = []
-    last.register_forward_pre_hook(lambda *_: seen.append(1))
-    last.register_forward_hook(lambda m, g, y: y * (math.nan if len(seen) in (3, 4) else 1.0))
-    for world in (ours, plain):
+    forwards: list[int] = []
+    last.register_forward_pre_hook(lambda *_: forwards.append(1))
+    last.register_forward_hook(lambda m, g, y: y * (math.nan if len(forwards) in (3, 4) else 1.0))
+    for world in (ranks, plain):
         world.step(inputs, targets, scale)
-    assert [rank.finite_updates.tolist() for rank in ours.executors] == [[True, False, True]] * 2
-    assert all(t.isfinite().all() for t in learned(ours))
-    pairs = zip(learned(ours), learned(plain), strict=True)
+    assert [rank.finite_updates.tolist() for rank in ranks.executors] == [[True, False, True]] * 2
+    assert all(t.isfinite().all() for t in learned(ranks))
+    pairs = zip(learned(ranks), learned(plain), strict=True)
     assert not all(torch.equal(a, b) for a, b in pairs)

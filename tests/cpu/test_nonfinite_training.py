@@ -1,4 +1,4 @@
-"""Tests that a run with values that are not finite stops and names the origin, or skips steps."""
+"""Tests that a run with NaN or infinite values stops and names the origin, or skips steps."""
 
 from __future__ import annotations
 
@@ -31,27 +31,27 @@ from schedir.models import gpt
 from schedir.runtime.program_runner import ProgramRunner
 from schedir.schedules import {schedule} as mine
 
-made, begun, now = gpt.build_stage, ProgramRunner.begin_step, [0]
+build, begin_step, current_step = gpt.build_stage, ProgramRunner.begin_step, [0]
 
 
-def begin(self, *given):
+def begin_and_record(self, *arguments):
     if self.program.has_backward:
-        now[0] = self.state.random_streams.step
-    begun(self, *given)
+        current_step[0] = self.state.random_streams.step
+    begin_step(self, *arguments)
 
 
-def build_stage(config, s, stages, **more):
-    def spoil(module, given, y):
-        if now[0] in {steps} and s == {stage} and os.environ.get("RANK", "0") in {ranks}:
+def build_stage(config, s, stages, **options):
+    def spoil(module, inputs, y):
+        if current_step[0] in {steps} and s == {stage} and os.environ.get("RANK", "0") in {ranks}:
             {what}
         return y
 
-    module = made(config, s, stages, **more)
+    module = build(config, s, stages, **options)
     module.register_forward_hook(spoil)
     return module
 
 
-ProgramRunner.begin_step = begin
+ProgramRunner.begin_step = begin_and_record
 gpt.build_stage = build_stage
 """
 FORWARD, BACKWARD = "y = y * math.nan", "y.register_hook(lambda dy: dy * math.inf)"
@@ -60,9 +60,9 @@ ONE = ["pipeline.ranks=1", "pipeline.tp=1", "pipeline.stages_per_rank=4", "train
 
 @pytest.fixture
 def poison(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., str]:
-    """Return a function that writes a schedule whose file spoils a stage in some steps.
+    """Return a function that writes a schedule file, which spoils a stage in some steps.
 
-    Its patches are undone after the test.
+    The patches of the file are undone after the test.
     """
     monkeypatch.setattr(gpt, "build_stage", gpt.build_stage)
     monkeypatch.setattr(ProgramRunner, "begin_step", ProgramRunner.begin_step)
@@ -86,7 +86,7 @@ def rows(folder: Path) -> list[dict[str, str]]:
 
 @pytest.mark.parametrize("more", [[], ["train.precision=bfloat16"], ["train.precision=float16"]])
 @pytest.mark.parametrize("stage", [0, 2, 3])
-def test_a_run_stops_at_the_first_stage_of_a_loss(
+def test_run_stops_and_names_stage_of_nan_loss(
     config: str,
     tmp_path: Path,
     poison: Callable[..., str],
@@ -115,7 +115,7 @@ def test_a_run_stops_at_the_first_stage_of_a_loss(
              "pipeline.optimizer_steps=3", "pipeline.weight_delay=1"]),
     ],
 )  # fmt: skip
-def test_a_run_stops_at_the_stage_where_gradients_went_wrong(
+def test_run_stops_and_names_stage_of_bad_gradient(
     config: str,
     tmp_path: Path,
     poison: Callable[..., str],
@@ -136,37 +136,37 @@ def test_a_run_stops_at_the_stage_where_gradients_went_wrong(
     assert rows(tmp_path) == []
 
 
-def test_the_same_random_numbers_are_drawn_to_find_where_it_began(
+def test_origin_search_repeats_random_numbers(
     config: str, tmp_path: Path, poison: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
-    rare = "y = y / (torch.rand(()) > 0.01)"
-    sets = [*ONE, "train.steps=400", poison(rare, 1, *range(400)), f'output.dir="{tmp_path}"']
+    rare_nan = "y = y / (torch.rand(()) > 0.01)"
+    sets = [*ONE, "train.steps=400", poison(rare_nan, 1, *range(400)), f'output.dir="{tmp_path}"']
     assert run(config, sets) == 1
     assert capsys.readouterr().err.splitlines()[1].split()[4].startswith("1.")
 
 
-def test_skipping_goes_on_and_is_counted(
+def test_skipped_steps_are_counted(
     config: str, tmp_path: Path, poison: Callable[..., str], capsys: pytest.CaptureFixture[str]
 ) -> None:
     skip = "train.on_nonfinite=skip"
     sets = [*ONE, skip, poison(FORWARD, 1, 1, 2), f'output.dir="{tmp_path}"']
     assert run(config, sets) == 0
-    said = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
-    assert [line.partition("skipped ")[2][:1] for line in said] == ["1", "1", "0"]
+    step_lines = [line for line in capsys.readouterr().out.splitlines() if line.startswith("step")]
+    assert [line.partition("skipped ")[2][:1] for line in step_lines] == ["1", "1", "0"]
     assert [row["skipped"] for row in rows(tmp_path)] == ["0", "1", "1", "0", "0", "0"]
     finite = [math.isfinite(float(row["loss"])) for row in rows(tmp_path)]
     assert finite == [True, False, False, True, True, True]
 
 
-def test_what_a_loss_scale_makes_too_large_stops_no_run(
+def test_overflow_from_loss_scale_skips_steps(
     config: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Its first steps always overflow and are skipped, as loss.csv says."""
+    """The first steps overflow. They are skipped and marked in loss.csv."""
     folder = f'output.dir="{tmp_path}"'
-    many = ["data.microbatch_size=8", "train.steps=8"]
+    large_batches = ["data.microbatch_size=8", "train.steps=8"]
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("schedir.training.trainer.LossScale", partial(LossScale, 2.0**22))
-        assert run(config, [*ONE, *many, "train.precision=float16", folder]) == 0
+        assert run(config, [*ONE, *large_batches, "train.precision=float16", folder]) == 0
     skipped = [row["skipped"] for row in rows(tmp_path)]
     assert skipped[0] == "1" and skipped[-1] == "0" and "skipped" in capsys.readouterr().out
 
@@ -182,11 +182,11 @@ def test_what_a_loss_scale_makes_too_large_stops_no_run(
                             "train.clip_grad_norm=0",
                             "train.timeout=10"],
          ("process 0 (", "rank 0", "B 0.0", "")),
-        # One tensor-parallel rank, whose sums both ranks get.
+        # One tensor-parallel rank. Both ranks get its sums.
         (BACKWARD, 3, "3", ["train.transport=gloo"], ("process ", "rank 1", "B 3.0", "")),
     ],
 )  # fmt: skip
-def test_all_processes_stop_with_one_message(
+def test_all_processes_stop_with_one_error(
     config: str,
     tmp_path: Path,
     poison: Callable[..., str],
@@ -205,7 +205,7 @@ def test_all_processes_stop_with_one_message(
     assert [row["step"] for row in rows(tmp_path / "out")] == ["1", "2", "3"]
 
 
-def test_skipping_needs_the_norm() -> None:
+def test_skipping_without_gradient_norm_is_refused() -> None:
     with pytest.raises(
         UsageError, match="needs the gradient norm, which clip_grad_norm = 0 does not compute"
     ):

@@ -1,4 +1,4 @@
-"""The numeric law: each program trains a model to the bits of the sequential reference."""
+"""Tests of the numeric law: each program trains a model to the bits of the reference."""
 
 from __future__ import annotations
 
@@ -79,9 +79,6 @@ def make_main_optimizer(make: Any, parameters: list[nn.Parameter]) -> Any:
     return MainOptimizer(parameters, make)
 
 
-# ---------------------------------------------------------------- the reference
-
-
 class Reference:
     """The model in one process, which runs one microbatch and one stage after the other."""
 
@@ -118,8 +115,8 @@ class Reference:
                 versions.append(deepcopy(self.stages))
                 needed = [int(shape.weight_version(s, first)) for s in range(shape.stages)]
                 used = [versions[version][s] for s, version in enumerate(needed)]
-            part = slice(first, first + shape.microbatches_per_update)
-            total = self._run(used, batch.select(part), step)
+            microbatches = slice(first, first + shape.microbatches_per_update)
+            total = self._run(used, batch.select(microbatches), step)
             for stage, other in zip(self.stages, used, strict=True):
                 for p, q in zip(stage.parameters(), other.parameters(), strict=True):
                     p.grad = q.grad
@@ -149,16 +146,13 @@ class Reference:
             return
         assert len({float(norm) for norm in norms}) == 1
         if self.max_norm < math.inf:
-            right = torch.stack([g.double().square().sum() for g in grads]).sum().sqrt()
-            assert float(norms[0]) == pytest.approx(float(right), rel=1e-5), (
+            expected = torch.stack([g.double().square().sum() for g in grads]).sum().sqrt()
+            assert float(norms[0]) == pytest.approx(float(expected), rel=1e-5), (
                 float(norms[0]),
-                float(right),
+                float(expected),
             )
             for grad in grads:
                 grad.mul_((self.max_norm / (norms[0] + 1e-6)).clamp(max=1.0))
-
-
-# ---------------------------------------------------------------- drawn shapes
 
 
 @st.composite
@@ -208,8 +202,6 @@ def optimizers(draw: st.DrawFn, program: Program) -> str:
 
 orders = st.lists(st.none() | st.integers(0, 2**32), min_size=2, max_size=2)
 
-# ---------------------------------------------------------------- the law
-
 
 def assert_law(program: Program, traits: Traits, optimizer: str, orders: Sequence[Any]) -> None:
     """Assert that steps of a program have the bits of the reference.
@@ -252,10 +244,10 @@ def assert_same_state(ranks: InProcessExecutor, reference: Reference) -> None:
             stack.enter_context(rank.full_parameters())
         for rank in ranks.executors:
             for s, stage in rank.stages.items():
-                for name, right in reference.stages[s].named_parameters():
-                    own = stage.module.get_parameter(name)
-                    assert torch.equal(own, right), f"{name} of stage {s}"
-                    assert own.requires_grad or own.grad is None
+                for name, expected in reference.stages[s].named_parameters():
+                    parameter = stage.module.get_parameter(name)
+                    assert torch.equal(parameter, expected), f"{name} of stage {s}"
+                    assert parameter.requires_grad or parameter.grad is None
                 if rank is ranks.executors[program.shape.first_rank_per_stage[s]]:
                     assert all(
                         map(torch.equal, stage.module.buffers(), reference.stages[s].buffers())
@@ -263,18 +255,18 @@ def assert_same_state(ranks: InProcessExecutor, reference: Reference) -> None:
     if reference.optimizer is None:
         for rank in ranks.executors:
             for s, stage in rank.stages.items():
-                for name, right in reference.stages[s].named_parameters():
-                    assert_same_gradient(stage.module.get_parameter(name), right)
+                for name, expected in reference.stages[s].named_parameters():
+                    assert_same_gradient(stage.module.get_parameter(name), expected)
 
 
-def assert_same_gradient(own: nn.Parameter, right: nn.Parameter) -> None:
-    assert own.grad is not None or not right.requires_grad
-    if own.grad is not None and right.grad is not None:
-        assert torch.equal(own.grad.flatten(), right.grad.flatten())
+def assert_same_gradient(parameter: nn.Parameter, expected: nn.Parameter) -> None:
+    assert parameter.grad is not None or not expected.requires_grad
+    if parameter.grad is not None and expected.grad is not None:
+        assert torch.equal(parameter.grad.flatten(), expected.grad.flatten())
 
 
-def assert_drawn_law(data: st.DataObject, draft: Program) -> None:
-    """Assert the law of a draft with drawn options, traits, optimizer and orders."""
+def assert_random_law(data: st.DataObject, draft: Program) -> None:
+    """Assert the law of a draft with random options, traits, optimizer and orders."""
     program = data.draw(compiled_programs(draft))
     traits = data.draw(model_traits(program))
     optimizer = data.draw(optimizers(program))
@@ -287,34 +279,34 @@ LIMITS = settings(deadline=None, suppress_health_check=[*HealthCheck])
 @settings(LIMITS, max_examples=150)
 @given(compute_programs(3, 3, 2), st.data())
 def test_any_draft(draft: Program, data: st.DataObject) -> None:
-    assert_drawn_law(data, draft)
+    assert_random_law(data, draft)
 
 
 @settings(LIMITS, max_examples=30)
 @given(compute_programs(3, 2, 2, placements=("loop", "vee"), optimizer_steps=4), st.data())
 def test_drafts_of_several_optimizer_steps(draft: Program, data: st.DataObject) -> None:
-    assert_drawn_law(data, draft)
+    assert_random_law(data, draft)
 
 
 @pytest.mark.parametrize("schedule", [*ZOO.values(), newest_first], ids=lambda s: s.__name__)
 @settings(LIMITS, max_examples=4)
 @given(data=st.data())
 def test_schedules(schedule: Any, data: st.DataObject) -> None:
-    """These are those of `schedir.schedules`, and one with backwards in descending order."""
+    """The schedules are those of `schedir.schedules`, and one with descending backwards."""
     shape = shape_of(schedule, 2, max(4, least(schedule, 2)))
-    assert_drawn_law(data, expand_schedule(schedule, shape))
+    assert_random_law(data, expand_schedule(schedule, shape))
 
 
 @pytest.mark.parametrize("schedule", [one_f_one_b, pipedream_2bw])
 @settings(LIMITS, max_examples=8)
 @given(data=st.data())
 def test_schedules_of_several_optimizer_steps(schedule: Any, data: st.DataObject) -> None:
-    """These are PipeDream, whose delays differ by stage, and PipeDream-2BW."""
+    """The schedules are PipeDream, whose delays differ by stage, and PipeDream-2BW."""
     ranks = data.draw(st.integers(1, 3))
     delay: Any = tuple(range(ranks))[::-1] if schedule is one_f_one_b else 1
-    each = 1 if schedule is one_f_one_b else ranks
-    shape = PipelineShape(ranks, 3 * each, optimizer_steps=3, weight_delay=delay)
-    assert_drawn_law(data, expand_schedule(schedule, shape))
+    microbatches_per_update = 1 if schedule is one_f_one_b else ranks
+    shape = PipelineShape(ranks, 3 * microbatches_per_update, optimizer_steps=3, weight_delay=delay)
+    assert_random_law(data, expand_schedule(schedule, shape))
 
 
 @settings(LIMITS, max_examples=15)
@@ -332,8 +324,8 @@ def test_forward_only_programs(shape: PipelineShape, data: st.DataObject) -> Non
         boundary=make_boundary(program, traits),
     )  # fmt: skip
     loss = ranks.step(inputs, targets, order_seed=data.draw(st.integers(0, 99)), keywords=keywords)
-    right = run_sequential(
+    expected = run_sequential(
         make_stages(program, traits), *make_batch(traits, 0)[:2], loss=squared_error,
         program=program, keywords=keywords,
     )  # fmt: skip
-    assert torch.equal(loss, right)
+    assert torch.equal(loss, expected)

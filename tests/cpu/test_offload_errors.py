@@ -1,4 +1,7 @@
-"""Tests that offload refuses unsupported uses, names failed instructions, shows wrong orders."""
+"""Tests that offload refuses unsupported uses and names failed instructions.
+
+Further tests leave out waits, and check that the results show it.
+"""
 
 from __future__ import annotations
 
@@ -38,109 +41,113 @@ torch.set_num_threads(1)
 PLAN = PipelineShape(2, 4)
 
 
-def away(spilled: float = 0.0) -> Program:
+def make_offloaded_program(spilled: float = 0.0) -> Program:
     return checked(moved(compile(gpipe, PLAN), 5, spilled=spilled, late=1), "minimal")
 
 
-def world_of(program: Program, layer: Any = None, **more: Any) -> InProcessExecutor:
+def make_ranks(program: Program, layer: Any = None, **options: Any) -> InProcessExecutor:
     stages = noisy(
         PLAN.stages, layer or (lambda: nn.Sequential(nn.Linear(WIDTH, WIDTH), nn.Tanh()))
     )
-    return InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY, **more)
+    return InProcessExecutor(program, stages, loss=squares, boundary=BOUNDARY, **options)
 
 
-# ---------------------------------------------------------------- a wrong order
+def test_released_memory_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Device memory is poisoned after the offload, and a host buffer after the reload."""
+    offloaded: list[Tensor] = []
+    release_device_memory = SavedActivations.release_device_memory
 
-
-def test_what_is_left_behind_is_poisoned(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Device memory is poisoned after the copy, and a host buffer after the copy back."""
-    left: list[Tensor] = []
-    let_go = SavedActivations.release_device_memory
-
-    def noted(value: SavedActivations) -> None:
+    def record_and_release(value: SavedActivations) -> None:
         if value.offload_job is not None:
             value.offload_job.finish()
-            left.extend(value.offload_sources)
-        let_go(value)
+            offloaded.extend(value.offload_sources)
+        release_device_memory(value)
 
-    monkeypatch.setattr(SavedActivations, "release_device_memory", noted)
-    world = world_of(away())
+    monkeypatch.setattr(SavedActivations, "release_device_memory", record_and_release)
+    world = make_ranks(make_offloaded_program())
     world.step(*batch(4))
-    gone = [bool(one.view(torch.float32).isnan().all()) for one in left]
-    assert sum(gone) >= len(gone) - 4  # a message may hold outputs of a first stage
+    are_poisoned = [bool(tensor.view(torch.float32).isnan().all()) for tensor in offloaded]
+    assert sum(are_poisoned) >= len(are_poisoned) - 4  # a message may hold outputs of a first stage
     for rank in world.executors:
-        rooms = [
-            room.location for room in rank.resources.service(MemoryTiers).host_arena.free_blocks
+        free_blocks = [
+            block.location for block in rank.resources.service(MemoryTiers).host_arena.free_blocks
         ]
-        assert rooms and all((room == 0xFF).all() for room in rooms)
+        assert free_blocks and all((block == 0xFF).all() for block in free_blocks)
 
 
-def test_who_does_not_wait_for_what_is_offloaded_reads_nan(
+def test_reload_before_its_offload_reads_nan(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     start, last = CopyLanes.start, 3  # a microbatch whose slot no forward waits for
     done = defaultdict[tuple[CopyLanes, Lane], list[None]](list)
-    came_back = defaultdict[CopyLanes, Event](Event)
+    has_reloaded = defaultdict[CopyLanes, Event](Event)
 
-    def too_early(lanes: CopyLanes, lane: Lane, run: Callable[[], None], *more: Any) -> Any:
-        def late() -> None:
+    def start_without_wait(
+        lanes: CopyLanes, lane: Lane, run: Callable[[], None], *arguments: Any
+    ) -> Any:
+        def run_late() -> None:
             if lane is Lane.D2H and len(done[lanes, lane]) == last:
-                came_back[lanes].wait(5)  # the reload runs before the offload
+                has_reloaded[lanes].wait(5)  # the reload runs before the offload
             run()
             if lane is Lane.H2D and len(done[lanes, lane]) == last:
-                came_back[lanes].set()
+                has_reloaded[lanes].set()
             done[lanes, lane].append(None)
 
-        size, _, marks = more
-        return start(lanes, lane, late, size, (), marks)
+        size, _, marks = arguments
+        return start(lanes, lane, run_late, size, (), marks)
 
-    sgd = {"optimizer": lambda own: torch.optim.SGD(own, lr=0.1)}
-    world = world_of(away(), **sgd)
+    sgd = {"optimizer": lambda parameters: torch.optim.SGD(parameters, lr=0.1)}
+    world = make_ranks(make_offloaded_program(), **sgd)
     world.step(*batch(4))
     assert all(rank.finite_updates.all() for rank in world.executors)
-    monkeypatch.setattr(CopyLanes, "start", too_early)
+    monkeypatch.setattr(CopyLanes, "start", start_without_wait)
     monkeypatch.setattr(SavedActivations, "release_device_memory", lambda value: None)
     world.step(*batch(4, 1))
     assert not any(rank.finite_updates.all() for rank in world.executors)
 
 
-def test_who_does_not_wait_until_it_is_back_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_backward_before_its_reload_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(SavedActivations, "finish_reload", lambda value: None)
     with pytest.raises(ExecutionError, match=r"B 1\.0 +failed"):
-        world_of(away()).step(*batch(4))
+        make_ranks(make_offloaded_program()).step(*batch(4))
 
 
-# ---------------------------------------------------------------- the disk
-
-
-def test_what_spills_wants_a_folder(tmp_path: Path) -> None:
+def test_offload_to_disk_needs_writable_folder(tmp_path: Path) -> None:
     with pytest.raises(ModelError, match="but spill_dir is not set") as caught:
-        world_of(away(1.0))
+        make_ranks(make_offloaded_program(1.0))
     assert "spill_dir" in caught.value.hint
     with pytest.raises(ModelError, match="No such file or directory"):
-        world_of(away(1.0), execution=ExecutionOptions(spill_dir=tmp_path / "gone"))
+        make_ranks(
+            make_offloaded_program(1.0), execution=ExecutionOptions(spill_dir=tmp_path / "gone")
+        )
     (tmp_path / "file").touch()
     with pytest.raises(ModelError, match="Not a directory"):
-        world_of(away(1.0), execution=ExecutionOptions(spill_dir=tmp_path / "file"))
+        make_ranks(
+            make_offloaded_program(1.0), execution=ExecutionOptions(spill_dir=tmp_path / "file")
+        )
     with pytest.raises(ModelError, match="embedded null byte"):
-        world_of(away(1.0), execution=ExecutionOptions(spill_dir="\0"))
-    wrong: Any = 3
+        make_ranks(make_offloaded_program(1.0), execution=ExecutionOptions(spill_dir="\0"))
+    not_a_path: Any = 3
     with pytest.raises(ModelError, match="spill_dir must be a path, not 3"):
-        world_of(away(1.0), execution=ExecutionOptions(spill_dir=wrong))
-    world_of(away(), execution=ExecutionOptions(spill_dir=tmp_path / "gone"))  # not needed
+        make_ranks(make_offloaded_program(1.0), execution=ExecutionOptions(spill_dir=not_a_path))
+    make_ranks(
+        make_offloaded_program(), execution=ExecutionOptions(spill_dir=tmp_path / "gone")
+    )  # not needed
 
 
-def test_a_folder_in_memory_is_warned_of(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_spill_folder_on_tmpfs_causes_warning(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
     assert spill_file.find_file_system_type(Path("/proc")) == "proc"
     monkeypatch.setattr(spill_file, "find_file_system_type", lambda folder: "tmpfs")
     with pytest.warns(UserWarning, match="is a tmpfs"):
         SpillFile(tmp_path)
 
 
-def test_a_file_without_a_name_that_folders_may_leave(tmp_path: Path) -> None:
+def test_spill_file_has_no_name_and_needs_no_folder_later(tmp_path: Path) -> None:
     folder = tmp_path / "spills"
     folder.mkdir()
-    world = world_of(away(1.0), execution=ExecutionOptions(spill_dir=folder))
+    world = make_ranks(make_offloaded_program(1.0), execution=ExecutionOptions(spill_dir=folder))
     assert not [*folder.iterdir()]
     folder.rmdir()  # the folder is no longer needed
     for k in range(2):
@@ -150,60 +157,62 @@ def test_a_file_without_a_name_that_folders_may_leave(tmp_path: Path) -> None:
         for rank in world.executors
         if (file := rank.resources.service(MemoryTiers).spill_file)
     ]
-    made = [(arena.allocated_bytes, len(arena.free_blocks)) for arena in arenas]
-    for rank, (_, rooms) in zip(world.executors, made, strict=True):
+    arena_sizes = [(arena.allocated_bytes, len(arena.free_blocks)) for arena in arenas]
+    for rank, (_, block_count) in zip(world.executors, arena_sizes, strict=True):
         ops = [i.op for i in rank.state.stream]
-        there = [
+        on_disk = [
             ops[:k].count(Opcode.OffloadToDisk) - ops[:k].count(Opcode.ReloadFromDisk)
             for k in range(len(ops))
         ]
-        assert rooms == max(there) == 2
+        assert block_count == max(on_disk) == 2
     assert all(arena.used_bytes == 0 for arena in arenas)
     world.step(*batch(4))
-    assert [(arena.allocated_bytes, len(arena.free_blocks)) for arena in arenas] == made
+    assert [(arena.allocated_bytes, len(arena.free_blocks)) for arena in arenas] == arena_sizes
 
 
-def test_a_full_disk_is_so_before_anything_is_spilled(
+def test_full_disk_fails_before_first_write(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    wrote: list[int] = []
+    written_offsets: list[int] = []
     write, reserve = SpillFile.write, os.posix_fallocate
 
-    def full(number: int, at: int, size: int) -> None:
-        if at + size > 100:
+    def reserve_100_bytes(number: int, offset: int, size: int) -> None:
+        if offset + size > 100:
             raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
-        reserve(number, at, size)
+        reserve(number, offset, size)
 
-    monkeypatch.setattr(os, "posix_fallocate", full)
+    monkeypatch.setattr(os, "posix_fallocate", reserve_100_bytes)
 
-    def noted(own: SpillFile, at: int, memory: Tensor) -> None:
-        wrote.append(at)
-        write(own, at, memory)
+    def record_and_write(file: SpillFile, offset: int, memory: Tensor) -> None:
+        written_offsets.append(offset)
+        write(file, offset, memory)
 
-    monkeypatch.setattr(SpillFile, "write", noted)
+    monkeypatch.setattr(SpillFile, "write", record_and_write)
     with pytest.raises(ExecutionError) as caught:
-        world_of(away(1.0), execution=ExecutionOptions(spill_dir=tmp_path)).step(*batch(4))
+        make_ranks(
+            make_offloaded_program(1.0), execution=ExecutionOptions(spill_dir=tmp_path)
+        ).step(*batch(4))
     (site,) = caught.value.sites
     assert "No space left on device" in str(caught.value) and str(site.instr).startswith(
         "offload_to_disk"
     )
-    assert site.rank in (0, 1) and not wrote
+    assert site.rank in (0, 1) and not written_offsets
 
 
 @pytest.mark.parametrize("verb", ["write", "read"])
-def test_an_error_of_the_disk_names_its_instruction(
+def test_disk_error_names_its_instruction(
     verb: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """The error is raised at a wait, and names the write to or read from the disk."""
-    did, times = getattr(SpillFile, verb), iter(range(100))
+    operation, calls = getattr(SpillFile, verb), iter(range(100))
 
-    def broken(*args: Any) -> None:
-        if next(times) == 2:
+    def fail_third_time(*args: Any) -> None:
+        if next(calls) == 2:
             raise OSError(errno.EIO, os.strerror(errno.EIO))
-        did(*args)
+        operation(*args)
 
-    monkeypatch.setattr(SpillFile, verb, broken)
-    world = world_of(away(1.0), execution=ExecutionOptions(spill_dir=tmp_path))
+    monkeypatch.setattr(SpillFile, verb, fail_third_time)
+    world = make_ranks(make_offloaded_program(1.0), execution=ExecutionOptions(spill_dir=tmp_path))
     with pytest.raises(ExecutionError, match="Input/output error") as caught:
         world.step(*batch(4))
     (site,) = caught.value.sites
@@ -214,51 +223,50 @@ def test_an_error_of_the_disk_names_its_instruction(
         world.step(*batch(4))
 
 
-# ---------------------------------------------------------------- modules
-
-
 class Layer(nn.Linear):
     def __init__(self) -> None:
         super().__init__(WIDTH, WIDTH)
 
 
-class Sparse(Layer):
+class SparseLayer(Layer):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = torch.sparse.mm(torch.eye(2).to_sparse().requires_grad_(), super().forward(x))
         return y
 
 
-class Subclass(Layer):
+class SubclassLayer(Layer):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = super().forward(x)
-        both: Any = TwoTensor(torch.ones(2), torch.ones(2)).requires_grad_()
-        zero: Tensor = both.exp().sum().a.detach() * 0
+        subclass_tensor: Any = TwoTensor(torch.ones(2), torch.ones(2)).requires_grad_()
+        zero: Tensor = subclass_tensor.exp().sum().a.detach() * 0
         return y + zero
 
 
-@pytest.mark.parametrize(("layer", "what"), [(Sparse, "sparse_coo"), (Subclass, "TwoTensor")])
-def test_what_is_no_plain_memory_is_refused(layer: Any, what: str) -> None:
+@pytest.mark.parametrize(
+    ("layer", "what"), [(SparseLayer, "sparse_coo"), (SubclassLayer, "TwoTensor")]
+)
+def test_sparse_and_subclass_tensors_are_refused(layer: Any, what: str) -> None:
     with pytest.raises(
         ExecutionError, match=f"saves a .*{what}.*only plain strided tensors can be offloaded"
     ):
-        world_of(away(), layer).step(*batch(4))
+        make_ranks(make_offloaded_program(), layer).step(*batch(4))
 
 
-class WritesLater(Layer):
+class InPlaceLayer(Layer):
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = super().forward(x).exp()
         y.add_(1)
         return y * 2
 
 
-def test_what_is_written_to_is_seen_as_without() -> None:
-    for program in (compile(gpipe, PLAN), away()):
+def test_in_place_writes_to_saved_tensors_are_refused() -> None:
+    for program in (compile(gpipe, PLAN), make_offloaded_program()):
         with pytest.raises(ExecutionError, match="modified by an inplace operation"):
-            world_of(program, WritesLater).step(*batch(4))
+            make_ranks(program, InPlaceLayer).step(*batch(4))
 
 
-class Packs(Layer):
-    """Has its own packing hooks, keeps activations, and uses one mask for all microbatches."""
+class PackingLayer(Layer):
+    """Has its own saved-tensor hooks, keeps activations, and has one mask for all microbatches."""
 
     how = 0
 
@@ -281,12 +289,14 @@ class Packs(Layer):
 
 
 @pytest.mark.parametrize("how", range(3))
-def test_modules_with_hooks_of_their_own(how: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(Packs, "how", how)
-    world = compared(compile(gpipe, PLAN), lambda: noisy(2, Packs))
+def test_modules_with_saved_tensor_hooks_equal_plain_offload(
+    how: int, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(PackingLayer, "how", how)
+    world = compared(compile(gpipe, PLAN), lambda: noisy(2, PackingLayer))
     for rank in world.executors:
         for stage in rank.stages.values():
             module = stage.module
-            assert isinstance(module, Packs)
+            assert isinstance(module, PackingLayer)
             assert all(x.isfinite().all() for x in module.seen)
             assert torch.equal(module.mask, torch.arange(WIDTH) / WIDTH)

@@ -1,4 +1,4 @@
-"""Tests that offload has exactly the predicted bytes on each tier at every instruction."""
+"""Tests that offload has the predicted bytes on each tier at every instruction."""
 
 from __future__ import annotations
 
@@ -50,58 +50,68 @@ SHAPES = [
     (dualpipe_v, PipelineShape(2, 5, placement="vee", stages_per_rank=2)),
     (dualpipe, PipelineShape(2, 4, placement="mirror")),
 ]
-KEEPS, AGAIN = ("gpt", None), ("normed", "all")
+PLAIN_MODEL, RECOMPUTED_MODEL = ("gpt", None), ("normed", "all")
 
 
-class Tiered(Witness):
-    """A witness that also counts reloads of threads, and memory of the host and the disk."""
+class TierWitness(Witness):
+    """A witness that also counts reloaded tensors, and memory of the host and the disk."""
 
-    def __init__(self, rank: Executor, own: Footprint, tiers: dict[str, Footprint]) -> None:
-        super().__init__(rank, own)
+    def __init__(self, rank: Executor, footprint: Footprint, tiers: dict[str, Footprint]) -> None:
+        super().__init__(rank, footprint)
         self.most_on = dict.fromkeys(tiers, 0)
         for k, (wait, run) in enumerate(rank.runner.calls):
             rank.runner.calls[k] = Call(wait, partial(self.after, k, run, tiers))
 
     def after(self, k: int, run: Any, tiers: dict[str, Footprint]) -> None:
         run()
-        for tier, own in tiers.items():
-            now = self.rank.resources.service(MemoryTiers).count_bytes(tier)
+        for tier, footprint in tiers.items():
+            actual = self.rank.resources.service(MemoryTiers).count_bytes(tier)
             assert (
-                now == own.total_bytes[int(np.searchsorted(own.positions, k, side="right")) - 1]
+                actual
+                == footprint.total_bytes[
+                    int(np.searchsorted(footprint.positions, k, side="right")) - 1
+                ]
             ), (k, tier)
-            self.most_on[tier] = max(self.most_on[tier], now)
+            self.most_on[tier] = max(self.most_on[tier], actual)
 
     def living(self) -> dict[StorageWeakRef, int]:
-        back = [
+        reloaded = [
             x
             for v in self.rank.state.service(OffloadMoves).values.values()
             for x in v.list_device_tensors()
         ]
-        self.born.made |= _refs(back)
+        self.born.made |= _refs(reloaded)
         return super().living()
 
 
 @pytest.fixture
-def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Make each operation on a lane end at once."""
+def serial_lanes(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Make the host wait for each operation on a lane."""
     start = CopyLanes.start
 
-    def waiting(*args: Any) -> LaneJob:
+    def start_and_wait(*args: Any) -> LaneJob:
         job = start(*args)
         job.wait()
         return job
 
-    monkeypatch.setattr(CopyLanes, "start", waiting)
+    monkeypatch.setattr(CopyLanes, "start", start_and_wait)
 
 
 @pytest.mark.parametrize(
     ("schedule", "shape", "model", "recompute"),
-    cases([(*SHAPES[0], *KEEPS), (*SHAPES[2], *AGAIN), (*SHAPES[3], *AGAIN), (*SHAPES[4], *KEEPS)],
-          [(*SHAPES[1], *KEEPS), (*SHAPES[1], *AGAIN), (*SHAPES[0], *AGAIN), (*SHAPES[2], *KEEPS),
-           (*SHAPES[3], *KEEPS), (*SHAPES[4], *AGAIN)]),
+    cases([(*SHAPES[0], *PLAIN_MODEL), (*SHAPES[2], *RECOMPUTED_MODEL),
+           (*SHAPES[3], *RECOMPUTED_MODEL), (*SHAPES[4], *PLAIN_MODEL)],
+          [(*SHAPES[1], *PLAIN_MODEL), (*SHAPES[1], *RECOMPUTED_MODEL),
+           (*SHAPES[0], *RECOMPUTED_MODEL), (*SHAPES[2], *PLAIN_MODEL),
+           (*SHAPES[3], *PLAIN_MODEL), (*SHAPES[4], *RECOMPUTED_MODEL)]),
 )  # fmt: skip
-def test_what_is_on_each_tier_is_what_was_predicted(
-    schedule: Any, shape: PipelineShape, model: str, recompute: Any, tmp_path: Path, at_once: None
+def test_memory_of_each_tier_equals_prediction(
+    schedule: Any,
+    shape: PipelineShape,
+    model: str,
+    recompute: Any,
+    tmp_path: Path,
+    serial_lanes: None,
 ) -> None:
     make, data, loss = MODELS[model]
     stages, (inputs, targets, scale) = make(shape.stages), data(shape.microbatches)
@@ -118,20 +128,22 @@ def test_what_is_on_each_tier_is_what_was_predicted(
         execution=ExecutionOptions(spill_dir=tmp_path),
     )
     tiers = [
-        dict(zip(("host", "disk"), each, strict=True)) for each in
+        dict(zip(("host", "disk"), pair, strict=True)) for pair in
         zip(compute_footprints(program, sizes, "host"),
             compute_footprints(program, sizes, "disk"), strict=True)
     ]  # fmt: skip
-    owns = compute_footprints(program, sizes)
-    witnesses = [Tiered(*each) for each in zip(world.executors, owns, tiers, strict=True)]
+    footprints = compute_footprints(program, sizes)
+    witnesses = [
+        TierWitness(*pair) for pair in zip(world.executors, footprints, tiers, strict=True)
+    ]
     for _ in range(2):
         world.step(inputs, targets, scale)
     assert all(witness.beside == 0 for witness in witnesses)
     assert any(witness.most_on["disk"] for witness in witnesses)
 
 
-def test_a_timeline_says_what_was_on_each_tier(tmp_path: Path, at_once: None) -> None:
-    """The recorded run has no overlap."""
+def test_timeline_has_peak_memory_of_each_tier(tmp_path: Path, serial_lanes: None) -> None:
+    """The recorded run has no overlap of lanes."""
     make, data, loss = MODELS["gpt"]
     stages, (inputs, targets, scale) = make(2), data(6)
     sizes = measure_sizes(
@@ -146,13 +158,13 @@ def test_a_timeline_says_what_was_on_each_tier(tmp_path: Path, at_once: None) ->
         execution=ExecutionOptions(spill_dir=tmp_path),
     )
     with ExitStack() as stack:
-        livings = [stack.enter_context(LiveMemory(rank)) for rank in world.executors]
+        live_memories = [stack.enter_context(LiveMemory(rank)) for rank in world.executors]
         world.step(inputs, targets, scale)
     timeline = replace(world.timeline(), sizes=sizes)
     for tier in ("host", "disk"):
-        most = [max(curve.total) for curve in timeline.memory_on(tier)]
-        assert [living.peak_by_tier[tier] for living in livings] == most
-        assert max(most) > 0
+        peaks = [max(curve.total) for curve in timeline.memory_on(tier)]
+        assert [live_memory.peak_by_tier[tier] for live_memory in live_memories] == peaks
+        assert max(peaks) > 0
     spans = timeline.spans
     moves = np.isin(
         spans["op"], [Opcode.Offload, Opcode.Reload, Opcode.OffloadToDisk, Opcode.ReloadFromDisk]
@@ -160,12 +172,12 @@ def test_a_timeline_says_what_was_on_each_tier(tmp_path: Path, at_once: None) ->
     assert (spans["end"] > spans["start"])[moves].all()
 
 
-class Wide(nn.Module):
+class WideStage(nn.Module):
     """Saves activations of a given width."""
 
-    def __init__(self, wide: int) -> None:
+    def __init__(self, width: int) -> None:
         super().__init__()
-        self.up, self.down = nn.Linear(WIDTH, wide), nn.Linear(wide, WIDTH)
+        self.up, self.down = nn.Linear(WIDTH, width), nn.Linear(width, WIDTH)
 
     def forward(self, x: Tensor) -> Tensor:
         y: Tensor = self.down(torch.tanh(self.up(x)))
@@ -173,8 +185,10 @@ class Wide(nn.Module):
 
 
 @pytest.mark.parametrize(("more", "spilled"), cases([(0, 0.7), (1, 0.0)], [(0, 0.0), (1, 0.7)]))
-def test_no_more_is_on_the_host_than_has_slots(more: int, spilled: float, tmp_path: Path) -> None:
-    """This holds for slow reloads, and for any sizes."""
+def test_host_memory_has_at_most_one_value_per_slot(
+    more: int, spilled: float, tmp_path: Path
+) -> None:
+    """Reloads are slow, and sizes differ between stages."""
     shape = PipelineShape(1, 6, 3)
     program = moved(compile(interleaved, shape), 1, spilled=spilled, late=0.0)
     (least,) = (
@@ -184,7 +198,7 @@ def test_no_more_is_on_the_host_than_has_slots(more: int, spilled: float, tmp_pa
     )
     slots = least + more
     program = check(program.with_slots([SlotCounts.unspecified()._replace(host=slots)]), "per_edge")
-    stages = noisy(shape.stages, partial(next, map(Wide, (400, 40, 4))))
+    stages = noisy(shape.stages, partial(next, map(WideStage, (400, 40, 4))))
     world = InProcessExecutor(
         program, stages, loss=squares, boundary=FLAT, execution=ExecutionOptions(spill_dir=tmp_path)
     )
@@ -193,21 +207,23 @@ def test_no_more_is_on_the_host_than_has_slots(more: int, spilled: float, tmp_pa
     for k in range(3):
         world.step(*flat_batch(shape.microbatches, k), order_seed=k or None)
         spans = world.timeline().spans
-        brings, takes = (
-            spans[when][np.isin(spans["op"], ops)] for when, ops in (
+        start_times, end_times = (
+            spans[field][np.isin(spans["op"], ops)] for field, ops in (
                 ("start", (Opcode.Offload, Opcode.ReloadFromDisk)),
                 ("end", (Opcode.Reload, Opcode.OffloadToDisk)),
             )
         )  # fmt: skip
-        there = np.searchsorted(np.sort(brings), brings, "right")
-        assert (there - np.searchsorted(np.sort(takes), brings, "right")).max() <= slots
-        rooms = [room.size for room in rank.resources.service(MemoryTiers).host_arena.free_blocks]
+        started = np.searchsorted(np.sort(start_times), start_times, "right")
+        assert (started - np.searchsorted(np.sort(end_times), start_times, "right")).max() <= slots
+        block_sizes = [
+            block.size for block in rank.resources.service(MemoryTiers).host_arena.free_blocks
+        ]
         largest = max(
             value.block_size for value in rank.state.service(OffloadMoves).values.values()
         )
         assert (
-            len(rooms) == slots
+            len(block_sizes) == slots
             and rank.resources.service(MemoryTiers).host_arena.allocated_bytes
-            == sum(rooms)
+            == sum(block_sizes)
             <= slots * largest
         )

@@ -1,4 +1,4 @@
-"""Tests of offload on a virtual GPU: lanes are streams ordered by events, and no host waits."""
+"""Tests of offload on a virtual GPU: events order the streams, and the host does not wait."""
 
 from __future__ import annotations
 
@@ -44,15 +44,15 @@ def races(gpu: VirtualGPU) -> Iterator[Races]:
         yield races
 
 
-def world_of(
-    schedule: Any, shape: PipelineShape, slots: Any, spilled: float = 0.0, **more: Any
+def make_ranks(
+    schedule: Any, shape: PipelineShape, slots: Any, spilled: float = 0.0, **options: Any
 ) -> InProcessExecutor:
     program = compile(
-        schedule, shape, progress_model="per_edge", recompute=more.pop("recompute", None)
+        schedule, shape, progress_model="per_edge", recompute=options.pop("recompute", None)
     )
     program = checked(moved(program, 1, spilled=spilled), slots)
     stages = gpt_stages(shape.stages, tied=False)
-    world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY, **more)
+    world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY, **options)
     for rank in world.executors:
         (
             rank.resources.service(CopyLanes).uses_streams,
@@ -64,7 +64,7 @@ def world_of(
     return world
 
 
-def of(world: InProcessExecutor) -> Any:
+def read_gradients(world: InProcessExecutor) -> Any:
     return gradients(
         [
             world.executors[r].stages[s].module
@@ -78,27 +78,27 @@ def of(world: InProcessExecutor) -> Any:
     cases([(*PLANS[0], None, "minimal"), (*PLANS[1], "all", None), (*PLANS[2], None, "minimal")],
           [(*PLANS[0], "all", None), (*PLANS[1], None, "minimal"), (*PLANS[2], "all", None)]),
 )  # fmt: skip
-def test_nothing_races(
+def test_offload_has_no_races(
     schedule: Any, shape: PipelineShape, recompute: Any, slots: Any, races: Races, gpu: VirtualGPU
 ) -> None:
-    """No accesses race, neither to device memory, which is reused, nor to host buffers."""
-    world = world_of(schedule, shape, slots, recompute=recompute)
+    """There are no races on reused device memory, and none on host buffers."""
+    world = make_ranks(schedule, shape, slots, recompute=recompute)
     plain = InProcessExecutor(
         compile(schedule, shape, progress_model="per_edge"), gpt_stages(shape.stages, tied=False),
         loss=gpt.loss, boundary=BOUNDARY,
     )  # fmt: skip
     for seed in (None, 0, 1):
-        for each in (plain, world):
+        for executor in (plain, world):
             gpu.host_may_wait = (
-                each is plain or seed is None
-            )  # events are created at their first use
-            each.step(*batch(shape.microbatches), order_seed=seed)
+                executor is plain or seed is None
+            )  # the first use of an event creates it
+            executor.step(*batch(shape.microbatches), order_seed=seed)
     assert not races.found
-    assert same_bits(of(world), of(plain))
+    assert same_bits(read_gradients(world), read_gradients(plain))
 
 
-def test_with_a_disk_only_the_host_can_wait(races: Races, tmp_path: Path) -> None:
-    world = world_of(
+def test_offload_to_disk_has_no_races(races: Races, tmp_path: Path) -> None:
+    world = make_ranks(
         gpipe,
         PipelineShape(2, 4),
         "minimal",
@@ -111,16 +111,16 @@ def test_with_a_disk_only_the_host_can_wait(races: Races, tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("what", ["ready", "after", "arrive", "let_go"])
-def test_a_wait_that_is_left_out_is_seen(
+def test_missing_wait_is_found_as_race(
     what: str, races: Races, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    start, let_go, arrive = (
+    start, release_device_memory, finish_reload = (
         CopyLanes.start,
         SavedActivations.release_device_memory,
         SavedActivations.finish_reload,
     )
 
-    def started(
+    def start_without_wait(
         lanes: CopyLanes, lane: Lane, run: Callable[[], object], size: int, after: Any, marks: Any
     ) -> LaneJob:
         if what == "ready":
@@ -129,44 +129,42 @@ def test_a_wait_that_is_left_out_is_seen(
                 return start(lanes, lane, run, size, after, marks)
         return start(lanes, lane, run, size, () if what == "after" else after, marks)
 
-    class Over(LaneJob):
+    class FinishedJob(LaneJob):
         def wait(self) -> None: ...
 
-    def gone(value: SavedActivations) -> None:
-        value.offload_job = value.offload_job and Over()
-        let_go(value)
+    def release_without_wait(value: SavedActivations) -> None:
+        value.offload_job = value.offload_job and FinishedJob()
+        release_device_memory(value)
 
-    def here(value: SavedActivations) -> None:
-        value.reload_job = value.reload_job and Over()
-        arrive(value)
+    def reload_without_wait(value: SavedActivations) -> None:
+        value.reload_job = value.reload_job and FinishedJob()
+        finish_reload(value)
 
-    monkeypatch.setattr(CopyLanes, "start", started)
+    monkeypatch.setattr(CopyLanes, "start", start_without_wait)
     if what == "let_go":
-        monkeypatch.setattr(SavedActivations, "release_device_memory", gone)
+        monkeypatch.setattr(SavedActivations, "release_device_memory", release_without_wait)
     if what == "arrive":
-        monkeypatch.setattr(SavedActivations, "finish_reload", here)
-    world = world_of(gpipe, PipelineShape(2, 4), "minimal")
+        monkeypatch.setattr(SavedActivations, "finish_reload", reload_without_wait)
+    world = make_ranks(gpipe, PipelineShape(2, 4), "minimal")
     for _ in range(2):
         world.step(*batch(4))
     assert races.found
 
 
-def test_lanes_run_beside_what_is_computed(
-    gpu: VirtualGPU, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_lanes_overlap_with_computes(gpu: VirtualGPU, monkeypatch: pytest.MonkeyPatch) -> None:
     """The recorded Timeline shows the overlap."""
-    world = world_of(gpipe, PipelineShape(1, 3), "minimal")
+    world = make_ranks(gpipe, PipelineShape(1, 3), "minimal")
     (rank,) = world.executors
     copy_out = SavedActivations.copy_to_block
 
-    def slow(value: SavedActivations, *args: Any, **how: Any) -> None:
-        copy_out(value, *args, **how)
+    def copy_slowly(value: SavedActivations, *args: Any, **options: Any) -> None:
+        copy_out(value, *args, **options)
         gpu.work(5.0)
 
-    monkeypatch.setattr(SavedActivations, "copy_to_block", slow)
+    monkeypatch.setattr(SavedActivations, "copy_to_block", copy_slowly)
     world.step(*batch(3))
     timeline = world.timeline()
     spans = timeline.spans
-    took = (spans["end"] - spans["start"])[spans["lane"] == Lane.D2H]
-    assert took == pytest.approx([5.0] * len(took), abs=1e-3) and len(took) == 3
+    durations = (spans["end"] - spans["start"])[spans["lane"] == Lane.D2H]
+    assert durations == pytest.approx([5.0] * len(durations), abs=1e-3) and len(durations) == 3
     assert rank.resources.service(CopyLanes).streams.keys() == {Lane.D2H, Lane.H2D}

@@ -1,4 +1,4 @@
-"""Tests of optimizer states on the host: refusals, and changes between steps."""
+"""Tests of optimizer states on the host: refused optimizers, and changes between steps."""
 
 from __future__ import annotations
 
@@ -29,27 +29,22 @@ from tests.cpu.optimizer_offload_programs import (
 
 torch.set_num_threads(1)
 
-torch.set_num_threads(1)
 
-
-# ---------------------------------------------------------------- refusals
-
-
-class Own(torch.optim.SGD):
-    """An optimizer of an unknown class."""
+class UserOptimizer(torch.optim.SGD):
+    """An optimizer class that is not part of torch."""
 
 
 @pytest.mark.parametrize(
     ("make", "says"),
     [
         (lambda own: torch.optim.LBFGS(own), "LBFGS steps all parameters together"),
-        (lambda own: Own(own, lr=0.1), "Own may not be elementwise"),
+        (lambda own: UserOptimizer(own, lr=0.1), "UserOptimizer may not be elementwise"),
         (None, "this rank has no optimizer"),
         (
             lambda own: ADAMW([*own, nn.Parameter(torch.ones(3))]),
             r"a parameter of shape \[3\] that is in none",
         ),
-        (lambda own: hooked(own), "AdamW has hooks on its step"),
+        (lambda own: make_hooked_optimizer(own), "AdamW has hooks on its step"),
         (lambda own: type("Two", (), {"step": lambda self: None})(), "not a torch.optim.Optimizer"),
     ],
 )
@@ -59,19 +54,19 @@ def test_optimizers_that_cannot_step_by_stage_are_refused(make: Any, says: str) 
         made(program, make)
 
 
-def hooked(own: list[nn.Parameter]) -> torch.optim.Optimizer:
-    optimizer = ADAMW(own)
+def make_hooked_optimizer(parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    optimizer = ADAMW(parameters)
     optimizer.register_step_pre_hook(lambda *_: None)
     return optimizer
 
 
-def test_an_own_optimizer_may_say_what_it_does() -> None:
+def test_user_optimizer_may_declare_elementwise() -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(2, 2), optimizer_placement="host")
-    kind = type("Known", (Own,), {"elementwise": True})
-    stepped(made(program, lambda own: kind(own, lr=0.1, momentum=0.9)), 0, 1)
+    kind = type("Known", (UserOptimizer,), {"elementwise": True})
+    stepped(made(program, lambda parameters: kind(parameters, lr=0.1, momentum=0.9)), 0, 1)
 
 
-def test_a_hook_that_comes_later_is_refused_before_anything_is_stepped() -> None:
+def test_later_step_hook_is_refused_before_any_change() -> None:
     world = made(
         schedir.compile(interleaved, PipelineShape(1, 2, 2), optimizer_placement="host"), ADAMW
     )
@@ -89,33 +84,32 @@ def test_a_hook_that_comes_later_is_refused_before_anything_is_stepped() -> None
     assert not any(t.isnan().any() for t in left(world))
 
 
-def test_programs_of_other_places_are_not_beside_each_other() -> None:
+def test_programs_with_other_optimizer_placement_are_refused() -> None:
     device, host = both(one_f_one_b, PipelineShape(2, 2))
-    other = schedir.compile(gpipe, PipelineShape(2, 2), optimizer_placement="host")
+    on_host = schedir.compile(gpipe, PipelineShape(2, 2), optimizer_placement="host")
     with pytest.raises(ModelError, match="optimizer_placement is 'host'"):
-        made(device, ADAMW, extra_programs=[other])
-    made(host, ADAMW, extra_programs=[other])
+        made(device, ADAMW, extra_programs=[on_host])
+    made(host, ADAMW, extra_programs=[on_host])
 
 
-# ---------------------------------------------------------------- what changes between steps
-
-
-def test_groups_that_come_later_are_stepped() -> None:
-    found = []
+def test_later_parameter_groups_are_stepped() -> None:
+    results = []
     for program in both(interleaved, PipelineShape(1, 4, 3)):
-        world = made(program, lambda own: ADAMW(own[-3:]))
+        world = made(program, lambda parameters: ADAMW(parameters[-3:]))
         stepped(world, 0)
         (rank,) = world.executors
         optimizer = optimizer_of(rank)
-        has = {p for group in optimizer.param_groups for p in group["params"]}
-        every = [p for stage in rank.stages.values() for p in stage.module.parameters()]
-        optimizer.add_param_group({"params": [p for p in every if p not in has], "lr": 0.1})
+        optimized = {p for group in optimizer.param_groups for p in group["params"]}
+        all_parameters = [p for stage in rank.stages.values() for p in stage.module.parameters()]
+        optimizer.add_param_group(
+            {"params": [p for p in all_parameters if p not in optimized], "lr": 0.1}
+        )
         stepped(world, 1, 2)
-        found.append(left(world))
-    assert equal(*found)
+        results.append(left(world))
+    assert equal(*results)
 
 
-def test_a_stranger_that_comes_later_is_refused_before_the_step() -> None:
+def test_later_parameter_of_no_stage_is_refused() -> None:
     world = made(
         schedir.compile(interleaved, PipelineShape(1, 2, 2), optimizer_placement="host"), ADAMW
     )
@@ -128,7 +122,7 @@ def test_a_stranger_that_comes_later_is_refused_before_the_step() -> None:
     stepped(world, 1)
 
 
-class Counts(Own):
+class DecayingOptimizer(UserOptimizer):
     """An optimizer whose learning rate falls with each call."""
 
     elementwise = True
@@ -139,16 +133,18 @@ class Counts(Own):
         return super().step(closure)
 
 
-def test_an_optimizer_that_changes_its_groups_is_refused() -> None:
+def test_optimizer_that_changes_its_groups_is_refused() -> None:
     world = made(
         schedir.compile(interleaved, PipelineShape(1, 2, 2), optimizer_placement="host"),
-        partial(Counts, lr=1),
+        partial(DecayingOptimizer, lr=1),
     )
-    with pytest.raises(ExecutionError, match="a step of Counts changes 'lr' of a parameter group"):
+    with pytest.raises(
+        ExecutionError, match="a step of DecayingOptimizer changes 'lr' of a parameter group"
+    ):
         stepped(world, 0)
 
 
-class Numbered(Own):
+class CountingOptimizer(UserOptimizer):
     """An optimizer that numbers its steps."""
 
     elementwise = True
@@ -159,9 +155,15 @@ class Numbered(Own):
         return super().step(closure)
 
 
-def test_an_optimizer_that_counts_its_steps_itself_is_refused() -> None:
+def test_optimizer_with_step_count_attribute_is_refused() -> None:
     program = schedir.compile(interleaved, PipelineShape(1, 2, 2), optimizer_placement="host")
-    with pytest.raises(ExecutionError, match="a step of Numbered changes its 'number', from"):
-        stepped(made(program, partial(Numbered, lr=1)), 0)
-    alone = schedir.compile(one_f_one_b, PipelineShape(2, 2), optimizer_placement="host")
-    stepped(made(alone, partial(Numbered, lr=1)), 0)  # with one stage per rank the count is right
+    with pytest.raises(
+        ExecutionError, match="a step of CountingOptimizer changes its 'number', from"
+    ):
+        stepped(made(program, partial(CountingOptimizer, lr=1)), 0)
+    one_stage_per_rank = schedir.compile(
+        one_f_one_b, PipelineShape(2, 2), optimizer_placement="host"
+    )
+    stepped(
+        made(one_stage_per_rank, partial(CountingOptimizer, lr=1)), 0
+    )  # with one stage per rank the count is right

@@ -1,4 +1,4 @@
-"""Tests that states in an unnamed file on the disk give the bits of states on the device."""
+"""Tests that optimizer states in an unnamed file on the disk equal states on the device."""
 
 from __future__ import annotations
 
@@ -40,99 +40,103 @@ from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages
 torch.set_num_threads(1)
 
 
-def states_of(rank: Executor) -> DiskOptimizerState:
+def get_disk_state(rank: Executor) -> DiskOptimizerState:
     states = rank.state.service(OptimizerPlacement).optimizer_state
     assert isinstance(states, DiskOptimizerState)
     return states
 
 
-def on_disk(**how: Any) -> Program:
+def compile_on_disk(**options: Any) -> Program:
     return schedir.compile(
         looped_bfs,
         PipelineShape(1, 2, 3),
         progress_model="per_edge",
         optimizer_placement="disk",
-        **how,
+        **options,
     )
 
 
-# ---------------------------------------------------------------- location of the states
-
-
-def test_between_steps_all_of_it_is_in_the_file(tmp_path: Path) -> None:
+def test_states_are_in_file_between_steps(tmp_path: Path) -> None:
     """Reads and writes of a state tensor go to the file."""
-    world = made(on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path))
+    world = made(compile_on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path))
     stepped(world, 0, 1)
-    states = states_of(world.executors[0])
-    kept = [t for own in optimizer_of(world.executors[0]).state.values() for t in own.values()]
-    assert all(map(states.is_on_host, kept)) and len(kept) == len(states.file_offsets)
-    for t in kept:
-        found = torch.empty(t.nbytes, dtype=torch.uint8)
-        states.spill_file.read(states.file_offsets[t], found)
-        assert torch.equal(found.view(t.dtype).view(t.shape), t)
+    states = get_disk_state(world.executors[0])
+    state_tensors = [
+        t
+        for parameter_state in optimizer_of(world.executors[0]).state.values()
+        for t in parameter_state.values()
+    ]
+    assert all(map(states.is_on_host, state_tensors)) and len(state_tensors) == len(
+        states.file_offsets
+    )
+    for t in state_tensors:
+        file_bytes = torch.empty(t.nbytes, dtype=torch.uint8)
+        states.spill_file.read(states.file_offsets[t], file_bytes)
+        assert torch.equal(file_bytes.view(t.dtype).view(t.shape), t)
         t.fill_(3)
-        states.spill_file.read(states.file_offsets[t], found)
-        assert (found.view(t.dtype) == 3).all()
-    (room,) = states.tiers.state_arena.free_blocks[:1]
-    assert room.location.view(torch.float32).isnan().all()  # old contents cannot be read
+        states.spill_file.read(states.file_offsets[t], file_bytes)
+        assert (file_bytes.view(t.dtype) == 3).all()
+    (block,) = states.tiers.state_arena.free_blocks[:1]
+    assert block.location.view(torch.float32).isnan().all()  # old contents cannot be read
 
 
-def test_as_much_is_on_each_tier_as_was_predicted(tmp_path: Path) -> None:
-    """Bytes are equal at the end of each instruction."""
+def test_memory_of_each_tier_equals_prediction(tmp_path: Path) -> None:
+    """Bytes are compared at the end of each instruction."""
     shape = PipelineShape(1, 2, 3)
-    for rooms in (1, 2, 3):
+    for buffer_count in (1, 2, 3):
         stages, (x, y, _) = gpt_stages(shape.stages, tied=False), batch(2)
         sizes = measure_sizes(
             stages, x[0], y[0], loss=gpt.loss, boundary=BOUNDARY, optimizer_state=ADAMW
         )
         world = made(
-            on_disk(optimizer_host_buffers=rooms),
+            compile_on_disk(optimizer_host_buffers=buffer_count),
             ADAMW,
             execution=ExecutionOptions(spill_dir=tmp_path),
         )
         stepped(world, 0)
         (rank,) = world.executors
-        seen: dict[str, list[int]] = {"device": [], "host": [], "disk": []}
+        bytes_by_tier: dict[str, list[int]] = {"device": [], "host": [], "disk": []}
         rank.runner.calls = [
-            call._replace(run=partial(_look, rank, call.run, seen)) for call in rank.runner.calls
+            call._replace(run=partial(_run_and_count, rank, call.run, bytes_by_tier))
+            for call in rank.runner.calls
         ]
         stepped(world, 1)
         (device,) = compute_footprints(world.program, sizes)
-        assert max(seen["device"]) == device.dynamic_memory["state"][1].max()
+        assert max(bytes_by_tier["device"]) == device.dynamic_memory["state"][1].max()
         for tier in ("host", "disk"):
-            (own,) = compute_footprints(world.program, sizes, tier)
-            assert max(seen[tier]) == own.total_bytes.max() > 0
-        assert len({*seen["disk"]}) == 1 and seen["host"][-1] == 0
-        states = states_of(rank)
+            (footprint,) = compute_footprints(world.program, sizes, tier)
+            assert max(bytes_by_tier[tier]) == footprint.total_bytes.max() > 0
+        assert len({*bytes_by_tier["disk"]}) == 1 and bytes_by_tier["host"][-1] == 0
+        states = get_disk_state(rank)
         assert (
             states.tiers.state_arena.allocated_bytes
             == world.program.slots[0].state_host * states.buffer_size
         )
 
 
-def _look(rank: Executor, run: Any, seen: dict[str, list[int]]) -> None:
+def _run_and_count(rank: Executor, run: Any, bytes_by_tier: dict[str, list[int]]) -> None:
     run()
-    states, tiers = states_of(rank), rank.state.resources.service(MemoryTiers)
-    found = [
+    states, tiers = get_disk_state(rank), rank.state.resources.service(MemoryTiers)
+    device_tensors = [
         t
         for stage in states.optimizer_parameters
         for t in states.list_state_tensors(stage)
         if not states.is_on_host(t)
     ]
-    for each in (*states.pending_loads.values(), *states.pending_stores.values()):
-        found += [memory for _, _, memory in each.tensors]
-    seen["device"].append(sum(t.nbytes for t in dict.fromkeys(found)))
-    on_host = [t for here in states.host_buffers.values() for t in here.views.values()]
+    for move in (*states.pending_loads.values(), *states.pending_stores.values()):
+        device_tensors += [memory for _, _, memory in move.tensors]
+    bytes_by_tier["device"].append(sum(t.nbytes for t in dict.fromkeys(device_tensors)))
+    on_host = [t for buffer in states.host_buffers.values() for t in buffer.views.values()]
     assert sum(t.nbytes for t in on_host) == tiers.count_bytes("host")
-    seen["host"].append(tiers.count_bytes("host"))
+    bytes_by_tier["host"].append(tiers.count_bytes("host"))
     assert sum(t.nbytes for t in states.list_host_memory()) == tiers.count_bytes("disk")
-    seen["disk"].append(tiers.count_bytes("disk"))
+    bytes_by_tier["disk"].append(tiers.count_bytes("disk"))
 
 
-def test_what_nobody_has_any_more_leaves_room_in_the_file(tmp_path: Path) -> None:
-    world = made(on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path))
+def test_space_of_freed_states_is_reused(tmp_path: Path) -> None:
+    world = made(compile_on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path))
     stepped(world, 0)
-    optimizer, states = optimizer_of(world.executors[0]), states_of(world.executors[0])
+    optimizer, states = optimizer_of(world.executors[0]), get_disk_state(world.executors[0])
     lengths = []
     for k in range(3):
         optimizer.load_state_dict(optimizer.state_dict())  # creates new tensors each time
@@ -142,19 +146,16 @@ def test_what_nobody_has_any_more_leaves_room_in_the_file(tmp_path: Path) -> Non
     assert len({*lengths}) == 1 and all(map(states.is_on_host, states.list_state_tensors(0)))
 
 
-# ---------------------------------------------------------------- errors
-
-
-def test_what_is_on_the_disk_wants_a_folder(tmp_path: Path) -> None:
+def test_states_on_disk_need_writable_folder(tmp_path: Path) -> None:
     with pytest.raises(
         ModelError, match="moves the optimizer state to the disk, but spill_dir is not set"
     ):
-        made(on_disk(), ADAMW)
+        made(compile_on_disk(), ADAMW)
     with pytest.raises(ModelError, match=r"(?s)is not writable.*\[memory\] spill_dir"):
-        made(on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path / "gone"))
+        made(compile_on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path / "gone"))
 
 
-def test_a_folder_may_vanish(tmp_path: Path) -> None:
+def test_spill_folder_may_be_deleted_after_start(tmp_path: Path) -> None:
     folder = tmp_path / "nvme"
     folder.mkdir()
     worlds = [
@@ -165,9 +166,9 @@ def test_a_folder_may_vanish(tmp_path: Path) -> None:
     assert equal(*(stepped(world, 0, 1) for world in worlds)) and equal(*map(left, worlds))
 
 
-def everything(world: Any) -> dict[int, list[Tensor]]:
+def copy_states(world: Any) -> dict[int, list[Tensor]]:
     """Return the states of each stage."""
-    states = states_of(world.executors[0])
+    states = get_disk_state(world.executors[0])
     return {
         s: [t.clone() for t in states.list_state_tensors(s)] for s in states.optimizer_parameters
     }
@@ -187,35 +188,40 @@ def everything(world: Any) -> dict[int, list[Tensor]]:
         ),
     ],
 )
-def test_a_disk_that_fails_in_a_step(
+def test_disk_error_in_step_names_operation_and_remedy(
     what: str, says: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """The error names the failed operation and a remedy, and no state is lost."""
+    """Afterwards the states of each stage are those before the step, or those after it."""
     world, plain = (
-        made(on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path)) for _ in range(2)
+        made(compile_on_disk(), ADAMW, execution=ExecutionOptions(spill_dir=tmp_path))
+        for _ in range(2)
     )
     if what != "posix_fallocate":  # called only in the first step
         stepped(world, 0)
         stepped(plain, 0)
-    before, real, calls = everything(world), getattr(os, what), 0
+    before, original, calls = copy_states(world), getattr(os, what), 0
 
-    def fails(*args: Any) -> Any:
+    def fail_after_first_call(*args: Any) -> Any:
         nonlocal calls
         calls += 1
         if calls > 1:
             if what == "preadv":
                 return 0
             raise OSError(ENOSPC, os.strerror(ENOSPC))
-        return real(*args)
+        return original(*args)
 
     with monkeypatch.context() as patched:
-        patched.setattr(os, what, fails)
+        patched.setattr(os, what, fail_after_first_call)
         with pytest.raises(ExecutionError, match=says) as caught:
             stepped(world, 1)
     assert "resume from a checkpoint" in str(caught.value)
     stepped(plain, 1)
-    after, right = everything(world), everything(plain)
-    for stage, own in after.items():  # either unchanged or stepped
-        assert equal(own, right[stage]) or equal(own, before[stage]) or not (own or before[stage])
+    after, expected = copy_states(world), copy_states(plain)
+    for stage, states in after.items():  # either unchanged or stepped
+        assert (
+            equal(states, expected[stage])
+            or equal(states, before[stage])
+            or not (states or before[stage])
+        )
     with pytest.raises(ExecutionError, match="an earlier step failed"):
         stepped(world, 2)

@@ -1,4 +1,4 @@
-"""Tests that optimizer states on host or disk, and steps of the host, give the device's bits."""
+"""Tests that optimizer states on host or disk, and host steps, equal those on the device."""
 
 from __future__ import annotations
 
@@ -61,11 +61,15 @@ CASES: dict[tuple[str, str], tuple[dict[str, Any], dict[str, dict[str, Any]]]] =
 }
 
 
-def _world(
-    make: str, folder: Path, case: tuple[Any, PipelineShape], **how: Any
+def _make_ranks(
+    make: str, folder: Path, case: tuple[Any, PipelineShape], **options_and_arguments: Any
 ) -> InProcessExecutor:
-    options = {name: how.pop(name) for name in ("gradients", "extra_programs") if name in how}
-    program = schedir.compile(*case, progress_model="per_edge", **how)
+    options = {
+        name: options_and_arguments.pop(name)
+        for name in ("gradients", "extra_programs")
+        if name in options_and_arguments
+    }
+    program = schedir.compile(*case, progress_model="per_edge", **options_and_arguments)
     execution = ExecutionOptions(spill_dir=folder)
     half = make == "bfloat16"
     return made(program, MAKES[make], half=half, execution=execution, **options)
@@ -73,14 +77,16 @@ def _world(
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
 @pytest.mark.parametrize(("shape", "make"), CASES)
-def test_the_bits_are_those_of_the_device(
+def test_offloaded_states_equal_states_on_device(
     shape: str, make: str, placement: str, tmp_path: Path
 ) -> None:
-    how, own = CASES[shape, make]
-    more = own.get(placement, {})
-    shared = {name: one for name, one in more.items() if name.startswith("offload")}
-    device = _world(make, tmp_path, SHAPES[shape], **how, **shared)
-    placed = _world(make, tmp_path, SHAPES[shape], optimizer_placement=placement, **how, **more)
+    options, placement_options = CASES[shape, make]
+    extra_options = placement_options.get(placement, {})
+    shared = {name: value for name, value in extra_options.items() if name.startswith("offload")}
+    device = _make_ranks(make, tmp_path, SHAPES[shape], **options, **shared)
+    placed = _make_ranks(
+        make, tmp_path, SHAPES[shape], optimizer_placement=placement, **options, **extra_options
+    )
     poison_weights(placed)  # A read of weights while the host steps them finds NaN.
     assert equal(*(stepped(world, 0, 1, 2) for world in (device, placed)))
     assert equal(left(device), left(placed))
@@ -92,19 +98,23 @@ def test_the_bits_are_those_of_the_device(
     ("make", "clip"),
     [("AdamW", True), ("AdamW, fused", False), ("momentum", True), ("bfloat16", False)],
 )
-def test_nothing_is_stepped_where_one_gradient_is_not_finite(
+def test_one_nonfinite_gradient_skips_all_stages(
     make: str, clip: bool, placement: str, tmp_path: Path
 ) -> None:
-    """The gradient is that of the last stage, before which all others would have been stepped."""
-    how = {
+    """The gradient of the first stage is complete last. All other stages could step before it."""
+    options = {
         "clip_grad_norm": clip,
         "gradients": GradientOptions(loss_scale=LossScale(8.0) if clip else None),
     }
     worlds = [
-        _world(
-            make, tmp_path, (interleaved, PipelineShape(1, 4, 3)), optimizer_placement=one, **how
+        _make_ranks(
+            make,
+            tmp_path,
+            (interleaved, PipelineShape(1, 4, 3)),
+            optimizer_placement=tier,
+            **options,
         )
-        for one in ("device", placement)
+        for tier in ("device", placement)
     ]
     for world in worlds:
         stepped(world, 0)
@@ -127,7 +137,7 @@ def test_nothing_is_stepped_where_one_gradient_is_not_finite(
 LEVELS = ((0, True, False), (1, False, True), (2, False, True), (3, True, True), (3, False, False))
 
 
-def _processes(rank: int, folder: str) -> Any:
+def _train_levels(rank: int, folder: str) -> Any:
     torch.set_num_threads(1)
     return [
         train(
@@ -144,35 +154,36 @@ def _processes(rank: int, folder: str) -> Any:
     ]  # fmt: skip
 
 
-def test_each_replica_has_its_shard(tmp_path: Path) -> None:
-    """At each level of ZeRO the shard is on the host or in the replica's own file."""
-    told = run(partial(_processes, folder=str(tmp_path)), 2)
+def test_each_replica_offloads_its_shard(tmp_path: Path) -> None:
+    """At each ZeRO level the shard is on the host, or in a file of the replica."""
+    results = run(partial(_train_levels, folder=str(tmp_path)), 2)
     count = 1 + len(PLACEMENTS)
-    runs = [[own[k] for own in told] for k in range(count * len(LEVELS))]
+    runs = [[rank_results[k] for rank_results in results] for k in range(count * len(LEVELS))]
     for k, placed in enumerate(runs):
         assert not differing(runs[k - k % count], placed)
 
 
 @pytest.mark.parametrize("placement", PLACEMENTS)
-def test_programs_beside_each_other(placement: str, tmp_path: Path) -> None:
-    """Two programs train different numbers of microbatches, and one evaluates."""
-    found = []
-    for one in ("device", placement):
-        how: dict[str, Any] = {"progress_model": "per_edge", "optimizer_placement": one}
+def test_several_programs_share_offloaded_states(placement: str, tmp_path: Path) -> None:
+    """Two programs train different numbers of microbatches, and a third one evaluates."""
+    results = []
+    for tier in ("device", placement):
+        options: dict[str, Any] = {"progress_model": "per_edge", "optimizer_placement": tier}
         large, small = (
-            schedir.compile(gpipe, PipelineShape(2, m), clip_grad_norm=True, **how) for m in (3, 2)
+            schedir.compile(gpipe, PipelineShape(2, m), clip_grad_norm=True, **options)
+            for m in (3, 2)
         )
-        looks = schedir.compile(forward_only, PipelineShape(2, 2), **how)
+        evaluation = schedir.compile(forward_only, PipelineShape(2, 2), **options)
         execution = ExecutionOptions(spill_dir=tmp_path)
-        world = made(small, ADAMW, extra_programs=[large, looks], execution=execution)
+        world = made(small, ADAMW, extra_programs=[large, evaluation], execution=execution)
         x, y, scale = batch(5)
         losses = []
         for _ in range(2):
             losses.append(world.step(x[:3], y[:3], scale, program=large))
             losses.append(world.step(x[3:], y[3:], scale, program=small))
-            losses.append(world.evaluate(x[:2], y[:2], program=looks))
-        found.append((losses, left(world)))
-    assert equal(found[0][0], found[1][0]) and equal(found[0][1], found[1][1])
+            losses.append(world.evaluate(x[:2], y[:2], program=evaluation))
+        results.append((losses, left(world)))
+    assert equal(results[0][0], results[1][0]) and equal(results[0][1], results[1][1])
 
 
 MODEL = Model(dropout=0.1, clip=True)
@@ -196,23 +207,23 @@ def _make_layout(placement: str, folder: Path, model: Model = MODEL, **options: 
         ("host", "cpu_step", False),
     ],
 )
-def test_a_checkpoint_is_read_with_another_placement(
+def test_checkpoint_loads_with_another_placement(
     first: str, then: str, half: bool, tmp_path: Path
 ) -> None:
     model = MODEL._replace(half=half)
-    one, other, unbroken = (
+    saved, resumed, unbroken = (
         _make_layout(placement, tmp_path, model) for placement in (first, then, "device")
     )
-    steps(one, 0, 2)
-    save(one, tmp_path / "saved", step=2, name_map=same)
-    load(other, tmp_path / "saved", name_map=same)
-    steps(other, 2, 4)
+    steps(saved, 0, 2)
+    save(saved, tmp_path / "saved", step=2, name_map=same)
+    load(resumed, tmp_path / "saved", name_map=same)
+    steps(resumed, 2, 4)
     steps(unbroken, 0, 4)
-    assert equal(left(other), left(unbroken))
+    assert equal(left(resumed), left(unbroken))
 
 
 @pytest.mark.parametrize("placement", ["host", "disk"])
-def test_a_snapshot_has_the_state_of_its_step(placement: str, tmp_path: Path) -> None:
+def test_snapshot_has_state_of_its_step(placement: str, tmp_path: Path) -> None:
     world = _make_layout(placement, tmp_path, checkpoint_snapshots=True)
     saver = Saver(world, tmp_path / "snapshot", name_map=same)
     steps(world, 0, 2)
@@ -222,9 +233,9 @@ def test_a_snapshot_has_the_state_of_its_step(placement: str, tmp_path: Path) ->
     saver.write()
     steps(world, 3, 4)
     saver.wait()
-    found = []
+    results = []
     for folder in ("snapshot", "saved"):
-        other = _make_layout(placement, tmp_path)
-        load(other, tmp_path / folder, name_map=same)
-        found.append(left(other))
-    assert equal(*found)
+        loaded = _make_layout(placement, tmp_path)
+        load(loaded, tmp_path / folder, name_map=same)
+        results.append(left(loaded))
+    assert equal(*results)

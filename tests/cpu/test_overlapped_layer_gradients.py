@@ -1,4 +1,4 @@
-"""Tests that a tensor-parallel layer sums its input's gradient while it computes its weight's."""
+"""Tests that a tensor-parallel layer reduces the gradient of its input while it computes dW."""
 
 from __future__ import annotations
 
@@ -23,12 +23,12 @@ TOKENS, HIDDEN, WIDTH = 8, 4, 6
 Layer = ColumnParallelLinear | VocabParallelHead
 
 
-class Order(TorchDispatchMode):
-    """Records the order of products, of sums, and of the waits for sums."""
+class OperationRecorder(TorchDispatchMode):
+    """Records the order of matrix products, of sums, and of the waits for sums."""
 
     def __init__(self) -> None:
         super().__init__()  # type: ignore[no-untyped-call]
-        self.noted: list[str] = []
+        self.operations: list[str] = []
 
     def __torch_dispatch__(
         self, func: Any, types: Any, args: tuple[Any, ...] = (), kwargs: Any = None
@@ -36,37 +36,41 @@ class Order(TorchDispatchMode):
         out = func(*args, **(kwargs or {}))
         if func is torch.ops.aten.mm.default:
             names = {(WIDTH // 2, HIDDEN): "dW", (TOKENS, HIDDEN): "dX", (TOKENS, WIDTH // 2): "y"}
-            self.noted.append(names[tuple(out.shape)])
+            self.operations.append(names[tuple(out.shape)])
         return out
 
-    def noting(
+    def record_calls(
         self, name: str, start: Callable[[Tensor], PendingTensor]
     ) -> Callable[[Tensor], PendingTensor]:
-        """Return `start` with a record of its calls and of waits for it."""
+        """Wrap `start` such that its calls and the waits for its result are recorded."""
 
-        def started(x: Tensor) -> PendingTensor:
-            self.noted.append(name)
-            later = start(x)
+        def record_and_start(x: Tensor) -> PendingTensor:
+            self.operations.append(name)
+            finish = start(x)
 
             def wait() -> Tensor:
-                self.noted.append(f"{name} waits")
-                return later()
+                self.operations.append(f"{name} waits")
+                return finish()
 
             return wait
 
-        return started
+        return record_and_start
 
 
-def backward(layer: Layer, x: Tensor, tape: DeferredGradients | None) -> tuple[list[str], Tensor]:
+def run_backward(
+    layer: Layer, x: Tensor, tape: DeferredGradients | None
+) -> tuple[list[str], Tensor]:
     """Return the order of operations of a backward, and the gradient of x."""
-    leaf, order = x.clone().requires_grad_(), Order()
+    leaf, recorder = x.clone().requires_grad_(), OperationRecorder()
     y = layer(leaf)
-    entry = layer.input_rule
-    assert entry is not None
-    whole = entry.start_gather and order.noting("gather", entry.start_gather)
-    with pytest.MonkeyPatch.context() as patch, order:
+    rule = layer.input_rule
+    assert rule is not None
+    start_gather = rule.start_gather and recorder.record_calls("gather", rule.start_gather)
+    with pytest.MonkeyPatch.context() as patch, recorder:
         patch.setattr(
-            layer, "input_rule", SharedInputRule(order.noting("sum", entry.start_reduce), whole)
+            layer,
+            "input_rule",
+            SharedInputRule(recorder.record_calls("sum", rule.start_reduce), start_gather),
         )
         if tape is None:
             torch.autograd.backward(layer(leaf), torch.ones_like(y))
@@ -75,11 +79,11 @@ def backward(layer: Layer, x: Tensor, tape: DeferredGradients | None) -> tuple[l
                 torch.autograd.backward(layer(leaf), torch.ones_like(y))
             tape.run()
     assert leaf.grad is not None
-    return order.noted[order.noted.index("y") + 1 :], leaf.grad
+    return recorder.operations[recorder.operations.index("y") + 1 :], leaf.grad
 
 
-def orders(rank: int, dtype: torch.dtype, sequence: bool) -> list[list[str]]:
-    """Return the orders of a column-parallel layer and of a head, each whole and split."""
+def record_orders(rank: int, dtype: torch.dtype, sequence: bool) -> list[list[str]]:
+    """Return the orders of a column-parallel layer and of a head, with full and split backward."""
     group, numbers = dist.group.WORLD, torch.Generator().manual_seed(0)
     x = torch.randn(TOKENS, HIDDEN, generator=numbers).to(dtype)
     weight = torch.randn(WIDTH, HIDDEN, generator=numbers).to(dtype)
@@ -89,25 +93,25 @@ def orders(rank: int, dtype: torch.dtype, sequence: bool) -> list[list[str]]:
         ColumnParallelLinear(weight, bias, group, sequence_parallel=sequence),
         VocabParallelHead(shard_vocab(weight, group), WIDTH, group, sequence_parallel=sequence),
     ]
-    found = []
+    orders = []
     for layer in layers:
         layer.weight.grad_dtype = torch.float32
         layer.weight.grad = torch.zeros(layer.weight.shape)
-        want = torch.ones(TOKENS, WIDTH // 2, dtype=dtype) @ layer.weight.detach()
-        dist.all_reduce(want, group=group)
-        want = select_local_tokens(want, group, sequence_parallel=sequence)
+        expected = torch.ones(TOKENS, WIDTH // 2, dtype=dtype) @ layer.weight.detach()
+        dist.all_reduce(expected, group=group)
+        expected = select_local_tokens(expected, group, sequence_parallel=sequence)
         for tape in (None, DeferredGradients()):
-            noted, dx = backward(layer, x, tape)
-            assert torch.equal(dx, want)
-            found.append(noted)
-    return found
+            operations, dx = run_backward(layer, x, tape)
+            assert torch.equal(dx, expected)
+            orders.append(operations)
+    return orders
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
-def test_the_sum_of_dx_is_under_way_while_dw_is_computed(dtype: torch.dtype) -> None:
-    whole, split = ["dX", "sum", "dW", "sum waits"], ["dX", "sum", "sum waits", "dW"]
-    assert run(orders, 2, dtype, False) == [[whole, split] * 2] * 2
-    # With sequence parallelism, tokens are gathered meanwhile, or later when they are needed.
-    whole = ["gather", "dX", "sum", "gather waits", "dW", "sum waits"]
+def test_reduction_of_dx_overlaps_with_dw(dtype: torch.dtype) -> None:
+    full, split = ["dX", "sum", "dW", "sum waits"], ["dX", "sum", "sum waits", "dW"]
+    assert run(record_orders, 2, dtype, False) == [[full, split] * 2] * 2
+    # With sequence parallelism, the gather of tokens overlaps with dX, or starts when dW needs it.
+    full = ["gather", "dX", "sum", "gather waits", "dW", "sum waits"]
     split = ["dX", "sum", "sum waits", "gather", "gather waits", "dW"]
-    assert run(orders, 2, dtype, True) == [[whole, split] * 2] * 2
+    assert run(record_orders, 2, dtype, True) == [[full, split] * 2] * 2

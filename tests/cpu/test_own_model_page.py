@@ -29,43 +29,47 @@ def run(folder: Path, *argv: str) -> str:
     return out
 
 
-def test_own_model(
+def test_commands_of_page_print_shown_output(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert {step.kind for step in PAGE} == {"file", "command"}
     (tmp_path / "own.py").write_text("".join(s.text for s in PAGE if s.named == "own.py"))
     monkeypatch.chdir(tmp_path)
     monkeypatch.syspath_prepend(str(tmp_path))
-    own = import_module("own")
+    module = import_module("own")
     monkeypatch.delitem(sys.modules, "own")
     commands = [step for step in PAGE if step.kind == "command" and "own.py" in step.text]
     shown = {command.text: numbers_apart(command.prints) for command in commands}
     one_process, four_processes, resumed, memory = shown
     printed = {one_process: run(tmp_path, *one_process.split())}
-    own.measure_memory()
+    module.measure_memory()
     printed[memory] = capsys.readouterr().out
     printed |= {argv: run(tmp_path, *argv.split()) for argv in (four_processes, resumed)}
     assert {argv: numbers_apart(out) for argv, out in printed.items()} == shown
 
     # Four processes print the losses of one, also after the resume.
     assert printed[four_processes].startswith(printed[one_process] + "evaluation  loss ")
-    own.train_in_one_process(8)
+    module.train_in_one_process(8)
     more_steps, evaluation = printed[resumed].split("evaluation")
     assert capsys.readouterr().out == printed[one_process] + more_steps
 
-    model = own.build_model()
-    arguments = {"loss": own.loss, "boundary": own.BOUNDARY, "tied_weights": own.TIES}
+    model = module.build_model()
+    arguments = {"loss": module.loss, "boundary": module.BOUNDARY, "tied_weights": module.TIES}
     executor = InProcessExecutor(
-        own.PROGRAM, own.split(model), gradients=GradientOptions(max_norm=1.0), seed=7, **arguments
+        module.PROGRAM,
+        module.split(model),
+        gradients=GradientOptions(max_norm=1.0),
+        seed=7,
+        **arguments,
     )
     assert load(executor, "checkpoints") is not None
-    inputs, targets = own.batch(1000)
+    inputs, targets = module.batch(1000)
     model.eval()
     with torch.no_grad():
-        loss = sum(own.loss(model(x), y) for x, y in zip(inputs, targets, strict=True))
+        loss = sum(module.loss(model(x), y) for x, y in zip(inputs, targets, strict=True))
     assert evaluation == f"  loss {loss / targets.numel():.4f}\n"
 
 
-def test_several_tensors_pass() -> None:
+def test_file_with_several_boundary_tensors_runs() -> None:
     (file,) = (step for step in PAGE if step.named == "tables.py")
     exec(file.text, {"__name__": "tables"})

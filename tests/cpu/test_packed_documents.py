@@ -43,12 +43,12 @@ def tokenizer(tmp_path: Path) -> str:
     return str(path)
 
 
-def told(source: str, vocab: int = 257, **data: Any) -> Config:
+def make_config(source: str, vocab: int = 257, **data: Any) -> Config:
     return Config(GPTConfig(vocab=vocab, context=16), data=DataConfig(source=source, **data))
 
 
-def test_only_targets_of_one_document_count(source: str) -> None:
-    samples = Corpus(told(source, packing="best_fit")).batches
+def test_targets_across_documents_are_ignored(source: str) -> None:
+    samples = Corpus(make_config(source, packing="best_fit")).batches
     inputs, targets = samples.read_batch(0, len(samples))
     counted = targets != gpt.IGNORE_INDEX
     assert gpt.count_tokens(targets) == sum(map(len, TEXTS))  # with the end of each document
@@ -56,25 +56,29 @@ def test_only_targets_of_one_document_count(source: str) -> None:
     # The end of a document has no target.
     assert not counted[inputs == 256].any()
     assert int((targets == 256).sum()) == len(TEXTS)
-    _, targets = Corpus(told(source)).batches.read_batch(0, 5)
+    _, targets = Corpus(make_config(source)).batches.read_batch(0, 5)
     assert (targets != gpt.IGNORE_INDEX).all()
 
 
 @pytest.mark.parametrize("share", [0.2, "other"])
-def test_whole_documents_are_held_out(
+def test_held_out_data_are_whole_documents(
     source: str, tokenizer: str, tmp_path: Path, share: float | str
 ) -> None:
     if isinstance(share, str):
         share = str(shutil.copytree(Path(source).parent, tmp_path / share) / "*.txt")
-    config = told(source, tokenizer=tokenizer, packing="best_fit", validation=share, vocab=300)
-    kept = Corpus(config).held_out_batches
-    assert kept is not None
-    ends = [int((x.read_batch(0, len(x))[1] == 0).sum()) for x in (Corpus(config).batches, kept)]
+    config = make_config(
+        source, tokenizer=tokenizer, packing="best_fit", validation=share, vocab=300
+    )
+    held_out = Corpus(config).held_out_batches
+    assert held_out is not None
+    ends = [
+        int((x.read_batch(0, len(x))[1] == 0).sum()) for x in (Corpus(config).batches, held_out)
+    ]
     assert sum(ends) == (60 if isinstance(share, float) else 120) and min(ends) > 5
-    assert Corpus(config).facts["the held-out data"] == kept.description
+    assert Corpus(config).facts["the held-out data"] == held_out.description
 
 
-def test_what_does_not_go_together_is_refused(source: str, tokenizer: str, tmp_path: Path) -> None:
+def test_conflicting_data_options_are_refused(source: str, tokenizer: str, tmp_path: Path) -> None:
     np.zeros(99, "<u2").tofile(tmp_path / "a.bin")
     for data, fact, field in (
         ({"tokenizer": "bep"}, "cannot read tokenizer bep", "tokenizer"),
@@ -93,66 +97,66 @@ def test_what_does_not_go_together_is_refused(source: str, tokenizer: str, tmp_p
         ({"end_of_document": "<s>"}, 'tokenizer = "bytes" has its own', "end_of_document"),
     ):
         with pytest.raises(UsageError) as caught:
-            _ = Corpus(told(**{"source": source} | data, vocab=300)).batches
+            _ = Corpus(make_config(**{"source": source} | data, vocab=300)).batches
         assert fact in caught.value.fact and caught.value.fields[0] == field
 
 
-def test_a_run_on_packed_documents(
+def test_run_on_packed_documents_has_losses_of_one_process(
     config: str, source: str, tokenizer: str, tmp_path: Path
 ) -> None:
-    """Losses in two processes and in one are equal, with different target counts per microbatch."""
+    """The microbatches have different numbers of targets."""
     sets = [f'data.source="{source}"', f'data.tokenizer="{tokenizer}"', "model.vocab=300",
             "data.packing=best_fit", "data.validation=0.1", "pipeline.tp=1",
             "train.steps=3"]  # fmt: skip
-    one = alone(config, tmp_path / "one", *sets)
-    assert train(config, tmp_path / "many", *sets) == pytest.approx(one, rel=1e-5)
+    expected = alone(config, tmp_path / "one", *sets)
+    assert train(config, tmp_path / "many", *sets) == pytest.approx(expected, rel=1e-5)
 
 
-def test_a_run_reads_its_data_once(
+def test_run_tokenizes_its_data_once(
     config: str, source: str, tokenizer: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """This includes the held-out data for evaluations."""
-    asked: list[str] = []
+    """Held-out data for evaluations are included."""
+    names: list[str] = []
 
-    def counted(name: str, *rest: object) -> object:
-        asked.append(name)
-        return get_tokenizer(name, *rest)  # type: ignore[arg-type]
+    def record_and_get_tokenizer(name: str, *arguments: object) -> object:
+        names.append(name)
+        return get_tokenizer(name, *arguments)  # type: ignore[arg-type]
 
-    monkeypatch.setattr(text_batches, "get_tokenizer", counted)
+    monkeypatch.setattr(text_batches, "get_tokenizer", record_and_get_tokenizer)
     alone(config, tmp_path / "out", f'data.source="{source}"', f'data.tokenizer="{tokenizer}"',
           "model.vocab=300", "data.validation=0.1", "train.evaluate_every=2",
           "train.steps=2")  # fmt: skip
-    assert asked == [tokenizer]
+    assert names == [tokenizer]
 
 
 MEGATRON = """
 import sys
 import numpy as np, torch
 from megatron.core.datasets.indexed_dataset import IndexedDataset, IndexedDatasetBuilder
-at = sys.argv[1]
-made = IndexedDatasetBuilder(at + "/m.bin", dtype=np.int32)
-made.add_item(torch.tensor([7, 8, 50256]))
-made.end_document()
-made.add_document(torch.tensor([1, 2, 70000, 4]), [1, 3])  # of two sequences
-made.finalize(at + "/m.idx")
-theirs = IndexedDataset(at + "/ours")
-print([theirs[k].tolist() for k in range(len(theirs))])
+folder = sys.argv[1]
+builder = IndexedDatasetBuilder(folder + "/m.bin", dtype=np.int32)
+builder.add_item(torch.tensor([7, 8, 50256]))
+builder.end_document()
+builder.add_document(torch.tensor([1, 2, 70000, 4]), [1, 3])  # of two sequences
+builder.finalize(folder + "/m.idx")
+dataset = IndexedDataset(folder + "/ours")
+print([dataset[k].tolist() for k in range(len(dataset))])
 """
 
 
-def test_megatron_reads_what_is_written_and_the_other_way(tmp_path: Path) -> None:
+def test_megatron_and_schedir_read_each_others_datasets(tmp_path: Path) -> None:
     pytest.importorskip("megatron.core", exc_type=ImportError)
     np.array([5, 6, 7, 8, 9], "<u2").tofile(tmp_path / "ours.bin")
     tokens.write_index(tmp_path / "ours.idx", np.dtype("<u2"), [2, 3])
-    done = subprocess.run(
+    result = subprocess.run(
         [sys.executable, "-W", "ignore", "-c", MEGATRON, str(tmp_path)],
         capture_output=True, text=True, check=False, timeout=240,
     )  # fmt: skip
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.splitlines()[-1] == "[[5, 6], [7, 8, 9]]"
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.splitlines()[-1] == "[[5, 6], [7, 8, 9]]"
     read_tokens, ends = read_indexed_dataset(tmp_path / "m.bin")
     assert read_tokens.tolist() == [7, 8, 50256, 1, 2, 70000, 4]
     assert ends is not None and ends.tolist() == [3, 7]
-    samples = Corpus(told(str(tmp_path / "m.bin"), 70001, packing="best_fit")).batches
+    samples = Corpus(make_config(str(tmp_path / "m.bin"), 70001, packing="best_fit")).batches
     assert gpt.count_tokens(samples.read_batch(0, 1)[1]) == 5
     assert torch.equal(samples.read_batch(0, 1)[0][0, :4], torch.tensor([1, 2, 70000, 4]))

@@ -21,7 +21,7 @@ BLOCKS = [
 
 
 @pytest.mark.parametrize("text", [text for _, text in BLOCKS], ids=[name for name, _ in BLOCKS])
-def test_block_runs(text: str) -> None:
+def test_python_block_runs(text: str) -> None:
     exec(compile(text, "page", "exec"), {})
 
 
@@ -34,15 +34,15 @@ TRAINS = [
 
 
 @pytest.mark.parametrize(("text", "prints"), [train[1:] for train in TRAINS])
-def test_a_run_says_what_the_page_shows(text: str, prints: str, tmp_path: Path) -> None:
+def test_training_command_prints_shown_output(text: str, prints: str, tmp_path: Path) -> None:
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     _, out, err = Run(shlex.split(text)[1:], tmp_path / "run", cwd=str(tmp_path)).finish()
     shown = ".*".join(map(re.escape, prints.split("...\n")))
     assert re.fullmatch(shown, out, flags=re.S), (out, err)
 
 
-def test_save_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The loop saves checkpoints, runs again from the newest, and the commands read them."""
+def test_code_of_save_and_resume_page_runs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """The loop saves checkpoints, and then resumes from the newest. The commands read them."""
     page = (ROOT / "docs" / "how-to" / "save-and-resume.md").read_text()
     (loop,) = [step.text for step in steps(page) if step.kind == "python"]
     monkeypatch.chdir(tmp_path)
@@ -50,7 +50,7 @@ def test_save_and_resume(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Non
         names: dict[str, Any] = {}
         exec(compile(loop, "save-and-resume.md", "exec"), names)
         assert names["first"] == first
-    found = commands(page)
-    assert len(found) == 4
-    for command in found:
+    shown_commands = commands(page)
+    assert len(shown_commands) == 4
+    for command in shown_commands:
         assert main(shlex.split(command, comments=True)[1:]) == 0, command

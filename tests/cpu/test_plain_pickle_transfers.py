@@ -1,4 +1,4 @@
-"""Tests that values between processes arrive unchanged, and that other bytes are refused."""
+"""Tests that values arrive unchanged in other processes, and that other bytes are refused."""
 
 from __future__ import annotations
 
@@ -36,12 +36,12 @@ VALUES = st.recursive(
 
 
 @given(VALUES)
-def test_a_value_comes_as_it_was_sent(value: object) -> None:
-    found = decode_value(encode_value(value, KINDS), "process 0", KINDS)
-    assert found == value and repr(found) == repr(value)
+def test_values_round_trip(value: object) -> None:
+    decoded = decode_value(encode_value(value, KINDS), "process 0", KINDS)
+    assert decoded == value and repr(decoded) == repr(value)
 
 
-def test_records_come_as_they_were_sent() -> None:
+def test_records_round_trip() -> None:
     records = [
         Boundary((2, 3), torch.float16),
         InstructionSite(1, 2, "F 0.0"),
@@ -50,7 +50,7 @@ def test_records_come_as_they_were_sent() -> None:
     assert decode_value(encode_value(records, KINDS), "process 0", KINDS) == records
 
 
-class _Runs:
+class _ExecOnLoad:
     def __reduce__(self) -> tuple[object, tuple[str]]:
         return exec, ("raise SystemExit('code of a peer ran')",)
 
@@ -58,38 +58,41 @@ class _Runs:
 @pytest.mark.parametrize(
     "data",
     [
-        pickle.dumps(_Runs()), pickle.dumps((1, 2)), b"", b"{", b"[" * 10**5, b"\xff", b"9" * 5000,
+        pickle.dumps(_ExecOnLoad()), pickle.dumps((1, 2)), b"", b"{", b"[" * 10**5, b"\xff",
+        b"9" * 5000,
         b'{"record": ["Popen", ["true"]]}', b'{"record": ["Instr", 1]}', b'{"dtype": "load"}',
         b'{"dtype": "hub"}', b'{"dict": [[[], 1]]}', b'{"tuple": 1}', b'{"other": []}', b"{}",
         b'{"record": {}}', b'{"tuple": [], "dict": []}', b'{"record": ["Opcode", 999]}',
     ],
 )  # fmt: skip
-def test_other_bytes_are_refused(data: bytes) -> None:
+def test_undecodable_bytes_are_refused(data: bytes) -> None:
     with pytest.raises(ModelError, match="process 3 sent data that schedir cannot decode"):
         decode_value(data, "process 3", KINDS)
 
 
 @given(st.binary() | VALUES.map(lambda value: encode_value(value, KINDS)[::-1]))
-def test_any_bytes_are_a_value_or_refused(data: bytes) -> None:
+def test_random_bytes_decode_or_are_refused(data: bytes) -> None:
     with suppress(ModelError):
         decode_value(data, "process 3", KINDS)
 
 
-def test_what_is_no_value_is_not_told() -> None:
-    for value in (_Runs(), Opcode.Forward, {1: object()}):
+def test_unsupported_values_are_not_encoded() -> None:
+    for value in (_ExecOnLoad(), Opcode.Forward, {1: object()}):
         with pytest.raises(TypeError):
             encode_value(value)
 
 
-def _tell(process: int, what: str) -> None:
+def _exchange(process: int, what: str) -> None:
     if what == "values":
         assert gather((process, "x" * 1000 * process)) == [(0, ""), (1, "x" * 1000)]
         assert json_collectives.broadcast({process: torch.int64} if process else None, 1) == {
             1: torch.int64
         }
     elif what == "pickle":  # like a peer of another version, or a foreign process
-        told = json_collectives.gather_bytes(pickle.dumps(_Runs()) if process else encode_value(1))
-        for k, data in enumerate(told):
+        gathered = json_collectives.gather_bytes(
+            pickle.dumps(_ExecOnLoad()) if process else encode_value(1)
+        )
+        for k, data in enumerate(gathered):
             decode_value(data, f"process {k}")
     else:
         sizes = [torch.zeros(1, dtype=torch.int64) for _ in range(2)]
@@ -107,17 +110,17 @@ def _tell(process: int, what: str) -> None:
         ("size", "1099511627776 by"),
     ],
 )
-def test_processes_tell_each_other(what: str, said: str) -> None:
+def test_exchange_returns_values_or_refuses_bad_data(what: str, said: str) -> None:
     if not said:
-        run(_tell, 2, what)
+        run(_exchange, 2, what)
         return
     with pytest.raises(RankError, match=said):
-        run(partial(_tell), 2, what)
+        run(partial(_exchange), 2, what)
 
 
 UNPICKLES = {"loads", "load", "all_gather_object", "broadcast_object_list", "gather_object",
              "scatter_object_list", "send_object_list", "recv_object_list"}  # fmt: skip
-OWN = {
+ALLOWED = {
     "transports/local_processes.py": "a pipe between a parent and the children that it has made",
     "testing/gradient_assertion.py": "whether what children are given can be pickled",
     "checkpoints/dcp_storage.py": "one tensor of a checkpoint, which torch reads with weights_only",
@@ -125,9 +128,9 @@ OWN = {
 }
 
 
-def test_nothing_is_unpickled() -> None:
-    """Exceptions are messages from a parent's own children, and the loader of plain values."""
-    root, found = Path(json_collectives.__file__).parents[1], dict[str, Any]()
+def test_no_module_unpickles_foreign_data() -> None:
+    """Exceptions are messages between a parent and its children, and `weights_only` loads."""
+    root, unpickling = Path(json_collectives.__file__).parents[1], dict[str, Any]()
     for path in root.rglob("*.py"):
         tree = ast.parse(path.read_text())
         named = {
@@ -145,8 +148,8 @@ def test_nothing_is_unpickled() -> None:
             for a in n.names
         }
         if named & UNPICKLES:
-            found[str(path.relative_to(root))] = named & UNPICKLES
-    assert found.keys() <= OWN.keys()
+            unpickling[str(path.relative_to(root))] = named & UNPICKLES
+    assert unpickling.keys() <= ALLOWED.keys()
     for name in ("checkpoints/dcp_storage.py", "megatron/forward_backward_func.py"):
         text = (root / name).read_text()
         assert text.count("torch.load(") == text.count("weights_only=True") == 1

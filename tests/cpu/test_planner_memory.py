@@ -1,4 +1,4 @@
-"""Tests that the planner's memory of the trainer's GPT is exactly what the trainer measures."""
+"""Tests that the planner predicts exactly the memory that the trainer measures for its GPT."""
 
 from __future__ import annotations
 
@@ -29,12 +29,12 @@ NAMES = (
     "grads",
     "optimizer",
 )
-HERE = Cluster(1, 4, flops=1e10, memory=1e10, hbm_bandwidth=1e10, nvlink_bandwidth=1e9,
+MACHINE = Cluster(1, 4, flops=1e10, memory=1e10, hbm_bandwidth=1e10, nvlink_bandwidth=1e9,
     network_bandwidth=1e9, latency=1e-4,
                itemsize=4, processors=2)  # fmt: skip
 
 
-def measured(model: TransformerSpec, choice: ParallelPlan, tp: Any = None) -> Any:
+def measure_trainer_sizes(model: TransformerSpec, choice: ParallelPlan, tp: Any = None) -> Any:
     """Return the sizes that `schedir train` measures before its first step."""
     config = GPTConfig(
         vocab=model.vocab, layers=model.layers, hidden=model.hidden, heads=model.heads,
@@ -78,39 +78,40 @@ SMALL = TransformerSpec(layers=4, hidden=64, heads=4, vocab=100, sequence=32)
         (SMALL, ParallelPlan(pp=1, microbatch_size=2, microbatches=2)),
     ],
 )
-def test_sizes_are_those_measured(model: TransformerSpec, choice: ParallelPlan) -> None:
-    told, found = (
+def test_predicted_sizes_equal_measured_sizes(model: TransformerSpec, choice: ParallelPlan) -> None:
+    predicted, actual = (
         compute_trainer_sizes(model, choice, build_pipeline_shape(choice)),
-        measured(model, choice),
+        measure_trainer_sizes(model, choice),
     )
     for name in NAMES:
-        of = [x.for_stages(name, choice.stages).tolist() for x in (told, found)]
-        assert of[0] == of[1], name
+        pair = [x.for_stages(name, choice.stages).tolist() for x in (predicted, actual)]
+        assert pair[0] == pair[1], name
 
 
-def sliced(rank: int, choice: ParallelPlan) -> list[list[float]]:
+def measure_tensor_parallel_sizes(rank: int, choice: ParallelPlan) -> list[list[float]]:
     """Return the sizes that a tensor-parallel rank measures."""
-    made = plan_program(ParallelPlan(tp=2, microbatches=choice.microbatches), tied_weights=True)
-    found = measured(SMALL, choice, GlooTransport(made).tp_group)
-    return [found.for_stages(name, choice.stages).tolist() for name in NAMES]
+    program = plan_program(ParallelPlan(tp=2, microbatches=choice.microbatches), tied_weights=True)
+    sizes = measure_trainer_sizes(SMALL, choice, GlooTransport(program).tp_group)
+    return [sizes.for_stages(name, choice.stages).tolist() for name in NAMES]
 
 
-def test_sizes_of_slices_are_those_measured() -> None:
+def test_predicted_tensor_parallel_sizes_equal_measured_sizes() -> None:
     choice = ParallelPlan(pp=2, tp=2, microbatch_size=2, microbatches=4)
-    told = compute_trainer_sizes(SMALL, choice, build_pipeline_shape(choice))
-    for found in run(sliced, 2, choice):
-        for name, of in zip(NAMES, found, strict=True):
-            assert told.for_stages(name, choice.stages).tolist() == of, name
+    predicted = compute_trainer_sizes(SMALL, choice, build_pipeline_shape(choice))
+    for measured in run(measure_tensor_parallel_sizes, 2, choice):
+        for name, sizes in zip(NAMES, measured, strict=True):
+            assert predicted.for_stages(name, choice.stages).tolist() == sizes, name
 
 
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_the_fullest_rank_of_a_run(recompute: Any) -> None:
-    """The trainer prints this memory before its first step, for its compiled program."""
+def test_predicted_peak_equals_largest_rank(recompute: Any) -> None:
+    """The trainer prints this peak before its first step."""
     choice = ParallelPlan(
         pp=4, microbatch_size=2, microbatches=8, recompute=recompute, attention="flash"
     )
-    made = plan_program(choice, tied_weights=True, **CPU_COMPILE_OPTIONS)
-    most = max(
-        float(rank.total_bytes.max()) for rank in compute_footprints(made, measured(SMALL, choice))
+    program = plan_program(choice, tied_weights=True, **CPU_COMPILE_OPTIONS)
+    peak = max(
+        float(rank.total_bytes.max())
+        for rank in compute_footprints(program, measure_trainer_sizes(SMALL, choice))
     )
-    assert simulate_plan(SMALL, HERE, choice).memory.total == most
+    assert simulate_plan(SMALL, MACHINE, choice).memory.total == peak

@@ -1,6 +1,6 @@
-"""Tests that updates which wait for no other rank have the same bits as those which wait.
+"""Tests that post-validation has the same bits as updates that wait for the global norm.
 
-This must hold whatever steps have to be repeated.
+Some steps are repeated, because their gradients must be clipped or are not finite.
 """
 
 from __future__ import annotations
@@ -52,13 +52,15 @@ PLANS: list[tuple[Any, PipelineShape]] = [
 ]
 
 
-def both(make: Callable[[str], InProcessExecutor]) -> tuple[InProcessExecutor, InProcessExecutor]:
-    """Return virtual ranks whose steps wait for the norm, and others whose steps do not."""
+def make_both(
+    make: Callable[[str], InProcessExecutor],
+) -> tuple[InProcessExecutor, InProcessExecutor]:
+    """Return virtual ranks that wait for the norm, and virtual ranks with post-validation."""
     return make("before_step"), make("after_step")
 
 
-def gpts(
-    schedule: Any, shape: PipelineShape, tied: bool = False, **how: Any
+def make_gpts(
+    schedule: Any, shape: PipelineShape, tied: bool = False, **changes: Any
 ) -> tuple[InProcessExecutor, InProcessExecutor]:
     def make(validate: str) -> InProcessExecutor:
         if isinstance(schedule, Program):
@@ -73,14 +75,18 @@ def gpts(
         else:
             program = compile(schedule, shape, clip_grad_norm=True, norm_check=validate)
         stages = [spoilt(stage) for stage in gpt_stages(shape.stages, tied=tied)]
-        told: dict[str, Any] = {"loss": gpt.loss, "boundary": BOUNDARY, "optimizer": ADAMW} | how
-        return InProcessExecutor(program, stages, **told)
+        arguments: dict[str, Any] = {
+            "loss": gpt.loss,
+            "boundary": BOUNDARY,
+            "optimizer": ADAMW,
+        } | changes
+        return InProcessExecutor(program, stages, **arguments)
 
-    return both(make)
+    return make_both(make)
 
 
-def repeated(ranks: InProcessExecutor) -> int:
-    """Return how many steps were repeated, which is the same number on every rank."""
+def count_repeated_steps(ranks: InProcessExecutor) -> int:
+    """Return the number of repeated steps. It must be equal on all ranks."""
     (number,) = {
         rank.state.service(OptimisticStep).repeated_steps
         for rank in ranks.executors
@@ -89,44 +95,52 @@ def repeated(ranks: InProcessExecutor) -> int:
     return number
 
 
-def norms(ranks: InProcessExecutor) -> list[float]:
+def list_norms(ranks: InProcessExecutor) -> list[float]:
     return [float(rank.grad_norm) for rank in ranks.executors]
 
 
 def same(one: InProcessExecutor, other: InProcessExecutor) -> bool:
-    """Return whether two runs have equal weights, optimizer states, buffers, norms, finiteness."""
+    """Return whether the whole state of two runs is equal, including norms and finite flags."""
     pairs = [*zip(learned(one), learned(other), strict=True)]
     for a, b in zip(one.executors, other.executors, strict=True):
         pairs += [(a.grad_norm, b.grad_norm), (a.finite_updates, b.finite_updates)]
         for s, stage in a.stages.items():
-            pairs += zip(stage.module.buffers(), other_stage(other, s).buffers(), strict=True)
-            got = [p.grad for p in other_stage(other, s).parameters()]
-            grads = zip([p.grad for p in stage.module.parameters()], got, strict=True)
+            pairs += zip(stage.module.buffers(), find_stage(other, s).buffers(), strict=True)
+            other_grads = [p.grad for p in find_stage(other, s).parameters()]
+            grads = zip([p.grad for p in stage.module.parameters()], other_grads, strict=True)
             pairs += [(x, y) for x, y in grads if x is not None and y is not None]
     return all(torch.equal(a.nan_to_num(-7.0), b.nan_to_num(-7.0)) for a, b in pairs)
 
 
-def other_stage(ranks: InProcessExecutor, s: int) -> nn.Module:
+def find_stage(ranks: InProcessExecutor, s: int) -> nn.Module:
     return next(rank.stages[s].module for rank in ranks.executors if s in rank.stages)
 
 
-# The norms of the first steps are about 1.2, 0.7 and 0.5, so all steps, only the first, or no
+# The norms of the first steps are about 1.2, 0.7 and 0.5. So all steps, only the first step, or no
 # steps are clipped.
 @pytest.mark.parametrize("max_norm", [0.1, 1.0, math.inf])
 @pytest.mark.parametrize(("schedule", "shape"), PLANS)
-def test_the_same_bits(schedule: Any, shape: PipelineShape, max_norm: float) -> None:
-    right, ahead = gpts(schedule, shape, gradients=GradientOptions(max_norm=max_norm))
+def test_built_in_schedules_have_same_bits(
+    schedule: Any, shape: PipelineShape, max_norm: float
+) -> None:
+    waiting, validated = make_gpts(schedule, shape, gradients=GradientOptions(max_norm=max_norm))
     for k in range(6):
-        for ranks in (right, ahead):
+        for ranks in (waiting, validated):
             set_stage(ranks, 1, gradient=math.nan if k == 3 else 1.0)
-        given = batch(shape.microbatches, k)
-        assert torch.equal(right.step(*given), ahead.step(*given, order_seed=k if k % 2 else None))
-    assert [repr(n) for n in norms(right)] == [repr(n) for n in norms(ahead)]
-    ahead.validate_last_update()
-    assert same(right, ahead)
-    # With every step clipped, only the first guess is wrong. Otherwise a NaN is wrong too, and
-    # so is a clipped step after one that was not clipped.
-    assert (repeated(ahead) == 1) if max_norm != 1.0 else (repeated(ahead) in (2, 3))
+        data = batch(shape.microbatches, k)
+        assert torch.equal(
+            waiting.step(*data), validated.step(*data, order_seed=k if k % 2 else None)
+        )
+    assert [repr(n) for n in list_norms(waiting)] == [repr(n) for n in list_norms(validated)]
+    validated.validate_last_update()
+    assert same(waiting, validated)
+    # If every step is clipped, only the first prediction is wrong. Otherwise a NaN is wrong too,
+    # and so is a clipped step after a step that was not clipped.
+    assert (
+        (count_repeated_steps(validated) == 1)
+        if max_norm != 1.0
+        else (count_repeated_steps(validated) in (2, 3))
+    )
 
 
 @settings(max_examples=25, deadline=None)
@@ -143,7 +157,7 @@ def test_the_same_bits(schedule: Any, shape: PipelineShape, max_norm: float) -> 
         max_size=5,
     ),
 )
-def test_random_schedules_orders_and_verdicts(
+def test_random_schedules_orders_and_norms_have_same_bits(
     shape: PipelineShape,
     seed: int,
     tied: bool,
@@ -153,23 +167,23 @@ def test_random_schedules_orders_and_verdicts(
     draft = random_compute_program(shape, random.Random(seed))
     if draft.shape.optimizer_steps > 1:
         return
-    right, ahead = gpts(
+    waiting, validated = make_gpts(
         draft, shape, tied and shape.stages > 1, gradients=GradientOptions(max_norm=max_norm)
     )
-    for k, (order, gradient, settles) in enumerate(steps):
-        for ranks in (right, ahead):
+    for k, (order, gradient, validates) in enumerate(steps):
+        for ranks in (waiting, validated):
             set_stage(ranks, shape.stages - 1, gradient=gradient)
-        given = batch(shape.microbatches, k)
-        assert torch.equal(right.step(*given), ahead.step(*given, order_seed=order))
-        if settles:
-            ahead.validate_last_update()
-            assert same(right, ahead)
-    ahead.validate_last_update()
-    assert same(right, ahead)
+        data = batch(shape.microbatches, k)
+        assert torch.equal(waiting.step(*data), validated.step(*data, order_seed=order))
+        if validates:
+            validated.validate_last_update()
+            assert same(waiting, validated)
+    validated.validate_last_update()
+    assert same(waiting, validated)
 
 
-class Noisy(nn.Module):
-    """Draws random numbers, and changes buffers and frozen Parameters in its forward."""
+class StatefulStage(nn.Module):
+    """Draws random numbers, and changes buffers and frozen parameters in its forward."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -209,23 +223,23 @@ SEEDS = [*((each, 0) for each in OPTIMIZERS), ("sgd", None)]
 
 
 @pytest.mark.parametrize(("optimizer", "seed"), SEEDS)
-def test_whatever_an_update_changes_is_put_back(optimizer: str, seed: int | None) -> None:
-    """This covers buffers, random numbers, optimizer states, and learning rates that change."""
-    wide = optimizer == "main"
+def test_repeated_step_restores_all_state(optimizer: str, seed: int | None) -> None:
+    """The state includes buffers, random numbers, optimizer states and learning rates."""
+    is_bfloat16 = optimizer == "main"
     torch.manual_seed(2)
-    drawn = dict.fromkeys(("before_step", "after_step"), torch.get_rng_state())
+    generator_states = dict.fromkeys(("before_step", "after_step"), torch.get_rng_state())
 
     def step(ranks: InProcessExecutor, x: Tensor, y: Tensor) -> Tensor:
-        """Run a step from where the previous step of `ranks` left torch's generator."""
-        torch.set_rng_state(drawn[ranks.program.norm_check])
+        """Run a step from the state of torch's generator after the previous step of `ranks`."""
+        torch.set_rng_state(generator_states[ranks.program.norm_check])
         loss = ranks.step(x, y)
-        drawn[ranks.program.norm_check] = torch.get_rng_state()
+        generator_states[ranks.program.norm_check] = torch.get_rng_state()
         return loss
 
     def make(validate: str) -> InProcessExecutor:
         torch.manual_seed(0)
-        stages = [Noisy() for _ in range(3)]
-        for stage in stages if wide else ():
+        stages = [StatefulStage() for _ in range(3)]
+        for stage in stages if is_bfloat16 else ():
             use_float32_gradients(stage.to(torch.bfloat16))
         program = compile(
             schedules.one_f_one_b, PipelineShape(3, 4), clip_grad_norm=True, norm_check=validate
@@ -233,17 +247,17 @@ def test_whatever_an_update_changes_is_put_back(optimizer: str, seed: int | None
         return InProcessExecutor(
             program, stages, loss=squares, gradients=GradientOptions(max_norm=260.0), seed=seed,
             optimizer=lambda ps: OPTIMIZERS[optimizer]([p for p in ps if p.requires_grad]),
-            boundary=Boundary((4, 8), torch.bfloat16 if wide else torch.float32),
+            boundary=Boundary((4, 8), torch.bfloat16 if is_bfloat16 else torch.float32),
         )  # fmt: skip
 
-    right, ahead = both(make)
+    waiting, validated = make_both(make)
     numbers = torch.Generator().manual_seed(1)
     for k in range(6):
         x, y = (torch.randn(4, 4, 8, generator=numbers) for _ in range(2))
         y = y * (5.0 if k in (0, 3, 4) else 1.0)
-        x, y = (t.to(torch.bfloat16) if wide else t for t in (x, y))
-        assert torch.equal(step(right, x, y), step(ahead, x, y))
-        for ranks in (right, ahead):
+        x, y = (t.to(torch.bfloat16) if is_bfloat16 else t for t in (x, y))
+        assert torch.equal(step(waiting, x, y), step(validated, x, y))
+        for ranks in (waiting, validated):
             for rank in ranks.executors:
                 group = rank.resources.optimizer.param_groups[0]  # type: ignore[union-attr]
                 if isinstance(group["lr"], Tensor):
@@ -252,17 +266,17 @@ def test_whatever_an_update_changes_is_put_back(optimizer: str, seed: int | None
                     group["lr"] *= 0.9
                 for p in rank.stages[rank.rank].module.parameters():
                     p.grad = None  # as zero_grad does
-    ahead.validate_last_update()
-    pairs = [*zip(learned(right), learned(ahead), strict=True)]
-    for a, b in zip(right.executors, ahead.executors, strict=True):
+    validated.validate_last_update()
+    pairs = [*zip(learned(waiting), learned(validated), strict=True)]
+    for a, b in zip(waiting.executors, validated.executors, strict=True):
         modules = (rank.stages[rank.rank].module for rank in (a, b))
         pairs += zip(*(module.state_dict().values() for module in modules), strict=True)
     assert all(torch.equal(x, y) for x, y in pairs)
-    assert repeated(ahead) >= 2
+    assert count_repeated_steps(validated) >= 2
 
 
-def test_a_loss_scale_is_led_by_the_right_updates() -> None:
-    """With float16, the scale begins too large and halves until updates are finite."""
+def test_loss_scale_follows_validated_updates() -> None:
+    """The initial loss scale is too large. It halves until updates are finite."""
     scale = LossScale(2.0**24, growth_interval=2)
 
     def make(validate: str) -> InProcessExecutor:
@@ -278,22 +292,22 @@ def test_a_loss_scale_is_led_by_the_right_updates() -> None:
             optimizer=lambda ps: MainOptimizer(ps, ADAMW),
         )  # fmt: skip
 
-    right, ahead = both(make)
+    waiting, validated = make_both(make)
     for k in range(14):
-        given = batch(4, k)
-        assert torch.equal(right.step(*given), ahead.step(*given))
-    ahead.validate_last_update()
-    assert same(right, ahead)
+        data = batch(4, k)
+        assert torch.equal(waiting.step(*data), validated.step(*data))
+    validated.validate_last_update()
+    assert same(waiting, validated)
     values = [
         [float(rank.state.options.gradients.loss_scale.value) for rank in w.executors]  # type: ignore[union-attr]
-        for w in (right, ahead)
+        for w in (waiting, validated)
     ]
     assert values[0] == values[1] != [2.0**24] * 3
 
 
-def _process(rank: int, name: str, dp: int, max_norm: float) -> Any:
+def _train_rank(rank: int, name: str, dp: int, max_norm: float) -> Any:
     schedule, shape = getattr(schedules, name), PipelineShape(4 // dp, 4)
-    found = []
+    results = []
     for validate in ("before_step", "after_step"):
         program = compile(schedule, shape, dp=dp, clip_grad_norm=True, norm_check=validate)
         transport = (
@@ -302,45 +316,47 @@ def _process(rank: int, name: str, dp: int, max_norm: float) -> Any:
             else GlooTransport(program)
         )
         stages = [spoilt(stage) for stage in gpt_stages(shape.stages, tied=False)]
-        own = {s: stages[s] for s in shape.stages_on_rank[transport.rank]}
-        ps = [p for stage in own.values() for p in stage.parameters()]
+        local_stages = {s: stages[s] for s in shape.stages_on_rank[transport.rank]}
+        ps = [p for stage in local_stages.values() for p in stage.parameters()]
         executor = Executor(
-            program, transport.rank, own, transport, loss=gpt.loss, boundary=BOUNDARY,
+            program, transport.rank, local_stages, transport, loss=gpt.loss, boundary=BOUNDARY,
             optimizer=ADAMW(ps),
             gradients=GradientOptions(max_norm=max_norm),
             execution=ExecutionOptions(record_timestamps=validate == "before_step"),
         )  # fmt: skip
         losses = []
         for k in range(6):
-            for stage in own.values():
-                stage.gradient = math.nan if k == 3 and 1 in own else 1.0  # type: ignore[assignment]
+            for stage in local_stages.values():
+                stage.gradient = math.nan if k == 3 and 1 in local_stages else 1.0  # type: ignore[assignment]
             inputs, targets, scale = batch(8, k)
             part = slice(4 * transport.dp_rank, 4 * transport.dp_rank + 4)
             loss = executor.step(inputs[part], targets[part], scale)
             losses.append(0.0 if loss is None else float(loss))
         norm = float(executor.grad_norm)
         executor.validate_last_update()
-        again = 0
+        repeated_steps = 0
         if executor.program.norm_check == "after_step":
-            again = executor.state.service(OptimisticStep).repeated_steps
-        found.append((losses, norm, [p.tolist() for p in ps], again))
-    (*one, _), (*other, again) = found
-    return one == other, again
+            repeated_steps = executor.state.service(OptimisticStep).repeated_steps
+        results.append((losses, norm, [p.tolist() for p in ps], repeated_steps))
+    (*waiting, _), (*validated, repeated_steps) = results
+    return waiting == validated, repeated_steps
 
 
 @pytest.mark.parametrize(
     ("name", "dp", "max_norm"),
     [("zb_h1", 1, 1.0), ("one_f_one_b", 1, math.inf), ("one_f_one_b", 2, 0.9)],
 )
-def test_processes_have_the_same_bits(name: str, dp: int, max_norm: float) -> None:
-    found = run(_process, 4, name, dp, max_norm)
-    assert all(equal for equal, _ in found)
-    assert len({again for _, again in found}) == 1 and found[0][1] >= 1
+def test_post_validation_between_processes_has_same_bits(
+    name: str, dp: int, max_norm: float
+) -> None:
+    results = run(_train_rank, 4, name, dp, max_norm)
+    assert all(is_equal for is_equal, _ in results)
+    assert len({repeated_steps for _, repeated_steps in results}) == 1 and results[0][1] >= 1
 
 
 @pytest.mark.parametrize("how", [{}, {"recompute": "all"}], ids=str)
-def test_split_layers(how: dict[str, Any]) -> None:
-    """W instructions use deferred gradients in any order, and forwards are recomputed."""
+def test_split_backward_has_same_bits(how: dict[str, Any]) -> None:
+    """W instructions run in any order. In one case, forwards are recomputed."""
 
     def make(validate: str) -> InProcessExecutor:
         program = compile(
@@ -351,8 +367,8 @@ def test_split_layers(how: dict[str, Any]) -> None:
             make_backward_splittable(stage)
         return InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY, optimizer=ADAMW)
 
-    right, ahead = both(make)
+    waiting, validated = make_both(make)
     for k in range(5):
-        assert torch.equal(right.step(*batch(5, k)), ahead.step(*batch(5, k), order_seed=k))
-    ahead.validate_last_update()
-    assert same(right, ahead)
+        assert torch.equal(waiting.step(*batch(5, k)), validated.step(*batch(5, k), order_seed=k))
+    validated.validate_last_update()
+    assert same(waiting, validated)

@@ -1,4 +1,4 @@
-"""Tests of the end of a run: black boxes of other machines, and no process after its launcher."""
+"""Tests of the end of a run: black boxes of other machines, and the end of all processes."""
 
 from __future__ import annotations
 
@@ -33,7 +33,7 @@ from tests.cpu.test_train_termination import gone
 from tests.cpu.train_command import TORCHRUN, Run, arguments, finish, start, wait_until
 
 
-def seen(process: int, *, waits: bool) -> BlackBoxSnapshot:
+def make_snapshot(process: int, *, waits: bool) -> BlackBoxSnapshot:
     """Return a snapshot of the black box of a process in set-up."""
     box = BlackBox(process=process, world=3)
     box.enter_phase(ProcessPhase.SET_UP)
@@ -41,33 +41,38 @@ def seen(process: int, *, waits: bool) -> BlackBoxSnapshot:
     return BlackBoxSnapshot(bytes(box.memory), monotonic_ns(), "runs")
 
 
-def test_boxes_of_other_machines_come_over_the_store() -> None:
+def test_black_boxes_are_exchanged_over_store() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
-    one, other = {0: seen(0, waits=True), 1: seen(1, waits=True)}, {2: seen(2, waits=False)}
-    assert exchange_black_boxes(store, one, [2], timeout=0.0) == {}  # no process has sent it
-    assert exchange_black_boxes(store, other, [0, 1]) == one
-    all_of = one | exchange_black_boxes(store, one, [2])
-    found = StalledRun(all_of, ProcessLayout(3, 1, 1)).find_cause()
-    assert found is not None and found.process == 2
+    first_machine, second_machine = (
+        {0: make_snapshot(0, waits=True), 1: make_snapshot(1, waits=True)},
+        {2: make_snapshot(2, waits=False)},
+    )
+    assert (
+        exchange_black_boxes(store, first_machine, [2], timeout=0.0) == {}
+    )  # no process has sent it
+    assert exchange_black_boxes(store, second_machine, [0, 1]) == first_machine
+    all_boxes = first_machine | exchange_black_boxes(store, first_machine, [2])
+    cause = StalledRun(all_boxes, ProcessLayout(3, 1, 1)).find_cause()
+    assert cause is not None and cause.process == 2
 
 
-def test_no_process_outlives_torchrun(config: str, tmp_path: Path) -> None:
+def test_processes_end_when_torchrun_is_killed(config: str, tmp_path: Path) -> None:
     sets = ["train.steps=1000000", "train.log_every=1", "pipeline.tp=1",
             "pipeline.stages_per_rank=1", "pipeline.schedule=one_f_one_b"]  # fmt: skip
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "2", "-m", "schedir"]
     run = Run([*agent, *arguments(config, tmp_path / "out", *sets)], tmp_path / "out")
     run.wait_for("\nstep ")
     pids = [
-        one[BlackBoxField.PID]
-        for one in read_black_boxes(tmp_path / "out" / BLACK_BOX_DIRECTORY).values()
+        box[BlackBoxField.PID]
+        for box in read_black_boxes(tmp_path / "out" / BLACK_BOX_DIRECTORY).values()
     ]
     assert len(pids) == 2
     os.kill(run.pid, signal.SIGKILL)
     wait_until(lambda: all(map(gone, pids)))
 
 
-# A schedule's file is the user's own code.
-DIES = """\
+# The file of a schedule is the user's code.
+FAULTY_SCHEDULE = """\
 import os
 import signal
 
@@ -88,10 +93,10 @@ if os.environ.get("RANK") == "1":
 """
 
 
-def test_of_two_nodes_the_other_one_says_who_has_died(config: str, tmp_path: Path) -> None:
-    """torchrun's report of the other node, which knows only its own processes, says it too."""
+def test_other_node_reports_dead_process(config: str, tmp_path: Path) -> None:
+    """torchrun's report of the other node contains this error, too."""
     schedule = tmp_path / "mine.py"
-    schedule.write_text(DIES)
+    schedule.write_text(FAULTY_SCHEDULE)
     with socket.create_server(("127.0.0.1", 0)) as free:
         port = free.getsockname()[1]
     sets = ["pipeline.tp=1", "pipeline.stages_per_rank=1", f"pipeline.schedule={schedule}:mine"]
@@ -109,15 +114,20 @@ def test_of_two_nodes_the_other_one_says_who_has_died(config: str, tmp_path: Pat
 
     wait_until(listens)  # the first node has the rendezvous, which the other agent needs
     nodes.append(Run(command, tmp_path / "second", TRAINS=trains))
-    both = [node.finish()[2] for node in nodes]
-    said = "process 1 (pipeline rank 1) has sent no information from its machine"
-    (own,) = (err for err in both if "rank      : 1 " in err)  # the node of the dead process
-    (other,) = (err for err in both if err is not own)
-    assert "exitcode  : -9" in own
-    assert said in other.splitlines()[0] and said in other.partition("traceback : ")[2], other
+    errors = [node.finish()[2] for node in nodes]
+    expected = "process 1 (pipeline rank 1) has sent no information from its machine"
+    (dead_node,) = (
+        err for err in errors if "rank      : 1 " in err
+    )  # the node of the dead process
+    (other_node,) = (err for err in errors if err is not dead_node)
+    assert "exitcode  : -9" in dead_node
+    assert (
+        expected in other_node.splitlines()[0]
+        and expected in other_node.partition("traceback : ")[2]
+    ), other_node
 
 
-LATE = """\
+FAULTY_SITECUSTOMIZE = """\
 import os
 import time
 
@@ -141,12 +151,12 @@ if os.environ.get("RANK") == "1":
          "process 1 (pipeline rank 1): Traceback"),
     ],
 )  # fmt: skip
-def test_who_dies_before_it_has_begun_is_named(
+def test_process_that_dies_before_it_joins_is_reported(
     config: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, launcher: str, what: str,
     said: str,
 ) -> None:  # fmt: skip
     (tmp_path / "sitecustomize.py").write_text(
-        LATE.format(what=what, phase=BlackBoxField.PHASE * 8)
+        FAULTY_SITECUSTOMIZE.format(what=what, phase=BlackBoxField.PHASE * 8)
     )
     monkeypatch.setenv("PYTHONPATH", str(tmp_path))
     monkeypatch.setenv("BEGUN", str(tmp_path / "out" / BLACK_BOX_DIRECTORY / "0"))
@@ -156,36 +166,36 @@ def test_who_dies_before_it_has_begun_is_named(
         [sys.executable, *agent, "-m", "schedir", *arguments(config, tmp_path / "out", *sets)]
     )
     code, _, err = finish(process)
-    ours = [line for line in err.splitlines() if line.startswith("process ")]
-    assert code == 1 and ours[0].startswith(said), err
+    error_lines = [line for line in err.splitlines() if line.startswith("process ")]
+    assert code == 1 and error_lines[0].startswith(said), err
     assert "During handling" not in err  # there is no other error
     assert "rank      : 1 " in err.partition("Root Cause")[2] or launcher == "schedir", err
 
 
-def test_a_peer_that_does_not_come_is_no_line_of_gloos() -> None:
+def test_late_peer_has_error_without_gloo_internals() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
 
     def group(rank: int) -> Any:
         return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=1))
 
     with ThreadPoolExecutor(2) as threads:
-        one, _ = threads.map(group, range(2))
+        group_of_first, _ = threads.map(group, range(2))
     with pytest.raises(RuntimeError) as error:
-        one.recv([torch.empty(1)], 1, 0).wait(timedelta(seconds=0.2))
+        group_of_first.recv([torch.empty(1)], 1, 0).wait(timedelta(seconds=0.2))
     assert ".cc:" in str(error.value) and is_caused_by_peer(error.value)
     assert describe_peer_error(error.value) == "a peer did not respond within the timeout"
     assert describe_peer_error(RuntimeError("a timeout of a module's own")) == ""
 
 
-def test_what_gloo_gives_up_with_another_wait_is_late_as_well() -> None:
+def test_all_waits_report_late_peer() -> None:
     store = dist.HashStore()  # type: ignore[attr-defined]
 
     def group(rank: int) -> Any:
         return dist.ProcessGroupGloo(store, rank, 2, timedelta(seconds=1))
 
     with ThreadPoolExecutor(2) as threads:
-        one, _ = threads.map(group, range(2))
-    first, second = (one.allreduce([torch.ones(1)]) for _ in range(2))
+        group_of_first, _ = threads.map(group, range(2))
+    first, second = (group_of_first.allreduce([torch.ones(1)]) for _ in range(2))
     for work in (second, first):
         with pytest.raises(RuntimeError) as error:
             work.wait()

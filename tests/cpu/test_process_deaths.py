@@ -1,4 +1,4 @@
-"""Tests that a dead process of a run causes one message, which names it."""
+"""Tests that a dead process of a run causes one error, which names the process."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ from schedir.schedules import one_f_one_b
 from tests.cases import cases
 from tests.cpu.train_command import TORCHRUN, arguments, launched
 
-DEADLY = """\
+FAULTY_SCHEDULE = """\
 import os
 import signal
 import sys
@@ -24,24 +24,26 @@ import sys
 import schedir.training.batches.samples
 from schedir.schedules import one_f_one_b as mine
 
-drawn = schedir.training.batches.samples.Batches.read_batch
+read_batch = schedir.training.batches.samples.Batches.read_batch
 
 
-def batch(self, first, count):
+def read_or_die(self, first, count):
     if first == 2 * self.batch_size and os.environ.get("RANK") == "1":
         {how}
-    return drawn(self, first, count)
+    return read_batch(self, first, count)
 
 
-schedir.training.batches.samples.Batches.read_batch = batch
+schedir.training.batches.samples.Batches.read_batch = read_or_die
 """
 KILL = "os.kill(os.getpid(), signal.SIGKILL)"
 
 
-def dying(config: str, tmp_path: Path, how: str, transport: str, ranks: int = 3) -> list[str]:
+def make_arguments(
+    config: str, tmp_path: Path, how: str, transport: str, ranks: int = 3
+) -> list[str]:
     """Return the arguments of `schedir train` for a run whose second rank dies."""
     schedule = tmp_path / "mine.py"
-    schedule.write_text(DEADLY.format(how=how))
+    schedule.write_text(FAULTY_SCHEDULE.format(how=how))
     sets = [f"pipeline.ranks={ranks}", "pipeline.tp=1", "pipeline.stages_per_rank=1",
             f"model.layers={ranks}", f"train.transport={transport}",
             f"pipeline.schedule={schedule}:mine"]  # fmt: skip
@@ -64,14 +66,14 @@ def dying(config: str, tmp_path: Path, how: str, transport: str, ranks: int = 3)
         ],
     ),
 )
-def test_the_launcher_says_who_died_and_how(
+def test_launcher_reports_dead_process_and_cause(
     config: str, tmp_path: Path, how: str, transport: str, said: str
 ) -> None:
-    words = dying(config, tmp_path, how, transport, ranks=3 if how == KILL else 2)
+    words = make_arguments(config, tmp_path, how, transport, ranks=3 if how == KILL else 2)
     code, _, err = launched(words, tmp_path / "out")
     assert code == 1 and err.count("\n") == 1
     assert err.startswith(f"process 1 (pipeline rank 1){said}")
-    # Another thread draws the batch of a step, during the step or before.
+    # Another thread reads the batch of a step, during the step or before it.
     assert "in step " in err or "of step " in err
 
 
@@ -82,10 +84,10 @@ def test_the_launcher_says_who_died_and_how(
         [("os._exit(0)", "process 1 (pipeline rank 1) exited with code 0, ")],
     ),
 )
-def test_a_warning_says_nothing_of_a_death(
+def test_warnings_do_not_hide_cause_of_death(
     config: str, tmp_path: Path, how: str, said: str
 ) -> None:
-    words = dying(config, tmp_path, how, "gloo", ranks=2)
+    words = make_arguments(config, tmp_path, how, "gloo", ranks=2)
     schedule = tmp_path / "mine.py"
     schedule.write_text(f"import warnings\n{schedule.read_text()}\nwarnings.warn('odd')\n")
     code, _, err = launched(words, tmp_path / "out")
@@ -104,39 +106,39 @@ def test_a_warning_says_nothing_of_a_death(
         ("raise NotImplementedError", "NotImplementedError"),
     ],
 )  # fmt: skip
-def test_what_a_module_raises_is_said_as_its_own(how: str, said: str) -> None:
+def test_error_of_module_is_shown_unchanged(how: str, said: str) -> None:
     class Unsaid(Exception):
         def __str__(self) -> str:
             raise ValueError
 
-    class Raises(nn.Linear):
+    class RaisingStage(nn.Linear):
         def forward(self, x: Tensor) -> Tensor:
             exec(how, {"Unsaid": Unsaid})
             return x
 
     program = compile(one_f_one_b, PipelineShape(1, 2))
-    world = InProcessExecutor(program, [Raises(2, 2)], loss=torch.dist, boundary=(2, 2))
+    world = InProcessExecutor(program, [RaisingStage(2, 2)], loss=torch.dist, boundary=(2, 2))
     with pytest.raises(ExecutionError) as error:
         world.step(torch.ones(2, 2, 2), torch.ones(2, 2, 2))
     assert error.value.fact == said
 
 
 @pytest.mark.parametrize("transport", cases(["gloo"], ["shared_memory"]))
-def test_under_torchrun_a_neighbour_says_who_died(
+def test_neighbour_reports_dead_process_under_torchrun(
     config: str, tmp_path: Path, transport: str
 ) -> None:
     agent = [*TORCHRUN, "--standalone", "--nproc-per-node", "3", "-m", "schedir"]
-    words = [*agent, *dying(config, tmp_path, KILL, transport)]
+    words = [*agent, *make_arguments(config, tmp_path, KILL, transport)]
     code, _, err = launched(words, tmp_path / "out")
-    ours = [line for line in err.splitlines() if line.startswith("process ")]
+    error_lines = [line for line in err.splitlines() if line.startswith("process ")]
     assert code == 1 and "pair.cc" not in err
-    # torchrun ends the others at once, and they report the dead process.
-    (said,) = ours
-    assert said.startswith("process 1 (pipeline rank 1) has died without a message, ")
+    # torchrun ends the other processes immediately, and one of them reports the dead process.
+    (error_line,) = error_lines
+    assert error_line.startswith("process 1 (pipeline rank 1) has died without a message, ")
     assert "Root Cause" in err and "rank      : 1 " in err
 
 
-FORKS = """\
+FORKING_SCHEDULE = """\
 import os
 import signal
 import sys
@@ -157,8 +159,8 @@ def forking(self, step):
         if child == 0:
             time.sleep(100)
         os.kill(child, signal.SIGTERM)
-        ended = {os.wait()[1] for _ in range(2)}
-        print(ended == {signal.SIGTERM, 256},
+        statuses = {os.wait()[1] for _ in range(2)}
+        print(statuses == {signal.SIGTERM, 256},
             get_current_member().collect_black_boxes()[1].has_failed,
             file=sys.stderr)
     return take(self, step)
@@ -168,9 +170,9 @@ Prefetch.take = forking
 """
 
 
-def test_a_child_that_a_persons_code_forks_is_none_of_the_run(config: str, tmp_path: Path) -> None:
-    words = dying(config, tmp_path, KILL, "gloo", ranks=2)
-    (tmp_path / "mine.py").write_text(FORKS)
+def test_forked_child_of_user_code_is_not_part_of_run(config: str, tmp_path: Path) -> None:
+    words = make_arguments(config, tmp_path, KILL, "gloo", ranks=2)
+    (tmp_path / "mine.py").write_text(FORKING_SCHEDULE)
     code, _, err = launched(words, tmp_path / "out")
     assert code == 0, err
     assert (
