@@ -52,14 +52,14 @@ rank 0  unsharded_params 2
 """
 
 
-def moved(what: str, before: str) -> str:
+def move_instruction(what: str, before: str) -> str:
     """Return the text with an instruction moved before another, or deleted."""
     assert TEXT.count(f"  {what}\n") == 1
     text = TEXT.replace(f"  {what}\n", "")
     return text.replace(f"  {before}\n", f"  {what}\n  {before}\n") if before else text
 
 
-def test_turns_are_numbered_in_the_text() -> None:
+def test_text_numbers_occurrences() -> None:
     program = check(from_text(TEXT))
     assert from_text(to_text(program)) == program and to_text(program, folded=False) == TEXT
     turns = [i for i in program.streams[0] if i.op is Opcode.Unshard]
@@ -67,7 +67,7 @@ def test_turns_are_numbered_in_the_text() -> None:
 
 
 @pytest.mark.parametrize("time", [0.0, 0.25, 9.0])
-def test_a_gather_waits_for_the_slot_that_is_let_go(time: float) -> None:
+def test_unshard_waits_for_reshard_that_frees_slot(time: float) -> None:
     """At most two stages are gathered at any time, however early gathers could start."""
     run = simulate(
         from_text(TEXT), Costs(F=1, B=2, unshard=time), sizes=Sizes(params=100, saved=10)
@@ -95,16 +95,16 @@ def test_a_gather_waits_for_the_slot_that_is_let_go(time: float) -> None:
         ("unshard 2", "F 0.0", SlotError, ["unshard 2", "reshard 0"]),
     ],
 )
-def test_what_is_refused(
+def test_wrong_occurrence_order_is_refused(
     what: str, before: str, error: type[SchedirError], sites: list[str] | None
 ) -> None:
     with pytest.raises(error) as caught:
-        check(from_text(moved(what, before)))
+        check(from_text(move_instruction(what, before)))
     assert type(caught.value) is error
     assert sites is None or [str(site.instr) for site in caught.value.sites] == sites
 
 
-def test_what_is_made_again_waits_for_who_has_let_go() -> None:
+def test_second_unshard_waits_for_reshard_of_same_stage() -> None:
     """A stage has one place for its gathered weights, however many slots there are."""
     program = from_text(TEXT.replace("rank 0  unsharded_params 2\n", "rank 0\n"))
     run = simulate(program, Costs(F=10, B=20))
@@ -115,7 +115,7 @@ def test_what_is_made_again_waits_for_who_has_let_go() -> None:
     assert when["unshard 2"]["start"] == 0
 
 
-def lowered() -> Program:
+def compile_with_slots() -> Program:
     """Return a program whose gathers a pass has placed, with two slots."""
     program = compile(
         interleaved, PipelineShape(2, 4, 2), zero=3, dp=2, clip_grad_norm=True, debug=True
@@ -123,9 +123,9 @@ def lowered() -> Program:
     return replace(program, slots=(SlotCounts.unspecified()._replace(unsharded_params=2),) * 2)
 
 
-def test_everybody_reads_them(tmp_path: object) -> None:
+def test_all_outputs_support_occurrences(tmp_path: object) -> None:
     """Text, pictures, files and explanations support these instructions."""
-    program, costs = lowered(), Costs(F=2, B=3, unshard=0.5, reduce_scatter=0.5)
+    program, costs = compile_with_slots(), Costs(F=2, B=3, unshard=0.5, reduce_scatter=0.5)
     assert from_text(to_text(program)) == program == check(program)
     run = simulate(program, costs, sizes=Sizes(params=100, saved=10))
     plain = simulate(compile(interleaved, PipelineShape(2, 4, 2)), costs)

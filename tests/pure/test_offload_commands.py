@@ -30,22 +30,25 @@ from schedir.predict.what_if import Advice, advise
 from tests.offload_programs import offloaded
 
 
-def run(costs: Costs, *, spilled: bool = False, **options: object) -> Timeline:
+def simulate_offloaded(costs: Costs, *, spilled: bool = False, **options: object) -> Timeline:
     plain = compile(schedules.one_f_one_b, PipelineShape(1, 3), **options)  # type: ignore[arg-type]
     return simulate(check(offloaded(plain, spilled=spilled)), costs)
 
 
-def causes(timeline: Timeline) -> dict[IdleCause, float]:
+def sum_idle_by_cause(timeline: Timeline) -> dict[IdleCause, float]:
     table = sum_by_cause(idleness(timeline), timeline.ranks).sum(0)
     return {c: round(float(table[c]), 9) for c in IdleCause if table[c]}
 
 
-def test_waits_for_the_host_and_for_the_disk_are_told_apart() -> None:
+def test_idle_causes_distinguish_host_and_disk_copies() -> None:
     """One rank runs F B F B F B, and waits for two or four copies before each B."""
     costs = Costs(F=1, B=2, offload=0.5, reload=0.25, offload_to_disk=3, reload_from_disk=1)
-    assert causes(run(costs)) == {IdleCause.OFFLOAD: 3 * 0.75}
-    assert causes(run(costs, spilled=True)) == {IdleCause.OFFLOAD: 3 * 0.75, IdleCause.DISK: 3 * 4}
-    found = run(costs, spilled=True)
+    assert sum_idle_by_cause(simulate_offloaded(costs)) == {IdleCause.OFFLOAD: 3 * 0.75}
+    assert sum_idle_by_cause(simulate_offloaded(costs, spilled=True)) == {
+        IdleCause.OFFLOAD: 3 * 0.75,
+        IdleCause.DISK: 3 * 4,
+    }
+    found = simulate_offloaded(costs, spilled=True)
     idle = idleness(found)
     for cause, ops in (
         (IdleCause.OFFLOAD, {Opcode.Offload, Opcode.Reload}),
@@ -55,30 +58,30 @@ def test_waits_for_the_host_and_for_the_disk_are_told_apart() -> None:
         assert {*awaited.tolist()} == ops
 
 
-def test_snapshots_on_the_same_lane_are_none_of_them() -> None:
+def test_snapshot_waits_have_their_own_idle_cause() -> None:
     costs = Costs(F=1, B=2, offload=0.5, reload=0.25, snapshot=20)
-    found = causes(run(costs, checkpoint_snapshots=True))
+    found = sum_idle_by_cause(simulate_offloaded(costs, checkpoint_snapshots=True))
     assert found[IdleCause.SNAPSHOT] > 0 and found[IdleCause.OFFLOAD] > 0
     assert found[IdleCause.SNAPSHOT] + found[IdleCause.OFFLOAD] == pytest.approx(
         sum(found.values())
     )
-    assert IdleCause.OFFLOAD not in causes(
-        run(Costs(F=1, B=2, snapshot=20), checkpoint_snapshots=True)
+    assert IdleCause.OFFLOAD not in sum_idle_by_cause(
+        simulate_offloaded(Costs(F=1, B=2, snapshot=20), checkpoint_snapshots=True)
     )
 
 
-def test_a_forward_that_waits_for_room_waits_for_the_offload_that_leaves_it() -> None:
+def test_forward_without_free_slot_waits_for_offload() -> None:
     text = to_text(offloaded(compile(schedules.gpipe, PipelineShape(1, 4))), folded=False).replace(
         "\nrank 0\n", "\nrank 0  saved 1\n"
     )
     found = simulate(check(from_text(text)), Costs(F=1, B=2, offload=0.5, reload=0.25))
-    assert causes(found) == {IdleCause.OFFLOAD: 4 * 0.75}
+    assert sum_idle_by_cause(found) == {IdleCause.OFFLOAD: 4 * 0.75}
     assert found.span == 4 * 3.75
 
 
-def test_free_copies_are_tried_and_free_snapshots_are_not_they() -> None:
+def test_advice_tries_free_copies_and_free_snapshots_apart() -> None:
     costs = Costs(F=1, B=2, offload=0.5, reload=0.25, snapshot=0.1)
-    timeline = run(costs, checkpoint_snapshots=True)
+    timeline = simulate_offloaded(costs, checkpoint_snapshots=True)
     told = {change.description: change.saved_share for change in advise(timeline, costs).changes}
     (copies,) = [saves for what, saves in told.items() if "copies to the host" in what]
     (kept,) = [saves for what, saves in told.items() if "snapshots" in what]
@@ -93,13 +96,13 @@ PRICED = Costs(F=1, B=2, offload=1, reload=1)
 SIZES = Sizes(saved=10, recompute_inputs=1)
 
 
-def advice_of(costs: Costs, limit: float | None = None, **options: Any) -> Advice:
+def advise_gpipe(costs: Costs, limit: float | None = None, **options: Any) -> Advice:
     program = compile(schedules.gpipe, PipelineShape(2, 8), costs=costs, **options)
     return advise(simulate(program, costs, sizes=SIZES), costs, memory_limit=limit)
 
 
-def test_offload_is_proposed_if_it_takes_no_time() -> None:
-    advice = advice_of(PRICED)
+def test_offload_without_extra_time_is_proposed() -> None:
+    advice = advise_gpipe(PRICED)
     (best,) = [change for change in advice.memory_changes if change.description == 'offload="all"']
     assert best.run.span == advice.baseline.span
     assert best.memory["device"] < advice.current.memory["device"] and best.memory["host"] > 0
@@ -109,39 +112,39 @@ def test_offload_is_proposed_if_it_takes_no_time() -> None:
         assert program == change.run.program
 
 
-def test_what_takes_more_time_and_memory_than_another_is_not_proposed() -> None:
+def test_dominated_memory_change_is_not_proposed() -> None:
     slow = replace(PRICED, offload=6, reload=6)
-    advice = advice_of(slow)
+    advice = advise_gpipe(slow)
     assert [change.description for change in advice.memory_changes] == ['recompute="all"']
-    first, *_ = advice_of(slow, offload=[0, 1]).memory_changes
+    first, *_ = advise_gpipe(slow, offload=[0, 1]).memory_changes
     assert first.description == "all saved activations kept" and first.saved_share > 0
-    most = [change.memory["device"] for change in advice_of(PRICED).memory_changes]
+    most = [change.memory["device"] for change in advise_gpipe(PRICED).memory_changes]
     assert most == sorted(most, reverse=True) and len({*most}) == len(most)
 
 
-def test_within_a_limit_is_proposed_what_fits() -> None:
-    advice = advice_of(PRICED, limit=35)
+def test_proposed_changes_fit_memory_limit() -> None:
+    advice = advise_gpipe(PRICED, limit=35)
     assert not advice.fits_memory and any(
         "offload" in change.description for change in advice.memory_changes
     )
     assert all(change.memory["device"] <= 35 for change in advice.memory_changes)
-    first, *_ = advice_of(
+    first, *_ = advise_gpipe(
         PRICED, limit=50
     ).memory_changes  # the same time as "all", and fewer copies
     assert first.description == 'offload="fit"' and first.run.span == advice.baseline.span
-    advice = advice_of(PRICED, limit=5)
+    advice = advise_gpipe(PRICED, limit=5)
     assert not advice.fits_memory and not advice.memory_changes
-    assert advice_of(PRICED, limit=500).fits_memory
+    assert advise_gpipe(PRICED, limit=500).fits_memory
 
 
-def test_nothing_is_claimed_of_copies_without_costs_or_sizes() -> None:
+def test_offload_advice_needs_copy_costs_and_sizes() -> None:
     program, free = compile(schedules.gpipe, PipelineShape(2, 8)), Costs(F=1, B=2)
     held = advise(simulate(program, free, sizes=SIZES), free).memory_changes
     assert not any("offload" in change.description for change in held)
     assert advise(simulate(program, PRICED), PRICED).memory_changes == []  # no sizes
 
 
-def test_explain_says_what_could_be_held(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_memory_changes(capsys: pytest.CaptureFixture[str]) -> None:
     head = "explain gpipe --ranks 2 --microbatches 8 --sizes saved=10MB --costs F=1,B=2"
     assert main(f"{head},offload=4,reload=4 -O offload=0,1".split()) == 0
     told = capsys.readouterr().out
@@ -160,7 +163,7 @@ def test_explain_says_what_could_be_held(capsys: pytest.CaptureFixture[str]) -> 
     assert 'offload="all"' in [change["description"] for change in facts["memory_changes"]]
 
 
-def test_simulate_and_check_tell_what_goes_where(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_and_check_print_offloaded_activations(capsys: pytest.CaptureFixture[str]) -> None:
     shape = (
         "gpipe --ranks 2 --microbatches 4 --sizes saved=10MB,recompute_inputs=1MB --costs F=1,B=2"
     )
@@ -199,7 +202,7 @@ def test_simulate_and_check_tell_what_goes_where(capsys: pytest.CaptureFixture[s
         ),
     ],
 )
-def test_what_is_named_for_nothing_is_told(how: dict[str, Any], told: str) -> None:
+def test_selection_that_moves_no_activation_warns(how: dict[str, Any], told: str) -> None:
     with pytest.warns(UserWarning, match=told):
         program = compile(schedules.one_f_one_b, PipelineShape(4, 8), **how)
     assert (
@@ -207,7 +210,7 @@ def test_what_is_named_for_nothing_is_told(how: dict[str, Any], told: str) -> No
     )
 
 
-def test_the_command_warns_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_command_prints_warning_as_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
     told: list[str] = []
 
     def shown(*warning: Any, **more: Any) -> None:
@@ -224,7 +227,7 @@ def test_the_command_warns_in_a_sentence(monkeypatch: pytest.MonkeyPatch) -> Non
     assert own.endswith("the use of the activations\n")
 
 
-def test_a_limit_says_what_moving_would_spare() -> None:
+def test_memory_limit_error_suggests_offload() -> None:
     shape, sizes = PipelineShape(4, 8), Sizes(saved=10, model_states=7)
     costs = Costs(F=1, B=2, offload=1, reload=1)
     with pytest.raises(MemoryLimitError) as caught:
@@ -236,7 +239,7 @@ def test_a_limit_says_what_moving_would_spare() -> None:
     assert not caught.value.hint
 
 
-def test_what_the_host_does_for_nothing_is_told(capsys: pytest.CaptureFixture[str]) -> None:
+def test_host_instructions_without_cost_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     """The host's steps take time, and `simulate` and `explain` say how to give their cost."""
     for command in ("simulate", "explain"):
         at = [

@@ -28,16 +28,18 @@ ROWS = (*OF_DISK, Opcode.ReloadState, Opcode.StageOptimizerStep, Opcode.OffloadS
 PLAN = PipelineShape(2, 4, 3)
 
 
-def lowered(schedule: Any = interleaved, shape: PipelineShape = PLAN, **how: Any) -> Program:
+def compile_on_disk(
+    schedule: Any = interleaved, shape: PipelineShape = PLAN, **how: Any
+) -> Program:
     return schedir.compile(schedule, shape, optimizer_placement="disk", **how)
 
 
-def names(program: Program, rank: int) -> list[str]:
+def list_state_instructions(program: Program, rank: int) -> list[str]:
     return [str(i) for i in program.streams[rank] if i.op in ROWS]
 
 
-def test_fetches_stand_ahead_by_the_rooms() -> None:
-    assert names(lowered(), 1) == [
+def test_disk_reads_run_ahead_by_host_buffer_count() -> None:
+    assert list_state_instructions(compile_on_disk(), 1) == [
         "read_state_from_disk 5", "reload_state 5", "read_state_from_disk 3", "reload_state 3",
         "read_state_from_disk 1",
         "stage_step 5", "offload_state 5", "write_state_to_disk 5", "stage_step 3",
@@ -45,7 +47,9 @@ def test_fetches_stand_ahead_by_the_rooms() -> None:
         "write_state_to_disk 3", "reload_state 1", "stage_step 1", "offload_state 1",
         "write_state_to_disk 1",
     ]  # fmt: skip
-    alone = names(lowered(optimizer_device_buffers=1, optimizer_host_buffers=1), 1)
+    alone = list_state_instructions(
+        compile_on_disk(optimizer_device_buffers=1, optimizer_host_buffers=1), 1
+    )
     order = (
         "read_state_from_disk",
         "reload_state",
@@ -55,9 +59,11 @@ def test_fetches_stand_ahead_by_the_rooms() -> None:
     )
     assert alone == [f"{what} {s}" for s in (5, 3, 1) for what in order]
     for rooms in (1, 2, 3):
-        (said,) = lowered(looped_bfs, PipelineShape(1, 2, 4), optimizer_host_buffers=rooms).slots
+        (said,) = compile_on_disk(
+            looped_bfs, PipelineShape(1, 2, 4), optimizer_host_buffers=rooms
+        ).slots
         assert said.specified() == {"state": 2, "state_host": rooms}
-        few = lowered(
+        few = compile_on_disk(
             looped_bfs,
             PipelineShape(1, 2, 4),
             optimizer_host_buffers=rooms,
@@ -66,7 +72,7 @@ def test_fetches_stand_ahead_by_the_rooms() -> None:
         assert few.state_host == rooms
 
 
-def test_few_stages_pass_through_as_many_rooms_as_told() -> None:
+def test_few_stages_use_requested_host_buffers() -> None:
     """The states of few stages pass through the given number of slots and host buffers.
 
     This holds even if a rank loads all states before it stores any. The times of two stages are
@@ -77,7 +83,7 @@ def test_few_stages_pass_through_as_many_rooms_as_told() -> None:
     for stages in (1, 2, 3, 4):
         for slots in (1, 2, 3):
             for rooms in (1, 2, 3):
-                program = lowered(
+                program = compile_on_disk(
                     looped_bfs,
                     PipelineShape(1, 2, stages),
                     optimizer_device_buffers=slots,
@@ -85,7 +91,7 @@ def test_few_stages_pass_through_as_many_rooms_as_told() -> None:
                 )
                 assert program.slots[0].state_host == min(stages, rooms)
     two = [
-        lowered(looped_bfs, PipelineShape(1, 2, 2), optimizer_host_buffers=rooms)
+        compile_on_disk(looped_bfs, PipelineShape(1, 2, 2), optimizer_host_buffers=rooms)
         for rooms in (1, 2)
     ]
     spans = [schedir.simulate(program, costs).span for program in two]
@@ -94,9 +100,9 @@ def test_few_stages_pass_through_as_many_rooms_as_told() -> None:
     assert spans[0] == pytest.approx(12 + 0.8 + 0.8 + 2 + 0.8 + 2)  # after the last load
 
 
-def test_a_chart_tells_tiers_of_what_forwards_saved() -> None:
+def test_chart_names_tiers_of_offloaded_activations_only() -> None:
     """Optimizer states do not count, so a chart without offloaded activations names no tiers."""
-    (*_, head, _, _) = schedir.viz.text_chart(schedir.simulate(lowered()))
+    (*_, head, _, _) = schedir.viz.text_chart(schedir.simulate(compile_on_disk()))
     assert "peak" in head[0][0] and "host" not in head[0][0] and "disk" not in head[0][0]
     moved = schedir.compile(interleaved, PLAN, optimizer_placement="disk", offload=[0])
     (*_, head, _, _) = schedir.viz.text_chart(schedir.simulate(moved))
@@ -104,7 +110,7 @@ def test_a_chart_tells_tiers_of_what_forwards_saved() -> None:
 
 
 @given(shapes(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(1, 4), st.integers(0, 3))
-def test_any_draft_has_them_once_and_is_legal(
+def test_random_draft_reads_and_writes_each_state_once(
     shape: PipelineShape, seed: int, slots: int, rooms: int, zero: int
 ) -> None:
     draft = random_compute_program(shape, random.Random(seed))
@@ -114,7 +120,7 @@ def test_any_draft_has_them_once_and_is_legal(
         "dp": 2,
         "tied_weights": shape.stages > 1,
     }
-    program = lowered(
+    program = compile_on_disk(
         draft, shape, optimizer_device_buffers=slots, optimizer_host_buffers=rooms, **how
     )
     for model in MODELS:
@@ -127,7 +133,7 @@ def test_any_draft_has_them_once_and_is_legal(
     )
     assert (program.words[~np.isin(program.op, OF_DISK)] == host.words).all()
     assert program.digest != host.digest
-    again = lowered(
+    again = compile_on_disk(
         draft, shape, optimizer_device_buffers=slots, optimizer_host_buffers=rooms, **how
     )
     assert again == program
@@ -136,7 +142,7 @@ def test_any_draft_has_them_once_and_is_legal(
 # ---------------------------------------------------------------- refusals
 
 
-def moved(text: str, what: str, before: str) -> Program:
+def move_line(text: str, what: str, before: str) -> Program:
     """Move the line of an instruction of rank 1 before another line, or delete it."""
     first, text = text.split("rank 1", 1)
     assert text.count(f"  {what}\n") == 1, what
@@ -168,15 +174,17 @@ def moved(text: str, what: str, before: str) -> Program:
         ("write_state_to_disk 3", "", CompletenessError, "write_state_to_disk 3"),
     ],
 )
-def test_a_wrong_order_is_refused(what: str, before: str, error: Any, says: str) -> None:
+def test_wrong_order_is_refused(what: str, before: str, error: Any, says: str) -> None:
     rooms = 1 if error is SlotError else 2
-    text = schedir.to_text(lowered(clip_grad_norm=True, optimizer_host_buffers=rooms), folded=False)
+    text = schedir.to_text(
+        compile_on_disk(clip_grad_norm=True, optimizer_host_buffers=rooms), folded=False
+    )
     with pytest.raises(error, match=says):
-        schedir.check(moved(text, what, before), blocking_hosts=True)
+        schedir.check(move_line(text, what, before), blocking_hosts=True)
 
 
-def test_what_does_not_go_together_is_refused() -> None:
-    text = schedir.to_text(lowered(), folded=False)
+def test_incompatible_options_are_refused() -> None:
+    text = schedir.to_text(compile_on_disk(), folded=False)
     with pytest.raises((CompletenessError, OrderError)):
         schedir.check(
             schedir.from_text(
@@ -192,7 +200,7 @@ def test_what_does_not_go_together_is_refused() -> None:
     with pytest.raises(
         UsageError, match="optimizer of a stage is not on the device: it is on the disk"
     ):
-        compute_footprints(lowered(), Sizes(model_states=10))
+        compute_footprints(compile_on_disk(), Sizes(model_states=10))
     with pytest.raises(UsageError, match="optimizer_placement = 'disk' needs spill_dir"):
         MemoryConfig(optimizer_placement="disk")  # type: ignore[call-arg]
     MemoryConfig(optimizer_placement="disk", spill_dir="/nvme")  # type: ignore[call-arg]
@@ -203,11 +211,11 @@ def test_what_does_not_go_together_is_refused() -> None:
 
 @pytest.mark.parametrize("zero", [0, 2])
 @pytest.mark.parametrize("rooms", [1, 2, 3])
-def test_bytes_are_told_by_tier(zero: int, rooms: int) -> None:
+def test_optimizer_bytes_on_disk_host_and_device(zero: int, rooms: int) -> None:
     """The disk always holds all states. Host and device hold those in transit that fit."""
     bytes_of = (8, 16, 24, 32, 40, 48)
     sizes = Sizes(optimizer=bytes_of, params=2, grads=2)
-    program = lowered(dp=2, zero=zero, optimizer_host_buffers=rooms)
+    program = compile_on_disk(dp=2, zero=zero, optimizer_host_buffers=rooms)
     costs = Costs(
         F=1,
         B=1,
@@ -236,9 +244,11 @@ def test_bytes_are_told_by_tier(zero: int, rooms: int) -> None:
         float(own.total_bytes.max())
         for own in compute_footprints(program, sizes, "host", worst_case=True)
     )
-    lowered(dp=2, zero=zero, optimizer_host_buffers=rooms, sizes=sizes, host_memory_limit=limit)
+    compile_on_disk(
+        dp=2, zero=zero, optimizer_host_buffers=rooms, sizes=sizes, host_memory_limit=limit
+    )
     with pytest.raises(MemoryLimitError, match="on the host"):
-        lowered(
+        compile_on_disk(
             dp=2, zero=zero, optimizer_host_buffers=rooms, sizes=sizes, host_memory_limit=limit - 1
         )
 
@@ -250,11 +260,11 @@ def test_bytes_are_told_by_tier(zero: int, rooms: int) -> None:
     st.lists(st.floats(0, 9), min_size=6, max_size=6),
     shapes(),
 )
-def test_no_tier_ever_holds_more_than_it_may(
+def test_worst_case_memory_bounds_every_tier(
     slots: int, rooms: int, seed: int, times: Sequence[float], shape: PipelineShape
 ) -> None:
     draft = random_compute_program(shape, random.Random(seed))
-    program = lowered(
+    program = compile_on_disk(
         draft, shape, optimizer_device_buffers=slots, optimizer_host_buffers=rooms, dp=2
     )
     names = (
@@ -277,7 +287,9 @@ def test_no_tier_ever_holds_more_than_it_may(
         assert (np.array(seen) <= np.array(most) + 1e-9).all()
 
 
-def pipeline(order: Sequence[str], slots: int, rooms: int, times: dict[str, float]) -> float:
+def compute_pipeline_span(
+    order: Sequence[str], slots: int, rooms: int, times: dict[str, float]
+) -> float:
     """Return the time when the last instruction ends.
 
     Each waits for its lane, for its stage's previous instruction, and for a free slot on the device
@@ -314,8 +326,8 @@ def pipeline(order: Sequence[str], slots: int, rooms: int, times: dict[str, floa
 @pytest.mark.parametrize(
     "times", [(1, 1, 1, 1, 1), (4, 1, 0.5, 1, 5), (1, 3, 1, 2, 1), (2, 0, 0, 0, 3)]
 )
-def test_a_step_is_a_pipeline_of_four_lanes(slots: int, rooms: int, times: Any) -> None:
-    program = lowered(
+def test_step_time_equals_four_lane_pipeline(slots: int, rooms: int, times: Any) -> None:
+    program = compile_on_disk(
         looped_bfs,
         PipelineShape(1, 2, 5),
         optimizer_device_buffers=slots,
@@ -327,7 +339,9 @@ def test_a_step_is_a_pipeline_of_four_lanes(slots: int, rooms: int, times: Any) 
     )  # fmt: skip
     each = dict(zip(lanes, times, strict=True))
     span = schedir.simulate(program, Costs(F=0, B=0, **each)).span
-    assert span == pytest.approx(pipeline(names(program, 0), slots, rooms, each))
+    assert span == pytest.approx(
+        compute_pipeline_span(list_state_instructions(program, 0), slots, rooms, each)
+    )
     # The disk has one lane.
     assert span >= 5 * (each["read_state_from_disk"] + each["write_state_to_disk"])
     if slots == rooms == 1:
@@ -337,7 +351,7 @@ def test_a_step_is_a_pipeline_of_four_lanes(slots: int, rooms: int, times: Any) 
         assert span <= 5 * (4 + 5) + 1 + 0.5 + 1
 
 
-def test_a_cluster_and_explain_tell_what_the_disk_takes() -> None:
+def test_cluster_disk_costs_cause_disk_idle_time() -> None:
     node = Cluster(
         nodes=1, gpus_per_node=2, flops=312e12, memory=80e9, hbm_bandwidth=2e12,
         nvlink_bandwidth=300e9, network_bandwidth=25e9,
@@ -350,6 +364,6 @@ def test_a_cluster_and_explain_tell_what_the_disk_takes() -> None:
         3.0,
         3.0,
     )
-    run = schedir.simulate(lowered(), costs)
+    run = schedir.simulate(compile_on_disk(), costs)
     table = sum_by_cause(idleness(run), run.ranks)
     assert table[:, IdleCause.DISK].sum() > 2 * 3.0  # two ranks

@@ -12,9 +12,7 @@ from schedir.errors import UsageError
 
 
 @given(st.lists(st.integers(1, 30), min_size=1, max_size=40), st.integers(1, 9))
-def test_packed_windows_have_each_target_of_each_document_once(
-    lengths: list[int], context: int
-) -> None:
+def test_packed_windows_have_each_target_once(lengths: list[int], context: int) -> None:
     ends = np.cumsum(np.array(lengths, np.int64))
     if max(lengths) < 2:
         with pytest.raises(UsageError, match="no document of two tokens"):
@@ -37,7 +35,7 @@ def test_packed_windows_have_each_target_of_each_document_once(
 
 
 @given(st.lists(st.integers(2, 10), min_size=1, max_size=60))
-def test_windows_are_as_few_as_best_fit_decreasing_promises(lengths: list[int]) -> None:
+def test_window_count_is_within_best_fit_bound(lengths: list[int]) -> None:
     """There are about 11/9 of the fewest windows at most (Johnson 1974)."""
     windows = PackedWindows(np.cumsum(np.array(lengths, np.int64)), 9)
     half = sum(length > 5 for length in lengths)  # no two of these fit into one window
@@ -45,7 +43,7 @@ def test_windows_are_as_few_as_best_fit_decreasing_promises(lengths: list[int]) 
     assert fewest <= len(windows) <= 3 * fewest / 2 + 1
 
 
-def test_the_fullest_window_that_has_room_is_taken() -> None:
+def test_document_goes_into_fullest_fitting_window() -> None:
     """Windows of 10 get 7, then 6, then 3 in the window of 7, then 2 and 2 in that of 6."""
     windows = PackedWindows(np.cumsum([2, 6, 3, 2, 7]), 9)
     assert len(windows) == 2 and windows.fill_ratio == 1

@@ -21,7 +21,7 @@ def commands(page: str) -> list[str]:
     return [line for line in lines if line.startswith("schedir ")]
 
 
-def run(command: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
+def run_shell_command(command: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
     """Run a command as a shell does, and return its exit code and output."""
     first, *words = shlex.split(command, comments=True)
     if first == "python":
@@ -35,7 +35,7 @@ def run(command: str, capsys: pytest.CaptureFixture[str]) -> tuple[int, str]:
 
 
 @pytest.mark.parametrize("name", READERS)
-def test_page_of_a_reader(
+def test_page_commands_print_documented_output(
     name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     page = (ROOT / "docs" / f"{name}.md").read_text()
@@ -55,19 +55,19 @@ def test_page_of_a_reader(
             capsys.readouterr()  # pages describe the output in words
             ran += 1
         elif step.kind == "command" and not step.text.startswith("schedir train"):
-            code, out = run(step.text, capsys)
+            code, out = run_shell_command(step.text, capsys)
             assert code == (2 if "Error: " in step.prints else 0), step.text
             shown = ".*".join(map(re.escape, step.prints.split("...\n")))
             assert re.fullmatch(shown, out, flags=re.S), (step.text, out)
             ran += 1
     for command in commands(page):
         if not command.startswith("schedir train"):  # tests/cpu trains
-            assert run(command, capsys)[0] == 0, command
+            assert run_shell_command(command, capsys)[0] == 0, command
             ran += 1
     assert ran or name in ("how-to/write-a-schedule", "how-to/train-from-a-configuration")
 
 
-def test_commands_that_pages_name_are_there(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_named_on_pages_exist(capsys: pytest.CaptureFixture[str]) -> None:
     """Commands and options exist, in blocks and in sentences, and Python blocks are valid."""
     helps: dict[str, str] = {}
     pages = [*ROOT.glob("*.md"), *(ROOT / "docs").rglob("*.md")]

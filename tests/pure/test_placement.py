@@ -25,7 +25,7 @@ from schedir.testing.strategies import random_compute_program, shapes
 from schedir.verify.check import check
 
 
-def test_names_are_rows() -> None:
+def test_named_placement_equals_its_rows() -> None:
     for name, rows in {
         "loop": [[0, 1, 2, 3]],
         "vee": [[0, 1, 2, 3, 3, 2, 1, 0]],
@@ -49,7 +49,9 @@ def test_names_are_rows() -> None:
     ("rows", "m", "parts"),
     [(1, 5, (0, 5)), (2, 5, (0, 3, 5)), (3, 5, (0, 2, 4, 5)), (3, 7, (0, 3, 5, 7))],
 )
-def test_parts_are_as_even_as_can_be(rows: int, m: int, parts: tuple[int, ...]) -> None:
+def test_placement_rows_share_microbatches_evenly(
+    rows: int, m: int, parts: tuple[int, ...]
+) -> None:
     shape = PipelineShape(3, m, placement=tuple((k, (k + 1) % 3, (k + 2) % 3) for k in range(rows)))
     assert shape.microbatch_row_offsets == parts and shape.placement_rows == rows
     for stage in range(3):
@@ -58,7 +60,7 @@ def test_parts_are_as_even_as_can_be(rows: int, m: int, parts: tuple[int, ...]) 
 
 
 @pytest.mark.parametrize("text", ["loop", "mirror-vee", "0,1,1", "0,1,2,3/3,2,1,0", "0,1/1,2/2,0"])
-def test_a_placement_is_a_text(text: str) -> None:
+def test_placement_round_trips_through_text(text: str) -> None:
     ranks = 4 if text[0] in "lm" or "3" in text else 2 + ("2" in text)
     shape = PipelineShape(ranks, 6, placement=text)
     assert format_placement(shape.placement) == text
@@ -99,13 +101,13 @@ def test_a_placement_is_a_text(text: str) -> None:
         ({"placement": "mirror-vee", "stages_per_rank": 3}, "stages_per_rank must be even, not 3"),
     ],
 )
-def test_what_is_no_placement(shape: dict[str, Any], fact: str) -> None:
+def test_invalid_placement_is_refused(shape: dict[str, Any], fact: str) -> None:
     with pytest.raises(ShapeError) as caught:
         PipelineShape(**{"ranks": 2, "microbatches": 8} | shape)
     assert fact in str(caught.value) and set(caught.value.fields) >= {*shape} - {"ranks"}
 
 
-def test_an_own_stage_may_have_two_names() -> None:
+def test_stage_has_local_number_on_each_rank() -> None:
     """Stage 1 is `F[1]` on rank 0 and `F[0]` on rank 1."""
     shape = PipelineShape(3, 4, placement=((0, 0), (2, 1)))
     assert shape.stages_on_rank == ((0, 1), (1,), (0,))
@@ -123,7 +125,9 @@ def test_an_own_stage_may_have_two_names() -> None:
 
 @settings(max_examples=25)
 @given(shapes(placements=["rows"]), st.randoms(use_true_random=False), st.booleans())
-def test_any_holders(shape: PipelineShape, rng: random.Random, tied: bool) -> None:
+def test_random_stage_replicas_compile_and_reduce(
+    shape: PipelineShape, rng: random.Random, tied: bool
+) -> None:
     """Under all models each holder runs its part, and reduces with the others of its stage."""
     for model in MODELS:
         program = compile(
@@ -144,7 +148,7 @@ def test_any_holders(shape: PipelineShape, rng: random.Random, tied: bool) -> No
     )  # the compute of one holder of a stage
 
 
-def test_each_holder_is_missed() -> None:
+def test_missing_replica_reduction_is_named() -> None:
     """The error names whichever of three holders is missing in the sum."""
     shape = PipelineShape(3, 3, placement=((0, 1), (1, 2), (2, 0)))
     text = to_text(compile(random_compute_program(shape, random.Random(0))), folded=False)
@@ -160,7 +164,7 @@ def test_each_holder_is_missed() -> None:
             check(from_text(whole))
 
 
-def test_a_microbatch_of_another_holder() -> None:
+def test_microbatch_of_other_replica_is_refused() -> None:
     def greedy(rank: int, ranks: int, microbatches: int) -> RankSchedule:
         return F[0].at(2) + F[0].at(0)
 
@@ -168,7 +172,7 @@ def test_a_microbatch_of_another_holder() -> None:
         compile(greedy, PipelineShape(2, 4, placement=((0, 1), (1, 0))))
 
 
-def test_a_draft_of_named_rows_is_that_of_their_name() -> None:
+def test_placement_name_and_rows_give_same_draft() -> None:
     rows = ((0, 1, 2, 3), (3, 2, 1, 0))
     one, other = (expand_schedule(dualpipe, PipelineShape(4, 8, 2, p)) for p in ("mirror", rows))
     assert [*one.streams] == [*other.streams]

@@ -37,7 +37,7 @@ PLAN = PlanEstimate(
 )  # fmt: skip
 
 
-def test_plans_in_words() -> None:
+def test_plans_print_as_golden_file() -> None:
     """The complete output is compared, for plans that are given here."""
     asked = PlanRequest(
         MODEL_PRESETS["gpt-175b"][0], cluster_preset("a100", 128), 1536, ("gpt-175b", "a100"), {}
@@ -54,7 +54,7 @@ def test_plans_in_words() -> None:
     assert text == GOLDEN.read_text()
 
 
-def test_one_of_a_kind_is_told_as_one() -> None:
+def test_counts_of_one_are_singular() -> None:
     one = replace(PLAN, pp=1, tp=1, dp=1, microbatches=1)
     asked = PlanRequest(
         MODEL_PRESETS["gpt-175b"][0],
@@ -140,7 +140,7 @@ REFUSED = {
 
 
 @pytest.mark.parametrize("argv", REFUSED, ids=" ".join)
-def test_what_is_wrong_is_one_sentence(
+def test_wrong_options_are_refused(
     argv: tuple[str, ...], tmp_path: Path, monkeypatch: pytest.MonkeyPatch,
     capsys: pytest.CaptureFixture[str],
 ) -> None:  # fmt: skip
@@ -149,7 +149,7 @@ def test_what_is_wrong_is_one_sentence(
     assert not [*tmp_path.iterdir()]
 
 
-def test_a_file_says_a_model(
+def test_model_file_is_read(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The file gives the model at its top or in [model], with the names of `schedir train`.
@@ -167,7 +167,7 @@ def test_a_file_says_a_model(
     assert "wrong.toml: a model has no field 'sequnce'\n  hint: did you mean 'sequence'?" in told
 
 
-def test_shapes_are_as_large_as_their_names() -> None:
+def test_model_presets_have_named_parameter_count() -> None:
     for name, (model, _) in MODEL_PRESETS.items():
         # Its experts share attention, so Mixtral 8x7B has 47 billion (arXiv 2401.04088).
         size = "-47b" if name == "mixtral-8x7b" else name
@@ -176,7 +176,7 @@ def test_shapes_are_as_large_as_their_names() -> None:
         assert abs(params / float(number) - 1) < 0.04, (name, params)
 
 
-def test_gpus_are_whole_nodes_or_a_part_of_one() -> None:
+def test_gpus_fill_nodes_or_part_of_one() -> None:
     node = cluster_preset("a100")
     assert resize_cluster(node, 3072).nodes == 384
     assert (resize_cluster(node, 4).nodes, resize_cluster(node, 4).gpus_per_node) == (1, 4)
@@ -184,7 +184,7 @@ def test_gpus_are_whole_nodes_or_a_part_of_one() -> None:
         resize_cluster(node, 20)
 
 
-def test_it_is_told_for_a_program(capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_output_has_plans(capsys: pytest.CaptureFixture[str]) -> None:
     told = json.loads(run_command(capsys, *AT, "--top=3", "--json"))
     assert told["batch"] == 32 and told["cluster"]["gpus"] == 4
     assert told["model"]["hidden"] == 256
@@ -199,7 +199,7 @@ def test_it_is_told_for_a_program(capsys: pytest.CaptureFixture[str]) -> None:
     assert steps[1:] == sorted(steps[1:]) and steps[0] <= 1.02 * min(steps)
 
 
-def test_what_is_fixed_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
+def test_fixed_options_are_kept(capsys: pytest.CaptureFixture[str]) -> None:
     fixed = ("--pp=2", "--tp=1,2", "--schedules=gpipe,one_f_one_b", "--recompute=full", "--zero=1")
     told = json.loads(run_command(capsys, *AT, *fixed, "--json"))["plans"]
     assert told
@@ -208,7 +208,7 @@ def test_what_is_fixed_is_kept(capsys: pytest.CaptureFixture[str]) -> None:
         assert plan["recompute"] == "full" and plan["schedule"] in ("gpipe", "one_f_one_b")
 
 
-def test_plans_use_a_part_of_the_memory(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_limit_bounds_plans(capsys: pytest.CaptureFixture[str]) -> None:
     at = ("plan", "--model=llama-7b", "--cluster=a100", "--gpus=8", "--batch=32", "--json",
           "--closed-form-only")  # fmt: skip
     for limit in (40e9, 60e9):
@@ -219,7 +219,7 @@ def test_plans_use_a_part_of_the_memory(capsys: pytest.CaptureFixture[str]) -> N
     assert "--memory-limit 90 GB is not a part of the 80 GB of a GPU" in words
 
 
-def test_the_plan_is_written_and_drawn(
+def test_selected_plan_is_written_and_drawn(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The selected plan is written as a configuration and as a program, and drawn."""
@@ -244,7 +244,7 @@ def test_the_plan_is_written_and_drawn(
     assert {path.suffix for path in tmp_path.iterdir()} == {".toml", ".svg", ".sched", ".png"}
 
 
-def test_a_search_finds_a_shorter_schedule(
+def test_improve_schedules_finds_shorter_schedule(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The schedule is written as a program, since a configuration has no name for it."""
@@ -269,7 +269,7 @@ def test_a_search_finds_a_shorter_schedule(
     )
 
 
-def test_layers_are_divided_so_that_a_step_is_shorter(
+def test_optimize_division_shortens_step(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With a large vocabulary the last stage gets fewer layers, also in the written file."""
@@ -286,7 +286,7 @@ def test_layers_are_divided_so_that_a_step_is_shorter(
     assert f"layers_per_stage = {layers}" in (tmp_path / "best.toml").read_text()
 
 
-def test_the_page_can_be_followed(
+def test_how_to_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Run its Python, and the commands whose output it does not show.
@@ -306,7 +306,7 @@ def test_the_page_can_be_followed(
     assert {path.name for path in tmp_path.iterdir()} == {"best.toml", "best.sched", "best.csv"}
 
 
-def test_over_numbers_of_gpus(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_gpu_counts_print_scaling(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The batch is the same for each number, or grows. A number without a plan is explained."""
     picture = tmp_path / "scale.svg"
     at = (

@@ -42,12 +42,12 @@ NODE = Cluster(nodes=1, gpus_per_node=8, flops=250e12, memory=80e9, hbm_bandwidt
 SCHEDULES = {"one_f_one_b": 1, "gpipe": 1, "interleaved": 2, "zb_h1": 1, "zb_v": 2}
 
 
-def cluster(gpus: int, **more: Any) -> Cluster:
+def resize_node(gpus: int, **more: Any) -> Cluster:
     return replace(NODE, gpus_per_node=gpus, **more)
 
 
 @st.composite
-def choices(draw: st.DrawFn) -> tuple[planner.ParallelPlan, planner.TransformerSpec]:
+def plans_with_models(draw: st.DrawFn) -> tuple[planner.ParallelPlan, planner.TransformerSpec]:
     schedule = draw(st.sampled_from(sorted(SCHEDULES)))
     p, t, d = (draw(st.sampled_from([1, 2, 4])) for _ in range(3))
     v = SCHEDULES[schedule]
@@ -67,12 +67,12 @@ def choices(draw: st.DrawFn) -> tuple[planner.ParallelPlan, planner.TransformerS
 
 
 @settings(max_examples=40, deadline=None)
-@given(choices())
-def test_parts_add_up_and_work_is_a_bound(
+@given(plans_with_models())
+def test_breakdown_sums_to_step_and_work_bounds_it(
     case: tuple[planner.ParallelPlan, planner.TransformerSpec],
 ) -> None:
     choice, model = case
-    where = cluster(choice.gpus)
+    where = resize_node(choice.gpus)
     found = simulate_plan(model, where, choice)
     assert found.is_simulated
     assert sum(found.breakdown) == pytest.approx(found.step_time, rel=1e-9)
@@ -86,11 +86,11 @@ def test_parts_add_up_and_work_is_a_bound(
     assert min(abs(busy - each) for each in work) <= 1e-9 * busy
 
 
-def alike(
+def make_uniform_plan(
     p: int, m: int, **more: Any
 ) -> tuple[planner.TransformerSpec, Cluster, planner.ParallelPlan]:
     """Return a plan whose stages all take equal time, and whose messages take no time."""
-    free = cluster(p, nvlink_bandwidth=1e30, network_bandwidth=1e30, latency=0.0)
+    free = resize_node(p, nvlink_bandwidth=1e30, network_bandwidth=1e30, latency=0.0)
     model = planner.TransformerSpec(layers=2 * p, hidden=256, heads=4, vocab=1, sequence=64)
     return model, free, planner.ParallelPlan(pp=p, microbatches=m, **more)
 
@@ -98,11 +98,11 @@ def alike(
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 13), (8, 32)])
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "gpipe"])
 @pytest.mark.parametrize("recompute", ["none", "full"])
-def test_balanced_flush_is_the_closed_formula(
+def test_balanced_stages_match_closed_formula(
     monkeypatch: pytest.MonkeyPatch, p: int, m: int, schedule: str, recompute: str
 ) -> None:
     """The time is (m + p - 1)(F + B) as in SC21, section 2.2.1, with recomputation in B."""
-    model, free, choice = alike(p, m, schedule=schedule, recompute=recompute)
+    model, free, choice = make_uniform_plan(p, m, schedule=schedule, recompute=recompute)
     inner = planner.stage_time(model, free, choice, 2)
     monkeypatch.setattr(
         import_module("schedir.planner.estimate.instruction_costs"),
@@ -126,7 +126,7 @@ def compositions(total: int, parts: int, least: list[int]) -> Iterator[tuple[int
 
 @settings(max_examples=60, deadline=None)
 @given(st.data())
-def test_balanced_against_all_divisions(data: st.DataObject) -> None:
+def test_balance_layers_is_optimal(data: st.DataObject) -> None:
     ranks, layers = data.draw(st.integers(1, 4)), data.draw(st.integers(1, 7))
     number = st.one_of(st.integers(0, 9).map(float), st.just(np.inf))
     row = st.lists(number, min_size=layers + 1, max_size=layers + 1)
@@ -147,7 +147,7 @@ def test_balanced_against_all_divisions(data: st.DataObject) -> None:
 @pytest.mark.parametrize(("p", "v", "schedule", "layers"), [
     (3, 1, "one_f_one_b", 9), (2, 2, "interleaved", 8), (2, 2, "zb_v", 9), (4, 1, "zb_h1", 10),
 ])  # fmt: skip
-def test_cut_against_all_divisions(p: int, v: int, schedule: str, layers: int) -> None:
+def test_layer_division_is_near_best_division(p: int, v: int, schedule: str, layers: int) -> None:
     """No division of a small model is much faster than the chosen one, nor is the even one.
 
     All divisions are simulated. The head takes as long as some layers.
@@ -157,35 +157,37 @@ def test_cut_against_all_divisions(p: int, v: int, schedule: str, layers: int) -
     stages = p * v
     least = [0, *[1] * (stages - 2), 0]
     steps = {
-        each: simulate_plan(model, cluster(p), replace(choice, layers_per_stage=each)).step_time
+        each: simulate_plan(model, resize_node(p), replace(choice, layers_per_stage=each)).step_time
         for each in compositions(layers, stages, least)
         if max(each) - min(each) <= 4
     }
-    found = optimize_layer_division(model, cluster(p), choice)
+    found = optimize_layer_division(model, resize_node(p), choice)
     assert steps[found] <= min(steps.values()) * 1.02
     if layers % stages == 0:
         assert steps[found] <= steps[(layers // stages,) * stages]
 
 
-def test_cut_keeps_to_memory() -> None:
+def test_layer_division_respects_memory() -> None:
     """The first rank of 1F1B needs most memory, and with less memory it gets fewer layers."""
     model = planner.TransformerSpec(layers=12, hidden=2048, heads=16, vocab=1024, sequence=2048)
     choice = planner.ParallelPlan(pp=4, microbatches=16, microbatch_size=4)
-    wide = optimize_layer_division(model, cluster(4), choice)
-    fullest = simulate_plan(model, cluster(4), replace(choice, layers_per_stage=wide)).memory.total
-    less = cluster(4, memory=0.95 * fullest)
+    wide = optimize_layer_division(model, resize_node(4), choice)
+    fullest = simulate_plan(
+        model, resize_node(4), replace(choice, layers_per_stage=wide)
+    ).memory.total
+    less = resize_node(4, memory=0.95 * fullest)
     found = simulate_plan(
         model, less, replace(choice, layers_per_stage=optimize_layer_division(model, less, choice))
     )
     assert found.fits and found.layers_per_stage[0] < wide[0]
     with pytest.raises(UsageError):
-        optimize_layer_division(model, cluster(4, memory="1MB"), choice)
+        optimize_layer_division(model, resize_node(4, memory="1MB"), choice)
 
 
 # ---------------------------------------------------------------- a shorter schedule from a search
 
 
-def test_a_shorter_schedule_is_found_within_memory() -> None:
+def test_improved_schedule_fits_memory() -> None:
     choice = planner.ParallelPlan(
         pp=2,
         stages_per_rank=2,
@@ -195,8 +197,8 @@ def test_a_shorter_schedule_is_found_within_memory() -> None:
         zero=1,
         recompute="full",
     )
-    own = simulate_plan(MODEL, cluster(choice.gpus), choice)
-    tight = cluster(choice.gpus, memory=1.02 * own.memory.total)
+    own = simulate_plan(MODEL, resize_node(choice.gpus), choice)
+    tight = resize_node(choice.gpus, memory=1.02 * own.memory.total)
     found = improve_schedule(MODEL, tight, choice, time_limit=60, max_evaluations=150)
     told = found.estimate
     assert told.step_time <= own.step_time
@@ -225,9 +227,11 @@ DENSE = planner.TransformerSpec(layers=16, hidden=4096, heads=32, vocab=32000, s
     (MIXED, planner.ParallelPlan(pp=1, dp=8, ep=4, stages_per_rank=4, microbatches=4,
                                  schedule="looped_bfs", zero=3)),
 ])  # fmt: skip
-def test_near_the_closed_form(model: planner.TransformerSpec, choice: planner.ParallelPlan) -> None:
+def test_simulation_is_near_closed_form(
+    model: planner.TransformerSpec, choice: planner.ParallelPlan
+) -> None:
     """The simulation and the closed form are independent, and give nearly the same numbers."""
-    where = replace(cluster(4), nodes=choice.gpus // 4)
+    where = replace(resize_node(4), nodes=choice.gpus // 4)
     one = simulate_plan(model, where, choice)
     other = planner.estimate_step(model, where, choice, exact=False)
     assert one.step_time == pytest.approx(other.step_time, rel=0.05)
@@ -240,7 +244,7 @@ def test_near_the_closed_form(model: planner.TransformerSpec, choice: planner.Pa
 
 @pytest.mark.parametrize(("model", "e"), [(DENSE, 1), (MIXED, 1), (MIXED, 2)])
 @pytest.mark.parametrize("zero", [0, 1])
-def test_what_slices_sum_of_a_shared_sequence_is_priced(
+def test_sequence_parallel_gradient_sum_costs(
     model: planner.TransformerSpec, zero: int, e: int
 ) -> None:
     """The sum of gradients over tensor-parallel ranks costs the time of an all-reduce.
@@ -251,7 +255,7 @@ def test_what_slices_sum_of_a_shared_sequence_is_priced(
     choice = planner.ParallelPlan(pp=2, tp=4, dp=2, stages_per_rank=2, microbatches=4,
                                   schedule="interleaved", zero=zero,
                             sequence_parallel=True, ep=e)  # fmt: skip
-    where = replace(cluster(8), nodes=2)
+    where = replace(resize_node(8), nodes=2)
     one, two = (np.array(count_layer_params(model, t, e)) for t in (1, 2))
     whole, of_experts = (2 * two - one) * model.layers / 4
     whole += of_experts * (e if zero else 1)  # experts are divided among e times fewer replicas
@@ -281,7 +285,7 @@ def test_what_slices_sum_of_a_shared_sequence_is_priced(
 
 
 @pytest.mark.parametrize("sent", [0.1, 0.5, 2.0])
-def test_a_joined_pair_hides_all_to_alls_as_a_program_of_segments_does(sent: float) -> None:
+def test_overlapped_pair_time_matches_segment_program(sent: float) -> None:
     """The pair's time is that between a forward and a backward that run alone."""
     layers = 3
     segments = 2 * layers + 1
@@ -300,8 +304,8 @@ def test_a_joined_pair_hides_all_to_alls_as_a_program_of_segments_does(sent: flo
     assert pair >= max(3 * segments, 2 * total)
 
 
-def test_only_joined_schedules_hide_all_to_alls() -> None:
-    where = replace(cluster(8), nodes=2)
+def test_only_overlapped_pairs_hide_all_to_alls() -> None:
+    where = replace(resize_node(8), nodes=2)
     zb_v, dualpipe_v = (
         planner.simulate_plan(
             MIXED,

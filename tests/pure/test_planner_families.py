@@ -27,7 +27,7 @@ from schedir.planner.transformer.layer_division import (
 ALL = [pytest.param(each, id=name) for name, each in SCHEDULE_FORMULAS.items()]
 
 
-def plan(each: ScheduleFormulas, P: int, v: int, turns: int) -> PipelineShape:
+def make_shape(each: ScheduleFormulas, P: int, v: int, turns: int) -> PipelineShape:
     """Return a shape with a few microbatches more than the family's minimum."""
     stages = {"one": 1, "two": 2, "many": v}[each.stages_per_rank]
     least = int(each.min_microbatches(P))
@@ -35,7 +35,7 @@ def plan(each: ScheduleFormulas, P: int, v: int, turns: int) -> PipelineShape:
     return PipelineShape(P, m, stages, "vee" if each.is_vee else "loop")
 
 
-def span(each: ScheduleFormulas, of: PipelineShape, **costs: float) -> float:
+def simulate_span(each: ScheduleFormulas, of: PipelineShape, **costs: float) -> float:
     made = compile(getattr(schedules, each.name), of, costs=Costs(**costs))
     return simulate(made, Costs(**costs)).span
 
@@ -43,16 +43,16 @@ def span(each: ScheduleFormulas, of: PipelineShape, **costs: float) -> float:
 @pytest.mark.parametrize("each", ALL)
 @settings(max_examples=8)
 @given(data=st.data())
-def test_idle_time_and_messages_are_those_of_the_program(each: ScheduleFormulas, data: Any) -> None:
+def test_idle_time_and_messages_match_program(each: ScheduleFormulas, data: Any) -> None:
     P, v = data.draw(st.integers(2, 6)), data.draw(st.integers(2, 4))
-    of = plan(each, P, v, data.draw(st.integers(1, 3)))
+    of = make_shape(each, P, v, data.draw(st.integers(1, 3)))
     F, I, W = 1.0, data.draw(st.floats(1.0, 1.6)), data.draw(st.floats(0.4, 1.0))
     m, v = of.microbatches, of.stages_per_rank
     costs = {"F": F, "I": I, "W": W, "B": I + W}
     law = (P - 1) * float(each.wait_time(F, I, W)) + m * v * (F + I + W)
-    assert span(each, of, **costs) == pytest.approx(law)
+    assert simulate_span(each, of, **costs) == pytest.approx(law)
     send = 0.02
-    more = (span(each, of, **costs, send=send) - law) / send
+    more = (simulate_span(each, of, **costs, send=send) - law) / send
     assert more == pytest.approx(
         float(each.exposed_messages(P, v, m)), abs=P + 1 if each.has_split_backward else 2
     )
@@ -61,8 +61,8 @@ def test_idle_time_and_messages_are_those_of_the_program(each: ScheduleFormulas,
 @pytest.mark.parametrize("each", ALL)
 @given(P=st.integers(1, 6), v=st.integers(2, 4), turns=st.integers(1, 3))
 @settings(max_examples=8)
-def test_held_is_what_the_program_holds(each: ScheduleFormulas, P: int, v: int, turns: int) -> None:
-    of = plan(each, P, v, turns)
+def test_live_activations_match_program(each: ScheduleFormulas, P: int, v: int, turns: int) -> None:
+    of = make_shape(each, P, v, turns)
     found = peak_in_flight(compile(getattr(schedules, each.name), of))
     law = [each.live_activations(P, of.stages_per_rank, of.microbatches, r) for r in range(P)]
     assert found.tolist() == law
@@ -70,7 +70,7 @@ def test_held_is_what_the_program_holds(each: ScheduleFormulas, P: int, v: int, 
 
 @given(P=st.integers(1, 4), v=st.integers(1, 6), groups=st.integers(1, 4))
 @settings(max_examples=12)
-def test_gathers_are_those_of_the_program(P: int, v: int, groups: int) -> None:
+def test_unshard_count_matches_program(P: int, v: int, groups: int) -> None:
     for name in ("looped_bfs", "interleaved", "interleaved_zb"):
         made = compile(getattr(schedules, name), PipelineShape(P, P * groups, v), dp=2, zero=3)
         found = {int((stream.op == Opcode.Unshard).sum()) for stream in made.streams}
@@ -78,14 +78,14 @@ def test_gathers_are_those_of_the_program(P: int, v: int, groups: int) -> None:
 
 
 @given(layers=st.integers(1, 60), stages=st.integers(1, 12))
-def test_layers_divide_as_evenly_as_can_be(layers: int, stages: int) -> None:
+def test_layers_divide_evenly(layers: int, stages: int) -> None:
     found = divide_evenly(layers, stages)
     assert sum(found) == layers and len(found) == stages and max(found) - min(found) <= 1
     if stages > 2 and layers % stages <= stages - 2:
         assert found[0] == found[-1] == min(found)
 
 
-def test_shares_have_all_layers_once() -> None:
+def test_rank_shares_have_each_layer_once() -> None:
     model = TransformerSpec(layers=10, hidden=8, heads=2, vocab=16, sequence=4)
     choice = ParallelPlan(
         pp=2, stages_per_rank=2, microbatches=4, schedule="zb_v", layers_per_stage=(1, 2, 3, 4)
@@ -102,7 +102,7 @@ def test_shares_have_all_layers_once() -> None:
     ]
 
 
-def test_refusals() -> None:
+def test_wrong_division_or_schedule_is_refused() -> None:
     model = TransformerSpec(layers=10, hidden=8, heads=2, vocab=16, sequence=4)
     with pytest.raises(
         UsageError,

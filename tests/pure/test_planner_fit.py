@@ -33,7 +33,7 @@ NODE = replace(
 )  # fmt: skip
 
 
-def block(cluster: Cluster, hidden: int, sequence: int, b: int) -> MeasuredLayer:
+def measure_layer(cluster: Cluster, hidden: int, sequence: int, b: int) -> MeasuredLayer:
     """Return a measured layer with exactly the times of a cluster."""
     model = TransformerSpec(layers=1, hidden=hidden, heads=1, vocab=2, sequence=sequence)
     choice = ParallelPlan(microbatch_size=b, attention="flash")
@@ -41,7 +41,7 @@ def block(cluster: Cluster, hidden: int, sequence: int, b: int) -> MeasuredLayer
     return MeasuredLayer(model, choice, told.F + told.B)
 
 
-def seen(cluster: Cluster, copied: float = 10.0) -> MachineMeasurements:
+def measure_cluster(cluster: Cluster, copied: float = 10.0) -> MachineMeasurements:
     """Return the measurements of a machine that is exactly like a Cluster."""
     products = [(m, h, h) for m in (128, 512) for h in (256, 512)]
     large = [(256, 128, 1), (512, 64, 2), (512, 128, 4)]
@@ -53,8 +53,8 @@ def seen(cluster: Cluster, copied: float = 10.0) -> MachineMeasurements:
         memory=cluster.memory,
         gemms=[MeasuredGemm(m, k, n, 6.0 * m * k * n / cluster.flops) for m, k, n in products],
         copy_bandwidth=copied * cluster.hbm_bandwidth,
-        tiny_layers=[block(cluster, 16, 8, 1)],
-        layers=[block(cluster, *one) for one in large],
+        tiny_layers=[measure_layer(cluster, 16, 8, 1)],
+        layers=[measure_layer(cluster, *one) for one in large],
         all_reduces=[
             MeasuredAllReduce(g, x, cluster.all_reduce_time(x, g))
             for g in (2, 4)
@@ -65,9 +65,9 @@ def seen(cluster: Cluster, copied: float = 10.0) -> MachineMeasurements:
 
 
 @pytest.mark.parametrize("cluster", [HERE, NODE], ids=["processors", "GPUs"])
-def test_what_is_as_it_says_comes_back(cluster: Cluster) -> None:
+def test_fit_returns_measured_cluster(cluster: Cluster) -> None:
     """The fit returns the same Cluster, except the hidden time of the smallest layers."""
-    found = fit_cluster(seen(cluster))
+    found = fit_cluster(measure_cluster(cluster))
     for name in ("flops", "memory", "hbm_bandwidth", "nvlink_bandwidth", "latency", "kernel_us"):
         assert getattr(found, name) == pytest.approx(getattr(cluster, name), rel=0.05), name
     assert (found.gpu_count, found.itemsize, found.processors) == (
@@ -75,14 +75,19 @@ def test_what_is_as_it_says_comes_back(cluster: Cluster) -> None:
         cluster.itemsize,
         cluster.processors,
     )
-    assert max(abs(row.relative_error) for row in compare_measurements(found, seen(cluster))) < 0.05
+    assert (
+        max(
+            abs(row.relative_error) for row in compare_measurements(found, measure_cluster(cluster))
+        )
+        < 0.05
+    )
 
 
 @given(st.data())
-def test_noise_stays_as_small_as_it_is(data: st.DataObject) -> None:
+def test_fit_error_stays_near_measurement_noise(data: st.DataObject) -> None:
     """If each measurement is wrong by a tenth at most, the fit is wrong by little more."""
     wrong = st.floats(0.9, 1.1)
-    true = seen(HERE)
+    true = measure_cluster(HERE)
 
     def noisy(some: Any) -> Any:
         return [one._replace(seconds=one.seconds * data.draw(wrong)) for one in some]
@@ -95,32 +100,32 @@ def test_noise_stays_as_small_as_it_is(data: st.DataObject) -> None:
     assert max(abs(row.relative_error) for row in compare_measurements(found, true)) < 0.25
 
 
-def test_layers_faster_than_their_products_have_the_memory_of_a_copy() -> None:
-    true = seen(HERE)
+def test_fast_layers_use_copy_bandwidth() -> None:
+    true = measure_cluster(HERE)
     quick = true._replace(layers=[one._replace(seconds=one.seconds / 2) for one in true.layers])
     assert fit_cluster(quick).hbm_bandwidth == true.copy_bandwidth
 
 
-def test_one_process_has_no_sums() -> None:
-    alone = seen(HERE)._replace(processes=1, all_reduces=[])
+def test_single_process_has_no_latency() -> None:
+    alone = measure_cluster(HERE)._replace(processes=1, all_reduces=[])
     found = fit_cluster(alone)
     assert found.latency == 0
     assert found.nvlink_bandwidth == alone.copy_bandwidth
 
 
-def test_no_latency_is_less_than_none() -> None:
+def test_latency_is_not_negative() -> None:
     falling = [
         MeasuredAllReduce(2, 1e6, 1e-3),
         MeasuredAllReduce(2, 2e6, 2.2e-3),
         MeasuredAllReduce(2, 4e6, 4.6e-3),
     ]
-    found = fit_cluster(seen(HERE)._replace(all_reduces=falling))
+    found = fit_cluster(measure_cluster(HERE)._replace(all_reduces=falling))
     assert found.latency == 0
     assert 0.8e9 < found.nvlink_bandwidth < 1e9
 
 
-def test_nothing_measured_is_refused() -> None:
+def test_missing_measurements_are_refused() -> None:
     with pytest.raises(
         UsageError, match="gemms, tiny_layers and layers must each have at least one measurement"
     ):
-        fit_cluster(seen(HERE)._replace(layers=[]))
+        fit_cluster(measure_cluster(HERE)._replace(layers=[]))

@@ -40,7 +40,7 @@ def models(draw: st.DrawFn) -> TransformerSpec:
 
 
 @st.composite
-def choices(draw: st.DrawFn) -> ParallelPlan:
+def plans(draw: st.DrawFn) -> ParallelPlan:
     return ParallelPlan(
         pp=2,
         tp=draw(st.sampled_from([1, 2, 4, 8])),
@@ -54,8 +54,8 @@ def choices(draw: st.DrawFn) -> ParallelPlan:
     )
 
 
-@given(models(), choices())
-def test_products_do_what_the_model_asks_for(model: TransformerSpec, choice: ParallelPlan) -> None:
+@given(models(), plans())
+def test_gemm_flops_match_model(model: TransformerSpec, choice: ParallelPlan) -> None:
     per_layer, ends = (
         sum(3 * gemm.forward_flops for gemm in pieces(model, choice).gemms if gemm.name != "router")
         for pieces in (list_layer_ops, list_head_ops)
@@ -89,13 +89,13 @@ def test_products_do_what_the_model_asks_for(model: TransformerSpec, choice: Par
         (ParallelPlan(tp=16), "processes must be different numbers from 0 to 7"),
     ],
 )
-def test_what_cannot_be_divided_is_refused(choice: ParallelPlan, words: str) -> None:
+def test_indivisible_degrees_are_refused(choice: ParallelPlan, words: str) -> None:
     with pytest.raises(UsageError, match=words):
         planner.layer_time(GPT, NODE, choice)
 
 
-@given(models(), choices())
-def test_what_runs_again_is_the_forward(model: TransformerSpec, choice: ParallelPlan) -> None:
+@given(models(), plans())
+def test_recompute_time_is_forward_time(model: TransformerSpec, choice: ParallelPlan) -> None:
     cluster = replace(NODE, nodes=4)
     none, core, full = (
         planner.layer_time(model, cluster, replace(choice, recompute=r))
@@ -107,8 +107,8 @@ def test_what_runs_again_is_the_forward(model: TransformerSpec, choice: Parallel
     assert none.total.F == core.total.F == full.total.F
 
 
-@given(models(), choices())
-def test_more_sequences_take_longer(model: TransformerSpec, choice: ParallelPlan) -> None:
+@given(models(), plans())
+def test_larger_microbatch_takes_longer(model: TransformerSpec, choice: ParallelPlan) -> None:
     cluster = replace(NODE, nodes=4)
     one, two = (
         planner.layer_time(
@@ -120,8 +120,8 @@ def test_more_sequences_take_longer(model: TransformerSpec, choice: ParallelPlan
     assert two.B >= one.B * (1 - 1e-9)
 
 
-@given(models(), choices())
-def test_slices_share_the_work_and_no_more(model: TransformerSpec, choice: ParallelPlan) -> None:
+@given(models(), plans())
+def test_tensor_parallel_compute_is_bounded(model: TransformerSpec, choice: ParallelPlan) -> None:
     cluster = replace(NODE, nodes=4, kernel_us=0)
     whole, cut = (
         planner.layer_time(model, cluster, replace(choice, tp=t, sequence_parallel=cuts)).compute
@@ -131,10 +131,8 @@ def test_slices_share_the_work_and_no_more(model: TransformerSpec, choice: Paral
         assert one / choice.tp * (1 - 1e-9) <= part <= one * (1 + 1e-9)
 
 
-@given(models(), choices())
-def test_a_stage_takes_no_longer_than_its_parts(
-    model: TransformerSpec, choice: ParallelPlan
-) -> None:
+@given(models(), plans())
+def test_stage_takes_at_most_sum_of_parts(model: TransformerSpec, choice: ParallelPlan) -> None:
     cluster = replace(NODE, nodes=4)
     parts = planner.layer_time(model, cluster, choice)
     ends = [
@@ -147,7 +145,7 @@ def test_a_stage_takes_no_longer_than_its_parts(
     assert whole.B <= every.B * (1 + 1e-9)
 
 
-def test_a_small_layer_waits_for_its_host() -> None:
+def test_small_layer_is_limited_by_kernel_launch() -> None:
     small = TransformerSpec(layers=4, hidden=256, heads=4, vocab=1000, sequence=64)
     slow, fast = (
         planner.layer_time(small, replace(NODE, kernel_us=us), ParallelPlan()) for us in (20, 10)
@@ -159,14 +157,14 @@ def test_a_small_layer_waits_for_its_host() -> None:
     ) == planner.layer_time(GPT, replace(NODE, kernel_us=10), ParallelPlan(microbatch_size=8))
 
 
-def test_a_layer_of_22_billion_takes_what_was_published() -> None:
+def test_layer_times_match_published_22b_model() -> None:
     """Each forward and backward is within 2 % of times that are printed to 0.1 ms."""
     for row in published_runs.layer_times():
         times = planner.layer_time(row.model, NODE, row.choice).total
         assert pytest.approx(row.seconds, rel=0.02) == (times.F, times.B), row.name
 
 
-def test_stages_of_another_paper_take_what_was_published() -> None:
+def test_stage_times_match_second_paper() -> None:
     """A microbatch in an inner stage is within 8 %, and no constant was fitted to these."""
     for row in published_runs.stage_times():
         cluster = replace(NODE, nodes=row.choice.pp // 8)
@@ -174,7 +172,7 @@ def test_stages_of_another_paper_take_what_was_published() -> None:
         assert sum(times) == pytest.approx(sum(row.seconds), rel=0.08), row.name
 
 
-def test_sums_hide_under_whole_backwards_only() -> None:
+def test_tensor_collectives_hide_under_full_backwards_only() -> None:
     choice = ParallelPlan(tp=8, microbatch_size=4)
     whole, split, bare = (
         planner.layer_time(
@@ -190,7 +188,7 @@ def test_sums_hide_under_whole_backwards_only() -> None:
     assert split == bare and whole.F == split.F > 0
 
 
-def test_products_are_made_of_whole_tiles_in_whole_waves() -> None:
+def test_gemm_time_counts_full_tiles_and_waves() -> None:
     one = replace(NODE, flops=108e12, peak=None, hbm_bandwidth=1e18)  # 1e12 per multiprocessor
     prices = OpTimes(one, ParallelPlan(), SoftwareConstants(max_splits=1), True)
     tile = 2 * 128 * 256 * 4096 / 1e12
@@ -207,7 +205,7 @@ def test_products_are_made_of_whole_tiles_in_whole_waves() -> None:
     assert pytest.approx(tile / 8) == split.time_gemm(Gemm("one", 128, 256, 4096)).F
 
 
-def test_experts_and_parts_of_a_sequence_talk() -> None:
+def test_expert_and_context_parallel_collective_times() -> None:
     many = replace(GPT, experts=8, active=2)
     here = planner.layer_time(many, NODE, ParallelPlan(microbatch_size=4))
     near = planner.layer_time(many, NODE, ParallelPlan(microbatch_size=4, dp=8, ep=8))
@@ -233,7 +231,7 @@ def test_experts_and_parts_of_a_sequence_talk() -> None:
     )  # completely hidden
 
 
-def test_flash_attention_saves_what_scores_take() -> None:
+def test_flash_attention_skips_score_memory_passes() -> None:
     softmax, flash = (
         planner.layer_time(
             GPT,
@@ -253,7 +251,7 @@ def test_flash_attention_saves_what_scores_take() -> None:
     assert pytest.approx(2.5 * product / constants.flash_backward_efficiency) == backward
 
 
-def test_constants_are_bounded() -> None:
+def test_software_constants_are_bounded() -> None:
     for one in SoftwareConstants().list_constants():
         assert one.min_value <= one.value <= one.max_value and one.meaning and one.source
         for beyond in (one.min_value - 1, one.max_value + 1, float("nan"), "many"):
@@ -261,7 +259,7 @@ def test_constants_are_bounded() -> None:
                 SoftwareConstants(**{one.name: beyond})  # type: ignore[arg-type]
 
 
-def test_clusters_that_are_known() -> None:
+def test_cluster_presets_are_complete() -> None:
     for name in planner.cluster_presets():
         known = planner.cluster_preset(name, nodes=3)
         assert known.nodes == 3 and known.peak is not None and known.flops < known.peak
@@ -270,7 +268,7 @@ def test_clusters_that_are_known() -> None:
         planner.cluster_preset("a10")
 
 
-def test_peak_is_not_below_what_is_reached() -> None:
+def test_peak_flops_is_at_least_flops() -> None:
     usual: dict[str, Any] = dict(memory=1, hbm_bandwidth=1, nvlink_bandwidth=1, network_bandwidth=1)
     assert Cluster(1, 1, flops=10, **usual).peak_flops == 10
     said: dict[str, Any] = dict(peak="2GFLOP/s")

@@ -42,12 +42,12 @@ NODE = Cluster(nodes=1, gpus_per_node=4, flops=250e12, memory=8e9, hbm_bandwidth
 CLOSE = 1e-9
 
 
-def cluster(gpus: int, **more: Any) -> Cluster:
+def resize_node(gpus: int, **more: Any) -> Cluster:
     return replace(NODE, gpus_per_node=gpus, **more)
 
 
 @st.composite
-def cases(draw: st.DrawFn) -> tuple[planner.ParallelPlan, Cluster]:
+def offload_plans(draw: st.DrawFn) -> tuple[planner.ParallelPlan, Cluster]:
     """Draw a plan with offload, and GPUs with less memory than it needs without offload."""
     schedule = draw(st.sampled_from(["one_f_one_b", "gpipe", "interleaved", "zb_h1"]))
     p, t, d = (
@@ -66,21 +66,23 @@ def cases(draw: st.DrawFn) -> tuple[planner.ParallelPlan, Cluster]:
         offload=draw(st.sampled_from(["none", "fit"])),
     )  # fmt: skip
     assume(choice.has_offload)
-    plain = planner.simulate_plan(MODEL, cluster(p * t * d), on_device(choice)).memory
+    plain = planner.simulate_plan(MODEL, resize_node(p * t * d), remove_offload(choice)).memory
     share = draw(st.floats(0.5, 1.0))
-    return choice, cluster(p * t * d, memory=max(share * plain.total, 1.1e9))
+    return choice, resize_node(p * t * d, memory=max(share * plain.total, 1.1e9))
 
 
-def on_device(choice: planner.ParallelPlan) -> planner.ParallelPlan:
+def remove_offload(choice: planner.ParallelPlan) -> planner.ParallelPlan:
     return replace(choice, offload="none", optimizer_placement="device")
 
 
 @settings(max_examples=15, deadline=None)
-@given(cases())
-def test_what_offloads_adds_up(case: tuple[planner.ParallelPlan, Cluster]) -> None:
+@given(offload_plans())
+def test_offload_breakdown_and_memory_match_program(
+    case: tuple[planner.ParallelPlan, Cluster],
+) -> None:
     """The breakdown adds up to the step, memory is that of the program, and copies cost time."""
     choice, where = case
-    plain = planner.simulate_plan(MODEL, where, on_device(choice))
+    plain = planner.simulate_plan(MODEL, where, remove_offload(choice))
     try:
         found = planner.simulate_plan(MODEL, where, choice)
     except MemoryLimitError:
@@ -104,7 +106,9 @@ def test_what_offloads_adds_up(case: tuple[planner.ParallelPlan, Cluster]) -> No
     # Costs also determine the order of messages, so the program to compare with is lowered with
     # the same costs.
     lowered: dict[str, Any] = {} if choice.offload == "none" else {"costs": costs}
-    alike = simulate(plan_program(on_device(choice), **lowered), costs, progress_model="per_edge")
+    alike = simulate(
+        plan_program(remove_offload(choice), **lowered), costs, progress_model="per_edge"
+    )
     assert found.step_time >= alike.span * (1 - CLOSE)
     most = run.peak_memory.max() * (1 + constants.allocator_share) + constants.reserved_bytes
     assert most == pytest.approx(found.memory.total, rel=CLOSE)
@@ -122,15 +126,15 @@ def test_what_offloads_adds_up(case: tuple[planner.ParallelPlan, Cluster]) -> No
             )
 
 
-def test_states_of_one_stage_come_and_go_behind_all_else() -> None:
+def test_single_stage_optimizer_copies_are_exposed() -> None:
     """With one stage, nothing runs during the load and the store of its optimizer states.
 
     The expected time is computed by hand.
     """
     choice = planner.ParallelPlan(microbatches=4, optimizer_placement="host")
-    where = cluster(1, memory=80e9)
+    where = resize_node(1, memory=80e9)
     plain, found = (
-        planner.simulate_plan(MODEL, where, each) for each in (on_device(choice), choice)
+        planner.simulate_plan(MODEL, where, each) for each in (remove_offload(choice), choice)
     )
     assert NODE.host_bandwidth is not None
     once = NODE.latency + plain.memory.optimizer / NODE.host_bandwidth
@@ -140,14 +144,16 @@ def test_states_of_one_stage_come_and_go_behind_all_else() -> None:
 
 
 @pytest.mark.parametrize("recompute", get_args(Recompute))
-def test_what_is_saved_takes_its_bytes_over_the_link(recompute: Recompute) -> None:
+def test_offload_cost_is_saved_bytes_over_bandwidth(recompute: Recompute) -> None:
     """Each copy moves the bytes that a stage saved, and a slower link makes the step longer."""
     tight = planner.ParallelPlan(
         pp=4, microbatches=8, microbatch_size=4, recompute=recompute, offload="fit"
     )
-    least = planner.simulate_plan(MODEL, cluster(4, memory=80e9), on_device(tight)).memory.total
-    where = cluster(4, memory=0.9 * least)
-    whole = plan_program(on_device(tight))
+    least = planner.simulate_plan(
+        MODEL, resize_node(4, memory=80e9), remove_offload(tight)
+    ).memory.total
+    where = resize_node(4, memory=0.9 * least)
+    whole = plan_program(remove_offload(tight))
     costs = compute_costs(
         MODEL,
         where,
@@ -172,13 +178,13 @@ def test_what_is_saved_takes_its_bytes_over_the_link(recompute: Recompute) -> No
         assert simulate(moved, slow, progress_model="per_edge").span > 2 * found.step_time
 
 
-def test_what_does_not_fit_gets_a_plan() -> None:
+def test_plan_that_needs_offload_is_found() -> None:
     """No plan fits without offload.
 
     With it, the first plan is at least as short as each plan with states on the host.
     """
     where, how = (
-        cluster(2, memory=4e9),
+        resize_node(2, memory=4e9),
         {"pp": 1, "schedules": ("one_f_one_b", "interleaved")},
     )
     with pytest.raises(UsageError, match="plans fits into"):
@@ -187,11 +193,11 @@ def test_what_does_not_fit_gets_a_plan() -> None:
     assert all(one.fits and one.is_simulated and one.has_offload for one in found)
     assert [one.step_time for one in found] == sorted(one.step_time for one in found)
     assert best.offload_comparison.startswith("no plan fits without offload: the smallest needs ")
-    shortest = min(everything(where, 4, how))
+    shortest = min(list_host_optimizer_step_times(where, 4, how))
     assert best.step_time <= shortest
 
 
-def everything(where: Cluster, batch: int, how: dict[str, Any]) -> list[float]:
+def list_host_optimizer_step_times(where: Cluster, batch: int, how: dict[str, Any]) -> list[float]:
     """Return the step times of all plans that fit with only the optimizer states on the host."""
     plans = planner.all_plans(MODEL, where, batch, offload=True, **how).plans
     steps = []
@@ -203,9 +209,9 @@ def everything(where: Cluster, batch: int, how: dict[str, Any]) -> list[float]:
     return steps
 
 
-def test_offload_beside_what_fits() -> None:
+def test_fitting_plans_are_compared_with_offload() -> None:
     """Plans without offload are unchanged, and the first is compared with the best with offload."""
-    where = cluster(4, memory=80e9)
+    where = resize_node(4, memory=80e9)
     plain, found = (
         planner.plan(MODEL, where, 8, top=3, schedules=("one_f_one_b", "zb_h1"), offload=way)
         for way in (False, True)
@@ -222,8 +228,8 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("fact", REFUSED)
-def test_hosts_are_told(fact: str) -> None:
-    where = cluster(4, **REFUSED[fact])
+def test_offload_needs_host_values_of_cluster(fact: str) -> None:
+    where = resize_node(4, **REFUSED[fact])
     with pytest.raises(UsageError, match=fact):
         planner.plan(MODEL, where, 8, offload=True)
     for way in ({"offload": "fit"}, {"optimizer_placement": "host"}):
@@ -231,8 +237,8 @@ def test_hosts_are_told(fact: str) -> None:
             planner.simulate_plan(MODEL, where, planner.ParallelPlan(pp=4, microbatches=8, **way))  # type: ignore[arg-type]
 
 
-def test_who_knows_nothing_of_copies_says_so(tmp_path: Path) -> None:
-    one, where = planner.ParallelPlan(pp=4, microbatches=8, offload="fit"), cluster(4)
+def test_functions_without_copy_support_refuse_offload(tmp_path: Path) -> None:
+    one, where = planner.ParallelPlan(pp=4, microbatches=8, offload="fit"), resize_node(4)
     closed = simulation_only_error().fact
     with pytest.raises(UsageError, match=closed):
         planner.plan(MODEL, where, 8, offload=True, exact=False)
@@ -247,19 +253,19 @@ def test_who_knows_nothing_of_copies_says_so(tmp_path: Path) -> None:
         planner.train_config(MODEL, one)
     with pytest.raises(UsageError, match="needs sizes and memory_limit"):
         plan_program(one)
-    tight, small = said_choice(where)
+    tight, small = make_tight_plan(where)
     moves = planner.simulated_program(MODEL, small, tight)
     told = tomllib.loads(planner.train_config(MODEL, tight, offload_program=moves))["memory"][
         "offload"
     ]
     again = compile(schedules.one_f_one_b, PipelineShape(4, 8), offload=told)
-    assert offloaded(again) == offloaded(moves) != set()
+    assert list_offloaded(again) == list_offloaded(moves) != set()
     told = tomllib.loads(
         planner.train_config(MODEL, replace(one, offload="none", optimizer_placement="host"))
     )
     assert told["memory"] == {"optimizer_placement": "host"}
     moved = tmp_path / "own.sched"
-    moved.write_text(said_program(where), encoding="utf-8")
+    moved.write_text(make_offload_text(where), encoding="utf-8")
     file = replace(one, schedule=str(moved), offload="none")
     with pytest.raises(
         UsageError, match="contains offload, and the planner cannot estimate the copies"
@@ -278,21 +284,23 @@ def test_who_knows_nothing_of_copies_says_so(tmp_path: Path) -> None:
         )
 
 
-def offloaded(whole: Program) -> set[tuple[int, int]]:
+def list_offloaded(whole: Program) -> set[tuple[int, int]]:
     return {(s, mb) for stream in whole.streams for op, s, mb in stream if op == Opcode.Offload}
 
 
-def said_choice(where: Cluster) -> tuple[planner.ParallelPlan, Cluster]:
+def make_tight_plan(where: Cluster) -> tuple[planner.ParallelPlan, Cluster]:
     """Return a plan that offloads some of its microbatches, and the cluster where it does."""
     tight = planner.ParallelPlan(pp=4, microbatches=8, microbatch_size=4, offload="fit")
-    least = planner.simulate_plan(MODEL, replace(where, memory=80e9), on_device(tight)).memory.total
+    least = planner.simulate_plan(
+        MODEL, replace(where, memory=80e9), remove_offload(tight)
+    ).memory.total
     return tight, replace(where, memory=0.9 * least)
 
 
-def said_program(where: Cluster) -> str:
+def make_offload_text(where: Cluster) -> str:
     from schedir import to_text
 
-    tight, small = said_choice(where)
+    tight, small = make_tight_plan(where)
     whole = planner.simulated_program(MODEL, small, tight)
     assert Opcode.Offload in whole.used_opcodes
     return to_text(whole)
@@ -301,10 +309,10 @@ def said_program(where: Cluster) -> str:
 SHAPE = ("--layers=8", "--hidden=2048", "--heads=16", "--vocab=8192", "--sequence=1024")
 
 
-def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_plan_command_with_offload(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The output says what is on the host and what that gains. The program is the planned one."""
     node, out = tmp_path / "node.toml", tmp_path / "best.sched"
-    numbers = vars(cluster(2, memory=4e9))
+    numbers = vars(resize_node(2, memory=4e9))
     lines = [f"{name} = {value}" for name, value in numbers.items() if value]
     node.write_text("\n".join(lines), encoding="utf-8")
     asked = ("plan", *SHAPE, f"--cluster={node}", "--batch=8", "--pp=1", "--top=2")
@@ -318,7 +326,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     costs = told.partition("--costs ")[2]
     step = simulate(whole, parse_costs(costs), progress_model="per_edge").span
     # The best plan does not depend on the number of plans that are asked for.
-    best, *_ = planner.plan(MODEL, cluster(2, memory=4e9), 8, pp=1, top=1, offload=True)
+    best, *_ = planner.plan(MODEL, resize_node(2, memory=4e9), 8, pp=1, top=1, offload=True)
     assert step == pytest.approx(best.step_time, rel=1e-3)
     for option in ("--tradeoff", "--optimize-division", "--improve-schedules"):
         more = ("--picture", str(tmp_path / "x.svg")) if option == "--tradeoff" else ()
@@ -336,7 +344,7 @@ def test_the_command(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None
     )
 
 
-def test_windows_are_refused(tmp_path: Path) -> None:
+def test_windowed_attention_is_refused(tmp_path: Path) -> None:
     file = tmp_path / "model.toml"
     shape = "layers = 2\nhidden = 64\nheads = 4\nvocab = 64\ncontext = 32\n"
     file.write_text(f"[model]\n{shape}window = 0\nstride = 1\n", encoding="utf-8")

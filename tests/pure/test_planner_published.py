@@ -15,7 +15,7 @@ SUM = re.compile(r"^([a-z][a-z ,]+): ([\d.]+)% in the mean.* ([+-][\d.]+)% at wo
 
 
 @pytest.mark.parametrize("name", ["layers", "stages", "node", "sc21"])
-def test_no_further_off_than_the_page_says(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_errors_are_at_most_documented(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     text = PAGE.read_text().split(f"`python benchmarks/planner.py {name}`", 1)[1]
     told = SUM.search(text)
     assert told
@@ -26,7 +26,7 @@ def test_no_further_off_than_the_page_says(name: str, capsys: pytest.CaptureFixt
     assert abs(float(found[3])) <= abs(float(told[3]))
 
 
-def test_memory_is_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_matches_published_tables(capsys: pytest.CaptureFixture[str]) -> None:
     """These are all cells of ZeRO's Table 1, and all rows of Table 2 of arXiv 2205.05198."""
     tables.memory()
     said = capsys.readouterr().out
@@ -34,7 +34,7 @@ def test_memory_is_as_printed(capsys: pytest.CaptureFixture[str]) -> None:
     assert said.count("+0.0%") + said.count("-0.0%") == 6
 
 
-def test_published_rows_are_whole() -> None:
+def test_published_rows_are_consistent() -> None:
     """The rows are consistent: GPUs, batches, and parameters by SC21's equation 2."""
     for row, run in zip(
         published.table("sc21_table1_weak_scaling"), published.weak_scaling(), strict=True

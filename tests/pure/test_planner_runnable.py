@@ -27,22 +27,22 @@ MODEL = planner.TransformerSpec(layers=12, hidden=768, heads=12, vocab=8192, seq
 # ---------------------------------------------------------------- options of other trainers
 
 
-def found(pattern: str, text: str) -> str:
+def match_group(pattern: str, text: str) -> str:
     match = re.search(pattern, text)
     assert match, text
     return match[1]
 
 
-def stages_of_layout(text: str) -> tuple[int, ...]:
+def parse_megatron_layout(text: str) -> tuple[int, ...]:
     """Return the layers of each stage of Megatron-LM's layout, read as in its user guide."""
-    text = found(r'layout "([^"]*)"', text)
+    text = match_group(r'layout "([^"]*)"', text)
     text = re.sub(r"\(([^)]+)\)\*(\d+)", lambda x: x[1] * int(x[2]), text)
     text = re.sub(r"(.)\*(\d+)", lambda x: x[1] * int(x[2]), text)
     assert text[0] == "E" and text[-1] == "L" and {*text} <= {*"EtL|"}
     return tuple(stage.count("t") for stage in text.split("|"))
 
 
-def stages_of_less(text: str, stages: int, layers: int) -> tuple[int, ...]:
+def count_torchtitan_layers(text: str, stages: int, layers: int) -> tuple[int, ...]:
     """Return torchtitan's layers of each stage, with fewer layers in the first and the last."""
     first, last = (int(n) for n in re.findall(r"less_layers = (\d+)", text))
     each, more = divmod(layers + first + last, stages)
@@ -54,7 +54,7 @@ def stages_of_less(text: str, stages: int, layers: int) -> tuple[int, ...]:
 
 @settings(deadline=None)
 @given(st.data())
-def test_options_say_the_division(data: st.DataObject) -> None:
+def test_launcher_options_give_layer_division(data: st.DataObject) -> None:
     p, v = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 3))
     parts = data.draw(st.lists(st.integers(1, 4), min_size=p * v, max_size=p * v))
     ends = data.draw(st.tuples(st.integers(1, 3), st.integers(0, 3)))
@@ -66,7 +66,7 @@ def test_options_say_the_division(data: st.DataObject) -> None:
     )
     said = launcher_options(model, choice)
     if "layout" in said["megatron"]:
-        assert stages_of_layout(said["megatron"]) == choice.layers_per_stage
+        assert parse_megatron_layout(said["megatron"]) == choice.layers_per_stage
     else:
         assert len({*parts}) == 1
     first, last = (
@@ -81,14 +81,14 @@ def test_options_say_the_division(data: st.DataObject) -> None:
         assert len({*inner}) <= 1 and all(each % v == 0 for each in ranks)
     titan = said["torchtitan"]
     if "less_layers" in titan:
-        assert stages_of_less(titan, p * v, model.layers) == choice.layers_per_stage
+        assert count_torchtitan_layers(titan, p * v, model.layers) == choice.layers_per_stage
     else:
-        names = found(r"model_part = (\[.*\])", titan)
+        names = match_group(r"model_part = (\[.*\])", titan)
         each = [*map(str.split, re.findall(r"\[([^\[\]]*)\]", names))]
         assert tuple(sum("layers." in n for n in own) for own in each) == choice.layers_per_stage
 
 
-def test_what_others_cannot_be_told_is_said() -> None:
+def test_launcher_options_for_unsupported_schedule() -> None:
     model, choice = (
         MODEL,
         planner.ParallelPlan(pp=2, stages_per_rank=2, microbatches=4, schedule="zb_v"),
@@ -100,7 +100,7 @@ def test_what_others_cannot_be_told_is_said() -> None:
 # ---------------------------------------------------------------- for our trainer
 
 
-def test_config_says_the_choice() -> None:
+def test_train_config_contains_plan() -> None:
     choice = planner.ParallelPlan(pp=2, tp=2, dp=2, stages_per_rank=2, microbatch_size=3,
                                   microbatches=8, schedule="interleaved", zero=2,
                             recompute="full", layers_per_stage=(3, 3, 4, 2))  # fmt: skip
@@ -115,7 +115,7 @@ def test_config_says_the_choice() -> None:
 
 
 @st.composite
-def choices(draw: st.DrawFn) -> planner.ParallelPlan:
+def plans(draw: st.DrawFn) -> planner.ParallelPlan:
     schedule, v = draw(st.sampled_from([
         ("one_f_one_b", 1), ("gpipe", 1), ("zb_h1", 1), ("zb_v", 2), ("interleaved", 2),
         ("interleaved", 3), ("looped_bfs", 4),
@@ -136,8 +136,8 @@ def choices(draw: st.DrawFn) -> planner.ParallelPlan:
     deadline=None,
     suppress_health_check=[HealthCheck.function_scoped_fixture],
 )
-@given(choices(), st.booleans(), st.sampled_from(["cpu", "cuda"]))
-def test_the_trainer_makes_the_program_of_the_choice(
+@given(plans(), st.booleans(), st.sampled_from(["cpu", "cuda"]))
+def test_train_config_compiles_program_of_plan(
     tmp_path: Path, choice: planner.ParallelPlan, tied: bool, device: str
 ) -> None:
     model = replace(MODEL, layers=sum(choice.layers_per_stage), tied=tied)
@@ -157,7 +157,7 @@ def test_the_trainer_makes_the_program_of_the_choice(
             read.model.context) == (model.layers, 768, 12, 8192, 512)  # fmt: skip
 
 
-def test_a_choice_is_exported(tmp_path: Path) -> None:
+def test_plan_is_exported(tmp_path: Path) -> None:
     """A plan is exported as a program file, which can be used again and exported to torch."""
     file, table = tmp_path / "plan.sched", tmp_path / "plan.csv"
     choice = planner.ParallelPlan(
@@ -179,7 +179,7 @@ def test_a_choice_is_exported(tmp_path: Path) -> None:
     ({}, {"layers_per_stage": (4, 0, 4, 4), "pp": 4}),
     ({}, {"rank_order": "tp-dp-pp", "pp": 2, "dp": 2}),
 ])  # fmt: skip
-def test_what_the_trainer_cannot_do_is_refused(
+def test_plan_that_trainer_cannot_run_is_refused(
     model: dict[str, Any], choice: dict[str, Any]
 ) -> None:
     with pytest.raises(UsageError) as refused:
@@ -193,7 +193,7 @@ def test_what_the_trainer_cannot_do_is_refused(
      "stages_per_rank"),
     (planner.ParallelPlan(pp=2, microbatches=4, schedule="zb_v"), "stages_per_rank"),
 ])  # fmt: skip
-def test_a_schedule_with_other_stages_is_refused(choice: planner.ParallelPlan, field: str) -> None:
+def test_wrong_stages_per_rank_is_refused(choice: planner.ParallelPlan, field: str) -> None:
     with pytest.raises(UsageError) as refused:
         plan_program(choice)
     assert field in refused.value.fields

@@ -38,14 +38,14 @@ VALUES: dict[str, list[tuple[str, Any]]] = {
 
 
 @st.composite
-def chosen(draw: st.DrawFn) -> dict[str, tuple[str, Any]]:
+def draw_options(draw: st.DrawFn) -> dict[str, tuple[str, Any]]:
     names = draw(st.lists(st.sampled_from(sorted(VALUES)), unique=True, max_size=4))
     return {name: draw(st.sampled_from(VALUES[name])) for name in names}
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture])
-@given(chosen())
-def test_an_option_is_a_keyword_of_compile(
+@given(draw_options())
+def test_option_equals_compile_keyword(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, tuple[str, Any]]
 ) -> None:
     """Both give the same program, or the same error."""
@@ -63,7 +63,7 @@ def test_an_option_is_a_keyword_of_compile(
         assert code == 0 and schedir.from_text(file.read_text()) == program
 
 
-def test_what_is_no_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
     at = ("check", "gpipe")
     assert "did you mean -O zero?" in run_refused_command(capsys, *at, "-O", "zeros=1")
     assert "-O zero needs a value\n  hint: -O zero=N" in run_refused_command(
@@ -84,7 +84,7 @@ def test_what_is_no_option_is_refused(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 @pytest.mark.parametrize("name", PROGRAM_OPTIONS)
-def test_each_option_is_described(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_each_option_has_help(name: str, capsys: pytest.CaptureFixture[str]) -> None:
     assert PROGRAM_OPTIONS[name].help and (
         name in FIELDS_WITH_FLAGS or f"-O {name}" in run_command(capsys, "options", name)
     )
@@ -135,13 +135,13 @@ def test_each_option_is_described(name: str, capsys: pytest.CaptureFixture[str])
         ("simulat gpipe", "did you mean schedir simulate?"),
     ],
 )
-def test_an_old_name_is_answered_with_the_new_one(
+def test_wrong_command_names_right_one(
     old: str, new: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     assert new in run_refused_command(capsys, *old.split())
 
 
-def test_options_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_config_file_sets_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "run.toml"
     file.write_text('[pipeline]\ntp = 2\noverlap = true\n[memory]\nrecompute = "all"\n')
     assert read_config(str(file)) == {"tp": 2, "overlap": True, "recompute": "all"}
@@ -199,7 +199,7 @@ def test_options_of_a_configuration(tmp_path: Path, capsys: pytest.CaptureFixtur
         ("[memory]\n\nrecompute = '0.99'", ["microbatch 99", "run.toml, line 3: memory.recompute"]),
     ],
 )
-def test_errors_about_a_configuration_have_its_line(
+def test_config_errors_have_line(
     lines: str, parts: list[str], tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.toml"
@@ -246,9 +246,7 @@ def test_hints_on_the_command_line(
          'offload="fit" moves them to the host'),
     ],
 )  # fmt: skip
-def test_hints_in_python_have_no_option_of_the_command_line(
-    options: dict[str, Any], hint: str
-) -> None:
+def test_python_hints_have_no_command_line_options(options: dict[str, Any], hint: str) -> None:
     with pytest.raises(SchedirError) as refused:
         schedir.compile("gpipe", ranks=4, microbatches=8, **options)
     assert hint in refused.value.hint
@@ -258,7 +256,7 @@ def test_hints_in_python_have_no_option_of_the_command_line(
     assert (pickled, pickled.command) == (own, own.command)
 
 
-def test_an_option_that_replaces_a_wrong_setting_has_no_line_of_the_file(
+def test_error_of_overriding_option_has_no_config_line(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "run.toml"
@@ -268,13 +266,13 @@ def test_an_option_that_replaces_a_wrong_setting_has_no_line_of_the_file(
     assert "microbatch 98" in message and "run.toml" not in message
 
 
-def test_without_a_command_the_first_steps_are_shown(capsys: pytest.CaptureFixture[str]) -> None:
+def test_no_command_prints_first_steps(capsys: pytest.CaptureFixture[str]) -> None:
     text = run_command(capsys)
     assert text.count("\n  schedir ") == 7 and "schedir --help" in text
 
 
 @pytest.mark.parametrize("command", COMMANDS)
-def test_examples_of_the_help_are_commands(
+def test_help_examples_are_valid_commands(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """Their options exist, and so does the page that they name."""
@@ -293,12 +291,12 @@ def test_examples_of_the_help_are_commands(
     assert (ROOT / page).is_file()
 
 
-def test_the_module_of_a_command_is_found() -> None:
+def test_import_command_finds_module() -> None:
     assert import_module("schedir.commands.import_") is import_command("import")
 
 
 @pytest.mark.parametrize("module", sorted({*RENAMED_ATTRIBUTES} - {"schedir.runtime"}))
-def test_an_old_attribute_is_answered_with_the_new_one(module: str) -> None:
+def test_renamed_attribute_names_new_one(module: str) -> None:
     found = import_module(module)
     for old, new in RENAMED_ATTRIBUTES[module].items():
         assert old not in found.__all__ and new in {*dir(found), *found.__all__}
@@ -307,12 +305,12 @@ def test_an_old_attribute_is_answered_with_the_new_one(module: str) -> None:
                 exec(code, {})
 
 
-def test_a_search_offers_no_option_that_it_refuses(capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_help_omits_program_options(capsys: pytest.CaptureFixture[str]) -> None:
     assert "-O" not in run_command(capsys, "search", "--help")
     assert "-O" in run_command(capsys, "simulate", "--help")
 
 
-def test_plans_and_programs_name_recomputation_alike(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compile_accepts_recompute_names_of_plan(capsys: pytest.CaptureFixture[str]) -> None:
     """`schedir plan` prints none and full, which `compile` must accept."""
     plain, full = (
         run_command(capsys, "print", "gpipe", *more) for more in ((), ("-O", "recompute=all"))
@@ -327,7 +325,7 @@ def test_plans_and_programs_name_recomputation_alike(capsys: pytest.CaptureFixtu
         assert other.digest == program.digest
 
 
-def test_costs_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_costs_are_read_from_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "costs.txt"
     wanted = run_command(capsys, "simulate", "gpipe", "--costs", "F=1:2:1:1,B=2,send=0.5")
     for text in (
@@ -339,9 +337,7 @@ def test_costs_in_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> 
         assert run_command(capsys, "simulate", "gpipe", "--costs", f"@{file}") == wanted
 
 
-def test_a_file_with_the_suffix_of_another_kind(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_file_suffix_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     program, run = tmp_path / "a.sched", tmp_path / "b.timeline"
     run_command(capsys, "compile", "gpipe", "-o", str(program))
     run_command(capsys, "simulate", "gpipe", "-o", str(run))
@@ -359,7 +355,7 @@ def test_a_file_with_the_suffix_of_another_kind(
     )
 
 
-def test_names_of_the_algebra_are_not_schedules_of_a_file(
+def test_imported_names_are_not_listed_as_schedules(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = tmp_path / "mine.py"

@@ -62,7 +62,7 @@ def looks(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     return seen
 
 
-def test_a_proof_stays_until_the_program_changes(looks: list[Program]) -> None:
+def test_proof_is_kept_until_program_changes(looks: list[Program]) -> None:
     program = from_text(to_text(compile(one_f_one_b, PipelineShape(3, 6))))
     looks.clear()
     for _ in range(2):
@@ -77,7 +77,7 @@ def test_a_proof_stays_until_the_program_changes(looks: list[Program]) -> None:
 
 
 @pytest.mark.parametrize("copied", [copy, deepcopy, lambda p: pickle.loads(pickle.dumps(p))])
-def test_a_copy_has_no_proof_and_cannot_be_written_to(copied: Callable[[Program], Program]) -> None:
+def test_copy_has_no_proof_and_is_read_only(copied: Callable[[Program], Program]) -> None:
     program = compile(zb_h1, PipelineShape(2, 4), buffer_sharing="minimal")
     other = copied(program)
     assert other == program and other.digest == program.digest and not other.proofs
@@ -88,7 +88,7 @@ def test_a_copy_has_no_proof_and_cannot_be_written_to(copied: Callable[[Program]
             words[0] = words[1]
 
 
-def test_what_holds_where_hosts_block_holds_elsewhere(looks: list[Program]) -> None:
+def test_proof_for_blocking_hosts_implies_nonblocking(looks: list[Program]) -> None:
     program = from_text(to_text(compile(one_f_one_b, PipelineShape(3, 6))))
     looks.clear()
     check(program, "per_edge", blocking_hosts=True)
@@ -104,7 +104,7 @@ def test_what_holds_where_hosts_block_holds_elsewhere(looks: list[Program]) -> N
 
 @settings(max_examples=60)
 @given(st.integers(0, 2**32))
-def test_each_proof_holds_by_itself(seed: int) -> None:
+def test_each_proof_holds_separately(seed: int) -> None:
     """One order proves all models at once, and this test checks each model separately."""
     rng = random.Random(seed)
     program = check(with_slots(rng.choice([lowered, updating])(rng), rng), "per_edge")
@@ -115,7 +115,7 @@ def test_each_proof_holds_by_itself(seed: int) -> None:
         assert more == [False, None]
 
 
-def test_no_proof_of_what_is_refused() -> None:
+def test_refused_check_leaves_no_proof() -> None:
     program = naive(expand_schedule(one_f_one_b, PipelineShape(2, 4)))
     check(program, "per_edge")
     for model in ("per_device", "blocking_serial"):
@@ -129,7 +129,7 @@ def test_no_proof_of_what_is_refused() -> None:
         check(program, "tcp")  # type: ignore[arg-type]
 
 
-def said(call: object, *args: object, **options: object) -> str:
+def get_error(call: object, *args: object, **options: object) -> str:
     """Return the error of a call, or "" if there is none."""
     assert callable(call)
     try:
@@ -141,7 +141,7 @@ def said(call: object, *args: object, **options: object) -> str:
 
 @settings(max_examples=200)
 @given(st.integers(0, 2**32), st.sampled_from([*MUTATIONS]), st.sampled_from(MODELS))
-def test_what_is_simulated_is_what_is_right(
+def test_simulate_refuses_what_check_refuses(
     seed: int, name: str, progress_model: ProgressModel
 ) -> None:
     try:
@@ -152,10 +152,10 @@ def test_what_is_simulated_is_what_is_right(
         return  # a draft is lowered first
     if mutant.shape.ranks == program.shape.ranks:
         mutant = replace(mutant, slots=with_slots(program, random.Random(seed)).slots)
-    refused = said(check, replace(mutant), progress_model)
+    refused = get_error(check, replace(mutant), progress_model)
     event(refused.partition(":")[0] or "right")
-    assert said(simulate, replace(mutant), progress_model=progress_model) == refused
-    assert said(simulate, mutant, Costs(F=2, send=1), progress_model=progress_model) == refused
+    assert get_error(simulate, replace(mutant), progress_model=progress_model) == refused
+    assert get_error(simulate, mutant, Costs(F=2, send=1), progress_model=progress_model) == refused
     assert bool(mutant.proofs) == (not refused)
     if not refused:
         one, other = (
@@ -164,7 +164,7 @@ def test_what_is_simulated_is_what_is_right(
         assert (one.spans == other.spans).all()
 
 
-def test_unchecked_for_what_finishes_but_is_wrong() -> None:
+def test_skip_checks_simulates_wrong_program() -> None:
     """A reduction with its own queue finishes wherever its host issues it."""
     program = compile(zb_h1, PipelineShape(2, 4))
     text = to_text(program, folded=False)
@@ -177,7 +177,7 @@ def test_unchecked_for_what_finishes_but_is_wrong() -> None:
     assert not wrong.proofs
 
 
-def test_evaluation_on_one_rank_is_whole_as_it_is() -> None:
+def test_slot_error_of_single_rank_evaluation() -> None:
     program = replace(
         compile(forward_only, PipelineShape(1, 2, 2)), slots=(SlotCounts(0, 0, 0, 0),)
     )
@@ -186,7 +186,7 @@ def test_evaluation_on_one_rank_is_whole_as_it_is() -> None:
             proven(program)
 
 
-def test_a_slot_that_only_its_own_filler_frees() -> None:
+def test_slot_freed_by_its_own_instruction_deadlocks() -> None:
     program = compile(interleaved, PipelineShape(1, 1, 3))
     program = replace(program, slots=(SlotCounts(0, 1, 0, 2),))
     with pytest.raises(SlotError):
@@ -201,7 +201,7 @@ def test_a_slot_that_only_its_own_filler_frees() -> None:
 
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS))
-def test_a_draft_is_its_program(
+def test_draft_simulates_as_compiled_program(
     given: Program, data: st.DataObject, progress_model: ProgressModel
 ) -> None:
     priced = data.draw(costs(given.shape))
@@ -213,7 +213,7 @@ def test_a_draft_is_its_program(
     assert one.program == program and np.array_equal(one.spans, other.spans)
 
 
-def test_drafts_of_any_kind_are_compiled() -> None:
+def test_drafts_from_all_sources_compile() -> None:
     shape = PipelineShape(4, 8)
     program = compile(one_f_one_b, shape)
     listed = greedy_schedule(shape, "BF", lambda rank: shape.ranks - rank)
@@ -223,7 +223,7 @@ def test_drafts_of_any_kind_are_compiled() -> None:
     assert compile(listed, costs=Costs(send=5)).message_order.keys() == program.message_order.keys()
 
 
-def test_a_draft_brings_its_traits() -> None:
+def test_draft_attributes_are_compile_defaults() -> None:
     given = replace(expand_schedule(one_f_one_b, PipelineShape(2, 4)), tp=2, clip_grad_norm=True)
     assert compile(given) == replace(
         compile(one_f_one_b, PipelineShape(2, 4), tp=2, clip_grad_norm=True)
@@ -231,7 +231,7 @@ def test_a_draft_brings_its_traits() -> None:
     assert compile(given, tp=1, clip_grad_norm=False) == compile(one_f_one_b, PipelineShape(2, 4))
 
 
-def test_what_cannot_be_compiled() -> None:
+def test_wrong_compile_input_is_refused() -> None:
     given = expand_schedule(one_f_one_b, PipelineShape(2, 4))
     with pytest.raises(UsageError, match="the draft has the shape"):
         compile(given, PipelineShape(2, 8))
@@ -244,7 +244,7 @@ def test_what_cannot_be_compiled() -> None:
     assert "lower the draft with schedir.compile" in caught.value.hint
 
 
-def test_what_is_derived_of_a_program_goes_with_it() -> None:
+def test_derived_objects_are_freed_with_program() -> None:
     """Derived objects are freed with the program, without the garbage collector."""
     gc.collect()
     gc.disable()
@@ -279,7 +279,7 @@ def made(monkeypatch: pytest.MonkeyPatch) -> list[object]:
     return all_made
 
 
-def test_index_and_flow_are_made_once_for_a_program(made: list[object]) -> None:
+def test_index_and_flow_are_created_once(made: list[object]) -> None:
     program = compile(one_f_one_b, PipelineShape(2, 4), buffer_sharing="minimal")
     made.clear()
     timeline = simulate(program, sizes=Sizes(activation=1, saved=10))
@@ -299,7 +299,7 @@ def test_index_and_flow_are_made_once_for_a_program(made: list[object]) -> None:
     ]
 
 
-def test_large_programs_keep_nothing(made: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_large_program_caches_nothing(made: list[object], monkeypatch: pytest.MonkeyPatch) -> None:
     program = from_text(
         to_text(compile(one_f_one_b, PipelineShape(2, 4), buffer_sharing="minimal"))
     )

@@ -34,7 +34,7 @@ def test_built_in_schedules_are_recognized(name: str) -> None:
 
 
 @given(st.sampled_from(["zb_v", "one_f_one_b", "interleaved"]), st.data())
-def test_the_first_difference_is_named(name: str, data: st.DataObject) -> None:
+def test_first_difference_is_reported(name: str, data: st.DataObject) -> None:
     """Two compute instructions are exchanged, and the first of them is found."""
     draft = expand_schedule(get_built_in_schedules()[name], PipelineShape(4, 8))
     rank = data.draw(st.integers(0, 3))
@@ -59,21 +59,21 @@ def count_agreeing(draft: Program, rank: int, first: int) -> int:
     return len(draft) - len(draft.streams[rank]) + first
 
 
-def test_recomputed_forwards_do_not_count() -> None:
+def test_recomputes_are_ignored() -> None:
     program = compile("zb_h1", ranks=4, microbatches=8, recompute="all")
     plain = compile("zb_h1", ranks=4, microbatches=8)
     assert len(extract_compute(program)) > len(extract_compute(plain))
     assert str(recognize(program)) == "this is zb_h1"
 
 
-def test_a_program_that_ends_early() -> None:
+def test_early_end_is_reported() -> None:
     draft = expand_schedule(get_built_in_schedules()["gpipe"], PipelineShape(2, 2))
     streams = draft.streams[0], Stream(draft.streams[1].words[:-1])
     found = recognize(replace(draft, streams=streams))
     assert (found.actual, found.expected, found.rank) == ("the end", "B 1.1", 1)
 
 
-def test_what_has_no_built_in_schedule() -> None:
+def test_unknown_schedule_is_not_recognized() -> None:
     draft = expand_schedule(get_built_in_schedules()["gpipe"], PipelineShape(2, 2))
     backwards_first = tuple(Stream(stream.words[::-1]) for stream in draft.streams)
     found = recognize(replace(draft, streams=backwards_first))
@@ -83,7 +83,7 @@ def test_what_has_no_built_in_schedule() -> None:
         recognize("zb_v")  # type: ignore[arg-type]
 
 
-def test_the_command(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recognize_command(capsys: pytest.CaptureFixture[str]) -> None:
     assert run_command(capsys, "recognize", "examples/traced.timeline") == (
         "traced: this is interleaved\n"
     )

@@ -26,7 +26,7 @@ DOCS = Path(__file__).parents[2] / "docs"
 AT = "--costs=F=1,B=2,send=0.05"
 
 
-def run_of(name: str, v: int, P: int, m: int, send: float) -> Timeline:
+def simulate_schedule(name: str, v: int, P: int, m: int, send: float) -> Timeline:
     """Simulate a schedule with v stages per rank, which together have F = I = W = 1."""
     schedule = get_built_in_schedules()[name]
     shape = PipelineShape(P, m, v, get_placement_mark(schedule)[0] or "loop")
@@ -39,7 +39,7 @@ def run_of(name: str, v: int, P: int, m: int, send: float) -> Timeline:
     )
 
 
-def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]:
+def run_recommend(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]:
     code = main(["recommend", *argv, "--json"])
     found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
     assert code == (0 if found else 2)
@@ -50,7 +50,7 @@ def rows(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]
 def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m: int) -> None:
     """The output has each schedule that compiles and trains once, the shortest first."""
     shape = (f"--ranks={P}", f"--microbatches={m}", "--progress-model=per_edge", AT)
-    found = rows(capsys, *shape)
+    found = run_recommend(capsys, *shape)
     keys = [(float(f"{row['span']:.9g}"), row["peak_activations"]) for row in found]
     assert keys == sorted(keys)
     expected: dict[str, Timeline] = {}
@@ -59,7 +59,7 @@ def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m:
         for v in (fixed,) if fixed else (1, 2, 4) if has_free_v(schedule) else (1,):
             if get_weight_delay_mark(schedule) is None:
                 try:
-                    run = run_of(name, v, P, m, 0.05)
+                    run = simulate_schedule(name, v, P, m, 0.05)
                 except SchedirError:
                     continue
                 if run.program.has_backward:
@@ -71,7 +71,7 @@ def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m:
         assert row["peak_activations"] == run.peak_activations
         assert row["has_split_backward"] == (BACKWARD_INPUT in program.used_opcodes)
         assert row["parameter_copies"] == program.shape.placement_rows
-    whole = rows(capsys, *shape, "--no-split-backward", "--max-activations=2.5")
+    whole = run_recommend(capsys, *shape, "--no-split-backward", "--max-activations=2.5")
     assert whole == [
         row for row in found if not row["has_split_backward"] and row["peak_activations"] <= 2.5
     ]
@@ -82,14 +82,14 @@ def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m:
     assert ("refused zb_v" in text or ", zb_v:" in text) == (m < 2 * P - 1)
 
 
-def test_bytes_decide_as_compile_does(capsys: pytest.CaptureFixture[str]) -> None:
+def test_memory_limit_agrees_with_compile(capsys: pytest.CaptureFixture[str]) -> None:
     sizes, limit = Sizes(activation=16e6, saved=1e9, model_states=8e9), 14e9
     given = (
         "--sizes=activation=16MB,saved=1GB,model_states=8GB",
         "--memory-limit=14GB",
         "--ranks=4",
     )
-    names = {row["program"] for row in rows(capsys, *given) if row["stages_per_rank"] == 1}
+    names = {row["program"] for row in run_recommend(capsys, *given) if row["stages_per_rank"] == 1}
     for name, schedule in get_built_in_schedules().items():
         if not has_free_v(schedule) and get_placement_mark(schedule) == (None, None):
             try:
@@ -112,7 +112,7 @@ def test_bytes_decide_as_compile_does(capsys: pytest.CaptureFixture[str]) -> Non
     assert "forward_only" not in none and "but fits with" not in none
 
 
-def test_options_that_make_a_schedule_fit_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_options_that_make_schedule_fit_are_printed(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--sizes=saved=3.83GB,model_states=16.6GB,activation=16.8MB", "--memory-limit=40GB"]
     shape = ["--ranks=4", "--microbatches=32"]
     lines = run_command(capsys, "recommend", *shape, *sizes).splitlines()
@@ -128,7 +128,7 @@ def test_options_that_make_a_schedule_fit_are_named(capsys: pytest.CaptureFixtur
     assert named["zb_h2"] == "" and named["interleaved x 2"] == "-O buffer_sharing=minimal"
     assert named["gpipe"] == "-O recompute=fit"
     for options in {*named.values()} - {""}:
-        found = rows(capsys, *shape, *sizes, *options.split())
+        found = run_recommend(capsys, *shape, *sizes, *options.split())
         fitting = {(row["program"], row["stages_per_rank"]) for row in found}
         for name in (name for name, needed in named.items() if needed == options and " x " in name):
             program, v = name.split(" x ")
@@ -138,7 +138,7 @@ def test_options_that_make_a_schedule_fit_are_named(capsys: pytest.CaptureFixtur
             assert spans[name] == float(f"{found_spans[name]:.6g}")
 
 
-def test_compare_marks_what_is_over_the_limit(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_marks_schedules_over_limit(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--sizes=saved=3.83GB,model_states=16.6GB,activation=16.8MB", "--memory-limit=40GB"]
     given = ["compare", "gpipe", "one_f_one_b", "zb_h2", *sizes]
     over, fits, _ = json.loads(run_command(capsys, *given, "--json"))
@@ -156,7 +156,7 @@ def test_compare_marks_what_is_over_the_limit(capsys: pytest.CaptureFixture[str]
     run_refused_command(capsys, "compare", "dualpipe", *tight)
 
 
-def test_missing_model_states_are_named(capsys: pytest.CaptureFixture[str]) -> None:
+def test_missing_model_states_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     line = "--sizes has no grads and no optimizer, which count as 0 bytes"
     for command in (["recommend"], ["compare", "gpipe"], ["simulate", "gpipe"]):
         assert line in run_command(capsys, *command, "--ranks=2", "--sizes=saved=1GB,params=2GB")
@@ -165,35 +165,35 @@ def test_missing_model_states_are_named(capsys: pytest.CaptureFixture[str]) -> N
     assert line not in run_command(capsys, "simulate", "forward_only", "--sizes=params=2GB")
 
 
-def test_my_own_is_ranked_too(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_user_schedule_is_ranked(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "own.py"
     file.write_text(
         "from schedir import B, F\n\n\ndef slow(rank, ranks, m):\n    return m * F + m * B\n"
     )
-    found = rows(capsys, f"{file}:slow", "--ranks=2", "--microbatches=4")
+    found = run_recommend(capsys, f"{file}:slow", "--ranks=2", "--microbatches=4")
     assert "slow" not in [row["program"] for row in found]  # it equals gpipe
     told = run_command(capsys, "recommend", f"{file}:slow", "--ranks=2", "--microbatches=4")
     assert f"{file}:slow is the same program as gpipe\n" in told
     file.write_text(
         "from schedir import B, F\n\n\ndef slow(rank, ranks, m):\n    return m * (F + B)\n"
     )
-    found = rows(capsys, f"{file}:slow", "--ranks=2", "--microbatches=4")
+    found = run_recommend(capsys, f"{file}:slow", "--ranks=2", "--microbatches=4")
     assert found[-1]["program"] == "slow"
     file.write_text(
         "from schedir import B, F\n\n\ndef looped(rank, ranks, m, v):\n"
         "    for j in range(v):\n        yield m * F[j]\n"
         "    for _ in range(m):\n        for j in reversed(range(v)):\n            yield B[j]\n"
     )
-    found = rows(capsys, f"{file}:looped", "--ranks=2", "--microbatches=4")
+    found = run_recommend(capsys, f"{file}:looped", "--ranks=2", "--microbatches=4")
     stages = {row["stages_per_rank"] for row in found if row["program"] == "looped"}
     assert stages == {2, 4}  # with one stage per rank, it equals gpipe
     told = run_command(capsys, "recommend", f"{file}:looped", "--ranks=2", "--microbatches=4")
     assert f"{file}:looped x 1 is the same program as gpipe\n" in told
 
 
-def test_a_run_gives_its_shape_and_mean_times(capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_gives_shape_and_mean_times(capsys: pytest.CaptureFixture[str]) -> None:
     run = str(DOCS.parent / "examples" / "traced.timeline")
-    found = {(row["program"], row["stages_per_rank"]): row for row in rows(capsys, run)}
+    found = {(row["program"], row["stages_per_rank"]): row for row in run_recommend(capsys, run)}
     assert {row["unit"] for row in found.values()} == {"s"}
     compared = json.loads(run_command(capsys, "compare", run, "gpipe", "one_f_one_b", "--json"))
     assert len(compared) == 3
@@ -201,7 +201,7 @@ def test_a_run_gives_its_shape_and_mean_times(capsys: pytest.CaptureFixture[str]
         assert found[row["program"], row["stages_per_rank"]]["span"] == row["span"]
 
 
-def test_a_run_gives_its_progress_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_run_gives_progress_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """Use the progress model of a run. Under the default model, interleaved would take longer."""
     run, costs = str(tmp_path / "run.timeline"), "F=1,B=2,send=0.9"
     options = ["--costs", costs, "--progress-model", "per_edge"]
@@ -209,11 +209,13 @@ def test_a_run_gives_its_progress_model(tmp_path: Path, capsys: pytest.CaptureFi
     wanted = json.loads(run_command(capsys, "compare", "interleaved", *options, "--json"))
     (_, found) = json.loads(run_command(capsys, "compare", run, "interleaved", "--json"))
     assert found["span"] == pytest.approx(wanted[0]["span"])
-    ranked = {(row["program"], row["stages_per_rank"]): row for row in rows(capsys, run)}
+    ranked = {(row["program"], row["stages_per_rank"]): row for row in run_recommend(capsys, run)}
     assert ranked["interleaved", 2]["span"] == pytest.approx(found["span"])
 
 
-def test_equal_names_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_equal_schedule_names_are_distinguished(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     """A user's function may have the name of a built-in schedule."""
     file = tmp_path / "own.py"
     file.write_text(
@@ -224,18 +226,18 @@ def test_equal_names_are_told_apart(tmp_path: Path, capsys: pytest.CaptureFixtur
         assert f"{file}:gpipe" in names and "gpipe" in names
 
 
-def test_what_fits_nowhere_is_one_error(capsys: pytest.CaptureFixture[str]) -> None:
+def test_wrong_options_give_one_error(capsys: pytest.CaptureFixture[str]) -> None:
     run_refused_command(capsys, "recommend", "--ranks=2", "--costs=F=1,send=1:2:3:4:5")
     run_refused_command(capsys, "recommend", "--ranks=2", "--progress-model=none")
     run_refused_command(capsys, "recommend", "--max-activations=few")
 
 
-def test_costs_of_stages_are_spread(capsys: pytest.CaptureFixture[str]) -> None:
+def test_stage_costs_are_spread_over_stages(capsys: pytest.CaptureFixture[str]) -> None:
     """Costs of four stages are spread over the 8 or 16 stages of other schedules."""
     shape = ("--ranks=4", "--microbatches=8", "--progress-model=per_edge")
-    by_rank = rows(capsys, *shape, "--costs=F=1,B=2,send=0.1")
-    assert by_rank == rows(capsys, *shape, "--costs=F=1:1:1:1,B=2:2:2:2,send=0.1")
-    uneven = rows(capsys, *shape, "--costs=F=1:1:1:2,B=2:2:2:4")
+    by_rank = run_recommend(capsys, *shape, "--costs=F=1,B=2,send=0.1")
+    assert by_rank == run_recommend(capsys, *shape, "--costs=F=1:1:1:1,B=2:2:2:2,send=0.1")
+    uneven = run_recommend(capsys, *shape, "--costs=F=1:1:1:2,B=2:2:2:4")
     (row,) = (r for r in uneven if r["program"] == "interleaved" and r["stages_per_rank"] == 2)
     costs = Costs(F=(0.5,) * 6 + (1, 1), B=(1,) * 6 + (2, 2))
     program = compile(
@@ -250,33 +252,33 @@ def test_costs_of_stages_are_spread(capsys: pytest.CaptureFixture[str]) -> None:
 # ---------------------------------------------------------------- the page
 
 
-def test_the_cells_are_what_is_simulated() -> None:
-    """Simulate a sample of the rows of the file again with `run_of`."""
+def test_documented_cells_match_simulation() -> None:
+    """Simulate a sample of the rows of the file again with `simulate_schedule`."""
     with (DOCS / "results" / "which-schedule.csv").open(newline="") as file:
         cells = list(csv.DictReader(file))
     for cell in cells[:: len(cells) // 60]:
         name, P, m = cell["name"], int(cell["P"]), int(cell["m"])
-        run = run_of(name, int(cell["v"]), P, m, float(cell["send"]))
+        run = simulate_schedule(name, int(cell["v"]), P, m, float(cell["send"]))
         assert float(cell["span"]) == pytest.approx(run.span), "python docs/which_schedule.py"
         assert float(cell["memory"]) == run.peak_activations
         assert 1 - which_schedule.WORK * m / run.span == pytest.approx(run.bubble)
 
 
 @pytest.mark.parametrize("at", [(2, 1, 0.2), (4, 8, 0.05), (8, 13, 0.05)])
-def test_the_file_has_all_that_the_command_says(at: tuple[int, int, float]) -> None:
+def test_documented_file_matches_command(at: tuple[int, int, float]) -> None:
     assert list(which_schedule.asked(*at)) == which_schedule.known()[at], (
         "python docs/which_schedule.py"
     )
 
 
-def test_every_plan_is_there() -> None:
+def test_documented_file_has_every_size() -> None:
     assert {(P, m) for P, m, _ in which_schedule.known()} >= {
         (P, int(P * k)) for P in (2, 4, 8, 16) for k in (0.5, 1, 2, 4, 8)
     }
 
 
 @pytest.mark.parametrize("rule", which_schedule.RULES, ids=lambda rule: rule.text[:30])
-def test_rules_of_thumb_hold_in_all_cells(rule: which_schedule.Rule) -> None:
+def test_documented_rules_hold_in_all_cells(rule: which_schedule.Rule) -> None:
     asked = [where for where in which_schedule.everywhere() if rule.where(where)]
     assert len(asked) >= 10 and all(rule.holds(where) for where in asked)
 
@@ -319,7 +321,7 @@ FORMULAS = [
 ]  # fmt: skip
 
 
-def idle(formula: Formula, P: int, m: int) -> tuple[float, float]:
+def compute_idle_times(formula: Formula, P: int, m: int) -> tuple[float, float]:
     """Return the largest idle time of a rank, until the end of the run and in its active span."""
     run = schedules_page.run_of(formula.name, P, m, v=formula.v)
     longest = int(run.active_span.argmax())
@@ -328,8 +330,8 @@ def idle(formula: Formula, P: int, m: int) -> tuple[float, float]:
 
 @pytest.mark.parametrize("formula", FORMULAS, ids=lambda f: f"{f.name} x {f.v}")
 @pytest.mark.parametrize(("P", "m"), [(8, 32), (4, 8)])
-def test_formulas_of_the_papers_hold(formula: Formula, P: int, m: int) -> None:
-    whole, own = idle(formula, P, m)
+def test_published_formulas_hold(formula: Formula, P: int, m: int) -> None:
+    whole, own = compute_idle_times(formula, P, m)
     simulated, value = own if formula.own else whole, formula.value(P)
     assert simulated <= value + 1e-9 if formula.most else simulated == pytest.approx(value)
 

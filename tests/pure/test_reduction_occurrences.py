@@ -23,7 +23,7 @@ from schedir.verify.check import check
 Events = list[tuple[str, set[int]]]
 
 
-def events(program: Program, rank: int) -> Events:
+def list_gradient_events(program: Program, rank: int) -> Events:
     """Return in order the stages that a rank adds gradients to, by group, and reduces."""
     stream, found = program.streams[rank], list[tuple[str, set[int]]]()
     for instr, joined in zip(stream, stream.joined, strict=True):
@@ -36,25 +36,25 @@ def events(program: Program, rank: int) -> Events:
     return [(what, stages) for what, stages in found if stages]
 
 
-def only_what_is_added_to_is_whole(program: Program) -> None:
+def assert_only_accumulating_gradients_unsharded(program: Program) -> None:
     """Assert that only gradients that are being added to are full, and that reductions are few."""
     for rank in range(program.shape.ranks):
         whole: set[int] = set()
-        for what, stages in events(program, rank):
+        for what, stages in list_gradient_events(program, rank):
             if what == "add":
                 whole |= stages
                 assert whole == stages
             else:
                 whole -= stages
         assert not whole
-        adds = [stages for what, stages in events(program, rank) if what == "add"]
+        adds = [stages for what, stages in list_gradient_events(program, rank) if what == "add"]
         runs = [own for own, later in pairwise([*adds, set()]) if own != later]
-        reductions = [what for what, _ in events(program, rank)].count("reduce")
+        reductions = [what for what, _ in list_gradient_events(program, rank)].count("reduce")
         assert reductions == sum(map(len, runs))
 
 
 @given(shapes(), st.integers(0, 2**32 - 1), st.integers(1, 2))
-def test_of_gradients_those_are_whole_that_are_added_to(
+def test_only_accumulating_gradients_are_unsharded(
     shape: PipelineShape, seed: int, dp: int
 ) -> None:
     draft = random_compute_program(shape, random.Random(seed))
@@ -66,21 +66,21 @@ def test_of_gradients_those_are_whole_that_are_added_to(
         clip_grad_norm=True,
         tied_weights=shape.stages > 1,
     )
-    only_what_is_added_to_is_whole(program)
+    assert_only_accumulating_gradients_unsharded(program)
     for model in MODELS:
         check(program, model, blocking_hosts=True)
     assert from_text(to_text(program)) == program
 
 
-def test_what_runs_as_one_is_one_turn() -> None:
+def test_overlapped_pair_is_one_occurrence() -> None:
     def both(rank: int, ranks: int, m: int, v: int) -> RankSchedule:
         return m * (F[0] + F[1]) + B[1] + (m - 1) * overlapped_pair(B[1], B[0]) + B[0]
 
     program = compile(both, PipelineShape(1, 5, 2), dp=2, zero=2, reduce_scatter_at="each_backward")
-    only_what_is_added_to_is_whole(program)
+    assert_only_accumulating_gradients_unsharded(program)
     reduced = [i.stage for i in program.streams[0] if i.op is Opcode.ReduceScatter]
     assert reduced == [1, 0, 1, 0]
-    only_what_is_added_to_is_whole(
+    assert_only_accumulating_gradients_unsharded(
         compile(
             dualpipe,
             PipelineShape(4, 8, 2, "mirror"),
@@ -91,7 +91,7 @@ def test_what_runs_as_one_is_one_turn() -> None:
     )
 
 
-def test_breadth_first_reduces_once_and_late_w_often() -> None:
+def test_looped_bfs_reduces_once_and_interleaved_zb_often() -> None:
     """If each stage's backwards are one run, there is one reduction at its end."""
     shape = PipelineShape(4, 16, 4)
     end, turn = (

@@ -82,7 +82,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.parametrize("value", ["0", "-1", "x", "1.5", "", "1000000000", "9" * 5000])
 @pytest.mark.parametrize("option", ["--microbatches", "--ranks", "--stages-per-rank"])
-def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> None:
+def test_wrong_counts_are_refused(
+    capsys: pytest.CaptureFixture[str], option: str, value: str
+) -> None:
     err = run_refused_command(capsys, "print", "gpipe", option, value)
     assert option.strip("-").replace("-", "_") in err.replace("-", "_")
 
@@ -183,7 +185,9 @@ def test_counts(capsys: pytest.CaptureFixture[str], option: str, value: str) -> 
         ("print mine.py:odd", "raise Odd('bad')"),
     ],
 )
-def test_refusals(capsys: pytest.CaptureFixture[str], argv: str, names: str) -> None:
+def test_wrong_arguments_are_refused(
+    capsys: pytest.CaptureFixture[str], argv: str, names: str
+) -> None:
     before = {path.name for path in Path().iterdir()}
     assert names in run_refused_command(capsys, *argv.split())
     assert {path.name for path in Path().iterdir()} - {"__pycache__"} == before
@@ -191,20 +195,20 @@ def test_refusals(capsys: pytest.CaptureFixture[str], argv: str, names: str) -> 
 
 @pytest.mark.skipif(not hasattr(os, "mkfifo"), reason="no named pipes here")
 @pytest.mark.parametrize("name", ["x.sched", "x.png"])
-def test_what_is_no_file_is_not_replaced(capsys: pytest.CaptureFixture[str], name: str) -> None:
+def test_named_pipe_is_not_replaced(capsys: pytest.CaptureFixture[str], name: str) -> None:
     os.mkfifo(name)
     which = "print" if name.endswith("sched") else "draw"
     assert name in run_refused_command(capsys, which, "gpipe", "-o", name)
     assert Path(name).is_fifo()
 
 
-def test_a_refused_write_leaves_the_old_file(capsys: pytest.CaptureFixture[str]) -> None:
+def test_refused_write_keeps_old_file(capsys: pytest.CaptureFixture[str]) -> None:
     before = Path("f.sched").read_text()
     run_refused_command(capsys, "print", "mine.py:half", "-o", "f.sched")
     assert Path("f.sched").read_text() == before
 
 
-def test_an_empty_count_is_refused_before_anything_is_built(
+def test_too_large_count_is_refused_before_build(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     Path("loud.py").write_text("def f(r, P, m):\n    raise RuntimeError('built')\n")
@@ -213,7 +217,7 @@ def test_an_empty_count_is_refused_before_anything_is_built(
     )
 
 
-def test_a_schedule_of_one_stage_says_so(capsys: pytest.CaptureFixture[str]) -> None:
+def test_single_stage_schedule_hints_at_alternatives(capsys: pytest.CaptureFixture[str]) -> None:
     err = run_refused_command(capsys, "check", "gpipe", "--stages-per-rank", "2")
     assert "F 4.0 is missing on rank 0" in err and "gpipe has one stage per rank; use " in err
     assert "hint: gpipe has one stage per rank; use interleaved or" in err
