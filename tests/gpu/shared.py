@@ -57,7 +57,7 @@ def share_gpu(rank: int, folder: str) -> torch.device:
     return initialise(120.0, init_method=store, rank=rank, world_size=world)
 
 
-def over(
+def make_transport(
     program: Program, device: torch.device, kind: Kind = "per_edge"
 ) -> EdgeGroups | GroupedMessages:
     """Return the transport of a program over NCCL."""

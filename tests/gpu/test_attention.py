@@ -18,7 +18,7 @@ from tests.cpu.tiny_stages import gradients
 pytestmark = pytest.mark.usefixtures("real_gpu")
 
 
-def whole(q: Tensor, k: Tensor, v: Tensor, window: Any, dropout: float = 0.0) -> Tensor:
+def full_attention(q: Tensor, k: Tensor, v: Tensor, window: Any, dropout: float = 0.0) -> Tensor:
     mask = build_window_mask(q.shape[2], window[0], window[1], q.device)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout)
 
@@ -31,14 +31,16 @@ def assert_near(got: Tensor, want: Tensor, limit: float) -> None:
 @pytest.mark.parametrize("length", [300, 1024])
 @pytest.mark.parametrize("window", [(64, 1), (100, 7), (256, 128), (128, 128)])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_it_is_the_whole_with_a_mask(length: int, window: Any, dtype: torch.dtype) -> None:
+def test_flex_attention_equals_masked_attention(
+    length: int, window: Any, dtype: torch.dtype
+) -> None:
     numbers = torch.Generator("cuda").manual_seed(0)
     shape = 2, length, 3, 3, 32
     qkv = torch.randn(shape, generator=numbers, device="cuda").to(dtype).permute(3, 0, 2, 1, 4)
     q, k, v = (x.detach().requires_grad_() for x in qkv)
     grad = torch.randn(q.shape, generator=numbers, device="cuda").to(dtype)
     found = []
-    for run in (attention, whole):
+    for run in (attention, full_attention):
         out = run(q, k, v, window)
         found.append([out, *torch.autograd.grad(out, (q, k, v), grad)])
     limit = 1e-2 if dtype == torch.float32 else 3e-2  # TF32 may be allowed
@@ -46,13 +48,13 @@ def test_it_is_the_whole_with_a_mask(length: int, window: Any, dtype: torch.dtyp
         assert_near(got, want, limit)
 
 
-def test_a_mask_is_made_once() -> None:
+def test_block_mask_is_cached() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     assert build_block_mask(512, 64, 16, device) is build_block_mask(512, 64, 16, device)
 
 
 @pytest.mark.parametrize("dropout", [0.0, 0.1])
-def test_the_gpt_learns_what_it_learns_on_a_cpu(dropout: float) -> None:
+def test_gpt_gradients_match_cpu(dropout: float) -> None:
     config = gpt.GPTConfig(
         vocab=64, layers=3, hidden=64, heads=2, context=300, window=(0, 64, 100), stride=(1, 64, 1)
     )

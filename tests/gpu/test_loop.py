@@ -38,7 +38,7 @@ pytestmark = [
 ]
 
 
-def test_numbers_follow_the_device_and_the_host_goes_on() -> None:
+def test_async_scalar_copy_does_not_block_host() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     readings = AsyncScalarBuffer(device, 2, 2)
     numbers = torch.tensor([1.5, math.nan], dtype=torch.float64, device=device)
@@ -50,7 +50,7 @@ def test_numbers_follow_the_device_and_the_host_goes_on() -> None:
     assert first.read()[0] == 1.5 and math.isnan(second.read()[1])
 
 
-def test_batches_come_in_order_and_nobody_waits_for_their_copies() -> None:
+def test_prefetched_batches_are_ordered_without_host_wait() -> None:
     device = torch.device("cuda", torch.cuda.current_device())
     source = Batches(np.arange(200, dtype=np.uint8), 8, 4, seed=3)
     with Prefetch(source, 8, device, replica=1, replicas=2, count_tokens=gpt.count_tokens) as ours:
@@ -63,7 +63,7 @@ def test_batches_come_in_order_and_nobody_waits_for_their_copies() -> None:
             assert torch.equal(given.targets.cpu(), want[1][2:])
 
 
-def test_the_instruction_that_hangs_is_named() -> None:
+def test_stall_error_names_hanging_instruction() -> None:
     program = compile(
         one_f_one_b, PipelineShape(2, 4), progress_model="per_edge", tied_weights=True
     )
@@ -103,7 +103,7 @@ def test_the_instruction_that_hangs_is_named() -> None:
 
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16", "float16"])
-def test_a_step_that_is_not_reported_waits_for_nothing(
+def test_unreported_step_has_no_host_wait(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, precision: str
 ) -> None:
     text = tmp_path / "text.txt"

@@ -24,7 +24,7 @@ from schedir.transports.gloo import GlooTransport
 from schedir.transports.registry import TRANSPORTS
 from tests.cpu.gloo_processes import run_fresh as run
 from tests.cpu.tiny_stages import batch, gpt_executor, gradients_by_stage, zb
-from tests.gpu.shared import REHEARSED, Kind, no_wait, over, share_gpu
+from tests.gpu.shared import REHEARSED, Kind, make_transport, no_wait, share_gpu
 from tests.timeline_legality import too_early
 
 PLANS = [
@@ -35,7 +35,7 @@ PLANS = [
 Gradients = dict[int, dict[str, Tensor]]
 
 
-def _program(
+def compile_program(
     schedule: Any,
     shape: PipelineShape,
     progress_model: ProgressModel,
@@ -52,19 +52,19 @@ def _program(
     )
 
 
-def _gradients(executor: Executor) -> Gradients:
+def copy_gradients(executor: Executor) -> Gradients:
     own = gradients_by_stage(executor)
     return {s: {name: g.cpu() for name, g in named.items()} for s, named in own.items()}
 
 
-def on_cpu(rank: int, schedule: Any, shape: PipelineShape) -> Gradients:
-    program = _program(schedule, shape, GlooTransport.progress_model)
+def compute_cpu_gradients(rank: int, schedule: Any, shape: PipelineShape) -> Gradients:
+    program = compile_program(schedule, shape, GlooTransport.progress_model)
     executor = gpt_executor(program, GlooTransport(program))
     executor.step(*batch(shape.microbatches))
-    return _gradients(executor)
+    return copy_gradients(executor)
 
 
-def made(
+def make_executor(
     rank: int,
     folder: str,
     kind: Kind,
@@ -75,20 +75,22 @@ def made(
     """Return an executor on the GPU, and its batch."""
     device = share_gpu(rank, folder)
     torch.use_deterministic_algorithms(True)
-    program = _program(schedule, shape, TRANSPORTS[f"nccl_{kind}"].progress_model, buffer_sharing)
-    executor = gpt_executor(program, over(program, device, kind), device)
+    program = compile_program(
+        schedule, shape, TRANSPORTS[f"nccl_{kind}"].progress_model, buffer_sharing
+    )
+    executor = gpt_executor(program, make_transport(program, device, kind), device)
     inputs, targets, scale = batch(shape.microbatches)
     return executor, (inputs.to(device), targets.to(device), scale)
 
 
-def eager(rank: int, *how: Any) -> list[Gradients]:
+def compute_eager_gradients(rank: int, *how: Any) -> list[Gradients]:
     """Return the gradients of a first step, and of one in which the host may not wait."""
-    executor, given = made(rank, *how)
+    executor, given = make_executor(rank, *how)
     executor.step(*given)
-    found = [_gradients(executor)]
+    found = [copy_gradients(executor)]
     with no_wait():
         executor.step(*given)
-    return [*found, _gradients(executor)]
+    return [*found, copy_gradients(executor)]
 
 
 WAYS = [("per_edge", None), ("per_edge", "minimal"), ("grouped", None)]
@@ -96,15 +98,17 @@ WAYS = [("per_edge", None), ("per_edge", "minimal"), ("grouped", None)]
 
 @pytest.mark.parametrize(("kind", "buffer_sharing"), WAYS)
 @pytest.mark.parametrize(("schedule", "shape"), PLANS)
-def test_eager_gradients_are_those_of_the_cpu(
+def test_eager_gradients_match_cpu(
     kind: Kind,
     buffer_sharing: BufferSharing | None,
     schedule: Any,
     shape: PipelineShape,
     tmp_path: Path,
 ) -> None:
-    want = run(on_cpu, 4, schedule, shape)
-    results = run(eager, 4, str(tmp_path), kind, schedule, shape, buffer_sharing, limit=250)
+    want = run(compute_cpu_gradients, 4, schedule, shape)
+    results = run(
+        compute_eager_gradients, 4, str(tmp_path), kind, schedule, shape, buffer_sharing, limit=250
+    )
     for rank, (first, second) in enumerate(results):
         for stage, named in first.items():
             for name, got in named.items():
@@ -113,7 +117,7 @@ def test_eager_gradients_are_those_of_the_cpu(
                 assert torch.equal(got, second[stage][name]), (stage, name)
 
 
-def recorded(rank: int, folder: str, kind: Kind) -> Timeline | None:
+def record_timeline(rank: int, folder: str, kind: Kind) -> Timeline | None:
     """Return on process 0 the Timeline of a step in which the host may not wait."""
     device = share_gpu(rank, folder)
     shape, overlap = (
@@ -124,7 +128,7 @@ def recorded(rank: int, folder: str, kind: Kind) -> Timeline | None:
         one_f_one_b, shape, tp=2, progress_model=TRANSPORTS[f"nccl_{kind}"].progress_model,
         tied_weights=True, clip_grad_norm=True, overlap=overlap,
     )  # fmt: skip
-    transport = over(program, device, kind)
+    transport = make_transport(program, device, kind)
     executor = gpt_executor(
         program, transport, device, execution=ExecutionOptions(record_timestamps=True)
     )
@@ -145,14 +149,14 @@ def assert_legal(timelines: list[Timeline | None]) -> None:
 
 
 @pytest.mark.parametrize("kind", ["per_edge", "grouped"])
-def test_a_recorded_eager_step_is_a_legal_timeline(kind: Kind, tmp_path: Path) -> None:
-    assert_legal(run(recorded, 4, str(tmp_path), kind, limit=250))
+def test_recorded_eager_step_is_legal_timeline(kind: Kind, tmp_path: Path) -> None:
+    assert_legal(run(record_timeline, 4, str(tmp_path), kind, limit=250))
 
 
-def late_gather(rank: int, folder: str) -> tuple[bool, bool]:
+def run_late_gather(rank: int, folder: str) -> tuple[bool, bool]:
     """Return whether a layer's sum waits for an earlier late gather, and the gather's result."""
     device = share_gpu(rank, folder)
-    transport = over(compile(one_f_one_b, PipelineShape(2, 4), tp=2), device)
+    transport = make_transport(compile(one_f_one_b, PipelineShape(2, 4), tp=2), device)
     one = torch.ones(1, device=device)
     dist.all_reduce(one, group=transport.tp_group)
     whole = torch.zeros(2, device=device)
@@ -172,5 +176,5 @@ def late_gather(rank: int, folder: str) -> tuple[bool, bool]:
 
 
 @pytest.mark.usefixtures("real_gpu")
-def test_a_late_gather_holds_up_no_layer(tmp_path: Path) -> None:
-    assert run(late_gather, 4, str(tmp_path), limit=300) == [(False, True)] * 4
+def test_late_gather_does_not_delay_layer_sum(tmp_path: Path) -> None:
+    assert run(run_late_gather, 4, str(tmp_path), limit=300) == [(False, True)] * 4

@@ -19,7 +19,7 @@ from tests.cpu.tiny_stages import BOUNDARY, batch, gpt_stages, gradients, same_b
 from tests.gpu.shared import REHEARSED
 
 
-def on_gpu(stages: int) -> list[nn.Module]:
+def make_gpu_stages(stages: int) -> list[nn.Module]:
     return [module.cuda() for module in gpt_stages(stages, tied=False)]
 
 
@@ -27,14 +27,14 @@ def on_gpu(stages: int) -> list[nn.Module]:
 @pytest.mark.parametrize(
     ("schedule", "shape"), [(gpipe, PipelineShape(2, 6)), (one_f_one_b, PipelineShape(4, 6))]
 )
-def test_the_bits_of_what_stays(schedule: Any, shape: PipelineShape, recompute: Any) -> None:
+def test_offload_keeps_bits(schedule: Any, shape: PipelineShape, recompute: Any) -> None:
     torch.use_deterministic_algorithms(True)
     inputs, targets, scale = batch(shape.microbatches)
     inputs, targets, found = inputs.cuda(), targets.cuda(), []
     hows: list[dict[str, Any]] = [{}, {"offload": "all", "buffer_sharing": "minimal"}]
     for how in hows:
         program = compile(schedule, shape, progress_model="per_edge", recompute=recompute, **how)
-        stages = on_gpu(shape.stages)
+        stages = make_gpu_stages(shape.stages)
         world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
         world.step(inputs, targets, scale)
         with host_waits() as waited:

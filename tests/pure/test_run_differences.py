@@ -27,7 +27,7 @@ PROGRAM = schedir.compile(one_f_one_b, PipelineShape(3, 4))
 
 
 @given(compute_programs(), st.data())
-def test_differences_of_a_rank_are_that_of_the_spans(draft: Program, data: st.DataObject) -> None:
+def test_differences_of_rank_sum_to_span_difference(draft: Program, data: st.DataObject) -> None:
     program = lower(draft)
     one, other = (schedir.simulate(program, data.draw(costs(draft.shape))) for _ in range(2))
     more: dict[int, float] = defaultdict(float)
@@ -36,7 +36,7 @@ def test_differences_of_a_rank_are_that_of_the_spans(draft: Program, data: st.Da
     assert {*more.values()} <= {other.span - one.span}
 
 
-def test_the_largest_difference_comes_first() -> None:
+def test_largest_difference_is_first() -> None:
     one = schedir.simulate(PROGRAM, Costs(F=1, B=2, send=0.5))
     other = schedir.simulate(PROGRAM, Costs(F=(1, 1, 2), B=2, send=0.5))
     first = compare_timelines(one, other)[0]
@@ -44,7 +44,7 @@ def test_the_largest_difference_comes_first() -> None:
     assert all(d.increase == 0 for d in compare_timelines(one, one))
 
 
-def test_runs_that_cannot_be_compared() -> None:
+def test_incomparable_runs_are_refused() -> None:
     one = schedir.simulate(PROGRAM)
     with pytest.raises(UsageError, match="different programs"):
         compare_timelines(one, schedir.simulate(schedir.compile(gpipe, PipelineShape(3, 4))))
@@ -52,7 +52,7 @@ def test_runs_that_cannot_be_compared() -> None:
         compare_timelines(one, replace(one, unit="s"))
 
 
-def test_the_hosts_time_counts_with_what_it_delays() -> None:
+def test_calibrate_adds_host_delay_to_instruction() -> None:
     """A run with small delays before its instructions is predicted with the same time."""
     given = Costs(F=1, B=2, send=0.5, step=1)
     late = Costs(F=1.25, B=2.25, send=0.5, step=1.25)
@@ -67,7 +67,7 @@ def test_the_hosts_time_counts_with_what_it_delays() -> None:
         assert getattr(found, name) != getattr(given, name) or name == "send"
 
 
-def test_pairs_have_a_cost_of_their_own() -> None:
+def test_calibrate_finds_pair_cost() -> None:
     program = schedir.compile(dualpipe_v, PipelineShape(4, 10, 2, "vee"))
     given = Costs(F=1, I=1, W=1, FB=2.5, send=0.25)
     timeline = schedir.simulate(program, given)
@@ -76,7 +76,7 @@ def test_pairs_have_a_cost_of_their_own() -> None:
     assert found.FB is not None and {*np.round(found.FB, 9)} <= {0.0, 2.5}
 
 
-def test_told_costs_are_read_again() -> None:
+def test_formatted_costs_parse() -> None:
     found = Costs(F=(1.5, 2), B=3, send=1e-5, FB=(1, 2))
     assert parse_costs(format_costs(found)) == found
     assert fill_missing_backwards(Costs(F=1, B=3, I=0, W=0), PROGRAM) == Costs(
@@ -84,7 +84,7 @@ def test_told_costs_are_read_again() -> None:
     )
 
 
-def test_the_commands(
+def test_calibrate_simulate_and_compare_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -112,7 +112,7 @@ def test_the_commands(
     assert not Path("x.json").exists()
 
 
-def test_schedules_are_compared_at_the_times_of_a_run(
+def test_compare_uses_times_of_run(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A prediction has the shape, the mean times and the unit of the run, unless options differ."""

@@ -48,7 +48,7 @@ from schedir.schedules.schedule_expansion import expand_schedule
 EVEN = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
 
 
-def test_what_is_found_is_a_program() -> None:
+def test_found_schedule_fits_and_is_legal() -> None:
     found = search_schedule(PipelineShape(4, 12), EVEN, max_in_flight=6, max_evaluations=3000)
     assert found.timeline.peak_in_flight.max() <= 6
     for model in ("per_device", "blocking_serial", "per_edge"):
@@ -61,7 +61,7 @@ def test_what_is_found_is_a_program() -> None:
     )
 
 
-def test_a_limit_in_bytes_holds_messages_and_weights() -> None:
+def test_byte_limit_includes_messages_and_weights() -> None:
     sizes = Sizes(
         activation=2e6, saved=10e6, deferred_wgrad=4e6, saved_and_deferred=12e6, model_states=100e6
     )
@@ -73,7 +73,7 @@ def test_a_limit_in_bytes_holds_messages_and_weights() -> None:
     )
 
 
-def test_the_seed_and_the_evaluations_say_what_is_found() -> None:
+def test_equal_seed_and_evaluations_give_equal_result() -> None:
     one, other = (
         search_schedule(
             PipelineShape(4, 8),
@@ -88,7 +88,7 @@ def test_the_seed_and_the_evaluations_say_what_is_found() -> None:
     assert one.num_evaluated == other.num_evaluated <= 5000
 
 
-def test_nothing_is_moved_when_the_seconds_are_over() -> None:
+def test_no_move_is_tried_after_time_limit() -> None:
     problem = make_problem(PipelineShape(4, 8), Costs(F=2, I=2, W=1), max_in_flight=3)
     order = order_of_program(compile(schedules.zb_h1, problem.shape), split_backward=True)
     hunt = HeuristicSearch(
@@ -101,7 +101,7 @@ def test_nothing_is_moved_when_the_seconds_are_over() -> None:
     assert list(hunt.list_finalists()) == [(1.0, order)] and hunt.num_evaluated == tried
 
 
-def test_the_least_room_is_enough_where_no_policy_comes_through() -> None:
+def test_tight_memory_is_enough_without_policy() -> None:
     costs = Costs(F=(3, 1, 1, 1), I=(3, 2, 2, 3), W=(3, 1, 1, 2), send=(2, 1, 1, 2))
     sizes = Sizes(
         saved=(2, 4, 4, 2),
@@ -114,7 +114,7 @@ def test_the_least_room_is_enough_where_no_policy_comes_through() -> None:
 
 
 @pytest.mark.parametrize("saved", [6883729793.34318, 6098687129.154504, 26666666667 / 3])
-def test_a_limit_of_some_times_what_is_saved_holds_as_many(saved: float) -> None:
+def test_limit_of_four_saved_activations_holds_four(saved: float) -> None:
     """Rounding of sums does not matter, but a limit that is one byte smaller does."""
     shape, sizes = PipelineShape(4, 7), Sizes(saved=saved)
     one = search_schedule(shape, EVEN, sizes, 4 * saved, max_evaluations=400)
@@ -127,7 +127,7 @@ def test_a_limit_of_some_times_what_is_saved_holds_as_many(saved: float) -> None
 
 
 @pytest.mark.parametrize("seconds", [float("inf"), 1e308])
-def test_a_search_without_an_end_ends_with_a_proof_or_an_interrupt(seconds: float) -> None:
+def test_search_without_time_limit_ends_with_proof(seconds: float) -> None:
     uneven = Costs(F=3, I=(4, 5, 6, 5), W=2)
     assert (
         search_schedule(
@@ -137,7 +137,7 @@ def test_a_search_without_an_end_ends_with_a_proof_or_an_interrupt(seconds: floa
     )
 
 
-def test_what_is_found_is_kept_where_it_is_interrupted_as_it_is_compiled(
+def test_interrupt_during_compile_keeps_result(
     monkeypatch: pytest.MonkeyPatch,
 ) -> None:
     calls = []
@@ -154,7 +154,7 @@ def test_what_is_found_is_kept_where_it_is_interrupted_as_it_is_compiled(
     assert found.stop_reason == "interrupted" and found.span == found.improvements[-1].span
 
 
-def test_numbers_may_be_of_numpy() -> None:
+def test_numpy_numbers_are_accepted() -> None:
     sizes, shape = Sizes(saved=10.0), PipelineShape(2, 3)
     plain = search_schedule(shape, EVEN, sizes, 20, seed=3, time_limit=9, max_evaluations=50)
     found = search_schedule(
@@ -174,7 +174,7 @@ def test_numbers_may_be_of_numpy() -> None:
         {"seed": True}, {"max_evaluations": 2.5}, {"report": 5},
     ],
 )  # fmt: skip
-def test_what_is_no_such_number_is_refused(wrong: dict[str, Any]) -> None:
+def test_wrong_numbers_are_refused(wrong: dict[str, Any]) -> None:
     with pytest.raises(UsageError):
         search_schedule(PipelineShape(2, 3), EVEN, Sizes(saved=10.0), **wrong)
     for seconds in (0, -1, float("nan"), "1", None):
@@ -182,7 +182,7 @@ def test_what_is_no_such_number_is_refused(wrong: dict[str, Any]) -> None:
             lower_bound(PipelineShape(2, 3), EVEN, time_limit=seconds)  # type: ignore[arg-type]
 
 
-def test_more_in_flight_than_a_float_can_say_are_no_limit() -> None:
+def test_huge_in_flight_limit_is_no_limit() -> None:
     assert lower_bound(PipelineShape(2, 3), EVEN, max_in_flight=10**400) == lower_bound(
         PipelineShape(2, 3), EVEN
     )
@@ -193,7 +193,7 @@ def test_more_in_flight_than_a_float_can_say_are_no_limit() -> None:
     (PipelineShape(4, 12), Costs(F=(0.7, 1.3, 1, 0.9), send=2), 4),
     (PipelineShape(4, 8), Costs(send=1000), None),
 ])  # fmt: skip
-def test_nothing_that_it_begins_with_is_shorter(
+def test_no_initial_schedule_is_shorter(
     shape: PipelineShape, costs: Costs, in_flight: int | None
 ) -> None:
     """Spans are those of programs, where the messages of a rank wait for each other."""
@@ -212,7 +212,7 @@ def test_nothing_that_it_begins_with_is_shorter(
 
 
 @pytest.mark.parametrize("F", [1e300, 1e308])
-def test_costs_that_no_number_can_hold_are_refused(F: float) -> None:
+def test_too_large_costs_are_refused(F: float) -> None:
     for take in (lower_bound, search_schedule):
         with pytest.raises(CostsError, match=r"add up to 1e\+299 or more, the limit of a search"):
             take(PipelineShape(4, 8), Costs(F=F))
@@ -220,7 +220,7 @@ def test_costs_that_no_number_can_hold_are_refused(F: float) -> None:
     assert compute_program_bound(program, Costs(F=F)) is None
 
 
-def test_pairs_that_save_time_are_not_searched() -> None:
+def test_pair_cost_that_saves_time_is_refused() -> None:
     """There is no bound at such costs either, since a schedule with pairs may be shorter."""
     costs, shape = Costs(F=2, I=2, W=1, FB=2.5), PipelineShape(4, 8, placement="vee")
     program = compile(schedules.zb_v, shape, costs=costs)
@@ -243,13 +243,13 @@ def test_pairs_that_save_time_are_not_searched() -> None:
         compile(schedules.forward_only, PipelineShape(4, 8)),
     ],
 )
-def test_a_start_that_does_other_work_is_refused(start: Program) -> None:
+def test_initial_schedule_with_other_work_is_refused(start: Program) -> None:
     with pytest.raises(UsageError) as caught:
         search_schedule(PipelineShape(4, 8), EVEN, initial_schedules=[start], max_evaluations=30)
     assert caught.value.fields == ("initial_schedules",)
 
 
-def test_costs_of_whole_backwards_are_not_split() -> None:
+def test_split_search_needs_split_backward_costs() -> None:
     with pytest.raises(
         CostsError, match="costs have B, but a search with split backwards needs I and W"
     ):
@@ -262,7 +262,7 @@ def test_costs_of_whole_backwards_are_not_split() -> None:
     )
 
 
-def test_machine_code_and_lists_have_the_same_bits() -> None:
+def test_compiled_loops_equal_python_loops() -> None:
     problem = make_problem(
         PipelineShape(4, 8, 2),
         Costs(F=(1, 2, 1, 3, 1, 2, 2, 2), I=2, W=1.1, send=0.3),
@@ -301,7 +301,7 @@ policy = st.builds(
     st.booleans(),
     st.integers(0, 2**31 - 1),
 )
-def test_any_policy_ends_and_fits(policy, placement, room, split, seed) -> None:  # type: ignore[no-untyped-def]
+def test_random_policy_finishes_and_fits(policy, placement, room, split, seed) -> None:  # type: ignore[no-untyped-def]
     """So does every order that moves give. Both compiled loops agree with plain evaluation."""
     costs = Costs(F=(1, 2, 1, 3, 1, 2), I=2, W=1.1, send=0.3)
     problem = make_problem(
@@ -319,7 +319,7 @@ def test_any_policy_ends_and_fits(policy, placement, room, split, seed) -> None:
         assert order_of_program(program, split_backward=split) == order
 
 
-def test_a_wave_does_the_like_on_other_ranks() -> None:
+def test_move_on_several_ranks() -> None:
     codes = [c for stage in range(3) for c in (3 * stage, 3 * stage, 3 * stage + 1, 3 * stage + 2)]
     first, own, begin = [0, 4, 8, 12], [0, 1, 2], [0, 1, 2, 3]
     nth = [0, 1, 0, 0] * 3
@@ -349,7 +349,7 @@ print(found.numba, found.span, found.num_evaluated)
 """
 
 
-def _numba_of(seconds: float, cache: Path, hide: str = "no") -> tuple[str, list[str]]:
+def run_search_process(seconds: float, cache: Path, hide: str = "no") -> tuple[str, list[str]]:
     """Run a search that is long enough for numba, with a cache folder for compiled loops."""
     done = subprocess.run(
         [sys.executable, "-c", LITTLE, str(seconds), hide],
@@ -362,15 +362,15 @@ def _numba_of(seconds: float, cache: Path, hide: str = "no") -> tuple[str, list[
     return " ".join(numba), [span, tried]
 
 
-def test_a_search_says_whether_it_used_numba(tmp_path: Path) -> None:
-    missing, found = _numba_of(600, tmp_path, "hide")
+def test_result_reports_numba_use(tmp_path: Path) -> None:
+    missing, found = run_search_process(600, tmp_path, "hide")
     assert missing == "not installed"
     try:
         import numba  # noqa: F401
     except ImportError:
         return
-    short, in_short = _numba_of(MIN_COMPILE_SECONDS - 0.1, tmp_path)
-    enough, in_enough = _numba_of(600, tmp_path)
-    again, in_again = _numba_of(MIN_COMPILE_SECONDS - 0.1, tmp_path)
+    short, in_short = run_search_process(MIN_COMPILE_SECONDS - 0.1, tmp_path)
+    enough, in_enough = run_search_process(600, tmp_path)
+    again, in_again = run_search_process(MIN_COMPILE_SECONDS - 0.1, tmp_path)
     assert (short, enough, again) == ("no time", "used", "used")
     assert in_short == in_enough == in_again == found

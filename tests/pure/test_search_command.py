@@ -32,7 +32,7 @@ AT = ("--ranks=4", "--microbatches=8", "--costs=F=2,I=2,W=1,send=0.1", "--max-ev
 COSTS, PLAN = Costs(F=2, I=2, W=1, send=0.1), PipelineShape(4, 8)
 
 
-def test_the_file_is_a_program_and_says_of_what_it_is_the_shortest(
+def test_file_has_program_and_search_comments(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -55,7 +55,7 @@ def test_the_file_is_a_program_and_says_of_what_it_is_the_shortest(
     assert told.endswith("wrote best.sched\n")
 
 
-def test_whole_backwards_that_take_less_than_their_halves_are_not_spoken_of(
+def test_bound_mentions_split_backwards_if_full_ones_are_shorter(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shape = ("search", "--ranks=4", "--microbatches=8", "--max-in-flight=4", "--max-evaluations=40")
@@ -65,7 +65,7 @@ def test_whole_backwards_that_take_less_than_their_halves_are_not_spoken_of(
     assert "split backwards" not in run_command(capsys, *shape, "--costs=F=1,B=2,I=1,W=1")
 
 
-def test_the_same_search_writes_the_same_file(
+def test_equal_searches_write_equal_files(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -76,7 +76,7 @@ def test_the_same_search_writes_the_same_file(
     assert Path("best.sched").read_bytes() == first
 
 
-def test_every_command_takes_the_file(
+def test_every_command_accepts_found_program(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -102,7 +102,7 @@ def test_every_command_takes_the_file(
     )
 
 
-def test_beside_is_the_zoo_on_the_same_plan_at_the_same_costs(
+def test_built_in_schedules_are_compared_at_same_costs(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     for options, shape in (
@@ -128,7 +128,7 @@ def test_beside_is_the_zoo_on_the_same_plan_at_the_same_costs(
         assert row["bound"] <= row["span"] and row["gap_to_bound"] == row["span"] / row["bound"] - 1
 
 
-def test_a_limit_in_bytes_is_that_of_compile(capsys: pytest.CaptureFixture[str]) -> None:
+def test_byte_limit_agrees_with_compile(capsys: pytest.CaptureFixture[str]) -> None:
     given = (
         "--sizes=activation=1MB,saved=1GB,deferred_wgrad=0.5GB,model_states=2GB",
         "--memory-limit=7GB",
@@ -144,7 +144,7 @@ def test_a_limit_in_bytes_is_that_of_compile(capsys: pytest.CaptureFixture[str])
             compile(getattr(schedules, name), PLAN, costs=COSTS, sizes=sizes, memory_limit=7e9)
 
 
-def test_whole_backwards_and_the_active_span(
+def test_search_full_backwards_by_active_span(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = str(tmp_path / "x.sched")
@@ -158,7 +158,7 @@ def test_whole_backwards_and_the_active_span(
     assert "zb_h1" not in told
 
 
-def test_the_former_name_of_the_active_span_is_accepted(
+def test_old_objective_name_is_accepted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     found = schedir.lower_bound(PLAN, COSTS, objective="active_span")
@@ -167,7 +167,7 @@ def test_the_former_name_of_the_active_span_is_accepted(
     assert json.loads(run_command(capsys, *own))["objective"] == "active_span"
 
 
-def test_the_costs_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_costs_from_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A search takes shape, mean times and unit from the run, and compares with its program."""
     run, file = load_timeline(RUN), str(tmp_path / "x.sched")
     at = ("--costs-from", str(RUN), "--max-evaluations=40", "--max-in-flight=12")
@@ -196,9 +196,7 @@ def test_the_costs_of_a_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) 
     assert "traced" not in [one["program"] for one in row["compared_schedules"]]
 
 
-def test_a_run_of_more_than_a_search_knows(
-    tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_run_with_unsupported_options(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A run is refused if the search cannot leave a feature out. Otherwise it says what it did."""
     run, best = str(tmp_path / "x.timeline"), str(tmp_path / "x.sched")
     for source in (["one_f_one_b", "-O", "frozen_stages=2"], ["one_f_one_b", "-O", "recompute=all"],
@@ -218,7 +216,7 @@ def test_a_run_of_more_than_a_search_knows(
     assert from_text(Path(best).read_text()).clip_grad_norm
 
 
-def test_nothing_is_searched_for_a_file_that_cannot_be(
+def test_unwritable_file_is_refused_before_search(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -231,7 +229,7 @@ def test_nothing_is_searched_for_a_file_that_cannot_be(
     assert {path.name for path in tmp_path.iterdir()} == {"folder.sched", "old.sched"}
 
 
-def test_a_pipe_sees_no_progress(capsys: pytest.CaptureFixture[str]) -> None:
+def test_pipe_gets_no_progress_output(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["search", *AT]) == 0
     assert capsys.readouterr().err == ""
 
@@ -242,7 +240,7 @@ REFUSED = (Path(__file__).parents[1] / "golden" / "search.txt").read_text().spli
 
 
 @pytest.mark.parametrize("told", REFUSED, ids=lambda told: told.split("\n")[0][17:])
-def test_what_a_person_is_told(told: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_refusals_match_golden_file(told: str, capsys: pytest.CaptureFixture[str]) -> None:
     line, message = told.strip().split("\n", 1)
     assert main(line.removeprefix("$ schedir ").split()) == 2
     out, err = capsys.readouterr()
@@ -270,13 +268,13 @@ def test_what_a_person_is_told(told: str, capsys: pytest.CaptureFixture[str]) ->
         ({"prove": 3}, "prove"),
     ],
 )
-def test_python_is_told_as_well(wrong: dict[str, Any], names: str) -> None:
+def test_wrong_python_arguments_are_refused(wrong: dict[str, Any], names: str) -> None:
     given: dict[str, Any] = {"shape": PLAN, "max_evaluations": 5} | wrong
     with pytest.raises(SchedirError, match=names):
         schedir.search_schedule(**given)
 
 
-def test_a_solver_that_is_not_there(
+def test_missing_solver_is_refused(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     for name in [name for name in sys.modules if name.partition(".")[0] == "ortools"]:
@@ -291,7 +289,7 @@ def test_a_solver_that_is_not_there(
 
 
 @pytest.mark.skipif(not hasattr(os, "openpty"), reason="no terminals here")
-def test_what_is_found_is_kept_when_it_is_interrupted(tmp_path: Path) -> None:
+def test_interrupted_search_writes_best_schedule(tmp_path: Path) -> None:
     """The search is interrupted after its first progress line, and writes the best schedule."""
     costs = "F=1:1.2:0.9:1.4:0.8:1.1:1:1.3,I=1:1.1:0.9:1.2:1.3:0.8:1:0.7,W=0.7,send=0.05"
     argv = [sys.executable, "-m", "schedir", "search", "--ranks=8", "--microbatches=48"]

@@ -59,12 +59,14 @@ def orders(draw: st.DrawFn) -> tuple[PipelineShape, list[tuple[str, int, int]]]:
     while len(done) < len(ahead):
         ready = [i for i in ahead if i not in done and all(j in done for j in ahead[i])]
         if tidy:
-            ready = [i for i in ready if in_turn([*done, i], shape) is None] or ready
+            ready = [i for i in ready if find_out_of_order([*done, i], shape) is None] or ready
         done.append(draw(st.sampled_from(ready)))
     return shape, done
 
 
-def in_turn(done: list[tuple[str, int, int]], shape: PipelineShape) -> tuple[str, int, int] | None:
+def find_out_of_order(
+    done: list[tuple[str, int, int]], shape: PipelineShape
+) -> tuple[str, int, int] | None:
     """Return the first instruction that runs before another chunk it should follow, or None."""
     for k, (op, s, mb) in enumerate(done):
         if op == "W":
@@ -77,7 +79,7 @@ def in_turn(done: list[tuple[str, int, int]], shape: PipelineShape) -> tuple[str
 
 
 @given(orders())
-def test_what_is_out_of_turn_is_refused(
+def test_wrong_chunk_order_is_refused(
     given: tuple[PipelineShape, list[tuple[str, int, int]]],
 ) -> None:
     shape, done = given
@@ -87,7 +89,7 @@ def test_what_is_out_of_turn_is_refused(
         return sum((letters[op][s].at(mb) for op, s, mb in done), EMPTY)
 
     drafted = expand_schedule(mine, shape)
-    wrong = in_turn(done, shape)
+    wrong = find_out_of_order(done, shape)
     if wrong is None:
         program = compile(drafted)
         assert (
@@ -108,7 +110,7 @@ def test_what_is_out_of_turn_is_refused(
     )  # without chunks there is no rule
 
 
-def test_schedules_are_told_the_segments() -> None:
+def test_schedule_receives_sequence_chunks() -> None:
     seen = set()
 
     def told(rank: int, ranks: int, microbatches: int, sequence_chunks: int) -> RankSchedule:
@@ -120,14 +122,14 @@ def test_schedules_are_told_the_segments() -> None:
     assert seen == {3, 1}
 
 
-def test_programs_of_other_segments_are_other_programs() -> None:
+def test_sequence_chunks_change_digest() -> None:
     three, none = (compile(forward_only, PipelineShape(2, 6, sequence_chunks=n)) for n in (3, 1))
     assert three.digest != none.digest and "sequence_chunks" not in to_text(none)
     assert "sequence_chunks 3" in to_text(three)
     assert check(from_text(to_text(three))).shape == PipelineShape(2, 6, sequence_chunks=3)
 
 
-def test_no_advice_is_out_of_turn() -> None:
+def test_advice_keeps_chunk_order() -> None:
     """1F1B and others would be shorter, but compute something else."""
 
     def late(rank: int, ranks: int, microbatches: int) -> Any:
@@ -143,7 +145,7 @@ def test_no_advice_is_out_of_turn() -> None:
         compile(one_f_one_b, PipelineShape(2, 6, sequence_chunks=2))
 
 
-def test_a_training_run_takes_whole_sequences(tmp_path: Path) -> None:
+def test_training_run_refuses_sequence_chunks(tmp_path: Path) -> None:
     (tmp_path / "p.sched").write_text(
         to_text(compile(forward_only, PipelineShape(1, 4, sequence_chunks=2)))
     )
@@ -152,7 +154,7 @@ def test_a_training_run_takes_whole_sequences(tmp_path: Path) -> None:
         read_config(str(tmp_path / "c.toml"))
 
 
-def test_segments_are_those_of_a_plan() -> None:
+def test_unknown_schedule_parameter_is_refused() -> None:
     def bound(
         rank: int, ranks: int, microbatches: int, sequence_chunks: int, more: int
     ) -> RankSchedule:
@@ -162,7 +164,7 @@ def test_segments_are_those_of_a_plan() -> None:
         expand_schedule(bound, PipelineShape(1, 2, sequence_chunks=2))
 
 
-def test_seq1f1b_as_a_stranger_writes_it() -> None:
+def test_seq1f1b_example() -> None:
     """Seq1F1B finishes under every model, and has fewer activations in flight than 1F1B.
 
     With whole sequences it is 1F1B.

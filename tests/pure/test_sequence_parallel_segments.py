@@ -42,28 +42,28 @@ O = Opcode
 MET = (O.TPGatherAct, O.TPReduceAct, O.TPGatherGrad, O.TPReduceGrad)
 
 
-def of(schedule: Any, shape: PipelineShape, cut: Any = 3, **how: Any) -> Program:
+def compile_segments(schedule: Any, shape: PipelineShape, cut: Any = 3, **how: Any) -> Program:
     return compile(schedule, shape, tp=2, stage_segments=cut, sequence_parallel=True, **how)
 
 
-def shape_of(schedule: Any) -> PipelineShape:
+def make_shape(schedule: Any) -> PipelineShape:
     placement, v = getattr(schedule, "placed", ("loop", None))
     return PipelineShape(2, 4, v or find_named_placement(placement).stages_per_rank, placement)
 
 
 @pytest.mark.parametrize("schedule", known(), ids=lambda schedule: schedule.__name__)
-def test_whole_zoo(schedule: Any) -> None:
+def test_built_in_schedules_compile_with_segments(schedule: Any) -> None:
     """Programs are complete and in order, and have as many gathers as sums.
 
     Both independent machines agree. If collectives take no time, the run takes as long as without
     segments, except pairs, which are interleaved.
     """
-    shape = shape_of(schedule)
+    shape = make_shape(schedule)
     try:
         uncut = compile(schedule, shape, tp=2, sequence_parallel=True)
     except SchedirError:
         pytest.skip("not for this shape")
-    program = of(schedule, shape)
+    program = compile_segments(schedule, shape)
     assert check(program, "blocking_serial") and verdict(program, "per_edge").kind == "ok"
     assert from_text(to_text(program)) == program
     costs = Costs(F=1, B=2, I=1, W=1, send=0.5, tp_reduce=0.75, tp_gather=0.25)
@@ -82,7 +82,7 @@ def test_whole_zoo(schedule: Any) -> None:
 
 @settings(max_examples=60)
 @given(data=st.data())
-def test_where_ranks_meet(data: st.DataObject) -> None:
+def test_collectives_follow_segment_boundaries(data: st.DataObject) -> None:
     """For any letters, each compute follows the collective of its letter.
 
     Programs with a dropped, doubled or moved collective are refused if the machine refuses them.
@@ -92,7 +92,7 @@ def test_where_ranks_meet(data: st.DataObject) -> None:
     cut = [data.draw(letters) or 1 for _ in range(ranks)]
     frozen = data.draw(st.integers(0, ranks - 1))
     schedule = data.draw(st.sampled_from([schedules.one_f_one_b, schedules.zb_h1]))
-    program = of(schedule, PipelineShape(ranks, m), cut, frozen_stages=frozen)
+    program = compile_segments(schedule, PipelineShape(ranks, m), cut, frozen_stages=frozen)
     for own in program.streams:
         for before, i in pairwise([None, *(j for j in own if j.op in (*MET, *COMPUTE_OPS))]):
             assert i is not None
@@ -129,8 +129,8 @@ def test_where_ranks_meet(data: st.DataObject) -> None:
         assert not wrong
 
 
-def test_what_stands_where() -> None:
-    program = of(schedules.one_f_one_b, PipelineShape(1, 1), frozen_stages=0)
+def test_instruction_order_with_segments() -> None:
+    program = compile_segments(schedules.one_f_one_b, PipelineShape(1, 1), frozen_stages=0)
     assert [str(i) for i in program.streams[0]][:12] == [
         "F 0.0", "tp_gather_act 1.0", "F 1.0", "tp_reduce_act 2.0", "F 2.0", "B 2.0",
         "reduce_grads 2",
@@ -139,15 +139,17 @@ def test_what_stands_where() -> None:
     assert [str(i) for i in program.streams[0] if i.op is O.ReduceSequenceParallelGrads] == [
         f"reduce_sequence_parallel_grads {s}" for s in range(3)
     ]
-    behind = of(schedules.gpipe, PipelineShape(2, 1), frozen_stages=1)
+    behind = compile_segments(schedules.gpipe, PipelineShape(2, 1), frozen_stages=1)
     said = [str(i) for own in behind.streams for i in own if i.op in MET]
     assert said == ["tp_gather_act 1.0", "tp_reduce_act 2.0", "tp_gather_act 4.0",
                     "tp_reduce_act 5.0", "tp_gather_grad 4.0",
                     "tp_reduce_grad 3.0"]  # fmt: skip
 
 
-def test_lowered_again_it_is_the_same() -> None:
-    program = of(schedules.one_f_one_b, PipelineShape(2, 4), "fg", clip_grad_norm=True)
+def test_relowered_program_is_unchanged() -> None:
+    program = compile_segments(
+        schedules.one_f_one_b, PipelineShape(2, 4), "fg", clip_grad_norm=True
+    )
     drafted = extract_compute(program)
     assert compile(drafted, **infer_options(program, "per_device", drafted)) == program
     told = evaluation_program(program)
@@ -155,7 +157,7 @@ def test_lowered_again_it_is_the_same() -> None:
         O.TPGatherAct,
         O.TPReduceAct,
     }
-    grouped = of(
+    grouped = compile_segments(
         schedules.one_f_one_b, PipelineShape(2, 4), "fg", clip_grad_norm=True, overlap=True
     )
     assert sorted(map(str, grouped.streams[0])) == sorted(map(str, program.streams[0]))
@@ -166,9 +168,9 @@ def test_lowered_again_it_is_the_same() -> None:
     ("g", Costs(F=2, B=2, tp_gather=2, tp_reduce=1)),
     ("fg", Costs(F=2, B=2, tp_gather=1, tp_reduce=0.5)),
 ])  # fmt: skip
-def test_they_take_their_time(cut: str, costs: Costs) -> None:
+def test_segment_collectives_take_their_cost(cut: str, costs: Costs) -> None:
     """This holds for blocking hosts too, which continue meanwhile."""
-    program = of(schedules.gpipe, PipelineShape(1, 1), cut)
+    program = compile_segments(schedules.gpipe, PipelineShape(1, 1), cut)
     own = 3 if len(cut) == 1 else 2 * 1.5
     for blocks in (False, True):
         assert simulate(program, costs, blocking_hosts=blocks).span == 4 * (len(cut) + 1) + own
@@ -179,8 +181,8 @@ def test_they_take_their_time(cut: str, costs: Costs) -> None:
         assert simulate(two, Costs(F=2, tp_gather=2), blocking_hosts=blocks).span == 8
 
 
-def test_checker_demands_gathers() -> None:
-    program = of(schedules.one_f_one_b, PipelineShape(1, 1), "fg")
+def test_checker_requires_gathers() -> None:
+    program = compile_segments(schedules.one_f_one_b, PipelineShape(1, 1), "fg")
     for line in ("  tp_gather_act 1.0\n", "  tp_gather_grad 1.0\n", "  tp_reduce_act 2.0\n"):
         text = to_text(program, folded=False)
         assert text.count(line) == 1
@@ -204,7 +206,7 @@ def test_checker_demands_gathers() -> None:
         check(replace(program, sequence_parallel=False))
 
 
-def test_gathers_are_filled_priced_and_told_of() -> None:
+def test_gather_waits_are_filled_and_advised() -> None:
     """Gathers alone can take time, and weight gradients fill the waits for them.
 
     Waits for gathers count as waits for sums of segments, and not for messages.
@@ -212,12 +214,14 @@ def test_gathers_are_filled_priced_and_told_of() -> None:
     shape, shares = PipelineShape(2, 6), (0.2, 1, 0.2, 1, 0.2)
     two = split_costs(Costs(F=2, I=2, W=2, tp_gather=0.6), 5, shape, shares)
     unfilled, filled = (
-        simulate(of(schedules.zb_h1, shape, 5, costs=two, fill_collective_waits=fill), two)
+        simulate(
+            compile_segments(schedules.zb_h1, shape, 5, costs=two, fill_collective_waits=fill), two
+        )
         for fill in (None, "W")
     )
     assert filled.span < unfilled.span - 4 * 0.6
     shape, costs = PipelineShape(1, 4), Costs(F=2, I=2, W=2, tp_gather=0.6)
-    plain = simulate(of(schedules.zb_h1, shape, 5), costs)
+    plain = simulate(compile_segments(schedules.zb_h1, shape, 5), costs)
     idle = sum_by_cause(idleness(plain), 1)[0]
     assert {*np.flatnonzero(idle).tolist()} == {IdleCause.SUM}
     told = {change.description: change.saved_share for change in advise(plain, costs).changes}
@@ -229,7 +233,7 @@ def test_gathers_are_filled_priced_and_told_of() -> None:
     assert any("fill_collective_waits=" in what for what in told)
 
 
-def test_half_the_bytes_go_around_each_time() -> None:
+def test_gather_and_reduce_scatter_send_all_reduce_bytes() -> None:
     """A reduce-scatter and a gather together send the bytes of an all-reduce.
 
     The sizes of all tokens and of a rank's own tokens are tested.
@@ -238,6 +242,9 @@ def test_half_the_bytes_go_around_each_time() -> None:
     whole = compile(schedules.gpipe, shape, tp=2, stage_segments="fg")
     sent = [
         count_sent_bytes(p, Sizes(activation=size))[Lane.TP][0]
-        for p, size in ((whole, 100.0), (of(schedules.gpipe, shape, "fg"), 100.0 + 50.0))
+        for p, size in (
+            (whole, 100.0),
+            (compile_segments(schedules.gpipe, shape, "fg"), 100.0 + 50.0),
+        )
     ]
     assert sent == pytest.approx([2 * 2 * 100.0, 2 * 4 * 50.0])

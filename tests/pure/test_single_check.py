@@ -55,7 +55,7 @@ COMMANDS = (
 
 
 @pytest.mark.parametrize("argv", COMMANDS)
-def test_a_command_checks_once(
+def test_command_checks_once(
     argv: str, capsys: pytest.CaptureFixture[str], proven: list[tuple[str, str]]
 ) -> None:
     run_command(capsys, *argv.split())
@@ -71,7 +71,7 @@ def test_a_command_checks_once(
      "export f.sched --progress-model per_edge --to torch -o x.csv",
      "simulate f.sched --progress-model per_edge --sizes saved=1 --memory-limit 1GB"],
 )  # fmt: skip
-def test_a_program_in_a_file_is_checked_once(
+def test_program_file_is_checked_once(
     argv: str, capsys: pytest.CaptureFixture[str], proven: list[tuple[str, str]]
 ) -> None:
     run_command(capsys, *argv.split())
@@ -79,7 +79,7 @@ def test_a_program_in_a_file_is_checked_once(
     assert proven == ([] if argv.startswith("print") else once)
 
 
-def test_explain_loads_a_file_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_loads_file_once(capsys: pytest.CaptureFixture[str]) -> None:
     """This holds although it compiles changed versions of the schedule."""
     run_command(capsys, "explain", "mine.py:mine")
     assert Path("loaded").read_text() == "once\n"
@@ -94,7 +94,7 @@ def test_explain_loads_a_file_once(capsys: pytest.CaptureFixture[str]) -> None:
         ["schedule=f.sched"],
     ],
 )
-def test_a_training_run_checks_once(sets: list[str], proven: list[tuple[str, str]]) -> None:
+def test_training_run_checks_once(sets: list[str], proven: list[tuple[str, str]]) -> None:
     """The check is the one its transport needs, and neither executor nor reports repeat it."""
     Path("run.toml").write_text("[model]\ntied = false\n[train]\nclip_grad_norm = 0\n")
     config = read_config("run.toml", [f"pipeline.{setting}" for setting in sets])
@@ -106,14 +106,14 @@ def test_a_training_run_checks_once(sets: list[str], proven: list[tuple[str, str
         assert Path("loaded").read_text() == "once\n"
 
 
-def test_a_configuration_that_has_loaded_a_file_is_pickled_without_it() -> None:
+def test_config_is_pickled_without_schedule_file() -> None:
     Path("run.toml").write_text("[pipeline]\nschedule = 'mine.py:mine'\n")
     config = read_config("run.toml")
     assert pickle.loads(pickle.dumps(config)) == config
     assert Path("loaded").read_text() == "once\n"
 
 
-def test_index_flow_and_graph_are_made_once(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_index_flow_and_graph_are_created_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Draft and program have one of each, whichever code needs it."""
     made: Counter[str] = Counter()
     for kind in (InstructionIndex, Dataflow, Graph):

@@ -54,7 +54,9 @@ NAMES = [schedule.__name__ for schedule, _, _ in SMALL]
 
 
 @pytest.mark.parametrize(("schedule", "shape", "skips"), SMALL, ids=NAMES)
-def test_legal_under_every_model(schedule: Schedule, shape: PipelineShape, skips: Skips) -> None:
+def test_skips_are_legal_under_every_model(
+    schedule: Schedule, shape: PipelineShape, skips: Skips
+) -> None:
     program = compile(schedule, shape, skips=skips)
     for model in MODELS:
         check(from_text(to_text(program)), model, blocking_hosts=True)
@@ -76,14 +78,14 @@ def test_legal_under_every_model(schedule: Schedule, shape: PipelineShape, skips
     }
 
 
-def changed(program: Program, rank: int, words: list[int]) -> Program:
+def replace_stream(program: Program, rank: int, words: list[int]) -> Program:
     streams = [*program.streams]
     streams[rank] = Stream(np.array(words, np.int64))
     return replace(program, streams=tuple(streams), message_order={})
 
 
 @pytest.mark.parametrize(("schedule", "shape", "skips"), SMALL, ids=NAMES)
-def test_every_change_is_refused_or_harmless(
+def test_mutated_skip_agrees_with_oracle(
     schedule: Schedule, shape: PipelineShape, skips: Skips
 ) -> None:
     """Each instruction of a skip is dropped, doubled, swapped with its neighbour, or replaced."""
@@ -109,8 +111,8 @@ def test_every_change_is_refused_or_harmless(
                     continue
                 for model in MODELS:
                     one, said = (
-                        changed(program, rank, mutant),
-                        verdict(changed(program, rank, mutant), model, k),
+                        replace_stream(program, rank, mutant),
+                        verdict(replace_stream(program, rank, mutant), model, k),
                     )
                     error = refusal(one, model)
                     assert bool(error) == (said.kind != "ok"), (to_text(one), model, error, said)
@@ -118,7 +120,7 @@ def test_every_change_is_refused_or_harmless(
     assert refused
 
 
-def test_what_is_said_of_it() -> None:
+def test_missing_skip_errors_name_instructions() -> None:
     program = compile(schedules.one_f_one_b, PipelineShape(3, 2), skips=((0, 2),))
     text = to_text(program, folded=False)
     for lost, kept, where in (
@@ -135,7 +137,7 @@ def test_what_is_said_of_it() -> None:
 
 
 @given(st.integers(0, 2**32 - 1), st.sampled_from(MODELS), st.sampled_from(["", "minimal"]))
-def test_times_are_those_of_a_plain_machine(seed: int, model: Any, slots: Any) -> None:
+def test_times_match_machine(seed: int, model: Any, slots: Any) -> None:
     """Times of any draft with a skip over any stages equal those of the independent oracle."""
     rng = np.random.default_rng(seed)
     ranks, v = int(rng.integers(2, 5)), int(rng.integers(1, 3))
@@ -155,7 +157,7 @@ def test_times_are_those_of_a_plain_machine(seed: int, model: Any, slots: Any) -
         assert end[begins[rank] + k] == pytest.approx(when)
 
 
-def test_memory_counts_it_on_both_ranks() -> None:
+def test_memory_counts_skip_on_both_ranks() -> None:
     shape, skip = PipelineShape(3, 4), 10.0
     program = compile(schedules.one_f_one_b, shape, skips=((0, 2),), buffer_sharing="minimal")
     least = dict(zip(SLOT_KINDS, count_min_slots(program).T.tolist(), strict=True))
@@ -178,7 +180,7 @@ def test_memory_counts_it_on_both_ranks() -> None:
     )
 
 
-def test_programs_without_stay_as_they_are() -> None:
+def test_programs_without_skips_are_unchanged() -> None:
     program = compile(schedules.zb_h1, PipelineShape(4, 8))
     assert "skips" not in to_text(program) and len(Dataflow.from_program(program).givers) == 2
     assert not any(
@@ -192,7 +194,7 @@ def test_programs_without_stay_as_they_are() -> None:
     assert from_text(to_text(other)) == other and from_text(to_text(other)).skips == ((0, 2),)
 
 
-def test_the_stages_beside() -> None:
+def test_neighbor_stages_of_skips() -> None:
     program = compile(schedules.gpipe, PipelineShape(4, 1), skips=((0, 2), (1, 3)))
     assert program.neighbor_stages(PeerRule.NEXT).tolist() == [1, 2, 3, -1]
     assert program.neighbor_stages(PeerRule.PREVIOUS).tolist() == [-1, 0, 1, 2]
@@ -223,19 +225,19 @@ REFUSED: list[tuple[object, str, str]] = [
 
 
 @pytest.mark.parametrize(("skips", "fact", "hint"), REFUSED, ids=str)
-def test_what_skips_are_not(skips: Any, fact: str, hint: str) -> None:
+def test_invalid_skips_are_refused(skips: Any, fact: str, hint: str) -> None:
     with pytest.raises(ShapeError) as caught:
         compile(schedules.gpipe, PipelineShape(5, 4), skips=skips)
     assert fact in caught.value.fact and hint in caught.value.hint
     assert [*caught.value.fields] == ["skips"]
 
 
-def test_torch_has_none() -> None:
+def test_torch_csv_refuses_skips() -> None:
     with pytest.raises(UsageError, match="has skip connections, but torch's stages"):
         torch_csv.to_csv(compile(schedules.gpipe, PipelineShape(3, 3), skips=((0, 2),)))
 
 
-def test_small_messages_are_told_with_the_size_of_a_skip() -> None:
+def test_eager_limit_needs_skip_size() -> None:
     """A skip of unknown size is not small."""
     program = compile(schedules.gpipe, PipelineShape(3, 2), skips=((0, 2),))
     for sizes in (Sizes(activation=16e6), Sizes(skip=16e6)):

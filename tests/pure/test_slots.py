@@ -51,7 +51,7 @@ from tests.strategies import costs, with_slots
 models = st.sampled_from(MODELS)
 
 
-def varied(draft: Program, data: st.DataObject, progress_model: ProgressModel) -> Program:
+def lower_variant(draft: Program, data: st.DataObject, progress_model: ProgressModel) -> Program:
     """Lower a program, perhaps with groups, tensor parallelism, early gathers and receives."""
     program = lower(replace(draft, tp=data.draw(st.integers(1, 2))))
     if data.draw(st.booleans()):
@@ -65,7 +65,7 @@ def varied(draft: Program, data: st.DataObject, progress_model: ProgressModel) -
 
 @settings(max_examples=200)
 @given(compute_programs(), models, st.data(), st.randoms(use_true_random=False))
-def test_no_two_values_share_a_slot_at_once(
+def test_values_never_share_slot(
     draft: Program, progress_model: ProgressModel, data: st.DataObject, rng: random.Random
 ) -> None:
     """Each value gets one existing slot, and the slot's next value waits for its last reader.
@@ -73,7 +73,7 @@ def test_no_two_values_share_a_slot_at_once(
     The test goes from group to group along the Stream, since the values of a group are in memory
     together.
     """
-    program = with_slots(varied(draft, data, progress_model), rng)
+    program = with_slots(lower_variant(draft, data, progress_model), rng)
     index = InstructionIndex(program)
     machine = Machine(program, progress_model, Costs())
     machine.run()
@@ -112,10 +112,10 @@ def test_no_two_values_share_a_slot_at_once(
 
 @settings(max_examples=200)
 @given(compute_programs(), models, st.data())
-def test_the_fewest_are_the_most_that_overlap(
+def test_min_slots_equal_max_overlap(
     draft: Program, progress_model: ProgressModel, data: st.DataObject
 ) -> None:
-    program = varied(draft, data, progress_model)
+    program = lower_variant(draft, data, progress_model)
     machine = Machine(program, progress_model, Costs())
     machine.run()
     few = count_min_slots(program)
@@ -135,10 +135,10 @@ def test_the_fewest_are_the_most_that_overlap(
 
 @settings(max_examples=100)
 @given(compute_programs(), models, st.data())
-def test_one_fewer_is_refused(
+def test_one_slot_less_is_refused(
     draft: Program, progress_model: ProgressModel, data: st.DataObject
 ) -> None:
-    program = share_slots(varied(draft, data, progress_model), "minimal")
+    program = share_slots(lower_variant(draft, data, progress_model), "minimal")
     check(program, progress_model)
     some = [(r, k) for r, counts in enumerate(program.slots) for k in range(4) if counts[k]]
     assume(some)
@@ -156,10 +156,10 @@ def test_one_fewer_is_refused(
 
 @settings(max_examples=150)
 @given(compute_programs(), models, st.data())
-def test_enough_keeps_the_predicted_time(
+def test_latency_preserving_keeps_span(
     draft: Program, progress_model: ProgressModel, data: st.DataObject
 ) -> None:
-    program = varied(draft, data, progress_model)
+    program = lower_variant(draft, data, progress_model)
     priced = data.draw(costs(draft.shape))
     shared = check(
         share_slots(program, "latency_preserving", priced, progress_model), progress_model
@@ -176,7 +176,7 @@ def test_enough_keeps_the_predicted_time(
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
 @pytest.mark.parametrize("overlap", [False, True])
-def test_the_fewest_finish_under_every_model(schedule: Schedule, overlap: bool) -> None:
+def test_minimal_slots_finish_under_every_model(schedule: Schedule, overlap: bool) -> None:
     shape = shape_of(schedule, 4, max(8, least(schedule, 4)))
     for model in MODELS:
         program = compile(
@@ -188,7 +188,7 @@ def test_the_fewest_finish_under_every_model(schedule: Schedule, overlap: bool) 
                 check(program, other)
 
 
-def test_gpipe_pays_for_the_fewest() -> None:
+def test_minimal_slots_slow_gpipe() -> None:
     """With two slots a message overlaps a forward. With one slot both ranks wait for it."""
     shape, priced = PipelineShape(4, 16), Costs(F=1, B=2, send=0.1)
 
@@ -206,7 +206,7 @@ def test_gpipe_pays_for_the_fewest() -> None:
 
 
 @pytest.mark.parametrize("schedule", ZOO.values(), ids=ZOO)
-def test_enough_at_free_messages_is_enough_for_others(schedule: Schedule) -> None:
+def test_slots_for_free_messages_keep_span_of_others(schedule: Schedule) -> None:
     """Slots chosen for messages that take no time lose no time when messages do take time."""
     shape = shape_of(schedule, 4, max(8, least(schedule, 4)))
     own = compile(schedule, shape, progress_model="per_edge", overlap=True)
@@ -218,7 +218,7 @@ def test_enough_at_free_messages_is_enough_for_others(schedule: Schedule) -> Non
         assert other == pytest.approx(one, rel=1e-9)
 
 
-def test_enough_is_as_few_as_can_be() -> None:
+def test_latency_preserving_slots_are_minimal() -> None:
     """GPipe needs each of its slots: one less of any kind on any rank makes the step longer."""
     priced = Costs(F=1, B=2, send=0.1)
     program = compile(
@@ -241,7 +241,7 @@ def test_enough_is_as_few_as_can_be() -> None:
             assert not count or simulate(fewer, priced, progress_model="per_edge").span > span
 
 
-def test_slow_stages_need_no_more_than_fast_ones() -> None:
+def test_slow_stage_needs_few_slots() -> None:
     """A slow stage delays its neighbours anyway, so a long queue of its inputs gains nothing."""
     priced = Costs(F=(1, 1, 1, 2), B=(2, 2, 2, 4), send=0.1)
     program = compile(
@@ -254,7 +254,7 @@ def test_slow_stages_need_no_more_than_fast_ones() -> None:
     assert max(max(counts[:4]) for counts in program.slots) <= 3
 
 
-def test_slots_are_part_of_a_program() -> None:
+def test_slots_are_in_text_and_digest() -> None:
     program = compile(one_f_one_b, PipelineShape(3, 6), buffer_sharing="minimal")
     assert from_text(to_text(program)) == program == from_text(to_text(program, folded=False))
     assert "rank 1  act_in 1  act_out 1  grad_in 1  grad_out 1\n" in to_text(program)
@@ -268,21 +268,21 @@ def test_slots_are_part_of_a_program() -> None:
     ["rank 0  act_in 1", "rank 0  act_in 1  act_out 1  grad_in 1  grad_out x",
      "rank 0  act_out 1  act_in 1  grad_in 1  grad_out 1"],
 )  # fmt: skip
-def test_text_of_slots_that_is_none(head: str) -> None:
+def test_invalid_slot_text_is_refused(head: str) -> None:
     text = to_text(compile(one_f_one_b, PipelineShape(2, 2)))
     with pytest.raises(ParseError) as caught:
         from_text(text.replace("rank 0", head))
     assert caught.value.line == 6
 
 
-def test_slots_are_said_of_all_ranks_or_of_none() -> None:
+def test_slots_on_some_ranks_are_refused() -> None:
     text = to_text(compile(one_f_one_b, PipelineShape(2, 2), buffer_sharing="minimal"))
     for line in [x for x in text.splitlines() if x.startswith("rank ") and "act_in" in x]:
         with pytest.raises(ParseError, match="either all ranks or no ranks must have slots"):
             from_text(text.replace(line, line[:6]))
 
 
-def test_counts_that_cannot_be() -> None:
+def test_invalid_slot_counts_are_refused() -> None:
     program = compile(one_f_one_b, PipelineShape(2, 2))
     for slots in [(SlotCounts(1, 1, 1, 1),), (SlotCounts(1, 1, 1, -1),) * 2]:
         with pytest.raises(ShapeError):
@@ -303,7 +303,7 @@ rank 1  act_in 1  act_out 0  grad_in 0  grad_out 0
 """
 
 
-def test_waiting_for_a_slot_can_be_why() -> None:
+def test_critical_path_includes_slot_wait() -> None:
     """With one slot per kind, the second message waits until the first has been used."""
     program = check(from_text(CROSSED), "per_edge")
     priced = Costs(F=(1, 5), send=1)
@@ -328,7 +328,7 @@ rank 1  act_in 2  act_out 0  grad_in 0  grad_out 0
 """
 
 
-def test_a_group_waits_for_the_slots_of_all() -> None:
+def test_group_waits_for_all_slots() -> None:
     program = check(from_text(GROUPED), "per_edge")
     priced = Costs(F=(1, 5), send=1)
     assert simulate(program, priced, progress_model="per_edge").span == 24
@@ -337,14 +337,14 @@ def test_a_group_waits_for_the_slots_of_all() -> None:
 
 @settings(max_examples=100)
 @given(compute_programs(), models, st.data(), st.randoms(use_true_random=False))
-def test_what_remains_is_known(
+def test_remaining_times_bound_span(
     draft: Program, progress_model: ProgressModel, data: st.DataObject, rng: random.Random
 ) -> None:
     """From each start to the end of the run, there is time for the longest path of successors.
 
     On the critical path the two times are equal.
     """
-    program = with_slots(varied(draft, data, progress_model), rng)
+    program = with_slots(lower_variant(draft, data, progress_model), rng)
     priced = data.draw(costs(draft.shape))
     timeline = simulate(program, priced, progress_model=progress_model)
     left = compute_remaining_times(Graph(program, progress_model), priced)
@@ -353,7 +353,7 @@ def test_what_remains_is_known(
     assert (timeline.spans["start"][path] + left[path] == timeline.span).all()
 
 
-def test_a_draft_takes_nothing_in() -> None:
+def test_draft_needs_no_message_slots() -> None:
     program = expand_schedule(one_f_one_b, PipelineShape(3, 4))
     assert not count_min_slots(program)[:, :4].any()
     looped = count_min_slots(expand_schedule(interleaved, PipelineShape(1, 4, 2)))
@@ -361,9 +361,7 @@ def test_a_draft_takes_nothing_in() -> None:
 
 
 @pytest.mark.parametrize("skips", [[], ["-O", "skips=0=3"]])
-def test_simulate_tells_the_slots_that_there_are(
-    capsys: pytest.CaptureFixture[str], skips: list[str]
-) -> None:
+def test_simulate_prints_slots(capsys: pytest.CaptureFixture[str], skips: list[str]) -> None:
     argv = ["simulate", "gpipe", "-O", "buffer_sharing=minimal", *skips]
     kinds = ["act_in", "act_out", "grad_in", "grad_out"]
     kinds += ["skip_in", "skip_out", "skip_grad_in", "skip_grad_out"] * bool(skips)

@@ -32,20 +32,20 @@ from tests.certified_optima import Case, cases
 from tests.interleavings import shortest
 
 
-def solved(problem: SchedulingProblem, **options: object) -> SolverResult:
+def run_solver(problem: SchedulingProblem, **options: object) -> SolverResult:
     pytest.importorskip("ortools")
     return solve(problem, 60, workers=1, **options)  # type: ignore[arg-type]
 
 
-def small(stages_per_rank: int, most: int) -> list[Case]:
+def select_small_cases(stages_per_rank: int, most: int) -> list[Case]:
     found = [c for c in cases() if c.stages_per_rank == stages_per_rank and c.cells <= most]
     return found[:: len(found) // 5 + 1]
 
 
-@pytest.mark.parametrize("case", small(1, 50) + small(2, 12), ids=str)
-def test_the_solver_gets_to_the_optimum_again(case: Case) -> None:
+@pytest.mark.parametrize("case", select_small_cases(1, 50) + select_small_cases(2, 12), ids=str)
+def test_solver_finds_certified_optimum(case: Case) -> None:
     problem = case.problem
-    found = solved(problem)
+    found = run_solver(problem)
     assert found.is_proved and found.order is not None
     assert found.value == pytest.approx(case.optimum, rel=PROOF_TOLERANCE)
     assert found.bound.value <= found.value
@@ -54,18 +54,18 @@ def test_the_solver_gets_to_the_optimum_again(case: Case) -> None:
         for rank, held in enumerate(compute_peaks(problem, found.order))
     )
     # There is no shorter order than the optimum, and starting from it finds none.
-    none = solved(problem, shorter_than=case.optimum)
+    none = run_solver(problem, shorter_than=case.optimum)
     assert none.order is None and none.is_proved
     assert none.bound.value == pytest.approx(case.optimum, rel=2 * PROOF_TOLERANCE)
-    kept = solved(problem, hint=found.order)
+    kept = run_solver(problem, hint=found.order)
     assert kept.is_proved and kept.value <= found.value
 
 
-@pytest.mark.parametrize("case", small(1, 50), ids=str)
-def test_a_found_order_simulates_as_predicted(case: Case) -> None:
+@pytest.mark.parametrize("case", select_small_cases(1, 50), ids=str)
+def test_found_order_simulates_as_predicted(case: Case) -> None:
     """The simulated time is equal, or longer because of the queues of messages."""
     problem = replace(case.problem, objective="span")
-    found = solved(problem)
+    found = run_solver(problem)
     assert found.order is not None
     run = simulate(compile(draft_from_order(problem, found.order), costs=case.costs), case.costs)
     if case.send:
@@ -79,7 +79,7 @@ SHAPES += [(1, 2, 2, False), (1, 1, 2, True), (2, 1, 2, True), (3, 3, 1, False)]
 
 
 @st.composite
-def tiny(draw: st.DrawFn) -> SchedulingProblem:
+def tiny_problems(draw: st.DrawFn) -> SchedulingProblem:
     """Draw problems that are small enough to try every order, where all work takes time."""
     ranks, microbatches, v, split = draw(st.sampled_from(SHAPES))
     shape = PipelineShape(ranks, microbatches, v, draw(st.sampled_from(["loop", "vee"][:v])))
@@ -107,36 +107,36 @@ def tiny(draw: st.DrawFn) -> SchedulingProblem:
         raise
 
 
-@given(tiny())
+@given(tiny_problems())
 @settings(max_examples=40, deadline=None)
-def test_the_solver_finds_what_trying_every_order_finds(problem: SchedulingProblem) -> None:
+def test_solver_agrees_with_exhaustive_search(problem: SchedulingProblem) -> None:
     best = shortest(problem)
-    found = solved(problem)
+    found = run_solver(problem)
     assert found.is_proved and found.order is not None
     assert found.value == pytest.approx(best, rel=PROOF_TOLERANCE)
     assert found.bound.value <= best * (1 + 1e-9)
     assert compute_length(problem, found.order) == found.value
 
 
-def test_a_known_bound_closes_it_at_once() -> None:
+def test_known_bound_ends_search() -> None:
     problem = make_problem(PipelineShape(ranks=2, microbatches=4), max_in_flight=2)
-    order = solved(problem).order
+    order = run_solver(problem).order
     known = LowerBound(13.0, "rank 0 ends last")
-    found = solved(problem, hint=order, known_bound=known)
+    found = run_solver(problem, hint=order, known_bound=known)
     assert (found.order, found.value, found.bound, found.is_proved) == (order, 13.0, known, True)
-    assert solved(problem, shorter_than=13.0, known_bound=known).order is None
+    assert run_solver(problem, shorter_than=13.0, known_bound=known).order is None
 
 
-def test_without_a_known_bound_cp_sat_says_why() -> None:
+def test_bound_explanation_without_known_bound() -> None:
     problem = make_problem(PipelineShape(ranks=2, microbatches=4), max_in_flight=2)
-    assert solved(problem).bound == LowerBound(13.0, CLOSED_EXPLANATION)
+    assert run_solver(problem).bound == LowerBound(13.0, CLOSED_EXPLANATION)
 
 
-def test_costs_that_are_no_decimals_are_rounded_down_for_the_bound() -> None:
+def test_non_decimal_costs_are_rounded_down_for_bound() -> None:
     costs = Costs(F=(1 / 3, 2 / 7), I=(0.1 + 0.2, 3**0.5), W=(2 / 3, 5**0.5))
     problem = make_problem(PipelineShape(ranks=2, microbatches=3), costs, max_in_flight=2)
     best = shortest(problem)
-    found = solved(problem)
+    found = run_solver(problem)
     assert (
         best * (1 - PROOF_TOLERANCE)
         <= found.bound.value
@@ -146,18 +146,18 @@ def test_costs_that_are_no_decimals_are_rounded_down_for_the_bound() -> None:
     )
 
 
-def test_it_tells_how_far_it_is() -> None:
+def test_solver_reports_progress() -> None:
     told: list[tuple[float, float]] = []
     problem = make_problem(
         PipelineShape(ranks=6, microbatches=12), Costs(F=3, I=4, W=2.5), max_in_flight=3
     )
-    found = solved(problem, report=lambda value, bound: told.append((value, bound)))
+    found = run_solver(problem, report=lambda value, bound: told.append((value, bound)))
     values, bounds = zip(*told, strict=True)
     assert list(values) == sorted(values, reverse=True) and list(bounds) == sorted(bounds)
     assert all(found.value <= value and bound <= found.value for value, bound in told)
 
 
-def test_without_ortools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_ortools_has_install_hint(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(sys.modules, "ortools.sat.python", None)
     monkeypatch.setitem(sys.modules, "ortools", None)
     with pytest.raises(UsageError) as caught:
@@ -168,7 +168,7 @@ def test_without_ortools_it_says_what_to_install(monkeypatch: pytest.MonkeyPatch
     assert caught.value.fields == ("prove",)
 
 
-def test_a_search_goes_on_with_the_solver() -> None:
+def test_search_continues_with_solver() -> None:
     pytest.importorskip("ortools")
     shape = PipelineShape(ranks=2, microbatches=6, stages_per_rank=2, placement="vee")
     costs = Costs(F=4, I=4, W=9, send=2)
@@ -187,7 +187,7 @@ def test_a_search_goes_on_with_the_solver() -> None:
     assert told == sorted(told) and told[-1] == pytest.approx(found.bound)
 
 
-def test_ctrl_c_keeps_what_there_is() -> None:
+def test_interrupt_keeps_best_order() -> None:
     rng = Random(0)
     costs = Costs(**{name: tuple(rng.uniform(0.7, 1.3) for _ in range(8)) for name in "FIW"})
     problem = make_problem(PipelineShape(ranks=8, microbatches=24), costs, max_in_flight=5)
@@ -195,6 +195,6 @@ def test_ctrl_c_keeps_what_there_is() -> None:
     import_module("ortools.sat.python.cp_model")  # The signal must not interrupt the import.
     timer = Timer(1.0, os.kill, (os.getpid(), SIGINT))
     timer.start()
-    found = solved(problem, hint=order)
+    found = run_solver(problem, hint=order)
     assert found.interrupted and not found.is_proved
     assert found.order is not None and found.value <= (compute_length(problem, order) or 0)

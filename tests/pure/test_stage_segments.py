@@ -52,7 +52,7 @@ def shape_of(schedule: Any, ranks: int = 2, microbatches: int = 4) -> PipelineSh
 
 
 @pytest.mark.parametrize("schedule", known(), ids=NAMES)
-def test_whole_zoo_in_pieces(schedule: Any) -> None:
+def test_built_in_schedules_compile_with_segments(schedule: Any) -> None:
     """All built-in schedules are legal with stage segments.
 
     If collectives take no time, they take as long as without segments, except for pairs of a
@@ -77,7 +77,7 @@ def test_whole_zoo_in_pieces(schedule: Any) -> None:
         assert span == pytest.approx(simulate(uncut, WHOLE).span)
 
 
-def test_pieces_of_a_stage_are_its_neighbours() -> None:
+def test_segments_are_neighbor_stages_on_rank() -> None:
     program = compile(
         schedules.zb_h1,
         PipelineShape(2, 2, sequence_chunks=1),
@@ -95,7 +95,7 @@ def test_pieces_of_a_stage_are_its_neighbours() -> None:
     assert [i.stage for i in program.streams[1] if i.op is Opcode.BackwardWeight] == [4, 3, 2] * 2
 
 
-def test_traits_are_of_pieces() -> None:
+def test_program_attributes_apply_to_segments() -> None:
     shape = PipelineShape(4, 8, optimizer_steps=2, weight_delay=(3, 2, 1, 0))
     program = compile(
         schedules.one_f_one_b, shape, tp=2, stage_segments=(1, 2, 1, 3), tied_weights=True
@@ -118,7 +118,7 @@ def test_traits_are_of_pieces() -> None:
     )
 
 
-def test_one_rank_meets_nobody() -> None:
+def test_segments_without_tensor_parallelism_have_no_sums() -> None:
     program = compile(schedules.gpipe, PipelineShape(2, 2), stage_segments=5)
     assert program.shape.stages == 10 and program.used_opcodes.isdisjoint(_SUMS)
     assert program.segment_boundaries == "....-...." and program.segments_per_stage == (5, 5)
@@ -127,7 +127,7 @@ def test_one_rank_meets_nobody() -> None:
     )
 
 
-def test_lowered_again_it_is_the_same() -> None:
+def test_relowered_program_is_unchanged() -> None:
     program = compile(schedules.one_f_one_b, PipelineShape(2, 4), tp=2, stage_segments="fg")
     draft = extract_compute(program)
     assert compile(draft, **infer_options(program, "per_device", draft)) == program
@@ -141,13 +141,13 @@ def test_lowered_again_it_is_the_same() -> None:
 @pytest.mark.parametrize(
     ("pieces", "after"), [("g", Costs(F=2, B=2, tp_reduce=3)), ("f", Costs(F=2, B=2, tp_reduce=3))]
 )
-def test_sums_take_their_time(pieces: str, after: Costs) -> None:
+def test_segment_sums_take_their_cost(pieces: str, after: Costs) -> None:
     program = compile(schedules.gpipe, PipelineShape(1, 2), tp=2, stage_segments=pieces)
     for blocks in (False, True):
         assert simulate(program, after, blocking_hosts=blocks).span == 2 * (2 * 2 + 2 * 2) + 2 * 3
 
 
-def test_host_goes_on_while_ranks_meet() -> None:
+def test_host_continues_during_collective() -> None:
     """Instructions between a collective and its use run during the collective."""
     text = "F 0.0; tp_reduce_act 1.0; F 0.1; tp_reduce_act 1.1; F 1.0; F 1.1"
     header = "stages_per_rank 2 placement 0,0 tp 2\nmeets g"
@@ -156,7 +156,7 @@ def test_host_goes_on_while_ranks_meet() -> None:
         assert simulate(program, Costs(F=2, tp_reduce=2), blocking_hosts=blocks).span == 8
 
 
-def test_schedules_of_one_model_have_as_many_sums(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_divides_segments_over_stages(capsys: pytest.CaptureFixture[str]) -> None:
     """When schedules are compared, `stage_segments` is for all stages of a rank together."""
     how = ("--ranks=2", "--microbatches=4", "-O", "tp=2", "--costs=F=8,B=16,tp_reduce=1", "--json")
     names = ("one_f_one_b", "interleaved", "zb_v", "dualpipe")
@@ -183,7 +183,7 @@ def test_schedules_of_one_model_have_as_many_sums(capsys: pytest.CaptureFixture[
 @pytest.mark.parametrize("tp", ["1", "2"])
 @pytest.mark.parametrize("cut", ["9", "9,5", "g.g,1"])
 @pytest.mark.parametrize("name", ["one_f_one_b", "interleaved", "dualpipe", "zb_h1"])
-def test_a_file_tells_whole_stages(
+def test_segment_file_compares_like_its_schedule(
     name: str, cut: str, tp: str, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A program file with segments is compared like its schedule without segments.
@@ -218,7 +218,7 @@ def test_a_file_tells_whole_stages(
     assert own["segment_boundary_sizes"] == "as between stages"
 
 
-def test_beside_a_file_of_pieces_whole_ones_are_said(
+def test_compare_options_count_unsegmented_stages(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Options for all compared schedules count complete microbatches and unsegmented stages."""
@@ -265,7 +265,7 @@ def test_beside_a_file_of_pieces_whole_ones_are_said(
     assert (own["span"], own["peak_activations"]) == (live["span"], live["peak_activations"])
 
 
-def test_a_search_has_no_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_search_refuses_segment_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The search refuses a run with collectives between segments, and accepts one without."""
     file, costs = str(tmp_path / "x.timeline"), "--costs=F=1,B=2,tp_reduce=0.5"
     shape = ("--ranks=2", "--microbatches=2", "-O", "stage_segments=3")
@@ -276,7 +276,7 @@ def test_a_search_has_no_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]
     assert "-O segment_boundaries=..-.." in commands.run_command(capsys, *how)
 
 
-def test_what_is_said_to_be_chunks_and_pieces(capsys: pytest.CaptureFixture[str]) -> None:
+def test_declared_chunks_count_like_split_chunks(capsys: pytest.CaptureFixture[str]) -> None:
     """Chunks that an option declares count as in a file: costs are those of a microbatch."""
     how = ("compare", "gpipe", "--ranks=2")
     spans = [
@@ -295,7 +295,7 @@ def test_what_is_said_to_be_chunks_and_pieces(capsys: pytest.CaptureFixture[str]
     )
 
 
-def test_shares_of_pieces() -> None:
+def test_split_costs_and_sizes_over_segments() -> None:
     shape = PipelineShape(2, 2)
     costs = split_costs(Costs(F=(6, 12), B=12, send=1, step=(7, 8)), 3, shape, (1, 4, 1))
     assert costs.F == (1, 4, 1, 2, 8, 2) and costs.send == 1 and costs.step == (7, 8)
@@ -313,7 +313,7 @@ def refused(say: Any, kind: type[SchedirError], *words: str) -> None:
     assert all(word in str(error.value) for word in words), str(error.value)
 
 
-def test_refusals() -> None:
+def test_wrong_segments_are_refused() -> None:
     shape = PipelineShape(2, 2)
 
     def cut(pieces: Any, **more: Any) -> Any:
@@ -374,7 +374,7 @@ def test_refusals() -> None:
         ("stage_segments", "must be a number of segments"),
     ],
 )
-def test_what_the_command_line_takes(
+def test_wrong_segment_option_is_refused(
     option: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     told = commands.run_refused_command(capsys, "check", "gpipe", "-O", "tp=2", "-O", f"{option}=X")
@@ -387,11 +387,14 @@ def edited(program: Program, old: str, new: str) -> Program:
     return from_text(text.replace(old, new))
 
 
-def test_checker_demands_sums() -> None:
+def test_checker_requires_sums() -> None:
     program = compile(schedules.one_f_one_b, PipelineShape(1, 1), tp=2, stage_segments="gf")
     for sums in ("  tp_reduce_act 1.0\n", "  tp_reduce_grad 1.0\n"):
         refused(
-            lambda s=sums: check(edited(program, s, "")), CompletenessError, "missing", sums.strip()
+            lambda s=sums: check(edited(program, s, "")),
+            CompletenessError,
+            "missing",
+            sums.strip(),
         )
         refused(lambda s=sums: check(edited(program, s, 2 * s)), CompletenessError, "twice")
     late = edited(program, "  tp_reduce_act 1.0\n  F 1.0\n", "  F 1.0\n  tp_reduce_act 1.0\n")

@@ -12,7 +12,7 @@ from schedir.schedules.schedule_algebra import EMPTY, RankSchedule, Schedule, ge
 from tests.commands import run_command
 
 
-def test_stages_per_rank_unless_told() -> None:
+def test_default_stages_per_rank() -> None:
     def mine(r: int, P: int, m: int, v: int = 3) -> RankSchedule:
         return EMPTY
 
@@ -26,7 +26,7 @@ def test_stages_per_rank_unless_told() -> None:
     assert {s: get_stages_per_rank(s) for s in wanted} == wanted
 
 
-def test_a_schedule_for_several_stages_has_several(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_print_default_stages_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
     """This is the default, and every command prints the number."""
     two = "2 stages per rank"
     for name in ("simulate", "draw", "check", "explain"):

@@ -63,7 +63,7 @@ def limits() -> Iterator[None]:
         yield
 
 
-def state(schedule: str = "one_f_one_b", **options: str) -> dict[str, Any]:
+def make_state(schedule: str = "one_f_one_b", **options: str) -> dict[str, Any]:
     return {"schedule": schedule, "options": DEFAULTS | options}
 
 
@@ -73,11 +73,11 @@ def ask(question: object, studio: Studio = STUDIO) -> dict[str, Any]:
     return answer
 
 
-def expand_here(of: StudioState) -> str:
+def expand_in_process(of: StudioState) -> str:
     return expand_code(of)
 
 
-WITH_CODE = Studio(expand_code=expand_here)
+WITH_CODE = Studio(expand_code=expand_in_process)
 
 
 @settings(max_examples=25, deadline=None)
@@ -90,10 +90,10 @@ WITH_CODE = Studio(expand_code=expand_here)
         [{}, {"zero": "1", "dp": "2"}, {"recompute": "all"}, {"overlap": "yes"}]
     ),
 )
-def test_an_answer_has_the_figures_of_a_simulation(
+def test_answer_matches_simulation(
     schedule: str, ranks: int, microbatches: int, cost: float, options: dict[str, str]
 ) -> None:
-    given_state = state(
+    given_state = make_state(
         schedule, ranks=str(ranks), microbatches=str(microbatches), costs=f"B={cost}", **options
     )
     answer = ask({"state": given_state})
@@ -134,7 +134,7 @@ def test_an_answer_has_the_figures_of_a_simulation(
         {"state": {}, "export": {}}, {"state": {}, "explain": [0, 10**9]},
     ],
 )  # fmt: skip
-def test_a_wrong_question_has_an_error(question: object) -> None:
+def test_wrong_request_has_error(question: object) -> None:
     assert ask(question)["error"]["fact"]
 
 
@@ -144,15 +144,15 @@ def test_a_wrong_question_has_an_error(question: object) -> None:
      ({"zero": "9"}, "zero"), ({"costs": "F=x"}, "costs"),
      ({"memory_limit": "much"}, "memory_limit"), ({"progress_model": "none"}, "progress_model")],
 )  # fmt: skip
-def test_an_error_names_its_control(options: dict[str, str], field: str) -> None:
-    assert ask({"state": state(**options)})["error"]["fields"] == [field]
+def test_error_names_its_control(options: dict[str, str], field: str) -> None:
+    assert ask({"state": make_state(**options)})["error"]["fields"] == [field]
 
 
-def test_ranks_that_wait_and_orders_that_are_illegal_are_drawn() -> None:
-    illegal = ask({"state": state() | {"code": BACKWARD_FIRST}}, WITH_CODE)["error"]
+def test_deadlock_and_illegal_order_are_drawn() -> None:
+    illegal = ask({"state": make_state() | {"code": BACKWARD_FIRST}}, WITH_CODE)["error"]
     assert illegal["kind"] == "OrderError"
     assert [site["text"] for site in illegal["sites"]] == ["B 0.0", "F 0.0"]
-    hang = ask({"state": state() | {"code": HANG}}, WITH_CODE)["error"]
+    hang = ask({"state": make_state() | {"code": HANG}}, WITH_CODE)["error"]
     assert hang["kind"] == "DeadlockError"
     assert all(error["picture"].startswith("<svg") for error in (illegal, hang))
 
@@ -165,8 +165,8 @@ def test_ranks_that_wait_and_orders_that_are_illegal_are_drawn() -> None:
     schedule=st.sampled_from(["gpipe", "one_f_one_b", "zb_h1", "zb_v", "dualpipe_v"]),
     data=st.data(),
 )
-def test_a_move_is_checked_and_can_be_undone(schedule: str, data: st.DataObject) -> None:
-    before = state(schedule, ranks="2", microbatches="4", progress_model="per_device")
+def test_move_is_checked_and_keeps_work(schedule: str, data: st.DataObject) -> None:
+    before = make_state(schedule, ranks="2", microbatches="4", progress_model="per_device")
     program = STUDIO.make_request(StudioState.from_json(before)).program
     rank = data.draw(st.integers(0, 1))
     size = len(program.streams[rank])
@@ -186,21 +186,23 @@ def test_a_move_is_checked_and_can_be_undone(schedule: str, data: st.DataObject)
     assert work(extract_compute(moved)) == work(extract_compute(program))
 
 
-def test_a_message_moves_in_the_lowered_program() -> None:
-    program = STUDIO.make_request(StudioState.from_json(state())).program
+def test_message_moves_in_lowered_program() -> None:
+    program = STUDIO.make_request(StudioState.from_json(make_state())).program
     texts = [str(instr) for instr in program.streams[1]]
     index = texts.index("send_act 1.0")
-    answer = ask({"state": state(), "move": [1, index, index + 2]})
+    answer = ask({"state": make_state(), "move": [1, index, index + 2]})
     assert answer["source_type"] == "lowered"
     moved = from_text(answer["state"]["program"]).streams[1]
     assert [str(instr) for instr in moved][index + 1] == "send_act 1.0"
-    refused = ask({"state": state(), "move": [1, texts.index("recv_act 1.0"), len(texts)]})
+    refused = ask({"state": make_state(), "move": [1, texts.index("recv_act 1.0"), len(texts)]})
     assert refused["error"]["is_refused"] and refused["error"]["sites"]
 
 
 @pytest.mark.parametrize("schedule", ["one_f_one_b", "zb_v", "interleaved(group=4)", "dualpipe_v"])
-def test_exports_give_the_same_program(schedule: str) -> None:
-    given_state = state(schedule, costs="F=1,B=2:3:2:3:2:3:2:3" if "v" in schedule[3:] else "B=2")
+def test_exports_reproduce_program(schedule: str) -> None:
+    given_state = make_state(
+        schedule, costs="F=1,B=2:3:2:3:2:3:2:3" if "v" in schedule[3:] else "B=2"
+    )
     program = STUDIO.make_request(StudioState.from_json(given_state)).program
     texts = {
         name: ask({"state": given_state, "export": name})["text"]
@@ -224,8 +226,8 @@ def test_exports_give_the_same_program(schedule: str) -> None:
     assert called["timeline"].span == pytest.approx(ask({"state": given_state})["runs"][0]["span"])
 
 
-def test_the_csv_of_torch_and_the_call_of_an_edited_program() -> None:
-    edited = ask({"state": state(), "move": [0, 0, 4]})["state"]
+def test_edited_program_exports_csv_and_call() -> None:
+    edited = ask({"state": make_state(), "move": [0, 0, 4]})["state"]
     program = STUDIO.make_request(StudioState.from_json(edited)).program
     assert ask({"state": edited, "export": "csv"})["text"] == torch_csv.to_csv(program)
     called: dict[str, Any] = {"print": lambda *_: None}
@@ -233,8 +235,8 @@ def test_the_csv_of_torch_and_the_call_of_an_edited_program() -> None:
     assert called["program"].digest == program.digest
 
 
-def test_a_gap_has_costs_that_shorten_it() -> None:
-    answer = ask({"state": state(), "explain": [0, 8]})
+def test_gap_lists_costs_that_shorten_it() -> None:
+    answer = ask({"state": make_state(), "explain": [0, 8]})
     assert all(each["new_gap"] < each["old_gap"] for each in answer["gap_costs"])
     assert "B of stage 3" in [each["cost"] for each in answer["gap_costs"]]
     changed = {each["state"]["schedule"]: each for each in answer["changes"] if each["state"]}
@@ -249,7 +251,7 @@ def test_a_gap_has_costs_that_shorten_it() -> None:
 # ---------------------------------------------------------------- states and sources
 
 
-def test_a_state_is_a_command() -> None:
+def test_state_formats_as_command() -> None:
     options = {"ranks": "4", "placement": "vee", "costs": "F=1:2", "zero": "1", "overlap": "yes"}
     words = shlex.split(format_command(StudioState("zb_v", options=options), "zb_v"))
     assert words[:3] == ["schedir", "draw", "zb_v"] and read_options(words[3:]) == options
@@ -260,8 +262,8 @@ def test_a_state_is_a_command() -> None:
     assert make_request(args, args.source).specified["zero"] == 1
 
 
-def test_a_command_names_the_exported_file_and_the_function() -> None:
-    edited = ask({"state": state(schedule="interleaved"), "move": [0, 0, 4]})
+def test_command_names_exported_file_and_function() -> None:
+    edited = ask({"state": make_state(schedule="interleaved"), "move": [0, 0, 4]})
     file = ask({"state": edited["state"], "export": "sched"})["file"]
     assert file == "interleaved.sched"
     assert edited["command"].split()[:4] == ["schedir", "draw", file, "--costs"]
@@ -269,11 +271,11 @@ def test_a_command_names_the_exported_file_and_the_function() -> None:
         (CODE, "mine"), (f"{CODE}\nalias = mine\n", "alias"),
         ("from schedir import B, F\nbrief = lambda r, p, m: m * (F + B)", "brief"),
     ):  # fmt: skip
-        answer = ask({"state": state() | {"code": code}}, WITH_CODE)
+        answer = ask({"state": make_state() | {"code": code}}, WITH_CODE)
         assert answer["command"].startswith(f"schedir draw {name}.py:{name} --ranks 4")
 
 
-def test_a_run_is_shown_with_its_prediction(tmp_path: Any) -> None:
+def test_run_is_shown_with_prediction(tmp_path: Any) -> None:
     run = simulate(compile("one_f_one_b", ranks=2, microbatches=4))
     spans = run.spans.copy()
     spans["start"], spans["end"] = spans["start"] * 2e-3, spans["end"] * 2e-3
@@ -286,15 +288,15 @@ def test_a_run_is_shown_with_its_prediction(tmp_path: Any) -> None:
 
 
 def test_two_schedules_are_compared_per_rank() -> None:
-    answer = ask({"state": state(costs="F=1,B=2") | {"other": "zb_v"}})
+    answer = ask({"state": make_state(costs="F=1,B=2") | {"other": "zb_v"}})
     one, other = answer["runs"]
     assert [one["label"], other["label"]] == ["one_f_one_b", "zb_v"]
     busy = [run["span"] * (1 - run["bubble"]) for run in (one, other)]
     assert busy[0] == pytest.approx(busy[1])  # both runs have the work of the same model
     assert answer["comparison"].startswith("Compared with zb_v: span +")
-    moved = ask({"state": state() | {"other": "zb_h1"}, "move": [0, 0, 4]})
+    moved = ask({"state": make_state() | {"other": "zb_h1"}, "move": [0, 0, 4]})
     assert len(moved["runs"]) == 2 and moved["state"]["other"] == "zb_h1"
-    odd = state("one_f_one_b", ranks="3") | {"other": "chimera"}
+    odd = make_state("one_f_one_b", ranks="3") | {"other": "chimera"}
     assert ask({"state": odd})["error"]["fields"] == ["other"]
 
 
@@ -313,7 +315,7 @@ SOLUTIONS: dict[str, dict[str, Any]] = {
 
 
 @pytest.mark.parametrize("name", CHALLENGES)
-def test_a_challenge_begins_unsolved_has_a_solution_and_a_proof(name: str) -> None:
+def test_challenge_has_solution_and_proof(name: str) -> None:
     challenge = CHALLENGES[name]
     first = challenge.make_state(name)
     before = ask({"state": first}, WITH_CODE)
@@ -349,13 +351,13 @@ def test_a_challenge_begins_unsolved_has_a_solution_and_a_proof(name: str) -> No
      ("def f(r, p, m):\n    x = 1\n    return x / 0", 3), ("def f(a):\n    return a", 0),
      ("def f(r, p, m):\n    return 3", 0)],
 )  # fmt: skip
-def test_an_error_of_code_has_its_line(code: str, line: int) -> None:
+def test_code_error_has_line(code: str, line: int) -> None:
     with pytest.raises(CodeError) as caught:
         expand_code(StudioState(code=code, options=DEFAULTS))
     assert caught.value.line == line and caught.value.fact
 
 
-def test_code_gives_the_program_of_its_function() -> None:
+def test_code_compiles_its_function() -> None:
     text = expand_code(StudioState(code=CODE, options=DEFAULTS))
     assert from_text(text).name == "mine"
     program = compile(from_text(text))
@@ -366,22 +368,22 @@ def test_code_gives_the_program_of_its_function() -> None:
     assert expand_code(named) == text
 
 
-def test_code_runs_again_only_if_the_question_allows_it() -> None:
+def test_code_runs_again_only_if_request_allows() -> None:
     runs: list[str] = []
 
     def expand(of: StudioState) -> str:
         runs.append(of.code)
         return expand_code(of)
 
-    studio, changed = Studio(expand_code=expand), state() | {"code": f"# changed\n{CODE}"}
-    first = state() | {"code": CODE}
+    studio, changed = Studio(expand_code=expand), make_state() | {"code": f"# changed\n{CODE}"}
+    first = make_state() | {"code": CODE}
     assert ask({"state": first, "run_code": False}, studio)["error"]["hint"] == "press Run"
     for each in (first, changed, first | {"options": first["options"] | {"costs": "F=2"}}):
         assert "error" not in ask({"state": each}, studio)
     assert runs == [CODE, changed["code"]]
     for each in (first, changed):
         assert "error" not in ask({"state": each, "run_code": False}, studio)
-    assert "error" not in ask({"state": state(ranks="3") | {"code": CODE}}, studio)
+    assert "error" not in ask({"state": make_state(ranks="3") | {"code": CODE}}, studio)
     assert len(runs) == 3
 
 
@@ -406,7 +408,7 @@ def test_code_runs_within_limits() -> None:
     assert all(process.poll() is not None for process in runner._processes)
 
 
-def test_code_that_runs_when_the_studio_stops_has_an_error() -> None:
+def test_running_code_fails_when_studio_stops() -> None:
     runner = CodeRunner(1000, max_seconds=20)
     stop = Timer(1, runner.close)
     stop.start()
@@ -431,7 +433,7 @@ def server() -> Iterator[StudioServer]:
     thread.join()
 
 
-def request(
+def send_request(
     server: StudioServer, method: str, path: str, body: bytes = b"", **headers: str
 ) -> tuple[int, str]:
     connection = HTTPConnection("127.0.0.1", server.server_port, timeout=20)
@@ -443,33 +445,33 @@ def request(
     return response.status, text
 
 
-def test_only_requests_of_the_page_are_answered(server: StudioServer) -> None:
-    page, body = f"/?token={server.token}", json.dumps({"state": state()}).encode()
+def test_foreign_requests_are_refused(server: StudioServer) -> None:
+    page, body = f"/?token={server.token}", json.dumps({"state": make_state()}).encode()
     token = {TOKEN_HEADER.replace("-", "_"): server.token}
     own = f"http://127.0.0.1:{server.server_port}"
     assert server.server_address[0] == "127.0.0.1"
-    assert request(server, "GET", page)[0] == 200
-    assert request(server, "POST", "/", body, **token)[0] == 200
-    assert request(server, "POST", "/", body, Origin=own, **token)[0] == 200
-    assert request(server, "POST", "/", b"{", **token)[0] == 400
-    assert request(server, "GET", f"/other{page[1:]}")[0] == 404
+    assert send_request(server, "GET", page)[0] == 200
+    assert send_request(server, "POST", "/", body, **token)[0] == 200
+    assert send_request(server, "POST", "/", body, Origin=own, **token)[0] == 200
+    assert send_request(server, "POST", "/", b"{", **token)[0] == 400
+    assert send_request(server, "GET", f"/other{page[1:]}")[0] == 404
     refused = [
-        request(server, "GET", "/"),
-        request(server, "GET", f"{page}x"),
-        request(server, "POST", "/", body),
-        request(server, "POST", "/", body, X_Studio_Token="é"),
-        request(server, "POST", "/", body, Origin="http://example.org", **token),
-        request(server, "POST", "/", body, Origin="null", **token),
-        request(server, "GET", page, Host="example.org"),
-        request(server, "GET", page, Host=f"example.org:{server.server_port}"),
+        send_request(server, "GET", "/"),
+        send_request(server, "GET", f"{page}x"),
+        send_request(server, "POST", "/", body),
+        send_request(server, "POST", "/", body, X_Studio_Token="é"),
+        send_request(server, "POST", "/", body, Origin="http://example.org", **token),
+        send_request(server, "POST", "/", body, Origin="null", **token),
+        send_request(server, "GET", page, Host="example.org"),
+        send_request(server, "GET", page, Host=f"example.org:{server.server_port}"),
     ]
     assert [status for status, _ in refused] == [403] * len(refused)
     assert not any("one_f_one_b" in text for _, text in refused)
-    assert request(server, "POST", "/", b"x", Content_Length="99999999999")[0] == 413
-    assert request(server, "POST", "/", b"x", Content_Length="-5")[0] == 413
+    assert send_request(server, "POST", "/", b"x", Content_Length="99999999999")[0] == 413
+    assert send_request(server, "POST", "/", b"x", Content_Length="-5")[0] == 413
 
 
-def test_a_mistake_on_the_command_line_is_one_error(
+def test_command_line_mistake_is_one_error(
     server: StudioServer, tmp_path: Any, capsys: pytest.CaptureFixture[str]
 ) -> None:
     (tmp_path / "mine.py").write_text(CODE)
@@ -485,7 +487,7 @@ def test_a_mistake_on_the_command_line_is_one_error(
         assert "Error" in shown.err and "Traceback" not in shown.err and not shown.out
 
 
-def test_an_exported_page_has_the_schedules_of_the_shape(tmp_path: Any) -> None:
+def test_exported_page_has_schedules_of_shape(tmp_path: Any) -> None:
     first = StudioState("zb_h1", options=DEFAULTS | {"ranks": "3"})
     line = export_page(STUDIO, first, str(tmp_path / "site"))
     page = (tmp_path / "site" / "index.html").read_text()
@@ -512,7 +514,7 @@ def test_an_exported_page_has_the_schedules_of_the_shape(tmp_path: Any) -> None:
         export_page(STUDIO, first, str(tmp_path / "file"))
 
 
-def test_names_are_text_in_the_page() -> None:
+def test_names_are_escaped_in_page() -> None:
     name = "</script><img src=x onerror=alert(1)>"
     program = from_text(to_text(compile("gpipe", ranks=2, microbatches=2)))
     named = type(program)(name, program.shape, program.streams)

@@ -25,7 +25,7 @@ from schedir.verify.check import check
 
 
 @given(compute_programs(), st.booleans(), st.booleans(), st.data())
-def test_what_prints_parses(
+def test_printed_program_parses(
     draft: Program, lowered: bool, grouped: bool, data: st.DataObject
 ) -> None:
     program = replace(
@@ -40,7 +40,7 @@ def test_what_prints_parses(
 
 
 @given(st.lists(st.integers(0, 2**57 - 1), max_size=40), st.integers(1, 3))
-def test_any_words_survive(words: list[int], period: int) -> None:
+def test_random_instructions_round_trip(words: list[int], period: int) -> None:
     """This holds for all instructions of the grammar in any order, and not only right programs."""
     from schedir.ir.isa.instructions import INSTRUCTIONS, Scope
 
@@ -55,7 +55,7 @@ def test_any_words_survive(words: list[int], period: int) -> None:
         assert from_text(to_text(program, folded)) == program
 
 
-def test_text_grows_with_the_idea() -> None:
+def test_text_length_does_not_grow_with_microbatches() -> None:
     def lines(m: int) -> int:
         return to_text(compile(one_f_one_b, PipelineShape(4, m))).count("\n")
 
@@ -122,14 +122,14 @@ HEAD = "schedir 1\nprogram x\nranks 1  microbatches 2\n"
         (HEAD + "rank 0\nF 0.0\n", 5, 1),
     ],
 )
-def test_parse_errors_say_where(text: str, line: int, column: int) -> None:
+def test_parse_errors_have_line_and_column(text: str, line: int, column: int) -> None:
     with pytest.raises(ParseError) as caught:
         from_text(text)
     assert (caught.value.line, caught.value.column) == (line, column)
 
 
 @given(st.data())
-def test_mangled_text_is_refused_or_a_program(data: st.DataObject) -> None:
+def test_mangled_text_is_refused_or_parsed(data: st.DataObject) -> None:
     text = to_text(compile(one_f_one_b, PipelineShape(2, 4), tied_weights=True))
     at = data.draw(st.integers(0, len(text)))
     cut = data.draw(st.integers(0, 4))
@@ -142,14 +142,14 @@ def test_mangled_text_is_refused_or_a_program(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("value", ["-1", "0", "99999999", "9" * 20, "9" * 5000])
-def test_numbers_out_of_range_are_whole_numbers(value: str) -> None:
+def test_out_of_range_numbers_have_range_error(value: str) -> None:
     with pytest.raises(ParseError) as caught:
         from_text(f"schedir 1\nprogram x\nranks {value}  microbatches 2\n")
     assert "must be an integer" not in caught.value.fact and len(caught.value.fact) < 80
 
 
 @given(st.text(st.characters(), max_size=8))
-def test_any_name_survives_or_is_refused(name: str) -> None:
+def test_program_name_round_trips_or_is_refused(name: str) -> None:
     try:
         program = Program(name, PipelineShape(1, 1), (Stream(np.zeros(1, np.int64)),))
     except ShapeError:
@@ -158,17 +158,17 @@ def test_any_name_survives_or_is_refused(name: str) -> None:
 
 
 @pytest.mark.parametrize("bad", ["", " x", "x ", "a#b", "a\nb", "a\x85b", "a\u2028b", "\ud800", 3])
-def test_names_that_no_text_can_have(bad: Any) -> None:
+def test_impossible_program_name_is_refused(bad: Any) -> None:
     with pytest.raises(ShapeError):
         Program(bad, PipelineShape(1, 1), ())
 
 
-def test_a_byte_order_mark_is_read_over() -> None:
+def test_byte_order_mark_is_ignored() -> None:
     program = compile(one_f_one_b, PipelineShape(2, 4))
     assert from_text("\ufeff" + to_text(program)) == program
 
 
-def test_digest_is_of_what_runs() -> None:
+def test_digest_depends_on_program_but_not_name() -> None:
     shape = PipelineShape(2, 4)
     one = compile(one_f_one_b, shape)
     assert one.digest == replace(one, name="other").digest
@@ -183,7 +183,7 @@ def test_digest_is_of_what_runs() -> None:
     assert len({one.digest, *(o.digest for o in others)}) == 1 + len(others)
 
 
-def test_a_program_with_a_stream_too_many_is_shown() -> None:
+def test_program_with_extra_stream_prints() -> None:
     """Its author can then see what `check` refuses."""
     program = compile(one_f_one_b, PipelineShape(2, 4), buffer_sharing="minimal")
     more = replace(program, streams=(*program.streams, program.streams[1]))
@@ -192,7 +192,7 @@ def test_a_program_with_a_stream_too_many_is_shown() -> None:
         check(more)
 
 
-def test_names_of_before_are_read() -> None:
+def test_renamed_header_keys_are_read() -> None:
     """Renamed keys and values of the header are read, and no new key is also an old one."""
     shape = PipelineShape(2, 8, optimizer_steps=2, weight_delay=1)
     program = compile(one_f_one_b, shape, tp=2, sequence_parallel=True, tied_weights=True)

@@ -39,7 +39,7 @@ A, BOTH, FROZEN = Weight(), Weight(), Weight(requires_grad=False)
 MODEL = Module(a=A, wte=BOTH, lm_head=BOTH, one=FROZEN, other=FROZEN)
 
 
-def test_of_stages() -> None:
+def test_ties_are_found_in_stages() -> None:
     stages = [Module(w=BOTH, x=FROZEN), Module(a=A), Module(v=BOTH, u=BOTH, x=FROZEN)]
     ties = schedir.find_tied_weights(stages)
     assert ties == TiedWeights((((0, "w"), (2, "v")),)) and ties.stages == ((0, 2),)
@@ -47,7 +47,7 @@ def test_of_stages() -> None:
     assert not schedir.find_tied_weights(stages[:2])
 
 
-def test_of_a_model_by_object_and_by_name() -> None:
+def test_ties_of_model_are_located_by_object_and_name() -> None:
     ties = schedir.find_tied_weights(MODEL)
     assert ties.names == (("wte", "lm_head"),)
     shared = [Module(w=BOTH), Module(a=A), Module(v=BOTH)]
@@ -58,7 +58,7 @@ def test_of_a_model_by_object_and_by_name() -> None:
     assert not ties.locate_in_stages([Module(a=A), Module(wte=one, lm_head=one)])
 
 
-def test_what_is_lost_is_refused() -> None:
+def test_lost_tie_is_refused() -> None:
     ties = schedir.find_tied_weights(MODEL)
     with pytest.raises(UsageError, match="no stage has lm_head"):
         ties.locate_in_stages([Module(wte=Weight()), Module(head=Weight())])
@@ -66,7 +66,7 @@ def test_what_is_lost_is_refused() -> None:
         ties.locate_in_stages([Module(wte=Weight(), lm_head=Weight())])
 
 
-def test_true_is_first_and_last() -> None:
+def test_true_ties_first_and_last_stage() -> None:
     shape = PipelineShape(4, 4)
     programs = [
         schedir.compile(one_f_one_b, shape, tied_weights=tied)
@@ -77,7 +77,7 @@ def test_true_is_first_and_last() -> None:
     assert schedir.compile(one_f_one_b, PipelineShape(1, 2), tied_weights=True).tied_weights == ()
 
 
-def test_others_are_text() -> None:
+def test_other_ties_round_trip_through_text() -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(6, 6), tied_weights=((4, 1), (0, 2, 3)))
     assert "tied_weights 0=2=3,1=4  clip_grad_norm no" in to_text(program)
     assert from_text(to_text(program)) == program
@@ -96,7 +96,7 @@ def test_others_are_text() -> None:
         ("0=\u0663", "tied_weights must be yes, no, or stages like 0=3,1=2, not '0=\u0663'"),
     ],
 )
-def test_a_text_that_ties_wrongly(said: str, told: str) -> None:
+def test_wrong_tie_text_is_refused(said: str, told: str) -> None:
     text = to_text(schedir.compile(one_f_one_b, PipelineShape(6, 6))).replace(
         "tied_weights no", f"tied_weights {said}"
     )
@@ -107,7 +107,7 @@ def test_a_text_that_ties_wrongly(said: str, told: str) -> None:
 
 
 @pytest.mark.parametrize("tied", [(0, 3), "ends", 3, ((0,),), ((0, 4),), ((-1, 2),)])
-def test_what_is_no_tie(tied: Any) -> None:
+def test_invalid_tie_is_refused(tied: Any) -> None:
     with pytest.raises(ShapeError):
         schedir.compile(one_f_one_b, PipelineShape(4, 4), tied_weights=tied)
 
@@ -124,7 +124,7 @@ def test_what_is_no_tie(tied: Any) -> None:
         (PipelineShape(4, 8, placement="mirror"), ((0, 1),), [0, 0, 0, 0]),
     ],
 )
-def test_who_meets(shape: PipelineShape, tied: Any, party: list[int]) -> None:
+def test_ranks_of_tied_reduction(shape: PipelineShape, tied: Any, party: list[int]) -> None:
     assert number_tied_groups(tied, shape) == party
     schedule = {"vee": zb_v, "mirror": dualpipe}.get(str(shape.placement), one_f_one_b)
     program = schedir.compile(schedule, shape, tied_weights=tied)
@@ -141,13 +141,15 @@ def test_who_meets(shape: PipelineShape, tied: Any, party: list[int]) -> None:
     assert len({*node}) == len({party[r] for r in held})
 
 
-def test_what_is_missing_is_told() -> None:
+def test_missing_tied_reduction_is_named() -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(4, 4), tied_weights=((1, 2),))
     with pytest.raises(ReductionError, match="reduce_tied 1 is missing on rank 1"):
         schedir.check(from_text(to_text(program).replace("  reduce_tied 1\n", "")))
 
 
-def test_commands_tie(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_tied_weights_option_of_commands(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert main(["print", "one_f_one_b", "-O", "tied_weights=1=2"]) == 0
     text = capsys.readouterr().out
     assert "tied_weights 1=2" in text and from_text(text).tied_weights == ((1, 2),)

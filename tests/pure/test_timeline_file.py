@@ -38,12 +38,12 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> object:
         yield
 
 
-def timeline() -> Timeline:
+def simulate_1f1b() -> Timeline:
     program = schedir.compile(one_f_one_b, PipelineShape(3, 4), tp=2, clip_grad_norm=True)
     return schedir.simulate(program, Costs(F=1, B=2, send=0.1, step=3))
 
 
-def same(a: Timeline, b: Timeline) -> bool:
+def equal_timelines(a: Timeline, b: Timeline) -> bool:
     facts = [
         (t.program, t.kind, t.unit, t.progress_model, t.clock_error, t.sizes, t.blocking_hosts)
         for t in (a, b)
@@ -52,7 +52,7 @@ def same(a: Timeline, b: Timeline) -> bool:
 
 
 @given(compute_programs(), st.data(), st.sampled_from(MODELS), st.booleans())
-def test_what_is_saved_comes_back(
+def test_timeline_round_trips(
     draft: Program, data: st.DataObject, progress_model: ProgressModel, grouped: bool
 ) -> None:
     program = lower(draft)
@@ -70,48 +70,48 @@ def test_what_is_saved_comes_back(
     saved = replace(saved, kind="measured", unit="s", clock_error=0.25, sizes=sizes or None)
     save_timeline(saved, FILE)
     found = load_timeline(FILE)
-    assert same(found, saved) and not found.causality_warning
+    assert equal_timelines(found, saved) and not found.causality_warning
 
 
-def test_a_pair_run_together_comes_back() -> None:
+def test_overlapped_pair_round_trips() -> None:
     saved = schedir.simulate(
         schedir.compile(dualpipe_v, PipelineShape(4, 10, 2, "vee")), Costs(FB=1.5)
     )
     save_timeline(saved, FILE)
-    assert same(load_timeline(FILE), saved)
+    assert equal_timelines(load_timeline(FILE), saved)
 
 
-def test_hosts_that_wait_themselves_are_kept() -> None:
+def test_blocking_hosts_round_trip() -> None:
     saved = schedir.simulate(
-        timeline().program, Costs(send=1.0), progress_model="per_edge", blocking_hosts=True
+        simulate_1f1b().program, Costs(send=1.0), progress_model="per_edge", blocking_hosts=True
     )
     assert saved.blocking_hosts and saved.graph.blocking_hosts
     save_timeline(saved, FILE)
-    assert same(load_timeline(FILE), saved)
-    forge(header_json=header())  # a file from before this field existed
+    assert equal_timelines(load_timeline(FILE), saved)
+    forge(header_json=make_header())  # a file from before this field existed
     assert not load_timeline(FILE).blocking_hosts
 
 
-def test_the_same_timeline_is_the_same_bytes() -> None:
-    save_timeline(timeline(), FILE)
+def test_equal_timelines_have_equal_bytes() -> None:
+    save_timeline(simulate_1f1b(), FILE)
     first = FILE.read_bytes()
-    save_timeline(timeline(), FILE)
+    save_timeline(simulate_1f1b(), FILE)
     assert FILE.read_bytes() == first
-    assert len(first) < 40 * len(timeline())
+    assert len(first) < 40 * len(simulate_1f1b())
 
 
-def test_others_read_it_without_schedir() -> None:
+def test_numpy_reads_file_without_schedir() -> None:
     """NumPy alone reads a file as `docs/reference/file-formats.md` says."""
-    save_timeline(timeline(), FILE)
+    save_timeline(simulate_1f1b(), FILE)
     with np.load(FILE) as file:
-        assert (file["end"] == timeline().spans["end"]).all()
-        assert schedir.from_text(file["program.sched"].decode()) == timeline().program
+        assert (file["end"] == simulate_1f1b().spans["end"]).all()
+        assert schedir.from_text(file["program.sched"].decode()) == simulate_1f1b().program
         assert json.loads(file["header.json"])["kind"] == "predicted"
 
 
 @given(st.data())
-def test_a_changed_file_is_refused_or_means_the_same(data: st.DataObject) -> None:
-    save_timeline(timeline(), FILE)
+def test_damaged_file_is_refused_or_equal(data: st.DataObject) -> None:
+    save_timeline(simulate_1f1b(), FILE)
     content = bytearray(FILE.read_bytes())
     at = data.draw(st.integers(0, len(content) - 1))
     how = data.draw(st.sampled_from(["cut", "flip", "drop", "double"]))
@@ -129,10 +129,10 @@ def test_a_changed_file_is_refused_or_means_the_same(data: st.DataObject) -> Non
     except SchedirError as error:
         assert str(FILE) in "".join([str(error), *getattr(error, "__notes__", [])])
     else:
-        assert same(found, timeline())
+        assert equal_timelines(found, simulate_1f1b())
 
 
-def npy(values: object, dtype: str = "<f8") -> bytes:
+def encode_npy(values: object, dtype: str = "<f8") -> bytes:
     file = BytesIO()
     np.save(file, np.array(values, dtype))
     return file.getvalue()
@@ -140,7 +140,7 @@ def npy(values: object, dtype: str = "<f8") -> bytes:
 
 def forge(**members: bytes) -> None:
     """Write a Timeline file with changed members, whose CRCs and sizes are right."""
-    save_timeline(timeline(), FILE)
+    save_timeline(simulate_1f1b(), FILE)
     with ZipFile(FILE) as archive:
         content = {name: archive.read(name) for name in archive.namelist()}
     content |= {name.replace("_", "."): value for name, value in members.items()}
@@ -149,21 +149,25 @@ def forge(**members: bytes) -> None:
             archive.writestr(name, value)
 
 
-def header(**changes: object) -> bytes:
+def make_header(**changes: object) -> bytes:
     facts = {
-        "schedir_timeline": 1, "instructions": len(timeline()), "kind": "predicted", "unit": "",
-        "digest": timeline().program.digest, "progress_model": "per_device",
+        "schedir_timeline": 1,
+        "instructions": len(simulate_1f1b()),
+        "kind": "predicted",
+        "unit": "",
+        "digest": simulate_1f1b().program.digest,
+        "progress_model": "per_device",
         "blocking_hosts": False,
         "clock_error": 0.0,
-    }  # fmt: skip
+    }
     return json.dumps(facts | changes).encode()
 
 
-def test_files_with_the_names_of_before_are_read() -> None:
+def test_file_with_renamed_keys_is_read() -> None:
     """Such a file uses old names in its header and its program."""
-    new = timeline()
+    new = simulate_1f1b()
     text = to_text(new.program).replace("tied_weights", "tied").replace("clip_grad_norm", "clip")
-    old = json.loads(header())
+    old = json.loads(make_header())
     old |= {"model": "device", "blocks": False, "digest": "of other names"}
     del old["progress_model"], old["blocking_hosts"]
     forge(header_json=json.dumps(old).encode(), program_sched=text.encode())
@@ -172,23 +176,23 @@ def test_files_with_the_names_of_before_are_read() -> None:
     assert not found.blocking_hosts
 
 
-def test_two_names_of_one_field_are_refused() -> None:
+def test_old_and_new_name_together_are_refused() -> None:
     """Otherwise one value would be ignored, or a digest would not be compared."""
-    forge(header_json=header(model="per_edge"))
+    forge(header_json=make_header(model="per_edge"))
     with pytest.raises(TraceError, match="both progress_model and model"):
         load_timeline(FILE)
     sizes = {"deferred_wgrad": 2.0, "tape": 5.0}
-    forge(header_json=header(sizes=sizes))
+    forge(header_json=make_header(sizes=sizes))
     with pytest.raises(TraceError, match="one size under two names"):
         load_timeline(FILE)
 
 
-END = timeline().spans["end"]
-EARLY = timeline().spans["rank"] == 1  # as if this rank's clock were late
-BEFORE, AFTER = (timeline().spans[name] - 4.0 * EARLY for name in ("start", "end"))
-HUGE = npy(END).replace(b"(%d,)" % len(END), b"(%d,)" % 10**12)
+END = simulate_1f1b().spans["end"]
+EARLY = simulate_1f1b().spans["rank"] == 1  # as if this rank's clock were late
+BEFORE, AFTER = (simulate_1f1b().spans[name] - 4.0 * EARLY for name in ("start", "end"))
+HUGE = encode_npy(END).replace(b"(%d,)" % len(END), b"(%d,)" % 10**12)
 NAN = np.where(np.arange(len(END)) == 5, np.nan, END)
-PROGRAM = schedir.to_text(timeline().program)
+PROGRAM = schedir.to_text(simulate_1f1b().program)
 OTHER = schedir.to_text(schedir.compile(one_f_one_b, PipelineShape(3, 4)))
 UNFOLDS = "schedir 1\nprogram p\nranks 1 microbatches 1048576\nrank 0\n  99999999 x F 0.0\n"
 
@@ -198,22 +202,25 @@ UNFOLDS = "schedir 1\nprogram p\nranks 1 microbatches 1048576\nrank 0\n  9999999
     [
         (lambda: forge(header_json=b"[" * 60_000), "not a Timeline file"),
         (lambda: forge(header_json=b"[]"), "schedir_timeline = 1"),
-        (lambda: forge(header_json=header(schedir_timeline=2)), "schedir_timeline = 1"),
-        (lambda: forge(header_json=header(instructions=10**15)), "instructions"),
-        (lambda: forge(header_json=header(instructions=True)), "instructions"),
-        (lambda: forge(header_json=header(kind="seen")), "kind: 'seen'"),
-        (lambda: forge(header_json=header(unit="x" * 50_000)), "unit"),
-        (lambda: forge(header_json=header(unit="parsecs")), r"unit: 'parsecs'\n.*'' and 's'"),
-        (lambda: forge(start_npy=npy(BEFORE), end_npy=npy(AFTER)), "starts or ends too early"),
-        (lambda: forge(header_json=header(progress_model="gloo")), "model: 'gloo'"),
-        (lambda: forge(header_json=header(progress_model=[])), "model"),
-        (lambda: forge(header_json=header(blocking_hosts=1)), "blocking_hosts: 1"),
-        (lambda: forge(header_json=header(clock_error=float("nan"))), "clock_error: nan"),
-        (lambda: forge(header_json=header(digest="0")), "digest"),
-        (lambda: forge(header_json=header(sizes=[1])), "sizes must be an object with"),
-        (lambda: forge(header_json=header(sizes={"save": 1})), "sizes must be an object with"),
-        (lambda: forge(header_json=header(sizes={"saved": "1GB"})), "size saved"),
-        (lambda: forge(header_json=header(sizes={"saved": [1.0]})), "size saved"),
+        (lambda: forge(header_json=make_header(schedir_timeline=2)), "schedir_timeline = 1"),
+        (lambda: forge(header_json=make_header(instructions=10**15)), "instructions"),
+        (lambda: forge(header_json=make_header(instructions=True)), "instructions"),
+        (lambda: forge(header_json=make_header(kind="seen")), "kind: 'seen'"),
+        (lambda: forge(header_json=make_header(unit="x" * 50_000)), "unit"),
+        (lambda: forge(header_json=make_header(unit="parsecs")), r"unit: 'parsecs'\n.*'' and 's'"),
+        (
+            lambda: forge(start_npy=encode_npy(BEFORE), end_npy=encode_npy(AFTER)),
+            "starts or ends too early",
+        ),
+        (lambda: forge(header_json=make_header(progress_model="gloo")), "model: 'gloo'"),
+        (lambda: forge(header_json=make_header(progress_model=[])), "model"),
+        (lambda: forge(header_json=make_header(blocking_hosts=1)), "blocking_hosts: 1"),
+        (lambda: forge(header_json=make_header(clock_error=float("nan"))), "clock_error: nan"),
+        (lambda: forge(header_json=make_header(digest="0")), "digest"),
+        (lambda: forge(header_json=make_header(sizes=[1])), "sizes must be an object with"),
+        (lambda: forge(header_json=make_header(sizes={"save": 1})), "sizes must be an object with"),
+        (lambda: forge(header_json=make_header(sizes={"saved": "1GB"})), "size saved"),
+        (lambda: forge(header_json=make_header(sizes={"saved": [1.0]})), "size saved"),
         (lambda: forge(header_json=b" " * 10**8), "100000000 bytes"),
         (lambda: forge(program_sched=b" " * 10**8), "100000000 bytes"),
         (lambda: forge(start_npy=bytes(10**8)), "100000000 bytes"),
@@ -221,17 +228,17 @@ UNFOLDS = "schedir 1\nprogram p\nranks 1 microbatches 1048576\nrank 0\n  9999999
         (lambda: forge(program_sched=UNFOLDS.encode()),
          r"more instructions than the limit of \d+"),
         (lambda: forge(program_sched=b"\xff"), "not a Timeline file"),
-        (lambda: forge(end_npy=npy(END[:-1])), "shape"),
-        (lambda: forge(end_npy=npy([*END, 1.0])), "shape"),
-        (lambda: forge(end_npy=npy(END, "<f4")), "float32"),
-        (lambda: forge(end_npy=npy(END, "<i8")), "int64"),
-        (lambda: forge(end_npy=npy(END, "O")), "bytes|object"),
+        (lambda: forge(end_npy=encode_npy(END[:-1])), "shape"),
+        (lambda: forge(end_npy=encode_npy([*END, 1.0])), "shape"),
+        (lambda: forge(end_npy=encode_npy(END, "<f4")), "float32"),
+        (lambda: forge(end_npy=encode_npy(END, "<i8")), "int64"),
+        (lambda: forge(end_npy=encode_npy(END, "O")), "bytes|object"),
         (lambda: forge(end_npy=HUGE), "shape"),
-        (lambda: forge(end_npy=npy(END)[:-8]), "finite time for each"),
-        (lambda: forge(end_npy=npy(NAN)), "finite"),
-        (lambda: forge(end_npy=npy(END + np.inf)), "finite"),
-        (lambda: forge(end_npy=npy(END - 100)), "before its start"),
-        (lambda: forge(end_npy=npy(END + 0.5)), "before its rank's last compute ends"),
+        (lambda: forge(end_npy=encode_npy(END)[:-8]), "finite time for each"),
+        (lambda: forge(end_npy=encode_npy(NAN)), "finite"),
+        (lambda: forge(end_npy=encode_npy(END + np.inf)), "finite"),
+        (lambda: forge(end_npy=encode_npy(END - 100)), "before its start"),
+        (lambda: forge(end_npy=encode_npy(END + 0.5)), "before its rank's last compute ends"),
         (lambda: forge(extra=b""), "must contain exactly"),
     ],
 )  # fmt: skip
@@ -249,7 +256,7 @@ def test_forged_files_are_refused(forged: Callable[[], None], says: str) -> None
     assert re.search(says, str(refusal.value)), refusal.value
 
 
-def test_a_size_that_lies_unfolds_no_bomb() -> None:
+def test_forged_size_does_not_allocate_memory() -> None:
     forge(start_npy=bytes(10**8))
     content = FILE.read_bytes()
     for size in ((10**8).to_bytes(4, "little"),):
@@ -262,23 +269,23 @@ def test_a_size_that_lies_unfolds_no_bomb() -> None:
     tracemalloc.stop()
 
 
-def test_a_file_that_is_cut_off(tmp_path: Path) -> None:
+def test_truncated_file_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "run.timeline"
-    save_timeline(timeline(), path)
+    save_timeline(simulate_1f1b(), path)
     path.write_bytes(path.read_bytes()[:-30])
     with pytest.raises(TraceError, match="hint: the file is cut off or damaged"):
         load_timeline(path)
 
 
 @pytest.mark.parametrize("content", [b'{"traceEvents": []}', b"[1]", b"\x1f\x8b\x08trace"])
-def test_a_trace_is_recognized(content: bytes, tmp_path: Path) -> None:
+def test_trace_has_import_hint(content: bytes, tmp_path: Path) -> None:
     path = tmp_path / "run.timeline"
     path.write_bytes(content)
     with pytest.raises(TraceError, match=r"import FOLDER -o run\.timeline reads torch"):
         load_timeline(path)
 
 
-def test_other_packings_are_refused() -> None:
+def test_other_compression_is_refused() -> None:
     with ZipFile(FILE, "w", ZIP_BZIP2) as archive:
         for name in ("header.json", "program.sched", "start.npy", "end.npy"):
             archive.writestr(name, bytes(1000))
@@ -286,20 +293,23 @@ def test_other_packings_are_refused() -> None:
         load_timeline(FILE)
 
 
-def test_a_program_that_cannot_finish_is_refused() -> None:
+def test_illegal_program_in_file_is_refused() -> None:
     words = PROGRAM.replace("F 0.0", "F 0.1")
-    forge(program_sched=words.encode(), header_json=header(digest=schedir.from_text(words).digest))
+    forge(
+        program_sched=words.encode(),
+        header_json=make_header(digest=schedir.from_text(words).digest),
+    )
     with pytest.raises(SchedirError, match=r"F 0\.|0\.0"):
         load_timeline(FILE)
 
 
 @pytest.mark.parametrize("path", ["not-there.timeline", "."])
-def test_files_that_cannot_be_read(path: str) -> None:
+def test_unreadable_file_is_refused(path: str) -> None:
     with pytest.raises(UsageError, match="cannot read"):
         load_timeline(path)
 
 
-def test_nothing_is_written_half(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_failed_write_keeps_old_file(monkeypatch: pytest.MonkeyPatch) -> None:
     FILE.write_text("before")
 
     def fails(*_: object) -> str:
@@ -307,15 +317,15 @@ def test_nothing_is_written_half(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr("schedir.io.timeline_file.ZipFile.writestr", fails)
     with pytest.raises(RuntimeError):
-        save_timeline(timeline(), FILE)
+        save_timeline(simulate_1f1b(), FILE)
     assert FILE.read_text() == "before"
     assert not [*Path().glob(".*")]
     with pytest.raises(UsageError, match="cannot write"):
-        save_timeline(timeline(), "no/such/folder/x.timeline")
+        save_timeline(simulate_1f1b(), "no/such/folder/x.timeline")
 
 
-def test_commands_take_a_timeline(capsys: pytest.CaptureFixture[str]) -> None:
-    save_timeline(replace(timeline(), kind="measured", unit="s"), FILE)
+def test_commands_accept_timeline(capsys: pytest.CaptureFixture[str]) -> None:
+    save_timeline(replace(simulate_1f1b(), kind="measured", unit="s"), FILE)
     assert "one_f_one_b, measured" in run_command(capsys, "simulate", str(FILE))
     assert run_command(capsys, "simulate", str(FILE), "--ranks=3")
     said_of = run_command(
@@ -332,7 +342,7 @@ def test_commands_take_a_timeline(capsys: pytest.CaptureFixture[str]) -> None:
     assert "not a Timeline file" in run_refused_command(capsys, "draw", str(FILE), "-o", "x.svg")
 
 
-def test_effects_before_causes_are_told_by_every_view(
+def test_causality_violations_appear_in_every_view(
     capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     right = schedir.simulate(schedir.compile(one_f_one_b, PipelineShape(3, 4)), Costs(send=0.1))
@@ -373,6 +383,6 @@ def test_effects_before_causes_are_told_by_every_view(
     assert says in capsys.readouterr().err  # standard output contains only the costs
 
 
-def test_a_timeline_is_in_a_unit_that_is_known() -> None:
+def test_unknown_unit_is_refused() -> None:
     with pytest.raises(UsageError, match="'parsecs'"):
-        replace(timeline(), unit="parsecs")
+        replace(simulate_1f1b(), unit="parsecs")

@@ -40,7 +40,7 @@ from tests.commands import run_command, run_refused_command
 GOLDEN = Path(__file__).parents[1] / "golden"
 
 
-def compute(program: Program) -> list[list[int]]:
+def list_compute_words(program: Program) -> list[list[int]]:
     return [s.words[np.isin(s.op, COMPUTE_OPS)].tolist() for s in program.streams]
 
 
@@ -48,7 +48,7 @@ def compute(program: Program) -> list[list[int]]:
     compute_programs().filter(lambda d: d.shape.placement_rows == 1),
     st.sampled_from(torch_csv.CSV_FORMATS),
 )
-def test_what_is_exported_imports(draft: Program, form: str) -> None:
+def test_exported_csv_imports(draft: Program, form: str) -> None:
     assume(draft.shape.placement_rows == 1)
     lowered = lower(draft)
     again = torch_csv.from_csv(torch_csv.to_csv(lowered, form), draft.name)
@@ -66,7 +66,7 @@ def test_what_is_exported_imports(draft: Program, form: str) -> None:
     st.integers(1, 3),
     st.integers(1, 4),
 )
-def test_what_is_in_parts_is_exported_and_imports(draft: Program, zero: int, active: int) -> None:
+def test_sharded_program_exports_and_imports(draft: Program, zero: int, active: int) -> None:
     """With zero=3, an import gathers no more often than the export, and its export is the same."""
     most: dict[str, Any] = (
         {"unsharded_stages": min(active, max(map(len, draft.shape.stages_on_rank)))}
@@ -78,13 +78,16 @@ def test_what_is_in_parts_is_exported_and_imports(draft: Program, zero: int, act
     again = check(finish_lowering(replace(torch_csv.from_csv(text, draft.name, zero=zero), dp=2)))
     if zero < 3:
         assert again.streams == lowered.streams and "SHARD" not in text
-    assert compute(again) == compute(lowered) and torch_csv.to_csv(again, "torch-2.13") == text
+    assert (
+        list_compute_words(again) == list_compute_words(lowered)
+        and torch_csv.to_csv(again, "torch-2.13") == text
+    )
     before, after = count_unshards(lowered), count_unshards(again)
     assert all(a <= b for a, b in zip(after.max_unsharded, before.max_unsharded, strict=True))
     assert after.reductions == before.reductions
 
 
-def test_torchs_own_shards_are_kept_where_they_are_asked_for() -> None:
+def test_torch_unshards_are_kept_with_zero_3() -> None:
     text = (GOLDEN / "torch_interleaved_1f1b.csv").read_text()
     program = check(finish_lowering(torch_csv.from_csv(text, zero=3)))
     assert (
@@ -96,7 +99,7 @@ def test_torchs_own_shards_are_kept_where_they_are_asked_for() -> None:
     assert "SHARD" not in torch_csv.to_csv(finish_lowering(torch_csv.from_csv(text)), "torch-2.13")
 
 
-def test_turns_are_not_exported() -> None:
+def test_repeated_reductions_are_not_exported() -> None:
     program = compile(
         interleaved, PipelineShape(2, 4, 2), dp=2, zero=2, reduce_scatter_at="each_backward"
     )
@@ -107,7 +110,7 @@ def test_turns_are_not_exported() -> None:
         torch_csv.to_csv(program, "torch-2.13")
 
 
-def test_an_import_says_what_it_reads_over(
+def test_import_reports_skipped_actions(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -119,17 +122,17 @@ def test_an_import_says_what_it_reads_over(
 
 
 @pytest.mark.parametrize("form", torch_csv.CSV_FORMATS)
-def test_cells_that_run_as_one(form: str) -> None:
+def test_overlapped_pairs_round_trip(form: str) -> None:
     program = compile(dualpipe_v, PipelineShape(3, 7, placement="vee"))
     text = torch_csv.to_csv(program, form)
     assert text.count(")OVERLAP_F_B") == sum(int(s.joined.sum()) for s in program.streams) > 0
     again = torch_csv.from_csv(text)
-    assert again.shape == program.shape and compute(again) == compute(program)
+    assert again.shape == program.shape and list_compute_words(again) == list_compute_words(program)
     again = lower(again) if again.is_draft else finish_lowering(again)
     assert again.streams == program.streams
 
 
-def test_the_forms_are_torchs() -> None:
+def test_csv_formats_match_torch() -> None:
     program = compile(one_f_one_b, PipelineShape(2, 2))
     assert torch_csv.to_csv(program) == "0F0,0F1,0B0,0B1\n1F0,1B0,1F1,1B1\n"
     assert torch_csv.to_csv(program, "torch-2.13") == (
@@ -152,7 +155,7 @@ def test_the_forms_are_torchs() -> None:
         ),
     ],
 )
-def test_the_plan_is_inferred(text: str, shape: PipelineShape) -> None:
+def test_shape_is_inferred(text: str, shape: PipelineShape) -> None:
     program = torch_csv.from_csv(text)
     assert program.shape == shape and program.is_draft
 
@@ -190,7 +193,7 @@ def test_the_plan_is_inferred(text: str, shape: PipelineShape) -> None:
         ("0F0;0B0\n", 1, 1, "hint: put commas between the actions"),
     ],
 )
-def test_bad_cells_are_named(text: str, row: int, column: int, says: str) -> None:
+def test_bad_cell_errors_have_row_and_column(text: str, row: int, column: int, says: str) -> None:
     with pytest.raises(CsvCellError) as caught:
         torch_csv.from_csv(text)
     error = caught.value
@@ -209,7 +212,7 @@ def test_bad_cells_are_named(text: str, row: int, column: int, says: str) -> Non
     ],
     ids=lambda p: p.name,
 )
-def test_a_file_that_lacks_rows_is_refused(program: Program, form: str) -> None:
+def test_missing_rows_are_refused(program: Program, form: str) -> None:
     rows = torch_csv.to_csv(program, form).splitlines(keepends=True)
     assert torch_csv.from_csv("".join(rows), ranks=3).shape == program.shape
     for kept in (rows[:2], rows[:1], rows[:1] + rows[2:], rows[1:]):
@@ -224,7 +227,7 @@ def test_a_file_that_lacks_rows_is_refused(program: Program, form: str) -> None:
 
 
 @given(st.data())
-def test_mangled_files_are_refused_or_programs(data: st.DataObject) -> None:
+def test_mangled_file_is_refused_or_parsed(data: st.DataObject) -> None:
     text = torch_csv.to_csv(compile(dualpipe_v, PipelineShape(2, 4, placement="vee")), "torch-2.13")
     at = data.draw(st.integers(0, len(text)))
     cut = data.draw(st.integers(0, 6))
@@ -236,7 +239,7 @@ def test_mangled_files_are_refused_or_programs(data: st.DataObject) -> None:
     assert program.shape.stages * program.shape.microbatches <= len(program)
 
 
-def test_what_torch_has_no_word_for_is_not_exported() -> None:
+def test_unsupported_instructions_are_not_exported() -> None:
     shape = PipelineShape(2, 4)
     with pytest.raises(CompletenessError):
         torch_csv.to_csv(compile(forward_only, shape))
@@ -262,7 +265,7 @@ def test_what_torch_has_no_word_for_is_not_exported() -> None:
         torch_csv.to_csv(Program("three", PipelineShape(1, 2), (Stream(three),)))
 
 
-def test_reductions_are_theirs_or_ours() -> None:
+def test_import_keeps_or_adds_reductions() -> None:
     """Without REDUCE_GRAD, torch does not scale a gradient and gives no warning."""
     program = compile(one_f_one_b, PipelineShape(2, 4))
     text = torch_csv.to_csv(program, "torch-2.13")
@@ -283,7 +286,9 @@ def folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 
 @pytest.mark.parametrize("form", torch_csv.CSV_FORMATS)
-def test_commands(capsys: pytest.CaptureFixture[str], folder: Path, form: str) -> None:
+def test_export_and_import_commands(
+    capsys: pytest.CaptureFixture[str], folder: Path, form: str
+) -> None:
     shape = ["--ranks", "4", "--microbatches", "8", "--stages-per-rank", "2"]
     out = run_command(capsys, "export", "interleaved", *shape, "--to", form, "-o", "my shape.csv")
     assert out == "wrote my shape.csv\n"
@@ -297,13 +302,15 @@ def test_commands(capsys: pytest.CaptureFixture[str], folder: Path, form: str) -
     if form == "torch":
         assert again.streams == program.streams
     else:  # torch sends whole activations, and so do imported programs
-        assert compute(again) == compute(program)
+        assert list_compute_words(again) == list_compute_words(program)
     back = run_command(capsys, "export", "x.sched", "--to", form, "-o", "y.csv")
     assert back == "wrote y.csv\n"
     assert (folder / "y.csv").read_text() == (folder / "my shape.csv").read_text()
 
 
-def test_bad_usage(capsys: pytest.CaptureFixture[str], folder: Path) -> None:
+def test_wrong_export_and_import_arguments_are_refused(
+    capsys: pytest.CaptureFixture[str], folder: Path
+) -> None:
     (folder / "good.csv").write_text("0F0,0B0\n1F0,1B0\n")
     (folder / "sends.csv").write_text("0F0,0SEND_F0,0RECV_B0,0B0\n1RECV_F0,1F0,1B0,1SEND_B0\n")
     (folder / "bad.csv").write_text("0F0,0B0\n1F0,1B\n")

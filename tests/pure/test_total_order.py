@@ -19,7 +19,7 @@ from tests.mutants import any_legal, refusal
 from tests.strategies import with_slots
 
 
-def in_order(program: Program) -> Program:
+def apply_total_order(program: Program) -> Program:
     """Return a program with Streams in the order of `find_total_order`, without groups."""
     orders = find_total_order(Graph.from_program(program, "per_edge"))
     streams = []
@@ -31,7 +31,7 @@ def in_order(program: Program) -> Program:
 
 
 @pytest.mark.parametrize("slots", [False, True])
-def test_it_lives_through_anything(slots: bool) -> None:
+def test_total_order_is_legal_with_host_device_sync(slots: bool) -> None:
     groups = 0
     for seed in range(100 if ALL else 50):
         rng = random.Random(seed)
@@ -44,7 +44,7 @@ def test_it_lives_through_anything(slots: bool) -> None:
         if refusal(program, "per_edge"):
             continue
         groups += bool(program.joined.any())
-        found = in_order(program)
+        found = apply_total_order(program)
         for model in ("blocking_serial", "per_edge"):
             check(found, model, host_device_sync=True)
         for was, now in zip(program.streams, found.streams, strict=True):
@@ -54,7 +54,7 @@ def test_it_lives_through_anything(slots: bool) -> None:
     assert groups > 5
 
 
-def test_only_receives_move() -> None:
+def test_total_order_moves_only_receives() -> None:
     """This holds if there are enough slots, so memory is used as in the Streams."""
     kept = 0
     for seed in range(100 if ALL else 50):
@@ -66,7 +66,7 @@ def test_only_receives_move() -> None:
         except SchedirError:
             continue
         kept += 1
-        for was, now in zip(program.streams, in_order(program).streams, strict=True):
+        for was, now in zip(program.streams, apply_total_order(program).streams, strict=True):
             others = ([i for i in own if i.op not in RECV_OPS] for own in (was, now))
             assert next(others) == next(others)
     assert kept > 15

@@ -9,7 +9,7 @@ from schedir.__main__ import main
 from tests.tutorial import FIRST_SCHEDULE, READ_A_TRACE, ROOT, Step, steps
 
 
-def test_first_schedule(
+def test_first_schedule_tutorial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The whole page runs in an empty folder."""
@@ -30,12 +30,12 @@ def test_first_schedule(
     assert (tmp_path / "split.html").stat().st_size > 10_000
 
 
-def is_of_the_recorded_run(step: Step) -> bool:
+def uses_recorded_run(step: Step) -> bool:
     """Return whether a command needs no run on this machine."""
     return "examples/traced.timeline" in step.text or step.argv[0] == "export"
 
 
-def test_read_a_trace(
+def test_read_a_trace_tutorial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """Commands about the repository's run work, and its numbers are those in the text."""
@@ -44,7 +44,7 @@ def test_read_a_trace(
     (tmp_path / "examples").symlink_to(ROOT / "examples")
     page = READ_A_TRACE.read_text()
     printed = ""
-    for step in filter(is_of_the_recorded_run, steps(page)):
+    for step in filter(uses_recorded_run, steps(page)):
         argv = step.argv
         for k, word in enumerate(argv):
             if word.startswith("$(schedir "):

@@ -36,7 +36,7 @@ from schedir.verify.check import check
 FULL = SLOT_KINDS.index(Value.UNSHARDED_PARAMS)
 
 
-def gathers(program: Program) -> list[int]:
+def count_unshards(program: Program) -> list[int]:
     """Return how often each rank gathers a stage."""
     return [int((stream.op == Opcode.Unshard).sum()) for stream in program.streams]
 
@@ -54,7 +54,7 @@ def gathers(program: Program) -> list[int]:
         (schedules.dualpipe_v, PipelineShape(4, 8, 2, "vee"), 2),
     ],
 )
-def test_stages_are_whole_where_they_are_used(
+def test_stages_are_unsharded_where_used(
     schedule: Schedule, shape: PipelineShape, fewest: int, zero: int
 ) -> None:
     program = compile(schedule, shape, dp=2, zero=zero, clip_grad_norm=True)
@@ -62,11 +62,11 @@ def test_stages_are_whole_where_they_are_used(
     for model in MODELS:
         check(program, model, blocking_hosts=True)
     if zero < 3:
-        assert gathers(program) == own
+        assert count_unshards(program) == own
         assert not any("unsharded_params" in slots.specified() for slots in program.slots)
     else:
         room = [min(stages, 2) for stages in own]
-        assert min(gathers(program)) >= fewest
+        assert min(count_unshards(program)) >= fewest
         assert (
             count_min_slots(program)[:, FULL].tolist()
             == [s.unsharded_params for s in program.slots]
@@ -75,7 +75,7 @@ def test_stages_are_whole_where_they_are_used(
 
 
 @given(shapes(), st.integers(0, 2**32 - 1), st.data())
-def test_every_draft_is_lowered_for_every_level(
+def test_random_draft_compiles_for_every_zero_level(
     shape: PipelineShape, seed: int, data: st.DataObject
 ) -> None:
     zero = data.draw(st.integers(1, 3))
@@ -113,7 +113,7 @@ Steps = list[set[int]]
 STEPS = st.lists(st.sets(st.integers(0, 3), min_size=1, max_size=2), max_size=9)
 
 
-def must_be_whole(steps: Steps, at: int, active: int, ahead: int) -> set[int]:
+def list_required_stages(steps: Steps, at: int, active: int, ahead: int) -> set[int]:
     """Return the stages used in a step and the following ones, the nearest first, that fit."""
     nearest: dict[int, None] = {}
     for own in steps[at : at + ahead + 1]:
@@ -121,15 +121,16 @@ def must_be_whole(steps: Steps, at: int, active: int, ahead: int) -> set[int]:
     return {*[*nearest][:active]}
 
 
-def fewest(steps: Steps, active: int, ahead: int) -> int:
+def count_fewest_stays(steps: Steps, active: int, ahead: int) -> int:
     """Return the fewest stays, by trying all sets of gathered stages in each step."""
     some = [{*c} for k in range(active + 1) for c in combinations(range(4), k)]
     least = {0: 0}  # by the set of gathered stages, as bits
     for at in range(len(steps)):
-        must = must_be_whole(steps, at, active, ahead)
+        must = list_required_stages(steps, at, active, ahead)
         least = {
-            bits(whole): min(
-                stays + (bits(whole) & ~before).bit_count() for before, stays in least.items()
+            encode_bits(whole): min(
+                stays + (encode_bits(whole) & ~before).bit_count()
+                for before, stays in least.items()
             )
             for whole in some
             if must <= whole
@@ -137,19 +138,17 @@ def fewest(steps: Steps, active: int, ahead: int) -> int:
     return min(least.values())
 
 
-def bits(stages: set[int]) -> int:
+def encode_bits(stages: set[int]) -> int:
     return sum(1 << one for one in stages)
 
 
 @given(STEPS, st.integers(2, 4), st.integers(0, 4))
-def test_there_are_no_fewer_gathers_than_by_beladys_rule(
-    steps: Steps, active: int, ahead: int
-) -> None:
+def test_unshard_count_is_minimal(steps: Steps, active: int, ahead: int) -> None:
     """The minimum comes from brute force. Required stages are gathered, within the limit."""
     step = np.array([k for k, own in enumerate(steps) for _ in own], np.int64)
     stage = np.array([one for own in steps for one in sorted(own)], np.int64)
     found = find_stays(step, stage, active, ahead)
-    assert len(found) == fewest(steps, active, ahead)
+    assert len(found) == count_fewest_stays(steps, active, ahead)
     begins = [-1] * active + sorted(int(step[last]) for _, last in found)
     for at in range(len(steps)):
         whole = [
@@ -157,11 +156,11 @@ def test_there_are_no_fewer_gathers_than_by_beladys_rule(
             for begin, (first, last) in zip(begins, found, strict=False)
             if begin < at <= step[last]
         ]
-        assert must_be_whole(steps, at, active, ahead) <= {*whole}
+        assert list_required_stages(steps, at, active, ahead) <= {*whole}
         assert len(whole) == len({*whole}) <= active
 
 
-def test_a_gather_hides_behind_the_run_before() -> None:
+def test_prefetched_unshard_overlaps_compute() -> None:
     """With one run ahead a gather overlaps with it. Without, gathers are fewer and later."""
     few, early = (
         compile(
@@ -169,7 +168,7 @@ def test_a_gather_hides_behind_the_run_before() -> None:
         )
         for ahead in (0, 1)
     )
-    assert (gathers(few), gathers(early)) == ([18] * 4, [20] * 4)
+    assert (count_unshards(few), count_unshards(early)) == ([18] * 4, [20] * 4)
     costs = Costs(F=1, B=2, send=0.05, unshard=0.5)
     free = simulate(early, replace(costs, unshard=0)).span
     spans = [simulate(program, costs).span for program in (early, few)]
@@ -189,13 +188,13 @@ def test_a_gather_hides_behind_the_run_before() -> None:
         ({"unsharded_stages": 1}, ("unsharded_stages", "zero")),
     ],
 )
-def test_what_cannot_be_is_refused(how: dict[str, Any], fields: tuple[str, ...]) -> None:
+def test_wrong_unshard_options_are_refused(how: dict[str, Any], fields: tuple[str, ...]) -> None:
     with pytest.raises((UsageError, ShapeError)) as caught:
         compile(schedules.looped_bfs, PipelineShape(2, 4, 2), dp=2, **how)
     assert caught.value.fields == fields
 
 
-def test_pairs_that_run_as_one_need_both() -> None:
+def test_overlapped_pair_needs_two_unsharded_stages() -> None:
     with pytest.raises(ShapeError, match="at once") as caught:
         compile(
             schedules.dualpipe,
@@ -208,7 +207,7 @@ def test_pairs_that_run_as_one_need_both() -> None:
 
 
 @given(shapes(), st.integers(0, 2**32 - 1), st.integers(1, 3), st.integers(0, 3))
-def test_options_are_read_off_a_program(
+def test_unshard_options_are_inferred_from_program(
     shape: PipelineShape, seed: int, active: int, ahead: int
 ) -> None:
     """So a program can be lowered again with the same options."""
@@ -223,7 +222,7 @@ def test_options_are_read_off_a_program(
     assert compile(extract_compute(program), **infer_options(program, "per_device")) == program
 
 
-def test_in_a_configuration(tmp_path: Path) -> None:
+def test_config_sets_unshard_options(tmp_path: Path) -> None:
     path = tmp_path / "run.toml"
     pipeline = '[pipeline]\nschedule = "looped_bfs"\nranks = 2\nstages_per_rank = 2\nzero = 3\n'
     path.write_text(pipeline + "[memory]\nunsharded_stages = 1\nunshard_prefetch = 0\n")

@@ -27,37 +27,37 @@ PLAN = PipelineShape(4, 8)
 COSTS = Costs(F=(1, 1, 1, 1.5), B=(2, 2, 2, 3), send=0.25, reduce_grads=2)
 
 
-def run_of(
+def simulate_schedule(
     schedule: schedir.schedules.schedule_algebra.Schedule, costs: Costs, shape: PipelineShape = PLAN
 ) -> Timeline:
     return schedir.simulate(schedir.compile(schedule, shape, costs=costs), costs)
 
 
-def saves(advice: Advice, what: str) -> float:
+def get_saved_share(advice: Advice, what: str) -> float:
     [change] = [c for c in advice.changes if what in c.description]
     return change.saved_share
 
 
-def test_claims_are_simulations() -> None:
-    timeline = run_of(one_f_one_b, COSTS)
+def test_saved_shares_equal_simulations() -> None:
+    timeline = simulate_schedule(one_f_one_b, COSTS)
     program, advice = timeline.program, advise(timeline, COSTS)
     assert advice.relative_error == 0 and advice.baseline.span == timeline.span
 
     def saved(changed: Costs) -> float:
         return 1 - schedir.simulate(program, changed).span / timeline.span
 
-    assert saves(advice, "messages") == saved(replace(COSTS, send=0))
-    assert saves(advice, "reductions") == saved(replace(COSTS, reduce_grads=0))
-    even = saves(advice, "F and B of stage 3 on rank 3 take 1.33x")
+    assert get_saved_share(advice, "messages") == saved(replace(COSTS, send=0))
+    assert get_saved_share(advice, "reductions") == saved(replace(COSTS, reduce_grads=0))
+    even = get_saved_share(advice, "F and B of stage 3 on rank 3 take 1.33x")
     assert even == pytest.approx(saved(Costs(F=1.125, B=2.25, send=0.25, reduce_grads=2)))
-    twice = run_of(one_f_one_b, COSTS, PipelineShape(4, 16))
-    assert saves(advice, "twice") == pytest.approx(1 - twice.span / timeline.span / 2)
+    twice = simulate_schedule(one_f_one_b, COSTS, PipelineShape(4, 16))
+    assert get_saved_share(advice, "twice") == pytest.approx(1 - twice.span / timeline.span / 2)
     assert [c.saved_share for c in advice.changes] == sorted(c.saved_share for c in advice.changes)[
         ::-1
     ]
 
 
-def test_what_sums_of_pieces_cost_and_what_fills_them() -> None:
+def test_segment_sum_advice_equals_simulation() -> None:
     shape, costs = PipelineShape(2, 4), Costs(F=1, I=1, W=1, tp_reduce=0.9)
 
     def of(costs: Costs, **more: Any) -> float:
@@ -69,17 +69,20 @@ def test_what_sums_of_pieces_cost_and_what_fills_them() -> None:
         schedir.compile(zb_h1, shape, tp=2, stage_segments=3, costs=costs), costs
     )
     advice = advise(timeline, costs)
-    assert saves(advice, "sums of segments") == pytest.approx(
+    assert get_saved_share(advice, "sums of segments") == pytest.approx(
         1 - of(replace(costs, tp_reduce=0)) / base
     )
     best = min(of(costs, fill_collective_waits=which) for which in ("W", "F", "all"))
-    assert saves(advice, "fill_collective_waits=") == pytest.approx(1 - best / base) and best < base
+    assert (
+        get_saved_share(advice, "fill_collective_waits=") == pytest.approx(1 - best / base)
+        and best < base
+    )
     pair = schedir.compile(schedir.schedules.dualpipe_v, PipelineShape(2, 4, 2, "vee"), tp=2)
     assert not any("fill" in c.description for c in advise(schedir.simulate(pair)).changes)
 
 
 @pytest.mark.parametrize(("cut", "chunks"), [(3, 1), (1, 2), (("fgfg", "g"), 2)])
-def test_what_is_cut_is_cut_alike(cut: Any, chunks: int) -> None:
+def test_advice_keeps_segments_and_chunks(cut: Any, chunks: int) -> None:
     """Advice about other schedules and more microbatches cuts them as the run is cut.
 
     Stages of equal segments get the same advice as whole stages.
@@ -96,7 +99,7 @@ def test_what_is_cut_is_cut_alike(cut: Any, chunks: int) -> None:
     for schedule in (None, one_f_one_b):  # found by its name, or given
         advice = advise(base, costs, schedule)
         twice = of(one_f_one_b, PipelineShape(2, 8)).span
-        assert saves(advice, "twice") == pytest.approx(1 - twice / base.span / 2)
+        assert get_saved_share(advice, "twice") == pytest.approx(1 - twice / base.span / 2)
     other = next((c for c in advice.changes if "with 1 stage per rank" in c.description), None)
     if other is not None:
         assert other.saved_share == pytest.approx(1 - of(zb_h1).span / base.span)
@@ -107,43 +110,44 @@ def test_what_is_cut_is_cut_alike(cut: Any, chunks: int) -> None:
     if cut == ("fgfg", "g"):
         even = Costs(F=(0.7,) * 5 + (1.75,) * 2, B=(1.4,) * 5 + (3.5,) * 2, tp_reduce=0.3, send=0.1)
         span = schedir.simulate(base.program, even).span
-        assert saves(advice, "take the mean") == pytest.approx(1 - span / base.span)
+        assert get_saved_share(advice, "take the mean") == pytest.approx(1 - span / base.span)
 
 
-def test_other_schedules_hold_no_more() -> None:
+def test_advised_schedules_hold_no_more_activations() -> None:
     """GPipe, which holds m activations, is no advice for 1F1B, which holds at most P. ZB-H1 is."""
     plain = Costs(F=1, B=2)
     whats = [
         c.description
-        for c in advise(run_of(one_f_one_b, plain, PipelineShape(2, 4)), plain).changes
+        for c in advise(simulate_schedule(one_f_one_b, plain, PipelineShape(2, 4)), plain).changes
     ]
     assert any("with no more activations; I and W each half of B" in what for what in whats)
-    timeline = run_of(zb_h1, Costs())
+    timeline = simulate_schedule(zb_h1, Costs())
     whats = [c.description for c in advise(timeline, Costs()).changes]
     assert not any("half of B" in what for what in whats)
 
 
-def test_one_more_activation_is_tried_where_there_is_one_and_its_order_alone_before() -> None:
+def test_one_more_activation_is_tried_if_possible() -> None:
     """GPipe already holds all activations, so its advice is a greedy order without one more."""
     uneven = Costs(F=(2, 1), B=(3, 4))
     whats = [
-        c.description for c in advise(run_of(gpipe, uneven, PipelineShape(2, 4)), uneven).changes
+        c.description
+        for c in advise(simulate_schedule(gpipe, uneven, PipelineShape(2, 4)), uneven).changes
     ]
     assert "a greedy order, with no more activations" in whats
     assert not any("one more activation" in what for what in whats)
     far = Costs(F=1, B=2, send=0.5)
-    whats = [c.description for c in advise(run_of(one_f_one_b, far), far).changes]
+    whats = [c.description for c in advise(simulate_schedule(one_f_one_b, far), far).changes]
     assert any("one more activation" in what for what in whats)
 
 
-def mine(rank: int, ranks: int, microbatches: int) -> RankSchedule:
+def user_gpipe(rank: int, ranks: int, microbatches: int) -> RankSchedule:
     return microbatches * schedir.F + microbatches * schedir.B
 
 
-def test_more_microbatches_need_the_schedule() -> None:
-    timeline = run_of(mine, Costs())
+def test_advice_on_microbatches_needs_schedule() -> None:
+    timeline = simulate_schedule(user_gpipe, Costs())
     assert not any("twice" in c.description for c in advise(timeline).changes)
-    assert any("twice" in c.description for c in advise(timeline, schedule=mine).changes)
+    assert any("twice" in c.description for c in advise(timeline, schedule=user_gpipe).changes)
     # A name counts only if its schedule compiles to the program of the run.
     named = replace(timeline, program=replace(timeline.program, name="one_f_one_b"))
     assert not any("twice" in c.description for c in advise(named).changes)
@@ -160,7 +164,7 @@ def test_more_microbatches_need_the_schedule() -> None:
         (gpipe, {"tp": 2, "boundary": "sharded"}),
     ],
 )
-def test_changed_programs_are_lowered_as_the_program_was(
+def test_advice_keeps_compile_options(
     schedule: schedir.schedules.schedule_algebra.Schedule, how: dict[str, Any]
 ) -> None:
     costs = Costs(F=1, B=2, send=0.5, tp_scatter=0.25, tp_gather=0.25)
@@ -170,21 +174,23 @@ def test_changed_programs_are_lowered_as_the_program_was(
         return schedir.simulate(program, costs)
 
     timeline, twice = run(8), run(16)
-    saved = saves(advise(timeline, costs), "twice")
+    saved = get_saved_share(advise(timeline, costs), "twice")
     assert saved == pytest.approx(1 - twice.span / timeline.span / 2)
 
 
-def test_updates_stay() -> None:
+def test_advice_keeps_optimizer_steps() -> None:
     """Advice keeps the number of updates: fewer updates of larger batches change the training."""
     costs = Costs(F=1, B=2)
-    timeline = run_of(pipedream_2bw, costs, PipelineShape(4, 16, optimizer_steps=4, weight_delay=1))
+    timeline = simulate_schedule(
+        pipedream_2bw, costs, PipelineShape(4, 16, optimizer_steps=4, weight_delay=1)
+    )
     whats = [change.description for change in advise(timeline, costs).changes]
     assert any("twice" in what for what in whats)
     assert not any("gpipe" in what or "zb_v" in what for what in whats)
 
 
-def test_a_measured_run_is_judged_at_its_means() -> None:
-    timeline = run_of(gpipe, COSTS)
+def test_measured_run_is_simulated_at_mean_times() -> None:
+    timeline = simulate_schedule(gpipe, COSTS)
     spans = timeline.spans.copy()
     spans["end"] += 2 * (np.arange(len(spans)) == timeline.critical_path[-1])
     advice = advise(replace(timeline, spans=spans, kind="measured", unit="s"))
@@ -192,7 +198,7 @@ def test_a_measured_run_is_judged_at_its_means() -> None:
     assert -0.1 < advice.relative_error < 0 and advice.is_reliable and advice.changes
 
 
-def test_a_run_that_its_means_miss_is_no_ground_for_advice(
+def test_unreliable_simulation_gives_no_advice(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     run = slow_at_the_end(schedir.compile(one_f_one_b, PLAN, progress_model="per_edge"), 9)
@@ -216,7 +222,7 @@ def test_a_run_that_its_means_miss_is_no_ground_for_advice(
     assert "a simulation" not in run_command(capsys, "compare", "x.timeline", "x.timeline")
 
 
-def test_what_is_less_than_a_simulation_misses_is_not_told(
+def test_gain_below_simulation_error_is_omitted(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     program = schedir.compile(zb_v, PipelineShape(4, 8, 2, "vee"), progress_model="per_edge")
@@ -228,7 +234,7 @@ def test_what_is_less_than_a_simulation_misses_is_not_told(
         assert line.strip().startswith(told) and most.startswith("another order of these stages")
 
 
-def test_a_fast_stage_that_waits_for_a_slow_one_is_not_all_that_is_named(
+def test_slow_stage_is_named_besides_longest_awaited(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     words = run_command(capsys, "explain", "one_f_one_b", "--costs=F=1:1:4:1,B=2:2:8:2")
@@ -240,12 +246,12 @@ def test_a_fast_stage_that_waits_for_a_slow_one_is_not_all_that_is_named(
     assert "takes" not in next(line for line in words.splitlines() if "longest awaited" in line)
 
 
-def test_the_help_defines_each_cause(capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_defines_each_idle_cause(capsys: pytest.CaptureFixture[str]) -> None:
     words = run_command(capsys, "explain", "--help")
     assert all(f"\n  {cause.text:11} " in words for cause in IdleCause)
 
 
-def test_each_rank_has_its_idle_shares(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_idle_shares_of_each_rank(capsys: pytest.CaptureFixture[str]) -> None:
     given = ["explain", "one_f_one_b", "--costs=F=1:1:1:1.5,B=2,send=0.25"]
     heading, _, *lines = run_command(capsys, *given).splitlines()[2:8]
     found = json.loads(run_command(capsys, *given, "--json"))
@@ -262,10 +268,10 @@ def test_each_rank_has_its_idle_shares(capsys: pytest.CaptureFixture[str]) -> No
     assert "schedir draw gpipe --idle-map -o idle.png" in many and "rank 16 " not in many
 
 
-def test_calibrate_says_what_is_not_compute(
+def test_calibrate_reports_share_of_host_delay(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    predicted = run_of(gpipe, COSTS)
+    predicted = simulate_schedule(gpipe, COSTS)
     schedir.save_timeline(predicted, tmp_path / "x.timeline")
     run_command(capsys, "calibrate", str(tmp_path / "x.timeline"))  # nothing on standard error
     spans = predicted.spans.copy()  # a delay of the host before each compute
@@ -283,13 +289,13 @@ def test_calibrate_says_what_is_not_compute(
     assert rank == "1" and float(share) > 1
 
 
-def test_a_draft_and_a_single_rank() -> None:
+def test_advice_for_draft_and_single_rank() -> None:
     assert advise(schedir.simulate(schedir.expand_schedule(gpipe, PLAN))).changes
-    alone = advise(run_of(gpipe, Costs(), PipelineShape(1, 4)), Costs())
+    alone = advise(simulate_schedule(gpipe, Costs(), PipelineShape(1, 4)), Costs())
     assert all(abs(c.saved_share) < 1e-9 for c in alone.changes)
 
 
-def test_the_command(
+def test_explain_command(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -306,7 +312,7 @@ def test_the_command(
     large = run_command(capsys, "explain", "gpipe", "--ranks=16", "--microbatches=1100")
     assert "instructions are not tried" in large
 
-    measured = replace(run_of(one_f_one_b, COSTS), kind="measured", unit="s")
+    measured = replace(simulate_schedule(one_f_one_b, COSTS), kind="measured", unit="s")
     schedir.save_timeline(measured, "x.timeline")
     lines = run_command(capsys, "explain", "x.timeline").splitlines()
     assert "at the run's mean times" in lines[8] and "unexplained" not in lines[8]

@@ -16,7 +16,7 @@ from schedir.errors import UsageError
 from schedir.predict.window_tiles import Axis, compute_tiles
 
 
-def sees(query: int, key: int, axis: Axis) -> bool:
+def is_visible(query: int, key: int, axis: Axis) -> bool:
     """Return whether a query sees a key, computed for the single pair.
 
     A window that is not causal has the left and right sides of NATTEN's fna_cutlass fusion.hpp.
@@ -45,7 +45,7 @@ def cases(draw: st.DrawFn, most: int, causal: bool | None = None) -> Case:
     return axis, draw(st.integers(1, most)), draw(st.integers(1, most))
 
 
-def by_hand(found: list[Case]) -> tuple[np.ndarray[Any, Any], int]:
+def compute_grid_by_pairs(found: list[Case]) -> tuple[np.ndarray[Any, Any], int]:
     """Return the grid, and the number of seen pairs, by testing every query with every key."""
     lengths = [axis.length for axis, _, _ in found]
     counts = [[-(-axis.length // t) for t in both] for axis, *both in found]
@@ -54,7 +54,7 @@ def by_hand(found: list[Case]) -> tuple[np.ndarray[Any, Any], int]:
     pairs = 0
     for query in product(*map(range, lengths)):
         for key in product(*map(range, lengths)):
-            seen = all(sees(i, j, c[0]) for i, j, c in zip(query, key, found, strict=True))
+            seen = all(is_visible(i, j, c[0]) for i, j, c in zip(query, key, found, strict=True))
             row = column = 0
             for i, j, (_, q, kv), (rows, columns) in zip(query, key, found, counts, strict=True):
                 row, column = row * rows + i // q, column * columns + j // kv
@@ -64,7 +64,7 @@ def by_hand(found: list[Case]) -> tuple[np.ndarray[Any, Any], int]:
     return some.astype(int) + (some & all_of), pairs
 
 
-def of(found: list[Case], **other: Any) -> Any:
+def compute_case_tiles(found: list[Case], **other: Any) -> Any:
     axes, q_tiles, kv_tiles = zip(*found, strict=True)
     given: dict[str, Any] = {"q_tile": q_tiles, "kv_tile": kv_tiles}
     given |= {name: [getattr(a, name) for a in axes] for name in ("length", "window", "stride")}
@@ -78,9 +78,9 @@ def of(found: list[Case], **other: Any) -> Any:
         st.lists(cases(3), min_size=3, max_size=3),
     )
 )
-def test_tiles_are_those_of_single_queries_and_keys(found: list[Case]) -> None:
-    got = of(found)
-    grid, pairs = by_hand(found)
+def test_tiles_match_single_queries_and_keys(found: list[Case]) -> None:
+    got = compute_case_tiles(found)
+    grid, pairs = compute_grid_by_pairs(found)
     assert got.grid.tolist() == grid.tolist()
     assert got.visited_count == (grid > 0).sum() and got.partial_count == (grid == 1).sum()
     assert got.is_block_sparse == (1 not in grid)
@@ -89,7 +89,7 @@ def test_tiles_are_those_of_single_queries_and_keys(found: list[Case]) -> None:
             np.flatnonzero(row).tolist() for row in grid
         ]
     dense = [(Axis(axis.length, 99, 1, axis.causal), q, kv) for axis, q, kv in found]
-    dense_grid, dense_pairs = by_hand(dense)
+    dense_grid, dense_pairs = compute_grid_by_pairs(dense)
     assert got.dense_count == (dense_grid > 0).sum()
     assert got.speedup == got.dense_count / got.visited_count
     assert got.worst_tile_speedup == (dense_grid > 0).sum(1).max() / (grid > 0).sum(1).max()
@@ -97,7 +97,7 @@ def test_tiles_are_those_of_single_queries_and_keys(found: list[Case]) -> None:
 
 
 @given(cases(30))
-def test_everybody_sees_itself_and_as_many_as_a_window_has(one: Case) -> None:
+def test_query_sees_itself_and_full_window(one: Case) -> None:
     axis, _, _ = one
     start, end = axis.visible_keys
     query = np.arange(axis.length)
@@ -111,7 +111,7 @@ def test_everybody_sees_itself_and_as_many_as_a_window_has(one: Case) -> None:
 
 
 @given(st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.integers(1, 4), st.data())
-def test_these_tiles_are_cut_by_no_end_of_a_window(
+def test_tiles_that_divide_window_are_aligned(
     kv: int, strides: int, windows: int, lengths: int, data: st.DataObject
 ) -> None:
     stride, window = kv * strides, kv * windows
@@ -126,14 +126,14 @@ def test_these_tiles_are_cut_by_no_end_of_a_window(
 
 
 @given(cases(16))
-def test_aligned_tiles_are_masked_at_the_diagonal_only(one: Case) -> None:
+def test_aligned_tiles_are_masked_only_at_diagonal(one: Case) -> None:
     axis, q, kv = one
-    grid, _ = by_hand([one])
+    grid, _ = compute_grid_by_pairs([one])
     masked_by_the_window = any(
-        grid[i // q, j // kv] and not sees(i, j, axis) and not (axis.causal and j > i)
+        grid[i // q, j // kv] and not is_visible(i, j, axis) and not (axis.causal and j > i)
         for i, j in product(range(axis.length), repeat=2)
     )
-    assert of([one]).is_aligned == (not masked_by_the_window)
+    assert compute_case_tiles([one]).is_aligned == (not masked_by_the_window)
 
 
 # HunyuanVideo in arXiv 2504.16922: tokens, window, tiles, the share of attention in a run (Table
@@ -153,7 +153,7 @@ END_TO_END = {
 
 
 @pytest.mark.parametrize(("stride", "published"), END_TO_END.items())
-def test_the_paper_s_video_model(stride: tuple[int, ...], published: float) -> None:
+def test_published_video_model_speedups(stride: tuple[int, ...], published: float) -> None:
     found = compute_tiles(stride=stride, **VIDEO)  # type: ignore[arg-type]
     gained = 1 / (1 - SHARE + SHARE / found.worst_tile_speedup)
     assert gained == pytest.approx(
@@ -162,7 +162,7 @@ def test_the_paper_s_video_model(stride: tuple[int, ...], published: float) -> N
     assert found.is_block_sparse == (stride == (16, 8, 8))
 
 
-def test_a_large_one_takes_no_time_and_little_memory() -> None:
+def test_large_window_is_computed_cheaply() -> None:
     found = compute_tiles(
         (128, 128, 32), (40, 40, 8), (8, 8, 4), q_tile=(4, 8, 4), kv_tile=(2, 8, 4)
     )
@@ -188,14 +188,14 @@ def test_a_large_one_takes_no_time_and_little_memory() -> None:
         ({"kv_tile": 2.5}, ["kv_tile"]),
     ],
 )
-def test_refused(given: dict[str, Any], fields: list[str]) -> None:
+def test_invalid_windows_are_refused(given: dict[str, Any], fields: list[str]) -> None:
     usual: dict[str, Any] = {"length": 8, "window": 4, "stride": 2, "q_tile": 2, "kv_tile": 2}
     with pytest.raises(UsageError) as error:
         compute_tiles(**usual | given)
     assert [*error.value.fields] == fields
 
 
-def test_a_picture_has_each_tile() -> None:
+def test_picture_shows_each_tile() -> None:
     causal = compute_tiles(300, 64, 16, q_tile=32, kv_tile=16, causal=True)
     plane = compute_tiles((12, 8), (5, 4), (1, 4), q_tile=(4, 4), kv_tile=(4, 2))
     figure = viz.window_tiles(causal, plane)

@@ -30,7 +30,7 @@ COSTS = Costs(F=1, B=2, unshard=0.5, reduce_scatter=0.5, reduce_grads=1, step=2)
 SIZES = Sizes(activation=1e7, saved=1e8, params=1e9, grads=1e9, optimizer=6e9)
 
 
-def run(zero: int, sizes: Sizes | None = SIZES, dp: int = 4, **more: Any) -> Timeline:
+def simulate_zero(zero: int, sizes: Sizes | None = SIZES, dp: int = 4, **more: Any) -> Timeline:
     program = compile(schedules.interleaved, PLAN, dp=dp, zero=zero, **more)
     return simulate(program, COSTS, sizes=sizes)
 
@@ -45,16 +45,16 @@ memory, by simulation:
 """
 
 
-def most(change: SimulatedChange) -> float:
+def get_peak(change: SimulatedChange) -> float:
     return change.memory["device"]
 
 
 @pytest.mark.parametrize("zero", range(4))
-def test_each_change_is_a_simulation_and_none_is_beaten(zero: int) -> None:
-    here = run(zero)
+def test_changes_are_simulated_and_undominated(zero: int) -> None:
+    here = simulate_zero(zero)
     advice = advise(here, COSTS)
     now, held = advice.current, advice.memory_changes
-    assert now.run.span == here.span and most(now) == here.peak_memory.max()
+    assert now.run.span == here.span and get_peak(now) == here.peak_memory.max()
     assert held
     for one in held:
         program = one.run.program
@@ -65,24 +65,26 @@ def test_each_change_is_a_simulation_and_none_is_beaten(zero: int) -> None:
         again = simulate(
             program, adjust_for_zero(COSTS, here.program, program.zero, SIZES), sizes=SIZES
         )
-        assert (again.span, again.peak_memory.max()) == (one.run.span, most(one))
-        assert one.run.span < now.run.span or most(one) < most(now)
-        assert not any(other.run.span < one.run.span and most(other) <= most(one) for other in held)
+        assert (again.span, again.peak_memory.max()) == (one.run.span, get_peak(one))
+        assert one.run.span < now.run.span or get_peak(one) < get_peak(now)
+        assert not any(
+            other.run.span < one.run.span and get_peak(other) <= get_peak(one) for other in held
+        )
 
 
-def test_above_a_limit_nothing_is_said() -> None:
+def test_advice_stays_within_memory_limit() -> None:
     """Advice that needs more memory appears only within the limit."""
-    here = run(3, unsharded_stages=1)
+    here = simulate_zero(3, unsharded_stages=1)
     free = advise(here, COSTS).memory_changes
-    high = 1.1 * max(map(most, free))
+    high = 1.1 * max(map(get_peak, free))
     assert [one.description for one in advise(here, COSTS, memory_limit=high).memory_changes] == [
         one.description for one in free
     ]
     least = advise(here, COSTS, memory_limit=here.peak_memory.max()).memory_changes
-    assert all(most(one) <= here.peak_memory.max() for one in least) and len(least) < len(free)
+    assert all(get_peak(one) <= here.peak_memory.max() for one in least) and len(least) < len(free)
 
 
-def test_without_replicas_or_sizes_nothing_is_said() -> None:
+def test_advice_needs_replicas_and_sizes() -> None:
     def levels(here: Timeline, costs: Costs = COSTS) -> list[str]:
         return [
             one.description
@@ -90,14 +92,14 @@ def test_without_replicas_or_sizes_nothing_is_said() -> None:
             if "zero" in one.description
         ]
 
-    assert levels(run(3, dp=1)) == []
-    assert levels(run(0, sizes=None)) == []
-    assert levels(run(0, sizes=Sizes(model_states=1e9))) == []
-    assert levels(run(3, sizes=None), replace(COSTS, unshard=0)) == []
+    assert levels(simulate_zero(3, dp=1)) == []
+    assert levels(simulate_zero(0, sizes=None)) == []
+    assert levels(simulate_zero(0, sizes=Sizes(model_states=1e9))) == []
+    assert levels(simulate_zero(3, sizes=None), replace(COSTS, unshard=0)) == []
 
 
-def test_without_sizes_it_is_time_that_is_compared() -> None:
-    advice = advise(run(3, sizes=None, unsharded_stages=1), COSTS)
+def test_advice_without_sizes_compares_time() -> None:
+    advice = advise(simulate_zero(3, sizes=None, unsharded_stages=1), COSTS)
     assert advice.memory_changes and all(
         one.run.span < advice.baseline.span for one in advice.memory_changes
     )
@@ -108,7 +110,9 @@ def test_without_sizes_it_is_time_that_is_compared() -> None:
 
 
 @given(st.floats(0.1, 100), st.floats(0, 100), st.sampled_from([2, 3, 64]), st.integers(1, 3))
-def test_an_all_reduce_is_two_halves(whole: float, step: float, dp: int, zero: int) -> None:
+def test_all_reduce_costs_reduce_scatter_and_gather(
+    whole: float, step: float, dp: int, zero: int
+) -> None:
     """An all-reduce costs a reduce-scatter and a gather (arXiv 1910.02054, section 7.1)."""
     program = compile(schedules.gpipe, PipelineShape(2, 2), dp=dp)
     plain = Costs(F=1, B=2, reduce_grads=whole, step=step)
@@ -123,7 +127,7 @@ def test_an_all_reduce_is_two_halves(whole: float, step: float, dp: int, zero: i
     assert adjust_for_zero(plain, program, 0) == plain
 
 
-def test_what_is_told_stays_and_bytes_say_the_rest() -> None:
+def test_given_costs_stay_and_others_follow_bytes() -> None:
     program = compile(schedules.gpipe, PipelineShape(2, 2), dp=2)
     plain = Costs(F=1, B=2, reduce_grads=(4, 8), reduce_scatter=3)
     costs = adjust_for_zero(plain, program, 1, Sizes(params=(1e9, 2e9), grads=4e9))
@@ -133,7 +137,7 @@ def test_what_is_told_stays_and_bytes_say_the_rest() -> None:
 # ---------------------------------------------------------------- other plans and schedules
 
 
-def test_other_plans_keep_no_more_stages_whole_than_they_have() -> None:
+def test_unsharded_stages_are_limited_to_stages_of_rank() -> None:
     """A schedule with one stage per rank can be tried, though this run gathers two."""
     program = compile(schedules.interleaved, PLAN, dp=2, zero=3, unsharded_stages=2)
     lowering = Lowering(program, "per_device")
@@ -145,7 +149,7 @@ def test_other_plans_keep_no_more_stages_whole_than_they_have() -> None:
 
 
 @pytest.mark.parametrize("command", ["recommend", "compare one_f_one_b interleaved"])
-def test_schedules_with_fewer_stages_are_ranked_beside_others(
+def test_schedules_with_fewer_stages_are_ranked(
     command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """With `-O unsharded_stages=2`, schedules with one stage per rank gather that one."""
@@ -166,7 +170,7 @@ def test_schedules_with_fewer_stages_are_ranked_beside_others(
     assert {"one_f_one_b", "interleaved"} <= found.keys()
 
 
-def test_the_command_tells_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_explain_prints_zero_changes(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["explain", "interleaved", "--ranks=2", "--microbatches=6", "--stages-per-rank=3",
              "-O", "dp=4", "-O", "zero=3", "-O", "unsharded_stages=1",
              "--costs=F=1,B=2,unshard=0.5,reduce_scatter=0.5,reduce_grads=1,step=2",

@@ -11,7 +11,7 @@ SMALL = [row for row in rows() if row.shape.ranks == 8]
 
 
 @pytest.mark.parametrize("row", SMALL, ids=lambda row: f"{row.model}-{row.shape.microbatches}")
-def test_zb_1p_is_proved_shortest(row: Row) -> None:
+def test_search_proves_zb_1p_shortest(row: Row) -> None:
     found = search_schedule(
         row.shape,
         row.costs,
@@ -24,7 +24,7 @@ def test_zb_1p_is_proved_shortest(row: Row) -> None:
     assert row.rate(found.span) == pytest.approx(row.rates["rate_ZB_1p"], abs=PRINTED / 2)
 
 
-def test_twice_the_memory_is_used_at_least_as_well() -> None:
+def test_search_with_twice_memory_matches_zb_2p() -> None:
     row = SMALL[0]  # in the other rows, seconds of search beat the paper
     found = search_schedule(
         row.shape,

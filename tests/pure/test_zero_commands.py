@@ -18,7 +18,7 @@ REFUSED = (ROOT / "tests" / "golden" / "zero.txt").read_text().split("\n\n")
 
 
 @pytest.mark.parametrize("told", REFUSED, ids=lambda told: told.split("\n")[0][10:])
-def test_what_a_person_is_told(
+def test_refusals_match_golden_file(
     told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -34,7 +34,7 @@ AT = ["--ranks=2", "--microbatches=4", "--stages-per-rank=4"]
 
 
 @pytest.mark.parametrize("command", ["check", "simulate"])
-def test_gathers_are_said(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unshard_count_is_printed(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     """The number is that of the program's text. Without ZeRO none is printed."""
     program = compile(schedules.looped_bfs, PipelineShape(2, 4, 4), dp=2, zero=3)
     (number,) = {[i.op.name for i in stream].count("Unshard") for stream in program.streams}
@@ -50,14 +50,14 @@ def test_gathers_are_said(command: str, capsys: pytest.CaptureFixture[str]) -> N
 
 @pytest.mark.parametrize("command", ["check", "simulate"])
 @pytest.mark.parametrize("zero", [1, 2, 3])
-def test_one_replica_saves_nothing_and_is_told(
+def test_zero_with_one_replica_is_reported(
     zero: int, command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     out = run_command(capsys, command, "looped_bfs", *AT, "-O", f"zero={zero}")
     assert f"zero {zero} saves no memory: dp is 1" in out
 
 
-def test_compare_has_a_column_of_gathers(capsys: pytest.CaptureFixture[str]) -> None:
+def test_compare_has_unshard_column(capsys: pytest.CaptureFixture[str]) -> None:
     argv = ["compare", "looped_bfs", "interleaved", *AT, "-O", "dp=2"]
     heads, _, *rows = run_command(capsys, *argv, "-O", "zero=3").splitlines()
     assert heads.endswith("gathers")
@@ -91,7 +91,7 @@ def test_recommend_ranks_all_schedules(when: str, capsys: pytest.CaptureFixture[
     assert count_unshards(program).reductions == [0, 0]
 
 
-def test_levels_name_what_they_cut() -> None:
+def test_zero_levels_name_sharded_values() -> None:
     of = [
         describe_sharding(compile(schedules.gpipe, PipelineShape(2, 4), dp=4, zero=zero))
         for zero in range(4)
@@ -104,7 +104,7 @@ def test_levels_name_what_they_cut() -> None:
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "interleaved", "looped_bfs", "zb_v", "chimera"])
 @pytest.mark.parametrize("zero", [1, 3])
-def test_whole_stages_are_those_between_unshard_and_reshard(name: str, zero: int) -> None:
+def test_max_unsharded_stages_match_instructions(name: str, zero: int) -> None:
     """The expected number is counted instruction by instruction."""
     schedule = getattr(schedules, name)
     v = {"interleaved": 2, "looped_bfs": 2, "zb_v": 2, "chimera": 2}.get(name, 1)
@@ -121,7 +121,7 @@ def test_whole_stages_are_those_between_unshard_and_reshard(name: str, zero: int
         assert most == peak and not whole
 
 
-def test_what_no_longer_says_anything_is_no_more_said(
+def test_relower_drops_options_without_effect(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """A program lowered again at another level drops options without effect."""
@@ -138,7 +138,7 @@ def test_what_no_longer_says_anything_is_no_more_said(
     assert "zero" not in run_command(capsys, "check", path, "--relower", "-O", "zero=0")
 
 
-def test_best_passes_over_what_cannot_keep_so_few_whole(capsys: pytest.CaptureFixture[str]) -> None:
+def test_recommend_names_refused_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     out = run_command(
         capsys,
         "recommend",
@@ -157,7 +157,7 @@ def test_best_passes_over_what_cannot_keep_so_few_whole(capsys: pytest.CaptureFi
     )
 
 
-def test_what_a_search_finds_is_lowered_with_zero(
+def test_found_program_is_relowered_with_zero(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     """The message that refuses `search --zero` says how."""
@@ -180,7 +180,7 @@ def test_what_a_search_finds_is_lowered_with_zero(
         (3, "unshard=1,reduce_scatter=1", []),
     ],
 )
-def test_costs_that_nobody_reads_are_told(
+def test_unused_costs_are_reported(
     zero: int, costs: str, names: list[str], command: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
     shape = ("--ranks=2", "--microbatches=4", "-O", "dp=2", "-O", f"zero={zero}")
@@ -195,7 +195,7 @@ def test_costs_that_nobody_reads_are_told(
         )
 
 
-def test_a_cost_that_one_of_several_reads_is_not_told(
+def test_cost_used_by_one_compared_program_is_not_reported(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     files = [tmp_path / f"{zero}.sched" for zero in (0, 3)]

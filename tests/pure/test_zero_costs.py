@@ -42,7 +42,7 @@ ZOO = {
 
 
 @cache
-def of(name: str, **traits: object) -> Program:
+def compile_zero(name: str, **traits: object) -> Program:
     return compile(getattr(schedules, name), ZOO[name], **traits)  # type: ignore[arg-type]
 
 
@@ -63,7 +63,7 @@ def cluster(nodes: int = 1, gpus_per_node: int = 4, latency: float = 0.0) -> Clu
 
 
 @pytest.mark.parametrize("dp", [2, 3, 64])
-def test_volumes_of_the_paper(dp: int) -> None:
+def test_sent_bytes_match_zero_paper(dp: int) -> None:
     """Volumes are 2 Psi, 2 Psi, 2 Psi and 3 Psi, of which 1/dp is not sent (1910.02054, section 7).
 
     One rank runs its stages forward one by one, and back. Each is gathered twice except the last
@@ -79,7 +79,7 @@ def test_volumes_of_the_paper(dp: int) -> None:
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_bytes_are_those_of_the_instructions(name: str) -> None:
+def test_sent_bytes_match_instructions(name: str) -> None:
     """The expected bytes are added up instruction by instruction."""
     for zero, reduce in (
         (0, "update_end"),
@@ -88,7 +88,7 @@ def test_bytes_are_those_of_the_instructions(name: str) -> None:
         (3, "update_end"),
         (3, "each_backward"),
     ):
-        program = of(name, dp=4, zero=zero, reduce_scatter_at=reduce, tp=2)
+        program = compile_zero(name, dp=4, zero=zero, reduce_scatter_at=reduce, tp=2)
         once = {"unshard": 2e9, "reduce_scatter": 4e9, "reduce_grads": 8e9}
         want = np.zeros((len(Lane), program.shape.ranks))
         for rank, stream in enumerate(program.streams):
@@ -109,20 +109,20 @@ def test_bytes_are_those_of_the_instructions(name: str) -> None:
             assert found.get(lane, np.zeros(program.shape.ranks)) == pytest.approx(want[lane])
 
 
-def test_reducing_each_turn_sends_as_often_as_there_are_turns() -> None:
+def test_reducing_after_each_backward_sends_more() -> None:
     end, turn = (
-        count_sent_bytes(of("interleaved", dp=2, zero=3, reduce_scatter_at=r), SIZES)
+        count_sent_bytes(compile_zero("interleaved", dp=2, zero=3, reduce_scatter_at=r), SIZES)
         for r in ("update_end", "each_backward")
     )
     assert (turn[Lane.DP] > end[Lane.DP]).all() and (turn[Lane.PARAMS] == end[Lane.PARAMS]).all()
     same = [
-        count_sent_bytes(of("looped_bfs", dp=2, zero=3, reduce_scatter_at=r), SIZES)
+        count_sent_bytes(compile_zero("looped_bfs", dp=2, zero=3, reduce_scatter_at=r), SIZES)
         for r in ("update_end", "each_backward")
     ]
     assert (same[0][Lane.DP] == same[1][Lane.DP]).all()  # each stage has one run of backwards
 
 
-def test_simulate_says_what_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_prints_sent_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["simulate", "looped_bfs", "--ranks=1", "--microbatches=4", "--stages-per-rank=4",
              "-O", "dp=2", "-O", "zero=3", "--sizes=params=2GB,grads=4GB"]  # fmt: skip
     assert "bytes that a process sends, at most: dp 8 GB, params 6 GB\n" in run_command(
@@ -136,7 +136,7 @@ def test_simulate_says_what_is_sent(capsys: pytest.CaptureFixture[str]) -> None:
 # ---------------------------------------------------------------- seconds of a cluster
 
 
-def test_gathers_and_reductions_take_half_of_an_all_reduce() -> None:
+def test_unshard_and_reduce_scatter_cost_half_all_reduce() -> None:
     """Replicas share a node or have a node each, and the time is that of the link they cross."""
     for nodes, each, link in ((1, 8, 300e9), (2, 4, 20e9)):
         near, shape = cluster(nodes, each, 1e-5), PipelineShape(4, 8)
@@ -151,7 +151,7 @@ def test_gathers_and_reductions_take_half_of_an_all_reduce() -> None:
             assert costs.step == pytest.approx(float(plain.step) / 2)  # type: ignore[arg-type]
 
 
-def test_each_stage_costs_what_its_weights_take() -> None:
+def test_costs_depend_on_weights_of_stage() -> None:
     sizes = replace(SIZES, params=(1e9, 2e9), grads=(0, 4e9))
     costs = cluster().fill_costs(PipelineShape(2, 4), sizes, Costs(F=1, B=2), dp=2, zero=3)
     assert costs.unshard == pytest.approx((0.5 / 300, 1 / 300))
@@ -161,21 +161,21 @@ def test_each_stage_costs_what_its_weights_take() -> None:
 @pytest.mark.parametrize(
     ("name", "sizes"), [("unshard", {"params"}), ("reduce_scatter", {"grads"})]
 )
-def test_bytes_are_asked_for(name: str, sizes: set[str]) -> None:
+def test_cluster_costs_need_sizes(name: str, sizes: set[str]) -> None:
     told = dict.fromkeys({"unshard", "reduce_scatter", "send", "step"} - {name}, 0.0)
     with pytest.raises(UsageError) as caught:
         cluster().fill_costs(PipelineShape(2, 4), None, Costs(F=1, B=2, **told), dp=2, zero=2)
     assert {*caught.value.fields} == sizes
 
 
-def test_holders_sum_parts() -> None:
+def test_stage_replicas_sum_shards() -> None:
     shape = PipelineShape(2, 4, placement="mirror")
     for zero, parts in ((0, 1), (3, 2)):
         costs = cluster().fill_costs(shape, SIZES, Costs(F=1, B=2), dp=2, zero=zero)
         assert costs.reduce_replicated_stages == pytest.approx(4e9 / parts / 300e9)
 
 
-def test_the_command_fills_them(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_fills_zero_costs_from_cluster(capsys: pytest.CaptureFixture[str]) -> None:
     shape = ["simulate", "zb_h1", "--ranks=4", "--microbatches=4", "-O", "tp=2", "-O", "dp=2", "-O",
              "zero=3",
              "--sizes=activation=60MB,params=2GB,grads=4GB,optimizer=12GB",
@@ -191,7 +191,7 @@ COST = st.sampled_from([0.0, 0.25, 1.0, 3.0])
 CASES = st.tuples(st.sampled_from(sorted(ZOO)), st.sampled_from(MODELS), st.booleans())
 
 
-def ran(
+def simulate_model(
     program: Program, costs: Costs, progress_model: ProgressModel, *, blocking_hosts: bool
 ) -> Timeline:
     progress_model = "blocking_serial" if blocking_hosts else progress_model
@@ -199,31 +199,36 @@ def ran(
 
 
 @given(CASES, st.integers(1, 3), COST, COST)
-def test_free_gathers_and_reductions_are_plain_data_parallelism(
+def test_free_zero_collectives_equal_plain_data_parallelism(
     case: tuple[str, ProgressModel, bool], zero: int, step: float, send: float
 ) -> None:
     name, model, blocks = case
     costs = Costs(F=1, B=2, step=step, send=send)
-    plain = ran(of(name, dp=2), costs, model, blocking_hosts=blocks)
-    assert ran(of(name, dp=2, zero=zero), costs, model, blocking_hosts=blocks).span == plain.span
+    plain = simulate_model(compile_zero(name, dp=2), costs, model, blocking_hosts=blocks)
+    assert (
+        simulate_model(
+            compile_zero(name, dp=2, zero=zero), costs, model, blocking_hosts=blocks
+        ).span
+        == plain.span
+    )
 
 
 @given(CASES, st.integers(1, 3), st.sampled_from(["unshard", "reduce_scatter"]), COST, COST)
-def test_what_costs_more_never_takes_less(
+def test_higher_cost_never_shortens_span(
     case: tuple[str, ProgressModel, bool], zero: int, which: str, first: float, second: float
 ) -> None:
     name, model, blocks = case
-    program = of(name, dp=2, zero=zero)
+    program = compile_zero(name, dp=2, zero=zero)
     spans = [
-        ran(program, Costs(F=1, B=2, **{which: cost}), model, blocking_hosts=blocks).span
+        simulate_model(program, Costs(F=1, B=2, **{which: cost}), model, blocking_hosts=blocks).span
         for cost in sorted([first, second])
     ]
     assert spans[0] <= spans[1] + 1e-9
 
 
-def test_a_step_begins_with_its_gathers() -> None:
+def test_step_period_includes_first_unshard() -> None:
     """No gather can precede the optimizer step that updates the shards, so each step waits."""
-    program = of("one_f_one_b", dp=2, zero=3)
+    program = compile_zero("one_f_one_b", dp=2, zero=3)
     plain, waits = (compute_step_period(program, Costs(F=1, B=2, unshard=c)) for c in (0.0, 2.0))
     assert waits == plain + 2
 
@@ -231,7 +236,7 @@ def test_a_step_begins_with_its_gathers() -> None:
 # ---------------------------------------------------------------- waits for weights
 
 
-def test_waits_for_weights_have_a_cause() -> None:
+def test_unshard_waits_have_idle_cause() -> None:
     """One rank waits for its first gather, and every other gather overlaps with longer work."""
     program = compile(schedules.looped_bfs, PipelineShape(1, 4, 4), dp=2, zero=3)
     found = simulate(program, Costs(F=1, B=2, unshard=0.5, reduce_scatter=0.25))
@@ -244,9 +249,9 @@ def test_waits_for_weights_have_a_cause() -> None:
 
 
 @pytest.mark.parametrize("name", ZOO)
-def test_a_measured_run_tells_what_its_gathers_cost(name: str) -> None:
+def test_calibrate_finds_unshard_cost(name: str) -> None:
     """Costs are found where instructions wait for gathers. A gather that delayed none costs 0."""
-    program = of(name, dp=2, zero=3)
+    program = compile_zero(name, dp=2, zero=3)
     costs = Costs(F=1, B=2, unshard=1.5, reduce_scatter=2.5)
     run = replace(simulate(program, costs), kind="measured", unit="s")
     found = calibrate(run)
@@ -254,7 +259,7 @@ def test_a_measured_run_tells_what_its_gathers_cost(name: str) -> None:
     assert simulate(program, found).span == pytest.approx(run.span)
 
 
-def test_gathers_that_take_no_time_are_tried() -> None:
+def test_advice_tries_free_unshards() -> None:
     program = compile(schedules.looped_bfs, PipelineShape(1, 4, 4), dp=2, zero=3)
     run = simulate(program, Costs(F=1, B=2, unshard=7))
     best = {
@@ -264,7 +269,7 @@ def test_gathers_that_take_no_time_are_tried() -> None:
     assert best["gathers of weights that take no time"] == pytest.approx(1 - 48 / run.span)
 
 
-def test_advice_keeps_what_replicas_hold() -> None:
+def test_advice_keeps_zero_level() -> None:
     """Other schedules are lowered with the same ZeRO level, and pay its costs."""
     program = compile(schedules.gpipe, PipelineShape(2, 4), dp=2, zero=3)
     costs = Costs(F=1, B=2, unshard=100)

@@ -29,7 +29,7 @@ WEIGHTS, GRADIENT = "unsharded weights", "unsharded gradients"
 _ENDS = (Opcode.ReduceReplicatedStages, Opcode.ReduceTied, Opcode.ReduceNorm, Opcode.OptimizerStep)
 
 
-def by_hand(program: Program, rank: int) -> list[tuple[set[int], set[int]]]:
+def list_unsharded_by_hand(program: Program, rank: int) -> list[tuple[set[int], set[int]]]:
     """Return the stages with full weights and full gradients on a rank during each instruction.
 
     The host frees a gradient when it waits for its reduction. It waits for the oldest first, at the
@@ -69,7 +69,7 @@ def by_hand(program: Program, rank: int) -> list[tuple[set[int], set[int]]]:
     return found
 
 
-def while_it_runs(program: Program, sizes: Sizes, name: str, rank: int) -> list[float]:
+def list_predicted_bytes(program: Program, sizes: Sizes, name: str, rank: int) -> list[float]:
     """Return the predicted bytes of a name during each instruction of a rank."""
     own, joined = compute_footprints(program, sizes)[rank], program.streams[rank].joined.tolist()
     bytes_of, found = own.dynamic_memory[name][1], []
@@ -86,7 +86,7 @@ def while_it_runs(program: Program, sizes: Sizes, name: str, rank: int) -> list[
 
 @settings(max_examples=80)
 @given(compute_programs(), st.sampled_from([2, 3]), st.randoms(use_true_random=False), st.data())
-def test_what_is_whole_is_counted_by_hand(
+def test_unsharded_memory_matches_hand_count(
     draft: Program, zero: int, rng: random.Random, data: st.DataObject
 ) -> None:
     if draft.shape.optimizer_steps > 1 or not draft.has_backward:
@@ -107,13 +107,13 @@ def test_what_is_whole_is_counted_by_hand(
     slow = replace(time, **{op: float(rng.randrange(9)) for op in ("unshard", "reduce_scatter")})
     curves = simulate(program, slow, sizes=sizes).memory
     for rank, own in enumerate(compute_footprints(program, sizes)):
-        expected = by_hand(program, rank)
+        expected = list_unsharded_by_hand(program, rank)
         for name, k, size in ((WEIGHTS, 0, "params"), (GRADIENT, 1, "grads")):
             whole = [float(sum(4 * of[size][s] for s in now[k])) for now in expected]
             if name == WEIGHTS and zero < 3:
                 assert name not in own.dynamic_memory
                 continue
-            assert while_it_runs(program, sizes, name, rank) == whole
+            assert list_predicted_bytes(program, sizes, name, rank) == whole
             most = late[rank].dynamic_memory[name][1].max()  # whatever the timing
             assert max(whole) <= most and curves[rank].by_kind[name].max() <= most
             assert (
@@ -145,7 +145,7 @@ SIZES = Sizes(saved=10, params=160, grads=160, optimizer=480)
         (3, 2 * 800 / 4, 2 * 800 / 4 + 2 * 160 + 160),
     ],
 )
-def test_each_level_holds_what_the_paper_says(zero: int, rest: float, most: float) -> None:
+def test_zero_levels_hold_published_memory(zero: int, rest: float, most: float) -> None:
     """With breadth-first order and the fewest slots, there is also one full gradient.
 
     There are also full weights of the computing stage and of the next one.
@@ -157,7 +157,7 @@ def test_each_level_holds_what_the_paper_says(zero: int, rest: float, most: floa
     assert [curve.total.max() for curve in curves] == [most, most]
 
 
-def test_each_turn_makes_room_for_the_next() -> None:
+def test_reducing_each_backward_holds_one_gradient() -> None:
     """One full gradient exists at a time if each backward is reduced, and otherwise all do."""
     peaks = {}
     for when in ("update_end", "each_backward"):
@@ -175,7 +175,7 @@ def test_each_turn_makes_room_for_the_next() -> None:
     assert peaks == {"update_end": [320, 320], "each_backward": [160, 160]}
 
 
-def test_what_is_there_all_the_time_takes_nothing_more() -> None:
+def test_zero_1_has_no_unsharded_memory() -> None:
     """At level 1 the parameters are the full weights, and gradients are full too."""
     program = compile(zb_h1, PipelineShape(2, 4), dp=4, zero=1, buffer_sharing="minimal")
     assert all(
@@ -188,7 +188,7 @@ def test_what_is_there_all_the_time_takes_nothing_more() -> None:
     )
 
 
-def test_a_limit_names_parts_and_what_is_whole() -> None:
+def test_memory_limit_error_names_sharded_and_unsharded() -> None:
     program = compile(looped_bfs, PipelineShape(2, 4, 2), dp=4, zero=3, buffer_sharing="minimal")
     most = max(own.total_bytes.max() for own in compute_footprints(program, SIZES, worst_case=True))
     assert check_memory(program, SIZES, most) is program
@@ -200,7 +200,7 @@ def test_a_limit_names_parts_and_what_is_whole() -> None:
     assert rows["sharded optimizer state"] == (2, 240)
 
 
-def test_a_sum_of_all_cannot_be_cut() -> None:
+def test_zero_refuses_model_states_size() -> None:
     program = compile(one_f_one_b, PipelineShape(2, 4), dp=2, zero=1)
     with pytest.raises(UsageError) as error:
         compute_footprints(program, Sizes(saved=1, model_states=100))
@@ -213,7 +213,7 @@ def test_a_sum_of_all_cannot_be_cut() -> None:
     )
 
 
-def test_recomputation_fits_beside_what_is_whole() -> None:
+def test_recompute_fit_counts_shards() -> None:
     """As few forwards are recomputed as the limit requires, and shards are counted as shards."""
     sizes = replace(SIZES, recompute_inputs=1.0)
     again = {}
@@ -231,7 +231,7 @@ def test_recomputation_fits_beside_what_is_whole() -> None:
     assert again[0] > again[3] == 0
 
 
-def test_commands_say_it(capsys: pytest.CaptureFixture[str]) -> None:
+def test_simulate_prints_sharded_memory(capsys: pytest.CaptureFixture[str]) -> None:
     """The output has columns of shards, and of the peak of full tensors."""
     command = ["simulate", "interleaved", "--ranks", "2", "--microbatches", "4", "-O", "dp=4"]
     command += ["--stages-per-rank", "2", "-O", "zero=3", "--json", "--sizes"]

@@ -47,7 +47,7 @@ from tests.zero_bubble_figures import PRINTED, Row, rows
 
 
 @pytest.mark.parametrize("schedule", [one_f_one_b, eager_1f1b])
-def test_1f1b(schedule: Schedule) -> None:
+def test_1f1b_has_published_idle_time(schedule: Schedule) -> None:
     for c in cases(schedule, lambda P: [P, 2 * P + 1]):
         each = c.F + c.I + c.W
         assert c.idle == (c.P - 1) * each
@@ -68,7 +68,7 @@ def test_eager_1f1b_hides_messages(send: float) -> None:
     assert each(eager_1f1b) == 3
 
 
-def test_eager_1f1b_is_interleaved_with_one_stage() -> None:
+def test_eager_1f1b_equals_interleaved_with_one_stage() -> None:
     for P, m in ((1, 1), (4, 8), (4, 3), (3, 6)):
         shape = PipelineShape(P, m, stages_per_rank=1)
         assert (
@@ -81,7 +81,7 @@ def test_eager_1f1b_is_interleaved_with_one_stage() -> None:
 
 
 @pytest.mark.parametrize("v", [1, 2, 3])
-def test_looped(v: int) -> None:
+def test_looped_schedules_have_published_idle_time(v: int) -> None:
     for c in cases(looped_bfs, lambda P: [max(P // 2, 1), P, 2 * P + 1], v):
         missing = (c.v - 1) * max(c.P - c.m, 0)
         assert c.idle == (c.P - 1 + missing) * (c.F + c.I + c.W)
@@ -94,7 +94,7 @@ def test_looped(v: int) -> None:
 
 
 @pytest.mark.parametrize("w", [1, 2])
-def test_wave(w: int) -> None:
+def test_wave_has_published_idle_time(w: int) -> None:
     for c in cases(wave, lambda P: [P, 2 * P, 3 * P], 2 * w):
         B = c.I + c.W
         assert c.idle == (c.P - 1) * (2 * min(c.F, B) + 2 * (c.m // c.P) * abs(B - c.F))
@@ -107,7 +107,7 @@ def test_wave(w: int) -> None:
 
 
 @pytest.mark.parametrize("P", [1, 2, 3, 5])
-def test_forward_only(P: int) -> None:
+def test_forward_only_has_expected_idle_time(P: int) -> None:
     for placement, v, idle in (("loop", 1, P - 1), ("loop", 3, P - 1), ("vee", 2, 2 * (P - 1))):
         for m in (P, 2 * P + 1):
             timeline = run(forward_only, PipelineShape(P, m, v, placement), Costs(F=3))
@@ -122,7 +122,7 @@ def test_forward_only(P: int) -> None:
 
 
 @pytest.mark.parametrize("schedule, v", [(zb_h1, 1), (interleaved_zb, 2), (interleaved_zb, 3)])
-def test_zb_h1(schedule: Schedule, v: int) -> None:
+def test_zb_h1_has_published_idle_time(schedule: Schedule, v: int) -> None:
     for c in cases(schedule, lambda P: [P, 3 * P] + [2 * P + 1] * (v == 1), v):
         x = c.I + max(c.F - c.W, 0)
         assert c.idle == (c.P - 1) * max(c.F, x)
@@ -132,7 +132,7 @@ def test_zb_h1(schedule: Schedule, v: int) -> None:
             assert c.idle == (c.P - 1) * (c.F + c.I - c.W)  # the published formula
 
 
-def test_zb_h2() -> None:
+def test_zb_h2_has_published_idle_time() -> None:
     for c in cases(zb_h2, lambda P: [2 * P - 1, 2 * P, 3 * P + 1]):
         published = max(0, c.F + c.I - 2 * c.W)
         x = max(published, c.I - c.F, c.I - c.W)
@@ -143,24 +143,24 @@ def test_zb_h2() -> None:
             assert x == published
 
 
-def alike(F: int, I: int, W: int) -> bool:
+def has_cheap_input_backward(F: int, I: int, W: int) -> bool:
     return F == I >= W
 
 
-def equal(F: int, I: int, W: int) -> bool:
+def has_equal_costs(F: int, I: int, W: int) -> bool:
     return F == I == W
 
 
-def test_zb_v() -> None:
-    for c in cases(zb_v, lambda P: [2 * P - 1, 2 * P, 3 * P + 1], when=alike):
+def test_zb_v_has_published_idle_time() -> None:
+    for c in cases(zb_v, lambda P: [2 * P - 1, 2 * P, 3 * P + 1], when=has_cheap_input_backward):
         x = 2 * (c.F - c.W)
         assert c.idle == (c.P - 1) * max(c.F, x)
         assert c.own == [(c.P - 1 - r) * x for r in range(c.P)]
         assert c.peak == [2 * c.P] * c.P
 
 
-def test_dualpipe_v() -> None:
-    for c in cases(dualpipe_v, lambda P: [2 * P, 3 * P + 1], when=alike):
+def test_dualpipe_v_has_published_idle_time() -> None:
+    for c in cases(dualpipe_v, lambda P: [2 * P, 3 * P + 1], when=has_cheap_input_backward):
         B = c.I + c.W
         assert c.idle == (c.P - 1) * (c.F + B + B - 3 * c.W)
         assert c.own[0] == c.idle
@@ -175,8 +175,10 @@ def test_dualpipe_v() -> None:
 # ------------------------------------------------------------------ two directions
 
 
-def test_dualpipe() -> None:
-    for c in cases(dualpipe, lambda P: [2 * P, 3 * P + 2], when=alike, ranks=(2, 4, 6)):
+def test_dualpipe_has_published_idle_time() -> None:
+    for c in cases(
+        dualpipe, lambda P: [2 * P, 3 * P + 2], when=has_cheap_input_backward, ranks=(2, 4, 6)
+    ):
         B = c.I + c.W
         assert c.idle == (c.P // 2 - 1) * (c.F + B + B - 3 * c.W)
         assert c.own[0] == c.idle
@@ -189,18 +191,18 @@ def test_dualpipe() -> None:
 
 
 @pytest.mark.parametrize("schedule", [dualpipe, dualpipe_v])
-def test_pairs_whose_halves_hand_on_their_results_apart(schedule: Schedule) -> None:
+def test_dualpipe_without_overlapped_pairs(schedule: Schedule) -> None:
     def halves(r: int, P: int, m: int) -> RankSchedule:
         return RankSchedule(schedule(r, P, m).letters & ~JOINED_BIT)  # type: ignore[union-attr]
 
     for P, m in ((2, 8), (4, 10), (8, 20)):
         steps = (P // 2 if schedule is dualpipe else P) - 1
-        for F, I, W in (t for t in TRIPLES if alike(*t)):
+        for F, I, W in (t for t in TRIPLES if has_cheap_input_backward(*t)):
             timeline = run(halves, shape_of(schedule, P, m), Costs(F=F, I=I, W=W))
             assert timeline.idle.tolist() == [steps * (F + I - W)] * P
 
 
-def test_both_ways_are_alike() -> None:
+def test_two_directions_are_symmetric() -> None:
     """A rank and its mirror image have the same order for different halves of the microbatches."""
     for schedule in (dualpipe, chimera, bitpipe):
         for P, m in ((2, 4), (4, 8), (6, 14)):
@@ -213,7 +215,7 @@ def test_both_ways_are_alike() -> None:
 
 
 @pytest.mark.parametrize(("schedule", "more"), [(chimera, 0), (bitpipe, 1)])
-def test_interlocked(schedule: Schedule, more: int) -> None:
+def test_interlocked_schedules_have_expected_idle_time(schedule: Schedule, more: int) -> None:
     """Test schedules that put a second 1F1B into the bubbles of a first one."""
     for c in cases(schedule, lambda P: [P, 2 * P, 3 * P], ranks=(2, 4, 6)):
         B = c.I + c.W
@@ -222,7 +224,7 @@ def test_interlocked(schedule: Schedule, more: int) -> None:
         assert c.peak == held
 
 
-def test_bitpipe() -> None:
+def test_bitpipe_matches_paper() -> None:
     """Compare the bubble for B = 2F and m = P, and the order in the figure of the paper."""
     for P in (2, 4, 6, 8):
         timeline = run(bitpipe, shape_of(bitpipe, P, P), Costs(F=1, B=2))
@@ -244,7 +246,7 @@ def test_bitpipe() -> None:
     assert len(sent) == 4 * (8 - 1 - 1)
 
 
-def test_chimera() -> None:
+def test_chimera_has_half_bubble_of_1f1b() -> None:
     for P in (2, 4, 6):  # with F = B, about half of the bubble of 1F1B
         timeline = run(chimera, shape_of(chimera, P, 2 * P), Costs(F=2, B=2))
         assert timeline.idle.tolist() == [2 * (P - 2)] * P
@@ -253,15 +255,19 @@ def test_chimera() -> None:
 # ------------------------------------------------------------------ slots
 
 
-def test_v_half() -> None:
-    for c in cases(v_half, lambda P: [P, P + 1, 3 * P], when=equal, ranks=(3, 4, 5, 7, 8, 14)):
+def test_v_half_has_half_memory() -> None:
+    for c in cases(
+        v_half, lambda P: [P, P + 1, 3 * P], when=has_equal_costs, ranks=(3, 4, 5, 7, 8, 14)
+    ):
         assert c.idle == c.own[0] == (3 * c.P - (4 if c.P % 2 else 7)) * c.F
         assert max(c.peak) == 2 * (c.P // 2 + 1)
         assert c.idle < 6 * (c.P - 1) * c.F / 2  # less than half of the idle time of 1F1B
 
 
-def test_v_min() -> None:
-    for c in cases(v_min, lambda P: [P, P + 1, 3 * P], when=equal, ranks=(2, 3, 4, 5, 6, 8, 13)):
+def test_v_min_has_third_of_memory() -> None:
+    for c in cases(
+        v_min, lambda P: [P, P + 1, 3 * P], when=has_equal_costs, ranks=(2, 3, 4, 5, 6, 8, 13)
+    ):
         assert c.idle == c.own[0] == (4 * c.P - (5 if c.P % 3 == 1 else 7)) * c.F
         assert max(c.peak) == 2 * ((c.P + 1) // 3 + 1)
         assert c.idle <= 6 * (c.P - 1) * c.F * 2 / 3  # two thirds of the idle time of 1F1B
@@ -317,7 +323,7 @@ def test_every_schedule_finishes_everywhere(name: str) -> None:
 
 @settings(max_examples=60)
 @given(st.sampled_from(sorted(ZOO)), st.integers(1, 6), st.integers(1, 20), st.integers(1, 2))
-def test_any_number_of_microbatches(name: str, ranks: int, m: int, v: int) -> None:
+def test_any_number_of_microbatches_from_minimum(name: str, ranks: int, m: int, v: int) -> None:
     """A schedule runs with any number of microbatches from its minimum on, and refuses fewer."""
     schedule = ZOO[name]
     if schedule in TWO_WAY:
@@ -330,7 +336,7 @@ def test_any_number_of_microbatches(name: str, ranks: int, m: int, v: int) -> No
             expand_schedule(schedule, shape)
 
 
-def test_two_ways_need_even_numbers() -> None:
+def test_two_direction_schedules_need_even_numbers() -> None:
     with pytest.raises(ScheduleError, match="microbatches must be even, not 9"):
         expand_schedule(dualpipe, PipelineShape(4, 9, placement="mirror"))
     for schedule in TWO_WAY:
@@ -363,7 +369,7 @@ def test_other_placements_are_refused(schedule: Schedule) -> None:
     assert expand_schedule(schedule, same).streams == expand_schedule(schedule, vee).streams
 
 
-def test_commands_know_where_a_schedule_lies(capsys: pytest.CaptureFixture[str]) -> None:
+def test_commands_use_placement_of_schedule(capsys: pytest.CaptureFixture[str]) -> None:
     """Commands use the placement and the stages per rank that `with_placement` gives."""
     shape = ["--ranks", "2", "--microbatches", "4"]
     for name in ZOO:
@@ -374,12 +380,12 @@ def test_commands_know_where_a_schedule_lies(capsys: pytest.CaptureFixture[str])
 
 
 @pytest.mark.parametrize("schedule", [interleaved, interleaved_zb])
-def test_interleaved_is_for_loops(schedule: Schedule) -> None:
+def test_interleaved_needs_loop_placement(schedule: Schedule) -> None:
     with pytest.raises(ScheduleError, match="placement 'loop'"):
         expand_schedule(schedule, PipelineShape(3, 9, 2, "vee"))
 
 
-def test_gpipe_is_the_longest_and_keeps_most() -> None:
+def test_gpipe_has_longest_span_and_most_in_flight() -> None:
     """GPipe has the longest span and the largest number of microbatches in flight."""
     shape = PipelineShape(4, 8)
     last = run(gpipe, shape, Costs())
