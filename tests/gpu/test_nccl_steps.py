@@ -176,7 +176,7 @@ def train_with_device_syncs(rank: int, folder: str) -> int:
 
 
 def test_proven_program_survives_device_syncs(tmp_path: Path) -> None:
-    """A program with early receives is not proven, and so not run."""
+    """The checker refuses a program with early receives, so it is not run."""
     with pytest.raises(DeadlockError):
         check(PROVEN._replace(overlap=True).compile(), "per_edge", host_device_sync=True)
     assert run(train_with_device_syncs, 2, str(tmp_path), limit=200) == [3, 3]

@@ -26,13 +26,13 @@ def run_script(tree: Path, script: str, *args: str) -> str:
 
 @pytest.mark.parametrize("name", [*EDITS, *EDITS_WITHOUT_HANDLERS])
 def test_table_row_supports_all_static_features(tmp_path: Path, name: str) -> None:
-    """The order, memory, text, pictures, export and explanation of its programs are right."""
+    """Check order, memory, text, pictures, export and explanation of its programs."""
     run_script(copy_tree(tmp_path, name), "static_checks.py", name, str(tmp_path))
 
 
 @pytest.mark.parametrize("name", [*EDITS, *EDITS_WITHOUT_HANDLERS])
 def test_new_instruction_changes_at_most_four_files(tmp_path: Path, name: str) -> None:
-    """These are its numbers, its rows, a pass and handlers."""
+    """The files are the opcodes, the instruction table, a pass and handlers."""
     tree = copy_tree(tmp_path, name)
     changed = {
         str(file.relative_to(tree))
@@ -55,7 +55,7 @@ def has_same_bytes(one: Path, other: Path) -> bool:
 
 
 def test_all_new_instructions_work_together(tmp_path: Path) -> None:
-    """One tree has all rows, and the checker judges mutated programs of them correctly."""
+    """One tree contains all new rows. The checker agrees with the oracle on mutated programs."""
     tree = copy_tree(tmp_path, *EDITS)
     for name in EDITS:
         run_script(tree, "static_checks.py", name, str(tmp_path))

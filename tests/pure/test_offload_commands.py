@@ -240,7 +240,7 @@ def test_memory_limit_error_suggests_offload() -> None:
 
 
 def test_host_instructions_without_cost_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
-    """The host's steps take time, and `simulate` and `explain` say how to give their cost."""
+    """`simulate` and `explain` print the option that gives the missing costs."""
     for command in ("simulate", "explain"):
         at = [
             command,

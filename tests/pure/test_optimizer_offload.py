@@ -135,7 +135,7 @@ def test_wrong_order_is_refused(what: str, before: str, error: Any, says: str) -
 
 
 def test_step_before_last_gradient_of_rank_is_refused() -> None:
-    """This holds without a norm too, since gradients must be finite before any step."""
+    """A step waits without a norm too, since all gradients must be finite before any step."""
     text = schedir.to_text(compile_on_host(clip_grad_norm=False), folded=False)
     with pytest.raises(OrderError, match="stage_step 5 needs the reduced gradient"):
         schedir.check(move_line(text, "reduce_grads 1", "reload_state 1"))
@@ -274,7 +274,7 @@ def test_step_time_equals_three_queue_pipeline(stages: int, slots: int, times: A
 
 
 def test_state_loads_overlap_backwards() -> None:
-    """This holds for all stages except the first, which has the last backwards."""
+    """Loads overlap in all stages except the first, which has the last backwards."""
     shape, costs = (
         PipelineShape(1, 4, 4),
         Costs(F=1, B=2, reload_state=2, stage_step=0.5, offload_state=0.25),

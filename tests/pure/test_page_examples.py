@@ -43,7 +43,7 @@ def test_page_commands_print_documented_output(
     monkeypatch.setenv("COLUMNS", "80")
     Path("examples").symlink_to(ROOT / "examples")
     program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(4, 8))
-    schedir.save_timeline(schedir.simulate(program), "run.timeline")  # a file that readers have
+    schedir.save_timeline(schedir.simulate(program), "run.timeline")  # a file that the pages use
     ran = 0
     for step in steps(page):
         if step.kind == "file":

@@ -49,7 +49,7 @@ def test_fewer_stages_then_less_memory_is_simpler() -> None:
 
 
 def test_command_prints_preferred_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """The preferred plan is also the one that is written."""
+    """The command also writes the preferred plan."""
     text = run_command(capsys, *AT, "-o", str(tmp_path / "plan.toml"))
     assert (
         "\nplan 1 comes first because it is the simplest plan within 2 % of the fastest; " in text

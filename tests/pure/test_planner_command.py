@@ -38,7 +38,7 @@ PLAN = PlanEstimate(
 
 
 def test_plans_print_as_golden_file() -> None:
-    """The complete output is compared, for plans that are given here."""
+    """Compare the complete output for two plans with the golden file."""
     asked = PlanRequest(
         MODEL_PRESETS["gpt-175b"][0], cluster_preset("a100", 128), 1536, ("gpt-175b", "a100"), {}
     )
@@ -289,7 +289,7 @@ def test_optimize_division_shortens_step(
 def test_how_to_page_runs(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Run its Python, and the commands whose output it does not show.
+    """Run the Python blocks of the page, and the commands whose output it does not show.
 
     `test_docs` compares the output and the pictures of the others.
     """

@@ -47,7 +47,7 @@ def test_every_rank_validates_after_its_step() -> None:
 @settings(max_examples=10)
 @given(compute_programs())
 def test_post_validation_is_legal_for_random_programs(drawn: Any) -> None:
-    """This holds under every progress model and for blocking hosts, and for its text too."""
+    """Check all progress models and blocking hosts, and the program that its text gives."""
     if drawn.shape.optimizer_steps > 1 or not drawn.has_backward:
         return
     lowered = compile(drawn, clip_grad_norm=True, norm_check="after_step")
@@ -159,7 +159,7 @@ def test_norm_check_on_command_line(tmp_path: Path, capsys: pytest.CaptureFixtur
 
 
 def test_training_run_refuses_after_step(tmp_path: Path) -> None:
-    """It uses the results of each step, so programs of the other kind are refused."""
+    """A training run uses the results of each step, so it refuses `norm_check="after_step"`."""
     file = tmp_path / "ahead.sched"
     file.write_text(to_text(compile_with_norm_check("after_step", tied_weights=True)))
     config = Config(pipeline=PipelineConfig(ranks=4, microbatches=8, schedule=str(file)))

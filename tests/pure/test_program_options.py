@@ -48,7 +48,7 @@ def draw_options(draw: st.DrawFn) -> dict[str, tuple[str, Any]]:
 def test_option_equals_compile_keyword(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], options: dict[str, tuple[str, Any]]
 ) -> None:
-    """Both give the same program, or the same error."""
+    """An option and its keyword give the same program, or both give an error."""
     file = tmp_path / "x.sched"
     words = [word for name, (text, _) in options.items() for word in ("-O", f"{name}={text}")]
     shape = ["--ranks", "4", "--microbatches", "8"]
@@ -275,7 +275,7 @@ def test_no_command_prints_first_steps(capsys: pytest.CaptureFixture[str]) -> No
 def test_help_examples_are_valid_commands(
     command: str, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """Their options exist, and so does the page that they name."""
+    """The options in the examples exist, and so does the page that the help names."""
     monkeypatch.chdir(ROOT)
     if command == "checkpoint":  # its commands have their own help
         return

@@ -105,7 +105,7 @@ def test_proof_for_blocking_hosts_implies_nonblocking(looks: list[Program]) -> N
 @settings(max_examples=60)
 @given(st.integers(0, 2**32))
 def test_each_proof_holds_separately(seed: int) -> None:
-    """One order proves all models at once, and this test checks each model separately."""
+    """The checker proves all models with one order. This test checks each model separately."""
     rng = random.Random(seed)
     program = check(with_slots(rng.choice([lowered, updating])(rng), rng), "per_edge")
     event(f"{len(program.proofs)} proofs")

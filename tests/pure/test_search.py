@@ -302,7 +302,7 @@ policy = st.builds(
     st.integers(0, 2**31 - 1),
 )
 def test_random_policy_finishes_and_fits(policy, placement, room, split, seed) -> None:  # type: ignore[no-untyped-def]
-    """So does every order that moves give. Both compiled loops agree with plain evaluation."""
+    """Orders after random moves finish and fit too. The evaluator agrees with plain functions."""
     costs = Costs(F=(1, 2, 1, 3, 1, 2), I=2, W=1.1, send=0.3)
     problem = make_problem(
         PipelineShape(3, 5, 2, placement), costs, max_in_flight=room, split_backward=split

@@ -152,7 +152,7 @@ def test_segment_file_without_tensor_parallelism(path: str) -> None:
     ],
 )
 def test_wrong_segment_settings_are_refused(path: str, sets: list[str], word: str) -> None:
-    """The error has one sentence and names the setting, before any process starts."""
+    """The error is one sentence that names the setting. No process starts before it."""
     with pytest.raises(ConfigError, match=word) as error:
         read_config(path, sets)
     assert error.value.location == f"--set {sets[0]}" and "\n" not in error.value.fact

@@ -137,7 +137,7 @@ def test_misplaced_sum_is_refused(tied: bool, clip: bool) -> None:
 
 
 def test_sum_before_tied_reduction_is_refused() -> None:
-    """One reduce_tied is for both copies of a rank, and neither is summed before it."""
+    """A rank reduces both copies in one reduce_tied, and sums neither of them before it."""
     program = compile_sequence_parallel(
         schedules.zb_v, PipelineShape(2, 4, 2, "vee"), tied_weights=True
     )

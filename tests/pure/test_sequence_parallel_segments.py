@@ -169,7 +169,7 @@ def test_relowered_program_is_unchanged() -> None:
     ("fg", Costs(F=2, B=2, tp_gather=1, tp_reduce=0.5)),
 ])  # fmt: skip
 def test_segment_collectives_take_their_cost(cut: str, costs: Costs) -> None:
-    """This holds for blocking hosts too, which continue meanwhile."""
+    """A blocking host continues during a collective too."""
     program = compile_segments(schedules.gpipe, PipelineShape(1, 1), cut)
     own = 3 if len(cut) == 1 else 2 * 1.5
     for blocks in (False, True):

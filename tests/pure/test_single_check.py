@@ -80,7 +80,7 @@ def test_program_file_is_checked_once(
 
 
 def test_explain_loads_file_once(capsys: pytest.CaptureFixture[str]) -> None:
-    """This holds although it compiles changed versions of the schedule."""
+    """`explain` also compiles changed versions of the schedule."""
     run_command(capsys, "explain", "mine.py:mine")
     assert Path("loaded").read_text() == "once\n"
 
@@ -95,7 +95,7 @@ def test_explain_loads_file_once(capsys: pytest.CaptureFixture[str]) -> None:
     ],
 )
 def test_training_run_checks_once(sets: list[str], proven: list[tuple[str, str]]) -> None:
-    """The check is the one its transport needs, and neither executor nor reports repeat it."""
+    """The program is checked once, for its transport. Executor and reports do not repeat it."""
     Path("run.toml").write_text("[model]\ntied = false\n[train]\nclip_grad_norm = 0\n")
     config = read_config("run.toml", [f"pipeline.{setting}" for setting in sets])
     program = build_program(config)
@@ -114,7 +114,7 @@ def test_config_is_pickled_without_schedule_file() -> None:
 
 
 def test_index_flow_and_graph_are_created_once(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Draft and program have one of each, whichever code needs it."""
+    """The draft and the program have one index, one dataflow and one graph each."""
     made: Counter[str] = Counter()
     for kind in (InstructionIndex, Dataflow, Graph):
 

@@ -120,7 +120,7 @@ def test_early_replica_sums_never_lengthen_step(
 
 
 def test_data_parallel_sum_order_is_unchanged() -> None:
-    """A sum over replicas overlaps with compute, and no instruction waits for it there."""
+    """With dp=2, the sums over stage replicas stay at the end."""
     program = compile(chimera, shape_of(chimera, 4, 8), dp=2)
     assert program == move_sums_to_end(program)
     assert compile(chimera, shape_of(chimera, 4, 8)) != move_sums_to_end(program)

@@ -27,7 +27,7 @@ def test_default_stages_per_rank() -> None:
 
 
 def test_commands_print_default_stages_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    """This is the default, and every command prints the number."""
+    """A schedule with a parameter `v` has two stages per rank by default."""
     two = "2 stages per rank"
     for name in ("simulate", "draw", "check", "explain"):
         assert two in run_command(capsys, name, "interleaved")

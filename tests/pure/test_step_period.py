@@ -36,7 +36,7 @@ def compile_both_norm_checks(
 def test_period_without_norm_wait_is_active_span(
     schedule: Any, shape: PipelineShape, blocking_hosts: bool, slow: float
 ) -> None:
-    """A step takes the longest own span of a rank, as papers measure it, and not the whole span."""
+    """The period is the longest active span of a rank, as in papers, and not the span of a step."""
     each = (1.0,) * (shape.stages - 1) + (slow,)
     at = Costs(F=each, I=each, W=each)
     before, after = compile_both_norm_checks(schedule, shape)

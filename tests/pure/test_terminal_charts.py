@@ -134,7 +134,7 @@ def test_print_draws_on_terminal_only(
     out = capsys.readouterr().out
     assert out.startswith(text) and "# one_f_one_b, predicted: span" in out and "\x1b" not in out
     assert from_text(out) == program
-    # A program that cannot run is also shown.
+    # `print` also shows a program that cannot run.
     assert main(["print", "stuck.sched"]) == 0
     assert capsys.readouterr().out == to_text(from_text(STUCK))
     monkeypatch.delenv("NO_COLOR")
@@ -196,7 +196,7 @@ def test_any_program_has_notebook_output() -> None:
 
 
 def test_drawing_functions_refuse_wrong_types(tmp_path: Path) -> None:
-    """This is tested twice, also after the module is loaded."""
+    """`text_chart` is called twice: before and after its module is loaded."""
     program = compile(one_f_one_b, PipelineShape(2, 2))
     one: list[Any] = [viz.gantt, viz.idle_map, viz.html, viz.text_chart, viz.text_chart]
     several: list[Any] = [viz.compare, viz.bubble_vs_memory]

@@ -41,7 +41,7 @@ def test_printed_program_parses(
 
 @given(st.lists(st.integers(0, 2**57 - 1), max_size=40), st.integers(1, 3))
 def test_random_instructions_round_trip(words: list[int], period: int) -> None:
-    """This holds for all instructions of the grammar in any order, and not only right programs."""
+    """Use all instructions of the grammar in any order, also of programs that are not legal."""
     from schedir.ir.isa.instructions import INSTRUCTIONS, Scope
 
     kept: list[int] = []
@@ -184,7 +184,7 @@ def test_digest_depends_on_program_but_not_name() -> None:
 
 
 def test_program_with_extra_stream_prints() -> None:
-    """Its author can then see what `check` refuses."""
+    """The author of the program can then see what `check` refuses."""
     program = compile(one_f_one_b, PipelineShape(2, 4), buffer_sharing="minimal")
     more = replace(program, streams=(*program.streams, program.streams[1]))
     assert "rank 2\n" in to_text(more) and "rank 2  act_in" not in to_text(more)

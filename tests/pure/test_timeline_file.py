@@ -164,7 +164,7 @@ def make_header(**changes: object) -> bytes:
 
 
 def test_file_with_renamed_keys_is_read() -> None:
-    """Such a file uses old names in its header and its program."""
+    """The header and the program of the file have old names."""
     new = simulate_1f1b()
     text = to_text(new.program).replace("tied_weights", "tied").replace("clip_grad_norm", "clip")
     old = json.loads(make_header())
@@ -177,7 +177,7 @@ def test_file_with_renamed_keys_is_read() -> None:
 
 
 def test_old_and_new_name_together_are_refused() -> None:
-    """Otherwise one value would be ignored, or a digest would not be compared."""
+    """If both were read, one value would be ignored."""
     forge(header_json=make_header(model="per_edge"))
     with pytest.raises(TraceError, match="both progress_model and model"):
         load_timeline(FILE)

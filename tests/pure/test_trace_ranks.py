@@ -203,7 +203,7 @@ def test_replicas_of_unstaged_marks_are_separated(
 
 
 def test_replicas_of_single_stage_are_no_pipeline(tmp_path: Path) -> None:
-    """They send nothing, so they are not a pipeline of four stages."""
+    """Four ranks without messages are four replicas, and not a pipeline of four stages."""
     for rank in range(4):
         save_events(
             tmp_path, rank, make_gpipe_events(rank, 0, 1), groups=[[0, 1, 2, 3]], backend="gloo"

@@ -89,7 +89,7 @@ def assert_same_times(got: Timeline, want: Timeline, within: float) -> None:
 @settings(deadline=None, max_examples=20)
 @given(st.sampled_from(OVERLAPPED), st.integers(0, 2**31), st.booleans())
 def test_batched_messages_have_one_kernel(program: Program, seed: int, own: bool) -> None:
-    """This holds with one range per batch, and with a range per message as from our executor."""
+    """Traces have one range per batch, or one range per message as those of our executor."""
     want = simulate_random_costs(program, seed)
     with TemporaryDirectory() as folder:
         kineto.write(Path(folder), [want], seed, unit=UNIT, own=own)
@@ -222,7 +222,7 @@ def test_missing_rank_is_refused(traces: Path, capsys: pytest.CaptureFixture[str
 
 
 def test_unmarked_messages_are_added(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    """Schedir adds the messages and says so. Forwards and backwards keep their times."""
+    """The import adds the messages and notes it. Forwards and backwards keep their times."""
     whole = read_run([traces]).timeline
     for rank in (0, 1):
         edit_trace(find_trace(traces, rank), lambda content: remove_messages(content))
@@ -245,7 +245,7 @@ def remove_messages(content: dict[str, Any]) -> None:
 
 
 def test_second_run_of_schedule_in_step_is_read(traces: Path) -> None:
-    """Repeated marks belong to another run of the schedule, and the last run is read."""
+    """Repeated marks are a second run of the schedule. The import reads the last run."""
     program = compile(schedules.one_f_one_b, PipelineShape(2, 3))
     runs = [simulate_random_costs(program, seed) for seed in (3, 4)]
     for path in traces.iterdir():

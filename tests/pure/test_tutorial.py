@@ -38,7 +38,7 @@ def uses_recorded_run(step: Step) -> bool:
 def test_read_a_trace_tutorial(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """Commands about the repository's run work, and its numbers are those in the text."""
+    """Run the commands that read the recorded run. The text of the page has their numbers."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("COLUMNS", "80")
     (tmp_path / "examples").symlink_to(ROOT / "examples")

@@ -30,7 +30,7 @@ from tests.limited_process import Said, confined
 
 pytestmark = pytest.mark.skipif(sys.platform != "linux", reason="limits as Linux has them")
 
-# Every way to give a command a file: the command line, and the suffix of the file.
+# Kind of file -> the command that reads it, and the suffix of the file.
 WAYS = {
     "program": ("check {}", ".sched"),
     "run": ("explain {}", ".timeline"),
@@ -103,7 +103,7 @@ TEXTS = {
         f"schedir 1\nprogram a\nranks 1  placement {'0,' * DEEP}\n",
         f"schedir 1\nprogram a{SPACES}\nranks{SPACES}\n",
         "schedir 1\nprogram \x1b[2J\x1b]0;owned\x07\nranks \x1b[31m\n",
-        # 99 bytes that ask for 268 million instructions.
+        # 99 bytes that declare 268 million instructions.
         "schedir 1\nprogram a\nranks 1  microbatches 1048576  stages_per_rank 128\nrank 0\n"
         "  134217728 x  F 0.0\n",
         "schedir 1\nprogram a\nranks 100 microbatches 1000000\nrank 0\n  100000001 x  F 0.0\n",

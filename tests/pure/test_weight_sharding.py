@@ -144,7 +144,7 @@ def encode_bits(stages: set[int]) -> int:
 
 @given(STEPS, st.integers(2, 4), st.integers(0, 4))
 def test_unshard_count_is_minimal(steps: Steps, active: int, ahead: int) -> None:
-    """The minimum comes from brute force. Required stages are gathered, within the limit."""
+    """Compare with brute force. Required stages are unsharded, and never more than the limit."""
     step = np.array([k for k, own in enumerate(steps) for _ in own], np.int64)
     stage = np.array([one for own in steps for one in sorted(own)], np.int64)
     found = find_stays(step, stage, active, ahead)
@@ -161,7 +161,7 @@ def test_unshard_count_is_minimal(steps: Steps, active: int, ahead: int) -> None
 
 
 def test_prefetched_unshard_overlaps_compute() -> None:
-    """With one run ahead a gather overlaps with it. Without, gathers are fewer and later."""
+    """A prefetched unshard overlaps with the run before. Without prefetch, unshards are fewer."""
     few, early = (
         compile(
             schedules.interleaved, PipelineShape(4, 16, 4), dp=2, zero=3, unshard_prefetch=ahead
@@ -210,7 +210,7 @@ def test_overlapped_pair_needs_two_unsharded_stages() -> None:
 def test_unshard_options_are_inferred_from_program(
     shape: PipelineShape, seed: int, active: int, ahead: int
 ) -> None:
-    """So a program can be lowered again with the same options."""
+    """A program can be lowered again with the inferred options."""
     most = max(map(len, shape.stages_on_rank))
     program = compile(
         random_compute_program(shape, random.Random(seed)),

@@ -114,7 +114,7 @@ def test_advice_keeps_segments_and_chunks(cut: Any, chunks: int) -> None:
 
 
 def test_advised_schedules_hold_no_more_activations() -> None:
-    """GPipe, which holds m activations, is no advice for 1F1B, which holds at most P. ZB-H1 is."""
+    """1F1B holds at most P activations, so advice contains ZB-H1 but not GPipe, which holds m."""
     plain = Costs(F=1, B=2)
     whats = [
         c.description

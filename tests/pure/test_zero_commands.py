@@ -160,7 +160,7 @@ def test_recommend_names_refused_schedules(capsys: pytest.CaptureFixture[str]) -
 def test_found_program_is_relowered_with_zero(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    """The message that refuses `search --zero` says how."""
+    """The error of `search --zero` contains these options of `--relower`."""
     monkeypatch.chdir(tmp_path)
     shape = ("--ranks=2", "--microbatches=4", "--max-evaluations=1")
     run_command(capsys, "search", *shape, "-o", "found.sched")

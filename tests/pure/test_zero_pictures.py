@@ -72,7 +72,7 @@ def test_chart_and_legend_name_lane_and_band(palette: str) -> None:
 
 
 def test_chart_without_lanes_has_no_bands() -> None:
-    """A picture without lanes has no bands either, and its ranks are less high."""
+    """Without lanes, a picture has no bands, and its rows are lower."""
     found = simulate_zero("looped_bfs", active=2, unshard=1)
     low, high = (viz.gantt(found, show=s).axes[0].get_ylim()[0] for s in ("", "lanes"))
     assert low < high
