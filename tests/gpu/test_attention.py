@@ -39,13 +39,13 @@ def test_flex_attention_equals_masked_attention(
     qkv = torch.randn(shape, generator=numbers, device="cuda").to(dtype).permute(3, 0, 2, 1, 4)
     q, k, v = (x.detach().requires_grad_() for x in qkv)
     grad = torch.randn(q.shape, generator=numbers, device="cuda").to(dtype)
-    found = []
+    results = []
     for run in (attention, full_attention):
         out = run(q, k, v, window)
-        found.append([out, *torch.autograd.grad(out, (q, k, v), grad)])
+        results.append([out, *torch.autograd.grad(out, (q, k, v), grad)])
     limit = 1e-2 if dtype == torch.float32 else 3e-2  # TF32 may be allowed
-    for got, want in zip(*found, strict=True):
-        assert_near(got, want, limit)
+    for got, expected in zip(*results, strict=True):
+        assert_near(got, expected, limit)
 
 
 def test_block_mask_is_cached() -> None:
@@ -60,16 +60,16 @@ def test_gpt_gradients_match_cpu(dropout: float) -> None:
     )
     numbers = torch.Generator().manual_seed(0)
     inputs, targets = (torch.randint(0, 64, (2, 1, 300), generator=numbers) for _ in range(2))
-    found = []
+    results = []
     for device in ("cpu", "cuda"):
         stage = gpt.build_stage(config, 0, 1, device=device)
         data = inputs.to(device), targets.to(device)
         total = run_sequential([stage], *data, loss=gpt.loss)
-        found.append((total, gradients([stage])[0]))
-    (want, wanted), (got, grads) = found
-    assert_near(got.cpu(), want, 1e-2)
+        results.append((total, gradients([stage])[0]))
+    (cpu_total, cpu_grads), (got, grads) = results
+    assert_near(got.cpu(), cpu_total, 1e-2)
     for name, grad in grads.items():
-        assert_near(grad.cpu(), wanted[name], 5e-2)
+        assert_near(grad.cpu(), cpu_grads[name], 5e-2)
     if dropout:  # the output differs, because dropout is applied
         stage = gpt.build_stage(replace(config, dropout=dropout), 0, 1, device="cuda")
         total = run_sequential([stage], inputs.cuda(), targets.cuda(), loss=gpt.loss, seed=1)

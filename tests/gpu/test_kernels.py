@@ -75,27 +75,27 @@ def test_cross_entropy_matches_float64(n: int, k: int, dtype: torch.dtype) -> No
     logits = 3 * make_random(n, k, dtype=dtype)
     targets = torch.arange(n, device="cuda") * 97 % k
     targets[::7] = -1
-    (ours,), (want,) = make_leaves(logits), make_leaves(logits, dtype=torch.float64)
+    (ours,), (expected_logits,) = make_leaves(logits), make_leaves(logits, dtype=torch.float64)
     loss = vocab_parallel_cross_entropy(ours, targets)
-    expected = F.cross_entropy(want, targets, ignore_index=-1, reduction="sum")
+    expected = F.cross_entropy(expected_logits, targets, ignore_index=-1, reduction="sum")
     torch.autograd.backward(0.5 * loss)
     torch.autograd.backward(0.5 * expected)
     torch.testing.assert_close(loss.double(), expected, rtol=1e-5, atol=1e-5)
     if k > 1:
-        assert_near(ours.grad, want.grad, dtype)
+        assert_near(ours.grad, expected_logits.grad, dtype)
 
 
 @FLOATS
 @pytest.mark.parametrize(("rows", "n"), [(2048, 4096), (5, 1000)])
 def test_bias_gelu_matches_float64(rows: int, n: int, dtype: torch.dtype) -> None:
-    given = make_random(rows, n, dtype=dtype), make_random(n, dtype=dtype, seed=1)
+    inputs = make_random(rows, n, dtype=dtype), make_random(n, dtype=dtype, seed=1)
     dy = make_random(rows, n, dtype=dtype, seed=2)
-    ours, want = make_leaves(*given), make_leaves(*given, dtype=torch.float64)
-    y, expected = bias_gelu(*ours), F.gelu(want[0] + want[1])
+    ours, expected_inputs = make_leaves(*inputs), make_leaves(*inputs, dtype=torch.float64)
+    y, expected = bias_gelu(*ours), F.gelu(expected_inputs[0] + expected_inputs[1])
     torch.autograd.backward(y, dy)
     torch.autograd.backward(expected, dy.double())
     assert_near(y, expected, dtype)
-    for one, other in zip(ours, want, strict=True):
+    for one, other in zip(ours, expected_inputs, strict=True):
         assert_near(one.grad, other.grad, dtype)
 
 
@@ -103,15 +103,15 @@ def test_bias_gelu_matches_float64(rows: int, n: int, dtype: torch.dtype) -> Non
 @pytest.mark.parametrize(("rows", "n"), [(2048, 12288), (2048, 8192), (2048, 1024), (5, 1000)])
 def test_add_layer_norm_matches_float64(rows: int, n: int, dtype: torch.dtype) -> None:
     wide = [make_random(rows, n, dtype=dtype, seed=s) for s in range(4)]
-    given = [*wide[:2], make_random(n, dtype=dtype, seed=4), make_random(n, dtype=dtype, seed=5)]
-    ours, want = make_leaves(*given), make_leaves(*given, dtype=torch.float64)
+    inputs = [*wide[:2], make_random(n, dtype=dtype, seed=4), make_random(n, dtype=dtype, seed=5)]
+    ours, expected_inputs = make_leaves(*inputs), make_leaves(*inputs, dtype=torch.float64)
     h, y = add_layer_norm(ours[0], ours[1], ours[2], ours[3])
-    expected_h = want[0] + want[1]
-    expected = F.layer_norm(expected_h, (n,), want[2], want[3])
+    expected_h = expected_inputs[0] + expected_inputs[1]
+    expected = F.layer_norm(expected_h, (n,), expected_inputs[2], expected_inputs[3])
     torch.autograd.backward((h, y), (wide[2], wide[3]))
     torch.autograd.backward((expected_h, expected), (wide[2].double(), wide[3].double()))
     # The kernel normalises the sum as stored, which the backward uses too. This is 2 roundings.
-    grads = [(a.grad, b.grad) for a, b in zip(ours, want, strict=True)]
+    grads = [(a.grad, b.grad) for a, b in zip(ours, expected_inputs, strict=True)]
     for one, other in [(h, expected_h), (y, expected), *grads]:
         assert_near(one, other, dtype)
 
@@ -121,13 +121,13 @@ def test_add_layer_norm_matches_float64(rows: int, n: int, dtype: torch.dtype) -
 def test_weight_gradient_matches_float64(tokens: int, k: int, n: int, dtype: torch.dtype) -> None:
     dy, x = make_random(tokens, k, dtype=dtype), make_random(tokens, n, dtype=dtype, seed=1)
     main = make_random(k, n, dtype=torch.float32, seed=2)
-    want = main.double() + dy.double().t() @ x.double()
-    with RecordOperations() as ran:
+    expected = main.double() + dy.double().t() @ x.double()
+    with RecordOperations() as operations:
         weight_gradient.accumulate_(main, dy, x)
     # Tensor cores truncate to float32 at each of some hundred additions.
-    assert_near(main, want, torch.float32, least=3e-5)
-    assert torch.ops.aten.addmm.dtype_out in ran.names
-    assert not {torch.ops.aten.mm.default, torch.ops.aten.add_.Tensor} & ran.names
+    assert_near(main, expected, torch.float32, least=3e-5)
+    assert torch.ops.aten.addmm.dtype_out in operations.names
+    assert not {torch.ops.aten.mm.default, torch.ops.aten.add_.Tensor} & operations.names
 
 
 def test_stage_accumulates_weight_gradients_in_gemm() -> None:
@@ -140,29 +140,29 @@ def test_stage_accumulates_weight_gradients_in_gemm() -> None:
     with defer_weight_gradients(tape):
         gpt.loss(stage(inputs[0].cuda()), targets[0].cuda()).backward()
     assert len(tape) > 4
-    with RecordOperations() as ran:
+    with RecordOperations() as operations:
         tape.run()
-    assert torch.ops.aten.addmm.dtype_out in ran.names
-    assert torch.ops.aten.mm.default not in ran.names
+    assert torch.ops.aten.addmm.dtype_out in operations.names
+    assert torch.ops.aten.mm.default not in operations.names
 
 
 def test_cross_entropy_of_more_logits_than_int32() -> None:
     """With 4.3 GB of logits, the last tokens have the same results as alone."""
-    k, few = 151_936, 8
-    n = 2**31 // k + few
+    k, num_last = 151_936, 8
+    n = 2**31 // k + num_last
     if torch.cuda.mem_get_info()[0] < 3 * 2 * n * k:
         pytest.skip("needs 13 GB of free memory")
     logits = torch.empty(n, k, dtype=torch.bfloat16, device="cuda").normal_()
     targets = torch.arange(n, device="cuda") * 97 % k
     dloss = torch.ones((), device="cuda")
-    last = logits[-few:].clone()
-    parts = cross_entropy.compute_statistics(logits, targets, 0)
-    alone = cross_entropy.compute_statistics_reference(last, targets[-few:], 0)
-    torch.testing.assert_close(parts[:, -few:], alone, rtol=1e-5, atol=1e-5)
-    cross_entropy.write_gradient_(logits, targets, parts.unsqueeze(0), dloss, 0, -1)
-    rest = targets[-few:], alone.unsqueeze(0), dloss, 0, -1
-    want = cross_entropy.write_gradient_reference_(last.double(), *rest)
-    assert_near(logits[-few:], want, torch.bfloat16)
+    last = logits[-num_last:].clone()
+    statistics = cross_entropy.compute_statistics(logits, targets, 0)
+    alone = cross_entropy.compute_statistics_reference(last, targets[-num_last:], 0)
+    torch.testing.assert_close(statistics[:, -num_last:], alone, rtol=1e-5, atol=1e-5)
+    cross_entropy.write_gradient_(logits, targets, statistics.unsqueeze(0), dloss, 0, -1)
+    arguments = targets[-num_last:], alone.unsqueeze(0), dloss, 0, -1
+    expected = cross_entropy.write_gradient_reference_(last.double(), *arguments)
+    assert_near(logits[-num_last:], expected, torch.bfloat16)
 
 
 def test_cuda_graph_replays_kernels() -> None:
@@ -173,12 +173,12 @@ def test_cuda_graph_replays_kernels() -> None:
     targets = torch.arange(64, device="cuda") * 7 % n
 
     def run() -> list[Tensor]:
-        given = make_leaves(x, residual, weight, bias)
-        h, y = add_layer_norm(given[0], given[1], given[2], given[3])
-        z = bias_gelu(y, given[3])
+        inputs = make_leaves(x, residual, weight, bias)
+        h, y = add_layer_norm(inputs[0], inputs[1], inputs[2], inputs[3])
+        z = bias_gelu(y, inputs[3])
         loss = vocab_parallel_cross_entropy(2 * z, targets)
         torch.autograd.backward((h, z, loss), (dh, dy, torch.ones_like(loss)))
-        return [h.detach(), loss.detach(), *(t.grad for t in given if t.grad is not None)]
+        return [h.detach(), loss.detach(), *(t.grad for t in inputs if t.grad is not None)]
 
     run()  # compiles
     graph = torch.cuda.CUDAGraph()

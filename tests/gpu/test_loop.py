@@ -57,10 +57,10 @@ def test_prefetched_batches_are_ordered_without_host_wait() -> None:
         for step in range(8):
             with no_wait():
                 torch.cuda._sleep(LONG // 100)
-                given = ours.take(step)
-            want = source.read_batch(4 * step, 4)
-            assert torch.equal(given.inputs.cpu(), want[0][2:])
-            assert torch.equal(given.targets.cpu(), want[1][2:])
+                prefetched = ours.take(step)
+            expected = source.read_batch(4 * step, 4)
+            assert torch.equal(prefetched.inputs.cpu(), expected[0][2:])
+            assert torch.equal(prefetched.targets.cpu(), expected[1][2:])
 
 
 def test_stall_error_names_hanging_instruction() -> None:
@@ -92,12 +92,12 @@ def test_stall_error_names_hanging_instruction() -> None:
     one.runner.calls[k] = Call(wait, hangs)
     world.step(inputs, targets, scale)
     sleep(0.5)  # the rest of the step ends much earlier
-    said = []
-    for rank, each in zip(world.executors, progress, strict=True):
-        error = make_stall_error("it stands", rank, 2, each, each.get_progress())
-        said.append([(str(site.instr), site.note) for site in error.sites])
-    assert said[1] == [("F 1.1", "in step 2, computes")]
-    assert said[0] and all("waits for rank 1 to" in note for _, note in said[0])
+    stall_sites = []
+    for rank, rank_progress in zip(world.executors, progress, strict=True):
+        error = make_stall_error("it stands", rank, 2, rank_progress, rank_progress.get_progress())
+        stall_sites.append([(str(site.instr), site.note) for site in error.sites])
+    assert stall_sites[1] == [("F 1.1", "in step 2, computes")]
+    assert stall_sites[0] and all("waits for rank 1 to" in note for _, note in stall_sites[0])
     torch.cuda.synchronize()
     assert [p.get_progress() for p in progress] == [None, None]
 
@@ -122,5 +122,5 @@ def test_unreported_step_has_no_host_wait(
     sets = ["train.log_every=100", "output.record=false", f"train.precision={precision}"]
     cuda = [*ALONE, *sets, "train.device=cuda", f'output.dir="{tmp_path / "gpu"}"']
     assert run(str(config), cuda) == 0
-    want = alone(str(config), tmp_path / "cpu", "train.log_every=100")
-    assert losses(tmp_path / "gpu") == pytest.approx(want, rel=2e-2)
+    expected_losses = alone(str(config), tmp_path / "cpu", "train.log_every=100")
+    assert losses(tmp_path / "gpu") == pytest.approx(expected_losses, rel=2e-2)

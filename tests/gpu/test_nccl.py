@@ -53,8 +53,11 @@ def compile_program(
 
 
 def copy_gradients(executor: Executor) -> Gradients:
-    own = gradients_by_stage(executor)
-    return {s: {name: g.cpu() for name, g in named.items()} for s, named in own.items()}
+    stage_gradients = gradients_by_stage(executor)
+    return {
+        s: {name: g.cpu() for name, g in stage_grads.items()}
+        for s, stage_grads in stage_gradients.items()
+    }
 
 
 def compute_cpu_gradients(rank: int, schedule: Any, shape: PipelineShape) -> Gradients:
@@ -85,12 +88,12 @@ def make_executor(
 
 def compute_eager_gradients(rank: int, *how: Any) -> list[Gradients]:
     """Return the gradients of a first step, and of one in which the host may not wait."""
-    executor, given = make_executor(rank, *how)
-    executor.step(*given)
-    found = [copy_gradients(executor)]
+    executor, step_inputs = make_executor(rank, *how)
+    executor.step(*step_inputs)
+    results = [copy_gradients(executor)]
     with no_wait():
-        executor.step(*given)
-    return [*found, copy_gradients(executor)]
+        executor.step(*step_inputs)
+    return [*results, copy_gradients(executor)]
 
 
 WAYS = [("per_edge", None), ("per_edge", "minimal"), ("grouped", None)]
@@ -105,14 +108,14 @@ def test_eager_gradients_match_cpu(
     shape: PipelineShape,
     tmp_path: Path,
 ) -> None:
-    want = run(compute_cpu_gradients, 4, schedule, shape)
+    expected = run(compute_cpu_gradients, 4, schedule, shape)
     results = run(
         compute_eager_gradients, 4, str(tmp_path), kind, schedule, shape, buffer_sharing, limit=250
     )
     for rank, (first, second) in enumerate(results):
-        for stage, named in first.items():
-            for name, got in named.items():
-                right = want[rank][stage][name]
+        for stage, stage_grads in first.items():
+            for name, got in stage_grads.items():
+                right = expected[rank][stage][name]
                 assert float((got - right).norm()) <= 1e-4 * float(right.norm()), (stage, name)
                 assert torch.equal(got, second[stage][name]), (stage, name)
 
@@ -159,20 +162,20 @@ def run_late_gather(rank: int, folder: str) -> tuple[bool, bool]:
     transport = make_transport(compile(one_f_one_b, PipelineShape(2, 4), tp=2), device)
     one = torch.ones(1, device=device)
     dist.all_reduce(one, group=transport.tp_group)
-    whole = torch.zeros(2, device=device)
-    part = whole[transport.tp_rank :][:1]
-    part.fill_(1 + transport.tp_rank)
+    gathered = torch.zeros(2, device=device)
+    shard = gathered[transport.tp_rank :][:1]
+    shard.fill_(1 + transport.tp_rank)
     torch.cuda.synchronize()
     with transport.side_stream():
         torch.cuda._sleep(4_000_000_000)  # cycles on the stream that waits for messages
-        gather: Any = transport.start_collective("all_gather", "tp", whole, part)
+        gather: Any = transport.start_collective("all_gather", "tp", gathered, shard)
     dist.all_reduce(one, group=transport.tp_group)
     summed = torch.cuda.Event()
     summed.record()
     summed.synchronize()
     waited = gather.event.query()
     gather.wait()
-    return waited, whole.tolist() == [1, 2]
+    return waited, gathered.tolist() == [1, 2]
 
 
 @pytest.mark.usefixtures("real_gpu")

@@ -97,28 +97,28 @@ def train(rank: int, folder: str | None, case: Case, steps: int) -> tuple[list[T
     else:
         device = share_gpu(rank, folder)
         transport = make_transport(program, device)
-    executor, asked = make_executor(case, program, transport, device), []
+    executor, allocations = make_executor(case, program, transport, device), []
     for step in range(steps):
         inputs, targets, scale = own_batch(program, transport, seed=step)
-        given = inputs.to(device), targets.to(device), scale
+        step_inputs = inputs.to(device), targets.to(device), scale
         before = count_allocations(device)
         if step:
             with no_wait():
-                executor.step(*given)
+                executor.step(*step_inputs)
         else:
-            executor.step(*given)
-        asked.append(count_allocations(device) - before)
+            executor.step(*step_inputs)
+        allocations.append(count_allocations(device) - before)
     weights = [p.detach().cpu() for s in executor.stages.values() for p in s.module.parameters()]
-    return weights, asked
+    return weights, allocations
 
 
 def assert_trains_as_on_cpu(folder: Path, case: Case, steps: int = 3) -> list[list[int]]:
-    want = run(train, case.processes, None, case, steps)
+    expected = run(train, case.processes, None, case, steps)
     got = run(train, case.processes, str(folder), case, steps, limit=270)
-    for (ours, _), (theirs, _) in zip(got, want, strict=True):
+    for (ours, _), (theirs, _) in zip(got, expected, strict=True):
         for one, other in zip(ours, theirs, strict=True):
             torch.testing.assert_close(one, other, rtol=1e-4, atol=1e-5)
-    return [asked for _, asked in got]
+    return [allocations for _, allocations in got]
 
 
 def test_no_memory_is_allocated_after_first_step(tmp_path: Path) -> None:
@@ -191,8 +191,8 @@ def run_failing_step(rank: int, folder: str, how: str) -> None:
     transport = make_transport(program, device)
     executor = make_executor(case, program, transport, device)
     inputs, targets, scale = batch(4)
-    given = inputs.to(device), targets.to(device), scale
-    executor.step(*given)
+    step_inputs = inputs.to(device), targets.to(device), scale
+    executor.step(*step_inputs)
     if transport.rank == 1:
         k = executor.state.index_of[Instr(Opcode.Forward, 1, 1)]
         wait, forward = executor.runner.calls[k]
@@ -204,10 +204,10 @@ def run_failing_step(rank: int, folder: str, how: str) -> None:
             forward()
 
         executor.runner.calls[k] = Call(wait, fails)
-    own = RunMember(folder, ProcessLayout.from_program(program), rank)
-    own.black_box.enter_phase(ProcessPhase.STEP, executor.random_streams.step)
-    with Watchdog(own, PATIENCE) as watchdog, watchdog.watch(executor):
-        executor.step(*given)
+    member = RunMember(folder, ProcessLayout.from_program(program), rank)
+    member.black_box.enter_phase(ProcessPhase.STEP, executor.random_streams.step)
+    with Watchdog(member, PATIENCE) as watchdog, watchdog.watch(executor):
+        executor.step(*step_inputs)
         wait_for_device()
 
 
@@ -225,14 +225,14 @@ def read_outputs(folder: Path, how: str) -> dict[int, str]:
 
 
 def test_all_processes_end_when_one_dies(tmp_path: Path) -> None:
-    found = read_outputs(tmp_path, "dies")
-    ended = {rank: text for rank, text in found.items() if text != "died without an error report"}
-    assert len(found) == 4 and len(ended) >= 2, found
+    outputs = read_outputs(tmp_path, "dies")
+    ended = {rank: text for rank, text in outputs.items() if text != "died without an error report"}
+    assert len(outputs) == 4 and len(ended) >= 2, outputs
 
 
 @pytest.mark.usefixtures("real_gpu")
 def test_hanging_kernel_is_named_and_all_processes_end(tmp_path: Path) -> None:
-    found = read_outputs(tmp_path, "hangs")
-    hung = [text for text in found.values() if "F 1.1" in text]
-    assert len(found) == 4 and hung, found
-    assert any("waits for rank 1 to" in text for text in found.values()), found
+    outputs = read_outputs(tmp_path, "hangs")
+    hung = [text for text in outputs.values() if "F 1.1" in text]
+    assert len(outputs) == 4 and hung, outputs
+    assert any("waits for rank 1 to" in text for text in outputs.values()), outputs

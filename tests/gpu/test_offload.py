@@ -30,21 +30,24 @@ def make_gpu_stages(stages: int) -> list[nn.Module]:
 def test_offload_keeps_bits(schedule: Any, shape: PipelineShape, recompute: Any) -> None:
     torch.use_deterministic_algorithms(True)
     inputs, targets, scale = batch(shape.microbatches)
-    inputs, targets, found = inputs.cuda(), targets.cuda(), []
+    inputs, targets, results = inputs.cuda(), targets.cuda(), []
     hows: list[dict[str, Any]] = [{}, {"offload": "all", "buffer_sharing": "minimal"}]
-    for how in hows:
-        program = compile(schedule, shape, progress_model="per_edge", recompute=recompute, **how)
+    for options in hows:
+        program = compile(
+            schedule, shape, progress_model="per_edge", recompute=recompute, **options
+        )
         stages = make_gpu_stages(shape.stages)
         world = InProcessExecutor(program, stages, loss=gpt.loss, boundary=BOUNDARY)
         world.step(inputs, targets, scale)
         with host_waits() as waited:
             total = world.step(inputs, targets, scale)
         assert not waited
-        found.append((total, gradients(stages)))
+        results.append((total, gradients(stages)))
         for rank in world.executors:
-            rooms = [
-                room.location for room in rank.resources.service(MemoryTiers).host_arena.free_blocks
+            blocks = [
+                block.location
+                for block in rank.resources.service(MemoryTiers).host_arena.free_blocks
             ]
-            assert REHEARSED or all(room.is_pinned() for room in rooms)
+            assert REHEARSED or all(block.is_pinned() for block in blocks)
     torch.use_deterministic_algorithms(False)
-    assert torch.equal(found[0][0], found[1][0]) and same_bits(found[0][1], found[1][1])
+    assert torch.equal(results[0][0], results[1][0]) and same_bits(results[0][1], results[1][1])

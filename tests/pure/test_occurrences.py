@@ -73,12 +73,12 @@ def test_unshard_waits_for_reshard_that_frees_slot(time: float) -> None:
         from_text(TEXT), Costs(F=1, B=2, unshard=time), sizes=Sizes(params=100, saved=10)
     )
     sides = {Opcode.Unshard: ("start", 1), Opcode.Reshard: ("end", -1)}
-    found = [(s[side[0]], side[1]) for s in run.spans if (side := sides.get(Opcode(s["op"])))]
-    now = 0
-    for _, change in sorted(found):
-        now += change
-        assert 0 <= now <= 2
-    assert now == 0
+    changes = [(s[side[0]], side[1]) for s in run.spans if (side := sides.get(Opcode(s["op"])))]
+    unsharded = 0
+    for _, change in sorted(changes):
+        unsharded += change
+        assert 0 <= unsharded <= 2
+    assert unsharded == 0
     (curve,) = run.memory
     assert max(curve.by_kind["unsharded weights"]) == 200 and max(curve.by_kind["saved"]) == 30
     assert run.span == {0.0: 9, 0.25: 9.25, 9.0: 5 * 9 + 2}[time]
@@ -108,11 +108,11 @@ def test_second_unshard_waits_for_reshard_of_same_stage() -> None:
     """A stage has one place for its gathered weights, however many slots there are."""
     program = from_text(TEXT.replace("rank 0  unsharded_params 2\n", "rank 0\n"))
     run = simulate(program, Costs(F=10, B=20))
-    when = {str(i): run.spans[k] for k, i in enumerate(program.streams[0])}
-    for stage, turn in ((0, 1), (1, 1)):
-        before = when[f"reshard {stage}"]["end"]
-        assert when[f"unshard {stage}.{turn}"]["start"] >= before > 0
-    assert when["unshard 2"]["start"] == 0
+    spans_by_text = {str(i): run.spans[k] for k, i in enumerate(program.streams[0])}
+    for stage, occurrence in ((0, 1), (1, 1)):
+        before = spans_by_text[f"reshard {stage}"]["end"]
+        assert spans_by_text[f"unshard {stage}.{occurrence}"]["start"] >= before > 0
+    assert spans_by_text["unshard 2"]["start"] == 0
 
 
 def compile_with_slots() -> Program:

@@ -48,23 +48,21 @@ def test_idle_causes_distinguish_host_and_disk_copies() -> None:
         IdleCause.OFFLOAD: 3 * 0.75,
         IdleCause.DISK: 3 * 4,
     }
-    found = simulate_offloaded(costs, spilled=True)
-    idle = idleness(found)
+    timeline = simulate_offloaded(costs, spilled=True)
+    idle = idleness(timeline)
     for cause, ops in (
         (IdleCause.OFFLOAD, {Opcode.Offload, Opcode.Reload}),
         (IdleCause.DISK, {Opcode.OffloadToDisk, Opcode.ReloadFromDisk}),
     ):  # fmt: skip
-        awaited = found.spans["op"][idle["awaits"][idle["cause"] == cause]]
+        awaited = timeline.spans["op"][idle["awaits"][idle["cause"] == cause]]
         assert {*awaited.tolist()} == ops
 
 
 def test_snapshot_waits_have_their_own_idle_cause() -> None:
     costs = Costs(F=1, B=2, offload=0.5, reload=0.25, snapshot=20)
-    found = sum_idle_by_cause(simulate_offloaded(costs, checkpoint_snapshots=True))
-    assert found[IdleCause.SNAPSHOT] > 0 and found[IdleCause.OFFLOAD] > 0
-    assert found[IdleCause.SNAPSHOT] + found[IdleCause.OFFLOAD] == pytest.approx(
-        sum(found.values())
-    )
+    idle = sum_idle_by_cause(simulate_offloaded(costs, checkpoint_snapshots=True))
+    assert idle[IdleCause.SNAPSHOT] > 0 and idle[IdleCause.OFFLOAD] > 0
+    assert idle[IdleCause.SNAPSHOT] + idle[IdleCause.OFFLOAD] == pytest.approx(sum(idle.values()))
     assert IdleCause.OFFLOAD not in sum_idle_by_cause(
         simulate_offloaded(Costs(F=1, B=2, snapshot=20), checkpoint_snapshots=True)
     )
@@ -74,20 +72,26 @@ def test_forward_without_free_slot_waits_for_offload() -> None:
     text = to_text(offloaded(compile(schedules.gpipe, PipelineShape(1, 4))), folded=False).replace(
         "\nrank 0\n", "\nrank 0  saved 1\n"
     )
-    found = simulate(check(from_text(text)), Costs(F=1, B=2, offload=0.5, reload=0.25))
-    assert sum_idle_by_cause(found) == {IdleCause.OFFLOAD: 4 * 0.75}
-    assert found.span == 4 * 3.75
+    timeline = simulate(check(from_text(text)), Costs(F=1, B=2, offload=0.5, reload=0.25))
+    assert sum_idle_by_cause(timeline) == {IdleCause.OFFLOAD: 4 * 0.75}
+    assert timeline.span == 4 * 3.75
 
 
 def test_advice_tries_free_copies_and_free_snapshots_apart() -> None:
     costs = Costs(F=1, B=2, offload=0.5, reload=0.25, snapshot=0.1)
     timeline = simulate_offloaded(costs, checkpoint_snapshots=True)
-    told = {change.description: change.saved_share for change in advise(timeline, costs).changes}
-    (copies,) = [saves for what, saves in told.items() if "copies to the host" in what]
-    (kept,) = [saves for what, saves in told.items() if "snapshots" in what]
-    free = simulate(timeline.program, Costs(F=1, B=2, snapshot=0.1))
-    assert copies == pytest.approx(1 - free.span / timeline.span)
-    assert copies > 0.1 and np.isclose(kept, 0, atol=0.05)
+    saved_shares = {
+        change.description: change.saved_share for change in advise(timeline, costs).changes
+    }
+    (copies,) = [
+        saves for description, saves in saved_shares.items() if "copies to the host" in description
+    ]
+    (snapshots,) = [
+        saves for description, saves in saved_shares.items() if "snapshots" in description
+    ]
+    without_copies = simulate(timeline.program, Costs(F=1, B=2, snapshot=0.1))
+    assert copies == pytest.approx(1 - without_copies.span / timeline.span)
+    assert copies > 0.1 and np.isclose(snapshots, 0, atol=0.05)
 
 
 # ---------------------------------------------------------------- memory advice
@@ -118,8 +122,8 @@ def test_dominated_memory_change_is_not_proposed() -> None:
     assert [change.description for change in advice.memory_changes] == ['recompute="all"']
     first, *_ = advise_gpipe(slow, offload=[0, 1]).memory_changes
     assert first.description == "all saved activations kept" and first.saved_share > 0
-    most = [change.memory["device"] for change in advise_gpipe(PRICED).memory_changes]
-    assert most == sorted(most, reverse=True) and len({*most}) == len(most)
+    peaks = [change.memory["device"] for change in advise_gpipe(PRICED).memory_changes]
+    assert peaks == sorted(peaks, reverse=True) and len({*peaks}) == len(peaks)
 
 
 def test_proposed_changes_fit_memory_limit() -> None:
@@ -138,8 +142,8 @@ def test_proposed_changes_fit_memory_limit() -> None:
 
 
 def test_offload_advice_needs_copy_costs_and_sizes() -> None:
-    program, free = compile(schedules.gpipe, PipelineShape(2, 8)), Costs(F=1, B=2)
-    held = advise(simulate(program, free, sizes=SIZES), free).memory_changes
+    program, free_costs = compile(schedules.gpipe, PipelineShape(2, 8)), Costs(F=1, B=2)
+    held = advise(simulate(program, free_costs, sizes=SIZES), free_costs).memory_changes
     assert not any("offload" in change.description for change in held)
     assert advise(simulate(program, PRICED), PRICED).memory_changes == []  # no sizes
 
@@ -147,10 +151,10 @@ def test_offload_advice_needs_copy_costs_and_sizes() -> None:
 def test_explain_prints_memory_changes(capsys: pytest.CaptureFixture[str]) -> None:
     head = "explain gpipe --ranks 2 --microbatches 8 --sizes saved=10MB --costs F=1,B=2"
     assert main(f"{head},offload=4,reload=4 -O offload=0,1".split()) == 0
-    told = capsys.readouterr().out
+    output = capsys.readouterr().out
     assert (
-        "changes that take less time or memory, by simulation:\n" in told
-        and "all saved activations kept" in told
+        "changes that take less time or memory, by simulation:\n" in output
+        and "all saved activations kept" in output
     )
     assert main(f"{head},offload=1,reload=1 --memory-limit 40MB".split()) == 0
     assert "the program does not fit into 40 MB: span " in capsys.readouterr().out
@@ -167,18 +171,18 @@ def test_simulate_and_check_print_offloaded_activations(capsys: pytest.CaptureFi
     shape = (
         "gpipe --ranks 2 --microbatches 4 --sizes saved=10MB,recompute_inputs=1MB --costs F=1,B=2"
     )
-    moved = (
+    offload_options = (
         f"{shape},offload=0.5,reload=0.5,offload_to_disk=0.5,reload_from_disk=0.5 -O offload=all"
     )
-    moved += " -O offload_to_disk=0.1,0.2"
-    assert main(f"simulate {moved} --json".split()) == 0
+    offload_options += " -O offload_to_disk=0.1,0.2"
+    assert main(f"simulate {offload_options} --json".split()) == 0
     facts = json.loads(capsys.readouterr().out)
     assert facts["peak_on_disk"] == [20e6, 0] and len(facts["peak_on_host"]) == 2
     for command in ("simulate", "check"):
-        assert main(f"{command} {moved}".split()) == 0
-        told = capsys.readouterr().out
-        assert "\nspilled: 2 of 8 forwards: mb 1-2 of stage 0\n" in f"\n{told}"
-        assert "offloaded: " in told and ("peak on disk" in told) == (command == "simulate")
+        assert main(f"{command} {offload_options}".split()) == 0
+        output = capsys.readouterr().out
+        assert "\nspilled: 2 of 8 forwards: mb 1-2 of stage 0\n" in f"\n{output}"
+        assert "offloaded: " in output and ("peak on disk" in output) == (command == "simulate")
 
 
 @pytest.mark.parametrize(
@@ -211,10 +215,10 @@ def test_selection_that_moves_no_activation_warns(how: dict[str, Any], told: str
 
 
 def test_command_prints_warning_as_sentence(monkeypatch: pytest.MonkeyPatch) -> None:
-    told: list[str] = []
+    messages: list[str] = []
 
     def shown(*warning: Any, **more: Any) -> None:
-        told.append(warnings.formatwarning(*warning[:4]))
+        messages.append(warnings.formatwarning(*warning[:4]))
 
     with warnings.catch_warnings():
         warnings.simplefilter("always")
@@ -222,9 +226,11 @@ def test_command_prints_warning_as_sentence(monkeypatch: pytest.MonkeyPatch) -> 
         assert (
             main(["check", "one_f_one_b", "--ranks=4", "--microbatches=8", "-O", "offload=3"]) == 0
         )
-    (own,) = told
-    assert own.startswith("warning: offload selects 3, but moves no activation of this selection: ")
-    assert own.endswith("the use of the activations\n")
+    (message,) = messages
+    assert message.startswith(
+        "warning: offload selects 3, but moves no activation of this selection: "
+    )
+    assert message.endswith("the use of the activations\n")
 
 
 def test_memory_limit_error_suggests_offload() -> None:
@@ -242,7 +248,7 @@ def test_memory_limit_error_suggests_offload() -> None:
 def test_host_instructions_without_cost_are_reported(capsys: pytest.CaptureFixture[str]) -> None:
     """`simulate` and `explain` print the option that gives the missing costs."""
     for command in ("simulate", "explain"):
-        at = [
+        argv = [
             command,
             "one_f_one_b",
             "--ranks=2",
@@ -250,9 +256,9 @@ def test_host_instructions_without_cost_are_reported(capsys: pytest.CaptureFixtu
             "-O",
             "optimizer_placement=cpu_step",
         ]
-        assert not main([*at, "--costs=F=1,B=2,offload_grads=1"])
+        assert not main([*argv, "--costs=F=1,B=2,offload_grads=1"])
         (line,) = [one for one in capsys.readouterr().out.splitlines() if "without a cost" in one]
         assert "without a cost, and so free: host_step, reload_weights; " in line
         assert "--costs host_step=0.5,reload_weights=0.5" in line
-        assert not main([*at, "--costs=F=1,B=2,offload_grads=1,reload_weights=1,host_step=1"])
+        assert not main([*argv, "--costs=F=1,B=2,offload_grads=1,reload_weights=1,host_step=1"])
         assert "without a cost" not in capsys.readouterr().out

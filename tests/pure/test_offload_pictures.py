@@ -51,19 +51,19 @@ def test_chart_has_copy_lanes_and_curve_per_tier(spilled: bool) -> None:
     names = ["in flight", "memory", "host", *["disk"] * spilled]
     assert sorted(name for name, _, _ in tiers) == sorted(4 * names)
     for tier in names[2:]:
-        most = [
+        peaks = [
             f"≤ {c.total.max() / 1e6:g} MB"
             for c in simulate_offloaded(spilled=spilled).memory_on(tier)
         ]
-        assert [told for name, _, told in tiers if name == tier] == most
+        assert [label for name, _, label in tiers if name == tier] == peaks
     # Curves are in the row of their rank, which is high enough for all.
     sheet = axes.get_ylim()[0] / 4
     tops = [t.xy[1] for t in axes.texts if t.get_text().startswith(f"{names[-1]}\n")]  # type: ignore[attr-defined]
     assert (np.diff(tops) == pytest.approx(np.diff(tops)[0])) and tops[0] < sheet
     (legend,) = figure.legends
-    told = [t.get_text() for t in legend.get_texts()]
-    rest = ["copies to the host", "copies from the host", *["disk in, out"] * spilled]
-    assert told[-len(rest) :] == rest
+    labels = [t.get_text() for t in legend.get_texts()]
+    disk_labels = ["copies to the host", "copies from the host", *["disk in, out"] * spilled]
+    assert labels[-len(disk_labels) :] == disk_labels
     right = max(t.get_window_extent().x1 for t in legend.get_texts())
     assert right < figure.bbox.x1
 
@@ -75,8 +75,8 @@ def test_memory_limits_are_lines_on_their_tier() -> None:
         return [float(c.get_segments()[0][0][1]) for c in lines if hasattr(c, "get_segments")]
 
     assert dashed() == [] and len(dashed(device=8e7)) == len(dashed(host=3e7)) == 4
-    both = dashed(device=1e8, host=1e8)
-    assert len(both) == 8 and len({round(y, 6) for y in both}) == 8
+    heights = dashed(device=1e8, host=1e8)
+    assert len(heights) == 8 and len({round(y, 6) for y in heights}) == 8
     # Limits use the scale of the curve: at its peak of 10 MB, half as high, or at the top.
     low, peak, above = (np.array(dashed(host=size)) for size in (5e6, 1e7, 2e7))
     assert low - peak == pytest.approx(CURVE_HEIGHT / 2) and above == pytest.approx(peak)
@@ -136,5 +136,5 @@ def test_perfetto_trace_counts_bytes_on_each_tier() -> None:
     assert {"offload", "reload", "offload_to_disk", "reload_from_disk"} <= slices
     for tier, name in ("device", "bytes"), ("host", "bytes on host"), ("disk", "bytes on disk"):
         for rank, curve in enumerate(simulate_offloaded(spilled=True).memory_on(tier)):
-            own = [e for e in events if e["name"] == name and e["pid"] == rank]
-            assert max(sum(e["args"].values()) for e in own) == curve.total.max()
+            counters = [e for e in events if e["name"] == name and e["pid"] == rank]
+            assert max(sum(e["args"].values()) for e in counters) == curve.total.max()

@@ -54,7 +54,7 @@ def test_state_loads_run_ahead_by_slot_count() -> None:
         "offload_state 3", "reload_state 1", "stage_step 1", "offload_state 1",
     ]  # fmt: skip
     alone = list_state_instructions(compile_on_host(optimizer_device_buffers=1), 1)
-    assert alone == [f"{what} {s}" for s in (5, 3, 1) for what in _WORDS]
+    assert alone == [f"{op} {s}" for s in (5, 3, 1) for op in _WORDS]
     assert {slots.specified()["state"] for slots in compile_on_host().slots} == {2}
     assert not compile_on_host(
         shape=PipelineShape(2, 4, 2)
@@ -69,19 +69,19 @@ def test_random_draft_loads_each_state_once(
     shape: PipelineShape, seed: int, slots: int, clip: bool, zero: int
 ) -> None:
     draft = random_compute_program(shape, random.Random(seed))
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "clip_grad_norm": clip,
         "zero": zero,
         "dp": 2,
         "tied_weights": shape.stages > 1,
     }
-    program = compile_on_host(draft, shape, optimizer_device_buffers=slots, **how)
+    program = compile_on_host(draft, shape, optimizer_device_buffers=slots, **options)
     for model in MODELS:
         schedir.check(program, model, blocking_hosts=True)
     assert schedir.from_text(schedir.to_text(program)) == program
     for op in ROWS:
         assert np.count_nonzero(program.op == op) == shape.replica_ranks.size
-    plain = schedir.compile(draft, shape, **how)
+    plain = schedir.compile(draft, shape, **options)
     assert program.digest != plain.digest
     same = ~np.isin(program.op, ROWS)
     assert (program.words[same] == plain.words).all()
@@ -89,13 +89,13 @@ def test_random_draft_loads_each_state_once(
 
 def test_frozen_or_evaluated_stage_loads_no_state() -> None:
     assert list_state_instructions(compile_on_host(frozen_stages=3), 0) == [
-        f"{what} 4" for what in _WORDS
+        f"{op} 4" for op in _WORDS
     ]
     assert not compile_on_host(forward_only, PipelineShape(2, 4)).used_opcodes & {*ROWS}
-    both = compile_on_host(
+    program = compile_on_host(
         dualpipe, PipelineShape(2, 4, placement="mirror")
     )  # each holder has its own states
-    assert len(list_state_instructions(both, 0)) == len(list_state_instructions(both, 1)) == 6
+    assert len(list_state_instructions(program, 0)) == len(list_state_instructions(program, 1)) == 6
 
 
 # ---------------------------------------------------------------- refusals
@@ -146,9 +146,9 @@ def test_repeated_or_unrequested_state_moves_are_refused(op: str) -> None:
     text = schedir.to_text(compile_on_host(), folded=False)
     with pytest.raises(SchedirError):
         schedir.check(schedir.from_text(text.replace(f"  {op} 3\n", f"  {op} 3\n  {op} 3\n")))
-    for said in ("", "optimizer_placement device\n"):
+    for header in ("", "optimizer_placement device\n"):
         with pytest.raises(CompletenessError, match="optimizer_placement device"):
-            schedir.check(schedir.from_text(text.replace("optimizer_placement host\n", said)))
+            schedir.check(schedir.from_text(text.replace("optimizer_placement host\n", header)))
 
 
 def test_incompatible_options_are_refused() -> None:
@@ -183,20 +183,20 @@ def test_optimizer_bytes_on_host_and_device(zero: int, slots: int) -> None:
     )
     costs = Costs(F=1, B=1, reload_state=2, stage_step=3, offload_state=2)
     run = schedir.simulate(program, costs, sizes=sizes)
-    part = dp if zero else 1
+    shards = dp if zero else 1
     for rank, curve in enumerate(run.memory_on("host")):
-        own = sum(bytes_of[s] for s in range(rank, 6, 2))
-        assert (curve.total == own / part).all()
+        rank_bytes = sum(bytes_of[s] for s in range(rank, 6, 2))
+        assert (curve.total == rank_bytes / shards).all()
     for rank, curve in enumerate(run.memory):
         assert "optimizer" not in curve.by_kind
-        each = [bytes_of[s] / part for s in (4 + rank, 2 + rank, rank)]
-        most = max(sum(each[k : k + slots]) for k in range(3))
-        assert curve.by_kind["state"].max() == most
+        shard_bytes = [bytes_of[s] / shards for s in (4 + rank, 2 + rank, rank)]
+        peak_bytes = max(sum(shard_bytes[k : k + slots]) for k in range(3))
+        assert curve.by_kind["state"].max() == peak_bytes
         assert curve.by_kind["state"][0] == curve.by_kind["state"][-1] == 0
     plain = schedir.compile(interleaved, PipelineShape(2, 4, 3), dp=dp, zero=zero)
     before = schedir.simulate(plain, costs, sizes=sizes)
-    rest = {"sharded optimizer state" if zero else "optimizer"}
-    assert rest <= before.memory[0].by_kind.keys()
+    optimizer_kind = {"sharded optimizer state" if zero else "optimizer"}
+    assert optimizer_kind <= before.memory[0].by_kind.keys()
     assert all((curve.total == 0).all() for curve in before.memory_on("host"))
 
 
@@ -218,11 +218,12 @@ def test_worst_case_memory_bounds_any_costs(
     names = ("reload_state", "stage_step", "offload_state", "reduce_grads", "send")
     costs = Costs(F=1, B=2, **dict(zip(names, times, strict=True)))
     sizes = Sizes(saved=7, optimizer=tuple(range(1, shape.stages + 1)), params=1, grads=1)
-    most = [
-        float(own.total_bytes.max()) for own in compute_footprints(program, sizes, worst_case=True)
+    limits = [
+        float(footprint.total_bytes.max())
+        for footprint in compute_footprints(program, sizes, worst_case=True)
     ]
     run = schedir.simulate(program, costs, sizes=sizes)
-    assert (run.peak_memory <= np.array(most)).all()
+    assert (run.peak_memory <= np.array(limits)).all()
 
 
 def test_host_optimizer_fits_smaller_device_memory() -> None:

@@ -57,19 +57,19 @@ def test_disk_reads_run_ahead_by_host_buffer_count() -> None:
         "offload_state",
         "write_state_to_disk",
     )
-    assert alone == [f"{what} {s}" for s in (5, 3, 1) for what in order]
-    for rooms in (1, 2, 3):
-        (said,) = compile_on_disk(
-            looped_bfs, PipelineShape(1, 2, 4), optimizer_host_buffers=rooms
+    assert alone == [f"{op} {s}" for s in (5, 3, 1) for op in order]
+    for host_buffers in (1, 2, 3):
+        (slots,) = compile_on_disk(
+            looped_bfs, PipelineShape(1, 2, 4), optimizer_host_buffers=host_buffers
         ).slots
-        assert said.specified() == {"state": 2, "state_host": rooms}
-        few = compile_on_disk(
+        assert slots.specified() == {"state": 2, "state_host": host_buffers}
+        minimal_slots = compile_on_disk(
             looped_bfs,
             PipelineShape(1, 2, 4),
-            optimizer_host_buffers=rooms,
+            optimizer_host_buffers=host_buffers,
             buffer_sharing="minimal",
         ).slots[0]
-        assert few.state_host == rooms
+        assert minimal_slots.state_host == host_buffers
 
 
 def test_few_stages_use_requested_host_buffers() -> None:
@@ -82,17 +82,17 @@ def test_few_stages_use_requested_host_buffers() -> None:
                   read_state_from_disk=2, write_state_to_disk=2)  # fmt: skip
     for stages in (1, 2, 3, 4):
         for slots in (1, 2, 3):
-            for rooms in (1, 2, 3):
+            for host_buffers in (1, 2, 3):
                 program = compile_on_disk(
                     looped_bfs,
                     PipelineShape(1, 2, stages),
                     optimizer_device_buffers=slots,
-                    optimizer_host_buffers=rooms,
+                    optimizer_host_buffers=host_buffers,
                 )
-                assert program.slots[0].state_host == min(stages, rooms)
+                assert program.slots[0].state_host == min(stages, host_buffers)
     two = [
-        compile_on_disk(looped_bfs, PipelineShape(1, 2, 2), optimizer_host_buffers=rooms)
-        for rooms in (1, 2)
+        compile_on_disk(looped_bfs, PipelineShape(1, 2, 2), optimizer_host_buffers=host_buffers)
+        for host_buffers in (1, 2)
     ]
     spans = [schedir.simulate(program, costs).span for program in two]
     ends = 12 + 0.1 + 0.8  # end of the first store, since compute hides all earlier copies
@@ -104,8 +104,8 @@ def test_chart_names_tiers_of_offloaded_activations_only() -> None:
     """Optimizer states do not count, so a chart without offloaded activations names no tiers."""
     (*_, head, _, _) = schedir.viz.text_chart(schedir.simulate(compile_on_disk()))
     assert "peak" in head[0][0] and "host" not in head[0][0] and "disk" not in head[0][0]
-    moved = schedir.compile(interleaved, PLAN, optimizer_placement="disk", offload=[0])
-    (*_, head, _, _) = schedir.viz.text_chart(schedir.simulate(moved))
+    program = schedir.compile(interleaved, PLAN, optimizer_placement="disk", offload=[0])
+    (*_, head, _, _) = schedir.viz.text_chart(schedir.simulate(program))
     assert "host" in head[0][0] and "disk" not in head[0][0]
 
 
@@ -114,14 +114,14 @@ def test_random_draft_reads_and_writes_each_state_once(
     shape: PipelineShape, seed: int, slots: int, rooms: int, zero: int
 ) -> None:
     draft = random_compute_program(shape, random.Random(seed))
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "clip_grad_norm": True,
         "zero": zero,
         "dp": 2,
         "tied_weights": shape.stages > 1,
     }
     program = compile_on_disk(
-        draft, shape, optimizer_device_buffers=slots, optimizer_host_buffers=rooms, **how
+        draft, shape, optimizer_device_buffers=slots, optimizer_host_buffers=rooms, **options
     )
     for model in MODELS:
         schedir.check(program, model, blocking_hosts=True)
@@ -129,14 +129,14 @@ def test_random_draft_reads_and_writes_each_state_once(
     for op in ROWS:
         assert np.count_nonzero(program.op == op) == shape.replica_ranks.size
     host = schedir.compile(
-        draft, shape, optimizer_placement="host", optimizer_device_buffers=slots, **how
+        draft, shape, optimizer_placement="host", optimizer_device_buffers=slots, **options
     )
     assert (program.words[~np.isin(program.op, OF_DISK)] == host.words).all()
     assert program.digest != host.digest
-    again = compile_on_disk(
-        draft, shape, optimizer_device_buffers=slots, optimizer_host_buffers=rooms, **how
+    relowered = compile_on_disk(
+        draft, shape, optimizer_device_buffers=slots, optimizer_host_buffers=rooms, **options
     )
-    assert again == program
+    assert relowered == program
 
 
 # ---------------------------------------------------------------- refusals
@@ -175,9 +175,9 @@ def move_line(text: str, what: str, before: str) -> Program:
     ],
 )
 def test_wrong_order_is_refused(what: str, before: str, error: Any, says: str) -> None:
-    rooms = 1 if error is SlotError else 2
+    host_buffers = 1 if error is SlotError else 2
     text = schedir.to_text(
-        compile_on_disk(clip_grad_norm=True, optimizer_host_buffers=rooms), folded=False
+        compile_on_disk(clip_grad_norm=True, optimizer_host_buffers=host_buffers), folded=False
     )
     with pytest.raises(error, match=says):
         schedir.check(move_line(text, what, before), blocking_hosts=True)
@@ -226,13 +226,13 @@ def test_optimizer_bytes_on_disk_host_and_device(zero: int, rooms: int) -> None:
         write_state_to_disk=5,
     )
     run = schedir.simulate(program, costs, sizes=sizes)
-    part = 2 if zero else 1
+    shards = 2 if zero else 1
     for rank, curve in enumerate(run.memory_on("disk")):
-        assert (curve.total == sum(bytes_of[rank::2]) / part).all()
+        assert (curve.total == sum(bytes_of[rank::2]) / shards).all()
     for rank, curve in enumerate(run.memory_on("host")):
-        each = sorted((size / part for size in bytes_of[rank::2]), reverse=True)
-        assert curve.total.max() <= sum(each[:rooms])
-        assert curve.total.max() >= each[0] and curve.total[-1] == 0
+        shard_bytes = sorted((size / shards for size in bytes_of[rank::2]), reverse=True)
+        assert curve.total.max() <= sum(shard_bytes[:rooms])
+        assert curve.total.max() >= shard_bytes[0] and curve.total[-1] == 0
     for curve in run.memory:
         assert (
             curve.by_kind["state"][0]
@@ -241,8 +241,8 @@ def test_optimizer_bytes_on_disk_host_and_device(zero: int, rooms: int) -> None:
             < curve.by_kind["state"].max()
         )
     limit = max(
-        float(own.total_bytes.max())
-        for own in compute_footprints(program, sizes, "host", worst_case=True)
+        float(footprint.total_bytes.max())
+        for footprint in compute_footprints(program, sizes, "host", worst_case=True)
     )
     compile_on_disk(
         dp=2, zero=zero, optimizer_host_buffers=rooms, sizes=sizes, host_memory_limit=limit
@@ -279,12 +279,12 @@ def test_worst_case_memory_bounds_every_tier(
     sizes = Sizes(saved=7, optimizer=tuple(range(1, shape.stages + 1)), params=1, grads=1)
     run = schedir.simulate(program, costs, sizes=sizes)
     for tier in ("device", "host", "disk"):
-        most = [
-            float(own.total_bytes.max())
-            for own in compute_footprints(program, sizes, tier, worst_case=True)
+        limits = [
+            float(footprint.total_bytes.max())
+            for footprint in compute_footprints(program, sizes, tier, worst_case=True)
         ]
-        seen = [curve.total.max() for curve in run.memory_on(tier)]
-        assert (np.array(seen) <= np.array(most) + 1e-9).all()
+        peaks = [curve.total.max() for curve in run.memory_on(tier)]
+        assert (np.array(peaks) <= np.array(limits) + 1e-9).all()
 
 
 def compute_pipeline_span(
@@ -302,22 +302,22 @@ def compute_pipeline_span(
         "offload_state": "d2h",
         "write_state_to_disk": "disk",
     }
-    free, done = dict[str, float](), dict[str, float]()
-    left = {"device": [0.0] * slots, "host": [0.0] * rooms}
-    for turn in order:
-        what, stage = turn.split()
+    lane_end, done = dict[str, float](), dict[str, float]()
+    free_times = {"device": [0.0] * slots, "host": [0.0] * rooms}
+    for instruction in order:
+        op, stage = instruction.split()
         takes = {
             "read_state_from_disk": "host", "reload_state": "device", "offload_state": "host"
-        }.get(what)  # fmt: skip
+        }.get(op)  # fmt: skip
         leaves = {
             "reload_state": "host", "offload_state": "device", "write_state_to_disk": "host"
-        }.get(what)  # fmt: skip
-        start = max(free.get(lanes[what], 0.0), done.get(stage, 0.0))
+        }.get(op)  # fmt: skip
+        start = max(lane_end.get(lanes[op], 0.0), done.get(stage, 0.0))
         if takes is not None:
-            start = max(start, left[takes].pop(0))
-        end = free[lanes[what]] = done[stage] = start + times[what]
+            start = max(start, free_times[takes].pop(0))
+        end = lane_end[lanes[op]] = done[stage] = start + times[op]
         if leaves is not None:
-            left[leaves].append(end)
+            free_times[leaves].append(end)
     return max(done.values())
 
 
@@ -337,17 +337,17 @@ def test_step_time_equals_four_lane_pipeline(slots: int, rooms: int, times: Any)
         "read_state_from_disk", "reload_state", "stage_step", "offload_state",
         "write_state_to_disk",
     )  # fmt: skip
-    each = dict(zip(lanes, times, strict=True))
-    span = schedir.simulate(program, Costs(F=0, B=0, **each)).span
+    times_by_op = dict(zip(lanes, times, strict=True))
+    span = schedir.simulate(program, Costs(F=0, B=0, **times_by_op)).span
     assert span == pytest.approx(
-        compute_pipeline_span(list_state_instructions(program, 0), slots, rooms, each)
+        compute_pipeline_span(list_state_instructions(program, 0), slots, rooms, times_by_op)
     )
     # The disk has one lane.
-    assert span >= 5 * (each["read_state_from_disk"] + each["write_state_to_disk"])
+    assert span >= 5 * (times_by_op["read_state_from_disk"] + times_by_op["write_state_to_disk"])
     if slots == rooms == 1:
         assert span == pytest.approx(5 * sum(times))
     # The disk's lane waits for no more than one stage.
-    if each["read_state_from_disk"] > 3 and rooms > 1 and slots > 1:
+    if times_by_op["read_state_from_disk"] > 3 and rooms > 1 and slots > 1:
         assert span <= 5 * (4 + 5) + 1 + 0.5 + 1
 
 

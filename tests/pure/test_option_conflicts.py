@@ -32,12 +32,12 @@ def test_run_is_checked_under_its_progress_model(
 
 
 def test_repeated_tied_weights_option_is_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    for both in (
+    for options in (
         ("-O", "tied_weights", "-O", "tied_weights=0=1"),
         ("-O", "tied_weights=0=1", "-O", "tied_weights"),
     ):
         assert "-O tied_weights is given twice" in run_refused_command(
-            capsys, "check", "one_f_one_b", *both
+            capsys, "check", "one_f_one_b", *options
         )
 
 
@@ -54,10 +54,10 @@ def test_compare_divides_reduction_cost_among_stages(
         )
     )
     assert compared[0]["span"] == alone["span"]
-    whole = json.loads(
+    unsegmented = json.loads(
         run_command(capsys, "simulate", "one_f_one_b", costs, "-O", "dp=2", "--json")
     )
-    assert compared[1]["span"] == whole["span"]
+    assert compared[1]["span"] == unsegmented["span"]
 
 
 def test_overlapped_pairs_do_not_make_stage_slow(capsys: pytest.CaptureFixture[str]) -> None:
@@ -113,11 +113,11 @@ def test_explain_start_on_blocking_hosts(
     argv = "-O", "tp=2", "--costs=send=0.5,tp_gather=0.3", f"--explain-start=3:{last}"
     starts = []
     for blocks in (False, True):
-        asked = ["check", "gpipe", *argv, *["--blocking-hosts"] * blocks]
-        chain = json.loads(run_command(capsys, *asked, "--json"))
+        command = ["check", "gpipe", *argv, *["--blocking-hosts"] * blocks]
+        chain = json.loads(run_command(capsys, *command, "--json"))
         run = schedir.simulate(program, costs, blocking_hosts=blocks)
         assert chain[-1]["start"] == run.spans["start"][-1]
-        assert ("under per_device, if hosts block" in run_command(capsys, *asked)) == blocks
+        assert ("under per_device, if hosts block" in run_command(capsys, *command)) == blocks
         starts.append(chain[-1]["start"])
     assert starts[0] < starts[1]
     schedir.save_timeline(schedir.simulate(program), "x.timeline")
@@ -134,14 +134,14 @@ def test_explain_start_on_blocking_hosts(
     ],
 )
 def test_unknown_compile_option_is_refused(option: str, hint: str) -> None:
-    given: dict[str, Any] = {option: True}
+    options: dict[str, Any] = {option: True}
     with pytest.raises(schedir.errors.UsageError) as error:
-        schedir.compile(interleaved, PipelineShape(2, 2), **given)
+        schedir.compile(interleaved, PipelineShape(2, 2), **options)
     assert error.value.fields == (option,) and error.value.hint.startswith(hint)
 
 
 def test_draft_refuses_lowering_option(capsys: pytest.CaptureFixture[str]) -> None:
-    cut = run_refused_command(
+    error = run_refused_command(
         capsys, "print", "gpipe", "-O", "tp=2", "-O", "stage_segments=5", "--compute-only"
     )
-    assert "-O stage_segments applies only to lowered programs" in cut
+    assert "-O stage_segments applies only to lowered programs" in error

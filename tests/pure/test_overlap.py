@@ -26,24 +26,24 @@ TAKEN = {O.TPGatherAct: (O.RecvAct, (O.Forward,)),
 
 def list_groups(program: Program, rank: int) -> list[list[Instr]]:
     """Return the groups of a Stream."""
-    found: list[list[Instr]] = []
+    groups: list[list[Instr]] = []
     stream = program.streams[rank]
     for instr, joined in zip(stream, stream.joined.tolist(), strict=True):
-        found[-1:] = [[*found[-1], instr]] if joined else [*found[-1:], [instr]]
-    return found
+        groups[-1:] = [[*groups[-1], instr]] if joined else [*groups[-1:], [instr]]
+    return groups
 
 
 def find_gather_positions(program: Program) -> Iterator[tuple[int, int, int, list[int]]]:
     """Yield the positions of each gather, its receive and its consumer, and of all computes."""
     for rank in range(program.shape.ranks):
         issued = list_groups(program, rank)
-        at = {instr: k for k, group in enumerate(issued) for instr in group}
+        group_of = {instr: k for k, group in enumerate(issued) for instr in group}
         computes = [k for k, group in enumerate(issued) if group[0].op in COMPUTE_OPS]
-        for instr, k in at.items():
+        for instr, k in group_of.items():
             if instr.op in TAKEN:
                 receive, users = TAKEN[instr.op]
-                (user,) = (at[u] for op in users if (u := instr._replace(op=op)) in at)
-                yield k, at[instr._replace(op=receive)], user, computes
+                (user,) = (group_of[u] for op in users if (u := instr._replace(op=op)) in group_of)
+                yield k, group_of[instr._replace(op=receive)], user, computes
 
 
 @settings(max_examples=100)

@@ -44,7 +44,7 @@ def test_page_commands_print_documented_output(
     Path("examples").symlink_to(ROOT / "examples")
     program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(4, 8))
     schedir.save_timeline(schedir.simulate(program), "run.timeline")  # a file that the pages use
-    ran = 0
+    num_commands = 0
     for step in steps(page):
         if step.kind == "file":
             Path(step.named).write_text(step.text)
@@ -53,18 +53,18 @@ def test_page_commands_print_documented_output(
         ):  # tests/cpu runs the others
             exec(compile(step.text, name, "exec"), {})
             capsys.readouterr()  # pages describe the output in words
-            ran += 1
+            num_commands += 1
         elif step.kind == "command" and not step.text.startswith("schedir train"):
             code, out = run_shell_command(step.text, capsys)
             assert code == (2 if "Error: " in step.prints else 0), step.text
-            shown = ".*".join(map(re.escape, step.prints.split("...\n")))
-            assert re.fullmatch(shown, out, flags=re.S), (step.text, out)
-            ran += 1
+            pattern = ".*".join(map(re.escape, step.prints.split("...\n")))
+            assert re.fullmatch(pattern, out, flags=re.S), (step.text, out)
+            num_commands += 1
     for command in commands(page):
         if not command.startswith("schedir train"):  # tests/cpu trains
             assert run_shell_command(command, capsys)[0] == 0, command
-            ran += 1
-    assert ran or name in ("how-to/write-a-schedule", "how-to/train-from-a-configuration")
+            num_commands += 1
+    assert num_commands or name in ("how-to/write-a-schedule", "how-to/train-from-a-configuration")
 
 
 def test_commands_named_on_pages_exist(capsys: pytest.CaptureFixture[str]) -> None:
@@ -74,17 +74,17 @@ def test_commands_named_on_pages_exist(capsys: pytest.CaptureFixture[str]) -> No
     for path in pages:
         page = path.read_text().replace("\\\n", "")
         shell = "".join(body for language, body in blocks(page) if language in ("", "sh", "bash"))
-        named = re.findall(r"^(?:\$ )?schedir +([a-z]+) (.*)$", shell, flags=re.M)
-        named += re.findall(r"`schedir ([a-z]+) ?([^`]*)`", page)
-        for command, rest in named:
-            part = [
+        commands = re.findall(r"^(?:\$ )?schedir +([a-z]+) (.*)$", shell, flags=re.M)
+        commands += re.findall(r"`schedir ([a-z]+) ?([^`]*)`", page)
+        for command, arguments in commands:
+            command_words = [
                 command,
-                *re.findall(r"^(?:inspect|export)\b", rest),
+                *re.findall(r"^(?:inspect|export)\b", arguments),
             ]  # a command may have subcommands
-            if (called := " ".join(part)) not in helps:
-                assert main([*part, "--help"]) == 0, (path.name, called)
+            if (called := " ".join(command_words)) not in helps:
+                assert main([*command_words, "--help"]) == 0, (path.name, called)
                 helps[called] = capsys.readouterr().out
-            for option in re.findall(r"(?<!\S)--?[a-z][\w-]*", rest.split("  #")[0]):
+            for option in re.findall(r"(?<!\S)--?[a-z][\w-]*", arguments.split("  #")[0]):
                 known = re.search(rf"(?<!\S){option}(?![\w-])", helps[called].replace("[", " "))
                 assert known, (path.name, command, option)
         for language, body in blocks(page):

@@ -59,9 +59,9 @@ def parse_trace(text: str) -> list[Event]:
         spans.sort()
         assert all(a[1] <= b[0] for a, b in pairwise(spans))
     check_flows(events, tracks)
-    named = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
-    assert named == tracks.keys()
-    threads = [tid for _, tid in named]
+    tracks_with_name = {(e["pid"], e["tid"]) for e in events if e["name"] == "thread_name"}
+    assert tracks_with_name == tracks.keys()
+    threads = [tid for _, tid in tracks_with_name]
     assert len({*threads}) == len(threads) and not {*threads} & {e["pid"] for e in events}
     return events
 
@@ -72,8 +72,8 @@ def check_flows(events: list[Event], tracks: dict[tuple[int, int], list[tuple[in
     for event in events:
         if event["ph"] in "sf":
             ends[event["id"]].append(event)
-            at = event["ts"]
-            assert any(a <= at <= b for a, b in tracks[event["pid"], event["tid"]]), event
+            time = event["ts"]
+            assert any(a <= time <= b for a, b in tracks[event["pid"], event["tid"]]), event
     for pair in ends.values():
         assert [e["ph"] for e in pair] == ["s", "f"] and pair[0]["ts"] <= pair[1]["ts"]
         assert pair[0]["pid"] != pair[1]["pid"]
@@ -128,8 +128,10 @@ def test_trace_contains_compute_idle_time_and_peaks() -> None:
 
 
 def compute_peaks(events: list[Event], name: str, ranks: int) -> list[float]:
-    own = [[e for e in events if e["name"] == name and e["pid"] == r] for r in range(ranks)]
-    return [max(sum(e["args"].values()) for e in counts) for counts in own]
+    counters_by_rank = [
+        [e for e in events if e["name"] == name and e["pid"] == r] for r in range(ranks)
+    ]
+    return [max(sum(e["args"].values()) for e in counts) for counts in counters_by_rank]
 
 
 def test_trace_counts_bytes() -> None:
@@ -160,9 +162,9 @@ def test_overlapping_messages_have_separate_threads() -> None:
 
 
 def gpipe_of_all(rank: int, ranks: int, microbatches: int, v: int) -> schedir.RankSchedule:
-    own = v if rank == 0 else 1
-    forward = sum((microbatches * schedir.F[j] for j in range(own)), schedir.EMPTY)
-    return sum((microbatches * schedir.B[j] for j in reversed(range(own))), forward)
+    stages = v if rank == 0 else 1
+    forward = sum((microbatches * schedir.F[j] for j in range(stages)), schedir.EMPTY)
+    return sum((microbatches * schedir.B[j] for j in reversed(range(stages))), forward)
 
 
 def test_program_name_is_escaped() -> None:

@@ -59,8 +59,8 @@ def test_density_shares_sum_to_busy_time(draft: Program, data: st.DataObject, co
         )
         lo, hi = t.span * column / columns, t.span * (column + 1) / columns
         for op in (Opcode.Forward, Opcode.Backward):
-            own = t.spans[(t.spans["rank"] == rank) & (t.spans["op"] == op)]
-            inside = np.minimum(own["end"], hi) - np.maximum(own["start"], lo)
+            spans = t.spans[(t.spans["rank"] == rank) & (t.spans["op"] == op)]
+            inside = np.minimum(spans["end"], hi) - np.maximum(spans["start"], lo)
             assert share[rank, column, op] == pytest.approx(
                 inside.clip(0).sum() / (hi - lo), abs=1e-9
             )
@@ -79,8 +79,8 @@ def test_small_boxes_become_density_images(tmp_path: Path) -> None:
     images = figure.axes[0].images
     assert len(images) == 32
     for rank, image in enumerate(images):
-        seen = np.asarray(image.get_array())
-        assert seen[..., 3].mean() == pytest.approx(t.busy[rank] / t.span, abs=0.01)
+        pixels = np.asarray(image.get_array())
+        assert pixels[..., 3].mean() == pytest.approx(t.busy[rank] / t.span, abs=0.01)
     save(figure, tmp_path / "x.png")
     assert not gantt(simulate_schedule()).axes[0].images
 
@@ -127,8 +127,8 @@ def test_every_message_has_one_arrow(t: Timeline) -> None:
     assert (t.spans["rank"][pairs[:, 0]] != t.spans["rank"][pairs[:, 1]]).all()
     assert (t.spans["mb"][pairs[:, 0]] == t.spans["mb"][pairs[:, 1]]).all()
     figure = gantt(t, show=("arrows",))
-    (drawn,) = [c for c in figure.axes[0].collections if isinstance(c, Quiver)]
-    assert sends == drawn.N
+    (arrows,) = [c for c in figure.axes[0].collections if isinstance(c, Quiver)]
+    assert sends == arrows.N
     assert not [c for c in gantt(t).axes[0].collections if isinstance(c, Quiver)]
 
 

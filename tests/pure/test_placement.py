@@ -32,15 +32,17 @@ def test_named_placement_equals_its_rows() -> None:
         "mirror": [[0, 1, 2, 3], [3, 2, 1, 0]],
         "mirror-vee": [[0, 1, 2, 3, 3, 2, 1, 0], [3, 2, 1, 0, 0, 1, 2, 3]],
     }.items():
-        named = PipelineShape(4, 6, placement=name)
-        given = PipelineShape(4, 6, placement=tuple(map(tuple, rows)))
-        assert named.replica_ranks.tolist() == given.replica_ranks.tolist() == rows
-        assert named.stages_on_rank == given.stages_on_rank
+        by_name = PipelineShape(4, 6, placement=name)
+        by_rows = PipelineShape(4, 6, placement=tuple(map(tuple, rows)))
+        assert by_name.replica_ranks.tolist() == by_rows.replica_ranks.tolist() == rows
+        assert by_name.stages_on_rank == by_rows.stages_on_rank
         assert (
-            named.stages_per_rank == given.stages_per_rank == NAMED_PLACEMENTS[name].stages_per_rank
+            by_name.stages_per_rank
+            == by_rows.stages_per_rank
+            == NAMED_PLACEMENTS[name].stages_per_rank
         )
         programs = [
-            compile(random_compute_program(shape, random.Random(1))) for shape in (named, given)
+            compile(random_compute_program(shape, random.Random(1))) for shape in (by_name, by_rows)
         ]
         assert programs[0].digest == programs[1].digest
 
@@ -55,8 +57,12 @@ def test_placement_rows_share_microbatches_evenly(
     shape = PipelineShape(3, m, placement=tuple((k, (k + 1) % 3, (k + 2) % 3) for k in range(rows)))
     assert shape.microbatch_row_offsets == parts and shape.placement_rows == rows
     for stage in range(3):
-        on = [(stage + k) % 3 for k in range(rows) for _ in range(parts[k], parts[k + 1])]
-        assert np.broadcast_to(shape.rank_of_stage(stage, range(m)), m).tolist() == on
+        ranks_by_microbatch = [
+            (stage + k) % 3 for k in range(rows) for _ in range(parts[k], parts[k + 1])
+        ]
+        assert (
+            np.broadcast_to(shape.rank_of_stage(stage, range(m)), m).tolist() == ranks_by_microbatch
+        )
 
 
 @pytest.mark.parametrize("text", ["loop", "mirror-vee", "0,1,1", "0,1,2,3/3,2,1,0", "0,1/1,2/2,0"])
@@ -119,8 +125,8 @@ def test_stage_has_local_number_on_each_rank() -> None:
 
     program = compile(mine, shape)
     check(program)
-    found = [[(s, mb) for op, s, mb in stream if op is FORWARD] for stream in program.streams]
-    assert found == [[(0, 0), (1, 0), (0, 1), (1, 1)], [(1, 2), (1, 3)], [(0, 2), (0, 3)]]
+    forwards = [[(s, mb) for op, s, mb in stream if op is FORWARD] for stream in program.streams]
+    assert forwards == [[(0, 0), (1, 0), (0, 1), (1, 1)], [(1, 2), (1, 3)], [(0, 2), (0, 3)]]
 
 
 @settings(max_examples=25)
@@ -141,8 +147,10 @@ def test_random_stage_replicas_compile_and_reduce(
             if op in (FORWARD, BACKWARD):
                 assert shape.replica_ranks[shape.replica_row_of_microbatch(mb), s] == rank
     for op in (Opcode.ReduceGrads, Opcode.ReduceReplicatedStages):
-        each = [[i.stage for i in stream if i.op is op] for stream in program.streams]
-        assert [sorted(own) for own in each] == [[*own] for own in shape.stages_on_rank]
+        reduced_stages = [[i.stage for i in stream if i.op is op] for stream in program.streams]
+        assert [sorted(rank_stages) for rank_stages in reduced_stages] == [
+            [*rank_stages] for rank_stages in shape.stages_on_rank
+        ]
     assert (
         simulate(program).span >= 3 * shape.microbatch_row_offsets[1]
     )  # the compute of one holder of a stage
@@ -153,15 +161,15 @@ def test_missing_replica_reduction_is_named() -> None:
     shape = PipelineShape(3, 3, placement=((0, 1), (1, 2), (2, 0)))
     text = to_text(compile(random_compute_program(shape, random.Random(0))), folded=False)
     for k in range(text.count("\n  reduce_replicated_stages 1\n")):
-        head, *parts = text.split("\n  reduce_replicated_stages 1\n")
-        without = "\n  reduce_replicated_stages 1\n".join([head, *parts[:k]]) + "\n" * (
-            k < len(parts)
+        head, *pieces = text.split("\n  reduce_replicated_stages 1\n")
+        without = "\n  reduce_replicated_stages 1\n".join([head, *pieces[:k]]) + "\n" * (
+            k < len(pieces)
         )
-        whole = without + "\n  reduce_replicated_stages 1\n".join(parts[k:])
+        incomplete_text = without + "\n  reduce_replicated_stages 1\n".join(pieces[k:])
         with pytest.raises(
             SchedirError, match=f"reduce_replicated_stages 1 is missing on rank {k}"
         ):
-            check(from_text(whole))
+            check(from_text(incomplete_text))
 
 
 def test_microbatch_of_other_replica_is_refused() -> None:

@@ -21,14 +21,18 @@ ROOT = Path(__file__).resolve().parents[2]
 
 def list_with_dependencies(names: list[str]) -> Iterator[str]:
     """Yield packages and all their direct and indirect dependencies."""
-    seen: set[str] = set()
+    visited: set[str] = set()
     while names:
         name = names.pop()
-        if name not in seen:
-            seen.add(name)
+        if name not in visited:
+            visited.add(name)
             yield name
             needs = map(Requirement, distribution(name).requires or ())
-            names += [each.name for each in needs if not each.marker or each.marker.evaluate()]
+            names += [
+                requirement.name
+                for requirement in needs
+                if not requirement.marker or requirement.marker.evaluate()
+            ]
 
 
 def create_environment(folder: Path) -> Path:
@@ -37,12 +41,12 @@ def create_environment(folder: Path) -> Path:
     (site,) = folder.glob("lib/python*/site-packages")
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for name in list_with_dependencies(
-        [Requirement(each).name for each in project["dependencies"]]
+        [Requirement(requirement).name for requirement in project["dependencies"]]
     ):
         package = distribution(name)
-        for part in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
-            if not (site / part).exists():
-                (site / part).symlink_to(str(package.locate_file(part)))
+        for top_level in {file.parts[0] for file in package.files or ()} - {"..", "__pycache__"}:
+            if not (site / top_level).exists():
+                (site / top_level).symlink_to(str(package.locate_file(top_level)))
     (site / "source.pth").write_text(f"{ROOT}\n")
     return folder / "bin" / "python"
 
@@ -57,8 +61,10 @@ def list_documented_imports() -> list[str]:
     """Return the import lines of schedir in the Python examples of all pages."""
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]
     line = r"^(?:from schedir[\w.]* import (?:\([^)]*\)|.*)|import schedir.*)$"
-    found = {each for page in pages for each in re.findall(line, page.read_text(), re.M)}
-    return sorted(found)
+    lines = {
+        import_line for page in pages for import_line in re.findall(line, page.read_text(), re.M)
+    }
+    return sorted(lines)
 
 
 def test_documented_import_works_or_names_missing_package(tmp_path: Path) -> None:
@@ -120,6 +126,10 @@ def test_min_versions_equal_pyproject() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     for package, extra in EXTRAS.items():
         needed = map(Requirement, project["optional-dependencies"][extra.name])
-        (own,) = [each for each in needed if each.name == package.replace(".", "-")]
-        lowest = [each.version for each in own.specifier if each.operator == ">="]
+        (requirement,) = [
+            candidate for candidate in needed if candidate.name == package.replace(".", "-")
+        ]
+        lowest = [
+            candidate.version for candidate in requirement.specifier if candidate.operator == ">="
+        ]
         assert lowest == ([extra.min_version] if extra.min_version else [])

@@ -48,13 +48,13 @@ class _HasState:
 
 @pytest.mark.parametrize("protocol", range(6))
 def test_pickle_with_call_runs_no_code(protocol: int, tmp_path: Path) -> None:
-    there = tmp_path / "there"
-    runs = pickle.dumps({"entries": [_CallsFunction(os.mkdir, str(there))]}, protocol)
+    folder = tmp_path / "there"
+    runs = pickle.dumps({"entries": [_CallsFunction(os.mkdir, str(folder))]}, protocol)
     with pytest.raises(TraceError):
         loads(runs)
-    assert not there.exists()
+    assert not folder.exists()
     pickle.loads(runs)
-    assert there.exists()  # Python itself runs the call
+    assert folder.exists()  # Python itself runs the call
 
 
 MALICIOUS = {

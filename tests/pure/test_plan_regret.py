@@ -17,7 +17,7 @@ SECONDS = st.lists(st.floats(1e-6, 1e6), min_size=1, max_size=9)
 
 @given(SECONDS, st.floats(0.1, 10))
 def test_common_error_factor_has_no_regret(measured: list[float], off: float) -> None:
-    assert prediction_regret([off * each for each in measured], measured) < 1e-9
+    assert prediction_regret([off * seconds for seconds in measured], measured) < 1e-9
 
 
 def test_regret_takes_slowest_of_equal_predictions() -> None:

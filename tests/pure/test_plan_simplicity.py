@@ -42,10 +42,10 @@ def test_fewer_stages_then_less_memory_is_simpler() -> None:
     """ZeRO 1 does not count as a mechanism, since it saves memory without more communication."""
     two, eight = (replace(PLAN, stages_per_rank=v) for v in (2, 8))
     assert prefer_simplest([eight, two]) == [two, eight]
-    less = PLAN.memory._replace(optimizer=PLAN.memory.optimizer - 1)
-    plain, sharded = replace(PLAN, zero=0), replace(PLAN, zero=1, memory=less)
+    smaller_memory = PLAN.memory._replace(optimizer=PLAN.memory.optimizer - 1)
+    plain, sharded = replace(PLAN, zero=0), replace(PLAN, zero=1, memory=smaller_memory)
     assert prefer_simplest([plain, sharded])[0] == sharded
-    assert prefer_simplest([replace(PLAN, zero=2, memory=less), plain])[0] == plain
+    assert prefer_simplest([replace(PLAN, zero=2, memory=smaller_memory), plain])[0] == plain
 
 
 def test_command_prints_preferred_plan(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

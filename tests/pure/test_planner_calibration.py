@@ -33,31 +33,31 @@ def test_calibrate_finds_cluster_constants() -> None:
     truth = replace(
         PRESET, flops=PRESET.flops * 0.8, hbm_bandwidth=PRESET.hbm_bandwidth * 0.8, kernel_us=40
     )
-    found = planner.calibrate(PRESET, STACK, predict_runs(truth))
-    assert max(map(abs, found.errors)) < 0.03
-    assert found.cluster.flops == pytest.approx(truth.flops, rel=0.05)
-    assert found.cluster.kernel_us == pytest.approx(40, rel=0.05)
-    for one in found.constants:
+    calibration = planner.calibrate(PRESET, STACK, predict_runs(truth))
+    assert max(map(abs, calibration.errors)) < 0.03
+    assert calibration.cluster.flops == pytest.approx(truth.flops, rel=0.05)
+    assert calibration.cluster.kernel_us == pytest.approx(40, rel=0.05)
+    for one in calibration.constants:
         assert one.low <= getattr(truth, one.name) <= one.high, one.name
     other = ParallelPlan(pp=2, tp=2, dp=2, microbatches=64, sequence_parallel=True)
     seconds = predict(truth, STACK, MODEL, other).step_time
-    low, high = found.find_interval(MODEL, other)
+    low, high = calibration.find_interval(MODEL, other)
     assert low <= seconds <= high < 1.5 * low
 
 
 def test_runs_as_predicted_keep_constants() -> None:
-    found = planner.calibrate(PRESET, STACK, predict_runs(PRESET))
-    for one in found.constants:
+    calibration = planner.calibrate(PRESET, STACK, predict_runs(PRESET))
+    for one in calibration.constants:
         assert one.value == pytest.approx(one.prior, rel=1e-3)
-    assert max(map(abs, found.errors)) < 1e-3
+    assert max(map(abs, calibration.errors)) < 1e-3
 
 
 def test_outlier_run_changes_constants_little() -> None:
     plans = [ParallelPlan(dp=8, microbatches=m) for m in (4, 8, 16, 32, 64)]
     runs = predict_runs(PRESET, plans)
     bad = [*runs[:-1], runs[-1]._replace(step_time=runs[-1].step_time * 5)]
-    found = planner.calibrate(PRESET, STACK, bad)
-    assert found.cluster.flops == pytest.approx(PRESET.flops, rel=0.05)
+    calibration = planner.calibrate(PRESET, STACK, bad)
+    assert calibration.cluster.flops == pytest.approx(PRESET.flops, rel=0.05)
 
 
 def test_more_runs_narrow_intervals() -> None:
@@ -73,11 +73,11 @@ def test_more_runs_narrow_intervals() -> None:
 
 
 def test_extrapolations_are_listed() -> None:
-    found = planner.calibrate(PRESET, STACK, predict_runs(PRESET))
-    assert found.list_extrapolations(PLANS[0]) == []
-    text = " ".join(found.list_extrapolations(ParallelPlan(pp=2, tp=8, dp=8)))
+    calibration = planner.calibrate(PRESET, STACK, predict_runs(PRESET))
+    assert calibration.list_extrapolations(PLANS[0]) == []
+    text = " ".join(calibration.list_extrapolations(ParallelPlan(pp=2, tp=8, dp=8)))
     assert "gpus 128" in text and "pp 2" in text and "tp 8" in text
-    assert found.cluster.calibrated_gpus == 16
+    assert calibration.cluster.calibrated_gpus == 16
 
 
 @pytest.mark.parametrize(
@@ -107,22 +107,22 @@ def test_command_writes_usable_cluster_file(
     assert not run_calibrate_command(
         tmp_path, CSV.format("step_time,memory", "3.36,24.2GB", "9.1,")
     )
-    said = capsys.readouterr().out
-    assert "kernel_us" in said and "24.2 GB" in said and "measure next: pp" in said
-    mine = load_cluster(tmp_path / "mine.toml")
-    assert mine.calibrated_gpus == 8 and 0 < mine.uncertainty < 0.2
+    output = capsys.readouterr().out
+    assert "kernel_us" in output and "24.2 GB" in output and "measure next: pp" in output
+    cluster = load_cluster(tmp_path / "mine.toml")
+    assert cluster.calibrated_gpus == 8 and 0 < cluster.uncertainty < 0.2
     by_tokens = CSV.format("tokens_per_second", 256 * 4096 / 3.36, 256 * 4096 / 9.1)
     assert not run_calibrate_command(tmp_path, by_tokens)
-    again = load_cluster(tmp_path / "mine.toml")
-    assert again == mine
+    second_cluster = load_cluster(tmp_path / "mine.toml")
+    assert second_cluster == cluster
     capsys.readouterr()
     assert not main([
         "plan", *MODEL_OPTIONS, "--cluster", str(tmp_path / "mine.toml"), "--nodes", "2",
         "--batch", "256", "--stack", "nanotron", "--closed-form-only", "--zero", "1",
     ])  # fmt: skip
-    said = capsys.readouterr().out
-    assert "in 90 % of runs" in said and "cannot be distinguished" in said
-    assert "16 GPUs are an extrapolation" in said
+    output = capsys.readouterr().out
+    assert "in 90 % of runs" in output and "cannot be distinguished" in output
+    assert "16 GPUs are an extrapolation" in output
 
 
 @pytest.mark.parametrize(

@@ -72,27 +72,33 @@ def test_breakdown_sums_to_step_and_work_bounds_it(
     case: tuple[planner.ParallelPlan, planner.TransformerSpec],
 ) -> None:
     choice, model = case
-    where = resize_node(choice.gpus)
-    found = simulate_plan(model, where, choice)
-    assert found.is_simulated
-    assert sum(found.breakdown) == pytest.approx(found.step_time, rel=1e-9)
-    assert min(found.breakdown) >= 0
+    node = resize_node(choice.gpus)
+    estimate = simulate_plan(model, node, choice)
+    assert estimate.is_simulated
+    assert sum(estimate.breakdown) == pytest.approx(estimate.step_time, rel=1e-9)
+    assert min(estimate.breakdown) >= 0
     # The step takes at least the compute of the busiest rank.
-    times = compute_stage_times(model, where, choice)
-    own = plan_program(choice, tied_weights=model.tied).shape.stages_on_rank
-    work = [sum(sum(times[s].total) for s in stages) * choice.microbatches for stages in own]
-    assert found.step_time >= max(work) * (1 - 1e-9)
-    busy = found.breakdown.compute + found.breakdown.recompute + found.breakdown.layer_collectives
-    assert min(abs(busy - each) for each in work) <= 1e-9 * busy
+    times = compute_stage_times(model, node, choice)
+    stages_by_rank = plan_program(choice, tied_weights=model.tied).shape.stages_on_rank
+    work = [
+        sum(sum(times[s].total) for s in stages) * choice.microbatches for stages in stages_by_rank
+    ]
+    assert estimate.step_time >= max(work) * (1 - 1e-9)
+    busy = (
+        estimate.breakdown.compute
+        + estimate.breakdown.recompute
+        + estimate.breakdown.layer_collectives
+    )
+    assert min(abs(busy - rank_work) for rank_work in work) <= 1e-9 * busy
 
 
 def make_uniform_plan(
     p: int, m: int, **more: Any
 ) -> tuple[planner.TransformerSpec, Cluster, planner.ParallelPlan]:
     """Return a plan whose stages all take equal time, and whose messages take no time."""
-    free = resize_node(p, nvlink_bandwidth=1e30, network_bandwidth=1e30, latency=0.0)
+    free_network = resize_node(p, nvlink_bandwidth=1e30, network_bandwidth=1e30, latency=0.0)
     model = planner.TransformerSpec(layers=2 * p, hidden=256, heads=4, vocab=1, sequence=64)
-    return model, free, planner.ParallelPlan(pp=p, microbatches=m, **more)
+    return model, free_network, planner.ParallelPlan(pp=p, microbatches=m, **more)
 
 
 @pytest.mark.parametrize(("p", "m"), [(2, 4), (4, 8), (4, 13), (8, 32)])
@@ -102,26 +108,26 @@ def test_balanced_stages_match_closed_formula(
     monkeypatch: pytest.MonkeyPatch, p: int, m: int, schedule: str, recompute: str
 ) -> None:
     """The time is (m + p - 1)(F + B) as in SC21, section 2.2.1, with recomputation in B."""
-    model, free, choice = make_uniform_plan(p, m, schedule=schedule, recompute=recompute)
-    inner = planner.stage_time(model, free, choice, 2)
+    model, free_network, choice = make_uniform_plan(p, m, schedule=schedule, recompute=recompute)
+    inner = planner.stage_time(model, free_network, choice, 2)
     monkeypatch.setattr(
         import_module("schedir.planner.estimate.instruction_costs"),
         "stage_time",
         lambda *args: inner,
     )
-    found = simulate_plan(model, free, choice)
+    estimate = simulate_plan(model, free_network, choice)
     one = sum(inner.total)
-    step = found.breakdown.optimizer + found.breakdown.data_parallel
-    assert found.step_time - step == pytest.approx((m + p - 1) * one, rel=1e-12)
-    assert found.breakdown.bubble == pytest.approx((p - 1) * one, rel=1e-9)
-    assert found.breakdown.transfers == 0
-    assert found.breakdown.recompute == pytest.approx(m * inner.compute.R, rel=1e-12)
+    step = estimate.breakdown.optimizer + estimate.breakdown.data_parallel
+    assert estimate.step_time - step == pytest.approx((m + p - 1) * one, rel=1e-12)
+    assert estimate.breakdown.bubble == pytest.approx((p - 1) * one, rel=1e-9)
+    assert estimate.breakdown.transfers == 0
+    assert estimate.breakdown.recompute == pytest.approx(m * inner.compute.R, rel=1e-12)
 
 
 def compositions(total: int, parts: int, least: list[int]) -> Iterator[tuple[int, ...]]:
-    for each in product(*(range(low, total + 1) for low in least)):
-        if sum(each) == total and len(each) == parts:
-            yield each
+    for division in product(*(range(low, total + 1) for low in least)):
+        if sum(division) == total and len(division) == parts:
+            yield division
 
 
 @settings(max_examples=60, deadline=None)
@@ -132,16 +138,16 @@ def test_balance_layers_is_optimal(data: st.DataObject) -> None:
     row = st.lists(number, min_size=layers + 1, max_size=layers + 1)
     seconds = np.array(data.draw(st.lists(row, min_size=ranks, max_size=ranks)))
     best = min(
-        max(seconds[r, n] for r, n in enumerate(each))
-        for each in compositions(layers, ranks, [0] * ranks)
+        max(seconds[r, n] for r, n in enumerate(division))
+        for division in compositions(layers, ranks, [0] * ranks)
     )
     if np.isinf(best):
         with pytest.raises(UsageError):
             balance_layers(seconds)
         return
-    found = balance_layers(seconds)
-    assert sum(found) == layers
-    assert max(seconds[r, n] for r, n in enumerate(found)) == best
+    balanced = balance_layers(seconds)
+    assert sum(balanced) == layers
+    assert max(seconds[r, n] for r, n in enumerate(balanced)) == best
 
 
 @pytest.mark.parametrize(("p", "v", "schedule", "layers"), [
@@ -155,16 +161,18 @@ def test_layer_division_is_near_best_division(p: int, v: int, schedule: str, lay
     model = planner.TransformerSpec(layers=layers, hidden=512, heads=8, vocab=16384, sequence=256)
     choice = planner.ParallelPlan(pp=p, stages_per_rank=v, microbatches=4 * p, schedule=schedule)
     stages = p * v
-    least = [0, *[1] * (stages - 2), 0]
+    min_layers = [0, *[1] * (stages - 2), 0]
     steps = {
-        each: simulate_plan(model, resize_node(p), replace(choice, layers_per_stage=each)).step_time
-        for each in compositions(layers, stages, least)
-        if max(each) - min(each) <= 4
+        division: simulate_plan(
+            model, resize_node(p), replace(choice, layers_per_stage=division)
+        ).step_time
+        for division in compositions(layers, stages, min_layers)
+        if max(division) - min(division) <= 4
     }
-    found = optimize_layer_division(model, resize_node(p), choice)
-    assert steps[found] <= min(steps.values()) * 1.02
+    best_division = optimize_layer_division(model, resize_node(p), choice)
+    assert steps[best_division] <= min(steps.values()) * 1.02
     if layers % stages == 0:
-        assert steps[found] <= steps[(layers // stages,) * stages]
+        assert steps[best_division] <= steps[(layers // stages,) * stages]
 
 
 def test_layer_division_respects_memory() -> None:
@@ -175,11 +183,13 @@ def test_layer_division_respects_memory() -> None:
     fullest = simulate_plan(
         model, resize_node(4), replace(choice, layers_per_stage=wide)
     ).memory.total
-    less = resize_node(4, memory=0.95 * fullest)
-    found = simulate_plan(
-        model, less, replace(choice, layers_per_stage=optimize_layer_division(model, less, choice))
+    small_memory = resize_node(4, memory=0.95 * fullest)
+    estimate = simulate_plan(
+        model,
+        small_memory,
+        replace(choice, layers_per_stage=optimize_layer_division(model, small_memory, choice)),
     )
-    assert found.fits and found.layers_per_stage[0] < wide[0]
+    assert estimate.fits and estimate.layers_per_stage[0] < wide[0]
     with pytest.raises(UsageError):
         optimize_layer_division(model, resize_node(4, memory="1MB"), choice)
 
@@ -197,15 +207,19 @@ def test_improved_schedule_fits_memory() -> None:
         zero=1,
         recompute="full",
     )
-    own = simulate_plan(MODEL, resize_node(choice.gpus), choice)
-    tight = resize_node(choice.gpus, memory=1.02 * own.memory.total)
-    found = improve_schedule(MODEL, tight, choice, time_limit=60, max_evaluations=150)
-    told = found.estimate
-    assert told.step_time <= own.step_time
-    assert found.lower_bound <= told.step_time and told.fits
-    assert sum(told.breakdown) == pytest.approx(told.step_time, rel=1e-9)
-    assert (told.pp, told.microbatches, told.zero) == (choice.pp, choice.microbatches, choice.zero)
-    run = simulate(found.program)  # checked, with all options of the plan
+    unimproved = simulate_plan(MODEL, resize_node(choice.gpus), choice)
+    tight = resize_node(choice.gpus, memory=1.02 * unimproved.memory.total)
+    improved = improve_schedule(MODEL, tight, choice, time_limit=60, max_evaluations=150)
+    estimate = improved.estimate
+    assert estimate.step_time <= unimproved.step_time
+    assert improved.lower_bound <= estimate.step_time and estimate.fits
+    assert sum(estimate.breakdown) == pytest.approx(estimate.step_time, rel=1e-9)
+    assert (estimate.pp, estimate.microbatches, estimate.zero) == (
+        choice.pp,
+        choice.microbatches,
+        choice.zero,
+    )
+    run = simulate(improved.program)  # checked, with all options of the plan
     assert (run.program.dp, run.program.zero) == (choice.dp, choice.zero)
 
 
@@ -231,9 +245,9 @@ def test_simulation_is_near_closed_form(
     model: planner.TransformerSpec, choice: planner.ParallelPlan
 ) -> None:
     """The simulation and the closed form are independent, and give nearly the same numbers."""
-    where = replace(resize_node(4), nodes=choice.gpus // 4)
-    one = simulate_plan(model, where, choice)
-    other = planner.estimate_step(model, where, choice, exact=False)
+    node = replace(resize_node(4), nodes=choice.gpus // 4)
+    one = simulate_plan(model, node, choice)
+    other = planner.estimate_step(model, node, choice, exact=False)
     assert one.step_time == pytest.approx(other.step_time, rel=0.05)
     assert one.memory.total == pytest.approx(other.memory.total, rel=0.05)
     assert one.breakdown.data_parallel == pytest.approx(
@@ -255,33 +269,42 @@ def test_sequence_parallel_gradient_sum_costs(
     choice = planner.ParallelPlan(pp=2, tp=4, dp=2, stages_per_rank=2, microbatches=4,
                                   schedule="interleaved", zero=zero,
                             sequence_parallel=True, ep=e)  # fmt: skip
-    where = replace(resize_node(8), nodes=2)
+    nodes = replace(resize_node(8), nodes=2)
     one, two = (np.array(count_layer_params(model, t, e)) for t in (1, 2))
-    whole, of_experts = (2 * two - one) * model.layers / 4
-    whole += of_experts * (e if zero else 1)  # experts are divided among e times fewer replicas
-    numbers = [whole + model.sequence * model.hidden, whole, whole, whole + 2 * model.hidden]
+    full_params, of_experts = (2 * two - one) * model.layers / 4
+    full_params += of_experts * (
+        e if zero else 1
+    )  # experts are divided among e times fewer replicas
+    numbers = [
+        full_params + model.sequence * model.hidden,
+        full_params,
+        full_params,
+        full_params + 2 * model.hidden,
+    ]
 
     def costs(choice: planner.ParallelPlan) -> Costs:
-        times = compute_stage_times(model, where, choice)
+        times = compute_stage_times(model, nodes, choice)
         return compute_costs(
-            model, where, choice, build_pipeline_shape(choice), times, planner.SoftwareConstants()
+            model, nodes, choice, build_pipeline_shape(choice), times, planner.SoftwareConstants()
         )
 
     sizes = [2 * number / (2 if zero else 1) for number in numbers]
-    ring = [where.all_reduce_time(size, 4) for size in sizes]
-    tree = [where.small_all_reduce_time(size, 4) for size in sizes]
-    found: Any = costs(choice).reduce_sequence_parallel_grads
-    assert found == pytest.approx(tuple(map(min, ring, tree)), rel=1e-9)
+    ring = [nodes.all_reduce_time(size, 4) for size in sizes]
+    tree = [nodes.small_all_reduce_time(size, 4) for size in sizes]
+    sum_costs: Any = costs(choice).reduce_sequence_parallel_grads
+    assert sum_costs == pytest.approx(tuple(map(min, ring, tree)), rel=1e-9)
     assert costs(replace(choice, sequence_parallel=False)).reduce_sequence_parallel_grads is None
     assert (
         Opcode.ReduceSequenceParallelGrads
         in plan_program(choice, tied_weights=model.tied).used_opcodes
     )
     plans = PlanColumns.from_plan(choice)
-    told = closed_form._estimate_sequence_sums(
-        model, where, plans, plans.compute_shares(model), ADAM
+    closed_form_times = closed_form._estimate_sequence_sums(
+        model, nodes, plans, plans.compute_shares(model), ADAM
     )
-    assert told == pytest.approx([max(found[0] + found[2], found[1] + found[3])], rel=1e-9)
+    assert closed_form_times == pytest.approx(
+        [max(sum_costs[0] + sum_costs[2], sum_costs[1] + sum_costs[3])], rel=1e-9
+    )
 
 
 @pytest.mark.parametrize("sent", [0.1, 0.5, 2.0])
@@ -305,11 +328,11 @@ def test_overlapped_pair_time_matches_segment_program(sent: float) -> None:
 
 
 def test_only_overlapped_pairs_hide_all_to_alls() -> None:
-    where = replace(resize_node(8), nodes=2)
+    nodes = replace(resize_node(8), nodes=2)
     zb_v, dualpipe_v = (
         planner.simulate_plan(
             MIXED,
-            where,
+            nodes,
             planner.ParallelPlan(
                 pp=2, dp=8, ep=4, microbatches=16, stages_per_rank=2, schedule=schedule
             ),

@@ -30,14 +30,14 @@ ALL = [pytest.param(each, id=name) for name, each in SCHEDULE_FORMULAS.items()]
 def make_shape(each: ScheduleFormulas, P: int, v: int, turns: int) -> PipelineShape:
     """Return a shape with a few microbatches more than the family's minimum."""
     stages = {"one": 1, "two": 2, "many": v}[each.stages_per_rank]
-    least = int(each.min_microbatches(P))
-    m = P * turns if each.needs_multiple_of_ranks else max(least, P) + turns
+    min_microbatches = int(each.min_microbatches(P))
+    m = P * turns if each.needs_multiple_of_ranks else max(min_microbatches, P) + turns
     return PipelineShape(P, m, stages, "vee" if each.is_vee else "loop")
 
 
 def simulate_span(each: ScheduleFormulas, of: PipelineShape, **costs: float) -> float:
-    made = compile(getattr(schedules, each.name), of, costs=Costs(**costs))
-    return simulate(made, Costs(**costs)).span
+    program = compile(getattr(schedules, each.name), of, costs=Costs(**costs))
+    return simulate(program, Costs(**costs)).span
 
 
 @pytest.mark.parametrize("each", ALL)
@@ -45,14 +45,14 @@ def simulate_span(each: ScheduleFormulas, of: PipelineShape, **costs: float) -> 
 @given(data=st.data())
 def test_idle_time_and_messages_match_program(each: ScheduleFormulas, data: Any) -> None:
     P, v = data.draw(st.integers(2, 6)), data.draw(st.integers(2, 4))
-    of = make_shape(each, P, v, data.draw(st.integers(1, 3)))
+    shape = make_shape(each, P, v, data.draw(st.integers(1, 3)))
     F, I, W = 1.0, data.draw(st.floats(1.0, 1.6)), data.draw(st.floats(0.4, 1.0))
-    m, v = of.microbatches, of.stages_per_rank
+    m, v = shape.microbatches, shape.stages_per_rank
     costs = {"F": F, "I": I, "W": W, "B": I + W}
     law = (P - 1) * float(each.wait_time(F, I, W)) + m * v * (F + I + W)
-    assert simulate_span(each, of, **costs) == pytest.approx(law)
+    assert simulate_span(each, shape, **costs) == pytest.approx(law)
     send = 0.02
-    more = (simulate_span(each, of, **costs, send=send) - law) / send
+    more = (simulate_span(each, shape, **costs, send=send) - law) / send
     assert more == pytest.approx(
         float(each.exposed_messages(P, v, m)), abs=P + 1 if each.has_split_backward else 2
     )
@@ -62,27 +62,31 @@ def test_idle_time_and_messages_match_program(each: ScheduleFormulas, data: Any)
 @given(P=st.integers(1, 6), v=st.integers(2, 4), turns=st.integers(1, 3))
 @settings(max_examples=8)
 def test_live_activations_match_program(each: ScheduleFormulas, P: int, v: int, turns: int) -> None:
-    of = make_shape(each, P, v, turns)
-    found = peak_in_flight(compile(getattr(schedules, each.name), of))
-    law = [each.live_activations(P, of.stages_per_rank, of.microbatches, r) for r in range(P)]
-    assert found.tolist() == law
+    shape = make_shape(each, P, v, turns)
+    peaks = peak_in_flight(compile(getattr(schedules, each.name), shape))
+    law = [each.live_activations(P, shape.stages_per_rank, shape.microbatches, r) for r in range(P)]
+    assert peaks.tolist() == law
 
 
 @given(P=st.integers(1, 4), v=st.integers(1, 6), groups=st.integers(1, 4))
 @settings(max_examples=12)
 def test_unshard_count_matches_program(P: int, v: int, groups: int) -> None:
     for name in ("looped_bfs", "interleaved", "interleaved_zb"):
-        made = compile(getattr(schedules, name), PipelineShape(P, P * groups, v), dp=2, zero=3)
-        found = {int((stream.op == Opcode.Unshard).sum()) for stream in made.streams}
-        assert found == {int(count_unshards(name, P, v, P * groups))}, (name, P, v, groups)
+        program = compile(getattr(schedules, name), PipelineShape(P, P * groups, v), dp=2, zero=3)
+        counts = {int((stream.op == Opcode.Unshard).sum()) for stream in program.streams}
+        assert counts == {int(count_unshards(name, P, v, P * groups))}, (name, P, v, groups)
 
 
 @given(layers=st.integers(1, 60), stages=st.integers(1, 12))
 def test_layers_divide_evenly(layers: int, stages: int) -> None:
-    found = divide_evenly(layers, stages)
-    assert sum(found) == layers and len(found) == stages and max(found) - min(found) <= 1
+    layers_by_stage = divide_evenly(layers, stages)
+    assert (
+        sum(layers_by_stage) == layers
+        and len(layers_by_stage) == stages
+        and max(layers_by_stage) - min(layers_by_stage) <= 1
+    )
     if stages > 2 and layers % stages <= stages - 2:
-        assert found[0] == found[-1] == min(found)
+        assert layers_by_stage[0] == layers_by_stage[-1] == min(layers_by_stage)
 
 
 def test_rank_shares_have_each_layer_once() -> None:

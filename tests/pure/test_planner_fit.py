@@ -37,8 +37,8 @@ def measure_layer(cluster: Cluster, hidden: int, sequence: int, b: int) -> Measu
     """Return a measured layer with exactly the times of a cluster."""
     model = TransformerSpec(layers=1, hidden=hidden, heads=1, vocab=2, sequence=sequence)
     choice = ParallelPlan(microbatch_size=b, attention="flash")
-    told = planner.layer_time(model, cluster, choice).total
-    return MeasuredLayer(model, choice, told.F + told.B)
+    times = planner.layer_time(model, cluster, choice).total
+    return MeasuredLayer(model, choice, times.F + times.B)
 
 
 def measure_cluster(cluster: Cluster, copied: float = 10.0) -> MachineMeasurements:
@@ -67,17 +67,18 @@ def measure_cluster(cluster: Cluster, copied: float = 10.0) -> MachineMeasuremen
 @pytest.mark.parametrize("cluster", [HERE, NODE], ids=["processors", "GPUs"])
 def test_fit_returns_measured_cluster(cluster: Cluster) -> None:
     """The fit returns the same Cluster, except the hidden time of the smallest layers."""
-    found = fit_cluster(measure_cluster(cluster))
+    fitted = fit_cluster(measure_cluster(cluster))
     for name in ("flops", "memory", "hbm_bandwidth", "nvlink_bandwidth", "latency", "kernel_us"):
-        assert getattr(found, name) == pytest.approx(getattr(cluster, name), rel=0.05), name
-    assert (found.gpu_count, found.itemsize, found.processors) == (
+        assert getattr(fitted, name) == pytest.approx(getattr(cluster, name), rel=0.05), name
+    assert (fitted.gpu_count, fitted.itemsize, fitted.processors) == (
         4,
         cluster.itemsize,
         cluster.processors,
     )
     assert (
         max(
-            abs(row.relative_error) for row in compare_measurements(found, measure_cluster(cluster))
+            abs(row.relative_error)
+            for row in compare_measurements(fitted, measure_cluster(cluster))
         )
         < 0.05
     )
@@ -96,8 +97,8 @@ def test_fit_error_stays_near_measurement_noise(data: st.DataObject) -> None:
         gemms=noisy(true.gemms), tiny_layers=noisy(true.tiny_layers), layers=noisy(true.layers),
         all_reduces=noisy(true.all_reduces),
     )  # fmt: skip
-    found = fit_cluster(measured)
-    assert max(abs(row.relative_error) for row in compare_measurements(found, true)) < 0.25
+    fitted = fit_cluster(measured)
+    assert max(abs(row.relative_error) for row in compare_measurements(fitted, true)) < 0.25
 
 
 def test_fast_layers_use_copy_bandwidth() -> None:
@@ -108,9 +109,9 @@ def test_fast_layers_use_copy_bandwidth() -> None:
 
 def test_single_process_has_no_latency() -> None:
     alone = measure_cluster(HERE)._replace(processes=1, all_reduces=[])
-    found = fit_cluster(alone)
-    assert found.latency == 0
-    assert found.nvlink_bandwidth == alone.copy_bandwidth
+    fitted = fit_cluster(alone)
+    assert fitted.latency == 0
+    assert fitted.nvlink_bandwidth == alone.copy_bandwidth
 
 
 def test_latency_is_not_negative() -> None:
@@ -119,9 +120,9 @@ def test_latency_is_not_negative() -> None:
         MeasuredAllReduce(2, 2e6, 2.2e-3),
         MeasuredAllReduce(2, 4e6, 4.6e-3),
     ]
-    found = fit_cluster(measure_cluster(HERE)._replace(all_reduces=falling))
-    assert found.latency == 0
-    assert 0.8e9 < found.nvlink_bandwidth < 1e9
+    fitted = fit_cluster(measure_cluster(HERE)._replace(all_reduces=falling))
+    assert fitted.latency == 0
+    assert 0.8e9 < fitted.nvlink_bandwidth < 1e9
 
 
 def test_missing_measurements_are_refused() -> None:

@@ -123,26 +123,26 @@ def test_larger_microbatch_takes_longer(model: TransformerSpec, choice: Parallel
 @given(models(), plans())
 def test_tensor_parallel_compute_is_bounded(model: TransformerSpec, choice: ParallelPlan) -> None:
     cluster = replace(NODE, nodes=4, kernel_us=0)
-    whole, cut = (
+    full_times, sliced_times = (
         planner.layer_time(model, cluster, replace(choice, tp=t, sequence_parallel=cuts)).compute
         for t, cuts in ((1, False), (choice.tp, choice.sequence_parallel))
     )
-    for one, part in zip(whole, cut, strict=True):
-        assert one / choice.tp * (1 - 1e-9) <= part <= one * (1 + 1e-9)
+    for one, sliced in zip(full_times, sliced_times, strict=True):
+        assert one / choice.tp * (1 - 1e-9) <= sliced <= one * (1 + 1e-9)
 
 
 @given(models(), plans())
 def test_stage_takes_at_most_sum_of_parts(model: TransformerSpec, choice: ParallelPlan) -> None:
     cluster = replace(NODE, nodes=4)
-    parts = planner.layer_time(model, cluster, choice)
+    layer_times = planner.layer_time(model, cluster, choice)
     ends = [
         planner.embedding_time(model, cluster, choice),
         planner.head_time(model, cluster, choice),
     ]
-    every = ends[0].plus(ends[1]).plus(parts, 3).total
-    whole = planner.stage_time(model, cluster, choice, 3, True, True).total
-    assert whole.F <= every.F * (1 + 1e-9)
-    assert whole.B <= every.B * (1 + 1e-9)
+    every = ends[0].plus(ends[1]).plus(layer_times, 3).total
+    stage_times = planner.stage_time(model, cluster, choice, 3, True, True).total
+    assert stage_times.F <= every.F * (1 + 1e-9)
+    assert stage_times.B <= every.B * (1 + 1e-9)
 
 
 def test_small_layer_is_limited_by_kernel_launch() -> None:
@@ -174,7 +174,7 @@ def test_stage_times_match_second_paper() -> None:
 
 def test_tensor_collectives_hide_under_full_backwards_only() -> None:
     choice = ParallelPlan(tp=8, microbatch_size=4)
-    whole, split, bare = (
+    full_backward, split, bare = (
         planner.layer_time(
             GPT, NODE, replace(choice, schedule=schedule), constants
         ).layer_collectives
@@ -184,8 +184,10 @@ def test_tensor_collectives_hide_under_full_backwards_only() -> None:
             ("one_f_one_b", SoftwareConstants(tensor_overlap_share=0)),
         )
     )
-    assert pytest.approx((1 - SoftwareConstants().tensor_overlap_share) * split.I) == whole.I
-    assert split == bare and whole.F == split.F > 0
+    assert (
+        pytest.approx((1 - SoftwareConstants().tensor_overlap_share) * split.I) == full_backward.I
+    )
+    assert split == bare and full_backward.F == split.F > 0
 
 
 def test_gemm_time_counts_full_tiles_and_waves() -> None:
@@ -206,25 +208,27 @@ def test_gemm_time_counts_full_tiles_and_waves() -> None:
 
 
 def test_expert_and_context_parallel_collective_times() -> None:
-    many = replace(GPT, experts=8, active=2)
-    here = planner.layer_time(many, NODE, ParallelPlan(microbatch_size=4))
-    near = planner.layer_time(many, NODE, ParallelPlan(microbatch_size=4, dp=8, ep=8))
+    mixture = replace(GPT, experts=8, active=2)
+    without_ep = planner.layer_time(mixture, NODE, ParallelPlan(microbatch_size=4))
+    near = planner.layer_time(mixture, NODE, ParallelPlan(microbatch_size=4, dp=8, ep=8))
     far = planner.layer_time(
-        many, replace(NODE, nodes=8), ParallelPlan(microbatch_size=4, dp=8, pp=8, ep=8)
+        mixture, replace(NODE, nodes=8), ParallelPlan(microbatch_size=4, dp=8, pp=8, ep=8)
     )
     by_replicas = planner.layer_time(
-        many,
+        mixture,
         replace(NODE, nodes=8),
         ParallelPlan(microbatch_size=4, dp=8, pp=8, ep=8, rank_order="tp-dp-pp"),
     )
-    assert here.layer_collectives.F == 0 < near.layer_collectives.F < far.layer_collectives.F
+    assert without_ep.layer_collectives.F == 0 < near.layer_collectives.F < far.layer_collectives.F
     assert by_replicas == near
     size = 2.0 * 4 * 2048 * 6144 * 2
     assert pytest.approx(2 * NODE.all_to_all_time(size, 8)) == near.layer_collectives.F
     slow = replace(NODE, nodes=2, network_bandwidth=1e9)
-    parts = planner.layer_time(GPT, slow, ParallelPlan(cp=16, microbatch_size=4)).layer_collectives
+    context_collectives = planner.layer_time(
+        GPT, slow, ParallelPlan(cp=16, microbatch_size=4)
+    ).layer_collectives
     keys = 2 * 2.0 * 4 * 2048 * 6144
-    assert 0 < parts.F < slow.all_gather_time(keys, 16)  # partly hidden by attention
+    assert 0 < context_collectives.F < slow.all_gather_time(keys, 16)  # partly hidden by attention
     assert (
         planner.layer_time(GPT, NODE, ParallelPlan(cp=2, microbatch_size=4)).layer_collectives.F
         == 0
@@ -271,9 +275,9 @@ def test_cluster_presets_are_complete() -> None:
 def test_peak_flops_is_at_least_flops() -> None:
     usual: dict[str, Any] = dict(memory=1, hbm_bandwidth=1, nvlink_bandwidth=1, network_bandwidth=1)
     assert Cluster(1, 1, flops=10, **usual).peak_flops == 10
-    said: dict[str, Any] = dict(peak="2GFLOP/s")
-    assert Cluster(1, 1, flops=10, **usual, **said).peak_flops == 2e9
+    with_peak: dict[str, Any] = dict(peak="2GFLOP/s")
+    assert Cluster(1, 1, flops=10, **usual, **with_peak).peak_flops == 2e9
     with pytest.raises(UsageError, match="flops must be at most peak"):
         Cluster(1, 1, flops=10, peak=9, **usual)
     with pytest.raises(UsageError, match="num_sms must be an integer"):
-        Cluster(1, 1, flops=10, **usual, **dict(said, num_sms=1.5))
+        Cluster(1, 1, flops=10, **usual, **dict(with_peak, num_sms=1.5))

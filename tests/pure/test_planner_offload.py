@@ -81,48 +81,48 @@ def test_offload_breakdown_and_memory_match_program(
     case: tuple[planner.ParallelPlan, Cluster],
 ) -> None:
     """The breakdown adds up to the step, memory is that of the program, and copies cost time."""
-    choice, where = case
-    plain = planner.simulate_plan(MODEL, where, remove_offload(choice))
+    choice, node = case
+    plain = planner.simulate_plan(MODEL, node, remove_offload(choice))
     try:
-        found = planner.simulate_plan(MODEL, where, choice)
+        estimate = planner.simulate_plan(MODEL, node, choice)
     except MemoryLimitError:
         assert choice.offload == "fit" and not plain.fits
         return
     assert (
-        sum(found.breakdown) == pytest.approx(found.step_time, rel=CLOSE)
-        and min(found.breakdown) >= 0
+        sum(estimate.breakdown) == pytest.approx(estimate.step_time, rel=CLOSE)
+        and min(estimate.breakdown) >= 0
     )
-    assert (found.host_memory.optimizer > 0) == (choice.optimizer_placement == "host")
+    assert (estimate.host_memory.optimizer > 0) == (choice.optimizer_placement == "host")
     if choice.offload == "fit":
-        assert found.memory.total <= add_tolerance(where.memory)
+        assert estimate.memory.total <= add_tolerance(node.memory)
     # The same program, made, checked and simulated by hand.
-    whole = check(planner.simulated_program(MODEL, where, choice))
+    program = check(planner.simulated_program(MODEL, node, choice))
     constants = SoftwareConstants()
-    times = compute_stage_times(MODEL, where, choice)
-    costs = compute_costs(MODEL, where, choice, whole.shape, times, constants)
-    held = compute_sizes(MODEL, choice, whole.shape, constants)
-    run = simulate(whole, costs, progress_model="per_edge", sizes=held)
-    assert run.span == pytest.approx(found.step_time, rel=CLOSE)
+    times = compute_stage_times(MODEL, node, choice)
+    costs = compute_costs(MODEL, node, choice, program.shape, times, constants)
+    held = compute_sizes(MODEL, choice, program.shape, constants)
+    run = simulate(program, costs, progress_model="per_edge", sizes=held)
+    assert run.span == pytest.approx(estimate.step_time, rel=CLOSE)
     # Costs also determine the order of messages, so the program to compare with is lowered with
     # the same costs.
     lowered: dict[str, Any] = {} if choice.offload == "none" else {"costs": costs}
-    alike = simulate(
+    without_offload = simulate(
         plan_program(remove_offload(choice), **lowered), costs, progress_model="per_edge"
     )
-    assert found.step_time >= alike.span * (1 - CLOSE)
-    most = run.peak_memory.max() * (1 + constants.allocator_share) + constants.reserved_bytes
-    assert most == pytest.approx(found.memory.total, rel=CLOSE)
-    away = max(curve.total.max() for curve in run.memory_on("host"))
-    assert away == pytest.approx(found.host_memory.total, rel=CLOSE)
+    assert estimate.step_time >= without_offload.span * (1 - CLOSE)
+    peak_bytes = run.peak_memory.max() * (1 + constants.allocator_share) + constants.reserved_bytes
+    assert peak_bytes == pytest.approx(estimate.memory.total, rel=CLOSE)
+    host_bytes = max(curve.total.max() for curve in run.memory_on("host"))
+    assert host_bytes == pytest.approx(estimate.host_memory.total, rel=CLOSE)
     # No rank copies faster than the link. The bytes that each rank stores, and those that it
     # loads, fit into the time of the step.
-    for stream in whole.streams:
+    for stream in program.streams:
         for op, name in ((Opcode.Offload, "saved"), (Opcode.ReloadState, "optimizer")):
-            size = held.for_stages(name, whole.shape.stages)[stream.stage[stream.op == op]].sum()
-            parts = choice.dp if op == Opcode.ReloadState and choice.zero else 1
+            size = held.for_stages(name, program.shape.stages)[stream.stage[stream.op == op]].sum()
+            shards = choice.dp if op == Opcode.ReloadState and choice.zero else 1
             assert (
                 NODE.host_bandwidth is not None
-                and size / parts / NODE.host_bandwidth <= found.step_time
+                and size / shards / NODE.host_bandwidth <= estimate.step_time
             )
 
 
@@ -132,15 +132,15 @@ def test_single_stage_optimizer_copies_are_exposed() -> None:
     The expected time is computed by hand.
     """
     choice = planner.ParallelPlan(microbatches=4, optimizer_placement="host")
-    where = resize_node(1, memory=80e9)
-    plain, found = (
-        planner.simulate_plan(MODEL, where, each) for each in (remove_offload(choice), choice)
+    node = resize_node(1, memory=80e9)
+    plain, estimate = (
+        planner.simulate_plan(MODEL, node, plan) for plan in (remove_offload(choice), choice)
     )
     assert NODE.host_bandwidth is not None
     once = NODE.latency + plain.memory.optimizer / NODE.host_bandwidth
-    assert found.breakdown.host_copies == pytest.approx(2 * once, rel=CLOSE)
-    assert found.step_time == pytest.approx(plain.step_time + 2 * once, rel=CLOSE)
-    assert found.host_memory == planner.HostMemory(optimizer=plain.memory.optimizer)
+    assert estimate.breakdown.host_copies == pytest.approx(2 * once, rel=CLOSE)
+    assert estimate.step_time == pytest.approx(plain.step_time + 2 * once, rel=CLOSE)
+    assert estimate.host_memory == planner.HostMemory(optimizer=plain.memory.optimizer)
 
 
 @pytest.mark.parametrize("recompute", get_args(Recompute))
@@ -149,33 +149,37 @@ def test_offload_cost_is_saved_bytes_over_bandwidth(recompute: Recompute) -> Non
     tight = planner.ParallelPlan(
         pp=4, microbatches=8, microbatch_size=4, recompute=recompute, offload="fit"
     )
-    least = planner.simulate_plan(
+    needed_bytes = planner.simulate_plan(
         MODEL, resize_node(4, memory=80e9), remove_offload(tight)
     ).memory.total
-    where = resize_node(4, memory=0.9 * least)
-    whole = plan_program(remove_offload(tight))
+    node = resize_node(4, memory=0.9 * needed_bytes)
+    program = plan_program(remove_offload(tight))
     costs = compute_costs(
         MODEL,
-        where,
+        node,
         tight,
-        whole.shape,
-        compute_stage_times(MODEL, where, tight),
+        program.shape,
+        compute_stage_times(MODEL, node, tight),
         SoftwareConstants(),
     )
-    saved = compute_sizes(MODEL, tight, whole.shape).for_stages("saved", tight.stages)
+    saved = compute_sizes(MODEL, tight, program.shape).for_stages("saved", tight.stages)
     assert NODE.host_bandwidth is not None and costs.offload == costs.reload
     for stage in range(tight.stages):
-        told = costs.for_opcode(Opcode.Offload, whole.shape)[stage]
-        assert told == pytest.approx(NODE.latency + saved[stage] / NODE.host_bandwidth, rel=CLOSE)
-    if recompute == "none":
-        found, moved = (
-            planner.simulate_plan(MODEL, where, tight),
-            planner.simulated_program(MODEL, where, tight),
+        offload_cost = costs.for_opcode(Opcode.Offload, program.shape)[stage]
+        assert offload_cost == pytest.approx(
+            NODE.latency + saved[stage] / NODE.host_bandwidth, rel=CLOSE
         )
-        far, times = replace(where, host_bandwidth=1e9), compute_stage_times(MODEL, where, tight)
-        slow = compute_costs(MODEL, far, tight, whole.shape, times, SoftwareConstants())
-        assert found.fits and found.host_memory.activations > 0
-        assert simulate(moved, slow, progress_model="per_edge").span > 2 * found.step_time
+    if recompute == "none":
+        estimate, offload_program = (
+            planner.simulate_plan(MODEL, node, tight),
+            planner.simulated_program(MODEL, node, tight),
+        )
+        far, times = replace(node, host_bandwidth=1e9), compute_stage_times(MODEL, node, tight)
+        slow = compute_costs(MODEL, far, tight, program.shape, times, SoftwareConstants())
+        assert estimate.fits and estimate.host_memory.activations > 0
+        assert (
+            simulate(offload_program, slow, progress_model="per_edge").span > 2 * estimate.step_time
+        )
 
 
 def test_plan_that_needs_offload_is_found() -> None:
@@ -183,17 +187,17 @@ def test_plan_that_needs_offload_is_found() -> None:
 
     With it, the first plan is at least as short as each plan with states on the host.
     """
-    where, how = (
+    node, options = (
         resize_node(2, memory=4e9),
         {"pp": 1, "schedules": ("one_f_one_b", "interleaved")},
     )
     with pytest.raises(UsageError, match="plans fits into"):
-        planner.plan(MODEL, where, 4, **how)  # type: ignore[arg-type]
-    best, *_ = found = planner.plan(MODEL, where, 4, top=3, offload=True, **how)  # type: ignore[arg-type]
-    assert all(one.fits and one.is_simulated and one.has_offload for one in found)
-    assert [one.step_time for one in found] == sorted(one.step_time for one in found)
+        planner.plan(MODEL, node, 4, **options)  # type: ignore[arg-type]
+    best, *_ = plans_found = planner.plan(MODEL, node, 4, top=3, offload=True, **options)  # type: ignore[arg-type]
+    assert all(one.fits and one.is_simulated and one.has_offload for one in plans_found)
+    assert [one.step_time for one in plans_found] == sorted(one.step_time for one in plans_found)
     assert best.offload_comparison.startswith("no plan fits without offload: the smallest needs ")
-    shortest = min(list_host_optimizer_step_times(where, 4, how))
+    shortest = min(list_host_optimizer_step_times(node, 4, options))
     assert best.step_time <= shortest
 
 
@@ -201,9 +205,9 @@ def list_host_optimizer_step_times(where: Cluster, batch: int, how: dict[str, An
     """Return the step times of all plans that fit with only the optimizer states on the host."""
     plans = planner.all_plans(MODEL, where, batch, offload=True, **how).plans
     steps = []
-    for at in range(len(plans)):
+    for index in range(len(plans)):
         one = planner.simulate_plan(
-            MODEL, where, replace(plans.plan_at(MODEL, at), optimizer_placement="host")
+            MODEL, where, replace(plans.plan_at(MODEL, index), optimizer_placement="host")
         )
         steps += [one.step_time] * one.fits
     return steps
@@ -211,13 +215,15 @@ def list_host_optimizer_step_times(where: Cluster, batch: int, how: dict[str, An
 
 def test_fitting_plans_are_compared_with_offload() -> None:
     """Plans without offload are unchanged, and the first is compared with the best with offload."""
-    where = resize_node(4, memory=80e9)
-    plain, found = (
-        planner.plan(MODEL, where, 8, top=3, schedules=("one_f_one_b", "zb_h1"), offload=way)
-        for way in (False, True)
+    node = resize_node(4, memory=80e9)
+    plain, with_offload = (
+        planner.plan(
+            MODEL, node, 8, top=3, schedules=("one_f_one_b", "zb_h1"), offload=uses_offload
+        )
+        for uses_offload in (False, True)
     )
-    assert [replace(one, offload_comparison="") for one in found] == plain
-    assert found[0].offload_comparison == "no plan with offload is among the best plans"
+    assert [replace(one, offload_comparison="") for one in with_offload] == plain
+    assert with_offload[0].offload_comparison == "no plan with offload is among the best plans"
 
 
 REFUSED: dict[str, dict[str, Any]] = {
@@ -229,48 +235,48 @@ REFUSED: dict[str, dict[str, Any]] = {
 
 @pytest.mark.parametrize("fact", REFUSED)
 def test_offload_needs_host_values_of_cluster(fact: str) -> None:
-    where = resize_node(4, **REFUSED[fact])
+    node = resize_node(4, **REFUSED[fact])
     with pytest.raises(UsageError, match=fact):
-        planner.plan(MODEL, where, 8, offload=True)
-    for way in ({"offload": "fit"}, {"optimizer_placement": "host"}):
+        planner.plan(MODEL, node, 8, offload=True)
+    for option in ({"offload": "fit"}, {"optimizer_placement": "host"}):
         with pytest.raises(UsageError, match=fact):
-            planner.simulate_plan(MODEL, where, planner.ParallelPlan(pp=4, microbatches=8, **way))  # type: ignore[arg-type]
+            planner.simulate_plan(MODEL, node, planner.ParallelPlan(pp=4, microbatches=8, **option))  # type: ignore[arg-type]
 
 
 def test_functions_without_copy_support_refuse_offload(tmp_path: Path) -> None:
-    one, where = planner.ParallelPlan(pp=4, microbatches=8, offload="fit"), resize_node(4)
+    one, node = planner.ParallelPlan(pp=4, microbatches=8, offload="fit"), resize_node(4)
     closed = simulation_only_error().fact
     with pytest.raises(UsageError, match=closed):
-        planner.plan(MODEL, where, 8, offload=True, exact=False)
+        planner.plan(MODEL, node, 8, offload=True, exact=False)
     with pytest.raises(UsageError, match=closed):
-        planner.estimate_step(MODEL, where, one, exact=False)
+        planner.estimate_step(MODEL, node, one, exact=False)
     with pytest.raises(UsageError, match=closed):
-        planner.peak_memory(MODEL, where, one)
+        planner.peak_memory(MODEL, node, one)
     for knows_nothing in (planner.optimize_layer_division, planner.improve_schedule):
         with pytest.raises(UsageError, match="does not support plans with offload"):
-            knows_nothing(MODEL, where, one)
+            knows_nothing(MODEL, node, one)
     with pytest.raises(UsageError, match="offload 'fit' needs an offload_program"):
         planner.train_config(MODEL, one)
     with pytest.raises(UsageError, match="needs sizes and memory_limit"):
         plan_program(one)
-    tight, small = make_tight_plan(where)
+    tight, small = make_tight_plan(node)
     moves = planner.simulated_program(MODEL, small, tight)
-    told = tomllib.loads(planner.train_config(MODEL, tight, offload_program=moves))["memory"][
+    config = tomllib.loads(planner.train_config(MODEL, tight, offload_program=moves))["memory"][
         "offload"
     ]
-    again = compile(schedules.one_f_one_b, PipelineShape(4, 8), offload=told)
-    assert list_offloaded(again) == list_offloaded(moves) != set()
-    told = tomllib.loads(
+    compiled = compile(schedules.one_f_one_b, PipelineShape(4, 8), offload=config)
+    assert list_offloaded(compiled) == list_offloaded(moves) != set()
+    config = tomllib.loads(
         planner.train_config(MODEL, replace(one, offload="none", optimizer_placement="host"))
     )
-    assert told["memory"] == {"optimizer_placement": "host"}
-    moved = tmp_path / "own.sched"
-    moved.write_text(make_offload_text(where), encoding="utf-8")
-    file = replace(one, schedule=str(moved), offload="none")
+    assert config["memory"] == {"optimizer_placement": "host"}
+    program_path = tmp_path / "own.sched"
+    program_path.write_text(make_offload_text(node), encoding="utf-8")
+    file = replace(one, schedule=str(program_path), offload="none")
     with pytest.raises(
         UsageError, match="contains offload, and the planner cannot estimate the copies"
     ):
-        planner.simulate_plan(MODEL, where, file)
+        planner.simulate_plan(MODEL, node, file)
     with pytest.raises(
         UsageError, match="is a lowered program, and a plan cannot change its offload"
     ):
@@ -279,7 +285,7 @@ def test_functions_without_copy_support_refuse_offload(tmp_path: Path) -> None:
         experts = replace(MODEL, experts=4, active=2)
         planner.simulate_plan(
             experts,
-            where,
+            node,
             planner.ParallelPlan(dp=4, ep=2, microbatches=8, zero=1, optimizer_placement="host"),
         )
 
@@ -291,19 +297,19 @@ def list_offloaded(whole: Program) -> set[tuple[int, int]]:
 def make_tight_plan(where: Cluster) -> tuple[planner.ParallelPlan, Cluster]:
     """Return a plan that offloads some of its microbatches, and the cluster where it does."""
     tight = planner.ParallelPlan(pp=4, microbatches=8, microbatch_size=4, offload="fit")
-    least = planner.simulate_plan(
+    needed_bytes = planner.simulate_plan(
         MODEL, replace(where, memory=80e9), remove_offload(tight)
     ).memory.total
-    return tight, replace(where, memory=0.9 * least)
+    return tight, replace(where, memory=0.9 * needed_bytes)
 
 
 def make_offload_text(where: Cluster) -> str:
     from schedir import to_text
 
     tight, small = make_tight_plan(where)
-    whole = planner.simulated_program(MODEL, small, tight)
-    assert Opcode.Offload in whole.used_opcodes
-    return to_text(whole)
+    program = planner.simulated_program(MODEL, small, tight)
+    assert Opcode.Offload in program.used_opcodes
+    return to_text(program)
 
 
 SHAPE = ("--layers=8", "--hidden=2048", "--heads=16", "--vocab=8192", "--sequence=1024")
@@ -315,32 +321,34 @@ def test_plan_command_with_offload(tmp_path: Path, capsys: pytest.CaptureFixture
     numbers = vars(resize_node(2, memory=4e9))
     lines = [f"{name} = {value}" for name, value in numbers.items() if value]
     node.write_text("\n".join(lines), encoding="utf-8")
-    asked = ("plan", *SHAPE, f"--cluster={node}", "--batch=8", "--pp=1", "--top=2")
-    text = run_command(capsys, *asked, "--offload", "-o", str(out))
+    command = ("plan", *SHAPE, f"--cluster={node}", "--batch=8", "--pp=1", "--top=2")
+    text = run_command(capsys, *command, "--offload", "-o", str(out))
     for words in ("host copies", " of 60 GB", "optimizer state on the host",
                   "offload: no plan fits without offload", "bound by "):  # fmt: skip
         assert words in text, text
-    whole = check(from_text(out.read_text(encoding="utf-8")))
-    assert Opcode.ReloadState in whole.used_opcodes
-    (told,) = [line for line in out.read_text(encoding="utf-8").splitlines() if "--costs" in line]
-    costs = told.partition("--costs ")[2]
-    step = simulate(whole, parse_costs(costs), progress_model="per_edge").span
+    program = check(from_text(out.read_text(encoding="utf-8")))
+    assert Opcode.ReloadState in program.used_opcodes
+    (costs_line,) = [
+        line for line in out.read_text(encoding="utf-8").splitlines() if "--costs" in line
+    ]
+    costs = costs_line.partition("--costs ")[2]
+    step = simulate(program, parse_costs(costs), progress_model="per_edge").span
     # The best plan does not depend on the number of plans that are asked for.
     best, *_ = planner.plan(MODEL, resize_node(2, memory=4e9), 8, pp=1, top=1, offload=True)
     assert step == pytest.approx(best.step_time, rel=1e-3)
     for option in ("--tradeoff", "--optimize-division", "--improve-schedules"):
         more = ("--picture", str(tmp_path / "x.svg")) if option == "--tradeoff" else ()
         assert f"{option} cannot be combined with --offload" in run_refused_command(
-            capsys, *asked, "--offload", option, *more
+            capsys, *command, "--offload", option, *more
         )
     assert "closed forms cannot estimate plans with offload" in run_refused_command(
-        capsys, *asked, "--offload", "--closed-form-only"
+        capsys, *command, "--offload", "--closed-form-only"
     )
     bare = [line for line in lines if not line.startswith("host")]
     node.write_text("\n".join(bare), encoding="utf-8")
     assert (
         "needs a value for host_bandwidth and host_memory of the cluster, which is not set"
-        in run_refused_command(capsys, *asked, "--offload")
+        in run_refused_command(capsys, *command, "--offload")
     )
 
 

@@ -26,8 +26,8 @@ PLAN = PlanEstimate(
 
 
 def make_plan(step: float, held: float, **other: object) -> PlanEstimate:
-    parts, memory = StepBreakdown(step, 0, 0, 0, 0, 0, 0), GpuMemory(held, 0, 0, 0, 0)
-    return replace(PLAN, step_time=step, breakdown=parts, memory=memory, **other)  # type: ignore[arg-type]
+    breakdown, memory = StepBreakdown(step, 0, 0, 0, 0, 0, 0), GpuMemory(held, 0, 0, 0, 0)
+    return replace(PLAN, step_time=step, breakdown=breakdown, memory=memory, **other)  # type: ignore[arg-type]
 
 
 def list_texts(axes: Axes) -> list[str]:
@@ -41,14 +41,14 @@ def test_bar_shows_step_breakdown() -> None:
     bars = [(bar.get_x(), bar.get_width()) for bar in axes.patches]  # type: ignore[attr-defined]
     begins = np.cumsum([0, *PARTS])[:-1]
     assert np.allclose(bars[:8], np.column_stack([begins, PARTS])) and bars[8:] == [(0, 16)]
-    shown = list_texts(axes)
+    labels = list_texts(axes)
     for word in ("8", "16", "2", "interleaved", "selective", "32.75 s", "150.0", "41.0 GB", "61%"):
-        assert word in shown
+        assert word in labels
     legend = [text.get_text() for text in figure.legends[0].get_texts()]
     assert len(legend) == 8 and legend[0] == "compute"
-    few = plan_times([make_plan(0.016, 1e9)])
-    assert [text.get_text() for text in few.legends[0].get_texts()] == ["compute"]
-    assert few.axes[0].get_xlabel() == "time of a step, in ms"
+    short_step = plan_times([make_plan(0.016, 1e9)])
+    assert [text.get_text() for text in short_step.legends[0].get_texts()] == ["compute"]
+    assert short_step.axes[0].get_xlabel() == "time of a step, in ms"
 
 
 @given(
@@ -57,13 +57,13 @@ def test_bar_shows_step_breakdown() -> None:
 def test_memory_frontier_has_undominated_plans(points: list[tuple[int, int]]) -> None:
     plans = [make_plan(step, held * 1e9) for step, held in points]
     (line,) = [line for line in plan_memory(plans).axes[0].lines if len(line.get_xdata())]  # type: ignore[arg-type]
-    drawn = [*zip(line.get_xdata(), line.get_ydata(), strict=True)][:-1]  # type: ignore[arg-type]
+    drawn_points = [*zip(line.get_xdata(), line.get_ydata(), strict=True)][:-1]  # type: ignore[arg-type]
     best = {
         (held, step)
         for step, held in points
         if not any((h <= held and s < step) or (h < held and s <= step) for s, h in points)
     }
-    assert drawn == sorted(best)
+    assert drawn_points == sorted(best)
 
 
 def test_memory_picture_marks_limit_and_chosen_plan() -> None:
@@ -77,16 +77,16 @@ def test_memory_picture_marks_limit_and_chosen_plan() -> None:
     assert list_texts(plan_memory(plans, 80e9, plans[2]).axes[0])[0].startswith("pp 8")
     legend = axes.get_legend()
     assert legend is not None
-    told = [text.get_text() for text in legend.get_texts()]
-    assert told == ["selective", "full", "shortest within each memory"]
+    labels = [text.get_text() for text in legend.get_texts()]
+    assert labels == ["selective", "full", "shortest within each memory"]
     assert list_texts(plan_memory(plans[:1], limit=80e9).axes[0]) == ["80 GB: does not fit"]
 
 
 def test_scaling_has_point_per_gpu_count() -> None:
     strong = [make_plan(32 / d, 1e9, dp=d, flops_per_second=1e14 / d) for d in (4, 1, 2)]
     weak = [make_plan(32, 1e9, dp=d) for d in (1, 2, 4)]
-    left, right = plan_scaling(strong, weak).axes
-    lines = [line.get_xydata().tolist() for line in left.lines]  # type: ignore[union-attr]
+    time_axes, right = plan_scaling(strong, weak).axes
+    lines = [line.get_xydata().tolist() for line in time_axes.lines]  # type: ignore[union-attr]
     assert lines[0] == lines[1] == [[64, 32], [128, 16], [256, 8]]
     assert lines[2] == [[64, 32], [128, 32], [256, 32]]
     assert right.lines[0].get_xydata().tolist() == [[64, 100], [128, 50], [256, 25]]  # type: ignore[union-attr]
@@ -101,9 +101,9 @@ def test_empty_plan_list_is_refused(draw: object) -> None:
 
 
 def test_equal_pictures_have_equal_bytes(tmp_path: Path) -> None:
-    for again in "ab":
+    for letter in "ab":
         for draw in (plan_times, plan_memory, plan_scaling):
-            save(draw([PLAN]), tmp_path / f"{draw.__name__}_{again}.svg")
+            save(draw([PLAN]), tmp_path / f"{draw.__name__}_{letter}.svg")
     for picture in tmp_path.glob("*_a.svg"):
         other = picture.with_stem(picture.stem[:-1] + "b")
         assert picture.read_bytes() == other.read_bytes()

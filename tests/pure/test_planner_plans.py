@@ -73,16 +73,18 @@ def test_batch_estimate_equals_single_estimates(
     cluster = make_cluster(nodes)
     e = data.draw(st.sampled_from([1, 2])) if model.experts > 1 else 1
     c = data.draw(st.sampled_from([1, 2]))
-    want = build_field_filter(schedules=EVERY, rank_order=order, attention=attention, cp=c, ep=e)
-    plans = enumerate_plans(model, cluster, batch, want)
-    found = estimate_closed_form(model, cluster, plans, SoftwareConstants(), ADAM)
+    field_filter = build_field_filter(
+        schedules=EVERY, rank_order=order, attention=attention, cp=c, ep=e
+    )
+    plans = enumerate_plans(model, cluster, batch, field_filter)
+    estimates = estimate_closed_form(model, cluster, plans, SoftwareConstants(), ADAM)
     for i in data.draw(st.lists(st.integers(0, len(plans) - 1), min_size=8, max_size=8)):
         choice = plans.plan_at(model, i)
         assert (choice.gpus, choice.batch) == (cluster.gpu_count, batch)
         assert sum(get_layers_per_stage(model, choice)) == model.layers
         alone, among = (
             estimate_step(model, cluster, choice, exact=False),
-            found.estimate_at(model, cluster, i),
+            estimates.estimate_at(model, cluster, i),
         )
         assert among.step_time == pytest.approx(alone.step_time, rel=1e-12)
         assert among.breakdown == pytest.approx(alone.breakdown, rel=1e-9, abs=1e-12)
@@ -110,16 +112,16 @@ def test_closed_form_is_near_program() -> None:
         dict(pp=5, dp=3, microbatches=10, layers_per_stage=(3, 3, 2, 2, 2)),
     ]
     cluster = make_cluster(2)
-    off: list[list[float]] = []
+    errors: list[list[float]] = []
     for shape in shapes:
         choice = ParallelPlan(microbatch_size=4, **{"dp": 16 // shape["pp"], **shape})
-        room = cluster if choice.gpus == 16 else make_cluster(1, gpus_per_node=15)
+        node = cluster if choice.gpus == 16 else make_cluster(1, gpus_per_node=15)
         closed, simulated = (
-            estimate_step(SMALL, room, choice, exact=exact) for exact in (False, True)
+            estimate_step(SMALL, node, choice, exact=exact) for exact in (False, True)
         )
-        off.append([closed.step_time / simulated.step_time - 1,
+        errors.append([closed.step_time / simulated.step_time - 1,
                     closed.memory.total / simulated.memory.total - 1])  # fmt: skip
-    steps, memories = np.abs(off).T
+    steps, memories = np.abs(errors).T
     assert steps.mean() <= 0.01 and steps.max() <= 0.03, steps
     assert memories.mean() <= 0.005 and memories.max() <= 0.02, memories
 
@@ -144,10 +146,10 @@ def test_slow_network_reductions_are_near_program(tied: bool) -> None:
 
 def test_best_plans_are_simulated_and_ranked_again() -> None:
     cluster = make_cluster(1, memory="4GB")
-    closed, found = (plan(SMALL, cluster, 32, top=5, exact=exact) for exact in (False, True))
-    steps = [one.step_time for one in found]
-    assert steps == sorted(steps) and all(one.is_simulated and one.fits for one in found)
-    for one in found:
+    closed, simulated = (plan(SMALL, cluster, 32, top=5, exact=exact) for exact in (False, True))
+    steps = [one.step_time for one in simulated]
+    assert steps == sorted(steps) and all(one.is_simulated and one.fits for one in simulated)
+    for one in simulated:
         assert one.step_time == pytest.approx(
             estimate_step(SMALL, cluster, strip_estimates(one)).step_time
         )
@@ -164,21 +166,21 @@ def test_faster_cluster_never_slows_best_plan(nodes: int, batch: int, sp: bool) 
         cluster = make_cluster(nodes, **{"memory": "16GB", **other})
         return plan(SMALL, cluster, batch, top=1, sequence_parallel=sp, exact=False)[0].step_time
 
-    least = best()
+    base_time = best()
     for more in ("memory", "nvlink_bandwidth", "network_bandwidth", "hbm_bandwidth", "flops"):
         large = {"memory": "40GB", "flops": "500TFLOP/s"}.get(more, "3TB/s")
-        assert best(**{more: large}) <= least * (1 + 1e-12), more
+        assert best(**{more: large}) <= base_time * (1 + 1e-12), more
 
 
 def test_plans_are_ranked_with_bottleneck() -> None:
     cluster = make_cluster(2, memory="16GB")
-    found = plan(SMALL, cluster, 64, top=40, exact=False)
-    assert len(found) == 40 and all(one.fits for one in found)
-    steps = [one.step_time for one in found]
+    plans_found = plan(SMALL, cluster, 64, top=40, exact=False)
+    assert len(plans_found) == 40 and all(one.fits for one in plans_found)
+    steps = [one.step_time for one in plans_found]
     assert steps == sorted(steps)
-    first, last = found[0], found[-1]
+    first, last = plans_found[0], plans_found[-1]
     assert first.mfu == pytest.approx(SMALL.count_flops(64) / first.step_time / 16 / 250e12)
-    for one in found:
+    for one in plans_found:
         assert one.bottleneck in (*one.breakdown._fields, "memory") and one.explanation.startswith(
             one.bottleneck
         )
@@ -192,29 +194,38 @@ def test_memory_bottleneck_names_faster_plan() -> None:
         r"memory: a faster plan needs ([\d.]+) MB more than a GPU has\. "
         r"Its step takes ([\d.]+) s, .*% less: pp .*"
     )
-    found = re.fullmatch(words, best.explanation)
-    assert found is not None and best.bottleneck == "memory"
-    over, step = map(float, found.groups())
+    match = re.fullmatch(words, best.explanation)
+    assert match is not None and best.bottleneck == "memory"
+    over, step = map(float, match.groups())
     larger = make_cluster(1, memory=3e9 + over * 1.001e6)
     assert plan(SMALL, larger, 32, top=1, exact=False)[0].step_time <= step * 1.001 < best.step_time
 
 
 def test_saved_bytes_match_paper() -> None:
     """Compare with arXiv 2205.05198, table 2. Flash attention (2307.08691) saves no scores."""
-    for t, recompute, cut in [(1, "none", False), (8, "none", True), (8, "selective", False)]:
-        choice = ParallelPlan(tp=t, microbatch_size=2, recompute=recompute, sequence_parallel=cut)  # type: ignore[arg-type]
-        kept, again = compute_saved_bytes(SMALL, choice)
-        of: dict[str, Any] = {"sequence": 1024, "microbatch_size": 2, "hidden": 1024, "heads": 16}
-        of["tp"] = t
-        whole = activation_bytes_per_layer(**of, sequence_parallel=cut)
-        assert kept == activation_bytes_per_layer(
-            **of, recompute=choice.recompute, sequence_parallel=cut
+    for t, recompute, sp in [
+        (1, "none", False),
+        (8, "none", True),
+        (8, "selective", False),
+    ]:
+        choice = ParallelPlan(tp=t, microbatch_size=2, recompute=recompute, sequence_parallel=sp)  # type: ignore[arg-type]
+        saved_bytes, recomputed_bytes = compute_saved_bytes(SMALL, choice)
+        options: dict[str, Any] = {
+            "sequence": 1024,
+            "microbatch_size": 2,
+            "hidden": 1024,
+            "heads": 16,
+        }
+        options["tp"] = t
+        total_bytes = activation_bytes_per_layer(**options, sequence_parallel=sp)
+        assert saved_bytes == activation_bytes_per_layer(
+            **options, recompute=choice.recompute, sequence_parallel=sp
         )
-        assert kept + again == whole
+        assert saved_bytes + recomputed_bytes == total_bytes
         # In 32-bit types, everything except the one-byte dropout masks is twice as large.
-        masks = 2 * 1024 * 1024 * 2 / (t if cut else 1)
+        masks = 2 * 1024 * 1024 * 2 / (t if sp else 1)
         masks += (recompute == "none") * 16 * 1024**2 * 2 / t
-        assert compute_saved_bytes(SMALL, choice, 4)[0] == pytest.approx(2 * kept - masks)
+        assert compute_saved_bytes(SMALL, choice, 4)[0] == pytest.approx(2 * saved_bytes - masks)
     grouped, _ = compute_saved_bytes(
         replace(SMALL, kv_heads=4), ParallelPlan(tp=8, microbatch_size=2)
     )
@@ -231,34 +242,37 @@ def test_saved_bytes_match_paper() -> None:
         == (4 * 4 - 6 * 2) * tokens
     )
     flash, _ = compute_saved_bytes(SMALL, ParallelPlan(tp=8, microbatch_size=2, attention="flash"))
-    assert flash == activation_bytes_per_layer(**of, recompute="selective") + 4 * 16 * 1024 * 2 / 8
+    assert (
+        flash
+        == activation_bytes_per_layer(**options, recompute="selective") + 4 * 16 * 1024 * 2 / 8
+    )
 
 
 def test_activation_bytes_depend_on_itemsize() -> None:
     """Compare 32-bit with 16-bit training in closed forms, simulations and `peak_memory`."""
     cluster = make_cluster(1, itemsize=4)
-    for how in (
+    for changes in (
         {},
         {"recompute": "full"},
         {"schedule": "zb_h1"},
         {"tp": 2, "pp": 4, "sequence_parallel": True},
     ):
-        choice = ParallelPlan(**({"pp": 8, "microbatches": 8, "attention": "flash"} | how))  # type: ignore[arg-type]
+        choice = ParallelPlan(**({"pp": 8, "microbatches": 8, "attention": "flash"} | changes))  # type: ignore[arg-type]
         model = replace(SMALL, layers=16)
-        half, whole = (
+        half, full = (
             estimate_step(model, c, choice, exact=False).memory for c in (make_cluster(1), cluster)
         )
-        assert whole == peak_memory(model, cluster, choice)
-        assert 1.1 < whole.activations / half.activations <= 2  # logits always have 32 bits
+        assert full == peak_memory(model, cluster, choice)
+        assert 1.1 < full.activations / half.activations <= 2  # logits always have 32 bits
         program = estimate_step(model, cluster, choice).memory
-        assert whole.activations == pytest.approx(program.activations, rel=0.02)
-        assert whole.weights == program.weights == 2 * half.weights
+        assert full.activations == pytest.approx(program.activations, rel=0.02)
+        assert full.weights == program.weights == 2 * half.weights
 
 
 def test_plan_that_fits_only_in_closed_form_is_replaced() -> None:
     """In the simulation, rank 0 needs a little more memory than in the closed form."""
     model = TransformerSpec(layers=32, hidden=6144, heads=48, vocab=128256, sequence=4096)
-    how: dict[str, Any] = {
+    options: dict[str, Any] = {
         "schedules": "interleaved",
         "pp": 2,
         "tp": 1,
@@ -266,20 +280,20 @@ def test_plan_that_fits_only_in_closed_form_is_replaced() -> None:
         "zero": 1,
         "stages_per_rank": 4,
     }
-    how["recompute"] = "selective"
+    options["recompute"] = "selective"
     large = make_cluster(1, memory="1TB")
-    closed, exact = (plan(model, large, 64, top=1, exact=e, **how)[0] for e in (False, True))
+    closed, exact = (plan(model, large, 64, top=1, exact=e, **options)[0] for e in (False, True))
     assert closed.memory.total < exact.memory.total
     between = make_cluster(1, memory=(closed.memory.total + exact.memory.total) / 2)
     with pytest.raises(UsageError, match="none of 1 plans fits"):
-        plan(model, between, 64, **how)
-    some = plan(
+        plan(model, between, 64, **options)
+    plans_found = plan(
         model,
         between,
         64,
-        **(how | {"microbatch_size": (1, 2), "recompute": None, "stages_per_rank": (2, 4, 8)}),
+        **(options | {"microbatch_size": (1, 2), "recompute": None, "stages_per_rank": (2, 4, 8)}),
     )
-    assert some and all(one.fits for one in some)
+    assert plans_found and all(one.fits for one in plans_found)
 
 
 def test_model_state_memory_matches_zero_paper() -> None:
@@ -292,17 +306,17 @@ def test_model_state_memory_matches_zero_paper() -> None:
     numbers, one = model.params, count_layer_params(model)[0] + 2048 * 1024
     for zero in range(4):
         v, schedule = (96, "looped_bfs") if zero > 1 else (1, "one_f_one_b")
-        of = peak_memory(
+        memory = peak_memory(
             model,
             make_cluster(2),
             ParallelPlan(dp=16, stages_per_rank=v, microbatches=1, zero=zero, schedule=schedule),
         )
         law = zero_model_states(2 * numbers, 2 * numbers, 12 * numbers, zero=zero, dp=16)
-        assert of.optimizer == pytest.approx(law.optimizer)
-        assert of.weights == pytest.approx(
+        assert memory.optimizer == pytest.approx(law.optimizer)
+        assert memory.weights == pytest.approx(
             law.params + (zero == 3) * 2 * (one + count_layer_params(model)[0])
         )
-        assert of.gradients == pytest.approx(law.grads + (zero >= 2) * 2 * one)
+        assert memory.gradients == pytest.approx(law.grads + (zero >= 2) * 2 * one)
 
 
 def test_parameter_counts_sum_to_model() -> None:
@@ -365,11 +379,13 @@ def test_hinted_batches_are_nearest_valid() -> None:
 
 def test_tensor_parallel_across_nodes_warns() -> None:
     with pytest.warns(UserWarning, match="tp 16 is more than the 8 GPUs of a node"):
-        found = plan(SMALL, make_cluster(2), 16, tp=16, exact=False)
-    assert found[0].tp == 16
-    with pytest.warns(UserWarning, match="tp 16 is more than the 8 GPUs of a node") as told:
+        plans_found = plan(SMALL, make_cluster(2), 16, tp=16, exact=False)
+    assert plans_found[0].tp == 16
+    with pytest.warns(
+        UserWarning, match="tp 16 is more than the 8 GPUs of a node"
+    ) as warning_records:
         estimate_step(SMALL, make_cluster(2), ParallelPlan(tp=16), exact=False)
-    assert told[0].filename == __file__
+    assert warning_records[0].filename == __file__
     with pytest.raises(UsageError, match="no plan with tp 16 uses all 8 GPUs"):
         plan(SMALL, make_cluster(1), 16, tp=16)
     assert max(one.tp for one in plan(SMALL, make_cluster(2), 16, top=5000, exact=False)) == 8
@@ -378,11 +394,11 @@ def test_tensor_parallel_across_nodes_warns() -> None:
 def test_plan_over_memory_is_still_estimated() -> None:
     cluster = make_cluster(1, memory="2GB")
     choice = ParallelPlan(pp=4, tp=2, microbatches=8)
-    found = estimate_step(SMALL, cluster, choice, exact=False)
-    assert not found.fits and found.bottleneck == "memory"
-    assert "more than a GPU has" in found.explanation
+    estimate = estimate_step(SMALL, cluster, choice, exact=False)
+    assert not estimate.fits and estimate.bottleneck == "memory"
+    assert "more than a GPU has" in estimate.explanation
     other = estimate_step(SMALL, make_cluster(1), choice, exact=False)
-    assert other.bottleneck in found.breakdown._fields
+    assert other.bottleneck in estimate.breakdown._fields
 
 
 @pytest.mark.parametrize(
@@ -431,15 +447,15 @@ def test_invalid_plan_fields_are_refused(fields: dict[str, Any], fact: str) -> N
 
 def test_requested_stages_on_one_rank_are_planned() -> None:
     for zero in (0, 1):
-        how: dict[str, Any] = {
+        options: dict[str, Any] = {
             "pp": 1,
             "tp": 1,
             "stages_per_rank": 12,
             "schedules": "interleaved",
             "zero": zero,
         }
-        found = plan(SMALL, make_cluster(), 32, exact=False, **how)
-        assert {(one.pp, one.stages_per_rank, one.zero) for one in found} == {(1, 12, zero)}
+        plans_found = plan(SMALL, make_cluster(), 32, exact=False, **options)
+        assert {(one.pp, one.stages_per_rank, one.zero) for one in plans_found} == {(1, 12, zero)}
 
 
 def test_wrong_model_or_cluster_is_refused() -> None:
@@ -460,9 +476,12 @@ def test_link_times_match_process_mesh() -> None:
     for t, p, d, order in product((1, 2, 4), (2, 3, 4), (1, 2, 3), ("tp-pp-dp", "tp-dp-pp")):
         choice = ParallelPlan(pp=p, tp=t, dp=d, rank_order=order)  # type: ignore[arg-type]
         strides = (p * t, t) if order == "tp-pp-dp" else (t, d * t)
-        for at in np.ndindex(d, p, t):
-            assert build_process_mesh(choice)[at] == at[0] * strides[0] + at[1] * strides[1] + at[2]
-        where, cluster, plans = (
+        for coordinates in np.ndindex(d, p, t):
+            assert (
+                build_process_mesh(choice)[coordinates]
+                == coordinates[0] * strides[0] + coordinates[1] * strides[1] + coordinates[2]
+            )
+        mesh, cluster, plans = (
             build_process_mesh(choice),
             make_cluster(12, gpus_per_node=4),
             PlanColumns.from_plan(choice),
@@ -471,13 +490,13 @@ def test_link_times_match_process_mesh() -> None:
         size = 2.0 * 1024 * 1024 / t  # each tensor-parallel rank sends 1/t of the boundary
         path = 0.0
         for rank in range(p - 1):
-            pairs = zip(where[:, rank].flat, where[:, rank + 1].flat, strict=True)
+            pairs = zip(mesh[:, rank].flat, mesh[:, rank + 1].flat, strict=True)
             path += max(cluster.send_time(size, int(a), int(b)) for a, b in pairs)
-        cut = replace(plans, sequence_parallel=np.array([1]))
-        assert compute_link_times(SMALL, cluster, cut, placed).neighbors.item() == pytest.approx(
-            path
-        )
-        groups = where.reshape(d, -1).T
+        sequence_parallel_plans = replace(plans, sequence_parallel=np.array([1]))
+        assert compute_link_times(
+            SMALL, cluster, sequence_parallel_plans, placed
+        ).neighbors.item() == pytest.approx(path)
+        groups = mesh.reshape(d, -1).T
         ring = build_replica_rings(cluster, plans, placed)[0]
         law = max(cluster.all_gather_time(1e9, group) for group in groups)
         assert ring.compute_gather_time(np.array([[1e9]])).item() == pytest.approx(law)
@@ -485,7 +504,7 @@ def test_link_times_match_process_mesh() -> None:
 
 def test_simplest_of_equal_plans_is_first() -> None:
     """Without a pipeline, split backwards have no advantage, so simple plans come first."""
-    own: dict[str, Any] = {
+    options: dict[str, Any] = {
         "pp": 1,
         "tp": 1,
         "stages_per_rank": 1,
@@ -493,18 +512,19 @@ def test_simplest_of_equal_plans_is_first() -> None:
         "zero": 0,
         "attention": "flash",
     }
-    found = plan(
+    plans_found = plan(
         SMALL,
         make_cluster(),
         8,
         schedules=("zb_h1", "one_f_one_b"),
         recompute=("full", "none"),
-        **own,
+        **options,
     )
-    assert len({f"{one.step_time:.6g}" for one in found}) < len(found)
-    first = found[0]
+    assert len({f"{one.step_time:.6g}" for one in plans_found}) < len(plans_found)
+    first = plans_found[0]
     assert (first.schedule, first.recompute) == ("one_f_one_b", "none")
     times = [
-        (float(f"{one.step_time:.6g}"), [*SCHEDULE_FORMULAS].index(one.schedule)) for one in found
+        (float(f"{one.step_time:.6g}"), [*SCHEDULE_FORMULAS].index(one.schedule))
+        for one in plans_found
     ]
     assert times == sorted(times)

@@ -42,8 +42,8 @@ def estimate_step_time(choice: ParallelPlan, *, exact: bool, **more: Any) -> pla
     "choice", PLANS, ids=lambda c: f"{c.pp}-{c.tp}-{c.dp} {c.microbatch_size} {c.schedule}"
 )
 def test_closed_form_is_near_program(choice: ParallelPlan) -> None:
-    told, exact = (estimate_step_time(choice, exact=e) for e in (False, True))
-    assert told.step_time == pytest.approx(exact.step_time, rel=0.12)
+    closed_form, exact = (estimate_step_time(choice, exact=e) for e in (False, True))
+    assert closed_form.step_time == pytest.approx(exact.step_time, rel=0.12)
 
 
 def test_shared_processors_hide_bubble() -> None:

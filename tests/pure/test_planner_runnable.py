@@ -45,47 +45,54 @@ def parse_megatron_layout(text: str) -> tuple[int, ...]:
 def count_torchtitan_layers(text: str, stages: int, layers: int) -> tuple[int, ...]:
     """Return torchtitan's layers of each stage, with fewer layers in the first and the last."""
     first, last = (int(n) for n in re.findall(r"less_layers = (\d+)", text))
-    each, more = divmod(layers + first + last, stages)
-    made = [each + (stage < more) for stage in range(stages)]
-    made[0] -= first
-    made[-1] -= last
-    return tuple(made)
+    layers_each, more = divmod(layers + first + last, stages)
+    layers_by_stage = [layers_each + (stage < more) for stage in range(stages)]
+    layers_by_stage[0] -= first
+    layers_by_stage[-1] -= last
+    return tuple(layers_by_stage)
 
 
 @settings(deadline=None)
 @given(st.data())
 def test_launcher_options_give_layer_division(data: st.DataObject) -> None:
     p, v = data.draw(st.integers(2, 4)), data.draw(st.integers(1, 3))
-    parts = data.draw(st.lists(st.integers(1, 4), min_size=p * v, max_size=p * v))
+    layers_by_stage = data.draw(st.lists(st.integers(1, 4), min_size=p * v, max_size=p * v))
     ends = data.draw(st.tuples(st.integers(1, 3), st.integers(0, 3)))
-    parts[0], parts[-1] = ends
-    model = replace(MODEL, layers=sum(parts))
+    layers_by_stage[0], layers_by_stage[-1] = ends
+    model = replace(MODEL, layers=sum(layers_by_stage))
     schedule = "interleaved" if v > 1 else "one_f_one_b"
     choice = planner.ParallelPlan(
-        pp=p, stages_per_rank=v, microbatches=p, schedule=schedule, layers_per_stage=tuple(parts)
+        pp=p,
+        stages_per_rank=v,
+        microbatches=p,
+        schedule=schedule,
+        layers_per_stage=tuple(layers_by_stage),
     )
-    said = launcher_options(model, choice)
-    if "layout" in said["megatron"]:
-        assert parse_megatron_layout(said["megatron"]) == choice.layers_per_stage
+    options = launcher_options(model, choice)
+    if "layout" in options["megatron"]:
+        assert parse_megatron_layout(options["megatron"]) == choice.layers_per_stage
     else:
-        assert len({*parts}) == 1
+        assert len({*layers_by_stage}) == 1
     first, last = (
-        re.search(rf"--decoder-{end}-pipeline-num-layers (\d+)", said["megatron"])
+        re.search(rf"--decoder-{end}-pipeline-num-layers (\d+)", options["megatron"])
         for end in ("first", "last")
     )
     if first or last:
-        ranks = [sum(parts[rank::p]) for rank in range(p)]
+        ranks = [sum(layers_by_stage[rank::p]) for rank in range(p)]
         assert not first or int(first[1]) == ranks[0]
         assert not last or int(last[1]) == ranks[-1]
         inner = ranks[bool(first) : p - bool(last)]
-        assert len({*inner}) <= 1 and all(each % v == 0 for each in ranks)
-    titan = said["torchtitan"]
+        assert len({*inner}) <= 1 and all(rank_layers % v == 0 for rank_layers in ranks)
+    titan = options["torchtitan"]
     if "less_layers" in titan:
         assert count_torchtitan_layers(titan, p * v, model.layers) == choice.layers_per_stage
     else:
         names = match_group(r"model_part = (\[.*\])", titan)
-        each = [*map(str.split, re.findall(r"\[([^\[\]]*)\]", names))]
-        assert tuple(sum("layers." in n for n in own) for own in each) == choice.layers_per_stage
+        modules_by_stage = [*map(str.split, re.findall(r"\[([^\[\]]*)\]", names))]
+        assert (
+            tuple(sum("layers." in n for n in stage_modules) for stage_modules in modules_by_stage)
+            == choice.layers_per_stage
+        )
 
 
 def test_launcher_options_for_unsupported_schedule() -> None:
@@ -104,14 +111,14 @@ def test_train_config_contains_plan() -> None:
     choice = planner.ParallelPlan(pp=2, tp=2, dp=2, stages_per_rank=2, microbatch_size=3,
                                   microbatches=8, schedule="interleaved", zero=2,
                             recompute="full", layers_per_stage=(3, 3, 4, 2))  # fmt: skip
-    said = tomllib.loads(train_config(MODEL, choice, steps=7))
-    assert said["pipeline"] == {
+    config = tomllib.loads(train_config(MODEL, choice, steps=7))
+    assert config["pipeline"] == {
         "schedule": "interleaved", "ranks": 2, "microbatches": 8, "stages_per_rank": 2,
         "tp": 2, "dp": 2, "layers_per_stage": [3, 3, 4, 2], "zero": 2,
     }  # fmt: skip
-    assert said["memory"] == {"recompute": "all"}
-    assert said["data"] == {"microbatch_size": 3}
-    assert said["train"] == {"steps": 7}
+    assert config["memory"] == {"recompute": "all"}
+    assert config["data"] == {"microbatch_size": 3}
+    assert config["train"] == {"steps": 7}
 
 
 @st.composite
@@ -121,11 +128,11 @@ def plans(draw: st.DrawFn) -> planner.ParallelPlan:
         ("interleaved", 3), ("looped_bfs", 4),
     ]))  # fmt: skip
     p, t, d = draw(st.sampled_from([1, 2, 3])), *(draw(st.sampled_from([1, 2])) for _ in range(2))
-    parts = draw(st.lists(st.integers(1, 3), min_size=p * v, max_size=p * v))
+    layers_by_stage = draw(st.lists(st.integers(1, 3), min_size=p * v, max_size=p * v))
     return planner.ParallelPlan(
         pp=p, tp=t, dp=d, stages_per_rank=v, microbatch_size=draw(st.integers(1, 3)),
         microbatches=p * draw(st.integers(2, 3)),
-        schedule=schedule, layers_per_stage=tuple(parts),
+        schedule=schedule, layers_per_stage=tuple(layers_by_stage),
         zero=draw(st.integers(0, 3)) if d > 1 else 0,
         recompute=draw(st.sampled_from([RECOMPUTE[0], RECOMPUTE[2]])),
     )  # fmt: skip
@@ -144,9 +151,9 @@ def test_train_config_compiles_program_of_plan(
     file = tmp_path / "plan.toml"
     file.write_text(train_config(model, choice, device=device, clip_grad_norm=1.0))
     read = config_file.read_config(str(file))
-    own = read.request.program
+    program = read.request.program
     assert (
-        own.digest
+        program.digest
         == plan_program(
             choice, tied_weights=tied, overlap=True, buffer_sharing=read.buffer_sharing
         ).digest

@@ -109,10 +109,10 @@ def test_fp8_speeds_up_weight_gemms_only() -> None:
     fp8, plain = planner.stack_preset("megatron-fp8").constants, planner.SoftwareConstants()
     cluster, plan = planner.cluster_preset("h100"), ParallelPlan(tp=8, attention="flash")
     plan = replace(plan, sequence_parallel=True, microbatch_size=4)
-    for part in (planner.layer_time, planner.head_time, planner.embedding_time):
-        fast, slow = (part(MODEL, cluster, plan, each) for each in (fp8, plain))
+    for estimate_time in (planner.layer_time, planner.head_time, planner.embedding_time):
+        fast, slow = (estimate_time(MODEL, cluster, plan, constants) for constants in (fp8, plain))
         assert fast.layer_collectives.F == slow.layer_collectives.F
-        if part is planner.layer_time:
+        if estimate_time is planner.layer_time:
             assert slow.compute.F / 1.6 < fast.compute.F < slow.compute.F
         else:
             assert fast == slow

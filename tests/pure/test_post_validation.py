@@ -54,8 +54,8 @@ def test_post_validation_is_legal_for_random_programs(drawn: Any) -> None:
     for model in MODELS:
         check(lowered, model)
         check(lowered, model, blocking_hosts=True)
-    again = from_text(to_text(lowered))
-    assert (again.norm_check, again.digest) == ("after_step", lowered.digest)
+    parsed = from_text(to_text(lowered))
+    assert (parsed.norm_check, parsed.digest) == ("after_step", lowered.digest)
     assert lowered.digest != compile(drawn, clip_grad_norm=True).digest
 
 
@@ -81,18 +81,18 @@ def test_step_does_not_wait_for_other_ranks() -> None:
 
 def test_updated_state_is_held_twice() -> None:
     sizes = Sizes(activation=1, saved=2, model_states=(10, 20, 30, 40))
-    most = [
+    peaks = [
         np.array(
             [
                 rank.total_bytes.max()
-                for rank in compute_footprints(compile_with_norm_check(validate, **how), sizes)
+                for rank in compute_footprints(compile_with_norm_check(validate, **options), sizes)
             ]
         )
         for validate in ("before_step", "after_step")
-        for how in ({}, {"frozen_stages": 2})
+        for options in ({}, {"frozen_stages": 2})
     ]
-    assert (most[2] - most[0]).tolist() == [10, 20, 30, 40]
-    assert (most[3] - most[1]).tolist() == [0, 0, 30, 40]
+    assert (peaks[2] - peaks[0]).tolist() == [10, 20, 30, 40]
+    assert (peaks[3] - peaks[1]).tolist() == [0, 0, 30, 40]
 
 
 @pytest.mark.parametrize(

@@ -64,20 +64,22 @@ def test_option_equals_compile_keyword(
 
 
 def test_wrong_options_are_refused(capsys: pytest.CaptureFixture[str]) -> None:
-    at = ("check", "gpipe")
-    assert "did you mean -O zero?" in run_refused_command(capsys, *at, "-O", "zeros=1")
+    command = ("check", "gpipe")
+    assert "did you mean -O zero?" in run_refused_command(capsys, *command, "-O", "zeros=1")
     assert "-O zero needs a value\n  hint: -O zero=N" in run_refused_command(
-        capsys, *at, "-O", "zero"
+        capsys, *command, "-O", "zero"
     )
     assert "hint: options of a schedule are in brackets: 'interleaved(group=VALUE)'" in (
-        run_refused_command(capsys, *at, "-O", "group=4")
+        run_refused_command(capsys, *command, "-O", "group=4")
     )
     assert "hint: --memory-limit 40GB" in run_refused_command(
-        capsys, *at, "-O", "offload=fit", "--sizes", "saved=1GB"
+        capsys, *command, "-O", "offload=fit", "--sizes", "saved=1GB"
     )
-    assert "-O tp is given twice" in run_refused_command(capsys, *at, "-O", "tp=2", "-O", "tp=4")
-    assert "hint: --ranks 4" in run_refused_command(capsys, *at, "-O", "ranks=4")
-    assert "hint: schedir options zero" in run_refused_command(capsys, *at, "-O", "zero=4")
+    assert "-O tp is given twice" in run_refused_command(
+        capsys, *command, "-O", "tp=2", "-O", "tp=4"
+    )
+    assert "hint: --ranks 4" in run_refused_command(capsys, *command, "-O", "ranks=4")
+    assert "hint: schedir options zero" in run_refused_command(capsys, *command, "-O", "zero=4")
     assert "already give the shape" in run_refused_command(
         capsys, "import", "x.csv", "-o", "x.sched", "-O", "optimizer_steps=2"
     )
@@ -150,12 +152,12 @@ def test_config_file_sets_options(tmp_path: Path, capsys: pytest.CaptureFixture[
     words = ("-O", "tp=2", "-O", "overlap", "-O", "recompute=all")
     assert by_file == run_command(capsys, "print", "gpipe", *shape, *words)
     other = ("-O", "tp=4")  # typed options take precedence over the file in any order
-    for both in ((*other, "--config", str(file)), ("--config", str(file), *other)):
-        assert "tp 4" in run_command(capsys, "print", "gpipe", *shape, *both)
+    for options in ((*other, "--config", str(file)), ("--config", str(file), *other)):
+        assert "tp 4" in run_command(capsys, "print", "gpipe", *shape, *options)
     file.write_text("[pipeline]\ntp = 4\nzero = 3\ndp = 2\noverlap = true\n")
-    less = ("-O", "zero=0", "-O", "overlap=no")
+    overriding = ("-O", "zero=0", "-O", "overlap=no")
     plain = run_command(capsys, "print", "gpipe", *shape, "-O", "tp=4", "-O", "dp=2")
-    for all_words in ((*less, "--config", str(file)), ("--config", str(file), *less)):
+    for all_words in ((*overriding, "--config", str(file)), ("--config", str(file), *overriding)):
         assert run_command(capsys, "print", "gpipe", *shape, *all_words) == plain
     file.write_text("[memory]\nmemory_limit = 'much'\n")
     much = run_refused_command(capsys, "check", "gpipe", "--sizes=saved=1GB", "--config", str(file))
@@ -205,7 +207,7 @@ def test_config_errors_have_line(
     file = tmp_path / "run.toml"
     file.write_text(lines)
     message = run_refused_command(capsys, "check", "gpipe", "--config", str(file))
-    assert all(part in message for part in parts), message
+    assert all(fact in message for fact in parts), message
 
 
 @pytest.mark.parametrize(
@@ -251,9 +253,9 @@ def test_python_hints_have_no_command_line_options(options: dict[str, Any], hint
         schedir.compile("gpipe", ranks=4, microbatches=8, **options)
     assert hint in refused.value.hint
     assert "--" not in refused.value.hint and "-O" not in refused.value.hint
-    own: Any = refused.value.hint
-    pickled = pickle.loads(pickle.dumps(own))
-    assert (pickled, pickled.command) == (own, own.command)
+    shown_hint: Any = refused.value.hint
+    pickled = pickle.loads(pickle.dumps(shown_hint))
+    assert (pickled, pickled.command) == (shown_hint, shown_hint.command)
 
 
 def test_error_of_overriding_option_has_no_config_line(
@@ -297,9 +299,12 @@ def test_import_command_finds_module() -> None:
 
 @pytest.mark.parametrize("module", sorted({*RENAMED_ATTRIBUTES} - {"schedir.runtime"}))
 def test_renamed_attribute_names_new_one(module: str) -> None:
-    found = import_module(module)
+    loaded_module = import_module(module)
     for old, new in RENAMED_ATTRIBUTES[module].items():
-        assert old not in found.__all__ and new in {*dir(found), *found.__all__}
+        assert old not in loaded_module.__all__ and new in {
+            *dir(loaded_module),
+            *loaded_module.__all__,
+        }
         for code in (f"import {module}; {module}.{old}", f"from {module} import {old}"):
             with pytest.raises(ImportError, match=f"has no attribute '{old}': it is now {new}$"):
                 exec(code, {})
@@ -319,22 +324,22 @@ def test_compile_accepts_recompute_names_of_plan(capsys: pytest.CaptureFixture[s
     assert full == run_command(capsys, "print", "gpipe", "-O", "recompute=full")
     assert plain == run_command(capsys, "print", "gpipe", "-O", "offload=none")
     program = schedir.compile("gpipe", ranks=4, microbatches=8)
-    named: tuple[dict[str, Any], ...] = ({"recompute": "none"}, {"offload": "none"})
-    for options in named:
+    default_options: tuple[dict[str, Any], ...] = ({"recompute": "none"}, {"offload": "none"})
+    for options in default_options:
         other = schedir.compile("gpipe", ranks=4, microbatches=8, **options)
         assert other.digest == program.digest
 
 
 def test_costs_are_read_from_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     file = tmp_path / "costs.txt"
-    wanted = run_command(capsys, "simulate", "gpipe", "--costs", "F=1:2:1:1,B=2,send=0.5")
+    expected = run_command(capsys, "simulate", "gpipe", "--costs", "F=1:2:1:1,B=2,send=0.5")
     for text in (
         "F=1:2:1:1,\nB=2, send=0.5\n",
         "F=1:2:1:1\nB=2\n\nsend=0.5",
         "F=1:2:\n1:1,B=2,send=0.5",
     ):
         file.write_text(text)
-        assert run_command(capsys, "simulate", "gpipe", "--costs", f"@{file}") == wanted
+        assert run_command(capsys, "simulate", "gpipe", "--costs", f"@{file}") == expected
 
 
 def test_wrong_file_suffix_is_refused(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:

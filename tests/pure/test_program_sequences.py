@@ -96,11 +96,15 @@ def test_opposite_directions_deadlock_in_shared_queue() -> None:
 
 def test_step_without_messages_keeps_queue_order() -> None:
     """The second step has no message between ranks 0 and 1, whose messages keep their queue."""
-    there, beside, back = (
+    forward_order, beside, back = (
         compile(schedules.forward_only, PipelineShape(3, 1, placement=placement))
         for placement in ((0, 1, 2), (0, 2, 1), (2, 1, 0))
     )
-    runs = [[there, beside, back], [back, beside, there], [back, beside, there]]
+    runs = [
+        [forward_order, beside, back],
+        [back, beside, forward_order],
+        [back, beside, forward_order],
+    ]
     check_program_sequence(runs, "per_edge")
     assert verdict(runs, "per_edge", 0).kind == "ok"
     assert "wait" in check_refused(runs, "per_pair").fact
@@ -152,13 +156,13 @@ def test_command_output_matches_golden_file(
         name = "there" if program is THERE else name
         Path(f"{name}.sched").write_text(to_text(replace(program, name=name)))
     golden = (Path(__file__).parents[1] / "golden" / "steps.txt").read_text()
-    said = ""
+    output = ""
     for command in re.findall(r"^\$ schedir (.*)$", golden, re.MULTILINE):
         code = main(command.split())
         out, err = capsys.readouterr()
         assert code == (2 if err else 0)
-        said += f"$ schedir {command}\n{out}{err}"
-    assert said == golden
+        output += f"$ schedir {command}\n{out}{err}"
+    assert output == golden
 
 
 def test_runs_are_checked_under_their_progress_model(
@@ -204,12 +208,12 @@ def random_program(shape: PipelineShape, rng: random.Random) -> Program:
 def change_steps(steps: list[Program], rng: random.Random) -> list[Program]:
     """Return the steps of a rank with two of them swapped, or one of them missing."""
     steps = [*steps]
-    at = rng.randrange(len(steps))
+    index = rng.randrange(len(steps))
     if len(steps) > 1 and rng.random() < 0.8:
         other = rng.randrange(len(steps))
-        steps[at], steps[other] = steps[other], steps[at]
+        steps[index], steps[other] = steps[other], steps[index]
     else:
-        del steps[at]
+        del steps[index]
     return steps
 
 
@@ -237,12 +241,12 @@ def test_checker_agrees_with_execution(seed: int, alike: bool) -> None:
     for model in MODELS:
         if not is_legal(programs, model):
             continue
-        ran = verdict(runs, model, rng.randrange(2**32))
+        outcome = verdict(runs, model, rng.randrange(2**32))
         try:
             check_program_sequence(runs, model)
         except ProgramSequenceError as error:
             event("they wait" if "across" in error.fact else "they cross")
-            assert not alike and ran.kind != "ok", error
+            assert not alike and outcome.kind != "ok", error
         else:
             event("alike" if alike else "unlike, and right")
-            assert ran.kind == "ok", ran
+            assert outcome.kind == "ok", outcome

@@ -172,10 +172,10 @@ def assert_equal_times(
     event("ends" if reached.is_done.all() else "hangs")
     if not reached.is_done.all():
         return
-    left = np.zeros(graph.node_id_limit)  # a group ends when all its transfers have ended
-    np.maximum.at(left, graph.entry_exit_nodes[1], reached.end)
+    group_ends = np.zeros(graph.node_id_limit)  # a group ends when all its transfers have ended
+    np.maximum.at(group_ends, graph.entry_exit_nodes[1], reached.end)
     for (rank, index), end in machine.ended.items():
-        assert left[graph.entry_exit_nodes[1][int(program.offsets[rank]) + index]] == end
+        assert group_ends[graph.entry_exit_nodes[1][int(program.offsets[rank]) + index]] == end
 
 
 @settings(max_examples=150)
@@ -196,16 +196,17 @@ def test_eager_check_agrees_with_execution(
     """With eager messages, the checker accepts exactly the programs that the oracle can run."""
     _, program = mutate(name, seed, corpus=CORPUS)
     stages = program.shape.stages
-    each = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
-    sizes = Sizes(activation=tuple(map(float, each)), skip=3.0)
-    ran = verdict(program, progress_model, seed, limit, sizes)
+    activation_sizes = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
+    sizes = Sizes(activation=tuple(map(float, activation_sizes)), skip=3.0)
+    outcome = verdict(program, progress_model, seed, limit, sizes)
     try:
         check(program, progress_model, eager_limit=limit, sizes=sizes)
         why = ""
     except SchedirError as error:
         why = f"{type(error).__name__}: {error}"
-    event(f"{ran.kind}, {'refused' if refusal(program, progress_model) else 'fine'} where all wait")
-    assert bool(why) == (ran.kind != "ok"), (why, ran)
+    without_eager = "refused" if refusal(program, progress_model) else "fine"
+    event(f"{outcome.kind}, {without_eager} where all wait")
+    assert bool(why) == (outcome.kind != "ok"), (why, outcome)
 
 
 @settings(max_examples=100)
@@ -216,19 +217,19 @@ def test_suggested_eager_limit_is_minimal(
     """A program finishes with the `eager_limit` of its DeadlockError, and with no smaller limit."""
     _, program = mutate(name, seed, corpus=CORPUS)
     stages = program.shape.stages
-    each = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
-    sizes = Sizes(activation=tuple(map(float, each)), skip=3.0)
+    activation_sizes = data.draw(st.lists(st.integers(1, 5), min_size=stages, max_size=stages))
+    sizes = Sizes(activation=tuple(map(float, activation_sizes)), skip=3.0)
     try:
         check(program, progress_model, sizes=sizes)
     except DeadlockError as error:
-        least = error.eager_limit
+        min_limit = error.eager_limit
     except SchedirError:
         return
     else:
         return
-    event("hangs anyway" if least is None else "finishes with small messages")
+    event("hangs anyway" if min_limit is None else "finishes with small messages")
     fine = [k for k in range(6) if verdict(program, progress_model, seed, k, sizes).kind == "ok"]
-    assert fine == [k for k in range(6) if least is not None and k >= least]
+    assert fine == [k for k in range(6) if min_limit is not None and k >= min_limit]
 
 
 def test_eager_sends_depend_on_message_size() -> None:
@@ -307,40 +308,43 @@ def all_hosts_end(program: Program, model: str, seed: int) -> bool:
     rng, shape, machine = random.Random(seed), program.shape, Machine(program, model, Costs())
     hosts: list[list[object]] = []
     for rank, stream in enumerate(program.streams):
-        own: list[object] = []
+        host_groups: list[object] = []
         begins = [k for k, joined in enumerate(stream.joined) if not joined] + [len(stream)]
         for begin, end in pairwise(begins):
             group = [*stream][begin:end]
-            both = len({i.op in SENDING for i in group}) == 2
+            is_exchange = len({i.op in SENDING for i in group}) == 2
             for i in group:
                 if i.op not in MESSAGES:
                     continue
                 peer = int(shape.rank_of_stage(machine._other(i), i.mb))
                 acts = (O.SendAct, O.RecvAct, O.SendSkip, O.RecvSkip)
                 kind = "act" if i.op in acts else "grad"
-                way = (rank, peer) if i.op in SENDING else (peer, rank)
-                pair = frozenset(way)
-                own.append(
-                    {"per_edge": (kind, way), "per_pair": pair, "per_direction": kind,
-                     "torch_lazy": "all" if both else pair}.get(model, "all")
+                edge = (rank, peer) if i.op in SENDING else (peer, rank)
+                pair = frozenset(edge)
+                host_groups.append(
+                    {"per_edge": (kind, edge), "per_pair": pair, "per_direction": kind,
+                     "torch_lazy": "all" if is_exchange else pair}.get(model, "all")
                 )  # fmt: skip
-        hosts.append(own)
+        hosts.append(host_groups)
     arrived: dict[object, set[int]] = {}
     while True:
         moves = []
-        for rank, own in enumerate(hosts):
-            if own:
-                members = {r for r, other in enumerate(hosts) if own[0] in other}
-                if isinstance(own[0], str):
+        for rank, host_groups in enumerate(hosts):
+            if host_groups:
+                members = {r for r, other in enumerate(hosts) if host_groups[0] in other}
+                if isinstance(host_groups[0], str):
                     members = {*range(shape.ranks)}
-                if rank not in arrived.get(own[0], ()) or arrived[own[0]] >= members:
+                if (
+                    rank not in arrived.get(host_groups[0], ())
+                    or arrived[host_groups[0]] >= members
+                ):
                     moves.append((rank, members))
         if not moves:
             return not any(hosts)
         rank, members = rng.choice(moves)
-        there = arrived.setdefault(hosts[rank][0], set())
-        there.add(rank)
-        if there >= members:
+        arrived_ranks = arrived.setdefault(hosts[rank][0], set())
+        arrived_ranks.add(rank)
+        if arrived_ranks >= members:
             hosts[rank].pop(0)
 
 

@@ -50,16 +50,16 @@ from tests.strategies import costs, with_slots
 @pytest.fixture
 def looks(monkeypatch: pytest.MonkeyPatch) -> list[Program]:
     """Return the list of programs whose completeness is checked."""
-    seen: list[Program] = []
+    checked: list[Program] = []
     module = import_module("schedir.verify.check")
     real = module.require_complete
 
     def counted(program: Program, *, is_draft: bool) -> object:
-        seen.append(program)
+        checked.append(program)
         return real(program, is_draft=is_draft)
 
     monkeypatch.setattr(module, "require_complete", counted)
-    return seen
+    return checked
 
 
 def test_proof_is_kept_until_program_changes(looks: list[Program]) -> None:
@@ -110,8 +110,8 @@ def test_each_proof_holds_separately(seed: int) -> None:
     program = check(with_slots(rng.choice([lowered, updating])(rng), rng), "per_edge")
     event(f"{len(program.proofs)} proofs")
     for model, blocks, device_waits, *more in program.proofs:
-        again = replace(program, message_order={})
-        check(again, model, blocking_hosts=blocks, host_device_sync=device_waits)  # type: ignore[arg-type]
+        copied = replace(program, message_order={})
+        check(copied, model, blocking_hosts=blocks, host_device_sync=device_waits)  # type: ignore[arg-type]
         assert more == [False, None]
 
 
@@ -218,29 +218,34 @@ def test_drafts_from_all_sources_compile() -> None:
     program = compile(one_f_one_b, shape)
     listed = greedy_schedule(shape, "BF", lambda rank: shape.ranks - rank)
     imported = torch_csv.from_csv(torch_csv.to_csv(program, "torch"))
-    for each in (expand_schedule(one_f_one_b, shape), listed, imported, from_text(to_text(listed))):
-        assert compile(each).streams == compile(each, shape).streams == program.streams
+    for source in (
+        expand_schedule(one_f_one_b, shape),
+        listed,
+        imported,
+        from_text(to_text(listed)),
+    ):
+        assert compile(source).streams == compile(source, shape).streams == program.streams
     assert compile(listed, costs=Costs(send=5)).message_order.keys() == program.message_order.keys()
 
 
 def test_draft_attributes_are_compile_defaults() -> None:
-    given = replace(expand_schedule(one_f_one_b, PipelineShape(2, 4)), tp=2, clip_grad_norm=True)
-    assert compile(given) == replace(
+    draft = replace(expand_schedule(one_f_one_b, PipelineShape(2, 4)), tp=2, clip_grad_norm=True)
+    assert compile(draft) == replace(
         compile(one_f_one_b, PipelineShape(2, 4), tp=2, clip_grad_norm=True)
     )
-    assert compile(given, tp=1, clip_grad_norm=False) == compile(one_f_one_b, PipelineShape(2, 4))
+    assert compile(draft, tp=1, clip_grad_norm=False) == compile(one_f_one_b, PipelineShape(2, 4))
 
 
 def test_wrong_compile_input_is_refused() -> None:
-    given = expand_schedule(one_f_one_b, PipelineShape(2, 4))
+    draft = expand_schedule(one_f_one_b, PipelineShape(2, 4))
     with pytest.raises(UsageError, match="the draft has the shape"):
-        compile(given, PipelineShape(2, 8))
+        compile(draft, PipelineShape(2, 8))
     with pytest.raises(LoweringLevelError, match="lowered already"):
-        compile(compile(given))
+        compile(compile(draft))
     with pytest.raises(UsageError, match="needs ranks and microbatches"):
         compile(one_f_one_b)
     with pytest.raises(LoweringLevelError) as caught:
-        check(given)
+        check(draft)
     assert "lower the draft with schedir.compile" in caught.value.hint
 
 
@@ -257,7 +262,7 @@ def test_derived_objects_are_freed_with_program() -> None:
         )
         timeline = simulate(program)
         assert timeline.graph is graph and graph.flow is flow and flow.index is index
-        gone = [weakref.ref(each) for each in (program, index, flow, graph)]
+        gone = [weakref.ref(value) for value in (program, index, flow, graph)]
         del program, index, flow, graph, timeline
         assert [ref() for ref in gone] == [None] * 4
     finally:
@@ -290,9 +295,9 @@ def test_index_and_flow_are_created_once(made: list[object]) -> None:
     slots = compile(one_f_one_b, PipelineShape(2, 4)).with_slots(program.slots)
     made.clear()
     check(slots)
-    assert [type(each) for each in made] == [Graph]
+    assert [type(value) for value in made] == [Graph]
     check(from_text(to_text(program)))
-    assert sorted(type(each).__name__ for each in made[1:]) == [
+    assert sorted(type(value).__name__ for value in made[1:]) == [
         "Dataflow",
         "Graph",
         "InstructionIndex",
@@ -306,13 +311,13 @@ def test_large_program_caches_nothing(made: list[object], monkeypatch: pytest.Mo
     monkeypatch.setattr("schedir.ir.program._MAX_CACHED_INSTRUCTIONS", 10)
     made.clear()
     check(program)  # one index for completeness, and one for the graph
-    assert sorted(type(each).__name__ for each in made) == [
+    assert sorted(type(value).__name__ for value in made) == [
         "Dataflow",
         "Graph",
         "InstructionIndex",
         "InstructionIndex",
     ]
-    alive = [weakref.ref(each) for each in made]
+    alive = [weakref.ref(value) for value in made]
     made.clear()
     gc.collect()
     assert [ref() for ref in alive] == [None] * 4

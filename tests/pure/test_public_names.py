@@ -87,8 +87,10 @@ def test_pages_import_from_public_modules() -> None:
     pages = [ROOT / "README.md", *(ROOT / "docs").rglob("*.md"), *(ROOT / "examples").glob("*.py")]
     for page in pages:
         for home, names in re.findall(r"^from (schedir\S*) import (.+)$", page.read_text(), re.M):
-            each = [name.strip() for name in names.split("#")[0].split(",")]
-            wrong = [name for name in each if home not in public and (home, name) in homes]
+            imported_names = [name.strip() for name in names.split("#")[0].split(",")]
+            wrong = [
+                name for name in imported_names if home not in public and (home, name) in homes
+            ]
             assert not wrong, f"{page.name} takes {wrong} from {home}"
 
 

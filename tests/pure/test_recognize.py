@@ -43,16 +43,22 @@ def test_first_difference_is_reported(name: str, data: st.DataObject) -> None:
     words[[first, first + 1]] = words[[first + 1, first]]
     streams = [*draft.streams]
     streams[rank] = Stream(words)
-    found = recognize(replace(draft, streams=tuple(streams)))
-    if found.schedule != name:  # another schedule agrees longer
-        other = expand_schedule(get_built_in_schedules()[found.schedule], draft.shape)
-        assert found.agreeing >= count_agreeing(draft, rank, first)
-        assert found.is_exact == (other == replace(draft, streams=tuple(streams), name=other.name))
+    recognition = recognize(replace(draft, streams=tuple(streams)))
+    if recognition.schedule != name:  # another schedule agrees longer
+        other = expand_schedule(get_built_in_schedules()[recognition.schedule], draft.shape)
+        assert recognition.agreeing >= count_agreeing(draft, rank, first)
+        assert recognition.is_exact == (
+            other == replace(draft, streams=tuple(streams), name=other.name)
+        )
         return
-    assert (found.rank, found.compute_index, found.is_exact) == (rank, first, False)
-    assert found.expected == str(draft.streams[rank][first])
-    assert found.actual == str(draft.streams[rank][first + 1])
-    assert found.agreeing == count_agreeing(draft, rank, first)
+    assert (recognition.rank, recognition.compute_index, recognition.is_exact) == (
+        rank,
+        first,
+        False,
+    )
+    assert recognition.expected == str(draft.streams[rank][first])
+    assert recognition.actual == str(draft.streams[rank][first + 1])
+    assert recognition.agreeing == count_agreeing(draft, rank, first)
 
 
 def count_agreeing(draft: Program, rank: int, first: int) -> int:
@@ -69,16 +75,16 @@ def test_recomputes_are_ignored() -> None:
 def test_early_end_is_reported() -> None:
     draft = expand_schedule(get_built_in_schedules()["gpipe"], PipelineShape(2, 2))
     streams = draft.streams[0], Stream(draft.streams[1].words[:-1])
-    found = recognize(replace(draft, streams=streams))
-    assert (found.actual, found.expected, found.rank) == ("the end", "B 1.1", 1)
+    recognition = recognize(replace(draft, streams=streams))
+    assert (recognition.actual, recognition.expected, recognition.rank) == ("the end", "B 1.1", 1)
 
 
 def test_unknown_schedule_is_not_recognized() -> None:
     draft = expand_schedule(get_built_in_schedules()["gpipe"], PipelineShape(2, 2))
     backwards_first = tuple(Stream(stream.words[::-1]) for stream in draft.streams)
-    found = recognize(replace(draft, streams=backwards_first))
-    assert found == Recognition("", 0, 8)
-    assert str(found) == "no built-in schedule begins like this" and not found.is_exact
+    recognition = recognize(replace(draft, streams=backwards_first))
+    assert recognition == Recognition("", 0, 8)
+    assert str(recognition) == "no built-in schedule begins like this" and not recognition.is_exact
     with pytest.raises(UsageError, match="must be a Program"):
         recognize("zb_v")  # type: ignore[arg-type]
 

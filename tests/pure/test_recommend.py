@@ -30,8 +30,8 @@ def simulate_schedule(name: str, v: int, P: int, m: int, send: float) -> Timelin
     """Simulate a schedule with v stages per rank, which together have F = I = W = 1."""
     schedule = get_built_in_schedules()[name]
     shape = PipelineShape(P, m, v, get_placement_mark(schedule)[0] or "loop")
-    part = P / shape.stages
-    costs = Costs(F=part, I=part, W=part, B=2 * part, send=send)
+    cost_share = P / shape.stages
+    costs = Costs(F=cost_share, I=cost_share, W=cost_share, B=2 * cost_share, send=send)
     return schedir.simulate(
         compile(schedule, shape, progress_model="per_edge", costs=costs),
         costs,
@@ -41,22 +41,22 @@ def simulate_schedule(name: str, v: int, P: int, m: int, send: float) -> Timelin
 
 def run_recommend(capsys: pytest.CaptureFixture[str], *argv: str) -> list[dict[str, Any]]:
     code = main(["recommend", *argv, "--json"])
-    found: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
-    assert code == (0 if found else 2)
-    return found
+    result_rows: list[dict[str, Any]] = json.loads(capsys.readouterr().out)
+    assert code == (0 if result_rows else 2)
+    return result_rows
 
 
 @pytest.mark.parametrize(("P", "m"), [(4, 8), (4, 3), (3, 7), (2, 1)])
 def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m: int) -> None:
     """The output has each schedule that compiles and trains once, the shortest first."""
     shape = (f"--ranks={P}", f"--microbatches={m}", "--progress-model=per_edge", AT)
-    found = run_recommend(capsys, *shape)
-    keys = [(float(f"{row['span']:.9g}"), row["peak_activations"]) for row in found]
+    result_rows = run_recommend(capsys, *shape)
+    keys = [(float(f"{row['span']:.9g}"), row["peak_activations"]) for row in result_rows]
     assert keys == sorted(keys)
     expected: dict[str, Timeline] = {}
     for name, schedule in get_built_in_schedules().items():
-        fixed = get_placement_mark(schedule)[1]
-        for v in (fixed,) if fixed else (1, 2, 4) if has_free_v(schedule) else (1,):
+        fixed_v = get_placement_mark(schedule)[1]
+        for v in (fixed_v,) if fixed_v else (1, 2, 4) if has_free_v(schedule) else (1,):
             if get_weight_delay_mark(schedule) is None:
                 try:
                     run = simulate_schedule(name, v, P, m, 0.05)
@@ -64,32 +64,38 @@ def test_all_schedules_are_ranked(capsys: pytest.CaptureFixture[str], P: int, m:
                     continue
                 if run.program.has_backward:
                     expected[run.program.digest] = run
-    assert {row["digest"] for row in found} == {*expected} and len(found) == len(expected)
-    for row in found:
+    assert {row["digest"] for row in result_rows} == {*expected} and len(result_rows) == len(
+        expected
+    )
+    for row in result_rows:
         run, program = expected[row["digest"]], expected[row["digest"]].program
         assert row["span"] == pytest.approx(run.span)
         assert row["peak_activations"] == run.peak_activations
         assert row["has_split_backward"] == (BACKWARD_INPUT in program.used_opcodes)
         assert row["parameter_copies"] == program.shape.placement_rows
-    whole = run_recommend(capsys, *shape, "--no-split-backward", "--max-activations=2.5")
-    assert whole == [
-        row for row in found if not row["has_split_backward"] and row["peak_activations"] <= 2.5
+    filtered = run_recommend(capsys, *shape, "--no-split-backward", "--max-activations=2.5")
+    assert filtered == [
+        row
+        for row in result_rows
+        if not row["has_split_backward"] and row["peak_activations"] <= 2.5
     ]
     main(["recommend", *shape, "--no-split-backward", "--max-activations=2.5"])
     text = capsys.readouterr().out
-    over = [r for r in found if r["peak_activations"] > 2.5 and not r["has_split_backward"]]
+    over = [r for r in result_rows if r["peak_activations"] > 2.5 and not r["has_split_backward"]]
     assert ("over the limit of 2.5 activations: " in text) == bool(over)
     assert ("refused zb_v" in text or ", zb_v:" in text) == (m < 2 * P - 1)
 
 
 def test_memory_limit_agrees_with_compile(capsys: pytest.CaptureFixture[str]) -> None:
     sizes, limit = Sizes(activation=16e6, saved=1e9, model_states=8e9), 14e9
-    given = (
+    options = (
         "--sizes=activation=16MB,saved=1GB,model_states=8GB",
         "--memory-limit=14GB",
         "--ranks=4",
     )
-    names = {row["program"] for row in run_recommend(capsys, *given) if row["stages_per_rank"] == 1}
+    names = {
+        row["program"] for row in run_recommend(capsys, *options) if row["stages_per_rank"] == 1
+    }
     for name, schedule in get_built_in_schedules().items():
         if not has_free_v(schedule) and get_placement_mark(schedule) == (None, None):
             try:
@@ -116,38 +122,49 @@ def test_options_that_make_schedule_fit_are_printed(capsys: pytest.CaptureFixtur
     sizes = ["--sizes=saved=3.83GB,model_states=16.6GB,activation=16.8MB", "--memory-limit=40GB"]
     shape = ["--ranks=4", "--microbatches=32"]
     lines = run_command(capsys, "recommend", *shape, *sizes).splitlines()
-    named, spans = dict[str, str](), dict[str, float]()
+    options_by_schedule, spans = dict[str, str](), dict[str, float]()
     for line in lines:
         if line.startswith("over the limit"):
             head, _, names = line.partition(": ")
             options = head.partition("but fits with ")[2].partition(" (")[0]
             for name, amounts in re.findall(r"(\w[\w ]+) \((.*?)\)", names):
-                named[name] = options
+                options_by_schedule[name] = options
                 if options:
                     spans[name] = float(amounts.removeprefix("span ").split(",")[0])
-    assert named["zb_h2"] == "" and named["interleaved x 2"] == "-O buffer_sharing=minimal"
-    assert named["gpipe"] == "-O recompute=fit"
-    for options in {*named.values()} - {""}:
-        found = run_recommend(capsys, *shape, *sizes, *options.split())
-        fitting = {(row["program"], row["stages_per_rank"]) for row in found}
-        for name in (name for name, needed in named.items() if needed == options and " x " in name):
+    assert (
+        options_by_schedule["zb_h2"] == ""
+        and options_by_schedule["interleaved x 2"] == "-O buffer_sharing=minimal"
+    )
+    assert options_by_schedule["gpipe"] == "-O recompute=fit"
+    for options in {*options_by_schedule.values()} - {""}:
+        result_rows = run_recommend(capsys, *shape, *sizes, *options.split())
+        fitting = {(row["program"], row["stages_per_rank"]) for row in result_rows}
+        for name in (
+            name
+            for name, needed in options_by_schedule.items()
+            if needed == options and " x " in name
+        ):
             program, v = name.split(" x ")
             assert (program, int(v)) in fitting or program.startswith("looped")  # looped x 1: gpipe
-        found_spans = {f"{row['program']} x {row['stages_per_rank']}": row["span"] for row in found}
-        for name in found_spans.keys() & {n for n, how in named.items() if how == options}:
+        found_spans = {
+            f"{row['program']} x {row['stages_per_rank']}": row["span"] for row in result_rows
+        }
+        for name in found_spans.keys() & {
+            n for n, fit_options in options_by_schedule.items() if fit_options == options
+        }:
             assert spans[name] == float(f"{found_spans[name]:.6g}")
 
 
 def test_compare_marks_schedules_over_limit(capsys: pytest.CaptureFixture[str]) -> None:
     sizes = ["--sizes=saved=3.83GB,model_states=16.6GB,activation=16.8MB", "--memory-limit=40GB"]
-    given = ["compare", "gpipe", "one_f_one_b", "zb_h2", *sizes]
-    over, fits, _ = json.loads(run_command(capsys, *given, "--json"))
+    command = ["compare", "gpipe", "one_f_one_b", "zb_h2", *sizes]
+    over, fits, _ = json.loads(run_command(capsys, *command, "--json"))
     assert over["is_over_limit"] and over["peak_memory"] > 40e9
     assert fits["peak_memory"] < 40e9 and not fits["is_over_limit"]
-    text = run_command(capsys, *given)
+    text = run_command(capsys, *command)
     assert "over the limit: " in text and "peak memory" in text
     assert "but fits with -O recompute=fit (activations are computed again): gpipe (span " in text
-    unlimited = json.loads(run_command(capsys, *given[:-1], "--json"))
+    unlimited = json.loads(run_command(capsys, *command[:-1], "--json"))
     assert unlimited[0]["peak_memory"] == over["peak_memory"]
     # What no recomputation makes fit has no row, unless nothing else is left.
     tight = ["--sizes=saved=1GB,model_states=8GB", "--memory-limit=9GB", "-O", "recompute=fit"]
@@ -170,35 +187,37 @@ def test_user_schedule_is_ranked(tmp_path: Path, capsys: pytest.CaptureFixture[s
     file.write_text(
         "from schedir import B, F\n\n\ndef slow(rank, ranks, m):\n    return m * F + m * B\n"
     )
-    found = run_recommend(capsys, f"{file}:slow", "--ranks=2", "--microbatches=4")
-    assert "slow" not in [row["program"] for row in found]  # it equals gpipe
-    told = run_command(capsys, "recommend", f"{file}:slow", "--ranks=2", "--microbatches=4")
-    assert f"{file}:slow is the same program as gpipe\n" in told
+    result_rows = run_recommend(capsys, f"{file}:slow", "--ranks=2", "--microbatches=4")
+    assert "slow" not in [row["program"] for row in result_rows]  # it equals gpipe
+    output = run_command(capsys, "recommend", f"{file}:slow", "--ranks=2", "--microbatches=4")
+    assert f"{file}:slow is the same program as gpipe\n" in output
     file.write_text(
         "from schedir import B, F\n\n\ndef slow(rank, ranks, m):\n    return m * (F + B)\n"
     )
-    found = run_recommend(capsys, f"{file}:slow", "--ranks=2", "--microbatches=4")
-    assert found[-1]["program"] == "slow"
+    result_rows = run_recommend(capsys, f"{file}:slow", "--ranks=2", "--microbatches=4")
+    assert result_rows[-1]["program"] == "slow"
     file.write_text(
         "from schedir import B, F\n\n\ndef looped(rank, ranks, m, v):\n"
         "    for j in range(v):\n        yield m * F[j]\n"
         "    for _ in range(m):\n        for j in reversed(range(v)):\n            yield B[j]\n"
     )
-    found = run_recommend(capsys, f"{file}:looped", "--ranks=2", "--microbatches=4")
-    stages = {row["stages_per_rank"] for row in found if row["program"] == "looped"}
+    result_rows = run_recommend(capsys, f"{file}:looped", "--ranks=2", "--microbatches=4")
+    stages = {row["stages_per_rank"] for row in result_rows if row["program"] == "looped"}
     assert stages == {2, 4}  # with one stage per rank, it equals gpipe
-    told = run_command(capsys, "recommend", f"{file}:looped", "--ranks=2", "--microbatches=4")
-    assert f"{file}:looped x 1 is the same program as gpipe\n" in told
+    output = run_command(capsys, "recommend", f"{file}:looped", "--ranks=2", "--microbatches=4")
+    assert f"{file}:looped x 1 is the same program as gpipe\n" in output
 
 
 def test_run_gives_shape_and_mean_times(capsys: pytest.CaptureFixture[str]) -> None:
     run = str(DOCS.parent / "examples" / "traced.timeline")
-    found = {(row["program"], row["stages_per_rank"]): row for row in run_recommend(capsys, run)}
-    assert {row["unit"] for row in found.values()} == {"s"}
+    row_by_schedule = {
+        (row["program"], row["stages_per_rank"]): row for row in run_recommend(capsys, run)
+    }
+    assert {row["unit"] for row in row_by_schedule.values()} == {"s"}
     compared = json.loads(run_command(capsys, "compare", run, "gpipe", "one_f_one_b", "--json"))
     assert len(compared) == 3
     for row in compared:
-        assert found[row["program"], row["stages_per_rank"]]["span"] == row["span"]
+        assert row_by_schedule[row["program"], row["stages_per_rank"]]["span"] == row["span"]
 
 
 def test_run_gives_progress_model(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -206,11 +225,11 @@ def test_run_gives_progress_model(tmp_path: Path, capsys: pytest.CaptureFixture[
     run, costs = str(tmp_path / "run.timeline"), "F=1,B=2,send=0.9"
     options = ["--costs", costs, "--progress-model", "per_edge"]
     run_command(capsys, "simulate", "gpipe", *options, "-o", run)
-    wanted = json.loads(run_command(capsys, "compare", "interleaved", *options, "--json"))
-    (_, found) = json.loads(run_command(capsys, "compare", run, "interleaved", "--json"))
-    assert found["span"] == pytest.approx(wanted[0]["span"])
+    expected = json.loads(run_command(capsys, "compare", "interleaved", *options, "--json"))
+    (_, compared) = json.loads(run_command(capsys, "compare", run, "interleaved", "--json"))
+    assert compared["span"] == pytest.approx(expected[0]["span"])
     ranked = {(row["program"], row["stages_per_rank"]): row for row in run_recommend(capsys, run)}
-    assert ranked["interleaved", 2]["span"] == pytest.approx(found["span"])
+    assert ranked["interleaved", 2]["span"] == pytest.approx(compared["span"])
 
 
 def test_equal_schedule_names_are_distinguished(
@@ -279,8 +298,8 @@ def test_documented_file_has_every_size() -> None:
 
 @pytest.mark.parametrize("rule", which_schedule.RULES, ids=lambda rule: rule.text[:30])
 def test_documented_rules_hold_in_all_cells(rule: which_schedule.Rule) -> None:
-    asked = [where for where in which_schedule.everywhere() if rule.where(where)]
-    assert len(asked) >= 10 and all(rule.holds(where) for where in asked)
+    sizes_asked = [size for size in which_schedule.everywhere() if rule.where(size)]
+    assert len(sizes_asked) >= 10 and all(rule.holds(size) for size in sizes_asked)
 
 
 class Formula(NamedTuple):
@@ -331,8 +350,8 @@ def compute_idle_times(formula: Formula, P: int, m: int) -> tuple[float, float]:
 @pytest.mark.parametrize("formula", FORMULAS, ids=lambda f: f"{f.name} x {f.v}")
 @pytest.mark.parametrize(("P", "m"), [(8, 32), (4, 8)])
 def test_published_formulas_hold(formula: Formula, P: int, m: int) -> None:
-    whole, own = compute_idle_times(formula, P, m)
-    simulated, value = own if formula.own else whole, formula.value(P)
+    until_end, in_active_span = compute_idle_times(formula, P, m)
+    simulated, value = in_active_span if formula.own else until_end, formula.value(P)
     assert simulated <= value + 1e-9 if formula.most else simulated == pytest.approx(value)
 
 
@@ -346,8 +365,8 @@ def test_any_number_of_microbatches_compiles() -> None:
     )
     assert sentence in " ".join(page.split())
     for name, schedule in get_built_in_schedules().items():
-        placement, fixed = get_placement_mark(schedule)
-        v = fixed or (2 if has_free_v(schedule) else 1)
+        placement, fixed_v = get_placement_mark(schedule)
+        v = fixed_v or (2 if has_free_v(schedule) else 1)
         for m in range(fill.get(name, 1), 13):
             if name != "dualpipe" or m % 2 == 0:
                 assert (

@@ -73,8 +73,8 @@ def test_recompute_letter_belongs_to_next_backward(word: RankSchedule, spelled: 
 def test_recompute_letters_count_per_local_stage() -> None:
     word = F[0] + F[0] + F[1] + F[1] + R[1] + B[1] + R[0] + R[1] + B[1] + B[0] + R[0] + B[0]
     program = expand_schedule(lambda r, P, m, v: word, PipelineShape(1, 2, 2))
-    found = [str(i) for i in program.streams[0] if i.op is RECOMPUTE]
-    assert found == ["R 1.0", "R 0.0", "R 1.1", "R 0.1"]
+    recomputes = [str(i) for i in program.streams[0] if i.op is RECOMPUTE]
+    assert recomputes == ["R 1.0", "R 0.0", "R 1.1", "R 0.1"]
 
 
 def test_recompute_without_later_backward_is_refused() -> None:
@@ -94,13 +94,13 @@ def test_program_with_recompute_round_trips() -> None:
 
 def test_recompute_peak_memory_by_hand() -> None:
     """All microbatches in flight except one have only their recompute inputs."""
-    for schedule, shape, whole, less in (
+    for schedule, shape, full_peaks, recompute_peaks in (
         (one_f_one_b, PipelineShape(2, 4), [20, 10], [11, 10]),
         (interleaved, PipelineShape(2, 4, 2), [50, 30], [14, 12]),
     ):
         plain, program = compile(schedule, shape), compile(schedule, shape, recompute="all")
         runs = [simulate(p, sizes=SIZES) for p in (plain, program)]
-        assert [run.peak_memory.tolist() for run in runs] == [whole, less]
+        assert [run.peak_memory.tolist() for run in runs] == [full_peaks, recompute_peaks]
         assert runs[0].peak_in_flight.tolist() == runs[1].peak_in_flight.tolist()
 
 
@@ -154,10 +154,16 @@ def test_early_recompute_runs_before_waiting_forward() -> None:
         return 3 * F + 3 * B if rank == 0 else F.at(0) + F.at(1) + B.at(0) + F.at(2) + B + B
 
     costs = Costs(F=(4, 1), B=(1, 1), R=1)
-    where = {(1, 0), (1, 1)}
+    selection = {(1, 0), (1, 1)}
     late, early = (
-        compile(schedule, PipelineShape(2, 3), costs=costs, recompute=where, recompute_at=at)
-        for at in ("late", "early")
+        compile(
+            schedule,
+            PipelineShape(2, 3),
+            costs=costs,
+            recompute=selection,
+            recompute_at=recompute_at,
+        )
+        for recompute_at in ("late", "early")
     )
     assert list_recomputes(late) == list_recomputes(early)
     order = [str(i) for i in early.streams[1] if i.op in (FORWARD, RECOMPUTE)]
@@ -168,26 +174,31 @@ def test_early_recompute_runs_before_waiting_forward() -> None:
 @settings(max_examples=40)
 @given(compute_programs(), st.sets(st.integers(0, 30)), st.booleans())
 def test_recompute_of_random_draft(program: Program, some: set[int], late: bool) -> None:
-    how: dict[str, Any] = {"recompute_at": "late"} if late else {}
-    lowered = compile(program, recompute=lambda s, m: 5 * s + m in some, debug=True, **how)
-    said = {
-        tuple(map(int, name[2:].split("."))) for own in list_recomputes(lowered) for name in own
+    options: dict[str, Any] = {"recompute_at": "late"} if late else {}
+    lowered = compile(program, recompute=lambda s, m: 5 * s + m in some, debug=True, **options)
+    recomputed = {
+        tuple(map(int, name[2:].split(".")))
+        for rank_recomputes in list_recomputes(lowered)
+        for name in rank_recomputes
     }
-    assert all(5 * s + m in some for s, m in said)
-    assert len(said) == sum(map(len, list_recomputes(lowered)))
+    assert all(5 * s + m in some for s, m in recomputed)
+    assert len(recomputed) == sum(map(len, list_recomputes(lowered)))
 
 
 def test_selected_microbatches_are_recomputed() -> None:
     shape = PipelineShape(2, 3)
-    found = {
-        how: list_recomputes(compile(one_f_one_b, shape, recompute=how))
-        for how in ("0.1", "0", "1", "all")
+    recomputes = {
+        selection: list_recomputes(compile(one_f_one_b, shape, recompute=selection))
+        for selection in ("0.1", "0", "1", "all")
     }
-    assert found["0.1"] == [["R 0.1"], []]
-    assert found["0"] == found["all"] == [["R 0.0", "R 0.1", "R 0.2"], []]
-    assert found["1"] == [[], []]  # each backward follows its forward, so R would save no memory
-    assert list_recomputes(compile(one_f_one_b, shape, recompute=[(0, 1)])) == found["0.1"]
-    assert list_recomputes(compile(one_f_one_b, shape, recompute=[0])) == found["0"]
+    assert recomputes["0.1"] == [["R 0.1"], []]
+    assert recomputes["0"] == recomputes["all"] == [["R 0.0", "R 0.1", "R 0.2"], []]
+    assert recomputes["1"] == [
+        [],
+        [],
+    ]  # each backward follows its forward, so R would save no memory
+    assert list_recomputes(compile(one_f_one_b, shape, recompute=[(0, 1)])) == recomputes["0.1"]
+    assert list_recomputes(compile(one_f_one_b, shape, recompute=[0])) == recomputes["0"]
     frozen = compile(one_f_one_b, shape, recompute="all", frozen_stages=1)
     assert list_recomputes(frozen) == [[], []]
 
@@ -201,11 +212,11 @@ def test_recompute_in_schedule_is_kept() -> None:
 
 
 def test_greedy_draft_is_recomputed() -> None:
-    found = greedy_schedule(PipelineShape(3, 6), "BF", 3)
-    program = compile(found, recompute="all")
+    draft = greedy_schedule(PipelineShape(3, 6), "BF", 3)
+    program = compile(draft, recompute="all")
     assert (
         simulate(program, sizes=SIZES).peak_memory.max()
-        < simulate(compile(found), sizes=SIZES).peak_memory.max()
+        < simulate(compile(draft), sizes=SIZES).peak_memory.max()
     )
 
 
@@ -244,16 +255,18 @@ def test_fit_stays_within_limit(limit: float, slots: Any) -> None:
 )
 def test_fit_recomputes_minimal_set(schedule: Any, shape: PipelineShape) -> None:
     """All smaller sets of recomputations of a rank exceed the memory limit."""
-    whole = compile(schedule, shape, recompute="all", recompute_at="late")
+    all_recomputed = compile(schedule, shape, recompute="all", recompute_at="late")
     for limit in (31, 22, 21, 13):
         try:
             program = compile(schedule, shape, recompute="fit", sizes=SIZES, memory_limit=limit)
         except MemoryLimitError:
-            assert simulate(whole, sizes=SIZES).peak_memory.max() > limit
+            assert simulate(all_recomputed, sizes=SIZES).peak_memory.max() > limit
             continue
-        for rank, own in enumerate(list_recomputes(program)):
+        for rank, rank_recomputes in enumerate(list_recomputes(program)):
             pairs = [(rank, mb) for mb in range(shape.microbatches)]
-            for fewer in combinations(pairs, max(len(own) - 1, 0)) if own else ():
+            for fewer in (
+                combinations(pairs, max(len(rank_recomputes) - 1, 0)) if rank_recomputes else ()
+            ):
                 other = compile(schedule, shape, recompute=list(fewer))
                 assert simulate(other, sizes=SIZES).peak_memory[rank] > limit
 
@@ -276,16 +289,16 @@ def test_fit_needs_sizes_and_limit(given: dict[str, Any]) -> None:
 
 def test_advice_simulates_recompute_all_and_none() -> None:
     costs = Costs(F=1, B=2)
-    kept = compile(one_f_one_b, PipelineShape(4, 8), costs=costs)
-    again = compile(one_f_one_b, PipelineShape(4, 8), recompute="all", costs=costs)
-    for program, what, other in (
-        (kept, 'recompute="all"', again),
-        (again, "all saved activations kept", kept),
+    without_recompute = compile(one_f_one_b, PipelineShape(4, 8), costs=costs)
+    with_recompute = compile(one_f_one_b, PipelineShape(4, 8), recompute="all", costs=costs)
+    for program, description, other in (
+        (without_recompute, 'recompute="all"', with_recompute),
+        (with_recompute, "all saved activations kept", without_recompute),
     ):
         # There is no advice about memory without sizes.
         assert not advise(simulate(program, costs), costs).memory_changes
         (change,) = advise(simulate(program, costs, sizes=SIZES), costs).memory_changes
-        assert change.description == what and change.run.program == other
+        assert change.description == description and change.run.program == other
         run = simulate(other, costs, sizes=SIZES)
         assert change.run.span == run.span
         assert change.memory == {"device": run.peak_memory.max()}
@@ -317,8 +330,8 @@ def test_check_and_simulate_print_recomputed_forwards(capsys: pytest.CaptureFixt
     ]
     for command in ("check", "simulate"):
         assert main([command, *fits, "--memory-limit", "25", "-O", "recompute=fit"]) == 0
-        said = "recomputed: 4 of 8 forwards: mb 2-3 of stage 0, mb 2-3 of stage 1\n"
-        assert said in capsys.readouterr().out
+        line = "recomputed: 4 of 8 forwards: mb 2-3 of stage 0, mb 2-3 of stage 1\n"
+        assert line in capsys.readouterr().out
         assert main([command, *fits]) == 0
         assert "recomputed" not in capsys.readouterr().out
 
@@ -400,11 +413,13 @@ def test_memory_curve_counts_recomputed_activations() -> None:
     for rank, curve in enumerate(run.memory):
         spans = run.spans[run.spans["rank"] == rank]
         names = np.array([str(i.op.name) for i in program.streams[rank]])
-        for time, now in dict(zip(curve.times, curve.total, strict=True)).items():
+        for time, live_bytes in dict(zip(curve.times, curve.total, strict=True)).items():
             begun = names[spans["start"] <= time]
             over = names[spans["end"] <= time]
-            again = {(s["stage"], s["mb"]) for s in spans[names == "Recompute"]}
-            size = [1 if (s["stage"], s["mb"]) in again else 10 for s in spans[names == "Forward"]]
+            recomputed = {(s["stage"], s["mb"]) for s in spans[names == "Recompute"]}
+            size = [
+                1 if (s["stage"], s["mb"]) in recomputed else 10 for s in spans[names == "Forward"]
+            ]
             came = sum(np.array(size)[: (begun == "Forward").sum()])
             came += 9 * (begun == "Recompute").sum()
-            assert now == came - 10 * (over == "Backward").sum()
+            assert live_bytes == came - 10 * (over == "Backward").sum()

@@ -227,6 +227,6 @@ def test_single_stage_schedule_hints_at_alternatives(capsys: pytest.CaptureFixtu
     Path("one.py").write_text(
         "from schedir import B, F\n\n\ndef f(r, P, m):\n    return m * (F + B)\n"
     )
-    own = run_refused_command(capsys, "check", "one.py:f", "--stages-per-rank", "2")
-    assert "add F[1] and B[1]" in own
+    error = run_refused_command(capsys, "check", "one.py:f", "--stages-per-rank", "2")
+    assert "add F[1] and B[1]" in error
     assert "F[1]" not in run_refused_command(capsys, "check", "mine.py:half")

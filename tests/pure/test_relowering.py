@@ -46,9 +46,9 @@ def import_torch_program() -> Program:
 
 
 def load_program(path: str) -> Program:
-    found = load_source(path)
-    assert isinstance(found, Program)
-    return found
+    program = load_source(path)
+    assert isinstance(program, Program)
+    return program
 
 
 @pytest.fixture
@@ -94,27 +94,27 @@ def test_explained_commands_give_claimed_span(
             lines = run_command(capsys, "explain", *argv).splitlines()
             claims = [k for k, line in enumerate(lines) if "the same compute" in line]
             assert claims
-            for at in claims:
-                found = re.search(r": span ([\d.]+)( s)?, bubble", lines[at])
-                assert found and (found[2] is None) == (len(argv) > 1)
-                words = parse_command(lines[at + 1], capsys)
+            for index in claims:
+                match = re.search(r": span ([\d.]+)( s)?, bubble", lines[index])
+                assert match and (match[2] is None) == (len(argv) > 1)
+                words = parse_command(lines[index + 1], capsys)
                 assert words[:1] == ["print"]
                 orders.add("--costs" in words)
                 run_command(capsys, *words)
-                again = run_command(
+                output = run_command(
                     capsys, "simulate", "other.sched", AT, f"--progress-model={model}", "--json"
                 )
-                assert json.loads(again)["span"] == pytest.approx(float(found[1]), rel=1e-3)
-                if "grouped" in lines[at]:
-                    assert "torch" not in lines[at + 2]
+                assert json.loads(output)["span"] == pytest.approx(float(match[1]), rel=1e-3)
+                if "grouped" in lines[index]:
+                    assert "torch" not in lines[index + 2]
                     continue
-                words = shlex.split(lines[at + 2].partition("schedir ")[2].partition(", and")[0])
+                words = shlex.split(lines[index + 2].partition("schedir ")[2].partition(", and")[0])
                 run_command(capsys, *words)
-                other, own = (
+                other, imported = (
                     load_program("other.sched"),
                     torch_csv.from_csv(Path("other.csv").read_text()),
                 )
-                assert finish_lowering(own).streams == other.streams
+                assert finish_lowering(imported).streams == other.streams
                 assert extract_compute(other).streams == extract_compute(program).streams
     assert orders == {False, True}
 
@@ -127,8 +127,8 @@ def shuffle_transfers(program: Program, seed: int) -> Program:
         program, streams=StreamSlices.from_words(program.words & ~JOINED_BIT, program.offsets)
     )
     graph = Graph.from_program(program, "per_edge")
-    turn = {node: k for k, node in enumerate(graph.random_topological_order(seed))}
-    turns = np.array([turn[node] for node in graph.node.tolist()])
+    order_of_node = {node: k for k, node in enumerate(graph.random_topological_order(seed))}
+    turns = np.array([order_of_node[node] for node in graph.node.tolist()])
     order = np.lexsort((turns, graph.index.rank))
     return check(
         replace(program, streams=StreamSlices.from_words(program.words[order], program.offsets)),
@@ -165,9 +165,9 @@ def test_transfer_advice_equals_simulation(
                 program, costs, progress_model="per_edge", blocking_hosts=blocking_hosts
             ).span
         elif row.kind in ("transfers", "grouped"):
-            again, overlap = change.run.program, row.kind == "grouped"
-            assert extract_compute(again).streams == extract_compute(program).streams
-            check(again, progress_model, blocking_hosts=blocking_hosts)
+            relowered, overlap = change.run.program, row.kind == "grouped"
+            assert extract_compute(relowered).streams == extract_compute(program).streams
+            check(relowered, progress_model, blocking_hosts=blocking_hosts)
             options = infer_options(program, progress_model) | {"overlap": overlap}
             same = compile(
                 extract_compute(program),
@@ -175,7 +175,7 @@ def test_transfer_advice_equals_simulation(
                 costs=row.transfer_costs,
                 **options,
             )
-            assert same.digest == again.digest
+            assert same.digest == relowered.digest
             span = schedir.simulate(
                 same, costs, progress_model=progress_model, blocking_hosts=blocking_hosts
             ).span
@@ -221,14 +221,14 @@ def test_explain_prints_command_for_schedule(
     options: str,
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    at = ("--costs=send=0.5", "--progress-model=blocking_serial")
-    text = run_command(capsys, "explain", "zb_v", *at, *options.split()).splitlines()
-    (line,) = (k for k, each in enumerate(text) if "opposite ones grouped" in each)
+    settings = ("--costs=send=0.5", "--progress-model=blocking_serial")
+    text = run_command(capsys, "explain", "zb_v", *settings, *options.split()).splitlines()
+    (line,) = (k for k, text_line in enumerate(text) if "opposite ones grouped" in text_line)
     words = shlex.split(text[line + 1])
     run_command(capsys, *words[1:])
-    found = re.search(r"grouped: span ([\d.]+)", text[line])
-    span = json.loads(run_command(capsys, "simulate", "other.sched", *at, "--json"))["span"]
-    assert found and span == pytest.approx(float(found[1]), rel=1e-3)
+    match = re.search(r"grouped: span ([\d.]+)", text[line])
+    span = json.loads(run_command(capsys, "simulate", "other.sched", *settings, "--json"))["span"]
+    assert match and span == pytest.approx(float(match[1]), rel=1e-3)
     assert bool(load_program("other.sched").slots) == (
         "buffer_sharing=latency_preserving" in options
     )
@@ -251,24 +251,26 @@ def test_explained_command_keeps_source_options(
 ) -> None:
     """The command gives the program of the claim with its shape, its options and its model."""
     monkeypatch.chdir(tmp_path)
-    mine = compile(interleaved, PipelineShape(4, 8, 2), tp=2)
-    Path("mine.sched").write_text(schedir.to_text(mine))
+    program = compile(interleaved, PipelineShape(4, 8, 2), tp=2)
+    Path("mine.sched").write_text(schedir.to_text(program))
     schedir.save_timeline(
         schedir.simulate(import_torch_program(), COSTS, progress_model="blocking_serial"),
         "mine.timeline",
     )
-    how = [] if "timeline" in argv else ["--costs=send=1", "--progress-model=blocking_serial"]
-    text = run_command(capsys, "explain", *shlex.split(argv), *how).splitlines()
+    options = [] if "timeline" in argv else ["--costs=send=1", "--progress-model=blocking_serial"]
+    text = run_command(capsys, "explain", *shlex.split(argv), *options).splitlines()
     claims = [k for k, line in enumerate(text) if "the same compute" in line]
     assert claims
     for k in claims:
         words = parse_command(text[k + 1], capsys)
         run_command(capsys, *words)
         assert words[words.index("--progress-model") + 1] == "blocking_serial"
-        again = how or [AT, "--progress-model=blocking_serial"]
-        found = re.search(r": span ([\d.]+)", text[k])
-        span = json.loads(run_command(capsys, "simulate", "other.sched", *again, "--json"))["span"]
-        assert found and span == pytest.approx(float(found[1]), rel=1e-3)
+        simulate_options = options or [AT, "--progress-model=blocking_serial"]
+        match = re.search(r": span ([\d.]+)", text[k])
+        span = json.loads(
+            run_command(capsys, "simulate", "other.sched", *simulate_options, "--json")
+        )["span"]
+        assert match and span == pytest.approx(float(match[1]), rel=1e-3)
 
 
 def test_printed_costs_are_rounded_and_parse() -> None:
@@ -310,10 +312,10 @@ def test_relowered_program_is_unchanged(
     )
     drafted = replace(schedir.expand_schedule(schedule, shape), tp=2, dp=2, clip_grad_norm=True)
     assert extract_compute(program) == drafted
-    own, again = tmp_path / "own.sched", tmp_path / "again.sched"
-    own.write_text(schedir.to_text(program))
-    run_command(capsys, "print", str(own), "--relower", "-o", str(again))
-    assert again.read_text() == own.read_text()
+    original_path, relowered_path = tmp_path / "own.sched", tmp_path / "again.sched"
+    original_path.write_text(schedir.to_text(program))
+    run_command(capsys, "print", str(original_path), "--relower", "-o", str(relowered_path))
+    assert relowered_path.read_text() == original_path.read_text()
 
 
 def test_program_file_needs_relower_for_options(
@@ -358,11 +360,11 @@ def test_relowered_run_uses_mean_times(here: Path, capsys: pytest.CaptureFixture
     assert facts["span"] == pytest.approx(expected)
     schedir.save_timeline(replace(run, progress_model="per_edge"), "edge.timeline")
     run_command(capsys, "print", "edge.timeline", "--relower", "-O", "overlap", "-o", "edge.sched")
-    made = [
-        compile(extract_compute(import_torch_program()), progress_model=each, overlap=True)
-        for each in ("per_edge", "blocking_serial")
+    programs = [
+        compile(extract_compute(import_torch_program()), progress_model=model, overlap=True)
+        for model in ("per_edge", "blocking_serial")
     ]
-    assert load_program("edge.sched") == made[0] != made[1]
+    assert load_program("edge.sched") == programs[0] != programs[1]
     slow = json.loads(run_command(capsys, "simulate", "x.timeline", "--relower", AT, "--json"))
     ordered = compile(
         extract_compute(import_torch_program()), costs=COSTS, progress_model="blocking_serial"

@@ -54,31 +54,31 @@ def test_incomparable_runs_are_refused() -> None:
 
 def test_calibrate_adds_host_delay_to_instruction() -> None:
     """A run with small delays before its instructions is predicted with the same time."""
-    given = Costs(F=1, B=2, send=0.5, step=1)
+    true_costs = Costs(F=1, B=2, send=0.5, step=1)
     late = Costs(F=1.25, B=2.25, send=0.5, step=1.25)
     program = schedir.compile(interleaved, PipelineShape(2, 4, 2))
     timeline = schedir.simulate(program, late)
     spans = timeline.spans.copy()
     spans["start"] += np.where(spans["lane"] == 0, 0.25, 0)
-    found = calibrate(replace(timeline, spans=spans, kind="measured"))
+    calibrated = calibrate(replace(timeline, spans=spans, kind="measured"))
     for name in ("F", "B", "send", "step"):
         # The first instruction begins the run, so its delay is unknown.
-        assert np.allclose(getattr(found, name), getattr(late, name), atol=0.07), name
-        assert getattr(found, name) != getattr(given, name) or name == "send"
+        assert np.allclose(getattr(calibrated, name), getattr(late, name), atol=0.07), name
+        assert getattr(calibrated, name) != getattr(true_costs, name) or name == "send"
 
 
 def test_calibrate_finds_pair_cost() -> None:
     program = schedir.compile(dualpipe_v, PipelineShape(4, 10, 2, "vee"))
-    given = Costs(F=1, I=1, W=1, FB=2.5, send=0.25)
-    timeline = schedir.simulate(program, given)
-    found = calibrate(timeline)
-    assert schedir.simulate(program, found).span == pytest.approx(timeline.span)
-    assert found.FB is not None and {*np.round(found.FB, 9)} <= {0.0, 2.5}
+    true_costs = Costs(F=1, I=1, W=1, FB=2.5, send=0.25)
+    timeline = schedir.simulate(program, true_costs)
+    calibrated = calibrate(timeline)
+    assert schedir.simulate(program, calibrated).span == pytest.approx(timeline.span)
+    assert calibrated.FB is not None and {*np.round(calibrated.FB, 9)} <= {0.0, 2.5}
 
 
 def test_formatted_costs_parse() -> None:
-    found = Costs(F=(1.5, 2), B=3, send=1e-5, FB=(1, 2))
-    assert parse_costs(format_costs(found)) == found
+    costs = Costs(F=(1.5, 2), B=3, send=1e-5, FB=(1, 2))
+    assert parse_costs(format_costs(costs)) == costs
     assert fill_missing_backwards(Costs(F=1, B=3, I=0, W=0), PROGRAM) == Costs(
         F=1, B=(3, 3, 3), I=(1.5,) * 3, W=(1.5,) * 3
     )
@@ -88,14 +88,14 @@ def test_calibrate_simulate_and_compare_commands(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    given = ("--costs", "F=1:1:1.5,B=2:2:3,send=0.25,step=1")
+    options = ("--costs", "F=1:1:1.5,B=2:2:3,send=0.25,step=1")
     shape = ("one_f_one_b", "--ranks=3", "--microbatches=4", "-o")
-    first = run_command(capsys, "simulate", *shape, "first.timeline", *given)
-    found = run_command(capsys, "calibrate", "first.timeline").strip()
-    again = run_command(
-        capsys, "simulate", "first.timeline", "--costs", found, "-o", "again.timeline"
+    first = run_command(capsys, "simulate", *shape, "first.timeline", *options)
+    calibrated = run_command(capsys, "calibrate", "first.timeline").strip()
+    second_output = run_command(
+        capsys, "simulate", "first.timeline", "--costs", calibrated, "-o", "again.timeline"
     )
-    assert again == first
+    assert second_output == first
     out = run_command(capsys, "compare", "first.timeline", "again.timeline")
     assert "the instructions of both runs take the same times" in out
     run_command(
@@ -120,10 +120,10 @@ def test_compare_uses_times_of_run(
     costs = Costs(F=(1, 1, 1.5), B=(2, 2, 3), send=0.25, step=1)
     program = schedir.compile("one_f_one_b", ranks=3, microbatches=4)
     schedir.save_timeline(replace(schedir.simulate(program, costs), unit="s"), "run.timeline")
-    found = run_command(capsys, "calibrate", "run.timeline").strip()
+    calibrated = run_command(capsys, "calibrate", "run.timeline").strip()
     compare = ("compare", "run.timeline", "eager_1f1b", "zb_h1", "--json")
     rows = json.loads(run_command(capsys, *compare))
-    assert rows == json.loads(run_command(capsys, *compare, f"--costs={found}"))
+    assert rows == json.loads(run_command(capsys, *compare, f"--costs={calibrated}"))
     assert [(row["ranks"], row["microbatches"], row["unit"]) for row in rows] == [(3, 4, "s")] * 3
     eager = schedir.simulate(schedir.compile("eager_1f1b", ranks=3, microbatches=4), costs)
     assert rows[1]["span"] == pytest.approx(eager.span, rel=1e-4)

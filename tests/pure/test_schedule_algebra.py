@@ -189,9 +189,9 @@ def test_loop_and_vee_placement(ranks: int, v: int) -> None:
         vee,
         PipelineShape(ranks, 1, placement=tuple(vee.first_rank_per_stage.tolist())),
     ):
-        for rank, own in enumerate(shape.stages_on_rank):
-            assert list(own) == sorted(own)
-            assert (shape.first_rank_per_stage[list(own)] == rank).all()
+        for rank, rank_stages in enumerate(shape.stages_on_rank):
+            assert list(rank_stages) == sorted(rank_stages)
+            assert (shape.first_rank_per_stage[list(rank_stages)] == rank).all()
 
 
 def test_uneven_placement() -> None:

@@ -49,14 +49,14 @@ EVEN = Costs(F=18.522, I=18.086, W=9.337, send=0.601)
 
 
 def test_found_schedule_fits_and_is_legal() -> None:
-    found = search_schedule(PipelineShape(4, 12), EVEN, max_in_flight=6, max_evaluations=3000)
-    assert found.timeline.peak_in_flight.max() <= 6
+    result = search_schedule(PipelineShape(4, 12), EVEN, max_in_flight=6, max_evaluations=3000)
+    assert result.timeline.peak_in_flight.max() <= 6
     for model in ("per_device", "blocking_serial", "per_edge"):
-        check(found.program, model)
-    assert simulate(found.program, EVEN).span == found.span >= found.bound
-    assert found.improvements[-1].span == pytest.approx(found.span)
+        check(result.program, model)
+    assert simulate(result.program, EVEN).span == result.span >= result.bound
+    assert result.improvements[-1].span == pytest.approx(result.span)
     assert (
-        found.span
+        result.span
         <= simulate(compile(schedules.zb_h1, PipelineShape(4, 12), costs=EVEN), EVEN).span
     )
 
@@ -65,10 +65,10 @@ def test_byte_limit_includes_messages_and_weights() -> None:
     sizes = Sizes(
         activation=2e6, saved=10e6, deferred_wgrad=4e6, saved_and_deferred=12e6, model_states=100e6
     )
-    found = search_schedule(PipelineShape(4, 12), EVEN, sizes, 160e6, max_evaluations=3000)
-    assert found.timeline.peak_memory.max() <= 160e6
+    result = search_schedule(PipelineShape(4, 12), EVEN, sizes, 160e6, max_evaluations=3000)
+    assert result.timeline.peak_memory.max() <= 160e6
     assert (
-        found.span
+        result.span
         < search_schedule(PipelineShape(4, 12), EVEN, sizes, 140e6, max_evaluations=3000).span
     )
 
@@ -109,8 +109,8 @@ def test_tight_memory_is_enough_without_policy() -> None:
         saved_and_deferred=(3, 6, 4, 3),
         model_states=(6, 9, 2, 5),
     )
-    found = search_schedule(PipelineShape(2, 4, 2), costs, sizes, 21, max_evaluations=3000)
-    assert found.timeline.peak_memory.max() <= 21
+    result = search_schedule(PipelineShape(2, 4, 2), costs, sizes, 21, max_evaluations=3000)
+    assert result.timeline.peak_memory.max() <= 21
 
 
 @pytest.mark.parametrize("saved", [6883729793.34318, 6098687129.154504, 26666666667 / 3])
@@ -122,8 +122,11 @@ def test_limit_of_four_saved_activations_holds_four(saved: float) -> None:
     check_memory(one.program, sizes, 4 * saved)
     with pytest.raises(MemoryLimitError):
         check_memory(one.program, sizes, 4 * saved - 1)
-    less = search_schedule(shape, EVEN, sizes, 4 * saved - 1, max_evaluations=400)
-    assert less.span == search_schedule(shape, EVEN, max_in_flight=3, max_evaluations=400).span
+    smaller_limit = search_schedule(shape, EVEN, sizes, 4 * saved - 1, max_evaluations=400)
+    assert (
+        smaller_limit.span
+        == search_schedule(shape, EVEN, max_in_flight=3, max_evaluations=400).span
+    )
 
 
 @pytest.mark.parametrize("seconds", [float("inf"), 1e308])
@@ -150,20 +153,20 @@ def test_interrupt_during_compile_keeps_result(
 
     monkeypatch.setattr("schedir.schedule_search.heuristics.program_builder.compile", interrupted)
     uneven = Costs(F=3, I=(4, 5, 6, 5), W=2)
-    found = search_schedule(PipelineShape(4, 8), uneven, max_in_flight=3, max_evaluations=300)
-    assert found.stop_reason == "interrupted" and found.span == found.improvements[-1].span
+    result = search_schedule(PipelineShape(4, 8), uneven, max_in_flight=3, max_evaluations=300)
+    assert result.stop_reason == "interrupted" and result.span == result.improvements[-1].span
 
 
 def test_numpy_numbers_are_accepted() -> None:
     sizes, shape = Sizes(saved=10.0), PipelineShape(2, 3)
     plain = search_schedule(shape, EVEN, sizes, 20, seed=3, time_limit=9, max_evaluations=50)
-    found = search_schedule(
+    result = search_schedule(
         shape, EVEN, sizes, np.int64(20), seed=np.int64(3), time_limit=np.float32(9),  # type: ignore[arg-type]
         max_evaluations=np.int64(50),  # type: ignore[arg-type]
     )  # fmt: skip
-    assert to_text(found.program) == to_text(plain.program)
-    room: Any = np.float32(20)
-    assert lower_bound(shape, EVEN, sizes, room) == lower_bound(shape, EVEN, sizes, 20)
+    assert to_text(result.program) == to_text(plain.program)
+    limit: Any = np.float32(20)
+    assert lower_bound(shape, EVEN, sizes, limit) == lower_bound(shape, EVEN, sizes, 20)
 
 
 @pytest.mark.parametrize(
@@ -197,8 +200,8 @@ def test_no_initial_schedule_is_shorter(
     shape: PipelineShape, costs: Costs, in_flight: int | None
 ) -> None:
     """Spans are those of programs, where the messages of a rank wait for each other."""
-    found = search_schedule(shape, costs, max_in_flight=in_flight, max_evaluations=50)
-    assert found.num_evaluated <= 50 + len(get_built_in_schedules())
+    result = search_schedule(shape, costs, max_in_flight=in_flight, max_evaluations=50)
+    assert result.num_evaluated <= 50 + len(get_built_in_schedules())
     for schedule in get_built_in_schedules().values():
         try:
             run = simulate(
@@ -208,7 +211,7 @@ def test_no_initial_schedule_is_shorter(
             continue
         split = "I" in to_text(run.program)
         if split and (in_flight is None or run.peak_in_flight.max() <= in_flight):
-            assert found.span <= run.span * (1 + 1e-9), run.program.name
+            assert result.span <= run.span * (1 + 1e-9), run.program.name
 
 
 @pytest.mark.parametrize("F", [1e300, 1e308])
@@ -271,15 +274,17 @@ def test_compiled_loops_equal_python_loops() -> None:
     loops, _ = compile_within(LOOPS, 60)
     if loops is None:
         pytest.skip("numba is not here")
-    found = []
+    results = []
     for machine in (OrderEvaluator(problem), OrderEvaluator(problem, loops)):
         first = machine.evaluate_policy(
             DispatchPolicy((9, 7, 6, 5, 4, 3, 2, 1), (2, 1, 1, 0), idle_share=0.5)
         )
         order = machine.last_order
         moving = machine.start_annealing(order, 3.0, 0.999, 5)
-        found.append((first, order, moving.run(700, 0.0), moving.run(300, 0.0), moving.best_order))
-    assert found[0] == found[1]
+        results.append(
+            (first, order, moving.run(700, 0.0), moving.run(300, 0.0), moving.best_order)
+        )
+    assert results[0] == results[1]
 
 
 policy = st.builds(
@@ -312,8 +317,8 @@ def test_random_policy_finishes_and_fits(policy, placement, room, split, seed) -
     moving = machine.start_annealing(machine.last_order, 2.0, 0.99, seed)
     shorter = moving.run(60, 0.0)
     assert shorter <= takes < float("inf")
-    for order, said in ((machine.last_order, takes), (moving.best_order, shorter)):
-        assert compute_length(problem, order) == said
+    for order, length in ((machine.last_order, takes), (moving.best_order, shorter)):
+        assert compute_length(problem, order) == length
         assert all(map(problem.fits_on_rank, compute_peaks(problem, order), count()))
         program = compile(draft_from_order(problem, order), costs=costs)
         assert order_of_program(program, split_backward=split) == order
@@ -321,19 +326,19 @@ def test_random_policy_finishes_and_fits(policy, placement, room, split, seed) -
 
 def test_move_on_several_ranks() -> None:
     codes = [c for stage in range(3) for c in (3 * stage, 3 * stage, 3 * stage + 1, 3 * stage + 2)]
-    first, own, begin = [0, 4, 8, 12], [0, 1, 2], [0, 1, 2, 3]
+    first, local_stages, begin = [0, 4, 8, 12], [0, 1, 2], [0, 1, 2, 3]
     nth = [0, 1, 0, 0] * 3
     rank_at = [x // 4 for x in range(12)]
 
     def after(low: int, high: int, behind: int) -> tuple[int, list[int]]:
         code = list(codes)
         return move_on_several_ranks(
-            low, high, own, begin, first, code, nth, rank_at, 6, behind
+            low, high, local_stages, begin, first, code, nth, rank_at, 6, behind
         ), code
 
     # Rank 1's I0 moves before its F1, and so on ranks 0 and 2 where these are included.
-    changed, code = after(1, 2, 0)
-    assert changed == 2 and code == [0, 0, 1, 2, 3, 4, 3, 5, 6, 7, 6, 8]
+    changed_ranks, code = after(1, 2, 0)
+    assert changed_ranks == 2 and code == [0, 0, 1, 2, 3, 4, 3, 5, 6, 7, 6, 8]
     assert after(0, 2, 1)[1] == [0, 1, 0, 2, 3, 4, 3, 5, 6, 7, 6, 8]
 
 
@@ -363,7 +368,7 @@ def run_search_process(seconds: float, cache: Path, hide: str = "no") -> tuple[s
 
 
 def test_result_reports_numba_use(tmp_path: Path) -> None:
-    missing, found = run_search_process(600, tmp_path, "hide")
+    missing, without_numba = run_search_process(600, tmp_path, "hide")
     assert missing == "not installed"
     try:
         import numba  # noqa: F401
@@ -371,6 +376,6 @@ def test_result_reports_numba_use(tmp_path: Path) -> None:
         return
     short, in_short = run_search_process(MIN_COMPILE_SECONDS - 0.1, tmp_path)
     enough, in_enough = run_search_process(600, tmp_path)
-    again, in_again = run_search_process(MIN_COMPILE_SECONDS - 0.1, tmp_path)
-    assert (short, enough, again) == ("no time", "used", "used")
-    assert in_short == in_enough == in_again == found
+    cached, in_again = run_search_process(MIN_COMPILE_SECONDS - 0.1, tmp_path)
+    assert (short, enough, cached) == ("no time", "used", "used")
+    assert in_short == in_enough == in_again == without_numba

@@ -37,31 +37,34 @@ def test_file_has_program_and_search_comments(
 ) -> None:
     monkeypatch.chdir(tmp_path)
     argv = ("search", *AT, "--max-in-flight=4", "-o", "best.sched")
-    told = run_command(capsys, *argv)
+    output = run_command(capsys, *argv)
     text = Path("best.sched").read_text()
     comments = [line for line in text.splitlines() if line.startswith("# ")]
     assert text.startswith("\n".join(comments))
     assert comments[0] == f"# schedir {shlex.join(argv)}"
     keys = [line.split(":")[0].removeprefix("# ") for line in comments[1:]]
     assert keys == ["shape", "costs", "limit", "span", "bound", "seed"]
-    found = simulate(from_text(text), COSTS)
-    assert (found.peak_in_flight <= 4).all()
-    assert f"span {found.span:.6g}," in told and f"span: {found.span:.6g};" in text
-    least = schedir.lower_bound(PLAN, COSTS, max_in_flight=4)
-    assert f"is shorter than {least.value:.6g}:" in told and f"bound: {least.value:.6g};" in text
-    assert least.explanation in told and least.explanation in text
-    assert "zb_h1 " in told and "zb_h2 (7 in flight)" in told
-    assert f"\nsearched {describe_numba('not needed')}\nwrote best.sched\n" in told
-    assert told.endswith("wrote best.sched\n")
+    run = simulate(from_text(text), COSTS)
+    assert (run.peak_in_flight <= 4).all()
+    assert f"span {run.span:.6g}," in output and f"span: {run.span:.6g};" in text
+    lower_bound = schedir.lower_bound(PLAN, COSTS, max_in_flight=4)
+    assert (
+        f"is shorter than {lower_bound.value:.6g}:" in output
+        and f"bound: {lower_bound.value:.6g};" in text
+    )
+    assert lower_bound.explanation in output and lower_bound.explanation in text
+    assert "zb_h1 " in output and "zb_h2 (7 in flight)" in output
+    assert f"\nsearched {describe_numba('not needed')}\nwrote best.sched\n" in output
+    assert output.endswith("wrote best.sched\n")
 
 
 def test_bound_mentions_split_backwards_if_full_ones_are_shorter(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
     shape = ("search", "--ranks=4", "--microbatches=8", "--max-in-flight=4", "--max-evaluations=40")
-    told = run_command(capsys, *shape, "--costs=F=1,B=1,I=1,W=1")
-    assert "with split backwards within this memory is shorter than 27" in told
-    assert "one_f_one_b 22" in told
+    output = run_command(capsys, *shape, "--costs=F=1,B=1,I=1,W=1")
+    assert "with split backwards within this memory is shorter than 27" in output
+    assert "one_f_one_b 22" in output
     assert "split backwards" not in run_command(capsys, *shape, "--costs=F=1,B=2,I=1,W=1")
 
 
@@ -129,12 +132,12 @@ def test_built_in_schedules_are_compared_at_same_costs(
 
 
 def test_byte_limit_agrees_with_compile(capsys: pytest.CaptureFixture[str]) -> None:
-    given = (
+    options = (
         "--sizes=activation=1MB,saved=1GB,deferred_wgrad=0.5GB,model_states=2GB",
         "--memory-limit=7GB",
     )
     sizes = Sizes(activation=1e6, saved=1e9, deferred_wgrad=0.5e9, model_states=2e9)
-    row = json.loads(run_command(capsys, "search", *AT, *given, "--json"))
+    row = json.loads(run_command(capsys, "search", *AT, *options, "--json"))
     fit = {one["program"] for one in row["compared_schedules"]}
     assert fit and row["over_limit"]
     for name in fit:
@@ -148,51 +151,54 @@ def test_search_full_backwards_by_active_span(
     tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
     file = str(tmp_path / "x.sched")
-    told = run_command(
+    output = run_command(
         capsys, "search", *AT, "--no-split-backward", "--objective=active_span", "-o", file
     )
     program = from_text(Path(file).read_text())
     assert BACKWARD_INPUT not in program.used_opcodes
-    own = simulate(program, COSTS).active_span.max()
-    assert f"longest active span {own:.6g}," in told and "with full backwards is shorter" in told
-    assert "zb_h1" not in told
+    active_span = simulate(program, COSTS).active_span.max()
+    assert (
+        f"longest active span {active_span:.6g}," in output
+        and "with full backwards is shorter" in output
+    )
+    assert "zb_h1" not in output
 
 
 def test_old_objective_name_is_accepted(
     capsys: pytest.CaptureFixture[str],
 ) -> None:
-    found = schedir.lower_bound(PLAN, COSTS, objective="active_span")
-    assert schedir.lower_bound(PLAN, COSTS, objective="own") == found  # type: ignore[arg-type]
-    own = ("search", *AT, "--objective=own", "--json")
-    assert json.loads(run_command(capsys, *own))["objective"] == "active_span"
+    expected = schedir.lower_bound(PLAN, COSTS, objective="active_span")
+    assert schedir.lower_bound(PLAN, COSTS, objective="own") == expected  # type: ignore[arg-type]
+    command = ("search", *AT, "--objective=own", "--json")
+    assert json.loads(run_command(capsys, *command))["objective"] == "active_span"
 
 
 def test_costs_from_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """A search takes shape, mean times and unit from the run, and compares with its program."""
     run, file = load_timeline(RUN), str(tmp_path / "x.sched")
-    at = ("--costs-from", str(RUN), "--max-evaluations=40", "--max-in-flight=12")
-    told = run_command(capsys, "search", *at, "-o", file)
+    options = ("--costs-from", str(RUN), "--max-evaluations=40", "--max-in-flight=12")
+    output = run_command(capsys, "search", *options, "-o", file)
     program = from_text(Path(file).read_text())
     assert program.shape == run.program.shape
     costs = fill_missing_backwards(calibrate(run), run.program)
-    found = simulate(program, costs)
-    assert f"span {found.span:.6g} s" in told
-    again = simulate(
+    predicted = simulate(program, costs)
+    assert f"span {predicted.span:.6g} s" in output
+    traced = simulate(
         run.program, costs, progress_model=run.progress_model, blocking_hosts=run.blocking_hosts
     )
-    row = json.loads(run_command(capsys, "search", *at, "--json"))
+    row = json.loads(run_command(capsys, "search", *options, "--json"))
     assert row["unit"] == "s"
     as_it_ran = simulate(
         program, costs, progress_model=run.progress_model, blocking_hosts=run.blocking_hosts
     ).span
-    assert as_it_ran > found.span  # the hosts of the run wait too
-    assert f"compared under per_edge, as in the run: search {as_it_ran:.6g} s, " in told
-    assert {"program": "traced", "objective_value": again.span} in row["compared_schedules"]
-    assert f"which has {run.peak_in_flight.max()} in flight; " in told
-    assert f"takes {again.span:.6g} s under per_edge, 1.7% less than the run" in told
-    assert "I and W cost half of one each" in told
-    assert "cost half" not in run_command(capsys, "search", *at, "--no-split-backward")
-    row = json.loads(run_command(capsys, "search", *at, "--microbatches=12", "--json"))
+    assert as_it_ran > predicted.span  # the hosts of the run wait too
+    assert f"compared under per_edge, as in the run: search {as_it_ran:.6g} s, " in output
+    assert {"program": "traced", "objective_value": traced.span} in row["compared_schedules"]
+    assert f"which has {run.peak_in_flight.max()} in flight; " in output
+    assert f"takes {traced.span:.6g} s under per_edge, 1.7% less than the run" in output
+    assert "I and W cost half of one each" in output
+    assert "cost half" not in run_command(capsys, "search", *options, "--no-split-backward")
+    row = json.loads(run_command(capsys, "search", *options, "--microbatches=12", "--json"))
     assert "traced" not in [one["program"] for one in row["compared_schedules"]]
 
 
@@ -205,10 +211,10 @@ def test_run_with_unsupported_options(tmp_path: Path, capsys: pytest.CaptureFixt
         run_command(capsys, "simulate", *source, "-o", run)
         run_refused_command(capsys, "search", "--costs-from", run)
     run_command(capsys, "simulate", "gpipe", "-O", "tp=2", "-O", "clip_grad_norm", "-o", run)
-    told = run_command(capsys, "search", "--costs-from", run, "--max-evaluations=40", "-o", best)
+    output = run_command(capsys, "search", "--costs-from", run, "--max-evaluations=40", "-o", best)
     assert (
         "the search ignores -O tp=2 -O clip_grad_norm of that run; schedir print FILE --relower"
-        in told
+        in output
     )
     run_command(
         capsys, "print", best, "--relower", "-O", "tp=2", "-O", "clip_grad_norm", "-o", best
@@ -269,9 +275,9 @@ def test_refusals_match_golden_file(told: str, capsys: pytest.CaptureFixture[str
     ],
 )
 def test_wrong_python_arguments_are_refused(wrong: dict[str, Any], names: str) -> None:
-    given: dict[str, Any] = {"shape": PLAN, "max_evaluations": 5} | wrong
+    arguments: dict[str, Any] = {"shape": PLAN, "max_evaluations": 5} | wrong
     with pytest.raises(SchedirError, match=names):
-        schedir.search_schedule(**given)
+        schedir.search_schedule(**arguments)
 
 
 def test_missing_solver_is_refused(
@@ -299,10 +305,10 @@ def test_interrupted_search_writes_best_schedule(tmp_path: Path) -> None:
     with subprocess.Popen(argv, cwd=tmp_path, env=ENV, stdout=pipe, stderr=theirs) as process:
         try:
             os.close(theirs)
-            shown = b""
-            while b"lower bound" not in shown:
+            terminal_output = b""
+            while b"lower bound" not in terminal_output:
                 assert select.select([ours], [], [], 100)[0]
-                shown += os.read(ours, 1000)
+                terminal_output += os.read(ours, 1000)
             assert not (tmp_path / "best.sched").exists()
             process.send_signal(signal.SIGINT)
             out, _ = process.communicate(timeout=100)
@@ -310,15 +316,16 @@ def test_interrupted_search_writes_best_schedule(tmp_path: Path) -> None:
             process.kill()
     with contextlib.suppress(OSError):  # a closed terminal raises an error
         while more := os.read(ours, 1000):
-            shown += more
+            terminal_output += more
     os.close(ours)
-    told = out.decode()
+    output = out.decode()
     assert (
-        process.returncode == 130 and " s: interrupted, this is the best schedule so far\n" in told
+        process.returncode == 130
+        and " s: interrupted, this is the best schedule so far\n" in output
     )
-    assert shown.endswith(b"\x1b[2K")  # the line is erased
+    assert terminal_output.endswith(b"\x1b[2K")  # the line is erased
     text = (tmp_path / "best.sched").read_text()
     assert "interrupted" in text.split("\nschedir 1\n")[0]
-    found = simulate(from_text(text), parse_costs(costs))
-    assert f"search: span {found.span:.6g}," in told and found.peak_in_flight.max() <= 6
+    run = simulate(from_text(text), parse_costs(costs))
+    assert f"search: span {run.span:.6g}," in output and run.peak_in_flight.max() <= 6
     assert [path.name for path in tmp_path.iterdir()] == ["best.sched"]

@@ -42,12 +42,14 @@ def path(tmp_path: Path) -> str:
 
 def write_segment_program(path: str, frozen: int | None, tp: int = 2) -> str:
     """Write the file of a program in segments, with two stages of two layers."""
-    own = split_stages(
+    segmented = split_stages(
         replace(expand_schedule(schedules.one_f_one_b, PipelineShape(2, 4)), tp=tp), 9
     )
     tied = frozen is None
     (file := Path(path).with_name("x.sched")).write_text(
-        to_text(compile(own, clip_grad_norm=True, tied_weights=tied, frozen_stages=frozen or 0))
+        to_text(
+            compile(segmented, clip_grad_norm=True, tied_weights=tied, frozen_stages=frozen or 0)
+        )
     )
     return f"pipeline.schedule={file}"
 

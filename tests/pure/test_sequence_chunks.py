@@ -111,15 +111,15 @@ def test_wrong_chunk_order_is_refused(
 
 
 def test_schedule_receives_sequence_chunks() -> None:
-    seen = set()
+    received = set()
 
     def told(rank: int, ranks: int, microbatches: int, sequence_chunks: int) -> RankSchedule:
-        seen.add(sequence_chunks)
+        received.add(sequence_chunks)
         return microbatches * F
 
     expand_schedule(told, PipelineShape(2, 6, sequence_chunks=3))
     expand_schedule(told, PipelineShape(2, 6))
-    assert seen == {3, 1}
+    assert received == {3, 1}
 
 
 def test_sequence_chunks_change_digest() -> None:

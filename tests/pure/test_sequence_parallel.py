@@ -58,29 +58,31 @@ def test_trained_stages_are_summed_once_after_reductions(
 ) -> None:
     shape = PipelineShape(ranks, 2 * ranks, 2 if schedule is interleaved else 1)
     frozen_stages = min(frozen_stages, shape.stages - 1)
-    how: dict[str, Any] = {"reduce_scatter_at": "each_backward"} if turn and zero > 1 else {}
+    options: dict[str, Any] = {"reduce_scatter_at": "each_backward"} if turn and zero > 1 else {}
     tied = tied and not frozen_stages
-    whole = compile_sequence_parallel(
+    program = compile_sequence_parallel(
         schedule,
         shape,
         frozen_stages=frozen_stages,
         zero=zero,
         tied_weights=tied,
         clip_grad_norm=clip,
-        **how,
+        **options,
     )
-    assert whole.used_opcodes.isdisjoint(TP_SPLIT_OPS)
-    for rank, own in enumerate(shape.stages_on_rank):
-        stream = [*whole.streams[rank]]
+    assert program.used_opcodes.isdisjoint(TP_SPLIT_OPS)
+    for rank, rank_stages in enumerate(shape.stages_on_rank):
+        stream = [*program.streams[rank]]
         summed = [k for k, i in enumerate(stream) if i.op is O.ReduceSequenceParallelGrads]
-        assert [stream[k].stage for k in summed] == [s for s in own if s >= frozen_stages]
+        assert [stream[k].stage for k in summed] == [s for s in rank_stages if s >= frozen_stages]
         others = (O.ReduceGrads, O.ReduceScatter, O.ReduceTied)
         assert all(k < min(summed) for k, i in enumerate(stream) if i.op in others and summed)
     bare = compile(schedule, shape, tp=2, dp=2, boundary="sharded", frozen_stages=frozen_stages,
                    zero=zero,
-                   tied_weights=tied, clip_grad_norm=clip, **how)  # fmt: skip
-    left = [[i for i in s if i.op is not O.ReduceSequenceParallelGrads] for s in whole.streams]
-    assert left == [[*s] for s in bare.streams]
+                   tied_weights=tied, clip_grad_norm=clip, **options)  # fmt: skip
+    other_instructions = [
+        [i for i in s if i.op is not O.ReduceSequenceParallelGrads] for s in program.streams
+    ]
+    assert other_instructions == [[*s] for s in bare.streams]
 
 
 def test_header_and_digest_contain_sequence_parallel() -> None:
@@ -120,18 +122,18 @@ def test_missing_or_repeated_sum_is_refused(name: str, zero: int) -> None:
 def test_misplaced_sum_is_refused(tied: bool, clip: bool) -> None:
     """Any other position is refused, except neighbouring positions with the same effect."""
     program = compile_sequence_parallel(tied_weights=tied, clip_grad_norm=clip)
-    own = [i.op for i in program.streams[0]]
-    at, end = own.index(O.ReduceSequenceParallelGrads), len(own)
-    last = own.index(O.ReduceTied if tied else O.ReduceGrads)
-    uses = own.index(O.ReduceNorm if clip else O.OptimizerStep)
+    ops = [i.op for i in program.streams[0]]
+    sum_index, end = ops.index(O.ReduceSequenceParallelGrads), len(ops)
+    last = ops.index(O.ReduceTied if tied else O.ReduceGrads)
+    uses = ops.index(O.ReduceNorm if clip else O.OptimizerStep)
     for place in range(end):
         e = Edit.of(program, Random(0))
-        move(e.lists[0], at, place if place <= at else place + 1)
-        moved = [op(word) for word in e.lists[0]]
-        assert moved.index(O.ReduceSequenceParallelGrads) == place
-        if last <= place < uses and (place > last or moved[place - 1] is own[last]):
+        move(e.lists[0], sum_index, place if place <= sum_index else place + 1)
+        moved_ops = [op(word) for word in e.lists[0]]
+        assert moved_ops.index(O.ReduceSequenceParallelGrads) == place
+        if last <= place < uses and (place > last or moved_ops[place - 1] is ops[last]):
             check(e.result())
-        elif place != at:
+        elif place != sum_index:
             with pytest.raises(SchedirError):
                 check(e.result())
 
@@ -141,11 +143,11 @@ def test_sum_before_tied_reduction_is_refused() -> None:
     program = compile_sequence_parallel(
         schedules.zb_v, PipelineShape(2, 4, 2, "vee"), tied_weights=True
     )
-    own = [str(i) for i in program.streams[0]]
-    for moved in ("reduce_sequence_parallel_grads 0", "reduce_sequence_parallel_grads 3"):
+    texts = [str(i) for i in program.streams[0]]
+    for moved_sum in ("reduce_sequence_parallel_grads 0", "reduce_sequence_parallel_grads 3"):
         e = Edit.of(program, Random(0))
-        move(e.lists[0], own.index(moved), own.index("reduce_tied 0"))
-        with pytest.raises(SchedirError, match=f"{moved} needs .* which reduce_tied 0 gives"):
+        move(e.lists[0], texts.index(moved_sum), texts.index("reduce_tied 0"))
+        with pytest.raises(SchedirError, match=f"{moved_sum} needs .* which reduce_tied 0 gives"):
             check(e.result())
 
 

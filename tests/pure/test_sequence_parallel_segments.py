@@ -71,13 +71,13 @@ def test_built_in_schedules_compile_with_segments(schedule: Any) -> None:
     assert machine.run() and max(machine.ended.values()) == pytest.approx(
         simulate(program, costs, progress_model="per_edge").span
     )
-    for way, ops in ((1, MET[:2]), (uncut.has_backward, MET[2:])):
-        each = [int(np.sum(program.op == op)) for op in ops]
-        assert each == [way * shape.stages * shape.microbatches] * 2
+    for has_direction, ops in ((1, MET[:2]), (uncut.has_backward, MET[2:])):
+        counts = [int(np.sum(program.op == op)) for op in ops]
+        assert counts == [has_direction * shape.stages * shape.microbatches] * 2
     if not uncut.joined.any():
-        whole = Costs(F=5, B=10, I=5, W=5, send=0.5)
-        span = simulate(program, split_costs(whole, 3, shape, (1, 3, 1))).span
-        assert span == pytest.approx(simulate(uncut, whole).span)
+        full_costs = Costs(F=5, B=10, I=5, W=5, send=0.5)
+        span = simulate(program, split_costs(full_costs, 3, shape, (1, 3, 1))).span
+        assert span == pytest.approx(simulate(uncut, full_costs).span)
 
 
 @settings(max_examples=60)
@@ -89,36 +89,36 @@ def test_collectives_follow_segment_boundaries(data: st.DataObject) -> None:
     """
     ranks, m = data.draw(st.integers(1, 2)), data.draw(st.integers(1, 2))
     letters = st.text("fg.", max_size=3)
-    cut = [data.draw(letters) or 1 for _ in range(ranks)]
+    boundaries = [data.draw(letters) or 1 for _ in range(ranks)]
     frozen = data.draw(st.integers(0, ranks - 1))
     schedule = data.draw(st.sampled_from([schedules.one_f_one_b, schedules.zb_h1]))
-    program = compile_segments(schedule, PipelineShape(ranks, m), cut, frozen_stages=frozen)
-    for own in program.streams:
-        for before, i in pairwise([None, *(j for j in own if j.op in (*MET, *COMPUTE_OPS))]):
+    program = compile_segments(schedule, PipelineShape(ranks, m), boundaries, frozen_stages=frozen)
+    for stream in program.streams:
+        for before, i in pairwise([None, *(j for j in stream if j.op in (*MET, *COMPUTE_OPS))]):
             assert i is not None
             if i.op is O.Forward or i.op in BACKWARD_OPS:
                 ahead, k = i.op is O.Forward, i.stage - (i.op is O.Forward)
                 letter = (program.segment_boundaries + "-")[k : k + 1] if k >= 0 else ""
-                want = dict(
+                expected_ops = dict(
                     zip("fg", MET[:2] if ahead else (O.TPReduceGrad, O.TPGatherGrad), strict=True)
                 )
-                found = before is not None and before.op in MET and before
-                assert (found and found.op) == want.get(letter, False)
-                assert not found or found[1:] == i[1:]
-    places = [(r, k) for r, own in enumerate(program.streams) for k, i in enumerate(own)
+                collective = before is not None and before.op in MET and before
+                assert (collective and collective.op) == expected_ops.get(letter, False)
+                assert not collective or collective[1:] == i[1:]
+    places = [(r, k) for r, stream in enumerate(program.streams) for k, i in enumerate(stream)
               if i.op in MET]  # fmt: skip
     if not places:
         return
-    rank, at = data.draw(st.sampled_from(places))
+    rank, position = data.draw(st.sampled_from(places))
     e = Edit.of(program, Random(0))
     words = e.lists[rank]
     change = data.draw(st.sampled_from(["drop", "double", "move"]))
     if change == "move":
-        move(words, at, data.draw(st.integers(0, len(words))))
+        move(words, position, data.draw(st.integers(0, len(words))))
     elif change == "drop":
-        pull(words, at)
+        pull(words, position)
     else:
-        push(words, data.draw(st.integers(0, len(words))), words[at])
+        push(words, data.draw(st.integers(0, len(words))), words[position])
     wrong = verdict(e.result(), "per_edge").kind != "ok"
     assert wrong or change == "move"
     try:
@@ -140,8 +140,8 @@ def test_instruction_order_with_segments() -> None:
         f"reduce_sequence_parallel_grads {s}" for s in range(3)
     ]
     behind = compile_segments(schedules.gpipe, PipelineShape(2, 1), frozen_stages=1)
-    said = [str(i) for own in behind.streams for i in own if i.op in MET]
-    assert said == ["tp_gather_act 1.0", "tp_reduce_act 2.0", "tp_gather_act 4.0",
+    collectives = [str(i) for stream in behind.streams for i in stream if i.op in MET]
+    assert collectives == ["tp_gather_act 1.0", "tp_reduce_act 2.0", "tp_gather_act 4.0",
                     "tp_reduce_act 5.0", "tp_gather_grad 4.0",
                     "tp_reduce_grad 3.0"]  # fmt: skip
 
@@ -152,8 +152,8 @@ def test_relowered_program_is_unchanged() -> None:
     )
     drafted = extract_compute(program)
     assert compile(drafted, **infer_options(program, "per_device", drafted)) == program
-    told = evaluation_program(program)
-    assert told.sequence_parallel and {*told.used_opcodes} & {*MET} == {
+    evaluation = evaluation_program(program)
+    assert evaluation.sequence_parallel and {*evaluation.used_opcodes} & {*MET} == {
         O.TPGatherAct,
         O.TPReduceAct,
     }
@@ -171,9 +171,12 @@ def test_relowered_program_is_unchanged() -> None:
 def test_segment_collectives_take_their_cost(cut: str, costs: Costs) -> None:
     """A blocking host continues during a collective too."""
     program = compile_segments(schedules.gpipe, PipelineShape(1, 1), cut)
-    own = 3 if len(cut) == 1 else 2 * 1.5
+    collective_time = 3 if len(cut) == 1 else 2 * 1.5
     for blocks in (False, True):
-        assert simulate(program, costs, blocking_hosts=blocks).span == 4 * (len(cut) + 1) + own
+        assert (
+            simulate(program, costs, blocking_hosts=blocks).span
+            == 4 * (len(cut) + 1) + collective_time
+        )
     text = "F 0.0; tp_gather_act 1.0; F 0.1; tp_gather_act 1.1; F 1.0; F 1.1"
     header = "stages_per_rank 2 placement 0,0 tp 2\nmeets f sequence_parallel yes"
     two = from_text(f"schedir 1\nprogram p\nranks 1 microbatches 2 {header}\nrank 0\n  {text}")
@@ -224,13 +227,19 @@ def test_gather_waits_are_filled_and_advised() -> None:
     plain = simulate(compile_segments(schedules.zb_h1, shape, 5), costs)
     idle = sum_by_cause(idleness(plain), 1)[0]
     assert {*np.flatnonzero(idle).tolist()} == {IdleCause.SUM}
-    told = {change.description: change.saved_share for change in advise(plain, costs).changes}
-    free = next(saves for what, saves in told.items() if "sums of segments" in what)
-    assert free == pytest.approx(
+    saved_shares = {
+        change.description: change.saved_share for change in advise(plain, costs).changes
+    }
+    free_gathers = next(
+        saves for description, saves in saved_shares.items() if "sums of segments" in description
+    )
+    assert free_gathers == pytest.approx(
         1 - simulate(plain.program, Costs(F=2, I=2, W=2)).span / plain.span
     )
-    assert not any(saves for what, saves in told.items() if "messages" in what)
-    assert any("fill_collective_waits=" in what for what in told)
+    assert not any(
+        saves for description, saves in saved_shares.items() if "messages" in description
+    )
+    assert any("fill_collective_waits=" in description for description in saved_shares)
 
 
 def test_gather_and_reduce_scatter_send_all_reduce_bytes() -> None:
@@ -239,11 +248,11 @@ def test_gather_and_reduce_scatter_send_all_reduce_bytes() -> None:
     The sizes of all tokens and of a rank's own tokens are tested.
     """
     shape = PipelineShape(1, 2)
-    whole = compile(schedules.gpipe, shape, tp=2, stage_segments="fg")
+    unsharded = compile(schedules.gpipe, shape, tp=2, stage_segments="fg")
     sent = [
         count_sent_bytes(p, Sizes(activation=size))[Lane.TP][0]
         for p, size in (
-            (whole, 100.0),
+            (unsharded, 100.0),
             (compile_segments(schedules.gpipe, shape, "fg"), 100.0 + 50.0),
         )
     ]

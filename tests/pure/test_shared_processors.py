@@ -35,13 +35,13 @@ def compute_processor_time(timeline: Timeline, processors: float) -> Any:
     spans = timeline.spans
     computes = np.isin(spans["lane"], CPU_LANES)
     times = np.unique([spans["start"], spans["end"]])
-    total, each = 0.0, np.zeros(len(spans))
+    total, processor_times = 0.0, np.zeros(len(spans))
     for a, b in pairwise(times.tolist()):
         running = computes & (spans["start"] <= a) & (spans["end"] >= b)
         if running.any():
-            each[running] += (b - a) * min(1.0, processors / running.sum())
+            processor_times[running] += (b - a) * min(1.0, processors / running.sum())
             total += (b - a) * min(processors, running.sum())
-    return each, total, computes
+    return processor_times, total, computes
 
 
 @given(st.data())
@@ -50,9 +50,9 @@ def test_processors_are_shared_fairly(data: st.DataObject) -> None:
     processors = data.draw(PROCESSORS)
     alone = simulate(program, costs, progress_model="per_edge", blocking_hosts=True)
     shared = simulate_on_cpus(program, costs, processors)
-    each, total, computes = compute_processor_time(shared, processors)
+    processor_times, total, computes = compute_processor_time(shared, processors)
     cost = alone.spans["end"] - alone.spans["start"]
-    np.testing.assert_allclose(each[computes], cost[computes], atol=1e-9)
+    np.testing.assert_allclose(processor_times[computes], cost[computes], atol=1e-9)
     took = shared.spans["end"] - shared.spans["start"]
     np.testing.assert_allclose(took[~computes], cost[~computes], atol=1e-9)
     work = cost[computes].sum()

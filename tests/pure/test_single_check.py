@@ -115,18 +115,18 @@ def test_config_is_pickled_without_schedule_file() -> None:
 
 def test_index_flow_and_graph_are_created_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """The draft and the program have one index, one dataflow and one graph each."""
-    made: Counter[str] = Counter()
+    counts: Counter[str] = Counter()
     for kind in (InstructionIndex, Dataflow, Graph):
 
         def counted(self: Any, *args: Any, _init: Any = kind.__init__, **options: Any) -> None:
-            made[type(self).__name__] += 1
+            counts[type(self).__name__] += 1
             _init(self, *args, **options)
 
         monkeypatch.setattr(kind, "__init__", counted)
     program = schedir.compile(schedir.schedules.one_f_one_b, schedir.PipelineShape(4, 8))
-    assert made == {"InstructionIndex": 2, "Dataflow": 2, "Graph": 2}
+    assert counts == {"InstructionIndex": 2, "Dataflow": 2, "Graph": 2}
     schedir.check(program)
     run = schedir.simulate(program, sizes=schedir.Sizes(activation=1, saved=1))
     assert run.peak_memory.size and run.critical_path.size and run.peak_in_flight.size
     assert schedir.viz.text_chart(run, 80) and schedir.to_text(program)
-    assert made == {"InstructionIndex": 2, "Dataflow": 2, "Graph": 2}
+    assert counts == {"InstructionIndex": 2, "Dataflow": 2, "Graph": 2}

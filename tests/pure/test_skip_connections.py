@@ -110,12 +110,17 @@ def test_mutated_skip_agrees_with_oracle(
                 if mutant == words:
                     continue
                 for model in MODELS:
-                    one, said = (
+                    one, outcome = (
                         replace_stream(program, rank, mutant),
                         verdict(replace_stream(program, rank, mutant), model, k),
                     )
                     error = refusal(one, model)
-                    assert bool(error) == (said.kind != "ok"), (to_text(one), model, error, said)
+                    assert bool(error) == (outcome.kind != "ok"), (
+                        to_text(one),
+                        model,
+                        error,
+                        outcome,
+                    )
                     refused += bool(error)
     assert refused
 
@@ -123,11 +128,11 @@ def test_mutated_skip_agrees_with_oracle(
 def test_missing_skip_errors_name_instructions() -> None:
     program = compile(schedules.one_f_one_b, PipelineShape(3, 2), skips=((0, 2),))
     text = to_text(program, folded=False)
-    for lost, kept, where in (
+    for lost, present, place in (
         ("send_skip 0.1", "recv_skip 2.1", "rank 2"),
         ("recv_skip_grad 0.0", "send_skip_grad 2.0", "rank 2"),
     ):
-        with pytest.raises(Exception, match=rf"{kept} has no {lost} on rank 0\n +{where} "):
+        with pytest.raises(Exception, match=rf"{present} has no {lost} on rank 0\n +{place} "):
             check(read(text.replace(f"  {lost}\n", "")))
     gone = text.replace("  send_skip 0.1\n", "").replace("  recv_skip 2.1\n", "")
     with pytest.raises(Exception, match=r"send_skip 0.1 and its receive are missing"):
@@ -153,30 +158,40 @@ def test_times_match_machine(seed: int, model: Any, slots: Any) -> None:
     assert machine.run()
     begins = program.offsets.tolist()
     end = simulate(program, costs, progress_model=model).spans["end"]
-    for (rank, k), when in machine.ended.items():
-        assert end[begins[rank] + k] == pytest.approx(when)
+    for (rank, k), end_time in machine.ended.items():
+        assert end[begins[rank] + k] == pytest.approx(end_time)
 
 
 def test_memory_counts_skip_on_both_ranks() -> None:
     shape, skip = PipelineShape(3, 4), 10.0
     program = compile(schedules.one_f_one_b, shape, skips=((0, 2),), buffer_sharing="minimal")
-    least = dict(zip(SLOT_KINDS, count_min_slots(program).T.tolist(), strict=True))
+    min_slots = dict(zip(SLOT_KINDS, count_min_slots(program).T.tolist(), strict=True))
     # Rank 0 keeps its skip until it is sent. Rank 2 keeps it from its arrival until F uses it.
-    assert least[Value.SKIP_OUT] == [1, 0, 0] and least[Value.SKIP_GRAD_OUT] == [0, 0, 1]
-    assert least[Value.SKIP_IN][0] == least[Value.SKIP_IN][1] == 0 < least[Value.SKIP_IN][2]
+    assert min_slots[Value.SKIP_OUT] == [1, 0, 0] and min_slots[Value.SKIP_GRAD_OUT] == [0, 0, 1]
+    assert (
+        min_slots[Value.SKIP_IN][0]
+        == min_slots[Value.SKIP_IN][1]
+        == 0
+        < min_slots[Value.SKIP_IN][2]
+    )
     sizes = Sizes(skip=(skip, 0, 0))
     number = np.array(
-        [sum(least[kind][rank] for kind in least if "SKIP" in kind.name) for rank in range(3)]
+        [
+            sum(min_slots[kind][rank] for kind in min_slots if "SKIP" in kind.name)
+            for rank in range(3)
+        ]
     )
     assert simulate(program, sizes=sizes).peak_memory.tolist() == (skip * number).tolist()
-    own = compile(schedules.one_f_one_b, shape, skips=((0, 2),))
-    assert simulate(own, sizes=sizes).peak_memory.tolist() == [2 * 4 * skip, 0, 2 * 4 * skip]
+    unslotted = compile(schedules.one_f_one_b, shape, skips=((0, 2),))
+    assert simulate(unslotted, sizes=sizes).peak_memory.tolist() == [2 * 4 * skip, 0, 2 * 4 * skip]
     # On one rank the skip is handed over, and stays in place until it is used.
     vee = compile(schedules.zb_v, PipelineShape(2, 3, 2, "vee"), skips=((0, 3),))
     assert vee.used_opcodes.isdisjoint(OF_SKIPS)
-    (here, there) = compute_footprints(vee, Sizes(skip=(skip, 0, 0, 0)))
+    (first_rank, second_rank) = compute_footprints(vee, Sizes(skip=(skip, 0, 0, 0)))
     assert (
-        here.total_bytes.max() >= skip and here.total_bytes[-1] == 0 and not there.total_bytes.any()
+        first_rank.total_bytes.max() >= skip
+        and first_rank.total_bytes[-1] == 0
+        and not second_rank.total_bytes.any()
     )
 
 
@@ -202,12 +217,12 @@ def test_neighbor_stages_of_skips() -> None:
     assert program.neighbor_stages(PeerRule.SKIP_FROM).tolist() == [-1, -1, 0, 1]
     index = Graph.from_program(program).index
     for one, other in pairwise((PeerRule.SKIP_TO, PeerRule.SKIP_FROM)):
-        at = index.positions[Opcode.Forward]
-        there = index.find_neighbor_keys(one, at)
+        positions = index.positions[Opcode.Forward]
+        skip_keys = index.find_neighbor_keys(one, positions)
         back = index.find_neighbor_keys(
-            other, index.find_positions(Opcode.Forward, there)[there >= 0]
+            other, index.find_positions(Opcode.Forward, skip_keys)[skip_keys >= 0]
         )
-        assert back.tolist() == index.key[at][there >= 0].tolist()
+        assert back.tolist() == index.key[positions][skip_keys >= 0].tolist()
 
 
 REFUSED: list[tuple[object, str, str]] = [
@@ -249,15 +264,15 @@ def test_eager_limit_needs_skip_size() -> None:
 
     # Rank 0 sends its skip first, and rank 2 receives its activation first.
     hangs = to_text(program, folded=False)
-    for here, there in (
+    for original, replacement in (
         ("send_act 0.0\n  send_skip 0.0", "send_skip 0.0\n  send_act 0.0"),
         (
             "recv_skip 2.0\n  recv_skip 2.1\n  recv_act 2.0",
             "recv_act 2.0\n  recv_skip 2.0\n  recv_skip 2.1",
         ),
     ):
-        assert here in hangs
-        hangs = hangs.replace(here, there)
+        assert original in hangs
+        hangs = hangs.replace(original, replacement)
     with pytest.raises(DeadlockError) as stuck:
         check(from_text(hangs), "per_device", sizes=Sizes(activation=16e6))
     assert stuck.value.eager_limit is None and "finishes" not in stuck.value.hint

@@ -83,20 +83,22 @@ def test_values_never_share_slot(
         for fills, frees in find_slot_reuses(program).values():
             waits[fills] = frees
     for rank, stream in enumerate(program.streams):
-        at = {i: k for k, i in enumerate(stream)}
+        positions = {i: k for k, i in enumerate(stream)}
         group = np.cumsum(~stream.joined).tolist()
         slots = assign_slots(program, rank)
         lives: dict[tuple[str, int], list[tuple[int, int]]] = {}
         values = machine.values(rank)
-        for (kind, stage, mb), (slot,) in ((of, fills.values()) for of, fills in slots.items()):
+        for (kind, stage, mb), (slot,) in (
+            (value, fills.values()) for value, fills in slots.items()
+        ):
             if kind in BOUNDARY_VALUES:
-                fill, free = values.pop((kind.name.lower(), stage, mb))
+                fill, freed_at = values.pop((kind.name.lower(), stage, mb))
             else:  # only compute instructions fill and free this slot
-                ends = [k for i, k in at.items() if i[1:] == (stage, mb)
+                ends = [k for i, k in positions.items() if i[1:] == (stage, mb)
                         and kind in (*INSTRUCTIONS[i.op].gives,
                             *INSTRUCTIONS[i.op].frees)]  # fmt: skip
-                fill, free = min(ends), max(ends)
-            lives.setdefault((kind.name, slot), []).append((fill, free))
+                fill, freed_at = min(ends), max(ends)
+            lives.setdefault((kind.name, slot), []).append((fill, freed_at))
             if program.slots and kind in BOUNDARY_VALUES:
                 assert slot < program.slots[rank][BOUNDARY_VALUES.index(kind)]
         assert not values
@@ -118,19 +120,19 @@ def test_min_slots_equal_max_overlap(
     program = lower_variant(draft, data, progress_model)
     machine = Machine(program, progress_model, Costs())
     machine.run()
-    few = count_min_slots(program)
+    min_slots = count_min_slots(program)
     for rank, stream in enumerate(program.streams):
         group = np.cumsum(~stream.joined).tolist()
         alive = [Counter[str]() for _ in range(max(group, default=0) + 1)]
-        for (name, _, _), (fill, free) in machine.values(rank).items():
-            for g in range(group[fill], group[free] + 1):
+        for (name, _, _), (fill, freed_at) in machine.values(rank).items():
+            for g in range(group[fill], group[freed_at] + 1):
                 alive[g][name] += 1
-        for kind, count in zip(BOUNDARY_VALUES, few[rank].tolist(), strict=False):
+        for kind, count in zip(BOUNDARY_VALUES, min_slots[rank].tolist(), strict=False):
             assert count == max(a[kind.name.lower()] for a in alive)
         used = Counter(kind for kind, _ in {(k, *s.values()) for (k, _, _), s in assign_slots(
-            replace(program, slots=tuple(SlotCounts(*row[:4]) for row in few.tolist())), rank
+            replace(program, slots=tuple(SlotCounts(*row[:4]) for row in min_slots.tolist())), rank
         ).items()})  # fmt: skip
-        assert [used[kind] for kind in SLOT_KINDS] == few[rank].tolist()
+        assert [used[kind] for kind in SLOT_KINDS] == min_slots[rank].tolist()
 
 
 @settings(max_examples=100)
@@ -140,9 +142,9 @@ def test_one_slot_less_is_refused(
 ) -> None:
     program = share_slots(lower_variant(draft, data, progress_model), "minimal")
     check(program, progress_model)
-    some = [(r, k) for r, counts in enumerate(program.slots) for k in range(4) if counts[k]]
-    assume(some)
-    rank, kind = data.draw(st.sampled_from(some))
+    used_kinds = [(r, k) for r, counts in enumerate(program.slots) for k in range(4) if counts[k]]
+    assume(used_kinds)
+    rank, kind = data.draw(st.sampled_from(used_kinds))
     counts = list(program.slots[rank])
     counts[kind] -= 1
     slots = (*program.slots[:rank], SlotCounts(*counts), *program.slots[rank + 1 :])
@@ -164,10 +166,12 @@ def test_latency_preserving_keeps_span(
     shared = check(
         share_slots(program, "latency_preserving", priced, progress_model), progress_model
     )
-    few, own = count_min_slots(program)[:, :4], [len(s) for s in program.streams]
+    min_slots, stream_lengths = count_min_slots(program)[:, :4], [len(s) for s in program.streams]
     assert shared.streams == program.streams
-    assert (np.array(shared.slots)[:, :4] >= few).all()
-    assert all(max(counts[:4]) <= max(n, 1) for counts, n in zip(shared.slots, own, strict=True))
+    assert (np.array(shared.slots)[:, :4] >= min_slots).all()
+    assert all(
+        max(counts[:4]) <= max(n, 1) for counts, n in zip(shared.slots, stream_lengths, strict=True)
+    )
     one, other = (
         simulate(p, priced, progress_model=progress_model).span for p in (program, shared)
     )
@@ -209,11 +213,12 @@ def test_minimal_slots_slow_gpipe() -> None:
 def test_slots_for_free_messages_keep_span_of_others(schedule: Schedule) -> None:
     """Slots chosen for messages that take no time lose no time when messages do take time."""
     shape = shape_of(schedule, 4, max(8, least(schedule, 4)))
-    own = compile(schedule, shape, progress_model="per_edge", overlap=True)
-    shared = share_slots(own, "latency_preserving", None, "per_edge")
+    unslotted = compile(schedule, shape, progress_model="per_edge", overlap=True)
+    shared = share_slots(unslotted, "latency_preserving", None, "per_edge")
     for send in (0, 0.02, 0.1, 0.2, 0.3, 0.5):
         one, other = (
-            simulate(p, Costs(send=send), progress_model="per_edge").span for p in (own, shared)
+            simulate(p, Costs(send=send), progress_model="per_edge").span
+            for p in (unslotted, shared)
         )
         assert other == pytest.approx(one, rel=1e-9)
 
@@ -258,9 +263,9 @@ def test_slots_are_in_text_and_digest() -> None:
     program = compile(one_f_one_b, PipelineShape(3, 6), buffer_sharing="minimal")
     assert from_text(to_text(program)) == program == from_text(to_text(program, folded=False))
     assert "rank 1  act_in 1  act_out 1  grad_in 1  grad_out 1\n" in to_text(program)
-    own = replace(program, slots=())
-    assert own != program and own.digest != program.digest
-    assert replace(own, slots=program.slots).digest == program.digest
+    unslotted = replace(program, slots=())
+    assert unslotted != program and unslotted.digest != program.digest
+    assert replace(unslotted, slots=program.slots).digest == program.digest
 
 
 @pytest.mark.parametrize(
@@ -308,8 +313,8 @@ def test_critical_path_includes_slot_wait() -> None:
     program = check(from_text(CROSSED), "per_edge")
     priced = Costs(F=(1, 5), send=1)
     timeline = simulate(program, priced, progress_model="per_edge")
-    own = simulate(replace(program, slots=()), priced, progress_model="per_edge")
-    assert (timeline.span, own.span) == (13, 12)
+    unslotted = simulate(replace(program, slots=()), priced, progress_model="per_edge")
+    assert (timeline.span, unslotted.span) == (13, 12)
     second = int(program.offsets[1]) + 2
     assert timeline.critical_predecessor[second] == second - 1  # F 1.0
 
@@ -347,10 +352,10 @@ def test_remaining_times_bound_span(
     program = with_slots(lower_variant(draft, data, progress_model), rng)
     priced = data.draw(costs(draft.shape))
     timeline = simulate(program, priced, progress_model=progress_model)
-    left = compute_remaining_times(Graph(program, progress_model), priced)
-    assert (timeline.spans["start"] + left).max(initial=0) == timeline.span
+    remaining = compute_remaining_times(Graph(program, progress_model), priced)
+    assert (timeline.spans["start"] + remaining).max(initial=0) == timeline.span
     path = timeline.critical_path
-    assert (timeline.spans["start"][path] + left[path] == timeline.span).all()
+    assert (timeline.spans["start"][path] + remaining[path] == timeline.span).all()
 
 
 def test_draft_needs_no_message_slots() -> None:
@@ -368,8 +373,8 @@ def test_simulate_prints_slots(capsys: pytest.CaptureFixture[str], skips: list[s
     line = next(
         line for line in run_command(capsys, *argv).splitlines() if line.startswith("slots")
     )
-    told = [pair.split() for pair in line.split(": ")[1].split(";")[0].split(", ")]
-    assert [kind for kind, _ in told] == kinds
-    assert all(1 <= int(number) <= 8 for _, number in told)
+    slot_pairs = [pair.split() for pair in line.split(": ")[1].split(";")[0].split(", ")]
+    assert [kind for kind, _ in slot_pairs] == kinds
+    assert all(1 <= int(number) <= 8 for _, number in slot_pairs)
     slots = json.loads(run_command(capsys, *argv, "--json"))["slots"]
     assert all([*counts] == kinds for counts in slots)

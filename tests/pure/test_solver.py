@@ -38,40 +38,40 @@ def run_solver(problem: SchedulingProblem, **options: object) -> SolverResult:
 
 
 def select_small_cases(stages_per_rank: int, most: int) -> list[Case]:
-    found = [c for c in cases() if c.stages_per_rank == stages_per_rank and c.cells <= most]
-    return found[:: len(found) // 5 + 1]
+    small_cases = [c for c in cases() if c.stages_per_rank == stages_per_rank and c.cells <= most]
+    return small_cases[:: len(small_cases) // 5 + 1]
 
 
 @pytest.mark.parametrize("case", select_small_cases(1, 50) + select_small_cases(2, 12), ids=str)
 def test_solver_finds_certified_optimum(case: Case) -> None:
     problem = case.problem
-    found = run_solver(problem)
-    assert found.is_proved and found.order is not None
-    assert found.value == pytest.approx(case.optimum, rel=PROOF_TOLERANCE)
-    assert found.bound.value <= found.value
+    result = run_solver(problem)
+    assert result.is_proved and result.order is not None
+    assert result.value == pytest.approx(case.optimum, rel=PROOF_TOLERANCE)
+    assert result.bound.value <= result.value
     assert all(
         problem.fits_on_rank(held, rank)
-        for rank, held in enumerate(compute_peaks(problem, found.order))
+        for rank, held in enumerate(compute_peaks(problem, result.order))
     )
     # There is no shorter order than the optimum, and starting from it finds none.
     none = run_solver(problem, shorter_than=case.optimum)
     assert none.order is None and none.is_proved
     assert none.bound.value == pytest.approx(case.optimum, rel=2 * PROOF_TOLERANCE)
-    kept = run_solver(problem, hint=found.order)
-    assert kept.is_proved and kept.value <= found.value
+    hinted = run_solver(problem, hint=result.order)
+    assert hinted.is_proved and hinted.value <= result.value
 
 
 @pytest.mark.parametrize("case", select_small_cases(1, 50), ids=str)
 def test_found_order_simulates_as_predicted(case: Case) -> None:
     """The simulated time is equal, or longer because of the queues of messages."""
     problem = replace(case.problem, objective="span")
-    found = run_solver(problem)
-    assert found.order is not None
-    run = simulate(compile(draft_from_order(problem, found.order), costs=case.costs), case.costs)
+    result = run_solver(problem)
+    assert result.order is not None
+    run = simulate(compile(draft_from_order(problem, result.order), costs=case.costs), case.costs)
     if case.send:
-        assert found.value * (1 - 1e-9) <= run.span
+        assert result.value * (1 - 1e-9) <= run.span
     else:
-        assert found.value == pytest.approx(run.span, rel=1e-9)
+        assert result.value == pytest.approx(run.span, rel=1e-9)
 
 
 SHAPES = [(1, 3, 1, True), (2, 2, 1, True), (2, 3, 1, True), (2, 3, 1, False), (3, 2, 1, True)]
@@ -91,14 +91,16 @@ def tiny_problems(draw: st.DrawFn) -> SchedulingProblem:
     costs = Costs(F=row(one), I=row(one), W=row(one), send=draw(st.just(0.0) | one))
     objective = draw(st.sampled_from(OBJECTIVES))
     if draw(st.booleans()):
-        room = draw(st.integers(v, 6))
+        in_flight = draw(st.integers(v, 6))
         return make_problem(
-            shape, costs, max_in_flight=room, objective=objective, split_backward=split
+            shape, costs, max_in_flight=in_flight, objective=objective, split_backward=split
         )
     saved = row(st.integers(1, 5).map(float))
     tape = tuple(float(draw(st.integers(0, int(s)))) for s in saved)
-    both = tuple(s + draw(st.integers(0, int(t))) for s, t in zip(saved, tape, strict=True))
-    sizes = Sizes(saved=saved, deferred_wgrad=tape, saved_and_deferred=both)
+    saved_and_deferred = tuple(
+        s + draw(st.integers(0, int(t))) for s, t in zip(saved, tape, strict=True)
+    )
+    sizes = Sizes(saved=saved, deferred_wgrad=tape, saved_and_deferred=saved_and_deferred)
     limit = draw(st.integers(1, 30))
     try:
         return make_problem(shape, costs, sizes, limit, objective=objective, split_backward=split)
@@ -111,19 +113,24 @@ def tiny_problems(draw: st.DrawFn) -> SchedulingProblem:
 @settings(max_examples=40, deadline=None)
 def test_solver_agrees_with_exhaustive_search(problem: SchedulingProblem) -> None:
     best = shortest(problem)
-    found = run_solver(problem)
-    assert found.is_proved and found.order is not None
-    assert found.value == pytest.approx(best, rel=PROOF_TOLERANCE)
-    assert found.bound.value <= best * (1 + 1e-9)
-    assert compute_length(problem, found.order) == found.value
+    result = run_solver(problem)
+    assert result.is_proved and result.order is not None
+    assert result.value == pytest.approx(best, rel=PROOF_TOLERANCE)
+    assert result.bound.value <= best * (1 + 1e-9)
+    assert compute_length(problem, result.order) == result.value
 
 
 def test_known_bound_ends_search() -> None:
     problem = make_problem(PipelineShape(ranks=2, microbatches=4), max_in_flight=2)
     order = run_solver(problem).order
     known = LowerBound(13.0, "rank 0 ends last")
-    found = run_solver(problem, hint=order, known_bound=known)
-    assert (found.order, found.value, found.bound, found.is_proved) == (order, 13.0, known, True)
+    result = run_solver(problem, hint=order, known_bound=known)
+    assert (result.order, result.value, result.bound, result.is_proved) == (
+        order,
+        13.0,
+        known,
+        True,
+    )
     assert run_solver(problem, shorter_than=13.0, known_bound=known).order is None
 
 
@@ -136,25 +143,25 @@ def test_non_decimal_costs_are_rounded_down_for_bound() -> None:
     costs = Costs(F=(1 / 3, 2 / 7), I=(0.1 + 0.2, 3**0.5), W=(2 / 3, 5**0.5))
     problem = make_problem(PipelineShape(ranks=2, microbatches=3), costs, max_in_flight=2)
     best = shortest(problem)
-    found = run_solver(problem)
+    result = run_solver(problem)
     assert (
         best * (1 - PROOF_TOLERANCE)
-        <= found.bound.value
+        <= result.bound.value
         <= best
-        <= found.value
+        <= result.value
         <= best * (1 + PROOF_TOLERANCE)
     )
 
 
 def test_solver_reports_progress() -> None:
-    told: list[tuple[float, float]] = []
+    reports: list[tuple[float, float]] = []
     problem = make_problem(
         PipelineShape(ranks=6, microbatches=12), Costs(F=3, I=4, W=2.5), max_in_flight=3
     )
-    found = run_solver(problem, report=lambda value, bound: told.append((value, bound)))
-    values, bounds = zip(*told, strict=True)
+    result = run_solver(problem, report=lambda value, bound: reports.append((value, bound)))
+    values, bounds = zip(*reports, strict=True)
     assert list(values) == sorted(values, reverse=True) and list(bounds) == sorted(bounds)
-    assert all(found.value <= value and bound <= found.value for value, bound in told)
+    assert all(result.value <= value and bound <= result.value for value, bound in reports)
 
 
 def test_missing_ortools_has_install_hint(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -172,19 +179,19 @@ def test_search_continues_with_solver() -> None:
     pytest.importorskip("ortools")
     shape = PipelineShape(ranks=2, microbatches=6, stages_per_rank=2, placement="vee")
     costs = Costs(F=4, I=4, W=9, send=2)
-    told: list[float] = []
+    bounds: list[float] = []
     closed = search_schedule(shape, costs, max_in_flight=3, max_evaluations=50)
-    found = search_schedule(
+    result = search_schedule(
         shape, costs, max_in_flight=3, max_evaluations=50, time_limit=60, prove="solver",
-        report=lambda _, bound: told.append(bound),
+        report=lambda _, bound: bounds.append(bound),
     )  # fmt: skip
-    assert closed.bound < found.bound == found.span < closed.span
-    assert (found.stop_reason, found.explanation, found.improvements[-1].method) == (
+    assert closed.bound < result.bound == result.span < closed.span
+    assert (result.stop_reason, result.explanation, result.improvements[-1].method) == (
         "proved",
         CLOSED_EXPLANATION,
         "CP-SAT",
     )
-    assert told == sorted(told) and told[-1] == pytest.approx(found.bound)
+    assert bounds == sorted(bounds) and bounds[-1] == pytest.approx(result.bound)
 
 
 def test_interrupt_keeps_best_order() -> None:
@@ -195,6 +202,6 @@ def test_interrupt_keeps_best_order() -> None:
     import_module("ortools.sat.python.cp_model")  # The signal must not interrupt the import.
     timer = Timer(1.0, os.kill, (os.getpid(), SIGINT))
     timer.start()
-    found = run_solver(problem, hint=order)
-    assert found.interrupted and not found.is_proved
-    assert found.order is not None and found.value <= (compute_length(problem, order) or 0)
+    result = run_solver(problem, hint=order)
+    assert result.interrupted and not result.is_proved
+    assert result.order is not None and result.value <= (compute_length(problem, order) or 0)

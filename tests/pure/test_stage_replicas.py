@@ -60,11 +60,12 @@ def test_earlier_replica_sum_overlaps_compute(P: int, schedule: Schedule) -> Non
     costs = Costs(reduce_replicated_stages=0.5)
     program = compile(schedule, shape_of(schedule, P, 2 * P), costs=costs)
     for model in APART:
-        free = compute_span(program, Costs(), model, blocking_hosts=False)
+        free_span = compute_span(program, Costs(), model, blocking_hosts=False)
         for blocks in (False, True):
-            assert compute_span(program, costs, model, blocking_hosts=blocks) == free + 0.5
+            assert compute_span(program, costs, model, blocking_hosts=blocks) == free_span + 0.5
         assert (
-            compute_span(move_sums_to_end(program), costs, model, blocking_hosts=False) == free + 1
+            compute_span(move_sums_to_end(program), costs, model, blocking_hosts=False)
+            == free_span + 1
         )
 
 
@@ -75,8 +76,8 @@ def compile_mirrored(
     shape = PipelineShape(ranks, 2 * units * ranks, placement="mirror")
     if not isinstance(schedule, str):
         return compile(schedule, shape, costs=costs, tied_weights=tied)
-    found = greedy_schedule(shape, schedule, lambda rank: 2 + (ranks + rank) // 2, costs)
-    return lower(replace(found, tied_weights=normalize_tied_stages(tied, shape)), costs)
+    draft = greedy_schedule(shape, schedule, lambda rank: 2 + (ranks + rank) // 2, costs)
+    return lower(replace(draft, tied_weights=normalize_tied_stages(tied, shape)), costs)
 
 
 amounts = st.sampled_from([0.0, 0.25, 1.0, 3.0, 10.0])

@@ -110,7 +110,7 @@ def test_program_attributes_apply_to_segments() -> None:
         frozen_stages=2,
     )
     assert program.skips == ((2, 6),) and program.frozen_stages == 6
-    grads = {i.stage for own in program.streams for i in own if i.op is Opcode.TPReduceGrad}
+    grads = {i.stage for stream in program.streams for i in stream if i.op is Opcode.TPReduceGrad}
     assert grads == {6, 9}, "nothing is summed for what is frozen"
     assert (
         replace(program, name="x").digest
@@ -131,10 +131,10 @@ def test_relowered_program_is_unchanged() -> None:
     program = compile(schedules.one_f_one_b, PipelineShape(2, 4), tp=2, stage_segments="fg")
     draft = extract_compute(program)
     assert compile(draft, **infer_options(program, "per_device", draft)) == program
-    told = evaluation_program(program)
+    evaluation = evaluation_program(program)
     assert (
-        told.segment_boundaries == program.segment_boundaries
-        and (told.op == Opcode.TPReduceAct).any()
+        evaluation.segment_boundaries == program.segment_boundaries
+        and (evaluation.op == Opcode.TPReduceAct).any()
     )
 
 
@@ -158,24 +158,35 @@ def test_host_continues_during_collective() -> None:
 
 def test_compare_divides_segments_over_stages(capsys: pytest.CaptureFixture[str]) -> None:
     """When schedules are compared, `stage_segments` is for all stages of a rank together."""
-    how = ("--ranks=2", "--microbatches=4", "-O", "tp=2", "--costs=F=8,B=16,tp_reduce=1", "--json")
+    options = (
+        "--ranks=2",
+        "--microbatches=4",
+        "-O",
+        "tp=2",
+        "--costs=F=8,B=16,tp_reduce=1",
+        "--json",
+    )
     names = ("one_f_one_b", "interleaved", "zb_v", "dualpipe")
     rows = json.loads(
-        commands.run_command(capsys, "compare", *names, "-O", "stage_segments=9", *how)
+        commands.run_command(capsys, "compare", *names, "-O", "stage_segments=9", *options)
     )
     assert [row["stages"] for row in rows] == [18, 20, 20, 18]
-    found = json.loads(commands.run_command(capsys, "recommend", "-O", "stage_segments=5", *how))
-    each = {(row["program"], row["stages_per_rank"]) for row in found}
+    recommended = json.loads(
+        commands.run_command(capsys, "recommend", "-O", "stage_segments=5", *options)
+    )
+    schedules_found = {(row["program"], row["stages_per_rank"]) for row in recommended}
     # With 4 stages per rank, the segments cannot be divided.
-    assert {v for name, v in each if name == "interleaved"} == {2}
+    assert {v for name, v in schedules_found if name == "interleaved"} == {2}
     for wrong in ("3", "fgg"):
-        argv = ("compare", "interleaved", "-O", f"stage_segments={wrong}", *how)
+        argv = ("compare", "interleaved", "-O", f"stage_segments={wrong}", *options)
         assert "which do not divide equally over its 2 stages" in commands.run_refused_command(
             capsys, *argv
         )
-    for cut in ("9", "9,5", "1,9"):  # the number of segments does not change the memory
+    for segments in ("9", "9,5", "1,9"):  # the number of segments does not change the memory
         rows = json.loads(
-            commands.run_command(capsys, "compare", *names, "-O", f"stage_segments={cut}", *how)
+            commands.run_command(
+                capsys, "compare", *names, "-O", f"stage_segments={segments}", *options
+            )
         )
         assert [row["peak_activations"] for row in rows] == [2, 2.5, 2, 3]
 
@@ -194,7 +205,7 @@ def test_segment_file_compares_like_its_schedule(
         pytest.skip("two stages cannot share g.g alike")
     file, stages = str(tmp_path / "x.sched"), 4 if name == "interleaved" else 2
     shape = ("--ranks=2", "--microbatches=4", "-O", f"tp={tp}", "-O", "microbatch_chunks=2")
-    how = ("--costs=F=8,B=16,I=8,W=8,tp_reduce=1", "--sizes=saved=40,activation=2", "--json")
+    options = ("--costs=F=8,B=16,I=8,W=8,tp_reduce=1", "--sizes=saved=40,activation=2", "--json")
     of_stages = ",".join(str(one) for one in divide_over_stages(cut, 2, stages))
     commands.run_command(
         capsys, "print", name, *shape, "-O", f"stage_segments={of_stages}", "-o", file
@@ -208,14 +219,16 @@ def test_segment_file_compares_like_its_schedule(
         from_text(to_text(program)) == program
         and extract_compute(program).unsegmented_shape == program.unsegmented_shape
     )
-    told = [commands.run_command(capsys, "compare", file, *how)]
-    told += [
-        commands.run_command(capsys, "compare", name, *shape, "-O", f"stage_segments={cut}", *how)
+    outputs = [commands.run_command(capsys, "compare", file, *options)]
+    outputs += [
+        commands.run_command(
+            capsys, "compare", name, *shape, "-O", f"stage_segments={cut}", *options
+        )
     ]
-    own, live = (json.loads(one)[0] for one in told)
-    live["digest"] = own["digest"]  # the order of transfers depends on the costs
-    assert own == live and own["peak_activations"] < 4
-    assert own["segment_boundary_sizes"] == "as between stages"
+    file_row, live = (json.loads(one)[0] for one in outputs)
+    live["digest"] = file_row["digest"]  # the order of transfers depends on the costs
+    assert file_row == live and file_row["peak_activations"] < 4
+    assert file_row["segment_boundary_sizes"] == "as between stages"
 
 
 def test_compare_options_count_unsegmented_stages(
@@ -243,13 +256,13 @@ def test_compare_options_count_unsegmented_stages(
         return list(json.loads(commands.run_command(capsys, "compare", *words, costs, "--json")))
 
     assert [row["microbatches"] for row in compared(file, "gpipe", *shape)] == [8, 4]
-    for words, told in (
+    for words, error in (
         ("--microbatches=8", "has microbatches 4, not 8"),
         ("-O frozen_stages=1", "has frozen_stages 0, not 1"),
         ("--relower -O stage_segments=5", "already have segments"),
     ):
-        assert told in commands.run_refused_command(capsys, "compare", file, *words.split(), costs)
-    (own,) = compared(file, "--relower", "-O", "frozen_stages=1")
+        assert error in commands.run_refused_command(capsys, "compare", file, *words.split(), costs)
+    (relowered,) = compared(file, "--relower", "-O", "frozen_stages=1")
     live = compared(
         "one_f_one_b",
         *shape,
@@ -262,7 +275,10 @@ def test_compare_options_count_unsegmented_stages(
         "-O",
         "frozen_stages=1",
     )[0]
-    assert (own["span"], own["peak_activations"]) == (live["span"], live["peak_activations"])
+    assert (relowered["span"], relowered["peak_activations"]) == (
+        live["span"],
+        live["peak_activations"],
+    )
 
 
 def test_search_refuses_segment_sums(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
@@ -270,18 +286,18 @@ def test_search_refuses_segment_sums(tmp_path: Path, capsys: pytest.CaptureFixtu
     file, costs = str(tmp_path / "x.timeline"), "--costs=F=1,B=2,tp_reduce=0.5"
     shape = ("--ranks=2", "--microbatches=2", "-O", "stage_segments=3")
     commands.run_command(capsys, "simulate", "one_f_one_b", *shape, "-O", "tp=2", costs, "-o", file)
-    how = ("search", f"--costs-from={file}", "--max-evaluations=5")
-    assert "collectives between stage segments" in commands.run_refused_command(capsys, *how)
+    command = ("search", f"--costs-from={file}", "--max-evaluations=5")
+    assert "collectives between stage segments" in commands.run_refused_command(capsys, *command)
     commands.run_command(capsys, "simulate", "one_f_one_b", *shape, costs, "-o", file)
-    assert "-O segment_boundaries=..-.." in commands.run_command(capsys, *how)
+    assert "-O segment_boundaries=..-.." in commands.run_command(capsys, *command)
 
 
 def test_declared_chunks_count_like_split_chunks(capsys: pytest.CaptureFixture[str]) -> None:
     """Chunks that an option declares count as in a file: costs are those of a microbatch."""
-    how = ("compare", "gpipe", "--ranks=2")
+    command = ("compare", "gpipe", "--ranks=2")
     spans = [
         json.loads(
-            commands.run_command(capsys, *how, *words.split(), "--costs=F=8,B=16", "--json")
+            commands.run_command(capsys, *command, *words.split(), "--costs=F=8,B=16", "--json")
         )[0]
         for words in (
             "--microbatches=2 -O microbatch_chunks=2",
@@ -291,7 +307,7 @@ def test_declared_chunks_count_like_split_chunks(capsys: pytest.CaptureFixture[s
     assert [row["span"] for row in spans] == [60, 60]
     cluster = "--cluster=examples/selene.toml"
     assert "the costs of microbatch chunks" in commands.run_refused_command(
-        capsys, *how, "-O", "chunks_per_microbatch=2", cluster
+        capsys, *command, "-O", "chunks_per_microbatch=2", cluster
     )
 
 
@@ -302,9 +318,9 @@ def test_split_costs_and_sizes_over_segments() -> None:
     sizes = split_costs(Sizes(activation=3, saved=10, params=4), (1, 2), shape)
     assert sizes.saved == (10, 5, 5) and sizes.activation == 3 and sizes.params == (4, 2, 2)
     program = compile(schedules.one_f_one_b, shape, tp=2, stage_segments=3)
-    whole = simulate(compile(schedules.one_f_one_b, shape, tp=2), sizes=Sizes(saved=90.0))
-    parts = simulate(program, sizes=split_costs(Sizes(saved=90.0), 3, shape))
-    assert parts.peak_memory.tolist() == whole.peak_memory.tolist()
+    unsegmented = simulate(compile(schedules.one_f_one_b, shape, tp=2), sizes=Sizes(saved=90.0))
+    segmented = simulate(program, sizes=split_costs(Sizes(saved=90.0), 3, shape))
+    assert segmented.peak_memory.tolist() == unsegmented.peak_memory.tolist()
 
 
 def refused(say: Any, kind: type[SchedirError], *words: str) -> None:
@@ -377,8 +393,10 @@ def test_wrong_segments_are_refused() -> None:
 def test_wrong_segment_option_is_refused(
     option: str, said: str, capsys: pytest.CaptureFixture[str]
 ) -> None:
-    told = commands.run_refused_command(capsys, "check", "gpipe", "-O", "tp=2", "-O", f"{option}=X")
-    assert f"-O {option}: {said}" in told and "not 'X'" in told
+    error = commands.run_refused_command(
+        capsys, "check", "gpipe", "-O", "tp=2", "-O", f"{option}=X"
+    )
+    assert f"-O {option}: {said}" in error and "not 'X'" in error
 
 
 def edited(program: Program, old: str, new: str) -> Program:

@@ -16,14 +16,14 @@ def test_default_stages_per_rank() -> None:
     def mine(r: int, P: int, m: int, v: int = 3) -> RankSchedule:
         return EMPTY
 
-    wanted: dict[Schedule, int] = {
+    expected: dict[Schedule, int] = {
         one_f_one_b: 1,
         interleaved: 2,
         zb_v: 2,
         mine: 3,
         partial(mine, v=4): 4,
     }
-    assert {s: get_stages_per_rank(s) for s in wanted} == wanted
+    assert {s: get_stages_per_rank(s) for s in expected} == expected
 
 
 def test_commands_print_default_stages_per_rank(capsys: pytest.CaptureFixture[str]) -> None:
@@ -42,8 +42,8 @@ def test_commands_print_default_stages_per_rank(capsys: pytest.CaptureFixture[st
     assert [fact["stages_per_rank"] for fact in facts] == [1, 2, 2]
     assert [fact["stages"] for fact in facts] == [4, 8, 8]
     assert "1, or 2 with a parameter v" in run_command(capsys, "train", "--help")
-    both = [
-        run_command(capsys, "compare", "interleaved", *how)
-        for how in ((), ("--stages-per-rank=2",))
+    outputs = [
+        run_command(capsys, "compare", "interleaved", *options)
+        for options in ((), ("--stages-per-rank=2",))
     ]
-    assert both[0] == both[1]
+    assert outputs[0] == outputs[1]

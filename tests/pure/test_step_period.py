@@ -37,12 +37,14 @@ def test_period_without_norm_wait_is_active_span(
     schedule: Any, shape: PipelineShape, blocking_hosts: bool, slow: float
 ) -> None:
     """The period is the longest active span of a rank, as in papers, and not the span of a step."""
-    each = (1.0,) * (shape.stages - 1) + (slow,)
-    at = Costs(F=each, I=each, W=each)
+    stage_costs = (1.0,) * (shape.stages - 1) + (slow,)
+    costs = Costs(F=stage_costs, I=stage_costs, W=stage_costs)
     before, after = compile_both_norm_checks(schedule, shape)
-    run = simulate(before, at, blocking_hosts=blocking_hosts)
-    assert compute_step_period(before, at, blocking_hosts=blocking_hosts) == pytest.approx(run.span)
-    assert compute_step_period(after, at, blocking_hosts=blocking_hosts) == pytest.approx(
+    run = simulate(before, costs, blocking_hosts=blocking_hosts)
+    assert compute_step_period(before, costs, blocking_hosts=blocking_hosts) == pytest.approx(
+        run.span
+    )
+    assert compute_step_period(after, costs, blocking_hosts=blocking_hosts) == pytest.approx(
         run.active_span.max()
     )
     gains = schedule is not schedules.zb_h1 or slow > 1
@@ -68,10 +70,10 @@ def test_period_without_norm_wait_is_never_longer(draft: Any, at: Costs) -> None
 def test_long_norm_lengthens_period() -> None:
     """A norm adds to the period only if it takes longer than a step."""
     _, after = compile_both_norm_checks(schedules.zb_h2, PipelineShape(4, 12))
-    told = [
+    periods = [
         compute_step_period(after, Costs(reduce_norm_after_step=cost)) for cost in (0.0, 30.0, 60.0)
     ]
-    assert told[:2] == [36.0, 36.0] and told[2] == 60.0
+    assert periods[:2] == [36.0, 36.0] and periods[2] == 60.0
 
 
 def test_single_step_is_refused() -> None:

@@ -175,15 +175,15 @@ def test_move_is_checked_and_keeps_work(schedule: str, data: st.DataObject) -> N
     if "error" in answer:
         assert answer["error"]["fact"]
         return
-    moved = from_text(answer["state"]["program"])
-    shown = STUDIO.make_request(StudioState.from_json(answer["state"])).program
-    check(shown, "per_device")
-    assert answer["runs"][0]["digest"] == shown.digest
+    moved_program = from_text(answer["state"]["program"])
+    shown_program = STUDIO.make_request(StudioState.from_json(answer["state"])).program
+    check(shown_program, "per_device")
+    assert answer["runs"][0]["digest"] == shown_program.digest
 
     def work(of: Any) -> list[list[int]]:
         return [sorted((stream.words & 0xFFFFFFFFFFFF).tolist()) for stream in of.streams]
 
-    assert work(extract_compute(moved)) == work(extract_compute(program))
+    assert work(extract_compute(moved_program)) == work(extract_compute(program))
 
 
 def test_message_moves_in_lowered_program() -> None:
@@ -192,8 +192,8 @@ def test_message_moves_in_lowered_program() -> None:
     index = texts.index("send_act 1.0")
     answer = ask({"state": make_state(), "move": [1, index, index + 2]})
     assert answer["source_type"] == "lowered"
-    moved = from_text(answer["state"]["program"]).streams[1]
-    assert [str(instr) for instr in moved][index + 1] == "send_act 1.0"
+    moved_stream = from_text(answer["state"]["program"]).streams[1]
+    assert [str(instr) for instr in moved_stream][index + 1] == "send_act 1.0"
     refused = ask({"state": make_state(), "move": [1, texts.index("recv_act 1.0"), len(texts)]})
     assert refused["error"]["is_refused"] and refused["error"]["sites"]
 
@@ -213,14 +213,14 @@ def test_exports_reproduce_program(schedule: str) -> None:
     exec(texts["python"], names)
     function = names[program.name]
     shape = program.shape
-    again = compile(
+    recompiled = compile(
         function,
         ranks=shape.ranks,
         microbatches=shape.microbatches,
         stages_per_rank=shape.stages_per_rank,
         placement=shape.placement,
     )
-    assert extract_compute(again) == extract_compute(program)
+    assert extract_compute(recompiled) == extract_compute(program)
     called: dict[str, Any] = {"print": lambda *_: None}
     exec(texts["call"], called)
     assert called["timeline"].span == pytest.approx(ask({"state": given_state})["runs"][0]["span"])
@@ -237,15 +237,17 @@ def test_edited_program_exports_csv_and_call() -> None:
 
 def test_gap_lists_costs_that_shorten_it() -> None:
     answer = ask({"state": make_state(), "explain": [0, 8]})
-    assert all(each["new_gap"] < each["old_gap"] for each in answer["gap_costs"])
-    assert "B of stage 3" in [each["cost"] for each in answer["gap_costs"]]
-    changed = {each["state"]["schedule"]: each for each in answer["changes"] if each["state"]}
-    assert {"zb_v", "one_f_one_b"} <= changed.keys()
-    for each in changed.values():
-        shown = ask({"state": each["state"]})["runs"][0]
-        assert f"span {shown['span']:.4g}" in each["effect"]
-    assert changed["zb_v"]["state"]["options"]["costs"] == "F=0.5,B=1,send=0.1"
-    assert changed["zb_v"]["state"]["options"]["sizes"] == "saved=0.5GB"
+    assert all(gap_cost["new_gap"] < gap_cost["old_gap"] for gap_cost in answer["gap_costs"])
+    assert "B of stage 3" in [gap_cost["cost"] for gap_cost in answer["gap_costs"]]
+    change_by_schedule = {
+        change["state"]["schedule"]: change for change in answer["changes"] if change["state"]
+    }
+    assert {"zb_v", "one_f_one_b"} <= change_by_schedule.keys()
+    for change in change_by_schedule.values():
+        shown_run = ask({"state": change["state"]})["runs"][0]
+        assert f"span {shown_run['span']:.4g}" in change["effect"]
+    assert change_by_schedule["zb_v"]["state"]["options"]["costs"] == "F=0.5,B=1,send=0.1"
+    assert change_by_schedule["zb_v"]["state"]["options"]["sizes"] == "saved=0.5GB"
 
 
 # ---------------------------------------------------------------- states and sources
@@ -282,7 +284,7 @@ def test_run_is_shown_with_prediction(tmp_path: Any) -> None:
     save_timeline(type(run)(run.program, spans, "measured", "s"), tmp_path / "x.timeline")
     studio = Studio(Source(str(tmp_path / "x.timeline")))
     answer = ask({"state": {"run": True}}, studio)
-    assert [each["label"] for each in answer["runs"]] == ["predicted", "measured"]
+    assert [run_data["label"] for run_data in answer["runs"]] == ["predicted", "measured"]
     assert answer["source_type"] == "run" and answer["recognition"] == "this is one_f_one_b"
     assert "error" in ask({"state": {"run": True}, "export": "call"}, studio)
 
@@ -294,8 +296,8 @@ def test_two_schedules_are_compared_per_rank() -> None:
     busy = [run["span"] * (1 - run["bubble"]) for run in (one, other)]
     assert busy[0] == pytest.approx(busy[1])  # both runs have the work of the same model
     assert answer["comparison"].startswith("Compared with zb_v: span +")
-    moved = ask({"state": make_state() | {"other": "zb_h1"}, "move": [0, 0, 4]})
-    assert len(moved["runs"]) == 2 and moved["state"]["other"] == "zb_h1"
+    moved_answer = ask({"state": make_state() | {"other": "zb_h1"}, "move": [0, 0, 4]})
+    assert len(moved_answer["runs"]) == 2 and moved_answer["state"]["other"] == "zb_h1"
     odd = make_state("one_f_one_b", ranks="3") | {"other": "chimera"}
     assert ask({"state": odd})["error"]["fields"] == ["other"]
 
@@ -364,8 +366,8 @@ def test_code_compiles_its_function() -> None:
     assert program.streams == compile("one_f_one_b", ranks=4, microbatches=8).streams
     two = CODE + "\n\ndef other(r, p, m):\n    return m * (F + B)\n"
     assert from_text(expand_code(StudioState(code=two, options=DEFAULTS))).name == "other"
-    named = StudioState(code=two, function="mine", options=DEFAULTS)
-    assert expand_code(named) == text
+    state_with_function = StudioState(code=two, function="mine", options=DEFAULTS)
+    assert expand_code(state_with_function) == text
 
 
 def test_code_runs_again_only_if_request_allows() -> None:
@@ -375,14 +377,18 @@ def test_code_runs_again_only_if_request_allows() -> None:
         runs.append(of.code)
         return expand_code(of)
 
-    studio, changed = Studio(expand_code=expand), make_state() | {"code": f"# changed\n{CODE}"}
+    studio, changed_code = Studio(expand_code=expand), make_state() | {"code": f"# changed\n{CODE}"}
     first = make_state() | {"code": CODE}
     assert ask({"state": first, "run_code": False}, studio)["error"]["hint"] == "press Run"
-    for each in (first, changed, first | {"options": first["options"] | {"costs": "F=2"}}):
-        assert "error" not in ask({"state": each}, studio)
-    assert runs == [CODE, changed["code"]]
-    for each in (first, changed):
-        assert "error" not in ask({"state": each, "run_code": False}, studio)
+    for code_state in (
+        first,
+        changed_code,
+        first | {"options": first["options"] | {"costs": "F=2"}},
+    ):
+        assert "error" not in ask({"state": code_state}, studio)
+    assert runs == [CODE, changed_code["code"]]
+    for code_state in (first, changed_code):
+        assert "error" not in ask({"state": code_state, "run_code": False}, studio)
     assert "error" not in ask({"state": make_state(ranks="3") | {"code": CODE}}, studio)
     assert len(runs) == 3
 
@@ -437,8 +443,8 @@ def send_request(
     server: StudioServer, method: str, path: str, body: bytes = b"", **headers: str
 ) -> tuple[int, str]:
     connection = HTTPConnection("127.0.0.1", server.server_port, timeout=20)
-    named = {name.replace("_", "-"): value for name, value in headers.items()}
-    connection.request(method, path, body or None, named)
+    header_values = {name.replace("_", "-"): value for name, value in headers.items()}
+    connection.request(method, path, body or None, header_values)
     response = connection.getresponse()
     text = response.read().decode()
     connection.close()
@@ -448,11 +454,11 @@ def send_request(
 def test_foreign_requests_are_refused(server: StudioServer) -> None:
     page, body = f"/?token={server.token}", json.dumps({"state": make_state()}).encode()
     token = {TOKEN_HEADER.replace("-", "_"): server.token}
-    own = f"http://127.0.0.1:{server.server_port}"
+    page_origin = f"http://127.0.0.1:{server.server_port}"
     assert server.server_address[0] == "127.0.0.1"
     assert send_request(server, "GET", page)[0] == 200
     assert send_request(server, "POST", "/", body, **token)[0] == 200
-    assert send_request(server, "POST", "/", body, Origin=own, **token)[0] == 200
+    assert send_request(server, "POST", "/", body, Origin=page_origin, **token)[0] == 200
     assert send_request(server, "POST", "/", b"{", **token)[0] == 400
     assert send_request(server, "GET", f"/other{page[1:]}")[0] == 404
     refused = [
@@ -483,8 +489,8 @@ def test_command_line_mistake_is_one_error(
         [f"{tmp_path}/mine.py:nope"],
     ):  # fmt: skip
         assert main(["studio", "--no-browser", *words]) == 2
-        shown = capsys.readouterr()
-        assert "Error" in shown.err and "Traceback" not in shown.err and not shown.out
+        output = capsys.readouterr()
+        assert "Error" in output.err and "Traceback" not in output.err and not output.out
 
 
 def test_exported_page_has_schedules_of_shape(tmp_path: Any) -> None:
@@ -517,10 +523,10 @@ def test_exported_page_has_schedules_of_shape(tmp_path: Any) -> None:
 def test_names_are_escaped_in_page() -> None:
     name = "</script><img src=x onerror=alert(1)>"
     program = from_text(to_text(compile("gpipe", ranks=2, microbatches=2)))
-    named = type(program)(name, program.shape, program.streams)
+    hostile_program = type(program)(name, program.shape, program.streams)
     hostile = {"schedule": name, "options": {"costs": name, name: name}}
     built = StudioServer(STUDIO, hostile)
     text = built.build_page()
     built.server_close()
     assert name not in text
-    assert np.array_equal(named.streams[0].words, program.streams[0].words)
+    assert np.array_equal(hostile_program.streams[0].words, program.streams[0].words)

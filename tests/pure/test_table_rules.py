@@ -33,11 +33,17 @@ O, T = Opcode, Value
 
 def change_instruction_row(op: Opcode, **other: Any) -> list[Row]:
     """Return the table with one changed row."""
-    return [each._replace(**other) if each.op is op else each for each in INSTRUCTIONS]
+    return [
+        instruction_row._replace(**other) if instruction_row.op is op else instruction_row
+        for instruction_row in INSTRUCTIONS
+    ]
 
 
 def change_value_row(token: Value, **other: Any) -> list[ValueRow]:
-    return [each._replace(**other) if each.value is token else each for each in VALUES]
+    return [
+        value_row._replace(**other) if value_row.value is token else value_row
+        for value_row in VALUES
+    ]
 
 
 def test_tables_follow_rules() -> None:

@@ -86,10 +86,14 @@ def test_short_boxes_have_full_labels() -> None:
 def test_long_run_is_wrapped_or_condensed() -> None:
     one = color_lines(text_chart(simulate_schedule(), 130))
     assert one.count("rank 0 ") == 1 and "B7" in one
-    some = color_lines(text_chart(simulate_schedule(), 60))
-    assert some.count("rank 0 ") == 3 and all(f"F{k}" in some for k in range(8))
-    most = color_lines(text_chart(simulate_schedule(ranks=16, m=200), 80))
-    assert most.count("rank 0 ") == 1 and "main instruction" in most and "F0" not in most
+    wrapped = color_lines(text_chart(simulate_schedule(), 60))
+    assert wrapped.count("rank 0 ") == 3 and all(f"F{k}" in wrapped for k in range(8))
+    condensed = color_lines(text_chart(simulate_schedule(ranks=16, m=200), 80))
+    assert (
+        condensed.count("rank 0 ") == 1
+        and "main instruction" in condensed
+        and "F0" not in condensed
+    )
     assert "one of every 3 of the 100 ranks" in color_lines(
         text_chart(simulate_schedule(ranks=100, m=3), 80)
     )
@@ -99,8 +103,8 @@ def test_boxes_start_at_their_times() -> None:
     t = simulate_schedule(B=2)
     row = color_lines(text_chart(t, 33 * 4 + 7 + 13)).splitlines()[2]
     for s in t.spans[(t.spans["rank"] == 0) & (t.spans["end"] > t.spans["start"])]:
-        at = 7 + 4 * int(s["start"])
-        assert row[at : at + 2] == f"{'FB'[s['op']]}{s['mb']}"
+        column = 7 + 4 * int(s["start"])
+        assert row[column : column + 2] == f"{'FB'[s['op']]}{s['mb']}"
     stages = color_lines(text_chart(simulate_schedule(interleaved, v=2), 300))
     assert "F0' " in stages or "F0'-" in stages
     pairs = simulate(compile(dualpipe_v, PipelineShape(4, 10, 2, "vee")))
@@ -186,8 +190,10 @@ def test_pixel_picture_has_colors_at_their_times() -> None:
 def test_any_program_has_notebook_output() -> None:
     stuck = from_text(STUCK)
     assert "B 0.0" in stuck._repr_html_() and not list_svg_elements(stuck._repr_html_())
-    named = Program("<b>&", stuck.shape, compile(one_f_one_b, PipelineShape(1, 1)).streams)
-    (picture,) = list_svg_elements(named._repr_html_())
+    hostile_program = Program(
+        "<b>&", stuck.shape, compile(one_f_one_b, PipelineShape(1, 1)).streams
+    )
+    (picture,) = list_svg_elements(hostile_program._repr_html_())
     assert picture.find("{http://www.w3.org/2000/svg}title") is not None
     assert not [e for e in picture.iter() if e.tag.endswith("}b")]
     empty = from_text("schedir 1\nprogram none\nranks 1 microbatches 1\nrank 0\n")

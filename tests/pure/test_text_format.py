@@ -34,9 +34,9 @@ def test_printed_program_parses(
     program = lower(program) if lowered else program
     program = group_opposite_transfers(program) if grouped else program
     for folded in (True, False):
-        again = from_text(to_text(program, folded))
-        assert again == program
-        assert again.digest == program.digest
+        parsed = from_text(to_text(program, folded))
+        assert parsed == program
+        assert parsed.digest == program.digest
 
 
 @given(st.lists(st.integers(0, 2**57 - 1), max_size=40), st.integers(1, 3))
@@ -44,13 +44,15 @@ def test_random_instructions_round_trip(words: list[int], period: int) -> None:
     """Use all instructions of the grammar in any order, also of programs that are not legal."""
     from schedir.ir.isa.instructions import INSTRUCTIONS, Scope
 
-    kept: list[int] = []
+    instruction_words: list[int] = []
     for word in words * period:
         op, stage, mb = (word >> 48 & 0xFF) % 16, word >> 32 & 0xFFFF, word & 0xFFFF
         per = INSTRUCTIONS[op].scope
         stage, mb = (0 if per is Scope.RANK else stage), (mb if per is Scope.MICROBATCH else 0)
-        kept.append(op << 48 | stage << 32 | mb | (word & 1 << 56 if kept else 0))
-    program = Program("any", PipelineShape(1, 1), (Stream(np.array(kept, np.int64)),))
+        instruction_words.append(
+            op << 48 | stage << 32 | mb | (word & 1 << 56 if instruction_words else 0)
+        )
+    program = Program("any", PipelineShape(1, 1), (Stream(np.array(instruction_words, np.int64)),))
     for folded in (True, False):
         assert from_text(to_text(program, folded)) == program
 
@@ -131,11 +133,11 @@ def test_parse_errors_have_line_and_column(text: str, line: int, column: int) ->
 @given(st.data())
 def test_mangled_text_is_refused_or_parsed(data: st.DataObject) -> None:
     text = to_text(compile(one_f_one_b, PipelineShape(2, 4), tied_weights=True))
-    at = data.draw(st.integers(0, len(text)))
-    cut = data.draw(st.integers(0, 4))
+    position = data.draw(st.integers(0, len(text)))
+    removed = data.draw(st.integers(0, 4))
     junk = data.draw(st.text("0123456789.;&x+- \nFBWIrankstep#é\t", max_size=4))
     try:
-        program = from_text(text[:at] + junk + text[at + cut :])
+        program = from_text(text[:position] + junk + text[position + removed :])
     except SchedirError:
         return
     assert from_text(to_text(program)) == program
@@ -201,8 +203,8 @@ def test_renamed_header_keys_are_read() -> None:
     )
     for one in (program, sharded):
         old = to_text(one)
-        for before, now in RENAMED_FIELDS.items():
-            old = re.sub(rf"\b{now} (?=[^;\n]*\n)", f"{before} ", old)
+        for before, new_name in RENAMED_FIELDS.items():
+            old = re.sub(rf"\b{new_name} (?=[^;\n]*\n)", f"{before} ", old)
         old = old.replace("each_backward", "turn")
         assert old != to_text(one) and from_text(old) == one
     assert {f.name for f in HEADER_FIELDS}.isdisjoint(RENAMED_FIELDS)

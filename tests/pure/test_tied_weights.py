@@ -81,8 +81,8 @@ def test_other_ties_round_trip_through_text() -> None:
     program = schedir.compile(one_f_one_b, PipelineShape(6, 6), tied_weights=((4, 1), (0, 2, 3)))
     assert "tied_weights 0=2=3,1=4  clip_grad_norm no" in to_text(program)
     assert from_text(to_text(program)) == program
-    at = [str(i) for s in program.streams for i in s if i.op is Opcode.ReduceTied]
-    assert at == [f"reduce_tied {s}" for s in range(5)]
+    reductions = [str(i) for s in program.streams for i in s if i.op is Opcode.ReduceTied]
+    assert reductions == [f"reduce_tied {s}" for s in range(5)]
     no = schedir.compile(one_f_one_b, PipelineShape(6, 6))
     assert len({program.digest, no.digest, replace(program, tied_weights=((1, 4),)).digest}) == 3
 
@@ -136,7 +136,9 @@ def test_ranks_of_tied_reduction(shape: PipelineShape, tied: Any, party: list[in
         )
     }
     held = [
-        r for r, own in enumerate(shape.stages_on_rank) if {*own} & {s for t in tied for s in t}
+        r
+        for r, rank_stages in enumerate(shape.stages_on_rank)
+        if {*rank_stages} & {s for t in tied for s in t}
     ]
     assert len({*node}) == len({party[r] for r in held})
 

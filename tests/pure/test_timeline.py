@@ -77,11 +77,11 @@ def test_critical_predecessor_ends_last(
 
 def test_critical_path_of_1f1b_sums_to_span() -> None:
     timeline = simulate(compile(one_f_one_b, PipelineShape(3, 4)), Costs(F=1, B=2))
-    said = [
+    path_start = [
         timeline.instruction_at(int(s["rank"]), 0)[0]
         for s in timeline.spans[timeline.critical_path][:1]
     ]
-    assert [str(i) for i in said] == ["F 0.0"]
+    assert [str(i) for i in path_start] == ["F 0.0"]
     work = timeline.spans[timeline.critical_path]
     work = work[work["end"] > work["start"]]
     assert (work["end"] - work["start"]).sum() == timeline.span

@@ -65,12 +65,12 @@ def test_timeline_round_trips(
     shift = data.draw(st.floats(-1e6, 1e6))
     saved.spans["start"] += shift
     saved.spans["end"] += shift
-    each = data.draw(st.none() | st.floats(0, 1e12) | st.just((7.5,) * draft.shape.stages))
-    sizes = each and Sizes(activation=1.5, saved=each, model_states=0.1)
+    saved_size = data.draw(st.none() | st.floats(0, 1e12) | st.just((7.5,) * draft.shape.stages))
+    sizes = saved_size and Sizes(activation=1.5, saved=saved_size, model_states=0.1)
     saved = replace(saved, kind="measured", unit="s", clock_error=0.25, sizes=sizes or None)
     save_timeline(saved, FILE)
-    found = load_timeline(FILE)
-    assert equal_timelines(found, saved) and not found.causality_warning
+    loaded = load_timeline(FILE)
+    assert equal_timelines(loaded, saved) and not loaded.causality_warning
 
 
 def test_overlapped_pair_round_trips() -> None:
@@ -113,23 +113,23 @@ def test_numpy_reads_file_without_schedir() -> None:
 def test_damaged_file_is_refused_or_equal(data: st.DataObject) -> None:
     save_timeline(simulate_1f1b(), FILE)
     content = bytearray(FILE.read_bytes())
-    at = data.draw(st.integers(0, len(content) - 1))
-    how = data.draw(st.sampled_from(["cut", "flip", "drop", "double"]))
-    if how == "cut":
-        del content[at:]
-    elif how == "flip":
-        content[at] ^= data.draw(st.integers(1, 255))
-    elif how == "drop":
-        del content[at : at + data.draw(st.integers(1, 64))]
+    position = data.draw(st.integers(0, len(content) - 1))
+    damage = data.draw(st.sampled_from(["cut", "flip", "drop", "double"]))
+    if damage == "cut":
+        del content[position:]
+    elif damage == "flip":
+        content[position] ^= data.draw(st.integers(1, 255))
+    elif damage == "drop":
+        del content[position : position + data.draw(st.integers(1, 64))]
     else:
-        content[at:at] = content[: data.draw(st.integers(1, 64))]
+        content[position:position] = content[: data.draw(st.integers(1, 64))]
     FILE.write_bytes(content)
     try:
-        found = load_timeline(FILE)
+        loaded = load_timeline(FILE)
     except SchedirError as error:
         assert str(FILE) in "".join([str(error), *getattr(error, "__notes__", [])])
     else:
-        assert equal_timelines(found, simulate_1f1b())
+        assert equal_timelines(loaded, simulate_1f1b())
 
 
 def encode_npy(values: object, dtype: str = "<f8") -> bytes:
@@ -171,9 +171,9 @@ def test_file_with_renamed_keys_is_read() -> None:
     old |= {"model": "device", "blocks": False, "digest": "of other names"}
     del old["progress_model"], old["blocking_hosts"]
     forge(header_json=json.dumps(old).encode(), program_sched=text.encode())
-    found = load_timeline(FILE)
-    assert found.program == new.program and found.progress_model == "per_device"
-    assert not found.blocking_hosts
+    loaded = load_timeline(FILE)
+    assert loaded.program == new.program and loaded.progress_model == "per_device"
+    assert not loaded.blocking_hosts
 
 
 def test_old_and_new_name_together_are_refused() -> None:
@@ -347,7 +347,7 @@ def test_causality_violations_appear_in_every_view(
 ) -> None:
     right = schedir.simulate(schedir.compile(one_f_one_b, PipelineShape(3, 4)), Costs(send=0.1))
     spans, late = right.spans.copy(), right.spans["rank"] == 1
-    spans["start"], spans["end"] = ((spans[at] - 4 * late) * 1e-3 for at in ("start", "end"))
+    spans["start"], spans["end"] = ((spans[field] - 4 * late) * 1e-3 for field in ("start", "end"))
     wrong = replace(right, spans=spans, kind="measured", unit="s")
     # A message sent at 1 ms arrives at 1.1 ms, which the wrong clock shows 4 ms earlier.
     says = "effects up to 0.0039 s before causes"

@@ -47,9 +47,9 @@ def test_frequent_words_are_tokens() -> None:
 
 def test_long_text_is_split_without_changing_tokens(monkeypatch: pytest.MonkeyPatch) -> None:
     text = TEXT + b"no end of a line " * 30 + "ää".encode() * 80 + b"\n\n  x\xff" * 9
-    whole = load_trained_bpe().encode(TEXT)
+    unsplit = load_trained_bpe().encode(TEXT)
     monkeypatch.setattr(module, "MAX_TEXT_BYTES", 100)
-    assert load_trained_bpe().encode(TEXT).tolist() == whole.tolist()
+    assert load_trained_bpe().encode(TEXT).tolist() == unsplit.tolist()
     assert decode(MADE, load_trained_bpe().encode(text).tolist()) == text
     assert max(map(len, module._split_long_text(text))) <= 100
 
@@ -87,13 +87,13 @@ def test_unsupported_tokenizer_is_refused(tmp_path: Path, text: str, said: str) 
 
 def test_tokenizer_is_loaded_from_file(tmp_path: Path) -> None:
     path = tmp_path / "tokenizer.json"
-    told = json.loads(MADE)
+    content = json.loads(MADE)
     # Settings of the file that truncate or pad documents have no effect.
-    told["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst",
+    content["truncation"] = {"direction": "Right", "max_length": 2, "strategy": "LongestFirst",
                           "stride": 0}  # fmt: skip
-    path.write_text(json.dumps(told))
-    found = load_tokenizer(str(path), None)
-    assert len(found.encode(TEXT)) > 2 and found.end_token == 0
+    path.write_text(json.dumps(content))
+    tokenizer = load_tokenizer(str(path), None)
+    assert len(tokenizer.encode(TEXT)) > 2 and tokenizer.end_token == 0
     with pytest.raises(UsageError, match=r"no token <s> for the end of a document"):
         load_tokenizer(str(path), "<s>")
     with pytest.raises(UsageError, match="cannot read"):

@@ -51,14 +51,14 @@ def list_compute_words(program: Program) -> list[list[int]]:
 def test_exported_csv_imports(draft: Program, form: str) -> None:
     assume(draft.shape.placement_rows == 1)
     lowered = lower(draft)
-    again = torch_csv.from_csv(torch_csv.to_csv(lowered, form), draft.name)
-    if again.is_draft:
-        assert again.digest == draft.digest
-        assert torch_csv.to_csv(again) == torch_csv.to_csv(draft)
-        again = lower(again)
+    imported = torch_csv.from_csv(torch_csv.to_csv(lowered, form), draft.name)
+    if imported.is_draft:
+        assert imported.digest == draft.digest
+        assert torch_csv.to_csv(imported) == torch_csv.to_csv(draft)
+        imported = lower(imported)
     else:
-        again = finish_lowering(again)
-    assert again.digest == lowered.digest
+        imported = finish_lowering(imported)
+    assert imported.digest == lowered.digest
 
 
 @given(
@@ -68,21 +68,23 @@ def test_exported_csv_imports(draft: Program, form: str) -> None:
 )
 def test_sharded_program_exports_and_imports(draft: Program, zero: int, active: int) -> None:
     """With zero=3, an import gathers no more often than the export, and its export is the same."""
-    most: dict[str, Any] = (
+    options: dict[str, Any] = (
         {"unsharded_stages": min(active, max(map(len, draft.shape.stages_on_rank)))}
         if zero == 3
         else {}
     )
-    lowered = compile(draft, dp=2, zero=zero, **most)
+    lowered = compile(draft, dp=2, zero=zero, **options)
     text = torch_csv.to_csv(lowered, "torch-2.13")
-    again = check(finish_lowering(replace(torch_csv.from_csv(text, draft.name, zero=zero), dp=2)))
-    if zero < 3:
-        assert again.streams == lowered.streams and "SHARD" not in text
-    assert (
-        list_compute_words(again) == list_compute_words(lowered)
-        and torch_csv.to_csv(again, "torch-2.13") == text
+    imported = check(
+        finish_lowering(replace(torch_csv.from_csv(text, draft.name, zero=zero), dp=2))
     )
-    before, after = count_unshards(lowered), count_unshards(again)
+    if zero < 3:
+        assert imported.streams == lowered.streams and "SHARD" not in text
+    assert (
+        list_compute_words(imported) == list_compute_words(lowered)
+        and torch_csv.to_csv(imported, "torch-2.13") == text
+    )
+    before, after = count_unshards(lowered), count_unshards(imported)
     assert all(a <= b for a, b in zip(after.max_unsharded, before.max_unsharded, strict=True))
     assert after.reductions == before.reductions
 
@@ -126,10 +128,12 @@ def test_overlapped_pairs_round_trip(form: str) -> None:
     program = compile(dualpipe_v, PipelineShape(3, 7, placement="vee"))
     text = torch_csv.to_csv(program, form)
     assert text.count(")OVERLAP_F_B") == sum(int(s.joined.sum()) for s in program.streams) > 0
-    again = torch_csv.from_csv(text)
-    assert again.shape == program.shape and list_compute_words(again) == list_compute_words(program)
-    again = lower(again) if again.is_draft else finish_lowering(again)
-    assert again.streams == program.streams
+    imported = torch_csv.from_csv(text)
+    assert imported.shape == program.shape and list_compute_words(imported) == list_compute_words(
+        program
+    )
+    imported = lower(imported) if imported.is_draft else finish_lowering(imported)
+    assert imported.streams == program.streams
 
 
 def test_csv_formats_match_torch() -> None:
@@ -215,13 +219,13 @@ def test_bad_cell_errors_have_row_and_column(text: str, row: int, column: int, s
 def test_missing_rows_are_refused(program: Program, form: str) -> None:
     rows = torch_csv.to_csv(program, form).splitlines(keepends=True)
     assert torch_csv.from_csv("".join(rows), ranks=3).shape == program.shape
-    for kept in (rows[:2], rows[:1], rows[:1] + rows[2:], rows[1:]):
-        cut = "".join(kept)
-        with pytest.raises(CsvCellError, match=f"for 3 ranks: rank {len(kept)} has no row"):
-            torch_csv.from_csv(cut, ranks=3)
-        if form != "torch" or program.shape.stages > 3 or kept not in (rows[:2], rows[:1]):
+    for kept_rows in (rows[:2], rows[:1], rows[:1] + rows[2:], rows[1:]):
+        text = "".join(kept_rows)
+        with pytest.raises(CsvCellError, match=f"for 3 ranks: rank {len(kept_rows)} has no row"):
+            torch_csv.from_csv(text, ranks=3)
+        if form != "torch" or program.shape.stages > 3 or kept_rows not in (rows[:2], rows[:1]):
             with pytest.raises(CsvCellError, match=r"no row has(?s:.*)missing|on rank"):
-                torch_csv.from_csv(cut)
+                torch_csv.from_csv(text)
     with pytest.raises(CsvCellError, match="3 rows for 2 ranks: row 3 has no rank"):
         torch_csv.from_csv("".join(rows), ranks=2)
 
@@ -229,11 +233,11 @@ def test_missing_rows_are_refused(program: Program, form: str) -> None:
 @given(st.data())
 def test_mangled_file_is_refused_or_parsed(data: st.DataObject) -> None:
     text = torch_csv.to_csv(compile(dualpipe_v, PipelineShape(2, 4, placement="vee")), "torch-2.13")
-    at = data.draw(st.integers(0, len(text)))
-    cut = data.draw(st.integers(0, 6))
+    position = data.draw(st.integers(0, len(text)))
+    removed = data.draw(st.integers(0, 6))
     junk = data.draw(st.text('0123456789FBIW,;()"\nSEND_Fé\0', max_size=4))
     try:
-        program = torch_csv.from_csv(text[:at] + junk + text[at + cut :])
+        program = torch_csv.from_csv(text[:position] + junk + text[position + removed :])
     except SchedirError:
         return
     assert program.shape.stages * program.shape.microbatches <= len(program)
@@ -293,16 +297,18 @@ def test_export_and_import_commands(
     out = run_command(capsys, "export", "interleaved", *shape, "--to", form, "-o", "my shape.csv")
     assert out == "wrote my shape.csv\n"
     program = compile(interleaved, PipelineShape(4, 8, 2), tp=2, clip_grad_norm=True)
-    how = ["-O", "tp=2", "-O", "clip_grad_norm", "-O", "buffer_sharing=minimal"]
-    out = run_command(capsys, "import", "my shape.csv", "-o", "x.sched", *how)
-    again = from_text((folder / "x.sched").read_text())
+    options = ["-O", "tp=2", "-O", "clip_grad_norm", "-O", "buffer_sharing=minimal"]
+    out = run_command(capsys, "import", "my shape.csv", "-o", "x.sched", *options)
+    imported = from_text((folder / "x.sched").read_text())
     assert out.startswith("wrote x.sched: 4 ranks, 8 stages, 8 microbatches, ")
-    assert again.name == "my_shape" and again.shape == program.shape and again.clip_grad_norm
-    assert len(again.slots) == 4
+    assert (
+        imported.name == "my_shape" and imported.shape == program.shape and imported.clip_grad_norm
+    )
+    assert len(imported.slots) == 4
     if form == "torch":
-        assert again.streams == program.streams
+        assert imported.streams == program.streams
     else:  # torch sends whole activations, and so do imported programs
-        assert list_compute_words(again) == list_compute_words(program)
+        assert list_compute_words(imported) == list_compute_words(program)
     back = run_command(capsys, "export", "x.sched", "--to", form, "-o", "y.csv")
     assert back == "wrote y.csv\n"
     assert (folder / "y.csv").read_text() == (folder / "my shape.csv").read_text()

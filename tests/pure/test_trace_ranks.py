@@ -155,13 +155,13 @@ def test_ranks_of_replicas_are_separated(layout: list[tuple[int, int]], tmp_path
     """The process groups tell which ranks communicate. If they do not, there is a note."""
     for replica, chain in enumerate(layout):
         for stage, rank in enumerate(chain):
-            groups = [range(4), chain, [each[stage] for each in layout]]
+            groups = [range(4), chain, [other_chain[stage] for other_chain in layout]]
             write_trace(tmp_path, rank, stage, ahead=replica * 10**6, groups=[[*g] for g in groups])
     np.testing.assert_allclose(read_compute_times(tmp_path), TRUE, atol=1e-2)
     (tmp_path / "0.json").unlink()  # so the other replica is read
-    found = read_run([tmp_path])
+    run = read_run([tmp_path])
     np.testing.assert_allclose(read_compute_times(tmp_path), TRUE, atol=1e-2)
-    assert found.notes == ("skipped 1 of 3 traces of replicas with the same stages as others",)
+    assert run.notes == ("skipped 1 of 3 traces of replicas with the same stages as others",)
     for path in tmp_path.iterdir():
         content = json.loads(path.read_text())
         del content["distributedInfo"]["pg_config"]
@@ -173,14 +173,14 @@ def make_gpipe_events(rank: int, stage: int, stages: int) -> list[dict[str, Any]
     """Return the events that ScheduleGPipe leaves for two microbatches over Gloo."""
     events = []
     for k, name in enumerate(["Forward 0", "Forward 1", "Backward 0", "Backward 1"]):
-        at, forward = 1000 * k + 300 * (stage if k < 2 else stages - stage), k < 2
-        events.append(make_event("user_annotation", name, at, 200))
-        events.append(make_event("cpu_op", "aten::mm", at + 20, 100))
+        time, forward = 1000 * k + 300 * (stage if k < 2 else stages - stage), k < 2
+        events.append(make_event("user_annotation", name, time, 200))
+        events.append(make_event("cpu_op", "aten::mm", time + 20, 100))
         if stage != (0 if forward else stages - 1):
-            events.append(make_event("cpu_op", "c10d::recv_", at + 5, 2))
-            events.append(make_event("user_annotation", "gloo:recv", at + 7, 3))
+            events.append(make_event("cpu_op", "c10d::recv_", time + 5, 2))
+            events.append(make_event("user_annotation", "gloo:recv", time + 7, 3))
         if stage != (stages - 1 if forward else 0):
-            events.append(make_event("cpu_op", "c10d::send", at + 150, 2))
+            events.append(make_event("cpu_op", "c10d::send", time + 150, 2))
     return events
 
 
@@ -190,7 +190,7 @@ def test_replicas_of_unstaged_marks_are_separated(
 ) -> None:
     for chain in layout:
         for stage, rank in enumerate(chain):
-            groups = [[*range(4)], [*chain], [each[stage] for each in layout]]
+            groups = [[*range(4)], [*chain], [other_chain[stage] for other_chain in layout]]
             save_events(
                 tmp_path,
                 rank,
@@ -208,27 +208,27 @@ def test_replicas_of_single_stage_are_no_pipeline(tmp_path: Path) -> None:
         save_events(
             tmp_path, rank, make_gpipe_events(rank, 0, 1), groups=[[0, 1, 2, 3]], backend="gloo"
         )
-    found = read_run([tmp_path])
-    assert found.timeline.program.shape.stages == 1
-    assert found.timeline.bubble > 0 and "3 of 4 traces of replicas" in found.notes[0]
+    run = read_run([tmp_path])
+    assert run.timeline.program.shape.stages == 1
+    assert run.timeline.bubble > 0 and "3 of 4 traces of replicas" in run.notes[0]
 
 
 def test_older_trace_formats_are_read(tmp_path: Path) -> None:
     """Older torch wrote times since 1970 without a base. The host name may come last."""
     for rank in (0, 1):
         write_trace(tmp_path, rank, rank, host="ab"[rank], ahead=rank * 10**6)
-    whole = read_run([tmp_path])
+    original = read_run([tmp_path])
     for path in tmp_path.iterdir():
         content = json.loads(path.read_text())
         path.write_text(json.dumps(dict(reversed(content.items()))))
     behind = read_run([tmp_path])
-    assert behind.timeline.clock_error == whole.timeline.clock_error > 0
-    np.testing.assert_array_equal(behind.timeline.spans, whole.timeline.spans)
+    assert behind.timeline.clock_error == original.timeline.clock_error > 0
+    np.testing.assert_array_equal(behind.timeline.spans, original.timeline.spans)
     for path in tmp_path.iterdir():
         content = json.loads(path.read_text())
         since = content.pop("baseTimeNanoseconds") / 1e3
-        for each in content["traceEvents"]:
-            each["ts"] += since
+        for trace_event in content["traceEvents"]:
+            trace_event["ts"] += since
         path.write_text(json.dumps(content))
     np.testing.assert_allclose(read_compute_times(tmp_path), TRUE, atol=70)  # as above, to 0.25 us
 
@@ -239,8 +239,10 @@ def test_trace_that_begins_within_step_has_note(tmp_path: Path) -> None:
         write_trace(tmp_path, rank, rank)
         content = json.loads((tmp_path / f"{rank}.json").read_text())
         events = content["traceEvents"]
-        again = [{**e, "ts": e["ts"] + 10**4, "args": {}} for e in events if "PP:" in e["name"]]
-        content["traceEvents"] = [e for e in events if e["name"] != f"PP:{rank}F0"] + again
+        repeated_marks = [
+            {**e, "ts": e["ts"] + 10**4, "args": {}} for e in events if "PP:" in e["name"]
+        ]
+        content["traceEvents"] = [e for e in events if e["name"] != f"PP:{rank}F0"] + repeated_marks
         (tmp_path / f"{rank}.json").write_text(json.dumps(content))
     with pytest.raises(SchedirError) as caught:
         read_run([tmp_path])

@@ -67,11 +67,11 @@ def test_written_trace_reads_as_timeline(
     runs = [simulate_random_costs(program, seed + k) for k in range(2)]
     with TemporaryDirectory() as folder:
         kineto.write(Path(folder), runs, seed, unit=UNIT, packed=packed, replicas=replicas)
-        for step, want in ((None, runs[1]), (5, runs[0]), (6, runs[1])):
-            found = read_run([folder], step=step, name=program.name)
-            assert_same_times(found.timeline, want, 2e-9)
-            assert (found.timeline.clock_error, found.timeline.progress_model) == (0, "per_device")
-            assert any("replicas" in note for note in found.notes) == (replicas > 1)
+        for step, expected in ((None, runs[1]), (5, runs[0]), (6, runs[1])):
+            run = read_run([folder], step=step, name=program.name)
+            assert_same_times(run.timeline, expected, 2e-9)
+            assert (run.timeline.clock_error, run.timeline.progress_model) == (0, "per_device")
+            assert any("replicas" in note for note in run.notes) == (replicas > 1)
 
 
 def assert_same_times(got: Timeline, want: Timeline, within: float) -> None:
@@ -90,18 +90,18 @@ def assert_same_times(got: Timeline, want: Timeline, within: float) -> None:
 @given(st.sampled_from(OVERLAPPED), st.integers(0, 2**31), st.booleans())
 def test_batched_messages_have_one_kernel(program: Program, seed: int, own: bool) -> None:
     """Traces have one range per batch, or one range per message as those of our executor."""
-    want = simulate_random_costs(program, seed)
+    expected = simulate_random_costs(program, seed)
     with TemporaryDirectory() as folder:
-        kineto.write(Path(folder), [want], seed, unit=UNIT, own=own)
+        kineto.write(Path(folder), [expected], seed, unit=UNIT, own=own)
         got = read_run([folder], name=program.name).timeline
     assert got.program == program
     compute = np.isin(got.spans["op"], COMPUTE_OPS)
     for name in ("start", "end"):
         ours = got.spans[name][compute] - got.start_time
-        theirs = (want.spans[name][compute] - want.start_time) * UNIT
+        theirs = (expected.spans[name][compute] - expected.start_time) * UNIT
         np.testing.assert_allclose(ours, theirs, atol=2e-9, rtol=0)
     sent = np.isin(got.spans["op"], SEND_OPS)
-    assert (got.spans["end"][sent] >= want.spans["end"][sent] * UNIT - 2e-9).all()
+    assert (got.spans["end"][sent] >= expected.spans["end"][sent] * UNIT - 2e-9).all()
 
 
 @settings(deadline=None, max_examples=25)
@@ -111,16 +111,16 @@ def test_batched_messages_have_one_kernel(program: Program, seed: int, own: bool
     st.lists(st.integers(-(10**9), 10**9), min_size=4, max_size=4),
 )
 def test_clocks_are_aligned(program: Program, seed: int, offsets: list[int]) -> None:
-    want = simulate_random_costs(program, seed)
+    expected = simulate_random_costs(program, seed)
     hosts = [rank % 3 for rank in range(program.shape.ranks)]
     with TemporaryDirectory() as folder:
-        kineto.write(Path(folder), [want], seed, unit=UNIT, hosts=hosts, offsets=offsets)
-        found = read_run([folder], name=program.name)
-    error = found.timeline.clock_error
-    assert_same_times(found.timeline, want, 2 * error + 3e-9)
-    assert 0 < error <= len(set(hosts)) * 3 * want.span * UNIT
-    assert found.timeline.causality_warning == ""
-    assert any("aligned by their messages" in note for note in found.notes)
+        kineto.write(Path(folder), [expected], seed, unit=UNIT, hosts=hosts, offsets=offsets)
+        run = read_run([folder], name=program.name)
+    error = run.timeline.clock_error
+    assert_same_times(run.timeline, expected, 2 * error + 3e-9)
+    assert 0 < error <= len(set(hosts)) * 3 * expected.span * UNIT
+    assert run.timeline.causality_warning == ""
+    assert any("aligned by their messages" in note for note in run.notes)
 
 
 @given(st.integers(2, 5), st.integers(0, 2**31))
@@ -130,9 +130,11 @@ def test_clock_offsets_are_within_stated_error(hosts: int, seed: int) -> None:
     ring = [(a, b) for a in range(hosts) for b in ((a + 1) % hosts, (a - 1) % hosts)] * 3
     sender, receiver = np.array(ring).T
     took = rng.exponential(1e-3, len(ring))
-    found = align_clocks("abcde"[:hosts], sender, receiver, took + true[receiver] - true[sender])
-    off = (found.offsets - found.offsets[0]) - (true - true[0])
-    assert np.abs(off[:, None] - off[None]).max() <= found.error + 1e-12
+    alignment = align_clocks(
+        "abcde"[:hosts], sender, receiver, took + true[receiver] - true[sender]
+    )
+    offset_errors = (alignment.offsets - alignment.offsets[0]) - (true - true[0])
+    assert np.abs(offset_errors[:, None] - offset_errors[None]).max() <= alignment.error + 1e-12
     with pytest.raises(TraceError, match="before it was sent"):
         align_clocks("ab", np.array([0, 1]), np.array([1, 0]), np.array([-1.0, 0.5]))
     with pytest.raises(TraceError, match="no messages go from b to a"):
@@ -223,18 +225,18 @@ def test_missing_rank_is_refused(traces: Path, capsys: pytest.CaptureFixture[str
 
 def test_unmarked_messages_are_added(traces: Path, capsys: pytest.CaptureFixture[str]) -> None:
     """The import adds the messages and notes it. Forwards and backwards keep their times."""
-    whole = read_run([traces]).timeline
+    marked = read_run([traces]).timeline
     for rank in (0, 1):
         edit_trace(find_trace(traces, rank), lambda content: remove_messages(content))
-    found = read_run([traces], name="mine")
-    assert any("messages have no ranges" in note for note in found.notes)
-    assert found.timeline.program.name == "mine-lowered"
-    for timeline in (whole, found.timeline):
+    unmarked = read_run([traces], name="mine")
+    assert any("messages have no ranges" in note for note in unmarked.notes)
+    assert unmarked.timeline.program.name == "mine-lowered"
+    for timeline in (marked, unmarked.timeline):
         check(timeline.program, "blocking_serial")
-    spans = [t.spans[np.isin(t.spans["op"], COMPUTE_OPS)] for t in (whole, found.timeline)]
+    spans = [t.spans[np.isin(t.spans["op"], COMPUTE_OPS)] for t in (marked, unmarked.timeline)]
     assert (spans[0] == spans[1]).all()
-    assert found.timeline.causality_warning == ""
-    sends = found.timeline.spans[np.isin(found.timeline.spans["op"], SEND_OPS)]
+    assert unmarked.timeline.causality_warning == ""
+    sends = unmarked.timeline.spans[np.isin(unmarked.timeline.spans["op"], SEND_OPS)]
     assert (sends["end"] >= sends["start"]).all() and len(sends) == 6
 
 
@@ -253,19 +255,19 @@ def test_second_run_of_schedule_in_step_is_read(traces: Path) -> None:
     kineto.write(traces, runs, 1, unit=UNIT)
     for path in traces.iterdir():
         edit_trace(path, remove_events("ProfilerStep"))
-    found = read_run([traces], name=program.name)
-    assert found.step == "the complete trace, the second of 2 times that it ran the schedule"
-    assert_same_times(found.timeline, runs[1], 2e-9)
+    run = read_run([traces], name=program.name)
+    assert run.step == "the complete trace, the second of 2 times that it ran the schedule"
+    assert_same_times(run.timeline, runs[1], 2e-9)
 
 
 def test_parallel_reading_gives_same_timeline(
     traces: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    alone, seen = read_run([traces]), list[Path]()
+    alone, read_paths = read_run([traces]), list[Path]()
     monkeypatch.setattr(trace_files, "PARALLEL_READ_BYTES", 1)
-    several = read_run([traces], on_read=seen.append)
+    several = read_run([traces], on_read=read_paths.append)
     assert (alone.timeline.spans == several.timeline.spans).all()
-    assert sorted(seen) == sorted(traces.iterdir())
+    assert sorted(read_paths) == sorted(traces.iterdir())
     find_trace(traces, 1).write_text("{")
     with pytest.raises(TraceError, match="it is cut off"):
         read_run([traces])
@@ -342,14 +344,14 @@ def test_damaged_files_are_read_or_refused(seed: int) -> None:
         paths = kineto.write(folder, [simulate_random_costs(PROGRAMS[1], 1)], seed % 7, unit=UNIT)
         content = json.loads(paths[0].read_text())
         for _ in range(rng.integers(1, 6)):
-            at: Any = content
-            while isinstance(at, dict | list) and at:
-                keys = list(at) if isinstance(at, dict) else range(len(at))
+            value: Any = content
+            while isinstance(value, dict | list) and value:
+                keys = list(value) if isinstance(value, dict) else range(len(value))
                 key = keys[rng.integers(len(keys))]
-                if rng.random() < 0.3 or not isinstance(at[key], dict | list):
-                    at[key] = odd[rng.integers(len(odd))]
+                if rng.random() < 0.3 or not isinstance(value[key], dict | list):
+                    value[key] = odd[rng.integers(len(odd))]
                     break
-                at = at[key]
+                value = value[key]
         paths[0].write_text(json.dumps(content))
         try:
             read_run([folder])

@@ -84,10 +84,10 @@ def test_special_files_are_refused(way: str, tmp_path: Path) -> None:
     paths = [*map(str, create_special_files(tmp_path, way)), "x" * 5000 + WAYS[way][1]]
     if way == "code":
         paths = [p for p in paths if "endless" not in p]  # Python reads code files
-    for path, said in zip(
+    for path, result in zip(
         paths, confined([make_argv(way, p) for p in paths], tmp_path), strict=True
     ):
-        assert is_short_error(said), (path, said)
+        assert is_short_error(result), (path, result)
 
 
 # ---------------------------------------------------------------- contents of files
@@ -152,9 +152,9 @@ def test_hostile_file_content_is_refused_quickly(way: str, tmp_path: Path) -> No
         path = tmp_path / f"{k}{WAYS[way][1]}"
         path.write_text(text)
         commands.append(make_argv(way, str(path)))
-    for text, said in zip(TEXTS[way], confined(commands, tmp_path), strict=True):
-        assert is_short_error(said), (text[:80], said)
-        assert "\x1b" not in said.text
+    for text, result in zip(TEXTS[way], confined(commands, tmp_path), strict=True):
+        assert is_short_error(result), (text[:80], result)
+        assert "\x1b" not in result.text
 
 
 def test_compression_bomb_is_refused(tmp_path: Path) -> None:
@@ -165,8 +165,8 @@ def test_compression_bomb_is_refused(tmp_path: Path) -> None:
             file.write(b"[]," * 2**19)
     assert path.stat().st_size < 2**20
     path.rename(tmp_path / "rank0.json")
-    (said,) = confined([["import", "rank0.json", "-o", "out.timeline"]], tmp_path)
-    assert "it took too long" not in said.text and is_short_error(said), said
+    (result,) = confined([["import", "rank0.json", "-o", "out.timeline"]], tmp_path)
+    assert "it took too long" not in result.text and is_short_error(result), result
 
 
 def test_timeline_without_times_is_refused_before_unfolding(tmp_path: Path) -> None:
@@ -183,11 +183,11 @@ def test_timeline_without_times_is_refused_before_unfolding(tmp_path: Path) -> N
         archive.writestr("start.npy", b"")
         archive.writestr("end.npy", b"")
     commands = [["explain", "a.timeline"], ["explain", "a.timeline", "--max-instructions=1000"]]
-    small, many = confined(commands, tmp_path)
+    small, over_limit = confined(commands, tmp_path)
     assert is_short_error(small) and "start.npy has 0 bytes, not 33554432" in small.text
     assert (
-        is_short_error(many)
-        and "8388608 instructions, but a program may have at most 1000" in many.text
+        is_short_error(over_limit)
+        and "8388608 instructions, but a program may have at most 1000" in over_limit.text
     )
 
 
@@ -207,8 +207,8 @@ def test_max_instructions_option_sets_limit(
 ) -> None:
     shape = ["--ranks", "4", "--microbatches", "30"]
     assert main(["check", "gpipe", *shape, "--max-instructions", "100"]) == 2
-    said = capsys.readouterr().err
-    assert "4 stages x 30 microbatches need at least 120" in said and "the limit is 100" in said
+    error = capsys.readouterr().err
+    assert "4 stages x 30 microbatches need at least 120" in error and "the limit is 100" in error
     assert main(["check", "gpipe", *shape, "--max-instructions", "130"]) == 2
     assert "the limit is 130" in capsys.readouterr().err  # a draft has 240
     assert main(["print", "gpipe", *shape, "--compute-only", "--max-instructions", "240"]) == 0
@@ -246,13 +246,13 @@ def test_small_file_with_many_instructions_is_refused(
 ) -> None:
     (tmp_path / "a.sched").write_text(make_unfolding_text(32))
     (tmp_path / "a.toml").write_text("[pipeline]\nranks = 4\nmicrobatches = 1000000\n")
-    asked = [["check", "a.sched"], ["train", "a.toml"]]
-    asked += [["check", "interleaved", "--ranks=2", "--microbatches=1000000"]]
-    for said in confined(asked, tmp_path):
+    commands = [["check", "a.sched"], ["train", "a.toml"]]
+    commands += [["check", "interleaved", "--ranks=2", "--microbatches=1000000"]]
+    for result in confined(commands, tmp_path):
         assert (
-            is_short_error(said)
-            and str(DEFAULT_MAX_INSTRUCTIONS) in said.text
-            and "--max-instructions" in said.text
+            is_short_error(result)
+            and str(DEFAULT_MAX_INSTRUCTIONS) in result.text
+            and "--max-instructions" in result.text
         )
 
 
@@ -319,16 +319,16 @@ def test_no_code_option_runs_no_file(
     argv = words.format(*["stranger.py:mine"] * 2).split()
     main([*argv, "--no-code"])
     assert not Path("ran").exists()
-    said = capsys.readouterr().err
+    error = capsys.readouterr().err
     if argv[0] not in ("recommend", "search"):  # these take no schedule from a file
-        assert "stranger.py is Python code" in said
+        assert "stranger.py is Python code" in error
     assert main(["check", "stranger.py:mine"]) == 0 and Path("ran").exists()
 
 
 def test_help_warns_about_code_in_schedules(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["train", "--help"]) == 0
-    said = " ".join(capsys.readouterr().out.split())
+    output = " ".join(capsys.readouterr().out.split())
     assert (
         "if its schedule is file.py:function, schedir executes file.py, unless --no-code is given"
-        in said
+        in output
     )

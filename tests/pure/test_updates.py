@@ -92,16 +92,18 @@ def test_memory_counts_weight_versions() -> None:
         (make_2bw_shape(3, 4, 3), [2, 2, 2]),
         (make_pipedream_shape(3, 6), [3, 2, 1]),
     ):
-        for own, n in zip(
+        for footprint, n in zip(
             compute_footprints(compile(one_f_one_b, shape), sizes), copies, strict=True
         ):
-            assert own.static_memory["versions"] == (n, 10.0 * n)
+            assert footprint.static_memory["versions"] == (n, 10.0 * n)
     assert (
         "versions"
         not in compute_footprints(compile(gpipe, PipelineShape(2, 4)), sizes)[0].static_memory
     )
-    (own,) = compute_footprints(compile(one_f_one_b, make_2bw_shape(1, 2, 2)), Sizes(params=10.0))
-    assert own.static_memory["versions"] == (
+    (footprint,) = compute_footprints(
+        compile(one_f_one_b, make_2bw_shape(1, 2, 2)), Sizes(params=10.0)
+    )
+    assert footprint.static_memory["versions"] == (
         2,
         20.0,
     )  # by default a version is as large as the parameters
@@ -128,11 +130,11 @@ def test_too_few_microbatches_per_update_are_refused(P: int) -> None:
 def test_hinted_weight_delay_is_minimal(schedule: Schedule, updates: int) -> None:
     with pytest.raises(OrderError) as caught:
         compile(schedule, PipelineShape(4, 8, optimizer_steps=updates))
-    said = {int(d) for d in re.findall(r"delay ?=? ?(\d+)", caught.value.hint)}
-    (least,) = said
-    compile(schedule, PipelineShape(4, 8, optimizer_steps=updates, weight_delay=least))
+    hinted_delays = {int(d) for d in re.findall(r"delay ?=? ?(\d+)", caught.value.hint)}
+    (min_delay,) = hinted_delays
+    compile(schedule, PipelineShape(4, 8, optimizer_steps=updates, weight_delay=min_delay))
     with pytest.raises(OrderError, match="needs the weights"):
-        compile(schedule, PipelineShape(4, 8, optimizer_steps=updates, weight_delay=least - 1))
+        compile(schedule, PipelineShape(4, 8, optimizer_steps=updates, weight_delay=min_delay - 1))
 
 
 @pytest.mark.parametrize("schedule", [zb_h1, zb_h2, interleaved_zb])
@@ -214,8 +216,10 @@ def test_wrong_update_order_is_refused(name: str) -> None:
         text = re.sub(old, new, text, count=1)
     with pytest.raises(SchedirError) as caught:
         check(from_text(text.replace("X", "9")))
-    few = ("no", "two", "twice", "many")
-    kind = (ReductionError, CompletenessError) if any(w in name for w in few) else OrderError
+    count_words = ("no", "two", "twice", "many")
+    kind = (
+        (ReductionError, CompletenessError) if any(w in name for w in count_words) else OrderError
+    )
     assert isinstance(caught.value, kind)
 
 
@@ -258,8 +262,8 @@ def test_equal_delays_have_one_spelling() -> None:
         program = expand_schedule(
             pipedream_2bw, PipelineShape(1, 4, optimizer_steps=4, weight_delay=1)
         )
-        again = replace(program, shape=shape)
-        assert text in to_text(again) and from_text(to_text(again)) == again
+        rewritten = replace(program, shape=shape)
+        assert text in to_text(rewritten) and from_text(to_text(rewritten)) == rewritten
 
 
 def test_2bw_needs_weight_delay_1() -> None:

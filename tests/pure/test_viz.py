@@ -170,10 +170,10 @@ def test_boxes_stay_in_their_row() -> None:
 
 
 def test_program_without_time_or_instructions_is_drawn(tmp_path: Path) -> None:
-    free = simulate_schedule(F=0, I=0, W=0)
+    without_time = simulate_schedule(F=0, I=0, W=0)
     empty: Program = from_text("schedir 1\nprogram none\nranks 1 microbatches 1\nrank 0\n")
     none = np.empty(0)
-    for k, t in enumerate([free, Timeline(empty, build_spans(empty, none, none))]):
+    for k, t in enumerate([without_time, Timeline(empty, build_spans(empty, none, none))]):
         save(gantt(t), tmp_path / f"{k}.png")
 
 

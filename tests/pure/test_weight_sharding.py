@@ -58,19 +58,19 @@ def test_stages_are_unsharded_where_used(
     schedule: Schedule, shape: PipelineShape, fewest: int, zero: int
 ) -> None:
     program = compile(schedule, shape, dp=2, zero=zero, clip_grad_norm=True)
-    own = [len(stages) for stages in shape.stages_on_rank]
+    stages_by_rank = [len(stages) for stages in shape.stages_on_rank]
     for model in MODELS:
         check(program, model, blocking_hosts=True)
     if zero < 3:
-        assert count_unshards(program) == own
+        assert count_unshards(program) == stages_by_rank
         assert not any("unsharded_params" in slots.specified() for slots in program.slots)
     else:
-        room = [min(stages, 2) for stages in own]
+        max_unsharded = [min(stages, 2) for stages in stages_by_rank]
         assert min(count_unshards(program)) >= fewest
         assert (
             count_min_slots(program)[:, FULL].tolist()
             == [s.unsharded_params for s in program.slots]
-            == room
+            == max_unsharded
         )
 
 
@@ -101,8 +101,8 @@ def test_random_draft_compiles_for_every_zero_level(
         overlap=overlap,
         recompute=data.draw(st.sampled_from([None, "all"])),
     )
-    for each in (model,) if overlap else MODELS:
-        check(program, each, blocking_hosts=True)
+    for checked_model in (model,) if overlap else MODELS:
+        check(program, checked_model, blocking_hosts=True)
     assert from_text(to_text(program)) == program
     if zero == 3:
         full = [slots.unsharded_params for slots in program.slots]
@@ -116,26 +116,26 @@ STEPS = st.lists(st.sets(st.integers(0, 3), min_size=1, max_size=2), max_size=9)
 def list_required_stages(steps: Steps, at: int, active: int, ahead: int) -> set[int]:
     """Return the stages used in a step and the following ones, the nearest first, that fit."""
     nearest: dict[int, None] = {}
-    for own in steps[at : at + ahead + 1]:
-        nearest |= dict.fromkeys(sorted(own))
+    for step_stages in steps[at : at + ahead + 1]:
+        nearest |= dict.fromkeys(sorted(step_stages))
     return {*[*nearest][:active]}
 
 
 def count_fewest_stays(steps: Steps, active: int, ahead: int) -> int:
     """Return the fewest stays, by trying all sets of gathered stages in each step."""
-    some = [{*c} for k in range(active + 1) for c in combinations(range(4), k)]
-    least = {0: 0}  # by the set of gathered stages, as bits
-    for at in range(len(steps)):
-        must = list_required_stages(steps, at, active, ahead)
-        least = {
-            encode_bits(whole): min(
-                stays + (encode_bits(whole) & ~before).bit_count()
-                for before, stays in least.items()
+    stage_sets = [{*c} for k in range(active + 1) for c in combinations(range(4), k)]
+    min_stays = {0: 0}  # by the set of gathered stages, as bits
+    for position in range(len(steps)):
+        required = list_required_stages(steps, position, active, ahead)
+        min_stays = {
+            encode_bits(unsharded): min(
+                stays + (encode_bits(unsharded) & ~before).bit_count()
+                for before, stays in min_stays.items()
             )
-            for whole in some
-            if must <= whole
+            for unsharded in stage_sets
+            if required <= unsharded
         }
-    return min(least.values())
+    return min(min_stays.values())
 
 
 def encode_bits(stages: set[int]) -> int:
@@ -145,34 +145,34 @@ def encode_bits(stages: set[int]) -> int:
 @given(STEPS, st.integers(2, 4), st.integers(0, 4))
 def test_unshard_count_is_minimal(steps: Steps, active: int, ahead: int) -> None:
     """Compare with brute force. Required stages are unsharded, and never more than the limit."""
-    step = np.array([k for k, own in enumerate(steps) for _ in own], np.int64)
-    stage = np.array([one for own in steps for one in sorted(own)], np.int64)
-    found = find_stays(step, stage, active, ahead)
-    assert len(found) == count_fewest_stays(steps, active, ahead)
-    begins = [-1] * active + sorted(int(step[last]) for _, last in found)
-    for at in range(len(steps)):
-        whole = [
+    step = np.array([k for k, step_stages in enumerate(steps) for _ in step_stages], np.int64)
+    stage = np.array([one for step_stages in steps for one in sorted(step_stages)], np.int64)
+    stays = find_stays(step, stage, active, ahead)
+    assert len(stays) == count_fewest_stays(steps, active, ahead)
+    begins = [-1] * active + sorted(int(step[last]) for _, last in stays)
+    for position in range(len(steps)):
+        unsharded = [
             int(stage[first])
-            for begin, (first, last) in zip(begins, found, strict=False)
-            if begin < at <= step[last]
+            for begin, (first, last) in zip(begins, stays, strict=False)
+            if begin < position <= step[last]
         ]
-        assert list_required_stages(steps, at, active, ahead) <= {*whole}
-        assert len(whole) == len({*whole}) <= active
+        assert list_required_stages(steps, position, active, ahead) <= {*unsharded}
+        assert len(unsharded) == len({*unsharded}) <= active
 
 
 def test_prefetched_unshard_overlaps_compute() -> None:
     """A prefetched unshard overlaps with the run before. Without prefetch, unshards are fewer."""
-    few, early = (
+    without_prefetch, early = (
         compile(
             schedules.interleaved, PipelineShape(4, 16, 4), dp=2, zero=3, unshard_prefetch=ahead
         )
         for ahead in (0, 1)
     )
-    assert (count_unshards(few), count_unshards(early)) == ([18] * 4, [20] * 4)
+    assert (count_unshards(without_prefetch), count_unshards(early)) == ([18] * 4, [20] * 4)
     costs = Costs(F=1, B=2, send=0.05, unshard=0.5)
-    free = simulate(early, replace(costs, unshard=0)).span
-    spans = [simulate(program, costs).span for program in (early, few)]
-    assert free < spans[0] <= free + 0.5 + 1e-9 < spans[1]
+    free_span = simulate(early, replace(costs, unshard=0)).span
+    spans = [simulate(program, costs).span for program in (early, without_prefetch)]
+    assert free_span < spans[0] <= free_span + 0.5 + 1e-9 < spans[1]
 
 
 @pytest.mark.parametrize(
@@ -211,12 +211,12 @@ def test_unshard_options_are_inferred_from_program(
     shape: PipelineShape, seed: int, active: int, ahead: int
 ) -> None:
     """A program can be lowered again with the inferred options."""
-    most = max(map(len, shape.stages_on_rank))
+    max_stages = max(map(len, shape.stages_on_rank))
     program = compile(
         random_compute_program(shape, random.Random(seed)),
         zero=3,
         dp=2,
-        unsharded_stages=min(active, most),
+        unsharded_stages=min(active, max_stages),
         unshard_prefetch=ahead,
     )
     assert compile(extract_compute(program), **infer_options(program, "per_device")) == program

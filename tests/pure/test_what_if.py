@@ -120,10 +120,12 @@ def test_advised_schedules_hold_no_more_activations() -> None:
         c.description
         for c in advise(simulate_schedule(one_f_one_b, plain, PipelineShape(2, 4)), plain).changes
     ]
-    assert any("with no more activations; I and W each half of B" in what for what in whats)
+    assert any(
+        "with no more activations; I and W each half of B" in description for description in whats
+    )
     timeline = simulate_schedule(zb_h1, Costs())
     whats = [c.description for c in advise(timeline, Costs()).changes]
-    assert not any("half of B" in what for what in whats)
+    assert not any("half of B" in description for description in whats)
 
 
 def test_one_more_activation_is_tried_if_possible() -> None:
@@ -134,10 +136,10 @@ def test_one_more_activation_is_tried_if_possible() -> None:
         for c in advise(simulate_schedule(gpipe, uneven, PipelineShape(2, 4)), uneven).changes
     ]
     assert "a greedy order, with no more activations" in whats
-    assert not any("one more activation" in what for what in whats)
+    assert not any("one more activation" in description for description in whats)
     far = Costs(F=1, B=2, send=0.5)
     whats = [c.description for c in advise(simulate_schedule(one_f_one_b, far), far).changes]
-    assert any("one more activation" in what for what in whats)
+    assert any("one more activation" in description for description in whats)
 
 
 def user_gpipe(rank: int, ranks: int, microbatches: int) -> RankSchedule:
@@ -149,10 +151,10 @@ def test_advice_on_microbatches_needs_schedule() -> None:
     assert not any("twice" in c.description for c in advise(timeline).changes)
     assert any("twice" in c.description for c in advise(timeline, schedule=user_gpipe).changes)
     # A name counts only if its schedule compiles to the program of the run.
-    named = replace(timeline, program=replace(timeline.program, name="one_f_one_b"))
-    assert not any("twice" in c.description for c in advise(named).changes)
-    named = replace(timeline, program=replace(timeline.program, name="gpipe"))
-    assert any("twice" in c.description for c in advise(named).changes)
+    renamed = replace(timeline, program=replace(timeline.program, name="one_f_one_b"))
+    assert not any("twice" in c.description for c in advise(renamed).changes)
+    renamed = replace(timeline, program=replace(timeline.program, name="gpipe"))
+    assert any("twice" in c.description for c in advise(renamed).changes)
 
 
 @pytest.mark.parametrize(
@@ -185,8 +187,8 @@ def test_advice_keeps_optimizer_steps() -> None:
         pipedream_2bw, costs, PipelineShape(4, 16, optimizer_steps=4, weight_delay=1)
     )
     whats = [change.description for change in advise(timeline, costs).changes]
-    assert any("twice" in what for what in whats)
-    assert not any("gpipe" in what or "zb_v" in what for what in whats)
+    assert any("twice" in description for description in whats)
+    assert not any("gpipe" in description or "zb_v" in description for description in whats)
 
 
 def test_measured_run_is_simulated_at_mean_times() -> None:
@@ -208,9 +210,9 @@ def test_unreliable_simulation_gives_no_advice(
     golden = Path(__file__).parents[1] / "golden" / "explain_no_advice.txt"
     monkeypatch.chdir(tmp_path)
     assert run_command(capsys, "explain", "x.timeline") == golden.read_text()
-    found = json.loads(run_command(capsys, "explain", "x.timeline", "--json"))
-    assert found["is_advice_reliable"] is False and found["changes"] == []
-    assert found["simulated_span"] == advice.baseline.span
+    facts = json.loads(run_command(capsys, "explain", "x.timeline", "--json"))
+    assert facts["is_advice_reliable"] is False and facts["changes"] == []
+    assert facts["simulated_span"] == advice.baseline.span
     for command in (["compare", "x.timeline", "gpipe"], ["recommend", "x.timeline"]):
         line = run_command(capsys, *command).splitlines()[-1]
         assert line.startswith(
@@ -230,8 +232,12 @@ def test_gain_below_simulation_error_is_omitted(
         run = slow_at_the_end(program, slow)
         assert advise(run).is_reliable
         schedir.save_timeline(run, tmp_path / "x.timeline")
-        *_, line, most = run_command(capsys, "explain", str(tmp_path / "x.timeline")).splitlines()
-        assert line.strip().startswith(told) and most.startswith("another order of these stages")
+        *_, line, last_line = run_command(
+            capsys, "explain", str(tmp_path / "x.timeline")
+        ).splitlines()
+        assert line.strip().startswith(told) and last_line.startswith(
+            "another order of these stages"
+        )
 
 
 def test_slow_stage_is_named_besides_longest_awaited(
@@ -252,20 +258,22 @@ def test_help_defines_each_idle_cause(capsys: pytest.CaptureFixture[str]) -> Non
 
 
 def test_explain_prints_idle_shares_of_each_rank(capsys: pytest.CaptureFixture[str]) -> None:
-    given = ["explain", "one_f_one_b", "--costs=F=1:1:1:1.5,B=2,send=0.25"]
-    heading, _, *lines = run_command(capsys, *given).splitlines()[2:8]
-    found = json.loads(run_command(capsys, *given, "--json"))
+    command = ["explain", "one_f_one_b", "--costs=F=1:1:1:1.5,B=2,send=0.25"]
+    heading, _, *lines = run_command(capsys, *command).splitlines()[2:8]
+    facts = json.loads(run_command(capsys, *command, "--json"))
     causes = heading.split()[5:]
     assert heading.split()[:5] == ["share", "of", "the", "span", "idle"] and "message" in causes
     for rank, line in enumerate(lines):
         word, number, idle, *shares = line.split()
-        each = [found["idle"][cause][rank] / found["span"] for cause in causes]
+        rank_shares = [facts["idle"][cause][rank] / facts["span"] for cause in causes]
         assert (word, number) == ("rank", str(rank))
-        assert shares == [f"{share:.1%}" for share in each]
-        assert float(idle.rstrip("%")) == pytest.approx(100 * sum(each), abs=0.1)
-    many = run_command(capsys, "explain", "gpipe", "--ranks=17", "--progress-model=per_edge")
-    assert "progress model per_edge: " in many.splitlines()[0]
-    assert "schedir draw gpipe --idle-map -o idle.png" in many and "rank 16 " not in many
+        assert shares == [f"{share:.1%}" for share in rank_shares]
+        assert float(idle.rstrip("%")) == pytest.approx(100 * sum(rank_shares), abs=0.1)
+    many_ranks = run_command(capsys, "explain", "gpipe", "--ranks=17", "--progress-model=per_edge")
+    assert "progress model per_edge: " in many_ranks.splitlines()[0]
+    assert (
+        "schedir draw gpipe --idle-map -o idle.png" in many_ranks and "rank 16 " not in many_ranks
+    )
 
 
 def test_calibrate_reports_share_of_host_delay(
@@ -306,8 +314,8 @@ def test_explain_command(
     assert lines[-1].startswith("another order of these stages")
     assert "imbalance" in lines[0] and "by simulation" in lines[8]
     assert "F and B of stage 3 on rank 3 take 1.33x" in "".join(lines)
-    *_, nothing, most = run_command(capsys, "explain", "gpipe", "--ranks=1").splitlines()
-    assert nothing.endswith("by simulation") and most.endswith("saves nothing")
+    *_, nothing, last_line = run_command(capsys, "explain", "gpipe", "--ranks=1").splitlines()
+    assert nothing.endswith("by simulation") and last_line.endswith("saves nothing")
     assert '"imbalance"' in run_command(capsys, "explain", "gpipe", "--json")
     large = run_command(capsys, "explain", "gpipe", "--ranks=16", "--microbatches=1100")
     assert "instructions are not tried" in large

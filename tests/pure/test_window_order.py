@@ -24,15 +24,17 @@ def test_order_is_permutation(size: int, seed: int, epoch: int) -> None:
 @given(st.integers(1, 2**62), st.lists(st.integers(0, 2**62), min_size=1, max_size=9, unique=True))
 def test_large_orders_compute_single_indices(size: int, at: list[int]) -> None:
     at = [k % size for k in at]
-    found = shuffle_indices(np.array(at, np.uint64), size, 1, 2).tolist()
-    assert all(0 <= k < size for k in found) and len({*found}) == len({*at})
-    assert found == [shuffle_indices(np.array([k], np.uint64), size, 1, 2).tolist()[0] for k in at]
+    indices = shuffle_indices(np.array(at, np.uint64), size, 1, 2).tolist()
+    assert all(0 <= k < size for k in indices) and len({*indices}) == len({*at})
+    assert indices == [
+        shuffle_indices(np.array([k], np.uint64), size, 1, 2).tolist()[0] for k in at
+    ]
 
 
 def test_orders_are_random() -> None:
     """All 24 orders of four windows occur. Of many windows, few neighbours stay neighbours."""
-    seen = Counter(tuple(list_order(4, seed)) for seed in range(480))
-    assert len(seen) == 24 and min(seen.values()) > 5 and max(seen.values()) < 40
+    counts = Counter(tuple(list_order(4, seed)) for seed in range(480))
+    assert len(counts) == 24 and min(counts.values()) > 5 and max(counts.values()) < 40
     for size in (1000, 1024):
         neighbours = sum(b - a == 1 for a, b in pairwise(list_order(size)))
         assert neighbours < 10

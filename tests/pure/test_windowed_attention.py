@@ -26,9 +26,9 @@ def is_visible(query: int, key: int, axis: Axis) -> bool:
         leader = (query // stride) * stride + stride - 1
         return key <= query and key > leader - window
     window = min(window, length)  # NATTEN refuses longer ones
-    left, right = window // 2, window // 2 + window % 2 - 1
+    left_side, right = window // 2, window // 2 + window % 2 - 1
     leader = min((query // stride) * stride + stride // 2, length - 1)
-    start = max(leader - left, 0)
+    start = max(leader - left_side, 0)
     if leader + right >= length:
         start += length - right - leader - 1
     return start <= key < start + window
@@ -48,27 +48,29 @@ def cases(draw: st.DrawFn, most: int, causal: bool | None = None) -> Case:
 def compute_grid_by_pairs(found: list[Case]) -> tuple[np.ndarray[Any, Any], int]:
     """Return the grid, and the number of seen pairs, by testing every query with every key."""
     lengths = [axis.length for axis, _, _ in found]
-    counts = [[-(-axis.length // t) for t in both] for axis, *both in found]
+    counts = [[-(-axis.length // t) for t in tile_sizes] for axis, *tile_sizes in found]
     shape = tuple(prod(c[k] for c in counts) for k in (0, 1))
-    some, all_of = np.zeros(shape, bool), np.ones(shape, bool)
+    any_visible, all_of = np.zeros(shape, bool), np.ones(shape, bool)
     pairs = 0
     for query in product(*map(range, lengths)):
         for key in product(*map(range, lengths)):
-            seen = all(is_visible(i, j, c[0]) for i, j, c in zip(query, key, found, strict=True))
+            is_pair_visible = all(
+                is_visible(i, j, c[0]) for i, j, c in zip(query, key, found, strict=True)
+            )
             row = column = 0
             for i, j, (_, q, kv), (rows, columns) in zip(query, key, found, counts, strict=True):
                 row, column = row * rows + i // q, column * columns + j // kv
-            some[row, column] |= seen
-            all_of[row, column] &= seen
-            pairs += seen
-    return some.astype(int) + (some & all_of), pairs
+            any_visible[row, column] |= is_pair_visible
+            all_of[row, column] &= is_pair_visible
+            pairs += is_pair_visible
+    return any_visible.astype(int) + (any_visible & all_of), pairs
 
 
 def compute_case_tiles(found: list[Case], **other: Any) -> Any:
     axes, q_tiles, kv_tiles = zip(*found, strict=True)
-    given: dict[str, Any] = {"q_tile": q_tiles, "kv_tile": kv_tiles}
-    given |= {name: [getattr(a, name) for a in axes] for name in ("length", "window", "stride")}
-    return compute_tiles(causal=[a.causal for a in axes], **(given | other))
+    options: dict[str, Any] = {"q_tile": q_tiles, "kv_tile": kv_tiles}
+    options |= {name: [getattr(a, name) for a in axes] for name in ("length", "window", "stride")}
+    return compute_tiles(causal=[a.causal for a in axes], **(options | other))
 
 
 @given(
@@ -120,9 +122,9 @@ def test_tiles_that_divide_window_are_aligned(
     causal = data.draw(st.booleans())
     length = kv * lengths * windows + (data.draw(st.integers(0, 9)) if causal else 0)
     assume(causal or (window // 2 - stride // 2) % kv == 0)
-    found = compute_tiles(length, window, stride, q_tile=q, kv_tile=kv, causal=causal)
-    assert found.is_aligned
-    assert found.is_block_sparse or causal
+    tiles = compute_tiles(length, window, stride, q_tile=q, kv_tile=kv, causal=causal)
+    assert tiles.is_aligned
+    assert tiles.is_block_sparse or causal
 
 
 @given(cases(16))
@@ -154,19 +156,19 @@ END_TO_END = {
 
 @pytest.mark.parametrize(("stride", "published"), END_TO_END.items())
 def test_published_video_model_speedups(stride: tuple[int, ...], published: float) -> None:
-    found = compute_tiles(stride=stride, **VIDEO)  # type: ignore[arg-type]
-    gained = 1 / (1 - SHARE + SHARE / found.worst_tile_speedup)
+    tiles = compute_tiles(stride=stride, **VIDEO)  # type: ignore[arg-type]
+    gained = 1 / (1 - SHARE + SHARE / tiles.worst_tile_speedup)
     assert gained == pytest.approx(
         published, abs=0.011
     )  # the paper prints two decimals, and three of the share
-    assert found.is_block_sparse == (stride == (16, 8, 8))
+    assert tiles.is_block_sparse == (stride == (16, 8, 8))
 
 
 def test_large_window_is_computed_cheaply() -> None:
-    found = compute_tiles(
+    tiles = compute_tiles(
         (128, 128, 32), (40, 40, 8), (8, 8, 4), q_tile=(4, 8, 4), kv_tile=(2, 8, 4)
     )
-    assert found.visited_count > 0 and found.pair_speedup > found.speedup > 1
+    assert tiles.visited_count > 0 and tiles.pair_speedup > tiles.speedup > 1
     single = compute_tiles((128, 128, 32), (40, 40, 8), (8, 8, 4), q_tile=1, kv_tile=1)
     assert single.visited_count == 128 * 128 * 32 * 40 * 40 * 8
 
@@ -199,12 +201,12 @@ def test_picture_shows_each_tile() -> None:
     causal = compute_tiles(300, 64, 16, q_tile=32, kv_tile=16, causal=True)
     plane = compute_tiles((12, 8), (5, 4), (1, 4), q_tile=(4, 4), kv_tile=(4, 2))
     figure = viz.window_tiles(causal, plane)
-    for axes, found in zip(figure.axes, (causal, plane), strict=True):
-        (shown,) = axes.images
-        kinds = np.asarray(shown.get_array())
-        assert kinds.shape == found.grid.shape
-        assert (np.maximum(kinds - 1, 0) == found.grid).all()
-        assert (kinds > 0).sum() == found.dense_count
+    for axes, tiles in zip(figure.axes, (causal, plane), strict=True):
+        (tile_image,) = axes.images
+        kinds = np.asarray(tile_image.get_array())
+        assert kinds.shape == tiles.grid.shape
+        assert (np.maximum(kinds - 1, 0) == tiles.grid).all()
+        assert (kinds > 0).sum() == tiles.dense_count
     large = compute_tiles(10**4, 64, q_tile=1, kv_tile=1)
     for wrong in ((), (causal, large)):
         with pytest.raises(UsageError):

@@ -51,10 +51,10 @@ def get_peak(change: SimulatedChange) -> float:
 
 @pytest.mark.parametrize("zero", range(4))
 def test_changes_are_simulated_and_undominated(zero: int) -> None:
-    here = simulate_zero(zero)
-    advice = advise(here, COSTS)
-    now, held = advice.current, advice.memory_changes
-    assert now.run.span == here.span and get_peak(now) == here.peak_memory.max()
+    run = simulate_zero(zero)
+    advice = advise(run, COSTS)
+    current, held = advice.current, advice.memory_changes
+    assert current.run.span == run.span and get_peak(current) == run.peak_memory.max()
     assert held
     for one in held:
         program = one.run.program
@@ -62,11 +62,11 @@ def test_changes_are_simulated_and_undominated(zero: int) -> None:
             (0, "update_end"), (1, "update_end"), (2, "update_end"), (2, "each_backward"),
             (3, "update_end"), (3, "each_backward"),
         }  # fmt: skip
-        again = simulate(
-            program, adjust_for_zero(COSTS, here.program, program.zero, SIZES), sizes=SIZES
+        resimulated = simulate(
+            program, adjust_for_zero(COSTS, run.program, program.zero, SIZES), sizes=SIZES
         )
-        assert (again.span, again.peak_memory.max()) == (one.run.span, get_peak(one))
-        assert one.run.span < now.run.span or get_peak(one) < get_peak(now)
+        assert (resimulated.span, resimulated.peak_memory.max()) == (one.run.span, get_peak(one))
+        assert one.run.span < current.run.span or get_peak(one) < get_peak(current)
         assert not any(
             other.run.span < one.run.span and get_peak(other) <= get_peak(one) for other in held
         )
@@ -74,14 +74,16 @@ def test_changes_are_simulated_and_undominated(zero: int) -> None:
 
 def test_advice_stays_within_memory_limit() -> None:
     """Advice that needs more memory appears only within the limit."""
-    here = simulate_zero(3, unsharded_stages=1)
-    free = advise(here, COSTS).memory_changes
-    high = 1.1 * max(map(get_peak, free))
-    assert [one.description for one in advise(here, COSTS, memory_limit=high).memory_changes] == [
-        one.description for one in free
+    run = simulate_zero(3, unsharded_stages=1)
+    changes = advise(run, COSTS).memory_changes
+    high = 1.1 * max(map(get_peak, changes))
+    assert [one.description for one in advise(run, COSTS, memory_limit=high).memory_changes] == [
+        one.description for one in changes
     ]
-    least = advise(here, COSTS, memory_limit=here.peak_memory.max()).memory_changes
-    assert all(get_peak(one) <= here.peak_memory.max() for one in least) and len(least) < len(free)
+    fitting_changes = advise(run, COSTS, memory_limit=run.peak_memory.max()).memory_changes
+    assert all(get_peak(one) <= run.peak_memory.max() for one in fitting_changes) and len(
+        fitting_changes
+    ) < len(changes)
 
 
 def test_advice_needs_replicas_and_sizes() -> None:
@@ -119,9 +121,9 @@ def test_all_reduce_costs_reduce_scatter_and_gather(
     costs = adjust_for_zero(plain, program, zero)
     assert costs.reduce_scatter == costs.unshard == pytest.approx(whole / 2)
     assert costs.step == pytest.approx(step / dp)
-    there = replace(costs, reduce_grads=None)
+    without_all_reduce = replace(costs, reduce_grads=None)
     back = adjust_for_zero(
-        there, compile(schedules.gpipe, PipelineShape(2, 2), dp=dp, zero=zero), 0
+        without_all_reduce, compile(schedules.gpipe, PipelineShape(2, 2), dp=dp, zero=zero), 0
     )
     assert back.reduce_grads == pytest.approx(whole) and back.step == pytest.approx(step)
     assert adjust_for_zero(plain, program, 0) == plain
@@ -164,10 +166,10 @@ def test_schedules_with_fewer_stages_are_ranked(
         "unsharded_stages=2",
         "--json",
     ]
-    found = {
+    row_by_program = {
         row["program"]: row for row in json.loads(run_command(capsys, *command.split(), *shape))
     }
-    assert {"one_f_one_b", "interleaved"} <= found.keys()
+    assert {"one_f_one_b", "interleaved"} <= row_by_program.keys()
 
 
 def test_explain_prints_zero_changes(capsys: pytest.CaptureFixture[str]) -> None:
@@ -176,9 +178,9 @@ def test_explain_prints_zero_changes(capsys: pytest.CaptureFixture[str]) -> None
              "--costs=F=1,B=2,unshard=0.5,reduce_scatter=0.5,reduce_grads=1,step=2",
              "--sizes=activation=10MB,saved=100MB,params=1GB,grads=1GB,optimizer=6GB"]  # fmt: skip
     assert SAID in run_command(capsys, *shape)
-    found = json.loads(run_command(capsys, *shape, "--json"))
-    assert found["current"]["span"] == 70 and found["fits_memory"]
-    could = [(row["description"], row["span"]) for row in found["memory_changes"]]
+    facts = json.loads(run_command(capsys, *shape, "--json"))
+    assert facts["current"]["span"] == 70 and facts["fits_memory"]
+    could = [(row["description"], row["span"]) for row in facts["memory_changes"]]
     assert could == [
         ('zero=1, reduce_scatter_at="update_end"', 60), ("looped_bfs, breadth-first", 62),
         ('reduce_scatter_at="each_backward"', 70)

@@ -22,8 +22,8 @@ def test_refusals_match_golden_file(
     told: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     monkeypatch.chdir(tmp_path)
-    parts = compile(schedules.one_f_one_b, PipelineShape(2, 2), dp=2, zero=3)
-    Path("parts.sched").write_text(to_text(parts))
+    program = compile(schedules.one_f_one_b, PipelineShape(2, 2), dp=2, zero=3)
+    Path("parts.sched").write_text(to_text(program))
     line, message = told.strip().split("\n", 1)
     assert main(line.removeprefix("$ schedir ").split()) == 2
     out, err = capsys.readouterr()
@@ -40,10 +40,10 @@ def test_unshard_count_is_printed(command: str, capsys: pytest.CaptureFixture[st
     (number,) = {[i.op.name for i in stream].count("Unshard") for stream in program.streams}
     out = run_command(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "-O", "zero=3")
     assert f"each rank gathers weights {number} times per step" in out
-    told = json.loads(
+    facts = json.loads(
         run_command(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "-O", "zero=3", "--json")
     )
-    assert (told["zero"], told["unshards"]) == (3, [number, number])
+    assert (facts["zero"], facts["unshards"]) == (3, [number, number])
     assert "gathers" not in run_command(capsys, command, "looped_bfs", *AT, "-O", "dp=2")
     assert "unshards" not in run_command(capsys, command, "looped_bfs", *AT, "-O", "dp=2", "--json")
 
@@ -92,14 +92,16 @@ def test_recommend_ranks_all_schedules(when: str, capsys: pytest.CaptureFixture[
 
 
 def test_zero_levels_name_sharded_values() -> None:
-    of = [
+    descriptions = [
         describe_sharding(compile(schedules.gpipe, PipelineShape(2, 4), dp=4, zero=zero))
         for zero in range(4)
     ]
-    assert of[0] == ""
-    assert of[1].startswith("zero 1: optimizer state split into 4 shards")
-    assert of[2].startswith("zero 2: gradients and optimizer state split into 4 shards")
-    assert of[3].startswith("zero 3: weights, gradients and optimizer state split into 4 shards")
+    assert descriptions[0] == ""
+    assert descriptions[1].startswith("zero 1: optimizer state split into 4 shards")
+    assert descriptions[2].startswith("zero 2: gradients and optimizer state split into 4 shards")
+    assert descriptions[3].startswith(
+        "zero 3: weights, gradients and optimizer state split into 4 shards"
+    )
 
 
 @pytest.mark.parametrize("name", ["one_f_one_b", "interleaved", "looped_bfs", "zb_v", "chimera"])
@@ -110,15 +112,17 @@ def test_max_unsharded_stages_match_instructions(name: str, zero: int) -> None:
     v = {"interleaved": 2, "looped_bfs": 2, "zb_v": 2, "chimera": 2}.get(name, 1)
     placement = {"zb_v": "vee", "chimera": "mirror"}.get(name, "loop")
     program = compile(schedule, PipelineShape(2, 4, v, placement), dp=2, zero=zero)
-    for stream, most in zip(program.streams, count_unshards(program).max_unsharded, strict=True):
-        whole, peak = set[int](), 0
+    for stream, max_unsharded in zip(
+        program.streams, count_unshards(program).max_unsharded, strict=True
+    ):
+        unsharded, peak = set[int](), 0
         for i in stream:
             if i.op.name == "Unshard":
-                whole.add(i.stage)
+                unsharded.add(i.stage)
             elif i.op.name == "Reshard":
-                whole.remove(i.stage)
-            peak = max(peak, len(whole))
-        assert most == peak and not whole
+                unsharded.remove(i.stage)
+            peak = max(peak, len(unsharded))
+        assert max_unsharded == peak and not unsharded
 
 
 def test_relower_drops_options_without_effect(
@@ -165,8 +169,8 @@ def test_found_program_is_relowered_with_zero(
     shape = ("--ranks=2", "--microbatches=4", "--max-evaluations=1")
     run_command(capsys, "search", *shape, "-o", "found.sched")
     words = ("--relower", "-O", "dp=2", "-O", "zero=3")
-    told = json.loads(run_command(capsys, "simulate", "found.sched", *words, "--json"))
-    assert (told["zero"], told["unshards"]) == (3, [1, 1])
+    facts = json.loads(run_command(capsys, "simulate", "found.sched", *words, "--json"))
+    assert (facts["zero"], facts["unshards"]) == (3, [1, 1])
 
 
 @pytest.mark.parametrize("command", ["simulate", "explain", "compare", "draw"])

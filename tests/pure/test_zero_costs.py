@@ -70,11 +70,11 @@ def test_sent_bytes_match_zero_paper(dp: int) -> None:
     ones, which stay gathered and have no weights here.
     """
     psi = 3 * 2e9
-    each = (2e9, 2e9, 2e9, 0, 0, 0)
-    sizes = Sizes(params=each, grads=each)
+    stage_params = (2e9, 2e9, 2e9, 0, 0, 0)
+    sizes = Sizes(params=stage_params, grads=stage_params)
     for zero, times in enumerate((2, 2, 2, 3)):
         program = compile(schedules.looped_bfs, PipelineShape(1, 4, 6), dp=dp, zero=zero)
-        sent = sum(each[0] for each in count_sent_bytes(program, sizes).values())
+        sent = sum(lane_bytes[0] for lane_bytes in count_sent_bytes(program, sizes).values())
         assert sent == pytest.approx(times * psi * (dp - 1) / dp)
 
 
@@ -90,31 +90,35 @@ def test_sent_bytes_match_instructions(name: str) -> None:
     ):
         program = compile_zero(name, dp=4, zero=zero, reduce_scatter_at=reduce, tp=2)
         once = {"unshard": 2e9, "reduce_scatter": 4e9, "reduce_grads": 8e9}
-        want = np.zeros((len(Lane), program.shape.ranks))
+        expected = np.zeros((len(Lane), program.shape.ranks))
         for rank, stream in enumerate(program.streams):
             for i in stream:
                 if i.op.name in ("Unshard", "ReduceScatter", "ReduceGrads"):
                     lane = Lane.PARAMS if i.op is Opcode.Unshard else Lane.DP
-                    want[lane, rank] += once[str(i).split()[0]] * 3 / 4
+                    expected[lane, rank] += once[str(i).split()[0]] * 3 / 4
                 if (
                     i.op is Opcode.ReduceReplicatedStages
                 ):  # two holders exchange the part that each has
-                    want[Lane.DP, rank] += 4e9 / (4 if zero else 1)
+                    expected[Lane.DP, rank] += 4e9 / (4 if zero else 1)
                 if i.op.name in ("SendAct", "SendGrad"):
-                    want[Lane.ACT if i.op.name == "SendAct" else Lane.GRAD, rank] += 30e6
+                    expected[Lane.ACT if i.op.name == "SendAct" else Lane.GRAD, rank] += 30e6
                 if i.op.name in ("TPGatherAct", "TPGatherGrad"):
-                    want[Lane.TP, rank] += 30e6
-        found = count_sent_bytes(program, SIZES)
+                    expected[Lane.TP, rank] += 30e6
+        sent_bytes = count_sent_bytes(program, SIZES)
         for lane in Lane:
-            assert found.get(lane, np.zeros(program.shape.ranks)) == pytest.approx(want[lane])
+            assert sent_bytes.get(lane, np.zeros(program.shape.ranks)) == pytest.approx(
+                expected[lane]
+            )
 
 
 def test_reducing_after_each_backward_sends_more() -> None:
-    end, turn = (
+    end, each_backward = (
         count_sent_bytes(compile_zero("interleaved", dp=2, zero=3, reduce_scatter_at=r), SIZES)
         for r in ("update_end", "each_backward")
     )
-    assert (turn[Lane.DP] > end[Lane.DP]).all() and (turn[Lane.PARAMS] == end[Lane.PARAMS]).all()
+    assert (each_backward[Lane.DP] > end[Lane.DP]).all() and (
+        each_backward[Lane.PARAMS] == end[Lane.PARAMS]
+    ).all()
     same = [
         count_sent_bytes(compile_zero("looped_bfs", dp=2, zero=3, reduce_scatter_at=r), SIZES)
         for r in ("update_end", "each_backward")
@@ -128,8 +132,8 @@ def test_simulate_prints_sent_bytes(capsys: pytest.CaptureFixture[str]) -> None:
     assert "bytes that a process sends, at most: dp 8 GB, params 6 GB\n" in run_command(
         capsys, *shape
     )
-    found = json.loads(run_command(capsys, *shape, "--json"))
-    assert found["sent_bytes"] == {"dp": [8e9], "params": [6e9]}
+    facts = json.loads(run_command(capsys, *shape, "--json"))
+    assert facts["sent_bytes"] == {"dp": [8e9], "params": [6e9]}
     assert "sends" not in run_command(capsys, *shape[:-1])
 
 
@@ -138,8 +142,8 @@ def test_simulate_prints_sent_bytes(capsys: pytest.CaptureFixture[str]) -> None:
 
 def test_unshard_and_reduce_scatter_cost_half_all_reduce() -> None:
     """Replicas share a node or have a node each, and the time is that of the link they cross."""
-    for nodes, each, link in ((1, 8, 300e9), (2, 4, 20e9)):
-        near, shape = cluster(nodes, each, 1e-5), PipelineShape(4, 8)
+    for nodes, gpus_per_node, link in ((1, 8, 300e9), (2, 4, 20e9)):
+        near, shape = cluster(nodes, gpus_per_node, 1e-5), PipelineShape(4, 8)
         plain = near.fill_costs(shape, SIZES, Costs(F=1, B=2), dp=2)
         assert plain.unshard is None and plain.reduce_scatter is None
         assert plain.reduce_grads == pytest.approx(2 * (1e-5 + 4e9 / 2 / link))
@@ -162,17 +166,19 @@ def test_costs_depend_on_weights_of_stage() -> None:
     ("name", "sizes"), [("unshard", {"params"}), ("reduce_scatter", {"grads"})]
 )
 def test_cluster_costs_need_sizes(name: str, sizes: set[str]) -> None:
-    told = dict.fromkeys({"unshard", "reduce_scatter", "send", "step"} - {name}, 0.0)
+    other_costs = dict.fromkeys({"unshard", "reduce_scatter", "send", "step"} - {name}, 0.0)
     with pytest.raises(UsageError) as caught:
-        cluster().fill_costs(PipelineShape(2, 4), None, Costs(F=1, B=2, **told), dp=2, zero=2)
+        cluster().fill_costs(
+            PipelineShape(2, 4), None, Costs(F=1, B=2, **other_costs), dp=2, zero=2
+        )
     assert {*caught.value.fields} == sizes
 
 
 def test_stage_replicas_sum_shards() -> None:
     shape = PipelineShape(2, 4, placement="mirror")
-    for zero, parts in ((0, 1), (3, 2)):
+    for zero, shards in ((0, 1), (3, 2)):
         costs = cluster().fill_costs(shape, SIZES, Costs(F=1, B=2), dp=2, zero=zero)
-        assert costs.reduce_replicated_stages == pytest.approx(4e9 / parts / 300e9)
+        assert costs.reduce_replicated_stages == pytest.approx(4e9 / shards / 300e9)
 
 
 def test_simulate_fills_zero_costs_from_cluster(capsys: pytest.CaptureFixture[str]) -> None:
@@ -239,12 +245,12 @@ def test_step_period_includes_first_unshard() -> None:
 def test_unshard_waits_have_idle_cause() -> None:
     """One rank waits for its first gather, and every other gather overlaps with longer work."""
     program = compile(schedules.looped_bfs, PipelineShape(1, 4, 4), dp=2, zero=3)
-    found = simulate(program, Costs(F=1, B=2, unshard=0.5, reduce_scatter=0.25))
-    table = sum_by_cause(idleness(found), 1)
+    run = simulate(program, Costs(F=1, B=2, unshard=0.5, reduce_scatter=0.25))
+    table = sum_by_cause(idleness(run), 1)
     assert table[0, IdleCause.WEIGHTS] == 0.5 and table[0, IdleCause.REDUCTION] == 0.25
-    assert table.sum() == found.idle.sum() == 0.75
-    idle = idleness(found)
-    waited = found.spans["op"][idle["awaits"][idle["cause"] == IdleCause.WEIGHTS]]
+    assert table.sum() == run.idle.sum() == 0.75
+    idle = idleness(run)
+    waited = run.spans["op"][idle["awaits"][idle["cause"] == IdleCause.WEIGHTS]]
     assert {*waited.tolist()} == {Opcode.Unshard}
 
 
@@ -254,9 +260,9 @@ def test_calibrate_finds_unshard_cost(name: str) -> None:
     program = compile_zero(name, dp=2, zero=3)
     costs = Costs(F=1, B=2, unshard=1.5, reduce_scatter=2.5)
     run = replace(simulate(program, costs), kind="measured", unit="s")
-    found = calibrate(run)
-    assert (found.unshard, found.reduce_scatter) == (1.5, 2.5)
-    assert simulate(program, found).span == pytest.approx(run.span)
+    calibrated = calibrate(run)
+    assert (calibrated.unshard, calibrated.reduce_scatter) == (1.5, 2.5)
+    assert simulate(program, calibrated).span == pytest.approx(run.span)
 
 
 def test_advice_tries_free_unshards() -> None:

@@ -47,13 +47,13 @@ def test_figure_2a_matches_equations(
     model: tuple[int, int, int], told: tuple[float | None, ...]
 ) -> None:
     layers, hidden, heads = model
-    found = (
+    computed = (
         zi.zero_model_states(layers, hidden) / TiB,
         zi.checkpoint_bytes(layers, hidden, K, 32) / TiB,
         zi.largest_operator_bytes(hidden) / GiB,
         zi.activation_working_bytes(hidden, heads, K, 4) / GiB,
     )
-    for ours, theirs in zip(found, told, strict=True):
+    for ours, theirs in zip(computed, told, strict=True):
         assert theirs is None or abs(ours - theirs) < 0.00501
 
 
@@ -153,12 +153,12 @@ def measure_efficiency(
     """Return the share of time in which a device computes, for one layer and one token each."""
     work = zi.count_operations(1, hidden, 1, 1) / 4 / PEAK  # seconds of a forward
     copy = zi.checkpoint_bytes(1, hidden, 1, 1) / bandwidth
-    moved = (
+    copy_costs = (
         {"offload_to_disk": copy, "reload_from_disk": copy}
         if disk
         else {"offload": copy, "reload": copy}
     )
-    run = simulate(program, Costs(F=work, R=work, B=2 * work, **moved))
+    run = simulate(program, Costs(F=work, R=work, B=2 * work, **copy_costs))
     return 1 - run.bubble
 
 
@@ -189,15 +189,15 @@ def test_efficiency_with_many_slots_reaches_overlapped_limit(hidden: int, bandwi
     theirs = zi.compute_efficiency(
         zi.intensity_of_checkpoints(hidden), bandwidth, PEAK, overlapped=True
     )
-    off = []
+    errors = []
     for microbatches in (32, 128, 512):
         ours = measure_efficiency(
             compile_checkpoint_offload(microbatches, 6, 8, disk=True), hidden, bandwidth, disk=True
         )
-        off.append(abs(ours / theirs - 1))
-    assert off[2] < 0.01 and off[2] <= off[1] <= off[0]
+        errors.append(abs(ours / theirs - 1))
+    assert errors[2] < 0.01 and errors[2] <= errors[1] <= errors[0]
     if theirs < 1:  # the ends do not overlap, and their share falls with the number of microbatches
-        assert off[0] > 3 * off[1] > 9 * off[2] > 0
+        assert errors[0] > 3 * errors[1] > 9 * errors[2] > 0
 
 
 @pytest.mark.parametrize(("hidden", "bandwidth"), CASES)

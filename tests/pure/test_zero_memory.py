@@ -35,9 +35,9 @@ def list_unsharded_by_hand(program: Program, rank: int) -> list[tuple[set[int], 
     The host frees a gradient when it waits for its reduction. It waits for the oldest first, at the
     end, where a backward needs a new full gradient, and where slots require it.
     """
-    stream, found = program.streams[rank], []
-    said = program.slots[rank].specified() if program.slots else {}
-    slots = said.get("wgrad", 2**31)
+    stream, unsharded = program.streams[rank], []
+    specified_slots = program.slots[rank].specified() if program.slots else {}
+    slots = specified_slots.get("wgrad", 2**31)
     weights, gradients = set[int](), set[int]()
     under_way, filled, heard = deque[int](), 0, 0
     groups: list[list[int]] = []
@@ -59,29 +59,34 @@ def list_unsharded_by_hand(program: Program, rank: int) -> list[tuple[set[int], 
                 heard += len(under_way)
                 gradients -= {*under_way}
                 under_way.clear()
-        found += [({*weights}, {*gradients})] * len(group)
+        unsharded += [({*weights}, {*gradients})] * len(group)
         for i in [stream[k] for k in group]:
             if i.op is Opcode.Reshard:
                 weights.remove(i.stage)
             if i.op is Opcode.ReduceScatter:
                 under_way.append(i.stage)
     assert not (weights or gradients)
-    return found
+    return unsharded
 
 
 def list_predicted_bytes(program: Program, sizes: Sizes, name: str, rank: int) -> list[float]:
     """Return the predicted bytes of a name during each instruction of a rank."""
-    own, joined = compute_footprints(program, sizes)[rank], program.streams[rank].joined.tolist()
-    bytes_of, found = own.dynamic_memory[name][1], []
+    footprint, joined = (
+        compute_footprints(program, sizes)[rank],
+        program.streams[rank].joined.tolist(),
+    )
+    bytes_of, running_bytes = footprint.dynamic_memory[name][1], []
     for k in range(len(joined)):
         first = last = k
         while joined[first]:
             first -= 1
         while last + 1 < len(joined) and joined[last + 1]:
             last += 1
-        began = (own.positions < first) | own.is_at_start & (own.positions <= last)
-        found.append(float(bytes_of[np.flatnonzero(began)[-1]]))
-    return found
+        began = (footprint.positions < first) | footprint.is_at_start & (
+            footprint.positions <= last
+        )
+        running_bytes.append(float(bytes_of[np.flatnonzero(began)[-1]]))
+    return running_bytes
 
 
 @settings(max_examples=80)
@@ -99,38 +104,48 @@ def test_unsharded_memory_matches_hand_count(
         norm_check="before_step",
     )
     program = lower(program, buffer_sharing=rng.choice([None, "minimal"]))
-    each = st.lists(st.integers(0, 9), min_size=draft.shape.stages, max_size=draft.shape.stages)
-    of = {name: np.array(data.draw(each), float) for name in ("params", "grads", "optimizer")}
-    sizes = Sizes(**{name: tuple((4 * size).tolist()) for name, size in of.items()})
+    stage_sizes = st.lists(
+        st.integers(0, 9), min_size=draft.shape.stages, max_size=draft.shape.stages
+    )
+    shard_sizes = {
+        name: np.array(data.draw(stage_sizes), float) for name in ("params", "grads", "optimizer")
+    }
+    sizes = Sizes(**{name: tuple((4 * size).tolist()) for name, size in shard_sizes.items()})
     late = compute_footprints(program, sizes, worst_case=True)
     time = data.draw(costs(draft.shape))
     slow = replace(time, **{op: float(rng.randrange(9)) for op in ("unshard", "reduce_scatter")})
     curves = simulate(program, slow, sizes=sizes).memory
-    for rank, own in enumerate(compute_footprints(program, sizes)):
+    for rank, footprint in enumerate(compute_footprints(program, sizes)):
         expected = list_unsharded_by_hand(program, rank)
         for name, k, size in ((WEIGHTS, 0, "params"), (GRADIENT, 1, "grads")):
-            whole = [float(sum(4 * of[size][s] for s in now[k])) for now in expected]
+            unsharded_bytes = [
+                float(sum(4 * shard_sizes[size][s] for s in stages_now[k]))
+                for stages_now in expected
+            ]
             if name == WEIGHTS and zero < 3:
-                assert name not in own.dynamic_memory
+                assert name not in footprint.dynamic_memory
                 continue
-            assert list_predicted_bytes(program, sizes, name, rank) == whole
-            most = late[rank].dynamic_memory[name][1].max()  # whatever the timing
-            assert max(whole) <= most and curves[rank].by_kind[name].max() <= most
+            assert list_predicted_bytes(program, sizes, name, rank) == unsharded_bytes
+            max_bytes = late[rank].dynamic_memory[name][1].max()  # whatever the timing
             assert (
-                max(own.total_bytes.max(), curves[rank].total.max()) <= late[rank].total_bytes.max()
+                max(unsharded_bytes) <= max_bytes and curves[rank].by_kind[name].max() <= max_bytes
             )
-        fixed = {name: size for name, (_, size) in own.static_memory.items()}
-        for name, cut, level in (
+            assert (
+                max(footprint.total_bytes.max(), curves[rank].total.max())
+                <= late[rank].total_bytes.max()
+            )
+        static_sizes = {name: size for name, (_, size) in footprint.static_memory.items()}
+        for name, sharded_name, level in (
             ("params", "sharded weights", 3),
             ("grads", "sharded gradients", 2),
             ("optimizer", "sharded optimizer state", 1),
         ):
             stages = np.array(draft.shape.stages_on_rank[rank])
             trained = stages >= program.frozen_stages
-            assert level <= zero or cut not in fixed
+            assert level <= zero or sharded_name not in static_sizes
             if level <= zero and sizes.specified_parts:
-                assert fixed.get(cut, 0) == of[name][stages[trained]].sum()
-                assert fixed.get(name, 0) == 4 * of[name][stages[~trained]].sum()
+                assert static_sizes.get(sharded_name, 0) == shard_sizes[name][stages[trained]].sum()
+                assert static_sizes.get(name, 0) == 4 * shard_sizes[name][stages[~trained]].sum()
 
 
 SIZES = Sizes(saved=10, params=160, grads=160, optimizer=480)
@@ -152,7 +167,10 @@ def test_zero_levels_hold_published_memory(zero: int, rest: float, most: float) 
     """
     program = compile(looped_bfs, PipelineShape(2, 4, 2), dp=4, zero=zero, buffer_sharing="minimal")
     owns = compute_footprints(program, replace(SIZES, saved=0))
-    assert [sum(size for _, size in own.static_memory.values()) for own in owns] == [rest, rest]
+    assert [sum(size for _, size in footprint.static_memory.values()) for footprint in owns] == [
+        rest,
+        rest,
+    ]
     curves = simulate(program, sizes=replace(SIZES, saved=0)).memory
     assert [curve.total.max() for curve in curves] == [most, most]
 
@@ -160,17 +178,18 @@ def test_zero_levels_hold_published_memory(zero: int, rest: float, most: float) 
 def test_reducing_each_backward_holds_one_gradient() -> None:
     """One full gradient exists at a time if each backward is reduced, and otherwise all do."""
     peaks = {}
-    for when in ("update_end", "each_backward"):
+    for reduce_at in ("update_end", "each_backward"):
         program = compile(
             interleaved,
             PipelineShape(2, 4, 2),
             dp=4,
             zero=2,
-            reduce_scatter_at=when,
+            reduce_scatter_at=reduce_at,
             buffer_sharing="minimal",
         )
-        peaks[when] = [
-            own.dynamic_memory[GRADIENT][1].max() for own in compute_footprints(program, SIZES)
+        peaks[reduce_at] = [
+            footprint.dynamic_memory[GRADIENT][1].max()
+            for footprint in compute_footprints(program, SIZES)
         ]
     assert peaks == {"update_end": [320, 320], "each_backward": [160, 160]}
 
@@ -179,8 +198,8 @@ def test_zero_1_has_no_unsharded_memory() -> None:
     """At level 1 the parameters are the full weights, and gradients are full too."""
     program = compile(zb_h1, PipelineShape(2, 4), dp=4, zero=1, buffer_sharing="minimal")
     assert all(
-        not {WEIGHTS, GRADIENT} & {*own.dynamic_memory, *own.static_memory}
-        for own in compute_footprints(program, SIZES)
+        not {WEIGHTS, GRADIENT} & {*footprint.dynamic_memory, *footprint.static_memory}
+        for footprint in compute_footprints(program, SIZES)
     )
     assert (
         "unsharded_params" not in program.slots[0].specified()
@@ -190,10 +209,13 @@ def test_zero_1_has_no_unsharded_memory() -> None:
 
 def test_memory_limit_error_names_sharded_and_unsharded() -> None:
     program = compile(looped_bfs, PipelineShape(2, 4, 2), dp=4, zero=3, buffer_sharing="minimal")
-    most = max(own.total_bytes.max() for own in compute_footprints(program, SIZES, worst_case=True))
-    assert check_memory(program, SIZES, most) is program
+    max_bytes = max(
+        footprint.total_bytes.max()
+        for footprint in compute_footprints(program, SIZES, worst_case=True)
+    )
+    assert check_memory(program, SIZES, max_bytes) is program
     with pytest.raises(MemoryLimitError) as error:
-        check_memory(program, SIZES, most - 1)
+        check_memory(program, SIZES, max_bytes - 1)
     rows = {name: (number, size) for name, number, size in error.value.live_values}
     assert rows[WEIGHTS] == (2, 320) and rows[GRADIENT] == (1, 160)
     assert rows["sharded weights"] == rows["sharded gradients"] == (2, 80)
@@ -216,7 +238,7 @@ def test_zero_refuses_model_states_size() -> None:
 def test_recompute_fit_counts_shards() -> None:
     """As few forwards are recomputed as the limit requires, and shards are counted as shards."""
     sizes = replace(SIZES, recompute_inputs=1.0)
-    again = {}
+    num_recomputes = {}
     for zero in (0, 3):
         program = compile(
             gpipe,
@@ -227,8 +249,8 @@ def test_recompute_fit_counts_shards() -> None:
             memory_limit=830,
             recompute="fit",
         )
-        again[zero] = int((program.op == Opcode.Recompute).sum())
-    assert again[0] > again[3] == 0
+        num_recomputes[zero] = int((program.op == Opcode.Recompute).sum())
+    assert num_recomputes[0] > num_recomputes[3] == 0
 
 
 def test_simulate_prints_sharded_memory(capsys: pytest.CaptureFixture[str]) -> None:
@@ -236,8 +258,8 @@ def test_simulate_prints_sharded_memory(capsys: pytest.CaptureFixture[str]) -> N
     command = ["simulate", "interleaved", "--ranks", "2", "--microbatches", "4", "-O", "dp=4"]
     command += ["--stages-per-rank", "2", "-O", "zero=3", "--json", "--sizes"]
     assert main([*command, "saved=10,params=160,grads=160,optimizer=480:480:80:80"]) == 0
-    told = json.loads(capsys.readouterr().out)
+    facts = json.loads(capsys.readouterr().out)
     names = ("sharded_weights", "sharded_gradients", "sharded_optimizer_state")
-    assert [told[name] for name in names] == [[80, 80], [80, 80], [140, 140]]
-    assert told["unsharded_weights"] == told["unsharded_gradients"] == [320, 320]
+    assert [facts[name] for name in names] == [[80, 80], [80, 80], [140, 140]]
+    assert facts["unsharded_weights"] == facts["unsharded_gradients"] == [320, 320]
     assert main([*command, "weights=10"]) == 2

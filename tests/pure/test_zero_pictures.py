@@ -36,27 +36,27 @@ def test_computes_are_inside_unsharded_band(
 ) -> None:
     name, active = case
     shape = ZOO[name]
-    least = 2 if shape.placement_rows > 1 else 1  # a pair may be of two stages
-    active = max(least, min(active, len(shape.stages_on_rank[0])))
-    found = simulate_zero(name, 3, active, unshard=unshard, reduce_scatter=reduce)
-    bands, spans = find_unsharded_intervals(found), found.spans
+    min_active = 2 if shape.placement_rows > 1 else 1  # a pair may be of two stages
+    active = max(min_active, min(active, len(shape.stages_on_rank[0])))
+    run = simulate_zero(name, 3, active, unshard=unshard, reduce_scatter=reduce)
+    bands, spans = find_unsharded_intervals(run), run.spans
     assert bands.row_count <= active
     for s in spans[np.isin(spans["op"], COMPUTE_OPS) & (spans["op"] != Opcode.BackwardWeight)]:
-        own = (bands.rank == s["rank"]) & (bands.stage == s["stage"])
+        is_of_stage = (bands.rank == s["rank"]) & (bands.stage == s["stage"])
         inside = (bands.start <= s["start"]) & (bands.end >= s["end"])
-        assert (own & inside).sum() == 1
-    for rank in range(found.ranks):
+        assert (is_of_stage & inside).sum() == 1
+    for rank in range(run.ranks):
         for row in range(bands.row_count):
-            own = (bands.rank == rank) & (bands.row == row)
-            order = np.argsort(bands.start[own])
-            assert (bands.start[own][order][1:] >= bands.end[own][order][:-1]).all()
+            is_of_stage = (bands.rank == rank) & (bands.row == row)
+            order = np.argsort(bands.start[is_of_stage])
+            assert (bands.start[is_of_stage][order][1:] >= bands.end[is_of_stage][order][:-1]).all()
 
 
 @pytest.mark.parametrize("zero", [0, 1, 2])
 def test_always_unsharded_weights_have_no_band(zero: int) -> None:
-    found = simulate_zero("looped_bfs", zero, unshard=1)
-    assert find_unsharded_intervals(found).row_count == 0
-    texts = {t.get_text() for t in viz.gantt(found).axes[0].texts}
+    run = simulate_zero("looped_bfs", zero, unshard=1)
+    assert find_unsharded_intervals(run).row_count == 0
+    texts = {t.get_text() for t in viz.gantt(run).axes[0].texts}
     assert "unsharded" not in texts and ("params" in texts) == (zero > 0)
 
 
@@ -73,19 +73,19 @@ def test_chart_and_legend_name_lane_and_band(palette: str) -> None:
 
 def test_chart_without_lanes_has_no_bands() -> None:
     """Without lanes, a picture has no bands, and its rows are lower."""
-    found = simulate_zero("looped_bfs", active=2, unshard=1)
-    low, high = (viz.gantt(found, show=s).axes[0].get_ylim()[0] for s in ("", "lanes"))
+    run = simulate_zero("looped_bfs", active=2, unshard=1)
+    low, high = (viz.gantt(run, show=s).axes[0].get_ylim()[0] for s in ("", "lanes"))
     assert low < high
-    assert not any(t.get_text() == "unsharded" for t in viz.gantt(found, show="").axes[0].texts)
+    assert not any(t.get_text() == "unsharded" for t in viz.gantt(run, show="").axes[0].texts)
 
 
 def test_html_page_has_bands() -> None:
-    found = simulate_zero("interleaved", active=2, unshard=0.5)
-    text = viz.html(found)
+    run = simulate_zero("interleaved", active=2, unshard=0.5)
+    text = viz.html(run)
     data = json.loads(text.partition('id="data">')[2].partition("</script>")[0])
     (one,) = data["runs"]
     assert one["bandRows"] == 2 and len(data["unshardedStages"]["light"]) == 3
-    assert one["columns"]["bandRank"][2] == len(find_unsharded_intervals(found).rank)
+    assert one["columns"]["bandRank"][2] == len(find_unsharded_intervals(run).rank)
     assert data["unshardedStages"]["name"] == "unsharded weights"
     assert data["lanes"][Lane.PARAMS] == "params"
 

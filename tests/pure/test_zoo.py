@@ -49,9 +49,9 @@ from tests.zero_bubble_figures import PRINTED, Row, rows
 @pytest.mark.parametrize("schedule", [one_f_one_b, eager_1f1b])
 def test_1f1b_has_published_idle_time(schedule: Schedule) -> None:
     for c in cases(schedule, lambda P: [P, 2 * P + 1]):
-        each = c.F + c.I + c.W
-        assert c.idle == (c.P - 1) * each
-        assert c.own == [(c.P - 1 - r) * each for r in range(c.P)]
+        microbatch_time = c.F + c.I + c.W
+        assert c.idle == (c.P - 1) * microbatch_time
+        assert c.own == [(c.P - 1 - r) * microbatch_time for r in range(c.P)]
         hops = 2 if schedule is eager_1f1b else 1
         assert c.peak == [min(hops * (c.P - 1 - r) + 1, c.m) for r in range(c.P)]
 
@@ -59,10 +59,14 @@ def test_1f1b_has_published_idle_time(schedule: Schedule) -> None:
 @pytest.mark.parametrize("send", [0.25, 1.0, 1.5])
 def test_eager_1f1b_hides_messages(send: float) -> None:
     """In P microbatches, 1F1B waits for P - 1 messages each way. Eager 1F1B never waits."""
-    costs, few, many = Costs(F=1, B=2, send=send), PipelineShape(4, 12), PipelineShape(4, 32)
+    costs, few_shape, many_shape = (
+        Costs(F=1, B=2, send=send),
+        PipelineShape(4, 12),
+        PipelineShape(4, 32),
+    )
 
     def each(schedule: Schedule) -> float:
-        return (run(schedule, many, costs).span - run(schedule, few, costs).span) / 20
+        return (run(schedule, many_shape, costs).span - run(schedule, few_shape, costs).span) / 20
 
     assert each(one_f_one_b) == 3 + 2 * send * 3 / 4
     assert each(eager_1f1b) == 3
@@ -232,14 +236,16 @@ def test_bitpipe_matches_paper() -> None:
     for m, span in ((4, 28), (8, 54)):  # the figure of the paper has 53 instead of 54
         assert run(bitpipe, shape_of(bitpipe, 4, m), Costs(F=1, B=2)).span == span
     program = expand_schedule(bitpipe, shape_of(bitpipe, 4, 4))
-    drawn = {  # in the figure, microbatches count from 1, and colours show the stages
+    published_orders = {  # in the figure, microbatches count from 1, and colours show the stages
         0: "F1 F2 F3 F3 F4 F4 F1 B1 F2 B2 B3 B3 B4 B4 B1 B2",
         1: "F1 F3 F2 F4 F3 F1 F4 F2 B1 B3 B2 B4 B3 B1 B4 B2",
         2: "F3 F1 F4 F2 F1 F3 F2 F4 B3 B1 B4 B2 B1 B3 B2 B4",
         3: "F3 F4 F1 F1 F2 F2 F3 B3 F4 B4 B1 B1 B2 B2 B3 B4",
     }
     for rank, stream in enumerate(program.streams):
-        assert [f"{INSTRUCTIONS[i.op].text}{i.mb + 1}" for i in stream] == drawn[rank].split()
+        assert [f"{INSTRUCTIONS[i.op].text}{i.mb + 1}" for i in stream] == published_orders[
+            rank
+        ].split()
     streams = compile(bitpipe, shape_of(bitpipe, 4, 4)).streams
     sent = [i for stream in streams for i in stream if i.op is Opcode.SendAct]
     # No message is needed at the turn, because both stages are on one rank.
